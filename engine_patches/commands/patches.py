@@ -54,14 +54,14 @@ def _check(platform: str) -> int:
         print(f"no vLLM is installed here; Seamark knows {SUPPORTED}, for one {IMAGE}", file=sys.stderr)
         return 1
     here = built_for(version) if platform == BUILT else Platform(platform.upper())
-    verdict = judge(PATCHES, here)
+    fit = judge(PATCHES, here)
     vllm = f"vLLM {version} ({here.value})"
-    if not verdict.misfits:
-        print(f"{vllm}: all {verdict.patches} patches fit")
+    if not fit.misfits:
+        print(f"{vllm}: all {fit.patches} patches fit")
         return 0
-    first, many = verdict.misfits[0], len(verdict.misfits)
+    first, many = fit.misfits[0], len(fit.misfits)
     print(
-        f"{vllm} is left untouched, no checkpoints: {many} of {verdict.patches} patches do not fit, first "
+        f"{vllm} is left untouched, no checkpoints: {many} of {fit.patches} patches do not fit, first "
         f"{first.patch.name}: {first.difference}; take vLLM {SUPPORTED}, for one the image {IMAGE}",
         file=sys.stderr,
     )

@@ -27,6 +27,11 @@ def place_of(prompt: Sequence[int], generated: int) -> int:
     return hash((tuple(prompt), generated))
 
 
+def agreed(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many of the first drafts are the same."""
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True))))
+
+
 class Oracle:
     """Knows what follows each prompt. The same prompt and place, the same drafts."""
 
@@ -45,8 +50,7 @@ class Oracle:
         while good < len(coming) and draw.random() < self._probability:
             good += 1
         if self._cold is not None and place in self._cold:
-            agreed = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, self._cold[place], strict=True))
-            good = min(good, len(list(agreed)))
+            good = min(good, agreed(own, self._cold[place]))
         return [*coming[:good], *own[good:]]
 
     @contextlib.contextmanager

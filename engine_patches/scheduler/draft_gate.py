@@ -10,11 +10,11 @@ names the trial: one that was meant for the engine before a restart has no effec
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine_patches import settings, speculation
+from engine_patches.scheduler.hints import arguments_of
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal, refused
 
 # Extra arguments of a request, from the gateway alone, which takes them out of what clients send.
@@ -47,7 +47,7 @@ class DraftGate:
 
     def obey(self, request: Any) -> bool:
         """Follow the command that a vLLM `Request` brings; whether it changes anything."""
-        command = _arguments(request).get(COMMAND)
+        command = arguments_of(request).get(COMMAND)
         if not isinstance(command, str) or not is_trial(request) or not self.name:
             return False
         wish, _, rest = command.partition(":")
@@ -66,8 +66,4 @@ class DraftGate:
 
 def is_trial(request: Any) -> bool:
     """Whether hints beside drafts are tried by a vLLM `Request`."""
-    return bool(_arguments(request).get(TRIAL) == 1)
-
-
-def _arguments(request: Any) -> Mapping[str, Any]:
-    return getattr(request.sampling_params, "extra_args", None) or {}
+    return bool(arguments_of(request).get(TRIAL) == 1)

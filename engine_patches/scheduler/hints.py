@@ -16,7 +16,7 @@ counted, and a right one can only add a cache entry.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 FIELD = "seamark_boundaries"
@@ -74,12 +74,17 @@ def hint_in(request: Any) -> Any:
     actions = () if envelope is None else [action for action in envelope.actions if _is_ours(action)]
     if actions:
         return [entry for action in actions for entry in _entries_of(action.payload)]
-    return (getattr(request.sampling_params, "extra_args", None) or {}).get(FIELD, NONE)
+    return arguments_of(request).get(FIELD, NONE)
+
+
+def arguments_of(request: Any) -> Mapping[str, Any]:
+    """What came with a vLLM `Request` in `vllm_xargs`."""
+    return getattr(request.sampling_params, "extra_args", None) or {}
 
 
 def pin_in(request: Any) -> bool | None:
     """Whether a vLLM `Request` pins its prompt, or releases it; None if it says nothing of the kind."""
-    pin = (getattr(request.sampling_params, "extra_args", None) or {}).get(PIN)
+    pin = arguments_of(request).get(PIN)
     return bool(pin) if pin in (0, 1) else None
 
 

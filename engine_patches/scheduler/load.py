@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import SENDER
+from engine_patches.scheduler.hints import arguments_of
 from engine_patches.scheduler.state_events import only_generates
 
 FIELD = "seamark_load"
@@ -52,7 +53,7 @@ def may_have_changed(planned: Any) -> bool:
 
 def _sender(request: Any) -> tuple[str, int | None]:
     """The gateway that sent a request, and the tokens that it expects to be computed; None if it does not say."""
-    told = (getattr(request.sampling_params, "extra_args", None) or {}).get(FIELD)
+    told = arguments_of(request).get(FIELD)
     match = _LOAD.fullmatch(told) if isinstance(told, str) else None
     sender = (match[1], int(match[3])) if match is not None else (NO_GATEWAY, None)
     setattr(request, SENDER, sender)  # it is asked for with each step that computes any prompt

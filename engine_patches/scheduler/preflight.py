@@ -119,7 +119,8 @@ def _check_windows() -> None:
     expect("blocks of a window have keys", [block.block_hash for block in new], [None] * len(new))
     windows.keep(request, RequestState(), [hit])
     keys = windows.keys_at(request, hit)
-    expect("the rows before a hit are found in", [windows._block(key) for key in keys], new)
+    found = [pool.cached_block_hash_to_block.get_one_block(key) for key in keys]
+    expect("the rows before a hit are found in", found, new)
     new_for_second = begins("second", [pool.null_block, *new])
     expect("a hit takes over", manager.req_to_blocks["second"], [pool.null_block, *new[:2], *new_for_second])
     expect("a hit copies", manager.take_pending_cow_copies(), [(new[2], new_for_second[0])])

@@ -101,11 +101,8 @@ class Retention:
             self._windows[key] = list(blocks)
 
     def _window_of(self, key: bytes) -> list[Any]:
-        return [block for block, name in self._windows.get(key, ()) if self._holds(block, name)]
-
-    def _holds(self, block: Any, key: bytes) -> bool:
-        found = self._pool.cached_block_hash_to_block._cache.get(key)
-        return found is block or (isinstance(found, dict) and block.block_id in found)
+        cached = self._pool.cached_block_hash_to_block
+        return [block for block, name in self._windows.get(key, ()) if cached.contain(name, block.block_id)]
 
     def make_room(self, num_blocks: int) -> bool:
         """Release states until `num_blocks` more fit into the share. False if even that does not help."""

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from proxy.boundaries.renderer import WorkerRenderer
 from proxy.fleet.draft_gates import OVERDUE_SECONDS, DraftGates
 from proxy.fleet.draft_prompts import TrialPrompt
+from proxy.fleet.idle_turns import IDLE_SECONDS
 from proxy.fleet.probe import Probe, Probed, Unwell
 from proxy.fleet.worker import TRIAL, Worker
 from proxy.http.client import Broken, Unreachable, Upstream
@@ -31,8 +32,6 @@ CONNECT_SECONDS, POLL_SECONDS = 2.0, 1.0
 
 # After the server has come up, a gateway has so long to begin. Names of gateways are hexadecimal: they come first.
 GRACE_SECONDS, OWN = 20.0, "worker"
-
-IDLE_SECONDS = 3.0  # without a request of others
 
 KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own, from which it takes the key unless a flag gives one
 

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -263,7 +263,7 @@ def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int]
 
 
 def _listening(recipe: Recipe, where: tuple[str, int]) -> Recipe:
-    return Recipe(**{**vars(recipe), "listens": where})
+    return replace(recipe, listens=where)
 
 
 def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
@@ -372,16 +372,22 @@ def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True)
     for word in words:
         if _SERVE.search(f" {word} "):
             return [each.value for each in served(word, source).words]
-    for number, word in enumerate(words):
-        if word == "serve" and Path(words[number - 1]).name == "vllm":
-            return list(words[number + 1 :])
-        if word.startswith("vllm.entrypoints."):
-            return list(words[number + 1 :])
+    if start := behind_serve(words):
+        return list(words[start:])
     if "engine_patches" in words:
         raise SettingsError(f"{source} has Seamark's plugin already; ask `seamark doctor --worker URL`")
     if not words or not by_image:
         raise SettingsError(f"{source}: nothing says which model vLLM serves; give the recipe or script that starts it")
     return list(words)
+
+
+def behind_serve(words: Sequence[str], before: str = "") -> int:
+    """Where vLLM's arguments begin in a command, which follows the word `before`; 0 if it does not start vLLM."""
+    for number, word in enumerate(words):
+        last = words[number - 1] if number else before
+        if (word == "serve" and Path(last).name == "vllm") or word.startswith("vllm.entrypoints."):
+            return number + 1
+    return 0
 
 
 def words_of(text: str, start: int, source: str) -> ServeLine:

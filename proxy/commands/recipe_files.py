@@ -291,13 +291,12 @@ def _command(recipe: Recipe, places: Places) -> RecipeFiles:
     shebang, body = _shebang(_edited(recipe.text, recipe))
     worker = _script(
         f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:",
-        f"#   pip install --no-deps {shlex.quote(str(places.source))}",
+        f"#   {_install(places)}",
         body.strip(),
         shebang=shebang,
     )
-    note = f"once, in vLLM's environment: pip install --no-deps {shlex.quote(str(places.source))}"
-    off = [_UNINSTALL]
-    return RecipeFiles({"worker.sh": worker}, _run(shebang, places, "worker.sh"), off, [note])
+    note = f"once, in vLLM's environment: {_install(places)}"
+    return RecipeFiles({"worker.sh": worker}, _run(shebang, places, "worker.sh"), [_UNINSTALL], [note])
 
 
 def _config(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -308,12 +307,11 @@ def _config(recipe: Recipe, places: Places) -> RecipeFiles:
     text = f"# {_safe_line(recipe.source)} without what vLLM dropped.\n" + _yaml({**left, **listens})
     worker = _script(
         "vLLM with Seamark's plugin, which has to be in vLLM's environment, once:",
-        f"#   pip install --no-deps {shlex.quote(str(places.source))}",
+        f"#   {_install(places)}",
         f'exec python3 -m engine_patches worker --config {shlex.quote(str(places.out / "model.yaml"))} "$@"',
     )
-    note = f"once, in vLLM's environment: pip install --no-deps {shlex.quote(str(places.source))}"
-    off = [_UNINSTALL]
-    return RecipeFiles({"model.yaml": text, "worker.sh": worker}, _sh(places, "worker.sh"), off, [note])
+    note = f"once, in vLLM's environment: {_install(places)}"
+    return RecipeFiles({"model.yaml": text, "worker.sh": worker}, _sh(places, "worker.sh"), [_UNINSTALL], [note])
 
 
 def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> tuple[list[str], list[str]]:
@@ -333,12 +331,8 @@ def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> 
 
 def _behind_serve(command: Sequence[Word], entrypoint: Sequence[str]) -> Sequence[Word]:
     """vLLM's arguments in a container's command; `vllm serve` may stand in either, or in neither."""
-    before = [*entrypoint[-1:]]
-    for number, word in enumerate(command):
-        last = command[number - 1].value if number else "".join(before)
-        if (word.value == "serve" and Path(last).name == "vllm") or word.value.startswith("vllm.entrypoints."):
-            return command[number + 1 :]
-    return command
+    start = reading.behind_serve([word.value for word in command], "".join(entrypoint[-1:]))
+    return command[start:]
 
 
 def _without_entrypoint(options: Sequence[Word]) -> list[str]:
@@ -377,6 +371,10 @@ def undo_script(places: Places, names: Sequence[str], undo: Sequence[str]) -> st
         f"rm -f {files}",
         f"rmdir {shlex.quote(str(places.out))} 2>/dev/null || true",
     )
+
+
+def _install(places: Places) -> str:
+    return f"pip install --no-deps {shlex.quote(str(places.source))}"
 
 
 _UNINSTALL = 'echo "in vLLM\'s environment, if nothing else there needs it: pip uninstall vllm-seamark"'

@@ -184,8 +184,8 @@ def completion_request(
     }
     if salt is not None:
         body["cache_salt"] = salt
-    if hint or more:
-        body[XARGS] = {HINT: list(hint), **more} if hint else dict(more)
+    if told := {**({HINT: list(hint)} if hint else {}), **more}:
+        body[XARGS] = told
     return json.dumps(body).encode()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from proxy.fleet.worker import GateReport, Worker
+from proxy.fleet.worker import OWN_REQUESTS, GateReport, Worker
 from proxy.http.client import Upstream
 
 PATH = "/seamark/outcomes"
@@ -26,7 +26,7 @@ PAUSE_SECONDS = 0.05  # between two reads, while something is awaited
 DRAFTED_SECONDS = 1.0
 
 # Begins the names of trial requests, before a name of who sends them.
-NAMED = "own-drafts-"
+NAMED = f"{OWN_REQUESTS}drafts-"
 
 STAND_BACK_SECONDS = 30.0  # since somebody else's trial request was seen
 

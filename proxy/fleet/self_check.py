@@ -44,7 +44,7 @@ from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.idle_turns import IdleTurns, allowance
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
-from proxy.fleet.worker import ON, OPEN, Worker, fresh_salt, prompt_of
+from proxy.fleet.worker import ON, OPEN, OWN_REQUESTS, Worker, fresh_salt, prompt_of
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import parse_object
 from proxy.idle_work import IdleWork
@@ -296,7 +296,7 @@ class SelfCheck(Part):
 
     async def _compare_without_drafts(self, worker: Worker, model: str, cut: _Cut, verdict: Judgement) -> None:
         """Hold the answer from the cache against the engine without drafts, and close hints if it is another one."""
-        asker = Asker(self._upstream, worker, model, "own-check", self._timeout)
+        asker = Asker(self._upstream, worker, model, f"{OWN_REQUESTS}check", self._timeout)
         for _ in range(2):
             off = await asker.without_drafts(cut.prompt, [verdict.cached])
             if off <= max(verdict.bound, bound_of(verdict.noise, [verdict.cached])):

@@ -30,6 +30,8 @@ SALT_BYTES = 16
 
 RANK_HEADER = b"x-data-parallel-rank"  # vLLM's
 
+OWN_REQUESTS = "own-"  # begins the names (X-Request-Id) of what a gateway asks for itself
+
 
 class CircuitBreaker:
     """Opens after `BREAKER_FAILURES` failures in a row; then one request at a time is a trial, until one succeeds."""

@@ -7,7 +7,7 @@ import os
 from typing import NamedTuple
 
 from proxy.fleet.hot_prefixes import WarmupRequest
-from proxy.fleet.worker import Worker
+from proxy.fleet.worker import OWN_REQUESTS, Worker
 from proxy.http.client import Upstream
 from proxy.routing.engine_events import OUTCOME_HEADER, EngineEvents, outcome_in
 from proxy.routing.prefix_index import PrefixIndex
@@ -39,7 +39,7 @@ class Replayer:
         Its prefixes count as the worker's: those of a pin from now on unless the worker refuses, as its engine then
         tells what became of them, others once it has answered. Raises `Unreachable` or `Broken`.
         """
-        hint, name = worker.hint(prompt.found), f"own-{os.urandom(16).hex()}"
+        hint, name = worker.hint(prompt.found), f"{OWN_REQUESTS}{os.urandom(16).hex()}"
         if pin is None:
             boot = worker.boot
             answer = await self._ask(worker, prompt, prompt.body_with(hint), name)

@@ -22,7 +22,7 @@ from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.resolve import Entry
 from proxy.fleet.draft_reports import PATH, Accepted, drafted_in, gate_in
 from proxy.fleet.part import Change, Part, Shelf
-from proxy.fleet.worker import Load, Worker
+from proxy.fleet.worker import OWN_REQUESTS, Load, Worker
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.idle_work import IdleWork, Steps, batched
 from proxy.routing.held_states import HeldStates
@@ -39,8 +39,6 @@ PIN_PATIENCE = 10.0  # seconds to wait for what became of a pin; nothing but the
 SILENT_SECONDS = 10.0  # a feed that failed is not read again before
 
 MAX_OUTCOMES = 8192  # kept for requests that nobody has asked about, per worker
-
-OWN = "own-"  # begins the names of the gateway's own requests
 
 MAX_BOOTS = 64  # remembered of one worker; several API servers are told by boots that come again
 
@@ -326,7 +324,7 @@ class EngineEvents(Part):
         worker.draft_gate = gate_in(events)
         for outcomes in batched(events["outcomes"], STEP_EVENTS):
             for request_id, reason, cached in outcomes:
-                if drafted is not None and not request_id.startswith(OWN):
+                if drafted is not None and not request_id.startswith(OWN_REQUESTS):
                     feed.hits[request_id] = cached > 0
                 feed.outcomes[request_id] = EngineOutcome(str(reason), *said.get(request_id, ()))
                 feed.outcomes.move_to_end(request_id)

@@ -15,7 +15,6 @@ Engines on a GPU's model runner (`v2`) have the asynchronous scheduler as well. 
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -30,6 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from engine_patches.gpu_check import draft_oracle
 from tests.harness import triton_interpreter
 from tests.harness.engines import CPU_PROCESS
 
@@ -153,6 +153,20 @@ def _drawn(draw: random.Random, length: int) -> list[int]:
     return [draw.randrange(100, 4000) for _ in range(length)]
 
 
+def answering(runner: Any, output: Any, sampled: Any) -> Iterator[tuple[int, str, list[int], list[int]]]:
+    """Of a step of a model runner V1, each row whose prompt is computed: its number, the request, prompt and tokens."""
+    told = sampled if isinstance(sampled, list) else sampled.tolist()
+    for row, name in enumerate(runner.input_batch.req_ids):
+        request = runner.requests[name]
+        prompt = request.prompt_token_ids
+        if request.num_computed_tokens + output.num_scheduled_tokens[name] < len(prompt):
+            continue  # a chunk of a prompt
+        tokens = [*prompt, *request.output_token_ids]
+        if not isinstance(sampled, list):  # else vLLM has appended them already
+            tokens += [token for token in told[row] if token != -1]
+        yield row, name, prompt, tokens
+
+
 class Oracle:
     """Replaces drafts, and keeps the head's own."""
 
@@ -167,7 +181,6 @@ class Oracle:
 
     def speaks_on_v2(self, runner: Any, requests: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Inside this context the drafts of a model runner V2 are the oracle's; `requests`: the scheduler's."""
-        from engine_patches.gpu_check import draft_oracle
 
         def draft(prompt: Sequence[int], generated: int, own: Sequence[int]) -> list[int]:
             answered = next((right for right in self._right if [*right[: len(prompt)]] == [*prompt]), prompt)
@@ -187,15 +200,7 @@ class Oracle:
         def propose_draft_token_ids(runner: Any, scheduler_output: Any, sampled: Any, *args: Any, **more: Any) -> Any:
             drafts = original(runner, scheduler_output, sampled, *args, **more)
             rows = drafts if isinstance(drafts, list) else drafts.tolist()
-            told = sampled if isinstance(sampled, list) else sampled.tolist()
-            for row, name in enumerate(runner.input_batch.req_ids):
-                request = runner.requests[name]
-                prompt, done = request.prompt_token_ids, request.num_computed_tokens
-                if done + scheduler_output.num_scheduled_tokens[name] < len(prompt):
-                    continue  # a chunk of a prompt
-                known = [*prompt, *request.output_token_ids]
-                if not isinstance(sampled, list):  # else vLLM has appended them already
-                    known += [token for token in told[row] if token != -1]
+            for row, _, _, known in answering(runner, scheduler_output, sampled):
                 rows[row] = self._draft(known, list(rows[row]))
             return rows if isinstance(drafts, list) else torch.tensor(rows, dtype=drafts.dtype)
 
@@ -211,8 +216,7 @@ class Oracle:
         while good < min(DRAFTS, len(ahead)) and draw.random() < self._probability:
             good += 1
         if self._cold is not None and key in self._cold:
-            agreed = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, self._cold[key], strict=True))
-            good = min(good, len(list(agreed)))
+            good = min(good, draft_oracle.agreed(own, self._cold[key]))
         # vLLM's convolution for CPUs takes only rows with all of their drafts.
         return ([*ahead[:good], *own[good:]] + [0] * DRAFTS)[:DRAFTS]
 

@@ -11,7 +11,7 @@ import os
 import random
 from typing import Any
 
-from tests.harness import draft_defects, draft_kernels
+from tests.harness import draft_defects, draft_engines, draft_kernels
 
 VARIABLE = "SEAMARK_TEST_FAULT"
 
@@ -21,7 +21,7 @@ ROWS_LOST = "the head has no rows behind a hit"
 
 FAULTS = (draft_defects.A_UNIT_EARLY, draft_defects.ACCEPTED_IGNORED, FOREIGN_ROWS, ROWS_LOST)
 
-PROBABILITY, DRAFTS = 0.7, 3
+PROBABILITY = 0.7
 
 
 def register() -> None:
@@ -71,25 +71,17 @@ def _remember(*, drafts_behind_hits: bool) -> None:
     def propose_draft_token_ids(self: Any, output: Any, sampled: Any, *args: Any, **options: Any) -> Any:
         drafts = propose(self, output, sampled, *args, **options)
         rows = drafts if isinstance(drafts, list) else drafts.tolist()
-        told = sampled if isinstance(sampled, list) else sampled.tolist()
-        for row, name in enumerate(self.input_batch.req_ids):
-            request = self.requests[name]
-            prompt = request.prompt_token_ids
-            if request.num_computed_tokens + output.num_scheduled_tokens[name] < len(prompt):
-                continue  # a chunk of a prompt
-            tokens = [*prompt, *request.output_token_ids]
-            if not isinstance(sampled, list):  # else vLLM has appended them already
-                tokens += [token for token in told[row] if token != -1]
+        for row, name, prompt, tokens in draft_engines.answering(self, output, sampled):
             before = known.setdefault(tuple(prompt), [])
             ahead = before[len(tokens) :] if before[: len(tokens)] == tokens else []
             if len(tokens) > len(before):
                 known[tuple(prompt)] = tokens
             draw, good = random.Random(len(tokens)), 0
-            while good < min(DRAFTS, len(ahead)) and draw.random() < PROBABILITY:
+            while good < min(draft_engines.DRAFTS, len(ahead)) and draw.random() < PROBABILITY:
                 good += 1
             if not drafts_behind_hits and name in hits:
                 good = 0
-            rows[row] = ([*ahead[:good], *rows[row][good:]] + [0] * DRAFTS)[:DRAFTS]
+            rows[row] = ([*ahead[:good], *rows[row][good:]] + [0] * draft_engines.DRAFTS)[: draft_engines.DRAFTS]
         return rows if isinstance(drafts, list) else torch.tensor(rows, dtype=drafts.dtype)
 
     GPUModelRunner._update_states, GPUModelRunner.propose_draft_token_ids = update_states, propose_draft_token_ids
