@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-NAME = "Qwen4ExpForCausalLM"
+NAME, HEAD = "Qwen4ExpForCausalLM", "Qwen4ExpMTP"
 
 RATIO = 16  # tokens of one compressed key
 
@@ -16,11 +16,12 @@ RATIO = 16  # tokens of one compressed key
 def prepare(*, rings: bool) -> None:
     """Before anything of the model is imported."""
     from vllm import ModelRegistry
-    from vllm.models.qwen4_exp.nvidia import model
+    from vllm.models.qwen4_exp.nvidia import model, mtp
 
     if rings:
         model.Qwen4ExpQSAAttention = _attention_beside_rings()
     ModelRegistry.register_model(NAME, model.Qwen4ExpForCausalLM)
+    ModelRegistry.register_model(HEAD, mtp.Qwen4ExpMTP)
 
 
 def _attention_beside_rings() -> type:
@@ -78,6 +79,7 @@ def config(*, rings: bool) -> dict[str, Any]:
         "vocab_size": 4096,
         "hidden_size": 64,
         "num_hidden_layers": 3,
+        "mtp_num_hidden_layers": 1,
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
