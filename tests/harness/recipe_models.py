@@ -332,7 +332,7 @@ def _flash_next(*flags: str, drafts: int) -> Recipe:
 
 
 def _glm(*flags: str, drafts: int) -> Recipe:
-    return Recipe("GLM-5.3-Flash", flags, _mtp(drafts), "", READ, NOT_BESIDE)
+    return Recipe("GLM-5.3-Flash", flags, _mtp(drafts), "", READ)
 
 
 LIGHTNING = Recipe(
@@ -378,7 +378,7 @@ RECIPES: Mapping[int, Recipe] = {
     31: _qwen_27b(drafts=4),
     32: _qwen_27b(window=7),
     33: Recipe("Qwen3.6-27B", _kv("int8_per_token_head"), _mtp(3), "LMCacheMPConnector", states=NOT_SERVED),
-    34: Recipe("Ling-3.0-flash", (*_tp(4), "--trust-remote-code"), _mtp(3), "", READ, NOT_BESIDE),
+    34: Recipe("Ling-3.0-flash", (*_tp(4), "--trust-remote-code"), _mtp(3), "", READ),
     35: Recipe("Kimi-Linear-48B-A3B", _tp(4), states=INTERPRETED),
     36: Recipe("LFM2.5-8B-A1B"),
 }
