@@ -255,7 +255,7 @@ def with_running_blocks(metadata: Any, blocks: Any) -> Any:
 
 
 def _with_drafting_rows(metadata: Any, whole: Any, rows: Sequence[int], drafting: Sequence[int]) -> Any:
-    """`metadata` of a segment of GDN or KDA layers with these `rows` of a step, of which those `drafting` verify drafts.
+    """`metadata` of a segment of GDN's or KDA's with these `rows` of a step, of which those `drafting` verify drafts.
 
     `whole`: the metadata of the step. `metadata` has the running blocks of all its rows as if none verified drafts.
     """

@@ -4,10 +4,10 @@ Run by `tests.harness.versions.interpreted` as `family_engines FAMILY WANTED`, o
 of JSON: `mode` (of the plugin), `waves` (each a list of prompts asked at once: token ids, hint and salt), and what is
 not as usual: `tokens` (of an answer), `budget` (tokens of a step), `blocks` (of the cache), `preempt` (steps after
 which all that runs is preempted, and the cache emptied), `defect` (one of `DEFECTS`), `right` (pairs of a prompt and
-what an engine without drafts has answered: this one then drafts, and an oracle makes some drafts right). Prints JSON:
-for each prompt its tokens, their log probabilities and what it found in the cache; the forward passes of each wave; the
-states that were announced; how many rows had how many right drafts, and the steps that wrote states beside such rows;
-facts of the engine.
+what an engine without drafts has answered: this one then drafts, and an oracle makes some drafts right), `dtype`,
+`kernels` (whether gated delta nets run on a GPU's, too). Prints JSON: for each prompt its tokens, their log
+probabilities and what it found in the cache; the forward passes of each wave; the states that were announced; how many
+rows had how many right drafts, and the steps that wrote states beside such rows; facts of the engine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from engine_patches.gpu_check.draft_oracle import Oracle
 from tests.harness import kernel_engine, toy_qwen4, triton_interpreter
 from tests.harness.engines import CPU_PROCESS
 from tests.harness.image_libraries import sitecustomize  # noqa: F401  # before transformers; text asks nothing of them
+from tests.harness.recurrent_engines import short_convolutions
 
-KDA, QWEN4, QWEN4_RINGS, OLMO = "kda", "qwen4_exp", "qwen4_exp with its index", "olmo_hybrid"
+KDA, QWEN4, QWEN4_RINGS, OLMO, LFM2 = "kda", "qwen4_exp", "qwen4_exp with its index", "olmo_hybrid", "lfm2"
 
 KDA_OPS = "vllm.models.kimi_k3.nvidia.ops.third_party"
 
@@ -68,20 +69,32 @@ def config_of(family: str) -> dict[str, Any]:
             "eos_token_id": 2,
             "tie_word_embeddings": False,
         }
+    if family == LFM2:
+        longer = {"architectures": ["Lfm2ForCausalLM"], "max_position_embeddings": 8192}
+        return {**short_convolutions().to_dict(), **longer}
     return toy_qwen4.config(rings=family == QWEN4_RINGS)
 
 
-def prepare(family: str) -> None:
-    """Before an engine is made: the family's kernels in the interpreter, and the plugin's ways of a GPU."""
+def prepare(family: str, *, delta_nets_of_a_gpu: bool = False) -> None:
+    """Before an engine is made: the family's kernels in the interpreter, and the plugin's ways of a GPU.
+
+    `delta_nets_of_a_gpu`: also Flash-Next's gated delta nets, which else run on vLLM's kernels for CPUs. Those are not
+    right where rows verify drafts beside a prompt.
+    """
     triton_interpreter.admit_triton()
     if family in (QWEN4, QWEN4_RINGS):
+        if delta_nets_of_a_gpu:
+            kernel_engine.choose_kernels_of_a_gpu()
+            from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn  # noqa: F401
+
+            triton_interpreter.bind_late()
         _on_runner_v2()
         toy_qwen4.prepare(rings=family == QWEN4_RINGS)
         return
     kernel_engine.choose_kernels_of_a_gpu()
     if family == OLMO:
         from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn  # noqa: F401
-    else:
+    elif family == KDA:
         import vllm.models.kimi_k3.nvidia.ops.third_party.kda  # noqa: F401
         from vllm import ModelRegistry
         from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
@@ -170,12 +183,48 @@ def _a_stale_block() -> None:
     conv_states.Windows.keep = lambda self, *_: None  # type: ignore[method-assign]
 
 
+def _accepted_ignored() -> None:
+    """In a step that is cut, rows that verify drafts go on from their first token."""
+    import torch
+
+    from engine_patches.forward import segments
+
+    of_rows = segments._of_rows
+
+    def ignoring(*args: Any) -> dict[str, Any]:
+        options = of_rows(*args)
+        accepted = options.get("num_accepted_tokens")
+        return options if accepted is None else {**options, "num_accepted_tokens": torch.ones_like(accepted)}
+
+    segments._of_rows = ignoring
+
+
+def _a_stale_column() -> None:
+    """In a step that is cut, rows that verify drafts take the column beside theirs."""
+    import dataclasses
+
+    from engine_patches.forward import segments
+
+    with_drafting_rows = segments._with_drafting_rows
+
+    def stale(*args: Any) -> Any:
+        made = with_drafting_rows(*args)
+        columns = made.spec_state_indices_tensor
+        return made if columns is None else dataclasses.replace(made, spec_state_indices_tensor=columns.roll(1, 1))
+
+    segments._with_drafting_rows = stale
+
+
 WINDOW, CHANNEL, STALE = "the window a token late", "a channel missing", "a stale block"
+
+ACCEPTED, COLUMN = "accepted counts ignored", "a stale column"
 
 DEFECTS: dict[str, Callable[[], None]] = {
     WINDOW: _window_a_token_late,
     CHANNEL: _a_channel_missing,
     STALE: _a_stale_block,
+    ACCEPTED: _accepted_ignored,
+    COLUMN: _a_stale_column,
 }
 
 
@@ -191,7 +240,7 @@ def main(family: str, file: str) -> None:
         "VLLM_CPU_CI_ENV": "1",
     }
     del os.environ["VLLM_PLUGINS"]
-    prepare(family)
+    prepare(family, delta_nets_of_a_gpu=wanted.get("kernels", False))
     drawn_models.draw_in_place_of_loading()
     from vllm import LLM, SamplingParams
 
@@ -209,7 +258,7 @@ def main(family: str, file: str) -> None:
                 else {"kv_cache_memory_bytes": 1 << 28}
             ),
             enforce_eager=True,
-            dtype="float32" if family == KDA else "bfloat16",
+            dtype=wanted.get("dtype", "float32" if family == KDA else "bfloat16"),
             load_format="dummy",
             enable_prefix_caching=mode != "reference",
             async_scheduling=False,

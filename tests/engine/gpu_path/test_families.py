@@ -13,7 +13,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.harness.family_engines import ANSWER, CHANNEL, KDA, OLMO, QWEN4, QWEN4_RINGS, STALE, WINDOW
+from tests.harness.family_engines import (
+    ACCEPTED,
+    ANSWER,
+    CHANNEL,
+    COLUMN,
+    DRAFTS,
+    KDA,
+    OLMO,
+    QWEN4,
+    QWEN4_RINGS,
+    STALE,
+    WINDOW,
+)
 from tests.harness.versions import engine_of, interpreted
 
 NEWEST = "0.33.0"
@@ -156,3 +168,58 @@ def test_beside_a_ring_states_have_names_at_any_depth(tmp_path):
     announced = {tuple(state) for states in found["announced"] for state in states}
     names = dict(announced)
     assert len(names) == len(announced) and names.keys() >= set(depths) and all(names.values())
+
+
+# Of steps and answers in which a prompt's states are written beside rows that verify drafts.
+AT_ONCE = {"budget": 80, "tokens": 8, "kernels": True}
+
+
+def beside() -> list[Wave]:
+    """A request generates, and the next prompt is computed in the steps that it generates in.
+
+    Of the first two prompts the later one is cut in two steps of verifying rows, a state in each; they leave no room
+    in the step before. Then what was written is found, alone, and beside the next request that generates.
+    """
+    drawn = drawing()
+    one, two, three = drawn(60), drawn(150), drawn(80)
+    four = [*two[:70], *drawn(80)]
+    return [
+        [Asked(one, []), Asked(two, [64, 128])],
+        [Asked([*two[:140], *drawn(12)], [], 128)],
+        [Asked(three, []), Asked(four, [128], 64)],
+        [Asked([*four[:135], *drawn(8)], [], 128)],
+    ]
+
+
+def drafted(waves: list[Wave], answered: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """What an oracle knows of these prompts."""
+    prompts = [each.ids for wave in waves for each in wave]
+    return [(ids, answer["tokens"]) for ids, answer in zip(prompts, answered["answers"], strict=True)]
+
+
+def check_drafts(found: dict[str, Any]) -> None:
+    """Rows went on from each of their columns, and states were written beside them."""
+    assert found["accepted"].keys() == {str(count) for count in range(DRAFTS + 1)} and found["beside"] >= 3
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("family", [KDA, OLMO])
+@pytest.mark.parametrize("more", [{}, {"preempt": 4}], ids=["as planned", "preempted"])
+def test_states_are_written_beside_rows_that_verify_drafts_which_keep_theirs(tmp_path, family, more):
+    """All answers are those of an engine without drafts and without a cache."""
+    waves, options = beside(), {**AT_ONCE, "dtype": "float32"}
+    right = run(tmp_path, family, waves, "reference", **options)
+    found = run(tmp_path, family, waves, right=drafted(waves, right), **options, **more)
+    check_drafts(found)
+    if not more:
+        check_hits(found, waves)
+    assert equal(KDA, found, right)
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("defect", [ACCEPTED, COLUMN, STALE])
+def test_defects_beside_drafts_are_seen(tmp_path, defect):
+    waves = beside()
+    right = run(tmp_path, KDA, waves, "reference", **AT_ONCE)
+    found = run(tmp_path, KDA, waves, right=drafted(waves, right), defect=defect, **AT_ONCE)
+    assert not equal(KDA, found, right)

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointBuilder
 from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAMetadataBuilder
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.short_conv_attn import PleShortConvAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from engine_patches.footprint import RUNNING, SEGMENTS
-from engine_patches.forward import segments
+from engine_patches.footprint import RUNNING, SCAN_STATES, SEGMENTS
+from engine_patches.forward import conv_states, segments
 from engine_patches.forward.step_writes import Step, Write
 
-DRAFTS = 3
+DRAFTS, BLOCK = 3, 64  # tokens
 
 
 class Row(NamedTuple):
@@ -42,10 +42,14 @@ def columns(row: int) -> list[int]:
 def builder_of(kind: type, order: list[int]) -> Any:
     """vLLM's, as it is on model runner V2, without an engine."""
     made = object.__new__(kind)
-    spec = MambaSpec(block_size=64, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
-    made.vllm_config = SimpleNamespace(
-        cache_config=SimpleNamespace(mamba_cache_mode="align"), use_v2_model_runner=True
+    spec = MambaSpec(
+        block_size=BLOCK,
+        shapes=((1,),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+        num_speculative_blocks=DRAFTS,
     )
+    made.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="align"), use_v2_model_runner=True)
     made.kv_cache_spec, made.layer_names = spec, ["layers.0"]
     made.mamba_aligned_state_indices = torch.tensor([columns(row) for row in order], dtype=torch.int32)
     made.use_spec_decode, made.num_spec, made.spec_state_slots = True, DRAFTS, DRAFTS + 1
@@ -59,6 +63,10 @@ def batch(order: list[int]) -> CommonAttentionMetadata:
     rows = [ROWS[row] for row in order]
     starts = torch.tensor([0, *itertools.accumulate(row.tokens for row in rows)], dtype=torch.int32)
     seq_lens = torch.tensor([row.computed + row.tokens for row in rows], dtype=torch.int32)
+    tables = torch.zeros((len(rows), 8), dtype=torch.int32)
+    for number, row in enumerate(order):
+        first = (int(seq_lens[number]) - 1) // BLOCK
+        tables[number, first : first + DRAFTS + 1] = torch.tensor(columns(row))
     return CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
@@ -68,7 +76,7 @@ def batch(order: list[int]) -> CommonAttentionMetadata:
         num_actual_tokens=int(starts[-1]),
         max_query_len=max(row.tokens for row in rows),
         max_seq_len=int(seq_lens.max()),
-        block_table_tensor=torch.zeros((len(rows), 4), dtype=torch.int32),  # nobody is to read it
+        block_table_tensor=tables,
         slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
         is_prefilling=torch.tensor([not row.accepted for row in rows]),
     )
@@ -121,13 +129,11 @@ def read(metadata: Any, tokens: list[tuple[int, int]]) -> dict[int, Ran]:
 
 
 @pytest.fixture
-def cut(monkeypatch):
-    monkeypatch.setattr(MambaPrefillCheckpointBuilder, "build", lambda *_: None)
-
-    def plan(kind: type, order: list[int]) -> list[dict[int, Ran]]:
-        """What runs in each segment of the step, by row."""
+def built(monkeypatch):
+    def build(kind: type, plan: Any, order: list[int]) -> tuple[Any, CommonAttentionMetadata]:
+        """The metadata of the step, by vLLM's builder and what `plan` makes of its `build`."""
         writes = {
-            f"r{row}": [Write(offset, {0: 90 + 2 * row + number}) for number, offset in enumerate(ROWS[row].writes)]
+            f"r{row}": [Write(offset, {0: target(row, offset)}) for offset in ROWS[row].writes]
             for row in order
             if ROWS[row].writes
         }
@@ -135,23 +141,33 @@ def cut(monkeypatch):
         common = batch(order)
         drafts = torch.tensor([DRAFTS if ROWS[row].accepted else -1 for row in order])
         accepted = torch.tensor([max(ROWS[row].accepted, 1) for row in order], dtype=torch.int32)
-        metadata = segments.plan_segments(kind.build)(
-            builder_of(kind, order),
-            0,
-            common,
-            num_accepted_tokens=accepted,
-            num_decode_draft_tokens_cpu=drafts,
-        )
+        builder = builder_of(kind, order)
+        options = {"num_accepted_tokens": accepted, "num_decode_draft_tokens_cpu": drafts}
+        return plan(kind.build)(builder, 0, common, **options), common
+
+    return build
+
+
+def target(row: int, offset: int) -> int:
+    """The block that takes a state."""
+    return 100 * (row + 1) + offset
+
+
+@pytest.fixture
+def cut(built):
+    def plan(kind: type, order: list[int]) -> list[dict[int, Ran]]:
+        """What runs in each segment of the step, by row."""
+        metadata, common = built(kind, segments.plan_segments, order)
         starts = common.query_start_loc_cpu.tolist()
-        tokens = [
-            (row, token) for row, start in zip(order, starts, strict=False) for token in range(ROWS[row].tokens)
-        ]
+        tokens = [(row, token) for row, start in zip(order, starts, strict=False) for token in range(ROWS[row].tokens)]
         ran = []
         for segment in getattr(metadata, SEGMENTS):
             places = torch.arange(len(tokens))[segment.tokens].tolist()
             ran.append(read(segment.metadata, [tokens[place] for place in places]))
             if segment.targets is not None:
-                sources = [columns(row)[0] for row in order for offset in ROWS[row].writes if ran[-1][row].end == offset]
+                sources = [
+                    columns(row)[0] for row in order for offset in ROWS[row].writes if ran[-1][row].end == offset
+                ]
                 assert sorted(segment.sources.tolist()) == sorted(sources)
         return ran
 
@@ -159,7 +175,9 @@ def cut(monkeypatch):
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize("kind", [GDNAttentionMetadataBuilder, KimiK3KDAMetadataBuilder], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [GDNAttentionMetadataBuilder, KimiK3KDAMetadataBuilder], ids=lambda kind: kind.__name__
+)
 def test_rows_that_verify_drafts_run_whole_in_the_first_segment_on_blocks_and_counts_of_their_own(cut, kind, order):
     first, second = cut(kind, order)
     running = {row: [columns(row)[0]] for row in range(len(ROWS))}
@@ -170,4 +188,28 @@ def test_rows_that_verify_drafts_run_whole_in_the_first_segment_on_blocks_and_co
         FRESH: Ran(0, 20, running[FRESH], None, False),
         LAST: Ran(0, 1, running[LAST], None, True),
     }
-    assert second == {RESUMED: Ran(64, 70, running[RESUMED], None, True), FRESH: Ran(20, 40, running[FRESH], None, True)}
+    assert second == {
+        RESUMED: Ran(64, 70, running[RESUMED], None, True),
+        FRESH: Ran(20, 40, running[FRESH], None, True),
+    }
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_beside_them_a_convolution_knows_the_blocks_and_the_inputs_of_the_others(built, order):
+    metadata, common = built(PleShortConvAttentionMetadataBuilder, conv_states.plan_ngram_states, order)
+    states = getattr(metadata, SCAN_STATES)
+    starts = dict(zip(order, common.query_start_loc_cpu.tolist(), strict=False))
+    windows = states.plan.windows
+    found = zip(
+        states.blocks.tolist(),
+        windows.starts.tolist(),
+        windows.ends.tolist(),
+        states.running.tolist(),
+        windows.resumed.tolist(),
+        strict=True,
+    )
+    assert sorted(found) == [
+        (target(row, offset), starts[row], starts[row] + offset, columns(row)[0], row == RESUMED)
+        for row in (RESUMED, FRESH)
+        for offset in ROWS[row].writes
+    ]
