@@ -28,9 +28,8 @@ from engine_patches.gpu_check.draft_oracle import Oracle
 from tests.harness import kernel_engine, toy_qwen4, triton_interpreter
 from tests.harness.engines import CPU_PROCESS
 from tests.harness.image_libraries import sitecustomize  # noqa: F401  # before transformers; text asks nothing of them
-from tests.harness.recurrent_engines import short_convolutions
 
-KDA, QWEN4, QWEN4_RINGS, OLMO, LFM2 = "kda", "qwen4_exp", "qwen4_exp with its index", "olmo_hybrid", "lfm2"
+KDA, QWEN4, QWEN4_RINGS, OLMO = "kda", "qwen4_exp", "qwen4_exp with its index", "olmo_hybrid"
 
 KDA_OPS = "vllm.models.kimi_k3.nvidia.ops.third_party"
 
@@ -69,13 +68,10 @@ def config_of(family: str) -> dict[str, Any]:
             "eos_token_id": 2,
             "tie_word_embeddings": False,
         }
-    if family == LFM2:
-        longer = {"architectures": ["Lfm2ForCausalLM"], "max_position_embeddings": 8192}
-        return {**short_convolutions().to_dict(), **longer}
     return toy_qwen4.config(rings=family == QWEN4_RINGS)
 
 
-def prepare(family: str, *, delta_nets_of_a_gpu: bool = False) -> None:
+def prepare(family: str, dtype: str, *, delta_nets_of_a_gpu: bool = False) -> None:
     """Before an engine is made: the family's kernels in the interpreter, and the plugin's ways of a GPU.
 
     `delta_nets_of_a_gpu`: also Flash-Next's gated delta nets, which else run on vLLM's kernels for CPUs. Those are not
@@ -89,12 +85,12 @@ def prepare(family: str, *, delta_nets_of_a_gpu: bool = False) -> None:
 
             triton_interpreter.bind_late()
         _on_runner_v2()
-        toy_qwen4.prepare(rings=family == QWEN4_RINGS)
+        toy_qwen4.prepare(rings=family == QWEN4_RINGS, dtype=dtype)
         return
     kernel_engine.choose_kernels_of_a_gpu()
     if family == OLMO:
         from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn  # noqa: F401
-    elif family == KDA:
+    else:
         import vllm.models.kimi_k3.nvidia.ops.third_party.kda  # noqa: F401
         from vllm import ModelRegistry
         from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
@@ -240,7 +236,8 @@ def main(family: str, file: str) -> None:
         "VLLM_CPU_CI_ENV": "1",
     }
     del os.environ["VLLM_PLUGINS"]
-    prepare(family, delta_nets_of_a_gpu=wanted.get("kernels", False))
+    dtype = wanted.get("dtype", "float32" if family == KDA else "bfloat16")
+    prepare(family, dtype, delta_nets_of_a_gpu=wanted.get("kernels", False))
     drawn_models.draw_in_place_of_loading()
     from vllm import LLM, SamplingParams
 
@@ -258,7 +255,7 @@ def main(family: str, file: str) -> None:
                 else {"kv_cache_memory_bytes": 1 << 28}
             ),
             enforce_eager=True,
-            dtype=wanted.get("dtype", "float32" if family == KDA else "bfloat16"),
+            dtype=dtype,
             load_format="dummy",
             enable_prefix_caching=mode != "reference",
             async_scheduling=False,

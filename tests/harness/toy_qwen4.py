@@ -13,15 +13,48 @@ NAME, HEAD = "Qwen4ExpForCausalLM", "Qwen4ExpMTP"
 RATIO = 16  # tokens of one compressed key
 
 
-def prepare(*, rings: bool) -> None:
-    """Before anything of the model is imported."""
+def prepare(*, rings: bool, dtype: str = "bfloat16") -> None:
+    """Before an engine is made. `dtype`: float32 is not vLLM's, but tells a small fault from rounding."""
     from vllm import ModelRegistry
     from vllm.models.qwen4_exp.nvidia import model, mtp
 
+    if dtype == "float32":
+        _compute_in_float32()
     if rings:
         model.Qwen4ExpQSAAttention = _attention_beside_rings()
     ModelRegistry.register_model(NAME, model.Qwen4ExpForCausalLM)
     ModelRegistry.register_model(HEAD, mtp.Qwen4ExpMTP)
+
+
+def _compute_in_float32() -> None:
+    """Two parts of the model are made for half the width: the parameters of its residual streams, and a gate."""
+    import functools
+
+    import torch
+    from vllm.models.qwen4_exp.nvidia import model, mtp, ple_layer
+
+    for module in (model, mtp):
+        module.HyperConnectionConfig = functools.partial(_of_float32, module.HyperConnectionConfig)
+
+    def normed(x: Any, weight: Any, eps: float, size: int) -> Any:
+        by_stream = x.unflatten(-1, (-1, size))
+        scaled = by_stream * torch.rsqrt(by_stream.square().mean(-1, keepdim=True) + eps)
+        return scaled * (1 + weight.unflatten(-1, (-1, size)))
+
+    def ple_gate(key: Any, value: Any, hidden: Any, of_key: Any, of_query: Any, of_conv: Any, eps: float) -> Any:
+        size = value.shape[-1]
+        dot = (normed(key, of_key, eps, size) * normed(hidden, of_query, eps, size)).sum(-1) / size**0.5
+        gate = torch.sigmoid(dot.sign() * dot.abs().clamp(min=1e-6).sqrt())
+        gated = (gate[..., None] * value[:, None]).flatten(1)
+        return gated, normed(gated, of_conv, eps, size).flatten(1)
+
+    ple_layer.ple_gate = ple_gate
+
+
+def _of_float32(config: Any, **options: Any) -> Any:
+    import torch
+
+    return config(**{**options, "params_dtype": torch.float32})
 
 
 def _attention_beside_rings() -> type:

@@ -5,6 +5,7 @@ vLLM's own layers, their Triton kernels in the interpreter.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable
@@ -34,8 +35,10 @@ UNIT = 64  # tokens, of gated delta nets and KDA
 
 SECONDS = 3600.0  # that an engine may take, on a busy machine
 
+IN_FLOAT32 = 1e-4
+
 # In bfloat16 what stands beside a row changes its last bits.
-LOGPROB_BOUND = {KDA: 1e-4, QWEN4: 0.0, QWEN4_RINGS: 0.0, OLMO: 0.0}
+LOGPROB_BOUND = {KDA: IN_FLOAT32, QWEN4: 0.0, QWEN4_RINGS: 0.0, OLMO: 0.0}
 
 
 class Asked(NamedTuple):
@@ -87,8 +90,7 @@ def run(folder: Path, family: str, waves: list[Wave], mode: str = "1", **more: A
     return found
 
 
-def equal(family: str, found: dict[str, Any], right: dict[str, Any]) -> bool:
-    bound = LOGPROB_BOUND[family]
+def equal(found: dict[str, Any], right: dict[str, Any], bound: float) -> bool:
     return all(
         mine["tokens"] == theirs["tokens"] and mine["logprobs"] == pytest.approx(theirs["logprobs"], abs=bound)
         for mine, theirs in zip(found["answers"], right["answers"], strict=True)
@@ -115,7 +117,7 @@ def test_request_2_hits_at_no_pass_and_is_answered_as_without_the_cache(tmp_path
     check_hits(found, waves)
     assert found["unit"] == UNIT and set(found["passes"]) == {2}  # of a prompt one
     _, second, right = found["answers"]
-    assert equal(family, {"answers": [second]}, {"answers": [right]})
+    assert equal({"answers": [second]}, {"answers": [right]}, LOGPROB_BOUND[family])
 
 
 @pytest.mark.on_request
@@ -129,7 +131,7 @@ def test_each_multiple_of_the_unit_is_found_and_answers_are_those_of_an_engine_w
     last = len(waves[-1]) if family != KDA else 0
     for each in (found, right):
         each["answers"] = each["answers"][: len(each["answers"]) - last]
-    assert equal(family, found, right)
+    assert equal(found, right, LOGPROB_BOUND[family])
 
 
 @pytest.mark.on_request
@@ -140,7 +142,7 @@ def test_states_in_later_chunks_and_after_a_preemption_are_right(tmp_path, famil
     waves = [wave[:1] for wave in short()]
     found, right = run(tmp_path, family, waves, **more), run(tmp_path, family, waves, "reference", **more)
     check_hits(found, waves)
-    assert equal(family, found, right)
+    assert equal(found, right, LOGPROB_BOUND[family])
 
 
 @pytest.mark.on_request
@@ -151,7 +153,7 @@ def test_planted_defects_are_seen(tmp_path, family, defect):
     waves = short()[:2]
     found = run(tmp_path, family, [*waves, *alone(waves)], defect=defect)
     first, then = found["answers"][: len(waves)], found["answers"][len(waves) :]
-    assert first[1]["cached"] == UNIT and not equal(family, {"answers": first}, {"answers": then})
+    assert first[1]["cached"] == UNIT and not equal({"answers": first}, {"answers": then}, LOGPROB_BOUND[family])
 
 
 @pytest.mark.on_request
@@ -170,24 +172,24 @@ def test_beside_a_ring_states_have_names_at_any_depth(tmp_path):
     assert len(names) == len(announced) and names.keys() >= set(depths) and all(names.values())
 
 
-# Of steps and answers in which a prompt's states are written beside rows that verify drafts.
-AT_ONCE = {"budget": 80, "tokens": 8, "kernels": True}
+# In float32 no answer depends on how many tokens a step has.
+BESIDE = {"budget": 128, "tokens": 8, "dtype": "float32", "kernels": True}
 
 
 def beside() -> list[Wave]:
-    """A request generates, and the next prompt is computed in the steps that it generates in.
+    """Prompts are computed in steps in which the ones before them verify drafts, and fill those steps.
 
-    Of the first two prompts the later one is cut in two steps of verifying rows, a state in each; they leave no room
-    in the step before. Then what was written is found, alone, and beside the next request that generates.
+    Before the third prompt some drafts were accepted; two of its states are written in a later chunk. Then states are
+    found, alone and beside a request that generates.
     """
     drawn = drawing()
-    one, two, three = drawn(60), drawn(150), drawn(80)
-    four = [*two[:70], *drawn(80)]
+    one, two, three, four = drawn(128), drawn(124), drawn(220), drawn(128)
+    found_beside = [*two[:70], *drawn(80)]
     return [
-        [Asked(one, []), Asked(two, [64, 128])],
-        [Asked([*two[:140], *drawn(12)], [], 128)],
-        [Asked(three, []), Asked(four, [128], 64)],
-        [Asked([*four[:135], *drawn(8)], [], 128)],
+        [Asked(one, []), Asked(two, [66]), Asked(three, [66, 130, 194])],
+        [Asked([*three[:200], *drawn(12)], [], 192)],
+        [Asked(four, []), Asked(found_beside, [130], 64)],
+        [Asked([*found_beside[:135], *drawn(20)], [], 128)],
     ]
 
 
@@ -197,29 +199,38 @@ def drafted(waves: list[Wave], answered: dict[str, Any]) -> list[tuple[list[int]
     return [(ids, answer["tokens"]) for ids, answer in zip(prompts, answered["answers"], strict=True)]
 
 
-def check_drafts(found: dict[str, Any]) -> None:
-    """Rows went on from each of their columns, and states were written beside them."""
+@pytest.fixture(scope="module")
+def undrafted(tmp_path_factory):
+    """What an engine without drafts and without a cache answers, by family."""
+
+    @functools.cache
+    def answered(family: str) -> dict[str, Any]:
+        return run(tmp_path_factory.mktemp("undrafted"), family, beside(), "reference", **BESIDE)
+
+    return answered
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("family", [KDA, QWEN4])
+def test_states_are_written_beside_rows_that_verify_drafts_which_keep_theirs(tmp_path, undrafted, family):
+    """Flash-Next drafts with its own head."""
+    waves, right = beside(), undrafted(family)
+    found = run(tmp_path, family, waves, right=drafted(waves, right), **BESIDE)
     assert found["accepted"].keys() == {str(count) for count in range(DRAFTS + 1)} and found["beside"] >= 3
+    check_hits(found, waves)
+    assert equal(found, right, bound=IN_FLOAT32)
 
 
 @pytest.mark.on_request
-@pytest.mark.parametrize("family", [KDA, OLMO])
-@pytest.mark.parametrize("more", [{}, {"preempt": 4}], ids=["as planned", "preempted"])
-def test_states_are_written_beside_rows_that_verify_drafts_which_keep_theirs(tmp_path, family, more):
-    """All answers are those of an engine without drafts and without a cache."""
-    waves, options = beside(), {**AT_ONCE, "dtype": "float32"}
-    right = run(tmp_path, family, waves, "reference", **options)
-    found = run(tmp_path, family, waves, right=drafted(waves, right), **options, **more)
-    check_drafts(found)
-    if not more:
-        check_hits(found, waves)
-    assert equal(KDA, found, right)
+@pytest.mark.parametrize(("family", "defect"), [(KDA, ACCEPTED), (KDA, COLUMN), (QWEN4, WINDOW)])
+def test_planted_defects_beside_drafts_are_seen(tmp_path, undrafted, family, defect):
+    waves, right = beside(), undrafted(family)
+    found = run(tmp_path, family, waves, right=drafted(waves, right), defect=defect, **BESIDE)
+    assert not equal(found, right, bound=IN_FLOAT32)
 
 
 @pytest.mark.on_request
-@pytest.mark.parametrize("defect", [ACCEPTED, COLUMN, STALE])
-def test_defects_beside_drafts_are_seen(tmp_path, defect):
-    waves = beside()
-    right = run(tmp_path, KDA, waves, "reference", **AT_ONCE)
-    found = run(tmp_path, KDA, waves, right=drafted(waves, right), defect=defect, **AT_ONCE)
-    assert not equal(KDA, found, right)
+def test_a_preempted_request_that_drafts_is_computed_again_as_ever(tmp_path, undrafted):
+    waves, right = beside(), undrafted(KDA)
+    found = run(tmp_path, KDA, waves, right=drafted(waves, right), preempt=4, **BESIDE)
+    assert equal(found, right, bound=IN_FLOAT32)
