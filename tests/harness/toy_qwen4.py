@@ -27,12 +27,24 @@ def prepare(*, rings: bool, dtype: str = "bfloat16") -> None:
 
 
 def _compute_in_float32() -> None:
-    """Two parts of the model are made for half the width: the parameters of its residual streams, and a gate."""
+    """Three parts are made for half the width: what its residual streams have learnt, a gate, and a delta rule.
+
+    Of the last vLLM's kernels take either, and what calls them does not.
+    """
     import functools
 
     import torch
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
     from vllm.models.qwen4_exp.nvidia import model, mtp, ple_layer
+    from vllm.third_party.flash_linear_attention.ops.chunk import ChunkGatedDeltaRuleFunction
 
+    def delta_rule(*, core_attn_out: Any, **options: Any) -> Any:
+        scale = options["k"].shape[-1] ** -0.5
+        names = ("q", "k", "v", "g", "beta")
+        before = [options.pop(name) for name in names]
+        return ChunkGatedDeltaRuleFunction.apply(*before, scale, *options.values(), core_attn_out)
+
+    qwen_gdn_linear_attn.fla_chunk_gated_delta_rule = delta_rule
     for module in (model, mtp):
         module.HyperConnectionConfig = functools.partial(_of_float32, module.HyperConnectionConfig)
 
