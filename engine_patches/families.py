@@ -109,8 +109,10 @@ QWEN_NGRAM = RecurrentLayer(
     NGRAM_CONV,
     Shown.INTERPRETER,
     "_short_conv_dilated_dispatch",
+    beside_drafts=True,
 )
 
+# Beside drafts neither it nor OLMo's was tried: no head is known for their models.
 SHORT_CONVOLUTION = RecurrentLayer(f"{_LAYERS}.short_conv:ShortConv", SHORT_CONV, Shown.ENGINE, "forward_cuda")
 
 INSIDE = (

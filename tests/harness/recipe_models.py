@@ -328,7 +328,7 @@ def _qwen_27b(*flags: str, drafts: int = 0, window: int = 0, model: str = "Qwen3
 
 
 def _flash_next(*flags: str, drafts: int) -> Recipe:
-    return Recipe("Qwen3.8-Flash-Next", flags, _mtp(drafts), "", INTERPRETED, NOT_BESIDE)
+    return Recipe("Qwen3.8-Flash-Next", flags, _mtp(drafts), "", INTERPRETED)
 
 
 def _glm(*flags: str, drafts: int) -> Recipe:
@@ -382,6 +382,11 @@ RECIPES: Mapping[int, Recipe] = {
     35: Recipe("Kimi-Linear-48B-A3B", _tp(4), states=INTERPRETED),
     36: Recipe("LFM2.5-8B-A1B"),
 }
+
+# Nobody's: of what is refused beside drafts.
+NOT_TRIED = Recipe(
+    "LFM2.5-8B-A1B", drafts={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}, refused=NOT_BESIDE
+)
 
 # Each command line in turn, as on a GPU: as it stands, and without a trial of hints beside drafts.
 IN_A_PROCESS = """
