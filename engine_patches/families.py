@@ -80,15 +80,28 @@ OLMO_GDN = RecurrentLayer(
 )
 
 KIMI_KDA = RecurrentLayer(
-    f"{_LAYERS}.gdn.kimi_gdn_linear_attn:KimiGatedDeltaNetAttention", KDA, Shown.INTERPRETER, "_forward"
+    f"{_LAYERS}.gdn.kimi_gdn_linear_attn:KimiGatedDeltaNetAttention",
+    KDA,
+    Shown.INTERPRETER,
+    "_forward",
+    beside_drafts=True,
 )
 
-K3_KDA = RecurrentLayer("vllm.models.kimi_k3.nvidia.kda:KimiK3DeltaAttention", KDA, Shown.READ, "_forward")
+# Their cores take rows that verify drafts from the metadata that Kimi-Linear's does; K3's comes of its own builder.
+K3_KDA = RecurrentLayer(
+    "vllm.models.kimi_k3.nvidia.kda:KimiK3DeltaAttention", KDA, Shown.READ, "_forward", beside_drafts=True
+)
 
-GLM_KDA = RecurrentLayer("vllm.models.glm5next.common.kda:Glm5NextLinearAttention", KDA, Shown.READ, "_forward")
+GLM_KDA = RecurrentLayer(
+    "vllm.models.glm5next.common.kda:Glm5NextLinearAttention", KDA, Shown.READ, "_forward", beside_drafts=True
+)
 
 LING_KDA = RecurrentLayer(
-    "vllm.model_executor.models.bailing_moe_v3:BailingMoeV3KimiDeltaAttention", KDA, Shown.READ, "_forward"
+    "vllm.model_executor.models.bailing_moe_v3:BailingMoeV3KimiDeltaAttention",
+    KDA,
+    Shown.READ,
+    "_forward",
+    beside_drafts=True,
 )
 
 QWEN_NGRAM = RecurrentLayer(
@@ -96,8 +109,10 @@ QWEN_NGRAM = RecurrentLayer(
     NGRAM_CONV,
     Shown.INTERPRETER,
     "_short_conv_dilated_dispatch",
+    beside_drafts=True,
 )
 
+# Beside drafts neither it nor OLMo's was tried: no head is known for their models.
 SHORT_CONVOLUTION = RecurrentLayer(f"{_LAYERS}.short_conv:ShortConv", SHORT_CONV, Shown.ENGINE, "forward_cuda")
 
 INSIDE = (

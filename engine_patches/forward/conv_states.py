@@ -7,6 +7,7 @@ near its row's start has a part. Mamba2's layers keep their convolution's part o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -167,10 +168,12 @@ def keep_inputs(original: Function) -> Function:
 
 def _places(common: Any, drafting: Sequence[int]) -> dict[int, int]:
     """Where `state_indices_tensor` has each row that verifies no drafts; beside such, single tokens come first."""
-    rows = [row for row in range(common.num_reqs) if row not in drafting]
-    if drafting:
-        starts: list[int] = common.query_start_loc_cpu.tolist()
-        rows.sort(key=lambda row: starts[row + 1] - starts[row] > 1)
+    if not drafting:
+        return {row: row for row in range(common.num_reqs)}
+    starts: list[int] = common.query_start_loc_cpu.tolist()
+    tokens = [after - start for start, after in itertools.pairwise(starts)]
+    rows = [row for row in range(common.num_reqs) if row not in drafting and tokens[row]]  # without padding
+    rows.sort(key=lambda row: tokens[row] > 1)
     return {row: place for place, row in enumerate(rows)}
 
 

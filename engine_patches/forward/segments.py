@@ -202,7 +202,7 @@ def _attach(metadata: Any, plan: _SegmentPlan, layer: str) -> None:
             tokens = _tokens(level, running.device)
             own = with_running_blocks(part, running[upload(level.rows, running.device)])
             if plan.drafting:
-                own = _withdrafting_rows(own, metadata, level.rows, plan.drafting)
+                own = _with_drafting_rows(own, metadata, level.rows, plan.drafting)
         segments.append(Segment(tokens, own, sources, targets))
     setattr(metadata, SEGMENTS, segments)
     setattr(metadata, PLAN, plan)
@@ -254,12 +254,12 @@ def with_running_blocks(metadata: Any, blocks: Any) -> Any:
     return dataclasses.replace(metadata, **changes)
 
 
-def _withdrafting_rows(metadata: Any, whole: Any, rows: Sequence[int], drafting: Sequence[int]) -> Any:
-    """`metadata` of a segment of GDN layers with these `rows` of a step, of which those `drafting` verify drafts.
+def _with_drafting_rows(metadata: Any, whole: Any, rows: Sequence[int], drafting: Sequence[int]) -> Any:
+    """`metadata` of a segment of GDN's or KDA's with these `rows` of a step, of which those `drafting` verify drafts.
 
     `whole`: the metadata of the step. `metadata` has the running blocks of all its rows as if none verified drafts.
     """
-    if getattr(metadata, "spec_sequence_masks", None) is None:
+    if not getattr(metadata, "num_spec_decodes", 0):  # Kimi-K3's has no masks
         return metadata
     device = whole.spec_state_indices_tensor.device
     places = upload([drafting.index(row) for row in rows if row in drafting], device)

@@ -46,13 +46,13 @@ class KnownFamily(NamedTuple):
 
 
 FAMILIES = (
-    KnownFamily("gated delta nets and n-grams", ("flash-next", "qwen4-exp"), 64, inside=True, beside_drafts=False),
+    KnownFamily("gated delta nets and n-grams", ("flash-next", "qwen4-exp"), 64, inside=True, beside_drafts=True),
     KnownFamily(
         "gated delta nets", ("qwen3-next", "qwen3.5", "qwen3.6", "qwen3.8"), 64, inside=True, beside_drafts=True
     ),
     KnownFamily("gated delta nets of Olmo", ("olmo-hybrid",), 64, inside=True, beside_drafts=False),
     KnownFamily("Mamba2", ("nemotron-3", "nemotron-h", "granite-4", "falcon-h1", "bamba", "zamba2"), 16, True, True),
-    KnownFamily("KDA", ("glm-5.3-flash", "ling-3", "kimi-linear", "kimi-k3"), 64, inside=True, beside_drafts=False),
+    KnownFamily("KDA", ("glm-5.3-flash", "ling-3", "kimi-linear", "kimi-k3"), 64, inside=True, beside_drafts=True),
     KnownFamily("short convolutions", ("lfm2",), 16, inside=True, beside_drafts=False),
     KnownFamily("Mamba1", ("jamba",), 16, inside=False, beside_drafts=False),
     KnownFamily("linear attention", ("ling-2.5", "minimax-text"), 16, inside=False, beside_drafts=False),

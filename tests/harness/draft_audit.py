@@ -30,7 +30,6 @@ from tests.harness import draft_defects
 from tests.harness.audit import (
     ATTENTION,
     BLOCK,
-    RECURRENT,
     Core,
     Scene,
     Worker,
@@ -195,7 +194,7 @@ class DraftWorker(Worker):
     def _leave_states(self, name: str, start: int, end: int, seen: Sequence[int], verifies: bool) -> None:
         """The state behind the last token; behind each one where drafts are verified, in a column of its own."""
         running = self._state_index[name]
-        for group in RECURRENT:
+        for group in self.core.recurrent:
             blocks = self.tables[name][group][running : running + (end - start if verifies else 1)]
             for position, block in enumerate(blocks, start + 1 if verifies else end):
                 self.contents[block] = {"state": seen[position]}
@@ -206,7 +205,7 @@ class DraftWorker(Worker):
         self.accepted[name] = 1 + right
         if edge * BLOCK < sure:
             return
-        for group in RECURRENT:
+        for group in self.core.recurrent:
             table = self.tables[name][group]
             self.contents[table[edge - 1]] = dict(self.contents.get(table[running + edge * BLOCK - sure], {}))
         if running == edge - 1:

@@ -36,6 +36,11 @@ CORES: list[dict[str, Any]] = [
     {"overlap": True, **PREEMPTING},
     {"context_ranks": 2},
     {"context_ranks": 2, "overlap": True, **TIGHT},
+    {"index": UNIT},
+    {"index": UNIT, "budget": 50},
+    {"index": UNIT, "overlap": True, **TIGHT},
+    {"index": UNIT, "overlap": True, **PREEMPTING, "blocks": 60},
+    {"index": UNIT, "head": NOWHERE, "variable": True},
 ]
 
 # The shapes that heads of other methods have: eagle3, dflash, dspark.

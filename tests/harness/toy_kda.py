@@ -112,7 +112,7 @@ class ToyKdaForCausalLM(nn.Module, HasInnerState, IsHybrid):  # type: ignore[mis
             config["num_heads"],
             config["head_dim"],
             conv_kernel_size=config["short_conv_kernel_size"],
-            num_spec=0,
+            num_spec=vllm_config.num_speculative_tokens,
         )
 
     @classmethod

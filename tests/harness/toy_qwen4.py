@@ -8,19 +8,65 @@ from __future__ import annotations
 
 from typing import Any
 
-NAME = "Qwen4ExpForCausalLM"
+NAME, HEAD = "Qwen4ExpForCausalLM", "Qwen4ExpMTP"
 
 RATIO = 16  # tokens of one compressed key
 
 
-def prepare(*, rings: bool) -> None:
-    """Before anything of the model is imported."""
+def prepare(*, rings: bool, dtype: str = "bfloat16") -> None:
+    """Before an engine is made. `dtype`: float32 is not vLLM's, but tells a small fault from rounding."""
     from vllm import ModelRegistry
-    from vllm.models.qwen4_exp.nvidia import model
+    from vllm.models.qwen4_exp.nvidia import model, mtp
 
+    if dtype == "float32":
+        _compute_in_float32()
     if rings:
         model.Qwen4ExpQSAAttention = _attention_beside_rings()
     ModelRegistry.register_model(NAME, model.Qwen4ExpForCausalLM)
+    ModelRegistry.register_model(HEAD, mtp.Qwen4ExpMTP)
+
+
+def _compute_in_float32() -> None:
+    """Three parts are made for half the width: what its residual streams have learnt, a gate, and a delta rule.
+
+    Of the last vLLM's kernels take either, and what calls them does not.
+    """
+    import functools
+
+    import torch
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+    from vllm.models.qwen4_exp.nvidia import model, mtp, ple_layer
+    from vllm.third_party.flash_linear_attention.ops.chunk import ChunkGatedDeltaRuleFunction
+
+    def delta_rule(*, core_attn_out: Any, **options: Any) -> Any:
+        scale = options["k"].shape[-1] ** -0.5
+        names = ("q", "k", "v", "g", "beta")
+        before = [options.pop(name) for name in names]
+        return ChunkGatedDeltaRuleFunction.apply(*before, scale, *options.values(), core_attn_out)
+
+    qwen_gdn_linear_attn.fla_chunk_gated_delta_rule = delta_rule
+    for module in (model, mtp):
+        module.HyperConnectionConfig = functools.partial(_of_float32, module.HyperConnectionConfig)
+
+    def normed(x: Any, weight: Any, eps: float, size: int) -> Any:
+        by_stream = x.unflatten(-1, (-1, size))
+        scaled = by_stream * torch.rsqrt(by_stream.square().mean(-1, keepdim=True) + eps)
+        return scaled * (1 + weight.unflatten(-1, (-1, size)))
+
+    def ple_gate(key: Any, value: Any, hidden: Any, of_key: Any, of_query: Any, of_conv: Any, eps: float) -> Any:
+        size = value.shape[-1]
+        dot = (normed(key, of_key, eps, size) * normed(hidden, of_query, eps, size)).sum(-1) / size**0.5
+        gate = torch.sigmoid(dot.sign() * dot.abs().clamp(min=1e-6).sqrt())
+        gated = (gate[..., None] * value[:, None]).flatten(1)
+        return gated, normed(gated, of_conv, eps, size).flatten(1)
+
+    ple_layer.ple_gate = ple_gate
+
+
+def _of_float32(config: Any, **options: Any) -> Any:
+    import torch
+
+    return config(**{**options, "params_dtype": torch.float32})
 
 
 def _attention_beside_rings() -> type:
@@ -78,6 +124,7 @@ def config(*, rings: bool) -> dict[str, Any]:
         "vocab_size": 4096,
         "hidden_size": 64,
         "num_hidden_layers": 3,
+        "mtp_num_hidden_layers": 1,
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
         "num_attention_heads": 2,
         "num_key_value_heads": 1,

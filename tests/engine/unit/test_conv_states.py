@@ -117,6 +117,8 @@ def test_rows_that_verify_drafts_have_their_states_apart_and_single_tokens_come_
     common = SimpleNamespace(num_reqs=4, query_start_loc_cpu=torch.tensor([0, 5, 9, 10, 14]))
     assert conv_states._places(common, [1]) == {2: 0, 0: 1, 3: 2}
     assert conv_states._places(common, []) == {0: 0, 1: 1, 2: 2, 3: 3}
+    padded = SimpleNamespace(num_reqs=5, query_start_loc_cpu=torch.tensor([0, 5, 9, 10, 14, 14]))
+    assert conv_states._places(padded, [1]) == {2: 0, 0: 1, 3: 2}
 
 
 def test_beside_rows_that_verify_drafts_the_others_windows_are_right():
