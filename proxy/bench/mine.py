@@ -42,6 +42,8 @@ HEADROOM = 512  # tokens of the context that a shared prompt leaves to questions
 
 PROBE_SECONDS = 60.0  # for the first, short answer
 
+LOADING_SECONDS, ASK_AGAIN_SECONDS = 3600.0, 2.0  # of a model
+
 HITS, PARTLY = 0.9, 0.1  # parts of the shared tokens from which a stack is said to hit, and to hit in part
 
 SOONER = 0.7  # warm over cold from which time alone shows a hit
@@ -129,14 +131,14 @@ class Stack:
         self.client = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=False)
 
     async def find_model(self) -> None:
-        """Read `/v1/models`."""
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                answer = await self.client.get(self.url + "/v1/models")
-        except TimeoutError:
-            raise Unusable(f"{self.shown} does not answer /v1/models within {PROBE_SECONDS:.0f} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from None
+        """Read `/v1/models`; a stack that asks for patience, as a gateway before a loading vLLM does, is waited for."""
+        answer = await self._models_answer()
+        if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and "retry-after" in answer.headers:
+            print(f"{self.shown} has no model yet; waiting up to {LOADING_SECONDS / 60:.0f} minutes", file=sys.stderr)
+            give_up = time.monotonic() + LOADING_SECONDS
+            while answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and time.monotonic() < give_up:
+                await asyncio.sleep(ASK_AGAIN_SECONDS)
+                answer = await self._models_answer()
         if answer.status_code in (401, 403):
             raise self._refused(answer.status_code)
         entries = models_in(answer.content) or []
@@ -150,6 +152,15 @@ class Stack:
         for entry in entries:
             if entry["id"] == self.model and isinstance(entry.get("max_model_len"), int):
                 self.context = entry["max_model_len"]
+
+    async def _models_answer(self) -> httpx.Response:
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                return await self.client.get(self.url + "/v1/models")
+        except TimeoutError:
+            raise Unusable(f"{self.shown} does not answer /v1/models within {PROBE_SECONDS:.0f} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
 
     async def ask(self, system: str, *turns: str, tokens: int = TIMED) -> MinedReply:
         """Stream a greedy answer of at most `tokens` tokens to a chat whose `turns` alternate from the user's on."""

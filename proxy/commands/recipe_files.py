@@ -24,6 +24,8 @@ from proxy.errors import SettingsError
 
 UNDO = "undo.sh"
 
+RUN, GATEWAY, GATEWAY_LOG = "run.sh", "gateway.sh", "gateway.log"
+
 SH = "#!/bin/sh"
 
 MOD = "mods/seamark"  # as make-mod.sh calls it
@@ -361,9 +363,26 @@ def gateway_worker(recipe: Recipe) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{recipe.port}"
 
 
+def run_script(places: Places, start: str) -> str:
+    """vLLM by `start` and the gateway in one terminal, for as long as both run."""
+    log = shlex.quote(str(places.out / GATEWAY_LOG))
+    return _script(
+        f"vLLM, and the gateway beside it, whose lines go to {GATEWAY_LOG}. Ctrl-C ends both.",
+        "# Behind this script's name: what the script that starts vLLM takes.",
+        f"{_sh(places, GATEWAY)} > {log} 2>&1 &",
+        "gateway=$!",
+        """trap 'kill "$gateway" 2> /dev/null || true' EXIT""",
+        "trap 'exit 130' INT",
+        "trap 'exit 143' TERM",
+        f'{start} "$@"',
+        f"echo 'vLLM was started in the background. The gateway runs until Ctrl-C; its lines: '{log}",
+        'wait "$gateway"',
+    )
+
+
 def undo_script(places: Places, names: Sequence[str], undo: Sequence[str]) -> str:
     """Runs `undo`, and removes the files, this script and their folder, if nothing else is in it."""
-    files = " ".join(shlex.quote(str(places.out / name)) for name in (*names, UNDO))
+    files = " ".join(shlex.quote(str(places.out / name)) for name in (*names, GATEWAY_LOG, UNDO))
     commands = [f"{each} || true" if each.startswith(("docker", "podman")) else each for each in undo]
     return _script(
         "As it was before `seamark setup`: end the gateway and this recipe's vLLM first (Ctrl-C).",

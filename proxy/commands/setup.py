@@ -19,15 +19,26 @@ from proxy.commands.outlook import Outlook, base_image, outlook
 from proxy.commands.parser import Parser
 from proxy.commands.recipe import EVERYWHERE, Recipe, is_recipe, read_recipe
 from proxy.commands.recipe_files import (
+    GATEWAY,
+    RUN,
     UNDO,
     Places,
     RecipeFiles,
     files_of,
     gateway_host,
     gateway_worker,
+    run_script,
     undo_script,
 )
-from proxy.commands.setup_files import SetupPlan, SetupWay, WrittenFile, files_for, gateway_script, gateway_toml
+from proxy.commands.setup_files import (
+    SetupPlan,
+    SetupWay,
+    WrittenFile,
+    files_for,
+    gateway_script,
+    gateway_toml,
+    this_python,
+)
 from proxy.commands.ways import DEFAULT_PORT, image_version, surroundings
 from proxy.config_files import LOOPBACK, without_credentials, worker_url
 from proxy.errors import SettingsError
@@ -169,7 +180,8 @@ def _from_recipe(args: Namespace) -> int:
     files = {
         **made.files,
         "seamark.toml": gateway_toml([gateway_worker(recipe)], host),
-        "gateway.sh": gateway_script(out),
+        GATEWAY: gateway_script(out),
+        RUN: run_script(places, made.start),
     }
     files[UNDO] = undo_script(places, list(files), made.undo)
     _write(out, files, args.force, private=True)
@@ -192,11 +204,11 @@ def recipe_summary(recipe: Recipe, seen: Outlook, made: RecipeFiles, places: Pla
         *([f"With it: {outlook(replace(recipe, image=places.image)).verdict}"] if places.image else []),
         *(f"Note: {note}" for note in notes),
         "More is said where vLLM is installed: seamark worker MODEL FLAGS --explain gpu",
-        f"Written to {places.out}: {', '.join([*made.files, 'seamark.toml', 'gateway.sh', UNDO])}",
+        f"Written to {places.out}: {', '.join([*made.files, 'seamark.toml', GATEWAY, RUN, UNDO])}",
         "",
-        "Go on, each in a terminal of its own:",
-        f"  {made.start}",
-        f"  sh {shlex.quote(str(places.out / 'gateway.sh'))}",
+        "vLLM and the gateway (or each by its own script), and in a second terminal what hits, in figures:",
+        f"  sh {shlex.quote(str(places.out / RUN))}",
+        f"  {this_python()} -m proxy.cli bench mine --base-url http://{shown}:8080",
         "",
         f"Clients:    base_url http://{shown}:8080/v1",
         f"Live page:  http://{shown}:8080/ui",

@@ -70,7 +70,7 @@ def files_for(plan: SetupPlan) -> WrittenFile:
 def _pip(plan: SetupPlan) -> WrittenFile:
     files = {"seamark.toml": gateway_toml(plan.workers), "gateway.sh": gateway_script(plan.out)}
     if plan.workers:
-        doctor = f"{_this_python()} -m proxy.cli doctor --worker {shlex.quote(plan.workers[0])}"
+        doctor = f"{this_python()} -m proxy.cli doctor --worker {shlex.quote(plan.workers[0])}"
         go_on = (_sh(plan, "gateway.sh"), doctor)
         return WrittenFile(
             files, go_on, ["Ctrl-C ends the gateway; point clients at vLLM again"], _STILL_WITHOUT_PLUGIN
@@ -86,7 +86,7 @@ def _pip(plan: SetupPlan) -> WrittenFile:
 def _worker_script(plan: SetupPlan) -> tuple[str, tuple[str, ...]]:
     """The text of worker.sh, and notes: if vLLM is not in this environment, it has to be in the one that is active."""
     notes: tuple[str, ...] = ()
-    where, check, command = "that wrote this file", "", f"{_this_python()} -m engine_patches"
+    where, check, command = "that wrote this file", "", f"{this_python()} -m engine_patches"
     if importlib.util.find_spec("vllm") is None:
         source = shlex.quote(str(plan.source)) if plan.source else "/path/to/seamark"
         note = f"worker.sh wants vLLM's environment active, and the plugin in it, once: pip install --no-deps {source}"
@@ -102,7 +102,7 @@ set -eu
     return text, notes
 
 
-def _this_python() -> str:
+def this_python() -> str:
     return shlex.quote(sys.executable)
 
 
@@ -369,7 +369,7 @@ def gateway_script(out: Path) -> str:
 #!/bin/sh
 # The gateway, in the environment that wrote this file. A flag behind this script's name wins over seamark.toml.
 set -eu
-exec {_this_python()} -m proxy.cli serve --config {shlex.quote(str(out / "seamark.toml"))} "$@"
+exec {this_python()} -m proxy.cli serve --config {shlex.quote(str(out / "seamark.toml"))} "$@"
 """
 
 

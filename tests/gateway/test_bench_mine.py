@@ -31,6 +31,7 @@ class OpenAIServer:
     key: str | None = None
     context: int | None = None
     hang_after: int | None = None  # requests
+    loading: int = 0  # questions for the model until it is there
     in_stream: dict[str, Any] | None = None  # an event instead of the answer
     broken: bytes = b""  # instead of the stream
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -42,6 +43,9 @@ class OpenAIServer:
         if self.key is not None and headers.get(b"authorization") != f"Bearer {self.key}".encode():
             return await self._whole(send, 401, {"error": {"message": "no"}})
         if scope["path"] == "/v1/models":
+            if self.loading:
+                self.loading -= 1
+                return await self._whole(send, 503, {"error": {"message": "no worker is ready"}}, retry_after=b"5")
             entry = {"id": "tide-7b"} | ({"max_model_len": self.context} if self.context else {})
             return await self._whole(send, 200, {"data": [entry, {"id": "other"}]})
         request = json.loads(body)
@@ -69,8 +73,9 @@ class OpenAIServer:
         return None
 
     @staticmethod
-    async def _whole(send: Any, status: int, answer: Any) -> None:
-        await send({"type": "http.response.start", "status": status, "headers": []})
+    async def _whole(send: Any, status: int, answer: Any, retry_after: bytes = b"") -> None:
+        headers = [(b"retry-after", retry_after)] if retry_after else []
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
 
@@ -103,6 +108,23 @@ def test_a_server_that_caches_hits(server, url, capsys):
     assert f"sends {len(server.requests)} requests" in said.err and len(server.requests) == plan.requests
     sent = sum(len(prompt) for prompt in server.prompts)
     assert plan.tokens <= sent <= 1.5 * plan.tokens
+
+
+def test_a_model_that_loads_is_waited_for(server, url, capsys, monkeypatch):
+    monkeypatch.setattr(mine, "ASK_AGAIN_SECONDS", 0.01)
+    server.loading = 3
+    assert mine.main(["--base-url", url, *SMALL]) == 0
+    said = capsys.readouterr()
+    assert "has no model yet; waiting" in said.err and "hits: 100% of it" in last_line(said.out)
+    assert server.loading == 0
+
+
+def test_a_model_that_never_loads_is_waited_for_no_longer_than_is_said(server, url, capsys, monkeypatch):
+    monkeypatch.setattr(mine, "ASK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(mine, "LOADING_SECONDS", 0.05)
+    server.loading = 1_000_000
+    assert mine.main(["--base-url", url, *SMALL]) == 1
+    assert "names no model (status 503)" in capsys.readouterr().err
 
 
 def test_a_server_that_caches_nothing_does_not_hit(server, url, capsys):

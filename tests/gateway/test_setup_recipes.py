@@ -9,7 +9,9 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -366,6 +368,54 @@ def test_all_that_was_written_is_undone_without_a_trace(name, machine):
         assert any(each[1:] == ["rm", "-f", "c0ffee"] for each in asked)
 
 
+class Running:
+    """A `run.sh` in a session of its own, whose gateway is a stand-in that writes down its start and its end."""
+
+    def __init__(self, machine: Machine) -> None:
+        stand_in = f"#!/bin/sh\ntrap 'echo end >> {shlex.quote(str(machine.log))}-gateway; exit' TERM\n"
+        stand_in += f"echo start >> {shlex.quote(str(machine.log))}-gateway\nwhile :; do sleep .05; done\n"
+        (machine.out / "gateway.sh").write_text(stand_in)
+        self.noted = machine.log.with_name(f"{machine.log.name}-gateway")
+        self.process = subprocess.Popen(
+            ["sh", str(machine.out / "run.sh"), "-n", "a,b"],
+            env={**os.environ, "PATH": f"{machine.bin}:{os.environ['PATH']}"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for(self, word: str) -> None:
+        deadline = time.monotonic() + 60
+        while not self.noted.exists() or word not in self.noted.read_text():
+            assert time.monotonic() < deadline, f"the gateway did not say {word}"
+            time.sleep(0.05)
+
+
+def test_vllm_and_the_gateway_run_in_one_terminal_until_it_is_interrupted(machine):
+    assert machine.setup(str(RECIPES / "qwen3.5-122b.yaml")) == 0
+    running = Running(machine)
+    assert running.process.stdout is not None
+    assert "gateway.log" in running.process.stdout.readline()  # vLLM's script is done: it went to the background
+    running.wait_for("start")
+    assert machine.logged()[-1] == ["run-recipe", "seamark-qwen3.5-122b", "-n", "a,b"]
+    os.killpg(running.process.pid, signal.SIGINT)
+    assert running.process.wait(60) == 130
+    running.wait_for("end")
+    machine.run("undo.sh")
+    assert not machine.out.exists()
+
+
+def test_a_vllm_that_fails_ends_the_gateway_and_is_told_by_the_exit_status(machine):
+    assert machine.setup(str(RECIPES / "qwen3.5-122b.yaml")) == 0
+    noted = shlex.quote(f"{machine.log}-gateway")
+    wait = f"until grep -q start {noted}; do sleep .05; done; exit 7"
+    machine.program(machine.spark / "run-recipe.sh", "run-recipe", wait)
+    running = Running(machine)
+    assert running.process.wait(60) == 7
+    running.wait_for("end")
+
+
 def test_what_a_user_put_beside_the_files_stays(machine):
     assert machine.setup(str(RECIPES / "qwen3.5-122b.yaml")) == 0
     (machine.out / "notes").write_text("mine")
@@ -395,7 +445,7 @@ DRAFTS = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 3%
 @pytest.mark.parametrize(
     ("line", "change"),
     [
-        (f"vllm serve Kimi-Linear-48B {DRAFTS % ''}", "leave --speculative-config away"),
+        (f"vllm serve Olmo-Hybrid-7B {DRAFTS % ''}", "leave --speculative-config away"),
         (f"vllm serve Qwen3.6-27B -pp 2 {DRAFTS % ''}", "take tensor parallelism"),
         (
             "vllm serve Qwen3.6-27B " + DRAFTS % ', "num_speculative_tokens_per_batch_size": [1]',
