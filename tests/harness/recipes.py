@@ -42,8 +42,12 @@ ENGINE, INTERPRETER, SCHEDULER, READ = KNOWN = "engine", "interpreter", "schedul
 # What `--explain` says of the layers, in a column's width.
 LAYERS_SHOWN = {"shown on an engine": ENGINE, "a GPU's kernels": INTERPRETER, "nothing ran": READ}
 
-# How it is known that hints are right beside drafts of a method (engine_patches/README.md).
-DRAFTS_SHOWN = {"mtp": ENGINE, "dflash": SCHEDULER, "dspark": SCHEDULER}
+# How it is known that hints are right beside drafts of a method, on either vLLM (tests/engine/drafts).
+DRAFTS_SHOWN = {
+    "mtp": {INSTALLED: ENGINE, NEWEST: ENGINE},
+    "dflash": {INSTALLED: SCHEDULER, NEWEST: INTERPRETER},
+    "dspark": {INSTALLED: SCHEDULER, NEWEST: INTERPRETER},
+}
 
 # What a recipe goes without where it says so, by the flag that brings it in.
 FLAG_OF = {"drafts": "--speculative-config", "connector": "--kv-transfer-config"}
@@ -215,14 +219,14 @@ def explained(recipes: Sequence[Recipe], version: str = INSTALLED, **variables: 
         ]
 
 
-def verdict(recipe: Recipe, said: Said) -> Verdict:
-    """What is said of a recipe, as the table has it."""
+def verdict(recipe: Recipe, said: Said, version: str) -> Verdict:
+    """What is said of a recipe on a vLLM of this version, as the table has it."""
     if said.refused:
         return Verdict("", "", READ, f"does not start: {said.refused}")
     rows = said.rows
     shown = next(known for words, known in LAYERS_SHOWN.items() if f"{words})" in rows["states"])
     if recipe.drafts:
-        shown = max(shown, DRAFTS_SHOWN[recipe.drafts["method"]], key=KNOWN.index)
+        shown = max(shown, DRAFTS_SHOWN[recipe.drafts["method"]][version], key=KNOWN.index)
     unit = rows["match unit"].removesuffix(" tokens")
     if "where FlashInfer computes prompts" in said.text:
         unit += ", with FlashInfer 64"
@@ -236,7 +240,7 @@ def verdicts(recipes: Iterable[Recipe], version: str) -> tuple[dict[int, Verdict
     standing = list(recipes)
     changed = [recipe.changed for recipe in standing if recipe.without]
     asked = [*standing, *changed]
-    told = [verdict(recipe, said) for recipe, said in zip(asked, explained(asked, version), strict=True)]
+    told = [verdict(recipe, said, version) for recipe, said in zip(asked, explained(asked, version), strict=True)]
     numbered = list(zip((recipe.number for recipe in asked), told, strict=True))
     return dict(numbered[: len(standing)]), dict(numbered[len(standing) :])
 
