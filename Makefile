@@ -35,10 +35,10 @@ test-gpu-path:
 	@./set-up.sh
 	@.venv/bin/python -m pytest -n 2 -m "on_request or thorough or not thorough" tests/engine/gpu_path $(ARGS)
 
-# Engines that draft tokens: both families, and vLLM 0.33 as an engine. Fetches a wheel (some 400 MB) into .cache once.
+# Engines that draft tokens: both families, vLLM 0.33 as an engine, and the recipes' flags. Fetches a wheel (some 400 MB) into .cache once.
 test-drafts:
 	@./set-up.sh
-	@.venv/bin/python -m pytest -n 2 -m "on_request or thorough or not thorough" tests/engine/drafts $(ARGS)
+	@.venv/bin/python -m pytest -n 2 -m "on_request or thorough or not thorough" tests/engine/drafts tests/recipes $(ARGS)
 
 # Engines beside each kind of KV connector, and two that hand states over: prefill and decode apart. Fetches NIXL (some
 # 70 MB) into .cache once.
