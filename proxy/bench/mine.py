@@ -454,7 +454,7 @@ def _speed(tokens_per_second: float | None) -> str:
 
 def _drafts(drafts: Accepted | None) -> str:
     if drafts is None:
-        return "drafts: not known (no counters of vLLM's at this URL; ask the worker itself)"
+        return "drafts: not known (this URL shows none of vLLM's counters; they are in the worker's own /metrics)"
     if not drafts.steps:
         return "no drafts"
     return f"drafts: {drafts.per_step:.2f} accepted per step, of {drafts.steps:,} steps"

@@ -81,7 +81,9 @@ def changing(hour: Totals, newest: Sequence[Explanation]) -> dict[str, Any] | No
     lost: Counter[tuple[str | None, str | None]] = Counter()
     for request in newest:
         told = request.changed
-        if told is not None and request.reason != "salt" and request.began > time.time() - HOUR:
+        if told is None or request.began < time.time() - HOUR:
+            continue
+        if (told["what"], told["role"]) != ("setting", "cache_salt"):  # kept apart on purpose
             lost[told["text"], told["cure"]] += told["lost"]
     text, cure = max(lost, key=lost.__getitem__, default=(None, None))
     return {"lost": hour.changed, "common": common, "text": text, "cure": cure}

@@ -123,9 +123,9 @@ def test_a_tenth_of_what_prompts_have_in_common_is_worth_a_headline(shareable, c
 
 
 def test_the_cause_is_what_cost_most_lately_and_no_salt():
-    def request(text: str | None, lost: int, began: float, reason: str = "prefix_changed") -> Explanation:
-        changed = {"text": text, "cure": text and f"Move {text}.", "lost": lost}
-        return Explanation("r", CHAT, began=began, reason=reason, changed=changed)
+    def request(text: str | None, lost: int, began: float, where: tuple[str, str] = ("message", "user")) -> Explanation:
+        changed = {"what": where[0], "role": where[1], "text": text, "cure": text and f"Move {text}.", "lost": lost}
+        return Explanation("r", CHAT, began=began, changed=changed)
 
     now = time.time()
     newest = [
@@ -133,7 +133,7 @@ def test_the_cause_is_what_cost_most_lately_and_no_salt():
         request("a date", 200, now),
         request("a date", 200, now),
         request("a path", 9000, now - 2 * status.HOUR),
-        request(None, 9000, now, reason="salt"),
+        request(None, 9000, now, ("setting", "cache_salt")),
         Explanation("r", CHAT, began=now),
     ]
     found = status.changing(Totals(9, 2000, 0, 0, 0, 700), newest)
