@@ -311,6 +311,10 @@ def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
             text(page, "#requests").not_to_contain_text("not reported")
 
         in_every_look(browser, own, pictures, "shadow", check)
+        with opened(browser, own) as page:
+            row = page.locator("#requests details", has_text="tokens lost").first
+            row.locator("summary").click()
+            expect(row.locator("dl")).to_contain_text("worker without Seamark: ")
         own.gateway.shadow._seconds["unpatched"], own.gateway.shadow._prefill_seconds = 83.0, 166.0
 
         def check_timed(page: Page) -> None:
