@@ -103,7 +103,7 @@ class Metrics:
         )
         self.would_save = counter(
             "seamark_would_save_tokens_total",
-            "Prompt tokens missed because of volatile text that nothing strips",
+            "Prompt tokens computed again because text before them changes from request to request by itself",
             ["text"],
         )
         self.lookups = counter(

@@ -1,7 +1,8 @@
 """`seamark bench mine`: what a stack that runs finds in its cache, asked as any OpenAI client would ask it.
 
 Nothing is needed but a URL: prompts are made here, their lengths are the server's own count, times are those of its
-streams. With `--against` a second stack is asked in turns, so that whatever else the machine does meets both.
+streams, and accepted drafts are what its engines count. With `--against` a second stack is asked in turns, so that
+whatever else the machine does meets both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from proxy.commands.parser import Parser
 from proxy.config_files import base_url, read_secret, without_credentials
 from proxy.errors import SettingsError, did_you_mean
 from proxy.fleet.probe import models_in
+from proxy.fleet.worker_metrics import Accepted, read_accepted
 
 LENGTHS = (500, 2000, 6000)  # tokens of shared system prompts
 
@@ -36,7 +38,8 @@ TURNS = 4  # of the conversation
 
 SAMPLE_WORDS = 300  # of the prompt by which words are converted to tokens
 
-TIMED, TURN = 4, 32  # tokens of an answer that is only timed, and of a turn
+# Tokens of an answer of which the first one alone is timed, and of one long enough to have a speed.
+TIMED, ANSWER = 4, 32
 
 HEADROOM = 512  # tokens of the context that a shared prompt leaves to questions and answers
 
@@ -44,11 +47,15 @@ PROBE_SECONDS = 60.0  # for the first, short answer
 
 LOADING_SECONDS, ASK_AGAIN_SECONDS = 3600.0, 2.0  # of a model
 
+METRICS_SECONDS = 5.0  # for the engines' counters, which a stack may not show
+
 HITS, PARTLY = 0.9, 0.1  # parts of the shared tokens from which a stack is said to hit, and to hit in part
 
 SOONER = 0.7  # warm over cold from which time alone shows a hit
 
 REACH = 0.02  # seconds below which neither is said to be sooner
+
+BURST = 0.005  # seconds within which a whole answer comes only if something held it back: that is no speed
 
 
 class Unusable(Exception):
@@ -62,6 +69,14 @@ class MinedReply(NamedTuple):
     cached_tokens: int | None  # None: not reported
     first_token: float  # seconds after sending
     text: str
+    output_tokens: int = 0  # as the server counts them; 0: it does not
+    last_token: float = 0.0  # seconds after sending
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Output tokens after the first one over the time after the first one; None if that is no speed."""
+        seconds = self.last_token - self.first_token
+        return (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds > BURST else None
 
 
 class MinedPair(NamedTuple):
@@ -79,6 +94,16 @@ class Measured:
     pairs: dict[int, list[MinedPair]] = field(default_factory=dict)  # by the length asked for, in tokens
     fan_out: list[MinedReply] = field(default_factory=list)
     turns: list[MinedReply] = field(default_factory=list)
+    drafts_before: Accepted | None = None  # what its engines had counted before all that; None: it does not show them
+    drafts_after: Accepted | None = None
+
+    @property
+    def drafts(self) -> Accepted | None:
+        """Drafts of this run; None if the engines' counters cannot be read, or began anew meanwhile."""
+        before, after = self.drafts_before, self.drafts_after
+        if before is None or after is None or after.steps < before.steps:
+            return None
+        return Accepted(after.steps - before.steps, after.tokens - before.tokens)
 
     @property
     def reported(self) -> bool:
@@ -111,6 +136,15 @@ class Measured:
     def warm(self, length: int) -> float:
         """Seconds to the first token of a second request, the median."""
         return statistics.median(pair.warm.first_token for pair in self.pairs[length])
+
+    def speed(self, length: int, which: int) -> float | None:
+        """Tokens per second of first (0) or second (1) requests, the median; None if none has one."""
+        return _median(pair[which].tokens_per_second for pair in self.pairs[length])
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 class Stack:
@@ -175,7 +209,7 @@ class Stack:
             "stream_options": {"include_usage": True},
         }
         sent = time.perf_counter()
-        first_token, text, usage = None, "", None
+        first_token, last_token, text, usage = None, 0.0, "", None
         try:
             async with self.client.stream("POST", self.url + "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
@@ -187,8 +221,9 @@ class Stack:
                         written = delta.get("content") or ""
                         text += written
                         thought = delta.get("reasoning_content") or delta.get("reasoning")
-                        if first_token is None and (written or thought or choice.get("finish_reason")):
-                            first_token = time.perf_counter() - sent
+                        if written or thought or choice.get("finish_reason"):
+                            last_token = time.perf_counter() - sent
+                            first_token = last_token if first_token is None else first_token
                 header = response.headers.get("x-seamark-cached", "")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from None
@@ -202,7 +237,28 @@ class Stack:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if cached is None and header.isdigit():
             cached = int(header)
-        return MinedReply(usage["prompt_tokens"], cached, first_token, text)
+        output = usage.get("completion_tokens")
+        output = output if isinstance(output, int) else 0
+        return MinedReply(usage["prompt_tokens"], cached, first_token, text, output, last_token)
+
+    async def accepted(self) -> Accepted | None:
+        """Drafts that its engines have counted so far; None if the counters are not to be had with this URL and key.
+
+        A gateway names its workers, who have them; where that is on another port, or out of reach, nothing is known.
+        """
+        try:
+            if (own := read_accepted(await _page(self.client, self.url + "/metrics"))) is not None:
+                return own
+            status = json.loads(await _page(self.client, self.url + "/seamark/status"))
+            # Ranks behind one address are workers each.
+            workers = dict.fromkeys(str(worker["url"]) for worker in status["workers"])
+            # The key is the gateway's, and none of its workers' business.
+            async with httpx.AsyncClient(trust_env=False) as keyless:
+                counted = [read_accepted(await _page(keyless, f"{url}/metrics")) for url in workers]
+        except (ValueError, KeyError, TypeError):
+            return None
+        told = [each for each in counted if each is not None]
+        return sum(told, Accepted()) if told and len(told) == len(counted) else None
 
     def _unreachable(self, error: Exception) -> Unusable:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.InvalidURL | httpx.UnsupportedProtocol):
@@ -222,6 +278,16 @@ class Stack:
             hint = did_you_mean(self.model, self._models)
             return Unusable(f"{self.shown} serves no model {self.model!r}, but {served}{hint}")
         return Unusable(f"{self.shown} answers {status}: {_message(body)}")
+
+
+async def _page(client: httpx.AsyncClient, url: str) -> str:
+    """The text of a page, empty if there is none."""
+    try:
+        async with asyncio.timeout(METRICS_SECONDS):
+            answer = await client.get(url)
+    except (TimeoutError, httpx.HTTPError, httpx.InvalidURL):
+        return ""
+    return answer.text if answer.status_code == 200 else ""
 
 
 def _message(body: str) -> str:
@@ -328,8 +394,8 @@ class Bench:
 
     async def _pair(self, index: int, length: int) -> None:
         stack, system = self._stacks[index], self._prefix(index, length)
-        cold = await stack.ask(system, QUESTIONS[0])
-        warm = await stack.ask(system, QUESTIONS[1])
+        cold = await stack.ask(system, QUESTIONS[0], tokens=ANSWER)
+        warm = await stack.ask(system, QUESTIONS[1], tokens=ANSWER)
         self.measured[index].pairs.setdefault(length, []).append(MinedPair(cold, warm))
 
     async def _fan_out(self, index: int) -> None:
@@ -342,7 +408,7 @@ class Bench:
         turns: list[str] = []
         for question in QUESTIONS[:TURNS]:
             turns.append(question)
-            reply = await stack.ask(system, *turns, tokens=TURN)
+            reply = await stack.ask(system, *turns, tokens=ANSWER)
             self.measured[index].turns.append(reply)
             turns.append(reply.text or "Yes.")
 
@@ -356,14 +422,19 @@ def table(stacks: Sequence[Stack], measured: Sequence[Measured]) -> str:
     """One line for each length and stack, then the fan-out and the conversation."""
     names = ("this", "other") if len(stacks) > 1 else ("",)
     lines = [f"{name:<6}{stack.shown}, model {stack.model}" for name, stack in zip(names, stacks, strict=True)]
-    lines += ["", f"{'':<6}{'shared tokens':>14}{'second one hits':>17}{'first token cold':>18}{'warm':>10}"]
+    head = f"{'':<6}{'shared tokens':>14}{'second one hits':>17}{'first token cold':>18}{'warm':>10}"
+    lines += ["", f"{head}{'tokens/s cold':>15}{'warm':>8}"]
     for length in _common(measured):
         for name, one in zip(names, measured, strict=True):
             cold, warm = (f"{seconds:.3f} s" for seconds in (one.cold(length), one.warm(length)))
-            lines.append(f"{name:<6}{one.shared(length):>14,}{_percent(one.hit(length)):>17}{cold:>18}{warm:>10}")
+            line = f"{name:<6}{one.shared(length):>14,}{_percent(one.hit(length)):>17}{cold:>18}{warm:>10}"
+            lines.append(f"{line}{_speed(one.speed(length, 0)):>15}{_speed(one.speed(length, 1)):>8}")
         if len(measured) > 1:
             ratios = (_ratio(measured, length, 0), _ratio(measured, length, 1))
-            lines.append(f"{'this / other':<37}{ratios[0]:>16.2f} x{ratios[1]:>8.2f} x")
+            line = f"{'this / other':<37}{ratios[0]:>16.2f} x{ratios[1]:>8.2f} x"
+            speeds = [_speed_ratio(measured, length, which) for which in (0, 1)]
+            told = ["-" if ratio is None else f"{ratio:.2f} x" for ratio in speeds]
+            lines.append(f"{line}{told[0]:>15}{told[1]:>8}")
     for name, one in zip(names, measured, strict=True):
         if one.fan_out:
             last = max(reply.first_token for reply in one.fan_out)
@@ -372,6 +443,8 @@ def table(stacks: Sequence[Stack], measured: Sequence[Measured]) -> str:
         if one.turns:
             times = " ".join(f"{reply.first_token:.3f}" for reply in one.turns)
             lines.append(f"{name:<6}a conversation, turn by turn: first tokens after {times} s{_hits(one, one.turns)}")
+        lines.append(f"{name:<6}{_drafts(one.drafts)}")
+    lines += ["", "tokens/s: of one request, output tokens after the first over the time after the first; the median"]
     if not all(one.reported for one in measured):
         lines += ["", "hits are not reported: vLLM does so with --enable-prompt-tokens-details"]
     return "\n".join(lines)
@@ -384,6 +457,18 @@ def _common(measured: Sequence[Measured]) -> list[int]:
 
 def _percent(part: float | None) -> str:
     return "not reported" if part is None else f"{part:.0%}"
+
+
+def _speed(tokens_per_second: float | None) -> str:
+    return "-" if tokens_per_second is None else f"{tokens_per_second:,.1f}"
+
+
+def _drafts(drafts: Accepted | None) -> str:
+    if drafts is None:
+        return "drafts: not known (this URL shows none of vLLM's counters; they are in the worker's own /metrics)"
+    if not drafts.steps:
+        return "no drafts"
+    return f"drafts: {drafts.per_step:.2f} accepted per step, of {drafts.steps:,} steps"
 
 
 def _hits(one: Measured, replies: Sequence[MinedReply]) -> str:
@@ -401,6 +486,12 @@ def _ratio(measured: Sequence[Measured], length: int, which: int) -> float:
     )
 
 
+def _speed_ratio(measured: Sequence[Measured], length: int, which: int) -> float | None:
+    """The same of tokens per second; None if no round has both."""
+    ours, theirs = ([pair[which].tokens_per_second for pair in one.pairs[length]] for one in measured)
+    return _median(mine / other if mine and other else None for mine, other in zip(ours, theirs, strict=False))
+
+
 def verdict(measured: Sequence[Measured]) -> str:
     """One sentence. Needs a length that every stack has answered."""
     length = _common(measured)[-1]
@@ -409,10 +500,12 @@ def verdict(measured: Sequence[Measured]) -> str:
         found = [
             "an unreported part" if other.hit_overall is None else f"{other.hit_overall:.0%}" for other in measured
         ]
+        speed = _speed_ratio(measured, length, 1)
+        beside = "" if speed is None else f" Its tokens then come {speed:.2f} times as fast."
         return (
             f"A second request with the same system prompt finds {found[0]} of it in this stack's cache and {found[1]} "
             f"in the other's, and its first token takes {_ratio(measured, length, 1):.2f} times as long as there at "
-            f"{one.shared(length):,} tokens, the first request's {_ratio(measured, length, 0):.2f} times."
+            f"{one.shared(length):,} tokens, the first request's {_ratio(measured, length, 0):.2f} times.{beside}"
         )
     cold, warm = one.cold(length), one.warm(length)
     times = (
@@ -438,10 +531,14 @@ def verdict(measured: Sequence[Measured]) -> str:
 
 
 def report(stacks: Sequence[Stack], measured: Sequence[Measured]) -> dict[str, Any]:
-    """For machines: every answer without its text; times in seconds, lengths in tokens."""
+    """For machines: every answer without its text; times in seconds, lengths in tokens, `drafts` null if not known."""
 
     def plain(reply: MinedReply) -> dict[str, Any]:
-        return {name: value for name, value in reply._asdict().items() if name != "text"}
+        told = {name: value for name, value in reply._asdict().items() if name != "text"}
+        return {**told, "tokens_per_second": reply.tokens_per_second}
+
+    def told_drafts(drafts: Accepted | None) -> dict[str, float] | None:
+        return {**drafts._asdict(), "accepted_per_step": drafts.per_step} if drafts is not None else None
 
     return {
         "verdict": verdict(measured),
@@ -454,12 +551,14 @@ def report(stacks: Sequence[Stack], measured: Sequence[Measured]) -> dict[str, A
                     str(length): {
                         "shared": one.shared(length),
                         "hit": one.hit(length),
+                        "tokens_per_second": {"cold": one.speed(length, 0), "warm": one.speed(length, 1)},
                         "pairs": [{"cold": plain(pair.cold), "warm": plain(pair.warm)} for pair in pairs],
                     }
                     for length, pairs in one.pairs.items()
                 },
                 "fan_out": [plain(reply) for reply in one.fan_out],
                 "conversation": [plain(reply) for reply in one.turns],
+                "drafts": told_drafts(one.drafts),
             }
             for stack, one in zip(stacks, measured, strict=True)
         ],
@@ -481,19 +580,25 @@ async def measure(stacks: Sequence[Stack], args: Any, say: Callable[[str], None]
         try:
             async with asyncio.timeout(args.minutes * 60):
                 await bench.probe()
+                for stack, measured in zip(stacks, bench.measured, strict=True):
+                    measured.drafts_before = await stack.accepted()
                 await bench.run()
+            complete = True
         except TimeoutError:
             if not _common(bench.measured):
                 raise Unusable(f"{args.minutes:g} minutes were too short for one pair: give --minutes") from None
-            return bench.measured, False
-        return bench.measured, True
+            complete = False
+        for stack, measured in zip(stacks, bench.measured, strict=True):
+            measured.drafts_after = await stack.accepted()
+        return bench.measured, complete
     finally:
         for stack in stacks:
             await stack.client.aclose()
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="seamark bench mine", description="what a stack that runs finds in its cache")
+    described = "what a stack that runs finds in its cache, and how fast its tokens come"
+    parser = Parser(prog="seamark bench mine", description=described)
     parser.add_argument("--base-url", required=True, metavar="URL", help="any OpenAI-compatible server")
     parser.add_argument("--against", metavar="URL", help="another one, asked in turns: with Seamark and without")
     parser.add_argument("--model", help="default: the first of /v1/models")

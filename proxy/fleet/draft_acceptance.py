@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from proxy.fleet.draft_reports import Accepted
+from proxy.fleet.worker_metrics import Accepted
 
 SHARE = 0.95  # of cold acceptance that hits have to reach
 

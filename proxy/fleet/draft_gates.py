@@ -17,9 +17,10 @@ from prometheus_client import Counter
 from proxy.fleet.answer_compare import Noise, Unanswered
 from proxy.fleet.draft_acceptance import LiveAcceptance
 from proxy.fleet.draft_prompts import TrialPrompt
-from proxy.fleet.draft_reports import Accepted, DraftFeed
+from proxy.fleet.draft_reports import DraftFeed
 from proxy.fleet.draft_trial import DraftTrial, TrialVerdict, worse
 from proxy.fleet.worker import CLOSED, ON, OPEN, TRIAL, Worker
+from proxy.fleet.worker_metrics import Accepted
 from proxy.http.client import Broken, Unreachable, Upstream
 
 logger = logging.getLogger("seamark.drafts")

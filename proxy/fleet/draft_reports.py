@@ -10,10 +10,11 @@ import asyncio
 import json
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlencode
 
 from proxy.fleet.worker import OWN_REQUESTS, GateReport, Worker
+from proxy.fleet.worker_metrics import Accepted
 from proxy.http.client import Upstream
 
 PATH = "/seamark/outcomes"
@@ -31,24 +32,6 @@ NAMED = f"{OWN_REQUESTS}drafts-"
 STAND_BACK_SECONDS = 30.0  # since somebody else's trial request was seen
 
 MAX_KEPT = 4096  # counts of finished requests
-
-
-class Accepted(NamedTuple):
-    """Drafts of one or more requests."""
-
-    steps: int = 0  # forward passes that verified some
-    tokens: int = 0  # accepted in them
-
-    def __add__(self, other: object) -> Accepted:
-        """Of both together."""
-        if not isinstance(other, Accepted):
-            return NotImplemented
-        return Accepted(self.steps + other.steps, self.tokens + other.tokens)
-
-    @property
-    def per_step(self) -> float:
-        """Accepted tokens of a step; 0 without one."""
-        return self.tokens / self.steps if self.steps else 0.0
 
 
 def gate_in(events: Mapping[str, Any]) -> GateReport | None:

@@ -34,8 +34,9 @@ from proxy.fleet.answer_compare import (
 )
 from proxy.fleet.draft_acceptance import AcceptedPair, judge_pairs
 from proxy.fleet.draft_prompts import ANSWER, BUILT_IN, RANGES, TrialKind, TrialPrompt, built_in, drawn, kinds
-from proxy.fleet.draft_reports import NAMED, PAUSE_SECONDS, Accepted, DraftFeed
+from proxy.fleet.draft_reports import NAMED, PAUSE_SECONDS, DraftFeed
 from proxy.fleet.worker import CLOSED, OPEN, Worker, fresh_salt
+from proxy.fleet.worker_metrics import Accepted
 from proxy.http.client import Headers, Upstream
 from proxy.http.json_body import TRIAL, VERDICT
 

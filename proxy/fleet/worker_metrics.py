@@ -20,6 +20,7 @@ HITS = "vllm:prefix_cache_hits_total"
 CACHE = "vllm:cache_config_info"
 # From the start, and only with speculative decoding, except for a frontend in Rust: it always has it, and no `BOOT`.
 DRAFTS = "vllm:spec_decode_num_drafts_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 IGNORED = "seamark_hints_ignored_total"
 REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 SLEEP = "vllm:engine_sleep_state"  # of each engine, 1 at the state that it is in
@@ -145,6 +146,24 @@ def _sleep_levels(samples: Iterable[Sample]) -> tuple[int | None, ...]:
     return tuple(levels.values())
 
 
+class Accepted(NamedTuple):
+    """Drafts of one or more requests."""
+
+    steps: int = 0  # forward passes that verified some
+    tokens: int = 0  # accepted in them
+
+    def __add__(self, other: object) -> Accepted:
+        """Of both together."""
+        if not isinstance(other, Accepted):
+            return NotImplemented
+        return Accepted(self.steps + other.steps, self.tokens + other.tokens)
+
+    @property
+    def per_step(self) -> float:
+        """Accepted tokens of a step; 0 without one."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+
 class EngineSetup(NamedTuple):
     """What a worker's metrics tell of how it was started."""
 
@@ -180,6 +199,22 @@ def read_setup(text: str) -> EngineSetup:
             )
     drafts = drafts or (counts_drafts and is_python)
     return EngineSetup(caching, block_size, drafts, refused, connector, lane, attention_only)
+
+
+def read_accepted(text: str) -> Accepted | None:
+    """Drafts of all engines since their start, none where none are on; None if `text` is not vLLM's exposition.
+
+    So it is too where vLLM counts nothing (`--disable-log-stats`). Raises `ValueError` for what is no exposition.
+    """
+    counted = dict.fromkeys((DRAFTS, ACCEPTED), 0.0)
+    lines = [line for line in text.split("\n") if line.startswith((*counted, REQUESTS[0]))]
+    if not lines:
+        return None
+    for family in text_string_to_metric_families("\n".join(lines)):
+        for sample in family.samples:
+            if sample.name in counted:
+                counted[sample.name] += sample.value
+    return Accepted(int(counted[DRAFTS]), int(counted[ACCEPTED]))
 
 
 def _release(version: str) -> tuple[int, ...]:

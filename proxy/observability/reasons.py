@@ -77,13 +77,14 @@ REASON_TEXT = {
     ),
     "no_facts": ReasonText(
         "template not known yet",
-        "The gateway has not learnt this chat template yet, or the worker renders no chat for it, so no hint was sent.",
+        "The gateway has not learnt this chat template yet, or the worker renders no chat for it, so vLLM was "
+        "not told where the shared part ends.",
         "Wait for a minute after a worker's start. If it stays so, `seamark doctor --worker URL` says what is missing.",
     ),
     "hint_ignored": ReasonText(
-        "worker took no hint",
+        "worker kept nothing here",
         "The engine did not look for it (prompt logprobs, `echo` with `logprobs`), had no room for a state, keeps none "
-        "for any hint, or gets no hints because answers from its cache were found to differ.",
+        "at any place that it is told, or is told none because answers from its cache were found to differ.",
         "Leave prompt logprobs out of the request; run `seamark doctor --worker URL` for the rest.",
     ),
 }

@@ -30,6 +30,7 @@ class Totals(NamedTuple):
     shareable: int
     came: int  # of what was shareable
     delivered: int  # what the engine had cached, even beyond what was known to be shareable
+    changed: int = 0  # beyond what was shareable: behind text in which a prompt differs from one that is like it
 
     @property
     def efficiency(self) -> float | None:
@@ -43,20 +44,20 @@ class RollingSums:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` in seconds."""
         self._clock = clock
-        self._slots = [[-1, 0, 0, 0, 0, 0] for _ in range(SLOTS)]  # when, and sums in their order
-        self._parts = [[-1, 0, 0, 0, 0, 0] for _ in range(PARTS)]  # of a day
+        self._slots = [[-1, 0, 0, 0, 0, 0, 0] for _ in range(SLOTS)]  # when, and sums in their order
+        self._parts = [[-1, 0, 0, 0, 0, 0, 0] for _ in range(PARTS)]  # of a day
         self._older = Totals(0, 0, 0, 0, 0)  # from slots that were needed again
 
-    def add(self, prompt: int, shareable: int, delivered: int) -> None:
+    def add(self, prompt: int, shareable: int, delivered: int, changed: int = 0) -> None:
         """One request has been answered; tokens, `shareable` in whole match units."""
         when = self._now()
         slot = self._slots[when % SLOTS]
         if slot[0] != when:
             self._older = _sum([[-1, *self._older], slot])
-            slot[:] = (when, 0, 0, 0, 0, 0)
+            slot[:] = (when, 0, 0, 0, 0, 0, 0)
         part = self._parts[when // SLOTS_OF_PART % PARTS]
         if part[0] != when // SLOTS_OF_PART:
-            part[:] = (when // SLOTS_OF_PART, 0, 0, 0, 0, 0)
+            part[:] = (when // SLOTS_OF_PART, 0, 0, 0, 0, 0, 0)
         for sums in (slot, part):
             sums[1] += 1
             sums[2] += prompt
@@ -64,6 +65,7 @@ class RollingSums:
             # What one request got in excess must not hide what another one missed.
             sums[4] += delivered if delivered < shareable else shareable
             sums[5] += delivered
+            sums[6] += changed
 
     def last_minute(self) -> Totals:
         """The last 55 to 60 seconds."""
@@ -101,7 +103,7 @@ class RollingSums:
 
 
 def _sum(slots: Iterable[list[int]]) -> Totals:
-    sums = [0, 0, 0, 0, 0]
+    sums = [0, 0, 0, 0, 0, 0]
     for slot in slots:
         for place in range(len(sums)):
             sums[place] += slot[place + 1]

@@ -46,6 +46,9 @@ POLL_SECONDS = 0.2  # between two checks whether a worker has counted its hits
 # The reason of the tokens that the plugin would have saved. It would have saved none of the others by itself.
 CURED = "unpatched"
 
+# Of those behind text that changed.
+CHANGED = "prefix_changed"
+
 # Of those that a plugin which is there would not have saved, since it refuses hints.
 REFUSED = "hint_ignored"
 
@@ -233,7 +236,8 @@ class Shadow(Part):
         self._prefix_index.record(found.boundaries, request.boot)
         self._count("judged")
         length = max(length, cached, *(end for _, end in lost.values()))
-        self.sums.add(length, lost[CURED][1] if CURED in lost else cached, cached)
+        start, end = lost.get(CHANGED, (0, 0))
+        self.sums.add(length, lost[CURED][1] if CURED in lost else cached, cached, end - start)
         self._computed_tokens += length - cached
         requests, work = self._computed.get(request.worker.name, (0, NOTHING))
         self._computed[request.worker.name] = requests + 1, work + TokenWork.between(cached, length)
@@ -299,7 +303,7 @@ class Shadow(Part):
         if prompt.remembered is not None and would_share // MATCH_UNIT * MATCH_UNIT > had:
             change = yield from self._recent.seek_change(prompt.remembered, max(length, would_share), had)
             if change is not None:
-                lose("salt" if change.is_salt else "prefix_changed", would_share)
+                lose("salt" if change.is_salt else CHANGED, would_share)
         return lost
 
     def _knowledge_of(self, worker: Worker) -> _WorkerKnowledge:

@@ -326,7 +326,8 @@ class Accounting(Part):
         counters.prompt.inc(usage.prompt)
         if usage.cached is not None:
             counters.cached.inc(usage.cached)
-            self._time.reused(worker.name, model, usage.cached)
+            blocks = worker.engine.block_size if worker.engine is not None else 1
+            self._time.reused(worker.name, model, usage.cached, blocks)
             self._price(worker)
         if expected is None:
             return None
@@ -407,7 +408,9 @@ class Accounting(Part):
         counters = self._counters(model, worker)
         counters.shareable.inc(delivery.shareable)
         counters.shared.inc(min(delivery.shareable, cached))
-        self.sums.add(prompt, delivery.shareable, cached)
+        self.sums.add(
+            prompt, delivery.shareable, cached, change.lost if change is not None and not change.is_salt else 0
+        )
         if cached < expected.found(expected.predicted) and reason != "hint_ignored":
             # It leaves behind what it computed, unless that was not worth it; what it did not find otherwise is gone.
             left = [boundary.key for boundary in found.boundaries] if reason != "not_worth_it" else []

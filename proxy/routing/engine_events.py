@@ -20,9 +20,10 @@ from urllib.parse import urlencode
 
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.resolve import Entry
-from proxy.fleet.draft_reports import PATH, Accepted, drafted_in, gate_in
+from proxy.fleet.draft_reports import PATH, drafted_in, gate_in
 from proxy.fleet.part import Change, Part, Shelf
 from proxy.fleet.worker import OWN_REQUESTS, Load, Worker
+from proxy.fleet.worker_metrics import Accepted
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.idle_work import IdleWork, Steps, batched
 from proxy.routing.held_states import HeldStates

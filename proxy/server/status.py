@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
 from proxy.boundaries.template_facts import OpenerPlace, Role, TemplateFacts
 from proxy.fleet.worker import TRIAL, Worker
 from proxy.fleet.worker_metrics import ENTRIES_SINCE
+from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import REASON_TEXT
+from proxy.observability.rolling_sums import Totals
 
 if TYPE_CHECKING:
     from proxy.fleet.self_check import SelfCheck
     from proxy.pipeline.gateway import Gateway
 
 MOST_REQUESTS = 50
+
+HOUR = 3600.0  # seconds
+
+# Of what prompts have in common with earlier ones: from this part on it is no hit that is worth a headline, but a loss.
+CHANGING = 0.1
 
 
 def live(gateway: Gateway) -> dict[str, Any]:
@@ -35,8 +44,10 @@ def live(gateway: Gateway) -> dict[str, Any]:
             "saved": time_saved.saved,
             "spent": time_saved.spent,
             "unpriced_tokens": time_saved.waiting,
+            "vllm_alone_at_most": time_saved.vllm_alone,
             "measurable": any(worker.engine is not None for worker in pool),
         },
+        "changing": changing(hour, newest),
         "shadow_mode": shadow_mode,
         "shadow": gateway.shadow.would_save() if gateway.shadow.judged else None,
         "sums": {name: sums._asdict() for name, sums in (("minute", minute), ("hour", hour), ("whole", whole))},
@@ -56,6 +67,26 @@ def live(gateway: Gateway) -> dict[str, Any]:
         "requests": [explanation.as_json() for explanation in newest],
         "words": {reason: words._asdict() for reason, words in REASON_TEXT.items()},
     }
+
+
+def changing(hour: Totals, newest: Sequence[Explanation]) -> dict[str, Any] | None:
+    """What text that changes early in prompts cost in the last hour, `lost` of `common` tokens; None if it is little.
+
+    `common` is what prompts had in common with earlier ones, before and behind such text. `text` and `cure`: of the
+    kind of text that cost most of it, as far as the `newest` requests say.
+    """
+    common = hour.shareable + hour.changed
+    if not hour.changed or hour.changed < CHANGING * common:
+        return None
+    lost: Counter[tuple[str | None, str | None]] = Counter()
+    for request in newest:
+        told = request.changed
+        if told is None or request.began < time.time() - HOUR:
+            continue
+        if (told["what"], told["role"]) != ("setting", "cache_salt"):  # kept apart on purpose
+            lost[told["text"], told["cure"]] += told["lost"]
+    text, cure = max(lost, key=lost.__getitem__, default=(None, None))
+    return {"lost": hour.changed, "common": common, "text": text, "cure": cure}
 
 
 def worker_status(worker: Worker, gateway: Gateway) -> dict[str, Any]:

@@ -34,6 +34,9 @@ class OpenAIServer:
     loading: int = 0  # questions for the model until it is there
     in_stream: dict[str, Any] | None = None  # an event instead of the answer
     broken: bytes = b""  # instead of the stream
+    drafts: tuple[int, int] | None = None  # steps and accepted tokens that each answer adds to the engine's counters
+    workers: tuple[str, ...] = ()  # of a gateway: it has their addresses, and no counters
+    keys: list[bytes | None] = field(default_factory=list)  # that came with questions for the counters
     requests: list[dict[str, Any]] = field(default_factory=list)
     prompts: list[list[str]] = field(default_factory=list)
 
@@ -48,6 +51,13 @@ class OpenAIServer:
                 return await self._whole(send, 503, {"error": {"message": "no worker is ready"}}, retry_after=b"5")
             entry = {"id": "tide-7b"} | ({"max_model_len": self.context} if self.context else {})
             return await self._whole(send, 200, {"data": [entry, {"id": "other"}]})
+        if scope["path"] == "/metrics":
+            self.keys.append(headers.get(b"authorization"))
+            return await self._whole(send, 200, self._counters())
+        if scope["path"] == "/seamark/status" and self.workers:
+            return await self._whole(send, 200, {"workers": [{"url": url} for url in self.workers]})
+        if not scope["path"].startswith("/v1/"):
+            return await self._whole(send, 404, {})
         request = json.loads(body)
         self.requests.append(request)
         if request["model"] != "tide-7b":
@@ -76,7 +86,18 @@ class OpenAIServer:
     async def _whole(send: Any, status: int, answer: Any, retry_after: bytes = b"") -> None:
         headers = [(b"retry-after", retry_after)] if retry_after else []
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+        body = answer if isinstance(answer, str) else json.dumps(answer)
+        await send({"type": "http.response.body", "body": body.encode()})
+
+    def _counters(self) -> str:
+        if self.workers:
+            return "seamark_inflight 0\n"
+        counters = 'vllm:num_requests_running{engine="0"} 0.0\n'
+        if self.drafts is not None:
+            steps, accepted = (each * len(self.requests) for each in self.drafts)
+            counters += f'vllm:spec_decode_num_drafts_total{{engine="0"}} {steps}.0\n'
+            counters += f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}.0\n'
+        return counters
 
 
 @pytest.fixture(autouse=True)
@@ -296,6 +317,64 @@ def measured(cold: float, warm: float, cached: int | None = None) -> Measured:
     return Measured(
         10, {1000: [MinedPair(MinedReply(1010, cached and 0, cold, ""), MinedReply(1010, cached, warm, ""))]}
     )
+
+
+def told_of_drafts(output: str) -> str:
+    (line,) = (line.strip() for line in output.splitlines() if "drafts" in line)
+    return line
+
+
+def test_accepted_drafts_are_those_of_this_run(server, url, capsys):
+    server.drafts = (10, 17)
+    assert mine.main(["--base-url", url, *SMALL]) == 0
+    steps = 10 * (mine.MinePlan((50, 200), 2).requests - 2)  # those that probe come before
+    assert told_of_drafts(capsys.readouterr().out) == f"drafts: 1.70 accepted per step, of {steps:,} steps"
+
+
+def test_no_drafts_are_no_figure(server, url, capsys):
+    assert mine.main(["--base-url", url, *SMALL]) == 0
+    assert told_of_drafts(capsys.readouterr().out) == "no drafts"
+
+
+def test_a_gateways_workers_count_drafts_and_get_no_key_of_its_own(server, url, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "right")
+    server.drafts, server.key = (10, 5), "right"
+    gateway = OpenAIServer(workers=(url,) * 2, key="right")  # two ranks behind one address
+    with serving(gateway) as gateway_url:
+        gateway.requests = server.requests  # what it answers, its worker counts
+        server.key = None
+        assert mine.main(["--base-url", gateway_url, *SMALL, "--json"]) == 0
+    (stack,) = json.loads(capsys.readouterr().out)["stacks"]
+    steps = 10 * (mine.MinePlan((50, 200), 2).requests - 2)
+    assert stack["drafts"] == {"steps": steps, "tokens": steps // 2, "accepted_per_step": 0.5}
+    assert gateway.keys == [b"Bearer right"] * 2 and server.keys == [None] * 2
+
+
+def test_a_stack_that_hides_its_counters_leaves_drafts_unknown(server, url, capsys):
+    server.workers = (f"http://127.0.0.1:{free_port()}",)
+    assert mine.main(["--base-url", url, *SMALL]) == 0
+    assert told_of_drafts(capsys.readouterr().out).startswith("drafts: not known")
+
+
+def reply(first: float, tokens: int, last: float) -> MinedReply:
+    return MinedReply(1010, 990, first, "", tokens, last)
+
+
+def test_tokens_per_second_leave_the_first_token_out():
+    assert reply(2.0, 31, 5.0).tokens_per_second == pytest.approx(10.0)
+    assert reply(2.0, 1, 2.0).tokens_per_second is None
+    assert reply(2.0, 31, 2.001).tokens_per_second is None  # held back, and sent at once
+
+
+def test_speeds_stand_beside_first_tokens_and_in_the_verdict():
+    slow = Measured(10, {1000: [MinedPair(reply(1.0, 21, 2.0), reply(0.5, 21, n)) for n in (1.0, 1.5, 9.0)]})
+    fast = Measured(10, {1000: [MinedPair(reply(1.0, 41, 2.0), reply(0.5, 41, n)) for n in (1.0, 1.5, 9.0)]})
+    stacks = [mine.Stack(url, "tide-7b", None) for url in ("http://a", "http://b")]
+    lines = mine.table(stacks, [fast, slow]).splitlines()
+    rows = [line.split()[-2:] for line in lines if line.startswith(("this  ", "other  "))]
+    assert [row for row in rows if row[0][0].isdigit()] == [["40.0", "40.0"], ["20.0", "20.0"]]
+    assert next(line for line in lines if line.startswith("this / other")).endswith("2.00 x  2.00 x")
+    assert verdict([fast, slow]).endswith("Its tokens then come 2.00 times as fast.")
 
 
 def test_without_reports_time_tells():

@@ -127,6 +127,17 @@ async def test_a_restart_and_a_changed_prefix_are_losses_that_the_plugin_does_no
     assert "unpatched" not in lost
 
 
+async def test_in_shadow_mode_text_that_changes_has_its_headline_too(in_memory, worker):
+    gateway = await in_memory(worker, health_interval=0.1, shadow=True)
+    question = {"role": "user", "content": "How high is the tide tonight? " * 5}
+    for clock in ("9:41", "9:42"):
+        system = {"role": "system", "content": f"It is {clock}. " + SYSTEM["content"]}
+        await gateway.post({"model": "m", "messages": [system, question]})
+    lost = (await judged(gateway, 2))["lost"]["prefix_changed"]["tokens"]
+    live = (await gateway.get("/seamark/live")).json()
+    assert live["sums"]["hour"]["changed"] == live["changing"]["lost"] == lost
+
+
 @pytest.mark.parametrize("patched", [False, True])
 async def test_in_shadow_no_byte_of_a_request_or_an_answer_is_changed(in_memory, worker, patched):
     worker.patched = patched

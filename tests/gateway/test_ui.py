@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from datetime import date
@@ -92,6 +93,7 @@ def test_a_gateway_without_requests(browser, own, pictures):
         text(page, "#alarms").to_be_hidden()
         text(page, "#redis").to_have_text("Redis: not used")
         text(page, "#check").to_be_hidden()
+        text(page, "#changing").to_be_hidden()
         assert page.title() == "Seamark"
 
     in_every_look(browser, own, pictures, "empty", check)
@@ -193,6 +195,53 @@ def test_a_date_in_the_prompt_is_told_with_its_cure(browser, worker, own):
         assert changed["cure"].startswith("Move the date behind the rules")
 
 
+def test_what_changing_text_costs_has_a_headline(browser, worker, own, pictures):
+    worker.cached = 0
+    for day in (22, 23):
+        words = {"role": "system", "content": f"Today is {date.today():%Y}-11-{day}. " + "You are a pilot. " * 60}
+        body = {"model": "m", "messages": [words, {"role": "user", "content": f"What of {day}?"}]}
+        httpx.post(own.url + CHAT, content=json.dumps(body), headers={"x-request-id": str(day)}, timeout=30)
+    httpx.get(f"{own.url}/seamark/requests/23").raise_for_status()
+    found = httpx.get(f"{own.url}/seamark/live").json()["changing"]
+
+    def check(page: Page) -> None:
+        share = int(found["lost"] / found["common"] * 100)
+        text(page, "#changing .big").to_have_text(f"{found['lost']:,} tokens, {share} %")
+        text(page, "#changing").to_contain_text(f"of {found['common']:,} that prompts have in common")
+        text(page, "#changing").to_contain_text(f"Mostly it is a date. {found['cure']}")
+        text(page, "#now").to_contain_text(f"{found['lost']:,} more stood behind text that changed")
+        text(page, "#state").to_have_text("1 warning")
+
+    in_every_look(browser, own, pictures, "changing", check)
+
+
+def test_hits_on_unchanged_text_leave_no_headline(browser, worker, own):
+    for number in range(3):
+        ask(own, f"When is low water on day {number}?", f"tide-{number}")
+    with opened(browser, own) as page:
+        text(page, "#requests details").to_have_count(3)
+        text(page, "#changing").to_be_hidden()
+        text(page, "#now").not_to_contain_text("changed")
+        text(page, "#state").to_have_text("all is well")
+
+
+def test_an_opened_row_speaks_in_its_readers_words(browser, worker, own):
+    for question in ("one", "two"):
+        ask(own, question, question)
+    told = httpx.get(f"{own.url}/seamark/requests/two").json()
+    assert told["sent"] and told["lookup"] == "learnt"
+    with opened(browser, own) as page:
+        row = page.locator("#requests details").first
+        row.locator("summary").click()
+        row = row.locator("dl")
+        expect(row).to_contain_text("system prompt")
+        expect(row).to_contain_text("the model's chat template")
+        names = row.locator("dt").all_text_contents()
+        assert {"Others can share up to", "That is known from", "vLLM was asked to keep"} <= set(names)
+        said = row.text_content() or ""
+        assert not re.search("(?i)hint|found by|strip|boundar|learnt|last:", said), said
+
+
 def test_an_opened_explanation_stays_open_while_others_come(browser, own):
     ask(own, "one", "first")
     with opened(browser, own) as page:
@@ -262,6 +311,10 @@ def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
             text(page, "#requests").not_to_contain_text("not reported")
 
         in_every_look(browser, own, pictures, "shadow", check)
+        with opened(browser, own) as page:
+            row = page.locator("#requests details", has_text="tokens lost").first
+            row.locator("summary").click()
+            expect(row.locator("dl")).to_contain_text("worker without Seamark: ")
         own.gateway.shadow._seconds["unpatched"], own.gateway.shadow._prefill_seconds = 83.0, 166.0
 
         def check_timed(page: Page) -> None:
@@ -330,8 +383,22 @@ def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, wor
             text(page, "#saved .big").to_have_text("1 h 6 min")
 
         in_every_look(browser, own, pictures, "normal", check_normal)
-        own.gateway.accounting.time_saved().spent += 8000
+        text(page, "#saved").to_contain_text("vLLM alone would have found none of it")  # its blocks have 384 tokens
+        worker.cached = 400
+        ask(own, "A long question. " * 20, "second")
+        text(page, "#saved .big").to_have_text("3 h 53 min", timeout=PATIENCE)
+        text(page, "#saved").to_contain_text("would have found 2 h 40 min of it at most, 68 %")
+        own.gateway.accounting.time_saved().spent += 18_000
         text(page, "#saved .big").to_have_text("\u22121 h 6 min", timeout=PATIENCE)
+
+
+def test_what_workers_without_the_plugin_reuse_is_vllms_own(browser):
+    with recording_worker(patched=False) as worker, own_gateway(worker) as own:
+        wait_until_up(own)
+        ask(own, "one", "first")
+        with opened(browser, own) as page:
+            text(page, "#saved h2").to_have_text("Tokens saved")
+            text(page, "#saved").to_contain_text("vLLM alone found all of it")
 
 
 def test_a_long_list_of_requests_is_folded(browser, own):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.bench import mine
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.servers import (
     ENGINE_ENVIRONMENT,
@@ -94,7 +96,7 @@ def chat(url: str, number: int) -> tuple[str, list[int], int]:
 
 
 @pytest.mark.parametrize("version", [None, pytest.param(NEWEST, marks=pytest.mark.on_request)])
-def test_an_engine_that_is_right_opens_by_itself_and_hits_then(tmp_path, version):
+def test_an_engine_that_is_right_opens_by_itself_and_hits_then(tmp_path, version, capsys):
     with drafting(tmp_path, version=version) as (engine, gateway):
         began = time.monotonic()
         during = [chat(gateway.url, number)[1] for number in range(3)]
@@ -110,6 +112,11 @@ def test_an_engine_that_is_right_opens_by_itself_and_hits_then(tmp_path, version
         doctor = [sys.executable, "-m", "proxy.cli", "doctor", "--worker", engine.url]
         said = subprocess.run(doctor, capture_output=True, text=True, cwd=ROOT)
         assert "open" in said.stdout and said.returncode == 0, said.stdout
+        # Who weighs drafts against hits asks the gateway, which knows where its worker counts drafts.
+        assert mine.main(["--base-url", gateway.url, "--lengths", "200", "500", "--pairs", "2"]) == 0
+        table = capsys.readouterr().out
+        steps = re.search(r"drafts: (\d\.\d\d) accepted per step, of ([\d,]+) steps", table)
+        assert steps is not None and int(steps[2].replace(",", "")) > 0, table
 
 
 @pytest.mark.thorough

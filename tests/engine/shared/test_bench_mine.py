@@ -22,6 +22,8 @@ def test_a_stack_with_seamark_beside_one_without(servers: SharedServers, capsys)
     assert "of it in this stack's cache and 0% in the other's" in report["verdict"]
     (pair,) = ours["lengths"]["200"]["pairs"]
     assert pair["cold"]["prompt_tokens"] > ours["lengths"]["200"]["shared"] > 150
+    assert all(told["drafts"] == {"steps": 0, "tokens": 0, "accepted_per_step": 0.0} for told in (ours, theirs))
+    assert pair["warm"]["tokens_per_second"] > 0 and ours["lengths"]["200"]["tokens_per_second"]["warm"] > 0
     # Each turn finds the one before it.
     turns = ours["conversation"]
     assert all(later["cached_tokens"] > earlier["cached_tokens"] for earlier, later in pairwise(turns))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from proxy.fleet.draft_acceptance import FEWEST_STEPS, SHARE, AcceptedPair, LiveAcceptance, judge_pairs
-from proxy.fleet.draft_reports import Accepted
+from proxy.fleet.worker_metrics import Accepted
 
 
 def drafted(draw: random.Random, rate: float, steps: int) -> Accepted:

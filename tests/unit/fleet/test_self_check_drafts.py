@@ -12,11 +12,10 @@ from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.responses import StoredResponses
 from proxy.fleet import self_check
-from proxy.fleet.draft_reports import Accepted
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.self_check import WITHOUT_DRAFTS, SelfCheck
 from proxy.fleet.worker import Worker
-from proxy.fleet.worker_metrics import EngineInfo
+from proxy.fleet.worker_metrics import Accepted, EngineInfo
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.fleet.worker_metrics import UNKNOWN, EngineInfo, StepTimes, WorkerMetrics, read, read_setup
+from proxy.fleet.worker_metrics import (
+    UNKNOWN,
+    Accepted,
+    EngineInfo,
+    StepTimes,
+    WorkerMetrics,
+    read,
+    read_accepted,
+    read_setup,
+)
 from tests.harness.fake_engine import sleep_state
 
 INFO = 'seamark_engine_info{block_size="384",match_unit="16",version="0.1.0",vllm="0.32.0"}'
@@ -53,6 +62,17 @@ def test_a_counter_of_drafts_means_drafts_except_at_nought_where_a_frontend_in_r
     text = "process_start_time_seconds 1.0\n" * started + f"vllm:spec_decode_num_drafts_total {count}\n"
     assert read(text).drafts is read_setup(text).drafts is drafts and not read("").drafts
     assert read(sleep_state(1)).sleep_levels == (1,)
+
+
+def test_accepted_drafts_are_summed_over_engines_and_unknown_is_not_none():
+    counted = "".join(
+        f'vllm:spec_decode_num_{name}_total{{engine="{engine}"}} {count}.0\n'
+        for engine in (0, 1)
+        for name, count in (("drafts", 10), ("draft_tokens", 40), ("accepted_tokens", 15))
+    )
+    assert read_accepted('vllm:num_requests_running{engine="0"} 0.0\n' + counted) == Accepted(20, 30)
+    assert read_accepted('vllm:num_requests_running{engine="0"} 0.0\n') == Accepted(0, 0)
+    assert read_accepted("process_start_time_seconds 1.0\n") is None  # it counts nothing, or is not vLLM
 
 
 def test_the_gate_of_hints_beside_drafts_is_read_and_an_older_plugin_has_none():

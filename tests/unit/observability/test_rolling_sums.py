@@ -46,6 +46,16 @@ def test_more_than_one_request_could_share_hides_no_miss_of_another(recently):
     assert recently.last_minute().delivered == 900
 
 
+def test_what_changed_is_summed_apart_and_lowers_no_efficiency(recently, clock):
+    recently.add(1000, 16, 16, changed=900)
+    clock.seconds += 60
+    recently.add(1000, 16, 16)
+    assert recently.last_minute().changed == 0 and recently.last_hour().changed == 900
+    clock.seconds += 2 * 3600
+    recently.add(1000, 16, 16, changed=50)
+    assert recently.since_start() == Totals(3, 3000, 48, 48, 48, 950) and recently.since_start().efficiency == 1
+
+
 def test_what_is_older_than_a_minute_counts_for_the_hour_alone(recently, clock):
     recently.add(100, 96, 96)
     clock.seconds += 54

@@ -28,6 +28,18 @@ def test_each_worker_has_its_own_pace_and_each_model_its_own_sum():
     assert time.waiting == 100
 
 
+def test_vllm_alone_finds_whole_blocks_at_most():
+    time = TimeSaved()
+    for tokens in (160, 400, 768):  # of one block of 384, none, one and two
+        time.reused("w", "m", tokens, 384)
+    time.reused("gone", "m", 384, 384)
+    time.forget("gone")
+    assert time.vllm_alone == 0.0
+    time.settle("w", PACE)
+    time.settle("gone", PACE)
+    assert time.vllm_alone == pytest.approx(3 * 0.384) and time.saved == pytest.approx(1.328)
+
+
 def test_a_gateway_that_spent_more_than_it_saved_says_so():
     time = TimeSaved()
     time.spent = 2.0
