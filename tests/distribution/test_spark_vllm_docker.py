@@ -95,7 +95,7 @@ def test_it_puts_the_plugin_into_either_spark_twice_and_leaves_no_trace(mod, tmp
     assert container.run("seamark --version").stdout.startswith(f"seamark {version()} ")
     changed = differing(before, container.files())
     assert changed and not before.keys() & changed  # vLLM and the rest are as they were
-    gone = container.run("python3 -m pip uninstall -y vllm-seamark")
+    gone = container.run("PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip uninstall -y vllm-seamark")
     assert gone.returncode == 0 and differing(before, container.files()) == [], gone.stderr
     assert container.ask(PLUGINS) == "[]"
 

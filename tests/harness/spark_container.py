@@ -27,8 +27,9 @@ NOWHERE = "http://127.0.0.1:9"
 
 class SparkContainer:
     def __init__(self, root: Path, vllm: str, *, with_uv: bool) -> None:
-        """`vllm`: its version, as a GPU's image has it. Without uv it is one that vLLM's authors publish."""
+        """`vllm`: its version, as a GPU's image has it. Without uv: another image, which sets no variables for pip."""
         self.root = root
+        self._with_uv = with_uv
         self.working_folder = root / "workspace" / "vllm"
         self.working_folder.mkdir(parents=True)
         (root / "home").mkdir()
@@ -69,15 +70,14 @@ class SparkContainer:
         environment = {
             "PATH": f"{self.working_folder}:{self.programs}",
             "HOME": str(self.root / "home"),
-            "UV_SYSTEM_PYTHON": "1",
-            "UV_BREAK_SYSTEM_PACKAGES": "1",
-            "UV_LINK_MODE": "copy",
             "UV_CACHE_DIR": str(self.root / "home/.cache/uv"),
-            "PIP_BREAK_SYSTEM_PACKAGES": "1",
             "PIP_CONFIG_FILE": os.devnull,
             "http_proxy": NOWHERE,
             "https_proxy": NOWHERE,
         }
+        if self._with_uv:
+            environment |= dict.fromkeys(("UV_SYSTEM_PYTHON", "UV_BREAK_SYSTEM_PACKAGES"), "1")
+            environment |= {"UV_LINK_MODE": "copy", "PIP_BREAK_SYSTEM_PACKAGES": "1"}
         return subprocess.run(
             [str(self.programs / "bash"), "-c", command],
             cwd=self.working_folder,
