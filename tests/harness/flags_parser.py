@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
+
+from engine_patches.commands import worker
 
 
 def parser() -> Any:
@@ -19,6 +23,19 @@ def parser() -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     return make_arg_parser(FlexibleArgumentParser())
+
+
+def given_by_worker(words: Sequence[str], *, on_cpu: bool = False) -> list[str]:
+    """The command line of the server that `seamark worker WORDS` would start."""
+    started: list[list[str]] = []
+    with (
+        patch.object(worker, "is_cpu_build", lambda: on_cpu),
+        patch.object(worker, "vllm_environment", lambda *_: {}),
+        patch.object(worker, "serve", lambda arguments, _: started.append(arguments) or 0),
+    ):
+        assert worker.main(list(words)) == 0
+    (line,) = started
+    return line
 
 
 def main(lines: str) -> None:

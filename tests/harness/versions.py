@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 NO_WINDOWS = "0.31.0"  # beside a draft head with a window hints are refused
 
-TRITON, RAY = "3.9.0", "2.60.0"
+TRITON, RAY, UV = "3.9.0", "2.60.0", "0.13.9"
 
 RUST_FRONTEND = "vllm-rs"
 
@@ -90,6 +90,11 @@ def triton() -> Path:
 def ray() -> Path:
     """Folder with Ray and what it needs besides vLLM's own libraries. Some 75 MB to fetch."""
     return _fetched("ray", RAY, "msgpack")
+
+
+def uv() -> Path:
+    """The program with which images of spark-vllm-docker install. Some 18 MB to fetch."""
+    return _fetched("uv", UV) / "bin" / "uv"
 
 
 def _fetched(name: str, version: str, *others: str) -> Path:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 from pathlib import Path
 
 import pytest
 
+from engine_patches.settings import IMAGE, SUPPORTED
 from proxy.bench.menu import BENCHMARKS
 from proxy.cli import COMMANDS
 from proxy.observability.reasons import REASON_TEXT
 from proxy.settings import Settings
+from proxy.version import version
 from tests.harness import settings_table
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +36,21 @@ def heading_anchors(text: str) -> set[str]:
 
 def test_the_readme_fits_on_two_screens():
     assert len(README.splitlines()) <= 130
+
+
+def test_every_version_in_the_changelog_has_its_date():
+    unreleased, *released = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    told = [re.fullmatch(r"(\d+\.\d+\.\d+) \((20\d\d-\d\d-\d\d)\)", heading) for heading in released]
+    assert unreleased == "Unreleased" and all(told)
+    newest_first = [(date.fromisoformat(each[2]), each[1]) for each in told if each]
+    assert newest_first == sorted(newest_first, reverse=True) and newest_first[0][1] == version()
+
+
+def test_the_versions_of_vllm_that_are_kept_are_the_three_that_the_code_names():
+    policy = (ROOT / "engine_patches" / "README.md").read_text().partition("### How long a version is kept")[2]
+    assert f"The three newest minor releases of vLLM, today {SUPPORTED}." in " ".join(policy.split())
+    first, last = (int(each.removeprefix("0.")) for each in SUPPORTED.split(" to "))
+    assert last - first == 2 and f"vLLM {SUPPORTED} (" in README and IMAGE.endswith(f"v0.{last}.0")
 
 
 def test_settings_are_described_as_in_the_code():

@@ -1,4 +1,4 @@
-"""Every command line that deploy/ starts vLLM with is one that vLLM takes."""
+"""Every command line that deploy/ starts vLLM with is one that vLLM takes: the installed one, and the newest."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 import re
 import shlex
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from engine_patches.commands import worker
 from engine_patches.commands.worker import MIDDLEWARE, NEEDED_FLAGS, vllm_arguments
 from tests.deploy.compose_files import DEPLOY, EVERY_WAY, OF_THE_USER, read
 from tests.harness import flags_parser
+from tests.harness.helm import render
 from tests.harness.recipes import NEWEST
 from tests.harness.scheduler_process import run_apart
 from tests.harness.versions import engine_of
@@ -50,10 +51,38 @@ COMMANDS = [
 ]
 
 
+# What decides which flags the chart gives.
+CHARTS: tuple[tuple[str, ...], ...] = (
+    ("mode=gateway",),
+    ("mode=sidecar",),
+    ("prefill.replicas=1",),
+    ("worker.checkpoints.storage=64Gi",),
+    ("worker.modelFile=glm-5.3-flash.yaml", "worker.args={--max-model-len=8192}"),
+)
+
+
 @pytest.fixture(scope="module")
 def vllm():
     """vLLM's own parser of a server's command line."""
     return flags_parser.parser()
+
+
+def of_service(way: Sequence[str], name: str) -> tuple[list[str], bool]:
+    """The arguments of the vLLM that a service of a compose file starts; whether it is one without a server."""
+    service = read(way[-1])["services"][name]
+    words = within_container(shlex.split(interpolated(service["command"])))
+    if service.get("entrypoint") == ["vllm", "serve"]:
+        return words, True
+    return flags_parser.given_by_worker(words, on_cpu="compose.cpu.yaml" in way), False
+
+
+def of_chart(flags: Sequence[str]) -> list[list[str]]:
+    """The arguments of each vLLM that the chart starts."""
+    rendered = render(DEPLOY / "helm" / "seamark", [word for flag in flags for word in ("--set", flag)])
+    assert rendered.objects, rendered.error
+    pods = (each["spec"]["template"]["spec"] for each in rendered.objects if each["kind"] == "StatefulSet")
+    given = (each["args"] for pod in pods for each in pod["containers"] if each["name"] == "worker")
+    return [flags_parser.given_by_worker(within_container(words)) for words in given]
 
 
 def interpolated(text: str) -> str:
@@ -89,9 +118,11 @@ def test_no_file_has_what_is_a_default_now(path: Path):
 
 @pytest.fixture(scope="module")
 def newest() -> dict[str, dict[str, Any]]:
-    """What the newest vLLM's parser makes of each model file, and of each recipe, by their names."""
+    """What the newest vLLM's parser makes of every command line that deploy/ has."""
     lines = {model.name: of_file(model) for model in MODELS}
     lines |= {recipe.name: of_recipe(recipe)[0] for recipe in RECIPES}
+    lines |= {str(each.id): of_service(*each.values)[0] for each in COMMANDS}
+    lines |= {f"{flags}:{number}": words for flags in CHARTS for number, words in enumerate(of_chart(flags))}
     parsed = run_apart("flags_parser", json.dumps(list(lines.values())), source=engine_of(NEWEST))
     return dict(zip(lines, parsed, strict=True))
 
@@ -117,22 +148,25 @@ def test_every_model_file_names_its_source_and_that_it_was_not_run(model: Path):
 
 
 @pytest.mark.parametrize(("way", "name"), COMMANDS)
-def test_vllm_takes_the_command_of_every_service(vllm, monkeypatch, way, name):
-    service = read(way[-1])["services"][name]
-    words = within_container(shlex.split(interpolated(service["command"])))
-    if service.get("entrypoint") == ["vllm", "serve"]:
-        parsed = vllm.parse_args(words)
-        assert parsed.headless and parsed.node_rank == 1
-        return
-    monkeypatch.setattr(worker, "is_cpu_build", lambda: "compose.cpu.yaml" in way)
-    monkeypatch.setattr(worker, "vllm_environment", lambda *_: {})
-    started: list[list[str]] = []
-    monkeypatch.setattr(worker, "serve", lambda arguments, _: started.append(arguments) or 0)
-    assert worker.main(words) == 0
-    parsed = vllm.parse_args(started[0])
-    parsed.model = parsed.model_tag or parsed.model
-    assert parsed.port == 8000 and parsed.enable_prefix_caching
-    assert parsed.model and parsed.gpu_memory_utilization <= 0.92
+def test_vllm_takes_the_command_of_every_service(vllm, newest, way, name):
+    words, headless = of_service(way, name)
+    for parsed in (vars(vllm.parse_args(words)), newest[f"{way[-1]}:{name}"]):
+        if headless:
+            assert parsed["headless"] and parsed["node_rank"] == 1
+            continue
+        assert parsed["port"] == 8000 and parsed["enable_prefix_caching"]
+        assert (parsed["model_tag"] or parsed["model"]) and parsed["gpu_memory_utilization"] <= 0.92
+
+
+@pytest.mark.parametrize("flags", CHARTS, ids=" ".join)
+def test_vllm_takes_the_command_of_the_charts_workers(vllm, newest, flags):
+    host = "127.0.0.1" if "sidecar" in " ".join(flags) else "0.0.0.0"  # noqa: S104
+    for number, words in enumerate(of_chart(flags)):
+        for parsed in (vars(vllm.parse_args(words)), newest[f"{flags}:{number}"]):
+            assert parsed["host"] == host and parsed["port"] == 8000 and parsed["enable_prefix_caching"]
+            assert parsed["enable_prompt_tokens_details"] and parsed["model"] in " ".join(
+                path.read_text() for path in MODELS
+            )
 
 
 def test_two_models_share_the_memory():
