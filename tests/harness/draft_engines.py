@@ -212,13 +212,13 @@ class Oracle:
             self.proposed[key] = own
         draw = random.Random(key)
         ahead = next((right[len(known) :] for right in self._right if list(right[: len(known)]) == known), [])
-        good = 0
-        while good < min(DRAFTS, len(ahead)) and draw.random() < self._probability:
+        drafts, good = len(own) or DRAFTS, 0
+        while good < min(drafts, len(ahead)) and draw.random() < self._probability:
             good += 1
         if self._cold is not None and key in self._cold:
             good = min(good, draft_oracle.agreed(own, self._cold[key]))
         # vLLM's convolution for CPUs takes only rows with all of their drafts.
-        return ([*ahead[:good], *own[good:]] + [0] * DRAFTS)[:DRAFTS]
+        return ([*ahead[:good], *own[good:]] + [0] * drafts)[:drafts]
 
 
 def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
