@@ -1,6 +1,6 @@
 """Engines as recipes have them, as far as a CPU goes: a small model of the same kinds of states, its drafts, its flags.
 
-Left away is what wants a GPU or several: KV in 8 bits, kernels by name, loaders, ranks. Heads that are models of their
+Left away is what wants a GPU or several, or a model with more room: KV in 8 bits, kernels by name, loaders, ranks, lengths. Heads that are models of their
 own (DFlash, DSpark) are in tests/engine/drafts, where they run in the interpreter of a GPU's kernels.
 """
 
@@ -25,7 +25,6 @@ from tests.harness.versions import engine_of
 # Of vLLM, that a CPU takes as they are.
 TAKEN = {
     "--block-size": int,
-    "--long-prefill-token-threshold": int,
     "--mamba-ssm-cache-dtype": str,
     "--max-num-batched-tokens": int,
     "--max-num-seqs": int,
