@@ -1,7 +1,8 @@
 """Engines as recipes have them, as far as a CPU goes: a small model of the same kinds of states, its drafts, its flags.
 
-Left away is what wants a GPU or several, or a model with more room: KV in 8 bits, kernels by name, loaders, ranks, lengths. Heads that are models of their
-own (DFlash, DSpark) are in tests/engine/drafts, where they run in the interpreter of a GPU's kernels.
+Left away is what wants a GPU or several, or a model with more room: KV in 8 bits, kernels by name, loaders, ranks,
+lengths. Heads that are models of their own (DFlash, DSpark) are in tests/engine/drafts, where they run in the
+interpreter of a GPU's kernels.
 """
 
 from __future__ import annotations
