@@ -98,6 +98,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "r1": {"hit": 0, "ends": [256, 470], "written": [144, 448, 464], "keys": [144, 256, 448, 464]},
         "r2": {"hit": 144, "ends": [400, 470], "written": [384, 448, 464], "keys": [144, 384, 448, 464]},
     },
+    "the first to leave a prompt between its states": {
+        "r0": {"hit": 0, "ends": [250], "written": [32, 192, 240], "keys": [32, 192, 208, 240]},
+        "r1": {"hit": 192, "ends": [230], "written": [208], "keys": [32, 192, 208]},
+    },
     "two salts": {
         "r0": {"hit": 0, "ends": [130], "written": [96, 128], "keys": [96, 128]},
         "r1": {"hit": 0, "ends": [130], "written": [96, 128], "keys": [96, 128]},
