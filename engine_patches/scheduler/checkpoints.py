@@ -21,7 +21,7 @@ from engine_patches.scheduler.expected_junctions import ExpectedJunctions
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.pins import NOT_CACHED
-from engine_patches.scheduler.planner import EXPECTED, TURN_REACH, CheckpointTarget, Planner
+from engine_patches.scheduler.planner import EXPECTED, SPARE, TURN_REACH, CheckpointTarget, Planner
 from engine_patches.scheduler.reasons import EVICTED, HIT, NOT_WORTH_IT, Outcomes
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal
 from engine_patches.scheduler.request_state import RequestState, Wish
@@ -129,6 +129,19 @@ class Checkpoints:
             return []
         return self.planner.targets(state.wish, request, state.prompt_tokens)
 
+    def targets_in(self, request: Any, start: int, end: int) -> list[CheckpointTarget]:
+        """Those at positions in (start, end], a chunk of the prompt, with a spare one if that is of use."""
+        targets, state = self.targets(request), self.state_of(request)
+        wanted = [target for target in targets if start < target.position <= end]
+        if targets and not state.wish.worthless_turn:
+            resumable = self.grid.resumable(state.prompt_tokens or request.num_prompt_tokens)
+            positions = (state.resumed_at, *(target.position for target in targets))
+            rate = self.step_time.tokens_per_pass if self.step_time.known else 0.0
+            if spare := self.planner.spare(start, end, resumable, positions, rate):
+                wanted.append(CheckpointTarget(spare, SPARE))
+                wanted.sort()
+        return wanted
+
     def begin_step(self, requests: Container[str]) -> None:
         """A step is going to be planned; `requests` are alive."""
         if self.states is not None:
@@ -154,7 +167,7 @@ class Checkpoints:
             return None
         state = self.state_of(request)
         turn = self.planner.ends_a_turn(state.wish, target, state.resumed_at)
-        blocks = self.states.reserve(request, target.position, turn)
+        blocks = self.states.reserve(request, target.position, turn, spare=target.kind == SPARE)
         if blocks is not None:
             self.state_written(blocks[0].block_hash, target.kind)
         return blocks

@@ -29,8 +29,16 @@ TURN_REACH = 64
 NEAR = 2
 
 # Kinds of targets. A learned one is where the prompt leaves an earlier prompt of this engine, an expected one where a
-# later prompt is likely to leave this one.
-HINTED, LEARNED, EXPECTED, TAIL, EDGE, JUNCTION = "hinted", "learned", "expected", "tail", "edge", "junction"
+# later prompt is likely to leave this one. A spare one is where vLLM alone would have left a state of a chunk.
+HINTED, LEARNED, EXPECTED, TAIL, EDGE, JUNCTION, SPARE = (
+    "hinted",
+    "learned",
+    "expected",
+    "tail",
+    "edge",
+    "junction",
+    "spare",
+)
 
 
 class CheckpointTarget(NamedTuple):
@@ -136,6 +144,17 @@ class Planner:
         wanted = sorted(kinds.keys() - {0, wish.worthless_turn})
         return [CheckpointTarget(position, kinds[position]) for position in wanted]
 
+    def spare(self, start: int, end: int, resumable: int, positions: Iterable[int], tokens_per_pass: float) -> int:
+        """The last block's edge in a chunk from `start` to `end`, 0 if a state there is of no use.
+
+        `positions`: of the states that are kept; `resumable`: how far the prompt can be. vLLM alone ends its chunks at
+        such edges, and finds states there: whoever is the first to leave the prompt behind one shall find no less.
+        """
+        size = self.block_size
+        edge = self.grid.floor(min(end, resumable) // size * size)
+        saved = edge - max((position for position in positions if position <= edge), default=0)
+        return edge if edge > start and saved > 0 and saved >= tokens_per_pass * WORTH_OF_A_PASS else 0
+
     def last_turn(self, wish: Wish, request: Any) -> TurnEnd | None:
         """The turn that a request ends with, if it has a state at its end."""
         targets = [target for target in self.targets(wish, request) if target.kind != EXPECTED]
@@ -153,7 +172,7 @@ class Planner:
             # Just behind a state: more likely the template's own words after a turn than what others share.
             return resumed_at > 0 and target.position - resumed_at <= NEAR * self.grid.unit
         hinted = wish.hinted_positions
-        return target.kind in (TAIL, EDGE, EXPECTED) or (len(hinted) > 1 and target.position == hinted[-1])
+        return target.kind in (TAIL, EDGE, EXPECTED, SPARE) or (len(hinted) > 1 and target.position == hinted[-1])
 
     def worth_writing(self, target: CheckpointTarget, resumed_at: int, tokens_per_pass: float) -> bool:
         """Whether a hit at a target would be felt: more than a small part of a pass.

@@ -120,6 +120,27 @@ class Retention:
                 return False
         return True
 
+    def has_idle(self, num_blocks: int) -> bool:
+        """Whether the next so many blocks that are taken hold nothing but states that were given up, and fit into the
+        share."""
+        if self._num_blocks + num_blocks > self._limit:
+            return False
+        block = self._pool.free_block_queue.fake_free_list_head
+        for _ in range(num_blocks):
+            block = block.next_free_block
+            if block.block_hash is not None and block.block_id not in self._released_blocks:
+                return False
+        return True
+
+    def give_up(self, key: bytes) -> bool:
+        """A state goes before all others from now on, unless somebody has used it. False while its blocks are held."""
+        state = self._turns.get(key) or self._kept.get(key)
+        if state is None or state.uses:
+            return True
+        if state.free:
+            self._release(key)
+        return state.free
+
     def prune(self) -> None:
         """Forget what vLLM has evicted."""
         self._added = 0

@@ -14,7 +14,7 @@ from engine_patches.footprint import PLANNED_AT, WRITES
 from engine_patches.forward.step_writes import Write
 from engine_patches.scheduler.cache_keys import keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.planner import HINTED
+from engine_patches.scheduler.planner import HINTED, SPARE
 from engine_patches.scheduler.reasons import EVICTED, HINT_IGNORED, NOT_WORTH_IT
 from engine_patches.scheduler.state_events import emit_events, only_generates
 from engine_patches.scheduler.states import States
@@ -116,11 +116,17 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
     states, state = scheduler.seamark.states, checkpoints.state_of(request)
     planned: list[Write] = []
     positions: list[int] = [start] if kept else []
-    for target in checkpoints.targets(request):
+    spare: set[int] = set()
+    for target in checkpoints.targets_in(request, start, end):
         position = target.position
-        if not start < position <= end:
-            continue
-        if not states.keys.is_cached(request, position):
+        if target.kind == SPARE:
+            if end - start <= checkpoints.verified or states.keys.is_cached(request, position):
+                continue
+            if (blocks := checkpoints.reserve(request, target)) is not None:
+                planned.append(_write(states, position - start, blocks))
+                positions.append(position)
+                spare.add(position)
+        elif not states.keys.is_cached(request, position):
             miss = EVICTED
             if not checkpoints.worth_writing(state, target):
                 if target.kind == HINTED:
@@ -137,8 +143,7 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
                 if checkpoints.gate is not None:
                     checkpoints.gate.pause()
             else:
-                groups = zip(states.keys.recurrent, blocks, strict=True)
-                planned.append(Write(position - start, {group: block.block_id for group, block in groups}))
+                planned.append(_write(states, position - start, blocks))
                 positions.append(position)
             checkpoints.outcomes.computed(request, position, miss)
         else:
@@ -153,8 +158,14 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
             reached = (position + drop for position in positions)
             keep_attention_keys(managers[group], request, (position for position in reached if position <= end))
         states.keep_windows(request, state, positions)
-        states.offer(request, positions, used=False)
+        states.offer(request, (position for position in positions if position not in spare), used=False)
     return planned
+
+
+def _write(states: States, offset: int, blocks: list[Any]) -> Write:
+    """Of a state `offset` tokens behind its chunk's start, into a block for each recurrent group."""
+    groups = zip(states.keys.recurrent, blocks, strict=True)
+    return Write(offset, {group: block.block_id for group, block in groups})
 
 
 def _generates(request: Any, start: int, num_tokens: int) -> bool:

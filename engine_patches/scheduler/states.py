@@ -43,6 +43,7 @@ class States:
     windows: DraftWindows | None = None  # None without a draft head that has any
     unwritten: dict[int, int] = field(default_factory=dict)  # attention block -> token from which the step fills it
     _held: list[Any] = field(default_factory=list)  # blocks written in the running step
+    _spare: list[bytes] = field(default_factory=list)  # keys of those that nobody asked for
 
     def __post_init__(self) -> None:
         self.events = StateEvents(self.keys)
@@ -62,14 +63,19 @@ class States:
         if self._held:
             held, self._held = self._held, []
             (self.give_back or self.keys.pool.free_blocks)(held)
+        if self._spare and self.retention is not None:
+            self._spare = [key for key in self._spare if not self.retention.give_up(key)]
 
-    def reserve(self, request: Any, position: int, turn: bool) -> list[Any] | None:
+    def reserve(self, request: Any, position: int, turn: bool, *, spare: bool = False) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group, registered under the position's keys.
 
-        `turn`: it ends one conversation's turn. None if the cache has no blocks to spare.
+        `turn`: it ends one conversation's turn; `spare`: it puts out nothing that is of use, and goes before all that
+        is. None if the cache has no blocks to spare.
         """
         pool, groups = self.keys.pool, self.keys.recurrent
         if pool.get_num_free_blocks() < len(groups):
+            return None
+        if spare and (self.retention is None or not self.retention.has_idle(len(groups))):
             return None
         if self.retention is not None and not self.retention.make_room(len(groups)):
             return None
@@ -86,6 +92,8 @@ class States:
             )
         if self.retention is not None:
             self.retention.add(blocks[0].block_hash, blocks, turn)
+        if spare:
+            self._spare.append(blocks[0].block_hash)
         return blocks
 
     def written(self, key: bytes) -> None:

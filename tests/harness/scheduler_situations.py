@@ -212,6 +212,12 @@ def a_hint_misses_what_is_shared(core):
 
 
 @situation()
+def the_first_to_leave_a_prompt_between_its_states(core):
+    """vLLM alone finds the last whole block before that, 192."""
+    return shown(core, *_run_all(core, [(HEAD[:250], [40]), (HEAD[:210] + own(1, 20), [40])]))
+
+
+@situation()
 def two_salts(core):
     requests = _run_all(core, [(HEAD[:130], [100])], salt="one") + _run_all(core, [(HEAD[:130], [100])], 1, "two")
     return shown(core, *requests)

@@ -17,7 +17,7 @@ from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.pins import Pins
-from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, LEARNED, TAIL, CheckpointTarget
+from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, LEARNED, SPARE, TAIL, CheckpointTarget
 from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY
 from engine_patches.scheduler.refusals import Refusal
 from engine_patches.scheduler.retention import Retention
@@ -212,6 +212,46 @@ def test_a_state_is_kept_as_what_it_serves(checkpoints, position, kind, turn):
     written = request(own(1, 600), [160, -20], all_token_ids=own(1, 600))
     (block,) = checkpoints.reserve(written, CheckpointTarget(position, kind))
     assert kept.turns == [turn] and block.block_hash is not None
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "spare"),
+    [
+        (0, 600, [512]),  # where vLLM alone would have left a state
+        (0, 500, []),  # no block has ended
+        (0, 1100, [1024]),  # of each chunk one
+        (512, 1000, []),  # its start is the edge
+    ],
+)
+def test_a_chunk_leaves_a_state_where_vllm_alone_would_have_left_one(writing, start, end, spare):
+    asked = request(own(1, 1200), [160, 1100])
+    assert [place for place, kind in writing.targets_in(asked, start, end) if kind == SPARE] == spare
+    positions = [place for place, _ in writing.targets_in(asked, start, end)]
+    assert positions == sorted(positions) and all(start < place <= end for place in positions)
+
+
+@pytest.mark.parametrize(
+    ("hint", "resumed", "rate", "spare"),
+    [
+        ([512], 0, 0.0, False),  # it is kept for those who share it
+        ([496], 0, 0.0, True),
+        ([496], 0, 800.0, False),  # a hit there would not be felt
+        ([160], 512, 0.0, False),  # it is there
+        ([160], 496, 800.0, False),
+    ],
+)
+def test_no_spare_state_stands_where_another_is_as_good(writing, hint, resumed, rate, spare):
+    asked = request(own(1, 600), hint)
+    writing.state_of(asked).resumed_at = resumed
+    if rate:
+        writing.step_time = SimpleNamespace(known=True, tokens_per_pass=rate)
+    assert (SPARE in [kind for _, kind in writing.targets_in(asked, 0, 600)]) is spare
+
+
+def test_where_nobody_comes_back_no_spare_state_is_kept(writing):
+    asked = request(own(1, 600), [160])
+    writing.state_of(asked).wish = replace(writing.state_of(asked).wish, worthless_turn=592)
+    assert SPARE not in [kind for _, kind in writing.targets_in(asked, 0, 600)]
 
 
 def test_bytes_are_those_of_counted_states_that_are_still_cached(checkpoints):

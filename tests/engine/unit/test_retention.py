@@ -239,3 +239,48 @@ def test_given_up_states_go_in_order_though_the_last_of_them_is_used_again():
     assert len(cache.retention) == 3 and all(cache.has(b"turn %d" % number) for number in (7, 8))
     backwards = cache.pool.free_block_queue.get_all_free_blocks()
     assert len(backwards) == cache.pool.get_num_free_blocks() == 59
+
+
+def test_a_state_that_is_given_up_at_once_goes_before_all_that_is_of_use_and_counts_for_no_share():
+    cache = Cache(blocks=12, share=0.5)  # 6 blocks: three states
+    turn, spare = cache.write(b"turn", turn=True), cache.write(b"spare", turn=True)
+    assert cache.retention.give_up(spare) and spare not in cache.retention
+    for name in (b"one", b"two"):
+        cache.write(name)
+    assert turn in cache.retention and cache.has(b"spare")  # nothing went for it
+    cache.fill(cache.pool.get_num_free_blocks() - 3 * len(GROUPS))
+    assert cache.has(b"turn") and not cache.has(b"spare")
+
+
+def test_a_spare_state_that_somebody_uses_is_kept():
+    cache = Cache()
+    spare = cache.write(b"spare", turn=True)
+    assert cache.retention.give_up(spare)
+    assert cache.retention.resumed(spare) and spare in cache.retention
+    assert cache.retention.give_up(spare) and spare in cache.retention
+
+
+def test_a_state_whose_blocks_are_held_is_given_up_later():
+    cache = Cache()
+    spare = cache.write(b"spare", turn=True, keep=True)
+    assert not cache.retention.give_up(spare) and spare in cache.retention
+
+
+def test_blocks_are_idle_while_the_next_ones_hold_nothing_of_use():
+    cache = Cache(blocks=9, share=0.5)  # 4 blocks: two states
+    assert cache.retention.has_idle(len(GROUPS)) and not cache.retention.has_idle(6)
+    spare = cache.write(b"spare", turn=True)
+    cache.retention.give_up(spare)
+    cache.write(b"turn", turn=True)
+    held = cache.pool.get_new_blocks(cache.pool.get_num_free_blocks() - 2 * len(GROUPS))
+    assert cache.retention.has_idle(len(GROUPS))  # the spare one
+    held += cache.pool.get_new_blocks(len(GROUPS))
+    assert not cache.retention.has_idle(len(GROUPS))
+    cache.pool.free_blocks(held)
+
+
+def test_a_share_that_is_full_has_nothing_idle():
+    cache = Cache(blocks=40, share=0.1)  # 4 blocks: two states
+    for name in (b"one", b"two"):
+        cache.write(name)
+    assert not cache.retention.has_idle(len(GROUPS))
