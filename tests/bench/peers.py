@@ -53,9 +53,10 @@ def _vllm_router(port: int, workers: Sequence[str], folder: Path) -> Command:
     return Command(["vllm-router", *where, "--worker-urls", *workers, "--log-level", "warning"])
 
 
-def _sglang_router(port: int, workers: Sequence[str], folder: Path) -> Command:
-    where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    return Command(["sglang-router", "launch", *where, "--worker-urls", *workers, "--log-level", "warn"])
+def _smg(port: int, workers: Sequence[str], folder: Path) -> Command:
+    where = ["--host", "127.0.0.1", "--port", str(port)]
+    where += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    return Command(["smg", "launch", *where, "--worker-urls", *workers, "--log-level", "warn"])
 
 
 def _litellm(port: int, workers: Sequence[str], folder: Path) -> Command:
@@ -78,7 +79,7 @@ VLLM_ROUTER = "vllm-router"
 
 PEERS = (
     Peer(VLLM_ROUTER, "vllm-router==0.1.17", _vllm_router),
-    Peer("sglang-router", "sglang-router==0.3.2", _sglang_router),
+    Peer("smg", "smg==1.13.0", _smg),
     Peer("litellm", "litellm[proxy]==1.106.0", _litellm, "/health/liveliness"),
 )
 

@@ -46,7 +46,7 @@ def rows(out: str) -> list[list[str]]:
 
 @pytest.fixture
 def installed(monkeypatch) -> Callable[[list[str] | None], None]:
-    """What is taken for the user's sglang-router."""
+    """What is taken for the user's smg."""
     return lambda command: monkeypatch.setattr(router_process, "installed", lambda: command)
 
 
@@ -73,7 +73,7 @@ def test_a_process_has_a_row_beside_the_simulated_ones_and_is_ended(installed, c
     flags = [str(TRACES / "claude_code.jsonl.gz"), "--workers", "2", "--users", "1", "--seconds", "120"]
     flags += ["--speed", "60", "--policy", "round-robin", "--policy", router_process.NAME]
     assert main(flags) == 0
-    assert rows(capsys.readouterr().out) == [["2", "round-robin"], ["2", "sglang-router"]]
+    assert rows(capsys.readouterr().out) == [["2", "round-robin"], ["2", "smg"]]
     children = psutil.Process().children(recursive=True)
     assert not [child for child in children if ROUND_ROBIN[-1] in child.cmdline()]
 
@@ -81,10 +81,10 @@ def test_a_process_has_a_row_beside_the_simulated_ones_and_is_ended(installed, c
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        (None, "sglang-router is not installed here, and has no row (pip install sglang-router)"),
+        (None, "smg is not installed here, and has no row (pip install smg)"),
         (
             [sys.executable, "-c", "raise SystemExit('no such flag')"],
-            "sglang-router has no row: sglang-router ended with 1",
+            "smg has no row: smg ended with 1",
         ),
     ],
 )
@@ -104,13 +104,13 @@ def test_requests_that_a_process_fails_are_told():
         fleet.send(request, float(at))
     played = fleet.play([*ROUND_ROBIN, "--fail-every", "3"], FOREVER)
     assert len(fleet.executions) == 4
-    assert played.remarks[0] == "sglang-router failed 2 requests: 503 no worker"
+    assert played.remarks[0] == "smg failed 2 requests: 503 no worker"
 
 
 @pytest.mark.on_request
 @pytest.mark.timeout(1200)
-def test_sglang_routers_own_process_keeps_the_hits_that_are_simulated(installed, capsys):
-    installed([str(environment_of(PEERS[1], lambda _: None) / "bin" / "sglang-router"), "launch"])
+def test_smgs_own_process_keeps_the_hits_that_are_simulated(installed, capsys):
+    installed([str(environment_of(PEERS[1], lambda _: None) / "bin" / "smg"), "launch"])
     flags = [str(TRACES / "mooncake_conversation.jsonl.gz"), "--workers", "4", "--seconds", "120", "--json"]
     assert main([*flags, "--policy", "cache-aware", "--policy", router_process.NAME, "--load", "0.8"]) == 0
     simulated, real = json.loads(capsys.readouterr().out)["outcomes"]

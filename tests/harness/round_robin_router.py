@@ -1,4 +1,4 @@
-"""A router that gives each request to the next worker, started as sglang-router is; `--fail-every N` refuses some.
+"""A router that gives each request to the next worker, started as smg is; `--fail-every N` refuses some.
 
 Run as `python -m tests.harness.round_robin_router --port N --worker-urls URL...`.
 """

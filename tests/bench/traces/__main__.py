@@ -27,7 +27,7 @@ WORDS = """
 hits: tokens found in the cache, of those that one endless cache, common to all workers, would give
 p50 s, p99 s: seconds to the first token; imbalance: largest share of requests at a worker x workers (1 is even)
 choice us: CPU time here, in microseconds, of one choice by Seamark's own index and routing; the others are simulated as
-published, but sglang-router is its own installed process before workers that answer HTTP, without its own time"""
+published, but smg is its own installed process before workers that answer HTTP, without its own time"""
 
 
 def profile_from(path: Path) -> Profile:
@@ -119,7 +119,7 @@ def main(argv: list[str]) -> int:
 
 
 def _outcomes(replay: Replay, workers: Sequence[int], policies: Sequence[str], speed: float) -> Iterator[Outcome]:
-    """Row by row; what has to be said of sglang-router's process goes to stderr."""
+    """Row by row; what has to be said of smg's process goes to stderr."""
     router, command = router_process.NAME, None
     if router in policies:
         say, command = narrator(), router_process.installed()

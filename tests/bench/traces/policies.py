@@ -26,7 +26,7 @@ from tests.bench.traces.simulated_fleet import MATCH_UNIT, NEWS_SECONDS, Executi
 
 INDEX_BYTES = 48 * 2**20  # the share of the default `memory_bytes` that the gateway gives its index
 
-# Defaults of sglang-router's cache_aware policy: --cache-threshold, --balance-abs-threshold, --balance-rel-threshold.
+# Defaults of smg's cache_aware policy: --cache-threshold, --balance-abs-threshold, --balance-rel-threshold.
 CACHE_THRESHOLD, MOST_APART, MOST_RATIO = 0.3, 64, 1.5
 
 # Weights of llm-d's scorers, and how old the metrics are that its picker reads.
@@ -111,7 +111,7 @@ class SessionAffinity(Simulated):
 
 
 class CacheAware(Simulated):
-    """sglang-router's cache_aware, as published: one tree of what was sent where, and thresholds."""
+    """smg's cache_aware, as published: one tree of what was sent where, and thresholds."""
 
     def __init__(self, workers: int, seed: int) -> None:
         super().__init__(workers, seed)

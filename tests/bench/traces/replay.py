@@ -58,7 +58,7 @@ class Replay:
         return self._outcome(policy_name, workers, fleet)
 
     def run_process(self, command: Sequence[str], workers: int, speed: float) -> tuple[Outcome, list[str]]:
-        """sglang-router's process, which `command` starts, at so many simulated seconds a second; and what to add.
+        """smg's process, which `command` starts, at so many simulated seconds a second; and what to add.
 
         Raises `NotStarted`.
         """

@@ -1,4 +1,4 @@
-"""sglang-router's own process before the simulated workers, which answer HTTP on a clock faster than the wall's.
+"""smg's own process before the simulated workers, which answer HTTP on a clock faster than the wall's.
 
 Each worker has a port of its own; a request comes to the one that the process chose, and its answer ends when the
 simulated one does. First tokens count from a worker's port on: what the process itself takes is not in them.
@@ -28,9 +28,9 @@ from proxy.server.descriptors import raise_limit
 from tests.bench.traces.formats import BLOCK, Place, TraceRequest
 from tests.bench.traces.simulated_fleet import Execution, Fleet, Policy, Profile
 
-NAME = "sglang-router"
+NAME = "smg"
 
-MODULE = "sglang_router"
+MODULE = "smg"
 
 START_SECONDS = 60.0
 
@@ -58,9 +58,9 @@ LATE_SECONDS = 0.1  # of simulated time, by which a clock that runs too fast fal
 
 
 def installed() -> list[str] | None:
-    """The command that starts the user's sglang-router; None if there is none."""
+    """The command that starts the user's smg; None if there is none."""
     if importlib.util.find_spec(MODULE) is not None:
-        return [sys.executable, "-m", f"{MODULE}.launch_router"]
+        return [sys.executable, "-m", MODULE, "launch"]
     script = shutil.which(NAME)
     return [script, "launch"] if script is not None else None
 
@@ -227,7 +227,8 @@ async def _page(http: web.Request) -> web.Response:
 async def _started(servers: Servers, command: Sequence[str], workers: Sequence[str]) -> Server:
     """The process, with its default policy (cache_aware), once it serves."""
     port = free_port()
-    where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    where = ["--host", "127.0.0.1", "--port", str(port)]
+    where += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
     flags = ["--policy", "cache_aware", "--request-timeout-secs", "3600", "--log-level", "warn"]
     router = servers.start(NAME, port, [*command, *where, *flags, "--worker-urls", *workers], {})
     await asyncio.to_thread(router.wait_until_ready, "/health", START_SECONDS)

@@ -36,17 +36,17 @@ def test_texts_share_as_much_as_prompts_share_blocks():
 def test_an_installed_router_is_found_as_a_module_or_on_the_path(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert installed() is None
-    script = tmp_path / "sglang-router"
+    script = tmp_path / "smg"
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
     assert installed() == [str(script), "launch"]
-    (tmp_path / "sglang_router").mkdir()
-    (tmp_path / "sglang_router" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert installed() == [sys.executable, "-m", "sglang_router.launch_router"]
+    (tmp_path / "package" / "smg").mkdir(parents=True)
+    (tmp_path / "package" / "smg" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "package"))
+    assert installed() == [sys.executable, "-m", "smg", "launch"]
 
 
 def test_what_makes_a_row_doubtful_is_told():
     assert Played().remarks == []
-    assert Played(failed=2, failure="503").remarks == ["sglang-router failed 2 requests: 503"]
+    assert Played(failed=2, failure="503").remarks == ["smg failed 2 requests: 503"]
     assert "0.30 simulated seconds late" in Played(late=0.3).remarks[0]
