@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,9 @@ def parser() -> Any:
         from vllm.entrypoints.common.cli_args import make_arg_parser  # from 0.33 on
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    return make_arg_parser(FlexibleArgumentParser())
+    # It loads the plugins that are installed, and ours would stay in the process of whoever asks.
+    with patch.dict(os.environ, {"VLLM_PLUGINS": ""}):
+        return make_arg_parser(FlexibleArgumentParser())
 
 
 def given_by_worker(words: Sequence[str], *, on_cpu: bool = False) -> list[str]:
