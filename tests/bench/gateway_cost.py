@@ -63,8 +63,7 @@ WORDS = (
     "Latencies: what the gateway adds to a round's p50, p99 and median first byte, medians of the rounds (direct: the\n"
     "worker's own, in brackets). over vllm-router: CPU time, median of the rounds' ratios. One worker that computes\n"
     "nothing; streams have 64 chunks, each written on its own, at once unless --step-ms says otherwise: a slow reader\n"
-    "finds many together. Both routers run their default, cache-aware policy.\n"
-    "sglang-router holds back a stream's beginning at one client, by Nagle's algorithm."
+    "finds many together. Both routers run their default, cache-aware policy."
 )
 
 
