@@ -133,7 +133,7 @@ class Checkpoints:
         """Those at positions in (start, end], a chunk of the prompt, with a spare one if that is of use."""
         targets, state = self.targets(request), self.state_of(request)
         wanted = [target for target in targets if start < target.position <= end]
-        if targets and not state.wish.worthless_turn:
+        if targets and not state.wish.worthless_turn and end - start > self.verified:
             resumable = self.grid.resumable(state.prompt_tokens or request.num_prompt_tokens)
             positions = (state.resumed_at, *(target.position for target in targets))
             rate = self.step_time.tokens_per_pass if self.step_time.known else 0.0

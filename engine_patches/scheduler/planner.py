@@ -30,15 +30,8 @@ NEAR = 2
 
 # Kinds of targets. A learned one is where the prompt leaves an earlier prompt of this engine, an expected one where a
 # later prompt is likely to leave this one. A spare one is where vLLM alone would have left a state of a chunk.
-HINTED, LEARNED, EXPECTED, TAIL, EDGE, JUNCTION, SPARE = (
-    "hinted",
-    "learned",
-    "expected",
-    "tail",
-    "edge",
-    "junction",
-    "spare",
-)
+HINTED, LEARNED, EXPECTED, TAIL = "hinted", "learned", "expected", "tail"
+EDGE, JUNCTION, SPARE = "edge", "junction", "spare"
 
 
 class CheckpointTarget(NamedTuple):
@@ -153,7 +146,7 @@ class Planner:
         size = self.block_size
         edge = self.grid.floor(min(end, resumable) // size * size)
         saved = edge - max((position for position in positions if position <= edge), default=0)
-        return edge if edge > start and saved > 0 and saved >= tokens_per_pass * WORTH_OF_A_PASS else 0
+        return edge if edge > start and saved > 0 and _is_felt(saved, tokens_per_pass) else 0
 
     def last_turn(self, wish: Wish, request: Any) -> TurnEnd | None:
         """The turn that a request ends with, if it has a state at its end."""
@@ -181,4 +174,9 @@ class Planner:
         conversation also repeats the first words of the template's answer, a few tokens behind the last turn's state.
         """
         saved = target.position - (resumed_at if target.kind == LEARNED else 0)
-        return saved >= tokens_per_pass * WORTH_OF_A_PASS
+        return _is_felt(saved, tokens_per_pass)
+
+
+def _is_felt(saved: int, tokens_per_pass: float) -> bool:
+    """Whether a hit that spares so many tokens is."""
+    return saved >= tokens_per_pass * WORTH_OF_A_PASS

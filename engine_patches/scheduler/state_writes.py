@@ -116,16 +116,15 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
     states, state = scheduler.seamark.states, checkpoints.state_of(request)
     planned: list[Write] = []
     positions: list[int] = [start] if kept else []
-    spare: set[int] = set()
+    spare = 0
     for target in checkpoints.targets_in(request, start, end):
         position = target.position
         if target.kind == SPARE:
-            if end - start <= checkpoints.verified or states.keys.is_cached(request, position):
+            if states.keys.is_cached(request, position) or (blocks := checkpoints.reserve(request, target)) is None:
                 continue
-            if (blocks := checkpoints.reserve(request, target)) is not None:
-                planned.append(_write(states, position - start, blocks))
-                positions.append(position)
-                spare.add(position)
+            planned.append(_write(states, position - start, blocks))
+            positions.append(position)
+            spare = position
         elif not states.keys.is_cached(request, position):
             miss = EVICTED
             if not checkpoints.worth_writing(state, target):
@@ -158,7 +157,7 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
             reached = (position + drop for position in positions)
             keep_attention_keys(managers[group], request, (position for position in reached if position <= end))
         states.keep_windows(request, state, positions)
-        states.offer(request, (position for position in positions if position not in spare), used=False)
+        states.offer(request, (position for position in positions if position != spare), used=False)
     return planned
 
 

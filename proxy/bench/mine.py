@@ -164,11 +164,11 @@ class Stack:
         # Without proxies of the environment: the gateway uses none, either.
         self.client = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=False)
 
-    async def find_model(self) -> None:
+    async def find_model(self, say: Callable[[str], None]) -> None:
         """Read `/v1/models`; a stack that asks for patience, as a gateway before a loading vLLM does, is waited for."""
         answer = await self._models_answer()
         if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and "retry-after" in answer.headers:
-            print(f"{self.shown} has no model yet; waiting up to {LOADING_SECONDS / 60:.0f} minutes", file=sys.stderr)
+            say(f"{self.shown} has no model yet; waiting up to {LOADING_SECONDS / 60:.0f} minutes")
             give_up = time.monotonic() + LOADING_SECONDS
             while answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and time.monotonic() < give_up:
                 await asyncio.sleep(ASK_AGAIN_SECONDS)
@@ -569,7 +569,7 @@ async def measure(stacks: Sequence[Stack], args: Any, say: Callable[[str], None]
     """What each stack has answered, and whether time was enough for all of it. Raises `Unusable`."""
     try:
         for stack in stacks:
-            await stack.find_model()
+            await stack.find_model(say)
         plan = plan_for(stacks, args.lengths, args.pairs)
         say(
             f"sends {len(stacks) * plan.requests} requests with about {len(stacks) * plan.tokens:,} prompt tokens to "

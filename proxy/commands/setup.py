@@ -196,7 +196,7 @@ def recipe_summary(recipe: Recipe, seen: Outlook, made: RecipeFiles, places: Pla
         notes.append(f"the gateway listens where vLLM did ({host}), at port 8080; `seamark key NAME` makes keys for it")
     if recipe.has("--api-key") or "VLLM_API_KEY" in recipe.environment:
         notes.append("vLLM wants a key: write it into a file, and name that in seamark.toml (worker_api_key_file)")
-    shown = "127.0.0.1" if host in (*LOOPBACK, EVERYWHERE) else host
+    base = f"http://{'127.0.0.1' if host in (*LOOPBACK, EVERYWHERE) else host}:8080"
     return [
         f"{recipe.kind.value[0].upper()}{recipe.kind.value[1:]} for {recipe.model}",
         seen.verdict[0].upper() + seen.verdict[1:],
@@ -208,10 +208,10 @@ def recipe_summary(recipe: Recipe, seen: Outlook, made: RecipeFiles, places: Pla
         "",
         "vLLM and the gateway (or each by its own script), and in a second terminal what hits, in figures:",
         f"  sh {shlex.quote(str(places.out / RUN))}",
-        f"  {this_python()} -m proxy.cli bench mine --base-url http://{shown}:8080",
+        f"  {this_python()} -m proxy.cli bench mine --base-url {base}",
         "",
-        f"Clients:    base_url http://{shown}:8080/v1",
-        f"Live page:  http://{shown}:8080/ui",
+        f"Clients:    base_url {base}/v1",
+        f"Live page:  {base}/ui",
         "",
         "Off again, without a trace:",
         f"  sh {shlex.quote(str(places.out / UNDO))}",

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.commands.cures import NEEDED
-from proxy.commands.recipe_files import spark_checkout
+from proxy.commands.recipe_files import GATEWAY, spark_checkout
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.config_files import LOOPBACK
 from proxy.errors import SettingsError
@@ -68,10 +68,10 @@ def files_for(plan: SetupPlan) -> WrittenFile:
 
 
 def _pip(plan: SetupPlan) -> WrittenFile:
-    files = {"seamark.toml": gateway_toml(plan.workers), "gateway.sh": gateway_script(plan.out)}
+    files = {"seamark.toml": gateway_toml(plan.workers), GATEWAY: gateway_script(plan.out)}
     if plan.workers:
         doctor = f"{this_python()} -m proxy.cli doctor --worker {shlex.quote(plan.workers[0])}"
-        go_on = (_sh(plan, "gateway.sh"), doctor)
+        go_on = (_sh(plan, GATEWAY), doctor)
         return WrittenFile(
             files, go_on, ["Ctrl-C ends the gateway; point clients at vLLM again"], _STILL_WITHOUT_PLUGIN
         )
@@ -80,7 +80,7 @@ def _pip(plan: SetupPlan) -> WrittenFile:
         "Ctrl-C ends either; point clients at vLLM again",
         "SEAMARK_ENGINE=0 or pip uninstall vllm-seamark      # in vLLM's environment: vLLM as it was",
     ]
-    return WrittenFile(files, (_sh(plan, "worker.sh"), _sh(plan, "gateway.sh")), off, notes)
+    return WrittenFile(files, (_sh(plan, "worker.sh"), _sh(plan, GATEWAY)), off, notes)
 
 
 def _worker_script(plan: SetupPlan) -> tuple[str, tuple[str, ...]]:
@@ -206,7 +206,7 @@ def _spark(plan: SetupPlan) -> WrittenFile:
     # Of several recipes for one model the shorter name is the plainer.
     of_model = [name for name, text in shipped.items() if f"\nmodel: {model}\n" in text or name == f"seamark-{model}"]
     recipe = min(of_model, key=len, default="seamark-" + re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()))
-    files = {"seamark.toml": gateway_toml(plan.workers), "gateway.sh": gateway_script(plan.out)}
+    files = {"seamark.toml": gateway_toml(plan.workers), GATEWAY: gateway_script(plan.out)}
     copied = ""
     if not of_model:
         files[f"{recipe}.yaml"] = _recipe(recipe, model)
@@ -227,7 +227,7 @@ exec ./run-recipe.sh {recipe}{solo}
         "Ctrl-C ends the gateway; point clients at vLLM again",
         f"cd {spark} && rm -r mods/seamark {copies}      # all else there is as it was",
     ]
-    return WrittenFile(files, (_sh(plan, "start.sh"), _sh(plan, "gateway.sh")), off)
+    return WrittenFile(files, (_sh(plan, "start.sh"), _sh(plan, GATEWAY)), off)
 
 
 def _recipe(recipe: str, model: str) -> str:

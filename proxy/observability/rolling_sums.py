@@ -38,15 +38,18 @@ class Totals(NamedTuple):
         return self.came / self.shareable if self.shareable else None
 
 
+NONE = (0,) * len(Totals._fields)
+
+
 class RollingSums:
     """One per gateway; counts requests whose worker reports cached tokens."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` in seconds."""
         self._clock = clock
-        self._slots = [[-1, 0, 0, 0, 0, 0, 0] for _ in range(SLOTS)]  # when, and sums in their order
-        self._parts = [[-1, 0, 0, 0, 0, 0, 0] for _ in range(PARTS)]  # of a day
-        self._older = Totals(0, 0, 0, 0, 0)  # from slots that were needed again
+        self._slots = [[-1, *NONE] for _ in range(SLOTS)]  # when, and sums in their order
+        self._parts = [[-1, *NONE] for _ in range(PARTS)]  # of a day
+        self._older = Totals(*NONE)  # from slots that were needed again
 
     def add(self, prompt: int, shareable: int, delivered: int, changed: int = 0) -> None:
         """One request has been answered; tokens, `shareable` in whole match units."""
@@ -54,10 +57,10 @@ class RollingSums:
         slot = self._slots[when % SLOTS]
         if slot[0] != when:
             self._older = _sum([[-1, *self._older], slot])
-            slot[:] = (when, 0, 0, 0, 0, 0, 0)
+            slot[:] = (when, *NONE)
         part = self._parts[when // SLOTS_OF_PART % PARTS]
         if part[0] != when // SLOTS_OF_PART:
-            part[:] = (when // SLOTS_OF_PART, 0, 0, 0, 0, 0, 0)
+            part[:] = (when // SLOTS_OF_PART, *NONE)
         for sums in (slot, part):
             sums[1] += 1
             sums[2] += prompt
@@ -103,7 +106,7 @@ class RollingSums:
 
 
 def _sum(slots: Iterable[list[int]]) -> Totals:
-    sums = [0, 0, 0, 0, 0, 0]
+    sums = [*NONE]
     for slot in slots:
         for place in range(len(sums)):
             sums[place] += slot[place + 1]

@@ -273,7 +273,7 @@ def _what_is_done(family: Family) -> tuple[str, str, str]:
     return (
         "inside a pass" if inside else "cut: a pass for each",
         SHOWN[families.shown_of(family.layers)],
-        "with the switch" if beside else "refused",
+        "on trial first" if beside else "refused",
     )
 
 
