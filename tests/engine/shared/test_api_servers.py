@@ -14,6 +14,7 @@ from proxy.bench.harness.client import ask, open_client
 from proxy.bench.harness.prompts import QUESTIONS, prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 from tests.harness.engines import SharedServers
+from tests.harness.predictions import is_known_as_gone, wait_for_predicted_hits
 from tests.harness.waiting import wait_for
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
@@ -86,17 +87,15 @@ def test_whichever_server_is_asked_there_is_one_feed_with_every_outcome_and_ever
 def test_an_emptied_cache_reaches_the_gateway_without_another_request_and_nothing_is_warned_of(both):
     engine, gateway = both
 
-    def ask(question: str, seed: int = 7500) -> httpx.Response:
+    def ask(seed: int, question: str) -> httpx.Response:
         head = {"role": "system", "content": prose(200, seed)}
         body = {"model": MODEL_NAME, "messages": [head, {"role": "user", "content": question}], "max_tokens": 1}
         return httpx.post(gateway.url + CHAT, json=body, timeout=120)
 
-    ask("One?")
-    second = ask("Two?")
-    assert second.headers["x-seamark-predicted"] == second.headers["x-seamark-cached"] != "0"
+    seeds = range(7500, 7506)
+    wait_for_predicted_hits(ask, seeds)
     httpx.post(engine.url + "/reset_prefix_cache", timeout=60).raise_for_status()
     wait_for(lambda: ["cleared"] in fresh(engine.url, "/seamark/outcomes").json()["states"])
-    ask("Whose outcome is read, and so all that happened before?", seed=7501)
-    third = ask("Three?")
-    assert third.headers["x-seamark-predicted"] == third.headers["x-seamark-cached"] == "0"
+    ask(7511, "Whose outcome is read, and so all that happened before?")
+    assert is_known_as_gone(ask, seeds)
     assert "WARNING" not in gateway.log.read_text()
