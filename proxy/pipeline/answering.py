@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
-from proxy.fleet.worker import Worker
 from proxy.http import asgi
-from proxy.pipeline.dispatch import Dispatcher
+from proxy.pipeline.dispatch import Dispatcher, Lease
 from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.request import ProxiedRequest
@@ -20,10 +18,6 @@ class Answering(Protocol):
         """Raises `GatewayError` for what a client is to be told before its answer begins."""
 
 
-def _nothing(worker: Worker) -> None:
-    """Nobody wants to know."""
-
-
 class WorkerAnswers:
     """Answers that workers compute."""
 
@@ -32,15 +26,12 @@ class WorkerAnswers:
         self._reader = reader
         self._relay = relay
 
-    async def __call__(
-        self,
-        request: ProxiedRequest,
-        send: asgi.Send,
-        watch: asgi.ClientWatch,
-        given_to: Callable[[Worker], None] = _nothing,
-    ) -> None:
-        """`given_to` is called with the worker before the request goes there."""
+    async def __call__(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+        """As `Answering` says."""
         async with self._dispatcher.lease(request) as lease:
-            self._reader.learn(request)
-            given_to(lease.worker)
-            await self._relay.forward(request, lease, send, watch)
+            await self.answer(lease, send, watch)
+
+    async def answer(self, lease: Lease, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+        """The same with a slot that is there; whoever took it gives it back."""
+        self._reader.learn(lease.request)
+        await self._relay.forward(lease.request, lease, send, watch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
@@ -59,6 +59,11 @@ _FINAL = {
     COMPLETIONS: frozenset({"stop", "length"}),
     MESSAGES: frozenset({"end_turn", "max_tokens", "stop_sequence", "tool_use"}),
 }
+
+_DONE = b"[DONE]"
+
+# An answer that is no stream, or a line of one that is, is parsed up to this size: that takes some milliseconds.
+LARGEST_JUDGED = 2**20
 
 _FINISH = re.compile(rb'"(?:finish|stop)_reason"\s*:\s*"')
 
@@ -159,57 +164,97 @@ def may_keep(headers: asgi.HeaderList) -> bool:
     return varies <= TOLD_APART and all(key not in (b"content-encoding", b"set-cookie") for key, _ in headers)
 
 
-def is_final(path: str, asked: Mapping[str, Any], is_stream: bool, body: bytes) -> bool:
-    """Whether `body` is a whole answer, each choice of which ended by itself; `asked` is the request.
+class Ending:
+    """Finds out, by the pieces of an answer as they come, whether each choice of it ends by itself.
 
-    One that was cut off, aborted, or broken by an error is not.
+    One that was cut off, aborted, or broken by an error does not, nor does one that is not what its API answers. It
+    takes as long as a piece has bytes.
     """
-    try:
-        if is_stream:
-            return _is_final_stream(path, asked, body)
-        answer = json.loads(body)
-    except (ValueError, RecursionError, AttributeError, TypeError):
-        return False
-    if not isinstance(answer, dict):
-        return False
-    if path == EMBEDDINGS:
-        return bool(answer.get("data"))
-    if path == RESPONSES:
-        return _is_final_response(answer)
-    if path == MESSAGES:
-        return answer.get("stop_reason") in _FINAL[MESSAGES]
-    choices = answer.get("choices")
-    return (
-        isinstance(choices, list)
-        and len(choices) == choices_of(asked)
-        and all(choice.get("finish_reason") in _FINAL[path] for choice in choices)
-    )
 
+    def __init__(self, path: str, asked: Mapping[str, Any], is_stream: bool) -> None:
+        """`asked` is the request."""
+        self._path, self._asked, self._is_stream = path, asked, is_stream
+        self._rest: list[bytes] = []  # of a stream a line that is not complete, else all so far
+        self._rest_bytes = 0
+        self._is_odd = False
+        self._ended: dict[Any, Any] = {}  # how each choice of a stream did, by its index
+        self._last = b"", b""  # data of a stream's last two events
 
-def _is_final_stream(path: str, asked: Mapping[str, Any], body: bytes) -> bool:
-    lines = [line for line in body.splitlines() if line]
-    if any(line.startswith((b'data: {"error"', b"event: error")) for line in lines):
-        return False
-    data = [line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")]
-    if not data:
-        return False
-    if path == RESPONSES:
-        last = json.loads(data[-1] if data[-1] != b"[DONE]" else data[-2])
-        return _is_final_response(last.get("response") or {})
-    told = [json.loads(each) for each in data if _FINISH.search(each)]
-    if path == MESSAGES:
-        ends = [event["delta"]["stop_reason"] for event in told if event.get("type") == "message_delta"]
-        return len(ends) == 1 and ends[0] in _FINAL[MESSAGES] and json.loads(data[-1]).get("type") == "message_stop"
-    if path not in _FINAL or data[-1] != b"[DONE]":
-        return False
-    ended = {
-        choice["index"]: choice["finish_reason"] for event in told for choice in event["choices"] if _has_ended(choice)
-    }
-    return len(ended) == choices_of(asked) and _FINAL[path].issuperset(ended.values())
+    def see(self, piece: bytes) -> None:
+        """The next piece."""
+        if self._is_odd:
+            return
+        cut = piece.rfind(b"\n") + 1 if self._is_stream else 0
+        lines = b"".join((*self._rest, piece[:cut])) if cut else b""
+        if cut:
+            self._rest, self._rest_bytes = [], 0
+        self._rest.append(piece[cut:])
+        self._rest_bytes += len(piece) - cut
+        if self._rest_bytes > LARGEST_JUDGED:
+            self._is_odd, self._rest = True, []
+        elif lines:
+            self._judge(lambda: self._read(lines))
 
+    @property
+    def is_final(self) -> bool:
+        """Whether it is a whole answer, now that all has been seen."""
+        if self._is_stream and not self._is_odd and self._rest_bytes:
+            self._judge(lambda: self._read(b"".join(self._rest)))
+        return not self._is_odd and self._judge(self._has_ended if self._is_stream else self._is_final_whole)
 
-def _has_ended(choice: Mapping[str, Any]) -> bool:
-    return choice.get("finish_reason") is not None
+    def _judge(self, judgement: Callable[[], bool]) -> bool:
+        """What it says; an answer that it cannot be made of is an odd one."""
+        try:
+            is_fine = judgement()
+        except (ValueError, RecursionError, AttributeError, TypeError, LookupError):
+            is_fine = False
+        self._is_odd |= not is_fine
+        return is_fine
+
+    def _is_final_whole(self) -> bool:
+        answer = json.loads(b"".join(self._rest))
+        if self._path == EMBEDDINGS:
+            return bool(answer.get("data"))
+        if self._path == RESPONSES:
+            return _is_final_response(answer)
+        if self._path == MESSAGES:
+            return answer.get("stop_reason") in _FINAL[MESSAGES]
+        choices = answer["choices"]
+        return len(choices) == choices_of(self._asked) and all(
+            choice["finish_reason"] in _FINAL[self._path] for choice in choices
+        )
+
+    def _read(self, lines: bytes) -> bool:
+        """Take in whole lines of a stream; False for an error."""
+        for line in lines.splitlines():
+            if line.startswith((b'data: {"error"', b"event: error")):
+                return False
+            if line.startswith(b"data:"):
+                data = line.removeprefix(b"data:").strip()
+                self._last = self._last[1], data
+                if _FINISH.search(data):
+                    self._take(json.loads(data))
+        return True
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        """An event that tells how something has ended."""
+        if self._path == MESSAGES:
+            if event.get("type") == "message_delta":
+                self._ended[len(self._ended)] = event["delta"]["stop_reason"]
+        elif self._path != RESPONSES:
+            for choice in event["choices"]:
+                if choice.get("finish_reason") is not None:
+                    self._ended[choice["index"]] = choice["finish_reason"]
+
+    def _has_ended(self) -> bool:
+        before, last = self._last
+        if self._path == RESPONSES:
+            return _is_final_response(json.loads(before if last == _DONE else last)["response"])
+        if self._path == MESSAGES:
+            is_over, wanted = json.loads(last)["type"] == "message_stop", 1
+        else:
+            is_over, wanted = last == _DONE, choices_of(self._asked)
+        return is_over and len(self._ended) == wanted and _FINAL[self._path].issuperset(self._ended.values())
 
 
 def _is_final_response(response: Mapping[str, Any]) -> bool:

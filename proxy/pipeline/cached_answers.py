@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
-from typing import Any
 
 from proxy.fleet.pool import WorkerPool
-from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.pipeline import cacheable
 from proxy.pipeline.answering import WorkerAnswers
+from proxy.pipeline.cacheable import Directives
+from proxy.pipeline.dispatch import Dispatcher, Lease
 from proxy.pipeline.request import ProxiedRequest
-from proxy.pipeline.response_cache import Execution, ResponseCache, Source, has_fixed_weights, marked
+from proxy.pipeline.response_cache import Execution, Hit, Reader, ResponseCache, has_fixed_weights, marked
 
 
 class CachedAnswers:
     """Answers exact repeats from the cache, and lets identical requests share one execution."""
 
     def __init__(
-        self, cache: ResponseCache, models: tuple[str, ...], pool: WorkerPool, of_workers: WorkerAnswers
+        self,
+        cache: ResponseCache,
+        models: tuple[str, ...],
+        pool: WorkerPool,
+        dispatcher: Dispatcher,
+        of_workers: WorkerAnswers,
     ) -> None:
         """`models` need no header of the client's."""
         self._cache = cache
         self._models = models
         self._pool = pool
+        self._dispatcher = dispatcher
         self._of_workers = of_workers
 
     async def __call__(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
@@ -43,32 +48,50 @@ class CachedAnswers:
             cache.count("bypass").inc()
             await self._of_workers(request, marked(send, b"bypass"), watch)
             return
-        key = cacheable.digest(request, cache.secret)
-        while not told.no_cache:
-            if (entry := cache.get(key, request.model, told.max_age)) is not None:
-                cache.count("hit").inc()
-                await entry.deliver(request, send, watch)
-                return
-            if (execution := cache.execution(key, request.model)) is None:
-                break
-            is_answered = True
-            try:
-                is_answered = await execution.deliver(request, b"joined", send, watch)
-            finally:
-                if is_answered:
-                    cache.count("joined").inc()
-            if is_answered:
-                return
-        cache.count("miss").inc()
-        execution = Execution(cache, key, request)
-        given_to = partial(_note_source, execution, request.model)
-        execution.begin(asyncio.create_task(self._of_workers(request, execution.send, execution.watch, given_to)))
+        sharing = _Sharing(cache, self._dispatcher, request, told)
+        lease = self._dispatcher.lease(request)
         try:
-            await execution.deliver(request, b"miss", send, watch)
+            # A stored answer needs no place among those of its key that are under way.
+            while not isinstance(found := sharing.hit() or await self._dispatcher.acquire(lease, sharing), Lease):
+                is_answered = True
+                try:
+                    is_answered = await found.deliver(send, watch)
+                finally:
+                    if is_answered:
+                        cache.count(found.result.decode()).inc()
+                if is_answered:
+                    return
+            cache.count("miss").inc()
+            if (execution := sharing.execution) is not None:  # with the slot it has one
+                execution.begin(asyncio.create_task(self._of_workers.answer(lease, execution.send, execution.watch)))
+                await execution.own.deliver(send, watch)
         finally:
-            # Its body, name and slot are this request's: they stay until it ends, also when its own client has left.
-            await execution.ended()
+            # Its body and name are this request's: they stay until it ends, also when its own client has left.
+            if sharing.execution is not None:
+                await sharing.execution.ended()
 
 
-def _note_source(execution: Execution, model: Any, worker: Worker) -> None:
-    execution.source = Source.of(worker, model)
+class _Sharing:
+    """What one request may share with others."""
+
+    def __init__(self, cache: ResponseCache, dispatcher: Dispatcher, request: ProxiedRequest, told: Directives) -> None:
+        self._cache, self._dispatcher, self._request, self._told = cache, dispatcher, request, told
+        self._key = cacheable.digest(request, cache.secret)
+        self.execution: Execution | None = None  # its own
+
+    def hit(self) -> Hit | None:
+        """A stored answer."""
+        return None if self._told.no_cache else self._cache.hit(self._key, self._request, self._told.max_age)
+
+    def find(self) -> Hit | Reader | None:
+        """What makes a slot unnecessary: a stored answer, or one under way."""
+        if self._told.no_cache:
+            return None
+        if (hit := self.hit()) is not None:
+            return hit
+        execution = self._cache.execution(self._key, self._request.model)
+        return execution.join(self._request, self._dispatcher.joins(self._request)) if execution is not None else None
+
+    def taken(self, lease: Lease) -> None:
+        """The request has a slot: others can join it."""
+        self.execution = Execution(self._cache, self._key, lease)

@@ -6,8 +6,9 @@ Everything between finding a slot and counting it happens without an await, so a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Protocol
 
 from proxy.boundaries.resolve import Entry
 from proxy.chat.responses import StoredResponses
@@ -16,6 +17,8 @@ from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.part import Change, Shelf
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import Slot, Worker
+from proxy.http import asgi
+from proxy.http.auth import ApiKey
 from proxy.observability.reasons import Expectation
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE
 from proxy.pipeline.request import Choice, ProxiedRequest, affinity_key
@@ -60,8 +63,12 @@ class Dispatcher:
         """`async with` it: a slot at a worker for as long as the request is under way there."""
         return Lease(self, request)
 
-    async def acquire(self, lease: Lease) -> None:
-        """Take a slot; wait while no worker has one. Raises `NoWorker`, `Overloaded` or `KeyBusy`."""
+    async def acquire(self, lease: Lease, instead: Instead | None = None) -> Lease | Found:
+        """Take a slot, or what makes one unnecessary; wait while there is neither.
+
+        However often a request waits, it waits for no longer than one may. Raises `NoWorker`, `Overloaded` or
+        `KeyBusy`.
+        """
         request = lease.request
         model = request.model
         timings = request.timings
@@ -74,7 +81,35 @@ class Dispatcher:
                 *[worker.name for worker in request.asked],
             )
             timings.asked = time.perf_counter()
-            await self._queue.acquire(request.client.key, wants, lambda: self._take(lease), _never_sent)
+            lease.deadline = lease.deadline or self._queue.deadline
+
+            def take() -> Lease | Found | None:
+                taken = self._take(lease)
+                if taken is not None and instead is not None:
+                    instead.taken(lease)
+                return taken
+
+            def find() -> Lease | Found | None:
+                return None if instead is None else instead.find()
+
+            found: Lease | Found = await self._queue.acquire(lease.key, wants, take, _close, lease.deadline, find)
+            if found is not lease:
+                timings.choosing = time.perf_counter()
+            return found
+
+    def joins(self, request: ProxiedRequest) -> Callable[[], None]:
+        """Count at its key a request that needs no slot of its own, until the result is called."""
+        slot = KeySlot(request.client.key)
+
+        def leave() -> None:
+            self.left_key(slot)
+
+        return leave
+
+    def left_key(self, slot: KeySlot) -> None:
+        """A request counts at its key no longer."""
+        if slot.give_back():
+            self.released()
 
     def has_slot(self, request: ProxiedRequest) -> bool:
         """Whether the request would get a slot now, without waiting."""
@@ -133,8 +168,7 @@ class Dispatcher:
     def _take(self, lease: Lease) -> Lease | None:
         """The lease with a slot; None if the workers that could serve the request are full."""
         request = lease.request
-        key = request.client.key
-        if key is not None and not key.has_room:
+        if lease.key is not None and not lease.key.has_room:
             return None
         roomy = self._roomy(request)
         if not roomy:
@@ -230,15 +264,70 @@ class Dispatcher:
         return [worker for worker in workers if worker not in request.asked]
 
 
+class Found(Protocol):
+    """An answer that is there or under way, for one client."""
+
+    result: bytes  # how it was come by
+
+    async def deliver(self, send: asgi.Send, watch: asgi.ClientWatch) -> bool:
+        """Send it, and close it. False if nothing was sent, so that the client has to ask again."""
+
+    def close(self) -> None:
+        """It is not wanted: the client has left."""
+
+
+class Instead(Protocol):
+    """What makes a slot unnecessary for a request."""
+
+    def find(self) -> Found | None:
+        """It, if it is there. The request's key may have another request under way."""
+
+    def taken(self, lease: Lease) -> None:
+        """The request has got a slot."""
+
+
+class KeySlot:
+    """A request's place among those of its key that are under way. It is counted here and nowhere else."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: ApiKey | None) -> None:
+        self._key = key
+        if key is not None:
+            key.under_way += 1
+
+    def give_back(self) -> bool:
+        """Does nothing the second time. Whether another request may have waited for it."""
+        key, self._key = self._key, None
+        if key is None:
+            return False
+        was_full = not key.has_room
+        key.under_way -= 1
+        return was_full and key.queued > 0
+
+
 class Lease:
     """One request's slot. The request is counted at its worker and its key, and un-counted, here and nowhere else."""
 
-    __slots__ = ("_dispatcher", "_is_trial", "_slot", "_was_idle", "prompt", "request")
+    __slots__ = (
+        "_dispatcher",
+        "_is_trial",
+        "_key_slot",
+        "_slot",
+        "_was_idle",
+        "deadline",
+        "key",
+        "prompt",
+        "request",
+    )
 
     def __init__(self, dispatcher: Dispatcher, request: ProxiedRequest) -> None:
         self._dispatcher = dispatcher
         self.request = request
+        self.key = request.client.key  # at which it counts
+        self.deadline = 0.0  # by the loop's clock, for all its waiting; 0: it has not waited yet
         self.prompt = 0  # tokens, roughly
+        self._key_slot: KeySlot | None = None
         self._slot: Slot | None = None  # None: not taken yet, or given back
         self._is_trial = False  # of a worker that failed
         self._was_idle = False  # the worker had no other request when it got this one
@@ -293,6 +382,16 @@ class Lease:
         self._dispatcher.not_computed(self.request)
         self.release()
 
+    def close(self) -> None:
+        """The slot was found for a request whose client had just left."""
+        self.never_sent()
+
+    def leave_key(self) -> None:
+        """The request's own client has left, and others read its answer: its key is free of it."""
+        self.key = None
+        if self._key_slot is not None:
+            self._dispatcher.left_key(self._key_slot)
+
     def take(self, choice: Choice) -> None:
         """A slot at the worker that was chosen."""
         request, worker = self.request, choice.worker
@@ -301,8 +400,7 @@ class Lease:
         self._was_idle = not worker.inflight
         self._slot = Slot(worker, self.prompt - choice.held)
         self._is_trial = worker.breaker.is_open and worker.breaker.begin_trial()
-        if request.client.key is not None:
-            request.client.key.under_way += 1
+        self._key_slot = KeySlot(self.key)
         self._dispatcher.taken(self, worker)
         request.timings.leased = time.perf_counter()
 
@@ -330,13 +428,12 @@ class Lease:
         slot.give_back()
         if self._is_trial:
             self.worker.breaker.end_trial()
-        if self.request.client.key is not None:
-            self.request.client.key.under_way -= 1
+        if self._key_slot is not None:
+            self._key_slot.give_back()
 
 
-def _never_sent(lease: Lease) -> None:
-    """The slot was found for a request whose client had just left."""
-    lease.never_sent()
+def _close(found: Lease | Found) -> None:
+    found.close()
 
 
 def _predicted(holding: Holding | None) -> int:

@@ -122,7 +122,9 @@ class Gateway:
         self.response_cache: ResponseCache | None = None
         if settings.response_cache:
             self.response_cache = shelf.put(ResponseCache(settings.response_cache, metrics))
-            answers = CachedAnswers(self.response_cache, settings.response_cache_models, self.pool, of_workers)
+            answers = CachedAnswers(
+                self.response_cache, settings.response_cache_models, self.pool, dispatcher, of_workers
+            )
         if names := settings.workers_dns:
             interval, keep = settings.workers_dns_interval, settings.workers_dns_keep
             shelf.put(Discovery(names, interval, keep, metrics, self.pool.discover))

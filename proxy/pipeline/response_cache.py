@@ -1,8 +1,8 @@
 """The response cache: whole answers for requests that come again, and executions that several requests share.
 
 An answer stands for as long as the worker that computed it is the same: a restart, another model under the name, or
-another template voids it. Answers of adapters, which change under their names, are neither stored nor shared. Stored
-answers and those under way stay within one bound of bytes together.
+another template voids it. Answers of adapters, which change under their names, are neither stored nor shared. Each
+client counts at its own key, reads at its own pace, and waits for no other one's.
 """
 
 from __future__ import annotations
@@ -11,64 +11,30 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterable
-from sys import getsizeof
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from cachetools import LRUCache
-
-from proxy.errors import GatewayError, Stopping
+from proxy.errors import GatewayError, KeyBusy, Overloaded, Stopping
 from proxy.fleet.part import Change, Part
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.metrics import Metrics
-from proxy.pipeline.cacheable import HEADER, is_final, may_keep
+from proxy.pipeline.cacheable import HEADER, Ending, may_keep
+from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.request import ProxiedRequest
 from proxy.pipeline.sse import HEARTBEATS
-
-LARGEST_SHARE = 4  # an answer may take that part of the bound
-
-# Bytes beside an answer and its headers: the entry, its key, and their places in the cache's tables.
-ENTRY_BYTES = 1024
-
-POINTER_BYTES = 8
-
-PIECE_BYTES = 2**16  # sent at once of a stored answer
+from proxy.pipeline.stored_answers import PIECE_BYTES, Entry, Source, StoredAnswers, from_piece, grouped, weight_of
 
 SECRET_BYTES = 32
 
-# Of a model's entry in /v1/models: what tells models of one name apart. vLLM makes up the rest each time.
-_CARD = ("id", "root", "parent", "max_model_len")
+# What an execution may hold for those of its clients that read slower, if the cache has no room for its answer.
+SLACK_BYTES = 2 * PIECE_BYTES
 
+# Seconds in all that an answer which the cache does not keep waits for them.
+PATIENCE_SECONDS = 0.1
 
-class Source(NamedTuple):
-    """What computed an answer, as far as the gateway knows."""
-
-    worker: Worker
-    boot: str
-    card: tuple[Any, ...] | None
-    renderer_id: bytes | None  # None: not known yet
-
-    @classmethod
-    def of(cls, worker: Worker, model: Any) -> Source:
-        """`worker` as it is now, for `model`."""
-        name = worker.listed(model)
-        card = next((entry for entry in worker.probed.models if entry.get("id") == name), None)
-        return cls(
-            worker,
-            worker.boot,
-            None if card is None else tuple(str(card.get(name)) for name in _CARD),
-            worker.renderer_id(model),
-        )
-
-    def is_still(self, model: Any) -> bool:
-        """Whether the worker is up and would compute the same."""
-        now = Source.of(self.worker, model)
-        return (
-            self.worker.up
-            and (now.boot, now.card) == (self.boot, self.card)
-            and (None in (now.renderer_id, self.renderer_id) or now.renderer_id == self.renderer_id)
-        )
+# The parts of a stored answer up to this size are joined when it is stored.
+JOINED_BYTES = 2**20
 
 
 def has_fixed_weights(model: Any, workers: Iterable[Worker]) -> bool:
@@ -82,32 +48,6 @@ def has_fixed_weights(model: Any, workers: Iterable[Worker]) -> bool:
     return bool(cards) and not any(card.get("parent") for card in cards)
 
 
-class Entry(NamedTuple):
-    """A stored answer."""
-
-    headers: asgi.HeaderList
-    body: bytes
-    source: Source
-    stored: float  # time.monotonic()
-
-    @property
-    def weight(self) -> int:
-        """Bytes of memory."""
-        headers = sum(getsizeof(header) + sum(map(getsizeof, header)) + POINTER_BYTES for header in self.headers)
-        return getsizeof(self.body) + headers + getsizeof(self.headers) + ENTRY_BYTES
-
-    async def deliver(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
-        """Send it, with the time since it was computed (RFC 9111, 5.1)."""
-        age = (b"age", str(int(time.monotonic() - self.stored)).encode())
-        headers = [*self.headers, age, request.client.id_header, (HEADER, b"hit")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for at in range(0, len(self.body) - PIECE_BYTES, PIECE_BYTES):
-            await send({"type": "http.response.body", "body": self.body[at : at + PIECE_BYTES], "more_body": True})
-        watch.over = True
-        rest = max(0, -(-len(self.body) // PIECE_BYTES) - 1) * PIECE_BYTES
-        await send({"type": "http.response.body", "body": self.body[rest:]})
-
-
 class ResponseCache(Part):
     """Stored answers, and those under way that may be stored."""
 
@@ -117,47 +57,29 @@ class ResponseCache(Part):
         """`most` bytes, answers under way included."""
         self.secret = os.urandom(SECRET_BYTES)
         self.count = metrics.response_cache_requests.labels
-        self._most = most
-        self._evictions = metrics.response_cache_evictions
-        self._entries: LRUCache[bytes, Entry] = LRUCache(most, getsizeof=lambda entry: entry.weight)
+        self.answers = StoredAnswers(most, metrics.response_cache_evictions.inc)
         self._executions: dict[bytes, Execution] = {}  # that others may join
-        self._under_way = 0  # bytes of all executions
         self.voided = 0  # how many times answers were found to be void whatever they are
-        metrics.response_cache_bytes.set_function(lambda: self.size)
-        metrics.response_cache_entries.set_function(lambda: len(self._entries))
+        metrics.response_cache_bytes.set_function(lambda: self.answers.size)
+        metrics.response_cache_entries.set_function(lambda: len(self.answers))
 
-    @property
-    def size(self) -> int:
-        """Bytes held, answers under way included."""
-        return int(self._entries.currsize) + self._under_way
-
-    @property
-    def largest(self) -> int:
-        """Bytes that one answer may take."""
-        return self._most // LARGEST_SHARE
-
-    def get(self, key: bytes, model: Any, max_age: float | None) -> Entry | None:
-        """The stored answer, if it still stands and is not older than `max_age` seconds."""
-        entry = self._entries.get(key)
-        if entry is None:
+    def hit(self, key: bytes, request: ProxiedRequest, max_age: float | None = None) -> Hit | None:
+        """The stored answer, if it still stands and is not older than `max_age` seconds. It has to be closed."""
+        answers = self.answers
+        if (entry := answers.get(key)) is None:
             return None
-        if not entry.source.is_still(model):
-            del self._entries[key]
+        if not entry.source.is_still(request.model):
+            answers.remove(key)
             return None
-        return entry if max_age is None or time.monotonic() - entry.stored <= max_age else None
-
-    def store(self, key: bytes, entry: Entry) -> None:
-        """Keep it in place of what may be there, if there is room at all."""
-        self._entries.pop(key, None)
-        if entry.weight <= self.largest and self._makes_room(entry.weight):
-            self._entries[key] = entry
+        if max_age is not None and time.monotonic() - entry.stored > max_age:
+            return None
+        return Hit(answers, key, entry, request) if answers.lend(key, entry) else None
 
     def void(self, boot: str | None = None) -> None:
         """Forget the answers of a worker's boot, or all; what is under way now is not stored either."""
         self.voided += 1
         self._executions.clear()
-        for key in [key for key, entry in self._entries.items() if boot in (None, entry.source.boot)]:
-            del self._entries[key]
+        self.answers.remove_all(boot)
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
         """What a worker answered before its cache was emptied may be of other weights."""
@@ -167,9 +89,7 @@ class ResponseCache(Part):
     def execution(self, key: bytes, model: Any) -> Execution | None:
         """One that can be joined: of a worker that is still what it was when it got the request."""
         execution = self._executions.get(key)
-        if execution is None or (execution.source is not None and not execution.source.is_still(model)):
-            return None
-        return execution
+        return execution if execution is not None and execution.source.is_still(model) else None
 
     def open(self, execution: Execution) -> None:
         """Others may join it from now on."""
@@ -180,163 +100,221 @@ class ResponseCache(Part):
         if self._executions.get(execution.key) is execution:
             del self._executions[execution.key]
 
-    def take(self, size: int) -> bool:
-        """Bytes for an answer under way; False if there is no room."""
-        if not self._makes_room(size):
-            return False
-        self._under_way += size
+
+class Hit:
+    """A stored answer that goes to one client."""
+
+    result = b"hit"
+
+    def __init__(self, answers: StoredAnswers, key: bytes, entry: Entry, request: ProxiedRequest) -> None:
+        self._answers, self._key, self._request = answers, key, request
+        self._entry: Entry | None = entry
+
+    async def deliver(self, send: asgi.Send, watch: asgi.ClientWatch) -> bool:
+        """Send it, with the time since it was computed (RFC 9111, 5.1). Always true: it is answered."""
+        if (entry := self._entry) is None:
+            raise RuntimeError("The stored answer was closed before it was sent.")
+        try:
+            age = (b"age", str(int(time.monotonic() - entry.stored)).encode())
+            headers = [*entry.headers, age, self._request.client.id_header, (HEADER, self.result)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            at = 0
+            while at < len(entry.pieces):
+                piece, at = from_piece(entry.pieces, at)
+                more = at < len(entry.pieces)
+                watch.over = not more
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+        finally:
+            self.close()
         return True
 
-    def give_back(self, size: int) -> None:
-        """Bytes that `take` gave."""
-        self._under_way -= size
-
-    def _makes_room(self, size: int) -> bool:
-        """Whether so many bytes fit, once what has not been asked for the longest is gone."""
-        if self._under_way + size > self._most:
-            return False
-        while self.size + size > self._most:
-            self._entries.popitem()
-            self._evictions.inc()
-        return True
+    def close(self) -> None:
+        """It is sent no more."""
+        if self._entry is not None:
+            self._answers.returned(self._key, self._entry)
+            self._entry = None
 
 
-class _Listener:
-    """How far one client's answer has come."""
+class Reader:
+    """One client's part in an execution, from the moment when it is let in."""
 
-    __slots__ = ("at", "begun")
+    def __init__(
+        self, execution: Execution, request: ProxiedRequest, result: bytes, leave_key: Callable[[], None]
+    ) -> None:
+        """`leave_key`: un-counts it at its key, as often as it is called."""
+        self.result = result
+        self.request = request
+        self.leave_key = leave_key
+        self.at = 0  # pieces that it has
+        self.has_begun = False
+        self.is_cut = False  # it fell too far behind
+        self.scope: asyncio.Timeout | None = None  # inside which it reads
+        self._execution = execution
 
-    def __init__(self) -> None:
-        self.at = 0  # pieces
-        self.begun = False
+    async def deliver(self, send: asgi.Send, watch: asgi.ClientWatch) -> bool:
+        """The answer from its beginning to its end, as it comes.
+
+        Raises what the execution failed with, and `ClientGone` if the client fell too far behind the others. False if
+        it got nothing for a reason that does not concern it, so that it has to ask again.
+        """
+        return await self._execution.deliver(self, send, watch)
+
+    def close(self) -> None:
+        """It reads no more."""
+        self.leave_key()
+        self._execution.left(self)
 
 
 class Execution:
     """One request at a worker, and its answer so far, which each client that asked for it reads at its own pace.
 
-    An answer that outgrows its share of the cache is kept no longer: nobody else can join, and the worker waits for the
-    slowest of those that read. It ends when nobody is left who reads it.
+    An answer that outgrows its share of the cache is kept no longer, and nobody else can join. Then the worker waits
+    for the fastest of those that read, and whoever falls too far behind that one is cut off. It ends when nobody is
+    left who reads it. All that it holds is counted.
     """
 
-    def __init__(self, cache: ResponseCache, key: bytes, request: ProxiedRequest) -> None:
+    def __init__(self, cache: ResponseCache, key: bytes, lease: Lease) -> None:
+        """`lease` has its slot, which it keeps until the execution is over."""
+        request = lease.request
         self.key = key
         self.watch = asgi.ClientWatch({}, _nothing)  # stands for all clients; never entered
-        self.source: Source | None = None  # as it was when it got the request
+        self.source = Source.of(lease.worker, request.model)  # as it was when it got the request
         self._cache = cache
+        self._answers = cache.answers
+        self._lease = lease
         self._request = request
+        self._owner = request.client.owner
         self._voided = cache.voided
         self._task: asyncio.Task[None] | None = None
         self._head: asgi.Scope | None = None
+        self._ending: Ending | None = None
         self._pieces: list[bytes] = []
         self._gone = 0  # pieces that all have read, and that are not kept
-        self._size = 0  # bytes taken from the cache's bound
+        self._size = 0  # bytes of what it holds, as they are counted
+        self._lent: Entry | None = None  # holds them in its place
         self._is_kept = True
         self._is_whole = False
         self._failure = 0  # status of what went wrong behind the head; 0: nothing
         self._is_stopping = False
         self._error: BaseException | None = None
-        self._readers: set[_Listener] = set()
-        self._news = asyncio.Event()
+        self._readers: set[Reader] = set()
+        self._patience = PATIENCE_SECONDS  # left
+        self._news = asyncio.Event()  # for readers
+        self._taken = asyncio.Event()  # for the worker: a reader has come further, or left
+        self.own = self._let_in(request, b"miss", lease.leave_key)  # its first client
+        cache.open(self)
+
+    def join(self, request: ProxiedRequest, leave_key: Callable[[], None]) -> Reader:
+        """Another client, which counts at its own key until it calls `leave_key`."""
+        return self._let_in(request, b"joined", leave_key)
 
     def begin(self, task: asyncio.Task[None]) -> None:
         """`task` has the worker answer to `send`."""
         self._task = task
         task.add_done_callback(self._over)
-        self._cache.open(self)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will come."""
-        return self._task is None or self._task.done()
 
     async def ended(self) -> None:
-        """Wait for its end. If that is cancelled, so is the execution."""
-        if self._task is not None:
-            try:
-                await asyncio.wait((self._task,))
-            except asyncio.CancelledError:
-                self._task.cancel()
-                raise
+        """Wait for its end. If that is cancelled, so is the execution. One that was not begun is given up."""
+        if self._task is None:
+            self._cache.close(self)
+            self._error = Overloaded("The request that was to be answered has been given up.")
+            self.own.close()
+            self._tell()
+            return
+        try:
+            await asyncio.wait((self._task,))
+        except asyncio.CancelledError:
+            self._task.cancel()
+            raise
 
     async def send(self, message: asgi.Scope) -> None:
         """The next part of the answer, as ASGI has it."""
         if message["type"] == "http.response.start":
             self._head = message
+            kind = next((value for name, value in message["headers"] if name == b"content-type"), b"")
+            client, asked = self._request.client, self._request.body.parsed
+            self._ending = Ending(client.path, asked, kind.startswith(b"text/event-stream"))
         else:
-            if body := message.get("body", b""):
-                self._pieces.append(body)
-                self._keep(body)
+            body = message.get("body", b"")
+            for at in range(0, len(body), PIECE_BYTES):
+                await self._add(body[at : at + PIECE_BYTES])
             self._is_whole = not message.get("more_body", False)
             if self._is_whole:
                 self._failure = self._request.reply.failure  # from now on it may be that of its client, who leaves
         self._tell()
-        while not (self._is_kept or self._is_whole) and any(reader.at < self._end for reader in self._readers):
-            await self._news.wait()
-        if not (self._is_kept or self._is_whole):
-            self._gone = self._end
-            self._pieces.clear()
-            self._give_back()
+        while not (self._is_kept or self._is_whole or self._is_stopping or self._is_read):
+            await self._progress()
 
-    async def deliver(self, request: ProxiedRequest, result: bytes, send: asgi.Send, watch: asgi.ClientWatch) -> bool:
-        """The answer from its beginning to its end, as it comes, to one of its clients.
+    def left(self, reader: Reader) -> None:
+        """One that reads no more."""
+        self._readers.discard(reader)
+        self._taken.set()
+        if not self._readers:
+            self._leave()
 
-        Raises what the execution failed with. False if it failed before its first byte because of a bound of the first
-        client's key, which does not concern the others.
-        """
-        reader = _Listener()
-        self._readers.add(reader)
+    async def deliver(self, reader: Reader, send: asgi.Send, watch: asgi.ClientWatch) -> bool:
+        """As `Reader.deliver` says."""
         try:
-            await self._pass_on(reader, request, result, send, watch)
+            async with asyncio.timeout(None) as reader.scope:
+                await self._pass_on(reader, send, watch)
+        except TimeoutError:
+            if reader.has_begun:
+                raise asgi.ClientGone from None
+            return False
         except asyncio.CancelledError:
             if not watch.gone and self._task is not None:  # the server stops, and the stream has to say so
-                self._is_kept = True  # waits for nobody
                 if not self._is_stopping:  # a second time would cut off what it says at its end
                     self._is_stopping = True
                     self._task.cancel()
                 await asyncio.wait((self._task,))
                 with contextlib.suppress(Exception):
-                    await self._pass_on(reader, request, result, send, watch)
+                    await self._pass_on(reader, send, watch)
             raise
-        except GatewayError as error:
-            if error.status == 429 and request is not self._request and not reader.begun:
+        except (KeyBusy, Overloaded):
+            if reader is not self.own and not reader.has_begun:
                 return False
             raise
         finally:
-            self._readers.discard(reader)
-            self._tell()
-            if not self._readers:
-                self._leave()
+            reader.scope = None
+            reader.close()
         return True
 
-    async def _pass_on(
-        self, reader: _Listener, request: ProxiedRequest, result: bytes, send: asgi.Send, watch: asgi.ClientWatch
-    ) -> None:
-        with request.timings.waiting() if request is not self._request else contextlib.nullcontext():
+    def _let_in(self, request: ProxiedRequest, result: bytes, leave_key: Callable[[], None]) -> Reader:
+        reader = Reader(self, request, result, leave_key)
+        self._readers.add(reader)
+        return reader
+
+    async def _pass_on(self, reader: Reader, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+        request, is_own = reader.request, reader is self.own
+        with contextlib.nullcontext() if is_own else request.timings.waiting():
             while self._head is None:
                 await self._next()
-        head = self._head
-        if not reader.begun:
-            reader.begun = True
-            headers = head["headers"]
-            if request is not self._request:
+        if reader.is_cut:
+            raise TimeoutError
+        if not reader.has_begun:
+            reader.has_begun = True
+            headers = self._head["headers"]
+            if not is_own:
                 headers = [*_kept(headers), request.client.id_header]
-            await send({**head, "headers": [*headers, (HEADER, result)]})
+            await send({**self._head, "headers": [*headers, (HEADER, reader.result)]})
         while True:
-            body, end = b"".join(self._pieces[reader.at - self._gone :]), self._end
-            if not body and not self._is_whole:
+            if reader.is_cut:  # what it lacks is gone
+                raise TimeoutError
+            body, at = from_piece(self._pieces, reader.at - self._gone)
+            at += self._gone
+            is_last = self._is_whole and at == self._end
+            if not body and not is_last:
                 await self._next()
                 continue
-            is_last = self._is_whole
             if is_last:
                 watch.over = True
-                if self._failure and request is not self._request:
+                if self._failure and not is_own:
                     request.reply.failed(self._failure)
             await send({"type": "http.response.body", "body": body, "more_body": not is_last})
-            reader.at = end
+            reader.at = at
+            self._taken.set()
             if is_last:
                 return
-            if not self._is_kept:
-                self._tell()
 
     async def _next(self) -> None:
         """Wait for more. Raises what the execution failed with."""
@@ -348,27 +326,81 @@ class Execution:
     def _end(self) -> int:
         return self._gone + len(self._pieces)
 
+    @property
+    def _is_read(self) -> bool:
+        """Whether somebody has all of it so far."""
+        return any(reader.at == self._end for reader in self._readers)
+
     def _tell(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 
-    def _keep(self, piece: bytes) -> None:
-        """Count a piece; too large an answer is not kept from here on."""
-        size = getsizeof(piece) + POINTER_BYTES
-        if not self._is_kept:
-            return
-        if self._size + size <= self._cache.largest and self._cache.take(size):
-            self._size += size
-        else:
+    async def _progress(self) -> None:
+        """Wait until a reader has come further, or left."""
+        self._taken.clear()
+        await self._taken.wait()
+
+    async def _add(self, piece: bytes) -> None:
+        size = weight_of(piece)
+        if self._is_kept and not self._fits(size):
             self._is_kept = False
             self._cache.close(self)
+        if not self._is_kept:
+            await self._make_way(size)
+        elif self._ending is not None and piece not in HEARTBEATS:
+            self._ending.see(piece)
+        self._pieces.append(piece)
+        self._tell()
+
+    def _fits(self, size: int) -> bool:
+        """Whether the cache has room for so many bytes more; they are taken."""
+        if self._size + size > self._answers.largest or not self._answers.take(self._owner, size):
+            return False
+        self._size += size
+        return True
+
+    async def _make_way(self, size: int) -> None:
+        """Take the room for a piece of an answer that is not kept, once somebody has all before it."""
+        while not self._is_stopping:
+            if not self._is_read:
+                await self._progress()
+                continue
+            self._forget_read()
+            if self._fits(size):
+                return
+            if self._size + size <= SLACK_BYTES:
+                break
+            # Somebody is behind: who has all has left nothing to forget.
+            if self._patience <= 0:
+                self._cut_off(min(self._readers, key=lambda reader: reader.at))
+                continue
+            began = time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._patience):
+                    await self._progress()
+            self._patience -= time.monotonic() - began
+        self._hold(size)
+
+    def _forget_read(self) -> None:
+        """Give back what all have read of an answer that is not kept."""
+        read = min(reader.at for reader in self._readers) - self._gone
+        self._hold(-sum(map(weight_of, self._pieces[:read])))
+        del self._pieces[:read]
+        self._gone += read
+
+    def _cut_off(self, reader: Reader) -> None:
+        """It holds up others."""
+        reader.is_cut = True
+        self._readers.discard(reader)
+        if reader.scope is not None:
+            reader.scope.reschedule(asyncio.get_running_loop().time())
 
     def _leave(self) -> None:
         """Nobody reads any more."""
         self._cache.close(self)
-        if self.is_over:
+        if self._task is None or self._task.done():
             self._give_back()
-        elif not self._is_whole and self._task is not None:
+        elif not self._is_whole:
             self.watch.gone = True
             self._task.cancel()
 
@@ -380,31 +412,50 @@ class Execution:
             self._error = error
         elif not self._is_whole:
             self._error = GatewayError("The gateway failed to handle this request.")
-        elif (entry := self._entry()) is not None:
-            self._cache.store(self.key, entry)
+        elif self._may_be_stored():
+            self._store()
         if not self._readers:
             self._give_back()
         self._tell()
+        for reader in self._readers:
+            reader.leave_key()
+        self._lease.release()  # now that those who wait for a slot find the answer
 
-    def _entry(self) -> Entry | None:
-        """The answer to store; None if it may not be given to anyone else."""
+    def _may_be_stored(self) -> bool:
+        """Whether the answer may be given to anyone else."""
         request, source, head = self._request, self.source, self._head
         if not self._is_kept or self._voided != self._cache.voided or self._failure:
-            return None
-        if source is None or request.worker is not source.worker or not source.is_still(request.model):
-            return None
+            return False
+        if request.worker is not source.worker or not source.is_still(request.model):
+            return False
         if head is None or head["status"] != 200 or not may_keep(head["headers"]):
-            return None
-        headers = _kept(head["headers"])
-        kind = next((value for name, value in headers if name == b"content-type"), b"")
-        body = b"".join([piece for piece in self._pieces if piece not in HEARTBEATS])
-        if not is_final(request.client.path, request.body.parsed, kind.startswith(b"text/event-stream"), body):
-            return None
-        return Entry(headers, body, Source.of(source.worker, request.model), time.monotonic())
+            return False
+        return self._ending is not None and self._ending.is_final
+
+    def _store(self) -> None:
+        """Its bytes are the entry's from now on, as far as nobody else reads them."""
+        pieces: Iterable[bytes] = [piece for piece in self._pieces if piece not in HEARTBEATS]
+        if not self._readers and self._size <= JOINED_BYTES:
+            pieces = grouped(list(pieces))
+        headers = [] if self._head is None else _kept(self._head["headers"])
+        entry = Entry(headers, tuple(pieces), Source.of(self.source.worker, self._request.model), self._owner)
+        size = self._size
+        self._give_back()
+        if self._answers.add(self.key, entry) and (not self._readers or self._answers.lend(self.key, entry)):
+            self._lent = entry if self._readers else None
+        elif self._readers:
+            self._hold(size)
+
+    def _hold(self, size: int) -> None:
+        self._answers.hold(self._owner, size)
+        self._size += size
 
     def _give_back(self) -> None:
-        self._cache.give_back(self._size)
-        self._size = 0
+        """All that it holds."""
+        self._hold(-self._size)
+        if self._lent is not None:
+            self._answers.returned(self.key, self._lent)
+            self._lent = None
 
 
 def _kept(headers: asgi.HeaderList) -> asgi.HeaderList:

@@ -6,6 +6,7 @@ A slot is found and taken without an await in between, so no two requests see th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -18,15 +19,26 @@ from proxy.http.auth import ApiKey
 S = TypeVar("S")
 
 
+def _nothing() -> None:
+    """Nothing but a slot will do."""
+
+
 class _Waiter:
     """A request in the queue."""
 
-    __slots__ = ("future", "key", "take", "wants")
+    __slots__ = ("find", "future", "key", "take", "wants")
 
-    def __init__(self, key: ApiKey | None, wants: Hashable, take: Callable[[], object | None]) -> None:
+    def __init__(
+        self,
+        key: ApiKey | None,
+        wants: Hashable,
+        take: Callable[[], object | None],
+        find: Callable[[], object | None],
+    ) -> None:
         self.key = key
         self.wants = wants
         self.take = take
+        self.find = find
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
 
@@ -43,26 +55,40 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
+    @property
+    def deadline(self) -> float:
+        """By the loop's clock, of a request that begins to wait now."""
+        return asyncio.get_running_loop().time() + self._timeout
+
     async def acquire(
-        self, key: ApiKey | None, wants: Hashable, take: Callable[[], S | None], give_back: Callable[[S], None]
+        self,
+        key: ApiKey | None,
+        wants: Hashable,
+        take: Callable[[], S | None],
+        give_back: Callable[[S], None],
+        deadline: float | None = None,
+        find: Callable[[], S | None] = _nothing,
     ) -> S:
-        """The slot that `take` finds, now or later.
+        """The slot that `take` finds, now or later, or what `find` has that makes one unnecessary.
 
         `take` returns None if no slot is free, and raises if there never will be one; requests with equal `wants` use
-        the same slots. `give_back` gets a slot that was found for a request whose client had just left.
-        Raises `KeyBusy` or `Overloaded`.
+        the same slots. Either is called only if the key may have another request under way. `give_back` gets what was
+        found for a request whose client had just left. `deadline`: of a request that has waited before. Raises
+        `KeyBusy` or `Overloaded`.
         """
+        if _may_go(key) and (found_before := find()) is not None:
+            return found_before
         if self._is_next(key, wants) and (slot := take()) is not None:
             return slot
         self._refuse_if_full(key)
-        waiter = _Waiter(key, wants, take)
+        waiter = _Waiter(key, wants, take, find)
         self._queue[waiter] = None
         if key is not None:
             key.queued += 1
         started = time.perf_counter()
         found: S | None = None
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout_at(self.deadline if deadline is None else deadline):
                 result: S = await waiter.future
                 found = result
             return result
@@ -78,12 +104,11 @@ class AdmissionQueue:
         """A slot may have become free."""
         full: set[Hashable] = set()
         for waiter in list(self._queue):
-            if waiter.future.done() or waiter.wants in full or not _may_go(waiter.key):
+            if waiter.future.done() or not _may_go(waiter.key):
                 continue
-            try:
-                found = waiter.take()
-            except GatewayError:  # none for now: a request that arrives is refused, one that waits goes on waiting
-                found = None
+            if (found := waiter.find()) is None and waiter.wants not in full:
+                with contextlib.suppress(GatewayError):  # none for now: only a request that arrives is refused
+                    found = waiter.take()
             if found is None:
                 full.add(waiter.wants)
             else:

@@ -334,7 +334,7 @@ async def test_the_bound_is_held_whatever_comes(in_memory, computing):
     for number in range(300):
         await post(own, chat(str(number)))
         assert own.gateway.response_cache is not None
-        seen.append(own.gateway.response_cache.size)
+        seen.append(own.gateway.response_cache.answers.size)
     assert max(seen) <= room and max(seen) > room / 2
     assert own.metric("seamark_response_cache_evictions_total") > 100
     assert await results(own, chat("299"), chat("0")) == ["hit", "miss"]  # what was not asked for the longest has gone

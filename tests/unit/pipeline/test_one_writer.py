@@ -22,7 +22,7 @@ WRITERS = {
     "dispatched": "Slot",
     "probed": "WorkerPool",  # what a worker says of itself
     "up": "WorkerPool",
-    "under_way": "Lease",  # of an API key
+    "under_way": "KeySlot",  # of an API key
     "record": "Accounting",  # of the explanation
     "verdict": "Accounting",
     "report": "Accounting",

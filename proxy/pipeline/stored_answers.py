@@ -1,0 +1,241 @@
+"""Stored answers, within one bound of bytes together with those that are under way or being sent.
+
+API keys share it: an answer goes for another key's only if its own key holds more than that one, or if nobody has asked
+for it in a long time. What somebody still reads is counted until it has been read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from sys import getsizeof
+from typing import Any, NamedTuple
+
+from proxy.fleet.worker import Worker
+from proxy.http import asgi
+
+LARGEST_SHARE = 4  # an answer may take that part of the bound
+
+# Bytes beside an answer and its headers: the entry, its key, and their places in the tables.
+ENTRY_BYTES = 1400
+
+POINTER_BYTES = 8
+
+PIECE_BYTES = 2**16  # sent at once of an answer
+
+# A key may hold so many times what is free for what cannot go: answers under way, or being sent (as for bodies, see
+# `proxy/http/body_memory.py`).
+TIMES_WHAT_IS_FREE = 2
+
+# What nobody has asked for in so long goes for any key's answers.
+STALE_SECONDS = 3600.0
+
+# Of a model's entry in /v1/models: what tells models of one name apart. vLLM makes up the rest each time.
+_CARD = ("id", "root", "parent", "max_model_len")
+
+
+class Source(NamedTuple):
+    """What computed an answer, as far as the gateway knows."""
+
+    worker: Worker
+    boot: str
+    card: tuple[Any, ...] | None
+    renderer_id: bytes | None  # None: not known yet
+
+    @classmethod
+    def of(cls, worker: Worker, model: Any) -> Source:
+        """`worker` as it is now, for `model`."""
+        name = worker.listed(model)
+        card = next((entry for entry in worker.probed.models if entry.get("id") == name), None)
+        return cls(
+            worker,
+            worker.boot,
+            None if card is None else tuple(str(card.get(name)) for name in _CARD),
+            worker.renderer_id(model),
+        )
+
+    def is_still(self, model: Any) -> bool:
+        """Whether the worker is up and would compute the same."""
+        now = Source.of(self.worker, model)
+        return (
+            self.worker.up
+            and (now.boot, now.card) == (self.boot, self.card)
+            and (None in (now.renderer_id, self.renderer_id) or now.renderer_id == self.renderer_id)
+        )
+
+
+def weight_of(piece: bytes) -> int:
+    """Bytes of memory that a piece of an answer takes."""
+    return getsizeof(piece) + POINTER_BYTES
+
+
+def from_piece(pieces: Sequence[bytes], at: int) -> tuple[bytes, int]:
+    """What to send at once from the piece at `at` on: at most `PIECE_BYTES`, or one piece; and the next one's place."""
+    size, end = 0, at
+    while end < len(pieces) and (end == at or size + len(pieces[end]) <= PIECE_BYTES):
+        size += len(pieces[end])
+        end += 1
+    return pieces[at] if end == at + 1 else b"".join(pieces[at:end]), end
+
+
+class Entry:
+    """A stored answer."""
+
+    __slots__ = ("asked", "headers", "is_gone", "owner", "pieces", "readers", "source", "stored", "weight")
+
+    def __init__(
+        self, headers: asgi.HeaderList, pieces: Sequence[bytes], source: Source, owner: str | None = None
+    ) -> None:
+        """`owner`: the name of the key that had it computed."""
+        self.headers, self.pieces, self.source, self.owner = headers, pieces, source, owner
+        self.stored = self.asked = time.monotonic()
+        self.readers = 0
+        self.is_gone = False  # nobody else finds it
+        named = sum(getsizeof(header) + sum(map(getsizeof, header)) + POINTER_BYTES for header in headers)
+        self.weight = ENTRY_BYTES + getsizeof(headers) + named + getsizeof(pieces) + sum(map(getsizeof, pieces))
+
+
+class StoredAnswers:
+    """Answers by their requests' digests."""
+
+    def __init__(self, most: int, evicted: Callable[[], None]) -> None:
+        """`most` bytes; `evicted` is called for each answer that goes because others need its room."""
+        self._most = most
+        self._evicted = evicted
+        self._entries: dict[bytes, Entry] = {}
+        self._idle: OrderedDict[bytes, Entry] = OrderedDict()  # those that may go, the first of which goes first
+        self._idle_of: dict[str | None, OrderedDict[bytes, None]] = {}  # the same by owner
+        self._held_of: Counter[str | None] = Counter()  # bytes, by owner
+        self._fixed_of: Counter[str | None] = Counter()  # of them, those of what cannot go
+        self._fixed = 0
+        self.size = 0  # bytes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def largest(self) -> int:
+        """Bytes that one answer may take."""
+        return self._most // LARGEST_SHARE
+
+    def get(self, key: bytes) -> Entry | None:
+        """The entry, whether it stands or not."""
+        return self._entries.get(key)
+
+    def add(self, key: bytes, entry: Entry) -> bool:
+        """Keep it in place of what may be there; False if there is no room."""
+        self.remove(key)
+        if entry.weight > self.largest or not self._makes_room(entry.owner, entry.weight):
+            return False
+        self._entries[key] = entry
+        self._count(entry.owner, entry.weight)
+        self._may_go(key, entry)
+        return True
+
+    def remove(self, key: bytes) -> None:
+        """Nobody finds it any more. Its bytes are free once nobody reads it."""
+        if (entry := self._entries.pop(key, None)) is None:
+            return
+        entry.is_gone = True
+        if not entry.readers:
+            self._stays(key, entry)
+            self._count(entry.owner, -entry.weight)
+
+    def remove_all(self, boot: str | None) -> None:
+        """Those that a worker's boot computed; None: all."""
+        for key in [key for key, entry in self._entries.items() if boot in (None, entry.source.boot)]:
+            self.remove(key)
+
+    def lend(self, key: bytes, entry: Entry) -> bool:
+        """Somebody is to read it: it stays until that is over. False if its owner has too much that cannot go."""
+        if not entry.readers:
+            if not self._may_fix(entry.owner, entry.weight):
+                return False
+            self._stays(key, entry)
+            self._fix(entry.owner, entry.weight)
+        entry.readers += 1
+        entry.asked = time.monotonic()
+        return True
+
+    def returned(self, key: bytes, entry: Entry) -> None:
+        """One reader of it less."""
+        entry.readers -= 1
+        if entry.readers:
+            return
+        self._fix(entry.owner, -entry.weight)
+        if entry.is_gone:
+            self._count(entry.owner, -entry.weight)
+        else:
+            self._may_go(key, entry)
+
+    def take(self, owner: str | None, size: int) -> bool:
+        """Bytes for an answer under way; False if there is no room."""
+        if not self._may_fix(owner, size) or not self._makes_room(owner, size):
+            return False
+        self.hold(owner, size)
+        return True
+
+    def hold(self, owner: str | None, size: int) -> None:
+        """Count bytes of an answer under way, room or not; they are given back by a negative size."""
+        self._count(owner, size)
+        self._fix(owner, size)
+
+    def _may_fix(self, owner: str | None, size: int) -> bool:
+        """Whether so many bytes more may be what cannot go: a key leaves room for others, if there are keys."""
+        free = self._most - self._fixed - size
+        return free >= 0 and (owner is None or self._fixed_of[owner] + size <= TIMES_WHAT_IS_FREE * free)
+
+    def _makes_room(self, owner: str | None, size: int) -> bool:
+        """Whether so many bytes of an owner fit, once others have gone that have to."""
+        while self.size + size > self._most:
+            if (key := self._next_to_go(owner, self._held_of[owner] + size)) is None:
+                return False
+            self.remove(key)
+            self._evicted()
+        return True
+
+    def _next_to_go(self, owner: str | None, wanted: int) -> bytes | None:
+        """The answer that goes for one of an owner who is to hold `wanted` bytes; None if none has to."""
+        if not self._idle:
+            return None
+        oldest, entry = next(iter(self._idle.items()))
+        if time.monotonic() - entry.asked > STALE_SECONDS:
+            return oldest
+        most = max(self._idle_of, key=self._held_of.__getitem__)
+        of = self._idle_of[most] if self._held_of[most] >= wanted else self._idle_of.get(owner)
+        return next(iter(of)) if of else None
+
+    def _may_go(self, key: bytes, entry: Entry) -> None:
+        self._idle[key] = entry
+        self._idle_of.setdefault(entry.owner, OrderedDict())[key] = None
+
+    def _stays(self, key: bytes, entry: Entry) -> None:
+        del self._idle[key]
+        of = self._idle_of[entry.owner]
+        del of[key]
+        if not of:
+            del self._idle_of[entry.owner]
+
+    def _count(self, owner: str | None, size: int) -> None:
+        self.size += size
+        _add(self._held_of, owner, size)
+
+    def _fix(self, owner: str | None, size: int) -> None:
+        self._fixed += size
+        _add(self._fixed_of, owner, size)
+
+
+def _add(counts: Counter[str | None], owner: str | None, size: int) -> None:
+    """A key that holds nothing is not in the table: keys come and go."""
+    counts[owner] += size
+    if not counts[owner]:
+        del counts[owner]
+
+
+def grouped(pieces: Sequence[bytes]) -> Iterator[bytes]:
+    """The same answer in as few pieces as may be."""
+    at = 0
+    while at < len(pieces):
+        piece, at = from_piece(pieces, at)
+        yield piece
