@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -267,6 +268,156 @@ async def test_a_failure_before_the_first_byte_is_everyones(own, computing):
     await until(lambda: readers(own) == 3)
     computing.pause.clear()
     assert {answer.status_code for answer in await asyncio.gather(*asked)} == {502}
+
+
+def odd(*events: Any) -> list[bytes]:
+    return [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events] + [b"data: [DONE]\n\n"]
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        odd({"finish_reason": "stop"}),
+        odd({"choices": [{"finish_reason": "stop"}]}),
+        odd({"choices": [{"index": {}, "finish_reason": "stop"}]}),
+        odd({"choices": 7, "finish_reason": "stop"}),
+        [b'data: {"finish_reason": "stop"\n\n'],
+    ],
+)
+async def test_an_odd_stream_is_passed_on_and_leaves_nothing_behind(own, computing, caplog, events):
+    class Odd(Computed):
+        def events(self, body: Any) -> list[bytes]:
+            return events
+
+    computing.computed = Odd()
+    asked = [await post(own, chat(stream=True)), *await asyncio.gather(*asking(own, 3, stream=True))]
+    assert {answer.content for answer in asked} == {b"".join(events)}
+    assert await results(own, chat(stream=True)) == ["miss"]
+    assert own.metric("seamark_response_cache_bytes") == own.metric("seamark_response_cache_entries") == 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "answer", [{"choices": [None]}, {"choices": {"0": 1}}, {"choices": [{"finish_reason": []}]}, [7]]
+)
+async def test_an_odd_whole_answer_is_passed_on_and_leaves_nothing_behind(own, computing, caplog, answer):
+    computing._whole = lambda *_: json.dumps(answer).encode()
+    asked = [await post(own, chat()), *await asyncio.gather(*asking(own, 3))]
+    assert {each.content for each in asked} == {json.dumps(answer).encode()}
+    assert await results(own, chat()) == ["miss"]
+    assert own.metric("seamark_response_cache_bytes") == own.metric("seamark_response_cache_entries") == 0
+    assert not caplog.records
+
+
+def with_keys(folder: Path, *names: str, **fields: Any) -> dict[str, Path]:
+    """Settings with a file of such keys, which all have these fields."""
+    path = folder / "keys.toml"
+    path.write_text("".join(entry(name, **fields) for name in names))
+    return {"api_keys": path}
+
+
+async def test_those_who_ask_for_the_same_are_bound_by_the_limits_of_their_key(in_memory, computing, tmp_path):
+    own = await in_memory(computing, response_cache=ROOM, **with_keys(tmp_path, "ann", max_inflight=1, max_queued=2))
+    computing.hold.set()
+    asked = [asyncio.create_task(post(own, chat(), **bearer("ann"))) for _ in range(300)]
+    await until(lambda: sum(task.done() for task in asked) == 297)
+    ann = own.gateway.keys.named("ann")
+    assert (ann.under_way, ann.queued, readers(own)) == (1, 2, 1)
+    computing.hold.clear()
+    answers = await asyncio.gather(*asked)
+    assert Counter(each.status_code for each in answers) == {429: 297, 200: 3} and len(computing.requests) == 1
+    assert [each.headers.get(HEADER) for each in answers if each.status_code == 200].count("miss") == 1
+    assert (ann.under_way, ann.queued) == (0, 0)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_each_one_of_a_group_counts_at_its_own_key_while_it_reads(in_memory, computing, tmp_path, leaves):
+    names = "ann", "bob", "cleo"
+    own = await in_memory(computing, response_cache=ROOM, **with_keys(tmp_path, *names, max_inflight=1, share="team"))
+    computing.hold.set()
+    first = own.opened(chat(), **ALLOW, **bearer("ann"))
+    await until(lambda: readers(own) == 1)
+    other = own.opened(chat(), **ALLOW, **bearer("bob"))
+    await until(lambda: readers(own) == 2)
+    ann, bob, cleo = (own.gateway.keys.named(name) for name in names)
+    assert (ann.under_way, bob.under_way, cleo.under_way) == (1, 1, 0)
+    if leaves:
+        first.leave()
+        await until(lambda: readers(own) == 1)
+        assert (ann.under_way, bob.under_way) == (0, 1)  # ann can ask for something else
+        second = asyncio.create_task(post(own, chat("Ebb?"), **bearer("ann")))
+        await until(lambda: len(computing.requests) == 2)
+    third = asyncio.create_task(post(own, chat("Neap?"), **bearer("bob")))
+    await until(lambda: bob.queued == 1)
+    computing.hold.clear()
+    for each in (other,) if leaves else (first, other):
+        assert (await each.message())["status"] == 200
+        assert b"".join([part async for part in each.body()])
+    assert (await third).status_code == 200 and (not leaves or (await second).status_code == 200)
+    await until(lambda: (ann.under_way, bob.under_way, cleo.under_way) == (0, 0, 0))
+    assert own.gateway.pool.workers[0].inflight == 0
+
+
+async def test_who_waits_for_the_same_waits_for_no_longer_than_one_request_may(in_memory, computing, tmp_path):
+    """One after the other, twelve would wait twelve times as long."""
+    own = await in_memory(
+        computing, response_cache=ROOM, queue_timeout=0.5, **with_keys(tmp_path, "ann", max_inflight=1)
+    )
+    computing.hold.set()
+    busy = asyncio.create_task(post(own, chat("long"), **bearer("ann")))
+    await until(lambda: own.gateway.pool.workers[0].inflight == 1)
+    asked = [asyncio.create_task(post(own, chat(), **bearer("ann"))) for _ in range(12)]
+    await until(lambda: len(own.gateway.queue) == 12)  # each on its own
+    answers = await asyncio.gather(*asked)
+    assert {each.status_code for each in answers} == {429} and len(own.gateway.queue) == 0
+    computing.hold.clear()
+    assert (await busy).status_code == 200 and len(computing.requests) == 1
+
+
+async def test_those_who_wait_for_a_worker_share_the_execution_that_the_first_of_them_gets(in_memory, computing):
+    own = await in_memory(computing, response_cache=ROOM, max_inflight=1)
+    computing.hold.set()
+    busy = asyncio.create_task(post(own, chat("long")))
+    await until(lambda: own.gateway.pool.workers[0].inflight == 1)
+    asked = asking(own, 20)
+    await until(lambda: len(own.gateway.queue) == 20)
+    asked += [asyncio.create_task(post(own, chat("another")))]
+    await until(lambda: len(own.gateway.queue) == 21)
+    computing.held_text = b"Tide?"
+    await until(lambda: readers(own) == 20)
+    computing.hold.clear()
+    answers = await asyncio.gather(busy, *asked)
+    assert {each.status_code for each in answers} == {200} and len(computing.requests) == 3
+    assert Counter(each.headers[HEADER] for each in answers) == {"miss": 3, "joined": 19}
+
+
+async def test_who_leaves_while_it_waits_for_what_others_want_too_takes_nothing_along(in_memory, computing):
+    own = await in_memory(computing, response_cache=ROOM, max_inflight=1)
+    computing.hold.set()
+    busy = own.opened(chat("long"), **ALLOW)
+    await until(lambda: own.gateway.pool.workers[0].inflight == 1)
+    leaving = own.opened(chat(), **ALLOW)
+    await until(lambda: len(own.gateway.queue) == 1)
+    asked = asking(own, 5)
+    await until(lambda: len(own.gateway.queue) == 6)
+    computing.hold.clear()
+    busy.leave()
+    leaving.leave()
+    answers = await asyncio.gather(*asked)
+    assert {each.status_code for each in answers} == {200} and len({each.content for each in answers}) == 1
+    await until(lambda: own.gateway.pool.workers[0].inflight == 0)
+    await until(lambda: own.metric("seamark_response_cache_bytes") > 0 and readers(own) == 0)
+
+
+async def test_one_key_costs_no_other_its_stored_answers(in_memory, computing, tmp_path):
+    own = await in_memory(computing, response_cache=200_000, **with_keys(tmp_path, "ann", "eve"))
+    mine = [chat(f"Ann's {number}") for number in range(10)]
+    for body in mine:
+        await post(own, body, **bearer("ann"))
+    for number in range(300):
+        await post(own, chat(f"Eve's {number}"), **bearer("eve"))
+    assert own.metric("seamark_response_cache_evictions_total") > 100
+    assert await results(own, *mine, **bearer("ann")) == ["hit"] * 10
 
 
 async def test_an_answer_too_large_to_keep_is_passed_on_whole(in_memory, computing):

@@ -12,12 +12,13 @@ from proxy.pipeline.cacheable import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    LARGEST_JUDGED,
     MESSAGES,
     RESPONSES,
     Directives,
+    Ending,
     digest,
     directives_in,
-    is_final,
     is_repeatable,
     may_keep,
 )
@@ -130,6 +131,13 @@ def test_an_answer_says_whether_it_may_be_shared(headers, kept):
     assert may_keep(headers) is kept
 
 
+def is_final(path: str, asked: Any, is_stream: bool, body: bytes, at_once: int = 2**30) -> bool:
+    ending = Ending(path, asked, is_stream)
+    for at in range(0, len(body), at_once):
+        ending.see(body[at : at + at_once])
+    return ending.is_final
+
+
 def choice(reason: str | None, index: int = 0) -> dict[str, Any]:
     return {"index": index, "finish_reason": reason}
 
@@ -162,7 +170,8 @@ def sse(*data: Any, end: bytes = b"data: [DONE]\n\n") -> bytes:
     ],
 )
 def test_a_whole_answer_is_final_if_each_choice_ended_by_itself(path, body, answer, final):
-    assert is_final(path, body, False, json.dumps(answer).encode()) is final
+    raw = json.dumps(answer).encode()
+    assert is_final(path, body, False, raw) is is_final(path, body, False, raw, 7) is final
 
 
 STOP = {"type": "message_delta", "delta": {"stop_reason": "end_turn"}}
@@ -186,4 +195,48 @@ STOP = {"type": "message_delta", "delta": {"stop_reason": "end_turn"}}
     ],
 )
 def test_a_stream_is_final_if_it_came_to_its_end(path, body, stream, final):
-    assert is_final(path, body, True, stream) is final
+    assert is_final(path, body, True, stream) is is_final(path, body, True, stream, 7) is final
+
+
+# What a worker may send in place of an event, and of a whole answer.
+ODD_EVENTS = [
+    {"finish_reason": "stop"},
+    {"choices": [{"finish_reason": "stop"}]},
+    {"choices": [{"index": [], "finish_reason": "stop"}]},
+    {"choices": [{"index": 0, "finish_reason": "stop"}, 7], "finish_reason": "stop"},
+    {"type": "message_delta", "stop_reason": "end_turn"},
+]
+
+ODD = [
+    {"choices": None},
+    {"choices": [None], "finish_reason": "stop"},
+    {"choices": [{"index": 0, "finish_reason": ["stop"]}]},
+    {"choices": {"index": 0, "finish_reason": "stop"}},
+    {"type": "message_delta", "delta": {"stop_reason": ["end_turn"]}, "response": []},
+    {"stop_reason": {}, "status": [], "data": 0},
+    [{"finish_reason": "stop"}],
+    "finish_reason",
+    None,
+    7,
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES, EMBEDDINGS])
+@pytest.mark.parametrize("data", ODD + ODD_EVENTS)
+@pytest.mark.parametrize("end", [b"", b"data: [DONE]\n\n", b'data: {"type":"message_stop"}\n\n', b"data: {\n\n"])
+def test_odd_events_are_no_final_answer(path, data, end):
+    assert not is_final(path, {"n": 1}, True, sse(data, end=end))
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES, EMBEDDINGS])
+@pytest.mark.parametrize("data", ODD)
+def test_an_odd_whole_answer_is_no_final_one(path, data):
+    assert not is_final(path, {"n": 1}, False, json.dumps(data).encode())
+
+
+def test_what_is_too_long_to_be_parsed_in_a_moment_is_no_final_answer_unless_it_is_a_stream():
+    long = {"choices": [choice("stop")], "pad": "x" * 2 * LARGEST_JUDGED}
+    assert not is_final(CHAT, {}, False, json.dumps(long).encode(), 2**16)
+    assert not is_final(CHAT, {}, True, sse(long), 2**16)
+    words = sse(*({"choices": [choice(None)], "pad": "x" * 2**16} for _ in range(40)), {"choices": [choice("stop")]})
+    assert len(words) > 2 * LARGEST_JUDGED and is_final(CHAT, {}, True, words, 2**16)

@@ -1,21 +1,23 @@
-"""The store and the executions of the response cache."""
+"""The response cache's entries and executions."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from proxy.errors import KeyBusy, WorkerFailed
+from proxy.errors import KeyBusy, Overloaded, WorkerFailed
 from proxy.fleet.probe import Probed
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.metrics import Metrics
-from proxy.pipeline.request import ProxiedRequest, request_of
-from proxy.pipeline.response_cache import Entry, Execution, ResponseCache, Source
+from proxy.pipeline import response_cache
+from proxy.pipeline.dispatch import Lease
+from proxy.pipeline.request import Choice, ProxiedRequest, request_of
+from proxy.pipeline.response_cache import SLACK_BYTES, Execution, Reader, ResponseCache
+from proxy.pipeline.stored_answers import PIECE_BYTES, Entry, Source
 
 PIECE = b"x" * 1000
 
@@ -32,7 +34,7 @@ def cache(most: int = 2**20) -> ResponseCache:
 
 
 def entry(worker: Worker, size: int = 100) -> Entry:
-    return Entry([(b"content-type", b"application/json")], b"x" * size, Source.of(worker, "m"), 0.0)
+    return Entry([(b"content-type", b"application/json")], (b"x" * size,), Source.of(worker, "m"))
 
 
 def request(send: asgi.Send | None = None) -> ProxiedRequest:
@@ -42,27 +44,57 @@ def request(send: asgi.Send | None = None) -> ProxiedRequest:
     return made
 
 
+def execution_of(held: ResponseCache, worker: Worker, first: Client | None = None) -> Execution:
+    """It has its slot. Its first client is `first`; None: one that has not begun to read."""
+    asked = first.request if first is not None else request()
+    asked.give(Choice(worker))
+    execution = Execution(held, b"k", Lease(SimpleNamespace(released=lambda: None), asked))  # type: ignore[arg-type]
+    if first is not None:
+        first.reader = execution.own
+    return execution
+
+
 class Client:
     """What one client gets."""
 
     def __init__(self) -> None:
-        self.body, self.ended = b"", False
+        self.body, self.ended, self.largest, self.left_key = b"", False, 0, 0
         self.request = request(self._got)
         self.reads = asyncio.Event()
         self.reads.set()
+        self.reader: Reader | None = None
 
     async def _got(self, message: Any) -> None:
         await self.reads.wait()
         if message["type"] == "http.response.body":
             self.body += message.get("body", b"")
+            self.largest = max(self.largest, len(message.get("body", b"")))
             self.ended = not message.get("more_body")
 
-    async def read(self, execution: Execution) -> bool:
-        return await execution.deliver(self.request, b"joined", self.request.reply, asgi.ClientWatch({}, _nothing))
+    def has(self, pieces: int) -> bool:
+        """Whether that is all it got."""
+        return self.body == PIECE * pieces
+
+    def joins(self, execution: Execution) -> Client:
+        self.reader = execution.join(self.request, self._leaves_key)
+        return self
+
+    def _leaves_key(self) -> None:
+        self.left_key += 1
+
+    async def read(self) -> bool:
+        assert self.reader is not None
+        return await self.reader.deliver(self.request.reply, asgi.ClientWatch({}, _nothing))
 
 
 async def _nothing() -> Any:
     return {}
+
+
+async def turns(count: int = 200) -> None:
+    """Of the event loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 START: Any = {"type": "http.response.start", "status": 200, "headers": []}
@@ -70,6 +102,13 @@ START: Any = {"type": "http.response.start", "status": 200, "headers": []}
 
 def piece(last: bool = False) -> Any:
     return {"type": "http.response.body", "body": PIECE, "more_body": not last}
+
+
+def is_hit(held: ResponseCache) -> bool:
+    hit = held.hit(b"k", request())
+    if hit is not None:
+        hit.close()
+    return hit is not None
 
 
 @pytest.mark.parametrize(
@@ -85,126 +124,245 @@ def piece(last: bool = False) -> Any:
 def test_an_entry_is_void_with_the_worker_that_computed_it(worker, change):
     held = cache()
     worker.renderer_ids = {"m": b"template"}
-    held.store(b"k", entry(worker))
+    held.answers.add(b"k", entry(worker))
     worker.probed = Probed(
         boot="1", models=[{**worker.probed.models[0], "created": 2}]
     )  # vLLM says now each time it is asked
-    assert held.get(b"k", "m", None) is not None
+    assert is_hit(held)
     for name, value in change.items():
         setattr(worker, name, value)
-    assert held.get(b"k", "m", None) is None and held.size == 0
+    assert not is_hit(held) and held.answers.size == 0
 
 
 def test_a_template_that_was_not_known_yet_voids_nothing(worker):
     held = cache()
-    held.store(b"k", entry(worker))
+    held.answers.add(b"k", entry(worker))
     worker.renderer_ids = {"m": b"template"}
-    assert held.get(b"k", "m", None) is not None
+    assert is_hit(held)
 
 
 def test_voiding_one_boot_leaves_the_others(worker):
     held = cache()
-    held.store(b"k", entry(worker))
+    held.answers.add(b"k", entry(worker))
     held.void("another")
-    assert held.get(b"k", "m", None) is not None
+    assert is_hit(held)
     held.void("1")
-    assert held.get(b"k", "m", None) is None
+    assert not is_hit(held)
 
 
-def test_what_entries_weigh_is_no_less_than_what_they_take(worker):
-    held = cache(2**30)
-    made = [(str(number).encode() * 8, b"x" * (number % 700)) for number in range(5000)]
-    held.store(b"warm", entry(worker))
-    gc.collect()
-    tracemalloc.start()
-    try:
-        for key, body in made:
-            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % (1000 + len(body)))]
-            held.store(bytes(bytearray(key)), Entry(headers, bytes(bytearray(body)), Source.of(worker, "m"), 0.5))
-        taken = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert 0.3 * held.size < taken <= held.size
-
-
-def test_the_least_recently_used_goes_first_and_what_is_too_large_is_not_stored(worker):
-    held = cache(40_000)
-    for name in (b"a", b"b", b"c"):
-        held.store(name, entry(worker, 8000))
-    assert held.get(b"a", "m", None) is not None
-    assert held.take(16_000)  # for an answer under way
-    assert held.get(b"b", "m", None) is None and held.get(b"a", "m", None) is not None
-    assert held.size <= 40_000
-    held.store(b"large", entry(worker, 10_000))
-    assert held.get(b"large", "m", None) is None
-    assert not held.take(40_000)
-
-
-async def test_an_answer_that_outgrows_its_share_waits_for_its_slowest_client_and_is_not_kept():
-    held = cache(20_000)
-    execution = Execution(held, b"k", request())
-    sent = 0
+def answering(execution: Execution, pieces: int, piece: bytes = PIECE) -> list[int]:
+    """The worker answers with so many; the list grows with each that it could send."""
+    sent: list[int] = []
 
     async def compute() -> None:
-        nonlocal sent
         await execution.send(START)
-        for number in range(100):
-            await execution.send(piece(last=number == 99))
-            sent += 1
+        for number in range(pieces):
+            await execution.send({"type": "http.response.body", "body": piece, "more_body": number < pieces - 1})
+            sent.append(number)
 
-    fast, slow = Client(), Client()
-    slow.reads.clear()
-    reading = [asyncio.create_task(client.read(execution)) for client in (fast, slow)]
-    await asyncio.sleep(0)
     execution.begin(asyncio.create_task(compute()))
-    for _ in range(200):
-        await asyncio.sleep(0)
-    assert sent < 10 and held.size <= 5000  # a quarter of the bound
+    return sent
+
+
+async def test_an_answer_that_outgrows_its_share_waits_for_its_only_client_and_is_not_kept(worker):
+    held, slow = cache(20_000), Client()
+    execution = execution_of(held, worker, slow)
+    slow.reads.clear()
+    reading = asyncio.create_task(slow.read())
+    await turns(1)
+    sent = answering(execution, 100)
+    await turns()
+    assert len(sent) < 10 and held.answers.size <= 5000 + len(PIECE) + 100  # a quarter of the bound, and what is sent
     assert held.execution(b"k", "m") is None
     slow.reads.set()
+    assert await reading is True
+    assert slow.has(100) and slow.ended and held.answers.size == 0 and not is_hit(held)
+
+
+@pytest.mark.parametrize("slow_ones", [1, 30])
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_who_falls_behind_the_others_is_cut_off_and_holds_up_nobody(worker, monkeypatch, slow_ones, is_first):
+    monkeypatch.setattr(response_cache, "PATIENCE_SECONDS", 0.0)
+    held = cache(2**20)
+    fast, slow = Client(), [Client() for _ in range(slow_ones)]
+    first, *others = [*slow, fast] if is_first else [fast, *slow]
+    execution = execution_of(held, worker, first)
+    for each in others:
+        each.joins(execution)
+    for each in slow:
+        each.reads.clear()
+    reading = {each: asyncio.create_task(each.read()) for each in (fast, *slow)}
+    await turns(1)
+    answering(execution, 1000)
+    assert await reading[fast] is True and fast.has(1000)  # while the others read nothing
+    await execution.ended()
+    for each in slow:
+        with pytest.raises(asgi.ClientGone):
+            await reading[each]
+        assert not each.body  # no byte out of its order
+    assert held.answers.size == 0 and sum(each.left_key for each in others) >= len(others)
+
+
+async def test_a_slower_client_gets_all_if_it_is_not_too_far_behind(worker):
+    held = cache(2**20)
+    fast, slow = Client(), Client()
+    execution = execution_of(held, worker, fast)
+    slow.joins(execution)
+    slow.reads.clear()
+    reading = [asyncio.create_task(each.read()) for each in (fast, slow)]
+    await turns(1)
+    sent = answering(execution, 1000)
+    while len(sent) < 200:
+        await turns(1)
+    slow.reads.set()
     assert await asyncio.gather(*reading) == [True, True]
-    assert fast.body == slow.body == PIECE * 100 and fast.ended and slow.ended
-    assert held.size == 0
+    assert fast.has(1000) and slow.has(1000)
 
 
-async def test_bytes_under_way_are_given_back_when_the_last_client_has_them():
-    held = cache()
-    execution = Execution(held, b"k", request())
+async def test_without_room_in_the_cache_a_few_pieces_are_held_for_the_slower_ones(worker, monkeypatch):
+    monkeypatch.setattr(response_cache, "PATIENCE_SECONDS", 0.0)
+    held = cache(2**20)
+    assert held.answers.take(None, 2**20 - 100)  # by others
+    fast, slow = Client(), Client()
+    execution = execution_of(held, worker, fast)
+    slow.joins(execution)
+    slow.reads.clear()
+    reading = [asyncio.create_task(each.read()) for each in (fast, slow)]
+    await turns(1)
+    most = held.answers.size
+
+    async def compute() -> None:
+        nonlocal most
+        await execution.send(START)
+        for number in range(500):
+            await execution.send({"type": "http.response.body", "body": PIECE, "more_body": number < 499})
+            most = max(most, held.answers.size)
+
+    execution.begin(asyncio.create_task(compute()))
+    assert await reading[0] is True and fast.has(500)
+    with pytest.raises(asgi.ClientGone):
+        await reading[1]
+    assert 2**20 < most <= 2**20 + SLACK_BYTES
+
+
+async def test_an_answer_is_waited_for_only_so_long_in_all(worker, monkeypatch):
+    monkeypatch.setattr(response_cache, "PATIENCE_SECONDS", 0.02)
+    held = cache(2**16)
+    fast, slow = Client(), Client()
+    execution = execution_of(held, worker, fast)
+    slow.joins(execution)
+    slow.reads.clear()
+    reading = [asyncio.create_task(each.read()) for each in (fast, slow)]
+    await turns(1)
+    answering(execution, 400)
+    assert await reading[0] is True and fast.ended and execution._patience <= 0
+    with pytest.raises(asgi.ClientGone):
+        await reading[1]
+
+
+async def test_a_late_client_gets_all_so_far_in_pieces_and_holds_nothing_of_its_own(worker):
+    held, first = cache(2**26), Client()
+    execution = execution_of(held, worker, first)
+    reading = [asyncio.create_task(first.read())]
+    await turns(1)
+    over = asyncio.Event()
 
     async def compute() -> None:
         await execution.send(START)
-        for number in range(10):
-            await execution.send(piece(last=number == 9))
+        await execution.send({"type": "http.response.body", "body": b"y" * 2**22, "more_body": True})
+        await over.wait()
+        await execution.send({"type": "http.response.body", "body": b""})
 
-    client = Client()
-    client.reads.clear()
-    reading = asyncio.create_task(client.read(execution))
-    await asyncio.sleep(0)
     execution.begin(asyncio.create_task(compute()))
+    while len(first.body) < 2**22:
+        await turns(1)
+    before = held.answers.size
+    late = [Client().joins(execution) for _ in range(20)]
+    for each in late:
+        each.reads.clear()
+    reading += [asyncio.create_task(each.read()) for each in late]
+    await turns()
+    assert held.answers.size == before
+    for each in late:
+        each.reads.set()
+    over.set()
+    assert all(await asyncio.gather(*reading))
+    assert {(len(each.body), each.largest) for each in (first, *late)} == {(2**22, PIECE_BYTES)}
+    assert held.answers.size == 0
+
+
+async def test_bytes_are_counted_until_the_last_client_has_them(worker):
+    held, client = cache(), Client()
+    execution = execution_of(held, worker, client)
+    client.reads.clear()
+    reading = asyncio.create_task(client.read())
+    await turns(1)
+    answering(execution, 10)
     await execution.ended()
-    assert held.size > 10 * len(PIECE)
+    assert held.answers.size > 10 * len(PIECE)
     client.reads.set()
     await reading
-    assert held.size == 0 and client.body == PIECE * 10
+    assert held.answers.size == 0 and client.has(10)
 
 
-async def test_a_failure_of_the_first_clients_key_is_not_the_others():
-    execution = Execution(cache(), b"k", request())
+END = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+
+STREAM_START: Any = {**START, "headers": [(b"content-type", b"text/event-stream")]}
+
+
+@pytest.mark.parametrize("size", [1000, 2**21])
+async def test_an_answer_that_is_stored_while_somebody_reads_it_is_counted_once(worker, size):
+    held, client = cache(2**24), Client()
+    execution = execution_of(held, worker, client)
+    client.reads.clear()
+    reading = asyncio.create_task(client.read())
+    await turns(1)
+
+    async def compute() -> None:
+        await execution.send(STREAM_START)
+        await execution.send({"type": "http.response.body", "body": b": tide\n\n" * (size // 8), "more_body": True})
+        await execution.send({"type": "http.response.body", "body": END})
+
+    execution.begin(asyncio.create_task(compute()))
+    await execution.ended()
+    await turns(1)
+    assert is_hit(held) and size < held.answers.size < size + 5000
+    held.void()
+    assert not is_hit(held) and held.answers.size > size  # it is still being read
+    client.reads.set()
+    await reading
+    assert held.answers.size == 0 and client.body[-len(END) :] == END
+
+
+@pytest.mark.parametrize("error", [KeyBusy("no"), Overloaded("no")])
+async def test_that_the_first_client_gets_no_other_slot_is_not_the_others_failure(worker, error):
+    first = Client()
+    execution = execution_of(cache(), worker, first)
+    other = Client().joins(execution)
 
     async def compute() -> None:
         await asyncio.sleep(0)
-        raise KeyBusy("no")
+        raise error
 
     execution.begin(asyncio.create_task(compute()))
-    assert await Client().read(execution) is False
-    first = Client()
-    first.request = execution._request
-    with pytest.raises(KeyBusy):
-        await first.read(execution)
+    assert await other.read() is False
+    with pytest.raises(type(error)):
+        await first.read()
 
 
-async def test_a_failure_in_the_middle_is_everyones_and_no_end():
-    execution = Execution(cache(), b"k", request())
+async def test_who_joined_a_request_that_is_given_up_before_it_was_sent_asks_again(worker):
+    held = cache()
+    execution = execution_of(held, worker)
+    other = Client().joins(execution)
+    reading = asyncio.create_task(other.read())
+    await turns(1)
+    await execution.ended()
+    assert await reading is False and held.execution(b"k", "m") is None and other.left_key
+
+
+async def test_a_failure_in_the_middle_is_everyones_and_no_end(worker):
+    client = Client()
+    execution = execution_of(cache(), worker, client)
 
     async def compute() -> None:
         await execution.send(START)
@@ -212,16 +370,15 @@ async def test_a_failure_in_the_middle_is_everyones_and_no_end():
         raise WorkerFailed("gone")
 
     execution.begin(asyncio.create_task(compute()))
-    client = Client()
     with pytest.raises(WorkerFailed):
-        await client.read(execution)
+        await client.read()
     assert client.body == PIECE and not client.ended
 
 
 @pytest.mark.parametrize("failure", [0, 502])
-async def test_who_joined_counts_as_the_answer_ended_and_not_as_its_first_client_did(failure):
-    first = request()
-    execution = Execution(cache(), b"k", first)
+async def test_who_joined_counts_as_the_answer_ended_and_not_as_its_first_client_did(worker, failure):
+    execution = execution_of(cache(), worker)
+    first = execution.own.request
 
     async def compute() -> None:
         await execution.send(START)
@@ -229,9 +386,9 @@ async def test_who_joined_counts_as_the_answer_ended_and_not_as_its_first_client
             first.reply.failed(failure)  # as for a stream that ends with an error event
         await execution.send(piece(last=True))
 
-    client = Client()
+    client = Client().joins(execution)
     client.reads.clear()
-    reading = asyncio.create_task(client.read(execution))
+    reading = asyncio.create_task(client.read())
     await asyncio.sleep(0)
     execution.begin(asyncio.create_task(compute()))
     await execution.ended()
@@ -241,8 +398,9 @@ async def test_who_joined_counts_as_the_answer_ended_and_not_as_its_first_client
     assert client.ended and client.request.status == (failure or 200)
 
 
-async def test_an_execution_that_is_cancelled_before_it_runs_leaves_nobody_waiting():
-    execution = Execution(cache(), b"k", request())
+async def test_an_execution_that_is_cancelled_before_it_runs_leaves_nobody_waiting(worker):
+    client = Client()
+    execution = execution_of(cache(), worker, client)
 
     async def compute() -> None:
         raise AssertionError
@@ -250,13 +408,15 @@ async def test_an_execution_that_is_cancelled_before_it_runs_leaves_nobody_waiti
     task = asyncio.create_task(compute())
     execution.begin(task)
     task.cancel()
-    client = Client()
     with pytest.raises(Exception, match="stopping"):
-        await client.read(execution)
+        await client.read()
 
 
-async def test_a_stopping_server_lets_a_stream_say_so():
-    execution = Execution(cache(), b"k", request())
+@pytest.mark.parametrize("most", [2**20, 100])
+async def test_a_stopping_server_lets_a_stream_say_so(worker, most):
+    clients = [Client(), Client()]
+    execution = execution_of(cache(most), worker, clients[0])
+    clients[1].joins(execution)
 
     async def compute() -> None:
         await execution.send(START)
@@ -267,8 +427,7 @@ async def test_a_stopping_server_lets_a_stream_say_so():
             raise
 
     execution.begin(asyncio.create_task(compute()))
-    clients = [Client(), Client()]
-    reading = [asyncio.create_task(client.read(execution)) for client in clients]
+    reading = [asyncio.create_task(client.read()) for client in clients]
     while not all(client.request.reply.started for client in clients):
         await asyncio.sleep(0)
     for each in reading:
