@@ -27,8 +27,8 @@ from proxy.pipeline.stored_answers import PIECE_BYTES, Entry, Source, StoredAnsw
 
 SECRET_BYTES = 32
 
-# What an execution may hold for those of its clients that read slower, if the cache has no room for its answer.
-SLACK_BYTES = 2 * PIECE_BYTES
+# What an execution may hold of an answer that is not kept, whether the cache has room or not.
+SLACK_BYTES = 4 * PIECE_BYTES
 
 # Seconds in all that an answer which the cache does not keep waits for them.
 PATIENCE_SECONDS = 0.1
@@ -146,6 +146,7 @@ class Reader:
         self.request = request
         self.leave_key = leave_key
         self.at = 0  # pieces that it has
+        self.taken = 0  # their bytes, as they are counted
         self.has_begun = False
         self.is_cut = False  # it fell too far behind
         self.scope: asyncio.Timeout | None = None  # inside which it reads
@@ -189,6 +190,7 @@ class Execution:
         self._head: asgi.Scope | None = None
         self._ending: Ending | None = None
         self._pieces: list[bytes] = []
+        self._total = 0  # bytes of all pieces, as they are counted
         self._gone = 0  # pieces that all have read, and that are not kept
         self._size = 0  # bytes of what it holds, as they are counted
         self._lent: Entry | None = None  # holds them in its place
@@ -242,8 +244,6 @@ class Execution:
             if self._is_whole:
                 self._failure = self._request.reply.failure  # from now on it may be that of its client, who leaves
         self._tell()
-        while not (self._is_kept or self._is_whole or self._is_stopping or self._is_read):
-            await self._progress()
 
     def left(self, reader: Reader) -> None:
         """One that reads no more."""
@@ -300,9 +300,9 @@ class Execution:
         while True:
             if reader.is_cut:  # what it lacks is gone
                 raise TimeoutError
-            body, at = from_piece(self._pieces, reader.at - self._gone)
-            at += self._gone
-            is_last = self._is_whole and at == self._end
+            begin = reader.at - self._gone
+            body, end = from_piece(self._pieces, begin)
+            is_last = self._is_whole and end == len(self._pieces)
             if not body and not is_last:
                 await self._next()
                 continue
@@ -310,8 +310,10 @@ class Execution:
                 watch.over = True
                 if self._failure and not is_own:
                     request.reply.failed(self._failure)
+            size = sum(map(weight_of, self._pieces[begin:end]))
             await send({"type": "http.response.body", "body": body, "more_body": not is_last})
-            reader.at = at
+            reader.at += end - begin
+            reader.taken += size
             self._taken.set()
             if is_last:
                 return
@@ -321,15 +323,6 @@ class Execution:
         if self._error is not None:
             raise self._error
         await self._news.wait()
-
-    @property
-    def _end(self) -> int:
-        return self._gone + len(self._pieces)
-
-    @property
-    def _is_read(self) -> bool:
-        """Whether somebody has all of it so far."""
-        return any(reader.at == self._end for reader in self._readers)
 
     def _tell(self) -> None:
         self._news.set()
@@ -350,6 +343,7 @@ class Execution:
         elif self._ending is not None and piece not in HEARTBEATS:
             self._ending.see(piece)
         self._pieces.append(piece)
+        self._total += size
         self._tell()
 
     def _fits(self, size: int) -> bool:
@@ -360,25 +354,23 @@ class Execution:
         return True
 
     async def _make_way(self, size: int) -> None:
-        """Take the room for a piece of an answer that is not kept, once somebody has all before it."""
-        while not self._is_stopping:
-            if not self._is_read:
-                await self._progress()
-                continue
+        """Take the room for a piece of an answer that is not kept, once somebody is near its end."""
+        while not self._is_stopping and self._readers:
             self._forget_read()
-            if self._fits(size):
-                return
             if self._size + size <= SLACK_BYTES:
                 break
-            # Somebody is behind: who has all has left nothing to forget.
-            if self._patience <= 0:
+            if self._total - max(reader.taken for reader in self._readers) > PIECE_BYTES:
+                await self._progress()
+            elif self._fits(size):
+                return
+            elif self._patience > 0:  # others hold what is counted, by more than the one that is near the end
+                began = time.monotonic()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._patience):
+                        await self._progress()
+                self._patience -= time.monotonic() - began
+            else:
                 self._cut_off(min(self._readers, key=lambda reader: reader.at))
-                continue
-            began = time.monotonic()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._patience):
-                    await self._progress()
-            self._patience -= time.monotonic() - began
         self._hold(size)
 
     def _forget_read(self) -> None:
