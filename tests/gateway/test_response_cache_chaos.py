@@ -1,0 +1,62 @@
+"""Many clients on the response cache, for some seconds; what is wrong with a run of `make cache-chaos` is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from tests.bench.response_cache_chaos import CACHE_BYTES, Late, Run, beyond, complaints, memory_bound, render, run_for
+from tests.harness.forked_gateways import GatewayForks
+from tests.harness.paced_worker import BROKEN
+
+FINE = Run(
+    seconds=8.0,
+    told=Counter(hit=1, joined=1, miss=1, bypass=1),
+    slots_most={"few": 2, "eve": 60},
+    cache_most=CACHE_BYTES,
+    still_works=True,
+)
+
+
+@pytest.mark.parametrize("seconds", [6.0, pytest.param(40.0, marks=pytest.mark.thorough)])
+async def test_nobody_gets_anothers_answer_and_no_bound_is_exceeded_whatever_clients_do(tmp_path, seconds):
+    with GatewayForks(tmp_path) as fleet:
+        run = await run_for(fleet, tmp_path, seconds)
+    assert complaints(run, with_times=False) == []  # how long they waited depends on the machine
+    assert run.cached_frames and run.plain_frames and run.asked["broken"] and len(BROKEN) > 5
+
+
+def test_a_run_that_is_fine_held():
+    assert complaints(FINE) == [] and render(FINE, []).endswith("held")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"wrong": ["honest: another request's"]}, "another request's"),
+        ({"failed": Counter({"200 cut off": 3})}, "3 honest requests: 200 cut off"),
+        ({"beyond_most": 0.26}, "260 ms"),
+        ({"late_refusals": [3.1]}, "3.1 s"),
+        ({"slots_most": {"few": 3}}, "3 requests of few"),
+        ({"cache_most": CACHE_BYTES + 1}, "the cache held"),
+        ({"memory_most": memory_bound(FINE) + 2**20}, "resident"),
+        ({"files_after": 1}, "1 descriptors"),
+        ({"inflight_after": 1.0}, "1 requests still count"),
+        ({"still_works": False}, "no repeat"),
+        ({"told": Counter(hit=1, joined=1, miss=1)}, "bypass"),
+        ({"log": ["ERROR x"]}, "ERROR x"),
+    ],
+)
+def test_what_is_wrong_is_told(wrong, told):
+    (complaint,) = complaints(dataclasses.replace(FINE, **wrong))
+    assert told in complaint
+
+
+def test_a_stream_is_late_by_as_much_as_it_is_beyond_the_others_of_its_size():
+    others = [Late(100.0, 0.5, False), Late(100.0, 0.9, True), Late(200.0, 0.1, False)]
+    assert beyond([Late(100.5, 0.6, False)], others) == pytest.approx(0.1)
+    assert beyond([Late(100.5, 0.6, True)], others) == 0.0
+    assert beyond([Late(100.5, 0.6, False), Late(200.0, 0.7, False)], others) == pytest.approx(0.6)
+    assert beyond([Late(300.0, 0.3, False)], others) == pytest.approx(0.3)
