@@ -29,7 +29,7 @@ import httpx
 
 from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.aborts import open_files
-from tests.bench.attacks import ask_health, settled_files, share
+from tests.bench.attacks import CODE_BYTES, ask_health, settled_files, share
 from tests.bench.soak import bad_lines, resident_bytes
 from tests.harness.api_keys import bearer, entry
 from tests.harness.load import request
@@ -43,19 +43,21 @@ QUEUE_TIMEOUT, SEND_TIMEOUT = 2.0, 5.0  # seconds
 
 STREAM_GAP = 0.25  # seconds, at most, beyond what streams without the cache were late at that moment
 
-REFUSAL_LATE = 1.0  # seconds beyond the deadline, at most
+REFUSAL_LATE = 1.0  # seconds at most beyond the deadline and the two event loops' own lag
 
 NEAR = 1.0  # seconds around a moment, in which others' lateness tells that of the event loop
+
+BLUR = 0.2  # seconds, by which a client may see an answer begin or end late
 
 # Of a client that reads nothing: what its connection buffers, a piece on its way, and the objects of its request.
 CLIENT_BYTES = 300 * 1024
 
-# What the gateway's tables grow by (`FLAGS`), and what its allocator keeps.
-TABLE_BYTES = 64 * 2**20
+# Of the settings of memory each.
+TABLE_BYTES = 16_000_000
 
 FLAGS = (
     *("--response-cache", str(CACHE_BYTES), "--queue-timeout", str(QUEUE_TIMEOUT), "--send-timeout", str(SEND_TIMEOUT)),
-    *("--memory-bytes", "16000000", "--text-bytes", "16000000", "--max-inflight", "200"),
+    *("--memory-bytes", str(TABLE_BYTES), "--text-bytes", str(TABLE_BYTES), "--max-inflight", "200"),
 )
 
 # By name: the group with which it shares answers, and how many requests it may have under way and waiting.
@@ -73,16 +75,16 @@ TEAM = ("ann", "bob")
 
 HONEST, PLAIN, HOSTILE = 12, 6, 24  # clients
 
-LARGE_BYTES = 20_000  # of a frame of answers that outgrow their share
+LARGE_BYTES = 40_000  # of a frame of answers that outgrow their share, and all that lies between two sockets
 
 EPOCH_SECONDS, QUESTIONS = 3.0, 6  # so long the same few questions are asked
 
-_EVENT = re.compile(rb'data: \{"id": "(\w+)", "salt": "([^"]*)", "number": (\d+), "sent": (\d+)')
+_EVENT = re.compile(rb'data: \{"id": "(\w+)", "salt": "([^"]*)", "number": (\d+), "due": (\d+)')
 
 _EVENT_BYTES = 400  # behind which its beginning is certainly there
 
 WORDS = (
-    "late: from the worker's step to the client. cached: honest streams that share answers; plain: streams without\n"
+    "late: behind the worker's step, at the client. cached: honest streams that share answers; plain: streams without\n"
     "the cache, which show how late the event loop itself is; beyond: the worst of the cached ones beyond the plain\n"
     "ones of that moment. cache: its own count at most, and its bound. memory: resident, and how far it may grow."
 )
@@ -99,7 +101,7 @@ class Run:
     wrong: list[str] = field(default_factory=list)  # answers that are not those to their requests
     failed: Counter[str] = field(default_factory=Counter)  # honest requests, by what became of them
     cut: int = 0  # answers of others than honest clients that broke off
-    late_refusals: list[float] = field(default_factory=list)
+    refused_after: float = 0.0  # at most
     cached_frames: int = 0
     plain_frames: int = 0
     cached_p99: float = 0.0
@@ -111,9 +113,10 @@ class Run:
     health_p99: float = 0.0
     health_most: float = 0.0
     slots_most: Mapping[str, int] = field(default_factory=dict)  # at the worker, of keys that have a limit
+    few_at_once: int = 0  # answers to the key that may have two, beyond doubt
     cache_most: int = 0
     memory_before: int = 0
-    memory_most: int = 0
+    memory: list[int] = field(default_factory=list)  # twice a second
     connections_most: int = 0
     inflight_after: float = 0.0
     still_works: bool = False
@@ -126,7 +129,7 @@ class Late(NamedTuple):
     """One frame."""
 
     moment: float  # when it came, by time.monotonic()
-    seconds: float  # since its step
+    seconds: float  # since it was due
     is_large: bool
 
 
@@ -136,9 +139,9 @@ class Lateness:
     def __init__(self) -> None:
         self.all: list[Late] = []
 
-    def add(self, sent_ns: int, is_large: bool) -> None:
+    def add(self, due_ns: int, is_large: bool) -> None:
         now = time.monotonic_ns()
-        self.all.append(Late(now / 1e9, (now - sent_ns) / 1e9, is_large))
+        self.all.append(Late(now / 1e9, (now - due_ns) / 1e9, is_large))
 
     def part(self, part: float) -> float:
         """As `share`."""
@@ -146,7 +149,7 @@ class Lateness:
 
 
 def beyond(cached: Sequence[Late], others: Sequence[Late]) -> float:
-    """The most by which one of `cached` was later than the latest of `others` of its size around that moment."""
+    """The most by which one of `cached` was later than the latest of `others` of its size around that time."""
     worst: dict[tuple[int, bool], float] = {}
     for each in others:
         second = int(each.moment), each.is_large
@@ -160,6 +163,17 @@ def beyond(cached: Sequence[Late], others: Sequence[Late]) -> float:
     return most
 
 
+def at_once(spans: Sequence[tuple[float, float]]) -> int:
+    """How many were under way together, beyond doubt: each without its first and last `BLUR` seconds."""
+    changes = [(begin + BLUR, 1) for begin, end in spans if end - begin > 2 * BLUR]
+    changes += [(end - BLUR, -1) for begin, end in spans if end - begin > 2 * BLUR]
+    now = most = 0
+    for _, change in sorted(changes):
+        now += change
+        most = max(most, now)
+    return most
+
+
 class Answer(asyncio.Protocol):
     """One request on a connection of its own."""
 
@@ -167,7 +181,8 @@ class Answer(asyncio.Protocol):
         """`read_bytes`: so many are read, then none."""
         self._question, self.name, self._lateness, self._left = question, name, lateness, read_bytes
         self._parts: list[bytes] = []
-        self._asked = self._head = time.monotonic_ns()
+        self._asked = time.monotonic_ns()
+        self.head = time.monotonic()  # when the answer's head came
         self._parser = httptools.HttpResponseParser(self)
         self.status, self.result, self.salt = 0, "", None
         self.frames = 0
@@ -198,7 +213,7 @@ class Answer(asyncio.Protocol):
             self.result = value.decode()
 
     def on_headers_complete(self) -> None:
-        self._head = time.monotonic_ns()
+        self.head = time.monotonic()
         self.status = self._parser.get_status_code()
 
     def on_body(self, part: bytes) -> None:
@@ -225,14 +240,14 @@ class Answer(asyncio.Protocol):
         if event == b"data: [DONE]":
             self._is_done = True
         elif (told := _EVENT.match(event, 0, _EVENT_BYTES)) is not None:
-            name, salt, number, sent = told.groups()
+            name, salt, number, due = told.groups()
             self._check(name.decode(), salt.decode())
             if int(number) != self.frames:
                 self.wrong = f"frame {int(number)} where {self.frames} was to come"
             self.frames += 1
             self._has_stop |= event.endswith(b'"finish_reason":"stop"}]}')
-            if self._lateness is not None and int(sent) >= self._head:  # earlier ones it has joined too late for
-                self._lateness.add(int(sent), len(event) > LARGE_BYTES)
+            if self._lateness is not None and int(due) / 1e9 >= self.head:  # earlier ones it has joined too late for
+                self._lateness.add(int(due), len(event) > LARGE_BYTES)
 
     def _see_whole(self, raw: bytes) -> None:
         try:
@@ -263,6 +278,7 @@ class Chaos:
         self.cached, self.plain = Lateness(), Lateness()
         self.open = 0
         self._salts: dict[str, str] = {}  # by group, or key without one
+        self.of_few: list[tuple[float, float]] = []  # when an answer to that key that was computed began and ended
 
     def clients(self) -> Iterator[Any]:
         """One coroutine each, for as long as the run."""
@@ -275,12 +291,11 @@ class Chaos:
             yield self._again(kinds[number % len(kinds)], number)
 
     async def _again(self, client: Callable[[random.Random, int], Any], number: int) -> None:
-        draw, rounds = random.Random(number), 0
+        draw = random.Random(number)
         while time.monotonic() < self._until:
-            await client(draw, rounds)
-            rounds += 1
+            await client(draw, number)
 
-    async def _honest(self, draw: random.Random, rounds: int) -> None:
+    async def _honest(self, draw: random.Random, number: int) -> None:
         key = draw.choice((*TEAM, "cleo"))
         answer = await self._ask(key, self._question(draw), "honest", self.cached)
         how = await answer.ended
@@ -288,20 +303,20 @@ class Chaos:
             self.run.failed[f"{answer.status} {how}"] += 1
         await asyncio.sleep(draw.random() * 0.3)
 
-    async def _plain(self, draw: random.Random, rounds: int) -> None:
-        size = 200 if draw.random() < 0.7 else LARGE_BYTES
+    async def _plain(self, draw: random.Random, number: int) -> None:
+        size = LARGE_BYTES if number % 3 == 0 else 200
         body = _body(f"plain {draw.random()}", frames=100, bytes=size, step_ms=20)
         answer = await self._ask("plain", body, "plain", self.plain, cache_control="no-store")
         how = await answer.ended
         if answer.status != 200 or how != "whole":
             self.run.failed[f"plain {answer.status} {how}"] += 1
 
-    async def _unread(self, draw: random.Random, rounds: int) -> None:
+    async def _unread(self, draw: random.Random, number: int) -> None:
         """What the honest ones ask for, and nothing, or little of it, is read."""
         answer = await self._ask("mal", self._question(draw), "unread", read_bytes=draw.choice((0, 20_000)))
         await self._leave(answer, draw.random() * 8)
 
-    async def _slow(self, draw: random.Random, rounds: int) -> None:
+    async def _slow(self, draw: random.Random, number: int) -> None:
         answer = await self._ask("mal", self._question(draw), "slow", read_bytes=1)
         for _ in range(60):
             if answer.ended.done() or time.monotonic() > self._until:
@@ -311,12 +326,12 @@ class Chaos:
             await asyncio.sleep(0.1)
         await self._leave(answer, 0.0)
 
-    async def _leaves(self, draw: random.Random, rounds: int) -> None:
+    async def _leaves(self, draw: random.Random, number: int) -> None:
         asked = [await self._ask(draw.choice(("mal", "cleo")), self._question(draw), "leaves") for _ in range(3)]
         for answer in asked:
             await self._leave(answer, draw.random() * 0.3)
 
-    async def _floods(self, draw: random.Random, rounds: int) -> None:
+    async def _floods(self, draw: random.Random, number: int) -> None:
         """Other answers all the time, large ones among them, some of which nobody reads."""
         size = draw.choice((1_000, 50_000, 900_000))
         unread = draw.random() < 0.2
@@ -324,7 +339,7 @@ class Chaos:
         answer = await self._ask("eve", body, "floods", read_bytes=0 if unread else 2**60)
         await self._leave(answer, 2.0)
 
-    async def _broken(self, draw: random.Random, rounds: int) -> None:
+    async def _broken(self, draw: random.Random, number: int) -> None:
         """Answers that break off, for several at once."""
         ending, number = draw.choice((*BROKEN,)), draw.randrange(10**9)
         body = _body(f"broken {number}", frames=10, bytes=500, step_ms=10, ending=ending, stream=draw.random() < 0.7)
@@ -332,7 +347,7 @@ class Chaos:
         for answer in asked:
             await self._leave(answer, 5.0)
 
-    async def _unread_hit(self, draw: random.Random, rounds: int) -> None:
+    async def _unread_hit(self, draw: random.Random, number: int) -> None:
         """Large stored answers, asked for and not read."""
         body = _body(f"stored {draw.randrange(8)}", frames=20, bytes=30_000, step_ms=0)
         answer = await self._ask("eve", body, "unread hit")
@@ -342,10 +357,10 @@ class Chaos:
         for answer in asked:
             await self._leave(answer, 0.0)
 
-    async def _few(self, draw: random.Random, rounds: int) -> None:
+    async def _few(self, draw: random.Random, number: int) -> None:
         """Many of a key that may have few, the same and others."""
         number = draw.randrange(10**9)
-        bodies = [_body(f"few {number} {draw.randrange(3)}", frames=10, bytes=200, step_ms=50) for _ in range(20)]
+        bodies = [_body(f"few {number} {draw.randrange(3)}", frames=20, bytes=200, step_ms=50) for _ in range(20)]
         asked = [await self._ask("few", body, "few") for body in bodies]
         for answer in asked:
             await self._leave(answer, 10.0)
@@ -354,7 +369,7 @@ class Chaos:
         """One of the few that are asked at present: streams that are kept, and such as outgrow their share."""
         number = draw.randrange(QUESTIONS)
         if number == 0:
-            shape: dict[str, Any] = {"frames": 150, "bytes": LARGE_BYTES, "step_ms": 20}
+            shape: dict[str, Any] = {"frames": 200, "bytes": LARGE_BYTES, "step_ms": 20}
         elif number == 1:
             shape = {"frames": 20, "bytes": 2_000, "step_ms": 20, "stream": False}
         else:
@@ -397,10 +412,12 @@ class Chaos:
             group = KEYS[key][0] or key
             if self._salts.setdefault(group, answer.salt) != answer.salt:
                 answer.wrong = "of another group"
+        if key == "few" and answer.result in ("miss", "joined"):
+            self.of_few.append((answer.head, time.monotonic()))
         if answer.wrong:
             run.wrong.append(f"{kind}: {answer.wrong}")
-        if answer.status in (429, 503) and answer.seconds > QUEUE_TIMEOUT + REFUSAL_LATE:
-            run.late_refusals.append(answer.seconds)
+        if answer.status in (429, 503):
+            run.refused_after = max(run.refused_after, answer.seconds)
         if answer.ended.result() != "whole" and kind not in ("honest", "plain"):
             run.cut += 1
 
@@ -458,20 +475,22 @@ async def run_for(servers: Servers, folder: Path, seconds: float) -> Run:
             while time.monotonic() < until:
                 text = (await page(gateway, "/metrics")).text
                 run.cache_most = max(run.cache_most, int(metric(text, "seamark_response_cache_bytes")))
-                run.memory_most = max(run.memory_most, resident_bytes(gateway.process.pid))
+                run.memory.append(resident_bytes(gateway.process.pid))
                 await asyncio.sleep(0.5)
 
         async def own_lag() -> None:
             while time.monotonic() < until:
                 before = time.monotonic()
                 await asyncio.sleep(0.01)
-                lags.append(time.monotonic() - before - 0.01)
+                now = time.monotonic()
+                lags.extend(Late(now, now - before - 0.01, is_large) for is_large in (False, True))
 
         health_failed, *_ = await asyncio.gather(ask_health(gateway, until, took), watch(), own_lag(), *chaos.clients())
         if health_failed:
             run.failed["health"] = health_failed
         seen = (await page(worker, "/seen")).json()
         run.slots_most = {key: seen["most"].get(chaos.salt(key), 0) for key in ("few", "eve")}
+        run.few_at_once = at_once(chaos.of_few)
         if chaos.groups:
             run.wrong.append("groups of keys have one salt")
         run.files_after = await settled_files(gateway, run.files_before)
@@ -484,17 +503,22 @@ async def run_for(servers: Servers, folder: Path, seconds: float) -> Run:
     run.cached_frames, run.plain_frames = len(chaos.cached.all), len(chaos.plain.all)
     run.cached_p99, run.cached_most = chaos.cached.part(0.99), chaos.cached.part(1.0)
     run.plain_p99, run.plain_most = chaos.plain.part(0.99), chaos.plain.part(1.0)
-    run.beyond_most = beyond(chaos.cached.all, chaos.plain.all)
-    run.own_lag = max(lags)
+    run.beyond_most = beyond(chaos.cached.all, [*chaos.plain.all, *lags])
+    run.own_lag = max(lag.seconds for lag in lags)
     run.health_p99, run.health_most = share(sorted(took), 0.99), share(sorted(took), 1.0)
     # A worker that breaks off within an answer makes the gateway do the same; that is said by this line.
     run.log = [line for line in bad_lines(gateway, 0) if "without completing response" not in line][:20]
     return run
 
 
+def memory_most(run: Run) -> int:
+    """Resident bytes at the worst moment."""
+    return max(run.memory, default=0)
+
+
 def memory_bound(run: Run) -> int:
     """Resident bytes that the gateway may take."""
-    return run.memory_before + CACHE_BYTES + TABLE_BYTES + run.connections_most * CLIENT_BYTES
+    return CODE_BYTES + 2 * TABLE_BYTES + CACHE_BYTES + run.connections_most * CLIENT_BYTES
 
 
 def complaints(run: Run, with_times: bool = True) -> list[str]:
@@ -503,15 +527,17 @@ def complaints(run: Run, with_times: bool = True) -> list[str]:
     found += [f"{count} honest requests: {how}" for how, count in run.failed.items()]
     if with_times and run.beyond_most > STREAM_GAP:
         found.append(f"a cached stream stood still for {1000 * run.beyond_most:.0f} ms beyond the others")
-    if with_times and run.late_refusals:
-        found.append(f"{len(run.late_refusals)} refusals came late, one after {max(run.late_refusals):.1f} s")
+    if with_times and run.refused_after > QUEUE_TIMEOUT + REFUSAL_LATE + run.own_lag + run.health_most:
+        found.append(f"a refusal came after {run.refused_after:.1f} s, {QUEUE_TIMEOUT:g} are to be waited for at most")
     for key, most in run.slots_most.items():
         if most > KEYS[key][1]:
             found.append(f"{most} requests of {key} were at the worker at once, {KEYS[key][1]} allowed")
+    if with_times and run.few_at_once > KEYS["few"][1]:
+        found.append(f"few got {run.few_at_once} answers under way at once, {KEYS['few'][1]} allowed")
     if run.cache_most > CACHE_BYTES:
         found.append(f"the cache held {run.cache_most} bytes, {CACHE_BYTES} allowed")
-    if run.memory_most > memory_bound(run):
-        found.append(f"{run.memory_most / 2**20:.0f} MiB resident, the bound is {memory_bound(run) / 2**20:.0f}")
+    if memory_most(run) > memory_bound(run):
+        found.append(f"{memory_most(run) / 2**20:.0f} MiB resident, the bound is {memory_bound(run) / 2**20:.0f}")
     if run.files_after > run.files_before:
         found.append(f"{run.files_after} descriptors open, {run.files_before} before")
     if run.inflight_after:
@@ -522,6 +548,12 @@ def complaints(run: Run, with_times: bool = True) -> list[str]:
     if missing:
         found.append(f"no answer was: {', '.join(missing)}")
     return found + [f"log: {line}" for line in run.log]
+
+
+def quarters(memory: Sequence[int]) -> str:
+    """The most in each quarter of the run, in MiB: what grows without end grows in each."""
+    part = max(1, len(memory) // 4)
+    return " ".join(f"{max(memory[at : at + part]) / 2**20:.0f}" for at in range(0, len(memory), part)[:4])
 
 
 def render(run: Run, wrongs: Sequence[str]) -> str:
@@ -541,9 +573,10 @@ def render(run: Run, wrongs: Sequence[str]) -> str:
         "late, ms": f"cached p99, most: {ms(run.cached_p99, run.cached_most)} ({run.cached_frames} frames); plain: "
         f"{ms(run.plain_p99, run.plain_most)} ({run.plain_frames}); beyond: {ms(run.beyond_most)}",
         "loops, ms": f"/health p99, most: {ms(run.health_p99, run.health_most)}; this process: {ms(run.own_lag)}",
-        "slots": f"most at the worker: {counts(run.slots_most)}",
+        "slots": f"most at the worker: {counts(run.slots_most)}; few's answers at once: {run.few_at_once}",
+        "refusals": f"after {run.refused_after:.1f} s at most, queue_timeout is {QUEUE_TIMEOUT:g} s",
         "cache": f"{run.cache_most} of {CACHE_BYTES} bytes",
-        "memory, MiB": f"{run.memory_before / 2**20:.0f} before, {run.memory_most / 2**20:.0f} at most, "
+        "memory, MiB": f"{run.memory_before / 2**20:.0f} before, at most in each quarter {quarters(run.memory)}, "
         f"{memory_bound(run) / 2**20:.0f} allowed beside {run.connections_most} connections",
         "files": f"{run.files_before} -> {run.files_after}",
     }

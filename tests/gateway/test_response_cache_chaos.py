@@ -7,7 +7,17 @@ from collections import Counter
 
 import pytest
 
-from tests.bench.response_cache_chaos import CACHE_BYTES, Late, Run, beyond, complaints, memory_bound, render, run_for
+from tests.bench.response_cache_chaos import (
+    CACHE_BYTES,
+    Late,
+    Run,
+    at_once,
+    beyond,
+    complaints,
+    memory_bound,
+    render,
+    run_for,
+)
 from tests.harness.forked_gateways import GatewayForks
 from tests.harness.paced_worker import BROKEN
 
@@ -38,10 +48,11 @@ def test_a_run_that_is_fine_held():
         ({"wrong": ["honest: another request's"]}, "another request's"),
         ({"failed": Counter({"200 cut off": 3})}, "3 honest requests: 200 cut off"),
         ({"beyond_most": 0.26}, "260 ms"),
-        ({"late_refusals": [3.1]}, "3.1 s"),
+        ({"refused_after": 3.1}, "3.1 s"),
         ({"slots_most": {"few": 3}}, "3 requests of few"),
+        ({"few_at_once": 3}, "3 answers"),
         ({"cache_most": CACHE_BYTES + 1}, "the cache held"),
-        ({"memory_most": memory_bound(FINE) + 2**20}, "resident"),
+        ({"memory": [memory_bound(FINE) + 2**20]}, "resident"),
         ({"files_after": 1}, "1 descriptors"),
         ({"inflight_after": 1.0}, "1 requests still count"),
         ({"still_works": False}, "no repeat"),
@@ -52,6 +63,11 @@ def test_a_run_that_is_fine_held():
 def test_what_is_wrong_is_told(wrong, told):
     (complaint,) = complaints(dataclasses.replace(FINE, **wrong))
     assert told in complaint
+
+
+def test_answers_are_under_way_at_once_where_that_is_beyond_doubt():
+    assert at_once([]) == 0 and at_once([(0.0, 0.3)] * 9) == 0
+    assert at_once([(0.0, 2.0), (1.0, 3.0), (1.9, 4.0)]) == 2
 
 
 def test_a_stream_is_late_by_as_much_as_it_is_beyond_the_others_of_its_size():

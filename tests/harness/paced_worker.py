@@ -2,7 +2,7 @@
 
 A chat's field `paced` says how it is answered: `frames` of `bytes` each, one every `step_ms`; `ending` is "stop" or a
 way to break off. Each frame tells the name of the request, the cache salt that came with it, its number, and when it
-was sent. `GET /seen` tells how many requests of each salt were answered at once, at most, and how many there were.
+was due. `GET /seen` tells how many requests of each salt were answered at once, at most, and how many there were.
 
 Run as `python -m tests.harness.paced_worker --port N`.
 """
@@ -60,10 +60,10 @@ def name_of(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def frame(name: str, salt: str, number: int, size: int, ends: bool = False) -> bytes:
-    """One event of an answer; `size` is roughly its bytes."""
+def frame(name: str, salt: str, number: int, size: int, due: float, ends: bool = False) -> bytes:
+    """One event of an answer; `size` is roughly its bytes, `due` by time.monotonic()."""
     choice = {"index": 0, "delta": {"content": "x" * size}, "finish_reason": STOP if ends else None}
-    told = {"id": name, "salt": salt, "number": number, "sent": time.monotonic_ns(), "choices": [choice]}
+    told = {"id": name, "salt": salt, "number": number, "due": int(due * 1e9), "choices": [choice]}
     return b"data: " + json.dumps(told).replace('"finish_reason": ', '"finish_reason":').encode() + b"\n\n"
 
 
@@ -146,12 +146,14 @@ class Worker(Connection):
     async def _stream(self, name: str, salt: str, wanted: Mapping[str, Any]) -> None:
         is_well, frames = wanted["ending"] == STOP, wanted["frames"]
         self.transport.write(_HEAD)
-        due = asyncio.get_running_loop().time()
+        due = time.monotonic()
         for number in range(frames if is_well else frames // 2):
             await self._may_write.wait()
-            self.transport.write(chunk(frame(name, salt, number, wanted["bytes"], is_well and number == frames - 1)))
+            self.transport.write(
+                chunk(frame(name, salt, number, wanted["bytes"], due, is_well and number == frames - 1))
+            )
             due += wanted["step_ms"] / 1000
-            await asyncio.sleep(max(0.0, due - asyncio.get_running_loop().time()))
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
         end = _DONE if is_well else BROKEN[wanted["ending"]][0]
         if end is None:
             self.transport.close()
