@@ -201,6 +201,7 @@ class Execution:
         self._error: BaseException | None = None
         self._readers: set[Reader] = set()
         self._patience = PATIENCE_SECONDS  # left
+        self._turn = asyncio.Lock()  # of a part: a comment on a silent stream is no piece of an event
         self._news = asyncio.Event()  # for readers
         self._taken = asyncio.Event()  # for the worker: a reader has come further, or left
         self.own = self._let_in(request, b"miss", lease.leave_key)  # its first client
@@ -238,8 +239,9 @@ class Execution:
             self._ending = Ending(client.path, asked, kind.startswith(b"text/event-stream"))
         else:
             body = message.get("body", b"")
-            for at in range(0, len(body), PIECE_BYTES):
-                await self._add(body[at : at + PIECE_BYTES])
+            async with self._turn:
+                for at in range(0, len(body), PIECE_BYTES):
+                    await self._add(body[at : at + PIECE_BYTES])
             self._is_whole = not message.get("more_body", False)
             if self._is_whole:
                 self._failure = self._request.reply.failure  # from now on it may be that of its client, who leaves
@@ -258,13 +260,14 @@ class Execution:
             async with asyncio.timeout(None) as reader.scope:
                 await self._pass_on(reader, send, watch)
         except TimeoutError:
-            if reader.has_begun:
+            if reader.has_begun or reader is self.own:
                 raise asgi.ClientGone from None
             return False
         except asyncio.CancelledError:
             if not watch.gone and self._task is not None:  # the server stops, and the stream has to say so
                 if not self._is_stopping:  # a second time would cut off what it says at its end
                     self._is_stopping = True
+                    self._taken.set()  # nothing waits for readers any more
                     self._task.cancel()
                 await asyncio.wait((self._task,))
                 with contextlib.suppress(Exception):
@@ -409,7 +412,7 @@ class Execution:
         if not self._readers:
             self._give_back()
         self._tell()
-        for reader in self._readers:
+        for reader in [*self._readers]:
             reader.leave_key()
         self._lease.release()  # now that those who wait for a slot find the answer
 

@@ -291,6 +291,33 @@ async def test_a_late_client_gets_all_so_far_in_pieces_and_holds_nothing_of_its_
     assert held.answers.size == 0
 
 
+async def test_a_comment_on_a_silent_stream_is_put_into_no_event(worker):
+    client = Client()
+    execution = execution_of(cache(2**16), worker, client)
+    client.reads.clear()
+    reading = asyncio.create_task(client.read())
+    await turns(1)
+    comment, event = b": keep-alive\n\n", b"y" * 2**21
+
+    async def compute() -> None:
+        await execution.send(START)
+        await execution.send({"type": "http.response.body", "body": event, "more_body": True})
+        await execution.send({"type": "http.response.body", "body": b""})
+
+    execution.begin(asyncio.create_task(compute()))
+    await turns()
+    beats = [
+        asyncio.create_task(execution.send({"type": "http.response.body", "body": comment, "more_body": True}))
+        for _ in range(2)
+    ]
+    await turns()
+    client.reads.set()
+    assert all(await asyncio.gather(reading))
+    assert not [each for each in client.body.split(comment) if each and len(each) != len(event)]
+    for beat in beats:
+        beat.cancel()
+
+
 async def test_bytes_are_counted_until_the_last_client_has_them(worker):
     held, client = cache(), Client()
     execution = execution_of(held, worker, client)
