@@ -187,6 +187,7 @@ class Answer(asyncio.Protocol):
         self.status, self.result, self.salt = 0, "", None
         self.frames = 0
         self.wrong = ""
+        self.last = b""  # the end of what came last
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # "whole", or how not
         self.seconds = 0.0
         self._is_done = self._has_stop = False
@@ -237,6 +238,7 @@ class Answer(asyncio.Protocol):
         self._end("cut off")
 
     def _see(self, event: bytes) -> None:
+        self.last = event[-100:]
         if event == b"data: [DONE]":
             self._is_done = True
         elif (told := _EVENT.match(event, 0, _EVENT_BYTES)) is not None:
@@ -250,6 +252,7 @@ class Answer(asyncio.Protocol):
                 self._lateness.add(int(due), len(event) > LARGE_BYTES)
 
     def _see_whole(self, raw: bytes) -> None:
+        self.last = raw[-100:]
         try:
             answer = json.loads(raw)
         except (ValueError, RecursionError):
@@ -300,7 +303,9 @@ class Chaos:
         answer = await self._ask(key, self._question(draw), "honest", self.cached)
         how = await answer.ended
         if answer.status != 200 or how != "whole":
-            self.run.failed[f"{answer.status} {how}"] += 1
+            self.run.failed[
+                f"{answer.status} {how}, {answer.result}, behind {answer.frames} frames: {answer.last!r}"
+            ] += 1
         await asyncio.sleep(draw.random() * 0.3)
 
     async def _plain(self, draw: random.Random, number: int) -> None:
