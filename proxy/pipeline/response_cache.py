@@ -261,6 +261,7 @@ class Execution:
                 await self._pass_on(reader, send, watch)
         except TimeoutError:
             if reader.has_begun or reader is self.own:
+                watch.over = True  # its leaving ends nothing: others read the answer
                 raise asgi.ClientGone from None
             return False
         except asyncio.CancelledError:
