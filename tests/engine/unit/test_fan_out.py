@@ -123,12 +123,16 @@ def test_a_leader_that_lacks_its_last_token_is_in_the_line(clock):
     assert gate.pays(ExpectedState(leader, 3600, 0), scheduler([leader], [request("follower")]))
 
 
-@pytest.mark.parametrize(("followers", "is_held"), [(5, False), (6, True)])
-def test_on_a_fast_engine_all_who_wait_have_to_save_time_that_counts(clock, followers, is_held):
+@pytest.mark.parametrize(
+    ("floor", "followers", "is_held"),
+    # Many passes are saved: 0.05 s count. Less than four passes: 0.2 s are not reached. More of them: they count again.
+    [(0.001, 1, False), (0.001, 2, True), (0.02, 2, False), (0.02, 3, True)],
+)
+def test_on_a_fast_engine_all_who_wait_have_to_save_time_that_counts(clock, floor, followers, is_held):
     step_time = StepTime()
     for _ in range(8):  # 10 us a token
-        step_time.step_took(1, 0.00101)
-        step_time.step_took(1001, 0.01101)
+        step_time.step_took(1, floor + 0.00001)
+        step_time.step_took(1001, floor + 0.01001)
     gate = PrefillGate(step_time, GRID, clock)
     leading(gate)
     assert pays(gate, *(request(f"follower{number}") for number in range(followers))) == is_held
