@@ -26,8 +26,9 @@ MARGIN = 1.5
 # bought with passes.
 MIN_SAVING_SECONDS = 0.2
 
-# Where they save so many passes, scatter loses little of it, and less time counts: prompts of some hundred tokens on a
-# fast GPU.
+# Where each saves so many tokens, and together they save so many passes, scatter loses little of it, and less time
+# counts: prompts of some hundred tokens on a fast GPU. A short prompt's wave takes no pass more than with vLLM alone.
+CLEAR_TOKENS = 256
 CLEAR_MARGIN = 4.0
 CLEAR_SAVING_SECONDS = 0.05
 
@@ -142,7 +143,8 @@ class PrefillGate:
         shared = sum(job.shared for job in jobs)
         if shared < MARGIN * tokens_per_pass:
             return False
-        least = MIN_SAVING_SECONDS if shared < CLEAR_MARGIN * tokens_per_pass else CLEAR_SAVING_SECONDS
+        is_clear = expected.saved >= CLEAR_TOKENS and shared >= CLEAR_MARGIN * tokens_per_pass
+        least = CLEAR_SAVING_SECONDS if is_clear else MIN_SAVING_SECONDS
         if self._step_time.known and self._step_time.seconds(shared) < least:
             return False
         decoding = sum(_left(request) <= 1 for request in scheduler.running)

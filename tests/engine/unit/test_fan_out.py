@@ -138,6 +138,18 @@ def test_on_a_fast_engine_all_who_wait_have_to_save_time_that_counts(clock, floo
     assert pays(gate, *(request(f"follower{number}") for number in range(followers))) == is_held
 
 
+@pytest.mark.parametrize(("position", "is_held"), [(240, False), (256, True)])
+def test_a_wave_of_short_prompts_is_not_held_for_little_time_however_many_passes_it_saves(clock, position, is_held):
+    step_time = StepTime()
+    for _ in range(8):  # 50 us a token, 20 tokens a pass
+        step_time.step_took(1, 0.00105)
+        step_time.step_took(1001, 0.05105)
+    gate = PrefillGate(step_time, GRID, clock)
+    leader = leading(gate, position)
+    line = [request(f"follower{number}") for number in range(8)]
+    assert gate.pays(ExpectedState(leader, position, 0), scheduler([leader], line)) == is_held
+
+
 def test_in_one_step_no_more_than_some_decisions_are_made(gate):
     leaders = [request(f"l{number}", f"s{number}.", status=RequestStatus.RUNNING) for number in range(20)]
     for leader in leaders:
