@@ -1,7 +1,7 @@
-"""`python -m tests.bench.long_turns`: requests a second a core of agents' turns at 50,000 to 100,000 tokens, ours and others'.
+"""`python -m tests.bench.long_turns`: agents' turns of 50,000 to 100,000 tokens that one core passes on a second.
 
-All gateways stand before one worker without an engine and take turns. A batch is some agents at once, each with a
-conversation of its own that no gateway has seen: its first request is cold, each later one repeats all messages.
+Ours and others' gateways stand before one worker without an engine and take turns. A batch is some agents at once, each
+with a conversation of its own that no gateway has seen: its first request is cold, each later one repeats all messages.
 """
 
 from __future__ import annotations
@@ -181,7 +181,9 @@ def _line(row: Row) -> str:
 
 def as_json(rows: Sequence[Row], missing: dict[str, str]) -> dict[str, Any]:
     """Everything measured, for machines; seconds."""
-    found = [row._asdict() | {"cpu": row.cpu._asdict() if row.cpu is not None else None, "rate": row.rate} for row in rows]
+    found = [
+        row._asdict() | {"cpu": row.cpu._asdict() if row.cpu is not None else None, "rate": row.rate} for row in rows
+    ]
     return {"rows": found, "missing": missing}
 
 
