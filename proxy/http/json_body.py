@@ -43,8 +43,8 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 # Values are objects, arrays and named values. Other elements of arrays, such as token ids, are counted by the ten.
 ELEMENTS_PER_VALUE = 10
 
-# Of a JSON text, its structure, the ends of its strings and what escapes are made of stay: taking the escapes out of all
-# of it took longer than everything else.
+# Of a JSON text, its structure, the ends of its strings and what escapes are made of stay. To take escapes out of the
+# whole text took longer than anything else.
 _NO_STRUCTURE_NOR_ESCAPE = bytes(set(range(256)) - set(b'[{]},:"\\/bfnrtu'))
 
 _NO_STRUCTURE = bytes(set(range(256)) - set(b"[{]},:"))
