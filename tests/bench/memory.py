@@ -70,11 +70,11 @@ class Report(NamedTuple):
         """What has grown in the last lot as if it had no bound, in words."""
         before, after = self.looks[-2:]
         bounds = bounds_of(self.workers)
-        found = [
-            f"{name}: {before.tables.get(name, 0)} entries, then {entries}"
-            for name, entries in after.tables.items()
-            if entries > bounds.get(name, max(entries, before.tables.get(name, 0) + self.conversations // 2))
-        ]
+        found = []
+        for name, entries in after.tables.items():
+            earlier = before.tables.get(name, 0)
+            if entries > bounds.get(name, earlier + self.conversations // 2):
+                found.append(f"{name}: {earlier} entries, then {entries}")
         beyond = after.resident - before.resident - sum(after.parts[name] - before.parts[name] for name in after.parts)
         if beyond > GROWTH_LIMIT * before.resident:
             found.append(f"resident: {beyond / MIB:.0f} MiB more than its parts")
