@@ -94,7 +94,11 @@ def _size(roots: Iterable[Any], seen: set[int]) -> int:
 
 
 def _owner(table: Any) -> str:
-    for owner in gc.get_referrers(table):
+    referrers = gc.get_referrers(table)
+    owners = [each for each in referrers if type(each) is not dict]
+    # Attributes may lie in a dictionary of the owner's.
+    owners += [each for names in referrers if type(names) is dict for each in gc.get_referrers(names)]
+    for owner in owners:
         for name in (*getattr(type(owner), "__slots__", ()), *getattr(owner, "__dict__", ())):
             if getattr(owner, name, None) is table:
                 return f"{type(owner).__name__}.{name}"

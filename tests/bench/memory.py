@@ -85,7 +85,7 @@ def bounds_of(workers: int) -> dict[str, int]:
     """Entries that tables may have, at the gateway's defaults."""
     memory, texts = (Settings.model_fields[name].default for name in ("memory_bytes", "text_bytes"))
     return {
-        "PrefixIndex._prefixes": memory * 3 // 8 // (prefix_index.ENTRY_BYTES - prefix_index.HOLDER_BYTES),
+        "PrefixIndex._prefixes": memory * 3 // 8 // prefix_index.ENTRY_BYTES,
         "PositionCache._positions": memory // 2 // positions.ENTRY_BYTES,
         "DivergenceLearner._nodes": texts * 3 // 8 // divergence.PLACE_BYTES,
         "Explanations._records": explanations.MAX_REQUESTS,
