@@ -87,7 +87,8 @@ class _Held(NamedTuple):
     """A file of the directory."""
 
     last_use: int  # nanoseconds
-    num_bytes: int
+    length: int  # as it appears
+    num_bytes: int  # that it takes
 
 
 class StateFiles:
@@ -144,7 +145,7 @@ class StateFiles:
             for key, block in blocks.items():
                 path = self._path(key)
                 if path in held:
-                    if held[path].num_bytes == self.file_bytes:
+                    if held[path].length == self.file_bytes:
                         written.stored.append(key)
                         continue
                     del held[path]  # it was damaged, and is written anew
@@ -155,7 +156,7 @@ class StateFiles:
                 if sum(each.num_bytes for each in held.values()) + self.file_bytes > self._max_bytes:
                     break  # the bound is less than one file
                 self._write(path, key, block)
-                held[path] = _Held(os.stat(path).st_mtime_ns, self.file_bytes)
+                held[path] = _Held(os.stat(path).st_mtime_ns, self.file_bytes, self.file_bytes)
                 written.stored.append(key)
                 num_bytes += self.file_bytes
         return written._replace(num_bytes=num_bytes)
@@ -261,7 +262,8 @@ class StateFiles:
                     if _TEMPORARY_NAME.fullmatch(name):
                         path.unlink(missing_ok=True)
                     elif _STATE_NAME.fullmatch(name):
-                        held[path] = _Held(_last_use(path, status), self._bytes_of(folder, status))
+                        taken = self._bytes_of(folder, status)
+                        held[path] = _Held(_last_use(path, status), status.st_size, taken)
         return held
 
     def _bytes_of(self, folder: Path, status: os.stat_result) -> int:
