@@ -186,7 +186,7 @@ def main(model: str, form: str, when: str) -> None:
                 found[damage.name] = judge.at_a_start(damage)
             elif when == "while it runs":
                 found[damage.name] = judge.while_it_runs(damage)
-            elif damage.lost is Lost.ITS_OWN:
+            elif damage.lost is Lost.ITS_OWN and not damage.told:
                 each = (judge.at_a_start(damage, file) for file in range(FILES_OF_FIRST))
                 found[damage.name] = [wrong for of_file in each for wrong in of_file]
     print(json.dumps(found))

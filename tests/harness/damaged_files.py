@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import fcntl
 import os
 import random
@@ -12,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from engine_patches.disk.files import HEADER_BYTES, LOCK, SUFFIX
+from engine_patches.disk.files import HEADER_BYTES, LOCK, SUFFIX, StateFiles
 
 Apply = Callable[[random.Random, Path, Path], None]  # to a state's file, and another one beside it
 
@@ -284,13 +285,36 @@ def lock_is_a_fifo(draw: random.Random, path: Path, other: Path) -> None:
     os.mkfifo(lock)
 
 
+def no_room(draw: random.Random, path: Path, other: Path) -> None:
+    """It is gone, and the disk is full until `let_go`. In this process."""
+    path.unlink()
+    _plant("_write", errno.ENOSPC)
+
+
+def read_only(draw: random.Random, path: Path, other: Path) -> None:
+    """The disk was mounted again, for reading alone, until `let_go`. In this process."""
+    _plant("_locked", errno.EROFS)
+
+
+def _plant(method: str, error: int) -> None:
+    def fails(*arguments: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    _planted.append((method, getattr(StateFiles, method)))
+    setattr(StateFiles, method, fails)
+
+
 _held: list[int] = []  # descriptors
+
+_planted: list[tuple[str, object]] = []  # names of methods, and what they were
 
 
 def let_go() -> None:
-    """No lock is held any more."""
+    """No lock is held any more, and the disk is as it was."""
     while _held:
         os.close(_held.pop())
+    while _planted:
+        setattr(StateFiles, *_planted.pop())
 
 
 def remove(root: Path) -> None:
@@ -337,10 +361,14 @@ EVERYTHING = (
     *(Damage(apply, Lost.NOTHING) for apply in (from_the_future, from_the_past, strange_names, left_by_the_killed)),
     *(Damage(apply, Lost.NOTHING) for apply in (another_model, linked_folders, lock_is_a_fifo)),
     Damage(lock_is_held, Lost.NOTHING, told=True),
+    Damage(no_room, Lost.ITS_OWN, False, told=True),
     *(Damage(apply, Lost.ALL, seen=True) for apply in (no_files, no_folder, no_directory)),
     *(
         Damage(apply, Lost.REFUSED, False, told=True)
-        for apply in (file_for_folder, link_for_folder, open_to_all, open_to_a_group, lock_is_a_folder, lock_is_a_link)
+        for apply in (
+            *(file_for_folder, link_for_folder, open_to_all, open_to_a_group),
+            *(lock_is_a_folder, lock_is_a_link, read_only),
+        )
     ),
 )
 
