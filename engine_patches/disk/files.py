@@ -345,7 +345,8 @@ def _fault_of(status: os.stat_result) -> str:
         return "is no folder"
     if status.st_uid != os.geteuid():
         return "belongs to another user"
-    return "can be written to by others" if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
+    mode = stat.S_IMODE(status.st_mode)
+    return f"can be written to by others (mode {mode:o})" if mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
 
 
 def _last_use(path: Path, status: os.stat_result) -> int:

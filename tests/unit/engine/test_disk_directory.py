@@ -74,7 +74,7 @@ def test_a_directory_in_which_others_may_write_is_refused_in_words_and_stays_as_
     root.chmod(mode)
     held = StateFiles(root, IDENTITY, BLOCK, FILE)
     for call in (held.prepare, lambda: store(held, 1)):
-        with pytest.raises(NotOurs, match=f"{root} can be written to by others: name one"):
+        with pytest.raises(NotOurs, match=rf"{root} can be written to by others \(mode {mode:o}\): name one"):
             call()
     assert stat.S_IMODE(root.stat().st_mode) == mode and strangers_files(root) == there
     assert not (root / LOCK).exists()
