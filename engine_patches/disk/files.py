@@ -256,14 +256,13 @@ class StateFiles:
         """Every state under the root, of any identity. Removes temporary files: the lock is held."""
         held: dict[Path, _Held] = {}
         for folder in _folders_in(self._root):
-            with suppress(PermissionError):
-                for name, status in _files_in(folder):
-                    path = folder / name
-                    if _TEMPORARY_NAME.fullmatch(name):
-                        path.unlink(missing_ok=True)
-                    elif _STATE_NAME.fullmatch(name):
-                        taken = self._bytes_of(folder, status)
-                        held[path] = _Held(_last_use(path, status), status.st_size, taken)
+            for name, status in _files_in(folder):
+                path = folder / name
+                if _TEMPORARY_NAME.fullmatch(name):
+                    path.unlink(missing_ok=True)
+                elif _STATE_NAME.fullmatch(name):
+                    taken = self._bytes_of(folder, status)
+                    held[path] = _Held(_last_use(path, status), status.st_size, taken)
         return held
 
     def _bytes_of(self, folder: Path, status: os.stat_result) -> int:
@@ -350,12 +349,11 @@ def _fault_of(status: os.stat_result) -> str:
 
 
 def _last_use(path: Path, status: os.stat_result) -> int:
-    """When a file was used last, in nanoseconds. One from the future, of a clock that went wrong, is used now."""
-    now = time.time_ns()
-    if status.st_mtime_ns > now:
+    """When a file was used last, in nanoseconds. One from the future, of a clock that went wrong, is used just now."""
+    if status.st_mtime_ns > time.time_ns():
         with suppress(OSError):
             os.utime(path, follow_symlinks=False)
-    return min(status.st_mtime_ns, now)
+    return status.st_mtime_ns
 
 
 def _key_in(name: str) -> bytes:

@@ -246,10 +246,58 @@ def test_a_file_with_holes_takes_what_is_allocated_for_it(tmp_path: Path, size, 
 
 @pytest.mark.parametrize("length", [0, 5, FILE - 1, FILE + 1, 1 << 40])
 def test_a_file_that_has_not_our_length_is_written_anew(tmp_path: Path, length):
+    held = directory(tmp_path, max_bytes=2 * FILE)
+    store(held, 1, 2)
+    os.truncate(path_of(tmp_path, 1), length)
+    written = store(held, 1)
+    assert written.num_bytes == FILE and written.evicted == []
+    assert load(held, 1) == block_of(1) and load(held, 2) == block_of(2)
+
+
+@pytest.mark.parametrize("reads", [0, 1])
+def test_a_file_on_a_bad_sector_is_refused_and_written_anew(tmp_path: Path, monkeypatch, reads):
     held = directory(tmp_path)
     store(held, 1)
-    os.truncate(path_of(tmp_path, 1), length)
+    readv, before = os.readv, []
+
+    def fails(descriptor: int, into: Any) -> int:
+        before.append(descriptor)
+        if len(before) > reads:
+            raise OSError(5, "Input/output error")
+        return readv(descriptor, into)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.readv", fails)
+        with pytest.raises(RefusedFile) as refused:
+            load(held, 1)
+    assert refused.value.reason == files.UNREADABLE
     assert store(held, 1).num_bytes == FILE and load(held, 1) == block_of(1)
+
+
+def test_where_no_descriptor_is_left_no_good_file_is_removed(tmp_path: Path, monkeypatch):
+    held = directory(tmp_path)
+    store(held, 1)
+
+    def fails(*arguments: Any, **more: Any) -> int:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.open", fails)
+        with pytest.raises(RefusedFile):
+            load(held, 1)
+    assert load(held, 1) == block_of(1)
+
+
+@pytest.mark.parametrize("damage", [damaged_files.lock_is_a_folder, damaged_files.lock_is_a_link])
+def test_what_has_the_locks_name_and_is_none_is_refused_and_not_followed(tmp_path: Path, damage):
+    root = tmp_path / "states"
+    held = directory(root)
+    store(held, 1, 2)
+    damage(random.Random(1), path_of(root, 1), path_of(root, 2))
+    for call in (held.prepare, lambda: store(held, 3)):
+        with pytest.raises(OSError, match=r"Is a directory|symbolic link"):
+            call()
+    assert not (tmp_path / "not-made").exists() and load(held, 1) == block_of(1)
 
 
 @pytest.mark.parametrize("damage", [damaged_files.no_files, damaged_files.no_folder, damaged_files.no_directory])
