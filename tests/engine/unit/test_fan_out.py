@@ -342,3 +342,15 @@ def test_beside_a_draft_head_a_follower_has_to_share_a_unit_more_than_it_saves(c
     # The same prompt again computes the unit that it shares, and so needs no further token.
     assert deepest(gate, request("same", tokens=3600)) is not None
     assert deepest(gate, request("short", tokens=3599)) is None
+
+
+@pytest.mark.parametrize(("verified", "budget"), [(3, 8), (2, 8), (1, 4)])
+def test_a_step_that_is_full_of_requests_that_generate_is_weighed_too(gate, verified, budget):
+    """This runs inside vLLM's `schedule()`, where an exception ends the engine."""
+    leading(gate)
+    follower = request("follower")
+    expected = deepest(gate, follower)
+    generating = [request(f"g{n}", shared=f"t{n}", status=RequestStatus.RUNNING, computed=3999) for n in range(4)]
+    full = scheduler([expected.leader, *generating], [follower], budget=budget)
+    full.seamark.verified = verified
+    assert gate.pays(expected, full) in (True, False)
