@@ -85,7 +85,7 @@ class Answer:
     @property
     def is_encoded(self) -> bool:
         """Whether its body is compressed, or otherwise no text as it comes."""
-        if "content-encoding" not in self._response.headers:
+        if self.header("content-encoding") is None:
             return False
         return bool(codings((name.lower(), value) for name, value in self.headers))
 
