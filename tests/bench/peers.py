@@ -101,7 +101,7 @@ def start(servers: Servers, peer: Peer, workers: Sequence[Server], folder: Path,
 def environment_of(peer: Peer, say: Callable[[str], None]) -> Path:
     """The folder of the peer's virtual environment; one for each, so that none decides what another gets."""
     version = hashlib.sha256(f"{peer.package} {sys.version}".encode()).hexdigest()[:12]
-    folder = (CACHE / f"peer-{peer.name}-{version}").absolute()
+    folder = (CACHE / f"peer-{peer.name}-{version}").resolve()  # its scripts name it
     done = folder / "installed"
     if not done.exists():
         say(f"installing {peer.package} in {folder}")
