@@ -250,7 +250,7 @@ def test_smg_keeps_a_beginning_where_it_is_until_the_worker_is_that_far_beyond_t
 
 def test_vllm_router_keeps_it_until_the_fleet_is_uneven():
     policy = VllmRouter(2, 1)
-    chosen = [policy.choose(Execution(str(at), prompt(10**6 + at, head=2), (), 0.0), 0.0) for at in range(70)]
+    chosen = [policy.choose(Execution(str(at), prompt(10**6 + at, head=2), (), at), at) for at in range(70)]
     assert chosen == [chosen[0]] * 65 + [1 - chosen[0]] * 5
 
 
