@@ -52,9 +52,10 @@ def worth_waiting(tokens: int, elsewhere: int = 0, shared: int = 0) -> int:
 
     `shared`: tokens of the prompt's beginning that several conversations have.
     """
+    lost = tokens - elsewhere
     common = max(0, min(shared, tokens) - elsewhere)
-    own = tokens - elsewhere - common
-    return SHARED_PRICE * common + max(RECOMPUTE_PRICE * own, min(LEAD_PRICE * own, LEAD_TOKENS))
+    price = SHARED_PRICE * common + RECOMPUTE_PRICE * (lost - common)
+    return max(price, min(LEAD_PRICE * lost, LEAD_TOKENS))
 
 
 def choose(

@@ -115,6 +115,7 @@ def test_a_request_waits_for_its_holder_up_to_what_the_prefix_is_worth(tokens, w
     [
         (60_000, SHARED_PRICE * 60_000),  # a head of many, which is soon as useful elsewhere
         (99_999, SHARED_PRICE * 60_000),
+        (0, RECOMPUTE_PRICE * 60_000),
         (40_000, SHARED_PRICE * 40_000 + RECOMPUTE_PRICE * 20_000),
     ],
 )
@@ -125,6 +126,15 @@ def test_what_several_conversations_share_is_worth_less_of_a_wait(shared, wait):
     assert choose(workers, held, load_slack=0, shared=shared).boot == "b"
     workers[1].prefill_tokens += 1
     assert choose(workers, held, load_slack=0, shared=shared).boot == "a"
+
+
+def test_a_short_lead_is_borne_for_a_shared_beginning_too():
+    workers = [worker("a"), worker("b")]
+    held = {"b": Holding(8192, b"head", is_told=True)}
+    workers[1].prefill_tokens = LEAD_TOKENS
+    assert choose(workers, held, load_slack=0, shared=8192).boot == "b"
+    workers[1].prefill_tokens += 1
+    assert choose(workers, held, load_slack=0, shared=8192).boot == "a"
 
 
 @pytest.mark.parametrize("shared", [0, 40_000])
