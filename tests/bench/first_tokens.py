@@ -179,7 +179,7 @@ class Setup:
     def router(self, workers: Sequence[Server]) -> None:
         """vllm-router as it is shipped."""
         (peer,) = (peer for peer in PEERS if peer.name == VLLM_ROUTER)
-        server, failure = start(self.servers, peer, workers, self._folder, self._say)[1:]
+        server, failure = start(self.servers, peer, [worker.url for worker in workers], self._folder, self._say)[1:]
         if server is None:
             raise SystemExit(f"vllm-router does not run: {failure}")
         self._add(VLLM_ROUTER, server)

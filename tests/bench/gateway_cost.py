@@ -286,7 +286,7 @@ async def run(
             contestants.append(Contestant(name, server, CpuTime(server.process.pid)))
         missing = {}
         for peer in peers:
-            server, failure = start(servers, peer, [worker], Path(folder), say)[1:]
+            server, failure = start(servers, peer, [worker.url], Path(folder), say)[1:]
             if server is None:
                 missing[peer.name] = failure
                 continue

@@ -182,7 +182,7 @@ async def test_a_gateway_that_dies_is_given_up_and_the_others_go_on(stand: Stand
 def test_a_peer_that_cannot_be_installed_is_left_out_and_why_is_said(stand: Stand, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(peers, "CACHE", tmp_path)
     peer = Peer("absent", str(tmp_path / "absent-1.0-py3-none-any.whl"), lambda *about: Command(["absent"]))
-    started = peers.start(stand.servers, peer, [stand.worker], tmp_path, print)
+    started = peers.start(stand.servers, peer, [stand.worker.url], tmp_path, print)
     assert started.server is None and "pip" in started.failure
 
 
@@ -191,7 +191,7 @@ def test_a_peer_that_does_not_start_is_left_out_and_why_is_said(stand: Stand, tm
     (tmp_path / "bin" / "broken").symlink_to("/bin/false")
     monkeypatch.setattr(peers, "environment_of", lambda peer, say: tmp_path)
     peer = Peer("broken", "broken==1", lambda *about: Command(["broken"]))
-    started = peers.start(stand.servers, peer, [stand.worker], tmp_path, print)
+    started = peers.start(stand.servers, peer, [stand.worker.url], tmp_path, print)
     assert started.server is None and started.failure.startswith("broken ended with 1")
 
 
