@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast test-all lint test-deploy soak fuzz attacks cache-chaos bench-gateway check-templates audit lock test-gpu-path test-drafts test-nixl test-ray test-disk test-clients test-chart
+.PHONY: demo test test-fast test-all lint test-deploy soak fuzz attacks cache-chaos damage bench-gateway check-templates audit lock test-gpu-path test-drafts test-nixl test-ray test-disk test-clients test-chart
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -101,6 +101,12 @@ cache-chaos:
 check-templates:
 	@./set-up.sh
 	@.venv/bin/python -m tests.bench.templates $(DIR) $(ARGS)
+
+# A checkpoint directory damaged in 42 ways, at a start and while it is used, and two workers on one, on vLLM's scheduler
+# and on engines of both families: some 15 minutes.
+damage:
+	@./set-up.sh
+	@.venv/bin/python -m pytest -n 0 -s -m "on_request or thorough or not thorough" tests/engine/test_disk_damage.py tests/engine/test_disk_audit.py $(ARGS)
 
 # Known vulnerabilities of the locked versions. Needs pipx and the network.
 audit:

@@ -75,10 +75,11 @@ def _staging_rows(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 class _Offer(NamedTuple):
-    """Blocks that are held until they are stored."""
+    """What is to be stored. Blocks are held until they are."""
 
     request_id: str
     blocks: dict[bytes, Any]  # vLLM's KVCacheBlock by key, in the order of their cache groups
+    rows: list[bytes]  # keys that are in host memory still, and not on disk: they were lost there, or never came
 
 
 class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
@@ -120,14 +121,17 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         checkpoints = self._checkpoints
         if checkpoints is None or not (used or self._keep_all):
             return
-        if not self._tier.usable or not _is_plain(request) or self._is_held(self._state_key(request, position)):
+        if not self._tier.takes_stores or not _is_plain(request):
             return
-        cached = self._pool.cached_block_hash_to_block
-        keys = sorted(self._held_keys.keys_of(request, position), key=lambda key: key[_GROUP])
-        found = {key: cached.get_one_block(key) for key in keys if not self._is_held(key)}
-        if found and all(block is not None for block in found.values()):
+        cached, row_of = self._pool.cached_block_hash_to_block, self.manager.primary_tier._policy.get
+        # Each of them: a file of another group may be gone, or have been refused.
+        keys = [key for key in self._held_keys.keys_of(request, position) if not self._is_stored(key)]
+        rows = [key for key in keys if row_of(key) is not None]
+        missing = sorted((key for key in keys if row_of(key) is None), key=lambda key: key[_GROUP])
+        found = {key: cached.get_one_block(key) for key in missing}
+        if keys and all(block is not None for block in found.values()):
             self._pool.touch(list(found.values()))
-            self._offers.append(_Offer(request.request_id, found))
+            self._offers.append(_Offer(request.request_id, found, rows))
 
     def close(self, why: str) -> None:
         """Let go of all blocks, and find nothing any more: states may be of other weights than the identity's."""
@@ -188,7 +192,8 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         jobs: dict[int, Any] = {}
         offers, self._offers = self._offers, []
         for offer in offers:
-            made = self._store_job(offer)
+            self._store_rows(offer)
+            made = self._store_job(offer) if offer.blocks else None
             if made is None:
                 self._pool.free_blocks(reversed(list(offer.blocks.values())))
             else:
@@ -196,6 +201,12 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
                 jobs[job] = transfer
                 self._stored_from[job] = list(offer.blocks.values())
         return jobs
+
+    def _store_rows(self, offer: _Offer) -> None:
+        status = self._req_status.get(offer.request_id)
+        rows = [key for key in offer.rows if self._is_ready(key) and not self._is_stored(key)]
+        if rows and status is not None:
+            self._tier.submit_store(self.manager.create_store_job(rows, status.req_context))
 
     def _store_job(self, offer: _Offer) -> tuple[int, Any] | None:
         status = self._req_status.get(offer.request_id)
@@ -285,6 +296,16 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     def _is_held(self, key: bytes) -> bool:
         """Whether a key's block is in host memory or on disk."""
         return self.manager.primary_tier._policy.get(key) is not None or self._tier.holds(key)
+
+    def _is_stored(self, key: bytes) -> bool:
+        """Whether a key's block is on disk, or on its way there."""
+        row = self.manager.primary_tier._policy.get(key)
+        coming = row is not None and not row.is_ready  # into host memory, and from there to the disk; or from it
+        return coming or self._tier.holds(key) or self._tier.is_written(key)
+
+    def _is_ready(self, key: bytes) -> bool:
+        row = self.manager.primary_tier._policy.get(key)
+        return row is not None and bool(row.is_ready)
 
     def _pays(self, request: Any, keys: list[Any], gained: int) -> bool:
         """Whether a load saves more time than it takes; counted once for each request if it does not."""

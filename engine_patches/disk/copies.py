@@ -84,16 +84,19 @@ class CheckpointSpec(TieringOffloadingSpec):  # type: ignore[misc]
         super().__init__(config)
         self._copies: PlainCopies | None = None
 
-    def get_manager(self) -> Any:
-        """vLLM's: the manager of the tiers, in the scheduler's process."""
-        manager = super().get_manager()
-        region = self._scheduler_mmap
-        # All workers have mapped the file when the scheduler begins. Without a name it goes with the last of them,
-        # however that ends; vLLM's own removal does not survive SIGKILL.
+    @property
+    def _scheduler_mmap(self) -> Any:
+        """vLLM's: the scheduler's view of the rows, which it opens before it makes the tiers behind them."""
+        return self._region
+
+    @_scheduler_mmap.setter
+    def _scheduler_mmap(self, region: Any) -> None:
+        self._region = region
+        # All workers have mapped the file by now. Without a name it goes with the last of them, however that ends, and
+        # whatever a tier does at its start; vLLM's own removal does not survive SIGKILL.
         if region is not None and not region._creator:
             with suppress(FileNotFoundError):
                 Path(region.mmap_path).unlink()
-        return manager
 
     def get_worker(self, kv_caches: Any) -> Any:
         """vLLM's: what copies, in a worker's process."""

@@ -5,6 +5,10 @@ block (model, weights, layout, versions), and a checksum covers both parts. What
 
 Several processes may write to one directory. Whoever writes or removes holds a lock on it, which the system takes back
 from a process that is killed; so any temporary file seen by the lock's holder is one that nobody is going to finish.
+
+A directory may hold other things, too. Only what these processes have made is read, moved or removed: regular files of
+this user's whose names are ours in full, in folders of this user's. No link is followed below the directory, and where
+another user may write nothing is trusted at all.
 """
 
 from __future__ import annotations
@@ -12,7 +16,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
+import stat
 import struct
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -39,6 +46,17 @@ SUFFIX = ".state"
 TEMPORARY = ".tmp"
 LOCK = ".lock"
 
+# In full: of the folder of an identity, of a file in it (a hash of at least 16 bytes, and its cache group), and of one
+# that is being written.
+_FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
+_STATE_NAME = re.compile(rf"(?:[0-9a-f]{{2}}){{20,64}}{re.escape(SUFFIX)}")
+_TEMPORARY_NAME = re.compile(rf"\d+-\d+{re.escape(TEMPORARY)}")
+
+# How long a start, and a write, waits for the lock, and how often it is asked for meanwhile. Seconds.
+START_LOCK_SECONDS, LOCK_SECONDS, LOCK_POLL_SECONDS = 4.0, 20.0, 0.01
+
+_BLOCK_BYTES = 512  # what the system counts allocated bytes in
+
 # Why a file is not believed, or could not be written.
 LENGTH, FORMAT, IDENTITY, KEY, CHECKSUM = "length", "format", "identity", "key", "checksum"
 UNREADABLE, NOT_WRITTEN = "unreadable", "not_written"
@@ -53,12 +71,24 @@ class RefusedFile(Exception):
         self.reason = reason
 
 
+class NotOurs(PermissionError):
+    """A directory in which others may write; its text says what to do."""
+
+
 class Written(NamedTuple):
     """What a call of `write` has changed."""
 
     stored: list[bytes]  # keys that have a file now
     evicted: list[bytes]  # keys of this identity whose files had to go
     num_bytes: int  # written
+
+
+class _Held(NamedTuple):
+    """A file of the directory."""
+
+    last_use: int  # nanoseconds
+    length: int  # as it appears
+    num_bytes: int  # that it takes
 
 
 class StateFiles:
@@ -72,6 +102,7 @@ class StateFiles:
         self._max_bytes = max_bytes
         self._folder = root / identity.hex()[:32]
         self._number = 0
+        self._patience = LOCK_SECONDS
 
     @property
     def file_bytes(self) -> int:
@@ -79,45 +110,53 @@ class StateFiles:
         return HEADER_BYTES + self._block_bytes
 
     def prepare(self) -> None:
-        """Make the directory, for this user alone, and remove what killed writers left. Raises `OSError`."""
-        self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with suppress(PermissionError):  # somebody else's directory; the folder in it is ours
-            self._root.chmod(0o700)
-        self._folder.mkdir(exist_ok=True, mode=0o700)
-        self._folder.chmod(0o700)
-        with self._locked():
+        """Make the directory, for this user alone, and remove what killed writers left.
+
+        Raises `NotOurs` and other `OSError`; `TimeoutError` if it may be read and somebody holds its lock.
+        """
+        self._make_folders()
+        with self._locked(START_LOCK_SECONDS):
             self._make_room(self._scan(), 0)
 
     def keys(self) -> dict[bytes, None]:
-        """Keys that have a file, the ones used last at the end. Raises `OSError`."""
-        with os.scandir(self._folder) as entries:
-            found = [(entry.stat().st_mtime_ns, entry.name) for entry in entries if entry.name.endswith(SUFFIX)]
-        keys = (_key_in(name) for _, name in sorted(found))
-        return {key: None for key in keys if key is not None}
+        """Keys that have a file, the ones used last at the end; none in a directory that is gone. Raises `OSError`."""
+        found = [(status.st_mtime_ns, name) for name, status in _files_in(self._folder) if _STATE_NAME.fullmatch(name)]
+        return {_key_in(name): None for _, name in sorted(found)}
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """The files of these keys, if there are any, were used just now."""
         for key in keys:
             with suppress(OSError):
-                os.utime(self._path(key))
+                os.utime(self._path(key), follow_symlinks=False)
 
     def write(self, blocks: Mapping[bytes, memoryview]) -> Written:
-        """Give each key a file with its block, in place of files that were not used for longer. Raises `OSError`."""
+        """Give each key a file with its block, in place of files that were not used for longer.
+
+        A key whose name something else has gets none. Raises `NotOurs` and other `OSError`. Who has waited for the lock
+        in vain asks for it once from then on, until it gets it.
+        """
         written = Written([], [], 0)
         num_bytes = 0
-        with self._locked():
+        self._make_folders()
+        patience, self._patience = self._patience, 0.0
+        with self._locked(patience):
+            self._patience = LOCK_SECONDS
             held = self._scan()
             for key, block in blocks.items():
                 path = self._path(key)
                 if path in held:
-                    written.stored.append(key)
+                    if held[path].length == self.file_bytes:
+                        written.stored.append(key)
+                        continue
+                    del held[path]  # it was damaged, and is written anew
+                elif os.path.lexists(path):
                     continue
                 gone = self._make_room(held, self.file_bytes)
                 written.evicted.extend(gone)
-                if sum(size for _, size in held.values()) + self.file_bytes > self._max_bytes:
+                if sum(each.num_bytes for each in held.values()) + self.file_bytes > self._max_bytes:
                     break  # the bound is less than one file
                 self._write(path, key, block)
-                held[path] = (os.stat(path).st_mtime_ns, self.file_bytes)
+                held[path] = _Held(os.stat(path).st_mtime_ns, self.file_bytes, self.file_bytes)
                 written.stored.append(key)
                 num_bytes += self.file_bytes
         return written._replace(num_bytes=num_bytes)
@@ -125,7 +164,8 @@ class StateFiles:
     def read(self, key: bytes, into: memoryview) -> None:
         """Fill `into` with the block of `key`. What it holds after an error is nobody's.
 
-        Raises `RefusedFile`, and removes the file, if it is not to be believed; `FileNotFoundError` if there is none.
+        Raises `RefusedFile` if the file is not to be believed, and removes it if it is one of ours; `FileNotFoundError`
+        if there is none.
         """
         path = self._path(key)
         try:
@@ -139,16 +179,25 @@ class StateFiles:
         except OSError as error:
             raise RefusedFile(UNREADABLE) from error
         with suppress(OSError):
-            os.utime(path)
+            os.utime(path, follow_symlinks=False)
 
     def _read(self, path: Path, key: bytes, into: memoryview) -> None:
         header = bytearray(HEADER_BYTES)
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != self.file_bytes or len(into) != self._block_bytes:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO would be waited for
+        try:
+            status = os.fstat(descriptor)
+            if not _is_our_file(status):
+                raise PermissionError(f"{path} is no file of this user's")
+            if status.st_size != self.file_bytes or len(into) != self._block_bytes:
                 raise RefusedFile(LENGTH)
-            if not (_fill(file.fileno(), memoryview(header)) and _fill(file.fileno(), into)):
+            try:
+                whole = _fill(descriptor, memoryview(header)) and _fill(descriptor, into)
+            except OSError as error:  # a bad sector
+                raise RefusedFile(UNREADABLE) from error
+            if not whole:
                 raise RefusedFile(LENGTH)  # it became shorter meanwhile
+        finally:
+            os.close(descriptor)
         magic, identity, length, padded, key_bytes = _FIELDS.unpack_from(header)
         if magic != _MAGIC or length != self._block_bytes:
             raise RefusedFile(FORMAT)
@@ -179,43 +228,60 @@ class StateFiles:
                 temporary.unlink()
             raise
 
-    def _make_room(self, held: dict[Path, tuple[int, int]], wanted: int) -> list[bytes]:
+    def _make_room(self, held: dict[Path, _Held], wanted: int) -> list[bytes]:
         """Remove files, the ones not used for longest first, until `wanted` bytes fit; keys of this identity's."""
-        used = sum(size for _, size in held.values())
+        used = sum(each.num_bytes for each in held.values())
         evicted = []
-        for path, (_, size) in sorted(held.items(), key=lambda item: item[1]):
+        for path, each in sorted(held.items(), key=lambda item: item[1]):
             if used + wanted <= self._max_bytes:
                 break
             with suppress(FileNotFoundError):
                 path.unlink()
             del held[path]
-            used -= size
-            key = _key_in(path.name)
-            if path.parent == self._folder and key is not None:
-                evicted.append(key)
+            used -= each.num_bytes
+            if path.parent == self._folder:
+                evicted.append(_key_in(path.name))
         return evicted
 
-    def _scan(self) -> dict[Path, tuple[int, int]]:
-        """Every file under the root: time of its last use, size. Removes temporary ones: the lock is held."""
-        held: dict[Path, tuple[int, int]] = {}
-        for folder in self._root.iterdir():
-            if not folder.is_dir():
-                continue
-            with suppress(PermissionError), os.scandir(folder) as entries:
-                for entry in entries:
-                    with suppress(FileNotFoundError):  # a reader has refused it
-                        if entry.name.endswith(TEMPORARY):
-                            os.unlink(entry.path)
-                        elif entry.name.endswith(SUFFIX):
-                            stat = entry.stat()
-                            held[Path(entry.path)] = (stat.st_mtime_ns, stat.st_size)
+    def _make_folders(self) -> None:
+        """Make what is missing of them. Raises `NotOurs` if others may write to what is there."""
+        self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder.mkdir(exist_ok=True, mode=0o700)
+        # Where the operator's name for it leads is the operator's choice.
+        for path, status in ((self._root, self._root.stat()), (self._folder, self._folder.lstat())):
+            if fault := _fault_of(status):
+                raise NotOurs(f"{path} {fault}: name one that is this user's alone, or that does not exist yet")
+
+    def _scan(self) -> dict[Path, _Held]:
+        """Every state under the root, of any identity. Removes temporary files: the lock is held."""
+        held: dict[Path, _Held] = {}
+        for folder in _folders_in(self._root):
+            for name, status in _files_in(folder):
+                path = folder / name
+                if _TEMPORARY_NAME.fullmatch(name):
+                    path.unlink(missing_ok=True)
+                elif _STATE_NAME.fullmatch(name):
+                    taken = self._bytes_of(folder, status)
+                    held[path] = _Held(_last_use(path, status), status.st_size, taken)
         return held
 
+    def _bytes_of(self, folder: Path, status: os.stat_result) -> int:
+        """What a file takes: one with holes is as large as it likes to appear."""
+        if folder == self._folder and status.st_size == self.file_bytes:
+            return self.file_bytes
+        return min(status.st_size, status.st_blocks * _BLOCK_BYTES)
+
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        descriptor = os.open(self._root / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    def _locked(self, seconds: float) -> Iterator[None]:
+        """Hold the lock. Raises `TimeoutError` after so many seconds."""
+        path = self._root / LOCK
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            until = time.monotonic() + seconds
+            while not _lock(descriptor):
+                if time.monotonic() >= until:
+                    raise TimeoutError(f"another process holds {path}")
+                time.sleep(LOCK_POLL_SECONDS)
             yield
         finally:
             os.close(descriptor)
@@ -231,6 +297,15 @@ def _digest(header: bytearray, block: memoryview) -> bytes:
     return bytes(digest.digest())
 
 
+def _lock(descriptor: int) -> bool:
+    """Whether the lock could be had."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _fill(descriptor: int, into: memoryview) -> bool:
     while into:
         count = os.readv(descriptor, [into])
@@ -240,8 +315,47 @@ def _fill(descriptor: int, into: memoryview) -> bool:
     return True
 
 
-def _key_in(name: str) -> bytes | None:
-    try:
-        return bytes.fromhex(name.removesuffix(SUFFIX))
-    except ValueError:
-        return None
+def _files_in(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """This user's regular files in a folder, with their names. What others remove meanwhile is left out."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                if _is_our_file(status):
+                    yield entry.name, status
+
+
+def _folders_in(root: Path) -> Iterator[Path]:
+    """The folders of identities, this user's."""
+    with os.scandir(root) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                if _FOLDER_NAME.fullmatch(entry.name) and not _fault_of(entry.stat(follow_symlinks=False)):
+                    yield Path(entry.path)
+
+
+def _is_our_file(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _fault_of(status: os.stat_result) -> str:
+    """Why a folder is not this user's, or why somebody else can put or move something there; "" if neither is so."""
+    if not stat.S_ISDIR(status.st_mode):
+        return "is no folder"
+    if status.st_uid != os.geteuid():
+        return "belongs to another user"
+    mode = stat.S_IMODE(status.st_mode)
+    return f"can be written to by others (mode {mode:o})" if mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
+
+
+def _last_use(path: Path, status: os.stat_result) -> int:
+    """When a file was used last, in nanoseconds. One from the future, of a clock that went wrong, is used just now."""
+    if status.st_mtime_ns > time.time_ns():
+        with suppress(OSError):
+            os.utime(path, follow_symlinks=False)
+    return status.st_mtime_ns
+
+
+def _key_in(name: str) -> bytes:
+    """The key in the name of a state's file."""
+    return bytes.fromhex(name.removesuffix(SUFFIX))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -19,13 +20,17 @@ from typing import Any, ClassVar, NamedTuple
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from engine_patches.disk.files import NOT_WRITTEN, UNREADABLE, RefusedFile, StateFiles
+from engine_patches.disk.files import NOT_WRITTEN, UNREADABLE, NotOurs, RefusedFile, StateFiles
 from engine_patches.disk.load_cost import LoadCost
 
 READERS = 4  # threads
 
-# Seconds between two looks at what other workers have written, and at how fast the disk is.
+# Seconds between two looks at what other workers have written, and at how fast the disk is; and for which nothing is
+# offered to a disk that has not taken something.
 REFRESH_SECONDS = 30.0
+
+# A start waits so long for the directory, its lock and the files that are read first: longer than for the lock alone.
+START_SECONDS = 30.0
 
 # Files read at the start and with each of those looks, so that no request has to find out that the disk is slow.
 PROBES = 3
@@ -37,10 +42,11 @@ class _Done(NamedTuple):
     """A finished task, as it comes back from its thread."""
 
     result: JobResult | None = None
+    attempted: Iterable[bytes] = ()  # keys that were to be stored
     stored: Iterable[bytes] = ()
     gone: Iterable[bytes] = ()
     known: dict[bytes, None] | None = None  # all keys on disk; None: not looked
-    reasons: Iterable[str] = ()  # of files that were refused
+    reasons: Sequence[str] = ()  # of files that were refused
     written: int = 0  # bytes
     loads: tuple[tuple[int, float], ...] = ()  # bytes, seconds
     error: str = ""
@@ -70,6 +76,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         self._files = StateFiles(Path(root_dir), bytes.fromhex(identity), self.block_size_bytes, max_bytes)
         self._rows = primary_kv_view.cast("B")
         self._index: dict[bytes, None] = {}
+        self._being_written: Counter[bytes] = Counter()  # keys, by jobs
         self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
         self._readers = ThreadPoolExecutor(READERS, "seamark-disk-read")
         # One: writers wait for the directory's lock anyway, and what it reports comes in the order it happened in.
@@ -77,16 +84,24 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         self._running: set[Future[None]] = set()
         self._warned: set[str] = set()
         self._next_refresh = time.monotonic() + REFRESH_SECONDS
+        self._no_stores_until = 0.0
         # What is refused now stays refused: nobody could say what is in a directory that was not made sure of.
-        self.usable = bool(identity) and self._is_ours()
-        if self._index:
-            self._apply(self._try(self._probe))
+        self.usable = bool(identity) and self._open()
         if self.usable:
             logger.info("seamark: %d blocks of states in %s", len(self._index), root_dir)
 
     def holds(self, key: bytes) -> bool:
         """Whether there is a file for a key, as far as this process knows."""
         return key in self._index
+
+    def is_written(self, key: bytes) -> bool:
+        """Whether a file for a key is going to be there."""
+        return key in self._being_written
+
+    @property
+    def takes_stores(self) -> bool:
+        """Whether it is worth while to give it something: it is usable, and has not failed to take the last one."""
+        return self.usable and time.monotonic() >= self._no_stores_until
 
     @property
     def bytes_held(self) -> int:
@@ -110,6 +125,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
     def submit_store(self, job_metadata: Any) -> None:
         """vLLM's: write rows of host memory to disk."""
         rows = {bytes(key): self._row(int(chunk)) for key, chunk in self._pairs(job_metadata)}
+        self._being_written.update(rows.keys())
         self._submit(self._writer, lambda: self._store(job_metadata.job_id, rows))
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -161,7 +177,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         try:
             return task()
         except OSError as error:
-            return _Done(reasons=[UNREADABLE], error=f"cannot be read: {error}")
+            return _Done(reasons=[UNREADABLE], error=_told(error, "cannot be read"))
 
     def _apply(self, done: _Done) -> None:
         if done.known is not None:
@@ -169,6 +185,9 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         for key in done.gone:
             self._index.pop(key, None)
         self._index.update((key, None) for key in done.stored)
+        self._being_written -= Counter(done.attempted)
+        if NOT_WRITTEN in done.reasons:
+            self._no_stores_until = time.monotonic() + REFRESH_SECONDS
         self.refused.update(done.reasons)
         self.bytes_written += done.written
         if done.result is not None:
@@ -180,16 +199,30 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
             self._warned.add(kind)
             logger.warning("seamark: the checkpoint directory %s; serving goes on without it", done.error)
 
-    def _is_ours(self) -> bool:
-        """Whether the directory could be made, or made this user's alone, and read."""
+    def _open(self) -> bool:
+        """Whether the directory is, or could be made, this user's alone, and was read within `START_SECONDS`.
+
+        In a thread that nobody waits for: a disk that hangs must not keep an engine from its start, or its end.
+        """
 
         def prepare() -> _Done:
-            self._files.prepare()
-            return _Done(known=self._files.keys())
+            busy = _Done()
+            try:
+                self._files.prepare()
+            except TimeoutError as error:
+                busy = _not_written(error)
+            probed = self._probe()
+            reasons = (*busy.reasons, *probed.reasons)
+            return probed._replace(known=self._files.keys(), reasons=reasons, error=busy.error)
 
-        done = self._try(prepare)
+        opened: queue.SimpleQueue[_Done] = queue.SimpleQueue()
+        threading.Thread(target=lambda: opened.put(self._try(prepare)), name="seamark-disk-open", daemon=True).start()
+        try:
+            done = opened.get(timeout=START_SECONDS)
+        except queue.Empty:
+            done = _Done(reasons=[UNREADABLE], error=f"cannot be read: no answer for {START_SECONDS:.0f} seconds")
         self._apply(done)
-        return not done.error
+        return done.known is not None
 
     def _refresh(self, in_use: Iterable[bytes]) -> _Done:
         self._files.touch(in_use)
@@ -214,15 +247,15 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         return _Done(gone=gone, reasons=reasons, loads=tuple(loads))
 
     def _store(self, job_id: int, rows: dict[bytes, memoryview]) -> _Done:
-        failed = JobResult(job_id=job_id, success=False)
+        failed, keys = JobResult(job_id=job_id, success=False), tuple(rows)
         if not self.usable:
-            return _Done(failed, reasons=[NOT_WRITTEN])
+            return _Done(failed, keys, reasons=[NOT_WRITTEN])
         try:
             written = self._files.write(rows)
         except OSError as error:
-            return _Done(failed, reasons=[NOT_WRITTEN], error=f"cannot be written to: {error}")
+            return _not_written(error)._replace(result=failed, attempted=keys)
         done = JobResult(job_id=job_id, success=True, transfer_bytes=written.num_bytes)
-        return _Done(done, written.stored, written.evicted, written=written.num_bytes)
+        return _Done(done, keys, written.stored, written.evicted, written=written.num_bytes)
 
     def _load(self, job_id: int, rows: dict[bytes, memoryview], began: float) -> _Done:
         loaded, gone, reasons = [], [], []
@@ -246,3 +279,11 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         )
         loads = ((num_bytes, seconds),) if loaded else ()
         return _Done(done, gone=gone, reasons=reasons, loads=loads)
+
+
+def _not_written(error: OSError) -> _Done:
+    return _Done(reasons=[NOT_WRITTEN], error=_told(error, "cannot be written to"))
+
+
+def _told(error: OSError, otherwise: str) -> str:
+    return f"{'is not used' if isinstance(error, NotOurs) else otherwise}: {error}"

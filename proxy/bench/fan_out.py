@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ from proxy.bench.harness.client import (
 from proxy.bench.harness.counters import CpuTime, PassCounter, samples_of
 from proxy.bench.harness.ratios import Comparison, Pair
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
+from proxy.bench.stories import UNIT
 from proxy.commands.parser import Parser
 
 FLAGS = (
@@ -48,7 +49,7 @@ ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2"}
 
 GATE_OFF = {"SEAMARK_FAN_OUT": "0"}
 
-MOST_COMPUTED = 1.05  # of the prompt tokens that have to be
+MOST_COMPUTED = 1.02  # of the prompt tokens that have to be
 
 MOST_DELAY = 1.1  # of short requests, gate on over gate off
 
@@ -82,8 +83,9 @@ class WavePlan:
 
     @property
     def ideal(self) -> int:
-        """Prompt tokens that have to be computed: each shared part once."""
-        return self.groups * (self.shared + self.size * self.own)
+        """Prompt tokens that have to be computed: each shared part once, up to the last match unit that it fills."""
+        found = self.shared // UNIT * UNIT
+        return self.groups * (found + self.size * (self.shared - found + self.own))
 
     def prompts(self, *seed: object) -> list[list[int]]:
         """A request of each group in turn: A, B, A, B, ..."""
@@ -430,13 +432,16 @@ def report(result: FanOut) -> Mapping[str, object]:
 def main(argv: list[str]) -> int:
     parser = Parser(prog="seamark bench fan-out", description="cold fan-outs on a busy engine")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="waves with short requests, on each side")
+    parser.add_argument("--shared", type=int, default=PLAN.shared, metavar="TOKENS", help=f"of a group ({PLAN.shared})")
     parser.add_argument("--json", action="store_true", help="print the report instead of the tables")
     args = parser.parse_args(argv)
     if args.pairs < 1:
         parser.error("--pairs: at least one")
+    if not MIN_TOKENS <= args.shared <= PLAN.shared:
+        parser.error(f"--shared: {MIN_TOKENS} to {PLAN.shared}")
     say = narrator()
     model = generated_model(say)
     with tempfile.TemporaryDirectory(prefix="seamark-fan-out-") as folder, Servers(Path(folder)) as servers:
-        result = asyncio.run(measure(servers, model, PLAN, args.pairs, say))
+        result = asyncio.run(measure(servers, model, replace(PLAN, shared=args.shared), args.pairs, say))
     print(json.dumps(report(result), indent=1) if args.json else render(result))
     return 0 if all(verdict.held for verdict in result.verdicts) else 1

@@ -10,6 +10,9 @@ from proxy.boundaries.resolve import MAX_ENTRIES, Entry
 
 Kind = Literal["system", "history", "turn", "explicit", "learned"]
 
+# Ends of what other conversations are known to begin with, too.
+SHARED: frozenset[Kind] = frozenset({"system", "learned"})
+
 # How the entries of a hint came about: by facts of the template alone, with positions remembered of this very head, or
 # there are none.
 LookupResult = Literal["learnt", "head", "none"]
@@ -51,6 +54,12 @@ class Found(NamedTuple):
     def turn_key(self) -> bytes | None:
         """Key of the whole chat; None if no turn ends with it."""
         return self.layout.turn_key if self.layout is not None else None
+
+    @property
+    def shared(self) -> int:
+        """Tokens of the beginning that other conversations have, too, as well as that is known; 0: none."""
+        ends = (boundary.tokens or boundary.estimate for boundary in self.boundaries if boundary.kind in SHARED)
+        return max(ends, default=0)
 
     def without_request(self) -> Found:
         """What can be kept for long: the rest would keep the parsed request alive, whose bytes nobody counts."""

@@ -6,7 +6,6 @@ A wrong match costs a hit, not an answer.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -161,7 +160,14 @@ def _calls(calls: Any) -> Any:
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            with contextlib.suppress(ValueError, RecursionError):
-                call = {**call, "function": {**function, "arguments": _decode(function["arguments"])}}
+            call = {**call, "function": {**function, "arguments": _decoded(function["arguments"])}}
         read.append(call)
     return read
+
+
+def _decoded(arguments: str) -> Any:
+    """What the arguments are as JSON; if they are none, as they were written."""
+    try:
+        return _decode(arguments)
+    except (ValueError, RecursionError):
+        return arguments

@@ -4,7 +4,6 @@ reads. Keys are made from what is forwarded, after the rules; nothing here belon
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -49,7 +48,7 @@ def _billing_header(body: Mapping[str, Any]) -> list[Edit]:
 def _headless(path: Path, text: str) -> list[Edit]:
     if (header := _HEADER.match(text)) is None:
         return []
-    return [Edit(path, json.dumps(text[header.end() :]))]
+    return [Edit(path, text[header.end() :])]
 
 
 def _tools_sorted(body: Mapping[str, Any]) -> list[Edit]:
@@ -57,7 +56,7 @@ def _tools_sorted(body: Mapping[str, Any]) -> list[Edit]:
     ordered = sorted_by_name(body.get("tools"))
     if not ordered or ordered == body["tools"]:
         return []
-    return [Edit(("tools",), json.dumps(ordered))]
+    return [Edit(("tools",), ordered)]
 
 
 RULES = {

@@ -206,12 +206,16 @@ def codings(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> HeaderList:
     """The headers that travel on: all but hop-by-hop ones, those that `Connection` names, and `dropped`."""
-    listed = [(key.lower(), value) for key, value in headers]
     dropped = _with_hop_by_hop(dropped)
-    named = {token.strip().lower() for key, value in listed if key == b"connection" for token in value.split(b",")}
-    if named:
-        dropped = dropped | named
-    return [header for header in listed if header[0] not in dropped]
+    kept: HeaderList = []
+    named: set[bytes] = set()
+    for key, value in headers:
+        name = key.lower()
+        if name not in dropped:
+            kept.append((name, value))
+        elif name == b"connection":
+            named.update(token.strip().lower() for token in value.split(b","))
+    return [each for each in kept if each[0] not in named] if named else kept
 
 
 def unencoded(headers: HeaderList) -> HeaderList:

@@ -85,6 +85,8 @@ class Answer:
     @property
     def is_encoded(self) -> bool:
         """Whether its body is compressed, or otherwise no text as it comes."""
+        if self.header("content-encoding") is None:
+            return False
         return bool(codings((name.lower(), value) for name, value in self.headers))
 
     async def chunks(self) -> AsyncIterator[bytes]:

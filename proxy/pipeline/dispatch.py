@@ -213,7 +213,7 @@ class Dispatcher:
         boots = {worker.boot for worker in self._pool.serving(model) if worker.takes_hints}
         held = self._prefix_index.longest(found.prefixes, boots)
         together = affinity_key(request.client.headers, request.body.parsed) or together
-        worker = choose(workers, held, self._load_slack, together)
+        worker = choose(workers, held, self._load_slack, together, found.shared)
         boot, engine, takes_hints = worker.boot, worker.engine, worker.takes_hints
         here, longest = held.get(boot), max(held.values(), default=None)
         # For a request that is sent again, elsewhere, the first try does not count as sent before.

@@ -129,7 +129,8 @@ class Prefills:
         if found is None:
             return choose(workers, {}, self._load_slack)
         held = self._prefix_index.longest(found.prefixes, {worker.boot for worker in workers})
-        worker = choose(workers, held, self._load_slack, affinity_key(request.client.headers, request.body.parsed))
+        together = affinity_key(request.client.headers, request.body.parsed)
+        worker = choose(workers, held, self._load_slack, together, found.shared)
         self._prefix_index.record(found.boundaries, worker.boot, worker.hint(found))
         return worker
 

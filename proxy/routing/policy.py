@@ -19,6 +19,10 @@ REQUEST_TOKENS = 512
 # fewer hits than a session bound to one worker, and 4 the most with the earliest first tokens.
 RECOMPUTE_PRICE = 4
 
+# A beginning that several conversations share is not held twice for nothing: the copy serves those that come there
+# next. What is left of its price is the delay; at the full one agents would queue where their head was computed first.
+SHARED_PRICE = 2
+
 # A worker gets ahead of the others by whole prompts, and for seconds: conversations that left it then would be computed
 # and held twice, for a lead that is soon gone. So a lead of up to LEAD_TOKENS (six passes of vLLM's 8,192 tokens) is
 # borne at a higher price for each token. On replayed chats that keeps 1 to 3 of 100 hits more and the last first tokens
@@ -26,6 +30,9 @@ RECOMPUTE_PRICE = 4
 LEAD_TOKENS = 49_152
 
 LEAD_PRICE = 16
+
+# So many of the lengths that workers hold are weighed, the longest first: of more than these none is worth the time.
+MOST_LENGTHS = 8
 
 # Where other gateways send to the same workers, what they sent in the last milliseconds is not known yet, and all would
 # give their next requests to the one idlest worker. So workers that are so much busier than it (half of a pass of
@@ -40,15 +47,28 @@ def load(worker: Worker) -> int:
     return worker.prefill_tokens + others.prefill_tokens + requests * REQUEST_TOKENS
 
 
-def worth_waiting(tokens: int) -> int:
-    """How many tokens to prefill a worker may be ahead of the idlest, where it holds so many of the prompt."""
-    return max(RECOMPUTE_PRICE * tokens, min(LEAD_PRICE * tokens, LEAD_TOKENS))
+def worth_waiting(tokens: int, elsewhere: int = 0, shared: int = 0) -> int:
+    """How many tokens to prefill a worker that holds `tokens` of the prompt may be ahead of one that holds `elsewhere`.
+
+    `shared`: tokens of the prompt's beginning that several conversations have.
+    """
+    lost = tokens - elsewhere
+    common = max(0, min(shared, tokens) - elsewhere)
+    price = SHARED_PRICE * common + RECOMPUTE_PRICE * (lost - common)
+    return max(price, min(LEAD_PRICE * lost, LEAD_TOKENS))
 
 
-def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: int, affinity_key: Any = None) -> Worker:
+def choose(
+    workers: Sequence[Worker],
+    held: Mapping[str, Holding],
+    load_slack: int,
+    affinity_key: Any = None,
+    shared: int = 0,
+) -> Worker:
     """One of `workers` (not empty). `held` is by boot identity; `load_slack` in requests under way.
 
-    A worker may exceed the least loaded one by `load_slack` requests and by what its prefix is `worth_waiting` for.
+    A worker may exceed those that hold less by `load_slack` requests and by what its prefix is `worth_waiting` for,
+    which depends on how much of it is `shared` (tokens from the start) with other conversations.
     Requests with the same `affinity_key` (those of one conversation) go to one worker unless load or a prefix decides
     otherwise.
     """
@@ -56,21 +76,23 @@ def choose(workers: Sequence[Worker], held: Mapping[str, Holding], load_slack: i
         return workers[0]
     loads = [load(worker) for worker in workers]
     least = min(loads)
-    bound = least + load_slack * REQUEST_TOKENS
+    slack = load_slack * REQUEST_TOKENS
     # Few of many workers hold anything of a prompt: all else is done for those few.
-    longest = 0
-    near: list[tuple[Worker, int]] = []  # with what each has to do
+    by_length: dict[int, list[tuple[Worker, int]]] = {}  # with what each has to do
     for worker, work in [pair for pair in zip(workers, loads, strict=True) if pair[0].boot in held] if held else ():
-        usable = _usable(worker, held)
-        if usable and usable >= longest and work <= bound + worth_waiting(usable):
-            if usable > longest:
-                near.clear()
-                longest = usable
-            near.append((worker, work))
+        if usable := _usable(worker, held):
+            by_length.setdefault(usable, []).append((worker, work))
+    near: list[tuple[Worker, int]] = []
+    shorter = {length: min(work for _, work in holders) for length, holders in by_length.items()}
+    for length in sorted(by_length, reverse=True)[:MOST_LENGTHS]:
+        del shorter[length]
+        most = min(work + worth_waiting(length, other, shared) for other, work in [(0, least), *shorter.items()])
+        if near := [pair for pair in by_length[length] if pair[1] <= most + slack]:
+            break
     is_named = isinstance(affinity_key, str)
     unseen = 0 if is_named else _unseen(workers)
     if not near:
-        most = bound if is_named else least + unseen
+        most = least + (slack if is_named else unseen)
         near = [pair for pair in zip(workers, loads, strict=True) if pair[1] <= most]
     if is_named:
         # Rendezvous hashing (Thaler and Ravishankar, 1998): workers that come and go move no other conversation. The

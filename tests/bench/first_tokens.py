@@ -81,14 +81,25 @@ class Load(NamedTuple):
     output_tokens: int
     at_once: int
     spread: float = 0.0  # of lengths around these, 0 to 1; without it all answers of a wave end in one step
+    prefix_tokens: int = 0  # that a prompt shares with others, before its own
+    prefixes: int = 1  # as many different ones in a round
 
     def arguments(self, way: Way, model: Path, seed: int) -> list[str]:
         """Of `vllm bench serve`."""
-        lengths = {"input-len": self.input_tokens, "output-len": self.output_tokens, "range-ratio": self.spread}
-        flags = [part for name, value in lengths.items() for part in (f"--random-{name}", str(value))]
+        if self.prefixes > 1:
+            dataset = "prefix_repetition"
+            options: dict[str, float] = {"prefix-repetition-prefix-len": self.prefix_tokens}
+            options |= {"prefix-repetition-suffix-len": self.input_tokens}
+            options |= {"prefix-repetition-num-prefixes": self.prefixes}
+            options |= {"prefix-repetition-output-len": self.output_tokens}
+        else:
+            dataset = "random"
+            options = {"random-input-len": self.input_tokens, "random-output-len": self.output_tokens}
+            options |= {"random-range-ratio": self.spread, "random-prefix-len": self.prefix_tokens}
+        flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         headers = ["--header", *way.headers] if way.headers else []
         common = arguments_of(way.url, model, self.prompts, self.at_once, seed)
-        return [*common, "--dataset-name", "random", *flags, *headers]
+        return [*common, "--dataset-name", dataset, *flags, *headers]
 
 
 def bind(pids: Sequence[int], core: int) -> None:
@@ -100,7 +111,13 @@ def bind(pids: Sequence[int], core: int) -> None:
 
 
 async def measure(
-    ways: Sequence[Way], engines: Sequence[Server], load: Load, rounds: int, model: Path, say: Callable[[str], None]
+    ways: Sequence[Way],
+    engines: Sequence[Server],
+    load: Load,
+    rounds: int,
+    model: Path,
+    say: Callable[[str], None],
+    warm_up: int = WARM_UP,
 ) -> None:
     """Warm-up rounds, and `rounds` that count; every round of every way has prompts of its own."""
     order = random.Random(5)
@@ -111,13 +128,13 @@ async def measure(
             return int(sum([(await samples_of(http, engine))[name] for engine in engines]))
 
         seed = 0
-        for number in range(WARM_UP + rounds):
-            say(f"round {number + 1} of {WARM_UP + rounds}")
+        for number in range(warm_up + rounds):
+            say(f"round {number + 1} of {warm_up + rounds}")
             for way in order.sample(ways, len(ways)):
                 seed += 1
                 steps, hits = await total(STEPS), await total(HITS)
                 first_tokens = await client.run(load.arguments(way, model, seed))
-                if number >= WARM_UP:
+                if number >= warm_up:
                     way.first_tokens += first_tokens
                     way.steps.append(await total(STEPS) - steps)
                     way.hits.append(await total(HITS) - hits)
@@ -141,18 +158,16 @@ class Setup:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def engines(self, model: Path, count: int) -> list[Server]:
-        """So many, on one core together."""
+    def engines(self, model: Path, count: int, way: str = DIRECT, mode: str = "1") -> list[Server]:
+        """So many, on one core together. `way`: what they are called without a gateway; `mode`: as `Servers` has it."""
         bound = {"VLLM_CPU_OMP_THREADS_BIND": str(ENGINE_CORE)}  # else it has a thread for each core
-        found = [
-            self.servers.engine(f"worker-{number}", model, flags=FLAGS, environment=bound) for number in range(count)
-        ]
+        found = [self.servers.engine(f"worker-{mode}-{number}", model, mode, FLAGS, bound) for number in range(count)]
         for engine in found:
             engine.wait_until_ready()
             api, *core = family(engine.process.pid)
             bind([api], OTHER_CORE)
             bind(core, ENGINE_CORE)
-        self.ways.append(Way(DIRECT, found[0].url))
+        self.ways.append(Way(way, found[0].url))
         return found
 
     def bare(self, worker: Server) -> None:
@@ -164,7 +179,7 @@ class Setup:
     def router(self, workers: Sequence[Server]) -> None:
         """vllm-router as it is shipped."""
         (peer,) = (peer for peer in PEERS if peer.name == VLLM_ROUTER)
-        server, failure = start(self.servers, peer, workers, self._folder, self._say)[1:]
+        server, failure = start(self.servers, peer, [worker.url for worker in workers], self._folder, self._say)[1:]
         if server is None:
             raise SystemExit(f"vllm-router does not run: {failure}")
         self._add(VLLM_ROUTER, server)

@@ -46,6 +46,8 @@ BYTES_PER_WORD = 6
 
 DIRECT, SEAMARK = "direct", "seamark"
 
+BARE = "bare aiohttp"  # passes on, and does nothing else: what any gateway in Python takes
+
 CACHING = "response cache"  # a gateway with one, which no request allows
 
 CACHE_BYTES = 2**26
@@ -54,9 +56,9 @@ SMALL, LARGE = 2_000, 200_000  # bytes of a chat
 
 ONE, MANY = 1, 16  # clients
 
-PLAIN_LIMIT, STREAM_LIMIT = 2.5, 1.2  # times vllm-router's CPU time, 2 kB, many clients
+PLAIN_LIMIT, STREAM_LIMIT = 1.5, 0.9  # times vllm-router's CPU time, 2 kB, many clients
 
-ADDED_LIMIT = 0.7e-3  # seconds, p50, 2 kB plain, one client
+ADDED_LIMIT = 0.4e-3  # seconds, p50, 2 kB plain, one client
 
 WORDS = (
     "CPU: microseconds of all the gateway's processes for a request, user and system; median of rounds, quartiles.\n"
@@ -274,14 +276,17 @@ async def run(
         gateway.wait_until_ready("/ready", seconds=30)
         contestants = [Contestant(DIRECT, worker, None), Contestant(SEAMARK, gateway, CpuTime(gateway.process.pid))]
         beside = {str(checkout): gateway_of(servers, checkout, worker) for checkout in map(Path.resolve, checkouts)}
+        port = free_port()
+        command = [sys.executable, "-m", "tests.bench.bare_proxy", str(port), worker.url]
+        beside[BARE] = servers.start("bare", port, command, {})
         if response_cache:
             beside[CACHING] = servers.gateway(worker, flags=("--response-cache", str(CACHE_BYTES)))
         for name, server in beside.items():
-            server.wait_until_ready("/ready", seconds=30)
+            server.wait_until_ready("/health" if name == BARE else "/ready", seconds=30)
             contestants.append(Contestant(name, server, CpuTime(server.process.pid)))
         missing = {}
         for peer in peers:
-            server, failure = start(servers, peer, [worker], Path(folder), say)[1:]
+            server, failure = start(servers, peer, [worker.url], Path(folder), say)[1:]
             if server is None:
                 missing[peer.name] = failure
                 continue

@@ -77,19 +77,21 @@ def _litellm(port: int, workers: Sequence[str], folder: Path) -> Command:
 
 VLLM_ROUTER = "vllm-router"
 
+SMG = "smg"
+
 PEERS = (
     Peer(VLLM_ROUTER, "vllm-router==0.1.17", _vllm_router),
-    Peer("smg", "smg==1.13.0", _smg),
+    Peer(SMG, "smg==1.13.0", _smg),
     Peer("litellm", "litellm[proxy]==1.106.0", _litellm, "/health/liveliness"),
 )
 
 
-def start(servers: Servers, peer: Peer, workers: Sequence[Server], folder: Path, say: Callable[[str], None]) -> Started:
-    """Install a peer if need be, and start it before `workers`. A failure is returned, not raised."""
+def start(servers: Servers, peer: Peer, workers: Sequence[str], folder: Path, say: Callable[[str], None]) -> Started:
+    """Install a peer if need be, and start it before the workers at these URLs. A failure is returned, not raised."""
     try:
         scripts = environment_of(peer, say) / "bin"
         port = free_port()
-        (script, *arguments), environment = peer.command(port, [worker.url for worker in workers], folder)
+        (script, *arguments), environment = peer.command(port, workers, folder)
         server = servers.start(peer.name, port, [str(scripts / script), *arguments], environment)
         server.wait_until_ready(peer.health, START_SECONDS)
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
@@ -101,7 +103,7 @@ def start(servers: Servers, peer: Peer, workers: Sequence[Server], folder: Path,
 def environment_of(peer: Peer, say: Callable[[str], None]) -> Path:
     """The folder of the peer's virtual environment; one for each, so that none decides what another gets."""
     version = hashlib.sha256(f"{peer.package} {sys.version}".encode()).hexdigest()[:12]
-    folder = (CACHE / f"peer-{peer.name}-{version}").absolute()
+    folder = (CACHE / f"peer-{peer.name}-{version}").resolve()  # its scripts name it
     done = folder / "installed"
     if not done.exists():
         say(f"installing {peer.package} in {folder}")

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from engine_patches.scheduler.fan_out import MARGIN, MIN_SAVING_SECONDS
+from engine_patches.scheduler.fan_out import (
+    CLEAR_MARGIN,
+    CLEAR_SAVING_SECONDS,
+    CLEAR_TOKENS,
+    MARGIN,
+    MIN_SAVING_SECONDS,
+)
 from tests.bench.fan_out_simulated import MOST_WORSE, measure, ratio, render
 from tests.harness.fan_out_cells import UNIT, Cell, mixed, table
 
@@ -39,6 +45,9 @@ def test_a_single_follower_with_little_to_gain_runs_along(simulated):
 
 
 def counts(cell: Cell) -> bool:
-    """Whether all followers together save more than 1.5 passes, and more than 0.2 seconds."""
-    saved = cell.followers * (cell.shared // UNIT * UNIT)
-    return saved * cell.token >= max(MARGIN * cell.floor, MIN_SAVING_SECONDS)
+    """Whether all followers together save more than 1.5 passes, and time that counts: less where they save many."""
+    found = cell.shared // UNIT * UNIT
+    seconds = cell.followers * found * cell.token
+    is_clear = found >= CLEAR_TOKENS and seconds >= CLEAR_MARGIN * cell.floor
+    least = CLEAR_SAVING_SECONDS if is_clear else MIN_SAVING_SECONDS
+    return seconds >= max(MARGIN * cell.floor, least)

@@ -1,4 +1,4 @@
-"""`tests.bench.gateway_cost`: run small, and what it makes of made-up batches."""
+"""`tests.bench.gateway_cost`, `long_turns` and `memory`: run small, and what the first makes of made-up batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from proxy.bench.harness.counters import CpuTime
 from proxy.bench.harness.servers import Server, Servers
-from tests.bench import gateway_cost, peers
+from tests.bench import gateway_cost, long_turns, memory, peers
 from tests.bench.gateway_cost import (
     CACHING,
     CASES,
@@ -145,6 +145,27 @@ def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic(ca
     assert report["renders"] == 0  # no request is rendered
 
 
+async def test_long_turns_have_a_row_for_each_gateway_and_kind_of_answer():
+    rows, missing = await long_turns.run([], [], 2, 1, range(13_000, 14_001, 500), print)
+    assert not missing
+    assert [(row.gateway, row.kind) for row in rows] == [
+        (name, kind) for kind in (long_turns.PLAIN, long_turns.STREAM) for name in (DIRECT, SEAMARK)
+    ]
+    assert all((row.rate is None) == (row.gateway == DIRECT) for row in rows)
+
+
+@pytest.mark.thorough
+def test_memory_is_told_by_part_and_by_table(monkeypatch):
+    monkeypatch.setattr(memory, "SETTLE_SECONDS", 0.5)
+    report = memory.run(100, 2, 1, range(13_000, 13_501, 500), print)
+    before, *_, after = report.looks
+    assert set(after.parts) == set(before.parts)
+    assert after.parts["recent requests"] > before.parts["recent requests"] + memory.MIB
+    assert after.tables["PrefixIndex._prefixes"] >= 500 > before.tables.get("PrefixIndex._prefixes", 0)
+    assert not [each for each in report.growing if not each.startswith("resident")]
+    assert "prefix index" in memory.render(report)
+
+
 async def test_a_gateway_that_dies_is_given_up_and_the_others_go_on(stand: Stand):
     dead, said = mock_worker(stand.servers), []
     dead.wait_until_ready()
@@ -161,7 +182,7 @@ async def test_a_gateway_that_dies_is_given_up_and_the_others_go_on(stand: Stand
 def test_a_peer_that_cannot_be_installed_is_left_out_and_why_is_said(stand: Stand, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(peers, "CACHE", tmp_path)
     peer = Peer("absent", str(tmp_path / "absent-1.0-py3-none-any.whl"), lambda *about: Command(["absent"]))
-    started = peers.start(stand.servers, peer, [stand.worker], tmp_path, print)
+    started = peers.start(stand.servers, peer, [stand.worker.url], tmp_path, print)
     assert started.server is None and "pip" in started.failure
 
 
@@ -170,7 +191,7 @@ def test_a_peer_that_does_not_start_is_left_out_and_why_is_said(stand: Stand, tm
     (tmp_path / "bin" / "broken").symlink_to("/bin/false")
     monkeypatch.setattr(peers, "environment_of", lambda peer, say: tmp_path)
     peer = Peer("broken", "broken==1", lambda *about: Command(["broken"]))
-    started = peers.start(stand.servers, peer, [stand.worker], tmp_path, print)
+    started = peers.start(stand.servers, peer, [stand.worker.url], tmp_path, print)
     assert started.server is None and started.failure.startswith("broken ended with 1")
 
 

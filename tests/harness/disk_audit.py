@@ -49,6 +49,8 @@ REFRESH_SHARE, HANG_SHARE, ANSWER_SHARE = 0.1, 0.2, 0.02
 
 PATIENCE = 20.0  # steps for a disk that hangs
 
+FILE_BYTES = 4096 + files.HEADER_BYTES  # of a modelled block: less than a page
+
 
 class Tasks:
     """A pool of threads that has none: what it is given is done when it is told to, in order."""
@@ -325,6 +327,14 @@ def believe_unread() -> None:
 DEFECTS = {"at once": free_at_once, "unchecked": believe_unread}
 
 
+def connector_of(root: Path, rows: int, files_bound: int) -> dict[str, Any]:
+    """Of a `Core`: `rows` of host memory before a directory of at most so many files."""
+    transfer: dict[str, Any] = json.loads(transfer_flags(str(root), files_bound * FILE_BYTES, ALL)[1])
+    transfer["kv_connector_extra_config"]["staging_rows"] = rows
+    connector.PATIENCE = PATIENCE
+    return transfer
+
+
 def cores(
     model: str, kind: str, root: Path, draw: random.Random, rows: int = 60, files_bound: int = 400, **options: Any
 ) -> list[Core]:
@@ -332,10 +342,7 @@ def cores(
 
     `rows`: of host memory; `files_bound`: files that the directory may hold; `options`: of `Core`.
     """
-    transfer = json.loads(transfer_flags(str(root), files_bound * (4096 + files.HEADER_BYTES), ALL)[1])
-    transfer["kv_connector_extra_config"]["staging_rows"] = rows
-    options["connector"] = transfer
-    connector.PATIENCE = PATIENCE
+    options["connector"] = connector_of(root, rows, files_bound)
     if kind != "sharing":
         return [Core(model, worker=DiskWorker(root, draw, hang_share=HANG_SHARE * (kind == "hanging")), **options)]
     one, other = SharingWorker(root, draw), DiskWorker(root, draw)

@@ -82,7 +82,7 @@ def table() -> list[Cell]:
         Cell(pace, followers, shared, staggered)
         for pace in PACES
         for staggered in (False, True)
-        for shared in (163, 1000, 4000)
+        for shared in (163, 487, 1000, 4000)
         for followers in (4, 8, 32, 128)
     ]
 

@@ -116,11 +116,12 @@ def counted(body: bytes) -> Counted:
 
 
 class Feed:
-    """The latest outcomes. It tells of no states: nothing is evicted here."""
+    """The latest outcomes, and the states that were kept if it `tells_states`; nothing is evicted here."""
 
-    def __init__(self) -> None:
+    def __init__(self, tells_states: bool = False) -> None:
         self._kept: deque[tuple[int, str, Counted]] = deque(maxlen=MAX_KEPT)
         self._cursor = 0
+        self._tells_states = tells_states
 
     def add(self, request_id: str, counts: Counted) -> None:
         """A request was admitted."""
@@ -134,7 +135,13 @@ class Feed:
         new = [(name, counts) for number, name, counts in self._kept if number > after]
         outcomes = [[name, "hit" if counts.cached else "cold", counts.cached] for name, counts in new]
         resolved = [[name, counts.cached, counts.positions] for name, counts in new]
-        return json.dumps({"boot": "mock", "cursor": self._cursor, "outcomes": outcomes, "resolved": resolved}).encode()
+        told = {"boot": "mock", "cursor": self._cursor, "outcomes": outcomes, "resolved": resolved}
+        if self._tells_states:
+            states = [
+                ["came", name, counts.prompt, [[at, f"{name}:{at}"] for at in counts.positions]] for name, counts in new
+            ]
+            told |= {"states": states, "reset": False}
+        return json.dumps(told).encode()
 
 
 class Steps:
@@ -279,17 +286,20 @@ def _outcome(counts: Counted) -> bytes:
     )
 
 
-def mock_worker(servers: Servers, step_ms: int = 0) -> Server:
-    """Start one in a process of its own that ends with `servers`. Streams get a chunk each `step_ms`; 0: at once."""
+def mock_worker(servers: Servers, step_ms: int = 0, tells_states: bool = False) -> Server:
+    """Start one in a process of its own that ends with `servers`. Streams get a chunk each `step_ms`; 0: at once.
+
+    `tells_states`: its feed tells of a state at each entry of a hint.
+    """
     port = free_port()
     command = [sys.executable, "-m", "tests.harness.mock_worker", "--port", str(port), "--step-ms", str(step_ms)]
-    return servers.start("mock-worker", port, command, {})
+    return servers.start("mock-worker", port, command + ["--states"] * tells_states, {})
 
 
-async def serve(port: int, step_ms: int) -> None:
+async def serve(port: int, step_ms: int, tells_states: bool) -> None:
     """Answer on the loopback port, for ever. Streams that do not say get a frame each `step_ms`; 0: all at once."""
     steps: dict[int, Steps] = {}
-    feed = Feed()
+    feed = Feed(tells_states)
     started = time.time()
 
     def steps_of(milliseconds: int) -> Steps:
@@ -304,8 +314,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="a worker without an engine")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--step-ms", type=int, default=0, metavar="N")
+    parser.add_argument("--states", action="store_true", help="the feed tells of a state at each entry of a hint")
     args = parser.parse_args()
-    uvloop.run(serve(args.port, args.step_ms))
+    uvloop.run(serve(args.port, args.step_ms, args.states))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from aiohttp import web
 
 
 def application(workers: list[str], fail_every: int) -> web.Application:
-    """Its health, and one route."""
+    """Its health, its models, and one route."""
     turns = itertools.count()
 
     async def forward(request: web.Request) -> web.Response:
@@ -31,8 +31,13 @@ def application(workers: list[str], fail_every: int) -> web.Application:
     async def health(request: web.Request) -> web.Response:
         return web.Response(text="ok")
 
+    async def models(request: web.Request) -> web.Response:
+        async with aiohttp.ClientSession() as client, client.get(workers[0] + request.path) as answer:
+            return web.json_response(await answer.json())
+
     app = web.Application(client_max_size=2**26)
     app.router.add_get("/health", health)
+    app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/completions", forward)
     return app
 

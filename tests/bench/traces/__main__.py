@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from proxy.bench.harness.servers import NotStarted, narrator
 from proxy.commands.parser import Parser
-from tests.bench.traces import router_process
-from tests.bench.traces.formats import FORMATS, BadTrace, read, synthetic
+from tests.bench.traces.agentic import REQUESTS, records
+from tests.bench.traces.formats import FORMATS, BadTrace, Trace, of_mooncake, read, synthetic
 from tests.bench.traces.policies import POLICIES
 from tests.bench.traces.replay import Outcome, Replay
+from tests.bench.traces.router_process import PROGRAMS
 from tests.bench.traces.simulated_fleet import PROFILES, Profile
 
 PROG = "python -m tests.bench.traces"
 
-SYNTHETIC_SESSIONS = 3000
+DRAWN: dict[str, Callable[[int], Trace]] = {
+    "conversations": lambda seed: synthetic(3000, seed),
+    "agents": lambda seed: of_mooncake("drawn agents", list(enumerate(records(REQUESTS, seed), 1))),
+}
 
-HEAD = "workers policy                hits    p50 s    p99 s    req/s imbalance choice us"
+HEAD = "workers policy                 hits of all    p50 s    p99 s    req/s imbalance choice us"
 
 WORDS = """
 hits: tokens found in the cache, of those that one endless cache, common to all workers, would give
+of all: of all tokens of prompts
 p50 s, p99 s: seconds to the first token; imbalance: largest share of requests at a worker x workers (1 is even)
 choice us: CPU time here, in microseconds, of one choice by Seamark's own index and routing; the others are simulated as
-published, but smg is its own installed process before workers that answer HTTP, without its own time"""
+published, but a -program is a router's own, before workers that answer HTTP, without its own time"""
 
 
 def profile_from(path: Path) -> Profile:
@@ -55,14 +60,15 @@ def profile_from(path: Path) -> Profile:
 def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
     parser = Parser(prog=PROG, description="a trace replayed on a simulated fleet, policy by policy")
     add = parser.add_argument
-    add("trace", type=Path, nargs="?", metavar="FILE", help=".jsonl or .jsonl.gz; left out: drawn conversations")
+    add("trace", type=Path, nargs="?", metavar="FILE", help=".jsonl or .jsonl.gz; left out: one that is drawn")
+    add("--drawn", choices=DRAWN, default="conversations", help="like Mooncake's, or Dynamo's agents (conversations)")
     add("--format", choices=FORMATS, help="of the trace; left out: by its first line")
     add("--workers", type=int, action="append", metavar="N", help="repeat for several (4)")
     add(
         "--policy",
-        choices=[*POLICIES, router_process.NAME],
+        choices=[*POLICIES, *PROGRAMS],
         action="append",
-        help=f"repeat for several (all; {router_process.NAME}: the process that is installed here, if there is one)",
+        help="repeat for several (all that are simulated; a -program is installed in .cache if need be)",
     )
     add("--gateways", type=int, default=1, metavar="N", help="of Seamark's, before the same workers (1)")
     add("--profile", default="datacentre", metavar="NAME|FILE", help=f"a worker: {', '.join(PROFILES)}, or a JSON file")
@@ -74,13 +80,13 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
         type=float,
         default=5.0,
         metavar="X",
-        help=f"simulated seconds a second, for {router_process.NAME}'s process (5)",
+        help="simulated seconds a second, for a -program (5)",
     )
     add("--seed", type=int, default=1, metavar="N", help="the same seed gives the same table (1)")
     add("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     args.workers = list(dict.fromkeys(args.workers or [4]))
-    args.policy = list(dict.fromkeys(args.policy or [*POLICIES, router_process.NAME]))
+    args.policy = list(dict.fromkeys(args.policy or POLICIES))
     for name in ("seconds", "load", "users", "speed"):
         if not getattr(args, name) > 0:
             parser.error(f"--{name}: more than 0")
@@ -97,7 +103,7 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
 def main(argv: list[str]) -> int:
     args, profile = _arguments(argv)
     try:
-        trace = read(args.trace, args.format) if args.trace else synthetic(SYNTHETIC_SESSIONS, args.seed)
+        trace = read(args.trace, args.format) if args.trace else DRAWN[args.drawn](args.seed)
         replay = Replay(trace, profile, args.seconds, args.load, args.users, args.seed, args.gateways)
         if not args.json:
             print(_described(replay), HEAD, sep="\n", flush=True)
@@ -119,34 +125,27 @@ def main(argv: list[str]) -> int:
 
 
 def _outcomes(replay: Replay, workers: Sequence[int], policies: Sequence[str], speed: float) -> Iterator[Outcome]:
-    """Row by row; what has to be said of smg's process goes to stderr."""
-    router, command = router_process.NAME, None
-    if router in policies:
-        say, command = narrator(), router_process.installed()
-        if command is None:
-            say(f"{router} is not installed here, and has no row (pip install {router})")
+    """Row by row; what has to be said of programs goes to stderr."""
+    say = narrator() if PROGRAMS.keys() & policies else print
     for number in workers:
         for policy in policies:
-            if policy != router:
+            if policy in POLICIES:
                 yield replay.run(policy, number)
-            elif command is not None:
-                say(f"{router}'s process before {number} workers: at most {replay.end / speed:.0f} s")
-                try:
-                    outcome, remarks = replay.run_process(command, number, speed)
-                except NotStarted as error:
-                    say(f"{router} has no row: {' '.join(str(error).split())}")
-                    continue
-                for remark in remarks:
-                    say(remark)
-                yield outcome
+                continue
+            say(f"{policy} before {number} workers: at most {replay.end / speed:.0f} s")
+            try:
+                yield replay.run_program(policy, number, speed, say)
+            except NotStarted as error:
+                say(f"{policy} has no row: {' '.join(str(error).split())}")
 
 
 def _row(outcome: Outcome) -> str:
     microseconds = outcome.choice_microseconds
     choice = "" if microseconds is None else f"{microseconds:.0f}"
     return (
-        f"{outcome.workers:>7} {outcome.policy:<17} {outcome.hit_efficiency:>8.3f} {outcome.first_token_p50:>8.2f} "
-        f"{outcome.first_token_p99:>8.2f} {outcome.requests_per_second:>8.2f} {outcome.imbalance:>9.2f} {choice:>8}"
+        f"{outcome.workers:>7} {outcome.policy:<19} {outcome.hit_efficiency:>6.3f} {outcome.hit_share:>6.3f} "
+        f"{outcome.first_token_p50:>8.2f} {outcome.first_token_p99:>8.2f} {outcome.requests_per_second:>8.2f} "
+        f"{outcome.imbalance:>9.2f} {choice:>8}"
     )
 
 

@@ -33,6 +33,8 @@ COMMON_SHARE = 1 / 30
 
 COMMON_SESSIONS = 3
 
+COMMON_BLOCKS = 128  # the longest that is looked for: more than 64k tokens
+
 
 class BadTrace(Exception):
     """A file that is no trace; the message names the line and the cure."""
@@ -109,7 +111,7 @@ class Trace:
         least = max(COMMON_SESSIONS, math.ceil(COMMON_SHARE * len(self.sessions)))
         counts: dict[tuple[bool, int], int] = {}
         for session in self.sessions:
-            seen = {(True, name) for request in session for name in request.blocks[:64]}
+            seen = {(True, name) for request in session for name in request.blocks[:COMMON_BLOCKS]}
             seen |= {(False, place.name) for request in session for place in request.path[:8]}
             for item in seen:
                 counts[item] = counts.get(item, 0) + 1
@@ -154,11 +156,21 @@ def read(path: Path, wanted: Format | None = None) -> Trace:
         raise BadTrace(f"{path} cannot be read: {error}. Give a .jsonl or .jsonl.gz file.") from None
     if not lines:
         raise BadTrace(f"{path} is empty: give a file with one JSON object a line.")
-    first = lines[0][1]
-    form: Format = wanted or ("claude-code" if "requests" in first else "mooncake")
+    form: Format = wanted or ("claude-code" if "requests" in lines[0][1] else "mooncake")
+    if form == "mooncake":
+        return of_mooncake(str(path), lines)
     names = _Names()
-    rows = _mooncake(path, lines, names) if form == "mooncake" else _claude_code(path, lines, names)
-    return _with_boundaries(path.name, rows, names, is_timed=form == "mooncake")
+    return _with_boundaries(path.name, _claude_code(str(path), lines, names), names, is_timed=False)
+
+
+def of_mooncake(name: str, lines: Sequence[tuple[int, dict[str, Any]]]) -> Trace:
+    """A trace of numbered records in Mooncake's format, not empty. Without timestamps (Dynamo's) users set the pace.
+
+    Raises `BadTrace`.
+    """
+    names, is_timed = _Names(), "timestamp" in lines[0][1]
+    rows = _mooncake(name, lines, names, is_timed=is_timed)
+    return _with_boundaries(Path(name).name, rows, names, is_timed=is_timed)
 
 
 def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -178,17 +190,19 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
-def _bad(path: Path, number: int, form: Format, needs: str) -> BadTrace:
+def _bad(path: str, number: int, form: Format, needs: str) -> BadTrace:
     other = next(name for name in FORMATS if name != form)
     return BadTrace(f"{path}, line {number}: {needs}. Correct or cut the line, or try --format {other}.")
 
 
-def _mooncake(path: Path, lines: Iterable[tuple[int, dict[str, Any]]], names: _Names) -> Iterator[_Row]:
+def _mooncake(
+    path: str, lines: Iterable[tuple[int, dict[str, Any]]], names: _Names, *, is_timed: bool
+) -> Iterator[_Row]:
     """Mooncake's: an arrival in milliseconds, and names of blocks of 512 tokens that hold for the whole trace."""
     for number, row in lines:
         try:
             prompt, output = int(row["input_length"]), int(row["output_length"])
-            ids, arrival = [int(name) for name in row["hash_ids"]], float(row["timestamp"]) / 1000
+            ids, arrival = [int(name) for name in row["hash_ids"]], float(row["timestamp"]) / 1000 if is_timed else 0.0
         except (KeyError, TypeError, ValueError):
             needs = "needs numbers timestamp, input_length, output_length and a list hash_ids"
             raise _bad(path, number, "mooncake", needs) from None
@@ -200,7 +214,7 @@ def _mooncake(path: Path, lines: Iterable[tuple[int, dict[str, Any]]], names: _N
         yield _Row(None, arrival, 0.0, prompt, max(1, output), _chained(names, ids[:full]), head, end)
 
 
-def _claude_code(path: Path, lines: Iterable[tuple[int, dict[str, Any]]], names: _Names) -> Iterator[_Row]:
+def _claude_code(path: str, lines: Iterable[tuple[int, dict[str, Any]]], names: _Names) -> Iterator[_Row]:
     """One session a line, subagents inside; blocks of 64 tokens with names of the session's own.
 
     Sessions with equally long tools and system prompts are taken to share these.

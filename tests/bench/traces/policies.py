@@ -5,10 +5,11 @@ Each takes requests one by one, and hears what engines tell as soon as a gateway
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,8 +27,10 @@ from tests.bench.traces.simulated_fleet import MATCH_UNIT, NEWS_SECONDS, Executi
 
 INDEX_BYTES = 48 * 2**20  # the share of the default `memory_bytes` that the gateway gives its index
 
-# Defaults of smg's cache_aware policy: --cache-threshold, --balance-abs-threshold, --balance-rel-threshold.
+# Defaults of vllm-router's and smg's cache_aware: --cache-threshold, --balance-abs-threshold, --balance-rel-threshold.
 CACHE_THRESHOLD, MOST_APART, MOST_RATIO = 0.3, 64, 1.5
+
+LEAST_APART = 4  # requests above the mean from which on smg may spill
 
 # Weights of llm-d's scorers, and how old the metrics are that its picker reads.
 PREFIX_WEIGHT, QUEUE_WEIGHT, CACHE_WEIGHT = 3.0, 2.0, 2.0
@@ -57,11 +60,11 @@ class Simulated(Policy):
         """The worker's number."""
         raise NotImplementedError
 
-    def best(self, score: Callable[[int], float]) -> int:
-        """The worker with the highest score, drawn among equals."""
-        scores = [score(worker) for worker in self.workers]
-        highest = max(scores)
-        return self._drawn.choice([worker for worker in self.workers if scores[worker] == highest])
+    def best(self, score: Callable[[int], float], workers: Sequence[int] | None = None) -> int:
+        """The one of `workers` (all) with the highest score, drawn among equals."""
+        scores = {worker: score(worker) for worker in workers or self.workers}
+        highest = max(scores.values())
+        return self._drawn.choice([worker for worker, reached in scores.items() if reached == highest])
 
     def least_loaded(self) -> int:
         """The worker with the fewest requests under way."""
@@ -110,45 +113,92 @@ class SessionAffinity(Simulated):
         return worker
 
 
-class CacheAware(Simulated):
-    """smg's cache_aware, as published: one tree of what was sent where, and thresholds."""
+class _Tree(Simulated):
+    """What was sent where, as those routers know of caches that hear nothing from engines."""
 
     def __init__(self, workers: int, seed: int) -> None:
         super().__init__(workers, seed)
-        self._tree: dict[int, dict[int, float]] = {}  # by block, when each worker was last sent it
+        self._sent: dict[int, dict[int, float]] = {}  # by block, when each worker was last sent it
 
     def pick(self, request: TraceRequest, now: float) -> int:
-        """The last one that was sent the longest beginning, if that is long and load is even; the idlest if not."""
-        fewest, most = min(self.inflight), max(self.inflight)
-        sent, matched = None, 0
+        """Among those that were sent the longest beginning, if that is a good part of the prompt; the idlest if not."""
+        found: dict[int, float] = {}
         for at in range(len(request.blocks), 0, -1):
-            if known := self._tree.get(request.blocks[at - 1]):
-                sent, matched = max(known, key=known.__getitem__), at * BLOCK
+            if sent := self._sent.get(request.blocks[at - 1]):
+                found = sent if at * BLOCK / request.prompt > CACHE_THRESHOLD else {}
                 break
-        is_uneven = most - fewest > MOST_APART and most > fewest * MOST_RATIO
-        if sent is None or is_uneven or matched / request.prompt <= CACHE_THRESHOLD:
-            sent = self.least_loaded()
+        worker = self.among(found) if found else self.least_loaded()
         for block in request.blocks:
-            self._tree.setdefault(block, {})[sent] = now
-        return sent
+            self._sent.setdefault(block, {})[worker] = now
+        return worker
+
+    def among(self, found: Mapping[int, float]) -> int:
+        """One of those found, with when each was last sent it, or another one."""
+        raise NotImplementedError
 
 
-class PrecisePrefix(Simulated):
-    """llm-d's precise prefix scorer beside its scorers of queues and of cache in use, weighted 3, 2 and 2."""
+class VllmRouter(_Tree):
+    """vllm-router's cache_aware (0.1.17, src/policies/cache_aware.rs), that of sglang-router before it.
+
+    The last one that was sent the beginning, unless the fleet's loads are uneven.
+    """
+
+    def among(self, found: Mapping[int, float]) -> int:
+        """The last one, or the idlest."""
+        fewest, most = min(self.inflight), max(self.inflight)
+        is_uneven = most - fewest > MOST_APART and most > fewest * MOST_RATIO
+        return self.least_loaded() if is_uneven else max(found, key=found.__getitem__)
+
+
+class Smg(_Tree):
+    """smg's cache_aware (1.13, model_gateway/src/policies/cache_aware.rs; its margin as `smg launch --help` has it).
+
+    The idlest of those that were sent the beginning and whose load does not exceed the fleet's mean by too much: by
+    half of it, and by two of its standard deviations, at least 4 and at most 64 requests. Engines that report no load
+    are compared by requests.
+    """
+
+    def among(self, found: Mapping[int, float]) -> int:
+        """The idlest that is not beyond the mean, wherever if all that were found are."""
+        mean = sum(self.inflight) / len(self.inflight)
+        margin = min(MOST_APART, max(LEAST_APART, math.ceil(2 * math.sqrt(mean))))
+        most = max(mean * MOST_RATIO, mean + margin)
+        kept = [worker for worker in found if self.inflight[worker] <= most]
+        return self.best(lambda worker: -self.inflight[worker], kept or self.workers)
+
+
+class _Events(Simulated):
+    """What engines tell of the states that they hold."""
 
     def __init__(self, workers: int, seed: int) -> None:
         super().__init__(workers, seed)
-        self._holders: dict[int, set[int]] = {}  # by place
-        self._read_at = -1.0
-        self._queues: list[int] = []
-        self._in_use: list[float] = []
+        self.holders: dict[int, set[int]] = {}  # by place
 
     def hear(self, news: News) -> None:
         """A state is there, or gone."""
         if news.gone:
-            self._holders.get(news.gone, set()).discard(news.worker)
+            self.holders.get(news.gone, set()).discard(news.worker)
         for place in news.kept:
-            self._holders.setdefault(place.name, set()).add(news.worker)
+            self.holders.setdefault(place.name, set()).add(news.worker)
+
+    def held(self, request: TraceRequest) -> dict[int, int]:
+        """Tokens of the prompt that each worker holds; none where it holds nothing."""
+        held: dict[int, int] = {}
+        for place in reversed(request.path):
+            if place.tokens < request.prompt:
+                for worker in self.holders.get(place.name, ()):
+                    held.setdefault(worker, place.tokens)
+        return held
+
+
+class PrecisePrefix(_Events):
+    """llm-d's precise prefix scorer beside its scorers of queues and of cache in use, weighted 3, 2 and 2."""
+
+    def __init__(self, workers: int, seed: int) -> None:
+        super().__init__(workers, seed)
+        self._read_at = -1.0
+        self._queues: list[int] = []
+        self._in_use: list[float] = []
 
     def pick(self, request: TraceRequest, now: float) -> int:
         """The highest sum of scores; what was just sent is taken to be held."""
@@ -156,11 +206,7 @@ class PrecisePrefix(Simulated):
             self._read_at = now
             self._queues = [len(worker.waiting) for worker in self.fleet.workers]
             self._in_use = [worker.cache_in_use for worker in self.fleet.workers]
-        held: dict[int, int] = {}
-        for place in reversed(request.path):
-            if place.tokens < request.prompt:
-                for worker in self._holders.get(place.name, ()):
-                    held.setdefault(worker, place.tokens)
+        held = self.held(request)
         shortest, longest = min(self._queues), max(self._queues)
 
         def score(worker: int) -> float:
@@ -170,8 +216,52 @@ class PrecisePrefix(Simulated):
 
         chosen = self.best(score)
         for place in request.boundaries:
-            self._holders.setdefault(place.name, set()).add(chosen)
+            self.holders.setdefault(place.name, set()).add(chosen)
         return chosen
+
+
+class Dynamo(_Events):
+    """The cost function of Dynamo's KV router (1.6, lib/kv-router/src/scheduling/selector) at its defaults.
+
+    cost = prefill_load_scale (the former overlap_score_weight: 1) * prefill blocks + decode blocks; the lowest is taken
+    (router temperature 0). Prefill: what is under way there without a first token, and what the worker does not hold of
+    this prompt. Decode: different blocks of all requests under way there, with this one. It hears of states, not of
+    attention blocks, which is more than it knows of hybrids; its queue for fleets that are all busy is left out.
+    """
+
+    def __init__(self, workers: int, seed: int) -> None:
+        super().__init__(workers, seed)
+        self._prefill = [0] * workers  # tokens
+        self._left: dict[str, int] = {}  # of them, by request
+        self._blocks: list[Counter[int]] = [Counter() for _ in self.workers]  # requests that hold each
+
+    def choose(self, execution: Execution, now: float) -> int:
+        """The lowest cost, counted."""
+        request = execution.request
+        held = self.held(request)
+
+        def cost(worker: int) -> float:
+            prefill = self._prefill[worker] + request.prompt - held.get(worker, 0)
+            blocks = self._blocks[worker]
+            return prefill / BLOCK + len(blocks) + sum(block not in blocks for block in request.blocks)
+
+        worker = self.best(lambda worker: -cost(worker))
+        self._left[execution.name] = request.prompt - held.get(worker, 0)
+        self._prefill[worker] += self._left[execution.name]
+        self._blocks[worker].update(request.blocks)
+        return worker
+
+    def first_token(self, execution: Execution) -> None:
+        """Its prefill is over."""
+        self._prefill[execution.worker] -= self._left.pop(execution.name, 0)
+
+    def ended(self, execution: Execution) -> None:
+        """Its blocks are free."""
+        blocks = self._blocks[execution.worker]
+        for block in execution.request.blocks:
+            blocks[block] -= 1
+            if not blocks[block]:
+                del blocks[block]
 
 
 @dataclass(slots=True)
@@ -213,7 +303,7 @@ class Seamark(Policy):
         found = Found(boundaries, tuple(_key(place.name) for place in trace.path), "learnt")
         started = time.process_time()
         held = self.index.longest(found.prefixes, self._boots)
-        worker = choose(self.workers, held, self._load_slack)
+        worker = choose(self.workers, held, self._load_slack, shared=found.shared)
         hint, number = worker.hint(found), int(worker.boot)
         self._states[number].sent(execution.name, boundaries, hint, worker.boot)
         self.index.record(boundaries, worker.boot, hint)
@@ -347,6 +437,8 @@ POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,
     "session": SessionAffinity,
-    "cache-aware": CacheAware,
+    "vllm-router": VllmRouter,
+    "smg": Smg,
     "llm-d": PrecisePrefix,
+    "dynamo": Dynamo,
 }

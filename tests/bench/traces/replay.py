@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from proxy.boundaries.resolve import MAX_ENTRIES
-from tests.bench.traces import router_process
 from tests.bench.traces.formats import BadTrace, Place, Trace, TraceRequest
 from tests.bench.traces.policies import POLICIES, SeamarkGateways
+from tests.bench.traces.router_process import PROGRAMS, HttpFleet
 from tests.bench.traces.simulated_fleet import Execution, Fleet, Policy, Profile
 
 WARM_UP = 0.25  # of the simulated time: requests that arrive in it are not counted
@@ -27,7 +27,8 @@ class Outcome:
     policy: str
     workers: int
     requests: int
-    hit_efficiency: float  # tokens found in the cache, of those that an endless common cache would give
+    hit_share: float  # tokens found in the cache, of all that were sent
+    hit_efficiency: float  # and of those that an endless common cache would give
     first_token_p50: float
     first_token_p99: float
     requests_per_second: float  # that were answered
@@ -57,15 +58,13 @@ class Replay:
         fleet.run(self.end)
         return self._outcome(policy_name, workers, fleet)
 
-    def run_process(self, command: Sequence[str], workers: int, speed: float) -> tuple[Outcome, list[str]]:
-        """smg's process, which `command` starts, at so many simulated seconds a second; and what to add.
-
-        Raises `NotStarted`.
-        """
-        fleet = router_process.HttpFleet(workers, self.profile, hint_of, speed)
+    def run_program(self, name: str, workers: int, speed: float, say: Callable[[str], None]) -> Outcome:
+        """One router's own program, at so many simulated seconds a second. Raises `NotStarted`."""
+        fleet = HttpFleet(workers, self.profile, hint_of, speed)
         self._send(fleet, workers)
-        played = fleet.play(command, self.end)
-        return self._outcome(router_process.NAME, workers, fleet), played.remarks
+        for remark in fleet.play(PROGRAMS[name], self.end, say).remarks(name):
+            say(remark)
+        return self._outcome(name, workers, fleet)
 
     @property
     def end(self) -> float:
@@ -93,6 +92,7 @@ class Replay:
             policy=name,
             workers=workers,
             requests=len(counted),
+            hit_share=hits / sum(done.request.prompt for done in counted),
             hit_efficiency=hits / max(1, sum(done.request.shareable for done in counted)),
             first_token_p50=statistics.median(waits),
             first_token_p99=waits[min(len(waits) - 1, int(0.99 * len(waits)))],

@@ -1,7 +1,7 @@
-"""smg's own process before the simulated workers, which answer HTTP on a clock faster than the wall's.
+"""Another router's own program before the simulated workers, which answer HTTP on a clock faster than the wall's.
 
-Each worker has a port of its own; a request comes to the one that the process chose, and its answer ends when the
-simulated one does. First tokens count from a worker's port on: what the process itself takes is not in them.
+Each worker has a port of its own; a request comes to the one that the program chose, and its answer ends when the
+simulated one does. First tokens count from a worker's port on: what the program itself takes is not in them.
 """
 
 from __future__ import annotations
@@ -9,39 +9,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import importlib.util
 import logging
-import shutil
-import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 from aiohttp import web
 
 from proxy.bench.harness.servers import NotStarted, Server, Servers
-from proxy.commands.render_server import free_port
 from proxy.server.descriptors import raise_limit
+from tests.bench.peers import PEERS, SMG, VLLM_ROUTER, Peer, Started, start
 from tests.bench.traces.formats import BLOCK, Place, TraceRequest
 from tests.bench.traces.simulated_fleet import Execution, Fleet, Policy, Profile
 
-NAME = "smg"
-
-MODULE = "smg"
-
-START_SECONDS = 60.0
-
 MODEL = "simulated"
 
-# A name of 64 letters stands for a block of 512 tokens: the process compares texts, and the shares stay the same.
+MODEL_SECONDS = 30.0  # until a program lists it
+
+# A name of 64 letters, or 16 ids, stands for a block of 512 tokens: programs compare them, and shares stay the same.
 TOKENS_PER_LETTER = 8
+
+TOKENS_PER_ID = 32
 
 COMPLETIONS = "/v1/completions"
 
-# What the process may ask of a worker before it sends it requests.
+# What a program may ask of a worker before it sends it requests. How busy it is it does not tell.
 PAGES = (
     "/health",
     "/health_generate",
@@ -57,12 +55,33 @@ ABOUT = {"model_path": MODEL, "served_model_name": MODEL, "model_id": MODEL, "is
 LATE_SECONDS = 0.1  # of simulated time, by which a clock that runs too fast falls behind in a hundredth of its steps
 
 
-def installed() -> list[str] | None:
-    """The command that starts the user's smg; None if there is none."""
-    if importlib.util.find_spec(MODULE) is not None:
-        return [sys.executable, "-m", MODULE, "launch"]
-    script = shutil.which(NAME)
-    return [script, "launch"] if script is not None else None
+def text_of(request: TraceRequest) -> str:
+    """A prompt that begins as those do which share its blocks, and ends as no other does."""
+    blocks = [hashlib.blake2b(str(name).encode(), digest_size=32).hexdigest() for name in request.blocks]
+    own = hashlib.blake2b(f"{request.session} {request.turn}".encode(), digest_size=32).hexdigest()
+    return "".join(blocks) + own[: max(1, (request.prompt - BLOCK * len(blocks)) // TOKENS_PER_LETTER)]
+
+
+def ids_of(request: TraceRequest) -> list[int]:
+    """The same as ids of tokens."""
+    names = [f"{name} {at}" for name in request.blocks for at in range(BLOCK // TOKENS_PER_ID)]
+    own = max(1, (request.prompt - BLOCK * len(request.blocks)) // TOKENS_PER_ID)
+    names += [f"{request.session} {request.turn} {at} own" for at in range(own)]
+    return [zlib.crc32(name.encode()) & 0x7FFFFFFF for name in names]
+
+
+class Program(NamedTuple):
+    """A router's own program, with its default policy (cache_aware)."""
+
+    peer: Peer
+    prompt: Callable[[TraceRequest], str | list[int]]  # vllm-router 0.1.17 compares ids alone: texts go to the idlest
+
+
+PROGRAMS = {
+    f"{peer.name}-program": Program(peer, ids_of if peer.name == VLLM_ROUTER else text_of)
+    for peer in PEERS
+    if peer.name in (VLLM_ROUTER, SMG)
+}
 
 
 @dataclass
@@ -70,15 +89,14 @@ class Played:
     """How it went."""
 
     failed: int = 0  # requests
-    failure: str = ""  # of the first one, or why the process did not serve
+    failure: str = ""  # of the first one
     late: float = 0.0  # seconds of simulated time by which the clock fell behind, 99 % of its steps less
 
-    @property
-    def remarks(self) -> list[str]:
-        """What a reader of the row has to know, a line each."""
-        found = [f"{NAME} failed {self.failed} requests: {self.failure}"] if self.failed else []
+    def remarks(self, name: str) -> list[str]:
+        """What a reader of the program's row has to know, a line each."""
+        found = [f"{name} failed {self.failed} requests: {self.failure}"] if self.failed else []
         if self.late > LATE_SECONDS:
-            found.append(f"{NAME}: the clock was up to {self.late:.2f} simulated seconds late: take a lower --speed")
+            found.append(f"{name}: the clock was up to {self.late:.2f} simulated seconds late: take a lower --speed")
         return found
 
 
@@ -101,6 +119,7 @@ class HttpFleet(Fleet):
         self._ports: dict[int, int] = {}  # the workers' numbers, by port
         self._url = ""
         self._client: aiohttp.ClientSession | None = None
+        self._prompt: Callable[[TraceRequest], str | list[int]] = text_of
         self.played = Played()
 
     def tell(self, worker: int, execution: Execution | None, end: int, kept: Sequence[Place], gone: int) -> None:
@@ -112,35 +131,37 @@ class HttpFleet(Fleet):
         if (answer := self._answers.pop(execution, None)) is not None and not answer.done():
             answer.set_result(None)
 
-    def play(self, command: Sequence[str], until: float) -> Played:
-        """All that was sent, through a process that `command` starts; ends it, and returns, at that simulated time.
-
-        Raises `NotStarted`.
-        """
+    def play(self, program: Program, until: float, say: Callable[[str], None]) -> Played:
+        """All that was sent, through the program; ends it, and returns, at that simulated time. Raises `NotStarted`."""
         raise_limit()
         with tempfile.TemporaryDirectory(prefix="seamark-router-") as folder, Servers(Path(folder)) as servers:
-            asyncio.run(self._play(servers, command, until))
+            begin = partial(start, servers, program.peer, folder=Path(folder), say=say)
+            asyncio.run(self._play(program, until, begin))
         return self.played
 
-    async def _play(self, servers: Servers, command: Sequence[str], until: float) -> None:
+    async def _play(self, program: Program, until: float, begin: Callable[[Sequence[str]], Started]) -> None:
+        self._prompt = program.prompt
         app = web.Application(client_max_size=2**26)
         app.router.add_post(COMPLETIONS, self._answer)
         for path in PAGES:
             app.router.add_get(path, _page)
-        # The process tries whether workers speak HTTP/2: each try would be an error in the log.
-        quiet = logging.Logger(NAME, logging.CRITICAL + 1)
+        # A program tries whether workers speak HTTP/2: each try would be an error in the log.
+        quiet = logging.Logger(program.peer.name, logging.CRITICAL + 1)
         runner = web.AppRunner(app, access_log=None, logger=quiet, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         try:
             for _ in self.workers:
                 await web.TCPSite(runner, "127.0.0.1", 0).start()
             self._ports = {address[1]: number for number, address in enumerate(runner.addresses)}
-            router = await _started(servers, command, [f"http://127.0.0.1:{port}" for port in self._ports])
+            started = await asyncio.to_thread(begin, [f"http://127.0.0.1:{port}" for port in self._ports])
+            if (router := started.server) is None:
+                raise NotStarted(started.failure)
             self._url = router.url + COMPLETIONS
             connections = aiohttp.TCPConnector(limit=0)
             async with aiohttp.ClientSession(
                 connector=connections, timeout=aiohttp.ClientTimeout(total=None)
             ) as self._client:
+                await self._wait_for_model(router)
                 await self._keep_time(until, router)
                 for task in self._tasks:
                     task.cancel()
@@ -149,6 +170,18 @@ class HttpFleet(Fleet):
             await runner.cleanup()
         late = sorted(self._late)
         self.played.late = late[int(0.99 * len(late))] if late else 0.0
+
+    async def _wait_for_model(self, router: Server) -> None:
+        """smg is healthy before it knows what its workers serve."""
+        try:
+            async with asyncio.timeout(MODEL_SECONDS):
+                while True:
+                    async with self._client.get(router.url + "/v1/models") as answer:
+                        if MODEL in await answer.text():
+                            return
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise NotStarted(f"{router.name} does not list its workers' model:\n{router.log_end()}") from None
 
     @property
     def _time(self) -> float:
@@ -178,7 +211,7 @@ class HttpFleet(Fleet):
 
     async def _post(self, number: int, request: TraceRequest) -> None:
         """A client's request, from its being sent to its answer."""
-        body = {"model": MODEL, "prompt": text_of(request), "max_tokens": 1, "seed": number}
+        body = {"model": MODEL, "prompt": self._prompt(request), "max_tokens": 1, "seed": number}
         failure = ""
         try:
             async with self._client.post(self._url, json=body) as answer:
@@ -213,23 +246,5 @@ class HttpFleet(Fleet):
         )
 
 
-def text_of(request: TraceRequest) -> str:
-    """A prompt that begins as those do which share its blocks, and ends as no other does."""
-    blocks = [hashlib.blake2b(str(name).encode(), digest_size=32).hexdigest() for name in request.blocks]
-    own = hashlib.blake2b(f"{request.session} {request.turn}".encode(), digest_size=32).hexdigest()
-    return "".join(blocks) + own[: max(1, (request.prompt - BLOCK * len(blocks)) // TOKENS_PER_LETTER)]
-
-
 async def _page(http: web.Request) -> web.Response:
     return web.json_response({**ABOUT, "object": "list", "data": [{"id": MODEL, "object": "model", "created": 0}]})
-
-
-async def _started(servers: Servers, command: Sequence[str], workers: Sequence[str]) -> Server:
-    """The process, with its default policy (cache_aware), once it serves."""
-    port = free_port()
-    where = ["--host", "127.0.0.1", "--port", str(port)]
-    where += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-    flags = ["--policy", "cache_aware", "--request-timeout-secs", "3600", "--log-level", "warn"]
-    router = servers.start(NAME, port, [*command, *where, *flags, "--worker-urls", *workers], {})
-    await asyncio.to_thread(router.wait_until_ready, "/health", START_SECONDS)
-    return router

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from proxy.bench.fan_out import (
-    MOST_COMPUTED,
     SHORT_TOKENS,
     WARM_UP,
     WavePlan,
@@ -22,6 +21,8 @@ from proxy.bench.harness.client import Leave, Left, open_client
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.servers import Server, Servers
 from tests.harness.engines import SharedServers
+
+MOST = 1.05  # of what has to be computed: a short request that has not answered yet is not counted
 
 PLAN = WavePlan(shared=2000, own=30, size=4, decoders=2, decoded=6000)
 
@@ -63,11 +64,11 @@ async def test_a_cold_wave_computes_each_prefix_once_and_goes_on_when_its_leader
     shorts = SHORT_TOKENS * len(cold.short_ttfts)
     # Requests reach the engine one by one, and the first of those that follow is not held where steps are so fast that
     # it alone saves too little. It then computes the prefix itself, and is counted.
-    assert cold_line.computed - shorts <= MOST_COMPUTED * PLAN.ideal + alone * PLAN.shared
+    assert cold_line.computed - shorts <= MOST * PLAN.ideal + alone * PLAN.shared
     assert len(cold.answers) == 8
     assert 2 <= sum(not answer.cached_tokens for answer in cold.answers) <= 2 + alone
     assert [result for result in left.results[:2] if result != Left(0)] == []
     assert (left_line.left_early, left_line.answered) == (2, 6)
-    assert left_line.computed <= MOST_COMPUTED * PLAN.ideal + (PLAN.groups + left_alone) * PLAN.shared
+    assert left_line.computed <= MOST * PLAN.ideal + (PLAN.groups + left_alone) * PLAN.shared
     assert cold_line.differing == left_line.differing == 0
     assert held >= 6

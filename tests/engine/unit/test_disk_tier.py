@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -14,8 +16,11 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from engine_patches.disk.files import HEADER_BYTES, SUFFIX, StateFiles
+from engine_patches.disk import files, tier
+from engine_patches.disk.files import HEADER_BYTES, LOCK, SUFFIX, StateFiles
 from engine_patches.disk.tier import CheckedFiles, _Done
+from tests.harness import damaged_files
+from tests.harness.waiting import wait_for
 
 ROWS, ROW = 16, 8192
 
@@ -51,8 +56,21 @@ class Tier:
     def load(self, keys: list[bytes]) -> Any:
         return self.run(keys, 8, load=True)
 
+    def look(self) -> None:
+        """At what is on disk, as every half minute."""
+        for _ in range(2):  # it looks, and takes what was seen
+            self.tier._next_refresh = time.monotonic()
+            assert list(self.tier.get_finished_jobs()) == []
+            self.tier.drain_jobs()
+
     def close(self) -> Any:
         self.tier.shutdown()
+
+
+def told(log: Any) -> list[str]:
+    """What the log says of the directory."""
+    lines = [record.getMessage() for record in log.records]
+    return [line for line in lines if "checkpoint directory" in line]
 
 
 def test_a_restarted_tier_knows_at_once_what_is_there_and_loads_it(tmp_path: Path):
@@ -91,13 +109,10 @@ def test_a_file_that_another_worker_had_to_remove_is_a_miss_and_nobodys_fault(tm
     held.close()
 
 
-def test_what_another_worker_wrote_is_found_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_another_worker_wrote_is_found_after_a_while(tmp_path: Path):
     mine, theirs = Tier(tmp_path), Tier(tmp_path)
     theirs.store(KEYS[:1])
-    monkeypatch.setattr(mine.tier, "_next_refresh", time.monotonic())
-    for _ in range(2):  # it looks, and takes what was seen
-        assert list(mine.tier.get_finished_jobs()) == []
-        mine.tier.drain_jobs()
+    mine.look()
     assert mine.tier.holds(KEYS[0])
     mine.close()
     theirs.close()
@@ -120,7 +135,7 @@ def test_what_is_pinned_does_not_make_room_for_others(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("error", [PermissionError(1, "not permitted"), OSError(5, "input/output error")])
-@pytest.mark.parametrize("call", ["chmod", "mkdir", "flock"])
+@pytest.mark.parametrize("call", ["lstat", "mkdir", "flock"])
 def test_a_directory_that_is_refused_stays_refused(tmp_path: Path, monkeypatch, engine_log, error, call):
     """Whatever of it works later: another user's folder can be listed, and holds files that look right."""
     before = Tier(tmp_path)
@@ -140,8 +155,8 @@ def test_a_directory_that_is_refused_stays_refused(tmp_path: Path, monkeypatch, 
         assert held.tier.lookup(KEYS[0], None) is LookupResult.MISS
     assert not held.tier.usable and not held.store(KEYS[1:2]).success
     assert held.tier.take_counts()[0] == {"unreadable": 1, "not_written": 1}
-    (told,) = [record.getMessage() for record in engine_log.records if "checkpoint directory" in record.getMessage()]
-    assert "cannot be read" in told and len(list(tmp_path.rglob(f"*{SUFFIX}"))) == 1
+    (line,) = told(engine_log)
+    assert "cannot be read" in line and len(list(tmp_path.rglob(f"*{SUFFIX}"))) == 1
     held.close()
 
 
@@ -195,3 +210,132 @@ def test_a_load_that_hangs_keeps_others_from_the_disk_until_it_ends(tmp_path: Pa
     list(held.tier.get_finished_jobs())
     assert held.tier.cost.pays(ROW, 3600)
     held.close()
+
+
+@pytest.mark.parametrize("damage", [damaged_files.open_to_all, damaged_files.link_for_folder, damaged_files.folder])
+def test_a_directory_that_others_may_write_to_is_not_used_and_one_line_says_why(tmp_path, engine_log, damage):
+    root = tmp_path / "states"
+    before = Tier(root)
+    before.store(KEYS[:3])
+    before.close()
+    path, other = sorted(root.rglob(f"*{SUFFIX}"))[:2]
+    damage(random.Random(1), path, other)
+    held = Tier(root)
+    held.look()
+    assert held.tier.usable == held.tier.holds(KEYS[2]) == (damage is damaged_files.folder)
+    assert held.store(KEYS[4:5]).success == held.tier.usable
+    if not held.tier.usable:
+        (line,) = told(engine_log)
+        assert "is not used: " in line and str(root) in line and "name one that is this user's alone" in line
+    held.close()
+
+
+def test_a_start_beside_a_lock_that_is_held_says_so_and_reads_and_writes_once_it_is_free(
+    tmp_path, monkeypatch, engine_log
+):
+    monkeypatch.setattr(files, "START_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
+    before = Tier(tmp_path)
+    before.store(KEYS[:1])
+    before.close()
+    descriptor = os.open(tmp_path / LOCK, os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    held = Tier(tmp_path)
+    assert held.load(KEYS[:1]).success and not held.tier.takes_stores
+    assert not held.store(KEYS[1:2]).success
+    os.close(descriptor)
+    assert held.store(KEYS[1:2]).success and held.tier.holds(KEYS[1])
+    assert held.tier.take_counts()[0] == {"not_written": 2}
+    (line,) = told(engine_log)
+    assert "cannot be written to: another process holds" in line
+    held.close()
+
+
+@pytest.mark.parametrize("call", ["prepare", "keys", "read"])
+def test_a_start_on_a_disk_that_hangs_goes_on_without_it(tmp_path: Path, monkeypatch, engine_log, call):
+    before = Tier(tmp_path)
+    before.store(KEYS[:1])
+    before.close()
+    ended = threading.Event()
+    monkeypatch.setattr(tier, "START_SECONDS", 0.05)
+
+    def hangs(*arguments: Any) -> None:
+        ended.wait()
+        raise OSError(5, "input/output error")
+
+    monkeypatch.setattr(StateFiles, call, hangs)
+    held = Tier(tmp_path)
+    assert not held.tier.usable and not held.tier.holds(KEYS[0])
+    (line,) = told(engine_log)
+    assert "no answer" in line
+    held.close()  # it waits for no thread of the start's
+    ended.set()
+
+
+def test_a_fifo_or_a_device_in_place_of_a_file_keeps_no_start_waiting(tmp_path: Path):
+    root = tmp_path / "states"
+    before = Tier(root)
+    before.store(KEYS[:3])
+    before.close()
+    paths = sorted(root.rglob(f"*{SUFFIX}"))
+    damaged_files.fifo(random.Random(1), paths[0], paths[1])
+    damaged_files.link_to_zeros(random.Random(1), paths[1], paths[2])
+    held = Tier(root)
+    assert [held.tier.holds(key) for key in KEYS[:3]] == [False, False, True]
+    assert set(held.load(KEYS[:3]).successful_keys) == {KEYS[2]}
+    held.close()
+
+
+@pytest.mark.parametrize("damage", [damaged_files.no_files, damaged_files.no_folder, damaged_files.no_directory])
+def test_a_directory_that_is_emptied_meanwhile_is_filled_again(tmp_path: Path, damage):
+    root = tmp_path / "states"
+    held = Tier(root)
+    held.store(KEYS[:3])
+    damage(random.Random(1), *sorted(root.rglob(f"*{SUFFIX}"))[:2])
+    held.look()
+    assert not any(map(held.tier.holds, KEYS)) and held.tier.take_counts()[0] == {}
+    assert held.store(KEYS[:3]).success and held.load(KEYS[:3]).success
+    held.close()
+
+
+def test_what_was_not_taken_is_not_offered_again_at_once(tmp_path: Path, monkeypatch):
+    held = Tier(tmp_path)
+    assert held.tier.takes_stores
+
+    def full(*arguments: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.write", full)
+        held.submit(KEYS[:2], 0, load=False)
+        assert held.tier.is_written(KEYS[0]) and not held.tier.is_written(KEYS[2])
+        held.tier.drain_jobs()
+        list(held.tier.get_finished_jobs())
+    assert not held.tier.is_written(KEYS[0]) and not held.tier.takes_stores
+    monkeypatch.setattr(held.tier, "_no_stores_until", time.monotonic())
+    assert held.tier.takes_stores
+    held.close()
+
+
+def test_a_worker_that_evicts_under_anothers_looks_is_no_error(tmp_path: Path, engine_log):
+    """Each has room for four files of the six that both write."""
+    bound = 4 * (ROW + HEADER_BYTES)
+    mine, theirs = Tier(tmp_path, max_bytes=bound), Tier(tmp_path, max_bytes=bound)
+    ended, rounds = threading.Event(), []
+
+    def evict() -> None:
+        while not ended.is_set():
+            for start in (0, 2):
+                theirs.store(KEYS[start : start + 4])
+            rounds.append(1)
+
+    thread = threading.Thread(target=evict)
+    thread.start()
+    wait_for(lambda: rounds)
+    for _ in range(60):
+        mine.look()
+    ended.set()
+    thread.join()
+    assert mine.tier.take_counts()[0] == {} and told(engine_log) == [] and len(rounds) > 0
+    mine.close()
+    theirs.close()

@@ -123,15 +123,31 @@ def test_a_leader_that_lacks_its_last_token_is_in_the_line(clock):
     assert gate.pays(ExpectedState(leader, 3600, 0), scheduler([leader], [request("follower")]))
 
 
-@pytest.mark.parametrize(("followers", "is_held"), [(5, False), (6, True)])
-def test_on_a_fast_engine_all_who_wait_have_to_save_time_that_counts(clock, followers, is_held):
+@pytest.mark.parametrize(
+    ("floor", "followers", "is_held"),
+    # Many passes are saved: 0.05 s count. Less than four passes: 0.2 s are not reached. More of them: they count again.
+    [(0.001, 1, False), (0.001, 2, True), (0.02, 2, False), (0.02, 3, True)],
+)
+def test_on_a_fast_engine_all_who_wait_have_to_save_time_that_counts(clock, floor, followers, is_held):
     step_time = StepTime()
     for _ in range(8):  # 10 us a token
-        step_time.step_took(1, 0.00101)
-        step_time.step_took(1001, 0.01101)
+        step_time.step_took(1, floor + 0.00001)
+        step_time.step_took(1001, floor + 0.01001)
     gate = PrefillGate(step_time, GRID, clock)
     leading(gate)
     assert pays(gate, *(request(f"follower{number}") for number in range(followers))) == is_held
+
+
+@pytest.mark.parametrize(("position", "is_held"), [(240, False), (256, True)])
+def test_a_wave_of_short_prompts_is_not_held_for_little_time_however_many_passes_it_saves(clock, position, is_held):
+    step_time = StepTime()
+    for _ in range(8):  # 50 us a token, 20 tokens a pass
+        step_time.step_took(1, 0.00105)
+        step_time.step_took(1001, 0.05105)
+    gate = PrefillGate(step_time, GRID, clock)
+    leader = leading(gate, position)
+    line = [request(f"follower{number}") for number in range(8)]
+    assert gate.pays(ExpectedState(leader, position, 0), scheduler([leader], line)) == is_held
 
 
 def test_in_one_step_no_more_than_some_decisions_are_made(gate):
@@ -326,3 +342,15 @@ def test_beside_a_draft_head_a_follower_has_to_share_a_unit_more_than_it_saves(c
     # The same prompt again computes the unit that it shares, and so needs no further token.
     assert deepest(gate, request("same", tokens=3600)) is not None
     assert deepest(gate, request("short", tokens=3599)) is None
+
+
+@pytest.mark.parametrize(("verified", "budget"), [(3, 8), (2, 8), (1, 4)])
+def test_a_step_that_is_full_of_requests_that_generate_is_weighed_too(gate, verified, budget):
+    """This runs inside vLLM's `schedule()`, where an exception ends the engine."""
+    leading(gate)
+    follower = request("follower")
+    expected = deepest(gate, follower)
+    generating = [request(f"g{n}", shared=f"t{n}", status=RequestStatus.RUNNING, computed=3999) for n in range(4)]
+    full = scheduler([expected.leader, *generating], [follower], budget=budget)
+    full.seamark.verified = verified
+    assert gate.pays(expected, full) in (True, False)

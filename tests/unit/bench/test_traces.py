@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.bench.__main__ import benchmarks
+from tests.bench.traces import agentic
 from tests.bench.traces.__main__ import main, profile_from
-from tests.bench.traces.formats import BLOCK, BadTrace, read, synthetic
-from tests.bench.traces.policies import POLICIES, Seamark, SeamarkGateways
+from tests.bench.traces.agentic import CONTEXT, HEAD, REQUESTS, records
+from tests.bench.traces.formats import BLOCK, BadTrace, Place, TraceRequest, of_mooncake, read, synthetic
+from tests.bench.traces.policies import POLICIES, Dynamo, Seamark, SeamarkGateways, Smg, VllmRouter
 from tests.bench.traces.replay import Replay, hint_of
-from tests.bench.traces.simulated_fleet import PROFILES, Fleet, Profile
+from tests.bench.traces.simulated_fleet import PROFILES, Execution, Fleet, Policy, Profile
 
 EXCERPTS = Path(__file__).parents[2] / "data" / "traces"
 
@@ -114,6 +116,44 @@ def test_drawn_conversations_are_the_same_with_the_same_seed_and_like_the_trace(
     assert 1.3 < len(trace.requests) / len(trace.sessions) < 1.5
 
 
+def test_drawn_agents_are_the_same_with_the_same_seed_and_like_what_is_published_of_dynamos():
+    drawn = list(records(REQUESTS, 5))
+    assert drawn == list(records(REQUESTS, 5)) != list(records(REQUESTS, 6))
+    assert [sorted(row) for row in drawn[:1]] == [["hash_ids", "input_length", "output_length"]]
+    assert all(len(row["hash_ids"]) == -(-row["input_length"] // BLOCK) for row in drawn)
+    prompts = sorted(row["input_length"] for row in drawn)
+    outputs = sorted(row["output_length"] for row in drawn)
+
+    def share(beyond: int) -> float:
+        return sum(prompt >= beyond for prompt in prompts) / len(prompts)
+
+    assert len(drawn) == REQUESTS and prompts[-1] <= CONTEXT
+    assert share(65_536) == pytest.approx(0.51, abs=0.03)
+    assert share(8192) == pytest.approx(0.82, abs=0.03)
+    assert share(131_072) == pytest.approx(0.045, abs=0.015)
+    assert outputs[len(outputs) // 2] == pytest.approx(399, rel=0.1)
+    assert outputs[len(outputs) * 9 // 10] == pytest.approx(6943, rel=0.15)
+    trace = of_mooncake("agents", list(enumerate(drawn, 1)))
+    assert not trace.is_timed
+    shareable = sum(request.shareable for request in trace.requests) / sum(prompts)
+    assert 0.7 < shareable < 0.8
+
+
+def test_copies_of_drawn_agents_share_their_whole_heads():
+    trace = of_mooncake("agents", list(enumerate(records(600, 1), 1)))
+    request = max(trace.requests, key=lambda request: request.prompt)
+    copy = request.copied(1, trace.common())
+    pairs = zip(request.blocks, copy.blocks, strict=True)
+    assert sum(one == other for one, other in pairs) == HEAD // BLOCK
+
+
+def test_written_records_are_read_as_they_were_drawn(tmp_path, capsys):
+    agentic.main(["--requests", "50", "--seed", "7"])
+    lines = capsys.readouterr().out.splitlines(keepends=True)
+    trace = read(trace_file(tmp_path, *lines))
+    assert trace.requests == of_mooncake("x", list(enumerate(records(50, 7), 1))).requests
+
+
 @pytest.mark.parametrize("seed", [1, 3])
 def test_as_many_requests_are_sent_as_the_load_says_however_long_some_sessions_go_on(seed):
     trace = synthetic(3000, seed)
@@ -173,6 +213,68 @@ def test_seamarks_own_choice_sends_a_conversation_where_its_states_are():
     assert all(worker.inflight == worker.prefill_tokens == 0 for worker in policy.workers)
 
 
+def under_way(policy: Policy, counts: list[int]) -> None:
+    """So many requests without a common beginning at each worker."""
+    fleet = Fleet(len(counts), PROFILES["datacentre"], policy, hint_of)
+    for worker, count in enumerate(counts):
+        for at in range(count):
+            fleet.begin(prompt(1000 * worker + at + 1), worker, 0.0)
+            policy.inflight[worker] += 1
+
+
+def prompt(own: int, head: int = 0) -> TraceRequest:
+    """A prompt of four blocks, `head` of which all have."""
+    blocks = tuple(range(-head, 0)) + tuple(own * 10 + at for at in range(4 - head))
+    place = Place(4 * BLOCK, "turn", own)
+    return TraceRequest(own, 0, 0.0, 0.0, 4 * BLOCK, 5, blocks, (place,), (place,), 0)
+
+
+@pytest.mark.parametrize(
+    ("idle", "spills_at"),
+    [  # as smg 1.13.0 itself did before two, three and four workers that kept all they were sent
+        ([0, 0], 11),
+        ([1, 1], 14),
+        ([2, 2], 15),
+        ([4, 4], 19),
+        ([1, 1, 1], 8),
+        ([0, 0, 0, 0], 6),
+    ],
+)
+def test_smg_keeps_a_beginning_where_it_is_until_the_worker_is_that_far_beyond_the_mean(idle, spills_at):
+    policy = Smg(len(idle), 1)
+    under_way(policy, idle)
+    chosen = [policy.choose(Execution(str(at), prompt(10**6 + at, head=2), (), 0.0), 0.0) for at in range(40)]
+    first = chosen[0]
+    assert chosen.index(next(worker for worker in chosen if worker != first)) + idle[first] == spills_at
+
+
+def test_vllm_router_keeps_it_until_the_fleet_is_uneven():
+    policy = VllmRouter(2, 1)
+    chosen = [policy.choose(Execution(str(at), prompt(10**6 + at, head=2), (), at), at) for at in range(70)]
+    assert chosen == [chosen[0]] * 65 + [1 - chosen[0]] * 5
+
+
+def test_dynamo_weighs_prefills_and_different_blocks_that_are_under_way():
+    policy = Dynamo(2, 1)
+    Fleet(2, PROFILES["datacentre"], policy, hint_of)
+
+    def sent(own: int, head: int = 0) -> Execution:
+        execution = Execution(str(own), prompt(own, head), (), 0.0)
+        execution.worker = policy.choose(execution, 0.0)
+        return execution
+
+    first = sent(1, head=3)
+    assert sent(2).worker != first.worker  # 8 blocks there
+    policy.first_token(first)
+    third = sent(3, head=3)  # four blocks to prefill and one to hold there, eight and four here
+    assert third.worker == first.worker
+    policy.first_token(third)
+    policy.ended(first)
+    assert policy._prefill[first.worker] == 0 and len(policy._blocks[first.worker]) == 4
+    policy.ended(third)
+    assert not policy._blocks[first.worker]
+
+
 def test_several_gateways_serve_a_conversation_where_its_states_are_whichever_its_turns_come_to():
     requests = read(AGENTS).sessions[0]
     policy = SeamarkGateways(4, 0, 3)
@@ -201,7 +303,7 @@ def test_requests_through_several_gateways_at_once_spread_as_through_one():
 @pytest.mark.parametrize("trace", [CONVERSATION, AGENTS])
 def test_the_report_is_the_same_with_the_same_seed(trace, capsys):
     flags = [str(trace), "--workers", "2", "--users", "2", "--seconds", "60", "--json"]
-    flags += ["--policy", "seamark", "--policy", "cache-aware"]
+    flags += ["--policy", "seamark", "--policy", "smg"]
     reports = []
     for _ in range(2):
         assert main(flags) == 0
@@ -210,9 +312,12 @@ def test_the_report_is_the_same_with_the_same_seed(trace, capsys):
             outcome.pop("choice_microseconds")
         reports.append(report)
     assert reports[0] == reports[1]
-    assert [outcome["policy"] for outcome in reports[0]["outcomes"]] == ["seamark", "cache-aware"]
+    assert [outcome["policy"] for outcome in reports[0]["outcomes"]] == ["seamark", "smg"]
     for outcome in reports[0]["outcomes"]:
-        assert 0 < outcome["hit_efficiency"] <= 1 and outcome["first_token_p99"] >= outcome["first_token_p50"] > 0
+        assert (
+            0 < outcome["hit_share"] < outcome["hit_efficiency"] <= 1
+            and outcome["first_token_p99"] >= outcome["first_token_p50"] > 0
+        )
         assert 1 <= outcome["imbalance"] <= 2
 
 

@@ -76,5 +76,5 @@ def test_odd_bodies_are_left_alone(body):
 
 def test_every_other_byte_stays():
     raw = b' {"a" : [1.50,{"x":"\xc3\xa9\\u00e9"} , "s"],\n"b":1E5} '
-    assert with_edits(raw, [Edit(("a", 1, "x"), '"new"')]) == raw.replace(b'"\xc3\xa9\\u00e9"', b'"new"')
-    assert with_edits(raw, [Edit(("a", 2), "2"), Edit(("b",), "3")]) == raw.replace(b'"s"', b"2").replace(b"1E5", b"3")
+    assert with_edits(raw, [Edit(("a", 1, "x"), "new")]) == raw.replace(b'"\xc3\xa9\\u00e9"', b'"new"')
+    assert with_edits(raw, [Edit(("a", 2), 2), Edit(("b",), 3)]) == raw.replace(b'"s"', b"2").replace(b"1E5", b"3")

@@ -12,47 +12,20 @@ from pathlib import Path
 import pytest
 
 from engine_patches.disk import files
-from engine_patches.disk.files import HEADER_BYTES, SUFFIX, TEMPORARY, RefusedFile, StateFiles
+from engine_patches.disk.files import HEADER_BYTES, TEMPORARY, RefusedFile
 from tests.harness.damaged_files import DAMAGES
-
-BLOCK = 20_480
-
-IDENTITY, OTHER_IDENTITY = b"i" * 32, b"j" * 32
-
-PLENTY = 1 << 30
-
-
-def key_of(number: int) -> bytes:
-    return random.Random(number).randbytes(32) + (number % 3).to_bytes(4, "big")
-
-
-def block_of(number: int) -> bytes:
-    return random.Random(-1 - number).randbytes(BLOCK)
-
-
-def directory(root: Path, identity: bytes = IDENTITY, max_bytes: int = PLENTY) -> StateFiles:
-    found = StateFiles(root, identity, BLOCK, max_bytes)
-    found.prepare()
-    return found
-
-
-def store(held: StateFiles, *numbers: int) -> files.Written:
-    return held.write({key_of(number): memoryview(block_of(number)) for number in numbers})
-
-
-def load(held: StateFiles, number: int) -> bytes:
-    into = bytearray(BLOCK)
-    held.read(key_of(number), memoryview(into))
-    return bytes(into)
-
-
-def path_of(root: Path, number: int) -> Path:
-    (found,) = root.rglob(key_of(number).hex() + SUFFIX)
-    return found
-
-
-def total(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob(f"*{SUFFIX}"))
+from tests.harness.state_files import (
+    BLOCK,
+    IDENTITY,
+    OTHER_IDENTITY,
+    block_of,
+    directory,
+    key_of,
+    load,
+    path_of,
+    store,
+    total,
+)
 
 
 def of_another_model(draw: random.Random, path: Path, other: Path) -> None:
@@ -157,7 +130,33 @@ def test_a_writer_that_is_killed_leaves_the_directory_to_the_others(tmp_path: Pa
     held = directory(tmp_path)
     child = os.fork()
     if not child:
-        with held._locked():
+        with held._locked(1.0):
             os.kill(os.getpid(), 9)
     os.waitpid(child, 0)
     assert store(held, 1).stored == [key_of(1)]
+
+
+def test_writing_reading_refusing_and_looking_leave_no_descriptor_open(tmp_path: Path):
+    held = directory(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    store(held, *range(20))
+    for number in range(20):
+        assert load(held, number) == block_of(number)
+    for number in range(10):
+        path_of(tmp_path, number).write_bytes(b"short" if number % 2 else b"x" * held.file_bytes)
+        with pytest.raises(RefusedFile):
+            load(held, number)
+    assert len(held.keys()) == 10 and len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_write_that_fails_leaves_no_descriptor_and_no_file(tmp_path: Path, monkeypatch):
+    def full(*arguments: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    held = directory(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("os.write", full)
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space"):
+            store(held, 1)
+    assert len(os.listdir("/proc/self/fd")) == before and not list(tmp_path.rglob(f"*{TEMPORARY}"))

@@ -110,6 +110,17 @@ def test_a_hint_is_not_read_to_its_end():
     assert read(list(range(16, 16 * 40, 16))) == (tuple(range(16, 16 * 17, 16)), Counter(too_many=1))
 
 
+@pytest.mark.parametrize("more", [1, 2, 10_000])
+@pytest.mark.parametrize(("first", "end"), [(-7, 993), (5, 0), ("last:1,2", 0)])
+def test_a_hint_with_more_entries_than_are_read_has_a_turns_end_too(more, first, end):
+    """This runs inside vLLM's `schedule()`, where an exception ends the engine."""
+    ignored = Counter[str]()
+    hint = [first, *range(1, MAX_ENTRIES), *([-1] * more)]
+    resolved = resolve(hint, IDS, len(IDS), lambda reason: ignored.update([reason]))
+    assert len(resolved) == MAX_ENTRIES and ignored["too_many"] == 1
+    assert turn_end(hint, resolved) == end
+
+
 def test_as_many_entries_and_ids_as_are_allowed_are_read():
     pattern = ",".join(map(str, IDS[:MAX_PATTERN]))
     counts = range(256, 256 + 16 * (MAX_ENTRIES - 1), 16)

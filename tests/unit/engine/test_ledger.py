@@ -308,6 +308,21 @@ def test_a_module_that_differs_when_imported_takes_all_patches_back_with_one_lin
     assert "vLLM is left untouched" in line
 
 
+LATE_CHECK = Patch(
+    "check", "late_vllm.other:check", "why", "until", lambda _: lambda prompt: "patched", parameters="prompt"
+)
+
+
+@pytest.mark.parametrize("patches", [[LATE_STEP, LATE_CHECK], [LATE_CHECK, LATE_GREETING, LATE_STEP]])
+@pytest.mark.parametrize("fails", ["its source", "its replacement"])
+def test_once_one_module_differs_a_module_that_is_imported_later_is_not_patched_either(toy, late, patches, fails):
+    replacement = dataclasses.replace(LATE_GREETING, name="fails", build=failing)
+    ledger.apply([STEP, *patches, *([replacement] if fails == "its replacement" else [])])
+    late("names").changed = fails == "its source"
+    late("engine")
+    assert late("other").check("x") == "x" and not ledger.is_applied(LATE_CHECK)
+
+
 def test_what_a_patch_relies_on_is_checked_again_too_when_it_is_imported(toy, late, monkeypatch):
     original = toy.Engine.step
     ledger.apply([dataclasses.replace(STEP, relies_on=(Shape("late_vllm.engine:Engine.step", "self, tokens"),))])

@@ -180,6 +180,26 @@ async def test_a_cached_answer_that_differs_from_all_recomputed_ones_is_found_an
     assert [asked.get("cache_salt") for asked in engine.asked].count(None) == 4
 
 
+@pytest.mark.parametrize("noises", [(1.0,), (1.0, 0.0), (0.0, 0.01, 1.0)])
+async def test_what_was_noise_in_one_comparison_is_noise_in_all_later_ones(worker, engine, noises):
+    engine.cached_under.add(None)
+    engine.wrong_under.add(None)  # 0.39 off
+    request, watched = replay(b"first"), self_check._Watched()
+    for noise in noises:
+        watched.noise.add([answered(-0.5), answered(-0.5 - noise)])
+    verdict = await check_of(worker, engine, request)._judge(worker, request, watched)
+    assert verdict is not None and verdict.result == "noise" and verdict.noise == 1.0
+
+
+async def test_a_worker_that_was_checked_rests_for_the_interval(worker, engine):
+    engine.cached_under.add(None)
+    check = check_of(worker, engine, replay(b"first"))
+    assert is_due_after(check, worker)
+    watched = check._watched[worker.url]
+    await check._check(worker, watched)
+    assert watched.checks == 1 and not check._is_due(worker)
+
+
 async def test_a_worker_with_requests_of_another_gateway_is_left_alone(worker, engine):
     engine.metrics = 'vllm:num_requests_waiting{engine="0"} 1.0\n'
     request = replay(b"first")

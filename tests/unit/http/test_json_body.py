@@ -187,6 +187,23 @@ def test_what_a_body_is_made_of_is_seen_wherever_it_is_cut(monkeypatch):
                     parse_object(raw, *limits)
 
 
+ESCAPES = (r"\"", r"\\", r"\/", r"\b", r"\f", r"\n", r"\r", r"\t", r"\u005c", r"\u0022", r"\u00e9")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1 << 20])
+def test_an_escape_of_any_kind_neither_ends_a_string_nor_hides_its_end(monkeypatch, size):
+    monkeypatch.setattr(json_body, "SLICE", size)
+    random = Random(17)
+    pieces = [*ESCAPES, *ESCAPES[:2], *"{[}]:,xbn/"]
+    for _ in range(500):
+        one, two, three = ("".join(random.choices(pieces, k=random.randint(0, 6))) for _ in range(3))
+        raw = f'{{"k{one}":["{two}",{{"{three}":[]}}],"":{{}}}}'
+        assert parse_object(raw.encode(), 4, 8) == json.loads(raw)
+        for limits in ((3, 8), (4, 7)):
+            with pytest.raises(TooComplex):
+                parse_object(raw.encode(), *limits)
+
+
 PIECES = (b"{}", b"[[]]", b'{"a":1}', b'{"a":{"b":1.5}}', '{"é":"ü"}'.encode(), b"1.5", b"7.0", b'"tide"', b'["",[1]]')
 
 

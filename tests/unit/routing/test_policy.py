@@ -10,7 +10,16 @@ from proxy.fleet.probe import Probed
 from proxy.fleet.worker import Load, Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.pipeline.sse import usage_in_stream
-from proxy.routing.policy import LEAD_PRICE, LEAD_TOKENS, RECOMPUTE_PRICE, REQUEST_TOKENS, UNSEEN_TOKENS, choose
+from proxy.routing.policy import (
+    LEAD_PRICE,
+    LEAD_TOKENS,
+    MOST_LENGTHS,
+    RECOMPUTE_PRICE,
+    REQUEST_TOKENS,
+    SHARED_PRICE,
+    UNSEEN_TOKENS,
+    choose,
+)
 from proxy.routing.prefix_index import Holding
 from tests.harness.probed import probed
 
@@ -99,6 +108,55 @@ def test_a_request_waits_for_its_holder_up_to_what_the_prefix_is_worth(tokens, w
     assert choose(workers, held, load_slack=0).boot == "b"
     workers[1].prefill_tokens += 1
     assert choose(workers, held, load_slack=0).boot == "a"
+
+
+@pytest.mark.parametrize(
+    ("shared", "wait"),
+    [
+        (60_000, SHARED_PRICE * 60_000),  # a head of many, which is soon as useful elsewhere
+        (99_999, SHARED_PRICE * 60_000),
+        (0, RECOMPUTE_PRICE * 60_000),
+        (40_000, SHARED_PRICE * 40_000 + RECOMPUTE_PRICE * 20_000),
+    ],
+)
+def test_what_several_conversations_share_is_worth_less_of_a_wait(shared, wait):
+    workers = [worker("a"), worker("b")]
+    held = {"b": Holding(60_000, b"deep", is_told=True)}
+    workers[1].prefill_tokens = wait
+    assert choose(workers, held, load_slack=0, shared=shared).boot == "b"
+    workers[1].prefill_tokens += 1
+    assert choose(workers, held, load_slack=0, shared=shared).boot == "a"
+
+
+def test_a_short_lead_is_borne_for_a_shared_beginning_too():
+    workers = [worker("a"), worker("b")]
+    held = {"b": Holding(8192, b"head", is_told=True)}
+    workers[1].prefill_tokens = LEAD_TOKENS
+    assert choose(workers, held, load_slack=0, shared=8192).boot == "b"
+    workers[1].prefill_tokens += 1
+    assert choose(workers, held, load_slack=0, shared=8192).boot == "a"
+
+
+@pytest.mark.parametrize("shared", [0, 40_000])
+def test_a_request_waits_for_what_the_next_worker_does_not_hold_either(shared):
+    workers = [worker("a"), worker("b"), worker("c")]
+    held = {"b": Holding(60_000, b"deep", is_told=True), "c": Holding(40_000, b"head", is_told=True)}
+    workers[0].prefill_tokens = 10**9
+    workers[1].prefill_tokens = RECOMPUTE_PRICE * 20_000
+    assert choose(workers, held, load_slack=0, shared=shared).boot == "b"
+    workers[1].prefill_tokens += 1
+    assert choose(workers, held, load_slack=0, shared=shared).boot == "c"
+
+
+def test_of_many_lengths_only_the_longest_are_weighed():
+    workers = [worker(str(number)) for number in range(MOST_LENGTHS + 2)]
+    held = {one.boot: Holding(16 * number, b"", is_told=True) for number, one in enumerate(workers)}
+    for one in workers[1:]:
+        one.prefill_tokens = 10**9 - 10**6 * int(one.boot)
+    workers[1].prefill_tokens = 1  # near enough, but nobody looks there
+    assert choose(workers, held, load_slack=0).boot == "0"
+    held.pop("9")
+    assert choose(workers, held, load_slack=0).boot == "1"
 
 
 def test_of_several_holders_that_are_too_busy_the_next_one_is_chosen():

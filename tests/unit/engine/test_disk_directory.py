@@ -1,0 +1,313 @@
+"""A directory of states that is not its worker's alone: what others made stays, and what others do stops nobody."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_patches.disk import files
+from engine_patches.disk.files import HEADER_BYTES, LOCK, SUFFIX, NotOurs, RefusedFile, StateFiles
+from tests.harness import damaged_files
+from tests.harness.damaged_files import PAST, STRANGERS, strangers_files
+from tests.harness.state_files import (
+    BLOCK,
+    IDENTITY,
+    OTHER_IDENTITY,
+    block_of,
+    directory,
+    key_of,
+    load,
+    path_of,
+    store,
+)
+
+FILE = HEADER_BYTES + BLOCK
+
+
+def strangers(root: Path) -> set[Path]:
+    """Somebody's files in a directory, with names of every kind, the oldest of all."""
+    ours = IDENTITY.hex()[:32]
+    for name in (
+        "their-app/upload.tmp",
+        "their-app/game.state",
+        "their-app/1-1.tmp",
+        f"their-app/{key_of(1).hex()}{SUFFIX}",
+        f"{ours}x/1-1.tmp",
+        f"{ours.upper().replace('6', 'A')}/save.state",
+        "save.state",
+        "1-1.tmp",
+        "elsewhere/1-1.tmp",
+        f"elsewhere/{key_of(2).hex()}{SUFFIX}",
+    ):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(STRANGERS)
+        os.utime(path, (PAST, PAST))
+    (root / ("0f" * 16)).symlink_to(root / "elsewhere")
+    (root / "link").symlink_to("/nowhere")
+    return strangers_files(root)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o750])
+def test_what_others_have_in_the_directory_stays_as_it_is(tmp_path: Path, mode):
+    root = tmp_path / "data"
+    there = strangers(root)
+    root.chmod(mode)
+    held = directory(root, max_bytes=3 * FILE)
+    store(held, *range(3, 12))
+    assert len(held.keys()) == 3 and strangers_files(root) == there and len(there) == 10
+    assert stat.S_IMODE(root.stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o770, 0o775, 0o702])
+def test_a_directory_in_which_others_may_write_is_refused_in_words_and_stays_as_it_is(tmp_path: Path, mode):
+    root = tmp_path / "data"
+    there = strangers(root)
+    root.chmod(mode)
+    held = StateFiles(root, IDENTITY, BLOCK, FILE)
+    for call in (held.prepare, lambda: store(held, 1)):
+        with pytest.raises(NotOurs, match=rf"{root} can be written to by others \(mode {mode:o}\): name one"):
+            call()
+    assert stat.S_IMODE(root.stat().st_mode) == mode and strangers_files(root) == there
+    assert not (root / LOCK).exists()
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch):
+    held = directory(tmp_path)
+    store(held, 1)
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(NotOurs, match="belongs to another user"):
+        held.prepare()
+    with pytest.raises(RefusedFile) as refused:
+        load(held, 1)
+    assert refused.value.reason == files.UNREADABLE and not held.keys() and path_of(tmp_path, 1).exists()
+
+
+@pytest.mark.parametrize("damage", [damaged_files.link_for_folder, damaged_files.open_to_a_group])
+def test_a_folder_in_it_that_others_may_reach_is_refused(tmp_path: Path, damage):
+    root = tmp_path / "states"
+    store(directory(root), 1, 2)
+    damage(random.Random(1), path_of(root, 1), path_of(root, 2))
+    with pytest.raises(NotOurs):
+        directory(root)
+
+
+def test_the_operators_own_link_to_the_directory_is_followed(tmp_path: Path):
+    (tmp_path / "disk").mkdir(mode=0o700)
+    (tmp_path / "states").symlink_to("disk")
+    store(directory(tmp_path / "states"), 1)
+    assert load(directory(tmp_path / "disk"), 1) == block_of(1)
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """As by another process."""
+    descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def test_who_waits_for_the_lock_gives_up_says_so_and_reads_on(tmp_path: Path, monkeypatch):
+    store(directory(tmp_path), 1)
+    monkeypatch.setattr(files, "START_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
+    held = StateFiles(tmp_path, IDENTITY, BLOCK, 1 << 30)
+    with locked(tmp_path):
+        for call in (held.prepare, lambda: store(held, 2), lambda: store(held, 3)):
+            with pytest.raises(TimeoutError, match=f"another process holds {tmp_path / LOCK}"):
+                call()
+        assert load(held, 1) == block_of(1) and list(held.keys()) == [key_of(1)]
+    assert store(held, 2).stored == [key_of(2)]
+
+
+def test_who_has_waited_in_vain_asks_once_until_it_gets_the_lock(tmp_path: Path, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
+    held = directory(tmp_path)
+    monkeypatch.setattr(files, "time", _Clock(pauses))
+    counts = []
+    with locked(tmp_path):
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                store(held, 1)
+            counts.append(len(pauses))
+    store(held, 1)
+    with locked(tmp_path), pytest.raises(TimeoutError):
+        store(held, 2)
+    assert counts[0] > 1 and counts == counts[:1] * 3 and len(pauses) > counts[0] + 1
+
+
+class _Clock:
+    """In place of `time`: a pause is over at once."""
+
+    def __init__(self, pauses: list[float]) -> None:
+        self._pauses = pauses
+
+    def monotonic(self) -> float:
+        """The pauses so far."""
+        return sum(self._pauses)
+
+    def sleep(self, seconds: float) -> None:
+        """One more."""
+        self._pauses.append(seconds)
+
+    def time_ns(self) -> int:
+        """As it is."""
+        return 1 << 62
+
+
+@pytest.mark.parametrize("removed", [[1], [2, 3], [1, 2, 3]])
+def test_what_another_worker_evicts_under_a_look_is_left_out(tmp_path: Path, monkeypatch, removed):
+    held = directory(tmp_path)
+    store(held, 1, 2, 3)
+    scandir = os.scandir
+
+    @contextmanager
+    def evicting(folder: Any) -> Iterator[Any]:
+        with scandir(folder) as entries:
+            listed = list(entries)
+        for number in removed:
+            held._path(key_of(number)).unlink(missing_ok=True)
+        yield iter(listed)
+
+    monkeypatch.setattr("os.scandir", evicting)
+    assert set(held.keys()) == {key_of(number) for number in {1, 2, 3} - set(removed)}
+    assert store(held, 4).stored == [key_of(4)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damaged_files.dangling_link,
+        damaged_files.link_to_itself,
+        damaged_files.link_to_another,
+        damaged_files.link_to_zeros,
+        damaged_files.moved_behind_a_link,
+        damaged_files.folder,
+        damaged_files.fifo,
+        damaged_files.listening,
+    ],
+)
+def test_what_has_a_states_name_and_is_none_breaks_nothing_and_stays(tmp_path: Path, damage):
+    root = tmp_path / "states"
+    held = directory(root, max_bytes=4 * FILE)
+    store(held, 1, 2, 3)
+    path = path_of(root, 1)
+    damage(random.Random(1), path, path_of(root, 2))
+    kind = stat.S_IFMT(path.lstat().st_mode)
+    held.prepare()
+    assert set(held.keys()) == {key_of(2), key_of(3)}
+    with pytest.raises(RefusedFile):
+        load(held, 1)
+    assert store(held, 1, 4, 5, 6, 7).stored == [key_of(number) for number in (4, 5, 6, 7)]
+    assert stat.S_IFMT(path.lstat().st_mode) == kind != stat.S_IFREG
+
+
+@pytest.mark.parametrize("ahead", [60.0, 3600.0, 70 * 365 * 86400.0])
+def test_a_file_from_the_future_goes_when_it_was_not_used_for_longest(tmp_path: Path, ahead):
+    held = directory(tmp_path, max_bytes=3 * FILE)
+    store(held, 1)
+    path = path_of(tmp_path, 1)
+    future = path.stat().st_mtime + ahead
+    os.utime(path, (future, future))
+    evicted = []
+    for number in range(2, 6):
+        evicted += store(held, number).evicted
+        for moment, each in enumerate(range(2, number + 1)):  # used after it, whatever the clock's ticks are
+            if held._path(key_of(each)).exists():
+                os.utime(held._path(key_of(each)), (4e9 + moment, 4e9 + moment))
+        if path.exists():
+            assert path.stat().st_mtime < future
+    assert evicted[0] == key_of(1)
+
+
+@pytest.mark.parametrize("size", [1 << 40, 100 * FILE, 3 * FILE])
+@pytest.mark.parametrize("identity", [IDENTITY, OTHER_IDENTITY])
+def test_a_file_with_holes_takes_what_is_allocated_for_it(tmp_path: Path, size, identity):
+    held = directory(tmp_path, max_bytes=4 * FILE)
+    store(held, 1, 2, 3)
+    sparse = directory(tmp_path, identity)._path(key_of(9))
+    sparse.touch(mode=0o600)
+    os.truncate(sparse, size)
+    assert store(held, 4).evicted == []
+    assert all(load(held, number) == block_of(number) for number in (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("length", [0, 5, FILE - 1, FILE + 1, 1 << 40])
+def test_a_file_that_has_not_our_length_is_written_anew(tmp_path: Path, length):
+    held = directory(tmp_path, max_bytes=2 * FILE)
+    store(held, 1, 2)
+    os.truncate(path_of(tmp_path, 1), length)
+    written = store(held, 1)
+    assert written.num_bytes == FILE and written.evicted == []
+    assert load(held, 1) == block_of(1) and load(held, 2) == block_of(2)
+
+
+@pytest.mark.parametrize("reads", [0, 1])
+def test_a_file_on_a_bad_sector_is_refused_and_written_anew(tmp_path: Path, monkeypatch, reads):
+    held = directory(tmp_path)
+    store(held, 1)
+    readv, before = os.readv, []
+
+    def fails(descriptor: int, into: Any) -> int:
+        before.append(descriptor)
+        if len(before) > reads:
+            raise OSError(5, "Input/output error")
+        return readv(descriptor, into)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.readv", fails)
+        with pytest.raises(RefusedFile) as refused:
+            load(held, 1)
+    assert refused.value.reason == files.UNREADABLE
+    assert store(held, 1).num_bytes == FILE and load(held, 1) == block_of(1)
+
+
+def test_where_no_descriptor_is_left_no_good_file_is_removed(tmp_path: Path, monkeypatch):
+    held = directory(tmp_path)
+    store(held, 1)
+
+    def fails(*arguments: Any, **more: Any) -> int:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.open", fails)
+        with pytest.raises(RefusedFile):
+            load(held, 1)
+    assert load(held, 1) == block_of(1)
+
+
+@pytest.mark.parametrize("damage", [damaged_files.lock_is_a_folder, damaged_files.lock_is_a_link])
+def test_what_has_the_locks_name_and_is_none_is_refused_and_not_followed(tmp_path: Path, damage):
+    root = tmp_path / "states"
+    held = directory(root)
+    store(held, 1, 2)
+    damage(random.Random(1), path_of(root, 1), path_of(root, 2))
+    for call in (held.prepare, lambda: store(held, 3)):
+        with pytest.raises(OSError, match=r"Is a directory|symbolic link"):
+            call()
+    assert not (tmp_path / "not-made").exists() and load(held, 1) == block_of(1)
+
+
+@pytest.mark.parametrize("damage", [damaged_files.no_files, damaged_files.no_folder, damaged_files.no_directory])
+def test_a_directory_that_was_emptied_holds_nothing_and_is_written_again(tmp_path: Path, damage):
+    root = tmp_path / "states"
+    held = directory(root)
+    store(held, 1, 2)
+    damage(random.Random(1), path_of(root, 1), path_of(root, 2))
+    assert held.keys() == {}
+    with pytest.raises(FileNotFoundError):
+        load(held, 1)
+    assert store(held, 1).num_bytes == FILE and load(held, 1) == block_of(1)
+    assert stat.S_IMODE(path_of(root, 1).parent.stat().st_mode) == 0o700
