@@ -66,8 +66,8 @@ class Dispatcher:
     async def acquire(self, lease: Lease, instead: Instead | None = None) -> Lease | Found:
         """Take a slot, or what makes one unnecessary; wait while there is neither.
 
-        However often a request waits, it waits for no longer than one may. Raises `NoWorker`, `Overloaded` or
-        `KeyBusy`.
+        However often a request is in the queue, it is there for no longer than one may. Raises `NoWorker`, `Overloaded`
+        or `KeyBusy`.
         """
         request = lease.request
         model = request.model
@@ -81,7 +81,6 @@ class Dispatcher:
                 *[worker.name for worker in request.asked],
             )
             timings.asked = time.perf_counter()
-            lease.deadline = lease.deadline or self._queue.deadline
 
             def take() -> Lease | Found | None:
                 taken = self._take(lease)
@@ -89,10 +88,9 @@ class Dispatcher:
                     instead.taken(lease)
                 return taken
 
-            def find() -> Lease | Found | None:
-                return None if instead is None else instead.find()
-
-            found: Lease | Found = await self._queue.acquire(lease.key, wants, take, _close, lease.deadline, find)
+            find = instead.find if instead is not None else None
+            found: Lease | Found = await self._queue.acquire(lease.key, wants, take, _close, find, lease.waited)
+            lease.waited += time.perf_counter() - timings.asked
             if found is not lease:
                 timings.choosing = time.perf_counter()
             return found
@@ -315,17 +313,17 @@ class Lease:
         "_key_slot",
         "_slot",
         "_was_idle",
-        "deadline",
         "key",
         "prompt",
         "request",
+        "waited",
     )
 
     def __init__(self, dispatcher: Dispatcher, request: ProxiedRequest) -> None:
         self._dispatcher = dispatcher
         self.request = request
         self.key = request.client.key  # at which it counts
-        self.deadline = 0.0  # by the loop's clock, for all its waiting; 0: it has not waited yet
+        self.waited = 0.0  # seconds in the queue so far
         self.prompt = 0  # tokens, roughly
         self._key_slot: KeySlot | None = None
         self._slot: Slot | None = None  # None: not taken yet, or given back

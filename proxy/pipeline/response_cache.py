@@ -27,13 +27,17 @@ from proxy.pipeline.stored_answers import PIECE_BYTES, Entry, Source, StoredAnsw
 
 SECRET_BYTES = 32
 
-# What an execution may hold of an answer that is not kept, whether the cache has room or not.
+# What an execution may hold of an answer that is not kept, whether the cache has room or not: two pieces for one
+# reader, and so much for several.
 SLACK_BYTES = 4 * PIECE_BYTES
+
+# Pieces that are given back in one go.
+MOST_FORGOTTEN = 512
 
 # Seconds in all that an answer which the cache does not keep waits for them.
 PATIENCE_SECONDS = 0.1
 
-# The parts of a stored answer up to this size are joined when it is stored.
+# The pieces of an answer up to this size are joined when it is stored, in one go.
 JOINED_BYTES = 2**20
 
 
@@ -150,7 +154,7 @@ class Reader:
         self.has_begun = False
         self.is_cut = False  # it fell too far behind
         self.scope: asyncio.Timeout | None = None  # inside which it reads
-        self._execution = execution
+        self._execution: Execution | None = execution  # None: it reads no more
 
     async def deliver(self, send: asgi.Send, watch: asgi.ClientWatch) -> bool:
         """The answer from its beginning to its end, as it comes.
@@ -158,12 +162,18 @@ class Reader:
         Raises what the execution failed with, and `ClientGone` if the client fell too far behind the others. False if
         it got nothing for a reason that does not concern it, so that it has to ask again.
         """
+        if self._execution is None:
+            raise RuntimeError("The reader was closed before it was sent the answer.")
         return await self._execution.deliver(self, send, watch)
 
     def close(self) -> None:
-        """It reads no more."""
-        self.leave_key()
-        self._execution.left(self)
+        """It reads no more. Does nothing the second time."""
+        execution, self._execution = self._execution, None  # which lead to each other
+        try:
+            self.leave_key()
+        finally:
+            if execution is not None:
+                execution.left(self)
 
 
 class Execution:
@@ -186,13 +196,16 @@ class Execution:
         self._request = request
         self._owner = request.client.owner
         self._voided = cache.voided
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None  # under way
+        self._is_over = False
         self._head: asgi.Scope | None = None
         self._ending: Ending | None = None
         self._pieces: list[bytes] = []
+        self._heartbeats: list[int] = []  # where there are comments among the pieces of an answer that is kept
         self._total = 0  # bytes of all pieces, as they are counted
         self._gone = 0  # pieces that all have read, and that are not kept
         self._size = 0  # bytes of what it holds, as they are counted
+        self._slack = 0  # of them, those beyond the cache's bound
         self._lent: Entry | None = None  # holds them in its place
         self._is_kept = True
         self._is_whole = False
@@ -218,16 +231,19 @@ class Execution:
 
     async def ended(self) -> None:
         """Wait for its end. If that is cancelled, so is the execution. One that was not begun is given up."""
+        if self._is_over:
+            return
         if self._task is None:
+            self._is_over = True
             self._cache.close(self)
             self._error = Overloaded("The request that was to be answered has been given up.")
             self.own.close()
             self._tell()
             return
         try:
-            await asyncio.wait((self._task,))
+            await asyncio.wait((task := self._task,))
         except asyncio.CancelledError:
-            self._task.cancel()
+            task.cancel()
             raise
 
     async def send(self, message: asgi.Scope) -> None:
@@ -240,11 +256,13 @@ class Execution:
         else:
             body = message.get("body", b"")
             async with self._turn:
+                if self._is_whole:  # a comment that had to wait until the end was out
+                    return
                 for at in range(0, len(body), PIECE_BYTES):
                     await self._add(body[at : at + PIECE_BYTES])
-            self._is_whole = not message.get("more_body", False)
-            if self._is_whole:
-                self._failure = self._request.reply.failure  # from now on it may be that of its client, who leaves
+                if not message.get("more_body", False):
+                    self._is_whole = True
+                    self._failure = self._request.reply.failure  # from now on it may be that of its client, who leaves
         self._tell()
 
     def left(self, reader: Reader) -> None:
@@ -260,17 +278,20 @@ class Execution:
             async with asyncio.timeout(None) as reader.scope:
                 await self._pass_on(reader, send, watch)
         except TimeoutError:
+            if not reader.is_cut:
+                raise
             if reader.has_begun or reader is self.own:
-                watch.over = True  # its leaving ends nothing: others read the answer
                 raise asgi.ClientGone from None
             return False
         except asyncio.CancelledError:
-            if not watch.gone and self._task is not None:  # the server stops, and the stream has to say so
-                if not self._is_stopping:  # a second time would cut off what it says at its end
+            task = self._task
+            if not watch.gone and (task is not None or self._is_over):  # the server stops, and the stream has to say so
+                if task is not None and not self._is_stopping:  # a second time would cut off what it says at its end
                     self._is_stopping = True
                     self._taken.set()  # nothing waits for readers any more
-                    self._task.cancel()
-                await asyncio.wait((self._task,))
+                    task.cancel()
+                if task is not None:
+                    await asyncio.wait((task,))
                 with contextlib.suppress(Exception):
                     await self._pass_on(reader, send, watch)
             raise
@@ -344,7 +365,9 @@ class Execution:
             self._cache.close(self)
         if not self._is_kept:
             await self._make_way(size)
-        elif self._ending is not None and piece not in HEARTBEATS:
+        elif piece in HEARTBEATS:
+            self._heartbeats.append(len(self._pieces))
+        elif self._ending is not None:
             self._ending.see(piece)
         self._pieces.append(piece)
         self._total += size
@@ -360,11 +383,12 @@ class Execution:
     async def _make_way(self, size: int) -> None:
         """Take the room for a piece of an answer that is not kept, once somebody is near its end."""
         while not self._is_stopping and self._readers:
-            self._forget_read()
-            if self._size + size <= SLACK_BYTES:
-                break
-            if self._total - max(reader.taken for reader in self._readers) > PIECE_BYTES:
+            if self._forget_read():
+                await asyncio.sleep(0)
+            elif self._total - max(reader.taken for reader in self._readers) > PIECE_BYTES:
                 await self._progress()
+            elif self._size + size <= SLACK_BYTES:
+                break
             elif self._fits(size):
                 return
             elif self._patience > 0:  # others hold what is counted, by more than the one that is near the end
@@ -375,14 +399,18 @@ class Execution:
                 self._patience -= time.monotonic() - began
             else:
                 self._cut_off(min(self._readers, key=lambda reader: reader.at))
-        self._hold(size)
+        self._answers.exceed(self._owner, size)
+        self._size += size
+        self._slack += size
 
-    def _forget_read(self) -> None:
-        """Give back what all have read of an answer that is not kept."""
+    def _forget_read(self) -> bool:
+        """Give back what all have read of an answer that is not kept. Whether there is more of it."""
         read = min(reader.at for reader in self._readers) - self._gone
-        self._hold(-sum(map(weight_of, self._pieces[:read])))
-        del self._pieces[:read]
-        self._gone += read
+        now = min(read, MOST_FORGOTTEN)
+        self._free(sum(map(weight_of, self._pieces[:now])))
+        del self._pieces[:now]
+        self._gone += now
+        return now < read
 
     def _cut_off(self, reader: Reader) -> None:
         """It holds up others."""
@@ -394,28 +422,36 @@ class Execution:
     def _leave(self) -> None:
         """Nobody reads any more."""
         self._cache.close(self)
-        if self._task is None or self._task.done():
-            self._give_back()
+        if self._task is None:
+            self._forget()
         elif not self._is_whole:
             self.watch.gone = True
             self._task.cancel()
 
+    def _forget(self) -> None:
+        """Nobody needs it any more. An error leads back here by its traceback."""
+        self._give_back()
+        self._pieces.clear()
+        self._error = None
+
     def _over(self, task: asyncio.Task[None]) -> None:
-        self._cache.close(self)
-        if task.cancelled():
-            self._error = Stopping("The gateway is stopping.")
-        elif (error := task.exception()) is not None:
-            self._error = error
-        elif not self._is_whole:
-            self._error = GatewayError("The gateway failed to handle this request.")
-        elif self._may_be_stored():
-            self._store()
-        if not self._readers:
-            self._give_back()
-        self._tell()
-        for reader in [*self._readers]:
-            reader.leave_key()
-        self._lease.release()  # now that those who wait for a slot find the answer
+        self._task, self._is_over = None, True
+        with contextlib.ExitStack() as then:  # from the last one up; each whatever happens to the others
+            then.callback(self._lease.release)  # now that those who wait for a slot find the answer
+            for reader in self._readers:
+                then.callback(reader.leave_key)
+            then.callback(self._tell)
+            if not self._readers:
+                then.callback(self._forget)
+            self._cache.close(self)
+            if task.cancelled():
+                self._error = Stopping("The gateway is stopping.")
+            elif (error := task.exception()) is not None:
+                self._error = error
+            elif not self._is_whole:
+                self._error = GatewayError("The gateway failed to handle this request.")
+            elif self._may_be_stored():
+                self._store()
 
     def _may_be_stored(self) -> bool:
         """Whether the answer may be given to anyone else."""
@@ -430,25 +466,34 @@ class Execution:
 
     def _store(self) -> None:
         """Its bytes are the entry's from now on, as far as nobody else reads them."""
-        pieces: Iterable[bytes] = [piece for piece in self._pieces if piece not in HEARTBEATS]
-        if not self._readers and self._size <= JOINED_BYTES:
-            pieces = grouped(list(pieces))
+        pieces, weight = [*self._pieces], self._total  # as it was kept, nothing of it has gone
+        for at in reversed(self._heartbeats):
+            weight -= weight_of(pieces.pop(at))
+        if not self._readers and weight <= JOINED_BYTES:
+            pieces = [*grouped(pieces)]
+            weight = sum(map(weight_of, pieces))
         headers = [] if self._head is None else _kept(self._head["headers"])
-        entry = Entry(headers, tuple(pieces), Source.of(self.source.worker, self._request.model), self._owner)
+        source = Source.of(self.source.worker, self._request.model)
+        entry = Entry(headers, tuple(pieces), source, self._owner, weight)
         size = self._size
         self._give_back()
         if self._answers.add(self.key, entry) and (not self._readers or self._answers.lend(self.key, entry)):
             self._lent = entry if self._readers else None
         elif self._readers:
-            self._hold(size)
+            self._answers.hold(self._owner, size)
+            self._size = size
 
-    def _hold(self, size: int) -> None:
-        self._answers.hold(self._owner, size)
-        self._size += size
+    def _free(self, size: int) -> None:
+        """Give back so many bytes, first those beyond the bound."""
+        beyond = min(size, self._slack)
+        self._answers.exceed(self._owner, -beyond)
+        self._answers.hold(self._owner, beyond - size)
+        self._size -= size
+        self._slack -= beyond
 
     def _give_back(self) -> None:
         """All that it holds."""
-        self._hold(-self._size)
+        self._free(self._size)
         if self._lent is not None:
             self._answers.returned(self.key, self._lent)
             self._lent = None

@@ -85,15 +85,21 @@ class Entry:
     __slots__ = ("asked", "headers", "is_gone", "owner", "pieces", "readers", "source", "stored", "weight")
 
     def __init__(
-        self, headers: asgi.HeaderList, pieces: Sequence[bytes], source: Source, owner: str | None = None
+        self,
+        headers: asgi.HeaderList,
+        pieces: Sequence[bytes],
+        source: Source,
+        owner: str | None = None,
+        weight: int | None = None,
     ) -> None:
-        """`owner`: the name of the key that had it computed."""
+        """`owner`: the name of the key that had it computed; `weight`: of all pieces, if it is known."""
         self.headers, self.pieces, self.source, self.owner = headers, pieces, source, owner
         self.stored = self.asked = time.monotonic()
         self.readers = 0
         self.is_gone = False  # nobody else finds it
         named = sum(getsizeof(header) + sum(map(getsizeof, header)) + POINTER_BYTES for header in headers)
-        self.weight = ENTRY_BYTES + getsizeof(headers) + named + getsizeof(pieces) + sum(map(getsizeof, pieces))
+        weight = sum(map(weight_of, pieces)) if weight is None else weight
+        self.weight = ENTRY_BYTES + getsizeof(headers) + named + getsizeof(()) + weight
 
 
 class StoredAnswers:
@@ -109,7 +115,8 @@ class StoredAnswers:
         self._held_of: Counter[str | None] = Counter()  # bytes, by owner
         self._fixed_of: Counter[str | None] = Counter()  # of them, those of what cannot go
         self._fixed = 0
-        self.size = 0  # bytes
+        self._slack = 0  # bytes beyond the bound
+        self.size = 0  # bytes, with those beyond the bound
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -181,6 +188,11 @@ class StoredAnswers:
         self._count(owner, size)
         self._fix(owner, size)
 
+    def exceed(self, owner: str | None, size: int) -> None:
+        """The same for bytes beyond the bound, for which nothing goes and nothing is refused."""
+        self._count(owner, size)
+        self._slack += size
+
     def _may_fix(self, owner: str | None, size: int) -> bool:
         """Whether so many bytes more may be what cannot go: a key leaves room for others, if there are keys."""
         free = self._most - self._fixed - size
@@ -188,7 +200,7 @@ class StoredAnswers:
 
     def _makes_room(self, owner: str | None, size: int) -> bool:
         """Whether so many bytes of an owner fit, once others have gone that have to."""
-        while self.size + size > self._most:
+        while self.size - self._slack + size > self._most:
             if (key := self._next_to_go(owner, self._held_of[owner] + size)) is None:
                 return False
             self.remove(key)

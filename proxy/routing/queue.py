@@ -19,10 +19,6 @@ from proxy.http.auth import ApiKey
 S = TypeVar("S")
 
 
-def _nothing() -> None:
-    """Nothing but a slot will do."""
-
-
 class _Waiter:
     """A request in the queue."""
 
@@ -33,7 +29,7 @@ class _Waiter:
         key: ApiKey | None,
         wants: Hashable,
         take: Callable[[], object | None],
-        find: Callable[[], object | None],
+        find: Callable[[], object | None] | None,
     ) -> None:
         self.key = key
         self.wants = wants
@@ -55,28 +51,23 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
-    @property
-    def deadline(self) -> float:
-        """By the loop's clock, of a request that begins to wait now."""
-        return asyncio.get_running_loop().time() + self._timeout
-
     async def acquire(
         self,
         key: ApiKey | None,
         wants: Hashable,
         take: Callable[[], S | None],
         give_back: Callable[[S], None],
-        deadline: float | None = None,
-        find: Callable[[], S | None] = _nothing,
+        find: Callable[[], S | None] | None = None,
+        waited: float = 0.0,
     ) -> S:
         """The slot that `take` finds, now or later, or what `find` has that makes one unnecessary.
 
         `take` returns None if no slot is free, and raises if there never will be one; requests with equal `wants` use
-        the same slots. Either is called only if the key may have another request under way. `give_back` gets what was
-        found for a request whose client had just left. `deadline`: of a request that has waited before. Raises
-        `KeyBusy` or `Overloaded`.
+        the same slots. Either is called only if the key may have another request under way. `find`: None if nothing
+        but a slot will do. `give_back` gets what was found for a request whose client had just left. `waited`: seconds
+        that the request has been in the queue before. Raises `KeyBusy` or `Overloaded`.
         """
-        if _may_go(key) and (found_before := find()) is not None:
+        if find is not None and _may_go(key) and (found_before := find()) is not None:
             return found_before
         if self._is_next(key, wants) and (slot := take()) is not None:
             return slot
@@ -88,7 +79,7 @@ class AdmissionQueue:
         started = time.perf_counter()
         found: S | None = None
         try:
-            async with asyncio.timeout_at(self.deadline if deadline is None else deadline):
+            async with asyncio.timeout(max(0.0, self._timeout - waited)):
                 result: S = await waiter.future
                 found = result
             return result
@@ -104,9 +95,11 @@ class AdmissionQueue:
         """A slot may have become free."""
         full: set[Hashable] = set()
         for waiter in list(self._queue):
-            if waiter.future.done() or not _may_go(waiter.key):
+            find, is_full = waiter.find, waiter.wants in full
+            if (is_full and find is None) or waiter.future.done() or not _may_go(waiter.key):
                 continue
-            if (found := waiter.find()) is None and waiter.wants not in full:
+            found = find() if find is not None else None
+            if found is None and not is_full:
                 with contextlib.suppress(GatewayError):  # none for now: only a request that arrives is refused
                     found = waiter.take()
             if found is None:

@@ -222,6 +222,27 @@ async def test_the_first_client_leaves_and_the_others_get_the_whole_answer(own, 
     assert own.gateway.pool.workers[0].inflight == 0
 
 
+async def test_a_first_client_that_was_cut_off_ends_nothing_when_it_leaves(in_memory, computing, monkeypatch):
+    monkeypatch.setattr(response_cache, "PATIENCE_SECONDS", 0.0)
+    computing.computed = Computed(words=4000)
+    computing.pause_after = 3900
+    computing.pause.set()
+    own = await in_memory(computing, response_cache=2**18)
+    first = own.opened(chat(stream=True), **ALLOW)
+    await first.message()  # and nothing more
+    other = own.opened(chat(stream=True), **ALLOW)
+    await other.message()
+    body, pieces = b"", other.body()
+    while b" 3890" not in body:
+        body += await anext(pieces)
+    assert readers_of_all(own) == 1
+    first.leave()
+    await until(first.task.done)
+    computing.pause.clear()
+    body += b"".join([piece async for piece in pieces])
+    assert body.count(b"data: ") == 4000 + 2 and body.endswith(b"[DONE]\n\n") and len(computing.requests) == 1
+
+
 async def test_an_execution_ends_when_nobody_reads_it_any_more(own, computing):
     computing.hold.set()
     asked = [own.opened(chat(), **ALLOW) for _ in range(3)]

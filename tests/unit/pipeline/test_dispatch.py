@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from proxy.boundaries.boundary import Boundary, Found, Place
 from proxy.boundaries.layout import layout_of
 from proxy.chat.reader import chat_request
-from proxy.errors import NoWorker
+from proxy.errors import NoWorker, Overloaded
 from proxy.fleet.worker import BREAKER_FAILURES, CircuitBreaker, Worker
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.http.client import Unreachable
+from proxy.pipeline import dispatch
 from proxy.pipeline.request import Prompt, ProxiedRequest, request_of
 from proxy.routing.engine_events import EngineEvents
 from tests.harness.in_memory_gateway import InMemoryGateway
@@ -133,6 +135,41 @@ async def test_a_request_that_never_reached_its_worker_moves_to_another(two):
         assert [boot for boot, _ in two.sent] == [first.boot, lease.worker.boot]
         assert request.expected.ever_sent is None  # the first try was not there before
     assert two.counted() == (0, 0, 0)
+
+
+async def test_the_time_at_a_worker_is_no_time_in_the_queue(scene, monkeypatch):
+    loop, ahead = asyncio.get_running_loop(), 0.0
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + ahead)
+    async with scene.dispatcher.lease(scene.request()) as lease:
+        ahead = 1000.0  # it was there for so long
+        (worker,) = scene.workers
+        lease.release()
+        async with scene.dispatcher.lease(scene.request()):
+            moving = asyncio.create_task(lease.move())
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert len(scene.queue) == 1
+        await moving
+        assert lease.worker is worker
+
+
+async def test_all_time_in_the_queue_counts(scene, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(dispatch, "time", SimpleNamespace(perf_counter=lambda: now))
+    lease = scene.dispatcher.lease(scene.request())
+    for waited in (20.0, 25.0):
+        async with scene.dispatcher.lease(scene.request()):
+            waiting = asyncio.create_task(scene.dispatcher.acquire(lease))
+            await asyncio.sleep(0)
+            now += waited - lease.waited
+        assert await waiting is lease and lease.waited == waited
+        now += 100.0  # at its worker
+        lease.release()
+    lease.waited += scene.queue._timeout
+    async with scene.dispatcher.lease(scene.request()):
+        with pytest.raises(Overloaded):
+            await scene.dispatcher.acquire(lease)
 
 
 async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_free_now(two):

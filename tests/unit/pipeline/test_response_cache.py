@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,8 @@ from proxy.pipeline import response_cache
 from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.request import Choice, ProxiedRequest, request_of
 from proxy.pipeline.response_cache import SLACK_BYTES, Execution, Reader, ResponseCache
-from proxy.pipeline.stored_answers import PIECE_BYTES, Entry, Source
+from proxy.pipeline.sse import HEARTBEATS
+from proxy.pipeline.stored_answers import PIECE_BYTES, Entry, Source, weight_of
 
 PIECE = b"x" * 1000
 
@@ -165,6 +168,59 @@ def answering(execution: Execution, pieces: int, piece: bytes = PIECE) -> list[i
     return sent
 
 
+async def test_the_only_client_that_reads_nothing_costs_two_pieces_beside_what_was_kept(worker):
+    held, slow = cache(4000), Client()
+    execution = execution_of(held, worker, slow)
+    slow.reads.clear()
+    reading = asyncio.create_task(slow.read())
+    await turns(1)
+    answering(execution, 1000)
+    await turns(2000)
+    assert PIECE_BYTES < held.answers.size <= 2 * PIECE_BYTES
+    slow.reads.set()
+    assert await reading is True and slow.has(1000) and held.answers.size == 0
+
+
+async def test_clients_that_read_nothing_cost_others_none_of_their_hits(worker):
+    held = cache(2**20)
+    stuck: list[asyncio.Task[Any]] = []
+    clients = [Client() for _ in range(40)]
+    filled = held.answers.take("others", 600_000)
+    held.answers.add(b"k", entry(worker, 1000))
+    for number, asked in enumerate(clients):
+        asked.reads.clear()
+        execution = execution_of(held, worker, asked)
+        execution._is_kept = False  # as one that is too large
+        stuck.append(asyncio.create_task(asked.read()))
+        answering(execution, 1000)
+        execution.key = b"%d" % number
+    await turns(500)
+    assert filled and held.answers.size > 2**20 and is_hit(held)
+    assert held.answers.add(b"new", entry(worker, 1000)) and is_hit(held)
+    for asked, each in zip(clients, stuck, strict=True):
+        asked.watch.gone = True
+        each.cancel()
+    await asyncio.wait(stuck)
+    await turns()
+    held.answers.hold("others", -600_000)
+    held.void()
+    assert held.answers.size == held.answers._slack == held.answers._fixed == 0
+
+
+async def test_a_reader_far_behind_an_answer_that_is_kept_no_longer_gets_it_all(worker, monkeypatch):
+    monkeypatch.setattr(response_cache, "MOST_FORGOTTEN", 3)
+    held, client = cache(2**20), Client()
+    execution = execution_of(held, worker, client)
+    client.reads.clear()
+    reading = asyncio.create_task(client.read())
+    await turns(1)
+    sent = answering(execution, 1000)
+    while len(sent) < 250:
+        await turns(1)
+    client.reads.set()
+    assert await reading is True and client.has(1000) and held.answers.size == 0
+
+
 async def test_an_answer_that_outgrows_its_share_waits_for_its_only_client_and_is_not_kept(worker):
     held, slow = cache(20_000), Client()
     execution = execution_of(held, worker, slow)
@@ -201,7 +257,6 @@ async def test_who_falls_behind_the_others_is_cut_off_and_holds_up_nobody(worker
         with pytest.raises(asgi.ClientGone):
             await reading[each]
         assert not each.body  # no byte out of its order
-        assert each.watch.over  # so that it can leave without ending what others read
     assert held.answers.size == 0 and sum(each.left_key for each in others) >= len(others)
 
 
@@ -334,6 +389,84 @@ async def test_bytes_are_counted_until_the_last_client_has_them(worker):
     assert held.answers.size == 0 and client.has(10)
 
 
+async def test_a_comment_that_had_to_wait_until_the_end_was_out_is_left_out(worker):
+    client = Client()
+    execution = execution_of(cache(), worker, client)
+
+    async def compute() -> None:
+        await execution.send(START)
+        await execution.send(piece(last=True))
+        await execution.send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+
+    execution.begin(asyncio.create_task(compute()))
+    assert await client.read() is True and client.has(1) and client.ended
+
+
+@pytest.mark.parametrize("ends_by", [None, WorkerFailed("gone"), asyncio.CancelledError()])
+async def test_nothing_of_an_execution_stays_once_it_has_been_read(worker, ends_by):
+    gc.collect()
+    gc.disable()
+    try:
+        held, clients = cache(), [Client(), Client()]
+        execution = execution_of(held, worker, clients[0])
+        clients[1].joins(execution)
+        left = [weakref.ref(each) for each in (execution, execution.own, clients[0])]
+
+        async def compute(send: asgi.Send) -> None:
+            await send(START)
+            await send(piece(last=ends_by is None))
+            if ends_by is not None:
+                raise type(ends_by)("gone")
+
+        execution.begin(asyncio.create_task(compute(execution.send)))
+        for each in clients:
+            if ends_by is None:
+                assert await each.read() is True
+            else:
+                with pytest.raises(Exception, match=r"gone|stopping"):
+                    await each.read()
+        await execution.ended()
+        del execution, clients, each, compute
+        await turns(3)
+        assert [each() for each in left] == [None] * 3
+    finally:
+        gc.enable()
+
+
+async def test_a_failure_while_an_answer_is_stored_leaves_nobody_waiting(worker, monkeypatch):
+    released: list[None] = []
+    told: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    client, other = Client(), Client()
+    held = cache()
+    execution = execution_of(held, worker, client)
+    other.joins(execution)
+    monkeypatch.setattr(execution._lease, "release", lambda: released.append(None), raising=False)
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(execution, "_may_be_stored", fails)
+    answering(execution, 1)
+    assert await asyncio.gather(client.read(), other.read()) == [True, True]
+    await execution.ended()
+    assert len(released) == 1 and other.left_key and held.answers.size == 0
+    assert [type(each) for each in told] == [ZeroDivisionError]
+
+
+async def test_that_a_client_is_too_slow_for_the_server_is_not_its_falling_behind(worker):
+    client = Client()
+    execution = execution_of(cache(), worker, client)
+
+    async def fails(_: Any) -> None:
+        raise TimeoutError("the server's own")
+
+    client.request.reply._send = fails
+    answering(execution, 1)
+    with pytest.raises(TimeoutError, match="the server's own"):
+        await client.read()
+
+
 END = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
 
 STREAM_START: Any = {**START, "headers": [(b"content-type", b"text/event-stream")]}
@@ -361,6 +494,32 @@ async def test_an_answer_that_is_stored_while_somebody_reads_it_is_counted_once(
     client.reads.set()
     await reading
     assert held.answers.size == 0 and client.body[-len(END) :] == END
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_large_answer_is_stored_as_it_came_without_its_comments(worker, reads):
+    """To join its pieces would hold up everybody."""
+    held, client = cache(2**24), Client()
+    execution = execution_of(held, worker, client)
+    reading = asyncio.create_task(client.read())
+    comment = next(iter(HEARTBEATS))
+
+    async def compute() -> None:
+        await execution.send(STREAM_START)
+        for number in range(2000):
+            part = comment if number in (0, 7, 1999) else b"data: {}\n\n" + b": x\n\n" * 200
+            await execution.send({"type": "http.response.body", "body": part, "more_body": True})
+        if not reads:
+            client.reads.clear()
+        await execution.send({"type": "http.response.body", "body": END})
+
+    execution.begin(asyncio.create_task(compute()))
+    await execution.ended()
+    (kept,) = held.answers._entries.values()
+    assert len(kept.pieces) == 1998 and comment not in kept.pieces and kept.pieces[-1] == END
+    assert kept.weight == Entry(kept.headers, kept.pieces, kept.source).weight > sum(map(weight_of, kept.pieces))
+    client.reads.set()
+    assert await reading is True and client.body.replace(comment, b"") == b"".join(kept.pieces)
 
 
 @pytest.mark.parametrize("error", [KeyBusy("no"), Overloaded("no")])

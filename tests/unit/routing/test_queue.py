@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import Histogram
@@ -57,6 +58,60 @@ async def test_a_request_that_leaves_as_a_slot_becomes_free_takes_none():
     queue.wake()  # before the one that leaves has run again
     assert await staying == "a slot"
     assert leaving.cancelled() and not given_back and len(queue) == 0
+
+
+class Key:
+    """It counts how often it is looked at."""
+
+    def __init__(self) -> None:
+        self.queued = self.looked = 0
+        self.entry = SimpleNamespace(max_queued=10, max_inflight=10)
+
+    @property
+    def has_room(self) -> bool:
+        self.looked += 1
+        return True
+
+
+async def test_of_those_who_need_a_slot_where_all_are_taken_only_the_first_is_looked_at():
+    slots, key = Slots(), Key()
+    queue = queue_of()
+    waiting = [asyncio.create_task(queue.acquire(key, "m", slots.take, slots.free.append)) for _ in range(5)]
+    await asyncio.sleep(0)
+    key.looked = 0
+    queue.wake()
+    assert key.looked == 1
+    slots.free += ["a slot"] * 5
+    queue.wake()
+    assert await asyncio.gather(*waiting) == ["a slot"] * 5
+
+
+async def test_what_makes_a_slot_unnecessary_is_found_where_all_are_taken():
+    slots, there = Slots(), []
+    queue = queue_of()
+
+    def found() -> str | None:
+        return there[0] if there else None
+
+    first = asyncio.create_task(queue.acquire(None, "m", slots.take, slots.free.append))
+    second = asyncio.create_task(queue.acquire(None, "m", slots.take, slots.free.append, found))
+    await asyncio.sleep(0)
+    queue.wake()
+    there.append("an answer")
+    queue.wake()
+    assert await second == "an answer" and not first.done()
+    slots.free.append("a slot")
+    queue.wake()
+    assert await first == "a slot"
+
+
+async def test_who_has_waited_before_waits_for_what_is_left():
+    slots = Slots()
+    queue = queue_of()
+    with pytest.raises(Overloaded, match="within 5 seconds"):
+        await queue.acquire(None, "m", slots.take, slots.free.append, waited=5.0)
+    slots.free.append("a slot")
+    assert await queue.acquire(None, "m", slots.take, slots.free.append, waited=5.0) == "a slot"
 
 
 async def test_a_worker_that_goes_while_its_requests_wait_stops_nobody():
