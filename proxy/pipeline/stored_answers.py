@@ -1,7 +1,8 @@
 """Stored answers, within one bound of bytes together with those that are under way or being sent.
 
 API keys share it: an answer goes for another key's only if its own key holds more than that one, or if nobody has asked
-for it in a long time. What somebody still reads is counted until it has been read.
+for it in a long time. What somebody still reads is counted until it has been read. Beside the bound there is the little
+that an answer takes which the cache does not keep.
 """
 
 from __future__ import annotations
