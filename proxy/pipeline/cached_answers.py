@@ -68,7 +68,6 @@ class CachedAnswers:
         finally:
             # Its body and name are this request's: they stay until it ends, also when its own client has left.
             if sharing.execution is not None:
-                watch.over = True  # it gets no more of it, and others may: that its client leaves ends nothing
                 await sharing.execution.ended()
 
 

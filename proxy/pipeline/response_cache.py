@@ -300,6 +300,7 @@ class Execution:
                 return False
             raise
         finally:
+            watch.over = watch.over or reader is self.own  # that it leaves while others read on ends nothing
             reader.scope = None
             reader.close()
         return True
