@@ -27,8 +27,8 @@ from proxy.pipeline.stored_answers import PIECE_BYTES, Entry, Source, StoredAnsw
 
 SECRET_BYTES = 32
 
-# What an execution may hold of an answer that is not kept, whether the cache has room or not: two pieces for one
-# reader, and so much for several.
+# What an execution may hold of an answer that is not kept, whether the cache has room or not, and beside its bound: two
+# pieces for one reader, and so much for several.
 SLACK_BYTES = 4 * PIECE_BYTES
 
 # Pieces that are given back in one go.
@@ -181,7 +181,8 @@ class Execution:
 
     An answer that outgrows its share of the cache is kept no longer, and nobody else can join. Then the worker waits
     for the fastest of those that read, and whoever falls too far behind that one is cut off. It ends when nobody is
-    left who reads it. All that it holds is counted.
+    left who reads it. All that it holds is counted, but for a few pieces of an answer that is not kept: who does not
+    read them must not take the room of stored ones.
     """
 
     def __init__(self, cache: ResponseCache, key: bytes, lease: Lease) -> None:
@@ -205,7 +206,7 @@ class Execution:
         self._total = 0  # bytes of all pieces, as they are counted
         self._gone = 0  # pieces that all have read, and that are not kept
         self._size = 0  # bytes of what it holds, as they are counted
-        self._slack = 0  # of them, those beyond the cache's bound
+        self._slack = 0  # the same of what it holds beside the cache's bound
         self._lent: Entry | None = None  # holds them in its place
         self._is_kept = True
         self._is_whole = False
@@ -388,7 +389,7 @@ class Execution:
                 await asyncio.sleep(0)
             elif self._total - max(reader.taken for reader in self._readers) > PIECE_BYTES:
                 await self._progress()
-            elif self._size + size <= SLACK_BYTES:
+            elif self._size + self._slack + size <= SLACK_BYTES:
                 break
             elif self._fits(size):
                 return
@@ -400,8 +401,6 @@ class Execution:
                 self._patience -= time.monotonic() - began
             else:
                 self._cut_off(min(self._readers, key=lambda reader: reader.at))
-        self._answers.exceed(self._owner, size)
-        self._size += size
         self._slack += size
 
     def _forget_read(self) -> bool:
@@ -485,16 +484,15 @@ class Execution:
             self._size = size
 
     def _free(self, size: int) -> None:
-        """Give back so many bytes, first those beyond the bound."""
-        beyond = min(size, self._slack)
-        self._answers.exceed(self._owner, -beyond)
-        self._answers.hold(self._owner, beyond - size)
-        self._size -= size
-        self._slack -= beyond
+        """Give back so many bytes, first those beside the bound."""
+        beside = min(size, self._slack)
+        self._slack -= beside
+        self._size -= size - beside
+        self._answers.hold(self._owner, beside - size)
 
     def _give_back(self) -> None:
         """All that it holds."""
-        self._free(self._size)
+        self._free(self._size + self._slack)
         if self._lent is not None:
             self._answers.returned(self.key, self._lent)
             self._lent = None

@@ -1,8 +1,7 @@
 """Stored answers, within one bound of bytes together with those that are under way or being sent.
 
 API keys share it: an answer goes for another key's only if its own key holds more than that one, or if nobody has asked
-for it in a long time. What somebody still reads is counted until it has been read. Beside the bound there is the little
-that an answer takes which the cache does not keep.
+for it in a long time. What somebody still reads is counted until it has been read.
 """
 
 from __future__ import annotations
@@ -116,8 +115,7 @@ class StoredAnswers:
         self._held_of: Counter[str | None] = Counter()  # bytes, by owner
         self._fixed_of: Counter[str | None] = Counter()  # of them, those of what cannot go
         self._fixed = 0
-        self._slack = 0  # bytes beyond the bound
-        self.size = 0  # bytes, with those beyond the bound
+        self.size = 0  # bytes
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -189,11 +187,6 @@ class StoredAnswers:
         self._count(owner, size)
         self._fix(owner, size)
 
-    def exceed(self, owner: str | None, size: int) -> None:
-        """The same for bytes beyond the bound, for which nothing goes and nothing is refused."""
-        self._count(owner, size)
-        self._slack += size
-
     def _may_fix(self, owner: str | None, size: int) -> bool:
         """Whether so many bytes more may be what cannot go: a key leaves room for others, if there are keys."""
         free = self._most - self._fixed - size
@@ -201,7 +194,7 @@ class StoredAnswers:
 
     def _makes_room(self, owner: str | None, size: int) -> bool:
         """Whether so many bytes of an owner fit, once others have gone that have to."""
-        while self.size - self._slack + size > self._most:
+        while self.size + size > self._most:
             if (key := self._next_to_go(owner, self._held_of[owner] + size)) is None:
                 return False
             self.remove(key)

@@ -149,17 +149,6 @@ def test_a_key_that_reads_none_of_what_it_asks_for_leaves_room_for_others(source
     assert held.put("ann", "ann") and held.take("ann", 1000)
 
 
-def test_what_is_beyond_the_bound_costs_nobody_room(source):
-    held = Stored(20_000, source)
-    held.put("a")
-    held.exceed("eve", 10**6)
-    entry = held.get(b"a")
-    assert entry is not None and held.lend(b"a", entry) and held.put("b") and held.take("eve", 5000)
-    assert held.names() == {"a", "b"} and held.gone == 0 and held.size > 10**6
-    held.exceed("eve", -(10**6))
-    assert held.size < 20_000
-
-
 def test_the_counts_are_those_of_what_is_there_whatever_happens(source):
     draw = random.Random(5)
     held = Stored(60_000, source)
