@@ -60,7 +60,7 @@ async def test_a_request_that_leaves_as_a_slot_becomes_free_takes_none():
     assert leaving.cancelled() and not given_back and len(queue) == 0
 
 
-class Key:
+class CountingKey:
     """It counts how often it is looked at."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Key:
 
 
 async def test_of_those_who_need_a_slot_where_all_are_taken_only_the_first_is_looked_at():
-    slots, key = Slots(), Key()
+    slots, key = Slots(), CountingKey()
     queue = queue_of()
     waiting = [asyncio.create_task(queue.acquire(key, "m", slots.take, slots.free.append)) for _ in range(5)]
     await asyncio.sleep(0)
