@@ -128,7 +128,7 @@ def check_form(headers: HeaderList, raw: bytes) -> Steps[None]:
                 break
             at = start + line.start()
             before = raw[max(0, at - LOOK_BACK_BYTES) : at]
-            if (text := before.rstrip()) and not before[len(text) :].strip(b" \t"):
+            if (said := before.rstrip()) and not before[len(said) :].strip(b" \t"):
                 continue  # inside a line
             lines += 1
             value_at = start + line.end()

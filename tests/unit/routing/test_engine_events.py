@@ -75,7 +75,7 @@ class Answer:
         self._feed, self._query = feed, query
         feed.answers.append(self)
 
-    def lines(self) -> AsyncIterator[bytes]:
+    def lines(self, most: int) -> AsyncIterator[bytes]:
         return self._feed.lines(self._query)
 
     def close(self) -> None:
