@@ -352,8 +352,8 @@ class EngineEvents(Part):
                 if (is_hit := feed.hits.pop(request_id, None)) is not None:
                     self.on_drafted(worker, accepted, is_hit)
             yield
-        feed.boot, feed.cursor = boot, count(events["cursor"])
-        feed.load = Load(*map(count, events["load"])) if feed.follows and "load" in events else None
+        load = Load(*map(count, events["load"])) if feed.follows and "load" in events else None
+        feed.boot, feed.cursor, feed.load = boot, count(events["cursor"]), load
         worker.others = feed.load or Load()
 
     def _apply_states(self, worker: Worker, feed: _FeedReader, states: Sequence[Sequence[Any]]) -> Steps[None]:
