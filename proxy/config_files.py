@@ -159,6 +159,8 @@ def worker_url(url: object) -> str:
     text = str(url).strip()
     if not text.lower().startswith(("http://", "https://")):
         raise ValueError("a worker's URL begins with http:// or https://, for example http://127.0.0.1:8000")
+    if not text.isprintable() or " " in text:  # a line of its own in a file of settings, or in a log
+        raise ValueError("a URL has no spaces, line ends or other characters that cannot be shown")
     try:
         _HTTP_URL.validate_python(text)
     except ValidationError as error:

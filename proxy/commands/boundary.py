@@ -31,6 +31,7 @@ from proxy.errors import BadRequest
 from proxy.fleet.probe import Probe, Unwell
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import parse_object
+from proxy.printable import printable
 from proxy.settings import Settings
 
 RENDER_TIMEOUT = 60.0
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
         body = _read(args.file)
         print(json.dumps(asyncio.run(_find(args, body))))
     except NoBoundary as error:
-        print(f"seamark boundary: {error}", file=sys.stderr)
+        print(f"seamark boundary: {printable(error)}", file=sys.stderr)
         return error.status
     return 0
 

@@ -33,6 +33,7 @@ from proxy.fleet.worker_metrics import ENTRIES_SINCE, EngineInfo, EngineSetup
 from proxy.http.client import Broken, Silent, Unreachable, Upstream
 from proxy.http.json_body import HINT, XARGS
 from proxy.observability.shadow import CURED
+from proxy.printable import printable, printable_lines
 from proxy.settings import Settings
 
 DEFAULTS = Settings.model_validate({})  # of a gateway
@@ -123,18 +124,18 @@ def main(argv: list[str]) -> int:
             diagnoses.append(Diagnosis(False, str(error)))
             if verdict.startswith("will hit"):
                 verdict = f"not reachable: {error}"
-    print(verdict)
+    print(printable(verdict))
     for diagnosis in diagnoses:
-        print(f"{'ok   ' if diagnosis.fine else 'WRONG'} {diagnosis.text}")
+        print(f"{'ok   ' if diagnosis.fine else 'WRONG'} {printable(diagnosis.text)}")
         if diagnosis.cure and not diagnosis.last:
-            print(diagnosis.cure)
+            print(printable_lines(diagnosis.cure))
     for line in lost:
-        print(line)
+        print(printable(line))
     if any(diagnosis.cure for diagnosis in diagnoses):
-        print(words)
+        print(printable(words))
     for diagnosis in diagnoses:
         if diagnosis.last:
-            print(f"\nthe cure:\n{diagnosis.cure}")
+            print(f"\nthe cure:\n{printable_lines(diagnosis.cure)}")
     return 0 if all(diagnosis.fine for diagnosis in diagnoses) else 1
 
 
@@ -142,11 +143,11 @@ def _of_recipe(given: str) -> int:
     """Say what a recipe will do; 1 unless it will hit."""
     recipe = read_recipe(given, surroundings().inspect)
     seen = outlook(recipe, image_version(recipe.image) if recipe.image else "")
-    print(seen.verdict)
+    print(printable(seen.verdict))
     if seen.change:
-        print(f"WRONG the one change: {seen.change}")
+        print(f"WRONG the one change: {printable(seen.change)}")
     for note in seen.notes:
-        print(f"ok    {note}")
+        print(f"ok    {printable(note)}")
     print(f"(seamark setup {shlex.quote(given)} writes the files)")
     return 0 if seen.hits else 1
 
@@ -237,7 +238,9 @@ async def _examine(worker: Probe, has_key: bool, found: FoundWay) -> Examination
     if not (models := models_in(answer)):
         raise NotAnswering(f"{shown} is not vLLM: {MODELS} lists no models (status {status})")
     model, parts = models[0]["id"], urlsplit(shown)
-    cures = Cures(found, str(models[0].get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK)
+    cures = Cures(
+        found, printable(models[0].get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK
+    )
     levels = read_metrics(worker_metrics.read, (await worker.metrics())[0]).sleep_levels
     if why := await worker.why_asleep(EngineAnswers(shown), levels, ANSWER_SECONDS):
         return Examination(f"cannot hit: {shown} is {why}", [Diagnosis(False, f"{shown} is {why}")])

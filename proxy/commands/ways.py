@@ -97,7 +97,7 @@ def _is_vllm(arguments: Sequence[str]) -> bool:
 
 
 def _port_of(arguments: Sequence[str]) -> int:
-    found = re.search(r"--port[= ](\d+)", " ".join(arguments))
+    found = re.search(r"--port[= ](\d{1,5})(?!\d)", " ".join(arguments), re.ASCII)
     return int(found[1]) if found else DEFAULT_PORT
 
 

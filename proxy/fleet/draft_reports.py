@@ -17,6 +17,7 @@ from proxy.fleet.worker_metrics import Accepted
 from proxy.http.client import Upstream
 from proxy.http.json_body import count, object_in_steps
 from proxy.idle_work import IdleWork
+from proxy.printable import printable
 
 PATH = "/seamark/outcomes"
 
@@ -48,7 +49,9 @@ def gate_in(events: Mapping[str, Any]) -> GateReport | None:
     told = events.get("drafts")
     if told is None:
         return None
-    return GateReport(word(told["state"]), word(told.get("id", "")), word(told.get("why", "")), time.perf_counter())
+    return GateReport(
+        word(told["state"]), word(told.get("id", "")), printable(word(told.get("why", ""))), time.perf_counter()
+    )
 
 
 def drafted_in(events: Mapping[str, Any]) -> dict[str, Accepted] | None:

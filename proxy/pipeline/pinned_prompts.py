@@ -27,7 +27,7 @@ from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.http.auth import ApiKey, KeyRing
 from proxy.http.client import Broken, Unreachable
-from proxy.http.json_body import memory_of, parse_object
+from proxy.http.json_body import count, memory_of, parse_object
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.replayer import Replayer
 from proxy.pipeline.request import ProxiedRequest, request_of
@@ -422,6 +422,6 @@ def _prompt_tokens(answer: bytes) -> int:
     """Of the prompt, as the engine counts; 0 if it does not say."""
     try:
         usage: Mapping[str, Any] = json.loads(answer)["usage"]
-        return int(usage["prompt_tokens"])
+        return count(usage["prompt_tokens"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return 0

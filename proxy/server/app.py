@@ -180,9 +180,9 @@ def _with_pages(
         raise NotFound(f"The model `{name}` does not exist.")
 
     @app.get("/seamark/status")
-    async def status() -> dict[str, Any]:
+    async def status() -> Response:
         await gateway.idle.caught_up()
-        return {
+        shown = {
             "workers": [worker_status(worker, gateway) for worker in gateway.pool.workers],
             "prefill_workers": [
                 worker_status(worker, gateway)
@@ -199,6 +199,7 @@ def _with_pages(
             "prefixes": gateway.pinned.as_json(),
             "redis": redis_status(gateway),
         }
+        return _plain_json(shown)
 
     if pages_only or not own_address:
 
@@ -216,8 +217,8 @@ def _with_pages(
         return _plain_json(live(gateway))
 
     @app.get(auth.PREFIXES)
-    async def prefixes() -> dict[str, Any]:
-        return {"prefixes": gateway.pinned.as_json()}
+    async def prefixes() -> Response:
+        return _plain_json({"prefixes": gateway.pinned.as_json()})
 
     @app.post(auth.PREFIXES)
     async def pin(request: Request) -> Response:
