@@ -153,7 +153,7 @@ def _method(drafts: Mapping[str, object]) -> str:
 def _number(recipe: Recipe, *flags: str) -> int:
     value = recipe.value(*flags) or "1"
     if not re.fullmatch(r"\d{1,9}", value, re.ASCII):
-        raise SettingsError(f"{recipe.source}: {flags[0]} {value} is not a number")
+        raise SettingsError(f"{recipe.source}: {flags[0]} {value[:64]} is not a number")
     return int(value)
 
 

@@ -181,6 +181,7 @@ def _from_recipe(args: Namespace) -> int:
     source = _checkout(args.source)
     if source is None:
         raise SettingsError("--source: a recipe's files need a checkout of Seamark; give its folder")
+    seen = outlook(recipe, version)  # before anything is written: it may refuse the recipe
     places = Places(out, source, args.spark.expanduser().resolve(), base_image(recipe, version))
     made = files_of(recipe, places)
     host = gateway_host(recipe)
@@ -192,7 +193,7 @@ def _from_recipe(args: Namespace) -> int:
     }
     files[UNDO] = undo_script(places, list(files), made.undo)
     _write(out, files, args.force, private=True)
-    print("\n".join(map(printable, recipe_summary(recipe, outlook(recipe, version), made, places))))
+    print("\n".join(map(printable, recipe_summary(recipe, seen, made, places))))
     return 0
 
 

@@ -17,6 +17,7 @@ from proxy.config_files import (
     read_secret,
     read_toml,
     read_workers,
+    service_url,
     without_credentials,
     worker_url,
 )
@@ -256,6 +257,14 @@ def test_a_wrong_worker_is_refused_by_its_field(tmp_path, entry, named):
     path.write_text(f"[[worker]]\n{entry}\n")
     with pytest.raises(SettingsError, match=f"^workers_file: .*{named}"):
         read_workers(path)
+
+
+@pytest.mark.parametrize("end", ["\nSEAMARK_API_KEYS=/tmp/k", "\r", "\tb", " b", "\x1b[2J", "\u2028b", "\x00"])
+def test_an_address_with_a_line_of_its_own_in_it_is_none(end):
+    with pytest.raises(ValueError, match="no spaces, line ends"):
+        worker_url(f"http://a{end}/")
+    with pytest.raises(ValueError, match="no spaces, line ends"):
+        service_url(f"a{end}:8000")
 
 
 def test_an_address_is_given_with_or_without_v1():

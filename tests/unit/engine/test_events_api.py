@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from urllib.parse import urlencode
 
 import pytest
 
@@ -366,6 +367,14 @@ def test_the_only_engine_is_number_nought_and_has_the_one_feed(feeds):
 @pytest.mark.parametrize(("query", "status"), [("engine=1", 404), ("engine=x", 404), ("engine=0", 200), ("", 200)])
 def test_an_engine_that_has_not_reported_is_said_to_be_none(feeds, query, status):
     assert asked(PATH, query)[0] == status
+
+
+@pytest.mark.parametrize("digits", ["9" * 19, "1" * 5000, "-1", "1e3", "1_0", "\u0661"])
+def test_a_number_that_no_gateway_sends_is_refused_by_name(feeds, digits):
+    """Python reads at most 4,300 digits."""
+    for name, status in (("after", 400), ("wait", 400), ("engine", 404)):
+        code, body = asked(PATH, urlencode({name: digits}))
+        assert code == status and json.loads(body)["error"].startswith(f"{name}: ")
 
 
 def asked(path: str, query: str = "") -> tuple[int, bytes]:
