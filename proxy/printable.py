@@ -24,7 +24,7 @@ class PrintableFormatter(logging.Formatter):
     """A log's lines, of which each is one record, or one line of its traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = printable(record.message)
+        record.message = printable(record.message.rstrip("\n"))
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:

@@ -118,8 +118,8 @@ class RequestHandler:
                 if request is not None and not (request.delivered and request.reply.started):
                     request.reply.failed(CLIENT_GONE)
             except asyncio.CancelledError:  # the server's time to finish is over; `ResponseRelay` has ended a stream
+                # The task ends here. Raised on, it would be one traceback in the log for each request.
                 await _refuse(request, scope, Stopping("The gateway is stopping."), request_id, send)
-                raise
             except Exception as error:
                 await _refuse(request, scope, _known(error, _name_of(request, request_id)), request_id, send)
             finally:
