@@ -163,12 +163,19 @@ async def test_a_worker_that_says_nothing_of_pins_is_not_asked_again(in_memory, 
         assert await word(own, worker) == "no_facts"  # it takes positions alone, of which none is known
 
 
-async def test_a_worker_that_fails_is_asked_again(own, worker, monkeypatch):
+async def test_a_worker_that_fails_is_asked_again(own, worker, monkeypatch, caplog):
     monkeypatch.setattr(pinned_prompts, "RETRY_SECONDS", 0.2)
     worker.status = 500
     assert (await pin(own)).status_code == 200 and await word(own, worker) == "failed"
+    assert "prompt rules is not pinned" in caplog.text
     worker.status = 200
     await until(lambda: is_pinned(own, worker))
+
+
+async def test_of_a_prompt_that_is_pinned_and_released_nothing_is_warned(own, worker, caplog):
+    assert (await pin(own)).status_code == 200
+    assert (await own.client.delete(f"{PATH}/rules")).status_code == 200
+    assert [record for record in caplog.records if record.name == "seamark.pinned_prompts"] == []
 
 
 async def test_a_client_cannot_pin(own, worker):

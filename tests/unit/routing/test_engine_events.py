@@ -14,7 +14,7 @@ import pytest
 
 from proxy.boundaries.boundary import Boundary
 from proxy.fleet.draft_reports import MOST_BYTES, MOST_NAME, MOST_VALUES
-from proxy.fleet.part import Change, Shelf
+from proxy.fleet.part import Change, Part, Shelf
 from proxy.fleet.worker import Load, Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Broken
@@ -29,6 +29,7 @@ from proxy.routing.engine_events import (
     READS_AT_ONCE,
     READS_PER_SECOND,
     SILENT_SECONDS,
+    STEP_EVENTS,
     EngineEvents,
     EngineOutcome,
     outcome_in,
@@ -362,6 +363,46 @@ async def test_a_feed_in_lines_is_read_once_for_all_that_comes():
         assert ["lines" in query for query in feed.asked] == [False, True]
         assert events._feeds[WORKER.url].cursor == feed.told["cursor"]
     assert not any(answer.is_open for answer in feed.answers)
+
+
+class Told(Part):
+    """What parts are told of workers."""
+
+    name = "told"
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[Change, str]] = []
+
+    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
+        self.changes.append((change, model))
+
+
+CAME = ["came", "r", 200, [[160, "5c"]]]
+
+
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        ([], []),
+        ([["gone", "5c"]], []),
+        ([["cleared"]], [(Change.CLEARED, "")]),
+        ([["cleared"], CAME], [(Change.CLEARED, "")]),
+        ([CAME, ["cleared", "lost"], CAME, ["cleared"]], [(Change.CLEARED, "")]),
+        ([CAME, ["adapter", "a"], ["adapter", "a"]], [(Change.ADAPTER, "a")]),
+        ([["adapter", "a"], ["cleared"]], [(Change.CLEARED, ""), (Change.ADAPTER, "a")]),
+        ([CAME] * STEP_EVENTS + [["cleared"]], [(Change.CLEARED, "")]),
+        ([["cleared"]] + [CAME] * STEP_EVENTS, [(Change.CLEARED, "")]),
+    ],
+)
+async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_it(states, told):
+    feed = Feed(old=False)
+    async with following(feed, [SYSTEM], HINT) as (events, _):
+        part = events._shelf.put(Told())
+        for news in (states, [["gone", "5d"]]):
+            asked = len(feed.asked)
+            feed.tell(news)
+            await until(lambda asked=asked: len(feed.asked) > asked)
+        assert part.changes == told
 
 
 async def test_a_reader_that_lost_news_believes_nothing_of_that_worker_alone():
