@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -385,3 +386,17 @@ def test_what_answers_on_this_machine_is_named_and_the_printed_commands_lead_to_
         finally:
             process.terminate()
             process.wait()
+
+
+@pytest.mark.parametrize("noted", [None, "{}", "no JSON"])  # from a package index: pip notes no URL
+def test_where_pip_has_noted_no_checkout_the_one_that_this_runs_in_is_the_source(monkeypatch, noted):
+    monkeypatch.setattr(setup.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: noted))
+    assert setup.source_folder() is not None
+
+
+def test_without_an_installed_package_too(monkeypatch):
+    def gone(name):
+        raise setup.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(setup.metadata, "distribution", gone)
+    assert setup.source_folder() is not None
