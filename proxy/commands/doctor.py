@@ -6,7 +6,6 @@ The cures are lines for the way in which vLLM is run: `cures` words them, `ways`
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
@@ -31,7 +30,7 @@ from proxy.fleet.sleep import EngineAnswers
 from proxy.fleet.worker import CLOSED, OPEN, TRIAL
 from proxy.fleet.worker_metrics import ENTRIES_SINCE, EngineInfo, EngineSetup
 from proxy.http.client import Broken, Silent, Unreachable, Upstream
-from proxy.http.json_body import HINT, XARGS
+from proxy.http.json_body import HINT, XARGS, loads
 from proxy.observability.shadow import CURED
 from proxy.printable import printable, printable_lines
 from proxy.settings import Settings
@@ -283,7 +282,7 @@ def _why_not(error: Unreachable | Broken, lacks_port: bool) -> str:
 async def _workers_of(gateway: Probe) -> str:
     """What to ask in place of a gateway."""
     try:
-        workers = json.loads((await gateway.get(STATUS))[1])["workers"]
+        workers = loads((await gateway.get(STATUS))[1])["workers"]
         names = [without_credentials(str(worker["url"]))[0] for worker in workers]
     except (*NO_ANSWER, ValueError, KeyError, TypeError):
         names = []
@@ -428,7 +427,7 @@ async def _details(worker: Probe, model: str, cures: Cures) -> Diagnosis:
         status = f"status {code}"
         if code // 100 != 2:
             raise ValueError(status)
-        reported = json.loads(answer)["usage"].get("prompt_tokens_details") is not None
+        reported = loads(answer)["usage"].get("prompt_tokens_details") is not None
     except (*NO_ANSWER, ValueError, KeyError, TypeError, AttributeError):
         fatal = f"it does not answer a completion of one token ({status})"
         return Diagnosis(False, f"does not answer a completion of one token ({status})", fatal=fatal)
@@ -485,7 +484,7 @@ def read_shadow(gateway: str, api_key: str | None = None) -> list[str]:
     if status == 404:
         raise NotAnswering(f"{shown} does not show {STATUS}: a gateway with admin_port does so there; is it one?")
     try:
-        return shadow_lines(json.loads(answer)["shadow"])
+        return shadow_lines(loads(answer)["shadow"])
     except (ValueError, KeyError, TypeError):
         raise NotAnswering(f"{shown} is not a Seamark gateway") from None
 

@@ -6,7 +6,6 @@ A recipe of spark-vllm-docker, a compose file, vLLM's own configuration file, a 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -20,6 +19,7 @@ import yaml
 
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
+from proxy.http.json_body import loads
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # where vLLM listens unless it is told otherwise; nothing listens here
 
@@ -128,7 +128,7 @@ class Recipe:
         """What vLLM is given as JSON, or field by field (`--speculative-config.method mtp`). Empty without the flag."""
         given = self.value(*flags)
         try:
-            told = json.loads(given) if given else {}
+            told = loads(given.encode()) if given else {}
         except ValueError:
             raise SettingsError(f"{self.source}: {flags[0]} is no JSON: {given}") from None
         start = tuple(f"{flag}." for flag in flags)

@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from engine_patches import settings
 from engine_patches.reporting import header_fields
@@ -110,6 +112,20 @@ async def test_an_address_that_a_header_may_have_put_there_is_not_believed(heade
     assert await sent_on(b"{}", b"163", more=[(header, b"10.1.2.3")]) == b"{}"
 
 
+def plain(app: Any) -> Any:
+    return EventsEndpoint(app)
+
+
+def as_in_vllm(app: Any) -> Any:
+    """Added last, so behind nothing but what FastAPI puts around everything."""
+    around = FastAPI()
+    around.mount("/", app)
+    around.add_middleware(CORSMiddleware, allow_origins=["*"])
+    around.add_middleware(EventsEndpoint)
+    return around
+
+
+@pytest.mark.parametrize("put_around", [plain, as_in_vllm])
 @pytest.mark.parametrize("protocol", ["h11", "httptools"])
 @pytest.mark.parametrize(
     ("trusted", "forwarded", "is_heard"),
@@ -122,7 +138,7 @@ async def test_an_address_that_a_header_may_have_put_there_is_not_believed(heade
         ("127.0.0.1", {"x-forwarded-for": "::ffff:127.0.0.1", "x-forwarded-proto": "https"}, True),
     ],
 )
-async def test_trusted_is_who_opened_the_connection(monkeypatch, protocol, trusted, forwarded, is_heard):
+async def test_trusted_is_who_opened_the_connection(monkeypatch, put_around, protocol, trusted, forwarded, is_heard):
     """Under uvicorn, which believes the header of whoever comes from 127.0.0.1, as vLLM's launcher starts it."""
     monkeypatch.setenv(settings.HINTS_FROM, trusted)
     header_fields.networks.cache_clear()
@@ -133,9 +149,7 @@ async def test_trusted_is_who_opened_the_connection(monkeypatch, protocol, trust
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    server = uvicorn.Server(
-        uvicorn.Config(EventsEndpoint(echo), port=0, http=protocol, log_level="error", lifespan="off")
-    )
+    server = uvicorn.Server(uvicorn.Config(put_around(echo), port=0, http=protocol, log_level="error", lifespan="off"))
     serving = asyncio.create_task(server.serve())
     try:
         await until(lambda: server.started)
