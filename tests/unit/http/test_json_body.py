@@ -240,8 +240,10 @@ def test_values_are_counted_as_the_limit_counts_them(value, values):
         {"long": "x" * 3000, "list": ["y" * 3000, [1] * 3000], "cut": [10**1030, 10**1022, 10**1023, 10**1024]},
     ],
 )
+@pytest.mark.parametrize("one_step_bytes", [0, json_body.ONE_STEP_BYTES])
 @pytest.mark.parametrize("style", [{}, {"indent": 2}, {"separators": (",", ":"), "ensure_ascii": False}])
-def test_an_object_is_read_in_steps_as_in_one_go(told, style):
+def test_an_object_is_read_in_steps_as_in_one_go(told, style, one_step_bytes, monkeypatch):
+    monkeypatch.setattr(json_body, "ONE_STEP_BYTES", one_step_bytes)
     raw = json.dumps(told, **style).encode(errors="surrogatepass")
     assert finished(object_in_steps(raw, MANY)) == told == json.loads(raw)
 
@@ -266,7 +268,9 @@ def test_an_object_is_read_in_steps_as_in_one_go(told, style):
         b'{"a":[' + b"7" * 5000 + b"]}",  # more digits than Python takes
     ],
 )
-def test_what_is_no_object_is_refused_in_steps(raw):
+@pytest.mark.parametrize("one_step_bytes", [0, json_body.ONE_STEP_BYTES])
+def test_what_is_no_object_is_refused_in_steps(raw, one_step_bytes, monkeypatch):
+    monkeypatch.setattr(json_body, "ONE_STEP_BYTES", one_step_bytes)
     with pytest.raises(ValueError):  # noqa: PT011  of several readers
         finished(object_in_steps(raw, MANY))
 
