@@ -19,6 +19,8 @@ from proxy.idle_work import Steps
 _NAMES = (HINT, PIN, LOAD, TRIAL, VERDICT, *TRANSFERS)
 _FORBIDDEN = re.compile("|".join((*map(re.escape, _NAMES), r"\\u00[0-9A-Fa-f]{2}")).encode())
 
+_XARGS = XARGS.encode()
+
 MULTIPART, URLENCODED = b"multipart/", b"application/x-www-form-urlencoded"
 
 # What every reader takes in the same way. Others know escapes, encoded words, and `name*=utf-8''..` or `name*0=..`.
@@ -42,7 +44,7 @@ _LINE = re.compile(rb"content-(disposition|type|transfer-encoding)[ \t]*:")
 
 MAX_LINE_BYTES = 4096  # of those lines
 
-MOST_LINES = 1024
+MOST_LINES = 4096  # of a form, and of places in its texts that look like one
 
 STEP_BYTES = 2**15  # looked through in one step
 
@@ -120,24 +122,29 @@ def check_form(headers: HeaderList, raw: bytes) -> Steps[None]:
         raise BadRequest(_WRONG_TYPE)
     if not _has_plain_charset(types[0].lower()):
         raise BadRequest("A form in this character set is not read here. Send it in UTF-8.")
-    lines = 0
+    lines, has_xargs = 0, False
     for start in range(0, len(raw), STEP_BYTES):
         piece = raw[start : start + STEP_BYTES + MAX_LINE_BYTES].lower()
+        has_xargs = has_xargs or _XARGS in piece
         for line in _LINE.finditer(piece):
             if line.start() >= STEP_BYTES:  # the next step's
                 break
+            lines += 1
+            if lines > MOST_LINES:
+                raise BadRequest(_WRONG_PART)
             at = start + line.start()
             before = raw[max(0, at - LOOK_BACK_BYTES) : at]
             if (said := before.rstrip()) and not before[len(said) :].strip(b" \t"):
                 continue  # inside a line
-            lines += 1
             value_at = start + line.end()
-            if lines > MOST_LINES or not _is_plain(line[1], raw[value_at : value_at + MAX_LINE_BYTES + 3]):
+            if not _is_plain(line[1], raw[value_at : value_at + MAX_LINE_BYTES + 3]):
                 raise BadRequest(_WRONG_PART)
         yield
-    if XARGS.encode() in raw and _FORBIDDEN.search(raw) is not None:
-        text = f"A form's {XARGS} must not hold {', '.join(_NAMES)}, nor names with escapes."
-        raise BadRequest(text, param=XARGS)
+    for start in range(0, len(raw) if has_xargs else 0, STEP_BYTES):
+        if _FORBIDDEN.search(raw, start, start + STEP_BYTES + MAX_LINE_BYTES) is not None:
+            text = f"A form's {XARGS} must not hold {', '.join(_NAMES)}, nor names with escapes."
+            raise BadRequest(text, param=XARGS)
+        yield
 
 
 def _is_plain(header: bytes, rest: bytes) -> bool:

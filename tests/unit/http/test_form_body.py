@@ -174,9 +174,22 @@ def test_what_clients_write_passes(head):
 
 
 def test_the_lines_that_are_looked_at_are_bounded():
-    many = (b"\r\n" + NAMED + b"n\r\n") * (MOST_LINES + 1)
-    with pytest.raises(BadRequest):
-        finished(check_form([(b"content-type", FORM)], b"--x" + many))
+    for each in (b"\r\n" + NAMED + b"n\r\n", b"a content-type: "):
+        with pytest.raises(BadRequest):
+            finished(check_form([(b"content-type", FORM)], b"--x" + each * (MOST_LINES + 1)))
+        finished(check_form([(b"content-type", FORM)], b"--x" + each * MOST_LINES))
+
+
+@pytest.mark.parametrize("between", [0, STEP_BYTES - 7, 3 * STEP_BYTES + 1])
+def test_a_hint_is_found_wherever_it_lies(between):
+    """Also across the border of two steps, behind the field's name or before it."""
+    for raw in (
+        form(b"\0" * between, name=b"file") + form(b'{"seamark_boundaries":[1]}'),
+        form(b"\0" * between + b'{"seamark_pin":1}'),
+        form(b'{"kv_transfer_params":{}}', name=b"prompt") + form(b"\0" * between, name=b"file") + form(b"{}"),
+    ):
+        with pytest.raises(BadRequest, match="must not hold"):
+            finished(check_form([(b"content-type", FORM)], raw))
 
 
 def test_a_large_form_is_looked_through_in_steps():
