@@ -119,6 +119,8 @@ class Checkpoints:
             return 0
         head = self.grid.hash_of(request, turn.start) if turn.start else HEADLESS + _salt_of(request)
         key = self.grid.hash_of(request, turn.end)
+        if wish.goes_on_from is not None:  # the conversation began where its first turn did
+            turn = turn._replace(start=wish.goes_on_from.start)
         if self.turn_value.worth_a_state(head, key, turn, self.step_time.tokens_per_pass):
             return 0
         if turn.end in wish.hinted_positions:
@@ -169,7 +171,7 @@ class Checkpoints:
 
     def is_spare(self, state: RequestState, target: CheckpointTarget) -> bool:
         """Whether the state at a target of a request is written only where it puts out nothing."""
-        return target.kind == SPARE or self.planner.is_left_behind(state.wish, target, state.resumed_at)
+        return target.kind == SPARE or self.planner.is_passed_by(state.wish, target)
 
     def reserve(self, request: Any, target: CheckpointTarget) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group; None if the cache has none to spare."""

@@ -160,16 +160,16 @@ class Planner:
         hinted = wish.hinted_positions
         return target.kind in (TAIL, EDGE, EXPECTED, SPARE) or (len(hinted) > 1 and target.position == hinted[-1])
 
-    def is_left_behind(self, wish: Wish, target: CheckpointTarget, resumed_at: int) -> bool:
-        """Whether a prompt that goes on from an earlier turn serves its client better by the state at its own end.
+    def is_passed_by(self, wish: Wish, target: CheckpointTarget) -> bool:
+        """Whether the state at a prompt's own end serves its client better than one at a target.
 
-        Others may share what comes before the conversation. Behind that they share at most what this prompt is the
-        first to compute.
+        So it is behind what others share, once the prompt has gone on from an earlier turn. A sibling that goes on
+        from the same one shows that more is shared, and is not told so again.
         """
         before = wish.goes_on_from
-        if wish.pin or wish.trial or before is None or not before.start < target.position < wish.turn_end:
+        if before is None or wish.pin or wish.trial:
             return False
-        return target.position <= before.end or resumed_at >= before.end
+        return before.start < target.position < wish.turn_end
 
     def worth_writing(self, target: CheckpointTarget, resumed_at: int, tokens_per_pass: float) -> bool:
         """Whether a hit at a target would be felt: more than a small part of a pass.

@@ -113,7 +113,8 @@ def run(model: str, side: str, pattern: Pattern, pool: Any) -> Found:
         unit=BLOCK if side == "alone" else UNIT,
         longest=pattern.longest,
     )
-    give_attention_a_pool(core, pool["ample"])
+    if pool["ample"]:
+        give_attention_a_pool(core, pool["ample"])
     SIDES[side](core)
     chats = [Chat(pattern, client) for client in range(pattern.clients)]
     coming, waiting = list(turns(pattern))[::-1], []
