@@ -95,9 +95,9 @@ class Retention:
         if state is None or earlier is None:
             return
         state.before = before
-        left = self._turns.get(earlier.before) if earlier.before is not None else None
-        if left is not None and left.free and earlier.before not in named:
-            self._release(earlier.before)
+        left = earlier.before
+        if left is not None and left in self._turns and left not in named and self._turns[left].free:
+            self._release(left)
 
     def refresh(self, keys: Iterable[bytes]) -> None:
         """A deeper state was used: these shorter prefixes of it count as used."""

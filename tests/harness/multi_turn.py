@@ -20,6 +20,13 @@ OPENER, CLOSER, ASKS = (2001, 2002, 2003), (2004, 2005), (2001, 2006, 2003)
 
 WORDS = 2000  # ids of all other tokens are less
 
+# Who keeps the states: vLLM by itself, SGLang before and after its cure, and Seamark.
+ALONE, WHOLE_PATH, USED, OURS = "vLLM alone", "whole path", "state used", "Seamark"
+
+BLOCK = 528  # tokens, of Qwen3.5-4B
+
+GROUPS = 2  # of recurrent layers in the toy: blocks that a state takes
+
 EARLIER = 2  # questions before the last one whose openers a hint names, too
 
 
@@ -31,7 +38,8 @@ class Pattern:
     rounds: int = 12
     question: int = 512  # of a user's text; the benchmark's default
     answer: int = 64
-    rate: float = 16.0  # arrivals a second
+    rate: float = 64.0  # arrivals a second: half of the clients are being answered
+    together: bool = True  # nobody begins a round before all have ended the one before
     seed: int = 1
 
     @property
@@ -39,6 +47,45 @@ class Pattern:
         """Tokens of the last prompt with its answer, at most."""
         around = len(OPENER) + 2 * len(CLOSER) + len(ASKS)
         return self.rounds * (self.question + self.answer + around)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Room for so many states, and blocks for attention, apart from each other or in one pool."""
+
+    states: int
+    attention: int
+    parted: bool
+
+    @property
+    def blocks(self) -> int:
+        """Of the pool that has the states."""
+        return self.states * GROUPS + self.attention * (not self.parted)
+
+
+class Found(NamedTuple):
+    """What the requests of a run found, in tokens, and those that are not their client's first."""
+
+    prompts: int
+    shareable: int  # with the prompt before, of the same client
+    hit: int
+    later: int  # requests
+    whole: int  # those of them that lacked less than a block of it
+
+    @property
+    def hit_rate(self) -> float:
+        """Tokens that hit of all tokens of prompts: SGLang's figure."""
+        return self.hit / self.prompts
+
+    @property
+    def delivered(self) -> float:
+        """Tokens that hit of those that could."""
+        return self.hit / self.shareable
+
+    @property
+    def whole_rate(self) -> float:
+        """Later requests that hit what they could."""
+        return self.whole / self.later
 
 
 class Turn(NamedTuple):
@@ -59,9 +106,12 @@ def turns(pattern: Pattern) -> Iterator[Turn]:
         now += draw.expovariate(pattern.rate)
         while answering and answering[0][0] <= now:
             ready.append(answering.popleft()[1])
-        if not ready:
+        behind = min((done[client] for client in (*ready, *(client for _, client in answering))), default=0)
+        able = [client for client in ready if done[client] == behind or not pattern.together]
+        if not able:
             continue
-        client = ready.pop(draw.randrange(len(ready)))
+        client = draw.choice(able)
+        ready.remove(client)
         yield Turn(now, client, done[client])
         done[client] += 1
         if done[client] < pattern.rounds:

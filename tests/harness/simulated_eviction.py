@@ -1,42 +1,45 @@
 """Chats of many clients on vLLM's own scheduler, with too few blocks for all their states, on a simulated clock.
 
-Run as `python -m tests.harness.simulated_eviction MODEL SIDE '{...}'` (fields of `Pattern`), since patching is per
-process. Prints JSON: `Found`.
+Run as `python -m tests.harness.simulated_eviction MODEL SIDE '{...}'`, a pool and the fields of patterns, since
+patching is per process. Prints JSON: what each pattern's requests found.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.hisparse.block_pool import SharedEventQueueBlockPool
 
-from engine_patches import ledger
+from engine_patches import ledger, settings
 from engine_patches.patches import PATCHES
 from engine_patches.scheduler.planner import TAIL, CheckpointTarget, Planner
 from engine_patches.scheduler.retention import Retention
-from tests.harness.multi_turn import FLOOR, TOKEN, Chat, Pattern, hint, turns
+from tests.harness.multi_turn import (
+    ALONE,
+    BLOCK,
+    FLOOR,
+    OURS,
+    TOKEN,
+    USED,
+    WHOLE_PATH,
+    Chat,
+    Found,
+    Pattern,
+    Pool,
+    Turn,
+    hint,
+    turns,
+)
 from tests.harness.simulated_core import ANSWER, SimulatedCore
 
-BLOCK, UNIT = 528, 16  # tokens, of Qwen3.5-4B
-
-
-class Found(NamedTuple):
-    """What the requests of a run found, in tokens; `last` and `shallower` in requests."""
-
-    prompts: int
-    shareable: int  # with the prompt before, of the same client
-    hit: int
-    rounds: int  # that had a prompt before
-    whole: int  # of them, those that found all but the end of the last turn's prompt
-    some: int  # those that found less
-    preempted: int
+UNIT = 16  # tokens
 
 
 class PromptEnds(Planner):
@@ -50,49 +53,39 @@ class PromptEnds(Planner):
         return 0
 
 
-class WholePath(Retention):
-    """All states go by their last use, and a hit on one uses all before it: SGLang before it was cured."""
+class OneList(Retention):
+    """States without a share and without classes: they go as vLLM's free list has them, by their last use."""
 
     def make_room(self, num_blocks: int) -> bool:
         return True
 
 
-def as_sglang(core: SimulatedCore, whole_path: bool) -> None:
+def keep_as_sglang(core: SimulatedCore, whole_path: bool) -> None:
     """Have a core keep the states that SGLang would, and drop them by their last use.
 
-    Without `Retention` that is what vLLM's own free list does with them: a request that resumes holds the state it
-    resumes from, and no other.
+    A request that resumes holds the state it resumes from, so vLLM itself counts that one as used, and no other.
+    `whole_path`: all states before it count as used, too, the deepest last, as they did before SGLang's cure.
     """
     checkpoints, states = core.checkpoints, core.checkpoints.states
     checkpoints.planner = PromptEnds(checkpoints.grid, checkpoints.block_size)
-    states.retention = WholePath(core.pool, 1.0) if whole_path else None
-    if not whole_path:
-        return
+    states.retention = OneList(core.pool)
     resumed = states.resumed
 
-    def resumed_from_all(request: Any, position: int, passed: Sequence[int], **how: bool) -> None:
-        resumed(request, position, range(UNIT, position, UNIT), **how)
+    def resumed_by_path(request: Any, position: int, passed: Sequence[int], **how: bool) -> None:
+        resumed(request, position, range(UNIT, position, UNIT) if whole_path else (), **how)
 
-    states.resumed = resumed_from_all
-
-
-SIDES = {
-    "alone": lambda core: None,  # not patched
-    "path": lambda core: as_sglang(core, whole_path=True),
-    "used": lambda core: as_sglang(core, whole_path=False),
-    "ours": lambda core: None,
-}
+    states.resumed = resumed_by_path
 
 
-def give_attention_a_pool(core: SimulatedCore, blocks: int) -> None:
-    """Take attention's blocks out of the states' pool, as SGLang does: they are ample.
+def part_pools(core: SimulatedCore, blocks: int) -> None:
+    """Take attention's blocks out of the states' pool, as SGLang does.
 
-    vLLM itself parts the pools of managers so. Keys tell their group, so that one table of them serves both.
+    vLLM itself parts the pools of managers so. A key tells its group, so one table of them serves both.
     """
     for group in core.attention:
         manager, states = core.scheduler.kv_cache_manager.coordinator.single_type_managers[group], core.pool
         manager.block_pool = pool = SharedEventQueueBlockPool(
-            num_gpu_blocks=blocks,
+            num_gpu_blocks=blocks + 1,
             enable_caching=True,
             hash_block_size=states.hash_block_size,
             event_owner=states,
@@ -101,66 +94,103 @@ def give_attention_a_pool(core: SimulatedCore, blocks: int) -> None:
         manager._null_block = pool.null_block
 
 
-def run(model: str, side: str, pattern: Pattern, pool: Any) -> Found:
+def engine(model: str, side: str, pattern: Pattern, pool: Pool) -> SimulatedCore:
+    """A new one, of one of the sides."""
+    # What a pool holds beside states is not theirs; one of their own is.
+    os.environ[settings.STATE_SHARE] = "1" if pool.parted else str(settings.DEFAULT_SHARE)
     core = SimulatedCore(
         model,
         FLOOR,
         TOKEN,
-        blocks=pool["blocks"] + 1,  # vLLM keeps one
+        blocks=pool.blocks + 1,  # one is vLLM's null block
         budget=8192,
-        running=128,
+        running=pattern.clients,
         block=BLOCK,
-        unit=BLOCK if side == "alone" else UNIT,
+        unit=BLOCK if side == ALONE else UNIT,
         longest=pattern.longest,
     )
-    if pool["ample"]:
-        give_attention_a_pool(core, pool["ample"])
-    SIDES[side](core)
-    chats = [Chat(pattern, client) for client in range(pattern.clients)]
-    coming, waiting = list(turns(pattern))[::-1], []
-    answering: dict[str, int] = {}
-    found = dict.fromkeys(Found._fields, 0)
-    busy: set[int] = set()
-    shared: dict[str, int] = {}
-    while coming or waiting or core.scheduler.has_unfinished_requests():
-        if coming and not waiting and not core.scheduler.has_unfinished_requests():
-            core.now = max(core.now, coming[-1].at)
-        while coming and coming[-1].at <= core.now:
-            waiting.append(coming.pop())
-        for turn in [turn for turn in waiting if turn.client not in busy]:
+    if pool.parted:
+        part_pools(core, pool.attention)
+    if side in (WHOLE_PATH, USED):
+        keep_as_sglang(core, side == WHOLE_PATH)
+    return core
+
+
+class Clients:
+    """They send their turns to an engine: each when it is due, and not before its last one is answered."""
+
+    def __init__(self, pattern: Pattern, core: SimulatedCore, hinted: bool) -> None:
+        self._pattern, self._core, self._hinted = pattern, core, hinted
+        self._chats = [Chat(pattern, client) for client in range(pattern.clients)]
+        self._coming = list(turns(pattern))[::-1]
+        self._late: list[Turn] = []
+        self._asked: dict[str, Turn] = {}
+        self.shared: dict[str, int] = {}  # tokens, by request
+        self.prompts = 0  # tokens
+
+    def send(self) -> bool:
+        """Send what is due by now; False if nothing is left to be sent or answered."""
+        core = self._core
+        if not self._asked and self._coming:
+            core.now = max(core.now, self._coming[-1].at)
+        while self._coming and self._coming[-1].at <= core.now:
+            self._late.append(self._coming.pop())
+        busy = {turn.client for turn in self._asked.values()}
+        due, self._late = self._late, []
+        for turn in due:
             if turn.client in busy:
-                continue
-            waiting.remove(turn)
-            busy.add(turn.client)
-            name, chat = f"{turn.client}-{turn.number}", chats[turn.client]
-            prompt = chat.ask()
-            answering[name] = turn.client
-            shared[name] = chat.shared
-            found["prompts"] += len(prompt)
-            core.request(name, prompt, hint(turn.number) if side == "ours" else None, max_tokens=pattern.answer)
+                self._late.append(turn)
+            else:
+                busy.add(turn.client)
+                self._ask(turn)
+        return bool(self._asked or self._coming or self._late)
+
+    def _ask(self, turn: Turn) -> None:
+        name, chat = f"{turn.client}-{turn.number}", self._chats[turn.client]
+        prompt = chat.ask()
+        self._asked[name] = turn
+        self.shared[name] = chat.shared
+        self.prompts += len(prompt)
+        entries = hint(turn.number) if self._hinted else None
+        self._core.request(name, prompt, entries, max_tokens=self._pattern.answer)
+
+    def take_answers(self) -> None:
+        """Read the answers that are whole."""
+        for name in [name for name in self._asked if name not in self._core.scheduler.requests]:
+            self._chats[self._asked.pop(name).client].answered([ANSWER] * self._pattern.answer)
+            del self._core.ever[name]
+
+
+def run(model: str, side: str, pattern: Pattern, pool: Pool) -> Found:
+    """What the requests of a pattern find on one of the sides."""
+    core = engine(model, side, pattern, pool)
+    clients = Clients(pattern, core, hinted=side == OURS)
+    while clients.send():
         core.step()
-        for name in [name for name in answering if name not in core.scheduler.requests]:
-            client = answering.pop(name)
-            chats[client].answered([ANSWER] * pattern.answer)
-            busy.discard(client)
-            del core.ever[name]
-    for name, tokens in shared.items():
-        hit = core.hits[name]
-        found["hit"] += hit
-        found["shareable"] += tokens
-        found["rounds"] += tokens > 0
-        found["whole"] += tokens > 0 and hit > tokens - BLOCK
-        found["some"] += tokens > 0 and 0 < hit <= tokens - BLOCK
-    return found
+        clients.take_answers()
+    later = [(core.hits[name], shared) for name, shared in clients.shared.items() if shared]
+    return Found(
+        clients.prompts,
+        sum(shared for _, shared in later),
+        sum(hit for hit, _ in later),
+        len(later),
+        sum(hit > shared - BLOCK for hit, shared in later),
+    )
+
+
+def run_all(model: str, side: str, pool: Pool, patterns: Iterable[Pattern]) -> Iterator[Found]:
+    """The same for several patterns, one after the other."""
+    return (run(model, side, pattern, pool) for pattern in patterns)
 
 
 def main(model: str, side: str, argument: str) -> None:
     logging.disable(logging.WARNING)
     init_none_hash(sha256)
-    if side != "alone":
+    if side != ALONE:
         ledger.apply(PATCHES)
     wanted = json.loads(argument)
-    print(json.dumps(run(model, side, Pattern(**wanted["pattern"]), wanted["pool"])))
+    patterns = [Pattern(**fields) for fields in wanted["patterns"]]
+    print(json.dumps(list(run_all(model, side, Pool(**wanted["pool"]), patterns))))
 
 
 if __name__ == "__main__":
