@@ -73,6 +73,14 @@ def test_a_client_that_comes_back_late_counts(value, clock):
     assert value.worth_a_state(HEAD, b"written again", TURN)
 
 
+def test_who_comes_back_is_told_the_last_turn_it_goes_on_from_once(value):
+    for number in (1, 2):
+        value.worth_a_state(HEAD, end(number), TurnEnd(10, 100 * number))
+    assert value.came_back([b"no end"]) is None
+    assert value.came_back([end(1), b"no end", end(2)]) == TurnEnd(10, 200)
+    assert value.came_back([end(1), end(2)]) is None
+
+
 def test_now_and_then_a_turn_is_written_all_the_same(value, clock):
     ended(value, clock, ENOUGH)
     written = [value.worth_a_state(HEAD, b"probe %d" % number, TURN) for number in range(3 * PROBE)]
