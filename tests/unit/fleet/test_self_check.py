@@ -304,12 +304,3 @@ async def test_a_request_that_comes_before_a_check_begins_is_not_met_by_one(work
     worker.dispatched += 1
     await check._check(worker, check._watched[worker.url])
     assert not engine.computing.is_set()
-
-
-async def test_a_worker_that_was_checked_rests_for_the_interval(worker, engine):
-    engine.cached_under.add(None)
-    check = check_of(worker, engine, replay(b"first"))
-    watched = check._watched[worker.url] = self_check._Watched(dispatched=worker.dispatched, boot=worker.boot)
-    assert check._is_due(worker)
-    await check._check(worker, watched)
-    assert watched.checks == 1 and not check._is_due(worker)
