@@ -159,9 +159,13 @@ class Checkpoints:
         """A request is going to be computed from token `start`: requests that share its prefix may wait for it."""
         if self.gate is not None:
             start = max(start, self.state_of(request).heals)  # up to there states are held, and rows alone are missing
-            state = self.state_of(request)
-            sure = (target.position for target in self.targets(request) if not self.is_spare(state, target))
-            self.gate.expect(request, start, sure)
+            state, idle = self.state_of(request), self.states is not None and self.states.has_idle
+            likely = (
+                target.position
+                for target in self.targets(request)
+                if target.kind != SPARE and (idle or not self.is_spare(state, target))
+            )
+            self.gate.expect(request, start, likely)
 
     def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
         """Whether a hit at a target of a request would be felt, as far as is known. Of pins and trials nobody asks."""

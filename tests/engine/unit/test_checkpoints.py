@@ -202,6 +202,18 @@ def test_what_a_conversation_passes_by_is_spare_and_a_siblings_state_is_not():
     assert sibling.goes_on_from is None and 896 in sibling.positions and spare[1] == []
 
 
+@pytest.mark.parametrize("idle", [True, False])
+def test_what_is_spare_is_waited_for_where_there_is_room_for_it(idle):
+    checkpoints, expected = made(in_pass=True), []
+    checkpoints.gate = SimpleNamespace(expect=lambda request, start, positions: expected.extend(positions))
+    checkpoints.states.retention = SimpleNamespace(has_idle=lambda num_blocks: idle)
+    first = HEAD + own(1, 600)
+    checkpoints.state_of(request(first, [200, -20]))
+    turn = request(first + own(2, 600), [200, 900, -20], name="r2")
+    checkpoints.expect_states(turn, 0)
+    assert (896 in expected) == idle and checkpoints.state_of(turn).wish.turn_end in expected
+
+
 class Kept:
     """What is said of each state that is registered; there is room for all."""
 
