@@ -6,6 +6,8 @@ Complaints name the setting, the file and the field, and never show a value: it 
 from __future__ import annotations
 
 import logging
+import os
+import stat
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -27,16 +29,41 @@ _HTTP_URL = TypeAdapter(HttpUrl)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # hosts that are this machine
 
 
+MOST_BYTES = 2**26  # of a file
+
+MOST_NUMBER = 2**31  # in one, of requests
+
+
+def read_file(setting: str, path: Path) -> bytes:
+    """The file's content. Raises `SettingsError` naming the `setting` that leads to it.
+
+    It is read while requests go on, so it must be a regular file: to open a FIFO or a device may take for ever.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise SettingsError(f"{setting}: {path} is no regular file")
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as opened:
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):  # it was replaced meanwhile
+                raise SettingsError(f"{setting}: {path} is no regular file")
+            if status.st_size > MOST_BYTES:
+                raise SettingsError(f"{setting}: {path} has more than {MOST_BYTES:,} bytes")
+            return opened.read(MOST_BYTES)
+    except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
+        raise SettingsError(f"{setting}: {path} cannot be read ({getattr(error, 'strerror', 'no path')})") from None
+
+
 def read_toml(setting: str, path: Path) -> dict[str, Any]:
     """The file's content. Raises `SettingsError` naming the `setting` that leads to it."""
+    raw = read_file(setting, path)
     try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise SettingsError(f"{setting}: {path} cannot be read ({error.strerror})") from None
+        return tomllib.loads(raw.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{setting}: {path} is not TOML ({error})") from None
     except RecursionError:
         raise SettingsError(f"{setting}: {path} is nested too deeply") from None
+    except Exception as error:  # such as a number of more digits than Python reads
+        raise SettingsError(f"{setting}: {path} is not TOML ({type(error).__name__})") from None
 
 
 def read_model(setting: str, path: Path, model: type[M], example: str = "") -> M:
@@ -73,9 +100,9 @@ def _field_names(model: type[BaseModel]) -> list[str]:
 def read_secret(setting: str, path: Path) -> str:
     """The content of a file that holds one secret. Raises `SettingsError` if there is none."""
     try:
-        secret = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{setting}: {path} cannot be read ({type(error).__name__})") from None
+        secret = read_file(setting, path).decode().strip()
+    except UnicodeDecodeError:
+        raise SettingsError(f"{setting}: {path} is not UTF-8") from None
     if not secret:
         raise SettingsError(f"{setting}: {path} is empty")
     return secret
@@ -89,7 +116,7 @@ class WatchedFile(Generic[T]):
         self._path = path
         self._read = read
         self._stamp = self._current_stamp()
-        self.value: T = read(path)
+        self.value: T = self._content()
         self.is_current = True  # the file could be used when it was last read
         self.failed: Callable[[], None] = lambda: None  # it has changed, and cannot be used
 
@@ -100,20 +127,29 @@ class WatchedFile(Generic[T]):
             return False
         self._stamp = stamp
         try:
-            self.value = self._read(self._path)
+            self.value = self._content()
         except SettingsError as error:
             self.is_current = False
-            logger.error("%s; its previous content stays in force", error)
+            logger.error("%s; its previous content stays in force", str(error).partition("\n")[0])
             self.failed()
             return False
         self.is_current = True
         logger.info("%s was read again", self._path)
         return True
 
+    def _content(self) -> T:
+        """Raises `SettingsError`, whatever the reader raises: what is in force then is not what the file says."""
+        try:
+            return self._read(self._path)
+        except SettingsError:
+            raise
+        except Exception as error:  # the kind alone: its words may be what the file holds
+            raise SettingsError(f"{self._path} cannot be used ({type(error).__name__})") from None
+
     def _current_stamp(self) -> tuple[int, int, int] | None:
         try:
             status = self._path.stat()
-        except OSError:
+        except (OSError, ValueError):
             return None
         return status.st_mtime_ns, status.st_size, status.st_ino
 
@@ -123,6 +159,8 @@ def worker_url(url: object) -> str:
     text = str(url).strip()
     if not text.lower().startswith(("http://", "https://")):
         raise ValueError("a worker's URL begins with http:// or https://, for example http://127.0.0.1:8000")
+    if not text.isprintable() or " " in text:  # a line of its own in a file of settings, or in a log
+        raise ValueError("a URL has no spaces, line ends or other characters that cannot be shown")
     try:
         _HTTP_URL.validate_python(text)
     except ValidationError as error:
@@ -164,7 +202,7 @@ class WorkerEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str
-    max_inflight: int | None = Field(None, ge=0)  # None: the setting's
+    max_inflight: int | None = Field(None, ge=0, le=MOST_NUMBER)  # None: the setting's
 
     @field_validator("url")
     @classmethod

@@ -102,6 +102,7 @@ class StateFiles:
         self._max_bytes = max_bytes
         self._folder = root / identity.hex()[:32]
         self._number = 0
+        self._stuck: set[str] = set()  # names of refused files that could not be removed: a disk for reading alone
         self._patience = LOCK_SECONDS
 
     @property
@@ -120,7 +121,11 @@ class StateFiles:
 
     def keys(self) -> dict[bytes, None]:
         """Keys that have a file, the ones used last at the end; none in a directory that is gone. Raises `OSError`."""
-        found = [(status.st_mtime_ns, name) for name, status in _files_in(self._folder) if _STATE_NAME.fullmatch(name)]
+        found = [
+            (status.st_mtime_ns, name)
+            for name, status in _files_in(self._folder)
+            if _STATE_NAME.fullmatch(name) and name not in self._stuck
+        ]
         return {_key_in(name): None for _, name in sorted(found)}
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -145,7 +150,7 @@ class StateFiles:
             for key, block in blocks.items():
                 path = self._path(key)
                 if path in held:
-                    if held[path].length == self.file_bytes:
+                    if held[path].length == self.file_bytes and path.name not in self._stuck:
                         written.stored.append(key)
                         continue
                     del held[path]  # it was damaged, and is written anew
@@ -156,6 +161,7 @@ class StateFiles:
                 if sum(each.num_bytes for each in held.values()) + self.file_bytes > self._max_bytes:
                     break  # the bound is less than one file
                 self._write(path, key, block)
+                self._stuck.discard(path.name)
                 held[path] = _Held(os.stat(path).st_mtime_ns, self.file_bytes, self.file_bytes)
                 written.stored.append(key)
                 num_bytes += self.file_bytes
@@ -171,8 +177,10 @@ class StateFiles:
         try:
             self._read(path, key, into)
         except RefusedFile:
-            with suppress(OSError):
-                path.unlink()
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                self._stuck.add(path.name)
             raise
         except FileNotFoundError:
             raise

@@ -16,6 +16,7 @@ import re
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from itertools import islice
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
@@ -33,6 +34,8 @@ PATH = "/seamark/outcomes"
 METRICS_PATH = "/seamark/metrics"
 
 MAX_KEPT = 8192  # requests, and states that came or went; some 300 bytes each
+
+MAX_TOLD = 2048  # of them in one answer; who reads it reads on at once
 
 MAX_ID = 512  # characters kept of an id; vLLM takes headers of megabytes, and the gateway's ids have at most 265
 
@@ -208,7 +211,7 @@ class Feed:
             reader.set()
 
     def after(self, cursor: int, boot: str | None = None, gateway: str | None = None) -> dict[str, Any]:
-        """Everything later than `cursor`, or everything kept if `boot` is another process's.
+        """The first `MAX_TOLD` entries later than `cursor`, or of all that are kept if `boot` is another process's.
 
         `outcomes`: id, reason and hit tokens of each request; `resolved`, in the same order: id, shared tokens, and
         what its hint's entries name. `pins`: id and fate. `windows`: id and what became of a draft head's rows.
@@ -224,29 +227,28 @@ class Feed:
         outcomes: list[Outcome] = []
         others: dict[type, list[Any]] = {PinFate: [], Window: [], Drafted: []}
         states: list[list[Any]] = []
-        for number, entry in reversed(self._kept):
-            if number <= cursor and not foreign:
-                break
+        start = 0 if foreign else max(0, cursor + 1 - oldest)
+        told = list(islice(self._kept, start, start + MAX_TOLD))
+        for _, entry in told:
             if isinstance(entry, Outcome):
                 outcomes.append(entry)
             else:
                 others.get(type(entry), states).append(entry)
-        outcomes.reverse()
         answer = {
             "boot": self.boot,
-            "cursor": self._cursor,
+            "cursor": told[-1][0] if told else self._cursor,
             "outcomes": [(outcome.request_id, outcome.reason, outcome.hit_tokens) for outcome in outcomes],
             "resolved": [(outcome.request_id, outcome.shared, outcome.resolved) for outcome in outcomes],
-            "pins": others[PinFate][::-1],
+            "pins": others[PinFate],
         }
         for name, kind in (("windows", Window), ("drafted", Drafted)):
             if others[kind] or self._drafts.get("state"):  # who reads it can tell it from an older plugin's
-                answer[name] = others[kind][::-1]
+                answer[name] = others[kind]
         if not self.has_events:
             return answer
         load = {"load": self.beside(gateway)} if gateway is not None else {}
         drafts = {"drafts": self._drafts} if self._drafts.get("state") else {}
-        return {**answer, "states": states[::-1], "reset": reset, **drafts, **load}
+        return {**answer, "states": states, "reset": reset, **drafts, **load}
 
     async def wait_after(
         self, cursor: int, boot: str | None, seconds: float, gateway: str | None = None, load: str | None = None

@@ -24,6 +24,9 @@ NAME = b"x-seamark-boundaries"
 # GATEWAY,PROMPT,LEFT, as in `scheduler.load`.
 LOAD = b"x-seamark-load"
 
+# By what servers take another address for the one that opened the connection.
+FORWARDED = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip"})
+
 # The paths whose bodies can carry a hint.
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 
@@ -61,7 +64,7 @@ async def into_body(scope: MutableMapping[str, Any], receive: Receive) -> Receiv
         fields[load.FIELD] = loads[0].decode("latin-1")  # the engine reads no other text than a gateway's
     if hints:
         entries = entries_in(hints[0].decode("latin-1")) if len(hints) == 1 and takes_fields else None
-        if not _is_trusted(scope):
+        if not _is_trusted(_opened_by(scope, receive)):
             counted().labels("untrusted").inc()
         elif entries is None:
             counted().labels("malformed").inc()
@@ -86,13 +89,26 @@ async def into_body(scope: MutableMapping[str, Any], receive: Receive) -> Receiv
     return _then({"type": "http.request", "body": changed, "more_body": False}, receive)
 
 
-def _is_trusted(scope: MutableMapping[str, Any]) -> bool:
-    client = scope.get("client")
+def _opened_by(scope: MutableMapping[str, Any], receive: Receive) -> str:
+    """The address that opened the connection; empty if it is not known.
+
+    uvicorn believes `X-Forwarded-For` of whoever comes from 127.0.0.1, and puts what it says in place of the address.
+    The connection itself is behind `receive`, unless another middleware is in between.
+    """
+    connection = getattr(getattr(receive, "__self__", None), "transport", None)
+    if connection is not None:
+        opened_by = connection.get_extra_info("peername")
+    elif any(name in FORWARDED for name, _ in scope["headers"]):
+        return ""
+    else:
+        opened_by = scope.get("client")
+    return opened_by[0] if isinstance(opened_by, tuple | list) and opened_by else ""
+
+
+def _is_trusted(opened_by: str) -> bool:
     try:
-        address = ip_address(client[0]) if client else None
+        address = ip_address(opened_by)
     except ValueError:
-        address = None
-    if address is None:
         return False
     plain = getattr(address, "ipv4_mapped", None) or address
     return any(plain in network for network in networks() if network.version == plain.version)

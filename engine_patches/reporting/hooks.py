@@ -81,7 +81,7 @@ def _start(config: Any, layout: Layout) -> None:
 def _beside(endpoint: str) -> int:
     """The port before that of KV events, where a gateway looks if `/kv_event_sources` tells of those; 0: any."""
     port = endpoint.rpartition(":")[2]
-    candidate = int(port) - 1 if port.isdecimal() else 0
+    candidate = int(port) - 1 if port.isdecimal() and len(port) <= 5 else 0
     if not 0 < candidate < 65536:
         return 0
     with socket.socket() as probe:

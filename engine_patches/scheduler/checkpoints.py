@@ -24,7 +24,7 @@ from engine_patches.scheduler.pins import NOT_CACHED
 from engine_patches.scheduler.planner import EXPECTED, SPARE, TURN_REACH, CheckpointTarget, Planner
 from engine_patches.scheduler.reasons import EVICTED, HIT, NOT_WORTH_IT, Outcomes
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal
-from engine_patches.scheduler.request_state import RequestState, Wish
+from engine_patches.scheduler.request_state import RequestState, TurnEnd, Wish
 from engine_patches.scheduler.seen import SeenPrefixes
 from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
@@ -95,7 +95,8 @@ class Checkpoints:
         # Where states are not written inside a pass, each costs one.
         places = self.expected_junctions.places(_salt_of(request), shared, tokens) if self.writes_in_forward else ()
         wish = self.planner.wish(hint, resolved, tokens, shared, places, ignore)
-        wish = replace(wish, hinted=hinted, pin=pin, trial=is_trial(request))
+        earlier = self._earlier_turn(request, shared)
+        wish = replace(wish, hinted=hinted, pin=pin, trial=is_trial(request), goes_on_from=earlier)
         return replace(wish, worthless_turn=self._worthless_turn(request, wish))
 
     def _refused(self, request: Any) -> str | None:
@@ -104,18 +105,23 @@ class Checkpoints:
             return self.refusal.reason if self.refusal is not None else None
         return None if self.drafts.admits(request) else SPECULATIVE
 
+    def _earlier_turn(self, request: Any, shared: int) -> TurnEnd | None:
+        """The last turn of an earlier prompt that a request contains, of which it shares so many tokens."""
+        units = shared // self.grid.unit
+        # It ends as far from what is shared as a hint may be, and rounded down to the alignment.
+        reach = math.ceil((TURN_REACH + self.grid.alignment + self.grid.ahead) / self.grid.unit)
+        return self.turn_value.came_back(request.block_hashes[max(units - reach, 0) : units])
+
     def _worthless_turn(self, request: Any, wish: Wish) -> int:
         """The end of a request's turn if nobody is going to come back to it; 0 if somebody may."""
-        hashes, units = request.block_hashes, wish.shared // self.grid.unit
-        # The end of the turn before is as far from what is shared as a hint may be, and rounded down to the alignment.
-        reach = math.ceil((TURN_REACH + self.grid.alignment + self.grid.ahead) / self.grid.unit)
-        self.turn_value.came_back(hashes[max(units - reach, 0) : units])
         turn = None if wish.pin or is_trial(request) or is_alone(request) else self.planner.last_turn(wish, request)
-        if turn is None or turn.end > len(hashes) * self.grid.unit:
+        if turn is None or turn.end > len(request.block_hashes) * self.grid.unit:
             return 0
         head = self.grid.hash_of(request, turn.start) if turn.start else HEADLESS + _salt_of(request)
         key = self.grid.hash_of(request, turn.end)
-        if self.turn_value.worth_a_state(head, key, turn.end - turn.start, self.step_time.tokens_per_pass):
+        if wish.goes_on_from is not None:  # the conversation began where its first turn did
+            turn = turn._replace(start=wish.goes_on_from.start)
+        if self.turn_value.worth_a_state(head, key, turn, self.step_time.tokens_per_pass):
             return 0
         if turn.end in wish.hinted_positions:
             self.counters.hint_ignored(NOT_WORTH_IT)
@@ -153,7 +159,13 @@ class Checkpoints:
         """A request is going to be computed from token `start`: requests that share its prefix may wait for it."""
         if self.gate is not None:
             start = max(start, self.state_of(request).heals)  # up to there states are held, and rows alone are missing
-            self.gate.expect(request, start, (target.position for target in self.targets(request)))
+            state, idle = self.state_of(request), self.states is not None and self.states.has_idle
+            likely = (
+                target.position
+                for target in self.targets(request)
+                if target.kind != SPARE and (idle or not self.is_spare(state, target))
+            )
+            self.gate.expect(request, start, likely)
 
     def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
         """Whether a hit at a target of a request would be felt, as far as is known. Of pins and trials nobody asks."""
@@ -161,15 +173,23 @@ class Checkpoints:
             return True
         return self.planner.worth_writing(target, state.resumed_at, self.step_time.tokens_per_pass)
 
+    def is_spare(self, state: RequestState, target: CheckpointTarget) -> bool:
+        """Whether the state at a target of a request is written only where it puts out nothing."""
+        return target.kind == SPARE or self.planner.is_passed_by(state.wish, target)
+
     def reserve(self, request: Any, target: CheckpointTarget) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group; None if the cache has none to spare."""
         if self.states is None:
             return None
         state = self.state_of(request)
-        turn = self.planner.ends_a_turn(state.wish, target, state.resumed_at)
-        blocks = self.states.reserve(request, target.position, turn, spare=target.kind == SPARE)
+        wish, before = state.wish, state.wish.goes_on_from
+        own = before is not None and target.position > before.start
+        turn = own or self.planner.ends_a_turn(wish, target, state.resumed_at)
+        blocks = self.states.reserve(request, target.position, turn, spare=self.is_spare(state, target))
         if blocks is not None:
             self.state_written(blocks[0].block_hash, target.kind)
+            if before is not None and target.position == wish.turn_end:
+                self.states.went_on(request, target.position, before.end, wish.positions)
         return blocks
 
     def state_written(self, key: bytes, kind: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hints import turn_end
-from engine_patches.scheduler.request_state import Wish
+from engine_patches.scheduler.request_state import TurnEnd, Wish
 
 # A hit below this share of a pass is not felt, and its state takes as much room as any other.
 WORTH_OF_A_PASS = 0.05
@@ -39,13 +39,6 @@ class CheckpointTarget(NamedTuple):
 
     position: int
     kind: str
-
-
-class TurnEnd(NamedTuple):
-    """The last turn of a prompt, in tokens."""
-
-    start: int  # where what its conversation shares with others ends; 0: it shares nothing
-    end: int
 
 
 @dataclass(frozen=True)
@@ -166,6 +159,17 @@ class Planner:
             return resumed_at > 0 and target.position - resumed_at <= NEAR * self.grid.unit
         hinted = wish.hinted_positions
         return target.kind in (TAIL, EDGE, EXPECTED, SPARE) or (len(hinted) > 1 and target.position == hinted[-1])
+
+    def is_passed_by(self, wish: Wish, target: CheckpointTarget) -> bool:
+        """Whether the state at a prompt's own end serves its client better than one at a target.
+
+        So it is behind what others share, once the prompt has gone on from an earlier turn. A sibling that goes on
+        from the same one shows that more is shared, and is not told so again.
+        """
+        before = wish.goes_on_from
+        if before is None or wish.pin or wish.trial:
+            return False
+        return before.start < target.position < wish.turn_end
 
     def worth_writing(self, target: CheckpointTarget, resumed_at: int, tokens_per_pass: float) -> bool:
         """Whether a hit at a target would be felt: more than a small part of a pass.

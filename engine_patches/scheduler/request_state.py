@@ -7,6 +7,14 @@ resumption, and no longer.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class TurnEnd(NamedTuple):
+    """The last turn of a prompt, in tokens."""
+
+    start: int  # where what its conversation shares with others ends; 0: it shares nothing
+    end: int
 
 
 @dataclass(frozen=True)
@@ -20,6 +28,7 @@ class Wish:
     shared: int = 0  # its hashes match those of a prompt seen before up to here, whole match units
     learned: int = 0  # the position that follows from `shared`; 0: none, or a hinted one serves
     expected: tuple[int, ...] = ()  # where later prompts are likely to leave it, ascending
+    goes_on_from: TurnEnd | None = None  # the last turn of an earlier prompt that it contains
     worthless_turn: int = 0  # the end of its turn, if nobody is going to come back to it
     left_to_vllm: bool = False  # no state of it is kept, and vLLM caches it as it does alone
     trial: bool = False  # hints beside drafts are tried by it: its states are kept, whatever a hit would be worth

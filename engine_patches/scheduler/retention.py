@@ -3,14 +3,16 @@
 A state is an ordinary cached block, and vLLM evicts the least recently used first. Two things differ. A shared prefix
 (a system prompt, a document) counts as used whenever a state behind it is. And all states together hold at most a share
 of the cache; when it is full, the turns of single conversations go before what is shared. What goes for the share is
-found as long as unused blocks are there, and makes room before anything else is evicted. Only blocks that no request
-holds are touched, so no request ever waits for a state.
+found as long as unused blocks are there, and makes room before anything else is evicted. So does what a conversation
+has left behind: it goes on from its last turn, or from the one before if its client says the last one otherwise, and
+what lies before these would only be in the way of other conversations' last turns. Only blocks that no request holds
+are touched, so no request ever waits for a state.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,7 @@ class KeptState:
     keys: Sequence[bytes]  # under which they were registered
     turn: bool  # the end of a conversation's turn, rather than of something shared
     uses: int = 0  # requests that resumed from it
+    before: bytes | None = None  # key of the turn that its conversation went on from
 
     @property
     def free(self) -> bool:
@@ -82,6 +85,19 @@ class Retention:
         state.turn = state.turn and not shared
         self._keep(key, state)
         return True
+
+    def went_on(self, key: bytes, before: bytes, named: Container[bytes]) -> None:
+        """The turn under `key` is of a conversation that went on from the one under `before`.
+
+        The turn before these two is given up, unless it is `named` by a hint or has served others.
+        """
+        state, earlier = self._turns.get(key), self._turns.get(before)
+        if state is None or earlier is None:
+            return
+        state.before = before
+        left = earlier.before
+        if left is not None and left in self._turns and left not in named and self._turns[left].free:
+            self._release(left)
 
     def refresh(self, keys: Iterable[bytes]) -> None:
         """A deeper state was used: these shorter prefixes of it count as used."""

@@ -116,16 +116,23 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
     states, state = scheduler.seamark.states, checkpoints.state_of(request)
     planned: list[Write] = []
     positions: list[int] = [start] if kept else []
-    spare = 0
+    spare: set[int] = set()
     for target in checkpoints.targets_in(request, start, end):
         position = target.position
-        if target.kind == SPARE:
-            if states.keys.is_cached(request, position) or (blocks := checkpoints.reserve(request, target)) is None:
-                continue
-            planned.append(_write(states, position - start, blocks))
-            positions.append(position)
-            spare = position
-        elif not states.keys.is_cached(request, position):
+        if states.keys.is_cached(request, position):
+            if target.kind != SPARE:
+                positions.append(position)
+        elif checkpoints.is_spare(state, target):
+            is_felt = end - start > checkpoints.verified and checkpoints.worth_writing(state, target)
+            if is_felt and (blocks := checkpoints.reserve(request, target)) is not None:
+                planned.append(_write(states, position - start, blocks))
+                positions.append(position)
+                spare.add(position)
+            elif target.kind != SPARE:
+                checkpoints.outcomes.computed(request, position, NOT_WORTH_IT)
+                if target.kind == HINTED:
+                    checkpoints.counters.hint_ignored(NOT_WORTH_IT)
+        else:
             miss = EVICTED
             if not checkpoints.worth_writing(state, target):
                 if target.kind == HINTED:
@@ -145,8 +152,6 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
                 planned.append(_write(states, position - start, blocks))
                 positions.append(position)
             checkpoints.outcomes.computed(request, position, miss)
-        else:
-            positions.append(position)
     if start < state.heals <= end and state.heals not in positions:
         states.keep_windows(request, state, [state.heals])
     if positions:
@@ -157,7 +162,7 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
             reached = (position + drop for position in positions)
             keep_attention_keys(managers[group], request, (position for position in reached if position <= end))
         states.keep_windows(request, state, positions)
-        states.offer(request, (position for position in positions if position != spare), used=False)
+        states.offer(request, (position for position in positions if position not in spare), used=False)
     return planned
 
 

@@ -66,16 +66,21 @@ class States:
         if self._spare and self.retention is not None:
             self._spare = [key for key in self._spare if not self.retention.give_up(key)]
 
+    @property
+    def has_idle(self) -> bool:
+        """Whether a state would put out nothing that is of use."""
+        groups = len(self.keys.recurrent)
+        has_blocks = self.keys.pool.get_num_free_blocks() >= groups
+        return has_blocks and self.retention is not None and self.retention.has_idle(groups)
+
     def reserve(self, request: Any, position: int, turn: bool, *, spare: bool = False) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group, registered under the position's keys.
 
-        `turn`: it ends one conversation's turn; `spare`: it puts out nothing that is of use, and goes before all that
-        is. None if the cache has no blocks to spare.
+        `turn`: it serves one conversation; `spare`: it puts out nothing that is of use, and goes before all that is.
+        None if the cache has no blocks to spare.
         """
         pool, groups = self.keys.pool, self.keys.recurrent
-        if pool.get_num_free_blocks() < len(groups):
-            return None
-        if spare and (self.retention is None or not self.retention.has_idle(len(groups))):
+        if pool.get_num_free_blocks() < len(groups) or (spare and not self.has_idle):
             return None
         if self.retention is not None and not self.retention.make_room(len(groups)):
             return None
@@ -95,6 +100,15 @@ class States:
         if spare:
             self._spare.append(blocks[0].block_hash)
         return blocks
+
+    def went_on(self, request: Any, position: int, before: int, named: Iterable[int]) -> None:
+        """The turn of a request's conversation that ends at `position` follows the one that ended at `before`.
+
+        `named`: positions of its hint.
+        """
+        if self.retention is not None:
+            key, earlier, *others = (self.keys.state_key(request, each) for each in (position, before, *named))
+            self.retention.went_on(key, earlier, others)
 
     def written(self, key: bytes) -> None:
         """The state under `key` was counted as written."""

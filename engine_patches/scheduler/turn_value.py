@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from engine_patches.scheduler.request_state import TurnEnd
+
 # Ends of turns in a row that nobody came back to, after which a head's conversations are taken not to go on.
 ENOUGH = 8
 
@@ -27,7 +29,7 @@ JUDGED_AFTER_SECONDS = 60.0
 
 MAX_HEADS = 4096
 
-MAX_ENDS = 16_384  # remembered; two hashes of 32 bytes each
+MAX_ENDS = 16_384  # remembered; two hashes of 32 bytes each, and where they lie
 
 
 @dataclass
@@ -40,10 +42,11 @@ class TurnHead:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a turn: when (seconds, by the clock), and of which head."""
+    """The end of a turn: when (seconds, by the clock), of which head, and where in its prompt."""
 
     at: float
     head: bytes
+    turn: TurnEnd
 
 
 class TurnValue:
@@ -53,21 +56,28 @@ class TurnValue:
         self._clock = clock
         self._heads: OrderedDict[bytes, TurnHead] = OrderedDict()  # least recently seen first
         self._ends: OrderedDict[bytes, End] = OrderedDict()  # oldest first; not judged yet
-        self._judged: OrderedDict[bytes, bytes] = OrderedDict()  # end -> head; nobody has come back so far
+        self._judged: OrderedDict[bytes, End] = OrderedDict()  # nobody has come back so far
 
-    def came_back(self, prefixes: Iterable[bytes]) -> None:
-        """A prompt has these prefixes, and an earlier prompt had them: where it contains an end, its head goes on."""
+    def came_back(self, prefixes: Iterable[bytes]) -> TurnEnd | None:
+        """A prompt has these prefixes, and an earlier prompt had them: where it contains an end, its head goes on.
+
+        The last turn that it contains, shorter prefixes first; None if it goes on from none.
+        """
+        turn = None
         for prefix in prefixes:
-            end = self._ends.pop(prefix, None)
-            head = self._judged.pop(prefix, None) if end is None else end.head
-            if head is not None and head in self._heads:
-                self._heads[head] = TurnHead()
+            end = self._ends.pop(prefix, None) or self._judged.pop(prefix, None)
+            if end is None:
+                continue
+            turn = end.turn
+            if end.head in self._heads:
+                self._heads[end.head] = TurnHead()
+        return turn
 
-    def worth_a_state(self, head: bytes, end: bytes, tokens: int = 0, tokens_per_pass: float = 0.0) -> bool:
+    def worth_a_state(self, head: bytes, end: bytes, turn: TurnEnd, tokens_per_pass: float = 0.0) -> bool:
         """Whether the state at the `end` of a turn is worth writing; the end is remembered.
 
-        It saves `tokens` to a client who comes back. After as many in a row who did not, the next one does with a
-        probability of about one in as many.
+        It saves the turn's tokens to a client who comes back. After as many in a row who did not, the next one does
+        with a probability of about one in as many.
         """
         now = self._clock()
         self._judge(now)
@@ -75,8 +85,9 @@ class TurnValue:
         self._heads.move_to_end(head)
         if len(self._heads) > MAX_HEADS:
             self._heads.popitem(last=False)
-        self._ends[end] = End(now, head)
+        self._ends[end] = End(now, head, turn)
         self._ends.move_to_end(end)
+        tokens = turn.end - turn.start
         if known.unresumed < ENOUGH or known.unresumed * COST_IN_PASSES * tokens_per_pass < tokens:
             return True
         known.passed += 1
@@ -91,6 +102,6 @@ class TurnValue:
             del self._ends[end]
             if old and oldest.head in self._heads:
                 self._heads[oldest.head].unresumed += 1
-                self._judged[end] = oldest.head
+                self._judged[end] = oldest
         while len(self._judged) > MAX_ENDS:
             self._judged.popitem(last=False)

@@ -13,6 +13,7 @@ from xxhash import xxh3_128_digest
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.http.json_body import loads
 
 # Rendered once for each boot: the tokens stand for tokenizer and template, so that a position learnt from one template
 # is never used with another. The second probe serves templates without a system role.
@@ -107,7 +108,7 @@ class WorkerRenderer:
         """The text of these ids, special tokens included; None if the worker has no route for that."""
         try:
             status, answer = await self._post(DETOKENIZE, {"model": model, "tokens": list(ids)})
-            text = json.loads(answer)["prompt"] if status == 200 else None
+            text = loads(answer)["prompt"] if status == 200 else None
         except (RenderFailed, ValueError, KeyError, TypeError):
             return None
         # A part of a character has no text.

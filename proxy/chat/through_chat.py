@@ -13,6 +13,7 @@ from typing import Any
 
 from proxy.chat.anthropic import messages_request
 from proxy.chat.chat import listed
+from proxy.http.json_body import loads
 
 # Fields of a request that have the same meaning in both APIs, and by which name in the chat API.
 _SAME = {
@@ -65,7 +66,7 @@ def message_of(answer: bytes) -> bytes:
             blocks.append({"type": "text", "text": text})
         for call in listed(said.get("tool_calls")):
             function = call["function"]
-            arguments = json.loads(function["arguments"])
+            arguments = loads(function["arguments"])
             blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
         has_calls = bool(said.get("tool_calls"))
         message = _message(parsed, blocks or [{"type": "text", "text": ""}], _usage(parsed.get("usage")))

@@ -30,7 +30,8 @@ from proxy.config_files import base_url
 from proxy.errors import BadRequest
 from proxy.fleet.probe import Probe, Unwell
 from proxy.http.client import Broken, Unreachable, Upstream
-from proxy.http.json_body import parse_object
+from proxy.http.json_body import loads, parse_object
+from proxy.printable import printable
 from proxy.settings import Settings
 
 RENDER_TIMEOUT = 60.0
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
         body = _read(args.file)
         print(json.dumps(asyncio.run(_find(args, body))))
     except NoBoundary as error:
-        print(f"seamark boundary: {error}", file=sys.stderr)
+        print(f"seamark boundary: {printable(error)}", file=sys.stderr)
         return error.status
     return 0
 
@@ -118,7 +119,7 @@ async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, 
 def _reason(error: RenderFailed) -> str:
     """The server's own message, if it sent one."""
     try:
-        return str(json.loads(error.answer)["error"]["message"])
+        return str(loads(error.answer)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return str(error)
 

@@ -6,7 +6,6 @@ The cures are lines for the way in which vLLM is run: `cures` words them, `ways`
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
@@ -31,8 +30,9 @@ from proxy.fleet.sleep import EngineAnswers
 from proxy.fleet.worker import CLOSED, OPEN, TRIAL
 from proxy.fleet.worker_metrics import ENTRIES_SINCE, EngineInfo, EngineSetup
 from proxy.http.client import Broken, Silent, Unreachable, Upstream
-from proxy.http.json_body import HINT, XARGS
+from proxy.http.json_body import HINT, XARGS, loads
 from proxy.observability.shadow import CURED
+from proxy.printable import printable, printable_lines
 from proxy.settings import Settings
 
 DEFAULTS = Settings.model_validate({})  # of a gateway
@@ -123,18 +123,18 @@ def main(argv: list[str]) -> int:
             diagnoses.append(Diagnosis(False, str(error)))
             if verdict.startswith("will hit"):
                 verdict = f"not reachable: {error}"
-    print(verdict)
+    print(printable(verdict))
     for diagnosis in diagnoses:
-        print(f"{'ok   ' if diagnosis.fine else 'WRONG'} {diagnosis.text}")
+        print(f"{'ok   ' if diagnosis.fine else 'WRONG'} {printable(diagnosis.text)}")
         if diagnosis.cure and not diagnosis.last:
-            print(diagnosis.cure)
+            print(printable_lines(diagnosis.cure))
     for line in lost:
-        print(line)
+        print(printable(line))
     if any(diagnosis.cure for diagnosis in diagnoses):
-        print(words)
+        print(printable(words))
     for diagnosis in diagnoses:
         if diagnosis.last:
-            print(f"\nthe cure:\n{diagnosis.cure}")
+            print(f"\nthe cure:\n{printable_lines(diagnosis.cure)}")
     return 0 if all(diagnosis.fine for diagnosis in diagnoses) else 1
 
 
@@ -142,11 +142,11 @@ def _of_recipe(given: str) -> int:
     """Say what a recipe will do; 1 unless it will hit."""
     recipe = read_recipe(given, surroundings().inspect)
     seen = outlook(recipe, image_version(recipe.image) if recipe.image else "")
-    print(seen.verdict)
+    print(printable(seen.verdict))
     if seen.change:
-        print(f"WRONG the one change: {seen.change}")
+        print(f"WRONG the one change: {printable(seen.change)}")
     for note in seen.notes:
-        print(f"ok    {note}")
+        print(f"ok    {printable(note)}")
     print(f"(seamark setup {shlex.quote(given)} writes the files)")
     return 0 if seen.hits else 1
 
@@ -237,7 +237,9 @@ async def _examine(worker: Probe, has_key: bool, found: FoundWay) -> Examination
     if not (models := models_in(answer)):
         raise NotAnswering(f"{shown} is not vLLM: {MODELS} lists no models (status {status})")
     model, parts = models[0]["id"], urlsplit(shown)
-    cures = Cures(found, str(models[0].get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK)
+    cures = Cures(
+        found, printable(models[0].get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK
+    )
     levels = read_metrics(worker_metrics.read, (await worker.metrics())[0]).sleep_levels
     if why := await worker.why_asleep(EngineAnswers(shown), levels, ANSWER_SECONDS):
         return Examination(f"cannot hit: {shown} is {why}", [Diagnosis(False, f"{shown} is {why}")])
@@ -280,7 +282,7 @@ def _why_not(error: Unreachable | Broken, lacks_port: bool) -> str:
 async def _workers_of(gateway: Probe) -> str:
     """What to ask in place of a gateway."""
     try:
-        workers = json.loads((await gateway.get(STATUS))[1])["workers"]
+        workers = loads((await gateway.get(STATUS))[1])["workers"]
         names = [without_credentials(str(worker["url"]))[0] for worker in workers]
     except (*NO_ANSWER, ValueError, KeyError, TypeError):
         names = []
@@ -425,7 +427,7 @@ async def _details(worker: Probe, model: str, cures: Cures) -> Diagnosis:
         status = f"status {code}"
         if code // 100 != 2:
             raise ValueError(status)
-        reported = json.loads(answer)["usage"].get("prompt_tokens_details") is not None
+        reported = loads(answer)["usage"].get("prompt_tokens_details") is not None
     except (*NO_ANSWER, ValueError, KeyError, TypeError, AttributeError):
         fatal = f"it does not answer a completion of one token ({status})"
         return Diagnosis(False, f"does not answer a completion of one token ({status})", fatal=fatal)
@@ -482,7 +484,7 @@ def read_shadow(gateway: str, api_key: str | None = None) -> list[str]:
     if status == 404:
         raise NotAnswering(f"{shown} does not show {STATUS}: a gateway with admin_port does so there; is it one?")
     try:
-        return shadow_lines(json.loads(answer)["shadow"])
+        return shadow_lines(loads(answer)["shadow"])
     except (ValueError, KeyError, TypeError):
         raise NotAnswering(f"{shown} is not a Seamark gateway") from None
 

@@ -24,6 +24,7 @@ from proxy.fleet.probe import Probe, Probed, Unwell
 from proxy.fleet.worker import TRIAL, Worker
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.metrics import Metrics
+from proxy.printable import PrintableFormatter
 from proxy.settings import Settings
 
 DEFAULTS = Settings.model_validate({})  # of a gateway
@@ -113,7 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--parent", metavar="PID", type=int, required=True, help="the process that has started this one"
     )
     args = parser.parse_args(argv)
-    logging.basicConfig(format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    logged = logging.StreamHandler(sys.stderr)
+    logged.setFormatter(PrintableFormatter("%(levelname)s %(asctime)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[logged])
     logging.getLogger("seamark.drafts").setLevel(logging.INFO)
 
     async def try_drafts() -> None:

@@ -152,14 +152,14 @@ def _method(drafts: Mapping[str, object]) -> str:
 
 def _number(recipe: Recipe, *flags: str) -> int:
     value = recipe.value(*flags) or "1"
-    if not value.isdecimal():
-        raise SettingsError(f"{recipe.source}: {flags[0]} {value} is not a number")
+    if not re.fullmatch(r"\d{1,9}", value, re.ASCII):
+        raise SettingsError(f"{recipe.source}: {flags[0]} {value[:64]} is not a number")
     return int(value)
 
 
 def tag_version(image: str) -> str:
     """The version that an image of vLLM's own is tagged with; empty if its tag is none."""
-    found = re.fullmatch(r"(?:.*/)?vllm-openai(?:-\w+)?:v(\d+\.\d+(?:\.\d+)?).*", image)
+    found = re.fullmatch(r"(?:.*/)?vllm-openai(?:-\w+)?:v(\d{1,6}\.\d{1,6}(?:\.\d{1,6})?).*", image)
     return found[1] if found else ""
 
 
@@ -170,5 +170,5 @@ def base_image(recipe: Recipe, version: str = "") -> str:
 
 
 def _supported(version: str) -> bool:
-    found = re.match(r"(\d+)\.(\d+)", version)
+    found = re.match(r"(\d{1,6})\.(\d{1,6})", version)
     return found is None or FIRST <= (int(found[1]), int(found[2])) <= LAST

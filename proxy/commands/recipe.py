@@ -6,7 +6,6 @@ A recipe of spark-vllm-docker, a compose file, vLLM's own configuration file, a 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -20,6 +19,7 @@ import yaml
 
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
+from proxy.http.json_body import loads
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # where vLLM listens unless it is told otherwise; nothing listens here
 
@@ -102,9 +102,9 @@ class Recipe:
         if self.listens:
             return self.listens[1]
         port = self.value("--port") or str(DEFAULT_PORT)
-        if not port.isdecimal():
-            raise SettingsError(f"{self.source}: --port {port} is not a number")
-        return int(port)
+        if (number := port_in(port)) is None:
+            raise SettingsError(f"{self.source}: --port {port[:64]} is no port")
+        return number
 
     @property
     def has_rust_frontend(self) -> bool:
@@ -128,7 +128,7 @@ class Recipe:
         """What vLLM is given as JSON, or field by field (`--speculative-config.method mtp`). Empty without the flag."""
         given = self.value(*flags)
         try:
-            told = json.loads(given) if given else {}
+            told = loads(given.encode()) if given else {}
         except ValueError:
             raise SettingsError(f"{self.source}: {flags[0]} is no JSON: {given}") from None
         start = tuple(f"{flag}." for flag in flags)
@@ -239,7 +239,7 @@ def _of_compose(document: Mapping[str, Any], path: Path, wanted: str) -> Recipe:
     recipe = Recipe(RecipeKind.COMPOSE, str(path), name, arguments, environment, image, document=document)
     if service.get("network_mode") == "host":
         return recipe
-    own = int(recipe.value("--port") or DEFAULT_PORT)
+    own = recipe.port
     published = next((each for port in service.get("ports") or () if (each := _published(port, own, known))), None)
     return _listening(recipe, published or ("127.0.0.1", own))
 
@@ -253,13 +253,21 @@ def _runs_vllm(service: Mapping[str, Any]) -> bool:
 def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int] | None:
     """Address and port of this machine that lead to vLLM's `own`, in either of compose's spellings."""
     if isinstance(port, dict):
-        if str(port.get("target")) != str(own) or not str(port.get("published", "")).isdecimal():
+        published = port_in(port.get("published"))
+        if str(port.get("target")) != str(own) or published is None:
             return None
-        return str(port.get("host_ip", EVERYWHERE)), int(port["published"])
+        return str(port.get("host_ip", EVERYWHERE)), published
     *before, inside = _filled(str(port), known).split("/")[0].rsplit(":", 2)
-    if inside != str(own) or not before or not before[-1].isdecimal():
+    published = port_in(before[-1]) if before else None
+    if inside != str(own) or published is None:
         return None
-    return (before[0] if len(before) > 1 else EVERYWHERE), int(before[-1])
+    return (before[0] if len(before) > 1 else EVERYWHERE), published
+
+
+def port_in(text: object) -> int | None:
+    """The port that a text names; None for none."""
+    digits = str(text)
+    return int(digits) if re.fullmatch(r"\d{1,5}", digits, re.ASCII) and 0 < int(digits) < 65536 else None
 
 
 def _listening(recipe: Recipe, where: tuple[str, int]) -> Recipe:
@@ -292,7 +300,7 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
         return recipe
     own = recipe.value("--port") or str(DEFAULT_PORT)
     bound = ports.get(f"{own}/tcp") or [{}]
-    return _listening(recipe, (bound[0].get("HostIp") or EVERYWHERE, int(bound[0].get("HostPort") or DEFAULT_PORT)))
+    return _listening(recipe, (bound[0].get("HostIp") or EVERYWHERE, port_in(bound[0].get("HostPort")) or DEFAULT_PORT))
 
 
 def _of_text(text: str, source: str, name: str) -> Recipe:
@@ -306,7 +314,7 @@ def _of_text(text: str, source: str, name: str) -> Recipe:
         recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
         if "host" in options_of(values, ("--network", "--net")):
             return recipe
-        own = int(recipe.value("--port") or DEFAULT_PORT)
+        own = recipe.port
         published = (_published(port, own, known) for port in options_of(values, ("-p", "--publish")))
         return _listening(recipe, next(filter(None, published), ("127.0.0.1", own)))
     line = served(text, source)

@@ -10,6 +10,7 @@ import sys
 from proxy import settings as settings_of
 from proxy.commands.parser import Parser
 from proxy.errors import SettingsError
+from proxy.printable import printable, printable_lines
 
 
 def main(argv: list[str]) -> int:
@@ -19,7 +20,7 @@ def main(argv: list[str]) -> int:
     settings_of.add_arguments(parser)
     args = parser.parse_args(argv)
     for sentence in settings_of.unknown_variables(os.environ):
-        print(f"seamark serve: {sentence}", file=sys.stderr)
+        print(f"seamark serve: {printable(sentence)}", file=sys.stderr)
     try:
         settings = settings_of.load(args, os.environ)
         from proxy.server import memory
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
         server = server_for(fitted, LOGGING)
         sockets = bound("port", fitted.host, fitted.port)
     except SettingsError as error:
-        print(f"seamark serve: {error}", file=sys.stderr)
+        print(f"seamark serve: {printable_lines(error)}", file=sys.stderr)
         return 2
     # A request leaves few cycles behind; collecting them after every 700 new objects took a twelfth of its time.
     gc.freeze()
@@ -49,7 +50,12 @@ def main(argv: list[str]) -> int:
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
-    "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}},
+    "formatters": {
+        "plain": {
+            "class": "proxy.printable.PrintableFormatter",
+            "format": "%(asctime)s %(levelname)s %(name)s %(message)s",
+        }
+    },
     "filters": {"limit": {"()": "proxy.server.log_limit.LogLimit"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "plain", "filters": ["limit"]}},
     "loggers": {name: {"handlers": ["stderr"], "level": "INFO", "propagate": False} for name in ("uvicorn", "seamark")},

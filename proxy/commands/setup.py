@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from argparse import Namespace
@@ -42,11 +43,17 @@ from proxy.commands.setup_files import (
 from proxy.commands.ways import DEFAULT_PORT, image_version, surroundings
 from proxy.config_files import LOOPBACK, without_credentials, worker_url
 from proxy.errors import SettingsError
+from proxy.fleet.probe import models_in
+from proxy.printable import printable, printable_lines
 from proxy.version import DISTRIBUTION
 
 PORTS = range(DEFAULT_PORT, DEFAULT_PORT + 4)
 
 PROBE_SECONDS = 1.0
+
+# What is written into scripts and files of settings as it is.
+_REGISTRY = re.compile(r"[\w.:/-]*", re.ASCII)
+_PLAIN_URL = re.compile(r"[\w.~:/\[\]%@-]+", re.ASCII)
 
 Ask = Callable[[str, str], str]  # a question and its default: the answer
 
@@ -102,12 +109,12 @@ def main(argv: list[str]) -> int:
         written = files_for(plan)
         _write(plan.out, written.files, args.force)
     except (SettingsError, OSError) as error:
-        print(f"seamark setup: {error}", file=sys.stderr)
+        print(f"seamark setup: {printable_lines(error)}", file=sys.stderr)
         return 2
     except EOFError:
         print("\nseamark setup: nothing was written", file=sys.stderr)
         return 2
-    print(summary(plan, written))
+    print(printable_lines(summary(plan, written)))
     return 0
 
 
@@ -121,9 +128,9 @@ def running(ports: Iterable[int]) -> list[RunningVllm]:
                 answer = client.get(f"{url}/v1/models")
                 if answer.status_code == httpx.codes.UNAUTHORIZED:
                     found.append(RunningVllm(url, ()))
-                elif answer.is_success:
-                    found.append(RunningVllm(url, tuple(str(model["id"]) for model in answer.json()["data"])))
-            except (httpx.HTTPError, ValueError, LookupError, TypeError):
+                elif answer.is_success and (models := models_in(answer.content)) is not None:
+                    found.append(RunningVllm(url, tuple(model["id"] for model in models)))
+            except httpx.HTTPError:
                 continue
     return found
 
@@ -174,6 +181,7 @@ def _from_recipe(args: Namespace) -> int:
     source = _checkout(args.source)
     if source is None:
         raise SettingsError("--source: a recipe's files need a checkout of Seamark; give its folder")
+    seen = outlook(recipe, version)  # before anything is written: it may refuse the recipe
     places = Places(out, source, args.spark.expanduser().resolve(), base_image(recipe, version))
     made = files_of(recipe, places)
     host = gateway_host(recipe)
@@ -185,7 +193,7 @@ def _from_recipe(args: Namespace) -> int:
     }
     files[UNDO] = undo_script(places, list(files), made.undo)
     _write(out, files, args.force, private=True)
-    print("\n".join(recipe_summary(recipe, outlook(recipe, version), made, places)))
+    print("\n".join(map(printable, recipe_summary(recipe, seen, made, places))))
     return 0
 
 
@@ -249,6 +257,8 @@ def _plan(args: Namespace, ask: Ask | None) -> SetupPlan:
         workers, given["workers"] = _several(way, ask)
     if not model.isprintable():
         raise SettingsError("--model: not a name or a folder")
+    if not _REGISTRY.fullmatch(given["registry"]):
+        raise SettingsError("--registry: not the name of one, as registry.example:5000/us")
     # With Compose the worker that is named runs on the second machine.
     machines = len(workers) + (way is SetupWay.COMPOSE)
     if given["workers"] is not None:
@@ -258,6 +268,9 @@ def _plan(args: Namespace, ask: Ask | None) -> SetupPlan:
         several = machines > 1 and way not in (SetupWay.COMPOSE, SetupWay.KUBERNETES)
         if (several or (way is SetupWay.KUBERNETES and workers)) and len(workers) != machines:
             raise SettingsError(f"--workers: name all {machines} with --worker URL; {len(workers)} are named")
+    for flag in ("out", "source", "spark"):
+        if not str(given[flag] or "").isprintable():
+            raise SettingsError(f"--{flag}: a folder whose name can be written into a script is needed")
     out = given["out"] or Path(ask("Folder for the files", "seamark-setup") if ask is not None else "seamark-setup")
     source = _checkout(given["source"])
     return SetupPlan(
@@ -279,8 +292,8 @@ def _several(way: SetupWay, ask: Ask) -> tuple[tuple[str, ...], int | None]:
         return (_checked_url(f"http://{address}:{DEFAULT_PORT}"),), None
     if way is SetupWay.KUBERNETES:
         number = ask("How many vLLM servers", "1")
-        if not number.isdecimal():
-            raise SettingsError(f"--workers: {number!r} is not a number")
+        if not re.fullmatch(r"\d{1,4}", number, re.ASCII):
+            raise SettingsError(f"--workers: {number!r} is not a number of servers")
         return (), int(number)
     return (), None
 
@@ -296,6 +309,10 @@ def _checked_url(text: str) -> str:
         url = worker_url(text)
     except ValueError as error:
         raise SettingsError(f"--worker: {error}") from None
+    if not _PLAIN_URL.fullmatch(url):
+        raise SettingsError(
+            "--worker: it has characters that mean something in a file of settings; use a plain address"
+        )
     if without_credentials(url)[1] is not None:
         raise SettingsError("--worker: no password in the URL; the setting worker_api_key_file takes a key from a file")
     return url

@@ -5,7 +5,6 @@ Nothing is asked but this machine's `/proc`, its environment, the URL, and `dock
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from proxy.config_files import LOOPBACK
+from proxy.http.json_body import loads
 
 DEFAULT_PORT = 8000  # vLLM's
 
@@ -97,7 +97,7 @@ def _is_vllm(arguments: Sequence[str]) -> bool:
 
 
 def _port_of(arguments: Sequence[str]) -> int:
-    found = re.search(r"--port[= ](\d+)", " ".join(arguments))
+    found = re.search(r"--port[= ](\d{1,5})(?!\d)", " ".join(arguments), re.ASCII)
     return int(found[1]) if found else DEFAULT_PORT
 
 
@@ -145,7 +145,7 @@ def _docker_inspect(container: str) -> Mapping[str, Any] | None:
     command = ("docker", "inspect", container)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOCKER_SECONDS, check=True)
-        told = json.loads(done.stdout)[0]
+        told = loads(done.stdout.encode())[0]
     except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
         return None
     return told if isinstance(told, dict) else None

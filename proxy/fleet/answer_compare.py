@@ -18,7 +18,7 @@ from xxhash import xxh3_64_hexdigest
 from proxy.chat.chat import COMPLETIONS
 from proxy.chat.usage import usage_of
 from proxy.http.client import Headers, Upstream
-from proxy.http.json_body import HINT, XARGS
+from proxy.http.json_body import HINT, XARGS, loads
 
 TOKENS = 16  # of a continuation
 
@@ -209,7 +209,7 @@ async def answer_to(upstream: Upstream, url: str, request: bytes, timeout: float
     if status != 200:
         raise Unanswered(f"status {status}", status)
     try:
-        return json.loads(raw)
+        return loads(raw)
     except ValueError:
         raise Unanswered("no JSON") from None
 

@@ -7,7 +7,6 @@ has nobody else who does.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -16,8 +15,16 @@ from urllib.parse import urlencode
 from proxy.fleet.worker import OWN_REQUESTS, GateReport, Worker
 from proxy.fleet.worker_metrics import Accepted
 from proxy.http.client import Upstream
+from proxy.http.json_body import count, object_in_steps
+from proxy.idle_work import IdleWork
+from proxy.printable import printable
 
 PATH = "/seamark/outcomes"
+
+# Of what the plugin keeps and tells at once: a line, and the values in it. What is larger comes from something else.
+MOST_BYTES, MOST_VALUES = 2**23, 2**15
+
+MOST_NAME = 1024  # characters of a request's id, and of what names a state or a reason
 
 READ_SECONDS = 5.0  # for one read
 
@@ -42,13 +49,22 @@ def gate_in(events: Mapping[str, Any]) -> GateReport | None:
     told = events.get("drafts")
     if told is None:
         return None
-    return GateReport(str(told["state"]), str(told.get("id", "")), str(told.get("why", "")), time.perf_counter())
+    return GateReport(
+        word(told["state"]), word(told.get("id", "")), printable(word(told.get("why", ""))), time.perf_counter()
+    )
 
 
 def drafted_in(events: Mapping[str, Any]) -> dict[str, Accepted] | None:
     """Drafts of requests that have finished, by their ids; None if the engine counts none."""
     told = events.get("drafted")
-    return None if told is None else {str(name): Accepted(int(steps), int(tokens)) for name, steps, tokens in told}
+    return None if told is None else {word(name): Accepted(count(steps), count(tokens)) for name, steps, tokens in told}
+
+
+def word(value: Any) -> str:
+    """A name or a reason. Raises `ValueError` for what is none."""
+    if not isinstance(value, str) or len(value) > MOST_NAME:
+        raise ValueError("no name")
+    return value
 
 
 class DraftFeed:
@@ -72,15 +88,15 @@ class DraftFeed:
             query += f"&engine={self._worker.rank}"
         url = f"{self._worker.reports_url}{PATH}?{query}"
         status, raw = await self._upstream.fetch("GET", url, timeout=READ_SECONDS)
-        if status != 200:
-            raise ValueError(f"status {status}")
+        if status != 200 or len(raw) > MOST_BYTES:
+            raise ValueError(f"status {status}, {len(raw):,} bytes")
         try:
-            events = json.loads(raw)
+            events = await IdleWork().finish(object_in_steps(raw, MOST_VALUES))
             first = not self._boot  # what is in it then may be from long ago
-            self._boot, self._cursor = str(events["boot"]), int(events["cursor"])
+            self._boot, self._cursor = word(events["boot"]), count(events["cursor"])
             self.gate = gate_in(events)
             drafted = drafted_in(events)
-            names = [str(name) for name, *_ in events["outcomes"]]
+            names = [word(name) for name, *_ in events["outcomes"]]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("no feed") from error
         self.counts = drafted is not None

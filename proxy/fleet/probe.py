@@ -285,10 +285,11 @@ def gateway_id(health: bytes) -> str | None:
 
 
 def models_in(answer: bytes) -> list[dict[str, Any]] | None:
-    """The models of a list as OpenAI's API answers it, None if it is none."""
+    """The models of a list as OpenAI's API answers it, None if it is none. One that cannot be shown is no model."""
     try:
-        return [entry for entry in json.loads(answer)["data"] if isinstance(entry["id"], str)]
-    except (ValueError, KeyError, TypeError):
+        listed = [entry for entry in json.loads(answer)["data"] if isinstance(entry["id"], str)]
+        return [entry for entry in listed if entry["id"].isprintable()]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -296,7 +297,7 @@ def version_in(answer: bytes) -> str:
     """What vLLM says at /version; empty for anything else."""
     try:
         version = json.loads(answer)["version"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""
     return version if isinstance(version, str) and version.isprintable() else ""
 
@@ -305,7 +306,7 @@ def read_metrics(read: Callable[[str], T], exposition: bytes) -> T:
     """What `read` finds in a worker's metrics. Raises `Unwell` if it cannot read them."""
     try:
         return read(exposition.decode(errors="replace"))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, ArithmeticError):
         raise Unwell("not vLLM: its /metrics cannot be read") from None
 
 

@@ -67,7 +67,7 @@ def base_url(worker: str, at: str) -> str:
     """
     told_host, _, port = at.rpartition(":")
     host = urlsplit(worker).hostname or ""
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
         raise ValueError(f"it names no port: {at[:64]!r}")
     if told_host.strip("[]") in LOOPBACK and host not in LOOPBACK:
         raise ValueError(

@@ -6,9 +6,10 @@ with the routes that put it there (`VLLM_SERVER_DEV_MODE=1`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from proxy.http.json_body import loads
 
 IS_SLEEPING, IS_PAUSED = "/is_sleeping", "/is_paused"
 
@@ -27,7 +28,7 @@ class EngineAnswers:
         if status >= 500:  # its engines do not agree, for one
             return self.none(path)
         try:
-            said = json.loads(body)[path.removeprefix("/")] if status == 200 else None
+            said = loads(body)[path.removeprefix("/")] if status == 200 else None
         except (ValueError, KeyError, TypeError):
             said = None
         if isinstance(said, bool):

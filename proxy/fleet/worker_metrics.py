@@ -13,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
+from proxy.printable import printable
+
 BOOT = "process_start_time_seconds"
 ENGINE = "seamark_engine_info"
 PASS, TOKEN = "seamark_pass_seconds", "seamark_token_seconds"
@@ -30,6 +32,10 @@ SLEEP_LEVELS = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
 
 # A cause is shown in lines of logs and pages.
 MOST_CAUSE = 200  # characters
+
+MOST_TOKENS = 2**31  # of a block or a match unit
+
+_SIZE = re.compile(r"\d{1,15}", re.ASCII)
 
 # Where prefills that come over NIXL are checked.
 NIXL = frozenset({"NixlConnector", "NixlPullConnector"})
@@ -129,7 +135,7 @@ def read(text: str) -> WorkerMetrics:
         engines[-1] if engines else None,
         StepTimes(last(PASS), last(TOKEN)),
         int(sum(sample.value for sample in found[HITS])) if found[HITS] else None,
-        sum(int(size) for size in sizes if size.isdecimal()),
+        sum(int(size) for size in sizes if _SIZE.fullmatch(size)),
         int(sum(sample.value for name in REQUESTS for sample in found[name])),
         _sleep_levels(found[SLEEP]),
         bool(found[DRAFTS]) and (bool(found[BOOT]) or last(DRAFTS) > 0),
@@ -187,10 +193,10 @@ def read_setup(text: str) -> EngineSetup:
             if sample.name == CACHE:
                 caching = {"True": True, "False": False}.get(sample.labels.get("enable_prefix_caching", ""))
                 size = sample.labels.get("block_size", "")
-                block_size = int(size) if size.isdecimal() else None
+                block_size = int(size) if _SIZE.fullmatch(size) else None
                 attention_only = sample.labels.get("mamba_block_size") == "None"  # vLLM sets it for recurrent layers
             elif sample.name == ENGINE and sample.value == 1:
-                connector, lane = sample.labels.get("connector", ""), sample.labels.get("lane", "")
+                connector, lane = (printable(sample.labels.get(name, "")) for name in ("connector", "lane"))
             counts_drafts = counts_drafts or sample.name == DRAFTS
             drafts = drafts or (sample.name == DRAFTS and sample.value > 0)
             is_python = is_python or sample.name == BOOT
@@ -223,11 +229,17 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, numbers.groups())) if numbers is not None else (0,)
 
 
-def _engine(labels: dict[str, str]) -> EngineInfo:
-    match_unit = int(labels["match_unit"])
-    if match_unit < 1:
-        raise ValueError("a match unit has a token at least")
+def _engine(written: dict[str, str]) -> EngineInfo:
+    labels = {name: printable(" ".join(value.split()))[:MOST_CAUSE] for name, value in written.items()}
+    match_unit, block_size = int(labels["match_unit"]), int(labels["block_size"])
     ahead = int(labels.get("ahead", 0))  # an older plugin refuses hints beside drafts
-    cause = " ".join(labels.get("refused", "").split())[:MOST_CAUSE]
-    beside = labels.get("connector", ""), labels.get("lane", ""), cause, labels.get("reports"), labels.get("drafts", "")
-    return EngineInfo(labels["version"], labels["vllm"], match_unit, int(labels["block_size"]), ahead, *beside)
+    if not (0 < match_unit < MOST_TOKENS and 0 < block_size < MOST_TOKENS and 0 <= ahead < MOST_TOKENS):
+        raise ValueError("a match unit has a token at least, and no length is endless")
+    beside = (
+        labels.get("connector", ""),
+        labels.get("lane", ""),
+        labels.get("refused", ""),
+        labels.get("reports"),
+        labels.get("drafts", ""),
+    )
+    return EngineInfo(labels["version"], labels["vllm"], match_unit, block_size, ahead, *beside)

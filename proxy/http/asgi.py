@@ -177,10 +177,15 @@ def _coming() -> BodyState:
     return BodyState.COMING
 
 
+MOST_DIGITS = 20  # of a length
+
+
 def _check_announced(scope: Scope, limit: int) -> None:
     """Refuse by its announced length what is still to come: a client that expects `100 Continue` sends none of it."""
     length = header(scope, b"content-length")
-    if length is not None and length.isdecimal() and int(length) > limit:
+    if length is None or not length.isdecimal():
+        return
+    if len(length) > MOST_DIGITS or int(length) > limit:
         raise too_large(limit)
 
 

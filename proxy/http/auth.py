@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from proxy.config_files import WatchedFile, read_model
+from proxy.config_files import MOST_NUMBER, WatchedFile, read_model
 from proxy.errors import Forbidden, NotFound, Unauthorized
 from proxy.http import asgi
 
@@ -33,8 +33,8 @@ class KeyEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sha256: tuple[str, ...] = Field(min_length=1)  # several while one key replaces another
-    max_inflight: int = Field(0, ge=0)  # requests at workers at once; 0: no limit of its own
-    max_queued: int = Field(64, ge=0)  # requests waiting in the gateway
+    max_inflight: int = Field(0, ge=0, le=MOST_NUMBER)  # requests at workers at once; 0: no limit of its own
+    max_queued: int = Field(64, ge=0, le=MOST_NUMBER)  # requests waiting in the gateway
     share: str | None = None  # keys that name the same group share cached prefixes
     admin: bool = False  # may read /seamark/* and /metrics, and change the worker's LoRA adapters
 
@@ -61,6 +61,18 @@ class KeyFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     keys: dict[str, KeyEntry]
+
+    @field_validator("keys")
+    @classmethod
+    def _keys(cls, keys: dict[str, KeyEntry]) -> dict[str, KeyEntry]:
+        owners: dict[str, str] = {}
+        for name, entry in keys.items():
+            if not name.isprintable():
+                raise ValueError(f"the name {name!a} has characters that cannot be shown")
+            for each in entry.sha256:
+                if (owner := owners.setdefault(each, name)) is not name or entry.sha256.count(each) > 1:
+                    raise ValueError(f"{name} and {owner} have the same sha256: one key has one owner")
+        return keys
 
 
 @dataclass(eq=False)
@@ -106,6 +118,7 @@ class KeyRing:
         Ids of responses outlive a gateway: without `secret` they are proved by what the file holds of their key.
         """
         self._id_secret = secret.encode() if secret else None
+        self.salts_last = self._id_secret is not None  # another start of the gateway, or another one, has the same
         self._secret = self._id_secret or secrets.token_hex(32).encode()
         self.file = WatchedFile(path, lambda path: read_model("api_keys", path, KeyFile, EXAMPLE))
         self._keys: dict[str, ApiKey] = {}

@@ -26,6 +26,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from proxy.http.asgi import codings
+from proxy.http.json_body import OverBound
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -40,6 +41,8 @@ OWN_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOME
 
 # Bytes of an answer's header beyond those of the longest request, which a redirect or an error may repeat.
 MORE_HEADER_BYTES = 8192
+
+MOST_OWN_BYTES = 2**26  # of an answer to one of the gateway's own requests
 
 FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
@@ -101,15 +104,22 @@ class Answer:
         except FAILURES as error:
             raise _broken(error) from error
 
-    async def lines(self) -> AsyncIterator[bytes]:
-        """The body's lines as they come, the last one ended or not. Raises `Broken` when the worker breaks off."""
-        begun = b""
+    async def lines(self, most: int) -> AsyncIterator[bytes]:
+        """The body's lines as they come, the last one ended or not.
+
+        Raises `Broken` when the worker breaks off, `OverBound` for a line of more than about `most` bytes.
+        """
+        begun = bytearray()
         async for chunk in self.chunks():
-            *ended, begun = (begun + chunk).split(b"\n")
+            *ended, last = chunk.split(b"\n")
             for line in ended:
-                yield line
+                yield bytes(begun) + line  # of two pieces of which each is within the bound
+                begun.clear()
+            begun += last
+            if len(begun) > most:
+                raise OverBound(f"a line of more than {most:,} bytes")
         if begun:
-            yield begun
+            yield bytes(begun)
 
     async def read(self) -> bytes:
         """The whole body. Raises `Broken`."""
@@ -181,10 +191,18 @@ class Upstream:
     async def fetch(
         self, method: str, url: str, body: bytes = b"", timeout: float | None = None, headers: Headers = ()
     ) -> tuple[int, bytes]:
-        """The status and the whole body of one of the gateway's own requests; `timeout` in seconds for each read."""
+        """The status and the whole body of one of the gateway's own requests; `timeout` in seconds for each read.
+
+        Raises as `send`, and `Malformed` for a body of more than `MOST_OWN_BYTES`.
+        """
         answer = await self.ask(method, url, body, timeout, headers)
         try:
-            return answer.status, await answer.read()
+            whole = bytearray()
+            async for chunk in answer.chunks():
+                whole += chunk
+                if len(whole) > MOST_OWN_BYTES:
+                    raise Malformed(f"more than {MOST_OWN_BYTES:,} bytes")
+            return answer.status, bytes(whole)
         finally:
             answer.close()
 

@@ -168,6 +168,7 @@ class Gateway:
 
     async def stop(self) -> None:
         """End it, and close all connections."""
+        await self.pinned.let_go()
         await self.shelf.stop()
         await self.idle.caught_up()  # parts are told of the last requests before they close
         await self.shelf.aclose()

@@ -29,7 +29,7 @@ from proxy.fleet.pool import WorkerPool
 from proxy.http import asgi, auth
 from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
 from proxy.http.body_memory import BodyHold, BodyMemory
-from proxy.http.form_body import check_form, is_form, model_in
+from proxy.http.form_body import check_form, is_form, model_in, refuse_urlencoded
 from proxy.http.json_body import as_utf8, memory_of, parse_object
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
@@ -118,8 +118,8 @@ class RequestHandler:
                 if request is not None and not (request.delivered and request.reply.started):
                     request.reply.failed(CLIENT_GONE)
             except asyncio.CancelledError:  # the server's time to finish is over; `ResponseRelay` has ended a stream
+                # The task ends here. Raised on, it would be one traceback in the log for each request.
                 await _refuse(request, scope, Stopping("The gateway is stopping."), request_id, send)
-                raise
             except Exception as error:
                 await _refuse(request, scope, _known(error, _name_of(request, request_id)), request_id, send)
             finally:
@@ -146,9 +146,11 @@ class RequestHandler:
             raise UnreadableCoding(text)
         hinted = client.endpoint in HINTED
         if not hinted and is_form(client.headers):
-            check_form(client.headers, body.raw)
+            await self._idle.finish(check_form(client.headers, body.raw))
             body.form_model = model_in(client.headers, body.raw)
             return
+        if not hinted and body.raw.strip():
+            refuse_urlencoded(client.headers)
         if not hinted and (_OBJECT.match(body.raw) is None if not client.is_json else not body.raw.strip()):
             return
         await self._turn(len(body.raw))

@@ -12,14 +12,14 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from proxy.chat.chat import CHAT
-from proxy.config_files import WatchedFile
+from proxy.config_files import VALUE_ERROR, WatchedFile, read_file
 from proxy.errors import BadRequest, NotFound, PinRefused, SettingsError
 from proxy.fleet.hot_prefixes import WarmupRequest, replay_all
 from proxy.fleet.part import Change, Part
@@ -27,7 +27,7 @@ from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.http.auth import ApiKey, KeyRing
 from proxy.http.client import Broken, Unreachable
-from proxy.http.json_body import memory_of, parse_object
+from proxy.http.json_body import count, memory_of, parse_object
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.replayer import Replayer
 from proxy.pipeline.request import ProxiedRequest, request_of
@@ -44,9 +44,13 @@ POLL_SECONDS = 1.0
 # After that a worker that failed is asked again.
 RETRY_SECONDS = 30.0
 
+# For releasing, when the gateway stops, what nobody could release after it.
+STOP_SECONDS = 5.0
+
 PINNED, RELEASED = "pinned", "released"
 NO_ROOM = "no_room"  # in the engine's share of pins
 WAITING, FAILED, NO_FACTS, NOT_TOLD = "waiting", "failed", "no_facts", "not_told"
+NOT_RELEASED = "not_released"
 
 WORDS = {
     PINNED: "in the cache, and stays there",
@@ -57,6 +61,7 @@ WORDS = {
     FAILED: "the worker answered with an error; it is tried again",
     NO_FACTS: "its chat template does not tell where a prompt can be cut; it is tried again",
     NOT_TOLD: "the worker does not say: its plugin is older, or its reports cannot be read",
+    NOT_RELEASED: "still in the cache: the worker could not be told; it is told again",
 }
 
 # What is tried again by itself, and what a release of another pin may change.
@@ -72,6 +77,13 @@ class PinEntry(BaseModel):
     body: dict[str, Any]  # a chat request
     key: str | None = None  # name of the API key whose prefix cache it is for
 
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        if not name.isprintable():
+            raise ValueError("it has characters that cannot be shown")
+        return name
+
 
 EXAMPLE = """
 A correct file: [{"name": "rules", "body": {"model": "M", "messages": [{"role": "system", "content": "..."}]}}]"""
@@ -81,10 +93,9 @@ _FILE = TypeAdapter(list[PinEntry])
 
 def read_prefixes(path: Path) -> list[PinEntry]:
     """The prompts that the file names. Raises `SettingsError`."""
+    raw = read_file("prefixes_file", path)
     try:
-        entries = _FILE.validate_json(path.read_bytes())
-    except OSError as error:
-        raise SettingsError(f"prefixes_file: {path} cannot be read ({error.strerror})") from None
+        entries = _FILE.validate_json(raw)
     except ValidationError as error:
         raise SettingsError(f"prefixes_file: {path}: {_complaint(error)}{EXAMPLE}") from None
     names = [entry.name for entry in entries]
@@ -98,7 +109,8 @@ def _complaint(error: ValidationError) -> str:
     """The first thing wrong, without what was given: it may be a prompt."""
     first = error.errors(include_input=False, include_url=False)[0]
     where = ".".join(map(str, first["loc"]))
-    return f"{where}: {first['msg']}" if where else first["msg"]
+    words = first["msg"].removeprefix(VALUE_ERROR)
+    return f"{where}: {words}" if where else words
 
 
 class Fate(NamedTuple):
@@ -107,6 +119,7 @@ class Fate(NamedTuple):
     boot: str
     word: str  # of `WORDS`
     at: float  # time.monotonic()
+    refused_at: float = float("-inf")  # time.monotonic(), when the worker did not release it
 
 
 @dataclass(eq=False)
@@ -118,6 +131,7 @@ class PinnedPrompt:
     raw: bytes  # the chat request
     key: ApiKey | None
     from_file: bool
+    salt: str | None = field(default=None, repr=False)  # of its key: the engine knows the prompt under it alone
     tokens: int = 0  # of the prompt; 0: not known yet
     fates: dict[str, Fate] = field(default_factory=dict)  # by the worker's address
 
@@ -131,6 +145,11 @@ class PinnedPrompt:
         word = self.fate(worker)
         passed = word in _PASSING and time.monotonic() - self.fates[worker.url].at >= RETRY_SECONDS
         return worker.serves(self.model) and (word == WAITING or passed)
+
+    def is_to_go(self, worker: Worker) -> bool:
+        """Whether it is to be released at `worker` now, if it is to be released at all."""
+        is_held = self.fate(worker) == PINNED
+        return is_held and time.monotonic() - self.fates[worker.url].refused_at >= RETRY_SECONDS
 
 
 class PinnedPrompts(Part):
@@ -234,20 +253,41 @@ class PinnedPrompts(Part):
     async def make(self, worker: Worker) -> None:
         """Pin and release what is to be at one worker."""
         async with self._turns.setdefault(worker.url, asyncio.Lock()):
-            gone = [prompt for prompt in self._released if prompt.fate(worker) == PINNED]
-            for prompt in gone:
+            self._follow_salts()
+            for prompt in [prompt for prompt in self._released if prompt.is_to_go(worker)]:
                 await self._send(prompt, worker, pin=False)
             self._released = [prompt for prompt in self._released if self._is_held(prompt)]
             due = [prompt for prompt in self._prompts.values() if prompt.is_due(worker)]
             if due and worker.takes_hints:
                 await replay_all(due, lambda prompt: self._send(prompt, worker, pin=True))
 
+    async def let_go(self) -> None:
+        """Release, before the gateway stops, what nobody could release after it: its keys will have other salts."""
+        if self._keys is None or self._keys.salts_last:
+            return
+        for name in list(self._prompts):
+            self._drop(self._prompts[name])
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self.make_all()
+        except TimeoutError:
+            pass
+        if held := sum(map(self._is_held, self._released)):
+            logger.warning("%d prompts stay pinned until workers restart: salt_secret_file keeps salts", held)
+
+    def _follow_salts(self) -> None:
+        """A key has another salt once it is in another group: what is pinned under the old one is to go."""
+        for prompt in self._prompts.values():
+            if prompt.key is not None and prompt.key.salt != prompt.salt:
+                self._released.append(replace(prompt))
+                prompt.salt, prompt.fates = prompt.key.salt, {}
+
     def _is_held(self, prompt: PinnedPrompt) -> bool:
         return any(prompt.fate(worker) == PINNED for worker in self._pool.workers)
 
     async def _send(self, prompt: PinnedPrompt, worker: Worker, *, pin: bool) -> None:
         """Have the worker pin a prompt, or release it, and note what became of that."""
-        boot = worker.boot
+        boot, salt = worker.boot, prompt.salt
         try:
             word = await self._ask(prompt, worker, pin=pin)
         except (Unreachable, Broken):
@@ -257,14 +297,20 @@ class PinnedPrompts(Part):
             word = FAILED
         if word != PINNED and pin:
             logger.warning("prompt %s is not pinned at worker %s: %s", prompt.name, worker.name, WORDS.get(word, word))
-        if pin:
+        if not pin and word in (FAILED, NO_FACTS):
+            if (held := prompt.fates.get(worker.url)) is not None:  # else its cache is gone meanwhile
+                prompt.fates[worker.url] = held._replace(refused_at=time.monotonic())
+            logger.warning("prompt %s is not released at worker %s: %s", prompt.name, worker.name, WORDS[word])
+        elif pin and prompt.salt != salt:  # its key is in another group meanwhile
+            self._released.append(replace(prompt, salt=salt, fates={worker.url: Fate(boot, word, time.monotonic())}))
+        elif pin:
             prompt.fates[worker.url] = Fate(boot, word, time.monotonic())
             if self._prompts.get(prompt.name) is not prompt and prompt not in self._released:
                 self._released.append(prompt)  # it was let go meanwhile
         else:
             prompt.fates.pop(worker.url, None)
             for other in self._prompts.values():  # there is room again, and the same prompt may have another name
-                if other.fate(worker) == NO_ROOM or (other.raw, other.key) == (prompt.raw, prompt.key):
+                if other.fate(worker) == NO_ROOM or (other.raw, other.salt) == (prompt.raw, prompt.salt):
                     other.fates.pop(worker.url, None)
 
     async def _ask(self, prompt: PinnedPrompt, worker: Worker, *, pin: bool) -> str:
@@ -283,7 +329,8 @@ class PinnedPrompts(Part):
 
     def _request(self, prompt: PinnedPrompt) -> ProxiedRequest:
         scope = {"method": "POST", "path": CHAT, "query_string": b"", "headers": []}
-        request = request_of(scope, prompt.raw, prompt.name, prompt.key)
+        key = replace(prompt.key, salt=prompt.salt or "") if prompt.key is not None else None
+        request = request_of(scope, prompt.raw, prompt.name, key)
         parsed = parse_object(prompt.raw, *self._limits)
         request.body.memory = memory_of(parsed, len(prompt.raw), self._most_values)
         request.body.take(parsed, request.client, asks_usage=False)
@@ -303,7 +350,14 @@ class PinnedPrompts(Part):
                 raise BadRequest("key: name the API key, from the keys file, whose cache it is for.", param="key")
         elif entry.key is not None:
             raise BadRequest("key: this gateway has no API keys.", param="key")
-        return PinnedPrompt(entry.name, model, json.dumps(entry.body).encode(), key, from_file)
+        try:
+            raw = json.dumps(entry.body, allow_nan=False).encode()
+            parse_object(raw, *self._limits)
+        except (ValueError, RecursionError):
+            raise BadRequest(
+                "body: it is no JSON that a worker reads: NaN and infinite numbers are none.", param="body"
+            ) from None
+        return PinnedPrompt(entry.name, model, raw, key, from_file, key.salt if key is not None else None)
 
     def _check_room(self, prompt: PinnedPrompt, previous: PinnedPrompt | None) -> None:
         others = [each for each in self._prompts.values() if each is not previous]
@@ -361,13 +415,13 @@ class PinnedPrompts(Part):
     def _word(self, prompt: PinnedPrompt, worker: Worker) -> str:
         if self._prompts.get(prompt.name) is prompt:
             return prompt.fate(worker)
-        return PINNED if prompt.fate(worker) == PINNED else RELEASED
+        return NOT_RELEASED if prompt.fate(worker) == PINNED else RELEASED
 
 
 def _prompt_tokens(answer: bytes) -> int:
     """Of the prompt, as the engine counts; 0 if it does not say."""
     try:
         usage: Mapping[str, Any] = json.loads(answer)["usage"]
-        return int(usage["prompt_tokens"])
+        return count(usage["prompt_tokens"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections import OrderedDict
@@ -20,11 +19,12 @@ from urllib.parse import urlencode
 
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.resolve import Entry
-from proxy.fleet.draft_reports import PATH, drafted_in, gate_in
+from proxy.fleet.draft_reports import MOST_BYTES, MOST_VALUES, PATH, drafted_in, gate_in, word
 from proxy.fleet.part import Change, Part, Shelf
 from proxy.fleet.worker import OWN_REQUESTS, Load, Worker
 from proxy.fleet.worker_metrics import Accepted
 from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.http.json_body import OverBound, count, object_in_steps
 from proxy.idle_work import IdleWork, Steps, batched
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
@@ -50,6 +50,10 @@ READ_TIMEOUT = POLL_SECONDS + 2.0
 READS_PER_SECOND = 10.0  # on the average; more if a client waits for a reason
 
 READS_AT_ONCE = 10.0  # before the average counts
+
+MOST_LINES = 256  # of one read; a worker tells ten in a second
+
+MOST_POSITIONS = 64  # of one request; its hint has fewer entries
 
 STEP_EVENTS = 16  # applied in one step; some microseconds each
 
@@ -103,6 +107,7 @@ class _FeedReader:
     wanted: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits for an outcome
     reader: asyncio.Task[None] | None = None
     load: Load | None = None  # of other gateways, as it was last read
+    refused: str = ""  # the worker's boot identity when a read was beyond all bounds, which is logged once
 
     @property
     def follows(self) -> bool:
@@ -249,7 +254,12 @@ class EngineEvents(Part):
                 for request_id in asked_by:  # asked before this read began, so no later one is likely to bring more
                     if not feed.follows or request_id in feed.outcomes:
                         _resolve(feed, request_id)
-        except (TimeoutError, Unreachable, Broken, ValueError, KeyError, TypeError, IndexError):
+        except OverBound as error:  # what else it says is lost
+            feed.held_states.forget_all(worker.boot)
+            if feed.refused != worker.boot:
+                feed.refused = worker.boot
+                logger.warning("events of worker %s are not read: %s", worker.name, error)
+        except (TimeoutError, Unreachable, Broken, ValueError, KeyError, TypeError, IndexError, AttributeError):
             pass  # gone, or without a feed
         except Exception as error:
             logger.error("events of worker %s: %s", worker.name, type(error).__name__)
@@ -273,14 +283,20 @@ class EngineEvents(Part):
             try:
                 if answer.status != 200:
                     raise ValueError(f"status {answer.status}")
-                async for line in answer.lines():
+                lines = 0
+                async for line in answer.lines(MOST_BYTES):
+                    lines += 1
+                    if lines > MOST_LINES:
+                        raise OverBound(f"more than {MOST_LINES} lines in {POLL_SECONDS:g} s")
                     # Not in a lull: a worker that says more than there are lulls for would be read too slowly.
-                    await self._idle.finish(self._apply(worker, feed, json.loads(line)))
+                    events = await self._idle.finish(object_in_steps(line, MOST_VALUES))
+                    await self._idle.finish(self._apply(worker, feed, events))
+                    await asyncio.sleep(0)
             finally:
                 answer.close()
 
     def _apply(self, worker: Worker, feed: _FeedReader, events: dict[str, Any]) -> Steps[None]:
-        boot = str(events["boot"])
+        boot = word(events["boot"])
         if boot in feed.former_boots and not feed.several:
             logger.warning("worker %s has several API servers: what its engine evicts is not learnt", worker.name)
             feed.several = True
@@ -296,53 +312,70 @@ class EngineEvents(Part):
                 feed.held_states.forget_all(feed.read_as)
             feed.read_as = worker.boot
         try:
-            for request_id, shared, positions in events.get("resolved", ()):  # only a plugin that takes entries has it
-                said[request_id] = (int(shared), tuple(map(int, positions)))
+            for resolved in batched(events.get("resolved", ()), STEP_EVENTS):  # of a plugin that takes entries
+                for request_id, shared, positions in resolved:
+                    if len(positions) > MOST_POSITIONS:
+                        raise ValueError("no positions")
+                    said[request_id] = (count(shared), tuple(map(count, positions)))
+                    if feed.follows:
+                        feed.held_states.resolved(request_id, said[request_id][1])
+                yield
             if feed.follows:
-                for some in batched(said.items(), STEP_EVENTS):
-                    for request_id, (_, positions) in some:
-                        feed.held_states.resolved(request_id, positions)
-                    yield
-                for states in batched(events["states"], STEP_EVENTS):
-                    feed.held_states.apply(states, worker.boot)
-                    yield
-                cleared = [why for kind, *why in events["states"] if kind == "cleared"]
-                if cleared:
-                    self._shelf.tell(worker, Change.CLEARED)
-                if ["lost"] in cleared:
-                    logger.warning("worker %s: reports were lost, so what it holds is forgotten", worker.name)
-                for name in {str(name) for kind, *event in events["states"] if kind == "adapter" for name in event}:
-                    self._shelf.tell(worker, Change.ADAPTER, name)
+                yield from self._apply_states(worker, feed, events["states"])
         except Exception as error:  # the events behind it are lost; reading them again would fail in the same way
             logger.error("states reported by worker %s: %s", worker.name, type(error).__name__)
             feed.held_states.forget_all(worker.boot)
-        fates = {str(name): str(fate) for name, fate in events.get("pins", ())}
+        fates: dict[str, str] = {}
+        for pins in batched(events.get("pins", ()), STEP_EVENTS):
+            fates.update((word(name), word(fate)) for name, fate in pins)
+            yield
         tells_pins = feed.follows and "pins" in events
         for name, asked in feed.pins.items():
             if not asked.done() and (name in fates or not tells_pins):
                 asked.set_result(fates.get(name, ""))
-        drafted = drafted_in(events)
+        counts_drafts = events.get("drafted") is not None
         worker.draft_gate = gate_in(events)
         for outcomes in batched(events["outcomes"], STEP_EVENTS):
             for request_id, reason, cached in outcomes:
-                if drafted is not None and not request_id.startswith(OWN_REQUESTS):
-                    feed.hits[request_id] = cached > 0
-                feed.outcomes[request_id] = EngineOutcome(str(reason), *said.get(request_id, ()))
+                if counts_drafts and not word(request_id).startswith(OWN_REQUESTS):
+                    feed.hits[request_id] = count(cached) > 0
+                feed.outcomes[word(request_id)] = EngineOutcome(word(reason), *said.get(request_id, ()))
                 feed.outcomes.move_to_end(request_id)
                 if request_id in feed.waiting:
                     _resolve(feed, request_id)
+            for kept in (feed.outcomes, feed.hits):
+                while len(kept) > MAX_OUTCOMES:
+                    kept.popitem(last=False)
             yield
-        for finished in batched((drafted or {}).items(), STEP_EVENTS):
-            for request_id, accepted in finished:
+        for finished in batched(events.get("drafted") or (), STEP_EVENTS):
+            for request_id, accepted in (drafted_in({"drafted": finished}) or {}).items():
                 if (is_hit := feed.hits.pop(request_id, None)) is not None:
                     self.on_drafted(worker, accepted, is_hit)
             yield
-        for kept in (feed.outcomes, feed.hits):
-            while len(kept) > MAX_OUTCOMES:
-                kept.popitem(last=False)
-        feed.boot, feed.cursor = boot, int(events["cursor"])
-        feed.load = Load(*map(int, events["load"])) if feed.follows and "load" in events else None
+        load = Load(*map(count, events["load"])) if feed.follows and "load" in events else None
+        feed.boot, feed.cursor, feed.load = boot, count(events["cursor"]), load
         worker.others = feed.load or Load()
+
+    def _apply_states(self, worker: Worker, feed: _FeedReader, states: Sequence[Sequence[Any]]) -> Steps[None]:
+        cleared: set[str] = set()
+        adapters: set[str] = set()
+        is_cleared = False
+        for some in batched(states, STEP_EVENTS):
+            feed.held_states.apply(some, worker.boot)
+            for kind, *event in some:
+                if kind == "cleared":
+                    is_cleared = True
+                    cleared.update(map(word, event))
+                elif kind == "adapter":
+                    adapters.update(map(word, event))
+            yield
+        if is_cleared:
+            self._shelf.tell(worker, Change.CLEARED)
+        if "lost" in cleared:
+            logger.warning("worker %s: reports were lost, so what it holds is forgotten", worker.name)
+        for name in adapters:
+            self._shelf.tell(worker, Change.ADAPTER, name)
+            yield
 
 
 def _resolve(feed: _FeedReader, request_id: str) -> None:

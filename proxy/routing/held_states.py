@@ -13,6 +13,8 @@ from typing import Any
 
 from proxy.boundaries.boundary import Boundary, resolved_positions
 from proxy.boundaries.resolve import Entry
+from proxy.fleet.draft_reports import word
+from proxy.http.json_body import count
 from proxy.routing.prefix_index import PrefixIndex
 
 # Requests that the engine has not fully reported, and prefixes tied to a state; per worker, some 500 bytes each.
@@ -123,7 +125,7 @@ class HeldStates:
         for kind, *event in states:
             if kind == "came":
                 request_id, end, positions = event
-                self._stored(request_id, int(end), {int(position): str(name) for position, name in positions if name})
+                self._stored(request_id, count(end), {count(place): word(name) for place, name in positions if name})
             elif kind == "gone":
                 self._evicted(*event)
             elif kind == "cleared":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import struct
 import time
@@ -30,6 +31,7 @@ from proxy.fleet.part import Part
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork, Steps
 from proxy.metrics import Metrics
 from proxy.routing.prefix_index import PrefixIndex
+from proxy.routing.redis_answers import AnswerTooLarge, BoundedParser
 
 logger = logging.getLogger("seamark.redis")
 
@@ -58,6 +60,8 @@ GATEWAYS_AT_ONCE = 4
 
 # A gateway counts as one that writes for so long after its last entry.
 WRITER_SECONDS = 60.0
+
+MOST_WRITERS = 1024  # that are counted
 
 STREAM_SECONDS = 6 * 3600  # without entries until it expires
 
@@ -106,6 +110,8 @@ _SOUND = frozenset({(HELD, True), (GONE, False), (KEPT, False)})
 _HEADER = struct.Struct(f"<4s{WRITER_BYTES}s")
 
 POSITIONS_STREAM = b"seamark:positions:2"
+
+_ENTRY = re.compile(rb"\d{1,20}-\d{1,20}")  # how Redis names one
 
 
 def holdings_stream(boot: str) -> bytes:
@@ -165,6 +171,7 @@ class RedisSync(Part):
             protocol=2,
             decode_responses=False,
             max_connections=1,
+            parser_class=BoundedParser,
             socket_connect_timeout=CONNECT_SECONDS,
             socket_timeout=ANSWER_SECONDS,
             retry=Retry(NoBackoff(), 0),
@@ -259,13 +266,18 @@ class RedisSync(Part):
         self._outgoing.clear()
         more = len(self._waiting) >= WRITE_RECORDS
         for stream, entries in [news for reply in replies[-1 - bool(cursors) :] for news in reply]:
-            more |= len(entries) == (READ_ENTRIES if stream == POSITIONS_STREAM else count)
+            asked = READ_ENTRIES if stream == POSITIONS_STREAM else count
+            if len(entries) > asked:
+                raise AnswerTooLarge
+            more |= len(entries) == asked
             await self._idle.finish(self._apply_all(stream, streams[stream], entries))
         return more
 
     def _apply_all(self, stream: bytes, boot: str | None, entries: Iterable[tuple[bytes, Any]]) -> Steps[None]:
         """One batch in each step."""
         for number, fields in entries:
+            if _ENTRY.fullmatch(number) is None:
+                raise ValueError("no entry of a stream")
             self._apply(boot, fields.get(b"n", b""))
             self._cursors[stream] = number
             yield
@@ -316,7 +328,8 @@ class RedisSync(Part):
             return
         if batch.writer == self._writer:
             return
-        self._writers[batch.writer] = time.monotonic()
+        if batch.writer in self._writers or len(self._writers) < MOST_WRITERS:
+            self._writers[batch.writer] = time.monotonic()
         if boot is None:
             for key, tokens in batch.records:
                 self._positions.put_remote(key, tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -21,6 +22,7 @@ from proxy.http import asgi, auth
 from proxy.observability.exposition import exposition, merged
 from proxy.pipeline.error_responses import error_body, error_headers, send_error
 from proxy.pipeline.gateway import Gateway
+from proxy.pipeline.pinned_prompts import NOT_RELEASED
 from proxy.pipeline.preflight import ANY_SITE
 from proxy.server import live_page
 from proxy.server.status import live, redis_status, self_check_status, worker_status
@@ -178,9 +180,9 @@ def _with_pages(
         raise NotFound(f"The model `{name}` does not exist.")
 
     @app.get("/seamark/status")
-    async def status() -> dict[str, Any]:
+    async def status() -> Response:
         await gateway.idle.caught_up()
-        return {
+        shown = {
             "workers": [worker_status(worker, gateway) for worker in gateway.pool.workers],
             "prefill_workers": [
                 worker_status(worker, gateway)
@@ -197,6 +199,7 @@ def _with_pages(
             "prefixes": gateway.pinned.as_json(),
             "redis": redis_status(gateway),
         }
+        return _plain_json(shown)
 
     if pages_only or not own_address:
 
@@ -214,8 +217,8 @@ def _with_pages(
         return _plain_json(live(gateway))
 
     @app.get(auth.PREFIXES)
-    async def prefixes() -> dict[str, Any]:
-        return {"prefixes": gateway.pinned.as_json()}
+    async def prefixes() -> Response:
+        return _plain_json({"prefixes": gateway.pinned.as_json()})
 
     @app.post(auth.PREFIXES)
     async def pin(request: Request) -> Response:
@@ -225,7 +228,9 @@ def _with_pages(
     @app.delete(auth.PREFIXES + "/{name}")
     async def unpin(request: Request, name: str) -> Response:
         _refuse_other_sites(request)
-        return _plain_json(await gateway.pinned.remove(name))
+        removed = await gateway.pinned.remove(name)
+        is_held = NOT_RELEASED in removed["workers"].values()
+        return _plain_json(removed, HTTPStatus.ACCEPTED if is_held else HTTPStatus.OK)
 
     @app.post("/seamark/self-check/reset")
     async def reset_self_check(request: Request) -> dict[str, bool]:
@@ -290,9 +295,9 @@ def _for_pages(request: Request) -> dict[str, str]:
     return {name.decode(): value.decode()}
 
 
-def _plain_json(value: Any) -> Response:
+def _plain_json(value: Any, status: int = HTTPStatus.OK) -> Response:
     """JSON in ASCII: clients' texts may hold halves of surrogate pairs, which UTF-8 cannot encode."""
-    return Response(json.dumps(value), headers={"cache-control": "no-store"}, media_type="application/json")
+    return Response(json.dumps(value), status, headers={"cache-control": "no-store"}, media_type="application/json")
 
 
 def error_response(error: GatewayError, path: str = "") -> Response:

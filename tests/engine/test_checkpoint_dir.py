@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from proxy.bench.harness.servers import Servers
 from tests.harness.changed_weights import CHANGES, change
+from tests.harness.damaged_files import STRANGERS, hold_lock, let_go, strangers_files
 from tests.harness.restarts import (
     KEEP_ALL,
     UNIT,
@@ -194,16 +196,51 @@ def test_what_is_stored_is_what_was_come_back_to_and_a_slow_disk_is_not_used(fle
     assert declined >= 15 and computed.hits < twice.hits
 
 
+def a_file(folder: Path) -> None:
+    """Where a directory is wanted."""
+    folder.write_text(STRANGERS)
+
+
+def everybodys(folder: Path) -> None:
+    """A directory as /tmp is, with files of others that have been there for long."""
+    (folder / "their-app").mkdir(parents=True)
+    for name in ("upload.tmp", "game.state"):
+        (folder / "their-app" / name).write_text(STRANGERS)
+        os.utime(folder / "their-app" / name, (1, 1))
+    folder.chmod(0o1777)
+
+
+def locked(folder: Path) -> None:
+    """By a process that is stopped, as this one is to whoever waits for it."""
+    folder.mkdir(mode=0o700)
+    hold_lock(folder)
+
+
 @pytest.mark.thorough
-def test_an_engine_serves_on_without_a_directory_that_it_can_use(fleet, model, chats, tmp_path):
-    (tmp_path / "taken").write_text("a file, where a directory is wanted")
-    server = start(fleet, model, "without", tmp_path / "taken")
-    assert ask(server, chats.first).differing(chats.right_first) == 0
-    told = counted(server)
+@pytest.mark.parametrize(
+    ("spoil", "line", "reason"),
+    [
+        (a_file, "cannot be read", "unreadable"),
+        (everybodys, "is not used", "unreadable"),
+        (locked, "cannot be written to", "not_written"),
+    ],
+)
+def test_an_engine_serves_on_without_a_directory_that_it_can_use(fleet, model, chats, tmp_path, spoil, line, reason):
+    folder = tmp_path / "states"
+    spoil(folder)
+    mode, strangers = folder.stat().st_mode, strangers_files(tmp_path)
+    server = start(fleet, model, f"without-{spoil.__name__}", folder)
+    try:
+        assert ask(server, chats.first).differing(chats.right_first) == 0
+        told = counted(server)
+    finally:
+        let_go()
     log = server.log.read_text(errors="replace")
     server.stop()
-    assert told[REFUSED] == told[f"{REFUSED}{{unreadable}}"] == 1 and told["seamark_checkpoint_hits_total"] > 0
-    assert log.count("the checkpoint directory cannot be read") == 1 and "cannot be written" not in log
+    assert told[REFUSED] == told[f"{REFUSED}{{{reason}}}"] > 0 and told["seamark_checkpoint_hits_total"] > 0
+    assert log.count(f"the checkpoint directory {line}") == log.count("the checkpoint directory") == 1
+    assert folder.stat().st_mode == mode and strangers_files(tmp_path) == strangers
+    assert not [path for path in tmp_path.rglob("*.state") if path not in strangers]
 
 
 @pytest.mark.thorough

@@ -94,6 +94,32 @@ def test_the_audit_notices_keys_placed_as_if_a_rank_had_all_of_a_block(model: Pa
     assert any("wrong block" in error for error in dealt_out["errors"])
 
 
+# As GLM-5.3-Flash on two small GPUs: each request takes a block in each group, be its prompt ever so short.
+MANY_GROUPS = {"recurrent_groups": 20, "attention_groups": 3}
+
+
+def test_a_tiny_prompt_that_takes_a_third_of_the_cache_is_served_as_early_as_without_states(model: Path):
+    cores = [{**MANY_GROUPS, "blocks": 70}, {**MANY_GROUPS, "blocks": 70, "overlap": True}]
+    for found in audit("scheduler", model, seeds=[], chats=0, tiny=True, cores=cores):
+        assert found["errors"] == [] and found["refused"] is None
+        kept, none = found["played"]["kept"], found["played"]["none"]
+        assert kept["held"] == none["held"] == 23  # of 69
+        late = {name: kept["began"][name] - step for name, step in none["began"].items()}
+        assert len(late) == 60 and not any(late[name] for name in late if name.split()[1] in ("0", "1", "2"))
+        # vLLM copies what a request resumes inside of, so a hit takes 20 blocks more for a step.
+        assert max(late.values()) <= sum(hit > 0 for hit in kept["hits"])
+        assert not any(none["hits"]) and kept["hits"][-5:] == [32] * 5
+
+
+def test_with_many_groups_and_little_room_every_key_leads_to_what_it_promises(model: Path):
+    tight = {**MANY_GROUPS, "blocks": 112}
+    cores = [{**MANY_GROUPS, "blocks": 800}, tight, {**tight, "overlap": True}]
+    roomy, *others = audit("scheduler", model, seeds=[1, 2], chats=40, cores=cores)
+    for found in (roomy, *others):
+        assert found["errors"] == [] and found["refused"] is None and found["written"] > 5
+    assert roomy["hit_tokens"] > 400
+
+
 WHOLE_BLOCKS = {"unit": 64}  # as short convolutions have on a GPU, or whoever asks for so coarse a match unit
 
 AT_CHUNK_ENDS = {"writes_in_forward": False, "export": False}

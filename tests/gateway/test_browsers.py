@@ -78,6 +78,8 @@ def test_the_gateways_own_pages_are_for_no_other_site(gateway, path):
         assert method == "GET" or answer.status_code >= 400
 
 
+FORM = "multipart/form-data; boundary=B"
+
 AUDIO = {"file": ("a.wav", b"RIFF....", "audio/wav")}
 
 
@@ -98,3 +100,28 @@ def test_a_form_carries_no_hint(gateway, worker, xargs):
     for allowed in ({"model": "m"}, {"model": "m", "vllm_xargs": '{"a": 1}'}):
         assert httpx.post(url, files=AUDIO, data=allowed, headers=bearer("ann")).status_code == 200
     assert b'{"a": 1}' in worker.requests[-1].body
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw"),
+    [
+        (
+            "multipart/form-data; boundary=B",
+            b"--B\r\nContent-Disposition: form-data; name*=utf-8''vllm%5Fxargs\r\n\r\n",
+        ),
+        (
+            "multipart/form-data; boundary=B",
+            b'--B\r\nContent-Disposition: form-data; name*0="vllm_"; name*1="xargs"\r\n\r\n',
+        ),
+        ("application/x-www-form-urlencoded", b"file=x&vllm%5Fxargs="),
+    ],
+)
+def test_no_form_that_two_readers_may_take_differently_reaches_a_worker(gateway, worker, kind, raw):
+    xargs = b'{"seamark_boundaries":[16],"seamark_pin":1,"kv_transfer_params":"x"}'
+    refused = httpx.post(
+        gateway.url + "/v1/audio/transcriptions",
+        content=raw + xargs + b"\r\n--B--\r\n",
+        headers={"content-type": kind, **bearer("ann")},
+    )
+    assert refused.status_code == 400 and refused.json()["error"]["type"] == "invalid_request_error"
+    assert not worker.requests

@@ -163,12 +163,19 @@ async def test_a_worker_that_says_nothing_of_pins_is_not_asked_again(in_memory, 
         assert await word(own, worker) == "no_facts"  # it takes positions alone, of which none is known
 
 
-async def test_a_worker_that_fails_is_asked_again(own, worker, monkeypatch):
+async def test_a_worker_that_fails_is_asked_again(own, worker, monkeypatch, caplog):
     monkeypatch.setattr(pinned_prompts, "RETRY_SECONDS", 0.2)
     worker.status = 500
     assert (await pin(own)).status_code == 200 and await word(own, worker) == "failed"
+    assert "prompt rules is not pinned" in caplog.text
     worker.status = 200
     await until(lambda: is_pinned(own, worker))
+
+
+async def test_of_a_prompt_that_is_pinned_and_released_nothing_is_warned(own, worker, caplog):
+    assert (await pin(own)).status_code == 200
+    assert (await own.client.delete(f"{PATH}/rules")).status_code == 200
+    assert [record for record in caplog.records if record.name == "seamark.pinned_prompts"] == []
 
 
 async def test_a_client_cannot_pin(own, worker):
@@ -238,6 +245,68 @@ async def test_with_keys_it_is_an_operators_and_one_groups(in_memory, worker, tm
     assert [(await own.get(PATH, **bearer(name))).status_code for name in ("ann", "root")] == [403, 200]
 
 
+async def test_what_is_pinned_for_a_key_moves_with_it_to_another_group(in_memory, worker, tmp_path: Path):
+    keys, admin = tmp_path / "keys.toml", bearer("root")
+    keys.write_text(entry("ann") + entry("bob", share="team") + entry("root", admin=True))
+    own = await in_memory(worker, api_keys=keys)
+    assert (await pin(own, headers=admin, key="ann")).status_code == 200
+    ((old, prompt),) = worker.engine.pinned
+    keys.write_text(entry("ann", share="team") + entry("bob", share="team") + entry("root", admin=True) + "\n")
+    own.gateway.read_files()
+    await until(lambda: pinned(worker) == 1 and worker.engine.pinned[0][0] != old)
+    await own.post(chat("Ebb?"), "/v1/chat/completions", **bearer("bob"))
+    assert worker.engine.pinned == [(json.loads(worker.requests[-1].body)["cache_salt"], prompt)]
+    keys.write_text(entry("ann", share="others") + entry("root", admin=True))
+    own.gateway.read_files()
+    removed = await own.client.delete(f"{PATH}/rules", headers=admin)
+    assert (removed.status_code, removed.json()["workers"]) == (200, {worker.url.split("://")[1]: "released"})
+    assert pinned(worker) == 0
+
+
+async def test_a_key_that_was_taken_out_leaves_pins_that_can_be_taken_back(in_memory, worker, tmp_path: Path):
+    keys, admin = tmp_path / "keys.toml", bearer("root")
+    keys.write_text(entry("ann") + entry("root", admin=True))
+    own = await in_memory(worker, api_keys=keys)
+    assert (await pin(own, headers=admin, key="ann")).status_code == 200 and pinned(worker) == 1
+    keys.write_text(entry("root", admin=True))
+    own.gateway.read_files()
+    assert (await own.client.delete(f"{PATH}/rules", headers=admin)).status_code == 200
+    assert pinned(worker) == 0
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+async def test_a_gateway_that_stops_lets_go_what_no_other_start_could(in_memory, worker, tmp_path: Path, lasting):
+    """Without `salt_secret_file`, keys have other salts at each start."""
+    keys, secret = tmp_path / "keys.toml", tmp_path / "secret"
+    keys.write_text(entry("ann") + entry("root", admin=True))
+    secret.write_text("salt secret\n")
+    own = await in_memory(worker, api_keys=keys, salt_secret_file=secret if lasting else None)
+    assert (await pin(own, headers=bearer("root"), key="ann")).status_code == 200 and pinned(worker) == 1
+    await own.gateway.pinned.let_go()
+    assert pinned(worker) == lasting
+
+
+async def test_what_could_not_be_let_go_at_a_stop_is_said(in_memory, worker, tmp_path: Path, caplog):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("ann") + entry("root", admin=True))
+    own = await in_memory(worker, api_keys=keys)
+    assert (await pin(own, headers=bearer("root"), key="ann")).status_code == 200
+    worker.status = 500
+    await own.gateway.pinned.let_go()
+    assert "1 prompts stay pinned until workers restart" in caplog.text
+
+
+async def test_a_worker_that_could_not_be_told_to_let_one_go_is_said_and_told_again(own, worker, monkeypatch):
+    monkeypatch.setattr(pinned_prompts, "RETRY_SECONDS", 0.2)
+    assert (await pin(own)).status_code == 200
+    worker.status = 500
+    removed = await own.client.delete(f"{PATH}/rules")
+    assert (removed.status_code, list(removed.json()["workers"].values())) == (202, ["not_released"])
+    assert pinned(worker) == 1
+    worker.status = 200
+    await until(lambda: pinned(worker) == 0)
+
+
 def write(path: Path, **prompts: str) -> None:
     path.write_text(json.dumps([{"name": name, "body": chat(text)} for name, text in prompts.items()]))
 
@@ -266,6 +335,13 @@ async def test_a_file_names_prompts_and_is_followed(in_memory, worker, tmp_path:
         ('[{"name": "a"}]', "0.body"),
         ('[{"name": "a", "body": {"model": "m"}}]', "'a': body.messages"),
         ('[{"name": "a", "body": {"model": "m", "messages": [{"secret": 1}]}, "key": "ann"}]', "no API keys"),
+        ('[{"name": "a", "body": {"model": "m", "messages": [{"secret": NaN}]}}]', "NaN"),
+        ('[{"name": "a", "body": {"model": "m", "messages": [{"secret": 1e999}]}}]', "body"),
+        ('[{"name": "a", "body": {"messages": [{}], "model": "m", "seed": ' + "7" * 5000 + "}}]", "number"),
+        ('[{"name": "a", "body": {"messages": [{}], "x":' + "[" * 10**5 + "]" * 10**5 + "}}]", "recursion"),
+        ('[{"name": "a\\ud800", "body": {"model": "m", "messages": [{}]}}]', "JSON"),
+        ('[{"name": "a\\u009b31mRED", "body": {"model": "m", "messages": [{}]}}]', "0.name: it has characters"),
+        ('[{"name": "a\\u202e", "body": {"model": "m", "messages": [{}]}}]', "0.name: it has characters"),
     ],
 )
 async def test_a_file_that_cannot_be_used_stops_the_start_with_one_line(

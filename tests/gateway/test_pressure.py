@@ -342,8 +342,14 @@ def test_stopping_is_bounded_and_whoever_is_cut_off_is_told(fleet, worker, pool)
     worker.hold.set()
     whole_answer = pool.submit(post, gateway, chat("whole"))
     wait_for(lambda: chats_at(worker) == 2)
-    gateway.process.send_signal(signal.SIGTERM)
-    assert gateway.process.wait(30) == -signal.SIGTERM
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as half:  # a body that does not come to its end
+        half.sendall(b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\nexpect: 100-continue\r\n\r\n")
+        assert half.recv(4096).startswith(b"HTTP/1.1 100")
+        gateway.process.send_signal(signal.SIGTERM)
+        assert gateway.process.wait(30) == -signal.SIGTERM
+        assert half.recv(4096).split(b" ")[1:2] in ([], [b"503"])
+    assert "Traceback" not in gateway.log.read_text()
     last = stream.result().content.split(b"\n\n")[-2]
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "stopping"
     assert whole_answer.result().status_code == 503

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -31,6 +32,9 @@ from tests.harness.recording_worker import recording_worker
 from tests.harness.waiting import wait_for
 
 WORKER = ("--worker", "http://127.0.0.1:8000/v1")
+
+# What would be more than a name in a script, or in a file of settings.
+INTO_SHELLS = ["x; id", "$(id)", "`id`", "x\nid", "x'", 'x"', "x y", "x&id", "x|id", "$HOME", "x\\", "x\x1b[2J"]
 
 # What make-mod.sh wants of a checkout, in the home folder.
 SPARK = "spark-vllm-docker"
@@ -299,6 +303,15 @@ def test_nothing_is_overwritten_unless_that_is_said(tmp_path, capsys):
         (["--way", "spark-vllm-docker", "--model", "m", "--spark", "/nowhere"], "--spark: /nowhere is no checkout"),
         (["--way", "pip", "--model", str(RECIPES / "nemotron-3-ultra.yaml")], "a recipe and no model: seamark setup"),
         (["--way", "pip", str(RECIPES / "nemotron-3-ultra.yaml")], "--way: the recipe says it"),
+        *((["--way", "kubernetes", "--model", "m", "--registry", each], "--registry") for each in INTO_SHELLS),
+        *((["--way", "pip", "--worker", f"http://a:1/{each}"], "--worker") for each in INTO_SHELLS),
+        (["--way", "systemd", "--worker", "http://a:1\nSEAMARK_API_KEYS=/tmp/k"], "--worker"),
+        (["--way", "compose-beside", "--worker", "http://a:1,http://evil:1"], "--worker"),
+        (["--way", "compose", "--model", "m", "--worker", "http://[fe80::1%25$(id)]:8000"], "--worker"),
+        (["--way", "pip", *WORKER, "--source", "/a\nb"], "--source"),
+        (["--way", "spark-vllm-docker", "--model", "m", "--spark", "/a\nb"], "--spark"),
+        (["vllm serve m --port " + "9" * 5000], "is no port"),
+        (['vllm serve qwen3-next --speculative-config \'{"method":"mtp"}\' -pp ' + "9" * 5000], "is not a number"),
         (["/nowhere.yaml"], "is no file, no command"),
         (["vllm serve m 'x"], "is not closed"),
         ([str(RECIPES)], "is a folder"),
@@ -373,3 +386,17 @@ def test_what_answers_on_this_machine_is_named_and_the_printed_commands_lead_to_
         finally:
             process.terminate()
             process.wait()
+
+
+@pytest.mark.parametrize("noted", [None, "{}", "no JSON"])  # from a package index: pip notes no URL
+def test_where_pip_has_noted_no_checkout_the_one_that_this_runs_in_is_the_source(monkeypatch, noted):
+    monkeypatch.setattr(setup.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: noted))
+    assert setup.source_folder() is not None
+
+
+def test_without_an_installed_package_too(monkeypatch):
+    def gone(name):
+        raise setup.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(setup.metadata, "distribution", gone)
+    assert setup.source_folder() is not None

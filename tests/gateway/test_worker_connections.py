@@ -11,6 +11,7 @@ import pytest
 
 from proxy.http import client
 from proxy.http.client import Answer, Broken, Exhausted, Malformed, Stale, Unreachable, Upstream
+from proxy.http.json_body import OverBound
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 
@@ -218,3 +219,31 @@ async def test_an_answer_that_is_none_is_told_apart(upstream, peer, junk):
     with pytest.raises(Malformed):
         await sending
     peer.close()
+
+
+async def test_lines_are_read_as_they_come_and_none_is_longer_than_it_may_be(upstream, peer):
+    sending = asyncio.create_task(upstream.send("GET", peer.url + "/lines"))
+    await peer.accept()
+    peer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    for piece in (b"on", b"e\ntwo\n\nthr", b"ee", b"\n" + b"x" * 65, b"y"):
+        peer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+    answer = await sending
+    lines = answer.lines(64)
+    assert [await anext(lines) for _ in range(4)] == [b"one", b"two", b"", b"three"]
+    with pytest.raises(OverBound):
+        await anext(lines)
+    answer.close()
+
+
+async def test_no_answer_to_the_gateways_own_requests_is_longer_than_it_may_be(upstream, peer, monkeypatch):
+    monkeypatch.setattr(client, "MOST_OWN_BYTES", 64)
+    for size in (64, 65):
+        sending = asyncio.create_task(upstream.fetch("GET", peer.url + "/v1/models"))
+        await peer.accept()
+        peer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
+        if size == 64:
+            assert await sending == (200, b"x" * 64)
+        else:
+            with pytest.raises(Malformed):
+                await sending
+        peer.close()

@@ -258,6 +258,8 @@ class Core:
         index: int = 0,
         block: int = BLOCK,
         unit: int = UNIT,
+        longest: int = LONGEST,
+        recurrent_groups: int = 2,
         speculative: dict[str, Any] | None = None,
         kv_events: str | None = None,
         pins: float | None = None,
@@ -284,7 +286,7 @@ class Core:
             model=model,
             dtype="float32",
             enforce_eager=True,
-            max_model_len=LONGEST,
+            max_model_len=longest,
             max_num_seqs=running,
             max_num_batched_tokens=budget,
             enable_prefix_caching=True,
@@ -313,7 +315,7 @@ class Core:
         )
         rows = dict(block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float32)
         attention = SlidingWindowSpec(**rows, sliding_window=window) if window else FullAttentionSpec(**rows)
-        states = [MambaSpec(**recurrent), MambaSpec(**recurrent)]
+        states = [MambaSpec(**recurrent) for _ in range(recurrent_groups)]
         for spec in states if writes_in_forward else ():
             promise(spec)
         groups = [
@@ -325,6 +327,9 @@ class Core:
         for number in range(1, attention_groups):
             self.attention.append(len(groups))
             groups.append(KVCacheGroupSpec([f"a{number}"], attention))
+        for number, spec in enumerate(states[2:], 2):
+            self.recurrent = (*self.recurrent, len(groups))
+            groups.append(KVCacheGroupSpec([f"m{number}"], spec))
         if not attention_groups:
             del groups[1:]
             self.recurrent, self.attention = (0,), []

@@ -274,8 +274,7 @@ def lock_is_a_link(draw: random.Random, path: Path, other: Path) -> None:
 
 def lock_is_held(draw: random.Random, path: Path, other: Path) -> None:
     """Somebody who is stopped, or whose disk hangs, holds the lock until `let_go`."""
-    _held.append(os.open(path.parents[1] / LOCK, os.O_CREAT | os.O_RDWR))
-    fcntl.flock(_held[-1], fcntl.LOCK_EX)
+    hold_lock(path.parents[1])
 
 
 def lock_is_a_fifo(draw: random.Random, path: Path, other: Path) -> None:
@@ -307,6 +306,12 @@ def _plant(method: str, error: int) -> None:
 _held: list[int] = []  # descriptors
 
 _planted: list[tuple[str, object]] = []  # names of methods, and what they were
+
+
+def hold_lock(root: Path) -> None:
+    """Of a directory, until `let_go`."""
+    _held.append(os.open(root / LOCK, os.O_CREAT | os.O_RDWR))
+    fcntl.flock(_held[-1], fcntl.LOCK_EX)
 
 
 def let_go() -> None:

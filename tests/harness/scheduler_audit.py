@@ -66,11 +66,56 @@ def deep_prompts(core: Core, depths: list[int]) -> dict[str, Any]:
     return found
 
 
+def tiny_prompts(core: Core, *, kept: bool) -> dict[str, Any]:
+    """Prompts of 12 tokens between others that share a head, more at once than the cache has room for; one is pinned.
+
+    Blocks that a tiny one holds alone; of each request the step that began it; what those with the head found.
+    `kept`: states are written; if not, no block is ever taken for one.
+    """
+    if not kept:
+        core.scheduler.seamark.states.reserve = lambda *_, **__: None
+    draw = random.Random(5)
+    began: dict[str, int] = {}
+    head, held, step = [draw.randrange(1000) for _ in range(40)], 0, 0
+
+    def go_on(until_idle: bool) -> None:
+        nonlocal step, held
+        while core.scheduler.has_unfinished_requests() if until_idle else core.scheduler.waiting:
+            core.step()
+            step += 1
+            assert step < 2000, "stuck"
+            running = core.scheduler.running
+            began.update({request.request_id: step for request in running if request.request_id not in began})
+            if [request.num_prompt_tokens for request in running] == [12]:
+                held = max(held, core.blocks_in_use())
+
+    for wave in range(6):
+        for number in range(4):
+            own = [draw.randrange(1000) for _ in range(12)]
+            core.request(f"tiny {wave} {number}", own, max_tokens=3)
+            pin = 1 if wave == 3 and number == 0 else None
+            tokens = head + own[: draw.randrange(3, 12)]
+            core.request(f"head {wave} {number}", tokens, [len(head)], max_tokens=2, pin=pin)
+        go_on(until_idle=wave % 2 == 0)
+    for number in range(6):
+        go_on(until_idle=True)
+        own = [draw.randrange(1000) for _ in range(12)]
+        core.request(f"tiny alone {number}", own, max_tokens=3)
+        go_on(until_idle=True)
+        core.request(f"head alone {number}", head + own, [len(head)], max_tokens=2)
+    go_on(until_idle=True)
+    return {"held": held, "began": began, "hits": [hit for name, hit in core.hits.items() if name.startswith("head")]}
+
+
 def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:
     """`options`: arguments of `Core`."""
     if "depths" in wanted:
         core = Core(model, **options)
         yield Scene("deep prompts", [core], partial(deep_prompts, core, wanted["depths"]))
+    if wanted.get("tiny"):
+        cores = {"kept": Core(model, **options), "none": Core(model, **options)}
+        play = {name: partial(tiny_prompts, core, kept=name == "kept") for name, core in cores.items()}
+        yield Scene("tiny prompts", [*cores.values()], lambda: {name: each() for name, each in play.items()})
     for seed in wanted["seeds"]:
         core = Core(model, **options)
         yield Scene(f"seed {seed}", [core], partial(random_traffic, core, seed, wanted["chats"]))

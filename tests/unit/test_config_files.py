@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ConfigDict
 
 from proxy.config_files import (
+    MOST_BYTES,
     WatchedFile,
     base_url,
     read_model,
     read_secret,
     read_toml,
     read_workers,
+    service_url,
     without_credentials,
     worker_url,
 )
@@ -39,6 +43,76 @@ def test_a_file_nested_without_end_is_refused_by_the_name_of_its_setting(tmp_pat
     path.write_text("a = " + "[" * 5000 + "]" * 5000)
     with pytest.raises(SettingsError, match=rf"^api_keys: {path} is nested too deeply"):
         read_toml("api_keys", path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "count = " + "1" * 5000,  # more digits than Python reads
+        "count = -" + "9" * 4301,
+        "count = 0x" + "f" * 10**4 + "\ncount = 1" + "0" * 5000,
+        "a" + ".a" * 2000 + " = 1",
+    ],
+)
+def test_whatever_a_reader_raises_the_file_is_refused_in_one_line_without_its_content(tmp_path, content):
+    path = tmp_path / "file.toml"
+    path.write_text(content)
+    with pytest.raises(SettingsError, match=rf"^api_keys: {path}") as refused:
+        read_model("api_keys", path, Model)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def socket_at(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        fifo,
+        socket_at,
+        Path.mkdir,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.symlink_to("/dev/tty"),
+        lambda path: (fifo(path.with_name("pipe")), path.symlink_to("pipe")),
+    ],
+    ids=["FIFO", "socket", "folder", "device", "terminal", "link"],
+)
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path, make):
+    path = tmp_path / "file"
+    make(path)
+    for read in (read_toml, read_secret):
+        with pytest.raises(SettingsError, match=rf"^some_setting: {path} is no regular file"):
+            read("some_setting", path)
+
+
+def test_a_file_that_becomes_a_fifo_while_it_is_looked_at_is_not_waited_for(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_text("count = 1")
+    regular = path.stat()
+    path.unlink()
+    fifo(path)
+    monkeypatch.setattr(Path, "stat", lambda self, **_: regular)
+    with pytest.raises(SettingsError, match="no regular file"):
+        read_toml("some_setting", path)
+
+
+def test_a_link_to_a_file_is_read_and_one_that_is_too_large_or_has_no_path_is_not(tmp_path):
+    path = tmp_path / "link"
+    (tmp_path / "file").write_text("count = 1")
+    path.symlink_to("file")
+    assert read_toml("some_setting", path) == {"count": 1}
+    with (tmp_path / "file").open("ab") as opened:
+        opened.truncate(MOST_BYTES + 1)
+    with pytest.raises(SettingsError, match="more than"):
+        read_toml("some_setting", path)
+    with pytest.raises(SettingsError, match="some_setting"):
+        read_toml("some_setting", Path("a\0b"))
 
 
 def test_a_file_that_is_not_there_is_refused_by_the_name_of_its_setting(tmp_path):
@@ -122,6 +196,39 @@ def test_a_watched_file_that_becomes_unusable_or_goes_keeps_its_value_and_says_s
     assert watched.refresh() and watched.value.count == 2 and watched.is_current
 
 
+@pytest.mark.parametrize("error", [ValueError("hunter2"), RecursionError(), MemoryError(), KeyError("hunter2")])
+def test_whatever_its_reader_raises_a_watched_file_counts_as_not_read(tmp_path, caplog, error):
+    path = tmp_path / "file.toml"
+    path.write_text("count = 1")
+    failures = []
+
+    def read(path):
+        if "2" in path.read_text():
+            raise error
+        return 1
+
+    watched = WatchedFile(path, read)
+    watched.failed = lambda: failures.append(1)
+    change(path, "count = 2")
+    assert [watched.refresh(), watched.refresh()] == [False, False]
+    assert not watched.is_current and watched.value == 1 and failures == [1]
+    (record,) = caplog.records
+    assert str(path) in record.getMessage() and "stays in force" in record.getMessage()
+    assert "hunter2" not in caplog.text and "\n" not in record.getMessage()
+    with pytest.raises(SettingsError, match="cannot be used"):
+        WatchedFile(path, read)
+
+
+def test_a_watched_file_that_is_replaced_by_a_fifo_stops_nothing(tmp_path, caplog):
+    path = tmp_path / "file.toml"
+    path.write_text("count = 1")
+    watched = WatchedFile(path, lambda path: read_model("some_setting", path, Model))
+    path.unlink()
+    fifo(path)
+    assert not watched.refresh() and not watched.is_current and watched.value.count == 1
+    assert "no regular file" in caplog.text
+
+
 def test_a_watched_file_that_is_unusable_from_the_first_is_refused(tmp_path):
     with pytest.raises(SettingsError, match="some_setting"):
         WatchedFile(tmp_path / "nowhere", lambda path: read_model("some_setting", path, Model))
@@ -140,6 +247,7 @@ def test_workers_of_a_file_lose_their_v1_and_may_have_a_limit(tmp_path):
     [
         ('url = "localhost:8000"', "worker.0.url"),
         ('url = "http://a"\nmax_inflight = -1', "worker.0.max_inflight"),
+        ('url = "http://a"\nmax_inflight = ' + "9" * 400, "worker.0.max_inflight"),
         ('url = "http://a"\nlimit = 1', "worker.0.limit"),
         ("max_inflight = 1", "worker.0.url"),
     ],
@@ -149,6 +257,14 @@ def test_a_wrong_worker_is_refused_by_its_field(tmp_path, entry, named):
     path.write_text(f"[[worker]]\n{entry}\n")
     with pytest.raises(SettingsError, match=f"^workers_file: .*{named}"):
         read_workers(path)
+
+
+@pytest.mark.parametrize("end", ["\nSEAMARK_API_KEYS=/tmp/k", "\r", "\tb", " b", "\x1b[2J", "\u2028b", "\x00"])
+def test_an_address_with_a_line_of_its_own_in_it_is_none(end):
+    with pytest.raises(ValueError, match="no spaces, line ends"):
+        worker_url(f"http://a{end}/")
+    with pytest.raises(ValueError, match="no spaces, line ends"):
+        service_url(f"a{end}:8000")
 
 
 def test_an_address_is_given_with_or_without_v1():

@@ -183,6 +183,37 @@ def test_turns_end_at_the_tail_and_at_the_last_of_several_hinted_positions(check
     assert ends_a_turn(320, LEARNED, 288) and not ends_a_turn(336, LEARNED, 288)
 
 
+def test_what_a_conversation_passes_by_is_spare_and_a_siblings_state_is_not():
+    checkpoints = made(in_pass=True)
+    first = HEAD + own(1, 600)
+    assert checkpoints.state_of(request(first, [200, -20])).wish.goes_on_from is None
+    turns = [request(first + own(number, 600), [200, 900, -20], name=f"r{number}") for number in (2, 3)]
+    spare = [
+        [
+            target.position
+            for target in checkpoints.targets(turn)
+            if checkpoints.is_spare(checkpoints.state_of(turn), target)
+        ]
+        for turn in turns
+    ]
+    goes_on, sibling = (checkpoints.state_of(turn).wish for turn in turns)
+    assert goes_on.goes_on_from == (192, 768) and 192 not in spare[0] and goes_on.turn_end not in spare[0]
+    assert 896 in spare[0] and 896 in goes_on.positions
+    assert sibling.goes_on_from is None and 896 in sibling.positions and spare[1] == []
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_what_is_spare_is_waited_for_where_there_is_room_for_it(idle):
+    checkpoints, expected = made(in_pass=True), []
+    checkpoints.gate = SimpleNamespace(expect=lambda request, start, positions: expected.extend(positions))
+    checkpoints.states.retention = SimpleNamespace(has_idle=lambda num_blocks: idle)
+    first = HEAD + own(1, 600)
+    checkpoints.state_of(request(first, [200, -20]))
+    turn = request(first + own(2, 600), [200, 900, -20], name="r2")
+    checkpoints.expect_states(turn, 0)
+    assert (896 in expected) == idle and checkpoints.state_of(turn).wish.turn_end in expected
+
+
 class Kept:
     """What is said of each state that is registered; there is room for all."""
 

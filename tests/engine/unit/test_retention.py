@@ -206,6 +206,49 @@ def test_a_turn_that_later_hints_still_name_outlives_those_that_no_hint_names():
     assert [number for number in range(6) if cache.has(b"call %d" % number)] == [4, 5]
 
 
+def conversation(cache, turns, named=()):
+    """Its turns, each of which goes on from the one before."""
+    keys = []
+    for number in range(turns):
+        keys.append(cache.write(b"turn %d" % number, turn=True))
+        if number:
+            cache.retention.resumed(keys[-2])
+            cache.retention.went_on(keys[-1], keys[-2], named)
+    return keys
+
+
+def test_a_conversation_leaves_all_but_its_last_two_turns_behind():
+    cache = Cache(blocks=40)
+    stranger = cache.write(b"stranger", turn=True)
+    keys = conversation(cache, 5)
+    assert [key in cache.retention for key in keys] == [False, False, False, True, True]
+    assert all(cache.has(b"turn %d" % number) for number in range(5))  # as long as unused blocks are there
+    cache.use_up()
+    assert [cache.has(b"turn %d" % number) for number in range(5)] == [False, False, False, True, True]
+    assert stranger in cache.retention and cache.has(b"stranger")  # older than all of them
+
+
+def test_a_turn_that_a_hint_names_or_two_have_resumed_from_is_not_left_behind():
+    cache = Cache(blocks=40)
+    named = cache.write(b"turn 0", turn=True)
+    keys = conversation(cache, 3, named=[named])
+    assert named in cache.retention
+    cache.retention.resumed(keys[1])
+    keys.append(cache.write(b"turn 3", turn=True))
+    cache.retention.resumed(keys[2])
+    cache.retention.went_on(keys[3], keys[2], ())
+    assert keys[1] in cache.retention
+
+
+def test_a_turn_in_use_is_not_left_behind():
+    cache = Cache(blocks=40)
+    keys = [cache.write(b"turn 0", turn=True, keep=True)]
+    for number in (1, 2):
+        keys.append(cache.write(b"turn %d" % number, turn=True))
+        cache.retention.went_on(keys[-1], keys[-2], ())
+    assert keys[0] in cache.retention
+
+
 def test_a_full_share_costs_a_new_state_a_look_at_few_others(monkeypatch):
     """However many there are: prompts that nobody shares would pay for all of them."""
     cache = Cache(blocks=4000, share=0.5)  # 1,000 states, of which every third is a turn

@@ -274,6 +274,27 @@ def test_a_file_on_a_bad_sector_is_refused_and_written_anew(tmp_path: Path, monk
     assert store(held, 1).num_bytes == FILE and load(held, 1) == block_of(1)
 
 
+@pytest.mark.parametrize("damage", [damaged_files.flip, damaged_files.truncate, damaged_files.swap])
+def test_a_refused_file_that_cannot_be_removed_is_not_listed_again_until_it_is_written_anew(
+    tmp_path: Path, monkeypatch, damage
+):
+    root = tmp_path / "states"
+    held = directory(root)
+    store(held, 1, 2)
+    damage(random.Random(1), path_of(root, 1), path_of(root, 2))
+
+    def fails(*arguments: Any, **more: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.unlink", fails)
+        with pytest.raises(RefusedFile):
+            load(held, 1)
+    assert path_of(root, 1).exists() and list(held.keys()) == [key_of(2)]
+    assert store(held, 1).num_bytes == FILE and load(held, 1) == block_of(1)
+    assert set(held.keys()) == {key_of(1), key_of(2)}
+
+
 def test_where_no_descriptor_is_left_no_good_file_is_removed(tmp_path: Path, monkeypatch):
     held = directory(tmp_path)
     store(held, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from urllib.parse import urlencode
 
 import pytest
 
@@ -14,6 +15,7 @@ from engine_patches.reporting.events_api import (
     LINES_AT_ONCE,
     LINES_PER_SECOND,
     MAX_KEPT,
+    MAX_TOLD,
     METRICS_PATH,
     PATH,
     SETTLE_SECONDS,
@@ -367,6 +369,14 @@ def test_an_engine_that_has_not_reported_is_said_to_be_none(feeds, query, status
     assert asked(PATH, query)[0] == status
 
 
+@pytest.mark.parametrize("digits", ["9" * 19, "1" * 5000, "-1", "1e3", "1_0", "\u0661"])
+def test_a_number_that_no_gateway_sends_is_refused_by_name(feeds, digits):
+    """Python reads at most 4,300 digits."""
+    for name, status in (("after", 400), ("wait", 400), ("engine", 404)):
+        code, body = asked(PATH, urlencode({name: digits}))
+        assert code == status and json.loads(body)["error"].startswith(f"{name}: ")
+
+
 def asked(path: str, query: str = "") -> tuple[int, bytes]:
     """Status and body of what is read behind the middleware."""
     sent: list = []
@@ -380,6 +390,25 @@ def asked(path: str, query: str = "") -> tuple[int, bytes]:
     scope = {"type": "http", "path": path, "method": "GET", "query_string": query.encode(), "headers": []}
     asyncio.run(EventsEndpoint(None)(scope, receive, send))
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def test_more_than_one_answer_takes_is_told_in_several_that_leave_nothing_out(feed):
+    """So a line of any feed is far below what a gateway reads."""
+    for number in range(MAX_TOLD + 5):
+        feed.add_outcome(admitted(str(number)))
+        feed.add_event(number + 1, ["gone", f"s{number}"])
+    cursor, boot, names, states, sizes, resets = 0, "another", [], [], [], []
+    while not sizes or sizes[-1]:
+        answer = feed.after(cursor, boot)
+        cursor, boot = answer["cursor"], answer["boot"]
+        names += [name for name, *_ in answer["outcomes"]]
+        states += [name for _, name in answer["states"]]
+        sizes.append(len(answer["outcomes"]) + len(answer["states"]))
+        resets.append(answer["reset"])
+    assert names == [str(number) for number in range(MAX_TOLD + 5)] == [name[1:] for name in states]
+    assert max(sizes) == MAX_TOLD and cursor == 2 * (MAX_TOLD + 5)
+    assert resets == [True] + [False] * (len(sizes) - 1)
+    assert feed.after(10**17, boot)["cursor"] == cursor
 
 
 def read_in_lines(feed, seconds, happens):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
+import uvicorn
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from engine_patches import settings
 from engine_patches.reporting import header_fields
 from engine_patches.reporting.events_api import EventsEndpoint
 from engine_patches.scheduler.hints import MAX_ENTRIES, entries_in
+from tests.harness.waiting import until
 
 CHAT = "/v1/chat/completions"
 
@@ -98,6 +104,63 @@ async def test_only_a_trusted_hop_is_heard(peer):
 @pytest.mark.parametrize("peer", [("10.255.0.1", 5), ("2001:db8::1", 5), ("::ffff:10.0.0.1", 5)])
 async def test_addresses_of_both_kinds_are_known(peer):
     assert b"163" in await sent_on(b'{"model": "m"}', b"163", peer=peer)
+
+
+@pytest.mark.parametrize("header", [b"x-forwarded-for", b"forwarded", b"x-real-ip"])
+async def test_an_address_that_a_header_may_have_put_there_is_not_believed(header):
+    """Behind another middleware nobody knows who opened the connection."""
+    assert await sent_on(b"{}", b"163", more=[(header, b"10.1.2.3")]) == b"{}"
+
+
+def plain(app: Any) -> Any:
+    return EventsEndpoint(app)
+
+
+def as_in_vllm(app: Any) -> Any:
+    """Added last, so behind nothing but what FastAPI puts around everything."""
+    around = FastAPI()
+    around.mount("/", app)
+    around.add_middleware(CORSMiddleware, allow_origins=["*"])
+    around.add_middleware(EventsEndpoint)
+    return around
+
+
+@pytest.mark.parametrize("put_around", [plain, as_in_vllm])
+@pytest.mark.parametrize("protocol", ["h11", "httptools"])
+@pytest.mark.parametrize(
+    ("trusted", "forwarded", "is_heard"),
+    [
+        ("10.0.0.5", {}, False),
+        ("10.0.0.5", {"x-forwarded-for": "10.0.0.5"}, False),
+        ("10.0.0.5", {"x-forwarded-for": "203.0.113.9, 10.0.0.5"}, False),
+        ("127.0.0.1", {}, True),
+        ("127.0.0.1", {"x-forwarded-for": "203.0.113.9"}, True),  # a router that says for whom it asks, as Envoy does
+        ("127.0.0.1", {"x-forwarded-for": "::ffff:127.0.0.1", "x-forwarded-proto": "https"}, True),
+    ],
+)
+async def test_trusted_is_who_opened_the_connection(monkeypatch, put_around, protocol, trusted, forwarded, is_heard):
+    """Under uvicorn, which believes the header of whoever comes from 127.0.0.1, as vLLM's launcher starts it."""
+    monkeypatch.setenv(settings.HINTS_FROM, trusted)
+    header_fields.networks.cache_clear()
+
+    async def echo(scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive())["body"]
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    server = uvicorn.Server(uvicorn.Config(put_around(echo), port=0, http=protocol, log_level="error", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    try:
+        await until(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        async with httpx.AsyncClient() as client:
+            headers = {"x-seamark-boundaries": "64;-3", **forwarded}
+            answer = await client.post(f"http://127.0.0.1:{port}{CHAT}", json={"model": "m"}, headers=headers)
+        assert ("vllm_xargs" in answer.json()) is is_heard
+    finally:
+        server.should_exit = True
+        await serving
 
 
 async def test_by_default_nobody_is_heard_and_a_star_hears_all(monkeypatch):

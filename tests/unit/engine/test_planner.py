@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.planner import EDGE, HINTED, JUNCTION, LEARNED, TAIL, Planner
-from engine_patches.scheduler.request_state import Wish
+from engine_patches.scheduler.planner import EDGE, HINTED, JUNCTION, LEARNED, TAIL, CheckpointTarget, Planner
+from engine_patches.scheduler.request_state import TurnEnd, Wish
 
 GRID = Grid(16, 16)
 
@@ -38,6 +38,18 @@ def test_without_a_hint_what_vllm_keeps_is_kept():
     assert targets(request(300), ()) == []
     assert targets(request(300, junction=100), ()) == [(96, JUNCTION)]
     assert targets(request(16), ()) == []
+
+
+@pytest.mark.parametrize("wish", [{}, {"pin": True}, {"trial": True}], ids=["plain", "pinned", "on trial"])
+def test_a_conversation_that_goes_on_passes_by_what_lies_between_its_head_and_its_end(wish):
+    def passed(**more):
+        known = Wish((160, 480, 560, 976), turn_end=976, **wish, **more)
+        return [
+            each for each in known.positions if Planner(GRID, 384).is_passed_by(known, CheckpointTarget(each, HINTED))
+        ]
+
+    assert passed(goes_on_from=TurnEnd(160, 464)) == ([] if wish else [480, 560])
+    assert passed() == []
 
 
 def test_a_turn_boundary_makes_the_tail_redundant():

@@ -7,14 +7,16 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from proxy.fleet.probe import Probe, Probed, Unwell
+from proxy.fleet.probe import Probe, Probed, Unwell, models_in
 from proxy.fleet.sleep import IS_PAUSED
-from proxy.fleet.worker_metrics import StepTimes
+from proxy.fleet.worker_metrics import MOST_CAUSE, StepTimes, read, read_setup
 from proxy.http.client import Unreachable
 from tests.harness.fake_engine import engine_info
 from tests.harness.probed import probed
 
 URL = "http://w:1"
+
+INFO = b'seamark_engine_info{match_unit="%b",block_size="%b",version="0.3.0",vllm="0.32.0"} 1.0\n'
 
 AWAKE = 'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 1.0\n'
 
@@ -91,7 +93,14 @@ async def test_step_times_of_before_a_restart_stand_until_the_engine_has_learnt_
     [
         ("/health", b'{"gateway":"me"}', "this is the gateway itself"),
         ("/v1/models", b"{}", "not vLLM: /v1/models lists no models"),
+        ("/v1/models", b"[" * 10**5, "not vLLM: /v1/models lists no models"),
+        ("/v1/models", b'{"data":[{"id":' + b"7" * 5000 + b"}]}", "not vLLM: /v1/models lists no models"),
         ("/metrics", b"process_start_time_seconds x\n", "not vLLM: its /metrics cannot be read"),
+        ("/metrics", b"vllm:num_requests_running +Inf\n", "not vLLM: its /metrics cannot be read"),
+        ("/metrics", b"vllm:prefix_cache_hits_total NaN\n", "not vLLM: its /metrics cannot be read"),
+        ("/metrics", INFO % (b"1" * 5000, b"384"), "not vLLM: its /metrics cannot be read"),
+        ("/metrics", INFO % (b"16", b"9" * 30), "not vLLM: its /metrics cannot be read"),
+        ("/metrics", INFO % (b"16", b"-384"), "not vLLM: its /metrics cannot be read"),
     ],
 )
 async def test_what_cannot_be_used_is_unwell(path, answer, words):
@@ -99,6 +108,30 @@ async def test_what_cannot_be_used_is_unwell(path, answer, words):
     server.pages[path] = answer
     with pytest.raises(Unwell, match=words):
         await server.probe()
+
+
+def test_a_model_whose_name_a_terminal_would_obey_is_none():
+    names = ["openai/gpt-oss 120b", "m\x1b[2J", "m\n2026-11-25 INFO forged", "m\x9b31m", "m\u202e", "m\ud800", "漢"]
+    told = json.dumps({"data": [{"id": name} for name in names]}).encode()
+    assert [each["id"] for each in models_in(told) or []] == [names[0], names[-1]]
+
+
+def test_what_a_plugin_says_of_itself_is_kept_short_and_printable():
+    evil = "0.3.0\x1b[2J" + "x" * 300
+    labels = ",".join(f'{name}="{evil}"' for name in ("version", "vllm", "connector", "lane", "refused"))
+    text = f'seamark_engine_info{{match_unit="16",block_size="384",{labels}}} 1.0\n'
+    engine, setup = read(text).engine, read_setup(text)
+    assert engine is not None
+    for said in (
+        engine.version,
+        engine.vllm,
+        engine.connector,
+        engine.lane,
+        engine.refused,
+        setup.connector,
+        setup.lane,
+    ):
+        assert said.isprintable() and len(said) <= 4 * MOST_CAUSE and said.startswith("0.3.0\\x1b[2J")
 
 
 def test_models_without_end_are_counted_in_the_log():

@@ -62,6 +62,8 @@ def test_the_gateway_asks_no_host_but_the_workers(worker, at, url):
         ("http://127.0.0.1:8000", "127.0.0.1:0", "names no port"),
         ("http://127.0.0.1:8000", "127.0.0.1:70000", "names no port"),
         ("http://127.0.0.1:8000", "x@y", "names no port"),
+        ("http://127.0.0.1:8000", "127.0.0.1:" + "1" * 5000, "names no port"),
+        ("http://127.0.0.1:8000", "127.0.0.1:000033007", "names no port"),
     ],
 )
 def test_where_they_cannot_be_read_the_reason_is_said(worker, at, why):

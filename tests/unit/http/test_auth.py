@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from tests.harness.api_keys import entry, secret
 def scope(path: str = "/v1/chat/completions", **headers: str) -> dict:
     listed = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http", "path": path, "headers": listed}
+
+
+HASH = {name: hashlib.sha256(secret(name).encode()).hexdigest() for name in ("ann", "bob", "eve")}
 
 
 @pytest.fixture
@@ -87,6 +91,14 @@ def test_the_file_is_read_again_and_what_a_key_has_under_way_stays_counted(file)
         ring.authenticate(scope(x_api_key=secret("bob")))
 
 
+def test_a_revoked_key_is_not_valid_again_because_another_entry_has_its_hash(file):
+    """Else of two entries the last would win, and its limits would be the other's."""
+    ring = KeyRing(file, "secret")
+    file.write_text(entry("ann", max_inflight=1) + entry("eve").replace(HASH["eve"], HASH["ann"]) + "\n")
+    ring.refresh()
+    assert not ring.file.is_current and ring.named("eve") is None
+
+
 def test_a_file_that_becomes_wrong_changes_nothing(file):
     ring = KeyRing(file, "s")
     for wrong in ("[keys", "[keys.ann]\n", '[keys.ann]\nsha256 = "abc"\n'):
@@ -106,12 +118,19 @@ def test_a_file_that_becomes_wrong_changes_nothing(file):
         ('[keys.ann]\nsha256 = "abc"\n', "64 hexadecimal digits"),
         (entry("ann", max_inflight=-1), "max_inflight"),
         (entry("ann", shares="x"), "shares"),
+        (entry("ann", max_inflight=10**400), "max_inflight"),
+        (entry("ann") + entry("bob").replace(HASH["bob"], HASH["ann"]), "keys: bob and ann have the same sha256"),
+        (entry("ann") + entry("bob").replace(HASH["bob"], HASH["ann"].upper()), "keys: bob and ann have the same"),
+        (entry("ann").replace(f'"{HASH["ann"]}"', f'["{HASH["ann"]}", "{HASH["ann"]}"]'), "ann and ann have the same"),
+        (entry('"a\\u001b[2J"'), r"keys: the name 'a\x1b[2J' has characters"),
+        (entry('"a\\nforged"'), r"keys: the name 'a\nforged' has characters"),
+        (entry('"\\u202Enna"'), r"keys: the name '\u202enna' has characters"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name_without_what_it_holds(tmp_path, text, named):
     path = tmp_path / "keys.toml"
     path.write_text(text)
-    with pytest.raises(SettingsError, match=named) as refused:
+    with pytest.raises(SettingsError, match=re.escape(named)) as refused:
         KeyRing(path, "s")
     assert "api_keys" in str(refused.value) and "abc" not in str(refused.value)
     _, correct = str(refused.value).split("A correct entry:\n")

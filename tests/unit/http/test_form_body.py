@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from proxy.errors import BadRequest
-from proxy.http.form_body import MOST_FIELDS, check_form, is_form, model_in
+from proxy.http.form_body import (
+    MAX_LINE_BYTES,
+    MOST_FIELDS,
+    MOST_LINES,
+    STEP_BYTES,
+    check_form,
+    is_form,
+    model_in,
+    refuse_urlencoded,
+)
+from tests.harness.steps import finished
 
 FORM = b"multipart/form-data; boundary=x"
 
@@ -17,6 +27,7 @@ def form(value: bytes, name: bytes = b"vllm_xargs") -> bytes:
 @pytest.mark.parametrize("kind", [FORM, b"Multipart/Form-Data;boundary=x"])
 def test_a_form_is_known_by_its_type(kind):
     assert is_form([(b"content-type", kind)])
+    assert is_form([(b"content-type", b"multipart/mixed; boundary=x")]), "some reader takes it for one"
     assert not is_form([(b"content-type", b"application/json"), (b"x", kind)])
 
 
@@ -31,7 +42,7 @@ def test_a_form_is_known_by_its_type(kind):
     ],
 )
 def test_what_holds_no_hint_passes(kind, raw):
-    check_form([(b"content-type", kind)], raw)
+    finished(check_form([(b"content-type", kind)], raw))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +61,7 @@ def test_what_holds_no_hint_passes(kind, raw):
 )
 def test_what_may_hold_one_is_refused(kind, raw):
     with pytest.raises(BadRequest):
-        check_form([(b"content-type", kind)], raw)
+        finished(check_form([(b"content-type", kind)], raw))
 
 
 def parts(*fields: tuple[bytes, bytes], boundary: bytes = b"x") -> bytes:
@@ -78,3 +89,115 @@ NAMED = b"Content-Disposition: form-data; name="
 )
 def test_the_model_that_a_form_names_is_read(kind, raw, model):
     assert model_in([(b"accept", b"*/*"), (b"content-type", kind)], raw) == model
+
+
+HINT = b'{"seamark_boundaries":[16],"kv_transfer_params":"x"}'
+
+
+def part(head: bytes, value: bytes = HINT) -> bytes:
+    return b"--x\r\n" + head + b"\r\n\r\n" + value + b"\r\n--x--\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        # RFC 2231, as python-multipart before 0.0.30 reads it
+        b"Content-Disposition: form-data; name*=utf-8''vllm%5Fxargs",
+        b'Content-Disposition: form-data; name*0="vllm_"; name*1="xargs"',
+        b"Content-Disposition: form-data; name=\"x\"; name*=utf-8''vllm%5Fxargs",
+        b"Content-Disposition: form-data; name*0*=utf-8''vllm%5F; name*1=xargs",
+        b"Content-Disposition: form-data; name=x; filename=\"a; name*=utf-8''vllm%5Fxargs\"",
+        # escapes, encoded words, lines that go on, two names
+        b'Content-Disposition: form-data; name="vllm\\_xargs"',
+        b'Content-Disposition: form-data; name="=?utf-8?q?vllm=5Fxargs?="',
+        b'Content-Disposition: form-data; name="vllm%5Fxargs"',
+        b'Content-Disposition: form-data; name="vllm&#95;xargs"',
+        b'Content-Disposition: form-data; name="vllm_\r\n xargs"',
+        b'Content-Disposition: form-data;\r\n\tname="vllm\\_xargs"',
+        b'Content-Disposition: form-data; name="x"; filename="\\"; name=\\"vllm\\_xargs\\""',
+        b'Content-Disposition: form-data; name="x"; NAME="y"',
+        b"Content-Disposition: form-data",
+        b'Content-Disposition: attachment; name="x"',
+        # as parsers read it that strip lines, or end them otherwise
+        b"A: b\r\n" + b" " * 2 * MAX_LINE_BYTES + b"Content-Disposition: form-data; name*=utf-8''vllm%5Fxargs",
+        b"A: b\r\n\x0bCONTENT-DISPOSITION : form-data; name*=utf-8''vllm%5Fxargs",
+        b"A: b\nContent-Disposition: form-data; name*=utf-8''vllm%5Fxargs\n\nx",
+        # the value, or all of them, in other bytes
+        b'Content-Disposition: form-data; name="a"\r\nContent-Transfer-Encoding: base64',
+        b'Content-Disposition: form-data; name="a"\r\nContent-Type: text/plain; charset=utf-16-le',
+        b'Content-Disposition: form-data; name="a"\r\nContent-Type: text/plain;\r\n charset=utf-7',
+        b'Content-Disposition: form-data; name="_charset_"',
+    ],
+)
+@pytest.mark.parametrize("before", [b"", b"--x\r\n" + NAMED + b'"file"\r\n\r\n' + b"\0" * (STEP_BYTES - 60) + b"\r\n"])
+def test_a_part_that_two_readers_may_take_differently_is_refused(before, head):
+    """Wherever it stands: what it holds need not even look like a hint."""
+    with pytest.raises(BadRequest, match="A part of this form"):
+        finished(check_form([(b"content-type", FORM)], before + part(head, b"e30=")))
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        [b"multipart/form-data"],
+        [b"multipart/form-data; boundary*=utf-8''x"],
+        [b"multipart/form-data; boundary*0=x"],
+        [b"multipart/form-data; boundary=x; boundary=y"],
+        [b'multipart/form-data; boundary="\\x"'],
+        [b'multipart/form-data; boundary="x;charset=utf-8"'],
+        [b"multipart/form-data, multipart/form-data; boundary=x"],
+        [b"multipart/mixed; boundary=x"],
+        [FORM, FORM],
+        [b"application/json", FORM],
+    ],
+)
+def test_a_type_that_two_readers_may_take_differently_is_refused(types):
+    with pytest.raises(BadRequest, match="Content-Type"):
+        finished(check_form([(b"content-type", each) for each in types], form(b"{}")))
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b'Content-Disposition: form-data; name="timestamp_granularities[]"',
+        b"content-disposition:form-data;name=model",
+        b"Content-Disposition: form-data; name=file; filename=a-b.wav; \r\nContent-Type: audio/wav",
+        'Content-Disposition: form-data; name="file"; filename="Lied; größer (2).wav"'.encode(),
+        b'Content-Disposition: form-data; filename=""; name="file"\r\nContent-Transfer-Encoding: binary',
+        b'Content-Disposition: form-data; name="prompt"\r\nContent-Type: text/plain; charset=UTF-8\r\nA: 4',
+    ],
+)
+def test_what_clients_write_passes(head):
+    text = b"the header content-disposition: is used as Content-Transfer-Encoding: base64 is"
+    finished(check_form([(b"content-type", b'multipart/form-data; boundary="--a b"')], part(head, text)))
+    finished(check_form([(b"content-type", b"multipart/form-data; boundary=----=_Part_1; charset=utf-8")], part(head)))
+
+
+def test_the_lines_that_are_looked_at_are_bounded():
+    for each in (b"\r\n" + NAMED + b"n\r\n", b"a content-type: "):
+        with pytest.raises(BadRequest):
+            finished(check_form([(b"content-type", FORM)], b"--x" + each * (MOST_LINES + 1)))
+        finished(check_form([(b"content-type", FORM)], b"--x" + each * MOST_LINES))
+
+
+@pytest.mark.parametrize("between", [0, STEP_BYTES - 7, 3 * STEP_BYTES + 1])
+def test_a_hint_is_found_wherever_it_lies(between):
+    """Also across the border of two steps, behind the field's name or before it."""
+    for raw in (
+        form(b"\0" * between, name=b"file") + form(b'{"seamark_boundaries":[1]}'),
+        form(b"\0" * between + b'{"seamark_pin":1}'),
+        form(b'{"kv_transfer_params":{}}', name=b"prompt") + form(b"\0" * between, name=b"file") + form(b"{}"),
+    ):
+        with pytest.raises(BadRequest, match="must not hold"):
+            finished(check_form([(b"content-type", FORM)], raw))
+
+
+def test_a_large_form_is_looked_through_in_steps():
+    steps = check_form([(b"content-type", FORM)], form(bytes(20 * STEP_BYTES), name=b"file"))
+    assert sum(1 for _ in steps) > 20
+
+
+def test_a_form_without_files_is_refused():
+    with pytest.raises(BadRequest, match="multipart/form-data"):
+        refuse_urlencoded([(b"content-type", b"Application/X-WWW-Form-Urlencoded; charset=utf-8")])
+    refuse_urlencoded([(b"content-type", b"application/json"), (b"x", b"application/x-www-form-urlencoded")])

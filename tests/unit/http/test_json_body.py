@@ -8,8 +8,19 @@ import pytest
 
 from proxy.errors import BadRequest, TooComplex
 from proxy.http import json_body
-from proxy.http.json_body import MOST_PER_BYTE, as_utf8, memory_of, parse_object, with_hint
+from proxy.http.json_body import (
+    MOST_CHARACTERS,
+    MOST_PER_BYTE,
+    OverBound,
+    as_utf8,
+    count,
+    memory_of,
+    object_in_steps,
+    parse_object,
+    with_hint,
+)
 from proxy.settings import Settings
+from tests.harness.steps import finished
 
 LIMITS = Settings().json_limits
 
@@ -234,3 +245,76 @@ def test_values_are_counted_as_the_limit_counts_them(value, values):
     assert memory_of(value, 1, values).values == values
     if values:
         assert memory_of(value, 1, values - 1) == (MOST_PER_BYTE, values)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {"a": []},
+        {"a": [1], "b": {"c": [[]]}, "d": "]}", "é": None, "f": -1.5, "g": [{}, [], "x\\", "😀", True]},
+        {"outcomes": [[f"r{number}", "hit", number] for number in range(3000)], "cursor": 12345678901234567890},
+        {"long": "x" * 3000, "list": ["y" * 3000, [1] * 3000], "cut": [10**1030, 10**1022, 10**1023, 10**1024]},
+    ],
+)
+@pytest.mark.parametrize("one_step_bytes", [0, json_body.ONE_STEP_BYTES])
+@pytest.mark.parametrize("style", [{}, {"indent": 2}, {"separators": (",", ":"), "ensure_ascii": False}])
+def test_an_object_is_read_in_steps_as_in_one_go(told, style, one_step_bytes, monkeypatch):
+    monkeypatch.setattr(json_body, "ONE_STEP_BYTES", one_step_bytes)
+    raw = json.dumps(told, **style).encode(errors="surrogatepass")
+    assert finished(object_in_steps(raw, MANY)) == told == json.loads(raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"{}}",
+        b'{"a":1',
+        b'{"a":1,}',
+        b'{"a":[1,]}',
+        b'{"a":[1 2]}',
+        b'{"a" 1}',
+        b"{1:1}",
+        b"{[]:1}",
+        b'{"a":tru}',
+        b"\xff{}",
+        b'{"a":' + b"[" * 60_000 + b"]" * 60_000 + b"}",
+        b'{"a":[' + b"7" * 5000 + b"]}",  # more digits than Python takes
+    ],
+)
+@pytest.mark.parametrize("one_step_bytes", [0, json_body.ONE_STEP_BYTES])
+def test_what_is_no_object_is_refused_in_steps(raw, one_step_bytes, monkeypatch):
+    monkeypatch.setattr(json_body, "ONE_STEP_BYTES", one_step_bytes)
+    with pytest.raises(ValueError):  # noqa: PT011  of several readers
+        finished(object_in_steps(raw, MANY))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a":[' + b",".join([b"1"] * 101) + b"]}",
+        b"{" + b",".join([b'"a":1'] * 51) + b"}",  # the same name again and again
+        b'{"a":["' + b"x" * MOST_CHARACTERS + b'"]}',
+        b'{"a":[[' + b",".join([b"1"] * MOST_CHARACTERS) + b"]]}",
+        b'{"' + b"x" * MOST_CHARACTERS + b'":1}',
+    ],
+)
+def test_what_is_beyond_the_bounds_is_not_read(raw):
+    with pytest.raises(OverBound):
+        finished(object_in_steps(raw, 100))
+
+
+def test_a_step_reads_little_whatever_there_is():
+    told = {"a": [["r", "hit", 1]] * 5000, "b": ["x" * 60_000] * 20}
+    raw = json.dumps(told).encode()
+    assert sum(1 for _ in object_in_steps(raw, MANY)) > len(raw) / MOST_CHARACTERS
+
+
+@pytest.mark.parametrize("value", [-1, 2**53 + 1, 1.0, float("inf"), float("nan"), "1", True, None, [], 10**400])
+def test_what_nobody_can_have_counted_is_no_count(value):
+    assert count(0) == 0 and count(2**53) == 2**53
+    with pytest.raises(ValueError, match="no count"):
+        count(value)

@@ -463,3 +463,22 @@ def test_a_request_that_continues_another_takes_its_place():
     recent.add(longer)
     assert list(recent._requests.values()) == [longer]
     assert recent.held == longer.size
+
+
+def tool(name: str, description: str) -> dict:
+    return {"type": "function", "function": {"name": name, "description": description}}
+
+
+def test_a_tool_behind_an_equal_one_that_says_something_else_is_not_one_in_another_order_of_keys():
+    chat = messages(LONG, LONG, "tide?")
+    first, second = ([tool("tide", LONG), tool("wind", f"{LONG} {word}")] for word in ("Knots", "Miles"))
+    change = changed({"messages": chat, "tools": first}, {"messages": chat, "tools": second})
+    assert change is not None and (change.what, change.position) == ("tool", 1)
+    assert change.kind != "tool_keys_sorted"
+
+
+def test_a_tool_more_at_the_end_is_named():
+    chat = messages(LONG * 3, LONG * 3, "tide?")
+    one, two = tool("tide", LONG), tool("wind", LONG)
+    change = changed({"messages": chat, "tools": [one]}, {"messages": chat, "tools": [one, two]})
+    assert change is not None and (change.what, change.position) == ("tool", 1)

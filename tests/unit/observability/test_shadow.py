@@ -133,3 +133,18 @@ async def test_what_was_lost_is_told_beside_what_was_computed_in_seconds_once_th
     told = scene.shadow.would_save()
     assert (told["tokens"], told["computed_tokens"]) == (7 * 320, 6000)
     assert told["seconds"] == pytest.approx(2.24) and told["prefill_seconds"] == pytest.approx(6.8)
+
+
+async def test_a_request_that_cannot_be_judged_is_counted_and_the_next_one_is_judged(caplog):
+    scene, failing = Scene(), [True]
+
+    async def once(*given):
+        if failing and failing.pop():
+            raise RuntimeError("planned")
+        return ReadPrompt(FOUND)
+
+    scene.shadow = Shadow(Settings(), once, RequestMemory(0), Metrics(), IdleWork(), lambda: ["w#1"])
+    await scene.judge(0, 0)
+    counted = scene.shadow.status()["requests"]
+    assert counted.get("failed") == 1 and sum(counted.values()) == 2
+    assert "planned" not in caplog.text

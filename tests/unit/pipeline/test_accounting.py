@@ -167,6 +167,14 @@ async def test_the_reason_is_found_with_what_the_engine_says_in_the_answer(scene
     assert short[1] == scene.found.prefixes and short[2] == []  # it leaves nothing behind
 
 
+async def test_a_request_in_which_no_boundaries_are_sought_is_explained_and_counted_too(scene, caplog):
+    request = scene.request()
+    request.prompt = request.prompt._replace(found=None)  # a completion, say
+    await scene.answered(request, Usage(100, 0), EngineOutcome("cold"))
+    await scene.idle.caught_up()
+    assert request.verdict is not None and request.record is not None and not caplog.records
+
+
 async def test_what_was_delivered_in_full_is_a_hit_and_no_miss(scene):
     request = scene.request(sent=Prefix(90, 0), sent_here=True, held=80, predicted=80)
     outcome = EngineOutcome("hit", 80, ())

@@ -13,18 +13,23 @@ from urllib.parse import parse_qs
 import pytest
 
 from proxy.boundaries.boundary import Boundary
-from proxy.fleet.part import Change, Shelf
-from proxy.fleet.worker import Worker
+from proxy.fleet.draft_reports import MOST_BYTES, MOST_NAME, MOST_VALUES
+from proxy.fleet.part import Change, Part, Shelf
+from proxy.fleet.worker import Load, Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Broken
+from proxy.http.json_body import MOST_COUNT, OverBound
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.routing import engine_events
 from proxy.routing.engine_events import (
     MAX_OUTCOMES,
+    MOST_LINES,
+    MOST_POSITIONS,
     READS_AT_ONCE,
     READS_PER_SECOND,
     SILENT_SECONDS,
+    STEP_EVENTS,
     EngineEvents,
     EngineOutcome,
     outcome_in,
@@ -43,6 +48,7 @@ class Feed:
         if not old:
             self.told |= {"states": [], "reset": False}
         self.status, self.seconds = status, seconds
+        self.evil: list[bytes] = []  # lines, in place of what it is told
         self.asked: list[dict[str, list[str]]] = []
         self.answers: list[Answer] = []
         self.news = asyncio.Event()
@@ -59,7 +65,10 @@ class Feed:
         return Answer(self, query)
 
     async def lines(self, query) -> AsyncIterator[bytes]:
-        yield json.dumps(self.told).encode()
+        for line in self.evil or (json.dumps(self.told).encode(),):
+            if len(line) > MOST_BYTES:
+                raise OverBound("a line")
+            yield line
 
     def tell(self, states: list[Any], **more: Any) -> None:
         self.told |= {"cursor": self.told["cursor"] + 1, "states": states, "outcomes": [], "reset": False, **more}
@@ -75,7 +84,8 @@ class Answer:
         self._feed, self._query = feed, query
         feed.answers.append(self)
 
-    def lines(self) -> AsyncIterator[bytes]:
+    def lines(self, most: int) -> AsyncIterator[bytes]:
+        assert most == MOST_BYTES
         return self._feed.lines(self._query)
 
     def close(self) -> None:
@@ -218,6 +228,112 @@ async def test_nonsense_about_states_costs_what_was_believed_and_no_word():
             assert not prefix_index.longest([SYSTEM.key], [WORKER.boot])
 
 
+def told(**more: Any) -> bytes:
+    fine = {"boot": "b", "cursor": 10, "outcomes": [], "resolved": [], "states": [], "reset": False, "load": [0, 0]}
+    return json.dumps({**fine, **more}).encode()
+
+
+async def read_of(feed: Feed, *lines: bytes) -> None:
+    """Have the feed, which is followed, give these lines, and wait until it is read no longer for them."""
+    feed.evil = list(lines)
+    feed.news.set()
+    await until(lambda: not feed.answers[-1].is_open and len(feed.answers) == 2)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [b"x" * (MOST_BYTES + 1)],
+        [told(outcomes=[["r", "hit", 1]] * MOST_VALUES)],
+        [told(states=[["gone", f"s{number}"] for number in range(MOST_VALUES)])],
+        [told(outcomes=[["r", "R" * 2**16, 1]])],
+        [told(states=[["came", "r", 4096, [[number, "s"] for number in range(20_000)]]])],
+        [told(**{f"n{number}": number for number in range(MOST_VALUES)})],
+        [told()] * (MOST_LINES + 1),
+    ],
+    ids=["line", "outcomes", "states", "reason", "state", "names", "lines"],
+)
+async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog, lines):
+    """What it would have said is lost, so nothing is believed of what the worker holds."""
+    feed = Feed(old=False)
+    async with following(feed, [SYSTEM], HINT) as (events, prefix_index):
+        prefix_index.record([SYSTEM], "another")
+        await read_of(feed, *lines)
+        reader = events._feeds[WORKER.url]
+        await until(lambda: reader.reader.done())
+        assert prefix_index.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"}
+        assert [record.getMessage() for record in caplog.records if "are not read" in record.getMessage()]
+        reader.silent_until = 0.0
+        caplog.clear()
+        feed.answers.clear()
+        feed.asked.clear()
+        events.sent(WORKER, "s", [SYSTEM], HINT)
+        await until(lambda: len(feed.asked) == 1)
+        feed.news.set()
+        await until(lambda: reader.reader.done())
+        assert not caplog.records
+        feed.evil = []
+        reader.silent_until = 0.0
+        events.sent(WORKER, "t", [SYSTEM], HINT)
+        feed.tell([], outcomes=[["t", "hit", 16]])
+        assert await events.outcome_of(WORKER, "t") == EngineOutcome("hit")
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"cursor": -5},
+        {"cursor": 10**30},
+        {"cursor": float("inf")},
+        {"load": [float("inf"), float("nan")]},
+        {"load": [10**300, 10**300]},
+        {"load": [-1, 0]},
+        {"load": 7},
+        {"boot": "b" * (MOST_NAME + 1)},
+        {"boot": 7},
+        {"outcomes": [["x" * (MOST_NAME + 1), "hit", 1]]},
+        {"outcomes": [["x", "R" * (MOST_NAME + 1), 1]]},
+        {"outcomes": [[7, "hit", 1]]},
+        {"outcomes": {"x": 1}},
+        {"drafts": {"state": "s" * (MOST_NAME + 1)}},
+        {"drafts": []},
+        {"drafted": [["x", -1, 1]]},
+        {"drafted": [["x", 1, 1e400]]},
+        {"pins": [["x", ["y"]]]},
+    ],
+    ids=str,
+)
+async def test_figures_and_names_that_no_engine_has_end_the_read_without_a_trace(caplog, nonsense):
+    feed = Feed(old=False)
+    async with following(feed, [SYSTEM], HINT) as (events, _):
+        await read_of(feed, told(**nonsense))
+        reader = events._feeds[WORKER.url]
+        await until(lambda: reader.reader.done())
+        assert reader.cursor == 9 and not reader.hits and not reader.load and WORKER.others == Load()
+        assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"resolved": [["r", -7, [163]]]},
+        {"resolved": [["r", 0, [-1]]]},
+        {"resolved": [["r", 0, [MOST_COUNT + 1]]]},
+        {"resolved": [["r", 0, [16] * (MOST_POSITIONS + 1)]]},
+        {"states": [["came", "r", 1e400, []]]},
+        {"states": [["came", "r", 200, [[160, "s" * (MOST_NAME + 1)]]]]},
+        {"states": [["cleared", ["x"]]]},
+    ],
+    ids=str,
+)
+async def test_figures_and_names_of_states_that_no_engine_has_cost_what_was_believed(caplog, nonsense):
+    feed = Feed(old=False)
+    async with following(feed, [SYSTEM], HINT) as (_, prefix_index):
+        feed.tell(nonsense.get("states", []), **{k: v for k, v in nonsense.items() if k != "states"})
+        await until(lambda: not prefix_index.longest((b"s",), [WORKER.boot]))
+        assert "ValueError" in caplog.text
+
+
 async def test_words_that_nobody_asks_for_are_bounded():
     async with reading(Feed(*((f"r{number}", "hit") for number in range(MAX_OUTCOMES + 5)))) as events:
         assert await events.outcome_of(WORKER, f"r{MAX_OUTCOMES + 4}") == EngineOutcome("hit")
@@ -247,6 +363,46 @@ async def test_a_feed_in_lines_is_read_once_for_all_that_comes():
         assert ["lines" in query for query in feed.asked] == [False, True]
         assert events._feeds[WORKER.url].cursor == feed.told["cursor"]
     assert not any(answer.is_open for answer in feed.answers)
+
+
+class Told(Part):
+    """What parts are told of workers."""
+
+    name = "told"
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[Change, str]] = []
+
+    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
+        self.changes.append((change, model))
+
+
+CAME = ["came", "r", 200, [[160, "5c"]]]
+
+
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        ([], []),
+        ([["gone", "5c"]], []),
+        ([["cleared"]], [(Change.CLEARED, "")]),
+        ([["cleared"], CAME], [(Change.CLEARED, "")]),
+        ([CAME, ["cleared", "lost"], CAME, ["cleared"]], [(Change.CLEARED, "")]),
+        ([CAME, ["adapter", "a"], ["adapter", "a"]], [(Change.ADAPTER, "a")]),
+        ([["adapter", "a"], ["cleared"]], [(Change.CLEARED, ""), (Change.ADAPTER, "a")]),
+        ([CAME] * STEP_EVENTS + [["cleared"]], [(Change.CLEARED, "")]),
+        ([["cleared"]] + [CAME] * STEP_EVENTS, [(Change.CLEARED, "")]),
+    ],
+)
+async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_it(states, told):
+    feed = Feed(old=False)
+    async with following(feed, [SYSTEM], HINT) as (events, _):
+        part = events._shelf.put(Told())
+        for news in (states, [["gone", "5d"]]):
+            asked = len(feed.asked)
+            feed.tell(news)
+            await until(lambda asked=asked: len(feed.asked) > asked)
+        assert part.changes == told
 
 
 async def test_a_reader_that_lost_news_believes_nothing_of_that_worker_alone():

@@ -1,0 +1,95 @@
+"""Nothing that comes from outside moves a terminal's cursor or forges a line of a log."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import logging.config
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from proxy.commands.serve import LOGGING
+from proxy.printable import PrintableFormatter, printable, printable_lines
+
+ROOT = Path(__file__).parents[2]
+
+EVIL = "m\x1b[2J\x1b[1;1Hwill hit\n2026-11-25 23:00:00,000 INFO seamark.gateway forged\x9b31m\r\u202e\u2028\ud800<img>"
+
+
+def is_clean(text: str) -> bool:
+    return all(line.isprintable() for line in text.split("\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("openai/gpt-oss 120b é 漢 😀", "openai/gpt-oss 120b é 漢 😀"),
+        ("a\nb\tc\r", r"a\nb\tc\r"),
+        ("\x1b[2J\x9b31m\x07\x7f\x00", r"\x1b[2J\x9b31m\x07\x7f\x00"),
+        ("\u202eabc\u2028\ufeff", r"\u202eabc\u2028\ufeff"),
+        ("\ud800", r"\ud800"),
+        ("", ""),
+        (ValueError("a\nb"), r"a\nb"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_an_escape_and_all_else_stays(text, shown):
+    assert printable(text) == shown == printable(shown)
+
+
+def test_of_a_text_in_lines_the_lines_stay():
+    assert printable_lines("a\nb\x1b\n\nc\r") == "a\nb\\x1b\n\nc\\r"
+
+
+def logged(write) -> str:
+    stream, handler = StringIO(), logging.StreamHandler()
+    handler.setStream(stream)
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(message)s"))
+    logger = logging.Logger("seamark.test")
+    logger.addHandler(handler)
+    write(logger)
+    return stream.getvalue()
+
+
+def test_a_record_of_a_log_is_one_line_whatever_is_in_it():
+    for text in (
+        logged(lambda logger: logger.warning("worker %s is up", EVIL)),
+        logged(lambda logger: logger.warning(EVIL.replace("%", ""))),
+    ):
+        assert text.count("\n") == 1 and is_clean(text) and "will hit" in text
+
+
+def test_a_traceback_keeps_its_lines_and_nothing_else():
+    def write(logger):
+        try:
+            raise ValueError(EVIL)
+        except ValueError:
+            logger.exception("failed: %s", EVIL)
+
+    text = logged(write)
+    assert is_clean(text) and "Traceback" in text and text.startswith("ERROR failed: m\\x1b[2J")
+
+
+def test_the_gateway_and_uvicorn_log_so():
+    formatters = LOGGING["formatters"]
+    assert [each["class"] for each in formatters.values()] == ["proxy.printable.PrintableFormatter"]
+    made = logging.config.DictConfigurator(LOGGING).configure_formatter(formatters["plain"])
+    record = logging.LogRecord("seamark", logging.INFO, "", 0, "worker %s", (EVIL,), None)
+    assert is_clean(made.format(record)) and "\n" not in made.format(record)
+
+
+@pytest.mark.parametrize("command", ["doctor", "setup", "boundary", "serve"])
+def test_commands_that_ask_workers_print_nothing_past_that(command):
+    """Of what they print, a part that is not written here goes through `printable` or `printable_lines`."""
+    tree = ast.parse((ROOT / "proxy" / "commands" / f"{command}.py").read_text())
+    printed = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"]
+    assert printed
+    plain = {"', '.join(ways)", "bounds", "shlex.quote(given)", "server.url"}  # of our own words, and of arguments
+    for call in printed:
+        for argument in call.args:
+            text = ast.unparse(argument)
+            parts = [ast.unparse(node.value) for node in ast.walk(argument) if isinstance(node, ast.FormattedValue)]
+            for part in parts or [text]:
+                is_ours = part in plain or part.startswith(("'", "json.dumps(", "', '.join(server.models)"))
+                assert "printable" in part or is_ours, text
