@@ -49,8 +49,9 @@ NEAR = 1.0  # seconds around a moment, in which others' lateness tells that of t
 
 BLUR = 0.2  # seconds, by which a client may see an answer begin or end late
 
-# Of a client that reads nothing: what its connection buffers, a piece on its way, and the objects of its request.
-CLIENT_BYTES = 300 * 1024
+# Of a client that reads nothing: what its connection and that to the worker buffer, pieces on their way, the objects of
+# its request, and what the allocator keeps of such.
+CLIENT_BYTES = 400 * 1024
 
 # Of the settings of memory each.
 TABLE_BYTES = 16_000_000
