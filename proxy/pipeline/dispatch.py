@@ -63,7 +63,7 @@ class Dispatcher:
         """`async with` it: a slot at a worker for as long as the request is under way there."""
         return Lease(self, request)
 
-    async def acquire(self, lease: Lease, instead: Instead | None = None) -> Lease | Shared:
+    async def acquire(self, lease: Lease, instead: Instead | None = None) -> Lease | SharedAnswer:
         """Take a slot, or what makes one unnecessary; wait while there is neither.
 
         However often a request waits, it waits for no longer than one may. Raises `NoWorker`, `Overloaded` or
@@ -83,16 +83,18 @@ class Dispatcher:
             timings.asked = time.perf_counter()
             lease.deadline = lease.deadline or self._queue.deadline
 
-            def take() -> Lease | Shared | None:
+            def take() -> Lease | SharedAnswer | None:
                 taken = self._take(lease)
                 if taken is not None and instead is not None:
                     instead.taken(lease)
                 return taken
 
-            def find() -> Lease | Shared | None:
+            def find() -> Lease | SharedAnswer | None:
                 return None if instead is None else instead.find()
 
-            found: Lease | Shared = await self._queue.acquire(lease.key, wants, take, _close, lease.deadline, find)
+            found: Lease | SharedAnswer = await self._queue.acquire(
+                lease.key, wants, take, _close, lease.deadline, find
+            )
             if found is not lease:
                 timings.choosing = time.perf_counter()
             return found
@@ -264,7 +266,7 @@ class Dispatcher:
         return [worker for worker in workers if worker not in request.asked]
 
 
-class Shared(Protocol):
+class SharedAnswer(Protocol):
     """An answer that is there or under way, for one client."""
 
     result: bytes  # how it was come by
@@ -279,7 +281,7 @@ class Shared(Protocol):
 class Instead(Protocol):
     """What makes a slot unnecessary for a request."""
 
-    def find(self) -> Shared | None:
+    def find(self) -> SharedAnswer | None:
         """It, if it is there. The request's key may have another request under way."""
 
     def taken(self, lease: Lease) -> None:
@@ -432,7 +434,7 @@ class Lease:
             self._key_slot.give_back()
 
 
-def _close(found: Lease | Shared) -> None:
+def _close(found: Lease | SharedAnswer) -> None:
     found.close()
 
 
