@@ -54,7 +54,7 @@ BLUR = 0.2  # seconds, by which a client may see an answer begin or end late
 
 # Of a client that reads nothing: what its connection and that to the worker buffer, pieces on their way, the objects of
 # its request, and what the allocator keeps of such.
-CLIENT_BYTES = 400 * 1024
+CLIENT_BYTES = 640 * 1024
 
 # Of the settings of memory each.
 TABLE_BYTES = 16_000_000
