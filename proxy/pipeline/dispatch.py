@@ -63,7 +63,7 @@ class Dispatcher:
         """`async with` it: a slot at a worker for as long as the request is under way there."""
         return Lease(self, request)
 
-    async def acquire(self, lease: Lease, instead: Instead | None = None) -> Lease | Found:
+    async def acquire(self, lease: Lease, instead: Instead | None = None) -> Lease | SharedAnswer:
         """Take a slot, or what makes one unnecessary; wait while there is neither.
 
         However often a request is in the queue, it is there for no longer than one may. Raises `NoWorker`, `Overloaded`
@@ -82,14 +82,14 @@ class Dispatcher:
             )
             timings.asked = time.perf_counter()
 
-            def take() -> Lease | Found | None:
+            def take() -> Lease | SharedAnswer | None:
                 taken = self._take(lease)
                 if taken is not None and instead is not None:
                     instead.taken(lease)
                 return taken
 
             find = instead.find if instead is not None else None
-            found: Lease | Found = await self._queue.acquire(lease.key, wants, take, _close, find, lease.waited)
+            found: Lease | SharedAnswer = await self._queue.acquire(lease.key, wants, take, _close, find, lease.waited)
             lease.waited += time.perf_counter() - timings.asked
             if found is not lease:
                 timings.choosing = time.perf_counter()
@@ -262,7 +262,7 @@ class Dispatcher:
         return [worker for worker in workers if worker not in request.asked]
 
 
-class Found(Protocol):
+class SharedAnswer(Protocol):
     """An answer that is there or under way, for one client."""
 
     result: bytes  # how it was come by
@@ -277,7 +277,7 @@ class Found(Protocol):
 class Instead(Protocol):
     """What makes a slot unnecessary for a request."""
 
-    def find(self) -> Found | None:
+    def find(self) -> SharedAnswer | None:
         """It, if it is there. The request's key may have another request under way."""
 
     def taken(self, lease: Lease) -> None:
@@ -430,7 +430,7 @@ class Lease:
             self._key_slot.give_back()
 
 
-def _close(found: Lease | Found) -> None:
+def _close(found: Lease | SharedAnswer) -> None:
     found.close()
 
 

@@ -41,7 +41,10 @@ CACHE_BYTES = 8 * 2**20
 
 QUEUE_TIMEOUT, SEND_TIMEOUT = 2.0, 5.0  # seconds
 
-STREAM_GAP = 0.25  # seconds, at most, beyond what streams without the cache were late at that moment
+STREAM_GAP = 0.25  # seconds, at most, beyond what streams without the cache, or this process, were late at that moment
+
+# What has been held up for so long is caught up with in as long again, by whoever has the most to do last.
+CATCHING_UP = 2
 
 REFUSAL_LATE = 1.0  # seconds at most beyond the deadline and the two event loops' own lag
 
@@ -49,8 +52,9 @@ NEAR = 1.0  # seconds around a moment, in which others' lateness tells that of t
 
 BLUR = 0.2  # seconds, by which a client may see an answer begin or end late
 
-# Of a client that reads nothing: what its connection buffers, a piece on its way, and the objects of its request.
-CLIENT_BYTES = 300 * 1024
+# Of a client that reads nothing: what its connection and that to the worker buffer, pieces on their way, the objects of
+# its request, and what the allocator keeps of such.
+CLIENT_BYTES = 640 * 1024
 
 # Of the settings of memory each.
 TABLE_BYTES = 16_000_000
@@ -85,8 +89,8 @@ _EVENT_BYTES = 400  # behind which its beginning is certainly there
 
 WORDS = (
     "late: behind the worker's step, at the client. cached: honest streams that share answers; plain: streams without\n"
-    "the cache, which show how late the event loop itself is; beyond: the worst of the cached ones beyond the plain\n"
-    "ones of that moment. cache: its own count at most, and its bound. memory: resident, and how far it may grow."
+    "the cache, which show how late the event loop itself is; beyond: the worst of the cached ones beyond twice the\n"
+    "plain ones of that moment. cache: its own count at most, and its bound. memory: resident, and how far it may grow."
 )
 
 
@@ -159,7 +163,7 @@ def beyond(cached: Sequence[Late], others: Sequence[Late]) -> float:
         if each.seconds > most:
             seconds = range(int(each.moment - each.seconds - NEAR), int(each.moment + NEAR) + 1)
             near = max(worst.get((second, each.is_large), 0.0) for second in seconds)
-            most = max(most, each.seconds - near)
+            most = max(most, each.seconds - CATCHING_UP * near)
     return most
 
 

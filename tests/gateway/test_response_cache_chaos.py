@@ -70,9 +70,9 @@ def test_answers_are_under_way_at_once_where_that_is_beyond_doubt():
     assert at_once([(0.0, 2.0), (1.0, 3.0), (1.9, 4.0)]) == 2
 
 
-def test_a_stream_is_late_by_as_much_as_it_is_beyond_the_others_of_its_size():
-    others = [Late(100.0, 0.5, False), Late(100.0, 0.9, True), Late(200.0, 0.1, False)]
-    assert beyond([Late(100.5, 0.6, False)], others) == pytest.approx(0.1)
+def test_a_stream_stands_still_by_what_it_is_later_than_others_of_its_size_and_time_need_to_catch_up():
+    others = [Late(100.0, 0.2, False), Late(100.0, 0.9, True), Late(200.0, 0.1, False)]
+    assert beyond([Late(100.5, 0.6, False)], others) == pytest.approx(0.2)
     assert beyond([Late(100.5, 0.6, True)], others) == 0.0
-    assert beyond([Late(100.5, 0.6, False), Late(200.0, 0.7, False)], others) == pytest.approx(0.6)
+    assert beyond([Late(100.5, 0.6, False), Late(200.0, 0.7, False)], others) == pytest.approx(0.5)
     assert beyond([Late(300.0, 0.3, False)], others) == pytest.approx(0.3)
