@@ -107,7 +107,7 @@ async def run(requests: int, rounds: int, sampled: int) -> list[str]:
             Contestant(BARE, bare, CpuTime(bare.process.pid)),
         ]
         (peer,) = (peer for peer in PEERS if peer.name == VLLM_ROUTER)
-        router = start(servers, peer, [worker], Path(folder), say).server
+        router = start(servers, peer, [worker.url], Path(folder), say).server
         if router is not None:
             ways.append(Contestant(VLLM_ROUTER, router, CpuTime(router.process.pid)))
         tables = []
