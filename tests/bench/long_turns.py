@@ -138,7 +138,7 @@ async def run(
             contestants.append(Contestant(name, server, CpuTime(server.process.pid)))
         missing = {}
         for peer in peers:
-            _, peer_server, failure = start(servers, peer, [worker], Path(folder), say)
+            _, peer_server, failure = start(servers, peer, [worker.url], Path(folder), say)
             if peer_server is None:
                 missing[peer.name] = failure
             else:
