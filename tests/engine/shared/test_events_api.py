@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from engine_patches.reporting.events_api import MAX_KEPT, Feed, client_id
+from engine_patches.reporting.events_api import MAX_KEPT, MAX_TOLD, Feed, client_id
 from engine_patches.scheduler.counters import AdmittedRequest
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.servers import MODEL_NAME
@@ -50,8 +50,12 @@ def test_what_is_kept_is_bounded():
     feed = Feed("boot")
     for number in range(MAX_KEPT + 10):
         feed.add_outcome(admitted(str(number)))
-    outcomes = feed.after(0)["outcomes"]
-    assert (len(outcomes), outcomes[-1][0]) == (MAX_KEPT, str(MAX_KEPT + 9))
+    told, cursor = [], 0
+    while outcomes := (answer := feed.after(cursor, feed.boot))["outcomes"]:
+        assert len(outcomes) <= MAX_TOLD and answer["cursor"] > cursor
+        told += outcomes
+        cursor = answer["cursor"]
+    assert [name for name, *_ in told] == [str(number) for number in range(10, MAX_KEPT + 10)]
 
 
 def test_states_stand_beside_the_outcomes_in_their_order():

@@ -72,7 +72,7 @@ async def test_a_mix_of_repeats_gets_the_engines_own_answers(servers: SharedServ
                 answers[number] = told(answer)
 
             await asyncio.gather(*(ask(name, number) for name, number in asked))
-            assert own.gateway.response_cache is not None and 0 < own.gateway.response_cache.size <= ROOM
+            assert own.gateway.response_cache is not None and 0 < own.gateway.response_cache.answers.size <= ROOM
             # Without the cache: the same engine, one request after the other.
             for number in sorted(answers):
                 path, body = bodies[number]
