@@ -158,8 +158,9 @@ class Checkpoints:
     def expect_states(self, request: Any, start: int) -> None:
         """A request is going to be computed from token `start`: requests that share its prefix may wait for it."""
         if self.gate is not None:
-            start = max(start, self.state_of(request).heals)  # up to there states are held, and rows alone are missing
-            state, idle = self.state_of(request), self.states is not None and self.states.has_idle
+            state = self.state_of(request)
+            start = max(start, state.heals)  # up to there states are held, and rows alone are missing
+            idle = self.states is not None and self.states.has_idle
             likely = (
                 target.position
                 for target in self.targets(request)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from proxy.bench.harness.servers import generated_model, narrator
-from tests.bench.first_tokens import DIRECT, Load, Setup, Way, figures, measure
+from tests.bench.first_tokens import DIRECT, Load, Setup, Way, figures, measure, report
 
 ROUNDS, WARM_UP, PROMPTS = 8, 3, 60
 
@@ -87,12 +87,7 @@ def main(argv: list[str]) -> int:
                 asyncio.run(measure(ways, [*engines, *patched], load, args.rounds, model, say, WARM_UP))
                 found[name] = ways
     if args.json:
-        kept = ("name", "first_tokens", "steps", "hits")
-        print(
-            json.dumps(
-                {name: [{key: getattr(way, key) for key in kept} for way in ways] for name, ways in found.items()}
-            )
-        )
+        print(json.dumps({name: report(ways) for name, ways in found.items()}))
     else:
         print("\n\n".join(render(name, ways) for name, ways in found.items()))
         print(

@@ -26,7 +26,7 @@ from proxy.bench.harness.servers import Server, Servers, generated_model, narrat
 from proxy.commands.render_server import free_port
 from tests.bench import timed_gateway
 from tests.bench.gateway_cost import gateway_of, percentile
-from tests.bench.peers import PEERS, VLLM_ROUTER, start
+from tests.bench.peers import PEERS, VLLM_ROUTER, start, start_bare
 from tests.bench.serve_client import ServeClient, arguments_of
 from tests.harness.api_keys import bearer, entry
 from tests.harness.redis_server import RedisServer
@@ -172,9 +172,7 @@ class Setup:
 
     def bare(self, worker: Server) -> None:
         """A proxy that does nothing but pass on."""
-        port = free_port()
-        command = [sys.executable, "-m", "tests.bench.bare_proxy", str(port), worker.url]
-        self._add(BARE, self.servers.start("bare", port, command, {}))
+        self._add(BARE, start_bare(self.servers, worker.url))
 
     def router(self, workers: Sequence[Server]) -> None:
         """vllm-router as it is shipped."""
@@ -228,9 +226,7 @@ class Setup:
             elif part == "response-cache":
                 flags += ["--response-cache", str(CACHE_BYTES)]
             elif part == "tracing":
-                port = free_port()
-                command = [sys.executable, "-m", "tests.bench.bare_proxy", str(port), "nowhere"]
-                sink = self.servers.start("spans", port, command, {})
+                sink = start_bare(self.servers, "nowhere")
                 sink.wait_until_ready("/health", 30)
                 bind([sink.process.pid], OTHER_CORE)
                 flags += ["--otlp-traces-endpoint", f"{sink.url}/v1/traces"]

@@ -26,7 +26,7 @@ from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.ratios import Pair, Spread, spread
 from proxy.bench.harness.servers import Server, Servers, narrator
 from proxy.commands.render_server import free_port
-from tests.bench.peers import PEERS, VLLM_ROUTER, Peer, start
+from tests.bench.peers import VLLM_ROUTER, Peer, add_peer_flags, chosen_peers, start, start_bare
 from tests.harness.load import connect, request, send_all
 from tests.harness.mock_worker import MODEL, mock_worker
 
@@ -276,9 +276,7 @@ async def run(
         gateway.wait_until_ready("/ready", seconds=30)
         contestants = [Contestant(DIRECT, worker, None), Contestant(SEAMARK, gateway, CpuTime(gateway.process.pid))]
         beside = {str(checkout): gateway_of(servers, checkout, worker) for checkout in map(Path.resolve, checkouts)}
-        port = free_port()
-        command = [sys.executable, "-m", "tests.bench.bare_proxy", str(port), worker.url]
-        beside[BARE] = servers.start("bare", port, command, {})
+        beside[BARE] = start_bare(servers, worker.url)
         if response_cache:
             beside[CACHING] = servers.gateway(worker, flags=("--response-cache", str(CACHE_BYTES)))
         for name, server in beside.items():
@@ -389,14 +387,9 @@ def main(argv: list[str]) -> int:
         prog="python -m tests.bench.gateway_cost",
         description="CPU time and latency of the gateway, beside those of others",
     )
-    names = {peer.name: peer for peer in PEERS}
     parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help=f"in a batch ({REQUESTS})")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"batches of each kind ({ROUNDS})")
-    parser.add_argument("--peer", action="append", choices=names, help="only this one (repeat); default: all")
-    parser.add_argument("--no-peers", action="store_true", help="Seamark alone; no target beside others is judged")
-    parser.add_argument(
-        "--checkout", type=Path, action="append", default=[], metavar="DIR", help="its gateway, too (repeat)"
-    )
+    add_peer_flags(parser, "Seamark alone; no target beside others is judged")
     parser.add_argument(
         "--response-cache", action="store_true", help="a gateway with a response cache, too, which no request allows"
     )
@@ -408,7 +401,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.requests < 1 or args.rounds < 1:
         parser.error("--requests, --rounds: at least 1")
-    peers = [] if args.no_peers else [names[name] for name in dict.fromkeys(args.peer or names)]
+    peers = chosen_peers(args)
     cases = [case for case in CASES if args.size in (None, case.size)]
     running = run(
         peers, cases, args.requests, args.rounds, args.step_ms, narrator(), args.checkout, args.response_cache

@@ -24,7 +24,7 @@ from proxy.bench.harness.ratios import Spread, spread
 from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.gateway_cost import DIRECT, SEAMARK, gateway_of
 from tests.bench.long_chats import conversation
-from tests.bench.peers import PEERS, Peer, start
+from tests.bench.peers import Peer, add_peer_flags, chosen_peers, start
 from tests.harness.load import ANSWER_SECONDS, Sample, connect, request
 from tests.harness.mock_worker import mock_worker
 
@@ -192,19 +192,14 @@ def main(argv: list[str]) -> int:
         prog="python -m tests.bench.long_turns",
         description="requests a second a core of agents' long turns, beside other gateways",
     )
-    names = {peer.name: peer for peer in PEERS}
     parser.add_argument("--agents", type=int, default=AGENTS, metavar="N", help=f"at once ({AGENTS})")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"batches of each kind ({ROUNDS})")
-    parser.add_argument("--peer", action="append", choices=names, help="only this one (repeat); default: all")
-    parser.add_argument("--no-peers", action="store_true", help="Seamark alone")
-    parser.add_argument(
-        "--checkout", type=Path, action="append", default=[], metavar="DIR", help="its gateway, too (repeat)"
-    )
+    add_peer_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     if args.agents < 1 or args.rounds < 1:
         parser.error("--agents, --rounds: at least 1")
-    peers = [] if args.no_peers else [names[name] for name in dict.fromkeys(args.peer or names)]
+    peers = chosen_peers(args)
     rows, missing = uvloop.run(run(peers, args.checkout, args.agents, args.rounds, SIZES, narrator()))
     if args.json:
         print(json.dumps(as_json(rows, missing), indent=1))

@@ -154,6 +154,19 @@ def test_voiding_one_boot_leaves_the_others(worker):
     assert not is_hit(held)
 
 
+async def fast_and_slow(
+    held: ResponseCache, worker: Worker
+) -> tuple[Execution, Client, Client, list[asyncio.Task[bool]]]:
+    """An execution that two clients read, the second of which takes nothing for now; and what each of them gets."""
+    fast, slow = Client(), Client()
+    execution = execution_of(held, worker, fast)
+    slow.joins(execution)
+    slow.reads.clear()
+    reading = [asyncio.create_task(each.read()) for each in (fast, slow)]
+    await turns(1)
+    return execution, fast, slow, reading
+
+
 def answering(execution: Execution, pieces: int, piece: bytes = PIECE) -> list[int]:
     """The worker answers with so many; the list grows with each that it could send."""
     sent: list[int] = []
@@ -265,12 +278,7 @@ async def test_who_falls_behind_the_others_is_cut_off_and_holds_up_nobody(worker
 
 async def test_a_slower_client_gets_all_if_it_is_not_too_far_behind(worker):
     held = cache(2**20)
-    fast, slow = Client(), Client()
-    execution = execution_of(held, worker, fast)
-    slow.joins(execution)
-    slow.reads.clear()
-    reading = [asyncio.create_task(each.read()) for each in (fast, slow)]
-    await turns(1)
+    execution, fast, slow, reading = await fast_and_slow(held, worker)
     sent = answering(execution, 1000)
     while len(sent) < 200:
         await turns(1)
@@ -283,12 +291,7 @@ async def test_without_room_in_the_cache_a_few_pieces_are_held_for_the_slower_on
     monkeypatch.setattr(response_cache, "PATIENCE_SECONDS", 0.0)
     held = cache(2**20)
     assert held.answers.take(None, 2**20 - 100)  # by others
-    fast, slow = Client(), Client()
-    execution = execution_of(held, worker, fast)
-    slow.joins(execution)
-    slow.reads.clear()
-    reading = [asyncio.create_task(each.read()) for each in (fast, slow)]
-    await turns(1)
+    execution, fast, _, reading = await fast_and_slow(held, worker)
     most = held.answers.size
 
     async def compute() -> None:
@@ -308,12 +311,7 @@ async def test_without_room_in_the_cache_a_few_pieces_are_held_for_the_slower_on
 async def test_an_answer_is_waited_for_only_so_long_in_all(worker, monkeypatch):
     monkeypatch.setattr(response_cache, "PATIENCE_SECONDS", 0.02)
     held = cache(2**16)
-    fast, slow = Client(), Client()
-    execution = execution_of(held, worker, fast)
-    slow.joins(execution)
-    slow.reads.clear()
-    reading = [asyncio.create_task(each.read()) for each in (fast, slow)]
-    await turns(1)
+    execution, fast, _, reading = await fast_and_slow(held, worker)
     answering(execution, 1000)
     assert await reading[0] is True and fast.ended and execution._patience <= 0
     with pytest.raises(asgi.ClientGone):
