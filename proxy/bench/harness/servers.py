@@ -76,16 +76,21 @@ class Server:
 
     def wait_until_ready(self, path: str = "/health", seconds: float = START_SECONDS) -> None:
         """Return once `path` answers 200. Raises `NotStarted` if it dies or takes too long."""
-        deadline = time.monotonic() + seconds
+        deadline, said = time.monotonic() + seconds, "nothing"
         with httpx.Client(timeout=5.0) as client:
             while time.monotonic() < deadline:
                 if self.process.poll() is not None:
                     raise NotStarted(f"{self.name} ended with {self.process.returncode}:\n{self.log_end()}")
-                with contextlib.suppress(httpx.HTTPError):
-                    if client.get(self.url + path).status_code == 200:
+                try:
+                    answer = client.get(self.url + path)
+                except httpx.HTTPError as error:
+                    said = str(error) or type(error).__name__
+                else:
+                    if answer.status_code == 200:
                         return
+                    said = f"{answer.status_code} {answer.text[:500]}"
                 time.sleep(0.1)
-        raise NotStarted(f"{self.name} was not ready after {seconds:.0f} s:\n{self.log_end()}")
+        raise NotStarted(f"{self.name} was not ready after {seconds:.0f} s; {path} answered {said}:\n{self.log_end()}")
 
     def log_end(self, lines: int = 40) -> str:
         """The last lines of the log."""

@@ -197,6 +197,11 @@ ROWS = [(0, 30), (5, 20), (8, 17), (14, 12)]
 WRITES = {0: [8, 9, 16, 30], 1: [1, 2, 3, 19], 2: [8], 3: [2, 12]}
 
 
+def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Bit by bit; the failure says what, and where it differs first."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
+
+
 @pytest.mark.parametrize("dim_first", [False, True])
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("on_cpu", [False, True])
@@ -212,17 +217,18 @@ def test_each_state_is_that_of_a_chunk_that_ends_there(monkeypatch, row, decodes
         conv, ssm = layer.conv_state[block], layer.ssm_state[block]
         shorter = [(rows[0][0], offset), *rows[1:]]
         expected = run(monkeypatch, shorter, {}, **of_step)
-        assert torch.equal(conv, expected.conv_state[0]) and torch.equal(ssm, expected.ssm_state[0])
+        same(conv, expected.conv_state[0], f"convolution's state after {offset} tokens")
+        same(ssm, expected.ssm_state[0], f"scan's state after {offset} tokens")
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_outputs_and_running_states_are_those_of_a_step_without_writes(monkeypatch, on_cpu):
     written = run(monkeypatch, ROWS, WRITES, on_cpu=on_cpu)
     plain = run(monkeypatch, ROWS, {}, on_cpu=on_cpu)
-    assert torch.equal(written.output, plain.output)
     rows = len(ROWS)
-    assert torch.equal(written.ssm_state[:rows], plain.ssm_state[:rows])
-    assert torch.equal(written.conv_state[:rows], plain.conv_state[:rows])
+    same(written.output, plain.output, "outputs")
+    same(written.ssm_state[:rows], plain.ssm_state[:rows], "the scans' states")
+    same(written.conv_state[:rows], plain.conv_state[:rows], "the convolutions' states")
 
 
 def test_the_scan_is_not_cut_and_only_what_lies_inside_a_chunk_is_scanned_again(monkeypatch):

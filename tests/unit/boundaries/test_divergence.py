@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from proxy.boundaries.divergence import MAX_CUTS, MIN_CHARACTERS, DivergenceLearner
+from collections.abc import Mapping, Sequence
+from sys import getsizeof
+
+import pytest
+
+from proxy.boundaries.divergence import MAX_CUTS, MIN_CHARACTERS, PLACE_BYTES, DivergenceLearner
 from proxy.boundaries.layout import PromptLayout, layout_of
 from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_request, completions_request
@@ -83,9 +88,33 @@ def test_without_memory_for_texts_nothing_is_learned():
     assert [learner.shared_texts(question(DOCUMENT + text)) for text in ("one", "two", "three")] == [[], [], []]
 
 
-def test_memory_for_texts_is_bounded():
+def in_memory(learner: DivergenceLearner) -> int:
+    """Bytes of all the texts that it can reach."""
+    seen: set[int] = set()
+
+    def of(value: object) -> int:
+        if id(value) in seen:
+            return 0
+        seen.add(id(value))
+        if isinstance(value, str):
+            return getsizeof(value)
+        if isinstance(value, Mapping):
+            return sum(of(part) for part in value.values())
+        if isinstance(value, Sequence) and not isinstance(value, bytes):
+            return sum(of(part) for part in value)
+        slots = getattr(type(value), "__slots__", ())
+        return sum(of(getattr(value, name)) for name in slots) + of(getattr(value, "__dict__", {}))
+
+    return of(learner)
+
+
+@pytest.mark.parametrize("systems", [1, 50], ids=["one place", "many places"])
+def test_memory_for_texts_is_bounded(systems):
     learner = DivergenceLearner(100_000)
+    most = 0
     for number in range(200):
-        learner.shared_texts(question(f"{number % 7} {number} " + DOCUMENT))
+        learner.shared_texts(question(f"{number % 7} {number} " + DOCUMENT, f"You are number {number % systems}."))
+        most = max(most, in_memory(learner))
         assert learner.held <= 100_000
-    assert learner.held > 0
+    assert 2_000 < most <= 100_000
+    assert 0 <= learner.held - in_memory(learner) <= systems * PLACE_BYTES  # what it counts is what it holds
