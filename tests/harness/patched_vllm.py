@@ -35,7 +35,7 @@ def environment_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched_vllm(*without: str) -> Iterator[None]:
-    """All patches of modules that are imported, but those named, are in place; what is imported later stays as it is."""
+    """All patches of modules that are imported, but those named, are in place; not what is imported later."""
     with environment_kept(), pytest.MonkeyPatch.context() as patched:
         patched.setenv("SEAMARK_ENGINE", "0")
         patched.setattr(vllm.plugins, "plugins_loaded", True)  # not by vLLM's own mechanism
@@ -52,6 +52,6 @@ def patched_vllm(*without: str) -> Iterator[None]:
 
 
 def audited(scenes: Scenes, model: Path | str, core: dict[str, Any], **wanted: Any) -> dict[str, Any]:
-    """What an audit finds whose `scenes` are these, with a `core`, within `patched_vllm`; `wanted`: see `audit.main`."""
+    """What an audit of these `scenes` finds with a `core`, within `patched_vllm`; `wanted`: see `audit.main`."""
     with environment_kept():
         return audit(scenes(str(model), wanted, core), core)

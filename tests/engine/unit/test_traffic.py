@@ -1,6 +1,6 @@
 """A little of the random traffic that the audits play at length, on vLLM's own scheduler in this process.
 
-The same with more of it, with planted defects, and on other versions: tests/engine/test_scheduler.py and its neighbours.
+More of it, planted defects, and other versions: tests/engine/test_scheduler.py and its neighbours.
 """
 
 from __future__ import annotations
