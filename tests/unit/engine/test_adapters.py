@@ -192,6 +192,26 @@ def test_an_adapter_has_changed_once_its_states_are_found_under_another_key(tmp_
     assert [held.has_changed(held_by(held, each)) for each in (lora, lora, other)] == [True, False, False]
 
 
+def test_what_was_in_doubt_once_stays_so_until_it_is_loaded_again_though_its_files_are_as_before(tmp_path: Path):
+    held, lora = Adapters(), asked(tmp_path / "a", "a")
+    before = held_by(held, lora)
+    (tmp_path / "a").rename(tmp_path / "away")
+    assert held.of(lora) is None
+    (tmp_path / "away").rename(tmp_path / "a")
+    assert held.of(lora) is None
+    held.load(lora, lambda _: None)
+    assert held_by(held, lora).tag != before.tag
+
+
+def test_of_two_ids_the_one_that_was_loaded_last_is_certain_though_the_contents_are_the_same(tmp_path: Path):
+    held, first = Adapters(), asked(tmp_path / "a", "a", 1)
+    second = msgspec.structs.replace(first, lora_int_id=2)
+    before = held_by(held, first)
+    touch(first)
+    held.load(second, lambda _: None)
+    assert held.of(first) is None and held_by(held, second).tag != before.tag
+
+
 def made_request(lora: Lora | None, **marks: Any) -> Any:
     """A vLLM `Request` whose hashes are made of what `hash_contents` adds."""
 
