@@ -57,7 +57,7 @@ def touch(lora: Lora) -> None:
     os.utime(Path(lora.lora_path) / CONFIG, ns=(1, 1))
 
 
-def held_by(held: Adapters, lora: Lora) -> Adapter:
+def held_by(held: Adapters, lora: Any) -> Adapter:
     adapter = held.of(lora)
     assert adapter is not None
     return adapter
@@ -93,6 +93,10 @@ def test_a_tag_stands_for_what_the_files_say_and_not_for_where_they_lie(tmp_path
     assert len(set(tags.values())) == 4 and all(len(tag) == 64 for tag in tags.values())
     flat, cube = (Lora("a", str(folders["one"]), is_3d_lora_weight=each) for each in (False, True))
     assert held_by(Adapters(), flat).tag == tags["one"] != held_by(Adapters(), cube).tag
+    of_a_vllm_without_them = SimpleNamespace(
+        lora_name="a", lora_path=str(folders["one"]), lora_int_id=1, load_inplace=False
+    )
+    assert held_by(Adapters(), of_a_vllm_without_them).tag == tags["one"]
 
 
 def test_an_adapter_is_found_where_vllm_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
