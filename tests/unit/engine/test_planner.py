@@ -165,6 +165,7 @@ def test_all_that_is_known_of_a_request_becomes_its_wish():
     [(16, 112, 0), (16, 128, 128), (16, 0, 0), (256, 240, 0), (256, 256, 256), (64, 176, 128)],
 )
 def test_what_is_shared_is_learned_from_128_tokens_and_a_step_of_the_grid_on(alignment, shared, learned):
+    assert not PLANNER.is_worth_learning(127)
     planner = Planner(Grid(16, alignment), 512)
     assert planner.is_worth_learning(shared) is (learned > 0)
     assert planner.wish(None, (), 1000, shared, (), print).learned == learned
