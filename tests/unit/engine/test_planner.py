@@ -176,6 +176,12 @@ def test_a_hint_at_the_parting_or_a_little_behind_it_means_the_parting(entry, le
     assert PLANNER.wish([entry], (entry,), 1000, 320, (), print).learned == learned
 
 
+def test_where_a_hash_covers_the_next_token_a_hint_right_at_the_parting_means_it_too():
+    planner = Planner(Grid(16, 16, ahead=1), 512)
+    assert planner.wish([320], (320,), 1000, 320, (), print).learned == 0
+    assert planner.wish([319], (319,), 1000, 320, (), print).learned == 320
+
+
 def test_the_same_prompt_again_is_left_at_its_last_whole_unit_but_one():
     assert PLANNER.wish([310], (310,), 321, 320, (), print).learned == 320
     assert PLANNER.wish([310], (310,), 320, 320, (), print).learned == 0  # hinted where it can be resumed
