@@ -241,6 +241,7 @@ def blocks(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
         elif event["type"] == "content_block_stop":
             assert is_open and event["index"] == len(found) - 1, event
             is_open = False
+        assert event["type"] != "error", event
     assert not is_open
     return found
 
