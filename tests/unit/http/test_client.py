@@ -6,11 +6,12 @@ import asyncio
 import errno
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from proxy.http import client
-from proxy.http.client import Answer, Broken, Exhausted, Malformed, Stale, Unreachable, Upstream
+from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stale, Unreachable, Upstream
 from proxy.http.json_body import OverBound
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
@@ -42,6 +43,12 @@ class Peer:
     def close(self) -> None:
         """Close the connection. On the loopback, the other side's system knows at once."""
         self._taken.close()
+
+    def left(self) -> bool:
+        """Whether the other side has closed the connection, once it has; what it sent before is not looked at."""
+        while self._taken.recv(65536):
+            pass
+        return True
 
     def end(self) -> None:
         self._listening.close()
@@ -247,3 +254,206 @@ async def test_no_answer_to_the_gateways_own_requests_is_longer_than_it_may_be(u
             with pytest.raises(Malformed):
                 await sending
         peer.close()
+
+
+# What a request looks like, and what of its answer is passed on.
+
+
+CLOSING = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
+
+
+async def exchange(upstream: Upstream, peer: Peer, answer: bytes = CLOSING + b"ok", **request: Any) -> Answer:
+    """One request on a new connection; what arrived is in `peer.read`."""
+    peer.read = b""
+    request = {"method": "GET", "url": peer.url + "/", **request}
+    sending = asyncio.create_task(upstream.send(**request))
+    await peer.accept()
+    peer.write(answer)
+    return await sending
+
+
+async def test_a_worker_gets_the_clients_head_byte_by_byte_and_nothing_else(upstream, peer):
+    headers = [(b"x-name", b"caf\xe9 \xc3\xa9"), (b"x-name", b"two"), (b"accept", b"a/b")]
+    answer = await exchange(upstream, peer, url=peer.url + "/a%2Fb?q=%20x", headers=headers)
+    assert answer.status == 200 and await answer.read() == b"ok"
+    head, *fields = peer.read.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    assert head == b"GET /a%2Fb?q=%20x HTTP/1.1"
+    host = b"Host: " + peer.url.removeprefix("http://").encode()
+    assert sorted(fields) == sorted([host, *(name + b": " + value for name, value in headers)])
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "ends"),
+    [
+        ("GET", b"", b""),
+        ("HEAD", b"", b""),
+        ("OPTIONS", b"", b""),
+        ("GET", b"{}", b"Content-Length: 2"),
+        ("POST", b"", b"Content-Length: 0"),
+        ("POST", b"{}", b"Content-Length: 2"),
+        ("DELETE", b"", b"Content-Length: 0"),
+    ],
+)
+async def test_a_body_has_its_length_and_what_has_none_by_its_nature_has_no_length(upstream, peer, method, body, ends):
+    await exchange(upstream, peer, CLOSING, method=method, body=body)
+    head, _, sent = peer.read.partition(b"\r\n\r\n")
+    framing = [line for line in head.split(b"\r\n") if line.lower().startswith((b"content-length", b"transfer-"))]
+    assert (framing, sent) == ([ends] if ends else [], body)
+
+
+async def test_an_answer_is_as_it_came(upstream, peer):
+    """Neither unpacked nor followed, and no cookie is kept."""
+    head = b"HTTP/1.1 302 Found\r\nLocation: /other\r\nset-cookie: a=b\r\nContent-Encoding: gzip\r\n"
+    answer = await exchange(upstream, peer, head + b"x: one\r\nx: two\r\ncontent-length: 3\r\n\r\nraw")
+    assert (answer.status, answer.header("X"), answer.header("missing")) == (302, "one", None)
+    assert answer.headers[0] == (b"Location", b"/other") and answer.is_encoded
+    assert [chunk async for chunk in answer.chunks()] == [b"raw"]
+    sending = asyncio.create_task(upstream.send("GET", peer.url + "/again"))
+    peer.read = b""
+    await peer.receive()
+    peer.write(ANSWER + b"ok")
+    assert not (await sending).is_encoded and b"cookie" not in peer.read.lower() and peer.accepted == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_encoded"),
+    [
+        (b"", False),
+        (b"content-encoding: identity\r\n", False),
+        (b"content-encoding: \r\n", False),
+        (b"Content-Encoding: identity\r\ncontent-encoding: br\r\n", True),
+    ],
+)
+async def test_a_body_is_encoded_if_any_coding_but_none_is_named(upstream, peer, fields, is_encoded):
+    answer = await exchange(upstream, peer, b"HTTP/1.1 200 OK\r\n" + fields + b"content-length: 0\r\n\r\n")
+    assert answer.is_encoded is is_encoded
+    answer.close()
+
+
+async def test_a_connection_is_used_again_only_if_its_answer_was_read(upstream, peer):
+    answer = await exchange(upstream, peer, ANSWER + b"o")
+    answer.close()
+    answer = await exchange(upstream, peer, ANSWER + b"ok")
+    assert await answer.read() == b"ok" and peer.accepted == 2
+    answer.close()
+    sending = asyncio.create_task(upstream.send("GET", peer.url + "/third"))
+    await peer.receive()
+    peer.write(ANSWER + b"ok")
+    assert await (await sending).read() == b"ok" and peer.accepted == 2
+    answer = await exchange(upstream, peer, fresh=True)  # whatever connections there are
+    assert await answer.read() == b"ok" and peer.accepted == 3 and b"connection: close" in peer.read.lower()
+
+
+async def test_the_last_line_counts_whether_it_has_ended_or_not(upstream, peer):
+    for body, lines in ((b"one\ntwo", [b"one", b"two"]), (b"one\n", [b"one"]), (b"", []), (b"\n", [b""])):
+        answer = await exchange(
+            upstream, peer, b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        assert [line async for line in answer.lines(64)] == lines, body
+
+
+async def test_an_answer_that_breaks_off_is_broken_however_it_is_read(upstream, peer):
+    for read in (Answer.read, Answer.next_chunk):
+        answer = await exchange(upstream, peer, b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n")
+        peer.close()
+        with pytest.raises(Broken) as broken:
+            await read(answer)
+        assert not isinstance(broken.value, Silent)
+
+
+async def test_a_worker_that_says_nothing_is_silent_and_one_that_is_waited_for_is_not(upstream, peer):
+    sending = asyncio.create_task(upstream.send("POST", peer.url + "/", body=b"{}", read_timeout=0.05))
+    await peer.accept()
+    with pytest.raises(Silent):
+        await sending
+    answer = await exchange(
+        upstream, peer, b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", body=b"{}", read_timeout=0.05
+    )
+    for read in (answer.next_chunk, answer.read):
+        with pytest.raises(Silent):
+            await read()
+
+
+async def test_a_new_connection_that_is_closed_before_the_body_is_none(upstream, peer, monkeypatch):
+    monkeypatch.setattr(client, "_is_closed", lambda transport: True)
+    with pytest.raises(Unreachable):
+        await exchange(upstream, peer, method="POST", body=b"{}")
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EMFILE, Exhausted), (errno.EACCES, Unreachable), (0, Unreachable)])
+async def test_a_name_that_is_not_found_for_want_of_descriptors_is_no_workers_fault(
+    upstream, monkeypatch, number, kind
+):
+    def no_name(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    def no_file(*_):
+        raise OSError(number, "none left")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_name)
+    if number:
+        monkeypatch.setattr(client.os, "open", no_file)
+    with pytest.raises(Unreachable) as failed:
+        await upstream.send("GET", "http://worker.example:8000/")
+    assert type(failed.value) is kind
+
+
+# The gateway's own requests.
+
+
+async def own(upstream: Upstream, peer: Peer, **request: Any) -> list[bytes]:
+    """The lines of the head of a request of the gateway's own, in lower case."""
+    peer.read = b""
+    asking = asyncio.create_task(upstream.ask("POST", peer.url + "/v1/x", **request))
+    await peer.accept()
+    peer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+    (await asking).close()
+    peer.close()
+    return peer.read.partition(b"\r\n\r\n")[0].lower().split(b"\r\n")
+
+
+async def test_the_gateways_own_requests_carry_the_workers_key_and_say_what_they_hold(upstream, peer):
+    with_key = Upstream(30, 20_000, api_key="k")
+    for each, key in ((upstream, []), (with_key, [b"authorization: bearer k"])):
+        head = await own(each, peer, body=b"{}", headers=[(b"x-more", b"1")])
+        assert [line for line in head if line.startswith(b"auth")] == key
+        assert b"x-more: 1" in head and b"content-type: application/json" in head
+        assert not any(line.startswith(b"content-type") for line in await own(each, peer))
+    await exchange(with_key, peer)  # a client's request carries the client's headers alone
+    assert b"authorization" not in peer.read.lower()
+    await with_key.aclose()
+
+
+async def test_an_address_with_credentials_gets_these_and_no_other_does(upstream, peer):
+    mine, clients = b"authorization: Basic YTpi", [(b"authorization", b"Bearer c"), (b"x", b"1")]
+    upstream.trust(peer.url, "a:b")
+    await exchange(upstream, peer, headers=clients)
+    assert mine in peer.read and b"Bearer c" not in peer.read and b"x: 1" in peer.read
+    await exchange(upstream, peer)
+    assert mine in peer.read
+    upstream.trust(peer.url[:-1], "c:d")  # another port, which begins alike
+    upstream.trust(peer.url, None)
+    await exchange(upstream, peer, headers=clients)
+    assert b"Basic" not in peer.read and b"authorization: Bearer c" in peer.read
+    upstream.trust(peer.url, "e:f")
+    upstream.trust(peer.url, "a:b")
+    await exchange(upstream, peer)
+    assert peer.read.count(b"Basic") == 1 and mine in peer.read
+
+
+async def test_what_is_asked_is_given_back_whatever_comes(upstream, peer, monkeypatch):
+    monkeypatch.setattr(client, "MOST_OWN_BYTES", 1)
+    fetching = asyncio.create_task(upstream.fetch("GET", peer.url + "/"))
+    await peer.accept()
+    peer.write(ANSWER + b"o")
+    peer.write(b"k")
+    with pytest.raises(Malformed):
+        await fetching
+    assert await asyncio.to_thread(peer.left)  # its connection was closed, since it was not read to its end
+
+
+async def test_once_closed_no_connection_is_left(peer):
+    upstream = Upstream(30, 20_000)
+    await (await exchange(upstream, peer, ANSWER + b"ok")).read()
+    await upstream.aclose()
+    assert await asyncio.to_thread(peer.left)
