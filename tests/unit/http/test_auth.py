@@ -267,9 +267,11 @@ def test_with_pages_on_an_address_of_their_own_all_other_paths_need_a_key_as_bef
 
 # Names of stored responses.
 
+GATEWAYS = "s"
 
-def key_of(file: Path, name: str = "ann", gateway_secret: str | None = "s"):
-    found = KeyRing(file, gateway_secret).named(name)
+
+def key_of(file: Path, name: str = "ann", *, ring_secret: str | None = GATEWAYS):
+    found = KeyRing(file, ring_secret).named(name)
     assert found is not None
     return found
 
@@ -279,7 +281,7 @@ def test_a_response_is_known_as_its_keys_by_every_gateway_with_the_secret(file):
     one, other = ann.new_response_id(), ann.new_response_id()
     assert one != other and len(one) == len("resp_") + 4 * ID_BYTES
     assert ann.made(one) and ann.made(other) and key_of(file).made(one)
-    assert not key_of(file, "bob").made(one) and not key_of(file, gateway_secret="other").made(one)
+    assert not key_of(file, "bob").made(one) and not key_of(file, ring_secret="other").made(one)
     for wrong in ("", one[:-1], one + "0", one.upper(), one.removeprefix("resp_"), "resp_" + "0" * 64, "x" + one):
         assert not ann.made(wrong), wrong
 
@@ -287,21 +289,21 @@ def test_a_response_is_known_as_its_keys_by_every_gateway_with_the_secret(file):
 def test_without_a_secret_a_response_is_proved_by_each_hash_of_its_key(file):
     """While one key replaces another, responses of both are known."""
     file.write_text(f'[keys.ann]\nsha256 = ["{HASH["ann"]}", "{HASH["bob"]}"]\n[keys.bob]\nsha256 = "{HASH["eve"]}"\n')
-    both = key_of(file, gateway_secret=None)
+    both = key_of(file, ring_secret=None)
     made = both.new_response_id()
-    assert both.made(made) and not key_of(file, "bob", None).made(made)
+    assert both.made(made) and not key_of(file, "bob", ring_secret=None).made(made)
     file.write_text(f'[keys.ann]\nsha256 = "{HASH["ann"]}"\n')
-    assert key_of(file, gateway_secret=None).made(made)
+    assert key_of(file, ring_secret=None).made(made)
     file.write_text(f'[keys.ann]\nsha256 = ["{HASH["bob"]}", "{HASH["ann"]}"]\n')
-    assert key_of(file, gateway_secret=None).made(made)
+    assert key_of(file, ring_secret=None).made(made)
     file.write_text(f'[keys.ann]\nsha256 = "{HASH["bob"]}"\n')
-    assert not key_of(file, gateway_secret=None).made(made)
+    assert not key_of(file, ring_secret=None).made(made)
 
 
 @pytest.mark.parametrize(("gateway_secret", "last"), [("s", True), (None, False), ("", False)])
 def test_salts_last_where_they_are_derived_from_a_secret(file, gateway_secret, last):
     assert KeyRing(file, gateway_secret).salts_last is last
-    salts = {key_of(file, gateway_secret=gateway_secret).salt for _ in range(2)}
+    salts = {key_of(file, ring_secret=gateway_secret).salt for _ in range(2)}
     assert len(salts) == (1 if last else 2)
     assert all(len(b64decode(salt, altchars=b"-_")) == SALT_BYTES for salt in salts)
 

@@ -261,7 +261,10 @@ NAME = b"Content-Disposition: form-data; name=a"
 def test_a_head_is_plain_if_every_reader_takes_it_alike(head, is_plain):
     assert passes(part(head, b"x")) is is_plain
     assert passes(part(head, b"x")[: -len(b"\r\nx\r\n--x--\r\n")]) is is_plain
-    assert not passes(b"--x\r\n" + head)  # a head that does not end
+
+
+def test_a_head_that_does_not_end_is_not_plain():
+    assert passes(b"--x\r\n" + NAME + b"\r\n") and not passes(b"--x\r\n" + NAME)
 
 
 def test_a_line_of_a_head_may_be_so_long_and_no_longer():
