@@ -41,7 +41,7 @@ def test_uvicorn_has_the_method_that_is_overridden(name):
 
 
 def test_uvicorn_has_the_attributes_that_are_used():
-    assert vars(uvicorn.Server(uvicorn.Config("x"))).keys() >= ATTRIBUTES
+    assert vars(uvicorn.Server(uvicorn.Config("x", log_config=None))).keys() >= ATTRIBUTES
 
 
 class Files:
@@ -60,7 +60,9 @@ class Files:
 
 
 def server(gateway: Files, **settings) -> GatewayServer:
-    return GatewayServer(uvicorn.Config("x"), Settings(worker=("http://127.0.0.1:9",), **settings), gateway)
+    return GatewayServer(
+        uvicorn.Config("x", log_config=None), Settings(worker=("http://127.0.0.1:9",), **settings), gateway
+    )
 
 
 async def test_a_stop_has_its_delay_and_then_comes(monkeypatch):
