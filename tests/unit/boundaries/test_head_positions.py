@@ -271,23 +271,18 @@ def test_all_renders_of_a_head_have_one_deadline(monkeypatch):
         assert runner.run(one_head()) == (3, 0)
 
 
-def system_of(size: int) -> str:
-    return "x" * size
-
-
 @pytest.mark.parametrize(("more", "is_rendered"), [(0, True), (1, False)])
-async def test_a_head_may_be_so_long_and_no_longer(more, is_rendered):
-    """Of the texts of all its messages; a question behind it does not count."""
+async def test_a_head_may_be_so_long_and_no_longer(monkeypatch, more, is_rendered):
+    """Of the texts of all its messages; what stands behind the place does not count."""
+    monkeypatch.setattr(head_positions, "MAX_CHARACTERS", len(HEAD["content"]) + len("The tide table.") - more)
     gateway = Gateway(Characters())
-    before = [user("First?"), assistant("One.")]
-    system = system_of(MAX_CHARACTERS - len("First?") - len("One.") + more)
     for question in ("a?", "b?"):
-        parts = [{"type": "text", "text": ""}, {"type": "text", "text": question}]
-        parts[0] |= EPHEMERAL
-        gateway.ask([{"role": "system", "content": system}, *before, user(parts)])
+        parts = [{"type": "text", "text": "x" * 100}, {"type": "text", "text": question}]
+        gateway.ask(
+            [HEAD, {"role": "assistant", "content": "The tide table."}, user(question), assistant("x"), user(parts)]
+        )
     await gateway.idle()
-    seen = [body for body in gateway.renderer.bodies if len(body["messages"]) == 4]
-    assert bool(seen) is is_rendered
+    assert bool(gateway.renderer.bodies) is is_rendered
 
 
 @pytest.mark.parametrize(("more", "is_rendered"), [(0, True), (1, False)])
