@@ -273,8 +273,10 @@ def test_all_renders_of_a_head_have_one_deadline(monkeypatch):
 
 @pytest.mark.parametrize(("more", "is_rendered"), [(0, True), (1, False)])
 async def test_a_head_may_be_so_long_and_no_longer(monkeypatch, more, is_rendered):
-    """Of the texts of all its messages; what stands behind the place does not count."""
-    monkeypatch.setattr(head_positions, "MAX_CHARACTERS", len(HEAD["content"]) + len("The tide table.") - more)
+    """Of the texts of all its messages; those behind it do not count."""
+    monkeypatch.setattr(
+        head_positions, "MAX_CHARACTERS", len(HEAD["content"]) + len("The tide table.") + len("b?") - more
+    )
     gateway = Gateway(Characters())
     for question in ("a?", "b?"):
         parts = [{"type": "text", "text": "x" * 100}, {"type": "text", "text": question}]

@@ -273,9 +273,15 @@ def test_a_port_that_is_taken_is_told_with_what_holds_it(monkeypatch):
 
 def test_an_address_that_cannot_be_had_is_not_asked_who_holds_it(monkeypatch):
     monkeypatch.setattr(uvicorn_server, "holder_of", lambda host, port: pytest.fail("it was asked"))
-    for host in ("192.0.2.1", "no.such.host.invalid"):
-        with pytest.raises(SettingsError, match=f"port: nothing can listen on {host}:8080"):
-            uvicorn_server.bound("port", host, 8080)
+    with pytest.raises(SettingsError, match=r"port: nothing can listen on 192\.0\.2\.1:8080"):
+        uvicorn_server.bound("port", "192.0.2.1", 8080)
+
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(SettingsError, match=r"port: nothing can listen on elsewhere:8080 \(not known\)"):
+        uvicorn_server.bound("port", "elsewhere", 8080)
 
 
 def test_where_one_of_several_addresses_cannot_be_had_none_is_kept(monkeypatch):
