@@ -6,8 +6,10 @@ import asyncio
 import errno
 import socket
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 
 from proxy.http import client
@@ -361,17 +363,31 @@ async def test_an_answer_that_breaks_off_is_broken_however_it_is_read(upstream, 
         assert not isinstance(broken.value, Silent)
 
 
-async def test_a_worker_that_says_nothing_is_silent_and_one_that_is_waited_for_is_not(upstream, peer):
+async def test_a_worker_that_says_nothing_is_silent(upstream, peer):
     sending = asyncio.create_task(upstream.send("POST", peer.url + "/", body=b"{}", read_timeout=0.05))
     await peer.accept()
     with pytest.raises(Silent):
         await sending
-    answer = await exchange(
-        upstream, peer, b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", body=b"{}", read_timeout=0.05
-    )
-    for read in (answer.next_chunk, answer.read):
-        with pytest.raises(Silent):
-            await read()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TimeoutError(), Silent),
+        (aiohttp.SocketTimeoutError(), Silent),
+        (aiohttp.ClientPayloadError(), Broken),
+        (ConnectionResetError(), Broken),
+    ],
+)
+async def test_a_body_that_stops_is_silent_and_one_that_ends_too_early_is_broken(error, kind):
+    async def fail() -> bytes:
+        raise error
+
+    response: Any = SimpleNamespace(status=200, raw_headers=(), read=fail, content=SimpleNamespace(readany=fail))
+    for read in (Answer.read, Answer.next_chunk):
+        with pytest.raises(Broken) as failed:
+            await read(Answer(response))
+        assert type(failed.value) is kind
 
 
 async def test_a_new_connection_that_is_closed_before_the_body_is_none(upstream, peer, monkeypatch):
