@@ -227,7 +227,7 @@ def test_the_one_command_of_a_text_is_found(text, arguments):
 @pytest.mark.parametrize("text", ["my-vllm serve m", "vllm server m", "vllm.serve m", "vllm bench serve m"])
 def test_what_only_looks_like_it_starts_no_vllm(text):
     assert not serves(text)
-    with pytest.raises(SettingsError, match="a.sh: no `vllm serve` in it"):
+    with pytest.raises(SettingsError, match=r"a\.sh: no `vllm serve` in it"):
         served(text, "a.sh")
 
 
@@ -351,7 +351,7 @@ def test_fields_are_given_as_json_or_one_by_one(arguments, told):
 
 
 def test_fields_that_are_no_json_are_said_with_the_flag():
-    with pytest.raises(SettingsError, match="a line: --sc is no JSON: {"):
+    with pytest.raises(SettingsError, match=r"a line: --sc is no JSON: \{$"):
         command("-sc", "{").fields("--sc", "-sc")
 
 
