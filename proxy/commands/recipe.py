@@ -274,7 +274,7 @@ def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int]
     published = port_in(before[-1]) if before else None
     if inside != str(own) or published is None:
         return None
-    return (before[0] if len(before) > 1 else EVERYWHERE), published
+    return (before[0].strip("[]") if len(before) > 1 else EVERYWHERE), published
 
 
 def port_in(text: object) -> int | None:
@@ -488,8 +488,8 @@ def _variables(text: str) -> dict[str, str]:
 def _env_file(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
-    lines = (line.strip() for line in path.read_text(errors="replace").splitlines())
-    return _environment([line for line in lines if "=" in line and not line.startswith("#")])
+    pairs = (line.strip().partition("=") for line in path.read_text(errors="replace").splitlines())
+    return {name: value.strip("'\"") for name, _, value in pairs}
 
 
 def _filled(text: str, known: Mapping[str, str]) -> str:

@@ -501,6 +501,7 @@ def composed(file: Callable[[str, Any], Path], **service: Any) -> Recipe:
         ("9000:8001", EVERYWHERE, 9000),
         ("9000:8001/tcp", EVERYWHERE, 9000),
         ("10.0.0.7:9000:8001", "10.0.0.7", 9000),
+        ("[::1]:9000:8001", "::1", 9000),
         ("${ADDRESS:-10.0.0.8}:9000:8001", "10.0.0.8", 9000),
         ({"target": 8001, "published": 9000}, EVERYWHERE, 9000),
         ({"target": "8001", "published": "9000", "host_ip": "10.0.0.7"}, "10.0.0.7", 9000),
@@ -531,7 +532,7 @@ def test_a_service_with_the_network_of_its_machine_listens_as_vllm_does(file):
 def test_a_service_is_read_with_the_variables_of_its_folder_and_those_set_here(file, monkeypatch):
     monkeypatch.setenv("HERE", "here")
     monkeypatch.delenv("THERE", raising=False)
-    file(".env", "HERE=file\n  THERE = \nTHERE=there\n#COMMENT=x\nno assignment\n")
+    file(".env", "HERE=file\n  THERE = \nTHERE='there'\n#COMMENT=x\nno assignment\n")
     recipe = composed(
         file,
         image="${THERE}/vllm:1",

@@ -129,7 +129,7 @@ def test_a_checkout_of_spark_vllm_docker_has_two_folders(missing, places):
         if missing in (name, "both"):
             (places.spark / name).rmdir()
     assert not is_spark_checkout(places.spark)
-    with pytest.raises(SettingsError, match="--spark: .* is no checkout of spark-vllm-docker"):
+    with pytest.raises(SettingsError, match=r"--spark: .* is no checkout of spark-vllm-docker"):
         spark_checkout(places.spark)
 
 
