@@ -309,7 +309,7 @@ def test_a_docker_run_keeps_its_options_and_gets_the_image_with_the_plugin(place
 
 
 def test_a_podman_run_of_a_shell_keeps_shell_and_program(places):
-    text = "podman run --entrypoint=bash --name=x i -c 'pip install a && vllm serve m --host 1.2.3.4'"
+    text = "podman run --entrypoint=a --entrypoint=bash --name=x i -c 'pip install a && vllm serve m --host 1.2.3.4'"
     made, (build, run) = docker(places, text)
     assert build.startswith("podman build ") and made.start == f"sh {quoted(places.out, 'start.sh')}"
     *given, shell = words(run)

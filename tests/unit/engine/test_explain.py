@@ -1,4 +1,4 @@
-"""What `--explain` says of figures: states and their cost as lines of text. Figures of models need vLLM to tell them."""
+"""What `--explain` says of figures, as lines of text. The figures of models are told by vLLM (`tests/engine/unit`)."""
 
 from __future__ import annotations
 
