@@ -183,7 +183,7 @@ def test_an_unknown_command_names_the_way_to_all_of_them(run, capsys):
     [("proxy\nseamark\n", True), ("seamark\n", False), (None, False), ("proxys\n", False)],
 )
 def test_an_old_distribution_that_owns_the_same_package_is_warned_of(top_level, mixed, monkeypatch, capsys):
-    old = SimpleNamespace(read_text=lambda name: top_level)
+    old = SimpleNamespace(read_text=lambda name: top_level, version="0.1.0")
     monkeypatch.setattr(cli.metadata, "distribution", lambda name: old)
     assert cli.mixed_with_old_distribution() is mixed
     assert cli.main(["--version"]) == 0

@@ -54,7 +54,7 @@ def test_an_error_says_its_message_and_the_parameter_that_is_wrong():
     ("given", "known", "said"),
     [
         ("prot", ["port", "host"], "; did you mean port?"),
-        ("porta", ["port", "ports", "sport"], "; did you mean ports or port?"),
+        ("port", ["port", "ports", "sport"], "; did you mean port or sport?"),
         ("zzz", ["port"], ""),
         ("port", [], ""),
     ],

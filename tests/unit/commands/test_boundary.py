@@ -107,10 +107,7 @@ def test_a_server_that_is_not_there_is_no_fault_of_the_chat(asked, url):
 
 
 def test_a_server_without_models_is_none(asked, reachable):
-    class Empty(RecordingWorker):
-        models = ()
-
-    reachable.add(Empty())
+    reachable.add(RecordingWorker(models=()))
     assert asked(CHAT)[0] == 1
     reachable.add(RecordingWorker(), "http://a")
     assert asked(CHAT, "--worker", "http://a")["prompt_tokens"]
@@ -192,6 +189,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pass
 
     monkeypatch.setattr(boundary.asyncio, "sleep", at_once)
+    monkeypatch.setattr(boundary, "free_port", lambda: 15001)
     return tmp_path
 
 
@@ -226,5 +224,5 @@ def test_a_render_server_that_does_not_come_up_is_given_up(folder, reachable, as
     server = Server(reachable, after=0)
     monkeypatch.setattr(boundary.subprocess, "Popen", server)
     clock = iter([0.0, boundary.START_SECONDS, boundary.START_SECONDS + 0.1])
-    monkeypatch.setattr(boundary.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(boundary, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert "did not start" in asked(CHAT, "--model", str(folder))[1] and server.looks == 2

@@ -124,6 +124,7 @@ async def test_a_busy_worker_is_left_alone_until_it_is_idle_or_the_trial_is_over
     await until(lambda: looked > 5)
     assert not worker.drafting.asked
     monkeypatch.setattr(draft_trial, "OVERDUE_SECONDS", 0.0)
+    monkeypatch.setattr("proxy.fleet.draft_gates.REST_BESIDE", 0.0)
     async with asyncio.timeout(120):
         await running
     assert worker.drafting.state == "open"

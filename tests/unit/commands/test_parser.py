@@ -104,4 +104,4 @@ def test_no_flag_is_taken_for_the_beginning_of_another_one():
     made = Parser(prog="seamark some")
     made.add_subparsers()
     made.add_argument("--worker")
-    assert made.parse_known_args(["--work", "x"])[0].worker is None
+    assert made.parse_known_args(["--work=x"])[0].worker is None
