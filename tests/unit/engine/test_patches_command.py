@@ -44,7 +44,7 @@ def test_what_a_vllm_is_built_for_is_told_by_its_version(version, platform):
 
 @pytest.fixture
 def judged(monkeypatch):
-    """`judged(*misfits, version=...)`: what is installed, and what of it does not fit; the platforms that were asked."""
+    """`judged(*misfits, version=...)`: what is installed, and what of it does not fit; the platforms that are asked."""
 
     def judged(*misfits: tuple[str, str], version: str | None = "0.33.0") -> list[Platform]:
         asked: list[Platform] = []
@@ -83,8 +83,8 @@ def test_what_does_not_fit_is_told_by_the_first_of_them(judged, capsys):
     assert main(["--check"]) == 1
     out, line = capsys.readouterr()
     assert not out and line == (
-        "vLLM 0.33.0 (GPU) is left untouched, no checkpoints: 2 of 9 patches do not fit, first true-states: f no longer "
-        f"mentions x; take vLLM {SUPPORTED}, for one the image {IMAGE}\n"
+        "vLLM 0.33.0 (GPU) is left untouched, no checkpoints: 2 of 9 patches do not fit, first true-states: f no "
+        f"longer mentions x; take vLLM {SUPPORTED}, for one the image {IMAGE}\n"
     )
 
 
