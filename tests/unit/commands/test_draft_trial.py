@@ -148,7 +148,7 @@ async def test_each_of_several_engines_behind_an_address_is_tried(monkeypatch):
 
     monkeypatch.setattr(draft_trial, "OwnTrial", OfRank)
     await Ranked(DirectUpstream(), "http://a").run()
-    assert tried == ["http://a", "http://a#0", "http://a#1"]
+    assert tried == ["a", "a#0", "a#1"]  # names without the scheme
 
 
 @pytest.fixture
