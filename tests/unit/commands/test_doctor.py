@@ -115,6 +115,14 @@ def test_a_patched_worker_will_hit(worker, examined):
     assert all(fields["max_tokens"] == 1 and fields["model"] == "m" for _, fields in asked)
 
 
+def test_a_completion_gets_the_time_of_a_cold_engine_and_every_other_question_less(worker, examined, reachable):
+    examined()
+    assert reachable.connect_timeouts == {2.0}
+    long = {path for path, seconds in reachable.patience.items() if seconds == 120.0}
+    assert long == {"/v1/completions", "/v1/chat/completions"}
+    assert {seconds for path, seconds in reachable.patience.items() if path not in long} == {10.0}
+
+
 @pytest.mark.parametrize("spelt", ["{}", "{}/", "{}/v1", " {}/v1/ ", "http://{}/v1", "HTTP://{}"])
 def test_a_url_is_understood_without_a_scheme_and_with_v1(worker, examined, reachable, spelt):
     reachable.add(worker, "HTTP://127.0.0.1:8000")

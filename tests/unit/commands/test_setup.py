@@ -64,7 +64,12 @@ ANSWERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
 def answering(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[RunningVllm]:
     """What answers on the ports that are looked at: nothing at first. There is a checkout of spark-vllm-docker."""
     found: list[RunningVllm] = []
-    monkeypatch.setattr(setup, "running", lambda ports: found)
+
+    def running(ports: range) -> list[RunningVllm]:
+        assert list(ports) == [8000, 8001, 8002, 8003]
+        return found
+
+    monkeypatch.setattr(setup, "running", running)
     monkeypatch.setattr(setup, "image_version", lambda image: "")
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
@@ -446,8 +451,13 @@ def test_servers_are_known_by_their_models(monkeypatch):
             raise httpx.ConnectError("refused")
         return answers[request.url.port]
 
-    client = httpx.Client
-    monkeypatch.setattr(setup.httpx, "Client", lambda **given: client(transport=httpx.MockTransport(answer), **given))
+    real = httpx.Client
+
+    def client(**given: Any) -> httpx.Client:
+        assert given == {"timeout": 1.0, "trust_env": False}  # no proxy lies between this machine and itself
+        return real(transport=httpx.MockTransport(answer), **given)
+
+    monkeypatch.setattr(setup.httpx, "Client", client)
     assert running([8004, *answers]) == [
         RunningVllm("http://127.0.0.1:8000", ("m", "n")),
         RunningVllm("http://127.0.0.1:8001", ()),
