@@ -400,6 +400,23 @@ def test_a_frontend_in_rust_is_named_with_what_it_lacks_and_its_counter_of_draft
     assert told.line("WRONG the engine's reports cannot be read") and ":8000 does not give them" in told.verdict
 
 
+def test_reports_that_the_server_itself_gives_are_enough(examined, reachable):
+    class Server(RecordingWorker):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            if scope["path"] == "/seamark/metrics":
+                return await respond(send, b"", status=404)
+            return await super().__call__(scope, receive, send)
+
+    server = Server(reports="127.0.0.1:1")  # nothing listens there
+    reachable.add(server)
+    told = examined()
+    assert told.status == 0 and told.line("ok    the engine's decisions are reported")
+    server.has_feed = False
+    told = examined()
+    assert told.verdict == "cannot hit: http://127.0.0.1:1 does not give them"
+    assert told.line("WRONG the engine's reports cannot be read: http://127.0.0.1:1")
+
+
 @pytest.mark.parametrize(("version", "fine"), [("0.2.0", False), ("0.3.0", True), ("1.0.0", True)])
 def test_an_older_plugin_is_to_be_updated(worker, examined, version, fine):
     worker.version = version
