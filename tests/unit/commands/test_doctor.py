@@ -130,7 +130,7 @@ def test_a_url_is_understood_without_a_scheme_and_with_v1(worker, examined, reac
     assert told.status == 0 and told.verdict.startswith("will hit"), told.text
 
 
-def test_a_worker_without_the_plugin_cannot_hit_and_the_last_lines_are_the_cure(worker, examined):
+def test_a_worker_without_the_plugin_cannot_hit_and_the_last_lines_are_the_cure(worker, examined, reachable):
     worker.patched, worker.more_metrics = False, CONFIG % (2096, "True", 16)
     told = examined()
     assert told.status == 1 and told.verdict.startswith("cannot hit: the plugin is not in this vLLM")
@@ -140,6 +140,8 @@ def test_a_worker_without_the_plugin_cannot_hit_and_the_last_lines_are_the_cure(
     assert told.text.count("pip install --no-deps") == 1 and told.line("WRONG patches are not live")
     worker.more_metrics = ""
     assert "whole blocks" not in examined().verdict
+    reachable.add(worker, "http://127.0.0.1:8005")
+    assert "m --port 8005" in examined(url="http://127.0.0.1:8005").text
 
 
 def test_the_model_of_a_cure_is_the_one_behind_a_served_name(examined, reachable):
