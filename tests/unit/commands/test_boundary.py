@@ -202,6 +202,7 @@ def test_a_model_folder_is_rendered_by_a_server_that_ends_with_the_command(
     else:
         assert found["prompt_tokens"]
     assert server.calls == ["terminate", "wait"] and server.looks == 2
+    assert (reachable.patience["/health"], reachable.patience["/v1/models"]) == (5.0, 60.0)
     assert server.command[1:6] == ["-m", "proxy.commands.render_server", "--model", str(folder), "--host"]
     assert server.command[6] == "127.0.0.1" and {"--enable-scale-out", "--enable-auto-tool-choice"} <= {*server.command}
     assert server.command[server.command.index("hermes") + 1 :] == served
@@ -219,6 +220,6 @@ def test_a_render_server_that_ends_is_told_by_its_last_line(folder, reachable, a
 def test_a_render_server_that_does_not_come_up_is_given_up(folder, reachable, asked, monkeypatch):
     server = Server(reachable, after=0)
     monkeypatch.setattr(boundary.subprocess, "Popen", server)
-    clock = iter([0.0, boundary.START_SECONDS, boundary.START_SECONDS + 0.1])
+    clock = iter([0.0, 120.0, 120.1])
     monkeypatch.setattr(boundary, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert "did not start" in asked(CHAT, "--model", str(folder))[1] and server.looks == 2
