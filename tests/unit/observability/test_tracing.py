@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from proxy.metrics import Metrics
 from proxy.observability import tracing
 from proxy.observability.explanations import Explanation
 from proxy.observability.tracing import RequestTrace, Tracing
+from tests.harness.waiting import until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -30,6 +32,7 @@ class Scene:
         self.taken = InMemorySpanExporter()
         self.exporter: SpanExporter = self.taken  # what spans are given to
         self.endpoints: list[str] = []
+        self.is_shut = False
         self.metrics = Metrics()
         scene = self
 
@@ -39,6 +42,9 @@ class Scene:
 
             def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
                 return scene.exporter.export(spans)
+
+            def shutdown(self) -> None:
+                scene.is_shut = True
 
         monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
         monkeypatch.setattr(tracing, "OTLPSpanExporter", Collector)
@@ -180,4 +186,24 @@ async def test_spans_that_are_not_taken_are_counted_as_lost_and_that_is_said_whe
     assert await send(scene.taken, 1) == 0
     assert (scene.counted("lost"), scene.counted("exported")) == (3, 3)
     assert "password" not in caplog.text
+
+
+async def test_the_last_spans_are_sent_before_the_gateway_stops_and_a_collector_that_hangs_does_not_keep_it(
+    scene, monkeypatch
+):
+    released = threading.Event()
+
+    class Hanging(SpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            released.wait()
+            return scene.taken.export(spans)
+
+    assert tracing.STOP_SECONDS == 5
+    monkeypatch.setattr(tracing, "STOP_SECONDS", 0.01)
+    scene.exporter = Hanging()
+    scene.begin().end(200, "m", None, (), None)
     await scene.tracing.aclose()
+    assert not scene.taken.get_finished_spans() and not scene.is_shut
+    released.set()
+    await until(lambda: scene.is_shut)
+    assert len(scene.taken.get_finished_spans()) == 1
