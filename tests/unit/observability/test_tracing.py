@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -207,3 +208,8 @@ async def test_the_last_spans_are_sent_before_the_gateway_stops_and_a_collector_
     released.set()
     await until(lambda: scene.is_shut)
     assert len(scene.taken.get_finished_spans()) == 1
+
+
+def test_what_the_exporter_logs_of_a_failure_is_not_shown():
+    """In its words stands the collector's address, with a password perhaps."""
+    assert not logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").isEnabledFor(logging.ERROR)

@@ -20,7 +20,6 @@ from proxy.metrics import Metrics
 from proxy.routing import redis_sync
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.redis_sync import (
-    CATCH_UP_SECONDS,
     ERRORS_TO_DOWN,
     GATEWAYS_AT_ONCE,
     GONE,
@@ -358,6 +357,29 @@ async def test_the_more_gateways_write_the_longer_each_waits_until_they_are_sile
     ]
 
 
+async def test_of_more_gateways_than_are_counted_those_that_are_stay_so_while_they_write(redis, clock, monkeypatch):
+    monkeypatch.setattr(redis_sync, "MOST_WRITERS", 2)
+    monkeypatch.setattr(redis_sync, "GATEWAYS_AT_ONCE", 1)
+    one = Gateway(BOOT)
+
+    async def heard(*writers: bytes) -> None:
+        for name in writers:
+            redis.add(STREAM, pack(HOLDINGS, name * 8, [(HELD, key(1), 160)]))
+        await one.exchange()
+
+    await heard(b"a", b"b", b"c", b"d")
+    clock.now += WRITER_SECONDS - 1
+    await heard(b"a")
+    clock.now += 2  # only that one was heard within a minute
+    written = []
+    for tokens, passed in enumerate((0.0, 2 * INTERVAL_SECONDS - 0.001, 0.002), 1):
+        clock.now += passed
+        one.positions.put(key(1), tokens)
+        await one.exchange()
+        written.append(bool(redis.written()))
+    assert written == [True, False, True]
+
+
 async def test_what_is_held_again_and_again_is_written_once_in_a_while_and_the_rest_each_time(redis, clock):
     one = Gateway(BOOT, OTHER_BOOT)
 
@@ -475,13 +497,7 @@ async def test_exchanges_follow_each_other_as_much_is_new_and_rarely_where_redis
         running.cancel()
     at = redis.exchanged_at
     rests = [round(later - sooner, 6) for sooner, later in itertools.pairwise(at)][: ERRORS_TO_DOWN + 4]
-    assert rests == [
-        CATCH_UP_SECONDS,
-        INTERVAL_SECONDS,
-        *[INTERVAL_SECONDS] * ERRORS_TO_DOWN,
-        RETRY_SECONDS,
-        RETRY_SECONDS,
-    ]
+    assert rests == [0.005, 0.05, *[0.05] * ERRORS_TO_DOWN, 2.0, 2.0]
     assert one.sync.state == "up" and one.errors == ERRORS_TO_DOWN + 1
 
 
