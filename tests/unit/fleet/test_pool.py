@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -39,15 +40,24 @@ class Server(RecordingWorker):
     older: bool = False  # it has no route for the plugin's own metrics
     asked: list[str] = field(default_factory=list)  # for metrics
     asked_to_render: int = 0
+    rendering_now: int = 0
     fails: tuple[str, ...] = ()  # routes that answer `fails_with`
     fails_with: int = 500
 
     async def __call__(self, scope, receive, send) -> None:
         path, query = scope["path"], scope["query_string"].decode()
-        self.asked_to_render += path.endswith("/render")
         if path in self.fails:
             await respond(send, b"", status=self.fails_with)
             return
+        renders = path.endswith("/render")
+        self.asked_to_render += renders
+        self.rendering_now += renders
+        try:
+            await self._answer_at(path, query, scope, receive, send)
+        finally:
+            self.rendering_now -= renders
+
+    async def _answer_at(self, path, query, scope, receive, send) -> None:
         if path.endswith("/metrics"):
             self.asked.append(f"{path}?{query}" if query else path)
         if path == "/v1/models" and self.cards is not None:
@@ -280,7 +290,10 @@ async def test_a_worker_too_busy_for_a_probe_stays_up_while_it_answers_requests(
     pool.workers[0].answered()
     await pool.check_all()
     assert pool.up
-    pool.workers[0].answered_at = float("-inf")
+    pool.workers[0].answered_at = time.monotonic() - 1900
+    await pool.check_all()
+    assert pool.up
+    pool.workers[0].answered_at = time.monotonic() - 2000  # two health checks ago
     await pool.check_all()
     assert not pool.up
 
@@ -602,3 +615,15 @@ async def test_what_a_worker_is_rendered_by_is_known_before_it_gets_requests(gat
     await pool.check_all()
     await until(lambda: worker.renderer_ids == known)
     assert a.renders > renders
+
+
+async def test_a_worker_that_goes_is_not_asked_any_further_for_what_teaches_its_template(gateway_of, a, b, monkeypatch):
+    monkeypatch.setattr("proxy.fleet.pool.FACTS_SECONDS", 0.01)
+    a.patched, a.hang_renders = True, True
+    own = await gateway_of(b, render_timeout=1000.0)
+    own.upstream.workers[A] = a
+    own.gateway.pool.discover((A,))
+    await until(lambda: any(worker.url == A for worker in own.gateway.pool.up))
+    assert a.rendering_now
+    own.gateway.pool.discover(())
+    await until(lambda: not a.rendering_now)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -159,6 +160,11 @@ async def test_chats_of_text_are_checked_however_they_are_written_and_images_are
     assert bool(engine.asked) is asks
 
 
+async def test_what_is_no_chat_is_not_checked(worker, engine):
+    request = replay(b"first")._replace(raw=b'{"model":"m","messages":[]}')
+    assert await judged(check_of(worker, engine, request), worker, request) is None and not engine.asked
+
+
 async def test_what_the_gateways_own_limits_let_in_is_checked(worker, engine):
     request = replay(b"first")
     deep = b'{"a":' * 200 + b"1" + b"}" * 200
@@ -303,7 +309,10 @@ async def test_a_clients_request_ends_a_check_at_once(worker):
     async with asyncio.timeout(30):
         await engine.computing.wait()
     check.on_worker(Worker("http://another", renderer=render), Change.GIVEN)
-    await asyncio.sleep(0)
+    for change in (Change.CLEARED, Change.ADAPTER, Change.DISTRUSTED):
+        check.on_worker(worker, change)
+    for _ in range(3):
+        await asyncio.sleep(0)
     assert not engine.left.is_set()
     worker.dispatched += 1
     check.on_worker(worker, Change.GIVEN)
@@ -538,8 +547,10 @@ async def test_a_worker_that_is_never_idle_is_tried_beside_its_clients_once_it_i
     assert upstream.engine.asked and upstream.most == 1, "one request at a time"
 
 
-async def test_of_clients_prompts_a_few_that_can_be_tried_are(worker, engine, monkeypatch):
+async def test_of_clients_prompts_a_few_that_can_be_tried_are(worker, engine):
     """The hottest; whatever cannot be rendered, or has no boundary in its beginning, is left out."""
+    worker.probed = probed("w#1", replace(worker.engine, drafts="trial"), "m")
+    assert not worker.takes_hints
     many = [replay(b"%d" % number)._replace(put={"number": number}) for number in range(MOST_OF_CLIENTS + 1)]
     check = check_of(worker, engine, *many)
     prompts = await check._hottest(worker)
