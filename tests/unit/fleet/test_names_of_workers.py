@@ -130,6 +130,15 @@ async def test_an_empty_name_means_the_only_model_of_all_workers_that_are_up(in_
     assert named(pool.serving("")) == named(pool.for_model("")) == "b"
 
 
+async def test_where_the_only_model_is_down_an_empty_name_is_left_to_who_is_up_and_lists_none(in_memory, a, b):
+    a.models = ()
+    pool = (await in_memory(a, b, is_started=False)).gateway.pool
+    await pool.check_all()
+    assert named(pool.for_model("")) == "b"
+    pool.workers[1].up = False
+    assert pool.base_models() == ["m"] and named(pool.for_model("")) == "a"
+
+
 def test_a_name_that_nobody_lists_is_for_one_model_of_those_that_take_any_or_were_not_asked(pool):
     first, second, third = pool.workers
     for names in (["x"], [f"name-{number}" for number in range(40)]):

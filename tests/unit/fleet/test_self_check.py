@@ -269,6 +269,17 @@ def test_a_removed_worker_is_forgotten(worker, engine):
     assert is_due_after(check, worker)
     check.on_worker(worker, Change.REMOVED)
     assert not check._watched
+    check.on_worker(worker, Change.REMOVED)
+
+
+async def test_the_trial_of_a_removed_worker_is_forgotten(soon):
+    check, worker, _ = drafting()
+    await check._try_drafts(worker, self_check._Watched(dispatched=0))
+    assert check.gates.words(worker)
+    check.on_worker(worker, Change.CLEARED)
+    assert check.gates.words(worker)
+    check.on_worker(worker, Change.REMOVED)
+    assert not check.gates.words(worker)
 
 
 def test_a_restarted_worker_starts_without_the_noise_of_before(worker, engine):

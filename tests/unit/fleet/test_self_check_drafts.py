@@ -98,6 +98,7 @@ async def test_an_engine_that_answers_otherwise_with_drafts_gets_no_more_hints_a
     watched = self_check._Watched(checks=WITHOUT_DRAFTS - 1)
     await check._judge(worker, request, watched)
     assert check.gates.wants(worker)
+    assert sum("prompt_logprobs" in each for each in engine.asked) == 2, "it is looked at twice"
 
     async def clients():
         return ()
