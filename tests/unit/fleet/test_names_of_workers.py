@@ -134,7 +134,7 @@ async def test_where_the_only_model_is_down_an_empty_name_is_left_to_who_is_up_a
     a.models = ()
     pool = (await in_memory(a, b, is_started=False)).gateway.pool
     await pool.check_all()
-    assert named(pool.for_model("")) == "b"
+    assert named(pool.for_model("")) == named(pool.serving("unknown")) == "b"
     pool.workers[1].up = False
     assert pool.base_models() == ["m"] and named(pool.for_model("")) == "a"
 

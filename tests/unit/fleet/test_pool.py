@@ -234,6 +234,7 @@ async def test_failures_from_before_a_restart_do_not_count_after_it(both, a):
 async def test_a_probe_that_this_machine_had_no_descriptor_for_says_nothing_of_the_worker(own, both):
     own.upstream.faults[B] = Unreachable()
     await both.check_all()
+    assert both.workers[1].why_down == "no connection"
     own.upstream.faults.update({A: Exhausted(), B: Exhausted()})
     await both.check_all()
     assert [worker.up for worker in both.workers] == [True, False]
@@ -495,6 +496,14 @@ async def test_workers_are_checked_again_and_again(gateway_of, a):
     watching = asyncio.create_task(pool.watch())
     await until(lambda: len(a.asked) > 3)
     watching.cancel()
+    pool = (await gateway_of(a, health_interval=1000)).gateway.pool
+    a.asked.clear()
+    watching = asyncio.create_task(pool.watch())
+    await until(lambda: pool.up)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    watching.cancel()
+    assert len(a.asked) == 1
 
 
 async def test_a_worker_that_was_not_up_is_not_for_an_answer_of_before(gateway_of, a):

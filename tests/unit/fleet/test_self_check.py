@@ -252,6 +252,15 @@ def test_an_idle_worker_is_checked_and_no_more_than_its_cache_and_its_turn_allow
     assert not is_due_after(check, worker, busy_at=time.monotonic())
     worker.warming = True
     assert not is_due_after(check, worker)
+    worker.warming, worker.up = False, False
+    assert not is_due_after(check, worker)
+    worker.up, worker.in_shadow = True, True
+    assert not is_due_after(check, worker)
+    worker.in_shadow = False
+    worker.cache.quarantine()
+    assert is_due_after(check, worker)
+    worker.cache.quarantine()
+    assert not is_due_after(check, worker)
 
 
 def test_what_is_off_is_seen_until_an_operator_resets_it(worker, engine):

@@ -25,10 +25,10 @@ from tests.harness.probed import probed
 CHECKS = 500
 
 
-def checked(engine: DraftingEngine, seed: int = 0) -> tuple[SelfCheck, Worker, WarmupRequest]:
+def checked(engine: DraftingEngine, seed: int = 0, length: int = 200) -> tuple[SelfCheck, Worker, WarmupRequest]:
     """A check of a worker, and a prompt of its own for each seed."""
     draw = random.Random(seed)
-    ids = [draw.randrange(1000, 4000) for _ in range(200)]
+    ids = [draw.randrange(1000, 4000) for _ in range(length)]
 
     async def render(body, path=CHAT):
         return TokenIds.of(ids)
@@ -79,6 +79,20 @@ async def test_more_prompts_are_recomputed_before_a_random_engine_is_called_wron
         await check._judge(worker, request, self_check._Watched())
         asked[noise] = {len(each["prompt"]) for each in engine.asked}
     assert asked[0.0] == {200} and len(asked[0.004]) == 2
+
+
+async def test_a_shorter_prompt_is_cut_where_the_cached_answer_was_if_that_leaves_a_token():
+    engine = DraftingEngine(state="on", noise=0.004, hits_off=0.25, draw=random.Random(7))
+    for length, hinted in ((352, {352: [176], 176: None}), (240, {240: [176], 120: None}), (400, {200: [176]})):
+        check, worker, request = checked(engine, length=length)
+        engine.asked.clear()
+        await check._judge(worker, request, self_check._Watched())
+        hints = {
+            len(each["prompt"]): (each.get("vllm_xargs") or {}).get("seamark_boundaries")
+            for each in engine.asked
+            if each["cache_salt"] != "salt 0" and (len(each["prompt"]) < length or each.get("vllm_xargs"))
+        }
+        assert {each: hints[each] for each in hinted} == hinted
 
 
 async def test_every_eighth_check_asks_what_the_engine_says_without_drafts():
