@@ -22,6 +22,7 @@ from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import BREAKER_FAILURES, DRAFT_STATES, TRIAL_SECONDS, CircuitBreaker, Worker
 from proxy.http.client import Broken, Exhausted, Silent, Unreachable
+from proxy.idle_work import SHORT_PATIENCE_SECONDS
 from proxy.routing.queue import AdmissionQueue
 from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.in_memory_gateway import InMemoryGateway
@@ -554,10 +555,12 @@ class Preparing(Part):
 
     def __init__(self) -> None:
         self.began: list[str] = []
+        self.known: list[dict[str, bytes]] = []  # what the worker was known to render with
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def prepare(self, worker: Worker) -> None:
         self.began.append(worker.url)
+        self.known.append(dict(worker.renderer_ids))
         await self.end
 
 
@@ -572,6 +575,28 @@ async def test_a_worker_is_warmed_up_until_that_is_over_however_it_ends(gateway_
     warmup.end.set_exception(failure) if failure is not None else warmup.end.set_result(None)
     await until(lambda: not worker.warming)
     assert woken and warmup.began == [A]
+
+
+async def test_a_worker_is_warmed_up_once_it_is_known_what_it_renders_with(gateway_of, a):
+    """Else what is replayed would be given no hints."""
+    a.patched = True
+    gateway = (await gateway_of(a, replay_seconds=1000.0)).gateway
+    warmup = gateway.shelf.put(Preparing())
+    await gateway.pool.check_all()
+    await until(lambda: warmup.began)
+    warmup.end.set_result(None)
+    assert [list(known) for known in warmup.known] == [["m"]]
+
+
+async def test_what_a_worker_says_of_its_health_is_read_in_a_lull(own, both, monkeypatch):
+    lulls = []
+
+    async def lull(patience: float) -> None:
+        lulls.append(patience)
+
+    monkeypatch.setattr(own.gateway.idle, "lull", lull)
+    await both.check_health(both.workers[0])
+    assert lulls == [SHORT_PATIENCE_SECONDS]
 
 
 async def test_a_warm_up_ends_when_its_seconds_are_over(gateway_of, a, woken):

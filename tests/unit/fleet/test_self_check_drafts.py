@@ -81,6 +81,16 @@ async def test_more_prompts_are_recomputed_before_a_random_engine_is_called_wron
     assert asked[0.0] == {200} and len(asked[0.004]) == 2
 
 
+async def test_what_recomputed_answers_differ_by_is_noise_without_a_look_at_shorter_prompts():
+    engine, results = DraftingEngine(state="on", noise=0.004, draw=random.Random(7)), []
+    for seed in range(10):
+        check, worker, request = checked(engine, seed)
+        verdict = await check._judge(worker, request, watched := self_check._Watched())
+        results.append(verdict.result if verdict is not None else "")
+        assert watched.noise.largest > 0
+    assert set(results) == {"noise"} and {len(each["prompt"]) for each in engine.asked} == {200}
+
+
 async def test_a_shorter_prompt_is_cut_where_the_cached_answer_was_if_that_leaves_a_token():
     engine = DraftingEngine(state="on", noise=0.004, hits_off=0.25, draw=random.Random(7))
     for length, hinted in ((352, {352: [176], 176: None}), (240, {240: [176], 120: None}), (400, {200: [176]})):
