@@ -345,6 +345,7 @@ async def test_a_finding_closes_hints_that_a_trial_opened_and_is_said_of_those_t
     scene.gates.close(scene.worker, DRAFTS)
     scene.gates.close(scene.worker, DIFFERS)
     assert scene.gates.is_overdue(scene.worker) is told
+    assert scene.gates.wants(scene.worker) is (told or state == "trial")
     assert (scene.counted("drafts"), scene.counted("differs")) == (counted, counted)
     if told:
         await scene.step()
