@@ -568,16 +568,7 @@ def test_parts_that_no_engine_takes_have_no_name_and_those_behind_the_last_one_a
     roles = [None, None, None, "wind", "system", None, "user", None]
     assert [request.role(index) for index in range(8)] == roles
     assert [request.part(index) for index in range(8)] == [*ODD["tools"], *ODD["messages"], None]
-    texts = [
-        '"text"',
-        '{"function":7}',
-        '{"function":{"name":7}}',
-        '{"function":{"name":"wind"}}',
-        "x",
-        "y",
-        None,
-        None,
-    ]
+    tools = ['"text"', '{"function":7}', '{"function":{"name":7}}', '{"function":{"name":"wind"}}']
     assert [request.text(index) for index in range(8)] == [*tools, "x", "y", None, None]
 
 
