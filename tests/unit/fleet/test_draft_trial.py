@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from proxy.fleet.draft_reports import DraftFeed
 from proxy.fleet.draft_trial import AGREEING, HITTING, MOST, DraftTrial, TrialVerdict
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import Accepted
+from proxy.http.client import Broken
 from tests.harness.drafting_engine import DraftingEngine, DraftingUpstream, drafting_worker
 
 
@@ -430,3 +432,20 @@ async def test_a_verdict_for_an_engine_without_a_gate_is_told_to_nobody():
     trial, told = trial_of(engine), engine.tell
     engine.tell = lambda after=0: {**told(after), "drafts": None}
     assert not await trial.send(TrialVerdict("open")) and not engine.asked
+
+
+async def test_of_requests_that_are_asked_one_by_one_those_behind_a_failure_are_not_left_unasked_for(recwarn):
+    """Python warns of a coroutine that nobody has awaited or closed."""
+
+    class Failing(DraftingUpstream):
+        async def fetch(self, method, url, body=b"", timeout=None, headers=()):
+            if len(self.engine.asked) >= 2 and method == "POST":
+                raise Broken
+            return await super().fetch(method, url, body, timeout, headers)
+
+    worker, upstream = drafting_worker(), Failing(DraftingEngine(vocabulary=40_000))
+    trial = DraftTrial(upstream, worker, DraftFeed(upstream, worker, "own"), "own", Noise(), 10.0)
+    with pytest.raises(Broken):
+        await trial.step(beside=True)
+    gc.collect()
+    assert not [each for each in recwarn.list if "never awaited" in str(each.message)]

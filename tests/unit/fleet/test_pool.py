@@ -661,3 +661,14 @@ async def test_a_worker_that_goes_is_not_asked_any_further_for_what_teaches_its_
     assert a.rendering_now
     own.gateway.pool.discover(())
     await until(lambda: not a.rendering_now)
+
+
+async def test_a_worker_that_rendered_nothing_is_asked_again_with_the_next_health_check(gateway_of, a):
+    a.patched, a.render_status = True, 500
+    pool = (await gateway_of(a)).gateway.pool
+    (worker,) = pool.workers
+    await pool.check_all()
+    assert worker.up and not worker.renderer_ids
+    a.render_status = 200
+    await pool.check_all()
+    await until(lambda: worker.renderer_ids)

@@ -151,6 +151,7 @@ async def test_in_quarantine_the_prompt_is_asked_under_the_salt_that_requests_ge
     request = replay(b"first", cache_salt="anns")
     await judged(check_of(worker, engine, request), worker, request)
     assert engine.asked[0]["cache_salt"] == worker.cache.salt({"cache_salt": "anns"}) != "anns"
+    assert "vllm_xargs" not in engine.asked[0]  # it gets no hint, as clients' requests
 
 
 @pytest.mark.parametrize(("content", "asks"), [("Tide?", True), (TEXT_PARTS, True), (IMAGE, False)])
@@ -271,6 +272,14 @@ def test_what_is_off_is_seen_until_an_operator_resets_it(worker, engine):
         seen.append((check.hints_off, check.cache_off))
     check.reset()
     assert [*seen, (check.hints_off, check.cache_off)] == [(False, False), (True, False), (True, True), (False, False)]
+
+
+def test_one_worker_that_is_off_is_enough_to_be_seen(worker, engine):
+    check = check_of(worker, engine)
+    check._pool.workers.insert(0, Worker("http://sound", renderer=render))
+    for hints_off, cache_off in ((True, False), (True, True)):
+        worker.cache.quarantine()
+        assert (check.hints_off, check.cache_off) == (hints_off, cache_off)
 
 
 def test_a_removed_worker_is_forgotten(worker, engine):

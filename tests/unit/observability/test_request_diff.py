@@ -631,3 +631,26 @@ def test_a_change_is_named_if_it_cost_32_tokens_beyond_what_any_prompt_began_wit
     change = finished(memory.seek_change(last, 1000, shared))
     assert whole is not None and whole.lost == 1000
     assert (change.lost if change is not None else None) == (1000 if not shared else lost)
+
+
+def test_into_a_tool_that_is_too_long_nobody_looks_for_another_order_of_keys():
+    chat = messages(LONG * 100, LONG * 1000, "tide?")
+    kinds = []
+    for size in (100, MAX_TOOL_BYTES):
+        one = tool("wind", "x" * size)
+        other = {"function": dict(reversed(one["function"].items())), "type": "function"}
+        change = changed({"messages": chat, "tools": [one]}, {"messages": chat, "tools": [other]})
+        assert change is not None and (change.what, change.position) == ("tool", 0)
+        kinds.append((change.kind, change.characters is None))
+    assert kinds == [("tool_keys_sorted", False), (None, True)]
+
+
+def test_a_request_knows_which_one_it_continues_and_how_long_that_was_if_its_worker_has_said_so():
+    for prompt in (0, 700):
+        memory = remembering(10**7)
+        first, last = (as_recent({"messages": [*messages(RULES), *SAID, *more]}) for more in ([], NEXT))
+        memory.add(first)
+        first.prompt = prompt or first.prompt
+        memory.add(last)
+        assert last.continued == (3, prompt) and (first.number, last.number) == (1, 2)
+        assert first.continued is None

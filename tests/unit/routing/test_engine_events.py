@@ -746,3 +746,19 @@ async def test_while_the_gateway_closes_readers_end():
         events.sent(other, "r", [], ())
         await events.aclose()
         assert reader.done() and events._feeds["http://v"].reader.done()
+
+
+async def test_where_a_read_brings_nothing_nobody_waits_for_another_one(monkeypatch):
+    monkeypatch.setattr(engine_events, "TIMEOUT", 1000.0)
+    async with reading(Feed(("r", "evicted"))) as events, asyncio.timeout(30):
+        assert await events.outcome_of(WORKER, "r") == EngineOutcome("evicted")
+        assert await events.outcome_of(WORKER, "later") is None
+
+
+@pytest.mark.parametrize(("lines", "is_read"), [(MOST_LINES, True), (MOST_LINES + 1, False)])
+async def test_a_read_has_so_many_lines_and_no_more(lines, is_read):
+    feed, index = Feed(), PrefixIndex(10**6)
+    feed.evil = [json.dumps(feed.told).encode()] * (lines - 1)
+    feed.evil.append(json.dumps({**feed.told, "outcomes": [["r", "evicted", 0]]}).encode())
+    async with reading(feed, index) as events:
+        assert await events.outcome_of(WORKER, "r") == (EngineOutcome("evicted") if is_read else None)
