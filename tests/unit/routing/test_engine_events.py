@@ -105,8 +105,9 @@ class FeedInLines(Feed):
 
 @pytest.fixture(autouse=True)
 def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, a feed that answers does so in time."""
+    """However busy the machine is, a feed that answers does so in time, and is read in time."""
     monkeypatch.setattr(engine_events, "TIMEOUT", 30.0)
+    monkeypatch.setattr(engine_events, "READ_TIMEOUT", 250.0)
 
 
 WORKER = Worker("http://w", renderer=None, probed=probed("w#1", EngineInfo("0", "0", match_unit=16, block_size=384)))
