@@ -467,8 +467,6 @@ async def test_the_boundaries_of_what_a_plain_worker_has_answered_are_found_in_i
     assert [each.tokens for each in prompt.found.boundaries] == sorted(placed.values())
     assert prompt.remembered.owner == "ann" and prompt.remembered.size > 1234
     assert reader.recent.held == prompt.remembered.size
-    nothing = await reader.find_boundaries(chat_request({"model": "m", "messages": []}), serving, 400, 1234, "ann")
-    assert nothing.ids == () and nothing.remembered is None and nothing.found.layout is None
 
 
 async def test_a_prompt_that_is_not_rendered_has_no_boundaries(in_memory):
