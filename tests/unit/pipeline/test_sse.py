@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -12,9 +11,7 @@ import pytest
 from openai._streaming import SSEDecoder
 
 from proxy.chat.usage import Usage
-from proxy.errors import RETRY_AFTER_SECONDS, Overloaded, Unauthorized, WorkerFailed
 from proxy.pipeline import sse
-from proxy.pipeline.error_responses import error_body, error_event, error_headers
 from proxy.pipeline.sse import HEARTBEAT, HEARTBEAT_BEHIND_IDS, Heartbeats, SseRelay, data_of_last, usage_in_stream
 
 DELTA = b'data: {"choices":[{"delta":{"content":"\xc3\xa9 \\"usage\\":{"}}]}\n\n'
@@ -192,35 +189,6 @@ async def test_lines_may_end_either_way_and_what_has_no_end_comes_at_the_end():
 async def test_an_event_without_end_is_not_held_for_ever():
     sent, _ = await relayed([b"data: "] + [b"x" * 2**20] * 10)
     assert sum(map(len, sent)) == 10 * 2**20 + 6 and len(sent) > 1
-
-
-def test_each_apis_last_word():
-    error = WorkerFailed("It broke off.")
-    assert json.loads(error_event(error, "/v1/chat/completions")[6:])["error"]["code"] == "worker_failed"
-    name, data = error_event(error, "/v1/messages").splitlines()[:2]
-    assert name == b"event: error"
-    told = json.loads(data[6:])
-    assert (told["type"], told["error"]["type"]) == ("error", "api_error")
-    created = (
-        b'event: response.created\ndata: {"type":"response.created","response":{"id":"r","status":"in_progress"}}\n\n'
-    )
-    last = b'event: x\ndata: {"type":"x","sequence_number":7}\n\n'
-    name, data = error_event(error, "/v1/responses", created, last).splitlines()[:2]
-    told = json.loads(data[6:])
-    assert name == b"event: response.failed" and told["sequence_number"] == 8
-    assert told["response"]["id"] == "r" and told["response"]["status"] == "failed"
-    assert told["response"]["error"]["message"] == "It broke off."
-
-
-def test_an_error_says_in_its_headers_what_to_do():
-    assert error_headers(Unauthorized("no key"))["www-authenticate"] == "Bearer"
-    assert error_headers(Overloaded("full"))["retry-after"] == str(RETRY_AFTER_SECONDS)
-    assert error_headers(WorkerFailed("x")) == {"content-type": "application/json"}
-
-
-def test_errors_keep_openais_envelope_in_every_api():
-    for path in ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"):
-        assert set(json.loads(error_body(WorkerFailed("x"), path))["error"]) == {"message", "type", "param", "code"}
 
 
 async def test_an_event_nested_beyond_reason_arrives_as_it_came():
