@@ -157,6 +157,13 @@ class Said(Upstream):
         return SimpleNamespace(status=status, read=read, header=lambda name: "text/plain")
 
 
+class Pool:
+    """The workers, each of which can be asked for its list."""
+
+    def __init__(self, workers: list[Worker], ask_models: AsyncMock) -> None:
+        self.workers, self.ask_models = workers, ask_models
+
+
 class Scene:
     """Workers that say what they are told to; all serve the model `m`."""
 
@@ -168,7 +175,7 @@ class Scene:
             for name in said
         ]
         self.looked = AsyncMock()
-        pool = SimpleNamespace(workers=self.workers, ask_models=self.looked)
+        pool = Pool(self.workers, self.looked)
         self.changes = AdapterChanges([pool], self.upstream, 7.0)  # type: ignore[arg-type]
         self.got: list[Any] = []
 
