@@ -354,7 +354,7 @@ class Accounting(Part):
             self._reader.weigh(request.model, len(request.body.raw), prompt)
         if (remembered := request.prompt.remembered) is not None:
             remembered.prompt = prompt
-        if found is not None and found.end and found.turn_key is not None and 0 < found.end < prompt:
+        if found is not None and found.end and found.turn_key is not None and found.end < prompt:
             self._reader.told(found.turn_key, prompt - found.end)
             self._prefix_index.set_length(found.turn_key, prompt - found.end)
 

@@ -279,6 +279,8 @@ async def test_a_change_is_sought_where_an_eighth_was_computed(scene, cached, is
     await scene.answered(request, Usage(400, cached), EngineOutcome("hit", cached))
     assert remembered.prompt == 400 and request.record.explanation.reason is not None
     assert (request.record.explanation.changed is not None) == is_sought
+    if is_sought:  # what lies behind what came is lost by it
+        assert request.record.explanation.changed["lost"] == pytest.approx(400 - cached, abs=16)
 
 
 @pytest.mark.parametrize(("sent", "lost"), [(None, 400), (100, 300), (390, None)])
@@ -775,8 +777,8 @@ async def test_positions_that_an_engine_tells_are_learnt_up_to_the_prompts_end(s
     scene.prefix_index.record(scene.found.boundaries, scene.worker.boot, hint)
     scene.found = scene.found._replace(end=None)
     request = scene.request()
-    await scene.answered(request, Usage(100, 0), EngineOutcome("cold", 0, (40, 101, 100)))
-    assert [scene.reader.positions.get(key) for key in keys] == [40, 0, 100]
+    await scene.answered(request, Usage(100, 0), EngineOutcome("cold", 0, (1, 101, 100)))
+    assert [scene.reader.positions.get(key) for key in keys] == [1, 0, 100]
     held = scene.prefix_index.longest(scene.found.prefixes, [scene.worker.boot])[scene.worker.boot]
     assert (held.tokens, held.is_told) == (100, True)
 

@@ -103,6 +103,7 @@ def test_requests_are_told_apart_by_all_that_answers_depend_on():
         asked(GREEDY, query=b"a=b"),
         asked(GREEDY, of=ann),
         asked(GREEDY, of=bob),
+        asked(GREEDY, RESPONSES),
         asked(GREEDY, RESPONSES, of=bob),
         asked(GREEDY, RESPONSES, of=cleo),  # only the key that asked can continue a response
         asked(GREEDY, headers=[(b"accept", b"ab")]),

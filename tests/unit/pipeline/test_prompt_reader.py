@@ -184,10 +184,13 @@ async def test_what_stands_before_a_date_has_an_entry_at_first_sight_and_its_tok
 async def test_no_request_waits_long_for_the_tokens_before_its_date_and_none_after_it():
     serving, reader = worker(), PromptReader(Settings(), Metrics(), Learner(one=FACTS))
     serving.renderer = tokenizer = Tokenizer(hangs=True)
+    errors: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     for _ in range(2):
         found = (await read(Learner(), serving, reader=reader, messages=DATED)).prompt.found
         assert found.entries() == ("last:3", -5)
-    assert len(tokenizer.texts) == 1
+    gc.collect()
+    assert len(tokenizer.texts) == 1 and errors == []
 
 
 async def test_nothing_is_asked_for_a_request_without_a_slot():

@@ -331,6 +331,12 @@ async def test_an_answer_without_a_body_has_no_length(scene, status):
     assert (answer.status_code, answer.content) == (status, b"") and "content-length" not in answer.headers
 
 
+async def test_an_answer_to_a_head_request_has_the_length_that_its_worker_names(scene):
+    scene.script = [Said(200, headers=[JSON, (b"content-length", b"7")])]
+    answer = await scene.own.client.head(CHAT)
+    assert (answer.status_code, answer.content, answer.headers["content-length"]) == (200, b"", "7")
+
+
 async def test_a_compressed_answer_is_passed_on_and_not_read(scene):
     packed = (b"content-encoding", b"gzip")
     scene.own.client.headers["accept-encoding"] = "gzip"
