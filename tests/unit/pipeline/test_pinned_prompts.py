@@ -22,6 +22,7 @@ from proxy.pipeline import pinned_prompts
 from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.pinned_prompts import Fate, PinnedPrompt, PinnedPrompts
 from proxy.pipeline.replayer import Replayed
+from proxy.routing import engine_events
 from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import LAST_USER, TURN_END, chat
@@ -163,6 +164,7 @@ async def test_what_the_answer_does_not_say_the_engines_report_does(in_memory):
 @pytest.mark.parametrize("version", ["0.2.0", "0.3.0"])
 async def test_a_worker_that_says_nothing_of_pins_is_not_asked_again(in_memory, version, monkeypatch):
     monkeypatch.setattr(pinned_prompts, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(engine_events, "PIN_PATIENCE", 0.1)
     worker = RecordingWorker(version=version, cached=0)
     own = await in_memory(worker)
     worker.engine._pin = lambda *_: ""  # type: ignore[method-assign]
