@@ -37,7 +37,10 @@ RECURRENT, ATTENTION = (0, 2), 1
 
 ROW_BYTES = 1000
 
-TOKEN_SECONDS = 1.0  # that a prompt token takes where it is known
+# That a prompt token takes: where it is known, and until it is. Seconds.
+TOKEN_SECONDS, ASSUMED_TOKEN_SECONDS = 1.0, 1e-4
+
+PATIENCE = 5.0  # seconds that a request waits for a load
 
 
 class Disk:
@@ -584,8 +587,8 @@ def test_a_load_has_to_save_more_time_than_it_takes_and_is_counted_once_if_it_do
     [
         (True, 79.9 * TOKEN_SECONDS, True),  # of 144 tokens 80 are new
         (True, 80.1 * TOKEN_SECONDS, False),
-        (False, 79 * connector.ASSUMED_TOKEN_SECONDS, True),
-        (False, 81 * connector.ASSUMED_TOKEN_SECONDS, False),
+        (False, 79 * ASSUMED_TOKEN_SECONDS, True),
+        (False, 81 * ASSUMED_TOKEN_SECONDS, False),
     ],
 )
 def test_what_a_load_saves_is_the_time_of_the_tokens_past_the_hit(known, seconds, pays):
@@ -621,7 +624,7 @@ def test_a_request_waits_for_the_load_that_it_was_promised_and_for_no_deeper_one
     scene.on_disk(request, 80)
     assert scene.found(request) is None
     scene.in_memory(request, 144)
-    clock.now += connector.PATIENCE
+    clock.now += PATIENCE
     scene.disk.seconds = 1e9  # it was decided
     assert scene.found(request) is None and len(scene.disk.asked_for) == 1
     scene.rows.come()
@@ -633,7 +636,7 @@ def test_a_load_that_does_not_come_is_given_up_until_the_request_ends(clock):
     request = scene.request()
     scene.on_disk(request, 80)
     assert scene.found(request) is None
-    clock.now += connector.PATIENCE + 0.1
+    clock.now += PATIENCE + 0.1
     assert scene.found(request) == 0
     scene.rows.come()
     assert scene.found(request) == 0
@@ -647,7 +650,7 @@ def test_patience_counts_from_the_first_look_however_often_is_asked(clock):
     scene.on_disk(request, 80)
     for _ in range(5):
         assert scene.found(request) is None
-        clock.now += connector.PATIENCE / 5 + 0.01
+        clock.now += PATIENCE / 5 + 0.01
     assert scene.found(request) == 0
 
 
@@ -656,7 +659,7 @@ def test_another_request_has_patience_of_its_own(clock):
     request, other = scene.request(), scene.request("other")
     scene.on_disk(request, 80)
     assert scene.found(request) is None
-    clock.now += connector.PATIENCE + 0.1
+    clock.now += PATIENCE + 0.1
     assert scene.found(other) is None and scene.found(request) == 0 and scene.found(other) is None
 
 
@@ -668,9 +671,9 @@ def test_where_a_promised_file_was_refused_another_state_is_looked_for_with_the_
     scene.rows.come()
     scene.rows.refused.add(key_at(request, 144, UNIT, RECURRENT[0]))
     scene.rows.ready[key_at(request, 80, UNIT, RECURRENT[0])] = False
-    clock.now += connector.PATIENCE / 2
+    clock.now += PATIENCE / 2
     assert scene.found(request) is None, "the state before it is on its way"
-    clock.now += connector.PATIENCE / 2 + 0.1
+    clock.now += PATIENCE / 2 + 0.1
     assert scene.found(request) == 0
 
 
@@ -717,7 +720,7 @@ def test_a_promise_ends_with_the_load_or_the_request(clock, how):
         scene.scheduler.update_state_after_alloc(request, None, 0)
     else:
         scene.scheduler.request_finished(request)
-    clock.now += connector.PATIENCE + 0.1
+    clock.now += PATIENCE + 0.1
     assert scene.found(request) is None, "its patience begins anew"
 
 
