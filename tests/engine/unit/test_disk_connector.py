@@ -567,6 +567,19 @@ def test_what_is_asked_of_the_disk_is_what_is_not_in_memory_and_not_in_the_cache
     assert sorted(scene.rows.looked_up) == sorted(wanted)
 
 
+@pytest.mark.parametrize(("position", "blocks"), [(64, 3), (80, 4), (128, 4), (144, 5), (192, 5)])
+def test_at_a_blocks_edge_the_blocks_before_it_are_all_that_is_needed(position, blocks):
+    scene = Scene()
+    request = scene.request()
+    scene.on_disk(request, position)
+    assert scene.found(request) is None and scene.disk.asked_for == [blocks * ROW_BYTES]
+    scene.rows.come()
+    edge = key_at(request, position // BLOCK * BLOCK, UNIT, ATTENTION)
+    scene.disk.on_disk.discard(edge)
+    del scene.rows.ready[edge]
+    assert scene.found(request) == 0
+
+
 def test_a_load_has_to_save_more_time_than_it_takes_and_is_counted_once_if_it_does_not():
     scene = Scene()
     request = scene.request()
