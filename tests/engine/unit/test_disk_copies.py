@@ -126,6 +126,14 @@ def test_rows_are_copied_to_the_blocks_of_each_group_and_nothing_else_is():
     assert [(done.job_id, done.transfer_size) for done in copier.get_finished()] == [(8, 8 + 4 + 4)]
 
 
+@pytest.mark.parametrize(("blocks", "sizes"), [([1, 2, 3], (2, 1)), ([1, 2], (2,))])
+def test_a_job_whose_parts_do_not_fit_each_other_copies_nothing(blocks, sizes):
+    copier, region, _ = plain_copies()
+    with pytest.raises(ValueError, match="zip"):
+        copier.submit_store(4, GPULoadStoreSpec(blocks, sizes, (0,) * len(sizes)), rows(0, 1))
+    assert len(blocks) == 2 or (region.views[0] == -1).all()
+
+
 def test_jobs_are_told_in_their_order_once_and_the_memory_is_let_go_at_the_end():
     copier, region, _ = plain_copies()
     for job in (4, 9):
