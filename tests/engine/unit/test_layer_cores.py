@@ -232,10 +232,15 @@ def test_steps_run_whole_unless_they_are_split_or_states_are_replayed(replays, u
     assert runs_whole_steps(configuration(replays=replays, ubatching=ubatching)) is not (replays or ubatching)
 
 
-def test_an_older_vllm_replays_nothing():
+def test_an_older_vllm_replays_nothing_and_has_one_model_runner(monkeypatch):
     config = configuration()
-    del config.cache_config.use_replayssm
+    del config.cache_config.use_replayssm, config.use_v2_model_runner
     assert runs_whole_steps(config)
+    monkeypatch.setattr(layers, "INSIDE", (RecurrentLayer(f"{__name__}:Recurrent", GDN, Shown.READ, "_core"),))
+    monkeypatch.setattr(vllm.platforms, "current_platform", platform("cpu"))
+    monkeypatch.setattr(speculation, "unsupported", lambda _: None)
+    monkeypatch.setattr(speculation, "drafting", lambda _: False)
+    assert layers._writes_in_forward(Recurrent(), config)
 
 
 @pytest.mark.parametrize(
