@@ -1,12 +1,18 @@
-"""The stories of `seamark bench demo` on the shared engines. The command itself: `tests/engine/test_demo.py`."""
+"""The stories of `seamark bench demo` on the shared engines and one of vLLM alone, which has to have the cures.
+
+The command itself: `tests/engine/test_demo.py`.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
+
 from proxy.bench import demo, stories
 from proxy.bench.harness.counters import PassCounter
+from proxy.bench.harness.servers import Server, Servers
 from proxy.bench.stories import Contender
 from tests.harness.engines import SharedServers
 
@@ -15,10 +21,17 @@ SEED = 770_000  # prompts behind it are nobody else's
 COLD_STARTS = 3  # the demo's own number is for the medians of its times
 
 
-async def test_every_story_holds_and_is_reported(servers: SharedServers, tmp_path: Path, monkeypatch):
+@pytest.fixture
+def alone(model: Path, fleet: Servers) -> Server:
+    started = fleet.engine("vllm-alone", model, "reference")
+    started.wait_until_ready()
+    return started
+
+
+async def test_every_story_holds_and_is_reported(servers: SharedServers, alone: Server, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(stories, "cold_starts", lambda _: COLD_STARTS)
     monkeypatch.setattr(demo, "REPORTS", tmp_path / "reports")
-    seamark, alone = servers.seamark, servers.untouched
+    seamark = servers.seamark
     contenders = [
         Contender(demo.SEAMARK, servers.gateway.url, PassCounter(seamark.log), f"{seamark.url}/metrics"),
         Contender(demo.ALONE, alone.url, PassCounter(alone.log)),
