@@ -41,10 +41,11 @@ async def play(
     folder: Path,
     sizes: tuple[int, ...],
     say: Callable[[str], None],
+    seed: int = 0,
 ) -> tuple[list[Story], list[Planted]]:
-    """All stories in order, then the planted defects in the engine at `defective`."""
+    """All stories in order, then the planted defects in the engine at `defective`. Prompts have seeds behind `seed`."""
     async with open_client(300) as client:
-        stage = StoryStage(client, reference, contenders)
+        stage = StoryStage(client, reference, contenders, seed)
         for url in {
             reference,
             *(contender.url for contender in contenders),
@@ -64,6 +65,12 @@ async def play(
         result.append(await stories.same_request_twice(stage))
         say("planting defects")
         return result, await stories.planted_defects(stage, defective, folder)
+
+
+def all_held(played: Sequence[Story], defects: Sequence[Planted]) -> bool:
+    """Whether every story held, and the exactness check saw the planted defects and nothing else."""
+    noticed = all(defect.caught == (defect.defect != "none") for defect in defects)
+    return noticed and all(story.held for story in played)
 
 
 def write_report(played: list[Story], defects: list[Planted], held: bool, seconds: float) -> Path:
@@ -239,9 +246,7 @@ def main(argv: list[str]) -> int:
         played, defects = asyncio.run(
             play(contenders, reference.url, fine.url, folder / "planted", tuple(args.sizes), say)
         )
-        held = all(story.held for story in played) and [defect.caught for defect in defects] == [
-            defect.defect != "none" for defect in defects
-        ]
+        held = all_held(played, defects)
         report = write_report(played, defects, held, time.monotonic() - began)
         if args.json:
             print(report.read_text())

@@ -80,8 +80,15 @@ def test_without_a_package_index_the_mod_that_is_there_stays_and_a_sentence_says
     assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("to_other_spark", [False, True])
-@pytest.mark.parametrize("with_uv", [True, False])
+@pytest.mark.parametrize(
+    ("with_uv", "to_other_spark"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.thorough),
+        pytest.param(False, True, marks=pytest.mark.thorough),
+    ],
+)
 def test_it_puts_the_plugin_into_either_spark_twice_and_leaves_no_trace(mod, tmp_path, with_uv, to_other_spark):
     container = SparkContainer(tmp_path, "0.33.0", with_uv=with_uv)
     before = container.files()

@@ -1,4 +1,7 @@
-"""`make demo` itself, with one size: every story holds, the report is complete, nothing is left running."""
+"""`make demo` itself, with one size: every story holds, the report is complete, nothing is left running.
+
+Its stories on the shared engines: `tests/engine/shared/test_demo.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.thorough  # four engines beside the shared ones
 def test_the_demo_holds_reports_and_leaves_nothing_behind(model, tmp_path):
     (tmp_path / ".cache").symlink_to(Path(model).parent, target_is_directory=True)
     done = subprocess.run(

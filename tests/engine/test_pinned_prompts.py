@@ -171,6 +171,7 @@ def test_a_cache_that_was_emptied_holds_them_again(harbour):
     assert_found_in_full(harbour, "After the storm?")
 
 
+@pytest.mark.thorough
 def test_a_restarted_engine_has_them_ready(harbour):
     harbour.restart()
     harbour.engines[-1].wait_until_ready()

@@ -8,7 +8,7 @@ from tests.harness.recurrent_engines import FAMILIES, MAMBA2_ALONE, SHORT_CONVOL
 from tests.harness.scheduler_process import run_apart
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [SHORT_CONVOLUTIONS, pytest.param(MAMBA2_ALONE, marks=pytest.mark.thorough)])
 def test_states_are_found_by_the_second_prompt_and_change_no_answer(name):
     """A model of recurrent layers alone keeps them at the ends of whole blocks, short convolutions inside the pass."""
     (found,) = run_apart("recurrent_engines", name)

@@ -110,28 +110,23 @@ def run(head: Head) -> Mapping[str, Any]:
     return head.run(head.right(), head.cold(), hit, lost)
 
 
-def heads(*quick: Head, on_request: tuple[Head, ...]) -> list[Any]:
-    return [
-        pytest.param(head, id="-".join(map(str, filter(None, head))), marks=[pytest.mark.on_request] * late)
-        for late, group in enumerate((quick, on_request))
-        for head in group
-    ]
+def heads(quick: Head, thorough: Head, *on_request: Head) -> list[Any]:
+    marked = [(quick, ()), (thorough, pytest.mark.thorough), *((head, pytest.mark.on_request) for head in on_request)]
+    return [pytest.param(head, id="-".join(map(str, filter(None, head))), marks=marks) for head, marks in marked]
 
 
 DRAFT_HEADS = pytest.mark.parametrize(
     "head",
     heads(
-        Head("mtp"),
         Head(DFLASH),
-        on_request=(
-            Head("mtp", window=WIDE),
-            Head("mtp", NEWEST),
-            Head("mtp", NEWEST, WIDE),
-            Head(MIXED),
-            Head(DFLASH, NEWEST),
-            Head(DFLASH, NEWEST, NARROW),
-            *(Head(kind, NEWEST) for kind in (MIXED, DFLASH2, LILICORR, XPRESS, DSPARK, EAGLE3)),
-        ),
+        Head("mtp"),
+        Head("mtp", window=WIDE),
+        Head("mtp", NEWEST),
+        Head("mtp", NEWEST, WIDE),
+        Head(MIXED),
+        Head(DFLASH, NEWEST),
+        Head(DFLASH, NEWEST, NARROW),
+        *(Head(kind, NEWEST) for kind in (MIXED, DFLASH2, LILICORR, XPRESS, DSPARK, EAGLE3)),
     ),
 )
 

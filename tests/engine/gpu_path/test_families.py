@@ -107,7 +107,7 @@ def check_hits(found: dict[str, Any], waves: list[Wave]) -> None:
     assert [each["cached"] for each in found["answers"]] == [each.owed for wave in waves for each in wave]
 
 
-@pytest.mark.parametrize("family", [KDA, QWEN4])
+@pytest.mark.parametrize("family", [QWEN4, pytest.param(KDA, marks=pytest.mark.thorough)])
 def test_request_2_hits_at_no_pass_and_is_answered_as_without_the_cache(tmp_path, family):
     drawn = drawing()
     one = drawn(140)
