@@ -198,6 +198,7 @@ def test_the_system_prompt_is_its_texts(given, made):
         ),
         ([text("a"), {"type": "image", "source": "x"}, {"type": "other", "source": {}}, 7, {}], {"content": "a"}),
         ([text("a"), {"type": "text", "text": 7}, {"type": "text"}], {"content": "a"}),
+        ([7, text("a"), None, text("b")], {"content": [text("a"), text("b")]}),
         ([text("a"), {"type": "thinking", "thinking": 7}, {"type": "other", "thinking": "b"}], {"content": "a"}),
         (
             [{"type": "thinking", "thinking": "a"}, {"type": "thinking", "thinking": "b"}, text("c")],

@@ -103,6 +103,9 @@ def test_an_answer_without_a_sound_name_is_not_remembered():
         stored.put(asked("Tide?", stored), {"id": name}, "w#1", "ann")
     stored.put(asked("Tide?", stored), None, "w#1", "ann")
     assert not stored.held and not stored._boots
+    longest = "r" * MAX_ID_CHARACTERS
+    put(stored, longest)
+    assert stored.boot(longest) == "w#1"
 
 
 def test_of_an_answer_only_what_it_says_is_kept():

@@ -185,6 +185,14 @@ async def test_what_is_no_chat_is_not_judged_and_its_hits_are_its_own(scene):
     assert await scene.judge(320) == [320]  # the hits were those of the other one
 
 
+@pytest.mark.parametrize("missing", ["prompt", "cached", "seconds"])
+async def test_an_answer_that_lacks_one_of_its_figures_teaches_nothing_of_the_cost(scene, missing):
+    for _ in range(200):
+        scene.shadow.add(asked(scene, **{"seconds": 1.0, "alone": True, "cached": 0, missing: None}))
+    await scene.judge(*[0] * 200)
+    assert scene.shadow.would_save()["seconds"] == 0.0
+
+
 async def test_where_nobody_says_what_was_cached_a_request_goes_unjudged(scene):
     scene.worker.probed = probed("w#1", None, "m")
     scene.shadow.add(asked(scene, cached=None))

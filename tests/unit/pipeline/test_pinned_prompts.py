@@ -212,6 +212,7 @@ async def test_a_client_cannot_pin(own, worker):
         ({"name": "a", "body": {"messages": [NOT_READ_YET]}}, "body", "body.model"),
         ({"name": "a", "body": {"model": "m", "messages": []}}, "body", "body.messages"),
         ({"name": "a", "body": {"model": "m", "prompt": "x"}}, "body", "body.messages"),
+        ({"name": "a", "body": {"model": "m", "messages": [NOT_READ_YET, 7]}}, "body", "body.messages"),
         ({"name": "a", "body": chat("?"), "key": "ann"}, "key", "no API keys"),
         ({"name": "a", "body": chat("?"), "kye": "ann"}, "kye", "kye"),
         ("not an object", None, "object"),
