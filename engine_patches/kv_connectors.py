@@ -162,14 +162,12 @@ def decide(vllm_config: Any) -> Decision:
 
 def decide_by(transfer: Mapping[str, Any], on_cpu: bool = True) -> Decision:
     """The same by the fields of a `KVTransferConfig`, as far as they are given. `on_cpu`: the model runs on one."""
-    children = list(_connectors_in(transfer))
-    names = tuple(str(child["kv_connector"]) for child in children)
-    found = [(_lane_of(child, on_cpu), name) for child, name in zip(children, names, strict=True)]
+    found = [(_lane_of(child, on_cpu), str(child["kv_connector"])) for child in _connectors_in(transfer)]
     order = list(ConnectorLane)
     (lane, reason), name = max(
         found, key=lambda each: order.index(each[0][0]), default=((ConnectorLane.INSIDE, ""), "")
     )
-    return Decision(lane, names, f"{name} {reason}" if reason else "")
+    return Decision(lane, tuple(name for _, name in found), f"{name} {reason}" if reason else "")
 
 
 def needs_a_gpu(transfer: Mapping[str, Any]) -> str | None:

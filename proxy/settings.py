@@ -244,9 +244,9 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _shadow(cls, values: Any) -> Any:
+    def _shadow(cls, values: dict[str, Any]) -> dict[str, Any]:
         try:
-            on = isinstance(values, dict) and _BOOL.validate_python(values.get("shadow", False))
+            on = _BOOL.validate_python(values.get("shadow", False))
         except ValidationError:
             return values  # the field itself says what is wrong
         return {**IN_SHADOW, **values} if on else values

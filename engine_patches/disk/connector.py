@@ -203,8 +203,8 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         return jobs
 
     def _store_rows(self, offer: _Offer) -> None:
-        status = self._req_status.get(offer.request_id)
-        rows = [key for key in offer.rows if self._is_ready(key) and not self._is_stored(key)]
+        status, row_of = self._req_status.get(offer.request_id), self.manager.primary_tier._policy.get
+        rows = [key for key in offer.rows if row_of(key) is not None and not self._is_stored(key)]
         if rows and status is not None:
             self._tier.submit_store(self.manager.create_store_job(rows, status.req_context))
 
@@ -302,10 +302,6 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         row = self.manager.primary_tier._policy.get(key)
         coming = row is not None and not row.is_ready  # into host memory, and from there to the disk; or from it
         return coming or self._tier.holds(key) or self._tier.is_written(key)
-
-    def _is_ready(self, key: bytes) -> bool:
-        row = self.manager.primary_tier._policy.get(key)
-        return row is not None and bool(row.is_ready)
 
     def _pays(self, request: Any, keys: list[Any], gained: int) -> bool:
         """Whether a load saves more time than it takes; counted once for each request if it does not."""

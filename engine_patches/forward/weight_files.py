@@ -66,9 +66,11 @@ def _slices(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _parts(file: Any, size: int) -> Iterator[tuple[int, int]]:
-    """[start, end) of a safetensors file's header, in slices, and of each of its tensors."""
+    """[start, end) of a safetensors file's header, in slices, and of each of its tensors. Raises `ValueError`."""
     file.seek(0)
     start = 8 + int.from_bytes(file.read(8), "little")
+    if start > size:
+        raise ValueError(f"{file.name} ends inside its header")
     header = json.loads(file.read(start - 8))
     yield from _slices(start)
     for name, tensor in sorted(header.items()):

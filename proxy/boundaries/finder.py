@@ -90,7 +90,7 @@ class _Search:
         self._layout, self._positions = layout, positions
         self._facts = facts if not layout.chat.is_bare else None
         self._tools = bool(layout.chat.body.get("tools"))
-        self._moved = layout.first or 0 if self._head_moves() else -1  # nothing up to this message stays in its place
+        self._moved = layout.first if self._head_moves() else -1  # nothing up to this message stays in its place
         lengths = [len(text) if text is not None else 0 for text in layout.chat.texts]
         self._behind = [*accumulate(reversed(lengths), initial=0)][::-1]  # characters from message i on
         self._size, self._rate = size, tokens_per_byte
@@ -106,7 +106,7 @@ class _Search:
         layout, chat = self._layout, self._layout.chat
         if chat.is_bare:
             return
-        if layout.first is not None and not layout.alone and (layout.first or self._tools):
+        if not layout.alone and (layout.first or self._tools):
             self._add("system", layout.system_key, self._first_opener(), layout.first)
         kind: Kind = "system" if layout.alone and (layout.last or self._tools) else "history"
         self._add(kind, layout.key, self._opener_of(layout.last), layout.last)
@@ -120,7 +120,7 @@ class _Search:
     def before_dates(self, dates: Dates, renderer_id: bytes) -> None:
         """What precedes the first date or time in the system prompt: it will be another one tomorrow."""
         layout, chat = self._layout, self._layout.chat
-        for index in range(self._moved + 1, min(layout.first or 0, MAX_SYSTEM_MESSAGES)):
+        for index in range(self._moved + 1, min(layout.first, MAX_SYSTEM_MESSAGES)):
             text = chat.texts[index]
             if chat.roles[index] not in REMINDER_ROLES or text is None:
                 continue
@@ -138,10 +138,8 @@ class _Search:
         """The ends of what a client marked for caching."""
         layout, chat = self._layout, self._layout.chat
         for mark in chat.marks[:MAX_MARKS]:
-            if mark.message == TOOLS or (mark.message < (layout.first or 0) and _ends_message(chat, mark)):
-                if layout.system_key is not None:
-                    at = layout.first or 0
-                    self._add("explicit", layout.system_key, self._first_opener(), at)
+            if mark.message == TOOLS or (mark.message < layout.first and _ends_message(chat, mark)):
+                self._add("explicit", layout.system_key, self._first_opener(), layout.first)
             elif mark.characters is not None:
                 text = (chat.texts[mark.message] or "")[: mark.characters]
                 key = layout.cut_key(mark.message, xxh3_128_digest(text.encode(errors="surrogatepass")))
@@ -157,7 +155,7 @@ class _Search:
     def at_earlier_questions(self) -> None:
         """Before the questions that precede the last one."""
         layout, roles = self._layout, self._layout.chat.roles
-        if layout.chat.is_bare or layout.first is None or roles[layout.last] != "user":
+        if layout.chat.is_bare or roles[layout.last] != "user":
             return
         earlier = (index for index in range(layout.last - 1, layout.first, -1) if roles[index] == "user")
         for index in islice(earlier, EARLIER_QUESTIONS):
@@ -201,9 +199,9 @@ class _Search:
             keys.append(key)
         return keys
 
-    def _add(self, kind: Kind, key: bytes | None, entry: Entry | None, message: int) -> None:
+    def _add(self, kind: Kind, key: bytes, entry: Entry | None, message: int) -> None:
         """A boundary before what message `message` says."""
-        if key is None or message <= self._moved or any(boundary.key == key for boundary in self._boundaries):
+        if message <= self._moved or any(boundary.key == key for boundary in self._boundaries):
             return
         tokens = self._positions.get(key)
         if entry is not None:
@@ -227,9 +225,9 @@ class _Search:
         elif self._result == "none":
             self._result = "head"
 
-    def _want_place(self, key: bytes | None, message: int | None) -> None:
+    def _want_place(self, key: bytes, message: int) -> None:
         """A boundary before the text of `message` is to be rendered once, if nothing tells where it is."""
-        if self._facts is None or key is None or message is None or not _is_one_text(self._layout.chat, message):
+        if self._facts is None or not _is_one_text(self._layout.chat, message):
             return
         self._unplaced += [Place(key, message) for each in self._boundaries if each.key == key and not each.entry]
 
@@ -277,7 +275,7 @@ class _Search:
     def _first_opener(self) -> str | None:
         """Behind the opener of the first user text."""
         layout = self._layout
-        if self._facts is None or layout.first is None or layout.chat.roles[layout.first] != "user":
+        if self._facts is None or layout.chat.roles[layout.first] != "user":
             return None
         opener = self._facts.opener("first", tools=self._tools)
         if opener is None or self._texts_hold(opener, 0, layout.first):
@@ -354,5 +352,4 @@ def _ends_message(chat: Chat, mark: Mark) -> bool:
     """Whether nothing of its message stands behind the mark."""
     if mark.characters is not None:
         return False
-    content = chat.messages[mark.message].get("content") if isinstance(chat.messages[mark.message], dict) else None
-    return mark.part is None or not isinstance(content, list) or mark.part == len(content) - 1
+    return mark.part is None or mark.part == len(chat.messages[mark.message]["content"]) - 1

@@ -20,9 +20,9 @@ class PromptLayout(NamedTuple):
 
     chat: Chat
     keys: Keys
-    first: int | None  # index of the first user or tool message
+    first: int  # index of the first user or tool message
     last: int  # index of the last one
-    system_key: bytes | None  # up to the first user text: tools and system prompt
+    system_key: bytes  # up to the first user text: tools and system prompt
     key: bytes  # up to the last user or tool text
     generates: bool  # the worker adds the words that ask for an answer
 

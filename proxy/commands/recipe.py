@@ -6,10 +6,12 @@ A recipe of spark-vllm-docker, a compose file, vLLM's own configuration file, a 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -38,7 +40,11 @@ _SWITCHES = frozenset(
         *("oom-kill-disable", "no-healthcheck", "sig-proxy", "disable-content-trust", "use-api-socket"),
     )
 )
-_LETTERS = frozenset("ditPq")
+_LETTERS = "ditPq"
+
+_SHORT = re.compile(f"-[{_LETTERS}]*([A-Za-z])(.*)", re.S)  # -p 80:80, -dp 80:80, -p80:80
+
+_ASSIGNED = re.compile(r"(?:^|\s|;)([A-Z_][A-Z0-9_]*)=")
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 
@@ -117,7 +123,7 @@ class Recipe:
 
     def value(self, *flags: str) -> str:
         """What vLLM is given for a flag, the last one if it is given twice; empty without it."""
-        found = str(next((self._config[flag[2:]] for flag in flags if flag[2:] in self._config), ""))
+        found = next((_as_flag(self._config[flag[2:]]) for flag in flags if flag[2:] in self._config), "")
         for number, argument in enumerate(self.arguments):
             if plain(argument) in flags:
                 _, equals, behind = argument.partition("=")
@@ -149,6 +155,13 @@ def plain(argument: str) -> str:
     """The name of a flag as vLLM compares them: with dashes, without its value. Of another argument: itself."""
     name = argument.partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else name
+
+
+def _as_flag(value: object) -> str:
+    """A value of vLLM's configuration file as its flag is given it."""
+    if isinstance(value, dict):
+        return json.dumps(value, default=str)
+    return "" if value is None else str(value)
 
 
 def is_recipe(given: str) -> bool:
@@ -261,7 +274,7 @@ def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int]
     published = port_in(before[-1]) if before else None
     if inside != str(own) or published is None:
         return None
-    return (before[0] if len(before) > 1 else EVERYWHERE), published
+    return (before[0].strip("[]") if len(before) > 1 else EVERYWHERE), published
 
 
 def port_in(text: object) -> int | None:
@@ -362,14 +375,19 @@ def docker_run(text: str, source: str) -> DockerRun:
     line = words_of(text, found[0].end(), source)
     at = 0
     while at < len(line.words) and (option := line.words[at].value).startswith("-"):
-        is_switch = option in _SWITCHES or "=" in option or (option[1] != "-" and set(option[1:]) <= _LETTERS)
-        attached = option[1] != "-" and len(option) > 2  # -p8000:8000
-        at += 1 if is_switch or attached else 2
+        at += 2 if _takes_next(option) else 1
     if at >= len(line.words):
         raise SettingsError(f"{source}: `docker run` names no image")
     return DockerRun(
         found[0][0].split()[0], line.words[:at], line.words[at], line.words[at + 1 :], line.start, line.end
     )
+
+
+def _takes_next(option: str) -> bool:
+    """Whether the next word is the value of this option of `docker run`."""
+    if option.startswith("--"):
+        return option not in _SWITCHES and "=" not in option
+    return len(option[1:].lstrip(_LETTERS)) == 1
 
 
 def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True) -> list[str]:
@@ -460,14 +478,18 @@ def _environment(given: Any) -> dict[str, str]:
 
 def _variables(text: str) -> dict[str, str]:
     """What a script sets before it starts vLLM."""
-    return {name: value.strip("'\"") for name, value in re.findall(r"(?:^|\s|;)([A-Z_][A-Z0-9_]*)=(\S+)", text)}
+    found: dict[str, str] = {}
+    for assigned in _ASSIGNED.finditer(text):
+        with suppress(ValueError):  # a quote that is not closed
+            found[assigned[1]] = _word(text, assigned.end())[0]
+    return found
 
 
 def _env_file(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
-    lines = (line.strip() for line in path.read_text(errors="replace").splitlines())
-    return _environment([line for line in lines if "=" in line and not line.startswith("#")])
+    pairs = (line.strip().partition("=") for line in path.read_text(errors="replace").splitlines())
+    return {name: value.strip("'\"") for name, _, value in pairs}
 
 
 def _filled(text: str, known: Mapping[str, str]) -> str:
@@ -478,11 +500,12 @@ def _filled(text: str, known: Mapping[str, str]) -> str:
 def options_of(values: Sequence[str], names: Sequence[str]) -> Iterator[str]:
     """What `docker run` is given for an option."""
     for number, value in enumerate(values):
-        name, equals, behind = value.partition("=")
-        if value in names:
-            yield "".join(values[number + 1 : number + 2])
-        elif equals and name in names:
-            yield behind
+        if short := _SHORT.fullmatch(value):
+            name, equals, behind = f"-{short[1]}", short[2], short[2].removeprefix("=")
+        else:
+            name, equals, behind = value.partition("=")
+        if name in names:
+            yield behind if equals else "".join(values[number + 1 : number + 2])
 
 
 def _given(values: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -210,12 +210,12 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     run = reading.docker_run(recipe.text, recipe.source)
     image = f"{IMAGE}-{_safe(recipe.name) or 'run'}"
     inner = [word.value for word in run.arguments]
-    entrypoints = [*reading.options_of([word.value for word in run.options], ("--entrypoint",))]
+    entrypoints = [*reading.options_of([word.value for word in run.options], ("--entrypoint",))][-1:]
     entrypoint, command = _in_container(recipe, entrypoints, inner)
     options = _without_entrypoint(run.options)
     if entrypoint:  # of a shell, whose text is edited as one word
         options.append(f"--entrypoint {shlex.quote(entrypoint[0])}")
-        words = [shlex.quote(word) for word in (*entrypoint[1:], *command)]
+        words = [shlex.quote(word) for word in command]
     else:
         words = [*(word.raw for word in kept(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
     line = f"{_in_lines(options)} \\\n    {image} \\\n    {_in_lines(words)}"

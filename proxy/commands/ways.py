@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,12 +78,10 @@ def _among_processes(port: int, around: Surroundings) -> FoundWay | None:
     """The way of the vLLM servers that run here: of those at `port`, else, as containers map ports, of all."""
     found: list[tuple[int, FoundWay | None]] = []
     for folder in around.proc.glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # it has ended, or is not ours to look at
             arguments = (folder / "cmdline").read_text(errors="replace").split("\0")
             if _is_vllm(arguments):
                 found.append((_port_of(arguments), _by_control_group((folder / "cgroup").read_text(), around)))
-        except OSError:  # it has ended, or is not ours to look at
-            continue
     ways = {way for at, way in found if at == port} or {way for _, way in found}
     return ways.pop() if len(ways) == 1 else None
 

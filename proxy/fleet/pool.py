@@ -460,7 +460,7 @@ def no_worker(lead: str, workers: Sequence[Worker]) -> NoWorker:
 def _fit(workers: list[Worker]) -> list[Worker]:
     """Those that do not fail, or one that is to be tried again. If all fail, all: some requests may still succeed."""
     sound = [worker for worker in workers if not worker.breaker.is_open]
-    if len(sound) == len(workers) or not sound:
+    if not sound:
         return workers
     trial = next((worker for worker in workers if worker.breaker.wants_trial and worker.has_room), None)
     return sound if trial is None else [trial]

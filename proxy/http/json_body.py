@@ -37,7 +37,7 @@ _decode_fast = msgspec.json.Decoder().decode
 
 _WHITESPACE = re.compile(r"[ \t\n\r]*")
 
-_ESCAPES = re.compile(rb"\\*")
+_TO_A_CHARACTER = re.compile(rb"\\*.?", re.DOTALL)  # with what escapes it, whether that has begun or not
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -157,9 +157,9 @@ def _structure(raw: bytes) -> Iterator[bytes]:
     is_string = False
     start = 0
     while start < len(raw):
-        end = min(start + SLICE, len(raw))
-        if raw[end - 1] == ord("\\") and (more := _ESCAPES.match(raw, end)):  # a character and its escape stay together
-            end = min(more.end() + 1, len(raw))
+        end = start + SLICE
+        if more := _TO_A_CHARACTER.match(raw, end):  # a character and its escape stay together
+            end = more.end()
         kept = raw[start:end].translate(None, _NO_STRUCTURE_NOR_ESCAPE)
         pieces = kept.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         yield b"".join(pieces[is_string::2]).translate(None, _NO_STRUCTURE)

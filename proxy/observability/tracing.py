@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Iterable, Sequence
 
@@ -78,8 +79,10 @@ class Tracing(Part):
 
     async def aclose(self) -> None:
         """Send what waits, for at most `STOP_SECONDS`."""
-        await asyncio.to_thread(self._provider.force_flush, round(STOP_SECONDS * 1e3))
-        await asyncio.to_thread(self._provider.shutdown)
+        # The SDK waits for half a minute, whatever it is told. This thread does not keep the process.
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        await asyncio.to_thread(sending.join, STOP_SECONDS)
 
 
 class RequestTrace:

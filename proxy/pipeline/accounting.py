@@ -354,7 +354,7 @@ class Accounting(Part):
             self._reader.weigh(request.model, len(request.body.raw), prompt)
         if (remembered := request.prompt.remembered) is not None:
             remembered.prompt = prompt
-        if found is not None and found.end and found.turn_key is not None and 0 < found.end < prompt:
+        if found is not None and found.end and found.turn_key is not None and found.end < prompt:
             self._reader.told(found.turn_key, prompt - found.end)
             self._prefix_index.set_length(found.turn_key, prompt - found.end)
 
@@ -529,8 +529,10 @@ def _engine_id(request: ProxiedRequest, answer: Any) -> str:
 
 def _for_shadow(request: ProxiedRequest, worker: Worker, model: str, usage: Usage | None) -> AnsweredRequest:
     timings = request.timings
+    seconds = None
     # A response's first event comes before its prompt is computed.
-    timed = timings.first_byte is not None and timings.is_stream and request.client.endpoint != RESPONSES
+    if timings.first_byte is not None and timings.is_stream and request.client.endpoint != RESPONSES:
+        seconds = timings.first_byte - timings.leased
     return AnsweredRequest(
         chat=request.prompt.chat,
         worker=worker,
@@ -540,7 +542,7 @@ def _for_shadow(request: ProxiedRequest, worker: Worker, model: str, usage: Usag
         memory=request.body.memory.size,
         prompt=usage.prompt if usage is not None else None,
         cached=usage.cached if usage is not None else None,
-        seconds=timings.first_byte - timings.leased if timed and timings.first_byte is not None else None,
+        seconds=seconds,
         alone=timings.was_alone,
         owner=request.client.owner,
         record=request.record,

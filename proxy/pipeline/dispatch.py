@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol
 
+from proxy.boundaries.boundary import Found
 from proxy.boundaries.resolve import Entry
 from proxy.chat.responses import StoredResponses
 from proxy.errors import NoWorker
@@ -233,19 +234,19 @@ class Dispatcher:
             self._engine_events.sent(worker, request.engine_id, found.boundaries, hint)
             self._prefix_index.record(found.boundaries, boot, hint)
             if longest is not None:
-                self._keep_for_warmup(request, worker, longest.key, longest.tokens)
+                self._keep_for_warmup(request, found, worker, longest)
         return Choice(worker, expected, here.tokens if here is not None else 0, hint)
 
-    def _keep_for_warmup(self, request: ProxiedRequest, worker: Worker, key: bytes, tokens: int) -> None:
+    def _keep_for_warmup(self, request: ProxiedRequest, found: Found, worker: Worker, shared: Holding) -> None:
         """The request shares a prefix: a restarted worker is to be given it again."""
-        found, body = request.prompt.found, request.body
-        if found is None or not found.boundaries or self._warmup.used_again(key):
+        key, body = shared.key, request.body
+        if not found.boundaries or self._warmup.used_again(key):
             return
         put = {name: value for name, value in body.put.items() if name == "cache_salt"}
         kept = found.without_request()
         replay = WarmupRequest(request.client.endpoint, body.raw, body.names, put, kept, worker.listed(request.model))
         shorter = found.prefixes[: found.prefixes.index(key)] if key in found.prefixes else ()
-        self._warmup.add(key, tokens, shorter, replay)
+        self._warmup.add(key, shared.tokens, shorter, replay)
 
     def _keeper(self, request: ProxiedRequest) -> Worker | None:
         """The worker that stores the response which this request continues or asks for; others would not know it."""

@@ -23,23 +23,18 @@ class EngineName:
 
     def __init__(self, taken: set[str]) -> None:
         self._taken = taken
-        self._value: str | None = None
+        self._value = ""  # none yet; no request is called so
 
     def __enter__(self) -> EngineName:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._free()
+        self._taken.discard(self._value)
 
     def take(self, wanted: str) -> str:
         """Be called so, or else, if another request is called so, something longer; the former name is free again."""
-        self._free()
+        self._taken.discard(self._value)
         # One name may be that of a whole fan-out; the engine must tell its requests apart.
         self._value = f"{wanted}.{os.urandom(4).hex()}" if wanted in self._taken else wanted
         self._taken.add(self._value)
         return self._value
-
-    def _free(self) -> None:
-        if self._value is not None:
-            self._taken.discard(self._value)
-            self._value = None

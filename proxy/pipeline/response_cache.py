@@ -335,7 +335,7 @@ class Execution:
                 continue
             if is_last:
                 watch.over = True
-                if self._failure and not is_own:
+                if self._failure:
                     request.reply.failed(self._failure)
             size = sum(map(weight_of, self._pieces[begin:end]))
             await send({"type": "http.response.body", "body": body, "more_body": not is_last})

@@ -128,34 +128,6 @@ async def test_the_last_worker_is_not_taken_out(in_memory):
     assert statuses == [500] * 2 * BREAKER_FAILURES + [200, 500, 200]
 
 
-@pytest.mark.parametrize("status", [502, 503])
-async def test_a_request_that_a_worker_did_not_take_goes_to_another_one_and_to_no_third(in_memory, status):
-    closed, open_ = RecordingWorker(status=status), RecordingWorker()
-    gateway = await in_memory(closed, open_)
-    assert {(await gateway.post(chat(f"{number}"))).status_code for number in range(8)} == {200}
-    refused = gateway.metric("seamark_resent_total", reason="refused")
-    assert len(closed.requests) == refused >= 1
-    assert len(open_.requests) == 8 and gateway.metric("seamark_inflight") == 0
-    all_closed = [RecordingWorker(status=status) for _ in range(3)]
-    gateway = await in_memory(*all_closed)
-    answer = await gateway.post(chat("Tide?"))
-    assert answer.status_code == status and answer.content in [each for one in all_closed for each in one.answers]
-    assert sorted(len(worker.requests) for worker in all_closed) == [0, 1, 1]
-
-
-@pytest.mark.parametrize("status", [600, 999, 99, 101])
-@pytest.mark.parametrize("path", [CHAT, "/v1/other"])
-async def test_a_status_that_is_none_becomes_a_502(in_memory, worker, caplog, status, path):
-    answers = iter([status])
-    worker.status_by = lambda body: next(answers, 200)
-    gateway = await in_memory(worker)
-    answer = await gateway.post(chat("Tide?"), path)
-    assert answer.status_code == 502 and answer.json()["error"]["code"] == "worker_failed"
-    assert gateway.metric("seamark_worker_up") == 1
-    assert (await gateway.post(chat("Tide?"), path)).status_code == 200
-    assert "Error" not in caplog.text
-
-
 @pytest.mark.parametrize("status", ["600 Odd", "099 Odd", "101 Switching Protocols"])
 def test_nor_does_a_connection_break_at_one(fleet, status):
     answers = iter([whole(status=status)])

@@ -1,4 +1,4 @@
-"""What the gateway does to requests and answers over real connections; what it decides: `test_requests.py`."""
+"""What the gateway does to requests and answers over real connections; what it decides: `tests/unit/pipeline/`."""
 
 from __future__ import annotations
 

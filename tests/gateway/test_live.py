@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -18,8 +17,7 @@ from proxy.commands.render_server import free_port
 from proxy.observability import reasons
 from proxy.observability.explanations import Explanation, Explanations
 from proxy.observability.reasons import REASON_TEXT
-from proxy.observability.rolling_sums import Totals
-from proxy.server import live_page, status
+from proxy.server import live_page
 from proxy.server.status import MOST_REQUESTS
 from tests.harness.api_keys import bearer, entry
 from tests.harness.fake_engine import VERSION, template
@@ -110,34 +108,6 @@ def test_text_that_changes_early_is_told_with_what_it_cost_and_its_cure(own, wor
         "text": changed["text"],
         "cure": changed["cure"],
     }
-
-
-@pytest.mark.parametrize(
-    ("shareable", "changed", "is_told"),
-    [(10, 975, True), (900, 100, True), (901, 99, False), (985, 0, False), (0, 0, False)],
-)
-def test_a_tenth_of_what_prompts_have_in_common_is_worth_a_headline(shareable, changed, is_told):
-    found = status.changing(Totals(2, 2000, shareable, shareable, shareable, changed), [])
-    wanted = {"lost": changed, "common": shareable + changed, "text": None, "cure": None}
-    assert found == (wanted if is_told else None)
-
-
-def test_the_cause_is_what_cost_most_lately_and_no_salt():
-    def request(text: str | None, lost: int, began: float, where: tuple[str, str] = ("message", "user")) -> Explanation:
-        changed = {"what": where[0], "role": where[1], "text": text, "cure": text and f"Move {text}.", "lost": lost}
-        return Explanation("r", CHAT, began=began, changed=changed)
-
-    now = time.time()
-    newest = [
-        request("an id", 300, now),
-        request("a date", 200, now),
-        request("a date", 200, now),
-        request("a path", 9000, now - 2 * status.HOUR),
-        request(None, 9000, now, ("setting", "cache_salt")),
-        Explanation("r", CHAT, began=now),
-    ]
-    found = status.changing(Totals(9, 2000, 0, 0, 0, 700), newest)
-    assert found is not None and (found["text"], found["cure"]) == ("a date", "Move a date.")
 
 
 def test_one_that_is_under_way_has_no_status_and_one_that_failed_has_its_own(own, worker):

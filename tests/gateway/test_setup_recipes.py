@@ -24,7 +24,6 @@ from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import DROPPED, IMAGE, NO_CACHING
 from proxy.commands.recipe import Recipe, read_recipe
 from proxy.commands.setup_files import gateway_toml
-from proxy.errors import SettingsError
 from tests.deploy.compose_files import DEPLOY
 from tests.harness.published_recipes import RECIPES
 
@@ -439,65 +438,6 @@ def test_with_the_frontend_in_rust_no_middleware_is_given(machine, tmp_path, cap
     assert "the one in Rust" in capsys.readouterr().out
 
 
-DRAFTS = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 3%s}'"""
-
-
-@pytest.mark.parametrize(
-    ("line", "change"),
-    [
-        (f"vllm serve Olmo-Hybrid-7B {DRAFTS % ''}", "leave --speculative-config away"),
-        (f"vllm serve Qwen3.6-27B -pp 2 {DRAFTS % ''}", "take tensor parallelism"),
-        (
-            "vllm serve Qwen3.6-27B " + DRAFTS % ', "num_speculative_tokens_per_batch_size": [1]',
-            "leave num_speculative_tokens_per_batch_size",
-        ),
-        ("vllm serve Qwen3.6-27B -sc.method suffix", "take one of mtp, ngram"),
-        (
-            """vllm serve Qwen3.6-27B --kv-transfer-config '{"kv_connector": "LMCacheMPConnector"}'""",
-            "leave --kv-transfer-config away",
-        ),
-        ("vllm serve Qwen3.6-27B --load-format b12x", "take vLLM 0.31 to 0.33"),
-    ],
-)
-def test_the_one_change_is_named(line, change, machine, capsys):
-    assert machine.setup(line) == 0
-    (said,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("The one change: ")]
-    assert change in said
-
-
-def test_a_model_that_no_family_is_known_of_by_its_name_is_not_judged(capsys):
-    assert doctor.main(["--recipe", "vllm serve ./models/mine"]) == 1
-    assert "--explain gpu" in capsys.readouterr().out.splitlines()[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("a.yaml", "name: x\ncontainer: c\ncommand: vllm serve m --port {port}\n", "wants {port}, which `defaults:`"),
-        ("a.yaml", "name: x\ncommand: vllm serve m\n", "has a text for container"),
-        ("a.yaml", "name: x\ncontainer: c\ncommand: sleep 1\n", "no `vllm serve` in it"),
-        ("a.yaml", "a: [", "is no YAML: line"),
-        ("a.yaml", "a: 1", "has no `command:`"),
-        ("a.yaml", "services: {a: {image: redis}}", "no service that runs vLLM"),
-        (
-            "a.yaml",
-            "services: {a: {image: vllm/vllm-openai, command: m}, b: {image: vllm/vllm-openai, command: m}}",
-            "2 services with vLLM (a, b)",
-        ),
-        ("a.yaml", "services: {a: {build: ., command: vllm serve m}}", "the service a has no `image:`"),
-        ("a.sh", "vllm serve a\nvllm serve b\n", "more than one `vllm serve`"),
-        ("a.sh", "docker run --rm\n", "names no image"),
-        ("a.sh", "vllm serve m -sc '{'\n", "--speculative-config is no JSON"),
-    ],
-)
-def test_a_recipe_that_cannot_be_read_is_refused_in_one_line(name, text, said, tmp_path, capsys):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(SystemExit) as error:
-        doctor.main(["--recipe", str(tmp_path / name)])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and said in line
-
-
 def test_names_in_a_recipe_reach_a_shell_only_quoted(machine, tmp_path):
     """A file's name, a service's and an image's may hold anything; what is theirs in a script is one word."""
     evil = "a; touch pwned $(touch pwned)\ntouch pwned"
@@ -508,26 +448,6 @@ def test_names_in_a_recipe_reach_a_shell_only_quoted(machine, tmp_path):
         composed = machine.run(script)[0]
         assert composed[:4] == ["docker", "compose", "-f", str(path)] and composed[-1] == evil
     assert not list(tmp_path.rglob("pwned")) and not Path("pwned").exists() and not machine.out.exists()
-
-
-def test_the_doctor_takes_a_worker_or_a_recipe(capsys):
-    for flags in ([], ["--worker", "http://a:1", "--recipe", "vllm serve m"]):
-        with pytest.raises(SystemExit):
-            doctor.main(flags)
-        assert "--worker URL, or --recipe RECIPE" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("entrypoint", "command", "said"),
-    [
-        (None, ["sleep", "infinity"], "give the recipe or script that starts it"),  # spark-vllm-docker's own
-        (["python3", "-m", "engine_patches", "worker"], ["m"], "has Seamark's plugin already"),
-    ],
-)
-def test_a_container_that_does_not_tell_how_vllm_is_started_or_has_the_plugin_is_refused(entrypoint, command, said):
-    config = {**INSPECTED["Config"], "Entrypoint": entrypoint, "Cmd": command}
-    with pytest.raises(SettingsError, match=said):
-        read_recipe("vllm_node", lambda name: {**INSPECTED, "Config": config})
 
 
 def test_variables_that_a_script_sets_itself_are_read_and_stay_variables(machine, tmp_path):
@@ -546,8 +466,3 @@ def test_a_recipe_that_has_the_mod_already_gets_it_once(machine, tmp_path):
     (written,) = machine.out.glob("*.yaml")
     assert as_flags(read(written).arguments) == as_flags(read(path).arguments)
     assert read(written).document["mods"] == ["mods/seamark"]
-
-
-def test_a_container_that_docker_does_not_know_is_said(capsys):
-    with pytest.raises(SettingsError, match="no container that Docker knows"):
-        read_recipe("qwen36", nothing)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from typing import Any
 
 import pytest
 
 from proxy.commands.doctor import shadow_lines
-from proxy.observability.prefill_cost import CostLearner, TokenWork
 from proxy.observability.shadow import MATCH_UNIT
 from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
@@ -186,37 +184,6 @@ def test_shadow_can_be_told_to_ask_for_usage_all_the_same():
     silent, asking = (Settings(worker=("http://a",), shadow="true", **more) for more in ({}, {"ask_usage": "true"}))
     assert (silent.ask_usage, silent.rewrite, silent.heartbeat) == (False, (), 0.0)
     assert asking.ask_usage and asking.rewrite == ()
-
-
-def test_a_pace_is_learnt_from_requests_of_which_a_third_had_to_wait():
-    pace = CostLearner()
-    assert pace.model is None
-    for number in range(60):
-        tokens = 100 + 97 * (number * 7 % 40)
-        waited = 3.0 if number % 3 == 0 else 0.0
-        pace.observe(tokens, 0, 0.05 + 0.0002 * tokens + waited, alone=number % 2 == 0)
-    line = pace.model
-    assert line is not None and line.alone
-    assert line.token_seconds == pytest.approx(0.0002, rel=0.1)
-    assert line.floor_seconds == pytest.approx(0.05, abs=0.03)
-
-
-def test_that_later_tokens_cost_more_is_learnt_also_from_prompts_that_were_partly_cached():
-    pace = CostLearner()
-    draw = random.Random(5)
-    for number in range(60):
-        prompt, cached = draw.randint(2000, 30_000), 1600 * (number % 2)
-        work = TokenWork.between(cached, prompt)
-        pace.observe(prompt, cached, 0.1 + 1e-4 * work.at(2.0**-14) + draw.uniform(0, 0.02), alone=True)
-    assert pace.model.growth == 2.0**-14
-    assert pace.model.seconds(TokenWork.between(0, 20_000)) == pytest.approx(1e-4 * (20_000 + 2e8 * 2.0**-14), rel=0.05)
-
-
-def test_prompts_of_one_length_tell_no_pace():
-    pace = CostLearner()
-    for number in range(50):
-        pace.observe(1000 + number, 0, 0.2, alone=True)
-    assert pace.model is None
 
 
 def test_the_loss_in_words_says_what_the_plugin_saves_and_what_keeps_requests_unjudged():

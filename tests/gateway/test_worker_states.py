@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from pathlib import Path
 
 import pytest
 
 from proxy.commands import doctor
-from proxy.fleet.sleep import IS_PAUSED, IS_SLEEPING, EngineAnswers
 from tests.harness.gateways import chat
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.waiting import until
@@ -100,35 +98,3 @@ async def test_requests_go_round_a_worker_that_sleeps_and_back_to_it_once_it_is_
     await served_by(first)
     await ask()
     assert first.requests and len(second.requests) == 4
-
-
-def answers(is_sleeping: bool | None, is_paused: bool | None) -> EngineAnswers:
-    """None: the worker lacks the route."""
-    found = EngineAnswers("")
-    for path, said in ((IS_SLEEPING, is_sleeping), (IS_PAUSED, is_paused)):
-        found.take(path, 404 if said is None else 200, json.dumps({path[1:]: said}).encode())
-    return found
-
-
-@pytest.mark.parametrize(
-    ("levels", "is_sleeping", "is_paused", "words"),
-    [
-        ((None,), False, False, ""),
-        ((None, None), None, None, ""),
-        ((0,), False, False, ""),  # /resume has ended a sleep of level 0, and the gauge stays
-        ((0,), False, None, "asleep (level 0)"),  # it may be paused
-        ((1, 2), None, None, "asleep (level 2)"),
-        ((None,), True, None, "asleep:"),  # woken in part
-        ((None,), None, True, "asleep (paused)"),
-    ],
-)
-def test_the_engines_word_counts_and_else_its_gauge(levels, is_sleeping, is_paused, words):
-    why = answers(is_sleeping, is_paused).why_asleep(levels)
-    assert why.startswith(words) and bool(why) == bool(words)
-
-
-def test_an_engine_that_does_not_answer_is_not_awake_for_that():
-    found = answers(False, True)
-    found.none(IS_SLEEPING)
-    found.take(IS_PAUSED, 500, b"")
-    assert found.why_asleep((None,)) and found.why_asleep((1,)).startswith("asleep (level 1)")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -152,6 +152,13 @@ async def told(*workers: RecordingWorker) -> None:
     await until(lambda: all(worker.is_read for worker in workers))
 
 
+async def learnt(own: InMemoryGateway) -> None:
+    """Return once the chat templates of all workers are known."""
+    pool, facts = own.gateway.pool, own.gateway.facts
+    await until(lambda: all(worker.up and worker.renderer_ids for worker in pool.workers))
+    await until(lambda: all(facts.facts(worker.renderer_id("")) is not None for worker in pool.workers))
+
+
 async def settled(worker: RecordingWorker) -> int:
     """The renders that `worker` was asked for, once it is asked for no more."""
     seen, since = -1, 0
@@ -227,17 +234,21 @@ class InMemoryGateway:
 
 @contextlib.asynccontextmanager
 async def in_memory_gateway(
-    *workers: RecordingWorker, is_started: bool = True, **settings: Any
+    *workers: RecordingWorker,
+    prefill_workers: Sequence[RecordingWorker] = (),
+    is_started: bool = True,
+    **settings: Any,
 ) -> AsyncIterator[InMemoryGateway]:
     """Before `workers`, which are given URLs; without self-checks, unless `settings` want them. It is ready.
 
     Not started, it does nothing that a test does not call.
     """
-    for number, worker in enumerate(workers):
+    for number, worker in enumerate((*workers, *prefill_workers)):
         worker.url = worker.url or f"http://worker-{number}"
-    urls = tuple(worker.url for worker in workers)
-    upstream = DirectUpstream(*workers)
-    settings = {"worker": urls, "self_check_interval": 0, "health_interval": 0.05, **settings}
+    urls, prefill_urls = (tuple(worker.url for worker in each) for each in (workers, prefill_workers))
+    upstream = DirectUpstream(*workers, *prefill_workers)
+    own = {"worker": urls, "prefill_worker": prefill_urls, "self_check_interval": 0, "health_interval": 0.05}
+    settings = {**own, **settings}
     app = build(Gateway(Settings(**settings), upstream))
     if is_started:
         app.gateway.start()

@@ -305,7 +305,7 @@ class _Connection(Connection):
 def _page(seen: Seen) -> tuple[bytes, str, bytes] | None:
     """What the gateway asks for itself."""
     path = seen.target.partition(b"?")[0]
-    if path in (RENDER, DETOKENIZE):
+    if seen.method == b"POST" and path in (RENDER, DETOKENIZE):
         return (_rendered if path == RENDER else _text)(seen.body), "200 OK", JSON
     if seen.method != b"GET" or path not in PAGES:
         return None

@@ -6,6 +6,7 @@ each situation what it showed (chunk ends, positions written, cache keys), and t
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import logging
@@ -190,7 +191,7 @@ def entries_of_all_kinds(core):
         request = core.request(f"r{number}", tokens, hint, salt=str(number))
         core.run()
         shown.append(core.written[request.request_id])
-        resolved.append(request.seamark.wish.resolved)
+        resolved.append(list(request.seamark.wish.resolved))
     return {"written": shown, "resolved": resolved, "ignored": dict(core.scheduler.seamark.counters.counts.ignored)}
 
 
@@ -369,6 +370,18 @@ def _waiting_always_pays(core: Any) -> None:
         step_time.step_took(100, 1.0)
 
 
+def results(model: str, index: int = 0) -> dict[str, dict[str, Any]]:
+    """What each situation shows, in a process that is patched. `index`: of `Core`, in all situations."""
+    from tests.harness.audit import Core
+
+    def made(**options: Any) -> Core:
+        if index and "blocks" in options:  # it has twice as many cache groups
+            options["blocks"] = 2 * options["blocks"] - 1  # and one null block
+        return Core(model, index=index, **options)
+
+    return {name: run(made) for name, run in SITUATIONS.items()}
+
+
 def main(model: str, index: str = "0", *without: str) -> None:
     """`index`: of `Core`, in all situations; `without`: patches that are not applied."""
     logging.disable(logging.INFO)
@@ -377,18 +390,11 @@ def main(model: str, index: str = "0", *without: str) -> None:
 
     from engine_patches import ledger
     from engine_patches.patches import PATCHES
-    from tests.harness.audit import Core
 
+    importlib.import_module("tests.harness.audit")  # and with it what is patched
     init_none_hash(sha256)
     ledger.apply([patch for patch in PATCHES if patch.name not in without])
-
-    def made(**options: Any) -> Core:
-        if index != "0" and "blocks" in options:  # it has twice as many cache groups
-            options["blocks"] = 2 * options["blocks"] - 1  # and one null block
-        return Core(model, index=int(index), **options)
-
-    results = {name: run(made) for name, run in SITUATIONS.items()}
-    print(json.dumps(results))
+    print(json.dumps(results(model, int(index))))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict
 from proxy.config_files import (
     MOST_BYTES,
     WatchedFile,
+    WorkerEntry,
     base_url,
+    read_file,
     read_model,
     read_secret,
     read_toml,
@@ -285,3 +287,74 @@ def test_an_address_is_given_with_or_without_v1():
 )
 def test_an_address_that_may_be_shown_has_no_credentials(url, shown):
     assert without_credentials(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        ("a:1", "http://a:1"),
+        (" a.default.svc:8000 ", "http://a.default.svc:8000"),
+        ("http://a:1", "http://a:1"),
+        ("HTTP://a:1/", "HTTP://a:1"),
+        ("[::1]:80", "http://[::1]:80"),
+    ],
+)
+def test_a_service_is_named_with_its_port(name, url):
+    assert service_url(name) == url
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a", "NAME:PORT"),
+        ("http://a", "NAME:PORT"),
+        ("https://a:1", "https is not for addresses"),
+        ("HTTPS://a:1", "https is not for addresses"),
+        ("me:word@a:1", "no credentials"),
+        ("a:99999", "URL|port"),
+    ],
+)
+def test_a_service_that_is_no_name_with_a_port_is_refused(name, said):
+    with pytest.raises(ValueError, match=said):
+        service_url(name)
+
+
+def test_a_file_may_be_as_large_as_the_bound(tmp_path):
+    path = tmp_path / "file"
+    with path.open("wb") as opened:
+        opened.truncate(MOST_BYTES)
+    assert len(read_file("some_setting", path)) == MOST_BYTES == 2**26
+
+
+def test_a_workers_limit_has_a_bound(tmp_path):
+    path = tmp_path / "workers.toml"
+    path.write_text(f'[[worker]]\nurl = "http://a"\nmax_inflight = {2**31}\n')
+    assert read_workers(path) == (("http://a", 2**31),)
+    path.write_text(f'[[worker]]\nurl = "http://a"\nmax_inflight = {2**31 + 1}\n')
+    with pytest.raises(SettingsError, match="max_inflight"):
+        read_workers(path)
+
+
+def test_what_is_in_force_stays_as_it_was_read(tmp_path):
+    path = tmp_path / "workers.toml"
+    path.write_text('[[worker]]\nurl = "http://a"\n')
+    entry = WorkerEntry(url="http://a/v1")
+    assert entry.url == "http://a" and entry.max_inflight is None
+    with pytest.raises(ValueError, match="frozen"):
+        entry.url = "http://b"  # type: ignore[misc]
+
+
+def test_a_file_that_appears_where_none_was_is_read(tmp_path):
+    path = tmp_path / "file"
+    seen = []
+
+    def read(path):
+        seen.append(path.exists())
+        return path.exists()
+
+    watched = WatchedFile(path, read)
+    assert not watched.value and not watched.refresh()
+    path.write_text("x")
+    assert watched.refresh() and watched.value and seen == [False, True]
+    path.unlink()
+    assert watched.refresh() and not watched.value

@@ -37,3 +37,28 @@ def test_what_may_be_served_later_says_when_and_what_is_the_clients_fault_does_n
     later = {error.__name__ for error in below(GatewayError) if error.retry_after is not None}
     assert later == {"KeyBusy", "Unavailable", "NoWorker", "Overloaded", "Stopping"}
     assert NotFound("x").as_dict()["type"] == "invalid_request_error"
+
+
+def test_an_error_says_its_message_and_the_parameter_that_is_wrong():
+    error = errors.BadRequest("n: it is too large", "n")
+    assert str(error) == "n: it is too large" and error.as_dict() == {
+        "message": "n: it is too large",
+        "type": "invalid_request_error",
+        "param": "n",
+        "code": None,
+    }
+    assert errors.BadRequest("x").as_dict()["param"] is None and errors.Overloaded("x").retry_after == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "known", "said"),
+    [
+        ("prot", ["port", "host"], "; did you mean port?"),
+        ("port", ["port", "ports", "sport"], "; did you mean port or sport?"),
+        ("zzz", ["port"], ""),
+        ("port", [], ""),
+    ],
+)
+def test_at_most_two_names_that_read_like_it_are_offered(given, known, said):
+    assert errors.did_you_mean(given, known) == said
+    assert errors.did_you_mean(given, iter(known), "--") == said.replace("mean ", "mean --").replace("or ", "or --")

@@ -6,7 +6,17 @@ import asyncio
 
 import pytest
 
-from proxy.idle_work import LULL_SECONDS, MAX_WAITING, PATIENCE_SECONDS, IdleWork, Steps, batched, within
+from proxy.idle_work import (
+    LULL_SECONDS,
+    MAX_WAITING,
+    PATIENCE_SECONDS,
+    SHORT_PATIENCE_SECONDS,
+    SLICE_SECONDS,
+    IdleWork,
+    Steps,
+    batched,
+    within,
+)
 from tests.harness.steps import finished
 from tests.harness.virtual_time import on_virtual_time
 
@@ -174,3 +184,110 @@ def test_what_takes_too_long_is_given_up():
 def test_steps_can_be_done_in_one_go_and_values_come_in_groups():
     assert finished(noting([], *"abc")) == "done"
     assert list(batched("abcde", 2)) == [("a", "b"), ("c", "d"), ("e",)] and list(batched("", 2)) == []
+
+
+@on_virtual_time
+async def test_with_nothing_to_do_nothing_is_behind(idle):
+    assert idle.waiting == 0 and not idle.is_behind
+    idle.add(noting([]))
+    assert idle.waiting == 1 and not idle.is_behind
+
+
+@on_virtual_time
+async def test_what_has_waited_as_long_as_patience_is_not_behind_yet(idle):
+    idle.add(noting([]))
+    idle.put_off()
+    now = asyncio.get_running_loop().time()
+    idle._now = lambda: now + PATIENCE_SECONDS
+    assert not idle.is_behind
+    idle._now = lambda: now + PATIENCE_SECONDS * 1.001
+    assert idle.is_behind
+
+
+@on_virtual_time
+async def test_jobs_are_done_one_after_the_other_however_often_somebody_asks(idle):
+    seen: list[str] = []
+    idle.add(noting(seen, *"ab"))
+    first = asyncio.create_task(idle.caught_up())
+    await asyncio.sleep(0)
+    idle.add(noting(seen, *"cd"))
+    second = asyncio.create_task(idle.caught_up())
+    await first
+    assert "".join(seen).startswith("ab") and idle.waiting
+    await second
+    assert seen == [*"abcd"]
+    await asyncio.sleep(1)
+    assert seen == [*"abcd"] and idle.waiting == 0  # no step is left over
+    idle.add(noting(seen, "e"))
+    await asyncio.sleep(LULL_SECONDS * 2)
+    assert seen == [*"abcde"]
+
+
+@on_virtual_time
+async def test_once_nobody_asks_any_more_lulls_are_waited_for_again(idle):
+    seen: list[str] = []
+    idle.add(noting(seen, "a"))
+    await idle.caught_up()
+    idle.put_off()
+    idle.add(noting(seen, "b"))
+    began = asyncio.get_running_loop().time()
+    while "b" not in seen:
+        assert asyncio.get_running_loop().time() - began < 2 * LULL_SECONDS, "it begins in the next lull"
+        idle_until = asyncio.get_running_loop().time() - began
+        await asyncio.sleep(LULL_SECONDS / 8)
+    assert idle_until >= LULL_SECONDS / 2
+
+
+@on_virtual_time
+async def test_in_a_lull_nobody_waits_and_the_loop_turns_once(idle):
+    seen: list[str] = []
+    other = asyncio.create_task(idle.finish(noting(seen, "a")))
+    began = asyncio.get_running_loop().time()
+    await idle.lull()
+    assert seen == ["a"] and asyncio.get_running_loop().time() == began
+    await other
+
+
+@on_virtual_time
+async def test_a_lull_begins_a_moment_after_the_last_request(idle):
+    idle.put_off()
+    began = asyncio.get_running_loop().time()
+    await idle.lull()
+    assert asyncio.get_running_loop().time() - began == pytest.approx(LULL_SECONDS)
+
+
+@on_virtual_time
+async def test_a_failure_is_told_to_who_waits_for_the_result(idle):
+    def failing() -> Steps[None]:
+        yield
+        raise ValueError("why")
+
+    with pytest.raises(ValueError, match="why"):
+        await idle.finish(failing())
+
+
+@on_virtual_time
+async def test_a_failure_of_the_last_job_leaves_nothing(idle, caplog):
+    def failing() -> Steps[None]:
+        yield
+        raise ValueError
+
+    idle.add(failing())
+    await asyncio.sleep(1)
+    assert idle.waiting == 0 and caplog.text.count("ValueError") == 1
+
+
+def test_work_that_others_build_on_waits_longer_than_a_lull_and_not_as_long_as_the_rest():
+    assert LULL_SECONDS < SHORT_PATIENCE_SECONDS < PATIENCE_SECONDS
+    assert SLICE_SECONDS < LULL_SECONDS
+
+
+def test_work_within_a_time_takes_its_steps_one_by_one():
+    steps = within(30.0, noting(seen := [], *"ab"))
+    next(steps)
+    assert seen == ["a"]
+    next(steps)
+    assert seen == ["a", "b"]
+    with pytest.raises(StopIteration) as done:
+        next(steps)
+    assert done.value.value == "done"

@@ -167,3 +167,223 @@ def test_credentials_of_a_worker_are_not_told_where_its_url_is_refused(url, tmp_
         read_workers(file)
     assert "url" in str(refused.value) and "sesame" not in str(refused.value)
     assert "sesame" not in repr(parse("--worker", "http://user:sesame@host"))
+
+
+def of(**values: object) -> Settings:
+    return Settings(worker=("http://a",), **values)
+
+
+MANY = 10**12
+
+# For each number: its default, the least and the most that is taken, and the nearest values that are refused.
+NUMBERS: dict[str, tuple[float | None, float, float, tuple[float, ...]]] = {
+    "workers_dns_interval": (5.0, 0.001, MANY, (0, -1)),
+    "workers_dns_keep": (60.0, 0, MANY, (-0.001,)),
+    "port": (8080, 0, 65535, (-1, 65536)),
+    "health_interval": (5.0, 0.001, MANY, (0,)),
+    "connect_timeout": (2.0, 0.001, MANY, (0,)),
+    "render_timeout": (5.0, 0.001, MANY, (0,)),
+    "max_body_bytes": (64 * 2**20, 1, MANY, (0,)),
+    "max_bodies_bytes": (2**30, 1, MANY, (0,)),
+    "memory_bytes": (128 * 2**20, 1, MANY, (0,)),
+    "text_bytes": (128 * 2**20, 0, MANY, (-1,)),
+    "response_cache": (0, 0, MANY, (-1,)),
+    "load_slack": (8, 0, MANY, (-1,)),
+    "max_inflight": (1024, 0, MANY, (-1,)),
+    "max_queue": (1024, 0, MANY, (-1,)),
+    "queue_timeout": (30.0, 0.001, MANY, (0,)),
+    "silence_timeout": (900.0, 0.001, MANY, (0,)),
+    "client_timeout": (60.0, 0.001, MANY, (0,)),
+    "min_body_rate": (1024.0, 0, MANY, (-0.001,)),
+    "send_timeout": (120.0, 0.001, MANY, (0,)),
+    "max_collected_bytes": (2**20, 0, MANY, (-1,)),
+    "heartbeat": (15.0, 0, MANY, (-0.001,)),
+    "stop_delay": (5.0, 0, MANY, (-0.001,)),
+    "drain_timeout": (60.0, 0.001, MANY, (0,)),
+    "replay_seconds": (30.0, 0, MANY, (-0.001,)),
+    "admin_port": (None, 0, 65535, (-1, 65536)),
+    "max_header_bytes": (65536, 1, MANY, (0,)),
+    "max_connections": (0, 0, MANY, (-1,)),
+    "max_json_depth": (128, 1, 900, (0, 901)),
+    "max_json_values": (200_000, 1, MANY, (0,)),
+    "max_boundary_values": (20_000, 0, MANY, (-1,)),
+    "self_check_interval": (30.0, 0, MANY, (-0.001,)),
+    "self_check_tokens": (16384, 256, MANY, (255,)),
+}
+
+
+def test_every_number_is_in_the_table():
+    numbers = {name for name, field in Settings.model_fields.items() if field.annotation in (int, float, int | None)}
+    assert numbers == NUMBERS.keys()
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_has_its_default_and_its_bounds(name):
+    default, least, most, refused = NUMBERS[name]
+    assert getattr(of(), name) == default
+    for value in (least, most):
+        assert getattr(of(**{name: value}), name) == value
+    for value in refused:
+        with pytest.raises(ValueError, match=name):
+            of(**{name: value})
+
+
+def test_what_is_no_number_has_its_default():
+    settings = of()
+    on = {name for name, field in Settings.model_fields.items() if field.annotation is bool and getattr(settings, name)}
+    assert on == {"ask_usage"}
+    unset = ("workers_file", "prefixes_file", "api_keys", "salt_secret_file", "worker_api_key_file", "redis")
+    assert [getattr(settings, name) for name in (*unset, "otlp_traces_endpoint")] == [None] * 7
+    assert (settings.host, settings.admin_host) == ("127.0.0.1", "127.0.0.1")
+    assert (settings.prefill_worker, settings.workers_dns, settings.response_cache_models) == ((), (), ())
+    assert settings.rewrite == ("billing_header",) and settings.json_limits == (128, 200_000)
+    assert of(max_json_depth=2, max_json_values=3).json_limits == (2, 3)
+
+
+def test_settings_stay_as_they_are_and_have_no_other_names():
+    with pytest.raises(ValueError, match="frozen"):
+        of().port = 1
+    with pytest.raises(ValueError, match="nothing"):
+        of(nothing=1)
+
+
+@pytest.mark.parametrize("name", ["worker", "prefill_worker", "otlp_traces_endpoint", "redis"])
+def test_what_may_hold_a_password_is_not_in_the_settings_text(name):
+    value = "redis://u:sesame@a" if name == "redis" else "http://u:sesame@a"
+    settings = Settings(**{"worker": ("http://b",), name: value})
+    assert getattr(settings, name) and "sesame" not in repr(settings) and f"{name}=" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        (None, None),
+        ("  ", None),
+        (" http://collector:4318/v1/traces ", "http://collector:4318/v1/traces"),
+        ("https://a", "https://a"),
+    ],
+)
+def test_a_collector_is_named_by_its_url(url, expected):
+    assert of(otlp_traces_endpoint=url).otlp_traces_endpoint == expected
+
+
+@pytest.mark.parametrize("url", ["collector:4318", "grpc://collector:4317", "http://", "http:///v1/traces"])
+def test_a_collector_that_speaks_no_http_is_refused(url):
+    with pytest.raises(SettingsError, match=r"^otlp_traces_endpoint: the URL must read http://host"):
+        parse("--worker", "http://a", "--otlp-traces-endpoint", url)
+
+
+@pytest.mark.parametrize(
+    ("url", "sound"),
+    [
+        (" redis://a:1 ", True),
+        ("redis://a:65535/0", True),
+        ("redis://a/", True),
+        ("redis://:word@a/15/", True),
+        ("redis://a?db=1&ssl_ca_certs=x", True),
+        ("unix:///run/redis.sock", True),
+        ("unix://", False),
+        ("unix:///", False),
+        ("redis:///1", False),
+        ("redis://a:0", False),
+        ("redis://a/1/2", False),
+        ("redis://a/-1", False),
+        ("redis://a?db=1&timeout=1", False),
+        ("http://a", False),
+    ],
+)
+def test_a_redis_is_named_by_a_server_a_database_and_nothing_else(url, sound):
+    if sound:
+        assert of(redis=url).redis == url.strip()
+        return
+    with pytest.raises(ValueError, match="redis"):
+        of(redis=url)
+
+
+def test_a_sidecar_has_one_worker_and_nothing_that_others_share():
+    assert of(sidecar=True).sidecar
+    for workers in ((), ("http://a", "http://b")):
+        with pytest.raises(ValueError, match="it stands beside one vLLM"):
+            Settings(worker=workers, sidecar=True)
+    shared = {"workers_file": "f", "workers_dns": "a:1", "prefill_worker": "http://b", "redis": "redis://a"}
+    for name, value in shared.items():
+        assert getattr(of(**{name: value}), name)
+        with pytest.raises(ValueError, match=f"leave out {name}"):
+            of(sidecar=True, **{name: value})
+
+
+def test_a_worker_computes_prompts_for_others_or_answers_and_not_both():
+    assert Settings(worker="http://a", prefill_worker="http://b/v1,http://b").prefill_worker == ("http://b",)
+    with pytest.raises(SettingsError, match=r"^prefill_worker: it names a worker that worker names, too"):
+        parse("--worker", "http://a", "--worker", "http://b", "--prefill-worker", "http://b/v1")
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ("a:1,, b:2 ,a:1", ("http://a:1", "http://b:2")),
+        (["a:1", " "], ("http://a:1",)),
+        ((), ()),
+    ],
+)
+def test_names_of_services_are_listed(given, names):
+    assert Settings(workers_dns=given).workers_dns == names
+    with pytest.raises(ValueError, match="NAME:PORT or a list of these"):
+        Settings(workers_dns=5)
+
+
+@pytest.mark.parametrize(("given", "models"), [("a, b,,", ("a", "b")), ("*", ("*",)), ("", ()), (["a"], ("a",))])
+def test_models_are_listed_with_commas(given, models):
+    assert of(response_cache_models=given).response_cache_models == models
+
+
+@pytest.mark.parametrize("source", ["worker", "workers_file", "workers_dns"])
+def test_one_source_of_workers_is_enough(source):
+    value = {"worker": "http://a", "workers_file": "f.toml", "workers_dns": "a:1"}[source]
+    assert getattr(parse(f"--{source.replace('_', '-')}", value), source)
+    with pytest.raises(SettingsError, match=r"^worker: none is given"):
+        parse("--prefill-worker", "http://a")
+
+
+def test_a_variable_names_a_file_only_if_no_flag_does(tmp_path):
+    for name in ("flag", "variable"):
+        (tmp_path / name).write_text(f'worker = ["http://{name}"]')
+    environment = {PREFIX + "CONFIG": str(tmp_path / "variable")}
+    assert parse("--config", str(tmp_path / "flag"), environment=environment).worker == ("http://flag",)
+    assert parse("--worker", "http://a", environment={PREFIX + "CONFIG": ""}).worker == ("http://a",)
+
+
+def test_all_that_is_wrong_is_said_at_once_with_what_was_given():
+    with pytest.raises(SettingsError) as refused:
+        parse("--worker", "http://a", "--port", "x", "--max-queue", "-1")
+    port, queue = str(refused.value).split("; ")
+    assert port.startswith("port: ") and port.endswith("(got 'x')") and queue.startswith("max_queue: ")
+    assert queue.endswith("(got '-1')")
+
+
+@pytest.mark.parametrize(
+    ("flag", "metavar", "said"),
+    [
+        ("--port", "PORT", "(default 8080)"),
+        ("--rewrite", "REWRITE", "(default billing_header)"),
+        ("--shadow", "[SHADOW]", "(default false)"),
+        ("--worker", "URL", ""),
+        ("--workers-dns", "NAME:PORT", ""),
+        ("--redis", "REDIS", ""),
+        ("--config", "FILE", ""),
+    ],
+)
+def test_each_setting_has_a_flag_with_its_default(flag, metavar, said):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    usage = " ".join(parser.format_help().split())
+    options = usage.partition("options:")[2]
+    described = options[options.index(f" {flag} ") + 1 :].partition(" --")[0]
+    assert described.startswith(f"{flag} {metavar} ") and ("(default" in described) == bool(said)
+    assert said in described
+
+
+def test_flags_without_a_value_are_on_and_repeated_ones_are_lists():
+    settings = parse("--workers-dns", "a:1", "--workers-dns", "b:1", "--excerpts", "--ask-usage", "false")
+    assert settings.excerpts and not settings.ask_usage and len(settings.workers_dns) == 2
+    assert parse("--worker", "http://a", "--prefill-worker", "http://b", "--prefill-worker", "http://c").prefill_worker

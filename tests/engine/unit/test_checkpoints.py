@@ -18,7 +18,7 @@ from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.pins import Pins
 from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, LEARNED, SPARE, TAIL, CheckpointTarget
-from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY
+from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
 from engine_patches.scheduler.refusals import Refusal
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.states import States
@@ -495,3 +495,128 @@ def test_an_expected_state_that_served_somebody_is_kept_as_shared_and_goes_on_to
         assert block.block_hash in retention._turns
         admit(writing, number, 2, hit=640)
         assert block.block_hash in retention._kept
+
+
+def drafted(checkpoints: Checkpoints, window: str = "") -> list[Any]:
+    """What is counted of a request that has verified drafts twice and has its whole answer."""
+    answered = request(HEAD, name="a")
+    checkpoints.state_of(answered).window = window
+    for accepted in (3, 0):
+        checkpoints.verified_drafts(answered, accepted)
+    checkpoints.finished(answered)
+    checkpoints.finished(request(HEAD, name="b"))  # it has drafted nothing
+    return list(checkpoints.counters.take().drafted)
+
+
+def test_a_request_that_drafted_is_counted_once_it_has_its_whole_answer(checkpoints):
+    assert drafted(checkpoints) == [("a", 2, 3)]
+    assert drafted(Checkpoints(GRID, 512)) == [("a", 2, 3)]
+
+
+@pytest.mark.parametrize(("window", "rows"), [("", True), ("held", True), ("healed", True), ("zeroed", False)])
+def test_what_zeros_cost_a_heads_drafts_is_learnt_from_those_who_began_on_them(checkpoints, window, rows):
+    learnt: list[tuple[bool, int, int]] = []
+    acceptance = SimpleNamespace(add=lambda *told: learnt.append(told))
+    checkpoints.states.windows = SimpleNamespace(acceptance=acceptance)
+    drafted(checkpoints, window)
+    assert learnt == [(rows, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("window", "heals", "hit", "reason", "named"),
+    [("held", 0, 192, HIT, 192), ("zeroed", 0, 192, HIT, 192), ("healed", 192, 64, NOT_WORTH_IT, 192)],
+)
+def test_what_became_of_a_heads_rows_is_told_with_the_hit(checkpoints, window, heals, hit, reason, named):
+    checkpoints.state_of(request(HEAD))
+    told: list[bytes] = []
+    checkpoints.states.windows = SimpleNamespace(admitted=lambda state, name: told.append(name))
+    again = request(HEAD + own(1, 50), [192], name="a")
+    state = checkpoints.state_of(again)
+    state.window, state.heals = window, heals
+    checkpoints.admitted(again, hit)
+    counts = checkpoints.counters.take()
+    assert list(counts.window_of) == [("a", window)] and counts.outcomes == {reason: 1}
+    assert told == [checkpoints.states.keys.state_key(again, named)]
+
+
+def test_what_another_worker_has_computed_is_a_hit_that_saves_nothing_here(checkpoints):
+    checkpoints.state_of(request(HEAD))
+    loading = request(HEAD + own(1, 50), name="a")
+    checkpoints.state_of(loading).loaded = 180
+    checkpoints.admitted(loading, 64)
+    counts = checkpoints.counters.take()
+    assert list(counts.requests) == [("a", HIT, 180, 192, ())] and counts.hits == 0
+    assert checkpoints.state_of(loading).resumed_at == 180
+
+
+@pytest.mark.parametrize(("loaded", "written", "hits"), [(0, False, 0), (0, True, 1), (32, False, 1)])
+def test_a_hit_counts_as_one_on_a_state_that_was_counted_or_loaded(checkpoints, loaded, written, hits):
+    again = request(HEAD, [192], name="a")
+    if written:
+        checkpoints.state_written(checkpoints.states.keys.state_key(again, 192), TAIL)
+    offered: list[tuple[int, bool]] = []
+    checkpoints.states.store = SimpleNamespace(offer=lambda request, *told: offered.append(told))
+    for _ in range(8):
+        checkpoints.step_time.step_took(1, 0.4)
+        checkpoints.step_time.step_took(801, 0.8)
+    checkpoints.admitted(again, 192, loaded)
+    counts = checkpoints.counters.take()
+    assert (counts.hits, counts.hit_tokens) == (hits, 192 * hits)
+    assert counts.saved_seconds == pytest.approx(192 * 0.0005, rel=0.01)
+    assert offered == ([] if loaded else [(192, True)])  # what a disk has brought it has already
+
+
+def test_a_request_that_hits_nothing_saves_nothing(checkpoints):
+    checkpoints.states.store = SimpleNamespace(offer=lambda *_: pytest.fail("offered"))
+    checkpoints.admitted(request(HEAD, [192]), 0)
+    counts = checkpoints.counters.take()
+    assert (counts.hits, counts.saved_seconds) == (0, 0.0) and counts.outcomes == {COLD: 1}
+
+
+def test_a_spare_state_is_reserved_only_where_it_puts_out_nothing(checkpoints):
+    written = request(own(1, 600), [160], all_token_ids=own(1, 600))
+    target = CheckpointTarget(512, SPARE)
+    assert checkpoints.reserve(written, target) is None  # vLLM keeps these states, so none is known to be idle
+    checkpoints.states.retention = Retention(checkpoints.states.keys.pool)
+    (block,) = checkpoints.reserve(written, target)
+    assert block.block_hash in checkpoints.states.retention
+    checkpoints.states.release()
+    assert block.block_hash not in checkpoints.states.retention  # it goes before all others
+    assert checkpoints.states.keys.is_cached(written, 512)
+
+
+def test_no_state_is_reserved_where_no_block_is_free_or_none_are_kept(checkpoints):
+    pool, written = checkpoints.states.keys.pool, request(own(1, 600), all_token_ids=own(1, 600))
+    held = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
+    assert checkpoints.reserve(written, CheckpointTarget(160, TAIL)) is not None  # the last one
+    assert checkpoints.reserve(written, CheckpointTarget(320, TAIL)) is None
+    assert checkpoints.counters.counts.written == {TAIL: 1} and held
+    assert Checkpoints(GRID, 512).reserve(written, CheckpointTarget(160, TAIL)) is None
+
+
+def test_a_step_begins_with_the_blocks_of_the_last_one_given_back_and_all_rows_written(checkpoints):
+    written = request(own(1, 600), all_token_ids=own(1, 600))
+    (block,) = checkpoints.reserve(written, CheckpointTarget(160, TAIL))
+    checkpoints.states.unwritten[7] = 0
+    gone: list[Any] = []
+    checkpoints.gate = SimpleNamespace(drop_gone=gone.append)
+    checkpoints.begin_step({"a"})
+    assert block.ref_cnt == 0 and not checkpoints.states.unwritten and gone == [{"a"}]
+    Checkpoints(GRID, 512).begin_step(set())  # of a model without states
+
+
+def test_a_cache_that_is_emptied_is_forgotten_by_all_who_count_on_it(checkpoints):
+    cleared: list[str] = []
+
+    def part(name: str) -> SimpleNamespace:
+        return SimpleNamespace(clear=lambda: cleared.append(name), close=lambda why: cleared.append(f"{name}: {why}"))
+
+    written = request(own(1, 600), all_token_ids=own(1, 600))
+    (block,) = checkpoints.reserve(written, CheckpointTarget(160, TAIL))
+    states = checkpoints.states
+    checkpoints.gate, states.store, states.retention, states.windows = map(part, ("gate", "store", "retention", "rows"))
+    states.retention.give_up = lambda key: True
+    checkpoints.before_reset()
+    assert block.ref_cnt == 0
+    assert sorted(cleared) == ["gate", "retention", "rows", "store: the cache is emptied"]
+    Checkpoints(GRID, 512).before_reset()

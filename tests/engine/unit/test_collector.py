@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import threading
 from types import SimpleNamespace
@@ -308,3 +309,36 @@ def test_beside_kv_events_reports_are_read_at_the_port_before_theirs_if_that_is_
 def test_what_is_collected_is_json_for_every_reader(taking):
     taking._feeds.main.add_event(1, ["gone", "5c"])
     assert json.loads(json.dumps(taking._feeds.main.after(0)))["states"] == [["gone", "5c"]]
+
+
+async def test_reports_that_cannot_be_served_end_nothing_and_are_said_to_be_missing(taking, monkeypatch, engine_log):
+    async def fails(*_: Any) -> None:
+        raise OSError("no more sockets")
+
+    monkeypatch.setattr(collector, "_serve", fails)
+    at = Collector(("127.0.0.1", 0), ())
+    before = asyncio.all_tasks()
+    at.start(taking)
+    (work,) = asyncio.all_tasks() - before
+    await work
+    assert any("reports end here" in line for line in engine_log.messages)
+
+
+async def test_who_collects_is_known_to_its_own_reads(taking):
+    assert taking._feeds.collected_by is None
+    at = Collector(("127.0.0.1", 0), ())
+    at.start(taking)
+    assert taking._feeds.collected_by == os.getpid()
+
+
+@pytest.mark.parametrize(("length", "is_used"), [(60, True), (61, False)])
+def test_sockets_are_where_their_names_are_short_enough(taking, monkeypatch, length, is_used):
+    short = f"/tmp/{'s' * (length - 5)}"  # a socket's name has to be short
+    monkeypatch.setattr(collector.tempfile, "tempdir", short)
+    os.makedirs(short, exist_ok=True)
+    try:
+        at = Collector(("127.0.0.1", 0), ())
+        assert str(at.folder.parent) == (short if is_used else "/tmp")
+        assert {path.name for path in at.folder.iterdir()} == {addresses.SENT_TO, addresses.READ_INSIDE}
+    finally:
+        shutil.rmtree(short)

@@ -1,4 +1,4 @@
-"""The rows between cache and disk: their name is gone before anything else is done that may hang, or be killed."""
+"""The rows between cache and disk: what is copied where, and that their name goes before anything that may hang."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering import spec as tiering
 
-from engine_patches.disk.copies import CheckpointSpec
+from engine_patches.disk import copies
+from engine_patches.disk.copies import CheckpointSpec, PlainCopies
 
 ROWS, ROW = 2, 4096
 
@@ -56,3 +59,127 @@ def test_only_the_name_of_a_map_that_others_have_made_goes(tmp_path: Path, creat
     spec._scheduler_mmap = SimpleNamespace(_creator=creator, mmap_path=os.fspath(path))
     assert path.exists() == creator
     spec._scheduler_mmap = SimpleNamespace(_creator=False, mmap_path=os.fspath(tmp_path / "gone"))
+
+
+# Two tensors, of 8 and 4 bytes a block; the first cache group has layers in both, the second in the first one alone, of
+# which it takes half.
+PAGES = (8, 4)
+PARTS = [[(0, 8), (1, 4)], [(0, 4)]]
+
+
+class Region:
+    """Rows in memory of their own, with room to spare in each."""
+
+    def __init__(self, rows: int = 6) -> None:
+        self.views: list[Any] = []
+        self.rows, self.is_there = rows, True
+
+    def create_next_worker_view(self, page_bytes: int) -> Any:
+        self.views.append(torch.full((self.rows, page_bytes + 3), -1, dtype=torch.int8))
+        return self.views[-1]
+
+    def cleanup(self) -> None:
+        self.is_there = False
+
+
+def plain_copies(blocks: int = 5) -> tuple[PlainCopies, Region, list[Any]]:
+    """A copier, its rows and its cache, whose block n holds n everywhere."""
+    tensors = [torch.arange(blocks, dtype=torch.int8)[:, None].repeat(1, size) for size in PAGES]
+    caches = SimpleNamespace(
+        tensors=[SimpleNamespace(tensor=t, page_size_bytes=size) for t, size in zip(tensors, PAGES, strict=True)],
+        group_data_refs=[[SimpleNamespace(tensor_idx=n, page_size_bytes=size) for n, size in g] for g in PARTS],
+    )
+    region = Region()
+    return PlainCopies(caches, region), region, tensors
+
+
+def rows(*numbers: int) -> Any:
+    return SimpleNamespace(chunk_ids=torch.tensor(numbers))
+
+
+def test_blocks_of_each_group_are_copied_to_their_rows_and_nothing_else_is():
+    copier, region, _ = plain_copies()
+    assert copier.submit_store(7, GPULoadStoreSpec([3, 1, 4], (2, 1), (0, 0)), rows(5, 0, 2))
+    wide, narrow = region.views
+    kept = [-1] * 3
+    assert wide.tolist() == [
+        [1] * 8 + kept,
+        [-1] * 11,
+        [4] * 4 + [-1] * 4 + kept,
+        [-1] * 11,
+        [-1] * 11,
+        [3] * 8 + kept,
+    ]
+    assert narrow.tolist() == [[1] * 4 + kept, *[[-1] * 7] * 4, [3] * 4 + kept]
+    (done,) = copier.get_finished()
+    assert (done.job_id, done.success, done.transfer_size) == (7, True, 2 * (8 + 4) + 4)
+    assert 0 <= done.transfer_time < 3600 and copier.get_finished() == []
+
+
+def test_rows_are_copied_to_the_blocks_of_each_group_and_nothing_else_is():
+    copier, region, (wide, narrow) = plain_copies()
+    for view in region.views:
+        view[:] = torch.arange(10, 16, dtype=torch.int8)[:, None]
+    assert copier.submit_load(8, rows(5, 2), GPULoadStoreSpec([0, 4], (1, 1), (0, 0)))
+    assert wide.tolist() == [[15] * 8, [1] * 8, [2] * 8, [3] * 8, [12] * 4 + [4] * 4]
+    assert narrow.tolist() == [[15] * 4, [1] * 4, [2] * 4, [3] * 4, [4] * 4]
+    assert [(done.job_id, done.transfer_size) for done in copier.get_finished()] == [(8, 8 + 4 + 4)]
+
+
+@pytest.mark.parametrize(("blocks", "sizes"), [([1, 2, 3], (2, 1)), ([1, 2], (2,))])
+def test_a_job_whose_parts_do_not_fit_each_other_copies_nothing(blocks, sizes):
+    copier, region, _ = plain_copies()
+    with pytest.raises(ValueError, match="zip"):
+        copier.submit_store(4, GPULoadStoreSpec(blocks, sizes, (0,) * len(sizes)), rows(0, 1))
+    assert len(blocks) == 2 or (region.views[0] == -1).all()
+
+
+def test_jobs_are_told_in_their_order_once_and_the_memory_is_let_go_at_the_end():
+    copier, region, _ = plain_copies()
+    for job in (4, 9):
+        copier.submit_store(job, GPULoadStoreSpec([1], (1, 0), (0, 0)), rows(0))
+    copier.wait({4, 9})
+    assert [done.job_id for done in copier.get_finished()] == [4, 9]
+    copier.shutdown()
+    assert not region.is_there
+
+
+def test_host_memory_has_as_many_rows_as_were_asked_for_in_whole_pages(monkeypatch):
+    made: list[Any] = []
+    monkeypatch.setattr(tiering.TieringOffloadingSpec, "__init__", lambda self, config: made.append(config))
+    page = SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
+    for block_bytes, workers, pages in ((page, 1, 1), (page + 1, 1, 2), (page, 3, 3), (page // 2, 2, 1), (1, 2, 1)):
+        parallel = SimpleNamespace(world_size=workers)
+        extra = {"staging_rows": 10}
+        CheckpointSpec(SimpleNamespace(worker_kv_bytes_per_block=block_bytes, parallel=parallel, extra_config=extra))
+        assert extra["cpu_bytes_to_use"] == 10 * pages * page and made[-1].extra_config is extra
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_on_a_cpu_plain_copies_are_made_once_and_elsewhere_vllms_own(monkeypatch, is_cpu):
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(copies, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
+    monkeypatch.setattr(copies, "SharedOffloadRegion", lambda **options: made.append(options) or Region())
+    monkeypatch.setattr(tiering.TieringOffloadingSpec, "get_worker", lambda self, caches: "vLLM's own")
+    monkeypatch.setattr(tiering.TieringOffloadingSpec, "__init__", lambda self, config: None)
+    config = SimpleNamespace(
+        worker_kv_bytes_per_block=1, parallel=SimpleNamespace(world_size=2, rank=1), extra_config={"staging_rows": 2}
+    )
+    spec = CheckpointSpec(config)
+    spec.config, spec._engine_id = config, "an engine"
+    spec.num_chunks, spec.kv_bytes_per_chunk, spec.cpu_page_size_per_worker = ROWS, ROW, 64
+    caches = SimpleNamespace(tensors=[], group_data_refs=[])
+    worker = spec.get_worker(caches)
+    if not is_cpu:
+        assert worker == "vLLM's own" and made == []
+        return
+    assert isinstance(worker, PlainCopies) and spec.get_worker(caches) is worker
+    assert made == [
+        {
+            "engine_id": "an engine",
+            "num_chunks": ROWS,
+            "rank": 1,
+            "kv_bytes_per_chunk": ROW,
+            "cpu_page_size": 64,
+        }
+    ]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from engine_patches.disk import files, tier
@@ -339,3 +339,224 @@ def test_a_worker_that_evicts_under_anothers_looks_is_no_error(tmp_path: Path, e
     assert mine.tier.take_counts()[0] == {} and told(engine_log) == [] and len(rounds) > 0
     mine.close()
     theirs.close()
+
+
+class Clock:
+    """In place of `time`: a machine that has just started."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(tier, "time", found)
+    return found
+
+
+def test_what_is_written_is_counted_in_bytes_and_known_to_be_there_until_it_is_taken(tmp_path: Path):
+    held = Tier(tmp_path)
+    assert held.tier.take_counts() == ({}, 0) and held.tier.bytes_held == 0
+    held.store(KEYS[:2])
+    assert held.tier.bytes_held == 2 * (ROW + HEADER_BYTES)
+    assert held.tier.take_counts() == ({}, 2 * (ROW + HEADER_BYTES)) and held.tier.take_counts() == ({}, 0)
+    assert held.store(KEYS[:1]).success and held.tier.take_counts() == ({}, 0), "it was there"
+    assert held.tier.bytes_held == 2 * (ROW + HEADER_BYTES)
+    held.close()
+
+
+def test_what_made_room_for_others_is_no_longer_there(tmp_path: Path):
+    held = Tier(tmp_path, max_bytes=2 * (ROW + HEADER_BYTES))
+    held.store(KEYS[:1])
+    held.store(KEYS[1:3])
+    assert [held.tier.holds(key) for key in KEYS[:3]] == [False, True, True]
+    assert held.tier.bytes_held == 2 * (ROW + HEADER_BYTES)
+    held.close()
+
+
+def test_a_key_is_being_written_until_all_jobs_with_it_are_done(tmp_path: Path, monkeypatch):
+    may_write, write = threading.Semaphore(0), StateFiles.write
+
+    def waits(self: Any, blocks: Any) -> Any:
+        may_write.acquire()
+        return write(self, blocks)
+
+    monkeypatch.setattr(StateFiles, "write", waits)
+    held = Tier(tmp_path)
+    results: list[Any] = []
+    for keys in (KEYS[:2], KEYS[1:3]):
+        held.submit(keys, 0, load=False)
+    for number, expected in enumerate([[True, True, True], [False, True, True], [False, False, False]]):
+        wait_for(lambda number=number: results.extend(held.tier.get_finished_jobs()) or len(results) == number)
+        assert [held.tier.is_written(key) for key in KEYS[:3]] == expected
+        may_write.release()
+    assert [result.job_id for result in results] == [1, 2]
+    held.close()
+
+
+def test_rows_of_a_job_are_those_that_it_names(tmp_path: Path):
+    held = Tier(tmp_path)
+    held.rows[:] = np.arange(ROWS, dtype=np.uint8)[:, None]
+    held.run(KEYS[:2], 5, load=False)
+    held.rows[:] = 99
+    result = held.run(KEYS[:2], 14, load=True)
+    assert [row[0] for row in held.rows] == [99] * 14 + [5, 6] and (held.rows[14] == 5).all()
+    assert result.successful_keys == (KEYS[0], KEYS[1]) and result.transfer_bytes == 2 * ROW
+    held.close()
+
+
+def test_a_job_names_a_row_for_each_key(tmp_path: Path):
+    held = Tier(tmp_path)
+    job = TransferJob(1, KEYS[:2], np.arange(3), False, SimpleNamespace())
+    for submit in (held.tier.submit_store, held.tier.submit_load):
+        with pytest.raises(ValueError, match="zip"):
+            submit(job)
+    held.close()
+
+
+def test_what_a_load_takes_and_moves_is_told_and_learnt(tmp_path: Path, monkeypatch):
+    held = Tier(tmp_path)
+    held.store(KEYS[:3])
+    began: list[Any] = []
+    took: list[Any] = []
+    ended: list[Any] = []
+    monkeypatch.setattr(held.tier.cost, "load_began", lambda *given: began.append(given))
+    monkeypatch.setattr(held.tier.cost, "load_took", lambda *given: took.append(given))
+    monkeypatch.setattr(held.tier.cost, "load_ended", lambda job: ended.append(job))
+    result = held.load(KEYS[:3])
+    assert began == [(2, 3 * ROW)] and ended == [2]
+    assert result.transfer_bytes == 3 * ROW and took == [(3 * ROW, result.transfer_time)]
+    held.load(KEYS[4:5])
+    assert began[1:] == [(3, ROW)] and ended == [2, 3] and len(took) == 1, "what was not there takes no time"
+    assert held.store(KEYS[5:]).success and len(took) == 1 and len(began) == 2
+    held.close()
+
+
+def test_a_load_takes_so_long_from_when_it_was_asked_for(tmp_path: Path, clock, monkeypatch):
+    held = Tier(tmp_path)
+    held.store(KEYS[:1])
+    read = StateFiles.read
+
+    def slow(self: Any, key: bytes, into: memoryview) -> None:
+        clock.now += 7.0
+        read(self, key, into)
+
+    monkeypatch.setattr(StateFiles, "read", slow)
+    assert held.load(KEYS[:1]).transfer_time == 7.0
+    held.close()
+
+
+def test_the_files_used_last_tell_how_fast_the_disk_is(tmp_path: Path, monkeypatch):
+    first = Tier(tmp_path)
+    first.store(KEYS)
+    first.close()
+    (damaged,) = tmp_path.rglob(KEYS[4].hex() + SUFFIX)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    for moment, key in enumerate(KEYS):
+        (path,) = tmp_path.rglob(key.hex() + SUFFIX)
+        os.utime(path, (moment, moment))
+    seen: list[bytes] = []
+    read = StateFiles.read
+
+    def noting(self: Any, key: bytes, into: memoryview) -> None:
+        seen.append(key)
+        if key == KEYS[3]:
+            raise FileNotFoundError
+        read(self, key, into)
+
+    monkeypatch.setattr(StateFiles, "read", noting)
+    second = Tier(tmp_path)
+    assert seen == KEYS[3:]
+    assert second.tier.take_counts()[0] == {"checksum": 1} and not second.tier.holds(KEYS[4])
+    assert second.tier.cost.pays(ROW, 3600), "one of them was read"
+    second.close()
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_others_files_are_looked_for_every_half_minute(tmp_path: Path, clock, usable):
+    theirs = Tier(tmp_path)
+    held = Tier(tmp_path, identity=b"i" * 32 if usable else b"")
+    looked: list[str] = []
+    held.tier._refresh = lambda in_use: looked.append(f"at files, {list(in_use)} are pinned") or _Done()
+    held.tier._probe = lambda: looked.append("at the speed") or _Done()
+    held.tier.keys_in_use = lambda: [b"k"]
+    for moment, looks in ((0.0, 0), (29.9, 0), (30.0, 1), (59.9, 1), (60.0, 2), (200.0, 3), (229.0, 3), (230.0, 4)):
+        clock.now = moment
+        assert list(held.tier.get_finished_jobs()) == []
+        held.tier.drain_jobs()
+        assert sorted(looked) == sorted(["at files, [b'k'] are pinned", "at the speed"] * looks * usable), moment
+    held.close()
+    theirs.close()
+
+
+def test_a_disk_that_has_not_taken_something_is_left_alone_for_half_a_minute(tmp_path: Path, clock, monkeypatch):
+    held = Tier(tmp_path)
+    assert held.tier.takes_stores
+    held.tier._next_refresh = float("inf")
+    monkeypatch.setattr(StateFiles, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    clock.now = 5.0
+    assert not held.store(KEYS[:1]).success
+    for moment, takes in ((5.0, False), (34.9, False), (35.0, True)):
+        clock.now = moment
+        assert held.tier.takes_stores is takes
+    held.close()
+
+
+def test_each_kind_of_failure_is_said_once(tmp_path: Path, monkeypatch, engine_log):
+    held = Tier(tmp_path)
+    for error in (OSError(28, "full"), OSError(5, "broken"), files.NotOurs("open to others"), OSError(28, "full")):
+        monkeypatch.setattr(StateFiles, "write", lambda *_, error=error: (_ for _ in ()).throw(error))
+        assert not held.store(KEYS[:1]).success
+    assert held.tier.take_counts() == ({"not_written": 4}, 0)
+    lines = told(engine_log)
+    assert ["cannot be written to" in line for line in lines] == [True, False] and "is not used: open" in lines[1]
+    monkeypatch.setattr(StateFiles, "keys", lambda _: (_ for _ in ()).throw(OSError(5, "broken")))
+    held.look()
+    held.look()
+    assert "cannot be read" in told(engine_log)[2] and len(told(engine_log)) == 3
+    assert held.tier.take_counts()[0]["unreadable"] >= 1
+    held.close()
+
+
+def test_a_start_that_found_nothing_wrong_says_what_is_there(tmp_path: Path, engine_log):
+    engine_log.set_level("INFO", "vllm.seamark")
+    first = Tier(tmp_path)
+    first.store(KEYS[:2])
+    first.close()
+    Tier(tmp_path).close()
+    assert [line.split(":")[1].split()[0] for line in engine_log.messages] == ["0", "2"]
+
+
+def test_an_engine_without_an_identity_makes_no_directory_and_says_nothing(tmp_path: Path, engine_log):
+    engine_log.set_level("INFO", "vllm.seamark")
+    held = Tier(tmp_path / "states", identity=b"")
+    assert not held.tier.usable and not held.tier.takes_stores and not (tmp_path / "states").exists()
+    assert not held.store(KEYS[:1]).success and held.tier.take_counts() == ({"not_written": 1}, 0)
+    assert not held.tier.is_written(KEYS[0]) and engine_log.messages == []
+    held.close()
+
+
+def test_an_end_waits_for_what_is_being_written(tmp_path: Path, monkeypatch):
+    began, may_write, write = threading.Event(), threading.Event(), StateFiles.write
+
+    def waits(self: Any, blocks: Any) -> Any:
+        began.set()
+        may_write.wait()
+        return write(self, blocks)
+
+    monkeypatch.setattr(StateFiles, "write", waits)
+    held = Tier(tmp_path)
+    held.submit(KEYS[:1], 0, load=False)
+    began.wait()
+    threading.Timer(0.05, may_write.set).start()
+    held.close()
+    assert len(list(tmp_path.rglob(f"*{SUFFIX}"))) == 1
+
+
+def test_of_whole_requests_nothing_is_wanted(tmp_path: Path):
+    held = Tier(tmp_path)
+    assert held.tier.on_new_request(None) == RequestOffloadingContext()
+    held.close()

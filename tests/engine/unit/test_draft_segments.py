@@ -215,3 +215,18 @@ def test_beside_them_a_convolution_knows_the_blocks_and_the_inputs_of_the_others
         for row in (RESUMED, FRESH)
         for offset in ROWS[row].writes
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "num_rows", "drafting"),
+    [
+        ({}, 3, []),
+        ({"num_decode_draft_tokens_cpu": None}, 3, []),
+        ({"num_decode_draft_tokens_cpu": torch.tensor([-1, 0, 3])}, 3, [1, 2]),
+        ({"num_decode_draft_tokens_cpu": torch.tensor([-1, 0, 3])}, 2, [1]),
+        ({"num_decode_draft_tokens_cpu": torch.tensor([-1, -1])}, 2, []),
+    ],
+    ids=str,
+)
+def test_rows_verify_drafts_if_vllm_counts_any_for_them_even_none(options, num_rows, drafting):
+    assert segments.drafting_rows(options, num_rows) == drafting

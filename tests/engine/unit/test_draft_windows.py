@@ -19,7 +19,19 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from engine_patches.scheduler import draft_windows
-from engine_patches.scheduler.draft_windows import ENOUGH_STEPS, Acceptance, DraftWindows, leave_out, left_out_spec
+from engine_patches.scheduler.draft_windows import (
+    ASSUMED_LOSS,
+    ENOUGH_STEPS,
+    HEALED,
+    HELD,
+    ZEROED,
+    Acceptance,
+    DraftWindows,
+    leave_out,
+    left_out_spec,
+    put_rows_into_hits,
+    windows_among,
+)
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.step_time import ENOUGH, StepTime
@@ -177,3 +189,197 @@ def test_another_salt_adapter_or_image_finds_no_row():
     finds = {name for name, request in requests.items() if windows.keys_at(request, 208)}
     assert finds == {"", "nothing"} == {name for name, request in requests.items() if windows.keys_at(request, 256)}
     assert not windows.keys_at(requests[""], 176)  # rows are there, and no key of that place
+
+
+def test_steps_are_halved_so_that_a_change_is_followed(monkeypatch):
+    monkeypatch.setattr(draft_windows, "MOST_STEPS", 1000)
+    acceptance = Acceptance()
+    acceptance.add(True, 1000, 2000)
+    assert (acceptance.steps[True], acceptance.per_step(True)) == (1000, 2.0)
+    acceptance.add(True, 1, 0)
+    assert (acceptance.steps, acceptance.accepted) == ({True: 500, False: 0}, {True: 1000, False: 0})
+    assert acceptance.per_step(False) == 1.0  # until there are any
+
+
+def test_a_loss_is_believed_from_as_many_steps_of_each_kind_on():
+    acceptance = Acceptance()
+    for rows, accepted in ((True, 3), (False, 1)):
+        acceptance.add(rows, ENOUGH_STEPS - 1, accepted * (ENOUGH_STEPS - 1))
+        assert acceptance.loss == ASSUMED_LOSS
+    acceptance.add(True, 1, 3)
+    assert acceptance.loss == ASSUMED_LOSS
+    acceptance.add(False, 1, 1)
+    assert acceptance.loss == 2.0
+
+
+@pytest.mark.parametrize(
+    ("missing", "window", "answer", "lost"),
+    [
+        (0, 100, 400, 0.0),
+        (100, 100, 1, 0.0),  # the first token has no drafts
+        (-5, 100, 400, 0.0),
+        # A right one a step, two tokens: with half a draft less at first, and none at the end, 1.75 on the mean.
+        (100, 100, 400, 100 / 1.75 - 100 / 2),
+        (100, 100, 51, 50 / 1.625 - 50 / 2),
+        (50, 100, 400, 50 / 1.875 - 50 / 2),
+    ],
+)
+def test_steps_that_an_answer_on_zeros_takes_more(missing, window, answer, lost):
+    assert Acceptance().steps_lost(missing, window, answer) == pytest.approx(lost)
+
+
+class Hits:
+    """A cache in which a request of 400 tokens has states at some places, and its head's rows at some of these."""
+
+    def __init__(self, states: tuple[int, ...], rows: tuple[int, ...]) -> None:
+        self.pool = BlockPool(40, enable_caching=True, hash_block_size=16)
+        self.manager = manager_of(self.pool)
+        self.step_time = StepTime()
+        self.windows = DraftWindows(self.pool, Grid(16, 16), [self.manager], self.step_time)
+        init_none_hash(sha256)
+        hasher = get_request_block_hasher(16, sha256)
+        self.request = Request("first", list(range(400)), SamplingParams(max_tokens=200), None, block_hasher=hasher)
+        self.request.max_tokens = 200
+        self.manager.allocate_new_blocks("first", 400, 400)
+        self.blocks = list(self.manager.req_to_blocks["first"])
+        self.windows.keep(self.request, RequestState(), rows)
+        self.states, self.state = states, RequestState()
+        keys = SimpleNamespace(state_key=lambda request, position: b"%d" % position, attention=())
+        self.checkpoints = SimpleNamespace(
+            state_of=lambda request: self.state,
+            states=SimpleNamespace(keys=keys, unwritten={}, windows=self.windows),
+            drafts=SimpleNamespace(admits=lambda request: True),
+        )
+        self.cache = SimpleNamespace(
+            seamark=self.checkpoints,
+            _null_block=self.pool.null_block,
+            empty_kv_cache_blocks="none",
+            coordinator=SimpleNamespace(find_longest_cache_hit=self._longest),
+            create_kv_cache_blocks=lambda computed: computed,
+        )
+
+    def _longest(self, hashes: Any, at_most: int) -> tuple[Any, int, int]:
+        hit = max((state for state in self.states if state <= at_most), default=0)
+        return SimpleNamespace(blocks=[[]]), hit, 0
+
+    def found(self, ours: bool = True) -> tuple[Any, int, Any]:
+        """The blocks of the head's rows, the hit, and what became of the window."""
+        longest = self._longest(None, 399)
+        self.checkpoints.drafts.admits = lambda request: ours
+        blocks, hit, _ = put_rows_into_hits(lambda *_: longest)(self.cache, self.request)
+        return blocks if blocks == "none" else blocks.blocks[0], hit, self.state.window
+
+
+def test_a_hit_whose_rows_are_held_takes_them_over():
+    hits = Hits((208, 320), (208, 320))
+    blocks, hit, window = hits.found()
+    # A window of 100 tokens before 320: blocks 3 and 4 of 64 tokens.
+    assert (hit, window) == (320, HELD) and blocks == [hits.pool.null_block] * 3 + hits.blocks[3:5]
+    assert (hits.state.drafts_from, hits.state.heals) == (0, 0)
+
+
+def test_a_hit_inside_a_block_takes_the_rows_up_to_there():
+    hits = Hits((208,), (208,))
+    blocks, hit, window = hits.found()
+    assert (hit, window) == (208, HELD) and blocks == [hits.pool.null_block, *hits.blocks[1:4]]
+
+
+def test_no_hit_has_no_window():
+    hits = Hits((), ())
+    hits.state.window, hits.state.heals, hits.state.drafts_from = HEALED, 7, 7
+    assert hits.found() == ([], 0, "") and (hits.state.heals, hits.state.drafts_from) == (0, 0)
+
+
+def test_a_hit_without_rows_is_given_up_once_for_a_shorter_one_that_makes_them_anew():
+    hits = Hits((96, 320), ())
+    blocks, hit, window = hits.found()
+    assert (hit, window, hits.state.heals, hits.state.drafts_from) == (96, HEALED, 320, 96) and blocks == []
+    hits.windows.admitted(hits.state, b"320")
+    assert hits.found()[1:] == (320, ZEROED) and hits.state.drafts_from == 320
+    hits.windows.clear()
+    assert hits.found()[1:] == (96, HEALED)
+
+
+def test_a_shorter_hit_with_rows_takes_these_over():
+    hits = Hits((96, 320), (96,))
+    blocks, hit, window = hits.found()
+    assert (hit, window, hits.state.heals, hits.state.drafts_from) == (96, HEALED, 320, 0)
+    assert blocks == hits.blocks[:2]
+
+
+def test_a_window_that_was_found_may_be_healed_again_when_it_is_lost():
+    hits = Hits((96, 320), ())
+    hits.found()
+    hits.windows.admitted(hits.state, b"320")
+    hits.state.window = ZEROED
+    hits.windows.admitted(hits.state, b"320")  # it began on zeros: nothing is known anew
+    assert hits.found()[1:] == (320, ZEROED)
+    hits.state.window = HELD
+    hits.windows.admitted(hits.state, b"320")
+    assert hits.found()[1:] == (96, HEALED)
+
+
+def test_the_windows_that_were_healed_longest_ago_are_forgotten(monkeypatch):
+    monkeypatch.setattr(draft_windows, "MAX_HEALED", 1)
+    hits = Hits((96, 320), ())
+    hits.found()
+    for name in (b"320", b"another"):
+        hits.windows.admitted(hits.state, name)
+        hits.state.window = HEALED
+    assert hits.found()[1:] == (96, HEALED)
+
+
+def test_where_rows_cost_more_than_zeros_do_a_hit_is_kept_without_them():
+    hits = Hits((96, 320), ())
+    for _ in range(ENOUGH):  # a pass costs no more than a token
+        hits.step_time.step_took(1, 0.001)
+        hits.step_time.step_took(1000, 0.5)
+    assert hits.found()[1:] == (320, ZEROED) and hits.state.drafts_from == 320
+
+
+def test_what_vllm_alone_lets_resume_is_resumed_where_rows_are_held_and_nowhere_else():
+    hits = Hits((96, 208, 320), (208,))
+    assert hits.found(ours=False)[1:] == (208, "")
+    assert hits.found(ours=False)[0] == [hits.pool.null_block, *hits.blocks[1:4]]
+    assert Hits((96, 320), ()).found(ours=False)[1:] == (0, "")
+
+
+def test_no_more_than_some_shorter_hits_are_looked_up(monkeypatch):
+    monkeypatch.setattr(draft_windows, "MAX_LOOKUPS", 2)
+    assert Hits((96, 208, 272, 320), (96,)).found(ours=False) == ("none", 0, "")
+    assert Hits((208, 272, 320), (208,)).found(ours=False)[1] == 208
+
+
+@pytest.mark.parametrize("missing", ["checkpoints", "states", "windows"])
+def test_a_scheduler_without_such_a_head_finds_what_vllm_does(missing):
+    hits = Hits((320,), ())
+    if missing == "checkpoints":
+        del hits.cache.seamark
+    elif missing == "states":
+        hits.checkpoints.states = None
+    else:
+        hits.checkpoints.states.windows = None
+    assert hits.found() == ([], 320, "")
+
+
+def test_rows_behind_zeros_or_before_what_is_there_get_no_key():
+    hits = Hits((), ())
+    kept = hits.windows.keep(hits.request, RequestState(drafts_from=193), [256, 320])
+    assert list(kept) == [] and not hits.windows.keys_at(hits.request, 320)
+    kept = hits.windows.keep(hits.request, RequestState(drafts_from=192), [256, 320, 464])
+    assert list(kept) == [320] and not hits.windows.keys_at(hits.request, 256)
+    assert [block.block_id for block, _ in kept[320]] == [block.block_id for block in hits.blocks[3:5]]
+    assert tuple(key for _, key in kept[320]) == hits.windows.keys_at(hits.request, 320)
+
+
+def test_a_block_that_vllm_has_freed_ends_a_window():
+    hits = Hits((), ())
+    hits.manager.req_to_blocks["first"][4] = hits.pool.null_block
+    assert list(hits.windows.keep(hits.request, RequestState(), [128, 320, 400])) == [128]
+
+
+def test_of_managers_those_of_windows_that_are_left_out_are_told_by_their_specs():
+    pool = BlockPool(4, enable_caching=True, hash_block_size=16)
+    window = manager_of(pool)
+    assert windows_among([SimpleNamespace(kv_cache_spec=WINDOW), window]) == [window]
+    assert DraftWindows(pool, Grid(16, 16), [window], StepTime()).groups == {0}

@@ -1,4 +1,7 @@
-"""What states cost in real models: computed here from the published figures, by vLLM, and by `--explain`."""
+"""What states cost in real models: computed here from the published figures, by vLLM, and by `--explain`.
+
+What is said of such figures: `tests/unit/engine/test_explain.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,11 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Mapping
 
 import pytest
 
 from engine_patches import families
-from engine_patches.commands.explain import GIB, StateCost, advice, report
-from engine_patches.commands.model_layers import CannotExplain, is_hybrid, layer_kinds, recurrent_layers
-from engine_patches.kv_connectors import decide_by
-from engine_patches.scheduler.refusals import Refusal
+from engine_patches.commands.explain import GIB, StateCost
 from tests.harness import published_models, recipe_models
 from tests.harness.published_models import MODELS, Explained, worth_moving
 
@@ -62,13 +61,6 @@ def cost(**changes: object) -> StateCost:
     return StateCost(**figures | changes)
 
 
-def test_states_are_counted_in_whole_blocks_and_their_share_in_blocks_too():
-    toy = cost()
-    assert toy.bytes_in_cache == 120 and toy.displaced_tokens == 64
-    assert toy.states_in(60 * 7 + 59) == 3 and toy.states_in(60 * 7, 0.5) == 1
-    assert toy.tokens_in(60 * 7 + 59) == 7 * 32
-
-
 def test_a_state_is_worth_moving_once_its_tokens_take_longer_than_its_bytes():
     toy = cost()  # 120 bytes of states, 60 a block of 32 tokens
     assert worth_moving(toy, 180.0, 1 / 20) == 32  # 20 tokens take a second, and whole match units are kept
@@ -82,120 +74,6 @@ def test_the_documented_table_is_that_of_the_models(explained):
     assert published_models.BEGIN in text
     costs = {name: each.cost for name, each in explained.items()}
     assert text == published_models.with_table(text, costs), "run: python -m tests.harness.published_models"
-
-
-def test_what_is_not_known_is_said():
-    (line,) = [line for line in report(cost(), None, 0.5) if "  cache  " in line]
-    assert "for example" in line and "--kv-cache-memory-bytes" in line
-    (line,) = [line for line in report(cost(), (5 * GIB, "as configured"), 0.5) if "  cache  " in line]
-    assert "5.0 GiB (as configured)" in line
-
-
-def test_drafts_and_a_refusal_of_hints_are_told():
-    lines = list(report(cost(), None, 0.5, drafts="mtp, 2 tokens", refusal=Refusal("speculative", "a window")))
-    assert "  drafts            mtp, 2 tokens" in lines and "  hints             refused: a window" in lines
-    assert not any("drafts" in line or "refused" in line for line in report(cost(), None, 0.5))
-
-
-TWO_KINDS = {families.QWEN_GDN: 36, families.QWEN_NGRAM: 1}
-
-
-@pytest.mark.parametrize(
-    ("changes", "layers", "states"),
-    [
-        ({}, "4 recurrent (Mamba2), 2 attention", "inside the pass (shown on an engine)"),
-        ({"inside": False}, "4 recurrent (Mamba2), 2 attention", "cut: a pass for each (shown on an engine)"),
-        (
-            {"layers": TWO_KINDS},
-            "36 recurrent (gated delta net), 1 recurrent (convolution of n-grams), 2 attention",
-            "inside the pass (shown in the interpreter of a GPU's kernels)",
-        ),
-        (
-            {"layers": {families.MAMBA_MIXER: 28}, "inside": False},
-            "28 recurrent (Mamba1), 2 attention",
-            "cut: a pass for each (read, and nothing ran)",
-        ),
-    ],
-)
-def test_it_is_told_how_states_are_written_and_how_that_was_shown(changes, layers, states):
-    lines = list(report(cost(**changes), None, 0.5))
-    assert "  architecture      ToyForCausalLM" in lines
-    assert f"  layers            {layers}" in lines and f"  states            {states}" in lines
-    assert any("cost a pass each" in line for line in lines) == states.startswith("cut")
-
-
-def test_beside_a_connector_that_has_to_leave_blocks_alone_states_are_cut():
-    said = rows("\n".join(report(cost(), None, 0.5, decide_by({"kv_connector": "Unheard"}))))
-    assert said["states"] == "cut: a pass for each (shown on an engine)"
-
-
-def test_what_the_numbers_leave_out_is_said():
-    assert "  * more than this" in list(report(cost(notes=("more than this",)), None, 0.5))
-
-
-@pytest.mark.parametrize(
-    ("changes", "kept", "said"),
-    [
-        ({}, 100, ""),
-        ({"state_types": ("bfloat16", "bfloat16")}, 100, "--mamba-ssm-cache-dtype float32"),
-        ({"layers": TWO_KINDS, "state_types": ("bfloat16", "bfloat16")}, 100, "--mamba-ssm-cache-dtype float32"),
-        ({"layers": {families.SHORT_CONVOLUTION: 4}, "state_types": ("bfloat16",)}, 100, ""),  # inputs, not rounded
-        ({"layers": {families.LINEAR_ATTENTION: 4}, "inside": False}, 100, "a pass each"),
-        ({}, 3, "room for 3 states"),
-    ],
-)
-def test_the_advice_fits_the_family_and_the_types(changes, kept, said):
-    lines = list(advice(cost(**changes), kept))
-    assert len(lines) == bool(said) and said in "".join(lines)
-
-
-class Config:
-    """A model's text config."""
-
-    def __init__(self, model_type: str, **given: object) -> None:
-        self.model_type = model_type
-        vars(self).update(given)
-
-
-def test_a_config_of_an_unknown_kind_is_refused_in_one_sentence():
-    with pytest.raises(CannotExplain, match="does not say which of its layers"):
-        layer_kinds(Config("toy"))
-    with pytest.raises(CannotExplain, match="sliding_attention"):
-        layer_kinds(Config("toy", layer_types=["sliding_attention", "mamba"]))
-    with pytest.raises(CannotExplain, match="not known here"):
-        recurrent_layers(Config("toy"), ["mamba", "attention"])
-
-
-def test_layers_are_counted_by_what_the_configs_of_each_family_say():
-    ling = Config("bailing_hybrid", layer_group_size=3, num_hidden_layers=8, short_conv_kernel_size=4)
-    kinds = layer_kinds(ling)
-    assert [number for number, kind in enumerate(kinds) if kind == "attention"] == [2, 5, 6, 7]
-    assert recurrent_layers(ling, kinds) == {families.LING_KDA: 4}
-    kimi = Config("kimi_linear", linear_attn_config={"kda_layers": [1, 2, 3], "full_attn_layers": [4]})
-    assert recurrent_layers(kimi, layer_kinds(kimi)) == {families.KIMI_KDA: 3}
-    indexed = ["linear_attention", "linear_attention", "indexed_attention"]
-    flash = Config("qwen4_exp_text", layer_types=indexed, ple_layer_ids=[2])
-    assert recurrent_layers(flash, layer_kinds(flash)) == {families.QWEN_GDN: 2, families.QWEN_NGRAM: 1}
-    without = Config("qwen4_exp_text", layer_types=indexed, ple_layer_ids=[])
-    assert recurrent_layers(without, indexed) == {families.QWEN_GDN: 2}
-    assert not recurrent_layers(Config("llama"), ["full_attention"])
-
-
-@pytest.mark.parametrize("name", recipe_models.MODELS)
-def test_a_recipe_s_model_is_known_for_a_hybrid_by_its_config_alone(name):
-    assert is_hybrid(recipe_models.MODELS[name])
-
-
-def test_a_model_of_attention_alone_is_no_hybrid():
-    dense = {"model_type": "granitemoehybrid", "mamba_n_heads": 48, "num_attention_heads": 16}
-    assert not is_hybrid(dense | {"layer_types": ["attention"] * 4})
-    assert is_hybrid(dense | {"layer_types": ["mamba", "attention"]})
-    assert not is_hybrid({"model_type": "llama", "num_attention_heads": 16})
-
-
-def rows(text: str) -> Mapping[str, str]:
-    """What is said, by the name of its line."""
-    return {line[2:20].strip(): line[20:] for line in text.splitlines() if line.startswith("  ")}
 
 
 def test_a_model_that_vllm_does_not_know_gets_one_sentence_and_nothing_is_started(tmp_path):

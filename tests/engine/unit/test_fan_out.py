@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import RequestStatus
 
+from engine_patches.scheduler import fan_out
 from engine_patches.scheduler.counters import Counters
 from engine_patches.scheduler.fan_out import (
     MIN_PATIENCE_SECONDS,
@@ -354,3 +355,116 @@ def test_a_step_that_is_full_of_requests_that_generate_is_weighed_too(gate, veri
     full = scheduler([expected.leader, *generating], [follower], budget=budget)
     full.seamark.verified = verified
     assert gate.pays(expected, full) in (True, False)
+
+
+class Engine:
+    """A scheduler as its waiting requests meet it, one after the other."""
+
+    def __init__(self, gate, *running, **how):
+        self.states = {}
+        self.scheduler = scheduler(running, **how)
+        self.scheduler.seamark.gate, self.scheduler.seamark.counters = gate, Counters()
+        self.scheduler.seamark.state_of = lambda each: self.states.setdefault(each.request_id, RequestState())
+
+    def begins(self, follower, vllm=True):
+        """Whether a request may begin, whom vLLM alone would have begin or not."""
+        follower.skip_reading_prefix_cache = getattr(follower, "skip_reading_prefix_cache", False)
+        if follower not in self.scheduler.waiting:
+            self.scheduler.waiting.append(follower)
+            self.scheduler.requests[follower.request_id] = follower
+        return hold_followers(lambda scheduler, request: vllm)(self.scheduler, follower)
+
+    @property
+    def counted(self):
+        counts = self.scheduler.seamark.counters.take()
+        return dict(counts.followers), counts.spent_seconds
+
+
+def test_a_follower_is_held_until_its_leader_has_written_the_state(gate, clock):
+    leader = leading(gate)
+    engine, follower = Engine(gate, leader), request("follower")
+    assert not engine.begins(follower) and not engine.begins(follower)
+    clock.now += 2.5
+    leader.num_computed_tokens = 3600
+    assert engine.begins(follower) and not gate.waiting
+    assert engine.counted == ({"held": 1}, 2.5)
+    assert engine.begins(follower) and engine.counted == ({}, 0.0)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"status": RequestStatus.PREEMPTED}, {"num_computed_tokens": 16}, {"skip_reading_prefix_cache": True}]
+)
+def test_a_request_that_finds_nothing_or_has_begun_before_is_not_held(gate, changed):
+    engine, follower = Engine(gate, leading(gate)), request("follower")
+    vars(follower).update(changed)
+    assert engine.begins(follower) and not gate.waiting and engine.counted == ({}, 0.0)
+
+
+def test_a_request_that_vllm_itself_holds_is_not_looked_at(gate):
+    engine = Engine(gate, leading(gate))
+    assert not engine.begins(request("follower"), vllm=False) and not gate.waiting
+
+
+def test_without_a_gate_nobody_is_held(gate):
+    engine = Engine(None, leading(gate))
+    assert engine.begins(request("follower")) and engine.counted == ({}, 0.0)
+
+
+def test_one_that_would_not_be_spared_enough_runs_along_and_is_counted_once(gate):
+    engine, follower = Engine(gate, leading(gate, position=800)), request("follower")
+    assert engine.begins(follower) and engine.begins(follower)
+    assert engine.counted == ({"not_worth_it": 1}, 0.0)
+    assert engine.begins(request("stranger", shared="t")) and engine.counted == ({}, 0.0)
+
+
+def test_a_follower_gives_a_leader_up_once_and_for_all(gate, clock):
+    leader = leading(gate)
+    engine, follower = Engine(gate, leader), request("follower")
+    assert not engine.begins(follower)
+    clock.now += 100.0
+    assert engine.begins(follower) and engine.counted == ({"held": 1}, 100.0)
+    leader.num_computed_tokens = 1800  # it goes on after all
+    gate.drop_gone(engine.scheduler.requests)
+    assert engine.begins(follower) and not gate.waiting
+    assert not engine.begins(request("another"))
+
+
+def test_a_follower_that_was_held_goes_on_waiting_whatever_it_would_pay_now(gate):
+    leader = leading(gate)
+    engine, follower = Engine(gate, leader), request("follower")
+    assert not engine.begins(follower)
+    gate.drop_gone(engine.scheduler.requests)
+    leader.num_computed_tokens = 3584  # what is left of its prefix is less than a pass
+    assert not engine.begins(follower)
+
+
+def test_a_state_that_another_is_about_to_write_keeps_its_first_leader_as_long_as_that_runs(gate):
+    first = leading(gate)
+    second = request("second", status=RequestStatus.RUNNING)
+    gate.expect(second, 0, [3600])
+    assert deepest(gate, request("follower")).leader is first
+    first.status = RequestStatus.PREEMPTED
+    gate.expect(second, 0, [3600])
+    assert deepest(gate, request("follower")).leader is second
+
+
+def test_no_request_waits_for_itself(gate):
+    leader = leading(gate)
+    leader.status = RequestStatus.RUNNING
+    assert deepest(gate, leader) is None
+
+
+def test_a_gate_that_is_cleared_expects_nothing(gate):
+    leading(gate)
+    gate.clear()
+    assert deepest(gate, request("follower")) is None
+
+
+def test_a_line_is_looked_at_up_to_a_bound(gate, monkeypatch):
+    leading(gate, position=800, tokens=850)
+    followers = [request(f"follower {number}", tokens=850) for number in range(2)]
+    monkeypatch.setattr(fan_out, "MAX_LINE", 1)
+    assert not pays(gate, *followers)
+    gate.drop_gone({"leader"})
+    monkeypatch.setattr(fan_out, "MAX_LINE", 2)
+    assert pays(gate, *followers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.config
 from torch.nn.parameter import UninitializedParameter
 
+from engine_patches.footprint import WEIGHTS
 from engine_patches.forward import loaded_weights, weight_files
 from engine_patches.forward.loaded_weights import COLUMNS, ROWS, Weights
 from engine_patches.scheduler.checkpoints import Checkpoints
@@ -151,3 +155,233 @@ def test_samples_see_a_change_of_any_tensor_of_a_file_whose_ends_are_as_before(m
 @pytest.mark.parametrize("model", ["s3://bucket/model", "nobody/has-it-here"])
 def test_weights_that_are_no_files_here_are_known_by_no_sample(model: str):
     assert sampled(Path(model)) == ""
+
+
+def loads_with(connector: str | None) -> Any:
+    """A `VllmConfig` with a connector of that name."""
+    transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
+    return SimpleNamespace(kv_transfer_config=transfer)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_read"),
+    [
+        (None, True),  # nobody has said yet what it is for
+        (loads_with(None), False),
+        (loads_with("OffloadingConnector"), False),
+        (loads_with("NixlConnector"), True),
+        (loads_with("SeamarkConnector"), True),
+    ],
+)
+def test_weights_are_read_before_kernels_reorder_them_if_states_come_from_elsewhere(monkeypatch, config, is_read):
+    monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: config)
+    model, name = layers(), loaded_weights.name_of(layers())
+    seen: list[Any] = []
+    process = loaded_weights.read_what_was_loaded(lambda *given: seen.append((given, getattr(given[0], WEIGHTS, ""))))
+    process(model, "config", "device")
+    assert seen == [((model, "config", "device"), name if is_read else "")]
+
+
+def test_reading_says_how_long_it_took_and_no_failure_ends_a_start(engine_log, monkeypatch):
+    engine_log.set_level("INFO", "vllm.seamark")
+    assert loaded_weights._try_name_of(layers()) == loaded_weights.name_of(layers())
+    (line,) = engine_log.messages
+    assert "seconds" in line
+
+    def fails(_: Any) -> str:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(loaded_weights, "name_of", fails)
+    assert loaded_weights._try_name_of(layers()) == "" and "no room" in engine_log.messages[1]
+
+
+@pytest.mark.parametrize("connector", [None, "NixlPushConnector", "SeamarkConnector"])
+def test_workers_are_asked_for_their_weights_once_the_caches_are_there_if_they_are_needed(monkeypatch, connector):
+    asked: list[Any] = []
+    config = loads_with(connector)
+    monkeypatch.setattr(loaded_weights, "_together", lambda names, config: (names, config))
+    executor = SimpleNamespace(collective_rpc=lambda ask: asked.append(ask) or [["a", ""]])
+    initialize = loaded_weights.ask_workers(lambda core, given: asked.append("caches") or (core, given))
+    core = SimpleNamespace(model_executor=executor)
+    assert initialize(core, config) == (core, config)
+    needed = connector == "SeamarkConnector"
+    assert asked == ["caches", *[loaded_weights.names_in] * needed]
+    assert Weights.of(config) == (([["a", ""]], config) if needed else Weights())
+
+
+def test_a_worker_names_its_model_and_its_draft_model():
+    named, unnamed = SimpleNamespace(**{WEIGHTS: "a"}), SimpleNamespace()
+    both = SimpleNamespace(get_model=lambda: unnamed, get_draft_model=lambda: named)
+    assert loaded_weights.names_in(both) == ["", "a"]
+    assert loaded_weights.names_in(SimpleNamespace(get_model=lambda: named)) == ["a", ""]
+    without = SimpleNamespace(get_model=lambda: named, get_draft_model=lambda: None)
+    assert loaded_weights.names_in(without) == ["a", ""]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_moe", "is_known"),
+    [
+        ({"data_parallel_size": 1}, True, True),
+        ({"data_parallel_size": 2}, False, True),
+        ({"data_parallel_size": 2}, True, False),
+    ],
+)
+@pytest.mark.parametrize("connector", ["SeamarkConnector", "NixlConnector"])
+def test_samples_of_files_are_taken_for_workers_that_cut_otherwise_alone(
+    monkeypatch, sizes, is_moe, is_known, connector
+):
+    monkeypatch.setattr(weight_files, "name_of", lambda model, load: f"{model.is_moe} {load}")
+    config = loads_with(connector)
+    config.load_config = "load"
+    config.model_config = SimpleNamespace(is_moe=is_moe)
+    plain = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "enable_expert_parallel": True}
+    config.parallel_config = SimpleNamespace(**plain, **sizes)
+    found = loaded_weights._together([["a", ""]], config)
+    assert found.sampled == (f"{is_moe} load" if connector == "NixlConnector" else "")
+    assert bool(found.name) is is_known and bool(found.unknown) is not is_known
+    assert found.cut == ("(2, 3, True)" if is_known else "")
+
+
+def test_each_way_to_cut_weights_has_a_name_of_its_own():
+    cuts = [
+        together(["a", ""], **each).cut
+        for each in ({}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True})
+    ]
+    assert len(set(cuts)) == len(cuts)
+
+
+def test_where_nothing_was_told_nothing_is_known():
+    assert Weights.of(SimpleNamespace()) == Weights() and not Weights().name and Weights().unknown
+
+
+class Wrapping(torch.nn.Parameter):
+    """As vLLM's shared parameters: it holds others, by their places."""
+
+    def __new__(cls, **parts: Any) -> Any:
+        created = super().__new__(cls, torch.zeros(1), requires_grad=False)
+        created.partitions = parts
+        return created
+
+
+def named(tensors: dict[str, Any]) -> str:
+    model = torch.nn.Module()
+    for key, tensor in tensors.items():
+        model.register_parameter(key, tensor)
+    return loaded_weights.name_of(model)
+
+
+def test_of_a_parameter_that_shares_others_each_is_read_with_its_place():
+    a, b = (torch.nn.Parameter(torch.full((3,), value), requires_grad=False) for value in (1.0, 2.0))
+    names = {named({"w": Wrapping(**parts)}) for parts in ({"q": a, "k": b}, {"q": b, "k": a}, {"q": a}, {"k": a})}
+    assert len(names) == 4
+    assert named({"w": Wrapping(q=a, k=b)}) == named({"w": Wrapping(q=a.clone(), k=b.clone())})
+
+
+def test_where_a_tensor_lies_in_memory_is_a_part_of_its_name():
+    """Kernels would read it otherwise."""
+    whole = torch.arange(6.0)
+    shapes = [whole, whole.view(2, 3), whole.view(3, 2), whole.view(2, 3).t()]
+    names = {named({"w": torch.nn.Parameter(shape, requires_grad=False)}) for shape in shapes}
+    assert len(names) == len(shapes)
+
+
+@pytest.mark.parametrize("rows", [0, 1, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS])
+@pytest.mark.parametrize("rest", [0, 1, COLUMNS - 1])
+def test_sums_are_of_all_words_each_times_its_rows_number(rows, rest):
+    words = torch.randint(-(1 << 31), 1 << 31, (rows * COLUMNS + rest,), dtype=torch.int32)
+    numbers = loaded_weights._numbers(rows.bit_length())
+    assert len(numbers) > rows and (numbers % 2 != 0).all()
+    expected = torch.zeros(COLUMNS, dtype=torch.int64)
+    for row in range(rows):
+        expected += words[row * COLUMNS : (row + 1) * COLUMNS].long() * numbers[row]
+    expected[:rest] += words[rows * COLUMNS :].long() * numbers[-1]
+    assert loaded_weights.sums_of(words) == expected.numpy().tobytes()
+
+
+def test_words_are_a_tensors_bytes_in_the_order_of_its_memory_filled_up_with_zeros():
+    memory = torch.arange(1, 12, dtype=torch.uint8)
+    for start, end in ((0, 8), (0, 7), (1, 9), (3, 4), (0, 0)):
+        held = memory[start:end]
+        expected = bytes(held.tolist()) + bytes(-len(held) % 4)
+        assert loaded_weights._words(held).numpy().tobytes() == expected
+    transposed = torch.arange(8, dtype=torch.uint8).view(2, 4).t()
+    assert loaded_weights._words(transposed).numpy().tobytes() == bytes(range(8))
+
+
+def safetensors(*tensors: bytes, **metadata: str) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    start = 0
+    for number, tensor in enumerate(tensors):
+        header[f"t{number}"] = {"dtype": "U8", "data_offsets": [start, start + len(tensor)]}
+        start += len(tensor)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(tensors)
+
+
+def test_the_samples_of_a_file_are_where_its_header_says_that_tensors_are(tmp_path):
+    """Of each the first KiB, and as much after each third of the rest; the header in slices of its own."""
+    large, small = bytes(range(256)) * 40, b"small"
+    content = safetensors(large, small, of="a test")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    begin = len(content) - len(large) - len(small)
+    step = (len(large) - 1024) // 3
+    samples = content[:begin]
+    for place in range(0, len(large), step):
+        samples += large[place : place + 1024]
+    samples += small
+    assert begin < 1024 and weight_files._sampled(path) == [str(len(content)), hashlib.sha256(samples).hexdigest()]
+
+
+@pytest.mark.parametrize("size", [0, 1, 1024, 1025, 4096, 4097, (1 << 20) + 1])
+def test_the_samples_of_a_file_that_does_not_say_where_its_tensors_are(tmp_path, size):
+    """Of each MiB four of a KiB, or the whole of what is no longer."""
+    content = bytes(number * 7 % 251 for number in range(size))
+    path = tmp_path / "model.bin"
+    path.write_bytes(content)
+    samples = b""
+    for start in range(0, size, 1 << 20):
+        part = content[start : start + (1 << 20)]
+        step = max((len(part) - 1024) // 3, 1024)
+        samples += b"".join(part[place : place + 1024] for place in range(0, len(part), step))
+    assert weight_files._sampled(path) == [str(size), hashlib.sha256(samples).hexdigest()]
+
+
+def test_the_files_of_a_model_are_those_of_its_weights_in_their_order(tmp_path):
+    for name in ("b.safetensors", "a.gguf", "c.bin", "d.pt", "config.json", "notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    found = weight_files._files(SimpleNamespace(model=str(tmp_path)), None)
+    assert [path.name for path in found] == ["a.gguf", "b.safetensors", "c.bin", "d.pt"]
+    one = weight_files._files(SimpleNamespace(model=str(tmp_path / "notes.txt")), None)
+    assert one == [tmp_path / "notes.txt"]
+
+
+def test_a_model_that_was_fetched_is_found_where_it_was_put(tmp_path, monkeypatch):
+    (tmp_path / "a.bin").write_bytes(b"x")
+    asked: list[Any] = []
+
+    def snapshot_download(name: str, **where: Any) -> str:
+        asked.append((name, where))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    model = SimpleNamespace(model="somebody/model", revision="r")
+    assert weight_files._files(model, SimpleNamespace(download_dir="d")) == [tmp_path / "a.bin"]
+    assert asked == [("somebody/model", {"local_files_only": True, "cache_dir": "d", "revision": "r"})]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 8, (9).to_bytes(8, "little") + b"[1, 2, 3]", b"\x02" + bytes(7) + b"{}"]
+)
+def test_a_file_of_another_form_is_known_by_no_sample_and_one_without_tensors_is(tmp_path, content):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    assert bool(sampled(path)) is content.endswith(b"{}")
+    assert sampled(tmp_path / "empty") == ""
+
+
+def test_a_folder_without_weights_is_known_by_no_sample(tmp_path):
+    assert sampled(tmp_path) == ""
+    (tmp_path / "a.bin").write_bytes(b"x")
+    names = {sampled(tmp_path), sampled(tmp_path, quantization="fp8"), sampled(tmp_path, dtype=torch.bfloat16)}
+    assert len(names) == 3 and "" not in names

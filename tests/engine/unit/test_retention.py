@@ -327,3 +327,79 @@ def test_a_share_that_is_full_has_nothing_idle():
     for name in (b"one", b"two"):
         cache.write(name)
     assert not cache.retention.has_idle(len(GROUPS))
+
+
+def test_a_turn_that_others_are_shown_to_share_is_kept_like_what_is_shared():
+    cache = Cache(blocks=40, share=0.15)  # three states
+    shared = cache.write(b"shared", turn=True)
+    assert cache.retention.resumed(shared, shared=True)
+    for number in range(3):
+        cache.write(b"turn %d" % number, turn=True)
+    cache.use_up()
+    assert cache.has(b"shared") and not cache.has(b"turn 0")
+
+
+def test_a_cleared_cache_has_all_of_its_share_and_knows_none_of_its_states():
+    cache = Cache(blocks=40, share=0.15)
+    keys = [cache.write(b"turn %d" % number, turn=number < 4) for number in range(5)]
+    cache.retention.clear()
+    assert len(cache.retention) == 0 and not any(key in cache.retention for key in keys)
+    free = cache.pool.free_block_queue.get_all_free_blocks()
+    assert cache.retention.has_idle(6) and not cache.retention.has_idle(7) and cache.retention.make_room(6)
+    assert cache.pool.free_block_queue.get_all_free_blocks() == free  # nothing went for it
+    cache.pool.get_new_blocks(29)  # of the ten blocks with states none is known to be given up
+    assert not cache.retention.has_idle(2) and not cache.retention.resumed(keys[0])
+
+
+def window(cache, name):
+    """A block of a draft head's rows."""
+    (block,) = cache.pool.get_new_blocks(1)
+    request = SimpleNamespace(block_hashes=[name], all_token_ids=[0] * 16)
+    cache.pool.cache_partial_block(request, block, 16, 7, 64)
+    cache.pool.free_blocks([block])
+    return block, block.block_hash
+
+
+def test_the_rows_before_a_state_count_as_used_whenever_it_does():
+    cache = Cache(blocks=40)
+    key, (rows, name), (gone, lost) = cache.write(b"system"), window(cache, b"system"), window(cache, b"another")
+    cache.retention.add_window(key, [(rows, name), (gone, lost), (cache.pool.null_block, name)])
+    cache.pool.evict_blocks({gone.block_id})
+    cache.write(b"later")
+    cache.retention.refresh([key])
+    last = cache.pool.free_block_queue.get_all_free_blocks()[-3:]
+    assert last == [*cache.retention._kept[key].blocks, rows]
+    held = cache.pool.get_cached_block(b"system", [7])
+    cache.pool.touch(held)
+    cache.retention.refresh([key])  # a block that a request holds is in no queue
+    assert held[0].ref_cnt == 1
+
+
+def test_rows_before_a_state_that_is_not_known_are_not_remembered():
+    cache = Cache(blocks=40)
+    key, found = cache.write(b"system"), window(cache, b"system")
+    cache.retention.clear()
+    cache.retention.add_window(key, [found])
+    cache.retention.add(key, cache.pool.get_cached_block(b"system", list(GROUPS)), False)
+    before = cache.pool.free_block_queue.get_all_free_blocks()
+    cache.retention.refresh([key])
+    after = cache.pool.free_block_queue.get_all_free_blocks()
+    assert after.index(found[0]) == before.index(found[0]) - len(GROUPS)
+
+
+def test_a_state_that_is_registered_again_counts_once():
+    cache = Cache(blocks=40, share=0.15)  # three states
+    for _ in range(3):
+        key = cache.write(b"same", turn=True)
+    assert len(cache.retention) == 1 and key in cache.retention
+    assert cache.retention.has_idle(4) and not cache.retention.has_idle(5)
+
+
+def test_a_turn_goes_on_only_from_one_that_is_known():
+    cache = Cache(blocks=40)
+    keys = conversation(cache, 2)
+    document = cache.write(b"document")
+    later = cache.write(b"turn 2", turn=True)
+    cache.retention.went_on(later, document, ())  # not a turn: what lies before it is nothing of this conversation
+    cache.retention.went_on(b"never", later, ())
+    assert all(key in cache.retention for key in (*keys, document, later))

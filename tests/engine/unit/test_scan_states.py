@@ -104,7 +104,7 @@ class Layer:
             "cu_chunk_seqlens": metadata.cu_chunk_seqlen_p,
             "seq_idx": metadata.seq_idx_p,
             "last_chunk_indices": metadata.last_chunk_indices_p,
-            "initial_states": torch.where(resumed[:, None, None, None], self.ssm_state[blocks], 0),
+            "initial_states": self._initial_states(blocks, resumed),
             "out": output[first:],
             "return_intermediate_states": False,
         }
@@ -113,6 +113,12 @@ class Layer:
         final = scan_with_states(self.vllm_scan)(inputs[:, None], inputs, None, inputs, inputs, **options)
         if not metadata.writes_into_slots:
             self.ssm_state[blocks] = final
+
+    def _initial_states(self, blocks: Any, resumed: Any) -> Any:
+        """None where no row begins with a state, as vLLM has it on a GPU."""
+        if self.vllm_scan is scan and not resumed.any():
+            return None
+        return torch.where(resumed[:, None, None, None], self.ssm_state[blocks], 0)
 
 
 Row = tuple[int, int]  # tokens computed before, tokens of the chunk
@@ -221,10 +227,11 @@ def test_each_state_is_that_of_a_chunk_that_ends_there(monkeypatch, row, decodes
         same(ssm, expected.ssm_state[0], f"scan's state after {offset} tokens")
 
 
+@pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("on_cpu", [False, True])
-def test_outputs_and_running_states_are_those_of_a_step_without_writes(monkeypatch, on_cpu):
-    written = run(monkeypatch, ROWS, WRITES, on_cpu=on_cpu)
-    plain = run(monkeypatch, ROWS, {}, on_cpu=on_cpu)
+def test_outputs_and_running_states_are_those_of_a_step_without_writes(monkeypatch, on_cpu, slots):
+    written = run(monkeypatch, ROWS, WRITES, on_cpu=on_cpu, slots=slots)
+    plain = run(monkeypatch, ROWS, {}, on_cpu=on_cpu, slots=slots)
     rows = len(ROWS)
     same(written.output, plain.output, "outputs")
     same(written.ssm_state[:rows], plain.ssm_state[:rows], "the scans' states")
@@ -256,18 +263,74 @@ def test_another_cache_group_takes_the_same_states_into_its_own_blocks(monkeypat
     assert of_other.plan is states.plan
 
 
-def test_a_step_that_is_divided_otherwise_runs_in_segments(monkeypatch):
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_states_of_new_prompts_begin_with_nothing(monkeypatch, on_cpu):
+    rows, writes = [(0, 20), (0, 9)], {0: [3, 8, 11], 1: [2, 9]}
+    layer = run(monkeypatch, rows, writes, on_cpu=on_cpu)
+    for row, offsets in writes.items():
+        for offset in offsets:
+            block = layer.blocks[row, offset]
+            alone = run(monkeypatch, [(*rows[row][:1], offset), (0, 5)], {}, on_cpu=on_cpu)
+            if row == 0:  # inputs are drawn by their place in the step
+                same(layer.ssm_state[block], alone.ssm_state[0], f"scan's state after {offset} tokens")
+                same(layer.conv_state[block], alone.conv_state[0], f"convolution's state after {offset} tokens")
+    whole = run(monkeypatch, rows, {}, on_cpu=on_cpu)
+    same(layer.ssm_state[layer.blocks[1, 9]], whole.ssm_state[1], "the state at the second prompt's end")
+    same(layer.output, whole.output, "outputs")
+
+
+OTHERWISE = {
+    "another number of chunks": ({"seq_idx_p": torch.zeros(9)}, {"p": 30}),
+    "another number of decodes": ({"num_decodes": 2}, {"p": 30}),
+    "no prefills": ({"num_prefills": 0, "num_decodes": 2}, {"p": 30}),
+    "a state of a row that decodes": ({}, {"d": 1, "p": 30}),
+}
+
+
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_a_step_that_is_divided_otherwise_runs_in_segments(monkeypatch, how):
+    """One token of a row that decodes, and a prompt of 30 tokens."""
+    changes, ends = OTHERWISE[how]
+
     def build(self, prefix, common):
-        metadata = metadata_of([(0, 30)], 0, False)
-        metadata.seq_idx_p = torch.zeros(9)  # vLLM made nine chunks of them
-        metadata.state_indices_tensor_d = None
+        metadata = metadata_of([(0, 30)], 1, False)
+        metadata.state_indices_tensor_d = torch.tensor([7])
+        vars(metadata).update(changes)
         return metadata
 
     monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    monkeypatch.setattr(RUNNING, "step", Step({"0": [Write(30, {0: 10})]}, {"layers.0": 0}, ["0"]))
-    starts = torch.tensor([0, 30])
+    writes = {name: [Write(end, {0: 10})] for name, end in ends.items()}
+    starts = torch.tensor([0, 1, 31])
     common = SimpleNamespace(
-        num_reqs=1, query_start_loc=starts, query_start_loc_cpu=starts, seq_lens_cpu_upper_bound=torch.tensor([30])
+        num_reqs=2, query_start_loc=starts, query_start_loc_cpu=starts, seq_lens_cpu_upper_bound=torch.tensor([9, 30])
     )
+    monkeypatch.setattr(RUNNING, "step", Step(writes, {"layers.0": 0}, ["d", "p"]))
     made = plan_scan_states(build)(SimpleNamespace(layer_names=["layers.0"]), 0, common)
     assert not hasattr(made, SCAN_STATES) and len(getattr(made, SEGMENTS)) == 1
+
+
+@pytest.mark.parametrize("step", [None, Step({}, {"layers.0": 0}, ["0"]), Step({"gone": []}, {"layers.0": 0}, ["0"])])
+def test_without_states_to_write_nothing_is_planned(monkeypatch, step):
+    monkeypatch.setattr(RUNNING, "step", step)
+    given: list[Any] = []
+    build = plan_scan_states(lambda *arguments, **options: given.append((arguments, options)) or "vLLM's own")
+    common = SimpleNamespace(num_reqs=1)
+    assert build("builder", 0, common, 1, a=2) == "vLLM's own"
+    assert given == [(("builder", 0, common, 1), {"a": 2})]
+
+
+def test_a_scan_outside_of_such_a_layer_is_vllms_own(monkeypatch):
+    monkeypatch.setattr(RUNNING, "scan", None)
+    given: list[Any] = []
+    scanned = scan_with_states(lambda *inputs, **options: given.append((inputs, options)) or "scanned")
+    assert scanned(1, 2, a=3) == "scanned" and given == [((1, 2), {"a": 3})]
+
+
+def test_a_layer_that_fails_leaves_nothing_behind(monkeypatch):
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("planned")
+
+    monkeypatch.setattr(Layer, "conv_ssm_forward", fails)
+    with pytest.raises(RuntimeError, match="planned"):
+        run(monkeypatch, ROWS[:1], {0: [9]})
+    assert RUNNING.scan is None

@@ -1,4 +1,4 @@
-"""A state that came from another worker is kept only from a block that holds it when vLLM's copies of a step run."""
+"""Prefills of other workers: where they stop, which of them are loaded, and from which blocks their states are kept."""
 
 from __future__ import annotations
 
@@ -8,8 +8,26 @@ from typing import Any
 import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
+from engine_patches.forward.loaded_weights import Weights
+from engine_patches.scheduler import transfers
+from engine_patches.scheduler.counters import Counters
 from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.transfers import keep_loaded_state
+from engine_patches.scheduler.planner import HINTED, TAIL, CheckpointTarget
+from engine_patches.scheduler.transfers import (
+    CONTENT,
+    CUT,
+    DEADLINE,
+    NOT_WHOLE,
+    SAMPLED,
+    STOPS,
+    TAKEN,
+    Transfers,
+    introduce,
+    keep_loaded_state,
+    load_what_was_computed,
+    name_what_is_sent,
+    read_hint_of_the_whole_prompt,
+)
 
 BLOCK, UNIT, LOADED = 64, 16, 144  # tokens
 
@@ -23,29 +41,35 @@ def block(number: int) -> SimpleNamespace:
 class Scheduler:
     """With two recurrent cache groups, and a request that was loaded up to `LOADED` into a block of each."""
 
-    def __init__(self, first: int, second: int) -> None:
+    def __init__(self, first: int, second: int, hinted: bool = True, cached: bool = False, room: bool = True) -> None:
         tables = [[block(1), block(2), block(number)] for number in (first, second)]
         managers = [SimpleNamespace(block_size=BLOCK, req_to_blocks={"r": table}) for table in tables]
         self.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
-        self.reserved: list[Any] = []
-        state = SimpleNamespace(loaded=LOADED, wish=SimpleNamespace(hinted_positions=(LOADED,)))
-        keys = SimpleNamespace(recurrent={0: BLOCK, 1: BLOCK}, is_cached=lambda request, position: False)
+        self.reserved: list[CheckpointTarget] = []
+        self.room = room
+        self.state = state = SimpleNamespace(
+            loaded=LOADED, wish=SimpleNamespace(hinted_positions=(LOADED,) if hinted else ())
+        )
+        keys = SimpleNamespace(recurrent={0: BLOCK, 1: BLOCK}, is_cached=lambda request, position: cached)
         self.seamark = SimpleNamespace(
             states=SimpleNamespace(keys=keys),
             state_of=lambda request: state,
             grid=Grid(UNIT, UNIT),
             reserve=self._reserve,
+            counters=Counters(),
         )
 
-    def _reserve(self, request: Any, target: Any) -> list[SimpleNamespace]:
-        self.reserved.append(target.position)
-        return [block(number) for number in KEPT]
+    def _reserve(self, request: Any, target: CheckpointTarget) -> list[SimpleNamespace] | None:
+        self.reserved.append(target)
+        return [block(number) for number in KEPT] if self.room else None
 
 
-def kept(scheduler: Scheduler, copies: list[KVCacheBlockCopy] | None = None) -> tuple[bool, list[tuple[int, int]]]:
-    """Whether the state is kept, and the step's copies then."""
+def kept(
+    scheduler: Scheduler, copies: list[KVCacheBlockCopy] | None = None, start: int = LOADED
+) -> tuple[bool, list[tuple[int, int]]]:
+    """Whether the state is kept as a request begins at `start`, and the step's copies then."""
     output = SimpleNamespace(kv_cache_block_copies=copies)
-    found = keep_loaded_state(scheduler, SimpleNamespace(request_id="r"), LOADED, output)
+    found = keep_loaded_state(scheduler, SimpleNamespace(request_id="r"), start, output)
     return found, [(copy.src_block_id, copy.dst_block_id) for copy in output.kv_cache_block_copies or ()]
 
 
@@ -53,7 +77,9 @@ def kept(scheduler: Scheduler, copies: list[KVCacheBlockCopy] | None = None) -> 
 def test_a_loaded_state_is_copied_before_the_request_goes_on_in_its_block(others):
     scheduler = Scheduler(8, 9)
     before = [(copy.src_block_id, copy.dst_block_id) for copy in others]
-    assert kept(scheduler, others or None) == (True, [*before, (8, 70), (9, 71)]) and scheduler.reserved == [LOADED]
+    assert kept(scheduler, others or None) == (True, [*before, (8, 70), (9, 71)]) and scheduler.reserved == [
+        (LOADED, HINTED)
+    ]
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 9), (8, 0), (0, 0)])
@@ -66,3 +92,348 @@ def test_nothing_is_kept_from_a_null_block(first, second):
 def test_nothing_is_kept_from_a_block_that_this_step_overwrites_first(written):
     scheduler = Scheduler(8, 9)
     assert kept(scheduler, [KVCacheBlockCopy(50, written)]) == (False, [(50, written)]) and not scheduler.reserved
+
+
+def test_a_state_that_no_hint_names_is_kept_as_the_prompts_tail():
+    scheduler = Scheduler(8, 9, hinted=False)
+    assert kept(scheduler)[0] and scheduler.reserved == [(LOADED, TAIL)]
+
+
+def test_a_state_that_is_cached_already_is_kept_without_a_copy():
+    scheduler = Scheduler(8, 9, cached=True)
+    assert kept(scheduler) == (True, []) and not scheduler.reserved
+
+
+def test_a_state_that_finds_no_room_is_counted():
+    scheduler = Scheduler(8, 9, room=False)
+    assert kept(scheduler) == (False, []) and scheduler.seamark.counters.counts.ignored == {"no_room": 1}
+
+
+@pytest.mark.parametrize(("loaded", "start"), [(0, 0), (LOADED, LOADED - UNIT), (LOADED + 3, LOADED + 3)])
+def test_nothing_is_kept_where_no_state_was_loaded_or_none_can_lie(loaded, start):
+    scheduler = Scheduler(8, 9)
+    scheduler.state.loaded = loaded
+    assert kept(scheduler, start=start) == (False, []) and not scheduler.reserved
+
+
+def test_the_state_at_a_blocks_edge_lies_in_the_block_before_it():
+    scheduler = Scheduler(8, 9)
+    scheduler.state.loaded = 2 * BLOCK
+    assert kept(scheduler, start=2 * BLOCK) == (True, [(2, 70), (2, 71)])
+
+
+ENGINE = Weights("loaded", "", "whole", "sampled")
+
+
+class Worker:
+    """What transfers see of one engine."""
+
+    def __init__(self, weights: Weights = ENGINE, targets: tuple[int, ...] = (), **more: Any) -> None:
+        self.cached: set[int] = set()
+        self.checkpoints = SimpleNamespace(
+            grid=Grid(UNIT, UNIT),
+            verified=more.get("verified", 1),
+            weights=weights,
+            state_of=lambda request: request.seamark,
+            targets=lambda request: [CheckpointTarget(position, HINTED) for position in targets],
+        )
+        states = SimpleNamespace(
+            in_pass=more.get("in_pass", True),
+            keys=SimpleNamespace(is_cached=lambda request, position: position in self.cached),
+        )
+        self.transfers = Transfers(self.checkpoints, states)
+
+    def offer(self, tokens: int = 100, number: int = 1, **more: Any) -> dict[str, Any]:
+        """What a gateway brings of a prefill of so many tokens here, with other parameters where they are given."""
+        address = dict(remote_block_ids=[[1]], remote_engine_id="p", remote_host="h", remote_port=1)
+        names = self.transfers.names_of(asked(tokens))
+        own = {"remote_request_id": f"cmpl-{number}", "remote_num_tokens": tokens, DEADLINE: 7.0}
+        offer = {"do_remote_prefill": True, **address, **own, **names, **more}
+        return {name: value for name, value in offer.items() if value != "missing"}
+
+    def refuses(self, request: Any, offer: dict[str, Any]) -> str:
+        return self.transfers.look_at(request, offer)
+
+
+def asked(tokens: int = 150, salt: str = "", **more: Any) -> Any:
+    """A vLLM `Request` of so many tokens, counted up."""
+    ids = list(range(tokens))
+    made = SimpleNamespace(
+        request_id="r",
+        prompt_token_ids=list(ids),
+        prompt_embeds=None,
+        _all_token_ids=list(ids),
+        num_prompt_tokens=tokens,
+        num_output_tokens=0,
+        num_computed_tokens=0,
+        block_hashes=[f"{salt}{end}".encode() for end in range(UNIT, tokens + 1, UNIT)],
+        mm_features=[],
+        lora_request=None,
+        cache_salt=salt or None,
+        kv_transfer_params=None,
+        seamark=SimpleNamespace(prompt_tokens=0, loaded=0),
+    )
+    made.all_token_ids = made._all_token_ids
+    vars(made).update(more)
+    return made
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 100, 144, 149])
+def test_what_an_equal_worker_computed_of_a_prompt_is_loaded_once(tokens):
+    worker, request = Worker(), asked()
+    assert worker.refuses(request, worker.offer(tokens)) == ""
+    assert request.seamark.loaded == tokens
+    assert worker.refuses(request, worker.offer(tokens)) == ""  # asked again: there was no room
+    assert worker.refuses(asked(), worker.offer(tokens)) == TAKEN
+    assert worker.refuses(asked(), worker.offer(tokens, number=2)) == ""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"],
+)
+def test_a_transfer_without_an_address_is_not_loaded(name):
+    worker, request = Worker(), asked()
+    assert worker.refuses(request, worker.offer(**{name: None})) == NOT_WHOLE and request.seamark.loaded == 0
+    assert worker.refuses(request, worker.offer()) == ""  # and counts as taken by nobody
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({CONTENT: "missing"}, "no Seamark"),
+        ({DEADLINE: "missing"}, "no Seamark"),
+        ({DEADLINE: "soon"}, "no Seamark"),
+        ({"remote_num_tokens": "missing"}, "another length"),
+        ({"remote_num_tokens": "100"}, "another length"),
+        ({"remote_num_tokens": 0}, "another length"),
+        ({"remote_num_tokens": 150}, "another length"),
+        ({"remote_num_tokens": 99}, "another prompt"),
+        ({CONTENT: "0" * 32}, "another prompt"),
+        ({CONTENT: ""}, "nobody knows if its weights"),
+        ({CUT: "in two", SAMPLED: ""}, "another number of ranks"),
+        ({CUT: "in two", SAMPLED: "0" * 32}, "another prompt"),
+    ],
+    ids=str,
+)
+def test_what_is_doubtful_is_computed_and_each_cause_is_said_once(engine_log, changed, told):
+    worker = Worker()
+    causes = [worker.refuses(request := asked(), worker.offer(number=number, **changed)) for number in (1, 2)]
+    assert causes[0] == causes[1] and told in causes[0] and request.seamark.loaded == 0
+    assert len(engine_log.messages) == 1 and told in engine_log.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "is_loaded"),
+    [
+        (ENGINE, ENGINE, True),
+        (ENGINE, Weights("others", "", "whole", "sampled"), False),
+        (ENGINE, Weights("loaded", "", "in two", "sampled"), True),  # cut otherwise: samples are compared
+        (ENGINE, Weights("loaded", "", "in two", "others"), False),
+        (Weights("", "?", "", "sampled"), Weights("", "?", "", "sampled"), True),
+        (Weights("", "unknown to me", "", ""), ENGINE, False),
+        (ENGINE, Weights("", "?", "", ""), False),
+    ],
+)
+def test_only_what_the_same_weights_have_computed_is_loaded(here, there, is_loaded):
+    refusal = Worker(here).refuses(asked(), Worker(there).offer())
+    assert (refusal == "") is is_loaded
+    assert not here.unknown or is_loaded or here.unknown in refusal
+
+
+def test_a_name_stands_for_tokens_weights_and_what_else_a_hash_covers():
+    contents = Worker().transfers.content_of
+    requests = [asked(), asked(200), asked(salt="s")]
+    assert contents(requests[0], 100, "w") == contents(requests[1], 100, "w")
+    others = [
+        contents(request, tokens, weights)
+        for request, tokens, weights in (
+            (requests[0], 100, "w"),
+            (requests[0], 96, "w"),
+            (requests[0], 101, "w"),
+            (requests[0], 100, "x"),
+            (requests[2], 100, "w"),
+            (requests[2], 9, "w"),
+            (requests[0], 9, "w"),
+        )
+    ]
+    other_words = asked()
+    other_words.all_token_ids[97] = 7  # behind the last whole unit
+    others.append(contents(other_words, 100, "w"))
+    assert len(set(others)) == len(others) and all(len(each) == 32 for each in others)
+    assert contents(requests[0], 100, "") == ""
+
+
+def test_transfers_that_were_taken_are_remembered_up_to_a_bound(monkeypatch):
+    monkeypatch.setattr(transfers, "MAX_TAKEN", 2)
+    worker = Worker()
+    assert [worker.refuses(asked(), worker.offer(number=number)) for number in (1, 2, 3)] == [""] * 3
+    assert [worker.refuses(asked(), worker.offer(number=number)) for number in (3, 2)] == [TAKEN] * 2
+    assert worker.refuses(asked(), worker.offer(number=1)) == ""
+
+
+def stopped(worker: Worker, request: Any) -> tuple[int, int]:
+    """Tokens of a prompt that is prefilled for another worker, and of the prompt it was cut from; 0 if it was not."""
+    worker.transfers.stop_at_the_last_state(request)
+    left = request.num_prompt_tokens
+    assert len(request._all_token_ids) == left
+    assert len(request.block_hashes) == left // UNIT
+    return left, request.seamark.prompt_tokens
+
+
+def test_a_prefill_stops_at_its_last_state():
+    request = asked(150)
+    assert stopped(Worker(targets=(32, 112)), request) == (112, 150)
+    assert request.prompt_token_ids == list(range(112)) and request.block_hashes[-1] == b"112"
+
+
+def test_a_prompt_of_embeddings_is_cut_too_and_its_first_length_is_remembered():
+    request = asked(150, prompt_token_ids=None, prompt_embeds=list("x" * 150))
+    request.seamark.prompt_tokens = 151
+    assert stopped(Worker(targets=(112,)), request) == (112, 151) and len(request.prompt_embeds) == 112
+
+
+IMAGE = SimpleNamespace(mm_position=SimpleNamespace(offset=100, length=12))
+
+
+@pytest.mark.parametrize(
+    ("worker", "changed", "cached", "left"),
+    [
+        ({}, {}, (), 112),
+        ({"in_pass": False}, {}, (), 150),
+        ({"verified": 2}, {}, (), 150),
+        ({}, {"num_output_tokens": 1}, (), 150),
+        ({}, {"prompt_is_token_ids": [True]}, (), 150),
+        ({"targets": ()}, {}, (), 150),
+        ({"targets": (150,)}, {}, (), 150),
+        ({}, {"mm_features": [IMAGE]}, (), 112),  # it ends right there
+        ({"targets": (96,)}, {"mm_features": [IMAGE]}, (), 150),
+        ({}, {}, (96,), 112),
+        ({}, {}, (112,), 150),  # it would have to go back behind that state
+        ({}, {}, (144,), 150),
+    ],
+    ids=str,
+)
+def test_a_prompt_is_cut_only_where_that_serves_and_nothing_is_cut_in_two(worker, changed, cached, left):
+    made = Worker(**{"targets": (112,), **worker})
+    made.cached.update(cached)
+    assert stopped(made, asked(150, **changed))[0] == left
+
+
+def connector(worker: Worker | None) -> SimpleNamespace:
+    """NIXL's half in a scheduler."""
+    stopped: list[str] = []
+    half = SimpleNamespace(
+        _reqs_need_recv={}, _reqs_need_send={"r": 9.0}, stopped=stopped, _stop_heartbeat=stopped.append
+    )
+    if worker is not None:
+        half.seamark = worker.transfers
+    return half
+
+
+def matched(half: Any, request: Any, computed: int = 0) -> Any:
+    """What a connector says of tokens that come from elsewhere; "vLLM's" if that was left to vLLM."""
+    return load_what_was_computed(lambda *_: "vLLM's")(half, request, computed)
+
+
+@pytest.mark.parametrize(("computed", "told"), [(0, (100, True)), (64, (36, True)), (100, (0, False))])
+def test_what_is_loaded_is_what_the_cache_does_not_have(computed, told):
+    worker, request = Worker(), asked()
+    request.kv_transfer_params = worker.offer()
+    assert matched(connector(worker), request, computed) == told
+    assert request.kv_transfer_params["do_remote_prefill"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_told"), [({CONTENT: "0" * 32}, True), ({"remote_port": None}, False), ({"number": 7}, False)]
+)
+def test_what_is_refused_is_computed_and_the_worker_that_has_it_is_told_where_it_can_be(changed, is_told):
+    worker, half = Worker(), connector(None)
+    half.seamark = worker.transfers
+    worker.refuses(asked(), worker.offer(number=7))
+    request = asked(kv_transfer_params=worker.offer(**changed))
+    assert matched(half, request) == (0, False)
+    assert request.kv_transfer_params["do_remote_prefill"] is False and half.stopped == ["r"]
+    assert half._reqs_need_recv == ({"r": (request, [], (), False)} if is_told else {})
+
+
+def test_a_request_that_loads_nothing_is_left_to_vllm():
+    worker = Worker(targets=(112,))
+    assert matched(connector(worker), asked()) == "vLLM's"
+    assert matched(connector(None), asked(kv_transfer_params=worker.offer())) == "vLLM's"
+    again = asked(kv_transfer_params={"do_remote_prefill": False})
+    again.seamark.loaded = 100
+    assert matched(connector(worker), again) == "vLLM's" and again.seamark.loaded == 0
+
+
+PREFILL = {"do_remote_decode": True, STOPS: True, "_p_side_truncated": True}
+
+
+@pytest.mark.parametrize("missing", [None, *PREFILL])
+def test_a_prefill_is_cut_only_if_who_loads_it_goes_by_its_length(missing):
+    request = asked(150, kv_transfer_params={name: True for name in PREFILL if name != missing})
+    assert matched(connector(Worker(targets=(112,))), request) == "vLLM's"
+    assert request.num_prompt_tokens == (112 if missing is None else 150)
+
+
+def finished(half: Any, request: Any, params: Any) -> Any:
+    return name_what_is_sent(lambda *_: (True, params))(half, request, ())
+
+
+def test_what_is_sent_is_named_with_its_deadline():
+    worker, request = Worker(), asked()
+    delayed, params = finished(connector(worker), request, {"do_remote_prefill": True, "remote_num_tokens": 150})
+    assert delayed and params[DEADLINE] == 9.0 and params["remote_num_tokens"] == 150
+    assert {name: params[name] for name in (CONTENT, SAMPLED, CUT)} == worker.transfers.names_of(request)
+
+
+@pytest.mark.parametrize(
+    ("params", "waits", "with_transfers"),
+    [
+        (None, True, True),
+        ({"do_remote_prefill": False, "remote_num_tokens": 150}, True, True),
+        ({"do_remote_prefill": True, "remote_num_tokens": 149}, True, True),
+        ({"do_remote_prefill": True, "remote_num_tokens": 150}, False, True),
+        ({"do_remote_prefill": True, "remote_num_tokens": 150}, True, False),
+    ],
+)
+def test_nothing_else_is_named(params, waits, with_transfers):
+    half = connector(Worker() if with_transfers else None)
+    half._reqs_need_send = {"r": 9.0} if waits else {}
+    assert finished(half, asked(), params) == (True, params)
+
+
+def test_who_leaves_before_its_turn_has_nothing_told_of_what_another_has_taken():
+    worker = Worker()
+    first, second = (asked(kv_transfer_params=worker.offer()) for _ in range(2))
+    worker.refuses(first, first.kv_transfer_params)
+    for request in (first, second):
+        finished(connector(worker), request, None)
+    assert first.kv_transfer_params["do_remote_prefill"] and not second.kv_transfer_params["do_remote_prefill"]
+    alone = asked(kv_transfer_params=worker.offer(number=2))
+    finished(connector(worker), alone, None)
+    finished(connector(None), second, None)
+    assert alone.kv_transfer_params["do_remote_prefill"]
+
+
+def test_a_prefill_whose_last_token_vllm_takes_off_is_still_known_as_it_came():
+    request, half, cut = asked(150), connector(Worker()), []
+    read_hint_of_the_whole_prompt(lambda _, each: cut.append(each))(half, request)
+    assert cut == [request] and request.seamark.prompt_tokens == 150
+    untouched = asked(150)
+    read_hint_of_the_whole_prompt(lambda _, each: cut.append(each))(connector(None), untouched)
+    assert cut == [request, untouched] and untouched.seamark.prompt_tokens == 0
+
+
+@pytest.mark.parametrize("multi", [False, True])
+def test_nixls_half_is_found_alone_and_among_others(multi):
+    half = SimpleNamespace()
+    nixl, other = SimpleNamespace(connector_scheduler=half), SimpleNamespace()
+    worker = Worker()
+    introduce(
+        SimpleNamespace(connector=SimpleNamespace(_connectors=(other, nixl)) if multi else nixl),
+        worker.checkpoints,
+        SimpleNamespace(),
+    )
+    assert isinstance(half.seamark, Transfers) and half.seamark.checkpoints is worker.checkpoints
+    introduce(SimpleNamespace(connector=None), worker.checkpoints, SimpleNamespace())  # there is none

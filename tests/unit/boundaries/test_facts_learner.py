@@ -13,9 +13,11 @@ from proxy.boundaries.facts_learner import (
     COMMON_SETTINGS,
     LEARNING_SECONDS,
     MAX_RENDERED,
+    MAX_RETRY_SECONDS,
     MAX_RUNNING,
     MAX_SETTING_BYTES,
     MAX_SETTINGS,
+    MINUTE,
     REST,
     SETTINGS_PER_KEY,
     SETTINGS_PER_MINUTE,
@@ -24,7 +26,7 @@ from proxy.boundaries.facts_learner import (
     FactsLearner,
 )
 from proxy.boundaries.renderer import RenderFailed
-from proxy.boundaries.template_facts import DEFAULT, MAX_SCALAR, setting_of
+from proxy.boundaries.template_facts import DEFAULT, MAX_SCALAR, Setting, setting_of
 from proxy.chat.chat import CHAT
 from tests.harness.template_renderer import TemplateRenderer
 from tests.harness.virtual_time import VirtualTimeLoop
@@ -349,3 +351,111 @@ async def test_a_template_that_makes_long_prompts_of_short_chats_is_not_learnt(l
     assert learner.facts(ID) is None and learner.failures == 1
     await learner.learn(renderer, b"another", "m")
     assert learner.facts(b"another") is not None
+
+
+async def test_a_worker_that_keeps_failing_is_asked_at_intervals_that_have_a_bound(learner, renderer, clock):
+    renderer.down = True
+    for wait in (5, 10, 20, 40, 80, 160, 320, MAX_RETRY_SECONDS, MAX_RETRY_SECONDS):
+        assert learner.wants(ID)
+        await learner.learn(renderer, ID, "m")
+        clock.now += wait - 1
+        assert not learner.wants(ID), wait
+        clock.now += 1
+    renderer.down = False
+    await learner.learn(renderer, ID, "m")
+    learner.forget(ID)
+    renderer.down = True
+    await learner.learn(renderer, ID, "m")  # a first failure again
+    clock.now += 5
+    assert learner.wants(ID)
+
+
+async def test_a_setting_that_is_in_use_is_not_the_one_that_is_forgotten(learner, renderer, clock):
+    await learner.learn(renderer, ID, "m")
+    for number in range(MAX_SETTINGS):
+        clock.now += 10
+        await learner.learn(renderer, ID, "m", numbered(number))
+    assert learner.facts(ID, numbered(0)).is_own
+    clock.now += 10
+    await learner.learn(renderer, ID, "m", numbered(MAX_SETTINGS))
+    known = [learner.facts(ID, numbered(number)).is_own for number in (0, 1, 2, MAX_SETTINGS)]
+    assert known == [True, False, True, True] and len(learner) == 1 + MAX_SETTINGS
+
+
+async def test_a_minute_after_they_were_caused_learnings_do_not_count_any_more(learner, renderer, clock):
+    await learner.learn(renderer, ID, "m")
+    for number in range(SETTINGS_PER_MINUTE):
+        await learner.learn(renderer, ID, "m", numbered(number))
+    clock.now += MINUTE - 1
+    assert not learner.wants(ID, numbered(-1))
+    clock.now += 1
+    assert learner.wants(ID, numbered(-1))
+
+
+async def test_who_wants_what_is_being_learnt_waits_for_it(learner, renderer):
+    first = asyncio.create_task(learner.learn(renderer, ID, "m"))
+    await asyncio.sleep(0)
+    assert not learner.wants(ID)  # somebody has begun
+    await learner.learn(renderer, ID, "m")
+    assert learner.facts(ID) is not None and learner.learnt == 1
+    await first
+
+
+async def test_the_longest_end_is_that_of_this_template_and_of_all_its_settings(learner, renderer):
+    await learner.learn(renderer, ID, "m")
+    await learner.learn(renderer, b"other", "m")
+    await learner.learn(renderer, b"other", "m", OFF)
+    assert learner.facts(ID, numbered(1)).end("user") == learner.facts(ID).end("user") == 1
+    await learner.learn(renderer, ID, "m", OFF)
+    await learner.learn(renderer, ID, "m", numbered(2))  # a shorter one, and known later
+    assert learner.facts(ID, numbered(1)).end("user") == learner.facts(ID, OFF).end("user") > 1
+    assert learner.facts(ID, numbered(1)).end("assistant") is None
+
+
+async def test_a_restart_ends_the_rest_behind_a_long_learning(learner, renderer, clock):
+    async def slow(body: Any, path: str = CHAT) -> Any:
+        clock.now += 1.0
+        return await renderer(body, path)
+
+    await learner.learn(slow, ID, "m")
+    await learner.learn(slow, ID, "m", numbered(1))
+    assert not learner.wants(ID, numbered(2))
+    learner.forget(ID)
+    assert learner.wants(ID, numbered(2)) and len(learner) == 0
+
+
+@pytest.mark.parametrize(("size", "is_wanted"), [(MAX_SETTING_BYTES, True), (MAX_SETTING_BYTES + 1, False)])
+def test_a_setting_may_be_so_large_and_no_larger(learner, size, is_wanted):
+    assert learner.wants(ID, Setting(b"k", {"x": 1}, False, size)) is is_wanted
+
+
+async def test_a_prompt_of_a_small_chat_may_be_so_long_and_no_longer(learner, renderer):
+    longest = 0
+
+    async def measured(body: Any, path: str = CHAT) -> Any:
+        nonlocal longest
+        rendered = await renderer(body, path)
+        longest = max(longest, len(rendered))
+        return rendered
+
+    await learner.learn(measured, b"measured", "m")
+    for more, is_learnt in ((0, True), (1, False)):
+
+        async def padded(body: Any, path: str = CHAT, more: int = more) -> Any:
+            return [7] * (MAX_RENDERED - longest + more) + (await renderer(body, path)).ids()
+
+        await learner.learn(padded, b"%d" % more, "m")
+        facts = learner.facts(b"%d" % more)
+        assert (facts is not None and facts.end("tool") is not None) or not is_learnt
+        if is_learnt:
+            assert facts.ends == learner.facts(b"measured").ends
+
+
+async def test_what_one_workers_learning_does_is_no_other_templates(learner, renderer, clock):
+    renderer.down = True
+    await learner.learn(renderer, ID, "m")
+    assert not learner.wants(ID) and learner.wants(b"other")
+    learner.forget(b"other")
+    assert not learner.wants(ID)
+    learner.forget(ID)
+    assert learner.wants(ID)

@@ -612,3 +612,98 @@ def test_an_opener_with_a_line_break_is_counted_in_arguments_as_json_writes_it()
     marked, calls = assistant("One.", **EPHEMERAL), assistant("", tool_calls=[call])
     found = find([SYSTEM, user("First?"), marked, user("Second?"), calls, user("Third?")], facts)
     assert ("explicit", "last-3:4,5") in shown(found)
+
+
+# Where estimates lie, and what is told of places without an entry.
+
+
+def estimates(found: Found) -> dict[str, int]:
+    return {boundary.kind: boundary.estimate for boundary in found.boundaries}
+
+
+def sized(messages: list[Any], size: int, facts: TemplateFacts | None = FACTS, **body: Any) -> Found:
+    return BoundaryFinder(PositionCache(10**6)).find(
+        chat_request({"messages": messages, **body}), facts, b"r", size, 1.0
+    )
+
+
+def test_an_estimate_inside_a_message_counts_what_stands_before_it():
+    dated = "x" * 700 + f"\nToday is {date.today()}." + "y" * 300
+    found = sized([{"role": "system", "content": dated}, user("z" * 100)], len(dated) + 100)
+    assert estimates(found)["learned"] == 701 and estimates(found)["system"] == len(dated)
+    parts = user([text_part("a" * 50, **EPHEMERAL), text_part("b" * 100)])
+    assert estimates(sized([SYSTEM, parts], 1000))["explicit"] == 1000 - 100
+
+
+def test_the_turn_before_a_loop_ends_behind_its_message():
+    messages = [SYSTEM, user("a" * 100), assistant("b" * 200), tool("c" * 400)]
+    found = sized(messages, 1000)
+    assert [each.estimate for each in found.boundaries if each.kind == "turn" and each.entry is None] == [400]
+    assert estimates(sized(messages, 10))["history"] == 0  # never less
+
+
+def test_a_place_before_a_date_is_told_by_its_tokens_once_and_needs_no_render():
+    dated = {"role": "system", "content": "x" * 700 + f"\nToday is {date.today()}."}
+    use = BoundaryFinder(PositionCache(10**6))
+
+    def ask(facts: TemplateFacts | None) -> Found:
+        return use.find(chat_request({"messages": [dated, user("q")]}), facts, b"renderer")
+
+    first = ask(FACTS)
+    assert first.dated is not None and first.dated in first.unplaced
+    assert first.dated.kept == "x" * 700 + "\n" and ask(None).dated is None
+    entry = use.dates.learn(b"renderer", first.dated.key, range(100))
+    told = ask(TemplateFacts())
+    assert (told.dated, told.entries(), told.result) == (None, (entry,), "head")
+    assert first.dated not in told.unplaced
+    assert ask(FACTS).result == "learnt"
+    use.dates.learn(b"renderer", first.dated.key, range(3))  # nothing names it
+    untold = ask(FACTS)
+    assert untold.dated is None and [each.entry for each in untold.boundaries if each.kind == "learned"] == [None]
+
+
+def test_a_date_is_sought_in_the_first_system_messages_before_the_first_question():
+    dated = "x" * 700 + f"\nToday is {date.today()}."
+
+    def kinds(*messages: dict[str, Any]) -> list[str]:
+        return [boundary.kind for boundary in find([*messages, user("q")]).boundaries if boundary.kind == "learned"]
+
+    plain, odd = {"role": "system", "content": "Be brief."}, {"role": "system"}
+    for role in ("system", "developer"):
+        assert kinds({"role": role, "content": dated}) == ["learned"]
+    assert kinds(plain, odd, plain, {"role": "system", "content": dated}) == ["learned"]
+    assert kinds(plain, odd, plain, plain, {"role": "system", "content": dated}) == []
+    assert kinds(assistant(dated)) == kinds(user("a"), {"role": "system", "content": dated}) == []
+    last = find([plain, user("q"), {"role": "system", "content": dated}], moved("user"))
+    assert "learned" not in estimates(last)
+    assert kinds({"role": "system", "content": dated}, {"role": "system", "content": "y" + dated}) == ["learned"]
+
+
+def moved(role: str, tools: bool = False) -> TemplateFacts:
+    """Of a template that writes its head into the last user message."""
+    broken = frozenset({Turn("user", later=False, system=system, tools=tools) for system in (False, True)})
+    return TemplateFacts({role: 5}, broken=broken)
+
+
+def test_where_tools_move_nothing_up_to_the_first_question_stays_and_all_behind_it_does():
+    marked = [{**user("First?"), **EPHEMERAL}, assistant("One."), user("Second?")]
+    found = find(marked, moved("user", tools=True), tools=TOOLS)
+    assert {boundary.kind for boundary in found.boundaries} == {"explicit", "history", "turn"}
+    assert {boundary.kind for boundary in find(marked, TemplateFacts({"user": 5}), tools=TOOLS).boundaries} == {
+        *("system", "explicit", "history", "turn")
+    }
+
+
+def test_a_message_in_parts_that_is_marked_as_a_whole_is_marked_at_its_end():
+    whole = {"role": "system", "content": [text_part("You pilot."), text_part("Be brief.")], **EPHEMERAL}
+    last = {"role": "system", "content": [text_part("You pilot."), text_part("Be brief.", **EPHEMERAL)]}
+    first = {"role": "system", "content": [text_part("You pilot.", **EPHEMERAL), text_part("Be brief.")]}
+    kinds = [[each.kind for each in find([head, *CHAT[1:]]).boundaries] for head in (whole, last, first)]
+    assert [("explicit" in each) for each in kinds] == [False, False, True]
+
+
+def test_marks_before_a_question_that_nothing_precedes_are_the_head():
+    found = find([user("First?")], tools=[{**TOOLS[0], **EPHEMERAL}])
+    assert shown(found) == [("system", "last:13"), ("turn", -5)]
+    found = find([user([text_part("a", **EPHEMERAL), text_part("b")])])
+    assert [each.kind for each in found.boundaries].count("explicit") == 1

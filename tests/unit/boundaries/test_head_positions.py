@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -268,3 +269,76 @@ def test_all_renders_of_a_head_have_one_deadline(monkeypatch):
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         assert runner.run(one_head()) == (3, 0)
+
+
+@pytest.mark.parametrize(("more", "is_rendered"), [(0, True), (1, False)])
+async def test_a_head_may_be_so_long_and_no_longer(monkeypatch, more, is_rendered):
+    """Of the texts of all its messages; those behind it do not count."""
+    monkeypatch.setattr(
+        head_positions, "MAX_CHARACTERS", len(HEAD["content"]) + len("The tide table.") + len("b?") - more
+    )
+    gateway = Gateway(Characters())
+    for question in ("a?", "b?"):
+        parts = [{"type": "text", "text": "x" * 100}, {"type": "text", "text": question}]
+        gateway.ask(
+            [HEAD, {"role": "assistant", "content": "The tide table."}, user(question), assistant("x"), user(parts)]
+        )
+    await gateway.idle()
+    assert bool(gateway.renderer.bodies) is is_rendered
+
+
+@pytest.mark.parametrize(("more", "is_rendered"), [(0, True), (1, False)])
+async def test_a_head_may_have_so_many_bytes_and_no_more(monkeypatch, more, is_rendered):
+    gateway = Gateway(Characters())
+    rendered = {"messages": [HEAD, user("")]}
+    monkeypatch.setattr(head_positions, "MAX_BYTES", len(json.dumps(rendered, separators=(",", ":"))) - more)
+    for question in ("a?", "b?"):
+        gateway.ask(chat(question))
+    await gateway.idle()
+    assert bool(gateway.renderer.bodies) is is_rendered
+
+
+async def test_a_mark_behind_the_second_part_keeps_both_before_it():
+    gateway = Gateway(Characters())
+    for question in ("a?", "b?"):
+        parts = [{"type": "text", "text": text} for text in ("One.", "Two.", question)]
+        parts[1] |= EPHEMERAL
+        gateway.ask([HEAD, user(parts)])
+    await gateway.idle()
+    asked = [
+        body["messages"][-1]["content"]
+        for body in gateway.renderer.bodies
+        if isinstance(body["messages"][-1]["content"], list)
+    ]
+    assert {tuple(part["text"] for part in each[:-1]) for each in asked} == {("One.", "Two.")}
+    assert [each[-1] for each in asked] == [{"type": "text", "text": text} for text in (*SENTINELS, *MERGING)]
+
+
+async def test_the_least_recently_seen_head_is_forgotten_and_has_to_come_twice_again(monkeypatch):
+    monkeypatch.setattr(head_positions, "MAX_KNOWN", 2)
+    gateway = Gateway(Characters())
+    for system in ("One.", "Two.", "Three.", "One."):
+        gateway.ask([{"role": "system", "content": system}, user("First?"), assistant("x"), user("a?")])
+        await gateway.idle()
+    assert not gateway.renderer.bodies
+
+
+async def test_renders_begin_again_once_all_that_waited_is_done():
+    gateway = Gateway(Characters())
+    for system in ("One.", "Two."):
+        for question in ("a?", "b?"):
+            gateway.ask(chat(question, system))
+        await gateway.idle()
+    assert len(gateway.renderer.bodies) == 2 * RENDERS
+
+
+def test_a_renderer_gets_no_work_where_nothing_waits():
+    """Outside a running event loop a task could not begin."""
+    gateway = Gateway(Characters())
+    gateway.ask(chat("a?"))
+    gateway.ask(chat("b?", "Another head."))
+    assert gateway.heads._worker is None
+
+
+def test_a_few_heads_wait_and_fewer_of_one_key():
+    assert (head_positions.MAX_WAITING, MAX_WAITING_OF_KEY, MAX_BYTES) == (16, 4, 1_000_000)

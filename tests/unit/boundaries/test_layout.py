@@ -141,3 +141,33 @@ def test_the_first_and_the_last_message_that_others_may_differ_in():
     found = layout([*CHAT, {"role": "developer", "content": "Be brief."}])
     assert (found.first, found.last, found.alone) == (1, 3, False)
     assert layout(CHAT[:2]).alone and layout(CHAT[:2]).system_key == layout(CHAT[:2]).key
+
+
+def test_a_turn_ends_with_the_chat_if_an_answer_is_asked_for():
+    turn = layout(CHAT).keys.after[-1]
+    for body in ({}, {"add_generation_prompt": True}, {"continue_final_message": False}):
+        assert layout(CHAT, **body).turn_key == turn
+    for body in ({"add_generation_prompt": False}, {"add_generation_prompt": None}, {"continue_final_message": True}):
+        assert layout(CHAT, **body).turn_key is None
+    assert layout(CHAT, add_generation_prompt=False, continue_final_message=True).turn_key is None
+    assert layout([*CHAT, assistant("Two.")]).turn_key is None
+    assert layout([*CHAT, assistant("Two.")], add_generation_prompt=True).turn_key is None
+
+
+def test_a_tools_result_right_behind_the_question_is_a_loop_too():
+    assert layout([user("Tide?"), {"role": "tool", "content": "nine"}]).end_before_loop == 0
+    assert layout([{"role": "function", "content": "nine"}, {"role": "tool", "content": "x"}]).end_before_loop is None
+
+
+def test_the_key_of_a_later_part_depends_on_all_parts_up_to_it():
+    def key(part: int, *texts: str) -> bytes:
+        return layout([user([{"type": "text", "text": text} for text in texts])]).part_key(Mark(0, part))
+
+    assert len({key(0, "a", "b"), key(1, "a", "b"), key(1, "a", "c"), key(1, "x", "b")}) == 4
+    assert key(1, "a", "b", "c") == key(1, "a", "b", "d")
+
+
+def test_where_a_chat_begins_without_a_system_prompt_its_head_is_what_stands_beside_it():
+    found = layout([user("Tide?")], tools=TOOLS)
+    assert (found.first, found.last, found.alone) == (0, 0, True)
+    assert found.opener_key(0) == found.system_key == found.key != layout([user("Tide?")]).key

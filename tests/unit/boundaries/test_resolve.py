@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from engine_patches.scheduler import hints
-from proxy.boundaries.resolve import MAX_ENTRIES, MAX_IDS, encode_end, encode_opener, first_of, last_of, resolve
+from proxy.boundaries.resolve import (
+    MAX_ENTRIES,
+    MAX_IDS,
+    encode_end,
+    encode_ids,
+    encode_opener,
+    first_of,
+    last_of,
+    resolve,
+)
 from proxy.boundaries.template_facts import Opener
 
 
@@ -106,3 +115,29 @@ def test_the_first_occurrence_is_not_skipped():
 @pytest.mark.parametrize(("end", "entry"), [(8, -8), (1, -1), (0, -1)])
 def test_the_end_of_a_turn_lies_at_least_one_token_before_the_prompts_end(end, entry):
     assert encode_end(end) == entry
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "entry"),
+    [
+        ((7,), {}, "last:7"),
+        ((7, 8), {"where": "first"}, "first:7,8"),
+        ((7, 8), {"skip": 0}, "last:7,8"),
+        ((7, 8), {"skip": 3}, "last-3:7,8"),
+        ([7, 8], {"where": "first", "skip": 0}, "first:7,8"),
+    ],
+)
+def test_ids_are_written_as_the_engine_reads_them(ids, options, entry):
+    assert encode_ids(ids, **options) == entry == encode_opener(Opener(tuple(ids)), **options)
+
+
+def test_as_many_ids_are_written_as_an_entry_may_have():
+    for size in (MAX_IDS, MAX_IDS + 1):
+        written = encode_ids(range(size)).removeprefix("last:").split(",")
+        assert written == [str(number) for number in range(size)][-MAX_IDS:]
+    whole = list(range(MAX_IDS + 2))
+    assert resolve([encode_ids(whole[1:-1])], whole) == [MAX_IDS + 1]
+
+
+def test_less_than_a_million_occurrences_are_skipped():
+    assert resolve(["last-999999:7", "last-1000000:7"], [7] * 1_000_001) == [2, 0]

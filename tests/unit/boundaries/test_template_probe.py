@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from engine_patches.commands.model import train_bpe
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.resolve import encode_opener, resolve
-from proxy.boundaries.template_facts import GAP, OpenerPlace, TemplateFacts
-from proxy.boundaries.template_probe import CHATS, RICH, learn_facts
+from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, TemplateFacts, Turn
+from proxy.boundaries.template_probe import CHATS, LONG_OPENER, RICH, ends_with, learn_facts, sample
 from proxy.boundaries.token_ids import common_prefix
 from tests.harness.template_renderer import TemplateRenderer
 
@@ -286,3 +286,150 @@ def test_no_text_of_ours_begins_like_another():
     for each in CHATS:
         first_users = [message["content"] for message in each.before if message["role"] == "user"]
         assert all(not text.startswith("Q") for text in first_users)
+
+
+# Templates of a few characters, each a token.
+
+
+def written(
+    body: Any, user: str = "<u>", result: str = "<t>", close: str = "</>", closed: str = "</>", asks: str = "<a>"
+) -> str:
+    """A chat; its last message ends with `close`, all before it with `closed`."""
+    text = f"<tools>{len(body['tools'])}</>" if body.get("tools") else ""
+    messages = body["messages"]
+    for number, message in enumerate(messages):
+        opened = {"user": user, "tool": result}.get(message["role"], f"<{message['role']}>")
+        called = "".join(f"[{call['function']['name']}]" for call in message.get("tool_calls", ()))
+        text += opened + (message["content"] or "") + called + (close if number == len(messages) - 1 else closed)
+    return text + (asks if body.get("add_generation_prompt", True) else "")
+
+
+async def facts_of(template: Callable[[Any], str | None]) -> TemplateFacts:
+    async def render(body: Any) -> list[int] | None:
+        text = template(body)
+        return [*map(ord, text)] if text is not None else None
+
+    async def detokenize(ids: Any) -> str | None:
+        return "".join(map(chr, ids))
+
+    facts = await learn_facts(render, detokenize, {})
+    assert facts is not None
+    return facts
+
+
+def opener(text: str, **known: bool) -> Opener:
+    return Opener(tuple(map(ord, text)), text, **known)
+
+
+BOTH = (False, True)
+
+
+async def test_all_that_a_plain_template_writes_is_known():
+    facts = await facts_of(written)
+    users = opener("<u>", per_user=True, no_tool=True)
+    wanted = {(place, tools): users for place in ("alone", "user", "first") for tools in BOTH}
+    wanted |= {(place, tools): opener("</><t>") for place in ("tool", "results") for tools in BOTH}
+    assert facts.ends == {"user": 3, "tool": 3, "system": 3}
+    assert (facts.openers, facts.broken, facts.is_own) == (wanted, frozenset(), True)
+
+
+@pytest.mark.parametrize("size", [LONG_OPENER, LONG_OPENER + 1])
+async def test_of_a_long_opener_the_first_tokens_are_left_out(size):
+    """What stands before it may grow together with them."""
+    marker = "<" + "u" * (size - 2) + ">"
+    facts = await facts_of(lambda body: written(body, user=marker))
+    found = facts.opener("user", tools=False)
+    assert found is not None and found.text == (marker if size <= LONG_OPENER else marker[2:])
+    assert found.exact and found.per_user
+
+
+@pytest.mark.parametrize(("merged", "holds"), [(0, True), (1, True), (2, False)])
+async def test_one_token_of_a_turn_may_merge_with_what_follows(merged, holds):
+    facts = await facts_of(lambda body: written(body, close="--" + "]" * merged, closed="--" + ")" * merged))
+    assert facts.ends["user"] == facts.ends["tool"] == 3
+    assert facts.turn_holds("user", later=True, system=True, tools=False) is holds
+    assert facts.turn_holds("tool", later=True, system=False, tools=True) is holds
+    if not holds:
+        kinds = {each.turn for each in CHATS if each.following}
+        assert facts.broken == kinds and Turn("tool", True, True, True) in kinds
+    assert ("system" in facts.ends) is holds
+
+
+async def test_an_end_that_is_not_one_number_is_none():
+    by_tools = await facts_of(lambda body: written(body, asks="<a>!" if body.get("tools") else "<a>"))
+    assert by_tools.ends == {"tool": 4}
+    silent = await facts_of(lambda body: written(body, asks=""))
+    assert silent.ends == {"user": 0, "tool": 0, "system": 0}
+
+
+async def test_a_reminder_whose_end_differs_with_tools_has_none():
+    def template(body: Any) -> str:
+        reminded = body["messages"][-1]["role"] == "system"
+        return written(body, asks="<a>!" if reminded and body.get("tools") else "<a>")
+
+    assert (await facts_of(template)).ends == {"user": 3, "tool": 3}
+
+
+@pytest.mark.parametrize("refused", ["asked", "bare", "followed"])
+async def test_a_template_that_refuses_reminders_somewhere_has_no_end_for_them(refused):
+    def template(body: Any) -> str | None:
+        roles = [message["role"] for message in body["messages"]]
+        how = "followed" if roles[-1] != "system" else "asked" if body.get("add_generation_prompt", True) else "bare"
+        return None if "system" in roles[1:] and how == refused else written(body)
+
+    assert (await facts_of(template)).ends == {"user": 3, "tool": 3}
+
+
+@pytest.mark.parametrize(("size", "is_known"), [(1, True), (2, True), (GAP, True), (GAP + 1, False)])
+async def test_an_opener_leads_to_a_result_behind_an_id_unless_that_is_too_long(size, is_known):
+    def template(body: Any) -> str:
+        messages = [
+            {**each, "content": (each["tool_call_id"] * 3)[:size] + each["content"]} if each["role"] == "tool" else each
+            for each in body["messages"]
+        ]
+        return written({**body, "messages": messages})
+
+    found = (await facts_of(template)).opener("tool", tools=True)
+    assert found == (opener("</><t>", exact=size <= 1) if is_known else None)
+
+
+async def test_an_opener_that_a_tools_result_holds_too_is_counted_without_them_only():
+    facts = await facts_of(lambda body: written(body, result="<u>"))
+    users = opener("<u>", per_user=True)
+    assert facts.openers["user", False] == facts.openers["user", True] == users
+    assert facts.openers["tool", True] == opener("</><u>")
+
+
+async def test_under_another_setting_the_ends_are_learnt_and_whether_the_openers_hold():
+    plain = await facts_of(written)
+
+    def rendering(**changes: str) -> Callable[[Any], Any]:
+        async def render(body: Any) -> list[int] | None:
+            assert body["reasoning_effort"] == "low"
+            return [*map(ord, written(body, **changes))]
+
+        return render
+
+    fields = {"reasoning_effort": "low"}
+    same = await ends_with(rendering(asks="<a>--"), plain, fields)
+    assert same is not None and same == ({"user": 5, "tool": 5, "system": 5}, True)
+    for moved in ({"user": "<v>"}, {"result": "<v>"}):
+        other = await ends_with(rendering(**moved), plain, fields)
+        assert other is not None and not other.openers_hold
+    unknown = await ends_with(rendering(user="<v>", result="<v>"), TemplateFacts(), fields)
+    assert unknown is not None and unknown.openers_hold  # nothing is known that could move
+
+    async def refuses(body: Any) -> None:
+        return None
+
+    assert await ends_with(refuses, plain, fields) is None
+
+
+async def test_two_settings_do_the_same_if_a_question_and_a_result_become_the_same():
+    async def render(body: Any) -> list[int]:
+        return [*map(ord, written(body, **body.get("chat_template_kwargs", {})))]
+
+    plain = await sample(render, {})
+    assert len(plain) == 2 and plain == await sample(render, {"chat_template_kwargs": {"user": "<u>"}})
+    for change in ({"user": "<v>"}, {"result": "<v>"}, {"asks": ""}):
+        assert plain != await sample(render, {"chat_template_kwargs": change})

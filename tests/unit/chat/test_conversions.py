@@ -138,3 +138,414 @@ def test_nonsense_raises_nothing(body):
     responses_request({"input": body.get("messages"), "tools": 7, "reasoning": 7})
     responses_request({"input": [{"type": "reasoning", "summary": ["abc"]}, {"role": "assistant", "content": ["x"]}]})
     messages_request({**body, "messages": [{}], "thinking": {"type": []}, "tools": [{}], "tool_choice": {"type": []}})
+
+
+# Each kind of block of the messages API, in sound and in odd shapes.
+
+QUESTION = {"role": "user", "content": "Tide?"}
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
+
+IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+
+
+def text(said):
+    return {"type": "text", "text": said}
+
+
+def system(said):
+    return {"role": "system", "content": said}
+
+
+def messages(*given, **body):
+    return messages_request({"model": "m", "messages": [*given], **body}).messages
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ("You.", [system("You.")]),
+        ("", []),
+        (None, []),
+        (7, []),
+        ([], []),
+        ([text("You "), text(""), text("pilot.")], [system("You pilot.")]),
+        ([7, {"type": "image", "text": "no"}, {"type": "text"}, text(7), text("x-anthropic-billing-header: a")], []),
+        ([{"type": "image", "text": "no"}, text("You.")], [system("You.")]),
+    ],
+)
+def test_the_system_prompt_is_its_texts(given, made):
+    assert messages(QUESTION, system=given) == [*made, QUESTION]
+    if not isinstance(given, int):
+        assert messages(QUESTION, {"role": "system", "content": given}) == [QUESTION, *made]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "made"),
+    [
+        ([text("a")], {"content": "a"}),
+        ([text("a"), text("b")], {"content": [text("a"), text("b")]}),
+        ([{**text("a"), "citations": []}, text("")], {"content": "a"}),
+        ([IMAGE], {"content": [IMAGE_PART]}),
+        ([text("a"), IMAGE], {"content": [text("a"), IMAGE_PART]}),
+        (
+            [text("a"), {"type": "image", "source": {"type": "url", "url": "http://x"}}],
+            {"content": [text("a"), {"type": "image_url", "image_url": {"url": "http://x"}}]},
+        ),
+        (
+            [{"type": "image", "source": {}}],
+            {"content": [{"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,"}}]},
+        ),
+        ([text("a"), {"type": "image", "source": "x"}, {"type": "other", "source": {}}, 7, {}], {"content": "a"}),
+        ([text("a"), {"type": "text", "text": 7}, {"type": "text"}], {"content": "a"}),
+        ([text("a"), {"type": "thinking", "thinking": 7}, {"type": "other", "thinking": "b"}], {"content": "a"}),
+        (
+            [{"type": "thinking", "thinking": "a"}, {"type": "thinking", "thinking": "b"}, text("c")],
+            {"content": "c", "reasoning": "ab"},
+        ),
+        (
+            [{"type": "tool_use", "id": "c", "name": "tide", "input": {"a": 1}}, text("x")],
+            {
+                "content": "x",
+                "tool_calls": [
+                    {"id": "c", "type": "function", "function": {"name": "tide", "arguments": '{"a": 1}'}},
+                ],
+            },
+        ),
+        (
+            [{"type": "tool_use"}, text("x")],
+            {
+                "content": "x",
+                "tool_calls": [{"id": "call", "type": "function", "function": {"name": "", "arguments": "{}"}}],
+            },
+        ),
+    ],
+)
+def test_blocks_become_parts_thoughts_and_calls(blocks, made):
+    for role in ("user", "assistant"):
+        assert messages({"role": role, "content": blocks}) == [{"role": role, **made}]
+
+
+def test_a_message_of_the_user_without_a_part_is_none_and_one_of_the_assistant_stays():
+    for content in (None, [], [{"type": "thinking", "thinking": "a"}], [text("")]):
+        said = {"reasoning": "a"} if content == [{"type": "thinking", "thinking": "a"}] else {}
+        given = ({"role": "user", "content": content}, {"role": "assistant", "content": content})
+        assert messages(QUESTION, *given) == [QUESTION, {"role": "assistant", **said}]
+    assert messages(7, {"role": "user", "content": ""}) == [{"role": "user", "content": ""}]
+    assert messages_request({"messages": [{"role": "user", "content": []}]}) is None
+
+
+def result(content, **fields):
+    return {"type": "tool_result", "tool_use_id": "c", "content": content, **fields}
+
+
+@pytest.mark.parametrize(
+    ("content", "made"),
+    [
+        ("nine", ["nine"]),
+        ("", [""]),
+        (None, [""]),
+        ([text("a"), text("b")], ["a\nb"]),
+        ([text("a"), {"type": "other", "text": "b"}, 7, {"type": "text"}], ["a\n"]),
+        ([{"type": "other", "source": {}}, {"type": "image", "source": 7}], [""]),
+        ([{"type": "tool_reference", "tool_name": "t", "name": "n"}], ["", [{"type": "tool_reference", "name": "t"}]]),
+        ([{"type": "tool_reference", "name": "n"}], ["", [{"type": "tool_reference", "name": "n"}]]),
+        ([{"type": "tool_reference"}, {"type": "other", "name": "n"}], [""]),
+    ],
+)
+def test_a_tools_result_answers_its_call_with_texts_and_names(content, made):
+    answers = [{"role": "tool", "tool_call_id": "c", "content": each} for each in made]
+    assert messages({"role": "user", "content": [result(content)]}) == answers
+
+
+def test_what_a_result_shows_stands_behind_it_and_before_what_the_user_says():
+    given = [text("See"), result([text("a"), IMAGE]), {"type": "tool_result"}]
+    assert messages({"role": "user", "content": given}) == [
+        {"role": "tool", "tool_call_id": "c", "content": "a"},
+        {"role": "user", "content": [IMAGE_PART]},
+        {"role": "tool", "tool_call_id": "", "content": ""},
+        {"role": "user", "content": "See"},
+    ]
+
+
+def test_a_result_in_an_assistants_message_is_a_text():
+    for content, said in (("nine", "nine"), (None, ""), ([1], "[1]")):
+        given = {"role": "assistant", "content": [result(content)]}
+        assert messages(given) == [{"role": "assistant", "content": f"Tool result: {said}"}]
+
+
+def test_marks_on_blocks_lie_behind_the_last_part_before_them():
+    mark = {"cache_control": EPHEMERAL}
+    blocks = [
+        {"type": "thinking", "thinking": "a", **mark},
+        text("a"),
+        {**USE, **mark},
+        text("b"),
+        {**text("c"), **mark},
+    ]
+    asked = messages_request({"messages": [QUESTION, {"role": "assistant", "content": blocks}]})
+    assert asked.marks == (Mark(1, 0), Mark(1))
+
+
+# Tools and settings of the messages API.
+
+
+def made_of(**body):
+    return messages_request({"messages": [QUESTION], **body}).body
+
+
+@pytest.mark.parametrize(
+    ("tool", "made"),
+    [
+        ({"name": "a", "description": "d", "strict": True}, {"description": "d", "strict": True}),
+        ({"name": "a", "input_schema": {}}, {"parameters": {"type": "object"}}),
+        ({"name": "a", "input_schema": {"type": "array"}}, {"parameters": {"type": "array"}}),
+        ({"name": "a", "input_schema": 7, "defer_loading": True}, {"parameters": 7, "defer_loading": True}),
+    ],
+)
+def test_a_tool_is_a_function_with_all_that_it_was_given(tool, made):
+    empty = dict.fromkeys(("description", "parameters", "strict", "defer_loading"))
+    (found,) = made_of(tools=[tool, 7])["tools"]
+    assert found == {"type": "function", "function": {"name": "a", **empty, **made}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "made"),
+    [
+        (None, "auto"),
+        ({"type": "auto"}, "auto"),
+        ({"type": "any"}, "required"),
+        ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "a"}, {"type": "function", "function": {"name": "a"}}),
+        ({"type": "other"}, "auto"),
+        ({"type": []}, "auto"),
+        ("any", "auto"),
+    ],
+)
+def test_which_tool_is_to_be_called(choice, made):
+    assert made_of(tools=[TOOL], tool_choice=choice)["tool_choice"] == made
+    assert "tool_choice" not in made_of(tool_choice=choice)
+
+
+@pytest.mark.parametrize(
+    ("body", "made"),
+    [
+        ({}, {}),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ({"output_config": {"effort": None}}, {}),
+        ({"output_config": "low", "thinking": "disabled"}, {}),
+        ({"thinking": {"type": "enabled"}}, {}),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, {"reasoning_effort": "none"}),
+        ({"chat_template_kwargs": {}, "cache_salt": ""}, {"chat_template_kwargs": {}, "cache_salt": ""}),
+        ({"chat_template_kwargs": None, "cache_salt": None, "temperature": 1}, {}),
+    ],
+)
+def test_settings_that_reach_the_template_or_the_cache(body, made):
+    assert made_of(model="m", **body) == {"model": "m", "messages": [QUESTION], **made}
+
+
+def changed(kind, tool):
+    return {"role": "user", "content": [{"type": kind, "tool": tool}, text("x")]}
+
+
+A, B, C = ({"name": name, "description": name} for name in "abc")
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ([("tool_removal", {"name": "a"})], "b"),
+        ([("tool_removal", {"definition": A})], "b"),
+        ([("tool_removal", {"name": "c"})], "ab"),
+        ([("tool_addition", {"definition": C})], "abc"),
+        ([("tool_addition", {"name": "c"})], "ab"),
+        ([("tool_addition", {"name": "a"})], "ab"),
+        ([("tool_removal", {"name": "a"}), ("tool_addition", {"name": "a"})], "ab"),
+        ([("tool_addition", {"definition": C}), ("tool_removal", {"name": "c"})], "ab"),
+        ([("tool_removal", {"name": "c"}), ("tool_addition", {"definition": C})], "abc"),
+        ([("tool_addition", 7), ("other", {"definition": C})], "ab"),
+    ],
+)
+def test_messages_add_tools_and_take_them_away_in_their_order(changes, names):
+    chat = messages_request({"tools": [A, B], "messages": [7, *(changed(*change) for change in changes)]})
+    assert "".join(tool["function"]["name"] for tool in chat.body["tools"]) == names
+
+
+def test_a_tool_that_is_added_again_is_not_deferred_any_more_and_a_new_definition_takes_the_old_ones_place():
+    deferred, newer = {**A, "defer_loading": True}, {**A, "description": "newer"}
+    for given, description, is_deferred in (
+        ({"name": "b"}, "a", True),
+        ({"name": "a"}, "a", None),
+        ({"definition": newer}, "newer", None),
+    ):
+        chat = messages_request({"tools": [deferred, B], "messages": [changed("tool_addition", given)]})
+        tool = chat.body["tools"][0]["function"]
+        assert (tool["description"], tool["defer_loading"]) == (description, is_deferred)
+
+
+# Each kind of item of the responses API.
+
+
+def responses(*items, **body):
+    return responses_request({"model": "m", "input": [*items], **body})
+
+
+def call(name="tide", **fields):
+    return {"type": "function_call", "call_id": "c", "name": name, "arguments": "{}", **fields}
+
+
+def called(name="tide", arguments="{}"):
+    return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+SAID = {"role": "assistant", "content": "Nine."}
+
+THOUGHT = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+
+
+@pytest.mark.parametrize(
+    ("items", "made"),
+    [
+        ([{"role": "user", "content": "a"}, {"type": "message", "role": "user", "content": None}], None),
+        ([7, QUESTION, {"type": "other"}, {}], [QUESTION]),
+        ([call()], [{"role": "assistant", "tool_calls": [called()]}]),
+        ([call(arguments=None)], [{"role": "assistant", "tool_calls": [called(arguments="")]}]),
+        ([call(), call("wind")], [{"role": "assistant", "tool_calls": [called(), called("wind")]}]),
+        ([SAID, call()], [{**SAID, "tool_calls": [called()]}]),
+        ([QUESTION, call(), QUESTION, call()], None),
+        ([call(namespace="harbour")], [{"role": "assistant", "tool_calls": [called("harbour__tide")]}]),
+        (
+            [{"type": "custom_tool_call", "call_id": "c", "name": "tide"}],
+            [{"role": "assistant", "tool_calls": [called(arguments='{"input": ""}')]}],
+        ),
+        (
+            [{"type": "function_call_output", "call_id": "c", "output": "x"}],
+            [{"role": "tool", "content": "x", "tool_call_id": "c"}],
+        ),
+        (
+            [{"type": "custom_tool_call_output", "call_id": "c", "output": ["x"]}],
+            [{"role": "tool", "content": ["x"], "tool_call_id": "c"}],
+        ),
+        (
+            [THOUGHT, SAID, call()],
+            [{"role": "assistant", "reasoning": "Hm.", "content": "Nine.", "tool_calls": [called()]}],
+        ),
+        ([SAID, THOUGHT], [{**SAID, "reasoning": "Hm."}]),
+        (
+            [THOUGHT, {"type": "reasoning", "summary": [{"text": "So."}]}],
+            [{"role": "assistant", "reasoning": "Hm."}, {"role": "assistant", "reasoning": "So."}],
+        ),
+        ([{"type": "reasoning"}], [{"role": "assistant", "reasoning": ""}]),
+        ([SAID, SAID], [SAID, SAID]),
+        ([SAID, {"role": "assistant"}], [SAID]),
+        ([call(), {"role": "assistant"}], [{"role": "assistant", "tool_calls": [called()], "content": None}]),
+        ([{"role": "assistant", "content": []}], []),
+        (
+            [{"role": "assistant", "content": [7, {"text": "a"}, {"text": "b"}]}],
+            [{"role": "assistant", "content": "a"}],
+        ),
+    ],
+)
+def test_items_of_one_turn_come_together_in_one_message(items, made):
+    if made is None:
+        given = responses(*items).messages
+        assert [message["role"] for message in given] == [
+            "assistant" if item.get("type") == "function_call" else item["role"] for item in items
+        ]
+    else:
+        found = responses(QUESTION, *items)
+        assert found is not None and found.messages == [QUESTION, *made]
+
+
+@pytest.mark.parametrize(
+    ("part", "made"),
+    [
+        *(({"type": kind, "text": "a", "more": 1}, text("a")) for kind in ("input_text", "output_text", "text")),
+        ({"type": "input_image", "image_url": "u"}, {"type": "image_url", "image_url": {"url": "u"}}),
+        ({"type": "input_file", "file_id": "f"}, {"type": "input_file", "file_id": "f"}),
+        (7, 7),
+    ],
+)
+def test_a_part_of_a_response_is_one_of_a_chat(part, made):
+    given = [part, text("?")]
+    assert responses({"role": "user", "content": given}).messages == [{"role": "user", "content": [made, text("?")]}]
+
+
+@pytest.mark.parametrize(
+    ("instructions", "made"), [("You.", [system("You.")]), ("", []), (None, []), (7, []), (["You."], [])]
+)
+def test_instructions_are_the_system_prompt(instructions, made):
+    assert responses(QUESTION, instructions=instructions).messages == [*made, QUESTION]
+    assert responses_request({"input": "Tide?", "instructions": instructions}).messages == [*made, QUESTION]
+    alone = responses(7, instructions=instructions)  # of an input that says nothing
+    assert (alone.messages if alone is not None else []) == made
+
+
+def test_marks_of_a_response_lie_behind_what_stood_before_its_input():
+    item = {"role": "user", "content": [text("a"), {**text("b"), "cache_control": EPHEMERAL}, text("c")]}
+    assert responses(QUESTION, item, instructions="You.").marks == (Mark(2, 1),)
+    before = [system("old"), QUESTION, SAID]
+    continued = responses_request({"model": "m", "input": [item]}, before)
+    assert continued.messages[:2] == before[1:] and continued.marks == (Mark(2, 1),)
+
+
+@pytest.mark.parametrize(
+    ("tool", "made"),
+    [
+        ({"type": "function", "name": "a", "parameters": {}}, {"name": "a", "parameters": {}}),
+        ({"type": "web_search", "name": "a"}, None),
+        ({"name": "a"}, None),
+        (7, None),
+    ],
+)
+def test_a_tool_of_a_response_is_a_function_or_vllms_own(tool, made):
+    body = responses(QUESTION, tools=[tool]).body
+    assert body.get("tools") == ([{"type": "function", "function": made}] if made else None)
+    assert body.get("tool_choice") == ("auto" if made else None)
+
+
+def test_a_tool_of_free_text_takes_one_text_and_a_namespace_names_all_of_its_own():
+    free = {"type": "custom", "name": "patch", "description": "d"}
+    inner = [free, 7, {"type": "function", "name": "tide"}]
+    given = [free, {"type": "namespace", "name": "harbour", "tools": inner}, {"type": "namespace", "tools": 7}]
+    first, *named = [tool["function"] for tool in responses(QUESTION, tools=given).body["tools"]]
+    assert (first["name"], first["description"], list(first["parameters"]["properties"])) == ("patch", "d", ["input"])
+    assert [tool["name"] for tool in named] == ["harbour__patch", "harbour__tide"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "made"),
+    [
+        (None, "auto"),
+        ("required", "required"),
+        ({"type": "function", "name": "a"}, {"type": "function", "function": {"name": "a"}}),
+        ({"type": "other", "name": "a"}, "auto"),
+        (["required"], "auto"),
+    ],
+)
+def test_which_tool_a_response_is_to_call(choice, made):
+    assert responses(QUESTION, tools=[{"type": "function"}], tool_choice=choice).body["tool_choice"] == made
+
+
+@pytest.mark.parametrize(
+    ("body", "made"),
+    [
+        ({}, {}),
+        ({"reasoning": 7, "chat_template_kwargs": 7, "cache_salt": None}, {}),
+        ({"reasoning": {"effort": None}, "chat_template_kwargs": {}}, {}),
+        ({"cache_salt": ""}, {"cache_salt": ""}),
+        ({"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"a": 1}}),
+        (
+            {"reasoning": {"effort": "none"}, "chat_template_kwargs": {"enable_thinking": True}},
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+        ),
+    ],
+)
+def test_settings_of_a_response_that_reach_the_template_or_the_cache(body, made):
+    assert responses(QUESTION, **body).body == {"model": "m", "messages": [QUESTION], **made}
+
+
+def test_a_continued_response_is_rendered_as_a_chat_and_any_other_as_it_came():
+    alone, continued = (responses_request({"model": "m", "input": "Tide?"}, before) for before in (None, []))
+    assert (alone.path, alone.asked) == ("/v1/responses", {"model": "m", "input": "Tide?"})
+    assert continued.path == "/v1/chat/completions" and continued.asked is continued.body

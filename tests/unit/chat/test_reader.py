@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from proxy.boundaries.layout import layout_of
-from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOOLS, Chat, Mark
+from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOOLS, Chat, Mark, text_of
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 
@@ -197,3 +199,83 @@ def test_tools_that_a_result_names_answer_the_same_call():
     found = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "tool_reference", "tool_name": "tide"}]}
     asked = chat(MESSAGES, messages=[{"role": "user", "content": [found]}])
     assert [message["tool_call_id"] for message in asked.messages] == ["a", "a"]
+
+
+# A prompt without messages.
+
+
+def completion(prompt, **body) -> Chat | None:
+    return chat_in(COMPLETIONS, {"prompt": prompt, **body}, StoredResponses(10**6))
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], [""], ["a", "b"], [[1], [2]], [True], [-1], [1.0], ["a", 1], [[]], 7])
+def test_what_is_not_one_prompt_is_no_chat(prompt):
+    assert completion(prompt) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "ids"),
+    [("x", "x", None), (["x"], "x", None), ([0], "\0", [0]), ([65, 66], "AB", [65, 66]), ([[65]], "A", [65])],
+)
+def test_a_prompt_of_text_or_ids_is_one_user_message(prompt, text, ids):
+    body = {"model": "m", "cache_salt": "s", "temperature": 1}
+    found = completion(prompt, **body)
+    assert found is not None and found.messages == [{"role": "user", "content": text}]
+    assert (found.ids, found.marks, found.path) == (ids, (), COMPLETIONS)
+    assert found.body == {"model": "m", "cache_salt": "s", "add_generation_prompt": False}
+    assert found.asked == {"prompt": prompt, **body}
+
+
+# A chat.
+
+
+@pytest.mark.parametrize("messages", [None, [], {}, "text", 7])
+def test_without_messages_there_is_no_chat(messages):
+    for endpoint in (CHAT, MESSAGES):
+        assert chat_in(endpoint, {"messages": messages}, StoredResponses(0)) is None
+    for given in (None, [], {}, 7):
+        assert chat_in(RESPONSES, {"input": given, "instructions": "You."}, StoredResponses(0)) is None
+
+
+def test_marks_are_found_behind_what_is_no_message_and_in_every_spelling():
+    point = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    parts = [7, {"type": "text", "text": "a", **point}, {"type": "text", "text": "b", "cache_control": None}]
+    messages = [7, {"role": "user", "content": parts}, {"role": "user", "content": "x", **EPHEMERAL}]
+    messages += [{"role": "user", "content": "x", "cache_control": {}}, {"role": "user", **EPHEMERAL}]
+    assert chat(CHAT, messages=messages).marks == (Mark(1, 1), Mark(2))
+
+
+def test_a_chat_is_compared_by_the_models_own_name():
+    asked = chat(CHAT, **ASKED[CHAT])
+    assert asked.head is asked.body and replace(asked, model="m").head is asked.body
+    assert replace(asked, model="other").head == {**asked.body, "model": "other"}
+    assert asked.asked is asked.body
+    messages = {**ASKED[MESSAGES], "max_tokens": 5}
+    assert chat(MESSAGES, **messages).asked == {"model": "m", **messages}
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": ""}, ""),
+        ({"content": [{"text": "a"}, {"text": "b"}, {"type": "image"}, 7]}, "b"),
+        ({"content": [{"text": 7}]}, None),
+        ({"content": []}, None),
+        ({"content": {"text": "a"}}, None),
+        ({}, None),
+        ("a", None),
+    ],
+)
+def test_the_text_of_a_message_is_the_last_in_which_others_may_differ(message, text):
+    assert text_of(message) == text
+
+
+def test_a_stored_response_is_its_owners():
+    stored = StoredResponses(10**6)
+    stored.put(chat(RESPONSES, **ASKED[RESPONSES]), {"id": "resp_1", "output": []}, "boot", "ann")
+    body = {"model": "m", "input": "And now?", "previous_response_id": "resp_1"}
+    found = chat_in(RESPONSES, body, stored, "ann")
+    assert found is not None and found.texts == ("Tide?", "And now?")
+    for owner in ("bob", None):
+        assert chat_in(RESPONSES, body, stored, owner) is None
+    assert chat_in(RESPONSES, {**body, "previous_response_id": None}, stored) is not None

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from proxy.chat.usage import MOST_USAGE_BYTES, PassingUsage, Usage, usage_of
+from proxy.chat.usage import MAX_TOKENS, MOST_USAGE_BYTES, PassingUsage, Usage, usage_of
 
 
 def test_tokens_written_to_a_cache_belong_to_the_prompt():
@@ -80,3 +80,47 @@ def test_an_answer_without_usage_has_none(answer):
     passing = PassingUsage()
     passing.see(answer)
     assert passing.usage is None
+
+
+def test_a_number_of_tokens_is_at_least_none_and_at_most_what_an_engine_can_have_taken():
+    for tokens in (0, MAX_TOKENS):
+        assert usage_of({"usage": {"prompt_tokens": tokens}}) == Usage(tokens, None)
+    for tokens in (-1, MAX_TOKENS + 1):
+        assert usage_of({"usage": {"prompt_tokens": tokens}}) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "usage"),
+    [
+        ({"cache_creation_input_tokens": 6}, Usage(16, None)),
+        ({"cache_read_input_tokens": 48}, Usage(58, 48)),
+        ({"cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}, Usage(10, 0)),
+        ({"cache_read_input_tokens": None, "cache_creation_input_tokens": None}, Usage(10, None)),
+        ({"input_tokens_details": {}, "cache_read_input_tokens": 48}, Usage(10, None)),
+        ({"input_tokens_details": None, "cache_read_input_tokens": 48}, Usage(58, 48)),
+    ],
+)
+def test_each_spelling_has_its_own_fields(fields, usage):
+    assert usage_of({"usage": {"input_tokens": 10, **fields}}) == usage
+
+
+def test_an_answers_own_usage_goes_before_that_of_what_it_wraps():
+    inner = {"usage": {"prompt_tokens": 1}}
+    assert usage_of({"usage": {"prompt_tokens": 2}, "response": inner}) == Usage(2, None)
+    assert usage_of({"usage": None, "message": inner}) is None
+    assert usage_of({"response": {"message": inner}}) == Usage(1, None)
+    assert usage_of({"other": inner}) is None
+
+
+def test_the_last_usage_of_an_answer_counts_whatever_space_stands_before_it():
+    passing = PassingUsage()
+    passing.see(b'{"usage":{"prompt_tokens":1},"x":{"usage": \\n'.replace(b"\\n", b"\n"))
+    passing.see(b'{"prompt_tokens":2}, "y":1}')
+    assert passing.usage == Usage(2, None)
+
+
+def test_a_usage_longer_than_any_is_none():
+    for filling, found in ((0, Usage(1, None)), (MOST_USAGE_BYTES, None)):
+        passing = PassingUsage()
+        passing.see(b'{"usage":{"x":"' + b"x" * filling + b'","prompt_tokens":1}}')
+        assert passing.usage == found

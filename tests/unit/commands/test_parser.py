@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,19 @@ def test_flags_behind_a_subcommand_are_its_own(capsys):
     with pytest.raises(SystemExit):
         made.parse_args(["mine", "--base", "x"])
     assert "seamark some mine: no flag --base; did you mean --base-url?" in capsys.readouterr().err
+
+
+def test_without_arguments_the_command_line_of_the_process_is_read(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["seamark", "--worker", "http://a"])
+    assert parser().parse_args().worker == "http://a"
+    monkeypatch.setattr(sys, "argv", ["seamark", "--wrker", "http://a"])
+    with pytest.raises(SystemExit):
+        parser().parse_args()
+    assert "no flag --wrker; did you mean --worker" in capsys.readouterr().err
+
+
+def test_no_flag_is_taken_for_the_beginning_of_another_one():
+    made = Parser(prog="seamark some")
+    made.add_subparsers()
+    made.add_argument("--worker")
+    assert made.parse_known_args(["--work=x"])[0].worker is None

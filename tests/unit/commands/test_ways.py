@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from proxy.commands.ways import FoundWay, Surroundings, Way, find
+from proxy.commands import ways
+from proxy.commands.ways import FoundWay, Surroundings, Way, find, image_version, surroundings
 
 URL = "http://127.0.0.1:8000"
 
@@ -100,3 +104,120 @@ def test_from_a_pod_it_is_kubernetes(around):
 
 def test_a_machine_elsewhere_says_nothing(around):
     assert find("http://spark:8000", around((SERVE, USER))) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_one"),
+    [
+        (("vllm", "serve", "m"), True),
+        (("/bin/vllm", "bench", "serve"), True),  # of several verbs the word alone is looked for
+        (("vllm", "bench"), False),
+        (("env", "python", "-m", "vllm", "serve"), False),
+        (("serve", "m"), False),
+        (("python3", "-m", "vllm.entrypoints.openai.api_server"), True),
+        (("python3", "-m", "vllm_entrypoints"), False),
+        (("python3", "-m", "engine_patches", "worker", "m"), True),
+        (("seamark", "worker"), True),
+        (("seamark", "serve"), False),
+        (("celery", "worker"), False),
+        ((), False),
+    ],
+)
+def test_a_server_of_vllm_is_known_by_its_words(around, arguments, is_one):
+    assert (find(URL, around((arguments, USER))) == FoundWay(Way.PIP)) is is_one
+
+
+@pytest.mark.parametrize(
+    ("arguments", "port"),
+    [
+        (("--port", "8001"), 8001),
+        (("--port=8001",), 8001),
+        ((), 8000),
+        (("--port", "800100"), 8000),
+        (("--ports", "8001"), 8000),
+    ],
+)
+def test_the_port_of_a_server_is_in_its_words(around, arguments, port):
+    other = ((*SERVE, "--port", "9999"), "0::/system.slice/other.service\n")
+    machine = around(((*SERVE, *arguments), USER), other)
+    assert find(f"http://127.0.0.1:{port}", machine) == FoundWay(Way.PIP)
+    assert find("http://127.0.0.1:1", machine) is None
+    if port == 8000:
+        assert find("http://127.0.0.1", machine) == FoundWay(Way.PIP)
+
+
+def test_several_servers_at_a_port_that_are_run_in_one_way_are_no_doubt(around):
+    assert find(URL, around((SERVE, USER), (SERVE, USER))) == FoundWay(Way.PIP)
+
+
+@pytest.mark.parametrize(
+    ("inspected", "found"),
+    [
+        ({"Name": "/a", "Config": None}, FoundWay(Way.DOCKER)),
+        ({"Name": "/a", "Config": {"Image": "i", "Labels": None}}, FoundWay(Way.DOCKER, "a")),
+        ({"Name": "/a", "Config": {"Image": "vllm-node", "Labels": {}}}, FoundWay(Way.SPARK)),
+        ({"Name": "/a", "Config": {"Image": "my/vllm-node", "Labels": {}}}, FoundWay(Way.DOCKER, "a")),
+    ],
+)
+def test_what_docker_says_may_lack_anything(around, inspected, found):
+    assert find(URL, around((SERVE, DOCKER), inspected=inspected)) == found
+
+
+def test_podman_has_groups_of_its_own(around):
+    group = f"0::/machine.slice/libpod-{CONTAINER}.scope/container\n"
+    assert find(URL, around((SERVE, group), inspected=container())) == FoundWay(Way.DOCKER, "llm")
+
+
+class Docker:
+    """Programs that are run, and what they answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[str, ...]] = []
+        self.answer: str | Exception = ""
+        monkeypatch.setattr(ways.subprocess, "run", self.run)
+
+    def run(self, command: tuple[str, ...], **given: Any) -> SimpleNamespace:
+        assert given["capture_output"] and given["text"] and given["check"] and given["timeout"] > 0
+        self.asked.append(command)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return SimpleNamespace(stdout=self.answer)
+
+
+FAILURES = [OSError("no docker"), subprocess.CalledProcessError(1, "docker"), subprocess.TimeoutExpired("docker", 5)]
+
+
+@pytest.mark.parametrize("answer", [" 0.33.0\n", *FAILURES], ids=repr)
+def test_an_image_is_asked_for_its_vllm_without_fetching_it_or_a_network(answer, monkeypatch):
+    docker = Docker(monkeypatch)
+    docker.answer = answer
+    assert image_version("my image") == ("0.33.0" if isinstance(answer, str) else "")
+    (command,) = docker.asked
+    assert command[:2] == ("docker", "run") and {"--rm", "--pull=never", "--network=none"} <= set(command)
+    assert command[command.index("--") + 1 : command.index("--") + 3] == ("my image", "-c")
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ('[{"Name": "/a"}]', {"Name": "/a"}),
+        ("[]", None),
+        ("[1]", None),
+        ("{}", None),
+        ("no JSON", None),
+        *((failure, None) for failure in FAILURES),
+    ],
+    ids=repr,
+)
+def test_docker_is_asked_what_a_container_is(answer, told, monkeypatch):
+    docker = Docker(monkeypatch)
+    docker.answer = answer
+    assert surroundings().inspect("llm") == told and docker.asked == [("docker", "inspect", "llm")]
+
+
+@pytest.mark.parametrize("mark", ["/.dockerenv", "/run/.containerenv", None])
+def test_a_container_is_known_by_its_marks(mark, monkeypatch):
+    monkeypatch.setattr(ways.Path, "exists", lambda path: str(path) == mark)
+    around = surroundings()
+    assert around.in_container is (mark is not None)
+    assert (around.proc, around.environment) == (Path("/proc"), os.environ)

@@ -30,6 +30,13 @@ def test_a_budget_below_the_unit_still_makes_progress():
     assert run_to_the_budget(request(1000), 10, 10, GRID) == 6
 
 
+def test_the_last_token_of_what_is_known_is_no_chunk_of_its_own():
+    """It is what a step that generates begins with."""
+    assert run_to_the_budget(request(100, tokens=250), 0, 249, GRID) == 249
+    assert run_to_the_budget(request(100, tokens=250), 0, 248, GRID) == 240
+    assert run_to_the_budget(request(250), 0, 249, GRID) == 240
+
+
 def test_a_resumed_request_is_split_over_its_own_output_too():
     assert run_to_the_budget(request(100, tokens=400), 0, 200, GRID) == 192
 
@@ -139,3 +146,94 @@ def test_requests_without_a_hint_are_split_as_vllm_splits_them():
     scheduler = Scheduler(enabled=True)
     scheduler.split(1000)
     assert scheduler.seen == [(False, 400)]
+
+
+def test_a_prompt_that_is_computed_or_wishes_nothing_is_split_as_vllm_splits_it():
+    for changed in ({"num_computed_tokens": 1000}, {"seamark": RequestState(Wish(hinted=True))}):
+        scheduler = Scheduler(enabled=True, positions=(160,))
+        vars(scheduler.request).update(changed)
+        scheduler.split(100)
+        assert scheduler.seen == [(False, 400)]
+
+
+def test_what_was_found_elsewhere_counts_as_computed():
+    scheduler = Scheduler(enabled=True, positions=(160, 464))
+    given: list[tuple[int, ...]] = []
+
+    def own_split(self, request, *numbers):
+        given.append(numbers)
+        return numbers[0]
+
+    scheduler.request.num_computed_tokens = 100
+    assert end_chunk(own_split)(scheduler, scheduler.request, 700, 50, 20) == 700
+    assert given == [(700, 50, 20)] and scheduler.request.seamark.chunk_start == 170
+    assert scheduler.request.shared_prefix_boundary == 464  # the next one behind 170
+
+
+def test_a_position_of_a_hint_where_states_cannot_be_kept_is_a_stop_between_blocks_alone():
+    scheduler = Scheduler(enabled=False, positions=(160,))
+    scheduler.split(1000)
+    assert scheduler.seen == [(False, 160)]
+
+
+class Inside(Scheduler):
+    """Of a model that writes its states inside a pass; whoever shares a prefix is told what is expected."""
+
+    def __init__(self, *, verified: int = 1, **how) -> None:
+        super().__init__(enabled=True, positions=(160,), **how)
+        self.expected: list[int] = []
+        vars(self.seamark).update(
+            writes_in_forward=True,
+            grid=GRID,
+            verified=verified,
+            expect_states=lambda request, start: self.expected.append(start),
+        )
+        self.mamba_partial_cache_hit = True
+        self.request.num_tokens = 1000
+
+    def own_split(self, request, num_new_tokens, *found):
+        self.seen.append((self.mamba_partial_cache_hit, self.mamba_shared_prefix_checkpoint, num_new_tokens, *found))
+        if self._error is not None:
+            raise self._error
+        return num_new_tokens
+
+
+def test_inside_a_pass_a_chunk_runs_to_the_budget_whatever_is_hinted():
+    scheduler = Inside()
+    assert end_chunk(Inside.own_split)(scheduler, scheduler.request, 500, 32) == 496  # to 528
+    assert scheduler.seen == [] and scheduler.expected == [32] and scheduler.request.seamark.chunk_start == 32
+    assert scheduler.request.shared_prefix_boundary == 400
+
+
+def test_a_prompt_that_is_computed_is_waited_for_by_nobody():
+    scheduler = Inside(verified=4)
+    scheduler.request.num_computed_tokens, scheduler.request.num_tokens = 1000, 1200
+    assert end_chunk(Inside.own_split)(scheduler, scheduler.request, 3) == 1  # a short replay
+    assert scheduler.expected == []
+    scheduler.request.num_computed_tokens = 999
+    end_chunk(Inside.own_split)(scheduler, scheduler.request, 1)
+    assert scheduler.expected == [999]
+
+
+@pytest.mark.parametrize("error", [None, ValueError("split")])
+def test_a_request_that_is_left_to_vllm_is_split_in_whole_blocks(error):
+    scheduler = Inside(verified=4, error=error)
+    scheduler.mamba_shared_prefix_checkpoint = True
+    scheduler.request.seamark = RequestState(Wish(left_to_vllm=True))
+    scheduler.request.num_computed_tokens = 100
+    split = end_chunk(Inside.own_split)
+    if error is None:
+        assert split(scheduler, scheduler.request, 500, 20, 12) == 500
+    else:
+        with pytest.raises(ValueError, match="split"):
+            split(scheduler, scheduler.request, 500, 20, 12)
+    assert scheduler.seen == [(False, False, 500, 32)] and scheduler.expected == []
+    assert scheduler.mamba_partial_cache_hit and scheduler.mamba_shared_prefix_checkpoint
+    assert scheduler.request.seamark.chunk_start == 132
+
+
+def test_a_replay_of_a_request_that_is_left_to_vllm_is_no_row_of_drafts_either():
+    scheduler = Inside(verified=4)
+    scheduler.request.seamark = RequestState(Wish(left_to_vllm=True))
+    scheduler.request.num_computed_tokens, scheduler.request.num_tokens = 1000, 1200
+    assert end_chunk(Inside.own_split)(scheduler, scheduler.request, 3) == 1

@@ -160,3 +160,117 @@ def test_a_write_that_fails_leaves_no_descriptor_and_no_file(tmp_path: Path, mon
         with pytest.raises(OSError, match="No space"):
             store(held, 1)
     assert len(os.listdir("/proc/self/fd")) == before and not list(tmp_path.rglob(f"*{TEMPORARY}"))
+
+
+def test_names_that_are_none_of_ours_are_no_keys(tmp_path: Path):
+    held = directory(tmp_path)
+    store(held, 1)
+    folder = path_of(tmp_path, 1).parent
+    for name in ("notes", f"1-1{TEMPORARY}", key_of(2).hex(), f"{key_of(2).hex().upper()}{files.SUFFIX}", "zz.state"):
+        (folder / name).write_bytes(b"x")
+    assert list(held.keys()) == [key_of(1)]
+
+
+def test_keys_come_in_the_order_of_their_last_use(tmp_path: Path):
+    held = directory(tmp_path)
+    store(held, 1, 2, 3)
+    for number, moment in ((1, 5), (2, 3), (3, 4)):
+        os.utime(path_of(tmp_path, number), (moment, moment))
+    assert list(held.keys()) == [key_of(2), key_of(3), key_of(1)]
+    held.touch([key_of(9), key_of(2)])
+    assert list(held.keys()) == [key_of(3), key_of(1), key_of(2)]
+    load(held, 3)
+    assert list(held.keys())[-1] in {key_of(2), key_of(3)} and next(iter(held.keys())) == key_of(1)
+
+
+# Places in a file's header, and the reason for which another value there is refused.
+FIELDS = {
+    "the format's mark": (0, files.FORMAT),
+    "its version": (7, files.FORMAT),
+    "the identity": (8, files.IDENTITY),
+    "the block's length": (40, files.FORMAT),
+    "the key": (48, files.KEY),
+    "the key's length": (112, files.KEY),
+    "room that nothing fills": (2000, files.CHECKSUM),
+    "the checksum": (HEADER_BYTES - 1, files.CHECKSUM),
+    "the block": (HEADER_BYTES, files.CHECKSUM),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_field_of_a_file_is_looked_at_and_names_the_reason(tmp_path: Path, field):
+    place, reason = FIELDS[field]
+    held = directory(tmp_path)
+    store(held, 1)
+    path = path_of(tmp_path, 1)
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RefusedFile, match=f"^{reason}$") as refused:
+        load(held, 1)
+    assert refused.value.reason == reason and not path.exists()
+
+
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK + 1])
+def test_a_block_goes_only_into_room_of_its_own_length(tmp_path: Path, length):
+    held = directory(tmp_path)
+    store(held, 1)
+    with pytest.raises(RefusedFile) as refused:
+        held.read(key_of(1), memoryview(bytearray(length)))
+    assert refused.value.reason == files.LENGTH
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path: Path, monkeypatch):
+    held = directory(tmp_path)
+    store(held, 1)
+    path, readv = path_of(tmp_path, 1), os.readv
+
+    def shortens(descriptor: int, into: list[memoryview]) -> int:
+        os.truncate(path, HEADER_BYTES + 100)
+        return readv(descriptor, into)
+
+    monkeypatch.setattr("os.readv", shortens)
+    with pytest.raises(RefusedFile) as refused:
+        load(held, 1)
+    assert refused.value.reason == files.LENGTH
+
+
+def test_a_disk_that_gives_and_takes_a_little_at_a_time_gives_and_takes_all(tmp_path: Path, monkeypatch):
+    readv, write = os.readv, os.write
+    monkeypatch.setattr("os.write", lambda descriptor, part: write(descriptor, part[:1000]))
+    monkeypatch.setattr("os.readv", lambda descriptor, into: readv(descriptor, [into[0][:700]]))
+    held = directory(tmp_path)
+    assert store(held, 1).num_bytes == HEADER_BYTES + BLOCK
+    assert load(held, 1) == block_of(1)
+
+
+def test_room_for_exactly_so_many_files_is_used(tmp_path: Path):
+    held = directory(tmp_path, max_bytes=2 * (HEADER_BYTES + BLOCK))
+    assert store(held, 1, 2).evicted == [] and set(held.keys()) == {key_of(1), key_of(2)}
+    assert held.file_bytes == HEADER_BYTES + BLOCK
+    less = directory(tmp_path / "less", max_bytes=2 * (HEADER_BYTES + BLOCK) - 1)
+    assert store(less, 1, 2).evicted == [key_of(1)] and list(less.keys()) == [key_of(2)]
+
+
+def test_where_nothing_fits_what_comes_later_is_not_tried(tmp_path: Path):
+    held = directory(tmp_path, max_bytes=HEADER_BYTES + BLOCK - 1)
+    written = store(held, 1, 2)
+    assert written == ([], [], 0) and list(held.keys()) == []
+
+
+def test_a_write_over_what_is_no_file_goes_on_with_the_next_key(tmp_path: Path):
+    held = directory(tmp_path)
+    store(held, 1)
+    path = path_of(tmp_path, 1)
+    path.unlink()
+    path.symlink_to("/nowhere")
+    written = store(held, 1, 2, 3)
+    assert written.stored == [key_of(2), key_of(3)] and written.num_bytes == 2 * held.file_bytes
+
+
+def test_each_writer_of_a_process_has_names_of_its_own_for_what_is_not_whole(tmp_path: Path, monkeypatch):
+    held, names = directory(tmp_path), []
+    replace = os.replace
+    monkeypatch.setattr("os.replace", lambda old, new: names.append(Path(old).name) or replace(old, new))
+    store(held, 1, 2)
+    assert names == [f"{os.getpid()}-1{TEMPORARY}", f"{os.getpid()}-2{TEMPORARY}"]

@@ -82,3 +82,52 @@ def test_the_key_goes_by_the_environment_and_a_child_that_cannot_start_costs_the
     assert "stay on trial until a gateway tries them" in capsys.readouterr().err
     draft_trial.start([], {}, "8000")
     assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "flags"),
+    [
+        (["--a_b=1=2", "x", "--c"], {}, {"a-b": "1=2", "c": ""}),
+        (["-sc.method", "mtp"], {}, {"sc": "mtp"}),
+        (["--a", "1"], {"a": 2, "b_c": 3}, {"a": "1", "b-c": "3"}),
+        ([], {}, {}),
+    ],
+)
+def test_flags_are_known_by_their_names_wherever_they_stand(given, config, flags):
+    assert draft_trial.flags_of(given, config) == flags
+
+
+@pytest.mark.parametrize("flag", draft_trial.DRAFT_FLAGS)
+def test_each_flag_that_has_vllm_draft_is_known(flag):
+    assert draft_trial.drafts([f"--{flag}", "x"]) and draft_trial.drafts([], {flag.replace("-", "_"): "x"})
+    assert not draft_trial.drafts([flag, f"--{flag}s", "x"])
+
+
+@pytest.mark.parametrize("missing", ["proxy", "aiohttp"])
+def test_where_only_the_plugin_is_installed_nothing_is_tried(monkeypatch, missing):
+    monkeypatch.setattr(draft_trial.importlib.util, "find_spec", lambda name: None if name == missing else object())
+    assert address(DRAFTING) is None
+
+
+@pytest.mark.parametrize("host", ["", "::", "[::]", "[fd00::7]"])
+def test_an_address_in_brackets_is_one_without(host):
+    expected = "http://[fd00::7]:8001" if "fd00" in host else "http://127.0.0.1:8001"
+    assert address([*DRAFTING, f"--host={host}"]) == expected
+
+
+@pytest.mark.parametrize(("key", "config"), [(["--api-key", "k"], {}), ([], {"api_key": "k"}), ([], {})])
+def test_the_child_is_kept_and_has_no_pipe_to_anybody(monkeypatch, key, config):
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    started, kept = [], []
+    monkeypatch.setattr(draft_trial, "_started", kept)
+    monkeypatch.setattr(draft_trial.subprocess, "Popen", lambda words, **given: started.append((words, given)) or 7)
+    draft_trial.start([*DRAFTING, *key], config, "8001")
+    ((words, given),) = started
+    assert words == draft_trial.command([*DRAFTING, *key], config, "8001") and kept == [7]
+    assert given["stdin"] == given["stdout"] == draft_trial.subprocess.DEVNULL and given.keys() == {
+        "env",
+        "stdin",
+        "stdout",
+    }
+    assert given["env"] == {**os.environ, "VLLM_API_KEY": "k" if key or config else "theirs"}
+    assert os.environ["VLLM_API_KEY"] == "theirs"

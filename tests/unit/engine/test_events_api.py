@@ -12,16 +12,22 @@ import pytest
 from engine_patches.reporting import events_api
 from engine_patches.reporting.events_api import (
     HEADER,
+    ID_WITHIN,
     LINES_AT_ONCE,
     LINES_PER_SECOND,
+    MAX_ID,
     MAX_KEPT,
     MAX_TOLD,
+    MAX_WAIT,
     METRICS_PATH,
     PATH,
     SETTLE_SECONDS,
     EventsEndpoint,
     Feed,
     Feeds,
+    client_id,
+    collected_at,
+    not_found,
 )
 from engine_patches.reporting.report import EngineReport
 from engine_patches.scheduler.counters import AdmittedRequest, DraftedRequest
@@ -513,7 +519,8 @@ def test_an_api_server_beside_others_passes_on_what_the_collecting_process_tells
 
     head, *pieces, gone, said = asyncio.run(scenario())
     assert head["status"] == 418 and head["headers"] == [(b"content-type", b"application/x-ndjson")]
-    assert [piece["body"] for piece in pieces] == [b"first\n", b"second\n", b""] and "more_body" not in pieces[-1]
+    assert [piece["body"] for piece in pieces] == [b"first\n", b"second\n", b""]
+    assert [piece.get("more_body", False) for piece in pieces] == [True, True, False]
     assert gone["status"] == 503 and b"has ended" in said["body"]
 
 
@@ -522,3 +529,316 @@ def test_the_collecting_process_itself_tells(feeds, tmp_path, monkeypatch):
     feeds.collected_by = os.getpid()
     feeds.main.add_outcome(admitted("a"))
     assert json.loads(asked(PATH)[1])["outcomes"] == [["a", "cold", 0]]
+
+
+def test_the_numbers_that_gateways_and_documents_count_on():
+    assert (MAX_KEPT, MAX_TOLD, MAX_ID, ID_WITHIN) == (8192, 2048, 512, 1024)
+    assert (MAX_WAIT, SETTLE_SECONDS, LINES_PER_SECOND, LINES_AT_ONCE) == (10.0, 0.003, 10.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "name"),
+    [
+        ("chatcmpl-a-00000000", "a"),
+        ("cmpl-a-0-00000000", "a"),
+        ("cmpl-a-b-12-00000000", "a-b"),
+        ("2_cmpl-a-0-00000000", "a"),
+        ("3_chatcmpl-a-00000000", "a"),
+        ("resp_a_0-00000000", "a_0"),
+        ("a-00000000", "a"),
+        ("a-b-0abcdef9", "a-b"),
+        ("a-0000000", "a-0000000"),  # of another form
+        ("a-0000000g", "a-0000000g"),
+        ("plain", "plain"),
+        ("x" * 600, "x" * 512),
+        ("chatcmpl-" + "x" * 600 + "-00000000", "x" * 512),
+    ],
+)
+def test_the_clients_name_is_in_vllms(engine_id, name):
+    assert client_id(engine_id) == name
+
+
+def test_a_pin_is_told_of_each_feed_of_its_engine(feeds):
+    request = admitted("a")
+    report = reported(engine=1, engines=2, requests=[request])
+    feeds.add_outcome(report, request)
+    feeds.add_pin(report, request.request_id, "pinned")
+    assert feeds.main.after(0)["pins"] == feeds.of(1).after(0)["pins"] == [("a", "pinned")]
+    assert feeds.main.take_latest("a").header == b"cold,0,0,,pinned"
+
+
+def test_drafts_are_told_of_each_feed_of_their_engine(feeds):
+    drafted = [DraftedRequest("chatcmpl-a-0a1b2c3d", 7, 12)]
+    told = EngineReport(match_unit=16, block_size=64, engine=1, engines=2, drafted=drafted, drafts=("open", "", ""))
+    feeds.add_drafts(told)
+    for feed in (feeds.main, feeds.of(1)):
+        assert feed.after(0)["drafted"] == [("a", 7, 12)] and feed.after(0)["windows"] == []
+    assert feeds.of(1).after(0)["drafts"]["state"] == "open" and "drafts" not in feeds.main.after(0)
+
+
+def test_of_several_engines_the_first_has_a_feed_of_its_own_too(feeds):
+    feeds.add_events(reported((1, ["gone", "a"]), engine=1, engines=2))
+    assert feeds.of(0) is None
+    feeds.add_events(reported((1, ["gone", "b"]), engine=0, engines=2))
+    assert feeds.of(0).after(0)["states"] == [["gone", "b"]] and feeds.of(0) is not feeds.main
+    feeds.add_events(reported((2, ["gone", "c"]), engine=0, engines=2))
+    assert feeds.of(0).after(0)["states"] == [["gone", "b"], ["gone", "c"]]
+
+
+@pytest.mark.parametrize(("numbers", "lost"), [((1, 2), False), ((2,), True), ((1, 3), True), ((1, 1), True)])
+def test_a_gap_in_the_numbers_of_events_is_told_before_what_follows_it(feed, numbers, lost):
+    for number in numbers:
+        feed.add_event(number, ["gone", str(number)])
+    expected = [["gone", str(number)] for number in numbers]
+    if lost:
+        expected.insert(len(expected) - 1, ["cleared", "lost"])
+    assert feed.after(0)["states"] == expected
+
+
+@pytest.mark.parametrize(
+    ("kept", "cursor", "boot", "reset", "first"),
+    [
+        (3, 0, "own", False, 1),
+        (3, 2, "own", False, 3),
+        (3, 3, "own", False, None),
+        (3, 9, "own", False, None),
+        (3, 2, "other", True, 1),
+        (3, 0, None, False, 1),
+        (0, 0, "own", False, None),
+        (0, 5, "other", True, None),
+        (MAX_KEPT + 5, 5, "own", False, 6),
+        (MAX_KEPT + 5, 4, "own", True, 6),
+        (MAX_KEPT + 5, 4, None, False, 6),
+        (MAX_KEPT + 5, 7, "own", False, 8),
+    ],
+)
+def test_a_reader_gets_what_it_does_not_know_and_hears_of_what_it_lost(feed, kept, cursor, boot, reset, first):
+    for number in range(1, kept + 1):
+        feed.add_event(number, ["gone", str(number)])
+    answer = feed.after(cursor, feed.boot if boot == "own" else boot)
+    assert answer["reset"] is reset and answer["boot"] == feed.boot
+    assert [name for _, name in answer["states"][:1]] == ([] if first is None else [str(first)])
+    assert answer["cursor"] == (kept if first is None else min(kept, first + MAX_TOLD - 1))
+
+
+def waited(feed: Feed, *read: object, happens: object = None) -> float:
+    """Seconds after which a read of a feed that has one entry is answered."""
+
+    async def scenario() -> float:
+        loop = asyncio.get_running_loop()
+        if happens is not None:
+            loop.call_later(1.0, happens)
+        await feed.wait_after(*read)
+        return loop.time()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("cursor", "own", "seconds", "gateway", "load", "waits"),
+    [
+        (1, True, 60.0, None, None, True),
+        (2, True, 60.0, None, None, True),
+        (0, True, 60.0, None, None, False),  # there is something
+        (1, False, 60.0, None, None, False),  # another process's cursor
+        (1, True, 0.0, None, None, False),
+        (1, True, 60.0, "a", None, True),
+        (1, True, 60.0, "a", "2:9", True),
+        (1, True, 60.0, "a", "2:8", False),
+        (1, True, 60.0, "b", "2:9", False),
+        (1, True, 60.0, None, "2:8", True),  # who has no name is told of no load
+    ],
+)
+def test_a_read_waits_only_if_there_is_nothing_that_it_does_not_know(feed, cursor, own, seconds, gateway, load, waits):
+    feed.add_outcome(admitted())
+    feed.set_loads({"b": GatewayLoad(2, 9)})
+    assert waited(feed, cursor, feed.boot if own else "another", seconds, gateway, load) == (60.0 if waits else 0.0)
+    assert not feed._readers
+
+
+@pytest.mark.parametrize(
+    ("gateway", "loads", "wakes"),
+    [
+        ("a", {"b": GatewayLoad(1, 1)}, True),
+        ("a", {"a": GatewayLoad(1, 1), "b": GatewayLoad(2, 2)}, False),
+        ("a", {"b": GatewayLoad(2, 2)}, False),
+        ("a", {}, True),
+        (None, {"b": GatewayLoad(1, 1)}, False),
+    ],
+)
+def test_only_another_gateways_other_load_wakes_a_reader(feed, gateway, loads, wakes):
+    feed.set_loads({"b": GatewayLoad(2, 2)})
+    seconds = waited(feed, 0, feed.boot, 60.0, gateway, None, happens=lambda: feed.set_loads(loads))
+    assert seconds == (1.0 if wakes else 60.0)
+
+
+@pytest.mark.parametrize("which", [None, 0, 1])
+def test_a_report_wakes_readers_of_its_engine_and_of_all(feeds, which):
+    for engine in (0, 1):
+        feeds.add_events(reported(engine=engine, engines=2))
+    seconds = waited(
+        feeds.of(which),
+        0,
+        feeds.main.boot,
+        60.0,
+        happens=lambda: feeds.add_events(reported((1, ["gone", "a"]), engine=1, engines=2)),
+    )
+    assert seconds == (60.0 if which == 0 else 1.0)
+
+
+def asked_when(query: str) -> float:
+    """Seconds after which a read is answered."""
+
+    async def scenario() -> float:
+        async def send(message):
+            assert message.get("status", 200) == 200
+
+        scope = {"type": "http", "path": PATH, "method": "GET", "query_string": query.encode(), "headers": []}
+        await EventsEndpoint(None)(scope, None, send)
+        return asyncio.get_running_loop().time()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("query", "seconds"),
+    [("", 0.0), ("wait=2.5", 2.5), ("wait=9.999999", 9.999999), ("wait=11", 10.0), ("wait=100000&lines=1", 10.0)],
+)
+def test_a_read_waits_as_long_as_it_asks_for_and_not_much_longer(feeds, query, seconds):
+    assert asked_when(f"boot={feeds.main.boot}&{query}") == pytest.approx(seconds)
+    assert asked_when(f"boot=another&{query}") == (0.0 if "lines" not in query else pytest.approx(seconds))
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "told"),
+    [
+        ("after=1&after=x", 400, "after: "),
+        ("after=x&after=0", 200, ""),
+        ("after=", 200, ""),  # as if it were not there
+        ("wait=1.1234567", 400, "wait: "),
+        ("wait=1234567", 400, "wait: "),
+        ("engine=0&engine=5", 404, "engine: "),
+    ],
+)
+def test_of_a_parameter_the_last_value_counts(feeds, query, status, told):
+    found, body = asked(PATH, query)
+    assert found == status and json.loads(body).get("error", "").startswith(told)
+
+
+def sent_by(app: object, **scope: object) -> list:
+    """Messages that an application sends for a request."""
+    sent: list = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app({"type": "http", "path": PATH, "query_string": b"", "headers": [], **scope}, None, send))
+    return sent
+
+
+@pytest.mark.parametrize("method", ["POST", "HEAD", "DELETE"])
+def test_outcomes_can_only_be_read(feeds, method):
+    head, body = sent_by(EventsEndpoint(None), method=method)
+    assert head["status"] == 405 and "GET" in json.loads(body["body"])["error"]
+
+
+def test_an_answer_says_what_it_is_and_how_long(feeds):
+    head, body = sent_by(EventsEndpoint(None), method="GET")
+    assert head["status"] == 200
+    assert dict(head["headers"]) == {
+        b"content-type": b"application/json",
+        b"content-length": str(len(body["body"])).encode(),
+    }
+    head, *_ = sent_by(EventsEndpoint(None), method="GET", query_string=b"lines=1")
+    assert head["status"] == 200 and dict(head["headers"])[b"content-type"] == b"application/x-ndjson"
+    assert sent_by(EventsEndpoint(None), method="GET", query_string=b"lines=2")[0]["headers"] != head["headers"]
+
+
+def test_beside_what_is_read_there_is_nothing():
+    head, body = sent_by(not_found, path="/")
+    assert head["status"] == 404 and PATH in body["body"].decode() and METRICS_PATH in body["body"].decode()
+    assert sent_by(not_found, type="lifespan") == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "collected_by", "elsewhere"),
+    [
+        (None, None, None),
+        ("", None, None),
+        ("/a", None, "/a/read"),
+        ("/a", "this process", None),
+        ("/a", "another", "/a/read"),
+    ],
+)
+def test_who_collects_is_asked(feeds, monkeypatch, folder, collected_by, elsewhere):
+    monkeypatch.delenv(events_api.FOLDER, raising=False)
+    if folder is not None:
+        monkeypatch.setenv(events_api.FOLDER, folder)
+    feeds.collected_by = {None: None, "this process": os.getpid(), "another": os.getpid() + 1}[collected_by]
+    assert collected_at() == elsewhere
+
+
+def answer_of(*messages: dict, path: str = "/v1/chat/completions") -> list:
+    """What becomes of an application's messages behind the middleware."""
+
+    async def app(scope, receive, send):
+        for message in messages:
+            await send(message)
+            await asyncio.sleep(0)  # so that no pieces go out in one
+
+    return sent_by(EventsEndpoint(app), path=path, headers=ASKS)
+
+
+END = {"type": "http.response.body", "body": b"{}"}
+
+
+@pytest.mark.parametrize("headers", [None, [], [(b"x-own", b"1")], [(b"Content-Type", b"application/json")]])
+def test_an_answer_that_does_not_say_what_it_is_carries_its_outcome_behind_its_own_headers(feed, headers):
+    feed.add_outcome(admitted())
+    start = {"type": "http.response.start", "status": 200} | ({} if headers is None else {"headers": headers})
+    head, *_ = answer_of(start, END)
+    assert head["headers"] == [*(headers or ()), (HEADER, b"cold,0,0,")]
+
+
+def test_a_streams_kind_is_known_in_any_case_and_beside_another(feed):
+    feed.add_outcome(admitted())
+    for headers in (
+        [(b"Content-Type", b"text/event-stream")],
+        [(b"content-type", b"text/event-stream"), (b"content-type", b"x")],
+    ):
+        head, *_ = answer_of({"type": "http.response.start", "status": 200, "headers": headers}, END)
+        assert head["headers"] == headers
+    assert feed.take_latest("a") is not None
+
+
+@pytest.mark.parametrize(("blanks", "is_found"), [(0, True), (ID_WITHIN - 16, True), (ID_WITHIN - 15, False)])
+def test_a_responses_id_stands_at_its_beginning(feed, blanks, is_found):
+    feed.add_outcome(AdmittedRequest("resp_0af3_0-00000000", "hit", 160, 176, (163,)))
+    told = answered(ASKS, path="/v1/responses", body=b" " * blanks + b'"id":"resp_0af3" ')
+    assert (HEADER in told) is is_found
+
+
+def test_the_head_of_a_response_waits_for_its_first_piece_alone(feed):
+    feed.add_outcome(AdmittedRequest("resp_0af3_0-00000000", "hit", 160, 176, (163,)))
+    start = {"type": "http.response.start", "status": 200, "headers": []}
+    first = {"type": "http.response.body", "body": b"{", "more_body": True}
+    second = {"type": "http.response.body", "body": RESPONSE}
+    head, *pieces = answer_of(start, first, second, path="/v1/responses")
+    assert head["headers"] == [] and b"".join(piece["body"] for piece in pieces) == b"{" + RESPONSE
+    assert feed.take_latest("0af3_0") is not None
+
+
+@pytest.mark.parametrize(("path", "hurries"), [("/metrics", True), ("/metrics/x", True), ("/v1/metrics", False)])
+def test_only_metrics_hurry_what_was_put_off(feeds, path, hurries):
+    done = []
+
+    async def scenario():
+        async def app(scope, receive, send):
+            assert bool(done) is hurries
+
+        feeds.later(lambda: done.append(1))
+        await EventsEndpoint(app)({"type": "http", "path": path, "headers": []}, None, None)
+
+    asyncio.run(scenario())

@@ -94,3 +94,91 @@ def test_keys_are_bounded(learner, monkeypatch):
     for number in range(3):
         learner.written(b"%d" % number)
     assert [learner.is_expected(b"%d" % number) for number in range(3)] == [False, True, True]
+
+
+def seen(*shared: int, length: int = 2000, resumed: int = 0) -> list[SeenPrompt]:
+    """Prompts that were the first to leave another one there."""
+    return [SeenPrompt(place, length, resumed, True) for place in shared]
+
+
+def new(count: int, length: int = 2000) -> list[SeenPrompt]:
+    """Prompts that share nothing."""
+    return [SeenPrompt(0, length, 0, False)] * count
+
+
+@pytest.mark.parametrize(
+    ("prompts", "cost", "places"),
+    [
+        (seen(1000, 1000, 1000), 0.0, (1000,)),
+        (seen(1000, 1000), 0.0, ()),  # too few
+        ([*seen(1000, 1000, 1000), *new(12)], 0.0, (1000,)),  # one in four is served
+        ([*seen(1000, 1000, 1000), *new(13)], 0.0, ()),
+        ([*seen(1000, 1000, 1000), *new(13, length=1000)], 0.0, (1000,)),  # too short to be written in
+        ([*seen(1000, 1000, 1000), *new(3)], 999.0, (1000,)),
+        ([*seen(1000, 1000, 1000), *new(3)], 1000.0, ()),  # all that is saved
+        (seen(1000, 1000, 1062), 0.0, (1000,)),  # a sixteenth behind it
+        (seen(1000, 1000, 1063), 0.0, ()),
+        ([*seen(1000, 1000), *seen(1000, resumed=999)], 0.0, (1000,)),
+        ([*seen(1000, 1000), *seen(1000, resumed=1000)], 0.0, ()),
+        ([*seen(1000, 1000), SeenPrompt(1000, 2000, 0, False)], 0.0, ()),
+        ([*seen(*[1000, 1050] * 3), *new(2)], 0.0, (1000, 1050)),  # by what the second adds to the first
+        ([*seen(*[1000, 1050] * 3), *new(2)], 80.0, (1000,)),
+        (seen(*[500, 1000, 1500] * 3), 0.0, (1000, 1500)),  # no more than two
+        (seen(*[100, 1500] * 3), 0.0, (100, 1500)),
+    ],
+)
+def test_a_place_is_where_enough_were_left_at_a_gain(prompts, cost, places):
+    assert best_places(prompts, cost) == places
+    assert best_places(iter(prompts), cost) == places
+
+
+def test_only_the_places_where_prompts_parted_last_are_weighed(monkeypatch):
+    monkeypatch.setattr(expected_junctions, "MOST_PLACES", 1)
+    assert best_places(seen(1000, 1000, 1000, 500, 500, 500), 0.0) == (500,)
+    assert best_places(seen(500, 500, 500, 1000, 1000, 1000, 700), 0.0) == ()
+
+
+def test_places_are_weighed_when_one_may_come_and_else_now_and_then(learner, monkeypatch):
+    weighed: list[int] = []
+
+    def counted(prompts, cost):
+        weighed.append(len(prompts))
+        return best_places(prompts, cost)
+
+    monkeypatch.setattr(expected_junctions, "best_places", counted)
+    learner.add(SALT, None, 0, 2000, 0, PASS)
+    learner.add(SALT, b"a", 1000, 2000, 1000, PASS)  # a state would not have helped
+    assert weighed == []
+    for number, junction in enumerate((b"b", b"b", b"c")):
+        learner.add(SALT, junction, 1000, 2000, 0, PASS)
+        assert weighed == [[3], [3], [3, 5]][number]
+    for _ in range(RENEWAL - 1):
+        learner.add(SALT, None, 0, 2000, 0, PASS)
+    assert weighed == [3, 5]
+    learner.add(SALT, None, 0, 2000, 0, PASS)
+    assert weighed == [3, 5, 5 + RENEWAL]
+
+
+def test_with_as_many_places_as_a_prompt_has_none_is_looked_for(learner, monkeypatch):
+    monkeypatch.setattr(expected_junctions, "MOST_EXPECTED", 1)
+    for number in range(ENOUGH):
+        document(learner, number)
+    assert learner.places(SALT, 0, 1060) == (1000,)
+    monkeypatch.setattr(expected_junctions, "best_places", lambda *_: pytest.fail("weighed"))
+    document(learner, ENOUGH)
+
+
+def test_who_left_where_is_forgotten_at_a_bound(learner, monkeypatch):
+    monkeypatch.setattr(expected_junctions, "MAX_PARTED", 1)
+    for number in (0, 1) * ENOUGH:  # each is a stranger when it comes again
+        document(learner, number)
+    assert learner.places(SALT, 0, 1060) == (1000,)
+
+
+def test_a_group_that_was_seen_lately_outlives_others(learner, monkeypatch):
+    monkeypatch.setattr(expected_junctions, "MAX_GROUPS", 2)
+    for number in range(ENOUGH):
+        document(learner, number)
+    for group in (b"other", SALT, b"third"):
+        learner.add(group, None, 0, 1060, 0, PASS)
+    assert learner.places(SALT, 0, 1060) == (1000,)

@@ -212,3 +212,118 @@ async def test_a_load_that_the_body_says_stands_and_where_there_is_no_field_none
     assert await sent_on(said, more=[(header_fields.LOAD, b"ab,1000,400")]) == said
     for path in ("/v1/embeddings", "/tokenize"):
         assert await sent_on(b'{"model": "m"}', path=path, more=[(header_fields.LOAD, b"ab,1,1")]) == b'{"model": "m"}'
+
+
+async def headers_sent_on(*headers: tuple[bytes, bytes], body: bytes = b"{}") -> list[tuple[bytes, bytes]]:
+    """Headers as the server behind the middleware gets them."""
+    seen: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend(scope["headers"])
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [*headers], "client": (TRUSTED, 5)}
+    await EventsEndpoint(app)(scope, receive, None)
+    return seen
+
+
+async def test_a_changed_body_has_one_length_and_comes_in_one_piece():
+    given = [(b"content-length", b"2"), (b"transfer-encoding", b"chunked"), (b"a", b"content-length")]
+    found = await headers_sent_on(*given, (header_fields.NAME, b"163"))
+    length = len(b'{"vllm_xargs": {"seamark_boundaries": [163]}}')
+    assert found == [(b"a", b"content-length"), (b"content-length", str(length).encode())]
+
+
+async def test_a_body_that_nothing_joins_keeps_its_headers():
+    given = [(b"content-length", b"2"), (b"transfer-encoding", b"chunked")]
+    assert await headers_sent_on(*given) == given
+    assert await headers_sent_on(*given, (header_fields.NAME, b"nonsense")) == given
+
+
+@pytest.mark.parametrize("peer", [(), [], "10.1.2.3", ["10.1.2.3", 5]])
+async def test_an_address_is_the_first_of_a_pair(peer):
+    heard = peer == ["10.1.2.3", 5]
+    assert (b"163" in await sent_on(b"{}", b"163", peer=peer)) is heard
+
+
+async def test_a_client_that_leaves_before_its_body_is_there_has_left():
+    messages = [
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.disconnect"},
+        {"type": "late"},
+    ]
+    before = {result: counted(result) for result in ("used", "in_body", "malformed", "untrusted")}
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend([await receive(), await receive(), scope["headers"]])
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": CHAT,
+        "headers": [(header_fields.NAME, b"1")],
+        "client": (TRUSTED, 5),
+    }
+    await EventsEndpoint(app)(scope, receive, None)
+    assert seen == [{"type": "http.disconnect"}, {"type": "late"}, []]
+    assert {result: counted(result) for result in before} == before
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-32-be"])
+async def test_a_body_in_any_encoding_of_json_is_joined(encoding):
+    found = json.loads(await sent_on('{"a": "\u00e9"}'.encode(encoding), b"163"))
+    assert found == {"a": "\u00e9", "vllm_xargs": {"seamark_boundaries": [163]}}
+
+
+async def test_a_load_alone_is_no_hint_and_counts_as_none():
+    before = {result: counted(result) for result in ("used", "in_body", "malformed", "untrusted")}
+    more = [(header_fields.LOAD, b"ab,1,1"), (header_fields.LOAD, b"cd,2,2")]
+    found = json.loads(await sent_on(b"{}", more=more))
+    assert found == {"vllm_xargs": {"seamark_load": "ab,1,1"}}, "the first of several"
+    assert {result: counted(result) for result in before} == before
+
+
+@pytest.mark.parametrize(
+    ("body", "result"),
+    [
+        (b"{}", "used"),
+        (b'{"vllm_xargs": {"a": 1}}', "used"),
+        (b'{"vllm_xargs": {"seamark_boundaries": null}}', "in_body"),
+        (b"[]", "malformed"),
+        (b'{"vllm_xargs": 1}', "malformed"),
+        (b"x", "malformed"),
+    ],
+)
+async def test_what_became_of_each_hint_is_counted_once(body, result):
+    before = {each: counted(each) for each in ("used", "in_body", "malformed", "untrusted")}
+    await sent_on(body, b"163")
+    assert {each: counted(each) - before[each] for each in before} == {each: each == result for each in before}
+
+
+@pytest.mark.parametrize("path", sorted(header_fields.PATHS))
+async def test_bodies_of_each_api_carry_a_hint(path):
+    assert b"163" in await sent_on(b"{}", b"163", path=path)
+
+
+@pytest.mark.parametrize(
+    ("networks", "peer", "is_heard"),
+    [
+        ("0.0.0.0/0", "::1", False),
+        ("::/0", "10.0.0.1", False),
+        ("::/0", "::ffff:10.0.0.1", False),  # it is an address of version 4
+        ("10.0.0.1, ::2", "::2", True),
+        ("10.0.0.1, ::2", "10.0.0.1", True),
+        ("10.0.0.1, ::2", "10.0.0.2", False),
+    ],
+)
+async def test_a_network_has_addresses_of_its_own_version(monkeypatch, networks, peer, is_heard):
+    monkeypatch.setenv(settings.HINTS_FROM, networks)
+    header_fields.networks.cache_clear()
+    assert (b"163" in await sent_on(b"{}", b"163", peer=(peer, 5))) is is_heard

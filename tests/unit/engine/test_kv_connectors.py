@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from engine_patches.commands.model_layers import is_hybrid
 from engine_patches.commands.worker import refusal, transfer_config
 from engine_patches.disk.flags import transfer_flags
 from engine_patches.kv_connectors import CONNECTORS, UNKNOWN, ConnectorLane, Decision, decide_by
-from engine_patches.ledger import Shape
+from engine_patches.ledger import Shape, ShapeMismatch
 
 
 def configured(name: str, **more: Any) -> dict[str, Any]:
@@ -287,3 +288,83 @@ def test_a_directory_for_checkpoints_is_our_connector_and_leaves_no_room_for_ano
 
 def test_a_connector_that_has_ours_name_alone_is_any_other():
     assert decide_by(configured("SeamarkConnector")).lane is ConnectorLane.CHUNK_ENDS
+
+
+@pytest.mark.parametrize(
+    ("transfer", "weights", "prefills"),
+    [
+        (None, False, False),
+        ({"kv_connector": None}, False, False),
+        (OWN, True, False),
+        (PULL, True, True),
+        (configured("NixlPullConnector"), True, True),
+        (PUSH, False, False),
+        (multi(PUSH, OFFLOADING), False, False),
+        (multi(PUSH, OWN), True, False),
+        (multi(OFFLOADING, multi(PUSH, PULL)), True, True),
+    ],
+    ids=str,
+)
+def test_weights_are_asked_for_where_states_come_from_elsewhere(transfer, weights, prefills):
+    config = SimpleNamespace(kv_transfer_config=None if transfer is None else SimpleNamespace(**transfer))
+    assert kv_connectors.needs_weights(config) is weights
+    assert kv_connectors.hands_prefills_over(config) is prefills
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_nixl_that_hands_prefills_over_otherwise_is_known(monkeypatch, fits):
+    checked: list[int] = []
+
+    class Looked:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def check(self) -> None:
+            checked.append(self.number)
+            if self.number == 2 and not fits:
+                raise ShapeMismatch("another one")
+
+    monkeypatch.setattr(kv_connectors, "_HANDED_OVER", tuple(map(Looked, range(1, 4))))
+    assert kv_connectors.hands_over() is fits and checked == ([1, 2, 3] if fits else [1, 2])
+    monkeypatch.setattr(kv_connectors, "_SHOWN", ())
+    lane = decide_by(PULL).lane
+    assert lane is (ConnectorLane.INSIDE if fits else ConnectorLane.CHUNK_ENDS)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "named"),
+    [
+        ({}, None),
+        (OFFLOADING, "OffloadingConnector"),
+        (OFFLOADING | {"kv_connector_extra_config": None}, "OffloadingConnector"),
+        (OFFLOADING | {"kv_connector_extra_config": {}}, "OffloadingConnector"),
+        (OFFLOADING | {"kv_connector_module_path": "mine"}, None),
+        (OFFLOADING | {"kv_connector_extra_config": {"spec_module_path": "mine"}}, None),
+        (configured("SimpleCPUOffloadConnector"), "SimpleCPUOffloadConnector"),
+        (PULL, None),
+        (multi(PULL, configured("SimpleCPUOffloadConnector"), OFFLOADING), "SimpleCPUOffloadConnector"),
+    ],
+    ids=str,
+)
+def test_a_connector_that_starts_on_no_cpu_is_named(transfer, named):
+    assert kv_connectors.needs_a_gpu(transfer) == named
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"bidirectional_kv_xfer": False}])
+def test_fields_that_are_not_given_are_those_of_one_way(extra):
+    assert decide_by({"kv_connector": "NixlConnector", "kv_connector_extra_config": extra}).lane is ConnectorLane.INSIDE
+
+
+def test_of_ours_the_name_and_the_module_are_looked_at():
+    renamed = configured("Renamed", kv_connector_module_path="engine_patches.disk.connector")
+    elsewhere = configured("SeamarkConnector", kv_connector_module_path="somewhere.else")
+    for transfer in (renamed, elsewhere):
+        assert decide_by(transfer).lane is ConnectorLane.CHUNK_ENDS
+
+
+@pytest.mark.parametrize(("device", "lane"), [("cpu", ConnectorLane.INSIDE), ("cuda", ConnectorLane.CHUNK_ENDS)])
+def test_a_configurations_device_is_its_own(device, lane):
+    buffered = SimpleNamespace(**configured("NixlConnector", kv_buffer_device="cpu"))
+    config = SimpleNamespace(kv_transfer_config=buffered, device_config=SimpleNamespace(device_type=device))
+    assert kv_connectors.decide(config).lane is lane
+    assert decide_by(vars(buffered)).lane is ConnectorLane.INSIDE, "by default on a CPU"

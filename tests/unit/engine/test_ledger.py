@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine_patches import known_mods, ledger
+from engine_patches import known_mods, ledger, module_source
 from engine_patches.ledger import Patch, PatchRole, Platform, Shape, ShapeMismatch
 from engine_patches.patches import PATCHES
 
@@ -46,6 +47,7 @@ def fresh(monkeypatch) -> Iterator[None]:
     yield
     ledger._put_back(0)
     ledger._awaited.clear()
+    module_source.forget()
 
 
 @pytest.fixture
@@ -349,3 +351,89 @@ def test_nobody_relies_on_cures_alone(late):
 def test_a_module_that_is_not_imported_is_searched_for_without_importing_it(late):
     assert ledger.exists("late_vllm.engine:Engine.step") and not ledger.exists("late_vllm.engine:Engine.gone")
     assert not ledger.exists("late_vllm.gone:greet") and not loaded()
+
+
+def test_a_part_that_some_versions_do_not_have_is_asked_for_by_its_shape(toy):
+    assert ledger.holds(Shape("toy_vllm:greet", "name, loud", ("hello",))) is True
+    for shape in (Shape("toy_vllm:greet", "name"), Shape("toy_vllm:gone"), Shape("toy_gone:greet")):
+        assert ledger.holds(shape) is False
+
+
+def test_only_the_replacement_of_a_function_is_one(toy):
+    original = toy.Engine.step
+    ledger.apply([STEP])
+    assert ledger.is_replaced(toy.Engine.step) and not ledger.is_replaced(original)
+    assert ledger.has_patch(toy.Engine.step, "step") and not ledger.has_patch(original, "step")
+    assert not ledger.is_replaced(None)
+
+
+def test_a_failure_leaves_what_was_applied_before(toy):
+    ledger.apply([STEP])
+    with pytest.raises(RuntimeError, match="planned"):
+        ledger.apply([STEP, dataclasses.replace(STEP, name="fails", build=failing)])
+    assert toy.Engine().step([]) == ["step", "patched"]
+
+
+def test_a_failure_leaves_what_awaits_a_module_from_before(toy, late):
+    ledger.apply([LATE_STEP])
+    fails = dataclasses.replace(STEP, name="fails", build=failing)
+    with pytest.raises(RuntimeError, match="planned"):
+        ledger.apply([LATE_STEP, LATE_GREETING, fails])
+    assert late("engine").Engine().step([]) == ["step", "patched"] and late("engine").greet("x") == "hello x"
+
+
+@pytest.mark.parametrize("ask", [ledger.apply, lambda patches: ledger.judge(patches, Platform.GPU)])
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_was_read_of_modules_is_dropped_behind_a_look_whatever_was_found(late, tmp_path, ask, fits):
+    gone = Shape("late_vllm.other:gone")
+    patch = LATE_STEP if fits else dataclasses.replace(LATE_STEP, relies_on=(gone,))
+    with contextlib.suppress(ShapeMismatch):
+        ask([patch])
+    assert not ledger.exists(gone.target)
+    module_source.forget()
+    with contextlib.suppress(ShapeMismatch):
+        ask([dataclasses.replace(patch, relies_on=(Shape("late_vllm.other:check"), *patch.relies_on))])
+    (tmp_path / "late_vllm" / "other.py").write_text("def gone(): ...\n")
+    assert ledger.exists(gone.target)
+
+
+def test_a_source_that_python_cannot_read_is_a_difference(late, tmp_path):
+    (tmp_path / "late_vllm" / "other.py").write_text("def check(:\n")
+    with pytest.raises(ShapeMismatch, match=r"late_vllm\.other cannot be imported"):
+        Shape("late_vllm.other:check").check()
+
+
+@pytest.mark.parametrize(
+    ("on", "here", "applies", "is_for"),
+    [
+        (None, None, True, True),
+        (None, Platform.CPU, True, True),
+        (Platform.CPU, Platform.CPU, True, True),
+        (Platform.CPU, Platform.GPU, True, False),
+        (Platform.CPU, None, True, False),
+        (None, Platform.CPU, False, False),
+        (Platform.CPU, Platform.CPU, False, False),
+    ],
+)
+def test_a_patch_has_a_meaning_on_its_platform_in_its_versions(on, here, applies, is_for):
+    assert dataclasses.replace(STEP, on=on, applies=lambda: applies).is_for(here) is is_for
+
+
+def test_the_platform_is_asked_for_only_by_patches_of_one(toy, monkeypatch):
+    monkeypatch.setattr(ledger, "platform_here", lambda: pytest.fail("nobody needs it"))
+    assert ledger.apply([STEP]) == 1
+
+
+def test_a_yes_to_who_relies_on_the_patches_outlives_their_end(toy, late):
+    """What was promised cannot be taken back by asking again."""
+    ledger.apply([STEP, LATE_STEP])
+    assert ledger.rely_on_patches()
+    ledger.apply([dataclasses.replace(STEP, role=PatchRole.CURE)])
+    assert not ledger.rely_on_patches()
+    late("names").changed = True
+    with pytest.raises(ShapeMismatch, match="cannot go on"):
+        late("engine")
+
+
+def test_a_cure_without_features_is_no_checkpoints(toy):
+    assert ledger.apply([]) == 0 and not ledger.patches_live()

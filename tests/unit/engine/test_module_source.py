@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import py_compile
 import sys
 
 import pytest
@@ -115,6 +116,14 @@ def test_what_has_no_definition_of_its_own_is_not_found(path):
 def test_a_module_that_cannot_be_read_is_an_import_error(module, named):
     with pytest.raises(ImportError, match=named):
         module_source.definitions(module, "greet")
+
+
+def test_a_module_that_is_there_compiled_alone_has_no_source(tmp_path):
+    (tmp_path / "toys_below" / "late.py").write_text("def greet(): ...\n")
+    py_compile.compile(tmp_path / "toys_below" / "late.py", tmp_path / "toys_below" / "late.pyc")
+    (tmp_path / "toys_below" / "late.py").unlink()
+    with pytest.raises(ImportError, match="its source"):
+        module_source.definitions("toys_below.late", "greet")
 
 
 def test_a_file_that_changes_is_read_again_once_it_was_forgotten(tmp_path):

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from engine_patches.scheduler import reasons
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.reasons import (
     BELOW_UNIT,
@@ -114,3 +115,18 @@ def test_beside_a_draft_head_a_prefix_goes_by_what_it_has_to_share():
     # All that it can have of 160 shared tokens; one unit less is not all.
     assert outcomes.reason_for(shares, state(shared=160), 144) == HIT
     assert Outcomes(Grid(16, 16, 16, 16)).reason_for(shares, state(shared=160), 128) == COLD
+
+
+def test_the_prefix_that_was_computed_longest_ago_is_forgotten_first(monkeypatch):
+    monkeypatch.setattr(reasons, "MAX_COMPUTED", 2)
+    outcomes = Outcomes(Grid(16, 16))
+    for name in ("a", "b", "a", "c"):
+        outcomes.computed(request(name=name), 160, EVICTED)
+    assert [outcomes.reason_for(request(name=name), state(160), 0) for name in "abc"] == [EVICTED, COLD, EVICTED]
+
+
+def test_a_prefix_means_what_became_of_it_last():
+    outcomes = Outcomes(Grid(16, 16))
+    for miss in (EVICTED, NOT_WORTH_IT):
+        outcomes.computed(request(), 160, miss)
+    assert outcomes.reason_for(request(), state(160), 0) == NOT_WORTH_IT

@@ -79,3 +79,49 @@ def test_a_refusal_says_what_to_change(refused, told):
 def test_a_unit_is_taken_off_only_if_no_hash_covers_what_the_head_reads():
     assert speculation.drops(config("mtp")) and not speculation.drops(config("ngram"))
     assert not speculation.drops(config("mtp", num_hash_lookahead_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("drafts", "unit", "ahead"),
+    [
+        ({}, 16, 16),  # of a head that drops a unit
+        ({"method": "ngram"}, 16, 0),
+        ({"num_hash_lookahead_tokens": 1}, 16, 1),
+        ({"num_hash_lookahead_tokens": None}, 16, 16),
+        ({"num_hash_lookahead_tokens": 0}, 32, 32),
+        ({"speculative_config": None, "num_hash_lookahead_tokens": 1}, 16, 0),
+        ({"method": "medusa"}, 16, 0),  # refused
+    ],
+)
+def test_a_prefix_has_to_be_shared_as_far_ahead_as_the_engine_looks(drafts, unit, ahead):
+    assert speculation.ahead(config(**drafts), unit) == ahead
+
+
+def test_beside_drafts_that_are_switched_off_nothing_is_looked_ahead(monkeypatch):
+    monkeypatch.setenv("SEAMARK_DRAFTS", "0")
+    assert speculation.ahead(config(), 16) == 0
+    assert speculation.switched_off(config()) is not None and speculation.unsupported(config()) is None
+
+
+@pytest.mark.parametrize(
+    ("speculative", "tokens", "drafts"),
+    [(None, 3, False), (object(), 0, False), (object(), None, False), (object(), 1, True)],
+)
+def test_a_configuration_drafts_if_it_names_drafts_and_how_many(speculative, tokens, drafts):
+    configured = config(speculative_config=speculative, num_speculative_tokens=tokens)
+    assert speculation.drafting(configured) is drafts
+    assert drafts or speculation.unsupported(configured) is None
+
+
+@pytest.mark.parametrize(
+    ("overlap", "v2", "refused"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_only_model_runner_v1_that_plans_ahead_mixes_counts_up(overlap, v2, refused):
+    assert (speculation.unsupported(config(overlap=overlap, v2=v2)) is not None) is refused
+
+
+def test_an_older_vllm_knows_fewer_ways_to_draft():
+    plain = config()
+    del plain.speculative_config.num_speculative_tokens_per_batch_size
+    del plain.speculative_config.enable_adaptive_verification
+    assert speculation.unsupported(plain) is None

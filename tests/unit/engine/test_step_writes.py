@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from engine_patches.footprint import WRITES
+from engine_patches.footprint import RUNNING, WRITES
 from engine_patches.forward.step_writes import (
     StatesNotWritten,
     Step,
     Write,
     running_step,
+    skip_vllm_exports,
+    track_batch,
     track_steps,
+    writes_nothing,
     wrote_states,
 )
 
@@ -94,3 +97,92 @@ def test_a_worker_without_recurrent_layers_has_to_keep_nothing():
 
 def test_a_step_without_writes_has_to_keep_nothing():
     track_steps(lambda runner, output: None)(runner(), SimpleNamespace(**{WRITES: {}}))
+
+
+def test_outside_of_a_step_nothing_is_known_and_nothing_is_noted():
+    wrote_states("layers.0")
+    assert running_step() is None and not writes_nothing()
+
+
+def test_a_step_that_the_scheduler_leaves_to_vllm_is_none():
+    given: list[Any] = []
+
+    def execute_model(*arguments: Any, **options: Any) -> str:
+        given.append((arguments, options, running_step()))
+        return "output"
+
+    worker, output = runner(), SimpleNamespace()
+    assert track_steps(execute_model)(worker, output, 1, a=2) == "output"
+    assert given == [((worker, output, 1), {"a": 2}, None)]
+
+
+def test_what_a_step_returns_and_takes_is_vllms_own():
+    given: list[Any] = []
+
+    def execute_model(*arguments: Any, **options: Any) -> str:
+        given.append((arguments, options))
+        assert writes_nothing()
+        return "output"
+
+    worker, output = runner(), SimpleNamespace(**{WRITES: {}})
+    assert track_steps(execute_model)(worker, output, 1, a=2) == "output"
+    assert given == [((worker, output, 1), {"a": 2})]
+
+
+def test_layers_have_the_groups_of_the_cache_that_there_is_now():
+    seen: list[Any] = []
+
+    def execute_model(runner: Any, output: Any) -> None:
+        step = running_step()
+        assert step is not None
+        seen.append(step.group_of_layer)
+
+    worker = runner()
+    run = track_steps(execute_model)
+    for _ in range(2):
+        run(worker, SimpleNamespace(**{WRITES: {}}))
+    assert seen[0] == LAYERS and seen[1] is seen[0], "they are found once"
+    worker.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layers.9"])])
+    run(worker, SimpleNamespace(**{WRITES: {}}))
+    assert seen[2] == {"layers.9": 0}
+
+
+def test_a_runner_that_makes_a_batch_for_each_step_tells_its_requests(monkeypatch):
+    made = SimpleNamespace(req_ids=["b", "a"])
+    given: list[Any] = []
+    prepare = track_batch(lambda *arguments, **options: given.append((arguments, options)) or made)
+    monkeypatch.setattr(RUNNING, "step", None)
+    assert prepare("runner", 1, a=2) is made
+    step = Step({"a": [Write(1, FIRST)]}, {})
+    monkeypatch.setattr(RUNNING, "step", step)
+    assert prepare("runner", 1, a=2) is made and step.writes_by_row(2) == {1: [Write(1, FIRST)]}
+    assert given == [(("runner", 1), {"a": 2})] * 2
+
+
+def test_a_runner_without_a_batch_of_its_own_begins_with_no_requests():
+    worker = runner()
+    del worker.input_batch
+    seen: list[Any] = []
+    run = track_steps(lambda runner, output: seen.append(running_step().req_ids))
+    run(worker, SimpleNamespace(**{WRITES: {}}))
+    assert list(seen[0]) == []
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_vllm_exports_no_states_of_its_own_while_a_step_writes_them(monkeypatch, runs):
+    monkeypatch.setattr(RUNNING, "step", Step({}, {}) if runs else None)
+    build = skip_vllm_exports(lambda *given: given)
+    assert build("builder", "m", "rows") == (None if runs else ("builder", "m", "rows"))
+
+
+def test_a_layer_of_a_group_without_writes_has_to_keep_nothing():
+    """Of a cache group whose states nobody asked for."""
+    step = Step({"b": [Write(4, {1: 7})]}, {"layers.0": 0, "layers.2": 1}, ["b"])
+    step.writes_by_row(1)
+    step.wrote("layers.2")
+    step.check()
+    missing = Step({"b": [Write(4, {0: 7, 1: 7})]}, {"layers.0": 0, "layers.2": 1}, ["b"])
+    missing.writes_by_row(1)
+    missing.wrote("layers.2")
+    with pytest.raises(StatesNotWritten, match=r"seamark: layers\.0 kept no states"):
+        missing.check()

@@ -104,3 +104,40 @@ def test_what_saves_more_is_written_for_longer(value, clock, tokens, clients):
         assert value.worth_a_state(HEAD, end(number), TurnEnd(10, 10 + tokens), 800.0)
         clock.now += JUDGED_AFTER_SECONDS
     assert not value.worth_a_state(HEAD, b"too many", TurnEnd(10, 10 + tokens), 800.0)
+
+
+def test_a_head_that_was_seen_lately_outlives_others(value, clock, monkeypatch):
+    monkeypatch.setattr(turn_value, "MAX_HEADS", 2)
+    ended(value, clock, ENOUGH)
+    value.worth_a_state(b"second", b"an end", TURN)
+    assert not value.worth_a_state(HEAD, b"seen again", TURN)
+    value.worth_a_state(b"third", b"its end", TURN)  # puts the second one out
+    assert not value.worth_a_state(HEAD, b"and again", TURN)
+    value.worth_a_state(b"fourth", b"its end, too", TURN)
+    value.worth_a_state(b"fifth", b"the last end", TURN)
+    assert value.worth_a_state(HEAD, b"as if it were new", TURN)
+
+
+def test_an_end_that_is_repeated_is_one_and_waits_from_its_last_time_on(value, clock):
+    for _ in range(ENOUGH + 1):
+        assert value.worth_a_state(HEAD, b"the same", TURN)
+        clock.now += JUDGED_AFTER_SECONDS - 1
+    assert value.worth_a_state(HEAD, b"another", TURN)
+
+
+def test_ends_that_are_too_many_to_be_remembered_are_judged_by_nobody(value, clock, monkeypatch):
+    monkeypatch.setattr(turn_value, "MAX_ENDS", ENOUGH)
+    for number in range(3 * ENOUGH):
+        value.worth_a_state(HEAD, end(number), TURN)
+    assert value.came_back([end(0)]) is None and value.came_back([end(3 * ENOUGH - 1)]) == TURN
+    clock.now += JUDGED_AFTER_SECONDS
+    assert value.worth_a_state(HEAD, b"too few were judged", TURN)
+
+
+def test_an_end_that_was_judged_is_still_known_and_the_oldest_are_forgotten(value, clock, monkeypatch):
+    monkeypatch.setattr(turn_value, "MAX_ENDS", 3)
+    for number in range(5):
+        value.worth_a_state(HEAD, end(number), TurnEnd(0, number))
+        clock.now += JUDGED_AFTER_SECONDS
+    value.worth_a_state(b"another head", b"its end", TURN)
+    assert [value.came_back([end(number)]) for number in range(5)] == [None, None, *(TurnEnd(0, n) for n in (2, 3, 4))]

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import socket
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import generate_latest
@@ -16,6 +17,7 @@ from proxy.fleet.discovery import Discovery, addresses_of
 from proxy.metrics import Metrics
 from proxy.pipeline.gateway import Gateway
 from proxy.settings import Settings, add_arguments, load
+from tests.harness.virtual_time import on_virtual_time
 
 NAME = "http://vllm.test:8000"
 
@@ -106,6 +108,56 @@ async def test_a_resolver_that_hangs_holds_up_no_other_name_and_is_not_asked_twi
     await asyncio.sleep(0)
     await looking.look()
     assert changes == [(f"http://{ONE}:8000",)] and len(resolver.asked) == 1
+
+
+async def test_workers_of_a_name_stay_for_as_long_as_is_said_after_it_was_resolved_last(monkeypatch, caplog):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(discovery, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    resolver = Resolver(ONE)
+    looking, changes, _ = found_by(resolver, keep=60.0)
+
+    async def left(seconds: float, told: Sequence[str] | Exception = NOT_KNOWN) -> int:
+        clock.now, resolver.told = 1000 + seconds, told
+        await looking.look()
+        return len(changes[-1])
+
+    assert [await left(0, (ONE,)), await left(50, (ONE,)), await left(109.9), await left(110)] == [1, 1, 1, 0]
+    assert [await left(200), await left(300, (ONE, TWO)), await left(301), await left(359), await left(360)] == [
+        0,
+        2,
+        2,
+        2,
+        0,
+    ]
+    assert len(changes) == 4 and caplog.text.count("cannot be resolved") == 2  # once each time that it begins
+
+
+async def test_a_name_without_a_port_is_asked_for_on_http_s_port():
+    resolver = Resolver(ONE)
+    looking, changes, _ = found_by(resolver, "http://vllm.test")
+    await looking.look()
+    assert resolver.asked == [("vllm.test", 80)] and changes == [(f"http://{ONE}:80",)]
+
+
+@on_virtual_time
+async def test_names_are_looked_up_at_a_set_pace() -> None:
+    at: list[float] = []
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        at.append(asyncio.get_running_loop().time())
+        return (ONE,)
+
+    running = asyncio.create_task(Discovery((NAME,), 30.0, 60.0, Metrics(), lambda found: None, resolve).run())
+    await asyncio.sleep(100)
+    running.cancel()
+    assert at == [0, 30, 60, 90]
+
+
+async def test_the_systems_resolver_is_asked_where_no_other_one_is_given():
+    changes: list[tuple[str, ...]] = []
+    looking = Discovery(("http://127.0.0.1:8000",), 1.0, 60.0, Metrics(), changes.append)
+    await looking.look()
+    assert changes == [("http://127.0.0.1:8000",)]
 
 
 async def test_the_systems_resolver_knows_both_kinds_of_addresses():

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
+from types import SimpleNamespace
 
+import pytest
+
+from proxy.fleet import draft_gates
+from proxy.fleet.answer_compare import Continuation, ContinuedToken, Unanswered
 from proxy.fleet.draft_gates import MOST_AGAIN_SECONDS, OVERDUE_SECONDS, REST_BESIDE, DraftGates
+from proxy.fleet.draft_prompts import TrialPrompt
 from proxy.fleet.draft_reports import NAMED
+from proxy.fleet.draft_trial import DIFFERS, DRAFTS, NO_HITS, TrialVerdict
+from proxy.fleet.worker import Worker
+from proxy.fleet.worker_metrics import Accepted
+from proxy.http.client import Broken, Unreachable
 from proxy.metrics import Metrics
 from tests.harness.drafting_engine import DraftingEngine, DraftingUpstream, drafting_worker
+from tests.harness.probed import probed
 
 
 async def no_clients():
@@ -100,3 +112,305 @@ async def test_a_worker_that_does_not_draft_or_is_down_or_has_decided_is_not_tri
     down = drafting_worker()
     down.up = False
     assert not gates.wants(down)
+
+
+class Scripted:
+    """Trials that come to what a test says, each prompt taking no time; and the clock of gates."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, state: str = "trial") -> None:
+        self.engine, self.worker = DraftingEngine(state=state), drafting_worker(state=state)
+        self.metrics = Metrics()
+        self.now = 1000.0
+        self.script: list[TrialVerdict | Exception | None] = []  # of the next prompts
+        self.prompts: list[tuple[int, bool, Sequence[TrialPrompt]]] = []  # the trial's number, beside clients, theirs
+        self.made = 0
+        self.obeys = True
+        self.opened: list[Worker] = []
+        scene = self
+
+        class Trial:
+            figures, began = "figures", 0.0
+
+            def __init__(self, upstream, worker, feed, own, noise, timeout) -> None:
+                scene.made += 1
+                self.number, self._feed = scene.made, feed
+
+            async def step(self, clients, *, beside) -> TrialVerdict | None:
+                scene.prompts.append((self.number, beside, clients))
+                scene.now += 1.0
+                come = scene.script.pop(0) if scene.script else None
+                if isinstance(come, Exception):
+                    raise come
+                return come
+
+            async def send(self, verdict) -> bool:
+                if scene.obeys:
+                    scene.engine.state = verdict.state
+                await self._feed.read()
+                return scene.obeys
+
+        monkeypatch.setattr(draft_gates, "DraftTrial", Trial)
+        monkeypatch.setattr(draft_gates, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.gates = DraftGates(DraftingUpstream(self.engine), self.metrics.self_checks, 10.0, self._note, "own")
+
+    async def _note(self, worker: Worker) -> None:
+        self.opened.append(worker)
+
+    async def step(self, *come: TrialVerdict | Exception | None, beside: bool = False) -> None:
+        """A turn for each, at once."""
+        for each in come or (None,):
+            self.script = [each]
+            await self.gates.step(self.worker, self.clients, beside=beside)
+
+    async def clients(self) -> Sequence[TrialPrompt]:
+        return (CLIENTS,)
+
+    def counted(self, result: str) -> float | None:
+        return self.metrics.registry.get_sample_value("seamark_self_check_total", {"result": result})
+
+    def rests_until(self) -> float:
+        """Seconds from now on until something is wanted again."""
+        began, seconds = self.now, 0.0
+        while not self.gates.wants(self.worker):
+            seconds += 0.5
+            self.now = began + seconds
+            assert seconds < 10_000, "nothing is wanted any more"
+        self.now = began
+        return seconds
+
+
+CLIENTS = TrialPrompt("client", [1, 2, 3], 2)
+
+OPENED = TrialVerdict("open", "", "all agree")
+
+
+@pytest.fixture
+def scene(monkeypatch) -> Scripted:
+    return Scripted(monkeypatch)
+
+
+async def test_a_trial_goes_on_prompt_by_prompt_until_it_comes_to_a_verdict_which_is_told_and_believed(scene):
+    assert scene.gates.wants(scene.worker) and scene.gates.words(scene.worker) == ""
+    await scene.step(None, None)
+    assert scene.prompts == [(1, False, (CLIENTS,))] * 2 and scene.gates.words(scene.worker) == "figures"
+    assert scene.gates.wants(scene.worker) and not scene.worker.takes_hints
+    await scene.step(OPENED)
+    assert (scene.engine.state, scene.worker.draft_state, scene.worker.takes_hints) == ("open", "open", True)
+    assert scene.opened == [scene.worker] and not scene.gates.wants(scene.worker)
+    assert scene.gates.words(scene.worker) == "" and scene.counted("differs") == 0
+    await scene.step()  # nothing is left to do
+    assert len(scene.prompts) == 3 and not scene.gates.wants(scene.worker)
+
+
+async def test_a_verdict_against_hints_is_counted_and_tried_again_when_an_operator_wants_it(scene):
+    await scene.step(DIFFERS)
+    assert (scene.worker.draft_state, scene.worker.takes_hints, scene.opened) == ("closed", False, [])
+    assert (scene.counted("differs"), scene.counted("drafts")) == (1, 0)
+    assert scene.gates.words(scene.worker) == "figures" and not scene.gates.wants(scene.worker)
+    await scene.step()
+    assert len(scene.prompts) == 1
+    scene.gates.reset(scene.worker)
+    assert scene.gates.wants(scene.worker) and scene.gates.words(scene.worker) == ""
+    await scene.step(None, OPENED)
+    assert [number for number, *_ in scene.prompts] == [1, 2, 2] and scene.worker.takes_hints
+    assert not scene.gates.wants(scene.worker) and scene.counted("differs") == 1
+
+
+@pytest.mark.parametrize("state", ["trial", "open", "on", "off", ""])
+def test_an_operator_changes_nothing_where_hints_are_not_closed(monkeypatch, state):
+    scene = Scripted(monkeypatch, state)
+    wanted = scene.gates.wants(scene.worker)
+    scene.gates.reset(scene.worker)
+    assert scene.gates.wants(scene.worker) is wanted is (state == "trial")
+
+
+async def test_where_somebody_else_has_decided_meanwhile_nothing_is_tried(scene):
+    await scene.step(DIFFERS)
+    scene.gates.reset(scene.worker)
+    scene.engine.state = "open"  # another gateway was told, too
+    await scene.step()
+    assert len(scene.prompts) == 1 and scene.worker.takes_hints and not scene.gates.wants(scene.worker)
+    scene.engine.state = "closed"
+    await scene.step()
+    assert len(scene.prompts) == 1 and not scene.worker.takes_hints and not scene.gates.wants(scene.worker)
+
+
+async def test_a_prompt_that_fails_is_asked_again_later_and_later_until_one_is_judged(scene):
+    rests = []
+    for _ in range(9):
+        await scene.step(Unanswered("odd"))
+        rests.append(scene.rests_until())
+    assert rests == [4, 8, 16, 32, 64, 128, 256, 300, 300]
+    assert [number for number, *_ in scene.prompts] == [1] * 9
+    await scene.step(None)
+    scene.now += 300
+    for failure in (Unreachable(), Broken(), ValueError(), ExceptionGroup("", [Unanswered("odd")])):
+        await scene.step(None)
+        await scene.step(failure)
+        assert scene.rests_until() == 4
+        scene.now += 4
+    with pytest.raises(RuntimeError):
+        await scene.step(RuntimeError())
+
+
+async def test_a_feed_that_names_no_gate_is_a_failure(scene):
+    scene.engine.tell = lambda after=0: {"cursor": 0, "outcomes": []}
+    await scene.step(OPENED)
+    assert not scene.prompts and scene.worker.draft_gate is None and scene.rests_until() == 4
+
+
+async def test_a_verdict_that_is_not_believed_is_told_again_before_anything_is_asked(scene):
+    scene.obeys = False
+    await scene.step(OPENED)
+    assert scene.gates.is_overdue(scene.worker) and scene.rests_until() == 4 and not scene.opened
+    scene.obeys, scene.now = True, scene.now + 4
+    await scene.step()
+    assert len(scene.prompts) == 1 and scene.opened == [scene.worker] and not scene.gates.wants(scene.worker)
+    assert not scene.gates.is_overdue(scene.worker)
+
+
+async def test_a_trial_without_hits_is_tried_three_times_with_longer_rests(scene):
+    rests = []
+    for _ in range(2):
+        await scene.step(NO_HITS)
+        rests.append(scene.rests_until())
+        assert scene.worker.draft_state == "trial" and scene.gates.words(scene.worker) == ""
+    assert rests == [60, 120] and scene.counted("no_hits") == 0
+    await scene.step(NO_HITS)
+    assert scene.worker.draft_state == "closed" and scene.counted("no_hits") == 1
+    assert [number for number, *_ in scene.prompts] == [1, 2, 3]
+    scene.gates.reset(scene.worker)
+    await scene.step(NO_HITS)
+    assert (scene.counted("no_hits"), scene.rests_until()) == (1, 60), "an operator's wish is a new beginning"
+
+
+async def test_a_worker_is_overdue_ten_minutes_after_it_was_seen_first_or_tried_again(scene):
+    def overdue(seconds: float) -> bool:
+        scene.now = 1000 + seconds
+        return scene.gates.is_overdue(scene.worker)
+
+    assert [overdue(0), overdue(599.5), overdue(600)] == [False, False, True]
+    await scene.step(DIFFERS)
+    scene.now = 2000
+    scene.gates.reset(scene.worker)
+    assert [overdue(1599.5), overdue(1600)] == [False, True]
+
+
+async def test_beside_clients_nine_seconds_of_rest_follow_each_and_that_is_said_once(scene, caplog):
+    for _ in range(2):
+        await scene.step(None, beside=True)
+        assert scene.rests_until() == 9
+        scene.now += 9
+    assert scene.prompts == [(1, True, (CLIENTS,))] * 2
+    assert sum("is never idle" in record.getMessage() for record in caplog.records) == 1
+    for _ in range(5):
+        await scene.step(Unanswered("odd"), beside=True)
+    assert scene.rests_until() == 64  # the longer rest counts
+
+
+async def test_another_boot_of_a_worker_begins_anew_and_so_does_one_that_was_removed(scene):
+    await scene.step(None)
+    noise = scene.gates.noise(scene.worker)
+    assert scene.gates.noise(scene.worker) is noise
+    scene.worker.probed = probed("w#2", scene.worker.engine, "m")
+    assert scene.gates.noise(scene.worker) is not noise
+    await scene.step(None)
+    assert [number for number, *_ in scene.prompts] == [1, 2]
+    scene.gates.forget(scene.worker)
+    assert scene.gates.words(scene.worker) == ""
+    scene.gates.forget(scene.worker)
+
+
+async def test_another_process_of_the_engine_is_told_nothing_of_what_the_one_before_was_tried_for(scene):
+    scene.obeys = False
+    await scene.step(DIFFERS)
+    scene.gates.noise(scene.worker).add([_answer(0.0), _answer(0.5)])
+    scene.engine.id, scene.obeys = "engine-2", True
+    await scene.step(None)
+    assert scene.engine.state == "trial" and [number for number, *_ in scene.prompts] == [1, 2]
+    assert scene.gates.noise(scene.worker).largest == 0 and scene.counted("differs") == 0
+
+
+def _answer(logprob: float) -> Continuation:
+    return Continuation((ContinuedToken("a", {"a": logprob, "b": -5.0}),), 0)
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "counted"), [("open", True, 0), ("on", False, 1), ("closed", False, 0), ("trial", False, 0)]
+)
+async def test_a_finding_closes_hints_that_a_trial_opened_and_is_said_of_those_that_are_on(
+    monkeypatch, state, told, counted
+):
+    scene = Scripted(monkeypatch, state)
+    scene.gates.close(scene.worker, DRAFTS)
+    scene.gates.close(scene.worker, DIFFERS)
+    assert scene.gates.is_overdue(scene.worker) is told
+    assert scene.gates.wants(scene.worker) is (told or state == "trial")
+    assert (scene.counted("drafts"), scene.counted("differs")) == (counted, counted)
+    if told:
+        await scene.step()
+        assert not scene.prompts and scene.worker.draft_state == "closed"
+        assert (scene.counted("drafts"), scene.counted("differs")) == (1, 0), "the first finding is told"
+
+
+def drafts(scene: Scripted, requests: int, behind_hits: int) -> None:
+    """So many requests of clients, of 100 steps each."""
+    for _ in range(requests):
+        scene.gates.count(scene.worker, Accepted(100, 100), is_hit=False)
+        scene.gates.count(scene.worker, Accepted(100, behind_hits), is_hit=True)
+
+
+@pytest.mark.parametrize("state", ["trial", "closed", "off", ""])
+def test_drafts_of_clients_count_only_where_hints_are_in_use(monkeypatch, state):
+    scene = Scripted(monkeypatch, state)
+    drafts(scene, 40, 50)
+    scene.worker.probed = probed("w#1", drafting_worker(state="open").engine, "m")
+    drafts(scene, 29, 50)
+    assert not scene.gates.wants(scene.worker)
+    drafts(scene, 1, 50)
+    assert scene.gates.wants(scene.worker)
+
+
+async def test_clients_drafts_that_are_worse_behind_hits_are_said_where_hints_are_on(monkeypatch):
+    scene = Scripted(monkeypatch, "on")
+    drafts(scene, 30, 50)
+    assert scene.counted("drafts_worse") == 1 and not scene.gates.wants(scene.worker)
+    drafts(scene, 29, 50)
+    assert scene.counted("drafts_worse") == 1
+    drafts(scene, 1, 50)  # counted anew
+    assert scene.counted("drafts_worse") == 2
+
+
+@pytest.mark.parametrize(("verdict", "counts"), [(OPENED, None), (NO_HITS, None), (DRAFTS, "drafts")])
+async def test_a_doubt_is_settled_by_another_trial(monkeypatch, verdict, counts):
+    scene = Scripted(monkeypatch, "open")
+    assert not scene.gates.wants(scene.worker)
+    scene.now = 5000
+    drafts(scene, 30, 50)
+    assert scene.gates.wants(scene.worker) and scene.worker.takes_hints
+    await scene.step(None)
+    assert scene.worker.takes_hints and scene.gates.wants(scene.worker)
+    scene.now += 598
+    assert not scene.gates.is_overdue(scene.worker)
+    await scene.step(verdict)
+    assert not scene.gates.wants(scene.worker) and scene.worker.takes_hints is (counts is None)
+    assert scene.counted("no_hits") == 0 and not scene.opened
+    if counts is not None:
+        assert scene.counted(counts) == 1
+        return
+    drafts(scene, 999, 50)
+    assert not scene.gates.wants(scene.worker), "it is looked at again after so many steps alone"
+    drafts(scene, 1, 50)
+    assert scene.gates.wants(scene.worker)
+
+
+async def test_who_stands_back_looks_again_after_five_seconds(scene):
+    await scene.step(None)
+    scene.engine.entries.append((f"{NAMED}abc-1", 0, None))
+    await scene.step(OPENED)
+    assert len(scene.prompts) == 1 and scene.rests_until() == 5
+
+
+async def test_a_worker_without_the_plugin_is_not_tried(scene):
+    scene.worker.in_shadow = True
+    assert not scene.gates.wants(scene.worker)

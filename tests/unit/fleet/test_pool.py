@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
 import logging
 import os
+import re
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -17,11 +20,14 @@ from proxy.fleet import worker_metrics
 from proxy.fleet.model_names import listed_names, name_keys
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool, no_worker
-from proxy.fleet.worker import BREAKER_FAILURES, TRIAL_SECONDS, CircuitBreaker, Worker
+from proxy.fleet.worker import BREAKER_FAILURES, DRAFT_STATES, TRIAL_SECONDS, CircuitBreaker, Worker
 from proxy.http.client import Broken, Exhausted, Silent, Unreachable
+from proxy.idle_work import SHORT_PATIENCE_SECONDS
 from proxy.routing.queue import AdmissionQueue
+from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker, respond
+from tests.harness.waiting import until
 
 A, B = "http://a:1", "http://b:1"
 
@@ -34,9 +40,25 @@ class Server(RecordingWorker):
     cards: list[dict[str, object]] | None = None  # of its models, if they are odd
     older: bool = False  # it has no route for the plugin's own metrics
     asked: list[str] = field(default_factory=list)  # for metrics
+    asked_to_render: int = 0
+    rendering_now: int = 0
+    fails: tuple[str, ...] = ()  # routes that answer `fails_with`
+    fails_with: int = 500
 
     async def __call__(self, scope, receive, send) -> None:
         path, query = scope["path"], scope["query_string"].decode()
+        if path in self.fails:
+            await respond(send, b"", status=self.fails_with)
+            return
+        renders = path.endswith("/render")
+        self.asked_to_render += renders
+        self.rendering_now += renders
+        try:
+            await self._answer_at(path, query, scope, receive, send)
+        finally:
+            self.rendering_now -= renders
+
+    async def _answer_at(self, path, query, scope, receive, send) -> None:
         if path.endswith("/metrics"):
             self.asked.append(f"{path}?{query}" if query else path)
         if path == "/v1/models" and self.cards is not None:
@@ -213,6 +235,7 @@ async def test_failures_from_before_a_restart_do_not_count_after_it(both, a):
 async def test_a_probe_that_this_machine_had_no_descriptor_for_says_nothing_of_the_worker(own, both):
     own.upstream.faults[B] = Unreachable()
     await both.check_all()
+    assert both.workers[1].why_down == "no connection"
     own.upstream.faults.update({A: Exhausted(), B: Exhausted()})
     await both.check_all()
     assert [worker.up for worker in both.workers] == [True, False]
@@ -269,7 +292,10 @@ async def test_a_worker_too_busy_for_a_probe_stays_up_while_it_answers_requests(
     pool.workers[0].answered()
     await pool.check_all()
     assert pool.up
-    pool.workers[0].answered_at = float("-inf")
+    pool.workers[0].answered_at = time.monotonic() - 1900
+    await pool.check_all()
+    assert pool.up
+    pool.workers[0].answered_at = time.monotonic() - 2000  # two health checks ago
     await pool.check_all()
     assert not pool.up
 
@@ -340,3 +366,309 @@ def test_names_are_of_one_model_if_a_worker_says_so_whatever_the_order_of_the_wo
         assert name_keys(order) == {"a": "a", "b": "a", "c": "a", "d": "d", "lora": "lora"}
     assert (listed[1].base, listed[1].templates["lora"]) == ("a", "a")
     assert len(set(name_keys([listed_names(cards[0], one_engine=False)]).values())) == 2  # a gateway has many models
+
+
+async def test_whoever_waits_for_a_worker_is_woken_when_other_ones_are_ready_than_before(woken, both):
+    first, _ = both.workers
+
+    def looks() -> int:
+        seen = len(woken)
+        woken.clear()
+        return seen
+
+    await both.check_all()
+    looks()
+    await both.check_all()
+    assert looks() == 0
+    both.mark_down(first)
+    assert looks() == 1
+    both.mark_down(first, "again")
+    both.record_success(first)
+    assert looks() == 0 and first.why_down == "again"
+    await both.check_all()
+    assert looks() == 1
+    clock = [0.0]
+    first.breaker = CircuitBreaker(lambda: clock[0])
+    fail(both, first)
+    await both.check_health(first)
+    assert looks() == 0
+    clock[0] += TRIAL_SECONDS  # it may be tried with one of those that wait
+    await both.check_health(first)
+    assert looks() == 1
+    both.record_success(first)
+    assert looks() == 1
+
+
+async def test_a_workers_own_metrics_are_shown_as_it_gives_them_and_none_where_it_does_not(own, both, a):
+    worker, _ = both.workers
+    a.more_metrics = "odd 1.0\n"
+    assert "odd 1.0\n" in await both.exposition(worker)
+    for failure in (Unreachable(), Broken()):
+        own.upstream.faults[A] = failure
+        assert await both.exposition(worker) == ""
+    own.upstream.faults.clear()
+    a.fails = ("/metrics",)
+    assert await both.exposition(worker) == ""
+
+
+async def test_identities_are_those_of_workers_that_have_told_one(own, both, a):
+    assert both.boots() == [f"{A}#{a.boot}", f"{B}#{a.boot}"]
+    both.discover(("http://new:1",))
+    assert len(both.workers) == 3 and both.boots() == [f"{A}#{a.boot}", f"{B}#{a.boot}"]
+
+
+@pytest.mark.parametrize(
+    ("everywhere", "in_file", "ranks", "each"),
+    [(0, None, 1, 0), (8, None, 1, 8), (8, 3, 1, 3), (8, 0, 1, 0), (0, None, 2, 0), (8, None, 2, 4), (1, None, 2, 1)],
+)
+async def test_a_workers_requests_are_limited_by_its_file_or_the_setting_and_parted_among_its_engines(
+    gateway_of, a, file, everywhere, in_file, ranks, each
+):
+    write(file, A, limit=in_file)
+    a.patched = True
+    a.sources = {str(rank): {"endpoint": "tcp://*:5557"} for rank in range(ranks)}
+    pool = (await gateway_of(a, worker=(), workers_file=file, max_inflight=everywhere)).gateway.pool
+    await pool.check_all()
+    names = [f"{A}#{rank}" for rank in range(ranks)] if ranks > 1 else [A]
+    assert [(worker.url, worker.max_inflight) for worker in pool.workers] == [(name, each) for name in names]
+
+
+async def test_engines_behind_one_address_are_looked_at_once_they_are_known_and_go_together(gateway_of, a, file):
+    a.patched, a.sources = True, {str(rank): {"endpoint": "tcp://*:5557"} for rank in range(2)}
+    own = await gateway_of(a, worker=(), workers_file=file)
+    pool = own.gateway.pool
+    (whole,) = pool.workers
+    await pool.check_all()
+    assert not whole.up and whole not in pool.workers
+    await until(lambda: all(worker.up for worker in pool.workers))
+    assert [worker.rank for worker in pool.workers] == ["0", "1"] and len(set(pool.boots())) == 2
+    a.sources, a.boot = None, "2.0"
+    await pool.check_all()
+    await until(lambda: [worker.url for worker in pool.up] == [A])
+    assert own.metric("seamark_worker_up") == 1
+
+
+async def test_what_is_counted_of_a_worker_goes_with_it(gateway_of, a, b, file):
+    a.patched, a.drafting = True, DraftingEngine(state="on")
+    own = await gateway_of(a, b, worker=(), workers_file=file)
+    pool = own.gateway.pool
+    await pool.check_all()
+    of = {"worker": "a:1"}
+    assert (own.metric("seamark_engine_patched", **of), own.metric("seamark_worker_up", **of)) == (1, 1)
+    states = {state: own.metric("seamark_draft_gate", state=state, **of) for state in DRAFT_STATES}
+    assert states == {**dict.fromkeys(DRAFT_STATES, 0), "on": 1}
+    (gone,) = pool.workers
+    gone.inflight = 2
+    assert own.metric("seamark_inflight", **of) == 2
+    write(file, B)
+    pool.refresh()
+    await pool.check_health(gone)  # one that was under way
+    families = own.gateway.metrics.registry.collect()
+    assert not [each for family in families for each in family.samples if each.labels.get("worker") == "a:1"]
+    await pool.check_all()
+    assert (own.metric("seamark_engine_patched"), own.metric("seamark_draft_gate")) == (0, 0)
+
+
+async def test_addresses_that_are_found_are_looked_at_at_once_and_once(own, both, a, b):
+    assert both.discovered == ()
+    before = both.workers[0]
+    a.asked.clear()
+    b.asked.clear()
+    own.upstream.workers["http://c:1"] = c = Server("http://c:1")
+    both.discover(("http://c:1", B))
+    assert [worker.url for worker in both.workers] == [A, B, "http://c:1"] and both.workers[0] is before
+    await until(lambda: both.workers[2].up)
+    assert (len(a.asked), len(b.asked)) == (0, 0) and c.asked
+    both.discover((B,))
+    assert [worker.url for worker in both.workers] == [A, B] and both.discovered == (B,)
+
+
+async def test_checks_of_a_worker_at_the_same_time_are_one_and_later_ones_are_new(own, both, a):
+    worker, _ = both.workers
+    a.asked.clear()
+    await asyncio.gather(*(both.check_health(worker) for _ in range(5)))
+    assert len(a.asked) == 1
+    await both.check_health(worker)
+    assert len(a.asked) == 2
+
+
+async def test_workers_are_checked_again_and_again(gateway_of, a):
+    pool = (await gateway_of(a, health_interval=0.01)).gateway.pool
+    watching = asyncio.create_task(pool.watch())
+    await until(lambda: len(a.asked) > 3)
+    watching.cancel()
+    pool = (await gateway_of(a, health_interval=1000)).gateway.pool
+    a.asked.clear()
+    watching = asyncio.create_task(pool.watch())
+    await until(lambda: pool.up)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    watching.cancel()
+    assert len(a.asked) == 1
+
+
+async def test_a_worker_that_was_not_up_is_not_for_an_answer_of_before(gateway_of, a):
+    own = await gateway_of(a, health_interval=1000)
+    (worker,) = own.gateway.pool.workers
+    worker.answered()
+    own.upstream.faults[A] = Broken()
+    await own.gateway.pool.check_all()
+    assert not worker.up and worker.why_down.startswith("it closes the connection without an answer: https://")
+
+
+@pytest.mark.parametrize(
+    ("status", "url", "key", "words"),
+    [
+        (401, A, "", r"wants a key: --worker-api-key-file FILE, with vLLM's --api-key in it"),
+        (403, A, "k", r"refuses the key in --worker-api-key-file \(/v1/models answers 403\)"),
+        (401, "http://me:secret@a:1", "k", r"refuses the user and password in its URL \(/v1/models answers 401\)"),
+        (404, "http://me:secret@a:1", "k", r"not vLLM: /v1/models answers 404"),
+        (500, A, "k", r"not well: /v1/models answers 500"),
+    ],
+)
+async def test_why_a_worker_refuses_is_said_by_what_it_was_given(gateway_of, a, tmp_path, status, url, key, words):
+    a.fails, a.fails_with = ("/v1/models",), status
+    given = {}
+    if key:
+        (tmp_path / "key").write_text(key)
+        given["worker_api_key_file"] = tmp_path / "key"
+    pool = (await gateway_of(a, worker=(url,), **given)).gateway.pool
+    await pool.check_all()
+    (worker,) = pool.workers
+    assert re.fullmatch(words, worker.why_down), worker.why_down
+
+
+async def test_a_worker_that_sleeps_is_well_and_gets_nothing_until_it_is_woken(both, a, caplog):
+    caplog.set_level(logging.INFO, "seamark.workers")
+    worker, other = both.workers
+    known, a.sleeps = worker.probed, (1,)
+    await both.check_all()
+    assert (worker.up, worker.is_asleep, both.for_model("m")) == (False, True, [other])
+    assert worker.boot == known.boot and said(caplog) == ["worker a:1 is asleep (level 1): POST /wake_up wakes it"]
+    a.sleeps = (None,)
+    await both.check_all()
+    assert worker.up and not worker.is_asleep and said(caplog)[0].startswith("worker a:1 is up: ")
+
+
+class Preparing(Part):
+    """A warm-up that a test ends."""
+
+    def __init__(self) -> None:
+        self.began: list[str] = []
+        self.known: list[dict[str, bytes]] = []  # what the worker was known to render with
+        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def prepare(self, worker: Worker) -> None:
+        self.began.append(worker.url)
+        self.known.append(dict(worker.renderer_ids))
+        await self.end
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("odd")])
+async def test_a_worker_is_warmed_up_until_that_is_over_however_it_ends(gateway_of, a, woken, failure):
+    gateway = (await gateway_of(a, replay_seconds=1000.0)).gateway
+    (worker,), warmup = gateway.pool.workers, gateway.shelf.put(Preparing())
+    await gateway.pool.check_all()
+    await until(lambda: warmup.began)
+    assert worker.warming and worker.up
+    woken.clear()
+    warmup.end.set_exception(failure) if failure is not None else warmup.end.set_result(None)
+    await until(lambda: not worker.warming)
+    assert woken and warmup.began == [A]
+
+
+async def test_a_worker_is_warmed_up_once_it_is_known_what_it_renders_with(gateway_of, a):
+    """Else what is replayed would be given no hints."""
+    a.patched = True
+    gateway = (await gateway_of(a, replay_seconds=1000.0)).gateway
+    warmup = gateway.shelf.put(Preparing())
+    await gateway.pool.check_all()
+    await until(lambda: warmup.began)
+    warmup.end.set_result(None)
+    assert [list(known) for known in warmup.known] == [["m"]]
+
+
+async def test_what_a_worker_says_of_its_health_is_read_in_a_lull(own, both, monkeypatch):
+    lulls = []
+
+    async def lull(patience: float) -> None:
+        lulls.append(patience)
+
+    monkeypatch.setattr(own.gateway.idle, "lull", lull)
+    await both.check_health(both.workers[0])
+    assert lulls == [SHORT_PATIENCE_SECONDS]
+
+
+async def test_a_warm_up_ends_when_its_seconds_are_over(gateway_of, a, woken):
+    gateway = (await gateway_of(a, replay_seconds=0.01)).gateway
+    (worker,), warmup = gateway.pool.workers, gateway.shelf.put(Preparing())
+    await gateway.pool.check_all()
+    await until(lambda: not worker.warming)
+    assert warmup.began == [A] and warmup.end.cancelled() and woken
+
+
+async def test_one_that_takes_hints_late_is_warmed_up_beside_its_requests_if_any_is(gateway_of, a):
+    for seconds, prepared in ((0.0, []), (1000.0, [A])):
+        gateway = (await gateway_of(a, replay_seconds=seconds)).gateway
+        (worker,), warmup = gateway.pool.workers, gateway.shelf.put(Preparing())
+        await gateway.pool.prepare_late(worker)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert warmup.began == prepared and not worker.warming
+        warmup.end.set_result(None)
+
+
+async def test_a_worker_that_renders_nothing_is_up_after_a_moment_and_asked_on_beside_its_requests(
+    gateway_of, a, monkeypatch
+):
+    monkeypatch.setattr("proxy.fleet.pool.FACTS_SECONDS", 0.01)
+    a.patched, a.hang_renders = True, True
+    pool = (await gateway_of(a, render_timeout=1000.0)).gateway.pool
+    (worker,) = pool.workers
+    await pool.check_all()
+    assert worker.up and not worker.renderer_ids
+    asked = a.asked_to_render
+    await pool.check_all()  # it is still asked
+    assert a.asked_to_render == asked > 0
+    a.boot, a.hang_renders = "2.0", False
+    await pool.check_all()
+    await until(lambda: worker.renderer_ids)
+
+
+async def test_what_a_worker_is_rendered_by_is_known_before_it_gets_requests(gateway_of, a):
+    a.patched = True
+    pool = (await gateway_of(a)).gateway.pool
+    await pool.check_all()
+    (worker,) = pool.workers
+    known = dict(worker.renderer_ids)
+    assert worker.up and list(known) == ["m"] and worker.renderer_id("m") == known["m"]
+    renders = a.renders
+    await pool.check_all()
+    assert a.renders == renders and worker.renderer_ids == known
+    a.boot = "2.0"
+    await pool.check_all()
+    await until(lambda: worker.renderer_ids == known)
+    assert a.renders > renders
+
+
+async def test_a_worker_that_goes_is_not_asked_any_further_for_what_teaches_its_template(gateway_of, a, b, monkeypatch):
+    monkeypatch.setattr("proxy.fleet.pool.FACTS_SECONDS", 0.01)
+    a.patched, a.hang_renders = True, True
+    own = await gateway_of(b, render_timeout=1000.0)
+    own.upstream.workers[A] = a
+    own.gateway.pool.discover((A,))
+    await until(lambda: any(worker.url == A for worker in own.gateway.pool.up))
+    assert a.rendering_now
+    own.gateway.pool.discover(())
+    await until(lambda: not a.rendering_now)
+
+
+async def test_a_worker_that_rendered_nothing_is_asked_again_with_the_next_health_check(gateway_of, a):
+    a.patched, a.render_status = True, 500
+    pool = (await gateway_of(a)).gateway.pool
+    (worker,) = pool.workers
+    await pool.check_all()
+    assert worker.up and not worker.renderer_ids
+    a.render_status = 200
+    await pool.check_all()
+    await until(lambda: worker.renderer_ids)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
+from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.responses import StoredResponses
@@ -16,13 +21,16 @@ from proxy.fleet import idle_turns, self_check
 from proxy.fleet.answer_compare import Continuation, ContinuedToken, Noise
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.part import Change
-from proxy.fleet.self_check import SelfCheck
+from proxy.fleet.self_check import MOST_OF_CLIENTS, SelfCheck
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
+from proxy.http.client import Unreachable
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
+from tests.harness.drafting_engine import DraftingEngine, DraftingUpstream, drafting_worker
 from tests.harness.probed import probed
+from tests.harness.waiting import until
 
 SYSTEM = Boundary("system", b"system", "last:63")
 
@@ -63,6 +71,10 @@ async def render(body, path=CHAT) -> TokenIds:
     return TokenIds.of(range(64))
 
 
+async def render_much(body, path=CHAT) -> TokenIds:
+    return TokenIds.of(range(3000))
+
+
 def replay(last: bytes, content: object = "Tide?", **put) -> WarmupRequest:
     raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
     found = Found((SYSTEM, Boundary("turn", last, 80)), renderer_id=RENDERER)
@@ -82,13 +94,20 @@ def engine() -> Engine:
     return Engine()
 
 
-def check_of(worker: Worker, engine: Engine, *requests: WarmupRequest, settings: Settings | None = None) -> SelfCheck:
+def check_of(
+    worker: Worker,
+    engine: Engine | DraftingUpstream,
+    *requests: WarmupRequest,
+    settings: Settings | None = None,
+    distrust: Callable[[Worker], None] = lambda worker: None,
+    metrics: Metrics | None = None,
+) -> SelfCheck:
     warmup = WarmupSet(10**6)
     for number, request in enumerate(requests):
         warmup.add(bytes([number]), 1000 - number, (), request)
     stored = StoredResponses(10**6)
     settings = settings if settings is not None else Settings()
-    return SelfCheck(settings, Pool(worker), warmup, stored, engine, Metrics(), IdleWork(), lambda worker: None)
+    return SelfCheck(settings, Pool(worker), warmup, stored, engine, metrics or Metrics(), IdleWork(), distrust)
 
 
 async def judged(check: SelfCheck, worker: Worker, request: WarmupRequest):
@@ -132,6 +151,7 @@ async def test_in_quarantine_the_prompt_is_asked_under_the_salt_that_requests_ge
     request = replay(b"first", cache_salt="anns")
     await judged(check_of(worker, engine, request), worker, request)
     assert engine.asked[0]["cache_salt"] == worker.cache.salt({"cache_salt": "anns"}) != "anns"
+    assert "vllm_xargs" not in engine.asked[0]  # it gets no hint, as clients' requests
 
 
 @pytest.mark.parametrize(("content", "asks"), [("Tide?", True), (TEXT_PARTS, True), (IMAGE, False)])
@@ -139,6 +159,11 @@ async def test_chats_of_text_are_checked_however_they_are_written_and_images_are
     request = replay(b"first", content)
     await judged(check_of(worker, engine, request), worker, request)
     assert bool(engine.asked) is asks
+
+
+async def test_what_is_no_chat_is_not_checked(worker, engine):
+    request = replay(b"first")._replace(raw=b'{"model":"m","messages":[]}')
+    assert await judged(check_of(worker, engine, request), worker, request) is None and not engine.asked
 
 
 async def test_what_the_gateways_own_limits_let_in_is_checked(worker, engine):
@@ -228,6 +253,15 @@ def test_an_idle_worker_is_checked_and_no_more_than_its_cache_and_its_turn_allow
     assert not is_due_after(check, worker, busy_at=time.monotonic())
     worker.warming = True
     assert not is_due_after(check, worker)
+    worker.warming, worker.up = False, False
+    assert not is_due_after(check, worker)
+    worker.up, worker.in_shadow = True, True
+    assert not is_due_after(check, worker)
+    worker.in_shadow = False
+    worker.cache.quarantine()
+    assert is_due_after(check, worker)
+    worker.cache.quarantine()
+    assert not is_due_after(check, worker)
 
 
 def test_what_is_off_is_seen_until_an_operator_resets_it(worker, engine):
@@ -240,11 +274,30 @@ def test_what_is_off_is_seen_until_an_operator_resets_it(worker, engine):
     assert [*seen, (check.hints_off, check.cache_off)] == [(False, False), (True, False), (True, True), (False, False)]
 
 
+def test_one_worker_that_is_off_is_enough_to_be_seen(worker, engine):
+    check = check_of(worker, engine)
+    check._pool.workers.insert(0, Worker("http://sound", renderer=render))
+    for hints_off, cache_off in ((True, False), (True, True)):
+        worker.cache.quarantine()
+        assert (check.hints_off, check.cache_off) == (hints_off, cache_off)
+
+
 def test_a_removed_worker_is_forgotten(worker, engine):
     check = check_of(worker, engine)
     assert is_due_after(check, worker)
     check.on_worker(worker, Change.REMOVED)
     assert not check._watched
+    check.on_worker(worker, Change.REMOVED)
+
+
+async def test_the_trial_of_a_removed_worker_is_forgotten(soon):
+    check, worker, _ = drafting()
+    await check._try_drafts(worker, self_check._Watched(dispatched=0))
+    assert check.gates.words(worker)
+    check.on_worker(worker, Change.CLEARED)
+    assert check.gates.words(worker)
+    check.on_worker(worker, Change.REMOVED)
+    assert not check.gates.words(worker)
 
 
 def test_a_restarted_worker_starts_without_the_noise_of_before(worker, engine):
@@ -285,7 +338,10 @@ async def test_a_clients_request_ends_a_check_at_once(worker):
     async with asyncio.timeout(30):
         await engine.computing.wait()
     check.on_worker(Worker("http://another", renderer=render), Change.GIVEN)
-    await asyncio.sleep(0)
+    for change in (Change.CLEARED, Change.ADAPTER, Change.DISTRUSTED):
+        check.on_worker(worker, change)
+    for _ in range(3):
+        await asyncio.sleep(0)
     assert not engine.left.is_set()
     worker.dispatched += 1
     check.on_worker(worker, Change.GIVEN)
@@ -304,3 +360,251 @@ async def test_a_request_that_comes_before_a_check_begins_is_not_met_by_one(work
     worker.dispatched += 1
     await check._check(worker, check._watched[worker.url])
     assert not engine.computing.is_set()
+
+
+@pytest.fixture
+def soon(monkeypatch) -> None:
+    """Workers are idle as soon as they have no request, and looked at again and again."""
+    monkeypatch.setattr(idle_turns, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(self_check, "POLL_SECONDS", 0.0)
+
+
+OFTEN = Settings(self_check_interval=1e-6)
+
+
+@contextlib.asynccontextmanager
+async def running(check: SelfCheck) -> AsyncIterator[None]:
+    task = asyncio.create_task(check.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def test_idle_workers_are_checked_for_ever_and_one_that_fails_keeps_no_other_from_it(
+    worker, engine, soon, caplog
+):
+    class Odd(Engine):
+        async def fetch(self, method, url, body=b"", timeout=None):
+            if url.startswith("http://odd"):
+                raise RuntimeError("planned")
+            return await engine.fetch(method, url, body, timeout)
+
+    engine.cached_under.add(None)
+    odd = Worker("http://odd", renderer=render, probed=worker.probed, up=True)
+    check = check_of(worker, Odd(), replay(b"first"), replay(b"second"), settings=OFTEN)
+    check._pool.workers.insert(0, odd)
+    async with running(check):
+        await until(lambda: check.checked >= 4)
+        worker.dispatched += 1  # else it is left alone after some checks
+        seen = check.checked
+        await until(lambda: check.checked > seen)
+    assert check.differs == 0 and not check.hints_off
+    assert "self-check of worker odd: RuntimeError" in caplog.text and "planned" not in caplog.text
+
+
+async def test_without_an_interval_nothing_is_checked(worker, engine, soon):
+    check = check_of(worker, engine, replay(b"first"), settings=Settings(self_check_interval=0))
+    async with asyncio.timeout(30):
+        await check.run()
+    assert not engine.asked
+
+
+async def test_a_worker_that_answers_otherwise_loses_its_hints_and_then_its_cache_and_is_watched_closely(
+    worker, engine, caplog
+):
+    distrusted, metrics, request = [], Metrics(), replay(b"first")
+    check = check_of(worker, engine, request, distrust=distrusted.append, metrics=metrics)
+    engine.cached_under.add(None)
+    engine.wrong_under.add(None)
+    watched = check._watched[worker.url] = self_check._Watched(checks=40, dispatched=0)
+    await check._check(worker, watched)
+    assert (check.checked, check.differs, check.hints_off, check.cache_off) == (1, 1, True, False)
+    assert distrusted == [worker] and watched.checks == 0 and "gets no more hints" in caplog.text
+    salt = worker.cache.salt({"model": "m"})
+    engine.cached_under.add(salt)
+    engine.wrong_under.add(salt)
+    await check._check(worker, watched)
+    assert (check.checked, check.differs, check.hints_off, check.cache_off) == (2, 2, True, True)
+    assert distrusted == [worker, worker]
+    value = metrics.registry.get_sample_value
+    assert value("seamark_self_check_total", {"result": "differs"}) == 2
+    assert not check._is_due(worker)  # there is nothing left to check
+
+
+@pytest.mark.parametrize(("checks", "rest"), [(0, 9), (15, 9), (16, 49)])
+@pytest.mark.parametrize(("took", "interval"), [(2.0, 10.0), (0.001, 10.0)])
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
+    worker, monkeypatch, checks, rest, took, interval, answers
+):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(self_check, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    class Slow(Engine):
+        async def fetch(self, method, url, body=b"", timeout=None):
+            clock.now += took if url.endswith("/metrics") else 0.0
+            if not answers:
+                raise Unreachable
+            return await super().fetch(method, url, body, timeout)
+
+    request = replay(b"first")
+    check = check_of(worker, Slow(), request, settings=Settings(self_check_interval=interval))
+    watched = self_check._Watched(dispatched=0, checks=checks, in_a_row=2)
+    await check._check(worker, watched)
+    assert watched.next_at == pytest.approx(1000 + took + max(interval, rest * took))
+    assert (watched.checks, watched.in_a_row, check.checked) == (checks + 1, 3, 0)
+    assert check._next(worker) is request and check._checked_at
+
+
+async def test_nothing_is_asked_of_a_worker_whose_clients_share_nothing(worker, engine):
+    check, watched = check_of(worker, engine), self_check._Watched(dispatched=0)
+    await check._check(worker, watched)
+    assert (watched.checks, engine.asked) == (0, [])
+    bare = replay(b"first")._replace(found=Found((), renderer_id=RENDERER))
+    await check_of(worker, engine, bare)._check(worker, watched)
+    other = replay(b"first")._replace(model="another")
+    await check_of(worker, engine, other)._check(worker, watched)
+    assert (watched.checks, engine.asked) == (0, [])
+
+
+async def test_a_difference_that_does_not_come_again_is_none(worker, engine):
+    """As of an engine whose first answer was computed beside another one."""
+    engine.cached_under.add(None)
+    engine.wrong_under.add(None)
+
+    class Once(Engine):
+        async def fetch(self, method, url, body=b"", timeout=None):
+            if [asked.get("cache_salt") for asked in engine.asked].count(None) >= 2:
+                engine.wrong_under.discard(None)
+            return await engine.fetch(method, url, body, timeout)
+
+    request = replay(b"first")
+    verdict = await judged(check_of(worker, Once(), request), worker, request)
+    assert verdict is not None and verdict.result == "same"
+
+
+@pytest.mark.parametrize(("tokens", "cache_tokens", "sent"), [(256, 0, 256), (4096, 0, 3000), (4096, 3 * 16 * 24, 24)])
+async def test_as_much_of_a_prompt_is_sent_as_the_setting_and_the_cache_allow(
+    worker, engine, tokens, cache_tokens, sent
+):
+    worker.probed = probed(worker.boot, worker.engine, "m", cache_tokens=cache_tokens)
+    request, worker.renderer = replay(b"first"), render_much
+    check = check_of(worker, engine, request, settings=Settings(self_check_tokens=tokens))
+    await judged(check, worker, request)
+    assert {len(asked["prompt"]) for asked in engine.asked} == {sent}
+
+
+class Upstream(DraftingUpstream):
+    """Counts requests at the same time, which wait for `hold`."""
+
+    hold: asyncio.Event | None = None
+    held = at_once = most = 0
+
+    async def fetch(self, method, url, body=b"", timeout=None, headers=()):
+        if method == "GET":
+            return await super().fetch(method, url, body, timeout, headers)
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        try:
+            await asyncio.sleep(0)
+            if self.hold is not None:
+                self.held += 1
+                await self.hold.wait()
+            return await super().fetch(method, url, body, timeout, headers)
+        finally:
+            self.at_once -= 1
+
+
+def drafting(*requests: WarmupRequest, state: str = "trial", others: int = 0) -> tuple[SelfCheck, Worker, Upstream]:
+    """A check of a worker whose drafts are on trial; so many requests of others are there."""
+    worker, upstream = drafting_worker(state=state), Upstream(DraftingEngine(state=state))
+    worker.renderer, worker.renderer_ids["m"], upstream.requests = render, RENDERER, others
+    return check_of(worker, upstream, *requests, settings=OFTEN), worker, upstream
+
+
+async def test_a_worker_on_trial_is_tried_and_not_checked_and_checked_once_it_is_open(soon):
+    check, worker, upstream = drafting(replay(b"first"))
+    async with running(check):
+        await until(lambda: worker.draft_state == "open")
+        assert check.checked == 0
+        await until(lambda: check.checked)
+    ids = [list(asked["prompt"]) for asked in upstream.engine.asked]
+    assert [*range(64)] in ids[: len(ids)], "no prompt of a client's was tried"
+
+
+async def test_a_worker_on_trial_that_others_use_is_left_alone_for_a_while(monkeypatch):
+    check, worker, upstream = drafting(others=1)
+    watched = self_check._Watched(dispatched=0)
+    await check._try_drafts(worker, watched)
+    assert not upstream.engine.asked and not watched.is_idle
+    upstream.requests = 0
+    monkeypatch.setattr(idle_turns, "IDLE_SECONDS", 0.0)
+    await check._try_drafts(worker, watched)
+    assert upstream.engine.asked
+
+
+async def test_a_client_that_comes_before_a_trial_prompt_is_not_met_by_one():
+    check, worker, upstream = drafting()
+    watched = self_check._Watched(dispatched=0)
+    worker.dispatched = 1
+    await check._try_drafts(worker, watched)
+    assert not upstream.engine.asked and not watched.is_idle
+
+
+async def test_a_client_ends_a_trial_prompt_which_is_asked_anew(soon):
+    check, worker, upstream = drafting()
+    watched = check._watched[worker.url] = self_check._Watched(dispatched=0)
+    upstream.hold = asyncio.Event()
+    trying = asyncio.create_task(check._try_drafts(worker, watched))
+    await until(lambda: upstream.held)
+    check.on_worker(worker, Change.GIVEN)
+    async with asyncio.timeout(30):
+        await trying
+    upstream.hold.set()
+    await check._try_drafts(worker, watched)
+    assert check.gates.words(worker).startswith("1 of 1 prompts agree")
+
+
+async def test_a_worker_that_is_never_idle_is_tried_beside_its_clients_once_it_is_overdue(monkeypatch):
+    check, worker, upstream = drafting(others=1)
+    watched = self_check._Watched(dispatched=0, busy_at=time.monotonic() + 1000)
+    await check._try_drafts(worker, watched)
+    assert not upstream.engine.asked
+    monkeypatch.setattr(check.gates, "is_overdue", lambda worker: True)
+    await check._try_drafts(worker, watched)
+    assert upstream.engine.asked and upstream.most == 1, "one request at a time"
+
+
+async def test_of_clients_prompts_a_few_that_can_be_tried_are(worker, engine):
+    """The hottest; whatever cannot be rendered, or has no boundary in its beginning, is left out."""
+    worker.probed = probed("w#1", replace(worker.engine, drafts="trial"), "m")
+    assert not worker.takes_hints
+    many = [replay(b"%d" % number)._replace(put={"number": number}) for number in range(MOST_OF_CLIENTS + 1)]
+    check = check_of(worker, engine, *many)
+    prompts = await check._hottest(worker)
+    assert [(each.kind, list(each.ids), each.hint) for each in prompts] == [("client", [*range(64)], 63)] * 4
+    assert MOST_OF_CLIENTS == 4
+    behind = Found((Boundary("turn", b"behind", 64),), renderer_id=RENDERER)
+    check = check_of(worker, engine, replay(b"0"), replay(b"1", IMAGE), replay(b"2")._replace(found=behind))
+    assert [each.hint for each in await check._hottest(worker)] == [63, 63]
+    short = replay(b"0")._replace(found=Found((Boundary("turn", b"x", 9),), renderer_id=RENDERER))
+    none = replay(b"0")._replace(found=Found((Boundary("turn", b"x", 999),), renderer_id=RENDERER))
+    assert [each.hint for each in await check_of(worker, engine, none, short)._hottest(worker)] == [9]
+    calls = []
+
+    async def fails_once(body, path=CHAT):
+        calls.append(path)
+        if len(calls) == 1:
+            raise RenderFailed("refused")
+        return await render(body, path)
+
+    worker.renderer = fails_once
+    assert len(await check_of(worker, engine, replay(b"0"), replay(b"1"))._hottest(worker)) == 1
+
+
+@pytest.mark.parametrize(("tokens", "tried"), [(256, 256), (4096, 2048)])
+async def test_a_clients_prompt_is_tried_up_to_the_setting_and_a_bound(worker, engine, tokens, tried):
+    worker.renderer = render_much
+    check = check_of(worker, engine, replay(b"0"), settings=Settings(self_check_tokens=tokens))
+    assert [(len(each.ids), each.hint) for each in await check._hottest(worker)] == [(tried, 80)]

@@ -25,10 +25,10 @@ from tests.harness.probed import probed
 CHECKS = 500
 
 
-def checked(engine: DraftingEngine, seed: int = 0) -> tuple[SelfCheck, Worker, WarmupRequest]:
+def checked(engine: DraftingEngine, seed: int = 0, length: int = 200) -> tuple[SelfCheck, Worker, WarmupRequest]:
     """A check of a worker, and a prompt of its own for each seed."""
     draw = random.Random(seed)
-    ids = [draw.randrange(1000, 4000) for _ in range(200)]
+    ids = [draw.randrange(1000, 4000) for _ in range(length)]
 
     async def render(body, path=CHAT):
         return TokenIds.of(ids)
@@ -81,6 +81,30 @@ async def test_more_prompts_are_recomputed_before_a_random_engine_is_called_wron
     assert asked[0.0] == {200} and len(asked[0.004]) == 2
 
 
+async def test_what_recomputed_answers_differ_by_is_noise_without_a_look_at_shorter_prompts():
+    engine, results = DraftingEngine(state="on", noise=0.004, draw=random.Random(7)), []
+    for seed in range(10):
+        check, worker, request = checked(engine, seed)
+        verdict = await check._judge(worker, request, watched := self_check._Watched())
+        results.append(verdict.result if verdict is not None else "")
+        assert watched.noise.largest > 0
+    assert set(results) == {"noise"} and {len(each["prompt"]) for each in engine.asked} == {200}
+
+
+async def test_a_shorter_prompt_is_cut_where_the_cached_answer_was_if_that_leaves_a_token():
+    engine = DraftingEngine(state="on", noise=0.004, hits_off=0.25, draw=random.Random(7))
+    for length, hinted in ((352, {352: [176], 176: None}), (240, {240: [176], 120: None}), (400, {200: [176]})):
+        check, worker, request = checked(engine, length=length)
+        engine.asked.clear()
+        await check._judge(worker, request, self_check._Watched())
+        hints = {
+            len(each["prompt"]): (each.get("vllm_xargs") or {}).get("seamark_boundaries")
+            for each in engine.asked
+            if each["cache_salt"] != "salt 0" and (len(each["prompt"]) < length or each.get("vllm_xargs"))
+        }
+        assert {each: hints[each] for each in hinted} == hinted
+
+
 async def test_every_eighth_check_asks_what_the_engine_says_without_drafts():
     engine = DraftingEngine(state="open")
     check, worker, request = checked(engine)
@@ -98,6 +122,7 @@ async def test_an_engine_that_answers_otherwise_with_drafts_gets_no_more_hints_a
     watched = self_check._Watched(checks=WITHOUT_DRAFTS - 1)
     await check._judge(worker, request, watched)
     assert check.gates.wants(worker)
+    assert sum("prompt_logprobs" in each for each in engine.asked) == 2, "it is looked at twice"
 
     async def clients():
         return ()

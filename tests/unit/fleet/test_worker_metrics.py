@@ -8,6 +8,7 @@ from proxy.fleet.worker_metrics import (
     UNKNOWN,
     Accepted,
     EngineInfo,
+    EngineSetup,
     StepTimes,
     WorkerMetrics,
     read,
@@ -119,3 +120,106 @@ def test_tokens_and_passes_take_seconds_at_known_step_times():
 
 def test_step_times_are_known_once_a_token_takes_any_time():
     assert StepTimes(0.0, 1e-6).known and not StepTimes(0.5, 0.0).known
+
+
+@pytest.mark.parametrize(
+    ("version", "takes"),
+    [("0.2.9", False), ("0.3.0", True), ("0.10.0", True), ("1.0", True), ("0", False), ("odd", False), ("", False)],
+)
+def test_entries_are_for_plugins_that_resolve_them(version, takes):
+    assert EngineInfo(version, "0.32.0", 16, 384).takes_entries is takes
+
+
+@pytest.mark.parametrize(
+    ("labels", "counts", "loads"),
+    [
+        ("", False, False),
+        ('reports="",', True, False),
+        ('reports="h:1",lane="inside_pass",connector="NixlConnector",', True, True),
+        ('lane="inside_pass",connector="OffloadingConnector+NixlPullConnector",', False, True),
+        ('lane="inside_pass",connector="OffloadingConnector",', False, False),
+        ('lane="outside",connector="NixlConnector",', False, False),
+    ],
+)
+def test_what_an_engine_counts_and_takes_over_follows_from_what_it_says(labels, counts, loads):
+    engine = read(INFO.replace("{", "{" + labels) + " 1.0\n").engine
+    assert engine is not None and (engine.counts_loads, engine.loads_prefills) == (counts, loads)
+
+
+@pytest.mark.parametrize(
+    ("unit", "block", "ahead", "is_read"),
+    [
+        (1, 1, 0, True),
+        (0, 384, 0, False),
+        (16, 0, 0, False),
+        (16, 384, -1, False),
+        (2**31 - 1, 2**31 - 1, 2**31 - 1, True),
+        (2**31, 384, 0, False),
+        (16, 2**31, 0, False),
+        (16, 384, 2**31, False),
+    ],
+)
+def test_lengths_that_no_engine_has_are_refused(unit, block, ahead, is_read):
+    line = f'seamark_engine_info{{match_unit="{unit}",block_size="{block}",ahead="{ahead}",version="",vllm=""}} 1.0\n'
+    if not is_read:
+        with pytest.raises(ValueError, match="no length is endless"):
+            read(line)
+        return
+    assert read(line).engine == EngineInfo("", "", unit, block, ahead)
+
+
+def test_of_several_samples_the_last_one_that_holds_counts_and_sizes_of_caches_are_summed():
+    older, newer = INFO.replace("0.1.0", "0.2.0"), INFO.replace("0.1.0", "0.3.0")
+    sizes = "".join(f'vllm:cache_config_info{{kv_cache_size_tokens="{size}"}} 1.0\n' for size in (100, "None", 20))
+    found = read(f"{older} 1.0\n{newer} 1.0\n{INFO} 0.0\n{sizes}seamark_token_seconds 1.0\nseamark_token_seconds 2.0\n")
+    assert found.engine is not None and found.engine.version == "0.3.0"
+    assert (found.cache_tokens, found.step_times.token_seconds) == (120, 2.0)
+
+
+def test_an_engine_in_no_state_that_is_known_sleeps_at_the_first_level_of_all():
+    text = "".join(
+        f'vllm:engine_sleep_state{{engine="{engine}",sleep_state="{state}"}} {value}\n'
+        for engine, state, value in ((0, "awake", 1), (0, "discard_all", 0), (1, "awake", 0), (2, "odd", 1))
+    )
+    assert read(text + 'vllm:engine_sleep_state{sleep_state="weights_offloaded"} 1\n').sleep_levels == (None, 0, 0, 1)
+
+
+CACHE = 'vllm:cache_config_info{enable_prefix_caching="True",block_size="384",mamba_block_size="384"} 1.0\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "setup"),
+    [
+        ("", EngineSetup(None, None, False, False)),
+        (CACHE, EngineSetup(True, 384, False, False)),
+        (CACHE.replace("True", "False"), EngineSetup(False, 384, False, False)),
+        (CACHE.replace("True", "odd").replace('"384",m', '"None",m'), EngineSetup(None, None, False, False)),
+        (
+            CACHE.replace('mamba_block_size="384"', 'mamba_block_size="None"'),
+            EngineSetup(True, 384, False, False, "", "", True),
+        ),
+        (
+            INFO.replace("{", '{connector="A+B",lane="inside_pass",') + " 1.0\n",
+            EngineSetup(None, None, False, False, "A+B", "inside_pass"),
+        ),
+        (INFO.replace("{", '{connector="A",') + " 0.0\n", EngineSetup(None, None, False, False)),
+        ("vllm:spec_decode_num_drafts_total 2.0\n", EngineSetup(None, None, True, False)),
+        ('seamark_hints_ignored_total{reason="speculative"} 1.0\n', EngineSetup(None, None, False, True)),
+        ('seamark_hints_ignored_total{reason="speculative"} 0.0\n', EngineSetup(None, None, False, False)),
+        ('seamark_hints_ignored_total{reason="other"} 1.0\n', EngineSetup(None, None, False, False)),
+        (
+            'seamark_hints_ignored_total{reason="speculative"} 1.0\nseamark_hints_ignored_total{reason="other"} 1.0\n',
+            EngineSetup(None, None, False, True),
+        ),
+        ("vllm:spec_decode_num_accepted_tokens_total 2.0\n", EngineSetup(None, None, False, False)),
+    ],
+)
+def test_how_a_worker_was_started_shows_in_its_metrics(text, setup):
+    assert read_setup(text) == setup
+
+
+def test_drafts_of_requests_are_added_up():
+    whole = sum((Accepted(2, 3), Accepted(4, 9)), Accepted())
+    assert (whole, whole.per_step, Accepted().per_step) == (Accepted(6, 12), 2.0, 0.0)
+    with pytest.raises(TypeError):
+        Accepted(1, 1) + 1

@@ -14,10 +14,13 @@ from proxy.http.asgi import (
     ClientGone,
     ClientWatch,
     Pace,
+    check_room,
+    codings,
     end_to_end,
     header,
     read_body,
     send_whole,
+    unencoded,
 )
 from proxy.http.body_memory import BodyMemory
 from tests.harness.virtual_time import VirtualTimeLoop
@@ -257,3 +260,152 @@ async def test_an_error_of_the_request_is_not_hidden_by_a_client_that_left(serve
 
     with pytest.raises(ValueError, match="wrong"):
         await handle()
+
+
+async def read(scope, *messages, limit=6, memory=None, pace=PACE):
+    room = (memory or BodyMemory(100)).of()
+    return await read_body(scope, receiver(*messages), limit=limit, pace=pace, room=room)
+
+
+@pytest.mark.parametrize("length", [b"6", b"0", b"6 ", b"x", b"-1", "٧".encode(), b"0" * 19 + b"6"])
+async def test_an_announced_length_that_fits_or_is_none_is_no_reason_to_refuse(length):
+    assert await read({"headers": [(b"content-length", length)]}, piece(b"abcdef", more=False)) == b"abcdef"
+
+
+async def test_an_announced_length_is_looked_at_before_anything_has_come_only():
+    """Later the bytes themselves are counted, and of a body that is here nothing has to be refused early."""
+    scope = {"headers": [(b"content-length", b"7")], "extensions": {asgi.BODY_STATE: lambda: BodyState.HERE}}
+    assert await read(scope, piece(b"abc"), {"type": "http.request"}) == b"abc"
+
+
+async def test_a_body_may_be_as_long_as_the_limit_in_one_piece_and_in_several():
+    for pieces in ((piece(b"abcdef", more=False),), (piece(b"abc"), piece(b"def", more=False)), (piece(b"abcdef"), {})):
+        messages = [{"type": "http.request", **each} for each in pieces]
+        assert await read(SCOPE, *messages) == b"abcdef"
+    for pieces in ((piece(b"abcdefg", more=False),), (piece(b"abcdef"), piece(b"g", more=False))):
+        with pytest.raises(BodyTooLarge):
+            await read(SCOPE, *pieces)
+
+
+def test_a_body_has_its_grace_and_then_its_rate_and_silence_has_its_own_bound():
+    """Seconds until it is refused: the grace, and a second for each `rate` bytes that came."""
+
+    def refused_after(pace: Pace, *came: tuple[float, bytes]) -> float:
+        waiting = list(came)
+
+        async def receive():
+            seconds, body = waiting.pop(0) if waiting else (10_000, b"")
+            await asyncio.sleep(seconds)
+            return piece(body)
+
+        async def reading() -> float:
+            memory = BodyMemory(10**6)
+            with pytest.raises(TooSlow) as refused:
+                await read_body(SCOPE, receive, limit=10**6, pace=pace, room=memory.of())
+            assert memory.held == 0 and f"{pace.seconds:g} seconds" in str(refused.value)
+            return asyncio.get_running_loop().time() - began
+
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            began = runner.get_loop().time()
+            return runner.run(reading())
+
+    assert refused_after(Pace(60, 0)) == pytest.approx(60, abs=1)
+    assert refused_after(Pace(60, 0), (50, b"x")) == pytest.approx(110, abs=1)
+    assert refused_after(Pace(60, 100), (50, b"x" * 3000)) == pytest.approx(90, abs=1)
+    assert refused_after(Pace(60, 100), (50, b"x" * 9000)) == pytest.approx(110, abs=1)
+
+
+async def test_a_request_on_a_connection_too_many_is_refused():
+    check_room({})
+    check_room({"extensions": {asgi.BODY_STATE: None}})
+    with pytest.raises(Overloaded, match="max_connections"):
+        check_room({"extensions": {asgi.IS_CROWDED: {}}})
+
+
+@pytest.mark.parametrize(
+    ("headers", "found"),
+    [
+        ([], []),
+        ([(b"content-encoding", b"")], []),
+        ([(b"content-encoding", b"Identity"), (b"x", b"gzip")], []),
+        ([(b"content-encoding", b"GZip, identity,br ,"), (b"content-encoding", b"zstd")], ["gzip", "br", "zstd"]),
+    ],
+)
+def test_codings_are_named_in_the_order_of_their_steps(headers, found):
+    assert codings(headers) == found
+
+
+@pytest.mark.parametrize(
+    ("accepted", "is_asked"),
+    [
+        ([], True),
+        ([b"gzip, br"], True),
+        ([b"gzip;q=1"], True),
+        ([b"gzip", b"br;q=0.5"], True),
+        ([b"identity;q=0.5"], True),
+        ([b"identity; q=0.001, *;q=0"], True),
+        ([b"gzip;q=0"], True),
+        ([b"identity;q=0"], False),
+        ([b"br, Identity ;Q=0.0"], False),
+        ([b"br", b"identity;q=0.000"], False),
+        ([b"*;q=0"], False),
+        ([b"identity;q=1, *;q=0"], True),
+        ([b"*;q=1, identity;q=0."], False),
+    ],
+)
+def test_a_body_without_a_coding_is_asked_for_unless_the_client_takes_none_such(accepted, is_asked):
+    headers = [(b"a", b"b"), *((b"accept-encoding", each) for each in accepted), (b"c", b"d")]
+    wanted = [(b"a", b"b"), (b"c", b"d"), (b"accept-encoding", b"identity")]
+    assert unencoded(headers) == (wanted if is_asked else headers)
+
+
+def test_each_header_that_concerns_one_connection_stays_on_it():
+    for name in asgi.HOP_BY_HOP:
+        assert end_to_end([(name.upper(), b"x"), (b"y", b"z")], frozenset()) == [(b"y", b"z")]
+    given = [(b"b", b"1"), (b"connection", b"a"), (b"connection", b" B "), (b"a", b"2"), (b"c", b"3"), (b"c", b"4")]
+    assert end_to_end(given, frozenset({b"d"})) == [(b"c", b"3"), (b"c", b"4")]
+    assert end_to_end([(b"D", b"1"), (b"e", b"2")], frozenset({b"d"})) == [(b"e", b"2")]
+
+
+async def test_a_whole_response_is_marked_as_whole_in_its_head():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    await send_whole(send, 404, [], b"")
+    assert sent[0][asgi.IS_WHOLE] is True and (sent[0]["type"], sent[0]["status"]) == ("http.response.start", 404)
+    assert sent[1]["type"] == "http.response.body" and len(sent) == 2
+
+
+async def test_a_client_that_left_is_told_however_its_request_ends(server):
+    async def handle(how):
+        async with ClientWatch(server.scope, server.receive) as watch:
+            server.leave()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            assert watch.gone
+            if how is not None:
+                raise how
+
+    for how in (None, asyncio.CancelledError()):
+        task = asyncio.create_task(handle(how))
+        with pytest.raises(ClientGone):
+            await task
+
+
+async def test_a_watch_waits_for_the_message_that_says_so_and_for_no_other():
+    messages: asyncio.Queue = asyncio.Queue()
+
+    async def handle():
+        async with ClientWatch({}, messages.get):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(handle())
+    messages.put_nowait(piece(b"x"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not task.done()
+    messages.put_nowait(GONE)
+    with pytest.raises(ClientGone):
+        await task

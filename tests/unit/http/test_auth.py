@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+from base64 import b64decode
 from pathlib import Path
 
 import pytest
 
 from proxy.commands.key import main as key_command
+from proxy.config_files import MOST_NUMBER
 from proxy.errors import Forbidden, NotFound, SettingsError, Unauthorized
-from proxy.http.auth import KeyRing, admit, client
+from proxy.http.auth import ID_BYTES, SALT_BYTES, KeyRing, admit, client, is_for_operators
 from tests.harness.api_keys import entry, secret
 
 
@@ -261,3 +263,130 @@ def test_with_pages_on_an_address_of_their_own_all_other_paths_need_a_key_as_bef
     assert admit(scope("/v1/other", x_api_key=secret("ann")), ring, True, False).name == "ann"
     with pytest.raises(Unauthorized):
         admit(scope("/v1/other"), ring, True, False)
+
+
+# Names of stored responses.
+
+GATEWAYS = "s"
+
+
+def key_of(file: Path, name: str = "ann", *, ring_secret: str | None = GATEWAYS):
+    found = KeyRing(file, ring_secret).named(name)
+    assert found is not None
+    return found
+
+
+def test_a_response_is_known_as_its_keys_by_every_gateway_with_the_secret(file):
+    ann = key_of(file)
+    one, other = ann.new_response_id(), ann.new_response_id()
+    assert one != other and len(one) == len("resp_") + 4 * ID_BYTES
+    assert ann.made(one) and ann.made(other) and key_of(file).made(one)
+    assert not key_of(file, "bob").made(one) and not key_of(file, ring_secret="other").made(one)
+    for wrong in ("", one[:-1], one + "0", one.upper(), one.removeprefix("resp_"), "resp_" + "0" * 64, "x" + one):
+        assert not ann.made(wrong), wrong
+
+
+def test_without_a_secret_a_response_is_proved_by_each_hash_of_its_key(file):
+    """While one key replaces another, responses of both are known."""
+    file.write_text(f'[keys.ann]\nsha256 = ["{HASH["ann"]}", "{HASH["bob"]}"]\n[keys.bob]\nsha256 = "{HASH["eve"]}"\n')
+    both = key_of(file, ring_secret=None)
+    made = both.new_response_id()
+    assert both.made(made) and not key_of(file, "bob", ring_secret=None).made(made)
+    file.write_text(f'[keys.ann]\nsha256 = "{HASH["ann"]}"\n')
+    assert key_of(file, ring_secret=None).made(made)
+    file.write_text(f'[keys.ann]\nsha256 = ["{HASH["bob"]}", "{HASH["ann"]}"]\n')
+    assert key_of(file, ring_secret=None).made(made)
+    file.write_text(f'[keys.ann]\nsha256 = "{HASH["bob"]}"\n')
+    assert not key_of(file, ring_secret=None).made(made)
+
+
+@pytest.mark.parametrize(("gateway_secret", "last"), [("s", True), (None, False), ("", False)])
+def test_salts_last_where_they_are_derived_from_a_secret(file, gateway_secret, last):
+    assert KeyRing(file, gateway_secret).salts_last is last
+    salts = {key_of(file, ring_secret=gateway_secret).salt for _ in range(2)}
+    assert len(salts) == (1 if last else 2)
+    assert all(len(b64decode(salt, altchars=b"-_")) == SALT_BYTES for salt in salts)
+
+
+def test_an_entry_that_says_nothing_else_has_the_documented_limits(file):
+    ann = key_of(file)
+    assert (ann.entry.max_inflight, ann.entry.max_queued, ann.entry.share, ann.entry.admin) == (0, 64, None, False)
+    assert (ann.under_way, ann.queued) == (0, 0)
+    assert KeyRing(file, "s").named("nobody") is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_sound"),
+    [
+        ('sha256 = "{0}"\nmax_inflight = 0\nmax_queued = 0', True),
+        ('sha256 = "{0}"\nmax_inflight = {most}\nmax_queued = {most}', True),
+        ('sha256 = "{0}"\nmax_queued = -1', False),
+        ('sha256 = "{0}"\nmax_queued = {more}', False),
+        ('sha256 = "{0}"\nmax_inflight = {more}', False),
+        ("sha256 = []", False),
+        ('sha256 = ["{0}", "{0}"]', False),
+        ('sha256 = ["{0}", 7]', False),
+        ('sha256 = "{0}0"', False),
+        ('sha256 = "{0:.63}g"', False),
+        ("sha256 = 7", False),
+    ],
+)
+def test_an_entry_is_sound_or_the_file_is_refused(file, lines, is_sound):
+    file.write_text("[keys.ann]\n" + lines.format(HASH["ann"], most=MOST_NUMBER, more=MOST_NUMBER + 1) + "\n")
+    if is_sound:
+        KeyRing(file, "s")
+    else:
+        with pytest.raises(SettingsError, match="ann"):
+            KeyRing(file, "s")
+
+
+def test_names_that_cannot_be_shown_and_fields_beside_the_keys_are_refused(file):
+    for text in (entry("ann").replace("keys.ann", r'keys."a\u0007"'), entry("ann") + "[other]\n"):
+        file.write_text(text)
+        with pytest.raises(SettingsError):
+            KeyRing(file, "s")
+
+
+# Which header counts.
+
+
+def test_of_each_header_the_first_value_counts_and_no_other_header_does(file):
+    ring = KeyRing(file, "s")
+
+    def whose(*headers: tuple[str, str]) -> str | None:
+        asked = {"path": "/", "headers": [(name.encode(), value.encode()) for name, value in headers]}
+        try:
+            return ring.authenticate(asked).name
+        except Unauthorized:
+            return None
+
+    ann, bob = secret("ann"), secret("bob")
+    assert whose(("x-api-key", ann), ("x-api-key", bob)) == "ann"
+    assert whose(("x-api-key", "wrong"), ("x-api-key", bob)) is None
+    assert whose(("authorization", f"Bearer {ann}"), ("authorization", f"Bearer {bob}")) == "ann"
+    assert whose(("authorization", f"Basic {ann}"), ("authorization", f"Bearer {bob}")) == "bob"
+    assert whose(("proxy-authorization", f"Bearer {ann}")) is whose(("x-key", ann)) is None
+    assert whose(("authorization", ann)) is whose(("authorization", f"Bearer{ann}")) is None
+
+
+@pytest.mark.parametrize("name", ["ann", "root", None])
+def test_a_path_whose_cache_has_no_salt_is_for_nobody(file, name):
+    headers = {} if name is None else {"x_api_key": secret(name)}
+    with pytest.raises(NotFound if name else Unauthorized):
+        client(scope("/v2/embed", **headers), KeyRing(file, "s"))
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        *((path, True) for path in ("/metrics", "/ui", "/ui/", "/ui/x", "/seamark/", "/seamark/x")),
+        *((path, False) for path in ("/", "/health", "/metrics/x", "/uix", "/seamark", "/v1/models")),
+    ],
+)
+def test_pages_that_show_all_requests_are_operators(path, wanted):
+    assert is_for_operators(path) is wanted
+
+
+def test_the_root_needs_no_key(file):
+    assert admit(scope("/"), KeyRing(file, "s"), False, False) is None
+    assert admit(scope("/"), KeyRing(file, "s"), True, False) is None

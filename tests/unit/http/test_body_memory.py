@@ -5,10 +5,12 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from proxy.errors import KeyBusy, Overloaded
+from proxy.http import body_memory
 from proxy.http.body_memory import (
     LEFT_BY_LARGE,
     SMALL_BYTES,
@@ -96,6 +98,63 @@ def test_a_key_that_gave_its_memory_back_can_have_it_again():
         memory.of("ann").take(0)
         second.give_back()
         assert memory.held == 0 and not memory._of_owners
+
+
+def test_a_body_of_the_smallest_large_size_leaves_its_part_and_the_largest_small_one_takes_it():
+    most = 16 * SMALL_BYTES
+    for size, fits in ((SMALL_BYTES, True), (SMALL_BYTES + 1, False)):
+        memory = BodyMemory(most)
+        memory.of().take(SMALL_BYTES)
+        memory.grow(None, most - 2 * SMALL_BYTES - 1, 1)
+        hold = memory.of()
+        if fits:
+            hold.take(size)
+            assert memory.held == most - 1
+        else:
+            with pytest.raises(Overloaded):
+                hold.take(size)
+            assert (hold.size, memory.held) == (0, most - SMALL_BYTES - 1)
+
+
+def test_what_one_key_holds_is_none_of_anothers_and_requests_without_keys_have_no_share():
+    memory = BodyMemory(90)
+    memory.of("ann").take(60)
+    with pytest.raises(KeyBusy):
+        memory.of("ann").take(1)
+    memory.of("bob").take(20)
+    memory.of().take(10)
+    assert memory.held == 90
+    with pytest.raises(Overloaded):
+        memory.of("cleo").take(1)
+
+
+def test_a_hold_is_given_back_when_its_context_ends_however_it_ends():
+    memory = BodyMemory(100)
+    with memory.of("ann") as hold:
+        hold.take(40)
+        hold.give_back(10)
+        assert memory.held == 30
+    assert (hold.size, memory.held) == (0, 0)
+    with suppress(ValueError), memory.of() as hold:
+        hold.take(40)
+        raise ValueError("planned")
+    assert memory.held == 0
+
+
+def test_the_heap_is_given_back_once_for_so_many_bytes_that_were_freed(monkeypatch):
+    trims: list[int] = []
+    monkeypatch.setattr(body_memory, "_trim", trims.append)
+    memory = BodyMemory(10 * TRIM_AFTER_BYTES)
+    seen = []
+    for size in (TRIM_AFTER_BYTES - 1, 1, TRIM_AFTER_BYTES - 1, TRIM_AFTER_BYTES, 1):
+        memory.of().take(size)
+        memory.shrink(None, size)
+        seen.append(len(trims))
+    assert seen == [0, 1, 1, 2, 2] and set(trims) == {0}
+    monkeypatch.setattr(body_memory, "_trim", None)  # another libc
+    memory.of().take(2 * TRIM_AFTER_BYTES)
+    memory.shrink(None, 2 * TRIM_AFTER_BYTES)
+    assert memory.held == 0
 
 
 # Large blocks with small ones between them, as bodies come in beside other requests; then the large ones go.

@@ -9,14 +9,18 @@ import pytest
 from proxy.errors import BadRequest, TooComplex
 from proxy.http import json_body
 from proxy.http.json_body import (
+    LOAD,
     MOST_CHARACTERS,
     MOST_PER_BYTE,
+    Edit,
     OverBound,
     as_utf8,
     count,
     memory_of,
     object_in_steps,
     parse_object,
+    with_edits,
+    with_fields,
     with_hint,
 )
 from proxy.settings import Settings
@@ -318,3 +322,90 @@ def test_what_nobody_can_have_counted_is_no_count(value):
     assert count(0) == 0 and count(2**53) == 2**53
     with pytest.raises(ValueError, match="no count"):
         count(value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "put", "dropped", "wanted"),
+    [
+        (b"{}", {"c": 3}, (), b'{"c":3}'),
+        (b"{ }", {"c": 3, "d": "\xe9"}, (), b'{ "c":3,"d":"\\u00e9"}'),
+        (b'{"a":1}', {"c": [1, 2]}, (), b'{"a":1,"c":[1,2]}'),
+        (b'{"a":1}', {"a": 2}, (), b'{"a":2}'),
+        (b'{"a":1,"b":2}', {"a": 2}, (), b'{"b":2,"a":2}'),
+        (b'{"a":1,"b":2,"a":3}', {"a": 9}, (), b'{"b":2,"a":9}'),
+        (b'{"a":1}', {}, ("a",), b"{}"),
+        (b'{"a":1,"b":2}', {"c": 3}, ("a", "b", "x"), b'{"c":3}'),
+        (b' { "a" : 1 , "b" : [2] } ', {}, ("a",), b' { "b" : [2] } '),
+        (b'{"b":{"a":1},"a":"}"}', {}, ("a",), b'{"b":{"a":1}}'),
+    ],
+)
+def test_outermost_fields_are_set_and_removed_and_the_others_stay(raw, put, dropped, wanted):
+    assert with_fields(raw, json.loads(raw), put, dropped) == wanted
+
+
+def test_where_no_field_is_set_or_removed_nothing_changes():
+    raw = b'{"a":1}'
+    assert with_fields(raw, {"a": 1}, {}, ()) is raw and with_fields(raw, {"a": 1}, {}, ("b",)) is raw
+
+
+@pytest.mark.parametrize(
+    ("raw", "entries", "xargs"),
+    [
+        (b"{}", (), {LOAD: "g,9,3"}),
+        (b'{"a":1}', (5, "last:7"), {"seamark_boundaries": [5, "last:7"], LOAD: "g,9,3"}),
+        (b'{"vllm_xargs":{}}', (5,), {"seamark_boundaries": [5], LOAD: "g,9,3"}),
+        (b'{"vllm_xargs":null}', (), {LOAD: "g,9,3"}),
+        (b'{"vllm_xargs":{"mine":1}}', (5,), {"mine": 1, "seamark_boundaries": [5], LOAD: "g,9,3"}),
+        (
+            b'{"vllm_xargs":{"seamark_boundaries":[9],"mine":1}}',
+            (5,),
+            {"mine": 1, "seamark_boundaries": [5], LOAD: "g,9,3"},
+        ),
+        (b'{"vllm_xargs":{"seamark_boundaries":[9]}}', (), {"seamark_boundaries": [], LOAD: "g,9,3"}),
+    ],
+)
+def test_what_a_request_is_expected_to_cost_goes_along_with_its_hint(raw, entries, xargs):
+    spliced = with_hint(raw, json.loads(raw), entries, "g,9,3")
+    assert json.loads(spliced) == {**json.loads(raw), "vllm_xargs": xargs}
+    text = raw.decode()
+    assert with_hint(raw, json.loads(text), entries).count(LOAD.encode()) == 0
+
+
+def test_of_two_hints_of_a_client_the_one_that_counts_is_replaced():
+    raw = b'{"vllm_xargs":{"seamark_boundaries":[1],"seamark_boundaries":[2]}}'
+    assert json.loads(hinted(raw)) == {"vllm_xargs": {"seamark_boundaries": [163, 210]}}
+
+
+def test_values_are_replaced_by_their_paths_and_every_other_byte_stays():
+    raw = b' {"a": [ {"b" : 1.50} , [ ] , "x" ],"c":{} , "a2":"\xc3\xa9"} '
+    edits = [Edit(("a2",), None), Edit(("a", 0, "b"), {"d": 2}), Edit(("a", 1), [7]), Edit(("c",), "e")]
+    assert with_edits(raw, edits) == b' {"a": [ {"b" : {"d": 2}} , [7] , "x" ],"c":"e" , "a2":null} '
+    assert with_edits(b'{"a":1,"a":2}', [Edit(("a",), 3)]) == b'{"a":1,"a":3}'
+    assert with_edits(raw, []) == raw
+
+
+@pytest.mark.parametrize("path", [("x",), ("a", 1), ("a", 0, "x"), ("a", -1), ("b", 0)])
+def test_a_path_that_is_not_there_is_none_to_edit(path):
+    with pytest.raises(KeyError):
+        with_edits(b'{"a":[{}],"b":[]}', [Edit(path, 1)])
+
+
+@pytest.mark.parametrize("one_step_bytes", [0, json_body.ONE_STEP_BYTES])
+def test_space_around_an_object_is_none_of_it(one_step_bytes, monkeypatch):
+    monkeypatch.setattr(json_body, "ONE_STEP_BYTES", one_step_bytes)
+    assert finished(object_in_steps(b' {"a" : [ 1 , 2 ] , "b" : { } } \r\n\t', MANY)) == {"a": [1, 2], "b": {}}
+
+
+@pytest.mark.parametrize("one_step_bytes", [0, json_body.ONE_STEP_BYTES])
+def test_an_object_may_have_as_many_values_as_the_bound_says(one_step_bytes, monkeypatch):
+    monkeypatch.setattr(json_body, "ONE_STEP_BYTES", one_step_bytes)
+    raw = b'{"a":[1,2],"b":3}'  # two names and three values
+    assert finished(object_in_steps(raw, 5)) == {"a": [1, 2], "b": 3}
+    with pytest.raises(OverBound, match="more than 4 values"):
+        finished(object_in_steps(raw, 4))
+
+
+def test_what_is_nested_too_deep_for_any_reader_is_a_value_error():
+    with pytest.raises(ValueError, match="nested too deep"):
+        json_body.loads(b"[" * 200_000)
+    assert json_body.loads(b"[NaN, 1e999]")[1] == float("inf")

@@ -15,7 +15,16 @@ from proxy.chat.chat import CHAT, MESSAGES
 from proxy.chat.reader import chat_in, chat_request
 from proxy.chat.responses import StoredResponses
 from proxy.observability.cures import CHANGE_TEXT
-from proxy.observability.request_diff import MAX_REQUESTS, SETTINGS, PrefixChange, RememberedRequest, RequestMemory
+from proxy.observability.request_diff import (
+    ENTRY_BYTES,
+    MAX_REQUESTS,
+    MAX_TOOL_BYTES,
+    MESSAGE_BYTES,
+    SETTINGS,
+    PrefixChange,
+    RememberedRequest,
+    RequestMemory,
+)
 from proxy.observability.volatile_text import TextKind
 from tests.harness.changed_requests import changed_requests
 from tests.harness.steps import finished
@@ -482,3 +491,166 @@ def test_a_tool_more_at_the_end_is_named():
     one, two = tool("tide", LONG), tool("wind", LONG)
     change = changed({"messages": chat, "tools": [one]}, {"messages": chat, "tools": [one, two]})
     assert change is not None and (change.what, change.position) == ("tool", 1)
+
+
+def continued_by(before: list, after: list, prompt: int = 1000) -> tuple[RequestMemory, RememberedRequest]:
+    """A request that continues one with a prompt of so many tokens."""
+    memory = remembering(10**7)
+    first, last = as_recent({"messages": before}), as_recent({"messages": after})
+    memory.add(first)
+    first.prompt = prompt
+    memory.add(last)
+    return memory, last
+
+
+NEXT = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "And now the other one."}]
+
+
+@pytest.mark.parametrize(("missing", "is_named"), [(63, False), (64, True), (500, True)])
+def test_what_a_template_writes_around_an_answer_is_no_change_of_the_history(missing, is_named):
+    memory, last = continued_by([*messages(RULES), *THOUGHT], [*messages(RULES), *THOUGHT, *NEXT])
+    change = finished(memory.rendered_otherwise(last, 1000 - missing))
+    assert (change is not None) is is_named
+    assert change is None or (change.token, change.lost, change.what, change.role) == (
+        1000 - missing,
+        missing,
+        "message",
+        "assistant",
+    )
+
+
+SAID = [{"role": "user", "content": "Fix the rounding."}, {"role": "assistant", "content": "I look." * 20}]
+
+
+@pytest.mark.parametrize(
+    ("before", "added"),
+    [
+        (THOUGHT, NEXT[:1]),  # the loop is not over: no user has spoken
+        (SAID, NEXT),  # nobody thought
+        ([*THOUGHT[:2], {"role": "user", "content": "Next."}, *SAID[1:]], NEXT),  # not since the user spoke last
+        ([SAID[0], {**SAID[1], "reasoning": ""}], NEXT),
+        ([SAID[0], {**SAID[1], "reasoning": 7}], NEXT),
+        (THOUGHT, [NEXT[0], {"role": "system", "content": "Use the list."}]),  # merged by the messages API alone
+    ],
+)
+def test_without_thinking_of_a_loop_that_is_over_nothing_is_dropped(before, added):
+    memory, last = continued_by([*messages(RULES), *before], [*messages(RULES), *before, *added])
+    assert finished(memory.rendered_otherwise(last, 500)) is None
+
+
+def test_a_request_that_continues_none_has_no_history_that_was_rendered_before():
+    memory, last = remembering(10**7), as_recent({"messages": [*messages(RULES), *THOUGHT, *NEXT]})
+    memory.add(last)
+    assert finished(memory.rendered_otherwise(last, 0)) is None
+
+
+def test_thinking_is_found_by_either_name_and_behind_the_message_that_began_the_loop():
+    for name in ("reasoning", "reasoning_content"):
+        thought = [THOUGHT[0], {"role": "assistant", "content": "I look.", name: "Let me see. " * 20}]
+        memory, last = continued_by([*messages(RULES), *thought], [*messages(RULES), *thought, *NEXT])
+        change = finished(memory.rendered_otherwise(last, 700))
+        assert change is not None and (change.kind, change.position) == ("thinking_history", 2)
+    without_user = [*messages(RULES), *THOUGHT[1:]]  # a prefilled history
+    memory, last = continued_by(without_user, [*without_user, *NEXT])
+    change = finished(memory.rendered_otherwise(last, 700))
+    assert change is not None and change.position == 1
+
+
+ODD = {
+    "tools": ["text", {"function": 7}, {"function": {"name": 7}}, {"function": {"name": "wind"}}],
+    "messages": [{"role": "system", "content": "x"}, {"role": 7, "content": "y"}, {"role": "user", "content": None}],
+}
+
+
+def test_parts_that_no_engine_takes_have_no_name_and_those_behind_the_last_one_are_none():
+    request = as_recent(ODD)
+    finished(request.prepare())
+    roles = [None, None, None, "wind", "system", None, "user", None]
+    assert [request.role(index) for index in range(8)] == roles
+    assert [request.part(index) for index in range(8)] == [*ODD["tools"], *ODD["messages"], None]
+    tools = ['"text"', '{"function":7}', '{"function":{"name":7}}', '{"function":{"name":"wind"}}']
+    assert [request.text(index) for index in range(8)] == [*tools, "x", "y", None, None]
+
+
+def test_parts_are_hashed_once_and_a_tool_that_nobody_looks_into_has_no_text():
+    small, large = ({"function": {"name": "x" * size}} for size in (MAX_TOOL_BYTES - 24, MAX_TOOL_BYTES - 23))
+    request = as_recent({"messages": messages("x", "y"), "tools": [small, large]})
+    assert request.parts == ()
+    finished(request.prepare())
+    parts = request.parts
+    assert [part.size for part in parts[:2]] == [MAX_TOOL_BYTES, MAX_TOOL_BYTES + 1]
+    assert request.text(0) is not None and request.text(1) is None
+    finished(request.prepare())
+    assert request.parts is parts
+
+
+def test_the_size_of_a_message_is_that_of_its_texts_its_thinking_and_its_calls():
+    said = [
+        {"role": "user", "content": "x" * 100},
+        {"role": "user", "content": [{"type": "text", "text": "x" * 60}, {"type": "text", "text": "x" * 40}, {"a": 1}]},
+        {"role": "assistant", "content": None, "reasoning": "x" * 70, "reasoning_content": "x" * 30},
+        {"role": "assistant", "content": "x", "tool_calls": [{"id": "c"}]},
+        {"role": "user", "content": 7},
+    ]
+    request = as_recent({"messages": said})
+    finished(request.prepare())
+    assert [part.size for part in request.parts] == [120, 120, 120, 21 + len('[{"id":"c"}]'), 20]
+
+
+def test_what_a_request_takes_counts_twice_where_it_was_converted():
+    body = {"messages": messages("x", "y")}
+    plain = RememberedRequest(layout_of(chat_request(body), b"r"), 1000)
+    assert plain.size == ENTRY_BYTES + 1000 + 2 * MESSAGE_BYTES
+    native = chat_in(MESSAGES, {"system": "x", "messages": body["messages"][1:]}, StoredResponses(0))
+    converted = RememberedRequest(layout_of(native, b"r"), 1000)
+    assert converted.size == ENTRY_BYTES + 2000 + 2 * MESSAGE_BYTES
+
+
+def test_an_excerpt_shows_what_is_around_the_difference():
+    old, new = ("a" * 100 + word + "b" * 100 for word in ("old", "new"))
+    change = PrefixChange("message", 1, "r" * 100, 101, None, 7, 9, {"content": old}, {"content": new})
+    shown = change.as_json(excerpts=True)
+    assert (shown["before"], shown["now"]) == (old[61:141], new[61:141])
+    assert shown["role"] == "r" * 64 and (shown["index"], shown["token"], shown["lost"]) == (1, 7, 9)
+    assert (shown["characters"], shown["kind"], shown["text"], shown["cure"]) == (101, None, None, None)
+    assert {"before", "now"}.isdisjoint(change.as_json(excerpts=False))
+    early = change._replace(characters=None, old=None, new={"function": {"name": "wind"}}, role=None)
+    shown = early.as_json(excerpts=True)
+    assert (shown["before"], shown["now"], shown["role"]) == (None, '{"function":{"name":"wind"}}', None)
+    assert change._replace(characters=10).as_json(excerpts=True)["now"] == new[:80]
+
+
+@pytest.mark.parametrize(("shared", "lost"), [(0, None), (968, 32), (969, None), (2000, None)])
+def test_a_change_is_named_if_it_cost_32_tokens_beyond_what_any_prompt_began_with(shared, lost):
+    body = {"messages": messages(LONG, "First?")}
+    memory = remembering(10**7)
+    memory.add(as_recent({**body, "cache_salt": "a"}))
+    last = as_recent({**body, "cache_salt": "b"})
+    memory.add(last)
+    whole = finished(memory.seek_change(last, 1000, 0))
+    change = finished(memory.seek_change(last, 1000, shared))
+    assert whole is not None and whole.lost == 1000
+    assert (change.lost if change is not None else None) == (1000 if not shared else lost)
+
+
+def test_into_a_tool_that_is_too_long_nobody_looks_for_another_order_of_keys():
+    chat = messages(LONG * 100, LONG * 1000, "tide?")
+    kinds = []
+    for size in (100, MAX_TOOL_BYTES):
+        one = tool("wind", "x" * size)
+        other = {"function": dict(reversed(one["function"].items())), "type": "function"}
+        change = changed({"messages": chat, "tools": [one]}, {"messages": chat, "tools": [other]})
+        assert change is not None and (change.what, change.position) == ("tool", 0)
+        kinds.append((change.kind, change.characters is None))
+    assert kinds == [("tool_keys_sorted", False), (None, True)]
+
+
+def test_a_request_knows_which_one_it_continues_and_how_long_that_was_if_its_worker_has_said_so():
+    for prompt in (0, 700):
+        memory = remembering(10**7)
+        first, last = (as_recent({"messages": [*messages(RULES), *SAID, *more]}) for more in ([], NEXT))
+        memory.add(first)
+        first.prompt = prompt or first.prompt
+        memory.add(last)
+        assert last.continued == (3, prompt) and (first.number, last.number) == (1, 2)
+        assert first.continued is None

@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
 from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_request
+from proxy.fleet.part import Change
 from proxy.fleet.worker import Worker
+from proxy.fleet.worker_metrics import EngineInfo
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
+from proxy.observability import shadow as shadow_module
 from proxy.observability.explanations import Explanation, Record
 from proxy.observability.request_diff import RequestMemory
 from proxy.observability.rolling_sums import Totals
-from proxy.observability.shadow import AnsweredRequest, ReadPrompt, Shadow
+from proxy.observability.shadow import MAX_WAITING, AnsweredRequest, FindBoundaries, ReadPrompt, Shadow
 from proxy.settings import Settings
 from tests.harness.probed import probed
+from tests.harness.virtual_time import on_virtual_time
 
 CHAT = chat_request({"model": "m", "messages": [{"role": "user", "content": "Tide?"}]})
 
@@ -31,7 +37,15 @@ class Scene:
 
     def __init__(self) -> None:
         self.worker = Worker("http://w", None, probed=replace(probed("w#1", None, "m", hits=0), hits_before=0))
-        self.shadow = Shadow(Settings(), self.find, RequestMemory(0), Metrics(), IdleWork(), lambda: ["w#1"])
+        self.metrics = Metrics()
+        self.boots = ["w#1"]
+        self.answers = 0
+        self.clock = 1000.0  # of `time`
+        self.time = SimpleNamespace(perf_counter=lambda: self.clock, monotonic=lambda: self.clock)
+        self.shadow = self.made(self.find)
+
+    def made(self, find: FindBoundaries) -> Shadow:
+        return Shadow(Settings(), find, RequestMemory(0), self.metrics, IdleWork(), lambda: self.boots)
 
     async def find(self, chat: Chat, worker: Worker, size: int, memory: int, owner: str | None) -> ReadPrompt:
         return ReadPrompt(FOUND)
@@ -143,8 +157,277 @@ async def test_a_request_that_cannot_be_judged_is_counted_and_the_next_one_is_ju
             raise RuntimeError("planned")
         return ReadPrompt(FOUND)
 
-    scene.shadow = Shadow(Settings(), once, RequestMemory(0), Metrics(), IdleWork(), lambda: ["w#1"])
+    scene.shadow = scene.made(once)
     await scene.judge(0, 0)
     counted = scene.shadow.status()["requests"]
     assert counted.get("failed") == 1 and sum(counted.values()) == 2
     assert "planned" not in caplog.text
+
+
+def asked(scene: Scene, **fields: Any) -> AnsweredRequest:
+    """A request of 400 tokens, of which the answer says that none was cached; it has just been answered."""
+    given = dict(
+        chat=CHAT, worker=scene.worker, boot="w#1", model="m", size=100, memory=100, prompt=400, cached=0,
+        seconds=None, alone=False, owner=None, record=None, at=time.perf_counter(),
+    )  # fmt: skip
+    return AnsweredRequest(**{**given, **fields})
+
+
+def metric(scene: Scene, name: str, **labels: str) -> float | None:
+    return scene.metrics.registry.get_sample_value(f"seamark_shadow_{name}", labels)
+
+
+async def test_what_is_no_chat_is_not_judged_and_its_hits_are_its_own(scene):
+    await scene.judge(0)
+    scene.shadow.add(asked(scene, chat=None, cached=320))
+    scene.shadow.add(asked(scene, chat=None, cached=None))
+    assert (scene.shadow.held, scene.shadow.status()["requests"]) == (0, {"judged": 1})
+    assert await scene.judge(320) == [320]  # the hits were those of the other one
+
+
+async def test_where_nobody_says_what_was_cached_a_request_goes_unjudged(scene):
+    scene.worker.probed = probed("w#1", None, "m")
+    scene.shadow.add(asked(scene, cached=None))
+    assert (scene.shadow.status()["requests"], scene.shadow.held) == ({"no_usage": 1}, 0)
+    assert metric(scene, "requests_total", result="no_usage") == 1
+    scene.shadow.add(asked(scene, cached=0))
+    assert scene.shadow.held == 100
+
+
+async def test_requests_wait_within_bounds_of_memory_and_number_and_those_beyond_are_counted(scene):
+    room = Settings().text_bytes // 8
+    scene.shadow.add(asked(scene, memory=room - 100))
+    scene.shadow.add(asked(scene, memory=100))
+    assert (scene.shadow.held, scene.shadow.status()["waiting"]) == (room, 2)
+    scene.shadow.add(asked(scene, memory=1))
+    assert (scene.shadow.held, scene.shadow.status()["requests"]) == (room, {"no_room": 1})
+    await scene.loss()
+    assert (scene.shadow.held, scene.shadow.judged) == (0, 2)
+    for _ in range(MAX_WAITING + 2):
+        scene.shadow.add(asked(scene, memory=1))
+    assert (scene.shadow.held, scene.shadow.status()["waiting"]) == (MAX_WAITING, MAX_WAITING)
+    assert scene.shadow.status()["requests"]["no_room"] == 3
+
+
+@on_virtual_time
+async def test_a_request_is_followed_by_four_times_the_rest_that_its_rendering_took() -> None:
+    times: list[float] = []
+    scene = Scene()
+
+    async def find(*given: Any) -> ReadPrompt:
+        times.append(asyncio.get_running_loop().time())
+        scene.clock += 2.0
+        return ReadPrompt(FOUND)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shadow_module, "time", scene.time)
+        scene.shadow = scene.made(find)
+        for _ in range(3):
+            scene.shadow.add(asked(scene))
+        running = asyncio.create_task(scene.shadow.run())
+        await asyncio.sleep(100)
+        running.cancel()
+    assert times == pytest.approx([0, 8, 16])
+
+
+@pytest.mark.parametrize("failure", ["RenderFailed", "no_boundary"])
+async def test_a_prompt_whose_boundaries_are_not_found_is_counted_by_the_reason(failure):
+    scene = Scene()
+
+    async def fails(*given: Any) -> ReadPrompt:
+        return ReadPrompt(Found((), failure=failure))
+
+    scene.shadow = scene.made(fails)
+    scene.shadow.add(asked(scene))
+    await scene.loss()
+    assert scene.shadow.status()["requests"] == {failure: 1} and scene.shadow.would_save()["computed_tokens"] == 0
+
+
+@on_virtual_time
+async def test_a_worker_that_does_not_count_its_hits_is_waited_for_three_health_checks_long() -> None:
+    scene = Scene()
+    patience = 3 * Settings().health_interval
+    with pytest.MonkeyPatch.context() as patched:
+        loop = asyncio.get_running_loop()
+        patched.setattr(shadow_module, "time", SimpleNamespace(perf_counter=loop.time, monotonic=loop.time))
+        running = asyncio.create_task(scene.shadow.run())
+        for after, result in ((patience - 0.5, "judged"), (None, "no_usage")):
+            began = loop.time()
+            scene.worker.probed = replace(scene.worker.probed, at=began)  # before it was answered
+            scene.shadow.add(asked(scene, cached=None, at=began))
+            before = scene.shadow.status()["requests"].get(result, 0)
+            await asyncio.sleep(after or patience)
+            assert scene.shadow.status()["requests"].get(result, 0) == before
+            if after is not None:
+                scene.worker.probed = replace(scene.worker.probed, at=began + 0.1)
+            await asyncio.sleep(1.0)
+            assert scene.shadow.status()["requests"][result] == before + 1 and not scene.shadow.held
+        running.cancel()
+
+
+@pytest.mark.parametrize("known", [{"boot": "w#2"}, {"hits": None}])
+async def test_hits_of_another_boot_or_of_a_worker_that_counts_none_any_more_are_nobodys(scene, known):
+    scene.shadow.add(asked(scene, cached=None))
+    later = {"boot": "w#1", "hits": 0, **known}
+    scene.worker.probed = replace(probed(later["boot"], None, "m", hits=later["hits"]), at=time.perf_counter())
+    await scene.loss()
+    assert scene.shadow.status()["requests"] == {"no_usage": 1} and scene.shadow.status()["cached_not_told"] == 0
+
+
+def with_text(*texts: str) -> Found:
+    """Boundaries of prompts that begin with the same texts, 160 tokens each, and end in a turn of their own."""
+    keys = tuple("".join(texts[: number + 1]).encode() for number in range(len(texts)))
+    boundaries = tuple(
+        Boundary("explicit", key, 160 * (number + 1), 160 * (number + 1)) for number, key in enumerate(keys)
+    )
+    return Found(boundaries, keys)
+
+
+async def losses(scene: Scene, *requests: tuple[Found, dict[str, Any]]) -> list[dict[str, int]]:
+    """What each lost, by reason."""
+    told: list[dict[str, int]] = []
+    for found, fields in requests:
+        record = Record(lambda _: Explanation("r", "/v1/chat/completions"))
+
+        async def find(*given: Any, found: Found = found) -> ReadPrompt:
+            return ReadPrompt(found)
+
+        scene.shadow._find_boundaries = find
+        scene.shadow.add(asked(scene, record=record, **fields))
+        await scene.loss()
+        assert record.explanation.lost is not None
+        told.append(record.explanation.lost)
+    return told
+
+
+async def test_each_lost_token_counts_once_under_its_nearest_cause():
+    scene = Scene()
+    other = Worker("http://v", None, probed=probed("v#1", None, "m"))
+    scene.boots[:] = ["w#1", "v#1"]
+    told = await losses(
+        scene,
+        (with_text("a", "b", "c"), {}),
+        (with_text("a", "b", "d"), {}),  # two of three are there
+        (with_text("a", "b", "d"), {"cached": 160}),
+        (with_text("a", "b", "d"), {"cached": 400}),
+        (with_text("a", "b", "c", "e"), {"worker": other, "boot": "v#1"}),
+        (with_text("a", "b", "c", "e"), {"worker": other, "boot": "v#1", "cached": 320}),
+        (with_text("a", "b", "c"), {"boot": "w#2"}),
+    )
+    assert told == [
+        {},
+        {"unpatched": 320},
+        {"unpatched": 320},
+        {"unpatched": 80},
+        {"other_worker": 480},
+        {"unpatched": 320},
+        {"other_worker": 480},
+    ]
+    scene.boots[:] = ["x#1"]
+    told = await losses(scene, (with_text("a", "b", "f"), {"boot": "x#1"}), (with_text("z"), {"boot": "x#1"}))
+    assert told == [{"worker_restarted": 320}, {}]
+    tokens = {reason: each["tokens"] for reason, each in scene.shadow.status()["lost"].items()}
+    assert tokens == {"unpatched": 1040, "other_worker": 960, "worker_restarted": 320}
+    assert metric(scene, "lost_tokens_total", model="m", reason="other_worker") == 960
+
+
+async def test_beside_a_plugin_that_refuses_hints_what_it_would_have_kept_is_lost_to_that():
+    scene = Scene()
+    engine = EngineInfo("0.3.0", "0", match_unit=16, block_size=384, refused="a window")
+    scene.worker.probed = probed("w#1", engine, "m")
+    told = await losses(scene, (with_text("a"), {}), (with_text("a", "b"), {}))
+    assert told == [{}, {"hint_ignored": 160}] and scene.shadow.would_save()["tokens"] == 0
+
+
+async def test_what_is_lost_is_whole_match_units_beyond_what_was_had():
+    scene = Scene()
+    found = Found((Boundary("system", b"s", "first:1", tokens=47),), (b"s",))
+    told = await losses(scene, (found, {}), (found, {}), (found, {"cached": 16}), (found, {"cached": 32}))
+    assert told == [{}, {"unpatched": 32}, {"unpatched": 16}, {}]
+
+
+async def test_what_the_engine_would_have_learnt_counts_as_what_was_sent():
+    scene, ids = Scene(), list(range(400))
+
+    async def find(*given: Any) -> ReadPrompt:
+        return ReadPrompt(Found((), ()), ids=[*ids[:200], *(each + scene.answers for each in ids[200:])])
+
+    scene.shadow = scene.made(find)
+    lost = []
+    for _ in range(4):
+        scene.answers += 1000
+        scene.shadow.add(asked(scene))
+        lost.append(await scene.loss())
+    assert lost == [0, 0, 192, 192]
+
+
+async def test_what_a_worker_lost_before_its_cost_was_known_goes_with_it():
+    scene = Scene()
+    await losses(scene, (with_text("a"), {}), (with_text("a"), {}))
+    other = Worker("http://v", None, probed=probed("v#1", None, "m"))
+    await losses(
+        scene, (with_text("b"), {"worker": other, "boot": "v#1"}), (with_text("b"), {"worker": other, "boot": "v#1"})
+    )
+    assert scene.shadow.status()["tokens_without_seconds"] == 320
+    for change in (Change.CLEARED, Change.GIVEN):
+        scene.shadow.on_worker(scene.worker, change)
+    assert scene.shadow.status()["tokens_without_seconds"] == 320
+    scene.shadow.on_worker(scene.worker, Change.REMOVED)
+    assert scene.shadow.status()["tokens_without_seconds"] == 160
+    scene.shadow.on_worker(other, Change.REMOVED)
+    assert scene.shadow.status()["tokens_without_seconds"] == 0
+    for number in range(6):
+        prompt = 400 + 100 * number
+        scene.shadow.add(asked(scene, prompt=prompt, seconds=0.1 + 0.001 * prompt, alone=True))
+    await scene.loss()
+    told = scene.shadow.status()["plugin_would_save"]
+    computed = sum(0.1 + 0.001 * (400 + 100 * number) for number in range(6))
+    assert told["prefill_seconds"] == pytest.approx(computed), "of requests since it is there again alone"
+    assert list(scene.shadow.status()["learnt"]) == ["w"]
+
+
+async def test_the_status_says_what_was_watched_and_judged_so_far(scene):
+    assert scene.shadow.status()["lost"] == {} and scene.shadow.judged == 0
+    before = scene.shadow.status()["watched_seconds"]
+    await scene.judge(0, 0)
+    told = scene.shadow.status()
+    assert 0 <= before <= told["watched_seconds"] < 1e6
+    assert (told["requests"], told["cached_not_told"], told["waiting"], told["learnt"]) == ({"judged": 2}, 2, 0, {})
+    assert told["lost"] == {"unpatched": {"tokens": 320, "seconds": 0.0}}
+    assert scene.shadow.judged == 2
+
+
+async def test_an_answer_that_says_nothing_of_its_prompt_has_the_length_that_was_rendered():
+    scene = Scene()
+
+    async def find(*given: Any) -> ReadPrompt:
+        return ReadPrompt(FOUND, ids=list(range(350)))
+
+    scene.shadow = scene.made(find)
+    record = Record(lambda _: Explanation("r", "/v1/chat/completions"))
+    scene.worker.probed = replace(probed("w#1", None, "m", hits=0), at=time.perf_counter() + 1)
+    scene.shadow.add(asked(scene, prompt=None, cached=None, record=record))
+    await scene.loss()
+    assert (record.explanation.prompt, record.explanation.delivered) == (350, 0)
+    assert record.explanation.boundaries == ((320, "system"),)
+    assert scene.shadow.would_save()["computed_tokens"] == 350
+
+
+async def test_what_an_answer_said_itself_stands_in_its_explanation():
+    scene = Scene()
+    record = Record(lambda _: Explanation("r", "/v1/chat/completions", prompt=7, delivered=3))
+    scene.shadow.add(asked(scene, record=record))
+    await scene.loss()
+    assert (record.explanation.prompt, record.explanation.delivered, record.explanation.lost) == (7, 3, {})
+
+
+async def test_a_plain_prompt_is_as_long_as_what_it_can_have_lost(scene):
+    """A worker that counts fewer tokens than the boundaries have, as where it reports a part."""
+    await losses(scene, (with_text("a", "b"), {}), (with_text("a", "b"), {"prompt": 100}))
+    assert scene.shadow.would_save() == {
+        "tokens": 320,
+        "seconds": 0.0,
+        "computed_tokens": 720,
+        "prefill_seconds": 0.0,
+    }
+    assert scene.shadow.sums.since_start() == Totals(2, 720, 320, 0, 0)

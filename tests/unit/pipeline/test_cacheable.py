@@ -20,6 +20,7 @@ from proxy.pipeline.cacheable import (
     Ending,
     digest,
     directives_in,
+    is_allowed,
     is_repeatable,
     may_keep,
 )
@@ -51,6 +52,10 @@ GREEDY = {"model": "m", "temperature": 0}
         ({"seed": 0, "n": 2}, CHAT),
         ({"seed": 3, "use_beam_search": False}, RESPONSES),
         ({**GREEDY, "tools": [{"type": "function"}]}, RESPONSES),
+        ({**GREEDY, "tools": "none"}, RESPONSES),
+        ({**GREEDY, "tools": [{"type": "web_search"}]}, CHAT),
+        ({**GREEDY, "background": False}, RESPONSES),
+        ({"seed": 3, "use_beam_search": None}, CHAT),
         ({"input": "x"}, EMBEDDINGS),
         ({**GREEDY, "messages": [{"content": [{"image_url": {"url": "data:image/png;base64,AA"}}]}]}, CHAT),
         ({**GREEDY, "messages": [{"content": 'see "url": "http://a"'}]}, CHAT),
@@ -64,7 +69,13 @@ def test_a_deterministic_request_is_repeatable(body, path):
     ("body", "path"),
     [
         ({"model": "m"}, CHAT),
+        ({}, EMBEDDINGS),
         ({"temperature": "0"}, CHAT),
+        ({"temperature": False}, CHAT),
+        ({"temperature": 0.1}, CHAT),
+        ({"seed": 3.0}, CHAT),
+        ({"seed": 3, "use_beam_search": "perhaps"}, CHAT),
+        ({**GREEDY, "tools": [{"type": "function"}, 7]}, RESPONSES),
         ({"seed": True}, CHAT),
         ({"seed": -1}, CHAT),
         ({"temperature": 1, "seed": -1.0}, COMPLETIONS),
@@ -92,10 +103,13 @@ def test_requests_are_told_apart_by_all_that_answers_depend_on():
         asked(GREEDY, query=b"a=b"),
         asked(GREEDY, of=ann),
         asked(GREEDY, of=bob),
+        asked(GREEDY, RESPONSES),
         asked(GREEDY, RESPONSES, of=bob),
         asked(GREEDY, RESPONSES, of=cleo),  # only the key that asked can continue a response
         asked(GREEDY, headers=[(b"accept", b"ab")]),
         asked(GREEDY, headers=[(b"accept", b"a"), (b"accept", b"b")]),
+        asked(GREEDY, headers=[(b"accept", b"acookieb")]),
+        asked(GREEDY, headers=[(b"accept", b"a"), (b"cookie", b"b")]),
         asked(stream),  # the gateway asks for usage and takes it out again
         asked({**stream, "stream_options": {"include_usage": True}}),
     ]
@@ -110,7 +124,10 @@ def test_requests_are_told_apart_by_all_that_answers_depend_on():
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ([], Directives()),
+        ([], (False, False, False, None)),
+        ([b"public, immutable"], Directives()),
+        ([b"max-age = 7"], Directives(max_age=7)),
+        ([b"max-age"], Directives(max_age=0)),
         ([b"No-Store"], Directives(no_store=True)),
         ([b"a, no-cache", b'max-age="5"'], Directives(no_cache=True, max_age=5)),
         ([b"max-age=-1"], Directives(max_age=0)),
@@ -118,7 +135,8 @@ def test_requests_are_told_apart_by_all_that_answers_depend_on():
     ],
 )
 def test_cache_control_is_read_as_one_list(values, told):
-    assert directives_in([(b"cache-control", value) for value in values]) == told
+    others = [(b"pragma", b"no-store")]
+    assert directives_in([*others, *((b"cache-control", value) for value in values)]) == told
 
 
 @pytest.mark.parametrize(
@@ -126,12 +144,44 @@ def test_cache_control_is_read_as_one_list(values, told):
     [
         ([(b"vary", b"Origin, Accept-Encoding")], True),
         ([(b"vary", b"user-agent")], False),
+        ([(b"vary", b"origin"), (b"vary", b"user-agent")], False),
+        ([(b"vary", b"*")], False),
         ([(b"cache-control", b"private")], False),
+        ([(b"cache-control", b"no-cache")], False),
+        ([(b"cache-control", b"no-store")], False),
+        ([(b"cache-control", b"max-age=0")], True),
         ([(b"content-encoding", b"gzip")], False),
+        ([(b"content-type", b"a"), (b"content-encoding", b"gzip"), (b"x", b"y")], False),
+        ([(b"set-cookie", b"a=b"), (b"content-type", b"a")], False),
+        ([(b"content-type", b"a")], True),
     ],
 )
 def test_an_answer_says_whether_it_may_be_shared(headers, kept):
     assert may_keep(headers) is kept
+
+
+@pytest.mark.parametrize(
+    ("headers", "model", "models", "allowed"),
+    [
+        ([], "m", (), False),
+        ([], "m", ("m", "n"), True),
+        ([], "other", ("m", "n"), False),
+        ([], ["m"], ("m",), False),
+        ([], None, ("*",), True),
+        ([(b"accept", b"x"), (b"x-seamark-cache", b" Allow ")], "m", (), True),
+        ([(b"x-seamark-cache", b"no")], "m", (), False),
+        ([(b"accept", b"allow")], "m", (), False),
+    ],
+)
+def test_the_client_or_the_operator_lets_the_cache_answer(headers, model, models, allowed):
+    assert is_allowed(headers, model, models) is allowed
+
+
+def test_only_a_post_is_repeatable():
+    request = asked(GREEDY)
+    assert is_repeatable(request)
+    request.client = request.client._replace(method="GET")
+    assert not is_repeatable(request)
 
 
 def is_final(path: str, asked: Any, is_stream: bool, body: bytes, at_once: int = 2**30) -> bool:
@@ -243,3 +293,11 @@ def test_what_is_too_long_to_be_parsed_in_a_moment_is_no_final_answer_unless_it_
     assert not is_final(CHAT, {}, True, sse(long), 2**16)
     words = sse(*({"choices": [choice(None)], "pad": "x" * 2**16} for _ in range(40)), {"choices": [choice("stop")]})
     assert len(words) > 2 * LARGEST_JUDGED and is_final(CHAT, {}, True, words, 2**16)
+
+
+def test_up_to_a_mebibyte_is_parsed():
+    for more, final in ((0, True), (1, False)):
+        answer = json.dumps({"choices": [choice("stop")], "pad": ""}).encode()
+        whole = answer[:-2] + b"x" * (2**20 + more - len(answer)) + b'"}'
+        assert len(whole) == 2**20 + more
+        assert is_final(CHAT, {}, False, whole, 2**16) is final

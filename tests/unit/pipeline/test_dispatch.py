@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found, Place
 from proxy.boundaries.layout import layout_of
 from proxy.chat.reader import chat_request
-from proxy.errors import NoWorker, Overloaded
+from proxy.errors import BadRequest, NoWorker, Overloaded
 from proxy.fleet.worker import BREAKER_FAILURES, CircuitBreaker, Worker
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.http.client import Unreachable
@@ -46,11 +49,13 @@ class Scene:
         monkeypatch.setattr(EngineEvents, "sent", lambda _, worker, *what: self.sent.append((worker.boot, what[-1])))
         monkeypatch.setattr(EngineEvents, "refused", lambda _, worker, name: self.refused_by.append(worker.boot))
 
-    def request(self, failure: str | None = None) -> ProxiedRequest:
-        scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+    def request(
+        self, failure: str | None = None, path: str = "/v1/chat/completions", prefix: bytes = b"s", **body: Any
+    ) -> ProxiedRequest:
+        scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
         request = request_of(scope, b"x" * 400, "r", self.key)
-        request.body.parsed = {"model": "m"}
-        found = Found((SYSTEM,), (b"s",), failure=failure, renderer_id=RENDERER)
+        request.body.parsed = {"model": "m", **body}
+        found = Found((SYSTEM._replace(key=prefix),), (prefix,), failure=failure, renderer_id=RENDERER)
         request.prompt = Prompt(found=found, tokens=160)
         return request
 
@@ -330,3 +335,275 @@ async def test_what_is_kept_for_a_restarted_worker_holds_no_parsed_request(scene
     (replay,) = scene.warmup.hottest({"m"})
     assert replay.found == Found((SYSTEM,), renderer_id=RENDERER)
     assert scene.workers[0].hint(replay.found) == ("first:1",)
+
+
+def named(scene: Scene, **body: Any) -> ProxiedRequest:
+    """A request that continues a stored response."""
+    return scene.request(None, "/v1/responses", previous_response_id="resp_1", **body)
+
+
+@pytest.mark.parametrize(
+    ("status", "is_kept"), [(199, False), (200, True), (299, True), (300, False), (404, False), (500, False)]
+)
+async def test_the_worker_of_a_response_is_remembered_once_one_has_answered_for_it(two, status, is_kept):
+    worker, stored = two.workers[0], two.dispatcher._stored
+    assert two.dispatcher.seeks_on(named(two), worker, status) is (status == 404)
+    assert stored.boot("resp_1", "ann") == (worker.boot if is_kept else None)
+    plain = two.request()
+    assert two.dispatcher.seeks_on(plain, worker, status) is False and plain.asked == []
+
+
+async def test_a_response_is_sought_at_each_worker_that_was_not_asked(two):
+    request, (one, other) = named(two), two.workers
+    assert two.dispatcher.seeks_on(request, one, 404) and request.asked == [one]
+    async with two.dispatcher.lease(request) as lease:
+        assert lease.worker is other
+        assert not lease.seeks_on(404) and request.asked == [one, other]
+    assert lease.worker is other
+
+
+async def test_a_response_is_not_sought_beyond_the_worker_that_stores_it(two):
+    request, (one, other) = named(two), two.workers
+    stored = two.dispatcher._stored
+    stored.keep("resp_1", one.boot, "bob")  # another key's of the same name
+    stored.keep("resp_1", one.boot, "ann")
+    for _ in range(3):
+        async with two.dispatcher.lease(request) as lease:
+            assert lease.worker is one
+            assert not lease.seeks_on(404) and request.asked == []
+    request.asked += [one, other]
+    stored.keep("resp_1", other.boot, "ann")  # so another gateway tells meanwhile
+    assert two.dispatcher.seeks_on(request, one, 404)
+    stored.keep("resp_1", "an older boot", "ann")
+    assert not two.dispatcher.seeks_on(request, one, 404)
+
+
+async def test_16_workers_are_asked_for_a_response_and_no_more(two):
+    request, (one, other) = named(two), two.workers
+    two.dispatcher._stored.keep("resp_1", other.boot, "ann")
+    request.asked = [one] * 14
+    assert two.dispatcher.seeks_on(request, one, 404) and len(request.asked) == 15
+    assert not two.dispatcher.seeks_on(request, one, 404) and len(request.asked) == 16
+
+
+async def test_while_the_worker_of_a_response_is_down_nobody_else_is_asked(two):
+    one = two.workers[0]
+    two.dispatcher._stored.keep("resp_1", one.boot, "ann")
+    two.lose(one)
+    with pytest.raises(NoWorker, match="stores this response"):
+        async with two.dispatcher.lease(named(two)):
+            raise AssertionError
+    assert two.counted() == (0, 0, 0)
+
+
+async def test_whose_response_it_is_decides_before_a_model_that_is_not_named(in_memory, monkeypatch):
+    own = await in_memory(RecordingWorker(models=("m",)), RecordingWorker(models=("n",)), is_started=False)
+    await own.gateway.pool.check_all()
+    scene = Scene(own, monkeypatch)
+    async with scene.dispatcher.lease(named(scene, model="")):
+        assert scene.counted()[0] == 1
+    with pytest.raises(BadRequest):
+        async with scene.dispatcher.lease(scene.request(model="")):
+            raise AssertionError
+    assert scene.counted() == (0, 0, 0)
+
+
+async def test_a_lease_has_a_worker_once_it_is_entered(scene):
+    lease = scene.dispatcher.lease(scene.request())
+    with pytest.raises(RuntimeError):
+        _ = lease.worker
+    assert (lease.prefill_tokens, lease.waited, lease.prompt, lease.is_alone) == (0, 0.0, 0, False)
+    async with lease:
+        assert (lease.prefill_tokens, lease.prompt) == (160, 160)
+        lease.prefilled_to(100)
+        assert lease.prefill_tokens == 60
+        lease.prefilled_to(1000)
+        assert lease.prefill_tokens == 0
+    assert lease.prefill_tokens == 0 and lease.worker is scene.workers[0] and not lease.is_alone
+
+
+async def test_a_prompt_that_was_not_read_weighs_what_its_bytes_do(scene):
+    request = scene.request()
+    request.prompt = Prompt()
+    async with scene.dispatcher.lease(request) as lease:
+        assert lease.prompt == 100 and request.expected is None and request.timings.leased >= request.timings.choosing
+        lease.never_sent()
+    assert scene.refused_by == []  # nothing was recorded for it
+
+
+class Answer:
+    """Of a client, which can be referred to weakly."""
+
+    async def __call__(self, message: Any) -> None:
+        """Nobody looks at it."""
+
+
+@pytest.mark.parametrize("ends", ["released", "moved"])
+async def test_of_a_request_that_is_over_nothing_is_kept(two, ends):
+    send = Answer()
+    left = weakref.ref(send)
+    request = two.request()
+    request.reply._send = send
+    async with two.dispatcher.lease(request) as lease:
+        if ends == "moved":
+            assert lease.move_now()
+    del request, lease, send
+    gc.collect()
+    assert left() is None
+
+
+async def test_a_key_is_free_once_its_client_has_left_while_others_read_on(scene):
+    scene.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
+    scene.workers[0].max_inflight = 2
+    async with scene.dispatcher.lease(scene.request()) as lease:
+        waiting = asyncio.create_task(scene.dispatcher.acquire(scene.dispatcher.lease(scene.request())))
+        await asyncio.sleep(0)
+        assert (len(scene.queue), scene.key.under_way) == (1, 1)
+        lease.leave_key()
+        second = await waiting
+        assert scene.counted()[:2] == (2, 1) and lease.key is None
+        lease.leave_key()
+        assert scene.key.under_way == 1
+        second.release()
+        assert scene.counted()[:2] == (1, 0)
+        lease.release()
+        await scene.dispatcher.acquire(lease)  # at another worker, say
+        assert scene.counted()[:2] == (1, 0)
+    assert scene.counted() == (0, 0, 0)
+
+
+async def test_who_joins_an_answer_counts_at_its_key_until_it_leaves(scene):
+    scene.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
+    leave = scene.dispatcher.joins(scene.request())
+    assert scene.counted() == (0, 1, 0) and not scene.dispatcher.has_slot(scene.request())
+    waiting = asyncio.create_task(scene.dispatcher.acquire(scene.dispatcher.lease(scene.request())))
+    await asyncio.sleep(0)
+    assert scene.key.queued == 1
+    leave()
+    (await waiting).release()
+    leave()
+    assert scene.counted() == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "under_way", "queued", "wakes"),
+    [(1, 0, 1, True), (2, 1, 1, True), (2, 0, 1, False), (1, 0, 0, False), (0, 0, 1, False), (None, 0, 0, False)],
+)
+async def test_only_a_key_that_was_full_lets_another_of_its_requests_in(scene, limit, under_way, queued, wakes):
+    scene.key = None if limit is None else ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=limit), "salt")
+    if scene.key is not None:
+        scene.key.under_way, scene.key.queued = under_way, queued
+    leave = scene.dispatcher.joins(scene.request())
+    scene.dispatcher.released = Mock()
+    leave()
+    assert scene.dispatcher.released.call_count == wakes
+
+
+async def test_a_request_that_moves_frees_its_slot_for_who_waits(two):
+    async with two.dispatcher.lease(two.request()) as lease:
+        first = lease.worker
+        (other,) = (worker for worker in two.workers if worker is not first)
+        other.inflight = 1
+        waiting = asyncio.create_task(two.dispatcher.acquire(two.dispatcher.lease(two.request())))
+        await asyncio.sleep(0)
+        assert len(two.queue) == 1
+        other.inflight = 0
+        assert lease.move_now()
+        assert (await waiting).worker is first
+        (await waiting).release()
+
+
+class Instead:
+    """An answer that is there, from the second look on."""
+
+    def __init__(self) -> None:
+        self.looks, self.slots = 0, []
+
+    def find(self) -> Any:
+        self.looks += 1
+        return "an answer" if self.looks > 1 else None
+
+    def taken(self, lease: Any) -> None:
+        self.slots.append(lease)
+
+
+async def test_an_answer_that_is_there_needs_no_slot_and_a_slot_is_told(scene):
+    instead, lease = Instead(), scene.dispatcher.lease(scene.request())
+    assert await scene.dispatcher.acquire(lease, instead) is lease and instead.slots == [lease]
+    lease.release()
+    assert lease.request.timings.choosing <= lease.request.timings.leased
+    request = scene.request()
+    assert await scene.dispatcher.acquire(scene.dispatcher.lease(request), instead) == "an answer"
+    assert instead.slots == [lease] and scene.counted() == (0, 0, 0)
+    timings = request.timings
+    assert timings.asked is not None and timings.choosing >= timings.asked > 0 and timings.leased == 0
+    assert timings.waited_seconds > 0
+
+
+async def test_a_slot_is_there_only_behind_those_who_wait(scene):
+    async with scene.dispatcher.lease(scene.request()):
+        waiting = asyncio.create_task(scene.dispatcher.acquire(scene.dispatcher.lease(scene.request())))
+        await asyncio.sleep(0)
+        scene.workers[0].max_inflight = 2
+        assert not scene.dispatcher.has_slot(scene.request())
+        scene.dispatcher.released()
+        (await waiting).release()
+    assert scene.dispatcher.has_slot(scene.request())
+    scene.lose(*scene.workers)
+    assert not scene.dispatcher.has_slot(scene.request())
+
+
+@pytest.mark.parametrize("body", [{"prompt_cache_key": "one conversation"}, {"model": "in no list"}])
+async def test_what_belongs_together_goes_to_one_worker_where_nothing_else_decides(two, body):
+    for worker in two.workers:
+        worker.max_inflight = 0
+    chosen = set()
+    for number in range(12):
+        async with two.dispatcher.lease(two.request(None, prefix=b"%d" % number, **body)) as lease:
+            chosen.add(lease.worker.url)
+    assert len(chosen) == 1
+
+
+async def test_what_is_kept_for_a_restarted_worker_has_its_salt_and_the_name_that_is_listed(scene):
+    for _ in range(2):
+        request = scene.request(model="in no list")
+        request.body.put = {"cache_salt": "salt", "stream_options": {}}
+        request.body.names = ("model",)
+        async with scene.dispatcher.lease(request):
+            pass
+    (replay,) = scene.warmup.hottest({"m"})
+    assert (replay.endpoint, replay.put, replay.model) == ("/v1/chat/completions", {"cache_salt": "salt"}, "m")
+    assert replay.raw == request.body.raw and replay.names == ("model",)
+
+
+async def test_a_longer_prefix_of_a_conversation_takes_the_place_of_a_shorter_one(scene):
+    short = Found((SYSTEM,), (b"s",), renderer_id=RENDERER)
+    turn = SYSTEM._replace(kind="turn", key=b"t", estimate=300)
+    long = Found((SYSTEM, turn), (b"s", b"t"), renderer_id=RENDERER)
+    for found in (short, long, long):
+        request = scene.request()
+        request.prompt = Prompt(found=found, tokens=400)
+        async with scene.dispatcher.lease(request):
+            pass
+    assert [replay.found.boundaries for replay in scene.warmup.hottest({"m"})] == [long.boundaries]
+
+
+async def test_without_boundaries_nothing_is_kept_for_a_restarted_worker(scene):
+    for _ in range(2):
+        request = scene.request()
+        async with scene.dispatcher.lease(request):
+            pass
+        request.prompt = Prompt(found=Found(prefixes=(b"s",), renderer_id=RENDERER), tokens=160)
+    kept = len(scene.warmup)
+    async with scene.dispatcher.lease(request):
+        assert len(scene.warmup) == kept == 1
+
+
+async def test_a_plain_worker_is_expected_to_find_what_any_token_matches(scene):
+    (worker,) = scene.workers
+    request = scene.request()
+    async with scene.dispatcher.lease(request):
+        assert (request.expected.match_unit, request.expected.ahead) == (16, worker.engine.ahead)
+    worker.probed = probed("plain", None, "m")
+    async with scene.dispatcher.lease(request):
+        assert (request.expected.match_unit, request.expected.ahead) == (1, 0)

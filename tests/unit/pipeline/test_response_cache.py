@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from proxy.errors import KeyBusy, Overloaded, WorkerFailed
+from proxy.fleet.part import Change
 from proxy.fleet.probe import Probed
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
@@ -18,7 +19,15 @@ from proxy.metrics import Metrics
 from proxy.pipeline import response_cache
 from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.request import Choice, ProxiedRequest, request_of
-from proxy.pipeline.response_cache import SLACK_BYTES, Execution, Reader, ResponseCache
+from proxy.pipeline.response_cache import (
+    SLACK_BYTES,
+    Execution,
+    Hit,
+    Reader,
+    ResponseCache,
+    has_fixed_weights,
+    marked,
+)
 from proxy.pipeline.sse import HEARTBEATS
 from proxy.pipeline.stored_answers import PIECE_BYTES, Entry, Source, weight_of
 
@@ -624,3 +633,329 @@ async def test_a_stopping_server_lets_a_stream_say_so(worker, most):
     await asyncio.wait(reading)
     assert [client.body for client in clients] == [b"stopping"] * 2
     assert all(each.cancelled() for each in reading)
+
+
+@pytest.mark.parametrize(
+    ("model", "cards", "fixed"),
+    [
+        ("m", [[{"id": "m"}]], True),
+        ("m", [[{"id": "m", "parent": None}], [{"id": "n"}]], True),
+        ("m", [[{"id": "m"}], [{"id": "m", "parent": "base"}]], False),
+        ("ada", [[{"id": "m"}, {"id": "ada", "parent": "m"}]], False),
+        ("nobody's", [[{"id": "m"}]], False),
+        ("m", [], False),
+        ("", [[{"id": "ada", "parent": "m"}]], True),
+        (None, [], True),
+    ],
+)
+def test_an_adapter_may_be_replaced_and_a_base_model_may_not(model, cards, fixed):
+    workers = [Worker(f"http://{at}", None, probed=Probed(models=each)) for at, each in enumerate(cards)]  # type: ignore[arg-type]
+    assert has_fixed_weights(model, workers) is fixed
+
+
+@pytest.mark.parametrize(
+    ("age", "max_age", "found"), [(10.0, None, True), (10.0, 10.0, True), (10.5, 10.0, False), (0.0, 0.0, True)]
+)
+def test_a_client_says_how_old_an_answer_may_be(worker, monkeypatch, age, max_age, found):
+    held, stored = cache(), entry(worker)
+    held.answers.add(b"k", stored)
+    monkeypatch.setattr(response_cache, "time", SimpleNamespace(monotonic=lambda: stored.stored + age))
+    hit = held.hit(b"k", request(), max_age)
+    assert (hit is not None) is found and len(held.answers) == 1  # for others it stands
+    assert held.hit(b"another", request(), max_age) is None
+
+
+async def delivered(hit: Hit) -> tuple[list[Any], list[bool]]:
+    """What a client gets, and whether all of it has been sent each time."""
+    sent, over, watch = [], [], asgi.ClientWatch({}, _nothing)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        over.append(watch.over)
+
+    assert await hit.deliver(send, watch) is True
+    return sent, over
+
+
+async def test_a_stored_answer_is_sent_piece_by_piece_with_its_age_and_given_back(worker, monkeypatch):
+    held, headers = cache(2**22), [(b"content-type", b"text/event-stream")]
+    pieces = (b"a" * PIECE_BYTES, b"b" * (PIECE_BYTES - 1), b"c", b"d")
+    stored = Entry(headers, pieces, Source.of(worker, "m"))
+    held.answers.add(b"k", stored)
+    monkeypatch.setattr(response_cache, "time", SimpleNamespace(monotonic=lambda: stored.stored + 7.9))
+    hit = held.hit(b"k", request())
+    assert stored.readers == 1
+    (start, *parts), over = await delivered(hit)
+    own = [(b"age", b"7"), (b"x-request-id", b"id"), (b"x-seamark-cache", b"hit")]
+    assert (start["status"], start["headers"]) == (200, [*headers, *own])
+    assert [each["body"] for each in parts] == [pieces[0], pieces[1] + pieces[2], pieces[3]]
+    assert [each["more_body"] for each in parts] == [True, True, False] and over == [False, False, False, True]
+    assert stored.readers == 0 and stored.headers == headers
+    with pytest.raises(RuntimeError):
+        await delivered(hit)
+    hit.close()
+    assert stored.readers == 0 and is_hit(held)
+
+
+async def test_a_client_that_leaves_gives_a_stored_answer_back(worker):
+    held, stored = cache(), entry(worker)
+    held.answers.add(b"k", stored)
+    hit = held.hit(b"k", request())
+
+    async def fails(_: Any) -> None:
+        raise asgi.ClientGone
+
+    with pytest.raises(asgi.ClientGone):
+        await hit.deliver(fails, asgi.ClientWatch({}, _nothing))
+    assert stored.readers == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "is_void"),
+    [(Change.CLEARED, True), (Change.DISTRUSTED, True), (Change.GIVEN, False), (Change.ADAPTER, False)],
+)
+async def test_what_casts_doubt_on_a_workers_answers_voids_them_and_what_is_under_way(worker, change, is_void):
+    held, client = cache(), Client()
+    held.answers.add(b"stored", entry(worker))
+    execution = execution_of(held, worker, client)
+    answering(execution, 1, END)
+    other = Worker("http://b", None, up=True, probed=Probed(boot="9", models=worker.probed.models))  # type: ignore[arg-type]
+    held.on_worker(worker, change)
+    assert (held.execution(b"k", "m") is None) is is_void and (len(held.answers) == 0) is is_void
+    await client.read()
+    await execution.ended()
+    assert held.voided == is_void and not is_hit(held)
+    held.on_worker(other, change)
+    assert held.voided == 2 * is_void
+
+
+async def test_an_execution_can_be_joined_while_its_worker_is_what_it_was(worker):
+    held = cache()
+    first = execution_of(held, worker)
+    assert held.execution(b"k", "m") is first and held.execution(b"another", "m") is None
+    second = execution_of(held, worker)
+    held.close(first)  # whose place another one has taken
+    assert held.execution(b"k", "m") is second
+    worker.up = False
+    assert held.execution(b"k", "m") is None
+    worker.up = True
+    held.close(second)
+    held.close(second)
+    assert held.execution(b"k", "m") is None
+    for each in (first, second):
+        await each.ended()
+
+
+JSON_START: Any = {**START, "headers": [(b"content-type", b"application/json"), (b"x-seamark-reason", b"hit")]}
+
+ANSWER = b'{"choices":[{"index":0,"finish_reason":"stop"}]}'
+
+
+@pytest.mark.parametrize(
+    "but",
+    [
+        None,
+        "status",
+        "no-store",
+        "not final",
+        "failed",
+        "voided",
+        "moved",
+        "restarted",
+        "too large",
+    ],
+)
+async def test_an_answer_is_stored_if_it_is_whole_and_its_worker_is_what_it_was(worker, but):
+    held, client = cache(30_000), Client()
+    execution = execution_of(held, worker, client)
+
+    async def compute() -> None:
+        start = {**JSON_START, "headers": [*JSON_START["headers"], (b"content-length", b"7"), (b"x-mine", b"1")]}
+        if but == "no-store":
+            start["headers"].append((b"cache-control", b"no-store"))
+        await execution.send({**start, "status": 201 if but == "status" else 200})
+        if but == "failed":
+            client.request.reply.failed(502)
+        if but == "voided":
+            held.void("another")
+        if but == "moved":
+            client.request.give(Choice(Worker("http://b", None, up=True)))  # type: ignore[arg-type]
+        if but == "restarted":
+            worker.probed = Probed(boot="2", models=worker.probed.models)
+        body = ANSWER.replace(b"stop", b"abort") if but == "not final" else ANSWER
+        body += b" " * 8000 if but == "too large" else b""
+        await execution.send({"type": "http.response.body", "body": body})
+
+    execution.begin(asyncio.create_task(compute()))
+    assert await client.read() is True
+    await execution.ended()
+    hit = held.hit(b"k", request())
+    assert (hit is not None) is (but is None) and (held.answers.size > 0) is (but is None)
+    if hit is not None:
+        (start, body), _ = await delivered(hit)
+        assert start["headers"][:3] == [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"7"),
+            (b"x-mine", b"1"),
+        ]
+        assert body["body"] == ANSWER and b"x-seamark-reason" not in dict(start["headers"])
+
+
+@pytest.mark.parametrize("more", [0, 1])
+async def test_an_answer_is_kept_up_to_its_share_to_the_byte(worker, more):
+    held, client = cache(4 * (10 * weight_of(PIECE)) - more), Client()
+    execution = execution_of(held, worker, client)
+    ending = asyncio.Event()
+
+    async def compute() -> None:
+        await execution.send(START)
+        for _ in range(10):
+            await execution.send(piece())
+        await ending.wait()
+        await execution.send({"type": "http.response.body", "body": b""})
+
+    execution.begin(asyncio.create_task(compute()))
+    reading = asyncio.create_task(client.read())
+    while not client.has(10):
+        await turns(1)
+    assert (held.execution(b"k", "m") is execution) is (more == 0)
+    ending.set()
+    assert await reading is True
+
+
+async def test_pieces_are_joined_when_nobody_reads_them_any_more(worker):
+    for is_read in (True, False):
+        held, client = cache(2**22), Client()
+        execution = execution_of(held, worker, client)
+        reading = asyncio.create_task(client.read())
+        await turns(1)
+
+        async def compute(execution: Execution = execution, client: Client = client, is_read: bool = is_read) -> None:
+            await execution.send(STREAM_START)
+            for _ in range(9):
+                await execution.send({"type": "http.response.body", "body": b": x\n\n", "more_body": True})
+            if is_read:
+                while len(client.body) < 9 * 5:
+                    await turns(1)
+            else:
+                client.reads.clear()
+            await execution.send({"type": "http.response.body", "body": END})
+            if is_read:
+                while not client.ended:
+                    await turns(1)
+
+        execution.begin(asyncio.create_task(compute()))
+        await execution.ended()
+        stored = held.answers.get(b"k")
+        assert stored is not None and len(stored.pieces) == (1 if is_read else 10)
+        assert stored.weight == Entry(stored.headers, stored.pieces, stored.source).weight
+        client.reads.set()
+        assert await reading is True
+
+
+async def test_who_waits_for_an_execution_and_is_ended_ends_it(worker):
+    client = Client()
+    execution = execution_of(cache(), worker, client)
+    task = asyncio.create_task(asyncio.Event().wait())
+    execution.begin(task)
+    waiting = asyncio.create_task(execution.ended())
+    await turns(1)
+    waiting.cancel()
+    await asyncio.wait((waiting, task))
+    assert waiting.cancelled() and task.cancelled()
+    await execution.ended()  # it is over
+
+
+async def test_one_that_was_given_up_is_closed_for_its_own_client(worker):
+    left: list[int] = []
+    client = Client()
+    execution = execution_of(cache(), worker, client)
+    execution.own.leave_key = lambda: left.append(1)
+    await execution.ended()
+    assert left == [1]
+    with pytest.raises(RuntimeError):
+        await client.read()
+    await execution.ended()
+    assert left == [1]
+
+
+async def test_a_worker_that_waits_for_a_slow_client_goes_on_when_that_leaves(worker, monkeypatch):
+    monkeypatch.setattr(response_cache, "PATIENCE_SECONDS", 3600.0)
+    held = cache(2**20)
+    assert held.answers.take(None, 2**20 - 100)  # by others
+    execution, fast, slow, reading = await fast_and_slow(held, worker)
+    sent = answering(execution, 1000)
+    before = -1
+    while before != len(sent):
+        before = len(sent)
+        await turns()
+    assert 0 < before < 1000
+    slow.watch.gone = True
+    reading[1].cancel()
+    assert await reading[0] is True and fast.has(1000)
+
+
+async def test_a_server_that_stops_cuts_nothing_off_of_an_answer_that_is_all_there(worker):
+    client = Client()
+    execution = execution_of(cache(), worker, client)
+    answering(execution, 3)
+    await execution.ended()
+    client.reads.clear()
+    reading = asyncio.create_task(client.read())
+    await turns(1)
+    reading.cancel()
+    client.reads.set()
+    await asyncio.wait((reading,))
+    assert reading.cancelled() and client.has(3) and client.ended
+
+
+async def test_a_server_that_stops_ends_an_execution_once(worker):
+    clients, cancelled = [Client(), Client()], 0
+    execution = execution_of(cache(), worker, clients[0])
+    clients[1].joins(execution)
+    may_end = asyncio.Event()
+
+    async def compute() -> None:
+        nonlocal cancelled
+        await execution.send(START)
+        while True:
+            try:
+                await may_end.wait()
+                break
+            except asyncio.CancelledError:
+                cancelled += 1
+        await execution.send({"type": "http.response.body", "body": b"stopping"})
+
+    execution.begin(asyncio.create_task(compute()))
+    reading = [asyncio.create_task(client.read()) for client in clients]
+    while not all(client.request.reply.started for client in clients):
+        await turns(1)
+    for each in reading:
+        each.cancel()
+    await turns()
+    assert cancelled == 1
+    may_end.set()
+    await asyncio.wait(reading)
+    assert [client.body for client in clients] == [b"stopping"] * 2
+
+
+async def test_a_result_is_put_into_the_head_of_an_answer():
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    head, body = {**START, "headers": [(b"a", b"b")]}, {"type": "http.response.body", "body": b"x"}
+    for message in (head, body):
+        await marked(send, b"bypass")(message)
+    assert sent == [{**START, "headers": [(b"a", b"b"), (b"x-seamark-cache", b"bypass")]}, body]
+    assert head["headers"] == [(b"a", b"b")]
+
+
+def test_what_is_held_is_told_by_the_metrics(worker):
+    metrics = Metrics()
+    held = ResponseCache(2**20, metrics)
+    held.answers.add(b"k", entry(worker))
+    value = metrics.registry.get_sample_value
+    assert value("seamark_response_cache_bytes") == held.answers.size > 0
+    assert value("seamark_response_cache_entries") == 1

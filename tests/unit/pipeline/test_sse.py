@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from openai._streaming import SSEDecoder
 
 from proxy.chat.usage import Usage
-from proxy.errors import RETRY_AFTER_SECONDS, Overloaded, Unauthorized, WorkerFailed
 from proxy.pipeline import sse
-from proxy.pipeline.error_responses import error_body, error_event, error_headers
-from proxy.pipeline.sse import HEARTBEAT, SseRelay
+from proxy.pipeline.sse import HEARTBEAT, HEARTBEAT_BEHIND_IDS, Heartbeats, SseRelay, data_of_last, usage_in_stream
 
 DELTA = b'data: {"choices":[{"delta":{"content":"\xc3\xa9 \\"usage\\":{"}}]}\n\n'
 
@@ -191,35 +191,6 @@ async def test_an_event_without_end_is_not_held_for_ever():
     assert sum(map(len, sent)) == 10 * 2**20 + 6 and len(sent) > 1
 
 
-def test_each_apis_last_word():
-    error = WorkerFailed("It broke off.")
-    assert json.loads(error_event(error, "/v1/chat/completions")[6:])["error"]["code"] == "worker_failed"
-    name, data = error_event(error, "/v1/messages").splitlines()[:2]
-    assert name == b"event: error"
-    told = json.loads(data[6:])
-    assert (told["type"], told["error"]["type"]) == ("error", "api_error")
-    created = (
-        b'event: response.created\ndata: {"type":"response.created","response":{"id":"r","status":"in_progress"}}\n\n'
-    )
-    last = b'event: x\ndata: {"type":"x","sequence_number":7}\n\n'
-    name, data = error_event(error, "/v1/responses", created, last).splitlines()[:2]
-    told = json.loads(data[6:])
-    assert name == b"event: response.failed" and told["sequence_number"] == 8
-    assert told["response"]["id"] == "r" and told["response"]["status"] == "failed"
-    assert told["response"]["error"]["message"] == "It broke off."
-
-
-def test_an_error_says_in_its_headers_what_to_do():
-    assert error_headers(Unauthorized("no key"))["www-authenticate"] == "Bearer"
-    assert error_headers(Overloaded("full"))["retry-after"] == str(RETRY_AFTER_SECONDS)
-    assert error_headers(WorkerFailed("x")) == {"content-type": "application/json"}
-
-
-def test_errors_keep_openais_envelope_in_every_api():
-    for path in ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"):
-        assert set(json.loads(error_body(WorkerFailed("x"), path))["error"]) == {"message", "type", "param", "code"}
-
-
 async def test_an_event_nested_beyond_reason_arrives_as_it_came():
     deep = b'data: {"usage":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n\n"
     sent, relay = await relayed([deep, DONE], strips=True)
@@ -237,3 +208,202 @@ async def test_an_event_that_is_too_long_to_keep_goes_on_in_pieces(monkeypatch, 
     assert relay.usage == Usage(9, 0)
     assert max(map(len, sent)) <= 300 + size
     assert size == 1000 or sum(len(piece) > 250 for piece in sent) == 1  # it is not collected again
+
+
+async def test_a_stream_begins_once_with_its_first_piece():
+    begun = Mock()
+
+    async def send(_: Any) -> None:
+        """Nobody looks at it."""
+
+    async def chunks(*pieces: bytes):
+        for piece in pieces:
+            yield piece
+
+    await SseRelay(send).run(chunks(), begun)
+    assert not begun.called
+    await SseRelay(send).run(chunks(DELTA[:5], DELTA[5:], DONE), begun)
+    begun.assert_called_once_with()
+
+
+async def test_the_first_event_is_told_before_it_is_sent_and_once():
+    order: list[Any] = []
+
+    async def send(message) -> None:
+        order.append(message["body"])
+
+    async def chunks():
+        yield DELTA[:9]
+        yield DELTA[9:] + LAST
+        yield DONE
+
+    relay = SseRelay(send, opened=order.append)
+    await relay.run(chunks())
+    assert order == [DELTA, DELTA + LAST, DONE] and (relay.first, relay.last) == (DELTA, DONE)
+    kept = SseRelay(send)
+    await kept.run(chunks())
+    assert (kept.first, kept.last) == (b"", b"")
+
+
+async def test_lines_that_end_either_way_are_told_apart_in_one_piece():
+    one, other = b"data: 1\n\n", b"data: 2\r\n\r\n"
+    for stream in (one + other, other + one, one + other + one, other + one + other):
+        sent, relay = await relayed([stream + b"data: half"])
+        assert sent == [stream, b"data: half"]
+        assert relay.first == (one if stream.startswith(one) else other)
+
+
+async def test_the_end_of_a_stream_comes_behind_a_blank_line_if_an_event_was_cut():
+    sent: list[Any] = []
+
+    async def send(message) -> None:
+        sent.append((message["body"], message.get("more_body", False)))
+
+    relay = SseRelay(send)
+    await relay.finish(b"data: error\n\n")
+    assert sent == [(b"data: error\n\n", False)]
+    await relay.beat()
+    assert len(sent) == 1  # it is over
+    cut = SseRelay(send)
+    await cut._pass_on(b"data: half")
+    await cut.beat()
+    await cut.finish(b"data: error\n\n")
+    assert sent[1:] == [(b"data: half", True), (b"\n\ndata: error\n\n", False)]
+    plain = SseRelay(send)
+    await plain._pass_on(b"data: half")
+    await plain.finish()
+    assert sent[-1] == (b"", False)
+
+
+async def test_a_stream_that_is_cut_in_its_last_event_is_not_complete(monkeypatch):
+    monkeypatch.setattr(sse, "MAX_HELD_BYTES", 20)
+    _, relay = await relayed([DELTA, b"data: [DONE]" + b"x" * 100])
+    assert not relay.is_complete
+    _, relay = await relayed([DELTA, b"data: [DONE]" + b"x" * 100, b"\n\n"])
+    assert not relay.is_complete  # nor by the rest of one alone
+
+
+@pytest.mark.parametrize(
+    ("events", "data"),
+    [
+        (b'data:{"a":1}\n\n', {"a": 1}),
+        (b'data: {"a":1}\n\ndata: {"a":2}\n\n', {"a": 2}),
+        (b'data: {"a":1}\n\n: comment\n\n', {"a": 1}),
+        (b'data: {"a":1}\n\ndata: [2]\n\n', {}),
+        (b'data: {"a":1}\n\ndata: {\n\n', {}),
+        (b": comment\n\n", {}),
+        (b"", {}),
+    ],
+)
+def test_the_last_data_counts_and_nothing_but_an_object(events, data):
+    assert data_of_last(events) == data
+
+
+@pytest.mark.parametrize(
+    ("events", "usage"),
+    [
+        (USAGE + DONE, Usage(9, 0)),
+        (USAGE.replace(b"data: ", b"data:"), Usage(9, 0)),
+        (USAGE + USAGE.replace(b":9,", b":10,") + DONE, Usage(10, 0)),
+        (USAGE + b'data: {"usage":null}\n\n', Usage(9, 0)),
+        (USAGE + b'data: {"usage":\n\n', Usage(9, 0)),
+        (USAGE + b': "usage"\n\n', Usage(9, 0)),
+        (b'"usage"', None),
+        (DELTA, None),
+        (b"", None),
+    ],
+)
+def test_the_last_usage_that_can_be_read_counts(events, usage):
+    assert usage_in_stream(events) == usage
+
+
+async def test_a_response_is_that_of_the_last_event_that_has_one():
+    created, last = b'data: {"response":{"id":"r"}}\n\n', b'data: {"response":{"id":"r","status":"completed"}}\n\n'
+    for pieces, status in (([created, DELTA], None), ([created, last], "completed")):
+        _, relay = await relayed(pieces)
+        assert relay.response == ({"id": "r"} if status is None else {"id": "r", "status": status})
+    _, relay = await relayed([DELTA])
+    assert relay.response is None
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def test_a_stream_gets_a_comment_once_it_has_been_silent_for_the_interval(monkeypatch):
+    clock, slept, sent, turns = Clock(), [], [], asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        await turns.wait()
+        turns.clear()
+
+    monkeypatch.setattr(sse, "time", clock)
+    monkeypatch.setattr(sse, "asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task))
+    may_send = asyncio.Event()
+    may_send.set()
+
+    async def send(message) -> None:
+        sent.append(message["body"])
+        await may_send.wait()
+
+    async def after(seconds: float) -> int:
+        """The comments so far, so many seconds later."""
+        clock.now += seconds
+        turns.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return len(sent)
+
+    counted = Mock()
+    beats = Heartbeats(20.0, counted)
+    relay = SseRelay(send)
+    running = asyncio.create_task(beats.run())
+    with beats.watching(relay):
+        assert await after(0) == 0 and slept[0] == 5.0
+        assert await after(19.5) == 0
+        assert await after(0.5) == 1 and sent == [HEARTBEAT]
+        assert await after(10.0) == 1  # that was a sign of life
+        assert await after(10.0) == 2
+        may_send.clear()
+        assert await after(20.0) == 3
+        assert await after(20.0) == 3 and counted.inc.call_count == 3  # its client takes nothing
+        await relay.beat()
+        assert len(sent) == 3
+        may_send.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert await after(10.0) == 3
+        assert await after(10.0) == 4
+    assert await after(100.0) == 4
+    with pytest.raises(ZeroDivisionError), beats.watching(relay):
+        raise ZeroDivisionError
+    assert await after(100.0) == 4 and counted.inc.call_count == 4 and not beats._beats
+    running.cancel()
+
+
+async def test_without_an_interval_there_are_no_comments():
+    await Heartbeats(0, Mock()).run()
+
+
+async def test_a_comment_behind_ids_is_whole_and_another_may_follow():
+    sent: list[bytes] = []
+
+    async def send(message) -> None:
+        sent.append(message["body"])
+
+    async def chunks():
+        yield b"id: 1\n" + DELTA
+
+    relay = SseRelay(send)
+    await relay.run(chunks())
+    for _ in range(2):
+        await relay.beat()
+    await relay.finish(b"data: 1\n\n")
+    assert sent[1:] == [HEARTBEAT_BEHIND_IDS] * 2 + [b"data: 1\n\n"]

@@ -36,7 +36,7 @@ from proxy.routing.engine_events import (
 )
 from proxy.routing.prefix_index import PrefixIndex
 from tests.harness.probed import probed
-from tests.harness.virtual_time import VirtualTimeLoop
+from tests.harness.virtual_time import VirtualTimeLoop, on_virtual_time
 from tests.harness.waiting import until
 
 
@@ -105,8 +105,9 @@ class FeedInLines(Feed):
 
 @pytest.fixture(autouse=True)
 def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, a feed that answers does so in time."""
+    """However busy the machine is, a feed that answers does so in time, and is read in time."""
     monkeypatch.setattr(engine_events, "TIMEOUT", 30.0)
+    monkeypatch.setattr(engine_events, "READ_TIMEOUT", 250.0)
 
 
 WORKER = Worker("http://w", renderer=None, probed=probed("w#1", EngineInfo("0", "0", match_unit=16, block_size=384)))
@@ -564,3 +565,201 @@ async def test_what_other_gateways_have_at_a_worker_is_read_with_its_events():
         feed.status = 0
         feed.news.set()
         await until(lambda: worker.others == (0, 0))  # nothing is known any more
+
+
+@pytest.mark.parametrize(
+    ("header", "pin"),
+    [
+        ("hit,160,163,163,pinned", "pinned"),
+        ("hit,160,163,163,pinned,pinned", None),
+        ("hit,160,163,163,not one", None),
+        ("hit,160,163,163,", None),
+    ],
+)
+def test_what_became_of_a_pin_is_a_word_behind_the_positions(header, pin):
+    assert outcome_in(header) == (EngineOutcome("hit", 163, (163,), pin) if pin is not None else None)
+
+
+async def test_what_became_of_a_pin_is_told_to_who_asks_while_its_request_is_sent():
+    feed = Feed(old=False)
+    async with following(feed) as (events, _):
+        with events.pin_asked(WORKER, "p") as fate:
+            asking = asyncio.create_task(fate())
+            feed.tell([], pins=[["another", "released"]])
+            await until(lambda: len(feed.asked) == 3)
+            assert not asking.done()
+            feed.tell([], pins=[["another", "released"], ["p", "pinned"]])
+            assert await asking == "pinned" == await fate()
+            feed.tell([], pins=[["p", "released"]])  # the first word counts
+            await until(lambda: len(feed.asked) == 5)
+            assert await fate() == "pinned"
+        with events.pin_asked(WORKER, "p") as fate:
+            feed.tell([], pins=[["q", "pinned"]])
+            await until(lambda: len(feed.asked) == 6)
+            feed.told.pop("pins")
+            feed.tell([])  # of a plugin that tells nothing of pins
+            assert await fate() == ""
+
+
+async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monkeypatch):
+    monkeypatch.setattr(engine_events, "PIN_PATIENCE", 0.01)
+    feed = Feed(old=False)
+    async with reading(feed) as events:
+        with events.pin_asked(WORKER, "p") as fate:
+            assert await fate() == "" and not feed.asked
+    async with following(Feed(old=False)) as (events, _):
+        with events.pin_asked(WORKER, "p") as fate:
+            assert await fate() == ""
+    monkeypatch.setattr(engine_events, "PIN_PATIENCE", 1000.0)
+    feed = Feed(old=False)
+    async with following(feed) as (events, _):
+        with events.pin_asked(WORKER, "p") as fate:
+            feed.status = 0
+            feed.news.set()
+            assert await fate() == "", "the feed has ended"
+
+
+@pytest.mark.parametrize(("old", "held"), [(False, 0), (True, 163)])
+async def test_where_a_client_has_left_nothing_counts_as_held_until_the_engine_says_so(old, held):
+    feed, index = Feed(("x", "hit"), old=old), PrefixIndex(10**6)
+    async with reading(feed, index) as events:
+        events.sent(WORKER, "r", [SYSTEM], HINT)
+        index.record([SYSTEM], WORKER.boot)
+        assert await events.outcome_of(WORKER, "x") == EngineOutcome("hit")
+        events.left(WORKER, "another")
+        assert index.holds(b"s", WORKER.boot) == 163
+        events.left(WORKER, "r")
+        assert index.holds(b"s", WORKER.boot) == held
+
+
+async def test_what_a_worker_refused_or_did_not_find_is_not_held():
+    index = PrefixIndex(10**6)
+    async with reading(Feed(old=False), index) as events:
+        events.sent(WORKER, "r", [SYSTEM], HINT)
+        index.record([SYSTEM], WORKER.boot)
+        events.refused(WORKER, "another")
+        assert index.holds(b"s", WORKER.boot) == 163
+        events.refused(WORKER, "r")
+        assert index.holds(b"s", WORKER.boot) == 0
+        index.record([SYSTEM], WORKER.boot)
+        for left, found, held in (([], 160, 163), ([b"s"], 0, 163), ([], 144, 0)):
+            events.fell_short(WORKER, [b"s"], left, found)
+            assert index.holds(b"s", WORKER.boot) == held, (left, found)
+
+
+async def test_drafts_of_finished_requests_are_told_once_with_whether_they_hit():
+    feed, told, worker = Feed(old=False), [], replace(WORKER)
+    async with following(feed, worker=worker) as (events, _):
+        events.on_drafted = lambda *each: told.append(each)
+        outcomes = [["hit", "hit", 16], ["miss", "cold", 0], ["own-check-1", "hit", 16]]
+        feed.tell([], outcomes=outcomes, drafted=[])
+        await until(lambda: len(feed.asked) == 3)
+        assert not told and worker.draft_gate is None
+        drafted = [["hit", 2, 3], ["miss", 4, 5], ["own-check-1", 1, 1], ["unknown", 1, 1]]
+        feed.tell([], drafted=drafted, drafts={"state": "open", "id": "e"})
+        await until(lambda: len(feed.asked) == 4)
+        assert told == [(worker, (2, 3), True), (worker, (4, 5), False)]
+        assert worker.draft_gate is not None and worker.draft_gate.state == "open"
+        feed.tell([], drafted=drafted, drafts=None)
+        await until(lambda: len(feed.asked) == 5)
+        assert len(told) == 2 and worker.draft_gate is None
+        del feed.told["drafted"]  # an engine that counts none is not kept for
+        feed.tell([], outcomes=[["later", "hit", 16]])
+        await until(lambda: len(feed.asked) == 6)
+        feed.tell([], drafted=[["later", 1, 1]])
+        await until(lambda: len(feed.asked) == 7)
+        assert len(told) == 2
+
+
+async def test_a_worker_that_was_sent_nothing_for_long_is_not_read_until_the_next_request(monkeypatch):
+    monkeypatch.setattr(engine_events, "IDLE_SECONDS", -1.0)
+    feed = Feed(old=False)
+    async with reading(feed) as events:
+        for number in range(1, 4):
+            events.sent(WORKER, "r", [SYSTEM], HINT)
+            feed.news.set()
+            await until(lambda number=number: len(feed.asked) == number)
+            await until(lambda: events._feeds[WORKER.url].reader.done())
+        assert len(feed.asked) == 3
+
+
+async def test_what_ends_a_read_unforeseen_is_said_by_its_kind_and_nobody_waits_for_it(caplog):
+    class Odd(Feed):
+        async def ask(self, method, url, body=b"", timeout=None):
+            self.asked.append({})
+            raise RuntimeError("planned")
+
+    feed = Odd()
+    async with reading(feed) as events:
+        assert await events.outcome_of(WORKER, "r") is None
+        assert await events.outcome_of(WORKER, "q") is None and len(feed.asked) == 1
+    assert "events of worker w: RuntimeError" in caplog.text and "planned" not in caplog.text
+
+
+async def test_each_of_several_engines_is_read_by_its_rank_and_says_who_reads():
+    feed, worker = Feed(old=False), replace(WORKER, url="http://w#3")
+    async with following(feed, worker=worker) as (events, _):
+        events.sent(worker, "r", [], ())
+        assert [query["engine"] for query in feed.asked] == [["3"], ["3"]]
+    feed = Feed()
+    events = EngineEvents(feed, PrefixIndex(10**6), IdleWork(), Shelf(Metrics()), gateway_id="ab12")
+    await events.outcome_of(WORKER, "r")
+    await events.aclose()
+    assert feed.asked[0]["gateway"] == ["ab12"] and "engine" not in feed.asked[0] and "lines" not in feed.asked[0]
+
+
+@pytest.mark.parametrize(("positions", "known"), [(MOST_POSITIONS, True), (MOST_POSITIONS + 1, False)])
+async def test_a_request_has_no_more_positions_than_its_hint_has_entries(positions, known):
+    feed = Feed(old=False)
+    async with following(feed, [SYSTEM], HINT) as (events, index):
+        feed.tell([], resolved=[["q", 0, [7] * positions]], outcomes=[["q", "cold", 0]])
+        outcome = await events.outcome_of(WORKER, "q")
+        assert outcome == (EngineOutcome("cold", 0, (7,) * positions) if known else EngineOutcome("cold"))
+        assert index.holds(b"s", WORKER.boot) == (163 if known else 0)
+
+
+async def test_how_far_an_engine_has_computed_a_prompt_is_told_on():
+    feed, told = Feed(old=False), []
+    async with following(feed, [SYSTEM], HINT) as (events, _):
+        events.on_computed = lambda *each: told.append(each)
+        feed.tell([["came", "r", 100, []]], resolved=[["r", 0, [163]]])
+        await until(lambda: told)
+        feed.tell([["came", "r", 200, [[160, "5c"]]]])
+        await until(lambda: len(told) == 2)
+    assert told == [("r", 100, False), ("r", 200, True)]
+
+
+@on_virtual_time
+async def test_a_pause_ends_with_its_event_or_its_seconds() -> None:
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+    await engine_events._within(3.0, event)
+    assert loop.time() == 3.0
+    loop.call_later(1.0, event.set)
+    await engine_events._within(3.0, event)
+    assert loop.time() == 4.0
+
+
+async def test_while_the_gateway_closes_readers_end():
+    feed = Feed(old=False)
+    async with following(feed) as (events, _):
+        reader = events._feeds[WORKER.url].reader
+        other = replace(WORKER, url="http://v")
+        events.sent(other, "r", [], ())
+        await events.aclose()
+        assert reader.done() and events._feeds["http://v"].reader.done()
+
+
+async def test_where_a_read_brings_nothing_nobody_waits_for_another_one(monkeypatch):
+    monkeypatch.setattr(engine_events, "TIMEOUT", 1000.0)
+    async with reading(Feed(("r", "evicted"))) as events, asyncio.timeout(30):
+        assert await events.outcome_of(WORKER, "r") == EngineOutcome("evicted")
+        assert await events.outcome_of(WORKER, "later") is None
+
+
+@pytest.mark.parametrize(("lines", "is_read"), [(MOST_LINES, True), (MOST_LINES + 1, False)])
+async def test_a_read_has_so_many_lines_and_no_more(lines, is_read):
+    feed, index = Feed(), PrefixIndex(10**6)
+    feed.evil = [json.dumps(feed.told).encode()] * (lines - 1)
+    feed.evil.append(json.dumps({**feed.told, "outcomes": [["r", "evicted", 0]]}).encode())
+    async with reading(feed, index) as events:
+        assert await events.outcome_of(WORKER, "r") == (EngineOutcome("evicted") if is_read else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import Counter
 
 from proxy.boundaries.boundary import Boundary
 from proxy.routing.prefix_index import ENTRY_BYTES, HOLDER_BYTES, Holding, PrefixIndex
@@ -135,3 +136,73 @@ def test_the_index_is_bounded():
         prefix_index.record([Boundary("system", bytes([number]), 16, 16)], "a")
     assert len(prefix_index) == 10
     assert prefix_index.longest((bytes([99]),), ["a"]) and not prefix_index.longest((bytes([1]),), ["a"])
+
+
+def test_what_had_to_go_for_others_is_counted_and_what_was_used_last_stays():
+    evicted = Counter("evicted", "", registry=None)
+    prefix_index = PrefixIndex(2 * ENTRY_BYTES, evicted)
+    for name in (b"a", b"b", b"a", b"c"):
+        prefix_index.record([Boundary("system", name, 16, 16)], "w")
+    assert [bool(prefix_index.holds(name, "w")) for name in (b"a", b"b", b"c")] == [True, False, True]
+    assert (len(prefix_index), evicted._value.get()) == (2, 1)
+    small = PrefixIndex(1)
+    for name in (b"a", b"b"):
+        small.record([Boundary("system", name, 16, 16)], "w")
+    assert len(small) == 1 and small.holds(b"b", "w")  # one is kept, whatever its size
+
+
+def test_holders_take_room_once_each_and_give_it_back_with_their_prefix():
+    size = 2 * ENTRY_BYTES + HOLDER_BYTES
+    prefix_index = PrefixIndex(size)
+    for boot in ("v", "w", "w", "v"):
+        prefix_index.record([Boundary("system", b"a", 16, 16)], boot)
+    prefix_index.record([Boundary("system", b"b", 16, 16)], "v")
+    assert len(prefix_index) == 2
+    prefix_index.record([Boundary("system", b"c", 16, 16)], "v")
+    assert [bool(prefix_index.holds(name, "v")) for name in (b"a", b"b", b"c")] == [False, True, True]
+    prefix_index.record([Boundary("system", b"c", 16, 16)], "w")
+    assert len(prefix_index) == 2
+
+
+def test_an_engine_tells_lengths_of_prefixes_that_are_known_and_holdings_of_those_that_were_sent():
+    told = []
+    prefix_index = PrefixIndex(100 * ENTRY_BYTES)
+    prefix_index.on_held = lambda *each: told.append(each)
+    prefix_index.record([GUESSED], "a")
+    prefix_index.set_length(b"s", 0)
+    prefix_index.set_length(b"new", 100)
+    assert len(prefix_index) == 1 and prefix_index.longest((b"s",), ["a"]) == {"a": Holding(90, b"s", is_told=False)}
+    prefix_index.set_length(b"s", 1)
+    assert prefix_index.longest((b"s",), ["a"]) == {"a": Holding(1, b"s", is_told=True)}
+    prefix_index.set_held(b"s", "b", 64)
+    prefix_index.set_held(b"new", "a", 64)
+    assert (prefix_index.holds(b"s", "b"), prefix_index.holds(b"new", "a"), told) == (0, 0, [])
+    prefix_index.set_held(b"s", "a", 64)
+    prefix_index.set_held(b"s", "a", 0)
+    assert prefix_index.holds(b"s", "a") == 0 and told == [(b"s", 64, "a")]
+
+
+def test_what_is_forgotten_is_told_on_unless_another_gateway_told_it():
+    told = []
+    prefix_index = PrefixIndex(100 * ENTRY_BYTES)
+    prefix_index.on_forget = lambda keys, boot: told.append((list(keys), boot))
+    prefix_index.record([SYSTEM, TURN], "a")
+    prefix_index.record([SYSTEM], "b")
+    prefix_index.forget([b"new"], "a")
+    prefix_index.forget([b"s"], "a", remote=True)
+    assert not told and prefix_index.holds(b"s", "a") == 0 and prefix_index.holds(b"s", "b") == 100
+    prefix_index.forget([b"s", b"t"], "a")
+    assert told == [([b"t"], "a")]
+    prefix_index.forget_all("b")
+    prefix_index.forget_all("b")
+    assert told[1:] == [([b"s"], "b")]
+
+
+def test_the_deepest_beginning_that_was_sent_is_found_among_some_workers_or_all():
+    prefix_index = PrefixIndex(100 * ENTRY_BYTES)
+    prefix_index.record([SYSTEM, TURN], "a")
+    prefix_index.record([SYSTEM], "b")
+    sent = [prefix_index.sent((b"s", b"t", b"new"), boots) for boots in (["a", "b"], ["b"], ["c"])]
+    assert [prefix.tokens if prefix is not None else None for prefix in sent] == [400, 100, None]
+    ever = prefix_index.ever_sent((b"s", b"t", b"new"))
+    assert ever is not None and ever.tokens == 400 and prefix_index.ever_sent((b"new",)) is None

@@ -6,10 +6,12 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import Histogram
+from prometheus_client import CollectorRegistry, Histogram
 
-from proxy.errors import NoWorker, Overloaded
+from proxy.errors import KeyBusy, NoWorker, Overloaded
+from proxy.http.auth import ApiKey, KeyEntry
 from proxy.routing.queue import AdmissionQueue
+from tests.harness.virtual_time import on_virtual_time
 
 
 def queue_of(most: int = 8) -> AdmissionQueue:
@@ -129,3 +131,126 @@ async def test_a_worker_that_goes_while_its_requests_wait_stops_nobody():
     going.free.append("its slot")
     queue.wake()
     assert await first == "its slot"
+
+
+def key_of(inflight: int = 0, queued: int = 64, under_way: int = 0) -> ApiKey:
+    entry = KeyEntry(sha256="0" * 64, max_inflight=inflight, max_queued=queued)
+    return ApiKey("anns", entry, "salt", under_way=under_way)
+
+
+async def waits(task: asyncio.Task[str]) -> bool:
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return not task.done()
+
+
+async def test_a_key_at_its_limit_waits_for_itself_and_lets_others_pass():
+    slots, queue, key = Slots(), queue_of(), key_of(inflight=1, under_way=1)
+    slots.free += ["first", "second"]
+    own = asyncio.create_task(queue.acquire(key, "m", slots.take, slots.free.append))
+    assert await waits(own) and key.queued == 1
+    assert await queue.acquire(None, "m", slots.take, slots.free.append) == "second"
+    queue.wake()
+    assert await waits(own)
+    key.under_way = 0
+    queue.wake()
+    assert await own == "first" and (key.queued, len(queue)) == (0, 0)
+
+
+async def test_who_comes_later_does_not_pass_one_that_waits_for_the_same_slots_and_passes_for_others():
+    slots, others, queue = Slots(), Slots(), queue_of()
+    first = asyncio.create_task(queue.acquire(None, "m", slots.take, slots.free.append))
+    assert await waits(first)
+    slots.free.append("a slot")
+    others.free.append("another")
+    assert await queue.acquire(None, "n", others.take, others.free.append) == "another"
+    second = asyncio.create_task(queue.acquire(None, "m", slots.take, slots.free.append))
+    assert await waits(second) and slots.free == ["a slot"]
+    queue.wake()
+    assert await first == "a slot" and await waits(second)
+    slots.free.append("its slot")
+    queue.wake()
+    assert await second == "its slot"
+
+
+async def test_what_makes_a_slot_unnecessary_is_looked_for_first_if_the_key_may_have_another_request():
+    slots, queue = Slots(), queue_of()
+    slots.free.append("a slot")
+    assert await queue.acquire(None, "m", slots.take, slots.free.append, lambda: "found") == "found"
+    assert slots.free == ["a slot"]
+    assert await queue.acquire(None, "m", slots.take, slots.free.append, lambda: None) == "a slot"
+    key = key_of(inflight=1, under_way=1)
+    waiting = asyncio.create_task(queue.acquire(key, "m", slots.take, slots.free.append, lambda: "found"))
+    assert await waits(waiting)
+    queue.wake()
+    assert await waits(waiting)
+    key.under_way = 0
+    queue.wake()
+    assert await waiting == "found"
+
+
+async def test_a_key_has_so_many_requests_waiting_and_the_queue_so_many_in_all():
+    slots, queue, key = Slots(), queue_of(3), key_of(queued=2)
+    waiting = [asyncio.create_task(queue.acquire(key, "m", slots.take, slots.free.append)) for _ in range(2)]
+    for each in waiting:
+        assert await waits(each)
+    with pytest.raises(KeyBusy, match="2 requests of this API key are waiting already"):
+        await queue.acquire(key, "m", slots.take, slots.free.append)
+    waiting.append(asyncio.create_task(queue.acquire(None, "m", slots.take, slots.free.append)))
+    assert await waits(waiting[-1]) and len(queue) == 3
+    with pytest.raises(Overloaded, match="3 requests are waiting already: all workers are busy"):
+        await queue.acquire(key_of(), "m", slots.take, slots.free.append)
+    with pytest.raises(KeyBusy, match="3 requests are waiting already, and it may have 1 under way"):
+        await queue.acquire(key_of(inflight=1, under_way=1), "m", slots.take, slots.free.append)
+    slots.free += ["c", "b", "a"]
+    queue.wake()
+    assert await asyncio.gather(*waiting) == ["a", "b", "c"] and (key.queued, len(queue)) == (0, 0)
+
+
+@on_virtual_time
+async def test_a_request_waits_for_so_long_in_all_and_is_refused_by_what_it_waited_for() -> None:
+    slots, loop = Slots(), asyncio.get_running_loop()
+    for key, waited, error, words in (
+        (None, 0.0, Overloaded, "No slot became free within 5 seconds: all workers are busy"),
+        (key_of(), 2.0, Overloaded, "all workers are busy"),
+        (key_of(inflight=2, under_way=2), 0.0, KeyBusy, "within 5 seconds, and it may have 2 under way"),
+        (key_of(), 9.0, Overloaded, "within 5 seconds"),
+    ):
+        queue, began = queue_of(), loop.time()
+        with pytest.raises(error, match=words):
+            await queue.acquire(key, "m", slots.take, slots.free.append, waited=waited)
+        assert loop.time() - began == max(0.0, 5 - waited)
+        assert len(queue) == 0 and (key is None or key.queued == 0)
+
+
+async def test_how_long_requests_waited_is_observed_of_those_that_did():
+    registry = CollectorRegistry()
+    slots, queue = Slots(), AdmissionQueue(8, 5.0, Histogram("seconds", "", registry=registry))
+
+    def observed() -> tuple[float | None, float | None]:
+        return registry.get_sample_value("seconds_count"), registry.get_sample_value("seconds_sum")
+
+    slots.free.append("a slot")
+    await queue.acquire(None, "m", slots.take, slots.free.append)
+    assert observed() == (0, 0)
+    waiting = asyncio.create_task(queue.acquire(None, "m", slots.take, slots.free.append))
+    assert await waits(waiting)
+    slots.free.append("a slot")
+    queue.wake()
+    await waiting
+    count, seconds = observed()
+    assert count == 1 and seconds is not None and 0 < seconds < 3600
+
+
+async def test_a_slot_that_was_found_for_a_request_that_stays_is_not_given_back():
+    slots, given_back, queue = Slots(), [], queue_of()
+    waiting = asyncio.create_task(queue.acquire(None, "m", slots.take, given_back.append))
+    assert await waits(waiting)
+    slots.free.append("a slot")
+    queue.wake()
+    assert await waiting == "a slot" and not given_back
+    leaving = asyncio.create_task(queue.acquire(None, "m", slots.take, given_back.append))
+    assert await waits(leaving)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert not given_back and len(queue) == 0

@@ -36,6 +36,15 @@ def test_a_batch_is_read_as_it_was_packed(form):
     assert unpack(form, pack(form, WRITER, most)) == Batch(WRITER, most)
 
 
+def test_a_batch_has_the_bytes_that_gateways_of_the_same_formats_read_in_other_versions():
+    number = (160).to_bytes(4, "little")
+    holdings = [b"\x01" + KEY + number, b"\x02" + KEY + bytes(4), b"\x03" + KEY + bytes(4)]
+    assert pack(HOLDINGS, WRITER, RECORDS[HOLDINGS]) == b"smh3" + WRITER + b"".join(holdings)
+    assert pack(POSITIONS, WRITER, [(KEY, 160)]) == b"smp2" + WRITER + KEY + number
+    assert (holdings_stream("a#1")[:15], POSITIONS_STREAM) == (b"seamark:held:3:", b"seamark:positions:2")
+    assert (MAX_RECORDS, MAX_TOKENS) == (64, 2**24)  # of what others write
+
+
 @pytest.mark.parametrize("form", [HOLDINGS, POSITIONS])
 def test_what_is_no_batch_is_refused(form):
     whole = pack(form, WRITER, RECORDS[form])

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from proxy.http import asgi
 from proxy.http.asgi import BodyState
 from proxy.server.connection import LINGER_SECONDS, MAX_PIPELINED, Bounds, ConnectionState, bounded
+from proxy.server.descriptors import SPARE
 
 ROOT = Path(__file__).parents[3]
 
@@ -75,6 +76,8 @@ LIMIT = 1000
 TIMEOUT = 60.0
 
 SEND_TIMEOUT = 100.0
+
+CONNECTIONS = 10
 
 
 def test_the_version_is_capped_and_the_installed_one_is_within():
@@ -140,14 +143,17 @@ class Transport(asyncio.Transport):
 class Connection:
     """A client's connection to an application that waits until it may answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: int = 0) -> None:
+        """With `others` beside it at the same server."""
         self.scopes, self.bodies, self.may_answer = [], [], asyncio.Event()
         self.headers, self.pieces, self.is_whole = [(b"content-length", b"0")], [], False
-        protocol = bounded(Bounds(LIMIT, TIMEOUT, SEND_TIMEOUT, 10))
+        protocol = bounded(Bounds(LIMIT, TIMEOUT, SEND_TIMEOUT, CONNECTIONS))
         config = uvicorn.Config(self.app, interface="asgi3", http=protocol, ws="none", log_config=None, lifespan="off")
         config.load()
         self.transport = Transport()
-        self.protocol = config.http_protocol_class(config, ConnectionState(), {})
+        state = ConnectionState()
+        state.connections |= {object() for _ in range(others)}  # type: ignore[arg-type]  # counted only
+        self.protocol = config.http_protocol_class(config, state, {})
         self.protocol.connection_made(self.transport)
 
     async def app(self, scope, receive, send):
@@ -537,3 +543,109 @@ async def test_behind_a_head_without_an_end_nothing_more_is_read_while_a_request
     connection.may_answer.set()
     await turn()
     assert connection.status == 200 and connection.transport.closed and len(connection.scopes) == 1
+
+
+@pytest.mark.parametrize(
+    ("others", "is_crowded", "is_refused"),
+    [
+        (CONNECTIONS - 1, False, False),
+        (CONNECTIONS, True, False),
+        (CONNECTIONS + SPARE - 1, True, False),
+        (CONNECTIONS + SPARE, True, True),
+    ],
+)
+async def test_connections_beyond_those_that_fit_are_for_pages_and_some_more_are_refused_at_once(
+    others, is_crowded, is_refused
+):
+    connection = Connection(others)
+    assert connection.transport.closed is is_refused and bool(connection.transport.written) is is_refused
+    if is_refused:
+        assert connection.status == 503 and "max_connections" in connection.error["message"]
+        assert b"connection: close" in connection.transport.written
+    else:
+        connection.may_answer.set()
+        connection.send(GET)
+        await turn()
+        assert (asgi.IS_CROWDED in connection.scopes[0]["extensions"]) is is_crowded
+        assert connection.status == 200 and connection.transport.closed is is_crowded
+    connection.protocol.connection_lost(None)
+
+
+async def test_pieces_behind_a_head_that_was_held_go_out_one_by_one(connection):
+    connection.is_whole, connection.pieces = True, [b"ab", b"c", b"d"]
+    connection.headers = [(b"content-length", b"4")]
+    connection.may_answer.set()
+    connection.send(GET)
+    await turn()
+    body = connection.transport.written.partition(b"\r\n\r\n")[2]
+    assert body == b"abcd" and connection.transport.writes == 3 + 1  # uvicorn writes the end of a body, too
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_websocket"),
+    [
+        (b"connection: upgrade\r\nupgrade: websocket\r\n", True),
+        (b"connection: upgrade\r\nupgrade: h2c, WebSocket/13\r\n", True),
+        (b"connection: upgrade\r\nupgrade: h2c\r\n", False),
+        (b"connection: upgrade\r\nupgrade: h2c\r\nx: websocket\r\n", False),
+        (b"upgrade: websocket\r\n", False),  # which offers nothing
+    ],
+)
+async def test_an_offer_of_a_websocket_is_told_once(connection, fields, is_websocket):
+    connection.may_answer.set()
+    for sent in (b"GET / HTTP/1.1\r\nhost: a\r\n" + fields + b"\r\n", GET):
+        connection.send(sent)
+        await turn()
+    told = [asgi.WANTS_WEBSOCKET in scope["extensions"] for scope in connection.scopes]
+    assert told == [is_websocket, False] and not connection.transport.closed
+
+
+@pytest.mark.parametrize(("more", "status"), [(0, 200), (1, 431)], ids=["as long as a head may be", "a byte longer"])
+async def test_a_head_may_be_so_long_and_no_longer(connection, more, status):
+    """Of each header its name, its value, and four bytes around them; and the target."""
+    connection.may_answer.set()
+    rest = LIMIT - len("/x") - len("host") - len("a") - 4 - len("x") - 4
+    connection.send(b"GET /x HTTP/1.1\r\nhost: a\r\nx: " + b"b" * (rest + more) + b"\r\n\r\n")
+    await turn()
+    assert connection.status == status and connection.transport.closed is (status == 431)
+    if status == 200:
+        connection.send(GET)
+        await turn()
+        assert len(connection.scopes) == 2
+
+
+async def test_a_connection_that_is_kept_is_watched_again_after_each_answer(connection):
+    connection.may_answer.set()
+    for number in (1, 2, 3):
+        connection.send(GET)
+        await turn()
+        assert len(connection.scopes) == number and not connection.transport.closed
+    connection.pass_time(TIMEOUT + 1)
+    assert connection.transport.closed and not connection.transport.aborted
+
+
+async def test_a_client_that_takes_a_part_in_time_has_the_whole_time_again(connection):
+    connection.send(GET)
+    await turn()
+    connection.protocol.pause_writing()
+    begun = connection.protocol._free_since
+    connection.transport.unsent = 1000
+    connection.protocol.check(begun)
+    connection.protocol.check(begun + SEND_TIMEOUT)  # exactly so long is not too long
+    assert not connection.transport.closed
+    connection.transport.unsent = 999
+    connection.protocol.check(begun + SEND_TIMEOUT + 1)
+    connection.protocol.check(begun + 2 * SEND_TIMEOUT + 1)
+    assert not connection.transport.closed
+    connection.protocol.check(begun + 2 * SEND_TIMEOUT + 2)
+    assert connection.transport.aborted
+
+
+async def test_a_request_knows_of_a_client_that_has_left_already(connection):
+    left = []
+    connection.send(GET)
+    await turn()
+    register = connection.scopes[0]["extensions"][asgi.ON_DISCONNECT]
+    connection.protocol.connection_lost(None)
+    register(lambda: left.append(1))
+    assert left == [1]

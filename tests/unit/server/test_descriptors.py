@@ -14,6 +14,11 @@ from proxy.server.descriptors import RESERVED, SPARE, most_connections, raise_li
     ("limit", "wanted", "most"),
     [
         (256, 0, 96),
+        (257, 0, 96),
+        (258, 0, 97),
+        (256, 96, 96),
+        (256, 97, 96),
+        (256, 1, 1),
         (256, 10, 10),
         (256, 1000, 96),
         (10, 0, 1),
@@ -41,4 +46,10 @@ def test_the_soft_limit_is_raised_to_the_hard_one_where_that_is_allowed(monkeypa
 
     limits.append((256, 4096))
     monkeypatch.setattr(descriptors.resource, "setrlimit", forbidden)
+    raise_limit()
+
+
+def test_a_limit_that_is_reached_already_is_left_alone(monkeypatch):
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: (256, 256))
+    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda which, wanted: pytest.fail("it was set"))
     raise_limit()

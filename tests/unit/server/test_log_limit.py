@@ -47,5 +47,45 @@ def test_other_lines_are_not_counted(other):
 
 def test_many_different_messages_fill_no_memory():
     limit = LogLimit()
-    assert all(limit.filter(record(f"{number}")) for number in range(3 * MOST_MESSAGES))
-    assert len(limit._periods) <= MOST_MESSAGES
+    for number in range(3 * MOST_MESSAGES):
+        assert limit.filter(record(f"{number}")) and len(limit._periods) <= MOST_MESSAGES
+
+
+def test_as_many_lines_as_may_pass_leave_nothing_to_say(clock):
+    limit = LogLimit()
+    assert all(limit.filter(record("from %s", number)) for number in range(LINES))
+    clock[0] += PERIOD_SECONDS
+    again = record("from %s", 3)
+    assert limit.filter(again) and again.getMessage() == "from 3"
+    clock[0] += PERIOD_SECONDS - 1  # within the second period
+    assert [limit.filter(record("from %s", number)) for number in range(LINES)] == [True] * (LINES - 1) + [False]
+
+
+def test_a_message_that_is_known_costs_no_other_its_count(clock):
+    limit = LogLimit()
+    for number in range(MOST_MESSAGES):
+        assert all(limit.filter(record(f"{number}")) for _ in range(LINES))
+    assert not limit.filter(record("0"))
+    clock[0] += PERIOD_SECONDS
+    assert limit.filter(record("0"))
+    clock[0] -= 1
+    assert not limit.filter(record("1"))  # its period is not over
+
+
+def test_a_few_lines_a_minute_pass():
+    assert (LINES, PERIOD_SECONDS) == (5, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "is_limited"),
+    [
+        ("uvicorn", logging.WARNING, True),
+        ("uvicorn.error", logging.ERROR, True),
+        ("uvicornx", logging.WARNING, False),
+        ("uvicorn.error", logging.WARNING - 1, False),
+    ],
+)
+def test_warnings_and_worse_of_uvicorn_are_limited(clock, name, level, is_limited):
+    limit = LogLimit()
+    passed = [limit.filter(record("x", name=name, level=level)) for _ in range(LINES + 1)]
+    assert passed == [True] * LINES + [not is_limited]

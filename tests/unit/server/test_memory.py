@@ -18,14 +18,14 @@ MIB = 2**20
 def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Sets the limits of a process of 300 MiB, 60 of them resident; in MiB, None for no limit."""
 
-    def set_to(address_space: int | None, group: int | str | None) -> None:
+    def set_to(address_space: int | None, group: int | str | None, reserved: int = 0, loaded: int = 0) -> None:
         pages = MIB // resource.getpagesize()
         for name, content in (("statm", f"{300 * pages} {60 * pages} 1 1 0 1 0"), ("group", f"{group}")):
             (tmp_path / name).write_text(content)
         if isinstance(group, int):
             (tmp_path / "group").write_text(f"{group * MIB}\n")
-        monkeypatch.setattr(memory, "RESERVED_BYTES", 0)
-        monkeypatch.setattr(memory, "LOADED_BYTES", 0)
+        monkeypatch.setattr(memory, "RESERVED_BYTES", reserved * MIB)
+        monkeypatch.setattr(memory, "LOADED_BYTES", loaded * MIB)
         monkeypatch.setattr(memory, "PROCESS", tmp_path / "statm")
         monkeypatch.setattr(memory, "GROUP_LIMITS", (tmp_path / "group", tmp_path / "none"))
         soft = resource.RLIM_INFINITY if address_space is None else address_space * MIB
@@ -78,3 +78,53 @@ def test_what_the_program_takes_later_is_left_to_it(limits, monkeypatch):
 def test_without_a_way_to_know_nothing_changes(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "PROCESS", tmp_path / "none")
     assert room() is None
+
+
+def test_what_threads_and_modules_take_is_left_to_them(limits):
+    """An arena of 64 MiB for each of five threads in the address space, and 32 MiB of memory."""
+    reserved, loaded = memory.RESERVED_BYTES // MIB, memory.LOADED_BYTES // MIB
+    limits(1024, "max", reserved, loaded)
+    assert room() == (1024 - 300 - 5 * 64) * MIB
+    limits(None, 1024, reserved, loaded)
+    assert room() == (1024 - 60 - 32) * MIB
+    limits(1024, 200, reserved, loaded)
+    assert room() == (200 - 60 - 32) * MIB
+
+
+def test_where_nothing_is_left_each_bound_is_the_least_that_there_is(limits):
+    limits(200, "max")
+    found = fitted(Settings())
+    assert [getattr(found, name) for name in BOUNDS] == [1, 1, 1]
+    assert (found.max_body_bytes, found.max_connections) == (1, 1)
+    assert fitted(Settings(text_bytes=0)).text_bytes == 0
+
+
+def test_bounds_that_fit_exactly_are_left_alone(limits):
+    limits(340, "max")  # 40 MiB are left, and bounds get a quarter
+    exactly = Settings(max_bodies_bytes=5 * MIB, memory_bytes=4 * MIB, text_bytes=MIB, max_body_bytes=MIB)
+    assert fitted(exactly) is exactly
+    more = exactly.model_copy(update={"text_bytes": MIB + 100})
+    found = fitted(more)
+    assert found is not more and found.max_body_bytes == MIB and found.max_connections == 40
+
+
+def test_large_blocks_are_asked_to_be_given_back_where_the_allocator_can(monkeypatch):
+    asked = []
+
+    class Libc:
+        def __init__(self, name: None) -> None:
+            pass
+
+        def mallopt(self, what: int, size: int) -> None:
+            asked.append((what, size))
+
+    class Other:
+        def __init__(self, name: None) -> None:
+            pass
+
+    monkeypatch.setattr(memory.ctypes, "CDLL", Libc)
+    memory.give_large_blocks_back()
+    assert asked == [(-3, MIB)]  # M_MMAP_THRESHOLD
+    monkeypatch.setattr(memory.ctypes, "CDLL", Other)
+    memory.give_large_blocks_back()
+    assert len(asked) == 1

@@ -7,14 +7,18 @@ import inspect
 import signal
 import socket
 import time
+from contextlib import suppress
+from types import SimpleNamespace
 
+import httpx
 import pytest
 import uvicorn
 
 from proxy.errors import SettingsError
 from proxy.server import uvicorn_server
-from proxy.server.uvicorn_server import GatewayServer
+from proxy.server.uvicorn_server import GatewayServer, server_for
 from proxy.settings import Settings
+from tests.harness.waiting import until
 
 # Methods of the server that are overridden, with their parameters.
 METHODS = {
@@ -37,7 +41,7 @@ def test_uvicorn_has_the_method_that_is_overridden(name):
 
 
 def test_uvicorn_has_the_attributes_that_are_used():
-    assert vars(uvicorn.Server(uvicorn.Config("x"))).keys() >= ATTRIBUTES
+    assert vars(uvicorn.Server(uvicorn.Config("x", log_config=None))).keys() >= ATTRIBUTES
 
 
 class Files:
@@ -46,6 +50,8 @@ class Files:
     def __init__(self, error: Exception | None = None) -> None:
         self.is_stopping = False
         self.read, self._error = 0, error
+        self.settings = Settings(worker=("http://127.0.0.1:9",))
+        self.pool = SimpleNamespace(workers=[1])
 
     def read_files(self):
         self.read += 1
@@ -54,7 +60,9 @@ class Files:
 
 
 def server(gateway: Files, **settings) -> GatewayServer:
-    return GatewayServer(uvicorn.Config("x"), Settings(worker=("http://127.0.0.1:9",), **settings), gateway)
+    return GatewayServer(
+        uvicorn.Config("x", log_config=None), Settings(worker=("http://127.0.0.1:9",), **settings), gateway
+    )
 
 
 async def test_a_stop_has_its_delay_and_then_comes(monkeypatch):
@@ -125,3 +133,168 @@ def test_where_a_name_has_an_address_of_a_family_that_is_off_the_other_is_listen
     both.pop()
     with pytest.raises(SettingsError, match="port: nothing can listen on localhost"):
         uvicorn_server.bound("port", "localhost", 0)
+
+
+async def test_a_server_that_is_ending_already_has_no_delay_any_more():
+    gateway = Files()
+    made = server(gateway, stop_delay=5)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        made.handle_exit(each, None)
+    assert not gateway.is_stopping and not made.server_state.is_stopping and not made.force_exit
+    assert await made.on_tick(0) and made._captured_signals == [signal.SIGINT, signal.SIGTERM]
+
+
+async def test_a_delay_ends_at_its_very_end(monkeypatch):
+    made = server(Files(), stop_delay=5)
+    monkeypatch.setattr(uvicorn_server.time, "monotonic", lambda: 1000.0)
+    made.handle_exit(signal.SIGTERM, None)
+    monkeypatch.setattr(uvicorn_server.time, "monotonic", lambda: 1005.0)
+    assert await made.on_tick(0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "interval"), [({}, 1.0), ({"client_timeout": 2}, 0.5), ({"send_timeout": 1}, 0.25)]
+)
+def test_connections_are_looked_at_four_times_within_the_shortest_bound(settings, interval):
+    assert server(Files(), **settings)._interval == interval
+
+
+def test_a_signal_to_read_files_is_taken_while_the_server_runs_and_left_to_others_afterwards():
+    gateway, before = Files(), signal.getsignal(signal.SIGHUP)
+    made = server(gateway)
+    with suppress(ValueError), made.capture_signals():
+        signal.raise_signal(signal.SIGHUP)
+        assert asyncio.run(made.on_tick(0)) is False and gateway.read == 1
+        raise ValueError("planned")
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+async def ended(made: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    made.should_exit = True
+    await serving
+
+
+async def app(scope, receive, send) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def test_a_server_looks_after_its_clients_from_its_start_to_its_end():
+    config = uvicorn.Config(app, port=0, lifespan="off", log_config=None)
+    made = GatewayServer(config, Settings(worker=("http://127.0.0.1:9",), client_timeout=0.04), Files())
+    looked = asyncio.Event()
+    connection = Looked(looked)
+    made.server_state.connections.add(connection)
+    serving = asyncio.create_task(made.serve())
+    await looked.wait()
+    made.server_state.connections.discard(connection)
+    await ended(made, serving)
+    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})  # nothing looks after anybody any more
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers", "said", "unsaid"),
+    [
+        (
+            {},
+            [1],
+            ("base_url http://127.0.0.1:", "live page http://127.0.0.1:"),
+            ("API key", "shadow mode", "no worker"),
+        ),
+        ({"admin_port": 0}, [1], ("base_url",), ("live page",)),
+        ({"shadow": True}, [1], ("shadow mode",), ()),
+        ({}, [], ("there is no worker",), ()),
+        ({"workers_dns": ("http://workers:8000",), "worker": ()}, [], ("base_url",), ("there is no worker",)),
+    ],
+)
+async def test_a_server_says_where_it_is_reached_and_what_is_missing(caplog, settings, workers, said, unsaid):
+    gateway = Files()
+    gateway.settings = Settings(**{"worker": ("http://127.0.0.1:9",), **settings})
+    gateway.pool.workers = workers
+    config = uvicorn.Config(app, port=0, lifespan="off", log_config=None)
+    made = GatewayServer(config, gateway.settings, gateway)
+    with caplog.at_level("INFO", "seamark.gateway"):
+        serving = asyncio.create_task(made.serve())
+        await until(lambda: "base_url" in caplog.text)
+        await ended(made, serving)
+    assert [words for words in said if words not in caplog.text] == []
+    assert [words for words in unsaid if words in caplog.text] == []
+
+
+async def test_pages_have_a_server_of_their_own_for_as_long_as_the_gateway_runs(caplog):
+    settings = Settings(worker=("http://127.0.0.1:9",), port=0, admin_port=0, host="127.0.0.1", admin_host="127.0.0.1")
+    with caplog.at_level("INFO", "seamark.gateway"):
+        made = server_for(settings, {"version": 1, "incremental": True})
+        serving = asyncio.create_task(made.serve())
+        await until(lambda: "live page" in caplog.text and "base_url" in caplog.text)
+        (page,) = (line.rpartition(" ")[2] for line in caplog.text.splitlines() if "live page" in line)
+        (base,) = (line.partition("base_url ")[2].split()[0] for line in caplog.text.splitlines() if "base_url" in line)
+        async with httpx.AsyncClient() as client:
+            answers = [await client.get(url) for url in (page, base.removesuffix("/v1") + "/ui", base + "/../health")]
+            assert [answer.status_code for answer in answers] == [200, 404, 200]
+            assert "date" not in answers[2].headers and "server" not in answers[2].headers
+            await ended(made, serving)
+            with pytest.raises(httpx.ConnectError):
+                await client.get(page)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_a_port_that_is_had_is_bound_and_not_listened_at_yet(host):
+    sockets = uvicorn_server.bound("port", host, 0)
+    try:
+        assert sockets and all(each.getsockname()[1] for each in sockets)
+        assert not any(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) for each in sockets)
+        assert all(each.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) for each in sockets)
+        found = {each.family for each in sockets}
+        assert socket.AF_INET in found and (host or not socket.has_dualstack_ipv6() or socket.AF_INET6 in found)
+        for each in sockets:
+            if each.family == socket.AF_INET6:  # the other socket has IPv4
+                assert each.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def test_a_port_that_is_taken_is_told_with_what_holds_it(monkeypatch):
+    monkeypatch.setattr(uvicorn_server, "holder_of", lambda host, port: f"somebody at {host}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            SettingsError, match=rf"admin_port: .* on 127.0.0.1:{port} .*; it is held by somebody at 127"
+        ):
+            uvicorn_server.bound("admin_port", "127.0.0.1", port)
+        with pytest.raises(SettingsError, match=r"held by somebody at 127\.0\.0\.1"):
+            uvicorn_server.bound("port", "0.0.0.0", port)  # noqa: S104  which is taken
+        monkeypatch.setattr(uvicorn_server, "holder_of", lambda host, port: "")
+        with pytest.raises(SettingsError) as refused:
+            uvicorn_server.bound("port", "127.0.0.1", port)
+    assert "held" not in str(refused.value)
+
+
+def test_an_address_that_cannot_be_had_is_not_asked_who_holds_it(monkeypatch):
+    monkeypatch.setattr(uvicorn_server, "holder_of", lambda host, port: pytest.fail("it was asked"))
+    with pytest.raises(SettingsError, match=r"port: nothing can listen on 192\.0\.2\.1:8080"):
+        uvicorn_server.bound("port", "192.0.2.1", 8080)
+
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(SettingsError, match=r"port: nothing can listen on elsewhere:8080 \(not known\)"):
+        uvicorn_server.bound("port", "elsewhere", 8080)
+
+
+def test_where_one_of_several_addresses_cannot_be_had_none_is_kept(monkeypatch):
+    addresses = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, 0)) for host in ("127.0.0.1", "192.0.2.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
+    made = []
+
+    class Socket(socket.socket):
+        def __init__(self, *args: int) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(uvicorn_server.socket, "socket", Socket)
+    with pytest.raises(SettingsError):
+        uvicorn_server.bound("port", "name", 0)
+    assert len(made) == 2 and all(each.fileno() == -1 for each in made)

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from proxy.errors import SettingsError
+from proxy.boundaries.boundary import Boundary, Found
+from proxy.errors import BadRequest, NotFound, PinRefused, SettingsError
+from proxy.fleet.hot_prefixes import WarmupRequest
+from proxy.fleet.part import Change
+from proxy.fleet.worker import Worker
+from proxy.fleet.worker_metrics import EngineInfo
+from proxy.http.client import Broken, Unreachable
 from proxy.pipeline import pinned_prompts
 from proxy.pipeline.gateway import Gateway
+from proxy.pipeline.pinned_prompts import Fate, PinnedPrompt, PinnedPrompts
+from proxy.pipeline.replayer import Replayed
+from proxy.routing import engine_events
 from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import LAST_USER, TURN_END, chat
 from tests.harness.in_memory_gateway import InMemoryGateway
+from tests.harness.probed import probed
 from tests.harness.recording_worker import RecordingWorker
 from tests.harness.waiting import until
 
@@ -152,6 +164,7 @@ async def test_what_the_answer_does_not_say_the_engines_report_does(in_memory):
 @pytest.mark.parametrize("version", ["0.2.0", "0.3.0"])
 async def test_a_worker_that_says_nothing_of_pins_is_not_asked_again(in_memory, version, monkeypatch):
     monkeypatch.setattr(pinned_prompts, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(engine_events, "PIN_PATIENCE", 0.1)
     worker = RecordingWorker(version=version, cached=0)
     own = await in_memory(worker)
     worker.engine._pin = lambda *_: ""  # type: ignore[method-assign]
@@ -359,3 +372,371 @@ async def test_a_file_that_cannot_be_used_stops_the_start_with_one_line(
 async def test_in_shadow_mode_nothing_is_pinned(in_memory, worker):
     own = await in_memory(worker, shadow=True)
     assert (await pin(own)).status_code == 200 and await word(own, worker) == "waiting" and not worker.requests
+
+
+class Scene:
+    """Pins before workers that say what they are told to."""
+
+    def __init__(self, *names: str, keys: Any = None, **settings: Any) -> None:
+        engine = EngineInfo("0.3.0", "0.32.0", match_unit=16, block_size=384)
+        self.workers = [
+            Worker(f"http://{name}", None, up=True, probed=probed(name, engine, "m", "n"))  # type: ignore[arg-type]
+            for name in names or ("a",)
+        ]
+        for each in self.workers:
+            each.renderer_ids["m"] = b"one"
+        self.said: Any = "pinned"  # a word, an answer, an error, or a function of the worker's name and the wish
+        self.sent: list[tuple[str, str, bool]] = []  # to whom, which text, and whether it is to be pinned
+        self.found = Found((Boundary("system", b"s", "first:1"),), (b"s",), renderer_id=b"one")
+        self.waits: asyncio.Event | None = None
+        pool = SimpleNamespace(workers=self.workers, up=self.workers)
+        self.pins = PinnedPrompts(
+            Settings(**settings),
+            pool,  # type: ignore[arg-type]
+            keys,
+            SimpleNamespace(find_beside=self._find),  # type: ignore[arg-type]
+            SimpleNamespace(send=self._send),  # type: ignore[arg-type]
+        )
+
+    async def _find(self, request: Any, worker: Worker) -> Found:
+        assert request.body.parsed["messages"] and request.body.memory.size > 0
+        return self.found
+
+    async def _send(self, worker: Worker, prompt: WarmupRequest, *, pin: bool) -> Replayed:
+        self.sent.append((worker.name, json.loads(prompt.raw)["messages"][0]["content"], pin))
+        if self.waits is not None:
+            await self.waits.wait()
+        said = self.said(worker.name, pin) if callable(self.said) else self.said
+        if isinstance(said, Exception):
+            raise said
+        if isinstance(said, Replayed):
+            return said
+        answer = json.dumps({"usage": {"prompt_tokens": 100}}).encode()
+        return Replayed(200, answer, said if pin else "released")
+
+    async def add(self, name: str, text: str = "Tide?", **more: Any) -> dict[str, Any]:
+        return await self.pins.add(json.dumps({"name": name, "body": body_of(text, **more)}).encode())
+
+    def words(self, name: str = "rules") -> dict[str, str]:
+        (shown,) = (each for each in self.pins.as_json() if each["name"] == name)
+        workers: dict[str, str] = shown["workers"]
+        return workers
+
+
+def body_of(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "system", "content": text}], **more}
+
+
+@pytest.mark.parametrize(
+    ("word", "boot", "seconds", "model", "is_due"),
+    [
+        (None, "w", 0, "m", True),
+        (None, "w", 0, "another", False),
+        ("pinned", "w", 99, "m", False),
+        ("pinned", "an older boot", 0, "m", True),
+        ("no_room", "w", 99, "m", False),
+        ("not_told", "w", 99, "m", False),
+        ("not_cached", "w", 99, "m", False),
+        ("failed", "w", 29.5, "m", False),
+        ("failed", "w", 30.0, "m", True),
+        ("failed", "w", 30.0, "another", False),
+        ("no_facts", "w", 29.5, "m", False),
+        ("no_facts", "w", 30.0, "m", True),
+    ],
+)
+def test_a_prompt_is_due_where_it_is_not_known_to_be_and_again_where_that_may_pass(
+    monkeypatch, word, boot, seconds, model, is_due
+):
+    monkeypatch.setattr(pinned_prompts, "time", SimpleNamespace(monotonic=lambda: 1000.0 + seconds))
+    at = Worker("http://w", None, probed=probed("w", None, "m"))  # type: ignore[arg-type]
+    prompt = PinnedPrompt("rules", model, b"", None, False)
+    if word is not None:
+        prompt.fates["http://w"] = Fate(at.boot if boot == "w" else boot, word, 1000.0)
+    assert prompt.is_due(at) is is_due
+    assert prompt.fate(at) == ("waiting" if word is None or boot != "w" else word)
+
+
+@pytest.mark.parametrize(
+    ("word", "refused_at", "is_to_go"),
+    [
+        ("pinned", None, True),
+        ("pinned", 70.5, False),
+        ("pinned", 70.0, True),
+        ("failed", None, False),
+        (None, None, False),
+    ],
+)
+def test_a_prompt_that_a_worker_did_not_release_is_let_go_half_a_minute_later(monkeypatch, word, refused_at, is_to_go):
+    monkeypatch.setattr(pinned_prompts, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    at = Worker("http://w", None, probed=probed("w", None, "m"))  # type: ignore[arg-type]
+    prompt = PinnedPrompt("rules", "m", b"", None, False)
+    if word is not None:
+        fate = Fate(at.boot, word, 0.0)
+        prompt.fates["http://w"] = fate if refused_at is None else fate._replace(refused_at=refused_at)
+    assert prompt.is_to_go(at) is is_to_go
+
+
+def write_bodies(path: Path, *texts: str) -> int:
+    """Prompts called by their places; their bytes."""
+    path.write_text(json.dumps([{"name": f"{at}", "body": body_of(text)} for at, text in enumerate(texts)]))
+    return sum(len(json.dumps(body_of(text))) for text in texts)
+
+
+def test_a_file_may_name_64_prompts_of_a_few_bytes(tmp_path, monkeypatch):
+    path = tmp_path / "prefixes.json"
+    for number in (64, 65):
+        size = write_bodies(path, *["Tide?"] * number)
+        if number == 64:
+            assert len(Scene(prefixes_file=path).pins) == 64
+    with pytest.raises(SettingsError, match="names 65 prompts; 64 can"):
+        Scene(prefixes_file=path)
+    size = write_bodies(path, "Tide?", "Ebb?")
+    monkeypatch.setattr(pinned_prompts, "MOST_BYTES", size)
+    assert len(Scene(prefixes_file=path).pins) == 2
+    monkeypatch.setattr(pinned_prompts, "MOST_BYTES", size - 1)
+    with pytest.raises(SettingsError, match="together"):
+        Scene(prefixes_file=path)
+
+
+def test_two_prompts_of_one_name_are_told(tmp_path):
+    path = tmp_path / "prefixes.json"
+    path.write_text(json.dumps([{"name": name, "body": body_of("Tide?")} for name in ("a", "b", "a")]))
+    with pytest.raises(SettingsError, match="two prompts are called 'a'"):
+        Scene(prefixes_file=path)
+
+
+async def test_pins_are_added_up_to_the_last_that_fits(monkeypatch):
+    scene = Scene()
+    for number in range(64):
+        await scene.add(f"{number:02}")
+    with pytest.raises(BadRequest, match="64 prompts are pinned already") as error:
+        await scene.add("one more")
+    assert error.value.param == "name"
+    await scene.add("00", "Ebb?")  # in the place of one
+    assert [each["name"] for each in scene.pins.as_json()] == [f"{number:02}" for number in range(64)]
+    few = Scene()
+    monkeypatch.setattr(pinned_prompts, "MOST_BYTES", 2 * len(json.dumps(body_of("Tide?"))))
+    await few.add("a")
+    await few.add("b")
+    with pytest.raises(BadRequest, match="together") as error:
+        await few.add("b", "Tides?")
+    assert error.value.param == "body" and len(few.pins) == 2
+
+
+async def test_a_prompt_of_the_file_is_changed_there_alone(tmp_path):
+    path = tmp_path / "prefixes.json"
+    write_bodies(path, "Tide?", "Ebb?")
+    scene = Scene(prefixes_file=path)
+    await scene.add("mine")
+    for call in (scene.add("0"), scene.pins.remove("0")):
+        with pytest.raises(BadRequest, match="prefixes_file") as error:
+            await call
+        assert error.value.param == "name"
+    with pytest.raises(NotFound):
+        await scene.pins.remove("nobody's")
+    write_bodies(path, "Tide?", "Neap?")
+    scene.sent.clear()
+    scene.pins.refresh()
+    await scene.pins.make_all()
+    assert sorted(scene.sent) == [("a", "Ebb?", False), ("a", "Neap?", True)]  # what stays is not sent again
+    path.write_text("[]")
+    scene.pins.refresh()
+    assert [each["name"] for each in scene.pins.as_json()] == ["mine"]
+    path.write_text(json.dumps([{"name": "mine", "body": body_of("Tide?")}]))
+    scene.pins.refresh()
+    assert [each["from_file"] for each in scene.pins.as_json()] == [True]
+    await scene.pins.make_all()  # the others are released, of which one was its double
+    scene.sent.clear()
+    scene.pins.refresh()
+    await scene.pins.make_all()
+    assert scene.sent == []
+
+
+@pytest.mark.parametrize(
+    ("said", "word", "is_logged"),
+    [
+        ("pinned", "pinned", False),
+        ("", "not_told", True),
+        ("not_cached", "not_cached", True),
+        (Replayed(500, b""), "failed", True),
+        (Unreachable("refused"), "failed", True),
+        (Broken("gone"), "failed", True),
+        (KeyError("You pilot ships."), "failed", True),
+    ],
+)
+async def test_what_a_worker_makes_of_a_wish_is_said_in_a_word(caplog, said, word, is_logged):
+    scene = Scene()
+    scene.said = said
+    shown = await scene.add("rules")
+    assert shown["workers"] == {"a": word} == scene.words()
+    assert ("is not pinned at worker a" in caplog.text) is is_logged and "pilot" not in caplog.text
+    assert ("KeyError" in caplog.text) is isinstance(said, KeyError)
+    assert shown["tokens"] == (100 if not isinstance(said, Exception | Replayed) else 0)
+
+
+@pytest.mark.parametrize("answer", [b"{", b"{}", b"[1]", b'{"usage":7}', b'{"usage":{"prompt_tokens":"x"}}'])
+async def test_a_length_that_an_answer_does_not_say_stays_what_it_was(answer):
+    scene = Scene("a", "b")
+    scene.said = lambda name, pin: "pinned" if name == "a" else Replayed(200, answer, "pinned")
+    assert (await scene.add("rules"))["tokens"] == 100
+    scene.said = Replayed(200, answer, "pinned")
+    assert (await scene.add("more"))["tokens"] == 0
+
+
+async def test_without_facts_nothing_is_sent():
+    scene = Scene()
+    scene.found = Found(failure="no_facts")
+    assert (await scene.add("rules"))["workers"] == {"a": "no_facts"} and scene.sent == []
+
+
+async def test_a_worker_that_gets_no_hints_is_sent_nothing_to_pin_and_still_lets_go():
+    scene = Scene()
+    await scene.add("rules")
+    scene.workers[0].cache.hints_allowed = False
+    assert (await scene.add("more"))["workers"] == {"a": "waiting"}
+    scene.sent.clear()
+    scene.found = Found((Boundary("system", b"s", "first:1"),), (b"s",), renderer_id=b"one")
+    await scene.pins.prepare(scene.workers[0])
+    assert scene.sent == []
+    scene.workers[0].cache.hints_allowed = True
+    await scene.pins.prepare(scene.workers[0])
+    assert scene.sent == [("a", "Tide?", True)]
+
+
+async def test_a_prompt_is_refused_if_no_worker_has_room_and_kept_if_any_has():
+    scene = Scene("a", "b")
+    scene.said = "no_room"
+    with pytest.raises(PinRefused):
+        await scene.add("rules")
+    assert len(scene.pins) == 0
+    scene.said = lambda name, pin: "no_room" if name == "a" else "failed-in-its-own-way"
+    assert set((await scene.add("rules"))["workers"].values()) == {"no_room", "failed-in-its-own-way"}
+    for worker in scene.workers:
+        worker.probed = probed(worker.boot, worker.engine, "n")
+    scene.said = "no_room"
+    assert set((await scene.add("more"))["workers"].values()) == {"waiting"}  # nobody serves it
+
+
+async def test_what_is_let_go_makes_room_for_what_had_none_and_for_its_double():
+    scene = Scene()
+    await scene.add("one")
+    await scene.add("double")
+    await scene.add("other", "Ebb?")
+    scene.said = lambda name, pin: "no_room"
+    with pytest.raises(PinRefused):
+        await scene.add("full", "Neap?")
+    scene.pins._put(scene.pins._prompt(pinned_prompts.PinEntry(name="full", body=body_of("Neap?"))))
+    await scene.pins.make_all()
+    assert scene.words("full") == {"a": "no_room"}
+    scene.said = "pinned"
+    scene.sent.clear()
+    shown = await scene.pins.remove("one")
+    assert shown["workers"] == {"a": "released"}
+    assert scene.sent[0] == ("a", "Tide?", False)
+    assert sorted(scene.sent[1:]) == [("a", "Neap?", True), ("a", "Tide?", True)]
+
+
+@pytest.mark.parametrize("said", [Replayed(500, b""), Unreachable("refused")])
+async def test_a_worker_that_does_not_let_go_is_said_and_told_again_later(monkeypatch, caplog, said):
+    now = [1000.0]
+    monkeypatch.setattr(pinned_prompts, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    scene = Scene("a", "b")
+    await scene.add("rules")
+    scene.said = lambda name, pin: said if name == "a" else "released"
+    shown = await scene.pins.remove("rules")
+    assert shown["workers"] == {"a": "not_released", "b": "released"}
+    assert "is not released at worker a" in caplog.text
+    scene.said = "pinned"
+    for seconds, sent in ((29.0, []), (1.0, [("a", "Tide?", False)]), (99.0, [])):
+        scene.sent.clear()
+        now[0] += seconds
+        await scene.pins.make_all()
+        assert scene.sent == sent
+
+
+async def test_a_prompt_that_is_let_go_while_it_is_sent_is_released_behind_that():
+    scene = Scene()
+    scene.waits = asyncio.Event()
+    adding = asyncio.create_task(scene.add("rules"))
+    while not scene.sent:
+        await asyncio.sleep(0)
+    scene.pins._drop(scene.pins._prompts["rules"])
+    scene.waits.set()
+    await adding
+    await scene.pins.make_all()
+    assert scene.sent == [("a", "Tide?", True), ("a", "Tide?", False)]
+    await scene.pins.make_all()
+    assert len(scene.sent) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "model", "lost"),
+    [
+        (Change.REMOVED, "", ["rules", "other"]),
+        (Change.CLEARED, "", ["rules", "other"]),
+        (Change.ADAPTER, "m", ["rules"]),
+        (Change.ADAPTER, "n", ["other"]),
+        (Change.ADAPTER, "ada", []),
+        (Change.GIVEN, "", []),
+        (Change.DISTRUSTED, "", []),
+    ],
+)
+async def test_what_a_worker_has_lost_is_pinned_there_again(change, model, lost):
+    scene = Scene("a", "b")
+    await scene.add("rules", "Tide?")
+    await scene.add("other", "Ebb?", model="n")
+    scene.pins.on_worker(scene.workers[0], change, model)
+    for name in ("rules", "other"):
+        assert scene.words(name) == {"a": "waiting" if name in lost else "pinned", "b": "pinned"}
+    scene.sent.clear()
+    await scene.pins.make_all()
+    assert sorted(text for _, text, _ in scene.sent) == sorted(
+        {"rules": "Tide?", "other": "Ebb?"}[name] for name in lost
+    )
+
+
+@pytest.mark.parametrize(("salts_last", "is_let_go"), [(None, False), (True, False), (False, True)])
+async def test_at_a_stop_only_what_nobody_could_release_is_let_go(tmp_path, salts_last, is_let_go):
+    scene = Scene()
+    await scene.add("rules")
+    await scene.add("more", "Ebb?")
+    if salts_last is not None:
+        scene.pins._keys = SimpleNamespace(salts_last=salts_last)
+    await scene.pins.let_go()
+    assert [pin for _, _, pin in scene.sent].count(False) == (2 if is_let_go else 0)
+    assert len(scene.pins) == (0 if is_let_go else 2)
+
+
+async def test_a_stop_waits_for_no_worker_for_long(monkeypatch, caplog):
+    monkeypatch.setattr(pinned_prompts, "STOP_SECONDS", 0.0)
+    scene = Scene()
+    await scene.add("rules")
+    scene.pins._keys = SimpleNamespace(salts_last=False)
+    scene.waits = asyncio.Event()
+    await scene.pins.let_go()
+    assert "1 prompts stay pinned" in caplog.text
+
+
+async def test_pins_are_looked_at_again_and_again(monkeypatch):
+    monkeypatch.setattr(pinned_prompts, "POLL_SECONDS", 0.0)
+    scene, looks = Scene(), []
+
+    async def look() -> None:
+        looks.append(1)
+
+    scene.pins.make_all = look  # type: ignore[method-assign]
+    running = asyncio.create_task(scene.pins.run())
+    await until(lambda: len(looks) > 1)
+    running.cancel()
+
+
+@pytest.mark.parametrize("name", ["a\u200b", "a\u009b", "a\n", "a?", "a#", "\x7f", "a" * 129, ""])
+async def test_a_name_can_be_shown_and_stand_in_a_path(name):
+    with pytest.raises(BadRequest) as error:
+        await Scene().add(name)
+    assert error.value.param == "name"
+
+
+async def test_a_name_may_have_128_characters_and_words():
+    for name in ("a" * 128, "the rules of 1912"):
+        assert (await Scene().add(name))["name"] == name

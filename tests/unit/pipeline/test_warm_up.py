@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from proxy.boundaries.boundary import Boundary, Found
+from proxy.chat.chat import CHAT
+from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
+from proxy.http.client import Broken, Unreachable
+from proxy.metrics import Metrics
+from proxy.pipeline.replayer import Replayed
+from proxy.pipeline.warm_up import WarmUp
 from tests.harness.gateways import chat
 from tests.harness.recording_worker import RecordingWorker
 from tests.harness.waiting import until
@@ -52,3 +61,41 @@ async def test_without_another_worker_nobody_waits_for_a_replay_which_is_bounded
         await gateway.shows(lambda status: not any(each["warming"] for each in status["workers"]))
     else:
         assert any(each["warming"] for each in (await gateway.status())["workers"])
+
+
+PROMPT = WarmupRequest(CHAT, b"{}", (), {}, Found((Boundary("system", b"s", "first:1"),)), "m")
+
+
+@pytest.mark.parametrize(
+    ("answer", "result"),
+    [
+        (Replayed(200, b"usage"), "done"),
+        (Replayed(503, b"no"), "failed"),
+        (Unreachable("refused"), "failed"),
+        (Broken("gone"), "failed"),
+    ],
+)
+async def test_a_replay_is_counted_and_its_cost_if_it_was_computed(answer, result):
+    kept, metrics, sent, spent = WarmupSet(10**6), Metrics(), [], []
+
+    async def send(worker: Any, prompt: WarmupRequest) -> Replayed:
+        sent.append(prompt.model)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    accounting = SimpleNamespace(replayed=lambda *what: spent.append(what))
+    part = WarmUp(kept, SimpleNamespace(send=send), accounting, metrics)  # type: ignore[arg-type]
+    worker = SimpleNamespace(name="w", takes_hints=True, names=SimpleNamespace(templates={"m": "m"}))
+    await part.prepare(worker)  # type: ignore[arg-type]
+    assert sent == [] and part.held == 0
+    for key, model in ((b"s", "m"), (b"t", "another worker's")):
+        kept.add(key, 100, (), PROMPT._replace(model=model))
+    await part.prepare(worker)  # type: ignore[arg-type]
+    assert sent == ["m"] and part.held == kept.held > 0
+    labels = {"worker": "w", "result": result}
+    assert metrics.registry.get_sample_value("seamark_replays_total", labels) == 1
+    assert spent == ([("m", worker, b"usage")] if result == "done" else [])
+    worker.takes_hints = False
+    await part.prepare(worker)  # type: ignore[arg-type]
+    assert sent == ["m"]

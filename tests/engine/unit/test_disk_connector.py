@@ -1,0 +1,801 @@
+"""The connector's half in the scheduler, between vLLM's own bookkeeping and a directory in memory.
+
+What is stored and when, what a request finds of it, and that each block that was held for a copy is given back.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
+from vllm.v1.outputs import KVConnectorOutput
+
+from engine_patches.disk import connector
+from engine_patches.disk.connector import SeamarkConnector, StateScheduler
+from engine_patches.disk.flags import ALL, USED
+from engine_patches.footprint import LOADED, LOCAL_HIT
+from engine_patches.forward.loaded_weights import Weights
+from engine_patches.scheduler.cache_keys import key_at
+from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.held_keys import HeldKeys
+from engine_patches.scheduler.pins import Pins
+from engine_patches.scheduler.states import States
+
+UNIT, BLOCK, BLOCKS = 16, 64, 60  # tokens, tokens, blocks
+
+RECURRENT, ATTENTION = (0, 2), 1
+
+ROW_BYTES = 1000
+
+# That a prompt token takes: where it is known, and until it is. Seconds.
+TOKEN_SECONDS, ASSUMED_TOKEN_SECONDS = 1.0, 1e-4
+
+PATIENCE = 5.0  # seconds that a request waits for a load
+
+
+class Disk:
+    """The tier: what is on disk follows from its sets."""
+
+    block_size_bytes, bytes_held = ROW_BYTES, 7 * ROW_BYTES
+
+    def __init__(self) -> None:
+        self.takes_stores = True
+        self.on_disk: set[bytes] = set()
+        self.being_written: set[bytes] = set()
+        self.submitted: list[list[bytes]] = []  # jobs that store rows
+        self.seconds = 0.0  # of a load
+        self.asked_for: list[int] = []  # bytes
+        self.counts = {"checksum": 2}, 3 * ROW_BYTES
+        self.keys_in_use: Any = tuple
+        self.cost = self
+
+    def holds(self, key: bytes) -> bool:
+        return key in self.on_disk
+
+    def is_written(self, key: bytes) -> bool:
+        return key in self.being_written
+
+    def submit_store(self, keys: list[bytes]) -> None:
+        self.submitted.append(keys)
+
+    def pays(self, num_bytes: int, prefill_seconds: float) -> bool:
+        self.asked_for.append(num_bytes)
+        return self.seconds < prefill_seconds
+
+    def take_counts(self) -> tuple[dict[str, int], int]:
+        return self.counts
+
+
+class Rows:
+    """vLLM's manager of host memory: a row for each key, which is ready once it was copied."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.secondary_tiers = [disk]
+        self.primary_tier = SimpleNamespace(_policy=self)
+        self.ready: dict[bytes, bool] = {}
+        self.refused: set[bytes] = set()  # keys whose files are not believed
+        self.has_room = True
+        self.looked_up: list[bytes] = []
+
+    def get(self, key: bytes) -> Any:
+        return SimpleNamespace(is_ready=self.ready[key]) if key in self.ready else None
+
+    def lookup(self, key: bytes, context: Any) -> LookupResult:
+        self.looked_up.append(key)
+        (disk,) = self.secondary_tiers
+        if key in self.refused:
+            disk.on_disk.discard(key)
+            self.ready.pop(key, None)
+            return LookupResult.MISS
+        if key not in self.ready:
+            if key not in disk.on_disk:
+                return LookupResult.MISS
+            self.ready[key] = False
+            return LookupResult.RETRY
+        return LookupResult.HIT if self.ready[key] else LookupResult.HIT_PENDING
+
+    def come(self) -> None:
+        """All that was asked for is there."""
+        self.ready = dict.fromkeys(self.ready, True)
+
+    def prepare_store(self, keys: list[bytes], context: Any) -> Any:
+        if not self.has_room:
+            return None
+        new = [key for key in keys if key not in self.ready]
+        self.ready.update(dict.fromkeys(new, False))
+        return SimpleNamespace(keys_to_store=new, store_spec=f"{len(new)} rows")
+
+    def prepare_load(self, keys: list[bytes], context: Any) -> list[bytes]:
+        return keys
+
+    def complete_store(self, keys: set[bytes], context: Any) -> None:
+        self.ready.update(dict.fromkeys(keys, True))
+
+    def create_store_job(self, keys: list[bytes], context: Any) -> list[bytes]:
+        return keys
+
+    def on_new_request(self, context: Any) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, context: Any) -> None: ...
+
+    def on_schedule_end(self, context: Any) -> None: ...
+
+
+def caches() -> KVCacheConfig:
+    states = MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    groups = [KVCacheGroupSpec([name], spec) for name, spec in (("m", states), ("a", attention), ("n", states))]
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def spec_of(manager: Any, keep: str | None) -> Any:
+    """A vLLM `OffloadingSpec`."""
+    return SimpleNamespace(
+        config=SimpleNamespace(groups=[SimpleNamespace(group_id=each, tokens_per_block=BLOCK) for each in range(3)]),
+        blocks_per_chunk=1,
+        tokens_per_hash=UNIT,
+        offload_prompt_only=False,
+        extra_config={} if keep is None else {"keep": keep},
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=False),
+        get_manager=lambda: manager,
+    )
+
+
+CONFIG = SimpleNamespace(
+    cache_config=SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True),
+    speculative_config=None,
+    parallel_config=SimpleNamespace(decode_context_parallel_size=1, world_size=1),
+)
+
+
+class Scene:
+    """A connector that knows a scheduler's checkpoints, and its cache."""
+
+    def __init__(self, keep: str | None = None, weights: str = "w", *, introduced: bool = True, **states: Any) -> None:
+        init_none_hash(sha256)
+        self.disk = Disk()
+        self.rows = Rows(self.disk)
+        self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=UNIT)
+        managers = [SimpleNamespace(kv_cache_group_id=group, block_size=BLOCK) for group in range(3)]
+        attention = [managers[ATTENTION]] if states.pop("attention", True) else []
+        keys = HeldKeys(self.pool, Grid(UNIT, UNIT), [managers[group] for group in RECURRENT], attention)
+        self.states = States(keys, Pins(self.pool, 20), **{"in_pass": True, **states})
+        self.checkpoints = Checkpoints(Grid(UNIT, UNIT), BLOCK, self.states, weights=Weights(weights))
+        self.scheduler = StateScheduler(spec_of(self.rows, keep), CONFIG, caches())
+        if introduced:
+            self.scheduler.introduce(self.checkpoints, self.pool)
+
+    def request(self, name: str = "r", tokens: int = 200, prompt: int = 0, **more: Any) -> Any:
+        hashes = [b"%03d,%02d" % (prompt, unit) * 5 for unit in range(tokens // UNIT)]
+        parts = {"lora_request": None, "kv_transfer_params": None, "kv_hints": None, "skip_reading_prefix_cache": False}
+        made = SimpleNamespace(
+            request_id=name,
+            block_hashes=hashes,
+            num_prompt_tokens=tokens,
+            num_tokens=tokens,
+            is_finished=lambda: False,
+            **{**parts, **more},
+        )
+        self.scheduler.on_new_request(made)
+        return made
+
+    def cache(self, request: Any, position: int) -> dict[bytes, Any]:
+        """Let the request's state at a position be in the cache, with the rows before it; blocks by key."""
+        keys = list(self.states.keys.keys_of(request, position))
+        blocks = self.pool.get_new_blocks(len(keys))
+        for key, block in zip(keys, blocks, strict=True):
+            self.pool.cached_block_hash_to_block.insert(key, block)
+        return dict(zip(keys, blocks, strict=True))
+
+    def step(self, finished: tuple[str, ...] = ()) -> Any:
+        """What a planned step has the worker do."""
+        nothing = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
+        return self.scheduler.build_connector_meta(
+            SimpleNamespace(
+                scheduled_new_reqs=[],
+                scheduled_cached_reqs=nothing,
+                preempted_req_ids=None,
+                kv_cache_block_copies=None,
+                finished_req_ids=set(finished),
+            )
+        )
+
+    def done(self, *jobs: int) -> None:
+        """The worker has done them."""
+        told = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(jobs, 1))
+        self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+
+    def found(self, request: Any, local: int = 0, **more: Any) -> int | None:
+        """Tokens past `local` that can be loaded."""
+        count, _ = self.scheduler.get_num_new_matched_tokens(request, local, **more)
+        return count
+
+    def keys(self, request: Any, position: int) -> list[bytes]:
+        return list(self.states.keys.keys_of(request, position))
+
+    def on_disk(self, request: Any, *positions: int) -> None:
+        """Let the request's states at these positions have files."""
+        self.disk.on_disk.update(key for position in positions for key in self.keys(request, position))
+
+    def in_memory(self, request: Any, *positions: int) -> None:
+        """Let them have rows."""
+        self.rows.ready.update({key: True for position in positions for key in self.keys(request, position)})
+
+
+def held(blocks: dict[bytes, Any]) -> set[int]:
+    """How many hold each of these blocks."""
+    return {block.ref_cnt for block in blocks.values()}
+
+
+def group_of(key: bytes) -> int:
+    return int.from_bytes(key[-4:], "big")
+
+
+def test_a_state_that_was_used_is_copied_once_and_its_blocks_are_held_so_long():
+    scene = Scene()
+    request = scene.request()
+    blocks = scene.cache(request, 144)
+    scene.scheduler.offer(request, 144)
+    assert held(blocks) == {2}, "blocks that are to be copied are held from the offer on"
+    ((job, transfer),) = scene.step().store_jobs.items()
+    assert transfer.req_id == "r" and transfer.dst_spec == f"{len(blocks)} rows"
+    by_group = sorted(blocks, key=group_of)
+    assert transfer.src_spec.block_ids.tolist() == [blocks[key].block_id for key in by_group]
+    assert list(transfer.src_spec.group_sizes) == [1, 3, 1] and list(transfer.src_spec.block_indices) == [0, 0, 0]
+    assert scene.step().store_jobs == {} and held(blocks) == {2}
+    scene.done()
+    assert held(blocks) == {2}, "the job is not done yet"
+    scene.done(job)
+    assert held(blocks) == {1} and all(scene.rows.ready[key] for key in blocks)
+    scene.done()
+    assert held(blocks) == {1}
+
+
+def test_each_worker_has_to_be_done_before_blocks_are_given_back(monkeypatch):
+    monkeypatch.setattr(CONFIG.parallel_config, "world_size", 2)
+    scene = Scene()
+    request = scene.request()
+    blocks = scene.cache(request, 64)
+    scene.scheduler.offer(request, 64)
+    (job,) = scene.step().store_jobs
+    scene.done(job)
+    assert held(blocks) == {2}
+    scene.done(job)
+    assert held(blocks) == {1}
+
+
+@pytest.mark.parametrize(
+    ("keep", "used", "stored"),
+    [(None, False, False), (USED, False, False), (USED, True, True), (ALL, False, True), (ALL, True, True)],
+)
+def test_what_nobody_came_back_to_is_stored_only_if_all_is_kept(keep, used, stored):
+    scene = Scene(keep)
+    request = scene.request()
+    blocks = scene.cache(request, 64)
+    scene.scheduler.offer(request, 64, used)
+    assert held(blocks) == {2 if stored else 1} and len(scene.step().store_jobs) == stored
+
+
+def test_an_offer_is_by_default_of_a_state_that_was_used():
+    scene = Scene(USED)
+    request = scene.request()
+    blocks = scene.cache(request, 64)
+    scene.scheduler.offer(request, 64)
+    assert held(blocks) == {2}
+
+
+@pytest.mark.parametrize("reason", ["the disk takes none", "an adapter", "embeddings", "a block is gone"])
+def test_what_cannot_be_kept_is_not_held(reason):
+    scene = Scene(ALL)
+    more = {"an adapter": {"lora_request": "x"}, "embeddings": {"prompt_embeds": "x"}}
+    request = scene.request(**more.get(reason, {}))
+    blocks = scene.cache(request, 80)
+    scene.disk.takes_stores = reason != "the disk takes none"
+    if reason == "a block is gone":
+        (gone,) = (key for key in blocks if group_of(key) == RECURRENT[1])
+        scene.pool.cached_block_hash_to_block.pop(gone, blocks[gone].block_id)
+    scene.scheduler.offer(request, 80)
+    assert held(blocks) == {1} and scene.step().store_jobs == {}
+
+
+@pytest.mark.parametrize("reason", ["on disk", "being written", "coming"])
+def test_of_a_state_only_what_is_not_stored_is_copied(reason):
+    scene = Scene()
+    request = scene.request()
+    blocks = scene.cache(request, 144)
+    first, *rest = blocks
+    for key in rest:
+        if reason == "coming":
+            scene.rows.ready[key] = False
+        else:
+            (scene.disk.on_disk if reason == "on disk" else scene.disk.being_written).add(key)
+    scene.scheduler.offer(request, 144)
+    assert [blocks[key].ref_cnt for key in (first, *rest)] == [2] + [1] * len(rest)
+    ((_, transfer),) = scene.step().store_jobs.items()
+    assert transfer.src_spec.block_ids.tolist() == [blocks[first].block_id]
+    assert list(transfer.src_spec.group_sizes) == [group_of(first) == group for group in range(3)]
+
+
+def test_a_state_that_is_stored_in_whole_is_not_offered_again():
+    scene = Scene()
+    request = scene.request()
+    blocks = scene.cache(request, 144)
+    scene.on_disk(request, 144)
+    scene.scheduler.offer(request, 144)
+    assert scene.step().store_jobs == {} and held(blocks) == {1} and scene.disk.submitted == []
+
+
+def test_what_is_in_host_memory_still_goes_from_there_to_the_disk():
+    scene = Scene()
+    request = scene.request()
+    blocks = scene.cache(request, 144)
+    in_memory, copied = list(blocks)[:3], list(blocks)[3:]
+    scene.rows.ready.update(dict.fromkeys(in_memory, True))
+    scene.scheduler.offer(request, 144)
+    assert [blocks[key].ref_cnt for key in blocks] == [1, 1, 1, *[2] * len(copied)]
+    scene.disk.on_disk.add(in_memory[0])  # meanwhile, by another offer
+    scene.rows.ready[in_memory[1]] = False
+    ((_, transfer),) = scene.step().store_jobs.items()
+    assert scene.disk.submitted == [[in_memory[2]]]
+    assert sorted(transfer.src_spec.block_ids.tolist()) == sorted(blocks[key].block_id for key in copied)
+
+
+def test_rows_alone_need_no_copy():
+    scene = Scene()
+    request = scene.request()
+    blocks = scene.cache(request, 64)
+    scene.in_memory(request, 64)
+    scene.scheduler.offer(request, 64)
+    assert scene.step().store_jobs == {} and held(blocks) == {1}
+    assert [set(keys) for keys in scene.disk.submitted] == [set(blocks)]
+
+
+def test_rows_that_were_dropped_before_the_step_are_not_stored():
+    scene = Scene()
+    request = scene.request()
+    scene.cache(request, 64)
+    scene.in_memory(request, 64)
+    scene.scheduler.offer(request, 64)
+    scene.rows.ready.clear()
+    assert scene.step().store_jobs == {} and scene.disk.submitted == []
+
+
+@pytest.mark.parametrize("reason", ["no row is free", "others store it", "the request is gone", "it has ended"])
+def test_blocks_of_what_cannot_be_copied_are_given_back(reason):
+    scene = Scene()
+    request = scene.request()
+    blocks = scene.cache(request, 144)
+    other = scene.request("other", prompt=1)
+    of_other = scene.cache(other, 64)
+    scene.scheduler.offer(request, 144)
+    scene.scheduler.offer(other, 64)
+    scene.rows.has_room = reason != "no row is free"
+    if reason == "others store it":
+        scene.rows.ready.update(dict.fromkeys(blocks, False))
+    elif reason == "the request is gone":
+        del scene.scheduler._req_status["r"]
+    elif reason == "it has ended":
+        scene.scheduler._req_status["r"].finished_signaled = True
+    jobs = scene.step().store_jobs
+    assert held(blocks) == {1}
+    assert [job.req_id for job in jobs.values()] == ([] if reason == "no row is free" else ["other"])
+    assert held(of_other) == {1 if reason == "no row is free" else 2}
+
+
+def test_rows_of_a_request_that_is_gone_are_not_stored():
+    scene = Scene()
+    request = scene.request()
+    scene.cache(request, 64)
+    scene.in_memory(request, 64)
+    scene.scheduler.offer(request, 64)
+    del scene.scheduler._req_status["r"]
+    assert scene.step().store_jobs == {} and scene.disk.submitted == []
+
+
+def test_a_request_ends_for_vllm_only_when_its_copies_are_done():
+    scene = Scene()
+    request = scene.request()
+    scene.cache(request, 64)
+    scene.scheduler.offer(request, 64)
+    (job,) = scene.step(finished=("r",)).store_jobs
+    assert scene.scheduler.has_pending_push_work()
+    scene.done(job)
+    assert not scene.scheduler._req_status and not scene.scheduler._jobs
+
+
+def test_when_the_cache_is_emptied_all_that_waits_is_let_go_and_nothing_is_stored_or_found():
+    scene = Scene()
+    request = scene.request()
+    other = scene.request("other", prompt=1)
+    blocks, copied = scene.cache(request, 144), scene.cache(other, 64)
+    scene.scheduler.offer(other, 64)
+    (job,) = scene.step().store_jobs
+    scene.scheduler.offer(request, 144)
+    for _ in range(2):
+        scene.scheduler.close("a test")
+        assert held(blocks) == {1} and held(copied) == {2}, "only what is being copied stays held"
+    scene.done(job)
+    assert held(copied) == {1}
+    scene.on_disk(request, 144)
+    scene.scheduler.offer(request, 144)
+    assert scene.step().store_jobs == {} and scene.found(request) == 0
+
+
+@pytest.mark.parametrize(
+    ("why", "options"),
+    [
+        ("chunks are cut for states", {"in_pass": False}),
+        ("another cache group", {"attention": False}),
+        ("weights that nobody knows", {"weights": ""}),
+        ("nobody made them known", {"introduced": False}),
+    ],
+)
+def test_where_states_cannot_be_kept_nothing_is_offered_or_found(why, options):
+    scene = Scene(ALL, **options)
+    request = scene.request()
+    blocks = scene.cache(request, 64)
+    scene.on_disk(request, 64)
+    assert scene.states.store is None
+    scene.scheduler.offer(request, 64)
+    assert held(blocks) == {1} and scene.step().store_jobs == {} and scene.found(request) == 0
+    assert scene.disk.keys_in_use() == () and scene.checkpoints.counters.take().file_bytes == 0
+
+
+def test_a_scheduler_without_states_of_its_own_is_left_alone():
+    scene = Scene(introduced=False)
+    scene.scheduler.introduce(Checkpoints(Grid(UNIT, UNIT), BLOCK, None, weights=Weights("w")), scene.pool)
+    assert scene.found(scene.request()) == 0
+
+
+def test_who_is_introduced_is_offered_states_and_keeps_the_files_of_pinned_ones():
+    scene = Scene()
+    request = scene.request()
+    blocks = scene.cache(request, 64)
+    scene.states.pins.pin(b"a", blocks)
+    assert scene.states.store is scene.scheduler and set(scene.disk.keys_in_use()) == set(blocks)
+
+
+def test_what_the_disk_tells_is_counted_with_each_step():
+    scene = Scene()
+    scene.step()
+    counts = scene.checkpoints.counters.take()
+    assert counts.files_refused == {"checksum": 2} and counts.file_bytes == 3 * ROW_BYTES
+    assert scene.checkpoints.counters.disk_bytes == 7 * ROW_BYTES
+
+
+@pytest.mark.parametrize(
+    ("stored", "local", "hit", "expected"),
+    [
+        ((144,), 0, 0, 144),
+        ((64, 144), 0, 0, 144),  # the deepest
+        ((64, 192), 0, 0, 192),
+        ((128,), 0, 0, 128),
+        ((144,), 64, 64, 80),  # past the local hit's whole blocks
+        ((144,), 64, 128, 80),
+        ((144,), 128, 144, 0),  # no more than the cache has itself
+        ((64,), 64, 64, 0),
+        ((144,), 64, 160, 0),
+        ((), 0, 0, 0),
+    ],
+)
+def test_the_deepest_state_past_the_local_hit_is_found(stored, local, hit, expected):
+    scene = Scene()
+    request = scene.request()
+    scene.in_memory(request, *stored)
+    setattr(request, LOCAL_HIT, hit)
+    assert scene.found(request, local) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "expected"),
+    [
+        (145, None, 144),
+        (144, None, 64),  # the prompt's last token is always computed
+        (200, 144, 144),
+        (200, 143, 64),
+        (200, 63, 0),
+        (200, 1000, 144),
+        (12, None, 0),  # shorter than a match unit
+    ],
+)
+def test_no_more_is_found_than_the_prompt_and_the_step_have_room_for(tokens, most, expected):
+    scene = Scene()
+    scene.in_memory(scene.request("of all", 208), 64, 144)
+    assert scene.found(scene.request(tokens=tokens), max_num_new_tokens=most) == expected
+
+
+def test_room_in_a_step_counts_from_the_local_hit():
+    scene = Scene()
+    request = scene.request()
+    scene.in_memory(request, 80, 144)
+    assert scene.found(request, 64, max_num_new_tokens=79) == 16
+    assert scene.found(request, 64, max_num_new_tokens=80) == 80
+
+
+@pytest.mark.parametrize(("position", "boundary"), [(64, None), (80, 80), (128, None), (144, 144)])
+def test_vllm_is_told_of_a_position_inside_a_block(position, boundary):
+    scene = Scene()
+    request = scene.request()
+    scene.in_memory(request, position)
+    scene.scheduler._req_status["r"].partial_tail_boundary = 7  # of an earlier look
+    assert scene.found(request) == position
+    assert scene.scheduler._req_status["r"].partial_tail_boundary == boundary
+
+
+@pytest.mark.parametrize("more", [{"lora_request": "x"}, {"prompt_embeds": "x"}])
+def test_a_request_whose_keys_do_not_say_all_finds_nothing(more):
+    scene = Scene()
+    request = scene.request(**more)
+    scene.in_memory(request, 144)
+    assert scene.found(request) == 0 and scene.rows.looked_up == []
+
+
+@pytest.mark.parametrize(
+    ("local", "group", "expected"),
+    [(0, ATTENTION, 0), (64, ATTENTION, 80), *[(0, group, 80) for group in RECURRENT], (64, RECURRENT[1], 16)],
+)
+def test_a_state_of_which_a_part_is_missing_gives_way_to_one_before_it(local, group, expected):
+    """Of rows that the request has already none is needed."""
+    scene = Scene()
+    request = scene.request()
+    scene.in_memory(request, 80, 144)
+    missing = 64 if group == ATTENTION else 144
+    del scene.rows.ready[key_at(request, missing, UNIT, group)]
+    assert scene.found(request, local) == expected
+
+
+def test_what_is_asked_of_the_disk_is_what_is_not_in_memory_and_not_in_the_cache():
+    scene = Scene()
+    request = scene.request()
+    scene.on_disk(request, 144)
+    assert len(scene.keys(request, 144)) == 5
+    scene.rows.ready[key_at(request, 128, UNIT, ATTENTION)] = True
+    assert scene.found(request, 64) is None
+    assert scene.disk.asked_for == [3 * ROW_BYTES]
+    wanted = [key_at(request, 144, UNIT, group) for group in range(3)] + [key_at(request, 128, UNIT, ATTENTION)]
+    assert sorted(scene.rows.looked_up) == sorted(wanted)
+
+
+@pytest.mark.parametrize(("position", "blocks"), [(64, 3), (80, 4), (128, 4), (144, 5), (192, 5)])
+def test_at_a_blocks_edge_the_blocks_before_it_are_all_that_is_needed(position, blocks):
+    scene = Scene()
+    request = scene.request()
+    scene.on_disk(request, position)
+    assert scene.found(request) is None and scene.disk.asked_for == [blocks * ROW_BYTES]
+    scene.rows.come()
+    edge = key_at(request, position // BLOCK * BLOCK, UNIT, ATTENTION)
+    scene.disk.on_disk.discard(edge)
+    del scene.rows.ready[edge]
+    assert scene.found(request) == 0
+
+
+def test_a_load_has_to_save_more_time_than_it_takes_and_is_counted_once_if_it_does_not():
+    scene = Scene()
+    request = scene.request()
+    scene.on_disk(request, 80, 144)
+    scene.disk.seconds = 1e9
+    for _ in range(2):
+        assert scene.found(request) == 0
+    assert scene.rows.looked_up == [] and scene.disk.asked_for == [5 * ROW_BYTES] * 2
+    assert scene.checkpoints.counters.take().loads_declined == 1
+    other = scene.request("other")
+    assert scene.found(other) == 0 and scene.checkpoints.counters.take().loads_declined == 1
+    scene.disk.seconds = 0.0
+    assert scene.found(request) is None
+
+
+@pytest.mark.parametrize(
+    ("known", "seconds", "pays"),
+    [
+        (True, 79.9 * TOKEN_SECONDS, True),  # of 144 tokens 80 are new
+        (True, 80.1 * TOKEN_SECONDS, False),
+        (False, 79 * ASSUMED_TOKEN_SECONDS, True),
+        (False, 81 * ASSUMED_TOKEN_SECONDS, False),
+    ],
+)
+def test_what_a_load_saves_is_the_time_of_the_tokens_past_the_hit(known, seconds, pays):
+    scene = Scene()
+    request = scene.request()
+    scene.checkpoints.step_time = SimpleNamespace(known=known, seconds=lambda tokens: tokens * TOKEN_SECONDS)
+    scene.on_disk(request, 144)
+    scene.disk.seconds = seconds
+    setattr(request, LOCAL_HIT, 64)
+    assert scene.found(request, 64) == (None if pays else 0)
+
+
+class Clock:
+    """In place of `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(connector, "time", found)
+    return found
+
+
+def test_a_request_waits_for_the_load_that_it_was_promised_and_for_no_deeper_one(clock):
+    scene = Scene()
+    request = scene.request()
+    scene.on_disk(request, 80)
+    assert scene.found(request) is None
+    scene.in_memory(request, 144)
+    clock.now += PATIENCE
+    scene.disk.seconds = 1e9  # it was decided
+    assert scene.found(request) is None and len(scene.disk.asked_for) == 1
+    scene.rows.come()
+    assert scene.found(request) == 80
+
+
+def test_a_load_that_does_not_come_is_given_up_until_the_request_ends(clock):
+    scene = Scene()
+    request = scene.request()
+    scene.on_disk(request, 80)
+    assert scene.found(request) is None
+    clock.now += PATIENCE + 0.1
+    assert scene.found(request) == 0
+    scene.rows.come()
+    assert scene.found(request) == 0
+    scene.scheduler.request_finished(request)
+    assert scene.found(request) == 80
+
+
+def test_patience_counts_from_the_first_look_however_often_is_asked(clock):
+    scene = Scene()
+    request = scene.request()
+    scene.on_disk(request, 80)
+    for _ in range(5):
+        assert scene.found(request) is None
+        clock.now += PATIENCE / 5 + 0.01
+    assert scene.found(request) == 0
+
+
+def test_another_request_has_patience_of_its_own(clock):
+    scene = Scene()
+    request, other = scene.request(), scene.request("other")
+    scene.on_disk(request, 80)
+    assert scene.found(request) is None
+    clock.now += PATIENCE + 0.1
+    assert scene.found(other) is None and scene.found(request) == 0 and scene.found(other) is None
+
+
+def test_where_a_promised_file_was_refused_another_state_is_looked_for_with_the_same_patience(clock):
+    scene = Scene()
+    request = scene.request()
+    scene.on_disk(request, 80, 144)
+    assert scene.found(request) is None
+    scene.rows.come()
+    scene.rows.refused.add(key_at(request, 144, UNIT, RECURRENT[0]))
+    scene.rows.ready[key_at(request, 80, UNIT, RECURRENT[0])] = False
+    clock.now += PATIENCE / 2
+    assert scene.found(request) is None, "the state before it is on its way"
+    clock.now += PATIENCE / 2 + 0.1
+    assert scene.found(request) == 0
+
+
+def test_what_is_refused_at_the_first_look_is_computed():
+    scene = Scene()
+    request = scene.request()
+    scene.on_disk(request, 80, 144)
+    scene.rows.refused.add(key_at(request, 144, UNIT, RECURRENT[0]))
+    assert scene.found(request) == 0
+    assert scene.found(request) is None, "the file that was refused is known to be gone now"
+
+
+def test_a_promise_that_the_cache_has_overtaken_is_dropped():
+    scene = Scene()
+    request = scene.request()
+    scene.on_disk(request, 80)
+    assert scene.found(request) is None
+    setattr(request, LOCAL_HIT, 80)
+    assert scene.found(request, 64) == 0
+
+
+def test_what_is_going_to_be_loaded_is_noted_and_the_promise_is_kept():
+    scene = Scene()
+    request = scene.request()
+    scene.in_memory(request, 64)
+    assert scene.found(request) == 64 and getattr(request, LOADED) == 0
+    blocks = scene.pool.get_new_blocks(3)
+    scene.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=[[block] for block in blocks]), 64)
+    assert getattr(request, LOADED) == 64
+    (load,) = scene.step().load_jobs.values()
+    assert load.dst_spec.block_ids.tolist() == [block.block_id for block in blocks]
+    other = scene.request("other", prompt=1)
+    setattr(other, LOADED, 64)
+    assert scene.found(other) == 0 and getattr(other, LOADED) == 0
+
+
+@pytest.mark.parametrize("how", ["loaded", "finished"])
+def test_a_promise_ends_with_the_load_or_the_request(clock, how):
+    scene = Scene()
+    request = scene.request()
+    scene.on_disk(request, 80)
+    assert scene.found(request) is None
+    if how == "loaded":
+        scene.scheduler.update_state_after_alloc(request, None, 0)
+    else:
+        scene.scheduler.request_finished(request)
+    clock.now += PATIENCE + 0.1
+    assert scene.found(request) is None, "its patience begins anew"
+
+
+def test_vllms_own_choice_of_what_to_store_is_not_followed():
+    assert Scene().scheduler._build_store_jobs(None) == {}
+
+
+def connector_for(role: Any, monkeypatch, extra: dict[str, Any], **parts: Any) -> tuple[SeamarkConnector, list[Any]]:
+    """A connector for a scheduler or a worker, and what was made for it."""
+    made: list[Any] = []
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        model_config=SimpleNamespace(max_model_len=1000),
+    )
+
+    def made_of(kind: str) -> Any:
+        def make(*arguments: Any) -> str:
+            made.append((kind, *arguments))
+            return kind
+
+        return make
+
+    monkeypatch.setattr(connector.KVConnectorBase_V1, "__init__", lambda self, *_: None)
+    monkeypatch.setattr(connector, "identity_of", lambda *_: b"\x12" * 32)
+    monkeypatch.setattr(connector, "build_offloading_config", made_of("config"))
+    monkeypatch.setattr(connector.OffloadingSpecFactory, "create_spec", made_of("spec"))
+    monkeypatch.setattr(connector, "StateScheduler", made_of("scheduler"))
+    monkeypatch.setattr(connector, "OffloadingConnectorWorker", made_of("worker"))
+    found = SeamarkConnector(config, role, caches())
+    assert [kind for kind, *_ in made[:2]] == ["config", "spec"] and made[1][1] == "config"
+    return found, made[2:]
+
+
+def test_a_schedulers_connector_knows_what_its_states_depend_on(monkeypatch):
+    extra: dict[str, Any] = {"secondary_tiers": [{"type": "CheckedFiles"}]}
+    found, made = connector_for(KVConnectorRole.SCHEDULER, monkeypatch, extra)
+    assert found.connector_scheduler == "scheduler" and found.connector_worker is None
+    assert [(kind, spec) for kind, spec, *_ in made] == [("scheduler", "spec")]
+    assert extra["secondary_tiers"] == [{"type": "CheckedFiles", "identity": "12" * 32}]
+    # 1,000 tokens take 16 blocks in each group; two such prompts, and some more for states.
+    assert extra["staging_rows"] == 2 * 16 + 4 * 3
+
+
+def test_a_workers_connector_copies_and_needs_no_identity(monkeypatch):
+    extra: dict[str, Any] = {"secondary_tiers": [{"type": "CheckedFiles"}], "staging_rows": 5}
+    found, made = connector_for(KVConnectorRole.WORKER, monkeypatch, extra)
+    assert found.connector_worker == "worker" and found.connector_scheduler is None
+    assert [(kind, spec) for kind, spec, *_ in made] == [("worker", "spec")]
+    assert extra == {"secondary_tiers": [{"type": "CheckedFiles"}], "staging_rows": 5}
+    found.seamark_introduce(SimpleNamespace(), None)  # there is no scheduler to be introduced to
+
+
+def test_a_scheduler_is_introduced_by_its_connector(monkeypatch):
+    found, _ = connector_for(KVConnectorRole.SCHEDULER, monkeypatch, {"secondary_tiers": []})
+    known: list[Any] = []
+    found.connector_scheduler = SimpleNamespace(introduce=lambda *parts: known.append(parts))
+    found.seamark_introduce("checkpoints", "pool")
+    assert known == [("checkpoints", "pool")]
+
+
+def test_host_memory_holds_two_of_the_longest_prompts_in_the_smallest_blocks():
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in (64, 16)]
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=161))
+    rows = connector._staging_rows(config, SimpleNamespace(kv_cache_groups=groups))
+    assert rows == 2 * 11 + 4 * 2

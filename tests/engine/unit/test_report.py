@@ -1,0 +1,406 @@
+"""A report tells all that an engine counts, once; it is sent when there is something new; and it is added up whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from engine_patches.reporting import metrics, reporter
+from engine_patches.reporting.events_api import Feeds
+from engine_patches.reporting.metrics import CollectedMetrics, families
+from engine_patches.reporting.report import EngineReport, as_read, constants, report_of
+from engine_patches.reporting.reporter import Reporter
+from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.counters import AdmittedRequest, DraftedRequest
+from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.load import GatewayLoad
+from engine_patches.scheduler.refusals import Refusal
+from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvicted, StateStored
+from tests.harness.reports import scheduler_of, sent
+
+
+class States:
+    """Those of a scheduler."""
+
+    def __init__(self, *events: Any) -> None:
+        self.events = self
+        self.bytes_held, self.pins = 123, SimpleNamespace(num_blocks=4)
+        self.waiting = list(enumerate(events, 1))
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.waiting)
+
+    def take(self) -> list[Any]:
+        taken, self.waiting = self.waiting, []
+        return taken
+
+
+def busy_checkpoints(states: Any = None) -> Checkpoints:
+    """Of a scheduler in which one of everything has happened, or several."""
+    checkpoints = Checkpoints(Grid(16, 32, ahead=1), 384, states, refusal=Refusal("no_states", "a cause"))
+    counters = checkpoints.counters
+    counters.cache_hit(7)
+    counters.state_written("tail")
+    counters.state_written("tail")
+    counters.hint_ignored("late")
+    counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
+    counters.prompt_pinned("chatcmpl-a-00000000", "pinned")
+    counters.window_found("chatcmpl-a-00000000", "healed")
+    counters.request_drafted(DraftedRequest("chatcmpl-a-00000000", 7, 12))
+    counters.resumed(160, 0.5, on_a_state=True)
+    counters.disk_used({"checksum": 2}, 1000, 5000)
+    counters.load_declined()
+    counters.follower_not_held()
+    counters.follower_released(0.25)
+    checkpoints.drafts = SimpleNamespace(state="closed", name="0f", why="it drafts worse")
+    checkpoints.step_time = SimpleNamespace(floor_seconds=0.125, token_seconds=0.0625)
+    return checkpoints
+
+
+def expected() -> dict[str, Any]:
+    """What is told then."""
+    return {
+        "engine": 1,
+        "engines": 2,
+        "match_unit": 32,
+        "block_size": 384,
+        "ahead": 1,
+        "refused": "a cause",
+        "connector": "NixlPushConnector",
+        "lane": "chunk_ends",
+        "cache_tokens": 9000,
+        "running": 2,
+        "waiting": 1,
+        "loads": {"g": (1, 400)},
+        "state_bytes": 123,
+        "pinned_blocks": 4,
+        "disk_bytes": 5000,
+        "pass_seconds": 0.125,
+        "token_seconds": 0.0625,
+        "cache_hit_tokens": 7,
+        "hits": 1,
+        "hit_tokens": 160,
+        "saved_seconds": 0.5,
+        "spent_seconds": 0.25,
+        "file_bytes": 1000,
+        "loads_declined": 1,
+        "written": {"tail": 2},
+        "outcomes": {"hit": 1},
+        "followers": {"not_worth_it": 1, "held": 1},
+        "ignored": {"late": 1},
+        "files_refused": {"checksum": 2},
+        "requests": [AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,))],
+        "pinned": [("chatcmpl-a-00000000", "pinned")],
+        "drafts": ("closed", "0f", "it drafts worse"),
+        "windows": {"healed": 1},
+        "window_of": [("chatcmpl-a-00000000", "healed")],
+        "drafted": [DraftedRequest("chatcmpl-a-00000000", 7, 12)],
+        "events": [(1, ["gone", "5c"])],
+    }
+
+
+TRANSFER = SimpleNamespace(kv_connector="NixlPushConnector")
+
+
+def test_everything_that_was_counted_is_told_as_it_was_and_once():
+    scheduler = scheduler_of(busy_checkpoints(States(StateEvicted("5c"))), rank=1, ranks=2, transfer=TRANSFER)
+    report = sent(scheduler, {"g": GatewayLoad(1, 400)})
+    told = {name: getattr(report, name) for name in report.__struct_fields__}
+    assert told == expected()
+    again = sent(scheduler)
+    counted = ("hits", "hit_tokens", "saved_seconds", "spent_seconds", "file_bytes", "loads_declined")
+    lists = ("written", "outcomes", "followers", "ignored", "files_refused", "requests", "pinned", "drafted", "events")
+    assert not any(getattr(again, name) for name in (*counted, *lists, "cache_hit_tokens", "windows", "window_of"))
+    assert (again.disk_bytes, again.state_bytes) == (5000, 123), "what is held is told each time"
+
+
+def test_of_a_scheduler_without_states_nothing_is_said_of_them():
+    report = sent(scheduler_of(Checkpoints(Grid(16, 16, ahead=1), 384)))
+    assert (report.ahead, report.state_bytes, report.pinned_blocks, report.events) == (0, 0, 0, [])
+    assert (report.refused, report.connector, report.lane) == ("", "", "")
+
+
+def test_what_is_left_out_of_a_report_is_nothing():
+    """Older engines and newer collectors meet: a field that was not sent has to mean that nothing happened."""
+    empty = msgspec.msgpack.decode(msgspec.msgpack.encode({"match_unit": 16, "block_size": 64}), type=EngineReport)
+    values = {name: getattr(empty, name) for name in empty.__struct_fields__}
+    assert (values.pop("match_unit"), values.pop("block_size"), values.pop("engines")) == (16, 64, 1)
+    assert values.pop("drafts") == ("", "", "") and not any(values.values())
+
+
+@pytest.mark.parametrize("size", [None, 0, 7])
+def test_a_cache_of_which_vllm_says_no_size_has_none(size):
+    scheduler = scheduler_of(Checkpoints(Grid(16, 16), 384))
+    scheduler.vllm_config.cache_config = SimpleNamespace(kv_cache_size_tokens=size)
+    assert sent(scheduler).cache_tokens == (size or 0)
+    scheduler.vllm_config.cache_config = SimpleNamespace()
+    assert sent(scheduler).cache_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("parallel", "engine", "engines"),
+    [
+        ({"data_parallel_index": 3, "data_parallel_rank": 1}, 3, 4),
+        ({"data_parallel_rank": 1}, 1, 4),
+        ({"data_parallel_index": 3, "data_parallel_rank": 1, "data_parallel_external_lb": True}, 0, 1),
+        ({"data_parallel_index": 3, "data_parallel_rank": 1, "data_parallel_external_lb": False}, 3, 4),
+    ],
+)
+def test_an_engine_is_one_of_those_behind_its_server(parallel, engine, engines):
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=4, **parallel), kv_transfer_config=None)
+    told = constants(config)
+    assert (told["engine"], told["engines"], told["connector"], told["lane"]) == (engine, engines, "", "")
+
+
+def test_several_connectors_are_named_in_their_order():
+    children = [{"kv_connector": name} for name in ("NixlConnector", "OffloadingConnector")]
+    transfer = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
+    told = constants(scheduler_of(Checkpoints(Grid(16, 16), 384), transfer=transfer).vllm_config)
+    assert (told["connector"], told["lane"]) == ("NixlConnector+OffloadingConnector", "chunk_ends")
+
+
+@pytest.mark.parametrize(
+    ("event", "read"),
+    [
+        (StateStored("r", 200, ((160, "5c"),)), ["came", "r", 200, ((160, "5c"),)]),
+        (StateEvicted("5c"), ["gone", "5c"]),
+        (CacheCleared(), ["cleared"]),
+        (AdapterReplaced("a"), ["adapter", "a"]),
+    ],
+)
+def test_each_kind_of_event_is_read_by_its_name(event, read):
+    assert as_read(event) == read
+
+
+class Socket:
+    """ZeroMQ's, with room for some reports."""
+
+    def __init__(self) -> None:
+        self.room, self.reports, self.address = 10, [], ""
+
+    def connect(self, address: str) -> None:
+        self.address = address
+
+    def getsockopt(self, option: int) -> int:
+        assert option == zmq.EVENTS
+        return zmq.POLLOUT if self.room else 0
+
+    def send(self, told: bytes, flags: int) -> None:
+        assert flags == zmq.DONTWAIT
+        self.reports.append(msgspec.msgpack.decode(told, type=EngineReport))
+        self.room -= 1
+
+
+@pytest.fixture
+def socket(monkeypatch) -> Socket:
+    made = Socket()
+    context = SimpleNamespace(socket=lambda kind: made if kind == zmq.PUSH else None)
+    monkeypatch.setattr(reporter.zmq, "Context", SimpleNamespace(instance=lambda: context))
+    return made
+
+
+class Scene:
+    """A scheduler and its reporter, whose counters are due when they are told to be."""
+
+    def __init__(self, socket: Socket, states: Any = None) -> None:
+        self.checkpoints = Checkpoints(Grid(16, 16), 384, states)
+        counters = self.checkpoints.counters
+        self.due = False
+        scene = self
+
+        class Due(type(counters)):  # type: ignore[misc]
+            report_due = property(lambda self: scene.due)
+
+        counters.__class__ = Due
+        self.scheduler = scheduler_of(self.checkpoints)
+        self.own = Reporter(self.scheduler, "ipc://x")
+        assert socket.address == "ipc://x" and (socket.sndhwm, socket.linger) == (1000, 0)
+
+    def request(self, gateway: str, left: int) -> Any:
+        return SimpleNamespace(
+            sampling_params=SimpleNamespace(extra_args={"seamark_load": f"{gateway},1000,{left}"}),
+            num_prompt_tokens=1000,
+            num_computed_tokens=0,
+        )
+
+
+def test_a_step_in_which_nothing_happened_is_not_reported(socket):
+    scene = Scene(socket, States())
+    for busy in (True, False):
+        scene.own.step_ends(busy=busy)
+    assert socket.reports == []
+
+
+def test_what_is_due_and_events_are_reported_at_once(socket):
+    scene = Scene(socket, states := States(StateEvicted("5c")))
+    scene.own.step_ends(busy=False)
+    assert [report.events for report in socket.reports] == [[(1, ["gone", "5c"])]]
+    scene.own.step_ends(busy=False)
+    assert len(socket.reports) == 1 and not states.pending
+    scene.due = True
+    scene.own.step_ends(busy=False)
+    assert len(socket.reports) == 2
+
+
+def test_loads_are_looked_at_when_they_may_have_changed_and_told_when_they_have(socket):
+    scene = Scene(socket)
+    requests = scene.scheduler.requests
+    requests["r"] = request = scene.request("ab", 400)
+    scene.own.step_ends(busy=False)  # one request more
+    assert [report.loads for report in socket.reports] == [{"ab": (1, 400)}]
+    request.num_computed_tokens = 900
+    scene.own.step_ends(busy=False)
+    assert len(socket.reports) == 1, "no prompt was computed, it is said"
+    scene.own.step_ends(busy=True)
+    assert socket.reports[1].loads == {"ab": (1, 100)}
+    scene.own.step_ends(busy=True)
+    assert len(socket.reports) == 2, "they are as they were"
+    requests.clear()
+    scene.own.step_ends(busy=False)
+    assert socket.reports[2].loads == {}
+
+
+def test_a_report_of_its_own_accord_tells_the_loads_that_are_known(socket):
+    scene = Scene(socket)
+    scene.scheduler.requests["r"] = scene.request("ab", 400)
+    scene.own.step_ends(busy=True)
+    scene.own.send()
+    assert [report.loads for report in socket.reports] == [{"ab": (1, 400)}] * 2
+
+
+def test_what_nobody_takes_is_not_made_and_its_loads_are_told_later(socket):
+    scene = Scene(socket, states := States(StateEvicted("5c")))
+    scene.scheduler.requests["r"] = scene.request("ab", 400)
+    socket.room = 0
+    scene.own.step_ends(busy=True)
+    assert socket.reports == [] and states.pending
+    socket.room = 5
+    scene.own.step_ends(busy=False)
+    assert socket.reports[0].events and socket.reports[0].loads == {}, "they are looked at when they may have changed"
+    scene.own.step_ends(busy=True)
+    assert socket.reports[1].loads == {"ab": (1, 400)}
+
+
+@pytest.fixture
+def collected(monkeypatch) -> Iterator[tuple[CollectedMetrics, Feeds]]:
+    """Of a process to which no engine has reported."""
+    feeds = Feeds()
+    monkeypatch.setattr(metrics, "feeds", feeds)
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    families().info.clear()
+    yield CollectedMetrics("127.0.0.1:7", beside_vllms=True), feeds
+    families().info.clear()
+
+
+def values() -> dict[str, float]:
+    """All numbers of ours, by name and labels."""
+    return {
+        ",".join([sample.name, *(f"{label}={value}" for label, value in sample.labels.items())]): sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name.startswith("seamark_") and not sample.name.endswith("_created") and "info" not in sample.name
+    }
+
+
+# By metric: what one report of `expected` adds, and what it shows as it is.
+ADDED = {
+    "seamark_checkpoints_written_total,kind=tail": 2,
+    "seamark_checkpoints_evicted_total": 2,
+    "seamark_checkpoint_hits_total": 1,
+    "seamark_checkpoint_hit_tokens_total": 160,
+    "seamark_pins_total,fate=pinned": 1,
+    "seamark_checkpoint_files_refused_total,reason=checksum": 2,
+    "seamark_checkpoint_bytes_written_total": 1000,
+    "seamark_loads_declined_total": 1,
+    "seamark_hints_ignored_total,reason=late": 1,
+    "seamark_engine_requests_total,reason=hit": 1,
+    "seamark_draft_windows_total,rows=healed": 1,
+    "seamark_followers_total,fate=not_worth_it": 1,
+    "seamark_followers_total,fate=held": 1,
+    "seamark_seconds_saved_total": 0.5,
+    "seamark_seconds_spent_total": 0.25,
+}
+
+SHOWN = {
+    "seamark_checkpoint_bytes": 123,
+    "seamark_pinned_blocks": 4,
+    "seamark_checkpoint_directory_bytes": 5000,
+    "seamark_pass_seconds": 0.125,
+    "seamark_token_seconds": 0.0625,
+}
+
+
+def report_of_all() -> EngineReport:
+    events = [(1, ["gone", "5c"]), (2, ["came", "r", 64, []]), (3, ["gone", "6c"])]
+    return EngineReport(**{**expected(), "engine": 0, "engines": 1, "events": events})
+
+
+def test_each_number_of_a_report_is_added_or_shown_and_nothing_else_changes(collected):
+    collector, feeds = collected
+    before = values()
+    collector.take(report_of_all())
+    after = values()
+    changed = {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
+    assert {name: after[name] for name in SHOWN} == SHOWN
+    assert {name: value for name, value in changed.items() if name not in SHOWN} == ADDED
+    told = feeds.main.after(0)
+    assert told["outcomes"] == [("a", "hit", 160)] and told["pins"] == [("a", "pinned")]
+    assert told["windows"] == [("a", "healed")] and told["drafted"] == [("a", 7, 12)]
+    assert told["drafts"] == {"state": "closed", "id": "0f", "why": "it drafts worse"}
+    assert len(told["states"]) == 3 and feeds.main.take_latest("a").pin == "pinned"
+
+
+def infos() -> list[dict[str, str]]:
+    """What engines are shown to be now."""
+    return [sample.labels for sample in families().info.collect()[0].samples if sample.value == 1]
+
+
+def test_an_engine_is_shown_as_it_is_and_others_beside_it_that_differ(collected):
+    collector, _ = collected
+    same = {"match_unit": 16, "block_size": 64, "engines": 2}
+    for engine in (0, 1):
+        collector.take(EngineReport(engine=engine, **same))
+    (info,) = infos()
+    assert (info["match_unit"], info["block_size"], info["ahead"], info["reports"]) == ("16", "64", "0", "127.0.0.1:7")
+    assert info["version"] == metrics.own_version() and info["vllm"] == metrics.vllm.__version__
+    collector.take(EngineReport(engine=1, refused="a cause", **same))
+    assert sorted(info["refused"] for info in infos()) == ["", "a cause"], "the other one is as it was"
+    collector.take(EngineReport(engine=0, refused="a cause", **same))
+    collector.take(EngineReport(engine=0, refused="a cause", **same))
+    assert [info["refused"] for info in infos()] == ["a cause"]
+    names = ("drafts", "connector", "lane", "ahead")
+    collector.take(EngineReport(engine=0, drafts=("closed", "", ""), connector="c", lane="l", ahead=3, **same))
+    assert [tuple(info[name] for name in names) for info in infos() if info["drafts"]] == [("closed", "c", "l", "3")]
+
+
+def test_vllms_own_numbers_are_given_only_where_its_process_is_another(collected, monkeypatch):
+    registry = CollectorRegistry()
+    monkeypatch.setattr(metrics, "REGISTRY", registry)
+    CollectedMetrics("", beside_vllms=True)
+    assert list(registry.collect()) == []
+    apart = CollectedMetrics("", beside_vllms=False)
+    apart.take(EngineReport(match_unit=16, block_size=64, running=3, cache_hit_tokens=5))
+    given = {sample.name: sample.value for family in registry.collect() for sample in family.samples}
+    assert given["vllm:num_requests_running"] == 3 and given["vllm:prefix_cache_hits_total"] == 5
+
+
+def test_a_bare_copy_of_the_plugin_has_no_version(monkeypatch):
+    def absent(name: str) -> str:
+        assert name == "vllm-seamark"
+        raise metrics.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metrics.metadata, "version", absent)
+    assert metrics.own_version() == "unknown"
+
+
+def test_a_report_is_made_of_its_constants_and_its_loads():
+    scheduler = scheduler_of(Checkpoints(Grid(16, 16), 384))
+    report = report_of(scheduler, {"engine": 5, "connector": "c"}, {"a": GatewayLoad(1, 2)})
+    assert (report.engine, report.connector, report.loads) == (5, "c", {"a": (1, 2)})

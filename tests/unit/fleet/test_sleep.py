@@ -1,0 +1,78 @@
+"""Whether a worker computes nothing: what its engines say counts, and else what its metrics tell."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from proxy.fleet.sleep import IS_PAUSED, IS_SLEEPING, EngineAnswers
+
+
+def answers(is_sleeping: bool | None, is_paused: bool | None) -> EngineAnswers:
+    """None: the worker lacks the route."""
+    found = EngineAnswers("")
+    for path, said in ((IS_SLEEPING, is_sleeping), (IS_PAUSED, is_paused)):
+        found.take(path, 404 if said is None else 200, json.dumps({path[1:]: said}).encode())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("levels", "is_sleeping", "is_paused", "words"),
+    [
+        ((None,), False, False, ""),
+        ((None, None), None, None, ""),
+        ((0,), False, False, ""),  # /resume has ended a sleep of level 0, and the gauge stays
+        ((0,), False, None, "asleep (level 0)"),  # it may be paused
+        ((1, 2), None, None, "asleep (level 2)"),
+        ((None,), True, None, "asleep:"),  # woken in part
+        ((None,), None, True, "asleep (paused)"),
+        ((None,), True, True, "asleep (paused): POST /resume wakes it"),  # vLLM calls it sleeping, too
+        ((1,), True, True, "asleep (level 1): POST /wake_up wakes it"),
+        ((None, 1, 2), None, None, "asleep (2 of 3 engines, level 2): POST /wake_up wakes it"),
+        ((1, None), False, None, "asleep (1 of 2 engines, level 1)"),
+        ((1,), None, False, "asleep (level 1)"),
+        ((None,), False, None, ""),
+        ((None,), None, False, ""),
+        ((None,), True, False, "asleep: POST /wake_up wakes it"),
+    ],
+)
+def test_the_engines_word_counts_and_else_its_gauge(levels, is_sleeping, is_paused, words):
+    why = answers(is_sleeping, is_paused).why_asleep(levels)
+    assert why.startswith(words) and bool(why) == bool(words)
+
+
+def test_an_engine_that_does_not_answer_is_not_awake_for_that():
+    found = answers(False, True)
+    found.none(IS_SLEEPING)
+    found.take(IS_PAUSED, 500, b"")
+    assert found.why_asleep((None,)) and found.why_asleep((1,)).startswith("asleep (level 1)")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (200, b'{"is_paused":true}', {IS_SLEEPING: None, IS_PAUSED: True}),
+        (200, b'{"is_paused":false}', {IS_SLEEPING: None, IS_PAUSED: False}),
+        (404, b'{"is_paused":true}', {IS_SLEEPING: None}),  # it lacks the route: it is not asked there again
+        (499, b"", {IS_SLEEPING: None}),
+        (200, b'{"is_paused":1}', {IS_SLEEPING: None}),
+        (200, b'{"is_sleeping":true}', {IS_SLEEPING: None}),
+        (200, b"[]", {IS_SLEEPING: None}),
+        (200, b"no JSON", {IS_SLEEPING: None}),
+        (500, b'{"is_paused":true}', {IS_SLEEPING: None, IS_PAUSED: None}),  # nothing now
+        (503, b"", {IS_SLEEPING: None, IS_PAUSED: None}),
+    ],
+)
+def test_what_a_route_answers_is_what_it_says_and_one_without_an_answer_is_lacking(status, body, said):
+    found = EngineAnswers("boot")
+    found.take(IS_PAUSED, status, body)
+    assert found.said == said
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, True), (False, None), (None, None)])
+def test_without_an_answer_one_that_slept_still_sleeps_and_one_awake_is_not_known(before, after):
+    for silent in (lambda found: found.none(IS_SLEEPING), lambda found: found.take(IS_SLEEPING, 500, b"")):
+        found = EngineAnswers("boot", {IS_SLEEPING: before})
+        silent(found)
+        assert found.said == {IS_SLEEPING: after}

@@ -1,0 +1,475 @@
+"""Requests to the workers: what is sent again, what is not, and who is to blame when none can be sent."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from proxy.http import client
+from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stale, Unreachable, Upstream
+from proxy.http.json_body import OverBound
+
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
+
+
+class Peer:
+    """A worker whose every step is a test's."""
+
+    def __init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._listening.settimeout(30)
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self.accepted = 0
+        self.read = b""
+
+    async def accept(self) -> None:
+        """Take the next connection, and what comes first on it."""
+        self.accepted += 1
+        self._taken, _ = await asyncio.to_thread(self._listening.accept)
+        self._taken.settimeout(30)
+        await self.receive()
+
+    async def receive(self) -> None:
+        self.read += await asyncio.to_thread(self._taken.recv, 65536)
+
+    def write(self, data: bytes) -> None:
+        self._taken.sendall(data)
+
+    def close(self) -> None:
+        """Close the connection. On the loopback, the other side's system knows at once."""
+        self._taken.close()
+
+    def left(self) -> bool:
+        """Whether the other side has closed the connection, once it has; what it sent before is not looked at."""
+        while self._taken.recv(65536):
+            pass
+        return True
+
+    def end(self) -> None:
+        self._listening.close()
+
+
+@pytest.fixture
+def peer():
+    started = Peer()
+    yield started
+    started.end()
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[Upstream]:
+    made = Upstream(connect_timeout=30, max_header_bytes=20_000)
+    yield made
+    await made.aclose()
+
+
+async def kept(upstream: Upstream, peer: Peer) -> None:
+    """A connection that has served a request, and waits for the next one."""
+    sending = asyncio.create_task(upstream.send("GET", peer.url + "/first"))
+    await peer.accept()
+    peer.write(ANSWER + b"ok")
+    answer = await sending
+    assert await answer.read() == b"ok"
+    peer.read = b""
+
+
+async def answered(sending: asyncio.Task[Answer], peer: Peer) -> bytes:
+    """The body of an answer on a new connection."""
+    await peer.accept()
+    peer.write(ANSWER + b"ok")
+    return await (await sending).read()
+
+
+async def test_a_kept_connection_that_was_closed_is_found_before_a_body_is_written(upstream, peer):
+    await kept(upstream, peer)
+    peer.close()  # the event loop gets no turn to see it
+    with pytest.raises(Stale):
+        await upstream.send("POST", peer.url + "/second", body=b"{}")
+
+
+async def test_a_connection_that_is_being_closed_here_gets_no_body(peer):
+    """What is written to it is dropped without a word, and its request would not be sent again."""
+    _, writer = await asyncio.open_connection(*peer.url.removeprefix("http://").split(":"))
+    assert not client._is_closed(writer.transport)
+    writer.transport.close()
+    assert client._is_closed(writer.transport)
+
+
+async def test_a_body_that_may_have_been_read_is_not_sent_again(upstream, peer):
+    await kept(upstream, peer)
+    sending = asyncio.create_task(upstream.send("POST", peer.url + "/second", body=b"{}"))
+    await peer.receive()
+    peer.close()
+    with pytest.raises(Broken) as failed:
+        await sending
+    assert not isinstance(failed.value, Stale) and peer.accepted == 1 and peer.read.count(b"/second") == 1
+
+
+async def test_an_empty_body_may_have_been_read_as_well(upstream, peer):
+    await kept(upstream, peer)
+    sending = asyncio.create_task(upstream.send("DELETE", peer.url + "/second"))
+    await peer.receive()
+    peer.close()
+    with pytest.raises(Broken) as failed:
+        await sending
+    assert not isinstance(failed.value, Stale) and b"content-length: 0" in peer.read.lower()
+
+
+async def test_what_changes_nothing_may_be_sent_once_more(upstream, peer):
+    await kept(upstream, peer)
+    sending = asyncio.create_task(upstream.send("GET", peer.url + "/second"))
+    await peer.receive()
+    peer.close()
+    with pytest.raises(Stale):
+        await sending
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE", "PUT"])
+async def test_nothing_is_sent_again_by_itself(upstream, peer, method):
+    sending = asyncio.create_task(upstream.send(method, peer.url + "/only"))
+    await peer.accept()
+    peer.close()
+    with pytest.raises(Broken):
+        await sending
+    assert peer.accepted == 1
+
+
+async def test_the_gateways_own_requests_get_a_new_connection_for_one_that_was_closed(upstream, peer):
+    await kept(upstream, peer)
+    peer.close()
+    fetching = asyncio.create_task(upstream.fetch("POST", peer.url + "/second", b"{}"))
+    await peer.accept()
+    peer.write(ANSWER + b"ok")
+    assert await fetching == (200, b"ok")
+
+
+@pytest.mark.parametrize("unasked", [ANSWER + b"no", b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n"])
+@pytest.mark.parametrize("is_seen", [True, False])
+async def test_an_answer_that_nobody_asked_for_is_nobodys(upstream, peer, unasked, is_seen):
+    await kept(upstream, peer)
+    peer.write(unasked)
+    if is_seen:
+        await asyncio.sleep(0.05)
+        sending = asyncio.create_task(upstream.send("POST", peer.url + "/second", body=b"{}"))
+        assert await answered(sending, peer) == b"ok"
+    else:
+        with pytest.raises(Stale):
+            await upstream.send("POST", peer.url + "/second", body=b"{}")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL])
+async def test_a_shortage_of_this_machine_is_not_the_workers(upstream, monkeypatch, number):
+    def no_socket(address):
+        raise OSError(number, "none left")
+
+    monkeypatch.setattr(client, "_no_delay", no_socket)
+    with pytest.raises(Exhausted):
+        await upstream.send("POST", "http://127.0.0.1:9/", body=b"{}")
+
+
+async def test_a_refused_connection_is_the_workers(upstream, peer):
+    peer.end()
+    with pytest.raises(Unreachable) as refused:
+        await upstream.send("POST", peer.url + "/", body=b"{}")
+    assert not isinstance(refused.value, Exhausted) and str(refused.value).startswith("connection refused")
+
+
+async def test_a_server_that_speaks_no_tls_is_told_from_one_that_is_not_there(upstream, peer):
+    sending = asyncio.create_task(upstream.send("GET", peer.url.replace("http:", "https:") + "/"))
+    await peer.accept()
+    peer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    with pytest.raises(Unreachable, match="TLS fails: http:// instead of https://"):
+        await sending
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "its host name is not known here"),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), "no route to host"),
+        (OSError("odd"), "no connection"),
+        (TimeoutError(), "no connection within 30 s"),
+    ],
+)
+async def test_why_there_is_no_connection_is_told(upstream, peer, monkeypatch, error, words):
+    def fail(*_, **__):
+        raise error
+
+    if isinstance(error, socket.gaierror):
+        monkeypatch.setattr(socket, "getaddrinfo", fail)
+        url = "http://worker.example:8000/"
+    else:
+        monkeypatch.setattr(client, "_no_delay", fail)
+        url = peer.url + "/"
+    with pytest.raises(Unreachable) as unreachable:
+        await upstream.send("GET", url)
+    assert str(unreachable.value) == words
+
+
+async def test_a_header_as_long_as_a_request_passes(upstream, peer):
+    sending = asyncio.create_task(upstream.send("GET", peer.url + "/"))
+    await peer.accept()
+    peer.write(b"HTTP/1.1 307 Moved\r\nlocation: /" + b"a" * 20_000 + b"\r\ncontent-length: 0\r\n\r\n")
+    assert len((await sending).header("location")) == 20_001
+
+
+@pytest.mark.parametrize("junk", [b"HTTP/1.1 200 OK\r\nx: " + b"a" * 40_000 + b"\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n"])
+async def test_an_answer_that_is_none_is_told_apart(upstream, peer, junk):
+    sending = asyncio.create_task(upstream.send("POST", peer.url + "/", body=b"{}"))
+    await peer.accept()
+    peer.write(junk)
+    with pytest.raises(Malformed):
+        await sending
+    peer.close()
+
+
+async def test_lines_are_read_as_they_come_and_none_is_longer_than_it_may_be(upstream, peer):
+    sending = asyncio.create_task(upstream.send("GET", peer.url + "/lines"))
+    await peer.accept()
+    peer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    for piece in (b"on", b"e\ntwo\n\nthr", b"ee", b"\n" + b"x" * 65, b"y"):
+        peer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+    answer = await sending
+    lines = answer.lines(64)
+    assert [await anext(lines) for _ in range(4)] == [b"one", b"two", b"", b"three"]
+    with pytest.raises(OverBound):
+        await anext(lines)
+    answer.close()
+
+
+async def test_no_answer_to_the_gateways_own_requests_is_longer_than_it_may_be(upstream, peer, monkeypatch):
+    monkeypatch.setattr(client, "MOST_OWN_BYTES", 64)
+    for size in (64, 65):
+        sending = asyncio.create_task(upstream.fetch("GET", peer.url + "/v1/models"))
+        await peer.accept()
+        peer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
+        if size == 64:
+            assert await sending == (200, b"x" * 64)
+        else:
+            with pytest.raises(Malformed):
+                await sending
+        peer.close()
+
+
+# What a request looks like, and what of its answer is passed on.
+
+
+CLOSING = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
+
+
+async def exchange(upstream: Upstream, peer: Peer, answer: bytes = CLOSING + b"ok", **request: Any) -> Answer:
+    """One request on a new connection; what arrived is in `peer.read`."""
+    peer.read = b""
+    request = {"method": "GET", "url": peer.url + "/", **request}
+    sending = asyncio.create_task(upstream.send(**request))
+    await peer.accept()
+    peer.write(answer)
+    return await sending
+
+
+async def test_a_worker_gets_the_clients_head_byte_by_byte_and_nothing_else(upstream, peer):
+    headers = [(b"x-name", b"caf\xe9 \xc3\xa9"), (b"x-name", b"two"), (b"accept", b"a/b")]
+    answer = await exchange(upstream, peer, url=peer.url + "/a%2Fb?q=%20x", headers=headers)
+    assert answer.status == 200 and await answer.read() == b"ok"
+    head, *fields = peer.read.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    assert head == b"GET /a%2Fb?q=%20x HTTP/1.1"
+    host = b"Host: " + peer.url.removeprefix("http://").encode()
+    assert sorted(fields) == sorted([host, *(name + b": " + value for name, value in headers)])
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "ends"),
+    [
+        ("GET", b"", b""),
+        ("HEAD", b"", b""),
+        ("OPTIONS", b"", b""),
+        ("GET", b"{}", b"Content-Length: 2"),
+        ("POST", b"", b"Content-Length: 0"),
+        ("POST", b"{}", b"Content-Length: 2"),
+        ("DELETE", b"", b"Content-Length: 0"),
+    ],
+)
+async def test_a_body_has_its_length_and_what_has_none_by_its_nature_has_no_length(upstream, peer, method, body, ends):
+    await exchange(upstream, peer, CLOSING, method=method, body=body)
+    head, _, sent = peer.read.partition(b"\r\n\r\n")
+    framing = [line for line in head.split(b"\r\n") if line.lower().startswith((b"content-length", b"transfer-"))]
+    assert (framing, sent) == ([ends] if ends else [], body)
+
+
+async def test_an_answer_is_as_it_came(upstream, peer):
+    """Neither unpacked nor followed, and no cookie is kept."""
+    head = b"HTTP/1.1 302 Found\r\nLocation: /other\r\nset-cookie: a=b\r\nContent-Encoding: gzip\r\n"
+    answer = await exchange(upstream, peer, head + b"x: one\r\nx: two\r\ncontent-length: 3\r\n\r\nraw")
+    assert (answer.status, answer.header("X"), answer.header("missing")) == (302, "one", None)
+    assert answer.headers[0] == (b"Location", b"/other") and answer.is_encoded
+    assert [chunk async for chunk in answer.chunks()] == [b"raw"]
+    sending = asyncio.create_task(upstream.send("GET", peer.url + "/again"))
+    peer.read = b""
+    await peer.receive()
+    peer.write(ANSWER + b"ok")
+    assert not (await sending).is_encoded and b"cookie" not in peer.read.lower() and peer.accepted == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_encoded"),
+    [
+        (b"", False),
+        (b"content-encoding: identity\r\n", False),
+        (b"content-encoding: \r\n", False),
+        (b"Content-Encoding: identity\r\ncontent-encoding: br\r\n", True),
+    ],
+)
+async def test_a_body_is_encoded_if_any_coding_but_none_is_named(upstream, peer, fields, is_encoded):
+    answer = await exchange(upstream, peer, b"HTTP/1.1 200 OK\r\n" + fields + b"content-length: 0\r\n\r\n")
+    assert answer.is_encoded is is_encoded
+    answer.close()
+
+
+async def test_a_connection_is_used_again_only_if_its_answer_was_read(upstream, peer):
+    answer = await exchange(upstream, peer, ANSWER + b"o")
+    answer.close()
+    answer = await exchange(upstream, peer, ANSWER + b"ok")
+    assert await answer.read() == b"ok" and peer.accepted == 2
+    answer.close()
+    sending = asyncio.create_task(upstream.send("GET", peer.url + "/third"))
+    await peer.receive()
+    peer.write(ANSWER + b"ok")
+    assert await (await sending).read() == b"ok" and peer.accepted == 2
+    answer = await exchange(upstream, peer, fresh=True)  # whatever connections there are
+    assert await answer.read() == b"ok" and peer.accepted == 3 and b"connection: close" in peer.read.lower()
+
+
+async def test_the_last_line_counts_whether_it_has_ended_or_not(upstream, peer):
+    for body, lines in ((b"one\ntwo", [b"one", b"two"]), (b"one\n", [b"one"]), (b"", []), (b"\n", [b""])):
+        answer = await exchange(
+            upstream, peer, b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        assert [line async for line in answer.lines(64)] == lines, body
+
+
+async def test_an_answer_that_breaks_off_is_broken_however_it_is_read(upstream, peer):
+    for read in (Answer.read, Answer.next_chunk):
+        answer = await exchange(upstream, peer, b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n")
+        peer.close()
+        with pytest.raises(Broken) as broken:
+            await read(answer)
+        assert not isinstance(broken.value, Silent)
+
+
+async def test_a_worker_that_says_nothing_is_silent(upstream, peer):
+    sending = asyncio.create_task(upstream.send("POST", peer.url + "/", body=b"{}", read_timeout=0.05))
+    await peer.accept()
+    with pytest.raises(Silent):
+        await sending
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TimeoutError(), Silent),
+        (aiohttp.SocketTimeoutError(), Silent),
+        (aiohttp.ClientPayloadError(), Broken),
+        (ConnectionResetError(), Broken),
+    ],
+)
+async def test_a_body_that_stops_is_silent_and_one_that_ends_too_early_is_broken(error, kind):
+    async def fail() -> bytes:
+        raise error
+
+    response: Any = SimpleNamespace(status=200, raw_headers=(), read=fail, content=SimpleNamespace(readany=fail))
+    for read in (Answer.read, Answer.next_chunk):
+        with pytest.raises(Broken) as failed:
+            await read(Answer(response))
+        assert type(failed.value) is kind
+
+
+async def test_a_new_connection_that_is_closed_before_the_body_is_none(upstream, peer, monkeypatch):
+    monkeypatch.setattr(client, "_is_closed", lambda transport: True)
+    with pytest.raises(Unreachable):
+        await exchange(upstream, peer, method="POST", body=b"{}")
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EMFILE, Exhausted), (errno.EACCES, Unreachable), (0, Unreachable)])
+async def test_a_name_that_is_not_found_for_want_of_descriptors_is_no_workers_fault(
+    upstream, monkeypatch, number, kind
+):
+    def no_name(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    def no_file(*_):
+        raise OSError(number, "none left")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_name)
+    if number:
+        monkeypatch.setattr(client.os, "open", no_file)
+    with pytest.raises(Unreachable) as failed:
+        await upstream.send("GET", "http://worker.example:8000/")
+    assert type(failed.value) is kind
+
+
+# The gateway's own requests.
+
+
+async def own(upstream: Upstream, peer: Peer, **request: Any) -> list[bytes]:
+    """The lines of the head of a request of the gateway's own, in lower case."""
+    peer.read = b""
+    asking = asyncio.create_task(upstream.ask("POST", peer.url + "/v1/x", **request))
+    await peer.accept()
+    peer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+    (await asking).close()
+    peer.close()
+    return peer.read.partition(b"\r\n\r\n")[0].lower().split(b"\r\n")
+
+
+async def test_the_gateways_own_requests_carry_the_workers_key_and_say_what_they_hold(upstream, peer):
+    with_key = Upstream(30, 20_000, api_key="k")
+    for each, key in ((upstream, []), (with_key, [b"authorization: bearer k"])):
+        head = await own(each, peer, body=b"{}", headers=[(b"x-more", b"1")])
+        assert [line for line in head if line.startswith(b"auth")] == key
+        assert b"x-more: 1" in head and b"content-type: application/json" in head
+        assert not any(line.startswith(b"content-type") for line in await own(each, peer))
+    await exchange(with_key, peer)  # a client's request carries the client's headers alone
+    assert b"authorization" not in peer.read.lower()
+    await with_key.aclose()
+
+
+async def test_an_address_with_credentials_gets_these_and_no_other_does(upstream, peer):
+    mine, clients = b"authorization: Basic YTpi", [(b"authorization", b"Bearer c"), (b"x", b"1")]
+    upstream.trust(peer.url, "a:b")
+    await exchange(upstream, peer, headers=clients)
+    assert mine in peer.read and b"Bearer c" not in peer.read and b"x: 1" in peer.read
+    await exchange(upstream, peer)
+    assert mine in peer.read
+    upstream.trust(peer.url[:-1], "c:d")  # another port, which begins alike
+    upstream.trust(peer.url, None)
+    await exchange(upstream, peer, headers=clients)
+    assert b"Basic" not in peer.read and b"authorization: Bearer c" in peer.read
+    upstream.trust(peer.url, "e:f")
+    upstream.trust(peer.url, "a:b")
+    await exchange(upstream, peer)
+    assert peer.read.count(b"Basic") == 1 and mine in peer.read
+
+
+async def test_what_is_asked_is_given_back_whatever_comes(upstream, peer, monkeypatch):
+    monkeypatch.setattr(client, "MOST_OWN_BYTES", 1)
+    fetching = asyncio.create_task(upstream.fetch("GET", peer.url + "/"))
+    await peer.accept()
+    peer.write(ANSWER + b"o")
+    peer.write(b"k")
+    with pytest.raises(Malformed):
+        await fetching
+    assert await asyncio.to_thread(peer.left)  # its connection was closed, since it was not read to its end
+
+
+async def test_once_closed_no_connection_is_left(peer):
+    upstream = Upstream(30, 20_000)
+    await (await exchange(upstream, peer, ANSWER + b"ok")).read()
+    await upstream.aclose()
+    assert await asyncio.to_thread(peer.left)

@@ -1,0 +1,321 @@
+"""Which paths are pages of the gateway's own and which go to a worker, what the pages say, and who may use them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.chat.chat import CHAT, OUTSIDE_V1
+from proxy.fleet.probe import MODELS
+from proxy.http import asgi
+from proxy.pipeline.pinned_prompts import NOT_RELEASED
+from proxy.server.app import App, build, build_pages
+from tests.harness.api_keys import bearer, entry
+from tests.harness.in_memory_gateway import Call, InMemoryGateway
+from tests.harness.recording_worker import RecordingWorker
+
+Started = Callable[..., Awaitable[InMemoryGateway]]
+
+ORIGIN = {"origin": "https://harbour.example"}
+
+PAGES = ("/health", "/ready", "/metrics", "/v1/models", "/seamark/status", "/seamark/live", "/seamark/prefixes", "/ui")
+
+
+def asking(app: App) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://gateway", timeout=30
+    )
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+def asked(method: str, path: str, extensions: dict[str, Any]) -> dict[str, Any]:
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+    return {**scope, "headers": [], "client": ("127.0.0.1", 1), "extensions": extensions}
+
+
+@pytest.fixture
+async def gateway(in_memory: Started, worker: RecordingWorker) -> InMemoryGateway:
+    return await in_memory(worker)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *(("POST", path) for path in (CHAT, CHAT + "/", "/v1/responses", "/v1/embeddings", "/v1/nobody/knows/it")),
+        *(("POST", path) for path in sorted(OUTSIDE_V1)),
+        *(("GET", path) for path in ("/v1/realtime", "/v1/modelsx", "/v1/v1/nothing", "/v1/v1")),
+        *(("POST", path) for path in (MODELS, MODELS + "/m")),
+        ("DELETE", MODELS + "/m"),
+    ],
+)
+async def test_what_vllm_serves_to_clients_goes_to_a_worker(gateway, worker, method, path):
+    await asking(gateway.app).request(method, path, json={"model": "m"})
+    assert [(seen.method, seen.path) for seen in worker.requests] == [(method, path.rstrip("/"))]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        *(("GET", path, 200) for path in PAGES),
+        *(("HEAD", path, 200) for path in PAGES),
+        *(("GET", path + "/", 200) for path in ("/health", "/ready", "/metrics", "/v1/models")),
+        ("HEAD", MODELS + "/m", 200),
+        ("GET", "/", 307),
+        ("GET", "/version", 404),
+        ("GET", "/v1/v1/models", 404),
+        ("POST", "/v1/v1/chat/completions", 404),
+        ("POST", "/chat/completions", 404),
+        ("GET", "/v1", 404),
+        ("POST", "/reset_prefix_cache", 404),
+        ("PUT", "/ready", 405),
+        ("POST", "/health", 404),
+    ],
+)
+async def test_pages_of_the_gateways_own_are_no_workers(gateway, worker, method, path, status):
+    answer = await asking(gateway.app).request(method, path)
+    assert (answer.status_code, worker.requests) == (status, [])
+    if status >= 400:
+        assert error_of(answer)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/chat/completions", ["Did you mean /v1/chat/completions?", "base_url ends in /v1."]),
+        ("/models/m", ["Did you mean /v1/models/m?", "base_url ends in /v1."]),
+        ("/v1/v1/responses/r", ["Did you mean /v1/responses/r?", "base_url must not end in /v1"]),
+        ("/", ["live page is at the admin port"]),
+        ("/reset_prefix_cache", ["/v1/...", "/tokenize", "at the worker itself"]),
+    ],
+)
+async def test_who_asks_for_a_path_that_nobody_has_reads_which_one_is_meant(in_memory, path, says):
+    gateway = await in_memory(RecordingWorker(), is_started=False, admin_port=1)
+    answer = await gateway.get(path)
+    message = error_of(answer)["message"]
+    assert answer.status_code == 404 and message.startswith(f"No such path: {path}. "), message
+    assert [words for words in says if words not in message] == [] and ("Did you mean" in message) == (
+        "Did you" in says[0]
+    )
+
+
+async def test_pages_at_an_address_of_their_own_are_there_alone_and_need_no_key(in_memory, tmp_path):
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("ann"))
+    gateway = await in_memory(RecordingWorker(), is_started=False, admin_port=1, api_keys=file)
+    for path in ("/metrics", "/seamark/status", "/seamark/live", "/ui", "/seamark/prefixes"):
+        assert (await gateway.get(path)).status_code == 404, path
+    pages = asking(build_pages(gateway.gateway))
+    for path in ("/health", "/metrics", "/seamark/status", "/seamark/live", "/ui", "/seamark/prefixes"):
+        assert (await pages.get(path)).status_code == 200, path
+    assert (await pages.get("/")).headers["location"] == "ui"
+    for path, words in ((CHAT, "clients use the gateway's port"), ("/chat/completions", "operator's pages only")):
+        answer = await pages.post(path, json={"model": "m"})
+        assert answer.status_code == 404 and words in error_of(answer)["message"], path
+    assert error_of(await pages.get("/nothing"))["message"] == "No such path: /nothing"
+
+
+async def test_without_an_address_of_their_own_the_root_leads_to_the_page(gateway):
+    assert (await gateway.get("/")).headers["location"] == "ui"
+    page = await gateway.get("/ui")
+    assert page.headers["content-type"].startswith("text/html") and "content-security-policy" in page.headers
+
+
+async def test_a_health_check_is_answered_with_the_gateways_id_whatever_else_there_is(in_memory):
+    gateway = await in_memory(RecordingWorker(), is_started=False)
+    answer = await gateway.get("/health")
+    assert answer.json() == {"status": "ok", "gateway": gateway.gateway.pool.gateway_id}
+    assert answer.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("path", ["/v1/realtime", "/ui", "/health"])
+async def test_a_websocket_is_refused_before_anything_is_asked(gateway, worker, path):
+    call = Call(gateway.app, asked("GET", path, {asgi.WANTS_WEBSOCKET: {}}), b"")
+    start = await call.message()
+    assert start is not None and start["status"] == 426 and not worker.requests
+    assert b"no_websockets" in b"".join([piece async for piece in call.body()])
+
+
+async def test_ready_says_which_workers_are_and_why_none_is(in_memory):
+    worker = RecordingWorker()
+    gateway = await in_memory(worker)
+    assert (await gateway.get("/ready")).json() == {"status": "ready", "workers": ["worker-0"]}
+    gateway.gateway.is_stopping = True
+    answer = await gateway.get("/ready")
+    assert answer.status_code == 503 and "stopping" in error_of(answer)["message"]
+    assert (await gateway.get("/health")).status_code == 200
+    gateway.gateway.is_stopping = False
+    await gateway.gateway.pool.ready()
+    gateway.upstream.faults[worker.url] = ConnectionError("planned")
+    gateway.gateway.pool.workers[0].up = False
+    answer = await gateway.get("/ready")
+    assert answer.status_code == 503 and error_of(answer)["message"].startswith("No worker is ready.")
+
+
+async def test_the_models_of_all_workers_are_listed_once_and_each_is_found_by_its_name(in_memory):
+    first, second = RecordingWorker(models=("m", "shared")), RecordingWorker(models=("org/name", "shared"))
+    gateway = await in_memory(first, second)
+    await gateway.shows(lambda status: all(each["up"] for each in status["workers"]))
+    listed = (await gateway.get("/v1/models")).json()
+    assert listed["object"] == "list" and [each["id"] for each in listed["data"]] == ["m", "shared", "org/name"]
+    for name, worker in (("m", "worker-0"), ("shared", "worker-0"), ("org/name", "worker-1")):
+        answer = await gateway.get(f"{MODELS}/{name}")
+        assert (answer.json()["id"], answer.headers["x-seamark-worker"]) == (name, worker)
+    answer = await gateway.get(f"{MODELS}/other")
+    assert answer.status_code == 404 and "`other` does not exist" in error_of(answer)["message"]
+
+
+async def test_pages_of_any_site_may_read_the_models_and_nothing_else(gateway):
+    allowed = "access-control-allow-origin"
+    for path in (MODELS, MODELS + "/m", MODELS + "/other"):
+        assert (await gateway.get(path, **ORIGIN)).headers[allowed] == "*", path
+        assert allowed not in (await gateway.get(path)).headers, path
+    for path in ("/seamark/status", "/ready", "/metrics"):
+        assert allowed not in (await gateway.get(path, **ORIGIN)).headers, path
+    gateway.gateway.is_stopping = True
+    assert allowed not in (await gateway.get("/ready", **ORIGIN)).headers
+
+
+async def test_the_status_page_shows_each_part_and_is_kept_nowhere(in_memory):
+    gateway = await in_memory(RecordingWorker(), is_started=False, prefill_worker=("http://prefill",))
+    answer = await gateway.get("/seamark/status")
+    assert answer.headers["cache-control"] == "no-store" and answer.headers["content-type"] == "application/json"
+    status = answer.json()
+    assert [each["name"] for each in status["workers"]] == ["worker-0"]
+    assert [each["name"] for each in status["prefill_workers"]] == ["prefill"]
+    assert {name for name, value in status.items() if value in (0, [], None)} == {
+        *("directory_entries", "known_positions", "hot_prefixes", "text_bytes_held"),
+        *("keys", "self_check", "prefixes"),
+    }
+    assert (status["since"], status["redis"]) == (gateway.gateway.created, {"state": "off"})
+    assert status.keys() - {"workers", "prefill_workers"} >= {"shadow"}
+
+
+PROMPT = {"name": "rules", "body": {"model": "m", "messages": [{"role": "system", "content": "Be brief. " * 200}]}}
+
+
+async def test_a_prompt_is_pinned_shown_and_let_go(gateway):
+    client = asking(gateway.app)
+    pinned = await client.post("/seamark/prefixes", json=PROMPT)
+    assert (pinned.status_code, pinned.json()["name"]) == (200, "rules")
+    shown = (await client.get("/seamark/prefixes")).json()["prefixes"]
+    assert [each["name"] for each in shown] == ["rules"]
+    assert [each["name"] for each in (await gateway.status())["prefixes"]] == ["rules"]
+    removed = await client.delete("/seamark/prefixes/rules")
+    assert removed.status_code == (202 if NOT_RELEASED in removed.json()["workers"].values() else 200)
+    assert (await client.get("/seamark/prefixes")).json() == {"prefixes": []}
+    assert (await client.delete("/seamark/prefixes/rules")).status_code == 404
+
+
+@pytest.mark.parametrize(("word", "status"), [(NOT_RELEASED, 202), ("released", 200)])
+async def test_a_prompt_that_a_worker_still_holds_is_not_gone_yet(gateway, monkeypatch, word, status):
+    async def remove(name: str) -> dict[str, Any]:
+        return {"name": name, "workers": {"a": "released", "b": word}}
+
+    monkeypatch.setattr(gateway.gateway.pinned, "remove", remove)
+    assert (await asking(gateway.app).delete("/seamark/prefixes/rules")).status_code == status
+
+
+async def test_a_prompt_to_pin_is_as_long_as_a_body_may_be(in_memory):
+    gateway = await in_memory(RecordingWorker(), is_started=False, max_body_bytes=1000)
+    sizes = {}
+    for size in (999, 1000, 1001):
+        answer = await asking(gateway.app).post("/seamark/prefixes", content=b"x" * size)
+        sizes[size] = (answer.status_code, error_of(answer)["code"])
+    assert {size: code for size, (_, code) in sizes.items()} == {999: None, 1000: None, 1001: "request_too_large"}
+    assert [status for status, _ in sizes.values()] == [400, 400, 413]
+
+
+@pytest.mark.parametrize(("site", "may"), [("cross-site", False), ("same-site", False), ("same-origin", True)])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/seamark/prefixes"), ("DELETE", "/seamark/prefixes/x"), ("POST", "/seamark/self-check/reset")],
+)
+async def test_another_sites_page_changes_nothing(gateway, method, path, site, may):
+    client = asking(gateway.app)
+    answer = await client.request(method, path, headers={"sec-fetch-site": site})
+    assert (answer.status_code != 403) == may
+    typed = await client.request(method, path, headers={"sec-fetch-site": "none"})
+    plain = await client.request(method, path)
+    assert 403 not in (typed.status_code, plain.status_code)
+
+
+async def test_an_operator_sets_hints_on_again(gateway):
+    cache = gateway.gateway.pool.workers[0].cache
+    cache.quarantine()
+    answer = await asking(gateway.app).post("/seamark/self-check/reset")
+    assert answer.json() == {"hints_off": False} and cache.hints_allowed
+
+
+async def test_a_request_is_explained_to_its_own_key_and_to_operators(in_memory, worker, tmp_path):
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("ann") + entry("bob") + entry("root", admin=True))
+    gateway = await in_memory(worker, api_keys=file)
+    body = {"model": "m", "messages": [{"role": "user", "content": "Tide?"}]}
+    await gateway.post(body, **{**bearer("ann"), "x-request-id": "mine"})
+    found = {name: (await gateway.get("/seamark/requests/mine", **bearer(name))) for name in ("ann", "bob", "root")}
+    assert {name: answer.status_code for name, answer in found.items()} == {"ann": 200, "bob": 404, "root": 200}
+    assert found["ann"].json()["request_id"] == "mine" and "mine" in error_of(found["bob"])["message"]
+    assert (await gateway.get("/seamark/requests/mine")).status_code == 401
+    assert (await gateway.get("/seamark/requests/other", **bearer("root"))).status_code == 404
+
+
+async def test_without_keys_anybody_may_read_of_a_request_also_one_with_slashes_in_its_name(gateway):
+    body = {"model": "m", "messages": [{"role": "user", "content": "Tide?"}]}
+    await gateway.post(body, **{"x-request-id": "a/b"})
+    answer = await gateway.get("/seamark/requests/a/b")
+    assert (answer.status_code, answer.json()["request_id"]) == (200, "a/b")
+
+
+async def test_an_error_is_told_in_the_envelope_of_the_api_that_was_meant(gateway):
+    anthropic = (await gateway.get("/v1/v1/messages")).json()
+    assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "not_found_error")
+    assert "type" not in (await gateway.get("/v1/v1/models")).json()
+    answer = await asking(gateway.app).put("/ready")
+    assert (error_of(answer)["type"], answer.headers["content-type"]) == ("invalid_request_error", "application/json")
+
+
+async def test_a_defect_of_the_gateway_is_an_error_without_its_words(gateway, monkeypatch):
+    def broken() -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(gateway.gateway.pinned, "as_json", broken)
+    answer = await asking(gateway.app).get("/seamark/prefixes")
+    assert (answer.status_code, error_of(answer)["type"]) == (500, "internal_server_error")
+    assert "secret" not in answer.text
+
+
+async def test_an_endpoint_picker_finds_the_workers_figures_beside_the_gateways(in_memory):
+    for sidecar in (True, False):
+        gateway = await in_memory(RecordingWorker(more_metrics="vllm:num_requests_waiting 7.0\n"), sidecar=sidecar)
+        shown = await gateway.get("/metrics")
+        assert shown.headers["content-type"].startswith("text/plain") and "seamark_requests_total" in shown.text
+        assert ("vllm:num_requests_waiting 7.0" in shown.text) == sidecar
+
+
+async def test_the_application_that_clients_reach_runs_the_gateway_and_the_pages_do_not(in_memory, monkeypatch):
+    gateway = (await in_memory(RecordingWorker(), is_started=False)).gateway
+    steps: list[str] = []
+
+    async def stop() -> None:
+        steps.append("stop")
+
+    monkeypatch.setattr(gateway, "start", lambda: steps.append("start"))
+    monkeypatch.setattr(gateway, "stop", stop)
+    pages = build_pages(gateway)
+    async with pages.router.lifespan_context(pages):
+        assert steps == []
+    app = build(gateway)
+    with suppress(ValueError):
+        async with app.router.lifespan_context(app):
+            assert steps == ["start"]
+            raise ValueError("planned")
+    assert steps == ["start", "stop"]
+    monkeypatch.undo()
