@@ -1,4 +1,7 @@
-"""`seamark worker --checkpoint-dir`: engines that are killed go on from what they stored, and from nothing else."""
+"""`seamark worker --checkpoint-dir`: engines that are killed go on from what they stored, and from nothing else.
+
+The story of `make test`, with a shared engine's answers: `tests/engine/shared/test_checkpoint_dir.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -17,32 +19,23 @@ from tests.harness.damaged_files import STRANGERS, hold_lock, let_go, strangers_
 from tests.harness.restarts import (
     KEEP_ALL,
     UNIT,
-    Round,
+    Chats,
     ask,
     blocks_for,
+    chats_answered_by,
     counted,
     kill,
     plugin,
-    rounds_of,
     start,
     stock_tier,
+    stored_killed_and_asked,
     uncached,
     written,
 )
-from tests.harness.transfer_engine import Prompt
 
 DRAW = random.Random(5)
 
 REFUSED = "seamark_checkpoint_files_refused_total"
-
-
-class Chats(NamedTuple):
-    """Two rounds of prompts, and the answers of an engine that caches nothing."""
-
-    first: list[Prompt]
-    second: list[Prompt]
-    right_first: Round
-    right_second: Round
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +46,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def chats(fleet: Servers, model: Path, tokenizer) -> Chats:
-    first, second = rounds_of(tokenizer)
     server = uncached(fleet, model)
-    found = Chats(first, second, ask(server, first), ask(server, second))
+    found = chats_answered_by(server, tokenizer)
     server.stop()
     return found
 
@@ -67,26 +59,6 @@ def flip_all(folder: Path) -> int:
         content[DRAW.randrange(len(content))] ^= 1 << DRAW.randrange(8)
         path.write_bytes(content)
     return len(paths)
-
-
-def stored_killed_and_asked(fleet: Servers, model: Path, chats: Chats, folder: Path, loads: dict) -> Round:
-    """The second round of an engine that starts on what another one had stored when it was killed."""
-    first = start(fleet, model, "first", folder, *KEEP_ALL, **loads)
-    assert ask(first, chats.first).differing(chats.right_first) == 0
-    written(folder)
-    kill(first)
-
-    second = start(fleet, model, "second", folder, *KEEP_ALL, **loads)
-    after = ask(second, chats.second)
-    told = counted(second)
-    kill(second)
-    assert after.differing(chats.right_second) == 0 and after.hits >= 0.99 * 13_456
-    assert told["seamark_checkpoint_hits_total"] == 20 and told["seamark_checkpoint_hit_tokens_total"] == after.hits
-    return after
-
-
-def test_a_killed_engine_goes_on_from_what_it_stored(fleet, model, chats, tmp_path):
-    stored_killed_and_asked(fleet, model, chats, tmp_path / "states", plugin(tmp_path, "loads_always_pay"))
 
 
 @pytest.mark.thorough

@@ -74,6 +74,21 @@ def ask(server: Server, prompts: Sequence[Prompt]) -> Round:
     return asyncio.run(ask_each())
 
 
+class Chats(NamedTuple):
+    """Two rounds of prompts, and the answers of an engine that caches nothing."""
+
+    first: list[Prompt]
+    second: list[Prompt]
+    right_first: Round
+    right_second: Round
+
+
+def chats_answered_by(server: Server, tokenizer: Any) -> Chats:
+    """The chats of `rounds_of`; what the server answers is right."""
+    first, second = rounds_of(tokenizer)
+    return Chats(first, second, ask(server, first), ask(server, second))
+
+
 def counted(server: Server) -> dict[str, float]:
     """The worker's own counters, by name and by `name{reason}`; other labels are summed up."""
     sums: dict[str, float] = {}
@@ -130,6 +145,22 @@ def written(folder: Path, pattern: str = "*.state") -> list[Path]:
         time.sleep(5)
         if files and len(list(folder.rglob(pattern))) == len(files):
             return files
+
+
+def stored_killed_and_asked(fleet: Servers, model: Path, chats: Chats, folder: Path, loads: Mapping[str, str]) -> Round:
+    """The second round of an engine that starts on what another one had stored when it was killed."""
+    first = start(fleet, model, "first", folder, *KEEP_ALL, **loads)
+    assert ask(first, chats.first).differing(chats.right_first) == 0
+    written(folder)
+    kill(first)
+
+    second = start(fleet, model, "second", folder, *KEEP_ALL, **loads)
+    after = ask(second, chats.second)
+    told = counted(second)
+    kill(second)
+    assert after.differing(chats.right_second) == 0 and after.hits >= 0.99 * 13_456
+    assert told["seamark_checkpoint_hits_total"] == 20 and told["seamark_checkpoint_hit_tokens_total"] == after.hits
+    return after
 
 
 def blocks_for(prompts: Sequence[Prompt], answers: Sequence[TimedAnswer]) -> set[tuple[str, int]]:

@@ -218,9 +218,10 @@ def test_each_recurrent_layer_whose_core_is_gone_leaves_vllm_untouched_with_one_
     module_source.definitions = read
 """
     code = f"""
+from functools import cache
 from engine_patches import module_source
 from engine_patches.families import INSIDE
-read = module_source.definitions
+read = cache(module_source.definitions)  # vLLM's files stay as they are
 for layer in INSIDE:
     {imported_code if imported else read_code}
     (line,) = log.getvalue().splitlines()
@@ -377,7 +378,9 @@ def test_whichever_source_differs_vllm_stays_untouched_with_one_line(begin, plat
         platform,
         """
 import dataclasses
-from engine_patches import patches
+from functools import cache
+from engine_patches import module_source, patches
+module_source.definitions = cache(module_source.definitions)  # vLLM's files stay as they are
 wanted, whole = applicable(), patches.PATCHES
 for number, patch in enumerate(whole):
     if patch not in wanted:

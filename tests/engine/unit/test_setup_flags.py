@@ -16,7 +16,7 @@ from proxy.commands.recipe import RecipeKind, read_recipe
 from tests.harness import flags_parser
 from tests.harness.published_recipes import RECIPES
 from tests.harness.recipes import NEWEST
-from tests.harness.scheduler_process import run_apart
+from tests.harness.scheduler_process import run_apart, run_forked
 from tests.harness.versions import engine_of
 
 NAMES = sorted(path.name for path in RECIPES.iterdir())
@@ -59,7 +59,7 @@ def _written(recipe: Path, folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def parsed(lines) -> dict[str, list[dict[str, Any]]]:
     given = json.dumps(list(lines.values()))
-    of_each = [run_apart("flags_parser", given, source=source) for source in (None, engine_of(NEWEST))]
+    of_each = run_forked("flags_parser", given), run_apart("flags_parser", given, source=engine_of(NEWEST))
     return {name: [of_one[number] for of_one in of_each] for number, name in enumerate(lines)}
 
 
