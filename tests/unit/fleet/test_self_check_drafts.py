@@ -24,6 +24,8 @@ from tests.harness.probed import probed
 
 CHECKS = 500
 
+THOROUGH = pytest.mark.thorough
+
 
 def checked(engine: DraftingEngine, seed: int = 0, length: int = 200) -> tuple[SelfCheck, Worker, WarmupRequest]:
     """A check of a worker, and a prompt of its own for each seed."""
@@ -50,7 +52,7 @@ class _Pool:
         self.workers = list(workers)
 
 
-@pytest.mark.parametrize("noise", [0.0005, 0.004, 0.015])
+@pytest.mark.parametrize("noise", [pytest.param(0.0005, marks=THOROUGH), 0.004, pytest.param(0.015, marks=THOROUGH)])
 async def test_an_engine_that_rounds_at_random_raises_no_alarm_in_500_checks(noise):
     engine = DraftingEngine(state="on", noise=noise, draw=random.Random(5))
     watched = self_check._Watched()

@@ -16,6 +16,7 @@ from proxy.pipeline.cacheable import (
     LARGEST_JUDGED,
     MESSAGES,
     RESPONSES,
+    TOLD_APART,
     Directives,
     Ending,
     digest,
@@ -143,6 +144,7 @@ def test_cache_control_is_read_as_one_list(values, told):
     ("headers", "kept"),
     [
         ([(b"vary", b"Origin, Accept-Encoding")], True),
+        ([(b"vary", b",".join(sorted(TOLD_APART)))], True),
         ([(b"vary", b"user-agent")], False),
         ([(b"vary", b"origin"), (b"vary", b"user-agent")], False),
         ([(b"vary", b"*")], False),
