@@ -18,59 +18,13 @@ import yaml
 from proxy.commands import setup
 from proxy.commands.render_server import free_port
 from proxy.settings import Settings
-from tests.deploy.compose_files import DEPLOY, OF_THE_USER
+from tests.deploy.compose_files import DEPLOY
 from tests.harness import helm
 from tests.harness.gateways import CHAT, chat
 from tests.harness.kubernetes_schemas import complaints
 from tests.harness.recording_worker import recording_worker
+from tests.harness.setup_answers import ANSWERS, SPARK, written
 from tests.harness.waiting import wait_for
-
-WORKER = ("--worker", "http://127.0.0.1:8000/v1")
-
-
-# What make-mod.sh wants of a checkout, in the home folder.
-SPARK = "spark-vllm-docker"
-
-SECOND = ("--worker", f"http://{OF_THE_USER['SECOND_SPARK']}:8000")
-
-# Every kind of answer: the flags, and files that have to come of them.
-ANSWERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
-    "pip": (("--way", "pip", "--model", "a/B c"), {"seamark.toml", "gateway.sh", "worker.sh"}),
-    "pip, vLLM runs": (("--way", "pip", *WORKER, *SECOND), {"seamark.toml", "gateway.sh"}),
-    "compose": (("--way", "compose", "--model", "nemotron-3-super"), {"compose.sh", "seamark.env"}),
-    "compose, own model": (
-        ("--way", "compose", "--model", "a/B"),
-        {"compose.sh", "seamark.env", "compose.model.yaml", "models/model.yaml"},
-    ),
-    "compose, CPU": (("--way", "compose", "--cpu"), {"compose.sh", "seamark.env"}),
-    "compose, two": (("--way", "compose", "--model", "qwen3.6-35b", *SECOND), {"compose.sh", "seamark.env"}),
-    "beside": (("--way", "compose-beside", *WORKER), {"compose.sh", "seamark.env"}),
-    "spark": (
-        ("--way", "spark-vllm-docker", "--model", "a/B"),
-        {"start.sh", "gateway.sh", "seamark.toml", "seamark-b.yaml"},
-    ),
-    "spark, our recipe": (
-        ("--way", "spark-vllm-docker", "--model", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"),
-        {"start.sh", "gateway.sh", "seamark.toml"},
-    ),
-    "spark, our recipe for two": (
-        ("--way", "spark-vllm-docker", "--model", "glm-5.3-flash"),
-        {"start.sh", "gateway.sh", "seamark.toml"},
-    ),
-    "systemd": (
-        ("--way", "systemd", *WORKER),
-        {"seamark-gateway.service", "seamark.env", "install.sh", "remove.sh"},
-    ),
-    "kubernetes": (
-        ("--way", "kubernetes", "--workers", "2", "--model", "a/B", "--registry", "registry.example/us"),
-        {"values.yaml", "images.sh"},
-    ),
-    "kubernetes, our model": (("--way", "kubernetes", "--model", "qwen3.6-35b"), {"values.yaml", "images.sh"}),
-    "kubernetes, vLLM runs": (
-        ("--way", "kubernetes", "--worker", "http://vllm.models:8000"),
-        {"values.yaml", "images.sh"},
-    ),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -91,12 +45,6 @@ def folder(request, tmp_path, capsys) -> tuple[str, Path]:
     assert setup.main([*flags, "--out", str(out)]) == 0, capsys.readouterr().err
     assert {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} == files
     return request.param, out
-
-
-def written(tmp_path: Path, name: str) -> Path:
-    out = tmp_path / "out"
-    assert setup.main([*ANSWERS[name][0], "--out", str(out)]) == 0
-    return out
 
 
 def gateway_settings(given: dict[str, str]) -> Settings:

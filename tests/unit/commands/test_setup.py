@@ -25,39 +25,10 @@ from proxy.commands.setup_files import SetupWay, gateway_toml
 from proxy.settings import Settings, add_arguments, load
 from tests.deploy.compose_files import DEPLOY, OF_THE_USER, example, read
 from tests.harness.published_recipes import RECIPES
-
-WORKER = ("--worker", "http://127.0.0.1:8000/v1")
+from tests.harness.setup_answers import ANSWERS, SECOND, SPARK, WORKER, written
 
 # What would be more than a name in a script, or in a file of settings.
 INTO_SHELLS = ["x; id", "$(id)", "`id`", "x\nid", "x'", 'x"', "x y", "x&id", "x|id", "$HOME", "x\\", "x\x1b[2J"]
-
-# What make-mod.sh wants of a checkout, in the home folder.
-SPARK = "spark-vllm-docker"
-
-SECOND = ("--worker", f"http://{OF_THE_USER['SECOND_SPARK']}:8000")
-
-# Every kind of answer: the flags, and files that have to come of them.
-ANSWERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
-    "pip": (("--way", "pip", "--model", "a/B c"), {"seamark.toml", "gateway.sh", "worker.sh"}),
-    "pip, vLLM runs": (("--way", "pip", *WORKER, *SECOND), {"seamark.toml", "gateway.sh"}),
-    "compose": (("--way", "compose", "--model", "nemotron-3-super"), {"compose.sh", "seamark.env"}),
-    "compose, own model": (
-        ("--way", "compose", "--model", "a/B"),
-        {"compose.sh", "seamark.env", "compose.model.yaml", "models/model.yaml"},
-    ),
-    "compose, CPU": (("--way", "compose", "--cpu"), {"compose.sh", "seamark.env"}),
-    "compose, two": (("--way", "compose", "--model", "qwen3.6-35b", *SECOND), {"compose.sh", "seamark.env"}),
-    "beside": (("--way", "compose-beside", *WORKER), {"compose.sh", "seamark.env"}),
-    "spark": (
-        ("--way", "spark-vllm-docker", "--model", "a/B"),
-        {"start.sh", "gateway.sh", "seamark.toml", "seamark-b.yaml"},
-    ),
-    "systemd": (
-        ("--way", "systemd", *WORKER),
-        {"seamark-gateway.service", "seamark.env", "install.sh", "remove.sh"},
-    ),
-    "kubernetes": (("--way", "kubernetes", "--workers", "2", "--model", "a/B"), {"values.yaml", "images.sh"}),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -105,12 +76,6 @@ def folder(request, tmp_path, capsys) -> Path:
     flags, files = ANSWERS[request.param]
     assert setup.main([*flags, "--out", str(out)]) == 0, capsys.readouterr().err
     assert {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} == files
-    return out
-
-
-def written(tmp_path: Path, name: str) -> Path:
-    out = tmp_path / "out"
-    assert setup.main([*ANSWERS[name][0], "--out", str(out)]) == 0
     return out
 
 
