@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from proxy.boundaries.boundary import Boundary, Found
 from proxy.errors import NoWorker, SettingsError
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import BEST_LANE, EngineInfo, StepTimes
-from proxy.http.client import Answer, Broken, Stale, Unreachable, Upstream
+from proxy.http.client import Answer, Broken, Stale, Unreachable
 from proxy.metrics import Metrics
 from proxy.pipeline import prefill as module
 from proxy.pipeline.prefill import Prefills
@@ -26,6 +25,7 @@ from tests.harness.gateways import CHAT, chat, hint_at
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.probed import probed
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.scripted_upstream import ScriptedUpstream
 from tests.harness.waiting import until
 
 NIXL = "NixlConnector"
@@ -216,31 +216,18 @@ def worker_of(name: str, engine: EngineInfo | None = ENGINE) -> Worker:
     return made
 
 
-class Said(Upstream):
+class Said(ScriptedUpstream):
     """What workers say, and what they were sent."""
 
     def __init__(self) -> None:
-        super().__init__(1.0, 65536)
-        self.status, self.pieces, self.failure = 200, [json.dumps({"kv_transfer_params": TRANSFER}).encode()], None
+        super().__init__([json.dumps({"kv_transfer_params": TRANSFER}).encode()])
         self.sent: list[tuple[str, str, dict[str, Any]]] = []
-        self.closed, self.during = 0, lambda: None
+        self.during = lambda: None
 
     async def send(self, method, url, headers=(), body=b"", read_timeout=None, fresh=False) -> Answer:
         self.sent.append((method, url, json.loads(body)))
         self.during()
-        if self.failure is not None:
-            raise self.failure
-
-        async def chunks() -> AsyncIterator[bytes]:
-            for piece in self.pieces:
-                if isinstance(piece, Exception):
-                    raise piece
-                yield piece
-
-        def close() -> None:
-            self.closed += 1
-
-        return SimpleNamespace(status=self.status, chunks=chunks, close=close)  # type: ignore[return-value]
+        return self.answer()
 
 
 class Scene:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +11,9 @@ import pytest
 
 from proxy.errors import NoWorker, Overloaded, WorkerFailed
 from proxy.fleet.worker import Worker
-from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.http.client import Broken, Unreachable
 from proxy.pipeline.preflight import ANSWER_SECONDS, Preflights, is_preflight
+from tests.harness.scripted_upstream import ScriptedUpstream
 
 ORIGIN, METHOD = (b"origin", b"https://a"), (b"access-control-request-method", b"POST")
 
@@ -21,35 +22,20 @@ def asked(method: str = "OPTIONS", headers: Sequence[tuple[bytes, bytes]] = (ORI
     return {"method": method, "path": "/v1/x", "query_string": b"a=b", "headers": list(headers)}
 
 
-class Said(Upstream):
+class Said(ScriptedUpstream):
     """What a worker says, and what it was sent."""
 
     def __init__(self, *pieces: bytes | Exception, status: int = 200) -> None:
-        super().__init__(1.0, 65536)
-        self.pieces, self.status = pieces, status
+        super().__init__(pieces, status)
         self.headers = ((b"access-control-allow-origin", b"https://a"), (b"X-Request-Id", b"the worker's"))
         self.sent: list[tuple[Any, ...]] = []
-        self.failure: Exception | None = None  # instead of an answer
-        self.closed = 0
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
     async def send(self, method, url, headers=(), body=b"", read_timeout=None, fresh=False):
         self.sent.append((method, url, dict(headers), body, read_timeout))
         await self.may_answer.wait()
-        if self.failure is not None:
-            raise self.failure
-
-        async def chunks() -> AsyncIterator[bytes]:
-            for piece in self.pieces:
-                if isinstance(piece, Exception):
-                    raise piece
-                yield piece
-
-        def close() -> None:
-            self.closed += 1
-
-        return SimpleNamespace(status=self.status, headers=self.headers, chunks=chunks, close=close)
+        return self.answer()
 
 
 def preflights(upstream: Said, *names: str) -> Preflights:
