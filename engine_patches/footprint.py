@@ -34,6 +34,9 @@ SENDER = "seamark_sender"  # the gateway that sent it, and the tokens of its pro
 # On a SchedulerOutput.
 WRITES = "seamark_writes"  # the states that the step has to write: by request, `forward.step_writes.Write`
 PLANNED_AT = "seamark_planned_at"  # when the step was planned, by the monotonic clock
+FOLLOWED_AT = "seamark_followed_at"  # when the one behind it was
+
+LATE = "seamark_late"  # on a ModelRunnerOutput: it was there before it was asked for
 
 REPORTS = "seamark_reports"  # on a Scheduler: `reporting.reporter.Reporter`; none if nobody collects
 

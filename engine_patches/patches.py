@@ -83,7 +83,12 @@ from engine_patches.scheduler.hooks import (
 )
 from engine_patches.scheduler.kv_events import announce_resumable_blocks
 from engine_patches.scheduler.match_unit import default_to_fine_unit
-from engine_patches.scheduler.state_writes import keep_only_true_states, learn_step_time, write_after_scheduling
+from engine_patches.scheduler.state_writes import (
+    keep_only_true_states,
+    learn_step_time,
+    note_late_output,
+    write_after_scheduling,
+)
 from engine_patches.scheduler.transfers import (
     load_what_was_computed,
     name_what_is_sent,
@@ -529,6 +534,23 @@ PATCHES: tuple[Patch, ...] = (
         until="vLLM's scheduler knows its step times",
         build=learn_step_time,
         parameters="self, scheduler_output, model_runner_output",
+    ),
+    Patch(
+        "late-output",
+        "vllm.v1.executor.uniproc_executor:AsyncOutputFuture.result",
+        why="a step that ended while the next one was launched would be taken for as long as that launch",
+        until="vLLM's scheduler knows its step times",
+        build=note_late_output,
+        parameters="self, timeout",
+        mentions=("output = self.async_output.get_output()",),
+        relies_on=(
+            Shape(
+                "vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput.get_output",
+                mentions=("self.async_copy_ready_event.synchronize()",),
+            ),
+            Shape("vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output", mentions=("self.copy_event.synchronize()",)),
+        ),
+        on=Platform.GPU,
     ),
     Patch(
         "fan-out",

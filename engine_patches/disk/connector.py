@@ -306,10 +306,9 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     def _pays(self, request: Any, keys: list[Any], gained: int) -> bool:
         """Whether a load saves more time than it takes; counted once for each request if it does not."""
         assert self._checkpoints is not None  # noqa: S101  # for the type checker
-        on_disk = sum(self.manager.primary_tier._policy.get(key) is None for key in keys)
         step_time = self._checkpoints.step_time
         saved = step_time.seconds(gained) if step_time.known else gained * ASSUMED_TOKEN_SECONDS
-        if self._tier.cost.pays(on_disk * self._tier.block_size_bytes, saved):
+        if self._tier.cost.pays(len(keys) * self._tier.block_size_bytes, saved):
             return True
         if not getattr(request, DECLINED, False):
             setattr(request, DECLINED, True)

@@ -21,7 +21,7 @@ from engine_patches.scheduler.expected_junctions import ExpectedJunctions
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.pins import NOT_CACHED
-from engine_patches.scheduler.planner import EXPECTED, SPARE, TURN_REACH, CheckpointTarget, Planner
+from engine_patches.scheduler.planner import EXPECTED, SPARE, TURN_REACH, WORTH_OF_A_PASS, CheckpointTarget, Planner
 from engine_patches.scheduler.reasons import EVICTED, HIT, NOT_WORTH_IT, Outcomes
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal
 from engine_patches.scheduler.request_state import RequestState, TurnEnd, Wish
@@ -121,7 +121,7 @@ class Checkpoints:
         key = self.grid.hash_of(request, turn.end)
         if wish.goes_on_from is not None:  # the conversation began where its first turn did
             turn = turn._replace(start=wish.goes_on_from.start)
-        if self.turn_value.worth_a_state(head, key, turn, self.step_time.tokens_per_pass):
+        if self.turn_value.worth_a_state(head, key, turn, self.step_time.tokens_worth(states=1)):
             return 0
         if turn.end in wish.hinted_positions:
             self.counters.hint_ignored(NOT_WORTH_IT)
@@ -142,8 +142,9 @@ class Checkpoints:
         if targets and not state.wish.worthless_turn and end - start > self.verified:
             resumable = self.grid.resumable(state.prompt_tokens or request.num_prompt_tokens)
             positions = (state.resumed_at, *(target.position for target in targets))
-            rate = self.step_time.tokens_per_pass if self.step_time.known else 0.0
-            if spare := self.planner.spare(start, end, resumable, positions, rate):
+            felt = self._felt()
+            is_free = self._felt(states=1) <= 2 * felt
+            if is_free and (spare := self.planner.spare(start, end, resumable, positions, felt)):
                 wanted.append(CheckpointTarget(spare, SPARE))
                 wanted.sort()
         return wanted
@@ -169,10 +170,17 @@ class Checkpoints:
             self.gate.expect(request, start, likely)
 
     def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
-        """Whether a hit at a target of a request would be felt, as far as is known. Of pins and trials nobody asks."""
-        if state.wish.pin or state.wish.trial or not self.step_time.known:
+        """Whether a hit at a target of a request would be felt beyond what its state costs, as far as is known.
+
+        Of pins and trials nobody asks.
+        """
+        if state.wish.pin or state.wish.trial:
             return True
-        return self.planner.worth_writing(target, state.resumed_at, self.step_time.tokens_per_pass)
+        return self.planner.saved(target, state.resumed_at) >= self._felt(states=1)
+
+    def _felt(self, states: int = 0) -> float:
+        """Tokens from which on it is felt that they are spared, at the price of so many states; 0 while unknown."""
+        return self.step_time.tokens_worth(WORTH_OF_A_PASS, states) if self.step_time.known else 0.0
 
     def is_spare(self, state: RequestState, target: CheckpointTarget) -> bool:
         """Whether the state at a target of a request is written only where it puts out nothing."""
@@ -261,8 +269,8 @@ class Checkpoints:
         # What was evicted was there, and would have been evicted at any other place, too.
         leaves = self.planner.is_worth_learning(shared) and reason != EVICTED
         junction = self.grid.hash_of(request, shared) if leaves else None
-        length, rate = request.num_prompt_tokens, self.step_time.tokens_per_pass
-        self.expected_junctions.add(_salt_of(request), junction, shared, length, resumed, rate)
+        length, cost = request.num_prompt_tokens, self.step_time.tokens_worth(states=1)
+        self.expected_junctions.add(_salt_of(request), junction, shared, length, resumed, cost)
 
     def verified_drafts(self, request: Any, accepted: int) -> None:
         """A step has verified a request's drafts, and so many were right."""

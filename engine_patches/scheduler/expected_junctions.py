@@ -16,8 +16,6 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from engine_patches.scheduler.turn_value import COST_IN_PASSES
-
 # Prompts of one group that count, the latest.
 WINDOW = 256
 
@@ -83,12 +81,10 @@ class ExpectedJunctions:
         """Whether the state under `key` was written because its place was expected."""
         return key in self._written
 
-    def add(
-        self, group: bytes, junction: bytes | None, shared: int, length: int, resumed: int, tokens_per_pass: float
-    ) -> None:
+    def add(self, group: bytes, junction: bytes | None, shared: int, length: int, resumed: int, cost: float) -> None:
         """A prompt has begun, and leaves earlier ones at `junction`, the hash of what it shares; None: it shares none.
 
-        It goes on from `resumed`, without what stands at an expected place.
+        It goes on from `resumed`, without what stands at an expected place. A state costs as much as `cost` tokens.
         """
         known = self._groups.setdefault(group, _Group())
         self._groups.move_to_end(group)
@@ -101,7 +97,7 @@ class ExpectedJunctions:
         known.unweighed += 1
         if known.unweighed >= RENEWAL or (is_first and resumed < shared and len(known.expected) < MOST_EXPECTED):
             known.unweighed = 0
-            known.expected = best_places(known.prompts, tokens_per_pass * COST_IN_PASSES * MARGIN)
+            known.expected = best_places(known.prompts, cost * MARGIN)
 
 
 def best_places(prompts: Iterable[SeenPrompt], cost: float) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
 """Fan-out: a request whose prefix another one is computing right now waits for it, when that saves time.
 
 vLLM lets both compute it. The request that runs first is the leader. A follower is held back alone, not the requests
-behind it in the queue, and goes on as soon as the state is written, the leader is gone, or it has waited far longer
-than expected.
+behind it in the queue, and goes on as soon as the state is written, or the leader is gone or stands still.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
@@ -36,17 +36,15 @@ CLEAR_SAVING_SECONDS = 0.05
 MAX_LINE = 128
 MAX_DECISIONS = 16
 
-# A follower waits this much longer than expected before it goes on alone, and as long again if the leader has done half
-# of what was missing: the leader is slow, not stuck, and a follower that left now would compute all of it again.
-PATIENCE = 3.0
-
-MIN_PATIENCE_SECONDS = 1.0
+# A follower waits as long as its leader advances: one that left would compute all of it again. In so many steps that
+# compute nothing of the leader's prompt others are served before it, and the follower goes on alone.
+PATIENCE_STEPS = 8
 
 # Leaders that a follower waits for if one after the other is gone.
 MAX_LEADERS = 4
 
-# No request is held for so long after a state has found no room in the cache.
-PAUSE_SECONDS = 5.0
+# No request is held in so many steps after a state has found no room in the cache.
+PAUSE_STEPS = 32
 
 
 @dataclass
@@ -66,13 +64,13 @@ class ExpectedState:
 
 @dataclass
 class Wait:
-    """A request that is held back. Times by the gate's clock, in seconds."""
+    """A request that is held back."""
 
-    since: float
-    until: float
+    since: float  # seconds, by the gate's clock
     leader: str  # id
-    missing: int  # tokens that the leader had to compute when `until` was set
-    leaders: int = 1  # waited for so far
+    leaders: int  # waited for so far
+    computed: int = -1  # tokens that the leader has computed
+    step: int = 0  # in which it came to these
 
 
 class PrefillGate:
@@ -82,7 +80,7 @@ class PrefillGate:
         self._step_time, self._grid, self._clock = step_time, grid, clock
         self._expected: dict[bytes, ExpectedState] = {}  # by the hash of the prefix
         self._positions: list[int] | None = []  # of all expected, deepest first; None: to be sorted
-        self._paused_until = 0.0
+        self._step = self._paused_until = 0  # steps are counted
         self._weighed: dict[tuple[str, int], bool] = {}  # in this step, by leader and position: whether waiting pays
         self.waiting: dict[str, Wait] = {}
 
@@ -97,7 +95,8 @@ class PrefillGate:
                 self._positions = None
 
     def drop_gone(self, requests: Container[str]) -> None:
-        """Drop states that are written or never will be, and followers that are gone; `requests` are alive."""
+        """A step begins: drop states that are written or never will be, and followers not among `requests`."""
+        self._step += 1
         self._weighed.clear()
         for key in [key for key, known in self._expected.items() if not _is_coming(known)]:
             del self._expected[key]
@@ -112,7 +111,7 @@ class PrefillGate:
 
     def pause(self) -> None:
         """A state found no room: hold no request for a while, since it would wait in vain."""
-        self._paused_until = self._clock() + PAUSE_SECONDS
+        self._paused_until = self._step + PAUSE_STEPS
 
     def expected_in(self, request: Any) -> Iterator[ExpectedState]:
         """The states in a waiting request's prompt that running requests are going to write, deepest first."""
@@ -139,19 +138,21 @@ class PrefillGate:
 
     def _weigh(self, expected: ExpectedState, scheduler: Any) -> bool:
         jobs, running, leader = self._line(expected, scheduler)
-        tokens_per_pass = self._step_time.tokens_per_pass
-        shared = sum(job.shared for job in jobs)
-        if shared < MARGIN * tokens_per_pass:
-            return False
-        is_clear = expected.saved >= CLEAR_TOKENS and shared >= CLEAR_MARGIN * tokens_per_pass
-        least = CLEAR_SAVING_SECONDS if is_clear else MIN_SAVING_SECONDS
-        if self._step_time.known and self._step_time.seconds(shared) < least:
-            return False
         decoding = sum(_left(request) <= 1 for request in scheduler.running)
         budget = max(scheduler.max_num_scheduled_tokens - decoding * scheduler.seamark.verified, 1)
+        # Tokens that are spared, and passes that these would fill.
+        work, shared = sum(job.tokens for job in jobs), sum(job.shared for job in jobs)
+        passes, pace = math.ceil(work / budget) - math.ceil((work - shared) / budget), self._step_time
+        saved = shared + pace.tokens_worth(passes)
+        if saved < pace.tokens_worth(MARGIN):
+            return False
+        is_clear = expected.saved >= CLEAR_TOKENS and saved >= pace.tokens_worth(CLEAR_MARGIN)
+        least = CLEAR_SAVING_SECONDS if is_clear else MIN_SAVING_SECONDS
+        if pace.known and pace.seconds(shared, passes) < least:
+            return False
         chunk = scheduler.scheduler_config.long_prefill_token_threshold or budget
         slots = scheduler.max_num_running_reqs - decoding
-        engine = ForecastEngine(budget, chunk, self._grid.alignment, slots, tokens_per_pass)
+        engine = ForecastEngine(budget, chunk, self._grid.alignment, slots, pace.tokens_per_pass)
         missing = expected.position - expected.leader.num_computed_tokens
         held, along = (first_tokens(jobs, running, leader, missing, engine, hold) for hold in (True, False))
         return held <= along
@@ -185,25 +186,18 @@ class PrefillGate:
         return position - self._grid.drop <= self._grid.resumable(request.num_tokens)
 
     def hold(self, request: Any, expected: ExpectedState) -> bool:
-        """Hold `request` back for an expected state; False once it has waited too long."""
-        now = self._clock()
-        missing = expected.position - expected.leader.num_computed_tokens
-        wait = self.waiting.get(request.request_id)
-        if now < self._paused_until:
+        """Hold `request` back for an expected state; False if its leader stands still, or others did before."""
+        if self._step < self._paused_until:
             return False
-        leader = expected.leader.request_id
-        if wait is not None and wait.leader == leader:
-            if now < wait.until:
-                return True
-            if missing > wait.missing / 2:
+        leader, wait = expected.leader, self.waiting.get(request.request_id)
+        if wait is None or wait.leader != leader.request_id:
+            since, before = (self._clock(), 0) if wait is None else (wait.since, wait.leaders)
+            if before == MAX_LEADERS:
                 return False
-        leaders = 1 if wait is None else wait.leaders + (wait.leader != leader)
-        if leaders > MAX_LEADERS:
-            return False
-        until = now + max(PATIENCE * self._step_time.seconds(missing, num_passes=1), MIN_PATIENCE_SECONDS)
-        since = now if wait is None else wait.since
-        self.waiting[request.request_id] = Wait(since, until, leader, missing, leaders)
-        return True
+            wait = self.waiting[request.request_id] = Wait(since, leader.request_id, before + 1)
+        if leader.num_computed_tokens > wait.computed:
+            wait.computed, wait.step = leader.num_computed_tokens, self._step
+        return self._step - wait.step < PATIENCE_STEPS
 
     def release(self, request: Any) -> float | None:
         """`request` waits no longer; seconds it was held, None if it was not."""

@@ -14,7 +14,8 @@ from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hints import turn_end
 from engine_patches.scheduler.request_state import TurnEnd, Wish
 
-# A hit below this share of a pass is not felt, and its state takes as much room as any other.
+# A hit below this share of a pass is not felt, and its state takes as much room as any other. Nor is it felt if a state
+# costs no more.
 WORTH_OF_A_PASS = 0.05
 
 # Tokens that two prompts have to share before the engine by itself keeps a state where they part.
@@ -130,16 +131,17 @@ class Planner:
         wanted = sorted(kinds.keys() - {0, wish.worthless_turn})
         return [CheckpointTarget(position, kinds[position]) for position in wanted]
 
-    def spare(self, start: int, end: int, resumable: int, positions: Iterable[int], tokens_per_pass: float) -> int:
+    def spare(self, start: int, end: int, resumable: int, positions: Iterable[int], felt: float) -> int:
         """The last block's edge in a chunk from `start` to `end`, 0 if a state there is of no use.
 
-        `positions`: of the states that are kept; `resumable`: how far the prompt can be. vLLM alone ends its chunks at
-        such edges, and finds states there: whoever is the first to leave the prompt behind one shall find no less.
+        `positions`: of the states that are kept; `resumable`: how far the prompt can be; `felt`: tokens that a hit has
+        to spare. vLLM alone ends its chunks at such edges, and finds states there: whoever is the first to leave the
+        prompt behind one shall find no less.
         """
         size = self.block_size
         edge = self.grid.floor(min(end, resumable) // size * size)
         saved = edge - max((position for position in positions if position <= edge), default=0)
-        return edge if edge > start and saved > 0 and _is_felt(saved, tokens_per_pass) else 0
+        return edge if edge > start and saved > 0 and saved >= felt else 0
 
     def last_turn(self, wish: Wish, request: Any) -> TurnEnd | None:
         """The turn that a request ends with, if it has a state at its end."""
@@ -171,16 +173,10 @@ class Planner:
             return False
         return before.start < target.position < wish.turn_end
 
-    def worth_writing(self, target: CheckpointTarget, resumed_at: int, tokens_per_pass: float) -> bool:
-        """Whether a hit at a target would be felt: more than a small part of a pass.
+    def saved(self, target: CheckpointTarget, resumed_at: int) -> int:
+        """Tokens that a hit at a target spares.
 
         Of a learned one that is what it adds to the state that the request itself resumed from: the next turn of a
         conversation also repeats the first words of the template's answer, a few tokens behind the last turn's state.
         """
-        saved = target.position - (resumed_at if target.kind == LEARNED else 0)
-        return _is_felt(saved, tokens_per_pass)
-
-
-def _is_felt(saved: int, tokens_per_pass: float) -> bool:
-    """Whether a hit that spares so many tokens is."""
-    return saved >= tokens_per_pass * WORTH_OF_A_PASS
+        return target.position - (resumed_at if target.kind == LEARNED else 0)

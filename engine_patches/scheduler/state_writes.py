@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine_patches.footprint import PLANNED_AT, WRITES
+from engine_patches.footprint import FOLLOWED_AT, LATE, PLANNED_AT, WRITES
 from engine_patches.forward.step_writes import Write
 from engine_patches.scheduler.cache_keys import keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
@@ -34,11 +34,33 @@ def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
             checkpoints.pin_prompts(self.requests)
         if checkpoints.states is not None:
             emit_events(self, output)
-        setattr(output, PLANNED_AT, time.monotonic())
+        now = time.monotonic()
+        setattr(output, PLANNED_AT, now)
+        if checkpoints.last_planned is not None:
+            setattr(checkpoints.last_planned, FOLLOWED_AT, now)
         checkpoints.last_planned = output
         return output
 
     return schedule
+
+
+def note_late_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `AsyncOutputFuture.result`: mark an output that was there before it was asked for.
+
+    With one worker in the engine's process the next step is launched before this one's output is asked for, and a
+    launch can take longer than the step.
+    """
+
+    def result(self: Any, timeout: Any = None) -> Any:
+        runner = self.async_output
+        event = getattr(runner, "async_copy_ready_event", None) or getattr(runner, "copy_event", None)
+        is_late = event is not None and event.query()
+        output = original(self, timeout)
+        if is_late and hasattr(output, "sampled_token_ids"):
+            setattr(output, LATE, True)
+        return output
+
+    return result
 
 
 def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,14 +69,10 @@ def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_from_output(
         self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        now = time.monotonic()
-        # A step may be planned before the last one is done; then it began when the last one ended.
         checkpoints: Checkpoints = self.seamark
-        began = max(getattr(scheduler_output, PLANNED_AT, now), checkpoints.step_ended)
-        checkpoints.step_ended = now
         num_tokens = scheduler_output.total_num_scheduled_tokens
-        if num_tokens:
-            checkpoints.step_time.step_took(num_tokens, now - began, prefill=not only_generates(scheduler_output))
+        if num_tokens:  # an empty one may come out of vLLM's queue in the midst of the next
+            _learn(checkpoints, scheduler_output, is_late=getattr(model_runner_output, LATE, False))
         if checkpoints.states is not None and scheduler_output is checkpoints.last_planned:
             checkpoints.states.release()  # perhaps no further step follows
         if checkpoints.verified == 1:
@@ -67,6 +85,22 @@ def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
         return answers
 
     return update_from_output
+
+
+def _learn(checkpoints: Checkpoints, output: Any, *, is_late: bool) -> None:
+    """The output of a step has come; `is_late`: it was there when the next step was being launched."""
+    ended = time.monotonic()
+    planned = getattr(output, PLANNED_AT, ended)
+    if is_late:
+        ended = max(getattr(output, FOLLOWED_AT, ended), planned)
+    # A step may be planned before the last one is done; then it began when the last one ended.
+    began = max(planned, checkpoints.step_ended)
+    checkpoints.step_ended = max(ended, checkpoints.step_ended)
+    tokens, seconds, writes = output.total_num_scheduled_tokens, ended - began, getattr(output, WRITES, None)
+    if writes:
+        checkpoints.step_time.step_took(tokens, seconds, states=max(map(len, writes.values())))
+    else:
+        checkpoints.step_time.step_took(tokens, seconds, prefill=not only_generates(output))
 
 
 def _count_drafts(scheduler: Any, output: Any, answers: Any) -> list[Any]:

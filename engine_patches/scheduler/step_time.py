@@ -1,82 +1,138 @@
-"""How long the engine's forward passes take: a floor for any pass, and seconds for each token in it, learnt online.
+"""How long the engine's passes over prompts take: a floor, and seconds for each token and each state, learnt online.
 
-A pass over one token costs almost as much as one over hundreds, because the weights have to be read either way. What a
-cache saves is tokens; what it may cost is passes. `StepTime` is the exchange rate between the two.
+A pass over one token costs almost as much as one over hundreds: the weights have to be read, and on a GPU its kernels
+to be launched, either way. What a cache saves is tokens; what it may cost is passes, and states written in them.
+`StepTime` is the exchange rate between the three. It is learnt from passes with prompts: on a GPU one that generates is
+a replay of one graph, and has another floor.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
+from typing import NamedTuple
 
-# Steps remembered of each sort: enough for a median, few enough to follow a change of load within seconds.
-WINDOW = 64
+# Passes remembered, and how many later ones halve the weight of one.
+WINDOW, HALF_LIFE = 256, 64
 
-# Steps of each sort that have to be seen before the rate is believed.
-ENOUGH = 4
+# Passes that have to be seen before the rate is believed.
+ENOUGH = 8
 
-# New steps after which a known rate is computed again: medians are not free, and steps come by the hundred.
+# The rate is computed again when one in so many of the remembered passes is new: that takes up to half a millisecond.
 RENEWAL = 16
 
-# A step of at least this many tokens shows the cost of a token; a shorter one shows noise.
-LONG_STEP = 48
+# Until measured: tokens that cost as much as an empty pass, and what a state costs in passes. One report of a DGX Spark
+# with Nemotron-3-Super: 58 tokens in 0.42 s, 7,234 in 3.85 s. A state: measured on a CPU.
+ASSUMED_TOKENS_PER_PASS, ASSUMED_STATE_PASSES = 800.0, 0.3
 
-# Until measured: tokens that cost as much as an empty pass. One report of a DGX Spark with Nemotron-3-Super: 58 tokens
-# in 0.42 s, 7,234 in 3.85 s.
-ASSUMED_TOKENS_PER_PASS = 800.0
+# No pass is taken to be worth more tokens: where short prompts take as long as shorter ones, long ones may not.
+MOST_TOKENS_PER_PASS = 16_384.0
+
+# Relative deviation of a pass from which on it counts less, and how often the weights are found anew.
+SCATTER, ROUNDS = 0.1, 4
+
+# How much it counts, beside passes that scatter by a few percent, that a floor should be that of passes which generate,
+# and a state cost nothing: it decides what prompts leave open, as where all have one length.
+PRIOR_FLOOR, PRIOR_STATE = 0.03, 0.3
+
+
+class Pace(NamedTuple):
+    """Seconds of a pass with a prompt: for itself, for each token in it, and for each state that it writes."""
+
+    floor: float = 0.0
+    token: float = 0.0
+    state: float = 0.0
+
+
+UNKNOWN = Pace()
 
 
 class StepTime:
-    """Learns from finished steps. All times in seconds."""
+    """Learns from finished passes. All times in seconds."""
 
     def __init__(self) -> None:
-        self._short: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-        self._long: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-        self._rate = (0.0, 0.0)
-        self._new_steps = 0  # since the rate was computed
+        self._passes: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)  # tokens, states, seconds
+        self._generating: deque[float] = deque(maxlen=HALF_LIFE)  # seconds of passes without a prompt
+        self._pace = UNKNOWN
+        self._new = 0  # passes since the pace was computed
 
-    def step_took(self, num_tokens: int, seconds: float, prefill: bool = True) -> None:
-        """A pass over `num_tokens` tokens took `seconds`; `prefill` says whether some of them were a prompt's."""
-        is_long = num_tokens >= LONG_STEP
-        if num_tokens > 0 and seconds > 0 and (prefill or not is_long):  # a long step of decodes shows neither
-            (self._long if is_long else self._short).append((num_tokens, seconds))
-            self._new_steps += 1
+    def step_took(self, num_tokens: int, seconds: float, prefill: bool = True, states: int = 0) -> None:
+        """A pass over `num_tokens` tokens took `seconds`; `prefill`: some of them were a prompt's.
 
-    def _learnt(self) -> tuple[float, float]:
-        """(floor, seconds per token), (0, 0) while unknown. Medians: a stalled step must not count."""
-        if self._new_steps >= RENEWAL or (self._new_steps and self._rate[1] == 0):
-            self._new_steps = 0
-            self._rate = (0.0, 0.0)
-            if len(self._short) >= ENOUGH and len(self._long) >= ENOUGH:
-                floor = statistics.median(seconds for _, seconds in self._short)
-                usual = statistics.median(tokens for tokens, _ in self._short)
-                slopes = [(seconds - floor) / (tokens - usual) for tokens, seconds in self._long]
-                per_token = max(statistics.median(slopes), 0.0)
-                self._rate = (max(floor - usual * per_token, 0.0), per_token)
-        return self._rate
+        `states`: that it wrote of one request, at most. Those of several requests are written together.
+        """
+        if num_tokens > 0 and seconds > 0:
+            if prefill:
+                self._passes.append((num_tokens, states, seconds))
+                self._new += 1
+            else:
+                self._generating.append(seconds)
+
+    @property
+    def pace(self) -> Pace:
+        """What is known; all 0 while nothing is."""
+        if self._new * RENEWAL >= len(self._passes) >= ENOUGH:
+            self._new = 0
+            self._pace = _fitted(list(self._passes), list(self._generating))
+        return self._pace
 
     @property
     def known(self) -> bool:
-        """Whether enough steps were seen."""
-        return self._learnt()[1] > 0
+        """Whether enough passes were seen."""
+        return self.pace is not UNKNOWN
 
     @property
     def floor_seconds(self) -> float:
-        """Seconds of a pass over hardly any tokens, 0 while unknown."""
-        return self._learnt()[0]
+        """Seconds of a pass over hardly any tokens of a prompt, 0 while unknown."""
+        return self.pace.floor
 
     @property
     def token_seconds(self) -> float:
         """Seconds that each token adds to a pass, 0 while unknown."""
-        return self._learnt()[1]
+        return self.pace.token
 
     @property
     def tokens_per_pass(self) -> float:
         """Tokens that cost as much time as one more pass."""
-        floor, per_token = self._learnt()
-        return floor / per_token if per_token > 0 else ASSUMED_TOKENS_PER_PASS
+        return self.tokens_worth(passes=1)
+
+    def tokens_worth(self, passes: float = 0.0, states: float = 0.0) -> float:
+        """Tokens that take as long as so many passes, and states written in them: what has to be saved to make up."""
+        if not self.known:
+            return ASSUMED_TOKENS_PER_PASS * (passes + ASSUMED_STATE_PASSES * states)
+        floor, token, state = self.pace
+        return (floor * passes + state * states) / token
 
     def seconds(self, num_tokens: int, num_passes: int = 0) -> float:
         """Time that so many tokens and passes take; 0 while unknown."""
-        floor, per_token = self._learnt()
-        return floor * num_passes + per_token * num_tokens
+        floor, token, _ = self.pace
+        return floor * num_passes + token * num_tokens
+
+
+def _fitted(passes: list[tuple[float, float, float]], generating: list[float]) -> Pace:
+    """The pace by which `passes` (tokens, states, seconds; the latest last) deviate least, relative to their time.
+
+    Least squares, weighted again and again (Huber's weights), so that a stalled pass hardly counts. `generating`:
+    seconds of passes without a prompt.
+    """
+    import numpy as np  # a command's process may have none
+
+    tokens, states, seconds = np.array(passes).T
+    usual = float(np.median(seconds))
+    expected = np.median(seconds / (ASSUMED_TOKENS_PER_PASS + tokens)) * (ASSUMED_TOKENS_PER_PASS + tokens)
+    age = 0.5 ** (np.arange(len(passes))[::-1] / HALF_LIFE)
+    # Thousands of tokens, so that all three columns are of one size.
+    columns = np.column_stack([np.ones_like(tokens), tokens / 1000, states])
+    if generating:
+        floor, per_thousand = min(float(np.median(generating)), usual), 0.0
+    else:
+        floor, per_thousand = 0.0, ASSUMED_TOKENS_PER_PASS / 1000
+    prior = np.array([[PRIOR_FLOOR, -PRIOR_FLOOR * per_thousand, 0], [0, 0, PRIOR_STATE]]) / usual
+    aim = [PRIOR_FLOOR * floor / usual, 0]
+    for _ in range(ROUNDS):
+        deviation = np.maximum(np.abs(seconds / expected - 1), SCATTER)
+        weights = np.sqrt(age * SCATTER / deviation) / expected
+        rows = np.vstack([columns * weights[:, None], prior])
+        floor, token, state = np.linalg.lstsq(rows, np.append(seconds * weights, aim), rcond=None)[0].clip(0)
+        expected = np.maximum(columns @ [floor, token, state], usual / 20)
+    least = (floor or usual) / MOST_TOKENS_PER_PASS
+    return Pace(float(floor), max(float(token) / 1000, least), float(state))

@@ -18,9 +18,6 @@ from engine_patches.scheduler.request_state import TurnEnd
 # Ends of turns in a row that nobody came back to, after which a head's conversations are taken not to go on.
 ENOUGH = 8
 
-# What writing a state costs, in passes: measured on a CPU; less on a GPU, but there it takes the place of another one.
-COST_IN_PASSES = 0.3
-
 # Of the ends that are then not worth a state, one in so many is written all the same.
 PROBE = 8
 
@@ -73,11 +70,11 @@ class TurnValue:
                 self._heads[end.head] = TurnHead()
         return turn
 
-    def worth_a_state(self, head: bytes, end: bytes, turn: TurnEnd, tokens_per_pass: float = 0.0) -> bool:
-        """Whether the state at the `end` of a turn is worth writing; the end is remembered.
+    def worth_a_state(self, head: bytes, end: bytes, turn: TurnEnd, cost: float = 0.0) -> bool:
+        """Whether the state at the `end` of a turn is worth writing, which costs as much as so many tokens.
 
-        It saves the turn's tokens to a client who comes back. After as many in a row who did not, the next one does
-        with a probability of about one in as many.
+        The end is remembered. It saves the turn's tokens to a client who comes back. After as many in a row who did
+        not, the next one does with a probability of about one in as many.
         """
         now = self._clock()
         self._judge(now)
@@ -88,7 +85,7 @@ class TurnValue:
         self._ends[end] = End(now, head, turn)
         self._ends.move_to_end(end)
         tokens = turn.end - turn.start
-        if known.unresumed < ENOUGH or known.unresumed * COST_IN_PASSES * tokens_per_pass < tokens:
+        if known.unresumed < ENOUGH or known.unresumed * cost < tokens:
             return True
         known.passed += 1
         return known.passed % PROBE == 0

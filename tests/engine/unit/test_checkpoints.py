@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDAR
 from engine_patches.scheduler.refusals import Refusal
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.states import States
+from engine_patches.scheduler.step_time import StepTime
 
 UNIT = 16
 
@@ -261,6 +263,22 @@ def test_a_chunk_leaves_a_state_where_vllm_alone_would_have_left_one(writing, st
     assert positions == sorted(positions) and all(start < place <= end for place in positions)
 
 
+def learn(checkpoints, tokens_per_pass=800.0, state=0.0):
+    """From now on a pass costs as much as so many tokens, of half a millisecond each, and a state so many seconds."""
+    checkpoints.step_time = StepTime()
+    for tokens, wrote in itertools.product((1, 801), (0, 1, 2)):
+        for _ in range(3):
+            seconds = 0.0005 * (tokens_per_pass + tokens) + state * wrote
+            checkpoints.step_time.step_took(tokens, seconds, states=wrote)
+
+
+@pytest.mark.parametrize(("state", "spare"), [(0.0, True), (0.019, True), (0.022, False)])
+def test_a_spare_state_that_is_felt_in_its_pass_is_not_written(writing, state, spare):
+    asked = request(own(1, 600), [160])
+    learn(writing, state=state)
+    assert (SPARE in [kind for _, kind in writing.targets_in(asked, 0, 600)]) is spare
+
+
 @pytest.mark.parametrize(
     ("hint", "resumed", "rate", "spare"),
     [
@@ -275,7 +293,7 @@ def test_no_spare_state_stands_where_another_is_as_good(writing, hint, resumed, 
     asked = request(own(1, 600), hint)
     writing.state_of(asked).resumed_at = resumed
     if rate:
-        writing.step_time = SimpleNamespace(known=True, tokens_per_pass=rate)
+        learn(writing, rate)
     assert (SPARE in [kind for _, kind in writing.targets_in(asked, 0, 600)]) is spare
 
 
@@ -308,18 +326,16 @@ def test_a_learned_state_has_to_add_to_the_one_that_was_found(checkpoints):
     state.resumed_at = 160
     targets = [CheckpointTarget(176, LEARNED), CheckpointTarget(176, HINTED), CheckpointTarget(208, LEARNED)]
     assert all(checkpoints.worth_writing(state, target) for target in targets)  # step times are not known yet
-    for _ in range(8):  # a pass costs as much as 800 tokens, a twentieth of it as 40
-        checkpoints.step_time.step_took(1, 0.4)
-        checkpoints.step_time.step_took(801, 0.8)
+    learn(checkpoints)  # a twentieth of a pass costs as much as 40 tokens
     assert [checkpoints.worth_writing(state, target) for target in targets] == [False, True, True]
+    learn(checkpoints, state=0.1)  # as much as 200
+    assert [checkpoints.worth_writing(state, target) for target in targets] == [False, False, False]
 
 
 def test_a_state_of_a_prompt_that_is_pinned_is_written_whatever_it_saves(checkpoints):
     pinning, other = request(HEAD, [16], name="pins"), request(HEAD, [16], name="other")
     pinning.sampling_params.extra_args[PIN] = 1
-    for _ in range(8):
-        checkpoints.step_time.step_took(1, 0.4)
-        checkpoints.step_time.step_took(801, 0.8)
+    learn(checkpoints)
     worth = [
         checkpoints.worth_writing(checkpoints.state_of(each), CheckpointTarget(16, HINTED)) for each in (pinning, other)
     ]
@@ -556,9 +572,7 @@ def test_a_hit_counts_as_one_on_a_state_that_was_counted_or_loaded(checkpoints, 
         checkpoints.state_written(checkpoints.states.keys.state_key(again, 192), TAIL)
     offered: list[tuple[int, bool]] = []
     checkpoints.states.store = SimpleNamespace(offer=lambda request, *told: offered.append(told))
-    for _ in range(8):
-        checkpoints.step_time.step_took(1, 0.4)
-        checkpoints.step_time.step_took(801, 0.8)
+    learn(checkpoints)
     checkpoints.admitted(again, 192, loaded)
     counts = checkpoints.counters.take()
     assert (counts.hits, counts.hit_tokens) == (hits, 192 * hits)

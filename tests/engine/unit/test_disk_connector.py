@@ -555,14 +555,14 @@ def test_a_state_of_which_a_part_is_missing_gives_way_to_one_before_it(local, gr
     assert scene.found(request, local) == expected
 
 
-def test_what_is_asked_of_the_disk_is_what_is_not_in_memory_and_not_in_the_cache():
+def test_a_load_is_judged_by_all_that_is_not_in_the_cache_be_it_on_disk_or_in_host_memory():
     scene = Scene()
     request = scene.request()
     scene.on_disk(request, 144)
     assert len(scene.keys(request, 144)) == 5
     scene.rows.ready[key_at(request, 128, UNIT, ATTENTION)] = True
     assert scene.found(request, 64) is None
-    assert scene.disk.asked_for == [3 * ROW_BYTES]
+    assert scene.disk.asked_for == [4 * ROW_BYTES]
     wanted = [key_at(request, 144, UNIT, group) for group in range(3)] + [key_at(request, 128, UNIT, ATTENTION)]
     assert sorted(scene.rows.looked_up) == sorted(wanted)
 

@@ -7,7 +7,7 @@ from engine_patches.scheduler.expected_junctions import ENOUGH, RENEWAL, Expecte
 
 SALT = b"salt"
 
-PASS = 100.0  # tokens
+COST = 30.0  # tokens that a state is worth
 
 
 @pytest.fixture
@@ -15,10 +15,10 @@ def learner():
     return ExpectedJunctions()
 
 
-def document(learner, number, length=1000, resumed=0, group=SALT, tokens_per_pass=PASS):
+def document(learner, number, length=1000, resumed=0, group=SALT, cost=COST):
     """A new prompt of `length` and 60 tokens, and a second one that leaves it at `length`."""
-    learner.add(group, None, 0, length + 60, 0, tokens_per_pass)
-    learner.add(group, b"document %d" % number, length, length + 60, resumed, tokens_per_pass)
+    learner.add(group, None, 0, length + 60, 0, cost)
+    learner.add(group, b"document %d" % number, length, length + 60, resumed, cost)
 
 
 def test_prompts_that_were_left_at_one_place_have_the_next_ones_keep_a_state_there(learner):
@@ -36,9 +36,9 @@ def test_a_state_is_kept_in_what_is_new_and_nowhere_else(learner):
 
 
 def test_only_the_first_to_leave_a_prompt_counts(learner):
-    learner.add(SALT, None, 0, 1060, 0, PASS)
+    learner.add(SALT, None, 0, 1060, 0, COST)
     for _ in range(3 * RENEWAL):
-        learner.add(SALT, b"document", 1000, 1060, 0, PASS)
+        learner.add(SALT, b"document", 1000, 1060, 0, COST)
     assert learner.places(SALT, 0, 1060) == ()
 
 
@@ -62,7 +62,7 @@ def test_lengths_of_all_kinds_have_none(learner):
 
 def test_what_costs_more_than_it_saves_is_not_kept(learner):
     for number in range(2 * ENOUGH):
-        document(learner, number, length=160, tokens_per_pass=800.0)
+        document(learner, number, length=160, cost=240.0)
     assert learner.places(SALT, 0, 300) == ()
 
 
@@ -70,7 +70,7 @@ def test_a_place_that_nobody_leaves_prompts_at_any_more_is_given_up(learner):
     for number in range(ENOUGH):
         document(learner, number)
     for _ in range(expected_junctions.WINDOW):
-        learner.add(SALT, None, 0, 1060, 0, PASS)
+        learner.add(SALT, None, 0, 1060, 0, COST)
     assert learner.places(SALT, 0, 1060) == ()
 
 
@@ -85,7 +85,7 @@ def test_groups_are_apart_and_bounded(learner, monkeypatch):
         document(learner, number)
     assert learner.places(b"other", 0, 1060) == ()
     for group in (b"other", b"third"):
-        learner.add(group, None, 0, 1060, 0, PASS)
+        learner.add(group, None, 0, 1060, 0, COST)
     assert learner.places(SALT, 0, 1060) == ()
 
 
@@ -146,16 +146,16 @@ def test_places_are_weighed_when_one_may_come_and_else_now_and_then(learner, mon
         return best_places(prompts, cost)
 
     monkeypatch.setattr(expected_junctions, "best_places", counted)
-    learner.add(SALT, None, 0, 2000, 0, PASS)
-    learner.add(SALT, b"a", 1000, 2000, 1000, PASS)  # a state would not have helped
+    learner.add(SALT, None, 0, 2000, 0, COST)
+    learner.add(SALT, b"a", 1000, 2000, 1000, COST)  # a state would not have helped
     assert weighed == []
     for number, junction in enumerate((b"b", b"b", b"c")):
-        learner.add(SALT, junction, 1000, 2000, 0, PASS)
+        learner.add(SALT, junction, 1000, 2000, 0, COST)
         assert weighed == [[3], [3], [3, 5]][number]
     for _ in range(RENEWAL - 1):
-        learner.add(SALT, None, 0, 2000, 0, PASS)
+        learner.add(SALT, None, 0, 2000, 0, COST)
     assert weighed == [3, 5]
-    learner.add(SALT, None, 0, 2000, 0, PASS)
+    learner.add(SALT, None, 0, 2000, 0, COST)
     assert weighed == [3, 5, 5 + RENEWAL]
 
 
@@ -180,5 +180,5 @@ def test_a_group_that_was_seen_lately_outlives_others(learner, monkeypatch):
     for number in range(ENOUGH):
         document(learner, number)
     for group in (b"other", SALT, b"third"):
-        learner.add(group, None, 0, 1060, 0, PASS)
+        learner.add(group, None, 0, 1060, 0, COST)
     assert learner.places(SALT, 0, 1060) == (1000,)

@@ -189,7 +189,7 @@ def test_the_same_prompt_again_is_left_at_its_last_whole_unit_but_one():
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "resumable", "positions", "rate", "spare"),
+    ("start", "end", "resumable", "positions", "felt", "spare"),
     [
         (0, 600, 590, (), 0.0, 512),
         (0, 512, 590, (), 0.0, 512),
@@ -201,15 +201,15 @@ def test_the_same_prompt_again_is_left_at_its_last_whole_unit_but_one():
         (512, 1000, 1000, (), 0.0, 0),
         (0, 600, 590, (512,), 0.0, 0),
         (0, 600, 590, (160, 496), 0.0, 512),
-        (0, 600, 590, (496, 160), 320.0, 512),  # just a twentieth of a pass
-        (0, 600, 590, (496, 160), 321.0, 0),
-        (0, 600, 590, (528,), 10_000.0, 512),  # one behind it spares nothing before it
+        (0, 600, 590, (496, 160), 16.0, 512),
+        (0, 600, 590, (496, 160), 16.1, 0),
+        (0, 600, 590, (528,), 500.0, 512),  # one behind it spares nothing before it
     ],
 )
 def test_a_spare_state_stands_at_the_last_edge_where_it_adds_to_what_is_there(
-    start, end, resumable, positions, rate, spare
+    start, end, resumable, positions, felt, spare
 ):
-    assert PLANNER.spare(start, end, resumable, positions, rate) == spare
+    assert PLANNER.spare(start, end, resumable, positions, felt) == spare
     assert Planner(Grid(16, 96), 512).spare(0, 600, 590, (), 0.0) == 480
 
 
@@ -253,19 +253,9 @@ def test_what_serves_one_conversation_alone(kind, position, resumed_at, hinted, 
     assert PLANNER.ends_a_turn(Wish(hinted), CheckpointTarget(position, kind), resumed_at) is ends
 
 
-@pytest.mark.parametrize(
-    ("kind", "resumed_at", "rate", "is_worth"),
-    [
-        (HINTED, 0, 3200.0, True),  # 160 tokens are a twentieth
-        (HINTED, 0, 3201.0, False),
-        (HINTED, 159, 3200.0, True),
-        (LEARNED, 0, 3200.0, True),
-        (LEARNED, 80, 1600.0, True),
-        (LEARNED, 80, 1601.0, False),
-    ],
-)
-def test_a_hit_is_felt_from_a_twentieth_of_a_pass_on(kind, resumed_at, rate, is_worth):
-    assert PLANNER.worth_writing(CheckpointTarget(160, kind), resumed_at, rate) is is_worth
+@pytest.mark.parametrize(("kind", "resumed_at", "saved"), [(HINTED, 159, 160), (LEARNED, 0, 160), (LEARNED, 80, 80)])
+def test_a_learned_state_spares_what_it_adds_to_the_one_that_was_found(kind, resumed_at, saved):
+    assert PLANNER.saved(CheckpointTarget(160, kind), resumed_at) == saved
 
 
 @pytest.mark.parametrize(

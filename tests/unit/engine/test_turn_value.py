@@ -101,9 +101,9 @@ def test_what_is_remembered_is_bounded(value, clock, monkeypatch):
 @pytest.mark.parametrize(("tokens", "clients"), [(100, 8), (1000, 8), (6000, 25), (24_000, 100)])
 def test_what_saves_more_is_written_for_longer(value, clock, tokens, clients):
     for number in range(clients):
-        assert value.worth_a_state(HEAD, end(number), TurnEnd(10, 10 + tokens), 800.0)
+        assert value.worth_a_state(HEAD, end(number), TurnEnd(10, 10 + tokens), 240.0)
         clock.now += JUDGED_AFTER_SECONDS
-    assert not value.worth_a_state(HEAD, b"too many", TurnEnd(10, 10 + tokens), 800.0)
+    assert not value.worth_a_state(HEAD, b"too many", TurnEnd(10, 10 + tokens), 240.0)
 
 
 def test_a_head_that_was_seen_lately_outlives_others(value, clock, monkeypatch):
