@@ -113,6 +113,19 @@ def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
         yield from _of_match_unit(scheduler)
     elif scheduler is not None:
         yield from _of_compression(scheduler)
+    parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        yield refused(
+            NO_STATES,
+            "each rank has a scheduler of its own, whose clocks would decide differently "
+            "(--distributed-executor-backend external_launcher; mp has one)",
+        )
+    if getattr(compilation.cudagraph_mode, "name", "") == "FULL" and not compilation.splitting_ops_contain_attention():
+        yield refused(
+            NO_STATES,
+            "a prompt may be replayed as one graph, which writes no states "
+            '(--compilation-config {"cudagraph_mode": "FULL_AND_PIECEWISE"})',
+        )
     if (switched_off := speculation.switched_off(vllm_config)) is not None:
         yield refused(SPECULATIVE, switched_off)
 

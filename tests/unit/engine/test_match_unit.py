@@ -33,7 +33,10 @@ def config(unit: int | None = None, block: int = 384, hybrid: bool = True, **cha
         model_config=model,
         num_speculative_tokens=drafts,
         speculative_config=drafting("mtp" if drop else "ngram", drop) if drafts else None,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, decode_context_parallel_size=1, distributed_executor_backend="mp"
+        ),
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
         kv_transfer_config=SimpleNamespace(kv_connector=connector) if connector else None,
         device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(async_scheduling=False),

@@ -64,6 +64,12 @@ def config(drafts: Any = None, connector: str | None = None, **changes: Any) -> 
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=changes.get("stages", 1),
             decode_context_parallel_size=changes.get("context_ranks", 1),
+            distributed_executor_backend=changes.get("launched", "mp"),
+            world_size=changes.get("ranks", 2),
+        ),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(name=changes.get("graphs", "FULL_AND_PIECEWISE")),
+            splitting_ops_contain_attention=lambda: changes.get("split", False),
         ),
         kv_transfer_config=SimpleNamespace(kv_connector=connector) if connector else None,
         device_config=SimpleNamespace(device_type="cpu"),
@@ -141,6 +147,8 @@ def of(made: Any) -> Refusal | None:
         (scheduler(config(connector="NixlConnector", context_ranks=2)), "connector", "decode context parallelism"),
         (scheduler(config(MTP, connector="NixlConnector", context_ranks=2)), "connector", "context parallelism"),
         (scheduler(config(MTP, stages=2)), "speculative", "pipeline parallelism"),
+        (scheduler(config(launched="external_launcher")), "no_states", "external_launcher"),
+        (scheduler(config(graphs="FULL")), "no_states", "FULL_AND_PIECEWISE"),
     ],
 )
 def test_the_last_cause_is_told_in_one_sentence(made, reason, told):
@@ -162,6 +170,8 @@ def test_the_last_cause_is_told_in_one_sentence(made, reason, told):
         scheduler(config(), unit=64, compression=16),
         scheduler(config(connector="NixlConnector", stages=2)),
         scheduler(config(stages=2, context_ranks=2)),
+        scheduler(config(launched="external_launcher", ranks=1)),
+        scheduler(config(graphs="FULL", split=True)),  # vLLM takes pieces then
     ],
 )
 def test_states_are_kept_wherever_vllm_can_find_them(made):
