@@ -83,7 +83,7 @@ class Families:
         self.saved = Counter("seamark_seconds_saved_total", "Prefill not computed, at the learnt step times, seconds")
         self.spent = Counter("seamark_seconds_spent_total", "Time that checkpoints cost requests, seconds")
         self.pass_seconds = Gauge(
-            "seamark_pass_seconds", "Learnt time of a pass over hardly any tokens", multiprocess_mode="max"
+            "seamark_pass_seconds", "Learnt time of a pass with a prompt, beside its tokens", multiprocess_mode="max"
         )
         self.token_seconds = Gauge(
             "seamark_token_seconds", "Learnt time that a prompt token adds to a pass", multiprocess_mode="max"
