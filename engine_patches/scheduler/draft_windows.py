@@ -318,7 +318,7 @@ class DraftWindows:
         if missing <= 0:
             return False
         lost = 2 * self.acceptance.steps_lost(missing, window, request.max_tokens)
-        return tokens < self._step_time.tokens_worth(passes=lost)
+        return tokens < self._step_time.tokens_worth(decodes=lost)
 
     def admitted(self, state: RequestState, name: bytes) -> None:
         """A request starts, as `of_hit` has last said. `name`: as there, or of the hit that it was given up for."""

@@ -36,11 +36,12 @@ PRIOR_FLOOR, PRIOR_STATE = 0.03, 0.3
 
 
 class Pace(NamedTuple):
-    """Seconds of a pass with a prompt: for itself, for each token in it, and for each state that it writes."""
+    """Seconds of a pass with a prompt: for itself, each token in it, and each state that it writes; and of a decode."""
 
     floor: float = 0.0
     token: float = 0.0
     state: float = 0.0
+    decode: float = 0.0  # a pass that only generates
 
 
 UNKNOWN = Pace()
@@ -95,17 +96,19 @@ class StepTime:
         """Tokens that cost as much time as one more pass."""
         return self.tokens_worth(passes=1)
 
-    def tokens_worth(self, passes: float = 0.0, states: float = 0.0) -> float:
-        """Tokens that take as long as so many passes, and states written in them: what has to be saved to make up."""
+    def tokens_worth(self, passes: float = 0.0, states: float = 0.0, decodes: float = 0.0) -> float:
+        """Tokens that take as long as so many passes, and states written in them: what has to be saved to make up.
+
+        `decodes`: passes that only generate.
+        """
         if not self.known:
-            return ASSUMED_TOKENS_PER_PASS * (passes + ASSUMED_STATE_PASSES * states)
-        floor, token, state = self.pace
-        return (floor * passes + state * states) / token
+            return ASSUMED_TOKENS_PER_PASS * (passes + ASSUMED_STATE_PASSES * states + decodes)
+        floor, token, state, decode = self.pace
+        return (floor * passes + state * states + decode * decodes) / token
 
     def seconds(self, num_tokens: int, num_passes: int = 0) -> float:
         """Time that so many tokens and passes take; 0 while unknown."""
-        floor, token, _ = self.pace
-        return floor * num_passes + token * num_tokens
+        return self.pace.floor * num_passes + self.pace.token * num_tokens
 
 
 def _fitted(passes: list[tuple[float, float, float]], generating: list[float]) -> Pace:
@@ -122,12 +125,10 @@ def _fitted(passes: list[tuple[float, float, float]], generating: list[float]) -
     age = 0.5 ** (np.arange(len(passes))[::-1] / HALF_LIFE)
     # Thousands of tokens, so that all three columns are of one size.
     columns = np.column_stack([np.ones_like(tokens), tokens / 1000, states])
-    if generating:
-        floor, per_thousand = min(float(np.median(generating)), usual), 0.0
-    else:
-        floor, per_thousand = 0.0, ASSUMED_TOKENS_PER_PASS / 1000
+    decode = float(np.median(generating)) if generating else 0.0
+    per_thousand = 0.0 if generating else ASSUMED_TOKENS_PER_PASS / 1000
     prior = np.array([[PRIOR_FLOOR, -PRIOR_FLOOR * per_thousand, 0], [0, 0, PRIOR_STATE]]) / usual
-    aim = [PRIOR_FLOOR * floor / usual, 0]
+    aim = [PRIOR_FLOOR * min(decode, usual) / usual, 0]
     for _ in range(ROUNDS):
         deviation = np.maximum(np.abs(seconds / expected - 1), SCATTER)
         weights = np.sqrt(age * SCATTER / deviation) / expected
@@ -135,4 +136,4 @@ def _fitted(passes: list[tuple[float, float, float]], generating: list[float]) -
         floor, token, state = np.linalg.lstsq(rows, np.append(seconds * weights, aim), rcond=None)[0].clip(0)
         expected = np.maximum(columns @ [floor, token, state], usual / 20)
     least = (floor or usual) / MOST_TOKENS_PER_PASS
-    return Pace(float(floor), max(float(token) / 1000, least), float(state))
+    return Pace(float(floor), max(float(token) / 1000, least), float(state), decode or float(floor))
