@@ -149,8 +149,10 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
     checkpoints: Checkpoints = scheduler.seamark
     states, state = scheduler.seamark.states, checkpoints.state_of(request)
     planned: list[Write] = []
-    positions: list[int] = [start] if kept else []
-    spare: set[int] = set()
+    # It goes on in copies of blocks: who shares the state finds it by these, too, when what was copied is evicted.
+    resumed = start == state.resumed_at > state.loaded
+    positions: list[int] = [start] if kept or resumed else []
+    not_offered = {start} if resumed else set()  # it was when the request was admitted
     for target in checkpoints.targets_in(request, start, end):
         position = target.position
         if states.keys.is_cached(request, position):
@@ -161,7 +163,7 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
             if is_felt and (blocks := checkpoints.reserve(request, target)) is not None:
                 planned.append(_write(states, position - start, blocks))
                 positions.append(position)
-                spare.add(position)
+                not_offered.add(position)
             elif target.kind != SPARE:
                 checkpoints.outcomes.computed(request, position, NOT_WORTH_IT)
                 if target.kind == HINTED:
@@ -196,7 +198,7 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
             reached = (position + drop for position in positions)
             keep_attention_keys(managers[group], request, (position for position in reached if position <= end))
         states.keep_windows(request, state, positions)
-        states.offer(request, (position for position in positions if position not in spare), used=False)
+        states.offer(request, (position for position in positions if position not in not_offered), used=False)
     return planned
 
 

@@ -509,13 +509,17 @@ class Core:
         return states.events.take() if states is not None else ()
 
     def _found(self, block_hashes: Any, most: int) -> int:
-        # By a prompt that shares no more than it takes: a longer one may enter a group by a later key. vLLM 0.31 looks
-        # no further than it is asked to, and takes a unit off that.
-        reached = most + self.scheduler.seamark.grid.drop
-        looks_past = hasattr(kv_cache_coordinator, "eagle_proof_margin")
-        hashes = list(block_hashes)[: reached // self.unit]
+        # By a prompt that shares no more than it takes: a longer one may enter a group by a later key.
+        drop = self.scheduler.seamark.grid.drop
+        hashes = list(block_hashes)[: (most + drop) // self.unit]
         coordinator = self.scheduler.kv_cache_manager.coordinator
-        return coordinator.find_longest_cache_hit(hashes, most if looks_past else reached)[1]
+        if not drop or hasattr(kv_cache_coordinator, "eagle_proof_margin"):
+            return coordinator.find_longest_cache_hit(hashes, most)[1]
+        # vLLM 0.31 looks for a head's rows, too, no further than it is asked to. So whoever finds a state there reaches
+        # a unit further in all groups; of those without a head's rows no more is promised than in newer versions.
+        found = coordinator.find_longest_cache_hit(hashes, most + drop)[1]
+        lengths, groups = coordinator.find_longest_cache_hit_per_group(hashes, most)[1], coordinator.attention_groups
+        return min([found, *(lengths[group.group_ids[0]] for group in groups if not group.use_eagle)])
 
     def _record_meanings(self) -> None:
         if not self.worker.judges_keys:

@@ -104,7 +104,10 @@ def a_warm_start_inside_a_block_runs_past_its_edge(core):
     core.run()
     b = core.request("b", HEAD[:48] + own(2, 200), [48])
     core.run()
-    return shown(core, a, b)
+    evict(core, a, 48, core.attention[0])  # the block of which `b` has a copy
+    c = core.request("c", HEAD[:48] + own(3, 9), [48])
+    core.run()
+    return shown(core, a, b, c)
 
 
 @situation()
@@ -123,24 +126,19 @@ def the_same_prompt_twice_in_one_step(core):
     return shown(core, *pair, *longer)
 
 
-@situation()
-def rows_evicted_and_their_state_kept(core):
+def _rows_evicted(number: int, core: Any) -> dict[str, Any]:
     """The first of two computes the rows again; the second finds them, and an older state, in the same step."""
     a, *_ = _run_all(core, [(HEAD[:40] + own(1, 8), [32])])
-    evict(core, a, 32, core.attention[0])
+    evict(core, a, 32, core.attention[number])
     pair = [core.request(name, HEAD[:40] + own(2, 10), [32, 40]) for name in "bc"]
     core.run()
     return shown(core, *pair)
 
 
-@situation(attention_groups=2)
-def rows_of_the_second_attention_group_evicted(core):
-    """The same with the first attention group's rows in place: all groups are checked."""
-    a, *_ = _run_all(core, [(HEAD[:40] + own(1, 8), [32])])
-    evict(core, a, 32, core.attention[1])
-    pair = [core.request(name, HEAD[:40] + own(2, 10), [32, 40]) for name in "bc"]
-    core.run()
-    return shown(core, *pair)
+situation("rows evicted and their state kept")(partial(_rows_evicted, 0))
+
+# With the first attention group's rows in place: all groups are checked.
+situation("rows of the second attention group evicted", attention_groups=2)(partial(_rows_evicted, 1))
 
 
 @situation()
@@ -305,13 +303,9 @@ def the_cache_is_emptied_while_a_step_writes_states(core):
 @situation()
 def a_connector_looks_up_in_its_own_way(core):
     """As NIXL does; `rows evicted and their state kept`, once more."""
-    a, *_ = _run_all(core, [(HEAD[:40] + own(1, 8), [32])])
-    evict(core, a, 32, core.attention[0])
     cache = core.scheduler.kv_cache_manager
     core.scheduler._get_local_prefix_cache_hit = cache.get_computed_blocks_for_connector
-    pair = [core.request(name, HEAD[:40] + own(2, 10), [32, 40]) for name in "bc"]
-    core.run()
-    return shown(core, *pair)
+    return _rows_evicted(0, core)
 
 
 @situation(blocks=7)

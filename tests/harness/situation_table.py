@@ -36,6 +36,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "a warm start inside a block runs past its edge": {
         "a": {"hit": 0, "ends": [50], "written": [48], "keys": [48]},
         "b": {"hit": 48, "ends": [248], "written": [192, 240], "keys": [48, 192, 240]},
+        "c": {"hit": 48, "ends": [57], "written": [], "keys": [48]},
     },
     "the same prompt again": {
         "r0": {"hit": 0, "ends": [130], "written": [96, 128], "keys": [96, 128]},
