@@ -76,7 +76,7 @@ RECURRENT = (0, 2)
 LONGEST = 6144  # tokens
 
 # What each audit counts, so that one that does nothing is seen; a worker's model counts more.
-COUNTED = ("hit_tokens", "written", "evicted", "announced", "withdrawn", "missing", "resets")
+COUNTED = ("hit_tokens", "written", "evicted", "announced", "withdrawn", "missing", "resets", "ended_late")
 
 WEIGHTS = Weights("loaded", "", "whole", "sampled")
 
@@ -398,14 +398,18 @@ class Core:
         transfer: dict[str, Any] | None = None,
         pin: int | None = None,
         extra: Mapping[str, Any] = {},
+        stop: bool = False,
     ) -> Request:
-        """Add a request. `transfer`: its `kv_transfer_params`. `pin`, `extra`: as the gateway asks for it."""
+        """Add a request. `transfer`: its `kv_transfer_params`. `pin`, `extra`: as the gateway asks for it. `stop`: a 0
+        ends its answer, which the scheduler does not know before it is told that one was sampled."""
         extra = dict(extra) if hint is None else {**extra, "seamark_boundaries": hint}
         if pin is not None:
             extra["seamark_pin"] = pin
         if transfer is not None:
             extra["kv_transfer_params"] = transfer
-        parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None)
+        parameters = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[0] * stop, extra_args=extra or None
+        )
         request = Request(
             name, list(tokens), parameters, None, block_hasher=self.hasher, cache_salt=salt, priority=priority
         )
@@ -606,6 +610,8 @@ class Core:
             sampled_token_ids=[sampled[name] for name in names],
             kv_connector_output=self.worker.connector_output(),
         )
+        known = [self.ever[name].status for name in names if name in self.ever]
+        self.counts["ended_late"] += known.count(RequestStatus.FINISHED_STOPPED)  # a step before
         answers = self.scheduler.update_from_output(output, runner)
         self._check_kv_events()
         self._record_meanings()
@@ -641,7 +647,7 @@ def random_traffic(
     `outputs`: numbers of tokens that may be generated. `longest_turn`: chats may go on from an earlier one with its
     answer, if both have at most so many tokens.
     """
-    draw, draw_entry = random.Random(seed), random.Random(seed)
+    draw, draw_entry, draw_end = random.Random(seed), random.Random(seed), random.Random(seed)
     lengths = (20, 33, 64, 70, 100, 130, 163, 250, 300, 400)
     heads = [[draw.randrange(1000) for _ in range(draw.choice(lengths))] for _ in range(4)]
     begun: list[Request] = []
@@ -669,6 +675,7 @@ def random_traffic(
                 max_tokens=draw.choice(outputs),
                 salt=draw.choice((None, None, "salt")),
                 priority=draw.randrange(3),
+                stop=draw_end.random() < 0.5,
             )
         )
         while len(core.scheduler.waiting) > 3:

@@ -172,9 +172,9 @@ def random_traffic(p: Core, d: Core, seed: int, chats: int) -> None:
                     offer = spare.pop()
                 if taken and draw.random() < AGAIN_SHARE:
                     again = dict(draw.choice(taken))
-                    d.request(f"{name} again", list(tokens), hint, answer, salt, transfer=again)
+                    d.request(f"{name} again", list(tokens), hint, answer, salt, transfer=again, stop=answer > 3)
                 taken.append(dict(offer))
-                d.request(name, tokens, hint, answer, salt, transfer=offer)
+                d.request(name, tokens, hint, answer, salt, transfer=offer, stop=answer > 3)
                 if draw.random() < 0.1:
                     for _ in range(draw.randrange(3)):
                         d.step()
@@ -192,7 +192,7 @@ def random_traffic(p: Core, d: Core, seed: int, chats: int) -> None:
         hint = [seam for seam in seams if draw.random() < 0.8] or None
         salt, answer, name = draw.choice((None, None, "salt")), draw.choice((1, 3, 20)), f"{seed}-{number}"
         if draw.random() < 0.3:
-            d.request(name, tokens, hint, answer, salt)
+            d.request(name, tokens, hint, answer, salt, stop=answer > 3)
         else:
             stops = {STOPS: True} if draw.random() < STOPPING_SHARE else {}
             p.request(name, tokens, hint, 1, salt, transfer=PREFILL | stops)
