@@ -82,7 +82,7 @@ def test_the_audit_notices_a_ring_that_is_taken_for_attention_and_a_hit_inside_a
     audited = {"seeds": [1], "chats": 40, "cores": [INDEXED]}
     (found,) = audit("scheduler", model, **audited, planted=[RINGS])
     assert any("and not reported" in error for error in found["errors"])
-    (found,) = audit("scheduler", model, **{**audited, "cores": [{"index": 64}]})
+    (found,) = audit("scheduler", model, **{**audited, "seeds": [2], "cores": [{"index": 64}]})
     assert "no multiple of the 64" in found["refused"]
     assert any("inside what its index has one key for" in error for error in found["errors"])  # vLLM's own hits
 
@@ -185,7 +185,7 @@ def test_the_audit_notices_evictions_without_an_event(model: Path):
 
 # A request preempted in the very step that was to compute it leaves keys of what is never computed; seeds that show it.
 PREEMPTED = {
-    "seeds": [101, 114],
+    "seeds": [127, 147],
     "chats": 50,
     "cores": [
         {"policy": "priority", "blocks": 26, "running": 4, "budget": 90, "overlap": True},
