@@ -64,38 +64,25 @@ def shown(core: Any, *requests: Any) -> dict[str, Any]:
     }
 
 
-# One request alone: options of its core, tokens of its prompt, its hint.
-ALONE: dict[str, tuple[dict[str, int], int, list[int] | None]] = {
-    "a prompt shorter than a block": ({}, 50, [33, 50]),
-    "several boundaries over several blocks in one pass": ({}, 250, [40, 64, 130, 240]),
-    "no hint": ({}, 250, None),
-    "a budget below the prompt": ({"budget": 100}, 250, [40, 130, 240]),
-    "a boundary where a chunk ends": ({"budget": 100}, 250, [96, 192]),
-    "a budget below the match unit": ({"budget": 10}, 70, [32, 64]),
+# Prompts one after the other: options of their core, and of each its tokens and hint.
+PROMPTS: dict[str, tuple[dict[str, int], list[tuple[list[int], list[int] | None]]]] = {
+    "a prompt shorter than a block": ({}, [(HEAD[:50], [33, 50])]),
+    "several boundaries over several blocks in one pass": ({}, [(HEAD[:250], [40, 64, 130, 240])]),
+    "no hint": ({}, [(HEAD[:250], None)]),
+    "a budget below the prompt": ({"budget": 100}, [(HEAD[:250], [40, 130, 240])]),
+    "a boundary where a chunk ends": ({"budget": 100}, [(HEAD[:250], [96, 192])]),
+    "a budget below the match unit": ({"budget": 10}, [(HEAD[:70], [32, 64])]),
+    "a boundary at and around the prompts end": ({}, [(HEAD[:length], [128]) for length in (127, 128, 129)]),
+    "boundaries at and around a block edge": ({}, [(own(number, 100), [62 + number]) for number in (1, 2, 3)]),
+    "the same prompt again": ({}, [(HEAD[:130], [100])] * 2),
+    # A turn's end alone: the last whole block is kept as without a hint, and the second request shows the rest.
+    "a hint misses what is shared": ({}, [(HEAD[:150] + own(number, 320), [-4]) for number in (1, 2, 3)]),
+    # vLLM alone finds the last whole block before that, 192.
+    "the first to leave a prompt between its states": ({}, [(HEAD[:250], [40]), (HEAD[:210] + own(1, 20), [40])]),
 }
 
-
-def _alone(length: int, hint: list[int] | None, core: Any) -> dict[str, Any]:
-    a = core.request("a", HEAD[:length], hint)
-    core.run()
-    return shown(core, a)
-
-
-for _name, (_options, _length, _hint) in ALONE.items():
-    situation(_name, **_options)(partial(_alone, _length, _hint))
-
-
-@situation()
-def a_boundary_at_and_around_the_prompts_end(core):
-    return shown(core, *_run_all(core, [(HEAD[:length], [128]) for length in (127, 128, 129)]))
-
-
-@situation()
-def boundaries_at_and_around_a_block_edge(core):
-    requests = []
-    for number, position in enumerate((63, 64, 65)):
-        requests += _run_all(core, [(own(number + 1, 100), [position])], first=number)
-    return shown(core, *requests)
+for _name, (_options, _prompts) in PROMPTS.items():
+    situation(_name, **_options)(lambda core, prompts=_prompts: shown(core, *_run_all(core, prompts)))
 
 
 @situation()
@@ -108,11 +95,6 @@ def a_warm_start_inside_a_block_runs_past_its_edge(core):
     c = core.request("c", HEAD[:48] + own(3, 9), [48])
     core.run()
     return shown(core, a, b, c)
-
-
-@situation()
-def the_same_prompt_again(core):
-    return shown(core, *_run_all(core, [(HEAD[:130], [100]), (HEAD[:130], [100])]))
 
 
 @situation()
@@ -201,19 +183,6 @@ def a_prefix_is_shared_and_no_hint_says_so(core):
     requests = _run_all(core, prompts) + other
     wishes = [request.seamark.wish for request in requests]
     return {**shown(core, *requests), "shared": [wish.shared for wish in wishes]}
-
-
-@situation()
-def a_hint_misses_what_is_shared(core):
-    """A turn's end alone: the last whole block is kept as without a hint, and the second request shows the rest."""
-    prompts = [(HEAD[:150] + own(number, 320), [-4]) for number in (1, 2, 3)]
-    return shown(core, *_run_all(core, prompts))
-
-
-@situation()
-def the_first_to_leave_a_prompt_between_its_states(core):
-    """vLLM alone finds the last whole block before that, 192."""
-    return shown(core, *_run_all(core, [(HEAD[:250], [40]), (HEAD[:210] + own(1, 20), [40])]))
 
 
 @situation()

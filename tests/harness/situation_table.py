@@ -9,19 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 EXPECTED: dict[str, dict[str, Any]] = {
-    "a prompt shorter than a block": {"a": {"hit": 0, "ends": [50], "written": [32, 48], "keys": [32, 48]}},
+    "a prompt shorter than a block": {"r0": {"hit": 0, "ends": [50], "written": [32, 48], "keys": [32, 48]}},
     "several boundaries over several blocks in one pass": {
-        "a": {"hit": 0, "ends": [250], "written": [32, 64, 128, 192, 240], "keys": [32, 64, 128, 192, 240]}
+        "r0": {"hit": 0, "ends": [250], "written": [32, 64, 128, 192, 240], "keys": [32, 64, 128, 192, 240]}
     },
-    "no hint": {"a": {"hit": 0, "ends": [250], "written": [192, 240], "keys": [192, 240]}},
+    "no hint": {"r0": {"hit": 0, "ends": [250], "written": [192, 240], "keys": [192, 240]}},
     "a budget below the prompt": {
-        "a": {"hit": 0, "ends": [96, 192, 250], "written": [32, 64, 128, 240], "keys": [32, 64, 128, 192, 240]}
+        "r0": {"hit": 0, "ends": [96, 192, 250], "written": [32, 64, 128, 240], "keys": [32, 64, 128, 192, 240]}
     },
     "a boundary where a chunk ends": {
-        "a": {"hit": 0, "ends": [96, 192, 250], "written": [64, 96], "keys": [64, 96, 192]}
+        "r0": {"hit": 0, "ends": [96, 192, 250], "written": [64, 96], "keys": [64, 96, 192]}
     },
     "a budget below the match unit": {
-        "a": {"hit": 0, "ends": [10, 16, 26, 32, 42, 48, 58, 64, 70], "written": [32], "keys": [32, 64]}
+        "r0": {"hit": 0, "ends": [10, 16, 26, 32, 42, 48, 58, 64, 70], "written": [32], "keys": [32, 64]}
     },
     "a boundary at and around the prompts end": {
         "r0": {"hit": 0, "ends": [127], "written": [64, 112], "keys": [64, 112]},

@@ -45,7 +45,7 @@ def found(drafting_model: str) -> list[dict[str, Any]]:
 
 
 def audit(model: str, **wanted: Any) -> list[dict[str, Any]]:
-    return run_audit("draft", model, chats=30, **wanted)
+    return run_audit("draft", model, **{"chats": 30, **wanted})
 
 
 @pytest.mark.parametrize("number", range(len(ALL)), ids=[", ".join(f"{k} {v}" for k, v in c.items()) for c in ALL])
