@@ -60,6 +60,10 @@ def check_exact(found: dict[str, dict[str, dict[str, int]]]) -> None:
         }
 
 
+def test_a_cpu_without_avx_512_is_given_no_library_that_needs_it():
+    assert interpreted("triton_interpreter") == ["_C_AVX2.abi3.so"]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(("family", "dtype", "cache", "version"), CASES)
 def test_states_outputs_and_running_states_are_bit_equal(family, dtype, cache, version):
