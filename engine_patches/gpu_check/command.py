@@ -15,49 +15,45 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_patches.commands.model import why_not, write_model
+from engine_patches.commands.model import why_not
 from engine_patches.commands.worker import INSTALL, config_of, cpu_flags, is_cpu_build, model_type_of
-from engine_patches.gpu_check import drawn_models, report
-from engine_patches.gpu_check.judge import NOT_RUN, OK, WRONG, Check
+from engine_patches.gpu_check import report
+from engine_patches.gpu_check.drawn_models import write_config
+from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, WRONG, Check
 from engine_patches.gpu_check.lanes import MTP, Lane, lanes_of
 from engine_patches.gpu_check.processes import Engines
 from engine_patches.gpu_check.report import UNPROVEN, LaneReport
 from engine_patches.gpu_check.runner import Runner
 
-MINUTES, OWN_MINUTES = 40.0, 60.0  # a model of real size is loaded three times
+MINUTES, OWN_MINUTES = 40.0, 60.0  # a model of real size takes long to load
 
 # In a model's configuration: the layers of its own head for multi-token prediction, by family.
 HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
-REPORT = Path("seamark-gpu-check.json")
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REPORT, SIGNALS = Path("seamark-gpu-check.json"), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 EPILOG = """\
-On a GPU nine lanes run one by one, in the order of their value: first what `seamark worker` runs (compiled, CUDA
-graphs, vLLM's own choice of model runner and kernels), Mamba2, then gated delta nets, both timed beside vLLM alone;
-then the other model runner; eager, with vLLM's own copy of a partial block; layers of Qwen3.8-Flash-Next and of
-Kimi-Linear; and last drafts (MTP) on the first two families, on the other model runner, too: vLLM alone with them
-beside vLLM alone without, then Seamark with SEAMARK_DRAFTS=1 beside it. Each is printed when it is known.
+A lane starts two engines: first vLLM alone, whose answers without its cache are the reference; it is asked twice, so
+that it is known how much it differs from itself. Then the same with the patches. On a GPU seven lanes run one by one,
+the most valuable first: Mamba2, then gated delta nets, as `seamark worker` runs them (compiled, CUDA graphs, vLLM's own
+choice of model runner and kernels), timed beside vLLM alone; gated delta nets on Triton's kernels, if vLLM chose
+FlashInfer's; the other model runner; eager, with vLLM's own copy of a partial block; layers of Qwen3.8-Flash-Next and
+of Kimi-Linear. Each check is printed and written when it is known. What there is no time for is left out and named.
 Everything after -- are flags of vLLM, as --attention-backend FLASHINFER.
 
-exit status: 0 all lanes ran and are right; 1 something is WRONG; 3 a lane did not run (no time, no GPU, no vLLM), so
-nothing is proven by it; 2 wrong usage. Ctrl-C, SIGTERM and SIGHUP end the engines, print and write what is known so
-far, and exit with 130, 143 and 129, or 1 if something was WRONG already. Speed is told and never WRONG; the engines
+exit status: 0 all lanes ran and are right; 1 something is WRONG; 3 a lane did not run (no time, no GPU, no vLLM) or
+proves nothing (vLLM alone is no steadier); 2 wrong usage. Ctrl-C, SIGTERM and SIGHUP end the engines, print and write
+what is known so far, and exit with 130, 143 and 129, or 1 if something was WRONG already. Speed is never WRONG. Engines
 are timed one after the other, so it means something only on a machine that does nothing else meanwhile.
 """
 
 
 class Interrupted(BaseException):
-    """A signal asks for the end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    """A signal asks for the end; its number is the argument."""
 
 
 def main(argv: list[str]) -> int:
@@ -100,34 +96,25 @@ def _parsed(own: list[str], flags: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="NAME", help="this model (a folder or a name) instead of the tiny ones")
-    parser.add_argument(
-        "--minutes", type=float, help=f"for the whole check ({MINUTES:g}, with --model {OWN_MINUTES:g})"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer cases, and only the first lanes")
-    parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the one vLLM is built for"
-    )
-    parser.add_argument(
-        "--speculative-config", metavar="JSON", help="with --model: a lane with these drafts, too, as in `vllm serve`"
-    )
-    parser.add_argument(
-        "--report", type=Path, default=REPORT, metavar="FILE", help="to attach to a bug report: %(default)s"
-    )
+    add = parser.add_argument
+    add("--model", metavar="NAME", help="this model (a folder or a name) instead of the tiny ones")
+    add("--minutes", type=float, help=f"for the whole check ({MINUTES:g}, with --model {OWN_MINUTES:g})")
+    add("--quick", action="store_true", help="fewer cases, and only the first lanes")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the one vLLM is built for")
+    add("--speculative-config", metavar="JSON", help="with --model: a lane with these drafts, too, as in `vllm serve`")
+    add("--report", type=Path, default=REPORT, metavar="FILE", help="to attach to a bug report: %(default)s")
     args = parser.parse_args(own)
     if args.minutes is None:
         args.minutes = MINUTES if args.model is None else OWN_MINUTES
     if any(flag.partition("=")[0] == "--speculative-config" for flag in flags):
         parser.error("--speculative-config goes before the --: the model is checked without drafts, then with them")
     if args.speculative_config is not None:
-        if args.model is None:
-            parser.error("--speculative-config is for --model; the tiny models have lanes with drafts of their own")
         try:
-            drafts = json.loads(args.speculative_config)
+            drafting = json.loads(args.speculative_config)
         except ValueError as error:
             parser.error(f"--speculative-config: no JSON: {error}")
-        if not isinstance(drafts, dict):
-            parser.error('--speculative-config: a JSON object is needed, as {"method": "mtp", ...}')
+        if args.model is None or not isinstance(drafting, dict):
+            parser.error('--speculative-config: for --model, a JSON object as {"method": "mtp", ...}')
     parent = args.report.parent
     if args.report.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
         parser.error(f"--report: {args.report} cannot be written: a file in a folder that can be written is needed")
@@ -151,62 +138,60 @@ def _check(args: argparse.Namespace, flags: Sequence[str], device: str, folder: 
     lanes = lanes_of(device, args.quick, flags)
     if args.model is not None:
         lanes = own_lanes(args.model, flags, device, args.quick, args.speculative_config)
-    options = {
-        "model": None if args.model is None else lanes[0].family,
-        "minutes": args.minutes,
-        "quick": args.quick,
-        "flags": report.without_secrets(flags),
-    }
-    ended: dict[Lane, LaneReport] = {}
-    so_far: dict[Lane, list[Check]] = {lane: [] for lane in lanes}
+    options = {"model": args.model and lanes[0].family, "minutes": args.minutes, "quick": args.quick}
+    options |= {"flags": report.without_secrets(flags)}
+    ended: list[LaneReport] = []
+    so_far: list[list[Check]] = [[] for _ in lanes]
 
     def write() -> tuple[int, str]:
-        every = [ended.get(lane) or _unfinished(lane, so_far[lane]) for lane in lanes]
-        status = report.exit_status(every, number)
+        missing = [Check("the lane", NOT_RUN, "not run, or not to its end")]
+        others = list(zip(lanes, so_far, strict=True))[len(ended) :]
+        every = [*ended, *(LaneReport(lane.name, [*known, *missing], 0.0) for lane, known in others)]
+        status, seconds = report.exit_status(every, number), time.monotonic() - began
         verdict = report.sentence(every, device, status)
-        seconds = time.monotonic() - began
         report.write(args.report, report.content(every, device, seconds, verdict, status, options))
         return status, verdict
 
+    def tell(check: Check) -> None:
+        print(report.check_text(check), flush=True)
+        write()
+
     with _signals_raise():
         try:
-            runner = Runner(Engines(folder, device == "cpu", args.minutes * 60, offline=args.model is None))
-            for lane in lanes:
-                model = args.model or _tiny_model(lane, folder)
-                print(f"{lane.name}: running", file=sys.stderr, flush=True)
-                ended[lane] = run(runner, lane, model, so_far[lane])
-                print(report.lane_text(ended[lane], f"lane {len(ended)} of {len(lanes)}"), flush=True)
-                write()
+            started = sum(not lane.wants_gpu for lane in lanes)
+            seconds, offline = args.minutes * 60, args.model is None
+            runner = Runner(Engines(folder, device == "cpu", seconds, offline=offline, lanes=started))
+            for lane, known in zip(lanes, so_far, strict=True):
+                place = f"lane {len(ended) + 1} of {len(lanes)}"
+                print(f"{place}: {lane.name}", flush=True)
+                ended.append(run(runner, lane, args.model or _tiny_model(lane, folder), known, tell))
+                print(report.lane_text(ended[-1], place), flush=True)
         except Interrupted as interrupted:
-            number = interrupted.number
+            (number,) = interrupted.args
             print(f"ended by {signal.Signals(number).name}\n", flush=True)
-        for lane in lanes:
-            if lane not in ended and so_far[lane]:
-                print(report.lane_text(_unfinished(lane, so_far[lane]), "unfinished lane"), flush=True)
         status, verdict = write()
-    verdicts = [lane_report.verdict for lane_report in ended.values()]
-    right, wrong = verdicts.count(OK), verdicts.count(WRONG)
-    lanes_word = "1 lane" if len(lanes) == 1 else f"{len(lanes)} lanes"
-    counts = f"{right} ok, {wrong} WRONG, {len(lanes) - right - wrong} not run"
-    print(f"{lanes_word}: {counts} ({time.monotonic() - began:.0f} s); report: {args.report}")
-    print(verdict, flush=True)
+    verdicts = [each.verdict for each in ended] + [NOT_RUN] * (len(lanes) - len(ended))
+    counts = ", ".join(f"{verdicts.count(each)} {each}" for each in (OK, WRONG, NOT_RUN, LEFT_OUT))
+    print(f"lanes: {counts} ({time.monotonic() - began:.0f} s); report: {args.report}\n{verdict}", flush=True)
     return status
 
 
-def run(runner: Runner, lane: Lane, model: Path | str, checks: list[Check]) -> LaneReport:
+def run(
+    runner: Runner, lane: Lane, model: Path | str, checks: list[Check], tell: Callable[[Check], None] | None = None
+) -> LaneReport:
     """Run one lane; `checks` takes what it shows one by one, so that a signal may come between."""
-    began = time.monotonic()
+    began, tell = time.monotonic(), tell or (lambda check: print(report.check_text(check), flush=True))
     try:
-        checks.extend(runner.run(lane, model))
+        with contextlib.closing(runner.run(lane, model)) as found:
+            for check in found:
+                checks.append(check)
+                tell(check)
     except Exception as error:  # a fault of this check proves nothing about vLLM, and must not hide other lanes
         checks.append(Check(f"the check itself, {lane.name}", NOT_RUN, f"failed: {type(error).__name__}: {error}"))
-    job = lane.job(model, True)
+        tell(checks[-1])
+    job = lane.job(model)
     arguments = {**job.arguments, "flags": report.without_secrets(job.flags)}
     return LaneReport(lane.name, checks, time.monotonic() - began, arguments)
-
-
-def _unfinished(lane: Lane, checks: Sequence[Check]) -> LaneReport:
-    return LaneReport(lane.name, [*checks, Check(lane.name, NOT_RUN, "not run, or not to its end")], 0.0)
 
 
 def own_lanes(model: str, flags: Sequence[str], device: str, quick: bool, speculation: str | None) -> list[Lane]:
@@ -227,13 +212,8 @@ def own_lanes(model: str, flags: Sequence[str], device: str, quick: bool, specul
 
 
 def _tiny_model(lane: Lane, folder: Path) -> Path:
-    """A model of the lane's family, which is written when it is first needed."""
-    target = folder / (lane.family if lane.drafts is None else f"{lane.family}-mtp")
-    if target.is_dir():
-        return target
-    if lane.family in drawn_models.CONFIGS:
-        return drawn_models.write_config(target, lane.family)
-    return write_model(target, lane.family, mtp=lane.drafts is not None)
+    """The configuration of a tiny model of the lane's family."""
+    return write_config(folder / lane.family, lane.family)
 
 
 @contextlib.contextmanager

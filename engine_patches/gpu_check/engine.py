@@ -1,24 +1,37 @@
 """One engine of `seamark gpu-check`: a vLLM in this process, asked offline, its forward passes counted.
 
-It also takes wrong states on purpose: the planted defects show that the check can fail.
+It answers cold, each prompt in one piece, as well as from its cache; and it takes or makes wrong states on purpose: the
+planted defects show that the check can fail.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
+from engine_patches import speculation
+from engine_patches.footprint import WRITES
 from engine_patches.gpu_check import drawn_models
-from engine_patches.gpu_check.questions import EARLY_STATE, NEW_TOKENS, NO_ROWS, ROW_DEFECTS, Geometry, QuestionWave
-from engine_patches.ledger import Function
+from engine_patches.gpu_check.questions import EARLY_STATE, NEW_TOKENS, SPOILED_STATE, Geometry, QuestionWave
+from engine_patches.ledger import Function, patches_live
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.hints import FIELD
+from engine_patches.scheduler.match_unit import kernel_chunk, state_alignment, unit_of
+from engine_patches.scheduler.planner import HINTED
 from engine_patches.scheduler.step_time import StepTime
 
 if TYPE_CHECKING:
     from engine_patches.scheduler.checkpoints import Checkpoints  # needs vLLM, which the command's process never loads
+
+
+PACKAGES = ("vllm-seamark", "transformers", "triton", "flashinfer-python")
 
 
 class CheckedAnswer(NamedTuple):
@@ -32,7 +45,7 @@ class CheckedAnswer(NamedTuple):
 
 
 class LaneEngine:
-    """A running `vllm.LLM`. Its plugin keeps every state that is asked for, until `serve_as_usual`."""
+    """A running `vllm.LLM`. Its plugin keeps every state that is asked for, but in `serving_as_usual`."""
 
     def __init__(self, arguments: Mapping[str, Any], flags: Sequence[str] = ()) -> None:
         from vllm import LLM
@@ -44,30 +57,74 @@ class LaneEngine:
         core = self._llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.config = self._llm.llm_engine.vllm_config
-        self.runner = core.model_executor.driver_worker.worker.model_runner
-        self.passes = 0  # forward passes so far
-        core.model_executor.execute_model = self._counting(core.model_executor.execute_model)
+        self.executor = core.model_executor
+        self.runner = self.executor.driver_worker.worker.model_runner
+        self.groups = self.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+        self.passes = self.states = 0  # forward passes, and states written inside them, so far
+        self.executor.execute_model = self._counting(self.executor.execute_model)
         self._verified: dict[str, Counter[tuple[int, int]]] = {}  # by request, as in its answer
         self.scheduler.make_spec_decoding_stats = self._counting_drafts(self.scheduler.make_spec_decoding_stats)
+        self._room = self.scheduler.max_num_scheduled_tokens
+        self._whole = False
+        self._sampling: dict[str, Any] = {"temperature": 0, "logprobs": 5, "ignore_eos": True, "detokenize": False}
         self.checkpoints: Checkpoints | None = getattr(self.scheduler, "seamark", None)
-        self.step_time = StepTime()
-        if self.checkpoints is not None:
-            # Once the plugin knows the speed, no prefix of a tiny model is worth a state. So it learns elsewhere.
-            learner: Any = self.checkpoints.step_time
-            learner.step_took = self.step_time.step_took
+        self._steps: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._learn_nothing()
 
-    def serve_as_usual(self) -> None:
-        """From now on the plugin knows the pace learnt so far, and decides by it what is worth a state or a wait."""
+    def _learn_nothing(self) -> None:
+        # Once the plugin knows the speed, no prefix of a tiny model is worth a state. So its steps are only noted.
         if self.checkpoints is not None:
-            learner = self.checkpoints.step_time
+            learner: Any = self.checkpoints.step_time
+            learner.__init__()
+            learner.step_took = lambda *args, **more: self._steps.append((args, more))
+
+    def teach(self, learner: StepTime) -> None:
+        """Let it learn all steps so far."""
+        for args, more in self._steps:
+            learner.step_took(*args, **more)
+
+    @contextlib.contextmanager
+    def serving_as_usual(self) -> Iterator[None]:
+        """Inside this context the plugin knows the pace, and decides by it what is worth a state or a wait."""
+        if self.checkpoints is not None:
+            learner: Any = self.checkpoints.step_time
             del learner.step_took
-            vars(learner).update(vars(self.step_time))
-            self.step_time = learner
+            self.teach(learner)
+        try:
+            yield
+        finally:
+            self._learn_nothing()
+
+    def writing_hinted_states(self) -> contextlib.AbstractContextManager[Any]:
+        """In this context the plugin writes the states that are asked for, and none of its own accord."""
+        owner: Any = self.checkpoints
+        if owner is None:
+            return contextlib.nullcontext()
+        targets = owner.targets_in
+        return mock.patch.object(owner, "targets_in", lambda *args: [t for t in targets(*args) if t.kind == HINTED])
+
+    @contextlib.contextmanager
+    def without_cache(self, budget: int | None = None) -> Iterator[None]:
+        """Inside this context nothing is read from the cache; behind it the cache is empty.
+
+        A prompt is cut where a step of `budget` tokens ends and nowhere else; 0: where vLLM cuts it by itself; None:
+        not at all, as far as a step has room for it, and nothing else is in that step.
+        """
+        cuts: dict[str, Any] = {"need_mamba_block_aligned_split": False}
+        cuts["max_num_scheduled_tokens"] = budget or self._room
+        self._sampling["skip_reading_prefix_cache"], self._whole = True, budget is None
+        try:
+            with mock.patch.multiple(self.scheduler, **cuts) if budget != 0 else contextlib.nullcontext():
+                yield
+        finally:
+            self._sampling["skip_reading_prefix_cache"], self._whole = None, False
+            self._llm.reset_prefix_cache()
 
     def _counting(self, execute_model: Function) -> Function:
-        def counted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self.passes += scheduler_output.total_num_scheduled_tokens > 0
-            return execute_model(scheduler_output, *args, **kwargs)
+        def counted(output: Any, *args: Any, **kwargs: Any) -> Any:
+            self.passes += output.total_num_scheduled_tokens > 0
+            self.states += sum(map(len, (getattr(output, WRITES, None) or {}).values()))
+            return execute_model(output, *args, **kwargs)
 
         return counted
 
@@ -80,40 +137,22 @@ class LaneEngine:
 
         return counted
 
-    def ask(self, wave: QuestionWave, new_tokens: int = NEW_TOKENS) -> list[CheckedAnswer]:
-        """Answers to questions asked at once."""
+    def ask(self, *waves: QuestionWave, new_tokens: int = NEW_TOKENS) -> list[CheckedAnswer]:
+        """Answers to the questions of waves, which are asked one after the other."""
         from vllm import SamplingParams
 
-        parameters = [
-            SamplingParams(
-                temperature=0,
-                max_tokens=new_tokens,
-                logprobs=5,
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={FIELD: list(question.hints)} if question.hints else None,
-            )
-            for question in wave
-        ]
-        prompts = [{"prompt_token_ids": list(question.tokens)} for question in wave]
         answers = []
-        self._verified.clear()
-        for request in self._llm.generate(prompts, parameters, use_tqdm=False):
-            output = request.outputs[0]
-            top = [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs]
-            verified = self._verified.get(_name_of(request.request_id), Counter())
-            answers.append(CheckedAnswer(list(output.token_ids), top, request.num_cached_tokens or 0, verified))
+        for wave in ([question] for asked in waves for question in asked) if self._whole else waves:
+            hints = [{FIELD: list(question.hints)} if question.hints else None for question in wave]
+            parameters = [SamplingParams(max_tokens=new_tokens, extra_args=hint, **self._sampling) for hint in hints]
+            prompts = [{"prompt_token_ids": list(question.tokens)} for question in wave]
+            self._verified.clear()
+            for request in self._llm.generate(prompts, parameters, use_tqdm=False):
+                output = request.outputs[0]
+                top = [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs]
+                verified = self._verified.get(_name_of(request.request_id), Counter())
+                answers.append(CheckedAnswer(list(output.token_ids), top, request.num_cached_tokens or 0, verified))
         return answers
-
-    @property
-    def block(self) -> int:
-        """Tokens of a cache block."""
-        return int(self.config.cache_config.block_size)
-
-    @property
-    def budget(self) -> int:
-        """Tokens that a step computes at most."""
-        return int(self.scheduler.max_num_scheduled_tokens)
 
     @property
     def longest(self) -> int:
@@ -121,18 +160,68 @@ class LaneEngine:
         return int(self.config.model_config.max_model_len) - NEW_TOKENS
 
     @property
-    def geometry(self) -> Geometry:
-        """The lengths that questions are made for."""
-        if self.checkpoints is None:
-            raise RuntimeError("this engine runs without the patches: it keeps no states to ask for")
-        held = self.checkpoints
-        return Geometry(held.block_size, held.grid.alignment, self.budget, held.grid.ahead, self.has_windows)
+    def recurrent(self) -> list[Any]:
+        """vLLM's specs of the recurrent layers' states."""
+        return [group.kv_cache_spec for group in self.groups if hasattr(group.kv_cache_spec, "mamba_type")]
 
     @property
-    def has_windows(self) -> bool:
-        """Whether a draft head has a window in cache groups of its own, which the patches leave out of the lookup."""
-        states = None if self.checkpoints is None else self.checkpoints.states
-        return states is not None and states.windows is not None
+    def geometry(self) -> Geometry:
+        """The lengths that questions are made for: as the plugin would have them, where it does not run."""
+        budget = int(self.scheduler.max_num_scheduled_tokens)
+        if self.checkpoints is not None:
+            grid = self.checkpoints.grid
+            return Geometry(self.checkpoints.block_size, grid.alignment, budget, grid.ahead)
+        unit = unit_of(self.config)
+        alignment = state_alignment(self.recurrent, self.config, unit)
+        return Geometry(self.scheduler.block_size, alignment, budget, speculation.ahead(self.config, unit))
+
+    def planted(self, defect: str) -> contextlib.AbstractContextManager[Any]:
+        """In this context requests that hit resume from a wrong recurrent state, or cold ones go on from one."""
+        if defect == SPOILED_STATE:
+            return mock.patch.object(self.executor, "execute_model", self._spoiling(self.executor.execute_model))
+        manager = self.scheduler.kv_cache_manager
+        original = manager.get_computed_blocks
+
+        def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:  # vLLM 0.33 bounds the hit here
+            computed = original(request, *args, **kwargs)
+            blocks, hit = computed[0], computed[1]
+            for group in self.scheduler.seamark.states.keys.recurrent if hit else ():
+                wrong = self._wrong_state(request, hit, group, defect)
+                if wrong is not None:
+                    blocks.blocks[group][-1] = wrong
+            return computed
+
+        return mock.patch.object(manager, "get_computed_blocks", get_computed_blocks)
+
+    def _wrong_state(self, request: Any, hit: int, group: int, defect: str) -> Any:
+        """The cached block of an earlier state of a prompt, or of another prompt's; None if there is none."""
+        from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+
+        grid, pool = self.scheduler.seamark.grid, self.scheduler.kv_cache_manager.block_pool
+        cached = pool.cached_block_hash_to_block
+        if defect == EARLY_STATE:
+            early = hit - grid.alignment
+            return cached.get_one_block(key_at(request, early, grid.unit, group)) if early > 0 else None
+        own = set(request.block_hashes)
+        others = (key for key in cached._cache if get_group_id(key) == group and get_block_hash(key) not in own)
+        return next((cached.get_one_block(key) for key in others), None)
+
+    def _spoiling(self, execute_model: Function) -> Function:
+        def spoiled(output: Any, *args: Any, **kwargs: Any) -> Any:
+            result = execute_model(output, *args, **kwargs)
+            managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+            layers = self.config.compilation_config.static_forward_context
+            for name, writes in (getattr(output, WRITES, None) or {}).items():
+                last = self.scheduler.requests[name].num_computed_tokens - 1  # vLLM has counted the step already
+                for group, written in writes[-1].blocks.items():
+                    own = managers[group].req_to_blocks[name][last // managers[group].block_size].block_id
+                    for state in (
+                        state for layer in self.groups[group].layer_names for state in layers[layer].kv_cache
+                    ):
+                        state[own] = state[written]
+            return result
+
+        return spoiled
 
 
 def _name_of(request_id: str) -> str:
@@ -152,57 +241,41 @@ def _arguments_in(flags: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(given).items() if value != parser.get_default(name)}
 
 
-@contextlib.contextmanager
-def planted(scheduler: Any, defect: str) -> Iterator[None]:
-    """Inside this context, requests that hit resume from a wrong recurrent state, if the cache has one; or their draft
-    head from no rows or wrong ones."""
-    manager = scheduler.kv_cache_manager
-    original = manager.get_computed_blocks
-    checkpoints: Checkpoints = scheduler.seamark
+def facts_of(engine: LaneEngine) -> dict[str, Any]:
+    """What an engine finds out about itself and its machine, for the report; lengths in tokens, pages in bytes."""
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
 
-    def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:  # vLLM 0.33 bounds the hit here
-        computed = original(request, *args, **kwargs)
-        blocks, hit = computed[0], computed[1]
-        if hit and defect in ROW_DEFECTS:
-            _spoil_rows(manager.block_pool, checkpoints, request, blocks, hit, defect)
-            return computed
-        for group in scheduler.seamark.states.keys.recurrent if hit else ():
-            wrong = _wrong_state(manager.block_pool, checkpoints, request, hit, group, defect)
-            if wrong is not None:
-                blocks.blocks[group][-1] = wrong
-        return computed
-
-    manager.get_computed_blocks = get_computed_blocks
-    try:
-        yield
-    finally:
-        del manager.get_computed_blocks
-
-
-def _wrong_state(pool: Any, checkpoints: Checkpoints, request: Any, hit: int, group: int, defect: str) -> Any:
-    unit = checkpoints.grid.unit
-    cached = pool.cached_block_hash_to_block
-    if defect == EARLY_STATE:
-        early = hit - checkpoints.grid.alignment
-        return cached.get_one_block(key_at(request, early, unit, group)) if early > 0 else None
-    return _of_another(pool, request, group)
-
-
-def _of_another(pool: Any, request: Any, group: int) -> Any:
-    """A cached block of another prefix in a cache group; None if there is none."""
-    from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
-
-    cached, own = pool.cached_block_hash_to_block, set(request.block_hashes)
-    others = (key for key in cached._cache if get_group_id(key) == group and get_block_hash(key) not in own)
-    return next((cached.get_one_block(key) for key in others), None)
-
-
-def _spoil_rows(pool: Any, checkpoints: Checkpoints, request: Any, blocks: Any, hit: int, defect: str) -> None:
-    """Take a draft head's rows before a hit away, or put another prefix's in their place."""
-    if checkpoints.states is None or checkpoints.states.windows is None:
-        return
-    checkpoints.state_of(request).drafts_from = hit  # nobody else finds what it makes of them
-    for group in checkpoints.states.windows.groups:
-        other = _of_another(pool, request, group)
-        taken = blocks.blocks[group]
-        taken[:] = [] if defect == NO_ROWS or other is None else [b if b.is_null else other for b in taken]
+    config, checkpoints, geometry = engine.config, engine.checkpoints, engine.geometry
+    layers = config.compilation_config.static_forward_context.values()
+    backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
+    prefill = {layer.gdn_prefill_backend for layer in layers if hasattr(layer, "gdn_prefill_backend")}
+    compilation, cache = config.compilation_config, config.cache_config
+    on_cpu, driver = current_platform.is_cpu(), Path("/proc/driver/nvidia/version")
+    states = None if checkpoints is None else checkpoints.states
+    on_gpu = {} if on_cpu else {"capability": "sm_{}{}".format(*torch.cuda.get_device_capability())}
+    if not on_cpu and driver.exists():
+        on_gpu["driver"] = driver.read_text().partition("\n")[0]
+    return {
+        "packages": {each.name: each.version for each in metadata.distributions() if each.name in PACKAGES},
+        "device": "CPU" if on_cpu else torch.cuda.get_device_name(),
+        **{"machine": platform.machine(), "python": platform.python_version(), "cuda": torch.version.cuda, **on_gpu},
+        **{"torch": torch.__version__, "vllm": vllm.__version__, "backends": sorted(backends)},
+        "runner": "V2" if type(engine.runner).__module__.startswith("vllm.v1.worker.gpu.") else "V1",
+        "gdn_prefill": [] if on_cpu else sorted(prefill),  # a CPU has a kernel of its own
+        "patches_live": patches_live() and checkpoints is not None,
+        "writes_in_forward": checkpoints is not None and checkpoints.writes_in_forward,
+        "compiled": str(getattr(compilation.mode, "name", compilation.mode)),
+        "graphs": str(getattr(compilation.cudagraph_mode, "name", compilation.cudagraph_mode)),
+        "asynchronous": bool(config.scheduler_config.async_scheduling),
+        "dtype": str(config.model_config.dtype),
+        "exact": on_cpu and config.model_config.dtype == torch.float32,
+        **{"kv_dtype": str(cache.cache_dtype), "state_dtype": str(getattr(cache, "mamba_ssm_cache_dtype", None))},
+        "drafts": config.speculative_config is not None,
+        "hints_refused": checkpoints.refusal.cause if checkpoints is not None and checkpoints.refusal else None,
+        "windows": states is not None and states.windows is not None,
+        "match_unit": None if checkpoints is None else checkpoints.grid.unit,
+        **{"recurrent": bool(engine.recurrent), "longest": config.model_config.max_model_len, **geometry._asdict()},
+        "chunk": math.lcm(*(kernel_chunk(spec, config) for spec in engine.recurrent)),
+    }

@@ -1,50 +1,48 @@
-"""What one engine of `seamark gpu-check` is asked to do, and what it hands back.
+"""What one engine of `seamark gpu-check` is asked to do, in the order of its value, and what it hands back.
 
 `python -m engine_patches.gpu_check.job JOB RESULT` (pickles). Each engine has a process of its own, because patches are
-applied once per process and `SEAMARK_ENGINE` decides which.
+applied once per process and `SEAMARK_ENGINE` decides which. Its result is written again after each part.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
+import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine_patches.gpu_check.draft_oracle import Oracle, Proposed, Right
-from engine_patches.gpu_check.engine import CheckedAnswer, LaneEngine, planted
-from engine_patches.gpu_check.facts import facts_of
+from engine_patches.gpu_check.engine import CheckedAnswer, LaneEngine, facts_of
 from engine_patches.gpu_check.questions import (
     DEFECTS,
-    ROW_DEFECTS,
+    RESEND,
     SHARED_LENGTHS,
     TINY_IDS,
-    QuestionWave,
-    TokenRange,
+    Prompts,
+    Question,
+    Sections,
     own_sections,
     sections,
 )
-from engine_patches.gpu_check.speed import (
-    OWN_TOKENS,
-    FirstTokens,
-    LanePasses,
-    MeasuredPace,
-    count_passes,
-    measure_pace,
-    time_first_tokens,
-    time_state,
-)
+from engine_patches.scheduler.step_time import StepTime
 
-ORACLE_IS_RIGHT = 0.7  # how often: with three drafts, each number of right ones from none to all occurs
+ODD_BUDGET, OWN_ODD_BUDGET = 250, 1000  # tokens of a step, no multiples of any chunk; the second for long prompts
+FEW_LENGTHS = 2  # the shared lengths when there are to be fewer cases
+ORDINARY_TOKENS = 1000  # ids that may be special tokens
 
-REPEATS = 3  # of what is timed; the median counts
+COLD, WARM, FAN_OUT = "cold", "warm", "four at once"
 
-FEW_LENGTHS = 2  # the shared lengths that are timed when there are to be fewer cases
+COLD_LENGTHS, STATES = (500, 2000, 8000), (0, 1, 3, 8)  # tokens of cold prompts, and states that each of them leaves
 
-ORDINARY_TOKENS = 1000  # the first ids of many vocabularies are special tokens, the last ones too
+OWN_TOKENS, DECODED = 32, 32  # tokens that a timed prompt does not share, and those whose decoding is timed
+FAN = 4  # requests at once
+REPEATS, LONG = 3, 2048  # the median of so many counts; cases that share more tokens are timed once
 
 
 class LaneJob(NamedTuple):
@@ -52,18 +50,43 @@ class LaneJob(NamedTuple):
 
     arguments: Mapping[str, Any]  # of `vllm.LLM`
     flags: Sequence[str] = ()  # as for `vllm serve`; those of its server have no effect
+    alone: bool = False  # vLLM alone, which makes the questions and answers them without its cache, twice
+    sections: Sections | None = None  # the questions, as vLLM alone has made them
     own_model: bool = False  # the user's, not a tiny one: its own token ids and shared lengths
-    sections: Mapping[str, Sequence[QuestionWave]] | None = (
-        None  # the questions; None: made for the engine's own geometry
-    )
-    quick: bool = False  # makes fewer of them
-    budget: int | None = None  # tokens of a step; None: as many as vLLM was given room for
-    again: bool = False  # answer everything a second time, in other batches
-    again_budget: int | None = None  # the second time, tokens of a step: prompts are cut inside the kernels' chunks
-    passes: bool = False  # count them
+    few: bool = False  # fewer questions
+    budget: int | None = None  # tokens of a step that may cut a prompt; None: as many as vLLM was given room for
     timed: bool = False
-    oracle: Right | None = None  # makes drafts right while questions are answered; empty: leaves them, and notes them
-    cold: Proposed | None = None  # what the head proposes without a cache: elsewhere its drafts stay wrong
+    seconds: float = float("inf")  # from the start; a part that has not begun by then is left out
+
+
+class LanePasses(NamedTuple):
+    """Forward passes that one prompt took until its first token."""
+
+    case: str
+    prompt: int  # tokens
+    cached: int  # tokens
+    passes: int
+    needed: int  # passes that its uncached tokens fill
+
+
+class FirstTokens(NamedTuple):
+    """One case of requests, until the last of them has its first token."""
+
+    case: str
+    tokens: int  # of a cold prompt, else those that are shared
+    hints: int  # states asked for
+    seconds: float  # median
+    cached: int  # prompt tokens from the cache, of all requests of the case together
+    passes: int
+    states: int  # written
+
+
+class MeasuredPace(NamedTuple):
+    """Seconds of an engine's passes."""
+
+    decode: float  # of each token of one answer
+    floor: float  # of a pass over hardly any tokens, as the plugin learnt it; 0 if it did not
+    token: float  # that each token adds to a pass, as learnt; 0 if unknown
 
 
 @dataclass
@@ -71,76 +94,163 @@ class LaneResult:
     """The result of a job, as far as it has come; written again whenever something was added."""
 
     facts: dict[str, Any] = field(default_factory=dict)
-    sections: Mapping[str, Sequence[QuestionWave]] = field(default_factory=dict)
+    sections: Sections = field(default_factory=dict)
     answers: dict[str, list[CheckedAnswer]] = field(default_factory=dict)  # by section, in the order of its questions
+    # The same of vLLM alone in other batches and cuts, or, where it drafts, with its cache.
     answers_again: dict[str, list[CheckedAnswer]] = field(default_factory=dict)
+    from_cache: list[CheckedAnswer] = field(default_factory=list)  # to resent prompts, of vLLM alone with its cache
     passes: list[LanePasses] = field(default_factory=list)
     first_tokens: list[FirstTokens] = field(default_factory=list)
     pace: MeasuredPace | None = None
-    verified: dict[tuple[int, int], int] = field(default_factory=dict)  # rows by their drafts and the right ones
-    # The head's own drafts, where an oracle spoke: by section and `draft_oracle.place_of`.
-    proposed: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)  # parts for which there was no time
 
 
 def run(job: LaneJob, save: Callable[[LaneResult], None]) -> None:
     """Do the job; `save` is called after each part of it."""
+    began = time.monotonic()
     engine = LaneEngine(job.arguments, job.flags)
     if job.budget is not None:
         engine.scheduler.max_num_scheduled_tokens = job.budget
     result = LaneResult(facts=facts_of(engine))
     save(result)
-    ids = _ordinary_ids(engine.config.model_config.get_vocab_size()) if job.own_model else TINY_IDS
-    wanted = SHARED_LENGTHS[: FEW_LENGTHS if job.quick else None]
+    if not result.facts["recurrent"] or not (job.alone or result.facts["patches_live"]):
+        return
+    wanted = SHARED_LENGTHS[: FEW_LENGTHS if job.few else None]
     lengths = [shared for shared in wanted if shared + 2 * OWN_TOKENS <= engine.longest]
+    ids = TINY_IDS
+    if job.own_model:  # the first ids of many vocabularies are special tokens, the last ones too
+        vocabulary = engine.config.model_config.get_vocab_size()
+        ids = range(min(ORDINARY_TOKENS, vocabulary // 4), vocabulary // 2)
     if job.sections is not None:
         result.sections = job.sections
-    elif result.facts["patches_live"] and result.facts["recurrent"]:
-        geometry = engine.geometry
-        result.sections = own_sections(geometry, lengths, ids) if job.own_model else sections(geometry, job.quick)
-    oracle = None if job.oracle is None else Oracle(job.oracle, ORACLE_IS_RIGHT, job.cold)
-    with oracle.speaks(engine.runner, engine.scheduler.requests) if oracle else contextlib.nullcontext():
-        for name, waves in result.sections.items():
-            result.answers[name] = _ask_section(engine, name, waves)
-            if name not in (*DEFECTS, *ROW_DEFECTS):
-                for row, times in (row for answer in result.answers[name] for row in answer.verified.items()):
-                    result.verified[row] = result.verified.get(row, 0) + times
-            if oracle:
-                result.proposed[name], oracle.proposed = oracle.proposed, {}
-            save(result)
-    if job.passes:
-        result.passes = count_passes(engine, ids)
+    elif job.own_model:  # states of a model that drafts are spoiled in its lane without drafts
+        result.sections = own_sections(engine.geometry, lengths, ids, defects=not result.facts["drafts"])
+    else:
+        result.sections = sections(engine.geometry, job.few)
+    for number, (name, part) in enumerate(_parts(engine, job, result, lengths, ids)):
+        if number and time.monotonic() - began > job.seconds:
+            result.left_out.append(name)
+        else:
+            part()
         save(result)
-    if job.again:
-        again_budget, usual = job.again_budget, engine.budget
-        if again_budget is not None:
-            engine.scheduler.max_num_scheduled_tokens = again_budget
-        for name, waves in result.sections.items():
-            result.answers_again[name] = engine.ask([question for wave in waves for question in wave])
-            save(result)
-        engine.scheduler.max_num_scheduled_tokens = usual
+
+
+def _parts(
+    engine: LaneEngine, job: LaneJob, result: LaneResult, lengths: Sequence[int], ids: range
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The parts of the job by their names, the most valuable first."""
+    first, *others = result.sections
+    for name in (first, *(name for name in others if name in DEFECTS)):
+        yield name, partial(_ask, engine, job, result, name)
+    yield "forward passes", lambda: result.passes.extend(count_passes(engine, ids))
     if job.timed:
-        state = time_state(engine, REPEATS, ids)
-        if job.own_model:
-            engine.serve_as_usual()
-        for measured in time_first_tokens(engine, lengths, REPEATS, ids):
-            result.first_tokens += measured
-            save(result)
-        result.pace = measure_pace(engine, REPEATS, ids, state)
-    save(result)
+        for length in (length for length in COLD_LENGTHS if length <= engine.longest):
+            yield f"{length:,} cold tokens", partial(_time, engine, job, result, time_cold, length, ids)
+        for shared in lengths:
+            yield f"behind {shared:,} tokens", partial(_time, engine, job, result, time_shared, shared, ids)
+        yield "pace", lambda: setattr(result, "pace", measure_pace(engine, ids))
+    for name in (name for name in others if name not in DEFECTS):
+        yield name, partial(_ask, engine, job, result, name)
 
 
-def _ordinary_ids(vocabulary: int) -> TokenRange:
-    return TokenRange(min(ORDINARY_TOKENS, vocabulary // 4), vocabulary // 2)
+def _ask(engine: LaneEngine, job: LaneJob, result: LaneResult, name: str) -> None:
+    waves, facts = result.sections[name], result.facts
+    if not job.alone:
+        result.answers[name] = engine.ask(*waves[: -1 if name in DEFECTS else None])
+        if name in DEFECTS:
+            with engine.planted(name):
+                result.answers[name] += engine.ask(waves[-1])
+        return
+    with engine.without_cache():
+        result.answers[name] = engine.ask(*waves)
+    if name not in DEFECTS and facts["drafts"]:
+        result.answers_again[name] = engine.ask(*waves)
+    elif name not in DEFECTS and not facts["exact"]:
+        odd = OWN_ODD_BUDGET if job.own_model else ODD_BUDGET
+        with engine.without_cache(odd if facts["alignment"] % facts["chunk"] else 0):
+            result.answers_again[name] = engine.ask([question for wave in waves for question in wave])
+    if name == RESEND and "prefix_match_unit" in job.arguments:
+        result.from_cache = engine.ask(*waves)
 
 
-def _ask_section(engine: LaneEngine, name: str, waves: Sequence[QuestionWave]) -> list[CheckedAnswer]:
-    answers: list[CheckedAnswer] = []
-    for wave in waves:
-        # Only an engine with checkpoints can resume from a wrong one; the reference answers as always.
-        spoiled = name in (*DEFECTS, *ROW_DEFECTS) and wave is waves[-1] and engine.checkpoints is not None
-        with planted(engine.scheduler, name) if spoiled else contextlib.nullcontext():
-            answers += engine.ask(wave)
-    return answers
+def _time(
+    engine: LaneEngine, job: LaneJob, result: LaneResult, measure: Callable[..., list[FirstTokens]], *args: Any
+) -> None:
+    # A tiny model's prefixes are never worth a state, nor are those whose states are priced.
+    as_usual = job.own_model and measure is time_shared
+    with engine.serving_as_usual() if as_usual else contextlib.nullcontext():
+        result.first_tokens += measure(engine, *args)
+
+
+def count_passes(engine: LaneEngine, ids: range) -> list[LanePasses]:
+    """Passes to the first token of prompts asked one at a time, cold and warm, shorter and longer than a block."""
+    prompts, (block, _, budget, _) = Prompts(1, ids), engine.geometry
+    counted = []
+    for name, shared in (("shorter than a block", block // 2), ("longer than a block", 2 * block)):
+        prefix = prompts.tokens(shared)
+        for case in (COLD, WARM):
+            whole = [*prefix, *prompts.tokens(block // 4)]
+            if len(whole) > engine.longest:
+                continue
+            before = engine.passes
+            (answer,) = engine.ask([Question(case, whole, [shared // 2, shared, len(whole) - 1], None)], new_tokens=1)
+            needed = math.ceil((len(whole) - answer.cached) / budget)
+            took = engine.passes - before
+            counted.append(LanePasses(f"{case}, {name}", len(whole), answer.cached, took, needed))
+    return counted
+
+
+def time_cold(engine: LaneEngine, length: int, ids: range) -> list[FirstTokens]:
+    """First tokens of cold prompts with no, one and more states; of vLLM alone, which writes none at a hint, once.
+
+    Each in turn, so that a machine that slows down slows all.
+    """
+    prompts = Prompts(length, ids)
+    wanted = STATES if engine.checkpoints is not None else STATES[:1]
+    hints = [[length * part // (count + 1) for part in range(1, count + 1)] for count in wanted]
+    with engine.writing_hinted_states():
+        rounds = [[_timed(engine, [prompts.tokens(length)], each) for each in hints] for _ in range(1 + REPEATS)]
+    by_count = zip(wanted, zip(*rounds, strict=True), strict=True)
+    return [_median(COLD, length, count, of_count) for count, of_count in by_count]
+
+
+def time_shared(engine: LaneEngine, shared: int, ids: range) -> list[FirstTokens]:
+    """First tokens behind a prefix that is known, and of several requests at once behind one that is not."""
+    prompts = Prompts(shared + 1, ids)
+    known = prompts.tokens(shared)
+    _timed(engine, [[*known, *prompts.tokens(OWN_TOKENS)]], [shared])
+    found = []
+    for case, count in ((WARM, 1), (FAN_OUT, FAN)):
+        rounds = []
+        for _ in range(1 + (REPEATS if shared <= LONG else 1)):
+            prefix = known if case == WARM else prompts.tokens(shared)
+            rounds.append(_timed(engine, [[*prefix, *prompts.tokens(OWN_TOKENS)] for _ in range(count)], [shared]))
+        found.append(_median(case, shared, 1, rounds))
+    return found
+
+
+def _timed(engine: LaneEngine, prompts: Sequence[list[int]], hints: list[int], new_tokens: int = 1) -> FirstTokens:
+    passes, states, began = engine.passes, engine.states, time.perf_counter()
+    answers = engine.ask([Question("timed", tokens, hints, None) for tokens in prompts], new_tokens=new_tokens)
+    seconds, cached = time.perf_counter() - began, sum(answer.cached for answer in answers)
+    return FirstTokens("", 0, 0, seconds, cached, engine.passes - passes, engine.states - states)
+
+
+def _median(case: str, tokens: int, hints: int, rounds: Sequence[FirstTokens]) -> FirstTokens:
+    # Kernels are compiled and tuned at their first use.
+    seconds = statistics.median(each.seconds for each in rounds[1:])
+    return rounds[-1]._replace(case=case, tokens=tokens, hints=hints, seconds=seconds)
+
+
+def measure_pace(engine: LaneEngine, ids: range) -> MeasuredPace:
+    """What decoding a token takes, and what the plugin learnt of this engine's steps."""
+    prompts, took = Prompts(4, ids), []
+    for _ in range(1 + REPEATS):
+        one, more = (_timed(engine, [prompts.tokens(16)], [], count).seconds for count in (1, DECODED + 1))
+        took.append((more - one) / DECODED)
+    learnt = StepTime()
+    engine.teach(learnt)
+    return MeasuredPace(statistics.median(took[1:]), learnt.floor_seconds, learnt.token_seconds)
 
 
 def main(argv: list[str]) -> int:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,65 +18,85 @@ from engine_patches.settings import MODE_VARIABLE
 
 MIN_SECONDS = 15.0  # no engine is started with less time left
 
-# One engine has at most half of what is left, so that one that hangs leaves time for other lanes; but at least this.
-FAIR_SECONDS = 120.0
+LANE_SECONDS = 180.0  # that a lane has before parts of it are left out for the sake of later ones
+
+LIKE_ALONE = 3.0  # times as long as vLLM alone an engine with the patches may take: one that hangs leaves other lanes
 
 # The engine runs in the process itself, answers nobody else and asks nobody.
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-}
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
 
 
 class ProcessEnd(NamedTuple):
-    """The end of one engine's job."""
+    """One engine's job, as far as it has come."""
 
-    result: LaneResult | None  # as far as it came; None if the engine never came up
+    result: LaneResult | None  # None if the engine never came up
     fault: str | None = None  # why it did not finish
     from_outside: bool = False  # the time was too short, or somebody killed it: no fault of what it ran
+    over: bool = True
 
 
 class Engines:
     """Starts engines one by one, and ends each."""
 
-    def __init__(self, folder: Path, on_cpu: bool, seconds: float, offline: bool = True) -> None:
+    def __init__(self, folder: Path, on_cpu: bool, seconds: float, offline: bool = True, lanes: int = 1) -> None:
         """`folder` takes jobs, results and logs; `offline`: models are in folders, nothing is looked up on the hub."""
-        self._folder, self._deadline = folder, time.monotonic() + seconds
+        self._folder, self._deadline, self._lanes = folder, time.monotonic() + seconds, lanes
+        self._share = self._alone_took = 0.0
         threads = {"OMP_NUM_THREADS": "1"} if on_cpu and offline else {}  # a tiny model gains nothing from more
         hub = {"HF_HUB_OFFLINE": "1"} if offline else {}
         self._environment = {**vllm_environment(os.environ, on_cpu), **threads, **hub, **ENVIRONMENT}
 
-    def run(self, name: str, job: LaneJob, mode: str, changes: Mapping[str, str] = {}) -> ProcessEnd:
+    def run(
+        self, name: str, job: LaneJob, mode: str, changes: Mapping[str, str] = {}
+    ) -> Generator[ProcessEnd, None, None]:
         """Do one job in an engine with `SEAMARK_ENGINE=mode` and further `changes` of its environment."""
-        left = self._deadline - time.monotonic()
+        began = time.monotonic()
+        left = self._deadline - began
         if left < MIN_SECONDS:
-            return ProcessEnd(None, "no time was left to start the engine (more with --minutes)", from_outside=True)
-        allowed = min(left, max(left / 2, FAIR_SECONDS))
+            yield ProcessEnd(None, "no time was left to start the engine (more with --minutes)", from_outside=True)
+            return
+        if job.alone:  # the other half is for the engine with the patches
+            self._share, self._lanes = max(left / max(self._lanes, 1), LANE_SECONDS), self._lanes - 1
+            wanted, allowed = self._share / 2, left / 2
+        else:
+            wanted = self._share - self._alone_took
+            allowed = min(left, max(LIKE_ALONE * self._alone_took, wanted))
         stem = self._folder / name.replace(" ", "-").replace("/", "-")
         job_file, result_file, log_file = (Path(f"{stem}{end}") for end in (".job", ".result", ".log"))
-        job_file.write_bytes(pickle.dumps(job))
-        environment = {**self._environment, MODE_VARIABLE: mode, **changes}
-        fault, from_outside = None, False
+        job_file.write_bytes(pickle.dumps(job._replace(seconds=wanted)))
+        environment, seen = {**self._environment, MODE_VARIABLE: mode, **changes}, 0
         with log_file.open("w") as log:
             # A process group of its own, so that whatever vLLM starts ends with it.
             process = subprocess.Popen(
                 _command(job_file, result_file), env=environment, stdout=log, stderr=log, start_new_session=True
             )
             try:
-                status = process.wait(allowed)
-                from_outside = status in (-signal.SIGKILL, -signal.SIGTERM)
-                if from_outside:
-                    fault = f"the engine was killed ({signal.Signals(-status).name}; the kernel does so without memory)"
-                elif status:
-                    fault = _last_error(log_file) or f"exit status {status}"
-            except subprocess.TimeoutExpired:
-                fault, from_outside = f"the engine was ended after {allowed:.0f} s (more with --minutes)", True
+                while (status := _ended(process, 0.2)) is None and time.monotonic() - began < allowed:
+                    written = result_file.stat().st_mtime_ns if result_file.exists() else 0
+                    if written != seen:
+                        seen = written
+                        yield ProcessEnd(pickle.loads(result_file.read_bytes()), over=False)
             finally:  # a signal to the check may have come, too
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        return ProcessEnd(pickle.loads(result_file.read_bytes()) if result_file.exists() else None, fault, from_outside)
+        if job.alone:
+            self._alone_took = time.monotonic() - began
+        fault, from_outside = None, status is None or status in (-signal.SIGKILL, -signal.SIGTERM)
+        if status is None:
+            fault = f"the engine was ended after {allowed:.0f} s (more with --minutes)"
+        elif from_outside:
+            fault = f"the engine was killed ({signal.Signals(-status).name}; the kernel does so without memory)"
+        elif status:
+            fault = _last_error(log_file) or f"exit status {status}"
+        yield ProcessEnd(pickle.loads(result_file.read_bytes()) if result_file.exists() else None, fault, from_outside)
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _command(job_file: Path, result_file: Path) -> list[str]:

@@ -22,13 +22,9 @@ RIGHT, FAILED, UNPROVEN = 0, 1, 3  # exit statuses
 INDENT = 9  # columns before the text under a verdict
 
 SECRET = re.compile(r"token|key|secret|password", re.IGNORECASE)  # in the name of a flag
-
 URL = re.compile(r"\b\w+://[^\s'\",;]+")
-
 HOME = re.compile(r"/(?:home|Users)/[^\s/'\",:;()]+")
-
 FOLDER = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\'\",:;()\[\]]+[/\\])+")
-
 ADDRESS = re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b(?=:\d|/)|\b[\w.-]+@[\w.-]+\b")
 
 
@@ -43,23 +39,25 @@ class LaneReport(NamedTuple):
     @property
     def verdict(self) -> str:
         """The worst of its checks; a lane without any did not run."""
-        verdicts = {check.verdict for check in self.checks}
-        return WRONG if WRONG in verdicts else NOT_RUN if NOT_RUN in verdicts or OK not in verdicts else OK
+        verdicts = [check.verdict for check in self.checks]
+        return next((each for each in (WRONG, NOT_RUN, OK, LEFT_OUT) if each in verdicts), NOT_RUN)
+
+
+def check_text(check: Check) -> str:
+    """A check as a paragraph."""
+    space = " " * (INDENT + 2)
+    says = textwrap.wrap(check.says, 110, initial_indent=space, subsequent_indent=space)
+    return "\n".join([f"  {check.verdict:<{INDENT}}{check.name}", *says])
 
 
 def lane_text(report: LaneReport, place: str) -> str:
-    """A lane as paragraphs, one for each check, and an empty line; `place`: which lane it is."""
-    took = f" ({report.seconds:.0f} s)" if report.seconds else ""
-    lines, space = [f"{place}: {report.lane}: {report.verdict}{took}"], " " * (INDENT + 2)
-    for check in report.checks:
-        lines.append(f"  {check.verdict:<{INDENT}}{check.name}")
-        lines += textwrap.wrap(check.says, 110, initial_indent=space, subsequent_indent=space)
-    return "\n".join([*lines, ""])
+    """A lane's end, its checks having been told, and an empty line; `place`: which lane it is."""
+    return f"{place}: {report.lane}: {report.verdict} ({report.seconds:.0f} s)\n"
 
 
 def exit_status(lanes: Sequence[LaneReport], signal: int | None) -> int:
     """1 if anything is wrong, 128 + the signal that ended the check, 3 if a lane did not run, 0 if all are right."""
-    verdicts = {lane.verdict for lane in lanes}
+    verdicts = {lane.verdict for lane in lanes} - {LEFT_OUT}
     if WRONG in verdicts:
         return FAILED
     if signal is not None:
@@ -99,27 +97,13 @@ def content(
     """The report for the file, without what could name a person or a machine."""
     counts = {word: sum(lane.verdict == word for lane in lanes) for word in (OK, WRONG, NOT_RUN)}
     left_out = [f"{c.name}: {c.says}" for lane in lanes for c in lane.checks if c.verdict == LEFT_OUT]
-    found: dict[str, Any] = anonymous(
-        {
-            "verdict": verdict,
-            "exit": status,
-            "device": device,
-            "seconds": round(seconds, 1),
-            "lanes": {**counts, "left out": left_out},
-            "options": options,
-            "results": [
-                {
-                    "lane": lane.lane,
-                    "verdict": lane.verdict,
-                    "seconds": round(lane.seconds, 1),
-                    "arguments": lane.arguments,
-                    "checks": [check._asdict() for check in lane.checks],
-                }
-                for lane in lanes
-            ],
-        }
-    )
-    return found
+    found = {"verdict": verdict, "exit": status, "device": device, "seconds": round(seconds, 1), "options": options}
+    results = [
+        {**lane._asdict(), "verdict": lane.verdict, "checks": [check._asdict() for check in lane.checks]}
+        for lane in lanes
+    ]
+    told: dict[str, Any] = anonymous({**found, "lanes": {**counts, "left out": left_out}, "results": results})
+    return told
 
 
 def write(file: Path, report: Mapping[str, Any]) -> None:

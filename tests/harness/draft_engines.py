@@ -29,8 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engine_patches.gpu_check import draft_oracle
-from tests.harness import triton_interpreter
+from tests.harness import draft_oracle, triton_interpreter
 from tests.harness.engines import CPU_PROCESS
 
 DRAFTS = 3

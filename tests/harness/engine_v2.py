@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tests.harness import async_scheduling, draft_kernels, triton_interpreter
+from tests.harness.draft_oracle import Oracle
 from tests.harness.engines import CPU_PROCESS
 
 ANSWER = 6  # tokens
@@ -71,8 +72,6 @@ def as_on_a_gpu() -> None:
 
 
 def _oracle(core: Any, right: Sequence[Any]) -> AbstractContextManager[None]:
-    from engine_patches.gpu_check.draft_oracle import Oracle
-
     runner = core.model_executor.driver_worker.worker.model_runner
     known = {tuple(prompt): answer for prompt, answer in right}
     return Oracle(known, 0.7).speaks(runner, core.scheduler.requests) if right else nullcontext()

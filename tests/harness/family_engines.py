@@ -24,8 +24,8 @@ from typing import Any
 
 from engine_patches.footprint import WRITES
 from engine_patches.gpu_check import drawn_models
-from engine_patches.gpu_check.draft_oracle import Oracle
 from tests.harness import kernel_engine, toy_qwen4, triton_interpreter
+from tests.harness.draft_oracle import Oracle
 from tests.harness.engines import CPU_PROCESS
 from tests.harness.image_libraries import sitecustomize  # noqa: F401  # before transformers; text asks nothing of them
 

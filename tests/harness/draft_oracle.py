@@ -1,9 +1,8 @@
-"""An oracle for `seamark gpu-check`: it makes the drafts of a random head right with a given probability.
+"""An oracle for engines of tests: it makes the drafts of a random head right with a given probability.
 
 A random head is hardly ever right, so that no row would ever go on from a later state than its first. The head runs all
 the same and writes its rows. Each draft is then replaced by the token that is going to come, until the first that shall
-not be right: that one and those behind it stay the head's own. With what the head proposed on an engine without a cache
-a draft is right only where it still proposes that: so hits behind which it lacks rows, or has others, cost drafts.
+not be right: that one and those behind it stay the head's own.
 """
 
 from __future__ import annotations
@@ -18,14 +17,6 @@ from typing import Any
 # Prompts with the tokens that are going to follow them.
 Right = Mapping[tuple[int, ...], Sequence[int]]
 
-# A head's own drafts, by where it made them (`place_of`).
-Proposed = Mapping[int, Sequence[int]]
-
-
-def place_of(prompt: Sequence[int], generated: int) -> int:
-    """Where a head drafts: the same in every process, since it is the hash of integers."""
-    return hash((tuple(prompt), generated))
-
 
 def agreed(one: Sequence[int], other: Sequence[int]) -> int:
     """How many of the first drafts are the same."""
@@ -35,22 +26,16 @@ def agreed(one: Sequence[int], other: Sequence[int]) -> int:
 class Oracle:
     """Knows what follows each prompt. The same prompt and place, the same drafts."""
 
-    def __init__(self, right: Right, probability: float, cold: Proposed | None = None) -> None:
-        """`cold`: what the head proposes without a cache; None: that does not matter."""
-        self._right, self._probability, self._cold = right, probability, cold
-        self.proposed: dict[int, list[int]] = {}  # by the head itself, up to now
+    def __init__(self, right: Right, probability: float) -> None:
+        self._right, self._probability = right, probability
 
     def draft(self, prompt: Sequence[int], generated: int, own: Sequence[int]) -> list[int]:
         """Drafts behind so many `generated` tokens of an answer, as many as the head's `own`."""
         coming = self._right.get(tuple(prompt), ())[generated : generated + len(own)]
-        place = place_of(prompt, generated)
-        self.proposed[place] = list(own)
-        draw = random.Random(place)
+        draw = random.Random(hash((tuple(prompt), generated)))  # of integers: the same in every process
         good = 0
         while good < len(coming) and draw.random() < self._probability:
             good += 1
-        if self._cold is not None and place in self._cold:
-            good = min(good, agreed(own, self._cold[place]))
         return [*coming[:good], *own[good:]]
 
     @contextlib.contextmanager
