@@ -30,10 +30,7 @@ from engine_patches.gpu_check.report import UNPROVEN, LaneReport
 from engine_patches.gpu_check.runner import Runner
 
 MINUTES, OWN_MINUTES = 40.0, 60.0  # a model of real size takes long to load
-
-# In a model's configuration: the layers of its own head for multi-token prediction, by family.
-HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-
+HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # in a configuration: layers that draft tokens, by family
 REPORT, SIGNALS = Path("seamark-gpu-check.json"), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 EPILOG = """\
@@ -57,33 +54,32 @@ class Interrupted(BaseException):
 
 
 def main(argv: list[str]) -> int:
-    own, flags = argv, []
-    if "--" in argv:
-        split = argv.index("--")
-        own, flags = argv[:split], argv[split + 1 :]
-    args = _parsed(own, flags)
+    split = argv.index("--") if "--" in argv else len(argv)
+    flags = argv[split + 1 :]
+    args = _parsed(argv[:split], flags)
     try:
         device = "cpu" if is_cpu_build() else "cuda"
     except ModuleNotFoundError as error:
-        return _nothing_ran(f"{error.name} is not installed here: {INSTALL}")
+        print(f"seamark gpu-check: not proven: {error.name} is not installed here: {INSTALL}", file=sys.stderr)
+        return UNPROVEN
     if args.device not in ("auto", device):
         print(f"seamark gpu-check: --device {args.device}: the vLLM here is built for {device}", file=sys.stderr)
         return 2
     folder = Path(tempfile.mkdtemp(prefix="seamark-gpu-check-"))
     status = UNPROVEN
     try:
-        if device == "cuda" and not _sees_gpu():
-            return _nothing_ran(
-                "vLLM is built for CUDA, but torch sees no GPU here: look at nvidia-smi, and in a container at --gpus"
-            )
-        status = _check(args, flags, device, folder)
+        why = "vLLM is built for CUDA, but torch sees no GPU here: look at nvidia-smi, and in a container at --gpus"
+        if device == "cpu" or _sees_gpu():
+            why, status = "", _check(args, flags, device, folder)
     except ModuleNotFoundError as error:  # while the models were written
-        return _nothing_ran(why_not(error))
+        why = why_not(error)
     finally:
         if status in (UNPROVEN, report.FAILED) and list(folder.glob("*.log")):
             print(f"the engines' logs, with this machine's names in them: {folder}", file=sys.stderr)
         else:
             shutil.rmtree(folder, ignore_errors=True)
+    if why:
+        print(f"seamark gpu-check: not proven: {why}", file=sys.stderr)
     return status
 
 
@@ -104,26 +100,19 @@ def _parsed(own: list[str], flags: list[str]) -> argparse.Namespace:
     add("--speculative-config", metavar="JSON", help="with --model: a lane with these drafts, too, as in `vllm serve`")
     add("--report", type=Path, default=REPORT, metavar="FILE", help="to attach to a bug report: %(default)s")
     args = parser.parse_args(own)
-    if args.minutes is None:
-        args.minutes = MINUTES if args.model is None else OWN_MINUTES
+    args.minutes = args.minutes if args.minutes is not None else MINUTES if args.model is None else OWN_MINUTES
     if any(flag.partition("=")[0] == "--speculative-config" for flag in flags):
         parser.error("--speculative-config goes before the --: the model is checked without drafts, then with them")
-    if args.speculative_config is not None:
-        try:
-            drafting = json.loads(args.speculative_config)
-        except ValueError as error:
-            parser.error(f"--speculative-config: no JSON: {error}")
-        if args.model is None or not isinstance(drafting, dict):
-            parser.error('--speculative-config: for --model, a JSON object as {"method": "mtp", ...}')
+    try:
+        drafts = json.loads(args.speculative_config or "{}")
+    except ValueError as error:
+        parser.error(f"--speculative-config: no JSON: {error}")
+    if not isinstance(drafts, dict) or (drafts and args.model is None):
+        parser.error('--speculative-config: for --model, a JSON object as {"method": "mtp", ...}')
     parent = args.report.parent
     if args.report.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
         parser.error(f"--report: {args.report} cannot be written: a file in a folder that can be written is needed")
     return args
-
-
-def _nothing_ran(why: str) -> int:
-    print(f"seamark gpu-check: not proven: {why}", file=sys.stderr)
-    return UNPROVEN
 
 
 def _sees_gpu() -> bool:
@@ -195,24 +184,19 @@ def run(
 
 
 def own_lanes(model: str, flags: Sequence[str], device: str, quick: bool, speculation: str | None) -> list[Lane]:
-    """A user's own model without drafts, and with them if they are asked for or the model has a head that drafts.
-
-    With the flags that `seamark worker` would add.
-    """
+    """A user's own model with the flags of `seamark worker`: without drafts, then with given ones or its head's."""
     needed = cpu_flags(model_type_of(model)) if device == "cpu" else {}
     added = [part for flag, value in needed.items() for part in ((flag,) if value is None else (flag, value))]
     name = Path(model).resolve().name if Path(model).is_dir() else model
     lane = Lane(name, timed=True, few=quick, on_cpu=device == "cpu", own_model=True, flags=(*added, *flags))
     config = config_of(model)
-    text = config.get("text_config")
-    parts = [config, text if isinstance(text, dict) else {}]
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     if speculation is None and any(part.get(head) for part in parts for head in HEADS):
         speculation = MTP
     return [lane] if speculation is None else [lane, lane._replace(drafts=speculation)]
 
 
 def _tiny_model(lane: Lane, folder: Path) -> Path:
-    """The configuration of a tiny model of the lane's family."""
     return write_config(folder / lane.family, lane.family)
 
 

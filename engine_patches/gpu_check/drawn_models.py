@@ -63,10 +63,9 @@ def draw_weights(model: Any) -> None:
     with torch.no_grad():
         for number, (name, weight) in enumerate(sorted(model.named_parameters())):
             if weight.is_floating_point():
-                drawn = weight if weight.element_size() > 1 else torch.empty_like(weight, dtype=torch.bfloat16)
+                drawn = weight if weight.element_size() > 1 else weight.bfloat16()
                 _draw(name, drawn, torch.Generator(weight.device).manual_seed(number))
-                if drawn is not weight:
-                    weight.copy_(drawn)
+                weight.copy_(drawn)
 
 
 def _draw(name: str, weight: Any, generator: Any) -> None:

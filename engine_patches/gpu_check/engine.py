@@ -7,6 +7,7 @@ planted defects show that the check can fail.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import platform
 from collections import Counter
@@ -19,7 +20,7 @@ from unittest import mock
 from engine_patches import speculation
 from engine_patches.footprint import WRITES
 from engine_patches.gpu_check import drawn_models
-from engine_patches.gpu_check.questions import EARLY_STATE, NEW_TOKENS, SPOILED_STATE, Geometry, QuestionWave
+from engine_patches.gpu_check.questions import EARLY_STATE, NEW_TOKENS, SPOILED_STATE, QuestionWave
 from engine_patches.ledger import Function, patches_live
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.hints import FIELD
@@ -60,13 +61,15 @@ class LaneEngine:
         self.executor = core.model_executor
         self.runner = self.executor.driver_worker.worker.model_runner
         self.groups = self.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+        self.recurrent = [g.kv_cache_spec for g in self.groups if hasattr(g.kv_cache_spec, "mamba_type")]
+        self.longest = int(self.config.model_config.max_model_len) - NEW_TOKENS  # of a prompt, with room for an answer
         self.passes = self.states = 0  # forward passes, and states written inside them, so far
         self.executor.execute_model = self._counting(self.executor.execute_model)
         self._verified: dict[str, Counter[tuple[int, int]]] = {}  # by request, as in its answer
         self.scheduler.make_spec_decoding_stats = self._counting_drafts(self.scheduler.make_spec_decoding_stats)
         self._room = self.scheduler.max_num_scheduled_tokens
-        self._whole = False
-        self._sampling: dict[str, Any] = {"temperature": 0, "logprobs": 5, "ignore_eos": True, "detokenize": False}
+        self._cold = self._whole = False
+        self._salts = itertools.count()
         self.checkpoints: Checkpoints | None = getattr(self.scheduler, "seamark", None)
         self._steps: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._learn_nothing()
@@ -105,20 +108,17 @@ class LaneEngine:
 
     @contextlib.contextmanager
     def without_cache(self, budget: int | None = None) -> Iterator[None]:
-        """Inside this context nothing is read from the cache; behind it the cache is empty.
+        """Inside this context nothing is found in the cache, since each prompt has a salt of its own.
 
         A prompt is cut where a step of `budget` tokens ends and nowhere else; 0: where vLLM cuts it by itself; None:
         not at all, as far as a step has room for it, and nothing else is in that step.
         """
         cuts: dict[str, Any] = {"need_mamba_block_aligned_split": False}
         cuts["max_num_scheduled_tokens"] = budget or self._room
-        self._sampling["skip_reading_prefix_cache"], self._whole = True, budget is None
-        try:
-            with mock.patch.multiple(self.scheduler, **cuts) if budget != 0 else contextlib.nullcontext():
-                yield
-        finally:
-            self._sampling["skip_reading_prefix_cache"], self._whole = None, False
-            self._llm.reset_prefix_cache()
+        self._cold, self._whole = True, budget is None
+        with mock.patch.multiple(self.scheduler, **cuts) if budget != 0 else contextlib.nullcontext():
+            yield
+        self._cold = self._whole = False
 
     def _counting(self, execute_model: Function) -> Function:
         def counted(output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,9 +130,9 @@ class LaneEngine:
 
     def _counting_drafts(self, make_stats: Function) -> Function:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            name = kwargs["request_id"]
-            row = kwargs["num_draft_tokens"] - (kwargs["num_invalid_spec_tokens"] or {}).get(name, 0)
-            self._verified.setdefault(_name_of(name), Counter())[row, kwargs["num_accepted_tokens"]] += 1
+            name, drafts = kwargs["request_id"], kwargs["num_draft_tokens"]
+            row = drafts - (kwargs["num_invalid_spec_tokens"] or {}).get(name, 0), kwargs["num_accepted_tokens"]
+            self._verified.setdefault(name.partition("-")[0], Counter())[row] += 1  # inside the engine vLLM adds to it
             return make_stats(*args, **kwargs)
 
         return counted
@@ -144,36 +144,27 @@ class LaneEngine:
         answers = []
         for wave in ([question] for asked in waves for question in asked) if self._whole else waves:
             hints = [{FIELD: list(question.hints)} if question.hints else None for question in wave]
-            parameters = [SamplingParams(max_tokens=new_tokens, extra_args=hint, **self._sampling) for hint in hints]
-            prompts = [{"prompt_token_ids": list(question.tokens)} for question in wave]
+            greedy: dict[str, Any] = {"temperature": 0, "logprobs": 5, "ignore_eos": True, "detokenize": False}
+            parameters = [SamplingParams(max_tokens=new_tokens, extra_args=hint, **greedy) for hint in hints]
+            prompts: list[Any] = [{"prompt_token_ids": list(question.tokens)} for question in wave]
+            for prompt in prompts if self._cold else ():
+                prompt["cache_salt"] = f"{next(self._salts)}"
             self._verified.clear()
             for request in self._llm.generate(prompts, parameters, use_tqdm=False):
                 output = request.outputs[0]
                 top = [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs]
-                verified = self._verified.get(_name_of(request.request_id), Counter())
+                verified = self._verified.get(request.request_id.partition("-")[0], Counter())
                 answers.append(CheckedAnswer(list(output.token_ids), top, request.num_cached_tokens or 0, verified))
         return answers
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt that leaves room for an answer."""
-        return int(self.config.model_config.max_model_len) - NEW_TOKENS
-
-    @property
-    def recurrent(self) -> list[Any]:
-        """vLLM's specs of the recurrent layers' states."""
-        return [group.kv_cache_spec for group in self.groups if hasattr(group.kv_cache_spec, "mamba_type")]
-
-    @property
-    def geometry(self) -> Geometry:
-        """The lengths that questions are made for: as the plugin would have them, where it does not run."""
-        budget = int(self.scheduler.max_num_scheduled_tokens)
-        if self.checkpoints is not None:
-            grid = self.checkpoints.grid
-            return Geometry(self.checkpoints.block_size, grid.alignment, budget, grid.ahead)
-        unit = unit_of(self.config)
-        alignment = state_alignment(self.recurrent, self.config, unit)
-        return Geometry(self.scheduler.block_size, alignment, budget, speculation.ahead(self.config, unit))
+    def lengths(self) -> dict[str, int]:
+        """Those that questions are made for, in tokens: as the plugin would have them, where it does not run."""
+        unit, grid = unit_of(self.config), None if self.checkpoints is None else self.checkpoints.grid
+        alignment = grid.alignment if grid else state_alignment(self.recurrent, self.config, unit)
+        ahead = grid.ahead if grid else speculation.ahead(self.config, unit)  # past a state, that a prefix has to share
+        found = {"block": self.scheduler.block_size, "budget": self.scheduler.max_num_scheduled_tokens}
+        return {**found, "alignment": alignment, "ahead": ahead}
 
     def planted(self, defect: str) -> contextlib.AbstractContextManager[Any]:
         """In this context requests that hit resume from a wrong recurrent state, or cold ones go on from one."""
@@ -224,11 +215,6 @@ class LaneEngine:
         return spoiled
 
 
-def _name_of(request_id: str) -> str:
-    """A request's name as its client knows it: inside the engine vLLM adds to it."""
-    return request_id.partition("-")[0]
-
-
 def _arguments_in(flags: Sequence[str]) -> dict[str, Any]:
     """The arguments of `vllm.LLM` that flags of `vllm serve` stand for."""
     if not flags:
@@ -247,7 +233,7 @@ def facts_of(engine: LaneEngine) -> dict[str, Any]:
     import vllm
     from vllm.platforms import current_platform
 
-    config, checkpoints, geometry = engine.config, engine.checkpoints, engine.geometry
+    config, checkpoints = engine.config, engine.checkpoints
     layers = config.compilation_config.static_forward_context.values()
     backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
     prefill = {layer.gdn_prefill_backend for layer in layers if hasattr(layer, "gdn_prefill_backend")}
@@ -276,6 +262,6 @@ def facts_of(engine: LaneEngine) -> dict[str, Any]:
         "hints_refused": checkpoints.refusal.cause if checkpoints is not None and checkpoints.refusal else None,
         "windows": states is not None and states.windows is not None,
         "match_unit": None if checkpoints is None else checkpoints.grid.unit,
-        **{"recurrent": bool(engine.recurrent), "longest": config.model_config.max_model_len, **geometry._asdict()},
+        **{"recurrent": bool(engine.recurrent), "longest": config.model_config.max_model_len, **engine.lengths},
         "chunk": math.lcm(*(kernel_chunk(spec, config) for spec in engine.recurrent)),
     }

@@ -7,7 +7,6 @@ applied once per process and `SEAMARK_ENGINE` decides which. Its result is writt
 from __future__ import annotations
 
 import contextlib
-import math
 import pickle
 import statistics
 import sys
@@ -59,34 +58,16 @@ class LaneJob(NamedTuple):
     seconds: float = float("inf")  # from the start; a part that has not begun by then is left out
 
 
-class LanePasses(NamedTuple):
-    """Forward passes that one prompt took until its first token."""
-
-    case: str
-    prompt: int  # tokens
-    cached: int  # tokens
-    passes: int
-    needed: int  # passes that its uncached tokens fill
-
-
 class FirstTokens(NamedTuple):
     """One case of requests, until the last of them has its first token."""
 
     case: str
-    tokens: int  # of a cold prompt, else those that are shared
+    tokens: int  # of the prompt, or those that are shared
     hints: int  # states asked for
     seconds: float  # median
     cached: int  # prompt tokens from the cache, of all requests of the case together
     passes: int
     states: int  # written
-
-
-class MeasuredPace(NamedTuple):
-    """Seconds of an engine's passes."""
-
-    decode: float  # of each token of one answer
-    floor: float  # of a pass over hardly any tokens, as the plugin learnt it; 0 if it did not
-    token: float  # that each token adds to a pass, as learnt; 0 if unknown
 
 
 @dataclass
@@ -99,9 +80,10 @@ class LaneResult:
     # The same of vLLM alone in other batches and cuts, or, where it drafts, with its cache.
     answers_again: dict[str, list[CheckedAnswer]] = field(default_factory=dict)
     from_cache: list[CheckedAnswer] = field(default_factory=list)  # to resent prompts, of vLLM alone with its cache
-    passes: list[LanePasses] = field(default_factory=list)
+    passes: list[FirstTokens] = field(default_factory=list)
     first_tokens: list[FirstTokens] = field(default_factory=list)
-    pace: MeasuredPace | None = None
+    # Seconds that decoding a token takes; of a pass, and of each of its tokens, as learnt: 0 while that is unknown.
+    pace: dict[str, float] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)  # parts for which there was no time
 
 
@@ -124,9 +106,9 @@ def run(job: LaneJob, save: Callable[[LaneResult], None]) -> None:
     if job.sections is not None:
         result.sections = job.sections
     elif job.own_model:  # states of a model that drafts are spoiled in its lane without drafts
-        result.sections = own_sections(engine.geometry, lengths, ids, defects=not result.facts["drafts"])
+        result.sections = own_sections(engine.lengths, lengths, ids, defects=not result.facts["drafts"])
     else:
-        result.sections = sections(engine.geometry, job.few)
+        result.sections = sections(engine.lengths, job.few)
     for number, (name, part) in enumerate(_parts(engine, job, result, lengths, ids)):
         if number and time.monotonic() - began > job.seconds:
             result.left_out.append(name)
@@ -145,9 +127,9 @@ def _parts(
     yield "forward passes", lambda: result.passes.extend(count_passes(engine, ids))
     if job.timed:
         for length in (length for length in COLD_LENGTHS if length <= engine.longest):
-            yield f"{length:,} cold tokens", partial(_time, engine, job, result, time_cold, length, ids)
+            yield f"{length:,} cold tokens", partial(_time, result, time_cold, engine, length, ids)
         for shared in lengths:
-            yield f"behind {shared:,} tokens", partial(_time, engine, job, result, time_shared, shared, ids)
+            yield f"behind {shared:,} tokens", partial(_time, result, time_shared, engine, shared, ids, job.own_model)
         yield "pace", lambda: setattr(result, "pace", measure_pace(engine, ids))
     for name in (name for name in others if name not in DEFECTS):
         yield name, partial(_ask, engine, job, result, name)
@@ -173,38 +155,24 @@ def _ask(engine: LaneEngine, job: LaneJob, result: LaneResult, name: str) -> Non
         result.from_cache = engine.ask(*waves)
 
 
-def _time(
-    engine: LaneEngine, job: LaneJob, result: LaneResult, measure: Callable[..., list[FirstTokens]], *args: Any
-) -> None:
-    # A tiny model's prefixes are never worth a state, nor are those whose states are priced.
-    as_usual = job.own_model and measure is time_shared
-    with engine.serving_as_usual() if as_usual else contextlib.nullcontext():
-        result.first_tokens += measure(engine, *args)
+def _time(result: LaneResult, measure: Callable[..., list[FirstTokens]], *args: Any) -> None:
+    result.first_tokens += measure(*args)
 
 
-def count_passes(engine: LaneEngine, ids: range) -> list[LanePasses]:
-    """Passes to the first token of prompts asked one at a time, cold and warm, shorter and longer than a block."""
-    prompts, (block, _, budget, _) = Prompts(1, ids), engine.geometry
-    counted = []
-    for name, shared in (("shorter than a block", block // 2), ("longer than a block", 2 * block)):
-        prefix = prompts.tokens(shared)
-        for case in (COLD, WARM):
-            whole = [*prefix, *prompts.tokens(block // 4)]
-            if len(whole) > engine.longest:
-                continue
-            before = engine.passes
-            (answer,) = engine.ask([Question(case, whole, [shared // 2, shared, len(whole) - 1], None)], new_tokens=1)
-            needed = math.ceil((len(whole) - answer.cached) / budget)
-            took = engine.passes - before
-            counted.append(LanePasses(f"{case}, {name}", len(whole), answer.cached, took, needed))
+def count_passes(engine: LaneEngine, ids: range) -> list[FirstTokens]:
+    """Prompts asked one at a time, cold and warm, shorter and longer than a block."""
+    prompts, block, counted = Prompts(1, ids), engine.lengths["block"], []
+    for shared in (block // 2, 2 * block):
+        prefix, own = prompts.tokens(shared), block // 4
+        for case in (COLD, WARM) if shared + own <= engine.longest else ():
+            hints = [shared // 2, shared, shared + own - 1]
+            took = _timed(engine, [[*prefix, *prompts.tokens(own)]], hints)
+            counted.append(took._replace(case=case, tokens=shared + own, hints=len(hints)))
     return counted
 
 
 def time_cold(engine: LaneEngine, length: int, ids: range) -> list[FirstTokens]:
-    """First tokens of cold prompts with no, one and more states; of vLLM alone, which writes none at a hint, once.
-
-    Each in turn, so that a machine that slows down slows all.
-    """
+    """Cold prompts with no, one and more states in turn, so that a machine that slows down slows all."""
     prompts = Prompts(length, ids)
     wanted = STATES if engine.checkpoints is not None else STATES[:1]
     hints = [[length * part // (count + 1) for part in range(1, count + 1)] for count in wanted]
@@ -214,18 +182,21 @@ def time_cold(engine: LaneEngine, length: int, ids: range) -> list[FirstTokens]:
     return [_median(COLD, length, count, of_count) for count, of_count in by_count]
 
 
-def time_shared(engine: LaneEngine, shared: int, ids: range) -> list[FirstTokens]:
-    """First tokens behind a prefix that is known, and of several requests at once behind one that is not."""
-    prompts = Prompts(shared + 1, ids)
+def time_shared(engine: LaneEngine, shared: int, ids: range, as_usual: bool) -> list[FirstTokens]:
+    """Prompts behind a prefix that is known, and several at once behind one that is not.
+
+    `as_usual`: as the plugin decides by the pace. No prefix of a tiny model is worth a state.
+    """
+    prompts, found = Prompts(shared + 1, ids), []
     known = prompts.tokens(shared)
-    _timed(engine, [[*known, *prompts.tokens(OWN_TOKENS)]], [shared])
-    found = []
-    for case, count in ((WARM, 1), (FAN_OUT, FAN)):
-        rounds = []
-        for _ in range(1 + (REPEATS if shared <= LONG else 1)):
-            prefix = known if case == WARM else prompts.tokens(shared)
-            rounds.append(_timed(engine, [[*prefix, *prompts.tokens(OWN_TOKENS)] for _ in range(count)], [shared]))
-        found.append(_median(case, shared, 1, rounds))
+    with engine.serving_as_usual() if as_usual else contextlib.nullcontext():
+        _timed(engine, [[*known, *prompts.tokens(OWN_TOKENS)]], [shared])
+        for case, count in ((WARM, 1), (FAN_OUT, FAN)):
+            rounds = []
+            for _ in range(1 + (REPEATS if shared <= LONG else 1)):
+                prefix = known if case == WARM else prompts.tokens(shared)
+                rounds.append(_timed(engine, [[*prefix, *prompts.tokens(OWN_TOKENS)] for _ in range(count)], [shared]))
+            found.append(_median(case, shared, 1, rounds))
     return found
 
 
@@ -242,15 +213,14 @@ def _median(case: str, tokens: int, hints: int, rounds: Sequence[FirstTokens]) -
     return rounds[-1]._replace(case=case, tokens=tokens, hints=hints, seconds=seconds)
 
 
-def measure_pace(engine: LaneEngine, ids: range) -> MeasuredPace:
+def measure_pace(engine: LaneEngine, ids: range) -> dict[str, float]:
     """What decoding a token takes, and what the plugin learnt of this engine's steps."""
-    prompts, took = Prompts(4, ids), []
+    prompts, took, learnt = Prompts(4, ids), [], StepTime()
     for _ in range(1 + REPEATS):
         one, more = (_timed(engine, [prompts.tokens(16)], [], count).seconds for count in (1, DECODED + 1))
         took.append((more - one) / DECODED)
-    learnt = StepTime()
     engine.teach(learnt)
-    return MeasuredPace(statistics.median(took[1:]), learnt.floor_seconds, learnt.token_seconds)
+    return {"decode": statistics.median(took[1:]), "floor": learnt.floor_seconds, "token": learnt.token_seconds}
 
 
 def main(argv: list[str]) -> int:

@@ -7,13 +7,14 @@ if they differ clearly more than vLLM alone differs from itself. What lies betwe
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from engine_patches.gpu_check.engine import CheckedAnswer
 from engine_patches.gpu_check.job import COLD, WARM, LaneResult
-from engine_patches.gpu_check.questions import DEFECTS, RESEND
+from engine_patches.gpu_check.questions import DEFECTS, RESEND, SPOILED_STATE
 
 OK, WRONG, NOT_RUN, LEFT_OUT = "ok", "WRONG", "not run", "left out"
 
@@ -69,20 +70,13 @@ def compare(answer: CheckedAnswer, reference: CheckedAnswer) -> Difference:
     error = 0.0
     steps = zip(answer.tokens, answer.top, reference.tokens, reference.top, strict=True)
     for index, (token, top, wanted, wanted_top) in enumerate(steps):
-        error = max(error, _error(top, wanted_top))
+        # A token that one side does not name is at most as likely as its last.
+        last, wanted_last = min(top.values()), min(wanted_top.values())
+        pairs = [(top.get(each, last), wanted_top.get(each, wanted_last)) for each in {*top, *wanted_top}]
+        error = max(error, *(abs(mine - theirs) for mine, theirs in pairs))
         if token != wanted:
-            return Difference(index, wanted_top[wanted] - wanted_top.get(token, min(wanted_top.values())), error)
+            return Difference(index, wanted_top[wanted] - wanted_top.get(token, wanted_last), error)
     return Difference(None, 0.0, error)
-
-
-def _error(top: Mapping[int, float], wanted: Mapping[int, float]) -> float:
-    """The largest difference of a logprob; a token that one side does not name is at most as likely as its last."""
-    last, wanted_last = min(top.values()), min(wanted.values())
-    both = top.keys() & wanted.keys()
-    errors = [abs(top[token] - wanted[token]) for token in both]
-    errors += [top[token] - wanted_last for token in top.keys() - both]
-    errors += [wanted[token] - last for token in wanted.keys() - both]
-    return max(errors)
 
 
 class Differences(list[Difference]):
@@ -183,7 +177,9 @@ def sight(lane: str, mine: LaneResult, alone: LaneResult, scatter: Scatter) -> C
     """Whether the planted defects would have been called WRONG, and how far they are off behind how many tokens."""
     numbers: dict[str, dict[str, float]] = {}
     unseen = []
-    for name in (name for name in DEFECTS if name in mine.answers):
+    # Only writes inside a pass can spoil what it goes on from.
+    wanted = [name for name in DEFECTS if mine.facts["writes_in_forward"] or name != SPOILED_STATE]
+    for name in (name for name in wanted if name in mine.answers):
         asked, errors = mine.sections[name][-1], numbers.setdefault(name, {})
         spoiled = Differences(mine.answers[name][-len(asked) :], alone.answers[name][-len(asked) :])
         for question, difference in zip(asked, spoiled, strict=True):
@@ -194,7 +190,7 @@ def sight(lane: str, mine: LaneResult, alone: LaneResult, scatter: Scatter) -> C
     verdict, says = OK, f"planted defects noticed: {told}"
     if unseen:
         verdict, says = NOT_RUN, f"the check cannot see: not noticed: {', '.join(unseen)} ({told}); {scatter}"
-    elif len(numbers) < len(DEFECTS):
+    elif len(numbers) < len(wanted):
         verdict, says = NOT_RUN, f"no time was left to plant all defects (more with --minutes); {says}"
     return Check(f"the check can see, {lane}", verdict, says, numbers)
 
@@ -204,12 +200,12 @@ def passes(lane: str, mine: LaneResult, alone: LaneResult) -> Check:
     says, numbers = [], {}
     for engine, counted in (("Seamark", mine.passes), ("vLLM alone", alone.passes)):
         pairs = zip(counted[::2], counted[1::2], strict=True)
-        told = (
-            f"{cold.passes} / {warm.passes} for {warm.prompt} tokens ({warm.cached} cached)" for cold, warm in pairs
-        )
+        told = [f"{cold.passes} / {warm.passes} of {warm.tokens} tokens ({warm.cached} cached)" for cold, warm in pairs]
         says.append(f"{engine} {', '.join(told)}")
         numbers[engine] = [each._asdict() for each in counted]
-    right = all(each.passes <= each.needed for each in mine.passes) or not mine.facts["writes_in_forward"]
+    needed = [math.ceil((each.tokens - each.cached) / mine.facts["budget"]) for each in mine.passes]
+    right = all(each.passes <= least for each, least in zip(mine.passes, needed, strict=True))
+    right = right or not mine.facts["writes_in_forward"]
     return Check(f"forward passes, {lane}", OK if right else WRONG, f"cold / warm: {'; '.join(says)}", numbers)
 
 
@@ -246,31 +242,30 @@ def speed(lane: str, mine: LaneResult, alone: LaneResult) -> Check:
     theirs = {(each.case, each.tokens): each for each in alone.first_tokens}
     pairs = [(each, theirs[each.case, each.tokens]) for each in mine.first_tokens if (each.case, each.tokens) in theirs]
     prices: dict[int, dict[str, float]] = {}
-    says, ratio = ["vLLM alone / with Seamark, until the last first token"], 0.0
+    says = ["vLLM alone / with Seamark, until the last first token"]
     numbers: dict[str, Any] = {"state_seconds": prices}
     for each, other in pairs:
+        ratio = other.seconds / each.seconds
         if each.case == COLD and not each.hints:
-            of_length = [cold for cold in mine.first_tokens if (cold.case, cold.tokens) == (COLD, each.tokens)]
-            none, one, *_, most = of_length
-            further = (most.seconds - one.seconds) / max(most.states - one.states, 1)
-            prices[each.tokens] = {"first": one.seconds - none.seconds, "further": further}
-            told = ", ".join(f"{_ms(cold.seconds)} with {cold.states or 'no'} states" for cold in of_length)
-            cost = f"the first state {_ms(one.seconds - none.seconds)}, each further one {_ms(further)}"
+            none, one, *_, most = cold = [c for c in mine.first_tokens if (c.case, c.tokens) == (COLD, each.tokens)]
+            first, further = one.seconds - none.seconds, (most.seconds - one.seconds) / max(most.states - one.states, 1)
+            prices[each.tokens] = {"first": first, "further": further}
+            told = ", ".join(f"{_ms(c.seconds)} with {c.states or 'no'} states" for c in cold)
+            cost = f"the first state {_ms(first)}, each further one {_ms(further)}"
             says.append(f"{each.tokens:,} cold tokens: {_ms(other.seconds)} / {told} ({cost})")
         elif each.case != COLD:
-            ratio = other.seconds / each.seconds
             found = f"{other.cached:,} / {each.cached:,} cached, {other.passes} / {each.passes} passes"
             took = f"{_ms(other.seconds)} / {_ms(each.seconds)} ({ratio:.2f}x; {found})"
             says.append(f"{each.case} behind {each.tokens:,} tokens: {took}")
         if each.case == WARM:  # the longest prefix comes last
             saves = bool(each.cached) and ratio >= SAVING
             numbers |= {"hits_save_time": saves, "warm_shared": each.tokens, "warm_ratio": ratio}
-    if mine.pace is not None and alone.pace is not None:
-        decode = alone.pace.decode / mine.pace.decode
-        says.append(f"decode: {_ms(alone.pace.decode)} / {_ms(mine.pace.decode)} a token ({decode:.2f}x)")
-        known = f"{_ms(mine.pace.floor)} a pass and {_ms(mine.pace.token)} a token"
-        says.append(f"pace learnt: {known if mine.pace.token else 'not yet known'}")
-        numbers |= {"decode_ratio": decode, "pace": mine.pace._asdict()}
+    if mine.pace and alone.pace:
+        decode = alone.pace["decode"] / mine.pace["decode"]
+        says.append(f"decode: {_ms(alone.pace['decode'])} / {_ms(mine.pace['decode'])} a token ({decode:.2f}x)")
+        known = f"{_ms(mine.pace['floor'])} a pass and {_ms(mine.pace['token'])} a token"
+        says.append(f"pace learnt: {known if mine.pace['token'] else 'not yet known'}")
+        numbers |= {"decode_ratio": decode, "pace": mine.pace}
     if "hits_save_time" in numbers:
         says.append(f"hits {'save' if numbers['hits_save_time'] else 'do not save'} time here")
     for name, result in (("alone", alone), ("seamark", mine)):

@@ -11,7 +11,6 @@ from engine_patches.gpu_check.drawn_models import FLASH_NEXT, KIMI_LINEAR, NEMOT
 from engine_patches.gpu_check.job import LaneJob
 
 BUDGET = 2048  # tokens that a step computes where prompts are not to be in one piece
-
 MTP = '{"method": "mtp", "num_speculative_tokens": 3}'
 
 RUNNER, KERNELS = "model runner", "kernels of prompts"  # of which a lane takes the other one

@@ -17,9 +17,7 @@ from engine_patches.gpu_check.job import LaneJob, LaneResult
 from engine_patches.settings import MODE_VARIABLE
 
 MIN_SECONDS = 15.0  # no engine is started with less time left
-
 LANE_SECONDS = 180.0  # that a lane has before parts of it are left out for the sake of later ones
-
 LIKE_ALONE = 3.0  # times as long as vLLM alone an engine with the patches may take: one that hangs leaves other lanes
 
 # The engine runs in the process itself, answers nobody else and asks nobody.
@@ -71,7 +69,8 @@ class Engines:
                 _command(job_file, result_file), env=environment, stdout=log, stderr=log, start_new_session=True
             )
             try:
-                while (status := _ended(process, 0.2)) is None and time.monotonic() - began < allowed:
+                while (status := process.poll()) is None and time.monotonic() - began < allowed:
+                    time.sleep(0.1)
                     written = result_file.stat().st_mtime_ns if result_file.exists() else 0
                     if written != seen:
                         seen = written
@@ -82,29 +81,22 @@ class Engines:
                     process.wait()
         if job.alone:
             self._alone_took = time.monotonic() - began
-        fault, from_outside = None, status is None or status in (-signal.SIGKILL, -signal.SIGTERM)
-        if status is None:
-            fault = f"the engine was ended after {allowed:.0f} s (more with --minutes)"
-        elif from_outside:
-            fault = f"the engine was killed ({signal.Signals(-status).name}; the kernel does so without memory)"
-        elif status:
-            fault = _last_error(log_file) or f"exit status {status}"
+        faults = {
+            None: f"the engine was ended after {allowed:.0f} s (more with --minutes)",
+            -signal.SIGKILL: "the engine was killed (SIGKILL; the kernel does so without memory)",
+            -signal.SIGTERM: "the engine was killed (SIGTERM)",
+        }
+        from_outside = status in faults
+        fault = faults[status] if from_outside else _last_error(log_file, status) if status else None
         yield ProcessEnd(pickle.loads(result_file.read_bytes()) if result_file.exists() else None, fault, from_outside)
-
-
-def _ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def _command(job_file: Path, result_file: Path) -> list[str]:
     return [sys.executable, "-m", "engine_patches.gpu_check.job", str(job_file), str(result_file)]
 
 
-def _last_error(log: Path) -> str:
-    """The last exception that a log names, with the line after it; empty if it names none."""
+def _last_error(log: Path, status: int) -> str:
+    """The last exception that a log names, with the line after it."""
     lines = log.read_text(errors="replace").splitlines()
     named = [number for number, line in enumerate(lines) if "Error: " in line or "Exception: " in line]
-    return " ".join(line.strip() for line in lines[named[-1] : named[-1] + 2]) if named else ""
+    return " ".join(line.strip() for line in lines[named[-1] : named[-1] + 2]) if named else f"exit status {status}"

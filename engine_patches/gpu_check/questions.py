@@ -24,13 +24,7 @@ DEFECTS = (OTHER_STATE, EARLY_STATE, SPOILED_STATE)
 FIRST, MORE, RESEND = "first questions", "more questions", "resent prompts"
 
 
-class Geometry(NamedTuple):
-    """The lengths of an engine's cache and passes, in tokens."""
-
-    block: int
-    alignment: int  # states are kept at multiples of it
-    budget: int  # of one pass
-    ahead: int = 0  # past a state, that a prefix has to share beside drafts
+Lengths = Mapping[str, Any]  # of an engine's cache and passes, in tokens, as in its facts: `LaneEngine.lengths`
 
 
 class Question(NamedTuple):
@@ -41,7 +35,7 @@ class Question(NamedTuple):
     hints: Sequence[int]  # positions, tokens
     known: int | None  # tokens up to which a state was asked for; None if that depends on the order of requests
 
-    def hit(self, facts: Mapping[str, Any]) -> int | None:
+    def hit(self, facts: Lengths) -> int | None:
         """Tokens that must come from the cache of an engine with these facts."""
         if self.known is None:
             return None
@@ -68,18 +62,18 @@ class Prompts:
         return self._draw.choices(self._ids, k=count)
 
 
-def sections(geometry: Geometry, few: bool) -> Sections:
+def sections(lengths: Lengths, few: bool) -> Sections:
     """All questions, the most valuable first; the last wave of a defect's section is the one to be asked with it."""
-    prompts, unit, block = Prompts(0), geometry.alignment, geometry.block
+    prompts, unit, block = Prompts(0), lengths["alignment"], lengths["block"]
     edges = _edges(prompts, (block - 1, block, block + 1), (block,))
-    asked = {FIRST: [*edges, *_several_boundaries(prompts, geometry), *_burst(prompts, geometry, 3)]}
-    asked |= _with_defects(prompts, geometry)
+    asked = {FIRST: [*edges, *_several_boundaries(prompts, lengths), *_burst(prompts, lengths, 3)]}
+    asked |= _with_defects(prompts, lengths)
     if not few:
         shared = [unit - 1, unit, unit + 1, 5 * unit + 3, block + 5 * unit + 7]
-        shared += [2 * block - 1, 2 * block, 2 * block + 1, geometry.budget + unit + 3]
-        bursts = [wave for _ in range(4) for wave in _burst(prompts, geometry, 6)]
+        shared += [2 * block - 1, 2 * block, 2 * block + 1, lengths["budget"] + unit + 3]
+        bursts = [wave for _ in range(2) for wave in _burst(prompts, lengths, 6)]
         asked[MORE] = [*_edges(prompts, shared, (block - 1, block + 1)), *bursts]
-    return asked | {RESEND: _resend(prompts, geometry)}
+    return asked | {RESEND: _resend(prompts, lengths)}
 
 
 def length_section(shared: int) -> str:
@@ -87,11 +81,11 @@ def length_section(shared: int) -> str:
     return f"{shared:,} shared tokens"
 
 
-def own_sections(geometry: Geometry, lengths: Sequence[int], ids: range, defects: bool = True) -> Sections:
+def own_sections(lengths: Lengths, shared_lengths: Sequence[int], ids: range, defects: bool = True) -> Sections:
     """Questions for a user's own model: the shortest shared length, the planted defects, the other lengths."""
     prompts = Prompts(0, ids)
-    first, *others = ({length_section(shared): _shared(prompts, shared, 29, 3)} for shared in sorted(lengths))
-    for each in ([_with_defects(prompts, geometry)] if defects else []) + others:
+    first, *others = ({length_section(shared): _shared(prompts, shared, 29, 3)} for shared in sorted(shared_lengths))
+    for each in ([_with_defects(prompts, lengths)] if defects else []) + others:
         first |= each
     return first
 
@@ -118,9 +112,9 @@ def _edges(prompts: Prompts, shared_lengths: Sequence[int], ends: Sequence[int])
     return [[question for wave in together for question in wave] for together in zip(*waves, strict=True)]
 
 
-def _several_boundaries(prompts: Prompts, geometry: Geometry) -> list[QuestionWave]:
+def _several_boundaries(prompts: Prompts, lengths: Lengths) -> list[QuestionWave]:
     """One request leaves four states; four others, sharing more and more, find one each."""
-    unit, block = geometry.alignment, geometry.block
+    unit, block = lengths["alignment"], lengths["block"]
     whole = prompts.tokens(2 * block + unit + 7)
     hints = [2 * unit + 3, block - unit, block + unit + 5, 2 * block]
     found = []
@@ -130,13 +124,13 @@ def _several_boundaries(prompts: Prompts, geometry: Geometry) -> list[QuestionWa
     return [[Question("four boundaries", whole, hints, 0)], found]
 
 
-def _burst(prompts: Prompts, geometry: Geometry, size: int) -> list[QuestionWave]:
+def _burst(prompts: Prompts, lengths: Lengths, size: int) -> list[QuestionWave]:
     """Prompts of all lengths at once, three times: cold, resent, and others with the same beginning."""
-    shared = prompts.between(geometry.alignment, 2 * geometry.block)
+    shared = prompts.between(lengths["alignment"], 2 * lengths["block"])
     prefix = prompts.tokens(shared)
     first, second = (
         [[*prefix, *prompts.tokens(prompts.between(1, longest))] for _ in range(size)]
-        for longest in (geometry.block, 8)
+        for longest in (lengths["block"], 8)
     )
     return [
         [Question(f"burst, cold, {shared} shared", whole, [shared, len(whole) - 1], None) for whole in first],
@@ -145,21 +139,19 @@ def _burst(prompts: Prompts, geometry: Geometry, size: int) -> list[QuestionWave
     ]
 
 
-def _resend(prompts: Prompts, geometry: Geometry) -> list[QuestionWave]:
+def _resend(prompts: Prompts, lengths: Lengths) -> list[QuestionWave]:
     """Identical prompts that end inside their first block: vLLM alone, blind to hints, resumes there too."""
-    drawn = [prompts.tokens(geometry.block * tenths // 10 + 5) for tenths in (3, 5, 7, 9)]
-    return [
-        [Question(f"{case}, {len(p)} tokens", p, [len(p) - 1], (len(p) - 1) * share) for p in drawn]
-        for share, case in enumerate(("cold", "resent"))
-    ]
+    drawn = [prompts.tokens(lengths["block"] * tenths // 10 + 5) for tenths in (3, 5, 7, 9)]
+    cold = [Question(f"{len(p)} tokens", p, [len(p) - 1], 0) for p in drawn]
+    return [cold, [question._replace(known=len(question.tokens) - 1) for question in cold]]
 
 
-def _with_defects(prompts: Prompts, geometry: Geometry) -> Sections:
+def _with_defects(prompts: Prompts, lengths: Lengths) -> Sections:
     """Requests that resume from a state with a neighbour one unit earlier, and cold ones that write states."""
-    shared = max(8 * geometry.alignment, 160) // geometry.alignment * geometry.alignment
+    shared = max(8 * lengths["alignment"], 160) // lengths["alignment"] * lengths["alignment"]
     asked: Sections = {}
     for defect in DEFECTS:
-        prefixes, hints = [prompts.tokens(shared) for _ in range(2)], [shared - geometry.alignment, shared]
+        prefixes, hints = [prompts.tokens(shared) for _ in range(2)], [shared - lengths["alignment"], shared]
         far = [Question(f"{FAR} tokens on", [*each, *prompts.tokens(FAR)], [shared], shared) for each in prefixes]
         if defect == SPOILED_STATE:
             asked[defect] = [[question._replace(known=0) for question in far]]

@@ -15,11 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, SPEED, WRONG, Check
+from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, WRONG, Check
 
 RIGHT, FAILED, UNPROVEN = 0, 1, 3  # exit statuses
-
-INDENT = 9  # columns before the text under a verdict
 
 SECRET = re.compile(r"token|key|secret|password", re.IGNORECASE)  # in the name of a flag
 URL = re.compile(r"\b\w+://[^\s'\",;]+")
@@ -45,9 +43,7 @@ class LaneReport(NamedTuple):
 
 def check_text(check: Check) -> str:
     """A check as a paragraph."""
-    space = " " * (INDENT + 2)
-    says = textwrap.wrap(check.says, 110, initial_indent=space, subsequent_indent=space)
-    return "\n".join([f"  {check.verdict:<{INDENT}}{check.name}", *says])
+    return textwrap.indent("\n".join([f"{check.verdict:<9}{check.name}", *textwrap.wrap(check.says, 110)]), "  ")
 
 
 def lane_text(report: LaneReport, place: str) -> str:
@@ -70,25 +66,24 @@ def sentence(lanes: Sequence[LaneReport], device: str, status: int) -> str:
     wrong = [lane.lane for lane in lanes if lane.verdict == WRONG]
     if wrong:
         return f"WRONG: {'; '.join(wrong)}; do not use Seamark here, and please report it with the file above."
-    right = sum(lane.verdict == OK for lane in lanes)
-    if status != RIGHT:
-        causes = [(lane, [c.says for c in lane.checks if c.verdict == NOT_RUN]) for lane in lanes]
-        unproven = [f"{lane.lane} ({(*says, 'did not run')[0]})" for lane, says in causes if lane.verdict == NOT_RUN]
-        so_far = f"{right} of {len(lanes)} lanes are right" if right else "no lane ran to its end"
-        return f"not proven: {'; '.join(unproven) or 'no lane was started'}; {so_far}{_speed_words(lanes)}."
-    where = "on this CPU, which says nothing about a GPU's kernels" if device == "cpu" else "on this GPU"
-    lanes_word = "the lane" if right == 1 else f"all {right} lanes"
-    return f"right: {lanes_word} ran and found exact answers {where}{_speed_words(lanes)}."
-
-
-def _speed_words(lanes: Sequence[LaneReport]) -> str:
-    for check in (check for lane in lanes for check in lane.checks):
-        numbers = check.numbers or {}
-        if check.name.startswith(SPEED) and "hits_save_time" in numbers:
-            verb = "save" if numbers["hits_save_time"] else "do not save"
+    speed = "speed was not compared"
+    for numbers in (check.numbers or {} for lane in lanes for check in lane.checks if speed.startswith("speed")):
+        if "hits_save_time" in numbers:
             warm = f"a first token behind {numbers['warm_shared']:,} shared tokens comes {numbers['warm_ratio']:.2f}x"
-            return f"; hits {verb} time here ({warm} as fast as with vLLM alone)"
-    return "; speed was not compared"
+            verb = "save" if numbers["hits_save_time"] else "do not save"
+            speed = f"hits {verb} time here ({warm} as fast as with vLLM alone)"
+    right = sum(lane.verdict == OK for lane in lanes)
+    if status == RIGHT:
+        where = "on this CPU, which says nothing about a GPU's kernels" if device == "cpu" else "on this GPU"
+        lanes_word = "the lane" if right == 1 else f"all {right} lanes"
+        return f"right: {lanes_word} ran and found exact answers {where}; {speed}."
+    unproven = [
+        f"{lane.lane} ({next((check.says for check in lane.checks if check.verdict == NOT_RUN), 'did not run')})"
+        for lane in lanes
+        if lane.verdict == NOT_RUN
+    ]
+    so_far = f"{right} of {len(lanes)} lanes are right" if right else "no lane ran to its end"
+    return f"not proven: {'; '.join(unproven) or 'no lane was started'}; {so_far}; {speed}."
 
 
 def content(
@@ -115,17 +110,13 @@ def write(file: Path, report: Mapping[str, Any]) -> None:
 
 def anonymous(value: Any) -> Any:
     """JSON without folders (of a path its last part stays), addresses, this host's name and this user's."""
-    if isinstance(value, str):
-        return _anonymous_text(value)
     if isinstance(value, Mapping):
         return {anonymous(key): anonymous(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [anonymous(each) for each in value]
-    return value
-
-
-def _anonymous_text(text: str) -> str:
-    text = ADDRESS.sub("ADDRESS", FOLDER.sub("", HOME.sub("~", URL.sub("URL", text))))
+    if not isinstance(value, str):
+        return value
+    text = ADDRESS.sub("ADDRESS", FOLDER.sub("", HOME.sub("~", URL.sub("URL", value))))
     for word, stands_for in ((platform.node(), "HOST"), (_user(), "USER")):
         if len(word) > 1 and word not in ("root", "localhost"):
             text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", stands_for, text)
@@ -141,8 +132,7 @@ def _user() -> str:
 
 def without_secrets(flags: Sequence[str]) -> list[str]:
     """vLLM's flags as the report shows them: what a flag for tokens, keys or passwords is given becomes `...`."""
-    shown: list[str] = []
-    hide = False
+    shown, hide = [], False
     for flag in flags:
         name, equals, _ = flag.partition("=")
         if flag.startswith("--"):

@@ -23,9 +23,7 @@ from engine_patches.gpu_check.job import (
     WARM,
     FirstTokens,
     LaneJob,
-    LanePasses,
     LaneResult,
-    MeasuredPace,
 )
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, WRONG, Check
 from engine_patches.gpu_check.lanes import Lane, lanes_of
@@ -36,7 +34,6 @@ from engine_patches.gpu_check.questions import (
     OTHER_STATE,
     SHARED_LENGTHS,
     TINY_IDS,
-    Geometry,
     Question,
     length_section,
     own_sections,
@@ -46,14 +43,14 @@ from engine_patches.gpu_check.report import LaneReport
 from engine_patches.gpu_check.runner import RUNNER_VARIABLE, Runner
 from engine_patches.settings import FULL, OFF, REFERENCE
 
-GEOMETRY = Geometry(block=384, alignment=16, budget=2048)
+LENGTHS = {"block": 384, "alignment": 16, "budget": 2048}
 
 FACTS: dict[str, Any] = {
     **{"device": "NVIDIA GB10", "machine": "aarch64", "capability": "sm_121", "driver": "580.95", "cuda": "13.0"},
     **{"torch": "2.13.0", "vllm": "0.32.0", "compiled": "VLLM_COMPILE", "graphs": "FULL_AND_PIECEWISE"},
     **{"asynchronous": True, "dtype": "torch.bfloat16", "exact": False, "hints_refused": None, "recurrent": True},
     **{"backends": ["FLASH_ATTN"], "patches_live": True, "writes_in_forward": True, "block": 384, "match_unit": 16},
-    **{"alignment": 16, "ahead": 0, "windows": False, "chunk": 64},
+    **{"alignment": 16, "budget": 2048, "ahead": 0, "windows": False, "chunk": 64},
 }
 
 LANES = lanes_of("cuda", quick=False)
@@ -80,8 +77,8 @@ def honest_result(job: LaneJob, changes: Any, length: int) -> LaneResult:
     asked: Any = job.sections
     if asked is None:
         lengths = [shared for shared in SHARED_LENGTHS if shared + 96 <= length]
-        own = job.own_model and own_sections(GEOMETRY, lengths, TINY_IDS, defects=not drafting)
-        asked = own or sections(GEOMETRY, few=True)
+        own = job.own_model and own_sections(LENGTHS, lengths, TINY_IDS, defects=not drafting)
+        asked = own or sections(LENGTHS, few=True)
     facts = {**FACTS, "runner": runner, "gdn_prefill": prefill, "drafts": drafting, "longest": length}
     result = LaneResult(facts, asked)
     rows = {(3, right): 1 for right in range(4)} if drafting else {}
@@ -98,7 +95,7 @@ def honest_result(job: LaneJob, changes: Any, length: int) -> LaneResult:
         result.answers[name] = answers
     if "prefix_match_unit" in job.arguments and job.alone:
         result.from_cache = [answer._replace(cached=16) for answer in result.answers[name]]
-    result.passes = [LanePasses("cold", 100, 0, 1, 1), LanePasses("warm", 100, 64, 1, 1)]
+    result.passes = [FirstTokens("cold", 100, 3, 0.1, 0, 1, 3), FirstTokens("warm", 100, 3, 0.1, 64, 1, 1)]
     if job.timed:
         slow = 2.0 if job.alone else 1.0
         for states in STATES[:1] if job.alone else STATES:
@@ -107,7 +104,7 @@ def honest_result(job: LaneJob, changes: Any, length: int) -> LaneResult:
         for shared in (shared for shared in SHARED_LENGTHS if shared + 96 <= length):
             for case, took in ((WARM, 0.1), (FAN_OUT, 2.0)):
                 result.first_tokens.append(FirstTokens(case, shared, 1, slow * took, shared, 1, 0))
-        result.pace = MeasuredPace(decode=0.01, floor=0.02, token=0.001)
+        result.pace = {"decode": 0.01, "floor": 0.02, "token": 0.001}
     return result
 
 
@@ -167,7 +164,7 @@ LATE = ProcessEnd(None, "the engine was ended after 60 s (more with --minutes)",
 other_tokens = changed(with_other_tokens)
 a_unit_short = changed(lambda answer: answer._replace(cached=max(answer.cached - 16, 0)))
 no_drafts_behind_hits = changed(lambda answer: answer._replace(verified={(3, 0): 4}) if answer.cached else answer)
-a_pass_more = has(passes=[LanePasses("cold", 100, 0, 1, 1), LanePasses("warm", 100, 64, 2, 1)])
+a_pass_more = has(passes=[FirstTokens("cold", 100, 3, 0.1, 0, 1, 3), FirstTokens("warm", 100, 3, 0.1, 64, 2, 1)])
 
 
 def checks_of(lane: Lane, engines: ToldEngines) -> list[Check]:
@@ -209,7 +206,7 @@ FAULTS: list[tuple[Sequence[Lane], dict[str, Any], str, str, str]] = [
     (LANES, {"alone": fact(exact=True), "patched": changed(off_by(0.001))}, WRONG, "exactness", "off by 0.001"),
     (LANES, {"patched": a_unit_short}, WRONG, "exactness", "tokens from the cache instead of"),
     (LANES, {"patched": blind}, NOT_RUN, "the check can see", "not noticed: another prefix's state, a state one unit"),
-    (LANES, {"patched": a_pass_more}, WRONG, "forward passes", "1 / 2 for 100 tokens"),
+    (LANES, {"patched": a_pass_more}, WRONG, "forward passes", "1 / 2 of 100 tokens"),
     (LANES, {"patched": fact(patches_live=False)}, WRONG, "environment", "the patches are not live"),
     (LANES, {"patched": fact(writes_in_forward=False)}, WRONG, "environment", "each costs a pass of its own"),
     (LANES, {"patched": fact(gdn_prefill=["?"])}, NOT_RUN, "environment", "vLLM alone ran another way"),
@@ -347,7 +344,7 @@ def test_each_check_is_printed_and_written_as_soon_as_it_is_known(gpu_check, cap
             for end in super().run(name, job, *args):
                 if not job.alone:
                     first = {FIRST: end.result.answers[FIRST]}
-                    yield ProcessEnd(replace(end.result, answers=first, passes=[], pace=None), over=False)
+                    yield ProcessEnd(replace(end.result, answers=first, passes=[], pace={}), over=False)
                     written = json.loads((tmp_path / "seamark-gpu-check.json").read_text())
                     seen.append((capsys.readouterr().out, written["results"][0]["checks"][1], written["exit"]))
                 yield end
@@ -410,7 +407,7 @@ def test_a_users_own_model_is_checked_at_each_length_that_fits(gpu_check):
 def out_of_time(result: LaneResult) -> ProcessEnd:
     some = {name: result.answers[name] for name in list(result.answers)[:2]}
     left_out = [length_section(2000), "pace"]
-    return ProcessEnd(replace(result, answers=some, first_tokens=[], passes=[], pace=None, left_out=left_out))
+    return ProcessEnd(replace(result, answers=some, first_tokens=[], passes=[], pace={}, left_out=left_out))
 
 
 FIRST_LENGTH = "exactness, 163 shared tokens"

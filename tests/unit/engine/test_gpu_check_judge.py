@@ -13,21 +13,20 @@ from engine_patches.gpu_check.questions import (
     FIRST,
     RESEND,
     SHARED_LENGTHS,
-    Geometry,
     Question,
     length_section,
     own_sections,
     sections,
 )
 
-GEOMETRY = Geometry(block=384, alignment=16, budget=2048)
+LENGTHS = {"block": 384, "alignment": 16, "budget": 2048}
 
 
 def test_questions_are_the_same_each_time_and_the_few_that_prove_most_come_first():
-    asked = sections(GEOMETRY, few=False)
-    assert asked == sections(GEOMETRY, few=False)
+    asked = sections(LENGTHS, few=False)
+    assert asked == sections(LENGTHS, few=False)
     assert list(asked)[:4] == [FIRST, *DEFECTS] and len([q for waves in asked.values() for w in waves for q in w]) > 100
-    assert asked.keys() > sections(GEOMETRY, few=True).keys() == {FIRST, *DEFECTS, RESEND}
+    assert asked.keys() > sections(LENGTHS, few=True).keys() == {FIRST, *DEFECTS, RESEND}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ def test_questions_are_the_same_each_time_and_the_few_that_prove_most_come_first
     ],
 )
 def test_a_question_owes_the_last_aligned_state_before_what_it_computes(ahead, hits):
-    waves = sections(GEOMETRY, few=True)[FIRST]
+    waves = sections(LENGTHS, few=True)[FIRST]
     facts = {"ahead": ahead, "alignment": 16}
     owed = {question.case: question.hit(facts) for wave in waves for question in wave}
     assert hits == {case: owed[case] for case in hits}
@@ -48,14 +47,14 @@ def test_a_question_owes_the_last_aligned_state_before_what_it_computes(ahead, h
 
 
 def test_an_own_models_questions_share_each_length_and_name_ordinary_tokens():
-    asked = own_sections(GEOMETRY, (2000, 163), range(1000, 2000))
+    asked = own_sections(LENGTHS, (2000, 163), range(1000, 2000))
     assert list(asked) == [length_section(163), *DEFECTS, length_section(2000)]
     for shared in (163, 2000):
         (cold,), (warm, other), (again,) = asked[length_section(shared)]
         assert cold.tokens[:shared] == warm.tokens[:shared] == other.tokens[:shared]
         assert cold.tokens[shared] != warm.tokens[shared] and again.tokens == warm.tokens
         assert all(1000 <= token < 2000 for token in [*cold.tokens, *warm.tokens, *other.tokens])
-    assert SHARED_LENGTHS == (163, 2000, 8000, 32000) and not {*own_sections(GEOMETRY, (163,), range(9), False)} & {
+    assert SHARED_LENGTHS == (163, 2000, 8000, 32000) and not {*own_sections(LENGTHS, (163,), range(9), False)} & {
         *DEFECTS
     }
 
