@@ -18,7 +18,10 @@ from engine_patches.gpu_check.questions import DEFECTS, RESEND, SPOILED_STATE
 
 OK, WRONG, NOT_RUN, LEFT_OUT = "ok", "WRONG", "not run", "left out"
 
-EXACTNESS, SPEED = "exactness, ", "speed, "  # the beginnings of checks' names
+EXACTNESS = "exactness, "  # the beginning of checks' names
+
+# Logprobs that may be off: a logit between 8 and 16 has steps of .06 in bfloat16.
+EXACT, ROUNDED = 1e-4, 0.25
 
 SAVING = 1.05  # times as fast as vLLM alone: less is noise
 BEYOND = 2.0  # times the scatter, which is a sample: more is clearly beyond it
@@ -46,23 +49,7 @@ class Difference(NamedTuple):
     """How an answer differs from the reference's."""
 
     token: int | None  # index of the first token that differs
-    tie: float  # logprob by which the reference prefers its own token there at least, 0 if no token differs
-    error: float  # largest difference of a logprob, up to and including that token
-
-
-class Bound(NamedTuple):
-    """What counts as the same answer."""
-
-    error: float  # of a logprob
-    tie: float  # logprob by which the reference may prefer its own token to the one that rounding chose
-
-    def accepts(self, difference: Difference) -> bool:
-        """Whether an answer may pass."""
-        return difference.error <= self.error and (difference.token is None or difference.tie < self.tie)
-
-
-EXACT = Bound(error=1e-4, tie=0.0)
-ROUNDED = Bound(error=0.25, tie=0.25)  # a logit between 8 and 16 has steps of .06 in bfloat16
+    error: float  # largest difference of a logprob, up to and including that token: half a lost tie's gap at least
 
 
 def compare(answer: CheckedAnswer, reference: CheckedAnswer) -> Difference:
@@ -75,8 +62,8 @@ def compare(answer: CheckedAnswer, reference: CheckedAnswer) -> Difference:
         pairs = [(top.get(each, last), wanted_top.get(each, wanted_last)) for each in {*top, *wanted_top}]
         error = max(error, *(abs(mine - theirs) for mine, theirs in pairs))
         if token != wanted:
-            return Difference(index, wanted_top[wanted] - wanted_top.get(token, wanted_last), error)
-    return Difference(None, 0.0, error)
+            return Difference(index, error)
+    return Difference(None, error)
 
 
 class Differences(list[Difference]):
@@ -87,16 +74,16 @@ class Differences(list[Difference]):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """How many answers have another token, at which ties, and how far logprobs are off."""
-        worst = {name: max((getattr(each, name) for each in self), default=0.0) for name in ("tie", "error")}
-        return {"answers": len(self), "other_tokens": sum(each.token is not None for each in self), **worst}
+        """How many answers have another token, and how far logprobs are off."""
+        parted, error = sum(each.token is not None for each in self), max((each.error for each in self), default=0.0)
+        return {"answers": len(self), "other_tokens": parted, "error": error}
 
-    def refused(self, bound: Bound) -> int:
-        """How many answers may not pass."""
-        return sum(not bound.accepts(difference) for difference in self)
+    def beyond(self, bound: float) -> int:
+        """How many answers are off by more."""
+        return sum(difference.error > bound for difference in self)
 
     def __str__(self) -> str:
-        said = "{other_tokens} of {answers} with another token at ties of {tie:.2g}, logprobs off by {error:.2g}"
+        said = "{other_tokens} of {answers} answers with another token, logprobs off by {error:.2g}"
         return said.format(**self.numbers)
 
 
@@ -111,17 +98,16 @@ class Scatter:
 
     def verdict(self, differences: Differences) -> str:
         """Of answers that differ so from the reference's."""
-        beyond, own = differences.refused(self.bound), self.own.numbers
+        beyond, far = differences.beyond(self.bound), BEYOND * max(self.bound, self.own.numbers["error"])
         if not beyond:
             return OK
-        limit = Bound(BEYOND * max(self.bound.error, own["error"]), BEYOND * max(self.bound.tie, own["tie"]))
-        usual = self.own.refused(self.bound) / max(len(self.own), 1)
+        usual = self.own.beyond(self.bound) / max(len(self.own), 1)
         many = beyond > BEYOND * usual * len(differences) + FEW
-        return WRONG if self.bound is EXACT or many or differences.refused(limit) else NOT_RUN
+        return WRONG if self.bound == EXACT or many or differences.beyond(far) else NOT_RUN
 
     def __str__(self) -> str:
         itself = f"vLLM alone differs from itself so: {self.own}; " if self.own else ""
-        return f"{itself}the bound is {self.bound.error:g}"
+        return f"{itself}the bound is {self.bound:g}"
 
 
 def checks(lane: str, mine: LaneResult, alone: LaneResult, own_model: bool, over: bool) -> Iterator[Check]:
@@ -157,11 +143,11 @@ def exactness(
         hit = question.hit(mine.facts)
         if hit is not None and not is_owed(answer.cached, hit):
             missed.append(f"{question.case}: {answer.cached} tokens from the cache instead of {hit}")
-        if not scatter.bound.accepts(difference):
+        if difference.error > scatter.bound:
             wrong.append(f"{question.case}: token {difference.token}, logprobs off by {difference.error:.2g}")
     verdict, hits = scatter.verdict(differences), sum(bool(answer.cached) for answer in answers)
-    says = f"{hits} answers from the cache; {differences}"
-    if verdict != OK or scatter.bound is not EXACT:
+    says = f"{hits} from the cache; {differences}"
+    if verdict != OK or scatter.bound != EXACT:
         says += f"; {scatter}"
     if verdict == NOT_RUN:
         says = f"not proven, since vLLM alone is no steadier: {says}"
@@ -169,7 +155,7 @@ def exactness(
         verdict = NOT_RUN if own_model else WRONG
     if faults := [*missed, *wrong]:
         says += f"; {len(missed)} wrong hits, {len(wrong)} answers beyond the bound: {'; '.join(faults[:3])}"
-    numbers = {"seamark": differences.numbers, "vllm_alone": scatter.own.numbers, "bound": scatter.bound._asdict()}
+    numbers = {"seamark": differences.numbers, "vllm_alone": scatter.own.numbers, "bound": scatter.bound}
     return Check(check, verdict, says, {**numbers, "from_cache": hits, "wrong_hits": missed, "wrong_answers": wrong})
 
 
@@ -214,7 +200,7 @@ def block_copy(lane: str, mine: LaneResult, alone: LaneResult) -> Check:
     scatter = Scatter(alone)
     cured = exactness("", RESEND, mine, alone, scatter).verdict
     resumed = [pair for pair in zip(alone.from_cache, alone.answers[RESEND], strict=False) if pair[0].cached]
-    bad = sum(not scatter.bound.accepts(compare(*pair)) for pair in resumed)
+    bad = sum(compare(*pair).error > scatter.bound for pair in resumed)
     says = f"vLLM alone gives {bad} of {len(resumed)} resent answers wrong; with the patches: {cured}"
     numbers = {"untouched_wrong": bad, "resent": len(resumed), "cured": cured}
     return Check(f"block copy, {lane}", cured if resumed else NOT_RUN, says, numbers)
@@ -222,10 +208,10 @@ def block_copy(lane: str, mine: LaneResult, alone: LaneResult) -> Check:
 
 def acceptance(lane: str, mine: LaneResult, alone: LaneResult) -> Check:
     """Drafts behind hits must be right as often as those of vLLM alone without its cache at the same questions."""
-    pairs = [pair for name in mine.answers for pair in zip(mine.answers[name], alone.answers[name], strict=True)]
+    pairs = [pair for name in mine.answers for pair in zip(alone.answers[name], mine.answers[name], strict=True)]
     shares, drafted = [], 0
-    for which in (1, 0):
-        rows = [row for pair in pairs if pair[0].cached for row in pair[which].verified.items()]
+    for which in (0, 1):
+        rows = [row for pair in pairs if pair[1].cached for row in pair[which].verified.items()]
         drafted = sum(drafts * times for (drafts, _), times in rows)
         shares.append(sum(right * times for (_, right), times in rows) / max(drafted, 1))
     cold, behind = shares
@@ -270,7 +256,7 @@ def speed(lane: str, mine: LaneResult, alone: LaneResult) -> Check:
         says.append(f"hits {'save' if numbers['hits_save_time'] else 'do not save'} time here")
     for name, result in (("alone", alone), ("seamark", mine)):
         numbers[name] = [each._asdict() for each in result.first_tokens]
-    return Check(SPEED + lane, OK, "; ".join(says), numbers)
+    return Check(f"speed, {lane}", OK, "; ".join(says), numbers)
 
 
 def _ms(seconds: float) -> str:

@@ -5,27 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from engine_patches.gpu_check import judge
-from engine_patches.gpu_check.job import COLD_LENGTHS, LaneJob, LaneResult
+from engine_patches.gpu_check.job import COLD_LENGTHS, LaneResult
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, WRONG, Check
 from engine_patches.gpu_check.lanes import KERNELS, RUNNER, Lane
-from engine_patches.gpu_check.processes import ProcessEnd
+from engine_patches.gpu_check.processes import Engines
 from engine_patches.gpu_check.questions import MORE, RESEND, SHARED_LENGTHS, length_section
 from engine_patches.settings import DRAFTS, FULL, OFF, REFERENCE
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 FLASHINFER, TRITON = ["flashinfer"], ["triton"]
-
-
-class Starts(Protocol):
-    """What starts an engine: its result each time that it has grown, and last with the engine's end."""
-
-    def run(
-        self, name: str, job: LaneJob, mode: str, changes: Mapping[str, str] = ..., /
-    ) -> Generator[ProcessEnd, None, None]: ...
 
 
 class _LaneEnd(Exception):
@@ -39,7 +31,7 @@ class _LaneEnd(Exception):
 class Runner:
     """Runs lanes one by one, and remembers what vLLM chose by itself."""
 
-    def __init__(self, engines: Starts) -> None:
+    def __init__(self, engines: Engines) -> None:
         self._engines = engines
         self._chosen: dict[str, Mapping[str, Any]] = {}  # facts by family
 
@@ -57,16 +49,14 @@ class Runner:
     def _checks(self, lane: Lane, model: Path | str) -> Iterator[Check]:
         if lane.wants_gpu:
             raise _LaneEnd(NOT_RUN, "its kernels are for a GPU alone")
-        lane, name, wanted, changes = self._other(lane)
+        (lane, wanted, changes), name = self._other(lane), lane.name
         # On a CPU vLLM alone dies of a prompt longer than a block unless that is cured.
         mode = REFERENCE if lane.on_cpu else OFF
         *_, end = self._engines.run(f"{name} alone", lane.job(model, alone=True), mode, changes)
-        alone = end.result
-        if alone is None or not alone.answers:
-            says = _unfit(lane, alone.facts, wanted) if alone and alone.facts else None
-            raise _LaneEnd(NOT_RUN, says or f"vLLM alone does not run here like this: {end.fault}")
-        if unfit := _unfit(lane, alone.facts, wanted):
-            raise _LaneEnd(NOT_RUN, unfit)
+        alone = end.result or LaneResult()
+        unfit = _unfit(lane, alone.facts, wanted) if alone.facts else None
+        if unfit or not alone.answers:
+            raise _LaneEnd(NOT_RUN, unfit or f"vLLM alone does not run here like this: {end.fault}")
         self._chosen.setdefault(lane.family, alone.facts)
         asked = {section: waves for section, waves in alone.sections.items() if section in alone.answers}
         job = lane.job(model)._replace(sections=asked)
@@ -86,20 +76,20 @@ class Runner:
             yield judge.block_copy(name, mine, alone)
         yield from _left_out(lane, name, mine, alone)
 
-    def _other(self, lane: Lane) -> tuple[Lane, str, Mapping[str, Any], Mapping[str, str]]:
-        """The lane with the flags it takes, its name, facts it is meant for, and changes of the environment."""
+    def _other(self, lane: Lane) -> tuple[Lane, Mapping[str, Any], Mapping[str, str]]:
+        """The lane with the flags it takes, facts it is meant for, and changes of the environment."""
         if lane.other is None:
-            return lane, lane.name, {}, {}
+            return lane, {}, {}
         chosen = self._chosen.get(lane.family)
         if chosen is None:
             raise _LaneEnd(NOT_RUN, f"what vLLM chooses by itself is not known: no lane of {lane.family} ran before")
         if lane.other == RUNNER:
             runner = "V1" if chosen["runner"] == "V2" else "V2"
-            return lane, lane.name, {"runner": runner}, {RUNNER_VARIABLE: str(int(runner == "V2"))}
+            return lane, {"runner": runner}, {RUNNER_VARIABLE: str(int(runner == "V2"))}
         if lane.other == KERNELS and chosen["gdn_prefill"] != FLASHINFER:
             raise _LaneEnd(LEFT_OUT, f"there is no other: without FlashInfer's vLLM took {chosen['gdn_prefill']}")
         flags = ("--additional-config", '{"gdn_prefill_backend": "triton"}', *lane.flags)
-        return lane._replace(flags=flags), lane.name, {"gdn_prefill": TRITON}, {}
+        return lane._replace(flags=flags), {"gdn_prefill": TRITON}, {}
 
 
 def _unfit(lane: Lane, facts: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
@@ -110,9 +100,8 @@ def _unfit(lane: Lane, facts: Mapping[str, Any], wanted: Mapping[str, Any]) -> s
         return "vLLM ran without CUDA graphs, which this lane is for"
     if facts["drafts"] != (lane.drafts is not None):
         return f"vLLM {'drafts' if facts['drafts'] else 'does not draft'} tokens with this configuration"
-    return next(
-        (f"vLLM took {facts[name]} instead of {each}" for name, each in wanted.items() if facts[name] != each), None
-    )
+    taken = (f"vLLM took {facts[name]} instead of {each}" for name, each in wanted.items() if facts[name] != each)
+    return next(taken, None)
 
 
 def _left_out(lane: Lane, name: str, mine: LaneResult, alone: LaneResult) -> Iterator[Check]:

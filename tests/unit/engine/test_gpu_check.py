@@ -111,7 +111,7 @@ def honest_result(job: LaneJob, changes: Any, length: int) -> LaneResult:
 Fault = Callable[[LaneResult], ProcessEnd] | ProcessEnd
 
 
-class ToldEngines:
+class ToldEngines(Engines):
     """Engines that answer rightly, but for those whose name has one of `faults` in it."""
 
     def __init__(self, faults: dict[str, Fault] | None = None, length: int = 4096):

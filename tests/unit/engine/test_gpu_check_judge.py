@@ -65,13 +65,14 @@ def answer(*tokens: int, second: int = 9, gap: float = 0.5) -> CheckedAnswer:
 
 
 def test_answers_are_compared_up_to_the_first_other_token():
-    assert compare(answer(1, 2, 3), answer(1, 2, 3)) == Difference(None, 0.0, 0.0)
-    assert compare(answer(1, 9, 3, second=2), answer(1, 2, 3)) == Difference(1, 0.5, 0.5)
+    assert compare(answer(1, 2, 3), answer(1, 2, 3)) == Difference(None, 0.0)
+    assert compare(answer(1, 9, 3, second=2), answer(1, 2, 3)) == Difference(1, 0.5)
     close = compare(answer(1, 9, second=2, gap=0.05), answer(1, 2, gap=0.05))
-    assert (close.token, round(close.tie, 6), round(close.error, 6)) == (1, 0.05, 0.05)
+    assert (close.token, round(close.error, 6)) == (1, 0.05)
+    assert compare(answer(1, second=8, gap=2.0), answer(1, second=9, gap=3.0)) == Difference(None, 1.0)
 
 
-SAME, TIED, OFF, FAR = Difference(None, 0, 0.02), Difference(3, 0.1, 0.1), Difference(None, 0, 0.4), Difference(3, 2, 2)
+SAME, TIED, OFF, FAR = Difference(None, 0.02), Difference(3, 0.1), Difference(None, 0.4), Difference(3, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ SAME, TIED, OFF, FAR = Difference(None, 0, 0.02), Difference(3, 0.1, 0.1), Diffe
     ],
 )
 def test_beyond_the_bound_only_what_is_clearly_beyond_vllms_own_scatter_is_wrong(bound, own, differences, verdict):
-    scatter = Scatter(LaneResult({"exact": bound is EXACT}))
+    scatter = Scatter(LaneResult({"exact": bound == EXACT}))
     scatter.own.extend(own)
     asked = Differences([], [])
     asked.extend(differences)
@@ -96,8 +97,8 @@ def test_beyond_the_bound_only_what_is_clearly_beyond_vllms_own_scatter_is_wrong
 
 def test_the_scatter_is_what_vllm_alone_answers_otherwise_the_second_time():
     again = LaneResult({"exact": False}, {}, {FIRST: [answer(1, 2)]}, {FIRST: [answer(1, 9, second=2)]})
-    assert Scatter(again).own == [Difference(1, 0.5, 0.5)]
-    assert str(Scatter(again)).startswith("vLLM alone differs from itself so: 1 of 1 with another token")
+    assert Scatter(again).own == [Difference(1, 0.5)]
+    assert str(Scatter(again)).startswith("vLLM alone differs from itself so: 1 of 1 answers with another token")
 
 
 def test_the_block_copy_is_wrong_only_if_its_cure_fails():
