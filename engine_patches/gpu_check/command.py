@@ -25,9 +25,8 @@ from engine_patches.gpu_check import report
 from engine_patches.gpu_check.drawn_models import write_config
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, WRONG, Check
 from engine_patches.gpu_check.lanes import MTP, Lane, lanes_of
-from engine_patches.gpu_check.processes import Engines
 from engine_patches.gpu_check.report import UNPROVEN, LaneReport
-from engine_patches.gpu_check.runner import Runner
+from engine_patches.gpu_check.runner import Engines, Runner
 
 MINUTES, OWN_MINUTES = 40.0, 60.0  # a model of real size takes long to load
 HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # in a configuration: layers that draft tokens, by family
@@ -209,9 +208,7 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise Interrupted(number)
 
-    before = {each: signal.signal(each, stop) for each in SIGNALS}
-    try:
+    with contextlib.ExitStack() as stack:
+        for each in SIGNALS:
+            stack.callback(signal.signal, each, signal.signal(each, stop))
         yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

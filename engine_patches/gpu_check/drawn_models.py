@@ -11,9 +11,7 @@ from typing import Any
 from engine_patches.commands.model import FAMILIES, VOCABULARY
 
 NEMOTRON, QWEN, FLASH_NEXT, KIMI_LINEAR = "nemotron_h", "qwen3_next", "qwen4_exp", "kimi_linear"
-
 ARCHITECTURES = {NEMOTRON: "NemotronHForCausalLM", QWEN: "Qwen3NextForCausalLM"}
-
 OF_BOTH = """{"vocab_size": %d, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
  "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "torch_dtype": "bfloat16",
  "tie_word_embeddings": false, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -40,7 +38,6 @@ CONFIGS = {
 
 # A head forgets with exp(-A * softplus(gate + dt_bias)) a token, gates being drawn around 0: in 150 to 1,500 tokens.
 A, DT_BIAS = (0.1, 1.0), -5.0
-
 LOGIT_STD = 3.0  # the best token is clear, and a rounded logprob stays a small one
 
 

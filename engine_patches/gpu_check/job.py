@@ -34,11 +34,8 @@ from engine_patches.scheduler.step_time import StepTime
 ODD_BUDGET, OWN_ODD_BUDGET = 250, 1000  # tokens of a step, no multiples of any chunk; the second for long prompts
 FEW_LENGTHS = 2  # the shared lengths when there are to be fewer cases
 ORDINARY_TOKENS = 1000  # ids that may be special tokens
-
 COLD, WARM, FAN_OUT = "cold", "warm", "four at once"
-
 COLD_LENGTHS, STATES = (500, 2000, 8000), (0, 1, 3, 8)  # tokens of cold prompts, and states that each of them leaves
-
 OWN_TOKENS, DECODED = 32, 32  # tokens that a timed prompt does not share, and those whose decoding is timed
 FAN = 4  # requests at once
 REPEATS, LONG = 3, 2048  # the median of so many counts; cases that share more tokens are timed once

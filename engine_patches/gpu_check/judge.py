@@ -17,12 +17,10 @@ from engine_patches.gpu_check.job import COLD, WARM, LaneResult
 from engine_patches.gpu_check.questions import DEFECTS, RESEND, SPOILED_STATE
 
 OK, WRONG, NOT_RUN, LEFT_OUT = "ok", "WRONG", "not run", "left out"
-
 EXACTNESS = "exactness, "  # the beginning of checks' names
 
 # Logprobs that may be off: a logit between 8 and 16 has steps of .06 in bfloat16.
 EXACT, ROUNDED = 1e-4, 0.25
-
 SAVING = 1.05  # times as fast as vLLM alone: less is noise
 BEYOND = 2.0  # times the scatter, which is a sample: more is clearly beyond it
 FEW = 3  # answers beyond the bound that prove nothing yet

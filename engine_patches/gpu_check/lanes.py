@@ -12,18 +12,12 @@ from engine_patches.gpu_check.job import LaneJob
 
 BUDGET = 2048  # tokens that a step computes where prompts are not to be in one piece
 MTP = '{"method": "mtp", "num_speculative_tokens": 3}'
-
 RUNNER, KERNELS = "model runner", "kernels of prompts"  # of which a lane takes the other one
 
 # Small enough to find room beside a server that is running on the same GPU.
 ARGUMENTS: Mapping[str, Any] = {
-    "skip_tokenizer_init": True,
-    "load_format": "dummy",
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 8192,
-    "kv_cache_memory_bytes": 1 << 30,
-    "gpu_memory_utilization": 0.03,
-    "mamba_ssm_cache_dtype": "float32",
+    **{"skip_tokenizer_init": True, "load_format": "dummy", "mamba_ssm_cache_dtype": "float32", "max_num_seqs": 16},
+    **{"max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.03},
 }
 
 

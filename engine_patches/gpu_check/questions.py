@@ -12,17 +12,14 @@ from typing import Any, NamedTuple
 from engine_patches.commands.model import SPECIAL_TOKENS, VOCABULARY
 
 SHARED_LENGTHS = (163, 2000, 8000, 32000)  # tokens that prompts for a user's own model, and timed ones, share
-
 NEW_TOKENS = 32  # greedy tokens of every compared answer
 NEAR, FAR = 2, 150  # tokens between a state and the answer
-
 OTHER_STATE, EARLY_STATE = "another prefix's state", "a state one unit early"
 SPOILED_STATE = "a cold request's own state spoiled by its writes"
 DEFECTS = (OTHER_STATE, EARLY_STATE, SPOILED_STATE)
 
 # Sections; every defect has one more. A few questions prove most, so they come first.
 FIRST, MORE, RESEND = "first questions", "more questions", "resent prompts"
-
 
 Lengths = Mapping[str, Any]  # of an engine's cache and passes, in tokens, as in its facts: `LaneEngine.lengths`
 
@@ -46,7 +43,6 @@ class Question(NamedTuple):
 
 QuestionWave = list[Question]  # asked at once; waves follow each other
 Sections = dict[str, list[QuestionWave]]
-
 
 TINY_IDS = range(len(SPECIAL_TOKENS), VOCABULARY)  # the token ids that prompts are drawn from
 

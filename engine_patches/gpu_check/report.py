@@ -1,11 +1,12 @@
 """The report of `seamark gpu-check`: on the screen lane by lane, and one file that can go into a bug report.
 
-The file names no host, no user and no folder, and holds no prompt. It is written again after each lane, so that it
-says what is known even if the check is killed.
+The file names no host, no user and no folder, and holds no prompt. It is written again after each check,
+so that it says what is known even if the command is killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import platform
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, WRONG, Check
 
 RIGHT, FAILED, UNPROVEN = 0, 1, 3  # exit statuses
-
 SECRET = re.compile(r"token|key|secret|password", re.IGNORECASE)  # in the name of a flag
 URL = re.compile(r"\b\w+://[^\s'\",;]+")
 HOME = re.compile(r"/(?:home|Users)/[^\s/'\",:;()]+")
@@ -43,7 +43,8 @@ class LaneReport(NamedTuple):
 
 def check_text(check: Check) -> str:
     """A check as a paragraph."""
-    return textwrap.indent("\n".join([f"{check.verdict:<9}{check.name}", *textwrap.wrap(check.says, 110)]), "  ")
+    says = textwrap.indent(textwrap.fill(check.says, 110), " " * 11)
+    return f"  {check.verdict:<9}{check.name}\n{says}"
 
 
 def lane_text(report: LaneReport, place: str) -> str:
@@ -124,10 +125,9 @@ def anonymous(value: Any) -> Any:
 
 
 def _user() -> str:
-    try:
+    with contextlib.suppress(KeyError, OSError):  # no entry for this id, as in many containers
         return getpass.getuser()
-    except (KeyError, OSError):  # no entry for this id, as in many containers
-        return ""
+    return ""
 
 
 def without_secrets(flags: Sequence[str]) -> list[str]:

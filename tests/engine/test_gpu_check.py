@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from engine_patches.gpu_check import command, processes
+from engine_patches.gpu_check import command, runner
 from engine_patches.gpu_check.command import own_lanes
 from engine_patches.gpu_check.judge import LEFT_OUT, OK
-from engine_patches.gpu_check.processes import Engines, ProcessEnd
 from engine_patches.gpu_check.questions import DEFECTS, FAR, FIRST, RESEND
-from engine_patches.gpu_check.runner import Runner
+from engine_patches.gpu_check.runner import Engines, ProcessEnd, Runner
 from proxy.bench.harness.servers import NEMOTRON_H, generated_model
 
 LANE = "nemotron_h float32"
@@ -105,7 +104,7 @@ def test_an_engine_with_a_planted_defect_is_found_wrong(rehearsal, monkeypatch, 
 def test_an_own_models_drafts_are_held_to_those_of_vllm_alone_with_drafts(monkeypatch, tmp_path):
     """With the stand-ins for kernels that drafts need on a CPU."""
     line = [sys.executable, "-m", "tests.harness.draft_job"]
-    monkeypatch.setattr(processes, "_command", lambda job, result: [*line, str(job), str(result)])
+    monkeypatch.setattr(runner, "_command", lambda job, result: [*line, str(job), str(result)])
     model = str(generated_model(print, NEMOTRON_H, mtp=True))
     flags = ["--max-model-len", "2048", "--skip-tokenizer-init", "--max-num-seqs", "8"]
     lane = own_lanes(model, flags, "cpu", True, None)[1]._replace(timed=False)

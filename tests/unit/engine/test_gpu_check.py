@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine_patches.gpu_check import command, processes, report
+from engine_patches.gpu_check import command, report, runner
 from engine_patches.gpu_check.engine import CheckedAnswer, LaneEngine
 from engine_patches.gpu_check.job import (
     COLD,
@@ -27,7 +27,6 @@ from engine_patches.gpu_check.job import (
 )
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, WRONG, Check
 from engine_patches.gpu_check.lanes import Lane, lanes_of
-from engine_patches.gpu_check.processes import Engines, ProcessEnd
 from engine_patches.gpu_check.questions import (
     DEFECTS,
     FIRST,
@@ -40,7 +39,7 @@ from engine_patches.gpu_check.questions import (
     sections,
 )
 from engine_patches.gpu_check.report import LaneReport
-from engine_patches.gpu_check.runner import RUNNER_VARIABLE, Runner
+from engine_patches.gpu_check.runner import RUNNER_VARIABLE, Engines, ProcessEnd, Runner
 from engine_patches.settings import FULL, OFF, REFERENCE
 
 LENGTHS = {"block": 384, "alignment": 16, "budget": 2048}
@@ -554,10 +553,10 @@ KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 def test_what_an_engine_saved_is_there_however_it_ends(
     monkeypatch, tmp_path, code, seconds, facts, words, from_outside
 ):
-    monkeypatch.setattr(processes, "_command", lambda job, result: [sys.executable, "-c", code, str(job), str(result)])
-    monkeypatch.setattr(processes, "MIN_SECONDS", 0.1)
+    monkeypatch.setattr(runner, "_command", lambda job, result: [sys.executable, "-c", code, str(job), str(result)])
+    monkeypatch.setattr(runner, "MIN_SECONDS", 0.1)
     engines = Engines(tmp_path, on_cpu=False, seconds=seconds)
-    *grown, outcome = engines.run("an engine", LaneJob({}, alone=True), REFERENCE)
+    *grown, outcome = engines.run("an engine", LaneJob({}, alone=True), REFERENCE, {})
     assert outcome.over and not any(each.over for each in grown)
     assert outcome.result == (None if facts is None else LaneResult(facts)) and outcome.from_outside == from_outside
     assert outcome.fault == words if words is None else words in (outcome.fault or "")
@@ -566,8 +565,8 @@ def test_what_an_engine_saved_is_there_however_it_ends(
 def test_a_signal_to_the_check_ends_the_engine_that_runs(monkeypatch, tmp_path):
     code = f"import os, pathlib, signal; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "
     code += f"os.kill({os.getpid()}, signal.SIGTERM); signal.pause()"
-    monkeypatch.setattr(processes, "_command", lambda job, result: [sys.executable, "-c", code])
+    monkeypatch.setattr(runner, "_command", lambda job, result: [sys.executable, "-c", code])
     with pytest.raises(command.Interrupted), command._signals_raise():
-        list(Engines(tmp_path, on_cpu=False, seconds=60.0).run("an engine", LaneJob({}, alone=True), REFERENCE))
+        list(Engines(tmp_path, on_cpu=False, seconds=60.0).run("an engine", LaneJob({}, alone=True), REFERENCE, {}))
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
