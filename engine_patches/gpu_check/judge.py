@@ -110,8 +110,10 @@ class Scatter:
 
 def checks(lane: str, mine: LaneResult, alone: LaneResult, own_model: bool, over: bool) -> Iterator[Check]:
     """All that is known so far of the engine with the patches; `over`: no more will be."""
-    yield environment(lane, mine.facts, alone.facts, own_model)
-    scatter = Scatter(alone)
+    scatter, fit = Scatter(alone), environment(lane, mine.facts, alone.facts, own_model)
+    yield fit
+    if fit.verdict == NOT_RUN:  # nothing can be compared
+        return
     for name in (name for name in mine.answers if name not in DEFECTS):
         yield exactness(f"{EXACTNESS}{name}, {lane}", name, mine, alone, scatter, own_model)
     planted = [name for name in DEFECTS if name in alone.answers]
