@@ -22,9 +22,8 @@ from typing import Any
 from engine_patches.commands.model import why_not
 from engine_patches.commands.worker import INSTALL, config_of, cpu_flags, is_cpu_build, model_type_of
 from engine_patches.gpu_check import report
-from engine_patches.gpu_check.drawn_models import write_config
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, WRONG, Check
-from engine_patches.gpu_check.lanes import MTP, Lane, lanes_of
+from engine_patches.gpu_check.lanes import MTP, Lane, lanes_of, write_config
 from engine_patches.gpu_check.report import UNPROVEN, LaneReport
 from engine_patches.gpu_check.runner import Engines, Runner
 
@@ -33,18 +32,15 @@ HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # in a configurat
 REPORT, SIGNALS = Path("seamark-gpu-check.json"), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 EPILOG = """\
-A lane starts two engines: first vLLM alone, whose answers without its cache are the reference; it is asked twice, so
-that it is known how much it differs from itself. Then the same with the patches. On a GPU seven lanes run one by one,
-the most valuable first: Mamba2, then gated delta nets, as `seamark worker` runs them (compiled, CUDA graphs, vLLM's own
-choice of model runner and kernels), timed beside vLLM alone; gated delta nets on Triton's kernels, if vLLM chose
-FlashInfer's; the other model runner; eager, with vLLM's own copy of a partial block; layers of Qwen3.8-Flash-Next and
-of Kimi-Linear. Each check is printed and written when it is known. What there is no time for is left out and named.
+A lane starts two engines: vLLM alone, whose answers without its cache are the reference, and which is asked twice, so
+that it is known how much it differs from itself; then the same with the patches. On a GPU seven lanes run one by one,
+the most valuable first. Each check is printed and written when it is known; what there is no time for is named.
 Everything after -- are flags of vLLM, as --attention-backend FLASHINFER.
 
 exit status: 0 all lanes ran and are right; 1 something is WRONG; 3 a lane did not run (no time, no GPU, no vLLM) or
-proves nothing (vLLM alone is no steadier); 2 wrong usage. Ctrl-C, SIGTERM and SIGHUP end the engines, print and write
-what is known so far, and exit with 130, 143 and 129, or 1 if something was WRONG already. Speed is never WRONG. Engines
-are timed one after the other, so it means something only on a machine that does nothing else meanwhile.
+proves nothing (vLLM alone is no steadier); 2 wrong usage. Ctrl-C, SIGTERM and SIGHUP end it with 130, 143 and 129, or 1
+if something was WRONG already; what is known is printed and written. Speed is told, and never WRONG: engines are timed
+one after the other, so it means something only on a machine that does nothing else meanwhile.
 """
 
 
@@ -61,9 +57,6 @@ def main(argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         print(f"seamark gpu-check: not proven: {error.name} is not installed here: {INSTALL}", file=sys.stderr)
         return UNPROVEN
-    if args.device not in ("auto", device):
-        print(f"seamark gpu-check: --device {args.device}: the vLLM here is built for {device}", file=sys.stderr)
-        return 2
     folder = Path(tempfile.mkdtemp(prefix="seamark-gpu-check-"))
     status = UNPROVEN
     try:
@@ -94,8 +87,6 @@ def _parsed(own: list[str], flags: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", metavar="NAME", help="this model (a folder or a name) instead of the tiny ones")
     add("--minutes", type=float, help=f"for the whole check ({MINUTES:g}, with --model {OWN_MINUTES:g})")
-    add("--quick", action="store_true", help="fewer cases, and only the first lanes")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the one vLLM is built for")
     add("--speculative-config", metavar="JSON", help="with --model: a lane with these drafts, too, as in `vllm serve`")
     add("--report", type=Path, default=REPORT, metavar="FILE", help="to attach to a bug report: %(default)s")
     args = parser.parse_args(own)
@@ -123,10 +114,10 @@ def _sees_gpu() -> bool:
 def _check(args: argparse.Namespace, flags: Sequence[str], device: str, folder: Path) -> int:
     """Run the lanes, print and write what they show; the exit status."""
     began, number = time.monotonic(), None
-    lanes = lanes_of(device, args.quick, flags)
+    lanes = lanes_of(device, flags)
     if args.model is not None:
-        lanes = own_lanes(args.model, flags, device, args.quick, args.speculative_config)
-    options = {"model": args.model and lanes[0].family, "minutes": args.minutes, "quick": args.quick}
+        lanes = own_lanes(args.model, flags, device, args.speculative_config)
+    options = {"model": args.model and lanes[0].family, "minutes": args.minutes}
     options |= {"flags": report.without_secrets(flags)}
     ended: list[LaneReport] = []
     so_far: list[list[Check]] = [[] for _ in lanes]
@@ -177,17 +168,16 @@ def run(
     except Exception as error:  # a fault of this check proves nothing about vLLM, and must not hide other lanes
         checks.append(Check(f"the check itself, {lane.name}", NOT_RUN, f"failed: {type(error).__name__}: {error}"))
         tell(checks[-1])
-    job = lane.job(model)
-    arguments = {**job.arguments, "flags": report.without_secrets(job.flags)}
+    arguments = {**lane.arguments(model), "flags": report.without_secrets(lane.flags)}
     return LaneReport(lane.name, checks, time.monotonic() - began, arguments)
 
 
-def own_lanes(model: str, flags: Sequence[str], device: str, quick: bool, speculation: str | None) -> list[Lane]:
+def own_lanes(model: str, flags: Sequence[str], device: str, speculation: str | None) -> list[Lane]:
     """A user's own model with the flags of `seamark worker`: without drafts, then with given ones or its head's."""
     needed = cpu_flags(model_type_of(model)) if device == "cpu" else {}
     added = [part for flag, value in needed.items() for part in ((flag,) if value is None else (flag, value))]
     name = Path(model).resolve().name if Path(model).is_dir() else model
-    lane = Lane(name, timed=True, few=quick, on_cpu=device == "cpu", own_model=True, flags=(*added, *flags))
+    lane = Lane(name, timed=True, on_cpu=device == "cpu", own_model=True, flags=(*added, *flags))
     config = config_of(model)
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     if speculation is None and any(part.get(head) for part in parts for head in HEADS):

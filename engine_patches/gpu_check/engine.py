@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import math
 import platform
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +18,7 @@ from unittest import mock
 
 from engine_patches import speculation
 from engine_patches.footprint import WRITES
-from engine_patches.gpu_check import drawn_models
+from engine_patches.gpu_check.lanes import draw_in_place_of_loading
 from engine_patches.gpu_check.questions import EARLY_STATE, NEW_TOKENS, SPOILED_STATE, QuestionWave
 from engine_patches.ledger import Function, patches_live
 from engine_patches.scheduler.cache_keys import key_at
@@ -32,17 +31,12 @@ if TYPE_CHECKING:
     from engine_patches.scheduler.checkpoints import Checkpoints  # needs vLLM, which the command's process never loads
 
 
-PACKAGES = ("vllm-seamark", "transformers", "triton", "flashinfer-python")
-
-
 class CheckedAnswer(NamedTuple):
     """An engine's greedy answer to one question."""
 
     tokens: Sequence[int]
     top: Sequence[Mapping[int, float]]  # by step: the best tokens and their logprobs
     cached: int  # prompt tokens from the cache
-    # Drafts that one row verified and how many of them were right, by how often, as vLLM's metrics count them.
-    verified: Mapping[tuple[int, int], int] = {}
 
 
 class LaneEngine:
@@ -53,7 +47,7 @@ class LaneEngine:
 
         given = {**_arguments_in(flags), **arguments}
         if given.get("load_format") == "dummy":
-            drawn_models.draw_in_place_of_loading()
+            draw_in_place_of_loading()
         self._llm = LLM(**given)
         core = self._llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
@@ -65,38 +59,18 @@ class LaneEngine:
         self.longest = int(self.config.model_config.max_model_len) - NEW_TOKENS  # of a prompt, with room for an answer
         self.passes = self.states = 0  # forward passes, and states written inside them, so far
         self.executor.execute_model = self._counting(self.executor.execute_model)
-        self._verified: dict[str, Counter[tuple[int, int]]] = {}  # by request, as in its answer
-        self.scheduler.make_spec_decoding_stats = self._counting_drafts(self.scheduler.make_spec_decoding_stats)
         self._room = self.scheduler.max_num_scheduled_tokens
         self._cold = self._whole = False
         self._salts = itertools.count()
         self.checkpoints: Checkpoints | None = getattr(self.scheduler, "seamark", None)
-        self._steps: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self._learn_nothing()
+        self.learnt = StepTime()
+        # Once the plugin knows the pace, no prefix of a tiny model is worth a state. So another one learns it.
+        self._plugins: dict[str, Any] = {} if self.checkpoints is None else vars(self.checkpoints.step_time)
+        self._plugins["step_took"] = self.learnt.step_took
 
-    def _learn_nothing(self) -> None:
-        # Once the plugin knows the speed, no prefix of a tiny model is worth a state. So its steps are only noted.
-        if self.checkpoints is not None:
-            learner: Any = self.checkpoints.step_time
-            learner.__init__()
-            learner.step_took = lambda *args, **more: self._steps.append((args, more))
-
-    def teach(self, learner: StepTime) -> None:
-        """Let it learn all steps so far."""
-        for args, more in self._steps:
-            learner.step_took(*args, **more)
-
-    @contextlib.contextmanager
-    def serving_as_usual(self) -> Iterator[None]:
-        """Inside this context the plugin knows the pace, and decides by it what is worth a state or a wait."""
-        if self.checkpoints is not None:
-            learner: Any = self.checkpoints.step_time
-            del learner.step_took
-            self.teach(learner)
-        try:
-            yield
-        finally:
-            self._learn_nothing()
+    def serving_as_usual(self) -> contextlib.AbstractContextManager[Any]:
+        """In this context the plugin knows the pace, and decides by it what is worth a state or a wait."""
+        return mock.patch.dict(self._plugins, vars(self.learnt))
 
     def writing_hinted_states(self) -> contextlib.AbstractContextManager[Any]:
         """In this context the plugin writes the states that are asked for, and none of its own accord."""
@@ -128,15 +102,6 @@ class LaneEngine:
 
         return counted
 
-    def _counting_drafts(self, make_stats: Function) -> Function:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            name, drafts = kwargs["request_id"], kwargs["num_draft_tokens"]
-            row = drafts - (kwargs["num_invalid_spec_tokens"] or {}).get(name, 0), kwargs["num_accepted_tokens"]
-            self._verified.setdefault(name.partition("-")[0], Counter())[row] += 1  # inside the engine vLLM adds to it
-            return make_stats(*args, **kwargs)
-
-        return counted
-
     def ask(self, *waves: QuestionWave, new_tokens: int = NEW_TOKENS) -> list[CheckedAnswer]:
         """Answers to the questions of waves, which are asked one after the other."""
         from vllm import SamplingParams
@@ -149,12 +114,10 @@ class LaneEngine:
             prompts: list[Any] = [{"prompt_token_ids": list(question.tokens)} for question in wave]
             for prompt in prompts if self._cold else ():
                 prompt["cache_salt"] = f"{next(self._salts)}"
-            self._verified.clear()
             for request in self._llm.generate(prompts, parameters, use_tqdm=False):
                 output = request.outputs[0]
                 top = [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs]
-                verified = self._verified.get(request.request_id.partition("-")[0], Counter())
-                answers.append(CheckedAnswer(list(output.token_ids), top, request.num_cached_tokens or 0, verified))
+                answers.append(CheckedAnswer(list(output.token_ids), top, request.num_cached_tokens or 0))
         return answers
 
     @property
@@ -217,8 +180,6 @@ class LaneEngine:
 
 def _arguments_in(flags: Sequence[str]) -> dict[str, Any]:
     """The arguments of `vllm.LLM` that flags of `vllm serve` stand for."""
-    if not flags:
-        return {}
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -238,13 +199,13 @@ def facts_of(engine: LaneEngine) -> dict[str, Any]:
     backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
     prefill = {layer.gdn_prefill_backend for layer in layers if hasattr(layer, "gdn_prefill_backend")}
     compilation, cache = config.compilation_config, config.cache_config
+    packages = ("vllm-seamark", "transformers", "triton", "flashinfer-python")
     on_cpu, driver = current_platform.is_cpu(), Path("/proc/driver/nvidia/version")
-    states = None if checkpoints is None else checkpoints.states
     on_gpu = {} if on_cpu else {"capability": "sm_{}{}".format(*torch.cuda.get_device_capability())}
     if not on_cpu and driver.exists():
         on_gpu["driver"] = driver.read_text().partition("\n")[0]
     return {
-        "packages": {each.name: each.version for each in metadata.distributions() if each.name in PACKAGES},
+        "packages": {each.name: each.version for each in metadata.distributions() if each.name in packages},
         "device": "CPU" if on_cpu else torch.cuda.get_device_name(),
         **{"machine": platform.machine(), "python": platform.python_version(), "cuda": torch.version.cuda, **on_gpu},
         **{"torch": torch.__version__, "vllm": vllm.__version__, "backends": sorted(backends)},
@@ -260,7 +221,7 @@ def facts_of(engine: LaneEngine) -> dict[str, Any]:
         **{"kv_dtype": str(cache.cache_dtype), "state_dtype": str(getattr(cache, "mamba_ssm_cache_dtype", None))},
         "drafts": config.speculative_config is not None,
         "hints_refused": checkpoints.refusal.cause if checkpoints is not None and checkpoints.refusal else None,
-        "windows": states is not None and states.windows is not None,
+        "windows": getattr(getattr(checkpoints, "states", None), "windows", None) is not None,
         "match_unit": None if checkpoints is None else checkpoints.grid.unit,
         **{"recurrent": bool(engine.recurrent), "longest": config.model_config.max_model_len, **engine.lengths},
         "chunk": math.lcm(*(kernel_chunk(spec, config) for spec in engine.recurrent)),

@@ -11,13 +11,14 @@ import pickle
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine_patches.gpu_check.engine import CheckedAnswer, LaneEngine, facts_of
+from engine_patches.gpu_check.lanes import Lane
 from engine_patches.gpu_check.questions import (
     DEFECTS,
     RESEND,
@@ -29,10 +30,9 @@ from engine_patches.gpu_check.questions import (
     own_sections,
     sections,
 )
-from engine_patches.scheduler.step_time import StepTime
 
-ODD_BUDGET, OWN_ODD_BUDGET = 250, 1000  # tokens of a step, no multiples of any chunk; the second for long prompts
-FEW_LENGTHS = 2  # the shared lengths when there are to be fewer cases
+BUDGET = 2048  # tokens that a step computes where prompts are not to be in one piece
+ODD_BUDGET, OWN_ODD_BUDGET = 250, 1000  # no multiples of any chunk; the second for long prompts
 ORDINARY_TOKENS = 1000  # ids that may be special tokens
 COLD, WARM, FAN_OUT = "cold", "warm", "four at once"
 COLD_LENGTHS, STATES = (500, 2000, 8000), (0, 1, 3, 8)  # tokens of cold prompts, and states that each of them leaves
@@ -44,14 +44,11 @@ REPEATS, LONG = 3, 2048  # the median of so many counts; cases that share more t
 class LaneJob(NamedTuple):
     """What one engine has to do."""
 
-    arguments: Mapping[str, Any]  # of `vllm.LLM`
-    flags: Sequence[str] = ()  # as for `vllm serve`; those of its server have no effect
-    alone: bool = False  # vLLM alone, which makes the questions and answers them without its cache, twice
-    sections: Sections | None = None  # the questions, as vLLM alone has made them
-    own_model: bool = False  # the user's, not a tiny one: its own token ids and shared lengths
-    few: bool = False  # fewer questions
-    budget: int | None = None  # tokens of a step that may cut a prompt; None: as many as vLLM was given room for
-    timed: bool = False
+    lane: Lane
+    model: str
+    sections: Sections | None = (
+        None  # as vLLM alone has made them; None: this is it, and answers without its cache, twice
+    )
     seconds: float = float("inf")  # from the start; a part that has not begun by then is left out
 
 
@@ -87,25 +84,25 @@ class LaneResult:
 def run(job: LaneJob, save: Callable[[LaneResult], None]) -> None:
     """Do the job; `save` is called after each part of it."""
     began = time.monotonic()
-    engine = LaneEngine(job.arguments, job.flags)
-    if job.budget is not None:
-        engine.scheduler.max_num_scheduled_tokens = job.budget
+    lane = job.lane
+    engine = LaneEngine(lane.arguments(job.model), lane.flags)
+    if not lane.own_model:
+        engine.scheduler.max_num_scheduled_tokens = BUDGET
     result = LaneResult(facts=facts_of(engine))
     save(result)
-    if not result.facts["recurrent"] or not (job.alone or result.facts["patches_live"]):
+    if not result.facts["recurrent"] or not (job.sections is None or result.facts["patches_live"]):
         return
-    wanted = SHARED_LENGTHS[: FEW_LENGTHS if job.few else None]
-    lengths = [shared for shared in wanted if shared + 2 * OWN_TOKENS <= engine.longest]
+    lengths = [shared for shared in SHARED_LENGTHS if shared + 2 * OWN_TOKENS <= engine.longest]
     ids = TINY_IDS
-    if job.own_model:  # the first ids of many vocabularies are special tokens, the last ones too
+    if lane.own_model:  # the first ids of many vocabularies are special tokens, the last ones too
         vocabulary = engine.config.model_config.get_vocab_size()
         ids = range(min(ORDINARY_TOKENS, vocabulary // 4), vocabulary // 2)
     if job.sections is not None:
         result.sections = job.sections
-    elif job.own_model:  # states of a model that drafts are spoiled in its lane without drafts
+    elif lane.own_model:  # states of a model that drafts are spoiled in its lane without drafts
         result.sections = own_sections(engine.lengths, lengths, ids, defects=not result.facts["drafts"])
     else:
-        result.sections = sections(engine.lengths, job.few)
+        result.sections = sections(engine.lengths, few=not lane.timed)
     for number, (name, part) in enumerate(_parts(engine, job, result, lengths, ids)):
         if number and time.monotonic() - began > job.seconds:
             result.left_out.append(name)
@@ -118,15 +115,19 @@ def _parts(
     engine: LaneEngine, job: LaneJob, result: LaneResult, lengths: Sequence[int], ids: range
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """The parts of the job by their names, the most valuable first."""
+
+    def timing(measure: Callable[..., list[FirstTokens]], length: int, *more: Any) -> Callable[[], None]:
+        return lambda: result.first_tokens.extend(measure(engine, length, ids, *more))
+
     first, *others = result.sections
     for name in (first, *(name for name in others if name in DEFECTS)):
         yield name, partial(_ask, engine, job, result, name)
     yield "forward passes", lambda: result.passes.extend(count_passes(engine, ids))
-    if job.timed:
+    if job.lane.timed:
         for length in (length for length in COLD_LENGTHS if length <= engine.longest):
-            yield f"{length:,} cold tokens", partial(_time, result, time_cold, engine, length, ids)
+            yield f"{length:,} cold tokens", timing(time_cold, length)
         for shared in lengths:
-            yield f"behind {shared:,} tokens", partial(_time, result, time_shared, engine, shared, ids, job.own_model)
+            yield f"behind {shared:,} tokens", timing(time_shared, shared, job.lane.own_model)
         yield "pace", lambda: setattr(result, "pace", measure_pace(engine, ids))
     for name in (name for name in others if name not in DEFECTS):
         yield name, partial(_ask, engine, job, result, name)
@@ -134,7 +135,7 @@ def _parts(
 
 def _ask(engine: LaneEngine, job: LaneJob, result: LaneResult, name: str) -> None:
     waves, facts = result.sections[name], result.facts
-    if not job.alone:
+    if job.sections is not None:
         result.answers[name] = engine.ask(*waves[: -1 if name in DEFECTS else None])
         if name in DEFECTS:
             with engine.planted(name):
@@ -145,15 +146,11 @@ def _ask(engine: LaneEngine, job: LaneJob, result: LaneResult, name: str) -> Non
     if name not in DEFECTS and facts["drafts"]:
         result.answers_again[name] = engine.ask(*waves)
     elif name not in DEFECTS and not facts["exact"]:
-        odd = OWN_ODD_BUDGET if job.own_model else ODD_BUDGET
+        odd = OWN_ODD_BUDGET if job.lane.own_model else ODD_BUDGET
         with engine.without_cache(odd if facts["alignment"] % facts["chunk"] else 0):
             result.answers_again[name] = engine.ask([question for wave in waves for question in wave])
-    if name == RESEND and "prefix_match_unit" in job.arguments:
+    if name == RESEND and job.lane.block_copy:
         result.from_cache = engine.ask(*waves)
-
-
-def _time(result: LaneResult, measure: Callable[..., list[FirstTokens]], *args: Any) -> None:
-    result.first_tokens += measure(*args)
 
 
 def count_passes(engine: LaneEngine, ids: range) -> list[FirstTokens]:
@@ -212,11 +209,10 @@ def _median(case: str, tokens: int, hints: int, rounds: Sequence[FirstTokens]) -
 
 def measure_pace(engine: LaneEngine, ids: range) -> dict[str, float]:
     """What decoding a token takes, and what the plugin learnt of this engine's steps."""
-    prompts, took, learnt = Prompts(4, ids), [], StepTime()
+    prompts, took, learnt = Prompts(4, ids), [], engine.learnt
     for _ in range(1 + REPEATS):
         one, more = (_timed(engine, [prompts.tokens(16)], [], count).seconds for count in (1, DECODED + 1))
         took.append((more - one) / DECODED)
-    engine.teach(learnt)
     return {"decode": statistics.median(took[1:]), "floor": learnt.floor_seconds, "token": learnt.token_seconds}
 
 

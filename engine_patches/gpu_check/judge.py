@@ -24,14 +24,11 @@ EXACT, ROUNDED = 1e-4, 0.25
 SAVING = 1.05  # times as fast as vLLM alone: less is noise
 BEYOND = 2.0  # times the scatter, which is a sample: more is clearly beyond it
 FEW = 3  # answers beyond the bound that prove nothing yet
-ACCEPTANCE_NOISE = 0.05  # by which fewer drafts may be right: rounding takes answers, and drafts with them, elsewhere
 
 # Of an engine's facts, those that both engines of a lane must have in common, and those on the screen.
 SAME = ("runner", "dtype", "backends", "gdn_prefill")
-TOLD = (
-    *("device", "machine", "capability", "driver", "cuda", "torch", "vllm", "compiled", "graphs", "asynchronous"),
-    *(*SAME, "block", "match_unit", "alignment"),
-)
+TOLD: tuple[str, ...] = ("device", "machine", "capability", "driver", "cuda", "torch", "vllm", "compiled", "graphs")
+TOLD += ("asynchronous", *SAME, "block", "match_unit", "alignment")
 
 
 class Check(NamedTuple):
@@ -123,8 +120,6 @@ def checks(lane: str, mine: LaneResult, alone: LaneResult, own_model: bool, over
         yield passes(lane, mine, alone)
     if mine.pace or (over and mine.first_tokens):
         yield speed(lane, mine, alone)
-    if over and mine.facts["drafts"]:
-        yield acceptance(lane, mine, alone)
 
 
 def exactness(
@@ -204,23 +199,6 @@ def block_copy(lane: str, mine: LaneResult, alone: LaneResult) -> Check:
     says = f"vLLM alone gives {bad} of {len(resumed)} resent answers wrong; with the patches: {cured}"
     numbers = {"untouched_wrong": bad, "resent": len(resumed), "cured": cured}
     return Check(f"block copy, {lane}", cured if resumed else NOT_RUN, says, numbers)
-
-
-def acceptance(lane: str, mine: LaneResult, alone: LaneResult) -> Check:
-    """Drafts behind hits must be right as often as those of vLLM alone without its cache at the same questions."""
-    pairs = [pair for name in mine.answers for pair in zip(alone.answers[name], mine.answers[name], strict=True)]
-    shares, drafted = [], 0
-    for which in (0, 1):
-        rows = [row for pair in pairs if pair[1].cached for row in pair[which].verified.items()]
-        drafted = sum(drafts * times for (drafts, _), times in rows)
-        shares.append(sum(right * times for (_, right), times in rows) / max(drafted, 1))
-    cold, behind = shares
-    verdict, says = OK, f"behind hits {behind:.1%} of drafts are right, without a cache {cold:.1%}"
-    if not drafted:
-        verdict, says = NOT_RUN, "no draft was verified behind a hit"
-    elif behind < cold - ACCEPTANCE_NOISE:
-        verdict, says = NOT_RUN, f"drafts are right less often behind hits: {says}"
-    return Check(f"acceptance, {lane}", verdict, says, {"behind hits": behind, "without a cache": cold})
 
 
 def speed(lane: str, mine: LaneResult, alone: LaneResult) -> Check:

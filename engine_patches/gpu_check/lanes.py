@@ -1,4 +1,8 @@
-"""The lanes of `seamark gpu-check`, as a table: one model in one configuration each, the most valuable first."""
+"""The lanes of `seamark gpu-check`, as a table: one model in one configuration each, the most valuable first.
+
+Tiny models are configurations alone. Their weights, as those of any `--load-format dummy`, are drawn on the device that
+they lie on: vLLM's own filling is too small for an answer to show a damaged state.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine_patches.gpu_check.drawn_models import FLASH_NEXT, KIMI_LINEAR, NEMOTRON, QWEN
-from engine_patches.gpu_check.job import LaneJob
+from engine_patches.commands.model import FAMILIES, VOCABULARY
 
-BUDGET = 2048  # tokens that a step computes where prompts are not to be in one piece
+NEMOTRON, QWEN, FLASH_NEXT, KIMI_LINEAR = "nemotron_h", "qwen3_next", "qwen4_exp", "kimi_linear"
+ARCHITECTURES = {NEMOTRON: "NemotronHForCausalLM", QWEN: "Qwen3NextForCausalLM"}
+OF_BOTH = """{"vocab_size": %d, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+ "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "torch_dtype": "bfloat16",
+ "tie_word_embeddings": false, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+ "num_attention_heads": 4, "head_dim": 64, """
+
+# Of families that transformers cannot make as vLLM loads them. Flash-Next's attention is without the index, whose
+# kernels want the sizes of the published model: transformers up to 5.17 and from 5.18 on have a name each for such a
+# layer, and both take "full_attention" for it. Between more than one expert rounding alone would send tokens elsewhere.
+CONFIGS = {
+    FLASH_NEXT: """ "architectures": ["Qwen4ExpForCausalLM"], "model_type": "qwen4_exp_text", "num_key_value_heads": 2,
+ "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+ "linear_conv_kernel_dim": 4, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 128,
+ "linear_value_head_dim": 128, "ple_layer_ids": [1, 4], "ple_embed_dim": 64, "ple_conv_kernel_size": 4, "ngram_size": 3,
+ "heads_per_ngram": 2, "ngram_vocab_size_base": 500, "split_ngram_parts": 1, "hc_count": 2, "hc_lowrank": 16,
+ "num_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256,
+ "mlp_only_layers": [], "decoder_sparse_step": 1, "output_gate_type": "silu",
+ "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}""",
+    KIMI_LINEAR: """ "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "num_key_value_heads": 4,
+ "kv_lora_rank": 512, "q_lora_rank": null, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+ "mla_use_nope": true, "num_experts": null, "first_k_dense_replace": 4,
+ "linear_attn_config": {"kda_layers": [1, 2, 4], "full_attn_layers": [3], "num_heads": 2, "head_dim": 128,
+                        "short_conv_kernel_size": 4}}""",
+}
+
 MTP = '{"method": "mtp", "num_speculative_tokens": 3}'
 RUNNER, KERNELS = "model runner", "kernels of prompts"  # of which a lane takes the other one
 
@@ -31,7 +59,6 @@ class Lane(NamedTuple):
     other: str | None = None  # `RUNNER` or `KERNELS`: the one that vLLM did not choose in the family's first lane
     block_copy: bool = False  # ask vLLM alone whether its copy of a partial block loses something here
     drafts: str | None = None  # JSON of vLLM's --speculative-config
-    few: bool = False  # fewer questions
     on_cpu: bool = False
     wants_gpu: bool = False  # has no kernels for a CPU, where it is not run
     own_model: bool = False
@@ -49,8 +76,8 @@ class Lane(NamedTuple):
             name += f", drafts ({drafts.get('method', '?')}, {drafts.get('num_speculative_tokens', '?')})"
         return name
 
-    def job(self, model: Path | str, alone: bool = False) -> LaneJob:
-        """What an engine of this lane does, `alone` or with the patches."""
+    def arguments(self, model: Path | str) -> dict[str, Any]:
+        """Of `vllm.LLM`."""
         arguments: dict[str, Any] = {"model": str(model), "enable_prefix_caching": True}
         if self.drafts is not None:
             arguments["speculative_config"] = json.loads(self.drafts)
@@ -59,8 +86,7 @@ class Lane(NamedTuple):
         if not self.own_model:
             longest = 4096 if self.on_cpu else 8192
             arguments |= {**ARGUMENTS, "max_model_len": longest, "dtype": self.dtype, "enforce_eager": self.eager}
-        budget = None if self.own_model else BUDGET
-        return LaneJob(arguments, self.flags, alone, None, self.own_model, self.few, budget, self.timed)
+        return arguments
 
 
 LANES = {
@@ -72,21 +98,73 @@ LANES = {
         Lane(NEMOTRON, "bfloat16", other=RUNNER),
         Lane(NEMOTRON, "bfloat16", eager=True, block_copy=True),
         # Embeddings of n-grams on the GPU.
-        Lane(FLASH_NEXT, "bfloat16", few=True, flags=("--engram-config", '{"cpu_offload": false}')),
-        Lane(KIMI_LINEAR, "bfloat16", few=True),
+        Lane(FLASH_NEXT, "bfloat16", flags=("--engram-config", '{"cpu_offload": false}')),
+        Lane(KIMI_LINEAR, "bfloat16"),
     ),
     "cpu": (
         Lane(NEMOTRON, "float32", eager=True, timed=True, on_cpu=True),
-        Lane(QWEN, "bfloat16", eager=True, few=True, on_cpu=True),
+        Lane(QWEN, "bfloat16", eager=True, on_cpu=True),
         Lane(FLASH_NEXT, on_cpu=True, wants_gpu=True),
         Lane(KIMI_LINEAR, on_cpu=True, wants_gpu=True),
     ),
 }
 
-QUICK = {"cuda": 2, "cpu": 1}  # lanes that --quick runs
 
-
-def lanes_of(device: str, quick: bool, flags: Sequence[str] = ()) -> list[Lane]:
+def lanes_of(device: str, flags: Sequence[str] = ()) -> list[Lane]:
     """The lanes with tiny models on `cpu` or `cuda`, each with these flags of vLLM."""
-    lanes = [lane._replace(flags=(*lane.flags, *flags)) for lane in LANES[device]]
-    return [lane._replace(few=True) for lane in lanes[: QUICK[device]]] if quick else lanes
+    return [lane._replace(flags=(*lane.flags, *flags)) for lane in LANES[device]]
+
+
+# A head forgets with exp(-A * softplus(gate + dt_bias)) a token, gates being drawn around 0: in 150 to 1,500 tokens.
+A, DT_BIAS = (0.1, 1.0), -5.0
+LOGIT_STD = 3.0  # the best token is clear, and a rounded logprob stays a small one
+
+
+def write_config(out: Path, family: str) -> Path:
+    """Write the configuration of a family's tiny model into the folder `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    if family in ARCHITECTURES:
+        config = FAMILIES[family].config()
+        config.architectures = [ARCHITECTURES[family]]
+        config.save_pretrained(out)
+    else:
+        (out / "config.json").write_text(OF_BOTH % VOCABULARY + CONFIGS[family] + "\n")
+    return out
+
+
+def draw_weights(model: Any) -> None:
+    """Fill a model of vLLM's, the same for each engine, so that its prompts and states can be told apart."""
+    import torch
+
+    with torch.no_grad():
+        for number, (name, weight) in enumerate(sorted(model.named_parameters())):
+            if weight.is_floating_point():
+                drawn = weight if weight.element_size() > 1 else weight.bfloat16()
+                _draw(name, drawn, torch.Generator(weight.device).manual_seed(number))
+                weight.copy_(drawn)
+
+
+def _draw(name: str, weight: Any, generator: Any) -> None:
+    last = name.rpartition(".")[2]
+    if last == "A_log":
+        weight.uniform_(*A, generator=generator).log_()
+    elif last == "A":
+        weight.uniform_(*A, generator=generator).neg_()
+    elif last == "dt_bias":
+        weight.normal_(DT_BIAS, 0.5, generator=generator)
+    elif "scale" in last:
+        weight.fill_(1.0)
+    elif weight.dim() == 1:  # vLLM makes a norm's weights as ones, or as zeros where it adds one itself
+        centre = float("norm" in name and bool(weight.float().mean() > 0.5))
+        weight.normal_(centre, 0.1, generator=generator)
+    else:
+        wide = LOGIT_STD if "lm_head" in name else 1.0
+        std = 1.0 if "embed" in name else wide * weight.shape[-1] ** -0.5
+        weight.normal_(0.0, std, generator=generator)
+
+
+def draw_in_place_of_loading() -> None:
+    """Have vLLM fill models that are started without weights in this way, in this process."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    DummyModelLoader.load_weights = lambda self, model, model_config: draw_weights(model)

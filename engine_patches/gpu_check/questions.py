@@ -63,13 +63,13 @@ def sections(lengths: Lengths, few: bool) -> Sections:
     prompts, unit, block = Prompts(0), lengths["alignment"], lengths["block"]
     edges = _edges(prompts, (block - 1, block, block + 1), (block,))
     asked = {FIRST: [*edges, *_several_boundaries(prompts, lengths), *_burst(prompts, lengths, 3)]}
-    asked |= _with_defects(prompts, lengths)
-    if not few:
-        shared = [unit - 1, unit, unit + 1, 5 * unit + 3, block + 5 * unit + 7]
-        shared += [2 * block - 1, 2 * block, 2 * block + 1, lengths["budget"] + unit + 3]
-        bursts = [wave for _ in range(2) for wave in _burst(prompts, lengths, 6)]
-        asked[MORE] = [*_edges(prompts, shared, (block - 1, block + 1)), *bursts]
-    return asked | {RESEND: _resend(prompts, lengths)}
+    asked |= _with_defects(prompts, lengths) | {RESEND: _resend(prompts, lengths)}
+    if few:
+        return asked
+    shared = [unit - 1, unit, unit + 1, 5 * unit + 3, block + 5 * unit + 7]
+    shared += [2 * block - 1, 2 * block, 2 * block + 1, lengths["budget"] + unit + 3]
+    bursts = [wave for _ in range(2) for wave in _burst(prompts, lengths, 6)]
+    return asked | {MORE: [*_edges(prompts, shared, (block - 1, block + 1)), *bursts]}
 
 
 def length_section(shared: int) -> str:

@@ -78,11 +78,8 @@ def sentence(lanes: Sequence[LaneReport], device: str, status: int) -> str:
         where = "on this CPU, which says nothing about a GPU's kernels" if device == "cpu" else "on this GPU"
         lanes_word = "the lane" if right == 1 else f"all {right} lanes"
         return f"right: {lanes_word} ran and found exact answers {where}; {speed}."
-    unproven = [
-        f"{lane.lane} ({next((check.says for check in lane.checks if check.verdict == NOT_RUN), 'did not run')})"
-        for lane in lanes
-        if lane.verdict == NOT_RUN
-    ]
+    causes = {lane.lane: [c.says for c in lane.checks if c.verdict == NOT_RUN] for lane in lanes}
+    unproven = [f"{lane.lane} ({(*causes[lane.lane], 'did not run')[0]})" for lane in lanes if lane.verdict == NOT_RUN]
     so_far = f"{right} of {len(lanes)} lanes are right" if right else "no lane ran to its end"
     return f"not proven: {'; '.join(unproven) or 'no lane was started'}; {so_far}; {speed}."
 
@@ -94,10 +91,9 @@ def content(
     counts = {word: sum(lane.verdict == word for lane in lanes) for word in (OK, WRONG, NOT_RUN)}
     left_out = [f"{c.name}: {c.says}" for lane in lanes for c in lane.checks if c.verdict == LEFT_OUT]
     found = {"verdict": verdict, "exit": status, "device": device, "seconds": round(seconds, 1), "options": options}
-    results = [
-        {**lane._asdict(), "verdict": lane.verdict, "checks": [check._asdict() for check in lane.checks]}
-        for lane in lanes
-    ]
+    checks = [[check._asdict() for check in lane.checks] for lane in lanes]
+    pairs = zip(lanes, checks, strict=True)
+    results = [{**lane._asdict(), "verdict": lane.verdict, "checks": found} for lane, found in pairs]
     told: dict[str, Any] = anonymous({**found, "lanes": {**counts, "left out": left_out}, "results": results})
     return told
 

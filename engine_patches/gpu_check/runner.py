@@ -43,9 +43,6 @@ class ProcessEnd(NamedTuple):
     over: bool = True
 
 
-Ends = Generator[ProcessEnd, None, None]
-
-
 class Engines:
     """Starts engines one by one, and ends each."""
 
@@ -57,14 +54,14 @@ class Engines:
         hub = {"HF_HUB_OFFLINE": "1"} if offline else {}
         self._environment = {**vllm_environment(os.environ, on_cpu), **threads, **hub, **ENVIRONMENT}
 
-    def run(self, name: str, job: LaneJob, mode: str, changes: Mapping[str, str]) -> Ends:
+    def run(self, name: str, job: LaneJob, mode: str, changes: Mapping[str, str]) -> Generator[ProcessEnd, None, None]:
         """Do one job in an engine with `SEAMARK_ENGINE=mode` and further `changes` of its environment."""
         began = time.monotonic()
         left = self._deadline - began
         if left < MIN_SECONDS:
             yield ProcessEnd(None, "no time was left to start the engine (more with --minutes)", from_outside=True)
             return
-        if job.alone:  # the other half is for the engine with the patches
+        if job.sections is None:  # the other half is for the engine with the patches
             self._share, self._lanes = max(left / max(self._lanes, 1), LANE_SECONDS), self._lanes - 1
             wanted, allowed = self._share / 2, left / 2
         else:
@@ -90,7 +87,7 @@ class Engines:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        if job.alone:
+        if job.sections is None:
             self._alone_took = time.monotonic() - began
         faults = {
             None: f"the engine was ended after {allowed:.0f} s (more with --minutes)",
@@ -145,14 +142,14 @@ class Runner:
         (lane, wanted, changes), name = self._other(lane), lane.name
         # On a CPU vLLM alone dies of a prompt longer than a block unless that is cured.
         mode = REFERENCE if lane.on_cpu else OFF
-        *_, end = self._engines.run(f"{name} alone", lane.job(model, alone=True), mode, changes)
+        *_, end = self._engines.run(f"{name} alone", LaneJob(lane, str(model)), mode, changes)
         alone = end.result or LaneResult()
         unfit = _unfit(lane, alone.facts, wanted) if alone.facts else None
         if unfit or not alone.answers:
             raise _LaneEnd(NOT_RUN, unfit or f"vLLM alone does not run here like this: {end.fault}")
         self._chosen.setdefault(lane.family, alone.facts)
         asked = {section: waves for section, waves in alone.sections.items() if section in alone.answers}
-        job = lane.job(model)._replace(sections=asked)
+        job = LaneJob(lane, str(model), asked)
         changes = {**changes, DRAFTS: "1"} if lane.drafts is not None else changes
         mine = LaneResult()
         with contextlib.closing(self._engines.run(f"{name} patched", job, FULL, changes)) as ends:

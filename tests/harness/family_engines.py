@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_patches.footprint import WRITES
-from engine_patches.gpu_check import drawn_models
+from engine_patches.gpu_check.lanes import draw_in_place_of_loading
 from tests.harness import kernel_engine, toy_qwen4, triton_interpreter
 from tests.harness.draft_oracle import Oracle
 from tests.harness.engines import CPU_PROCESS
@@ -238,7 +238,7 @@ def main(family: str, file: str) -> None:
     del os.environ["VLLM_PLUGINS"]
     dtype = wanted.get("dtype", "float32" if family == KDA else "bfloat16")
     prepare(family, dtype, delta_nets_of_a_gpu=wanted.get("kernels", False))
-    drawn_models.draw_in_place_of_loading()
+    draw_in_place_of_loading()
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory(prefix="seamark-toy-") as folder:
