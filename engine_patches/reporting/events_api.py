@@ -49,6 +49,9 @@ MAX_WAIT = 10.0  # seconds; a worker that is to stop finishes its answers first
 # that, and each gateway that it wakes, would take their time.
 SETTLE_SECONDS = 0.003
 
+# A report leaves the engine before the answer does, and by another way: on a busy machine it comes a moment later.
+LATE_SECONDS, LATE_STEP = 0.05, 0.002
+
 LINES_PER_SECOND = 10.0  # of a stream of answers, on the average
 
 LINES_AT_ONCE = 10.0  # before the average counts
@@ -311,6 +314,17 @@ class Feeds:
         for feed in self._all_of(report):
             feed.add_outcome(request)
 
+    async def outcome_of(self, request_id: str) -> Outcome | None:
+        """What became of a request that is answered, once; waited for only where the reports of the one engine come."""
+        outcome = self.main.take_latest(request_id)
+        late = self.main.has_events and self.collected_by == os.getpid()
+        for _ in range(round(LATE_SECONDS / LATE_STEP) if late else 0):
+            if outcome is not None:
+                break
+            await asyncio.sleep(LATE_STEP)
+            outcome = self.main.take_latest(request_id)
+        return outcome
+
     def add_pin(self, report: EngineReport, engine_id: str, fate: str) -> None:
         """What became of a request's wish to pin its prompt, or to release it."""
         for feed in self._all_of(report):
@@ -465,8 +479,8 @@ def _adds_outcome(scope: Scope, send: Send) -> Send:
     request_id = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
     waiting: Message | None = None
 
-    def with_outcome(head: Message, name: str) -> Message:
-        outcome = feeds.main.take_latest(name)
+    async def with_outcome(head: Message, name: str) -> Message:
+        outcome = await feeds.outcome_of(name)
         return head if outcome is None else {**head, "headers": [*head.get("headers", ()), (HEADER, outcome.header)]}
 
     async def send_with_outcome(message: Message) -> None:
@@ -477,11 +491,11 @@ def _adds_outcome(scope: Scope, send: Send) -> Send:
                 if scope["path"] == RESPONSES:
                     waiting = message
                     return
-                message = with_outcome(message, request_id)
+                message = await with_outcome(message, request_id)
         elif waiting is not None:
             head, waiting = waiting, None
             named = _RESPONSE_ID.search(message.get("body", b"")[:ID_WITHIN])
-            await send(with_outcome(head, f"{named[1].decode()}_0") if named else head)
+            await send(await with_outcome(head, f"{named[1].decode()}_0") if named else head)
         await send(message)
 
     return send_with_outcome

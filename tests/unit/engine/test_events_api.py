@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 from urllib.parse import urlencode
@@ -25,6 +26,7 @@ from engine_patches.reporting.events_api import (
     EventsEndpoint,
     Feed,
     Feeds,
+    Outcome,
     client_id,
     collected_at,
     not_found,
@@ -107,6 +109,15 @@ def test_what_became_of_drafts_is_told_by_the_request_that_had_them(feeds):
 def test_an_answer_carries_its_outcome(feed):
     feed.add_outcome(admitted("a", "hit", 160, 176, (163, 0, 990)))
     assert answered(ASKS) == {b"content-type": b"application/json", HEADER: b"hit,160,176,163:0:990"}
+
+
+def test_an_outcome_that_its_answer_has_overtaken_is_waited_for_where_it_comes(feeds, feed, monkeypatch):
+    hit = Outcome("a", "hit", 160, 176, ())
+    for collector, found, comes in ((os.getpid(), [hit], True), (os.getpid(), [], False), (1, [hit], False)):
+        tries = itertools.chain([None], found, itertools.repeat(None))
+        monkeypatch.setattr(feed, "take_latest", lambda _, tries=tries: next(tries))
+        feeds.collected_by = collector
+        assert (HEADER in answered(ASKS)) is comes
 
 
 RESPONSE = b'{"id":"resp_0af3","created_at":1,"output":[{"id":"msg_1"}]}'
