@@ -79,7 +79,8 @@ def layout_of(chat: Chat, renderer_id: bytes) -> PromptLayout | None:
     if not opened:
         return None
     first, last = opened[0], opened[-1]
-    keys = chat_keys(chat.head, chat.messages, renderer_id)
+    # No template writes an opener before a prompt without messages: it shares nothing with a chat.
+    keys = chat_keys(chat.head, chat.messages, b"bare" + renderer_id if chat.is_bare else renderer_id)
     generates = bool(chat.body.get("add_generation_prompt", True)) and not chat.body.get("continue_final_message")
     system_key = _opener_key(keys, first, roles[first])
     key = system_key if first == last else _opener_key(keys, last, roles[last])
