@@ -369,14 +369,15 @@ def run_script(places: Places, start: str) -> str:
     return _script(
         f"vLLM, and the gateway beside it, whose lines go to {GATEWAY_LOG}. Ctrl-C ends both.",
         "# Behind this script's name: what the script that starts vLLM takes.",
-        f"{_sh(places, GATEWAY)} > {log} 2>&1 &",
-        "gateway=$!",
-        """trap 'kill "$gateway" 2> /dev/null || true' EXIT""",
+        # Set before the gateway starts, or a signal meanwhile would leave it running. Until it is the program it will be,
+        # it loses what it is sent: so it is told until it has ended.
+        """trap 'while kill "${!-}" 2> /dev/null; do sleep .1; done' EXIT""",
         "trap 'exit 130' INT",
         "trap 'exit 143' TERM",
+        f"{_sh(places, GATEWAY)} > {log} 2>&1 &",
         f'{start} "$@"',
         f"echo 'vLLM was started in the background. The gateway runs until Ctrl-C; its lines: '{log}",
-        'wait "$gateway"',
+        'wait "$!"',
     )
 
 
