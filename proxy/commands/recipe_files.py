@@ -369,8 +369,8 @@ def run_script(places: Places, start: str) -> str:
     return _script(
         f"vLLM, and the gateway beside it, whose lines go to {GATEWAY_LOG}. Ctrl-C ends both.",
         "# Behind this script's name: what the script that starts vLLM takes.",
-        # Set before the gateway starts, or a signal meanwhile would leave it running. Until it is the program it will be,
-        # it loses what it is sent: so it is told until it has ended.
+        # Set first, or a signal right behind the gateway's start would leave it running. What it is sent before it is
+        # the program that it becomes is lost: so it is told until it has ended.
         """trap 'while kill "${!-}" 2> /dev/null; do sleep .1; done' EXIT""",
         "trap 'exit 130' INT",
         "trap 'exit 143' TERM",

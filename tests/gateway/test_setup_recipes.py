@@ -11,7 +11,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from proxy.commands.recipe import Recipe, read_recipe
 from proxy.commands.setup_files import gateway_toml
 from tests.deploy.compose_files import DEPLOY
 from tests.harness.published_recipes import RECIPES
+from tests.harness.waiting import wait_for
 
 TAKE = f"The one change: take vLLM 0.31 to 0.33, for one the image {IMAGE}"
 
@@ -384,23 +384,17 @@ class Running:
             start_new_session=True,
         )
 
-    def wait_for(self, word: str) -> None:
-        deadline = time.monotonic() + 60
-        while not self.noted.exists() or word not in self.noted.read_text():
-            assert time.monotonic() < deadline, f"the gateway did not say {word}"
-            time.sleep(0.05)
-
 
 def test_vllm_and_the_gateway_run_in_one_terminal_until_it_is_interrupted(machine):
     assert machine.setup(str(RECIPES / "qwen3.5-122b.yaml")) == 0
     running = Running(machine)
     assert running.process.stdout is not None
     assert "gateway.log" in running.process.stdout.readline()  # vLLM's script is done: it went to the background
-    running.wait_for("start")
+    wait_for(running.noted.exists)
     assert machine.logged()[-1] == ["run-recipe", "seamark-qwen3.5-122b", "-n", "a,b"]
     os.killpg(running.process.pid, signal.SIGINT)
     assert running.process.wait(60) == 130
-    running.wait_for("end")
+    assert running.noted.read_text() == "start\nend\n"
     machine.run("undo.sh")
     assert not machine.out.exists()
 
@@ -412,7 +406,7 @@ def test_a_vllm_that_fails_ends_the_gateway_and_is_told_by_the_exit_status(machi
     machine.program(machine.spark / "run-recipe.sh", "run-recipe", wait)
     running = Running(machine)
     assert running.process.wait(60) == 7
-    running.wait_for("end")
+    assert running.noted.read_text() == "start\nend\n"
 
 
 def test_what_a_user_put_beside_the_files_stays(machine):

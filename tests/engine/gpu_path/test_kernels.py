@@ -12,35 +12,22 @@ from tests.harness.versions import interpreted, source_of
 
 NEWEST = "0.33.0"
 
-MAMBA2, GDN = "mamba2", "gdn"
+MAMBA2, GDN, FLASHINFER = "mamba2", "gdn", "gdn by FlashInfer"
 
 LAYOUTS = ("V1: block tables", "V2: aligned indices")
 
-OF_BOTH = {
-    "a state one unit early",
-    "a piece missing",
-    "a wrong index column",
-    "a float32 cache written in bfloat16",
-}
-
-# Mamba2 takes the blocks of its running states from the block tables with either runner.
-DEFECTS = {MAMBA2: OF_BOTH, GDN: {*OF_BOTH, "V2's aligned indices shifted"}}
+DEFECTS = {MAMBA2: 4, GDN: 5, FLASHINFER: 3}  # that are planted
 
 # Gated delta kernels take no float32 inputs, and convert none.
+ON_REQUEST = [
+    (MAMBA2, "bfloat16", "float32", None),
+    (GDN, "bfloat16", "bfloat16", None),
+    (MAMBA2, "float32", "float32", NEWEST),
+    *((family, "bfloat16", cache, NEWEST) for family in (MAMBA2, GDN) for cache in ("float32", "bfloat16")),
+]
 CASES = [
-    pytest.param(MAMBA2, "bfloat16", "bfloat16", None),
-    pytest.param(MAMBA2, "bfloat16", "float32", None, marks=pytest.mark.on_request),
-    pytest.param(GDN, "bfloat16", "bfloat16", None, marks=pytest.mark.on_request),
-    *(
-        pytest.param(family, dtype, cache, NEWEST, marks=pytest.mark.on_request)
-        for family, dtype, cache in (
-            (MAMBA2, "float32", "float32"),
-            (MAMBA2, "bfloat16", "float32"),
-            (MAMBA2, "bfloat16", "bfloat16"),
-            (GDN, "bfloat16", "float32"),
-            (GDN, "bfloat16", "bfloat16"),
-        )
-    ),
+    (MAMBA2, "bfloat16", "bfloat16", None),
+    *(pytest.param(*case, marks=pytest.mark.on_request) for case in ON_REQUEST),
 ]
 
 
@@ -53,11 +40,14 @@ def check_exact(found: dict[str, dict[str, dict[str, int]]]) -> None:
     for layout in LAYOUTS:
         assert wrong(found[layout]) == {}
         # Four states, in two cache groups, of two parts each; outputs and running states of three rows.
-        assert {kind: len(of_kind) for kind, of_kind in found[layout].items()} == {
-            "states": 16,
-            "outputs": 6,
-            "running": 6,
-        }
+        sizes = {kind: len(of_kind) for kind, of_kind in found[layout].items()}
+        assert sizes == {"states": 16, "outputs": 6, "running": 6}
+
+
+def check_exact_and_defects_seen(family: str, found: dict[str, dict[str, dict[str, int]]]) -> None:
+    check_exact(found)
+    seen = [defect for defect in found.keys() - set(LAYOUTS) if wrong(found[defect])]
+    assert len(seen) == len(found) - len(LAYOUTS) == DEFECTS[family]
 
 
 def test_a_cpu_without_avx_512_is_given_no_library_that_needs_it():
@@ -76,19 +66,13 @@ def test_states_outputs_and_running_states_are_bit_equal(family, dtype, cache, v
 )
 def test_with_a_float32_cache_they_are_equal_and_every_planted_defect_is_seen(family, dtype):
     found = interpreted("gpu_kernels", family, dtype, "float32", "defects")
-    check_exact(found)
-    assert found.keys() == {*LAYOUTS, *DEFECTS[family]}
-    assert {defect for defect in DEFECTS[family] if not wrong(found[defect])} == set()
+    check_exact_and_defects_seen(family, found)
 
 
 @pytest.mark.on_request
 @pytest.mark.parametrize("version", [None, NEWEST])
 def test_states_are_right_by_way_of_flashinfer_whose_prefill_newer_gpus_take(version):
     """vLLM's call and what it passes; the kernel behind it is not FlashInfer's, and so is its rounding."""
-    family = "gdn by FlashInfer"
-    found = interpreted(
-        "gpu_kernels", family, "bfloat16", "float32", "defects", source=source_of(version) if version else None
-    )
-    check_exact(found)
-    assert found.keys() - set(LAYOUTS) == OF_BOTH - {"a float32 cache written in bfloat16"}
-    assert {defect for defect in found.keys() - set(LAYOUTS) if not wrong(found[defect])} == set()
+    source = source_of(version) if version else None
+    found = interpreted("gpu_kernels", FLASHINFER, "bfloat16", "float32", "defects", source=source)
+    check_exact_and_defects_seen(FLASHINFER, found)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import random
-import time
 import uuid
 
 import httpx
@@ -16,6 +15,7 @@ from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 from proxy.bench.stories import UNIT
 from tests.harness.changed_requests import changed_requests
 from tests.harness.engines import SharedServers
+from tests.harness.waiting import wait_for
 
 CHAT = "/v1/chat/completions"
 
@@ -64,13 +64,9 @@ def test_what_the_engine_says_of_a_response_is_known(servers: SharedServers, new
 
 def in_the_end(gateway: Server, answer: httpx.Response) -> dict:
     """The explanation of a stream comes when its engine's events do."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        told = httpx.get(f"{gateway.url}/seamark/requests/{answer.headers['x-request-id']}").json()
-        if told.get("reason") is not None:
-            return told
-        time.sleep(0.05)
-    raise AssertionError("never explained")
+    url = f"{gateway.url}/seamark/requests/{answer.headers['x-request-id']}"
+    wait_for(lambda: httpx.get(url).json().get("reason") is not None)
+    return httpx.get(url).json()
 
 
 def test_below_unit(servers: SharedServers):
@@ -143,9 +139,8 @@ def test_another_worker_has_more(servers: SharedServers, fleet: Servers, new):
 
 def test_prefix_changed_names_the_right_part(servers: SharedServers):
     seen = set()
-    for case in changed_requests(
-        15, random.Random(17)
-    ):  # fifty without an engine: tests/unit/observability/test_request_diff.py
+    # Fifty without an engine: tests/unit/observability/test_request_diff.py.
+    for case in changed_requests(15, random.Random(17)):
         salt = {"cache_salt": uuid.uuid4().hex}
         ask(servers.gateway, None, "", **case.first, **salt)
         told = explained(servers.gateway, ask(servers.gateway, None, "", **case.second, **salt))

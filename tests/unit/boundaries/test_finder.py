@@ -192,9 +192,8 @@ def test_a_chat_of_too_many_messages_has_no_boundary(monkeypatch):
 
 
 def test_a_prompt_without_messages_is_left_to_the_engine_and_begins_like_no_chat():
-    finder = BoundaryFinder(PositionCache(10**6))
-    bare, chat = completions_request({"prompt": "Tide?"}), chat_request({"messages": [user("Tide?")]})
-    found, of_chat = (finder.find(each, FACTS, b"renderer") for each in (bare, chat))
+    chats = completions_request({"prompt": "Tide?"}), chat_request({"messages": [user("Tide?")]})
+    found, of_chat = (BoundaryFinder(PositionCache(10**6)).find(chat, FACTS, b"renderer") for chat in chats)
     assert (found.boundaries, found.failure) == ((), None)
     assert not {*found.prefixes} & {*of_chat.prefixes}
 

@@ -139,11 +139,6 @@ def test_a_response_of_another_name_carries_none(feed, body):
     assert HEADER not in answered(ASKS, path="/v1/responses", body=RESPONSE, status=404)
 
 
-def test_without_a_hint_there_are_no_positions(feed):
-    feed.add_outcome(admitted("a", "no_boundary"))
-    assert answered(ASKS)[HEADER] == b"no_boundary,0,0,"
-
-
 def test_an_id_that_comes_again_gets_its_own_outcome_or_none(feed):
     feed.add_outcome(admitted("a", "cold"))
     feed.add_outcome(admitted("a", "hit", 160))
