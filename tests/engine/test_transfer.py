@@ -37,7 +37,7 @@ def test_prefill_and_decode_apart_find_no_wrong_state_and_read_no_wrong_block(mo
 
 
 def test_a_block_is_loaded_into_before_its_last_state_is_written_if_it_is_free_at_once(model: Path):
-    (found,) = audit("transfer", model, seeds=[2], chats=60, cores=[TIGHTEST], planted=["at once"])
+    (found,) = audit("transfer", model, seeds=[8], chats=60, cores=[TIGHTEST], planted=["at once"])
     assert any("wrong state" in error or "someone else's keys" in error for error in found["errors"])
 
 
