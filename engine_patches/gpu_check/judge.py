@@ -40,14 +40,14 @@ class Check(NamedTuple):
     numbers: dict[str, Any] | None = None
 
 
-class Difference(NamedTuple):
+class Discrepancy(NamedTuple):
     """How an answer differs from the reference's."""
 
     token: int | None  # index of the first token that differs
     error: float  # largest difference of a logprob, up to and including that token: half a lost tie's gap at least
 
 
-def compare(answer: CheckedAnswer, reference: CheckedAnswer) -> Difference:
+def compare(answer: CheckedAnswer, reference: CheckedAnswer) -> Discrepancy:
     """How `answer` differs from the reference's, which has the same length."""
     error = 0.0
     steps = zip(answer.tokens, answer.top, reference.tokens, reference.top, strict=True)
@@ -57,11 +57,11 @@ def compare(answer: CheckedAnswer, reference: CheckedAnswer) -> Difference:
         pairs = [(top.get(each, last), wanted_top.get(each, wanted_last)) for each in {*top, *wanted_top}]
         error = max(error, *(abs(mine - theirs) for mine, theirs in pairs))
         if token != wanted:
-            return Difference(index, error)
-    return Difference(None, error)
+            return Discrepancy(index, error)
+    return Discrepancy(None, error)
 
 
-class Differences(list[Difference]):
+class Differences(list[Discrepancy]):
     """Those of several answers from the reference's."""
 
     def __init__(self, answers: Iterable[CheckedAnswer], reference: Iterable[CheckedAnswer]) -> None:

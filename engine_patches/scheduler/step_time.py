@@ -35,7 +35,7 @@ SCATTER, ROUNDS = 0.1, 4
 PRIOR_FLOOR, PRIOR_STATE = 0.03, 0.3
 
 
-class Pace(NamedTuple):
+class PassTimes(NamedTuple):
     """Seconds of a pass with a prompt: for itself, each token in it, and each state that it writes; and of a decode."""
 
     floor: float = 0.0
@@ -44,7 +44,7 @@ class Pace(NamedTuple):
     decode: float = 0.0  # a pass that only generates
 
 
-UNKNOWN = Pace()
+UNKNOWN = PassTimes()
 
 
 class StepTime:
@@ -69,7 +69,7 @@ class StepTime:
                 self._generating.append(seconds)
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> PassTimes:
         """What is known; all 0 while nothing is."""
         if self._new * RENEWAL >= len(self._passes) >= ENOUGH:
             self._new = 0
@@ -111,7 +111,7 @@ class StepTime:
         return self.pace.floor * num_passes + self.pace.token * num_tokens
 
 
-def _fitted(passes: list[tuple[float, float, float]], generating: list[float]) -> Pace:
+def _fitted(passes: list[tuple[float, float, float]], generating: list[float]) -> PassTimes:
     """The pace by which `passes` (tokens, states, seconds; the latest last) deviate least, relative to their time.
 
     Least squares, weighted again and again (Huber's weights), so that a stalled pass hardly counts. `generating`:
@@ -136,4 +136,4 @@ def _fitted(passes: list[tuple[float, float, float]], generating: list[float]) -
         floor, token, state = np.linalg.lstsq(rows, np.append(seconds * weights, aim), rcond=None)[0].clip(0)
         expected = np.maximum(columns @ [floor, token, state], usual / 20)
     least = (floor or usual) / MOST_TOKENS_PER_PASS
-    return Pace(float(floor), max(float(token) / 1000, least), float(state), decode or float(floor))
+    return PassTimes(float(floor), max(float(token) / 1000, least), float(state), decode or float(floor))

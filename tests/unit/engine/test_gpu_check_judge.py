@@ -7,7 +7,17 @@ import pytest
 from engine_patches.gpu_check import judge
 from engine_patches.gpu_check.engine import CheckedAnswer
 from engine_patches.gpu_check.job import WARM, FirstTokens, LaneResult
-from engine_patches.gpu_check.judge import EXACT, NOT_RUN, OK, ROUNDED, WRONG, Difference, Differences, Scatter, compare
+from engine_patches.gpu_check.judge import (
+    EXACT,
+    NOT_RUN,
+    OK,
+    ROUNDED,
+    WRONG,
+    Discrepancy,
+    Differences,
+    Scatter,
+    compare,
+)
 from engine_patches.gpu_check.questions import (
     DEFECTS,
     FIRST,
@@ -65,14 +75,14 @@ def answer(*tokens: int, second: int = 9, gap: float = 0.5) -> CheckedAnswer:
 
 
 def test_answers_are_compared_up_to_the_first_other_token():
-    assert compare(answer(1, 2, 3), answer(1, 2, 3)) == Difference(None, 0.0)
-    assert compare(answer(1, 9, 3, second=2), answer(1, 2, 3)) == Difference(1, 0.5)
+    assert compare(answer(1, 2, 3), answer(1, 2, 3)) == Discrepancy(None, 0.0)
+    assert compare(answer(1, 9, 3, second=2), answer(1, 2, 3)) == Discrepancy(1, 0.5)
     close = compare(answer(1, 9, second=2, gap=0.05), answer(1, 2, gap=0.05))
     assert (close.token, round(close.error, 6)) == (1, 0.05)
-    assert compare(answer(1, second=8, gap=2.0), answer(1, second=9, gap=3.0)) == Difference(None, 1.0)
+    assert compare(answer(1, second=8, gap=2.0), answer(1, second=9, gap=3.0)) == Discrepancy(None, 1.0)
 
 
-SAME, TIED, OFF, FAR = Difference(None, 0.02), Difference(3, 0.1), Difference(None, 0.4), Difference(3, 2.0)
+SAME, TIED, OFF, FAR = Discrepancy(None, 0.02), Discrepancy(3, 0.1), Discrepancy(None, 0.4), Discrepancy(3, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +107,7 @@ def test_beyond_the_bound_only_what_is_clearly_beyond_vllms_own_scatter_is_wrong
 
 def test_the_scatter_is_what_vllm_alone_answers_otherwise_the_second_time():
     again = LaneResult({"exact": False}, {}, {FIRST: [answer(1, 2)]}, {FIRST: [answer(1, 9, second=2)]})
-    assert Scatter(again).own == [Difference(1, 0.5)]
+    assert Scatter(again).own == [Discrepancy(1, 0.5)]
     assert str(Scatter(again)).startswith("vLLM alone differs from itself so: 1 of 1 answers with another token")
 
 
