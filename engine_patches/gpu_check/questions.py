@@ -21,7 +21,7 @@ DEFECTS = (OTHER_STATE, EARLY_STATE, SPOILED_STATE)
 # Sections; every defect has one more. A few questions prove most, so they come first.
 FIRST, MORE, RESEND = "first questions", "more questions", "resent prompts"
 
-Lengths = Mapping[str, Any]  # of an engine's cache and passes, in tokens, as in its facts: `LaneEngine.lengths`
+Geometry = Mapping[str, Any]  # of an engine's cache and passes, in tokens, as in its facts: `LaneEngine.lengths`
 
 
 class Question(NamedTuple):
@@ -32,7 +32,7 @@ class Question(NamedTuple):
     hints: Sequence[int]  # positions, tokens
     known: int | None  # tokens up to which a state was asked for; None if that depends on the order of requests
 
-    def hit(self, facts: Lengths) -> int | None:
+    def hit(self, facts: Geometry) -> int | None:
         """Tokens that must come from the cache of an engine with these facts."""
         if self.known is None:
             return None
@@ -58,7 +58,7 @@ class Prompts:
         return self._draw.choices(self._ids, k=count)
 
 
-def sections(lengths: Lengths, few: bool) -> Sections:
+def sections(lengths: Geometry, few: bool) -> Sections:
     """All questions, the most valuable first; the last wave of a defect's section is the one to be asked with it."""
     prompts, unit, block = Prompts(0), lengths["alignment"], lengths["block"]
     edges = _edges(prompts, (block - 1, block, block + 1), (block,))
@@ -77,7 +77,7 @@ def length_section(shared: int) -> str:
     return f"{shared:,} shared tokens"
 
 
-def own_sections(lengths: Lengths, shared_lengths: Sequence[int], ids: range, defects: bool = True) -> Sections:
+def own_sections(lengths: Geometry, shared_lengths: Sequence[int], ids: range, defects: bool = True) -> Sections:
     """Questions for a user's own model: the shortest shared length, the planted defects, the other lengths."""
     prompts = Prompts(0, ids)
     first, *others = ({length_section(shared): _shared(prompts, shared, 29, 3)} for shared in sorted(shared_lengths))
@@ -108,7 +108,7 @@ def _edges(prompts: Prompts, shared_lengths: Sequence[int], ends: Sequence[int])
     return [[question for wave in together for question in wave] for together in zip(*waves, strict=True)]
 
 
-def _several_boundaries(prompts: Prompts, lengths: Lengths) -> list[QuestionWave]:
+def _several_boundaries(prompts: Prompts, lengths: Geometry) -> list[QuestionWave]:
     """One request leaves four states; four others, sharing more and more, find one each."""
     unit, block = lengths["alignment"], lengths["block"]
     whole = prompts.tokens(2 * block + unit + 7)
@@ -120,7 +120,7 @@ def _several_boundaries(prompts: Prompts, lengths: Lengths) -> list[QuestionWave
     return [[Question("four boundaries", whole, hints, 0)], found]
 
 
-def _burst(prompts: Prompts, lengths: Lengths, size: int) -> list[QuestionWave]:
+def _burst(prompts: Prompts, lengths: Geometry, size: int) -> list[QuestionWave]:
     """Prompts of all lengths at once, three times: cold, resent, and others with the same beginning."""
     shared = prompts.between(lengths["alignment"], 2 * lengths["block"])
     prefix = prompts.tokens(shared)
@@ -135,14 +135,14 @@ def _burst(prompts: Prompts, lengths: Lengths, size: int) -> list[QuestionWave]:
     ]
 
 
-def _resend(prompts: Prompts, lengths: Lengths) -> list[QuestionWave]:
+def _resend(prompts: Prompts, lengths: Geometry) -> list[QuestionWave]:
     """Identical prompts that end inside their first block: vLLM alone, blind to hints, resumes there too."""
     drawn = [prompts.tokens(lengths["block"] * tenths // 10 + 5) for tenths in (3, 5, 7, 9)]
     cold = [Question(f"{len(p)} tokens", p, [len(p) - 1], 0) for p in drawn]
     return [cold, [question._replace(known=len(question.tokens) - 1) for question in cold]]
 
 
-def _with_defects(prompts: Prompts, lengths: Lengths) -> Sections:
+def _with_defects(prompts: Prompts, lengths: Geometry) -> Sections:
     """Requests that resume from a state with a neighbour one unit earlier, and cold ones that write states."""
     shared = max(8 * lengths["alignment"], 160) // lengths["alignment"] * lengths["alignment"]
     asked: Sections = {}

@@ -195,7 +195,7 @@ def _unfit(lane: Lane, facts: Mapping[str, Any], wanted: Mapping[str, Any]) -> s
 
 
 def _left_out(lane: Lane, name: str, mine: LaneResult, alone: LaneResult) -> Iterator[Check]:
-    """Parts that were left out, and why. Lengths of a user's own model are missed, more of a tiny one are not."""
+    """Parts that were left out, and why. Geometry of a user's own model are missed, more of a tiny one are not."""
     for part in dict.fromkeys([*alone.left_out, *mine.left_out]):
         verdict = NOT_RUN if part in alone.sections and part != MORE else LEFT_OUT
         yield Check(f"{part}, {name}", verdict, "no time was left (more with --minutes)")

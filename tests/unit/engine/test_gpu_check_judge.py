@@ -13,8 +13,8 @@ from engine_patches.gpu_check.judge import (
     OK,
     ROUNDED,
     WRONG,
-    Discrepancy,
     Differences,
+    Discrepancy,
     Scatter,
     compare,
 )
