@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,10 @@ FOLDER = Path(__file__).parent
 
 # No model of a test is on a hub. Where none answers, each look there takes half a minute.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A shell starts what is in its background with an ignored Ctrl-C, which no script below it could then hear.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Each of these asks for engines that are started once (tests/engine/conftest.py).
 SHARED_ENGINES = "tests/engine/shared/"

@@ -39,7 +39,7 @@ sys.exit(main(sys.argv[1:]))
 NEED_VLLM = (
     ("worker", "--model", "m", "--port", "8000"),
     ("model", "--out", "new"),
-    ("gpu-check", "--quick"),
+    ("gpu-check",),
     ("boundary", "--model", ".", "request.json"),
     *(("bench", name) for name in BENCHMARKS if name != "mine"),  # a stack that runs
 )

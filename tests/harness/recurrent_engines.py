@@ -124,7 +124,7 @@ def answers(
         from engine_patches.scheduler.step_time import StepTime
 
         layers._writes_in_forward = lambda *_: False
-        StepTime.known = property(lambda self: False)  # type: ignore[assignment,method-assign]  # each cut is worth it
+        StepTime.tokens_worth = lambda *_, **__: 0.0  # type: ignore[method-assign]  # each cut is worth it
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,
