@@ -1,4 +1,4 @@
-"""`tests.bench`: what `agent_turns`, `agent_traces` and `many_heads` make of runs."""
+"""`tests.bench`: what `agent_turns` and `agent_traces` make of runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from proxy.bench.harness.servers import MODEL_NAME
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
 from proxy.chat.reader import chat_request
-from tests.bench import agent_traces, agent_turns, many_heads
+from tests.bench import agent_traces, agent_turns
 from tests.bench.agent_turns import SHAPES, Turn, body_of, rows, steps
 
 
@@ -97,17 +97,3 @@ def test_a_recorded_request_asks_for_one_token_and_brings_no_key(tmp_path):
     assert message.body == {"model": MODEL_NAME, "max_tokens": 1} and message.path == MESSAGES
     assert response.body == {"model": MODEL_NAME, "max_output_tokens": 1}
     assert message.headers == {"x-session-id": "s"}
-
-
-def test_heads_are_judged_pair_by_pair():
-    calm = many_heads.Batch(0.020, 0.03, 10.0, 11.0, 0)
-    assert many_heads.Result((calm,) * 3, (calm._replace(cpu=10.2),) * 3).held
-    assert not many_heads.Result((calm,) * 3, (calm._replace(cpu=10.4),) * 3).held
-    assert not many_heads.Result((calm,) * 3, (calm._replace(gap=0.021),) * 3).held
-
-
-def test_every_chat_has_another_head_and_the_size_that_was_asked_for():
-    first, second = (next(bodies) for bodies in [many_heads.chats(50_000)] for _ in range(2))
-    assert first != second and 40_000 < len(first) < 60_000
-    texts = [json.loads(raw)["messages"] for raw in (first, second)]
-    assert texts[0][0] != texts[1][0] and texts[0][1:] == texts[1][1:]
