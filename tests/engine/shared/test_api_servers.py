@@ -145,7 +145,9 @@ def test_an_emptied_cache_reaches_the_gateway_without_another_request_and_nothin
     wait_for(lambda: ["cleared"] in fresh(engine.url, "/seamark/outcomes").json()["states"])
     ask(7511, "Whose outcome is read, and so all that happened before?")
     assert is_known_as_gone(ask, seeds)
-    assert "WARNING" not in gateway.log.read_text()
+    # A busy machine may lose a report, which is said, and is no harm: its reader forgets what it cannot be sure of.
+    warned = [line for line in gateway.log.read_text().splitlines() if "WARNING" in line and "were lost" not in line]
+    assert not warned
 
 
 async def test_an_index_promises_what_the_engine_then_finds(engine: Server, listener: Listener):
