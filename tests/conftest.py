@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import httpx._transports.default as transports
+import hypothesis
+import hypothesis.configuration
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -29,6 +31,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # A shell starts what is in its background with an ignored Ctrl-C, which no script below it could then hear.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Properties and machines: the same examples on every run; `make test-fast ARGS=--hypothesis-profile=long` draws new ones.
+# Where a mistake was planted (tests/bench/mutants.py), the first example that shows it is enough.
+hypothesis.configuration.set_hypothesis_home_dir(FOLDER.parent / ".cache" / "hypothesis")
+for name, differs in {
+    "fixed": {"derandomize": True},
+    "planted": {"derandomize": True, "phases": (hypothesis.Phase.explicit, hypothesis.Phase.generate)},
+    "long": {"max_examples": 5000},
+}.items():
+    hypothesis.settings.register_profile(name, database=None, deadline=None, **{"max_examples": 50, **differs})
+hypothesis.settings.load_profile("fixed")
 
 # Each of these asks for engines that are started once (tests/engine/conftest.py).
 SHARED_ENGINES = "tests/engine/shared/"

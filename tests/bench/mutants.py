@@ -199,6 +199,7 @@ def _tests_on(copy: Path, tests: list[str]) -> str:
         f"--timeout={3 * TEST_SECONDS}",
         "-m",
         "not on_request",
+        "--hypothesis-profile=planted",
         "--rootdir",
         str(copy),
     ]

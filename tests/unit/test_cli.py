@@ -54,14 +54,6 @@ def test_a_missing_part_of_a_library_that_is_there_is_no_missing_library(missing
     assert line.startswith("seamark serve: pytest is installed here without pytest.nowhere")
 
 
-def test_the_version_is_a_line_for_a_bug_report(capsys):
-    assert cli.main(["--version"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(
-        r"seamark \d+\.\d+\.\d+ \(vllm-seamark\), Python 3\.\d+\.\d+\S*, (vllm\S* \d.+|no vLLM .+)", line
-    )
-
-
 def test_the_version_of_a_bare_copy_is_unknown(capsys, monkeypatch):
     def absent(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
@@ -132,18 +124,6 @@ def run(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_a_command_gets_the_rest_of_the_line_and_gives_the_exit_status(run, name):
-    assert run(name, "--help", "serve", end=7) == (7, [(cli.COMMANDS[name].module, ["--help", "serve"])])
-
-
-def test_without_arguments_those_of_the_process_are_read(run, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["seamark", "key", "ann"])
-    commands = Commands()
-    monkeypatch.setattr(cli, "importlib", commands)
-    assert cli.main() == 0 and commands.called == [("proxy.commands.key", ["ann"])]
-
-
 def test_an_interrupt_is_told_by_the_exit_status_of_a_shell(run):
     assert run("serve", end=KeyboardInterrupt())[0] == 130
 
@@ -188,15 +168,6 @@ def test_an_old_distribution_that_owns_the_same_package_is_warned_of(top_level, 
     assert cli.mixed_with_old_distribution() is mixed
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().err == (f"{cli.MIXED}\n" if mixed else "")
-
-
-def test_without_the_old_distribution_nothing_is_mixed(monkeypatch):
-    def absent(name: str) -> None:
-        assert name == "seamark"
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(cli.metadata, "distribution", absent)
-    assert not cli.mixed_with_old_distribution()
 
 
 @pytest.mark.parametrize(

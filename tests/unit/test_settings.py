@@ -6,30 +6,14 @@ import argparse
 
 import pytest
 
-from engine_patches import settings as engine_settings
-from proxy.config_files import read_workers
 from proxy.errors import SettingsError
-from proxy.settings import PLUGIN_VARIABLES, PREFIX, Settings, add_arguments, load, unknown_variables
+from proxy.settings import PREFIX, Settings, add_arguments, load, unknown_variables
 
 
 def parse(*arguments: str, environment: dict[str, str] | None = None) -> Settings:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return load(parser.parse_args(arguments), environment or {})
-
-
-def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path):
-    config = tmp_path / "seamark.toml"
-    config.write_text('worker = ["http://file:1"]\nport = 1\nload_slack = 1\nhost = "file"\n')
-    environment = {PREFIX + "PORT": "2", PREFIX + "LOAD_SLACK": "2"}
-    settings = parse("--config", str(config), "--port", "3", environment=environment)
-    assert (settings.worker, settings.host, settings.load_slack, settings.port) == (("http://file:1",), "file", 2, 3)
-
-
-def test_workers_come_several_ways_and_lose_their_v1():
-    assert parse("--worker", "http://a:1/v1/", "--worker", "http://b:2").worker == ("http://a:1", "http://b:2")
-    several = parse(environment={PREFIX + "WORKER": "http://a:1, http://b:2,http://a:1"})
-    assert several.worker == ("http://a:1", "http://b:2")
 
 
 @pytest.mark.parametrize(
@@ -82,21 +66,6 @@ def test_a_variable_that_nothing_reads_is_named_without_its_value():
     assert parse("--worker", "http://a", environment=meant).port == 8080
 
 
-def test_variables_of_the_gateway_the_plugin_and_of_kubernetes_are_no_mistakes():
-    own = {PREFIX + name.upper(): "" for name in Settings.model_fields} | {PREFIX + "CONFIG": ""}
-    named = {value for value in vars(engine_settings).values() if isinstance(value, str) and value.startswith(PREFIX)}
-    plugins = named - {PREFIX}
-    assert plugins == PLUGIN_VARIABLES
-    services = {
-        "SEAMARK_SERVICE_HOST": "10.0.0.1",
-        "SEAMARK_SERVICE_PORT_HTTP": "8080",
-        "SEAMARK_GATEWAY_SERVICE_PORT": "8080",
-        "SEAMARK_GATEWAY_PORT": "tcp://10.0.0.1:8080",
-        "SEAMARK_PORT_8080_TCP_ADDR": "10.0.0.1",
-    }
-    assert not unknown_variables({**own, **dict.fromkeys(plugins, "1"), **services, "PATH": "/bin"})
-
-
 @pytest.mark.parametrize("url", ["redis://a", "rediss://user:word@a:1/3?ssl_cert_reqs=none", "unix:///run/redis?db=1"])
 def test_a_redis_is_named_by_its_url(url):
     assert parse("--worker", "http://a", "--redis", url).redis == url
@@ -127,19 +96,6 @@ def test_the_file_is_named_by_a_variable_too(tmp_path):
     assert (settings.worker, settings.rewrite, settings.port) == (("http://file:1",), (), 8080)
 
 
-def test_an_empty_variable_counts_for_rewrite_rules_alone():
-    empty = {PREFIX + name.upper(): "" for name in Settings.model_fields}
-    settings = parse("--worker", "http://a", environment=empty)
-    assert settings == Settings(worker=("http://a",), rewrite=())
-
-
-@pytest.mark.parametrize("value", ["tools_sorted,billing_header", " tools_sorted , billing_header ,"])
-def test_rewrite_rules_are_listed_with_commas(value):
-    assert parse("--worker", "http://a", "--rewrite", value).rewrite == ("tools_sorted", "billing_header")
-    with pytest.raises(SettingsError, match=r"rewrite.*billing_header.*'nonsense'"):
-        parse("--worker", "http://a", "--rewrite", "nonsense")
-
-
 @pytest.mark.parametrize(
     ("source", "on"), [(("--shadow",), True), (("--shadow", "true"), True), (("--shadow", "false"), False)]
 )
@@ -152,21 +108,6 @@ def test_shadow_implies_what_changes_nothing_unless_it_is_said(source, on):
     assert by_variable.shadow and by_variable.ask_usage and not by_variable.heartbeat
     with pytest.raises(SettingsError, match="shadow"):
         parse("--worker", "http://a", "--shadow", "perhaps")
-
-
-@pytest.mark.parametrize(
-    "url", ["http://user:sesame@ho st:1", "ftp://user:sesame@host", "http://user:sesame@host:99999"]
-)
-def test_credentials_of_a_worker_are_not_told_where_its_url_is_refused(url, tmp_path):
-    with pytest.raises(SettingsError) as refused:
-        parse("--worker", url)
-    assert "worker" in str(refused.value) and "sesame" not in str(refused.value)
-    file = tmp_path / "workers.toml"
-    file.write_text(f'[[worker]]\nurl = "{url}"\n')
-    with pytest.raises(SettingsError) as refused:
-        read_workers(file)
-    assert "url" in str(refused.value) and "sesame" not in str(refused.value)
-    assert "sesame" not in repr(parse("--worker", "http://user:sesame@host"))
 
 
 def of(**values: object) -> Settings:
@@ -215,43 +156,6 @@ NUMBERS: dict[str, tuple[float | None, float, float, tuple[float, ...]]] = {
 def test_every_number_is_in_the_table():
     numbers = {name for name, field in Settings.model_fields.items() if field.annotation in (int, float, int | None)}
     assert numbers == NUMBERS.keys()
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_has_its_default_and_its_bounds(name):
-    default, least, most, refused = NUMBERS[name]
-    assert getattr(of(), name) == default
-    for value in (least, most):
-        assert getattr(of(**{name: value}), name) == value
-    for value in refused:
-        with pytest.raises(ValueError, match=name):
-            of(**{name: value})
-
-
-def test_what_is_no_number_has_its_default():
-    settings = of()
-    on = {name for name, field in Settings.model_fields.items() if field.annotation is bool and getattr(settings, name)}
-    assert on == {"ask_usage"}
-    unset = ("workers_file", "prefixes_file", "api_keys", "salt_secret_file", "worker_api_key_file", "redis")
-    assert [getattr(settings, name) for name in (*unset, "otlp_traces_endpoint")] == [None] * 7
-    assert (settings.host, settings.admin_host) == ("127.0.0.1", "127.0.0.1")
-    assert (settings.prefill_worker, settings.workers_dns, settings.response_cache_models) == ((), (), ())
-    assert settings.rewrite == ("billing_header",) and settings.json_limits == (128, 200_000)
-    assert of(max_json_depth=2, max_json_values=3).json_limits == (2, 3)
-
-
-def test_settings_stay_as_they_are_and_have_no_other_names():
-    with pytest.raises(ValueError, match="frozen"):
-        of().port = 1
-    with pytest.raises(ValueError, match="nothing"):
-        of(nothing=1)
-
-
-@pytest.mark.parametrize("name", ["worker", "prefill_worker", "otlp_traces_endpoint", "redis"])
-def test_what_may_hold_a_password_is_not_in_the_settings_text(name):
-    value = "redis://u:sesame@a" if name == "redis" else "http://u:sesame@a"
-    settings = Settings(**{"worker": ("http://b",), name: value})
-    assert getattr(settings, name) and "sesame" not in repr(settings) and f"{name}=" not in repr(settings)
 
 
 @pytest.mark.parametrize(
@@ -330,60 +234,3 @@ def test_names_of_services_are_listed(given, names):
     assert Settings(workers_dns=given).workers_dns == names
     with pytest.raises(ValueError, match="NAME:PORT or a list of these"):
         Settings(workers_dns=5)
-
-
-@pytest.mark.parametrize(("given", "models"), [("a, b,,", ("a", "b")), ("*", ("*",)), ("", ()), (["a"], ("a",))])
-def test_models_are_listed_with_commas(given, models):
-    assert of(response_cache_models=given).response_cache_models == models
-
-
-@pytest.mark.parametrize("source", ["worker", "workers_file", "workers_dns"])
-def test_one_source_of_workers_is_enough(source):
-    value = {"worker": "http://a", "workers_file": "f.toml", "workers_dns": "a:1"}[source]
-    assert getattr(parse(f"--{source.replace('_', '-')}", value), source)
-    with pytest.raises(SettingsError, match=r"^worker: none is given"):
-        parse("--prefill-worker", "http://a")
-
-
-def test_a_variable_names_a_file_only_if_no_flag_does(tmp_path):
-    for name in ("flag", "variable"):
-        (tmp_path / name).write_text(f'worker = ["http://{name}"]')
-    environment = {PREFIX + "CONFIG": str(tmp_path / "variable")}
-    assert parse("--config", str(tmp_path / "flag"), environment=environment).worker == ("http://flag",)
-    assert parse("--worker", "http://a", environment={PREFIX + "CONFIG": ""}).worker == ("http://a",)
-
-
-def test_all_that_is_wrong_is_said_at_once_with_what_was_given():
-    with pytest.raises(SettingsError) as refused:
-        parse("--worker", "http://a", "--port", "x", "--max-queue", "-1")
-    port, queue = str(refused.value).split("; ")
-    assert port.startswith("port: ") and port.endswith("(got 'x')") and queue.startswith("max_queue: ")
-    assert queue.endswith("(got '-1')")
-
-
-@pytest.mark.parametrize(
-    ("flag", "metavar", "said"),
-    [
-        ("--port", "PORT", "(default 8080)"),
-        ("--rewrite", "REWRITE", "(default billing_header)"),
-        ("--shadow", "[SHADOW]", "(default false)"),
-        ("--worker", "URL", ""),
-        ("--workers-dns", "NAME:PORT", ""),
-        ("--redis", "REDIS", ""),
-        ("--config", "FILE", ""),
-    ],
-)
-def test_each_setting_has_a_flag_with_its_default(flag, metavar, said):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    usage = " ".join(parser.format_help().split())
-    options = usage.partition("options:")[2]
-    described = options[options.index(f" {flag} ") + 1 :].partition(" --")[0]
-    assert described.startswith(f"{flag} {metavar} ") and ("(default" in described) == bool(said)
-    assert said in described
-
-
-def test_flags_without_a_value_are_on_and_repeated_ones_are_lists():
-    settings = parse("--workers-dns", "a:1", "--workers-dns", "b:1", "--excerpts", "--ask-usage", "false")
-    assert settings.excerpts and not settings.ask_usage and len(settings.workers_dns) == 2
-    assert parse("--worker", "http://a", "--prefill-worker", "http://b", "--prefill-worker", "http://c").prefill_worker

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine_patches.scheduler.cache_groups import MANAGERS, GroupRole, compression, not_known, role_of
+from engine_patches.scheduler.cache_groups import MANAGERS
 from tests.harness.versions import source_of
 
 MODULE = "v1/core/single_type_kv_cache_manager.py"
@@ -52,36 +52,3 @@ def test_each_manager_of_the_oldest_vllm_is_named_and_none_that_no_version_has()
 
 def manager(name: str, *, prefix_cacheable: bool = True) -> SimpleNamespace:
     return type(name, (SimpleNamespace,), {})(kv_cache_spec=SimpleNamespace(prefix_cacheable=prefix_cacheable))
-
-
-def test_what_a_prefix_cache_does_not_know_is_scratch_whatever_manages_it():
-    assert role_of(manager("FullAttentionManager")) is GroupRole.ATTENTION
-    assert role_of(manager("FullAttentionManager", prefix_cacheable=False)) is GroupRole.SCRATCH
-    assert role_of(manager("CircularBufferManager", prefix_cacheable=False)) is GroupRole.SCRATCH
-
-
-def test_a_class_that_is_not_named_is_told_by_its_name():
-    managers = [manager("MambaManager"), manager("FutureManager"), manager("FutureManager", prefix_cacheable=False)]
-    assert not_known(managers) == ["FutureManager"] and not_known(managers[:1]) == []
-
-
-def spec(tokens: object = 1, *, prefix_cacheable: bool = True) -> SimpleNamespace:
-    return SimpleNamespace(tokens_per_state=tokens, prefix_cacheable=prefix_cacheable)
-
-
-@pytest.mark.parametrize(
-    ("specs", "model", "tokens"),
-    [
-        ([spec(), SimpleNamespace(prefix_cacheable=True)], {}, []),
-        ([spec(16), spec(), spec(4), spec(16)], {}, [4, 16]),
-        ([spec(2)], {}, [2]),
-        ([spec(-1), spec(None)], {}, []),  # what a recurrent state is of
-        ([spec(16, prefix_cacheable=False)], {}, []),
-        ([SimpleNamespace(kv_cache_specs={"a": spec(8), "b": spec(16, prefix_cacheable=False)})], {}, [8]),
-        ([spec(4)], {"index_kpool": 16}, [4, 16]),  # of a group with several kinds of layers the scheduler knows one
-    ],
-)
-def test_what_an_index_has_one_key_for_is_known_of_each_group_and_of_the_model(specs, model, tokens):
-    groups = [SimpleNamespace(kv_cache_spec=each) for each in specs]
-    vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**model)))
-    assert compression(groups, vllm_config) == tokens

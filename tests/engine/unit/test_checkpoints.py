@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +11,12 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
-from engine_patches.scheduler import states
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.pins import Pins
-from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, LEARNED, SPARE, TAIL, CheckpointTarget
+from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, LEARNED, TAIL, CheckpointTarget
 from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
 from engine_patches.scheduler.refusals import Refusal
 from engine_patches.scheduler.retention import Retention
@@ -66,154 +64,11 @@ def checkpoints() -> Checkpoints:
     return made()
 
 
-def test_the_second_request_learns_where_it_leaves_the_first(checkpoints):
-    first = checkpoints.state_of(request(HEAD + own(1, 300))).wish
-    second = checkpoints.state_of(request(HEAD + own(2, 300))).wish
-    assert (first.shared, first.learned, second.shared, second.learned) == (0, 0, 192, 192)
-    assert second.positions == (192,) and not second.hinted
-
-
-def test_a_request_is_looked_at_once(checkpoints):
-    again = request(HEAD)
-    assert checkpoints.state_of(again) is checkpoints.state_of(again)
-    assert checkpoints.state_of(again).wish.shared == 0
-
-
-@pytest.mark.parametrize("hint", [None, [64]])
-def test_targets_follow_a_prompt_that_grows_and_a_junction_that_moves(checkpoints, hint):
-    growing = request(own(1, 600), hint)
-    before = checkpoints.targets(growing)
-    assert checkpoints.targets(growing) == before
-    growing.num_prompt_tokens = 900
-    grown = checkpoints.targets(growing)
-    assert grown != before and grown[-1].position == 896
-    growing.shared_prefix_boundary = 320
-    moved = [target.position for target in checkpoints.targets(growing)]
-    assert (320 in moved) is (hint is None)
-    state = checkpoints.state_of(growing)
-    state.wish = replace(state.wish, worthless_turn=896)
-    assert checkpoints.targets(growing)[-1].position < 896
-
-
-def test_little_in_common_is_shared_but_not_kept(checkpoints):
-    checkpoints.state_of(request(HEAD[:120] + own(1, 300)))
-    assert checkpoints.state_of(request(HEAD[:120] + own(2, 300))).wish.shared == 112
-    assert checkpoints.state_of(request(HEAD[:120] + own(3, 300))).wish.learned == 0
-
-
-def test_at_least_128_tokens_are_kept(checkpoints):
-    checkpoints.state_of(request(HEAD[:128] + own(1, 300)))
-    assert checkpoints.state_of(request(HEAD[:128] + own(2, 300))).wish.learned == 128
-
-
-@pytest.mark.parametrize(
-    ("hint", "learned"),
-    [
-        ([191], 192),
-        ([192], 0),
-        ([200], 0),
-        ([223], 0),
-        ([224], 192),
-        ([-300], 0),
-        (["last:199"], 0),
-        (["last:7,9"], 192),
-    ],
-)
-def test_a_hinted_position_at_the_parting_serves_in_its_place(checkpoints, hint, learned):
-    checkpoints.state_of(request(HEAD + own(1, 300)))
-    assert checkpoints.state_of(request(HEAD + own(2, 300), hint)).wish.learned == learned
-
-
-def test_other_salts_share_nothing(checkpoints):
-    checkpoints.state_of(request(HEAD, salt="one"))
-    assert checkpoints.state_of(request(HEAD, salt="another")).wish.shared == 0
-
-
-def test_the_same_prompt_again_is_kept_where_it_can_resume(checkpoints):
-    checkpoints.state_of(request(HEAD[:160]))
-    again = checkpoints.state_of(request(HEAD[:160])).wish
-    assert (again.shared, again.learned) == (160, 144)  # its last token is always computed
-
-
-def test_a_prompt_that_goes_on_arriving_is_known_as_far_as_it_is_hashed(checkpoints):
-    checkpoints.state_of(request(HEAD, hashed=144))
-    assert checkpoints.state_of(request(HEAD)).wish.shared == 144
-
-
-def test_hashes_of_an_answer_are_not_of_the_prompt(checkpoints):
-    resumed = request(HEAD)
-    resumed.num_prompt_tokens = 150
-    checkpoints.state_of(resumed)
-    assert checkpoints.state_of(request(HEAD)).wish.shared == 144
-
-
-def test_a_prompt_below_the_unit_shares_nothing(checkpoints):
-    for _ in range(2):
-        assert checkpoints.state_of(request(HEAD[:9], [4])).wish.shared == 0
-
-
-def test_a_pooling_request_has_no_hint_and_is_looked_at_all_the_same(checkpoints):
-    pooled = request(HEAD)
-    pooled.sampling_params = None
-    assert not checkpoints.state_of(pooled).wish.hinted
-    assert checkpoints.state_of(request(HEAD)).wish.shared == 192
-
-
-def test_learned_positions_stand_where_kernels_allow_states():
-    checkpoints = made(Grid(UNIT, 64))
-    checkpoints.state_of(request(HEAD + own(1, 300)))
-    assert checkpoints.state_of(request(HEAD + own(2, 300))).wish.learned == 192
-    checkpoints.state_of(request(HEAD[:190] + own(3, 300)))
-    assert checkpoints.state_of(request(HEAD[:190] + own(4, 300), [128])).wish.learned == 0  # both are 128
-
-
 def test_an_engine_without_checkpoints_looks_at_nothing():
     checkpoints = Checkpoints(GRID, 512, refusal=Refusal("speculative", "drafts"))
     assert checkpoints.state_of(request(HEAD, ["last:7"])).wish.hinted
     assert checkpoints.counters.counts.ignored == {"speculative": 1}
     assert len(checkpoints.seen) == 0 and checkpoints.state_of(request(HEAD)).wish.shared == 0
-
-
-def test_turns_end_at_the_tail_and_at_the_last_of_several_hinted_positions(checkpoints):
-    wish = checkpoints.state_of(request(own(1, 600), [160, -20])).wish
-
-    def ends_a_turn(position, kind, resumed_at=0):
-        return checkpoints.planner.ends_a_turn(wish, CheckpointTarget(position, kind), resumed_at)
-
-    assert [ends_a_turn(576, HINTED), ends_a_turn(592, TAIL), ends_a_turn(512, EDGE)] == [True] * 3
-    assert not ends_a_turn(160, HINTED) and not ends_a_turn(320, LEARNED)
-    assert ends_a_turn(320, LEARNED, 288) and not ends_a_turn(336, LEARNED, 288)
-
-
-def test_what_a_conversation_passes_by_is_spare_and_a_siblings_state_is_not():
-    checkpoints = made(in_pass=True)
-    first = HEAD + own(1, 600)
-    assert checkpoints.state_of(request(first, [200, -20])).wish.goes_on_from is None
-    turns = [request(first + own(number, 600), [200, 900, -20], name=f"r{number}") for number in (2, 3)]
-    spare = [
-        [
-            target.position
-            for target in checkpoints.targets(turn)
-            if checkpoints.is_spare(checkpoints.state_of(turn), target)
-        ]
-        for turn in turns
-    ]
-    goes_on, sibling = (checkpoints.state_of(turn).wish for turn in turns)
-    assert goes_on.goes_on_from == (192, 768) and 192 not in spare[0] and goes_on.turn_end not in spare[0]
-    assert 896 in spare[0] and 896 in goes_on.positions
-    assert sibling.goes_on_from is None and 896 in sibling.positions and spare[1] == []
-
-
-@pytest.mark.parametrize("idle", [True, False])
-def test_what_is_spare_is_waited_for_where_there_is_room_for_it(idle):
-    checkpoints, expected = made(in_pass=True), []
-    checkpoints.gate = SimpleNamespace(expect=lambda request, start, positions: expected.extend(positions))
-    checkpoints.states.retention = SimpleNamespace(has_idle=lambda num_blocks: idle)
-    first = HEAD + own(1, 600)
-    checkpoints.state_of(request(first, [200, -20]))
-    turn = request(first + own(2, 600), [200, 900, -20], name="r2")
-    checkpoints.expect_states(turn, 0)
-    assert (896 in expected) == idle and checkpoints.state_of(turn).wish.turn_end in expected
 
 
 class Kept:
@@ -247,22 +102,6 @@ def test_a_state_is_kept_as_what_it_serves(checkpoints, position, kind, turn):
     assert kept.turns == [turn] and block.block_hash is not None
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "spare"),
-    [
-        (0, 600, [512]),  # where vLLM alone would have left a state
-        (0, 500, []),  # no block has ended
-        (0, 1100, [1024]),  # of each chunk one
-        (512, 1000, []),  # its start is the edge
-    ],
-)
-def test_a_chunk_leaves_a_state_where_vllm_alone_would_have_left_one(writing, start, end, spare):
-    asked = request(own(1, 1200), [160, 1100])
-    assert [place for place, kind in writing.targets_in(asked, start, end) if kind == SPARE] == spare
-    positions = [place for place, _ in writing.targets_in(asked, start, end)]
-    assert positions == sorted(positions) and all(start < place <= end for place in positions)
-
-
 def learn(checkpoints, tokens_per_pass=800.0, state=0.0):
     """From now on a pass costs as much as so many tokens, of half a millisecond each, and a state so many seconds."""
     checkpoints.step_time = StepTime()
@@ -270,37 +109,6 @@ def learn(checkpoints, tokens_per_pass=800.0, state=0.0):
         for _ in range(3):
             seconds = 0.0005 * (tokens_per_pass + tokens) + state * wrote
             checkpoints.step_time.step_took(tokens, seconds, states=wrote)
-
-
-@pytest.mark.parametrize(("state", "spare"), [(0.0, True), (0.019, True), (0.022, False)])
-def test_a_spare_state_that_is_felt_in_its_pass_is_not_written(writing, state, spare):
-    asked = request(own(1, 600), [160])
-    learn(writing, state=state)
-    assert (SPARE in [kind for _, kind in writing.targets_in(asked, 0, 600)]) is spare
-
-
-@pytest.mark.parametrize(
-    ("hint", "resumed", "rate", "spare"),
-    [
-        ([512], 0, 0.0, False),  # it is kept for those who share it
-        ([496], 0, 0.0, True),
-        ([496], 0, 800.0, False),  # a hit there would not be felt
-        ([160], 512, 0.0, False),  # it is there
-        ([160], 496, 800.0, False),
-    ],
-)
-def test_no_spare_state_stands_where_another_is_as_good(writing, hint, resumed, rate, spare):
-    asked = request(own(1, 600), hint)
-    writing.state_of(asked).resumed_at = resumed
-    if rate:
-        learn(writing, rate)
-    assert (SPARE in [kind for _, kind in writing.targets_in(asked, 0, 600)]) is spare
-
-
-def test_where_nobody_comes_back_no_spare_state_is_kept(writing):
-    asked = request(own(1, 600), [160])
-    writing.state_of(asked).wish = replace(writing.state_of(asked).wish, worthless_turn=592)
-    assert SPARE not in [kind for _, kind in writing.targets_in(asked, 0, 600)]
 
 
 def test_bytes_are_those_of_counted_states_that_are_still_cached(checkpoints):
@@ -311,25 +119,6 @@ def test_bytes_are_those_of_counted_states_that_are_still_cached(checkpoints):
     checkpoints.states.release()
     pool.reset_prefix_cache()
     assert checkpoints.states.bytes_held == 0 and not checkpoints.states.is_written(blocks[0].block_hash)
-
-
-def test_the_oldest_of_too_many_states_is_counted_no_more(checkpoints, monkeypatch):
-    monkeypatch.setattr(states, "MAX_WRITTEN", 2)
-    for key in (b"a", b"b", b"c"):
-        checkpoints.state_written(key, TAIL)
-    assert [checkpoints.states.is_written(key) for key in (b"a", b"b", b"c")] == [False, True, True]
-    assert checkpoints.counters.counts.written == {TAIL: 3}
-
-
-def test_a_learned_state_has_to_add_to_the_one_that_was_found(checkpoints):
-    state = checkpoints.state_of(request(HEAD))
-    state.resumed_at = 160
-    targets = [CheckpointTarget(176, LEARNED), CheckpointTarget(176, HINTED), CheckpointTarget(208, LEARNED)]
-    assert all(checkpoints.worth_writing(state, target) for target in targets)  # step times are not known yet
-    learn(checkpoints)  # a twentieth of a pass costs as much as 40 tokens
-    assert [checkpoints.worth_writing(state, target) for target in targets] == [False, True, True]
-    learn(checkpoints, state=0.1)  # as much as 200
-    assert [checkpoints.worth_writing(state, target) for target in targets] == [False, False, False]
 
 
 def test_a_state_of_a_prompt_that_is_pinned_is_written_whatever_it_saves(checkpoints):
@@ -404,49 +193,6 @@ def test_a_conversation_that_goes_on_brings_the_ends_of_turns_back(checkpoints):
     assert singles.ask()[1] == [192, 304]
 
 
-def test_it_does_where_states_lie_farther_apart_than_a_turn_reaches():
-    singles = Singles(made(Grid(UNIT, 128)))
-    for _ in range(9):
-        prompt, positions = singles.ask(310)  # hinted: 506 of 510, so the state is at 384
-        singles.now += 100.0
-    assert positions == [128]
-    singles.ask(before=prompt)
-    assert singles.ask(310)[1] == [128, 384]
-
-
-def test_a_long_turn_is_kept_until_more_clients_are_gone(checkpoints):
-    singles = Singles(checkpoints)
-    singles.end(8)  # a state costs 240 tokens here, so 3,000 are worth one in twelve
-    assert singles.ask(3000)[1] == [192, 3184]
-    for _ in range(5):
-        singles.ask()
-        singles.now += 100.0
-    assert singles.ask(3000)[1] == [192]
-
-
-def test_the_turns_of_chats_without_a_system_prompt_are_one_heads(checkpoints):
-    singles = Singles(checkpoints)
-
-    def asked(entry, salt=None):
-        singles.number += 1
-        question = request(own(singles.number, 200), entry, name=f"s{singles.number}")
-        question.cache_salt = salt
-        singles.now += 100.0
-        return [target.position for target in checkpoints.targets(question)]
-
-    assert [asked([-5]) for _ in range(8)] == [[192]] * 8
-    assert asked([-5]) == [] and asked([-5], "another tenant") == [192]
-    # A place counted from the start may be the end of a system prompt, however short the question is.
-    assert [asked([195]) for _ in range(9)] == [[192]] * 9
-
-
-def test_prompts_that_share_nothing_keep_the_ends_of_their_turns(checkpoints):
-    singles = Singles(checkpoints)
-    for number in range(20):
-        assert singles.ask(before=own(1000 + number, 200))[1] == [192, 304]
-        singles.now += 100.0
-
-
 @pytest.fixture
 def writing() -> Checkpoints:
     """Before an engine that writes states inside a pass."""
@@ -467,36 +213,16 @@ def documents(checkpoints: Checkpoints, count: int = 3, **more) -> None:
         assert EXPECTED not in [kind for question in (1, 2) for _, kind in admit(checkpoints, number, question, **more)]
 
 
-def test_documents_of_one_length_have_a_state_at_their_end_before_anybody_asks_again(writing):
-    documents(writing)
-    assert CheckpointTarget(640, EXPECTED) in admit(writing, 200, 1)
-    assert CheckpointTarget(640, LEARNED) in admit(writing, 200, 2)
-
-
 def test_a_hinted_state_is_as_good_as_an_expected_one(writing):
     documents(writing)
     asked = request(own(200, 700), [624, 696], name="hinted")
     assert EXPECTED not in [kind for _, kind in writing.targets(asked)]
 
 
-def test_where_each_state_costs_a_pass_none_is_kept_on_a_guess(checkpoints):
-    documents(checkpoints)
-    assert EXPECTED not in [kind for _, kind in admit(checkpoints, 200, 1)]
-
-
 def test_what_one_salt_shows_is_nothing_to_another(writing):
     documents(writing, salt="a", cache_salt="a")
     assert EXPECTED not in [kind for _, kind in admit(writing, 200, 1, salt="b", cache_salt="b")]
     assert CheckpointTarget(640, EXPECTED) in admit(writing, 200, 1, salt="a", cache_salt="a")
-
-
-def test_what_was_evicted_would_have_been_evicted_there_too(writing):
-    for number in range(100, 200, 10):
-        first = request(own(number, 640) + own(number + 1, 60), [640], name="first")
-        writing.outcomes.computed(first, 640, "evicted")
-        admit(writing, number, 1)
-        admit(writing, number, 2)
-    assert EXPECTED not in [kind for _, kind in admit(writing, 200, 1)]
 
 
 def test_an_expected_state_that_served_somebody_is_kept_as_shared_and_goes_on_to_count(writing):
@@ -527,15 +253,6 @@ def drafted(checkpoints: Checkpoints, window: str = "") -> list[Any]:
 def test_a_request_that_drafted_is_counted_once_it_has_its_whole_answer(checkpoints):
     assert drafted(checkpoints) == [("a", 2, 3)]
     assert drafted(Checkpoints(GRID, 512)) == [("a", 2, 3)]
-
-
-@pytest.mark.parametrize(("window", "rows"), [("", True), ("held", True), ("healed", True), ("zeroed", False)])
-def test_what_zeros_cost_a_heads_drafts_is_learnt_from_those_who_began_on_them(checkpoints, window, rows):
-    learnt: list[tuple[bool, int, int]] = []
-    acceptance = SimpleNamespace(add=lambda *told: learnt.append(told))
-    checkpoints.states.windows = SimpleNamespace(acceptance=acceptance)
-    drafted(checkpoints, window)
-    assert learnt == [(rows, 2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -578,25 +295,6 @@ def test_a_hit_counts_as_one_on_a_state_that_was_counted_or_loaded(checkpoints, 
     assert (counts.hits, counts.hit_tokens) == (hits, 192 * hits)
     assert counts.saved_seconds == pytest.approx(192 * 0.0005, rel=0.01)
     assert offered == ([] if loaded else [(192, True)])  # what a disk has brought it has already
-
-
-def test_a_request_that_hits_nothing_saves_nothing(checkpoints):
-    checkpoints.states.store = SimpleNamespace(offer=lambda *_: pytest.fail("offered"))
-    checkpoints.admitted(request(HEAD, [192]), 0)
-    counts = checkpoints.counters.take()
-    assert (counts.hits, counts.saved_seconds) == (0, 0.0) and counts.outcomes == {COLD: 1}
-
-
-def test_a_spare_state_is_reserved_only_where_it_puts_out_nothing(checkpoints):
-    written = request(own(1, 600), [160], all_token_ids=own(1, 600))
-    target = CheckpointTarget(512, SPARE)
-    assert checkpoints.reserve(written, target) is None  # vLLM keeps these states, so none is known to be idle
-    checkpoints.states.retention = Retention(checkpoints.states.keys.pool)
-    (block,) = checkpoints.reserve(written, target)
-    assert block.block_hash in checkpoints.states.retention
-    checkpoints.states.release()
-    assert block.block_hash not in checkpoints.states.retention  # it goes before all others
-    assert checkpoints.states.keys.is_cached(written, 512)
 
 
 def test_no_state_is_reserved_where_no_block_is_free_or_none_are_kept(checkpoints):

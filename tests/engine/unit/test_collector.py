@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import shutil
 import socket
 import threading
 from types import SimpleNamespace
@@ -185,21 +183,6 @@ async def test_other_processes_of_the_same_server_read_without_a_key_and_no_othe
         assert (await client.get(f"http://inside{PATH}")).status_code == 200
 
 
-async def test_nobody_reads_from_elsewhere_unless_it_was_asked_for(taking, monkeypatch):
-    """Another address of this machine stands for another machine."""
-    monkeypatch.delenv(settings.REPORTS_AT, raising=False)
-    at = Collector(settings.reports_at(), ())
-    at.start(taking)
-    port = at.read_at.rpartition(":")[2]
-    assert at.read_at.startswith("127.0.0.1:")
-    with pytest.raises(httpx.ConnectError):
-        await read_beside(f"127.0.0.2:{port}")
-    monkeypatch.setenv(settings.REPORTS_AT, "0.0.0.0:0")
-    opened = Collector(settings.reports_at(), ())
-    opened.start(taking)
-    assert (await read_beside(f"127.0.0.2:{opened.read_at.rpartition(':')[2]}")).status_code == 200
-
-
 async def test_a_port_that_is_taken_costs_a_line_and_reports_still_come(taking, caplog):
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
@@ -214,20 +197,6 @@ async def test_a_port_that_is_taken_costs_a_line_and_reports_still_come(taking, 
 def test_an_address_that_is_none_is_said_and_loopback_is_used(value, monkeypatch, caplog):
     monkeypatch.setenv(settings.REPORTS_AT, value)
     assert settings.reports_at() == ("127.0.0.1", 0) and "SEAMARK_REPORTS_AT" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("value", "address"),
-    [
-        ("", ("127.0.0.1", 0)),
-        ("192.0.2.7:8001", ("192.0.2.7", 8001)),
-        (":8001", ("127.0.0.1", 8001)),
-        ("[::]:1", ("::", 1)),
-    ],
-)
-def test_addresses(value, address, monkeypatch):
-    monkeypatch.setenv(settings.REPORTS_AT, value)
-    assert settings.reports_at() == address
 
 
 @pytest.fixture
@@ -257,22 +226,6 @@ def test_and_where_others_serve_but_not_for_engines_that_nobody_serves(started, 
     monkeypatch.setenv(FOLDER, "/somewhere")  # there is one
     engines_of(-1)
     assert len(started) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "keys"),
-    [
-        ("vllm serve m --port 1", {}, ()),
-        ("vllm serve m --api-key a", {}, ("a",)),
-        ("vllm serve m --api-key a b --port 1", {"VLLM_API_KEY": "c"}, ("a", "b")),
-        ("vllm serve m --api_key=a", {}, ("a",)),
-        ("vllm serve m --api-key a --api-key b", {}, ("b",)),
-        ("vllm serve m -tp 2", {"VLLM_API_KEY": "c"}, ("c",)),
-        ("vllm serve m", {"VLLM_API_KEY": ""}, ()),
-    ],
-)
-def test_the_keys_are_vllms_own(arguments, environment, keys):
-    assert keys_in(arguments.split(), environment) == keys
 
 
 @pytest.mark.parametrize(("text", "keys"), [("api-key: a", ("a",)), ("api_key: [a, b]", ("a", "b")), ("port: 1", ())])
@@ -306,11 +259,6 @@ def test_beside_kv_events_reports_are_read_at_the_port_before_theirs_if_that_is_
         assert hooks._beside(endpoint.format(port + 1)) == (port if is_free else 0)
 
 
-def test_what_is_collected_is_json_for_every_reader(taking):
-    taking._feeds.main.add_event(1, ["gone", "5c"])
-    assert json.loads(json.dumps(taking._feeds.main.after(0)))["states"] == [["gone", "5c"]]
-
-
 async def test_reports_that_cannot_be_served_end_nothing_and_are_said_to_be_missing(taking, monkeypatch, engine_log):
     async def fails(*_: Any) -> None:
         raise OSError("no more sockets")
@@ -329,16 +277,3 @@ async def test_who_collects_is_known_to_its_own_reads(taking):
     at = Collector(("127.0.0.1", 0), ())
     at.start(taking)
     assert taking._feeds.collected_by == os.getpid()
-
-
-@pytest.mark.parametrize(("length", "is_used"), [(60, True), (61, False)])
-def test_sockets_are_where_their_names_are_short_enough(taking, monkeypatch, length, is_used):
-    short = f"/tmp/{'s' * (length - 5)}"  # a socket's name has to be short
-    monkeypatch.setattr(collector.tempfile, "tempdir", short)
-    os.makedirs(short, exist_ok=True)
-    try:
-        at = Collector(("127.0.0.1", 0), ())
-        assert str(at.folder.parent) == (short if is_used else "/tmp")
-        assert {path.name for path in at.folder.iterdir()} == {addresses.SENT_TO, addresses.READ_INSIDE}
-    finally:
-        shutil.rmtree(short)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engine_patches.commands.worker import MIDDLEWARE, NEEDED_FLAGS, vllm_arguments
+from engine_patches.commands.worker import vllm_arguments
 from tests.deploy.compose_files import DEPLOY, EVERY_WAY, OF_THE_USER, read
 from tests.harness import flags_parser
 from tests.harness.helm import render
@@ -37,8 +36,6 @@ DRAFTS = {
     "qwen3.8-flash-next-two-sparks": ("mtp", 3),
 }
 
-# What a recipe has that its model file leaves to whoever starts it.
-ONLY_RECIPES = {"distributed_executor_backend"}
 
 # What a switch or a deprecated flag was once needed for is a default.
 NOT_NEEDED = ("SEAMARK_DRAFTS", "--mamba-cache-mode", "mamba-cache-mode:")
@@ -96,17 +93,6 @@ def within_container(words: list[str]) -> list[str]:
     return [re.sub(r"^(/etc/seamark/models|/model\b)", lambda found: folders[found[1]], word) for word in words]
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
-def test_vllm_takes_the_flags_of_every_model_file(vllm, model: Path):
-    parsed = vllm.parse_args(of_file(model))
-    assert parsed.model == yaml.safe_load(model.read_text())["model"]
-    assert parsed.enable_prefix_caching and parsed.enable_prompt_tokens_details
-    # Unified memory is wedged by more.
-    assert parsed.gpu_memory_utilization <= 0.8
-    drafts = parsed.speculative_config or {}
-    assert (drafts.get("method"), drafts.get("num_speculative_tokens")) == DRAFTS.get(model.stem, (None, None))
-
-
 def test_models_that_draft_are_there():
     assert DRAFTS.keys() <= {model.stem for model in MODELS}
 
@@ -128,20 +114,6 @@ def newest() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
-def test_the_newest_vllm_takes_the_flags_of_every_model_file(newest, model: Path):
-    """And those of its recipe, which says the same."""
-    file = newest[model.name]
-    content = yaml.safe_load(model.read_text())
-    # Of other flags with several values the parser makes a configuration, and fails at a name that it does not know.
-    written = {name: content[name] for name in content if name not in ("compilation-config", "engram-config")}
-    assert {name: file[name.replace("-", "_")] for name in written} == written
-    recipe = newest.get(f"seamark-{model.name}")
-    if recipe is not None:
-        differing = {name for name in file if file[name] != recipe[name]}
-        assert differing <= {"config", *ONLY_RECIPES}
-
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
 def test_every_model_file_names_its_source_and_that_it_was_not_run(model: Path):
     comment = " ".join(line.lstrip("# ") for line in model.read_text().splitlines() if line.startswith("#"))
     assert "Source:" in comment and "Not run by us on a Spark" in comment
@@ -158,44 +130,12 @@ def test_vllm_takes_the_command_of_every_service(vllm, newest, way, name):
         assert (parsed["model_tag"] or parsed["model"]) and parsed["gpu_memory_utilization"] <= 0.92
 
 
-@pytest.mark.parametrize("flags", CHARTS, ids=" ".join)
-def test_vllm_takes_the_command_of_the_charts_workers(vllm, newest, flags):
-    host = "127.0.0.1" if "sidecar" in " ".join(flags) else "0.0.0.0"  # noqa: S104
-    for number, words in enumerate(of_chart(flags)):
-        for parsed in (vars(vllm.parse_args(words)), newest[f"{flags}:{number}"]):
-            assert parsed["host"] == host and parsed["port"] == 8000 and parsed["enable_prefix_caching"]
-            assert parsed["enable_prompt_tokens_details"] and parsed["model"] in " ".join(
-                path.read_text() for path in MODELS
-            )
-
-
 def test_two_models_share_the_memory():
     services = read("compose.two-models.yaml")["services"]
     shares = [
         interpolated(services[name]["command"]).split("--gpu-memory-utilization ")[1] for name in ("worker", "worker-2")
     ]
     assert sum(float(share.split()[0]) for share in shares) <= 0.8
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_says_what_the_model_file_says(vllm, recipe: Path):
-    words, content = of_recipe(recipe)
-    assert content["mods"] == ["mods/seamark"]
-    given = vllm.parse_args(words)
-    model = DEPLOY / "models" / (recipe.stem.removeprefix("seamark-") + ".yaml")
-    file = vllm.parse_args(of_file(model, "--host", given.host, "--port", str(given.port)))
-    assert vars(given) == vars(file) | _defaults_of_a_list(given) | _across_machines(given, content)
-    assert {*NEEDED_FLAGS, MIDDLEWARE[0]} <= set(words)
-
-
-def _across_machines(given: Namespace, content: dict[str, Any]) -> dict[str, object]:
-    """A model over several Sparks is started by Ray there, which hands the plugin's settings on if it is told to."""
-    several = given.tensor_parallel_size > 1
-    assert content.get("cluster_only", False) == several and content.get("solo_only", False) != several
-    if not several:
-        return {}
-    assert content["env"] == {"VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY": "SEAMARK_"}
-    return {"distributed_executor_backend": "ray"}
 
 
 def of_file(model: Path, *given: str) -> list[str]:
@@ -209,8 +149,3 @@ def of_recipe(recipe: Path) -> tuple[list[str], dict[str, Any]]:
     words = shlex.split(content["command"].format(**content["defaults"]).replace("\\\n", " "))
     assert words[:3] == ["vllm", "serve", content["model"]]
     return ["--model", *words[2:]], content
-
-
-def _defaults_of_a_list(given: Namespace) -> dict[str, object]:
-    """vLLM's parser appends to its default list of middleware, which is one for all who parse."""
-    return {"middleware": given.middleware}

@@ -21,7 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from engine_patches.disk import connector
 from engine_patches.disk.connector import SeamarkConnector, StateScheduler
-from engine_patches.disk.flags import ALL, USED
+from engine_patches.disk.flags import ALL
 from engine_patches.footprint import LOADED, LOCAL_HIT
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler.cache_keys import key_at
@@ -242,59 +242,6 @@ def group_of(key: bytes) -> int:
     return int.from_bytes(key[-4:], "big")
 
 
-def test_a_state_that_was_used_is_copied_once_and_its_blocks_are_held_so_long():
-    scene = Scene()
-    request = scene.request()
-    blocks = scene.cache(request, 144)
-    scene.scheduler.offer(request, 144)
-    assert held(blocks) == {2}, "blocks that are to be copied are held from the offer on"
-    ((job, transfer),) = scene.step().store_jobs.items()
-    assert transfer.req_id == "r" and transfer.dst_spec == f"{len(blocks)} rows"
-    by_group = sorted(blocks, key=group_of)
-    assert transfer.src_spec.block_ids.tolist() == [blocks[key].block_id for key in by_group]
-    assert list(transfer.src_spec.group_sizes) == [1, 3, 1] and list(transfer.src_spec.block_indices) == [0, 0, 0]
-    assert scene.step().store_jobs == {} and held(blocks) == {2}
-    scene.done()
-    assert held(blocks) == {2}, "the job is not done yet"
-    scene.done(job)
-    assert held(blocks) == {1} and all(scene.rows.ready[key] for key in blocks)
-    scene.done()
-    assert held(blocks) == {1}
-
-
-def test_each_worker_has_to_be_done_before_blocks_are_given_back(monkeypatch):
-    monkeypatch.setattr(CONFIG.parallel_config, "world_size", 2)
-    scene = Scene()
-    request = scene.request()
-    blocks = scene.cache(request, 64)
-    scene.scheduler.offer(request, 64)
-    (job,) = scene.step().store_jobs
-    scene.done(job)
-    assert held(blocks) == {2}
-    scene.done(job)
-    assert held(blocks) == {1}
-
-
-@pytest.mark.parametrize(
-    ("keep", "used", "stored"),
-    [(None, False, False), (USED, False, False), (USED, True, True), (ALL, False, True), (ALL, True, True)],
-)
-def test_what_nobody_came_back_to_is_stored_only_if_all_is_kept(keep, used, stored):
-    scene = Scene(keep)
-    request = scene.request()
-    blocks = scene.cache(request, 64)
-    scene.scheduler.offer(request, 64, used)
-    assert held(blocks) == {2 if stored else 1} and len(scene.step().store_jobs) == stored
-
-
-def test_an_offer_is_by_default_of_a_state_that_was_used():
-    scene = Scene(USED)
-    request = scene.request()
-    blocks = scene.cache(request, 64)
-    scene.scheduler.offer(request, 64)
-    assert held(blocks) == {2}
-
-
 @pytest.mark.parametrize("reason", ["the disk takes none", "an adapter", "embeddings", "a block is gone"])
 def test_what_cannot_be_kept_is_not_held(reason):
     scene = Scene(ALL)
@@ -307,24 +254,6 @@ def test_what_cannot_be_kept_is_not_held(reason):
         scene.pool.cached_block_hash_to_block.pop(gone, blocks[gone].block_id)
     scene.scheduler.offer(request, 80)
     assert held(blocks) == {1} and scene.step().store_jobs == {}
-
-
-@pytest.mark.parametrize("reason", ["on disk", "being written", "coming"])
-def test_of_a_state_only_what_is_not_stored_is_copied(reason):
-    scene = Scene()
-    request = scene.request()
-    blocks = scene.cache(request, 144)
-    first, *rest = blocks
-    for key in rest:
-        if reason == "coming":
-            scene.rows.ready[key] = False
-        else:
-            (scene.disk.on_disk if reason == "on disk" else scene.disk.being_written).add(key)
-    scene.scheduler.offer(request, 144)
-    assert [blocks[key].ref_cnt for key in (first, *rest)] == [2] + [1] * len(rest)
-    ((_, transfer),) = scene.step().store_jobs.items()
-    assert transfer.src_spec.block_ids.tolist() == [blocks[first].block_id]
-    assert list(transfer.src_spec.group_sizes) == [group_of(first) == group for group in range(3)]
 
 
 def test_a_state_that_is_stored_in_whole_is_not_offered_again():
@@ -361,16 +290,6 @@ def test_rows_alone_need_no_copy():
     assert [set(keys) for keys in scene.disk.submitted] == [set(blocks)]
 
 
-def test_rows_that_were_dropped_before_the_step_are_not_stored():
-    scene = Scene()
-    request = scene.request()
-    scene.cache(request, 64)
-    scene.in_memory(request, 64)
-    scene.scheduler.offer(request, 64)
-    scene.rows.ready.clear()
-    assert scene.step().store_jobs == {} and scene.disk.submitted == []
-
-
 @pytest.mark.parametrize("reason", ["no row is free", "others store it", "the request is gone", "it has ended"])
 def test_blocks_of_what_cannot_be_copied_are_given_back(reason):
     scene = Scene()
@@ -391,16 +310,6 @@ def test_blocks_of_what_cannot_be_copied_are_given_back(reason):
     assert held(blocks) == {1}
     assert [job.req_id for job in jobs.values()] == ([] if reason == "no row is free" else ["other"])
     assert held(of_other) == {1 if reason == "no row is free" else 2}
-
-
-def test_rows_of_a_request_that_is_gone_are_not_stored():
-    scene = Scene()
-    request = scene.request()
-    scene.cache(request, 64)
-    scene.in_memory(request, 64)
-    scene.scheduler.offer(request, 64)
-    del scene.scheduler._req_status["r"]
-    assert scene.step().store_jobs == {} and scene.disk.submitted == []
 
 
 def test_a_request_ends_for_vllm_only_when_its_copies_are_done():
@@ -466,37 +375,6 @@ def test_who_is_introduced_is_offered_states_and_keeps_the_files_of_pinned_ones(
     assert scene.states.store is scene.scheduler and set(scene.disk.keys_in_use()) == set(blocks)
 
 
-def test_what_the_disk_tells_is_counted_with_each_step():
-    scene = Scene()
-    scene.step()
-    counts = scene.checkpoints.counters.take()
-    assert counts.files_refused == {"checksum": 2} and counts.file_bytes == 3 * ROW_BYTES
-    assert scene.checkpoints.counters.disk_bytes == 7 * ROW_BYTES
-
-
-@pytest.mark.parametrize(
-    ("stored", "local", "hit", "expected"),
-    [
-        ((144,), 0, 0, 144),
-        ((64, 144), 0, 0, 144),  # the deepest
-        ((64, 192), 0, 0, 192),
-        ((128,), 0, 0, 128),
-        ((144,), 64, 64, 80),  # past the local hit's whole blocks
-        ((144,), 64, 128, 80),
-        ((144,), 128, 144, 0),  # no more than the cache has itself
-        ((64,), 64, 64, 0),
-        ((144,), 64, 160, 0),
-        ((), 0, 0, 0),
-    ],
-)
-def test_the_deepest_state_past_the_local_hit_is_found(stored, local, hit, expected):
-    scene = Scene()
-    request = scene.request()
-    scene.in_memory(request, *stored)
-    setattr(request, LOCAL_HIT, hit)
-    assert scene.found(request, local) == expected
-
-
 @pytest.mark.parametrize(
     ("tokens", "most", "expected"),
     [
@@ -523,24 +401,6 @@ def test_room_in_a_step_counts_from_the_local_hit():
     assert scene.found(request, 64, max_num_new_tokens=80) == 80
 
 
-@pytest.mark.parametrize(("position", "boundary"), [(64, None), (80, 80), (128, None), (144, 144)])
-def test_vllm_is_told_of_a_position_inside_a_block(position, boundary):
-    scene = Scene()
-    request = scene.request()
-    scene.in_memory(request, position)
-    scene.scheduler._req_status["r"].partial_tail_boundary = 7  # of an earlier look
-    assert scene.found(request) == position
-    assert scene.scheduler._req_status["r"].partial_tail_boundary == boundary
-
-
-@pytest.mark.parametrize("more", [{"lora_request": "x"}, {"prompt_embeds": "x"}])
-def test_a_request_whose_keys_do_not_say_all_finds_nothing(more):
-    scene = Scene()
-    request = scene.request(**more)
-    scene.in_memory(request, 144)
-    assert scene.found(request) == 0 and scene.rows.looked_up == []
-
-
 @pytest.mark.parametrize(
     ("local", "group", "expected"),
     [(0, ATTENTION, 0), (64, ATTENTION, 80), *[(0, group, 80) for group in RECURRENT], (64, RECURRENT[1], 16)],
@@ -553,18 +413,6 @@ def test_a_state_of_which_a_part_is_missing_gives_way_to_one_before_it(local, gr
     missing = 64 if group == ATTENTION else 144
     del scene.rows.ready[key_at(request, missing, UNIT, group)]
     assert scene.found(request, local) == expected
-
-
-def test_a_load_is_judged_by_all_that_is_not_in_the_cache_be_it_on_disk_or_in_host_memory():
-    scene = Scene()
-    request = scene.request()
-    scene.on_disk(request, 144)
-    assert len(scene.keys(request, 144)) == 5
-    scene.rows.ready[key_at(request, 128, UNIT, ATTENTION)] = True
-    assert scene.found(request, 64) is None
-    assert scene.disk.asked_for == [4 * ROW_BYTES]
-    wanted = [key_at(request, 144, UNIT, group) for group in range(3)] + [key_at(request, 128, UNIT, ATTENTION)]
-    assert sorted(scene.rows.looked_up) == sorted(wanted)
 
 
 @pytest.mark.parametrize(("position", "blocks"), [(64, 3), (80, 4), (128, 4), (144, 5), (192, 5)])
@@ -631,19 +479,6 @@ def clock(monkeypatch) -> Clock:
     return found
 
 
-def test_a_request_waits_for_the_load_that_it_was_promised_and_for_no_deeper_one(clock):
-    scene = Scene()
-    request = scene.request()
-    scene.on_disk(request, 80)
-    assert scene.found(request) is None
-    scene.in_memory(request, 144)
-    clock.now += PATIENCE
-    scene.disk.seconds = 1e9  # it was decided
-    assert scene.found(request) is None and len(scene.disk.asked_for) == 1
-    scene.rows.come()
-    assert scene.found(request) == 80
-
-
 def test_a_load_that_does_not_come_is_given_up_until_the_request_ends(clock):
     scene = Scene()
     request = scene.request()
@@ -655,25 +490,6 @@ def test_a_load_that_does_not_come_is_given_up_until_the_request_ends(clock):
     assert scene.found(request) == 0
     scene.scheduler.request_finished(request)
     assert scene.found(request) == 80
-
-
-def test_patience_counts_from_the_first_look_however_often_is_asked(clock):
-    scene = Scene()
-    request = scene.request()
-    scene.on_disk(request, 80)
-    for _ in range(5):
-        assert scene.found(request) is None
-        clock.now += PATIENCE / 5 + 0.01
-    assert scene.found(request) == 0
-
-
-def test_another_request_has_patience_of_its_own(clock):
-    scene = Scene()
-    request, other = scene.request(), scene.request("other")
-    scene.on_disk(request, 80)
-    assert scene.found(request) is None
-    clock.now += PATIENCE + 0.1
-    assert scene.found(other) is None and scene.found(request) == 0 and scene.found(other) is None
 
 
 def test_where_a_promised_file_was_refused_another_state_is_looked_for_with_the_same_patience(clock):
@@ -697,15 +513,6 @@ def test_what_is_refused_at_the_first_look_is_computed():
     scene.rows.refused.add(key_at(request, 144, UNIT, RECURRENT[0]))
     assert scene.found(request) == 0
     assert scene.found(request) is None, "the file that was refused is known to be gone now"
-
-
-def test_a_promise_that_the_cache_has_overtaken_is_dropped():
-    scene = Scene()
-    request = scene.request()
-    scene.on_disk(request, 80)
-    assert scene.found(request) is None
-    setattr(request, LOCAL_HIT, 80)
-    assert scene.found(request, 64) == 0
 
 
 def test_what_is_going_to_be_loaded_is_noted_and_the_promise_is_kept():
@@ -735,10 +542,6 @@ def test_a_promise_ends_with_the_load_or_the_request(clock, how):
         scene.scheduler.request_finished(request)
     clock.now += PATIENCE + 0.1
     assert scene.found(request) is None, "its patience begins anew"
-
-
-def test_vllms_own_choice_of_what_to_store_is_not_followed():
-    assert Scene().scheduler._build_store_jobs(None) == {}
 
 
 def connector_for(role: Any, monkeypatch, extra: dict[str, Any], **parts: Any) -> tuple[SeamarkConnector, list[Any]]:
@@ -792,10 +595,3 @@ def test_a_scheduler_is_introduced_by_its_connector(monkeypatch):
     found.connector_scheduler = SimpleNamespace(introduce=lambda *parts: known.append(parts))
     found.seamark_introduce("checkpoints", "pool")
     assert known == [("checkpoints", "pool")]
-
-
-def test_host_memory_holds_two_of_the_longest_prompts_in_the_smallest_blocks():
-    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in (64, 16)]
-    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=161))
-    rows = connector._staging_rows(config, SimpleNamespace(kv_cache_groups=groups))
-    assert rows == 2 * 11 + 4 * 2

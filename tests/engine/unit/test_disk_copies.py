@@ -97,25 +97,6 @@ def rows(*numbers: int) -> Any:
     return SimpleNamespace(chunk_ids=torch.tensor(numbers))
 
 
-def test_blocks_of_each_group_are_copied_to_their_rows_and_nothing_else_is():
-    copier, region, _ = plain_copies()
-    assert copier.submit_store(7, GPULoadStoreSpec([3, 1, 4], (2, 1), (0, 0)), rows(5, 0, 2))
-    wide, narrow = region.views
-    kept = [-1] * 3
-    assert wide.tolist() == [
-        [1] * 8 + kept,
-        [-1] * 11,
-        [4] * 4 + [-1] * 4 + kept,
-        [-1] * 11,
-        [-1] * 11,
-        [3] * 8 + kept,
-    ]
-    assert narrow.tolist() == [[1] * 4 + kept, *[[-1] * 7] * 4, [3] * 4 + kept]
-    (done,) = copier.get_finished()
-    assert (done.job_id, done.success, done.transfer_size) == (7, True, 2 * (8 + 4) + 4)
-    assert 0 <= done.transfer_time < 3600 and copier.get_finished() == []
-
-
 def test_rows_are_copied_to_the_blocks_of_each_group_and_nothing_else_is():
     copier, region, (wide, narrow) = plain_copies()
     for view in region.views:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,27 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prometheus_client import REGISTRY
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from engine_patches.disk.files import REASONS, SUFFIX
 from engine_patches.disk.identity import identity_of
 from engine_patches.disk.tier import CheckedFiles
 from engine_patches.forward.loaded_weights import Weights
-from engine_patches.reporting import metrics
-from engine_patches.reporting.events_api import Feeds
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.grid import Grid
-from tests.harness.damaged_files import DAMAGES
 from tests.harness.reports import collect
 
 ROWS, ROW = 10, 8192
 
 KEYS = [bytes([number]) * 36 for number in range(8)]
-
-TIMES = 25  # that each kind of damage is done
 
 
 def identity(model: Path, dtype: str = "float32", block: int = 64, weights: str = "w", **arguments: Any) -> bytes:
@@ -112,68 +104,3 @@ class Engine:
         checkpoints.counters.disk_used(*self.tier.take_counts(), self.tier.bytes_held)
         collect(checkpoints)
         self.tier.shutdown()
-
-
-def told() -> dict[str, float]:
-    """The worker's `/metrics`: files refused, by reason."""
-    name = "seamark_checkpoint_files_refused_total"
-    return {reason: REGISTRY.get_sample_value(name, {"reason": reason}) or 0.0 for reason in REASONS}
-
-
-def of_another_engine(other: str) -> Callable[[Path, Mapping[str, bytes], int], None]:
-    """A file takes the place of another engine's of the same key: a directory was copied, or names collide."""
-
-    def put(root: Path, identities: Mapping[str, bytes], number: int) -> None:
-        theirs = Engine(root / "theirs", identities[other])
-        theirs.store()
-        theirs.tier.shutdown()
-        (path,) = (root / "theirs").rglob(KEYS[number].hex() + SUFFIX)
-        (mine,) = (root / "mine").rglob(KEYS[number].hex() + SUFFIX)
-        shutil.copy(path, mine)
-
-    return put
-
-
-def by_damage(damage: Callable[..., None]) -> Callable[[Path, Mapping[str, bytes], int], None]:
-    def put(root: Path, identities: Mapping[str, bytes], number: int) -> None:
-        path, other = ((root / "mine").rglob(KEYS[each].hex() + SUFFIX) for each in (number, (number + 3) % 8))
-        damage(random.Random(number), next(path), next(other))
-
-    return put
-
-
-KINDS = {damage.__name__: by_damage(damage) for damage in DAMAGES} | {
-    other: of_another_engine(other) for other in OTHERS
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_whatever_is_done_to_a_file_it_is_not_loaded_and_is_counted_by_its_reason(
-    kind, identities, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(metrics, "feeds", Feeds())
-    before = told()
-    for number in range(TIMES):
-        root = tmp_path / str(number)
-        engine = Engine(root / "mine", identities[""])
-        engine.store()
-        KINDS[kind](root, identities, number % 8)
-        assert not engine.loads_right(number % 8)
-        assert all(engine.loads_right(other) for other in range(8) if other != number % 8)
-        engine.tell()
-    counted = {reason: count - before[reason] for reason, count in told().items() if count != before[reason]}
-    print(f"{kind}: {counted}")
-    assert sum(counted.values()) == TIMES
-    if kind in OTHERS:
-        assert counted == {"identity": TIMES}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_an_engine_that_differs_finds_nothing_and_leaves_everything(other, identities, tmp_path):
-    mine = Engine(tmp_path, identities[""])
-    mine.store()
-    theirs = Engine(tmp_path, identities[other])
-    assert not any(theirs.tier.holds(key) for key in KEYS)
-    assert all(mine.loads_right(number) for number in range(8))
-    mine.tier.shutdown()
-    theirs.tier.shutdown()

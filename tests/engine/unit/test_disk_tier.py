@@ -73,19 +73,6 @@ def told(log: Any) -> list[str]:
     return [line for line in lines if "checkpoint directory" in line]
 
 
-def test_a_restarted_tier_knows_at_once_what_is_there_and_loads_it(tmp_path: Path):
-    first = Tier(tmp_path)
-    assert first.store(KEYS[:3]).success
-    first.close()
-    second = Tier(tmp_path)
-    assert second.tier.lookup(KEYS[2], None) is LookupResult.HIT
-    assert second.tier.lookup(KEYS[3], None) is LookupResult.MISS
-    assert second.load(KEYS[:3]).success
-    assert [second.rows[8 + number][5] for number in range(3)] == [0, 1, 2]
-    assert second.tier.take_counts()[0] == {}
-    second.close()
-
-
 def test_of_a_load_the_files_that_are_right_are_taken_and_the_others_are_misses_from_then_on(tmp_path: Path):
     held = Tier(tmp_path)
     held.store(KEYS[:3])
@@ -174,62 +161,6 @@ def test_a_full_disk_is_a_store_that_failed_and_leaves_no_half_file(tmp_path: Pa
     held.close()
 
 
-def test_how_fast_the_disk_is_is_known_before_the_first_request(tmp_path: Path, monkeypatch):
-    first = Tier(tmp_path)
-    first.store(KEYS[:2])
-    first.close()
-    read = StateFiles.read
-
-    def slow(self: Any, key: bytes, into: memoryview) -> None:
-        time.sleep(0.1)
-        read(self, key, into)
-
-    monkeypatch.setattr(StateFiles, "read", slow)
-    second = Tier(tmp_path)
-    assert not second.tier.cost.pays(ROW, 0.09) and second.tier.cost.pays(ROW, 3600)
-    second.close()
-
-
-def test_a_load_that_hangs_keeps_others_from_the_disk_until_it_ends(tmp_path: Path, monkeypatch):
-    held = Tier(tmp_path)
-    held.store(KEYS[:1])
-    held.load(KEYS[:1])
-    assert held.tier.cost.pays(ROW, 3600)
-    ended, read = threading.Event(), StateFiles.read
-
-    def hangs(self: Any, key: bytes, into: memoryview) -> None:
-        ended.wait()
-        read(self, key, into)
-
-    monkeypatch.setattr(StateFiles, "read", hangs)
-    held.submit(KEYS[:1], 8, load=True)
-    while held.tier.cost.pays(ROW, 0.2):
-        time.sleep(0.01)
-    ended.set()
-    held.tier.drain_jobs()
-    list(held.tier.get_finished_jobs())
-    assert held.tier.cost.pays(ROW, 3600)
-    held.close()
-
-
-@pytest.mark.parametrize("damage", [damaged_files.open_to_all, damaged_files.link_for_folder, damaged_files.folder])
-def test_a_directory_that_others_may_write_to_is_not_used_and_one_line_says_why(tmp_path, engine_log, damage):
-    root = tmp_path / "states"
-    before = Tier(root)
-    before.store(KEYS[:3])
-    before.close()
-    path, other = sorted(root.rglob(f"*{SUFFIX}"))[:2]
-    damage(random.Random(1), path, other)
-    held = Tier(root)
-    held.look()
-    assert held.tier.usable == held.tier.holds(KEYS[2]) == (damage is damaged_files.folder)
-    assert held.store(KEYS[4:5]).success == held.tier.usable
-    if not held.tier.usable:
-        (line,) = told(engine_log)
-        assert "is not used: " in line and str(root) in line and "name one that is this user's alone" in line
-    held.close()
-
-
 def test_a_start_beside_a_lock_that_is_held_says_so_and_reads_and_writes_once_it_is_free(
     tmp_path, monkeypatch, engine_log
 ):
@@ -286,18 +217,6 @@ def test_a_fifo_or_a_device_in_place_of_a_file_keeps_no_start_waiting(tmp_path: 
     held.close()
 
 
-@pytest.mark.parametrize("damage", [damaged_files.no_files, damaged_files.no_folder, damaged_files.no_directory])
-def test_a_directory_that_is_emptied_meanwhile_is_filled_again(tmp_path: Path, damage):
-    root = tmp_path / "states"
-    held = Tier(root)
-    held.store(KEYS[:3])
-    damage(random.Random(1), *sorted(root.rglob(f"*{SUFFIX}"))[:2])
-    held.look()
-    assert not any(map(held.tier.holds, KEYS)) and held.tier.take_counts()[0] == {}
-    assert held.store(KEYS[:3]).success and held.load(KEYS[:3]).success
-    held.close()
-
-
 def test_what_was_not_taken_is_not_offered_again_at_once(tmp_path: Path, monkeypatch):
     held = Tier(tmp_path)
     assert held.tier.takes_stores
@@ -341,22 +260,6 @@ def test_a_worker_that_evicts_under_anothers_looks_is_no_error(tmp_path: Path, e
     theirs.close()
 
 
-class Clock:
-    """In place of `time`: a machine that has just started."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(tier, "time", found)
-    return found
-
-
 def test_what_is_written_is_counted_in_bytes_and_known_to_be_there_until_it_is_taken(tmp_path: Path):
     held = Tier(tmp_path)
     assert held.tier.take_counts() == ({}, 0) and held.tier.bytes_held == 0
@@ -374,37 +277,6 @@ def test_what_made_room_for_others_is_no_longer_there(tmp_path: Path):
     held.store(KEYS[1:3])
     assert [held.tier.holds(key) for key in KEYS[:3]] == [False, True, True]
     assert held.tier.bytes_held == 2 * (ROW + HEADER_BYTES)
-    held.close()
-
-
-def test_a_key_is_being_written_until_all_jobs_with_it_are_done(tmp_path: Path, monkeypatch):
-    may_write, write = threading.Semaphore(0), StateFiles.write
-
-    def waits(self: Any, blocks: Any) -> Any:
-        may_write.acquire()
-        return write(self, blocks)
-
-    monkeypatch.setattr(StateFiles, "write", waits)
-    held = Tier(tmp_path)
-    results: list[Any] = []
-    for keys in (KEYS[:2], KEYS[1:3]):
-        held.submit(keys, 0, load=False)
-    for number, expected in enumerate([[True, True, True], [False, True, True], [False, False, False]]):
-        wait_for(lambda number=number: results.extend(held.tier.get_finished_jobs()) or len(results) == number)
-        assert [held.tier.is_written(key) for key in KEYS[:3]] == expected
-        may_write.release()
-    assert [result.job_id for result in results] == [1, 2]
-    held.close()
-
-
-def test_rows_of_a_job_are_those_that_it_names(tmp_path: Path):
-    held = Tier(tmp_path)
-    held.rows[:] = np.arange(ROWS, dtype=np.uint8)[:, None]
-    held.run(KEYS[:2], 5, load=False)
-    held.rows[:] = 99
-    result = held.run(KEYS[:2], 14, load=True)
-    assert [row[0] for row in held.rows] == [99] * 14 + [5, 6] and (held.rows[14] == 5).all()
-    assert result.successful_keys == (KEYS[0], KEYS[1]) and result.transfer_bytes == 2 * ROW
     held.close()
 
 
@@ -435,20 +307,6 @@ def test_what_a_load_takes_and_moves_is_told_and_learnt(tmp_path: Path, monkeypa
     held.close()
 
 
-def test_a_load_takes_so_long_from_when_it_was_asked_for(tmp_path: Path, clock, monkeypatch):
-    held = Tier(tmp_path)
-    held.store(KEYS[:1])
-    read = StateFiles.read
-
-    def slow(self: Any, key: bytes, into: memoryview) -> None:
-        clock.now += 7.0
-        read(self, key, into)
-
-    monkeypatch.setattr(StateFiles, "read", slow)
-    assert held.load(KEYS[:1]).transfer_time == 7.0
-    held.close()
-
-
 def test_the_files_used_last_tell_how_fast_the_disk_is(tmp_path: Path, monkeypatch):
     first = Tier(tmp_path)
     first.store(KEYS)
@@ -473,36 +331,6 @@ def test_the_files_used_last_tell_how_fast_the_disk_is(tmp_path: Path, monkeypat
     assert second.tier.take_counts()[0] == {"checksum": 1} and not second.tier.holds(KEYS[4])
     assert second.tier.cost.pays(ROW, 3600), "one of them was read"
     second.close()
-
-
-@pytest.mark.parametrize("usable", [True, False])
-def test_others_files_are_looked_for_every_half_minute(tmp_path: Path, clock, usable):
-    theirs = Tier(tmp_path)
-    held = Tier(tmp_path, identity=b"i" * 32 if usable else b"")
-    looked: list[str] = []
-    held.tier._refresh = lambda in_use: looked.append(f"at files, {list(in_use)} are pinned") or _Done()
-    held.tier._probe = lambda: looked.append("at the speed") or _Done()
-    held.tier.keys_in_use = lambda: [b"k"]
-    for moment, looks in ((0.0, 0), (29.9, 0), (30.0, 1), (59.9, 1), (60.0, 2), (200.0, 3), (229.0, 3), (230.0, 4)):
-        clock.now = moment
-        assert list(held.tier.get_finished_jobs()) == []
-        held.tier.drain_jobs()
-        assert sorted(looked) == sorted(["at files, [b'k'] are pinned", "at the speed"] * looks * usable), moment
-    held.close()
-    theirs.close()
-
-
-def test_a_disk_that_has_not_taken_something_is_left_alone_for_half_a_minute(tmp_path: Path, clock, monkeypatch):
-    held = Tier(tmp_path)
-    assert held.tier.takes_stores
-    held.tier._next_refresh = float("inf")
-    monkeypatch.setattr(StateFiles, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-    clock.now = 5.0
-    assert not held.store(KEYS[:1]).success
-    for moment, takes in ((5.0, False), (34.9, False), (35.0, True)):
-        clock.now = moment
-        assert held.tier.takes_stores is takes
-    held.close()
 
 
 def test_each_kind_of_failure_is_said_once(tmp_path: Path, monkeypatch, engine_log):
@@ -537,23 +365,6 @@ def test_an_engine_without_an_identity_makes_no_directory_and_says_nothing(tmp_p
     assert not held.store(KEYS[:1]).success and held.tier.take_counts() == ({"not_written": 1}, 0)
     assert not held.tier.is_written(KEYS[0]) and engine_log.messages == []
     held.close()
-
-
-def test_an_end_waits_for_what_is_being_written(tmp_path: Path, monkeypatch):
-    began, may_write, write = threading.Event(), threading.Event(), StateFiles.write
-
-    def waits(self: Any, blocks: Any) -> Any:
-        began.set()
-        may_write.wait()
-        return write(self, blocks)
-
-    monkeypatch.setattr(StateFiles, "write", waits)
-    held = Tier(tmp_path)
-    held.submit(KEYS[:1], 0, load=False)
-    began.wait()
-    threading.Timer(0.05, may_write.set).start()
-    held.close()
-    assert len(list(tmp_path.rglob(f"*{SUFFIX}"))) == 1
 
 
 def test_of_whole_requests_nothing_is_wanted(tmp_path: Path):

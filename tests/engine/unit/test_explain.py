@@ -16,7 +16,7 @@ import pytest
 from engine_patches import families
 from engine_patches.commands.explain import GIB, StateCost
 from tests.harness import published_models, recipe_models
-from tests.harness.published_models import MODELS, Explained, worth_moving
+from tests.harness.published_models import MODELS, Explained
 
 
 @pytest.fixture(scope="module")
@@ -59,21 +59,6 @@ def cost(**changes: object) -> StateCost:
         "match_unit": 16,
     }
     return StateCost(**figures | changes)
-
-
-def test_a_state_is_worth_moving_once_its_tokens_take_longer_than_its_bytes():
-    toy = cost()  # 120 bytes of states, 60 a block of 32 tokens
-    assert worth_moving(toy, 180.0, 1 / 20) == 32  # 20 tokens take a second, and whole match units are kept
-    assert worth_moving(toy, 180.0, 1 / 16) == 16
-    assert worth_moving(toy, 60.0, 1 / 20) == 128  # the states and four blocks: 6 s, of 6.4; with three 5 s, of 4.8
-    assert worth_moving(toy, 1.0, 1e-3) is None  # a block takes longer to move than its tokens to compute
-
-
-def test_the_documented_table_is_that_of_the_models(explained):
-    text = published_models.DOCUMENT.read_text()
-    assert published_models.BEGIN in text
-    costs = {name: each.cost for name, each in explained.items()}
-    assert text == published_models.with_table(text, costs), "run: python -m tests.harness.published_models"
 
 
 def test_a_model_that_vllm_does_not_know_gets_one_sentence_and_nothing_is_started(tmp_path):

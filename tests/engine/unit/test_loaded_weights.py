@@ -49,28 +49,6 @@ def layers() -> torch.nn.Module:
     return model
 
 
-def memory_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The bytes of each tensor, to be changed in place."""
-    found = []
-    for each in [*model.buffers(), *model.parameters()]:
-        for tensor in getattr(each, "data_container", [each]):
-            start = tensor.storage_offset() * tensor.itemsize
-            storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            found.append(storage[start : start + tensor.numel() * tensor.itemsize])
-    return found
-
-
-def test_any_bit_of_any_tensor_and_nothing_else_makes_another_name():
-    names = [loaded_weights.name_of(layers())]
-    for number, memory in enumerate(memory_of(layers())):
-        for place in {0, len(memory) // 2, len(memory) - 1}:
-            model = layers()
-            memory_of(model)[number][place] ^= 1
-            names.append(loaded_weights.name_of(model))
-    assert names[0] == loaded_weights.name_of(layers())
-    assert len(set(names)) == len(names) > 3 * len(TYPES)
-
-
 @pytest.mark.parametrize("unread", [Collected(), torch.nn.Parameter(torch.empty(3, device="meta"))])
 def test_a_model_with_a_tensor_that_holds_no_values_has_no_name(unread, engine_log):
     model = layers()
@@ -242,18 +220,6 @@ def test_samples_of_files_are_taken_for_workers_that_cut_otherwise_alone(
     assert found.cut == ("(2, 3, True)" if is_known else "")
 
 
-def test_each_way_to_cut_weights_has_a_name_of_its_own():
-    cuts = [
-        together(["a", ""], **each).cut
-        for each in ({}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True})
-    ]
-    assert len(set(cuts)) == len(cuts)
-
-
-def test_where_nothing_was_told_nothing_is_known():
-    assert Weights.of(SimpleNamespace()) == Weights() and not Weights().name and Weights().unknown
-
-
 class Wrapping(torch.nn.Parameter):
     """As vLLM's shared parameters: it holds others, by their places."""
 
@@ -275,14 +241,6 @@ def test_of_a_parameter_that_shares_others_each_is_read_with_its_place():
     names = {named({"w": Wrapping(**parts)}) for parts in ({"q": a, "k": b}, {"q": b, "k": a}, {"q": a}, {"k": a})}
     assert len(names) == 4
     assert named({"w": Wrapping(q=a, k=b)}) == named({"w": Wrapping(q=a.clone(), k=b.clone())})
-
-
-def test_where_a_tensor_lies_in_memory_is_a_part_of_its_name():
-    """Kernels would read it otherwise."""
-    whole = torch.arange(6.0)
-    shapes = [whole, whole.view(2, 3), whole.view(3, 2), whole.view(2, 3).t()]
-    names = {named({"w": torch.nn.Parameter(shape, requires_grad=False)}) for shape in shapes}
-    assert len(names) == len(shapes)
 
 
 @pytest.mark.parametrize("rows", [0, 1, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS])
@@ -331,29 +289,6 @@ def test_the_samples_of_a_file_are_where_its_header_says_that_tensors_are(tmp_pa
         samples += large[place : place + 1024]
     samples += small
     assert begin < 1024 and weight_files._sampled(path) == [str(len(content)), hashlib.sha256(samples).hexdigest()]
-
-
-@pytest.mark.parametrize("size", [0, 1, 1024, 1025, 4096, 4097, (1 << 20) + 1])
-def test_the_samples_of_a_file_that_does_not_say_where_its_tensors_are(tmp_path, size):
-    """Of each MiB four of a KiB, or the whole of what is no longer."""
-    content = bytes(number * 7 % 251 for number in range(size))
-    path = tmp_path / "model.bin"
-    path.write_bytes(content)
-    samples = b""
-    for start in range(0, size, 1 << 20):
-        part = content[start : start + (1 << 20)]
-        step = max((len(part) - 1024) // 3, 1024)
-        samples += b"".join(part[place : place + 1024] for place in range(0, len(part), step))
-    assert weight_files._sampled(path) == [str(size), hashlib.sha256(samples).hexdigest()]
-
-
-def test_the_files_of_a_model_are_those_of_its_weights_in_their_order(tmp_path):
-    for name in ("b.safetensors", "a.gguf", "c.bin", "d.pt", "config.json", "notes.txt"):
-        (tmp_path / name).write_bytes(b"x")
-    found = weight_files._files(SimpleNamespace(model=str(tmp_path)), None)
-    assert [path.name for path in found] == ["a.gguf", "b.safetensors", "c.bin", "d.pt"]
-    one = weight_files._files(SimpleNamespace(model=str(tmp_path / "notes.txt")), None)
-    assert one == [tmp_path / "notes.txt"]
 
 
 def test_a_model_that_was_fetched_is_found_where_it_was_put(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -40,17 +39,6 @@ def shown(label: str) -> list[str]:
     return [sample.labels[label] for sample in families().info.collect()[0].samples]
 
 
-def test_connectors_are_named_with_how_states_are_kept_beside_them(feeds):
-    transfer = SimpleNamespace(kv_connector="NixlConnector", kv_connector_module_path="my.connectors")
-    told = {}
-    for transferring in (None, transfer):
-        collected = CollectedMetrics("", beside_vllms=True)
-        families().info.clear()
-        collected.take(sent(scheduler_of(Checkpoints(Grid(16, 16), 384), transfer=transferring)))
-        told |= dict(zip(shown("connector"), shown("lane"), strict=True))
-    assert told == {"": "", "NixlConnector": "chunk_ends"}
-
-
 def test_what_an_engine_is_is_shown_as_it_tells_it_last_and_where_its_reports_are_read(feeds):
     collected, told = CollectedMetrics("127.0.0.1:33007", beside_vllms=True), []
     for refusal in (Refusal("no_states", "a layer has a window, or two"), None):
@@ -64,23 +52,6 @@ def losing_a_state(*more: Any) -> Any:
     numbered = list(enumerate((StateEvicted("5c"), *more), start=1))
     events = SimpleNamespace(pending=True, take=lambda: numbered)
     return SimpleNamespace(events=events, bytes_held=0, pins=SimpleNamespace(num_blocks=0))
-
-
-def test_the_head_of_an_answer_finds_its_outcome_while_the_rest_can_wait(feeds):
-    checkpoints = Checkpoints(Grid(16, 16), 384, losing_a_state())
-    checkpoints.counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
-    evicted = families().evicted._value.get
-
-    async def scenario() -> None:
-        before = evicted()
-        collect(checkpoints)
-        assert (outcome := feeds.main.take_latest("a")) is not None and outcome.hit_tokens == 160
-        assert evicted() == before
-        feeds.catch_up()
-        assert feeds.main.after(0)["states"] == [["gone", "5c"]]
-        assert evicted() == before + 1
-
-    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("resolved", [(), (0,), (163, 0, 24_001)])

@@ -3,47 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import math
 import shlex
 
 import pytest
 
-from engine_patches import families, kv_connectors, settings, speculation
+from engine_patches import kv_connectors, settings, speculation
 from engine_patches.kv_connectors import ConnectorLane
-from engine_patches.scheduler import match_unit
 from proxy.commands import outlook
 from proxy.commands.recipe import read_recipe
 from tests.harness import recipes
-from tests.harness.recipe_models import MODELS
-
-# Text configs by a part of a name, for families that no recipe of `recipe_models` has.
-OTHERS = {
-    "qwen3-next": {"model_type": "qwen3_next"},
-    "olmo-hybrid": {"model_type": "olmo_hybrid"},
-    "kimi-k3": {"model_type": "kimi_k3"},
-    "granite-4": {"mamba_n_heads": 1},
-    "jamba": {"mamba_dt_rank": 1},
-    "ling-2.5": {"layer_group_size": 8},
-}
 
 RECIPES = recipes.read()
-
-CONFIGS = {**{name: config.get("text_config", config) for name, config in MODELS.items()}, **OTHERS}
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_family_is_said_to_do_what_its_layers_do(name):
-    family, layers = outlook.family_of(f"some/{name}-NVFP4"), families.layers_in(CONFIGS[name])
-    assert family is not None and layers
-    assert family.inside == all(layer.core for layer in layers)
-    assert family.beside_drafts == all(layer.beside_drafts for layer in layers)
-    chunks = (layer.kind.chunk for layer in layers)
-    assert family.unit == math.lcm(match_unit.DEFAULT, families.compression_in(CONFIGS[name]), *chunks)
-
-
-def test_a_family_that_is_not_looked_at_here_is_none():
-    looked_at = {outlook.family_of(name) for name in CONFIGS}
-    assert looked_at == set(outlook.FAMILIES)
 
 
 @pytest.mark.parametrize("number", RECIPES)

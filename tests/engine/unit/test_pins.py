@@ -15,7 +15,7 @@ from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.hooks import release_before_reset
-from engine_patches.scheduler.pins import NO_ROOM, NOT_CACHED, PINNED, RELEASED, Pins, limit
+from engine_patches.scheduler.pins import NO_ROOM, NOT_CACHED, PINNED, Pins
 from engine_patches.scheduler.states import States
 
 UNIT, BLOCK, BLOCKS = 16, 64, 60
@@ -101,29 +101,12 @@ def cache() -> Cache:
     return Cache()
 
 
-def test_a_pinned_prompt_is_found_at_each_of_its_positions_whatever_comes(cache):
-    assert cache.compute(1) == PINNED
-    assert cache.compute(2, pin=None) is None
-    cache.evict_all()
-    assert cache.found(1) == [80, 144] and cache.found(2) == []
-    assert cache.pins.num_blocks == BLOCKS - 1 - cache.pool.get_num_free_blocks() == 8  # two ends, two times three
-
-
 def test_the_keys_of_what_is_pinned_are_told_until_it_is_released(cache):
     cache.compute(1)
     held = cache.pool.cached_block_hash_to_block
     assert len(cache.pins.keys) == 2 * 3 + 2 and all(map(held.get_one_block, cache.pins.keys))
     cache.compute(1, pin=0)
     assert cache.pins.keys == set()
-
-
-def test_one_that_is_released_can_be_evicted_and_its_blocks_are_free(cache):
-    cache.compute(1)
-    assert cache.compute(1, pin=0) == RELEASED
-    assert cache.pins.num_blocks == 0 and cache.pool.get_num_free_blocks() == BLOCKS - 1
-    cache.evict_all()
-    assert cache.found(1) == []
-    assert cache.compute(1, pin=0) == RELEASED  # nothing is pinned any more
 
 
 def test_pins_beyond_their_share_are_refused_and_hold_nothing(cache):
@@ -202,13 +185,3 @@ def test_a_reset_that_breaks_keeps_the_pins(cache):
         release_before_reset(reset)(cache.scheduler)
     cache.evict_all()
     assert cache.found(1) == [80, 144]
-
-
-@pytest.mark.parametrize(("share", "longest", "blocks"), [(0.1, 20, 10), (0.5, 20, 50), (0.9, 20, 80), (0.5, 200, 0)])
-def test_a_request_of_the_greatest_length_fits_beside_all_pins(share, longest, blocks):
-    spec = SimpleNamespace(page_size_bytes=7, max_memory_usage_bytes=lambda config: 7 * (longest // 2))
-    groups = [SimpleNamespace(kv_cache_spec=spec)] * 2
-    manager = SimpleNamespace(
-        kv_cache_config=SimpleNamespace(kv_cache_groups=groups), block_pool=SimpleNamespace(num_gpu_blocks=101)
-    )
-    assert limit(SimpleNamespace(vllm_config=None, kv_cache_manager=manager), share) == blocks

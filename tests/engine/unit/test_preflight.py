@@ -7,12 +7,7 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager, SlidingWindowManager
 
-from engine_patches.scheduler.preflight import PreflightFailed, expect, run
-
-
-@pytest.mark.parametrize("windows", [False, True])
-def test_it_passes_here(windows):
-    run(windows=windows)
+from engine_patches.scheduler.preflight import PreflightFailed, run
 
 
 @pytest.mark.parametrize(
@@ -36,12 +31,6 @@ def test_an_error_in_vllms_own_code_is_a_failed_check(monkeypatch):
     monkeypatch.setattr(BlockPool, "cache_partial_block", changed)
     with pytest.raises(PreflightFailed, match="TypeError: unexpected keyword argument"):
         run()
-
-
-def test_a_difference_says_what_was_found_and_what_was_expected():
-    expect("a thing", [1], [1])
-    with pytest.raises(PreflightFailed, match=r"a thing: 1, expected 2"):
-        expect("a thing", 1, 2)
 
 
 Changed = Callable[[Any, Callable[..., Any]], Callable[..., Any]]

@@ -14,15 +14,13 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from engine_patches.reporting import metrics, reporter
 from engine_patches.reporting.events_api import Feeds
 from engine_patches.reporting.metrics import CollectedMetrics, families
-from engine_patches.reporting.report import EngineReport, as_read, constants, report_of
+from engine_patches.reporting.report import EngineReport, as_read
 from engine_patches.reporting.reporter import Reporter
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest, DraftedRequest
 from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.load import GatewayLoad
-from engine_patches.scheduler.refusals import Refusal
 from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvicted, StateStored
-from tests.harness.reports import scheduler_of, sent
+from tests.harness.reports import scheduler_of
 
 
 class States:
@@ -40,28 +38,6 @@ class States:
     def take(self) -> list[Any]:
         taken, self.waiting = self.waiting, []
         return taken
-
-
-def busy_checkpoints(states: Any = None) -> Checkpoints:
-    """Of a scheduler in which one of everything has happened, or several."""
-    checkpoints = Checkpoints(Grid(16, 32, ahead=1), 384, states, refusal=Refusal("no_states", "a cause"))
-    counters = checkpoints.counters
-    counters.cache_hit(7)
-    counters.state_written("tail")
-    counters.state_written("tail")
-    counters.hint_ignored("late")
-    counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
-    counters.prompt_pinned("chatcmpl-a-00000000", "pinned")
-    counters.window_found("chatcmpl-a-00000000", "healed")
-    counters.request_drafted(DraftedRequest("chatcmpl-a-00000000", 7, 12))
-    counters.resumed(160, 0.5, on_a_state=True)
-    counters.disk_used({"checksum": 2}, 1000, 5000)
-    counters.load_declined()
-    counters.follower_not_held()
-    counters.follower_released(0.25)
-    checkpoints.drafts = SimpleNamespace(state="closed", name="0f", why="it drafts worse")
-    checkpoints.step_time = SimpleNamespace(floor_seconds=0.125, token_seconds=0.0625)
-    return checkpoints
 
 
 def expected() -> dict[str, Any]:
@@ -106,64 +82,12 @@ def expected() -> dict[str, Any]:
     }
 
 
-TRANSFER = SimpleNamespace(kv_connector="NixlPushConnector")
-
-
-def test_everything_that_was_counted_is_told_as_it_was_and_once():
-    scheduler = scheduler_of(busy_checkpoints(States(StateEvicted("5c"))), rank=1, ranks=2, transfer=TRANSFER)
-    report = sent(scheduler, {"g": GatewayLoad(1, 400)})
-    told = {name: getattr(report, name) for name in report.__struct_fields__}
-    assert told == expected()
-    again = sent(scheduler)
-    counted = ("hits", "hit_tokens", "saved_seconds", "spent_seconds", "file_bytes", "loads_declined")
-    lists = ("written", "outcomes", "followers", "ignored", "files_refused", "requests", "pinned", "drafted", "events")
-    assert not any(getattr(again, name) for name in (*counted, *lists, "cache_hit_tokens", "windows", "window_of"))
-    assert (again.disk_bytes, again.state_bytes) == (5000, 123), "what is held is told each time"
-
-
-def test_of_a_scheduler_without_states_nothing_is_said_of_them():
-    report = sent(scheduler_of(Checkpoints(Grid(16, 16, ahead=1), 384)))
-    assert (report.ahead, report.state_bytes, report.pinned_blocks, report.events) == (0, 0, 0, [])
-    assert (report.refused, report.connector, report.lane) == ("", "", "")
-
-
 def test_what_is_left_out_of_a_report_is_nothing():
     """Older engines and newer collectors meet: a field that was not sent has to mean that nothing happened."""
     empty = msgspec.msgpack.decode(msgspec.msgpack.encode({"match_unit": 16, "block_size": 64}), type=EngineReport)
     values = {name: getattr(empty, name) for name in empty.__struct_fields__}
     assert (values.pop("match_unit"), values.pop("block_size"), values.pop("engines")) == (16, 64, 1)
     assert values.pop("drafts") == ("", "", "") and not any(values.values())
-
-
-@pytest.mark.parametrize("size", [None, 0, 7])
-def test_a_cache_of_which_vllm_says_no_size_has_none(size):
-    scheduler = scheduler_of(Checkpoints(Grid(16, 16), 384))
-    scheduler.vllm_config.cache_config = SimpleNamespace(kv_cache_size_tokens=size)
-    assert sent(scheduler).cache_tokens == (size or 0)
-    scheduler.vllm_config.cache_config = SimpleNamespace()
-    assert sent(scheduler).cache_tokens == 0
-
-
-@pytest.mark.parametrize(
-    ("parallel", "engine", "engines"),
-    [
-        ({"data_parallel_index": 3, "data_parallel_rank": 1}, 3, 4),
-        ({"data_parallel_rank": 1}, 1, 4),
-        ({"data_parallel_index": 3, "data_parallel_rank": 1, "data_parallel_external_lb": True}, 0, 1),
-        ({"data_parallel_index": 3, "data_parallel_rank": 1, "data_parallel_external_lb": False}, 3, 4),
-    ],
-)
-def test_an_engine_is_one_of_those_behind_its_server(parallel, engine, engines):
-    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=4, **parallel), kv_transfer_config=None)
-    told = constants(config)
-    assert (told["engine"], told["engines"], told["connector"], told["lane"]) == (engine, engines, "", "")
-
-
-def test_several_connectors_are_named_in_their_order():
-    children = [{"kv_connector": name} for name in ("NixlConnector", "OffloadingConnector")]
-    transfer = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
-    told = constants(scheduler_of(Checkpoints(Grid(16, 16), 384), transfer=transfer).vllm_config)
-    assert (told["connector"], told["lane"]) == ("NixlConnector+OffloadingConnector", "chunk_ends")
 
 
 @pytest.mark.parametrize(
@@ -236,43 +160,6 @@ def test_a_step_in_which_nothing_happened_is_not_reported(socket):
     for busy in (True, False):
         scene.own.step_ends(busy=busy)
     assert socket.reports == []
-
-
-def test_what_is_due_and_events_are_reported_at_once(socket):
-    scene = Scene(socket, states := States(StateEvicted("5c")))
-    scene.own.step_ends(busy=False)
-    assert [report.events for report in socket.reports] == [[(1, ["gone", "5c"])]]
-    scene.own.step_ends(busy=False)
-    assert len(socket.reports) == 1 and not states.pending
-    scene.due = True
-    scene.own.step_ends(busy=False)
-    assert len(socket.reports) == 2
-
-
-def test_loads_are_looked_at_when_they_may_have_changed_and_told_when_they_have(socket):
-    scene = Scene(socket)
-    requests = scene.scheduler.requests
-    requests["r"] = request = scene.request("ab", 400)
-    scene.own.step_ends(busy=False)  # one request more
-    assert [report.loads for report in socket.reports] == [{"ab": (1, 400)}]
-    request.num_computed_tokens = 900
-    scene.own.step_ends(busy=False)
-    assert len(socket.reports) == 1, "no prompt was computed, it is said"
-    scene.own.step_ends(busy=True)
-    assert socket.reports[1].loads == {"ab": (1, 100)}
-    scene.own.step_ends(busy=True)
-    assert len(socket.reports) == 2, "they are as they were"
-    requests.clear()
-    scene.own.step_ends(busy=False)
-    assert socket.reports[2].loads == {}
-
-
-def test_a_report_of_its_own_accord_tells_the_loads_that_are_known(socket):
-    scene = Scene(socket)
-    scene.scheduler.requests["r"] = scene.request("ab", 400)
-    scene.own.step_ends(busy=True)
-    scene.own.send()
-    assert [report.loads for report in socket.reports] == [{"ab": (1, 400)}] * 2
 
 
 def test_what_nobody_takes_is_not_made_and_its_loads_are_told_later(socket):
@@ -398,9 +285,3 @@ def test_a_bare_copy_of_the_plugin_has_no_version(monkeypatch):
 
     monkeypatch.setattr(metrics.metadata, "version", absent)
     assert metrics.own_version() == "unknown"
-
-
-def test_a_report_is_made_of_its_constants_and_its_loads():
-    scheduler = scheduler_of(Checkpoints(Grid(16, 16), 384))
-    report = report_of(scheduler, {"engine": 5, "connector": "c"}, {"a": GatewayLoad(1, 2)})
-    assert (report.engine, report.connector, report.loads) == (5, "c", {"a": (1, 2)})

@@ -13,7 +13,7 @@ import pytest
 from engine_patches import settings
 from engine_patches.footprint import REPORTS
 from engine_patches.reporting import collector, hooks, metrics, reporter
-from engine_patches.reporting.addresses import FOLDER, READ_AT, SENT_TO
+from engine_patches.reporting.addresses import FOLDER, READ_AT
 from engine_patches.reporting.hooks import TOPIC, Layout, collect_before_the_engines, keys_in
 
 
@@ -63,16 +63,6 @@ def start(rank: int = -1, events: Any = None, *more: Any, **kwargs: Any) -> list
     begin(object(), 1, config, *more, **kwargs)
     assert given == [(1, config, *more), kwargs]
     return given
-
-
-def test_a_collector_is_made_before_the_engines_and_its_folder_is_theirs(made):
-    seen: list[Any] = []
-    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=-1), kv_events_config=None)
-    begin = collect_before_the_engines(lambda self, **kwargs: seen.append((list(made), os.environ.get(FOLDER))))
-    begin(object(), vllm_config=config)
-    ((before, folder),) = seen
-    assert before == [(("127.0.0.1", 0), ("a",)), ("127.0.0.1:7", {"beside_vllms": False})]
-    assert folder == "/a/folder" and os.environ[READ_AT] == "127.0.0.1:7"
 
 
 async def test_beside_an_api_server_vllms_own_metrics_are_known(made):
@@ -209,20 +199,6 @@ class Reporter:
 
     def step_ends(self, *, busy: bool) -> None:
         self.told.append(busy)
-
-
-def test_a_scheduler_reports_as_soon_as_it_is_made(monkeypatch):
-    monkeypatch.setattr(reporter, "Reporter", Reporter)
-    begin = hooks.report_from_the_start(lambda self, *args, **kwargs: setattr(self, "made_with", (args, kwargs)))
-    alone = SimpleNamespace()
-    begin(alone, 1, a=2)
-    assert alone.made_with == ((1,), {"a": 2}) and not hasattr(alone, REPORTS)
-    monkeypatch.setenv(FOLDER, "/a/folder")
-    scheduler = SimpleNamespace()
-    begin(scheduler, 1, a=2)
-    made = getattr(scheduler, REPORTS)
-    assert scheduler.made_with == ((1,), {"a": 2})
-    assert made.scheduler is scheduler and made.address == f"ipc:///a/folder/{SENT_TO}" and made.told == ["sent"]
 
 
 def test_a_scheduler_that_cannot_report_is_made_without(monkeypatch, engine_log):

@@ -109,19 +109,6 @@ def test_a_state_that_finds_no_room_is_counted():
     assert kept(scheduler) == (False, []) and scheduler.seamark.counters.counts.ignored == {"no_room": 1}
 
 
-@pytest.mark.parametrize(("loaded", "start"), [(0, 0), (LOADED, LOADED - UNIT), (LOADED + 3, LOADED + 3)])
-def test_nothing_is_kept_where_no_state_was_loaded_or_none_can_lie(loaded, start):
-    scheduler = Scheduler(8, 9)
-    scheduler.state.loaded = loaded
-    assert kept(scheduler, start=start) == (False, []) and not scheduler.reserved
-
-
-def test_the_state_at_a_blocks_edge_lies_in_the_block_before_it():
-    scheduler = Scheduler(8, 9)
-    scheduler.state.loaded = 2 * BLOCK
-    assert kept(scheduler, start=2 * BLOCK) == (True, [(2, 70), (2, 71)])
-
-
 ENGINE = Weights("loaded", "", "whole", "sampled")
 
 
@@ -279,12 +266,6 @@ def stopped(worker: Worker, request: Any) -> tuple[int, int]:
     assert len(request._all_token_ids) == left
     assert len(request.block_hashes) == left // UNIT
     return left, request.seamark.prompt_tokens
-
-
-def test_a_prefill_stops_at_its_last_state():
-    request = asked(150)
-    assert stopped(Worker(targets=(32, 112)), request) == (112, 150)
-    assert request.prompt_token_ids == list(range(112)) and request.block_hashes[-1] == b"112"
 
 
 def test_a_prompt_of_embeddings_is_cut_too_and_its_first_length_is_remembered():

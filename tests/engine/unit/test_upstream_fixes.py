@@ -15,7 +15,6 @@ from engine_patches.upstream_fixes import (
     copy_largest_view_first,
     keep_enlarged_block_size,
     states_at_chunk_ends,
-    stop_at_the_block_edge_after_a_hit,
     store_checkpoints_without_triton,
     take_back_uncomputed_keys,
 )
@@ -190,45 +189,6 @@ def test_a_checkpoint_is_exported_from_a_rows_own_tokens_and_chunk():
     untouched = [[-1] * 5] * 2
     assert conv_state.tolist() == [untouched, untouched, [[1, 2, 3, -1, -1]] * 2, [[9, 10, 11, -1, -1]] * 2]
     assert ssm_state.flatten().tolist() == [-1, -1, 11, 12]
-
-
-@pytest.mark.parametrize(
-    ("computed", "local", "external", "exports"),
-    [
-        (0, 0, 0, True),
-        (64, 0, 0, True),
-        (16, 48, 64, True),
-        (16, 0, 0, False),
-        (0, 16, 0, False),
-        (64, 0, 16, False),
-    ],
-)
-@pytest.mark.parametrize("has_blocks", [True, False])
-def test_a_chunk_that_begins_inside_a_block_exports_nothing(has_blocks, computed, local, external, exports):
-    scheduler = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=64), mamba_has_prefill_checkpoint_blocks=has_blocks
-    )
-    seen: list[Any] = []
-
-    def original(self: Any, *arguments: Any) -> str:
-        seen.append((self.mamba_has_prefill_checkpoint_blocks, *arguments))
-        return "a split"
-
-    request = SimpleNamespace(num_computed_tokens=computed)
-    split = stop_at_the_block_edge_after_a_hit(original)
-    assert split(scheduler, request, 100, local, external) == "a split"
-    assert seen == [(has_blocks and exports, request, 100, local, external)]
-    assert scheduler.mamba_has_prefill_checkpoint_blocks is has_blocks, "it is as before behind the call"
-
-
-def test_the_rule_of_block_edges_is_given_back_after_an_error():
-    def original(self: Any, *_: Any) -> None:
-        raise ValueError("no room")
-
-    scheduler = SimpleNamespace(cache_config=SimpleNamespace(block_size=64), mamba_has_prefill_checkpoint_blocks=True)
-    with pytest.raises(ValueError, match="no room"):
-        stop_at_the_block_edge_after_a_hit(original)(scheduler, SimpleNamespace(num_computed_tokens=16), 100)
-    assert scheduler.mamba_has_prefill_checkpoint_blocks is True
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,12 @@ from tokenizers import Tokenizer
 
 from engine_patches.commands.model import train_bpe
 from proxy.boundaries.facts_learner import (
-    COMMON_SETTINGS,
     LEARNING_SECONDS,
     MAX_RENDERED,
-    MAX_RETRY_SECONDS,
-    MAX_RUNNING,
     MAX_SETTING_BYTES,
     MAX_SETTINGS,
-    MINUTE,
-    REST,
     SETTINGS_PER_KEY,
-    SETTINGS_PER_MINUTE,
     TEMPLATES_PER_KEY,
-    TEMPLATES_PER_MINUTE,
     FactsLearner,
 )
 from proxy.boundaries.renderer import RenderFailed
@@ -94,83 +87,12 @@ async def test_nothing_is_known_before_it_is_learnt(learner, renderer):
     assert learner.facts(b"another") is None
 
 
-async def test_the_same_is_learnt_once_however_many_want_it(learner, renderer):
-    await asyncio.gather(*(learner.learn(renderer, ID, "m") for _ in range(8)))
-    renders = renderer.renders
-    await learner.learn(renderer, ID, "m")
-    assert renderer.renders == renders == learner.renders
-    assert learner.learnt == 1
-    assert learner.facts(ID) is not None
-
-
-async def test_a_worker_renders_for_one_learning_at_a_time(learner, renderer):
-    await learner.learn(renderer, ID, "m")
-    renderer.most_at_once = 0
-    await asyncio.gather(*(learner.learn(renderer, ID, "m", numbered(number)) for number in range(5)))
-    assert learner.learnt == 6
-    assert renderer.most_at_once <= 2
-
-
-async def test_a_setting_that_is_not_learnt_has_the_default_openers_and_the_longest_end(learner, renderer):
-    await learner.learn(renderer, ID, "m")
-    default = learner.facts(ID)
-    await learner.learn(renderer, ID, "m", OFF)
-    off = learner.facts(ID, OFF)
-    assert default.end("user") == 1
-    assert off.end("user") > 1
-    assert off.is_own
-    unknown = learner.facts(ID, numbered(1))
-    assert unknown.openers == default.openers
-    assert unknown.end("user") == off.end("user")
-    assert not unknown.is_own
-    assert learner.facts(ID).end("user") == 1  # known ones stay as they are
-
-
-async def test_another_setting_costs_few_renders_if_the_openers_hold(learner, renderer):
-    await learner.learn(renderer, ID, "m")
-    whole = renderer.renders
-    await learner.learn(renderer, ID, "m", numbered(1))  # does nothing
-    assert learner.facts(ID, numbered(1)) is learner.facts(ID)
-    same = renderer.renders - whole
-    await learner.learn(renderer, ID, "m", OFF)
-    assert same <= 4
-    assert renderer.renders - whole - same < whole / 2
-    assert learner.facts(ID, OFF).openers is learner.facts(ID).openers
-
-
 async def test_a_setting_that_moves_the_openers_is_learnt_anew(learner, renderer):
     await learner.learn(renderer, ID, "m")
     other = setting_of({"chat_template_kwargs": {"style": "other"}})
     await learner.learn(renderer, ID, "m", other)
     assert learner.facts(ID).opener("user", False).text == "<|user|>"
     assert learner.facts(ID, other).opener("user", False).text == "<|human|>"
-
-
-async def test_what_most_requests_have_is_learnt_in_advance(learner, renderer):
-    await learner.learn_common(renderer, ID, "m")
-    assert not any(learner.wants(ID, setting) for setting in (DEFAULT, *COMMON_SETTINGS))
-    assert learner.facts(ID, OFF).end("user") > learner.facts(ID).end("user")
-    # None of that counts as a client's.
-    for number in range(SETTINGS_PER_MINUTE):
-        assert learner.wants(ID, numbered(number))
-        await learner.learn(renderer, ID, "m", numbered(number))
-    assert not learner.wants(ID, numbered(-1))
-
-
-async def test_a_worker_that_fails_is_asked_again_later_and_later(learner, renderer, clock):
-    renderer.down = True
-    waits = []
-    for _ in range(3):
-        await learner.learn(renderer, ID, "m")
-        failed_at = clock.now
-        while not learner.wants(ID):
-            clock.now += 1
-        waits.append(clock.now - failed_at)
-    assert learner.failures == renderer.renders == 3
-    assert waits == [5, 10, 20]
-    renderer.down = False
-    await learner.learn(renderer, ID, "m")
-    assert learner.facts(ID) is not None
 
 
 async def test_a_renderer_that_is_broken_raises_nothing(learner):
@@ -181,14 +103,6 @@ async def test_a_renderer_that_is_broken_raises_nothing(learner):
     await learner.learn_common(broken, ID, "m")
     assert learner.facts(ID) is None
     assert learner.failures == 1
-
-
-async def test_a_worker_that_cannot_turn_tokens_into_text_has_openers_all_the_same(learner, renderer):
-    async def render(body: Any, path: str = "") -> Any:
-        return await renderer(body)
-
-    await learner.learn(render, ID, "m")
-    assert learner.facts(ID).opener("user", False).text is None
 
 
 async def test_a_restart_forgets_what_was_learnt_and_what_is_being_learnt(learner, renderer):
@@ -227,18 +141,6 @@ async def test_settings_that_fail_are_bounded_too(learner, renderer, clock):
     assert len(learner._failed) == MAX_SETTINGS
 
 
-async def test_few_templates_of_clients_are_learnt_in_a_minute(learner, renderer, clock):
-    await learner.learn(renderer, ID, "m")
-    own = [setting_of({"chat_template": f"{number}"}) for number in range(TEMPLATES_PER_MINUTE + 1)]
-    assert learner.facts(ID, own[0]) is None  # another template has other words
-    for setting in own:
-        await learner.learn(renderer, ID, "m", setting)
-    assert [learner.facts(ID, setting) is not None for setting in own] == [True] * TEMPLATES_PER_MINUTE + [False]
-    assert learner.wants(ID, OFF)  # these do not count together
-    clock.now += 61
-    assert learner.wants(ID, own[-1])
-
-
 async def test_one_api_key_leaves_learnings_to_the_others(learner, renderer):
     await learner.learn(renderer, ID, "m")
     for number in range(SETTINGS_PER_KEY):
@@ -250,25 +152,6 @@ async def test_one_api_key_leaves_learnings_to_the_others(learner, renderer):
         await learner.learn(renderer, ID, "m", setting, "ann")
     assert learner.facts(ID, own[-1]) is None
     assert not learner.wants(ID, own[-1], "ann") and learner.wants(ID, own[-1], "bob")
-
-
-async def test_clients_cause_no_learning_right_behind_a_long_one(learner, renderer, clock):
-    class Slow:
-        async def __call__(self, body: Any, path: str = CHAT) -> Any:
-            clock.now += 0.1
-            return await renderer(body, path)
-
-    slow = Slow()
-    await learner.learn_common(slow, ID, "m")
-    assert all(learner.facts(ID, setting).is_own for setting in COMMON_SETTINGS)
-    began = clock.now
-    await learner.learn(slow, ID, "m", numbered(1))
-    took = clock.now - began
-    assert took > 0.1 and not learner.wants(ID, numbered(2))
-    await learner.learn(slow, b"another", "m")  # a worker that boots does not wait
-    assert learner.facts(b"another") is not None
-    clock.now = began + took * (1 + REST)
-    assert learner.wants(ID, numbered(2))
 
 
 def test_one_learning_has_one_deadline_however_many_renders_it_takes():
@@ -311,36 +194,12 @@ def test_settings_are_those_that_can_recur():
     assert own.fields == {"chat_template": "x" * 1000}
 
 
-@pytest.mark.parametrize("value", [None, "words", [1], 7])
-def test_kwargs_of_another_type_are_no_setting(value):
-    assert setting_of({"chat_template_kwargs": value, "chat_template": 7, "reasoning_effort": [1]}) is DEFAULT
-
-
 def test_a_setting_that_is_too_large_to_go_along_with_each_render_is_not_learnt(learner):
     large = {"t": "x" * MAX_SETTING_BYTES}
     assert learner.wants(ID, setting_of({"chat_template": large["t"][:1000]}))
     assert not learner.wants(ID, setting_of({"chat_template": large["t"]}))
     many = {f"number_{number}": number for number in range(MAX_SETTING_BYTES // 10)}
     assert not learner.wants(ID, setting_of({"chat_template_kwargs": many}))
-
-
-async def test_no_more_learnings_wait_for_a_worker_that_hangs_than_are_of_use(learner, clock):
-    hangs = asyncio.Event()
-
-    async def renderer(body: Any, path: str = "") -> Any:
-        await hangs.wait()
-        raise RenderFailed("planned")
-
-    tasks = []
-    for number in range(3 * MAX_RUNNING):
-        clock.now += 60.0
-        tasks.append(asyncio.create_task(learner.learn(renderer, ID, "m", numbered(number))))
-        await asyncio.sleep(0)
-    assert sum(not task.done() for task in tasks) == MAX_RUNNING
-    assert not learner.wants(ID, numbered(1000)) and learner.wants(ID, DEFAULT)
-    hangs.set()
-    await asyncio.gather(*tasks)
-    assert learner.wants(ID, numbered(1000))
 
 
 async def test_a_template_that_makes_long_prompts_of_short_chats_is_not_learnt(learner, renderer):
@@ -353,23 +212,6 @@ async def test_a_template_that_makes_long_prompts_of_short_chats_is_not_learnt(l
     assert learner.facts(b"another") is not None
 
 
-async def test_a_worker_that_keeps_failing_is_asked_at_intervals_that_have_a_bound(learner, renderer, clock):
-    renderer.down = True
-    for wait in (5, 10, 20, 40, 80, 160, 320, MAX_RETRY_SECONDS, MAX_RETRY_SECONDS):
-        assert learner.wants(ID)
-        await learner.learn(renderer, ID, "m")
-        clock.now += wait - 1
-        assert not learner.wants(ID), wait
-        clock.now += 1
-    renderer.down = False
-    await learner.learn(renderer, ID, "m")
-    learner.forget(ID)
-    renderer.down = True
-    await learner.learn(renderer, ID, "m")  # a first failure again
-    clock.now += 5
-    assert learner.wants(ID)
-
-
 async def test_a_setting_that_is_in_use_is_not_the_one_that_is_forgotten(learner, renderer, clock):
     await learner.learn(renderer, ID, "m")
     for number in range(MAX_SETTINGS):
@@ -380,48 +222,6 @@ async def test_a_setting_that_is_in_use_is_not_the_one_that_is_forgotten(learner
     await learner.learn(renderer, ID, "m", numbered(MAX_SETTINGS))
     known = [learner.facts(ID, numbered(number)).is_own for number in (0, 1, 2, MAX_SETTINGS)]
     assert known == [True, False, True, True] and len(learner) == 1 + MAX_SETTINGS
-
-
-async def test_a_minute_after_they_were_caused_learnings_do_not_count_any_more(learner, renderer, clock):
-    await learner.learn(renderer, ID, "m")
-    for number in range(SETTINGS_PER_MINUTE):
-        await learner.learn(renderer, ID, "m", numbered(number))
-    clock.now += MINUTE - 1
-    assert not learner.wants(ID, numbered(-1))
-    clock.now += 1
-    assert learner.wants(ID, numbered(-1))
-
-
-async def test_who_wants_what_is_being_learnt_waits_for_it(learner, renderer):
-    first = asyncio.create_task(learner.learn(renderer, ID, "m"))
-    await asyncio.sleep(0)
-    assert not learner.wants(ID)  # somebody has begun
-    await learner.learn(renderer, ID, "m")
-    assert learner.facts(ID) is not None and learner.learnt == 1
-    await first
-
-
-async def test_the_longest_end_is_that_of_this_template_and_of_all_its_settings(learner, renderer):
-    await learner.learn(renderer, ID, "m")
-    await learner.learn(renderer, b"other", "m")
-    await learner.learn(renderer, b"other", "m", OFF)
-    assert learner.facts(ID, numbered(1)).end("user") == learner.facts(ID).end("user") == 1
-    await learner.learn(renderer, ID, "m", OFF)
-    await learner.learn(renderer, ID, "m", numbered(2))  # a shorter one, and known later
-    assert learner.facts(ID, numbered(1)).end("user") == learner.facts(ID, OFF).end("user") > 1
-    assert learner.facts(ID, numbered(1)).end("assistant") is None
-
-
-async def test_a_restart_ends_the_rest_behind_a_long_learning(learner, renderer, clock):
-    async def slow(body: Any, path: str = CHAT) -> Any:
-        clock.now += 1.0
-        return await renderer(body, path)
-
-    await learner.learn(slow, ID, "m")
-    await learner.learn(slow, ID, "m", numbered(1))
-    assert not learner.wants(ID, numbered(2))
-    learner.forget(ID)
-    assert learner.wants(ID, numbered(2)) and len(learner) == 0
 
 
 @pytest.mark.parametrize(("size", "is_wanted"), [(MAX_SETTING_BYTES, True), (MAX_SETTING_BYTES + 1, False)])
@@ -449,13 +249,3 @@ async def test_a_prompt_of_a_small_chat_may_be_so_long_and_no_longer(learner, re
         assert (facts is not None and facts.end("tool") is not None) or not is_learnt
         if is_learnt:
             assert facts.ends == learner.facts(b"measured").ends
-
-
-async def test_what_one_workers_learning_does_is_no_other_templates(learner, renderer, clock):
-    renderer.down = True
-    await learner.learn(renderer, ID, "m")
-    assert not learner.wants(ID) and learner.wants(b"other")
-    learner.forget(b"other")
-    assert not learner.wants(ID)
-    learner.forget(ID)
-    assert learner.wants(ID)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from proxy.boundaries.head_positions import (
     MAX_BYTES,
     MAX_CHARACTERS,
     MAX_WAITING_OF_KEY,
-    REST,
     HeadPositions,
 )
 from proxy.boundaries.positions import PositionCache
@@ -109,24 +107,6 @@ async def test_the_second_request_with_a_head_renders_and_a_third_has_its_positi
     assert len(gateway.renderer.bodies) == RENDERS
 
 
-async def test_a_head_is_rendered_without_the_rest_of_the_chat():
-    gateway = Gateway(Characters())
-    for question in ("a?", "b?"):
-        gateway.ask(chat(question), tools=[{"type": "function"}], continue_final_message=True)
-    await gateway.idle()
-    for body, text in zip(gateway.renderer.bodies, (*SENTINELS, *MERGING), strict=True):
-        assert body["messages"] == [HEAD, user(text)] and body["tools"]
-        assert "continue_final_message" not in body
-
-
-async def test_one_and_the_same_head_is_rendered_once_however_many_ask():
-    gateway = Gateway(Characters())
-    for number in range(10):
-        gateway.ask(chat(f"{number}?"))
-    await gateway.idle()
-    assert len(gateway.renderer.bodies) == RENDERS
-
-
 async def test_a_mark_inside_a_message_is_placed_behind_its_part():
     gateway = Gateway(Characters())
     for question in ("a?", "b?"):
@@ -167,14 +147,6 @@ async def test_a_head_with_too_many_tools_is_not_rendered():
     assert not gateway.renderer.bodies and found.entries() == ()
 
 
-async def test_the_length_of_what_follows_a_head_does_not_count():
-    gateway = Gateway(Characters())
-    for number in range(2):
-        gateway.ask(chat(f"{number}" * MAX_CHARACTERS))
-    await gateway.idle()
-    assert len(gateway.renderer.bodies) == RENDERS
-
-
 @pytest.mark.parametrize("error", [RenderFailed, KeyError])
 async def test_a_head_that_the_worker_cannot_render_is_not_tried_again_and_holds_up_no_other(error, caplog):
     gateway = Gateway(Characters(refuses=True, error=error))
@@ -193,36 +165,6 @@ async def test_a_head_that_the_worker_cannot_render_is_not_tried_again_and_holds
     assert gateway.ask(chat("c?", "Another head.")).entries()
 
 
-async def test_a_place_that_nothing_stands_before_has_no_position():
-    class Empty(Characters):
-        async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
-            self.bodies.append(body)
-            return TokenIds.of([len(self.bodies)])
-
-    gateway = Gateway(Empty())
-    for question in ("a?", "b?"):
-        found = gateway.ask(chat(question))
-    await gateway.idle()
-    assert gateway.renderer.bodies and len(gateway.positions) == 0 and found.entries() == ()
-
-
-def test_the_worker_rests_nine_times_as_long_as_it_renders(monkeypatch):
-    async def two_heads() -> list[float]:
-        loop = asyncio.get_running_loop()
-        monkeypatch.setattr(head_positions, "time", SimpleNamespace(monotonic=loop.time))
-        gateway = Gateway(Characters(seconds=1.0))
-        for question in ("a?", "b?"):
-            for system in ("One head.", "Another head."):
-                gateway.ask(chat(question, system))
-        await gateway.idle()
-        return gateway.renderer.asked_at
-
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        asked_at = runner.run(two_heads())
-    pause = RENDERS * (1 + REST)
-    assert asked_at == pytest.approx([*range(RENDERS), *(pause + number for number in range(RENDERS))])
-
-
 async def test_all_that_is_remembered_and_waits_is_bounded(monkeypatch):
     monkeypatch.setattr(head_positions, "MAX_KNOWN", 6)
     monkeypatch.setattr(head_positions, "MAX_WAITING", 3)
@@ -239,12 +181,6 @@ async def test_all_that_is_remembered_and_waits_is_bounded(monkeypatch):
     for number in range(100):
         gateway.ask(chat("a?", f"Other head {number}."))
     assert len(gateway.heads._seen) == 6
-
-
-def test_a_request_that_wants_nothing_starts_nothing():
-    gateway = Gateway(Characters())  # outside a running event loop
-    gateway.heads.learn(Found(), gateway.renderer)
-    assert gateway.heads._worker is None
 
 
 async def test_one_api_key_leaves_room_for_the_heads_of_others():
@@ -271,49 +207,6 @@ def test_all_renders_of_a_head_have_one_deadline(monkeypatch):
         assert runner.run(one_head()) == (3, 0)
 
 
-@pytest.mark.parametrize(("more", "is_rendered"), [(0, True), (1, False)])
-async def test_a_head_may_be_so_long_and_no_longer(monkeypatch, more, is_rendered):
-    """Of the texts of all its messages; those behind it do not count."""
-    monkeypatch.setattr(
-        head_positions, "MAX_CHARACTERS", len(HEAD["content"]) + len("The tide table.") + len("b?") - more
-    )
-    gateway = Gateway(Characters())
-    for question in ("a?", "b?"):
-        parts = [{"type": "text", "text": "x" * 100}, {"type": "text", "text": question}]
-        gateway.ask(
-            [HEAD, {"role": "assistant", "content": "The tide table."}, user(question), assistant("x"), user(parts)]
-        )
-    await gateway.idle()
-    assert bool(gateway.renderer.bodies) is is_rendered
-
-
-@pytest.mark.parametrize(("more", "is_rendered"), [(0, True), (1, False)])
-async def test_a_head_may_have_so_many_bytes_and_no_more(monkeypatch, more, is_rendered):
-    gateway = Gateway(Characters())
-    rendered = {"messages": [HEAD, user("")]}
-    monkeypatch.setattr(head_positions, "MAX_BYTES", len(json.dumps(rendered, separators=(",", ":"))) - more)
-    for question in ("a?", "b?"):
-        gateway.ask(chat(question))
-    await gateway.idle()
-    assert bool(gateway.renderer.bodies) is is_rendered
-
-
-async def test_a_mark_behind_the_second_part_keeps_both_before_it():
-    gateway = Gateway(Characters())
-    for question in ("a?", "b?"):
-        parts = [{"type": "text", "text": text} for text in ("One.", "Two.", question)]
-        parts[1] |= EPHEMERAL
-        gateway.ask([HEAD, user(parts)])
-    await gateway.idle()
-    asked = [
-        body["messages"][-1]["content"]
-        for body in gateway.renderer.bodies
-        if isinstance(body["messages"][-1]["content"], list)
-    ]
-    assert {tuple(part["text"] for part in each[:-1]) for each in asked} == {("One.", "Two.")}
-    assert [each[-1] for each in asked] == [{"type": "text", "text": text} for text in (*SENTINELS, *MERGING)]
-
-
 async def test_the_least_recently_seen_head_is_forgotten_and_has_to_come_twice_again(monkeypatch):
     monkeypatch.setattr(head_positions, "MAX_KNOWN", 2)
     gateway = Gateway(Characters())
@@ -321,23 +214,6 @@ async def test_the_least_recently_seen_head_is_forgotten_and_has_to_come_twice_a
         gateway.ask([{"role": "system", "content": system}, user("First?"), assistant("x"), user("a?")])
         await gateway.idle()
     assert not gateway.renderer.bodies
-
-
-async def test_renders_begin_again_once_all_that_waited_is_done():
-    gateway = Gateway(Characters())
-    for system in ("One.", "Two."):
-        for question in ("a?", "b?"):
-            gateway.ask(chat(question, system))
-        await gateway.idle()
-    assert len(gateway.renderer.bodies) == 2 * RENDERS
-
-
-def test_a_renderer_gets_no_work_where_nothing_waits():
-    """Outside a running event loop a task could not begin."""
-    gateway = Gateway(Characters())
-    gateway.ask(chat("a?"))
-    gateway.ask(chat("b?", "Another head."))
-    assert gateway.heads._worker is None
 
 
 def test_a_few_heads_wait_and_fewer_of_one_key():

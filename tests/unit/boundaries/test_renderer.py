@@ -6,23 +6,10 @@ from typing import Any
 import pytest
 from prometheus_client import Counter
 
-from proxy.boundaries.renderer import DROPPED_FIELDS, RenderFailed, WorkerRenderer, identify_renderer
+from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.http.client import Broken, Unreachable
-
-
-async def test_a_template_without_a_system_role_is_identified_by_the_second_probe():
-    async def no_system(body, path=CHAT):
-        if body["messages"][0]["role"] == "system":
-            raise RenderFailed("refused")
-        return TokenIds.of([1, 2])
-
-    async def nothing(body, path=CHAT):
-        raise RenderFailed("refused")
-
-    assert await identify_renderer(no_system, "m") is not None
-    assert await identify_renderer(nothing, "m") is None
 
 
 async def test_templates_that_write_tools_otherwise_are_told_apart():
@@ -113,34 +100,6 @@ def rendering(**routes: tuple[int, bytes] | Exception) -> tuple[Routes, WorkerRe
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Tide?"}], "temperature": 1, "tools": []}
 
 
-async def test_a_render_has_all_that_moves_the_prompt_and_nothing_that_makes_it_fail():
-    upstream, render = rendering(render=(200, b'{"token_ids":[1,2]}'))
-    assert (await render({**BODY, **dict.fromkeys(DROPPED_FIELDS, True)})).ids() == [1, 2]
-    assert upstream.asked == [("render", BODY)]
-
-
-@pytest.mark.parametrize("status", [403, 404, 405, 501])
-async def test_without_a_render_route_a_chat_is_tokenized_and_the_route_is_not_asked_again(status):
-    upstream, render = rendering(render=(status, b""), tokenize=(200, b'{"tokens":[1,2]}'))
-    for _ in range(2):
-        assert (await render(BODY)).ids() == [1, 2]
-    wanted = {name: value for name, value in BODY.items() if name != "temperature"}
-    assert upstream.asked == [("render", BODY), ("tokenize", wanted), ("tokenize", wanted)]
-    render.forget_routes()
-    await render(BODY)
-    assert upstream.asked[-2][0] == "render"
-
-
-@pytest.mark.parametrize("status", [400, 402, 406, 429, 500, 502])
-async def test_any_other_refusal_is_of_the_chat_and_says_what_the_worker_said(status):
-    upstream, render = rendering(render=(status, b"why"), tokenize=(200, b'{"tokens":[1,2]}'))
-    for _ in range(2):
-        with pytest.raises(RenderFailed, match=str(status)) as failed:
-            await render(BODY)
-        assert failed.value.answer == b"why" and failed.value.__cause__ is None
-    assert [name for name, _ in upstream.asked] == ["render", "render"]
-
-
 @pytest.mark.parametrize("answer", [(200, b"{}"), (400, b"no"), Unreachable("refused"), Broken("broke off")])
 async def test_a_route_is_not_given_up_before_the_other_has_answered(answer):
     upstream, render = rendering(render=(404, b""), tokenize=answer)
@@ -156,15 +115,6 @@ async def test_what_is_no_chat_is_rendered_by_its_route_or_not_at_all():
     with pytest.raises(RenderFailed, match="/v1/other"):
         await render({"prompt": "x"}, "/v1/other")
     assert [name for name, _ in upstream.asked] == ["v1/completions/render", "v1/other/render"]
-
-
-@pytest.mark.parametrize("error", [Unreachable("refused"), Broken("broke off")])
-async def test_a_worker_that_does_not_answer_is_told_from_one_that_refuses(error):
-    _, render = rendering(render=error, tokenize=error)
-    for asking in (render(BODY), render.tokenize("m", "x")):
-        with pytest.raises(RenderFailed, match=type(error).__name__) as failed:
-            await asking
-        assert failed.value.__cause__ is error and failed.value.answer == b""
 
 
 async def test_a_text_alone_is_tokenized_without_special_tokens():
@@ -186,18 +136,3 @@ async def test_each_render_that_is_asked_for_counts_once():
     await render.tokenize("m", "x")
     assert await render.detokenize("m", [1]) == "x"
     assert [sample.value for family in counter.collect() for sample in family.samples if "total" in sample.name] == [2]
-
-
-async def test_a_renderer_is_known_by_the_first_probe_that_it_renders_and_by_a_tool():
-    bodies = []
-
-    async def rendered(body, path=CHAT):
-        bodies.append(body)
-        return TokenIds.of([len(body["messages"]), len(body.get("tools", ()))])
-
-    first = await identify_renderer(rendered, "m")
-    assert [(body["model"], len(body["messages"]), "tools" in body) for body in bodies] == [
-        ("m", 4, False),
-        ("m", 4, True),
-    ]
-    assert len(first) == 16 and await identify_renderer(rendered, "other") == first

@@ -14,7 +14,7 @@ from engine_patches.commands.model import train_bpe
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.resolve import encode_opener, resolve
 from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, TemplateFacts, Turn
-from proxy.boundaries.template_probe import CHATS, LONG_OPENER, RICH, ends_with, learn_facts, sample
+from proxy.boundaries.template_probe import CHATS, RICH, ends_with, learn_facts
 from proxy.boundaries.token_ids import common_prefix
 from tests.harness.template_renderer import TemplateRenderer
 
@@ -22,7 +22,6 @@ TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).pare
 
 TOOLS = {"tools": [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]}
 
-BARE = {"add_generation_prompt": False}
 
 # No two begin alike, and none as what is learnt from.
 TEXTS = ("When is high tide?", "\nOn a line", ")x", " so", "9 ships", "")
@@ -132,41 +131,6 @@ async def test_an_opener_leads_to_the_place_or_just_before_it(name, special):
     assert far == ({("tool", True), ("results", True)} if name == "id-before-result" else set())
 
 
-@pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-async def test_as_many_tokens_stand_behind_the_last_message_as_was_learnt(name, special):
-    renders = renderer(name, special)
-    facts = await learnt(renders)
-    if name == "strict-roles":  # refuses a chat without the words that ask for an answer
-        assert facts.ends == {}
-        return
-    for place in BEFORE:
-        for text in TEXTS:
-            body = chat(place, text, with_tools=True)
-            prompt, bare = renders.render(body), renders.render({**body, "add_generation_prompt": False})
-            role = "tool" if place in ("tool", "results") else "user"
-            assert facts.end(role) == len(prompt) - common_prefix(prompt, bare)
-
-
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-async def test_a_reminder_behind_the_last_message_has_an_end_that_stays(name):
-    renders = renderer(name)
-    end = (await learnt(renders)).end("system")
-    messages = [PILOT, user("First?"), assistant("One."), user("Second?"), system("The tide turns at nine.")]
-    try:
-        prompt, bare = renders.render({"messages": messages}), renders.render({"messages": messages, **BARE})
-        following = renders.render({"messages": [*messages, assistant("Two."), user("Third?")]})
-    except RenderFailed:  # not all templates take a system message there
-        assert end is None
-        return
-    true = len(prompt) - common_prefix(prompt, bare)
-    stays = common_prefix(prompt, following) >= len(prompt) - true - 1
-    if not stays or name == "plain-words":  # there the break behind a text may grow together with the text's end
-        assert end is None
-    else:
-        assert end == true
-
-
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 async def test_the_first_occurrence_leads_to_where_a_new_conversation_parts(name):
     renders = renderer(name)
@@ -180,64 +144,6 @@ async def test_the_first_occurrence_leads_to_where_a_new_conversation_parts(name
         true = min(common_prefix(prompt, renders.render(chat("alone", text, with_tools))) for text in TEXTS)
         assert opener is not None
         assert true - resolve([encode_opener(opener, "first")], prompt)[0] in (0, 1)
-
-
-async def test_turns_that_the_next_request_renders_anew_are_known():
-    moved = await learnt(renderer("system-in-last-user"))
-    assert not moved.turn_holds("user", later=True, system=True, tools=False)
-    assert not moved.turn_holds("user", later=False, system=False, tools=True)
-    assert moved.turn_holds("user", later=True, system=False, tools=False)
-    assert moved.turn_holds("tool", later=True, system=True, tools=True)
-    stays = await learnt(renderer("thinking-dropped"))
-    assert not stays.broken
-
-
-async def test_an_opener_that_each_user_message_has_once_can_be_counted():
-    plain = (await learnt(renderer("trimmed"))).opener("user", False)
-    assert plain is not None
-    assert plain.per_user
-    assert plain.no_tool
-    # Results stand in a user's message there.
-    shared = (await learnt(renderer("thinking-dropped"))).opener("user", True)
-    assert shared is not None
-    assert shared.per_user
-    assert not shared.no_tool
-    renders = renderer("trimmed")
-    turns = [message for number in range(4) for message in (user(f"{number}?"), assistant("So."))]
-    prompt = renders.render({"messages": [PILOT, *turns, user("Last?")]})
-    others = renders.render({"messages": [PILOT, *turns[:4], user("x"), *turns[5:], user("Last?")]})
-    assert resolve([encode_opener(plain, skip=2)], prompt) == [common_prefix(prompt, others)]
-
-
-async def test_an_opener_is_known_as_text_to_be_counted_in_texts():
-    renders = renderer("trimmed")
-    opener = (await learnt(renders)).opener("user", False)
-    assert opener is not None
-    assert opener.text == "<|turn|>user\n"
-    said = f"It begins {opener.text} and then {opener.text} again."
-    position = resolve([encode_opener(opener, skip=said.count(opener.text))], renders.render(chat("user", said)))
-    assert position == [parting(renders.render, "user")]
-
-
-async def test_settings_reach_the_template():
-    kwargs = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
-    renders = renderer("head-by-settings")
-    seen: list[dict[str, Any]] = []
-
-    async def render(body: Any) -> list[int] | None:
-        seen.append(body)
-        try:
-            return renders.render(body)
-        except RenderFailed:
-            return None
-
-    async def no_text(ids: Any) -> str | None:
-        return None
-
-    facts = await learn_facts(render, no_text, kwargs)
-    assert facts is not None
-    assert all(opener.text is None for opener in facts.openers.values())
-    assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in seen)
 
 
 async def test_a_template_that_takes_none_of_our_chats_has_no_facts():
@@ -263,22 +169,6 @@ async def test_what_cannot_be_told_from_several_chats_is_not_known():
     facts = await learn_facts(render, no_text, {})
     assert facts is not None
     assert not facts.openers
-
-
-# The last user message says whom the system prompt is for: some words of any length, few in our own chats.
-HEAD_IN_LAST_USER = """
-{%- for message in messages %}
-{{- '<|' + message.role + '|>' }}
-{%- if message.role == 'user' and loop.last %}{{- messages[0].content[:12] + ': ' }}{% endif %}
-{{- message.content }}{{- message.tool_calls | tojson if message.tool_calls else '' }}{{- '<|end|>' }}
-{%- endfor %}
-{{- '<|assistant|>' }}"""
-
-
-async def test_an_opener_that_something_else_stands_behind_is_not_known_however_short_that_is_in_our_chats():
-    facts = await learnt(TemplateRenderer(Tokenizer.from_str(trained()), HEAD_IN_LAST_USER))
-    for with_tools in (False, True):
-        assert facts.opener("alone", with_tools) is None and facts.opener("user", with_tools) is None
 
 
 def test_no_text_of_ours_begins_like_another():
@@ -321,28 +211,6 @@ def opener(text: str, **known: bool) -> Opener:
     return Opener(tuple(map(ord, text)), text, **known)
 
 
-BOTH = (False, True)
-
-
-async def test_all_that_a_plain_template_writes_is_known():
-    facts = await facts_of(written)
-    users = opener("<u>", per_user=True, no_tool=True)
-    wanted = {(place, tools): users for place in ("alone", "user", "first") for tools in BOTH}
-    wanted |= {(place, tools): opener("</><t>") for place in ("tool", "results") for tools in BOTH}
-    assert facts.ends == {"user": 3, "tool": 3, "system": 3}
-    assert (facts.openers, facts.broken, facts.is_own) == (wanted, frozenset(), True)
-
-
-@pytest.mark.parametrize("size", [LONG_OPENER, LONG_OPENER + 1])
-async def test_of_a_long_opener_the_first_tokens_are_left_out(size):
-    """What stands before it may grow together with them."""
-    marker = "<" + "u" * (size - 2) + ">"
-    facts = await facts_of(lambda body: written(body, user=marker))
-    found = facts.opener("user", tools=False)
-    assert found is not None and found.text == (marker if size <= LONG_OPENER else marker[2:])
-    assert found.exact and found.per_user
-
-
 @pytest.mark.parametrize(("merged", "holds"), [(0, True), (1, True), (2, False)])
 async def test_one_token_of_a_turn_may_merge_with_what_follows(merged, holds):
     facts = await facts_of(lambda body: written(body, close="--" + "]" * merged, closed="--" + ")" * merged))
@@ -353,31 +221,6 @@ async def test_one_token_of_a_turn_may_merge_with_what_follows(merged, holds):
         kinds = {each.turn for each in CHATS if each.following}
         assert facts.broken == kinds and Turn("tool", True, True, True) in kinds
     assert ("system" in facts.ends) is holds
-
-
-async def test_an_end_that_is_not_one_number_is_none():
-    by_tools = await facts_of(lambda body: written(body, asks="<a>!" if body.get("tools") else "<a>"))
-    assert by_tools.ends == {"tool": 4}
-    silent = await facts_of(lambda body: written(body, asks=""))
-    assert silent.ends == {"user": 0, "tool": 0, "system": 0}
-
-
-async def test_a_reminder_whose_end_differs_with_tools_has_none():
-    def template(body: Any) -> str:
-        reminded = body["messages"][-1]["role"] == "system"
-        return written(body, asks="<a>!" if reminded and body.get("tools") else "<a>")
-
-    assert (await facts_of(template)).ends == {"user": 3, "tool": 3}
-
-
-@pytest.mark.parametrize("refused", ["asked", "bare", "followed"])
-async def test_a_template_that_refuses_reminders_somewhere_has_no_end_for_them(refused):
-    def template(body: Any) -> str | None:
-        roles = [message["role"] for message in body["messages"]]
-        how = "followed" if roles[-1] != "system" else "asked" if body.get("add_generation_prompt", True) else "bare"
-        return None if "system" in roles[1:] and how == refused else written(body)
-
-    assert (await facts_of(template)).ends == {"user": 3, "tool": 3}
 
 
 @pytest.mark.parametrize(("size", "is_known"), [(1, True), (2, True), (GAP, True), (GAP + 1, False)])
@@ -391,13 +234,6 @@ async def test_an_opener_leads_to_a_result_behind_an_id_unless_that_is_too_long(
 
     found = (await facts_of(template)).opener("tool", tools=True)
     assert found == (opener("</><t>", exact=size <= 1) if is_known else None)
-
-
-async def test_an_opener_that_a_tools_result_holds_too_is_counted_without_them_only():
-    facts = await facts_of(lambda body: written(body, result="<u>"))
-    users = opener("<u>", per_user=True)
-    assert facts.openers["user", False] == facts.openers["user", True] == users
-    assert facts.openers["tool", True] == opener("</><u>")
 
 
 async def test_under_another_setting_the_ends_are_learnt_and_whether_the_openers_hold():
@@ -423,13 +259,3 @@ async def test_under_another_setting_the_ends_are_learnt_and_whether_the_openers
         return None
 
     assert await ends_with(refuses, plain, fields) is None
-
-
-async def test_two_settings_do_the_same_if_a_question_and_a_result_become_the_same():
-    async def render(body: Any) -> list[int]:
-        return [*map(ord, written(body, **body.get("chat_template_kwargs", {})))]
-
-    plain = await sample(render, {})
-    assert len(plain) == 2 and plain == await sample(render, {"chat_template_kwargs": {"user": "<u>"}})
-    for change in ({"user": "<v>"}, {"result": "<v>"}, {"asks": ""}):
-        assert plain != await sample(render, {"chat_template_kwargs": change})

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.boundaries.layout import layout_of
 from proxy.chat.anthropic import messages_request
 from proxy.chat.chat import TOOLS, Mark
 from proxy.chat.reader import chat_request
-from proxy.chat.responses import StoredResponses, responses_request
+from proxy.chat.responses import responses_request
 
 EPHEMERAL = {"type": "ephemeral"}
 
@@ -39,96 +38,6 @@ def test_marks_of_the_messages_api_lie_where_their_blocks_ended_up():
         ],
     }
     assert messages_request(body).marks == (Mark(TOOLS), Mark(0, characters=10), Mark(1, 0), Mark(3))
-
-
-REMINDER = {"role": "system", "content": "The list of tasks has not been used for a while."}
-
-# As coding agents send it: a reminder before the user's own words in one message, another one as a system message
-# behind it, and one in the middle of a loop.
-AGENT_TURN = [
-    {
-        "role": "user",
-        "content": [
-            {"type": "text", "text": "<reminder>\nToday's date is 2026-11-22.\n</reminder>\n"},
-            {"type": "text", "text": "Fix the rounding."},
-        ],
-    },
-    {"role": "system", "content": "Helpers: one that searches, one that plans."},
-    {"role": "assistant", "content": [{"type": "thinking", "thinking": "Look.", "signature": "s"}, USE]},
-    {"role": "user", "content": [RESULT]},
-    REMINDER,
-]
-
-
-def test_reminders_stay_where_they_were_said():
-    chat = messages_request({"model": "m", "system": "You pilot.", "messages": AGENT_TURN})
-    assert chat.roles == ("system", "user", "system", "assistant", "tool", "system")
-    assert chat.texts[2] == AGENT_TURN[1]["content"] and chat.texts[5] == REMINDER["content"]
-    said = [{"type": "text", "text": "x-anthropic-billing-header: a=1;"}, {"type": "text", "text": "Go "}]
-    said = [*AGENT_TURN, {"role": "system", "content": [*said, {"type": "text", "text": "on."}]}]
-    assert messages_request({"messages": [*said, {"role": "system", "content": ""}]}).texts[-1] == "Go on."
-
-
-def test_a_turn_begins_with_the_turn_before_it_and_its_reminders():
-    """What was said as a list of one text comes back as a text: it is the same message."""
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "Done."}]}
-    asked = {"role": "user", "content": [{"type": "text", "text": "And now the other one."}]}
-    again = {"role": "user", "content": "And now the other one."}
-    turns = [AGENT_TURN, [*AGENT_TURN, answer, asked], [*AGENT_TURN, answer, again, {**REMINDER}]]
-    chats = [messages_request({"model": "m", "system": "You pilot.", "messages": turn}) for turn in turns]
-    first, second, third = (layout_of(chat, b"r").keys.after for chat in chats)
-    assert second[: len(first)] == first and third[: len(second)] == second
-    assert len({*first, *second, *third}) == len(third)
-
-
-def test_marks_of_a_chat():
-    part = {"type": "text", "text": "doc", "prompt_cache_breakpoint": {"mode": "explicit"}}
-    body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]}
-    assert chat_request(body).marks == (Mark(0, 0),)
-
-
-def test_a_stored_response_continues_without_its_instructions():
-    stored = StoredResponses(100_000)
-    first = responses_request({"model": "m", "instructions": "You pilot.", "input": "Tide?"})
-    answer = {"id": "r1", "output": [{"type": "message", "content": [{"type": "output_text", "text": "Nine."}]}]}
-    stored.put(first, answer, "boot")
-    second = responses_request({"model": "m", "input": "And then?"}, stored.chat("r1"))
-    assert [message["content"] for message in second.messages] == ["Tide?", "Nine.", "And then?"]
-    assert (second.path, second.asked) == ("/v1/chat/completions", second.body) and stored.boot("r1") == "boot"
-
-
-def test_a_stored_response_stays_as_it_is_however_it_is_continued():
-    stored = StoredResponses(100_000)
-    first = responses_request({"model": "m", "input": "Tide?"})
-    answer = {"id": "r1", "output": [{"type": "message", "content": [{"type": "output_text", "text": "Nine."}]}]}
-    stored.put(first, answer, "boot")
-    call = {"type": "function_call", "call_id": "c1", "name": "tide", "arguments": "{}"}
-    items = [call, {"type": "function_call_output", "call_id": "c1", "output": "nine"}]
-    for _ in range(3):
-        chat = responses_request({"model": "m", "input": items}, stored.chat("r1"))
-        assert [message["role"] for message in chat.messages] == ["user", "assistant", "assistant", "tool"]
-    assert stored.chat("r1") == [{"role": "user", "content": "Tide?"}, {"role": "assistant", "content": "Nine."}]
-
-
-def test_what_a_tool_without_a_schema_was_told_is_written_as_vllm_writes_it():
-    call = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'Café "Süd"'}
-    (said,) = responses_request({"model": "m", "input": [call]}).messages
-    assert said["tool_calls"][0]["function"]["arguments"] == '{"input": "Café \\"Süd\\""}'
-
-
-def test_stored_calls_count():
-    stored = StoredResponses(10_000)
-    call = {"type": "function_call", "call_id": "c", "name": "tide", "arguments": "x" * 20_000}
-    stored.put(responses_request({"model": "m", "input": ["?", call]}), {"id": "r", "output": []}, "boot")
-    assert stored.chat("r") is None
-
-
-def test_stored_responses_are_bounded():
-    stored = StoredResponses(10_000)
-    chat = responses_request({"model": "m", "input": "x" * 3000})
-    for number in range(10):
-        stored.put(chat, {"id": f"r{number}", "output": []}, "boot")
-    assert stored.chat("r0") is None and stored.chat("r9") is not None
 
 
 @pytest.mark.parametrize("body", [{}, {"messages": 7}, {"messages": [7]}, {"messages": [{}], "system": 7, "tools": 7}])
@@ -227,36 +136,8 @@ def test_blocks_become_parts_thoughts_and_calls(blocks, made):
         assert messages({"role": role, "content": blocks}) == [{"role": role, **made}]
 
 
-def test_a_message_of_the_user_without_a_part_is_none_and_one_of_the_assistant_stays():
-    for content in (None, [], [{"type": "thinking", "thinking": "a"}], [text("")]):
-        said = {"reasoning": "a"} if content == [{"type": "thinking", "thinking": "a"}] else {}
-        given = ({"role": "user", "content": content}, {"role": "assistant", "content": content})
-        assert messages(QUESTION, *given) == [QUESTION, {"role": "assistant", **said}]
-    assert messages(7, {"role": "user", "content": ""}) == [{"role": "user", "content": ""}]
-    assert messages_request({"messages": [{"role": "user", "content": []}]}) is None
-
-
 def result(content, **fields):
     return {"type": "tool_result", "tool_use_id": "c", "content": content, **fields}
-
-
-@pytest.mark.parametrize(
-    ("content", "made"),
-    [
-        ("nine", ["nine"]),
-        ("", [""]),
-        (None, [""]),
-        ([text("a"), text("b")], ["a\nb"]),
-        ([text("a"), {"type": "other", "text": "b"}, 7, {"type": "text"}], ["a\n"]),
-        ([{"type": "other", "source": {}}, {"type": "image", "source": 7}], [""]),
-        ([{"type": "tool_reference", "tool_name": "t", "name": "n"}], ["", [{"type": "tool_reference", "name": "t"}]]),
-        ([{"type": "tool_reference", "name": "n"}], ["", [{"type": "tool_reference", "name": "n"}]]),
-        ([{"type": "tool_reference"}, {"type": "other", "name": "n"}], [""]),
-    ],
-)
-def test_a_tools_result_answers_its_call_with_texts_and_names(content, made):
-    answers = [{"role": "tool", "tool_call_id": "c", "content": each} for each in made]
-    assert messages({"role": "user", "content": [result(content)]}) == answers
 
 
 def test_what_a_result_shows_stands_behind_it_and_before_what_the_user_says():
@@ -275,39 +156,11 @@ def test_a_result_in_an_assistants_message_is_a_text():
         assert messages(given) == [{"role": "assistant", "content": f"Tool result: {said}"}]
 
 
-def test_marks_on_blocks_lie_behind_the_last_part_before_them():
-    mark = {"cache_control": EPHEMERAL}
-    blocks = [
-        {"type": "thinking", "thinking": "a", **mark},
-        text("a"),
-        {**USE, **mark},
-        text("b"),
-        {**text("c"), **mark},
-    ]
-    asked = messages_request({"messages": [QUESTION, {"role": "assistant", "content": blocks}]})
-    assert asked.marks == (Mark(1, 0), Mark(1))
-
-
 # Tools and settings of the messages API.
 
 
 def made_of(**body):
     return messages_request({"messages": [QUESTION], **body}).body
-
-
-@pytest.mark.parametrize(
-    ("tool", "made"),
-    [
-        ({"name": "a", "description": "d", "strict": True}, {"description": "d", "strict": True}),
-        ({"name": "a", "input_schema": {}}, {"parameters": {"type": "object"}}),
-        ({"name": "a", "input_schema": {"type": "array"}}, {"parameters": {"type": "array"}}),
-        ({"name": "a", "input_schema": 7, "defer_loading": True}, {"parameters": 7, "defer_loading": True}),
-    ],
-)
-def test_a_tool_is_a_function_with_all_that_it_was_given(tool, made):
-    empty = dict.fromkeys(("description", "parameters", "strict", "defer_loading"))
-    (found,) = made_of(tools=[tool, 7])["tools"]
-    assert found == {"type": "function", "function": {"name": "a", **empty, **made}}
 
 
 @pytest.mark.parametrize(
@@ -326,23 +179,6 @@ def test_a_tool_is_a_function_with_all_that_it_was_given(tool, made):
 def test_which_tool_is_to_be_called(choice, made):
     assert made_of(tools=[TOOL], tool_choice=choice)["tool_choice"] == made
     assert "tool_choice" not in made_of(tool_choice=choice)
-
-
-@pytest.mark.parametrize(
-    ("body", "made"),
-    [
-        ({}, {}),
-        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
-        ({"output_config": {"effort": None}}, {}),
-        ({"output_config": "low", "thinking": "disabled"}, {}),
-        ({"thinking": {"type": "enabled"}}, {}),
-        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, {"reasoning_effort": "none"}),
-        ({"chat_template_kwargs": {}, "cache_salt": ""}, {"chat_template_kwargs": {}, "cache_salt": ""}),
-        ({"chat_template_kwargs": None, "cache_salt": None, "temperature": 1}, {}),
-    ],
-)
-def test_settings_that_reach_the_template_or_the_cache(body, made):
-    assert made_of(model="m", **body) == {"model": "m", "messages": [QUESTION], **made}
 
 
 def changed(kind, tool):
@@ -370,18 +206,6 @@ A, B, C = ({"name": name, "description": name} for name in "abc")
 def test_messages_add_tools_and_take_them_away_in_their_order(changes, names):
     chat = messages_request({"tools": [A, B], "messages": [7, *(changed(*change) for change in changes)]})
     assert "".join(tool["function"]["name"] for tool in chat.body["tools"]) == names
-
-
-def test_a_tool_that_is_added_again_is_not_deferred_any_more_and_a_new_definition_takes_the_old_ones_place():
-    deferred, newer = {**A, "defer_loading": True}, {**A, "description": "newer"}
-    for given, description, is_deferred in (
-        ({"name": "b"}, "a", True),
-        ({"name": "a"}, "a", None),
-        ({"definition": newer}, "newer", None),
-    ):
-        chat = messages_request({"tools": [deferred, B], "messages": [changed("tool_addition", given)]})
-        tool = chat.body["tools"][0]["function"]
-        assert (tool["description"], tool["defer_loading"]) == (description, is_deferred)
 
 
 # Each kind of item of the responses API.
@@ -472,16 +296,6 @@ def test_a_part_of_a_response_is_one_of_a_chat(part, made):
     assert responses({"role": "user", "content": given}).messages == [{"role": "user", "content": [made, text("?")]}]
 
 
-@pytest.mark.parametrize(
-    ("instructions", "made"), [("You.", [system("You.")]), ("", []), (None, []), (7, []), (["You."], [])]
-)
-def test_instructions_are_the_system_prompt(instructions, made):
-    assert responses(QUESTION, instructions=instructions).messages == [*made, QUESTION]
-    assert responses_request({"input": "Tide?", "instructions": instructions}).messages == [*made, QUESTION]
-    alone = responses(7, instructions=instructions)  # of an input that says nothing
-    assert (alone.messages if alone is not None else []) == made
-
-
 def test_marks_of_a_response_lie_behind_what_stood_before_its_input():
     item = {"role": "user", "content": [text("a"), {**text("b"), "cache_control": EPHEMERAL}, text("c")]}
     assert responses(QUESTION, item, instructions="You.").marks == (Mark(2, 1),)
@@ -544,9 +358,3 @@ def test_which_tool_a_response_is_to_call(choice, made):
 )
 def test_settings_of_a_response_that_reach_the_template_or_the_cache(body, made):
     assert responses(QUESTION, **body).body == {"model": "m", "messages": [QUESTION], **made}
-
-
-def test_a_continued_response_is_rendered_as_a_chat_and_any_other_as_it_came():
-    alone, continued = (responses_request({"model": "m", "input": "Tide?"}, before) for before in (None, []))
-    assert (alone.path, alone.asked) == ("/v1/responses", {"model": "m", "input": "Tide?"})
-    assert continued.path == "/v1/chat/completions" and continued.asked is continued.body

@@ -58,10 +58,6 @@ def test_a_field_of_a_request_becomes_the_chat_apis(given, made):
     assert asked(**given) == {"model": "m", "messages": [QUESTION], **made}
 
 
-def test_a_request_without_a_chat_means_none():
-    assert chat_of({"model": "m", "messages": []}) is None
-
-
 # Whole answers.
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"at": 5}'}}
@@ -76,31 +72,11 @@ def whole(said: dict[str, Any], finish: Any = "stop", stop: Any = None, usage: A
     return made
 
 
-def test_a_whole_message_has_the_head_that_clients_read():
-    usage = {"prompt_tokens": 9, "completion_tokens": 2}
-    assert whole({"content": "Nine."}, usage=usage) == {
-        "id": "chat-1",
-        "type": "message",
-        "role": "assistant",
-        "model": "m",
-        "content": [{"type": "text", "text": "Nine."}],
-        "stop_reason": "end_turn",
-        "stop_sequence": None,
-        "usage": {"input_tokens": 9, "output_tokens": 2},
-    }
-
-
 def test_thoughts_texts_and_calls_are_blocks_in_this_order():
     thought, *blocks = whole({"content": "So.", "reasoning": "Hm.", "tool_calls": [CALL]})["content"]
     assert (thought["type"], thought["thinking"]) == ("thinking", "Hm.")
     assert re.fullmatch("[0-9a-f]{32}", thought["signature"])
     assert blocks == [{"type": "text", "text": "So."}, USE]
-
-
-def test_an_answer_that_says_nothing_is_an_empty_text():
-    for said in ({}, {"content": ""}, {"content": None, "reasoning": "", "tool_calls": []}):
-        assert whole(said)["content"] == [{"type": "text", "text": ""}], said
-    assert whole({"tool_calls": [CALL]})["content"] == [USE]
 
 
 ENDS = [
@@ -125,34 +101,6 @@ def test_why_a_whole_answer_ended(finish, stop, reason, sequence):
 def test_calls_of_a_whole_answer_are_complete_whatever_string_ended_it(finish, reason):
     made = whole({"tool_calls": [CALL]}, finish, "END")
     assert (made["stop_reason"], made["stop_sequence"]) == (reason, None)
-
-
-@pytest.mark.parametrize(
-    ("usage", "told"),
-    [
-        (None, {"input_tokens": 0, "output_tokens": 0}),
-        ({"prompt_tokens": 9}, {"input_tokens": 9, "output_tokens": 0}),
-        (
-            {"prompt_tokens": 90, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 64}},
-            {"input_tokens": 26, "output_tokens": 1, "cache_read_input_tokens": 64},
-        ),
-        (
-            {"prompt_tokens": 90, "prompt_tokens_details": {"cached_tokens": 0, "created_cache_tokens": 16}},
-            {
-                "input_tokens": 74,
-                "output_tokens": 0,
-                "cache_read_input_tokens": 0,
-                "cache_creation_input_tokens": 16,
-            },
-        ),
-        (
-            {"prompt_tokens": 90, "prompt_tokens_details": {"cached_tokens": 91}},
-            {"input_tokens": 0, "output_tokens": 0, "cache_read_input_tokens": 91},
-        ),
-    ],
-)
-def test_input_tokens_are_those_neither_read_from_the_cache_nor_written(usage, told):
-    assert whole({"content": "x"}, usage=usage)["usage"] == told
 
 
 @pytest.mark.parametrize(
@@ -246,24 +194,6 @@ def blocks(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return found
 
 
-def test_a_stream_of_text_has_each_event_once_in_its_order():
-    events = told(delta({"role": "assistant", "content": ""}), delta({"content": "Nine"}), delta({}, "stop"), LAST)
-    start = {"id": "chat-1", "type": "message", "role": "assistant", "content": [], "model": "m"}
-    start |= {"usage": {"input_tokens": 9, "output_tokens": 0}, "stop_reason": None, "stop_sequence": None}
-    assert events == [
-        {"type": "message_start", "message": start},
-        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Nine"}},
-        {"type": "content_block_stop", "index": 0},
-        {
-            "type": "message_delta",
-            "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-            "usage": {"input_tokens": 9, "output_tokens": 2},
-        },
-        {"type": "message_stop"},
-    ]
-
-
 def test_a_thought_is_signed_when_it_ends():
     events = told(delta({"reasoning": "H"}), delta({"reasoning": "m."}), delta({"content": "Nine."}), LAST)
     assert blocks(events) == [("thinking", "Hm."), ("text", "Nine.")]
@@ -271,24 +201,6 @@ def test_a_thought_is_signed_when_it_ends():
     assert len(signed) == 1 and re.fullmatch("[0-9a-f]{32}", signed[0])
     opening = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert opening == [{"type": "thinking", "thinking": ""}, {"type": "text", "text": ""}]
-
-
-def test_each_call_is_a_block_and_only_the_open_ones_arguments_count():
-    events = told(
-        delta({"content": "Let me see."}),
-        delta(opened(0, "c1")),
-        delta(call(0, function={"arguments": '{"at"'})),
-        delta(call(0, function={"arguments": ": 5}"})),
-        delta(opened(1, "c2")),
-        delta(call(0, function={"arguments": "late"})),  # of the one that is over
-        delta(call(2, function={"arguments": "nobody's"})),
-        delta(call(1, function={"arguments": "{}"})),
-        delta({}, "tool_calls"),
-        LAST,
-    )
-    assert blocks(events) == [("text", "Let me see."), ("tool_use", '{"at": 5}'), ("tool_use", "{}")]
-    opening = [event["content_block"] for event in events if event["type"] == "content_block_start"][1:]
-    assert opening == [{"type": "tool_use", "id": name, "name": "tide", "input": {}} for name in ("c1", "c2")]
 
 
 def test_a_call_that_names_itself_again_goes_on():
@@ -335,57 +247,11 @@ def test_a_thought_behind_a_call_ends_it():
     assert blocks(events) == [("tool_use", ""), ("thinking", "Hm.")]
 
 
-@pytest.mark.parametrize(("finish", "stop", "reason", "sequence"), [*ENDS, (None, None, "end_turn", None)])
-def test_why_a_stream_ended(finish, stop, reason, sequence):
-    chunks = [delta({"content": "x"}), *([delta({}, finish, stop)] if finish else []), delta({"content": ""}), LAST]
-    (ended,) = (event["delta"] for event in told(*chunks) if event["type"] == "message_delta")
-    assert ended == {"stop_reason": reason, "stop_sequence": sequence}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "stop", "reason"),
-    [
-        ('{"at": 5}', "END", "tool_use"),
-        ('{"at": ', "END", "stop_sequence"),  # it must not run
-        ('{"at": ', None, "tool_use"),
-        ("[" * 100_000, "END", "stop_sequence"),
-    ],
-    ids=["complete", "cut short", "no stop string", "nested too deep"],
-)
-def test_a_call_that_a_stop_string_cut_short_is_none_to_run(arguments, stop, reason):
-    chunks = [delta(opened(0, "c1")), delta(call(0, function={"arguments": arguments})), delta({}, "stop", stop)]
-    (ended,) = (event["delta"] for event in told(*chunks, LAST) if event["type"] == "message_delta")
-    assert ended["stop_reason"] == reason
-
-
 def test_a_call_is_judged_by_its_own_arguments():
     chunks = [delta(opened(0, "c1")), delta(call(0, function={"arguments": '{"at'}))]
     chunks += [delta(opened(1, "c2")), delta(call(1, function={"arguments": "{}"})), delta({}, "stop", "END")]
     (ended,) = (event["delta"] for event in told(*chunks, LAST) if event["type"] == "message_delta")
     assert ended["stop_reason"] == "tool_use"
-
-
-def test_a_stream_arrives_in_any_pieces():
-    raw = b"".join(
-        b"data: %b\r\n\r\n" % json.dumps(each).encode() for each in (delta({"content": "Né"}), delta({}, "stop"), LAST)
-    )
-    raw = b": comment\n\nevent: x\n\n" + raw + b"data:[DONE]\n\n"
-    whole_events = MessageStream().events(raw)
-    for size in (1, 2, 7):
-        stream = MessageStream()
-        assert b"".join(stream.events(raw[at : at + size]) for at in range(0, len(raw), size)) == whole_events
-    assert [event["type"] for event in shown(whole_events)][-2:] == ["message_delta", "message_stop"]
-
-
-def test_half_of_a_surrogate_pair_arrives_as_an_escape():
-    events = told(b'data: {"choices": [{"delta": {"content": "\\ud83d"}}]}', done=False)
-    assert blocks([*events, {"type": "content_block_stop", "index": 0}]) == [("text", "\ud83d")]
-
-
-def test_a_stream_that_is_over_without_its_usage_closes_what_is_open():
-    events = told(delta({"content": "x"}))
-    assert [event["type"] for event in events][-2:] == ["content_block_stop", "message_stop"]
-    assert blocks(events) == [("text", "x")]
 
 
 def test_a_stream_without_a_chunk_or_after_an_error_has_no_end():

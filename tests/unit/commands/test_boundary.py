@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -49,23 +48,6 @@ def asked(tmp_path: Path, capsys: pytest.CaptureFixture[str], reachable: Reachab
     return asked
 
 
-def test_boundaries_are_told_by_their_tokens_the_shortest_first(worker, asked):
-    found = asked(CHAT)
-    prompt = worker.template({**CHAT, "model": "m"})
-    assert found["prompt_tokens"] == len(prompt)
-    asks = prompt.index("Now?")
-    assert [(each["kind"], each["tokens"]) for each in found["boundaries"]] == [("system", asks), ("turn", asks + 4)]
-    assert all(each["entry"] in found["entries"] for each in found["boundaries"])
-    assert len(bytes.fromhex(found["key"])) > 0
-    assert not worker.requests  # nothing was computed
-
-
-def test_one_server_is_asked_for_the_model_that_the_chat_names_or_its_first(worker, asked):
-    assert asked({**CHAT, "model": "n"})["entries"] == asked(CHAT)["entries"]
-    status, why = asked({**CHAT, "model": "other"})
-    assert (status, why) == (2, "seamark boundary: model: 'other' is not served there, only m, n")
-
-
 def test_a_url_is_understood_with_v1(worker, asked):
     assert asked(CHAT, "--worker", f"{URL}/v1/")["prompt_tokens"]
 
@@ -89,12 +71,6 @@ def test_a_chat_that_is_none_is_the_callers_fault(worker, asked, body, why):
 def test_a_file_that_is_not_there_is_named(capsys):
     assert main(["/nowhere", "--worker", URL]) == 2
     assert capsys.readouterr().err == "seamark boundary: FILE: /nowhere cannot be read (No such file or directory)\n"
-
-
-def test_a_chat_comes_from_standard_input_too(worker, monkeypatch, capsys):
-    raw = json.dumps(CHAT).encode()
-    monkeypatch.setattr(boundary.sys, "stdin", SimpleNamespace(buffer=io.BytesIO(raw)))
-    assert main(["-", "--worker", URL]) == 0 and json.loads(capsys.readouterr().out)["boundaries"]
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense"])

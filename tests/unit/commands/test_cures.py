@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import yaml
 
 from proxy.commands.cures import EVENTS_FLAG, NEEDED, TOOL_PARSERS, Cures
 from proxy.commands.ways import FoundWay, Way
@@ -76,46 +75,6 @@ def test_each_line_of_a_cure_is_indented(way):
 
 
 @pytest.mark.parametrize(
-    ("way", "stands_in"),
-    [
-        (Way.SYSTEMD, "UNIT"),
-        (Way.COMPOSE, "SERVICE"),
-        (Way.DOCKER, "those the container has"),
-        (Way.DOCKER, "as its container has"),
-    ],
-)
-def test_what_the_way_calls_the_vllm_stands_in_its_lines(way, stands_in):
-    for cure in (Cures.install, Cures.drafts, lambda own: own.update("1"), lambda own: own.flag("--x", "why")):
-        named, nameless = cure(cures(way, "llm.service")), cure(cures(way))
-        assert stands_in not in named
-        assert ("llm.service" in named) == (named != nameless)
-    assert "llm.service" in cures(way, "llm.service").install() and "llm.service" in cures(way, "llm.service").drafts()
-    if way is not Way.DOCKER:
-        assert "llm.service" in cures(way, "llm.service").update("1")
-        assert "llm.service" in cures(way, "llm.service").flag("--x", "why")
-
-
-@pytest.mark.parametrize(
-    ("way", "local", "is_open"),
-    [
-        (Way.PIP, True, False),
-        (Way.PIP, False, True),
-        (Way.SYSTEMD, True, False),
-        (Way.SYSTEMD, False, True),
-        (Way.DOCKER, True, True),
-        (Way.COMPOSE, True, True),
-    ],
-)
-def test_a_container_or_another_machine_needs_an_open_host(way, local, is_open):
-    assert (OPEN in cures(way, local=local).install()) is is_open
-
-
-def test_a_models_name_is_one_word_of_a_shell():
-    assert "seamark worker 'my m' --port" in cures(Way.PIP, model="my m").install()
-    assert '["my m", "--host"' in cures(Way.KUBERNETES, model="my m").install()
-
-
-@pytest.mark.parametrize(
     ("model", "parser"),
     [*((f"org/{family.upper()}-7B", parser) for family, parser in TOOL_PARSERS.items()), ("qwen3-next/mine", "NAME")],
 )
@@ -130,17 +89,3 @@ def test_the_trial_and_what_follows_it_are_named():
 
 def test_what_is_needed_ends_with_the_reports():
     assert NEEDED[-1] == EVENTS_FLAG and len(set(NEEDED)) == len(NEEDED)
-
-
-def test_yaml_of_the_cures_is_yaml():
-    """What goes into a file, without the commands and the notes beside it."""
-    compose = cures(Way.COMPOSE, "llm")
-    lines = [line for line in compose.install().splitlines() if not line.strip().startswith(("docker", "#"))]
-    service = yaml.safe_load("\n".join(lines))["services"]["llm"]
-    assert service["command"] == "org/m --host 0.0.0.0 --port 8001 FLAGS"
-    assert service["build"]["dockerfile"] == "deploy/worker.Dockerfile"
-    pod = cures(Way.KUBERNETES)
-    lines = [line for line in pod.install().splitlines() if not line.strip().startswith(("docker", "#"))]
-    container = yaml.safe_load("\n".join(lines).replace(", ...", ""))
-    assert " ".join(container["args"]) == "org/m --host 0.0.0.0 --port 8001"
-    assert yaml.safe_load(pod.drafts())["env"] == [{"name": "SEAMARK_DRAFTS", "value": "1"}]

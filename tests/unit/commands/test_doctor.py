@@ -15,7 +15,6 @@ import pytest
 
 from proxy.commands import doctor
 from proxy.commands.doctor import STATUS, shadow_lines
-from proxy.commands.ways import FoundWay, Way
 from proxy.fleet.sleep import IS_SLEEPING
 from proxy.http.client import Broken, Silent, Unreachable
 from tests.harness.drafting_engine import DraftingEngine
@@ -92,69 +91,6 @@ def key(tmp_path: Path) -> Path:
     path = tmp_path / "key"
     path.write_text("right\n")
     return path
-
-
-def test_a_patched_worker_will_hit(worker, examined):
-    told = examined()
-    assert told.status == 0 and told.verdict == f"will hit: {URL} serves m"
-    assert "WRONG" not in told.text and "the cure" not in told.text and "(cures for" not in told.text
-    assert [line.partition(" ")[0] for line in told.text.splitlines()[1:]] == ["ok"] * 8
-    for words in (
-        "serves m",
-        "vLLM 0.32.0",
-        "patches are live, seamark 0.3",
-        "cache block 384 tokens, match unit 16 tokens",
-        "the engine's decisions are reported",
-        "cached tokens are reported",
-        "render route open",
-        "takes tools, as agents send them",
-    ):
-        assert told.line(f"ok    {words}")
-    asked = [(request.path, request.fields) for request in worker.requests]
-    assert [path for path, _ in asked] == ["/v1/completions", "/v1/chat/completions"]
-    assert all(fields["max_tokens"] == 1 and fields["model"] == "m" for _, fields in asked)
-
-
-def test_a_completion_gets_the_time_of_a_cold_engine_and_every_other_question_less(worker, examined, reachable):
-    examined()
-    assert reachable.connect_timeouts == {2.0}
-    long = {path for path, seconds in reachable.patience.items() if seconds == 120.0}
-    assert long == {"/v1/completions", "/v1/chat/completions"}
-    assert {seconds for path, seconds in reachable.patience.items() if path not in long} == {10.0}
-
-
-@pytest.mark.parametrize("spelt", ["{}", "{}/", "{}/v1", " {}/v1/ ", "http://{}/v1", "HTTP://{}"])
-def test_a_url_is_understood_without_a_scheme_and_with_v1(worker, examined, reachable, spelt):
-    reachable.add(worker, "HTTP://127.0.0.1:8000")
-    told = examined(url=spelt.format("127.0.0.1:8000"))
-    assert told.status == 0 and told.verdict.startswith("will hit"), told.text
-
-
-def test_a_worker_without_the_plugin_cannot_hit_and_the_last_lines_are_the_cure(worker, examined, reachable):
-    worker.patched, worker.more_metrics = False, CONFIG % (2096, "True", 16)
-    told = examined()
-    assert told.status == 1 and told.verdict.startswith("cannot hit: the plugin is not in this vLLM")
-    assert told.verdict.endswith("; vLLM alone caches whole blocks of 2,096 tokens")
-    *_, blank, title, install, start = told.text.splitlines()
-    assert (blank, title) == ("", "the cure:") and "pip install --no-deps" in install and "m --port 8000" in start
-    assert told.text.count("pip install --no-deps") == 1 and told.line("WRONG patches are not live")
-    worker.more_metrics = ""
-    assert "whole blocks" not in examined().verdict
-    reachable.add(worker, "http://127.0.0.1:8005")
-    assert "m --port 8005" in examined(url="http://127.0.0.1:8005").text
-
-
-def test_the_model_of_a_cure_is_the_one_behind_a_served_name(examined, reachable):
-    class Served(RecordingWorker):
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            if scope["path"] == "/v1/models":
-                await respond(send, b'{"data":[{"id":"m","root":"org/real"},{"id":"n"}]}')
-            else:
-                await super().__call__(scope, receive, send)
-
-    reachable.add(Served(patched=False), "http://spark")
-    told = examined(url="http://spark")
-    assert "seamark worker org/real --host 0.0.0.0 --port 8000" in told.text and told.line("ok    serves m")
 
 
 def test_prefix_caching_that_is_off_is_the_cause_although_the_plugin_is_there(worker, examined):
@@ -299,15 +235,6 @@ def test_an_agents_first_refusal_is_foreseen_and_costs_no_hit(examined, reachabl
     assert "--enable-auto-tool-choice --tool-call-parser glm47 " in told.text and "(cures for pip" in told.text
 
 
-@pytest.mark.parametrize("answer", [(400, b"{}"), (422, NO_PARSER), (500, NO_PARSER)])
-def test_of_tools_nothing_is_said_that_cannot_be_told(examined, reachable, answer):
-    worker = RefusesTools()
-    worker.answer = answer
-    reachable.add(worker)
-    told = examined()
-    assert told.status == 0 and "tools" not in told.text
-
-
 def beside(connector: str, lane: str) -> str:
     """The line of a plugin beside a KV connector."""
     return engine_info().replace("{", f'{{connector="{connector}",lane="{lane}",')
@@ -337,15 +264,6 @@ def test_a_connector_beside_which_hints_are_refused_is_the_cause(worker, examine
     assert "--kv-transfer-config" in told.text
 
 
-@pytest.mark.parametrize("status", [300, 404, 500])
-def test_a_worker_that_computes_nothing_cannot_hit(worker, examined, status):
-    worker.status = status
-    told = examined()
-    said = f"cannot hit: it does not answer a completion of one token (status {status})"
-    assert told.status == 1 and told.verdict == said
-    assert told.line("WRONG does not answer a completion of one token")
-
-
 def test_a_worker_that_answers_no_completion_as_vllm_does_cannot_hit(examined, reachable):
     class Odd(RecordingWorker):
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -355,32 +273,6 @@ def test_a_worker_that_answers_no_completion_as_vllm_does_cannot_hit(examined, r
 
     reachable.add(Odd())
     assert "of one token (status 200)" in examined().verdict
-
-
-def test_hits_that_are_not_reported_cost_a_flag(examined, reachable):
-    class Untold(RecordingWorker):
-        def _whole(self, *given: Any) -> bytes:
-            return super()._whole(*given).replace(b'"prompt_tokens_details": {', b'"prompt_tokens_details_": {')
-
-    reachable.add(Untold())
-    told = examined()
-    assert told.status == 1 and told.verdict.startswith("will hit")
-    assert told.line("WRONG cached tokens are not reported") and "--enable-prompt-tokens-details   #" in told.text
-
-
-def test_a_missing_feed_costs_reasons_and_no_hit(worker, examined):
-    worker.has_feed = False
-    told = examined()
-    assert told.status == 1 and told.verdict.startswith("will hit") and "1 to change" in told.verdict
-    assert told.line("WRONG the engine's decisions are not reported")
-    assert "--middleware engine_patches.reporting.events_api.EventsEndpoint" in told.text
-
-
-def test_a_closed_render_route_is_mentioned_and_no_error(worker, examined):
-    worker.render_status = 404
-    told = examined()
-    assert told.status == 0 and told.line("ok    render route closed") and "--enable-scale-out   #" in told.text
-    assert "takes tools" in told.text
 
 
 def test_a_frontend_in_rust_is_named_with_what_it_lacks_and_its_counter_of_drafts_is_none(worker, examined, reachable):
@@ -426,21 +318,6 @@ def test_an_older_plugin_is_to_be_updated(worker, examined, version, fine):
     assert told.status == (0 if fine else 1) and told.line(f"patches are live, seamark {version}").startswith("ok")
     assert ("WRONG the plugin is older than 0.3" in told.text) is not fine
     assert ("docker compose up --build -d SERVICE   # with Seamark 0.3 or later" in told.text) is not fine
-
-
-def test_a_wrong_key_is_told_from_none(worker, examined, key):
-    worker.api_key = "right"
-    none = examined()
-    assert none.status == 1 and none.verdict.startswith("not reachable: ")
-    assert "wants an API key (status 401), and none was given: --worker-api-key-file FILE, with vLLM's --api-key" in (
-        none.verdict
-    )
-    assert none.line("WRONG no vLLM could be asked: ")
-    assert examined("--worker-api-key-file", str(key)).status == 0
-    key.write_text("wrong")
-    wrong = examined("--worker-api-key-file", str(key))
-    assert wrong.status == 1 and "refuses the key" in wrong.verdict and "wants an API key" not in wrong.text
-    assert "wrong" not in wrong.text.replace("WRONG", "")
 
 
 @pytest.mark.parametrize(
@@ -599,29 +476,6 @@ def test_a_gateway_without_a_port_has_that_of_http(worker, examined):
     assert "port" not in examined("--gateway", "http://spark").verdict
 
 
-@pytest.mark.parametrize(
-    ("seen", "flags", "said"),
-    [
-        (None, (), "(cures for pip; else --runs-as systemd|docker|compose|spark-vllm-docker|kubernetes)"),
-        (None, ("--runs-as", "docker"), "(cures for docker)"),
-        (
-            FoundWay(Way.COMPOSE, "llm"),
-            (),
-            "(cures for compose (llm), as it looks from here; else --runs-as pip|systemd",
-        ),
-        (FoundWay(Way.DOCKER), (), "(cures for docker, as it looks from here; else --runs-as pip|"),
-        (FoundWay(Way.COMPOSE, "llm"), ("--runs-as", "compose"), "(cures for compose)"),
-        (FoundWay(Way.COMPOSE, "llm"), ("--runs-as", "systemd"), "(cures for systemd)"),
-    ],
-)
-def test_cures_are_for_the_way_that_is_said_or_seen(worker, examined, monkeypatch, seen, flags, said):
-    monkeypatch.setattr(doctor, "find", lambda url, around: seen)
-    worker.patched = False
-    text = examined(*flags).text
-    assert said in text and text.count("(cures for") == 1
-    assert ("-d llm" in text) == (seen is not None and seen.way is Way.COMPOSE and flags[1:] != ("systemd",))
-
-
 def test_a_url_that_is_none_shows_no_way(examined, monkeypatch):
     def find(url: str, around: Any) -> None:
         raise ValueError
@@ -685,15 +539,3 @@ def test_a_recipe_that_cannot_be_read_is_refused_in_one_line(capsys):
         doctor.main(["--recipe", "/nowhere/a.yaml"])
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and "is no file, no command" in line
-
-
-def test_an_engine_core_without_the_patches_is_noticed_although_the_server_has_them(examined, reachable):
-    """The engine's line goes once a step has shown that the engine core runs without the patches."""
-
-    class Server(RecordingWorker):
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            self.more_metrics = "" if self.requests else engine_info()
-            await super().__call__(scope, receive, send)
-
-    reachable.add(Server(patched=False))
-    assert examined().verdict.startswith("cannot hit: the plugin")

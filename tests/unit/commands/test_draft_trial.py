@@ -87,15 +87,6 @@ async def test_it_ends_by_itself_while_that_process_goes_on():
     assert trial.worker.up
 
 
-async def test_a_failure_of_it_is_told_to_who_runs_it():
-    class Broken:
-        async def run(self) -> None:
-            raise ValueError("why")
-
-    with pytest.raises(ValueError, match="why"):
-        await with_worker(Broken(), parent=os.getppid())  # type: ignore[arg-type]
-
-
 async def test_a_server_that_is_another_one_now_ends_it():
     """The worker that this was started for is gone: nothing of the next one is tried."""
     worker = RecordingWorker(drafting=DraftingEngine(), ahead=1, more_metrics="vllm:num_requests_running 1.0\n")

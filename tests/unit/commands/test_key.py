@@ -47,9 +47,3 @@ def test_a_limit_that_is_none_is_refused(flags, said, capsys):
         key.main(["ann", *flags])
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and "--max-inflight" in line and said in line
-
-
-def test_a_name_is_needed(capsys):
-    with pytest.raises(SystemExit):
-        key.main([])
-    assert "name" in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,17 +70,6 @@ def test_flags_that_exist_are_read_as_ever():
     assert (given.worker, given.workers_file, given.file) == ("http://a", "f", "--file")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [([], "required: --worker"), (["--worker"], "--worker: expected one"), (["--zzz"], "--zzz ")],
-)
-def test_other_mistakes_cost_a_line_too(arguments, named, capsys):
-    with pytest.raises(SystemExit) as ended:
-        parser().parse_args(arguments)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert named in line and "seamark some --help" in line and "did you mean" not in line and ended.value.code == 2
-
-
 def test_flags_behind_a_subcommand_are_its_own(capsys):
     made = Parser(prog="seamark some")
     made.add_subparsers().add_parser("mine").add_argument("--base-url")
@@ -89,15 +77,6 @@ def test_flags_behind_a_subcommand_are_its_own(capsys):
     with pytest.raises(SystemExit):
         made.parse_args(["mine", "--base", "x"])
     assert "seamark some mine: no flag --base; did you mean --base-url?" in capsys.readouterr().err
-
-
-def test_without_arguments_the_command_line_of_the_process_is_read(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["seamark", "--worker", "http://a"])
-    assert parser().parse_args().worker == "http://a"
-    monkeypatch.setattr(sys, "argv", ["seamark", "--wrker", "http://a"])
-    with pytest.raises(SystemExit):
-        parser().parse_args()
-    assert "no flag --wrker; did you mean --worker" in capsys.readouterr().err
 
 
 def test_no_flag_is_taken_for_the_beginning_of_another_one():

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import configparser
 import json
 import os
-import re
-import shlex
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +15,9 @@ import pytest
 import yaml
 
 from proxy.commands import setup
-from proxy.commands.outlook import IMAGE
 from proxy.commands.setup import RunningVllm, running, source_folder
-from proxy.commands.setup_files import SetupWay, gateway_toml
-from proxy.settings import Settings, add_arguments, load
-from tests.deploy.compose_files import DEPLOY, OF_THE_USER, example, read
+from proxy.commands.setup_files import SetupWay
+from tests.deploy.compose_files import DEPLOY, OF_THE_USER
 from tests.harness.published_recipes import RECIPES
 from tests.harness.setup_answers import ANSWERS, SECOND, SPARK, WORKER, written
 
@@ -84,13 +78,6 @@ def variables(path: Path) -> dict[str, str]:
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
-def gateway_settings(given: dict[str, str]) -> Settings:
-    """Those that variables make, as the gateway reads them: refused if there is no such setting."""
-    return Settings(
-        **{name.removeprefix("SEAMARK_").lower(): value for name, value in given.items() if name.startswith("SEAMARK_")}
-    )
-
-
 def test_every_file_begins_with_what_it_is_for_and_every_script_is_one(folder):
     for path in folder.rglob("*.*"):
         lines = path.read_text().splitlines()
@@ -100,76 +87,8 @@ def test_every_file_begins_with_what_it_is_for_and_every_script_is_one(folder):
         assert lines[0].startswith("# "), path
 
 
-@pytest.mark.parametrize("name", ["pip", "pip, vLLM runs", "spark"])
-def test_the_gateway_takes_the_toml_file(name, tmp_path):
-    out = written(tmp_path, name)
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_arguments(parser)
-    settings = load(parser.parse_args(["--config", str(out / "seamark.toml")]), {})
-    expected = ("http://127.0.0.1:8000", SECOND[1]) if name == "pip, vLLM runs" else ("http://127.0.0.1:8000",)
-    assert settings.worker == expected and (settings.host, settings.port) == ("127.0.0.1", 8080)
-    assert not settings.shadow
-
-
-@pytest.mark.parametrize("name", [name for name in ANSWERS if name.startswith(("compose", "beside"))])
-def test_compose_gets_files_that_are_there_and_variables_that_it_knows(name, tmp_path):
-    out = written(tmp_path, name)
-    words = shlex.split((out / "compose.sh").read_text().partition("\nexec ")[2])
-    files = [Path(words[at + 1]) for at, word in enumerate(words) if word == "-f"]
-    assert files[0] == DEPLOY / "compose.yaml" and all(path.is_file() for path in files)
-    given = variables(out / "seamark.env")
-    assert given.keys() <= example().keys() | OF_THE_USER.keys()
-    # Variables without a default are set where an overlay wants them.
-    wanted = {variable for path in files for variable in re.findall(r"\$\{([A-Z_]+):\?", path.read_text())}
-    assert wanted <= given.keys()
-    gateway_settings({"SEAMARK_WORKER": "http://a", **given})
-    if "MODEL_FILE" in given:
-        mounted = out / "models" if (out / "models").exists() else DEPLOY / "models"
-        assert yaml.safe_load((mounted / given["MODEL_FILE"]).read_text())["model"]
-    if (overlay := out / "compose.model.yaml").exists():
-        (volume,) = yaml.safe_load(overlay.read_text())["services"]["worker"]["volumes"]
-        assert volume == f"{out / 'models'}:/etc/seamark/models:ro"
-        targets = [each.split(":")[1] for each in read("compose.yaml")["services"]["worker"]["volumes"]]
-        assert volume.split(":")[1] in targets, "it takes the place of the models of deploy/"
-
-
-def test_the_unit_reads_the_file_that_is_installed_and_its_variables_are_settings(tmp_path):
-    out = written(tmp_path, "systemd")
-    parser = configparser.RawConfigParser(strict=False)
-    parser.optionxform = str
-    parser.read(out / "seamark-gateway.service")
-    installed = shlex.split((out / "install.sh").read_text())
-    assert parser["Service"]["EnvironmentFile"] == "-/etc/seamark/seamark.env"
-    assert "/etc/seamark/seamark.env" in installed and str(out / "seamark.env") in installed
-    assert gateway_settings(variables(out / "seamark.env")).worker == ("http://127.0.0.1:8000",)
-
-
 def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("name", "page"),
-    [
-        ("pip, vLLM runs", "http://127.0.0.1:8080/ui"),
-        ("systemd", "http://127.0.0.1:8080/ui"),
-        ("compose", "http://127.0.0.1:8081/ui"),
-        ("beside", "http://127.0.0.1:8081/ui"),
-        (
-            "kubernetes",
-            "kubectl -n seamark port-forward deployment/seamark-gateway 8081, then http://127.0.0.1:8081/ui",
-        ),
-    ],
-)
-def test_what_was_written_is_said_with_how_to_go_on_and_back(name, page, tmp_path, capsys):
-    out = written(tmp_path, name)
-    said = printed(capsys)
-    assert said[0].startswith(f"Written to {out}: ") and set(said[0].partition(": ")[2].split(", ")) == ANSWERS[name][1]
-    assert said.count("") == 3 and "Clients:    base_url http://127.0.0.1:8080/v1" in said
-    assert f"Live page:  {page}" in said
-    on, off = said.index("Go on, each in a terminal of its own:"), said.index("Off again:")
-    assert all(line.startswith("  ") for line in said[on + 1 : on + 3]) and said[on + 3] == ""
-    assert all(line.startswith("  ") for line in said[off + 1 :]) and off + 1 < len(said)
 
 
 def test_nothing_is_overwritten_unless_that_is_said(tmp_path, capsys):
@@ -248,25 +167,6 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "machines"),
-    [
-        (["--way", "kubernetes", "--model", "m"], 1),
-        (["--way", "kubernetes", "--model", "m", "--workers", "1"], 1),
-        (["--way", "kubernetes", "--model", "m", "--workers", "3"], 3),
-    ],
-)
-def test_as_many_workers_are_started_as_are_asked_for(flags, machines, tmp_path):
-    assert setup.main([*flags, "--out", str(tmp_path)]) == 0
-    assert yaml.safe_load((tmp_path / "values.yaml").read_text())["worker"]["replicas"] == machines
-
-
-@pytest.mark.parametrize("workers", [[], ["--workers", "2"]])
-def test_all_workers_that_are_named_are_the_gateways(workers, tmp_path):
-    assert setup.main(["--way", "pip", *WORKER, *SECOND, *workers, "--out", str(tmp_path)]) == 0
-    assert gateway_toml(["http://127.0.0.1:8000", SECOND[1]]) == (tmp_path / "seamark.toml").read_text()
-
-
-@pytest.mark.parametrize(
     ("answers", "asked", "files"),
     [
         (
@@ -325,22 +225,6 @@ def test_a_terminal_is_asked_for_what_the_flags_leave_open(answers, asked, files
         assert yaml.safe_load((out / "values.yaml").read_text())["worker"]["replicas"] == 3
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--way", "pip", *WORKER],
-        ["--way", "compose", "--cpu"],
-        ["--way", "compose", "--model", "m", "--workers", "1"],
-        ["--way", "kubernetes", "--model", "m", "--workers", "2"],
-        ["--way", "systemd", *SECOND],
-    ],
-)
-def test_a_terminal_is_asked_for_nothing_that_flags_say(flags, terminal, tmp_path):
-    questions = terminal(str(tmp_path / "out"))
-    assert setup.main(flags) == 0
-    assert [question for question, _ in questions] == ["Folder for the files"]
-
-
 @pytest.mark.parametrize("answer", ["two", "10000", "-1", "٣"])
 def test_a_number_of_servers_that_is_none_is_refused(answer, terminal, capsys):
     terminal(answer)
@@ -367,31 +251,6 @@ def test_where_one_end_is_no_terminal_nobody_is_asked(stream, monkeypatch, termi
 
 
 HERE = [RunningVllm("http://127.0.0.1:8000", ("m",)), RunningVllm("http://127.0.0.1:8001", ())]
-
-
-@pytest.mark.parametrize(
-    ("flags", "workers"),
-    [
-        (["--way", "pip"], ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]),
-        (["--way", "pip", "--model", "m"], ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]),
-        (["--way", "pip", "--model", "n"], ["http://127.0.0.1:8001"]),
-        (["--way", "pip", *SECOND], [SECOND[1]]),
-        (["--way", "spark-vllm-docker", "--model", "n"], []),
-    ],
-)
-def test_what_answers_on_this_machine_is_named_and_taken(flags, workers, answering, tmp_path, capsys):
-    answering += HERE
-    assert setup.main([*flags, "--out", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out/seamark.toml").read_text() == gateway_toml(workers)
-    found = [line for line in printed(capsys) if line.startswith("Found: ")]
-    assert found == (
-        [
-            "Found: http://127.0.0.1:8000 serves m",
-            "Found: http://127.0.0.1:8001 serves what it tells only with a key",
-        ]
-        if workers and SECOND[1] not in workers
-        else []
-    )
 
 
 @pytest.mark.parametrize("way", [SetupWay.BESIDE, SetupWay.SYSTEMD])
@@ -479,30 +338,6 @@ def from_recipe(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     return out, printed(capsys)
 
 
-def test_a_recipe_is_set_up_without_a_question(terminal, tmp_path, capsys):
-    asked = terminal()
-    out, said = from_recipe("vllm serve Qwen3.6-27B --port 8005", tmp_path, capsys)
-    assert not asked
-    assert (out / "seamark.toml").read_text() == gateway_toml(["http://127.0.0.1:8005"], "0.0.0.0")  # noqa: S104
-    names = ["worker.sh", "seamark.toml", "gateway.sh", "run.sh", "undo.sh"]
-    assert sorted(path.name for path in out.iterdir()) == sorted(names)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()}
-    assert modes == {name: 0o700 if name.endswith(".sh") else 0o600 for name in names}  # it may hold keys
-    assert all(str(out / name) in (out / "undo.sh").read_text() for name in names)
-    assert f'{shlex.quote(str(out / "worker.sh"))} "$@"' in (out / "run.sh").read_text()
-    assert said[0] == "A command of vLLM for Qwen3.6-27B" and said[1].startswith("Will hit from request 2 on: ")
-    notes = [line for line in said if line.startswith("Note: ")]
-    assert [note.partition(" ")[2][:30] for note in notes] == [
-        "once, in vLLM's environment: p",
-        "the gateway listens where vLLM",
-    ]
-    assert f"Written to {out}: {', '.join(names)}" in said
-    assert f"  sh {shlex.quote(str(out / 'run.sh'))}" in said and f"  sh {shlex.quote(str(out / 'undo.sh'))}" in said
-    assert "Clients:    base_url http://127.0.0.1:8080/v1" in said and "Live page:  http://127.0.0.1:8080/ui" in said
-    assert said[said.index(f"  sh {shlex.quote(str(out / 'run.sh'))}") + 1].endswith("--base-url http://127.0.0.1:8080")
-    assert not any(line.startswith(("The one change", "With it")) for line in said)
-
-
 @pytest.mark.parametrize(
     ("line", "base", "notes"),
     [
@@ -524,30 +359,12 @@ def test_clients_of_a_recipe_are_told_where_and_with_which_key(line, base, notes
     assert len(told) == len(notes) and all(map(str.startswith, told, notes))
 
 
-def test_an_image_that_is_replaced_is_said_with_what_comes_of_it(monkeypatch, tmp_path, capsys):
-    asked: list[str] = []
-    monkeypatch.setattr(setup, "image_version", lambda image: asked.append(image) or "0.30.1")
-    _, said = from_recipe("docker run vllm/vllm-openai:v0.33.0 Qwen3.6-27B", tmp_path, capsys)
-    assert asked == ["vllm/vllm-openai:v0.33.0"] and said[1].startswith("No hits yet: vLLM 0.30.1 (in its image)")
-    assert said[2].startswith("The one change: take vLLM ") and said[2].endswith("; these files take it")
-    assert IMAGE in said[2] and said[3].startswith("With it: will hit from request 2 on: ")
-    _, said = from_recipe(str(RECIPES / "glm-5.3-flash.yaml"), tmp_path / "other", capsys)
-    assert said[2].startswith("The one change: ") and "these files" not in said[2] and not said[3].startswith("With it")
-
-
 def test_a_recipe_is_written_again_only_if_that_is_said(tmp_path, capsys):
     out, _ = from_recipe("vllm serve m", tmp_path, capsys)
     assert setup.main(["vllm serve n", "--out", str(out)]) == 2 and "--force" in capsys.readouterr().err
     assert "serve m" in (out / "worker.sh").read_text()
     assert setup.main(["vllm serve n", "--out", str(out), "--force"]) == 0
     assert "serve n" in (out / "worker.sh").read_text()
-
-
-def test_without_a_folder_files_go_into_one_of_their_own(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert setup.main(["vllm serve m"]) == 0 and (tmp_path / "seamark-setup/worker.sh").is_file()
-    assert setup.main(["--way", "pip", *WORKER, "--force"]) == 0
-    assert "http://127.0.0.1:8000" in (tmp_path / "seamark-setup/seamark.toml").read_text()
 
 
 def test_what_a_recipe_says_is_printed_without_what_a_terminal_would_obey(tmp_path, capsys):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from proxy.commands import ways
-from proxy.commands.ways import FoundWay, Surroundings, Way, find, image_version, surroundings
+from proxy.commands.ways import FoundWay, Surroundings, Way, find, surroundings
 
 URL = "http://127.0.0.1:8000"
 
@@ -107,50 +107,6 @@ def test_a_machine_elsewhere_says_nothing(around):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "is_one"),
-    [
-        (("vllm", "serve", "m"), True),
-        (("/bin/vllm", "bench", "serve"), True),  # of several verbs the word alone is looked for
-        (("vllm", "bench"), False),
-        (("env", "python", "-m", "vllm", "serve"), False),
-        (("serve", "m"), False),
-        (("python3", "-m", "vllm.entrypoints.openai.api_server"), True),
-        (("python3", "-m", "vllm_entrypoints"), False),
-        (("python3", "-m", "engine_patches", "worker", "m"), True),
-        (("seamark", "worker"), True),
-        (("seamark", "serve"), False),
-        (("celery", "worker"), False),
-        ((), False),
-    ],
-)
-def test_a_server_of_vllm_is_known_by_its_words(around, arguments, is_one):
-    assert (find(URL, around((arguments, USER))) == FoundWay(Way.PIP)) is is_one
-
-
-@pytest.mark.parametrize(
-    ("arguments", "port"),
-    [
-        (("--port", "8001"), 8001),
-        (("--port=8001",), 8001),
-        ((), 8000),
-        (("--port", "800100"), 8000),
-        (("--ports", "8001"), 8000),
-    ],
-)
-def test_the_port_of_a_server_is_in_its_words(around, arguments, port):
-    other = ((*SERVE, "--port", "9999"), "0::/system.slice/other.service\n")
-    machine = around(((*SERVE, *arguments), USER), other)
-    assert find(f"http://127.0.0.1:{port}", machine) == FoundWay(Way.PIP)
-    assert find("http://127.0.0.1:1", machine) is None
-    if port == 8000:
-        assert find("http://127.0.0.1", machine) == FoundWay(Way.PIP)
-
-
-def test_several_servers_at_a_port_that_are_run_in_one_way_are_no_doubt(around):
-    assert find(URL, around((SERVE, USER), (SERVE, USER))) == FoundWay(Way.PIP)
-
-
-@pytest.mark.parametrize(
     ("inspected", "found"),
     [
         ({"Name": "/a", "Config": None}, FoundWay(Way.DOCKER)),
@@ -161,11 +117,6 @@ def test_several_servers_at_a_port_that_are_run_in_one_way_are_no_doubt(around):
 )
 def test_what_docker_says_may_lack_anything(around, inspected, found):
     assert find(URL, around((SERVE, DOCKER), inspected=inspected)) == found
-
-
-def test_podman_has_groups_of_its_own(around):
-    group = f"0::/machine.slice/libpod-{CONTAINER}.scope/container\n"
-    assert find(URL, around((SERVE, group), inspected=container())) == FoundWay(Way.DOCKER, "llm")
 
 
 class Docker:
@@ -185,16 +136,6 @@ class Docker:
 
 
 FAILURES = [OSError("no docker"), subprocess.CalledProcessError(1, "docker"), subprocess.TimeoutExpired("docker", 5)]
-
-
-@pytest.mark.parametrize("answer", [" 0.33.0\n", *FAILURES], ids=repr)
-def test_an_image_is_asked_for_its_vllm_without_fetching_it_or_a_network(answer, monkeypatch):
-    docker = Docker(monkeypatch)
-    docker.answer = answer
-    assert image_version("my image") == ("0.33.0" if isinstance(answer, str) else "")
-    (command,) = docker.asked
-    assert command[:2] == ("docker", "run") and {"--rm", "--pull=never", "--network=none"} <= set(command)
-    assert command[command.index("--") + 1 : command.index("--") + 3] == ("my image", "-c")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from engine_patches.scheduler.adapters import (
     WEIGHTS,
     Adapter,
     Adapters,
-    adapter_name,
     admit_by_adapter,
     hash_contents,
     is_alone,
@@ -79,26 +77,6 @@ def test_an_adapter_that_is_loaded_under_another_id_is_certain_beside_it(tmp_pat
     assert [each and each.name for each in found] == ["one", "other"]
 
 
-def test_a_tag_stands_for_what_the_files_say_and_not_for_where_they_lie(tmp_path: Path):
-    folders = {
-        "one": written(tmp_path / "one"),
-        "the same elsewhere": written(tmp_path / "two"),
-        "other weights": written(tmp_path / "three", "others"),
-        "another configuration": written(tmp_path / "four", config="{ }"),
-        "another kind of file": written(tmp_path / "five", file=WEIGHTS[1]),
-        "of which vLLM reads the first": written(written(tmp_path / "six", "others", file=WEIGHTS[1])),
-    }
-    tags = {name: held_by(Adapters(), Lora(name, str(folder))).tag for name, folder in folders.items()}
-    assert tags["one"] == tags["the same elsewhere"] == tags["of which vLLM reads the first"]
-    assert len(set(tags.values())) == 4 and all(len(tag) == 64 for tag in tags.values())
-    flat, cube = (Lora("a", str(folders["one"]), is_3d_lora_weight=each) for each in (False, True))
-    assert held_by(Adapters(), flat).tag == tags["one"] != held_by(Adapters(), cube).tag
-    of_a_vllm_without_them = SimpleNamespace(
-        lora_name="a", lora_path=str(folders["one"]), lora_int_id=1, load_inplace=False
-    )
-    assert held_by(Adapters(), of_a_vllm_without_them).tag == tags["one"]
-
-
 def test_an_adapter_is_found_where_vllm_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     written(tmp_path / "here")
     monkeypatch.chdir(tmp_path)
@@ -117,41 +95,8 @@ def test_an_adapter_is_found_where_vllm_finds_it(tmp_path: Path, monkeypatch: py
     assert asked_of_the_hub == [("team/adapter", True)] * 2 + [("team/none", True)]  # once more as it is used
 
 
-@pytest.mark.parametrize("missing", [CONFIG, WEIGHTS[0], "the folder"])
-def test_what_cannot_be_read_here_is_not_certain_and_that_is_said(tmp_path: Path, engine_log, missing: str):
-    lora = asked(tmp_path / "a", "a")
-    if missing == "the folder":
-        shutil.rmtree(lora.lora_path)
-    else:
-        (Path(lora.lora_path) / missing).unlink()
-    held = Adapters()
-    assert held.of(lora) is None and held.of(lora) is None
-    assert len(engine_log.messages) == 1 and "adapter a " in engine_log.messages[0]
-
-
 def test_what_comes_from_elsewhere_than_files_is_not_certain(tmp_path: Path):
     assert Adapters().of(asked(tmp_path / "a", "a", tensorizer_config_dict={"dir": "elsewhere"})) is None
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_files_that_change_are_not_certain_until_they_are_loaded_again(tmp_path: Path, engine_log, in_place: bool):
-    held, lora = Adapters(), asked(tmp_path / "a", "a", load_inplace=in_place)
-    before = held_by(held, lora)
-    touch(lora)
-    assert held.of(lora) is None and held.of(lora) is None
-    assert len(engine_log.messages) == (not in_place)  # one that is loaded in each step is about to be read
-    assert held.load(lora, lambda _: "loaded") == "loaded"
-    again = held_by(held, lora)
-    # Nobody knows what computed under the tag of before, though the contents are the same.
-    assert again.key[:2] == before.key[:2] and again.tag != before.tag and len(again.tag) == 32
-    assert not before.computes(lora)
-
-
-def test_files_that_are_as_they_were_are_the_same_adapter_after_a_load(tmp_path: Path):
-    held, lora = Adapters(), asked(tmp_path / "a", "a")
-    before = held_by(held, lora)
-    held.load(lora, lambda _: None)
-    assert held.of(lora) is before
 
 
 def test_a_load_that_fails_or_reads_what_changes_meanwhile_leaves_nothing_certain(tmp_path: Path):
@@ -176,46 +121,6 @@ def test_what_was_held_under_an_id_stays_certain_for_nobody_once_another_is_load
     assert held.of(other) is not None and held.of(one) is None and not kept.computes(one)
 
 
-def test_an_adapter_under_two_ids_is_one_as_long_as_its_files_are(tmp_path: Path):
-    held, first = Adapters(), asked(tmp_path / "a", "a", 1)
-    second, unlike = msgspec.structs.replace(first, lora_int_id=2), asked(tmp_path / "b", "b", 3)
-    known = held_by(held, first)
-    held_by(held, unlike)
-    assert held_by(held, second).key == known.key and held.of(first) is known
-    (tmp_path / "a" / WEIGHTS[0]).write_text("changed")
-    held.load(second, lambda _: None)
-    assert held.of(second) is not None and held.of(first) is None
-    assert held.of(unlike) is not None  # another name, and another path
-
-
-def test_an_adapter_has_changed_once_its_states_are_found_under_another_key(tmp_path: Path):
-    held, lora, other = Adapters(), asked(tmp_path / "a", "a"), asked(tmp_path / "b", "b", 2)
-    assert [held.has_changed(held_by(held, each)) for each in (lora, lora, other)] == [False] * 3
-    (tmp_path / "a" / WEIGHTS[0]).write_text("changed")
-    held.load(lora, lambda _: None)
-    assert [held.has_changed(held_by(held, each)) for each in (lora, lora, other)] == [True, False, False]
-
-
-def test_what_was_in_doubt_once_stays_so_until_it_is_loaded_again_though_its_files_are_as_before(tmp_path: Path):
-    held, lora = Adapters(), asked(tmp_path / "a", "a")
-    before = held_by(held, lora)
-    (tmp_path / "a").rename(tmp_path / "away")
-    assert held.of(lora) is None
-    (tmp_path / "away").rename(tmp_path / "a")
-    assert held.of(lora) is None
-    held.load(lora, lambda _: None)
-    assert held_by(held, lora).tag != before.tag
-
-
-def test_of_two_ids_the_one_that_was_loaded_last_is_certain_though_the_contents_are_the_same(tmp_path: Path):
-    held, first = Adapters(), asked(tmp_path / "a", "a", 1)
-    second = msgspec.structs.replace(first, lora_int_id=2)
-    before = held_by(held, first)
-    touch(first)
-    held.load(second, lambda _: None)
-    assert held.of(first) is None and held_by(held, second).tag != before.tag
-
-
 def made_request(lora: Lora | None, **marks: Any) -> Any:
     """A vLLM `Request` whose hashes are made of what `hash_contents` adds."""
 
@@ -224,24 +129,6 @@ def made_request(lora: Lora | None, **marks: Any) -> Any:
             self.block_hashes.append(("made", getattr(self, "seamark_adapter_tag", None)))
 
     return Request(lora_request=lora, block_hashes=["before"], _block_hasher=object(), **marks)
-
-
-@pytest.mark.parametrize(
-    ("marks", "alone"),
-    [
-        ({}, False),
-        ({"seamark_adapter_tag": "tag", "seamark_adapter": object()}, False),
-        ({"seamark_adapter_tag": "tag", "seamark_adapter": None}, True),
-        ({"seamark_adapter_tag": "tag"}, True),
-    ],
-)
-def test_nobody_finds_what_a_request_leaves_whose_adapter_is_not_certain(marks: dict[str, Any], alone: bool):
-    assert is_alone(SimpleNamespace(**marks)) is alone
-
-
-def test_the_name_of_a_requests_adapter():
-    named = made_request(Lora("ada", "/nowhere"))
-    assert [adapter_name(each) for each in (named, made_request(None), SimpleNamespace())] == ["ada", None, None]
 
 
 class Engine:
@@ -279,36 +166,6 @@ class Engine:
         admit_by_adapter(lambda engine, request, wave: self.added.append((request, wave)))(self, request, 7)
 
 
-def test_hashes_hold_the_contents_that_the_engine_has_loaded(tmp_path: Path):
-    engine, lora = Engine(), asked(tmp_path / "a", "a")
-    request = engine.preprocess(made_request(lora))
-    assert request.block_hashes == [[("lora", "a", request.seamark_adapter.tag)]]
-    assert request.seamark_adapter is engine.preprocess(made_request(lora)).seamark_adapter
-    assert hash_contents(lambda _: [])(made_request(None)) == []
-
-
-def test_a_request_that_no_engine_has_made_is_hashed_as_no_other(tmp_path: Path):
-    hashes = hash_contents(lambda _: [("lora", "a")])
-    one, other = (made_request(asked(tmp_path / "a", "a")) for _ in range(2))
-    (first,), (second,) = hashes(one), hashes(other)
-    assert first[:2] == second[:2] and first[2] != second[2] and is_alone(one)
-    assert hashes(one) == [first]  # and stays so
-
-
-def test_whose_adapters_are_asked_is_forgotten_once_a_request_is_made_or_is_not(tmp_path: Path):
-    engine, lora = Engine(), asked(tmp_path / "a", "a")
-
-    def breaks(engine: Any, request: Any) -> None:
-        raise ValueError("no request")
-
-    engine.preprocess(made_request(lora))
-    with pytest.raises(ValueError, match="no request"):
-        know_adapters_of_requests(breaks)(engine, made_request(lora))
-    later = made_request(lora)
-    hash_contents(lambda _: [("lora", "a")])(later)
-    assert is_alone(later)
-
-
 def test_a_load_is_noted_and_what_went_with_it_is_told_once(tmp_path: Path):
     engine, lora = Engine(), asked(tmp_path / "a", "a")
     assert engine.add_lora(lora) is True and engine.replaced == []
@@ -319,16 +176,6 @@ def test_a_load_is_noted_and_what_went_with_it_is_told_once(tmp_path: Path):
     assert engine.replaced == ["a"]
     engine.add_lora(again)
     assert engine.replaced == ["a"] and engine.loaded == [lora, lora, again, again]
-
-
-def test_an_engine_without_states_is_told_nothing(tmp_path: Path):
-    engine, lora = Engine(states=False), asked(tmp_path / "a", "a", load_inplace=True)
-    engine.add_lora(lora)
-    (tmp_path / "a" / WEIGHTS[0]).write_text("changed")
-    engine.add_lora(lora)
-    engine.scheduler = SimpleNamespace()  # of a vLLM that was left as it is
-    engine.add_lora(lora)
-    assert engine.replaced == [] and len(engine.loaded) == 3
 
 
 @pytest.mark.parametrize("request_", [made_request(None), made_request(Lora("a", "/nowhere"))])
@@ -351,12 +198,6 @@ def test_a_request_whose_adapter_was_loaded_again_meanwhile_is_hashed_again(tmp_
     engine.add(request)
     assert request.block_hashes == [("made", request.seamark_adapter.tag)] and not is_alone(request)
     assert request.seamark_adapter is not early.seamark_adapter and engine.replaced == ["a"]
-
-
-def test_one_that_is_admitted_without_a_tag_is_given_one(tmp_path: Path):
-    engine, request = Engine(), made_request(asked(tmp_path / "a", "a"))
-    engine.add(request)
-    assert request.block_hashes == [("made", request.seamark_adapter.tag)]
 
 
 def test_a_request_that_loads_its_adapter_has_it_loaded_before_its_first_step_if_it_is_not(tmp_path: Path):

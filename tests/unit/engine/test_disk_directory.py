@@ -20,7 +20,6 @@ from tests.harness.damaged_files import PAST, STRANGERS, strangers_files
 from tests.harness.state_files import (
     BLOCK,
     IDENTITY,
-    OTHER_IDENTITY,
     block_of,
     directory,
     key_of,
@@ -100,13 +99,6 @@ def test_a_folder_in_it_that_others_may_reach_is_refused(tmp_path: Path, damage)
         directory(root)
 
 
-def test_the_operators_own_link_to_the_directory_is_followed(tmp_path: Path):
-    (tmp_path / "disk").mkdir(mode=0o700)
-    (tmp_path / "states").symlink_to("disk")
-    store(directory(tmp_path / "states"), 1)
-    assert load(directory(tmp_path / "disk"), 1) == block_of(1)
-
-
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
     """As by another process."""
@@ -129,42 +121,6 @@ def test_who_waits_for_the_lock_gives_up_says_so_and_reads_on(tmp_path: Path, mo
                 call()
         assert load(held, 1) == block_of(1) and list(held.keys()) == [key_of(1)]
     assert store(held, 2).stored == [key_of(2)]
-
-
-def test_who_has_waited_in_vain_asks_once_until_it_gets_the_lock(tmp_path: Path, monkeypatch):
-    pauses: list[float] = []
-    monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
-    held = directory(tmp_path)
-    monkeypatch.setattr(files, "time", _Clock(pauses))
-    counts = []
-    with locked(tmp_path):
-        for _ in range(3):
-            with pytest.raises(TimeoutError):
-                store(held, 1)
-            counts.append(len(pauses))
-    store(held, 1)
-    with locked(tmp_path), pytest.raises(TimeoutError):
-        store(held, 2)
-    assert counts[0] > 1 and counts == counts[:1] * 3 and len(pauses) > counts[0] + 1
-
-
-class _Clock:
-    """In place of `time`: a pause is over at once."""
-
-    def __init__(self, pauses: list[float]) -> None:
-        self._pauses = pauses
-
-    def monotonic(self) -> float:
-        """The pauses so far."""
-        return sum(self._pauses)
-
-    def sleep(self, seconds: float) -> None:
-        """One more."""
-        self._pauses.append(seconds)
-
-    def time_ns(self) -> int:
-        """As it is."""
-        return 1 << 62
 
 
 @pytest.mark.parametrize("removed", [[1], [2, 3], [1, 2, 3]])
@@ -232,18 +188,6 @@ def test_a_file_from_the_future_goes_when_it_was_not_used_for_longest(tmp_path: 
     assert evicted[0] == key_of(1)
 
 
-@pytest.mark.parametrize("size", [1 << 40, 100 * FILE, 3 * FILE])
-@pytest.mark.parametrize("identity", [IDENTITY, OTHER_IDENTITY])
-def test_a_file_with_holes_takes_what_is_allocated_for_it(tmp_path: Path, size, identity):
-    held = directory(tmp_path, max_bytes=4 * FILE)
-    store(held, 1, 2, 3)
-    sparse = directory(tmp_path, identity)._path(key_of(9))
-    sparse.touch(mode=0o600)
-    os.truncate(sparse, size)
-    assert store(held, 4).evicted == []
-    assert all(load(held, number) == block_of(number) for number in (1, 2, 3, 4))
-
-
 @pytest.mark.parametrize("length", [0, 5, FILE - 1, FILE + 1, 1 << 40])
 def test_a_file_that_has_not_our_length_is_written_anew(tmp_path: Path, length):
     held = directory(tmp_path, max_bytes=2 * FILE)
@@ -295,20 +239,6 @@ def test_a_refused_file_that_cannot_be_removed_is_not_listed_again_until_it_is_w
     assert set(held.keys()) == {key_of(1), key_of(2)}
 
 
-def test_where_no_descriptor_is_left_no_good_file_is_removed(tmp_path: Path, monkeypatch):
-    held = directory(tmp_path)
-    store(held, 1)
-
-    def fails(*arguments: Any, **more: Any) -> int:
-        raise OSError(24, "Too many open files")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("os.open", fails)
-        with pytest.raises(RefusedFile):
-            load(held, 1)
-    assert load(held, 1) == block_of(1)
-
-
 @pytest.mark.parametrize("damage", [damaged_files.lock_is_a_folder, damaged_files.lock_is_a_link])
 def test_what_has_the_locks_name_and_is_none_is_refused_and_not_followed(tmp_path: Path, damage):
     root = tmp_path / "states"
@@ -319,16 +249,3 @@ def test_what_has_the_locks_name_and_is_none_is_refused_and_not_followed(tmp_pat
         with pytest.raises(OSError, match=r"Is a directory|symbolic link"):
             call()
     assert not (tmp_path / "not-made").exists() and load(held, 1) == block_of(1)
-
-
-@pytest.mark.parametrize("damage", [damaged_files.no_files, damaged_files.no_folder, damaged_files.no_directory])
-def test_a_directory_that_was_emptied_holds_nothing_and_is_written_again(tmp_path: Path, damage):
-    root = tmp_path / "states"
-    held = directory(root)
-    store(held, 1, 2)
-    damage(random.Random(1), path_of(root, 1), path_of(root, 2))
-    assert held.keys() == {}
-    with pytest.raises(FileNotFoundError):
-        load(held, 1)
-    assert store(held, 1).num_bytes == FILE and load(held, 1) == block_of(1)
-    assert stat.S_IMODE(path_of(root, 1).parent.stat().st_mode) == 0o700

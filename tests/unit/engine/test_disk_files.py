@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,40 +54,11 @@ def test_no_corrupted_file_is_loaded_and_each_is_refused_and_removed(tmp_path: P
         assert all(load(held, number) == block_of(number) for number in range(8) if number != target)
 
 
-def test_a_file_that_the_disk_does_not_give_is_refused(tmp_path: Path):
-    held = directory(tmp_path)
-    store(held, 1)
-    path = path_of(tmp_path, 1)
-    path.unlink()
-    path.mkdir()  # reading it is an error of the system's
-    with pytest.raises(RefusedFile) as refused:
-        load(held, 1)
-    assert refused.value.reason == files.UNREADABLE
-
-
-def test_what_was_written_is_read_by_another_process_of_the_same_identity_alone(tmp_path: Path):
-    written = store(directory(tmp_path), 1, 2)
-    assert len(written.stored) == 2 and written.num_bytes == total(tmp_path)
-    assert load(directory(tmp_path), 2) == block_of(2)
-    assert set(directory(tmp_path).keys()) == {key_of(1), key_of(2)}
-    assert not directory(tmp_path, OTHER_IDENTITY).keys()
-    with pytest.raises(FileNotFoundError):
-        load(directory(tmp_path, OTHER_IDENTITY), 2)
-
-
 def test_what_is_there_is_not_written_twice(tmp_path: Path):
     held = directory(tmp_path)
     store(held, 1)
     again = store(directory(tmp_path), 1)
     assert again.stored == [key_of(1)] and again.num_bytes == 0
-
-
-def test_only_this_user_may_read_them(tmp_path: Path):
-    root = tmp_path / "new"
-    store(directory(root), 1)
-    for path in (root, path_of(root, 1).parent):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert stat.S_IMODE(path_of(root, 1).stat().st_mode) == 0o600
 
 
 def test_the_file_not_used_for_longest_goes_first_whoever_wrote_it(tmp_path: Path):
@@ -126,16 +96,6 @@ def test_what_a_killed_writer_left_is_removed_at_the_next_start_and_the_next_wri
     assert not left.exists() and load(held, 2) == block_of(2)
 
 
-def test_a_writer_that_is_killed_leaves_the_directory_to_the_others(tmp_path: Path):
-    held = directory(tmp_path)
-    child = os.fork()
-    if not child:
-        with held._locked(1.0):
-            os.kill(os.getpid(), 9)
-    os.waitpid(child, 0)
-    assert store(held, 1).stored == [key_of(1)]
-
-
 def test_writing_reading_refusing_and_looking_leave_no_descriptor_open(tmp_path: Path):
     held = directory(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
@@ -160,15 +120,6 @@ def test_a_write_that_fails_leaves_no_descriptor_and_no_file(tmp_path: Path, mon
         with pytest.raises(OSError, match="No space"):
             store(held, 1)
     assert len(os.listdir("/proc/self/fd")) == before and not list(tmp_path.rglob(f"*{TEMPORARY}"))
-
-
-def test_names_that_are_none_of_ours_are_no_keys(tmp_path: Path):
-    held = directory(tmp_path)
-    store(held, 1)
-    folder = path_of(tmp_path, 1).parent
-    for name in ("notes", f"1-1{TEMPORARY}", key_of(2).hex(), f"{key_of(2).hex().upper()}{files.SUFFIX}", "zz.state"):
-        (folder / name).write_bytes(b"x")
-    assert list(held.keys()) == [key_of(1)]
 
 
 def test_keys_come_in_the_order_of_their_last_use(tmp_path: Path):
@@ -211,15 +162,6 @@ def test_each_field_of_a_file_is_looked_at_and_names_the_reason(tmp_path: Path, 
     assert refused.value.reason == reason and not path.exists()
 
 
-@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK + 1])
-def test_a_block_goes_only_into_room_of_its_own_length(tmp_path: Path, length):
-    held = directory(tmp_path)
-    store(held, 1)
-    with pytest.raises(RefusedFile) as refused:
-        held.read(key_of(1), memoryview(bytearray(length)))
-    assert refused.value.reason == files.LENGTH
-
-
 def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path: Path, monkeypatch):
     held = directory(tmp_path)
     store(held, 1)
@@ -233,23 +175,6 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path: Path,
     with pytest.raises(RefusedFile) as refused:
         load(held, 1)
     assert refused.value.reason == files.LENGTH
-
-
-def test_a_disk_that_gives_and_takes_a_little_at_a_time_gives_and_takes_all(tmp_path: Path, monkeypatch):
-    readv, write = os.readv, os.write
-    monkeypatch.setattr("os.write", lambda descriptor, part: write(descriptor, part[:1000]))
-    monkeypatch.setattr("os.readv", lambda descriptor, into: readv(descriptor, [into[0][:700]]))
-    held = directory(tmp_path)
-    assert store(held, 1).num_bytes == HEADER_BYTES + BLOCK
-    assert load(held, 1) == block_of(1)
-
-
-def test_room_for_exactly_so_many_files_is_used(tmp_path: Path):
-    held = directory(tmp_path, max_bytes=2 * (HEADER_BYTES + BLOCK))
-    assert store(held, 1, 2).evicted == [] and set(held.keys()) == {key_of(1), key_of(2)}
-    assert held.file_bytes == HEADER_BYTES + BLOCK
-    less = directory(tmp_path / "less", max_bytes=2 * (HEADER_BYTES + BLOCK) - 1)
-    assert store(less, 1, 2).evicted == [key_of(1)] and list(less.keys()) == [key_of(2)]
 
 
 def test_where_nothing_fits_what_comes_later_is_not_tried(tmp_path: Path):
@@ -266,11 +191,3 @@ def test_a_write_over_what_is_no_file_goes_on_with_the_next_key(tmp_path: Path):
     path.symlink_to("/nowhere")
     written = store(held, 1, 2, 3)
     assert written.stored == [key_of(2), key_of(3)] and written.num_bytes == 2 * held.file_bytes
-
-
-def test_each_writer_of_a_process_has_names_of_its_own_for_what_is_not_whole(tmp_path: Path, monkeypatch):
-    held, names = directory(tmp_path), []
-    replace = os.replace
-    monkeypatch.setattr("os.replace", lambda old, new: names.append(Path(old).name) or replace(old, new))
-    store(held, 1, 2)
-    assert names == [f"{os.getpid()}-1{TEMPORARY}", f"{os.getpid()}-2{TEMPORARY}"]

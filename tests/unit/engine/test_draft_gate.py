@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_patches.scheduler.draft_gate import CLOSED, NONE, OFF, ON, ON_TRIAL, OPEN, DraftGate
+from engine_patches.scheduler.draft_gate import NONE, OFF, ON, ON_TRIAL, DraftGate
 from engine_patches.scheduler.refusals import LONGEST, SPECULATIVE, Refusal
 
 TRIAL = {"seamark_trial": 1}
@@ -47,16 +47,6 @@ def gate(monkeypatch) -> DraftGate:
     return DraftGate.of(config(), None)
 
 
-def test_a_trial_is_opened_and_closed_by_who_names_it(gate):
-    assert gate.obey(request(**TRIAL, seamark_drafts=f"open:{gate.name}"))
-    assert gate.state == OPEN and gate.admits(request()) and gate.refusal is None
-    assert not gate.obey(request(**TRIAL, seamark_drafts=f"open:{gate.name}"))  # nothing new
-    assert gate.obey(request(**TRIAL, seamark_drafts=f"closed:{gate.name}:slower: 0.8 of cold"))
-    assert gate.state == CLOSED and not gate.admits(request()) and gate.admits(request(**TRIAL))
-    assert gate.refusal == Refusal(SPECULATIVE, "drafts: slower: 0.8 of cold")
-    assert gate.obey(request(**TRIAL, seamark_drafts=f"open:{gate.name}")) and gate.refusal is None and not gate.why
-
-
 @pytest.mark.parametrize(
     "command", ["open:{other}", "open:", "open", "", "opened:{name}", "trial:{name}", "on:{name}", 1, None, ["open"]]
 )
@@ -65,18 +55,6 @@ def test_nothing_else_changes_it(gate, command):
         command = command.format(name=gate.name, other=DraftGate.of(config(), None).name)
     assert not gate.obey(request(**TRIAL, seamark_drafts=command))
     assert gate.state == ON_TRIAL
-
-
-@pytest.mark.parametrize("trial", [None, 0, "1", [1]])
-def test_a_command_comes_with_a_trial_prompt(gate, trial):
-    assert not gate.obey(request(seamark_trial=trial, seamark_drafts=f"open:{gate.name}"))
-    assert gate.state == ON_TRIAL and not gate.admits(request(seamark_trial=trial))
-
-
-def test_hints_that_were_switched_on_or_off_are_not_changed():
-    for gate in (DraftGate(ON), DraftGate(OFF, why="it is off"), DraftGate()):
-        before = gate.state
-        assert not gate.obey(request(**TRIAL, seamark_drafts="closed::words")) and gate.state == before
 
 
 def test_a_reason_is_cut_to_what_a_label_holds(gate):

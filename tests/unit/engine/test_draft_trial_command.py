@@ -27,45 +27,8 @@ def address(given, config=None) -> str | None:
     return words[4]
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (DRAFTING, "http://127.0.0.1:8001"),
-        ([*DRAFTING, "--host", "0.0.0.0"], "http://127.0.0.1:8001"),  # noqa: S104
-        ([*DRAFTING, "--host=::"], "http://127.0.0.1:8001"),
-        ([*DRAFTING, "--host", "10.0.0.7"], "http://10.0.0.7:8001"),
-        ([*DRAFTING, "--host", "fd00::7"], "http://[fd00::7]:8001"),
-        (["--speculative_config.method", "mtp"], "http://127.0.0.1:8001"),
-        (["-sc", "{}"], "http://127.0.0.1:8001"),
-        ([], None),
-        ([*DRAFTING, "--headless"], None),
-        ([*DRAFTING, "--uds", "/tmp/x"], None),
-        ([*DRAFTING, "--ssl-keyfile", "k"], None),
-    ],
-)
-def test_the_worker_itself_is_asked_where_it_drafts_and_can_be_asked(given, expected):
-    assert address(given) == expected
-
-
 def test_what_a_config_file_says_counts_too():
     assert address([], {"speculative_config": {"method": "mtp"}, "host": "10.0.0.7"}) == "http://10.0.0.7:8001"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "tried"),
-    [
-        ("SEAMARK_DRAFTS", "auto", True),
-        ("SEAMARK_DRAFTS", "", True),
-        ("SEAMARK_DRAFTS", "1", False),
-        ("SEAMARK_DRAFTS", "0", False),
-        ("SEAMARK_ENGINE", "0", False),
-        ("SEAMARK_ENGINE", "reference", False),
-        ("SEAMARK_ENGINE", "1", True),
-    ],
-)
-def test_nothing_is_tried_that_a_variable_has_decided(monkeypatch, name, value, tried):
-    monkeypatch.setenv(name, value)
-    assert (address(DRAFTING) is not None) is tried
 
 
 def test_the_key_goes_by_the_environment_and_a_child_that_cannot_start_costs_the_worker_nothing(monkeypatch, capsys):
@@ -84,35 +47,10 @@ def test_the_key_goes_by_the_environment_and_a_child_that_cannot_start_costs_the
     assert len(started) == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "config", "flags"),
-    [
-        (["--a_b=1=2", "x", "--c"], {}, {"a-b": "1=2", "c": ""}),
-        (["-sc.method", "mtp"], {}, {"sc": "mtp"}),
-        (["--a", "1"], {"a": 2, "b_c": 3}, {"a": "1", "b-c": "3"}),
-        ([], {}, {}),
-    ],
-)
-def test_flags_are_known_by_their_names_wherever_they_stand(given, config, flags):
-    assert draft_trial.flags_of(given, config) == flags
-
-
-@pytest.mark.parametrize("flag", draft_trial.DRAFT_FLAGS)
-def test_each_flag_that_has_vllm_draft_is_known(flag):
-    assert draft_trial.drafts([f"--{flag}", "x"]) and draft_trial.drafts([], {flag.replace("-", "_"): "x"})
-    assert not draft_trial.drafts([flag, f"--{flag}s", "x"])
-
-
 @pytest.mark.parametrize("missing", ["proxy", "aiohttp"])
 def test_where_only_the_plugin_is_installed_nothing_is_tried(monkeypatch, missing):
     monkeypatch.setattr(draft_trial.importlib.util, "find_spec", lambda name: None if name == missing else object())
     assert address(DRAFTING) is None
-
-
-@pytest.mark.parametrize("host", ["", "::", "[::]", "[fd00::7]"])
-def test_an_address_in_brackets_is_one_without(host):
-    expected = "http://[fd00::7]:8001" if "fd00" in host else "http://127.0.0.1:8001"
-    assert address([*DRAFTING, f"--host={host}"]) == expected
 
 
 @pytest.mark.parametrize(("key", "config"), [(["--api-key", "k"], {}), ([], {"api_key": "k"}), ([], {})])

@@ -27,8 +27,6 @@ from engine_patches.reporting.events_api import (
     Feed,
     Feeds,
     Outcome,
-    client_id,
-    collected_at,
     not_found,
 )
 from engine_patches.reporting.report import EngineReport
@@ -74,15 +72,6 @@ def answered(
 ASKS = [(b"x-request-id", b"a"), (HEADER, b"1")]
 
 
-def test_shared_tokens_and_resolved_entries_stand_beside_the_outcomes_in_their_order(feed):
-    feed.add_outcome(admitted("a", "hit", 160, 176, (163, 0)))
-    feed.add_outcome(admitted("b"))
-    answer = feed.after(0)
-    assert answer["outcomes"] == [("a", "hit", 160), ("b", "cold", 0)]
-    assert answer["resolved"] == [("a", 176, (163, 0)), ("b", 0, ())]
-    assert feed.after(1, feed.boot)["resolved"] == [("b", 0, ())]
-
-
 def test_what_became_of_pins_is_told_whether_or_not_an_answer_has_carried_it(feed):
     feed.add_outcome(admitted("a"))
     feed.add_pin("chatcmpl-a-0a1b2c3d", "pinned")
@@ -123,64 +112,12 @@ def test_an_outcome_that_its_answer_has_overtaken_is_waited_for_where_it_comes(f
 RESPONSE = b'{"id":"resp_0af3","created_at":1,"output":[{"id":"msg_1"}]}'
 
 
-@pytest.mark.parametrize("body", [RESPONSE, RESPONSE.replace(b":", b": "), RESPONSE.replace(b"resp_", b"")])
-def test_a_response_carries_the_outcome_of_the_request_that_is_named_after_it(feed, body):
-    feed.add_outcome(AdmittedRequest("resp_0af3_0-00000000", "hit", 160, 176, (163,)))
-    feed.add_outcome(admitted("a"))
-    told = answered(ASKS, path="/v1/responses", body=body)
-    assert told == {b"content-type": b"application/json", HEADER: b"hit,160,176,163"}
-
-
-@pytest.mark.parametrize("body", [b"", b"{}", b"[1]", RESPONSE.replace(b"0af3", b"other"), b" " * 2000 + RESPONSE])
-def test_a_response_of_another_name_carries_none(feed, body):
-    feed.add_outcome(AdmittedRequest("resp_0af3_0-00000000", "hit", 160, 176, (163,)))
-    assert HEADER not in answered(ASKS, path="/v1/responses", body=body)
-    assert HEADER not in answered(ASKS, b"text/event-stream", path="/v1/responses", body=RESPONSE)
-    assert HEADER not in answered(ASKS, path="/v1/responses", body=RESPONSE, status=404)
-
-
-def test_an_id_that_comes_again_gets_its_own_outcome_or_none(feed):
-    feed.add_outcome(admitted("a", "cold"))
-    feed.add_outcome(admitted("a", "hit", 160))
-    assert answered(ASKS)[HEADER].startswith(b"hit,")
-    assert HEADER not in answered(ASKS)
-
-
-def test_a_long_id_is_not_kept_whole(feed):
-    feed.add_outcome(admitted("a" * 1_000_000))
-    feed.add_event(1, ["came", "chatcmpl-" + "a" * 1_000_000 + "-00000000", 16, []])
-    assert len(json.dumps(feed.after(0))) < 5_000
-
-
 def test_a_request_with_several_answers_has_the_outcome_of_the_first_one(feed):
     for child, shared in enumerate((0, 992, 992)):
         feed.add_outcome(AdmittedRequest(f"{child}_chatcmpl-a-00000000", "hit" if child else "cold", 0, shared, ()))
     feed.add_outcome(admitted("1_b"))  # a client's own name
     assert [name for name, *_ in feed.after(0)["outcomes"]] == ["a", "1_b"]
     assert answered(ASKS)[HEADER] == b"cold,0,0,"
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [],
-        [(b"x-request-id", b"a")],
-        [(HEADER, b"0"), (b"x-request-id", b"a")],
-        [(HEADER, b"1")],
-        [*ASKS[1:], (b"x-request-id", b"b")],
-    ],
-    ids=["neither", "not asked", "asked not to", "no id", "unknown id"],
-)
-def test_no_other_answer_does(feed, headers):
-    feed.add_outcome(admitted("a"))
-    assert HEADER not in answered(headers)
-    assert answered(ASKS)[HEADER]  # it is still there for who asks
-
-
-def test_an_error_does_not_tell_the_outcome_of_an_earlier_stream_with_its_id(feed):
-    feed.add_outcome(admitted("a", "hit", 160))
-    assert HEADER not in answered(ASKS, b"text/event-stream")
-    assert HEADER not in answered(ASKS, status=400)
 
 
 def test_streams_and_other_connections_do_not(feed):
@@ -226,33 +163,9 @@ def test_the_first_events_of_a_stream_go_out_in_one_piece_if_they_come_together(
     ]
 
 
-def test_a_first_event_that_nothing_follows_is_not_kept_waiting():
-    assert pieces_sent(b"opens", 0.1, b"first", b"second") == [
-        (b"opens", True),
-        0.1,
-        (b"first", True),
-        (b"second", True),
-        (b"", False),
-    ]
-
-
-def test_pieces_keep_their_order_when_the_first_is_still_being_sent():
-    assert pieces_sent(b"opens", 0.0, b"first", b"second") == [
-        0.0,
-        (b"opens", True),
-        (b"first", True),
-        (b"second", True),
-        (b"", False),
-    ]
-
-
 def test_an_answer_that_ends_with_its_first_piece_ends():
     assert pieces_sent(b"all ", b"of it") == [(b"all of it", False)]
     assert pieces_sent() == [(b"", False)]
-
-
-def test_pieces_of_a_stream_that_no_gateway_asked_for_stay_as_they_are():
-    assert pieces_sent(b"opens", b"first", headers=[]) == [(b"opens", True), (b"first", True), (b"", False)]
 
 
 def test_what_can_wait_is_done_in_its_order_a_little_later_or_when_somebody_reads(feeds):
@@ -356,31 +269,6 @@ def test_a_gateway_that_waits_is_woken_by_others_and_not_by_itself(feeds):
     asyncio.run(scenario())
 
 
-def test_each_of_several_engines_has_a_feed_of_its_own_beside_that_of_all_outcomes(feeds):
-    for engine in (0, 1):
-        request = admitted(f"of-{engine}")
-        report = reported((1, ["gone", f"state {engine}"]), engine=engine, engines=2, requests=[request])
-        feeds.add_outcome(report, request)
-        feeds.add_events(report)
-    assert [name for name, *_ in feeds.main.after(0)["outcomes"]] == ["of-0", "of-1"]
-    assert feeds.main.after(0, gateway="a").keys() == {"boot", "cursor", "outcomes", "resolved", "pins"}
-    for engine in (0, 1):
-        answer = feeds.of(engine).after(0)
-        assert [name for name, *_ in answer["outcomes"]] == [f"of-{engine}"]
-        assert answer["states"] == [["gone", f"state {engine}"]] and answer["boot"] == feeds.main.boot
-    assert feeds.of(2) is None and feeds.of(None) is feeds.main
-
-
-def test_the_only_engine_is_number_nought_and_has_the_one_feed(feeds):
-    feeds.add_events(reported((1, ["gone", "a"])))
-    assert feeds.of(0) is feeds.of(None) is feeds.main and feeds.of(1) is None
-
-
-@pytest.mark.parametrize(("query", "status"), [("engine=1", 404), ("engine=x", 404), ("engine=0", 200), ("", 200)])
-def test_an_engine_that_has_not_reported_is_said_to_be_none(feeds, query, status):
-    assert asked(PATH, query)[0] == status
-
-
 @pytest.mark.parametrize("digits", ["9" * 19, "1" * 5000, "-1", "1e3", "1_0", "\u0661"])
 def test_a_number_that_no_gateway_sends_is_refused_by_name(feeds, digits):
     """Python reads at most 4,300 digits."""
@@ -402,25 +290,6 @@ def asked(path: str, query: str = "") -> tuple[int, bytes]:
     scope = {"type": "http", "path": path, "method": "GET", "query_string": query.encode(), "headers": []}
     asyncio.run(EventsEndpoint(None)(scope, receive, send))
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
-
-
-def test_more_than_one_answer_takes_is_told_in_several_that_leave_nothing_out(feed):
-    """So a line of any feed is far below what a gateway reads."""
-    for number in range(MAX_TOLD + 5):
-        feed.add_outcome(admitted(str(number)))
-        feed.add_event(number + 1, ["gone", f"s{number}"])
-    cursor, boot, names, states, sizes, resets = 0, "another", [], [], [], []
-    while not sizes or sizes[-1]:
-        answer = feed.after(cursor, boot)
-        cursor, boot = answer["cursor"], answer["boot"]
-        names += [name for name, *_ in answer["outcomes"]]
-        states += [name for _, name in answer["states"]]
-        sizes.append(len(answer["outcomes"]) + len(answer["states"]))
-        resets.append(answer["reset"])
-    assert names == [str(number) for number in range(MAX_TOLD + 5)] == [name[1:] for name in states]
-    assert max(sizes) == MAX_TOLD and cursor == 2 * (MAX_TOLD + 5)
-    assert resets == [True] + [False] * (len(sizes) - 1)
-    assert feed.after(10**17, boot)["cursor"] == cursor
 
 
 def read_in_lines(feed, seconds, happens):
@@ -484,12 +353,6 @@ def test_lines_are_parts_of_one_answer_that_no_proxy_collects(feed):
     assert not end.get("more_body")
 
 
-def test_metrics_are_given_by_name(feeds):
-    _, told = asked(METRICS_PATH, "name%5B%5D=process_start_time_seconds")
-    lines = told.decode().splitlines()
-    assert [line.split()[0] for line in lines if line[0] != "#"] == ["process_start_time_seconds"]
-
-
 @pytest.mark.parametrize("path", [PATH, METRICS_PATH])
 def test_an_api_server_beside_others_passes_on_what_the_collecting_process_tells(feeds, path, tmp_path, monkeypatch):
     """As it comes, with its status; and says so if that process has ended."""
@@ -530,38 +393,9 @@ def test_an_api_server_beside_others_passes_on_what_the_collecting_process_tells
     assert gone["status"] == 503 and b"has ended" in said["body"]
 
 
-def test_the_collecting_process_itself_tells(feeds, tmp_path, monkeypatch):
-    monkeypatch.setenv(events_api.FOLDER, str(tmp_path))
-    feeds.collected_by = os.getpid()
-    feeds.main.add_outcome(admitted("a"))
-    assert json.loads(asked(PATH)[1])["outcomes"] == [["a", "cold", 0]]
-
-
 def test_the_numbers_that_gateways_and_documents_count_on():
     assert (MAX_KEPT, MAX_TOLD, MAX_ID, ID_WITHIN) == (8192, 2048, 512, 1024)
     assert (MAX_WAIT, SETTLE_SECONDS, LINES_PER_SECOND, LINES_AT_ONCE) == (10.0, 0.003, 10.0, 10.0)
-
-
-@pytest.mark.parametrize(
-    ("engine_id", "name"),
-    [
-        ("chatcmpl-a-00000000", "a"),
-        ("cmpl-a-0-00000000", "a"),
-        ("cmpl-a-b-12-00000000", "a-b"),
-        ("2_cmpl-a-0-00000000", "a"),
-        ("3_chatcmpl-a-00000000", "a"),
-        ("resp_a_0-00000000", "a_0"),
-        ("a-00000000", "a"),
-        ("a-b-0abcdef9", "a-b"),
-        ("a-0000000", "a-0000000"),  # of another form
-        ("a-0000000g", "a-0000000g"),
-        ("plain", "plain"),
-        ("x" * 600, "x" * 512),
-        ("chatcmpl-" + "x" * 600 + "-00000000", "x" * 512),
-    ],
-)
-def test_the_clients_name_is_in_vllms(engine_id, name):
-    assert client_id(engine_id) == name
 
 
 def test_a_pin_is_told_of_each_feed_of_its_engine(feeds):
@@ -582,51 +416,6 @@ def test_drafts_are_told_of_each_feed_of_their_engine(feeds):
     assert feeds.of(1).after(0)["drafts"]["state"] == "open" and "drafts" not in feeds.main.after(0)
 
 
-def test_of_several_engines_the_first_has_a_feed_of_its_own_too(feeds):
-    feeds.add_events(reported((1, ["gone", "a"]), engine=1, engines=2))
-    assert feeds.of(0) is None
-    feeds.add_events(reported((1, ["gone", "b"]), engine=0, engines=2))
-    assert feeds.of(0).after(0)["states"] == [["gone", "b"]] and feeds.of(0) is not feeds.main
-    feeds.add_events(reported((2, ["gone", "c"]), engine=0, engines=2))
-    assert feeds.of(0).after(0)["states"] == [["gone", "b"], ["gone", "c"]]
-
-
-@pytest.mark.parametrize(("numbers", "lost"), [((1, 2), False), ((2,), True), ((1, 3), True), ((1, 1), True)])
-def test_a_gap_in_the_numbers_of_events_is_told_before_what_follows_it(feed, numbers, lost):
-    for number in numbers:
-        feed.add_event(number, ["gone", str(number)])
-    expected = [["gone", str(number)] for number in numbers]
-    if lost:
-        expected.insert(len(expected) - 1, ["cleared", "lost"])
-    assert feed.after(0)["states"] == expected
-
-
-@pytest.mark.parametrize(
-    ("kept", "cursor", "boot", "reset", "first"),
-    [
-        (3, 0, "own", False, 1),
-        (3, 2, "own", False, 3),
-        (3, 3, "own", False, None),
-        (3, 9, "own", False, None),
-        (3, 2, "other", True, 1),
-        (3, 0, None, False, 1),
-        (0, 0, "own", False, None),
-        (0, 5, "other", True, None),
-        (MAX_KEPT + 5, 5, "own", False, 6),
-        (MAX_KEPT + 5, 4, "own", True, 6),
-        (MAX_KEPT + 5, 4, None, False, 6),
-        (MAX_KEPT + 5, 7, "own", False, 8),
-    ],
-)
-def test_a_reader_gets_what_it_does_not_know_and_hears_of_what_it_lost(feed, kept, cursor, boot, reset, first):
-    for number in range(1, kept + 1):
-        feed.add_event(number, ["gone", str(number)])
-    answer = feed.after(cursor, feed.boot if boot == "own" else boot)
-    assert answer["reset"] is reset and answer["boot"] == feed.boot
-    assert [name for _, name in answer["states"][:1]] == ([] if first is None else [str(first)])
-    assert answer["cursor"] == (kept if first is None else min(kept, first + MAX_TOLD - 1))
-
-
 def waited(feed: Feed, *read: object, happens: object = None) -> float:
     """Seconds after which a read of a feed that has one entry is answered."""
 
@@ -639,44 +428,6 @@ def waited(feed: Feed, *read: object, happens: object = None) -> float:
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(scenario())
-
-
-@pytest.mark.parametrize(
-    ("cursor", "own", "seconds", "gateway", "load", "waits"),
-    [
-        (1, True, 60.0, None, None, True),
-        (2, True, 60.0, None, None, True),
-        (0, True, 60.0, None, None, False),  # there is something
-        (1, False, 60.0, None, None, False),  # another process's cursor
-        (1, True, 0.0, None, None, False),
-        (1, True, 60.0, "a", None, True),
-        (1, True, 60.0, "a", "2:9", True),
-        (1, True, 60.0, "a", "2:8", False),
-        (1, True, 60.0, "b", "2:9", False),
-        (1, True, 60.0, None, "2:8", True),  # who has no name is told of no load
-    ],
-)
-def test_a_read_waits_only_if_there_is_nothing_that_it_does_not_know(feed, cursor, own, seconds, gateway, load, waits):
-    feed.add_outcome(admitted())
-    feed.set_loads({"b": GatewayLoad(2, 9)})
-    assert waited(feed, cursor, feed.boot if own else "another", seconds, gateway, load) == (60.0 if waits else 0.0)
-    assert not feed._readers
-
-
-@pytest.mark.parametrize(
-    ("gateway", "loads", "wakes"),
-    [
-        ("a", {"b": GatewayLoad(1, 1)}, True),
-        ("a", {"a": GatewayLoad(1, 1), "b": GatewayLoad(2, 2)}, False),
-        ("a", {"b": GatewayLoad(2, 2)}, False),
-        ("a", {}, True),
-        (None, {"b": GatewayLoad(1, 1)}, False),
-    ],
-)
-def test_only_another_gateways_other_load_wakes_a_reader(feed, gateway, loads, wakes):
-    feed.set_loads({"b": GatewayLoad(2, 2)})
-    seconds = waited(feed, 0, feed.boot, 60.0, gateway, None, happens=lambda: feed.set_loads(loads))
-    assert seconds == (1.0 if wakes else 60.0)
 
 
 @pytest.mark.parametrize("which", [None, 0, 1])
@@ -768,24 +519,6 @@ def test_beside_what_is_read_there_is_nothing():
     assert sent_by(not_found, type="lifespan") == []
 
 
-@pytest.mark.parametrize(
-    ("folder", "collected_by", "elsewhere"),
-    [
-        (None, None, None),
-        ("", None, None),
-        ("/a", None, "/a/read"),
-        ("/a", "this process", None),
-        ("/a", "another", "/a/read"),
-    ],
-)
-def test_who_collects_is_asked(feeds, monkeypatch, folder, collected_by, elsewhere):
-    monkeypatch.delenv(events_api.FOLDER, raising=False)
-    if folder is not None:
-        monkeypatch.setenv(events_api.FOLDER, folder)
-    feeds.collected_by = {None: None, "this process": os.getpid(), "another": os.getpid() + 1}[collected_by]
-    assert collected_at() == elsewhere
-
-
 def answer_of(*messages: dict, path: str = "/v1/chat/completions") -> list:
     """What becomes of an application's messages behind the middleware."""
 
@@ -795,28 +528,6 @@ def answer_of(*messages: dict, path: str = "/v1/chat/completions") -> list:
             await asyncio.sleep(0)  # so that no pieces go out in one
 
     return sent_by(EventsEndpoint(app), path=path, headers=ASKS)
-
-
-END = {"type": "http.response.body", "body": b"{}"}
-
-
-@pytest.mark.parametrize("headers", [None, [], [(b"x-own", b"1")], [(b"Content-Type", b"application/json")]])
-def test_an_answer_that_does_not_say_what_it_is_carries_its_outcome_behind_its_own_headers(feed, headers):
-    feed.add_outcome(admitted())
-    start = {"type": "http.response.start", "status": 200} | ({} if headers is None else {"headers": headers})
-    head, *_ = answer_of(start, END)
-    assert head["headers"] == [*(headers or ()), (HEADER, b"cold,0,0,")]
-
-
-def test_a_streams_kind_is_known_in_any_case_and_beside_another(feed):
-    feed.add_outcome(admitted())
-    for headers in (
-        [(b"Content-Type", b"text/event-stream")],
-        [(b"content-type", b"text/event-stream"), (b"content-type", b"x")],
-    ):
-        head, *_ = answer_of({"type": "http.response.start", "status": 200, "headers": headers}, END)
-        assert head["headers"] == headers
-    assert feed.take_latest("a") is not None
 
 
 @pytest.mark.parametrize(("blanks", "is_found"), [(0, True), (ID_WITHIN - 16, True), (ID_WITHIN - 15, False)])

@@ -70,42 +70,6 @@ def rows(*lines: str) -> Mapping[str, str]:
     return {line[2:20].strip(): line[20:] for line in lines if line.startswith("  ")}
 
 
-def test_the_cost_is_told_line_by_line():
-    lines = list(report(cost(), (10 * GIB, "as configured"), 0.5))
-    assert lines[0] == "toy"
-    assert rows(*lines[1:]) == {
-        "architecture": "ToyForCausalLM",
-        "layers": "4 recurrent (Mamba2), 2 attention",
-        "states": "inside the pass (shown on an engine)",
-        "one state": "100.0 MiB in bfloat16 and float32",
-        "in the cache": "120.0 MiB: 2 blocks of 60.0 MiB",
-        "cache block": "3,200 tokens of KV in fp8",
-        "match unit": "1,600 tokens",
-        "a state displaces": "6,400 tokens of KV",
-        "cache": "10.0 GiB (as configured)",
-        "which holds": "544,000 tokens of KV, or 85 states",
-        "states may take": "50% of it (SEAMARK_STATE_SHARE): 42 states",
-    }
-
-
-@pytest.mark.parametrize(
-    ("size", "said"),
-    [(GIB, "1.0 GiB"), (GIB - 1, "1,024.0 MiB"), (1536 * GIB, "1,536.0 GiB"), (MIB // 2, "0.5 MiB")],
-)
-def test_bytes_have_a_unit(size, said):
-    assert rows(*report(cost(), (size, "x"), 1.0))["cache"] == f"{said} (x)"
-
-
-def test_a_type_that_all_tensors_have_is_said_once():
-    assert rows(*report(cost(state_types=("float32", "float32")), None, 0.5))["one state"] == "100.0 MiB in float32"
-
-
-def test_what_is_not_known_is_said():
-    said = rows(*report(cost(), None, 0.5))
-    assert said["cache"] == "10.0 GiB (for example: --kv-cache-memory-bytes was not given)"
-    assert not {"KV connector", "drafts", "hints"} & said.keys()
-
-
 @pytest.mark.parametrize(
     ("value", "hints"),
     [

@@ -21,7 +21,6 @@ from engine_patches.families import (
     QWEN_GDN,
     QWEN_NGRAM,
     SHORT_CONVOLUTION,
-    Shown,
 )
 
 MODELS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
@@ -52,26 +51,6 @@ MODELS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
 def test_a_config_names_the_layers_by_its_type_or_by_what_only_their_kind_has(config, layers):
     assert families.layers_in(config) == layers == families.layers_in(SimpleNamespace(**config))
     assert families.kinds_in(config) == tuple(layer.kind for layer in layers)
-
-
-@pytest.mark.parametrize(
-    ("config", "tokens"),
-    [
-        ({}, 1),
-        ({"indexer_compress_ratio": 4}, 4),
-        ({"index_kpool": 8}, 8),
-        ({"indexer_compress_ratio": 4, "index_kpool": 8}, 4),
-        ({"indexer_compress_ratio": 0, "index_kpool": None}, 1),
-    ],
-)
-def test_an_index_keeps_a_key_for_so_many_tokens(config, tokens):
-    assert families.compression_in(config) == tokens == families.compression_in(SimpleNamespace(**config))
-
-
-def test_a_model_was_shown_as_that_of_its_layers_that_was_shown_least():
-    assert families.shown_of([QWEN_GDN]) is Shown.ENGINE
-    assert families.shown_of([QWEN_GDN, QWEN_NGRAM]) is Shown.INTERPRETER
-    assert families.shown_of([GLM_KDA, QWEN_NGRAM, QWEN_GDN]) is Shown.READ
 
 
 def test_the_chunks_that_kernels_compute_at_once_are_those_of_their_kind():

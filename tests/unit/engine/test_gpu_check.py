@@ -369,20 +369,6 @@ def test_a_signal_leaves_what_is_known(gpu_check, number, wrong):
     assert signal.getsignal(number) is before
 
 
-def test_speed_is_told_and_never_wrong(gpu_check):
-    def slow(result: LaneResult) -> ProcessEnd:
-        return ProcessEnd(
-            replace(result, first_tokens=[each._replace(seconds=9 * each.seconds) for each in result.first_tokens])
-        )
-
-    status, printed, written = gpu_check(ToldEngines({"compiled patched": slow}))
-    assert status == 0 and "hits do not save time here" in printed.splitlines()[-1]
-    numbers = next(c for c in written["results"][0]["checks"] if c["name"].startswith("speed"))["numbers"]
-    assert numbers["warm_ratio"] == pytest.approx(2 / 9) and not numbers["hits_save_time"]
-    assert numbers["decode_ratio"] == pytest.approx(1.0) and numbers["pace"]["token"] == 0.001
-    assert numbers["state_seconds"]["2000"] == pytest.approx({"first": 0.009, "further": 0.009})
-
-
 OWN = ("--model", "org/Some-Model", "--", "--max-model-len", "9000", "--hf-token", "hf_secret")
 
 
@@ -480,17 +466,6 @@ def test_without_a_gpu_one_sentence_says_so(monkeypatch, capsys, tmp_path):
     assert command.main([]) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert "not proven" in line and "torch sees no GPU" in line
-
-
-def test_the_report_names_no_folder_host_or_user(monkeypatch):
-    monkeypatch.setattr(report.platform, "node", lambda: "spark-7f")
-    monkeypatch.setattr(report, "_user", lambda: "ada")
-    text = "OSError: /home/ada/models/tiny/config.json of ada on spark-7f, http://ada.example:8000/v1, 10.1.2.3:80"
-    assert report.anonymous({"says": [text]}) == {"says": ["OSError: config.json of USER on HOST, URL, ADDRESS:80"]}
-    kept = "12 ms / 13 ms, org/Some-Model, vLLM 0.32.0, driver 580.95.05, cold / warm: 1 / 1"
-    assert report.anonymous(kept) == kept
-    secrets, shown = "--api-key=x --hf-token y --dtype auto", "--api-key=... --hf-token ... --dtype auto"
-    assert report.without_secrets(secrets.split()) == shown.split()
 
 
 @pytest.mark.parametrize(

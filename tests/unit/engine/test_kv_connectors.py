@@ -36,13 +36,6 @@ def multi(*children: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "admitted", [{}, {"kv_connector": None}, PULL, configured("NixlPullConnector"), multi(PULL), multi(PULL, PULL), OWN]
-)
-def test_without_a_connector_with_ours_and_with_nixl_that_pulls_states_are_written_inside_a_pass(admitted):
-    assert decide_by(admitted)._replace(names=()) == Decision(ConnectorLane.INSIDE)
-
-
-@pytest.mark.parametrize(
     ("transfer", "named"),
     [
         (PUSH, "NixlPushConnector"),
@@ -77,13 +70,6 @@ def test_a_nixl_that_was_not_shown_costs_passes_and_the_difference_is_named(monk
     decision = decide_by(PULL)
     assert decision.lane is ConnectorLane.CHUNK_ENDS and "expected (self, request)" in decision.reason
     assert decide_by({}).lane is ConnectorLane.INSIDE
-
-
-def test_a_connector_that_makes_values_up_gets_no_hints():
-    decision = decide_by(multi(PULL, PUSH, configured("DecodeBenchConnector")))
-    assert decision.lane is ConnectorLane.NO_HINTS and decision.reason.startswith("DecodeBenchConnector puts values")
-    assert decision.names == ("NixlConnector", "NixlPushConnector", "DecodeBenchConnector")
-    assert not list(about(decision))  # a refusal is told as any other
 
 
 NOT_SERVED = [name for name, lane in CONNECTORS.items() if lane is ConnectorLane.NOT_SERVED]
@@ -124,26 +110,6 @@ LMCACHE = configured("LMCacheConnectorV1")
 @pytest.mark.parametrize(
     ("given", "config"),
     [
-        (["--kv-transfer-config", json.dumps(LMCACHE)], {}),
-        (["--kv_transfer_config=" + json.dumps(LMCACHE)], {}),
-        (["--port", "1", "--kv-transfer-config", json.dumps(multi(PULL, LMCACHE)), "--dtype", "float32"], {}),
-        (["--kv-transfer-config.kv_connector", "LMCacheConnectorV1", "--kv-transfer-config.kv_role=kv_both"], {}),
-        (["--kv-transfer-config.kv_connector=LMCacheConnectorV1"], {}),
-        (["--kv-offloading-size", "4", "--kv-offloading-backend", "lmcache"], {}),
-        (["--kv_offloading_backend=lmcache", "--kv_offloading_size=4"], {}),
-        ([], {"kv-transfer-config": LMCACHE}),
-        ([], {"kv_transfer_config": json.dumps(LMCACHE)}),
-        ([], {"kv_offloading_size": 4, "kv_offloading_backend": "lmcache"}),
-        (["--kv-transfer-config", json.dumps(LMCACHE)], {"kv_transfer_config": PULL}),
-    ],
-)
-def test_each_way_to_name_a_connector_is_read(given, config):
-    assert decide_by(transfer_config(given, config)).lane is ConnectorLane.NOT_SERVED
-
-
-@pytest.mark.parametrize(
-    ("given", "config"),
-    [
         ([], {}),
         (["--kv-cache-dtype", "fp8"], {}),
         (["--kv-transfer-config"], {}),
@@ -176,16 +142,6 @@ OTHERS = [
     {"model_type": "mamba2", "state_size": 128, "num_heads": 64},
     {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M-"},
 ]
-
-
-@pytest.mark.parametrize("config", HYBRIDS, ids=str)
-def test_a_hybrid_is_not_started_with_a_connector_that_vllm_cannot_serve_it_through(config, monkeypatch):
-    assert is_hybrid(config)
-    monkeypatch.setattr(worker, "config_of", lambda _: config)
-    said = refusal("m", ["--kv-transfer-config", json.dumps(LMCACHE)])
-    assert said is not None and said.startswith("LMCacheConnectorV1 ") and "NixlConnector" in said
-    assert said.count(". ") == 0
-    assert refusal("m", ["--kv-transfer-config", json.dumps(PUSH)]) is None
 
 
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -243,12 +199,6 @@ def test_a_hybrid_that_drafts_is_not_started_on_a_cpu(flags, monkeypatch, capsys
     assert len(served) == 2 and "on a CPU vLLM drafts for no hybrid" in line
 
 
-def test_a_config_file_that_names_drafts_is_read_like_flags(monkeypatch):
-    monkeypatch.setattr(worker, "config_of", lambda _: HYBRIDS[0])
-    assert worker.cannot_draft("m", [], {"speculative_config": {}}) is not None
-    assert worker.cannot_draft("m", ["--port", "1"], {"port": 1}) is None
-
-
 @pytest.mark.parametrize(("mode", "told"), [("0", True), ("reference", False), ("1", False)])
 def test_vllm_untouched_on_a_cpu_is_started_with_a_word_of_its_defects(mode, told, monkeypatch, capsys):
     monkeypatch.setattr(worker, "config_of", lambda _: HYBRIDS[0])
@@ -271,10 +221,6 @@ def test_the_command_ends_before_vllm_is_started(monkeypatch, capsys, tmp_path):
         assert said.startswith("seamark worker: LMCacheConnectorV1 knows caches of one kind only, and vLLM cannot")
 
 
-def test_without_a_directory_for_checkpoints_there_is_no_connector():
-    assert not transfer_config(worker.read_command_line(["tiny"]).flags)
-
-
 def test_a_directory_for_checkpoints_is_our_connector_and_leaves_no_room_for_another(capsys):
     _, flags, config, _ = worker.read_command_line(["tiny", "--checkpoint-dir", "states", "--checkpoint-bytes", "7"])
     transfer = transfer_config(flags, config)
@@ -284,10 +230,6 @@ def test_a_directory_for_checkpoints_is_our_connector_and_leaves_no_room_for_ano
     with pytest.raises(SystemExit):
         worker.read_command_line(["tiny", "--checkpoint-dir", "states", "--kv-transfer-config", json.dumps(PULL)])
     assert "leave --kv-transfer-config away" in capsys.readouterr().err
-
-
-def test_a_connector_that_has_ours_name_alone_is_any_other():
-    assert decide_by(configured("SeamarkConnector")).lane is ConnectorLane.CHUNK_ENDS
 
 
 @pytest.mark.parametrize(
@@ -329,37 +271,6 @@ def test_a_nixl_that_hands_prefills_over_otherwise_is_known(monkeypatch, fits):
     monkeypatch.setattr(kv_connectors, "_SHOWN", ())
     lane = decide_by(PULL).lane
     assert lane is (ConnectorLane.INSIDE if fits else ConnectorLane.CHUNK_ENDS)
-
-
-@pytest.mark.parametrize(
-    ("transfer", "named"),
-    [
-        ({}, None),
-        (OFFLOADING, "OffloadingConnector"),
-        (OFFLOADING | {"kv_connector_extra_config": None}, "OffloadingConnector"),
-        (OFFLOADING | {"kv_connector_extra_config": {}}, "OffloadingConnector"),
-        (OFFLOADING | {"kv_connector_module_path": "mine"}, None),
-        (OFFLOADING | {"kv_connector_extra_config": {"spec_module_path": "mine"}}, None),
-        (configured("SimpleCPUOffloadConnector"), "SimpleCPUOffloadConnector"),
-        (PULL, None),
-        (multi(PULL, configured("SimpleCPUOffloadConnector"), OFFLOADING), "SimpleCPUOffloadConnector"),
-    ],
-    ids=str,
-)
-def test_a_connector_that_starts_on_no_cpu_is_named(transfer, named):
-    assert kv_connectors.needs_a_gpu(transfer) == named
-
-
-@pytest.mark.parametrize("extra", [None, {}, {"bidirectional_kv_xfer": False}])
-def test_fields_that_are_not_given_are_those_of_one_way(extra):
-    assert decide_by({"kv_connector": "NixlConnector", "kv_connector_extra_config": extra}).lane is ConnectorLane.INSIDE
-
-
-def test_of_ours_the_name_and_the_module_are_looked_at():
-    renamed = configured("Renamed", kv_connector_module_path="engine_patches.disk.connector")
-    elsewhere = configured("SeamarkConnector", kv_connector_module_path="somewhere.else")
-    for transfer in (renamed, elsewhere):
-        assert decide_by(transfer).lane is ConnectorLane.CHUNK_ENDS
 
 
 @pytest.mark.parametrize(("device", "lane"), [("cpu", ConnectorLane.INSIDE), ("cuda", ConnectorLane.CHUNK_ENDS)])

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from engine_patches import known_mods, ledger, module_source
+from engine_patches import ledger, module_source
 from engine_patches.ledger import Patch, PatchRole, Platform, Shape, ShapeMismatch
-from engine_patches.patches import PATCHES
 
 SOURCE = """
 length = len
@@ -103,17 +102,6 @@ def test_the_shape_of_the_target_itself_is_checked(toy):
         ledger.apply([dataclasses.replace(STEP, parameters="self")])
 
 
-def test_several_patches_of_one_target_are_each_applied_once_and_checked_against_the_original(toy):
-    second = dataclasses.replace(STEP, name="second", build=added("second"), mentions=('return ["step"]',))
-    assert ledger.apply([STEP, second]) == 2
-    assert ledger.apply([STEP, second]) == 0
-    assert toy.Engine().step([]) == ["step", "patched", "second"]
-    third = dataclasses.replace(second, name="third", build=added("third"))
-    assert ledger.apply([STEP, second, third]) == 1
-    assert toy.Engine().step([]) == ["step", "patched", "second", "third"]
-    assert ledger.is_applied(STEP) and not ledger.is_applied(dataclasses.replace(STEP, name="fourth"))
-
-
 def test_a_patch_that_has_no_meaning_here_is_neither_checked_nor_applied(toy):
     absent = dataclasses.replace(STEP, name="absent", target="toy_vllm:Gone.step", applies=lambda: False)
     assert ledger.apply([absent, STEP]) == 1
@@ -141,28 +129,6 @@ def test_a_verdict_names_each_patch_that_does_not_fit_and_nothing_is_replaced(to
     assert ledger.judge([STEP], Platform.GPU).misfits == []
 
 
-def test_a_difference_in_a_function_that_a_known_mod_edits_names_the_mod(toy, monkeypatch):
-    monkeypatch.setattr(
-        known_mods, "EDITED", {"fix-steps": ("toy_vllm:Engine.step",), "fix-other": ("toy_vllm:greet",)}
-    )
-    for shape in (Shape(STEP.target, "self"), Shape(STEP.target, mentions=("gone",))):
-        with pytest.raises(ShapeMismatch, match=r"mods known to edit it: fix-steps$"):
-            shape.check()
-
-
-@pytest.mark.parametrize("mod", known_mods.EDITED)
-def test_a_known_mod_edits_what_a_patch_looks_at(mod):
-    looked_at = {shape.target for patch in PATCHES for shape in patch.shapes}
-    assert set(known_mods.EDITED[mod]) <= looked_at
-
-
-def test_a_classmethod_stays_one(toy):
-    class_patch = Patch("make", "toy_vllm:Engine.make", "why", "until", added("patched"), parameters="cls, size")
-    ledger.apply([class_patch])
-    assert toy.Engine.make(3) == ["Engine", 3, "patched"]
-    assert type("Child", (toy.Engine,), {}).make(3) == ["Child", 3, "patched"]
-
-
 def test_modules_that_import_a_function_by_name_are_rebound_unless_they_hold_another(toy):
     user, other = sys.modules["toy_user"], sys.modules["toy_other"]
     own = other.greet = lambda name: "own"
@@ -170,33 +136,6 @@ def test_modules_that_import_a_function_by_name_are_rebound_unless_they_hold_ano
     greeting = Patch("greet", "toy_vllm:greet", "why", "until", lambda _: lambda name: "patched", rebind=rebind)
     ledger.apply([greeting])
     assert user.greet is toy.greet and toy.greet("x") == "patched" and other.greet is own
-
-
-def test_a_failure_puts_everything_back_in_its_place(toy):
-    user, original = sys.modules["toy_user"], (toy.greet, toy.Engine.step)
-    patches = [
-        Patch("greet", "toy_vllm:greet", "why", "until", lambda _: lambda name: "patched", rebind=("toy_user",)),
-        STEP,
-        dataclasses.replace(STEP, name="second", build=added("second")),
-        dataclasses.replace(STEP, name="fails", build=failing),
-    ]
-    with pytest.raises(RuntimeError, match="planned"):
-        ledger.apply(patches)
-    assert (toy.greet, toy.Engine.step) == original and user.greet is toy.greet
-    assert not ledger.patches_live()
-
-
-def test_checkpoints_are_live_with_features_not_with_cures_alone_nor_after_a_failure(toy):
-    cure = dataclasses.replace(STEP, name="cure", role=PatchRole.CURE)
-    ledger.apply([cure])
-    assert not ledger.patches_live()
-    ledger.apply([cure, STEP])
-    assert ledger.patches_live()
-    ledger.apply([STEP])
-    assert ledger.patches_live()
-    with pytest.raises(ShapeMismatch):
-        ledger.apply([dataclasses.replace(STEP, name="other", parameters="self")])
-    assert not ledger.patches_live()
 
 
 LATE = """
@@ -247,29 +186,12 @@ def loaded() -> list[str]:
     return [name for name in sys.modules if name.startswith("late_vllm")]
 
 
-def test_a_module_is_patched_when_it_is_imported_and_not_imported_for_that(late):
-    second = dataclasses.replace(LATE_STEP, name="second", build=added("second"))
-    assert ledger.apply([LATE_STEP, second, LATE_GREETING]) == 3
-    assert ledger.patches_live() and ledger.is_applied(second) and not loaded()
-    assert not ledger.is_applied(dataclasses.replace(LATE_STEP, name="third"))
-    assert late("user").greet("x") == "patched"
-    assert late("engine").Engine().step([]) == ["step", "patched", "second"]
-    assert ledger.is_applied(LATE_STEP) and ledger.is_applied(second)
-
-
 def test_a_second_call_before_the_import_changes_nothing(late):
     assert ledger.apply([LATE_STEP]) == 1
     assert ledger.apply([LATE_STEP]) == 0
     assert ledger.apply([LATE_STEP, LATE_GREETING]) == 1
     assert late("engine").Engine().step([]) == ["step", "patched"]
     assert late("engine").greet("x") == "patched"
-
-
-def test_a_classmethod_stays_one_in_a_module_that_comes_later(late):
-    ledger.apply(
-        [Patch("make", "late_vllm.engine:Engine.make", "why", "until", added("patched"), parameters="cls, size")]
-    )
-    assert late("engine").Engine.make(3) == ["Engine", 3, "patched"]
 
 
 @pytest.mark.parametrize(
@@ -343,11 +265,6 @@ def test_a_module_that_differs_when_others_rely_on_the_patches_cannot_be_importe
     assert "late_vllm.engine" not in sys.modules and not ledger.patches_live()
 
 
-def test_nobody_relies_on_cures_alone(late):
-    ledger.apply([dataclasses.replace(LATE_STEP, role=PatchRole.CURE)])
-    assert not ledger.rely_on_patches()
-
-
 def test_a_module_that_is_not_imported_is_searched_for_without_importing_it(late):
     assert ledger.exists("late_vllm.engine:Engine.step") and not ledger.exists("late_vllm.engine:Engine.gone")
     assert not ledger.exists("late_vllm.gone:greet") and not loaded()
@@ -357,21 +274,6 @@ def test_a_part_that_some_versions_do_not_have_is_asked_for_by_its_shape(toy):
     assert ledger.holds(Shape("toy_vllm:greet", "name, loud", ("hello",))) is True
     for shape in (Shape("toy_vllm:greet", "name"), Shape("toy_vllm:gone"), Shape("toy_gone:greet")):
         assert ledger.holds(shape) is False
-
-
-def test_only_the_replacement_of_a_function_is_one(toy):
-    original = toy.Engine.step
-    ledger.apply([STEP])
-    assert ledger.is_replaced(toy.Engine.step) and not ledger.is_replaced(original)
-    assert ledger.has_patch(toy.Engine.step, "step") and not ledger.has_patch(original, "step")
-    assert not ledger.is_replaced(None)
-
-
-def test_a_failure_leaves_what_was_applied_before(toy):
-    ledger.apply([STEP])
-    with pytest.raises(RuntimeError, match="planned"):
-        ledger.apply([STEP, dataclasses.replace(STEP, name="fails", build=failing)])
-    assert toy.Engine().step([]) == ["step", "patched"]
 
 
 def test_a_failure_leaves_what_awaits_a_module_from_before(toy, late):
@@ -401,27 +303,6 @@ def test_a_source_that_python_cannot_read_is_a_difference(late, tmp_path):
     (tmp_path / "late_vllm" / "other.py").write_text("def check(:\n")
     with pytest.raises(ShapeMismatch, match=r"late_vllm\.other cannot be imported"):
         Shape("late_vllm.other:check").check()
-
-
-@pytest.mark.parametrize(
-    ("on", "here", "applies", "is_for"),
-    [
-        (None, None, True, True),
-        (None, Platform.CPU, True, True),
-        (Platform.CPU, Platform.CPU, True, True),
-        (Platform.CPU, Platform.GPU, True, False),
-        (Platform.CPU, None, True, False),
-        (None, Platform.CPU, False, False),
-        (Platform.CPU, Platform.CPU, False, False),
-    ],
-)
-def test_a_patch_has_a_meaning_on_its_platform_in_its_versions(on, here, applies, is_for):
-    assert dataclasses.replace(STEP, on=on, applies=lambda: applies).is_for(here) is is_for
-
-
-def test_the_platform_is_asked_for_only_by_patches_of_one(toy, monkeypatch):
-    monkeypatch.setattr(ledger, "platform_here", lambda: pytest.fail("nobody needs it"))
-    assert ledger.apply([STEP]) == 1
 
 
 def test_a_yes_to_who_relies_on_the_patches_outlives_their_end(toy, late):

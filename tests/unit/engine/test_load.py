@@ -18,17 +18,6 @@ def request(told=None, prompt=1000, computed=0, params=True) -> SimpleNamespace:
     )
 
 
-def test_each_gateway_has_its_requests_and_what_is_left_of_their_prompts():
-    requests = [
-        request("ab,1000,400"),
-        request("ab,1000,400", computed=700),
-        request("cd,1000,1000", computed=1000),
-        request(),
-    ]
-    assert load.of_gateways(requests) == {"ab": (2, 700), "cd": (1, 0), load.NO_GATEWAY: (1, 1000)}
-    assert load.of_gateways([]) == {}
-
-
 def test_what_a_gateway_expects_holds_until_the_engine_has_looked_into_its_cache():
     waiting = request("ab,1000,400")
     assert load.of_gateways([waiting]) == {"ab": (1, 400)}
@@ -36,18 +25,6 @@ def test_what_a_gateway_expects_holds_until_the_engine_has_looked_into_its_cache
     assert load.of_gateways([waiting]) == {"ab": (1, 984)}
     # No more than the prompt has, whatever was said.
     assert load.of_gateways([request("ab,9,99999")]) == {"ab": (1, 1000)}
-
-
-def test_a_request_that_generates_has_nothing_left():
-    assert load.of_gateways([request("ab,1000,400", computed=1007)]) == {"ab": (1, 0)}
-
-
-@pytest.mark.parametrize(
-    "told",
-    ["", "a", "a,1", "a,1,-1", "a,1,1,1", "x y,1,1", "a" * 33 + ",1,1", "a,1,999999999", 7, ["a", 1, 1], "A,1,1"],
-)
-def test_what_is_no_load_counts_as_come_past_the_gateways(told):
-    assert load.of_gateways([request(told)]) == {load.NO_GATEWAY: (1, 1000)}
 
 
 def test_a_request_that_samples_nothing_counts_too():

@@ -90,27 +90,6 @@ def test_the_chunk_of_each_kernel():
     assert kernel_chunk(MAMBA2, config(chunk=None)) == 1
 
 
-@pytest.mark.parametrize(
-    ("setting", "specs", "alignment"),
-    [
-        ("", [MAMBA2], 16),
-        ("", [GDN], 64),
-        ("", [MAMBA1, GDN], 64),
-        ("1", [MAMBA2], 256),
-        ("1", [MAMBA2, GDN], 256),
-        ("0", [GDN], 16),
-    ],
-)
-def test_states_are_placed_on_chunk_ends_of_delta_nets_or_if_the_user_asks(monkeypatch, setting, specs, alignment):
-    monkeypatch.setenv("SEAMARK_CHUNK_ENDS", setting)
-    assert state_alignment(specs, config(), 16) == alignment
-
-
-def test_a_unit_that_chunks_do_not_divide_is_widened(monkeypatch):
-    monkeypatch.setenv("SEAMARK_CHUNK_ENDS", "1")
-    assert state_alignment([GDN], config(), 48) == 192
-
-
 @pytest.fixture
 def resolve(monkeypatch) -> Callable[..., Any]:
     """The replacement, over a stand-in for vLLM's function that refuses a unit that does not divide the block."""
@@ -138,8 +117,6 @@ def attention(tokens: int = 1, prefix_cacheable: bool = True) -> SimpleNamespace
 
 ATTENTION = attention()
 
-RING = attention(24, prefix_cacheable=False)
-
 
 @pytest.mark.parametrize(
     ("spec", "block", "unit"), [(MAMBA2, 384, 16), (GDN, 384, 64), (GDN, 528, 16), (MAMBA2, 100, 100)]
@@ -148,34 +125,6 @@ def test_a_hybrid_gets_the_finest_unit_that_divides_its_blocks(resolve, spec, bl
     vllm_config = config(block=block)
     assert resolve(groups(ATTENTION, spec), vllm_config) == (block, unit)
     assert vllm_config.cache_config.prefix_match_unit == (unit if unit < block else None)
-
-
-@pytest.mark.parametrize(
-    ("index", "unit"),
-    [(attention(4), 64), (attention(16), 64), (attention(128), 128), (attention(48), 192), (RING, 64)],
-)
-@pytest.mark.parametrize("of_layers", [False, True])
-def test_a_unit_fits_what_an_index_has_one_key_for(resolve, index, unit, of_layers):
-    spec = SimpleNamespace(kv_cache_specs={"a": ATTENTION, "index": index}) if of_layers else index
-    assert resolve(groups(ATTENTION, spec, GDN), config()) == (384, unit)
-
-
-@pytest.mark.parametrize(
-    ("text", "unit"),
-    [
-        ({"model_type": "qwen4_exp_text", "indexer_compress_ratio": 128}, 128),
-        ({"model_type": "qwen4_exp_text", "indexer_compress_ratio": 24}, 192),
-        ({"model_type": "glm5_next_text", "index_kpool": 16}, 64),
-        ({"model_type": "kimi_linear"}, 64),
-        ({"model_type": "bailing_hybrid", "short_conv_kernel_size": 4}, 64),
-        ({"model_type": "bailing_hybrid"}, 16),
-        ({"model_type": "lfm2", "conv_L_cache": 3}, 16),
-    ],
-)
-def test_the_unit_of_this_seasons_models_before_the_engine_has_reported_it(text, unit):
-    vllm_config = config()
-    vllm_config.model_config.hf_text_config = SimpleNamespace(**text)
-    assert expected(vllm_config) == unit
 
 
 @pytest.mark.parametrize(("connector", "unit"), [("NixlPushConnector", 16), ("DecodeBenchConnector", 384)])

@@ -18,7 +18,6 @@ from engine_patches.commands.model_layers import (
     recurrent_layers,
     why_not_imported,
 )
-from tests.harness import recipe_models
 
 
 class Config:
@@ -101,11 +100,6 @@ def test_layers_are_counted_by_their_class(config, kinds, layers):
 def test_recurrent_layers_of_no_known_class_are_refused():
     with pytest.raises(CannotExplain, match="the recurrent layers of toy are of a kind that is not known here"):
         recurrent_layers(Config(), ["mamba", "attention"])
-
-
-@pytest.mark.parametrize("name", recipe_models.MODELS)
-def test_a_recipe_s_model_is_known_for_a_hybrid_by_its_config_alone(name):
-    assert is_hybrid(recipe_models.MODELS[name])
 
 
 DENSE = {"model_type": "granitemoehybrid", "mamba_n_heads": 48, "num_attention_heads": 16}

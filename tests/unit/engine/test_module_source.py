@@ -94,16 +94,6 @@ def test_neither_the_module_nor_the_packages_above_it_are_imported():
     assert not [name for name in sys.modules if name.startswith("toys_below")]
 
 
-def test_a_function_with_two_definitions_has_both():
-    found = module_source.definitions("toys_below.toy", "twice")
-    assert [definition.parameters for definition in found] == ["first", "second"]
-
-
-@pytest.mark.parametrize("path", ["alias", "gone", "Engine.gone", "Gone.step", "deep", "Engine.limit"])
-def test_what_has_no_definition_of_its_own_is_not_found(path):
-    assert module_source.definitions("toys_below.toy", path) == []
-
-
 @pytest.mark.parametrize(
     ("module", "named"),
     [
@@ -124,10 +114,3 @@ def test_a_module_that_is_there_compiled_alone_has_no_source(tmp_path):
     (tmp_path / "toys_below" / "late.py").unlink()
     with pytest.raises(ImportError, match="its source"):
         module_source.definitions("toys_below.late", "greet")
-
-
-def test_a_file_that_changes_is_read_again_once_it_was_forgotten(tmp_path):
-    assert module_source.definitions("toys_below.toy", "later") == []
-    (tmp_path / "toys_below" / "toy.py").write_text(SOURCE + "\n\ndef later(): pass\n")
-    module_source.forget()
-    assert module_source.definitions("toys_below.toy", "later")

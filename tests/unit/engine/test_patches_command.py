@@ -8,7 +8,7 @@ import pytest
 
 from engine_patches import patches as ledger
 from engine_patches.commands import patches
-from engine_patches.commands.patches import built_for, installed, main
+from engine_patches.commands.patches import installed, main
 from engine_patches.ledger import Platform
 from engine_patches.settings import IMAGE, SUPPORTED
 
@@ -33,13 +33,6 @@ def distributions(**versions: str):
 def test_a_vllm_is_installed_under_one_of_two_names(found, version, monkeypatch):
     monkeypatch.setattr(patches.metadata, "distributions", distributions(**found))
     assert installed() == version
-
-
-@pytest.mark.parametrize(
-    ("version", "platform"), [("0.33.0+cpu", Platform.CPU), ("0.33.0", Platform.GPU), ("0.33.0+cu130", Platform.GPU)]
-)
-def test_what_a_vllm_is_built_for_is_told_by_its_version(version, platform):
-    assert built_for(version) is platform
 
 
 @pytest.fixture

@@ -8,25 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_patches.commands.port import port_of, why_taken
-
-
-@pytest.mark.parametrize(
-    ("given", "config", "port"),
-    [
-        ([], {}, "8000"),
-        (["--port", "1"], {}, "1"),
-        (["--port=1"], {}, "1"),
-        (["--port", "1", "--port=2"], {}, "2"),
-        (["--port=1", "--port", "2"], {}, "2"),
-        (["--port"], {}, ""),
-        (["--ports", "1", "port", "2"], {}, "8000"),
-        ([], {"port": 3}, "3"),
-        (["--port", "1"], {"port": 3}, "1"),
-    ],
-)
-def test_the_last_port_counts_and_flags_go_before_the_file(given, config, port):
-    assert port_of(given, config) == port
+from engine_patches.commands.port import why_taken
 
 
 class Denied(Exception):

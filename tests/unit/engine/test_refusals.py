@@ -9,7 +9,7 @@ import pytest
 
 from engine_patches.kv_connectors import CONNECTORS, ConnectorLane
 from engine_patches.scheduler.hints import IGNORED_REASONS
-from engine_patches.scheduler.refusals import LONGEST, Refusal, by_configuration, by_scheduler, refused
+from engine_patches.scheduler.refusals import LONGEST, Refusal, by_configuration, by_scheduler
 
 MTP = SimpleNamespace(method="mtp", use_multi_module_mtp=lambda: False)
 
@@ -159,31 +159,6 @@ def test_the_last_cause_is_told_in_one_sentence(made, reason, told):
 
 
 @pytest.mark.parametrize(
-    "made",
-    [
-        scheduler(config()),
-        scheduler(config(), in_pass=False),
-        scheduler(config(), unit=64),
-        scheduler(config(), unit=64, in_pass=False),
-        scheduler(config(connector="NixlPushConnector")),
-        scheduler(config(), compression=16),
-        scheduler(config(), unit=64, compression=16),
-        scheduler(config(connector="NixlConnector", stages=2)),
-        scheduler(config(stages=2, context_ranks=2)),
-        scheduler(config(launched="external_launcher", ranks=1)),
-        scheduler(config(graphs="FULL", split=True)),  # vLLM takes pieces then
-    ],
-)
-def test_states_are_kept_wherever_vllm_can_find_them(made):
-    assert of(made) is None
-
-
-def test_drafts_are_not_refused_once_they_are_asked_for(monkeypatch):
-    monkeypatch.setenv("SEAMARK_DRAFTS", "auto")
-    assert of(scheduler(config(MTP))) is None and by_configuration(config(MTP)) is None
-
-
-@pytest.mark.parametrize(
     ("vllm_config", "told"),
     [
         (config(caching=False), "prefix caching is off"),
@@ -203,7 +178,3 @@ def test_before_the_engine_has_said_so_its_configuration_does(vllm_config, told)
 def test_layers_that_drafts_need_are_asked_for_before_the_switch():
     refusal = by_configuration(config(MTP), in_pass=False)
     assert refusal is not None and "inside a pass" in refusal.cause
-
-
-def test_a_cause_is_cut_to_what_a_label_holds():
-    assert len(refused("connector", "x" * 1000).cause) == LONGEST

@@ -17,26 +17,12 @@ def lines(engine_log: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return engine_log
 
 
-@pytest.mark.parametrize(("value", "share"), [("", settings.DEFAULT_SHARE), (" 0.25 ", 0.25), ("1", 1.0)])
-def test_a_part_of_the_cache_is_taken_as_it_is(monkeypatch, lines, value, share):
-    monkeypatch.setenv(settings.STATE_SHARE, value)
-    assert settings.state_share() == share and not lines.messages
-
-
 @pytest.mark.parametrize("value", ["half", "0", "-0.5", "1.01", "nan"])
 def test_what_is_no_part_of_the_cache_is_the_default_with_one_line(monkeypatch, lines, value):
     monkeypatch.setenv(settings.STATE_SHARE, value)
     assert settings.state_share() == settings.DEFAULT_SHARE
     (line,) = lines.messages
     assert settings.STATE_SHARE in line and repr(value) in line
-
-
-@pytest.mark.parametrize(("value", "share"), [("", settings.DEFAULT_PIN_SHARE), ("0", 0.0), ("0.3", 0.3)])
-def test_pinned_prompts_may_hold_a_part_of_the_cache_or_nothing(monkeypatch, lines, value, share):
-    monkeypatch.setenv(settings.PIN_SHARE, value)
-    assert settings.pin_share() == share and not lines.messages
-    monkeypatch.setenv(settings.PIN_SHARE, "1")
-    assert settings.pin_share() == settings.DEFAULT_PIN_SHARE and settings.PIN_SHARE in lines.messages[0]
 
 
 @pytest.mark.parametrize(("value", "on", "logged"), [("1", True, 0), ("0", False, 0), ("", True, 0), ("yes", True, 1)])
@@ -70,20 +56,6 @@ def test_rays_processes_get_the_settings_of_an_engine_that_is_left_untouched_too
     monkeypatch.setenv(settings.MODE_VARIABLE, mode)
     plugin.register()
     assert os.environ[settings.RAY_PREFIXES] == settings.PREFIX
-
-
-def test_the_parts_of_the_cache_that_are_taken_by_default(monkeypatch):
-    for name in (settings.STATE_SHARE, settings.PIN_SHARE):
-        monkeypatch.delenv(name, raising=False)
-    assert (settings.state_share(), settings.pin_share()) == (0.5, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("value", "share", "logged"), [("0.001", 0.001, 0), ("1.0", 1.0, 0), ("0.0", 0.5, 1), ("1.0001", 0.5, 1)]
-)
-def test_states_may_hold_all_of_the_cache_and_not_nothing(monkeypatch, lines, value, share, logged):
-    monkeypatch.setenv(settings.STATE_SHARE, value)
-    assert settings.state_share() == share and len(lines.messages) == logged
 
 
 @pytest.mark.parametrize(("value", "share", "logged"), [("0.0", 0.0, 0), ("0.999", 0.999, 0), ("-0.001", 0.1, 1)])
@@ -129,14 +101,6 @@ def test_states_at_chunk_ends_are_switched_or_left_to_the_engine(monkeypatch, li
     monkeypatch.setenv(settings.CHUNK_ENDS, value)
     assert settings.chunk_ends(default) is (default if on is None else on)
     assert len(lines.messages) == (value == "no")
-
-
-@pytest.mark.parametrize(("value", "is_rust"), [(None, False), ("", False), ("0", False), (" 1", True), ("2", False)])
-def test_the_frontend_in_rust_is_one_that_vllm_was_asked_for(monkeypatch, value, is_rust):
-    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
-    if value is not None:
-        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
-    assert settings.rust_frontend() is is_rust
 
 
 def test_hints_are_taken_from_networks_and_what_is_none_is_told(monkeypatch, lines):

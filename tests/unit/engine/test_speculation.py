@@ -35,17 +35,6 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEAMARK_DRAFTS", "1")
 
 
-def test_nothing_is_refused_without_drafts(monkeypatch):
-    monkeypatch.delenv("SEAMARK_DRAFTS")
-    assert speculation.refusal(config(speculative_config=None, num_speculative_tokens=0)) is None
-    assert not speculation.drops(config(speculative_config=None))
-
-
-@pytest.mark.parametrize("admitted", [*map(config, speculation.METHODS), config(overlap=True, v2=True)])
-def test_what_is_known_to_be_right_is_not_refused(admitted):
-    assert speculation.refusal(admitted) is None
-
-
 @pytest.mark.parametrize(
     ("value", "refused"), [(None, False), ("", False), ("auto", False), ("yes", False), ("1", False), ("0", True)]
 )
@@ -76,11 +65,6 @@ def test_a_refusal_says_what_to_change(refused, told):
     assert refusal is not None and told in refusal
 
 
-def test_a_unit_is_taken_off_only_if_no_hash_covers_what_the_head_reads():
-    assert speculation.drops(config("mtp")) and not speculation.drops(config("ngram"))
-    assert not speculation.drops(config("mtp", num_hash_lookahead_tokens=1))
-
-
 @pytest.mark.parametrize(
     ("drafts", "unit", "ahead"),
     [
@@ -101,27 +85,3 @@ def test_beside_drafts_that_are_switched_off_nothing_is_looked_ahead(monkeypatch
     monkeypatch.setenv("SEAMARK_DRAFTS", "0")
     assert speculation.ahead(config(), 16) == 0
     assert speculation.switched_off(config()) is not None and speculation.unsupported(config()) is None
-
-
-@pytest.mark.parametrize(
-    ("speculative", "tokens", "drafts"),
-    [(None, 3, False), (object(), 0, False), (object(), None, False), (object(), 1, True)],
-)
-def test_a_configuration_drafts_if_it_names_drafts_and_how_many(speculative, tokens, drafts):
-    configured = config(speculative_config=speculative, num_speculative_tokens=tokens)
-    assert speculation.drafting(configured) is drafts
-    assert drafts or speculation.unsupported(configured) is None
-
-
-@pytest.mark.parametrize(
-    ("overlap", "v2", "refused"), [(True, False, True), (True, True, False), (False, False, False)]
-)
-def test_only_model_runner_v1_that_plans_ahead_mixes_counts_up(overlap, v2, refused):
-    assert (speculation.unsupported(config(overlap=overlap, v2=v2)) is not None) is refused
-
-
-def test_an_older_vllm_knows_fewer_ways_to_draft():
-    plain = config()
-    del plain.speculative_config.num_speculative_tokens_per_batch_size
-    del plain.speculative_config.enable_adaptive_verification
-    assert speculation.unsupported(plain) is None

@@ -24,12 +24,6 @@ from engine_patches.forward.step_writes import (
 FIRST = {0: 7}  # blocks by cache group
 
 
-def test_writes_are_found_by_the_rows_of_the_batch():
-    step = Step({"b": [Write(1, FIRST)], "gone": [Write(1, FIRST)]}, {}, ["a", "b", "b-of-the-last-step"])
-    assert step.writes_by_row(2) == {1: [Write(1, FIRST)]}
-    assert step.writes_by_row(1) == {}
-
-
 LAYERS = {"layers.0": 0, "layers.1": 0, "layers.2": 1}  # the last one is no recurrent layer
 
 
@@ -89,12 +83,6 @@ def test_a_request_that_is_in_no_batch_ends_the_engine():
         step_that(forget)
 
 
-def test_a_worker_without_recurrent_layers_has_to_keep_nothing():
-    attention = runner()
-    del attention.kv_cache_config.kv_cache_groups[0].layer_names[:]
-    track_steps(lambda runner, output: None)(attention, SimpleNamespace(**{WRITES: {"b": [Write(4, FIRST)]}}))
-
-
 def test_a_step_without_writes_has_to_keep_nothing():
     track_steps(lambda runner, output: None)(runner(), SimpleNamespace(**{WRITES: {}}))
 
@@ -114,19 +102,6 @@ def test_a_step_that_the_scheduler_leaves_to_vllm_is_none():
     worker, output = runner(), SimpleNamespace()
     assert track_steps(execute_model)(worker, output, 1, a=2) == "output"
     assert given == [((worker, output, 1), {"a": 2}, None)]
-
-
-def test_what_a_step_returns_and_takes_is_vllms_own():
-    given: list[Any] = []
-
-    def execute_model(*arguments: Any, **options: Any) -> str:
-        given.append((arguments, options))
-        assert writes_nothing()
-        return "output"
-
-    worker, output = runner(), SimpleNamespace(**{WRITES: {}})
-    assert track_steps(execute_model)(worker, output, 1, a=2) == "output"
-    assert given == [((worker, output, 1), {"a": 2})]
 
 
 def test_layers_have_the_groups_of_the_cache_that_there_is_now():

@@ -16,14 +16,10 @@ from engine_patches.commands import worker
 from engine_patches.commands.worker import (
     CPU_ENVIRONMENT,
     CPU_FLAGS,
-    CPU_GDN_FLAGS,
     MIDDLEWARE,
     NEEDED_FLAGS,
     CommandLine,
-    cannot_draft,
     config_of,
-    cpu_flags,
-    flags_lacking,
     is_cpu_build,
     main,
     model_type_of,
@@ -31,11 +27,8 @@ from engine_patches.commands.worker import (
     refusal,
     serve,
     transfer_config,
-    vllm_arguments,
     vllm_environment,
-    warning,
 )
-from engine_patches.disk.flags import ALL, DEFAULT_BYTES, USED, transfer_flags
 from engine_patches.settings import LOOPBACK
 
 HYBRID = {"model_type": "qwen3_next"}
@@ -118,19 +111,6 @@ def test_a_command_line_is_taken_apart(line, expected):
 
 
 @pytest.mark.parametrize(
-    ("flags", "given"),
-    [
-        ([], (DEFAULT_BYTES, USED)),
-        (["--checkpoint-bytes", "5", "--checkpoint-keep", "all"], (5, ALL)),
-    ],
-)
-def test_a_directory_for_states_is_a_connector_of_our_own(flags, given, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked = read_command_line(["m", "--checkpoint-dir", "states", *flags])
-    assert asked.flags == transfer_flags(str(tmp_path / "states"), *given)
-
-
-@pytest.mark.parametrize(
     ("line", "said"),
     [
         ([], "no model is named: seamark worker MODEL"),
@@ -180,45 +160,6 @@ NEEDED = [
     *("--host", LOOPBACK, "--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"),
     *("--disable-access-log-for-endpoints", "/seamark/outcomes,/seamark/metrics"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ({}, ["m", *NEEDED, *MIDDLEWARE]),
-        ({"model": None}, [*NEEDED, *MIDDLEWARE]),
-        ({"given": ["--host=h", "-x"]}, ["m", *NEEDED[2:], *MIDDLEWARE, "--host=h", "-x"]),
-        ({"given": ["--enable_scale_out"]}, ["m", *NEEDED[:4], *NEEDED[5:], *MIDDLEWARE, "--enable_scale_out"]),
-        (
-            {"given": ["--no-enable_prefix_caching"]},
-            ["m", *NEEDED[:2], *NEEDED[3:], *MIDDLEWARE, "--no-enable_prefix_caching"],
-        ),
-        ({"config": {"host": "h", "enable_prompt_tokens_details": True}}, ["m", NEEDED[2], *NEEDED[4:], *MIDDLEWARE]),
-        ({"lacking": ["--enable-scale-out"]}, ["m", *NEEDED[:4], *NEEDED[5:], *MIDDLEWARE]),
-        ({"for_cpu": {"--dtype": "float32", "--x": None}}, ["m", *NEEDED, "--dtype", "float32", "--x", *MIDDLEWARE]),
-        (
-            {"for_cpu": {"--dtype": "float32"}, "given": ["--dtype", "bfloat16"]},
-            ["m", *NEEDED, *MIDDLEWARE, "--dtype", "bfloat16"],
-        ),
-        ({"given": ["enable-scale-out"]}, ["m", *NEEDED, *MIDDLEWARE, "enable-scale-out"]),
-    ],
-)
-def test_what_is_needed_is_added_and_never_overrules_the_user(more, expected):
-    assert vllm_arguments(**{"model": "m", "given": [], **more}) == expected
-
-
-def test_a_frontend_in_rust_gets_no_middleware(monkeypatch):
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    assert vllm_arguments("m", ["--x"]) == ["m", *NEEDED, "--x"]
-
-
-@pytest.mark.parametrize(
-    ("model_type", "flags"),
-    [("nemotron_h", CPU_FLAGS), ("qwen3_next", CPU_GDN_FLAGS), ("qwen3_5_moe", CPU_GDN_FLAGS), ("", CPU_FLAGS)],
-)
-def test_gated_delta_nets_on_a_cpu_get_bfloat16_and_a_state_that_is_not_rounded(model_type, flags):
-    assert cpu_flags(model_type) == flags
-    assert ("--mamba-ssm-cache-dtype" in flags) == (flags["--dtype"] == "bfloat16") and "--enforce-eager" in flags
 
 
 @pytest.mark.parametrize(
@@ -321,45 +262,6 @@ def test_a_connector_with_which_vllm_starts_no_hybrid_is_refused_in_one_sentence
     assert refusal(model(**HYBRID), []) is None
 
 
-def test_drafts_of_a_hybrid_on_a_cpu_are_refused(model):
-    hybrid, attention = model(**HYBRID), model(model_type="llama", num_attention_heads=4)
-    assert "on a CPU vLLM drafts for no hybrid" in str(cannot_draft(hybrid, DRAFTING))
-    assert cannot_draft(hybrid, []) is None and cannot_draft(attention, DRAFTING) is None
-    assert cannot_draft(hybrid, [], {"speculative_config": {}})
-
-
-@pytest.mark.parametrize(
-    ("mode", "given", "warned"),
-    [
-        ("0", [], True),
-        (" 0 ", [], True),
-        ("1", [], False),
-        ("reference", [], False),
-        ("0", ["--no-enable-prefix-caching"], False),
-    ],
-)
-def test_a_hybrid_without_the_cures_is_warned_of(mode, given, warned, model):
-    said = warning(model(**HYBRID), given, mode)
-    assert (said is not None) is warned and (not warned or "SEAMARK_ENGINE=reference cures them" in str(said))
-    assert warning(model(model_type="llama", num_attention_heads=4), given, mode) is None
-
-
-def test_flags_are_looked_for_in_the_text_of_vllms_modules(tmp_path, monkeypatch):
-    flags = ["--enable-a", "--b-c", "--d"]
-    for path, text in (("engine/arg_utils.py", "enable_a"), ("entrypoints/x/y/cli_args.py", "b_c"), ("other.py", "d")):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: spec)
-    assert flags_lacking(flags) == ["--d"]
-    spec.submodule_search_locations = [str(tmp_path / "none")]
-    assert flags_lacking(flags) == []  # nothing is known of it
-    spec.submodule_search_locations = None
-    assert flags_lacking(flags) == []
-    monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: None)
-    assert flags_lacking(flags) == []
-
-
 @pytest.mark.parametrize(
     ("version", "renamed", "torch", "expected"),
     [
@@ -396,37 +298,6 @@ def test_a_worker_becomes_vllm_with_its_flags_and_tries_its_drafts_beside_it(sta
     assert main(["m", *DRAFTING, "--port", "8005"]) == 7
     assert started.served == [(["m", *NEEDED, *MIDDLEWARE, *DRAFTING, "--port", "8005"], "8005")]
     assert started.tried == [([*DRAFTING, "--port", "8005"], {}, "8005")] and not started.explained
-
-
-def test_a_config_file_is_told_to_all_who_ask(started, tmp_path, monkeypatch):
-    file = tmp_path / "vllm.yaml"
-    file.write_text("model: m\nport: 8006\n")
-    refused: list[Any] = []
-    monkeypatch.setattr(worker, "refusal", lambda *given, **more: refused.append((given, more)))
-    assert main(["--config", str(file)]) == 7
-    flags, config = ["--config", str(file)], {"model": "m", "port": 8006}
-    assert started.served == [([*NEEDED, *MIDDLEWARE, *flags], "8006")]
-    assert started.tried == [(flags, config, "8006")]
-    assert refused == [(("m", flags, config), {"on_cpu": False})]
-
-
-@pytest.mark.parametrize(("explain", "kernels"), [("--explain", "here"), ("--explain=gpu", "gpu")])
-def test_what_is_only_explained_starts_nothing(started, explain, kernels):
-    assert main(["m", explain]) == 5
-    assert started.explained == [(["m", *NEEDED, *MIDDLEWARE], kernels)] and not started.served and not started.tried
-
-
-def test_a_cpu_gets_its_flags_and_its_environment(on_cpu, model):
-    assert main([model(**HYBRID)]) == 7
-    ((arguments, _),) = on_cpu.served
-    assert arguments[arguments.index("--dtype") + 1] == "bfloat16" and "--mamba-ssm-cache-dtype" in arguments
-    assert CPU_ENVIRONMENT.items() <= worker.os.environ.items()
-
-
-def test_what_is_explained_as_on_a_gpu_gets_no_flags_of_a_cpu(on_cpu, model):
-    assert main([model(**HYBRID), "--explain", "gpu"]) == 5 and main([model(**HYBRID), "--explain"]) == 5
-    (gpu, _), (here, _) = on_cpu.explained
-    assert "--dtype" not in gpu and "--dtype" in here
 
 
 def test_what_vllm_could_not_serve_is_said_and_not_started(started, model, capsys):

@@ -11,7 +11,7 @@ import pytest
 
 from proxy.fleet import draft_gates
 from proxy.fleet.answer_compare import Continuation, ContinuedToken, Unanswered
-from proxy.fleet.draft_gates import MOST_AGAIN_SECONDS, OVERDUE_SECONDS, REST_BESIDE, DraftGates
+from proxy.fleet.draft_gates import MOST_AGAIN_SECONDS, DraftGates
 from proxy.fleet.draft_prompts import TrialPrompt
 from proxy.fleet.draft_reports import NAMED
 from proxy.fleet.draft_trial import DIFFERS, DRAFTS, NO_HITS, TrialVerdict
@@ -29,23 +29,6 @@ async def no_clients():
 
 def gates_of(engine: DraftingEngine, **named) -> DraftGates:
     return DraftGates(DraftingUpstream(engine), Metrics().self_checks, 10.0, **named)
-
-
-async def test_a_verdict_that_the_feed_does_not_show_is_sent_again(monkeypatch):
-    monkeypatch.setattr("proxy.fleet.draft_trial.BELIEVED_SECONDS", 0.0)
-    monkeypatch.setattr("proxy.fleet.draft_gates.AGAIN_SECONDS", 0.0)
-    engine, worker, opened = DraftingEngine(obeys=False), drafting_worker(), []
-
-    async def note(worker):
-        opened.append(worker)
-
-    gates = gates_of(engine, opened=note)
-    while len(engine.commands) < 2:
-        await gates.step(worker, no_clients)
-    assert not worker.takes_hints and gates.wants(worker) and not opened
-    engine.obeys = True
-    await gates.step(worker, no_clients)
-    assert worker.takes_hints and not gates.wants(worker) and opened == [worker]
 
 
 async def test_another_process_of_the_engine_begins_anew():
@@ -89,29 +72,6 @@ async def test_who_sorts_behind_another_that_tries_stands_back():
     asked = len(engine.asked)
     await first.step(worker, no_clients)
     assert len(engine.asked) > asked
-
-
-async def test_beside_clients_a_prompt_is_followed_by_nine_times_its_rest():
-    engine, worker = DraftingEngine(), drafting_worker()
-    gates = gates_of(engine)
-    assert gates.wants(worker) and not gates.is_overdue(worker)
-    gates._phase(worker).since -= OVERDUE_SECONDS
-    assert gates.is_overdue(worker)
-    before = time.monotonic()
-    await gates.step(worker, no_clients, beside=True)
-    after = time.monotonic()
-    assert gates._phase(worker).next_at >= after and REST_BESIDE == 9
-    assert gates._phase(worker).next_at - after <= REST_BESIDE * (after - before)
-
-
-async def test_a_worker_that_does_not_draft_or_is_down_or_has_decided_is_not_tried():
-    engine = DraftingEngine()
-    gates = gates_of(engine)
-    for state in ("", "on", "off", "open", "closed"):
-        assert not gates.wants(drafting_worker(state=state))
-    down = drafting_worker()
-    down.up = False
-    assert not gates.wants(down)
 
 
 class Scripted:
@@ -189,41 +149,6 @@ def scene(monkeypatch) -> Scripted:
     return Scripted(monkeypatch)
 
 
-async def test_a_trial_goes_on_prompt_by_prompt_until_it_comes_to_a_verdict_which_is_told_and_believed(scene):
-    assert scene.gates.wants(scene.worker) and scene.gates.words(scene.worker) == ""
-    await scene.step(None, None)
-    assert scene.prompts == [(1, False, (CLIENTS,))] * 2 and scene.gates.words(scene.worker) == "figures"
-    assert scene.gates.wants(scene.worker) and not scene.worker.takes_hints
-    await scene.step(OPENED)
-    assert (scene.engine.state, scene.worker.draft_state, scene.worker.takes_hints) == ("open", "open", True)
-    assert scene.opened == [scene.worker] and not scene.gates.wants(scene.worker)
-    assert scene.gates.words(scene.worker) == "" and scene.counted("differs") == 0
-    await scene.step()  # nothing is left to do
-    assert len(scene.prompts) == 3 and not scene.gates.wants(scene.worker)
-
-
-async def test_a_verdict_against_hints_is_counted_and_tried_again_when_an_operator_wants_it(scene):
-    await scene.step(DIFFERS)
-    assert (scene.worker.draft_state, scene.worker.takes_hints, scene.opened) == ("closed", False, [])
-    assert (scene.counted("differs"), scene.counted("drafts")) == (1, 0)
-    assert scene.gates.words(scene.worker) == "figures" and not scene.gates.wants(scene.worker)
-    await scene.step()
-    assert len(scene.prompts) == 1
-    scene.gates.reset(scene.worker)
-    assert scene.gates.wants(scene.worker) and scene.gates.words(scene.worker) == ""
-    await scene.step(None, OPENED)
-    assert [number for number, *_ in scene.prompts] == [1, 2, 2] and scene.worker.takes_hints
-    assert not scene.gates.wants(scene.worker) and scene.counted("differs") == 1
-
-
-@pytest.mark.parametrize("state", ["trial", "open", "on", "off", ""])
-def test_an_operator_changes_nothing_where_hints_are_not_closed(monkeypatch, state):
-    scene = Scripted(monkeypatch, state)
-    wanted = scene.gates.wants(scene.worker)
-    scene.gates.reset(scene.worker)
-    assert scene.gates.wants(scene.worker) is wanted is (state == "trial")
-
-
 async def test_where_somebody_else_has_decided_meanwhile_nothing_is_tried(scene):
     await scene.step(DIFFERS)
     scene.gates.reset(scene.worker)
@@ -282,30 +207,6 @@ async def test_a_trial_without_hits_is_tried_three_times_with_longer_rests(scene
     scene.gates.reset(scene.worker)
     await scene.step(NO_HITS)
     assert (scene.counted("no_hits"), scene.rests_until()) == (1, 60), "an operator's wish is a new beginning"
-
-
-async def test_a_worker_is_overdue_ten_minutes_after_it_was_seen_first_or_tried_again(scene):
-    def overdue(seconds: float) -> bool:
-        scene.now = 1000 + seconds
-        return scene.gates.is_overdue(scene.worker)
-
-    assert [overdue(0), overdue(599.5), overdue(600)] == [False, False, True]
-    await scene.step(DIFFERS)
-    scene.now = 2000
-    scene.gates.reset(scene.worker)
-    assert [overdue(1599.5), overdue(1600)] == [False, True]
-
-
-async def test_beside_clients_nine_seconds_of_rest_follow_each_and_that_is_said_once(scene, caplog):
-    for _ in range(2):
-        await scene.step(None, beside=True)
-        assert scene.rests_until() == 9
-        scene.now += 9
-    assert scene.prompts == [(1, True, (CLIENTS,))] * 2
-    assert sum("is never idle" in record.getMessage() for record in caplog.records) == 1
-    for _ in range(5):
-        await scene.step(Unanswered("odd"), beside=True)
-    assert scene.rests_until() == 64  # the longer rest counts
 
 
 async def test_another_boot_of_a_worker_begins_anew_and_so_does_one_that_was_removed(scene):
@@ -409,8 +310,3 @@ async def test_who_stands_back_looks_again_after_five_seconds(scene):
     scene.engine.entries.append((f"{NAMED}abc-1", 0, None))
     await scene.step(OPENED)
     assert len(scene.prompts) == 1 and scene.rests_until() == 5
-
-
-async def test_a_worker_without_the_plugin_is_not_tried(scene):
-    scene.worker.in_shadow = True
-    assert not scene.gates.wants(scene.worker)

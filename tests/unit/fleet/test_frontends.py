@@ -16,8 +16,7 @@ from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
 from proxy.server.status import warnings
 from tests.harness.fake_engine import FakeEngine, engine_info
 from tests.harness.in_memory_gateway import InMemoryGateway, told
-from tests.harness.recording_worker import EVENTS, RecordingWorker, respond
-from tests.harness.waiting import until
+from tests.harness.recording_worker import RecordingWorker, respond
 
 URL = "http://127.0.0.1:1"
 
@@ -104,69 +103,9 @@ def chat(question: str, **more: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [SYSTEM, {"role": "user", "content": question}], **more}
 
 
-async def test_without_middleware_the_second_request_hits_as_predicted_with_its_reason_also_as_a_stream(in_memory):
-    worker = Rust(sources=listed())
-    gateway = await before(in_memory, worker, Collector(worker))
-    (status,) = (await gateway.status())["workers"]
-    assert status["engine"]["match_unit"] == 16 and status["reports"]["url"] == f"http://127.0.0.1:{REPORTS}"
-    await gateway.post(chat("Any ship today?"))
-    await told(worker)
-    second = await gateway.post(chat("Any ship tomorrow?"))
-    cached = int(second.headers["x-seamark-cached"])
-    assert cached and second.headers["x-seamark-predicted"] == str(cached)
-    assert second.headers["x-seamark-reason"] == "hit"
-    worker.streams[CHAT] = lambda prompt, cached: [
-        event.replace(b'"cached_tokens": 160', b'"cached_tokens": %d' % cached) for event in EVENTS
-    ]
-    stream = await gateway.post(chat("Any ship at all?", stream=True))
-    assert (await gateway.explained(stream))["reason"] == "hit"
-    assert gateway.metric("seamark_engine_patched") == 1
-
-
-async def test_a_template_is_learnt_by_tokens_where_the_frontend_renders_nothing(in_memory):
-    worker, python = Rust(sources=listed()), RecordingWorker()
-    gateways = [await before(in_memory, worker, Collector(worker)), await in_memory(python)]
-    facts = []
-    for gateway in gateways:
-        await gateway.shows(lambda status: status["workers"][0]["templates"]["m"]["learnt"])
-        facts.append((await gateway.status())["workers"][0]["templates"]["m"])
-    assert facts[0] == facts[1] and facts[0]["known"]
-
-
-async def test_what_the_frontend_lacks_is_said_on_the_page_and_to_clients(in_memory):
-    worker = Rust(sources=listed())
-    gateway = await before(in_memory, worker, Collector(worker))
-    (status,) = (await gateway.status())["workers"]
-    assert status["frontend"] == {"name": "vLLM's Rust frontend", "lacks": list(worker.lacks)}
-    answer = await gateway.post({"model": "m", "input": "?"}, RESPONSES)
-    assert answer.status_code == 501
-    assert RESPONSES in answer.text and "Rust frontend" in answer.text and CHAT in answer.text
-    assert not any("drafts" in sentence for sentence in warnings(gateway.gateway))
-
-
 def message(question: str, **more: Any) -> dict[str, Any]:
     said = {"system": SYSTEM["content"], "messages": [{"role": "user", "content": question}], "max_tokens": 9}
     return {"model": "m", **said, **more}
-
-
-async def test_a_message_is_answered_with_what_the_chat_api_gives_and_hits_as_a_chat_does(in_memory):
-    worker = Rust(sources=listed())
-    gateway = await before(in_memory, worker, Collector(worker))
-    await gateway.post(message("Any ship today?"), MESSAGES)
-    await told(worker)
-    second = await gateway.post(message("Any ship tomorrow?", vllm_xargs={"mine": 1}), MESSAGES)
-    sent = worker.requests[-1]
-    assert sent.target == CHAT and sent.fields["messages"][0] == SYSTEM and sent.fields["vllm_xargs"]["mine"] == 1
-    assert sent.fields["vllm_xargs"]["seamark_boundaries"] and sent.fields["max_tokens"] == 9
-    answer = second.json()
-    assert (answer["type"], answer["role"]) == ("message", "assistant")
-    assert answer["content"] == [{"type": "text", "text": "é"}] and answer["stop_reason"] == "max_tokens"
-    cached = int(second.headers["x-seamark-cached"])
-    assert cached and answer["usage"]["cache_read_input_tokens"] == cached
-    assert second.headers["x-seamark-predicted"] == str(cached) and second.headers["x-seamark-reason"] == "hit"
-    assert int(second.headers["content-length"]) == len(second.content)
-    # And a chat hits what a message has left.
-    assert (await gateway.post(chat("Any ship at all?"))).headers["x-seamark-cached"] == str(cached)
 
 
 async def test_a_message_that_is_streamed_comes_as_events_of_its_own_kind(in_memory):
@@ -203,18 +142,6 @@ async def test_a_restarted_worker_is_found_at_its_new_port_as_another_boot(in_me
     await gateway.shows(lambda status: status["workers"][0]["boot"] not in ("", boot, f"{URL}#"))
     (status,) = (await gateway.status())["workers"]
     assert status["reports"]["url"] == second.url and status["boot"].endswith("1.8e+09")
-
-
-async def test_an_eviction_and_an_emptied_cache_reach_the_gateway(in_memory):
-    worker = Rust(sources=listed())
-    gateway = await before(in_memory, worker, Collector(worker))
-    await gateway.post(chat("Any ship today?"))
-    await told(worker)
-    worker.engine.clear()
-    await told(worker)
-    worker.hits, worker.cached = False, 0
-    answer = await gateway.post(chat("Any ship tomorrow?"))
-    assert answer.headers["x-seamark-predicted"] == "0"
 
 
 async def test_lost_reports_are_said_and_what_they_may_have_told_is_forgotten(in_memory, caplog):
@@ -318,23 +245,6 @@ class Ranks(RecordingWorker):
             self.rank = before
 
 
-async def test_engines_behind_one_address_are_workers_each_with_a_feed_and_requests_of_its_own(in_memory):
-    worker = Ranks()
-    gateway = await in_memory(worker)
-    await gateway.shows(lambda status: [each["up"] for each in status["workers"]] == [True, True])
-    assert [each["name"] for each in (await gateway.status())["workers"]] == ["127.0.0.1:1#0", "127.0.0.1:1#1"]
-    seen = []
-    for number in range(6):
-        answer = await gateway.post(chat(f"Question {number}?"))
-        (rank,) = [value for name, value in worker.requests[-1].headers if name == b"x-data-parallel-rank"]
-        seen.append(rank.decode())
-        assert answer.headers["x-seamark-worker"] == f"127.0.0.1:1#{seen[-1]}"
-        engine = worker.of[seen[-1]]
-        await until(lambda engine=engine: engine.read_to >= engine.cursor)
-        assert answer.headers["x-seamark-predicted"] == answer.headers["x-seamark-cached"]
-    assert len(set(seen)) == 1  # all share a beginning, and one engine holds it
-
-
 async def test_a_client_cannot_say_which_engine(in_memory):
     worker = Ranks()
     gateway = await in_memory(worker)
@@ -343,39 +253,3 @@ async def test_a_client_cannot_say_which_engine(in_memory):
         await gateway.post(chat("?"), x_data_parallel_rank="7")
         named = [value for name, value in worker.requests[-1].headers if name == b"x-data-parallel-rank"]
         assert named in ([b"0"], [b"1"])
-
-
-async def test_engines_that_became_one_are_one_worker_again(in_memory):
-    worker = Ranks()
-    gateway = await in_memory(worker)
-    await gateway.shows(lambda status: len(status["workers"]) == 2)
-    worker.sources, worker.boot = listed(), "1.8e+09"
-    await gateway.shows(lambda status: [each["name"] for each in status["workers"]] == ["127.0.0.1:1"])
-    assert (await gateway.post(chat("?"))).status_code == 200
-
-
-async def test_two_gateways_learn_of_each_other_through_the_engine(in_memory):
-    """What each says of its load in the body is what the engine counts (`tests/unit/engine/test_load.py`)."""
-    worker = Python()
-    gateways = [await before(in_memory, worker, Collector(worker)) for _ in range(2)]
-    ids = [gateway.gateway.pool.gateway_id for gateway in gateways]
-    for gateway in gateways:
-        await gateway.post(chat("?"))
-    said = [json.loads(request.body)["vllm_xargs"]["seamark_load"].split(",") for request in worker.requests]
-    assert [name for name, *_ in said] == ids and all(int(prompt) >= int(left) > 0 for _, prompt, left in said)
-    assert not any(b"x-seamark-load" in dict(request.headers) for request in worker.requests)
-
-
-async def test_a_client_cannot_say_whose_load_it_is(in_memory):
-    worker = Python()
-    gateway = await before(in_memory, worker, Collector(worker))
-    await gateway.post(chat("?", vllm_xargs={"seamark_load": "ab,1,1", "mine": 1}))
-    xargs = json.loads(worker.requests[-1].body)["vllm_xargs"]
-    assert xargs["mine"] == 1 and xargs["seamark_load"].startswith(gateway.gateway.pool.gateway_id)
-
-
-async def test_an_older_plugin_is_told_the_load_in_a_header(in_memory):
-    worker = RecordingWorker()
-    gateway = await in_memory(worker)
-    await gateway.post(chat("?"))
-    assert worker.requests[-1].header(b"x-seamark-load") and b"seamark_load" not in worker.requests[-1].body

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import json
 import logging
 import os
 import re
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import pytest
 
-from proxy.errors import NoWorker
-from proxy.fleet import worker_metrics
-from proxy.fleet.model_names import listed_names, name_keys
-from proxy.fleet.part import Change, Part
-from proxy.fleet.pool import WorkerPool, no_worker
-from proxy.fleet.worker import BREAKER_FAILURES, DRAFT_STATES, TRIAL_SECONDS, CircuitBreaker, Worker
+from proxy.fleet.part import Part
+from proxy.fleet.pool import WorkerPool
+from proxy.fleet.worker import BREAKER_FAILURES, TRIAL_SECONDS, CircuitBreaker, Worker
 from proxy.http.client import Broken, Exhausted, Silent, Unreachable
-from proxy.idle_work import SHORT_PATIENCE_SECONDS
 from proxy.routing.queue import AdmissionQueue
-from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker, respond
 from tests.harness.waiting import until
@@ -93,22 +86,6 @@ def file(tmp_path):
     return path
 
 
-class Heard(Part):
-    """What a pool tells of its workers, and what it has prepared at them."""
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self.removed: list[Worker] = []
-        self.prepared: list[tuple[str, list[str]]] = []  # a worker, and those that could take its requests
-        self._pool = pool
-
-    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
-        if change is Change.REMOVED:
-            self.removed.append(worker)
-
-    async def prepare(self, worker: Worker) -> None:
-        self.prepared.append((worker.url, [each.url for each in self._pool.for_model("m")]))
-
-
 @pytest.fixture
 def gateway_of(in_memory) -> Callable[..., Awaitable[InMemoryGateway]]:
     """Composes gateways whose workers nobody looks at but a test."""
@@ -150,86 +127,9 @@ async def test_a_worker_that_stays_in_the_file_stays_the_same_with_its_requests_
     assert not kept.cache.hints_allowed and kept.cache.salt({"model": "m"})
 
 
-async def test_a_worker_with_the_plugin_is_asked_for_few_of_its_metrics_for_as_long_as_it_knows_them(gateway_of, a):
-    pool = (await gateway_of(a)).gateway.pool
-    (worker,) = pool.workers
-
-    async def asked() -> list[str]:
-        a.asked.clear()
-        await pool.check_all()
-        return a.asked
-
-    a.patched = True
-    assert await asked() == ["/metrics", worker_metrics.OF_PLUGIN]  # what it is, is not known before
-    assert await asked() == [worker_metrics.OF_PLUGIN] and worker.engine is not None
-    a.older = True
-    few = worker_metrics.OF_PLUGIN
-    assert await asked() == [few, "/metrics", few] and worker.engine is not None
-    a.older = False
-    assert await asked() == ["/metrics", few] and worker.engine is not None
-    a.patched = False  # its patches are not live
-    assert await asked() == [few, "/metrics"] and worker.engine is None
-    assert await asked() == ["/metrics"]
-    assert worker.boot == f"{A}#{a.boot}"
-
-
-async def test_a_worker_that_leaves_the_file_is_down_and_whoever_cares_hears_of_it(gateway_of, a, b, file):
-    gateway = (await gateway_of(a, b, worker=(), workers_file=file)).gateway
-    pool, heard = gateway.pool, gateway.shelf.put(Heard(gateway.pool))
-    await pool.check_all()
-    (gone,) = pool.workers
-    write(file, B)
-    pool.refresh()
-    assert heard.removed == [gone] and not gone.up
-    await pool.check_health(gone)  # a check that was under way
-    assert not gone.up and gone not in pool.workers
-
-
 def fail(pool: WorkerPool, worker: Worker, times: int = BREAKER_FAILURES) -> None:
     for number in range(times):
         pool.record_failure(worker, b"%d" % number)
-
-
-async def test_a_worker_that_fails_gets_nothing_while_another_does_not(own, both):
-    first, second = both.workers
-    fail(both, first, BREAKER_FAILURES - 1)
-    both.record_success(first)
-    fail(both, first, BREAKER_FAILURES - 1)
-    assert both.for_model("m") == [first, second]
-    fail(both, first)
-    await both.check_all()  # its health is well, and says nothing of its requests
-    assert both.for_model("m") == both.for_model("unknown") == [second]
-    assert (first.up, first.is_sound) == (True, False)
-    assert (own.metric("seamark_worker_up", worker="a:1"), own.metric("seamark_worker_up")) == (0, 1)
-    fail(both, second)
-    assert both.for_model("m") == [first, second]  # rather than none
-    both.record_success(second)
-    assert both.for_model("m") == [second]
-
-
-async def test_a_worker_that_failed_is_tried_with_one_request_and_is_back_with_its_success(woken, both):
-    first, second = both.workers
-    clock = [0.0]
-    first.breaker = CircuitBreaker(lambda: clock[0])
-    fail(both, first)
-    clock[0] += TRIAL_SECONDS
-    first.max_inflight = first.inflight = 1
-    assert both.for_model("m") == [second]  # nobody waits for it
-    first.inflight = 0
-    assert both.for_model("m") == [first]
-    assert first.breaker.begin_trial() and both.for_model("m") == [second]
-    woken.clear()
-    both.record_success(first)
-    assert both.for_model("m") == [first, second] and woken
-
-
-async def test_failures_from_before_a_restart_do_not_count_after_it(both, a):
-    worker, _ = both.workers
-    for boot in range(2, 5):
-        fail(both, worker, BREAKER_FAILURES - 1)
-        assert worker.is_sound
-        a.boot = f"{boot}.0"
-        await both.check_all()
 
 
 async def test_a_probe_that_this_machine_had_no_descriptor_for_says_nothing_of_the_worker(own, both):
@@ -239,31 +139,6 @@ async def test_a_probe_that_this_machine_had_no_descriptor_for_says_nothing_of_t
     own.upstream.faults.update({A: Exhausted(), B: Exhausted()})
     await both.check_all()
     assert [worker.up for worker in both.workers] == [True, False]
-
-
-async def test_a_restart_empties_the_cache_and_leaves_the_worker_in_quarantine(both, a):
-    worker, _ = both.workers
-    before = worker.boot
-    worker.cache.quarantine()
-    assert worker.cache.salt({"model": "m"})
-    a.boot = "2.0"
-    await both.check_all()
-    assert worker.boot != before and worker.cache.salt({"model": "m"}) is None and not worker.cache.hints_allowed
-
-
-async def test_a_restarted_worker_is_warmed_up_before_it_is_chosen_if_another_is_there(gateway_of, a, b):
-    gateway = (await gateway_of(a, b, replay_seconds=60.0)).gateway
-    pool = gateway.pool
-    prepared = gateway.shelf.put(Heard(pool)).prepared
-    await pool.check_all()
-    while any(worker.warming for worker in pool.workers) or len(prepared) < 2:
-        await pool.check_health(pool.workers[1])
-    prepared.clear()
-    a.boot = "2.0"
-    await pool.check_all()
-    while pool.workers[0].warming or not prepared:
-        await pool.check_health(pool.workers[1])
-    assert prepared == [(A, [B])]
 
 
 async def test_a_list_of_models_that_makes_no_sense_harms_its_own_worker_alone(both, a, b):
@@ -282,31 +157,6 @@ async def test_whatever_one_worker_does_the_others_are_checked(own, failure):
     own.upstream.faults[A] = failure
     await own.gateway.pool.check_all()
     assert [worker.url for worker in own.gateway.pool.up] == [B]
-
-
-async def test_a_worker_too_busy_for_a_probe_stays_up_while_it_answers_requests(gateway_of, a):
-    own = await gateway_of(a, health_interval=1000)
-    pool = own.gateway.pool
-    await pool.check_all()
-    own.upstream.faults[A] = Broken()
-    pool.workers[0].answered()
-    await pool.check_all()
-    assert pool.up
-    pool.workers[0].answered_at = time.monotonic() - 1900
-    await pool.check_all()
-    assert pool.up
-    pool.workers[0].answered_at = time.monotonic() - 2000  # two health checks ago
-    await pool.check_all()
-    assert not pool.up
-
-
-async def test_a_model_that_no_worker_ever_served_goes_to_any_and_one_whose_workers_are_down_to_none(both, b):
-    assert both.for_model("other") == both.workers
-    b.models = ("n",)
-    await both.check_all()
-    both.mark_down(both.workers[1])
-    with pytest.raises(NoWorker):
-        both.for_model("n")
 
 
 def said(caplog) -> list[str]:
@@ -336,36 +186,6 @@ async def test_why_a_worker_is_down_is_said_when_it_changes_and_not_with_each_pr
     pool.mark_down(pool.workers[0], "connection refused")
     await pool.check_all()
     assert said(caplog) == ["worker a:1 is down: connection refused", line]
-
-
-async def test_a_refusal_names_the_causes_of_the_workers_that_could_serve_the_model(own, b):
-    pool = own.gateway.pool
-    with pytest.raises(NoWorker, match="It may still be loading"):
-        pool.for_model("m")  # nothing is known yet
-    b.models = ("n",)
-    await pool.check_all()
-    own.upstream.faults[B] = Unreachable("connection refused")
-    await pool.check_all()
-    with pytest.raises(NoWorker, match=r"No worker is ready for this model\. Worker b:1: connection refused\.$"):
-        pool.for_model("n")
-    assert pool.for_model("m") == [pool.workers[0]]
-
-
-async def test_a_refusal_names_a_few_causes_and_counts_the_rest(gateway_of):
-    pool = (await gateway_of(worker=tuple(f"http://h:{number}" for number in range(1, 6)))).gateway.pool
-    for worker in pool.workers:
-        pool.mark_down(worker, "no connection")
-    text = str(no_worker("No worker is ready.", pool.workers))
-    assert text.count("no connection") == 3 and text.endswith("; and 2 more.")
-
-
-def test_names_are_of_one_model_if_a_worker_says_so_whatever_the_order_of_the_workers():
-    cards = ([{"id": "b"}, {"id": "c"}], [{"id": "a"}, {"id": "b"}, {"id": "lora", "parent": "b"}], [{"id": "d"}])
-    listed = [listed_names(each, one_engine=True) for each in cards]
-    for order in itertools.permutations(listed):
-        assert name_keys(order) == {"a": "a", "b": "a", "c": "a", "d": "d", "lora": "lora"}
-    assert (listed[1].base, listed[1].templates["lora"]) == ("a", "a")
-    assert len(set(name_keys([listed_names(cards[0], one_engine=False)]).values())) == 2  # a gateway has many models
 
 
 async def test_whoever_waits_for_a_worker_is_woken_when_other_ones_are_ready_than_before(woken, both):
@@ -411,28 +231,6 @@ async def test_a_workers_own_metrics_are_shown_as_it_gives_them_and_none_where_i
     assert await both.exposition(worker) == ""
 
 
-async def test_identities_are_those_of_workers_that_have_told_one(own, both, a):
-    assert both.boots() == [f"{A}#{a.boot}", f"{B}#{a.boot}"]
-    both.discover(("http://new:1",))
-    assert len(both.workers) == 3 and both.boots() == [f"{A}#{a.boot}", f"{B}#{a.boot}"]
-
-
-@pytest.mark.parametrize(
-    ("everywhere", "in_file", "ranks", "each"),
-    [(0, None, 1, 0), (8, None, 1, 8), (8, 3, 1, 3), (8, 0, 1, 0), (0, None, 2, 0), (8, None, 2, 4), (1, None, 2, 1)],
-)
-async def test_a_workers_requests_are_limited_by_its_file_or_the_setting_and_parted_among_its_engines(
-    gateway_of, a, file, everywhere, in_file, ranks, each
-):
-    write(file, A, limit=in_file)
-    a.patched = True
-    a.sources = {str(rank): {"endpoint": "tcp://*:5557"} for rank in range(ranks)}
-    pool = (await gateway_of(a, worker=(), workers_file=file, max_inflight=everywhere)).gateway.pool
-    await pool.check_all()
-    names = [f"{A}#{rank}" for rank in range(ranks)] if ranks > 1 else [A]
-    assert [(worker.url, worker.max_inflight) for worker in pool.workers] == [(name, each) for name in names]
-
-
 async def test_engines_behind_one_address_are_looked_at_once_they_are_known_and_go_together(gateway_of, a, file):
     a.patched, a.sources = True, {str(rank): {"endpoint": "tcp://*:5557"} for rank in range(2)}
     own = await gateway_of(a, worker=(), workers_file=file)
@@ -446,65 +244,6 @@ async def test_engines_behind_one_address_are_looked_at_once_they_are_known_and_
     await pool.check_all()
     await until(lambda: [worker.url for worker in pool.up] == [A])
     assert own.metric("seamark_worker_up") == 1
-
-
-async def test_what_is_counted_of_a_worker_goes_with_it(gateway_of, a, b, file):
-    a.patched, a.drafting = True, DraftingEngine(state="on")
-    own = await gateway_of(a, b, worker=(), workers_file=file)
-    pool = own.gateway.pool
-    await pool.check_all()
-    of = {"worker": "a:1"}
-    assert (own.metric("seamark_engine_patched", **of), own.metric("seamark_worker_up", **of)) == (1, 1)
-    states = {state: own.metric("seamark_draft_gate", state=state, **of) for state in DRAFT_STATES}
-    assert states == {**dict.fromkeys(DRAFT_STATES, 0), "on": 1}
-    (gone,) = pool.workers
-    gone.inflight = 2
-    assert own.metric("seamark_inflight", **of) == 2
-    write(file, B)
-    pool.refresh()
-    await pool.check_health(gone)  # one that was under way
-    families = own.gateway.metrics.registry.collect()
-    assert not [each for family in families for each in family.samples if each.labels.get("worker") == "a:1"]
-    await pool.check_all()
-    assert (own.metric("seamark_engine_patched"), own.metric("seamark_draft_gate")) == (0, 0)
-
-
-async def test_addresses_that_are_found_are_looked_at_at_once_and_once(own, both, a, b):
-    assert both.discovered == ()
-    before = both.workers[0]
-    a.asked.clear()
-    b.asked.clear()
-    own.upstream.workers["http://c:1"] = c = Server("http://c:1")
-    both.discover(("http://c:1", B))
-    assert [worker.url for worker in both.workers] == [A, B, "http://c:1"] and both.workers[0] is before
-    await until(lambda: both.workers[2].up)
-    assert (len(a.asked), len(b.asked)) == (0, 0) and c.asked
-    both.discover((B,))
-    assert [worker.url for worker in both.workers] == [A, B] and both.discovered == (B,)
-
-
-async def test_checks_of_a_worker_at_the_same_time_are_one_and_later_ones_are_new(own, both, a):
-    worker, _ = both.workers
-    a.asked.clear()
-    await asyncio.gather(*(both.check_health(worker) for _ in range(5)))
-    assert len(a.asked) == 1
-    await both.check_health(worker)
-    assert len(a.asked) == 2
-
-
-async def test_workers_are_checked_again_and_again(gateway_of, a):
-    pool = (await gateway_of(a, health_interval=0.01)).gateway.pool
-    watching = asyncio.create_task(pool.watch())
-    await until(lambda: len(a.asked) > 3)
-    watching.cancel()
-    pool = (await gateway_of(a, health_interval=1000)).gateway.pool
-    a.asked.clear()
-    watching = asyncio.create_task(pool.watch())
-    await until(lambda: pool.up)
-    for _ in range(50):
-        await asyncio.sleep(0)
-    watching.cancel()
-    assert len(a.asked) == 1
 
 
 async def test_a_worker_that_was_not_up_is_not_for_an_answer_of_before(gateway_of, a):
@@ -577,28 +316,6 @@ async def test_a_worker_is_warmed_up_until_that_is_over_however_it_ends(gateway_
     assert woken and warmup.began == [A]
 
 
-async def test_a_worker_is_warmed_up_once_it_is_known_what_it_renders_with(gateway_of, a):
-    """Else what is replayed would be given no hints."""
-    a.patched = True
-    gateway = (await gateway_of(a, replay_seconds=1000.0)).gateway
-    warmup = gateway.shelf.put(Preparing())
-    await gateway.pool.check_all()
-    await until(lambda: warmup.began)
-    warmup.end.set_result(None)
-    assert [list(known) for known in warmup.known] == [["m"]]
-
-
-async def test_what_a_worker_says_of_its_health_is_read_in_a_lull(own, both, monkeypatch):
-    lulls = []
-
-    async def lull(patience: float) -> None:
-        lulls.append(patience)
-
-    monkeypatch.setattr(own.gateway.idle, "lull", lull)
-    await both.check_health(both.workers[0])
-    assert lulls == [SHORT_PATIENCE_SECONDS]
-
-
 async def test_a_warm_up_ends_when_its_seconds_are_over(gateway_of, a, woken):
     gateway = (await gateway_of(a, replay_seconds=0.01)).gateway
     (worker,), warmup = gateway.pool.workers, gateway.shelf.put(Preparing())
@@ -633,34 +350,6 @@ async def test_a_worker_that_renders_nothing_is_up_after_a_moment_and_asked_on_b
     a.boot, a.hang_renders = "2.0", False
     await pool.check_all()
     await until(lambda: worker.renderer_ids)
-
-
-async def test_what_a_worker_is_rendered_by_is_known_before_it_gets_requests(gateway_of, a):
-    a.patched = True
-    pool = (await gateway_of(a)).gateway.pool
-    await pool.check_all()
-    (worker,) = pool.workers
-    known = dict(worker.renderer_ids)
-    assert worker.up and list(known) == ["m"] and worker.renderer_id("m") == known["m"]
-    renders = a.renders
-    await pool.check_all()
-    assert a.renders == renders and worker.renderer_ids == known
-    a.boot = "2.0"
-    await pool.check_all()
-    await until(lambda: worker.renderer_ids == known)
-    assert a.renders > renders
-
-
-async def test_a_worker_that_goes_is_not_asked_any_further_for_what_teaches_its_template(gateway_of, a, b, monkeypatch):
-    monkeypatch.setattr("proxy.fleet.pool.FACTS_SECONDS", 0.01)
-    a.patched, a.hang_renders = True, True
-    own = await gateway_of(b, render_timeout=1000.0)
-    own.upstream.workers[A] = a
-    own.gateway.pool.discover((A,))
-    await until(lambda: any(worker.url == A for worker in own.gateway.pool.up))
-    assert a.rendering_now
-    own.gateway.pool.discover(())
-    await until(lambda: not a.rendering_now)
 
 
 async def test_a_worker_that_rendered_nothing_is_asked_again_with_the_next_health_check(gateway_of, a):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import pytest
 
@@ -14,21 +13,14 @@ from proxy.fleet.probe import (
     Probe,
     Probed,
     Unwell,
-    gateway_id,
-    models_in,
     version_in,
     why_broken,
 )
 from proxy.fleet.reports import Reports
-from proxy.fleet.sleep import IS_PAUSED
 from proxy.fleet.worker_metrics import (
-    MOST_CAUSE,
-    OF_PLUGIN,
     EngineInfo,
     StepTimes,
     WorkerMetrics,
-    read,
-    read_setup,
 )
 from proxy.http.client import Broken, Malformed, Silent, Unreachable
 from tests.harness.fake_engine import engine_info
@@ -72,34 +64,6 @@ class Server:
         return await Probe(self, URL).probe(last, own_id="me", of_plugin=False, lull=lull)  # type: ignore[arg-type]
 
 
-async def test_what_is_the_same_for_a_boot_is_asked_once_and_the_rest_is_new_each_time():
-    server = Server()
-    first = await server.probe()
-    server.pages["/v1/models"] = b'{"data":[{"id":"m"},{"id":"n"}]}'
-    server.add("vllm:prefix_cache_hits_total 5.0\n")
-    second = await server.probe(first)
-    assert server.asked.count("/version") == 1 and first.boot == second.boot == f"{URL}#1.0"
-    assert (first.names.bases, second.names.bases) == ((("m",),), (("m", "n"),))
-    assert (first.metrics.hits, second.metrics.hits, second.hits_before) == (None, 5, None)
-    assert second.vllm == "0.32.0" and first.at < second.at
-    with pytest.raises(FrozenInstanceError):
-        first.boot = "another"  # type: ignore[misc]
-
-
-async def test_one_that_falls_asleep_is_known_as_it_was_but_for_its_models():
-    server = Server()
-    awake = await server.probe()
-    server.pages |= {"/v1/models": b'{"data":[{"id":"n"}]}', IS_PAUSED: json.dumps({"is_paused": True}).encode()}
-    server.add("vllm:prefix_cache_hits_total 5.0\n")
-    asleep = await server.probe(awake)
-    assert asleep.asleep == "asleep (paused): POST /resume wakes it" and not awake.asleep
-    known = replace(asleep, models=awake.models, answers=awake.answers, asleep="")
-    assert known == awake and list(asleep.names.templates) == ["n"]
-    del server.pages[IS_PAUSED]
-    assert (await server.probe(asleep)).asleep  # it does not answer, and is not awake for that
-    assert awake.answers.said[IS_PAUSED] is None
-
-
 async def test_step_times_of_before_a_restart_stand_until_the_engine_has_learnt_them_again():
     server, times = Server(), StepTimes(0.01, 0.0001)
     server.add(engine_info())
@@ -128,35 +92,6 @@ async def test_what_cannot_be_used_is_unwell(path, answer, words):
     server.pages[path] = answer
     with pytest.raises(Unwell, match=words):
         await server.probe()
-
-
-def test_a_model_whose_name_a_terminal_would_obey_is_none():
-    names = ["openai/gpt-oss 120b", "m\x1b[2J", "m\n2026-11-25 INFO forged", "m\x9b31m", "m\u202e", "m\ud800", "漢"]
-    told = json.dumps({"data": [{"id": name} for name in names]}).encode()
-    assert [each["id"] for each in models_in(told) or []] == [names[0], names[-1]]
-
-
-def test_what_a_plugin_says_of_itself_is_kept_short_and_printable():
-    evil = "0.3.0\x1b[2J" + "x" * 300
-    labels = ",".join(f'{name}="{evil}"' for name in ("version", "vllm", "connector", "lane", "refused"))
-    text = f'seamark_engine_info{{match_unit="16",block_size="384",{labels}}} 1.0\n'
-    engine, setup = read(text).engine, read_setup(text)
-    assert engine is not None
-    for said in (
-        engine.version,
-        engine.vllm,
-        engine.connector,
-        engine.lane,
-        engine.refused,
-        setup.connector,
-        setup.lane,
-    ):
-        assert said.isprintable() and len(said) <= 4 * MOST_CAUSE and said.startswith("0.3.0\\x1b[2J")
-
-
-def test_models_without_end_are_counted_in_the_log():
-    known = probed("w#1", None, *(f"m{number}" for number in range(9)), hits=0)
-    assert known.words.startswith("serves m0, m1, m2, m3 and 5 more; vLLM of unknown version; not patched")
 
 
 class Speaking(Server):
@@ -215,17 +150,6 @@ async def test_what_a_worker_is_follows_from_what_it_says():
     assert (gateway.is_vllm, gateway.is_gateway) == (False, True)
 
 
-async def test_a_gateway_that_sleeps_behind_another_one_is_none_of_vllms():
-    server = Speaking()
-    server.pages["/health"] = b'{"gateway":"another"}'
-    server.pages["/metrics"] = server.pages["/metrics"].replace(b'"awake"} 1.0', b'"weights_offloaded"} 1.0')
-    asleep = await server.probe()
-    assert asleep.asleep.startswith("asleep") and not asleep.is_vllm
-    server.pages["/health"] = b""
-    assert not (await server.probe()).is_vllm  # it has not told its version before
-    assert (await server.probe(replace(Probed(), vllm="0.32.0"))).is_vllm
-
-
 RUST = b"not supported by the Rust frontend yet"
 
 
@@ -247,31 +171,6 @@ async def test_a_frontend_in_rust_is_known_by_its_words_with_the_routes_that_it_
     assert server.asked == list(OPTIONAL)
 
 
-async def test_a_worker_that_says_when_it_started_is_not_asked_for_its_frontend_and_another_one_once():
-    server = Speaking()
-    server.posts = dict.fromkeys(OPTIONAL, (501, RUST))
-    assert (await server.probe()).frontend == ALL and not set(OPTIONAL) & set(server.asked)
-    server.pages["/metrics"] = AWAKE.encode()
-    first = await server.probe()
-    assert first.frontend.lacks == OPTIONAL and first.boot == f"{URL}#"
-    server.asked.clear()
-    again = await server.probe(first)
-    assert again.frontend == first.frontend and not set(OPTIONAL) & set(server.asked)
-
-
-async def test_each_question_is_given_its_seconds():
-    server = Speaking()
-    probe = Probe(server, URL)
-    await probe.get("/health")
-    await probe.get("/health", 2.0)
-    await probe.post("/x", {})
-    await probe.post("/x", {}, 3.0)
-    short = Probe(server, URL, seconds=0.5)
-    await short.get("/health")
-    await short.post("/x", {})
-    assert server.seconds == [5.0, 2.0, 5.0, 3.0, 0.5, 0.5]
-
-
 @pytest.mark.parametrize(
     ("answer", "version"),
     [
@@ -284,14 +183,6 @@ async def test_each_question_is_given_its_seconds():
 )
 def test_a_version_is_a_text_that_can_be_shown(answer, version):
     assert version_in(answer) == version
-
-
-@pytest.mark.parametrize(
-    ("health", "gateway"),
-    [(b'{"gateway":"me"}', "me"), (b"", None), (b"{}", None), (b"[]", None), (b"[" * 10**5, None)],
-)
-def test_a_gateway_says_who_it_is_at_its_health(health, gateway):
-    assert gateway_id(health) == gateway
 
 
 @pytest.mark.parametrize(
@@ -346,22 +237,3 @@ ENGINE = EngineInfo("0.3.0", "0.32.0", 16, 384)
 )
 def test_what_a_worker_is_in_words(probed, words):
     assert probed.words.startswith(words)
-
-
-async def test_reports_are_read_where_they_were_and_else_where_the_worker_says():
-    server = Speaking()
-    server.add(engine_info())
-    few = server.pages["/metrics"]
-    told = await Probe(server, URL).metrics()
-    assert told[0] == few and "cannot be read" not in told[1].why_not
-    server.pages[OF_PLUGIN] = b"few " + few
-    assert await Probe(server, URL).metrics() == (b"few " + few, Reports(URL))
-    server.asked.clear()
-    assert (await Probe(server, URL).metrics(Reports(URL, (0, 1))))[1] == Reports(URL, (0, 1))
-    assert server.asked == [OF_PLUGIN]
-    server.status[OF_PLUGIN] = 404
-    some, reports = await Probe(server, URL).metrics(Reports(URL))
-    assert some == few and reports.url == ""
-    server.status.clear()
-    server.pages[OF_PLUGIN] = b"of something else"
-    assert (await Probe(server, URL).metrics(Reports(URL)))[1].url == ""

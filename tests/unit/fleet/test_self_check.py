@@ -18,7 +18,6 @@ from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.responses import StoredResponses
 from proxy.fleet import idle_turns, self_check
-from proxy.fleet.answer_compare import Continuation, ContinuedToken, Noise
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.part import Change
 from proxy.fleet.self_check import MOST_OF_CLIENTS, SelfCheck
@@ -71,10 +70,6 @@ async def render(body, path=CHAT) -> TokenIds:
     return TokenIds.of(range(64))
 
 
-async def render_much(body, path=CHAT) -> TokenIds:
-    return TokenIds.of(range(3000))
-
-
 def replay(last: bytes, content: object = "Tide?", **put) -> WarmupRequest:
     raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
     found = Found((SYSTEM, Boundary("turn", last, 80)), renderer_id=RENDERER)
@@ -114,38 +109,6 @@ async def judged(check: SelfCheck, worker: Worker, request: WarmupRequest):
     return await check._judge(worker, request, self_check._Watched())
 
 
-def test_prompts_under_one_system_prompt_are_checked_in_turn(worker, engine):
-    first, second = replay(b"first"), replay(b"second")
-    check = check_of(worker, engine, first, second)
-    taken = []
-    for _ in range(3):
-        taken.append(check._next(worker))
-        check._record(worker, taken[-1])
-    assert taken == [first, second, first]
-
-
-async def test_the_prompt_is_asked_under_the_salt_of_its_api_key(worker, engine):
-    request = replay(b"first", cache_salt="anns")
-    engine.cached_under.add("anns")
-    verdict = await judged(check_of(worker, engine, request), worker, request)
-    assert verdict is not None and verdict.result == "same"
-    salts = [asked.get("cache_salt") for asked in engine.asked]
-    assert salts[:2] == ["anns", "anns"] and "anns" not in salts[2:] and all(salts)
-
-
-async def test_the_hint_is_resolved_on_the_whole_prompt_and_cut_with_it(worker, engine):
-    boundaries = tuple(
-        Boundary("explicit", b"%d" % number, entry) for number, entry in enumerate(("last:9", -4, -40, 7))
-    )
-    request = replay(b"first")
-    request = request._replace(found=request.found._replace(boundaries=boundaries))
-    for cache_tokens, hint in ((10**6, [7, 10, 24, 60]), (3 * 32 * 16, [7, 10, 24])):
-        worker.probed = probed(worker.boot, worker.engine, "m", cache_tokens=cache_tokens)
-        await judged(check_of(worker, engine, request), worker, request)
-        asked = engine.asked[-1]
-        assert asked["vllm_xargs"]["seamark_boundaries"] == hint
-
-
 async def test_in_quarantine_the_prompt_is_asked_under_the_salt_that_requests_get(worker, engine):
     worker.cache.quarantine()
     request = replay(b"first", cache_salt="anns")
@@ -166,20 +129,6 @@ async def test_what_is_no_chat_is_not_checked(worker, engine):
     assert await judged(check_of(worker, engine, request), worker, request) is None and not engine.asked
 
 
-async def test_what_the_gateways_own_limits_let_in_is_checked(worker, engine):
-    request = replay(b"first")
-    deep = b'{"a":' * 200 + b"1" + b"}" * 200
-    request = request._replace(raw=request.raw[:-1] + b',"metadata":' + deep + b"}")
-    await judged(check_of(worker, engine, request, settings=Settings(max_json_depth=300)), worker, request)
-    assert engine.asked
-
-
-async def test_what_was_not_cached_is_not_judged(worker, engine):
-    request = replay(b"first")
-    assert await judged(check_of(worker, engine, request), worker, request) is None
-    assert len(engine.asked) == 2
-
-
 async def test_recomputed_answers_that_came_from_a_cache_are_not_judged(worker, engine, monkeypatch):
     monkeypatch.setattr(self_check, "fresh_salt", lambda: "fresh")
     engine.cached_under |= {None, "fresh"}
@@ -196,119 +145,10 @@ async def test_one_recomputed_answer_that_came_from_a_cache_is_enough(worker, en
     assert await judged(check_of(worker, engine, request), worker, request) is None
 
 
-async def test_a_cached_answer_that_differs_from_all_recomputed_ones_is_found_and_asked_twice(worker, engine):
-    engine.cached_under.add(None)
-    engine.wrong_under.add(None)
-    request = replay(b"first")
-    verdict = await judged(check_of(worker, engine, request), worker, request)
-    assert verdict is not None and verdict.result == "differs"
-    assert [asked.get("cache_salt") for asked in engine.asked].count(None) == 4
-
-
-@pytest.mark.parametrize("noises", [(1.0,), (1.0, 0.0), (0.0, 0.01, 1.0)])
-async def test_what_was_noise_in_one_comparison_is_noise_in_all_later_ones(worker, engine, noises):
-    engine.cached_under.add(None)
-    engine.wrong_under.add(None)  # 0.39 off
-    request, watched = replay(b"first"), self_check._Watched()
-    for noise in noises:
-        watched.noise.add([answered(-0.5), answered(-0.5 - noise)])
-    verdict = await check_of(worker, engine, request)._judge(worker, request, watched)
-    assert verdict is not None and verdict.result == "noise" and verdict.noise == 1.0
-
-
-async def test_a_worker_that_was_checked_rests_for_the_interval(worker, engine):
-    engine.cached_under.add(None)
-    check = check_of(worker, engine, replay(b"first"))
-    assert is_due_after(check, worker)
-    watched = check._watched[worker.url]
-    await check._check(worker, watched)
-    assert watched.checks == 1 and not check._is_due(worker)
-
-
 async def test_a_worker_with_requests_of_another_gateway_is_left_alone(worker, engine):
     engine.metrics = 'vllm:num_requests_waiting{engine="0"} 1.0\n'
     request = replay(b"first")
     assert await judged(check_of(worker, engine, request), worker, request) is None and not engine.asked
-
-
-def answered(logprob: float) -> Continuation:
-    return Continuation((ContinuedToken("a", {"a": logprob}),), 0)
-
-
-def is_due_after(check: SelfCheck, worker: Worker, **seen) -> bool:
-    """Whether an idle worker is checked, with `seen` of it before."""
-    check._watched[worker.url] = self_check._Watched(dispatched=worker.dispatched, boot=worker.boot, **seen)
-    return check._is_due(worker)
-
-
-def test_an_idle_worker_is_checked_and_no_more_than_its_cache_and_its_turn_allow(worker, engine):
-    check = check_of(worker, engine)
-    worker.probed = probed(worker.boot, worker.engine, "m", cache_tokens=16_000)
-    most = idle_turns.MOST_IN_A_ROW
-    assert is_due_after(check, worker)
-    assert is_due_after(check, worker, in_a_row=most - 1) and not is_due_after(check, worker, in_a_row=most)
-    share = int(16_000 * idle_turns.CACHE_SHARE)
-    assert is_due_after(check, worker, recomputed=share - 1) and not is_due_after(check, worker, recomputed=share)
-    assert not is_due_after(check, worker, next_at=time.monotonic() + 60)
-    assert not is_due_after(check, worker, busy_at=time.monotonic())
-    worker.warming = True
-    assert not is_due_after(check, worker)
-    worker.warming, worker.up = False, False
-    assert not is_due_after(check, worker)
-    worker.up, worker.in_shadow = True, True
-    assert not is_due_after(check, worker)
-    worker.in_shadow = False
-    worker.cache.quarantine()
-    assert is_due_after(check, worker)
-    worker.cache.quarantine()
-    assert not is_due_after(check, worker)
-
-
-def test_what_is_off_is_seen_until_an_operator_resets_it(worker, engine):
-    check = check_of(worker, engine)
-    seen = [(check.hints_off, check.cache_off)]
-    for _ in range(2):
-        worker.cache.quarantine()
-        seen.append((check.hints_off, check.cache_off))
-    check.reset()
-    assert [*seen, (check.hints_off, check.cache_off)] == [(False, False), (True, False), (True, True), (False, False)]
-
-
-def test_one_worker_that_is_off_is_enough_to_be_seen(worker, engine):
-    check = check_of(worker, engine)
-    check._pool.workers.insert(0, Worker("http://sound", renderer=render))
-    for hints_off, cache_off in ((True, False), (True, True)):
-        worker.cache.quarantine()
-        assert (check.hints_off, check.cache_off) == (hints_off, cache_off)
-
-
-def test_a_removed_worker_is_forgotten(worker, engine):
-    check = check_of(worker, engine)
-    assert is_due_after(check, worker)
-    check.on_worker(worker, Change.REMOVED)
-    assert not check._watched
-    check.on_worker(worker, Change.REMOVED)
-
-
-async def test_the_trial_of_a_removed_worker_is_forgotten(soon):
-    check, worker, _ = drafting()
-    await check._try_drafts(worker, self_check._Watched(dispatched=0))
-    assert check.gates.words(worker)
-    check.on_worker(worker, Change.CLEARED)
-    assert check.gates.words(worker)
-    check.on_worker(worker, Change.REMOVED)
-    assert not check.gates.words(worker)
-
-
-def test_a_restarted_worker_starts_without_the_noise_of_before(worker, engine):
-    check = check_of(worker, engine)
-    noise = Noise()
-    noise.add([answered(-0.5), answered(-1.0)])
-    assert is_due_after(check, worker, checks=5, noise=noise) and noise.largest == 0.5
-    worker.probed = probed("w#2", worker.engine, "m")
-    check._is_due(worker)
-    watched = check._watched[worker.url]
-    assert (watched.boot, watched.checks, watched.noise.largest) == ("w#2", 0, 0.0)
 
 
 class SlowEngine(Engine):
@@ -403,13 +243,6 @@ async def test_idle_workers_are_checked_for_ever_and_one_that_fails_keeps_no_oth
     assert "self-check of worker odd: RuntimeError" in caplog.text and "planned" not in caplog.text
 
 
-async def test_without_an_interval_nothing_is_checked(worker, engine, soon):
-    check = check_of(worker, engine, replay(b"first"), settings=Settings(self_check_interval=0))
-    async with asyncio.timeout(30):
-        await check.run()
-    assert not engine.asked
-
-
 async def test_a_worker_that_answers_otherwise_loses_its_hints_and_then_its_cache_and_is_watched_closely(
     worker, engine, caplog
 ):
@@ -455,44 +288,6 @@ async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
     assert watched.next_at == pytest.approx(1000 + took + max(interval, rest * took))
     assert (watched.checks, watched.in_a_row, check.checked) == (checks + 1, 3, 0)
     assert check._next(worker) is request and check._checked_at
-
-
-async def test_nothing_is_asked_of_a_worker_whose_clients_share_nothing(worker, engine):
-    check, watched = check_of(worker, engine), self_check._Watched(dispatched=0)
-    await check._check(worker, watched)
-    assert (watched.checks, engine.asked) == (0, [])
-    bare = replay(b"first")._replace(found=Found((), renderer_id=RENDERER))
-    await check_of(worker, engine, bare)._check(worker, watched)
-    other = replay(b"first")._replace(model="another")
-    await check_of(worker, engine, other)._check(worker, watched)
-    assert (watched.checks, engine.asked) == (0, [])
-
-
-async def test_a_difference_that_does_not_come_again_is_none(worker, engine):
-    """As of an engine whose first answer was computed beside another one."""
-    engine.cached_under.add(None)
-    engine.wrong_under.add(None)
-
-    class Once(Engine):
-        async def fetch(self, method, url, body=b"", timeout=None):
-            if [asked.get("cache_salt") for asked in engine.asked].count(None) >= 2:
-                engine.wrong_under.discard(None)
-            return await engine.fetch(method, url, body, timeout)
-
-    request = replay(b"first")
-    verdict = await judged(check_of(worker, Once(), request), worker, request)
-    assert verdict is not None and verdict.result == "same"
-
-
-@pytest.mark.parametrize(("tokens", "cache_tokens", "sent"), [(256, 0, 256), (4096, 0, 3000), (4096, 3 * 16 * 24, 24)])
-async def test_as_much_of_a_prompt_is_sent_as_the_setting_and_the_cache_allow(
-    worker, engine, tokens, cache_tokens, sent
-):
-    worker.probed = probed(worker.boot, worker.engine, "m", cache_tokens=cache_tokens)
-    request, worker.renderer = replay(b"first"), render_much
-    check = check_of(worker, engine, request, settings=Settings(self_check_tokens=tokens))
-    await judged(check, worker, request)
-    assert {len(asked["prompt"]) for asked in engine.asked} == {sent}
 
 
 class Upstream(DraftingUpstream):
@@ -601,10 +396,3 @@ async def test_of_clients_prompts_a_few_that_can_be_tried_are(worker, engine):
 
     worker.renderer = fails_once
     assert len(await check_of(worker, engine, replay(b"0"), replay(b"1"))._hottest(worker)) == 1
-
-
-@pytest.mark.parametrize(("tokens", "tried"), [(256, 256), (4096, 2048)])
-async def test_a_clients_prompt_is_tried_up_to_the_setting_and_a_bound(worker, engine, tokens, tried):
-    worker.renderer = render_much
-    check = check_of(worker, engine, replay(b"0"), settings=Settings(self_check_tokens=tokens))
-    assert [(len(each.ids), each.hint) for each in await check._hottest(worker)] == [(tried, 80)]

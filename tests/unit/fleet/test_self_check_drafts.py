@@ -22,10 +22,6 @@ from proxy.settings import Settings
 from tests.harness.drafting_engine import BLOCK, UNIT, DraftingEngine, DraftingUpstream
 from tests.harness.probed import probed
 
-CHECKS = 500
-
-THOROUGH = pytest.mark.thorough
-
 
 def checked(engine: DraftingEngine, seed: int = 0, length: int = 200) -> tuple[SelfCheck, Worker, WarmupRequest]:
     """A check of a worker, and a prompt of its own for each seed."""
@@ -52,27 +48,6 @@ class _Pool:
         self.workers = list(workers)
 
 
-@pytest.mark.parametrize("noise", [pytest.param(0.0005, marks=THOROUGH), 0.004, pytest.param(0.015, marks=THOROUGH)])
-async def test_an_engine_that_rounds_at_random_raises_no_alarm_in_500_checks(noise):
-    engine = DraftingEngine(state="on", noise=noise, draw=random.Random(5))
-    watched = self_check._Watched()
-    for seed in range(CHECKS // 5):  # a new boot for every fifth check: what is known of its noise starts anew
-        watched.noise.clear()
-        for number in range(5):
-            check, worker, request = checked(engine, 5 * seed + number)
-            verdict = await check._judge(worker, request, watched)
-            assert verdict is not None and verdict.result != "differs", (seed, number, verdict)
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.0005, 0.004])
-async def test_a_state_a_unit_early_is_seen_through_the_noise(noise):
-    engine = DraftingEngine(state="on", noise=noise, hits_off=0.25, draw=random.Random(6))
-    for seed in range(20):
-        check, worker, request = checked(engine, seed)
-        verdict = await check._judge(worker, request, self_check._Watched())
-        assert verdict is not None and verdict.result == "differs", (seed, verdict)
-
-
 async def test_more_prompts_are_recomputed_before_a_random_engine_is_called_wrong_and_none_of_an_exact_one():
     asked = {}
     for noise in (0.0, 0.004):
@@ -81,16 +56,6 @@ async def test_more_prompts_are_recomputed_before_a_random_engine_is_called_wron
         await check._judge(worker, request, self_check._Watched())
         asked[noise] = {len(each["prompt"]) for each in engine.asked}
     assert asked[0.0] == {200} and len(asked[0.004]) == 2
-
-
-async def test_what_recomputed_answers_differ_by_is_noise_without_a_look_at_shorter_prompts():
-    engine, results = DraftingEngine(state="on", noise=0.004, draw=random.Random(7)), []
-    for seed in range(10):
-        check, worker, request = checked(engine, seed)
-        verdict = await check._judge(worker, request, watched := self_check._Watched())
-        results.append(verdict.result if verdict is not None else "")
-        assert watched.noise.largest > 0
-    assert set(results) == {"noise"} and {len(each["prompt"]) for each in engine.asked} == {200}
 
 
 async def test_a_shorter_prompt_is_cut_where_the_cached_answer_was_if_that_leaves_a_token():
@@ -132,13 +97,6 @@ async def test_an_engine_that_answers_otherwise_with_drafts_gets_no_more_hints_a
     await check.gates.step(worker, clients)
     assert engine.state == "closed" and "vLLM itself answers otherwise" in engine.why
     assert worker.draft_state == "closed" and not worker.takes_hints and worker.cache.cache_allowed
-
-
-async def test_with_the_switch_on_a_finding_is_said_and_hints_stay(caplog):
-    check, worker, _ = checked(engine := DraftingEngine(state="on"))
-    check.gates.close(worker, self_check.DRAFTS)
-    assert not check.gates.wants(worker) and not engine.commands and worker.takes_hints
-    assert "SEAMARK_DRAFTS=1 keeps hints on" in caplog.text
 
 
 def clients_drafts(check: SelfCheck, worker: Worker, engine_accepts_on_hits: float) -> None:

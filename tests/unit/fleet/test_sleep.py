@@ -68,11 +68,3 @@ def test_what_a_route_answers_is_what_it_says_and_one_without_an_answer_is_lacki
     found = EngineAnswers("boot")
     found.take(IS_PAUSED, status, body)
     assert found.said == said
-
-
-@pytest.mark.parametrize(("before", "after"), [(True, True), (False, None), (None, None)])
-def test_without_an_answer_one_that_slept_still_sleeps_and_one_awake_is_not_known(before, after):
-    for silent in (lambda found: found.none(IS_SLEEPING), lambda found: found.take(IS_SLEEPING, 500, b"")):
-        found = EngineAnswers("boot", {IS_SLEEPING: before})
-        silent(found)
-        assert found.said == {IS_SLEEPING: after}

@@ -12,23 +12,6 @@ def explained(name: str, endpoint: str = "/v1/messages") -> Explanation:
     return Explanation(name, endpoint)
 
 
-def test_a_boundary_is_shown_with_the_position_that_its_engine_gave_it():
-    shown = Explanation(
-        "r",
-        "/v1/chat/completions",
-        owner="ann",
-        boundaries=(("first:1", "system"), ("last:2", "history"), (None, "turn")),
-        sent=("first:1", "last:2"),
-        positions=(40, 0),
-    ).as_json()
-    assert shown["boundaries"] == [
-        {"entry": "first:1", "tokens": 40, "kind": "system"},
-        {"entry": "last:2", "tokens": None, "kind": "history"},
-        {"entry": None, "tokens": None, "kind": "turn"},
-    ]
-    assert "owner" not in shown and shown["sent"] == ("first:1", "last:2")
-
-
 def test_a_request_is_explained_as_it_stands_until_it_is_settled_and_holds_nothing_afterwards():
     class Request:
         status: int | None = None
@@ -45,14 +28,6 @@ def test_a_request_is_explained_as_it_stands_until_it_is_settled_and_holds_nothi
     del request
     gc.collect()
     assert record.explanation.status == 200 and gone() is None
-
-
-def test_what_is_found_out_later_stands_whether_the_request_is_settled_or_not():
-    record = Record(lambda _: explained("r"))
-    record.amend(lost={"unpatched": 320})
-    record.settle()
-    record.amend(prompt=400)
-    assert (record.explanation.lost, record.explanation.prompt) == ({"unpatched": 320}, 400)
 
 
 def test_the_last_requests_are_explained_the_newest_first():

@@ -8,11 +8,9 @@ import pytest
 
 from proxy.observability.reasons import (
     ENGINE_CAUSES,
-    NEAR_UNITS,
     REASON_TEXT,
     Delivery,
     Expectation,
-    cache_label,
     reason_for,
 )
 from proxy.observability.request_diff import PrefixChange
@@ -130,58 +128,6 @@ def test_every_reason_has_a_case_above():
     assert {case[-1] for case in mark.args[1]} == REASON_TEXT.keys() >= ENGINE_CAUSES
 
 
-@pytest.mark.parametrize(("short", "reason"), [(0, "hit"), (1, "hit"), (NEAR_UNITS, "evicted")])
-def test_two_states_are_not_kept_so_near_each_other(short, reason):
-    cached = 400 - short * UNIT
-    assert reason_for(expect(), Delivery.of(expect(), PROMPT, cached)) == reason
-
-
-@pytest.mark.parametrize(("unit", "short", "reason"), [(8432, 1, "evicted"), (128, 1, "evicted"), (64, 1, "hit")])
-def test_what_is_too_near_to_be_a_loss_is_bounded_in_tokens(unit, short, reason):
-    """A match unit may be a whole cache block."""
-    coarse = expect(sent=Prefix(4 * unit, 0), held=4 * unit, predicted=4 * unit, match_unit=unit)
-    assert reason_for(coarse, Delivery.of(coarse, 5 * unit, (4 - short) * unit)) == reason
-
-
-def test_nothing_is_no_hit_however_little_there_was_to_share():
-    short = expect(sent=Prefix(UNIT, 0), held=UNIT, predicted=UNIT)
-    assert reason_for(short, Delivery.of(short, PROMPT, 0)) == "evicted"
-    assert reason_for(short, Delivery.of(short, PROMPT, UNIT)) == "hit"
-
-
-@pytest.mark.parametrize(
-    ("expected", "shared", "shareable"),
-    [
-        (expect(), None, 400),  # by what was sent
-        (expect(), 160, 160),  # the engine knows better what it was sent
-        (expect(), 640, 640),  # and more than the gateway has told apart
-        (expect(sent_here=False), 160, 400),  # not what others were
-        (expect(sent=GUESSED), None, 0),  # a guess is nothing that could be shared
-        (expect(sent=Prefix(415, 0)), None, 400),
-        (expect(sent=Prefix(PROMPT, 0)), None, 992),
-        (expect(**NEW), None, 0),
-    ],
-)
-def test_what_could_have_been_shared(expected, shared, shareable):
-    assert Delivery.of(expected, PROMPT, 0, shared=shared).shareable == shareable
-
-
-def test_no_more_is_shareable_than_the_prompt_without_its_last_token():
-    assert [Delivery.of(expect(), prompt, 0).shareable for prompt in (0, 1, 16, 17, 400, 401)] == [
-        0,
-        0,
-        0,
-        16,
-        384,
-        400,
-    ]
-
-
-@pytest.mark.parametrize(("cached", "label"), [(0, "miss"), (32, "partial"), (384, "partial"), (400, "hit")])
-def test_the_cache_label_compares_with_what_could_be_shared(cached, label):
-    assert cache_label(Delivery.of(expect(), PROMPT, cached)) == label
-
-
 @pytest.mark.parametrize(
     ("boundary", "cached", "reason"),
     [(163, 144, "hit"), (163, 0, "evicted"), (160, 144, "hit"), (31, 0, "below_unit"), (32, 16, "hit")],
@@ -191,14 +137,3 @@ def test_beside_a_draft_head_a_hit_is_what_the_engine_can_deliver(boundary, cach
     expected = expect(sent=sent, ever_sent=sent, held=cached, predicted=cached, ahead=16)
     delivery = Delivery.of(expected, 400, cached, shared=boundary // UNIT * UNIT)
     assert reason_for(expected, delivery) == reason and delivery.shareable == expected.deliverable(boundary)
-
-
-def test_what_is_held_is_a_states_position_or_a_length_that_is_shared():
-    expected = expect(ahead=16)
-    assert [expected.found(held) for held in (144, 163, 20, 0)] == [144, 144, 0, 0]
-    assert [expect().found(held) for held in (160, 163, 20, 0)] == [160, 160, 16, 0]
-
-
-def test_the_same_prompt_again_shares_all_of_it_and_a_draft_head_needs_no_more():
-    assert Delivery.of(expect(sent=Prefix(160, 0), ahead=16), 160, 144).shareable == 144
-    assert Delivery.of(expect(sent=Prefix(160, 0)), 160, 144).shareable == 144

@@ -15,7 +15,6 @@ from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_request
 from proxy.fleet.part import Change
 from proxy.fleet.worker import Worker
-from proxy.fleet.worker_metrics import EngineInfo
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.observability import shadow as shadow_module
@@ -83,41 +82,6 @@ def scene() -> Scene:
 
 async def test_what_a_request_can_have_hit_of_the_workers_new_hits_is_its_own(scene):
     assert await scene.judge(0, 0, 160, 480) == [0, 320, 160, 0]
-
-
-async def test_hits_of_nobody_known_are_no_later_requests(scene):
-    """Several samples of one prompt hit each, clients leave, and some ask the worker directly."""
-    assert await scene.judge(0, 1000) == [0, 0]
-    assert await scene.judge(1000, 1160, 1160) == [320, 160, 320]
-
-
-async def test_hits_of_before_the_gateway_came_are_no_requests(scene):
-    scene.worker.probed, scene.worker.inflight = replace(scene.worker.probed, hits_before=5000), 1
-    assert await scene.judge(5000, 5000, 5320) == [0, 320, 0]
-
-
-async def test_hits_may_be_those_of_requests_that_wait(scene):
-    await scene.judge(0)
-    for _ in range(2):
-        scene.answered(640)
-    assert await scene.loss() == 0
-    scene.answered(640)
-    assert await scene.loss() == 320
-
-
-async def test_hits_may_be_those_of_requests_that_are_at_the_worker(scene):
-    await scene.judge(0)
-    scene.worker.inflight = 1
-    assert await scene.judge(640, 640) == [0, 0]
-    scene.worker.inflight = 0
-    assert await scene.judge(640) == [320]
-
-
-async def test_hits_that_an_answer_reports_are_its_own(scene):
-    await scene.judge(0)
-    scene.answered(320, cached=320)
-    assert await scene.loss() == 0
-    assert await scene.judge(320) == [320]
 
 
 async def test_what_was_lost_is_told_beside_what_was_computed_in_seconds_once_the_cost_is_known(scene):
@@ -217,27 +181,6 @@ async def test_requests_wait_within_bounds_of_memory_and_number_and_those_beyond
     assert scene.shadow.status()["requests"]["no_room"] == 3
 
 
-@on_virtual_time
-async def test_a_request_is_followed_by_four_times_the_rest_that_its_rendering_took() -> None:
-    times: list[float] = []
-    scene = Scene()
-
-    async def find(*given: Any) -> ReadPrompt:
-        times.append(asyncio.get_running_loop().time())
-        scene.clock += 2.0
-        return ReadPrompt(FOUND)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shadow_module, "time", scene.time)
-        scene.shadow = scene.made(find)
-        for _ in range(3):
-            scene.shadow.add(asked(scene))
-        running = asyncio.create_task(scene.shadow.run())
-        await asyncio.sleep(100)
-        running.cancel()
-    assert times == pytest.approx([0, 8, 16])
-
-
 @pytest.mark.parametrize("failure", ["RenderFailed", "no_boundary"])
 async def test_a_prompt_whose_boundaries_are_not_found_is_counted_by_the_reason(failure):
     scene = Scene()
@@ -308,67 +251,6 @@ async def losses(scene: Scene, *requests: tuple[Found, dict[str, Any]]) -> list[
     return told
 
 
-async def test_each_lost_token_counts_once_under_its_nearest_cause():
-    scene = Scene()
-    other = Worker("http://v", None, probed=probed("v#1", None, "m"))
-    scene.boots[:] = ["w#1", "v#1"]
-    told = await losses(
-        scene,
-        (with_text("a", "b", "c"), {}),
-        (with_text("a", "b", "d"), {}),  # two of three are there
-        (with_text("a", "b", "d"), {"cached": 160}),
-        (with_text("a", "b", "d"), {"cached": 400}),
-        (with_text("a", "b", "c", "e"), {"worker": other, "boot": "v#1"}),
-        (with_text("a", "b", "c", "e"), {"worker": other, "boot": "v#1", "cached": 320}),
-        (with_text("a", "b", "c"), {"boot": "w#2"}),
-    )
-    assert told == [
-        {},
-        {"unpatched": 320},
-        {"unpatched": 320},
-        {"unpatched": 80},
-        {"other_worker": 480},
-        {"unpatched": 320},
-        {"other_worker": 480},
-    ]
-    scene.boots[:] = ["x#1"]
-    told = await losses(scene, (with_text("a", "b", "f"), {"boot": "x#1"}), (with_text("z"), {"boot": "x#1"}))
-    assert told == [{"worker_restarted": 320}, {}]
-    tokens = {reason: each["tokens"] for reason, each in scene.shadow.status()["lost"].items()}
-    assert tokens == {"unpatched": 1040, "other_worker": 960, "worker_restarted": 320}
-    assert metric(scene, "lost_tokens_total", model="m", reason="other_worker") == 960
-
-
-async def test_beside_a_plugin_that_refuses_hints_what_it_would_have_kept_is_lost_to_that():
-    scene = Scene()
-    engine = EngineInfo("0.3.0", "0", match_unit=16, block_size=384, refused="a window")
-    scene.worker.probed = probed("w#1", engine, "m")
-    told = await losses(scene, (with_text("a"), {}), (with_text("a", "b"), {}))
-    assert told == [{}, {"hint_ignored": 160}] and scene.shadow.would_save()["tokens"] == 0
-
-
-async def test_what_is_lost_is_whole_match_units_beyond_what_was_had():
-    scene = Scene()
-    found = Found((Boundary("system", b"s", "first:1", tokens=47),), (b"s",))
-    told = await losses(scene, (found, {}), (found, {}), (found, {"cached": 16}), (found, {"cached": 32}))
-    assert told == [{}, {"unpatched": 32}, {"unpatched": 16}, {}]
-
-
-async def test_what_the_engine_would_have_learnt_counts_as_what_was_sent():
-    scene, ids = Scene(), list(range(400))
-
-    async def find(*given: Any) -> ReadPrompt:
-        return ReadPrompt(Found((), ()), ids=[*ids[:200], *(each + scene.answers for each in ids[200:])])
-
-    scene.shadow = scene.made(find)
-    lost = []
-    for _ in range(4):
-        scene.answers += 1000
-        scene.shadow.add(asked(scene))
-        lost.append(await scene.loss())
-    assert lost == [0, 0, 192, 192]
-
-
 async def test_what_a_worker_lost_before_its_cost_was_known_goes_with_it():
     scene = Scene()
     await losses(scene, (with_text("a"), {}), (with_text("a"), {}))
@@ -392,50 +274,3 @@ async def test_what_a_worker_lost_before_its_cost_was_known_goes_with_it():
     computed = sum(0.1 + 0.001 * (400 + 100 * number) for number in range(6))
     assert told["prefill_seconds"] == pytest.approx(computed), "of requests since it is there again alone"
     assert list(scene.shadow.status()["learnt"]) == ["w"]
-
-
-async def test_the_status_says_what_was_watched_and_judged_so_far(scene):
-    assert scene.shadow.status()["lost"] == {} and scene.shadow.judged == 0
-    before = scene.shadow.status()["watched_seconds"]
-    await scene.judge(0, 0)
-    told = scene.shadow.status()
-    assert 0 <= before <= told["watched_seconds"] < 1e6
-    assert (told["requests"], told["cached_not_told"], told["waiting"], told["learnt"]) == ({"judged": 2}, 2, 0, {})
-    assert told["lost"] == {"unpatched": {"tokens": 320, "seconds": 0.0}}
-    assert scene.shadow.judged == 2
-
-
-async def test_an_answer_that_says_nothing_of_its_prompt_has_the_length_that_was_rendered():
-    scene = Scene()
-
-    async def find(*given: Any) -> ReadPrompt:
-        return ReadPrompt(FOUND, ids=list(range(350)))
-
-    scene.shadow = scene.made(find)
-    record = Record(lambda _: Explanation("r", "/v1/chat/completions"))
-    scene.worker.probed = replace(probed("w#1", None, "m", hits=0), at=time.perf_counter() + 1)
-    scene.shadow.add(asked(scene, prompt=None, cached=None, record=record))
-    await scene.loss()
-    assert (record.explanation.prompt, record.explanation.delivered) == (350, 0)
-    assert record.explanation.boundaries == ((320, "system"),)
-    assert scene.shadow.would_save()["computed_tokens"] == 350
-
-
-async def test_what_an_answer_said_itself_stands_in_its_explanation():
-    scene = Scene()
-    record = Record(lambda _: Explanation("r", "/v1/chat/completions", prompt=7, delivered=3))
-    scene.shadow.add(asked(scene, record=record))
-    await scene.loss()
-    assert (record.explanation.prompt, record.explanation.delivered, record.explanation.lost) == (7, 3, {})
-
-
-async def test_a_plain_prompt_is_as_long_as_what_it_can_have_lost(scene):
-    """A worker that counts fewer tokens than the boundaries have, as where it reports a part."""
-    await losses(scene, (with_text("a", "b"), {}), (with_text("a", "b"), {"prompt": 100}))
-    assert scene.shadow.would_save() == {
-        "tokens": 320,
-        "seconds": 0.0,
-        "computed_tokens": 720,
-        "prefill_seconds": 0.0,
-    }
-    assert scene.shadow.sums.since_start() == Totals(2, 720, 320, 0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 
@@ -17,7 +16,6 @@ from proxy.metrics import Metrics
 from proxy.observability import tracing
 from proxy.observability.explanations import Explanation
 from proxy.observability.tracing import RequestTrace, Tracing
-from tests.harness.waiting import until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -187,27 +185,6 @@ async def test_spans_that_are_not_taken_are_counted_as_lost_and_that_is_said_whe
     assert await send(scene.taken, 1) == 0
     assert (scene.counted("lost"), scene.counted("exported")) == (3, 3)
     assert "password" not in caplog.text
-
-
-async def test_the_last_spans_are_sent_before_the_gateway_stops_and_a_collector_that_hangs_does_not_keep_it(
-    scene, monkeypatch
-):
-    released = threading.Event()
-
-    class Hanging(SpanExporter):
-        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-            released.wait()
-            return scene.taken.export(spans)
-
-    assert tracing.STOP_SECONDS == 5
-    monkeypatch.setattr(tracing, "STOP_SECONDS", 0.01)
-    scene.exporter = Hanging()
-    scene.begin().end(200, "m", None, (), None)
-    await scene.tracing.aclose()
-    assert not scene.taken.get_finished_spans() and not scene.is_shut
-    released.set()
-    await until(lambda: scene.is_shut)
-    assert len(scene.taken.get_finished_spans()) == 1
 
 
 def test_what_the_exporter_logs_of_a_failure_is_not_shown():

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from proxy.boundaries.token_ids import common_prefix
-from proxy.observability.volatile_text import alike, kind_of, says_today
+from proxy.observability.volatile_text import alike, kind_of
 from tests.harness.steps import finished
 
 NOW = 1795600000.0  # in November 2026
@@ -102,10 +102,6 @@ def test_the_kind_of_what_differs_is_told_wherever_it_stands(head, old, new, exp
     assert kind(other, one) == kind(one, other) == expected
 
 
-def test_words_that_are_equal_up_to_the_difference_are_of_no_kind():
-    assert kind("The pilot has 17. Whistle!", "The pilot has 17! Whistle!") is None
-
-
 GIT = "gitStatus: as it was.\n\nCurrent branch: {branch}\n\nStatus:\n{status}\n\nRecent commits:\n{commits}\n"
 
 
@@ -132,35 +128,6 @@ def test_a_git_status_is_one_kind_whatever_changes_in_it(change):
 def test_what_stands_behind_a_git_status_is_none(line, changes, expected):
     state = GIT.format(branch="main", status="(clean)", commits="1a2b3c4 Tides")
     assert kind(*(f"{RULES}{state}{line.format(each)}\n{RULES}" for each in changes)) == expected
-
-
-def test_a_date_says_whose_it_is():
-    for words in ("Today is ", "Current time: ", "It is now ", "The date:\n", "timestamp="):
-        assert says_today(words, len(words)), words
-    for words in ("Tides on ", "the log of ", "x" * 100):
-        assert not says_today(words, len(words)), words
-
-
-def prose(seed: int, words: int = 600) -> str:
-    draw = random.Random(seed)
-    return " ".join(f"{draw.getrandbits(30):x}" for _ in range(words))
-
-
-@pytest.mark.parametrize(
-    ("new", "old", "share"),
-    [
-        ("9:05 {a}", "9:46 {a}", 1.0),
-        ("9:05 {a} Ann {b}", "9:46 {a} Bo {b}", 1.0),
-        ("9:05 {a} {c}", "9:46 {a} {d}", 0.5),
-        ("9:05 {a} {c}", "9:46 {c} {a}", 0.0),  # neither is near its place
-        ("9:05 {c}", "9:46 {d}", 0.0),
-        ("9:05", "9:46", 0.0),
-    ],
-)
-def test_what_two_texts_have_in_common_behind_a_difference_is_estimated(new, old, share):
-    texts = {name: prose(seed) for seed, name in enumerate("abcd")}
-    one, other = new.format(**texts), old.format(**texts)
-    assert alike(one, other, 2) == pytest.approx(share * len(one), abs=len(one) / 8 + 4)
 
 
 def test_no_text_is_slow():

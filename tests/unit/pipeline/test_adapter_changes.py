@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +14,12 @@ import pytest
 from proxy.errors import AdapterNotEverywhere, BadRequest, GatewayError, NoWorker
 from proxy.fleet.probe import Probed
 from proxy.fleet.worker import Worker
-from proxy.http.auth import ApiKey, KeyEntry
-from proxy.http.client import Answer, Broken, Stale, Unreachable, Upstream
+from proxy.http.auth import ApiKey
+from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.pipeline.adapter_changes import AdapterChanges
 from proxy.pipeline.request import ProxiedRequest, request_of
 from tests.harness.gateways import SYSTEM, chat
-from tests.harness.in_memory_gateway import InMemoryGateway, learnt, told
+from tests.harness.in_memory_gateway import InMemoryGateway, learnt
 from tests.harness.recording_worker import RecordingWorker
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -60,34 +59,6 @@ async def test_an_adapter_is_loaded_and_unloaded_at_all_workers_and_known_at_onc
     assert (await own.post({"lora_name": "tide-lora"}, UNLOAD)).status_code == 404
 
 
-async def test_an_adapter_is_loaded_though_its_worker_has_closed_the_connections_that_were_kept(in_memory, monkeypatch):
-    worker = with_adapters()
-    own = await in_memory(worker)
-    await learnt(own)
-    send = own.gateway.upstream.send
-
-    async def on_a_new_one(method: str, url: str, *request: object, fresh: bool = False, **more: object) -> Answer:
-        if not fresh:
-            raise Stale("closed while it was idle")
-        return await send(method, url, *request, fresh=fresh, **more)
-
-    monkeypatch.setattr(own.gateway.upstream, "send", on_a_new_one)
-    answer = await own.post(ADAPTER, LOAD)
-    assert answer.status_code == 200 and loaded(worker) == [{"tide-lora": "/x"}]
-
-
-async def test_an_adapter_shares_nothing_with_its_base_model(in_memory):
-    worker = with_adapters()
-    own = await in_memory(worker)
-    await learnt(own)
-    await own.post(ADAPTER, LOAD)
-    for question in "ab":
-        await ask(own, "m", question)
-        await told(worker)
-    assert int((await ask(own, "m", "c")).headers["x-seamark-predicted"])
-    assert not int((await ask(own, "tide-lora", "c")).headers["x-seamark-predicted"])
-
-
 @pytest.mark.parametrize("failure", ["error", "down", "another path"])
 async def test_the_answer_says_which_workers_an_adapter_did_not_reach(in_memory, failure):
     one = with_adapters()
@@ -110,15 +81,6 @@ async def test_the_answer_says_which_workers_an_adapter_did_not_reach(in_memory,
         assert {(await ask(own, "tide-lora", f"{number}")).status_code for number in range(4)} == {200}
         other.status = 200
         assert (await own.post(ADAPTER, LOAD)).status_code == 200 and loaded(one, other) == [{"tide-lora": "/x"}] * 2
-
-
-async def test_a_worker_without_adapters_is_passed_over_and_named(in_memory):
-    one = with_adapters()
-    without = RecordingWorker(status=404)
-    own = await in_memory(one, without)
-    answer = await own.post(ADAPTER, LOAD)
-    assert answer.status_code == 200 and own.gateway.pool.workers[1].name in answer.text
-    assert one.adapters == {"tide-lora": "/x"}
 
 
 async def test_where_several_models_take_adapters_the_request_says_whose_it_is(in_memory):
@@ -230,14 +192,6 @@ async def test_what_is_as_asked_for_everywhere_or_refused_alike_is_answered_as_o
     assert sorted(scene.asked) == sorted(said)
 
 
-@pytest.mark.parametrize("lacking", [(404, b"{}"), (405, b"{}")])
-async def test_a_worker_without_the_route_is_passed_over_and_told_with_the_cure(lacking):
-    for said in ({"a": lacking, "b": OK}, {"a": OK, "b": lacking}):
-        status, text = await Scene(**said).serve()
-        name = next(each for each, told in said.items() if told is lacking)
-        assert status == 200 and text.startswith(f"Success. Not at {name} (") and "--enable-lora" in text
-
-
 @pytest.mark.parametrize(
     ("path", "said", "done", "cause"),
     [
@@ -281,57 +235,6 @@ async def test_a_worker_that_is_down_is_not_asked_and_told():
     assert scene.asked == ["a", "a"]
 
 
-async def test_a_change_goes_to_each_worker_as_the_client_wrote_it_and_its_answer_back():
-    scene = Scene(a=OK, b=OK)
-    key = ApiKey("root", KeyEntry(sha256="0" * 64, admin=True), "salt")
-    request = scene.request(key=key)
-    await scene.changes.serve(request)
-    start, _ = scene.got
-    assert start["headers"][:3] == [
-        (b"content-type", b"text/plain"),
-        (b"x-seamark-worker", b"a"),
-        (b"x-request-id", b"r"),
-    ]
-    assert request.worker is scene.workers[0] and request.timings.waited_seconds > 0
-    for address, method, url, headers, body, silence, fresh in scene.upstream.sent:
-        assert (method, url, body, silence, fresh) == ("POST", f"http://{address}{LOAD}", request.body.raw, 7.0, True)
-        own = {b"x-request-id": b"r", b"authorization": b"Bearer the workers' key"}
-        assert headers == {b"x-mine": b"1", **own}
-    assert scene.looked.await_count == 4  # all, before and after it
-    await scene.changes.serve(scene.request())
-    assert b"authorization" not in scene.upstream.sent[-1][3]
-
-
-async def test_a_client_that_leaves_ends_no_change_and_the_next_one_waits_for_it():
-    scene = Scene(a=OK)
-    scene.upstream.may_answer.clear()
-    leaving, waiting = (asyncio.create_task(scene.changes.serve(scene.request())) for _ in range(2))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert len(scene.asked) == 1
-    leaving.cancel()
-    scene.upstream.may_answer.set()
-    await waiting
-    assert leaving.cancelled() and len(scene.asked) == 2 and scene.got[0]["status"] == 200
-    assert not scene.changes._tasks
-
-
-async def test_a_change_that_fails_behind_a_client_that_has_left_is_no_error_of_the_loop():
-    told: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-    scene = Scene(a=(500, b""), b=OK)
-    scene.upstream.may_answer.clear()
-    leaving = asyncio.create_task(scene.changes.serve(scene.request()))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    leaving.cancel()
-    scene.upstream.may_answer.set()
-    for _ in range(50):
-        await asyncio.sleep(0)
-    gc.collect()
-    assert told == [] and len(scene.asked) == 2
-
-
 async def test_the_base_model_that_a_request_names_decides():
     scene = Scene(a=OK, b=OK)
     scene.workers[1].probed = Probed(boot="b", models=[{"id": "n"}])
@@ -354,17 +257,3 @@ async def test_among_several_models_those_that_have_the_route_decide():
     assert error.value.param == "base_model_name"
     scene.upstream.said |= {"a": NO_ROUTE_THERE, "b": NO_ROUTE_THERE}
     assert (await scene.serve())[0] == 404  # nobody has it: all are asked
-
-
-async def test_an_adapter_is_unloaded_where_it_is_listed():
-    scene = Scene(a=OK, b=OK)
-    scene.workers[0].probed = Probed(boot="a", models=[{"id": "m"}])
-    assert await scene.serve(UNLOAD) == (200, "Success.") and scene.asked == ["b"]
-    assert await scene.serve(UNLOAD, lora_name="nobody's") == (200, "Success.") and scene.asked == ["b", "a", "b"]
-
-
-async def test_engines_behind_one_address_load_together_and_all_are_looked_at():
-    scene = Scene(**{"a#0": OK, "a#1": OK, "b": OK})
-    scene.upstream.said["a"] = OK
-    assert (await scene.serve())[0] == 200
-    assert scene.asked == ["a", "b"] and scene.looked.await_count == 6

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from itertools import combinations
 from typing import Any
 
 import pytest
 
-from proxy.http.auth import ApiKey, KeyEntry
+from proxy.http.auth import ApiKey
 from proxy.pipeline.cacheable import (
     CHAT,
     COMPLETIONS,
@@ -16,22 +15,10 @@ from proxy.pipeline.cacheable import (
     LARGEST_JUDGED,
     MESSAGES,
     RESPONSES,
-    TOLD_APART,
-    Directives,
     Ending,
-    digest,
-    directives_in,
-    is_allowed,
     is_repeatable,
-    may_keep,
 )
 from proxy.pipeline.request import ProxiedRequest, request_of
-
-SECRET = b"secret"
-
-
-def key(name: str, salt: str) -> ApiKey:
-    return ApiKey(name, KeyEntry(sha256="0" * 64), salt)
 
 
 def asked(body: Any, path: str = CHAT, headers=(), of: ApiKey | None = None, query: bytes = b"") -> ProxiedRequest:
@@ -93,97 +80,6 @@ def test_a_deterministic_request_is_repeatable(body, path):
 )
 def test_one_that_may_come_out_otherwise_is_not(body, path):
     assert not is_repeatable(asked(body, path))
-
-
-def test_requests_are_told_apart_by_all_that_answers_depend_on():
-    ann, bob, cleo = key("ann", "a"), key("bob", "team"), key("cleo", "team")
-    stream = {**GREEDY, "stream": True}
-    requests = [
-        asked(GREEDY),
-        asked(GREEDY, COMPLETIONS),
-        asked(GREEDY, query=b"a=b"),
-        asked(GREEDY, of=ann),
-        asked(GREEDY, of=bob),
-        asked(GREEDY, RESPONSES),
-        asked(GREEDY, RESPONSES, of=bob),
-        asked(GREEDY, RESPONSES, of=cleo),  # only the key that asked can continue a response
-        asked(GREEDY, headers=[(b"accept", b"ab")]),
-        asked(GREEDY, headers=[(b"accept", b"a"), (b"accept", b"b")]),
-        asked(GREEDY, headers=[(b"accept", b"acookieb")]),
-        asked(GREEDY, headers=[(b"accept", b"a"), (b"cookie", b"b")]),
-        asked(stream),  # the gateway asks for usage and takes it out again
-        asked({**stream, "stream_options": {"include_usage": True}}),
-    ]
-    digests = [digest(request, SECRET) for request in requests]
-    alike = [(one, other) for one, other in combinations(range(len(requests)), 2) if digests[one] == digests[other]]
-    assert alike == []  # which of the above are taken for one
-    assert digest(asked(GREEDY, of=bob), SECRET) == digest(asked(GREEDY, of=cleo), SECRET)
-    assert digest(asked(GREEDY, headers=[(b"user-agent", b"x")]), SECRET) == digest(asked(GREEDY), SECRET)
-    assert digest(asked(GREEDY), SECRET) != digest(asked(GREEDY), b"another")
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ([], (False, False, False, None)),
-        ([b"public, immutable"], Directives()),
-        ([b"max-age = 7"], Directives(max_age=7)),
-        ([b"max-age"], Directives(max_age=0)),
-        ([b"No-Store"], Directives(no_store=True)),
-        ([b"a, no-cache", b'max-age="5"'], Directives(no_cache=True, max_age=5)),
-        ([b"max-age=-1"], Directives(max_age=0)),
-        ([b"private"], Directives(private=True)),
-    ],
-)
-def test_cache_control_is_read_as_one_list(values, told):
-    others = [(b"pragma", b"no-store")]
-    assert directives_in([*others, *((b"cache-control", value) for value in values)]) == told
-
-
-@pytest.mark.parametrize(
-    ("headers", "kept"),
-    [
-        ([(b"vary", b"Origin, Accept-Encoding")], True),
-        ([(b"vary", b",".join(sorted(TOLD_APART)))], True),
-        ([(b"vary", b"user-agent")], False),
-        ([(b"vary", b"origin"), (b"vary", b"user-agent")], False),
-        ([(b"vary", b"*")], False),
-        ([(b"cache-control", b"private")], False),
-        ([(b"cache-control", b"no-cache")], False),
-        ([(b"cache-control", b"no-store")], False),
-        ([(b"cache-control", b"max-age=0")], True),
-        ([(b"content-encoding", b"gzip")], False),
-        ([(b"content-type", b"a"), (b"content-encoding", b"gzip"), (b"x", b"y")], False),
-        ([(b"set-cookie", b"a=b"), (b"content-type", b"a")], False),
-        ([(b"content-type", b"a")], True),
-    ],
-)
-def test_an_answer_says_whether_it_may_be_shared(headers, kept):
-    assert may_keep(headers) is kept
-
-
-@pytest.mark.parametrize(
-    ("headers", "model", "models", "allowed"),
-    [
-        ([], "m", (), False),
-        ([], "m", ("m", "n"), True),
-        ([], "other", ("m", "n"), False),
-        ([], ["m"], ("m",), False),
-        ([], None, ("*",), True),
-        ([(b"accept", b"x"), (b"x-seamark-cache", b" Allow ")], "m", (), True),
-        ([(b"x-seamark-cache", b"no")], "m", (), False),
-        ([(b"accept", b"allow")], "m", (), False),
-    ],
-)
-def test_the_client_or_the_operator_lets_the_cache_answer(headers, model, models, allowed):
-    assert is_allowed(headers, model, models) is allowed
-
-
-def test_only_a_post_is_repeatable():
-    request = asked(GREEDY)
-    assert is_repeatable(request)
-    request.client = request.client._replace(method="GET")
-    assert not is_repeatable(request)
 
 
 def is_final(path: str, asked: Any, is_stream: bool, body: bytes, at_once: int = 2**30) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from proxy.fleet.part import Change
 from proxy.pipeline import response_cache
 from proxy.pipeline.cacheable import EMBEDDINGS
-from proxy.pipeline.handler import RequestHandler
 from tests.harness.api_keys import bearer, entry
 from tests.harness.computed_answers import Computed
 from tests.harness.in_memory_gateway import InMemoryGateway
@@ -84,39 +81,6 @@ async def test_a_repeat_gets_the_same_bytes_without_the_worker(own, computing, p
     assert first.headers["x-request-id"] != second.headers["x-request-id"]
 
 
-@pytest.mark.parametrize("asks", [False, True])
-async def test_a_stream_is_replayed_as_a_stream(own, computing, asks):
-    options = {"stream_options": {"include_usage": True}} if asks else {}
-    body = chat(stream=True, **options)
-    first, second = await post(own, body), await post(own, body)
-    assert second.headers[HEADER] == "hit" and second.headers["content-type"].startswith("text/event-stream")
-    assert first.content == second.content and first.content.endswith(b"data: [DONE]\n\n")
-    assert (await post(own, chat())).headers[HEADER] == "miss"  # a whole answer is another request
-    assert len(computing.requests) == 2
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        chat("Ebb?"),
-        chat(seed=1),
-        chat(max_tokens=3),
-        {**chat(), "stream": False},
-    ],
-)
-async def test_another_body_is_another_request(own, other):
-    assert await results(own, chat(), other) == ["miss", "miss"]
-
-
-@pytest.mark.parametrize("name", ["accept", "authorization", "origin", "cookie", "accept-encoding"])
-async def test_a_header_that_answers_may_depend_on_tells_requests_apart(own, name):
-    assert [(await post(own, chat(), **{name: value})).headers[HEADER] for value in ("a", "b", "a")] == [
-        "miss",
-        "miss",
-        "hit",
-    ]
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -170,42 +134,6 @@ async def test_an_answer_that_must_not_be_shared_is_not_stored(own, computing, m
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "state",
-    [*({"computed": Computed(ending=each)} for each in ("abort", None, "error")), {"status": 500}, {"cut_after": 1}],
-)
-async def test_an_answer_that_is_not_final_is_not_stored(own, computing, state, stream):
-    for name, value in state.items():
-        setattr(computing, name, value)
-    body = chat(stream=stream)
-    for _ in range(2):
-        with contextlib.suppress(httpx.RemoteProtocolError):
-            assert (
-                (await post(own, body)).headers[HEADER] != "hit" if state != {"cut_after": 1} else await post(own, body)
-            )
-    assert len(computing.requests) >= 2
-    assert own.metric("seamark_response_cache_entries") == 0
-
-
-async def test_requests_in_flight_share_one_execution(own, computing):
-    computing.pause.set()
-    first = own.opened(chat(stream=True), **ALLOW)
-    start = await first.message()
-    begun = first.body()
-    head = await anext(begun)  # the first one streams already
-    others = asking(own, 9, stream=True)
-    await until(lambda: readers(own) == 10)
-    computing.pause.clear()
-    whole = head + b"".join([part async for part in begun])
-    answers = await asyncio.gather(*others)
-    assert len(computing.requests) == 1 and (HEADER.encode(), b"miss") in start["headers"]
-    assert {answer.headers[HEADER] for answer in answers} == {"joined"}
-    assert {answer.content for answer in answers} == {whole} and whole.endswith(b"data: [DONE]\n\n")
-    assert own.metric("seamark_response_cache_total", result="joined") == 9
-    assert await results(own, chat(stream=True)) == ["hit"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
 async def test_the_first_client_leaves_and_the_others_get_the_whole_answer(own, computing, stream):
     event = computing.pause if stream else computing.hold
     event.set()
@@ -254,19 +182,6 @@ async def test_an_execution_ends_when_nobody_reads_it_any_more(own, computing):
     computing.hold.clear()
     assert own.metric("seamark_response_cache_bytes") == 0
     assert await results(own, chat()) == ["miss"]
-
-
-async def test_a_workers_error_is_everyones_and_is_not_stored(own, computing):
-    computing.hold.set()
-    computing.status = 500
-    asked = asking(own, 4)
-    await until(lambda: readers(own) == 4)
-    computing.hold.clear()
-    answers = await asyncio.gather(*asked)
-    assert {answer.status_code for answer in answers} == {500}
-    assert len({answer.headers["x-request-id"] for answer in answers}) == 4
-    computing.status = 200
-    assert await results(own, chat(), chat()) == ["miss", "hit"]
 
 
 async def test_a_stream_that_breaks_off_is_nobodys_whole_answer(own, computing):
@@ -351,67 +266,6 @@ async def test_those_who_ask_for_the_same_are_bound_by_the_limits_of_their_key(i
     assert (ann.under_way, ann.queued) == (0, 0)
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-async def test_each_one_of_a_group_counts_at_its_own_key_while_it_reads(in_memory, computing, tmp_path, leaves):
-    names = "ann", "bob", "cleo"
-    own = await in_memory(computing, response_cache=ROOM, **with_keys(tmp_path, *names, max_inflight=1, share="team"))
-    computing.hold.set()
-    first = own.opened(chat(), **ALLOW, **bearer("ann"))
-    await until(lambda: readers(own) == 1)
-    other = own.opened(chat(), **ALLOW, **bearer("bob"))
-    await until(lambda: readers(own) == 2)
-    ann, bob, cleo = (own.gateway.keys.named(name) for name in names)
-    assert (ann.under_way, bob.under_way, cleo.under_way) == (1, 1, 0)
-    if leaves:
-        first.leave()
-        await until(lambda: readers(own) == 1)
-        assert (ann.under_way, bob.under_way) == (0, 1)  # ann can ask for something else
-        second = asyncio.create_task(post(own, chat("Ebb?"), **bearer("ann")))
-        await until(lambda: len(computing.requests) == 2)
-    third = asyncio.create_task(post(own, chat("Neap?"), **bearer("bob")))
-    await until(lambda: bob.queued == 1)
-    computing.hold.clear()
-    for each in (other,) if leaves else (first, other):
-        assert (await each.message())["status"] == 200
-        assert b"".join([part async for part in each.body()])
-    assert (await third).status_code == 200 and (not leaves or (await second).status_code == 200)
-    await until(lambda: (ann.under_way, bob.under_way, cleo.under_way) == (0, 0, 0))
-    assert own.gateway.pool.workers[0].inflight == 0
-
-
-async def test_who_waits_for_the_same_waits_for_no_longer_than_one_request_may(in_memory, computing, tmp_path):
-    """One after the other, twelve would wait twelve times as long."""
-    own = await in_memory(
-        computing, response_cache=ROOM, queue_timeout=0.5, **with_keys(tmp_path, "ann", max_inflight=1)
-    )
-    computing.hold.set()
-    busy = asyncio.create_task(post(own, chat("long"), **bearer("ann")))
-    await until(lambda: own.gateway.pool.workers[0].inflight == 1)
-    asked = [asyncio.create_task(post(own, chat(), **bearer("ann"))) for _ in range(12)]
-    await until(lambda: len(own.gateway.queue) == 12)  # each on its own
-    answers = await asyncio.gather(*asked)
-    assert {each.status_code for each in answers} == {429} and len(own.gateway.queue) == 0
-    computing.hold.clear()
-    assert (await busy).status_code == 200 and len(computing.requests) == 1
-
-
-async def test_those_who_wait_for_a_worker_share_the_execution_that_the_first_of_them_gets(in_memory, computing):
-    own = await in_memory(computing, response_cache=ROOM, max_inflight=1)
-    computing.hold.set()
-    busy = asyncio.create_task(post(own, chat("long")))
-    await until(lambda: own.gateway.pool.workers[0].inflight == 1)
-    asked = asking(own, 20)
-    await until(lambda: len(own.gateway.queue) == 20)
-    asked += [asyncio.create_task(post(own, chat("another")))]
-    await until(lambda: len(own.gateway.queue) == 21)
-    computing.held_text = b"Tide?"
-    await until(lambda: readers(own) == 20)
-    computing.hold.clear()
-    answers = await asyncio.gather(busy, *asked)
-    assert {each.status_code for each in answers} == {200} and len(computing.requests) == 3
-    assert Counter(each.headers[HEADER] for each in answers) == {"miss": 3, "joined": 19}
-
-
 async def test_who_leaves_while_it_waits_for_what_others_want_too_takes_nothing_along(in_memory, computing):
     own = await in_memory(computing, response_cache=ROOM, max_inflight=1)
     computing.hold.set()
@@ -428,26 +282,6 @@ async def test_who_leaves_while_it_waits_for_what_others_want_too_takes_nothing_
     assert {each.status_code for each in answers} == {200} and len({each.content for each in answers}) == 1
     await until(lambda: own.gateway.pool.workers[0].inflight == 0)
     await until(lambda: own.metric("seamark_response_cache_bytes") > 0 and readers(own) == 0)
-
-
-async def test_one_key_costs_no_other_its_stored_answers(in_memory, computing, tmp_path):
-    own = await in_memory(computing, response_cache=200_000, **with_keys(tmp_path, "ann", "eve"))
-    mine = [chat(f"Ann's {number}") for number in range(10)]
-    for body in mine:
-        await post(own, body, **bearer("ann"))
-    for number in range(300):
-        await post(own, chat(f"Eve's {number}"), **bearer("eve"))
-    assert own.metric("seamark_response_cache_evictions_total") > 100
-    assert await results(own, *mine, **bearer("ann")) == ["hit"] * 10
-
-
-async def test_an_answer_too_large_to_keep_is_passed_on_whole(in_memory, computing):
-    computing.computed = Computed(words=4000)
-    own = await in_memory(computing, response_cache=2**18)
-    answer = await post(own, chat(stream=True))
-    assert answer.content.count(b"data: ") == 4000 + 2 and answer.content.endswith(b"[DONE]\n\n")
-    assert (await post(own, chat(stream=True))).headers[HEADER] == "miss"
-    assert own.metric("seamark_response_cache_bytes") == 0
 
 
 async def test_a_restart_voids_what_the_worker_answered(own, computing):
@@ -483,13 +317,6 @@ async def test_what_may_be_an_adapter_is_computed_each_time(in_memory, name, mod
     assert await results(own, chat()) == ["hit"]  # its base model is what it was
 
 
-async def test_without_the_setting_nothing_of_it_is_there(in_memory, computing):
-    own = await in_memory(computing)
-    assert type(own.gateway.handler) is RequestHandler and own.gateway.response_cache is None
-    answers = [await post(own, chat()) for _ in range(2)]
-    assert len(computing.requests) == 2 and not any(HEADER in answer.headers for answer in answers)
-
-
 async def test_shadow_mode_leaves_requests_and_answers_as_they_are(in_memory, computing):
     own = await in_memory(computing, shadow=True, response_cache=ROOM)
     body = b'{ "model": "m",  "messages": [], "temperature": 0, "stream": true }'
@@ -510,42 +337,3 @@ async def test_the_bound_is_held_whatever_comes(in_memory, computing):
     assert max(seen) <= room and max(seen) > room / 2
     assert own.metric("seamark_response_cache_evictions_total") > 100
     assert await results(own, chat("299"), chat("0")) == ["hit", "miss"]  # what was not asked for the longest has gone
-
-
-@pytest.mark.parametrize("count", [360, pytest.param(2500, marks=pytest.mark.thorough)])
-async def test_mixed_requests_get_the_bytes_of_a_gateway_without_a_cache(in_memory, computing, tmp_path: Path, count):
-    """Coalesced and repeated, by three keys of two groups, whole and streamed."""
-    keys, secret = tmp_path / "keys.toml", tmp_path / "secret"
-    keys.write_text(entry("ann") + entry("bob", share="team") + entry("cleo", share="team"))
-    secret.write_text("salt secret\n")
-    files = {"api_keys": keys, "salt_secret_file": secret}
-    draw = random.Random(7)
-    bodies = [chat(f"Question {number}?", stream=number % 3 == 0) for number in range(count // 60)]
-    groups = {"ann": "ann", "bob": "team", "cleo": "team"}
-    asked = [(draw.choice(tuple(groups)), draw.randrange(len(bodies))) for _ in range(count)]
-    plain: dict[tuple[str, int], bytes] = {}
-    own = await in_memory(computing, **files)
-    for name, group in groups.items():
-        for number, body in enumerate(bodies):
-            answer = await post(own, body, **bearer(name))
-            assert plain.setdefault((group, number), answer.content) == answer.content
-    assert len(set(plain.values())) == 2 * len(bodies)  # each group's answers name its salt
-    computing.requests.clear()
-    told: Counter[str] = Counter()
-    own = await in_memory(computing, response_cache=2**24, **files)
-    turns = asyncio.Semaphore(48)
-
-    async def ask(name: str, number: int) -> None:
-        async with turns:
-            answer = await post(own, bodies[number], **bearer(name))
-        told[answer.headers[HEADER]] += 1
-        assert answer.content == plain[groups[name], number], (name, number)
-
-    await asyncio.gather(*(ask(name, number) for name, number in asked))
-    distinct = len({(groups[name], number) for name, number in asked})
-    assert len(computing.requests) == distinct == told["miss"]
-    assert told["hit"] and told["joined"] and told.total() == len(asked)
-    keys.write_text(entry("ann", share="team") + entry("bob", share="team") + entry("cleo", share="team"))
-    own.gateway.read_files()
-    moved = await post(own, bodies[asked[0][1]], **bearer("ann"))
-    assert moved.content == plain["team", asked[0][1]]  # its old answers are out of reach, the group's are not

@@ -11,14 +11,10 @@ import pytest
 
 from tests.harness.gateways import (
     CHAT,
-    LAST_USER,
     SYSTEM,
-    SYSTEM_END,
-    TURN_END,
     chat,
-    hint_at,
 )
-from tests.harness.in_memory_gateway import InMemoryGateway, told
+from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import EVENTS, RecordingWorker
 from tests.harness.waiting import until
 
@@ -26,29 +22,6 @@ from tests.harness.waiting import until
 @pytest.fixture
 async def gateway(in_memory, worker: RecordingWorker) -> InMemoryGateway:
     return await in_memory(worker)
-
-
-async def test_the_hint_is_spliced_into_the_clients_bytes(gateway, worker):
-    raw = json.dumps(chat("Tide?"), indent=3).encode().replace(b"Tide", b"T\\u0069de")
-    answer = await gateway.post(raw)
-    assert answer.status_code == 200 and answer.content == worker.answers[-1]
-    sent = worker.requests[-1].body
-    hint = hint_at(worker)
-    spliced = json.dumps({"seamark_boundaries": hint}, separators=(",", ":")).encode()
-    assert sent == raw[:-1] + b',"vllm_xargs":' + spliced + b"}"
-    assert hint == [LAST_USER, TURN_END]
-    assert answer.headers["x-seamark-boundary"] == f"{LAST_USER};{TURN_END}"
-    assert answer.headers["x-seamark-worker"] == worker.url.removeprefix("http://")
-    assert answer.headers["x-seamark-cached"] == "160"
-    assert answer.headers["x-seamark-predicted"] == "0"
-
-
-async def test_a_known_prefix_is_predicted(gateway, worker):
-    await gateway.post(chat("one"))
-    await told(worker)
-    answer = await gateway.post(chat("two"))
-    assert answer.headers["x-seamark-predicted"] == str(SYSTEM_END // 16 * 16)
-    assert gateway.metric("seamark_boundary_lookups_total", result="learnt") == 2
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}])
@@ -78,49 +51,12 @@ async def test_two_requests_of_one_name_at_once_are_told_apart_at_the_worker(gat
     assert (explained["request_id"], explained["endpoint"], explained["status"]) == (name, path, 200)
 
 
-@pytest.mark.parametrize("name", ["", 7, "x" * 257, "é", "a\r\nx-evil: 1"])
-async def test_what_cannot_be_a_requests_name_is_left_to_the_worker(gateway, worker, name):
-    answer = await gateway.post(chat("Tide?", request_id=name))
-    (sent,) = worker.requests
-    assert answer.status_code == 200 and len(answer.headers["x-request-id"]) == 32
-    assert dict(sent.headers)[b"x-request-id"].decode() == answer.headers["x-request-id"]
-    assert json.loads(sent.body)["request_id"] == name and b"x-evil" not in dict(sent.headers)
-
-
-async def test_a_header_names_a_request_before_its_body(gateway, worker):
-    answer = await gateway.post(chat("Tide?", request_id="body's"), x_request_id="header's")
-    assert answer.headers["x-request-id"] == "header's"
-
-
-async def test_a_request_without_an_id_gets_one(gateway, worker):
-    answer = await gateway.post(chat("Tide?"))
-    assert dict(worker.requests[-1].headers)[b"x-request-id"].decode() == answer.headers["x-request-id"] != ""
-
-
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"nonsense", b"\xff\xfe"])
 async def test_what_is_not_a_json_object_is_refused_in_openais_envelope(gateway, worker, raw):
     answer = await gateway.post(raw)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert set(error) == {"message", "type", "param", "code"} and not worker.requests
-
-
-@pytest.mark.parametrize("messages", ["text", 7, [], [5], [{"role": "assistant", "content": "x"}]])
-async def test_a_chat_without_a_boundary_goes_on_unchanged(gateway, worker, messages):
-    raw = json.dumps({"model": "m", "messages": messages}).encode()
-    assert (await gateway.post(raw)).status_code == 200
-    assert worker.requests[-1].body == raw
-    assert gateway.metric("seamark_boundary_lookups_total", result="none") == 1
-
-
-async def test_renders_that_fail_cost_the_hint_and_that_is_counted(in_memory, worker):
-    worker.render_status, worker.cached = 500, 0
-    gateway = await in_memory(worker)
-    raw = json.dumps(chat("Tide?")).encode()
-    answer = await gateway.post(raw)
-    assert answer.status_code == 200 and worker.requests[-1].body == raw
-    assert "x-seamark-boundary" not in answer.headers
-    assert gateway.metric("seamark_miss_total", model="m", reason="no_facts") == 1
 
 
 async def test_a_worker_without_the_plugin_is_served_without_hints(in_memory):
@@ -131,41 +67,6 @@ async def test_a_worker_without_the_plugin_is_served_without_hints(in_memory):
     assert plain.requests[-1].body == raw
     assert gateway.metric("seamark_engine_patched") == 0 and gateway.metric("seamark_worker_up") == 1
     assert gateway.metric("seamark_miss_total", model="m", reason="unpatched") == 1
-
-
-async def test_requests_with_one_prefix_go_to_one_worker(in_memory):
-    one = RecordingWorker()
-    two = RecordingWorker()
-    gateway = await in_memory(one, two)
-    for number in range(6):
-        await gateway.post(chat(f"{number}"))
-    assert sorted((len(one.requests), len(two.requests))) == [0, 6]
-
-
-async def test_equal_cold_prefixes_that_arrive_together_go_together(in_memory):
-    one = RecordingWorker()
-    other = RecordingWorker()
-    gateway = await in_memory(one, other)
-    await asyncio.gather(*(gateway.post(chat(f"{number}")) for number in range(6)))
-    assert sorted(len(worker.requests) for worker in (one, other)) == [0, 6]
-
-
-async def test_a_worker_that_serves_the_model_is_chosen(in_memory):
-    one = RecordingWorker()
-    two = RecordingWorker(models=("n",))
-    gateway = await in_memory(one, two)
-    for _ in range(3):
-        await gateway.post({**chat("x"), "model": "n"})
-        await gateway.post({"model": "n", "input": "x"}, "/v1/embeddings")
-    assert (len(one.requests), len(two.requests)) == (0, 6)
-    listed = (await gateway.get("/v1/models")).json()
-    assert [(entry["id"], entry["max_model_len"]) for entry in listed["data"]] == [("m", 8192), ("n", 8192)]
-
-
-async def test_a_mistyped_model_changes_nothing_for_the_others(gateway, worker):
-    await gateway.post({**chat("x"), "model": "made-up"})
-    await gateway.post(chat("x"))
-    assert hint_at(worker) == [LAST_USER, TURN_END]
 
 
 @pytest.mark.parametrize(
@@ -206,13 +107,6 @@ async def test_an_unknown_path_is_refused_in_openais_envelope(gateway):
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
 
 
-async def test_a_model_name_from_a_client_never_becomes_a_label(gateway, worker):
-    for checks_names, code, label in ((False, 200, "m"), (True, 404, "unknown")):
-        worker.checks_names = checks_names
-        await gateway.post({**chat("x"), "model": "made-up"})
-        assert gateway.metric("seamark_requests_total", code=str(code), endpoint=CHAT, model=label) == 1
-
-
 ODD = [
     {"prompt_cache_key": "session \ud800"},
     {"prompt_cache_key": 7, "cache_salt": "x"},
@@ -232,55 +126,6 @@ async def test_odd_bodies_reach_the_worker_and_log_no_error(gateway, worker, cap
         assert (await gateway.post(body, path)).status_code == 200
     assert sum(not request.target.endswith("/render") for request in worker.requests) == 2
     assert " failed: " not in caplog.text and "boundary of request" not in caplog.text
-
-
-async def test_an_answer_is_not_lost_for_its_explanation(in_memory, worker):
-    """Tools that differ deep inside: looking for what changed must not cost what was answered."""
-    gateway = await in_memory(worker, max_json_depth=900)
-    nested = "[" * 600 + "]" * 600
-    for name in ("tide", "wind"):
-        function = f'{{"name": "{name}", "parameters": {{"x": {nested}}}}}'
-        raw = json.dumps(chat("Tide?"))[:-1] + f', "tools": [{{"type": "function", "function": {function}}}]}}'
-        assert (await gateway.post(raw.encode())).status_code == 200
-
-
-@pytest.mark.parametrize("nonsense", [{"prompt_tokens": -5}, {"prompt_tokens": 10**400}, {"cached": -3}])
-async def test_an_answer_is_not_lost_for_nonsense_in_its_usage(gateway, worker, nonsense):
-    for name, value in nonsense.items():
-        setattr(worker, name, value)
-    answer = await gateway.post(chat("Tide?"))
-    assert answer.status_code == 200 and answer.content == worker.answers[-1]
-
-
-async def test_a_very_long_request_id_is_replaced(gateway, worker):
-    answer = await gateway.post(chat("Tide?"), x_request_id="x" * 5000)
-    assert len(answer.headers["x-request-id"]) == 32
-
-
-async def test_the_status_page_tells_of_workers(gateway, worker):
-    status = (await gateway.get("/seamark/status")).json()
-    assert status["workers"][0]["engine"]["match_unit"] == 16
-    assert status["workers"][0]["up"] is True and status["workers"][0]["models"] == ["m"]
-
-
-async def test_a_request_that_the_worker_refused_left_nothing_to_predict(worker, gateway):
-    worker.status = 400
-    assert (await gateway.post(chat("Tide?"))).status_code == 400
-    worker.status = 200
-    assert (await gateway.post(chat("Tide?"))).headers["x-seamark-predicted"] == "0"
-    await told(worker)
-    assert int((await gateway.post(chat("Tide?"))).headers["x-seamark-predicted"]) > 400
-
-
-async def test_a_worker_is_told_whose_a_request_is_and_what_there_is_to_compute(in_memory, worker):
-    gateway = await in_memory(worker)
-    for _ in range(2):
-        await gateway.post(chat("Tide?"), x_seamark_load="aa,1,1")
-    told = [dict(request.headers)[b"x-seamark-load"].decode().split(",") for request in worker.requests[-2:]]
-    identity = (await gateway.get("/health")).json()["gateway"]
-    assert [name for name, _, _ in told] == [identity, identity]
-    (first, again) = ((int(prompt), int(left)) for _, prompt, left in told)
-    assert 0 <= again[1] < first[1] <= first[0] and again[1] <= again[0]
 
 
 @pytest.mark.parametrize("status", [502, 503])

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import Mock
 
 import pytest
 
 from proxy.errors import SettingsError
 from proxy.fleet.part import Change, Part, Shelf
-from proxy.pipeline import gateway as module
 from proxy.pipeline.gateway import Gateway
 from proxy.settings import Settings
 from tests.harness.api_keys import entry
-from tests.harness.waiting import until
 
 
 async def test_files_in_force_are_told_by_the_settings_that_name_them(tmp_path):
@@ -111,62 +108,6 @@ async def test_a_gateway_has_a_part_for_each_thing_that_is_wanted(monkeypatch):
     assert len(found) == len(base) + 1 and "discovery" in found
 
 
-async def test_the_memory_has_its_shares(monkeypatch):
-    sizes: dict[str, int] = {}
-    for name in ("PrefixIndex", "WarmupSet"):
-        made = getattr(module, name)
-
-        def noted(size: int, *more: Any, name: str = name, made: Any = made) -> Any:
-            sizes[name] = size
-            return made(size, *more)
-
-        monkeypatch.setattr(module, name, noted)
-    Gateway(Settings(memory_bytes=8000, text_bytes=800, **ONE))
-    assert sizes == {"PrefixIndex": 3000, "WarmupSet": 100}
-
-
-async def test_a_gateway_begins_with_nothing_and_says_so():
-    gateway = Gateway(Settings(shadow=True, **ONE))
-    value = gateway.metrics.registry.get_sample_value
-    assert not gateway.is_stopping and gateway.text_held == 0 and gateway.keys is None
-    assert value("seamark_shadow") == 1.0 and value("seamark_queued") == 0.0
-    assert gateway.prefill_pool is None and gateway.response_cache is None and gateway.redis_sync is None
-
-
-async def test_a_gateway_lets_go_ends_what_runs_catches_up_and_closes_in_this_order(monkeypatch):
-    gateway, order = Gateway(Settings(**ONE)), []
-    for owner, name in (
-        (gateway.pinned, "let_go"),
-        (gateway.shelf, "stop"),
-        (gateway.idle, "caught_up"),
-        (gateway.shelf, "aclose"),
-        (gateway.upstream, "aclose"),
-    ):
-        monkeypatch.setattr(owner, name, AsyncMock(side_effect=lambda at=(owner, name): order.append(at)))
-    await gateway.stop()
-    assert [name for _, name in order] == ["let_go", "stop", "caught_up", "aclose", "aclose"]
-    assert order[3][0] is gateway.shelf and order[4][0] is gateway.upstream
-
-
-async def test_files_are_looked_at_again_and_again(monkeypatch, tmp_path):
-    (tmp_path / "keys").write_text(entry("ann"))
-    gateway = Gateway(Settings(api_keys=tmp_path / "keys", **ONE))
-    monkeypatch.setattr(module, "FILES_INTERVAL", 0.0)
-    parts = (gateway.pool, gateway.keys, gateway.pinned)
-    for part in parts:
-        part.refresh = Mock()
-    watching = asyncio.create_task(gateway._watch_files())
-    await until(lambda: all(part.refresh.call_count > 1 for part in parts))
-    watching.cancel()
-
-
-async def test_what_runs_beside_the_requests_is_started():
-    gateway = Gateway(Settings(**ONE))
-    gateway.shelf.start = Mock()
-    gateway.start()
-    gateway.shelf.start.assert_called_once_with()
-
-
 async def test_nothing_of_a_worker_whose_answers_differ_is_used():
     gateway = Gateway(Settings(**ONE))
     gateway.prefix_index.forget_all, gateway.shelf.tell = Mock(), Mock()
@@ -174,13 +115,6 @@ async def test_nothing_of_a_worker_whose_answers_differ_is_used():
     gateway._distrust(worker)
     gateway.prefix_index.forget_all.assert_called_once_with(worker.boot)
     gateway.shelf.tell.assert_called_once_with(worker, Change.DISTRUSTED)
-
-
-async def test_prefill_workers_are_a_pool_of_their_own():
-    gateway = Gateway(Settings(prefill_worker=("http://127.0.0.1:8",), **ONE))
-    assert [worker.url for worker in gateway.prefill_pool.workers] == ["http://127.0.0.1:8"]
-    assert [worker.url for worker in gateway.pool.workers] == ["http://127.0.0.1:9"]
-    assert gateway.prefill_pool.gateway_id == gateway.pool.gateway_id
 
 
 @pytest.mark.parametrize("lacking", ["opentelemetry", "another module"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,64 +17,16 @@ from proxy.http import asgi
 from proxy.http.auth import KeyRing
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
-from proxy.pipeline.handler import LARGE_BYTES, TURNS, RequestHandler
-from proxy.pipeline.request import NOT_READ, Prompt, ProxiedRequest
+from proxy.pipeline.handler import RequestHandler
+from proxy.pipeline.request import Prompt, ProxiedRequest
 from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
-from tests.harness.gateways import chat
 
 
 @pytest.fixture
 def handler() -> RequestHandler:
     parts = ("pool", "reader", "dispatcher", "answer", "accounting", "idle", "preflights", "adapters")
     return RequestHandler(Settings(), Metrics(), keys=None, **{name: Mock() for name in parts})
-
-
-async def test_large_bodies_take_turns_with_everything_else(handler):
-    turns, others = [], 0
-    done = asyncio.Event()
-
-    async def tick() -> None:
-        nonlocal others
-        while not done.is_set():
-            others += 1
-            await asyncio.sleep(0)
-
-    async def large() -> None:
-        await handler._turn(LARGE_BYTES + 1)
-        turns.append(others)  # what follows is one long piece of work
-
-    ticking = asyncio.create_task(tick())
-    await asyncio.gather(*(large() for _ in range(20)))
-    done.set()
-    await ticking
-    assert all(after - before >= TURNS for before, after in itertools.pairwise(turns))
-
-
-async def test_small_bodies_wait_for_no_turn(in_memory, worker):
-    gateway = await in_memory(worker)
-    await gateway.gateway.handler._turns.acquire()
-    async with asyncio.timeout(30):
-        assert (await gateway.post(chat("Tide?"))).status_code == 200
-
-
-async def test_a_client_that_has_left_before_its_answers_head_counts_as_gone_whoever_else_got_the_answer(handler):
-    counted = []
-    handler._accounting.count = counted.append
-
-    async def answer(request, send, watch) -> None:
-        request.delivered = True  # to another client of the response cache
-        raise asgi.ClientGone
-
-    handler._answer = answer
-
-    async def receive() -> dict[str, object]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    extensions = {asgi.ON_DISCONNECT: lambda callback: None}
-    scope = {"method": "GET", "path": "/v1/x", "query_string": b"", "headers": [], "extensions": extensions}
-    await handler(scope, receive, receive)
-    assert [request.status for request in counted] == [499]
 
 
 async def test_without_memory_a_client_is_asked_to_come_again(handler, caplog):
@@ -187,48 +138,6 @@ def of(name: str) -> tuple[bytes, bytes]:
     return (b"authorization", bearer(name)["authorization"].encode())
 
 
-@pytest.mark.parametrize(
-    ("given", "is_kept"),
-    [
-        (b"a", True),
-        (b"one two/3?#", True),
-        (b"x" * 256, True),
-        (b"x" * 257, False),
-        (b"", False),
-        (b" a", False),
-        (b"a ", False),
-        (b"a\tb", False),
-        (b"\xe9", False),
-        (None, False),
-    ],
-)
-async def test_a_request_is_called_as_its_client_says_if_that_can_be_kept(scene, given, is_kept):
-    await scene(headers=[(b"x-request-id", given)] if given is not None else [])
-    (request,) = scene.seen
-    name = request.client.request_id
-    assert request.engine_id == name and request.is_named is is_kept
-    assert name == given.decode() if is_kept else len(name) == 32 and int(name, 16) >= 0
-
-
-@pytest.mark.parametrize(
-    ("header", "given", "called"),
-    [
-        (None, "mine", "mine"),
-        ("header's", "mine", "header's"),
-        (None, 7, None),
-        (None, "", None),
-        (None, "a ", None),
-        (None, "x" * 257, None),
-    ],
-)
-async def test_a_body_names_what_no_header_has_named(scene, header, given, called):
-    headers = [JSON, *([(b"x-request-id", header.encode())] if header else [])]
-    await scene("/v1/embeddings", json.dumps({"input": "x", "request_id": given}).encode(), headers=headers)
-    (request,) = scene.seen
-    assert request.body.put == {} and request.engine_id == request.client.request_id
-    assert request.client.request_id == called if called else len(request.client.request_id) == 32
-
-
 async def test_of_two_of_one_name_at_once_the_second_is_called_otherwise_in_its_body_too(scene):
     body = json.dumps({"input": "x", "request_id": "mine"}).encode()
 
@@ -246,40 +155,6 @@ async def test_of_two_of_one_name_at_once_the_second_is_called_otherwise_in_its_
 
 
 OBJECT = b'{"model": "m"}'
-
-
-@pytest.mark.parametrize(
-    ("path", "kind", "body", "parsed"),
-    [
-        (CHAT, None, OBJECT, True),
-        (CHAT, b"text/plain", OBJECT, True),
-        ("/v1/embeddings", JSON[1], OBJECT, True),
-        ("/v1/other", JSON[1], b"\r\n" + OBJECT, True),
-        ("/v1/other", None, OBJECT, True),
-        ("/v1/other", None, b"\xef\xbb\xbf " + OBJECT, True),
-        ("/v1/other", None, OBJECT.decode().encode("utf-16"), True),
-        ("/v1/other", b"audio/wav", b"RIFF {", False),
-        ("/v1/other", None, b"[1]", False),
-        ("/v1/other", JSON[1], b" \n", False),
-        ("/v1/other", None, b"", False),
-        ("/v1/other", JSON[1], b"{", False),  # the worker judges it
-        ("/v1/other", JSON[1], b"[1]", False),
-        ("/v1/other", None, b"{", False),
-    ],
-)
-async def test_what_may_be_a_json_object_is_read_whatever_it_is_called(scene, path, kind, body, parsed):
-    await scene(path, body, headers=[(b"content-type", kind)] if kind is not None else [])
-    (request,) = scene.seen
-    assert request.body.parsed == ({"model": "m"} if parsed else {})
-    assert request.body.memory.size > 0 if parsed else request.body.raw == body
-    assert scene.held == len(body) + request.body.memory.size
-    assert scene.handler._bodies.held == 0
-    assert [(read, workers) for read, workers in scene.read] == ([(request, ["its workers"])] if path == CHAT else [])
-    assert scene.began == [request] * (path == CHAT)
-    assert request.prompt == (Prompt(tokens=7) if path == CHAT else NOT_READ)
-    assert (request.timings.reading_seconds > 0) is (path == CHAT)
-    read = scene.metrics.registry.get_sample_value("seamark_overhead_seconds_count", {"phase": "boundary"})
-    assert read == (path == CHAT)
 
 
 DEEP = b'{"a":' * 300 + b"1" + b"}" * 300
@@ -304,17 +179,6 @@ async def test_what_no_worker_should_read_is_refused(scene, path, headers, body,
 
 
 @pytest.mark.parametrize(
-    ("headers", "body"),
-    [
-        ([(b"content-encoding", b"gzip")], b""),
-        ([(b"content-type", b"application/x-www-form-urlencoded")], b" "),
-    ],
-)
-async def test_without_a_body_nothing_is_wrong_with_one(scene, headers, body):
-    assert (await scene("/v1/other", body, headers=headers))[0]["status"] == 200
-
-
-@pytest.mark.parametrize(
     ("headers", "status"),
     [([JSON, of("ann")], 400), ([of("ann")], 200)],
 )
@@ -328,25 +192,6 @@ async def test_a_form_is_read_for_the_model_alone(scene):
     await scene("/v1/audio/transcriptions", body, headers=[(b"content-type", b"multipart/form-data; boundary=B")])
     (request,) = scene.seen
     assert request.model == "whisper" and request.body.raw == body and request.body.parsed == {}
-
-
-async def test_a_get_is_not_read(scene):
-    await scene(CHAT, OBJECT, "GET")
-    (request,) = scene.seen
-    assert request.body.parsed == {} and not scene.read and request.client.method == "GET"
-
-
-async def test_what_is_traced_is_a_request_of_this_api(scene):
-    await scene(CHAT, OBJECT, headers=[(b"traceparent", b"00-1")])
-    scene.tracing.begin.assert_called_once_with("POST", CHAT, [(b"traceparent", b"00-1")])
-    assert scene.seen[0].trace is scene.tracing.begin.return_value
-
-
-async def test_a_change_of_adapters_goes_to_no_single_worker(scene):
-    await scene("/v1/load_lora_adapter", b'{"lora_name": "a"}')
-    assert not scene.seen and [each.body.parsed for each in scene.changed] == [{"lora_name": "a"}]
-    await scene("/v1/load_lora_adapter", method="GET")
-    assert len(scene.seen) == 1 and len(scene.changed) == 1
 
 
 @pytest.mark.parametrize("origin", [None, b"https://a"])
@@ -415,48 +260,3 @@ async def test_a_browsers_question_needs_no_key(with_keys):
     assert await with_keys(method="OPTIONS", headers=asks) == []
     with_keys.handler._preflights.answer.assert_awaited_once()
     assert not with_keys.seen and not with_keys.counted
-
-
-@pytest.mark.parametrize(
-    ("boot", "made", "asks", "status"),
-    [
-        (None, False, True, 404),
-        ("w#1", False, True, 200),
-        (None, True, True, 200),
-        (None, False, False, 200),
-    ],
-)
-async def test_a_response_is_found_by_the_key_it_is_known_to_be_of(with_keys, boot, made, asks, status):
-    with_keys.stored.boot.return_value = boot
-    key = with_keys.handler._keys.named("ann")
-    name = key.new_response_id() if made else "resp_1"
-    body = json.dumps({"input": "x", **({"previous_response_id": name} if asks else {})}).encode()
-    assert (await with_keys("/v1/responses", body, headers=[of("ann")]))[0]["status"] == status
-    if asks:
-        with_keys.stored.boot.assert_called_with(name, "ann")
-        for method in ("GET", "POST"):
-            path = f"/v1/responses/{name}" + ("/cancel" if method == "POST" else "")
-            assert (await with_keys(path, b"", method, [of("ann")]))[0]["status"] == status
-
-
-async def test_without_keys_a_response_is_everyones(scene):
-    assert (await scene("/v1/responses/resp_1", method="GET"))[0]["status"] == 200
-    scene.stored.boot.assert_not_called()
-
-
-async def test_a_large_body_begins_with_more_than_64_kib(scene):
-    await scene.handler._turns.acquire()
-    async with asyncio.timeout(30):
-        await scene.handler._turn(65_536)
-    waiting = asyncio.create_task(scene.handler._turn(65_537))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    scene.handler._turns.release()
-    await waiting
-
-
-async def test_a_lull_begins_anew_with_each_request(scene):
-    await scene.handler._idle.lull()
-    scene.handler._idle.put_off = Mock()
-    await scene()
-    scene.handler._idle.put_off.assert_called_once()

@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
-
-import pytest
 
 from proxy.http.client import Answer
 from proxy.pipeline.message_answer import MessageAnswer
-
-CHAT = {
-    "id": "chatcmpl-1",
-    "model": "m",
-    "choices": [{"message": {"role": "assistant", "content": "Ebb."}, "finish_reason": "stop"}],
-    "usage": {"prompt_tokens": 9, "completion_tokens": 2},
-}
 
 
 class Chats(Answer):
@@ -44,21 +34,6 @@ async def chunks(answer: Answer) -> list[bytes]:
     return [chunk async for chunk in answer.chunks()]
 
 
-@pytest.mark.parametrize("kind", ["application/json", None])
-async def test_a_whole_answer_is_one_message(kind):
-    raw = json.dumps(CHAT).encode()
-    answer = MessageAnswer(Chats(kind, raw[:9], raw[9:]))
-    (message,) = await chunks(answer)
-    told: dict[str, Any] = json.loads(message)
-    assert (told["type"], told["content"], told["stop_reason"]) == (
-        "message",
-        [{"type": "text", "text": "Ebb."}],
-        "end_turn",
-    )
-    assert await answer.next_chunk() == await answer.next_chunk() == b""
-    assert json.loads(await MessageAnswer(Chats(kind, raw)).read()) == told
-
-
 async def test_events_come_as_they_are_complete():
     first = {"id": "c", "model": "m", "choices": [{"delta": {"content": "Ebb."}, "finish_reason": None}]}
     last = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}
@@ -71,13 +46,3 @@ async def test_events_come_as_they_are_complete():
     rest = b"".join(await chunks(answer))
     assert b"message_delta" in rest and rest.endswith(b'data: {"type": "message_stop"}\n\n')
     assert await answer.next_chunk() == b""
-
-
-async def test_its_head_is_that_of_the_chat_but_for_the_length():
-    chats = Chats("application/json", b"{}")
-    answer = MessageAnswer(chats)
-    assert (answer.status, answer.headers) == (201, ((b"x-mine", b"1"),))
-    assert answer.header("x-mine") == "1" and answer.header("content-type") == "application/json"
-    assert answer.header("content-length") is answer.header("Content-Length") is None
-    answer.close()
-    assert chats.closed == 1

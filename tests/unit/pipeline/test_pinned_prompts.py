@@ -20,12 +20,12 @@ from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Broken, Unreachable
 from proxy.pipeline import pinned_prompts
 from proxy.pipeline.gateway import Gateway
-from proxy.pipeline.pinned_prompts import Fate, PinnedPrompt, PinnedPrompts
+from proxy.pipeline.pinned_prompts import PinnedPrompts
 from proxy.pipeline.replayer import Replayed
 from proxy.routing import engine_events
 from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
-from tests.harness.gateways import LAST_USER, TURN_END, chat
+from tests.harness.gateways import chat
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.probed import probed
 from tests.harness.recording_worker import RecordingWorker
@@ -65,27 +65,6 @@ async def word(own: InMemoryGateway, worker: RecordingWorker, name: str = "rules
     return listed[name]["workers"][worker.url.split("://")[1]] if name in listed else ""
 
 
-async def test_a_prompt_is_sent_once_with_its_hint_and_the_wish(own, worker):
-    answer = await pin(own)
-    assert answer.status_code == 200, answer.text
-    (sent,) = worker.requests
-    body = json.loads(sent.body)
-    assert body["vllm_xargs"] == {"seamark_boundaries": [LAST_USER, TURN_END], "seamark_pin": 1}
-    assert (body["max_tokens"], body["stream"]) == (1, False)
-    told = answer.json()
-    assert told["workers"] == {worker.url.split("://")[1]: "pinned"} and told["tokens"] > 100
-    assert await word(own, worker) == "pinned" and pinned(worker) == 1
-    status = (await own.get("/seamark/status")).json()
-    assert status["prefixes"] == (await own.get(PATH)).json()["prefixes"] == [told]
-    assert "harbour" not in json.dumps(status)  # no text of it
-
-
-async def test_a_request_that_shares_it_is_expected_to_hit(own, worker):
-    await pin(own)
-    answer = await own.post(chat("Ebb?"), "/v1/chat/completions")
-    assert int(answer.headers["x-seamark-predicted"]) > 400
-
-
 async def test_one_that_is_taken_back_is_released_and_gone(own, worker):
     await pin(own)
     answer = await own.client.delete(f"{PATH}/rules")
@@ -94,12 +73,6 @@ async def test_one_that_is_taken_back_is_released_and_gone(own, worker):
     assert json.loads(worker.requests[-1].body)["vllm_xargs"]["seamark_pin"] == 0
     again = await own.client.delete(f"{PATH}/rules")
     assert again.status_code == 404 and again.json()["error"]["code"] == "not_found"
-
-
-async def test_another_prompt_of_the_name_takes_its_place(own, worker):
-    await pin(own)
-    await pin(own, body=chat("Ebb?"))
-    assert pinned(worker) == 1 and "Ebb?" in worker.engine.pinned[0][1]
 
 
 async def test_without_room_it_is_refused_with_the_cure_and_pinned_once_there_is(own, worker):
@@ -121,35 +94,10 @@ async def test_a_worker_that_has_restarted_is_given_it_before_its_requests(own, 
     assert json.loads(worker.requests[0].body)["vllm_xargs"]["seamark_pin"] == 1
 
 
-async def test_a_cache_that_was_emptied_is_given_it_again(own, worker):
-    await pin(own)
-    worker.engine.clear()
-    await until(lambda: is_pinned(own, worker))
-
-
 async def test_an_adapter_that_was_replaced_is_given_its_own_again(own, worker):
     await pin(own)
     worker.engine.replace_adapter("m")
     await until(lambda: is_pinned(own, worker))
-
-
-async def test_each_worker_that_serves_the_model_holds_it(in_memory):
-    one = RecordingWorker(cached=0)
-    two = RecordingWorker(cached=0)
-    other = RecordingWorker(models=("x",))
-    own = await in_memory(one, two, other)
-    await pin(own)
-    assert (pinned(one), pinned(two), pinned(other)) == (1, 1, 0)
-    assert await word(own, other) == "waiting"
-
-
-async def test_one_worker_without_room_does_not_refuse_it_for_the_others(in_memory):
-    one = RecordingWorker(cached=0)
-    two = RecordingWorker(cached=0)
-    two.engine.room = 0
-    own = await in_memory(one, two)
-    assert (await pin(own)).status_code == 200
-    assert (await word(own, one), await word(own, two)) == ("pinned", "no_room")
 
 
 async def test_what_the_answer_does_not_say_the_engines_report_does(in_memory):
@@ -174,15 +122,6 @@ async def test_a_worker_that_says_nothing_of_pins_is_not_asked_again(in_memory, 
         assert await word(own, worker) == "not_told" and len(worker.requests) == 1
     else:
         assert await word(own, worker) == "no_facts"  # it takes positions alone, of which none is known
-
-
-async def test_a_worker_that_fails_is_asked_again(own, worker, monkeypatch, caplog):
-    monkeypatch.setattr(pinned_prompts, "RETRY_SECONDS", 0.2)
-    worker.status = 500
-    assert (await pin(own)).status_code == 200 and await word(own, worker) == "failed"
-    assert "prompt rules is not pinned" in caplog.text
-    worker.status = 200
-    await until(lambda: is_pinned(own, worker))
 
 
 async def test_of_a_prompt_that_is_pinned_and_released_nothing_is_warned(own, worker, caplog):
@@ -277,29 +216,6 @@ async def test_what_is_pinned_for_a_key_moves_with_it_to_another_group(in_memory
     assert pinned(worker) == 0
 
 
-async def test_a_key_that_was_taken_out_leaves_pins_that_can_be_taken_back(in_memory, worker, tmp_path: Path):
-    keys, admin = tmp_path / "keys.toml", bearer("root")
-    keys.write_text(entry("ann") + entry("root", admin=True))
-    own = await in_memory(worker, api_keys=keys)
-    assert (await pin(own, headers=admin, key="ann")).status_code == 200 and pinned(worker) == 1
-    keys.write_text(entry("root", admin=True))
-    own.gateway.read_files()
-    assert (await own.client.delete(f"{PATH}/rules", headers=admin)).status_code == 200
-    assert pinned(worker) == 0
-
-
-@pytest.mark.parametrize("lasting", [False, True])
-async def test_a_gateway_that_stops_lets_go_what_no_other_start_could(in_memory, worker, tmp_path: Path, lasting):
-    """Without `salt_secret_file`, keys have other salts at each start."""
-    keys, secret = tmp_path / "keys.toml", tmp_path / "secret"
-    keys.write_text(entry("ann") + entry("root", admin=True))
-    secret.write_text("salt secret\n")
-    own = await in_memory(worker, api_keys=keys, salt_secret_file=secret if lasting else None)
-    assert (await pin(own, headers=bearer("root"), key="ann")).status_code == 200 and pinned(worker) == 1
-    await own.gateway.pinned.let_go()
-    assert pinned(worker) == lasting
-
-
 async def test_what_could_not_be_let_go_at_a_stop_is_said(in_memory, worker, tmp_path: Path, caplog):
     keys = tmp_path / "keys.toml"
     keys.write_text(entry("ann") + entry("root", admin=True))
@@ -370,11 +286,6 @@ async def test_a_file_that_cannot_be_used_stops_the_start_with_one_line(
         Gateway(Settings(prefixes_file=tmp_path / "none.json"))
 
 
-async def test_in_shadow_mode_nothing_is_pinned(in_memory, worker):
-    own = await in_memory(worker, shadow=True)
-    assert (await pin(own)).status_code == 200 and await word(own, worker) == "waiting" and not worker.requests
-
-
 class Scene:
     """Pins before workers that say what they are told to."""
 
@@ -426,55 +337,6 @@ class Scene:
 
 def body_of(text: str, **more: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "system", "content": text}], **more}
-
-
-@pytest.mark.parametrize(
-    ("word", "boot", "seconds", "model", "is_due"),
-    [
-        (None, "w", 0, "m", True),
-        (None, "w", 0, "another", False),
-        ("pinned", "w", 99, "m", False),
-        ("pinned", "an older boot", 0, "m", True),
-        ("no_room", "w", 99, "m", False),
-        ("not_told", "w", 99, "m", False),
-        ("not_cached", "w", 99, "m", False),
-        ("failed", "w", 29.5, "m", False),
-        ("failed", "w", 30.0, "m", True),
-        ("failed", "w", 30.0, "another", False),
-        ("no_facts", "w", 29.5, "m", False),
-        ("no_facts", "w", 30.0, "m", True),
-    ],
-)
-def test_a_prompt_is_due_where_it_is_not_known_to_be_and_again_where_that_may_pass(
-    monkeypatch, word, boot, seconds, model, is_due
-):
-    monkeypatch.setattr(pinned_prompts, "time", SimpleNamespace(monotonic=lambda: 1000.0 + seconds))
-    at = Worker("http://w", None, probed=probed("w", None, "m"))  # type: ignore[arg-type]
-    prompt = PinnedPrompt("rules", model, b"", None, False)
-    if word is not None:
-        prompt.fates["http://w"] = Fate(at.boot if boot == "w" else boot, word, 1000.0)
-    assert prompt.is_due(at) is is_due
-    assert prompt.fate(at) == ("waiting" if word is None or boot != "w" else word)
-
-
-@pytest.mark.parametrize(
-    ("word", "refused_at", "is_to_go"),
-    [
-        ("pinned", None, True),
-        ("pinned", 70.5, False),
-        ("pinned", 70.0, True),
-        ("failed", None, False),
-        (None, None, False),
-    ],
-)
-def test_a_prompt_that_a_worker_did_not_release_is_let_go_half_a_minute_later(monkeypatch, word, refused_at, is_to_go):
-    monkeypatch.setattr(pinned_prompts, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    at = Worker("http://w", None, probed=probed("w", None, "m"))  # type: ignore[arg-type]
-    prompt = PinnedPrompt("rules", "m", b"", None, False)
-    if word is not None:
-        fate = Fate(at.boot, word, 0.0)
-        prompt.fates["http://w"] = fate if refused_at is None else fate._replace(refused_at=refused_at)
-    assert prompt.is_to_go(at) is is_to_go
 
 
 def write_bodies(path: Path, *texts: str) -> int:
@@ -590,20 +452,6 @@ async def test_without_facts_nothing_is_sent():
     assert (await scene.add("rules"))["workers"] == {"a": "no_facts"} and scene.sent == []
 
 
-async def test_a_worker_that_gets_no_hints_is_sent_nothing_to_pin_and_still_lets_go():
-    scene = Scene()
-    await scene.add("rules")
-    scene.workers[0].cache.hints_allowed = False
-    assert (await scene.add("more"))["workers"] == {"a": "waiting"}
-    scene.sent.clear()
-    scene.found = Found((Boundary("system", b"s", "first:1"),), (b"s",), renderer_id=b"one")
-    await scene.pins.prepare(scene.workers[0])
-    assert scene.sent == []
-    scene.workers[0].cache.hints_allowed = True
-    await scene.pins.prepare(scene.workers[0])
-    assert scene.sent == [("a", "Tide?", True)]
-
-
 async def test_a_prompt_is_refused_if_no_worker_has_room_and_kept_if_any_has():
     scene = Scene("a", "b")
     scene.said = "no_room"
@@ -616,25 +464,6 @@ async def test_a_prompt_is_refused_if_no_worker_has_room_and_kept_if_any_has():
         worker.probed = probed(worker.boot, worker.engine, "n")
     scene.said = "no_room"
     assert set((await scene.add("more"))["workers"].values()) == {"waiting"}  # nobody serves it
-
-
-async def test_what_is_let_go_makes_room_for_what_had_none_and_for_its_double():
-    scene = Scene()
-    await scene.add("one")
-    await scene.add("double")
-    await scene.add("other", "Ebb?")
-    scene.said = lambda name, pin: "no_room"
-    with pytest.raises(PinRefused):
-        await scene.add("full", "Neap?")
-    scene.pins._put(scene.pins._prompt(pinned_prompts.PinEntry(name="full", body=body_of("Neap?"))))
-    await scene.pins.make_all()
-    assert scene.words("full") == {"a": "no_room"}
-    scene.said = "pinned"
-    scene.sent.clear()
-    shown = await scene.pins.remove("one")
-    assert shown["workers"] == {"a": "released"}
-    assert scene.sent[0] == ("a", "Tide?", False)
-    assert sorted(scene.sent[1:]) == [("a", "Neap?", True), ("a", "Tide?", True)]
 
 
 @pytest.mark.parametrize("said", [Replayed(500, b""), Unreachable("refused")])
@@ -653,21 +482,6 @@ async def test_a_worker_that_does_not_let_go_is_said_and_told_again_later(monkey
         now[0] += seconds
         await scene.pins.make_all()
         assert scene.sent == sent
-
-
-async def test_a_prompt_that_is_let_go_while_it_is_sent_is_released_behind_that():
-    scene = Scene()
-    scene.waits = asyncio.Event()
-    adding = asyncio.create_task(scene.add("rules"))
-    while not scene.sent:
-        await asyncio.sleep(0)
-    scene.pins._drop(scene.pins._prompts["rules"])
-    scene.waits.set()
-    await adding
-    await scene.pins.make_all()
-    assert scene.sent == [("a", "Tide?", True), ("a", "Tide?", False)]
-    await scene.pins.make_all()
-    assert len(scene.sent) == 2
 
 
 @pytest.mark.parametrize(
@@ -696,18 +510,6 @@ async def test_what_a_worker_has_lost_is_pinned_there_again(change, model, lost)
     )
 
 
-@pytest.mark.parametrize(("salts_last", "is_let_go"), [(None, False), (True, False), (False, True)])
-async def test_at_a_stop_only_what_nobody_could_release_is_let_go(tmp_path, salts_last, is_let_go):
-    scene = Scene()
-    await scene.add("rules")
-    await scene.add("more", "Ebb?")
-    if salts_last is not None:
-        scene.pins._keys = SimpleNamespace(salts_last=salts_last)
-    await scene.pins.let_go()
-    assert [pin for _, _, pin in scene.sent].count(False) == (2 if is_let_go else 0)
-    assert len(scene.pins) == (0 if is_let_go else 2)
-
-
 async def test_a_stop_waits_for_no_worker_for_long(monkeypatch, caplog):
     monkeypatch.setattr(pinned_prompts, "STOP_SECONDS", 0.0)
     scene = Scene()
@@ -718,26 +520,8 @@ async def test_a_stop_waits_for_no_worker_for_long(monkeypatch, caplog):
     assert "1 prompts stay pinned" in caplog.text
 
 
-async def test_pins_are_looked_at_again_and_again(monkeypatch):
-    monkeypatch.setattr(pinned_prompts, "POLL_SECONDS", 0.0)
-    scene, looks = Scene(), []
-
-    async def look() -> None:
-        looks.append(1)
-
-    scene.pins.make_all = look  # type: ignore[method-assign]
-    running = asyncio.create_task(scene.pins.run())
-    await until(lambda: len(looks) > 1)
-    running.cancel()
-
-
 @pytest.mark.parametrize("name", ["a\u200b", "a\u009b", "a\n", "a?", "a#", "\x7f", "a" * 129, ""])
 async def test_a_name_can_be_shown_and_stand_in_a_path(name):
     with pytest.raises(BadRequest) as error:
         await Scene().add(name)
     assert error.value.param == "name"
-
-
-async def test_a_name_may_have_128_characters_and_words():
-    for name in ("a" * 128, "the rules of 1912"):
-        assert (await Scene().add(name))["name"] == name

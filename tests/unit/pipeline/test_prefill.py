@@ -21,7 +21,7 @@ from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.request import Prompt, ProxiedRequest, request_of
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.settings import Settings
-from tests.harness.gateways import CHAT, chat, hint_at
+from tests.harness.gateways import CHAT, chat
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.probed import probed
 from tests.harness.recording_worker import RecordingWorker
@@ -75,24 +75,6 @@ async def apart(in_memory) -> Apart:
     return started
 
 
-async def test_one_worker_computes_a_long_prompt_and_another_one_answers(apart: Apart):
-    body = chat(LONG, max_tokens=50, logprobs=True, cache_salt="salt")
-    await apart.post(body)
-    (first,), (second,) = apart.prefill.requests, apart.decode.requests
-    assert body_at(apart.decode).pop("kv_transfer_params") == TRANSFER
-    asked = body_at(apart.prefill)
-    assert asked["kv_transfer_params"] == {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "seamark_stops": True,
-    }
-    assert asked["max_tokens"] == 1 and asked["stream"] is False and "logprobs" not in asked
-    assert asked["messages"] == body["messages"] and asked["cache_salt"] == "salt"
-    assert hint_at(apart.prefill) == hint_at(apart.decode) != []
-    assert first.target == second.target == CHAT
-    assert body_at(apart.decode)["max_tokens"] == 50 and apart.results() == {"sent": 1}
-
-
 async def test_a_stream_is_one_of_the_worker_that_answers(apart: Apart):
     await apart.post(chat(LONG, stream=True, stream_options={"include_usage": True}))
     assert body_at(apart.prefill)["stream"] is False and "stream_options" not in body_at(apart.prefill)
@@ -114,15 +96,6 @@ async def test_every_api_has_its_own_word_for_a_single_token(apart: Apart, path:
     asked = body_at(apart.prefill)
     assert asked | one == asked and apart.prefill.requests[-1].target == path
     assert body_at(apart.decode)["kv_transfer_params"] == TRANSFER
-
-
-async def test_what_a_client_says_of_transfers_reaches_no_worker(apart: Apart):
-    own = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "a-clients-own"}}
-    await apart.post(chat(LONG, **own, vllm_xargs=own))
-    await apart.post(chat("Short?", **own, vllm_xargs=own))
-    everything = b"".join(request.body for request in (*apart.prefill.requests, *apart.decode.requests))
-    assert b"a-clients-own" not in everything
-    assert "kv_transfer_params" not in body_at(apart.decode) and len(apart.prefill.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -327,13 +300,6 @@ async def test_a_worker_that_cannot_take_a_prompt_computes_it(lack):
     assert await scene.transfer() is None and not scene.upstream.sent and scene.results == {}
 
 
-@pytest.mark.parametrize(("tokens", "is_sent"), [(511, False), (512, True)])
-async def test_until_the_pace_is_known_512_tokens_are_worth_it(tokens, is_sent):
-    scene = Scene()
-    assert (await scene.transfer(tokens=tokens) is not None) is is_sent
-    assert scene.results == ({"sent": 1} if is_sent else {"short": 1})
-
-
 def at_pace(worker: Worker, pass_seconds: float, token_seconds: float) -> None:
     engine = worker.engine
     worker.probed = probed(worker.boot, engine, "m", step_times=StepTimes(pass_seconds, token_seconds))
@@ -407,12 +373,6 @@ async def test_without_a_worker_that_fits_the_prompt_is_computed_where_it_is_ans
         prefill.max_inflight = prefill.inflight = 1
     assert await scene.transfer() is None
     assert scene.results == {"no_worker": 1} and not scene.upstream.sent
-
-
-async def test_a_name_that_neither_kind_of_worker_lists_is_taken_by_both():
-    scene = Scene()
-    scene.lists = False
-    assert await scene.transfer(scene.request(model="in no list")) == TRANSFER
 
 
 async def test_a_prefill_worker_counts_its_request_while_it_computes_and_is_known_to_hold_it():

@@ -12,7 +12,7 @@ import pytest
 from proxy.errors import NoWorker, Overloaded, WorkerFailed
 from proxy.fleet.worker import Worker
 from proxy.http.client import Broken, Unreachable
-from proxy.pipeline.preflight import ANSWER_SECONDS, Preflights, is_preflight
+from proxy.pipeline.preflight import Preflights, is_preflight
 from tests.harness.scripted_upstream import ScriptedUpstream
 
 ORIGIN, METHOD = (b"origin", b"https://a"), (b"access-control-request-method", b"POST")
@@ -71,21 +71,6 @@ async def answered(those: Preflights, scope: dict[str, Any] | None = None) -> li
 )
 def test_a_browser_names_its_site_and_what_it_is_about_to_do(scope, is_one):
     assert is_preflight(scope) is is_one
-
-
-async def test_what_a_worker_says_is_passed_on_and_no_key_goes_to_it():
-    upstream = Said(b"O", b"K", status=400)
-    keys = [(b"authorization", b"Bearer x"), (b"x-api-key", b"x"), (b"X-Mine", b"1")]
-    start, body = await answered(preflights(upstream), asked(headers=[ORIGIN, METHOD, *keys]))
-    assert (start["status"], body["body"]) == (400, b"OK")
-    assert start["headers"] == [
-        (b"access-control-allow-origin", b"https://a"),
-        (b"x-request-id", b"id-1"),
-        (b"content-length", b"2"),
-    ]
-    sent = dict([ORIGIN, METHOD, (b"x-mine", b"1")])
-    assert upstream.sent == [("OPTIONS", "http://a/v1/x?a=b", sent, b"", ANSWER_SECONDS)]
-    assert upstream.closed == 1
 
 
 async def test_without_a_worker_that_is_ready_nobody_is_asked():

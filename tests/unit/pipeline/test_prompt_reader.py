@@ -6,9 +6,7 @@ import asyncio
 import gc
 import json
 import tracemalloc
-import weakref
 from datetime import date
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,7 +24,6 @@ from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE, PromptReader
 from proxy.pipeline.request import ProxiedRequest, request_of
 from proxy.settings import Settings
-from tests.harness.fake_engine import template, token_ids
 from tests.harness.probed import probed
 from tests.harness.recording_worker import RecordingWorker
 
@@ -87,13 +84,6 @@ async def read(
     return request
 
 
-async def test_a_request_of_a_known_template_has_its_entries_at_once():
-    request = await read(Learner(one=FACTS), worker())
-    found = request.prompt.found
-    assert (found.entries(), found.failure, found.renderer_id) == (("last:3", -5), None, b"one")
-    assert found.result == "learnt" and [each.kind for each in found.boundaries] == ["system", "turn"]
-
-
 async def test_in_a_body_of_too_many_values_no_boundaries_are_sought():
     for most, failure in ((9, "no_boundary"), (10, None)):
         reader = PromptReader(Settings(max_boundary_values=most), Metrics(), Learner(one=FACTS))
@@ -103,41 +93,6 @@ async def test_in_a_body_of_too_many_values_no_boundaries_are_sought():
         assert (prompt.chat is None) == (prompt.remembered is None) == bool(failure)
         assert prompt.tokens and reader.recent.held == (0 if failure else prompt.remembered.size)
         assert failure or reader.recent.held > 5000
-
-
-async def test_a_template_that_is_not_known_is_learnt_beside_the_request():
-    learner = Learner()
-    request = await read(learner, worker())
-    assert (request.prompt.found.entries(), request.prompt.found.failure) == ((), "no_facts")
-    assert not learner.asked  # nothing happens on the request's way
-    await asyncio.sleep(0)
-    assert learner.asked == [DEFAULT]
-
-
-async def test_another_setting_has_the_openers_of_the_default_one_until_it_is_learnt():
-    learner = Learner(one=FACTS)
-    request = await read(learner, worker(), chat_template_kwargs={"enable_thinking": False})
-    assert (request.prompt.found.entries(), request.prompt.found.end) == (("last:3", -9), None)
-    await asyncio.sleep(0)
-    assert [setting.fields for setting in learner.asked] == [{"chat_template_kwargs": {"enable_thinking": False}}]
-    await read(learner, worker(), chat_template_kwargs={"enable_thinking": False})
-    await asyncio.sleep(0)
-    assert len(learner.asked) == 1
-
-
-async def test_a_worker_that_has_not_said_what_it_renders_with_is_no_hindrance():
-    found = (await read(Learner(one=FACTS), worker("a", None), worker("b"))).prompt.found
-    assert (found.renderer_id, found.entries()) == (b"one", ("last:3", -5))
-    learner = Learner(one=FACTS)
-    assert (await read(learner, worker("a", None))).prompt.found.failure == "no_facts"
-    await asyncio.sleep(0)
-    assert not learner.asked
-
-
-@pytest.mark.parametrize("workers", [(), (worker(patched=False),)])
-async def test_without_a_worker_that_keeps_states_nothing_is_sought(workers):
-    found = (await read(Learner(one=FACTS), *workers)).prompt.found
-    assert (found.boundaries, found.failure) == ((), "unpatched")
 
 
 @pytest.mark.parametrize(
@@ -164,33 +119,6 @@ class Tokenizer:
 DAYS = f"{date.today():%Y}-11-22", f"{date.today():%Y}-11-23"
 
 DATED = [{"role": "system", "content": "Pilots name the tide. " * 40 + f"\nToday is {DAYS[0]}."}, MESSAGES[1]]
-
-
-async def test_what_stands_before_a_date_has_an_entry_at_first_sight_and_its_tokens_are_asked_for_once():
-    serving, reader = worker(), PromptReader(Settings(), Metrics(), Learner(one=FACTS))
-    serving.renderer = tokenizer = Tokenizer()
-    for day in DAYS:
-        told = [{**DATED[0], "content": DATED[0]["content"].replace(DAYS[0], day)}, DATED[1]]
-        request = await read(Learner(), serving, reader=reader, messages=told)
-        before, system, turn = request.prompt.found.entries()
-        *_, last = map(int, before.removeprefix("first:").split(","))
-        assert chr(last) == "e" and (system, turn) == ("last:3", -5)  # of "the tide. \n" the last three may differ
-        first = request.prompt.found.boundaries[0]
-        assert (first.entry, first.kind) == (before, "learned")
-    (piece,) = tokenizer.texts
-    assert piece.endswith("the tide. \n")
-
-
-async def test_no_request_waits_long_for_the_tokens_before_its_date_and_none_after_it():
-    serving, reader = worker(), PromptReader(Settings(), Metrics(), Learner(one=FACTS))
-    serving.renderer = tokenizer = Tokenizer(hangs=True)
-    errors: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    for _ in range(2):
-        found = (await read(Learner(), serving, reader=reader, messages=DATED)).prompt.found
-        assert found.entries() == ("last:3", -5)
-    gc.collect()
-    assert len(tokenizer.texts) == 1 and errors == []
 
 
 async def test_nothing_is_asked_for_a_request_without_a_slot():
@@ -225,14 +153,6 @@ async def test_a_worker_is_asked_for_the_tokens_before_a_few_dates_at_once(key, 
     assert "first:" in str(request.prompt.found.entries())
 
 
-async def test_an_older_plugin_is_asked_for_no_tokens():
-    serving = worker()
-    serving.renderer = Tokenizer()
-    serving.probed = probed("a", EngineInfo("0.2.0", "0.32.0", match_unit=16, block_size=384), "m")
-    request = await read(Learner(one=FACTS), serving, messages=DATED)
-    assert not serving.renderer.texts and "first" not in str(request.prompt.found.entries())
-
-
 async def test_a_failure_costs_the_hint_and_names_no_text(caplog):
     class Broken(Learner):
         def facts(self, renderer_id: bytes, setting: Setting = DEFAULT) -> TemplateFacts | None:
@@ -258,23 +178,6 @@ async def test_answers_tell_how_many_tokens_a_byte_has():
     assert later.found.boundaries[-1].estimate == later.tokens > first.found.boundaries[-1].estimate
 
 
-async def test_what_a_byte_weighs_is_known_of_the_last_256_models():
-    reader = PromptReader(Settings(), Metrics(), Learner())
-
-    async def rate(model: Any) -> float:
-        request = await read(Learner(), reader=reader, model=model, user="x" * 10_000)
-        return request.prompt.tokens / len(request.body.raw)
-
-    assert await rate("m1") == pytest.approx(0.25, abs=1e-3)
-    for number in range(1, 257):
-        reader.weigh(f"m{number}", 100, 50)
-    assert await rate("m1") == pytest.approx(0.275, abs=1e-3)  # one answer counts a tenth
-    reader.weigh("m257", 1, 100)
-    assert await rate("m2") == pytest.approx(0.25, abs=1e-3)
-    assert [await rate(model) for model in ("m1", "m3", "m256")] == [pytest.approx(0.275, abs=1e-3)] * 3
-    assert await rate(["m1"]) == pytest.approx(0.25, abs=1e-3)
-
-
 async def test_what_is_remembered_has_its_shares_of_the_memory():
     reader = PromptReader(Settings(memory_bytes=2**20, text_bytes=2**20), Metrics(), Learner())
     for number in range(3000):
@@ -293,74 +196,6 @@ async def test_what_is_remembered_has_its_shares_of_the_memory():
     assert reader.held == reader.recent.held + reader.stored.held + reader.learner.held
 
 
-async def test_all_names_of_a_model_have_the_same_beginnings():
-    reader = PromptReader(Settings(), Metrics(), Learner(one=FACTS), lambda model: "m" if model == "alias" else model)
-    serving = worker()
-    serving.probed = probed("a", serving.engine, "m", "alias")
-    serving.renderer_ids["alias"] = b"one"
-    prefixes = []
-    for model in ("m", "alias", "other"):
-        request = await read(Learner(), serving, reader=reader, model=model)
-        prefixes.append(request.prompt.found.prefixes)
-        assert request.prompt.chat.body["model"] == model  # rendered by its own name
-    assert prefixes[0] == prefixes[1] != prefixes[2]
-    none = await read(Learner(), serving, reader=reader, model="alias", messages="x")
-    assert none.prompt.found.failure == "no_boundary"
-
-
-async def test_what_is_known_is_not_learnt_again():
-    learner = Learner(one=FACTS)
-    await read(learner, worker())
-    await asyncio.sleep(0)
-    assert learner.asked == []
-    unwanted = Learner()
-    unwanted.wants = lambda *_: False  # type: ignore[method-assign]
-    await read(unwanted, worker())
-    await asyncio.sleep(0)
-    assert unwanted.asked == []
-
-
-class Slow(Learner):
-    """Learns for as long as a test wants."""
-
-    async def learn(self, *what: Any) -> None:
-        self.task = weakref.ref(asyncio.current_task())
-        ends = asyncio.get_running_loop().create_future()
-        self.ends = weakref.ref(ends)
-        await ends
-
-
-async def test_what_is_learnt_beside_a_request_stays_until_it_is_done_and_no_longer():
-    learner = Slow()
-    reader = PromptReader(Settings(), Metrics(), learner)
-    await read(learner, worker(), reader=reader)
-    await asyncio.sleep(0)
-    gc.collect()
-    ends = learner.ends()
-    assert ends is not None
-    ends.set_result(None)
-    del ends
-    for _ in range(3):
-        await asyncio.sleep(0)
-    gc.collect()
-    assert learner.task() is None
-
-
-async def test_places_that_no_fact_tells_are_noted_once_some_facts_are_there():
-    for facts, noted in ((FACTS, 1), (None, 0)):
-        learner = Learner(**({"one": facts} if facts is not None else {}))
-        reader = PromptReader(Settings(), Metrics(), learner)
-        reader._heads.learn = Mock()
-        serving = worker()
-        request = await read(learner, serving, reader=reader, key=KEY)
-        assert reader._heads.learn.call_count == noted
-        if noted:
-            reader._heads.learn.assert_called_with(request.prompt.found, serving.renderer, "ann")
-        bare = SimpleNamespace(prompt=request.prompt._replace(found=None), client=request.client, model="m")
-        reader.learn(bare)
-        assert reader._heads.learn.call_count == noted
-
-
 LONG_TEXT = "Pilots name the tide before they name the berth. " * 30
 
 
@@ -372,27 +207,6 @@ async def test_beginnings_inside_texts_are_sought_only_to_choose_among_several_w
         messages = [{"role": "user", "content": f"{LONG_TEXT}\n{question}"}]
         found = (await read(Learner(), *serving, reader=reader, messages=messages)).prompt.found
     assert any(each.kind == "learned" for each in found.boundaries) is (workers == 2)
-
-
-async def test_workers_without_the_plugin_do_not_count():
-    reader = PromptReader(Settings(), Metrics(), Learner(one=FACTS))
-    for question in ("High?", "Low?", "Neap?"):
-        messages = [{"role": "user", "content": f"{LONG_TEXT}\n{question}"}]
-        serving = worker("a", patched=False), worker("b")
-        found = (await read(Learner(), *serving, reader=reader, messages=messages)).prompt.found
-    assert found.renderer_id == b"one" and "learned" not in [each.kind for each in found.boundaries]
-
-
-async def test_a_bare_prompt_needs_no_facts_and_is_not_remembered():
-    learner = Learner()
-    scope = {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
-    request = request_of(scope, b'{"model":"m","prompt":"Tide?"}', "r")
-    request.body.parsed = {"model": "m", "prompt": "Tide?"}
-    reader = PromptReader(Settings(), Metrics(), learner)
-    request.prompt = await reader.read(request, [worker()], lambda: True)
-    reader.learn(request)
-    await asyncio.sleep(0)
-    assert not learner.asked and request.prompt.unlearnt is None and request.prompt.remembered is None
 
 
 HEADER = "x-anthropic-billing-header: cc_version=1; cch=abc;\n"
@@ -416,16 +230,6 @@ async def test_a_rewrite_rule_changes_what_is_sent_and_what_is_known_of_it_and_i
         return metrics.registry.get_sample_value("seamark_rewrites_total", labels)
 
     assert (counted("true"), counted("false")) == ((1.0, None) if is_on else (None, 1.0))
-
-
-async def test_lookups_are_counted_by_how_they_ended():
-    metrics = Metrics()
-    reader = PromptReader(Settings(), metrics, Learner(one=FACTS))
-    for messages in (MESSAGES, MESSAGES, "x"):
-        await read(Learner(), worker(), reader=reader, messages=messages)
-    value = metrics.registry.get_sample_value
-    counted = [value("seamark_boundary_lookups_total", {"result": result}) for result in ("learnt", "none")]
-    assert counted == [2, 1]
 
 
 async def test_a_tokenizer_that_fails_costs_the_entry_before_the_date_and_names_no_text(caplog):
@@ -456,20 +260,6 @@ async def at_a_worker(in_memory, **state: Any) -> tuple[PromptReader, Worker, Re
     await own.gateway.pool.check_all()
     (serving,) = own.gateway.pool.workers
     return own.gateway.reader, serving, asked
-
-
-async def test_the_boundaries_of_what_a_plain_worker_has_answered_are_found_in_its_prompt(in_memory):
-    reader, serving, _ = await at_a_worker(in_memory, patched=False)
-    body = {"model": "m", "messages": MESSAGES}
-    rendered = token_ids(template(body))
-    prompt = await reader.find_boundaries(chat_request(body), serving, 400, 1234, "ann")
-    assert list(prompt.ids) == rendered
-    placed = {each.kind: each.tokens for each in prompt.found.boundaries}
-    text = template(body)
-    assert placed == {"system": text.index("Tide?"), "turn": text.index("<assistant>")}
-    assert [each.tokens for each in prompt.found.boundaries] == sorted(placed.values())
-    assert prompt.remembered.owner == "ann" and prompt.remembered.size > 1234
-    assert reader.recent.held == prompt.remembered.size
 
 
 async def test_a_prompt_that_is_not_rendered_has_no_boundaries(in_memory):

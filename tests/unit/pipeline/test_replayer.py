@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -13,10 +12,8 @@ import pytest
 from proxy.boundaries.boundary import Boundary, Found
 from proxy.chat.chat import CHAT
 from proxy.fleet.hot_prefixes import WarmupRequest
-from proxy.fleet.worker import OWN_REQUESTS
 from proxy.http.client import Broken, Upstream
 from proxy.pipeline.replayer import Replayer
-from proxy.routing.engine_events import OUTCOME_HEADER
 from proxy.routing.prefix_index import PrefixIndex
 
 FOUND = Found((Boundary("system", b"s", "first:1", estimate=150),), (b"s",))
@@ -88,32 +85,9 @@ async def test_a_prefix_counts_as_the_workers_only_if_it_has_computed_it(status,
         assert events.told == (["sent"] if status == 200 else ["sent", "refused"])
 
 
-async def test_a_prompt_is_sent_as_the_gateways_own_on_a_connection_of_its_own():
-    upstream = Answering(200)
-    await Replayer(upstream, PrefixIndex(10**6), Events(), 5.0).send(WORKER, PROMPT)
-    ((asked, named),) = upstream.asked
-    method, url, headers, raw = asked
-    told = dict(headers)
-    assert (method, url, named) == ("POST", "http://w/v1/chat/completions", {"read_timeout": 5.0, "fresh": True})
-    assert told[b"authorization"] == b"Bearer the workers' key" and told[b"content-type"] == b"application/json"
-    assert told[b"x-request-id"].startswith(OWN_REQUESTS.encode()) and told[OUTCOME_HEADER.encode()] == b"1"
-    body = json.loads(raw)
-    assert body["vllm_xargs"] == {"seamark_boundaries": ["first:1"]} and body["max_tokens"] == 1
-    assert upstream.closed == 1
-
-
 async def test_an_answer_that_breaks_off_is_closed_and_what_was_recorded_is_taken_back():
     upstream, events = Answering(200), Events()
     upstream.breaks = True
     with pytest.raises(Broken):
         await Replayer(upstream, PrefixIndex(10**6), events, 5.0).send(WORKER, PROMPT, pin=True)
     assert upstream.closed == 1 and events.told == ["sent", "refused"]
-
-
-@pytest.mark.parametrize("pin", [True, False])
-async def test_what_the_head_of_an_answer_says_of_a_pin_counts_before_the_report(pin):
-    upstream, events = Answering(200), Events()
-    upstream.outcome = "cold,0,0,40,no_room"
-    answer = await Replayer(upstream, PrefixIndex(10**6), events, 5.0).send(WORKER, PROMPT, pin=pin)
-    assert (answer.status, answer.body, answer.pin) == (200, b"{}", "no_room") and events.told == ["sent"]
-    assert json.loads(upstream.asked[0][0][3])["vllm_xargs"]["seamark_pin"] == int(pin)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from proxy.errors import KeyBusy, Overloaded, WorkerFailed
+from proxy.errors import KeyBusy, Overloaded
 from proxy.fleet.part import Change
 from proxy.fleet.probe import Probed
 from proxy.fleet.worker import Worker
@@ -20,13 +18,11 @@ from proxy.pipeline import response_cache
 from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.request import Choice, ProxiedRequest, request_of
 from proxy.pipeline.response_cache import (
-    SLACK_BYTES,
     Execution,
     Hit,
     Reader,
     ResponseCache,
     has_fixed_weights,
-    marked,
 )
 from proxy.pipeline.sse import HEARTBEATS
 from proxy.pipeline.stored_answers import PIECE_BYTES, Entry, Source, weight_of
@@ -147,22 +143,6 @@ def test_an_entry_is_void_with_the_worker_that_computed_it(worker, change):
     assert not is_hit(held) and held.answers.size == 0
 
 
-def test_a_template_that_was_not_known_yet_voids_nothing(worker):
-    held = cache()
-    held.answers.add(b"k", entry(worker))
-    worker.renderer_ids = {"m": b"template"}
-    assert is_hit(held)
-
-
-def test_voiding_one_boot_leaves_the_others(worker):
-    held = cache()
-    held.answers.add(b"k", entry(worker))
-    held.void("another")
-    assert is_hit(held)
-    held.void("1")
-    assert not is_hit(held)
-
-
 async def fast_and_slow(
     held: ResponseCache, worker: Worker
 ) -> tuple[Execution, Client, Client, list[asyncio.Task[bool]]]:
@@ -188,19 +168,6 @@ def answering(execution: Execution, pieces: int, piece: bytes = PIECE) -> list[i
 
     execution.begin(asyncio.create_task(compute()))
     return sent
-
-
-async def test_the_only_client_that_reads_nothing_costs_two_pieces_beside_what_was_kept(worker):
-    held, slow = cache(4000), Client()
-    execution = execution_of(held, worker, slow)
-    slow.reads.clear()
-    reading = asyncio.create_task(slow.read())
-    await turns(1)
-    answering(execution, 1000)
-    await turns(2000)
-    assert PIECE_BYTES < held.answers.size + execution._slack <= 2 * PIECE_BYTES
-    slow.reads.set()
-    assert await reading is True and slow.has(1000) and held.answers.size == 0
 
 
 async def test_clients_that_read_nothing_cost_others_none_of_their_hits(worker):
@@ -245,78 +212,6 @@ async def test_a_reader_far_behind_an_answer_that_is_kept_no_longer_gets_it_all(
     assert await reading is True and client.has(1000) and held.answers.size == 0
 
 
-async def test_an_answer_that_outgrows_its_share_waits_for_its_only_client_and_is_not_kept(worker):
-    held, slow = cache(20_000), Client()
-    execution = execution_of(held, worker, slow)
-    slow.reads.clear()
-    reading = asyncio.create_task(slow.read())
-    await turns(1)
-    sent = answering(execution, 1000)
-    await turns(2000)
-    assert len(sent) < 300 and 0 < held.answers.size <= SLACK_BYTES  # of a million
-    assert held.execution(b"k", "m") is None
-    slow.reads.set()
-    assert await reading is True
-    assert slow.has(1000) and slow.ended and held.answers.size == 0 and not is_hit(held)
-
-
-@pytest.mark.parametrize("slow_ones", [1, 30])
-@pytest.mark.parametrize("is_first", [True, False])
-async def test_who_falls_behind_the_others_is_cut_off_and_holds_up_nobody(worker, monkeypatch, slow_ones, is_first):
-    monkeypatch.setattr(response_cache, "PATIENCE_SECONDS", 0.0)
-    held = cache(2**20)
-    fast, slow = Client(), [Client() for _ in range(slow_ones)]
-    first, *others = [*slow, fast] if is_first else [fast, *slow]
-    execution = execution_of(held, worker, first)
-    for each in others:
-        each.joins(execution)
-    for each in slow:
-        each.reads.clear()
-    reading = {each: asyncio.create_task(each.read()) for each in (fast, *slow)}
-    await turns(1)
-    answering(execution, 1000)
-    assert await reading[fast] is True and fast.has(1000)  # while the others read nothing
-    await execution.ended()
-    for each in slow:
-        with pytest.raises(asgi.ClientGone):
-            await reading[each]
-        assert not each.body  # no byte out of its order
-        assert each.watch.over or each is not first  # so that it can leave without ending what others read
-    assert held.answers.size == 0 and sum(each.left_key for each in others) >= len(others)
-
-
-async def test_a_slower_client_gets_all_if_it_is_not_too_far_behind(worker):
-    held = cache(2**20)
-    execution, fast, slow, reading = await fast_and_slow(held, worker)
-    sent = answering(execution, 1000)
-    while len(sent) < 200:
-        await turns(1)
-    slow.reads.set()
-    assert await asyncio.gather(*reading) == [True, True]
-    assert fast.has(1000) and slow.has(1000)
-
-
-async def test_without_room_in_the_cache_a_few_pieces_are_held_for_the_slower_ones(worker, monkeypatch):
-    monkeypatch.setattr(response_cache, "PATIENCE_SECONDS", 0.0)
-    held = cache(2**20)
-    assert held.answers.take(None, 2**20 - 100)  # by others
-    execution, fast, _, reading = await fast_and_slow(held, worker)
-    most = held.answers.size
-
-    async def compute() -> None:
-        nonlocal most
-        await execution.send(START)
-        for number in range(500):
-            await execution.send({"type": "http.response.body", "body": PIECE, "more_body": number < 499})
-            most = max(most, held.answers.size + execution._slack)
-
-    execution.begin(asyncio.create_task(compute()))
-    assert await reading[0] is True and fast.has(500)
-    with pytest.raises(asgi.ClientGone):
-        await reading[1]
-    assert 2**20 < most <= 2**20 + SLACK_BYTES
-
-
 async def test_an_answer_is_waited_for_only_so_long_in_all(worker, monkeypatch):
     monkeypatch.setattr(response_cache, "PATIENCE_SECONDS", 0.02)
     held = cache(2**16)
@@ -325,78 +220,6 @@ async def test_an_answer_is_waited_for_only_so_long_in_all(worker, monkeypatch):
     assert await reading[0] is True and fast.ended and execution._patience <= 0
     with pytest.raises(asgi.ClientGone):
         await reading[1]
-
-
-async def test_a_late_client_gets_all_so_far_in_pieces_and_holds_nothing_of_its_own(worker):
-    held, first = cache(2**26), Client()
-    execution = execution_of(held, worker, first)
-    reading = [asyncio.create_task(first.read())]
-    await turns(1)
-    over = asyncio.Event()
-
-    async def compute() -> None:
-        await execution.send(START)
-        await execution.send({"type": "http.response.body", "body": b"y" * 2**22, "more_body": True})
-        await over.wait()
-        await execution.send({"type": "http.response.body", "body": b""})
-
-    execution.begin(asyncio.create_task(compute()))
-    while len(first.body) < 2**22:
-        await turns(1)
-    before = held.answers.size
-    late = [Client().joins(execution) for _ in range(20)]
-    for each in late:
-        each.reads.clear()
-    reading += [asyncio.create_task(each.read()) for each in late]
-    await turns()
-    assert held.answers.size == before
-    for each in late:
-        each.reads.set()
-    over.set()
-    assert all(await asyncio.gather(*reading))
-    assert {(len(each.body), each.largest) for each in (first, *late)} == {(2**22, PIECE_BYTES)}
-    assert held.answers.size == 0
-
-
-async def test_a_comment_on_a_silent_stream_is_put_into_no_event(worker):
-    client = Client()
-    execution = execution_of(cache(2**16), worker, client)
-    client.reads.clear()
-    reading = asyncio.create_task(client.read())
-    await turns(1)
-    comment, event = b": keep-alive\n\n", b"y" * 2**21
-
-    async def compute() -> None:
-        await execution.send(START)
-        await execution.send({"type": "http.response.body", "body": event, "more_body": True})
-        await execution.send({"type": "http.response.body", "body": b""})
-
-    execution.begin(asyncio.create_task(compute()))
-    await turns()
-    beats = [
-        asyncio.create_task(execution.send({"type": "http.response.body", "body": comment, "more_body": True}))
-        for _ in range(2)
-    ]
-    await turns()
-    client.reads.set()
-    assert all(await asyncio.gather(reading))
-    assert not [each for each in client.body.split(comment) if each and len(each) != len(event)]
-    for beat in beats:
-        beat.cancel()
-
-
-async def test_bytes_are_counted_until_the_last_client_has_them(worker):
-    held, client = cache(), Client()
-    execution = execution_of(held, worker, client)
-    client.reads.clear()
-    reading = asyncio.create_task(client.read())
-    await turns(1)
-    answering(execution, 10)
-    await execution.ended()
-    assert held.answers.size > 10 * len(PIECE)
-    client.reads.set()
-    await reading
-    assert held.answers.size == 0 and client.has(10)
 
 
 async def test_a_comment_that_had_to_wait_until_the_end_was_out_is_left_out(worker):
@@ -410,58 +233,6 @@ async def test_a_comment_that_had_to_wait_until_the_end_was_out_is_left_out(work
 
     execution.begin(asyncio.create_task(compute()))
     assert await client.read() is True and client.has(1) and client.ended
-
-
-@pytest.mark.parametrize("ends_by", [None, WorkerFailed("gone"), asyncio.CancelledError()])
-async def test_nothing_of_an_execution_stays_once_it_has_been_read(worker, ends_by):
-    gc.collect()
-    gc.disable()
-    try:
-        held, clients = cache(), [Client(), Client()]
-        execution = execution_of(held, worker, clients[0])
-        clients[1].joins(execution)
-        left = weakref.ref(execution)
-
-        async def compute(send: asgi.Send) -> None:
-            await send(START)
-            await send(piece(last=ends_by is None))
-            if ends_by is not None:
-                raise type(ends_by)("gone")
-
-        execution.begin(asyncio.create_task(compute(execution.send)))
-        for each in clients:
-            if ends_by is None:
-                assert await each.read() is True
-            else:
-                with pytest.raises(Exception, match=r"gone|stopping"):
-                    await each.read()
-        await execution.ended()
-        del execution, clients, each, compute
-        await turns(3)
-        assert left() is None
-    finally:
-        gc.enable()
-
-
-async def test_a_failure_while_an_answer_is_stored_leaves_nobody_waiting(worker, monkeypatch):
-    released: list[None] = []
-    told: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
-    client, other = Client(), Client()
-    held = cache()
-    execution = execution_of(held, worker, client)
-    other.joins(execution)
-    monkeypatch.setattr(Lease, "release", lambda _: released.append(None))
-
-    def fails() -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(execution, "_may_be_stored", fails)
-    answering(execution, 1)
-    assert await asyncio.gather(client.read(), other.read()) == [True, True]
-    await execution.ended()
-    assert len(released) == 1 and other.left_key and held.answers.size == 0
-    assert [type(each) for each in told] == [ZeroDivisionError]
 
 
 async def test_that_a_client_is_too_slow_for_the_server_is_not_its_falling_behind(worker):
@@ -480,30 +251,6 @@ async def test_that_a_client_is_too_slow_for_the_server_is_not_its_falling_behin
 END = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
 
 STREAM_START: Any = {**START, "headers": [(b"content-type", b"text/event-stream")]}
-
-
-@pytest.mark.parametrize("size", [1000, 2**21])
-async def test_an_answer_that_is_stored_while_somebody_reads_it_is_counted_once(worker, size):
-    held, client = cache(2**24), Client()
-    execution = execution_of(held, worker, client)
-    client.reads.clear()
-    reading = asyncio.create_task(client.read())
-    await turns(1)
-
-    async def compute() -> None:
-        await execution.send(STREAM_START)
-        await execution.send({"type": "http.response.body", "body": b": tide\n\n" * (size // 8), "more_body": True})
-        await execution.send({"type": "http.response.body", "body": END})
-
-    execution.begin(asyncio.create_task(compute()))
-    await execution.ended()
-    await turns(1)
-    assert is_hit(held) and size < held.answers.size < size + 5000
-    held.void()
-    assert not is_hit(held) and held.answers.size > size  # it is still being read
-    client.reads.set()
-    await reading
-    assert held.answers.size == 0 and client.body[-len(END) :] == END
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -556,44 +303,6 @@ async def test_who_joined_a_request_that_is_given_up_before_it_was_sent_asks_aga
     await turns(1)
     await execution.ended()
     assert await reading is False and held.execution(b"k", "m") is None and other.left_key
-
-
-async def test_a_failure_in_the_middle_is_everyones_and_no_end(worker):
-    client = Client()
-    execution = execution_of(cache(), worker, client)
-
-    async def compute() -> None:
-        await execution.send(START)
-        await execution.send(piece())
-        raise WorkerFailed("gone")
-
-    execution.begin(asyncio.create_task(compute()))
-    with pytest.raises(WorkerFailed):
-        await client.read()
-    assert client.body == PIECE and not client.ended
-
-
-@pytest.mark.parametrize("failure", [0, 502])
-async def test_who_joined_counts_as_the_answer_ended_and_not_as_its_first_client_did(worker, failure):
-    execution = execution_of(cache(), worker)
-    first = execution.own.request
-
-    async def compute() -> None:
-        await execution.send(START)
-        if failure:
-            first.reply.failed(failure)  # as for a stream that ends with an error event
-        await execution.send(piece(last=True))
-
-    client = Client().joins(execution)
-    client.reads.clear()
-    reading = asyncio.create_task(client.read())
-    await asyncio.sleep(0)
-    execution.begin(asyncio.create_task(compute()))
-    await execution.ended()
-    first.reply.failed(499)  # its client has left meanwhile
-    client.reads.set()
-    await reading
-    assert client.ended and client.request.status == (failure or 200)
 
 
 async def test_an_execution_that_is_cancelled_before_it_runs_leaves_nobody_waiting(worker):
@@ -729,23 +438,6 @@ async def test_what_casts_doubt_on_a_workers_answers_voids_them_and_what_is_unde
     assert held.voided == 2 * is_void
 
 
-async def test_an_execution_can_be_joined_while_its_worker_is_what_it_was(worker):
-    held = cache()
-    first = execution_of(held, worker)
-    assert held.execution(b"k", "m") is first and held.execution(b"another", "m") is None
-    second = execution_of(held, worker)
-    held.close(first)  # whose place another one has taken
-    assert held.execution(b"k", "m") is second
-    worker.up = False
-    assert held.execution(b"k", "m") is None
-    worker.up = True
-    held.close(second)
-    held.close(second)
-    assert held.execution(b"k", "m") is None
-    for each in (first, second):
-        await each.ended()
-
-
 JSON_START: Any = {**START, "headers": [(b"content-type", b"application/json"), (b"x-seamark-reason", b"hit")]}
 
 ANSWER = b'{"choices":[{"index":0,"finish_reason":"stop"}]}'
@@ -799,58 +491,6 @@ async def test_an_answer_is_stored_if_it_is_whole_and_its_worker_is_what_it_was(
             (b"x-mine", b"1"),
         ]
         assert body["body"] == ANSWER and b"x-seamark-reason" not in dict(start["headers"])
-
-
-@pytest.mark.parametrize("more", [0, 1])
-async def test_an_answer_is_kept_up_to_its_share_to_the_byte(worker, more):
-    held, client = cache(4 * (10 * weight_of(PIECE)) - more), Client()
-    execution = execution_of(held, worker, client)
-    ending = asyncio.Event()
-
-    async def compute() -> None:
-        await execution.send(START)
-        for _ in range(10):
-            await execution.send(piece())
-        await ending.wait()
-        await execution.send({"type": "http.response.body", "body": b""})
-
-    execution.begin(asyncio.create_task(compute()))
-    reading = asyncio.create_task(client.read())
-    while not client.has(10):
-        await turns(1)
-    assert (held.execution(b"k", "m") is execution) is (more == 0)
-    ending.set()
-    assert await reading is True
-
-
-async def test_pieces_are_joined_when_nobody_reads_them_any_more(worker):
-    for is_read in (True, False):
-        held, client = cache(2**22), Client()
-        execution = execution_of(held, worker, client)
-        reading = asyncio.create_task(client.read())
-        await turns(1)
-
-        async def compute(execution: Execution = execution, client: Client = client, is_read: bool = is_read) -> None:
-            await execution.send(STREAM_START)
-            for _ in range(9):
-                await execution.send({"type": "http.response.body", "body": b": x\n\n", "more_body": True})
-            if is_read:
-                while len(client.body) < 9 * 5:
-                    await turns(1)
-            else:
-                client.reads.clear()
-            await execution.send({"type": "http.response.body", "body": END})
-            if is_read:
-                while not client.ended:
-                    await turns(1)
-
-        execution.begin(asyncio.create_task(compute()))
-        await execution.ended()
-        stored = held.answers.get(b"k")
-        assert stored is not None and len(stored.pieces) == (1 if is_read else 10)
-        assert stored.weight == Entry(stored.headers, stored.pieces, stored.source).weight
-        client.reads.set()
-        assert await reading is True
 
 
 async def test_who_waits_for_an_execution_and_is_ended_ends_it(worker):
@@ -937,19 +577,6 @@ async def test_a_server_that_stops_ends_an_execution_once(worker):
     may_end.set()
     await asyncio.wait(reading)
     assert [client.body for client in clients] == [b"stopping"] * 2
-
-
-async def test_a_result_is_put_into_the_head_of_an_answer():
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    head, body = {**START, "headers": [(b"a", b"b")]}, {"type": "http.response.body", "body": b"x"}
-    for message in (head, body):
-        await marked(send, b"bypass")(message)
-    assert sent == [{**START, "headers": [(b"a", b"b"), (b"x-seamark-cache", b"bypass")]}, body]
-    assert head["headers"] == [(b"a", b"b")]
 
 
 def test_what_is_held_is_told_by_the_metrics(worker):

@@ -127,43 +127,6 @@ async def scene(scene_of) -> Scene:
 
 
 @pytest.mark.parametrize(
-    ("status", "blame"),
-    [
-        (200, "praised"),
-        (399, "praised"),
-        (400, None),
-        (404, None),
-        (499, None),
-        (500, "blamed"),
-        (501, None),
-        (504, "blamed"),
-        (599, "blamed"),
-    ],
-)
-@pytest.mark.parametrize("method", ["POST", "GET"])
-async def test_a_worker_is_judged_by_what_it_says_to_a_post(scene, status, blame, method):
-    if method == "POST":
-        answer = await scene.post(Said(status, b"{}"))
-        (_, _, _, raw, _) = scene.asked[0]
-    else:
-        scene.script, raw = [Said(status, b"{}")], b""
-        answer = await scene.own.get("/v1/other")
-        blame = None
-    worker = next(each for each in scene.pool.workers if each.name == scene.workers[0])
-    assert (answer.status_code, answer.content, len(scene.asked)) == (status, b"{}", 1)
-    assert scene.successes == [worker] * (blame == "praised")
-    assert [each for each, _ in scene.failures] == [worker] * (blame == "blamed")
-    assert raw is not None and worker.answered_at > 0
-
-
-async def test_the_same_request_that_fails_twice_is_one_failure(scene):
-    for question in ("a", "a", "b"):
-        await scene.post(Said(500, b"{}"), body=chat(question))
-    first, again, other = (request for _, request in scene.failures)
-    assert first == again != other and first.startswith(CHAT.encode() + b"{")
-
-
-@pytest.mark.parametrize(
     ("error", "status", "code", "blamed"),
     [
         (Broken("gone"), 502, "worker_failed", True),
@@ -310,31 +273,10 @@ async def test_only_an_answer_200_says_what_came_from_the_cache(scene, status, r
     assert scene.own.metric("seamark_prompt_tokens_total") == (300 if cached else 0)
 
 
-@pytest.mark.parametrize(
-    ("path", "headers"),
-    [
-        ("/v1/embeddings", (JSON,)),
-        (CHAT, ((b"content-type", b"text/plain"),)),
-        (CHAT, ()),
-    ],
-)
-async def test_what_reports_nothing_is_passed_on_as_it_comes(scene, path, headers):
-    said = Said(200, b"one", b"two", headers=[*headers, (b"content-length", b"6"), (b"x-mine", b"1")])
-    answer = await scene.post(said, body={"model": "m", "messages": [], "input": "x"}, path=path)
-    assert answer.content == b"onetwo" and answer.headers["content-length"] == "6" and answer.headers["x-mine"] == "1"
-    assert scene.counted() == (0, 0) and said.closed
-
-
 @pytest.mark.parametrize("status", [204, 304])
 async def test_an_answer_without_a_body_has_no_length(scene, status):
     answer = await scene.post(Said(status, headers=[JSON, (b"content-length", b"7")]))
     assert (answer.status_code, answer.content) == (status, b"") and "content-length" not in answer.headers
-
-
-async def test_an_answer_to_a_head_request_has_the_length_that_its_worker_names(scene):
-    scene.script = [Said(200, headers=[JSON, (b"content-length", b"7")])]
-    answer = await scene.own.client.head(CHAT)
-    assert (answer.status_code, answer.content, answer.headers["content-length"]) == (200, b"", "7")
 
 
 async def test_a_compressed_answer_is_passed_on_and_not_read(scene):
@@ -388,18 +330,6 @@ async def test_who_leaves_a_stream_behind_its_last_event_has_all_of_it(scene, pi
     await client.task
     await scene.own.gateway.idle.caught_up()
     assert scene.own.metric("seamark_requests_total", code=code) == 1 and scene.counted() == (0, 0)
-
-
-async def test_a_prompt_is_computed_once_its_first_event_is_there(scene):
-    held = Said(200, DELTA, DONE, headers=[EVENTS])
-    scene.script = [held]
-    client = scene.own.opened(chat("Tide?", stream=True))
-    await client.message()
-    assert (await client.message())["body"] == DELTA
-    assert scene.counted() == (1, 0)
-    assert b"".join([piece async for piece in client.body()]) == DONE
-    await client.task
-    assert scene.counted() == (0, 0)
 
 
 async def test_the_way_that_a_rust_frontend_lacks_is_named(scene):

@@ -28,7 +28,6 @@ from proxy.routing.engine_events import (
     MOST_POSITIONS,
     READS_AT_ONCE,
     READS_PER_SECOND,
-    SILENT_SECONDS,
     STEP_EVENTS,
     EngineEvents,
     EngineOutcome,
@@ -36,7 +35,7 @@ from proxy.routing.engine_events import (
 )
 from proxy.routing.prefix_index import PrefixIndex
 from tests.harness.probed import probed
-from tests.harness.virtual_time import VirtualTimeLoop, on_virtual_time
+from tests.harness.virtual_time import VirtualTimeLoop
 from tests.harness.waiting import until
 
 
@@ -92,17 +91,6 @@ class Answer:
         self.is_open = False
 
 
-class FeedInLines(Feed):
-    """One that gives a line for everything that it is told, for as long as it is read."""
-
-    async def lines(self, query):
-        yield json.dumps(self.told).encode()
-        while query["wait"] != ["0"]:
-            await self.news.wait()
-            self.news.clear()
-            yield json.dumps(self.told).encode()
-
-
 @pytest.fixture(autouse=True)
 def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, a feed that answers does so in time, and is read in time."""
@@ -147,16 +135,6 @@ async def following(
         yield events, prefix_index
 
 
-async def test_one_question_serves_all_who_wait():
-    feed = Feed(*((f"r{number}", "evicted") for number in range(20)), seconds=0.01)
-    async with reading(feed) as events:
-        found = await asyncio.gather(*(events.outcome_of(WORKER, f"r{number}") for number in range(20)))
-        assert found == [EngineOutcome("evicted")] * 20 and len(feed.asked) == 1
-        assert (feed.asked[0]["boot"], feed.asked[0]["after"]) == ([""], ["0"])
-        assert await events.outcome_of(WORKER, "later") is None
-        assert (feed.asked[1]["boot"], feed.asked[1]["after"]) == (["b"], ["9"])
-
-
 def test_a_feed_that_hangs_holds_nobody_up_for_long_and_is_then_left_alone(monkeypatch):
     monkeypatch.setattr(engine_events, "TIMEOUT", 0.2)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
@@ -170,49 +148,6 @@ async def asked_in_vain():
         assert await asyncio.gather(*(events.outcome_of(WORKER, f"r{number}") for number in range(20))) == [None] * 20
         assert await events.outcome_of(WORKER, "later") is None
         assert clock() - began == pytest.approx(engine_events.TIMEOUT) and len(feed.asked) == 1
-
-
-@pytest.mark.parametrize("ticks", range(6))
-async def test_reading_ends_even_if_news_come_at_that_moment(ticks):
-    feed = Feed(old=False)
-    async with asyncio.timeout(30), reading(feed) as events:
-        events.sent(WORKER, "a", [SYSTEM], HINT)
-        await until(lambda: feed.asked and feed.asked[-1]["wait"] != ["0"])
-        feed.tell([])
-        for _ in range(ticks):  # of the event loop, until the reader has its answer
-            await asyncio.sleep(0)
-        reads = len(feed.asked)
-        await events.aclose()
-        assert len(feed.asked) == reads
-
-
-async def test_a_worker_without_a_feed_says_nothing_and_is_left_alone():
-    for feed in (Feed(status=404), Feed(status=0)):
-        async with reading(feed) as events:
-            for number in range(3):
-                events.sent(WORKER, f"r{number}", [SYSTEM], HINT)
-                assert await events.outcome_of(WORKER, f"r{number}") is None
-            assert len(feed.asked) == 1
-
-
-@pytest.mark.parametrize("status", [404, 0])
-async def test_a_feed_that_failed_is_read_again_only_after_a_while(monkeypatch, status):
-    feed, now = Feed(status=status), 1000.0
-    monkeypatch.setattr(engine_events.time, "monotonic", lambda: now)
-
-    async def send(request_id: str) -> None:
-        events.sent(WORKER, request_id, [SYSTEM], HINT)
-        while not events._feeds[WORKER.url].reader.done():
-            await asyncio.sleep(0)
-
-    async with reading(feed) as events:
-        await send("a")
-        now += SILENT_SECONDS - 1
-        await send("b")
-        assert len(feed.asked) == 1 and await events.outcome_of(WORKER, "b") is None
-        now += 1
-        await send("c")
-        assert len(feed.asked) == 2
 
 
 async def test_nonsense_about_states_costs_what_was_believed_and_no_word():
@@ -352,20 +287,6 @@ async def test_news_correct_the_directory_without_anybody_asking():
         await until(lambda: not prefix_index.longest((b"s",), [WORKER.boot]))
 
 
-async def test_a_feed_in_lines_is_read_once_for_all_that_comes():
-    feed = FeedInLines(old=False)
-    async with following(feed, [SYSTEM], HINT) as (events, prefix_index):
-        feed.tell([["came", "r", 200, [[160, "5c"]]]], resolved=[["r", 0, [163]]])
-        await until(lambda: prefix_index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
-        feed.tell([], outcomes=[["r", "evicted", 0]])
-        assert await events.outcome_of(WORKER, "r") == EngineOutcome("evicted", 0, (163,))
-        feed.tell([["gone", "5c"]])
-        await until(lambda: not prefix_index.longest((b"s",), [WORKER.boot]))
-        assert ["lines" in query for query in feed.asked] == [False, True]
-        assert events._feeds[WORKER.url].cursor == feed.told["cursor"]
-    assert not any(answer.is_open for answer in feed.answers)
-
-
 class Told(Part):
     """What parts are told of workers."""
 
@@ -406,15 +327,6 @@ async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_
         assert part.changes == told
 
 
-async def test_a_reader_that_lost_news_believes_nothing_of_that_worker_alone():
-    feed = Feed(old=False)
-    async with following(feed, [SYSTEM]) as (_, prefix_index):
-        prefix_index.record([SYSTEM], "another")
-        feed.tell([], reset=True)
-        await until(lambda: prefix_index.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"})
-        assert prefix_index.sent((b"s",), [WORKER.boot]).tokens == 163
-
-
 async def test_several_api_servers_in_turn_correct_nothing():
     feed = Feed(old=False)
     async with following(feed) as (events, prefix_index):
@@ -453,21 +365,6 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed(monkeypatch):
         assert len(waits) > 150
 
 
-@pytest.mark.parametrize("known", ["before", "after"])
-async def test_a_word_that_is_still_to_come_is_waited_for(known):
-    feed = Feed(old=False)
-    async with following(feed) as (events, _):
-        if known == "before":
-            feed.tell([], outcomes=[["r", "evicted", 0]])
-            await until(lambda: len(feed.asked) == 3)
-            assert await events.outcome_of(WORKER, "r") == EngineOutcome("evicted")
-        else:
-            asking = asyncio.create_task(events.outcome_of(WORKER, "r"))
-            await asyncio.sleep(0)
-            feed.tell([], outcomes=[["r", "evicted", 0]])
-            assert await asking == EngineOutcome("evicted")
-
-
 async def test_a_stream_that_ends_makes_no_read_of_a_feed_that_is_read_anyway(monkeypatch):
     """Time stands still, so that the reads at once are used up, and the next one is due when the test says so."""
     feed = Feed(old=False)
@@ -493,26 +390,6 @@ async def test_a_stream_that_ends_makes_no_read_of_a_feed_that_is_read_anyway(mo
         assert len(feed.asked) == read and not asking.done()
         due.set()
         assert await asking == EngineOutcome("evicted")
-
-
-async def test_what_the_engine_made_of_a_hint_is_learnt_before_its_states_are_applied():
-    feed, learnt = Feed(old=False), {}
-    turn = Boundary("turn", b"t", -5, estimate=90)
-    async with following(feed, [SYSTEM, turn], (-5, *HINT), learnt=learnt) as (events, prefix_index):
-        resolved = [["another gateway's", 0, [7]], ["r", 64, [410, 163]]]
-        states = [["came", "r", 411, [[160, "a"], [400, "b"]]]]
-        feed.tell(states, resolved=resolved, outcomes=[["r", "cold", 0], ["another gateway's", "cold", 0]])
-        assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold", 64, (410, 163))
-        assert learnt == {b"s": 163, b"t": 410}
-        held = prefix_index.longest((b"s", b"t"), [WORKER.boot])[WORKER.boot]
-        assert (held.tokens, held.is_told) == (400, True)
-
-
-async def test_an_older_engine_says_nothing_of_what_is_shared():
-    feed = Feed(("r", "evicted"), old=False)
-    async with reading(feed) as events:
-        events.sent(WORKER, "r", [SYSTEM], HINT)
-        assert await events.outcome_of(WORKER, "r") == EngineOutcome("evicted", shared=None, positions=())
 
 
 @pytest.mark.parametrize("nonsense", [[["r", "x", []]], [["r", 0]], [["r", 0, ["x"]]], [7], 7])
@@ -580,27 +457,6 @@ def test_what_became_of_a_pin_is_a_word_behind_the_positions(header, pin):
     assert outcome_in(header) == (EngineOutcome("hit", 163, (163,), pin) if pin is not None else None)
 
 
-async def test_what_became_of_a_pin_is_told_to_who_asks_while_its_request_is_sent():
-    feed = Feed(old=False)
-    async with following(feed) as (events, _):
-        with events.pin_asked(WORKER, "p") as fate:
-            asking = asyncio.create_task(fate())
-            feed.tell([], pins=[["another", "released"]])
-            await until(lambda: len(feed.asked) == 3)
-            assert not asking.done()
-            feed.tell([], pins=[["another", "released"], ["p", "pinned"]])
-            assert await asking == "pinned" == await fate()
-            feed.tell([], pins=[["p", "released"]])  # the first word counts
-            await until(lambda: len(feed.asked) == 5)
-            assert await fate() == "pinned"
-        with events.pin_asked(WORKER, "p") as fate:
-            feed.tell([], pins=[["q", "pinned"]])
-            await until(lambda: len(feed.asked) == 6)
-            feed.told.pop("pins")
-            feed.tell([])  # of a plugin that tells nothing of pins
-            assert await fate() == ""
-
-
 async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monkeypatch):
     monkeypatch.setattr(engine_events, "PIN_PATIENCE", 0.01)
     feed = Feed(old=False)
@@ -617,34 +473,6 @@ async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monke
             feed.status = 0
             feed.news.set()
             assert await fate() == "", "the feed has ended"
-
-
-@pytest.mark.parametrize(("old", "held"), [(False, 0), (True, 163)])
-async def test_where_a_client_has_left_nothing_counts_as_held_until_the_engine_says_so(old, held):
-    feed, index = Feed(("x", "hit"), old=old), PrefixIndex(10**6)
-    async with reading(feed, index) as events:
-        events.sent(WORKER, "r", [SYSTEM], HINT)
-        index.record([SYSTEM], WORKER.boot)
-        assert await events.outcome_of(WORKER, "x") == EngineOutcome("hit")
-        events.left(WORKER, "another")
-        assert index.holds(b"s", WORKER.boot) == 163
-        events.left(WORKER, "r")
-        assert index.holds(b"s", WORKER.boot) == held
-
-
-async def test_what_a_worker_refused_or_did_not_find_is_not_held():
-    index = PrefixIndex(10**6)
-    async with reading(Feed(old=False), index) as events:
-        events.sent(WORKER, "r", [SYSTEM], HINT)
-        index.record([SYSTEM], WORKER.boot)
-        events.refused(WORKER, "another")
-        assert index.holds(b"s", WORKER.boot) == 163
-        events.refused(WORKER, "r")
-        assert index.holds(b"s", WORKER.boot) == 0
-        index.record([SYSTEM], WORKER.boot)
-        for left, found, held in (([], 160, 163), ([b"s"], 0, 163), ([], 144, 0)):
-            events.fell_short(WORKER, [b"s"], left, found)
-            assert index.holds(b"s", WORKER.boot) == held, (left, found)
 
 
 async def test_drafts_of_finished_requests_are_told_once_with_whether_they_hit():
@@ -716,27 +544,6 @@ async def test_a_request_has_no_more_positions_than_its_hint_has_entries(positio
         outcome = await events.outcome_of(WORKER, "q")
         assert outcome == (EngineOutcome("cold", 0, (7,) * positions) if known else EngineOutcome("cold"))
         assert index.holds(b"s", WORKER.boot) == (163 if known else 0)
-
-
-async def test_how_far_an_engine_has_computed_a_prompt_is_told_on():
-    feed, told = Feed(old=False), []
-    async with following(feed, [SYSTEM], HINT) as (events, _):
-        events.on_computed = lambda *each: told.append(each)
-        feed.tell([["came", "r", 100, []]], resolved=[["r", 0, [163]]])
-        await until(lambda: told)
-        feed.tell([["came", "r", 200, [[160, "5c"]]]])
-        await until(lambda: len(told) == 2)
-    assert told == [("r", 100, False), ("r", 200, True)]
-
-
-@on_virtual_time
-async def test_a_pause_ends_with_its_event_or_its_seconds() -> None:
-    loop, event = asyncio.get_running_loop(), asyncio.Event()
-    await engine_events._within(3.0, event)
-    assert loop.time() == 3.0
-    loop.call_later(1.0, event.set)
-    await engine_events._within(3.0, event)
-    assert loop.time() == 4.0
 
 
 async def test_while_the_gateway_closes_readers_end():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import Histogram
 
 from proxy.errors import KeyBusy, NoWorker, Overloaded
 from proxy.http.auth import ApiKey, KeyEntry
@@ -50,63 +49,6 @@ async def test_a_slot_found_for_a_request_that_has_just_left_is_given_back():
     assert len(queue) == 0
 
 
-async def test_a_request_that_leaves_as_a_slot_becomes_free_takes_none():
-    slots, given_back = Slots(), []
-    queue = queue_of()
-    leaving, staying = (asyncio.create_task(queue.acquire(None, "m", slots.take, given_back.append)) for _ in range(2))
-    await asyncio.sleep(0)
-    leaving.cancel()
-    slots.free.append("a slot")
-    queue.wake()  # before the one that leaves has run again
-    assert await staying == "a slot"
-    assert leaving.cancelled() and not given_back and len(queue) == 0
-
-
-class CountingKey:
-    """It counts how often it is looked at."""
-
-    def __init__(self) -> None:
-        self.queued = self.looked = 0
-        self.entry = SimpleNamespace(max_queued=10, max_inflight=10)
-
-    @property
-    def has_room(self) -> bool:
-        self.looked += 1
-        return True
-
-
-async def test_of_those_who_need_a_slot_where_all_are_taken_only_the_first_is_looked_at():
-    slots, key = Slots(), CountingKey()
-    queue = queue_of()
-    waiting = [asyncio.create_task(queue.acquire(key, "m", slots.take, slots.free.append)) for _ in range(5)]
-    await asyncio.sleep(0)
-    key.looked = 0
-    queue.wake()
-    assert key.looked == 1
-    slots.free += ["a slot"] * 5
-    queue.wake()
-    assert await asyncio.gather(*waiting) == ["a slot"] * 5
-
-
-async def test_what_makes_a_slot_unnecessary_is_found_where_all_are_taken():
-    slots, there = Slots(), []
-    queue = queue_of()
-
-    def found() -> str | None:
-        return there[0] if there else None
-
-    first = asyncio.create_task(queue.acquire(None, "m", slots.take, slots.free.append))
-    second = asyncio.create_task(queue.acquire(None, "m", slots.take, slots.free.append, found))
-    await asyncio.sleep(0)
-    queue.wake()
-    there.append("an answer")
-    queue.wake()
-    assert await second == "an answer" and not first.done()
-    slots.free.append("a slot")
-    queue.wake()
-    assert await first == "a slot"
-
-
 async def test_who_has_waited_before_waits_for_what_is_left():
     slots = Slots()
     queue = queue_of()
@@ -114,23 +56,6 @@ async def test_who_has_waited_before_waits_for_what_is_left():
         await queue.acquire(None, "m", slots.take, slots.free.append, waited=5.0)
     slots.free.append("a slot")
     assert await queue.acquire(None, "m", slots.take, slots.free.append, waited=5.0) == "a slot"
-
-
-async def test_a_worker_that_goes_while_its_requests_wait_stops_nobody():
-    going, staying = Slots(), Slots()
-    queue = queue_of()
-    first = asyncio.create_task(queue.acquire(None, "of the one that goes", going.take, going.free.append))
-    second = asyncio.create_task(queue.acquire(None, "of the other", staying.take, staying.free.append))
-    await asyncio.sleep(0)
-    going.gone = True
-    staying.free.append("a slot")
-    queue.wake()  # raises nothing, and reaches the request behind
-    assert await second == "a slot"
-    assert not first.done()
-    going.gone = False  # it has come back
-    going.free.append("its slot")
-    queue.wake()
-    assert await first == "its slot"
 
 
 def key_of(inflight: int = 0, queued: int = 64, under_way: int = 0) -> ApiKey:
@@ -155,38 +80,6 @@ async def test_a_key_at_its_limit_waits_for_itself_and_lets_others_pass():
     key.under_way = 0
     queue.wake()
     assert await own == "first" and (key.queued, len(queue)) == (0, 0)
-
-
-async def test_who_comes_later_does_not_pass_one_that_waits_for_the_same_slots_and_passes_for_others():
-    slots, others, queue = Slots(), Slots(), queue_of()
-    first = asyncio.create_task(queue.acquire(None, "m", slots.take, slots.free.append))
-    assert await waits(first)
-    slots.free.append("a slot")
-    others.free.append("another")
-    assert await queue.acquire(None, "n", others.take, others.free.append) == "another"
-    second = asyncio.create_task(queue.acquire(None, "m", slots.take, slots.free.append))
-    assert await waits(second) and slots.free == ["a slot"]
-    queue.wake()
-    assert await first == "a slot" and await waits(second)
-    slots.free.append("its slot")
-    queue.wake()
-    assert await second == "its slot"
-
-
-async def test_what_makes_a_slot_unnecessary_is_looked_for_first_if_the_key_may_have_another_request():
-    slots, queue = Slots(), queue_of()
-    slots.free.append("a slot")
-    assert await queue.acquire(None, "m", slots.take, slots.free.append, lambda: "found") == "found"
-    assert slots.free == ["a slot"]
-    assert await queue.acquire(None, "m", slots.take, slots.free.append, lambda: None) == "a slot"
-    key = key_of(inflight=1, under_way=1)
-    waiting = asyncio.create_task(queue.acquire(key, "m", slots.take, slots.free.append, lambda: "found"))
-    assert await waits(waiting)
-    queue.wake()
-    assert await waits(waiting)
-    key.under_way = 0
-    queue.wake()
-    assert await waiting == "found"
 
 
 async def test_a_key_has_so_many_requests_waiting_and_the_queue_so_many_in_all():
@@ -221,36 +114,3 @@ async def test_a_request_waits_for_so_long_in_all_and_is_refused_by_what_it_wait
             await queue.acquire(key, "m", slots.take, slots.free.append, waited=waited)
         assert loop.time() - began == max(0.0, 5 - waited)
         assert len(queue) == 0 and (key is None or key.queued == 0)
-
-
-async def test_how_long_requests_waited_is_observed_of_those_that_did():
-    registry = CollectorRegistry()
-    slots, queue = Slots(), AdmissionQueue(8, 5.0, Histogram("seconds", "", registry=registry))
-
-    def observed() -> tuple[float | None, float | None]:
-        return registry.get_sample_value("seconds_count"), registry.get_sample_value("seconds_sum")
-
-    slots.free.append("a slot")
-    await queue.acquire(None, "m", slots.take, slots.free.append)
-    assert observed() == (0, 0)
-    waiting = asyncio.create_task(queue.acquire(None, "m", slots.take, slots.free.append))
-    assert await waits(waiting)
-    slots.free.append("a slot")
-    queue.wake()
-    await waiting
-    count, seconds = observed()
-    assert count == 1 and seconds is not None and 0 < seconds < 3600
-
-
-async def test_a_slot_that_was_found_for_a_request_that_stays_is_not_given_back():
-    slots, given_back, queue = Slots(), [], queue_of()
-    waiting = asyncio.create_task(queue.acquire(None, "m", slots.take, given_back.append))
-    assert await waits(waiting)
-    slots.free.append("a slot")
-    queue.wake()
-    assert await waiting == "a slot" and not given_back
-    leaving = asyncio.create_task(queue.acquire(None, "m", slots.take, given_back.append))
-    assert await waits(leaving)
-    leaving.cancel()
-    await asyncio.gather(leaving, return_exceptions=True)
-    assert not given_back and len(queue) == 0

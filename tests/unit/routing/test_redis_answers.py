@@ -17,15 +17,12 @@ from proxy.routing import redis_sync
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.redis_answers import MOST_BYTES, MOST_LINES, AnswerTooLarge
 from proxy.routing.redis_sync import (
-    GONE,
     HELD,
-    HOLDINGS,
     MOST_WRITERS,
     POSITIONS,
     POSITIONS_STREAM,
     READ_ENTRIES,
     RedisSync,
-    holdings_stream,
     pack,
 )
 from tests.harness.waiting import until
@@ -141,14 +138,6 @@ async def test_it_is_said_once_and_counted_and_a_redis_that_is_well_again_is_hea
         ]
 
 
-async def test_what_an_honest_redis_answers_is_read_whatever_its_records_hold():
-    inside = pack(POSITIONS, b"\r\n*99\r\n\r", [(b"\r\n*9999\r\n$999999\r", 9)])
-    full = [(b"1-%d" % n, record(n)) for n in range(READ_ENTRIES - 1)]
-    async with answering(entries_of(POSITIONS_STREAM, *full, (b"2-0", inside)), NOTHING) as sync:
-        assert await sync._exchange()
-        assert sync._cursors[POSITIONS_STREAM] == b"2-0" and len(sync._writers) == 2
-
-
 async def test_gateways_that_are_counted_are_bounded():
     sync = made("redis://127.0.0.1:1")
     for number in range(MOST_WRITERS + 5):
@@ -158,29 +147,3 @@ async def test_gateways_that_are_counted_are_bounded():
 
 
 SYSTEM, TURN, THIRD = ((HELD, letter * 16, 320) for letter in (b"s", b"t", b"u"))
-
-
-@pytest.mark.parametrize(
-    ("event", "written"),
-    [
-        ([SYSTEM, TURN], [TURN]),
-        ([TURN, SYSTEM, THIRD], [TURN, THIRD]),
-        ([SYSTEM, (GONE, SYSTEM[1], 0), SYSTEM], [(GONE, SYSTEM[1], 0), SYSTEM]),
-    ],
-)
-async def test_behind_a_record_that_was_written_lately_new_ones_of_the_same_event_go_out(event, written):
-    sync = made("redis://127.0.0.1:1")
-    stream = holdings_stream(BOOT)
-    assert list(sync._not_repeated(stream, [SYSTEM], 100.0)) == [SYSTEM]
-    assert list(sync._not_repeated(stream, event, 101.0)) == written
-    await sync.aclose()
-
-
-async def test_a_record_that_no_batch_can_hold_keeps_none_behind_it_from_going_out():
-    sync = made("redis://127.0.0.1:1")
-    sync._held(b"a" * 16, redis_sync.MAX_TOKENS + 1, BOOT)
-    sync._held(b"b" * 16, 9, BOOT)
-    sync._take()
-    assert sync._outgoing == {holdings_stream(BOOT): [(HELD, b"b" * 16, 9)]}
-    assert pack(HOLDINGS, b"w" * 8, sync._outgoing[holdings_stream(BOOT)])
-    await sync.aclose()

@@ -21,20 +21,14 @@ from proxy.routing import redis_sync
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.redis_sync import (
     ERRORS_TO_DOWN,
-    GATEWAYS_AT_ONCE,
-    GONE,
     HELD,
     HOLDINGS,
     INTERVAL_SECONDS,
-    MAX_RECORDS,
     POSITIONS,
     POSITIONS_STREAM,
     READ_ENTRIES,
     REPEAT_SECONDS,
     RETRY_SECONDS,
-    STREAM_ENTRIES,
-    STREAM_SECONDS,
-    WRITE_RECORDS,
     WRITER_SECONDS,
     RedisSync,
     holdings_stream,
@@ -193,55 +187,6 @@ def holding(number: int) -> bytes:
     return pack(HOLDINGS, FOREIGN, [(HELD, key(number), 160)])
 
 
-async def test_what_one_gateway_learns_the_other_knows_and_does_not_tell_on(redis, clock):
-    one, other = Gateway(BOOT, OTHER_BOOT), Gateway(OTHER_BOOT, BOOT)
-    one.holds(key(1))
-    one.holds(key(2), 480, OTHER_BOOT)
-    one.positions.put(key(3), 96)
-    name = one.stored.keep("resp_1", BOOT, None)
-    await one.exchange()
-    assert redis.written() == {
-        STREAM: [[(HELD, key(1), 320), (redis_sync.KEPT, name, 0)]],
-        OTHER_STREAM: [[(HELD, key(2), 480)]],
-        POSITIONS_STREAM: [[(key(3), 96)]],
-    }
-    await other.exchange()
-    assert (other.index.holds(key(1), BOOT), other.index.holds(key(1), OTHER_BOOT)) == (320, 0)
-    assert (other.index.holds(key(2), BOOT), other.index.holds(key(2), OTHER_BOOT)) == (0, 480)
-    assert other.positions.get(key(3)) == 96 and other.stored.boot("resp_1") == BOOT
-    one.index.forget([key(1)], BOOT)
-    clock.now += 1
-    await one.exchange()
-    await other.exchange()
-    assert other.index.holds(key(1), BOOT) == 0 and other.index.holds(key(2), OTHER_BOOT) == 480
-    assert redis.written() == {STREAM: [[(GONE, key(1), 0)]]}, "the other one has told on what it heard"
-    assert (one.news("sent"), one.news("heard")) == (5, 0)
-    assert (other.news("sent"), other.news("heard"), other.news("refused")) == (0, 5, 0)
-
-
-async def test_what_is_written_has_an_end_in_number_and_in_time(redis, clock):
-    one = Gateway(BOOT)
-    one.holds(key(1))
-    one.positions.put(key(2), 96)
-    await one.exchange()
-    assert [each[2:] for each in redis.commands("xadd")] == [(STREAM_ENTRIES, True)] * 2
-    assert redis.commands("expire") == [(STREAM, STREAM_SECONDS), (POSITIONS_STREAM, STREAM_SECONDS)]
-
-
-async def test_a_long_list_is_written_in_batches_that_can_be_read(redis, clock):
-    one = Gateway(BOOT)
-    keys = [key(number) for number in range(MAX_RECORDS + 1)]
-    for each in keys:
-        one.holds(each)
-    await one.exchange()
-    assert [len(records) for records in redis.written()[STREAM]] == [MAX_RECORDS, 1]
-    one.index.forget(keys, BOOT)
-    clock.now += 1
-    await one.exchange()
-    batches = redis.written()[STREAM]
-    assert [record for records in batches for record in records] == [(GONE, each, 0) for each in keys]
-
-
 async def test_of_an_own_entry_nothing_is_taken_and_of_garbage_nothing_but_its_number(redis, clock):
     one = Gateway(BOOT)
     one.holds(key(1))
@@ -255,106 +200,6 @@ async def test_of_an_own_entry_nothing_is_taken_and_of_garbage_nothing_but_its_n
     await one.exchange()
     assert one.index.holds(key(1), BOOT) == 0 and one.index.holds(key(2), BOOT) == 160
     assert (one.news("heard"), one.news("refused")) == (1, 4)
-
-
-async def test_each_entry_is_read_once_and_streams_of_workers_that_are_gone_are_not_read(redis, clock):
-    one = Gateway(BOOT, OTHER_BOOT)
-    number = redis.add(STREAM, holding(1))
-    await one.exchange()
-    await one.exchange()
-    (first, *_), (others, *_), (_, _), (again, _) = redis.commands("xread")
-    assert first == {POSITIONS_STREAM: b"0"} and others == {STREAM: b"0", OTHER_STREAM: b"0"}
-    assert again == {STREAM: number, OTHER_STREAM: b"0"} and one.news("heard") == 1
-    assert one.sync.status() == {"state": "connecting", "waiting": 0, "streams_read": 3}
-    one.boots = []
-    await one.exchange()
-    assert redis.commands("xread") == [({POSITIONS_STREAM: b"0"}, READ_ENTRIES)]
-    assert one.sync.status()["streams_read"] == 1
-    one.boots = [BOOT]  # from its beginning
-    await one.exchange()
-    assert redis.commands("xread")[1][0] == {STREAM: b"0"}
-
-
-@pytest.mark.parametrize(("workers", "each"), [(1, READ_ENTRIES), (3, READ_ENTRIES // 3), (10 * READ_ENTRIES, 1)])
-async def test_one_exchange_reads_a_bounded_number_of_entries_over_all_workers(redis, clock, workers, each):
-    one = Gateway(*(f"w#{number}" for number in range(workers)))
-    await one.exchange()
-    assert [count for _, count in redis.commands("xread")] == [READ_ENTRIES, each]
-
-
-async def test_there_is_more_to_come_where_a_stream_gives_all_that_was_asked_for_or_much_waits(redis, clock):
-    one = Gateway(BOOT, OTHER_BOOT)  # 16 of each stream
-    for number in range(READ_ENTRIES // 2):
-        redis.add(STREAM, holding(number))
-    for number in range(READ_ENTRIES - 1):
-        redis.add(POSITIONS_STREAM, pack(POSITIONS, FOREIGN, [(key(number), 9)]))
-    assert await one.exchange()
-    assert not await one.exchange()
-    for number in range(READ_ENTRIES // 2 - 1):
-        redis.add(STREAM, holding(number))
-    assert not await one.exchange()
-    for number in range(READ_ENTRIES):
-        redis.add(POSITIONS_STREAM, pack(POSITIONS, FOREIGN, [(key(number), 9)]))
-    assert await one.exchange()
-    for number in range(2 * WRITE_RECORDS):
-        one.positions.put(key(number), 10)
-    assert await one.exchange()
-    assert not await one.exchange() and one.sync.status()["waiting"] == 0
-    one.positions.put(key(0), 11)
-    for number in range(2 * WRITE_RECORDS - 2):
-        one.positions.put(key(number), 12)
-    clock.now += 1
-    assert not await one.exchange() and one.sync.status()["waiting"] == WRITE_RECORDS - 1
-
-
-async def test_news_are_written_once_in_an_interval_and_at_once_if_they_are_many(redis, clock):
-    one = Gateway(BOOT)
-    one.holds(key(1))
-    await one.exchange()
-    assert redis.written() == {STREAM: [[(HELD, key(1), 320)]]}
-    for number in range(2, WRITE_RECORDS + 1):
-        one.holds(key(number))
-    clock.now += INTERVAL_SECONDS - 0.001
-    await one.exchange()
-    assert not redis.written()
-    one.holds(key(0))
-    await one.exchange()
-    assert sum(map(len, redis.written()[STREAM])) == WRITE_RECORDS
-    one.holds(key(5000))
-    clock.now += INTERVAL_SECONDS
-    await one.exchange()
-    assert redis.written() == {STREAM: [[(HELD, key(5000), 320)]]}
-
-
-@pytest.mark.parametrize(
-    ("writers", "silence", "interval"),
-    [
-        (0, 1.0, INTERVAL_SECONDS),
-        (GATEWAYS_AT_ONCE - 1, 1.0, INTERVAL_SECONDS),
-        (2 * GATEWAYS_AT_ONCE - 1, 1.0, 2 * INTERVAL_SECONDS),
-        (8 * GATEWAYS_AT_ONCE - 1, WRITER_SECONDS - 1, 8 * INTERVAL_SECONDS),
-        (8 * GATEWAYS_AT_ONCE - 1, WRITER_SECONDS, INTERVAL_SECONDS),
-    ],
-)
-async def test_the_more_gateways_write_the_longer_each_waits_until_they_are_silent(
-    redis, clock, writers, silence, interval
-):
-    one = Gateway(BOOT)
-    for number in range(writers):
-        redis.add(STREAM, pack(HOLDINGS, number.to_bytes(8, "big"), [(HELD, key(1), 160)]))
-    while one.news("heard") < writers:
-        await one.exchange()
-    written = []
-    for tokens, passed in enumerate((silence, interval - 0.001, 0.002), 1):
-        clock.now += passed
-        one.positions.put(key(1), tokens)
-        await one.exchange()
-        written.append(redis.written())
-    assert written == [
-        {POSITIONS_STREAM: [[(key(1), 1)]]},
-        {},
-        {POSITIONS_STREAM: [[(key(1), 2), (key(1), 3)]]},
-    ]
 
 
 async def test_of_more_gateways_than_are_counted_those_that_are_stay_so_while_they_write(redis, clock, monkeypatch):
@@ -378,25 +223,6 @@ async def test_of_more_gateways_than_are_counted_those_that_are_stay_so_while_th
         await one.exchange()
         written.append(bool(redis.written()))
     assert written == [True, False, True]
-
-
-async def test_what_is_held_again_and_again_is_written_once_in_a_while_and_the_rest_each_time(redis, clock):
-    one = Gateway(BOOT, OTHER_BOOT)
-
-    async def written_at(seconds: float) -> dict[bytes, list[list[tuple[Any, ...]]]]:
-        clock.now = 2000 + seconds
-        one.holds(key(1))
-        await one.exchange()
-        return redis.written()
-
-    assert await written_at(0) == {STREAM: [[(HELD, key(1), 320)]]}
-    assert await written_at(REPEAT_SECONDS - 1) == {}
-    assert await written_at(REPEAT_SECONDS) == {STREAM: [[(HELD, key(1), 320)]]}
-    assert await written_at(2 * REPEAT_SECONDS - 1) == {}  # counted from the last time
-    one.holds(key(1), boot=OTHER_BOOT)
-    assert await written_at(2 * REPEAT_SECONDS - 0.5) == {OTHER_STREAM: [[(HELD, key(1), 320)]]}
-    one.index.forget([key(1)], BOOT)
-    assert (await written_at(2 * REPEAT_SECONDS))[STREAM] == [[(GONE, key(1), 0), (HELD, key(1), 320)]]
 
 
 async def test_what_was_written_lately_is_remembered_within_bounds_the_oldest_forgotten_first(
@@ -433,55 +259,6 @@ async def test_what_waits_while_redis_is_away_is_bounded_and_the_oldest_is_dropp
     assert redis.written() == {STREAM: [[(HELD, key(2), 320), (HELD, key(3), 320)]]}
 
 
-async def test_what_is_not_known_to_be_written_is_written_with_the_next_exchange_and_no_more_than_that(redis, clock):
-    one = Gateway(BOOT)
-    one.holds(key(1))
-    redis.failures.append(ConnectionError())
-    with pytest.raises(ConnectionError):
-        await one.exchange()
-    assert (one.news("sent"), redis.written()) == (0, {})
-    for number in range(2, WRITE_RECORDS + 2):
-        one.holds(key(number))
-    await one.exchange()
-    records = [record for batch in redis.written()[STREAM] for record in batch]
-    assert records == [(HELD, key(number), 320) for number in range(1, WRITE_RECORDS + 1)]
-    assert (one.news("sent"), one.sync.status()["waiting"]) == (WRITE_RECORDS, 1)
-
-
-async def test_without_an_answer_a_few_times_redis_is_down_and_all_is_read_and_written_anew(redis, clock, caplog):
-    caplog.set_level("INFO", "seamark.redis")
-    one = Gateway(BOOT)
-    assert (one.up, one.sync.state) == (0, "connecting")
-    one.holds(key(1))
-    await one.exchange()
-    one.sync._answered()
-    one.sync._answered()
-    assert (one.up, one.sync.state, len(caplog.records)) == (1, "up", 1)
-    for _ in range(2):  # fewer in a row are nothing
-        for _ in range(ERRORS_TO_DOWN - 1):
-            assert one.sync._failed(OSError("redis://:password@r")) == INTERVAL_SECONDS
-        assert (one.up, one.sync.state) == (1, "up")
-        one.sync._answered()
-    one.holds(key(1))
-    clock.now += 1
-    await one.exchange()
-    assert list(redis.written()[STREAM]) == [[(HELD, key(1), 320)]]  # that of the beginning alone
-    rests = [one.sync._failed(OSError("redis://:password@r")) for _ in range(ERRORS_TO_DOWN + 2)]
-    assert rests == [INTERVAL_SECONDS] * (ERRORS_TO_DOWN - 1) + [RETRY_SECONDS] * 3
-    assert (one.up, one.sync.state, one.sync.status()["streams_read"]) == (0, "down", 0)
-    assert one.errors == 2 * (ERRORS_TO_DOWN - 1) + ERRORS_TO_DOWN + 2
-    assert len(caplog.records) == 2 and "password" not in caplog.text
-    redis.commands("xread")
-    one.holds(key(1))
-    clock.now += 1
-    await one.exchange()
-    assert redis.written() == {STREAM: [[(HELD, key(1), 320)]]}
-    assert [cursors for cursors, _ in redis.commands("xread")] == [{POSITIONS_STREAM: b"0"}, {STREAM: b"0"}]
-    assert one.news("heard") == 1  # its own record of before, now under another name
-    one.sync._answered()
-    assert (one.up, one.sync.state) == (1, "up")
-
-
 @on_virtual_time
 async def test_exchanges_follow_each_other_as_much_is_new_and_rarely_where_redis_is_down() -> None:
     redis = Redis()
@@ -499,21 +276,3 @@ async def test_exchanges_follow_each_other_as_much_is_new_and_rarely_where_redis
     rests = [round(later - sooner, 6) for sooner, later in itertools.pairwise(at)][: ERRORS_TO_DOWN + 4]
     assert rests == [0.005, 0.05, *[0.05] * ERRORS_TO_DOWN, 2.0, 2.0]
     assert one.sync.state == "up" and one.errors == ERRORS_TO_DOWN + 1
-
-
-async def test_a_gateway_that_stops_listens_no_more_and_closes_its_connection(redis, clock):
-    one = Gateway(BOOT)
-    await one.sync.aclose()
-    one.holds(key(1))
-    one.index.forget([key(1)], BOOT)
-    one.positions.put(key(2), 96)
-    assert one.stored.keep("resp_1", BOOT, None) is not None
-    assert one.sync.status()["waiting"] == 0 and redis.is_closed
-
-
-def test_redis_is_waited_for_shortly_and_asked_once(redis):
-    Gateway(BOOT)
-    assert redis.connected["url"] == "redis://r" and redis.connected["max_connections"] == 1
-    seconds = redis.connected["socket_connect_timeout"], redis.connected["socket_timeout"]
-    assert seconds == (redis_sync.CONNECT_SECONDS, redis_sync.ANSWER_SECONDS)
-    assert redis.connected["retry"].get_retries() == 0 and redis.connected["decode_responses"] is False

@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.chat.chat import CHAT, OUTSIDE_V1
+from proxy.chat.chat import CHAT
 from proxy.fleet.probe import MODELS
 from proxy.http import asgi
-from proxy.pipeline.pinned_prompts import NOT_RELEASED
 from proxy.server.app import App, build, build_pages
 from tests.harness.api_keys import bearer, entry
 from tests.harness.in_memory_gateway import Call, InMemoryGateway
@@ -44,21 +43,6 @@ def asked(method: str, path: str, extensions: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 async def gateway(in_memory: Started, worker: RecordingWorker) -> InMemoryGateway:
     return await in_memory(worker)
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        *(("POST", path) for path in (CHAT, CHAT + "/", "/v1/responses", "/v1/embeddings", "/v1/nobody/knows/it")),
-        *(("POST", path) for path in sorted(OUTSIDE_V1)),
-        *(("GET", path) for path in ("/v1/realtime", "/v1/modelsx", "/v1/v1/nothing", "/v1/v1")),
-        *(("POST", path) for path in (MODELS, MODELS + "/m")),
-        ("DELETE", MODELS + "/m"),
-    ],
-)
-async def test_what_vllm_serves_to_clients_goes_to_a_worker(gateway, worker, method, path):
-    await asking(gateway.app).request(method, path, json={"model": "m"})
-    assert [(seen.method, seen.path) for seen in worker.requests] == [(method, path.rstrip("/"))]
 
 
 @pytest.mark.parametrize(
@@ -122,19 +106,6 @@ async def test_pages_at_an_address_of_their_own_are_there_alone_and_need_no_key(
     assert error_of(await pages.get("/nothing"))["message"] == "No such path: /nothing"
 
 
-async def test_without_an_address_of_their_own_the_root_leads_to_the_page(gateway):
-    assert (await gateway.get("/")).headers["location"] == "ui"
-    page = await gateway.get("/ui")
-    assert page.headers["content-type"].startswith("text/html") and "content-security-policy" in page.headers
-
-
-async def test_a_health_check_is_answered_with_the_gateways_id_whatever_else_there_is(in_memory):
-    gateway = await in_memory(RecordingWorker(), is_started=False)
-    answer = await gateway.get("/health")
-    assert answer.json() == {"status": "ok", "gateway": gateway.gateway.pool.gateway_id}
-    assert answer.headers["content-type"] == "application/json"
-
-
 @pytest.mark.parametrize("path", ["/v1/realtime", "/ui", "/health"])
 async def test_a_websocket_is_refused_before_anything_is_asked(gateway, worker, path):
     call = Call(gateway.app, asked("GET", path, {asgi.WANTS_WEBSOCKET: {}}), b"")
@@ -157,19 +128,6 @@ async def test_ready_says_which_workers_are_and_why_none_is(in_memory):
     gateway.gateway.pool.workers[0].up = False
     answer = await gateway.get("/ready")
     assert answer.status_code == 503 and error_of(answer)["message"].startswith("No worker is ready.")
-
-
-async def test_the_models_of_all_workers_are_listed_once_and_each_is_found_by_its_name(in_memory):
-    first, second = RecordingWorker(models=("m", "shared")), RecordingWorker(models=("org/name", "shared"))
-    gateway = await in_memory(first, second)
-    await gateway.shows(lambda status: all(each["up"] for each in status["workers"]))
-    listed = (await gateway.get("/v1/models")).json()
-    assert listed["object"] == "list" and [each["id"] for each in listed["data"]] == ["m", "shared", "org/name"]
-    for name, worker in (("m", "worker-0"), ("shared", "worker-0"), ("org/name", "worker-1")):
-        answer = await gateway.get(f"{MODELS}/{name}")
-        assert (answer.json()["id"], answer.headers["x-seamark-worker"]) == (name, worker)
-    answer = await gateway.get(f"{MODELS}/other")
-    assert answer.status_code == 404 and "`other` does not exist" in error_of(answer)["message"]
 
 
 async def test_pages_of_any_site_may_read_the_models_and_nothing_else(gateway):
@@ -198,31 +156,6 @@ async def test_the_status_page_shows_each_part_and_is_kept_nowhere(in_memory):
     assert status.keys() - {"workers", "prefill_workers"} >= {"shadow"}
 
 
-PROMPT = {"name": "rules", "body": {"model": "m", "messages": [{"role": "system", "content": "Be brief. " * 200}]}}
-
-
-async def test_a_prompt_is_pinned_shown_and_let_go(gateway):
-    client = asking(gateway.app)
-    pinned = await client.post("/seamark/prefixes", json=PROMPT)
-    assert (pinned.status_code, pinned.json()["name"]) == (200, "rules")
-    shown = (await client.get("/seamark/prefixes")).json()["prefixes"]
-    assert [each["name"] for each in shown] == ["rules"]
-    assert [each["name"] for each in (await gateway.status())["prefixes"]] == ["rules"]
-    removed = await client.delete("/seamark/prefixes/rules")
-    assert removed.status_code == (202 if NOT_RELEASED in removed.json()["workers"].values() else 200)
-    assert (await client.get("/seamark/prefixes")).json() == {"prefixes": []}
-    assert (await client.delete("/seamark/prefixes/rules")).status_code == 404
-
-
-@pytest.mark.parametrize(("word", "status"), [(NOT_RELEASED, 202), ("released", 200)])
-async def test_a_prompt_that_a_worker_still_holds_is_not_gone_yet(gateway, monkeypatch, word, status):
-    async def remove(name: str) -> dict[str, Any]:
-        return {"name": name, "workers": {"a": "released", "b": word}}
-
-    monkeypatch.setattr(gateway.gateway.pinned, "remove", remove)
-    assert (await asking(gateway.app).delete("/seamark/prefixes/rules")).status_code == status
-
-
 async def test_a_prompt_to_pin_is_as_long_as_a_body_may_be(in_memory):
     gateway = await in_memory(RecordingWorker(), is_started=False, max_body_bytes=1000)
     sizes = {}
@@ -247,13 +180,6 @@ async def test_another_sites_page_changes_nothing(gateway, method, path, site, m
     assert 403 not in (typed.status_code, plain.status_code)
 
 
-async def test_an_operator_sets_hints_on_again(gateway):
-    cache = gateway.gateway.pool.workers[0].cache
-    cache.quarantine()
-    answer = await asking(gateway.app).post("/seamark/self-check/reset")
-    assert answer.json() == {"hints_off": False} and cache.hints_allowed
-
-
 async def test_a_request_is_explained_to_its_own_key_and_to_operators(in_memory, worker, tmp_path):
     file = tmp_path / "keys.toml"
     file.write_text(entry("ann") + entry("bob") + entry("root", admin=True))
@@ -265,13 +191,6 @@ async def test_a_request_is_explained_to_its_own_key_and_to_operators(in_memory,
     assert found["ann"].json()["request_id"] == "mine" and "mine" in error_of(found["bob"])["message"]
     assert (await gateway.get("/seamark/requests/mine")).status_code == 401
     assert (await gateway.get("/seamark/requests/other", **bearer("root"))).status_code == 404
-
-
-async def test_without_keys_anybody_may_read_of_a_request_also_one_with_slashes_in_its_name(gateway):
-    body = {"model": "m", "messages": [{"role": "user", "content": "Tide?"}]}
-    await gateway.post(body, **{"x-request-id": "a/b"})
-    answer = await gateway.get("/seamark/requests/a/b")
-    assert (answer.status_code, answer.json()["request_id"]) == (200, "a/b")
 
 
 async def test_an_error_is_told_in_the_envelope_of_the_api_that_was_meant(gateway):

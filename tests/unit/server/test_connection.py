@@ -6,18 +6,16 @@ uvicorn promises none of these. A version beyond the cap in pyproject.toml is le
 from __future__ import annotations
 
 import asyncio
-import gc
 import inspect
 import json
 import tomllib
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import uvicorn
 from packaging.requirements import Requirement
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from proxy.http import asgi
 from proxy.http.asgi import BodyState
@@ -42,34 +40,6 @@ METHODS = {
     "timeout_keep_alive_handler": [],
 }
 
-# Attributes of the protocol that are read, and those that are written.
-ATTRIBUTES = {
-    "cycle",
-    "flow",
-    "headers",
-    "loop",
-    "parser",
-    "pipeline",
-    "scope",
-    "server_state",
-    "timeout_keep_alive",
-    "timeout_keep_alive_task",
-    "transport",
-    "url",
-}
-
-# Attributes of a request that are read or written.
-CYCLE = {
-    "chunked_encoding",
-    "disconnected",
-    "expected_content_length",
-    "keep_alive",
-    "message_event",
-    "more_body",
-    "response_complete",
-    "scope",
-    "transport",
-}
 
 LIMIT = 1000
 
@@ -91,15 +61,6 @@ def test_the_version_is_capped_and_the_installed_one_is_within():
 def test_uvicorn_has_the_method_that_is_overridden_or_called(name):
     parameters = inspect.signature(getattr(HttpToolsProtocol, name)).parameters
     assert list(parameters) == ["self", *METHODS[name]]
-
-
-async def test_uvicorn_has_the_attributes_that_are_used(connection):
-    connection.send(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
-    assert vars(connection.protocol).keys() >= ATTRIBUTES
-    cycle = connection.protocol.cycle
-    assert isinstance(cycle, RequestResponseCycle) and vars(cycle).keys() >= CYCLE
-    assert callable(connection.protocol.flow.resume_reading) and not connection.protocol.flow.write_paused
-    assert list(inspect.signature(RequestResponseCycle.send).parameters) == ["self", "message"]  # replaced for HTTP/1.0
 
 
 class Transport(asyncio.Transport):
@@ -257,25 +218,6 @@ async def test_empty_lines_between_requests_put_nothing_off(connection):
     assert connection.transport.closed
 
 
-async def test_a_request_that_is_answered_slowly_is_not_a_slow_client(connection):
-    connection.send(GET)
-    await turn()
-    connection.pass_time(10 * TIMEOUT)
-    assert not connection.transport.closed
-
-
-async def test_the_time_for_a_head_begins_again_with_each_answer(connection, monkeypatch):
-    connection.may_answer.set()
-    now = connection.protocol.loop.time()
-    monkeypatch.setattr(connection.protocol.loop, "time", lambda: now + TIMEOUT)
-    connection.send(GET)
-    await turn()
-    connection.protocol.check(now + 2 * TIMEOUT - 1)
-    assert not connection.transport.closed
-    connection.protocol.check(now + 2 * TIMEOUT + 1)
-    assert connection.transport.closed
-
-
 async def test_what_is_left_of_an_answered_requests_body_has_a_moment(connection):
     connection.send(POST + b"content-length: 1000\r\n\r\n")
     await turn()
@@ -322,17 +264,6 @@ async def test_a_client_that_takes_nothing_of_its_answer_is_cut_off_and_its_requ
     assert left == [1]
 
 
-async def test_a_client_that_reads_slowly_is_not_cut_off(connection):
-    connection.send(GET)
-    await turn()
-    connection.protocol.pause_writing()
-    begun = connection.protocol._free_since
-    for second in range(0, int(5 * SEND_TIMEOUT), int(SEND_TIMEOUT / 2)):
-        connection.transport.unsent = 100_000 - second
-        connection.protocol.check(begun + second)
-    assert not connection.transport.closed
-
-
 async def test_an_answer_that_is_complete_must_be_taken_too(connection):
     connection.may_answer.set()
     connection.send(GET)
@@ -342,15 +273,6 @@ async def test_an_answer_that_is_complete_must_be_taken_too(connection):
     assert connection.transport.closed
     connection.pass_time(SEND_TIMEOUT + 2)
     assert connection.transport.aborted
-
-
-async def test_a_stream_that_is_written_as_fast_as_it_is_read_is_not_cut_off(connection):
-    """Its buffer may hold as much at each look, below the mark at which writing is paused."""
-    connection.send(GET)
-    await turn()
-    connection.transport.unsent = 1000
-    connection.pass_time(5 * SEND_TIMEOUT)
-    assert not connection.transport.closed
 
 
 async def test_a_server_that_stops_ends_connections_with_their_answers(connection):
@@ -398,50 +320,6 @@ async def test_a_client_that_leaves_is_reported_to_each_of_its_requests(connecti
     assert left[-1] == "late"
 
 
-@pytest.mark.parametrize("answers", [True, False])
-async def test_a_request_leaves_nothing_to_the_garbage_collector(connection, answers):
-    """It counts objects: a hundred large bodies would be few."""
-    gc.collect()
-    gc.disable()
-    try:
-        connection.send(POST + b"content-length: 3\r\n\r\nabc")
-        await turn()
-        async with asgi.ClientWatch(connection.scopes[0], connection.protocol.cycle.receive):
-            body, cycle = connection.protocol._requests[-1], weakref.ref(connection.protocol.cycle)
-        if answers:
-            connection.may_answer.set()
-            await turn()
-        connection.protocol.connection_lost(None)
-        connection.may_answer.set()
-        await turn()
-        connection.scopes.clear()
-        assert cycle() is None
-        assert body.body_state() is asgi.BodyState.HERE
-    finally:
-        gc.enable()
-
-
-async def test_a_client_whose_answer_is_complete_is_not_reported(connection):
-    left = []
-    connection.send(GET)
-    await turn()
-    (scope,) = connection.scopes
-    scope["extensions"][asgi.ON_DISCONNECT](lambda: left.append(1))
-    connection.may_answer.set()
-    await turn()
-    connection.protocol.connection_lost(None)
-    assert connection.status == 200 and not left
-
-
-async def test_whether_the_whole_body_is_here_is_known(connection):
-    connection.send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n\r\nab")
-    await turn()
-    state = connection.scopes[0]["extensions"][asgi.BODY_STATE]
-    assert state() is BodyState.COMING
-    connection.send(b"cd")
-    assert state() is BodyState.HERE
-
-
 async def test_a_body_that_is_no_http_is_told_to_its_own_request(connection):
     connection.send(GET + POST + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\nzz\r\n")
     await turn()
@@ -459,18 +337,6 @@ async def test_a_body_that_is_no_http_and_belongs_to_an_answered_request_ends_th
     await turn()
     connection.send(b"zz\r\n")
     assert connection.transport.written.count(b"HTTP/1.1") == 1 and connection.transport.closed
-
-
-async def test_reading_goes_on_behind_a_request_so_that_a_client_is_seen_leaving(connection):
-    connection.send(GET + GET)
-    assert connection.transport.reading
-    connection.send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 100000\r\n\r\n" + b"a" * 100_000)
-    assert connection.transport.reading
-
-
-async def test_while_a_request_is_answered_the_body_of_the_next_is_read(connection):
-    connection.send(GET + POST + b"content-length: 4\r\n\r\nab")
-    assert connection.transport.reading
 
 
 @pytest.mark.parametrize(("length", "is_refused"), [(LIMIT // 4, False), (LIMIT, True)])
@@ -571,16 +437,6 @@ async def test_connections_beyond_those_that_fit_are_for_pages_and_some_more_are
     connection.protocol.connection_lost(None)
 
 
-async def test_pieces_behind_a_head_that_was_held_go_out_one_by_one(connection):
-    connection.is_whole, connection.pieces = True, [b"ab", b"c", b"d"]
-    connection.headers = [(b"content-length", b"4")]
-    connection.may_answer.set()
-    connection.send(GET)
-    await turn()
-    body = connection.transport.written.partition(b"\r\n\r\n")[2]
-    assert body == b"abcd" and connection.transport.writes == 3 + 1  # uvicorn writes the end of a body, too
-
-
 @pytest.mark.parametrize(
     ("fields", "is_websocket"),
     [
@@ -598,47 +454,6 @@ async def test_an_offer_of_a_websocket_is_told_once(connection, fields, is_webso
         await turn()
     told = [asgi.WANTS_WEBSOCKET in scope["extensions"] for scope in connection.scopes]
     assert told == [is_websocket, False] and not connection.transport.closed
-
-
-@pytest.mark.parametrize(("more", "status"), [(0, 200), (1, 431)], ids=["as long as a head may be", "a byte longer"])
-async def test_a_head_may_be_so_long_and_no_longer(connection, more, status):
-    """Of each header its name, its value, and four bytes around them; and the target."""
-    connection.may_answer.set()
-    rest = LIMIT - len("/x") - len("host") - len("a") - 4 - len("x") - 4
-    connection.send(b"GET /x HTTP/1.1\r\nhost: a\r\nx: " + b"b" * (rest + more) + b"\r\n\r\n")
-    await turn()
-    assert connection.status == status and connection.transport.closed is (status == 431)
-    if status == 200:
-        connection.send(GET)
-        await turn()
-        assert len(connection.scopes) == 2
-
-
-async def test_a_connection_that_is_kept_is_watched_again_after_each_answer(connection):
-    connection.may_answer.set()
-    for number in (1, 2, 3):
-        connection.send(GET)
-        await turn()
-        assert len(connection.scopes) == number and not connection.transport.closed
-    connection.pass_time(TIMEOUT + 1)
-    assert connection.transport.closed and not connection.transport.aborted
-
-
-async def test_a_client_that_takes_a_part_in_time_has_the_whole_time_again(connection):
-    connection.send(GET)
-    await turn()
-    connection.protocol.pause_writing()
-    begun = connection.protocol._free_since
-    connection.transport.unsent = 1000
-    connection.protocol.check(begun)
-    connection.protocol.check(begun + SEND_TIMEOUT)  # exactly so long is not too long
-    assert not connection.transport.closed
-    connection.transport.unsent = 999
-    connection.protocol.check(begun + SEND_TIMEOUT + 1)
-    connection.protocol.check(begun + 2 * SEND_TIMEOUT + 1)
-    assert not connection.transport.closed
-    connection.protocol.check(begun + 2 * SEND_TIMEOUT + 2)
-    assert connection.transport.aborted
 
 
 async def test_a_request_knows_of_a_client_that_has_left_already(connection):

@@ -31,14 +31,6 @@ def test_a_few_lines_of_a_message_pass_and_the_next_period_says_how_many_did_not
     assert limit.filter(record("from %s", 4))
 
 
-def test_a_quiet_period_has_nothing_to_say(clock):
-    limit = LogLimit()
-    assert limit.filter(record("once"))
-    clock[0] += PERIOD_SECONDS
-    again = record("once")
-    assert limit.filter(again) and again.getMessage() == "once"
-
-
 @pytest.mark.parametrize("other", [{"name": "seamark.gateway"}, {"level": logging.INFO}])
 def test_other_lines_are_not_counted(other):
     limit = LogLimit()
@@ -49,16 +41,6 @@ def test_many_different_messages_fill_no_memory():
     limit = LogLimit()
     for number in range(3 * MOST_MESSAGES):
         assert limit.filter(record(f"{number}")) and len(limit._periods) <= MOST_MESSAGES
-
-
-def test_as_many_lines_as_may_pass_leave_nothing_to_say(clock):
-    limit = LogLimit()
-    assert all(limit.filter(record("from %s", number)) for number in range(LINES))
-    clock[0] += PERIOD_SECONDS
-    again = record("from %s", 3)
-    assert limit.filter(again) and again.getMessage() == "from 3"
-    clock[0] += PERIOD_SECONDS - 1  # within the second period
-    assert [limit.filter(record("from %s", number)) for number in range(LINES)] == [True] * (LINES - 1) + [False]
 
 
 def test_a_message_that_is_known_costs_no_other_its_count(clock):

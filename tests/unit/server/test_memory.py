@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from proxy.server import memory
-from proxy.server.memory import BOUNDS, SHARE, fitted, room
+from proxy.server.memory import BOUNDS, fitted, room
 from proxy.settings import Settings
 
 MIB = 2**20
@@ -50,45 +50,15 @@ def test_settings_that_fit_are_left_alone(limits):
         assert fitted(settings) is settings
 
 
-def test_bounds_are_made_smaller_in_proportion(limits):
-    limits(512, "max")
-    settings = Settings(max_bodies_bytes=600 * MIB, memory_bytes=300 * MIB, text_bytes=100 * MIB)
-    found = fitted(settings)
-    assert sum(getattr(found, name) for name in BOUNDS) == pytest.approx(212 * MIB * SHARE, rel=0.01)
-    assert found.max_bodies_bytes == pytest.approx(2 * found.memory_bytes, rel=0.01)
-    assert found.max_body_bytes == found.max_bodies_bytes < settings.max_body_bytes
-    assert found.max_connections == 212 and found.port == settings.port
-    assert fitted(Settings(max_connections=7)).max_connections == 7
-
-
 def test_what_is_switched_off_stays_off_and_nothing_becomes_nothing(limits):
     limits(301, "max")
     found = fitted(Settings(text_bytes=0))
     assert found.text_bytes == 0 and found.memory_bytes > 0 and found.max_body_bytes > 0
 
 
-def test_what_the_program_takes_later_is_left_to_it(limits, monkeypatch):
-    limits(512, 512)
-    monkeypatch.setattr(memory, "RESERVED_BYTES", 200 * MIB)
-    assert room() == 12 * MIB
-    monkeypatch.setattr(memory, "LOADED_BYTES", 450 * MIB)
-    assert room() == 2 * MIB
-
-
 def test_without_a_way_to_know_nothing_changes(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "PROCESS", tmp_path / "none")
     assert room() is None
-
-
-def test_what_threads_and_modules_take_is_left_to_them(limits):
-    """An arena of 64 MiB for each of five threads in the address space, and 32 MiB of memory."""
-    reserved, loaded = memory.RESERVED_BYTES // MIB, memory.LOADED_BYTES // MIB
-    limits(1024, "max", reserved, loaded)
-    assert room() == (1024 - 300 - 5 * 64) * MIB
-    limits(None, 1024, reserved, loaded)
-    assert room() == (1024 - 60 - 32) * MIB
-    limits(1024, 200, reserved, loaded)
-    assert room() == (200 - 60 - 32) * MIB
 
 
 def test_where_nothing_is_left_each_bound_is_the_least_that_there_is(limits):

@@ -103,26 +103,6 @@ async def test_files_are_read_once_for_a_signal_and_whatever_they_hold_ends_noth
     assert not await made.on_tick(0) and not await made.on_tick(1) and gateway.read == 1
 
 
-class Looked:
-    """A connection that notes when it is looked at."""
-
-    def __init__(self, looked: asyncio.Event) -> None:
-        self._looked = looked
-
-    def check(self, now: float) -> None:
-        self._looked.set()
-
-
-async def test_all_connections_are_looked_at_as_often_as_the_shortest_bound_needs():
-    made = server(Files(), client_timeout=0.04)
-    looked = asyncio.Event()
-    made.server_state.connections.add(Looked(looked))
-    checks = asyncio.create_task(made._check_clients())
-    await looked.wait()
-    checks.cancel()
-    assert made._interval == 0.01 and server(Files())._interval == uvicorn_server.CHECK_SECONDS
-
-
 def test_where_a_name_has_an_address_of_a_family_that_is_off_the_other_is_listened_at(monkeypatch):
     both = [(family, socket.SOCK_STREAM, 0, "", (host, 0)) for family, host in FAMILIES.items()]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
@@ -152,13 +132,6 @@ async def test_a_delay_ends_at_its_very_end(monkeypatch):
     assert await made.on_tick(0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "interval"), [({}, 1.0), ({"client_timeout": 2}, 0.5), ({"send_timeout": 1}, 0.25)]
-)
-def test_connections_are_looked_at_four_times_within_the_shortest_bound(settings, interval):
-    assert server(Files(), **settings)._interval == interval
-
-
 def test_a_signal_to_read_files_is_taken_while_the_server_runs_and_left_to_others_afterwards():
     gateway, before = Files(), signal.getsignal(signal.SIGHUP)
     made = server(gateway)
@@ -177,19 +150,6 @@ async def ended(made: uvicorn.Server, serving: asyncio.Task[None]) -> None:
 async def app(scope, receive, send) -> None:
     await send({"type": "http.response.start", "status": 204, "headers": []})
     await send({"type": "http.response.body", "body": b""})
-
-
-async def test_a_server_looks_after_its_clients_from_its_start_to_its_end():
-    config = uvicorn.Config(app, port=0, lifespan="off", log_config=None)
-    made = GatewayServer(config, Settings(worker=("http://127.0.0.1:9",), client_timeout=0.04), Files())
-    looked = asyncio.Event()
-    connection = Looked(looked)
-    made.server_state.connections.add(connection)
-    serving = asyncio.create_task(made.serve())
-    await looked.wait()
-    made.server_state.connections.discard(connection)
-    await ended(made, serving)
-    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})  # nothing looks after anybody any more
 
 
 @pytest.mark.parametrize(
@@ -282,19 +242,3 @@ def test_an_address_that_cannot_be_had_is_not_asked_who_holds_it(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(SettingsError, match=r"port: nothing can listen on elsewhere:8080 \(not known\)"):
         uvicorn_server.bound("port", "elsewhere", 8080)
-
-
-def test_where_one_of_several_addresses_cannot_be_had_none_is_kept(monkeypatch):
-    addresses = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, 0)) for host in ("127.0.0.1", "192.0.2.1")]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
-    made = []
-
-    class Socket(socket.socket):
-        def __init__(self, *args: int) -> None:
-            super().__init__(*args)
-            made.append(self)
-
-    monkeypatch.setattr(uvicorn_server.socket, "socket", Socket)
-    with pytest.raises(SettingsError):
-        uvicorn_server.bound("port", "name", 0)
-    assert len(made) == 2 and all(each.fileno() == -1 for each in made)
