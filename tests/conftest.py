@@ -32,8 +32,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Properties and machines: the same examples on every run; `make test-fast ARGS=--hypothesis-profile=long` draws new ones.
-# Where a mistake was planted (tests/bench/mutants.py), the first example that shows it is enough.
+# Properties and machines: the same examples on every run. `make test-fast ARGS=--hypothesis-profile=long` draws anew.
+# Where a mistake was planted (tests/bench/mutants.py) the first example that shows it is enough.
 hypothesis.configuration.set_hypothesis_home_dir(FOLDER.parent / ".cache" / "hypothesis")
 for name, differs in {
     "fixed": {"derandomize": True},
