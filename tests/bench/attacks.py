@@ -27,9 +27,9 @@ from urllib.parse import urlsplit
 
 from proxy.bench.harness.servers import Server, Servers, narrator
 from proxy.settings import Settings
-from tests.bench.aborts import open_files
 from tests.bench.attackers import KINDS, slot_seconds
 from tests.bench.soak import bad_lines, resident_bytes
+from tests.harness.leaving_clients import open_files
 from tests.harness.load import request
 from tests.harness.mock_worker import FRAMES_FIELD, MODEL, STEP_FIELD, mock_worker
 from tests.harness.raw_http import Connection, Cut

@@ -24,8 +24,6 @@ MIN_TOKENS = 32  # of an answer that is compared with another's
 
 TOKEN_IDS = range(10, 4000)  # ordinary tokens of the generated models
 
-TAIL = 5  # tokens between the last boundary and the prompt's end
-
 
 class TimedAnswer(NamedTuple):
     """A finished answer. Times in seconds on the monotonic clock, lengths in tokens."""
@@ -216,11 +214,6 @@ class RawReply(NamedTuple):
 def fresh_tokens(length: int, *seed: object) -> list[int]:
     """Random tokens, the same for the same seed."""
     return random.Random(repr(seed)).choices(TOKEN_IDS, k=length)
-
-
-def three_boundaries(shared: int, length: int) -> list[int]:
-    """For a prompt of `length` tokens: the end of its shared part, a position behind that, and one near its end."""
-    return sorted({shared, shared + (length - shared) // 3, max(shared, length - TAIL)})
 
 
 async def request(
