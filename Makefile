@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast test-all lint test-deploy soak fuzz attacks damage bench-gateway check-templates audit lock test-gpu-path test-drafts test-nixl test-ray test-disk test-clients test-chart
+.PHONY: demo test test-fast test-all lint test-deploy soak fuzz attacks damage bench-gateway audit lock test-gpu-path test-drafts test-nixl test-ray test-disk test-clients test-chart
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -91,11 +91,6 @@ fuzz:
 attacks:
 	@./set-up.sh
 	@.venv/bin/python -m tests.bench.attacks $(ARGS)
-
-# Positions by a folder of chat templates, on vLLM's own renderer with two tokenizers: `make check-templates DIR=...`.
-check-templates:
-	@./set-up.sh
-	@.venv/bin/python -m tests.bench.templates $(DIR) $(ARGS)
 
 # A checkpoint directory damaged in 42 ways, at a start and while it is used, and two workers on one, on vLLM's scheduler
 # and on engines of both families: some 15 minutes.

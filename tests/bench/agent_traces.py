@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -327,24 +327,6 @@ def _loss(each: Replayed) -> str:
     return f"#{each.number} {each.label}: {lost}, {where}{kind}; sent {each.sent}"
 
 
-def report(traces: Sequence[Trace]) -> list[dict[str, Any]]:
-    """Everything measured, for machines; tokens, seconds."""
-    return [
-        {
-            **asdict(trace),
-            "requests": [
-                {**each._asdict(), "lost": each.lost, "reason_wrong": each.reason_wrong} for each in trace.requests
-            ],
-            "warm": trace.warm._asdict() if trace.warm else None,
-            "delivered": trace.share(),
-            "known": trace.share(known=True),
-            "plain": trace.share(plain=True),
-            "complaints": trace.complaints,
-        }
-        for trace in traces
-    ]
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.agent_traces", description="recorded requests of agents, sent again"
@@ -353,7 +335,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--agent", action="append", metavar="NAME", help="only this trace (repeat); default: all")
     parser.add_argument("--template", type=Path, metavar="FILE", help="chat template; default: the generated model's")
     parser.add_argument("--requests", type=int, metavar="N", help="of each trace, the first ones; default: all")
-    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     paths = [*sorted(args.folder.glob("*.jsonl")), *sorted(args.folder.glob("*.jsonl.gz"))]
     paths = [path for path in paths if args.agent is None or path.name.partition(".")[0] in args.agent]
@@ -361,7 +342,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"{args.folder}: no such trace")
     template = args.template.resolve() if args.template else None
     traces = asyncio.run(measure(paths, template, args.requests, narrator()))
-    print(json.dumps(report(traces), indent=1) if args.json else f"{render(traces)}\n\n{WORDS}")
+    print(f"{render(traces)}\n\n{WORDS}")
     return 1 if any(trace.complaints for trace in traces) else 0
 
 

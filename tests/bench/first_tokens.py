@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import shlex
@@ -19,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.counters import samples_of
@@ -208,12 +207,6 @@ def render(ways: Sequence[Way]) -> str:
     return "\n".join(lines)
 
 
-def report(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """Everything measured, for machines; seconds, tokens."""
-    kept = ("name", "first_tokens", "steps", "hits")
-    return [{name: getattr(way, name) for name in kept} for way in ways]
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.first_tokens", description="the tail of first tokens through gateways"
@@ -229,7 +222,6 @@ def main(argv: list[str]) -> int:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{words} ({default})")
     parser.add_argument("--spread", type=float, default=SPREAD, metavar="SHARE", help=f"of both lengths ({SPREAD})")
     parser.add_argument("--with", dest="flags", action="append", default=[], help="a gateway with these flags, too")
-    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     if min(args.rounds, args.prompts, args.input_tokens, args.output_tokens, args.at_once, args.workers) < 1:
         parser.error("all numbers: at least 1")
@@ -249,10 +241,7 @@ def main(argv: list[str]) -> int:
         for flags in ["", *args.flags]:
             setup.gateway(engines, flags)
         asyncio.run(measure(setup.ways, engines, load, args.rounds, model, say))
-    if args.json:
-        print(json.dumps(report(setup.ways), indent=1))
-    else:
-        print(f"{render(setup.ways)}\n\n{WORDS}")
+    print(f"{render(setup.ways)}\n\n{WORDS}")
     router = next(way for way in setup.ways if way.name == VLLM_ROUTER)
     return 1 if any(complaints(way, router) for way in setup.ways if way.name == SEAMARK) else 0
 

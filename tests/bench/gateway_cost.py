@@ -14,9 +14,9 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import uvloop
 
@@ -315,27 +315,6 @@ def _line(row: Row) -> str:
     return f"  {row.gateway:<15}{median:>8.0f}  {quartiles:<16}{added[0]:>10}{added[1]:>9}{added[2]:>12}  {ratio}"
 
 
-def as_json(report: Report, judged: Sequence[Target]) -> dict[str, Any]:
-    """Everything measured, for machines; seconds."""
-    return {
-        "rows": [
-            {
-                "gateway": row.gateway,
-                **asdict(row.case),
-                "cpu_seconds": row.cpu._asdict() if row.cpu is not None else None,
-                "added_seconds": {figure: row.added(figure) for figure in ("p50", "p99", "first")},
-                "cpu_over_vllm_router": row.ratio._asdict() if row.ratio is not None else None,
-                "rounds": [batch._asdict() for batch in row.batches],
-            }
-            for row in report.rows
-        ],
-        "missing": dict(report.missing),
-        "renders": report.renders,
-        "requests": report.requests,
-        "targets": [{**asdict(target), "held": target.held} for target in judged],
-    }
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.gateway_cost",
@@ -350,7 +329,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--step-ms", type=int, default=0, metavar="N", help="from chunk to chunk of a stream (0: as fast as written)"
     )
-    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     if args.requests < 1 or args.rounds < 1:
         parser.error("--requests, --rounds: at least 1")
@@ -358,10 +336,7 @@ def main(argv: list[str]) -> int:
     cases = [case for case in CASES if args.size in (None, case.size)]
     report = uvloop.run(run(peers, cases, args.requests, args.rounds, args.step_ms, narrator()))
     judged = targets(report, with_router=VLLM_ROUTER in (peer.name for peer in peers))
-    if args.json:
-        print(json.dumps(as_json(report, judged), indent=1))
-    else:
-        print("\n".join([render(report), *(target.in_words() for target in judged), "", WORDS]))
+    print("\n".join([render(report), *(target.in_words() for target in judged), "", WORDS]))
     return 0 if all(target.held for target in judged) else 1
 
 

@@ -120,19 +120,15 @@ async def test_clients_take_turns_and_an_error_answer_is_an_error(stand: Stand):
 
 
 @pytest.mark.thorough
-def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic(capsys):
-    gateway_cost.main(["--no-peers", "--requests", "8", "--rounds", "2", "--json"])
-    report = json.loads(capsys.readouterr().out)
-    kinds = [(row["gateway"], row["size"], row["streamed"], row["clients"]) for row in report["rows"]]
-    assert kinds == [
-        (name, case.size, case.streamed, case.clients) for case in CASES for name in (DIRECT, SEAMARK, BARE)
+async def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic():
+    report = await gateway_cost.run([], CASES, 8, 2, 0, print)
+    assert [(row.gateway, row.case) for row in report.rows] == [
+        (name, case) for case in CASES for name in (DIRECT, SEAMARK, BARE)
     ]
-    for row in report["rows"]:
-        assert len(row["rounds"]) == 2
-        assert (row["cpu_seconds"] is None) == (row["gateway"] == DIRECT)
-        assert row["cpu_seconds"] is None or row["cpu_seconds"]["median"] > 20e-6
-    assert [target["limit"] for target in report["targets"]] == [pytest.approx(0.7)]
-    assert report["renders"] == 0  # no request is rendered
+    for row in report.rows:
+        assert len(row.batches) == 2 and (row.cpu is None) == (row.gateway == DIRECT)
+        assert row.cpu is None or row.cpu.median > 20e-6
+    assert report.renders == 0  # no request is rendered
 
 
 async def test_a_gateway_that_dies_is_given_up_and_the_others_go_on(stand: Stand):

@@ -88,14 +88,6 @@ class RoundRobin(Simulated):
         return self._next
 
 
-class LeastLoaded(Simulated):
-    """The fewest requests under way."""
-
-    def pick(self, request: TraceRequest, now: float) -> int:
-        """The idlest."""
-        return self.least_loaded()
-
-
 class SessionAffinity(Simulated):
     """A session stays where it began: at the worker that then had the fewest sessions."""
 
@@ -344,13 +336,6 @@ class Seamark(Policy):
         sent.left = left
 
 
-class SeamarkWhole(Seamark):
-    """The same with clients that take their answers whole: the gateway sees no first token."""
-
-    def first_token(self, execution: Execution) -> None:
-        """Only the engine's events tell it."""
-
-
 class SeamarkGateways(Policy):
     """Several gateways of Seamark's before one fleet: each request comes to one of them, drawn at random.
 
@@ -433,9 +418,7 @@ def _key(name: int) -> bytes:
 
 POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "seamark": Seamark,
-    "seamark-whole": SeamarkWhole,
     "round-robin": RoundRobin,
-    "least-loaded": LeastLoaded,
     "session": SessionAffinity,
     "vllm-router": VllmRouter,
     "smg": Smg,
