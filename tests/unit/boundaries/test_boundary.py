@@ -20,13 +20,10 @@ def test_each_entry_is_sent_once_in_the_order_of_the_boundaries():
         Boundary("turn", b"t", -5, estimate=99),
     )
     assert known.entries() == ("first:1", "last:2", -5)
-    assert known.entries(by_template=False) == (40, 50)
 
 
-def test_an_engine_takes_sixteen_entries_and_the_deepest_positions_save_the_most():
+def test_an_engine_takes_sixteen_entries():
     assert distinct_entries([None, *range(1, 40), 1]) == tuple(range(1, 17))
-    many = found(*(Boundary("explicit", b"%d" % number, number, number) for number in range(1, 40)))
-    assert many.entries(by_template=False) == tuple(range(24, 40))
 
 
 def test_what_an_engine_resolved_is_known_by_entry_without_what_was_not_there():
@@ -62,6 +59,6 @@ def test_what_is_kept_for_long_holds_nothing_of_the_request():
 
 def test_nothing_was_found_until_something_is():
     nothing = Found()
-    assert nothing.entries() == nothing.entries(by_template=False) == () and nothing.turn_key is None
+    assert nothing.entries() == () and nothing.turn_key is None
     assert (nothing.result, nothing.failure, nothing.end, nothing.shared) == ("none", None, None, 0)
     assert Boundary("turn", b"t", None) == Boundary("turn", b"t", None, 0, 0)

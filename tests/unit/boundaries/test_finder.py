@@ -240,15 +240,6 @@ def test_a_fact_goes_before_a_remembered_position():
     assert shown(found) == shown(find(CHAT)) and {boundary.tokens for boundary in found.boundaries} == {40}
 
 
-def test_an_older_worker_gets_the_positions_that_are_known_and_nothing_else():
-    positions = PositionCache(10**6)
-    head = {boundary.kind: boundary.key for boundary in find(CHAT).boundaries}
-    assert find(CHAT, positions=positions).entries(by_template=False) == ()
-    positions.put(head["turn"], 90)
-    positions.put(head["system"], 40)
-    assert find(CHAT, positions=positions).entries(by_template=False) == (40, 90)
-
-
 def test_an_estimate_is_never_sent():
     body = {"messages": CHAT}
     use = BoundaryFinder(PositionCache(10**6))
@@ -256,7 +247,6 @@ def test_an_estimate_is_never_sent():
         found = use.find(chat_request(body), facts, b"renderer", 4000, 0.25)
         assert all(boundary.estimate > 100 and not boundary.tokens for boundary in found.boundaries)
         assert not any(isinstance(entry, int) and entry > 0 for entry in found.entries())
-        assert found.entries(by_template=False) == ()
 
 
 def test_an_estimate_leaves_out_what_stands_behind_and_puts_the_boundaries_in_order():
@@ -365,7 +355,6 @@ def test_no_hint_is_longer_than_an_engine_takes():
     assert len(found.entries()) == len(set(found.entries()))
     many = tuple(found.boundaries[0]._replace(entry=number, tokens=number) for number in range(1, 40))
     assert found._replace(boundaries=many).entries() == tuple(range(1, 17))
-    assert found._replace(boundaries=many).entries(by_template=False) == tuple(range(24, 40))
 
 
 def test_a_head_whose_opener_is_not_known_waits_for_its_position():

@@ -66,7 +66,7 @@ async def sent_on(
     ]
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "client": peer}
     await EventsEndpoint(app)(scope, receive, None)
-    assert {header_fields.NAME, header_fields.LOAD}.isdisjoint(dict(seen["headers"]))
+    assert header_fields.NAME not in dict(seen["headers"])
     assert (b"x-other", b"1") in seen["headers"]
     assert dict(seen["headers"])[b"content-length"] == str(len(seen["body"])).encode()
     return seen["body"]
@@ -199,21 +199,6 @@ def test_as_many_entries_as_an_engine_takes():
     assert entries_in(";".join(map(str, range(1, MAX_ENTRIES + 2)))) is None
 
 
-async def test_what_an_older_gateway_says_of_its_load_joins_the_body_whoever_sends_it():
-    for peer in ((TRUSTED, 5), ("203.0.113.9", 5)):
-        found = json.loads(await sent_on(b'{"model": "m"}', peer=peer, more=[(header_fields.LOAD, b"ab,1000,400")]))
-        assert found == {"model": "m", "vllm_xargs": {"seamark_load": "ab,1000,400"}}
-    both = json.loads(await sent_on(b'{"model": "m"}', b"163", more=[(header_fields.LOAD, b"ab,1000,400")]))
-    assert both["vllm_xargs"] == {"seamark_load": "ab,1000,400", "seamark_boundaries": [163]}
-
-
-async def test_a_load_that_the_body_says_stands_and_where_there_is_no_field_none_is_said():
-    said = b'{"vllm_xargs": {"seamark_load": "cd,1,1"}}'
-    assert await sent_on(said, more=[(header_fields.LOAD, b"ab,1000,400")]) == said
-    for path in ("/v1/embeddings", "/tokenize"):
-        assert await sent_on(b'{"model": "m"}', path=path, more=[(header_fields.LOAD, b"ab,1,1")]) == b'{"model": "m"}'
-
-
 async def headers_sent_on(*headers: tuple[bytes, bytes], body: bytes = b"{}") -> list[tuple[bytes, bytes]]:
     """Headers as the server behind the middleware gets them."""
     seen: list[Any] = []
@@ -280,14 +265,6 @@ async def test_a_client_that_leaves_before_its_body_is_there_has_left():
 async def test_a_body_in_any_encoding_of_json_is_joined(encoding):
     found = json.loads(await sent_on('{"a": "\u00e9"}'.encode(encoding), b"163"))
     assert found == {"a": "\u00e9", "vllm_xargs": {"seamark_boundaries": [163]}}
-
-
-async def test_a_load_alone_is_no_hint_and_counts_as_none():
-    before = {result: counted(result) for result in ("used", "in_body", "malformed", "untrusted")}
-    more = [(header_fields.LOAD, b"ab,1,1"), (header_fields.LOAD, b"cd,2,2")]
-    found = json.loads(await sent_on(b"{}", more=more))
-    assert found == {"vllm_xargs": {"seamark_load": "ab,1,1"}}, "the first of several"
-    assert {result: counted(result) for result in before} == before
 
 
 @pytest.mark.parametrize(

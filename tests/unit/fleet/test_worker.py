@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from proxy.boundaries.boundary import Boundary, Found
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, RESPONSES, Chat
+from proxy.fleet.probe import Probed
 from proxy.fleet.reports import Reports
 from proxy.fleet.worker import (
     BREAKER_FAILURES,
@@ -28,7 +30,7 @@ from proxy.fleet.worker import (
     Worker,
     prompt_of,
 )
-from proxy.fleet.worker_metrics import EngineInfo
+from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from tests.harness.probed import probed
 
 BODY = {"model": "m"}
@@ -137,31 +139,21 @@ def test_a_salt_that_vllm_refuses_is_left_to_it(salt):
 FOUND = Found((Boundary("system", b"s", "first:1", 40), Boundary("turn", b"t", -5)), renderer_id=b"renderer")
 
 
-def worker(version: str | None) -> Worker:
-    engine = EngineInfo(version, "0.32.0", match_unit=16, block_size=384) if version is not None else None
-    return Worker("http://w", None, probed=probed("w#1", engine), renderer_ids={"m": b"renderer"})
+def worker(**metrics: Any) -> Worker:
+    told = WorkerMetrics(**(metrics or {"engine": EngineInfo("0.3.0", "0.32.0", 16, 384)}))
+    return Worker("http://w", None, probed=Probed(metrics=told), renderer_ids={"m": b"renderer"})
 
 
-@pytest.mark.parametrize(
-    ("version", "hint"),
-    [
-        ("0.3.0", ("first:1", -5)),
-        ("0.10.2rc1", ("first:1", -5)),
-        ("1.0", ("first:1", -5)),
-        ("0.2.9", (40,)),
-        ("0.1.0", (40,)),
-        ("unknown", (40,)),
-        (None, ()),
-    ],
-)
-def test_an_older_plugin_gets_the_positions_that_were_told_only(version, hint):
-    assert worker(version).hint(FOUND) == hint
+def test_only_a_worker_with_a_plugin_of_this_release_gets_the_hint():
+    assert worker().hint(FOUND) == ("first:1", -5)
+    other = worker(other_release="update the plugin")
+    assert other.hint(FOUND) == worker(engine=None).hint(FOUND) == () and other.refused == "update the plugin"
 
 
 def test_a_worker_that_may_keep_nothing_or_has_another_template_gets_no_hint():
-    assert worker("0.3.0").hint(None) == ()
-    assert worker("0.3.0").hint(FOUND._replace(renderer_id=b"another")) == ()
-    quarantined = worker("0.3.0")
+    assert worker().hint(None) == ()
+    assert worker().hint(FOUND._replace(renderer_id=b"another")) == ()
+    quarantined = worker()
     quarantined.cache.quarantine()
     assert quarantined.hint(FOUND) == ()
 

@@ -15,9 +15,10 @@ from proxy.fleet.worker_metrics import (
     read_accepted,
     read_setup,
 )
+from proxy.version import version
 from tests.harness.fake_engine import sleep_state
 
-INFO = 'seamark_engine_info{block_size="384",match_unit="16",version="0.1.0",vllm="0.32.0"}'
+INFO = f'seamark_engine_info{{block_size="384",match_unit="16",version="{version()}",vllm="0.32.0"}}'
 
 
 def test_all_that_a_patched_engine_says_is_read_and_nothing_else():
@@ -35,7 +36,7 @@ def test_all_that_a_patched_engine_says_is_read_and_nothing_else():
         'vllm:num_requests_waiting{engine="0",model_name="m"} 1.0\n'
         'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 70.0\n'
     )
-    engine = EngineInfo("0.1.0", "0.32.0", 16, 384)
+    engine = EngineInfo(version(), "0.32.0", 16, 384)
     assert read(text) == WorkerMetrics("1.76378925345e+09", engine, StepTimes(0.5, 0.001), 1600, 4096, 3)
 
 
@@ -102,7 +103,7 @@ def test_the_boot_is_spelled_as_workers_spell_it():
 @pytest.mark.parametrize(
     "line",
     [
-        'seamark_engine_info{version="0.1.0"} 1.0',
+        f'seamark_engine_info{{version="{version()}"}} 1.0',
         INFO.replace('"16"', '"0"') + " 1.0",
         INFO.replace('"16"', '"-16"') + " 1.0",
         "vllm:prefix_cache_hits_total many",
@@ -122,28 +123,31 @@ def test_step_times_are_known_once_a_token_takes_any_time():
     assert StepTimes(0.0, 1e-6).known and not StepTimes(0.5, 0.0).known
 
 
-@pytest.mark.parametrize(
-    ("version", "takes"),
-    [("0.2.9", False), ("0.3.0", True), ("0.10.0", True), ("1.0", True), ("0", False), ("odd", False), ("", False)],
-)
-def test_entries_are_for_plugins_that_resolve_them(version, takes):
-    assert EngineInfo(version, "0.32.0", 16, 384).takes_entries is takes
+@pytest.mark.parametrize("other", ["0.0.9", "99.0", "0", "odd", ""])
+def test_a_plugin_of_another_release_is_not_used_and_the_sentence_says_update_the_plugin(other):
+    found = read(f'seamark_engine_info{{version="{other}"}} 1.0\n')  # whatever else it says
+    assert found.engine is None
+    assert found.other_release == (
+        f"its plugin is Seamark {other or 'of unknown version'}, this gateway {version()}: update the plugin"
+    )
+    own = ".".join(version().split(".")[:2])
+    patch = read(INFO.replace(version(), f"{own}.99") + " 1.0\n")
+    assert patch.engine is not None and not patch.other_release
 
 
 @pytest.mark.parametrize(
-    ("labels", "counts", "loads"),
+    ("labels", "loads"),
     [
-        ("", False, False),
-        ('reports="",', True, False),
-        ('reports="h:1",lane="inside_pass",connector="NixlConnector",', True, True),
-        ('lane="inside_pass",connector="OffloadingConnector+NixlPullConnector",', False, True),
-        ('lane="inside_pass",connector="OffloadingConnector",', False, False),
-        ('lane="outside",connector="NixlConnector",', False, False),
+        ("", False),
+        ('reports="h:1",lane="inside_pass",connector="NixlConnector",', True),
+        ('lane="inside_pass",connector="OffloadingConnector+NixlPullConnector",', True),
+        ('lane="inside_pass",connector="OffloadingConnector",', False),
+        ('lane="outside",connector="NixlConnector",', False),
     ],
 )
-def test_what_an_engine_counts_and_takes_over_follows_from_what_it_says(labels, counts, loads):
+def test_what_an_engine_takes_over_follows_from_what_it_says(labels, loads):
     engine = read(INFO.replace("{", "{" + labels) + " 1.0\n").engine
-    assert engine is not None and (engine.counts_loads, engine.loads_prefills) == (counts, loads)
+    assert engine is not None and engine.loads_prefills == loads
 
 
 @pytest.mark.parametrize(
@@ -160,19 +164,20 @@ def test_what_an_engine_counts_and_takes_over_follows_from_what_it_says(labels, 
     ],
 )
 def test_lengths_that_no_engine_has_are_refused(unit, block, ahead, is_read):
-    line = f'seamark_engine_info{{match_unit="{unit}",block_size="{block}",ahead="{ahead}",version="",vllm=""}} 1.0\n'
+    lengths = f'match_unit="{unit}",block_size="{block}",ahead="{ahead}"'
+    line = f'seamark_engine_info{{{lengths},version="{version()}",vllm=""}} 1.0\n'
     if not is_read:
         with pytest.raises(ValueError, match="no length is endless"):
             read(line)
         return
-    assert read(line).engine == EngineInfo("", "", unit, block, ahead)
+    assert read(line).engine == EngineInfo(version(), "", unit, block, ahead)
 
 
 def test_of_several_samples_the_last_one_that_holds_counts_and_sizes_of_caches_are_summed():
-    older, newer = INFO.replace("0.1.0", "0.2.0"), INFO.replace("0.1.0", "0.3.0")
+    older, newer = INFO.replace("384", "16"), INFO.replace("384", "512")
     sizes = "".join(f'vllm:cache_config_info{{kv_cache_size_tokens="{size}"}} 1.0\n' for size in (100, "None", 20))
     found = read(f"{older} 1.0\n{newer} 1.0\n{INFO} 0.0\n{sizes}seamark_token_seconds 1.0\nseamark_token_seconds 2.0\n")
-    assert found.engine is not None and found.engine.version == "0.3.0"
+    assert found.engine is not None and found.engine.block_size == 512
     assert (found.cache_tokens, found.step_times.token_seconds) == (120, 2.0)
 
 

@@ -287,10 +287,6 @@ async def test_the_hint_is_what_the_worker_takes_and_nothing_else_is_believed_to
     (worker,) = scene.workers
     async with scene.dispatcher.lease(scene.request()):
         assert scene.sent == [(worker.boot, ("first:1",))] and scene.prefix_index.holds(b"s", worker.boot)
-    engine = replace(worker.engine, version="0.2.0")
-    worker.probed = probed("older", engine, "m")
-    async with scene.dispatcher.lease(scene.request()):
-        assert scene.sent[-1] == ("older", ()) and not scene.prefix_index.holds(b"s", "older")
     worker.probed, worker.renderer_ids["m"] = probed("another template", worker.engine, "m"), b"another"
     async with scene.dispatcher.lease(scene.request()):
         assert scene.sent[-1][1] == () and not scene.prefix_index.holds(b"s", "another template")

@@ -225,14 +225,6 @@ async def test_a_worker_is_asked_for_the_tokens_before_a_few_dates_at_once(key, 
     assert "first:" in str(request.prompt.found.entries())
 
 
-async def test_an_older_plugin_is_asked_for_no_tokens():
-    serving = worker()
-    serving.renderer = Tokenizer()
-    serving.probed = probed("a", EngineInfo("0.2.0", "0.32.0", match_unit=16, block_size=384), "m")
-    request = await read(Learner(one=FACTS), serving, messages=DATED)
-    assert not serving.renderer.texts and "first" not in str(request.prompt.found.entries())
-
-
 async def test_a_failure_costs_the_hint_and_names_no_text(caplog):
     class Broken(Learner):
         def facts(self, renderer_id: bytes, setting: Setting = DEFAULT) -> TemplateFacts | None:

@@ -361,7 +361,7 @@ async def test_a_feed_in_lines_is_read_once_for_all_that_comes():
         assert await events.outcome_of(WORKER, "r") == EngineOutcome("evicted", 0, (163,))
         feed.tell([["gone", "5c"]])
         await until(lambda: not prefix_index.longest((b"s",), [WORKER.boot]))
-        assert ["lines" in query for query in feed.asked] == [False, True]
+        assert [float(query["wait"][-1]) > 0 for query in feed.asked] == [False, True]
         assert events._feeds[WORKER.url].cursor == feed.told["cursor"]
     assert not any(answer.is_open for answer in feed.answers)
 
@@ -413,19 +413,6 @@ async def test_a_reader_that_lost_news_believes_nothing_of_that_worker_alone():
         feed.tell([], reset=True)
         await until(lambda: prefix_index.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"})
         assert prefix_index.sent((b"s",), [WORKER.boot]).tokens == 163
-
-
-async def test_several_api_servers_in_turn_correct_nothing():
-    feed = Feed(old=False)
-    async with following(feed) as (events, prefix_index):
-        feed.tell([], boot="c", reset=True)
-        await until(lambda: len(feed.asked) == 3)
-        feed.tell([], boot="b", reset=True)
-        await until(lambda: events._feeds[WORKER.url].several)
-        prefix_index.record([SYSTEM], WORKER.boot)
-        feed.tell([["cleared"]], boot="c")
-        assert await events.outcome_of(WORKER, "r") is None
-        assert prefix_index.longest((b"s",), [WORKER.boot])
 
 
 async def test_a_busy_feed_is_not_read_more_often_than_allowed(monkeypatch):
@@ -486,7 +473,7 @@ async def test_a_stream_that_ends_makes_no_read_of_a_feed_that_is_read_anyway(mo
             feed.tell([["gone", "x"]])
             await asyncio.sleep(0)
         read = len(feed.asked)
-        asking = asyncio.create_task(events.outcome_of(WORKER, "r", urgent=False))
+        asking = asyncio.create_task(events.outcome_of(WORKER, "r"))
         feed.tell([], outcomes=[["r", "evicted", 0]])
         for _ in range(100):
             await asyncio.sleep(0)
@@ -705,7 +692,7 @@ async def test_each_of_several_engines_is_read_by_its_rank_and_says_who_reads():
     events = EngineEvents(feed, PrefixIndex(10**6), IdleWork(), Shelf(Metrics()), gateway_id="ab12")
     await events.outcome_of(WORKER, "r")
     await events.aclose()
-    assert feed.asked[0]["gateway"] == ["ab12"] and "engine" not in feed.asked[0] and "lines" not in feed.asked[0]
+    assert feed.asked[0]["gateway"] == ["ab12"] and "engine" not in feed.asked[0]
 
 
 @pytest.mark.parametrize(("positions", "known"), [(MOST_POSITIONS, True), (MOST_POSITIONS + 1, False)])
