@@ -302,19 +302,12 @@ def _in_words(outcome: Outcome) -> str:
 def render(soak: Soak) -> str:
     """A table for people."""
     driven = soak.driven
-    total = KindLine(
-        "all",
-        *(sum(getattr(line, name) for line in soak.lines) for name in ("sent", "left_early", "left_later", "failed")),
-        *(sum(getattr(line, name) for line in soak.lines) for name in ("judged", "differing")),
-        max((line.largest_error for line in soak.lines), default=0.0),
-        *(sum(getattr(line, name) for line in soak.lines) for name in ("prompt_tokens", "cached_tokens")),
-    )
     lines = [f"{driven.name}, {driven.seconds:.0f} s"]
     lines.append(
         f"  {'kind':<16}{'sent':>7}{'left early':>12}{'mid-stream':>12}{'failed':>8}{'judged':>8}{'differ':>8}"
         f"{'error':>10}{'prompt tokens':>15}{'cached':>8}"
     )
-    for line in (*soak.lines, total):
+    for line in soak.lines:
         cached = line.cached_tokens / max(1, line.prompt_tokens)
         lines.append(
             f"  {line.kind:<16}{line.sent:>7}{line.left_early:>12}{line.left_later:>12}{line.failed:>8}{line.judged:>8}"
