@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast test-all lint mutants test-deploy soak fuzz attacks cache-chaos damage bench-gateway check-templates audit lock test-gpu-path test-drafts test-nixl test-ray test-disk test-clients test-chart
+.PHONY: demo test test-fast test-all lint mutants test-deploy soak fuzz attacks damage bench-gateway audit lock test-gpu-path test-drafts test-nixl test-ray test-disk test-clients test-chart
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -97,16 +97,6 @@ fuzz:
 attacks:
 	@./set-up.sh
 	@.venv/bin/python -m tests.bench.attacks $(ARGS)
-
-# Many clients of several keys on the response cache, and broken answers, for half an hour; `make cache-chaos ARGS="--minutes 5"`.
-cache-chaos:
-	@./set-up.sh
-	@.venv/bin/python -m tests.bench.response_cache_chaos $(ARGS)
-
-# Positions by a folder of chat templates, on vLLM's own renderer with two tokenizers: `make check-templates DIR=...`.
-check-templates:
-	@./set-up.sh
-	@.venv/bin/python -m tests.bench.templates $(DIR) $(ARGS)
 
 # A checkpoint directory damaged in 42 ways, at a start and while it is used, and two workers on one, on vLLM's scheduler
 # and on engines of both families: some 15 minutes.

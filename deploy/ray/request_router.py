@@ -87,7 +87,7 @@ class SeamarkRouter(RequestRouter):
         request = pending_request.args[0] if pending_request.args else None
         found = await self._find(request) if hasattr(request, "messages") else Found()
         worker = choose(workers, self._index.longest(found.prefixes, set(replicas)), LOAD_SLACK)
-        if hint := found.entries(by_template=True):
+        if hint := found.entries():
             request.vllm_xargs = {**(request.vllm_xargs or {}), "seamark_boundaries": list(hint)}
             self._index.record(found.boundaries, worker.boot, hint)
         worker.inflight += 1

@@ -245,7 +245,7 @@ class Feed:
             "pins": others[PinFate],
         }
         for name, kind in (("windows", Window), ("drafted", Drafted)):
-            if others[kind] or self._drafts.get("state"):  # who reads it can tell it from an older plugin's
+            if others[kind] or self._drafts.get("state"):  # else there is nothing to tell
                 answer[name] = others[kind]
         if not self.has_events:
             return answer
@@ -389,12 +389,12 @@ class EventsEndpoint:
     """ASGI middleware for vLLM's `--middleware`: `GET /seamark/outcomes?boot=B&after=N&wait=S`, all else to the app.
 
     With `engine=RANK` one of several engines is meant. With `gateway=ID&load=REQUESTS:TOKENS` a gateway also reads what
-    others have the engine do. With `lines=1` there are answers until S seconds are over, a line each, so that many cost
+    others have the engine do. With a `wait` there are answers until S seconds are over, a line each, so that many cost
     as one read.
 
     `METRICS_PATH` gives metrics by name. The app's answer to a request with `HEADER` gets that header, if it is no
     stream and its outcome is known here; a stream's first events go out in one piece. A hint in a header of a request
-    from a trusted hop goes into its body, and so does what an older gateway says of its load (`header_fields`).
+    from a trusted hop goes into its body (`header_fields`).
     """
 
     def __init__(self, app: AsgiApp) -> None:
@@ -464,10 +464,10 @@ async def _tell(scope: Scope, send: Send) -> None:
         return
     seconds = min(float(wait), MAX_WAIT)
     boot, gateway, load = (query.get(name, [None])[-1] for name in ("boot", "gateway", "load"))
-    if query.get("lines") == ["1"]:
+    if seconds:
         await _answer_in_lines(send, feed.answers(int(after), boot, seconds, gateway, load))
         return
-    await _answer(send, 200, await feed.wait_after(int(after), boot, seconds, gateway, load))
+    await _answer(send, 200, feed.after(int(after), boot, gateway))
 
 
 def _adds_outcome(scope: Scope, send: Send) -> Send:

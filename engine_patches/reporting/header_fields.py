@@ -1,14 +1,14 @@
-"""What a request's headers say to the engine goes into its body, which alone reaches that.
+"""A hint in a request's header goes into its body, which alone reaches the engine.
 
-A hint as `x-seamark-boundaries` is for routers that can add headers and not change bodies. It is read from trusted hops
+`x-seamark-boundaries` is for routers that can add headers and not change bodies. It is read from trusted hops
 only (`SEAMARK_HINTS_FROM`, by the address that opened the connection): it can cost a hit and never an answer, but it
-also costs a state, and clients must not say it. `x-seamark-load` is how older gateways name themselves.
+also costs a state, and clients must not say it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import cache
 from ipaddress import ip_address
 from typing import Any
@@ -16,13 +16,9 @@ from typing import Any
 from prometheus_client import Counter
 
 from engine_patches import settings
-from engine_patches.scheduler import load
 from engine_patches.scheduler.hints import FIELD, entries_in
 
 NAME = b"x-seamark-boundaries"
-
-# GATEWAY,PROMPT,LEFT, as in `scheduler.load`.
-LOAD = b"x-seamark-load"
 
 # By what servers take another address for the one that opened the connection.
 FORWARDED = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip"})
@@ -46,31 +42,24 @@ networks = cache(settings.hints_from)
 
 
 def are_in(scope: MutableMapping[str, Any]) -> bool:
-    """Whether an HTTP request has any of the headers."""
-    return any(name in (NAME, LOAD) for name, _ in scope["headers"])
+    """Whether an HTTP request has the header."""
+    return any(name == NAME for name, _ in scope["headers"])
 
 
 async def into_body(scope: MutableMapping[str, Any], receive: Receive) -> Receive:
-    """Take the headers out of `scope`, and put what they say into the body that the returned function gives.
+    """Take the header out of `scope`, and put what it says into the body that the returned function gives.
 
-    What is not trusted or makes no sense is taken out alone. A field that the body has already stands.
+    What is not trusted or makes no sense is taken out alone. A hint that the body has already stands.
     """
     hints = [value for name, value in scope["headers"] if name == NAME]
-    loads = [value for name, value in scope["headers"] if name == LOAD]
-    scope["headers"] = [header for header in scope["headers"] if header[0] not in (NAME, LOAD)]
-    takes_fields = scope["method"] == "POST" and scope["path"] in PATHS
-    fields: dict[str, Any] = {}
-    if loads and takes_fields:
-        fields[load.FIELD] = loads[0].decode("latin-1")  # the engine reads no other text than a gateway's
-    if hints:
-        entries = entries_in(hints[0].decode("latin-1")) if len(hints) == 1 and takes_fields else None
-        if not _is_trusted(_opened_by(scope, receive)):
-            counted().labels("untrusted").inc()
-        elif entries is None:
-            counted().labels("malformed").inc()
-        else:
-            fields[FIELD] = entries
-    if not fields:
+    scope["headers"] = [header for header in scope["headers"] if header[0] != NAME]
+    takes_hints = scope["method"] == "POST" and scope["path"] in PATHS
+    entries = entries_in(hints[0].decode("latin-1")) if len(hints) == 1 and takes_hints else None
+    if not _is_trusted(_opened_by(scope, receive)):
+        counted().labels("untrusted").inc()
+        return receive
+    if entries is None:
+        counted().labels("malformed").inc()
         return receive
     body = bytearray()
     while True:
@@ -80,9 +69,8 @@ async def into_body(scope: MutableMapping[str, Any], receive: Receive) -> Receiv
         body += message.get("body", b"")
         if not message.get("more_body"):
             break
-    changed, result = _with_fields(bytes(body), fields)
-    if FIELD in fields:
-        counted().labels(result).inc()
+    changed, result = _with_hint(bytes(body), entries)
+    counted().labels(result).inc()
     length = (b"content-length", str(len(changed)).encode())
     others = [header for header in scope["headers"] if header[0] not in (b"content-length", b"transfer-encoding")]
     scope["headers"] = [*others, length]
@@ -114,8 +102,8 @@ def _is_trusted(opened_by: str) -> bool:
     return any(plain in network for network in networks() if network.version == plain.version)
 
 
-def _with_fields(raw: bytes, fields: Mapping[str, Any]) -> tuple[bytes, str]:
-    """The body with these fields, and what became of a hint among them.
+def _with_hint(raw: bytes, entries: Sequence[Any]) -> tuple[bytes, str]:
+    """The body with the hint, and what became of that.
 
     Of two fields of one name, JSON readers take the last.
     """
@@ -126,13 +114,11 @@ def _with_fields(raw: bytes, fields: Mapping[str, Any]) -> tuple[bytes, str]:
     xargs = parsed.get(XARGS) if isinstance(parsed, dict) else ()
     if xargs is not None and not isinstance(xargs, dict):
         return raw, "malformed"
-    result = "in_body" if FIELD in (xargs or {}) else "used"
-    merged = {**fields, **(xargs or {})}
-    if merged == xargs:
-        return raw, result
+    if FIELD in (xargs or {}):
+        return raw, "in_body"
     text = raw.decode(json.detect_encoding(raw), "surrogatepass").rstrip()
-    field = json.dumps({XARGS: merged})[1:]
-    return f"{text[:-1]}{',' if parsed else ''}{field}".encode(errors="surrogatepass"), result
+    field = json.dumps({XARGS: {FIELD: entries, **(xargs or {})}})[1:]
+    return f"{text[:-1]}{',' if parsed else ''}{field}".encode(errors="surrogatepass"), "used"
 
 
 def _then(first: Message, receive: Receive) -> Receive:

@@ -10,29 +10,20 @@ from collections.abc import Callable
 BENCHMARKS = {
     "mine": "what your own stack finds in its cache: any OpenAI-compatible URL, alone or against another",
     "demo": "the README's stories on Seamark and on vLLM alone, every answer compared with a reference engine's",
-    "grid": "how much of what two prompts share the second one hits, over a grid of lengths",
-    "passes": "forward passes of the same requests on Seamark's engine and on vLLM alone",
-    "cost": "CPU time that the plugin adds to prompts that nobody shares",
-    "resume": "the first token behind a shared prefix, against that of the prompt's own part alone",
-    "fan-out": "two groups of eight requests on two long new prefixes at once, on a busy engine",
-    "agents": "hits in the request shapes of two coding agents, with and without the rewrite rules",
 }
 
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] not in BENCHMARKS:
         asked = bool(argv) and argv[0] in ("-h", "--help")
-        lines = [f"  seamark bench {name:<8} {measures}" for name, measures in BENCHMARKS.items()]
-        note = (
-            "All but `mine` start real engines: run them in vLLM's environment. "
-            "`seamark bench NAME --help` lists the flags."
-        )
+        lines = [f"  seamark bench {name:<5} {measures}" for name, measures in BENCHMARKS.items()]
+        note = "`demo` starts real engines: run it in vLLM's environment. `seamark bench NAME --help` lists the flags."
         print("usage: seamark bench NAME ...", "", *lines, "", note, sep="\n", file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     from proxy.bench.harness.servers import NotStarted  # the list above is for those, too, who lack what this needs
 
     benchmark: Callable[[list[str]], int]
-    benchmark = importlib.import_module(f"proxy.bench.{argv[0].replace('-', '_')}").main
+    benchmark = importlib.import_module(f"proxy.bench.{argv[0]}").main
     try:
         return benchmark(argv[1:])
     except NotStarted as error:

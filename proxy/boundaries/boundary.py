@@ -65,11 +65,9 @@ class Found(NamedTuple):
         """What can be kept for long: the rest would keep the parsed request alive, whose bytes nobody counts."""
         return self._replace(prefixes=(), layout=None, unplaced=(), dated=None)
 
-    def entries(self, *, by_template: bool = True) -> tuple[Entry, ...]:
-        """The hint, each entry once. Without `by_template` positions from the start only, which every engine takes."""
-        if by_template:
-            return distinct_entries(boundary.entry for boundary in self.boundaries)
-        return tuple(sorted({boundary.tokens for boundary in self.boundaries} - {0}))[-MAX_ENTRIES:]
+    def entries(self) -> tuple[Entry, ...]:
+        """The hint, each entry once."""
+        return distinct_entries(boundary.entry for boundary in self.boundaries)
 
 
 def distinct_entries(entries: Iterable[Entry | None]) -> tuple[Entry, ...]:

@@ -28,12 +28,13 @@ from proxy.fleet.probe import MODELS, NO_HTTP, Frontend, Probe, Unwell, gateway_
 from proxy.fleet.reports import Reports
 from proxy.fleet.sleep import EngineAnswers
 from proxy.fleet.worker import CLOSED, OPEN, TRIAL
-from proxy.fleet.worker_metrics import ENTRIES_SINCE, EngineInfo, EngineSetup
+from proxy.fleet.worker_metrics import EngineInfo, EngineSetup, WorkerMetrics
 from proxy.http.client import Broken, Silent, Unreachable, Upstream
 from proxy.http.json_body import HINT, XARGS, loads
 from proxy.observability.shadow import CURED
 from proxy.printable import printable, printable_lines
 from proxy.settings import Settings
+from proxy.version import version
 
 DEFAULTS = Settings.model_validate({})  # of a gateway
 
@@ -245,13 +246,14 @@ async def _examine(worker: Probe, has_key: bool, found: FoundWay) -> Examination
         return Examination(f"cannot hit: {shown} is {why}", [Diagnosis(False, f"{shown} is {why}")])
     details = await _details(worker, model, cures)  # first: an engine's metrics are certain once it has run a step
     text, reports = await worker.all_metrics()
-    engine, setup = read_metrics(worker_metrics.read, text).engine, read_metrics(worker_metrics.read_setup, text)
+    metrics, setup = read_metrics(worker_metrics.read, text), read_metrics(worker_metrics.read_setup, text)
+    engine = metrics.engine
     frontend = await worker.frontend()
     diagnoses = [
         Diagnosis(True, f"serves {model}"),
         _vllm_version(await worker.version()),
         *_frontend(frontend),
-        *(_engine(engine, setup, cures) if engine is not None or not reports.why_not else []),
+        *(_engine(metrics, setup, cures) if engine is not None or not reports.why_not else []),
         *_caching(setup, cures),
         *await _drafts(worker, model, engine, setup, cures),
         *_connector(setup, cures),
@@ -302,17 +304,15 @@ def _vllm_version(version: str) -> Diagnosis:
     return Diagnosis(bool(version), f"vLLM {version}" if version else "/version gives no vLLM version")
 
 
-def _engine(info: EngineInfo | None, setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
-    if info is None:
+def _engine(metrics: WorkerMetrics, setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
+    if other := metrics.other_release:
+        return [Diagnosis(False, f"no hint counts: {other}", cures.update(version()), last=True, fatal=other)]
+    if (info := metrics.engine) is None:
         missing = "patches are not live: a recurrent state is kept only where a request happens to stop"
         alone = f"; vLLM alone caches whole blocks of {setup.block_size:,} tokens" if setup.block_size else ""
         fatal = f"the plugin is not in this vLLM, or left it untouched (its log says why){alone}"
         return [Diagnosis(False, missing, cures.install(), last=True, fatal=fatal)]
-    wanted = ".".join(map(str, ENTRIES_SINCE))
     live = [Diagnosis(True, f"patches are live, seamark {info.version}")]
-    if not info.takes_entries:
-        old = f"the plugin is older than {wanted}: it takes positions only, and so gets hints for known prompts alone"
-        live.append(Diagnosis(False, old, cures.update(wanted)))
     lengths = f"cache block {info.block_size} tokens, match unit {info.match_unit} tokens"
     if info.refused:  # with a finer unit, too
         refused = Diagnosis(False, f"no hint counts: {info.refused}", fatal=info.refused)

@@ -42,7 +42,7 @@ MAX_KEPT = 4096  # counts of finished requests
 
 
 def gate_in(events: Mapping[str, Any]) -> GateReport | None:
-    """The gate in what was read of a feed; None if the engine names none, as one without drafts or an older plugin.
+    """The gate in what was read of a feed; None if the engine names none, as one without drafts.
 
     Raises `ValueError`, `KeyError` or `TypeError` for nonsense.
     """

@@ -96,6 +96,8 @@ class Probed:
             if engine.refused:
                 patched += f", but it gets no hints: {engine.refused}"
             return f"serves {models}; vLLM {self.vllm}; {patched}"
+        if other := self.metrics.other_release:
+            return f"serves {models}; vLLM {self.vllm or 'of unknown version'}; it gets no hints: {other}"
         if not self.vllm and self.metrics.hits is None:
             return f"serves {models}; not vLLM, as far as it shows: requests pass through without hints"
         if self.reports.why_not:
@@ -206,7 +208,7 @@ class Probe:
         at = told.at or told.beside
         if has_plugin:
             engine = read_metrics(worker_metrics.read, exposition).engine
-            at = (engine.reports if engine is not None else None) or told.at
+            at = (engine.reports if engine is not None else "") or told.at
         why_not = ""
         if at:
             try:

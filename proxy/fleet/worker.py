@@ -132,7 +132,7 @@ class GateReport(NamedTuple):
 TRIAL, OPEN, CLOSED, ON, OFF = "trial", "open", "closed", "on", "off"
 DRAFT_STATES = (TRIAL, OPEN, CLOSED, ON, OFF)
 
-_HINTED = frozenset({"", OPEN, ON})  # empty: without drafts, or of an older plugin
+_HINTED = frozenset({"", OPEN, ON})  # empty: without drafts
 
 
 class Load(NamedTuple):
@@ -241,14 +241,14 @@ class Worker:
 
     @property
     def engine(self) -> EngineInfo | None:
-        """None: no plugin, the plugin left vLLM untouched, or shadow mode."""
+        """None: no plugin of this release, the plugin left vLLM untouched, or shadow mode."""
         return None if self.in_shadow else self.probed.metrics.engine
 
     @property
     def refused(self) -> str:
-        """Why its plugin keeps no state for any hint, in shadow mode, too; empty if hints count."""
+        """Why its plugin gets no hints, or keeps no state for any, in shadow mode, too; empty if hints count."""
         engine = self.probed.metrics.engine
-        return engine.refused if engine is not None else ""
+        return engine.refused if engine is not None else self.probed.metrics.other_release
 
     @property
     def drafts(self) -> bool:
@@ -257,7 +257,7 @@ class Worker:
 
     @property
     def draft_state(self) -> str:
-        """Of `DRAFT_STATES`, by what was heard last; empty without drafts, or from an older plugin."""
+        """Of `DRAFT_STATES`, by what was heard last; empty without drafts."""
         told, gate = self.engine.drafts if self.engine is not None else "", self.draft_gate
         if self.rank and told in (TRIAL, OPEN, CLOSED):  # its server's metrics do not tell which engine they mean
             return gate.state if gate is not None else TRIAL
@@ -290,16 +290,15 @@ class Worker:
         return ready and self.cache.hints_allowed
 
     def hint(self, found: Found | None, *, on_trial: bool = False) -> tuple[Entry, ...]:
-        """The hint that it gets; an older plugin takes positions only, so just what was told of this very head.
+        """The hint that it gets: none if it renders by another template than the one whose facts were used.
 
-        A worker that renders by another template than the one whose facts were used gets none. `on_trial`: of a request
-        that tries whether it may get any.
+        `on_trial`: of a request that tries whether it may get any.
         """
         if found is None or self.engine is None or not (self.takes_hints or on_trial):
             return ()
         if found.renderer_id not in self.renderer_ids.values():
             return ()
-        return found.entries(by_template=self.engine.takes_entries)
+        return found.entries()
 
     @property
     def has_room(self) -> bool:

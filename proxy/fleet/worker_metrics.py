@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 from urllib.parse import urlencode
 
@@ -14,6 +13,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from proxy.printable import printable
+from proxy.version import version
 
 BOOT = "process_start_time_seconds"
 ENGINE = "seamark_engine_info"
@@ -41,9 +41,6 @@ _SIZE = re.compile(r"\d{1,15}", re.ASCII)
 NIXL = frozenset({"NixlConnector", "NixlPullConnector"})
 BEST_LANE = "inside_pass"
 
-# The first version of the plugin that resolves entries counted from the prompt's end, or behind a pattern.
-ENTRIES_SINCE = (0, 3)
-
 # An engine shows a thousand samples, and parsing all of them would hold up the event loop for milliseconds.
 _READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CACHE, DRAFTS, SLEEP, *REQUESTS)
 
@@ -63,18 +60,8 @@ class EngineInfo:
     connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
     lane: str = ""  # how states are kept beside them
     refused: str = ""  # why it keeps no state for any hint; empty if hints count
-    reports: str | None = None  # HOST:PORT where its reports are read, empty if only by its middleware; None: older
-    drafts: str = ""  # whether hints are in use beside its drafts: `worker.DRAFT_STATES`; empty: none, or older
-
-    @cached_property
-    def takes_entries(self) -> bool:
-        """Whether its plugin resolves entries of a hint that are no positions."""
-        return _release(self.version) >= ENTRIES_SINCE
-
-    @property
-    def counts_loads(self) -> bool:
-        """Whether its engine counts what each gateway has it do, by a field of the request."""
-        return self.reports is not None
+    reports: str = ""  # HOST:PORT where its reports are read, empty if only by its middleware
+    drafts: str = ""  # whether hints are in use beside its drafts: `worker.DRAFT_STATES`; empty: none
 
     @property
     def loads_prefills(self) -> bool:
@@ -105,13 +92,14 @@ class WorkerMetrics(NamedTuple):
     """What a worker says of itself."""
 
     boot: str = ""  # when its server started, which tells one start from the next
-    engine: EngineInfo | None = None  # None: no plugin, or the plugin left vLLM untouched
+    engine: EngineInfo | None = None  # None: no plugin of this release, or the plugin left vLLM untouched
     step_times: StepTimes = UNKNOWN
     hits: int | None = None  # prompt tokens that the prefix cache gave so far; None: not vLLM's metrics
     cache_tokens: int = 0  # that fit into the engine's cache; 0: it does not say
     requests: int = 0  # that run or wait in the engine, whoever sent them
     sleep_levels: tuple[int | None, ...] = ()  # of each engine, None for one awake; empty: it does not say
     drafts: bool = False  # speculative decoding is on
+    other_release: str = ""  # why a plugin that is there is not used, and the cure
 
 
 def read(text: str) -> WorkerMetrics:
@@ -128,17 +116,19 @@ def read(text: str) -> WorkerMetrics:
 
     # As workers spell it, since gateways share boots. The function has no types.
     boot = str(floatToGoString(last(BOOT))) if found[BOOT] else ""  # type: ignore[no-untyped-call]
-    engines = [_engine(sample.labels) for sample in found[ENGINE] if sample.value == 1]
+    engines = [sample.labels for sample in found[ENGINE] if sample.value == 1]
+    other_release = _other_release(engines[-1]) if engines else ""
     sizes = [sample.labels.get("kv_cache_size_tokens", "") for sample in found[CACHE]]
     return WorkerMetrics(
         boot,
-        engines[-1] if engines else None,
+        _engine(engines[-1]) if engines and not other_release else None,
         StepTimes(last(PASS), last(TOKEN)),
         int(sum(sample.value for sample in found[HITS])) if found[HITS] else None,
         sum(int(size) for size in sizes if _SIZE.fullmatch(size)),
         int(sum(sample.value for name in REQUESTS for sample in found[name])),
         _sleep_levels(found[SLEEP]),
         bool(found[DRAFTS]) and (bool(found[BOOT]) or last(DRAFTS) > 0),
+        other_release,
     )
 
 
@@ -223,23 +213,19 @@ def read_accepted(text: str) -> Accepted | None:
     return Accepted(int(counted[DRAFTS]), int(counted[ACCEPTED]))
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """Major and minor number of a version, (0,) if it has none."""
-    numbers = re.match(r"(\d{1,6})\.(\d{1,6})", version)
-    return tuple(map(int, numbers.groups())) if numbers is not None else (0,)
+def _other_release(labels: Mapping[str, str]) -> str:
+    """In words, that a plugin is of another release than this gateway; empty if it is of the same."""
+    found = printable(labels.get("version", ""))[:MOST_CAUSE]
+    if found.split(".")[:2] == version().split(".")[:2]:
+        return ""
+    return f"its plugin is Seamark {found or 'of unknown version'}, this gateway {version()}: update the plugin"
 
 
 def _engine(written: dict[str, str]) -> EngineInfo:
     labels = {name: printable(" ".join(value.split()))[:MOST_CAUSE] for name, value in written.items()}
     match_unit, block_size = int(labels["match_unit"]), int(labels["block_size"])
-    ahead = int(labels.get("ahead", 0))  # an older plugin refuses hints beside drafts
+    ahead = int(labels.get("ahead", 0))
     if not (0 < match_unit < MOST_TOKENS and 0 < block_size < MOST_TOKENS and 0 <= ahead < MOST_TOKENS):
         raise ValueError("a match unit has a token at least, and no length is endless")
-    beside = (
-        labels.get("connector", ""),
-        labels.get("lane", ""),
-        labels.get("refused", ""),
-        labels.get("reports"),
-        labels.get("drafts", ""),
-    )
+    beside = (labels.get(name, "") for name in ("connector", "lane", "refused", "reports", "drafts"))
     return EngineInfo(labels["version"], labels["vllm"], match_unit, block_size, ahead, *beside)

@@ -44,7 +44,6 @@ RECOMPUTED = frozenset(
         b"x-request-id",
         b"x-seamark-outcome",
         b"x-seamark-boundaries",
-        b"x-seamark-load",
     }
 )
 

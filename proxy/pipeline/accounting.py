@@ -143,17 +143,12 @@ class Accounting(Part):
         report = self._note(request, report, answer)
         if (answered := self._count_report(request, report, SEEK_SECONDS)) is None:
             return None
-        if report.outcome is None and self._asks_engine(answered):
-            request.explaining = self._explain_later(answered, report.engine_id)
-            with request.timings.waiting():
-                await asyncio.shield(request.explaining)
-        else:
-            steps = self._explain(answered, report.outcome)
-            try:
-                await self._idle.finish(steps)
-            except asyncio.CancelledError:
-                request.explaining = self._beside(self._idle.finish(steps))
-                raise
+        steps = self._explain(answered, report.outcome)
+        try:
+            await self._idle.finish(steps)
+        except asyncio.CancelledError:
+            request.explaining = self._beside(self._idle.finish(steps))
+            raise
         return request.verdict.reason if request.verdict is not None else None
 
     def count(self, request: ProxiedRequest) -> None:
@@ -176,8 +171,9 @@ class Accounting(Part):
         yield
         answered = self._count_report(request, report, math.inf)
         if answered is not None:
-            if report.outcome is None and self._asks_engine(answered):
-                request.explaining = self._explain_later(answered, report.engine_id)
+            is_told_later = answered.worker.engine is not None and request.timings.is_stream
+            if report.outcome is None and is_told_later:
+                request.explaining = self._beside(self._ask_engine(answered, report.engine_id))
             else:
                 yield from self._explain(answered, report.outcome)
         self._close(request)
@@ -337,16 +333,6 @@ class Accounting(Part):
             return None
         return _Answered(request, worker, model, expected, usage.prompt, usage.cached, seek_seconds)
 
-    def _asks_engine(self, answered: _Answered) -> bool:
-        """Whether the engine's events are worth a look. A whole answer does not wait for what its headers lack."""
-        request, worker, _, expected, prompt, cached, _ = answered
-        if worker.engine is None:
-            return False
-        if request.timings.is_stream:
-            return worker.engine.takes_entries or bool(request.body.hint)
-        preliminary = reason_for(expected, Delivery.of(expected, prompt, cached))
-        return not worker.engine.takes_entries and bool(request.body.hint) and preliminary in ("cold", "evicted")
-
     def _learn(self, request: ProxiedRequest, prompt: int) -> None:
         """The tokens of the prompt tell where its last turn ends, and what a byte of a body weighs."""
         found = request.prompt.found
@@ -366,10 +352,6 @@ class Accounting(Part):
                 self._reader.told(boundary.key, tokens)
                 self._prefix_index.set_length(boundary.key, tokens)
 
-    def _explain_later(self, answered: _Answered, engine_id: str) -> asyncio.Task[None]:
-        """Explain it once its engine has been asked."""
-        return self._beside(self._ask_engine(answered, engine_id))
-
     def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._running.add(task)
@@ -377,13 +359,13 @@ class Accounting(Part):
         return task
 
     async def _ask_engine(self, answered: _Answered, engine_id: str) -> None:
-        is_stream, outcome = answered.request.timings.is_stream, None
+        """Explain a stream once its engine has been asked."""
+        outcome = None
         try:
-            outcome = await self._engine_events.outcome_of(answered.worker, engine_id, urgent=not is_stream)
+            outcome = await self._engine_events.outcome_of(answered.worker, engine_id)
         except Exception as error:  # the message might hold prompt text
             logger.error("asking for request %s: %s", answered.request.client.request_id, type(error).__name__)
-        if is_stream:
-            await self._idle.lull()
+        await self._idle.lull()
         await self._idle.finish(self._explain(answered, outcome))
 
     def _explain(self, answered: _Answered, outcome: EngineOutcome | None) -> Steps[None]:

@@ -29,7 +29,7 @@ from proxy.pipeline.message_answer import MessageAnswer
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.request import CLIENT_GONE, ProxiedRequest, Report, choices_of
 from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
-from proxy.routing.engine_events import LOAD_HEADER, OUTCOME_HEADER, outcome_in
+from proxy.routing.engine_events import OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
 
 # How vLLM's answers begin.
@@ -153,12 +153,8 @@ class ResponseRelay:
         """Send it once. The worker's answer, or, if that is not the last word, a key of `RETRIES` and the answer."""
         client, worker = request.client, lease.worker
         load = ""  # in the body
-        if client.method == "POST" and (engine := worker.engine) is not None:  # other gateways learn of it there
-            told = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
-            if not engine.counts_loads:
-                headers = [*headers, (LOAD_HEADER, told.encode())]
-            elif client.endpoint in HINTED:
-                load = told
+        if client.method == "POST" and worker.engine is not None and client.endpoint in HINTED:
+            load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"  # other gateways learn of it there
         target, raw = self._encoded(request, worker, transfer, load)
         headers = worker.addressed(headers)
         try:

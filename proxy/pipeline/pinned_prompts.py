@@ -49,7 +49,7 @@ STOP_SECONDS = 5.0
 
 PINNED, RELEASED = "pinned", "released"
 NO_ROOM = "no_room"  # in the engine's share of pins
-WAITING, FAILED, NO_FACTS, NOT_TOLD = "waiting", "failed", "no_facts", "not_told"
+WAITING, FAILED, NO_FACTS, UNTOLD = "waiting", "failed", "no_facts", "not_told"
 NOT_RELEASED = "not_released"
 
 WORDS = {
@@ -60,7 +60,7 @@ WORDS = {
     WAITING: "not tried yet: the worker is down, starts, or gets no hints",
     FAILED: "the worker answered with an error; it is tried again",
     NO_FACTS: "its chat template does not tell where a prompt can be cut; it is tried again",
-    NOT_TOLD: "the worker does not say: its plugin is older, or its reports cannot be read",
+    UNTOLD: "the worker does not say: its reports cannot be read",
     NOT_RELEASED: "still in the cache: the worker could not be told; it is told again",
 }
 
@@ -325,7 +325,7 @@ class PinnedPrompts(Part):
         if answer.status != 200:
             return FAILED
         prompt.tokens = _prompt_tokens(answer.body) or prompt.tokens
-        return answer.pin or NOT_TOLD
+        return answer.pin or UNTOLD
 
     def _request(self, prompt: PinnedPrompt) -> ProxiedRequest:
         scope = {"method": "POST", "path": CHAT, "query_string": b"", "headers": []}

@@ -143,7 +143,7 @@ class PromptReader:
             return _Bounded(Found(failure="unpatched"))
         worker = next((each for each in serving if each.renderer_id(model)), serving[0])
         found, unlearnt = self._find(chat, worker, size, rate, several=len(serving) > 1)
-        if (place := found.dated) is not None and worker.engine is not None and worker.engine.takes_entries:
+        if (place := found.dated) is not None and worker.engine is not None:
             found = found._replace(dated=None)
             if has_slot():
                 with request.timings.waiting():

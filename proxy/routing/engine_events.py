@@ -41,7 +41,6 @@ SILENT_SECONDS = 10.0  # a feed that failed is not read again before
 
 MAX_OUTCOMES = 8192  # kept for requests that nobody has asked about, per worker
 
-MAX_BOOTS = 64  # remembered of one worker; several API servers are told by boots that come again
 
 POLL_SECONDS = 2.0  # the worker holds a read so long if nothing is new; stopping the worker may take as long
 
@@ -69,9 +68,6 @@ class EngineOutcome(NamedTuple):
     pin: str = ""  # what became of the wish to pin its prompt, or to release it
 
 
-# Of a request to a worker with the plugin: this gateway, the prompt's tokens, and how many of them are to be computed.
-LOAD_HEADER = b"x-seamark-load"
-
 # In an answer of a worker that was asked for it: `reason,hit,shared,position:position:...`, and `,fate` of a pin.
 OUTCOME_HEADER = "x-seamark-outcome"
 
@@ -95,9 +91,7 @@ class _FeedReader:
     boot: str = ""
     cursor: int = 0
     read_as: str = ""  # the worker's boot identity at the last read
-    former_boots: set[str] = field(default_factory=set)
-    reports_states: bool = False  # then it can also be asked to wait for events
-    several: bool = False  # API servers answer in turn, each with a part of the events: good for outcomes only
+    follows: bool = False  # it reports states, so it is read even if nobody asks
     last_sent: float = 0.0  # time.monotonic()
     silent_until: float = 0.0  # time.monotonic(): it failed, and is not read before
     outcomes: OrderedDict[str, EngineOutcome] = field(default_factory=OrderedDict)  # by request id
@@ -108,11 +102,6 @@ class _FeedReader:
     reader: asyncio.Task[None] | None = None
     load: Load | None = None  # of other gateways, as it was last read
     refused: str = ""  # the worker's boot identity when a read was beyond all bounds, which is logged once
-
-    @property
-    def follows(self) -> bool:
-        """Whether the feed is read even if nobody asks."""
-        return self.reports_states and not self.several
 
 
 class EngineEvents(Part):
@@ -149,9 +138,8 @@ class EngineEvents(Part):
         """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
         feed = self._feed(worker)
         feed.last_sent = time.monotonic()
-        if not feed.several:
-            ahead = worker.engine.ahead if worker.engine is not None else 0
-            feed.held_states.sent(request_id, boundaries, entries, worker.boot, ahead)
+        ahead = worker.engine.ahead if worker.engine is not None else 0
+        feed.held_states.sent(request_id, boundaries, entries, worker.boot, ahead)
         self._ensure_reader(worker, feed)
 
     def refused(self, worker: Worker, request_id: str) -> None:
@@ -171,15 +159,15 @@ class EngineEvents(Part):
         if (feed := self._feeds.get(worker.url)) is not None:
             feed.held_states.fell_short(prefixes, left, tokens, unit, worker.boot)
 
-    async def outcome_of(self, worker: Worker, request_id: str, *, urgent: bool = True) -> EngineOutcome | None:
+    async def outcome_of(self, worker: Worker, request_id: str) -> EngineOutcome | None:
         """What the engine says of a request that `worker` has answered; None if it says nothing.
 
-        If it is not `urgent`, a feed that is read anyway is not read sooner for it.
+        A feed that is read anyway is not read sooner for it.
         """
         feed = self._feed(worker)
         if request_id not in feed.outcomes and time.monotonic() >= feed.silent_until:
             reported = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
-            hurries = urgent or not feed.follows
+            hurries = not feed.follows
             if hurries:
                 feed.wanted.set()
             self._ensure_reader(worker, feed)
@@ -276,8 +264,6 @@ class EngineEvents(Part):
             query += f"&engine={worker.rank}"
         if feed.load is not None:
             query += f"&load={feed.load.requests}:{feed.load.prefill_tokens}"
-        if wait:
-            query += "&lines=1"  # an older plugin gives one
         async with asyncio.timeout(READ_TIMEOUT):  # not `wait_for`: until Python 3.12 it can swallow a cancellation
             answer = await self._upstream.ask("GET", f"{worker.reports_url}{PATH}?{query}", timeout=READ_TIMEOUT)
             try:
@@ -297,22 +283,14 @@ class EngineEvents(Part):
 
     def _apply(self, worker: Worker, feed: _FeedReader, events: dict[str, Any]) -> Steps[None]:
         boot = word(events["boot"])
-        if boot in feed.former_boots and not feed.several:
-            logger.warning("worker %s has several API servers: what its engine evicts is not learnt", worker.name)
-            feed.several = True
-            feed.held_states.forget_all(worker.boot)
-        if boot != feed.boot and feed.boot:
-            if len(feed.former_boots) == MAX_BOOTS:
-                feed.former_boots.clear()
-            feed.former_boots.add(feed.boot)
-        feed.reports_states = "states" in events
+        feed.follows = "states" in events
         said: dict[str, tuple[int, tuple[int, ...]]] = {}
         if feed.follows:
             if events["reset"] and feed.read_as:  # at the first read, nothing is recorded that could be wrong
                 feed.held_states.forget_all(feed.read_as)
             feed.read_as = worker.boot
         try:
-            for resolved in batched(events.get("resolved", ()), STEP_EVENTS):  # of a plugin that takes entries
+            for resolved in batched(events.get("resolved", ()), STEP_EVENTS):
                 for request_id, shared, positions in resolved:
                     if len(positions) > MOST_POSITIONS:
                         raise ValueError("no positions")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from proxy.boundaries.template_facts import OpenerPlace, Role, TemplateFacts
 from proxy.fleet.worker import TRIAL, Worker
-from proxy.fleet.worker_metrics import ENTRIES_SINCE
 from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import REASON_TEXT
 from proxy.observability.rolling_sums import Totals
@@ -187,12 +186,7 @@ def warnings(gateway: Gateway) -> list[str]:
         sentences.insert(0, "Shadow mode: nothing is changed and no hint is sent; what that costs is counted.")
         sentences += [_drafting(worker) for worker in gateway.pool.workers if worker.up and worker.drafts]
     else:
-        sentences += [_without_plugin(worker) for worker in gateway.pool.workers if worker.up and worker.engine is None]
-        sentences += [
-            _with_old_plugin(worker, worker.engine.version)
-            for worker in gateway.pool.workers
-            if worker.up and worker.engine is not None and not worker.engine.takes_entries
-        ]
+        sentences += [_without_plugin(worker) for worker in up if worker.engine is None and not worker.refused]
     check = gateway.self_check
     if check.hints_off and not check.differs:
         sentences.append(_measures(check))
@@ -234,12 +228,4 @@ def _drafting(worker: Worker) -> str:
     return (
         f"Worker {worker.name} drafts: what the plugin would save is counted as with hints beside that, which it gives "
         "once they have stood a trial at each start."
-    )
-
-
-def _with_old_plugin(worker: Worker, version: str) -> str:
-    wanted = ".".join(map(str, ENTRIES_SINCE))
-    return (
-        f"Worker {worker.name} runs version {version} of Seamark's plugin, which takes few of this gateway's hints: "
-        f"update the plugin to {wanted} or later."
     )

@@ -11,13 +11,12 @@ import argparse
 import asyncio
 import gzip
 import json
-import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,10 +39,6 @@ SHAREABLE = 512  # tokens; with more of them a request must not get less than fr
 
 NEAR_END = 64  # tokens: a request that follows another one to here continues it
 
-WARM_PAIRS = 8
-
-WARM_RATIO, WARM_EXTRA = 1.05, 5e-3  # of a warm turn's first token, over the same request straight to the worker
-
 LENGTH = 131_072  # tokens
 
 FLAGS = ("--max-model-len", str(LENGTH), "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
@@ -64,8 +59,7 @@ WORDS = (
     "cache. known: the same without requests that part from all earlier ones where none did before, and not at an\n"
     "earlier one's end. plain: vLLM alone (SEAMARK_ENGINE=reference). below: requests with more than 512 shareable\n"
     "tokens that got less than from vLLM alone. wrong: a request that got everything (but for less than two match\n"
-    "units) and does not say hit, or says hit and lost more. warm: milliseconds of the request that shares most, time\n"
-    "and again, through the gateway and straight to the worker."
+    "units) and does not say hit, or says hit and lost more."
 )
 
 
@@ -121,18 +115,6 @@ class Replayed(NamedTuple):
         return bool(self.oracle) and (self.reason == "hit") == self.is_short
 
 
-class Warm(NamedTuple):
-    """One warm request, again and again; seconds, medians."""
-
-    through: float
-    direct: float
-
-    @property
-    def held(self) -> bool:
-        """Whether the gateway is as quick as it has to be."""
-        return self.through <= WARM_RATIO * self.direct + WARM_EXTRA
-
-
 @dataclass
 class Trace:
     """One agent."""
@@ -140,7 +122,6 @@ class Trace:
     name: str
     requests: list[Replayed] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    warm: Warm | None = None
 
     def share(self, known: bool = False, plain: bool = False) -> float:
         """Delivered over possible; `known` as the table says it, `plain` by vLLM alone."""
@@ -155,7 +136,6 @@ class Trace:
         found = [f"{self.share(known=True):.1%} delivered"] if self.share(known=True) < LEAST_SHARE else []
         found += [f"#{each.number} below vLLM alone" for each in self.requests if each.below_plain]
         found += [f"#{each.number} says {each.reason}" for each in self.requests if each.reason_wrong]
-        found += ["warm turn"] if self.warm is not None and not self.warm.held else []
         return found + self.failures
 
 
@@ -204,9 +184,6 @@ class Replay:
             before.append((done, ids))
             trace.requests.append(done)
             say(f"#{done.number} {done.label}: {done.delivered} of {done.oracle}, plain {done.plain}, {done.reason}")
-        if trace.requests:
-            most = max(trace.requests, key=lambda each: each.oracle)
-            trace.warm = await self._warm(next(each for each in requests if each.number == most.number))
         return trace
 
     async def _send(self, server: Server, request: Recorded) -> httpx.Response:
@@ -228,16 +205,6 @@ class Replay:
                 return dict(told)
             await asyncio.sleep(0.05)
         raise RuntimeError(f"the gateway does not explain request {request_id}: {answer.text[:300]}")
-
-    async def _warm(self, request: Recorded) -> Warm:
-        seconds: dict[str, list[float]] = {self._gateway.url: [], self._ours.url: []}
-        for number in range(WARM_PAIRS + 1):
-            for server in (self._gateway, self._ours)[:: 1 if number % 2 else -1]:
-                began = time.perf_counter()
-                await self._send(server, request)
-                if number:  # the first of each is not counted
-                    seconds[server.url].append(time.perf_counter() - began)
-        return Warm(*map(statistics.median, seconds.values()))
 
 
 def _judged(
@@ -299,14 +266,13 @@ async def measure(
 def render(traces: Sequence[Trace]) -> str:
     """A line for each agent, then what was lost and why, then the verdicts."""
     head = f"{'agent':<18}{'requests':>9}{'tokens':>10}{'oracle':>10}{'delivered':>11}{'known':>8}{'plain':>8}"
-    lines = [head + f"{'below':>7}{'wrong':>7}  warm ms (directly)"]
+    lines = [head + f"{'below':>7}{'wrong':>7}"]
     for trace in traces:
         tokens, oracle = (sum(getattr(each, name) for each in trace.requests) for name in ("prompt", "oracle"))
         shares = trace.share(), trace.share(known=True), trace.share(plain=True)
         below, wrong = (sum(getattr(each, name) for each in trace.requests) for name in ("below_plain", "reason_wrong"))
-        warm = f"{1e3 * trace.warm.through:.0f} ({1e3 * trace.warm.direct:.0f})" if trace.warm else ""
         cells = f"{len(trace.requests):>9}{tokens:>10}{oracle:>10}{shares[0]:>11.1%}{shares[1]:>8.1%}{shares[2]:>8.1%}"
-        lines.append(f"{trace.name:<18}{cells}{below:>7}{wrong:>7}  {warm}")
+        lines.append(f"{trace.name:<18}{cells}{below:>7}{wrong:>7}")
     for trace in traces:
         lines += [
             f"  {trace.name} {_loss(each)}"
@@ -327,24 +293,6 @@ def _loss(each: Replayed) -> str:
     return f"#{each.number} {each.label}: {lost}, {where}{kind}; sent {each.sent}"
 
 
-def report(traces: Sequence[Trace]) -> list[dict[str, Any]]:
-    """Everything measured, for machines; tokens, seconds."""
-    return [
-        {
-            **asdict(trace),
-            "requests": [
-                {**each._asdict(), "lost": each.lost, "reason_wrong": each.reason_wrong} for each in trace.requests
-            ],
-            "warm": trace.warm._asdict() if trace.warm else None,
-            "delivered": trace.share(),
-            "known": trace.share(known=True),
-            "plain": trace.share(plain=True),
-            "complaints": trace.complaints,
-        }
-        for trace in traces
-    ]
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.agent_traces", description="recorded requests of agents, sent again"
@@ -353,7 +301,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--agent", action="append", metavar="NAME", help="only this trace (repeat); default: all")
     parser.add_argument("--template", type=Path, metavar="FILE", help="chat template; default: the generated model's")
     parser.add_argument("--requests", type=int, metavar="N", help="of each trace, the first ones; default: all")
-    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     paths = [*sorted(args.folder.glob("*.jsonl")), *sorted(args.folder.glob("*.jsonl.gz"))]
     paths = [path for path in paths if args.agent is None or path.name.partition(".")[0] in args.agent]
@@ -361,7 +308,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"{args.folder}: no such trace")
     template = args.template.resolve() if args.template else None
     traces = asyncio.run(measure(paths, template, args.requests, narrator()))
-    print(json.dumps(report(traces), indent=1) if args.json else f"{render(traces)}\n\n{WORDS}")
+    print(f"{render(traces)}\n\n{WORDS}")
     return 1 if any(trace.complaints for trace in traces) else 0
 
 

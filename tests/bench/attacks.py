@@ -19,17 +19,16 @@ import tempfile
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from proxy.bench.harness.servers import Server, Servers, narrator
 from proxy.settings import Settings
-from tests.bench.aborts import open_files
-from tests.bench.attackers import KINDS, slot_seconds
+from tests.bench.attackers import KINDS
 from tests.bench.soak import bad_lines, resident_bytes
+from tests.harness.leaving_clients import open_files
 from tests.harness.load import request
 from tests.harness.mock_worker import FRAMES_FIELD, MODEL, STEP_FIELD, mock_worker
 from tests.harness.raw_http import Connection, Cut
@@ -88,7 +87,6 @@ class Run:
     files_before: int
     files_after: int
     attacks: Mapping[str, int]  # sent, by kind
-    memory_by_kind: Mapping[str, int]  # the most while a kind had its turn, give or take the attackers' start
     failures: Mapping[str, int]  # what failed streams were told
     log: Sequence[str]  # lines that name an error
 
@@ -188,13 +186,11 @@ async def run(servers: Servers, attackers: int, seconds: float) -> Run:
     before = open_files(gateway.process.pid)
     until = time.monotonic() + seconds
     honest, took = Honest(gateway.url), []
-    memory = dict.fromkeys(KINDS, 0)
-    began, slot = time.monotonic(), slot_seconds(seconds)
+    memory: list[int] = []
 
     async def watch() -> None:
         while time.monotonic() < until:
-            kind = KINDS[int((time.monotonic() - began) / slot) % len(KINDS)]
-            memory[kind] = max(memory[kind], resident_bytes(gateway.process.pid))
+            memory.append(resident_bytes(gateway.process.pid))
             await asyncio.sleep(0.5)
 
     parts = [watch(), *(honest.stream(number, until) for number in range(STREAMS))]
@@ -226,11 +222,10 @@ async def run(servers: Servers, attackers: int, seconds: float) -> Run:
         share(took, 0.99),
         share(took, 1.0),
         health_failed,
-        max(memory.values()),
+        max(memory),
         before,
         after,
         sent,
-        memory,
         honest.failures,
         bad_lines(gateway, 0)[:20],
     )
@@ -291,25 +286,17 @@ def render(quiet: Run, beside: Run, wrongs: Sequence[str]) -> str:
         lines.append(f"{each.attackers:>9}{each.streams:>9}{each.failed:>8}{late}{health}{memory}{files:>12}")
     rates = {kind: count * len(KINDS) / beside.seconds for kind, count in beside.attacks.items()}
     lines.append(f"attacks a second: {', '.join(f'{kind} {rate:.1f}' for kind, rate in rates.items())}")
-    largest = sorted(beside.memory_by_kind.items(), key=lambda pair: -pair[1])[:5]
-    lines.append(f"most memory, MiB: {', '.join(f'{kind} {size / 2**20:.0f}' for kind, size in largest)}")
     return "\n".join([*lines, *(wrongs or ["held"])])
 
 
-def report(quiet: Run, beside: Run, wrongs: Sequence[str]) -> dict[str, Any]:
-    """The same for machines."""
-    return {"quiet": asdict(quiet), "beside": asdict(beside), "wrong": list(wrongs), "held": not wrongs}
-
-
-def main(argv: list[str], say: Callable[[str], None] | None = None) -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.attacks", description="honest clients beside attackers"
     )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="beside attackers")
     parser.add_argument("--attackers", type=int, default=ATTACKERS)
-    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
-    say = say or narrator()
+    say = narrator()
     runs = []
     for attackers, seconds in ((0, min(QUIET_SECONDS, args.seconds)), (args.attackers, args.seconds)):
         say(f"{STREAMS} honest streams beside {attackers} attackers, {seconds:g} s")
@@ -317,7 +304,7 @@ def main(argv: list[str], say: Callable[[str], None] | None = None) -> int:
         with Servers(folder) as servers:
             runs.append(asyncio.run(run(servers, attackers, seconds)))
     wrongs = complaints(*runs)
-    print(json.dumps(report(*runs, wrongs), indent=1) if args.json else f"{render(*runs, wrongs)}\n\n{WORDS}")
+    print(f"{render(*runs, wrongs)}\n\n{WORDS}")
     return 1 if wrongs else 0
 
 

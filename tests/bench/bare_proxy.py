@@ -1,6 +1,6 @@
 """A proxy that does nothing but pass on, in aiohttp: what any gateway in Python takes. Beside others in a benchmark.
 
-Run as `python -m tests.bench.bare_proxy PORT WORKER_URL`. It answers `/health` itself, and takes spans at `/v1/traces`.
+Run as `python -m tests.bench.bare_proxy PORT WORKER_URL`. It answers `/health` itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ async def main(port: int, worker: str) -> web.Application:
         return web.Response()
 
     app = web.Application(client_max_size=2**26)
-    app.add_routes([web.get("/health", taken), web.post("/v1/traces", taken), web.post("/{path:.*}", pass_on)])
+    app.add_routes([web.get("/health", taken), web.post("/{path:.*}", pass_on)])
     return app
 
 

@@ -10,26 +10,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from proxy.bench.harness.client import open_client
-from proxy.bench.harness.counters import family, samples_of
+from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
-from proxy.commands.render_server import free_port
-from tests.bench import timed_gateway
-from tests.bench.gateway_cost import gateway_of, percentile
+from tests.bench.gateway_cost import percentile
 from tests.bench.peers import PEERS, VLLM_ROUTER, start, start_bare
 from tests.bench.serve_client import ServeClient, arguments_of
-from tests.harness.api_keys import bearer, entry
-from tests.harness.redis_server import RedisServer
+from tests.harness.cpu_time import family
 
 INPUT_TOKENS, OUTPUT_TOKENS, AT_ONCE, PROMPTS, ROUNDS, WARM_UP = 400, 16, 4, 60, 5, 2
 
@@ -42,18 +39,13 @@ ENGINE_CORE, OTHER_CORE = 0, 1
 
 STEPS, HITS = "vllm:iteration_tokens_total_count", "vllm:prefix_cache_hits_total"
 
-DIRECT, BARE, SEAMARK, TIMED = "directly", "bare aiohttp proxy", "seamark", "seamark, timed"
+DIRECT, BARE, SEAMARK = "directly", "bare aiohttp proxy", "seamark"
 
 PERCENTILES = (0.5, 0.9, 0.95, 0.99)
 
 # What may be had over vllm-router: of first tokens by percentile, and of an engine's steps.
 LIMITS = {0.5: 1.05, 0.9: 1.10, 0.99: 1.25}
 STEPS_LIMIT = 1.05
-
-# Parts of the gateway that can be on, by what they add to its flags; those with a server of their own get its address.
-PARTS = ("keys", "redis", "response-cache", "tracing", "shadow", "self-check")
-
-CACHE_BYTES = 2**26
 
 WORDS = (
     "ms to the first token, all rounds pooled; steps: of the engine in a round, mean; hits: prompt tokens in a round,\n"
@@ -67,7 +59,6 @@ class Way:
 
     name: str
     url: str
-    headers: tuple[str, ...] = ()  # as `vllm bench serve` takes them
     first_tokens: list[float] = field(default_factory=list)  # seconds, of all rounds
     steps: list[int] = field(default_factory=list)  # of the engines, a round
     hits: list[int] = field(default_factory=list)  # tokens, a round
@@ -81,25 +72,14 @@ class Load(NamedTuple):
     output_tokens: int
     at_once: int
     spread: float = 0.0  # of lengths around these, 0 to 1; without it all answers of a wave end in one step
-    prefix_tokens: int = 0  # that a prompt shares with others, before its own
-    prefixes: int = 1  # as many different ones in a round
 
     def arguments(self, way: Way, model: Path, seed: int) -> list[str]:
         """Of `vllm bench serve`."""
-        if self.prefixes > 1:
-            dataset = "prefix_repetition"
-            options: dict[str, float] = {"prefix-repetition-prefix-len": self.prefix_tokens}
-            options |= {"prefix-repetition-suffix-len": self.input_tokens}
-            options |= {"prefix-repetition-num-prefixes": self.prefixes}
-            options |= {"prefix-repetition-output-len": self.output_tokens}
-        else:
-            dataset = "random"
-            options = {"random-input-len": self.input_tokens, "random-output-len": self.output_tokens}
-            options |= {"random-range-ratio": self.spread, "random-prefix-len": self.prefix_tokens}
+        options = {"random-input-len": self.input_tokens, "random-output-len": self.output_tokens}
+        options["random-range-ratio"] = self.spread
         flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-        headers = ["--header", *way.headers] if way.headers else []
         common = arguments_of(way.url, model, self.prompts, self.at_once, seed)
-        return [*common, "--dataset-name", dataset, *flags, *headers]
+        return [*common, "--dataset-name", "random", *flags]
 
 
 def bind(pids: Sequence[int], core: int) -> None:
@@ -117,7 +97,6 @@ async def measure(
     rounds: int,
     model: Path,
     say: Callable[[str], None],
-    warm_up: int = WARM_UP,
 ) -> None:
     """Warm-up rounds, and `rounds` that count; every round of every way has prompts of its own."""
     order = random.Random(5)
@@ -128,13 +107,13 @@ async def measure(
             return int(sum([(await samples_of(http, engine))[name] for engine in engines]))
 
         seed = 0
-        for number in range(warm_up + rounds):
-            say(f"round {number + 1} of {warm_up + rounds}")
+        for number in range(WARM_UP + rounds):
+            say(f"round {number + 1} of {WARM_UP + rounds}")
             for way in order.sample(ways, len(ways)):
                 seed += 1
                 steps, hits = await total(STEPS), await total(HITS)
                 first_tokens = await client.run(load.arguments(way, model, seed))
-                if number >= warm_up:
+                if number >= WARM_UP:
                     way.first_tokens += first_tokens
                     way.steps.append(await total(STEPS) - steps)
                     way.hits.append(await total(HITS) - hits)
@@ -149,8 +128,6 @@ class Setup:
         self._stack = contextlib.ExitStack()
         self.servers = self._stack.enter_context(Servers(folder))
         self.ways: list[Way] = []
-        self.stages: dict[str, Path] = {}
-        self._timed: list[Server] = []
 
     def __enter__(self) -> Setup:
         return self
@@ -158,16 +135,18 @@ class Setup:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def engines(self, model: Path, count: int, way: str = DIRECT, mode: str = "1") -> list[Server]:
-        """So many, on one core together. `way`: what they are called without a gateway; `mode`: as `Servers` has it."""
+    def engines(self, model: Path, count: int) -> list[Server]:
+        """So many, on one core together."""
         bound = {"VLLM_CPU_OMP_THREADS_BIND": str(ENGINE_CORE)}  # else it has a thread for each core
-        found = [self.servers.engine(f"worker-{mode}-{number}", model, mode, FLAGS, bound) for number in range(count)]
+        found = [
+            self.servers.engine(f"worker-{number}", model, flags=FLAGS, environment=bound) for number in range(count)
+        ]
         for engine in found:
             engine.wait_until_ready()
             api, *core = family(engine.process.pid)
             bind([api], OTHER_CORE)
             bind(core, ENGINE_CORE)
-        self.ways.append(Way(way, found[0].url))
+        self.ways.append(Way(DIRECT, found[0].url))
         return found
 
     def bare(self, worker: Server) -> None:
@@ -182,66 +161,16 @@ class Setup:
             raise SystemExit(f"vllm-router does not run: {failure}")
         self._add(VLLM_ROUTER, server)
 
-    def gateway(self, workers: Sequence[Server], parts: Sequence[str] = ()) -> None:
-        """Ours, with `parts` of it on."""
-        flags, headers = self._flags(parts)
-        self._add(", ".join([SEAMARK, *parts]), self.servers.gateway(*workers, flags=flags), headers)
+    def gateway(self, workers: Sequence[Server], flags: str = "") -> None:
+        """Ours, with further flags."""
+        self._add(f"{SEAMARK} {flags}".strip(), self.servers.gateway(*workers, flags=shlex.split(flags)))
 
-    def checkout(self, folder: Path, worker: Server) -> None:
-        """The gateway of another checkout of this source."""
-        self._add(f"{SEAMARK} of {folder.name}", gateway_of(self.servers, folder, worker))
-
-    def timed(self, folder: Path, workers: Sequence[Server]) -> None:
-        """The gateway of a checkout, this one perhaps, that notes what its requests wait for."""
-        port, name = free_port(), f"{TIMED} of {folder.name}"
-        self.stages[name] = self._folder / f"stages-{port}.json"
-        command = [sys.executable, "-P", timed_gateway.__file__, str(self.stages[name]), "serve", "--port", str(port)]
-        command += [part for worker in workers for part in ("--worker", worker.url)]
-        command += ["--self-check-interval", "0", "--stop-delay", "0"]
-        self._timed.append(self.servers.start("timed", port, command, {"PYTHONPATH": str(folder)}))
-        self._add(name, self._timed[-1])
-
-    def waits(self) -> list[str]:
-        """What the requests of these gateways waited for; they are stopped for that."""
-        for server in self._timed:
-            server.stop()
-        return [f"{name}\n{timed_gateway.render(json.loads(path.read_text()))}" for name, path in self.stages.items()]
-
-    def _flags(self, parts: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-        flags: list[str] = []
-        headers: tuple[str, ...] = ()
-        for part in parts:
-            if part == "keys":
-                keys = self._folder / "keys.toml"
-                keys.write_text(entry("ann"))
-                secret = self._folder / "secret"
-                secret.write_text("0123456789abcdef" * 4)
-                flags += ["--api-keys", str(keys), "--salt-secret-file", str(secret)]
-                headers = tuple(f"{name}={value}" for name, value in bearer("ann").items())
-            elif part == "redis":
-                redis = RedisServer()
-                self._stack.callback(redis.kill)
-                bind([redis.pid], OTHER_CORE)
-                flags += ["--redis", redis.url]
-            elif part == "response-cache":
-                flags += ["--response-cache", str(CACHE_BYTES)]
-            elif part == "tracing":
-                sink = start_bare(self.servers, "nowhere")
-                sink.wait_until_ready("/health", 30)
-                bind([sink.process.pid], OTHER_CORE)
-                flags += ["--otlp-traces-endpoint", f"{sink.url}/v1/traces"]
-            elif part == "shadow":
-                flags += ["--shadow"]
-            elif part == "self-check":
-                flags += ["--self-check-interval", "1"]
-        return flags, headers
-
-    def _add(self, name: str, server: Server, headers: tuple[str, ...] = ()) -> None:
+    def _add(self, name: str, server: Server) -> None:
         server.wait_until_ready("/health", 60)
         if name.startswith(SEAMARK):
             server.wait_until_ready("/ready", 60)
         bind(family(server.process.pid), OTHER_CORE)
-        self.ways.append(Way(name, server.url, headers))
+        self.ways.append(Way(name, server.url))
 
 
 def figures(way: Way) -> dict[float, float]:
@@ -278,19 +207,6 @@ def render(ways: Sequence[Way]) -> str:
     return "\n".join(lines)
 
 
-def report(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """Everything measured, for machines; seconds, tokens."""
-    kept = ("name", "first_tokens", "steps", "hits")
-    return [{name: getattr(way, name) for name in kept} for way in ways]
-
-
-def _parts(value: str) -> tuple[str, ...]:
-    parts = tuple(value.split(","))
-    if unknown := set(parts) - set(PARTS):
-        raise argparse.ArgumentTypeError(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    return parts
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.first_tokens", description="the tail of first tokens through gateways"
@@ -305,20 +221,7 @@ def main(argv: list[str]) -> int:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{words} ({default})")
     parser.add_argument("--spread", type=float, default=SPREAD, metavar="SHARE", help=f"of both lengths ({SPREAD})")
-    parser.add_argument(
-        "--with",
-        dest="with_parts",
-        type=_parts,
-        action="append",
-        default=[],
-        metavar="PARTS",
-        help=f"a gateway with these parts on, too (repeat): {', '.join(PARTS)}, with commas between",
-    )
-    parser.add_argument(
-        "--checkout", type=Path, action="append", default=[], metavar="DIR", help="its gateway, too (repeat)"
-    )
-    parser.add_argument("--timed", action="store_true", help="gateways that note what their requests wait for, too")
-    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
+    parser.add_argument("--with", dest="flags", action="append", default=[], help="a gateway with these flags, too")
     args = parser.parse_args(argv)
     if min(args.rounds, args.prompts, args.input_tokens, args.output_tokens, args.at_once, args.workers) < 1:
         parser.error("all numbers: at least 1")
@@ -335,18 +238,10 @@ def main(argv: list[str]) -> int:
         if args.workers == 1:
             setup.bare(engines[0])
         setup.router(engines)
-        for parts in [(), *args.with_parts]:
-            setup.gateway(engines, parts)
-        for folder in args.checkout:
-            setup.checkout(folder.resolve(), engines[0])
-        for folder in (Path.cwd(), *args.checkout) if args.timed else ():
-            setup.timed(folder.resolve(), engines)
+        for flags in ["", *args.flags]:
+            setup.gateway(engines, flags)
         asyncio.run(measure(setup.ways, engines, load, args.rounds, model, say))
-        waits = setup.waits()
-    if args.json:
-        print(json.dumps(report(setup.ways), indent=1))
-    else:
-        print("\n\n".join([render(setup.ways), WORDS, *waits]))
+    print(f"{render(setup.ways)}\n\n{WORDS}")
     router = next(way for way in setup.ways if way.name == VLLM_ROUTER)
     return 1 if any(complaints(way, router) for way in setup.ways if way.name == SEAMARK) else 0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import re
 import sys
 import tempfile
@@ -21,10 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from proxy.bench.harness.servers import Server, Servers, narrator
-from tests.bench.aborts import started
 from tests.bench.fuzz_cases import ANSWERED, REFUSED, Case, case, complaint, name_of
 from tests.bench.fuzz_framing import AT_ONCE, SMUGGLED, TOO_LONG
 from tests.bench.soak import bad_lines, resident_bytes
+from tests.harness.leaving_clients import started
 from tests.harness.raw_http import Connection, Cut, request
 from tests.harness.raw_worker import RawWorker
 
@@ -245,21 +244,6 @@ def render(result: Fuzzed) -> str:
     return "\n".join([*lines, *(f"  {wrong}" for wrong in result.wrongs)])
 
 
-def report(result: Fuzzed) -> Mapping[str, object]:
-    """The same for machines."""
-    return {
-        "held": result.held,
-        "seed": result.seed,
-        "seconds": result.seconds,
-        "kinds": result.kinds,
-        "statuses": result.statuses,
-        "reached": result.reached,
-        "failures": [{"case": it.case.number, "kind": it.case.kind, "why": it.why} for it in result.failures],
-        "wrongs": list(result.wrongs),
-        "memory": [result.first_bytes, result.last_bytes],
-    }
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.fuzz", description="broken requests on the gateway's sockets"
@@ -267,14 +251,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1, help="of the stream of cases")
     parser.add_argument("--case", type=int, action="append", help="only the case with this number (repeat)")
-    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     say = narrator()
     folder = Path(tempfile.mkdtemp(prefix="seamark-fuzz-"))
     with Servers(folder) as servers:
         say(f"seed {args.seed}, {len(args.case)} cases" if args.case else f"seed {args.seed}, {args.seconds:g} s")
         result = asyncio.run(fuzz(servers, args.seed, args.seconds, args.case))
-    print(json.dumps(report(result), indent=1) if args.json else render(result))
+    print(render(result))
     for failure in result.failures[:SHOWN]:
         path = folder / f"case-{failure.case.number}.bin"
         path.write_bytes(failure.case.data)

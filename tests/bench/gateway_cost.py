@@ -14,19 +14,19 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import uvloop
 
 from proxy.bench.harness.client import open_client
-from proxy.bench.harness.counters import CpuTime, samples_of
+from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.ratios import Pair, Spread, spread
 from proxy.bench.harness.servers import Server, Servers, narrator
-from proxy.commands.render_server import free_port
-from tests.bench.peers import VLLM_ROUTER, Peer, add_peer_flags, chosen_peers, start, start_bare
+from tests.bench.peers import PEERS, VLLM_ROUTER, Peer, start, start_bare
+from tests.harness.cpu_time import CpuTime
 from tests.harness.load import connect, request, send_all
 from tests.harness.mock_worker import MODEL, mock_worker
 
@@ -47,10 +47,6 @@ BYTES_PER_WORD = 6
 DIRECT, SEAMARK = "direct", "seamark"
 
 BARE = "bare aiohttp"  # passes on, and does nothing else: what any gateway in Python takes
-
-CACHING = "response cache"  # a gateway with one, which no request allows
-
-CACHE_BYTES = 2**26
 
 SMALL, LARGE = 2_000, 200_000  # bytes of a chat
 
@@ -176,19 +172,6 @@ class Target:
         return f"{'held' if self.held else 'NOT HELD'}: {self.name}: {value}, at most {self.limit:g}{self.unit} wanted"
 
 
-class Beside(NamedTuple):
-    """The gateway over another one of this source."""
-
-    name: str
-    case: Case
-    ratio: Spread  # of CPU time, round by round
-
-    def in_words(self) -> str:
-        """A line."""
-        lower, median, upper = self.ratio
-        return f"CPU over {self.name}: {median:.3f} ({lower:.3f} to {upper:.3f}), {self.case}"
-
-
 class Report(NamedTuple):
     """A whole run."""
 
@@ -196,7 +179,6 @@ class Report(NamedTuple):
     missing: Mapping[str, str]  # why a gateway has no rows, by its name
     renders: float  # asked of the worker by Seamark during its batches
     requests: int  # of these batches
-    beside: tuple[Beside, ...] = ()
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -246,14 +228,6 @@ async def compare(
                     contestant.batches.setdefault(case, []).append(batch)
 
 
-def gateway_of(servers: Servers, checkout: Path, worker: Server) -> Server:
-    """The gateway of another checkout of this source, as `Servers.gateway` starts this one's."""
-    port = free_port()
-    command = [sys.executable, "-P", "-m", "proxy.cli", "serve", "--port", str(port), "--worker", worker.url]
-    command += ["--self-check-interval", "0", "--stop-delay", "0"]
-    return servers.start(f"gateway-{checkout.name}", port, command, {"PYTHONPATH": str(checkout)})
-
-
 async def run(
     peers: Sequence[Peer],
     cases: Sequence[Case],
@@ -261,27 +235,17 @@ async def run(
     rounds: int,
     step_ms: int,
     say: Callable[[str], None],
-    checkouts: Sequence[Path] = (),
-    response_cache: bool = False,
 ) -> Report:
-    """Start everything, and compare; `step_ms` as the worker takes it.
-
-    Beside the gateway stand those of other `checkouts`, named by their whole paths, and one with a response cache that
-    no request allows.
-    """
+    """Start everything, and compare; `step_ms` as the worker takes it."""
     with tempfile.TemporaryDirectory(prefix="seamark-gateway-") as folder, Servers(Path(folder)) as servers:
         worker = mock_worker(servers, step_ms)
         worker.wait_until_ready()
         gateway = servers.gateway(worker)
         gateway.wait_until_ready("/ready", seconds=30)
+        bare = start_bare(servers, worker.url)
+        bare.wait_until_ready("/health", seconds=30)
         contestants = [Contestant(DIRECT, worker, None), Contestant(SEAMARK, gateway, CpuTime(gateway.process.pid))]
-        beside = {str(checkout): gateway_of(servers, checkout, worker) for checkout in map(Path.resolve, checkouts)}
-        beside[BARE] = start_bare(servers, worker.url)
-        if response_cache:
-            beside[CACHING] = servers.gateway(worker, flags=("--response-cache", str(CACHE_BYTES)))
-        for name, server in beside.items():
-            server.wait_until_ready("/health" if name == BARE else "/ready", seconds=30)
-            contestants.append(Contestant(name, server, CpuTime(server.process.pid)))
+        contestants.append(Contestant(BARE, bare, CpuTime(bare.process.pid)))
         missing = {}
         for peer in peers:
             server, failure = start(servers, peer, [worker.url], Path(folder), say)[1:]
@@ -298,13 +262,7 @@ async def run(
         lasting = {contestant.name: contestant for contestant in contestants if not contestant.failure}
         grown = {name: after[name] - before[name] for name in ("seamark_renders_total", "seamark_requests_total")}
     rows = [_row(contestant, case, lasting) for case in cases for contestant in lasting.values()]
-    compared = tuple(_beside(lasting[name], lasting[SEAMARK], case) for case in cases for name in beside)
-    return Report(tuple(rows), missing, grown["seamark_renders_total"], int(grown["seamark_requests_total"]), compared)
-
-
-def _beside(other: Contestant, ours: Contestant, case: Case) -> Beside:
-    pairs = zip(ours.batches[case], other.batches[case], strict=True)
-    return Beside(other.name, case, spread([Pair(own.cpu or 0.0, each.cpu or 1.0).ratio for own, each in pairs]))
+    return Report(tuple(rows), missing, grown["seamark_renders_total"], int(grown["seamark_requests_total"]))
 
 
 def _row(contestant: Contestant, case: Case, lasting: dict[str, Contestant]) -> Row:
@@ -341,7 +299,6 @@ def render(report: Report) -> str:
         lines += [_line(row) for row in report.rows if row.case == case]
         lines += [f"  {name:<15} is missing: {why}" for name, why in report.missing.items()]
         lines.append("")
-    lines += [beside.in_words() for beside in report.beside]
     lines.append(f"seamark asked for {report.renders:.0f} renders in {report.requests} requests")
     return "\n".join(lines)
 
@@ -358,30 +315,6 @@ def _line(row: Row) -> str:
     return f"  {row.gateway:<15}{median:>8.0f}  {quartiles:<16}{added[0]:>10}{added[1]:>9}{added[2]:>12}  {ratio}"
 
 
-def as_json(report: Report, judged: Sequence[Target]) -> dict[str, Any]:
-    """Everything measured, for machines; seconds."""
-    return {
-        "rows": [
-            {
-                "gateway": row.gateway,
-                **asdict(row.case),
-                "cpu_seconds": row.cpu._asdict() if row.cpu is not None else None,
-                "added_seconds": {figure: row.added(figure) for figure in ("p50", "p99", "first")},
-                "cpu_over_vllm_router": row.ratio._asdict() if row.ratio is not None else None,
-                "rounds": [batch._asdict() for batch in row.batches],
-            }
-            for row in report.rows
-        ],
-        "missing": dict(report.missing),
-        "beside": [
-            {"gateway": name, **asdict(case), "cpu_ratio": ratio._asdict()} for name, case, ratio in report.beside
-        ],
-        "renders": report.renders,
-        "requests": report.requests,
-        "targets": [{**asdict(target), "held": target.held} for target in judged],
-    }
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.gateway_cost",
@@ -389,29 +322,21 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help=f"in a batch ({REQUESTS})")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"batches of each kind ({ROUNDS})")
-    add_peer_flags(parser, "Seamark alone; no target beside others is judged")
-    parser.add_argument(
-        "--response-cache", action="store_true", help="a gateway with a response cache, too, which no request allows"
-    )
+    names = [peer.name for peer in PEERS]
+    parser.add_argument("--peer", action="append", choices=names, help="only this one (repeat); default: all")
+    parser.add_argument("--no-peers", action="store_true", help="no target beside others is judged")
     parser.add_argument("--size", type=int, choices=sorted({case.size for case in CASES}), help="of chats, only this")
     parser.add_argument(
         "--step-ms", type=int, default=0, metavar="N", help="from chunk to chunk of a stream (0: as fast as written)"
     )
-    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     if args.requests < 1 or args.rounds < 1:
         parser.error("--requests, --rounds: at least 1")
-    peers = chosen_peers(args)
+    peers = [] if args.no_peers else [peer for peer in PEERS if peer.name in (args.peer or names)]
     cases = [case for case in CASES if args.size in (None, case.size)]
-    running = run(
-        peers, cases, args.requests, args.rounds, args.step_ms, narrator(), args.checkout, args.response_cache
-    )
-    report = uvloop.run(running)
+    report = uvloop.run(run(peers, cases, args.requests, args.rounds, args.step_ms, narrator()))
     judged = targets(report, with_router=VLLM_ROUTER in (peer.name for peer in peers))
-    if args.json:
-        print(json.dumps(as_json(report, judged), indent=1))
-    else:
-        print("\n".join([render(report), *(target.in_words() for target in judged), "", WORDS]))
+    print("\n".join([render(report), *(target.in_words() for target in judged), "", WORDS]))
     return 0 if all(target.held for target in judged) else 1
 
 

@@ -5,7 +5,6 @@ Each runs as its makers ship it: the default policy (cache-aware for both router
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import subprocess
@@ -120,22 +119,6 @@ def _run(command: Sequence[str]) -> None:
     if ended.returncode:
         last = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:]
         raise RuntimeError(f"{' '.join(command[1:3])} ended with {ended.returncode}: {' '.join(last)}")
-
-
-def add_peer_flags(parser: argparse.ArgumentParser, without: str = "Seamark alone") -> None:
-    """Flags that say beside what the gateway is measured; `without`: what `--no-peers` means."""
-    names = [peer.name for peer in PEERS]
-    parser.add_argument("--peer", action="append", choices=names, help="only this one (repeat); default: all")
-    parser.add_argument("--no-peers", action="store_true", help=without)
-    parser.add_argument(
-        "--checkout", type=Path, action="append", default=[], metavar="DIR", help="its gateway, too (repeat)"
-    )
-
-
-def chosen_peers(args: argparse.Namespace) -> list[Peer]:
-    """The peers that these flags name, in their order."""
-    names = {peer.name: peer for peer in PEERS}
-    return [] if args.no_peers else [names[name] for name in dict.fromkeys(args.peer or names)]
 
 
 def start_bare(servers: Servers, url: str) -> Server:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,8 +39,6 @@ PARALLEL = 12
 REQUEST_SECONDS = 120.0
 
 SETTLE_SECONDS = 30.0
-
-SAMPLE_SECONDS = 1.0
 
 # What must be zero on an engine's /metrics, and on its gateway's, when nothing is going on.
 ENGINE_ZEROS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -78,13 +76,6 @@ class Outcome:
         return self.request.must_miss and isinstance(self.result, TimedAnswer) and bool(self.result.cached_tokens)
 
 
-class Memory(NamedTuple):
-    """Resident bytes of an engine's processes, means."""
-
-    first_third: float
-    last_third: float
-
-
 @dataclass(frozen=True)
 class Driven:
     """Everything seen of one engine while and after the traffic ran."""
@@ -92,7 +83,6 @@ class Driven:
     name: str
     seconds: float
     outcomes: Sequence[Outcome]
-    memory: Memory
     counted: Mapping[str, int]
     leftovers: Mapping[str, float | None]  # what should have been zero in the end; None: not to be had
     log_lines: Sequence[str]  # that name an error
@@ -150,18 +140,13 @@ async def drive(subject: Subject, traffic: Traffic, seconds: float, events: int 
                 else:
                     outcomes.extend([await one(client, subject, request) for request in event.requests])
 
-        samples: list[int] = []
-        watching = asyncio.create_task(watch(subject.engine, samples))
         await asyncio.gather(*(sender() for _ in range(PARALLEL)))
-        watching.cancel()
         leftovers = await settled(client, subject)
         after = await counters(client, subject)
-    third = max(1, len(samples) // 3)
     return Driven(
         name=subject.name,
         seconds=time.monotonic() - began,
         outcomes=outcomes,
-        memory=Memory(*(sum(part) / third for part in (samples[:third], samples[-third:]))),
         counted={name: int(after[name] - before[name]) for name in COUNTED},
         leftovers=leftovers,
         log_lines=[line for server, size in zip(servers, log_sizes, strict=True) for line in bad_lines(server, size)],
@@ -178,13 +163,6 @@ async def one(client: httpx.AsyncClient, subject: Subject, request: Request) -> 
     if isinstance(answer, TimedAnswer) and not request.judged:
         answer = answer._replace(steps=())  # hours of them would fill the memory
     return Outcome(request, answer)
-
-
-async def watch(server: Server, samples: list[int]) -> None:
-    """Append the resident bytes of a server's processes to `samples` until cancelled."""
-    while True:
-        samples.append(resident_bytes(server.process.pid))
-        await asyncio.sleep(SAMPLE_SECONDS)
 
 
 def resident_bytes(group: int) -> int:
@@ -324,41 +302,21 @@ def _in_words(outcome: Outcome) -> str:
 def render(soak: Soak) -> str:
     """A table for people."""
     driven = soak.driven
-    total = KindLine(
-        "all",
-        *(sum(getattr(line, name) for line in soak.lines) for name in ("sent", "left_early", "left_later", "failed")),
-        *(sum(getattr(line, name) for line in soak.lines) for name in ("judged", "differing")),
-        max((line.largest_error for line in soak.lines), default=0.0),
-        *(sum(getattr(line, name) for line in soak.lines) for name in ("prompt_tokens", "cached_tokens")),
-    )
     lines = [f"{driven.name}, {driven.seconds:.0f} s"]
     lines.append(
         f"  {'kind':<16}{'sent':>7}{'left early':>12}{'mid-stream':>12}{'failed':>8}{'judged':>8}{'differ':>8}"
         f"{'error':>10}{'prompt tokens':>15}{'cached':>8}"
     )
-    for line in (*soak.lines, total):
+    for line in soak.lines:
         cached = line.cached_tokens / max(1, line.prompt_tokens)
         lines.append(
             f"  {line.kind:<16}{line.sent:>7}{line.left_early:>12}{line.left_later:>12}{line.failed:>8}{line.judged:>8}"
             f"{line.differing:>8}{line.largest_error:>10.0e}{line.prompt_tokens:>15}{cached:>8.0%}"
         )
     lines.append("  " + ", ".join(f"{name} {count}" for name, count in driven.counted.items()))
-    first, last = (value / 2**20 for value in driven.memory)
-    lines.append(f"  memory (resident) first third {first:.0f} MiB, last third {last:.0f} MiB, {last / first - 1:+.1%}")
     lines.append(f"  left over: {', '.join(driven.leftovers) or 'nothing'}; logs: {len(driven.log_lines)} errors")
     lines += [f"  {complaint}" for complaint in soak.complaints]
     return "\n".join(lines)
-
-
-def report(soaks: Sequence[Soak], seed: int) -> Mapping[str, object]:
-    """Everything but the single answers, for machines."""
-    engines = []
-    for soak in soaks:
-        figures = {name: getattr(soak.driven, name) for name in ("name", "seconds", "counted", "leftovers")}
-        memory = soak.driven.memory._asdict()
-        engines.append({**figures, "memory": memory, "kinds": [asdict(line) for line in soak.lines]})
-        engines[-1]["complaints"] = list(soak.complaints)
-    return {"seed": seed, "held": not any(soak.complaints for soak in soaks), "engines": engines}
 
 
 def main(argv: list[str]) -> int:
@@ -367,7 +325,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--family", choices=MATCH_UNITS, default=NEMOTRON_H, help="of the generated model")
     parser.add_argument("--seed", type=int, default=1, help="of the stream of requests")
     parser.add_argument("--seeds", action="store_true", help="sampling with seeds too: an upstream crash on CPUs")
-    parser.add_argument("--json", action="store_true", help="print the report instead of the tables")
     args = parser.parse_args(argv)
     say = narrator()
     model = generated_model(say, args.family)
@@ -388,7 +345,7 @@ def main(argv: list[str]) -> int:
         reference.wait_until_ready()
         soaks = asyncio.run(judge_all(driven, reference.url, exact.RULES[args.family]))
     held = not any(soak.complaints for soak in soaks)
-    print(json.dumps(report(soaks, args.seed), indent=1) if args.json else "\n\n".join(map(render, soaks)))
+    print("\n\n".join(map(render, soaks)))
     if held:
         shutil.rmtree(folder)
         say("nothing failed, nothing differed, nothing is left")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.templates import Cell, check_templates, report, total
 from tests.harness.render_models import markers_in, render_server, write_render_model
+from tests.harness.template_shapes import Cell, check_templates, total
 
 TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parents[1] / "templates").glob("*.jinja"))}
 
@@ -26,12 +26,12 @@ def cells(request, model, tmp_path_factory) -> list[Cell]:
 
 
 def test_nothing_learnt_is_wrong_and_no_opener_leads_behind_its_place(cells):
-    assert not [cell for cell in cells if cell.wrong], report(cells)
+    assert not [cell for cell in cells if cell.wrong]
 
 
 def test_the_tokens_behind_the_last_message_are_always_known_but_where_the_template_refuses_to_say(cells):
     ends = total(cells)["ends"]
-    assert set(ends) <= {"right", "early"}, report(cells)
+    assert set(ends) <= {"right", "early"}, cells
     assert ends["right"] > 50 * ends["early"]
     assert {cell.template for cell in cells if not cell.refused and not cell.ends} - {
         cell.template for cell in cells if cell.ends
@@ -42,16 +42,16 @@ def test_openers_lead_to_where_chats_part_in_nearly_all_shapes(cells):
     usual = [cell for cell in cells if cell.template not in WITHOUT_OPENER]
     found = total(usual)
     # An id stands before the results of one template.
-    assert set(found["last:"]) <= {"exact", "1 before", "2..24 before"}, report(cells)
+    assert set(found["last:"]) <= {"exact", "1 before", "2..24 before"}, cells
     assert found["last:"]["exact"] > 0.9 * sum(found["last:"].values())
-    assert set(found["first:"]) <= {"exact", "1 before"}, report(cells)
+    assert set(found["first:"]) <= {"exact", "1 before"}, cells
 
 
 def test_only_what_is_listed_is_not_known(cells):
     unknown = {cell.template for cell in cells if "not known" in {**cell.last, **cell.first}}
-    assert unknown == WITHOUT_OPENER, report(cells)
+    assert unknown == WITHOUT_OPENER, cells
 
 
 def test_every_shape_is_taken_by_nearly_every_template(cells):
     refused = [cell for cell in cells if cell.refused]
-    assert len(refused) < len(cells) / 10, report(refused)
+    assert len(refused) < len(cells) / 10, refused

@@ -1,4 +1,4 @@
-"""A client that leaves frees the worker at once, and nothing of it is left: `python -m tests.bench.aborts`, small."""
+"""A client that leaves frees the worker at once, and nothing of it is left."""
 
 from __future__ import annotations
 
@@ -14,25 +14,20 @@ from proxy.bench.harness.servers import Server
 from proxy.commands.render_server import free_port
 from proxy.server.uvicorn_server import server_for
 from proxy.settings import Settings
-from tests.bench import aborts
-from tests.bench.aborts import (
+from tests.bench.soak import bad_lines
+from tests.harness.forked_gateways import GatewayForks
+from tests.harness.leaving_clients import (
     CASES,
     CHAT,
+    FD_SLACK,
     LIMIT_SECONDS,
-    Aborts,
-    Left,
-    Remains,
     asking,
     chat,
-    leave,
     leave_all,
     queue_case,
     remains,
-    render,
     started,
 )
-from tests.bench.soak import bad_lines
-from tests.harness.forked_gateways import GatewayForks
 from tests.harness.raw_http import Connection, request
 from tests.harness.raw_worker import SILENT, WHOLE, RawWorker
 
@@ -50,11 +45,12 @@ async def test_a_client_that_leaves_at_any_moment_frees_the_worker_within_100_ms
         gateway = await started(fleet.gateway(worker))
         await leave_all(gateway, worker, 2)
         before = await remains(gateway)
-        result = Aborts(await leave_all(gateway, worker, TIMES), before, await remains(gateway, before))
-    # How late the slowest may be is for the benchmark to judge: here other work may have the processor.
-    assert [wrong for wrong in result.complaints if " p99 " not in wrong] == [], render(result)
-    assert all(median(case.seconds) <= LIMIT_SECONDS for case in result.cases), render(result)
-    assert [len(case.seconds) for case in result.cases] == [TIMES] * len(CASES)
+        cases = await leave_all(gateway, worker, TIMES)
+        after = await remains(gateway, before)
+    # The slowest tell nothing: other work may have the processor.
+    assert [case for case in cases if case.failures or median(case.seconds) > LIMIT_SECONDS] == []
+    assert [len(case.seconds) for case in cases] == [TIMES] * len(CASES)
+    assert (after.inflight, after.queued) == (0, 0) and after.open_files <= before.open_files + FD_SLACK
     assert not worker.malformed
 
 
@@ -139,37 +135,3 @@ async def tasks_at_rest(wanted: int = 0) -> int:
             return counts[-1]
         await asyncio.sleep(0.05)
     return min(counts[-20:])
-
-
-async def test_a_gateway_that_does_not_notice_is_told(worker, monkeypatch):
-    monkeypatch.setattr(aborts, "PATIENCE_SECONDS", 0.5)
-    deaf = await asyncio.start_server(lambda reader, writer: forward_deafly(worker, reader), "127.0.0.1", 0)
-    gateway = InProcess(f"http://127.0.0.1:{deaf.sockets[0].getsockname()[1]}")
-    left = await aborts.repeated("deaf", 2, lambda: leave(gateway, worker, CASES[0]))
-    assert not left.held and len(left.failures) == 2
-    deaf.close()
-
-
-async def forward_deafly(worker: RawWorker, reader: asyncio.StreamReader) -> None:
-    """What the client says goes to the worker; that it has gone is not noticed."""
-    _, writer = await asyncio.open_connection("127.0.0.1", int(worker.url.rsplit(":", 1)[1]))
-    while data := await reader.read(65536):
-        writer.write(data)
-    worker.deaf = writer  # kept open
-
-
-@pytest.mark.parametrize(
-    ("left", "after", "complaint"),
-    [
-        (Left("x", [0.01] * 49 + [0.2]), Remains(0, 0, 10), "p99 200 ms"),
-        (Left("x", [0.01], ["1: left-3 reached the worker"]), Remains(0, 0, 10), "reached the worker"),
-        (Left("x", [0.01]), Remains(1, 0, 10), "seamark_inflight is 1"),
-        (Left("x", [0.01]), Remains(None, 0, 10), "seamark_inflight is None"),
-        (Left("x", [0.01]), Remains(0, 2, 10), "seamark_queued is 2"),
-        (Left("x", [0.01]), Remains(0, 0, 60), "60 open files"),
-    ],
-)
-def test_each_thing_that_is_wrong_is_told(left, after, complaint):
-    assert Aborts([Left("x", [0.01])], Remains(0, 0, 10), Remains(0, 0, 10)).complaints == []
-    result = Aborts([left], Remains(0, 0, 10), after)
-    assert len(result.complaints) == 1 and complaint in render(result)

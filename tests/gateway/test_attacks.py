@@ -26,7 +26,6 @@ FINE = Run(
     files_before=15,
     files_after=15,
     attacks=dict.fromkeys(KINDS, 100),
-    memory_by_kind=dict.fromkeys(KINDS, 100 * 2**20),
     failures={},
     log=[],
 )

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.bench import fuzz_framing
-from tests.bench.aborts import started
 from tests.bench.fuzz import GATEWAY_FLAGS, Failure, Fuzzed, Run, fuzz, render
 from tests.bench.fuzz_cases import ANSWERED, REFUSED, Case, Sent, case, complaint, name_of, same_body
 from tests.harness.forked_gateways import GatewayForks
+from tests.harness.leaving_clients import started
 from tests.harness.raw_http import request
 from tests.harness.raw_worker import RawWorker, Seen, head_of
 

@@ -1,4 +1,4 @@
-"""`tests.bench.gateway_cost`, `long_turns` and `memory`: run small, and what the first makes of made-up batches."""
+"""`tests.bench.gateway_cost`: run small, what it makes of made-up batches, and the worker that it stands before."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from proxy.bench.harness.counters import CpuTime
 from proxy.bench.harness.servers import Server, Servers
-from tests.bench import gateway_cost, long_turns, memory, peers
+from tests.bench import gateway_cost, peers
 from tests.bench.gateway_cost import (
-    CACHING,
+    BARE,
     CASES,
     DIRECT,
     MANY,
@@ -32,6 +31,7 @@ from tests.bench.gateway_cost import (
     targets,
 )
 from tests.bench.peers import VLLM_ROUTER, Command, Peer
+from tests.harness.cpu_time import CpuTime
 from tests.harness.forked_gateways import GatewayForks
 from tests.harness.load import CHAT, connect, request, send_all
 from tests.harness.mock_worker import FRAMES, FRAMES_FIELD, MATCH_UNIT, MODEL, STEP_FIELD, mock_worker
@@ -108,14 +108,6 @@ def test_frames_come_at_the_wanted_pace_and_say_when_they_were_due(stand: Stand)
     pytest.fail("no stream came at its pace")
 
 
-def test_a_worker_started_with_a_step_paces_every_stream(stand: Stand):
-    paced = mock_worker(stand.servers, step_ms=2)
-    paced.wait_until_ready()
-    found = events(httpx.post(paced.url + CHAT, json=chat("Who waits?", stream=True)))
-    assert sum("sent" in event for event in found) == FRAMES
-    assert found[FRAMES - 1]["sent"] - found[0]["sent"] > 1.5e6 * (FRAMES - 1)
-
-
 async def test_clients_take_turns_and_an_error_answer_is_an_error(stand: Stand):
     clients = [await connect(stand.gateway.url) for _ in range(3)]
     bodies = [json.dumps(chat(f"{number}?", stream=True)).encode() for number in range(7)]
@@ -128,42 +120,15 @@ async def test_clients_take_turns_and_an_error_answer_is_an_error(stand: Stand):
 
 
 @pytest.mark.thorough
-def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic(capsys):
-    here = Path(gateway_cost.__file__).resolve().parents[2]
-    beside = ["--checkout", str(here), "--response-cache"]
-    gateway_cost.main(["--no-peers", "--requests", "8", "--rounds", "2", "--json", *beside])
-    report = json.loads(capsys.readouterr().out)
-    kinds = [(row["gateway"], row["size"], row["streamed"], row["clients"]) for row in report["rows"]]
-    names = (DIRECT, SEAMARK, str(here), CACHING)
-    assert kinds == [(name, case.size, case.streamed, case.clients) for case in CASES for name in names]
-    assert len(report["beside"]) == 2 * len(CASES) and all(row["cpu_ratio"]["median"] > 0 for row in report["beside"])
-    for row in report["rows"]:
-        assert len(row["rounds"]) == 2
-        assert (row["cpu_seconds"] is None) == (row["gateway"] == DIRECT)
-        assert row["cpu_seconds"] is None or row["cpu_seconds"]["median"] > 20e-6
-    assert [target["limit"] for target in report["targets"]] == [pytest.approx(0.7)]
-    assert report["renders"] == 0  # no request is rendered
-
-
-async def test_long_turns_have_a_row_for_each_gateway_and_kind_of_answer():
-    rows, missing = await long_turns.run([], [], 2, 1, range(13_000, 14_001, 500), print)
-    assert not missing
-    assert [(row.gateway, row.kind) for row in rows] == [
-        (name, kind) for kind in (long_turns.PLAIN, long_turns.STREAM) for name in (DIRECT, SEAMARK)
+async def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic():
+    report = await gateway_cost.run([], CASES, 8, 2, 0, print)
+    assert [(row.gateway, row.case) for row in report.rows] == [
+        (name, case) for case in CASES for name in (DIRECT, SEAMARK, BARE)
     ]
-    assert all((row.rate is None) == (row.gateway == DIRECT) for row in rows)
-
-
-@pytest.mark.thorough
-def test_memory_is_told_by_part_and_by_table(monkeypatch):
-    monkeypatch.setattr(memory, "SETTLE_SECONDS", 0.5)
-    report = memory.run(100, 2, 1, range(13_000, 13_501, 500), print)
-    before, *_, after = report.looks
-    assert set(after.parts) == set(before.parts)
-    assert after.parts["recent requests"] > before.parts["recent requests"] + memory.MIB
-    assert after.tables["PrefixIndex._prefixes"] >= 500 > before.tables.get("PrefixIndex._prefixes", 0)
-    assert not [each for each in report.growing if not each.startswith("resident")]
-    assert "prefix index" in memory.render(report)
+    for row in report.rows:
+        assert len(row.batches) == 2 and (row.cpu is None) == (row.gateway == DIRECT)
+        assert row.cpu is None or row.cpu.median > 20e-6
+    assert report.renders == 0  # no request is rendered
 
 
 async def test_a_gateway_that_dies_is_given_up_and_the_others_go_on(stand: Stand):
@@ -176,14 +141,6 @@ async def test_a_gateway_that_dies_is_given_up_and_the_others_go_on(stand: Stand
     assert len(contestants[0].batches[case]) == 2
     assert contestants[1].failure and not contestants[1].batches
     assert any(line.startswith("dead is given up") for line in said)
-
-
-@pytest.mark.thorough
-def test_a_peer_that_cannot_be_installed_is_left_out_and_why_is_said(stand: Stand, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(peers, "CACHE", tmp_path)
-    peer = Peer("absent", str(tmp_path / "absent-1.0-py3-none-any.whl"), lambda *about: Command(["absent"]))
-    started = peers.start(stand.servers, peer, [stand.worker.url], tmp_path, print)
-    assert started.server is None and "pip" in started.failure
 
 
 def test_a_peer_that_does_not_start_is_left_out_and_why_is_said(stand: Stand, tmp_path: Path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Mapping
 from datetime import date
@@ -28,8 +29,6 @@ from tests.harness.recording_worker import EVENTS, RecordingWorker
 from tests.harness.waiting import until
 
 COMPLETIONS, MESSAGES, RESPONSES = "/v1/completions", "/v1/messages", "/v1/responses"
-
-OLD = "0.2.0"
 
 SETTINGS = 300
 
@@ -163,35 +162,6 @@ async def test_a_burst_before_any_answer_goes_to_one_worker(in_memory):
     assert {(await answer).status_code for answer in answers} == {200}
 
 
-async def test_an_older_plugin_gets_positions_alone(in_memory):
-    old = RecordingWorker(version=OLD)
-    gateway = await in_memory(old)
-    await gateway.post(chat("Tide?"))
-    assert hint_at(old) == []  # nothing has told a position yet
-    await told(old)
-    await gateway.post(chat("Tide?"))
-    assert hint_at(old) == [SYSTEM_END + len("Tide?")]  # where the turn ended, by the first answer's usage
-    assert all(b"last:" not in seen.body for seen in old.requests)
-
-
-async def test_in_a_mixed_fleet_an_older_plugin_gets_the_positions_that_a_newer_one_told(in_memory):
-    new = RecordingWorker()
-    old = RecordingWorker(version=OLD, models=("other",))
-    gateway = await in_memory(new, old, health_interval=0.2)
-    await gateway.post(chat("one"))
-    assert hint_at(new) == [LAST_USER, TURN_END]
-    await told(new)
-    new.models, old.models = ("other",), ("m",)
-    await gateway.shows(lambda status: [each["models"] for each in status["workers"]] == [["other"], ["m"]])
-    await gateway.shows(lambda status: status["workers"][1]["templates"]["m"]["learnt"])
-    await gateway.post(chat("two"))
-    assert hint_at(old) == [SYSTEM_END]
-    new.models = ("m",)
-    await gateway.shows(lambda status: status["workers"][0]["models"] == ["m"])
-    answers = {(await gateway.post(chat(f"again {number}"))).status_code for number in range(4)}
-    assert answers == {200}
-
-
 async def test_workers_with_different_templates_get_no_hint_by_each_others_facts(in_memory):
     one = RecordingWorker()
     other = RecordingWorker(template=with_brackets)
@@ -216,10 +186,9 @@ async def test_what_a_client_says_of_hints_and_outcomes_reaches_no_worker(in_mem
     own = {"seamark_boundaries": [16, "last:1"], "a": 1}
     answer = await gateway.post(chat("Tide?", vllm_xargs=own), x_seamark_outcome="client")
     sent = worker.requests[-1]
-    assert json.loads(sent.body)["vllm_xargs"] == {
-        "seamark_boundaries": [LAST_USER, TURN_END] if has_facts else [],
-        "a": 1,
-    }
+    xargs = json.loads(sent.body)["vllm_xargs"]
+    assert xargs.pop("seamark_load")
+    assert xargs == {"seamark_boundaries": [LAST_USER, TURN_END] if has_facts else [], "a": 1}
     assert [value for name, value in sent.headers if name == b"x-seamark-outcome"] == [b"1"]
     assert "x-seamark-outcome" not in answer.headers and answer.headers["x-seamark-reason"]
 
@@ -324,10 +293,12 @@ async def test_hundreds_of_settings_cost_few_renders_and_little_memory(in_memory
     assert len(facts) <= facts.learnt
 
 
-async def test_the_live_page_asks_for_an_update_of_an_older_plugin(in_memory):
-    old = RecordingWorker(version=OLD)
-    new = RecordingWorker()
-    own = await in_memory(old, new)
-    await until(lambda: len(own.gateway.pool.up) == 2)
+async def test_a_plugin_of_another_release_gets_no_hints_and_log_and_page_say_update_it(in_memory, caplog):
+    caplog.set_level(logging.INFO)
+    other = RecordingWorker(version="0.2.0")
+    own = await in_memory(other)
+    assert (await own.post(chat("Tide?"))).headers["x-seamark-reason"] == "hint_ignored"
+    assert b"seamark" not in other.requests[-1].body
     (warning,) = (await own.get("/seamark/live")).json()["warnings"]
-    assert OLD in warning and "0.3 or later" in warning and old.url.removeprefix("http://") in warning
+    for words in (warning, caplog.text):
+        assert "its plugin is Seamark 0.2.0" in words and "update the plugin" in words

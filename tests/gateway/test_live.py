@@ -59,7 +59,7 @@ def test_a_gateway_without_requests_is_told_as_such(own, worker):
     (only,) = told["workers"]
     assert only["name"] == worker.url.removeprefix("http://") and only["up"] and only["models"] == ["m"]
     sizes = {"match_unit": 16, "block_size": 384, "ahead": 0}
-    beside = {"connector": "", "lane": "", "refused": "", "reports": None, "drafts": ""}
+    beside = {"connector": "", "lane": "", "refused": "", "reports": "", "drafts": ""}
     assert only["engine"] == {"version": VERSION, "vllm": "0.32.0", **sizes, **beside}
     assert 0 <= told["now"] - told["since"] < 60
 

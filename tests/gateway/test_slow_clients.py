@@ -16,11 +16,11 @@ import pytest
 
 from proxy.server.log_limit import LINES
 from proxy.settings import Settings
-from tests.bench.aborts import started
 from tests.bench.soak import resident_bytes
 from tests.harness.api_keys import bearer, entry
 from tests.harness.forked_gateways import GatewayForks
 from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
+from tests.harness.leaving_clients import started
 from tests.harness.raw_http import Connection, request
 from tests.harness.raw_worker import RawWorker, chunk, raw_worker, whole
 from tests.harness.recording_worker import COMPLETION, USAGE

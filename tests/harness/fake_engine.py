@@ -15,10 +15,9 @@ from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT, COMPLETIONS, HINTED
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
+from proxy.version import version
 
-VERSION = "0.3.0"  # of the plugin; older ones take positions only
-
-ENTRIES_VERSION = (0, 3)
+VERSION = version()  # of the plugin
 
 MATCH_UNIT = 16
 
@@ -30,24 +29,24 @@ Template = Callable[[Mapping[str, Any]], str]
 
 
 def engine_info(
-    version: str = VERSION,
+    of: str = VERSION,
     ahead: int = 0,
     connector: str = "",
     refused: str = "",
-    reports: str | None = None,
+    reports: str = "",
     drafts: str = "",
 ) -> str:
     """The line of `/metrics` by which a gateway knows the plugin; `ahead` as beside a draft head, in tokens.
 
     `connector`: vLLM's name of a KV connector beside which states are written inside a pass. `refused`: why no hint
-    counts. `reports`: HOST:PORT where they are read; None: an older plugin. `drafts`: the gate of hints beside them.
+    counts. `reports`: HOST:PORT where they are read. `drafts`: the gate of hints beside them.
     """
-    beside = f'ahead="{ahead}",' if ahead else ""  # older plugins have no such labels
+    beside = f'ahead="{ahead}",' if ahead else ""
     beside += f'connector="{connector}",lane="inside_pass",' if connector else ""
     beside += f'refused="{refused}",' if refused else ""
-    beside += "" if reports is None else f'reports="{reports}",'
+    beside += f'reports="{reports}",'
     beside += f'drafts="{drafts}",' if drafts else ""
-    labels = f'{beside}block_size="384",match_unit="{MATCH_UNIT}",version="{version}",vllm="0.32.0"'
+    labels = f'{beside}block_size="384",match_unit="{MATCH_UNIT}",version="{of}",vllm="0.32.0"'
     return f"seamark_engine_info{{{labels}}} 1.0\n"
 
 
@@ -113,18 +112,12 @@ class FakeEngine:
         """Number of the last entry of the feed."""
         return len(self._kept)
 
-    def admit(
-        self, request_id: str, prompt: str, body: Mapping[str, Any], version: str, reason: str | None, cached: int
-    ) -> Admitted:
+    def admit(self, request_id: str, prompt: str, body: Mapping[str, Any], reason: str | None, cached: int) -> Admitted:
         """A request is computed; `reason` is what the engine says of it, None for what fits `cached` tokens."""
         salt = str(body.get("cache_salt") or "")
         hint = hint_of(body)
-        takes_entries = tuple(map(int, version.split(".")[:2])) >= ENTRIES_VERSION
         ids = token_ids(prompt)
-        if takes_entries:
-            positions = resolve(hint, ids)
-        else:
-            positions = [entry for entry in hint if type(entry) is int and 0 < entry <= len(ids)]
+        positions = resolve(hint, ids)
         seen = self._seen.setdefault(salt, [])
         shared = max((common_prefix(prompt, other) for other in seen), default=0)
         seen.append(prompt)
@@ -133,12 +126,12 @@ class FakeEngine:
         usable = (max(position - self._ahead, 0) for position in positions)
         floored = sorted({position // MATCH_UNIT * MATCH_UNIT for position in usable} - {0})
         states = [[at, _state(salt, prompt[:at])] for at in floored] if reason != "not_worth_it" else []
-        admitted = Admitted(reason, cached, shared // MATCH_UNIT * MATCH_UNIT, positions if takes_entries else ())
-        admitted = admitted._replace(pin=self._pin(salt, prompt, body) if takes_entries else "")
+        admitted = Admitted(reason, cached, shared // MATCH_UNIT * MATCH_UNIT, positions)
+        admitted = admitted._replace(pin=self._pin(salt, prompt, body))
         self._kept.append(
             (
                 [request_id, reason, cached],
-                [request_id, admitted.shared, list(positions)] if takes_entries else None,
+                [request_id, admitted.shared, list(positions)],
                 ["came", request_id, len(ids), states] if hint else None,
             )
         )
@@ -181,21 +174,19 @@ class FakeEngine:
             self.read_to = max(self.read_to, after)
         return boot != self.boot or after < self.cursor
 
-    def feed(self, boot: str, after: int, version: str) -> dict[str, Any]:
+    def feed(self, boot: str, after: int) -> dict[str, Any]:
         """What is later than `after`, or all of it for a reader of another boot's feed."""
         new = self._kept[after:] if boot == self.boot else self._kept
-        events: dict[str, Any] = {
+        read = after if boot == self.boot else 0
+        return {
             "boot": self.boot,
             "cursor": self.cursor,
             "outcomes": [outcome for outcome, _, _ in new if outcome is not None],
             "states": [state for _, _, state in new if state is not None],
             "reset": bool(boot) and boot != self.boot,
+            "resolved": [resolved for _, resolved, _ in new if resolved is not None],
+            "pins": [(name, fate) for cursor, name, fate in self._fates if cursor > read],
         }
-        if tuple(map(int, version.split(".")[:2])) >= ENTRIES_VERSION:
-            events["resolved"] = [resolved for _, resolved, _ in new if resolved is not None]
-            read = after if boot == self.boot else 0
-            events["pins"] = [(name, fate) for cursor, name, fate in self._fates if cursor > read]
-        return events
 
 
 def _state(salt: str, tokens: str) -> str:

@@ -26,7 +26,6 @@ class Arrival(NamedTuple):
     name: str
     tokens: list[int]
     hint: tuple[int, ...]
-    sharing: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,15 +72,14 @@ def arrivals(cell: Cell) -> Iterator[Arrival]:
         if sharing:
             yield Arrival(number * gap, f"r{number}", head + text(cell.own), (cell.shared,))
         else:
-            yield Arrival(number * gap, f"s{number}", text(cell.stranger_tokens), (cell.stranger_tokens // 2,), False)
+            yield Arrival(number * gap, f"s{number}", text(cell.stranger_tokens), (cell.stranger_tokens // 2,))
 
 
 def table() -> list[Cell]:
-    """The cells whose figures are kept: every pace, number of followers and shared length, at once and staggered."""
+    """Every pace, number of followers and shared length, all at once."""
     return [
-        Cell(pace, followers, shared, staggered)
+        Cell(pace, followers, shared)
         for pace in PACES
-        for staggered in (False, True)
         for shared in (163, 487, 1000, 4000)
         for followers in (4, 8, 32, 128)
     ]

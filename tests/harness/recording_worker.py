@@ -106,7 +106,7 @@ class RecordingWorker:
     ahead: int = 0  # tokens past a state that a prompt has to share to find it
     connector: str = ""  # vLLM's name of its KV connector
     refused: str = ""  # why no hint counts
-    reports: str | None = None  # HOST:PORT where its plugin says that they are read; None: it is older
+    reports: str = ""  # HOST:PORT where its plugin says that they are read
     sources: dict[str, Any] | None = None  # publishers of KV events, by rank, that it lists; None: it has no such route
     lacks: tuple[str, ...] = ()  # routes that its HTTP server does not serve, as vLLM's in Rust
     sleeps: tuple[int | None, ...] = (None,)  # the level of each engine's sleep, None for one awake
@@ -371,11 +371,10 @@ class RecordingWorker:
         return await respond(send, json.dumps(begun | ended).encode())
 
     def _admit(self, request_id: str, prompt: str | None, body: Mapping[str, Any]) -> Admitted | None:
-        """What the engine says of a request; None for what it does not compute, or if its plugin is too old to."""
+        """What the engine says of a request; None for what it does not compute."""
         if prompt is None or not self.patched or self.status != 200:
             return None
-        admitted = self.engine.admit(request_id, prompt, body, self.version, self.reason, self.cached or 0)
-        return admitted if "resolved" in self.engine.feed("", 0, self.version) else None
+        return self.engine.admit(request_id, prompt, body, self.reason, self.cached or 0)
 
     async def _feed(self, scope: Any, send: Any) -> None:
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode()).items()}
@@ -383,7 +382,7 @@ class RecordingWorker:
         until = time.monotonic() + float(query.get("wait", 0))
         while not self.engine.has_news(boot, after) and time.monotonic() < until:
             await asyncio.sleep(0.01)
-        events = self.engine.feed(boot, after, self.version)
+        events = self.engine.feed(boot, after)
         if self.drafting is not None:
             told = self.drafting.tell()  # all of it each time: who reads takes what it waits for
             events |= {"drafts": told["drafts"], "outcomes": [*events["outcomes"], *told["outcomes"]]}

@@ -11,7 +11,6 @@ import logging
 import statistics
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from vllm.utils.hashing import sha256
@@ -19,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from engine_patches import ledger
 from engine_patches.patches import PATCHES
-from tests.harness.fan_out_cells import Arrival, Cell, arrivals
+from tests.harness.fan_out_cells import Cell, arrivals
 from tests.harness.simulated_core import SimulatedCore
 
 ANSWER_TOKENS = 8
@@ -43,36 +42,30 @@ class Side(NamedTuple):
     """What the requests of a cell computed (tokens) and waited (seconds), means."""
 
     computed: int
-    first_token: float  # of all requests
-    sharing: float  # of those that share the prefix
-    worst: float
+    first_token: float
 
 
 def run_cell(model: str, cell: Cell, gate: bool) -> Side:
     """Send a cell's requests to a new engine, and run it until all are answered."""
     engine = SimulatedEngine(model, cell, gate)
     coming = sorted(arrivals(cell), key=lambda arrival: arrival.at)
-    sent: dict[str, Arrival] = {}
+    sent: dict[str, float] = {}
     while coming or engine.scheduler.has_unfinished_requests():
         if not engine.scheduler.has_unfinished_requests():
             engine.now = max(engine.now, coming[0].at)
         while coming and coming[0].at <= engine.now:
             arrival = coming.pop(0)
-            sent[arrival.name] = arrival
+            sent[arrival.name] = arrival.at
             engine.request(arrival.name, arrival.tokens, list(arrival.hint), max_tokens=ANSWER_TOKENS)
         engine.step()
-    waits = {name: at - sent[name].at for name, at in engine.first_tokens.items()}
-    sharing = [wait for name, wait in waits.items() if sent[name].sharing]
-    return Side(engine.computed, statistics.fmean(waits.values()), statistics.fmean(sharing), max(waits.values()))
+    waits = [at - sent[name] for name, at in engine.first_tokens.items()]
+    return Side(engine.computed, statistics.fmean(waits))
 
 
 def run_cells(model: str, cells: Iterable[Cell]) -> list[dict[str, Any]]:
     """Every cell with its two sides."""
     sides = {"on": True, "off": False}
-    return [
-        {"cell": asdict(cell)} | {name: run_cell(model, cell, gate)._asdict() for name, gate in sides.items()}
-        for cell in cells
-    ]
+    return [{name: run_cell(model, cell, gate)._asdict() for name, gate in sides.items()} for cell in cells]
 
 
 def main(model: str, argument: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import promql_parser
 import pytest
 
-from tests.bench.dashboards import Incommensurable, dimension
+from tests.harness.dashboards import Incommensurable, dimension
 
 SECONDS, PER_SECOND = {"s": 1}, {"n": 1, "s": -1}
 

@@ -24,8 +24,6 @@ MIN_TOKENS = 32  # of an answer that is compared with another's
 
 TOKEN_IDS = range(10, 4000)  # ordinary tokens of the generated models
 
-TAIL = 5  # tokens between the last boundary and the prompt's end
-
 
 class TimedAnswer(NamedTuple):
     """A finished answer. Times in seconds on the monotonic clock, lengths in tokens."""
@@ -206,37 +204,6 @@ async def tokens_of(client: httpx.AsyncClient, url: str, messages: Messages) -> 
     return tokens
 
 
-class RawReply(NamedTuple):
-    """A finished request. Lengths in tokens."""
-
-    seconds: float  # from the last byte handed over to the whole answer
-    cached_tokens: int
-
-
 def fresh_tokens(length: int, *seed: object) -> list[int]:
     """Random tokens, the same for the same seed."""
     return random.Random(repr(seed)).choices(TOKEN_IDS, k=length)
-
-
-def three_boundaries(shared: int, length: int) -> list[int]:
-    """For a prompt of `length` tokens: the end of its shared part, a position behind that, and one near its end."""
-    return sorted({shared, shared + (length - shared) // 3, max(shared, length - TAIL)})
-
-
-async def request(
-    client: httpx.AsyncClient, url: str, prompt: Sequence[int], tokens: int, boundaries: Sequence[int] = ()
-) -> RawReply:
-    """A greedy completion of exactly `tokens` tokens, hinted if there are `boundaries`.
-
-    Raises `httpx.HTTPStatusError` for an error answer.
-    """
-    body = {"model": MODEL_NAME, "prompt": list(prompt), "temperature": 0, "max_tokens": tokens, "ignore_eos": True}
-    if boundaries:
-        body["vllm_xargs"] = {"seamark_boundaries": list(boundaries)}
-    content = json.dumps(body).encode()
-    sent = time.perf_counter()
-    response = await client.post(url + "/v1/completions", content=content, headers={"content-type": "application/json"})
-    seconds = time.perf_counter() - sent
-    response.raise_for_status()
-    details = response.json()["usage"].get("prompt_tokens_details") or {}
-    return RawReply(seconds, details.get("cached_tokens") or 0)

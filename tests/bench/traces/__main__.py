@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from proxy.bench.harness.servers import NotStarted, narrator
 from proxy.commands.parser import Parser
 from tests.bench.traces.agentic import REQUESTS, records
 from tests.bench.traces.formats import FORMATS, BadTrace, Trace, of_mooncake, read, synthetic
 from tests.bench.traces.policies import POLICIES
 from tests.bench.traces.replay import Outcome, Replay
-from tests.bench.traces.router_process import PROGRAMS
 from tests.bench.traces.simulated_fleet import PROFILES, Profile
 
 PROG = "python -m tests.bench.traces"
@@ -32,7 +31,7 @@ hits: tokens found in the cache, of those that one endless cache, common to all 
 of all: of all tokens of prompts
 p50 s, p99 s: seconds to the first token; imbalance: largest share of requests at a worker x workers (1 is even)
 choice us: CPU time here, in microseconds, of one choice by Seamark's own index and routing; the others are simulated as
-published, but a -program is a router's own, before workers that answer HTTP, without its own time"""
+published"""
 
 
 def profile_from(path: Path) -> Profile:
@@ -64,30 +63,18 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
     add("--drawn", choices=DRAWN, default="conversations", help="like Mooncake's, or Dynamo's agents (conversations)")
     add("--format", choices=FORMATS, help="of the trace; left out: by its first line")
     add("--workers", type=int, action="append", metavar="N", help="repeat for several (4)")
-    add(
-        "--policy",
-        choices=[*POLICIES, *PROGRAMS],
-        action="append",
-        help="repeat for several (all that are simulated; a -program is installed in .cache if need be)",
-    )
+    add("--policy", choices=POLICIES, action="append", help="repeat for several (all)")
     add("--gateways", type=int, default=1, metavar="N", help="of Seamark's, before the same workers (1)")
     add("--profile", default="datacentre", metavar="NAME|FILE", help=f"a worker: {', '.join(PROFILES)}, or a JSON file")
     add("--seconds", type=float, default=900.0, metavar="S", help="of simulated time, a quarter to warm up (900)")
     add("--load", type=float, default=0.65, metavar="X", help="of what the workers could do with all hits (0.65)")
     add("--users", type=int, default=20, metavar="N", help="by worker, for a trace with pauses (20)")
-    add(
-        "--speed",
-        type=float,
-        default=5.0,
-        metavar="X",
-        help="simulated seconds a second, for a -program (5)",
-    )
     add("--seed", type=int, default=1, metavar="N", help="the same seed gives the same table (1)")
     add("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     args.workers = list(dict.fromkeys(args.workers or [4]))
     args.policy = list(dict.fromkeys(args.policy or POLICIES))
-    for name in ("seconds", "load", "users", "speed"):
+    for name in ("seconds", "load", "users"):
         if not getattr(args, name) > 0:
             parser.error(f"--{name}: more than 0")
     if min(args.workers) < 1:
@@ -108,10 +95,10 @@ def main(argv: list[str]) -> int:
         if not args.json:
             print(_described(replay), HEAD, sep="\n", flush=True)
         outcomes = []
-        for outcome in _outcomes(replay, args.workers, args.policy, args.speed):
-            outcomes.append(outcome)
+        for workers, policy in itertools.product(args.workers, args.policy):
+            outcomes.append(replay.run(policy, workers))
             if not args.json:
-                print(_row(outcome), flush=True)
+                print(_row(outcomes[-1]), flush=True)
     except BadTrace as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 1
@@ -122,21 +109,6 @@ def main(argv: list[str]) -> int:
     else:
         print(WORDS)
     return 0
-
-
-def _outcomes(replay: Replay, workers: Sequence[int], policies: Sequence[str], speed: float) -> Iterator[Outcome]:
-    """Row by row; what has to be said of programs goes to stderr."""
-    say = narrator() if PROGRAMS.keys() & policies else print
-    for number in workers:
-        for policy in policies:
-            if policy in POLICIES:
-                yield replay.run(policy, number)
-                continue
-            say(f"{policy} before {number} workers: at most {replay.end / speed:.0f} s")
-            try:
-                yield replay.run_program(policy, number, speed, say)
-            except NotStarted as error:
-                say(f"{policy} has no row: {' '.join(str(error).split())}")
 
 
 def _row(outcome: Outcome) -> str:

@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo's agentic trace, drawn anew: `python -m tests.bench.traces.agentic > FILE` writes its records.
+"""NVIDIA Dynamo's agentic trace, drawn anew.
 
 Its recipes (Nemotron 3.5 Lightning and others) replay `64k_400_90kv_agent_new_noschedule_short_15perc.jsonl`. That file
 is not copied; what is published of it is kept (`recipes/*/perf/README.md` of ai-dynamo/dynamo, vLLM's article on decode
@@ -10,11 +10,8 @@ fitted to these hits. There are no times: who replays it says how many requests 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
-import sys
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
@@ -94,16 +91,3 @@ def _session(session: int, drawn: random.Random) -> Iterator[tuple[float, int, i
             return
         own += output + TOOL.draw(drawn)
         sent += drawn.random() / 20
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.traces.agentic", description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help=f"({REQUESTS})")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="the same seed gives the same trace (1)")
-    args = parser.parse_args(argv)
-    for record in records(args.requests, args.seed):
-        print(json.dumps(record))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

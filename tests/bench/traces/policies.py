@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,15 +27,10 @@ from tests.bench.traces.simulated_fleet import MATCH_UNIT, NEWS_SECONDS, Executi
 
 INDEX_BYTES = 48 * 2**20  # the share of the default `memory_bytes` that the gateway gives its index
 
-# Defaults of vllm-router's and smg's cache_aware: --cache-threshold, --balance-abs-threshold, --balance-rel-threshold.
+# Defaults of smg's cache_aware: --cache-threshold, --balance-abs-threshold, --balance-rel-threshold.
 CACHE_THRESHOLD, MOST_APART, MOST_RATIO = 0.3, 64, 1.5
 
 LEAST_APART = 4  # requests above the mean from which on smg may spill
-
-# Weights of llm-d's scorers, and how old the metrics are that its picker reads.
-PREFIX_WEIGHT, QUEUE_WEIGHT, CACHE_WEIGHT = 3.0, 2.0, 2.0
-
-SCRAPE_SECONDS = 0.05
 
 LOAD_SECONDS = 0.01  # until the worker has told other gateways of a request: they wait for that with a read
 
@@ -66,10 +61,6 @@ class Simulated(Policy):
         highest = max(scores.values())
         return self._drawn.choice([worker for worker, reached in scores.items() if reached == highest])
 
-    def least_loaded(self) -> int:
-        """The worker with the fewest requests under way."""
-        return self.best(lambda worker: -self.inflight[worker])
-
     def ended(self, execution: Execution) -> None:
         """One less under way."""
         self.inflight[execution.worker] -= 1
@@ -86,14 +77,6 @@ class RoundRobin(Simulated):
         """The next one."""
         self._next = (self._next + 1) % len(self.workers)
         return self._next
-
-
-class LeastLoaded(Simulated):
-    """The fewest requests under way."""
-
-    def pick(self, request: TraceRequest, now: float) -> int:
-        """The idlest."""
-        return self.least_loaded()
 
 
 class SessionAffinity(Simulated):
@@ -113,155 +96,33 @@ class SessionAffinity(Simulated):
         return worker
 
 
-class _Tree(Simulated):
-    """What was sent where, as those routers know of caches that hear nothing from engines."""
+class Smg(Simulated):
+    """smg's cache_aware (1.13, model_gateway/src/policies/cache_aware.rs; its margin as `smg launch --help` has it).
+
+    Of those that were sent the longest beginning, if that is a good part of the prompt, the idlest whose load does not
+    exceed the fleet's mean by too much: by half of it, and by two of its standard deviations, at least 4 and at most 64
+    requests. Engines that report no load are compared by requests.
+    """
 
     def __init__(self, workers: int, seed: int) -> None:
         super().__init__(workers, seed)
-        self._sent: dict[int, dict[int, float]] = {}  # by block, when each worker was last sent it
+        self._sent: dict[int, set[int]] = {}  # by block, the workers that were sent it
 
     def pick(self, request: TraceRequest, now: float) -> int:
-        """Among those that were sent the longest beginning, if that is a good part of the prompt; the idlest if not."""
-        found: dict[int, float] = {}
+        """The idlest that is not beyond the mean, wherever if all that were found are."""
+        found: set[int] = set()
         for at in range(len(request.blocks), 0, -1):
             if sent := self._sent.get(request.blocks[at - 1]):
-                found = sent if at * BLOCK / request.prompt > CACHE_THRESHOLD else {}
+                found = sent if at * BLOCK / request.prompt > CACHE_THRESHOLD else set()
                 break
-        worker = self.among(found) if found else self.least_loaded()
-        for block in request.blocks:
-            self._sent.setdefault(block, {})[worker] = now
-        return worker
-
-    def among(self, found: Mapping[int, float]) -> int:
-        """One of those found, with when each was last sent it, or another one."""
-        raise NotImplementedError
-
-
-class VllmRouter(_Tree):
-    """vllm-router's cache_aware (0.1.17, src/policies/cache_aware.rs), that of sglang-router before it.
-
-    The last one that was sent the beginning, unless the fleet's loads are uneven.
-    """
-
-    def among(self, found: Mapping[int, float]) -> int:
-        """The last one, or the idlest."""
-        fewest, most = min(self.inflight), max(self.inflight)
-        is_uneven = most - fewest > MOST_APART and most > fewest * MOST_RATIO
-        return self.least_loaded() if is_uneven else max(found, key=found.__getitem__)
-
-
-class Smg(_Tree):
-    """smg's cache_aware (1.13, model_gateway/src/policies/cache_aware.rs; its margin as `smg launch --help` has it).
-
-    The idlest of those that were sent the beginning and whose load does not exceed the fleet's mean by too much: by
-    half of it, and by two of its standard deviations, at least 4 and at most 64 requests. Engines that report no load
-    are compared by requests.
-    """
-
-    def among(self, found: Mapping[int, float]) -> int:
-        """The idlest that is not beyond the mean, wherever if all that were found are."""
         mean = sum(self.inflight) / len(self.inflight)
         margin = min(MOST_APART, max(LEAST_APART, math.ceil(2 * math.sqrt(mean))))
         most = max(mean * MOST_RATIO, mean + margin)
         kept = [worker for worker in found if self.inflight[worker] <= most]
-        return self.best(lambda worker: -self.inflight[worker], kept or self.workers)
-
-
-class _Events(Simulated):
-    """What engines tell of the states that they hold."""
-
-    def __init__(self, workers: int, seed: int) -> None:
-        super().__init__(workers, seed)
-        self.holders: dict[int, set[int]] = {}  # by place
-
-    def hear(self, news: News) -> None:
-        """A state is there, or gone."""
-        if news.gone:
-            self.holders.get(news.gone, set()).discard(news.worker)
-        for place in news.kept:
-            self.holders.setdefault(place.name, set()).add(news.worker)
-
-    def held(self, request: TraceRequest) -> dict[int, int]:
-        """Tokens of the prompt that each worker holds; none where it holds nothing."""
-        held: dict[int, int] = {}
-        for place in reversed(request.path):
-            if place.tokens < request.prompt:
-                for worker in self.holders.get(place.name, ()):
-                    held.setdefault(worker, place.tokens)
-        return held
-
-
-class PrecisePrefix(_Events):
-    """llm-d's precise prefix scorer beside its scorers of queues and of cache in use, weighted 3, 2 and 2."""
-
-    def __init__(self, workers: int, seed: int) -> None:
-        super().__init__(workers, seed)
-        self._read_at = -1.0
-        self._queues: list[int] = []
-        self._in_use: list[float] = []
-
-    def pick(self, request: TraceRequest, now: float) -> int:
-        """The highest sum of scores; what was just sent is taken to be held."""
-        if now - self._read_at > SCRAPE_SECONDS:
-            self._read_at = now
-            self._queues = [len(worker.waiting) for worker in self.fleet.workers]
-            self._in_use = [worker.cache_in_use for worker in self.fleet.workers]
-        held = self.held(request)
-        shortest, longest = min(self._queues), max(self._queues)
-
-        def score(worker: int) -> float:
-            queue = (longest - self._queues[worker]) / (longest - shortest) if longest > shortest else 1.0
-            prefix = PREFIX_WEIGHT * held.get(worker, 0) / request.prompt
-            return prefix + QUEUE_WEIGHT * queue + CACHE_WEIGHT * (1 - self._in_use[worker])
-
-        chosen = self.best(score)
-        for place in request.boundaries:
-            self.holders.setdefault(place.name, set()).add(chosen)
-        return chosen
-
-
-class Dynamo(_Events):
-    """The cost function of Dynamo's KV router (1.6, lib/kv-router/src/scheduling/selector) at its defaults.
-
-    cost = prefill_load_scale (the former overlap_score_weight: 1) * prefill blocks + decode blocks; the lowest is taken
-    (router temperature 0). Prefill: what is under way there without a first token, and what the worker does not hold of
-    this prompt. Decode: different blocks of all requests under way there, with this one. It hears of states, not of
-    attention blocks, which is more than it knows of hybrids; its queue for fleets that are all busy is left out.
-    """
-
-    def __init__(self, workers: int, seed: int) -> None:
-        super().__init__(workers, seed)
-        self._prefill = [0] * workers  # tokens
-        self._left: dict[str, int] = {}  # of them, by request
-        self._blocks: list[Counter[int]] = [Counter() for _ in self.workers]  # requests that hold each
-
-    def choose(self, execution: Execution, now: float) -> int:
-        """The lowest cost, counted."""
-        request = execution.request
-        held = self.held(request)
-
-        def cost(worker: int) -> float:
-            prefill = self._prefill[worker] + request.prompt - held.get(worker, 0)
-            blocks = self._blocks[worker]
-            return prefill / BLOCK + len(blocks) + sum(block not in blocks for block in request.blocks)
-
-        worker = self.best(lambda worker: -cost(worker))
-        self._left[execution.name] = request.prompt - held.get(worker, 0)
-        self._prefill[worker] += self._left[execution.name]
-        self._blocks[worker].update(request.blocks)
+        worker = self.best(lambda worker: -self.inflight[worker], kept or self.workers)
+        for block in request.blocks:
+            self._sent.setdefault(block, set()).add(worker)
         return worker
-
-    def first_token(self, execution: Execution) -> None:
-        """Its prefill is over."""
-        self._prefill[execution.worker] -= self._left.pop(execution.name, 0)
-
-    def ended(self, execution: Execution) -> None:
-        """Its blocks are free."""
-        blocks = self._blocks[execution.worker]
-        for block in execution.request.blocks:
-            blocks[block] -= 1
-            if not blocks[block]:
-                del blocks[block]
 
 
 @dataclass(slots=True)
@@ -342,13 +203,6 @@ class Seamark(Policy):
     def _charge(self, sent: _Sent, left: int) -> None:
         sent.worker.prefill_tokens += left - sent.left
         sent.left = left
-
-
-class SeamarkWhole(Seamark):
-    """The same with clients that take their answers whole: the gateway sees no first token."""
-
-    def first_token(self, execution: Execution) -> None:
-        """Only the engine's events tell it."""
 
 
 class SeamarkGateways(Policy):
@@ -433,12 +287,7 @@ def _key(name: int) -> bytes:
 
 POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "seamark": Seamark,
-    "seamark-whole": SeamarkWhole,
     "round-robin": RoundRobin,
-    "least-loaded": LeastLoaded,
     "session": SessionAffinity,
-    "vllm-router": VllmRouter,
     "smg": Smg,
-    "llm-d": PrecisePrefix,
-    "dynamo": Dynamo,
 }

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from proxy.boundaries.resolve import MAX_ENTRIES
 from tests.bench.traces.formats import BadTrace, Place, Trace, TraceRequest
 from tests.bench.traces.policies import POLICIES, SeamarkGateways
-from tests.bench.traces.router_process import PROGRAMS, HttpFleet
 from tests.bench.traces.simulated_fleet import Execution, Fleet, Policy, Profile
 
 WARM_UP = 0.25  # of the simulated time: requests that arrive in it are not counted
@@ -57,14 +55,6 @@ class Replay:
         self._send(fleet, workers)
         fleet.run(self.end)
         return self._outcome(policy_name, workers, fleet)
-
-    def run_program(self, name: str, workers: int, speed: float, say: Callable[[str], None]) -> Outcome:
-        """One router's own program, at so many simulated seconds a second. Raises `NotStarted`."""
-        fleet = HttpFleet(workers, self.profile, hint_of, speed)
-        self._send(fleet, workers)
-        for remark in fleet.play(PROGRAMS[name], self.end, say).remarks(name):
-            say(remark)
-        return self._outcome(name, workers, fleet)
 
     @property
     def end(self) -> float:

@@ -66,7 +66,6 @@ class News(NamedTuple):
 class Policy:
     """Chooses workers. This one lets others choose, and hears nothing."""
 
-    fleet: Fleet  # that it chooses for
     choice_seconds: float | None = None  # CPU time of all choices, where it is told
 
     def choose(self, execution: Execution, now: float) -> int:
@@ -231,12 +230,6 @@ class Worker:
         self._version = 0
         self._writers: dict[int, Execution] = {}  # by place whose state they are about to write
 
-    @property
-    def cache_in_use(self) -> float:
-        """Share of the cache that running requests hold."""
-        running = [*self._prefilling, *(execution for _, _, execution in self._decoding)]
-        return min(1.0, sum(execution.request.prompt for execution in running) / self._profile.cache_tokens)
-
     def arrive(self, execution: Execution, now: float) -> None:
         """A request comes; passes that only decode are not planned beyond it."""
         self.waiting.append(execution)
@@ -381,7 +374,6 @@ class Fleet:
     ) -> None:
         """`hint`: where a gateway asks for states."""
         self.policy = policy
-        policy.fleet = self
         self._hint = hint
         self._events: list[tuple[float, int, Worker | None, int, TraceRequest | None]] = []
         self._order = 0

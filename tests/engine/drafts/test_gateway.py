@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from proxy.bench.cells import QUICK, CellFamily, measure_seamark
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.servers import (
@@ -23,7 +22,9 @@ from proxy.bench.harness.servers import (
     Servers,
     generated_model,
 )
+from proxy.boundaries.token_ids import common_prefix
 from proxy.commands.render_server import free_port
+from tests.harness.cells import chat_cells, token_cells
 from tests.harness.draft_engines import MTP, STARTED_ALL_THE_SAME
 
 pytestmark = pytest.mark.thorough
@@ -115,11 +116,6 @@ def answers(trio: Trio) -> list[Answer]:
     return found
 
 
-def common_prefix(one: list[int], other: list[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((number for number, (left, right) in pairs if left != right), min(len(one), len(other)))
-
-
 def test_answers_are_those_of_an_engine_without_drafts_and_cache(answers):
     assert [answer.text for answer in answers] == [answer.right for answer in answers]
 
@@ -148,10 +144,7 @@ def test_the_engine_says_how_far_past_a_state_a_prefix_has_to_be_shared(trio, an
 
 async def test_the_grid_with_drafts_delivers_what_they_leave(trio):
     async with open_client(300) as client:
-        engine, ours = await measure_seamark(client, trio.gateway.url, trio.engine.url, QUICK)
-    family = CellFamily(
-        "nemotron_h with MTP", engine.block_size, QUICK, tuple(ours), 0.0, engine.match_unit, engine.ahead
-    )
-    for mode in ours:
-        assert [cell.delivered for cell in mode.cells] == [(cell.shared - AHEAD) // UNIT * UNIT for cell in mode.cells]
-        assert family.allowed(mode) == 1.0 and mode.efficiency < 1.0
+        chats = await chat_cells(client, trio.gateway.url, trio.engine.url)
+        hinted = await token_cells(client, trio.engine.url, hinted=True)
+    for cells in (chats, hinted):
+        assert [cell.delivered for cell in cells] == [(cell.shared - AHEAD) // UNIT * UNIT for cell in cells]

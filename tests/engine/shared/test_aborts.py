@@ -6,8 +6,8 @@ from statistics import median
 
 import pytest
 
-from tests.bench.aborts import LIMIT_SECONDS, leave_engine, remains
 from tests.harness.engines import SharedServers
+from tests.harness.leaving_clients import LIMIT_SECONDS, leave_engine, remains
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -15,7 +15,7 @@ async def test_a_real_engine_stops_as_soon_behind_the_gateway_as_without(servers
     left = await leave_engine(servers.seamark, servers.gateway, stream, 3)
     print(left)
     assert not left.direct.failures and not left.behind.failures, left
-    # The slowest is for the benchmark to judge: here other work may have the processor.
+    # The slowest tell nothing: other work may have the processor.
     assert median(left.behind.seconds) <= median(left.direct.seconds) + LIMIT_SECONDS + left.step_seconds, left
     after = await remains(servers.gateway)
     assert after.inflight == 0

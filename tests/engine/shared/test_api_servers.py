@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import ask, fresh_tokens, open_client, request
+from proxy.bench.harness.client import ask, complete, fresh_tokens, open_client
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.prompts import QUESTIONS, prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
@@ -158,7 +158,7 @@ async def test_an_index_promises_what_the_engine_then_finds(engine: Server, list
         async def heard() -> None:
             """All events up to now have arrived: those of one more prompt have."""
             marker = fresh_tokens(200, "marker", next(markers))
-            await request(client, engine.url, marker, 1, [192])
+            await hit(client, engine, marker, [192])
             await until(lambda: _hears(listener, marker))
 
         await first_heard(client, engine, listener)
@@ -174,7 +174,7 @@ async def test_an_index_promises_what_the_engine_then_finds(engine: Server, list
             prompt = [*head, *fresh_tokens(150, "own", own)]
             await heard()
             promised = index.promised(prompt[:-1])
-            found = (await request(client, engine.url, prompt, 2, [len(head), len(prompt) - 4])).cached_tokens
+            found = await hit(client, engine, prompt, [len(head), len(prompt) - 4])
             # Who leaves a prefix before its state, since that of the head alone is gone, finds less than is announced.
             assert promised == found if again else promised >= found
             kept, tokens = kept + (promised == found), tokens + found
@@ -182,19 +182,25 @@ async def test_an_index_promises_what_the_engine_then_finds(engine: Server, list
         assert listener.removed > 100 and not index.surprises
 
         unhinted = fresh_tokens(500, "unhinted")
-        await request(client, engine.url, unhinted, 1)
+        await hit(client, engine, unhinted)
         await heard()
         promised = index.promised(unhinted[:-1])
-        assert promised == (await request(client, engine.url, unhinted, 1)).cached_tokens == 496
+        assert promised == await hit(client, engine, unhinted) == 496
 
         await reset(client, engine)
         await heard()
         assert not any(index.promised(head) for head in HEADS)
-        await request(client, engine.url, HEADS[0], 1, [240])
+        await hit(client, engine, HEADS[0], [240])
         await heard()
         assert index.promised(HEADS[0]) == 240 and not index.surprises
         assert listener.numbers == list(range(listener.numbers[0], listener.numbers[0] + len(listener.numbers)))
         assert listener.replayed().held == index.held
+
+
+async def hit(client: httpx.AsyncClient, engine: Server, prompt: list[int], boundaries: Sequence[int] = ()) -> int:
+    """Tokens of a prompt that came from the cache."""
+    hint = {"vllm_xargs": {"seamark_boundaries": list(boundaries)}} if boundaries else {}
+    return (await complete(client, engine.url, prompt, max_tokens=2, **hint)).cached_tokens or 0
 
 
 def _hears(listener: Listener, prompt: list[int]) -> bool:
@@ -205,7 +211,7 @@ def _hears(listener: Listener, prompt: list[int]) -> bool:
 async def first_heard(client: httpx.AsyncClient, engine: Server, listener: Listener) -> None:
     """A subscriber that connects misses what was published before."""
     for number in itertools.count():
-        await request(client, engine.url, fresh_tokens(200, "first", number), 1, [192])
+        await hit(client, engine, fresh_tokens(200, "first", number), [192])
         listener.hear()
         if listener.numbers:
             return

@@ -16,8 +16,10 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from proxy.bench.harness.servers import MODEL_NAME, Servers
-from tests.bench.dashboards import FOLDER, dashboards
-from tests.bench.panels import (
+from tests.harness.dashboards import FOLDER, dashboards
+from tests.harness.documented_metrics import ENGINE, GATEWAY
+from tests.harness.engines import SharedServers
+from tests.harness.panels import (
     CAREFUL,
     IN_SHADOW,
     IN_TURN,
@@ -29,8 +31,6 @@ from tests.bench.panels import (
     storing_engine,
     table,
 )
-from tests.harness.documented_metrics import ENGINE, GATEWAY
-from tests.harness.engines import SharedServers
 from tests.harness.prometheus_server import Prometheus, installed, prometheus
 
 PROVISIONING = FOLDER / "provisioning"

@@ -1,32 +1,30 @@
-"""`seamark bench fan-out` with a shorter shared part, on one engine of its own: the others run a prompt in one step."""
+"""A cold fan-out on a busy engine, one of its own: the others run a prompt in one step."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from proxy.bench.fan_out import (
-    SHORT_TOKENS,
-    WARM_UP,
-    WavePlan,
-    judged,
-    leaving_time,
-    right_answers,
-    run_wave,
-)
-from proxy.bench.harness.client import Leave, Left, open_client
-from proxy.bench.harness.counters import samples_of
+from proxy.bench.harness import exact
+from proxy.bench.harness.client import COMPLETION, Leave, Left, complete, fresh_tokens, judgeable, open_client, send
+from proxy.bench.harness.counters import PassCounter, samples_of
 from proxy.bench.harness.servers import Server, Servers
 from tests.harness.engines import SharedServers
 
-MOST = 1.05  # of what has to be computed: a short request that has not answered yet is not counted
+GROUPS, SIZE = 2, 4
 
-PLAN = WavePlan(shared=2000, own=30, size=4, decoders=2, decoded=6000)
+SHARED, OWN = 2000, 30  # tokens of a prompt, of which a whole match unit is found
+
+IDEAL = GROUPS * (SHARED + SIZE * OWN)  # prompt tokens that have to be computed
+
+MOST = 1.05  # of that: a request that generates meanwhile is counted, too
 
 FLAGS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--long-prefill-token-threshold", "128")
+
+HINT = {"seamark_boundaries": [SHARED]}
 
 
 @pytest.fixture(scope="module")
@@ -37,38 +35,64 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield started
 
 
-@pytest.fixture
-async def client():
-    async with open_client(300) as opened:
-        yield opened
+def prompts(seed: str) -> list[list[int]]:
+    """A request of each group in turn."""
+    heads = [fresh_tokens(SHARED, seed, group) for group in range(GROUPS)]
+    return [
+        [*head, *fresh_tokens(OWN, seed, group, member)] for member in range(SIZE) for group, head in enumerate(heads)
+    ]
 
 
-async def not_held(client, engine: Server) -> float:
-    return (await samples_of(client, engine)).get('seamark_followers_total{fate="not_worth_it"}', 0)
+async def run_wave(client, engine: Server, seed: str, leave: Leave | None = None):
+    """Results of a wave nobody has seen, and the prompt tokens computed; `leave`: of the first of each group."""
+    busy = asyncio.create_task(complete(client, engine.url, fresh_tokens(100, seed, "busy"), max_tokens=2000))
+    while not (await samples_of(client, engine)).get("vllm:num_requests_running"):
+        await asyncio.sleep(0.05)
+    passes = PassCounter(engine.log)
+    results = await asyncio.gather(
+        *(
+            send(
+                client,
+                engine.url,
+                COMPLETION,
+                judgeable(prompt, vllm_xargs=HINT, stream=True),
+                leave if early else None,
+            )
+            for prompt, early in zip(prompts(seed), [True] * GROUPS + [False] * (SIZE - 1) * GROUPS, strict=True)
+        )
+    )
+    await busy
+    return results, passes.so_far().prompt_tokens
+
+
+async def fates(client, engine: Server) -> tuple[int, int]:
+    samples = await samples_of(client, engine)
+    counts = [samples.get(f'seamark_followers_total{{fate="{fate}"}}', 0) for fate in ("held", "not_worth_it")]
+    return int(counts[0]), int(counts[1])
 
 
 async def test_a_cold_wave_computes_each_prefix_once_and_goes_on_when_its_leaders_leave(
-    client, engine: Server, servers: SharedServers
+    engine: Server, servers: SharedServers
 ):
-    await run_wave(client, engine, replace(WARM_UP, decoded=PLAN.decoded), "warm up")
-    before = await not_held(client, engine)
-    cold = await run_wave(client, engine, PLAN, "cold", short=True)
-    alone = await not_held(client, engine) - before
-    leave = Leave(seconds=leaving_time(cold))
-    left = await run_wave(client, engine, PLAN, "left", leave=leave)
-    left_alone = await not_held(client, engine) - before - alone
-    held = (await samples_of(client, engine))['seamark_followers_total{fate="held"}']
-    right = await right_answers(client, servers.reference, PLAN, [cold, left])
-    cold_line, left_line = (judged("", PLAN, wave, right) for wave in (cold, left))
-    print(cold_line, left_line, leave, f"{held:.0f} held, {alone:.0f} and {left_alone:.0f} not", sep="\n")
-    shorts = SHORT_TOKENS * len(cold.short_ttfts)
+    async with open_client(300) as client:
+        await run_wave(client, engine, "warm up")  # a process's first requests pay for set-up
+        held, alone = await fates(client, engine)
+        cold, computed = await run_wave(client, engine, "cold")
+        held_cold, alone_cold = (
+            now - before for now, before in zip(await fates(client, engine), (held, alone), strict=True)
+        )
+        leave = Leave(seconds=min(answer.ttft for answer in cold) / 2)  # in the midst of its prefix
+        left, computed_left = await run_wave(client, engine, "left", leave)
+        alone_left = (await fates(client, engine))[1] - alone - alone_cold
+        for seed, results in (("cold", cold), ("left", left)):
+            for prompt, result in zip(prompts(seed), results, strict=True):
+                if not isinstance(result, Left):
+                    right = await complete(client, servers.reference.url, prompt, vllm_xargs=HINT, stream=True)
+                    assert exact.compare(result, right).exact and len(result.steps) == len(right.steps)
     # Requests reach the engine one by one, and the first of those that follow is not held where steps are so fast that
     # it alone saves too little. It then computes the prefix itself, and is counted.
-    assert cold_line.computed - shorts <= MOST * PLAN.ideal + alone * PLAN.shared
-    assert len(cold.answers) == 8
-    assert 2 <= sum(not answer.cached_tokens for answer in cold.answers) <= 2 + alone
-    assert [result for result in left.results[:2] if result != Left(0)] == []
-    assert (left_line.left_early, left_line.answered) == (2, 6)
-    assert left_line.computed <= MOST * PLAN.ideal + (PLAN.groups + left_alone) * PLAN.shared
-    assert cold_line.differing == left_line.differing == 0
-    assert held >= 6
+    assert computed <= MOST * IDEAL + alone_cold * SHARED
+    assert GROUPS <= sum(not answer.cached_tokens for answer in cold) <= GROUPS + alone_cold
+    assert left[:GROUPS] == [Left(0)] * GROUPS and not any(isinstance(result, Left) for result in left[GROUPS:])
+    assert computed_left <= MOST * IDEAL + (GROUPS + alone_left) * SHARED  # what the leaders had computed is lost
+    assert held_cold + alone_cold >= GROUPS and held_cold

@@ -1,27 +1,26 @@
-"""`seamark bench grid`: what it measures on real engines."""
+"""Over a grid of shared and own lengths the second prompt hits all that a match unit allows."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from proxy.bench import grid
-from proxy.bench.cells import QUICK, CellFamily, measure_baseline, measure_seamark
 from proxy.bench.harness.client import open_client
+from proxy.bench.stories import floored
+from proxy.fleet import worker_metrics
+from tests.harness.cells import OWN, SHARED, chat_cells, token_cells
 from tests.harness.engines import SharedServers
 
 
-async def test_seamark_gives_the_oracle_hit_in_every_cell_and_without_hints_the_grid_shows_it(servers: SharedServers):
+async def test_every_shared_token_of_a_whole_match_unit_is_delivered_and_without_hints_much_is_not(
+    servers: SharedServers,
+):
+    worker = servers.seamark.url
     async with open_client(300) as client:
-        engine, ours = await measure_seamark(client, servers.gateway.url, servers.seamark.url, QUICK)
-        bare = await measure_baseline(client, "no hints", servers.seamark.url, QUICK, ())
-    assert (engine.block_size, engine.match_unit) == (384, 16)
-    for mode in ours:
-        assert len(mode.cells) == len(QUICK.grid)
-        assert [cell.delivered for cell in mode.cells] == [cell.oracle for cell in mode.cells]
-        assert all(abs(cell.shared - cell.wanted.shared) <= 4 for cell in mode.cells)
-    by_hand = ours[1]
-    assert all((cell.shared, cell.own) == cell.wanted for cell in by_hand.cells)
+        engine = worker_metrics.read((await client.get(worker + "/metrics")).text).engine
+        assert engine is not None and (engine.block_size, engine.match_unit) == (384, 16)
+        chats = await chat_cells(client, servers.gateway.url, worker)
+        hinted, bare = [await token_cells(client, worker, hinted=hinted) for hinted in (True, False)]
+    for cells in (chats, hinted):
+        assert len(cells) == len(SHARED) * len(OWN)
+        assert [cell.delivered for cell in cells] == [floored(cell.shared) for cell in cells]
+    assert all(abs(cell.shared - cell.wanted) <= 4 for cell in chats)
     # The same engine and lengths: the instrument tells a hinted request from one that is not.
-    assert bare.efficiency < 0.8 and bare.worst.delivered == 0
-    unhinted = CellFamily("nemotron_h", engine.block_size, QUICK, (*ours, replace(bare, ours=True)), 0.0)
-    assert [complaint.split(":")[0] for complaint in grid.complaints(unhinted)] == ["nemotron_h, no hints"]
+    assert sum(cell.delivered for cell in bare) < 0.8 * sum(floored(cell.shared) for cell in bare)

@@ -9,7 +9,7 @@ import promql_parser
 import pytest
 import yaml
 
-from tests.bench.dashboards import FOLDER, UNITS, dimension, family_of, metrics_in, queries
+from tests.harness.dashboards import FOLDER, UNITS, dimension, family_of, metrics_in, queries
 from tests.harness.documented_metrics import ENGINE, GATEWAY, Family
 
 ROOT = Path(__file__).parents[3]

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.bench.__main__ import benchmarks
-from tests.bench.traces import agentic
 from tests.bench.traces.__main__ import main, profile_from
-from tests.bench.traces.agentic import CONTEXT, HEAD, REQUESTS, records
+from tests.bench.traces.agentic import CONTEXT, REQUESTS, records
 from tests.bench.traces.formats import BLOCK, BadTrace, Place, TraceRequest, of_mooncake, read, synthetic
-from tests.bench.traces.policies import POLICIES, Dynamo, Seamark, SeamarkGateways, Smg, VllmRouter
+from tests.bench.traces.policies import POLICIES, Seamark, SeamarkGateways, Smg
 from tests.bench.traces.replay import Replay, hint_of
 from tests.bench.traces.simulated_fleet import PROFILES, Execution, Fleet, Policy, Profile
 
@@ -94,16 +93,6 @@ def test_a_file_that_cannot_be_read_costs_one_line(tmp_path, capsys):
         assert error.count("\n") == 1 and name in error and "Give a .jsonl or .jsonl.gz file." in error
 
 
-def test_copies_of_a_trace_share_with_it_what_most_sessions_share():
-    trace = read(CONVERSATION)
-    common = trace.common()
-    request = max(trace.requests, key=lambda request: len(request.blocks))
-    copy = request.copied(1, common)
-    assert copy.blocks[0] == request.blocks[0] and copy.blocks[-1] != request.blocks[-1]
-    assert request.copied(0, common) is request
-    assert [place.tokens for place in copy.path] == [place.tokens for place in request.path]
-
-
 def test_drawn_conversations_are_the_same_with_the_same_seed_and_like_the_trace():
     trace = synthetic(600, seed=3)
     assert trace == synthetic(600, seed=3) != synthetic(600, seed=4)
@@ -137,21 +126,6 @@ def test_drawn_agents_are_the_same_with_the_same_seed_and_like_what_is_published
     assert not trace.is_timed
     shareable = sum(request.shareable for request in trace.requests) / sum(prompts)
     assert 0.7 < shareable < 0.8
-
-
-def test_copies_of_drawn_agents_share_their_whole_heads():
-    trace = of_mooncake("agents", list(enumerate(records(600, 1), 1)))
-    request = max(trace.requests, key=lambda request: request.prompt)
-    copy = request.copied(1, trace.common())
-    pairs = zip(request.blocks, copy.blocks, strict=True)
-    assert sum(one == other for one, other in pairs) == HEAD // BLOCK
-
-
-def test_written_records_are_read_as_they_were_drawn(tmp_path, capsys):
-    agentic.main(["--requests", "50", "--seed", "7"])
-    lines = capsys.readouterr().out.splitlines(keepends=True)
-    trace = read(trace_file(tmp_path, *lines))
-    assert trace.requests == of_mooncake("x", list(enumerate(records(50, 7), 1))).requests
 
 
 @pytest.mark.parametrize("seed", [1, 3])
@@ -248,33 +222,6 @@ def test_smg_keeps_a_beginning_where_it_is_until_the_worker_is_that_far_beyond_t
     assert chosen.index(next(worker for worker in chosen if worker != first)) + idle[first] == spills_at
 
 
-def test_vllm_router_keeps_it_until_the_fleet_is_uneven():
-    policy = VllmRouter(2, 1)
-    chosen = [policy.choose(Execution(str(at), prompt(10**6 + at, head=2), (), at), at) for at in range(70)]
-    assert chosen == [chosen[0]] * 65 + [1 - chosen[0]] * 5
-
-
-def test_dynamo_weighs_prefills_and_different_blocks_that_are_under_way():
-    policy = Dynamo(2, 1)
-    Fleet(2, PROFILES["datacentre"], policy, hint_of)
-
-    def sent(own: int, head: int = 0) -> Execution:
-        execution = Execution(str(own), prompt(own, head), (), 0.0)
-        execution.worker = policy.choose(execution, 0.0)
-        return execution
-
-    first = sent(1, head=3)
-    assert sent(2).worker != first.worker  # 8 blocks there
-    policy.first_token(first)
-    third = sent(3, head=3)  # four blocks to prefill and one to hold there, eight and four here
-    assert third.worker == first.worker
-    policy.first_token(third)
-    policy.ended(first)
-    assert policy._prefill[first.worker] == 0 and len(policy._blocks[first.worker]) == 4
-    policy.ended(third)
-    assert not policy._blocks[first.worker]
-
-
 def test_several_gateways_serve_a_conversation_where_its_states_are_whichever_its_turns_come_to():
     requests = read(AGENTS).sessions[0]
     policy = SeamarkGateways(4, 0, 3)
@@ -287,17 +234,6 @@ def test_several_gateways_serve_a_conversation_where_its_states_are_whichever_it
     assert [done.hit for done in fleet.executions] == [request.shareable // 16 * 16 for request in requests]
     for gateway in policy.gateways:
         assert all(worker.inflight == worker.prefill_tokens == 0 for worker in gateway.workers)
-
-
-def test_requests_through_several_gateways_at_once_spread_as_through_one():
-    trace = read(AGENTS)
-    request, common = trace.sessions[0][0], trace.common()
-    for gateways in (1, 4):
-        fleet = Fleet(8, PROFILES["datacentre"], SeamarkGateways(8, 0, gateways), hint_of)
-        for at in range(8):
-            fleet.send(request.copied(at + 1, common), 1.0 + 0.02 * at)
-        fleet.run(1e9)
-        assert sorted(done.worker for done in fleet.executions) == list(range(8)), gateways
 
 
 @pytest.mark.parametrize("trace", [CONVERSATION, AGENTS])
@@ -319,18 +255,6 @@ def test_the_report_is_the_same_with_the_same_seed(trace, capsys):
             and outcome["first_token_p99"] >= outcome["first_token_p50"] > 0
         )
         assert 1 <= outcome["imbalance"] <= 2
-
-
-def test_the_table_has_a_row_for_each_policy_and_number_of_workers(capsys):
-    flags = [str(AGENTS), "--workers", "1", "--workers", "2", "--users", "1", "--seconds", "60"]
-    assert main([*flags, "--policy", "session", "--policy", "llm-d"]) == 0
-    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert [row for row in rows if row and row[0] in "12"] == [
-        ["1", "session"],
-        ["1", "llm-d"],
-        ["2", "session"],
-        ["2", "llm-d"],
-    ]
 
 
 def test_a_profile_comes_from_a_file_and_a_wrong_one_is_refused(tmp_path, capsys):

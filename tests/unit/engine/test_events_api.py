@@ -343,7 +343,7 @@ def test_lines_are_parts_of_one_answer_that_no_proxy_collects(feed):
     async def send(message):
         sent.append(message)
 
-    query = f"boot={feed.boot}&after=0&wait=0&lines=1".encode()
+    query = f"boot={feed.boot}&after=0&wait=0.000001".encode()
     scope = {"type": "http", "path": PATH, "method": "GET", "query_string": query, "headers": []}
     asyncio.run(EventsEndpoint(None)(scope, None, send))
     head, *lines, end = sent
@@ -377,11 +377,11 @@ def test_an_api_server_beside_others_passes_on_what_the_collecting_process_tells
                 may_go_on.set()
 
         monkeypatch.setenv(events_api.FOLDER, str(tmp_path))
-        scope = {"type": "http", "path": path, "method": "GET", "query_string": b"after=3&lines=1", "headers": []}
+        scope = {"type": "http", "path": path, "method": "GET", "query_string": b"after=3&wait=1", "headers": []}
         server = await asyncio.start_unix_server(collector, tmp_path / events_api.READ_INSIDE)
         async with server:
             await EventsEndpoint(None)(scope, None, send)
-        assert asked_for == [f"GET {path}?after=3&lines=1 HTTP/1.1"]
+        assert asked_for == [f"GET {path}?after=3&wait=1 HTTP/1.1"]
         (tmp_path / events_api.READ_INSIDE).unlink(missing_ok=True)
         await EventsEndpoint(None)(scope, None, send)
         return sent
@@ -461,11 +461,11 @@ def asked_when(query: str) -> float:
 
 @pytest.mark.parametrize(
     ("query", "seconds"),
-    [("", 0.0), ("wait=2.5", 2.5), ("wait=9.999999", 9.999999), ("wait=11", 10.0), ("wait=100000&lines=1", 10.0)],
+    [("", 0.0), ("wait=2.5", 2.5), ("wait=9.999999", 9.999999), ("wait=11", 10.0), ("wait=100000", 10.0)],
 )
 def test_a_read_waits_as_long_as_it_asks_for_and_not_much_longer(feeds, query, seconds):
     assert asked_when(f"boot={feeds.main.boot}&{query}") == pytest.approx(seconds)
-    assert asked_when(f"boot=another&{query}") == (0.0 if "lines" not in query else pytest.approx(seconds))
+    assert asked_when(f"boot=another&{query}") == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -508,9 +508,9 @@ def test_an_answer_says_what_it_is_and_how_long(feeds):
         b"content-type": b"application/json",
         b"content-length": str(len(body["body"])).encode(),
     }
-    head, *_ = sent_by(EventsEndpoint(None), method="GET", query_string=b"lines=1")
+    head, *_ = sent_by(EventsEndpoint(None), method="GET", query_string=b"wait=0.1")
     assert head["status"] == 200 and dict(head["headers"])[b"content-type"] == b"application/x-ndjson"
-    assert sent_by(EventsEndpoint(None), method="GET", query_string=b"lines=2")[0]["headers"] != head["headers"]
+    assert sent_by(EventsEndpoint(None), method="GET", query_string=b"wait=0")[0]["headers"] != head["headers"]
 
 
 def test_beside_what_is_read_there_is_nothing():

@@ -197,7 +197,7 @@ class Python(RecordingWorker):
 
     url: str = URL
     hits: bool = True
-    reports: str | None = f"127.0.0.1:{REPORTS}"
+    reports: str = f"127.0.0.1:{REPORTS}"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"].startswith("/seamark/"):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from proxy.boundaries.boundary import Boundary, Found
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, RESPONSES, Chat
+from proxy.fleet.probe import Probed
 from proxy.fleet.worker import (
     BREAKER_FAILURES,
     MAX_TRIAL_SECONDS,
@@ -21,7 +24,7 @@ from proxy.fleet.worker import (
     Worker,
     prompt_of,
 )
-from proxy.fleet.worker_metrics import EngineInfo
+from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from tests.harness.probed import probed
 
 BODY = {"model": "m"}
@@ -68,9 +71,18 @@ def test_a_salt_that_vllm_refuses_is_left_to_it(salt):
     assert cache.salt({**BODY, "cache_salt": salt}) is None
 
 
-def worker(version: str | None) -> Worker:
-    engine = EngineInfo(version, "0.32.0", match_unit=16, block_size=384) if version is not None else None
-    return Worker("http://w", None, probed=probed("w#1", engine), renderer_ids={"m": b"renderer"})
+FOUND = Found((Boundary("system", b"s", "first:1", 40), Boundary("turn", b"t", -5)), renderer_id=b"renderer")
+
+
+def worker(**metrics: Any) -> Worker:
+    told = WorkerMetrics(**(metrics or {"engine": EngineInfo("0.3.0", "0.32.0", 16, 384)}))
+    return Worker("http://w", None, probed=Probed(metrics=told), renderer_ids={"m": b"renderer"})
+
+
+def test_only_a_worker_with_a_plugin_of_this_release_gets_the_hint():
+    assert worker().hint(FOUND) == ("first:1", -5)
+    other = worker(other_release="update the plugin")
+    assert other.hint(FOUND) == worker(engine=None).hint(FOUND) == () and other.refused == "update the plugin"
 
 
 def test_of_several_engines_behind_an_address_each_ones_feed_tells_its_gate():

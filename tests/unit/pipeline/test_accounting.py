@@ -55,7 +55,7 @@ class Events:
         self.short: list[tuple[Any, ...]] = []
         self.ended: list[tuple[str, str]] = []  # requests of which nothing more is to come, and how
 
-    async def outcome_of(self, worker: Worker, request_id: str, *, urgent: bool) -> EngineOutcome | None:
+    async def outcome_of(self, worker: Worker, request_id: str) -> EngineOutcome | None:
         self.asked += 1
         return await self.said
 
@@ -129,34 +129,6 @@ def scene_of(in_memory) -> Callable[..., Awaitable[Scene]]:
 @pytest.fixture
 async def scene(scene_of) -> Scene:
     return await scene_of(RecordingWorker("http://w"))
-
-
-@pytest.fixture
-async def older(scene_of) -> Scene:
-    """Whose engine says nothing in its answers."""
-    return await scene_of(RecordingWorker("http://w", version="0.2.0"))
-
-
-async def test_a_whole_answer_waits_for_an_older_engine_if_the_gateway_cannot_tell(older):
-    older.events.said.set_result(EngineOutcome("not_worth_it"))
-    sent = {"sent": Prefix(90, 0), "sent_here": True, "held": 80, "predicted": 80}
-    hint = {"hint": (40,)}
-    assert await older.answered(older.request(**sent, **hint), Usage(100, 0)) == "not_worth_it"
-    assert await older.answered(older.request(**sent, **hint), Usage(100, 80)) == "hit"
-    assert await older.answered(older.request(**sent, hint=()), Usage(100, 0)) == "evicted"
-    assert older.events.asked == 1
-
-
-async def test_a_client_that_leaves_meanwhile_leaves_the_request_counted(older):
-    request = older.request(hint=(40,))
-    answering = asyncio.create_task(older.answered(request, Usage(100, 0)))
-    while not older.events.asked:
-        await asyncio.sleep(0)
-    answering.cancel()
-    await asyncio.gather(answering, return_exceptions=True)
-    older.events.said.set_result(EngineOutcome("cold"))
-    await until(lambda: request.record.explanation.reason)
-    assert older.value("seamark_miss_total", model="m", reason="cold") == 1
 
 
 async def test_a_client_that_leaves_while_a_change_is_sought_leaves_the_whole_explanation(scene):
@@ -414,7 +386,22 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
     assert (used["prompt_tokens"], used["cached_tokens"], used["output_tokens"]) == (100, 80, 7)
 
 
-async def test_an_engine_that_cannot_be_asked_leaves_the_gateways_own_reason(older, caplog):
-    older.events.said.set_exception(KeyError("You pilot ships."))
-    assert await older.answered(older.request(hint=(40,)), Usage(100, 0)) == "cold"
+async def test_an_engine_is_asked_of_a_stream_only(scene):
+    scene.events.said.set_result(None)
+    whole, stream = scene.request(), scene.request(is_stream=True)
+    await scene.answered(whole, Usage(100, 0))
+    assert not scene.events.asked and whole.verdict is not None
+    await scene.streamed(stream, Usage(100, 0))
+    await scene.idle.caught_up()
+    await stream.explaining
+    assert scene.events.asked == 1 and stream.verdict is not None
+
+
+async def test_an_engine_that_cannot_be_asked_leaves_the_gateways_own_reason(scene, caplog):
+    scene.events.said.set_exception(KeyError("You pilot ships."))
+    request = scene.request(is_stream=True)
+    await scene.streamed(request, Usage(100, 0))
+    await scene.idle.caught_up()
+    await request.explaining
+    assert request.verdict is not None and request.verdict.reason == "cold"
     assert "asking for request r: KeyError" in caplog.text and "pilot" not in caplog.text

@@ -109,19 +109,15 @@ async def test_what_the_answer_does_not_say_the_engines_report_does(in_memory):
     assert len(one.requests) == len(full.requests) == 1
 
 
-@pytest.mark.parametrize("version", ["0.2.0", "0.3.0"])
-async def test_a_worker_that_says_nothing_of_pins_is_not_asked_again(in_memory, version, monkeypatch):
+async def test_a_worker_that_says_nothing_of_pins_is_not_asked_again(in_memory, monkeypatch):
     monkeypatch.setattr(pinned_prompts, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(engine_events, "PIN_PATIENCE", 0.1)
-    worker = RecordingWorker(version=version, cached=0)
+    worker = RecordingWorker(cached=0)
     own = await in_memory(worker)
     worker.engine._pin = lambda *_: ""  # type: ignore[method-assign]
     assert (await pin(own)).status_code == 200
     await word(own, worker)
-    if version == "0.3.0":
-        assert await word(own, worker) == "not_told" and len(worker.requests) == 1
-    else:
-        assert await word(own, worker) == "no_facts"  # it takes positions alone, of which none is known
+    assert await word(own, worker) == "not_told" and len(worker.requests) == 1
 
 
 async def test_of_a_prompt_that_is_pinned_and_released_nothing_is_warned(own, worker, caplog):

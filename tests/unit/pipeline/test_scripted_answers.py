@@ -223,20 +223,10 @@ async def test_whether_a_worker_takes_any_name_is_learnt_from_answers_that_tell(
     assert len(told) == (learns is not None)  # it may be the response that is not there
 
 
-async def test_how_much_there_is_to_do_is_told_in_a_header_or_in_the_body(scene_of):
-    for reports in (None, "127.0.0.1:1"):
-        own = (await scene_of(1)).own
-        (worker,) = own.gateway.pool.workers
-        engine = replace(worker.engine, reports=reports)
-        worker.probed = replace(worker.probed, metrics=worker.probed.metrics._replace(engine=engine))
-        scene = Scene(own)
-        await scene.post(Said(200, WHOLE))
-        await scene.post(Said(200, b"{}"), body={"model": "m", "input": "x"}, path="/v1/embeddings")
-        told = [(b"x-seamark-load" in headers, b"seamark_load" in body) for _, _, headers, body, _ in scene.asked]
-        assert told == ([(True, False)] * 2 if reports is None else [(False, True), (False, False)])
-        scene.script = [Said(200, b"{}")]
-        await own.get("/v1/other")
-        assert b"x-seamark-load" not in scene.asked[-1][2]
+async def test_how_much_there_is_to_do_is_told_in_a_body_that_carries_hints(scene):
+    await scene.post(Said(200, WHOLE))
+    await scene.post(Said(200, b"{}"), body={"model": "m", "input": "x"}, path="/v1/embeddings")
+    assert [b"seamark_load" in body for _, _, _, body, _ in scene.asked] == [True, False]
 
 
 @pytest.mark.parametrize(

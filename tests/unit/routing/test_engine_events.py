@@ -327,19 +327,6 @@ async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_
         assert part.changes == told
 
 
-async def test_several_api_servers_in_turn_correct_nothing():
-    feed = Feed(old=False)
-    async with following(feed) as (events, prefix_index):
-        feed.tell([], boot="c", reset=True)
-        await until(lambda: len(feed.asked) == 3)
-        feed.tell([], boot="b", reset=True)
-        await until(lambda: events._feeds[WORKER.url].several)
-        prefix_index.record([SYSTEM], WORKER.boot)
-        feed.tell([["cleared"]], boot="c")
-        assert await events.outcome_of(WORKER, "r") is None
-        assert prefix_index.longest((b"s",), [WORKER.boot])
-
-
 async def test_a_busy_feed_is_not_read_more_often_than_allowed(monkeypatch):
     """Time is the event loop's own here: what is counted are reads, not a machine's speed."""
     feed = Feed(old=False)
@@ -383,7 +370,7 @@ async def test_a_stream_that_ends_makes_no_read_of_a_feed_that_is_read_anyway(mo
             feed.tell([["gone", "x"]])
             await asyncio.sleep(0)
         read = len(feed.asked)
-        asking = asyncio.create_task(events.outcome_of(WORKER, "r", urgent=False))
+        asking = asyncio.create_task(events.outcome_of(WORKER, "r"))
         feed.tell([], outcomes=[["r", "evicted", 0]])
         for _ in range(100):
             await asyncio.sleep(0)
@@ -533,7 +520,7 @@ async def test_each_of_several_engines_is_read_by_its_rank_and_says_who_reads():
     events = EngineEvents(feed, PrefixIndex(10**6), IdleWork(), Shelf(Metrics()), gateway_id="ab12")
     await events.outcome_of(WORKER, "r")
     await events.aclose()
-    assert feed.asked[0]["gateway"] == ["ab12"] and "engine" not in feed.asked[0] and "lines" not in feed.asked[0]
+    assert feed.asked[0]["gateway"] == ["ab12"] and "engine" not in feed.asked[0]
 
 
 @pytest.mark.parametrize(("positions", "known"), [(MOST_POSITIONS, True), (MOST_POSITIONS + 1, False)])

@@ -93,18 +93,14 @@ def test_answers_that_differ_are_an_alarm_with_what_is_done_about_it(gateway, hi
 # Warnings.
 
 
-@pytest.mark.parametrize(("version", "is_told"), [("0.2.9", True), ("0.3.0", False), ("0.10.0", False)])
-def test_a_plugin_that_takes_few_hints_is_told(gateway, version, is_told):
-    set_up(gateway.pool.workers[0], metrics=metrics(replace(ENGINE, version=version)))
-    assert [("0.3 or later" in told, version in told) for told in warnings(gateway)] == [(True, True)] * is_told
-    gateway.pool.workers[0].up = False
-    assert warnings(gateway) == []
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"metrics": metrics(replace(ENGINE, refused="two groups"))}, "Worker worker-0 gets no hints: two groups."),
+        (
+            {"metrics": metrics(None)._replace(other_release="update the plugin")},
+            "Worker worker-0 gets no hints: update the plugin.",
+        ),
         (
             {"reports": Reports(why_not="HTTP 404")},
             "What the engine of worker worker-0 reports cannot be read: HTTP 404.",

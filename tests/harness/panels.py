@@ -1,18 +1,13 @@
-"""`python -m tests.bench.panels`: every query of every dashboard panel, answered by a Prometheus after a real run.
+"""Traffic that gives every query of every dashboard panel something to show, and whether each has shown it.
 
-Two engines, one of them with a checkpoint directory, six gateways, and traffic that gives every panel something to
-show. Another gateway stands before workers that only record, since no other pair prefills for each other here: vLLM's
-needs NIXL. Exit status 1 if a query yields nothing but zeros, or values that do not fit the unit of its panel.
+Two engines, one of them with a checkpoint directory, and gateways of every kind. One stands before workers that only
+record, since no other pair prefills for each other here: vLLM's needs NIXL.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import math
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,11 +21,11 @@ from engine_patches.disk.files import SUFFIX
 from proxy.bench.harness.client import CHAT, COMPLETION, open_client, status_of
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.prompts import prose
-from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 from proxy.commands.render_server import free_port
-from tests.bench.dashboards import UNITS, Query, dimension, queries
 from tests.harness.api_keys import bearer, entry
-from tests.harness.prometheus_server import SCRAPE_SECONDS, Prometheus, prometheus
+from tests.harness.dashboards import UNITS, Query, dimension, queries
+from tests.harness.prometheus_server import SCRAPE_SECONDS, Prometheus
 from tests.harness.recording_worker import recording_worker
 
 # What a value of that unit can be in a run like this one; seconds shown as milliseconds would not be. Rates reach from
@@ -51,9 +46,6 @@ ANYTHING = (1e-3, 1e6)
 LINES = {"{{cache}}": 3}
 
 MOST_ROUNDS = 10  # of traffic; on a machine with nothing else to do two or three are enough
-
-# The engine's: room for some ten long prompts, of which each takes many steps.
-TIGHT = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
 
 # The gateways'
 IN_TURN = ("--max-inflight", "3")  # some wait there
@@ -316,36 +308,3 @@ def table(rows: Sequence[Row]) -> str:
     ]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(" ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.panels", description="the dashboards' queries on a real run"
-    )
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of the table")
-    args = parser.parse_args(argv)
-    say = narrator()
-    model = generated_model(say)
-    with tempfile.TemporaryDirectory(prefix="seamark-panels-") as name, Servers(Path(name)) as servers:
-        say("starting two engines")
-        engine = servers.engine("tight", model, flags=TIGHT)
-        engine.wait_until_ready()
-        storing = storing_engine(servers, model, Path(name))
-        gateways = [servers.gateway(engine, flags=flags) for flags in (IN_TURN, (), IN_SHADOW, CAREFUL)]
-        keyed = keyed_gateway(servers, engine, Path(name))
-        with gateway_of_pools(servers) as apart:
-            own = (*gateways, keyed.gateway, storing.gateway, apart)
-            rig = Rig(engine, *gateways, keyed.gateway, storing.gateway, storing.states, apart)
-            for gateway in own:
-                gateway.wait_until_ready("/ready", seconds=60)
-            jobs = {"seamark": (*gateways, keyed.pages, storing.gateway, apart), "vllm": (engine, storing.engine)}
-            rows = proved(prometheus(servers, Path(name), jobs), rig, say)
-    if args.json:
-        print(json.dumps([{**row.query._asdict(), **row._asdict(), "query": row.query.expression} for row in rows]))
-    else:
-        print(table(rows))
-    return 0 if all(row.problem is None for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,20 +1,14 @@
-"""`python -m tests.bench.templates DIR`: what is learnt of every chat template in a folder, on vLLM's own renderer.
+"""Shapes of chats, and what is learnt of a chat template for each, on vLLM's own renderer.
 
-For each shape of chat and nine last texts: an opener leads to where these chats really part or before it, never behind,
-and as many tokens stand behind the last message as were learnt. Classes in which an opener cannot know the place are
-counted apart, with their reason.
+For each shape and nine last texts: an opener leads to where these chats really part or before it, never behind, and as
+many tokens stand behind the last message as were learnt. Classes in which an opener cannot know the place are counted
+apart.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from proxy.boundaries.facts_learner import FactsLearner
@@ -24,7 +18,6 @@ from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, TemplateFa
 from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.chat import CHAT
 from proxy.http.client import Upstream
-from tests.harness.render_models import markers_in, render_server, write_render_model
 
 NEW_CHATS = ("and low tide", "\nOn a line", ")x")
 
@@ -63,24 +56,11 @@ TOOL = {
 
 OTHER_TOOL = {**TOOL, "function": {**TOOL["function"], "name": "wind"}}
 
-NAMED = 4  # shapes in one line of the report
-
 Verdict = Literal["exact", "1 before", "2..24 before", "far before", "behind", "not known", "not found"]
 
-VERDICTS: tuple[Verdict, ...] = ("exact", "1 before", "2..24 before", "far before", "behind", "not known", "not found")
-
-
-class Excuse(NamedTuple):
-    """Why a class of chats has no exact position, as a part of the shape's name; behind it may none be."""
-
-    shape: str
-    reason: str
-
-
-EXCUSES = (
-    Excuse("name", "a template may write the name in place of the role"),
-    Excuse("two parts", "an opener leads to the message's first part"),
-)
+# Parts of the names of shapes that have no exact position: a template may write the name in place of the role, and an
+# opener leads to a message's first part.
+EXCUSED = ("name", "two parts")
 
 
 class Cell(NamedTuple):
@@ -96,8 +76,9 @@ class Cell(NamedTuple):
     refused: bool = False  # the template does not take such a chat
 
     @property
-    def excuse(self) -> Excuse | None:
-        return next((excuse for excuse in EXCUSES if excuse.shape in self.shape), None)
+    def is_excused(self) -> bool:
+        """Whether its places need not be exact; behind them none may lead."""
+        return any(part in self.shape for part in EXCUSED)
 
 
 class Family(NamedTuple):
@@ -353,67 +334,11 @@ async def check_templates(url: str, templates: Mapping[str, str], tokenizer: str
 
 
 def total(cells: Sequence[Cell]) -> dict[str, Counter[str]]:
-    """Verdicts by class: openers of shapes that have no excuse, each excused class, starts of new chats, ends."""
+    """Verdicts by class: openers and starts of new chats, of shapes that are not excused, and ends of all."""
     classes: dict[str, Counter[str]] = {"last:": Counter(), "first:": Counter(), "ends": Counter()}
     for cell in cells:
-        name = "last:" if cell.excuse is None else f"last: in {cell.excuse.shape!r}"
-        classes.setdefault(name, Counter()).update(cell.last)
-        if cell.excuse is None:
-            classes["first:"].update(cell.first)
         classes["ends"].update(cell.ends)
+        if not cell.is_excused:
+            classes["last:"].update(cell.last)
+            classes["first:"].update(cell.first)
     return classes
-
-
-def report(cells: Sequence[Cell]) -> str:
-    """What is wrong or missing by template and tokenizer, and the sums by tokenizer."""
-    lines = []
-    for name in dict.fromkeys((cell.template, cell.tokenizer) for cell in cells):
-        own = [cell for cell in cells if (cell.template, cell.tokenizer) == name]
-        counts = f"{sum(cell.refused for cell in own)} shapes refused, {sum(bool(cell.wrong) for cell in own)} WRONG"
-        lines.append(f"{name[0]:<34}{name[1]:<9}{counts}")
-        lines += [f"    {cell.shape}: {wrong}" for cell in own for wrong in cell.wrong]
-        for words in ("last", "first"):
-            for verdict in VERDICTS[2:]:
-                shapes = {cell.shape: getattr(cell, words).get(verdict) for cell in own}
-                if there := {shape: number for shape, number in shapes.items() if number}:
-                    named = "; ".join(list(there)[:NAMED]) + ("; ..." if len(there) > NAMED else "")
-                    lines.append(f"    {words}: {verdict} in {sum(there.values())} prompts ({named})")
-    for tokenizer in dict.fromkeys(cell.tokenizer for cell in cells):
-        lines.append(f"\n{tokenizer}")
-        for name, verdicts in total([cell for cell in cells if cell.tokenizer == tokenizer]).items():
-            lines.append(f"  {name:<24}{_counts(verdicts)}")
-    return "\n".join(lines)
-
-
-def _counts(verdicts: Mapping[Any, int]) -> str:
-    prompts = sum(verdicts.values())
-    return ", ".join(f"{name} {number} ({100 * number / prompts:.1f} %)" for name, number in verdicts.items())
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.templates", description="positions by a folder of templates"
-    )
-    parser.add_argument("dir", type=Path, metavar="DIR", help="a folder with chat templates, *.jinja")
-    parser.add_argument("--only", metavar="NAME", default="", help="templates whose name holds this")
-    parser.add_argument("--json", action="store_true", help="print every cell instead of the table")
-    args = parser.parse_args(argv)
-    paths = [path for path in sorted(args.dir.glob("*.jinja")) if args.only in path.name]
-    if not paths:
-        parser.error(f"DIR: no {args.only}*.jinja in {args.dir}")
-    templates = {path.stem: path.read_text() for path in paths}
-    from proxy.bench.harness.servers import generated_model
-
-    config = generated_model(lambda text: print(text, file=sys.stderr)) / "config.json"
-    cells: list[Cell] = []
-    with tempfile.TemporaryDirectory(prefix="seamark-templates-") as folder:
-        for tokenizer, markers in (("special", markers_in(templates.values())), ("plain", [])):
-            model = write_render_model(Path(folder) / tokenizer, config, markers)
-            with render_server(model) as url:
-                cells += asyncio.run(check_templates(url, templates, tokenizer))
-    print(json.dumps([cell._asdict() for cell in cells], indent=1) if args.json else report(cells))
-    return int(any(cell.wrong for cell in cells))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

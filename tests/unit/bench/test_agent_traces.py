@@ -1,50 +1,13 @@
-"""`tests.bench`: what `agent_turns` and `agent_traces` make of runs."""
+"""`tests.bench.agent_traces`: what it makes of recorded requests and of runs."""
 
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
-
-import pytest
 
 from proxy.bench.harness.servers import MODEL_NAME
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
-from proxy.chat.reader import chat_request
-from tests.bench import agent_traces, agent_turns
-from tests.bench.agent_turns import SHAPES, Turn, body_of, rows, steps
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_a_conversation_grows_by_two_kilobytes_a_turn_and_continues_itself(shape):
-    made = steps(9, seed=1)
-    bodies = [body_of(shape, made[:number]) for number in range(1, 10)]
-    sizes = [len(json.dumps(body)) for body in bodies]
-    assert all(1_900 < later - earlier < 2_800 for earlier, later in itertools.pairwise(sizes))
-    lists = [body["input" if shape.path == RESPONSES else "messages"] for body in bodies]
-    assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(lists))
-
-
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.path == CHAT], ids=lambda shape: shape.name)
-def test_a_conversation_is_a_chat_that_the_gateway_reads(shape):
-    chat = chat_request(body_of(shape, steps(9, seed=1)))
-    assert [role for role in chat.roles if role == "system"] == ["system"] and chat.roles[-1] in ("tool", "user")
-
-
-def test_the_turns_around_a_size_are_put_together_without_the_first():
-    turns = [Turn(4_000 + 2_000 * number, 0.001, 0.001 + 0.0001 * number, 0.02) for number in range(200)]
-    turns[0] = turns[0]._replace(through=9.0)
-    found = {row.size: row for row in rows("chats", turns)}
-    assert list(found) == list(agent_turns.SIZES)
-    assert found[4_000].added.upper < 0.002 and found[4_000].held
-    assert 0.017 < found[40_000].added.median / 0.1 < 0.02
-    assert not found[400_000]._replace(limit=0.019).held and found[400_000].held
-
-
-def test_a_render_on_a_turn_is_not_held():
-    row = rows("chats", [Turn(4_000, 0.001, 0.002, 0.02)] * 3)
-    assert agent_turns.Result("chats", 3, 60, 0, 0, row).held
-    assert not agent_turns.Result("chats", 3, 60, 0, 1, row).held
+from tests.bench import agent_traces
 
 
 def replayed(ids, before, delivered, reason="hit", plain=0, number=0):
