@@ -19,9 +19,7 @@ import pytest
 import yaml
 
 from engine_patches.commands import worker
-from proxy.routing.redis_sync import STREAM_BYTES
 from proxy.settings import Settings
-from proxy.version import version
 from tests.deploy.compose_files import DEPLOY
 from tests.harness import custom_resources, helm
 from tests.harness.kubernetes_schemas import complaints
@@ -137,12 +135,6 @@ def test_the_definitions_of_custom_resources_take_them():
     assert "timeouts/request" in said[0] and "selector" in said[1]
 
 
-def test_a_misspelt_field_in_a_template_would_be_seen():
-    deployment = rendered()["Deployment", "seamark-gateway"]
-    (wrong,) = complaints({**deployment, "spec": {**deployment["spec"], "replcias": 2}})
-    assert "replcias" in wrong
-
-
 def test_every_selector_finds_pods_and_every_port_is_theirs(objects):
     assert {each["metadata"]["namespace"] for each in objects.values()} == {"seamark"}
     for pod in pods(objects).values():
@@ -238,16 +230,6 @@ def test_a_pod_can_do_little(objects):
             )
             assert given["allowPrivilegeEscalation"] is False
             assert given["seccompProfile"] == {"type": "RuntimeDefault"}
-
-
-def test_redis_has_room_for_64_workers_streams_and_lets_the_oldest_go():
-    redis = container(rendered(), "redis")
-    given = dict(zip(redis["args"][1::2], redis["args"][2::2], strict=True))
-    megabytes = int(given["--maxmemory"].removesuffix("mb"))
-    # One stream is that of positions.
-    assert megabytes * 2**20 >= 65 * STREAM_BYTES and given["--maxmemory-policy"] == "volatile-ttl"
-    assert int(redis["resources"]["limits"]["memory"].removesuffix("Mi")) > megabytes
-    assert (given["--save"], given["--appendonly"]) == ("", "no")
 
 
 def test_beside_its_gateway_a_worker_listens_to_that_alone():
@@ -365,11 +347,6 @@ def test_every_value_is_in_the_schema_and_helm_finds_nothing_to_complain_about()
         assert helm.lint(CHART, flags) == ""
 
 
-def test_the_chart_is_of_this_version():
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert chart["version"] == chart["appVersion"] == version()
-
-
 def test_dashboards_alerts_and_models_are_those_of_this_repository():
     objects = rendered("--set", "dashboards.enabled=true,serviceMonitor.enabled=true,worker.modelFile=qwen3.8-27b.yaml")
     dashboards = {
@@ -396,28 +373,6 @@ def test_settings_come_through_as_they_were_written():
     given = given_to_gateway(rendered(*flags))
     assert given["memory_bytes"] == "268435456" and given["heartbeat"] == "0.5"
     assert given["shadow"] == "true" and given["max_queue"] == "0" and given["redis"] == "redis://a:1/0"
-
-
-def test_a_worker_gets_its_gpus_beside_what_else_it_asks_for():
-    flags = ("--set", "worker.gpus=2,worker.resources.limits.memory=100Gi,worker.resources.requests.cpu=4")
-    asked = container(rendered(*flags), "worker")["resources"]
-    assert asked == {"limits": {"nvidia.com/gpu": 2, "memory": "100Gi"}, "requests": {"cpu": 4}}
-    assert container(rendered("--set", "worker.gpus=0"), "worker")["resources"] == {}
-
-
-def test_a_registry_and_a_tag_go_to_the_images_of_this_project_alone():
-    objects = rendered(
-        "--set", "images.registry=registry.example/us/,images.tag=0.3.0,plugin.from=init,gateway.secret=keys"
-    )
-    assert container(objects, "gateway")["image"] == "registry.example/us/seamark-gateway:0.3.0"
-    assert container(objects, "plugin")["image"] == "registry.example/us/seamark-plugin:0.3.0"
-    assert (
-        container(objects, "worker")["image"] == yaml.safe_load((CHART / "values.yaml").read_text())["images"]["vllm"]
-    )
-    assert container(objects, "redis")["image"] == "redis:7"
-    assert {"name": "secret", "mountPath": "/etc/seamark", "readOnly": True} in container(objects, "gateway")[
-        "volumeMounts"
-    ]
 
 
 @pytest.mark.parametrize(

@@ -85,25 +85,6 @@ def test_clients_beyond_the_descriptors_are_refused_and_no_worker_is_blamed(flee
         assert " is down" not in gateway.log.read_text()
 
 
-def test_health_is_answered_beyond_the_limit(fleet, worker):
-    gateway = limited_gateway(fleet, worker, flags=("--max-connections", "4"))
-
-    async def crowd() -> tuple[Response | None, Response | None]:
-        clients = [await Connection.open(gateway) for _ in range(4)]
-        assert {answer.status for answer in [await ask(client) for client in clients] if answer} == {200}
-        health = await Connection.open(gateway)
-        await health.send(request("GET", "/health", {}))
-        well, refused = await health.response(), await ask(await Connection.open(gateway))
-        for client in clients:
-            client.close()
-        return well, refused
-
-    well, refused = asyncio.run(crowd())
-    assert well is not None and (well.status, well.headers["connection"]) == (200, "close")
-    assert refused is not None and (refused.status, refused.headers["connection"]) == (503, "close")
-    assert "max_connections" in json.loads(refused.body)["error"]["message"]
-
-
 def test_a_gateway_without_a_descriptor_left_blames_no_worker(fleet):
     with raw_worker(lambda body, served: whole()) as worker:
         gateway = limited_gateway(fleet, worker, flags=("--health-interval", "60"))

@@ -92,16 +92,6 @@ async def test_a_restarted_worker_is_tried_again(in_memory):
     assert worker.drafting.commands == ["open:engine-2"]
 
 
-async def test_a_second_gateway_finds_what_the_first_one_decided(in_memory):
-    worker = RecordingWorker(drafting=DraftingEngine(), ahead=1)
-    first = await in_memory(worker, **OFTEN)
-    await first.shows(lambda status: state(status) == "open")
-    second = await in_memory(worker, **OFTEN)
-    await second.shows(lambda status: state(status) == "open")
-    await second.post(chat("one"))
-    assert hinted(worker)[-1] and len(worker.drafting.commands) == 1
-
-
 async def test_two_gateways_come_to_one_verdict(in_memory):
     worker = RecordingWorker(drafting=DraftingEngine(), ahead=1)
     gateways = [await in_memory(worker, **OFTEN) for _ in range(2)]
@@ -123,20 +113,6 @@ async def test_a_worker_that_is_never_idle_is_tried_beside_its_clients(in_memory
     held.leave()
 
 
-async def test_without_a_turn_a_busy_worker_is_left_alone(in_memory, worker):
-    worker.drafting, worker.ahead, worker.held_text = DraftingEngine(), 1, b"held"
-    gateway = await in_memory(worker, **OFTEN)
-    worker.hold.set()
-    held = gateway.opened(chat("held"))
-    await gateway.shows(lambda status: status["workers"][0]["inflight"] == 1)
-    other = RecordingWorker(drafting=DraftingEngine(), ahead=1)
-    idle = await in_memory(other, **OFTEN)
-    await idle.shows(lambda status: state(status) == "open")
-    assert worker.drafting.state == "trial"
-    worker.hold.clear()
-    held.leave()
-
-
 async def test_clients_cannot_try_or_judge_drafts(in_memory, worker):
     gateway = await in_memory(worker)
     await gateway.post(chat("one", vllm_xargs={"seamark_trial": 1, "seamark_drafts": "open:engine-1", "a": 1}))
@@ -145,14 +121,6 @@ async def test_clients_cannot_try_or_judge_drafts(in_memory, worker):
     form = b'--x\r\ncontent-disposition: form-data; name="vllm_xargs"\r\n\r\n{"seamark_drafts": "open:1"}\r\n--x--\r\n'
     answer = await gateway.post(form, "/v1/audio/transcriptions", content_type="multipart/form-data; boundary=x")
     assert answer.status_code == 400
-
-
-async def test_a_worker_that_drafts_with_the_switch_on_gets_hints_at_once_and_an_older_plugin_as_before(in_memory):
-    for drafting in (DraftingEngine(state="on"), None):
-        worker = RecordingWorker(drafting=drafting, ahead=1)
-        gateway = await in_memory(worker)
-        await gateway.post(chat("one"))
-        assert hinted(worker) == [True]
 
 
 async def test_a_loss_behind_clients_hits_has_the_same_prompts_tried_and_closes_hints_alone(in_memory, caplog):

@@ -162,14 +162,6 @@ def test_a_client_that_leaves_before_its_answer_frees_the_worker(fleet, worker, 
     assert worker.gone.wait(30)
 
 
-@pytest.mark.parametrize("front", FRONT_PROXIES)
-def test_the_gateways_own_pages_are_not_for_clients(fleet, worker, tmp_path, front):
-    server = front(fleet, tmp_path, start_gateway(fleet, worker).url)
-    for path in ("/metrics", "/ui", "/seamark/status"):
-        assert httpx.get(server.url + path).status_code == 404
-    assert httpx.get(server.url + "/v1/models").status_code == 200
-
-
 def test_the_files_are_valid_as_they_are(tmp_path):
     key, certificate, both = (tmp_path / name for name in ("tls.key", "tls.crt", "tls.pem"))
     made = ["-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x", "-keyout", str(key), "-out", str(certificate)]

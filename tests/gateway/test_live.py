@@ -7,7 +7,6 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 
 import httpx
@@ -15,13 +14,11 @@ import pytest
 
 from proxy.commands.render_server import free_port
 from proxy.observability import reasons
-from proxy.observability.explanations import Explanation, Explanations
 from proxy.observability.reasons import REASON_TEXT
 from proxy.server import live_page
-from proxy.server.status import MOST_REQUESTS
 from tests.harness.api_keys import bearer, entry
-from tests.harness.fake_engine import VERSION, template
-from tests.harness.gateways import CHAT, SYSTEM, OwnGateway, chat, compared, own_gateway, told
+from tests.harness.fake_engine import template
+from tests.harness.gateways import CHAT, SYSTEM, OwnGateway, chat, own_gateway, told
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.waiting import wait_for
 
@@ -51,19 +48,6 @@ def ask(own: OwnGateway, body: dict, request_id: str) -> httpx.Response:
     return httpx.post(own.url + CHAT, content=json.dumps(body), headers={"x-request-id": request_id}, timeout=30)
 
 
-def test_a_gateway_without_requests_is_told_as_such(own, worker):
-    told = live(own)
-    assert (told["alarms"], told["warnings"], told["requests"], told["inflight"], told["queued"]) == ([], [], [], 0, 0)
-    assert told["efficiency"] == {"now": None, "hour": None, "minutes": [None] * 60}
-    assert told["redis"] == {"state": "off"} and told["self_check"] is None
-    (only,) = told["workers"]
-    assert only["name"] == worker.url.removeprefix("http://") and only["up"] and only["models"] == ["m"]
-    sizes = {"match_unit": 16, "block_size": 384, "ahead": 0}
-    beside = {"connector": "", "lane": "", "refused": "", "reports": None, "drafts": ""}
-    assert only["engine"] == {"version": VERSION, "vllm": "0.32.0", **sizes, **beside}
-    assert 0 <= told["now"] - told["since"] < 60
-
-
 def test_requests_are_told_newest_first_with_what_they_got(own, worker):
     worker.cached = 0
     ask(own, chat("one"), "first")
@@ -89,25 +73,6 @@ def test_requests_are_told_newest_first_with_what_they_got(own, worker):
         "changed": 0,
     }
     assert figures["changing"] is None
-
-
-def test_text_that_changes_early_is_told_with_what_it_cost_and_its_cure(own, worker):
-    worker.cached = 0
-    for day in (22, 23):
-        words = {"role": "system", "content": f"Today is {date.today():%Y}-11-{day}. " + "You are a pilot. " * 60}
-        ask(own, {"model": "m", "messages": [words, {"role": "user", "content": f"What of {day}?"}]}, str(day))
-        told(worker)
-    figures = live(own)
-    changed = figures["requests"][0]["changed"]
-    hour = figures["sums"]["hour"]
-    assert hour["changed"] == changed["lost"] > hour["shareable"]
-    common = hour["shareable"] + changed["lost"]
-    assert figures["changing"] == {
-        "lost": changed["lost"],
-        "common": common,
-        "text": changed["text"],
-        "cure": changed["cure"],
-    }
 
 
 def test_one_that_is_under_way_has_no_status_and_one_that_failed_has_its_own(own, worker):
@@ -151,29 +116,6 @@ def test_a_worker_that_ends_is_an_alarm_and_one_that_never_answered_too(worker):
             assert first.startswith(f"Worker {name} is down: ") and "not served" not in first
 
 
-def test_a_worker_without_the_plugin_is_a_warning():
-    with recording_worker(patched=False) as worker, own_gateway(worker) as own:
-        wait_for(lambda: not live(own)["alarms"])
-        (warning,) = live(own)["warnings"]
-        assert f"seamark doctor --worker {worker.url}" in warning and live(own)["workers"][0]["engine"] is None
-
-
-def test_answers_that_differ_are_an_alarm_and_hints_that_are_off_a_warning(worker):
-    with own_gateway(worker, self_check_interval=60) as own:
-        wait_for(lambda: not live(own)["alarms"])
-        compared(own, 130, 0, False)
-        assert live(own)["self_check"] == {"checked": 130, "differs": 0, "hints_off": False, "cache_off": False}
-        assert not live(own)["alarms"] and not live(own)["warnings"]
-        compared(own, 130, 2, True)
-        (alarm,) = live(own)["alarms"]
-        assert alarm.startswith("Answers differ") and "130" in alarm and "Hints are off" in alarm
-        own.gateway.pool.workers[0].cache.cache_allowed = False
-        assert live(own)["alarms"][0].endswith("nothing is taken from the cache.")
-        own.gateway.pool.workers[0].cache.restore()
-        compared(own, 130, 0, True)
-        assert live(own)["warnings"] == ["Hints are off."] and not live(own)["alarms"]
-
-
 def test_no_prompt_text_is_told_and_halves_of_characters_break_nothing(own, worker):
     for question in ("secret tide", "secret ebb"):
         messages = [
@@ -184,14 +126,6 @@ def test_no_prompt_text_is_told_and_halves_of_characters_break_nothing(own, work
     answer = httpx.get(own.url + "/seamark/live")
     assert answer.json()["requests"][0]["request_id"] == "x"
     assert not re.search("secret|tide|ebb|harbour|speech", answer.text)
-
-
-def test_the_last_ones_are_bounded():
-    explanations = Explanations()
-    for number in range(MOST_REQUESTS + 7):
-        explanations.begin(str(number), None, lambda _, name=str(number): Explanation(name, CHAT))
-    newest = explanations.newest(MOST_REQUESTS)
-    assert [told.request_id for told in newest] == [str(n) for n in range(MOST_REQUESTS + 6, 6, -1)]
 
 
 def test_every_reason_has_words_and_every_word_a_reason():
@@ -213,19 +147,3 @@ def test_the_page_needs_no_key_and_its_figures_need_an_operators(worker, tmp_pat
         assert httpx.get(own.url + "/seamark/live").status_code == 401
         assert httpx.get(own.url + "/seamark/live", headers=bearer("ann")).status_code == 403
         assert live(own, headers=bearer("root"))["workers"]
-
-
-def test_the_page_is_where_the_other_pages_for_operators_are(worker):
-    port = free_port()
-    with own_gateway(worker, admin_port=port) as own:
-        for path in ("/ui", "/ui/", "/seamark/live"):
-            assert httpx.get(own.url + path).status_code == 404
-            assert httpx.get(f"http://127.0.0.1:{port}{path}", follow_redirects=True).status_code == 200
-
-
-def test_a_redis_that_does_not_answer_is_a_warning(worker):
-    with own_gateway(worker, redis=f"redis://127.0.0.1:{free_port()}") as own:
-        wait_for(lambda: live(own)["warnings"] and not live(own)["alarms"])
-        told = live(own)
-        assert told["warnings"][0].startswith("Redis does not answer") and told["redis"]["state"] == "down"
-        assert not told["alarms"]
