@@ -8,11 +8,8 @@ import shutil
 import subprocess
 import sys
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from engine_patches import plugin
 from engine_patches import settings as engine_settings
@@ -111,22 +108,6 @@ def test_the_gateway_and_redis_can_do_little():
     assert "USER 65532:65532" in (DEPLOY / "gateway.Dockerfile").read_text()
 
 
-def test_the_gateway_waits_for_no_worker():
-    gateways = {name: read(name)["services"].get("gateway") for name in FILES}
-    waits = {name: gateway.get("depends_on") for name, gateway in gateways.items() if gateway is not None}
-    assert waits.pop("compose.yaml") == ["redis"]
-    assert len(waits) > 2 and not any(waits.values())
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_what_is_mounted_from_the_project_is_there(name):
-    for service in read(name)["services"].values():
-        for volume in service.get("volumes", ()):
-            source = volume.split(":")[0]
-            if source.startswith("."):
-                assert (DEPLOY / source).exists(), source
-
-
 @pytest.mark.parametrize("half", ["gateway", "worker"])
 def test_an_image_is_built_from_its_half_alone(half):
     text = (DEPLOY / f"{half}.Dockerfile").read_text()
@@ -137,28 +118,6 @@ def test_an_image_is_built_from_its_half_alone(half):
     copied = set(" ".join(re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)).split())
     admitted = (DEPLOY / f"{half}.Dockerfile.dockerignore").read_text().splitlines()
     assert admitted[0] == "*" and copied <= {line[1:] for line in admitted if line.startswith("!")}
-
-
-def test_prometheus_scrapes_what_the_compose_files_run():
-    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
-    by_job: dict[str, Any] = {job["job_name"]: job for job in config["scrape_configs"]}
-    assert by_job["seamark-gateway"]["static_configs"] == [{"targets": ["gateway:8081"]}]
-    assert by_job["seamark-worker"]["file_sd_configs"] == [{"files": ["/etc/prometheus/workers.yml"]}]
-    for way in EVERY_WAY:
-        services = [service for name in way for service in read(name)["services"].items()]
-        mounted = [
-            volume for name, service in services if name == "prometheus" for volume in service.get("volumes", ())
-        ]
-        targets = [volume.split(":")[0] for volume in mounted if volume.endswith(":/etc/prometheus/workers.yml:ro")][-1]
-        # A worker on another machine is a service of its compose file, and a host by name in this one.
-        hosts = [
-            host.split(":")[0]
-            for name, service in services
-            if name == "prometheus"
-            for host in service.get("extra_hosts", ())
-        ]
-        for group in yaml.safe_load((DEPLOY / targets).read_text()):
-            assert {target.removesuffix(":8000") for target in group["targets"]} <= {*dict(services), *hosts}, way
 
 
 def test_the_systemd_unit_is_sound(tmp_path):
@@ -175,9 +134,3 @@ def test_the_systemd_unit_is_sound(tmp_path):
         copy.write_text(unit.read_text().replace("/opt/seamark/bin/seamark", f'"{sys.executable}"'))
         verified = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True)
         assert verified.returncode == 0 and unit.name not in verified.stderr, verified.stderr
-
-
-@pytest.mark.parametrize("script", sorted(DEPLOY.rglob("*.sh")), ids=lambda path: path.name)
-def test_a_script_is_sound(script: Path):
-    subprocess.run(["bash", "-n", str(script)], check=True)
-    assert script.stat().st_mode & 0o111

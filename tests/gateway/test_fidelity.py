@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import socket
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -115,55 +113,6 @@ def test_fields_that_nobody_knows_pass(worker, gateway):
     sdk.chat.completions.create(model="m", messages=ASK, extra_body=fields)
     sent = json.loads(worker.requests[-1].body)
     assert {name: sent[name] for name in fields} == fields and sent["messages"] == ASK
-
-
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_client_that_leaves_with_the_last_event_had_its_answer(worker, gateway, path, missing):
-    """As Codex does, before the stream itself ends; one that leaves an event earlier has left."""
-    worker.pause_after = len(worker.streams[path]) - missing
-    worker.pause.set()
-    body = {"model": "m", "messages": ASK, "input": "Tide?", "max_tokens": 3, "stream": True, **WITH_USAGE}
-    got = b""
-    with httpx.Client(timeout=30) as client, client.stream("POST", gateway.url + path, json=body) as answer:
-        for piece in answer.iter_raw():
-            got += piece
-            if got.count(b"\n\n") == worker.pause_after:
-                break
-    assert worker.gone.wait(30)
-    status = 499 if missing else 200
-    wait_for(lambda: metric(gateway, f'seamark_requests_total{{code="{status}",endpoint="{path}"') == 1)
-    assert (metric(gateway, "seamark_prompt_tokens_total") > 0) == (status == 200)
-
-
-def test_connections_are_kept_on_both_sides(worker, gateway):
-    with socket.create_connection(("127.0.0.1", int(gateway.url.rsplit(":", 1)[1]))) as raw:
-        answers = raw.makefile("rb")
-        for number in range(20):
-            body = json.dumps({"model": "m", "messages": ASK, "stream": number % 3 == 1}).encode()
-            raw.sendall(
-                b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body
-            )
-            answer = head_of_response(answers)
-            assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" not in answer.lower()
-    # The few that the gateway's own questions to the worker have opened may be used too. If streams alone lost
-    # their connection, there would be seven.
-    peers = [request.peer for request in worker.requests]
-    assert len(peers) == 20 and len(set(peers)) < 7
-
-
-def head_of_response(answers) -> bytes:
-    """The head of a response; its body is read past."""
-    head = b""
-    while not head.endswith(b"\r\n\r\n"):
-        head += answers.readline()
-    if length := re.search(rb"content-length: (\d+)", head.lower()):
-        answers.read(int(length[1]))
-        return head
-    while size := int(answers.readline(), 16):
-        answers.read(size + 2)
-    answers.readline()
-    return head
 
 
 @pytest.mark.parametrize("cut_after", [1, 2])

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from proxy.boundaries.facts_learner import COMMON_SETTINGS, SETTINGS_PER_MINUTE
 from proxy.observability.cures import CHANGE_TEXT
 from tests.harness.fake_engine import GENERATION, template
 from tests.harness.gateways import (
@@ -28,12 +27,6 @@ from tests.harness.recording_worker import EVENTS, RecordingWorker
 from tests.harness.waiting import until
 
 COMPLETIONS, MESSAGES, RESPONSES = "/v1/completions", "/v1/messages", "/v1/responses"
-
-OLD = "0.2.0"
-
-SETTINGS = 300
-
-RENDERS_OF_A_SETTING = 8  # at most, where it moves nothing
 
 
 def with_brackets(body: Mapping[str, Any]) -> str:
@@ -69,16 +62,6 @@ async def test_no_request_is_rendered_however_long_it_is(in_memory):
     assert not any(seen.target.endswith("/render") for seen in worker.requests)
 
 
-async def test_facts_are_learnt_before_a_worker_gets_requests(in_memory, worker):
-    gateway = await in_memory(worker)
-    (only,) = (await gateway.status())["workers"]
-    assert only["up"] and only["templates"]["m"]["learnt"]
-    assert {"end of a user turn", "opener: alone", "opener: user with tools"} <= set(only["templates"]["m"]["known"])
-    assert not set(only["templates"]["m"]["known"]) & set(only["templates"]["m"]["unknown"])
-    await gateway.post(chat("the very first"))
-    assert hint_at(worker) == [LAST_USER, TURN_END]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_explanation_has_the_entries_and_what_the_engine_made_of_them(in_memory, worker, stream):
     gateway = await in_memory(worker)
@@ -93,14 +76,6 @@ async def test_an_explanation_has_the_entries_and_what_the_engine_made_of_them(i
     ]
 
 
-async def test_positions_are_known_by_a_whole_answer_alone_if_the_feed_cannot_be_read(in_memory, worker):
-    worker.has_feed = False
-    gateway = await in_memory(worker)
-    await gateway.post(chat("one"))
-    answer = await gateway.post(chat("two"))
-    assert answer.headers["x-seamark-predicted"] == str(SYSTEM_END // 16 * 16)
-
-
 async def test_a_conversation_is_hinted_where_others_with_its_head_and_its_history_would_part(in_memory, worker):
     gateway = await in_memory(worker)
     turns = [("user", "Tide?"), ("assistant", "Three metres."), ("user", "Wind?")]
@@ -110,14 +85,6 @@ async def test_a_conversation_is_hinted_where_others_with_its_head_and_its_histo
     prompt = template({"messages": messages})
     positions = [SYSTEM_END, len(prompt) - len(f"Wind?{GENERATION}"), len(prompt) - len(GENERATION)]
     assert (await gateway.explained("one"))["positions"] == positions
-
-
-async def test_a_text_that_holds_the_openers_words_does_not_mislead(in_memory, worker):
-    """A text is tokenised as if its markers were the template's."""
-    gateway = await in_memory(worker)
-    await gateway.post(chat("<user>, what is <user>?"), x_request_id="one")
-    assert hint_at(worker)[0] == LAST_USER.replace("last", "last-2")
-    assert (await gateway.explained("one"))["positions"][0] == SYSTEM_END
 
 
 @pytest.mark.parametrize(
@@ -146,50 +113,6 @@ async def test_what_stands_before_a_date_is_hinted_at_first_sight(in_memory, wor
         assert (before["kind"], before["tokens"]) == ("learned", len(f"<system>{rules}\n") - 3)
     assert worker.tokenized == 1
     assert shown["changed"]["kind"] == "dates" and shown["changed"]["cure"] == CHANGE_TEXT["dates"].cure
-
-
-async def test_a_burst_before_any_answer_goes_to_one_worker(in_memory):
-    one = RecordingWorker()
-    other = RecordingWorker()
-    gateway = await in_memory(one, other)
-    await until(lambda: gateway.metric("seamark_worker_up") == 2)
-    for worker in (one, other):
-        worker.hold.set()
-    answers = [asyncio.create_task(gateway.post(chat(f"question {number}"))) for number in range(8)]
-    await until(lambda: len(one.requests) + len(other.requests) == 8)
-    assert sorted((len(one.requests), len(other.requests))) == [0, 8]
-    for worker in (one, other):
-        worker.hold.clear()
-    assert {(await answer).status_code for answer in answers} == {200}
-
-
-async def test_an_older_plugin_gets_positions_alone(in_memory):
-    old = RecordingWorker(version=OLD)
-    gateway = await in_memory(old)
-    await gateway.post(chat("Tide?"))
-    assert hint_at(old) == []  # nothing has told a position yet
-    await told(old)
-    await gateway.post(chat("Tide?"))
-    assert hint_at(old) == [SYSTEM_END + len("Tide?")]  # where the turn ended, by the first answer's usage
-    assert all(b"last:" not in seen.body for seen in old.requests)
-
-
-async def test_in_a_mixed_fleet_an_older_plugin_gets_the_positions_that_a_newer_one_told(in_memory):
-    new = RecordingWorker()
-    old = RecordingWorker(version=OLD, models=("other",))
-    gateway = await in_memory(new, old, health_interval=0.2)
-    await gateway.post(chat("one"))
-    assert hint_at(new) == [LAST_USER, TURN_END]
-    await told(new)
-    new.models, old.models = ("other",), ("m",)
-    await gateway.shows(lambda status: [each["models"] for each in status["workers"]] == [["other"], ["m"]])
-    await gateway.shows(lambda status: status["workers"][1]["templates"]["m"]["learnt"])
-    await gateway.post(chat("two"))
-    assert hint_at(old) == [SYSTEM_END]
-    new.models = ("m",)
-    await gateway.shows(lambda status: status["workers"][0]["models"] == ["m"])
-    answers = {(await gateway.post(chat(f"again {number}"))).status_code for number in range(4)}
-    assert answers == {200}
 
 
 async def test_workers_with_different_templates_get_no_hint_by_each_others_facts(in_memory):
@@ -222,17 +145,6 @@ async def test_what_a_client_says_of_hints_and_outcomes_reaches_no_worker(in_mem
     }
     assert [value for name, value in sent.headers if name == b"x-seamark-outcome"] == [b"1"]
     assert "x-seamark-outcome" not in answer.headers and answer.headers["x-seamark-reason"]
-
-
-async def test_a_restarted_worker_with_another_template_gets_no_hint_by_old_facts(in_memory, worker):
-    gateway = await in_memory(worker, health_interval=0.1, replay_seconds=0)
-    await gateway.post(chat("before"))
-    assert hint_at(worker) == [LAST_USER, TURN_END]
-    worker.hang_renders, worker.template, worker.boot = True, with_brackets, "1.8e+09"
-    await gateway.shows(lambda status: status["workers"][0]["boot"].endswith("#1.8e+09"))
-    answer = await gateway.post(chat("at once"))
-    assert answer.status_code == 200 and hint_at(worker) == []
-    assert not (await gateway.status())["workers"][0]["templates"]["m"]["learnt"]
 
 
 async def test_a_restarted_worker_is_learnt_anew(in_memory, worker):
@@ -280,19 +192,6 @@ async def test_a_worker_that_renders_nothing_serves_all_the_same(in_memory, monk
     assert gateway.metric("seamark_boundary_lookups_total", result="none") == 2
 
 
-async def test_a_template_that_is_learnt_late_is_used_from_then_on(in_memory, worker, monkeypatch):
-    monkeypatch.setattr("proxy.fleet.pool.FACTS_SECONDS", 0.1)
-    monkeypatch.setattr("proxy.boundaries.facts_learner.RETRY_SECONDS", 0.1)
-    worker.render_status = 500
-    gateway = await in_memory(worker, health_interval=0.2)
-    await gateway.post(chat("early"))
-    assert hint_at(worker) == []
-    worker.render_status = 200
-    await gateway.shows(lambda status: status["workers"][0]["templates"]["m"]["learnt"])
-    await gateway.post(chat("late"))
-    assert hint_at(worker) == [LAST_USER, TURN_END]
-
-
 def thinking(body: Mapping[str, Any]) -> str:
     """A template with a switch that moves the end."""
     on = (body.get("chat_template_kwargs") or {}).get("style") == "long"
@@ -310,24 +209,3 @@ async def test_a_setting_is_learnt_beside_the_first_request_that_has_it(in_memor
     assert await settled(worker) > renders
     await gateway.post(body)
     assert hint_at(worker) == [LAST_USER, TURN_END - len("<think>")]
-
-
-async def test_hundreds_of_settings_cost_few_renders_and_little_memory(in_memory, worker):
-    gateway = await in_memory(worker)
-    facts = gateway.gateway.facts
-    began, before = time.monotonic(), facts.renders
-    for number in range(SETTINGS):
-        await gateway.post(chat("Tide?", chat_template_kwargs={"name": f"value {number}", "flag": True}))
-    minutes = (time.monotonic() - began) // 60 + 1
-    assert 0 < facts.learnt <= len(COMMON_SETTINGS) + 1 + SETTINGS_PER_MINUTE * minutes
-    assert facts.renders - before <= facts.learnt * RENDERS_OF_A_SETTING
-    assert len(facts) <= facts.learnt
-
-
-async def test_the_live_page_asks_for_an_update_of_an_older_plugin(in_memory):
-    old = RecordingWorker(version=OLD)
-    new = RecordingWorker()
-    own = await in_memory(old, new)
-    await until(lambda: len(own.gateway.pool.up) == 2)
-    (warning,) = (await own.get("/seamark/live")).json()["warnings"]
-    assert OLD in warning and "0.3 or later" in warning and old.url.removeprefix("http://") in warning

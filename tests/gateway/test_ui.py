@@ -83,22 +83,6 @@ def text(page: Page, selector: str):
     return expect(page.locator(selector))
 
 
-def test_a_gateway_without_requests(browser, own, pictures):
-    def check(page: Page) -> None:
-        text(page, "#state").to_have_text("all is well")
-        text(page, "#nothing").to_be_visible()
-        text(page, "#now .big").to_have_text("–")
-        text(page, "#workers tr").to_have_count(1)
-        text(page, "#workers td.state").to_have_text("up")
-        text(page, "#alarms").to_be_hidden()
-        text(page, "#redis").to_have_text("Redis: not used")
-        text(page, "#check").to_be_hidden()
-        text(page, "#changing").to_be_hidden()
-        assert page.title() == "Seamark"
-
-    in_every_look(browser, own, pictures, "empty", check)
-
-
 @contextlib.contextmanager
 def busy(worker: RecordingWorker) -> Iterator[OwnGateway]:
     """Requests of every outcome, two under way and one in the queue; names as evil as clients can make them."""
@@ -151,6 +135,11 @@ def test_a_busy_gateway(browser, worker, pictures):
             evil.locator("summary").click()
             expect(evil.locator("dl")).to_contain_text(EVIL)
             expect(evil.locator("dl")).to_contain_text(EVIL_MODEL)
+            changed = page.locator("#requests details", has_text="changed in the middle")
+            expect(changed).to_have_count(1)
+            changed.locator("summary").click()
+            for words in ("Message 0 (user) differs, at character 9", "We drink tea.", f"We drink {EVIL}."):
+                expect(changed.locator("dl")).to_contain_text(words)
 
         in_every_look(browser, own, pictures, "busy", check)
 
@@ -163,36 +152,6 @@ def test_nothing_is_cut_off_at_any_width(browser, worker, width):
         text(page, "#requests details").to_have_count(12)
         page.locator("#requests details", has_text=EVIL_MODEL).locator("summary").click()
         assert page.evaluate(TOO_WIDE) == []
-
-
-def test_what_changed_is_told_with_its_excerpts_as_text(browser, worker):
-    with busy(worker) as own, opened(browser, own) as page:
-        changed = page.locator("#requests details", has_text="changed in the middle")
-        expect(changed).to_have_count(1)
-        changed.locator("summary").click()
-        told = changed.locator("dl")
-        expect(told).to_contain_text("Message 0 (user) differs, at character 9")
-        expect(told).to_contain_text("We drink tea.")
-        expect(told).to_contain_text(f"We drink {EVIL}.")
-
-
-def test_a_date_in_the_prompt_is_told_with_its_cure(browser, worker, own):
-    worker.cached = 0
-    for day in (f"Sun Nov 22 {date.today():%Y}", f"Mon Nov 23 {date.today():%Y}"):
-        words = {"role": "system", "content": f"Today is {day}. " + "You are a harbour pilot. " * 40}
-        body = {"model": "m", "messages": [words, {"role": "user", "content": f"What is new on {day[:3]}?"}]}
-        httpx.post(own.url + CHAT, content=json.dumps(body), headers={"x-request-id": day[:3]}, timeout=30)
-    told = httpx.get(f"{own.url}/seamark/requests/Mon").json()
-    assert told["reason"] == "prefix_changed" and told["would_save"]["dates"] > 0
-    changed = told["changed"]
-    assert (changed["kind"], changed["characters"], changed["token"]) == ("dates", 9, told["shareable"])
-    assert changed["lost"] == told["would_save"]["dates"]
-    with opened(browser, own) as page:
-        row = page.locator("#requests details", has_text="changed in the middle")
-        row.locator("summary").click()
-        expect(row.locator("dl")).to_contain_text("Message 0 (system) differs in a date, at character 9")
-        expect(row.locator("dl")).to_contain_text(changed["cure"])
-        assert changed["cure"].startswith("Move the date behind the rules")
 
 
 def test_what_changing_text_costs_has_a_headline(browser, worker, own, pictures):
@@ -215,43 +174,27 @@ def test_what_changing_text_costs_has_a_headline(browser, worker, own, pictures)
     in_every_look(browser, own, pictures, "changing", check)
 
 
-def test_hits_on_unchanged_text_leave_no_headline(browser, worker, own):
-    for number in range(3):
-        ask(own, f"When is low water on day {number}?", f"tide-{number}")
-    with opened(browser, own) as page:
-        text(page, "#requests details").to_have_count(3)
-        text(page, "#changing").to_be_hidden()
-        text(page, "#now").not_to_contain_text("changed")
-        text(page, "#state").to_have_text("all is well")
-
-
-def test_an_opened_row_speaks_in_its_readers_words(browser, worker, own):
+def test_an_opened_row_speaks_in_its_readers_words_and_stays_open_while_others_come(browser, worker, own):
     for question in ("one", "two"):
         ask(own, question, question)
     told = httpx.get(f"{own.url}/seamark/requests/two").json()
     assert told["sent"] and told["lookup"] == "learnt"
     with opened(browser, own) as page:
-        row = page.locator("#requests details").first
-        row.locator("summary").click()
-        row = row.locator("dl")
+        page.locator("#requests summary").first.click()
+        row = page.locator("#requests details[open] dl")
         expect(row).to_contain_text("system prompt")
         expect(row).to_contain_text("the model's chat template")
         names = row.locator("dt").all_text_contents()
         assert {"Others can share up to", "That is known from", "vLLM was asked to keep"} <= set(names)
         said = row.text_content() or ""
         assert not re.search("(?i)hint|found by|strip|boundar|learnt|last:", said), said
-
-
-def test_an_opened_explanation_stays_open_while_others_come(browser, own):
-    ask(own, "one", "first")
-    with opened(browser, own) as page:
-        page.locator("#requests summary").click()
-        ask(own, "two", "second")
-        text(page, "#requests details").to_have_count(2)
-        opened_ones = page.locator("#requests details[open]")
-        expect(opened_ones).to_have_count(1)
-        expect(opened_ones.locator("dl")).to_contain_text("first")
-        assert page.locator("#requests details").first.locator("dd").first.text_content() == "second"
+        for number in range(13):
+            ask(own, "three", f"r{number}")
+        text(page, "#requests details").to_have_count(15)
+        text(page, "#requests details:visible").to_have_count(13)  # others are folded, and it stays
+        expect(row).to_contain_text("two")
+        page.click("#more")
+        text(page, "#requests details:visible").to_have_count(15)
 
 
 def test_a_worker_that_is_down_cannot_be_overlooked(browser, worker, pictures):
@@ -272,21 +215,6 @@ def test_a_worker_that_is_down_cannot_be_overlooked(browser, worker, pictures):
                 assert page.title().startswith("⚠") and is_red(page, "#alarms") and is_red(page, "tr.down")
 
             in_every_look(browser, own, pictures, "worker-down", check)
-
-
-def test_a_worker_that_sleeps_and_one_that_keeps_nothing_cannot_be_overlooked(browser, worker, pictures):
-    cause = "a layer has a sliding window"
-    with recording_worker(refused=cause) as refusing, own_gateway(worker, refusing) as own:
-        wait_until_up(own)
-        worker.sleeps = (1,)
-
-        def check(page: Page) -> None:
-            text(page, "#alarms").to_contain_text("is asleep (level 1): POST /wake_up wakes it.", timeout=PATIENCE)
-            text(page, "tr.down td.state").to_have_text("ASLEEP")
-            text(page, "#warnings").to_contain_text(f"gets no hints: {cause}.")
-            text(page, "td.unpatched").to_contain_text("no hints")
-
-        in_every_look(browser, own, pictures, "worker-states", check)
 
 
 def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
@@ -345,13 +273,6 @@ def test_answers_that_differ_cannot_be_overlooked(browser, checking, pictures):
     in_every_look(browser, checking, pictures, "answers-differ", check)
 
 
-def test_a_self_check_that_found_nothing_is_told_quietly(browser, checking):
-    compared(checking, 1, 0, False)
-    with opened(browser, checking) as page:
-        text(page, "#check").to_have_text("Self-check: 1 answer compared, none differed · hints on")
-        text(page, "#alarms").to_be_hidden()
-
-
 def test_a_gateway_that_ends_turns_the_page_red_and_its_figures_pale(browser, own, folder):
     with opened(browser, own, logged="ERR_CONNECTION_REFUSED") as page:
         text(page, "#state").to_have_text("all is well")
@@ -390,37 +311,6 @@ def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, wor
         text(page, "#saved").to_contain_text("would have found 2 h 40 min of it at most, 68 %")
         own.gateway.accounting.time_saved().spent += 18_000
         text(page, "#saved .big").to_have_text("\u22121 h 6 min", timeout=PATIENCE)
-
-
-def test_what_workers_without_the_plugin_reuse_is_vllms_own(browser):
-    with recording_worker(patched=False) as worker, own_gateway(worker) as own:
-        wait_until_up(own)
-        ask(own, "one", "first")
-        with opened(browser, own) as page:
-            text(page, "#saved h2").to_have_text("Tokens saved")
-            text(page, "#saved").to_contain_text("vLLM alone found all of it")
-
-
-def test_a_long_list_of_requests_is_folded(browser, own):
-    for number in range(15):
-        ask(own, "one", f"r{number}")
-    with opened(browser, own) as page:
-        text(page, "#requests details").to_have_count(15)
-        text(page, "#requests details:visible").to_have_count(12)
-        page.click("#more")
-        text(page, "#requests details:visible").to_have_count(15)
-
-
-def test_a_row_names_its_client_what_a_404_was_and_what_to_do(browser, worker, own):
-    worker.status = 404
-    body = json.dumps({"model": "gone", "messages": [{"role": "user", "content": "Tide?"}]})
-    httpx.post(own.url + CHAT, content=body, headers={"user-agent": "OpenAI/Python 1.99.1 (linux)"}, timeout=30)
-    with opened(browser, own) as page:
-        row = page.locator("#requests details")
-        expect(row.locator(".where")).to_contain_text("OpenAI/Python 1.99.1")
-        expect(row.locator(".why")).to_have_text("404: no such model")
-        row.locator("summary").click()
-        expect(row.locator(".explanation")).to_contain_text("What to do: Take a name from /v1/models")
 
 
 def test_a_word_is_explained_on_a_click_and_the_day_has_a_chart(browser, own):
