@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 def python(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240, cwd=cwd, env=environment)
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=240, cwd=cwd, env=environment
+    )
 
 
 # As in an environment of the gateway's own, with neither vLLM nor what it brings: what each command says and prints.

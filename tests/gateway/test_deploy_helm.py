@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -23,6 +19,7 @@ from proxy.settings import Settings
 from tests.deploy.compose_files import DEPLOY
 from tests.harness import custom_resources, helm
 from tests.harness.kubernetes_schemas import complaints
+from tests.harness.recording_worker import recording_worker
 
 CHART = DEPLOY / "helm/seamark"
 
@@ -57,9 +54,10 @@ def rendered(*flags: str) -> dict[tuple[str, str], Object]:
 
 
 # Each row, and for one of each mode each way for the plugin to come into the worker.
-COMBINATIONS = [*((name, "image") for name in ROWS)]
-
-COMBINATIONS += [(name, plugin) for name in list(ROWS)[:1] + [SIDECAR] for plugin in ("init", "wheel")]
+COMBINATIONS = [
+    *((name, "image") for name in ROWS),
+    *((name, plugin) for name in (next(iter(ROWS)), SIDECAR) for plugin in ("init", "wheel")),
+]
 
 
 @pytest.fixture(params=COMBINATIONS, ids=" / ".join)
@@ -105,14 +103,6 @@ def given_to_gateway(objects: Mapping[tuple[str, str], Object]) -> dict[str, str
         for each in container(objects, "gateway")["env"]
         if each["name"].startswith("SEAMARK_")
     }
-
-
-def test_the_readme_names_combinations_of_both_modes_and_of_every_switch():
-    assert len(ROWS) >= 8
-    named = " ".join(" ".join(flags) for flags in ROWS.values())
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    switches = [name for name, value in values.items() if isinstance(value, dict) and value.get("enabled") is False]
-    assert "mode=sidecar" in named and [name for name in switches if f"{name}.enabled=true" not in named] == []
 
 
 def test_kubernetes_takes_every_object_of_its_own_kinds(objects):
@@ -353,54 +343,31 @@ def test_the_workers_arguments_are_taken(flags, monkeypatch):
     assert hosts == ["127.0.0.1" if "mode=sidecar,plugin.from=wheel" in flags else "0.0.0.0"]  # noqa: S104
 
 
-@pytest.fixture
-def vllm() -> Iterator[tuple[int, list[str]]]:
-    """A port where /metrics is answered with each of these texts in turn, the last one again and again."""
-    texts: list[str] = []
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            text = texts.pop(0) if len(texts) > 1 else texts[0]
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server.server_port, texts
-    server.shutdown()
-    server.server_close()
-
-
-def metrics(running: int, waiting: int) -> str:
+def running(requests: int, waiting: int = 0) -> str:
     return (
-        "# TYPE vllm:num_requests_running gauge\n"
-        f'vllm:num_requests_running{{engine="0",model_name="a b"}} {running}.0\n'
+        f'vllm:num_requests_running{{engine="0",model_name="a b"}} {requests}.0\n'
         f'vllm:num_requests_waiting{{engine="0",model_name="a b"}} {waiting}.0\n'
         'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 3.0\n'
     )
 
 
-def before_the_end(port: int, flags: Sequence[str] = ()) -> list[str]:
-    """The command of preStop, for a vLLM at `port`; it begins to ask at once."""
-    command = container(rendered(*flags), "worker")["lifecycle"]["preStop"]["exec"]["command"]
+@pytest.mark.parametrize("mode", ["gateway", "sidecar"])
+def test_a_vllm_ends_with_its_last_request_and_one_that_is_gone_holds_no_pod(mode):
+    objects = rendered("--set", f"mode={mode}")
+    command = container(objects, "worker")["lifecycle"]["preStop"]["exec"]["command"]
     assert command[:2] == ["python3", "-c"] and float(command[3]) > Settings.model_fields["stop_delay"].get_default()
-    return [sys.executable, "-c", command[2].replace("127.0.0.1:8000", f"127.0.0.1:{port}"), "0"]
-
-
-def test_a_vllm_that_is_gone_holds_no_pod(vllm):
-    port, texts = vllm
-    texts.append(metrics(1, 0))
-    waiting = subprocess.Popen(before_the_end(port, ("--set", "mode=sidecar")))
-    try:
-        with pytest.raises(subprocess.TimeoutExpired):
-            waiting.wait(1.5)
-        texts[0] = metrics(0, 0)
-        assert waiting.wait(60) == 0
-    finally:
-        if waiting.poll() is None:
-            os.kill(waiting.pid, signal.SIGKILL)
-    assert subprocess.run(before_the_end(9), timeout=60).returncode == 0  # nothing listens there
+    with recording_worker(more_metrics=running(1)) as vllm:
+        asks_it = command[2].replace("127.0.0.1:8000", vllm.url.removeprefix("http://"))
+        with subprocess.Popen([sys.executable, "-c", asks_it, "0"]) as waiting:
+            for metrics in (running(1), running(0, waiting=1)):
+                vllm.more_metrics = metrics
+                with pytest.raises(subprocess.TimeoutExpired):
+                    waiting.wait(1.2)
+            vllm.more_metrics = running(0)
+            assert waiting.wait(60) == 0
+    assert subprocess.run([sys.executable, "-c", asks_it, "0"], timeout=60).returncode == 0  # nothing listens there
+    taken = sum(Settings.model_fields[name].get_default() for name in ("stop_delay", "drain_timeout"))
+    for pod in pods(objects).values():
+        spec = pod["spec"]["template"]["spec"]
+        if any(each["name"] in ("gateway", "worker") for each in spec["containers"]):
+            assert spec["terminationGracePeriodSeconds"] > taken

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Mapping
@@ -24,7 +23,6 @@ from tests.harness.gateways import (
 )
 from tests.harness.in_memory_gateway import settled, told
 from tests.harness.recording_worker import EVENTS, RecordingWorker
-from tests.harness.waiting import until
 
 COMPLETIONS, MESSAGES, RESPONSES = "/v1/completions", "/v1/messages", "/v1/responses"
 
@@ -113,23 +111,6 @@ async def test_what_stands_before_a_date_is_hinted_at_first_sight(in_memory, wor
         assert (before["kind"], before["tokens"]) == ("learned", len(f"<system>{rules}\n") - 3)
     assert worker.tokenized == 1
     assert shown["changed"]["kind"] == "dates" and shown["changed"]["cure"] == CHANGE_TEXT["dates"].cure
-
-
-async def test_workers_with_different_templates_get_no_hint_by_each_others_facts(in_memory):
-    one = RecordingWorker()
-    other = RecordingWorker(template=with_brackets)
-    gateway = await in_memory(one, other, max_inflight=2)
-    await until(lambda: gateway.metric("seamark_worker_up") == 2)
-    for worker in (one, other):
-        worker.hold.set()
-    answers = [asyncio.create_task(gateway.post(chat(f"question {number}"))) for number in range(4)]
-    await until(lambda: len(one.requests) == len(other.requests) == 2)
-    for worker in (one, other):
-        worker.hold.clear()
-    assert {(await answer).status_code for answer in answers} == {200}
-    brackets = ",".join(str(ord(character)) for character in "[[user]]")
-    assert all(brackets.encode() not in seen.body for seen in one.requests)
-    assert all(LAST_USER.encode() not in seen.body for seen in other.requests)
 
 
 @pytest.mark.parametrize("has_facts", [True, False])

@@ -147,16 +147,6 @@ async def test_no_prediction_tells_one_key_what_another_asked(in_memory, worker,
         assert await predicted(name) == 0 < await predicted(name)
 
 
-async def test_what_others_asked_is_no_reason_that_is_told(in_memory, worker, file):
-    worker.cached = 0
-    gateway = await in_memory(worker, api_keys=file)
-    reasons = []
-    for name, body in (("ann", chat("Tide?")), ("bob", chat("x")), ("cleo", {**chat("Tide"), "seed": 1})):
-        answer = await gateway.post(body, **bearer(name))
-        reasons.append(answer.headers["x-seamark-reason"])
-    assert reasons[:2] == ["cold", "cold"] and "salt" not in reasons
-
-
 async def test_a_path_where_salts_are_not_read_is_closed_and_others_outside_v1_are_salted(in_memory, worker, file):
     gateway = await in_memory(worker, api_keys=file)
     for path, status in (("/v2/embed", 404), ("/v2/embed/", 404), ("/pooling", 200), ("/inference/v1/generate", 200)):

@@ -123,22 +123,6 @@ async def test_all_names_of_a_model_have_one_prefix_and_one_worker(in_memory):
     assert warm.model in ALIASES
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-async def test_a_worker_that_takes_any_name_gets_the_hint_of_its_model(in_memory, path):
-    one = RecordingWorker()
-    other = RecordingWorker()
-    own = await in_memory(one, other)
-    await learnt(own)
-    for question in range(6):
-        messages = [*([SYSTEM] if path == CHAT else []), {"role": "user", "content": f"{question}"}]
-        system = {} if path == CHAT else {"system": RULES}
-        answer = await own.post({"model": "claude-haiku-4-5", "max_tokens": 8, **system, "messages": messages}, path)
-        await told(one, other)
-        assert answer.headers["x-seamark-boundary"] and answer.headers["x-seamark-reason"] != "unpatched"
-    assert sorted(answered(one, other)) == [0, 6] and int(answer.headers["x-seamark-predicted"])
-    assert own.metric("seamark_requests_total", code="200", endpoint=path, model="m") == 6
-
-
 @pytest.mark.parametrize("patched", [True, False])
 async def test_a_name_in_no_list_always_goes_to_one_model(in_memory, patched):
     one = RecordingWorker(models=("coder",), patched=patched)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from proxy.observability.shadow import MATCH_UNIT
+from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import CHAT, SYSTEM, SYSTEM_END, chat
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import EVENTS, RecordingWorker
+from tests.harness.waiting import until
 
 
 @pytest.fixture
@@ -28,11 +30,7 @@ async def judged(gateway: InMemoryGateway, requests: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("plugin", "reason", "warned"),
     [
-        (
-            {"patched": True, "refused": "a layer has a sliding window"},
-            "hint_ignored",
-            "no hints: a layer has",
-        ),
+        ({"patched": True, "refused": "a layer slides"}, "hint_ignored", "no hints: a layer slides"),
         ({"more_metrics": "vllm:spec_decode_num_drafts_total 0.0\n"}, "unpatched", "have stood a trial"),
     ],
 )
@@ -64,6 +62,23 @@ async def test_where_answers_do_not_say_what_was_cached_the_workers_own_count_of
     told = await judged(gateway, 4)
     assert told["lost"]["unpatched"]["tokens"] == 3 * lost - 160
     assert (told["requests"], told["cached_not_told"]) == ({"judged": 4}, 4)
+
+
+async def test_no_client_learns_of_anothers_prompts_by_what_its_own_lost(in_memory, worker, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("alice") + entry("bob") + entry("root", admin=True))
+    gateway = await in_memory(worker, api_keys=keys)
+    asked = [await gateway.post(chat("one"), **bearer(name)) for name in ("alice", "bob", "bob")]
+    lost: list[Any] = []
+
+    async def is_judged() -> bool:
+        ids = [answer.headers["x-request-id"] for answer in asked]
+        told = [await gateway.get(f"/seamark/requests/{each}", **bearer("root")) for each in ids]
+        lost[:] = [each.json()["lost"] for each in told]
+        return bool(lost[2])
+
+    await until(is_judged)
+    assert lost[:2] == [{}, {}] and lost[2].keys() == {"unpatched"}
 
 
 async def test_a_restart_and_a_changed_prefix_are_losses_that_the_plugin_does_not_cure(in_memory, worker):

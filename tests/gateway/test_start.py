@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
+
 from proxy.bench.harness.servers import Server, Servers
 from proxy.commands.render_server import free_port
 from proxy.fleet.pool import MOST_CAUSES

@@ -197,24 +197,28 @@ def test_an_opened_row_speaks_in_its_readers_words_and_stays_open_while_others_c
         text(page, "#requests details:visible").to_have_count(15)
 
 
-def test_a_worker_that_is_down_cannot_be_overlooked(browser, worker, pictures):
+def test_a_worker_that_is_down_and_answers_that_differ_cannot_be_overlooked(browser, worker, pictures):
     with contextlib.ExitStack() as other_runs:
         other = other_runs.enter_context(recording_worker())
-        with own_gateway(worker, other) as own:
+        with own_gateway(worker, other, self_check_interval=60) as own:
             wait_until_up(own)
             ask(own, "one", "first")
             with opened(browser, own) as page:
                 text(page, "#state").to_have_text("all is well")
                 other_runs.close()  # while somebody looks
                 text(page, "#alarms").to_contain_text("is down", timeout=PATIENCE)
+            compared(own, 130, 2, True)
 
             def check(page: Page) -> None:
-                text(page, "#alarms").to_contain_text(f"Worker {other.url.removeprefix('http://')} is down")
+                for words in (f"Worker {other.url[7:]} is down", "Answers differ", "Hints are off"):
+                    text(page, "#alarms").to_contain_text(words)
                 text(page, "tr.down td.state").to_have_text("DOWN")
-                text(page, "#state").to_have_text("1 alarm")
+                text(page, "#state").to_have_text("2 alarms")
+                text(page, "#check").to_have_text("Self-check: 130 answers compared, 2 differed · hints OFF")
                 assert page.title().startswith("⚠") and is_red(page, "#alarms") and is_red(page, "tr.down")
+                assert page.locator("#alarms").bounding_box()["y"] == 0
 
-            in_every_look(browser, own, pictures, "worker-down", check)
+            in_every_look(browser, own, pictures, "alarms", check)
 
 
 def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
@@ -239,38 +243,12 @@ def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
             text(page, "#requests").not_to_contain_text("not reported")
 
         in_every_look(browser, own, pictures, "shadow", check)
+        own.gateway.shadow._seconds["unpatched"], own.gateway.shadow._prefill_seconds = 83.0, 166.0
         with opened(browser, own) as page:
+            text(page, "#lost .big").to_have_text("1 min 23 s, 50 % of your prefill time")
             row = page.locator("#requests details", has_text="tokens lost").first
             row.locator("summary").click()
             expect(row.locator("dl")).to_contain_text("worker without Seamark: ")
-        own.gateway.shadow._seconds["unpatched"], own.gateway.shadow._prefill_seconds = 83.0, 166.0
-
-        def check_timed(page: Page) -> None:
-            text(page, "#lost .big").to_have_text("1 min 23 s, 50 % of your prefill time")
-
-        in_every_look(browser, own, pictures, "shadow-timed", check_timed)
-
-
-@pytest.fixture
-def checking(worker: RecordingWorker) -> Iterator[OwnGateway]:
-    """A gateway with the self-check on."""
-    with own_gateway(worker, self_check_interval=60) as started:
-        wait_until_up(started)
-        yield started
-
-
-def test_answers_that_differ_cannot_be_overlooked(browser, checking, pictures):
-    ask(checking, "one", "first")
-    compared(checking, 130, 2, True)
-
-    def check(page: Page) -> None:
-        text(page, "#alarms").to_contain_text("Answers differ")
-        text(page, "#alarms").to_contain_text("Hints are off")
-        text(page, "#check").to_have_text("Self-check: 130 answers compared, 2 differed · hints OFF")
-        assert page.title().startswith("⚠") and is_red(page, "#alarms")
-        assert page.locator("#alarms").bounding_box()["y"] == 0
-
-    in_every_look(browser, checking, pictures, "answers-differ", check)
 
 
 def test_a_gateway_that_ends_turns_the_page_red_and_its_figures_pale(browser, own, folder):
@@ -278,10 +256,8 @@ def test_a_gateway_that_ends_turns_the_page_red_and_its_figures_pale(browser, ow
         text(page, "#state").to_have_text("all is well")
         own.stop()
         text(page, "#alarms").to_contain_text("The gateway does not answer", timeout=PATIENCE)
-        assert (
-            is_red(page, "#alarms")
-            and page.evaluate("getComputedStyle(document.getElementById('figures')).opacity") == "0.45"
-        )
+        pale = page.evaluate("getComputedStyle(document.getElementById('figures')).opacity")
+        assert is_red(page, "#alarms") and pale == "0.45"
         page.screenshot(path=folder / "gateway-gone.png", full_page=True)
 
 
@@ -296,14 +272,8 @@ def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, wor
 
     in_every_look(browser, own, pictures, "measuring", check)
     with opened(browser, own) as page:
-        text(page, "#saved .big").to_have_text("measuring …")
         worker.more_metrics = "seamark_pass_seconds 0.5\nseamark_token_seconds 25\n"
         text(page, "#saved .big").to_have_text("1 h 6 min", timeout=PATIENCE)  # 160 tokens of before
-
-        def check_normal(page: Page) -> None:
-            text(page, "#saved .big").to_have_text("1 h 6 min")
-
-        in_every_look(browser, own, pictures, "normal", check_normal)
         text(page, "#saved").to_contain_text("vLLM alone would have found none of it")  # its blocks have 384 tokens
         worker.cached = 400
         ask(own, "A long question. " * 20, "second")
@@ -325,19 +295,6 @@ def test_a_word_is_explained_on_a_click_and_the_day_has_a_chart(browser, own):
         assert "Last 24 hours" in (page.locator("#day").get_attribute("aria-label") or "")
         tops = page.evaluate("[...document.querySelectorAll('#small .card')].map((one) => one.offsetTop)")
         assert len(tops) == 3 and len(set(tops)) == 1  # no orphan
-
-
-def test_pinned_prompts_are_shown_with_what_became_of_them(browser, worker):
-    with own_gateway(worker) as own:
-        wait_until_up(own)
-        worker.engine.room = 1
-        for name in ("rules", "log"):
-            httpx.post(own.url + "/seamark/prefixes", json={"name": name, "body": chat(name)}, timeout=30)
-        with opened(browser, own, LOOKS[0]) as page:
-            text(page, "#prefixes td:first-child").to_have_text("rules", timeout=PATIENCE)
-            text(page, "#prefixes td:last-child").to_contain_text(": in the cache")
-            httpx.delete(own.url + "/seamark/prefixes/rules", timeout=30)
-            text(page, "#prefixes").to_be_hidden(timeout=PATIENCE)
 
 
 def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_path, folder):
@@ -375,36 +332,26 @@ def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_
 def test_a_page_that_nobody_sees_asks_nothing(browser, own):
     context = browser.new_context()
     page = context.new_page()
-    page.add_init_script(
-        "window.unseen = false; Object.defineProperty(document, 'hidden', {get: () => window.unseen});"
-    )
+    page.add_init_script("var unseen = false, turned = new Event('visibilitychange');")
+    page.add_init_script("Object.defineProperty(document, 'hidden', {get: () => unseen});")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url) if request.url.endswith("live") else None)
     page.clock.install()
     page.goto(own.url + "/ui")
     expect(page.locator("#figures")).to_be_visible()
 
-    def turn(unseen: bool) -> None:
-        page.evaluate(
-            "(unseen) => { window.unseen = unseen; document.dispatchEvent(new Event('visibilitychange')); }", unseen
-        )
-
-    def answered() -> None:
-        """Until it has the answer to what it asked: only then it sets its timer."""
-        wait_for(lambda: not page.evaluate("asking"))
-
-    def later() -> int:
+    def later(unseen: bool) -> int:
         """How often it has asked, some seconds on."""
-        page.clock.run_for(3_100)
-        answered()
+        page.evaluate("(now) => { if (now !== unseen) { unseen = now; document.dispatchEvent(turned); } }", unseen)
+        for _ in range(2):
+            wait_for(lambda: not page.evaluate("asking"))  # only with the answer it sets its timer
+            page.clock.run_for(3_100)
+        wait_for(lambda: not page.evaluate("asking"))
         return len(asked)
 
-    assert [later() for _ in range(3)] == [2, 3, 4]
-    turn(unseen=True)
-    assert [later() for _ in range(3)] == [4, 4, 4]
-    turn(unseen=False)
-    answered()
-    assert [later(), later()] == [6, 7]
+    assert later(unseen=False) == 3
+    assert [later(unseen=True) for _ in range(2)] == [3, 3]
+    assert later(unseen=False) == 6  # at once, and twice more
     context.close()
 
 

@@ -43,19 +43,6 @@ def test_what_is_left_is_the_least_that_any_limit_leaves(limits, address_space, 
     assert room() == (left if left is None else left * MIB)
 
 
-def test_settings_that_fit_are_left_alone(limits):
-    for address_space, group in ((None, "max"), (None, 8000)):
-        limits(address_space, group)
-        settings = Settings()
-        assert fitted(settings) is settings
-
-
-def test_what_is_switched_off_stays_off_and_nothing_becomes_nothing(limits):
-    limits(301, "max")
-    found = fitted(Settings(text_bytes=0))
-    assert found.text_bytes == 0 and found.memory_bytes > 0 and found.max_body_bytes > 0
-
-
 def test_without_a_way_to_know_nothing_changes(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "PROCESS", tmp_path / "none")
     assert room() is None

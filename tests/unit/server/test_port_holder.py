@@ -49,11 +49,12 @@ def proc(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_process_that_listens_is_named(listening, monkeypatch):
+def test_the_process_that_listens_is_named(monkeypatch):
     monkeypatch.setattr(port_holder, "_server_at", lambda host, port: "")
-    port = listening.getsockname()[1]
-    assert holder_of("127.0.0.1", port) == mine()
-    listening.close()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        mine = f"process {os.getpid()} ({Path('/proc/self/comm').read_text().strip()})"
+        assert holder_of("127.0.0.1", port) == mine
     assert holder_of("127.0.0.1", port) == ""
 
 
