@@ -23,7 +23,6 @@ from tests.harness.recording_worker import recording_worker
 
 CHART = DEPLOY / "helm/seamark"
 
-GRAFANA = DEPLOY.parent / "grafana"
 
 # The table of deploy/README.md: what somebody wants, and the flags for it.
 ROWS: dict[str, tuple[str, ...]] = {
@@ -300,24 +299,6 @@ def test_every_value_is_in_the_schema_and_helm_finds_nothing_to_complain_about()
     assert list(names(values, json.loads((CHART / "values.schema.json").read_text()))) == []
     for flags in ROWS.values():
         assert helm.lint(CHART, flags) == ""
-
-
-def test_dashboards_alerts_and_models_are_those_of_this_repository():
-    objects = rendered("--set", "dashboards.enabled=true,serviceMonitor.enabled=true,worker.modelFile=qwen3.8-27b.yaml")
-    dashboards = {
-        name: text
-        for each in of_kind(objects, "ConfigMap").values()
-        if "grafana_dashboard" in each["metadata"]["labels"]
-        for name, text in each["data"].items()
-    }
-    assert dashboards == {f"seamark-{path.name}": path.read_text() for path in (GRAFANA / "dashboards").glob("*.json")}
-    rules = yaml.safe_load((GRAFANA / "rules.yml").read_text())
-    assert objects["PrometheusRule", "seamark"]["spec"] == rules
-    (model,) = objects["ConfigMap", "seamark-models"]["data"].items()
-    assert model[0] == "qwen3.8-27b.yaml" and yaml.safe_load(model[1]) == yaml.safe_load(
-        (DEPLOY / "models/qwen3.8-27b.yaml").read_text()
-    )
-    assert all((CHART / "files" / name).is_symlink() for name in ("dashboards", "rules.yml", "models"))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import pytest
-
 from proxy.bench.harness.servers import Server, Servers
 from proxy.commands.render_server import free_port
 from tests.harness.gateways import CHAT, chat, metric, post
@@ -105,28 +103,6 @@ def test_a_gateway_without_a_descriptor_left_blames_no_worker(fleet):
         refused = asyncio.run(starve())
         assert None not in refused and len(worker.seen[""]) == 1
         assert_polite(refused)
-        assert_serves(gateway, 1)
-
-
-@pytest.mark.thorough
-def test_bodies_beyond_the_memory_are_refused_and_no_worker_is_blamed(fleet):
-    """512 MiB of address space, of which the program takes most; 200 bodies of 2 MB come at once."""
-    with recording_worker() as worker:
-        gateway = limited_gateway(fleet, worker, limit=f"-v {512 * 1024}")
-        assert "max_bodies_bytes is" in gateway.log.read_text()
-
-        async def one() -> Response | None:
-            with contextlib.suppress(OSError):
-                return await ask(await Connection.open(gateway), question="x" * 2_000_000)
-            return None
-
-        async def crowd() -> list[Response | None]:
-            return await asyncio.gather(*(one() for _ in range(200)))
-
-        for _ in range(2):
-            answers = asyncio.run(crowd())
-            assert 200 in {answer.status for answer in answers if answer is not None}
-            assert_polite([answer for answer in answers if answer is not None and answer.status != 200])
         assert_serves(gateway, 1)
 
 

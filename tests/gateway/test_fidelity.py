@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import zlib
 from collections.abc import Iterator
@@ -63,21 +64,21 @@ def accepting(codings: str | None, url: str, body: dict) -> httpx.Request:
     return request
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("accepted", ["gzip, deflate, br, zstd", "gzip;q=1.0, identity; q=0.5, *;q=0", None])
-def test_an_answer_that_is_read_is_compressed_by_nobody(worker, gateway, accepted, stream):
+def test_an_answer_that_is_read_is_compressed_by_nobody(worker, gateway):
     worker.gzips = "accepted"
-    body = {"model": "m", "messages": ASK * 200, "stream": stream, **(WITH_USAGE if stream else {})}
+    every = ("gzip, deflate, br, zstd", "gzip;q=1.0, identity; q=0.5, *;q=0", None)
     with httpx.Client(timeout=30) as client:
-        answer = client.send(accepting(accepted, gateway.url + CHAT, body))
-    assert "content-encoding" not in answer.headers and answer.content == worker.answers[-1]
-    assert dict(worker.requests[-1].headers)[b"accept-encoding"] == b"identity"
-    wait_for(lambda: metric(gateway, "seamark_cached_tokens_total") == 160)
+        for accepted, stream in itertools.product(every, (True, False)):
+            body = {"model": "m", "messages": ASK * 200, "stream": stream, **(WITH_USAGE if stream else {})}
+            answer = client.send(accepting(accepted, gateway.url + CHAT, body))
+            assert "content-encoding" not in answer.headers and answer.content == worker.answers[-1]
+            assert dict(worker.requests[-1].headers)[b"accept-encoding"] == b"identity"
+    wait_for(lambda: metric(gateway, "seamark_cached_tokens_total") == 6 * 160)
 
 
-@pytest.mark.parametrize("flags", [(), ("--shadow",)])
 @pytest.mark.parametrize(
-    ("gzips", "accepted"), [("accepted", "gzip, identity;q=0"), ("always", "br, *;q=0"), ("always", "gzip")]
+    ("gzips", "accepted", "flags"),
+    [("accepted", "gzip, identity;q=0", ()), ("always", "br, *;q=0", ("--shadow",)), ("always", "gzip", ())],
 )
 def test_a_stream_that_is_compressed_passes_as_it_comes_and_nothing_is_put_into_it(
     worker, tmp_path, flags, gzips, accepted
@@ -115,7 +116,7 @@ def test_fields_that_nobody_knows_pass(worker, gateway):
     assert {name: sent[name] for name in fields} == fields and sent["messages"] == ASK
 
 
-@pytest.mark.parametrize("cut_after", [1, 2])
+@pytest.mark.parametrize("cut_after", [1])
 def test_openais_sdk_raises_where_a_chat_breaks_off(worker, gateway, cut_after):
     worker.cut_after = cut_after
     sdk = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0)
@@ -126,7 +127,7 @@ def test_openais_sdk_raises_where_a_chat_breaks_off(worker, gateway, cut_after):
     assert raised.value.code == "worker_failed" and raised.value.body["type"] == "upstream_error"
 
 
-@pytest.mark.parametrize("cut_after", [1, 3, 6])
+@pytest.mark.parametrize("cut_after", [1, 6])
 def test_anthropics_sdk_raises_where_a_message_breaks_off(worker, gateway, cut_after):
     worker.cut_after = cut_after
     claude = anthropic.Anthropic(base_url=gateway.url, api_key="unused", max_retries=0)
@@ -138,7 +139,7 @@ def test_anthropics_sdk_raises_where_a_message_breaks_off(worker, gateway, cut_a
     assert raised.value.body["error"]["type"] == "api_error" and "broke off" in raised.value.body["error"]["message"]
 
 
-@pytest.mark.parametrize("cut_after", [1, 5, 9])
+@pytest.mark.parametrize("cut_after", [1, 9])
 def test_a_response_that_breaks_off_has_failed_for_openais_sdk(worker, gateway, cut_after):
     worker.cut_after = cut_after
     sdk = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from proxy.observability.cures import CHANGE_TEXT
-from tests.harness.fake_engine import GENERATION, template
+from tests.harness.fake_engine import template
 from tests.harness.gateways import (
     CHAT,
     LAST_USER,
@@ -72,17 +72,6 @@ async def test_an_explanation_has_the_entries_and_what_the_engine_made_of_them(i
         {"entry": LAST_USER, "tokens": SYSTEM_END, "kind": "system"},
         {"entry": TURN_END, "tokens": SYSTEM_END + len("Tide?"), "kind": "turn"},
     ]
-
-
-async def test_a_conversation_is_hinted_where_others_with_its_head_and_its_history_would_part(in_memory, worker):
-    gateway = await in_memory(worker)
-    turns = [("user", "Tide?"), ("assistant", "Three metres."), ("user", "Wind?")]
-    messages = [SYSTEM, *({"role": role, "content": text} for role, text in turns)]
-    await gateway.post({"model": "m", "messages": messages}, x_request_id="one")
-    assert hint_at(worker) == [LAST_USER.replace("last", "first"), LAST_USER, TURN_END]
-    prompt = template({"messages": messages})
-    positions = [SYSTEM_END, len(prompt) - len(f"Wind?{GENERATION}"), len(prompt) - len(GENERATION)]
-    assert (await gateway.explained("one"))["positions"] == positions
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from proxy.http.client import Unreachable
 from proxy.observability import reasons
 from proxy.observability.reasons import REASON_TEXT
 from proxy.server import live_page
@@ -16,7 +15,6 @@ from tests.harness.api_keys import bearer, entry
 from tests.harness.fake_engine import template
 from tests.harness.gateways import SYSTEM, chat
 from tests.harness.in_memory_gateway import InMemoryGateway, told
-from tests.harness.recording_worker import RecordingWorker
 from tests.harness.waiting import until
 
 GATEWAY = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
@@ -68,23 +66,6 @@ async def test_one_that_is_under_way_has_no_status_and_one_that_failed_has_its_o
     assert (told[2]["worker"], told[2]["model"]) == ("worker-0", "m")
     worker.hold.clear()
     assert (await held).status_code == 200 == (await live(gateway))["requests"][0]["status"]
-
-
-async def test_a_worker_that_ends_is_an_alarm_and_one_that_never_answered_too(in_memory, worker):
-    other, never = RecordingWorker(), RecordingWorker(url="http://never:1")
-    gateway = await in_memory(worker, other, never, is_started=False)
-    gateway.upstream.faults[never.url] = Unreachable("connection refused")
-    gateway.gateway.start()
-
-    async def alarms(count: int) -> list[str]:
-        await until(lambda: len(gateway.gateway.pool.up) == 3 - count)
-        return (await live(gateway))["alarms"]
-
-    (alarm,) = await alarms(1)
-    assert alarm.startswith("Worker never:1 is down: ") and alarm.endswith("not served since the gateway started.")
-    gateway.upstream.faults[other.url] = Unreachable("connection refused")
-    first, _ = await alarms(2)
-    assert first.startswith(f"Worker {other.url.removeprefix('http://')} is down: ") and "not served" not in first
 
 
 async def test_no_prompt_text_is_told_and_halves_of_characters_break_nothing(in_memory, worker):

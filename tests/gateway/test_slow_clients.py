@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import os
 import signal
 import socket
 import time
-from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.bench.soak import resident_bytes
 from tests.harness.api_keys import bearer, entry
-from tests.harness.forked_gateways import GatewayForks
 from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
-from tests.harness.raw_http import Connection, request
-from tests.harness.raw_worker import RawWorker, chunk, raw_worker, whole
+from tests.harness.raw_worker import chunk, raw_worker, whole
 from tests.harness.recording_worker import COMPLETION, USAGE
 from tests.harness.waiting import wait_for
 
@@ -133,29 +128,6 @@ def test_an_answered_body_does_not_hold_its_connection(fleet, worker):
         assert answer.startswith(b"HTTP/1.1 413 ") and b"100 Continue" not in answer
         client.settimeout(0.1)
         wait_for(lambda: is_closed(client))  # although a byte comes every tenth of a second
-
-
-@pytest.mark.thorough
-async def test_slow_and_unread_connections_leave_no_files_open(tmp_path):
-    async with RawWorker(lambda body, served: large_stream(100)) as worker:
-        with GatewayForks(tmp_path) as fleet:
-            fleet.constants["proxy.server.connection.LINGER_SECONDS"] = 0.5
-            flags = ("--client-timeout", "1", "--send-timeout", "1", "--max-body-bytes", "1000")
-            gateway = fleet.gateway(worker, flags=flags)
-            await asyncio.to_thread(gateway.wait_until_ready, "/ready")
-            files = Path(f"/proc/{gateway.process.pid}/fd")
-            before = len(os.listdir(files))
-            asking = request("POST", CHAT, {}, json.dumps(chat("x", stream=True)).encode()[:900])
-            slow = (b"content-length: 9\r\n\r\n", b"content-length: 9999\r\n\r\na")
-            kinds = (b"", b"GET /", *(POST + each for each in slow), asking)
-            connections = [await Connection.open(gateway) for _ in range(20) for _ in kinds]
-            for connection, sent in zip(connections, kinds * 20, strict=True):
-                await connection.send(sent)
-            async with asyncio.timeout(30):
-                while len(os.listdir(files)) > before + 2:
-                    await asyncio.sleep(0.1)
-            for connection in connections:
-                connection.close()
 
 
 def test_a_signal_for_files_reads_them_at_once_and_ends_nothing(fleet, worker, tmp_path):

@@ -56,15 +56,6 @@ def test_a_port_that_is_taken_costs_a_line(fleet):
             assert f"held by process {os.getpid()} (" in line
 
 
-def test_a_restart_beside_what_holds_its_port_names_that(fleet, worker):
-    gateway = start_gateway(fleet, worker)
-    for held, what in ((gateway.url, "a Seamark gateway"), (worker.url, "vLLM 0.32.0")):
-        second = fleet.gateway(worker, flags=("--port", held.rpartition(":")[2]))
-        assert second.process.wait(30) == 2
-        (line,) = second.log.read_text().splitlines()
-        assert what in line and "held by process " in line
-
-
 @contextlib.contextmanager
 def answering(answers: dict[str, tuple[int, bytes]], key: str = "") -> Iterator[str]:
     """A server that answers some paths, and others with 404; paths under /v1 only to who has the `key`."""

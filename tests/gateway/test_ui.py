@@ -283,20 +283,6 @@ def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, wor
         text(page, "#saved .big").to_have_text("\u22121 h 6 min", timeout=PATIENCE)
 
 
-def test_a_word_is_explained_on_a_click_and_the_day_has_a_chart(browser, own):
-    ask(own, "one", "first")
-    with opened(browser, own) as page:
-        text(page, "#help").to_be_hidden()
-        page.click("#now .help")
-        text(page, "#help").to_contain_text("need not be computed again")
-        page.keyboard.press("Escape")
-        text(page, "#help").to_be_hidden()
-        text(page, "#day g").to_have_count(1)
-        assert "Last 24 hours" in (page.locator("#day").get_attribute("aria-label") or "")
-        tops = page.evaluate("[...document.querySelectorAll('#small .card')].map((one) => one.offsetTop)")
-        assert len(tops) == 3 and len(set(tops)) == 1  # no orphan
-
-
 def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_path, folder):
     file = tmp_path / "keys.toml"
     file.write_text(entry("ann") + entry("root", admin=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 import socket
 import tomllib
@@ -40,7 +41,7 @@ METHODS = {
         "connection_made": ["transport"],
         "connection_lost": ["exc"],
         "data_received": ["data"],
-        **dict.fromkeys(("on_message_begin", "on_headers_complete", "on_message_complete", "on_response_complete"), []),
+        **dict.fromkeys(("on_message_begin", "on_headers_complete", "on_message_complete", "on_response_complete"), ()),
         "on_url": ["url"],
         "on_header": ["name", "value"],
         "resume_writing": [],
