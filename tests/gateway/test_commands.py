@@ -45,6 +45,8 @@ for words in json.loads(sys.argv[1]):
             status = main(words)
         except SystemExit as exit:
             status = exit.code
+            if isinstance(status, str):
+                status = print(status, file=err) or 1
     ended.append((status or 0, out.getvalue(), err.getvalue()))
 print(json.dumps(ended))
 """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -124,7 +126,8 @@ POST = b"POST / HTTP/1.1\r\nhost: a\r\n"
 @pytest.mark.parametrize(
     ("sent", "status", "code"),
     [
-        (b"GET / HTTP/1.1\r\nx: " + b"a" * LIMIT + b"\r\n\r\n", 431, "headers_too_large"),
+        # Of each header its name, its value, and four bytes around them; and the target.
+        (b"GET / HTTP/1.1\r\nx: " + b"a" * (LIMIT - 5) + b"\r\n\r\n", 431, "headers_too_large"),
         (b"GET /" + b"a" * LIMIT + b" HTTP/1.1\r\n\r\n", 431, "headers_too_large"),
         (b"GET / HTTP/1.1\r\nx: " + b"a" * LIMIT, 431, "headers_too_large"),  # and it does not end
         (b"nonsense\r\n\r\n", 400, "invalid_http"),
@@ -134,7 +137,8 @@ POST = b"POST / HTTP/1.1\r\nhost: a\r\n"
 @pytest.mark.parametrize("size", [22, 10_000])
 async def test_what_is_no_request_is_refused_in_the_envelope(connection, sent, status, code, size):
     for start in range(0, len(sent), size):
-        connection.send(sent[start : start + size])
+        if not connection.transport.closed:  # behind that, nothing more is read
+            connection.send(sent[start : start + size])
     assert (connection.status, connection.error["code"], connection.transport.closed) == (status, code, True)
     assert not connection.scopes
 
@@ -214,6 +218,45 @@ async def test_a_client_that_takes_nothing_of_its_answer_is_cut_off_and_its_requ
     assert connection.transport.aborted
     connection.protocol.connection_lost(None)
     assert left == [1] * (not is_over)
+
+
+@pytest.mark.parametrize(
+    ("is_paused", "unsent"),
+    [
+        (False, lambda second: 0),
+        (False, lambda second: 1000),
+        (True, lambda second: 1000 - second // int(SEND_TIMEOUT)),
+    ],
+    ids=["its answer takes long", "a stream is written as fast as it is read", "it takes a part in time"],
+)
+async def test_an_honest_client_that_is_slow_is_not_cut_off(connection, is_paused, unsent):
+    connection.send(GET)
+    await turn()
+    if is_paused:
+        connection.protocol.pause_writing()
+    begun = connection.protocol.loop.time()
+    for second in range(int(5 * SEND_TIMEOUT)):
+        connection.transport.unsent = unsent(second)
+        connection.protocol.check(begun + second)
+    assert not connection.transport.closed
+
+
+async def test_a_request_leaves_nothing_to_the_garbage_collector(connection):
+    """It counts objects: a hundred large bodies would be few."""
+    gc.collect()
+    gc.disable()
+    try:
+        connection.send(POST + b"content-length: 3\r\n\r\nabc")
+        await turn()
+        async with asgi.ClientWatch(connection.scopes[0], connection.protocol.cycle.receive):
+            cycle = weakref.ref(connection.protocol.cycle)
+        connection.protocol.connection_lost(None)
+        connection.may_answer.set()
+        await turn()
+        connection.scopes.clear()
+        assert cycle() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_server_that_stops_ends_connections_with_their_answers(connection):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from proxy.server import memory
-from proxy.server.memory import BOUNDS, fitted, room
+from proxy.server.memory import BOUNDS, SHARE, fitted, room
 from proxy.settings import Settings
 
 MIB = 2**20
@@ -41,6 +41,15 @@ def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_what_is_left_is_the_least_that_any_limit_leaves(limits, address_space, group, left):
     limits(address_space, group)
     assert room() == (left if left is None else left * MIB)
+
+
+def test_bounds_are_made_smaller_in_proportion(limits):
+    limits(512, "max")
+    settings = Settings(max_bodies_bytes=600 * MIB, memory_bytes=300 * MIB, text_bytes=100 * MIB)
+    found = fitted(settings)
+    assert sum(getattr(found, name) for name in BOUNDS) == pytest.approx(212 * MIB * SHARE, rel=0.01)
+    assert found.max_bodies_bytes == pytest.approx(2 * found.memory_bytes, rel=0.01)
+    assert found.max_body_bytes == found.max_bodies_bytes and found.max_connections == 212
 
 
 def test_without_a_way_to_know_nothing_changes(monkeypatch, tmp_path):
