@@ -12,7 +12,7 @@ import pytest
 from proxy.bench.harness.servers import Server, Servers
 from proxy.chat.chat import OUTSIDE_V1
 from tests.harness.gateways import chat, metric, post, start_gateway, wait_for
-from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.recording_worker import RecordingWorker
 
 
 @pytest.fixture
@@ -75,17 +75,6 @@ def test_no_path_leads_out_of_v1(gateway, worker):
             raw.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
             assert raw.makefile("rb").readline().split()[1] == b"404"
     assert not worker.requests
-
-
-def test_a_worker_that_refuses_connections_is_passed_over(fleet):
-    with recording_worker() as survivor:
-        with recording_worker() as dying:
-            gateway = start_gateway(fleet, survivor, dying, flags=("--health-interval", "3600"))
-            wait_for(lambda: metric(gateway, "seamark_worker_up") == 2)
-        for number in range(4):  # the gateway still believes in both
-            body = {"model": "m", "messages": [{"role": "user", "content": f"{number}" * 50}]}
-            assert post(gateway, body).status_code == 200
-        assert len(survivor.requests) == 4 and metric(gateway, "seamark_worker_up") == 1
 
 
 def test_something_else_at_a_workers_address_does_not_stop_the_watch(fleet, worker):

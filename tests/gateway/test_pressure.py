@@ -18,8 +18,6 @@ from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.waiting import until, wait_for
 
-ENVELOPE = {"message", "type", "param", "code"}
-
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
@@ -143,21 +141,6 @@ async def test_a_silent_stream_gets_comments_between_its_events(in_memory, worke
     answer = await asked
     assert answer.content.startswith(b": keep-alive\n\n")
     assert answer.content.replace(b": keep-alive\n\n", b"") == worker.answers[-1]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_worker_that_stays_silent_is_given_up(in_memory, worker, stream):
-    gateway = await in_memory(worker, silence_timeout=0.4)
-    (worker.pause if stream else worker.hold).set()
-    answer = await gateway.post(chat("Tide?", stream=stream))
-    if stream:
-        assert answer.status_code == 200
-        error = json.loads(answer.content.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]
-    else:
-        assert answer.status_code == 504
-        error = answer.json()["error"]
-    assert error["code"] == "worker_silent" and set(error) == ENVELOPE
-    await until(worker.gone.is_set)
 
 
 def test_a_gateway_that_is_to_stop_says_so_and_serves_on(fleet, worker):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -16,7 +15,6 @@ import yaml
 from proxy.commands import setup
 from proxy.commands.render_server import free_port
 from proxy.settings import Settings
-from tests.deploy.compose_files import DEPLOY
 from tests.harness import helm
 from tests.harness.kubernetes_schemas import complaints
 from tests.harness.setup_answers import ANSWERS, SPARK, written
@@ -86,20 +84,3 @@ def test_the_chart_runs_the_model_in_as_many_workers_as_asked_for_from_the_image
     assert wanted == [f"{registry}seamark-gateway", f"{registry}seamark-worker"]
     assert re.findall(r"^docker build .* -t (\S+)", script, re.M) == wanted
     assert re.findall(r"^docker push (\S+)$", script, re.M) == (wanted if registry else [])
-
-
-def test_without_vllm_here_the_worker_wants_its_environment_active_and_says_how(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    out = written(tmp_path, "pip")
-    (note,) = re.findall(r"^Note: (.*)$", capsys.readouterr().out, re.M)
-    assert note.endswith(f"pip install --no-deps {shlex.quote(str(DEPLOY.parent))}")
-    bare = {"PATH": str(tmp_path / "none")}
-    told = subprocess.run(["/bin/sh", str(out / "worker.sh")], env=bare, capture_output=True, text=True)
-    assert told.returncode == 1 and told.stderr.strip() == note
-    # Whatever `seamark` is first there gets the model and vLLM's flags.
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none/seamark").write_text('#!/bin/sh\nfor each; do echo "$each"; done\n')
-    (tmp_path / "none/seamark").chmod(0o755)
-    command = ["/bin/sh", str(out / "worker.sh"), "--max-model-len", "8192"]
-    told = subprocess.run(command, env=bare, capture_output=True, text=True, check=True)
-    assert told.stdout.splitlines() == ["worker", "a/B c", "--port", "8000", "--max-model-len", "8192"]

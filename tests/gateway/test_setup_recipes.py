@@ -11,7 +11,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +19,7 @@ import pytest
 import yaml
 
 from proxy.commands import doctor, setup
-from proxy.commands.cures import NEEDED
-from proxy.commands.outlook import DROPPED, IMAGE, NO_CACHING
-from proxy.commands.recipe import Recipe, read_recipe
+from proxy.commands.outlook import IMAGE, NO_CACHING
 from proxy.commands.setup_files import gateway_toml
 from tests.deploy.compose_files import DEPLOY
 from tests.harness.published_recipes import RECIPES
@@ -145,37 +143,6 @@ def machine(tmp_path, monkeypatch) -> Machine:
     return made
 
 
-def nothing(name: str) -> None:
-    return None
-
-
-def read(path: Path) -> Recipe:
-    return read_recipe(str(path), nothing)
-
-
-def as_flags(arguments: Sequence[str]) -> list[tuple[str, ...]]:
-    """Each flag with what stands behind it."""
-    flags: list[tuple[str, ...]] = []
-    for argument in arguments:
-        if argument.startswith("-") or not flags:
-            flags.append((argument,))
-        else:
-            flags[-1] += (argument,)
-    return flags
-
-
-def owed(recipe: Recipe, *, by_worker: bool = False) -> list[tuple[str, ...]]:
-    """What vLLM has to be given: all that the recipe gives it, but for what vLLM dropped, and what hits need.
-
-    `by_worker`: `seamark worker` is given it, which adds what hits need by itself, and would listen to itself alone.
-    """
-    taken = {*DROPPED, NO_CACHING}
-    kept = [flag for flag in as_flags(recipe.arguments) if flag[0].partition("=")[0] not in taken]
-    if by_worker:
-        return kept if recipe.has("--host") else [*kept, ("--host", "0.0.0.0")]  # noqa: S104
-    return [*kept, *(tuple(flag.split()) for flag in NEEDED if (flag,) not in kept)]
-
-
 @pytest.mark.parametrize("name", EXPECTED)
 def test_what_a_recipe_will_do_is_said_without_a_question_and_all_that_was_written_is_undone(
     name, machine, capsys, monkeypatch
@@ -199,69 +166,6 @@ def test_what_a_recipe_will_do_is_said_without_a_question_and_all_that_was_writt
     if path.read_text().startswith(("docker", "podman")) or "compose" in name:
         assert any(each[1:4] == ["image", "rm", "-f"] for each in asked)
         assert any(each[1:] == ["rm", "-f", "c0ffee"] for each in asked)
-
-
-@pytest.mark.parametrize("name", [name for name in EXPECTED if read(RECIPES / name).kind.name == "SPARK"])
-def test_a_recipe_of_spark_vllm_docker_is_run_as_it_is_with_the_mod_and_the_flags(name, machine):
-    recipe = read(RECIPES / name)
-    assert machine.setup(recipe.source) == 0
-    written = read(machine.out / f"seamark-{Path(name).stem}.yaml")
-    assert as_flags(written.arguments) == owed(recipe)
-    changed = ("name", "mods", "command")
-    assert {**recipe.document, **{key: written.document[key] for key in changed}} == written.document
-    assert written.document["mods"] == [*recipe.document.get("mods", []), "mods/seamark"]
-    make_mod, run = machine.run("start.sh", "-n", "a,b")
-    solo = ["--solo"] if recipe.document.get("solo_only") else []
-    assert make_mod == ["make-mod", str(machine.spark)]
-    assert run == ["run-recipe", f"seamark-{Path(name).stem}", *solo, "-n", "a,b"]
-
-
-def test_a_line_with_vllm_serve_is_run_as_it_is(machine, capsys):
-    program = machine.bin / "vllm"
-    machine.program(program, "vllm", "")
-    line = "CUDA_VISIBLE_DEVICES=0 vllm serve LiquidAI/LFM2.5-8B-A1B --served-model-name 'my model' --port 8005"
-    assert machine.setup(line) == 0
-    assert "short convolutions, states inside the pass" in capsys.readouterr().out
-    ((_, serve, *arguments),) = machine.run("worker.sh")
-    assert serve == "serve" and as_flags(arguments) == owed(read_recipe(line, nothing))
-    assert ("--served-model-name", "my model") in as_flags(arguments)
-
-
-def test_a_compose_file_stays_and_its_service_is_built_on_its_image(machine):
-    path = RECIPES / "qwen3.8-27b-compose.yaml"
-    assert machine.setup(str(path)) == 0
-    (service,) = yaml.safe_load((machine.out / "compose.seamark.yaml").read_text())["services"].values()
-    own = yaml.safe_load(path.read_text())["services"]["vllm"]
-    assert service["build"]["args"] == {"VLLM_IMAGE": "vllm/vllm-openai:v0.33.0"}
-    assert service["command"] == [*own["command"], "--host", "0.0.0.0"] and "entrypoint" not in service  # noqa: S104
-    assert "ports" not in service  # his own are kept
-    ((_, *composed),) = machine.run("start.sh")
-    both = ["-f", str(path), "-f", str(machine.out / "compose.seamark.yaml")]
-    assert composed == ["compose", *both, "up", "--build", "-d", "vllm"]
-    asked = machine.run("undo.sh")
-    assert ["docker", "compose", "-f", str(path), "up", "-d", "vllm"] in asked
-
-
-@pytest.mark.parametrize("name", ["qwen3.6-35b-playbook.sh", "falcon-h1.sh"])
-def test_a_docker_run_keeps_its_options_and_gets_the_image_with_the_plugin(name, machine):
-    recipe = read(RECIPES / name)
-    assert machine.setup(recipe.source) == 0
-    asked = machine.run("start.sh")
-    build, run = asked[0], asked[1]
-    image = f"seamark-worker-{Path(name).stem}"
-    old = "0.28" in recipe.image
-    assert f"VLLM_IMAGE={IMAGE if old else recipe.image}" in build and build[-3:-1] == ["-t", image]
-    options = run[2 : run.index(image)]
-    assert run[0] == ("podman" if "podman" in recipe.text else "docker") and "--rm" in options
-    arguments = run[run.index(image) + 1 :]
-    if old:
-        assert ("--name", "qwen36") in as_flags(options) and ("-p", "8000:8000") in as_flags(options)
-        assert as_flags(arguments) == owed(recipe, by_worker=True)
-        assert asked[2] == ["docker", "logs", "-f", "qwen36"]
-    else:
-        assert ("--entrypoint", "bash") in as_flags(options) and arguments[0] == "-c"
-        assert as_flags(read_recipe(arguments[1], nothing).arguments) == owed(recipe)
-        assert arguments[1].startswith("pip install -q bitsandbytes && ")
 
 
 def test_a_container_is_run_again_as_docker_tells_it_and_what_it_says_is_no_shell(machine, capsys):

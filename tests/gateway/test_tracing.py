@@ -122,15 +122,6 @@ def test_a_collector_that_refuses_or_is_away_costs_no_request_and_is_told_once(f
     assert len(told) == 1 and "otlp_traces_endpoint" in told[0]
 
 
-def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=240)
-
-
-def test_without_a_collector_nothing_of_it_is_imported_and_without_the_sdk_the_setting_names_what_installs_it():
-    found = "print([name for name in sys.modules if 'opentelemetry' in name])"
-    assert python(f"import sys, proxy.server.app; {found}").stdout.strip() == "[]"
-    serve = "from proxy.cli import main; sys.exit(main(sys.argv[1:]))"
-    words = ("serve", "--worker", "http://127.0.0.1:9", "--otlp-traces-endpoint", "http://c/v1/traces")
-    ended = python(f"import sys; sys.modules['opentelemetry'] = None; {serve}", *words)
-    assert ended.returncode and "pip install 'vllm-seamark[tracing]'" in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_without_a_collector_nothing_of_it_is_imported():
+    code = "import sys, proxy.server.app; print([name for name in sys.modules if 'opentelemetry' in name])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
