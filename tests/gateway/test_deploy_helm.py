@@ -119,14 +119,6 @@ def test_the_definitions_of_custom_resources_take_them():
     ]
     assert {each["kind"] for each in wanted} == custom_resources.MODULES.keys() == CUSTOM - {"InferencePool"}
     assert custom_resources.complaints(wanted) == [""] * len(wanted)
-    route = next(each for each in wanted if each["kind"] == "HTTPRoute")
-    monitor = next(each for each in wanted if each["kind"] == "ServiceMonitor")
-    wrong = [
-        {**route, "spec": {**route["spec"], "rules": [{"timeouts": {"request": "a while"}}]}},
-        {**monitor, "spec": {"endpoints": monitor["spec"]["endpoints"]}},
-    ]
-    said = custom_resources.complaints(wrong)
-    assert "timeouts/request" in said[0] and "selector" in said[1]
 
 
 def test_every_selector_finds_pods_and_every_port_is_theirs(objects):
