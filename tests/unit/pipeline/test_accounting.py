@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -235,6 +234,26 @@ async def test_an_explanation_that_fails_costs_no_answer(scene, caplog):
     assert "explaining request r: TypeError" in caplog.text
 
 
+async def test_lengths_are_learnt_from_what_an_engine_says_up_to_the_prompts_end(scene):
+    index, positions = scene.prefix_index, scene.reader.positions
+    index.record(scene.found.boundaries, scene.worker.boot, scene.found.entries())
+    await scene.answered(scene.request(), Usage(100, 0))
+    assert positions.get(scene.found.turn_key) == 95  # its last turn ends so far before the end
+    scene.found = scene.found._replace(end=None)
+    await scene.answered(scene.request(), Usage(100, 0), EngineOutcome("cold", 0, (1, 101, 100)))
+    assert [positions.get(each.key) for each in scene.found.boundaries] == [1, 0, 100]
+    held = index.longest(scene.found.prefixes, [scene.worker.boot])[scene.worker.boot]
+    assert (held.tokens, held.is_told) == (100, True)
+
+
+@pytest.mark.parametrize(("status", "told"), [(200, []), (404, ["refused"]), (500, ["refused"]), (499, ["left"])])
+async def test_what_was_recorded_for_a_request_that_came_to_nothing_is_taken_back(scene, status, told):
+    request = scene.request()
+    request.reply.failed(status)
+    scene.accounting.count(request)
+    assert scene.events.ended == [(each, "r") for each in told]
+
+
 RESPONSES, ASKED = "/v1/responses", {"model": "m", "input": "Tide?"}
 
 ANN = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
@@ -249,75 +268,58 @@ def with_pace(worker: Worker, pass_seconds: float, token_seconds: float) -> None
 @pytest.mark.parametrize(
     ("path", "store", "is_stored"),
     [
-        (RESPONSES, None, True),
-        (RESPONSES, True, True),
-        (RESPONSES, "yes", True),
-        (RESPONSES, False, False),
-        (RESPONSES, "off", False),
-        ("/v1/chat/completions", True, False),
+        (RESPONSES, {}, True),
+        (RESPONSES, {"store": True}, True),
+        (RESPONSES, {"store": "off"}, False),
+        ("/v1/chat/completions", {}, False),
     ],
 )
 async def test_a_response_can_be_asked_for_once_its_answer_begins_if_it_is_stored(scene, path, store, is_stored):
-    for begins in (True, False):
-        request = scene.request(path=path, body=ASKED if store is None else {**ASKED, "store": store}, key=ANN)
-        name, answer = f"resp_{begins}", {"id": f"resp_{begins}", "output": []}
-        if begins:
-            scene.accounting.opened(request, answer)
+    for number in range(3):
+        request = scene.request(path=path, body={**ASKED, **store}, key=ANN)
+        name = f"resp_{number}"
+        if number == 2:
+            request.choice = None
+        if number:
+            scene.accounting.opened(request, {"id": name, "output": []})
         else:
-            scene.accounting.reported(request, Report(200), answer)
-        assert scene.reader.stored.boot(name, "ann") == (scene.worker.boot if is_stored else None)
+            scene.accounting.reported(request, Report(200), {"id": name, "output": []})
+        is_kept = is_stored and number < 2
+        assert scene.reader.stored.boot(name, "ann") == (scene.worker.boot if is_kept else None)
         assert scene.reader.stored.boot(name, "bob") is None
-    lost = scene.request(path=path, body=ASKED)
-    lost.choice = None
-    scene.accounting.opened(lost, {"id": "resp_lost"})
-    assert scene.reader.stored.boot("resp_lost", None) is None
-
-
-async def test_counting_waits_for_a_lull_and_ends_the_trace(scene):
-    request, put_off = scene.request(), Mock()
-    scene.idle.put_off, request.trace = put_off, Mock()
-    request.reply.failed(404)
-    scene.accounting.count(request)
-    put_off.assert_called_once()
-    request.trace.stop.assert_called_once()
-    (told,) = request.trace.end.call_args_list
-    assert told.args[:3] == (404, "m", "w") and told.args[4] == request.record.explanation
 
 
 @pytest.mark.parametrize(
     ("timings", "stages"),
     [
         ({}, []),
-        ({"reading_seconds": 0.5}, [("boundaries", 10.0, 10.5)]),
-        ({"asked": 11.0, "choosing": 12.0}, [("queue", 11.0, 12.0)]),
-        ({"asked": 11.0, "choosing": 11.0}, [("queue", 11.0, 11.0)]),
+        ({"reading_seconds": 0.5, "asked": 11.0}, [("boundaries", 10.0, 10.5), ("queue", 11.0, 99.0)]),
         ({"asked": 13.0, "choosing": 12.0}, [("queue", 13.0, 99.0)]),  # it still waits, for another worker
-        ({"asked": 11.0}, [("queue", 11.0, 99.0)]),
-        ({"choosing": 12.0, "leased": 12.5}, [("choice", 12.0, 12.5)]),
-        ({"leased": 12.5, "first_byte": 14.0}, [("choice", 0.0, 12.5), ("answer", 12.5, 14.0)]),
         (
-            {"choosing": 12.0, "leased": 12.5, "first_byte": 14.0, "is_stream": True},
-            [("choice", 12.0, 12.5), ("first token", 12.5, 14.0)],
+            {"asked": 11.0, "choosing": 12.0, "leased": 12.5, "first_byte": 14.0, "is_stream": True},
+            [("queue", 11.0, 12.0), ("choice", 12.0, 12.5), ("first token", 12.5, 14.0)],
         ),
     ],
 )
-async def test_a_trace_has_the_stages_that_a_request_came_to(scene, monkeypatch, timings, stages):
+async def test_a_trace_ends_with_the_stages_that_a_request_came_to(scene, monkeypatch, timings, stages):
     monkeypatch.setattr(accounting.time, "perf_counter", lambda: 99.0)
-    request = scene.request()
-    request.choice, request.record, request.trace = None, None, Mock()
-    request.timings.arrived = 10.0
-    for name, value in timings.items():
+    request, put_off = scene.request(), Mock()
+    scene.idle.put_off, request.trace = put_off, Mock()
+    for name, value in {"arrived": 10.0, **timings}.items():
         setattr(request.timings, name, value)
     request.reply.failed(503)
-    scene.accounting._end_trace(request)
-    request.trace.end.assert_called_once_with(503, "unknown", None, stages, None)
+    scene.accounting.count(request)
+    put_off.assert_called_once()
+    request.trace.stop.assert_called_once()
+    request.trace.end.assert_called_once_with(503, "m", "w", stages, request.record.explanation)
 
 
-async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(scene_of):
+async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(scene_of, monkeypatch):
+    monkeypatch.setattr(accounting, "FORGET_SECONDS", 0.0)
     scene = await scene_of(RecordingWorker("http://w"), RecordingWorker("http://v"))
-    gone, pool = scene.worker, scene.accounting._pool
+    gone, (other,), pool = scene.worker, scene.others, scene.accounting._pool
     with_pace(gone, 0.0, 0.0)
-    for worker in (gone, *scene.others):
+    for worker in (gone, other):
         request = scene.request()
         request.give(Choice(worker, request.expected))
         request.reply.failed(200)
@@ -326,36 +328,24 @@ async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(scene_of
         await scene.idle.caught_up()
 
     def counted(name: str) -> float:
-        return scene.value("seamark_requests_total", worker=name) + scene.value(
-            "seamark_cached_tokens_total", worker=name
-        )
+        metrics = "seamark_requests_total", "seamark_cached_tokens_total"
+        return sum(scene.value(metric, worker=name) for metric in metrics)
 
+    running = asyncio.create_task(scene.accounting.run())
     saved = scene.accounting.time_saved()
     assert (counted("w"), counted("v"), saved.waiting) == (61, 61, 120)
+    scene.accounting.on_worker(gone, Change.REMOVED)
     scene.accounting.forget_gone()
-    scene.accounting.on_worker(gone, Change.CLEARED)
+    assert counted("w") == 61  # another one has its name
     pool.workers.remove(gone)
     gone.inflight = 1
     scene.accounting.on_worker(gone, Change.REMOVED)
     scene.accounting.forget_gone()
     assert counted("w") == 61  # its last request still counts
     gone.inflight = 0
-    scene.accounting.forget_gone()
-    assert (counted("w"), counted("v"), saved.waiting) == (0, 61, 60)
-    late = scene.request()  # one that came back in the meantime counts from zero, and anew
-    late.reply.failed(200)
-    scene.accounting.count(late)
-    scene.accounting.reported(late, Report(200, Usage(100, 7)))
-    scene.accounting.count(late)
-    await scene.idle.caught_up()
-    assert counted("w") == 1 + 1 + 7
-    pool.workers.append(SimpleNamespace(name="w"))
-    scene.accounting.on_worker(gone, Change.REMOVED)
-    scene.accounting.forget_gone()
-    assert counted("w") == 9  # another one has its name
-    pool.workers.pop()
-    scene.accounting.forget_gone()
-    assert counted("w") == 9  # and the one that is gone is dealt with
+    await until(lambda: counted("w") == 0)  # it is looked at again and again
+    assert (counted("v"), saved.waiting) == (61, 60)
+    running.cancel()
 
 
 @pytest.mark.parametrize(

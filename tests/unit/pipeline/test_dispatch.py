@@ -118,17 +118,6 @@ async def test_a_worker_on_trial_is_on_trial_for_as_long_as_the_request_is_there
     assert breaker.wants_trial  # its client has left without an answer
 
 
-async def test_a_slot_is_there_while_nobody_waits_and_worker_and_key_have_room(scene):
-    scene.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
-    request = scene.request()
-    assert scene.dispatcher.has_slot(request)
-    scene.key.under_way = 1
-    assert not scene.dispatcher.has_slot(request)
-    scene.key.under_way = 0
-    async with scene.dispatcher.lease(request):
-        assert not scene.dispatcher.has_slot(scene.request())
-
-
 async def test_a_client_that_leaves_while_it_waits_or_just_as_its_slot_comes_leaves_no_count(scene):
 
     async def hold() -> None:
@@ -206,25 +195,26 @@ async def test_a_lease_has_a_worker_once_it_is_entered(scene):
     assert lease.prefill_tokens == 0 and lease.worker is scene.workers[0] and not lease.is_alone
 
 
-async def test_who_joins_an_answer_counts_at_its_key_until_it_leaves(scene):
+async def test_a_slot_is_there_while_nobody_waits_and_worker_and_key_have_room(scene):
     scene.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
-    leave = scene.dispatcher.joins(scene.request())
-    assert scene.counted() == (0, 1, 0) and not scene.dispatcher.has_slot(scene.request())
-    waiting = asyncio.create_task(scene.dispatcher.acquire(scene.dispatcher.lease(scene.request())))
+    request = scene.request()
+    assert scene.dispatcher.has_slot(request)
+    leave = scene.dispatcher.joins(scene.request())  # an answer that is under way
+    assert scene.counted() == (0, 1, 0) and not scene.dispatcher.has_slot(request)
+    waiting = asyncio.create_task(scene.dispatcher.acquire(scene.dispatcher.lease(request)))
     await asyncio.sleep(0)
     assert scene.key.queued == 1
     leave()
-    (await waiting).release()
     leave()
+    (await waiting).release()
     assert scene.counted() == (0, 0, 0)
-
-
-async def test_a_slot_is_there_only_behind_those_who_wait(scene):
-    async with scene.dispatcher.lease(scene.request()):
+    scene.key.entry = KeyEntry(sha256="0" * 64)
+    async with scene.dispatcher.lease(request):
+        assert not scene.dispatcher.has_slot(scene.request())
         waiting = asyncio.create_task(scene.dispatcher.acquire(scene.dispatcher.lease(scene.request())))
         await asyncio.sleep(0)
         scene.workers[0].max_inflight = 2
-        assert not scene.dispatcher.has_slot(scene.request())
+        assert not scene.dispatcher.has_slot(scene.request())  # only behind those who wait
         scene.dispatcher.released()
         (await waiting).release()
     assert scene.dispatcher.has_slot(scene.request())
