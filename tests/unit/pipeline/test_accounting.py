@@ -45,29 +45,6 @@ CHAT = {
 }
 
 
-class Events:
-    """Engine events that say what they are told to, once they are."""
-
-    def __init__(self) -> None:
-        self.said: asyncio.Future[EngineOutcome | None] = asyncio.get_running_loop().create_future()
-        self.asked = 0
-        self.short: list[tuple[Any, ...]] = []
-        self.ended: list[tuple[str, str]] = []  # requests of which nothing more is to come, and how
-
-    async def outcome_of(self, worker: Worker, request_id: str, *, urgent: bool) -> EngineOutcome | None:
-        self.asked += 1
-        return await self.said
-
-    def fell_short(self, *what: Any) -> None:
-        self.short.append(what)
-
-    def left(self, worker: Worker, request_id: str) -> None:
-        self.ended.append(("left", request_id))
-
-    def refused(self, worker: Worker, request_id: str) -> None:
-        self.ended.append(("refused", request_id))
-
-
 class Scene:
     """A gateway that has looked at its workers; the first one has answered a chat."""
 
@@ -76,13 +53,19 @@ class Scene:
         self.worker, *self.others = gateway.pool.workers
         self.reader, self.prefix_index, self.idle = gateway.reader, gateway.prefix_index, gateway.idle
         self.accounting = gateway.accounting
-        self.events = self.accounting._engine_events = Events()  # type: ignore[assignment]
+        self.said: asyncio.Future[EngineOutcome | None] = asyncio.get_running_loop().create_future()
+        self.asked = 0  # how often an engine was asked for what it has said
+        self.ended: list[tuple[str, str]] = []  # requests of which nothing more is to come, and how
+        events = self.accounting._engine_events
+        events.outcome_of = self._outcome_of  # type: ignore[method-assign]
+        events.left = lambda _, name: self.ended.append(("left", name))  # type: ignore[method-assign]
+        events.refused = lambda _, name: self.ended.append(("refused", name))  # type: ignore[method-assign]
         self.registry, self.value = gateway.metrics.registry, own.metric
-        self.finds(FACTS)
+        self.found = BoundaryFinder(PositionCache(10**6)).find(chat_request(CHAT), FACTS, b"renderer")
 
-    def finds(self, facts: TemplateFacts | None) -> None:
-        """The boundaries of the chat, by these facts."""
-        self.found = BoundaryFinder(PositionCache(10**6)).find(chat_request(CHAT), facts, b"renderer")
+    async def _outcome_of(self, *_: Any, urgent: bool) -> EngineOutcome | None:
+        self.asked += 1
+        return await self.said
 
     def request(
         self,
@@ -90,7 +73,6 @@ class Scene:
         path: str = "/v1/chat/completions",
         body: Mapping[str, Any] = CHAT,
         key: ApiKey | None = None,
-        is_stream: bool = False,
         hint: tuple[Any, ...] | None = None,
         **expected: Any,
     ) -> ProxiedRequest:
@@ -98,7 +80,6 @@ class Scene:
         request = request_of(scope, b"x" * 400, "r", key)
         request.body.parsed = dict(body)
         request.body.hint = self.found.entries() if hint is None else hint
-        request.timings.is_stream = is_stream
         request.prompt = Prompt(chat_request(CHAT), found=self.found)
         self.accounting.began(request)
         known = {"failure": None, "sent": None, "sent_here": False, "ever_sent": None, "held": 0, "predicted": 0}
@@ -137,23 +118,23 @@ async def older(scene_of) -> Scene:
 
 
 async def test_a_whole_answer_waits_for_an_older_engine_if_the_gateway_cannot_tell(older):
-    older.events.said.set_result(EngineOutcome("not_worth_it"))
+    older.said.set_result(EngineOutcome("not_worth_it"))
     sent = {"sent": Prefix(90, 0), "sent_here": True, "held": 80, "predicted": 80}
     hint = {"hint": (40,)}
     assert await older.answered(older.request(**sent, **hint), Usage(100, 0)) == "not_worth_it"
     assert await older.answered(older.request(**sent, **hint), Usage(100, 80)) == "hit"
     assert await older.answered(older.request(**sent, hint=()), Usage(100, 0)) == "evicted"
-    assert older.events.asked == 1
+    assert older.asked == 1
 
 
 async def test_a_client_that_leaves_meanwhile_leaves_the_request_counted(older):
     request = older.request(hint=(40,))
     answering = asyncio.create_task(older.answered(request, Usage(100, 0)))
-    while not older.events.asked:
+    while not older.asked:
         await asyncio.sleep(0)
     answering.cancel()
     await asyncio.gather(answering, return_exceptions=True)
-    older.events.said.set_result(EngineOutcome("cold"))
+    older.said.set_result(EngineOutcome("cold"))
     await until(lambda: request.record.explanation.reason)
     assert older.value("seamark_miss_total", model="m", reason="cold") == 1
 
@@ -251,7 +232,7 @@ async def test_what_was_recorded_for_a_request_that_came_to_nothing_is_taken_bac
     request = scene.request()
     request.reply.failed(status)
     scene.accounting.count(request)
-    assert scene.events.ended == [(each, "r") for each in told]
+    assert scene.ended == [(each, "r") for each in told]
 
 
 RESPONSES, ASKED = "/v1/responses", {"model": "m", "input": "Tide?"}
@@ -405,6 +386,6 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
 
 
 async def test_an_engine_that_cannot_be_asked_leaves_the_gateways_own_reason(older, caplog):
-    older.events.said.set_exception(KeyError("You pilot ships."))
+    older.said.set_exception(KeyError("You pilot ships."))
     assert await older.answered(older.request(hint=(40,)), Usage(100, 0)) == "cold"
     assert "asking for request r: KeyError" in caplog.text and "pilot" not in caplog.text

@@ -145,18 +145,6 @@ async def test_an_answer_that_is_not_final_or_may_not_be_shared_goes_to_those_wh
     assert len(computing.requests) == 2
 
 
-async def test_an_execution_ends_when_nobody_reads_it_any_more(own, computing):
-    computing.hold.set()
-    asked = [own.opened(chat(), **ALLOW) for _ in range(3)]
-    await until(lambda: computing.requests)
-    for each in asked:
-        each.leave()
-    await until(computing.gone.is_set)
-    await until(lambda: own.gateway.pool.workers[0].inflight == 0)
-    computing.hold.clear()
-    assert own.metric("seamark_response_cache_bytes") == 0 and await results(own, chat()) == ["miss"]
-
-
 def with_keys(path: Path, **fields: Any) -> dict[str, Any]:
     """Settings with keys of these names, and their fields."""
     keys, secret = path / "keys.toml", path / "secret"

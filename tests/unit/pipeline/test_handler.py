@@ -130,6 +130,19 @@ async def test_behind_the_head_of_an_answer_a_failure_ends_it_and_is_counted(own
     assert types == ["http.response.start"] * started and counted(own) == {status: 1}
 
 
+async def test_large_bodies_take_turns_and_small_ones_wait_for_none(own):
+    def sized(size: int) -> bytes:
+        return json.dumps(chat("x" * (size - len(json.dumps(chat("")))))).encode()
+
+    await own.gateway.handler._turns.acquire()
+    assert (await own.post(sized(65_536))).status_code == 200
+    waiting = asyncio.create_task(own.post(sized(65_537)))
+    await asyncio.wait((waiting,), timeout=0.05)
+    assert not waiting.done()
+    own.gateway.handler._turns.release()
+    assert (await waiting).status_code == 200
+
+
 @pytest.fixture
 async def with_keys(in_memory, worker, tmp_path: Path) -> InMemoryGateway:
     (tmp_path / "keys.toml").write_text(entry("ann") + entry("bob"))

@@ -236,20 +236,6 @@ async def test_a_call_is_worth_what_it_has_cost_beside_the_computing(now):
     assert not await called(0.0, 256) and await called(0.0, 257)  # of 1.5, 0 and 0
 
 
-async def test_costs_of_the_last_32_calls_are_remembered(now):
-    scene = Scene()
-    at_pace(scene.workers[0], 0.25, 2**-10)
-    for number in range(37):
-        scene.during = lambda number=number: now.__setitem__(0, now[0] + 1000.0 * (number < 20))
-        at_pace(scene.decoder, 0.25, 2**-10)
-        if number == 36:
-            assert await scene.transfer() is None  # 16 of each
-        scene.decoder.probed = probed("decode", ENGINE, "m")
-        await scene.transfer()
-    at_pace(scene.decoder, 0.25, 2**-10)
-    assert await scene.transfer() is not None  # of 32, 17 cost nothing
-
-
 @pytest.mark.parametrize("lack", ["up", "room", "models", "match_unit", "version", "connector", "engine"])
 async def test_without_a_worker_that_fits_the_prompt_is_computed_where_it_is_answered(lack):
     scene = Scene()

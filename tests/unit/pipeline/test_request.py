@@ -11,7 +11,8 @@ from proxy.chat.chat import CHAT, GENERATE, MESSAGES, RESPONSES
 from proxy.errors import BadRequest, NotFound
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.http.json_body import HINT, LOAD, PIN, TRANSFERS, XARGS
-from proxy.pipeline.request import RequestBody, affinity_key, choices_of, request_of, target_of
+from proxy.pipeline import request as request_module
+from proxy.pipeline.request import RequestBody, Timings, affinity_key, choices_of, request_of, target_of
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,13 @@ def test_a_path_goes_on_as_it_was_written_unless_it_leads_upwards(path, raw_path
 )
 def test_an_answer_has_so_many_choices_for_each_prompt(body, choices):
     assert choices_of(body) == choices
+
+
+def test_the_gateways_own_time_is_what_it_did_not_wait(monkeypatch):
+    monkeypatch.setattr(request_module.time, "perf_counter", lambda: 10.0)
+    for arrived, waited, own in ((8.0, 0.5, 1500.0), (8.0, 2.5, 0.0)):
+        timings = Timings(arrived=arrived, waited_seconds=waited)
+        assert timings.own_milliseconds == own and not (timings.is_stream or timings.was_alone)
 
 
 EVIL = {"remote_host": "evil"}

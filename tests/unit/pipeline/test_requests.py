@@ -130,6 +130,8 @@ REQUESTS = {
     "nor what it answered in no HTTP, of which it may not be guilty": Row(
         [Malformed("odd")], 502, "worker_failed", "no valid HTTP"
     ),
+    "a worker's error counts": Row([Said(500, b"{}")], status=500, blamed=1, headers=UNUSED),
+    "but not that it cannot do a thing": Row([Said(501, b"{}")], status=501, headers=UNUSED),
     "a lack of the gateway's own is no worker's fault": Row([Exhausted("no descriptor")], 503, "overloaded"),
     "a whole answer that breaks off is an error": Row([Said(200, b"{", Broken("gone"))], 502, "worker_failed"),
     "one that stops is, too": Row([Said(200, b"{", Silent("quiet"))], 504, "worker_silent"),
@@ -241,21 +243,17 @@ async def test_whether_a_worker_takes_any_name_is_learnt_from_answers_that_tell(
     assert len(told) == (learns is not None)  # it may be the response that is not there
 
 
-async def test_how_much_there_is_to_do_is_told_in_a_header_or_in_the_body(scene_of):
-    for reports in (None, "127.0.0.1:1"):
-        scene = await scene_of(1)
-        (worker,) = scene.pool.workers
+@pytest.mark.parametrize("reports", [None, "127.0.0.1:1"])
+async def test_how_much_there_is_to_do_is_told_in_a_header_or_in_the_body(scene, reports):
+    for worker in scene.pool.workers:
         engine = replace(worker.engine, reports=reports)
         worker.probed = replace(worker.probed, metrics=worker.probed.metrics._replace(engine=engine))
-        told = []
-        for body, path in ((None, CHAT), (OTHER, "/v1/embeddings")):
-            await scene.post(Said(200, WHOLE), body=body, path=path)
-            (sent,) = scene.upstream.sent
-            told.append((b"x-seamark-load" in sent.headers, b"seamark_load" in sent.body))
-        assert told == ([(True, False)] * 2 if reports is None else [(False, True), (False, False)])
-        scene.upstream.script = [Said(200, b"{}")]
-        await scene.own.get("/v1/other")
-        assert b"x-seamark-load" not in scene.upstream.sent[-1].headers
+    told = []
+    for body, path in ((None, CHAT), (OTHER, "/v1/embeddings")):
+        await scene.post(Said(200, WHOLE), body=body, path=path)
+        (sent,) = scene.upstream.sent
+        told.append((b"x-seamark-load" in sent.headers, b"seamark_load" in sent.body))
+    assert told == ([(True, False)] * 2 if reports is None else [(False, True), (False, False)])
 
 
 @pytest.mark.parametrize(("most", "is_collected"), [(len(WHOLE), True), (len(WHOLE) - 1, False), (0, False)])

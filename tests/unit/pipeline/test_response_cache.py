@@ -62,7 +62,7 @@ class Sharing(RuleBasedStateMachine):
     # In place of the dispatcher and of the workers.
 
     def lease(self, request: ProxiedRequest) -> Lease:
-        return Lease(SimpleNamespace(released=lambda: None), request)  # type: ignore[arg-type]
+        return Lease(None, request)  # type: ignore[arg-type]
 
     async def acquire(self, lease: Lease, sharing: Any) -> Any:
         if (found := sharing.find()) is not None:
