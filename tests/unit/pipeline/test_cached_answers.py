@@ -168,6 +168,19 @@ async def test_those_who_ask_for_the_same_are_bound_by_the_limits_of_their_key(i
     assert (ann.under_way, ann.queued) == (0, 0)
 
 
+async def test_who_waits_for_the_same_waits_for_no_longer_than_one_request_may(in_memory, computing, tmp_path):
+    """One after the other, twelve would wait twelve times as long."""
+    files = with_keys(tmp_path, ann={"max_inflight": 1})
+    own = await in_memory(computing, response_cache=ROOM, queue_timeout=0.5, **files)
+    computing.hold.set()
+    busy = asyncio.create_task(post(own, chat("long"), **bearer("ann")))
+    await until(lambda: own.gateway.pool.workers[0].inflight == 1)
+    answers = await asyncio.gather(*(post(own, chat(), **bearer("ann")) for _ in range(12)))
+    assert {each.status_code for each in answers} == {429} and len(own.gateway.queue) == 0
+    computing.hold.clear()
+    assert (await busy).status_code == 200 and len(computing.requests) == 1
+
+
 async def test_mixed_requests_get_the_bytes_of_a_gateway_without_a_cache(in_memory, computing, tmp_path: Path):
     """Coalesced and repeated, by three keys of two groups, whole and streamed."""
     files = with_keys(tmp_path, ann={}, bob={"share": "team"}, cleo={"share": "team"})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import tracemalloc
 from datetime import date
 from typing import Any
 
@@ -15,7 +17,7 @@ from proxy.chat.reader import chat_request
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.auth import ApiKey, KeyEntry
-from proxy.http.json_body import NOTHING, Memory
+from proxy.http.json_body import NOTHING, Memory, memory_of, parse_object
 from proxy.metrics import Metrics
 from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE, PromptReader
@@ -85,7 +87,7 @@ async def read(
     ("most", "body", "failure"),
     [(10, {}, None), (9, {}, "no_boundary"), *((10, {"messages": told}, "no_boundary") for told in ("x", [], [7]))],
 )
-async def test_in_a_body_of_too_many_values_or_without_a_chat_no_boundaries_are_sought(most, body, failure):
+async def test_in_a_body_of_too_many_values_no_boundaries_are_sought(most, body, failure):
     reader = PromptReader(Settings(max_boundary_values=most), Metrics(), Learner(one=FACTS))
     prompt = (await read(Learner(), worker(), reader=reader, memory=Memory(5000, 10), **body)).prompt
     assert prompt.found.failure == failure and prompt.tokens
@@ -279,3 +281,36 @@ async def test_boundaries_that_no_client_waits_for_are_learnt_on_the_spot(in_mem
         assert found.failure == failure
         assert [each.kind for each in found.boundaries] == ([] if failure else ["system", "turn"])
     assert reader._facts.facts(serving.renderer_id("m"), DEFAULT) is not None
+
+
+def parts(n: int, seed: int) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": f"{seed}"}, *({"type": "text"} for _ in range(n))]}]
+
+
+@pytest.mark.timeout(300)  # tracemalloc takes its time on a busy machine
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/chat/completions", lambda n, seed: {"messages": [{"role": "user", "content": f"{seed}"}] * n}),
+        ("/v1/chat/completions", lambda n, seed: {"messages": parts(1, seed), "tools": [[seed + 1e9] * n * 9]}),
+        ("/v1/chat/completions", lambda n, seed: {"messages": parts(1, seed), "tools": ["x" * n * 20 + "\U0001f600"]}),
+        ("/v1/messages", lambda n, seed: {"messages": parts(n, seed), "max_tokens": 1}),
+    ],
+)
+async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(endpoint, body):
+    most, limits = 2**19, Settings().json_limits
+    reader = PromptReader(Settings(text_bytes=most), Metrics(), Learner(one=FACTS))
+    scope = {"method": "POST", "path": endpoint, "query_string": b"", "headers": []}
+    for seed in range(40):
+        if seed == 1:  # what stays for ever, such as patterns and interned texts, is there
+            tracemalloc.start()
+        raw = json.dumps({"model": "m", **body(150, seed)}).encode()
+        request = request_of(scope, raw, f"{seed}")
+        request.body.parsed = parse_object(raw, *limits)
+        request.body.memory = memory_of(request.body.parsed, len(raw), 10**6)
+        request.prompt = await reader.read(request, [worker()], lambda: True)
+        reader.stored.put(request.prompt.chat, {"id": f"resp_{seed}"}, "w#1")
+    gc.collect()
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert reader.recent.held and held < 1.5 * most
