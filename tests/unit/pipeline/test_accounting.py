@@ -215,11 +215,14 @@ async def test_an_explanation_that_fails_costs_no_answer(scene, caplog):
     assert "explaining request r: TypeError" in caplog.text
 
 
+async def test_the_length_of_a_turn_is_learnt_from_the_tokens_of_its_prompt(scene):
+    await scene.answered(scene.request(), Usage(100, 0), EngineOutcome("cold"))
+    assert scene.reader.positions.get(scene.found.turn_key) == 95 and len(scene.reader.positions) == 1
+
+
 async def test_lengths_are_learnt_from_what_an_engine_says_up_to_the_prompts_end(scene):
     index, positions = scene.prefix_index, scene.reader.positions
     index.record(scene.found.boundaries, scene.worker.boot, scene.found.entries())
-    await scene.answered(scene.request(), Usage(100, 0))
-    assert positions.get(scene.found.turn_key) == 95  # its last turn ends so far before the end
     scene.found = scene.found._replace(end=None)
     await scene.answered(scene.request(), Usage(100, 0), EngineOutcome("cold", 0, (1, 101, 100)))
     assert [positions.get(each.key) for each in scene.found.boundaries] == [1, 0, 100]

@@ -132,8 +132,8 @@ async def test_an_answer_that_is_not_final_or_may_not_be_shared_goes_to_those_wh
         setattr(computing, name, value)
     computing.hold.set()
     asked = [asyncio.create_task(post(own, chat(stream=stream))) for _ in range(3)]
-    await until(lambda: len(own.gateway.response_cache._executions) == 1 and computing.requests)
-    await asyncio.sleep(0)
+    executions = own.gateway.response_cache._executions
+    await until(lambda: sum(len(each._readers) for each in [*executions.values()]) == 3 and computing.requests)
     computing.hold.clear()
     answers = await asyncio.gather(*asked)
     assert len({(answer.status_code, answer.content) for answer in answers}) == len(computing.requests) == 1
