@@ -21,9 +21,7 @@ def probed(boot: str = "", engine: EngineInfo | None = None, *models: str, **met
     return Probed(boot=boot, metrics=WorkerMetrics(engine=engine, **metrics), models=cards)
 
 
-def pool_of(
-    upstream: Upstream, *names: str, engine: EngineInfo | None = None, models: tuple[str, ...] = ("m",)
-) -> WorkerPool:
+def pool_of(upstream: Upstream, *names: str, engine: EngineInfo | None = None) -> WorkerPool:
     """Of workers that are up, as if they had been asked; each one's boot is its name."""
     metrics = Metrics()
     settings = Settings(worker=tuple(f"http://{name}" for name in names))
@@ -31,4 +29,5 @@ def pool_of(
     for worker in pool.workers:
         worker.up, worker.probed = True, probed(worker.name, engine, "m")
         worker.renderer_ids["m"] = b"one"
+    pool._reconcile()  # with them, it knows their names
     return pool

@@ -245,6 +245,7 @@ async def test_without_a_worker_that_fits_the_prompt_is_computed_where_it_is_ans
         prefill.probed = probed("p", replace(ENGINE, **{lack: other[lack]}) if lack in other else None, "m")
     elif lack == "models":
         prefill.probed = probed("p", ENGINE, "n")
+        scene.pool._reconcile()  # with it, the pool knows the name
     elif lack == "room":
         prefill.max_inflight = prefill.inflight = 1
     else:
