@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -46,29 +45,6 @@ CHAT = {
 }
 
 
-class Events:
-    """Engine events that say what they are told to, once they are."""
-
-    def __init__(self) -> None:
-        self.said: asyncio.Future[EngineOutcome | None] = asyncio.get_running_loop().create_future()
-        self.asked = 0
-        self.short: list[tuple[Any, ...]] = []
-        self.ended: list[tuple[str, str]] = []  # requests of which nothing more is to come, and how
-
-    async def outcome_of(self, worker: Worker, request_id: str) -> EngineOutcome | None:
-        self.asked += 1
-        return await self.said
-
-    def fell_short(self, *what: Any) -> None:
-        self.short.append(what)
-
-    def left(self, worker: Worker, request_id: str) -> None:
-        self.ended.append(("left", request_id))
-
-    def refused(self, worker: Worker, request_id: str) -> None:
-        self.ended.append(("refused", request_id))
-
-
 class Scene:
     """A gateway that has looked at its workers; the first one has answered a chat."""
 
@@ -77,13 +53,19 @@ class Scene:
         self.worker, *self.others = gateway.pool.workers
         self.reader, self.prefix_index, self.idle = gateway.reader, gateway.prefix_index, gateway.idle
         self.accounting = gateway.accounting
-        self.events = self.accounting._engine_events = Events()  # type: ignore[assignment]
+        self.said: asyncio.Future[EngineOutcome | None] = asyncio.get_running_loop().create_future()
+        self.asked = 0  # how often an engine was asked for what it has said
+        self.ended: list[tuple[str, str]] = []  # requests of which nothing more is to come, and how
+        events = self.accounting._engine_events
+        events.outcome_of = self._outcome_of  # type: ignore[method-assign]
+        events.left = lambda _, name: self.ended.append(("left", name))  # type: ignore[method-assign]
+        events.refused = lambda _, name: self.ended.append(("refused", name))  # type: ignore[method-assign]
         self.registry, self.value = gateway.metrics.registry, own.metric
-        self.finds(FACTS)
+        self.found = BoundaryFinder(PositionCache(10**6)).find(chat_request(CHAT), FACTS, b"renderer")
 
-    def finds(self, facts: TemplateFacts | None) -> None:
-        """The boundaries of the chat, by these facts."""
-        self.found = BoundaryFinder(PositionCache(10**6)).find(chat_request(CHAT), facts, b"renderer")
+    async def _outcome_of(self, *_: Any, urgent: bool) -> EngineOutcome | None:
+        self.asked += 1
+        return await self.said
 
     def request(
         self,
@@ -91,7 +73,6 @@ class Scene:
         path: str = "/v1/chat/completions",
         body: Mapping[str, Any] = CHAT,
         key: ApiKey | None = None,
-        is_stream: bool = False,
         hint: tuple[Any, ...] | None = None,
         **expected: Any,
     ) -> ProxiedRequest:
@@ -99,7 +80,6 @@ class Scene:
         request = request_of(scope, b"x" * 400, "r", key)
         request.body.parsed = dict(body)
         request.body.hint = self.found.entries() if hint is None else hint
-        request.timings.is_stream = is_stream
         request.prompt = Prompt(chat_request(CHAT), found=self.found)
         self.accounting.began(request)
         known = {"failure": None, "sent": None, "sent_here": False, "ever_sent": None, "held": 0, "predicted": 0}
@@ -129,6 +109,34 @@ def scene_of(in_memory) -> Callable[..., Awaitable[Scene]]:
 @pytest.fixture
 async def scene(scene_of) -> Scene:
     return await scene_of(RecordingWorker("http://w"))
+
+
+@pytest.fixture
+async def older(scene_of) -> Scene:
+    """Whose engine says nothing in its answers."""
+    return await scene_of(RecordingWorker("http://w", version="0.2.0"))
+
+
+async def test_a_whole_answer_waits_for_an_older_engine_if_the_gateway_cannot_tell(older):
+    older.said.set_result(EngineOutcome("not_worth_it"))
+    sent = {"sent": Prefix(90, 0), "sent_here": True, "held": 80, "predicted": 80}
+    hint = {"hint": (40,)}
+    assert await older.answered(older.request(**sent, **hint), Usage(100, 0)) == "not_worth_it"
+    assert await older.answered(older.request(**sent, **hint), Usage(100, 80)) == "hit"
+    assert await older.answered(older.request(**sent, hint=()), Usage(100, 0)) == "evicted"
+    assert older.asked == 1
+
+
+async def test_a_client_that_leaves_meanwhile_leaves_the_request_counted(older):
+    request = older.request(hint=(40,))
+    answering = asyncio.create_task(older.answered(request, Usage(100, 0)))
+    while not older.asked:
+        await asyncio.sleep(0)
+    answering.cancel()
+    await asyncio.gather(answering, return_exceptions=True)
+    older.said.set_result(EngineOutcome("cold"))
+    await until(lambda: request.record.explanation.reason)
+    assert older.value("seamark_miss_total", model="m", reason="cold") == 1
 
 
 async def test_a_client_that_leaves_while_a_change_is_sought_leaves_the_whole_explanation(scene):
@@ -207,6 +215,29 @@ async def test_an_explanation_that_fails_costs_no_answer(scene, caplog):
     assert "explaining request r: TypeError" in caplog.text
 
 
+async def test_the_length_of_a_turn_is_learnt_from_the_tokens_of_its_prompt(scene):
+    await scene.answered(scene.request(), Usage(100, 0), EngineOutcome("cold"))
+    assert scene.reader.positions.get(scene.found.turn_key) == 95 and len(scene.reader.positions) == 1
+
+
+async def test_lengths_are_learnt_from_what_an_engine_says_up_to_the_prompts_end(scene):
+    index, positions = scene.prefix_index, scene.reader.positions
+    index.record(scene.found.boundaries, scene.worker.boot, scene.found.entries())
+    scene.found = scene.found._replace(end=None)
+    await scene.answered(scene.request(), Usage(100, 0), EngineOutcome("cold", 0, (1, 101, 100)))
+    assert [positions.get(each.key) for each in scene.found.boundaries] == [1, 0, 100]
+    held = index.longest(scene.found.prefixes, [scene.worker.boot])[scene.worker.boot]
+    assert (held.tokens, held.is_told) == (100, True)
+
+
+@pytest.mark.parametrize(("status", "told"), [(200, []), (404, ["refused"]), (500, ["refused"]), (499, ["left"])])
+async def test_what_was_recorded_for_a_request_that_came_to_nothing_is_taken_back(scene, status, told):
+    request = scene.request()
+    request.reply.failed(status)
+    scene.accounting.count(request)
+    assert scene.ended == [(each, "r") for each in told]
+
+
 RESPONSES, ASKED = "/v1/responses", {"model": "m", "input": "Tide?"}
 
 ANN = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
@@ -221,75 +252,58 @@ def with_pace(worker: Worker, pass_seconds: float, token_seconds: float) -> None
 @pytest.mark.parametrize(
     ("path", "store", "is_stored"),
     [
-        (RESPONSES, None, True),
-        (RESPONSES, True, True),
-        (RESPONSES, "yes", True),
-        (RESPONSES, False, False),
-        (RESPONSES, "off", False),
-        ("/v1/chat/completions", True, False),
+        (RESPONSES, {}, True),
+        (RESPONSES, {"store": True}, True),
+        (RESPONSES, {"store": "off"}, False),
+        ("/v1/chat/completions", {}, False),
     ],
 )
 async def test_a_response_can_be_asked_for_once_its_answer_begins_if_it_is_stored(scene, path, store, is_stored):
-    for begins in (True, False):
-        request = scene.request(path=path, body=ASKED if store is None else {**ASKED, "store": store}, key=ANN)
-        name, answer = f"resp_{begins}", {"id": f"resp_{begins}", "output": []}
-        if begins:
-            scene.accounting.opened(request, answer)
+    for number in range(3):
+        request = scene.request(path=path, body={**ASKED, **store}, key=ANN)
+        name = f"resp_{number}"
+        if number == 2:
+            request.choice = None
+        if number:
+            scene.accounting.opened(request, {"id": name, "output": []})
         else:
-            scene.accounting.reported(request, Report(200), answer)
-        assert scene.reader.stored.boot(name, "ann") == (scene.worker.boot if is_stored else None)
+            scene.accounting.reported(request, Report(200), {"id": name, "output": []})
+        is_kept = is_stored and number < 2
+        assert scene.reader.stored.boot(name, "ann") == (scene.worker.boot if is_kept else None)
         assert scene.reader.stored.boot(name, "bob") is None
-    lost = scene.request(path=path, body=ASKED)
-    lost.choice = None
-    scene.accounting.opened(lost, {"id": "resp_lost"})
-    assert scene.reader.stored.boot("resp_lost", None) is None
-
-
-async def test_counting_waits_for_a_lull_and_ends_the_trace(scene):
-    request, put_off = scene.request(), Mock()
-    scene.idle.put_off, request.trace = put_off, Mock()
-    request.reply.failed(404)
-    scene.accounting.count(request)
-    put_off.assert_called_once()
-    request.trace.stop.assert_called_once()
-    (told,) = request.trace.end.call_args_list
-    assert told.args[:3] == (404, "m", "w") and told.args[4] == request.record.explanation
 
 
 @pytest.mark.parametrize(
     ("timings", "stages"),
     [
         ({}, []),
-        ({"reading_seconds": 0.5}, [("boundaries", 10.0, 10.5)]),
-        ({"asked": 11.0, "choosing": 12.0}, [("queue", 11.0, 12.0)]),
-        ({"asked": 11.0, "choosing": 11.0}, [("queue", 11.0, 11.0)]),
+        ({"reading_seconds": 0.5, "asked": 11.0}, [("boundaries", 10.0, 10.5), ("queue", 11.0, 99.0)]),
         ({"asked": 13.0, "choosing": 12.0}, [("queue", 13.0, 99.0)]),  # it still waits, for another worker
-        ({"asked": 11.0}, [("queue", 11.0, 99.0)]),
-        ({"choosing": 12.0, "leased": 12.5}, [("choice", 12.0, 12.5)]),
-        ({"leased": 12.5, "first_byte": 14.0}, [("choice", 0.0, 12.5), ("answer", 12.5, 14.0)]),
         (
-            {"choosing": 12.0, "leased": 12.5, "first_byte": 14.0, "is_stream": True},
-            [("choice", 12.0, 12.5), ("first token", 12.5, 14.0)],
+            {"asked": 11.0, "choosing": 12.0, "leased": 12.5, "first_byte": 14.0, "is_stream": True},
+            [("queue", 11.0, 12.0), ("choice", 12.0, 12.5), ("first token", 12.5, 14.0)],
         ),
     ],
 )
-async def test_a_trace_has_the_stages_that_a_request_came_to(scene, monkeypatch, timings, stages):
+async def test_a_trace_ends_with_the_stages_that_a_request_came_to(scene, monkeypatch, timings, stages):
     monkeypatch.setattr(accounting.time, "perf_counter", lambda: 99.0)
-    request = scene.request()
-    request.choice, request.record, request.trace = None, None, Mock()
-    request.timings.arrived = 10.0
-    for name, value in timings.items():
+    request, put_off = scene.request(), Mock()
+    scene.idle.put_off, request.trace = put_off, Mock()
+    for name, value in {"arrived": 10.0, **timings}.items():
         setattr(request.timings, name, value)
     request.reply.failed(503)
-    scene.accounting._end_trace(request)
-    request.trace.end.assert_called_once_with(503, "unknown", None, stages, None)
+    scene.accounting.count(request)
+    put_off.assert_called_once()
+    request.trace.stop.assert_called_once()
+    request.trace.end.assert_called_once_with(503, "m", "w", stages, request.record.explanation)
 
 
-async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(scene_of):
+async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(scene_of, monkeypatch):
+    monkeypatch.setattr(accounting, "FORGET_SECONDS", 0.0)
     scene = await scene_of(RecordingWorker("http://w"), RecordingWorker("http://v"))
-    gone, pool = scene.worker, scene.accounting._pool
+    gone, (other,), pool = scene.worker, scene.others, scene.accounting._pool
     with_pace(gone, 0.0, 0.0)
-    for worker in (gone, *scene.others):
+    for worker in (gone, other):
         request = scene.request()
         request.give(Choice(worker, request.expected))
         request.reply.failed(200)
@@ -298,36 +312,24 @@ async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(scene_of
         await scene.idle.caught_up()
 
     def counted(name: str) -> float:
-        return scene.value("seamark_requests_total", worker=name) + scene.value(
-            "seamark_cached_tokens_total", worker=name
-        )
+        metrics = "seamark_requests_total", "seamark_cached_tokens_total"
+        return sum(scene.value(metric, worker=name) for metric in metrics)
 
+    running = asyncio.create_task(scene.accounting.run())
     saved = scene.accounting.time_saved()
     assert (counted("w"), counted("v"), saved.waiting) == (61, 61, 120)
+    scene.accounting.on_worker(gone, Change.REMOVED)
     scene.accounting.forget_gone()
-    scene.accounting.on_worker(gone, Change.CLEARED)
+    assert counted("w") == 61  # another one has its name
     pool.workers.remove(gone)
     gone.inflight = 1
     scene.accounting.on_worker(gone, Change.REMOVED)
     scene.accounting.forget_gone()
     assert counted("w") == 61  # its last request still counts
     gone.inflight = 0
-    scene.accounting.forget_gone()
-    assert (counted("w"), counted("v"), saved.waiting) == (0, 61, 60)
-    late = scene.request()  # one that came back in the meantime counts from zero, and anew
-    late.reply.failed(200)
-    scene.accounting.count(late)
-    scene.accounting.reported(late, Report(200, Usage(100, 7)))
-    scene.accounting.count(late)
-    await scene.idle.caught_up()
-    assert counted("w") == 1 + 1 + 7
-    pool.workers.append(SimpleNamespace(name="w"))
-    scene.accounting.on_worker(gone, Change.REMOVED)
-    scene.accounting.forget_gone()
-    assert counted("w") == 9  # another one has its name
-    pool.workers.pop()
-    scene.accounting.forget_gone()
-    assert counted("w") == 9  # and the one that is gone is dealt with
+    await until(lambda: counted("w") == 0)  # it is looked at again and again
+    assert (counted("v"), saved.waiting) == (61, 60)
+    running.cancel()
 
 
 @pytest.mark.parametrize(
@@ -386,22 +388,7 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
     assert (used["prompt_tokens"], used["cached_tokens"], used["output_tokens"]) == (100, 80, 7)
 
 
-async def test_an_engine_is_asked_of_a_stream_only(scene):
-    scene.events.said.set_result(None)
-    whole, stream = scene.request(), scene.request(is_stream=True)
-    await scene.answered(whole, Usage(100, 0))
-    assert not scene.events.asked and whole.verdict is not None
-    await scene.streamed(stream, Usage(100, 0))
-    await scene.idle.caught_up()
-    await stream.explaining
-    assert scene.events.asked == 1 and stream.verdict is not None
-
-
-async def test_an_engine_that_cannot_be_asked_leaves_the_gateways_own_reason(scene, caplog):
-    scene.events.said.set_exception(KeyError("You pilot ships."))
-    request = scene.request(is_stream=True)
-    await scene.streamed(request, Usage(100, 0))
-    await scene.idle.caught_up()
-    await request.explaining
-    assert request.verdict is not None and request.verdict.reason == "cold"
+async def test_an_engine_that_cannot_be_asked_leaves_the_gateways_own_reason(older, caplog):
+    older.said.set_exception(KeyError("You pilot ships."))
+    assert await older.answered(older.request(hint=(40,)), Usage(100, 0)) == "cold"
     assert "asking for request r: KeyError" in caplog.text and "pilot" not in caplog.text

@@ -28,26 +28,19 @@ class Scene:
     def __init__(self, own: InMemoryGateway, monkeypatch: pytest.MonkeyPatch) -> None:
         gateway, self.upstream = own.gateway, own.upstream
         self.pool, self.workers = gateway.pool, gateway.pool.workers
-        self.queue, self.prefix_index, self.warmup = gateway.queue, gateway.prefix_index, gateway.warmup
-        self.dispatcher = gateway.handler._dispatcher
+        self.queue, self.dispatcher = gateway.queue, gateway.handler._dispatcher
         self.events = self.dispatcher._engine_events
         for worker in self.workers:
             worker.renderer_ids["m"] = RENDERER
         self.key = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
-        # What engine events are given.
-        self.sent: list[tuple[str, tuple[object, ...]]] = []  # boots, and hints
-        self.refused_by: list[str] = []
-        monkeypatch.setattr(EngineEvents, "sent", lambda _, worker, *what: self.sent.append((worker.boot, what[-1])))
+        self.refused_by: list[str] = []  # boots, as engine events are told
         monkeypatch.setattr(EngineEvents, "refused", lambda _, worker, name: self.refused_by.append(worker.boot))
 
-    def request(
-        self, failure: str | None = None, path: str = "/v1/chat/completions", prefix: bytes = b"s", **body: Any
-    ) -> ProxiedRequest:
+    def request(self, path: str = "/v1/chat/completions", **body: Any) -> ProxiedRequest:
         scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
         request = request_of(scope, b"x" * 400, "r", self.key)
         request.body.parsed = {"model": "m", **body}
-        found = Found((SYSTEM._replace(key=prefix),), (prefix,), failure=failure, renderer_id=RENDERER)
-        request.prompt = Prompt(found=found, tokens=160)
+        request.prompt = Prompt(found=Found((SYSTEM,), (b"s",), renderer_id=RENDERER), tokens=160)
         return request
 
     def counted(self) -> tuple[int, int, int]:
@@ -118,17 +111,6 @@ async def test_a_worker_on_trial_is_on_trial_for_as_long_as_the_request_is_there
     assert breaker.wants_trial  # its client has left without an answer
 
 
-async def test_a_slot_is_there_while_nobody_waits_and_worker_and_key_have_room(scene):
-    scene.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
-    request = scene.request()
-    assert scene.dispatcher.has_slot(request)
-    scene.key.under_way = 1
-    assert not scene.dispatcher.has_slot(request)
-    scene.key.under_way = 0
-    async with scene.dispatcher.lease(request):
-        assert not scene.dispatcher.has_slot(scene.request())
-
-
 async def test_a_client_that_leaves_while_it_waits_or_just_as_its_slot_comes_leaves_no_count(scene):
 
     async def hold() -> None:
@@ -152,7 +134,7 @@ async def test_a_client_that_leaves_while_it_waits_or_just_as_its_slot_comes_lea
 
 def named(scene: Scene, **body: Any) -> ProxiedRequest:
     """A request that continues a stored response."""
-    return scene.request(None, "/v1/responses", previous_response_id="resp_1", **body)
+    return scene.request("/v1/responses", previous_response_id="resp_1", **body)
 
 
 @pytest.mark.parametrize(
@@ -192,39 +174,28 @@ async def test_while_the_worker_of_a_response_is_down_nobody_else_is_asked(two):
     assert two.counted() == (0, 0, 0)
 
 
-async def test_a_lease_has_a_worker_once_it_is_entered(scene):
-    lease = scene.dispatcher.lease(scene.request())
-    with pytest.raises(RuntimeError):
-        _ = lease.worker
-    assert (lease.prefill_tokens, lease.waited, lease.prompt, lease.is_alone) == (0, 0.0, 0, False)
-    async with lease:
-        assert (lease.prefill_tokens, lease.prompt) == (160, 160)
-        lease.prefilled_to(100)
-        assert lease.prefill_tokens == 60
-        lease.prefilled_to(1000)
-        assert lease.prefill_tokens == 0
-    assert lease.prefill_tokens == 0 and lease.worker is scene.workers[0] and not lease.is_alone
-
-
-async def test_who_joins_an_answer_counts_at_its_key_until_it_leaves(scene):
+async def test_a_slot_is_there_while_nobody_waits_and_worker_and_key_have_room(scene):
     scene.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
-    leave = scene.dispatcher.joins(scene.request())
-    assert scene.counted() == (0, 1, 0) and not scene.dispatcher.has_slot(scene.request())
-    waiting = asyncio.create_task(scene.dispatcher.acquire(scene.dispatcher.lease(scene.request())))
+    request = scene.request()
+    assert scene.dispatcher.has_slot(request)
+    leave = scene.dispatcher.joins(scene.request())  # an answer that is under way
+    assert scene.counted() == (0, 1, 0) and not scene.dispatcher.has_slot(request)
+    waiting = asyncio.create_task(scene.dispatcher.acquire(scene.dispatcher.lease(request)))
     await asyncio.sleep(0)
     assert scene.key.queued == 1
     leave()
-    (await waiting).release()
     leave()
-    assert scene.counted() == (0, 0, 0)
-
-
-async def test_a_slot_is_there_only_behind_those_who_wait(scene):
-    async with scene.dispatcher.lease(scene.request()):
+    lease = await waiting
+    for _ in range(2):  # it counts once, however often it is over
+        lease.release()
+        assert scene.counted() == (0, 0, 0) and lease.prefill_tokens == 0
+    scene.key.entry = KeyEntry(sha256="0" * 64)
+    async with scene.dispatcher.lease(request):
+        assert not scene.dispatcher.has_slot(scene.request())
         waiting = asyncio.create_task(scene.dispatcher.acquire(scene.dispatcher.lease(scene.request())))
         await asyncio.sleep(0)
         scene.workers[0].max_inflight = 2
-        assert not scene.dispatcher.has_slot(scene.request())
+        assert not scene.dispatcher.has_slot(scene.request())  # only behind those who wait
         scene.dispatcher.released()
         (await waiting).release()
     assert scene.dispatcher.has_slot(scene.request())

@@ -9,36 +9,10 @@ from unittest.mock import Mock
 import pytest
 
 from proxy.errors import SettingsError
-from proxy.fleet.part import Change, Part, Shelf
+from proxy.fleet.part import Change, Shelf
 from proxy.pipeline.gateway import Gateway
 from proxy.settings import Settings
 from tests.harness.api_keys import entry
-
-
-async def test_files_in_force_are_told_by_the_settings_that_name_them(tmp_path):
-    path = tmp_path / "workers.toml"
-    path.write_text("")
-    gateway = Gateway(Settings(workers_file=path))
-
-    def current(setting: str) -> float | None:
-        return gateway.metrics.registry.get_sample_value("seamark_file_current", {"setting": setting})
-
-    def errors() -> float | None:
-        return gateway.metrics.registry.get_sample_value("seamark_config_reload_errors_total", {"file": "workers_file"})
-
-    assert (current("workers_file"), current("api_keys")) == (1.0, None)
-    assert errors() == 0.0
-    for depth in (5000, 5001):
-        path.write_text("a = " + "[" * depth + "]" * depth)
-        gateway.pool.refresh()
-        gateway.pool.refresh()  # unchanged since
-        assert current("workers_file") == 0.0
-    assert errors() == 2.0
-    path.write_text('[[worker]]\nurl = "http://127.0.0.1:9"\n')
-    gateway.pool.refresh()
-    assert current("workers_file") == 1.0 and len(gateway.pool.workers) == 1 and errors() == 2.0
-    await gateway.stop()
-
 
 NUMBER = "9" * 5000  # more digits than Python reads
 
@@ -47,10 +21,10 @@ NUMBER = "9" * 5000  # more digits than Python reads
     ("setting", "good", "bad"),
     [
         ("api_keys", entry("ann"), entry("bob") + f"max_inflight = {NUMBER}\n"),
-        ("api_keys", entry("ann"), entry("bob") + f"max_queued = -{NUMBER}\n"),
         ("api_keys", entry("ann"), entry("bob") * 2),
         ("workers_file", "", f'[[worker]]\nurl = "http://127.0.0.1:9"\nmax_inflight = {NUMBER}\n'),
         ("workers_file", "", f"a = 1e{NUMBER}\nb = {NUMBER}\n"),
+        *(("workers_file", "", "a = " + "[" * depth + "]" * depth) for depth in (5000, 5001)),
         ("prefixes_file", "[]", '[{"name":"a","body":{"model":"m","messages":[{"content":NaN}]}}]'),
         ("prefixes_file", "[]", '[{"name":"a","body":{"messages":[{}],"model":"m","seed":' + NUMBER + "}}]"),
     ],
@@ -70,7 +44,13 @@ async def test_a_file_that_its_reader_chokes_on_is_told_as_not_read_whichever_it
     assert value("seamark_config_reload_errors_total", {"file": setting}) == 1.0
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith(f"{setting}: {path}") and "stays in force" in line and "\n" not in line and len(line) < 300
+    path.write_text(good + "\n")
+    gateway.read_files()
+    assert value("seamark_file_current", {"setting": setting}) == 1.0
+    others = {"api_keys", "workers_file", "prefixes_file"} - {setting}
+    assert {value("seamark_file_current", {"setting": other}) for other in others} == {None}
     await gateway.stop()
+    path.write_text(bad)
     with pytest.raises(SettingsError, match=f"^{setting}: "):
         Gateway(Settings(worker=("http://127.0.0.1:9",), **{setting: path}))
 
@@ -78,34 +58,23 @@ async def test_a_file_that_its_reader_chokes_on_is_told_as_not_read_whichever_it
 ONE = {"worker": ("http://127.0.0.1:9",)}
 
 
-def parts_of(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[str]:
-    """Names of what stands on the shelf of a gateway."""
+async def test_a_gateway_has_a_part_for_each_thing_that_is_wanted(monkeypatch):
     put: list[str] = []
     original = Shelf.put
+    monkeypatch.setattr(Shelf, "put", lambda shelf, part: put.append(part.name) or original(shelf, part))
 
-    def noted(shelf: Shelf, part: Part) -> Part:
-        put.append(part.name)
-        return original(shelf, part)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Shelf, "put", noted)
+    def parts_of(**settings: Any) -> set[str]:
+        put.clear()
         Gateway(Settings(**settings))
-    return put
+        assert len(set(put)) == len(put)
+        return {*put}
 
-
-async def test_a_gateway_has_a_part_for_each_thing_that_is_wanted(monkeypatch):
-    base = parts_of(monkeypatch, **ONE)
-    assert len(set(base)) == len(base) == 6 and {"accounting", "pinned_prompts", "warm_up"} < set(base)
-    more = {
-        "response_cache": {"response_cache": 2**20},
-        "redis_sync": {"redis": "redis://127.0.0.1:9"},
-        "tracing": {"otlp_traces_endpoint": "http://127.0.0.1:9"},
-    }
-    for settings in more.values():
-        assert len(parts_of(monkeypatch, **ONE, **settings)) == len(base) + 1, settings
-    assert "response_cache" in parts_of(monkeypatch, **ONE, **more["response_cache"])
-    found = parts_of(monkeypatch, workers_dns=("http://workers.invalid:8000",))
-    assert len(found) == len(base) + 1 and "discovery" in found
+    base = parts_of(**ONE)
+    assert {"accounting", "pinned_prompts", "warm_up"} < base
+    assert parts_of(**ONE, response_cache=2**20) == {*base, "response_cache"}
+    for more in ({"redis": "redis://127.0.0.1:9"}, {"otlp_traces_endpoint": "http://127.0.0.1:9"}):
+        assert len(parts_of(**ONE, **more) - base) == 1
+    assert parts_of(workers_dns=("http://workers.invalid:8000",)) == {*base, "discovery"}
 
 
 async def test_nothing_of_a_worker_whose_answers_differ_is_used():

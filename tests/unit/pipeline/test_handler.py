@@ -1,262 +1,202 @@
-"""What is taken in of a request, who is told what of a failure, and how large bodies share the event loop."""
+"""What is taken in of a request, and who is told what of a failure."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from proxy.chat.chat import CHAT
 from proxy.errors import GatewayError, NotFound, Unauthorized
 from proxy.http import asgi
-from proxy.http.auth import KeyRing
-from proxy.idle_work import IdleWork
-from proxy.metrics import Metrics
-from proxy.pipeline.handler import RequestHandler
-from proxy.pipeline.request import Prompt, ProxiedRequest
-from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
+from tests.harness.gateways import chat
+from tests.harness.in_memory_gateway import InMemoryGateway
 
 
 @pytest.fixture
-def handler() -> RequestHandler:
-    parts = ("pool", "reader", "dispatcher", "answer", "accounting", "idle", "preflights", "adapters")
-    return RequestHandler(Settings(), Metrics(), keys=None, **{name: Mock() for name in parts})
+async def own(in_memory, worker) -> InMemoryGateway:
+    return await in_memory(worker)
 
 
-async def test_without_memory_a_client_is_asked_to_come_again(handler, caplog):
-    handler._answer.side_effect = MemoryError
-    sent = []
-
-    async def receive() -> dict[str, object]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: dict[str, object]) -> None:
-        sent.append(message)
-
-    extensions = {asgi.ON_DISCONNECT: lambda callback: None}
-    scope = {"method": "GET", "path": "/v1/x", "query_string": b"", "headers": [], "extensions": extensions}
-    await handler(scope, receive, send)
-    assert sent[0]["status"] == 503 and b"retry-after" in dict(sent[0]["headers"])
-    assert json.loads(sent[1]["body"])["error"]["code"] == "overloaded"
-    assert "Traceback" not in caplog.text and handler._bodies.held == 0
-
-
-class Scene:
-    """A handler by itself; its answers are what `answers` does, an empty 200 if it does nothing."""
-
-    def __init__(self, keys: KeyRing | None = None, **settings: Any) -> None:
-        self.seen: list[ProxiedRequest] = []  # requests that are to be answered
-        self.counted: list[ProxiedRequest] = []
-        self.began: list[ProxiedRequest] = []
-        self.read: list[tuple[ProxiedRequest, Any]] = []  # and the workers of their models
-        self.changed: list[ProxiedRequest] = []  # adapters
-        self.tracing, self.stored, self.metrics = Mock(), Mock(), Metrics()
-        self.stored.boot.return_value = None
-        self.held = 0  # bytes of bodies while a request is answered
-        self.answers: Any = None
-        accounting, pool, reader = Mock(), Mock(), Mock(stored=self.stored)
-        accounting.count, accounting.began = self.counted.append, self.began.append
-        pool.find = AsyncMock(return_value=["its workers"])
-        reader.read = self._read
-        adapters = Mock(serve=self._change)
-        self.handler = RequestHandler(
-            Settings(**settings),
-            self.metrics,
-            keys,
-            pool,
-            reader,
-            Mock(has_slot=lambda request: request is self.read[-1][0]),
-            self._answer,
-            accounting,
-            IdleWork(),
-            Mock(answer=AsyncMock()),
-            adapters,
-            self.tracing,
-        )
-
-    async def _read(self, request: ProxiedRequest, workers: Any, has_slot: Any) -> Prompt:
-        self.read.append((request, workers))
-        assert has_slot() is True
-        return Prompt(tokens=7)
-
-    async def _change(self, request: ProxiedRequest) -> None:
-        self.changed.append(request)
-
-    async def _answer(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
-        self.seen.append(request)
-        self.held = self.handler._bodies.held
-        assert send is request.reply
-        if self.answers is not None:
-            await self.answers(request)
-        if not request.reply.started:
-            await asgi.send_whole(send, 200, [], b"")
-
-    async def __call__(
-        self,
-        path: str = "/v1/x",
-        body: bytes = b"",
-        method: str = "POST",
-        headers: Sequence[tuple[bytes, bytes]] = (),
-        **extensions: Any,
-    ) -> list[Any]:
-        """What the client gets."""
-        sent = []
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
-
-        scope = {"method": method, "path": path, "query_string": b"", "headers": list(headers)}
-        extensions = {asgi.ON_DISCONNECT: lambda callback: None, **extensions}
-        await self.handler({**scope, "extensions": extensions}, receive, send)
-        return sent
-
-
-@pytest.fixture
-def scene() -> Scene:
-    return Scene()
-
-
-@pytest.fixture
-def with_keys(tmp_path: Path) -> Scene:
-    (tmp_path / "keys.toml").write_text(entry("ann") + entry("root", admin=True))
-    return Scene(KeyRing(tmp_path / "keys.toml", "secret"))
-
-
-JSON = (b"content-type", b"application/json")
-
-
-def of(name: str) -> tuple[bytes, bytes]:
-    return (b"authorization", bearer(name)["authorization"].encode())
-
-
-async def test_of_two_of_one_name_at_once_the_second_is_called_otherwise_in_its_body_too(scene):
-    body = json.dumps({"input": "x", "request_id": "mine"}).encode()
-
-    async def another(request: ProxiedRequest) -> None:
-        scene.answers = None
-        await scene("/v1/embeddings", body, headers=[JSON])
-
-    scene.answers = another
-    await scene("/v1/embeddings", body, headers=[JSON])
-    await scene("/v1/embeddings", body, headers=[JSON])  # it is free again
-    first, second, third = scene.seen
-    assert [each.client.request_id for each in scene.seen] == ["mine"] * 3
-    assert (first.engine_id, first.body.put, third.engine_id, third.body.put) == ("mine", {}, "mine", {})
-    assert second.engine_id.startswith("mine.") and second.body.put == {"request_id": second.engine_id}
-
-
-OBJECT = b'{"model": "m"}'
+def counted(own: InMemoryGateway) -> dict[str, float]:
+    """Requests by how they ended."""
+    samples = (sample for family in own.gateway.metrics.registry.collect() for sample in family.samples)
+    return {each.labels["code"]: each.value for each in samples if each.name == "seamark_requests_total"}
 
 
 DEEP = b'{"a":' * 300 + b"1" + b"}" * 300
+
+FORM = {"content-type": "application/x-www-form-urlencoded"}
 
 
 @pytest.mark.parametrize(
     ("path", "headers", "body", "status"),
     [
-        (CHAT, [], b"{", 400),
-        (CHAT, [JSON], b"", 400),
-        (CHAT, [JSON], b"[1]", 400),
-        ("/v1/other", [JSON], DEEP, 400),
-        ("/v1/other", [(b"content-encoding", b"gzip")], b"x", 415),
-        (CHAT, [JSON, (b"content-encoding", b"gzip")], OBJECT, 415),
-        ("/v1/other", [(b"content-type", b"application/x-www-form-urlencoded")], b"a=b", 400),
+        *((CHAT, {}, body, 400) for body in (b"", b"{", b"[]", b"nonsense", b"\xff\xfe")),
+        (CHAT, {"content-type": "a/b"}, b"{", 400),
+        ("/v1/other", {}, DEEP, 400),
+        *(
+            (path, {"content-encoding": coding}, gzip.compress(b"{}", mtime=0), 415)
+            for path in (CHAT, "/v1/embeddings", "/tokenize")
+            for coding in ("gzip", "zstd", "identity, GZIP")
+        ),
+        ("/v1/other", FORM, b"a=b", 400),
     ],
 )
-async def test_what_no_worker_should_read_is_refused(scene, path, headers, body, status):
-    start, refused = await scene(path, body, headers=headers)
-    assert start["status"] == status and json.loads(refused["body"])["error"]["type"] == "invalid_request_error"
-    assert not scene.seen and [request.status for request in scene.counted] == [status]
+async def test_what_no_worker_should_read_is_refused_in_openais_envelope(own, worker, path, headers, body, status):
+    refused = await own.post(body, path, **headers)
+    error = refused.json()["error"]
+    assert refused.status_code == status and error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"} and not worker.requests
+    assert counted(own) == {str(status): 1} and float(refused.headers["x-seamark-overhead-ms"]) >= 0
+    if status == 415:
+        assert (
+            refused.headers["accept-encoding"] == "identity"
+            and headers["content-encoding"][-4:].lower() in error["message"]
+        )
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [([JSON, of("ann")], 400), ([of("ann")], 200)],
-)
-async def test_with_a_key_what_claims_to_be_json_is_read_or_refused(with_keys, headers, status):
-    """A worker that reads it all the same would not see the key's salt."""
-    assert (await with_keys("/v1/other", b"{", headers=headers))[0]["status"] == status
-
-
-async def test_a_form_is_read_for_the_model_alone(scene):
+async def test_a_form_is_read_for_the_model_alone(own, worker):
     body = b'--B\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper\r\n--B--\r\n'
-    await scene("/v1/audio/transcriptions", body, headers=[(b"content-type", b"multipart/form-data; boundary=B")])
-    (request,) = scene.seen
-    assert request.model == "whisper" and request.body.raw == body and request.body.parsed == {}
+    headers = {"content-type": "multipart/form-data; boundary=B"}
+    answer = await own.post(body, "/v1/audio/transcriptions", **headers, x_request_id="r")
+    assert answer.status_code == 200 and worker.requests[-1].body == body
+    assert own.metric("seamark_requests_total", model="m") == 1
+    worker.checks_names = True
+    assert (await own.post(body, "/v1/audio/transcriptions", **headers)).status_code == 404
 
 
-@pytest.mark.parametrize("origin", [None, b"https://a"])
+async def test_an_unknown_path_is_refused_in_openais_envelope(own):
+    answer = await own.get("/nowhere")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
+
+
+async def fails(own: InMemoryGateway, error: BaseException, started: bool = False, delivered: bool = False) -> None:
+    """Each request does, with what has been sent by then."""
+
+    async def answer(request: Any, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+        if started:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        request.delivered = delivered
+        raise error
+
+    own.gateway.handler._answer = answer
+
+
+@pytest.mark.parametrize("origin", [None, "https://a"])
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
         (NotFound("No such thing."), 404, "not_found"),
         (Unauthorized("Who are you?"), 401, "invalid_api_key"),
         (KeyError("You pilot ships."), 500, None),
+        (MemoryError(), 503, "overloaded"),
         (asyncio.CancelledError(), 503, "stopping"),
     ],
 )
-async def test_a_failure_is_told_in_the_apis_envelope(scene, caplog, error, status, code, origin):
-    async def fails(request: ProxiedRequest) -> None:
-        raise error
-
-    scene.answers = fails
-    headers = [(b"x-request-id", b"r")] + ([(b"origin", origin)] if origin else [])
-    start, body = await scene(headers=headers)
-    named, told = dict(start["headers"]), json.loads(body["body"])["error"]
-    assert (start["status"], told["code"], named[b"x-request-id"]) == (status, code, b"r")
-    lets_in = named.get(b"access-control-allow-origin")
-    assert lets_in == (b"*" if origin and status != 401 else None)
-    assert [request.status for request in scene.counted] == [status]
-    assert "pilot" not in caplog.text + told["message"]
-    assert ("request r failed: KeyError" in caplog.text and "in fails" in caplog.text) is (status == 500)
-
-
-@pytest.mark.parametrize(("error", "status"), [(GatewayError("no"), 500), (asgi.ClientGone(), 499)])
-async def test_behind_the_head_of_an_answer_a_failure_ends_it_and_is_counted(scene, error, status):
-    async def fails(request: ProxiedRequest) -> None:
-        await request.reply({"type": "http.response.start", "status": 200, "headers": []})
-        raise error
-
-    scene.answers = fails
-    assert [message["type"] for message in await scene()] == ["http.response.start"]
-    assert [request.status for request in scene.counted] == [status]
+async def test_a_failure_is_told_in_the_apis_envelope(own, caplog, error, status, code, origin):
+    await fails(own, error)
+    answer = await own.post(chat("Tide?"), x_request_id="r", **({"origin": origin} if origin else {}))
+    told = answer.json()["error"]
+    assert (answer.status_code, told["code"], answer.headers["x-request-id"]) == (status, code, "r")
+    lets_in = answer.headers.get("access-control-allow-origin")
+    assert lets_in == ("*" if origin and status != 401 else None)
+    assert ("retry-after" in answer.headers) is (status == 503) and counted(own) == {str(status): 1}
+    assert "pilot" not in caplog.text + told["message"] and own.gateway.handler._bodies.held == 0
+    assert ("request r failed: KeyError" in caplog.text and "in answer" in caplog.text) is (status == 500)
 
 
 @pytest.mark.parametrize(
-    ("delivered", "started", "status"), [(True, True, 200), (True, False, 499), (False, True, 499)]
+    ("error", "started", "delivered", "status"),
+    [
+        (GatewayError("no"), True, False, "500"),
+        (asgi.ClientGone(), True, False, "499"),
+        (asgi.ClientGone(), True, True, "200"),  # it has all of it
+        (asgi.ClientGone(), False, True, "499"),
+    ],
 )
-async def test_who_leaves_with_all_of_an_answer_has_been_answered(scene, delivered, started, status):
-    async def leaves(request: ProxiedRequest) -> None:
-        if started:
-            await request.reply({"type": "http.response.start", "status": 200, "headers": []})
-        request.delivered = delivered
-        raise asgi.ClientGone
-
-    scene.answers = leaves
-    await scene()
-    assert [request.status for request in scene.counted] == [status]
-
-
-async def test_who_is_refused_at_the_door_is_no_request(with_keys):
-    start, _ = await with_keys()
-    assert start["status"] == 401 and not with_keys.seen and not with_keys.counted
-    start, _ = await with_keys(headers=[of("ann")], **{asgi.IS_CROWDED: True})
-    assert start["status"] == 503 and not with_keys.counted
-    start, _ = await with_keys("/v1/../x", headers=[of("ann")])
-    assert start["status"] == 404 and not with_keys.counted and with_keys.handler._bodies.held == 0
+async def test_behind_the_head_of_an_answer_a_failure_ends_it_and_is_counted(own, error, started, delivered, status):
+    await fails(own, error, started, delivered)
+    call = own.opened(chat("Tide?"))
+    types = []
+    while (message := await call.message()) is not None:
+        types.append(message["type"])
+    await call.task
+    await own.gateway.idle.caught_up()
+    assert types == ["http.response.start"] * started and counted(own) == {status: 1}
 
 
-async def test_a_browsers_question_needs_no_key(with_keys):
-    asks = [(b"origin", b"https://a"), (b"access-control-request-method", b"POST")]
-    assert await with_keys(method="OPTIONS", headers=asks) == []
-    with_keys.handler._preflights.answer.assert_awaited_once()
-    assert not with_keys.seen and not with_keys.counted
+async def test_large_bodies_take_turns_and_small_ones_wait_for_none(own):
+    def sized(size: int) -> bytes:
+        return json.dumps(chat("x" * (size - len(json.dumps(chat("")))))).encode()
+
+    await own.gateway.handler._turns.acquire()
+    assert (await own.post(sized(65_536))).status_code == 200
+    waiting = asyncio.create_task(own.post(sized(65_537)))
+    await asyncio.wait((waiting,), timeout=0.05)
+    assert not waiting.done()
+    own.gateway.handler._turns.release()
+    assert (await waiting).status_code == 200
+
+
+@pytest.fixture
+async def with_keys(in_memory, worker, tmp_path: Path) -> InMemoryGateway:
+    (tmp_path / "keys.toml").write_text(entry("ann") + entry("bob"))
+    return await in_memory(worker, api_keys=tmp_path / "keys.toml")
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [
+        *((name, True) for name in ("a", "one two/3?#", "x" * 256)),
+        *((name, False) for name in ("x" * 257, " a", "a\tb", "\xe9")),
+    ],
+)
+async def test_a_request_is_called_as_its_client_says_if_that_can_be_kept(own, worker, given, is_kept):
+    for body, headers in (({}, {"x-request-id": given.encode("latin-1")}), ({"request_id": given}, {})):
+        answer = await own.post(chat("Tide?", **body), **headers)
+        named = worker.requests[-1].header(b"x-request-id").decode("latin-1")
+        assert (answer.headers["x-request-id"] == given) is is_kept and (named == given) is is_kept
+
+
+async def test_a_response_is_found_by_the_key_it_is_of_and_no_clients_key_reaches_a_worker(with_keys, worker):
+    worker.stored, asked = {}, {"model": "m", "input": "Tide?"}
+    response = (await with_keys.post(asked, "/v1/responses", **bearer("ann"))).json()["id"]
+    for name, status in (("ann", 200), ("bob", 404)):
+        more = {**asked, "previous_response_id": response}
+        assert (await with_keys.post(more, "/v1/responses", **bearer(name))).status_code == status
+        assert (await with_keys.post(b"", f"/v1/responses/{response}/cancel", **bearer(name))).status_code == status
+        assert (await with_keys.get(f"/v1/responses/{response}", **bearer(name))).status_code == status
+    assert len(worker.requests) == 4
+    assert not any(request.header(b"authorization") for request in worker.requests)
+
+
+@pytest.mark.parametrize(("kind", "status"), [("application/json", 400), ("a/b", 200)])
+async def test_with_a_key_what_claims_to_be_json_is_read_or_refused(with_keys, kind, status):
+    """A worker that reads it all the same would not see the key's salt."""
+    answer = await with_keys.post(b"{", "/v1/embeddings", **{"content-type": kind}, **bearer("ann"))
+    assert answer.status_code == status
+
+
+async def test_who_is_refused_at_the_door_is_no_request(with_keys, worker):
+    assert (await with_keys.post(chat("Tide?"))).status_code == 401
+    call = with_keys.opened(chat("Tide?"), "/v1/../x", **bearer("ann"))
+    assert (await call.message())["status"] == 404
+    scope = {"type": "http", "method": "POST", "path": "/v1/x", "query_string": b"", "headers": []}
+    got: list[Any] = []
+
+    async def send(message: Any) -> None:
+        got.append(message)
+
+    await with_keys.gateway.handler({**scope, "extensions": {asgi.IS_CROWDED: True}}, None, send)
+    assert got[0]["status"] == 503
+    asks = {"origin": "https://a", "access-control-request-method": "POST"}
+    asked = await with_keys.client.options(CHAT, headers=asks)  # a browser asks this without a key
+    assert asked.status_code != 401 and asked.headers["x-request-id"]
+    assert not counted(with_keys) and with_keys.gateway.handler._bodies.held == 0
+    assert [request.method for request in worker.requests] == ["OPTIONS"]

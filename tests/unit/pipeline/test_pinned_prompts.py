@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -22,13 +22,13 @@ from proxy.pipeline import pinned_prompts
 from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.pinned_prompts import PinnedPrompts
 from proxy.pipeline.replayer import Replayed
-from proxy.routing import engine_events
 from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import chat
 from tests.harness.in_memory_gateway import InMemoryGateway
-from tests.harness.probed import probed
+from tests.harness.probed import pool_of, probed
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.scripted_upstream import ScriptedUpstream
 from tests.harness.waiting import until
 
 PATH = "/seamark/prefixes"
@@ -65,12 +65,19 @@ async def word(own: InMemoryGateway, worker: RecordingWorker, name: str = "rules
     return listed[name]["workers"][worker.url.split("://")[1]] if name in listed else ""
 
 
-async def test_one_that_is_taken_back_is_released_and_gone(own, worker):
+async def test_one_that_is_taken_back_is_released_and_gone(own, worker, caplog):
     await pin(own)
+    worker.status, name = 500, worker.url.split("://")[1]
     answer = await own.client.delete(f"{PATH}/rules")
-    assert answer.json()["workers"] == {worker.url.split("://")[1]: "released"}
+    assert (answer.status_code, answer.json()["workers"]) == (202, {name: "not_released"}) and pinned(worker) == 1
+    worker.status = 200
+    await pin(own)
+    caplog.clear()
+    answer = await own.client.delete(f"{PATH}/rules")
+    assert (answer.status_code, answer.json()["workers"]) == (200, {name: "released"})
     assert not pinned(worker) and (await own.get(PATH)).json() == {"prefixes": []}
     assert json.loads(worker.requests[-1].body)["vllm_xargs"]["seamark_pin"] == 0
+    assert [record for record in caplog.records if record.name == "seamark.pinned_prompts"] == []
     again = await own.client.delete(f"{PATH}/rules")
     assert again.status_code == 404 and again.json()["error"]["code"] == "not_found"
 
@@ -86,16 +93,12 @@ async def test_without_room_it_is_refused_with_the_cure_and_pinned_once_there_is
     assert (await pin(own, "more", chat("Ebb?"))).status_code == 200 and pinned(worker) == 1
 
 
-async def test_a_worker_that_has_restarted_is_given_it_before_its_requests(own, worker):
+async def test_a_worker_or_an_adapter_that_lost_it_is_given_it_before_its_requests(own, worker):
     await pin(own)
     worker.requests.clear()
     worker.boot = "1.8e+09"
     await until(lambda: is_pinned(own, worker))
     assert json.loads(worker.requests[0].body)["vllm_xargs"]["seamark_pin"] == 1
-
-
-async def test_an_adapter_that_was_replaced_is_given_its_own_again(own, worker):
-    await pin(own)
     worker.engine.replace_adapter("m")
     await until(lambda: is_pinned(own, worker))
 
@@ -107,23 +110,6 @@ async def test_what_the_answer_does_not_say_the_engines_report_does(in_memory):
     assert (await pin(own)).status_code == 200
     assert (await word(own, one), await word(own, full)) == ("pinned", "no_room")
     assert len(one.requests) == len(full.requests) == 1
-
-
-async def test_a_worker_that_says_nothing_of_pins_is_not_asked_again(in_memory, monkeypatch):
-    monkeypatch.setattr(pinned_prompts, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(engine_events, "PIN_PATIENCE", 0.1)
-    worker = RecordingWorker(cached=0)
-    own = await in_memory(worker)
-    worker.engine._pin = lambda *_: ""  # type: ignore[method-assign]
-    assert (await pin(own)).status_code == 200
-    await word(own, worker)
-    assert await word(own, worker) == "not_told" and len(worker.requests) == 1
-
-
-async def test_of_a_prompt_that_is_pinned_and_released_nothing_is_warned(own, worker, caplog):
-    assert (await pin(own)).status_code == 200
-    assert (await own.client.delete(f"{PATH}/rules")).status_code == 200
-    assert [record for record in caplog.records if record.name == "seamark.pinned_prompts"] == []
 
 
 async def test_a_client_cannot_pin(own, worker):
@@ -141,9 +127,10 @@ async def test_a_client_cannot_pin(own, worker):
     [
         ({"name": "a"}, "body", "body"),
         ({"body": chat("?")}, "name", "name"),
-        ({"name": "", "body": chat("?")}, "name", "name"),
-        ({"name": "a/b", "body": chat("?")}, "name", "name"),
-        ({"name": "a" * 200, "body": chat("?")}, "name", "name"),
+        *(
+            ({"name": name, "body": chat("?")}, "name", "name")
+            for name in ("", "a/b", "a" * 129, "a\u200b", "a\u009b", "a\n", "a?", "a#", "\x7f")
+        ),
         ({"name": "a", "body": {"messages": [NOT_READ_YET]}}, "body", "body.model"),
         ({"name": "a", "body": {"model": "m", "messages": []}}, "body", "body.messages"),
         ({"name": "a", "body": {"model": "m", "prompt": "x"}}, "body", "body.messages"),
@@ -158,13 +145,6 @@ async def test_what_is_no_prompt_is_refused_with_the_field(own, worker, wrong, p
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and words in error["message"]
     assert "harbour" not in answer.text and not worker.requests
-
-
-async def test_no_more_than_can_be_kept(own, monkeypatch):
-    monkeypatch.setattr(pinned_prompts, "MOST_PROMPTS", 2)
-    assert [(await pin(own, name, chat(name))).status_code for name in ("a", "b", "c", "a")] == [200, 200, 400, 200]
-    monkeypatch.setattr(pinned_prompts, "MOST_BYTES", 100)
-    assert (await pin(own, "a", chat("longer"))).json()["error"]["param"] == "body"
 
 
 async def test_another_sites_page_pins_nothing(own):
@@ -212,37 +192,16 @@ async def test_what_is_pinned_for_a_key_moves_with_it_to_another_group(in_memory
     assert pinned(worker) == 0
 
 
-async def test_what_could_not_be_let_go_at_a_stop_is_said(in_memory, worker, tmp_path: Path, caplog):
-    keys = tmp_path / "keys.toml"
-    keys.write_text(entry("ann") + entry("root", admin=True))
-    own = await in_memory(worker, api_keys=keys)
-    assert (await pin(own, headers=bearer("root"), key="ann")).status_code == 200
-    worker.status = 500
-    await own.gateway.pinned.let_go()
-    assert "1 prompts stay pinned until workers restart" in caplog.text
-
-
-async def test_a_worker_that_could_not_be_told_to_let_one_go_is_said_and_told_again(own, worker, monkeypatch):
-    monkeypatch.setattr(pinned_prompts, "RETRY_SECONDS", 0.2)
-    assert (await pin(own)).status_code == 200
-    worker.status = 500
-    removed = await own.client.delete(f"{PATH}/rules")
-    assert (removed.status_code, list(removed.json()["workers"].values())) == (202, ["not_released"])
-    assert pinned(worker) == 1
-    worker.status = 200
-    await until(lambda: pinned(worker) == 0)
-
-
-def write(path: Path, **prompts: str) -> None:
-    path.write_text(json.dumps([{"name": name, "body": chat(text)} for name, text in prompts.items()]))
+def write(path: Path, **bodies: Any) -> None:
+    path.write_text(json.dumps([{"name": name, "body": body} for name, body in bodies.items()]))
 
 
 async def test_a_file_names_prompts_and_is_followed(in_memory, worker, tmp_path: Path):
     path = tmp_path / "prefixes.json"
-    write(path, rules="Tide?", log="Ebb?")
+    write(path, rules=chat("Tide?"), log=chat("Ebb?"))
     own = await in_memory(worker, prefixes_file=path)
     await until(lambda: pinned(worker) == 2)
-    write(path, rules="Tide?", other="Wind?")
+    write(path, rules=chat("Tide?"), other=chat("Wind?"))
     own.gateway.read_files()
     await until(lambda: sorted(prompt[-16:-11] for _, prompt in worker.engine.pinned) == ["Tide?", "Wind?"])
     path.write_text("[")
@@ -250,7 +209,7 @@ async def test_a_file_names_prompts_and_is_followed(in_memory, worker, tmp_path:
     assert pinned(worker) == 2 and not own.gateway.pinned.file.is_current
     refused = await own.client.delete(f"{PATH}/rules")
     assert refused.status_code == 400 and "prefixes_file" in refused.json()["error"]["message"]
-    assert (await pin(own, "rules", chat("Wind?"))).status_code == 400
+    assert (await pin(own, "rules")).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -259,6 +218,7 @@ async def test_a_file_names_prompts_and_is_followed(in_memory, worker, tmp_path:
         ("{}", "array"),
         ("[", "JSON"),
         ('[{"name": "a"}]', "0.body"),
+        (json.dumps([{"name": "a", "body": chat("?")}] * 2), "two prompts are called 'a'"),
         ('[{"name": "a", "body": {"model": "m"}}]', "'a': body.messages"),
         ('[{"name": "a", "body": {"model": "m", "messages": [{"secret": 1}]}, "key": "ann"}]', "no API keys"),
         ('[{"name": "a", "body": {"model": "m", "messages": [{"secret": NaN}]}}]', "NaN"),
@@ -283,34 +243,25 @@ async def test_a_file_that_cannot_be_used_stops_the_start_with_one_line(
 
 
 class Scene:
-    """Pins before workers that say what they are told to."""
+    """Pins before workers that say what they are told to; it stands for the reader and the replayer, too."""
 
-    def __init__(self, *names: str, keys: Any = None, **settings: Any) -> None:
+    def __init__(self, *names: str, **settings: Any) -> None:
         engine = EngineInfo("0.3.0", "0.32.0", match_unit=16, block_size=384)
-        self.workers = [
-            Worker(f"http://{name}", None, up=True, probed=probed(name, engine, "m", "n"))  # type: ignore[arg-type]
-            for name in names or ("a",)
-        ]
-        for each in self.workers:
-            each.renderer_ids["m"] = b"one"
+        pool = pool_of(ScriptedUpstream(), *(names or ("a",)), engine=engine)
+        self.workers = pool.workers
+        for worker in self.workers:
+            worker.probed = probed(worker.name, engine, "m", "n")
         self.said: Any = "pinned"  # a word, an answer, an error, or a function of the worker's name and the wish
         self.sent: list[tuple[str, str, bool]] = []  # to whom, which text, and whether it is to be pinned
         self.found = Found((Boundary("system", b"s", "first:1"),), (b"s",), renderer_id=b"one")
         self.waits: asyncio.Event | None = None
-        pool = SimpleNamespace(workers=self.workers, up=self.workers)
-        self.pins = PinnedPrompts(
-            Settings(**settings),
-            pool,  # type: ignore[arg-type]
-            keys,
-            SimpleNamespace(find_beside=self._find),  # type: ignore[arg-type]
-            SimpleNamespace(send=self._send),  # type: ignore[arg-type]
-        )
+        self.pins = PinnedPrompts(Settings(**settings), pool, None, self, self)  # type: ignore[arg-type]
 
-    async def _find(self, request: Any, worker: Worker) -> Found:
+    async def find_beside(self, request: Any, worker: Worker) -> Found:
         assert request.body.parsed["messages"] and request.body.memory.size > 0
         return self.found
 
-    async def _send(self, worker: Worker, prompt: WarmupRequest, *, pin: bool) -> Replayed:
+    async def send(self, worker: Worker, prompt: WarmupRequest, *, pin: bool) -> Replayed:
         self.sent.append((worker.name, json.loads(prompt.raw)["messages"][0]["content"], pin))
         if self.waits is not None:
             await self.waits.wait()
@@ -335,32 +286,15 @@ def body_of(text: str, **more: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "system", "content": text}], **more}
 
 
-def write_bodies(path: Path, *texts: str) -> int:
-    """Prompts called by their places; their bytes."""
-    path.write_text(json.dumps([{"name": f"{at}", "body": body_of(text)} for at, text in enumerate(texts)]))
-    return sum(len(json.dumps(body_of(text))) for text in texts)
-
-
 def test_a_file_may_name_64_prompts_of_a_few_bytes(tmp_path, monkeypatch):
     path = tmp_path / "prefixes.json"
-    for number in (64, 65):
-        size = write_bodies(path, *["Tide?"] * number)
-        if number == 64:
-            assert len(Scene(prefixes_file=path).pins) == 64
-    with pytest.raises(SettingsError, match="names 65 prompts; 64 can"):
-        Scene(prefixes_file=path)
-    size = write_bodies(path, "Tide?", "Ebb?")
-    monkeypatch.setattr(pinned_prompts, "MOST_BYTES", size)
-    assert len(Scene(prefixes_file=path).pins) == 2
-    monkeypatch.setattr(pinned_prompts, "MOST_BYTES", size - 1)
+    write(path, **{f"{number}": body_of("Tide?") for number in range(64)})
+    assert len(Scene(prefixes_file=path).pins) == 64
+    monkeypatch.setattr(pinned_prompts, "MOST_BYTES", 64 * len(json.dumps(body_of("Tide?"))) - 1)
     with pytest.raises(SettingsError, match="together"):
         Scene(prefixes_file=path)
-
-
-def test_two_prompts_of_one_name_are_told(tmp_path):
-    path = tmp_path / "prefixes.json"
-    path.write_text(json.dumps([{"name": name, "body": body_of("Tide?")} for name in ("a", "b", "a")]))
-    with pytest.raises(SettingsError, match="two prompts are called 'a'"):
+    write(path, **{f"{number}": body_of("Tide?") for number in range(65)})
+    with pytest.raises(SettingsError, match="names 65 prompts; 64 can"):
         Scene(prefixes_file=path)
 
 
@@ -384,7 +318,7 @@ async def test_pins_are_added_up_to_the_last_that_fits(monkeypatch):
 
 async def test_a_prompt_of_the_file_is_changed_there_alone(tmp_path):
     path = tmp_path / "prefixes.json"
-    write_bodies(path, "Tide?", "Ebb?")
+    write(path, **{"0": body_of("Tide?"), "1": body_of("Ebb?")})
     scene = Scene(prefixes_file=path)
     await scene.add("mine")
     for call in (scene.add("0"), scene.pins.remove("0")):
@@ -393,7 +327,7 @@ async def test_a_prompt_of_the_file_is_changed_there_alone(tmp_path):
         assert error.value.param == "name"
     with pytest.raises(NotFound):
         await scene.pins.remove("nobody's")
-    write_bodies(path, "Tide?", "Neap?")
+    write(path, **{"0": body_of("Tide?"), "1": body_of("Neap?")})
     scene.sent.clear()
     scene.pins.refresh()
     await scene.pins.make_all()
@@ -416,6 +350,10 @@ async def test_a_prompt_of_the_file_is_changed_there_alone(tmp_path):
     [
         ("pinned", "pinned", False),
         ("", "not_told", True),
+        *(
+            (Replayed(200, answer, "pinned"), "pinned", False)
+            for answer in (b"{", b"[1]", b'{"usage":{"prompt_tokens":"x"}}')
+        ),
         ("not_cached", "not_cached", True),
         (Replayed(500, b""), "failed", True),
         (Unreachable("refused"), "failed", True),
@@ -430,16 +368,7 @@ async def test_what_a_worker_makes_of_a_wish_is_said_in_a_word(caplog, said, wor
     assert shown["workers"] == {"a": word} == scene.words()
     assert ("is not pinned at worker a" in caplog.text) is is_logged and "pilot" not in caplog.text
     assert ("KeyError" in caplog.text) is isinstance(said, KeyError)
-    assert shown["tokens"] == (100 if not isinstance(said, Exception | Replayed) else 0)
-
-
-@pytest.mark.parametrize("answer", [b"{", b"{}", b"[1]", b'{"usage":7}', b'{"usage":{"prompt_tokens":"x"}}'])
-async def test_a_length_that_an_answer_does_not_say_stays_what_it_was(answer):
-    scene = Scene("a", "b")
-    scene.said = lambda name, pin: "pinned" if name == "a" else Replayed(200, answer, "pinned")
-    assert (await scene.add("rules"))["tokens"] == 100
-    scene.said = Replayed(200, answer, "pinned")
-    assert (await scene.add("more"))["tokens"] == 0
+    assert shown["tokens"] == (100 if isinstance(said, str) else 0)
 
 
 async def test_without_facts_nothing_is_sent():
@@ -465,7 +394,7 @@ async def test_a_prompt_is_refused_if_no_worker_has_room_and_kept_if_any_has():
 @pytest.mark.parametrize("said", [Replayed(500, b""), Unreachable("refused")])
 async def test_a_worker_that_does_not_let_go_is_said_and_told_again_later(monkeypatch, caplog, said):
     now = [1000.0]
-    monkeypatch.setattr(pinned_prompts, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(pinned_prompts.time, "monotonic", lambda: now[0])
     scene = Scene("a", "b")
     await scene.add("rules")
     scene.said = lambda name, pin: said if name == "a" else "released"
@@ -506,18 +435,26 @@ async def test_what_a_worker_has_lost_is_pinned_there_again(change, model, lost)
     )
 
 
+@pytest.mark.parametrize(("salts_last", "is_let_go"), [(None, False), (True, False), (False, True)])
+async def test_at_a_stop_only_what_nobody_could_release_is_let_go(salts_last, is_let_go):
+    scene = Scene()
+    await scene.add("rules")
+    if salts_last is not None:
+        scene.pins._keys = Mock(salts_last=salts_last)
+    await scene.pins.let_go()
+    assert [pin for _, _, pin in scene.sent].count(False) == len(scene.pins.as_json()) ^ 1 == is_let_go
+
+
+async def test_in_shadow_mode_nothing_is_pinned(in_memory, worker):
+    own = await in_memory(worker, shadow=True)
+    assert (await pin(own)).status_code == 200 and await word(own, worker) == "waiting" and not worker.requests
+
+
 async def test_a_stop_waits_for_no_worker_for_long(monkeypatch, caplog):
     monkeypatch.setattr(pinned_prompts, "STOP_SECONDS", 0.0)
     scene = Scene()
     await scene.add("rules")
-    scene.pins._keys = SimpleNamespace(salts_last=False)
+    scene.pins._keys = Mock(salts_last=False)
     scene.waits = asyncio.Event()
     await scene.pins.let_go()
     assert "1 prompts stay pinned" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["a\u200b", "a\u009b", "a\n", "a?", "a#", "\x7f", "a" * 129, ""])
-async def test_a_name_can_be_shown_and_stand_in_a_path(name):
-    with pytest.raises(BadRequest) as error:
-        await Scene().add(name)
-    assert error.value.param == "name"

@@ -3,108 +3,78 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from proxy.errors import NoWorker, Overloaded, WorkerFailed
-from proxy.fleet.worker import Worker
 from proxy.http.client import Broken, Unreachable
 from proxy.pipeline.preflight import Preflights, is_preflight
-from tests.harness.scripted_upstream import ScriptedUpstream
+from tests.harness.probed import pool_of
+from tests.harness.scripted_upstream import Said, ScriptedUpstream
 
-ORIGIN, METHOD = (b"origin", b"https://a"), (b"access-control-request-method", b"POST")
+HEADERS = [(b"origin", b"https://a"), (b"access-control-request-method", b"POST")]
 
-
-def asked(method: str = "OPTIONS", headers: Sequence[tuple[bytes, bytes]] = (ORIGIN, METHOD)) -> dict[str, Any]:
-    return {"method": method, "path": "/v1/x", "query_string": b"a=b", "headers": list(headers)}
-
-
-class Said(ScriptedUpstream):
-    """What a worker says, and what it was sent."""
-
-    def __init__(self, *pieces: bytes | Exception, status: int = 200) -> None:
-        super().__init__(pieces, status)
-        self.headers = ((b"access-control-allow-origin", b"https://a"), (b"X-Request-Id", b"the worker's"))
-        self.sent: list[tuple[Any, ...]] = []
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-
-    async def send(self, method, url, headers=(), body=b"", read_timeout=None, fresh=False):
-        self.sent.append((method, url, dict(headers), body, read_timeout))
-        await self.may_answer.wait()
-        return self.answer()
+SCOPE = {"method": "OPTIONS", "path": "/v1/x", "query_string": b"a=b", "headers": HEADERS}
 
 
-def preflights(upstream: Said, *names: str) -> Preflights:
-    workers = [Worker(f"http://{name}", None) for name in names or ("a", "b")]  # type: ignore[arg-type]
-
-    async def ready() -> list[Worker]:
-        return workers if names != ("down",) else []
-
-    return Preflights(SimpleNamespace(ready=ready, workers=workers), upstream)  # type: ignore[arg-type]
+def before(*script: Said | Exception) -> tuple[Preflights, ScriptedUpstream]:
+    upstream = ScriptedUpstream(*script)
+    return Preflights(pool_of(upstream, "a", "b"), upstream), upstream
 
 
-async def answered(those: Preflights, scope: dict[str, Any] | None = None) -> list[Any]:
+async def answered(those: Preflights) -> list[Any]:
     """What the browser gets."""
     got: list[Any] = []
 
     async def send(message: Any) -> None:
         got.append(message)
 
-    await those.answer(scope or asked(), "id-1", send)
+    await those.answer({**SCOPE, "headers": [*HEADERS, (b"authorization", b"x")]}, "id-1", send)
     return got
 
 
 @pytest.mark.parametrize(
-    ("scope", "is_one"),
-    [
-        (asked(), True),
-        (asked("GET"), False),
-        (asked("POST"), False),
-        (asked(headers=[METHOD]), False),
-        (asked(headers=[ORIGIN]), False),
-        (asked(headers=[]), False),
-    ],
+    ("more", "is_one"),
+    [({}, True), ({"method": "GET"}, False), ({"headers": HEADERS[:1]}, False), ({"headers": HEADERS[1:]}, False)],
 )
-def test_a_browser_names_its_site_and_what_it_is_about_to_do(scope, is_one):
-    assert is_preflight(scope) is is_one
+def test_a_browser_names_its_site_and_what_it_is_about_to_do(more, is_one):
+    assert is_preflight({**SCOPE, **more}) is is_one
 
 
-async def test_without_a_worker_that_is_ready_nobody_is_asked():
-    upstream = Said()
-    with pytest.raises(NoWorker):
-        await answered(preflights(upstream, "down"))
-    assert not upstream.sent
-
-
-@pytest.mark.parametrize("failure", [Unreachable("refused"), Broken("gone")])
-async def test_a_worker_that_fails_is_named_as_the_cause(failure):
-    upstream = Said(b"a", failure)
-    with pytest.raises(WorkerFailed):
-        await answered(preflights(upstream))
-    assert upstream.closed == 1
-    upstream.failure = failure
-    with pytest.raises(WorkerFailed):
-        await answered(preflights(upstream))
-
-
-async def test_an_answer_is_read_up_to_a_bound():
-    _, body = await answered(preflights(Said(b"x" * 65_535, b"y")))
-    assert len(body["body"]) == 65_536
-    upstream = Said(b"x" * 65_536, b"y")
+async def test_what_a_worker_says_is_passed_on_up_to_a_bound_and_no_key_goes_to_it():
+    allowed = (b"access-control-allow-origin", b"https://a")
+    said = Said(200, b"x" * 65_535, b"y", headers=[allowed, (b"X-Request-Id", b"the worker's")])
+    those, upstream = before(said, too_large := Said(200, b"x" * 65_536, b"y"))
+    start, body = await answered(those)
+    length = (b"content-length", b"65536")
+    assert (start["status"], start["headers"]) == (200, [allowed, (b"x-request-id", b"id-1"), length])
+    assert len(body["body"]) == 65_536 and said.closed
+    (sent,) = upstream.sent
+    assert (sent.method, sent.url, sent.headers) == ("OPTIONS", "http://a/v1/x?a=b", dict(HEADERS))
     with pytest.raises(WorkerFailed, match="too large"):
-        await answered(preflights(upstream))
-    assert upstream.closed == 1
+        await answered(those)
+    assert too_large.closed == 1
+
+
+@pytest.mark.parametrize("failure", [Unreachable("refused"), Broken("gone"), Said(200, b"a", Broken("gone"))])
+async def test_a_worker_that_fails_is_named_as_the_cause_and_where_none_is_ready_nobody_is_asked(failure):
+    those, upstream = before(failure)
+    with pytest.raises(WorkerFailed):
+        await answered(those)
+    assert not isinstance(failure, Said) or failure.closed == 1
+    upstream.say = lambda sent: Unreachable("refused")
+    those._pool.mark_down(those._pool.workers[0])
+    those._pool.mark_down(those._pool.workers[1])
+    with pytest.raises(NoWorker):
+        await answered(those)
+    assert [sent.method for sent in upstream.sent].count("OPTIONS") == 1
 
 
 async def test_32_are_asked_at_once_and_each_gives_its_place_back_however_it_ends():
-    upstream = Said()
-    those = preflights(upstream)
+    those, upstream = before()
     for failure in (None, Broken("gone"), None):
-        upstream.failure = failure
+        upstream.say = lambda sent, failure=failure: failure or Said(200)
         upstream.may_answer.clear()
         waiting = [asyncio.create_task(answered(those)) for _ in range(33)]
         with pytest.raises(Overloaded):

@@ -1,588 +1,459 @@
-"""The response cache's entries and executions."""
+"""The response cache as its clients see it: they ask, read, stop reading and leave in any order, whatever workers do.
+
+Entry is `CachedAnswers`; a slot is there for everyone. What shows only in a figure, or at one moment, has a row or a
+test below the machine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from proxy.errors import KeyBusy, Overloaded
+from proxy.errors import GatewayError, Overloaded, WorkerFailed
 from proxy.fleet.part import Change
 from proxy.fleet.probe import Probed
-from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.metrics import Metrics
-from proxy.pipeline import response_cache
+from proxy.pipeline import response_cache, stored_answers
+from proxy.pipeline.cached_answers import CachedAnswers
 from proxy.pipeline.dispatch import Lease
-from proxy.pipeline.request import Choice, ProxiedRequest, request_of
-from proxy.pipeline.response_cache import (
-    Execution,
-    Hit,
-    Reader,
-    ResponseCache,
-    has_fixed_weights,
-)
-from proxy.pipeline.sse import HEARTBEATS
-from proxy.pipeline.stored_answers import PIECE_BYTES, Entry, Source, weight_of
+from proxy.pipeline.request import Choice, ProxiedRequest
+from proxy.pipeline.response_cache import SLACK_BYTES, ResponseCache
+from proxy.pipeline.sse import HEARTBEAT
+from proxy.pipeline.stored_answers import PIECE_BYTES, weight_of
+from tests.harness.sharing_clients import END, Client, Run, a_worker, head, part, turns
+from tests.harness.virtual_time import VirtualTimeLoop
 
-PIECE = b"x" * 1000
+ROOM = 2**20  # bytes of the cache
+LARGEST = ROOM // stored_answers.LARGEST_SHARE
+
+
+class Sharing(RuleBasedStateMachine):
+    """Clients of two prompts before one worker."""
+
+    def __init__(self, loop: Any = None) -> None:
+        super().__init__()
+        self.loop, self.patch, self.metrics = loop or VirtualTimeLoop(), pytest.MonkeyPatch(), Metrics()
+        ticks = itertools.count()  # a clock never stands
+        for module in (response_cache, stored_answers):
+            clock = SimpleNamespace(monotonic=lambda: self.loop.time() + next(ticks) * 1e-7)
+            self.patch.setattr(module, "time", clock)
+        self.patch.setattr(Lease, "release", lambda _: setattr(self, "leases", self.leases - 1))
+        self.worker, self.cache = a_worker(), ResponseCache(ROOM, self.metrics)
+        self.all: list[Client] = []
+        self.runs: list[Run] = []
+        self.executions: list[Any] = []  # weak references to what takes the worker's answers
+        self.stored: dict[str, bytes] = {}
+        self.filled = self.leases = 0
+        self.slots = asyncio.Event()
+        self.slots.set()
+        pool = SimpleNamespace(up=[self.worker], workers=[self.worker])
+        self.cached = CachedAnswers(self.cache, ("*",), pool, self, self)  # type: ignore[arg-type]
+
+    # In place of the dispatcher and of the workers.
+
+    def lease(self, request: ProxiedRequest) -> Lease:
+        return Lease(None, request)  # type: ignore[arg-type]
+
+    async def acquire(self, lease: Lease, sharing: Any) -> Any:
+        if (found := sharing.find()) is not None:
+            return found
+        lease.request.give(Choice(self.worker))
+        sharing.taken(lease)
+        self.leases += 1
+        await self.slots.wait()
+        return lease
+
+    def joins(self, request: ProxiedRequest) -> Any:
+        client = next(each for each in self.all if each.request is request)
+        return lambda: setattr(client, "left_key", client.left_key + 1)
+
+    async def answer(self, lease: Lease, send: Any, watch: asgi.ClientWatch) -> None:
+        owner = next(each for each in self.all if each.request is lease.request)
+        run = Run(len(self.runs), owner)
+        self.runs.append(run)
+        self.executions.append(weakref.ref(send.__self__))
+        try:
+            while not run.ends or not run.orders.empty():
+                if (order := await run.orders.get()) is None:
+                    return
+                if isinstance(order, Exception):
+                    raise type(order)(*order.args)  # a new one, which this frame does not hold
+                await send(order)
+                run.accepted += len(order.get("body", b""))
+            await send(part(HEARTBEAT))  # which had to wait until the end was out
+        except asyncio.CancelledError:
+            run.cancelled += 1
+            if not watch.gone and run.head:
+                await turns(8)
+                await send(part(b"stopping", more=False))
+            raise
+
+    def settle(self, seconds: float = 0.0) -> None:
+        """Let all happen that can without time passing, after so many seconds."""
+
+        async def until_still() -> None:
+            await asyncio.sleep(seconds)
+            before, still = None, 0
+            while still < 40:
+                now = sum(run.accepted for run in self.runs), sum(len(each.body) + each.ended for each in self.all)
+                still, before = (still + 1, now) if now == before else (0, now)
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(until_still())
+
+    def going(self) -> list[Run]:
+        return [run for run in self.runs if not run.ends]
+
+    def readers(self, run: Run) -> list[Client]:
+        return [each for each in self.all if each.run is run and each.is_reading]
+
+    # What clients do.
+
+    def ask(self, key: str, reads: bool = True, may_leave: bool = True) -> Client:
+        client = Client(key)
+        self.all.append(client)
+        if not reads:
+            client.stops_reading()
+
+        answered = self.cached(client.request, client.request.reply, client.watch)
+
+        async def until_it_leaves() -> None:
+            async with client.watch:
+                await answered
+
+        client.task = self.loop.create_task(until_it_leaves() if may_leave else answered)
+        return client
+
+    @rule(key=st.sampled_from("aaab"), reading=st.sampled_from([[True], [True, True], [True, False], [False, True]]))
+    def ask_alike(self, key: str, reading: list[bool]) -> None:
+        for reads in reading:
+            self.asks(key, reads)
+
+    def asks(self, key: str, reads: bool) -> Client:
+        before, stored = len(self.runs), self.stored.get(key)
+        run = next((run for run in self.runs if run.owner.key == key and run.is_open), None)
+        client = self.ask(key, reads)
+        client.result = "hit" if stored is not None else "joined" if run is not None else "miss"
+        self.settle()
+        assert len(self.runs) - before == (client.result == "miss"), client.result
+        client.run = self.runs[-1] if client.result == "miss" else run
+        if client.result == "hit":
+            client.reads.set()
+            self.settle()
+            assert client.body == stored and client.ended and client.head[b"age"].isdigit()
+        return client
+
+    @precondition(lambda self: any(each.is_reading for each in self.all))
+    @rule(data=st.data(), what=st.sampled_from(["stops", "goes on", "leaves"]))
+    def one_client(self, data: Any, what: str) -> None:
+        client = data.draw(st.sampled_from([each for each in self.all if each.is_reading]))
+        if what == "stops":
+            client.stops_reading()
+        elif what == "goes on":
+            client.reads.set()
+            self.settle()
+        else:
+            self.leaves(client)
+
+    def leaves(self, client: Client) -> None:
+        run, had_all = client.run, client.ended
+        client.leaves()
+        self.settle()
+        if run is not None and not run.ends and not had_all and not self.readers(run):
+            run.is_open, run.ends = False, "left"
+            assert run.cancelled == 1, "nobody reads: the engine is free"
+
+    # What the worker does.
+
+    @precondition(going)
+    @rule(
+        data=st.data(),
+        sizes=st.lists(st.sampled_from([0, 1000, 70_000, 200_000]), min_size=1, max_size=3),
+        seconds=st.sampled_from([0.0, 5.0]),
+        meanwhile=st.sampled_from(["", "", "", "", "", "doubted", "restarts", "stops"]),
+    )
+    def says(self, data: Any, sizes: list[int], seconds: float, meanwhile: str) -> None:
+        """Of size 0: a comment, so that nobody takes the stream for dead."""
+        run = data.draw(st.sampled_from(self.going()))
+        self._begin(run)
+        for size in sizes:
+            mark = b": %d of %s\n\n" % (run.number, run.owner.key.encode())
+            run.to_keep += mark * (size // len(mark))
+            self._order(run, mark * (size // len(mark)) or HEARTBEAT)
+        self.settle(seconds)
+        reading = [each for each in self.readers(run) if each.reads.is_set()]
+        if seconds and reading:
+            assert all(each.body == run.answer for each in reading), "who reads is held up by nobody"
+            assert run.accepted == len(run.answer)
+        if meanwhile == "stops":
+            self.the_server_stops()
+        elif meanwhile and len(self.going()) < 3:
+            self.the_workers_answers_are_doubted(meanwhile == "restarts")
+
+    def _begin(self, run: Run) -> None:
+        if not run.head:
+            run.head = True
+            run.orders.put_nowait(head())
+
+    def _order(self, run: Run, body: bytes, more: bool = True) -> None:
+        run.answer += body
+        run.orders.put_nowait(part(body, more))
+        for at in range(0, len(body), PIECE_BYTES):  # what may be stored is counted, and bounded
+            run.weight += weight_of(body[at : at + PIECE_BYTES])
+            if self.filled or run.weight > LARGEST:
+                run.is_kept = run.is_open = False
+
+    @precondition(going)
+    @rule(data=st.data(), how=st.sampled_from(["whole", "whole", "whole", "cut", "failed", "raises", "unfinished"]))
+    def ends(self, data: Any, how: str) -> None:
+        run = data.draw(st.sampled_from(self.going()))
+        is_whole = how in ("whole", "cut", "failed")
+        readers, before = self.readers(run), len(self.runs)
+        others = [each for each in readers if each is not run.owner]
+        if how == "failed":
+            run.owner.request.reply.failed(502)
+        if is_whole:
+            self._begin(run)
+            run.to_keep += END if how != "cut" else b""
+            self._order(run, END if how != "cut" else b"", more=False)
+        else:
+            error = WorkerFailed("gone") if run.head else Overloaded("no")
+            run.orders.put_nowait(error if how == "raises" else None)
+        run.ends, may_be_stored = how, run.is_open
+        run.is_open = False
+        self.settle(5.0)
+        if how == "whole":
+            run.owner.request.reply.failed(499)  # its client leaves behind the end, which is no one else's failure
+        if how == "whole" and may_be_stored:
+            self.stored[run.owner.key] = run.to_keep
+        if how == "raises" and not run.head and others:  # their first client's limit is not theirs
+            assert len(self.runs) == before + 1 and all(each.is_reading for each in others)
+            for each in others:
+                each.run, each.result = self.runs[-1], "joined"
+            self.runs[-1].owner.result = "miss"
+            return
+        for client in readers:
+            if run.accepted == len(run.answer):  # else the worker still waits for a slow one
+                assert client.left_key or client.result != "joined", "it counts at its key no longer"
+            if is_whole and client.reads.is_set():
+                status = 502 if how == "failed" else 499 if how == "whole" and client is run.owner else 0
+                assert client.ended and client.request.status == (status or 200)
+            elif client.reads.is_set():
+                assert client.task.done() and not client.ended
+                assert isinstance(client.task.exception(), GatewayError)
+        if not any(each.key == run.owner.key for each in self.all if each.is_reading):
+            self.leaves(self.asks(run.owner.key, reads=True))  # the second request
+
+    # What befalls the cache.
+
+    @initialize(is_full=st.sampled_from([False, False, False, True]))
+    def others_fill_it(self, is_full: bool) -> None:
+        if is_full and self.cache.answers.take(None, ROOM):
+            self.filled = ROOM
+
+    def the_workers_answers_are_doubted(self, restarts: bool) -> None:
+        if restarts:
+            self.worker.probed = Probed(boot=self.worker.boot + "1", models=self.worker.probed.models)
+        else:
+            self.cache.on_worker(self.worker, Change.CLEARED)
+        self.stored.clear()
+        for run in self.runs:
+            run.is_open = False
+
+    def the_server_stops(self) -> None:
+        reading, going = [each for each in self.all if each.is_reading], self.going()
+        for each in reading:
+            each.task.cancel()
+            self.loop.run_until_complete(turns(2))
+        self.settle()
+        for run in going:
+            if run.accepted < len(run.answer):  # what waited for a slow client is lost
+                run.answer = max((each.body for each in self.all if each.run is run), key=len)
+            else:
+                run.answer += b"stopping" if run.head else b""
+            run.is_open, run.ends = False, "stopped"
+            assert run.cancelled == 1, "a second time would cut off what it says"
+        for each in reading:
+            if each.reads.is_set() and each.run is not None:
+                assert each.task.done() and each.body == each.run.answer, "who reads is told"
+
+    # What always holds.
+
+    @invariant()
+    def nobody_gets_anything_else(self) -> None:
+        for client in self.all:
+            if client.head:
+                assert client.head[b"x-seamark-cache"] == client.result.encode() and client.head[b"x-theirs"] == b"1"
+                has_own = client.head.get(b"x-request-id") == client.request.client.request_id.encode()
+                assert has_own == (client.result != "miss") and (b"x-seamark-reason" in client.head) == (not has_own)
+            if client.run is not None:
+                assert client.run.answer.startswith(client.body)
+            if client.always_reads and not client.watch.gone and client.task.done():
+                assert client.ended or (client.run and client.run.ends in ("raises", "unfinished", "stopped"))
+
+    @invariant()
+    def what_is_held_is_bounded_and_counted(self) -> None:
+        counted, kept = self.cache.answers.size - self.filled, 0
+        assert 0 <= counted <= ROOM - self.filled
+        for run in self.going():
+            if readers := self.readers(run):
+                kept += run.accepted if run.is_kept else 0
+                held = run.accepted - min(len(each.body) for each in readers)
+                ahead = run.accepted - max(len(each.body) for each in readers)
+                assert run.is_kept or (ahead <= LARGEST + 2 * PIECE_BYTES and held <= counted + SLACK_BYTES)
+        assert kept <= counted, "what may be stored is counted"
+
+    def teardown(self) -> None:
+        try:
+            for run in self.going():
+                self._begin(run)
+                self._order(run, b"", more=False)
+                run.ends = "cut"
+            for client in self.all:
+                client.reads.set()
+            self.settle(5.0)
+            for client in self.all:
+                assert client.task.done(), "nobody is left waiting"
+                assert client.left_key or client.result != "joined", "nor counted"
+                if not client.task.cancelled():
+                    client.task.exception()
+            assert self.leases == 0
+            value = self.metrics.registry.get_sample_value
+            assert value("seamark_response_cache_bytes") == self.cache.answers.size
+            assert value("seamark_response_cache_entries") == len(self.cache.answers) >= len(self.stored)
+            self.cache.answers.hold(None, -self.filled)
+            self.cache.void()
+            assert self.cache.answers.size == 0, "all is given back"
+        finally:
+            self.patch.undo()
+            self.loop.close()
+
+
+TestSharing = Sharing.TestCase
+TestSharing.settings = settings(stateful_step_count=30)
 
 
 @pytest.fixture
-def worker() -> Worker:
-    made = Worker("http://a", None)  # type: ignore[arg-type]
-    made.up, made.probed = True, Probed(boot="1", models=[{"id": "m", "root": "/m", "created": 1}])
-    return made
+async def scene():
+    """The same for one scene that is written out."""
+    scene = Sharing(asyncio.get_running_loop())
+    yield scene
+    scene.patch.undo()
 
 
-def cache(most: int = 2**20) -> ResponseCache:
-    return ResponseCache(most, Metrics())
-
-
-def entry(worker: Worker, size: int = 100) -> Entry:
-    return Entry([(b"content-type", b"application/json")], (b"x" * size,), Source.of(worker, "m"))
-
-
-def request(send: asgi.Send | None = None) -> ProxiedRequest:
-    scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
-    made = request_of(scope, b"", "id", send=send)
-    made.body.parsed = {"model": "m"}
-    return made
-
-
-def execution_of(held: ResponseCache, worker: Worker, first: Client | None = None) -> Execution:
-    """It has its slot. Its first client is `first`; None: one that has not begun to read."""
-    asked = first.request if first is not None else request()
-    asked.give(Choice(worker))
-    execution = Execution(held, b"k", Lease(SimpleNamespace(released=lambda: None), asked))  # type: ignore[arg-type]
-    if first is not None:
-        first.reader = execution.own
-    return execution
-
-
-class Client:
-    """What one client gets."""
-
-    def __init__(self) -> None:
-        self.body, self.ended, self.largest, self.left_key = b"", False, 0, 0
-        self.request = request(self._got)
-        self.reads = asyncio.Event()
-        self.reads.set()
-        self.reader: Reader | None = None
-        self.watch = asgi.ClientWatch({}, _nothing)
-
-    async def _got(self, message: Any) -> None:
-        await self.reads.wait()
-        if message["type"] == "http.response.body":
-            self.body += message.get("body", b"")
-            self.largest = max(self.largest, len(message.get("body", b"")))
-            self.ended = not message.get("more_body")
-
-    def has(self, pieces: int) -> bool:
-        """Whether that is all it got."""
-        return self.body == PIECE * pieces
-
-    def joins(self, execution: Execution) -> Client:
-        self.reader = execution.join(self.request, self._leaves_key)
-        return self
-
-    def _leaves_key(self) -> None:
-        self.left_key += 1
-
-    async def read(self) -> bool:
-        assert self.reader is not None
-        return await self.reader.deliver(self.request.reply, self.watch)
-
-
-async def _nothing() -> Any:
-    return {}
-
-
-async def turns(count: int = 200) -> None:
-    """Of the event loop."""
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
-START: Any = {"type": "http.response.start", "status": 200, "headers": []}
-
-
-def piece(last: bool = False) -> Any:
-    return {"type": "http.response.body", "body": PIECE, "more_body": not last}
-
-
-def is_hit(held: ResponseCache) -> bool:
-    hit = held.hit(b"k", request())
-    if hit is not None:
-        hit.close()
-    return hit is not None
+async def answered(scene: Sharing, clients: int, *orders: Any) -> list[Client]:
+    """So many clients that ask for the same and have got what the worker says."""
+    asking = [scene.ask("a", may_leave=False) for _ in range(clients)]
+    await turns()
+    scene.runs[0].ends = "so"
+    for order in orders:
+        scene.runs[0].orders.put_nowait(order)
+    await asyncio.wait([each.task for each in asking], timeout=5)
+    await turns()
+    return asking
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("when", "what", "hits"),
     [
-        {"probed": Probed(boot="2", models=[{"id": "m", "root": "/m"}])},
-        {"up": False},
-        {"probed": Probed(boot="1")},
-        {"probed": Probed(boot="1", models=[{"id": "m", "root": "/another"}])},
-        {"renderer_ids": {"m": b"another"}},
+        ("", "", True),
+        *(("its head", what, False) for what in ("201", "no store")),
+        *(("meanwhile", what, False) for what in ("restarts", "moves", Change.CLEARED, Change.DISTRUSTED)),
+        ("meanwhile", "of another", False),  # what it was may have been of that one
+        ("meanwhile", Change.GIVEN, True),
+        ("behind it", "of another", True),
+        ("behind it", Change.DISTRUSTED, False),
+        ("behind it", Change.GIVEN, True),
     ],
 )
-def test_an_entry_is_void_with_the_worker_that_computed_it(worker, change):
-    held = cache()
-    worker.renderer_ids = {"m": b"template"}
-    held.answers.add(b"k", entry(worker))
-    worker.probed = Probed(
-        boot="1", models=[{**worker.probed.models[0], "created": 2}]
-    )  # vLLM says now each time it is asked
-    assert is_hit(held)
-    for name, value in change.items():
-        setattr(worker, name, value)
-    assert not is_hit(held) and held.answers.size == 0
+async def test_the_second_request_hits_unless_the_answer_was_called_into_doubt(scene, when, what, hits):
+    def happens(now: str) -> None:
+        if now == when and what == "restarts":
+            scene.worker.probed = Probed(boot="2", models=scene.worker.probed.models)
+        elif now == when and what == "moves":
+            scene.all[0].request.give(Choice(a_worker()))
+        elif now == when:
+            is_other = what == "of another"
+            scene.cache.on_worker(a_worker("9") if is_other else scene.worker, Change.CLEARED if is_other else what)
 
-
-async def fast_and_slow(
-    held: ResponseCache, worker: Worker
-) -> tuple[Execution, Client, Client, list[asyncio.Task[bool]]]:
-    """An execution that two clients read, the second of which takes nothing for now; and what each of them gets."""
-    fast, slow = Client(), Client()
-    execution = execution_of(held, worker, fast)
-    slow.joins(execution)
-    slow.reads.clear()
-    reading = [asyncio.create_task(each.read()) for each in (fast, slow)]
-    await turns(1)
-    return execution, fast, slow, reading
-
-
-def answering(execution: Execution, pieces: int, piece: bytes = PIECE) -> list[int]:
-    """The worker answers with so many; the list grows with each that it could send."""
-    sent: list[int] = []
-
-    async def compute() -> None:
-        await execution.send(START)
-        for number in range(pieces):
-            await execution.send({"type": "http.response.body", "body": piece, "more_body": number < pieces - 1})
-            sent.append(number)
-
-    execution.begin(asyncio.create_task(compute()))
-    return sent
-
-
-async def test_clients_that_read_nothing_cost_others_none_of_their_hits(worker):
-    held = cache(2**20)
-    stuck: list[asyncio.Task[Any]] = []
-    clients = [Client() for _ in range(40)]
-    executions = []
-    filled = held.answers.take("others", 600_000)
-    held.answers.add(b"k", entry(worker, 1000))
-    for number, asked in enumerate(clients):
-        asked.reads.clear()
-        execution = execution_of(held, worker, asked)
-        execution._is_kept = False  # as one that is too large
-        stuck.append(asyncio.create_task(asked.read()))
-        answering(execution, 1000)
-        execution.key = b"%d" % number
-        executions.append(execution)
-    await turns(500)
-    assert filled and sum(each._slack for each in executions) > 2**20 > held.answers.size and is_hit(held)
-    assert held.answers.add(b"new", entry(worker, 1000)) and is_hit(held)
-    for asked, each in zip(clients, stuck, strict=True):
-        asked.watch.gone = True
-        each.cancel()
-    await asyncio.wait(stuck)
+    scene.ask("a")
     await turns()
-    held.answers.hold("others", -600_000)
-    held.void()
-    assert held.answers.size == held.answers._fixed == sum(each._slack for each in executions) == 0
+    (run,) = scene.runs
+    for order in (head(what if when == "its head" else "plain"), part(b": x\n\n"), part(HEARTBEAT)):
+        run.orders.put_nowait(order)
+    await turns()
+    happens("meanwhile")
+    run.ends = "whole"
+    run.orders.put_nowait(part(END, more=False))
+    await turns()
+    happens("behind it")
+    second = scene.ask("a")
+    await turns()
+    assert (second.head.get(b"x-seamark-cache") == b"hit") is hits
+    assert second.body == (b": x\n\n" + END if hits else b"")
+    second.leaves()
 
 
-async def test_a_reader_far_behind_an_answer_that_is_kept_no_longer_gets_it_all(worker, monkeypatch):
-    monkeypatch.setattr(response_cache, "MOST_FORGOTTEN", 3)
-    held, client = cache(2**20), Client()
-    execution = execution_of(held, worker, client)
-    client.reads.clear()
-    reading = asyncio.create_task(client.read())
-    await turns(1)
-    sent = answering(execution, 1000)
-    while len(sent) < 250:
-        await turns(1)
-    client.reads.set()
-    assert await reading is True and client.has(1000) and held.answers.size == 0
+@pytest.mark.parametrize("fails", [False, True])
+async def test_nothing_of_an_answer_stays_once_it_has_been_read(scene, fails):
+    gc.collect()
+    gc.disable()
+    try:
+        clients = await answered(scene, 2, head(), WorkerFailed("gone") if fails else part(END, more=False))
+        assert [each.task.exception() is not None for each in clients] == [fails] * 2
+        for each in clients:
+            del each.task
+        del clients[:], scene.all[:], scene.runs[:], each
+        await turns()
+        assert scene.executions[0]() is None
+    finally:
+        gc.enable()
 
 
-async def test_an_answer_is_waited_for_only_so_long_in_all(worker, monkeypatch):
-    monkeypatch.setattr(response_cache, "PATIENCE_SECONDS", 0.02)
-    held = cache(2**16)
-    execution, fast, _, reading = await fast_and_slow(held, worker)
-    answering(execution, 1000)
-    assert await reading[0] is True and fast.ended and execution._patience <= 0
-    with pytest.raises(asgi.ClientGone):
-        await reading[1]
+async def test_who_joined_a_request_that_is_given_up_before_it_was_sent_asks_again(scene):
+    scene.slots.clear()
+    first, second = scene.ask("a"), scene.ask("a")
+    await turns()
+    first.leaves()
+    await turns()
+    scene.slots.set()
+    await turns()
+    (run,) = scene.runs
+    assert run.owner is second and second.left_key and isinstance(first.task.exception(), asgi.ClientGone)
+    second.task.cancel()
 
 
-async def test_a_comment_that_had_to_wait_until_the_end_was_out_is_left_out(worker):
-    client = Client()
-    execution = execution_of(cache(), worker, client)
-
-    async def compute() -> None:
-        await execution.send(START)
-        await execution.send(piece(last=True))
-        await execution.send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
-
-    execution.begin(asyncio.create_task(compute()))
-    assert await client.read() is True and client.has(1) and client.ended
+async def test_a_failure_while_an_answer_is_stored_leaves_nobody_waiting(scene, monkeypatch):
+    told: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    monkeypatch.setattr(scene.cache.answers, "add", lambda *_: 1 // 0)
+    clients = await answered(scene, 2, head(), part(END, more=False))
+    assert all(each.ended and each.task.done() for each in clients) and not scene.leases and clients[1].left_key
+    assert [type(each) for each in told] == [ZeroDivisionError]
 
 
-async def test_that_a_client_is_too_slow_for_the_server_is_not_its_falling_behind(worker):
-    client = Client()
-    execution = execution_of(cache(), worker, client)
+async def test_a_small_answer_of_many_pieces_is_stored_as_one(scene):
+    (client,) = await answered(scene, 1, head(), *[part(b": x\n\n")] * 100, part(END, more=False))
+    assert len(client.body) < scene.cache.answers.size < len(client.body) + 3000
 
+
+async def test_that_a_client_is_too_slow_for_the_server_is_not_its_falling_behind(scene):
     async def fails(_: Any) -> None:
         raise TimeoutError("the server's own")
 
+    client = scene.ask("a")
     client.request.reply._send = fails
-    answering(execution, 1)
-    with pytest.raises(TimeoutError, match="the server's own"):
-        await client.read()
-
-
-END = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
-
-STREAM_START: Any = {**START, "headers": [(b"content-type", b"text/event-stream")]}
-
-
-@pytest.mark.parametrize("reads", [True, False])
-async def test_a_large_answer_is_stored_as_it_came_without_its_comments(worker, reads):
-    """To join its pieces would hold up everybody."""
-    held, client = cache(2**24), Client()
-    execution = execution_of(held, worker, client)
-    reading = asyncio.create_task(client.read())
-    comment = next(iter(HEARTBEATS))
-
-    async def compute() -> None:
-        await execution.send(STREAM_START)
-        for number in range(2000):
-            part = comment if number in (0, 7, 1999) else b"data: {}\n\n" + b": x\n\n" * 200
-            await execution.send({"type": "http.response.body", "body": part, "more_body": True})
-        if not reads:
-            client.reads.clear()
-        await execution.send({"type": "http.response.body", "body": END})
-
-    execution.begin(asyncio.create_task(compute()))
-    await execution.ended()
-    (kept,) = held.answers._entries.values()
-    assert len(kept.pieces) == 1998 and comment not in kept.pieces and kept.pieces[-1] == END
-    assert kept.weight == Entry(kept.headers, kept.pieces, kept.source).weight > sum(map(weight_of, kept.pieces))
-    client.reads.set()
-    assert await reading is True and client.body.replace(comment, b"") == b"".join(kept.pieces)
-
-
-@pytest.mark.parametrize("error", [KeyBusy("no"), Overloaded("no")])
-async def test_that_the_first_client_gets_no_other_slot_is_not_the_others_failure(worker, error):
-    first = Client()
-    execution = execution_of(cache(), worker, first)
-    other = Client().joins(execution)
-
-    async def compute() -> None:
-        await asyncio.sleep(0)
-        raise error
-
-    execution.begin(asyncio.create_task(compute()))
-    assert await other.read() is False
-    with pytest.raises(type(error)):
-        await first.read()
-
-
-async def test_who_joined_a_request_that_is_given_up_before_it_was_sent_asks_again(worker):
-    held = cache()
-    execution = execution_of(held, worker)
-    other = Client().joins(execution)
-    reading = asyncio.create_task(other.read())
-    await turns(1)
-    await execution.ended()
-    assert await reading is False and held.execution(b"k", "m") is None and other.left_key
-
-
-async def test_an_execution_that_is_cancelled_before_it_runs_leaves_nobody_waiting(worker):
-    client = Client()
-    execution = execution_of(cache(), worker, client)
-
-    async def compute() -> None:
-        raise AssertionError
-
-    task = asyncio.create_task(compute())
-    execution.begin(task)
-    task.cancel()
-    with pytest.raises(Exception, match="stopping"):
-        await client.read()
-
-
-@pytest.mark.parametrize("most", [2**20, 100])
-async def test_a_stopping_server_lets_a_stream_say_so(worker, most):
-    clients = [Client(), Client()]
-    execution = execution_of(cache(most), worker, clients[0])
-    clients[1].joins(execution)
-
-    async def compute() -> None:
-        await execution.send(START)
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            await execution.send({"type": "http.response.body", "body": b"stopping"})
-            raise
-
-    execution.begin(asyncio.create_task(compute()))
-    reading = [asyncio.create_task(client.read()) for client in clients]
-    while not all(client.request.reply.started for client in clients):
-        await asyncio.sleep(0)
-    for each in reading:
-        each.cancel()
-    await asyncio.wait(reading)
-    assert [client.body for client in clients] == [b"stopping"] * 2
-    assert all(each.cancelled() for each in reading)
-
-
-@pytest.mark.parametrize(
-    ("model", "cards", "fixed"),
-    [
-        ("m", [[{"id": "m"}]], True),
-        ("m", [[{"id": "m", "parent": None}], [{"id": "n"}]], True),
-        ("m", [[{"id": "m"}], [{"id": "m", "parent": "base"}]], False),
-        ("ada", [[{"id": "m"}, {"id": "ada", "parent": "m"}]], False),
-        ("nobody's", [[{"id": "m"}]], False),
-        ("m", [], False),
-        ("", [[{"id": "ada", "parent": "m"}]], True),
-        (None, [], True),
-    ],
-)
-def test_an_adapter_may_be_replaced_and_a_base_model_may_not(model, cards, fixed):
-    workers = [Worker(f"http://{at}", None, probed=Probed(models=each)) for at, each in enumerate(cards)]  # type: ignore[arg-type]
-    assert has_fixed_weights(model, workers) is fixed
-
-
-@pytest.mark.parametrize(
-    ("age", "max_age", "found"), [(10.0, None, True), (10.0, 10.0, True), (10.5, 10.0, False), (0.0, 0.0, True)]
-)
-def test_a_client_says_how_old_an_answer_may_be(worker, monkeypatch, age, max_age, found):
-    held, stored = cache(), entry(worker)
-    held.answers.add(b"k", stored)
-    monkeypatch.setattr(response_cache, "time", SimpleNamespace(monotonic=lambda: stored.stored + age))
-    hit = held.hit(b"k", request(), max_age)
-    assert (hit is not None) is found and len(held.answers) == 1  # for others it stands
-    assert held.hit(b"another", request(), max_age) is None
-
-
-async def delivered(hit: Hit) -> tuple[list[Any], list[bool]]:
-    """What a client gets, and whether all of it has been sent each time."""
-    sent, over, watch = [], [], asgi.ClientWatch({}, _nothing)
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-        over.append(watch.over)
-
-    assert await hit.deliver(send, watch) is True
-    return sent, over
-
-
-async def test_a_stored_answer_is_sent_piece_by_piece_with_its_age_and_given_back(worker, monkeypatch):
-    held, headers = cache(2**22), [(b"content-type", b"text/event-stream")]
-    pieces = (b"a" * PIECE_BYTES, b"b" * (PIECE_BYTES - 1), b"c", b"d")
-    stored = Entry(headers, pieces, Source.of(worker, "m"))
-    held.answers.add(b"k", stored)
-    monkeypatch.setattr(response_cache, "time", SimpleNamespace(monotonic=lambda: stored.stored + 7.9))
-    hit = held.hit(b"k", request())
-    assert stored.readers == 1
-    (start, *parts), over = await delivered(hit)
-    own = [(b"age", b"7"), (b"x-request-id", b"id"), (b"x-seamark-cache", b"hit")]
-    assert (start["status"], start["headers"]) == (200, [*headers, *own])
-    assert [each["body"] for each in parts] == [pieces[0], pieces[1] + pieces[2], pieces[3]]
-    assert [each["more_body"] for each in parts] == [True, True, False] and over == [False, False, False, True]
-    assert stored.readers == 0 and stored.headers == headers
-    with pytest.raises(RuntimeError):
-        await delivered(hit)
-    hit.close()
-    assert stored.readers == 0 and is_hit(held)
-
-
-async def test_a_client_that_leaves_gives_a_stored_answer_back(worker):
-    held, stored = cache(), entry(worker)
-    held.answers.add(b"k", stored)
-    hit = held.hit(b"k", request())
-
-    async def fails(_: Any) -> None:
-        raise asgi.ClientGone
-
-    with pytest.raises(asgi.ClientGone):
-        await hit.deliver(fails, asgi.ClientWatch({}, _nothing))
-    assert stored.readers == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "is_void"),
-    [(Change.CLEARED, True), (Change.DISTRUSTED, True), (Change.GIVEN, False), (Change.ADAPTER, False)],
-)
-async def test_what_casts_doubt_on_a_workers_answers_voids_them_and_what_is_under_way(worker, change, is_void):
-    held, client = cache(), Client()
-    held.answers.add(b"stored", entry(worker))
-    execution = execution_of(held, worker, client)
-    answering(execution, 1, END)
-    other = Worker("http://b", None, up=True, probed=Probed(boot="9", models=worker.probed.models))  # type: ignore[arg-type]
-    held.on_worker(worker, change)
-    assert (held.execution(b"k", "m") is None) is is_void and (len(held.answers) == 0) is is_void
-    await client.read()
-    await execution.ended()
-    assert held.voided == is_void and not is_hit(held)
-    held.on_worker(other, change)
-    assert held.voided == 2 * is_void
-
-
-JSON_START: Any = {**START, "headers": [(b"content-type", b"application/json"), (b"x-seamark-reason", b"hit")]}
-
-ANSWER = b'{"choices":[{"index":0,"finish_reason":"stop"}]}'
-
-
-@pytest.mark.parametrize(
-    "but",
-    [
-        None,
-        "status",
-        "no-store",
-        "not final",
-        "failed",
-        "voided",
-        "moved",
-        "restarted",
-        "too large",
-    ],
-)
-async def test_an_answer_is_stored_if_it_is_whole_and_its_worker_is_what_it_was(worker, but):
-    held, client = cache(30_000), Client()
-    execution = execution_of(held, worker, client)
-
-    async def compute() -> None:
-        start = {**JSON_START, "headers": [*JSON_START["headers"], (b"content-length", b"7"), (b"x-mine", b"1")]}
-        if but == "no-store":
-            start["headers"].append((b"cache-control", b"no-store"))
-        await execution.send({**start, "status": 201 if but == "status" else 200})
-        if but == "failed":
-            client.request.reply.failed(502)
-        if but == "voided":
-            held.void("another")
-        if but == "moved":
-            client.request.give(Choice(Worker("http://b", None, up=True)))  # type: ignore[arg-type]
-        if but == "restarted":
-            worker.probed = Probed(boot="2", models=worker.probed.models)
-        body = ANSWER.replace(b"stop", b"abort") if but == "not final" else ANSWER
-        body += b" " * 8000 if but == "too large" else b""
-        await execution.send({"type": "http.response.body", "body": body})
-
-    execution.begin(asyncio.create_task(compute()))
-    assert await client.read() is True
-    await execution.ended()
-    hit = held.hit(b"k", request())
-    assert (hit is not None) is (but is None) and (held.answers.size > 0) is (but is None)
-    if hit is not None:
-        (start, body), _ = await delivered(hit)
-        assert start["headers"][:3] == [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"7"),
-            (b"x-mine", b"1"),
-        ]
-        assert body["body"] == ANSWER and b"x-seamark-reason" not in dict(start["headers"])
-
-
-async def test_who_waits_for_an_execution_and_is_ended_ends_it(worker):
-    client = Client()
-    execution = execution_of(cache(), worker, client)
-    task = asyncio.create_task(asyncio.Event().wait())
-    execution.begin(task)
-    waiting = asyncio.create_task(execution.ended())
-    await turns(1)
-    waiting.cancel()
-    await asyncio.wait((waiting, task))
-    assert waiting.cancelled() and task.cancelled()
-    await execution.ended()  # it is over
-
-
-async def test_one_that_was_given_up_is_closed_for_its_own_client(worker):
-    left: list[int] = []
-    client = Client()
-    execution = execution_of(cache(), worker, client)
-    execution.own.leave_key = lambda: left.append(1)
-    await execution.ended()
-    assert left == [1]
-    with pytest.raises(RuntimeError):
-        await client.read()
-    await execution.ended()
-    assert left == [1]
-
-
-async def test_a_worker_that_waits_for_a_slow_client_goes_on_when_that_leaves(worker, monkeypatch):
-    monkeypatch.setattr(response_cache, "PATIENCE_SECONDS", 3600.0)
-    held = cache(2**20)
-    assert held.answers.take(None, 2**20 - 100)  # by others
-    execution, fast, slow, reading = await fast_and_slow(held, worker)
-    sent = answering(execution, 1000)
-    before = -1
-    while before != len(sent):
-        before = len(sent)
-        await turns()
-    assert 0 < before < 1000
-    slow.watch.gone = True
-    reading[1].cancel()
-    assert await reading[0] is True and fast.has(1000)
-
-
-async def test_a_server_that_stops_cuts_nothing_off_of_an_answer_that_is_all_there(worker):
-    client = Client()
-    execution = execution_of(cache(), worker, client)
-    answering(execution, 3)
-    await execution.ended()
-    client.reads.clear()
-    reading = asyncio.create_task(client.read())
-    await turns(1)
-    reading.cancel()
-    client.reads.set()
-    await asyncio.wait((reading,))
-    assert reading.cancelled() and client.has(3) and client.ended
-
-
-async def test_a_server_that_stops_ends_an_execution_once(worker):
-    clients, cancelled = [Client(), Client()], 0
-    execution = execution_of(cache(), worker, clients[0])
-    clients[1].joins(execution)
-    may_end = asyncio.Event()
-
-    async def compute() -> None:
-        nonlocal cancelled
-        await execution.send(START)
-        while True:
-            try:
-                await may_end.wait()
-                break
-            except asyncio.CancelledError:
-                cancelled += 1
-        await execution.send({"type": "http.response.body", "body": b"stopping"})
-
-    execution.begin(asyncio.create_task(compute()))
-    reading = [asyncio.create_task(client.read()) for client in clients]
-    while not all(client.request.reply.started for client in clients):
-        await turns(1)
-    for each in reading:
-        each.cancel()
     await turns()
-    assert cancelled == 1
-    may_end.set()
-    await asyncio.wait(reading)
-    assert [client.body for client in clients] == [b"stopping"] * 2
-
-
-def test_what_is_held_is_told_by_the_metrics(worker):
-    metrics = Metrics()
-    held = ResponseCache(2**20, metrics)
-    held.answers.add(b"k", entry(worker))
-    value = metrics.registry.get_sample_value
-    assert value("seamark_response_cache_bytes") == held.answers.size > 0
-    assert value("seamark_response_cache_entries") == 1
+    scene.runs[0].orders.put_nowait(head())
+    with pytest.raises(TimeoutError, match="the server's own"):
+        await client.task

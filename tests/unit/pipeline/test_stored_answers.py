@@ -1,181 +1,189 @@
-"""What is stored: one bound for all of it, and a share of it for each key."""
+"""What is stored: one bound for all of it, a share of it for each key, and only what its worker would still say."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from proxy.fleet.probe import Probed
 from proxy.fleet.worker import Worker
-from proxy.pipeline import stored_answers
-from proxy.pipeline.stored_answers import (
-    Entry,
-    Source,
-    StoredAnswers,
-)
+from proxy.metrics import Metrics
+from proxy.pipeline import response_cache, stored_answers
+from proxy.pipeline.response_cache import ResponseCache, has_fixed_weights
+from proxy.pipeline.stored_answers import STALE_SECONDS, TIMES_WHAT_IS_FREE, Entry, Source, StoredAnswers
+from tests.harness.sharing_clients import Client, a_worker
 
-HEADERS = [(b"content-type", b"application/json")]
-
-
-@pytest.fixture
-def source() -> Source:
-    worker = Worker("http://a", None, probed=Probed(boot="1", models=[{"id": "m"}]))  # type: ignore[arg-type]
-    return Source.of(worker, "m")
+MOST = 60_000
+KEYS = st.sampled_from([b"%d" % number for number in range(12)])
+OWNERS = st.sampled_from(["ann", "ann", "bob", "eve", None])
 
 
-class Stored(StoredAnswers):
-    """It counts what it lets go."""
+class Storing(RuleBasedStateMachine):
+    """Beside the naive model: each question is answered by looking through all that is there."""
 
-    def __init__(self, most: int, source: Source) -> None:
-        super().__init__(most, self._lets_go)
-        self.gone = 0
-        self._source = source
+    @initialize()
+    def begins(self) -> None:
+        self.patch, self.now, self.number = pytest.MonkeyPatch(), 0.0, 0
+        self.patch.setattr(stored_answers.time, "monotonic", lambda: self.now)
+        self.gone: list[bytes] = []  # in the model
+        self.evicted = 0
+        self.held = StoredAnswers(MOST, lambda: setattr(self, "evicted", self.evicted + 1))
+        self.source = Source.of(a_worker(), "m")
+        self.there: dict[bytes, Entry] = {}
+        self.idle: list[bytes] = []  # the first of which nobody has asked for the longest
+        self.lent: list[tuple[bytes, Entry]] = []
+        self.under_way: Counter[str | None] = Counter()
 
-    def _lets_go(self) -> None:
-        self.gone += 1
+    def entries(self, owner: str | None = "all") -> list[Entry]:
+        found = {id(entry): entry for entry in [*self.there.values(), *(entry for _, entry in self.lent)]}
+        return [entry for entry in found.values() if owner in ("all", entry.owner)]
 
-    def put(self, name: str, owner: str | None = None, size: int = 1000) -> bool:
-        return self.add(name.encode(), self.entry(owner, size))
+    def holds(self, owner: str | None) -> int:
+        return sum(entry.weight for entry in self.entries(owner)) + self.under_way[owner]
 
-    def entry(self, owner: str | None = None, size: int = 1000) -> Entry:
-        return Entry(HEADERS, (b"x" * size,), self._source, owner)
+    def fixed(self, owner: str | None) -> int:
+        """What cannot go."""
+        return sum(entry.weight for entry in self.entries(owner) if entry.readers) + self.under_way[owner]
 
-    def names(self, of: str | None = None) -> set[str]:
-        return {key.decode() for key, entry in self._entries.items() if of is None or entry.owner == of}
+    def size(self) -> int:
+        return sum(entry.weight for entry in self.entries()) + self.under_way.total()
+
+    def may_fix(self, owner: str | None, size: int) -> bool:
+        free = MOST - sum(entry.weight for entry in self.entries() if entry.readers) - self.under_way.total() - size
+        return free >= 0 and (owner is None or self.fixed(owner) + size <= TIMES_WHAT_IS_FREE * free)
+
+    def makes_room(self, owner: str | None, size: int) -> bool:
+        while self.size() + size > MOST:
+            goes = self.idle[0] if self.idle else None
+            if goes is not None and self.now - self.there[goes].asked <= STALE_SECONDS:
+                most = max((self.there[key].owner for key in self.idle), key=self.holds)
+                of = most if self.holds(most) >= self.holds(owner) + size else owner
+                goes = next((key for key in self.idle if self.there[key].owner == of), None)
+            if goes is None:
+                return False
+            self.idle.remove(goes)
+            self.gone.append(goes)
+            del self.there[goes]
+        return True
+
+    def removes(self, key: bytes) -> None:
+        if self.there.pop(key, None) is not None and key in self.idle:
+            self.idle.remove(key)
+
+    @rule(key=KEYS, owner=OWNERS, size=st.sampled_from([500, 3000, 8000, 13_000, 14_000]))
+    def add(self, key: bytes, owner: str | None, size: int) -> None:
+        self.number += 1  # no two weigh the same
+        entry = Entry([(b"content-type", b"a/b")], (b"x" * (size + self.number),), self.source, owner)
+        self.removes(key)
+        fits = entry.weight <= MOST // 4 and self.makes_room(owner, entry.weight)
+        if fits:
+            self.there[key] = entry
+            self.idle.append(key)
+        assert self.held.add(key, entry) is fits
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data())
+    def lend(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.there)))
+        entry = self.there[key]
+        may = bool(entry.readers) or self.may_fix(entry.owner, entry.weight)
+        assert self.held.lend(key, entry) is may
+        if may:
+            self.lent.append((key, entry))
+            self.idle = [each for each in self.idle if each != key]
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data())
+    def returned(self, data: st.DataObject) -> None:
+        key, entry = self.lent.pop(data.draw(st.integers(0, len(self.lent) - 1)))
+        self.held.returned(key, entry)
+        if not entry.readers and self.there.get(key) is entry:
+            self.idle.append(key)
+
+    @rule(key=KEYS)
+    def remove(self, key: bytes) -> None:
+        self.removes(key)
+        self.held.remove(key)
+
+    @rule(owner=OWNERS, size=st.sampled_from([700, 9000]))
+    def take(self, owner: str | None, size: int) -> None:
+        may = self.may_fix(owner, size) and self.makes_room(owner, size)
+        assert self.held.take(owner, size) is may
+        self.under_way[owner] += size * may
+
+    @rule(owner=OWNERS)
+    def give_back(self, owner: str | None) -> None:
+        self.held.hold(owner, -self.under_way.pop(owner, 0))
+
+    @rule(seconds=st.sampled_from([1.0, STALE_SECONDS, STALE_SECONDS + 1]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def it_is_as_the_model_says(self) -> None:
+        if self.number:
+            assert {key: entry for number in range(12) if (entry := self.held.get(key := b"%d" % number))} == self.there
+            assert self.held.size == self.size() <= MOST and self.evicted == len(self.gone)
+
+    def teardown(self) -> None:
+        for owner in ("ann", "bob", "eve", None):
+            self.give_back(owner)
+        for key, entry in self.lent:
+            self.held.returned(key, entry)
+        self.held.remove_all(None)
+        self.patch.undo()
+        assert self.held.size == 0 and len(self.held) == 0
 
 
-def test_the_least_recently_used_goes_first_and_what_is_too_large_is_not_stored(source):
-    held = Stored(40_000, source)
-    for name in "abc":
-        held.put(name, size=8000)
-    asked = held.get(b"a")
-    assert asked is not None and held.lend(b"a", asked)
-    held.returned(b"a", asked)
-    assert held.take(None, 12_000)  # for an answer under way
-    assert held.names() == {"a", "c"} and held.size <= 40_000
-    assert not held.put("large", size=10_000) and not held.take(None, 40_000)
-
-
-def test_what_nobody_has_asked_for_in_a_long_time_goes_whosever_it_is(source, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(stored_answers.time, "monotonic", lambda: now[0])
-    held = Stored(40_000, source)
-    for number in range(4):
-        held.put(f"ann {number}", "ann")
-    now[0] += stored_answers.STALE_SECONDS + 1
-    for number in range(100):
-        held.put(f"eve {number}", "eve")
-    assert not held.names("ann")
-
-
-def test_what_somebody_reads_stays_counted_until_it_has_been_read(source):
-    held = Stored(40_000, source)
-    held.put("read", size=8000)
-    entry = held.get(b"read")
-    assert entry is not None and held.lend(b"read", entry) and held.lend(b"read", entry)
-    for number in range(30):
-        held.put(f"other {number}")
-    assert "read" in held.names()  # it would free nothing
-    held.remove(b"read")
-    assert held.get(b"read") is None and held.size > entry.weight + 1000
-    before = held.size
-    held.returned(b"read", entry)
-    assert held.size == before
-    held.returned(b"read", entry)
-    assert held.size == before - entry.weight
-
-
-def test_a_key_that_reads_none_of_what_it_asks_for_leaves_room_for_others(source):
-    held = Stored(100_000, source)
-    for number in range(100):
-        held.put(f"eve {number}", "eve")
-    lent = sum(held.lend(key, entry) for key, entry in [*held._entries.items()])
-    assert 0 < lent < len(held)
-    assert held.put("ann", "ann") and held.take("ann", 1000)
-
-
-def test_the_counts_are_those_of_what_is_there_whatever_happens(source):
-    draw = random.Random(5)
-    held = Stored(60_000, source)
-    lent: list[tuple[bytes, Entry]] = []
-    taken: Counter[str] = Counter()
-    for step in range(3000):
-        owner, name = draw.choice("abc"), str(draw.randrange(40))
-        match draw.randrange(6):
-            case 0 | 1:
-                held.put(name, owner, draw.randrange(12_000))
-            case 2 if (entry := held.get(name.encode())) is not None and held.lend(name.encode(), entry):
-                lent.append((name.encode(), entry))
-            case 3 if lent:
-                held.returned(*lent.pop(draw.randrange(len(lent))))
-            case 4 if held.take(owner, 700):
-                taken[owner] += 700
-            case 5 if taken[owner]:
-                held.hold(owner, -taken.pop(owner))
-        there = {id(entry): entry for entry in [*held._entries.values(), *(entry for _, entry in lent)]}
-        assert held.size == sum(entry.weight for entry in there.values()) + taken.total() <= 60_000, step
-        assert held._fixed == sum(entry.weight for entry in there.values() if entry.readers) + taken.total()
-        assert held._idle.keys() == {key for key, entry in held._entries.items() if not entry.readers}
-    for key, entry in lent:
-        held.returned(key, entry)
-    for owner in [*taken]:
-        held.hold(owner, -taken.pop(owner))
-    for key in [*held._entries]:
-        held.remove(key)
-    assert held.size == held._fixed == 0 and not (held._held_of or held._fixed_of or held._idle_of)
+TestStoring = Storing.TestCase
+TestStoring.settings = settings(stateful_step_count=60)
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "stands"),
+    ("model", "cards", "fixed"),
     [
-        ({}, {}, True),
-        ({}, {"up": False}, False),
-        ({}, {"boot": "2"}, False),
-        ({}, {"card": {"id": "m", "root": "/other"}}, False),
-        ({}, {"card": {"id": "m", "parent": "base"}}, False),
-        ({}, {"card": {"id": "m", "max_model_len": 7}}, False),
-        ({}, {"card": {"id": "m", "created": 7}}, True),
-        ({}, {"card": {"id": "another"}}, False),
-        ({}, {"template": b"t"}, True),
-        ({"template": b"t"}, {"template": b"t"}, True),
-        ({"template": b"t"}, {}, True),
-        ({"template": b"t"}, {"template": b"other"}, False),
+        ("m", [[{"id": "m"}]], True),
+        ("m", [[{"id": "m", "parent": None}], [{"id": "n"}]], True),
+        ("m", [[{"id": "m"}], [{"id": "m", "parent": "base"}]], False),
+        ("ada", [[{"id": "m"}, {"id": "ada", "parent": "m"}]], False),
+        ("nobody's", [[{"id": "m"}]], False),
+        ("m", [], False),
+        ("", [[{"id": "ada", "parent": "m"}]], True),
     ],
 )
-def test_a_source_is_still_what_it_was(before, now, stands):
-    worker = Worker("http://a", None)  # type: ignore[arg-type]
-
-    def runs(up: bool = True, boot: str = "1", card: dict | None = None, template: bytes | None = None) -> None:
-        worker.up, worker.probed = up, Probed(boot=boot, models=[{"id": "n"}, card or {"id": "m"}])
-        worker.renderer_ids = {} if template is None else {"m": template}
-
-    runs(**before)
-    source = Source.of(worker, "m")
-    assert source.is_still("m")
-    runs(**now)
-    assert source.is_still("m") is stands
+def test_an_adapter_may_be_replaced_and_a_base_model_may_not(model, cards, fixed):
+    workers = [Worker(f"http://{at}", None, probed=Probed(models=each)) for at, each in enumerate(cards)]  # type: ignore[arg-type]
+    assert has_fixed_weights(model, workers) is fixed
 
 
-@pytest.mark.parametrize(("hours", "goes"), [(1.0, False), (1.001, True)])
-@pytest.mark.parametrize("is_asked", [True, False])
-def test_an_answer_is_stale_an_hour_after_it_was_asked_for(source, monkeypatch, hours, goes, is_asked):
-    now = [0.0]
-    monkeypatch.setattr(stored_answers, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    weight = Entry(HEADERS, (b"x" * 1000,), source).weight
-    held = Stored(4 * weight, source)
-    held.put("a", "ann")
-    now[0] = 1800.0
-    if is_asked:
-        entry = held.get(b"a")
-        assert held.lend(b"a", entry)
-        held.returned(b"a", entry)
-    else:
-        now[0] = 0.0
-    for name in ("e1", "e2", "e3"):
-        held.put(name, "eve")
-    now[0] = 3600.0 * hours + (1800.0 if is_asked else 0.0)
-    held.put("e4", "eve")
-    assert (held.names("ann") == set()) is goes
+@pytest.mark.parametrize(
+    ("name", "value", "stands"),
+    [
+        ("probed", Probed(boot="1", models=[{"id": "m", "created": 2}]), True),  # vLLM says now each time
+        ("probed", Probed(boot="2", models=[{"id": "m"}]), False),
+        ("probed", Probed(boot="1"), False),
+        *(
+            ("probed", Probed(boot="1", models=[{"id": "m", name: 7}]), False)
+            for name in ("root", "parent", "max_model_len")
+        ),
+        ("renderer_ids", {"m": b"another"}, False),
+        ("renderer_ids", {}, True),
+        ("up", False, False),
+    ],
+)
+@pytest.mark.parametrize(("age", "most"), [(10.0, None), (10.0, 10.0), (10.5, 10.0)])
+def test_an_entry_stands_as_long_as_its_worker_and_for_whom_it_is_young_enough(
+    monkeypatch, name, value, stands, age, most
+):
+    cache, worker, client = ResponseCache(2**20, Metrics()), a_worker(), Client("a")
+    worker.renderer_ids = {"m": b"template"}
+    cache.answers.add(b"k", stored := Entry([], (b"x",), Source.of(worker, "m")))
+    monkeypatch.setattr(response_cache.time, "monotonic", lambda: stored.stored + age)
+    setattr(worker, name, value)
+    hit = cache.hit(b"k", client.request, most)
+    assert (hit is not None) is (stands and (most is None or age <= most))
+    assert (cache.answers.size > 0) is stands

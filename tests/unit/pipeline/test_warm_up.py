@@ -1,22 +1,27 @@
-"""A worker that has restarted gets the hottest prefixes back before it gets requests."""
+"""A worker that has restarted gets the hottest prefixes back before it gets requests, each sent for itself alone."""
 
 from __future__ import annotations
 
+import copy
 import json
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
 from proxy.chat.chat import CHAT
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
+from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Broken, Unreachable
 from proxy.metrics import Metrics
-from proxy.pipeline.replayer import Replayed
+from proxy.pipeline.replayer import Replayer
 from proxy.pipeline.warm_up import WarmUp
+from proxy.routing.engine_events import EngineEvents
+from proxy.routing.prefix_index import PrefixIndex
 from tests.harness.gateways import chat
+from tests.harness.probed import pool_of
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.scripted_upstream import Said, ScriptedUpstream
 from tests.harness.waiting import until
 
 
@@ -39,12 +44,6 @@ async def test_a_restarted_worker_is_given_the_hot_prefixes_first(in_memory):
     restarted.hold.clear()
     await until(lambda: gateway.metric("seamark_replays_total") >= 1)
     await gateway.shows(lambda status: not any(each["warming"] for each in status["workers"]))
-    # The other holds it too by now; gone, the restarted one is known to hold it.
-    stays.models = ()
-    await gateway.shows(lambda status: [] in [each["models"] for each in status["workers"]])
-    after = await gateway.post(chat("after"))
-    assert after.headers["x-seamark-worker"] in restarted.url
-    assert int(after.headers["x-seamark-predicted"]) > 0
 
 
 @pytest.mark.parametrize("seconds", [0.2, 3600])
@@ -63,39 +62,67 @@ async def test_without_another_worker_nobody_waits_for_a_replay_which_is_bounded
         assert any(each["warming"] for each in (await gateway.status())["workers"])
 
 
-PROMPT = WarmupRequest(CHAT, b"{}", (), {}, Found((Boundary("system", b"s", "first:1"),)), "m")
+FOUND = Found((Boundary("system", b"s", "first:1", estimate=150),), (b"s",), renderer_id=b"one")
+
+PROMPT = WarmupRequest(CHAT, b'{"model":"m"}', ("model",), {}, FOUND, "m")
+
+ENGINE = EngineInfo("0.3.0", "0.32.0", match_unit=16, block_size=384)
+
+PINNED = (b"x-seamark-outcome", b"cold,0,0,,pinned")
 
 
 @pytest.mark.parametrize(
-    ("answer", "result"),
+    "said", [Said(200, b"{}", headers=[PINNED]), Said(503, b"{}"), Broken("gone"), Said(200, Broken("gone"))]
+)
+@pytest.mark.parametrize("pin", [None, True])
+async def test_a_prefix_counts_as_the_workers_only_if_it_has_computed_it(monkeypatch, said, pin):
+    said = copy.deepcopy(said)
+    told: list[str] = []
+    for name in ("sent", "refused"):
+        monkeypatch.setattr(EngineEvents, name, lambda *what, name=name: told.append(name))
+    upstream = ScriptedUpstream(said)
+    (worker,) = pool_of(upstream, "w", engine=ENGINE).workers
+    index = PrefixIndex(10**6)
+    replayer = Replayer(upstream, index, EngineEvents(upstream, index, None, None, None, ""), 5.0)  # type: ignore[arg-type]
+    is_computed = isinstance(said, Said) and said.pieces[0] == b"{}" and said.status == 200
+    if isinstance(said, Said) and said.pieces[0] == b"{}":
+        answer = await replayer.send(worker, PROMPT, pin=pin)
+        assert (answer.status, answer.body, answer.pin) == (said.status, b"{}", "pinned" if is_computed else "")
+    else:
+        with pytest.raises(Broken):
+            await replayer.send(worker, PROMPT, pin=pin)
+    assert not isinstance(said, Said) or said.closed == 1
+    (sent,) = upstream.sent
+    assert sent.fresh and sent.headers[b"x-request-id"].startswith(b"own-")
+    assert sent.headers[b"authorization"] == b"Bearer the workers' key"
+    if pin is None:
+        assert (index.sent((b"s",), {worker.boot}) is not None) == is_computed and told == []
+    else:
+        assert told == (["sent"] if is_computed else ["sent", "refused"])
+
+
+@pytest.mark.parametrize(
+    ("said", "result"),
     [
-        (Replayed(200, b"usage"), "done"),
-        (Replayed(503, b"no"), "failed"),
-        (Unreachable("refused"), "failed"),
-        (Broken("gone"), "failed"),
+        (Said(200, b"usage"), "done"),
+        (Said(503, b"no"), "failed"),
+        (Unreachable("no"), "failed"),
+        (Broken(""), "failed"),
     ],
 )
-async def test_a_replay_is_counted_and_its_cost_if_it_was_computed(answer, result):
-    kept, metrics, sent, spent = WarmupSet(10**6), Metrics(), [], []
-
-    async def send(worker: Any, prompt: WarmupRequest) -> Replayed:
-        sent.append(prompt.model)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    accounting = SimpleNamespace(replayed=lambda *what: spent.append(what))
-    part = WarmUp(kept, SimpleNamespace(send=send), accounting, metrics)  # type: ignore[arg-type]
-    worker = SimpleNamespace(name="w", takes_hints=True, names=SimpleNamespace(templates={"m": "m"}))
-    await part.prepare(worker)  # type: ignore[arg-type]
-    assert sent == [] and part.held == 0
+async def test_a_replay_is_counted_and_its_cost_if_it_was_computed(said, result):
+    kept, metrics, upstream, accounting = WarmupSet(10**6), Metrics(), ScriptedUpstream(said), Mock()
+    (worker,) = pool_of(upstream, "w", engine=ENGINE).workers
+    part = WarmUp(kept, Replayer(upstream, PrefixIndex(10**6), Mock(), 5.0), accounting, metrics)
+    await part.prepare(worker)
+    assert upstream.sent == [] and part.held == 0
     for key, model in ((b"s", "m"), (b"t", "another worker's")):
         kept.add(key, 100, (), PROMPT._replace(model=model))
-    await part.prepare(worker)  # type: ignore[arg-type]
-    assert sent == ["m"] and part.held == kept.held > 0
+    await part.prepare(worker)
+    assert len(upstream.sent) == 1 and part.held == kept.held > 0
     labels = {"worker": "w", "result": result}
     assert metrics.registry.get_sample_value("seamark_replays_total", labels) == 1
-    assert spent == ([("m", worker, b"usage")] if result == "done" else [])
-    worker.takes_hints = False
-    await part.prepare(worker)  # type: ignore[arg-type]
-    assert sent == ["m"]
+    assert accounting.replayed.mock_calls == ([call("m", worker, b"usage")] if result == "done" else [])
+    worker.cache.hints_allowed = False
+    await part.prepare(worker)
+    assert len(upstream.sent) == 1

@@ -1,0 +1,417 @@
+"""Requests that pass through: what the client sends, what workers say, what the client gets, and what is told of it.
+
+HTTP itself is in `tests/gateway/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+
+from proxy.fleet.worker import Worker
+from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stale, Unreachable
+from tests.harness.gateways import CHAT, LAST_USER, SYSTEM, TURN_END, chat
+from tests.harness.in_memory_gateway import InMemoryGateway
+from tests.harness.recording_worker import EVENTS, RecordingWorker
+from tests.harness.scripted_upstream import JSON, Said, ScriptedUpstream
+from tests.harness.waiting import until
+
+STREAM = (b"content-type", b"text/event-stream")
+
+USAGE = {"prompt_tokens": 300, "prompt_tokens_details": {"cached_tokens": 160}}
+
+WHOLE = json.dumps({"id": "chatcmpl-1", "choices": [], "usage": USAGE}).encode()
+
+DELTA, DONE = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n', b"data: [DONE]\n\n"
+
+
+class Scene:
+    """A gateway before two workers that say what is scripted, whichever is asked."""
+
+    def __init__(self, own: InMemoryGateway) -> None:
+        self.own, self.pool = own, own.gateway.pool
+        self.upstream = ScriptedUpstream()
+        self.failures: list[tuple[Worker, bytes]] = []
+        own.gateway.upstream.send = self._send  # type: ignore[method-assign]
+        self.pool.record_failure = lambda *what: self.failures.append(what)  # type: ignore[method-assign]
+
+    async def _send(self, method: str, url: str, headers: Any = (), *rest: Any) -> Answer:
+        if b"x-request-id" not in dict(headers):  # the gateway's own, such as what it asks of templates
+            raise Unreachable("not in the script")
+        return await self.upstream.send(method, url, headers, *rest)
+
+    async def post(self, *script: Said | Exception, body: Any = None, path: str = CHAT, **headers: str) -> Any:
+        self.upstream.script = [*script]
+        self.upstream.sent.clear()
+        answer = await self.own.post(chat("Tide?") if body is None else body, path, **headers)
+        assert not self.upstream.script, "not all of the script was asked for"
+        return answer
+
+    @property
+    def asked(self) -> str:
+        """The workers, in order: a the first one; a capital for a new connection."""
+        names = list(dict.fromkeys(sent.worker for sent in self.upstream.sent))
+        letters = ["abc"[names.index(sent.worker)] for sent in self.upstream.sent]
+        return "".join(
+            each.upper() if sent.fresh else each for each, sent in zip(letters, self.upstream.sent, strict=True)
+        )
+
+    def lack(self, *paths: str) -> None:
+        """The workers' HTTP server has no such routes."""
+        for worker in self.pool.workers:
+            frontend = worker.probed.frontend._replace(lacks=frozenset(paths))
+            worker.probed = replace(worker.probed, frontend=frontend)
+
+    def counted(self) -> tuple[int, int]:
+        """Requests under way, and tokens that are still to be computed."""
+        workers = self.pool.workers
+        return sum(worker.inflight for worker in workers), sum(worker.prefill_tokens for worker in workers)
+
+
+@pytest.fixture
+def scene_of(in_memory) -> Callable[..., Awaitable[Scene]]:
+    async def of(workers: int = 2, **settings: Any) -> Scene:
+        own = await in_memory(*(RecordingWorker() for _ in range(workers)), is_started=False, **settings)
+        await own.gateway.pool.check_all()
+        return Scene(own)
+
+    return of
+
+
+@pytest.fixture
+async def scene(scene_of) -> Scene:
+    return await scene_of()
+
+
+class Row(NamedTuple):
+    """One request, and what comes of it."""
+
+    script: list[Any]
+    status: int = 200
+    code: str | None = None  # of an error
+    words: str = ""  # in its message
+    asked: str = "a"
+    body: Any = None
+    path: str = CHAT
+    headers: dict[str, str | None] = {}  # noqa: RUF012
+    blamed: int = 0  # failures of workers that count
+    down: int = 0  # workers afterwards
+    resent: str = ""  # for which reasons
+    prompt: int = 0  # tokens that are counted
+    explained: dict[str, Any] = {}  # noqa: RUF012
+
+
+OTHER = {"model": "m", "input": "x"}
+USED = {"prompt": 300, "headers": {"x-seamark-cached": "160", "x-seamark-predicted": "0"}}
+UNUSED = {"x-seamark-cached": None, "x-seamark-reason": None}
+
+REQUESTS = {
+    "a whole answer tells what came from the cache": Row(
+        [Said(200, WHOLE)], prompt=300, headers={**USED["headers"], "x-seamark-reason": "hit"}
+    ),
+    "one that is no 200 does not": Row([Said(201, WHOLE)], status=201, headers=UNUSED),
+    "nor does a refusal": Row([Said(400, WHOLE)], status=400, headers=UNUSED),
+    "half a JSON answer is passed on": Row([Said(200, b"{")], headers=UNUSED),
+    "so is one that is no object": Row([Said(200, b"[1]")], headers=UNUSED),
+    "without a body there is no length": Row(
+        [Said(204, headers=[JSON, (b"content-length", b"7")])], status=204, headers={"content-length": None}
+    ),
+    "nor where nothing was modified": Row(
+        [Said(304, headers=[JSON, (b"content-length", b"7")])], status=304, headers={"content-length": None}
+    ),
+    "what a worker may have read is not sent again": Row([Broken("gone")], 502, "worker_failed", "broke off", blamed=1),
+    "nor what it was silent about": Row([Silent("")], 504, "worker_silent", "silence_timeout", blamed=1),
+    "nor what it answered in no HTTP, of which it may not be guilty": Row(
+        [Malformed("odd")], 502, "worker_failed", "no valid HTTP"
+    ),
+    "a worker's error counts": Row([Said(500, b"{}")], status=500, blamed=1, headers=UNUSED),
+    "but not that it cannot do a thing": Row([Said(501, b"{}")], status=501, headers=UNUSED),
+    "a lack of the gateway's own is no worker's fault": Row([Exhausted("no descriptor")], 503, "overloaded"),
+    "a whole answer that breaks off is an error": Row([Said(200, b"{", Broken("gone"))], 502, "worker_failed"),
+    "one that stops is, too": Row([Said(200, b"{", Silent("quiet"))], 504, "worker_silent"),
+    "without a connection another worker is asked": Row(
+        [Unreachable("refused"), Said(200, WHOLE)], asked="ab", down=1, resent="unreachable", **USED
+    ),
+    "a closed connection is tried anew at the same worker": Row(
+        [Stale("closed"), Said(200, WHOLE)], asked="aA", resent="stale", **USED
+    ),
+    "but once": Row([Stale("closed"), Stale("closed")], 502, "worker_failed", asked="aA", resent="stale"),
+    "a worker that took nothing is believed": Row(
+        [Said(502, b"{}"), Said(200, WHOLE)], asked="ab", blamed=1, resent="refused", **USED
+    ),
+    "once": Row(
+        [Said(503, b"{}"), Said(503, b'{"last":1}')], status=503, asked="ab", blamed=2, resent="refused", headers=UNUSED
+    ),
+    "also on a new connection": Row(
+        [Stale("closed"), Said(503, b"{}"), Said(200, WHOLE)], asked="aAb", blamed=1, resent="stale refused", **USED
+    ),
+    **{
+        f"no final answer has the status {status}": Row(
+            [Said(status, b"{}")], 502, "worker_failed", blamed=int(status >= 500), headers=UNUSED
+        )
+        for status in (99, 101, 199, 600)
+    },
+    "of a compressed answer nothing is read": Row(
+        [Said(200, b"\x1f\x8b", headers=[JSON, (b"content-encoding", b"br")])], headers=UNUSED
+    ),
+    "what reports nothing is passed on": Row([Said(200, b'{"data":1}')], body=OTHER, path="/v1/other"),
+    "the request is explained by its name": Row(
+        [Said(200, WHOLE)],
+        **{**USED, "headers": {"x-request-id": "mine"}},
+        explained={"request_id": "mine", "endpoint": CHAT, "status": 200, "reason": "hit"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_a_request_comes_to_what_its_row_says(scene, name):
+    row = REQUESTS[name]
+    script = copy.deepcopy(row.script)
+    answer = await scene.post(*script, body=row.body, path=row.path, x_request_id="mine")
+    assert answer.status_code == row.status and scene.asked == row.asked
+    if row.code is not None:
+        error = answer.json()["error"]
+        assert error["code"] == row.code and row.words in error["message"]
+        assert not row.words or scene.upstream.sent[-1].worker in error["message"]
+    elif isinstance(row.script[-1], Said):
+        assert answer.content == b"".join(row.script[-1].pieces)
+        assert answer.headers["x-seamark-worker"] == scene.upstream.sent[-1].worker
+    assert {name: answer.headers.get(name) for name in row.headers} == row.headers
+    assert float(answer.headers["x-seamark-overhead-ms"]) >= 0
+    assert all(each.closed for each in script if isinstance(each, Said)) and scene.counted() == (0, 0)
+    assert len(scene.failures) == row.blamed and sum(not worker.up for worker in scene.pool.workers) == row.down
+    reasons = {"unreachable", "stale", "refused"}
+    assert {why for why in reasons if scene.own.metric("seamark_resent_total", reason=why)} == set(row.resent.split())
+    assert scene.own.metric("seamark_prompt_tokens_total") == row.prompt
+    assert scene.own.metric("seamark_requests_total", code=str(row.status)) == 1
+    explained = (await scene.own.get("/seamark/requests/mine")).json()
+    assert {field: explained[field] for field in row.explained} == row.explained
+
+
+async def test_when_no_worker_is_reached_the_client_is_told_so(scene):
+    scene.pool.mark_down = lambda worker, why: None  # as if each were found well again at once
+    answer = await scene.post(*[Unreachable("refused")] * 3)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_worker"
+    assert scene.counted() == (0, 0) and scene.own.metric("seamark_resent_total", reason="unreachable") == 2
+
+
+@pytest.mark.parametrize(
+    ("broken", "code", "status"), [(Broken("gone"), "worker_failed", "502"), (Silent("quiet"), "worker_silent", "504")]
+)
+async def test_a_stream_that_breaks_off_says_so_in_its_last_event(scene, broken, code, status):
+    answer = await scene.post(Said(200, DELTA, broken, headers=[STREAM]), body=chat("Tide?", stream=True))
+    events = answer.content.split(b"\n\n")
+    assert answer.status_code == 200 and events[0] + b"\n\n" == DELTA
+    assert json.loads(events[1].removeprefix(b"data: "))["error"]["code"] == code
+    assert scene.own.metric("seamark_requests_total", code=status) == 1 and scene.counted() == (0, 0)
+
+
+@pytest.mark.parametrize(("pieces", "code"), [((DELTA, DONE), "200"), ((DELTA,), "499")])
+async def test_who_leaves_a_stream_behind_its_last_event_has_all_of_it(scene, pieces, code):
+    class Held(Said):
+        async def next_chunk(self) -> bytes:
+            return await super().next_chunk() or await asyncio.Event().wait()
+
+    scene.upstream.script = [Held(200, *pieces, headers=[STREAM])]
+    client = scene.own.opened(chat("Tide?", stream=True, stream_options={"include_usage": True}))
+    await client.message()
+    for piece in pieces:
+        assert (await client.message())["body"] == piece
+    client.leave()
+    await client.task
+    await scene.own.gateway.idle.caught_up()
+    assert scene.own.metric("seamark_requests_total", code=code) == 1 and scene.counted() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "learns"),
+    [(CHAT, 200, True), (CHAT, 404, False), (CHAT, 400, None), ("/v1/embeddings", 200, None)],
+)
+async def test_whether_a_worker_takes_any_name_is_learnt_from_answers_that_tell(scene, path, status, learns):
+    told: list[Any] = []
+    scene.pool.answered_name = lambda worker, name, *, taken: told.append((worker.name, name, taken))
+    await scene.post(Said(status, b"{}"), body={**chat("Tide?"), "input": "x"}, path=path)
+    assert told == ([] if learns is None else [(scene.upstream.sent[0].worker, "m", learns)])
+    named = {**OTHER, "previous_response_id": "resp_1"}
+    await scene.post(Said(404, b"{}"), Said(404, b"{}"), body=named, path="/v1/responses")
+    assert len(told) == (learns is not None)  # it may be the response that is not there
+
+
+@pytest.mark.parametrize("reports", [None, "127.0.0.1:1"])
+async def test_how_much_there_is_to_do_is_told_in_a_header_or_in_the_body(scene, reports):
+    for worker in scene.pool.workers:
+        engine = replace(worker.engine, reports=reports)
+        worker.probed = replace(worker.probed, metrics=worker.probed.metrics._replace(engine=engine))
+    told = []
+    for body, path in ((None, CHAT), (OTHER, "/v1/embeddings")):
+        await scene.post(Said(200, WHOLE), body=body, path=path)
+        (sent,) = scene.upstream.sent
+        told.append((b"x-seamark-load" in sent.headers, b"seamark_load" in sent.body))
+    assert told == ([(True, False)] * 2 if reports is None else [(False, True), (False, False)])
+
+
+@pytest.mark.parametrize(("most", "is_collected"), [(len(WHOLE), True), (len(WHOLE) - 1, False), (0, False)])
+async def test_an_answer_is_collected_up_to_a_bound(scene_of, most, is_collected):
+    scene = await scene_of(max_collected_bytes=most)
+    said = Said(200, WHOLE[:40], WHOLE[40:], headers=[JSON, (b"content-length", b"%d" % len(WHOLE))])
+    answer = await scene.post(said)
+    assert answer.content == WHOLE and answer.headers["content-length"] == str(len(WHOLE)) and said.closed
+    assert ("x-seamark-cached" in answer.headers) is ("x-seamark-reason" in answer.headers) is is_collected
+    assert scene.own.metric("seamark_cached_tokens_total") == 160
+
+
+async def test_a_large_response_can_be_asked_for(scene_of):
+    scene = await scene_of(max_collected_bytes=10)
+    for status, is_known in ((200, True), (400, False)):
+        raw = b'{"id": "resp_%d", "usage": {"input_tokens": 9}}' % status
+        await scene.post(Said(status, raw[:25], raw[25:]), body=OTHER, path="/v1/responses")
+        assert (scene.own.gateway.reader.stored.boot(f"resp_{status}", None) is not None) is is_known
+    assert scene.own.metric("seamark_prompt_tokens_total") == 9
+
+
+@pytest.mark.parametrize(
+    ("status", "location", "seen"),
+    [
+        (307, "{url}/v1/some/thing?a=1", "/v1/some/thing?a=1"),
+        (307, "//{host}/v1/some/thing", "/v1/some/thing"),
+        (307, "{url}//elsewhere/x", "/elsewhere/x"),
+        (307, "/v1/some/thing", "/v1/some/thing"),
+        (300, "http://inside.cluster:8000/v1/x", None),
+        (399, "http://[broken/v1", None),
+        (299, "http://inside.cluster/v1/x", "http://inside.cluster/v1/x"),  # no redirect
+        (400, "http://inside.cluster/v1/x", "http://inside.cluster/v1/x"),
+        (503, "/v1/x", "/v1/x"),  # and a GET goes nowhere else
+    ],
+)
+async def test_a_redirect_of_a_worker_does_not_show_its_address(scene_of, status, location, seen):
+    scene = await scene_of(1)
+    (worker,) = scene.pool.workers
+    told = location.format(url=worker.url, host=worker.name).encode()
+    scene.upstream.script = [Said(status, headers=[(b"location", told)])]
+    answer = await scene.own.get("/v1/some/thing/")
+    assert (answer.status_code, answer.headers.get("location")) == (status, seen)
+
+
+async def test_the_way_that_a_rust_frontend_lacks_is_named(scene):
+    scene.lack("/v1/responses")
+    for status, code in ((404, "not_served"), (405, "not_served"), (501, "not_served"), (400, None)):
+        answer = await scene.post(Said(status, b"{}"), body=OTHER, path="/v1/responses")
+        assert answer.status_code == (501 if code else status) and (answer.json().get("error", {}).get("code") == code)
+    assert (await scene.post(Said(404, b"{}"))).status_code == 404  # this one it has
+
+
+async def test_a_message_goes_to_the_chat_api_of_a_worker_that_lacks_its_own(scene):
+    scene.lack("/v1/messages")
+    said = {"id": "c", "model": "m", "choices": [{"message": {"content": "Ebb."}, "finish_reason": "stop"}]}
+    body = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "Tide?"}]}
+    raw = json.dumps(said).encode()
+    headers = [(b"Content-Length", b"7"), (b"x-mine", b"1"), JSON]
+    answer = await scene.post(Said(200, raw[:9], raw[9:], headers=headers), body=body, path="/v1/messages")
+    assert answer.json()["content"] == [{"type": "text", "text": "Ebb."}] and answer.headers["x-mine"] == "1"
+    assert answer.headers["content-length"] == str(len(answer.content))
+    assert scene.upstream.sent[0].url.endswith(CHAT)
+    assert (await scene.post(Said(404, b"{}"), body=body, path="/v1/messages")).status_code == 404
+    first = {"id": "c", "model": "m", "choices": [{"delta": {"content": "Ebb."}, "finish_reason": None}]}
+    last = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}
+    events = [f"data: {json.dumps(each)}\n\n".encode() for each in (first, last)] + [DONE]
+    said = Said(200, events[0][:9], events[0][9:], *events[1:], headers=[STREAM])
+    told = (await scene.post(said, body={**body, "stream": True}, path="/v1/messages")).content
+    named = [line.removeprefix(b"event: ") for line in told.splitlines() if line.startswith(b"event: ")]
+    assert named[:2] == [b"message_start", b"content_block_start"] and named[-2:] == [b"message_delta", b"message_stop"]
+    assert b"Ebb." in told
+
+
+# Before workers whose engines compute.
+
+
+async def test_the_hint_is_spliced_into_the_clients_bytes(in_memory, worker):
+    gateway = await in_memory(worker)
+    raw = json.dumps(chat("Tide?"), indent=3).encode().replace(b"Tide", b"T\\u0069de")
+    answer = await gateway.post(raw)
+    assert answer.status_code == 200 and answer.content == worker.answers[-1]
+    spliced = json.dumps({"seamark_boundaries": [LAST_USER, TURN_END]}, separators=(",", ":")).encode()
+    assert worker.requests[-1].body == raw[:-1] + b',"vllm_xargs":' + spliced + b"}"
+    assert answer.headers["x-seamark-boundary"] == f"{LAST_USER};{TURN_END}"
+    await gateway.post(chat("Tide?", model="a client's own"))  # which becomes no label
+    assert gateway.metric("seamark_requests_total", model="m") == gateway.metric("seamark_requests_total") == 2
+
+
+OPTIONS = [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+async def test_usage_that_only_the_gateway_asked_for_is_taken_out_again(in_memory, worker, options):
+    gateway = await in_memory(worker)
+    worker.more_metrics = "seamark_pass_seconds 0.5\nseamark_token_seconds 0.001\n"
+    answer = await gateway.post(chat("Tide?", stream=True, **options))
+    assert json.loads(worker.requests[-1].body)["stream_options"] == {"include_usage": True}
+    assert answer.content == EVENTS[0] + EVENTS[2] and float(answer.headers["x-seamark-overhead-ms"]) >= 0
+    assert gateway.metric("seamark_cached_tokens_total") == 160
+    await until(lambda: gateway.metric("seamark_seconds_saved_total") == pytest.approx(160 * 0.001))
+    assert 0 < gateway.metric("seamark_seconds_spent_total") < 10
+
+
+@pytest.mark.parametrize(
+    ("state", "settings", "reason"),
+    [
+        ({"patched": False}, {}, "unpatched"),
+        ({"hang_renders": True, "cached": 0}, {"render_timeout": 0.2}, "no_facts"),
+    ],
+)
+async def test_a_request_that_gets_no_hint_goes_on_as_it_was_written(in_memory, state, settings, reason):
+    worker = RecordingWorker(**state)
+    gateway = await in_memory(worker, **settings)
+    raw = json.dumps(chat("Tide?")).encode()
+    answer = await gateway.post(raw)
+    assert answer.status_code == 200 and answer.headers["x-seamark-reason"] == reason
+    assert worker.requests[-1].body == raw
+    assert gateway.metric("seamark_miss_total", model="m", reason=reason) == 1
+    assert gateway.metric("seamark_engine_patched") == (reason != "unpatched")
+    assert (await gateway.explained(answer))["reason"] == reason
+
+
+@pytest.mark.parametrize("name", ["one", "/a/b?c=%2F#d e"])
+@pytest.mark.parametrize(("path", "in_body"), [(CHAT, False), (CHAT, True), ("/v1/responses", True)])
+async def test_two_requests_of_one_name_at_once_are_told_apart_at_the_worker(in_memory, worker, name, in_body, path):
+    """Their name is that of their answers, and of an explanation."""
+    gateway = await in_memory(worker)
+    asked = chat("Tide?") if path == CHAT else {"model": "m", "input": "Tide?"}
+    asked, headers = ({**asked, "request_id": name}, {}) if in_body else (asked, {"x-request-id": name})
+    worker.hold.set()
+    answers = [asyncio.create_task(gateway.post(asked, path, **headers)) for _ in range(2)]
+    await until(lambda: len(worker.requests) == 2)
+    worker.hold.clear()
+    assert [(await answer).headers["x-request-id"] for answer in answers] == [name, name]
+    names = sorted(dict(request.headers)[b"x-request-id"].decode() for request in worker.requests)
+    assert names[0] == name and names[1].startswith(name + ".")
+    if in_body:  # by which vLLM stores a response
+        assert sorted(json.loads(request.body)["request_id"] for request in worker.requests) == names
+    await gateway.post(asked, path, **headers)
+    assert worker.requests[-1].header(b"x-request-id").decode() == name  # it is free again
+
+
+ODD = [
+    {"prompt_cache_key": "session \ud800"},
+    {"prompt_cache_key": 7, "cache_salt": "x"},
+    {"chat_template_kwargs": 3},
+    {"tools": [7], "tool_choice": {"type": []}},
+    {"messages": [{"role": ["user"], "content": "x" * 600}, 7, {"role": "user", "content": "?"}]},
+    {"messages": [7, {"role": "user", "content": "?"}, {"role": {}, "content": [{"text": 7, "cache_control": 7}]}]},
+    {"stream_options": 7, "vllm_xargs": 7, "truncate_prompt_tokens": -1},
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
+async def test_odd_bodies_reach_the_worker_and_log_no_error(in_memory, worker, caplog, path):
+    gateway = await in_memory(worker)
+    for fields in [each for each in ODD for _ in range(2)]:
+        body = {**chat("Tide?"), "input": [SYSTEM, *fields.get("messages", [])], "prompt": "Tide?", **fields}
+        assert (await gateway.post(body, path)).status_code == 200
+    assert sum(not request.target.endswith("/render") for request in worker.requests) == 2 * len(ODD)
+    assert " failed: " not in caplog.text and "boundary of request" not in caplog.text
