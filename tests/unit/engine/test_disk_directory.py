@@ -142,34 +142,6 @@ def test_what_another_worker_evicts_under_a_look_is_left_out(tmp_path: Path, mon
     assert store(held, 4).stored == [key_of(4)]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        damaged_files.dangling_link,
-        damaged_files.link_to_itself,
-        damaged_files.link_to_another,
-        damaged_files.link_to_zeros,
-        damaged_files.moved_behind_a_link,
-        damaged_files.folder,
-        damaged_files.fifo,
-        damaged_files.listening,
-    ],
-)
-def test_what_has_a_states_name_and_is_none_breaks_nothing_and_stays(tmp_path: Path, damage):
-    root = tmp_path / "states"
-    held = directory(root, max_bytes=4 * FILE)
-    store(held, 1, 2, 3)
-    path = path_of(root, 1)
-    damage(random.Random(1), path, path_of(root, 2))
-    kind = stat.S_IFMT(path.lstat().st_mode)
-    held.prepare()
-    assert set(held.keys()) == {key_of(2), key_of(3)}
-    with pytest.raises(RefusedFile):
-        load(held, 1)
-    assert store(held, 1, 4, 5, 6, 7).stored == [key_of(number) for number in (4, 5, 6, 7)]
-    assert stat.S_IFMT(path.lstat().st_mode) == kind != stat.S_IFREG
-
-
 @pytest.mark.parametrize("ahead", [60.0, 70 * 365 * 86400.0])
 def test_a_file_from_the_future_was_used_just_now(tmp_path: Path, ahead):
     held = directory(tmp_path)

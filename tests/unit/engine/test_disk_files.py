@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine_patches.disk import files
 from engine_patches.disk.files import HEADER_BYTES, SUFFIX, TEMPORARY, RefusedFile, StateFiles
+from tests.harness import damaged_files
 from tests.harness.damaged_files import DAMAGES
 from tests.harness.state_files import (
     BLOCK,
@@ -27,7 +26,6 @@ from tests.harness.state_files import (
     load,
     path_of,
     store,
-    total,
 )
 
 FILE = HEADER_BYTES + BLOCK
@@ -37,6 +35,19 @@ IDENTITIES = st.sampled_from([IDENTITY, IDENTITY, OTHER_IDENTITY])
 NUMBERS = st.integers(0, 5)
 
 Key = tuple[bytes, int]  # identity and number
+
+# What leaves a file that is refused and removed, and what has a file's name, is none of ours, and stays.
+KINDS = (*DAMAGES, damaged_files.holes, damaged_files.huge, damaged_files.shuffle_pages, damaged_files.begin_as_another)
+
+FILES = {each.__name__: each for each in KINDS}
+
+OTHERS = {
+    each.__name__: each
+    for each in (
+        *(damaged_files.dangling_link, damaged_files.link_to_itself, damaged_files.link_to_another),
+        *(damaged_files.link_to_zeros, damaged_files.moved_behind_a_link, damaged_files.fifo, damaged_files.listening),
+    )
+}
 
 
 class Directory(RuleBasedStateMachine):
@@ -68,11 +79,18 @@ class Directory(RuleBasedStateMachine):
         self.used.pop(key, None)
         self.damaged.pop(key, None)
 
+    def taken_by(self, key: Key) -> int:
+        """Of a file that has not our length, what is allocated."""
+        if key not in self.damaged:
+            return FILE
+        status = self.path(key).lstat()
+        return FILE if status.st_size == FILE else min(status.st_size, status.st_blocks * 512)
+
     def make_room(self, wanted: int) -> list[Key]:
         """Those that had to go."""
         gone = []
         for key in sorted(self.used, key=self.used.__getitem__):
-            taken = sum(0 if self.damaged.get(each) == "emptied" else FILE for each in self.used)
+            taken = sum(map(self.taken_by, self.used))
             if taken + wanted <= self.bound:
                 break
             self.forget(key)
@@ -95,10 +113,10 @@ class Directory(RuleBasedStateMachine):
     def writes(self, identity: bytes, numbers: list[int]) -> None:
         stored, evicted, written = [], [], []
         for key in ((identity, number) for number in numbers):
-            if self.damaged.get(key) == "a link":
+            if self.damaged.get(key) in OTHERS:
                 continue  # something else has its name
-            if self.damaged.get(key) == "emptied":
-                self.forget(key)
+            if key in self.damaged and self.path(key).lstat().st_size != FILE:
+                self.forget(key)  # it is written anew
             if key not in self.used:
                 evicted += [number for of, number in self.make_room(FILE) if of == identity]
                 if self.bound < FILE:
@@ -113,15 +131,18 @@ class Directory(RuleBasedStateMachine):
         for key in written:
             self.use(key)
         assert not list(self.root.rglob(f"*{TEMPORARY}"))
-        assert total(self.root) <= self.bound + FILE * sum(how == "a link" for how in self.damaged.values())
+        assert sum(map(self.taken_by, self.used)) <= max(self.bound, 0)
 
     @rule(identity=IDENTITIES, number=NUMBERS)
     def reads(self, identity: bytes, number: int) -> None:
         key = identity, number
         if key in self.damaged:
-            with pytest.raises(RefusedFile):
+            with pytest.raises(RefusedFile) as refused:
                 load(self.workers[identity], number)
-            if self.damaged[key] != "a link":  # which is not ours
+            assert refused.value.reason in files.REASONS and os.path.lexists(self.path(key)) == (
+                self.damaged[key] in OTHERS
+            )
+            if self.damaged[key] in FILES:
                 self.forget(key)
         elif key not in self.used:
             with pytest.raises(FileNotFoundError):
@@ -140,26 +161,21 @@ class Directory(RuleBasedStateMachine):
                 assert self.path(key).stat().st_mtime > 1e6
                 self.use(key)
 
-    @precondition(lambda self: self.used.keys() - self.damaged.keys())
-    @rule(data=st.data(), how=st.sampled_from(["a bit", "emptied", "a link", "removed"]))
-    def is_damaged(self, data: st.DataObject, how: str) -> None:
-        key = data.draw(st.sampled_from(sorted(self.used.keys() - self.damaged.keys())))
+    def whole(self) -> list[Key]:
+        return sorted(self.used.keys() - self.damaged.keys())
+
+    @precondition(lambda self: len(self.whole()) > 1)
+    @rule(data=st.data(), how=st.sampled_from([*FILES, *OTHERS, "removed"]), seed=st.integers(0, 99))
+    def is_damaged(self, data: st.DataObject, how: str, seed: int) -> None:
+        key, other = data.draw(st.permutations(self.whole()))[:2]
         path, when = self.path(key), self.used[key]
-        content = bytearray(path.read_bytes())
-        content[data.draw(st.integers(0, FILE - 1))] ^= 1
-        if how == "a bit":
-            path.write_bytes(content)
-        elif how == "emptied":
-            os.truncate(path, 0)
+        {**FILES, **OTHERS, "removed": damaged_files.gone}[how](random.Random(seed), path, self.path(other))
+        if how in FILES:
+            os.utime(path, (when, when))
         else:
-            path.unlink()
             self.forget(key)
-        if how == "a link":
-            path.symlink_to("/nowhere")
         if how != "removed":
             self.damaged[key] = how
-        if key in self.used:
-            os.utime(path, (when, when))
 
     @rule(identity=IDENTITIES)
     def a_writer_is_killed(self, identity: bytes) -> None:
@@ -175,28 +191,6 @@ class Directory(RuleBasedStateMachine):
 
 Directory.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
 TestDirectory = Directory.TestCase
-
-
-def of_another_model(draw: random.Random, path: Path, other: Path) -> None:
-    root = path.parents[1] / "elsewhere"
-    number = next(number for number in range(8) if key_of(number).hex() == path.stem)
-    store(directory(root, OTHER_IDENTITY), number)
-    shutil.copy(path_of(root, number), path)
-
-
-@pytest.mark.parametrize("corrupt", [*DAMAGES, of_another_model])
-def test_no_corrupted_file_is_loaded_and_each_is_refused_and_removed(tmp_path: Path, corrupt: Callable[..., None]):
-    for seed in range(25):
-        draw, root = random.Random(seed), tmp_path / str(seed)
-        held = directory(root)
-        store(held, *range(8))
-        target = draw.randrange(8)
-        path = path_of(root, target)
-        corrupt(draw, path, path_of(root, (target + 3) % 8))
-        with pytest.raises(RefusedFile) as refused:
-            load(held, target)
-        assert refused.value.reason in files.REASONS and not path.exists()
-        assert all(load(held, number) == block_of(number) for number in range(8) if number != target)
 
 
 def test_states_are_for_this_user_alone_and_written_whole_a_little_at_a_time(tmp_path: Path, monkeypatch):
@@ -245,21 +239,6 @@ def test_each_field_of_a_file_is_looked_at_and_names_the_reason(tmp_path: Path, 
     with pytest.raises(RefusedFile, match=f"^{reason}$"):
         load(held, 1)
     assert not path.exists()
-
-
-@pytest.mark.parametrize("length", [0, 5, FILE - 1, FILE + 1, 1 << 40])
-def test_a_file_that_has_not_our_length_is_refused_and_written_anew(tmp_path: Path, length):
-    held = directory(tmp_path, max_bytes=2 * FILE)
-    store(held, 1, 2)
-    os.truncate(path_of(tmp_path, 1), length)
-    written = store(held, 1)
-    assert written.num_bytes == FILE and written.evicted == []
-    assert load(held, 1) == block_of(1) and load(held, 2) == block_of(2)
-    os.truncate(path_of(tmp_path, 1), length)
-    with pytest.raises(RefusedFile, match=f"^{files.LENGTH}$"):
-        load(held, 1)
-    with pytest.raises(RefusedFile, match=f"^{files.LENGTH}$"):  # nor does a block go into other room
-        held.read(key_of(2), memoryview(bytearray(BLOCK + 1)))
 
 
 def shortens(path: Path, descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""What readers of a feed are told of an engine's requests and states: each thing once, in its order, and what they lost."""
+"""What readers of a feed are told of requests and states: each thing once, in its order, and what they lost."""
 
 from __future__ import annotations
 

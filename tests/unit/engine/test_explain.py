@@ -209,24 +209,6 @@ def platform(monkeypatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("layers", "on_rocm", "whole", "inside"),
-    [
-        ([families.MAMBA2_MIXER, families.QWEN_GDN], False, True, True),
-        ([families.MAMBA2_MIXER], True, True, True),
-        ([families.MAMBA2_MIXER, families.QWEN_GDN], True, True, False),
-        ([families.MAMBA2_MIXER, families.MAMBA_MIXER], False, True, False),
-        ([families.MAMBA2_MIXER], False, False, False),
-    ],
-)
-def test_states_are_written_inside_where_every_layer_does_so_and_runs_whole_steps(
-    layers, on_rocm, whole, inside, monkeypatch, platform
-):
-    platform.is_rocm = lambda: on_rocm
-    monkeypatch.setattr(explain, "runs_whole_steps", lambda config: whole)
-    assert explain._written_inside(layers, None) is inside
-
-
-@pytest.mark.parametrize(
     ("given", "weights", "on_cpu", "expected"),
     [
         (7, [1], True, (7, "as configured")),

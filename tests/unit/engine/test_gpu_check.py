@@ -401,7 +401,7 @@ def test_an_own_model_with_a_draft_head_has_a_second_lane(tmp_path):
         "--attention-backend FLASHINFER",
         "--report nowhere/report.json",
         "--report .",
-        "--speculative-config {}",
+        '--speculative-config {"method":"mtp"}',
         "--model m --speculative-config mtp",
         "--model m --speculative-config [3]",
         "--model m -- --speculative-config {}",

@@ -107,9 +107,10 @@ UNITS = st.integers(0, 12).map(lambda units: 16 * units)
 def test_each_position_has_the_kind_that_its_meaning_gives_it(
     grid, block, prompt, hinted, learned, expected, junction, worthless
 ):
-    known, learned, near = {grid.floor(each) for each in hinted} - {0}, grid.floor(learned), 2 * grid.alignment
+    known, near, last = {grid.floor(each) for each in hinted} - {0}, 2 * grid.alignment, prompt - max(grid.ahead, 1)
+    learned = grid.floor(min(learned, last))
     expected = sorted(each for each in expected if each >= near)
-    shared, last, places = sorted((known | {learned}) - {0}), prompt - max(grid.ahead, 1), range(grid.alignment, 300)
+    shared, places = sorted((known | {learned}) - {0}), range(grid.alignment, 300)
     edges, tail = range(block, last + 1, block), grid.floor(last)
 
     def is_at(place: int, tokens: int) -> bool:

@@ -152,7 +152,7 @@ FIRST, SECOND = {0: 7}, {0: 8}  # blocks by cache group
 @pytest.mark.parametrize(
     ("rows", "writes", "levels"),
     [
-        ([(0, 10), (32, 1)], {0: [Write(10, FIRST)]}, [([0, 1], [10, 1], [(0, FIRST)])]),  # at its end: no cut
+        ([(0, 10), (32, 1)], {0: [Write(10, FIRST)]}, [([1, 0], [1, 10], [(0, FIRST)])]),  # at its end: no cut
         (
             [(0, 10), (16, 6)],
             {0: [Write(4, FIRST), Write(10, SECOND)]},

@@ -292,7 +292,7 @@ def test_a_build_for_cpus_is_known_by_its_name_or_version(version, renamed, torc
 
 @pytest.mark.parametrize("by_file", [False, True])
 def test_a_worker_becomes_vllm_with_its_flags_and_tries_its_drafts_beside_it(started, hybrid, by_file, tmp_path):
-    config, name, flags = {}, ["m"], [*DRAFTING, "--port", "1", "--port", "8005"]
+    config, name, flags = {}, ["m"], [*DRAFTING, "--port", "8005"]
     if by_file:
         (tmp_path / "vllm.yaml").write_text("model: m\nport: 8005\n")
         config, name, flags = {"model": "m", "port": 8005}, [], [*DRAFTING, "--config", str(tmp_path / "vllm.yaml")]
