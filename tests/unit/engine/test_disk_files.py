@@ -79,18 +79,19 @@ class Directory(RuleBasedStateMachine):
         self.used.pop(key, None)
         self.damaged.pop(key, None)
 
-    def taken_by(self, key: Key) -> int:
-        """Of a file that has not our length, what is allocated."""
+    def taken_by(self, key: Key, seen_by: bytes) -> int:
+        """Of another's file, and of one that has not our length, what is allocated."""
         if key not in self.damaged:
             return FILE
         status = self.path(key).lstat()
-        return FILE if status.st_size == FILE else min(status.st_size, status.st_blocks * 512)
+        is_ours = key[0] == seen_by and status.st_size == FILE
+        return FILE if is_ours else min(status.st_size, status.st_blocks * 512)
 
-    def make_room(self, wanted: int) -> list[Key]:
+    def make_room(self, wanted: int, seen_by: bytes) -> list[Key]:
         """Those that had to go."""
         gone = []
         for key in sorted(self.used, key=self.used.__getitem__):
-            taken = sum(map(self.taken_by, self.used))
+            taken = sum(self.taken_by(each, seen_by) for each in self.used)
             if taken + wanted <= self.bound:
                 break
             self.forget(key)
@@ -104,8 +105,8 @@ class Directory(RuleBasedStateMachine):
     @rule(bound=st.sampled_from([FILE - 1, 2 * FILE, 4 * FILE, 4 * FILE]))
     def starts(self, bound: int) -> None:
         self.bound = bound
-        self.make_room(0)
         for identity in (IDENTITY, OTHER_IDENTITY):
+            self.make_room(0, identity)
             self.workers[identity] = directory(self.root, identity, bound)
         assert not list(self.root.rglob(f"*{TEMPORARY}"))
 
@@ -118,7 +119,7 @@ class Directory(RuleBasedStateMachine):
             if key in self.damaged and self.path(key).lstat().st_size != FILE:
                 self.forget(key)  # it is written anew
             if key not in self.used:
-                evicted += [number for of, number in self.make_room(FILE) if of == identity]
+                evicted += [number for of, number in self.make_room(FILE, identity) if of == identity]
                 if self.bound < FILE:
                     break
                 self.now += 1
@@ -131,7 +132,7 @@ class Directory(RuleBasedStateMachine):
         for key in written:
             self.use(key)
         assert not list(self.root.rglob(f"*{TEMPORARY}"))
-        assert sum(map(self.taken_by, self.used)) <= max(self.bound, 0)
+        assert sum(self.taken_by(key, identity) for key in self.used) <= self.bound or not written
 
     @rule(identity=IDENTITIES, number=NUMBERS)
     def reads(self, identity: bytes, number: int) -> None:
