@@ -198,9 +198,7 @@ class Engine:
         admit_by_adapter(lambda engine, request, wave: self.added.append((request, wave)))(self, request, 7)
 
 
-def test_hashes_hold_the_contents_that_the_engine_has_loaded_or_what_no_other_has(
-    tmp_path: Path,
-):
+def test_hashes_hold_the_contents_that_the_engine_has_loaded_or_what_no_other_has(tmp_path: Path):
     engine, lora, hashes = Engine(), asked(tmp_path / "a", "a"), hash_contents(lambda _: [("lora", "a")])
     request = engine.preprocess(made_request(lora))
     assert request.block_hashes == [[("lora", "a", request.seamark_adapter.tag)]] and not is_alone(request)

@@ -14,68 +14,44 @@ from typing import Any
 import pytest
 
 from engine_patches.disk import files
-from engine_patches.disk.files import HEADER_BYTES, LOCK, SUFFIX, NotOurs, RefusedFile, StateFiles
+from engine_patches.disk.files import HEADER_BYTES, LOCK, NotOurs, RefusedFile, StateFiles
 from tests.harness import damaged_files
-from tests.harness.damaged_files import PAST, STRANGERS, strangers_files
-from tests.harness.state_files import (
-    BLOCK,
-    IDENTITY,
-    block_of,
-    directory,
-    key_of,
-    load,
-    path_of,
-    store,
-)
+from tests.harness.damaged_files import strangers_files
+from tests.harness.state_files import BLOCK, IDENTITY, block_of, directory, key_of, load, path_of, store
 
 FILE = HEADER_BYTES + BLOCK
 
 
-def strangers(root: Path) -> set[Path]:
-    """Somebody's files in a directory, with names of every kind, the oldest of all."""
-    ours = IDENTITY.hex()[:32]
-    for name in (
-        "their-app/upload.tmp",
-        "their-app/game.state",
-        "their-app/1-1.tmp",
-        f"their-app/{key_of(1).hex()}{SUFFIX}",
-        f"{ours}x/1-1.tmp",
-        f"{ours.upper().replace('6', 'A')}/save.state",
-        "save.state",
-        "1-1.tmp",
-        "elsewhere/1-1.tmp",
-        f"elsewhere/{key_of(2).hex()}{SUFFIX}",
-    ):
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(STRANGERS)
-        os.utime(path, (PAST, PAST))
-    (root / ("0f" * 16)).symlink_to(root / "elsewhere")
-    (root / "link").symlink_to("/nowhere")
-    return strangers_files(root)
+def with_strangers(folder: Path) -> tuple[Path, set[Path]]:
+    """A directory with two states, and somebody's files in it, with names of every kind, the oldest of all."""
+    root = folder / "states"
+    store(directory(root), 1, 2)
+    path, other = path_of(root, 1), path_of(root, 2)
+    for put in (damaged_files.strange_names, damaged_files.linked_folders):
+        put(random.Random(1), path, other)
+    (root / LOCK).unlink()
+    return root, strangers_files(folder)
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755])
 def test_what_others_have_in_the_directory_stays_as_it_is(tmp_path: Path, mode):
-    root = tmp_path / "data"
-    there = strangers(root)
+    root, there = with_strangers(tmp_path)
     root.chmod(mode)
     held = directory(root, max_bytes=3 * FILE)
     store(held, *range(3, 12))
-    assert len(held.keys()) == 3 and strangers_files(root) == there and len(there) == 10
+    assert len(held.keys()) == 3 and strangers_files(tmp_path) == there and len(there) > 10
     assert stat.S_IMODE(root.stat().st_mode) == mode
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o770, 0o702])
 def test_a_directory_in_which_others_may_write_is_refused_in_words_and_stays_as_it_is(tmp_path: Path, mode):
-    root = tmp_path / "data"
-    there = strangers(root)
+    root, there = with_strangers(tmp_path)
     root.chmod(mode)
     held = StateFiles(root, IDENTITY, BLOCK, FILE)
     for call in (held.prepare, lambda: store(held, 1)):
         with pytest.raises(NotOurs, match=rf"{root} can be written to by others \(mode {mode:o}\): name one"):
             call()
-    assert stat.S_IMODE(root.stat().st_mode) == mode and strangers_files(root) == there
+    assert stat.S_IMODE(root.stat().st_mode) == mode and strangers_files(tmp_path) == there
     assert not (root / LOCK).exists()
 
 

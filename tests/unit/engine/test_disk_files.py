@@ -16,17 +16,7 @@ from engine_patches.disk import files
 from engine_patches.disk.files import HEADER_BYTES, SUFFIX, TEMPORARY, RefusedFile, StateFiles
 from tests.harness import damaged_files
 from tests.harness.damaged_files import DAMAGES
-from tests.harness.state_files import (
-    BLOCK,
-    IDENTITY,
-    OTHER_IDENTITY,
-    block_of,
-    directory,
-    key_of,
-    load,
-    path_of,
-    store,
-)
+from tests.harness.state_files import BLOCK, IDENTITY, OTHER_IDENTITY, block_of, directory, key_of, load, path_of, store
 
 FILE = HEADER_BYTES + BLOCK
 

@@ -13,15 +13,7 @@ from urllib.parse import urlencode
 import pytest
 
 from engine_patches.reporting import events_api
-from engine_patches.reporting.events_api import (
-    HEADER,
-    METRICS_PATH,
-    PATH,
-    EventsEndpoint,
-    Feed,
-    Feeds,
-    not_found,
-)
+from engine_patches.reporting.events_api import HEADER, METRICS_PATH, PATH, EventsEndpoint, Feed, Feeds, not_found
 from engine_patches.scheduler.counters import AdmittedRequest
 from tests.harness.virtual_time import VirtualTimeLoop
 

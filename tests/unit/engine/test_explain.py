@@ -181,23 +181,6 @@ def test_a_draft_head_with_a_window_is_known_by_its_config_and_refused_unless_vl
     assert drafts_of(config) == (f"{config.speculative_config.method}, 3 tokens" if config.speculative_config else "")
 
 
-@pytest.mark.parametrize(
-    ("layers", "inside", "method", "in_pass"),
-    [
-        ([families.MAMBA2_MIXER], True, "mtp", True),
-        ([families.MAMBA2_MIXER], False, "", False),
-        ([families.SHORT_CONVOLUTION], True, "", True),
-        ([families.MAMBA2_MIXER, families.SHORT_CONVOLUTION], True, "mtp", False),
-    ],
-)
-def test_hints_are_refused_by_the_configuration_and_by_what_the_layers_can(
-    layers, inside, method, in_pass, monkeypatch
-):
-    monkeypatch.setattr(refusals, "by_configuration", lambda config, *, in_pass: (config, in_pass))
-    config = vllm_config(method, {})
-    assert refusal_of(config, cost(layers=dict.fromkeys(layers, 1), inside=inside)) == (config, in_pass)
-
-
 @pytest.fixture
 def platform(monkeypatch) -> SimpleNamespace:
     """vLLM's, of a GPU with four gigabytes."""

@@ -29,10 +29,6 @@ class Base:
 class Engine(Base):
     def step(self, tokens):
         return ["step"]
-
-    @classmethod
-    def make(cls, size):
-        return (cls.__name__, size)
 """
 
 
@@ -125,12 +121,6 @@ class Engine:
     def step(self, tokens):
         return ["step"]
 
-    @classmethod
-    def make(cls, size):
-        return [cls.__name__, size]
-
-class Inherits(Engine): ...
-
 if names.changed:
     Engine.step = lambda self, something_else: ["changed"]
 """
@@ -157,7 +147,6 @@ def late(tmp_path, monkeypatch) -> Iterator[Any]:
         "names": "changed = False\n",
         "engine": LATE,
         "other": "def check(prompt):\n    return prompt\n",
-        "user": "from late_vllm.engine import greet\n",
     }.items():
         (folder / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

@@ -90,13 +90,6 @@ def test_the_ledger_is_printed_with_why_and_until_when(capsys):
         assert str(patch.target) in lines[0] and patch.why in text and patch.until in text
 
 
-@pytest.mark.parametrize("flags", [["--check", "tpu"], ["--chec"], ["x"]])
-def test_a_wrong_command_line_ends_with_status_2(flags):
-    with pytest.raises(SystemExit) as ended:
-        main(flags)
-    assert ended.value.code == 2
-
-
 SOURCE = '''
 import functools
 

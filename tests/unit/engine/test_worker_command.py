@@ -427,7 +427,6 @@ def connection(port: int, pid: int | None, status: str = "LISTEN") -> SimpleName
     ("connections", "holder"),
     [
         ([connection(8001, 4), connection(8000, 5), connection(80, 6)], "process 5 (p5)"),
-        ([connection(8000, None)], "another process"),
         ([connection(8000, 5, "ESTABLISHED")], "another process"),
         (Denied(), "another process"),
     ],
