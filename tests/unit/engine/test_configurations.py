@@ -57,7 +57,7 @@ def config(drafts: Any = None, connector: str | None = None, **changes: Any) -> 
         ),
         speculative_config=drafts,
         num_speculative_tokens=2 if drafts else 0,
-        num_hash_lookahead_tokens=a.lookahead,
+        **({} if a.lookahead is None else {"num_hash_lookahead_tokens": a.lookahead}),  # only newer vLLMs have it
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=a.stages,
             decode_context_parallel_size=a.context_ranks,
@@ -145,6 +145,7 @@ NIXL = "NixlConnector"
         (config(graphs="FULL", split=True), {}, "", ""),
         (config(connector=FILLS_THE_CACHE), {}, "connector", FILLS_THE_CACHE),
         (config(connector=NIXL, context_ranks=2), {}, "connector", "decode context parallelism"),
+        (config(context_ranks=2), {}, "", ""),
         # Of two the one that stays when the other has gone; what flags cure is told at once, for one restart.
         (config(caching=False), {"window": True}, "no_states", "sliding window"),
         (config(connector=FILLS_THE_CACHE), {"window": True}, "no_states", "sliding window"),

@@ -15,7 +15,7 @@ from engine_patches.scheduler.expected_junctions import ENOUGH, RENEWAL, Expecte
 from engine_patches.scheduler.forecast import MAX_STEPS, ForecastEngine, ForecastJob, first_tokens
 from engine_patches.scheduler.request_state import TurnEnd
 from engine_patches.scheduler.seen import SeenPrefixes
-from engine_patches.scheduler.step_time import ASSUMED_TOKENS_PER_PASS, StepTime
+from engine_patches.scheduler.step_time import ASSUMED_TOKENS_PER_PASS, MOST_TOKENS_PER_PASS, StepTime
 from engine_patches.scheduler.turn_value import JUDGED_AFTER_SECONDS, PROBE, TurnValue
 
 
@@ -117,10 +117,13 @@ def test_floor_token_and_state_are_found_whatever_prompts_are_usual(generating, 
 @pytest.mark.parametrize(("generating", "floor"), [([0.1], 0.1), ([], ASSUMED_TOKENS_PER_PASS / 2800 * 0.66)])
 def test_where_all_prompts_have_one_length_the_floor_is_that_of_generating_or_assumed(generating, floor):
     step_time = learnt(0.26, 0.0002, (2000, 2000), generating=generating, passes=7)
-    assert not step_time.known and step_time.tokens_worth(3, 0, 1) == 4 * ASSUMED_TOKENS_PER_PASS
+    assert not step_time.known and step_time.seconds(1000, 3) == 0
+    assert step_time.tokens_worth(3, 0, 1) == 4 * ASSUMED_TOKENS_PER_PASS
     learnt(0.26, 0.0002, (2000, 2000), generating=generating, step_time=step_time)
     assert step_time.floor_seconds == pytest.approx(floor, rel=0.03)
     assert step_time.seconds(2000, 1) == pytest.approx(0.66, rel=0.03)
+    free = learnt(0.4, 0.0, (64, 200))  # short prompts take as long as shorter ones, and long ones may not
+    assert 0 < free.tokens_per_pass <= MOST_TOKENS_PER_PASS * 1.001
 
 
 ENGINE = ForecastEngine(budget=8192, chunk=8192, alignment=16, slots=256, tokens_per_pass=800)
@@ -211,6 +214,9 @@ def test_places_are_learned_for_each_group_and_forgotten_at_a_bound(monkeypatch)
     for number in range(2 * ENOUGH):
         document(learner, number, b"anyhow", resumed=1000)
     assert learner.places(b"anyhow", 0, 1060) == () == learner.places(b"other", 0, 1060)
+    for _ in range(3 * RENEWAL):  # only the first to leave a prompt counts
+        learner.add(b"again", b"document", 1000, 1060, 0, 30.0)
+    assert learner.places(b"again", 0, 1060) == ()
     for number in range(3):
         learner.written(b"%d" % number)
     assert [learner.is_expected(b"%d" % number) for number in range(3)] == [False, True, True]
