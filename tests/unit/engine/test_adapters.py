@@ -69,12 +69,22 @@ def test_of_two_adapters_under_one_id_the_first_alone_is_certain(tmp_path: Path,
     assert kept is not None and kept.name == "one"
     assert held.of(second) is None
     assert held.of(msgspec.structs.replace(first)) is kept
+    beside = held.of(msgspec.structs.replace(second, lora_int_id=2))
+    assert beside is not None and beside.key != kept.key, "under an id of its own it is certain"
 
 
-def test_an_adapter_that_is_loaded_under_another_id_is_certain_beside_it(tmp_path: Path):
-    held = Adapters()
-    found = [held.of(asked(tmp_path / name, name, number)) for number, name in enumerate(("one", "other"))]
-    assert [each and each.name for each in found] == ["one", "other"]
+def test_a_tag_stands_for_what_the_files_say_and_not_for_where_they_lie(tmp_path: Path):
+    folders = {
+        "one": written(tmp_path / "one"),
+        "the same elsewhere": written(tmp_path / "two"),
+        "of which vLLM reads the first": written(written(tmp_path / "six", "others", file=WEIGHTS[1])),
+        "other weights": written(tmp_path / "three", "others"),
+        "another configuration": written(tmp_path / "four", config="{ }"),
+        "another kind of file": written(tmp_path / "five", file=WEIGHTS[1]),
+    }
+    tags = [held_by(Adapters(), Lora("a", str(folder))).tag for folder in folders.values()]
+    tags.append(held_by(Adapters(), Lora("a", str(folders["one"]), is_3d_lora_weight=True)).tag)
+    assert tags[0] == tags[1] == tags[2] and len({*tags}) == 5 and all(len(tag) == 64 for tag in tags)
 
 
 def test_an_adapter_is_found_where_vllm_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -93,10 +103,21 @@ def test_an_adapter_is_found_where_vllm_finds_it(tmp_path: Path, monkeypatch: py
     found = {path: Adapters().of(Lora("a", path)) for path in ("here", "~/here", "team/adapter", "team/none", "/none")}
     assert [path for path, adapter in found.items() if adapter is not None] == ["here", "~/here", "team/adapter"]
     assert asked_of_the_hub == [("team/adapter", True)] * 2 + [("team/none", True)]  # once more as it is used
-
-
-def test_what_comes_from_elsewhere_than_files_is_not_certain(tmp_path: Path):
     assert Adapters().of(asked(tmp_path / "a", "a", tensorizer_config_dict={"dir": "elsewhere"})) is None
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_files_that_change_are_not_certain_until_they_are_loaded_again(tmp_path: Path, engine_log, in_place: bool):
+    held, lora = Adapters(), asked(tmp_path / "a", "a", load_inplace=in_place)
+    before = held_by(held, lora)
+    held.load(lora, lambda _: None)
+    assert held.of(lora) is before, "they are as they were"
+    touch(lora)
+    assert held.of(lora) is None and held.of(lora) is None
+    assert len(engine_log.messages) == (not in_place)  # one that is loaded in each step is about to be read
+    assert held.load(lora, lambda _: "loaded") == "loaded"
+    # Nobody knows what computed under the tag of before, though the contents are the same.
+    assert held_by(held, lora).tag != before.tag and not before.computes(lora)
 
 
 def test_a_load_that_fails_or_reads_what_changes_meanwhile_leaves_nothing_certain(tmp_path: Path):
@@ -119,6 +140,17 @@ def test_what_was_held_under_an_id_stays_certain_for_nobody_once_another_is_load
     kept = held_by(held, one)
     held.load(other, lambda _: None)
     assert held.of(other) is not None and held.of(one) is None and not kept.computes(one)
+
+
+def test_what_is_under_two_ids_is_certain_under_the_one_that_was_loaded_last(tmp_path: Path):
+    held, first = Adapters(), asked(tmp_path / "a", "a", 1)
+    second, unlike = msgspec.structs.replace(first, lora_int_id=2), asked(tmp_path / "b", "b", 3)
+    assert held_by(held, second).key == held_by(held, first).key and held.of(unlike) is not None
+    assert not held.has_changed(held_by(held, second))
+    touch(first)
+    held.load(second, lambda _: None)
+    assert held.of(first) is None and held.of(unlike) is not None
+    assert held.has_changed(held_by(held, second)) and not held.has_changed(held_by(held, second)), "said once"
 
 
 def made_request(lora: Lora | None, **marks: Any) -> Any:
@@ -164,6 +196,16 @@ class Engine:
 
     def add(self, request: Any) -> None:
         admit_by_adapter(lambda engine, request, wave: self.added.append((request, wave)))(self, request, 7)
+
+
+def test_hashes_hold_the_contents_that_the_engine_has_loaded_or_what_no_other_has(tmp_path: Path):
+    engine, lora, hashes = Engine(), asked(tmp_path / "a", "a"), hash_contents(lambda _: [("lora", "a")])
+    request = engine.preprocess(made_request(lora))
+    assert request.block_hashes == [[("lora", "a", request.seamark_adapter.tag)]] and not is_alone(request)
+    assert hash_contents(lambda _: [])(made_request(None)) == [] and not is_alone(made_request(None))
+    one, other = made_request(lora), made_request(lora)
+    ((*_, first),), ((*_, second),) = hashes(one), hashes(other)
+    assert first != second and is_alone(one) and hashes(one) == [("lora", "a", first)], "and stays so"
 
 
 def test_a_load_is_noted_and_what_went_with_it_is_told_once(tmp_path: Path):

@@ -14,68 +14,44 @@ from typing import Any
 import pytest
 
 from engine_patches.disk import files
-from engine_patches.disk.files import HEADER_BYTES, LOCK, SUFFIX, NotOurs, RefusedFile, StateFiles
+from engine_patches.disk.files import HEADER_BYTES, LOCK, NotOurs, RefusedFile, StateFiles
 from tests.harness import damaged_files
-from tests.harness.damaged_files import PAST, STRANGERS, strangers_files
-from tests.harness.state_files import (
-    BLOCK,
-    IDENTITY,
-    block_of,
-    directory,
-    key_of,
-    load,
-    path_of,
-    store,
-)
+from tests.harness.damaged_files import strangers_files
+from tests.harness.state_files import BLOCK, IDENTITY, block_of, directory, key_of, load, path_of, store
 
 FILE = HEADER_BYTES + BLOCK
 
 
-def strangers(root: Path) -> set[Path]:
-    """Somebody's files in a directory, with names of every kind, the oldest of all."""
-    ours = IDENTITY.hex()[:32]
-    for name in (
-        "their-app/upload.tmp",
-        "their-app/game.state",
-        "their-app/1-1.tmp",
-        f"their-app/{key_of(1).hex()}{SUFFIX}",
-        f"{ours}x/1-1.tmp",
-        f"{ours.upper().replace('6', 'A')}/save.state",
-        "save.state",
-        "1-1.tmp",
-        "elsewhere/1-1.tmp",
-        f"elsewhere/{key_of(2).hex()}{SUFFIX}",
-    ):
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(STRANGERS)
-        os.utime(path, (PAST, PAST))
-    (root / ("0f" * 16)).symlink_to(root / "elsewhere")
-    (root / "link").symlink_to("/nowhere")
-    return strangers_files(root)
+def with_strangers(folder: Path) -> tuple[Path, set[Path]]:
+    """A directory with two states, and somebody's files in it, with names of every kind, the oldest of all."""
+    root = folder / "states"
+    store(directory(root), 1, 2)
+    path, other = path_of(root, 1), path_of(root, 2)
+    for put in (damaged_files.strange_names, damaged_files.linked_folders):
+        put(random.Random(1), path, other)
+    (root / LOCK).unlink()
+    return root, strangers_files(folder)
 
 
-@pytest.mark.parametrize("mode", [0o700, 0o755, 0o750])
+@pytest.mark.parametrize("mode", [0o700, 0o755])
 def test_what_others_have_in_the_directory_stays_as_it_is(tmp_path: Path, mode):
-    root = tmp_path / "data"
-    there = strangers(root)
+    root, there = with_strangers(tmp_path)
     root.chmod(mode)
     held = directory(root, max_bytes=3 * FILE)
     store(held, *range(3, 12))
-    assert len(held.keys()) == 3 and strangers_files(root) == there and len(there) == 10
+    assert len(held.keys()) == 3 and strangers_files(tmp_path) == there and len(there) > 10
     assert stat.S_IMODE(root.stat().st_mode) == mode
 
 
-@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o770, 0o775, 0o702])
+@pytest.mark.parametrize("mode", [0o1777, 0o770, 0o702])
 def test_a_directory_in_which_others_may_write_is_refused_in_words_and_stays_as_it_is(tmp_path: Path, mode):
-    root = tmp_path / "data"
-    there = strangers(root)
+    root, there = with_strangers(tmp_path)
     root.chmod(mode)
     held = StateFiles(root, IDENTITY, BLOCK, FILE)
     for call in (held.prepare, lambda: store(held, 1)):
         with pytest.raises(NotOurs, match=rf"{root} can be written to by others \(mode {mode:o}\): name one"):
             call()
-    assert stat.S_IMODE(root.stat().st_mode) == mode and strangers_files(root) == there
+    assert stat.S_IMODE(root.stat().st_mode) == mode and strangers_files(tmp_path) == there
     assert not (root / LOCK).exists()
 
 
@@ -142,80 +118,14 @@ def test_what_another_worker_evicts_under_a_look_is_left_out(tmp_path: Path, mon
     assert store(held, 4).stored == [key_of(4)]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        damaged_files.dangling_link,
-        damaged_files.link_to_itself,
-        damaged_files.link_to_another,
-        damaged_files.link_to_zeros,
-        damaged_files.moved_behind_a_link,
-        damaged_files.folder,
-        damaged_files.fifo,
-        damaged_files.listening,
-    ],
-)
-def test_what_has_a_states_name_and_is_none_breaks_nothing_and_stays(tmp_path: Path, damage):
-    root = tmp_path / "states"
-    held = directory(root, max_bytes=4 * FILE)
-    store(held, 1, 2, 3)
-    path = path_of(root, 1)
-    damage(random.Random(1), path, path_of(root, 2))
-    kind = stat.S_IFMT(path.lstat().st_mode)
-    held.prepare()
-    assert set(held.keys()) == {key_of(2), key_of(3)}
-    with pytest.raises(RefusedFile):
-        load(held, 1)
-    assert store(held, 1, 4, 5, 6, 7).stored == [key_of(number) for number in (4, 5, 6, 7)]
-    assert stat.S_IFMT(path.lstat().st_mode) == kind != stat.S_IFREG
-
-
-@pytest.mark.parametrize("ahead", [60.0, 3600.0, 70 * 365 * 86400.0])
-def test_a_file_from_the_future_goes_when_it_was_not_used_for_longest(tmp_path: Path, ahead):
-    held = directory(tmp_path, max_bytes=3 * FILE)
-    store(held, 1)
-    path = path_of(tmp_path, 1)
-    future = path.stat().st_mtime + ahead
-    os.utime(path, (future, future))
-    evicted = []
-    for number in range(2, 6):
-        evicted += store(held, number).evicted
-        for moment, each in enumerate(range(2, number + 1)):  # used after it, whatever the clock's ticks are
-            if held._path(key_of(each)).exists():
-                os.utime(held._path(key_of(each)), (4e9 + moment, 4e9 + moment))
-        if path.exists():
-            assert path.stat().st_mtime < future
-    assert evicted[0] == key_of(1)
-
-
-@pytest.mark.parametrize("length", [0, 5, FILE - 1, FILE + 1, 1 << 40])
-def test_a_file_that_has_not_our_length_is_written_anew(tmp_path: Path, length):
-    held = directory(tmp_path, max_bytes=2 * FILE)
-    store(held, 1, 2)
-    os.truncate(path_of(tmp_path, 1), length)
-    written = store(held, 1)
-    assert written.num_bytes == FILE and written.evicted == []
-    assert load(held, 1) == block_of(1) and load(held, 2) == block_of(2)
-
-
-@pytest.mark.parametrize("reads", [0, 1])
-def test_a_file_on_a_bad_sector_is_refused_and_written_anew(tmp_path: Path, monkeypatch, reads):
+@pytest.mark.parametrize("ahead", [60.0, 70 * 365 * 86400.0])
+def test_a_file_from_the_future_was_used_just_now(tmp_path: Path, ahead):
     held = directory(tmp_path)
     store(held, 1)
-    readv, before = os.readv, []
-
-    def fails(descriptor: int, into: Any) -> int:
-        before.append(descriptor)
-        if len(before) > reads:
-            raise OSError(5, "Input/output error")
-        return readv(descriptor, into)
-
-    with monkeypatch.context() as patched:
-        patched.setattr("os.readv", fails)
-        with pytest.raises(RefusedFile) as refused:
-            load(held, 1)
-    assert refused.value.reason == files.UNREADABLE
-    assert store(held, 1).num_bytes == FILE and load(held, 1) == block_of(1)
+    now = path_of(tmp_path, 1).stat().st_mtime
+    os.utime(path_of(tmp_path, 1), (now + ahead, now + ahead))
+    store(held, 2)
+    assert now <= path_of(tmp_path, 1).stat().st_mtime < now + ahead / 2
 
 
 @pytest.mark.parametrize("damage", [damaged_files.flip, damaged_files.truncate, damaged_files.swap])

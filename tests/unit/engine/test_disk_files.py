@@ -4,109 +4,194 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine_patches.disk import files
-from engine_patches.disk.files import HEADER_BYTES, TEMPORARY, RefusedFile
+from engine_patches.disk.files import HEADER_BYTES, SUFFIX, TEMPORARY, RefusedFile, StateFiles
+from tests.harness import damaged_files
 from tests.harness.damaged_files import DAMAGES
-from tests.harness.state_files import (
-    BLOCK,
-    IDENTITY,
-    OTHER_IDENTITY,
-    block_of,
-    directory,
-    key_of,
-    load,
-    path_of,
-    store,
-    total,
-)
+from tests.harness.state_files import BLOCK, IDENTITY, OTHER_IDENTITY, block_of, directory, key_of, load, path_of, store
+
+FILE = HEADER_BYTES + BLOCK
+
+IDENTITIES = st.sampled_from([IDENTITY, IDENTITY, OTHER_IDENTITY])
+
+NUMBERS = st.integers(0, 5)
+
+Key = tuple[bytes, int]  # identity and number
+
+# What leaves a file that is refused and removed, and what has a file's name, is none of ours, and stays.
+KINDS = (*DAMAGES, damaged_files.holes, damaged_files.huge, damaged_files.shuffle_pages, damaged_files.begin_as_another)
+
+FILES = {each.__name__: each for each in KINDS}
+
+OTHERS = {
+    each.__name__: each
+    for each in (
+        *(damaged_files.dangling_link, damaged_files.link_to_itself, damaged_files.link_to_another),
+        *(damaged_files.link_to_zeros, damaged_files.moved_behind_a_link, damaged_files.fifo, damaged_files.listening),
+    )
+}
 
 
-def of_another_model(draw: random.Random, path: Path, other: Path) -> None:
-    root = path.parents[1] / "elsewhere"
-    number = next(number for number in range(8) if key_of(number).hex() == path.stem)
-    store(directory(root, OTHER_IDENTITY), number)
-    shutil.copy(path_of(root, number), path)
+class Directory(RuleBasedStateMachine):
+    """Workers of two models share a directory in which files are damaged. The model: who was used when, and is how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.root = Path(self.folder.name) / "states"
+        self.workers: dict[bytes, StateFiles] = {}
+        self.used: dict[Key, int] = {}  # when
+        self.damaged: dict[Key, str] = {}  # how
+        self.now = 0
+        self.descriptors = len(os.listdir("/proc/self/fd"))
+
+    def teardown(self) -> None:
+        self.folder.cleanup()
+
+    def path(self, key: Key) -> Path:
+        return self.root / key[0].hex()[:32] / (key_of(key[1]).hex() + SUFFIX)
+
+    def use(self, key: Key) -> None:
+        """By a clock of our own: the system's is too coarse."""
+        self.now += 1
+        self.used[key] = self.now
+        os.utime(self.path(key), (self.now, self.now), follow_symlinks=False)
+
+    def forget(self, key: Key) -> None:
+        self.used.pop(key, None)
+        self.damaged.pop(key, None)
+
+    def taken_by(self, key: Key, seen_by: bytes) -> int:
+        """Of another's file, and of one that has not our length, what is allocated."""
+        if key not in self.damaged:
+            return FILE
+        status = self.path(key).lstat()
+        is_ours = key[0] == seen_by and status.st_size == FILE
+        return FILE if is_ours else min(status.st_size, status.st_blocks * 512)
+
+    def make_room(self, wanted: int, seen_by: bytes) -> list[Key]:
+        """Those that had to go."""
+        gone = []
+        for key in sorted(self.used, key=self.used.__getitem__):
+            taken = sum(self.taken_by(each, seen_by) for each in self.used)
+            if taken + wanted <= self.bound:
+                break
+            self.forget(key)
+            gone.append(key)
+        return gone
+
+    @initialize(bound=st.just(4 * FILE))
+    def begins(self, bound: int) -> None:
+        self.starts(bound)
+
+    @rule(bound=st.sampled_from([FILE - 1, 2 * FILE, 4 * FILE, 4 * FILE]))
+    def starts(self, bound: int) -> None:
+        self.bound = bound
+        for identity in (IDENTITY, OTHER_IDENTITY):
+            self.make_room(0, identity)
+            self.workers[identity] = directory(self.root, identity, bound)
+        assert not list(self.root.rglob(f"*{TEMPORARY}"))
+
+    @rule(identity=IDENTITIES, numbers=st.lists(NUMBERS, min_size=1, max_size=2, unique=True))
+    def writes(self, identity: bytes, numbers: list[int]) -> None:
+        stored, evicted, written = [], [], []
+        for key in ((identity, number) for number in numbers):
+            if self.damaged.get(key) in OTHERS:
+                continue  # something else has its name
+            if key in self.damaged and self.path(key).lstat().st_size != FILE:
+                self.forget(key)  # it is written anew
+            if key not in self.used:
+                evicted += [number for of, number in self.make_room(FILE, identity) if of == identity]
+                if self.bound < FILE:
+                    break
+                self.now += 1
+                self.used[key] = self.now + 1000  # just now
+                written.append(key)
+            stored.append(key[1])
+        found = store(self.workers[identity], *numbers)
+        assert found.stored == [key_of(number) for number in stored]
+        assert found.evicted == [key_of(number) for number in evicted] and found.num_bytes == FILE * len(written)
+        for key in written:
+            self.use(key)
+        assert not list(self.root.rglob(f"*{TEMPORARY}"))
+        assert sum(self.taken_by(key, identity) for key in self.used) <= self.bound or not written
+
+    @rule(identity=IDENTITIES, number=NUMBERS)
+    def reads(self, identity: bytes, number: int) -> None:
+        key = identity, number
+        if key in self.damaged:
+            with pytest.raises(RefusedFile) as refused:
+                load(self.workers[identity], number)
+            assert refused.value.reason in files.REASONS and os.path.lexists(self.path(key)) == (
+                self.damaged[key] in OTHERS
+            )
+            if self.damaged[key] in FILES:
+                self.forget(key)
+        elif key not in self.used:
+            with pytest.raises(FileNotFoundError):
+                load(self.workers[identity], number)
+        else:
+            before = self.path(key).stat().st_mtime
+            assert load(self.workers[identity], number) == block_of(number)
+            assert self.path(key).stat().st_mtime > before
+            self.use(key)
+
+    @rule(identity=IDENTITIES, numbers=st.sets(NUMBERS, max_size=2))
+    def touches(self, identity: bytes, numbers: set[int]) -> None:
+        self.workers[identity].touch(map(key_of, sorted(numbers)))
+        for key in ((identity, number) for number in sorted(numbers)):
+            if key in self.used:
+                assert self.path(key).stat().st_mtime > 1e6
+                self.use(key)
+
+    def whole(self) -> list[Key]:
+        return sorted(self.used.keys() - self.damaged.keys())
+
+    @precondition(lambda self: len(self.whole()) > 1)
+    @rule(data=st.data(), how=st.sampled_from([*FILES, *OTHERS, "removed"]), seed=st.integers(0, 99))
+    def is_damaged(self, data: st.DataObject, how: str, seed: int) -> None:
+        key, other = data.draw(st.permutations(self.whole()))[:2]
+        path, when = self.path(key), self.used[key]
+        {**FILES, **OTHERS, "removed": damaged_files.gone}[how](random.Random(seed), path, self.path(other))
+        if how in FILES:
+            os.utime(path, (when, when))
+        else:
+            self.forget(key)
+        if how != "removed":
+            self.damaged[key] = how
+
+    @rule(identity=IDENTITIES)
+    def a_writer_is_killed(self, identity: bytes) -> None:
+        (self.root / identity.hex()[:32] / f"99-1{TEMPORARY}").write_bytes(b"half")
+
+    @invariant()
+    def each_worker_lists_its_own_by_their_last_use(self) -> None:
+        for identity, worker in self.workers.items():
+            ours = sorted((when, number) for (of, number), when in self.used.items() if of == identity)
+            assert list(worker.keys()) == [key_of(number) for _, number in ours]
+        assert len(os.listdir("/proc/self/fd")) == self.descriptors
 
 
-KINDS = (*DAMAGES, of_another_model)
+Directory.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
+TestDirectory = Directory.TestCase
 
 
-@pytest.mark.parametrize("corrupt", KINDS)
-def test_no_corrupted_file_is_loaded_and_each_is_refused_and_removed(tmp_path: Path, corrupt: Callable[..., None]):
-    for seed in range(25):
-        draw = random.Random(seed)
-        root = tmp_path / str(seed)
-        held = directory(root)
-        store(held, *range(8))
-        target = draw.randrange(8)
-        path = path_of(root, target)
-        corrupt(draw, path, path_of(root, (target + 3) % 8))
-        with pytest.raises(RefusedFile) as refused:
-            load(held, target)
-        assert refused.value.reason in files.REASONS
-        assert not path.exists()
-        assert all(load(held, number) == block_of(number) for number in range(8) if number != target)
-
-
-def test_what_is_there_is_not_written_twice(tmp_path: Path):
-    held = directory(tmp_path)
+def test_states_are_for_this_user_alone_and_written_whole_a_little_at_a_time(tmp_path: Path, monkeypatch):
+    write, readv = os.write, os.readv
+    monkeypatch.setattr("os.write", lambda descriptor, part: write(descriptor, part[:1000]))
+    monkeypatch.setattr("os.readv", lambda descriptor, into: readv(descriptor, [into[0][:1000]]))
+    held = directory(tmp_path / "made")
     store(held, 1)
-    again = store(directory(tmp_path), 1)
-    assert again.stored == [key_of(1)] and again.num_bytes == 0
-
-
-def test_the_file_not_used_for_longest_goes_first_whoever_wrote_it(tmp_path: Path):
-    room = 4 * (HEADER_BYTES + BLOCK)
-    mine, theirs = directory(tmp_path, IDENTITY, room), directory(tmp_path, OTHER_IDENTITY, room)
-    for moment, (held, number) in enumerate([(mine, 0), (theirs, 1), (mine, 2), (mine, 3)]):
-        store(held, number)
-        os.utime(path_of(tmp_path, number), (moment, moment))
-    assert load(mine, 0) == block_of(0)  # used just now
-    assert store(mine, 4).evicted == [] and not theirs.keys()  # the other identity's went
-    assert store(mine, 5).evicted == [key_of(2)]
-    assert set(mine.keys()) == {key_of(number) for number in (0, 3, 4, 5)} and total(tmp_path) <= room
-
-
-def test_a_bound_below_one_file_keeps_none(tmp_path: Path):
-    held = directory(tmp_path, max_bytes=BLOCK)
-    assert store(held, 1).stored == [] and total(tmp_path) == 0
-
-
-def test_a_smaller_bound_holds_from_the_start(tmp_path: Path):
-    store(directory(tmp_path), *range(6))
-    directory(tmp_path, max_bytes=3 * (HEADER_BYTES + BLOCK))
-    assert total(tmp_path) == 3 * (HEADER_BYTES + BLOCK)
-
-
-def test_what_a_killed_writer_left_is_removed_at_the_next_start_and_the_next_write(tmp_path: Path):
-    held = directory(tmp_path)
-    store(held, 1)
-    left = path_of(tmp_path, 1).with_name(f"99-1{TEMPORARY}")
-    left.write_bytes(b"half")
-    directory(tmp_path)
-    assert not left.exists()
-    left.write_bytes(b"half")
-    store(held, 2)
-    assert not left.exists() and load(held, 2) == block_of(2)
-
-
-def test_writing_reading_refusing_and_looking_leave_no_descriptor_open(tmp_path: Path):
-    held = directory(tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
-    store(held, *range(20))
-    for number in range(20):
-        assert load(held, number) == block_of(number)
-    for number in range(10):
-        path_of(tmp_path, number).write_bytes(b"short" if number % 2 else b"x" * held.file_bytes)
-        with pytest.raises(RefusedFile):
-            load(held, number)
-    assert len(held.keys()) == 10 and len(os.listdir("/proc/self/fd")) == before
+    assert load(held, 1) == block_of(1)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "made").rglob("*"))
 
 
 def test_a_write_that_fails_leaves_no_descriptor_and_no_file(tmp_path: Path, monkeypatch):
@@ -116,78 +201,64 @@ def test_a_write_that_fails_leaves_no_descriptor_and_no_file(tmp_path: Path, mon
     held = directory(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr("os.write", full)
-    for _ in range(3):
-        with pytest.raises(OSError, match="No space"):
-            store(held, 1)
+    with pytest.raises(OSError, match="No space"):
+        store(held, 1)
     assert len(os.listdir("/proc/self/fd")) == before and not list(tmp_path.rglob(f"*{TEMPORARY}"))
 
 
-def test_keys_come_in_the_order_of_their_last_use(tmp_path: Path):
-    held = directory(tmp_path)
-    store(held, 1, 2, 3)
-    for number, moment in ((1, 5), (2, 3), (3, 4)):
-        os.utime(path_of(tmp_path, number), (moment, moment))
-    assert list(held.keys()) == [key_of(2), key_of(3), key_of(1)]
-    held.touch([key_of(9), key_of(2)])
-    assert list(held.keys()) == [key_of(3), key_of(1), key_of(2)]
-    load(held, 3)
-    assert list(held.keys())[-1] in {key_of(2), key_of(3)} and next(iter(held.keys())) == key_of(1)
-
-
-# Places in a file's header, and the reason for which another value there is refused.
-FIELDS = {
-    "the format's mark": (0, files.FORMAT),
-    "its version": (7, files.FORMAT),
-    "the identity": (8, files.IDENTITY),
-    "the block's length": (40, files.FORMAT),
-    "the key": (48, files.KEY),
-    "the key's length": (112, files.KEY),
-    "room that nothing fills": (2000, files.CHECKSUM),
-    "the checksum": (HEADER_BYTES - 1, files.CHECKSUM),
-    "the block": (HEADER_BYTES, files.CHECKSUM),
-}
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_each_field_of_a_file_is_looked_at_and_names_the_reason(tmp_path: Path, field):
-    place, reason = FIELDS[field]
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        (0, files.FORMAT),  # the format's mark
+        (7, files.FORMAT),  # its version
+        (8, files.IDENTITY),
+        (40, files.FORMAT),  # the block's length
+        (48, files.KEY),
+        (112, files.KEY),  # its length
+        (2000, files.CHECKSUM),  # room that nothing fills
+        (HEADER_BYTES - 1, files.CHECKSUM),
+        (HEADER_BYTES, files.CHECKSUM),
+    ],
+)
+def test_each_field_of_a_file_is_looked_at_and_names_the_reason(tmp_path: Path, place, reason):
     held = directory(tmp_path)
     store(held, 1)
     path = path_of(tmp_path, 1)
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
-    with pytest.raises(RefusedFile, match=f"^{reason}$") as refused:
+    with pytest.raises(RefusedFile, match=f"^{reason}$"):
         load(held, 1)
-    assert refused.value.reason == reason and not path.exists()
+    assert not path.exists()
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path: Path, monkeypatch):
+def shortens(path: Path, descriptor: int) -> None:
+    os.truncate(path, HEADER_BYTES + 100)
+
+
+def fails(path: Path, descriptor: int) -> None:
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize(
+    ("happens", "reads", "reason"),
+    [(shortens, 0, files.LENGTH), (fails, 0, files.UNREADABLE), (fails, 1, files.UNREADABLE)],
+)
+def test_what_happens_to_a_file_while_it_is_read_has_it_refused_and_written_anew(
+    tmp_path: Path, monkeypatch, happens, reads, reason
+):
     held = directory(tmp_path)
     store(held, 1)
-    path, readv = path_of(tmp_path, 1), os.readv
+    path, readv, before = path_of(tmp_path, 1), os.readv, []
 
-    def shortens(descriptor: int, into: list[memoryview]) -> int:
-        os.truncate(path, HEADER_BYTES + 100)
+    def read(descriptor: int, into: list[memoryview]) -> int:
+        before.append(descriptor)
+        if len(before) > reads:
+            happens(path, descriptor)
         return readv(descriptor, into)
 
-    monkeypatch.setattr("os.readv", shortens)
-    with pytest.raises(RefusedFile) as refused:
-        load(held, 1)
-    assert refused.value.reason == files.LENGTH
-
-
-def test_where_nothing_fits_what_comes_later_is_not_tried(tmp_path: Path):
-    held = directory(tmp_path, max_bytes=HEADER_BYTES + BLOCK - 1)
-    written = store(held, 1, 2)
-    assert written == ([], [], 0) and list(held.keys()) == []
-
-
-def test_a_write_over_what_is_no_file_goes_on_with_the_next_key(tmp_path: Path):
-    held = directory(tmp_path)
-    store(held, 1)
-    path = path_of(tmp_path, 1)
-    path.unlink()
-    path.symlink_to("/nowhere")
-    written = store(held, 1, 2, 3)
-    assert written.stored == [key_of(2), key_of(3)] and written.num_bytes == 2 * held.file_bytes
+    with monkeypatch.context() as patched:
+        patched.setattr("os.readv", read)
+        with pytest.raises(RefusedFile, match=f"^{reason}$"):
+            load(held, 1)
+    assert store(held, 1).num_bytes == FILE and load(held, 1) == block_of(1)

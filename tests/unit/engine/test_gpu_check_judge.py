@@ -7,18 +7,8 @@ import pytest
 from engine_patches.gpu_check import judge
 from engine_patches.gpu_check.engine import CheckedAnswer
 from engine_patches.gpu_check.job import WARM, FirstTokens, LaneResult
-from engine_patches.gpu_check.judge import (
-    OK,
-    WRONG,
-    Discrepancy,
-)
-from engine_patches.gpu_check.questions import (
-    DEFECTS,
-    FIRST,
-    RESEND,
-    Question,
-    sections,
-)
+from engine_patches.gpu_check.judge import OK, WRONG
+from engine_patches.gpu_check.questions import DEFECTS, FIRST, RESEND, Question, sections
 
 LENGTHS = {"block": 384, "alignment": 16, "budget": 2048}
 
@@ -33,9 +23,6 @@ def test_questions_are_the_same_each_time_and_the_few_that_prove_most_come_first
 def answer(*tokens: int, second: int = 9, gap: float = 0.5) -> CheckedAnswer:
     """Greedy tokens, each followed by `second` as the next best."""
     return CheckedAnswer(tokens, [{token: -1.0, second: -1.0 - gap} for token in tokens], 0)
-
-
-SAME, TIED, OFF, FAR = Discrepancy(None, 0.02), Discrepancy(3, 0.1), Discrepancy(None, 0.4), Discrepancy(3, 2.0)
 
 
 def test_the_block_copy_is_wrong_only_if_its_cure_fails():

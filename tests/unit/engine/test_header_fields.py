@@ -15,60 +15,69 @@ from fastapi.middleware.cors import CORSMiddleware
 from engine_patches import settings
 from engine_patches.reporting import header_fields
 from engine_patches.reporting.events_api import EventsEndpoint
+from engine_patches.reporting.header_fields import LOAD, NAME, PATHS
 from tests.harness.waiting import until
 
 CHAT = "/v1/chat/completions"
 
-TRUSTED = "10.1.2.3"
+RESULTS = ("used", "in_body", "malformed", "untrusted")
+
+
+def trust(monkeypatch: pytest.MonkeyPatch, networks: str) -> None:
+    monkeypatch.setenv(settings.HINTS_FROM, networks)
+    header_fields.networks.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def trusted(monkeypatch):
-    monkeypatch.setenv(settings.HINTS_FROM, "10.0.0.0/8, 2001:db8::1")
-    header_fields.networks.cache_clear()
+    trust(monkeypatch, "10.0.0.0/8, 2001:db8::1")
     yield
     header_fields.networks.cache_clear()
 
 
-def counted(result: str) -> float:
-    return header_fields.counted().labels(result)._value.get()
+def counted() -> dict[str, float]:
+    return {result: header_fields.counted().labels(result)._value.get() for result in RESULTS}
 
 
-async def sent_on(
-    body: bytes, *hints: bytes, peer: Any = (TRUSTED, 5), path: str = CHAT, method: str = "POST", more: Any = ()
-):
-    """Headers and body as the server behind the middleware gets them."""
-    parts = [body[:7], body[7:]]
+async def sent_on(*messages: Any, headers: Any, **scope: Any) -> tuple[list[Any], list[Any], str]:
+    """What the server behind the middleware gets of a request's messages and headers, and what became of a hint."""
+    waiting, got = [*messages, {"type": "http.disconnect"}], []
 
     async def receive() -> Any:
-        if not parts:
-            return {"type": "http.disconnect"}
-        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
-
-    seen: dict[str, Any] = {}
+        return waiting.pop(0)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        whole = b""
-        while True:
-            message = await receive()
-            whole += message["body"]
-            if not message["more_body"]:
-                break
-        assert (await receive())["type"] == "http.disconnect"
-        seen.update(headers=scope["headers"], body=whole)
+        while not got or got[-1]["type"] != "http.disconnect":
+            got.append(await receive())
 
-    headers = [
-        (b"content-length", str(len(body)).encode()),
-        (b"x-other", b"1"),
-        *((header_fields.NAME, h) for h in hints),
-        *more,
-    ]
-    scope = {"type": "http", "method": method, "path": path, "headers": headers, "client": peer}
+    before = counted()
+    scope = {"type": "http", "method": "POST", "path": CHAT, "client": ("10.1.2.3", 5), "headers": headers, **scope}
     await EventsEndpoint(app)(scope, receive, None)
-    assert header_fields.NAME not in dict(seen["headers"])
-    assert (b"x-other", b"1") in seen["headers"]
-    assert dict(seen["headers"])[b"content-length"] == str(len(seen["body"])).encode()
-    return seen["body"]
+    changed = [result for result, count in counted().items() for _ in range(round(count - before[result]))]
+    return got, scope["headers"], " ".join(changed)
+
+
+async def joined(body: bytes, *hints: bytes, load: bytes = b"", **scope: Any) -> tuple[bytes, str]:
+    """The body that the server gets, in any pieces, and what became of the hint."""
+    length = [(b"content-length", b"%d" % len(body))]
+    length += [(b"transfer-encoding", b"chunked"), (b"x-other", b"content-length")]
+    given = [*length, *((NAME, hint) for hint in hints), *([(LOAD, load), (LOAD, b"cd,2,2")] if load else [])]
+    pieces: list[Any] = [{"type": "http.request", "body": part} for part in (body[:7], body[7:])]
+    pieces[0]["more_body"], pieces[1]["more_body"] = True, False
+    got, headers, result = await sent_on(*pieces, headers=[*given, *scope.pop("more", ())], **scope)
+    found = b"".join(message.get("body", b"") for message in got)
+    own = [header for header in headers if header[0] not in header_fields.FORWARDED]
+    if found == body and len(got) == 3:
+        assert own[:3] == length, "what nothing joins stays as it is"
+    else:
+        assert own == [(b"x-other", b"content-length"), (b"content-length", b"%d" % len(found))] and len(got) == 2
+    assert {NAME, LOAD}.isdisjoint(dict(headers))
+    return found, result
+
+
+HINT = b"163; -5;last:7,8;last-2:9"
+
+ENTRIES = {"seamark_boundaries": [163, -5, "last:7,8", "last-2:9"]}
 
 
 @pytest.mark.parametrize(
@@ -79,33 +88,79 @@ async def sent_on(
         (b'{"vllm_xargs": null}', {}),
         (b"{}", {}),
         (b' {"a":"}"} \n', {}),
+        *(('{"a": "\u00e9"}'.encode(encoding), {}) for encoding in ("utf-8-sig", "utf-16-le", "utf-32-be")),
     ],
 )
-async def test_a_hint_joins_the_body_and_everything_else_stays(body, xargs):
-    before = counted("used")
-    found = await sent_on(body, b"163; -5;last:7,8;last-2:9")
-    parsed = json.loads(found)
-    assert parsed["vllm_xargs"] == {**xargs, "seamark_boundaries": [163, -5, "last:7,8", "last-2:9"]}
-    assert found.startswith(body.rstrip()[:-1]) and counted("used") == before + 1
-    plain = json.loads(body)
-    assert {name: parsed[name] for name in plain if name != "vllm_xargs"} == {
-        name: value for name, value in plain.items() if name != "vllm_xargs"
-    }
+@pytest.mark.parametrize("path", sorted(PATHS))
+async def test_a_hint_joins_the_body_and_everything_else_stays(body, xargs, path):
+    found, result = await joined(body, HINT, path=path)
+    parsed, plain = json.loads(found), json.loads(body)
+    assert parsed.pop("vllm_xargs") == {**xargs, **ENTRIES} and result == "used"
+    plain.pop("vllm_xargs", None)
+    assert parsed == plain and (b"\x00" in body or body[:1] == b"\xef" or found.startswith(body.rstrip()[:-1]))
 
 
-@pytest.mark.parametrize("peer", [("10.255.0.1", 5), ("2001:db8::1", 5), ("::ffff:10.0.0.1", 5)])
-async def test_addresses_of_both_kinds_are_known(peer):
-    assert b"163" in await sent_on(b'{"model": "m"}', b"163", peer=peer)
+@pytest.mark.parametrize(
+    ("body", "hints", "how", "result"),
+    [
+        (b'{"vllm_xargs": {"seamark_boundaries": [1]}}', [HINT], {}, "in_body"),
+        (b'{"vllm_xargs": {"seamark_boundaries": null}}', [HINT], {}, "in_body"),
+        *((body, [HINT], {}, "malformed") for body in (b"x", b"[1]", b'{"vllm_xargs": [1]}', b'"x"', b"", b"[" * 5000)),
+        *(
+            (b"{}", [hint], {}, "malformed")
+            for hint in (b"", b"x", b"1;", b"1,2", b"last:", b"0x10", b"1e3", b"\xff", b"1;" * 16 + b"1")
+        ),
+        (b"{}", [b"1", b"2"], {}, "malformed"),
+        (b"{}", [HINT], {"method": "PUT"}, "malformed"),
+        (b"{}", [HINT], {"path": "/v1/embeddings"}, "malformed"),
+        *(
+            (b"{}", [HINT], {"client": peer}, "untrusted")
+            for peer in (("192.0.2.1", 5), ("2001:db8::2", 5), ("/socket", 0), None, (), [], ("", 0), "10.1.2.3")
+        ),
+        # Behind another middleware nobody knows who opened the connection.
+        (b"{}", [HINT], {"more": [(b"x-forwarded-for", b"10.1.2.3")]}, "untrusted"),
+        (b"{}", [HINT], {"more": [(b"forwarded", b"10.1.2.3")]}, "untrusted"),
+        (b"{}", [HINT], {"more": [(b"x-real-ip", b"10.1.2.3")]}, "untrusted"),
+    ],
+)
+async def test_a_body_that_no_hint_joins_stays_as_it_is_and_why_is_counted(body, hints, how, result):
+    assert (await joined(body, *hints, **how))[1] == result
 
 
-@pytest.mark.parametrize("header", [b"x-forwarded-for", b"forwarded", b"x-real-ip"])
-async def test_an_address_that_a_header_may_have_put_there_is_not_believed(header):
-    """Behind another middleware nobody knows who opened the connection."""
-    assert await sent_on(b"{}", b"163", more=[(header, b"10.1.2.3")]) == b"{}"
+@pytest.mark.parametrize(
+    ("networks", "peer", "is_heard"),
+    [
+        ("10.0.0.0/8, 2001:db8::1", "10.255.0.1", True),
+        ("10.0.0.0/8, 2001:db8::1", "2001:db8::1", True),
+        ("10.0.0.0/8, 2001:db8::1", "::ffff:10.0.0.1", True),
+        ("::/0", "10.0.0.1", False),
+        ("0.0.0.0/0", "2001:db8::1", False),
+        ("", "127.0.0.1", False),  # by default
+        ("*", "127.0.0.1", True),
+        ("nonsense, 10.0.0.1", "127.0.0.1", False),
+    ],
+)
+async def test_heard_is_who_is_in_a_trusted_network(monkeypatch, networks, peer, is_heard):
+    trust(monkeypatch, networks)
+    assert (await joined(b"{}", b"163", client=[peer, 5]))[1] == ("used" if is_heard else "untrusted")
 
 
-def plain(app: Any) -> Any:
-    return EventsEndpoint(app)
+async def test_a_load_joins_the_body_whoever_sends_it_and_is_no_hint():
+    load = {"seamark_load": "ab,1000,400"}
+    for client in (("10.1.2.3", 5), ("203.0.113.9", 5)):
+        found, result = await joined(b'{"model": "m"}', load=b"ab,1000,400", client=client)
+        assert json.loads(found) == {"model": "m", "vllm_xargs": load} and not result, "the first of several"
+    found, result = await joined(b"{}", HINT, load=b"ab,1000,400")
+    assert json.loads(found) == {"vllm_xargs": {**load, **ENTRIES}} and result == "used"
+    said = b'{"vllm_xargs": {"seamark_load": "cd,1,1"}}'
+    assert (await joined(said, load=b"ab,1,1"))[0] == said
+    assert (await joined(b"{}", load=b"ab,1,1", path="/v1/embeddings"))[0] == b"{}"
+
+
+async def test_a_client_that_leaves_before_its_body_is_there_has_left():
+    begun = {"type": "http.request", "body": b"{", "more_body": True}
+    got, headers, result = await sent_on(begun, headers=[(NAME, b"1")])
+    assert got == [{"type": "http.disconnect"}] and headers == [] and not result
 
 
 def as_in_vllm(app: Any) -> Any:
@@ -117,13 +172,12 @@ def as_in_vllm(app: Any) -> Any:
     return around
 
 
-@pytest.mark.parametrize("put_around", [plain, as_in_vllm])
+@pytest.mark.parametrize("put_around", [EventsEndpoint, as_in_vllm])
 @pytest.mark.parametrize("protocol", ["h11", "httptools"])
 @pytest.mark.parametrize(
     ("trusted", "forwarded", "is_heard"),
     [
         ("10.0.0.5", {}, False),
-        ("10.0.0.5", {"x-forwarded-for": "10.0.0.5"}, False),
         ("10.0.0.5", {"x-forwarded-for": "203.0.113.9, 10.0.0.5"}, False),
         ("127.0.0.1", {}, True),
         ("127.0.0.1", {"x-forwarded-for": "203.0.113.9"}, True),  # a router that says for whom it asks, as Envoy does
@@ -132,8 +186,7 @@ def as_in_vllm(app: Any) -> Any:
 )
 async def test_trusted_is_who_opened_the_connection(monkeypatch, put_around, protocol, trusted, forwarded, is_heard):
     """Under uvicorn, which believes the header of whoever comes from 127.0.0.1, as vLLM's launcher starts it."""
-    monkeypatch.setenv(settings.HINTS_FROM, trusted)
-    header_fields.networks.cache_clear()
+    trust(monkeypatch, trusted)
 
     async def echo(scope: Any, receive: Any, send: Any) -> None:
         body = (await receive())["body"]
@@ -153,94 +206,3 @@ async def test_trusted_is_who_opened_the_connection(monkeypatch, put_around, pro
     finally:
         server.should_exit = True
         await serving
-
-
-async def test_by_default_nobody_is_heard_and_a_star_hears_all(monkeypatch):
-    for value, heard in (("", False), ("*", True), ("nonsense, 127.0.0.1", False)):
-        monkeypatch.setenv(settings.HINTS_FROM, value)
-        header_fields.networks.cache_clear()
-        assert (b"163" in await sent_on(b'{"model": "m"}', b"163")) is heard
-
-
-@pytest.mark.parametrize("hint", [b"", b"x", b"1;", b"1,2", b"last:", b"0x10", b"1e3", b"\xff", b"1;" * 20 + b"1"])
-async def test_a_malformed_header_is_counted_and_left_out(hint):
-    before = counted("malformed")
-    assert await sent_on(b'{"model": "m"}', hint) == b'{"model": "m"}'
-    assert counted("malformed") == before + 1
-
-
-@pytest.mark.parametrize("body", [b"not json", b"[1]", b'{"vllm_xargs": [1]}', b'"x"', b"", b"[" * 5000])
-async def test_a_body_that_can_carry_none_is_the_servers_to_judge(body):
-    assert await sent_on(body, b"163") == body
-
-
-async def headers_sent_on(*headers: tuple[bytes, bytes], body: bytes = b"{}") -> list[tuple[bytes, bytes]]:
-    """Headers as the server behind the middleware gets them."""
-    seen: list[Any] = []
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": body}
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.extend(scope["headers"])
-
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [*headers], "client": (TRUSTED, 5)}
-    await EventsEndpoint(app)(scope, receive, None)
-    return seen
-
-
-async def test_a_body_that_nothing_joins_keeps_its_headers():
-    given = [(b"content-length", b"2"), (b"transfer-encoding", b"chunked")]
-    assert await headers_sent_on(*given) == given
-    assert await headers_sent_on(*given, (header_fields.NAME, b"nonsense")) == given
-
-
-@pytest.mark.parametrize("peer", [(), [], "10.1.2.3", ["10.1.2.3", 5]])
-async def test_an_address_is_the_first_of_a_pair(peer):
-    heard = peer == ["10.1.2.3", 5]
-    assert (b"163" in await sent_on(b"{}", b"163", peer=peer)) is heard
-
-
-async def test_a_client_that_leaves_before_its_body_is_there_has_left():
-    messages = [
-        {"type": "http.request", "body": b"{", "more_body": True},
-        {"type": "http.disconnect"},
-        {"type": "late"},
-    ]
-    before = {result: counted(result) for result in ("used", "in_body", "malformed", "untrusted")}
-
-    async def receive() -> Any:
-        return messages.pop(0)
-
-    seen: list[Any] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.extend([await receive(), await receive(), scope["headers"]])
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": CHAT,
-        "headers": [(header_fields.NAME, b"1")],
-        "client": (TRUSTED, 5),
-    }
-    await EventsEndpoint(app)(scope, receive, None)
-    assert seen == [{"type": "http.disconnect"}, {"type": "late"}, []]
-    assert {result: counted(result) for result in before} == before
-
-
-@pytest.mark.parametrize(
-    ("body", "result"),
-    [
-        (b"{}", "used"),
-        (b'{"vllm_xargs": {"a": 1}}', "used"),
-        (b'{"vllm_xargs": {"seamark_boundaries": null}}', "in_body"),
-        (b"[]", "malformed"),
-        (b'{"vllm_xargs": 1}', "malformed"),
-        (b"x", "malformed"),
-    ],
-)
-async def test_what_became_of_each_hint_is_counted_once(body, result):
-    before = {each: counted(each) for each in ("used", "in_body", "malformed", "untrusted")}
-    await sent_on(body, b"163")
-    assert {each: counted(each) - before[each] for each in before} == {each: each == result for each in before}

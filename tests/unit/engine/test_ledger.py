@@ -29,13 +29,7 @@ class Base:
 class Engine(Base):
     def step(self, tokens):
         return ["step"]
-
-    @classmethod
-    def make(cls, size):
-        return (cls.__name__, size)
 """
-
-USER = "from toy_vllm import greet\n"
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +46,10 @@ def fresh(monkeypatch) -> Iterator[None]:
 @pytest.fixture
 def toy(tmp_path, monkeypatch) -> Iterator[Any]:
     """A module `toy_vllm`, and two that import its function by name."""
-    for name, source in (("toy_vllm", SOURCE), ("toy_user", USER), ("toy_other", USER)):
+    for name, source in (
+        ("toy_vllm", SOURCE),
+        *((name, "from toy_vllm import greet\n") for name in ("toy_user", "toy_other")),
+    ):
         file = tmp_path / f"{name}.py"
         file.write_text(source)
         spec = importlib.util.spec_from_file_location(name, file)
@@ -75,26 +72,6 @@ def failing(original: Callable[..., Any]) -> Callable[..., Any]:
     raise RuntimeError("planned")
 
 
-@pytest.mark.parametrize(
-    ("shape", "named"),
-    [
-        (Shape("toy_vllm:Engine.step", "self, prompt"), "takes (self, tokens), expected (self, prompt)"),
-        (Shape("toy_vllm:greet", mentions=("hello", "goodbye")), "toy_vllm:greet no longer mentions goodbye"),
-        (Shape("toy_vllm:Engine.gone"), "toy_vllm:Engine.gone does not exist"),
-        (Shape("toy_vllm:Gone.step"), "toy_vllm:Gone.step does not exist"),
-        (Shape("toy_vllm:Engine.inherited"), "toy_vllm:Engine.inherited does not exist"),
-        (Shape("toy_gone:greet"), "toy_gone cannot be imported"),
-        (Shape("toy_vllm:length", mentions=("source",)), "toy_vllm:length: "),
-    ],
-)
-def test_a_difference_is_named_and_nothing_is_replaced(toy, shape, named):
-    original = toy.Engine.step
-    with pytest.raises(ShapeMismatch) as error:
-        ledger.apply([STEP, dataclasses.replace(STEP, name="other", relies_on=(shape,))])
-    assert named in str(error.value)
-    assert toy.Engine.step is original and not ledger.patches_live()
-
-
 def test_the_shape_of_the_target_itself_is_checked(toy):
     with pytest.raises(ShapeMismatch, match="no longer mentions"):
         ledger.apply([dataclasses.replace(STEP, mentions=("gone",))])
@@ -102,16 +79,12 @@ def test_the_shape_of_the_target_itself_is_checked(toy):
         ledger.apply([dataclasses.replace(STEP, parameters="self")])
 
 
-def test_a_patch_that_has_no_meaning_here_is_neither_checked_nor_applied(toy):
+def test_a_patch_that_has_no_meaning_here_is_neither_checked_nor_applied(toy, monkeypatch):
     absent = dataclasses.replace(STEP, name="absent", target="toy_vllm:Gone.step", applies=lambda: False)
-    assert ledger.apply([absent, STEP]) == 1
-    assert not ledger.is_applied(absent) and not ledger.exists(absent.target)
-
-
-def test_a_patch_for_another_platform_is_neither_checked_nor_applied(toy, monkeypatch):
-    for_gpus = dataclasses.replace(STEP, name="gpu", target="toy_vllm:Gone.step", on=Platform.GPU)
+    for_gpus = dataclasses.replace(absent, name="gpu", applies=STEP.applies, on=Platform.GPU)
     monkeypatch.setattr(ledger, "platform_here", lambda: Platform.CPU)
-    assert ledger.apply([for_gpus, STEP]) == 1
+    assert ledger.apply([absent, for_gpus, STEP]) == 1
+    assert not ledger.is_applied(absent) and not ledger.exists(absent.target)
     monkeypatch.setattr(ledger, "platform_here", lambda: Platform.GPU)
     with pytest.raises(ShapeMismatch, match="Gone"):
         ledger.apply([for_gpus, STEP])
@@ -148,10 +121,6 @@ class Engine:
     def step(self, tokens):
         return ["step"]
 
-    @classmethod
-    def make(cls, size):
-        return [cls.__name__, size]
-
 if names.changed:
     Engine.step = lambda self, something_else: ["changed"]
 """
@@ -160,6 +129,11 @@ LATE_STEP = dataclasses.replace(STEP, target="late_vllm.engine:Engine.step", men
 
 LATE_GREETING = Patch(
     "greet", "late_vllm.engine:greet", "why", "until", lambda _: lambda name: "patched", parameters="name, loud"
+)
+
+
+LATE_CHECK = Patch(
+    "check", "late_vllm.other:check", "why", "until", lambda _: lambda prompt: "patched", parameters="prompt"
 )
 
 
@@ -173,17 +147,12 @@ def late(tmp_path, monkeypatch) -> Iterator[Any]:
         "names": "changed = False\n",
         "engine": LATE,
         "other": "def check(prompt):\n    return prompt\n",
-        "user": "from late_vllm.engine import greet\n",
     }.items():
         (folder / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     yield lambda name: importlib.import_module(f"late_vllm.{name}")
     for name in [name for name in sys.modules if name.startswith("late_vllm")]:
         del sys.modules[name]
-
-
-def loaded() -> list[str]:
-    return [name for name in sys.modules if name.startswith("late_vllm")]
 
 
 def test_a_second_call_before_the_import_changes_nothing(late):
@@ -195,20 +164,25 @@ def test_a_second_call_before_the_import_changes_nothing(late):
 
 
 @pytest.mark.parametrize(
-    ("shape", "named"),
+    ("target", "parameters", "mentions", "named"),
     [
-        (Shape("late_vllm.engine:Engine.step", "self, prompt"), "takes (self, tokens), expected (self, prompt)"),
-        (Shape("late_vllm.engine:greet", mentions=("hello", "goodbye")), "late_vllm.engine:greet no longer mentions"),
-        (Shape("late_vllm.engine:Engine.gone"), "late_vllm.engine:Engine.gone does not exist"),
-        (Shape("late_vllm.engine:Gone.step"), "late_vllm.engine:Gone.step does not exist"),
-        (Shape("late_vllm.gone:greet"), "late_vllm.gone cannot be imported"),
+        ("Engine.step", "self, prompt", (), "takes (self, tokens), expected (self, prompt)"),
+        ("greet", None, ("hello", "goodbye"), "greet no longer mentions goodbye"),
+        ("Engine.gone", None, (), "Engine.gone does not exist"),
+        ("Gone.step", None, (), "Gone.step does not exist"),
+        ("Engine.inherited", None, (), "Engine.inherited does not exist"),
+        ("length", None, ("source",), "length"),
+        ("", None, (), "cannot be imported"),
     ],
 )
-def test_a_difference_in_the_source_of_one_module_leaves_all_untouched(toy, late, shape, named):
+@pytest.mark.parametrize("module", ["toy_vllm", "late_vllm.engine"])
+def test_a_difference_is_named_and_nothing_is_replaced(toy, late, module, target, parameters, mentions, named):
+    """In a module that is there, and in the source of one that comes later."""
     original = toy.Engine.step
+    shape = Shape(f"{module}:{target}" if target else f"{module}_gone:greet", parameters, mentions)
     with pytest.raises(ShapeMismatch) as error:
         ledger.apply([STEP, LATE_GREETING, dataclasses.replace(LATE_STEP, relies_on=(shape,))])
-    assert named in str(error.value) and not ledger.patches_live()
+    assert named in str(error.value) and not ledger.patches_live() and not ledger.holds(shape)
     assert toy.Engine.step is original and late("engine").greet("x") == "hello x"
 
 
@@ -222,7 +196,7 @@ def test_a_failure_with_a_loaded_module_leaves_nothing_to_be_done_later(toy, lat
 @pytest.mark.parametrize("patch", [LATE_STEP, dataclasses.replace(LATE_GREETING, name="fails", build=failing)])
 def test_a_module_that_differs_when_imported_takes_all_patches_back_with_one_line(toy, late, engine_log, patch):
     original = toy.Engine.step
-    ledger.apply([STEP, LATE_GREETING, patch])
+    ledger.apply([STEP, LATE_CHECK, LATE_GREETING, patch])
     late("names").changed = patch is LATE_STEP
     with engine_log.at_level(logging.ERROR, "vllm.seamark"):
         engine = late("engine")
@@ -230,21 +204,7 @@ def test_a_module_that_differs_when_imported_takes_all_patches_back_with_one_lin
     assert not ledger.patches_live() and not ledger.rely_on_patches()
     (line,) = engine_log.messages
     assert "vLLM is left untouched" in line
-
-
-LATE_CHECK = Patch(
-    "check", "late_vllm.other:check", "why", "until", lambda _: lambda prompt: "patched", parameters="prompt"
-)
-
-
-@pytest.mark.parametrize("patches", [[LATE_STEP, LATE_CHECK], [LATE_CHECK, LATE_GREETING, LATE_STEP]])
-@pytest.mark.parametrize("fails", ["its source", "its replacement"])
-def test_once_one_module_differs_a_module_that_is_imported_later_is_not_patched_either(toy, late, patches, fails):
-    replacement = dataclasses.replace(LATE_GREETING, name="fails", build=failing)
-    ledger.apply([STEP, *patches, *([replacement] if fails == "its replacement" else [])])
-    late("names").changed = fails == "its source"
-    late("engine")
-    assert late("other").check("x") == "x" and not ledger.is_applied(LATE_CHECK)
+    assert late("other").check("x") == "x" and not ledger.is_applied(LATE_CHECK), "nor is what is imported later"
 
 
 def test_what_a_patch_relies_on_is_checked_again_too_when_it_is_imported(toy, late, monkeypatch):
@@ -256,24 +216,10 @@ def test_what_a_patch_relies_on_is_checked_again_too_when_it_is_imported(toy, la
     assert toy.Engine.step is original and not ledger.patches_live()
 
 
-def test_a_module_that_differs_when_others_rely_on_the_patches_cannot_be_imported(toy, late):
-    ledger.apply([STEP, LATE_STEP])
-    assert ledger.rely_on_patches()
-    late("names").changed = True
-    with pytest.raises(ShapeMismatch, match=r"takes \(self, something_else\).*cannot go on"):
-        late("engine")
-    assert "late_vllm.engine" not in sys.modules and not ledger.patches_live()
-
-
 def test_a_module_that_is_not_imported_is_searched_for_without_importing_it(late):
-    assert ledger.exists("late_vllm.engine:Engine.step") and not ledger.exists("late_vllm.engine:Engine.gone")
-    assert not ledger.exists("late_vllm.gone:greet") and not loaded()
-
-
-def test_a_part_that_some_versions_do_not_have_is_asked_for_by_its_shape(toy):
-    assert ledger.holds(Shape("toy_vllm:greet", "name, loud", ("hello",))) is True
-    for shape in (Shape("toy_vllm:greet", "name"), Shape("toy_vllm:gone"), Shape("toy_gone:greet")):
-        assert ledger.holds(shape) is False
+    assert ledger.exists("late_vllm.engine:Engine.step") and not ledger.exists("late_vllm.gone:greet")
+    assert ledger.holds(Shape("late_vllm.engine:greet", "name, loud", ("hello",)))
+    assert not [name for name in sys.modules if name.startswith("late_vllm")]
 
 
 def test_a_failure_leaves_what_awaits_a_module_from_before(toy, late):
@@ -312,8 +258,9 @@ def test_a_yes_to_who_relies_on_the_patches_outlives_their_end(toy, late):
     ledger.apply([dataclasses.replace(STEP, role=PatchRole.CURE)])
     assert not ledger.rely_on_patches()
     late("names").changed = True
-    with pytest.raises(ShapeMismatch, match="cannot go on"):
+    with pytest.raises(ShapeMismatch, match=r"takes \(self, something_else\).*cannot go on"):
         late("engine")
+    assert "late_vllm.engine" not in sys.modules and not ledger.patches_live()
 
 
 def test_a_cure_without_features_is_no_checkpoints(toy):

