@@ -15,10 +15,9 @@ import pytest
 from engine_patches import settings
 from engine_patches.footprint import REPORTS
 from engine_patches.reporting import addresses, collector, events_api, hooks, reporter
-from engine_patches.reporting.addresses import FOLDER, READ_AT
+from engine_patches.reporting.addresses import FOLDER
 from engine_patches.reporting.collector import Collector
 from engine_patches.reporting.events_api import METRICS_PATH, PATH, Feeds
-from engine_patches.reporting.hooks import Layout, collect_before_the_engines, keys_in
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.grid import Grid
@@ -197,57 +196,6 @@ async def test_a_port_that_is_taken_costs_a_line_and_reports_still_come(taking, 
 def test_an_address_that_is_none_is_said_and_loopback_is_used(value, monkeypatch, caplog):
     monkeypatch.setenv(settings.REPORTS_AT, value)
     assert settings.reports_at() == ("127.0.0.1", 0) and "SEAMARK_REPORTS_AT" in caplog.text
-
-
-@pytest.fixture
-def started(monkeypatch) -> list[Layout]:
-    monkeypatch.delenv(FOLDER, raising=False)
-    layouts: list[Layout] = []
-    monkeypatch.setattr(hooks, "_start", lambda config, layout: layouts.append(layout))
-    return layouts
-
-
-def engines_of(rank: int = 0, **kwargs: Any) -> None:
-    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=rank))
-    collect_before_the_engines(lambda self, *args, **kwargs: None)(object(), 1, 0, 0, config, **kwargs)
-
-
-async def test_a_collector_is_started_where_an_api_server_runs_in_this_process(started):
-    engines_of()
-    assert started == [Layout.THIS_PROCESS]
-
-
-def test_and_where_others_serve_but_not_for_engines_that_nobody_serves(started, monkeypatch):
-    engines_of(-1)
-    engines_of(local_client=False)
-    assert started == [Layout.OTHERS, Layout.OTHERS]
-    engines_of()
-    assert len(started) == 2
-    monkeypatch.setenv(FOLDER, "/somewhere")  # there is one
-    engines_of(-1)
-    assert len(started) == 2
-
-
-@pytest.mark.parametrize(("text", "keys"), [("api-key: a", ("a",)), ("api_key: [a, b]", ("a", "b")), ("port: 1", ())])
-def test_keys_of_a_file(text, keys, tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text(text)
-    assert keys_in(["vllm", "serve", "--config", str(file)], {}) == keys
-
-
-class Null:
-    """A scheduler without KV events."""
-
-    def get_kv_event_publisher_config(self) -> None:
-        return None
-
-
-def test_an_engine_that_publishes_kv_events_tells_of_these_alone(monkeypatch):
-    monkeypatch.setenv(READ_AT, "127.0.0.1:7")
-    theirs = object()
-    assert hooks.tell_where(lambda self: theirs)(Null()) is theirs
-    monkeypatch.delenv(READ_AT)
-    assert hooks.tell_where(lambda self: None)(Null()) is None
 
 
 @pytest.mark.parametrize(("endpoint", "is_free"), [("tcp://*:{}", True), ("tcp://*:{}", False), ("inproc://x", None)])

@@ -115,27 +115,6 @@ def test_a_job_whose_parts_do_not_fit_each_other_copies_nothing(blocks, sizes):
     assert len(blocks) == 2 or (region.views[0] == -1).all()
 
 
-def test_jobs_are_told_in_their_order_once_and_the_memory_is_let_go_at_the_end():
-    copier, region, _ = plain_copies()
-    for job in (4, 9):
-        copier.submit_store(job, GPULoadStoreSpec([1], (1, 0), (0, 0)), rows(0))
-    copier.wait({4, 9})
-    assert [done.job_id for done in copier.get_finished()] == [4, 9]
-    copier.shutdown()
-    assert not region.is_there
-
-
-def test_host_memory_has_as_many_rows_as_were_asked_for_in_whole_pages(monkeypatch):
-    made: list[Any] = []
-    monkeypatch.setattr(tiering.TieringOffloadingSpec, "__init__", lambda self, config: made.append(config))
-    page = SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
-    for block_bytes, workers, pages in ((page, 1, 1), (page + 1, 1, 2), (page, 3, 3), (page // 2, 2, 1), (1, 2, 1)):
-        parallel = SimpleNamespace(world_size=workers)
-        extra = {"staging_rows": 10}
-        CheckpointSpec(SimpleNamespace(worker_kv_bytes_per_block=block_bytes, parallel=parallel, extra_config=extra))
-        assert extra["cpu_bytes_to_use"] == 10 * pages * page and made[-1].extra_config is extra
-
-
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_on_a_cpu_plain_copies_are_made_once_and_elsewhere_vllms_own(monkeypatch, is_cpu):
     made: list[dict[str, Any]] = []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from engine_patches.kv_connectors import CONNECTORS
@@ -14,8 +11,3 @@ REGISTERED = KVConnectorFactory._registry
 
 def test_the_table_names_connectors_that_vllm_has():
     assert CONNECTORS.keys() <= REGISTERED.keys()
-
-
-def of(transfer: KVTransferConfig | None, device: str = "cpu") -> SimpleNamespace:
-    """What is read of a `VllmConfig`."""
-    return SimpleNamespace(kv_transfer_config=transfer, device_config=SimpleNamespace(device_type=device))

@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY
 
-from engine_patches.reporting import metrics, reporter
+from engine_patches.reporting import metrics
 from engine_patches.reporting.events_api import Feeds
 from engine_patches.reporting.metrics import CollectedMetrics, families
 from engine_patches.reporting.report import EngineReport, as_read
-from engine_patches.reporting.reporter import Reporter
-from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest, DraftedRequest
-from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvicted, StateStored
-from tests.harness.reports import scheduler_of
-
-
-class States:
-    """Those of a scheduler."""
-
-    def __init__(self, *events: Any) -> None:
-        self.events = self
-        self.bytes_held, self.pins = 123, SimpleNamespace(num_blocks=4)
-        self.waiting = list(enumerate(events, 1))
-
-    @property
-    def pending(self) -> bool:
-        return bool(self.waiting)
-
-    def take(self) -> list[Any]:
-        taken, self.waiting = self.waiting, []
-        return taken
 
 
 def expected() -> dict[str, Any]:
@@ -101,78 +78,6 @@ def test_what_is_left_out_of_a_report_is_nothing():
 )
 def test_each_kind_of_event_is_read_by_its_name(event, read):
     assert as_read(event) == read
-
-
-class Socket:
-    """ZeroMQ's, with room for some reports."""
-
-    def __init__(self) -> None:
-        self.room, self.reports, self.address = 10, [], ""
-
-    def connect(self, address: str) -> None:
-        self.address = address
-
-    def getsockopt(self, option: int) -> int:
-        assert option == zmq.EVENTS
-        return zmq.POLLOUT if self.room else 0
-
-    def send(self, told: bytes, flags: int) -> None:
-        assert flags == zmq.DONTWAIT
-        self.reports.append(msgspec.msgpack.decode(told, type=EngineReport))
-        self.room -= 1
-
-
-@pytest.fixture
-def socket(monkeypatch) -> Socket:
-    made = Socket()
-    context = SimpleNamespace(socket=lambda kind: made if kind == zmq.PUSH else None)
-    monkeypatch.setattr(reporter.zmq, "Context", SimpleNamespace(instance=lambda: context))
-    return made
-
-
-class Scene:
-    """A scheduler and its reporter, whose counters are due when they are told to be."""
-
-    def __init__(self, socket: Socket, states: Any = None) -> None:
-        self.checkpoints = Checkpoints(Grid(16, 16), 384, states)
-        counters = self.checkpoints.counters
-        self.due = False
-        scene = self
-
-        class Due(type(counters)):  # type: ignore[misc]
-            report_due = property(lambda self: scene.due)
-
-        counters.__class__ = Due
-        self.scheduler = scheduler_of(self.checkpoints)
-        self.own = Reporter(self.scheduler, "ipc://x")
-        assert socket.address == "ipc://x" and (socket.sndhwm, socket.linger) == (1000, 0)
-
-    def request(self, gateway: str, left: int) -> Any:
-        return SimpleNamespace(
-            sampling_params=SimpleNamespace(extra_args={"seamark_load": f"{gateway},1000,{left}"}),
-            num_prompt_tokens=1000,
-            num_computed_tokens=0,
-        )
-
-
-def test_a_step_in_which_nothing_happened_is_not_reported(socket):
-    scene = Scene(socket, States())
-    for busy in (True, False):
-        scene.own.step_ends(busy=busy)
-    assert socket.reports == []
-
-
-def test_what_nobody_takes_is_not_made_and_its_loads_are_told_later(socket):
-    scene = Scene(socket, states := States(StateEvicted("5c")))
-    scene.scheduler.requests["r"] = scene.request("ab", 400)
-    socket.room = 0
-    scene.own.step_ends(busy=True)
-    assert socket.reports == [] and states.pending
-    socket.room = 5
-    scene.own.step_ends(busy=False)
-    assert socket.reports[0].events and socket.reports[0].loads == {}, "they are looked at when they may have changed"
-    scene.own.step_ends(busy=True)
-    assert socket.reports[1].loads == {"ab": (1, 400)}
 
 
 @pytest.fixture
@@ -265,17 +170,6 @@ def test_an_engine_is_shown_as_it_is_and_others_beside_it_that_differ(collected)
     names = ("drafts", "connector", "lane", "ahead")
     collector.take(EngineReport(engine=0, drafts=("closed", "", ""), connector="c", lane="l", ahead=3, **same))
     assert [tuple(info[name] for name in names) for info in infos() if info["drafts"]] == [("closed", "c", "l", "3")]
-
-
-def test_vllms_own_numbers_are_given_only_where_its_process_is_another(collected, monkeypatch):
-    registry = CollectorRegistry()
-    monkeypatch.setattr(metrics, "REGISTRY", registry)
-    CollectedMetrics("", beside_vllms=True)
-    assert list(registry.collect()) == []
-    apart = CollectedMetrics("", beside_vllms=False)
-    apart.take(EngineReport(match_unit=16, block_size=64, running=3, cache_hit_tokens=5))
-    given = {sample.name: sample.value for family in registry.collect() for sample in family.samples}
-    assert given["vllm:num_requests_running"] == 3 and given["vllm:prefix_cache_hits_total"] == 5
 
 
 def test_a_bare_copy_of_the_plugin_has_no_version(monkeypatch):

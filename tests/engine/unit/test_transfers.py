@@ -41,19 +41,17 @@ def block(number: int) -> SimpleNamespace:
 class Scheduler:
     """With two recurrent cache groups, and a request that was loaded up to `LOADED` into a block of each."""
 
-    def __init__(self, first: int, second: int, hinted: bool = True, cached: bool = False, room: bool = True) -> None:
-        tables = [[block(1), block(2), block(number)] for number in (first, second)]
+    def __init__(self, blocks: tuple[int, int], hinted: bool, cached: bool, room: bool) -> None:
+        tables = [[block(1), block(2), block(number)] for number in blocks]
         managers = [SimpleNamespace(block_size=BLOCK, req_to_blocks={"r": table}) for table in tables]
         self.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
         self.reserved: list[CheckpointTarget] = []
         self.room = room
-        self.state = state = SimpleNamespace(
-            loaded=LOADED, wish=SimpleNamespace(hinted_positions=(LOADED,) if hinted else ())
-        )
+        wish = SimpleNamespace(hinted_positions=(LOADED,) if hinted else ())
         keys = SimpleNamespace(recurrent={0: BLOCK, 1: BLOCK}, is_cached=lambda request, position: cached)
         self.seamark = SimpleNamespace(
             states=SimpleNamespace(keys=keys),
-            state_of=lambda request: state,
+            state_of=lambda request: SimpleNamespace(loaded=LOADED, wish=wish),
             grid=Grid(UNIT, UNIT),
             reserve=self._reserve,
             counters=Counters(),
@@ -64,49 +62,28 @@ class Scheduler:
         return [block(number) for number in KEPT] if self.room else None
 
 
-def kept(
-    scheduler: Scheduler, copies: list[KVCacheBlockCopy] | None = None, start: int = LOADED
-) -> tuple[bool, list[tuple[int, int]]]:
-    """Whether the state is kept as a request begins at `start`, and the step's copies then."""
-    output = SimpleNamespace(kv_cache_block_copies=copies)
-    found = keep_loaded_state(scheduler, SimpleNamespace(request_id="r"), start, output)
-    return found, [(copy.src_block_id, copy.dst_block_id) for copy in output.kv_cache_block_copies or ()]
-
-
-@pytest.mark.parametrize("others", [[], [KVCacheBlockCopy(40, 41)]])
-def test_a_loaded_state_is_copied_before_the_request_goes_on_in_its_block(others):
-    scheduler = Scheduler(8, 9)
-    before = [(copy.src_block_id, copy.dst_block_id) for copy in others]
-    assert kept(scheduler, others or None) == (True, [*before, (8, 70), (9, 71)]) and scheduler.reserved == [
-        (LOADED, HINTED)
-    ]
-
-
-@pytest.mark.parametrize(("first", "second"), [(0, 9), (8, 0), (0, 0)])
-def test_nothing_is_kept_from_a_null_block(first, second):
-    scheduler = Scheduler(first, second)
-    assert kept(scheduler) == (False, []) and not scheduler.reserved
-
-
-@pytest.mark.parametrize("written", [8, 9])
-def test_nothing_is_kept_from_a_block_that_this_step_overwrites_first(written):
-    scheduler = Scheduler(8, 9)
-    assert kept(scheduler, [KVCacheBlockCopy(50, written)]) == (False, [(50, written)]) and not scheduler.reserved
-
-
-def test_a_state_that_no_hint_names_is_kept_as_the_prompts_tail():
-    scheduler = Scheduler(8, 9, hinted=False)
-    assert kept(scheduler)[0] and scheduler.reserved == [(LOADED, TAIL)]
-
-
-def test_a_state_that_is_cached_already_is_kept_without_a_copy():
-    scheduler = Scheduler(8, 9, cached=True)
-    assert kept(scheduler) == (True, []) and not scheduler.reserved
-
-
-def test_a_state_that_finds_no_room_is_counted():
-    scheduler = Scheduler(8, 9, room=False)
-    assert kept(scheduler) == (False, []) and scheduler.seamark.counters.counts.ignored == {"no_room": 1}
+@pytest.mark.parametrize(
+    ("blocks", "others", "how", "is_kept", "copies", "reserved"),
+    [
+        ((8, 9), [], {}, True, [(8, 70), (9, 71)], HINTED),  # before the request goes on in its block
+        ((8, 9), [(40, 41)], {}, True, [(40, 41), (8, 70), (9, 71)], HINTED),
+        ((8, 9), [], {"hinted": False}, True, [(8, 70), (9, 71)], TAIL),
+        ((8, 9), [], {"cached": True}, True, [], None),
+        ((8, 9), [], {"room": False}, False, [], HINTED),
+        ((0, 9), [], {}, False, [], None),  # of a null block nothing is kept
+        ((8, 0), [], {}, False, [], None),
+        ((8, 9), [(50, 8)], {}, False, [(50, 8)], None),  # this step overwrites it first
+        ((8, 9), [(50, 9)], {}, False, [(50, 9)], None),
+    ],
+    ids=str,
+)
+def test_a_loaded_state_is_kept_from_blocks_that_hold_it(blocks, others, how, is_kept, copies, reserved):
+    scheduler = Scheduler(blocks, **{"hinted": True, "cached": False, "room": True, **how})
+    output = SimpleNamespace(kv_cache_block_copies=[KVCacheBlockCopy(*each) for each in others] or None)
+    assert keep_loaded_state(scheduler, SimpleNamespace(request_id="r"), LOADED, output) is is_kept
+    made = [(copy.src_block_id, copy.dst_block_id) for copy in output.kv_cache_block_copies or ()]
+    assert made == copies and scheduler.reserved == [(LOADED, reserved)] * (reserved is not None)
+    assert scheduler.seamark.counters.counts.ignored == ({"no_room": 1} if how == {"room": False} else {})
 
 
 ENGINE = Weights("loaded", "", "whole", "sampled")

@@ -131,25 +131,6 @@ def test_a_scan_that_is_not_asked_for_chunk_ends_is_vllms_own():
     assert scan(1, return_intermediate_states=False) == (1, (), {"return_intermediate_states": False})
 
 
-@pytest.mark.parametrize(("asked", "given"), [({"state_dtype": torch.float64}, torch.float64), ({}, torch.bfloat16)])
-def test_states_at_chunk_ends_have_the_type_that_was_asked_for_or_the_inputs_one(asked, given):
-    kernel = kernel_in_runs(lambda out, states, *_: states.add_(1))
-
-    def _mamba_chunk_scan_combined_fwd_cpu(x, **options):
-        rows = torch.zeros(2, 3)
-        kernel(x, rows, x, x, x, x, x, None, None, options["cu_chunk_seqlens"])
-        return rows
-
-    states = states_at_chunk_ends(_mamba_chunk_scan_combined_fwd_cpu)(
-        torch.zeros(6, dtype=torch.bfloat16),
-        return_intermediate_states=True,
-        cu_chunk_seqlens=torch.tensor([0, 2, 4, 6]),
-        seq_idx=torch.tensor([0, 0, 1]),
-        **asked,
-    )
-    assert states.dtype is given and states.tolist() == [[1.0] * 3, [2.0] * 3, [1.0] * 3]
-
-
 def test_another_scan_than_the_cpus_is_refused():
     with pytest.raises(ShapeMismatch, match="the scan on a CPU is kernel_in_runs"):
         states_at_chunk_ends(kernel_in_runs)
