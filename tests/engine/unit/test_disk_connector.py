@@ -1,6 +1,6 @@
 """The connector's half in the scheduler, between vLLM's own bookkeeping and a directory in memory.
 
-What is stored and when, what a request finds of it, and that each block that was held for a copy is given back.
+What is offered to it, and what a request finds. That each block is given back and none is wrong: test_traffic.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from engine_patches.disk import connector
 from engine_patches.disk.connector import SeamarkConnector, StateScheduler
 from engine_patches.disk.flags import ALL
-from engine_patches.footprint import LOADED, LOCAL_HIT
+from engine_patches.footprint import LOCAL_HIT
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
@@ -86,7 +86,6 @@ class Rows:
         self.primary_tier = SimpleNamespace(_policy=self)
         self.ready: dict[bytes, bool] = {}
         self.refused: set[bytes] = set()  # keys whose files are not believed
-        self.has_room = True
         self.looked_up: list[bytes] = []
 
     def get(self, key: bytes) -> Any:
@@ -111,14 +110,9 @@ class Rows:
         self.ready = dict.fromkeys(self.ready, True)
 
     def prepare_store(self, keys: list[bytes], context: Any) -> Any:
-        if not self.has_room:
-            return None
         new = [key for key in keys if key not in self.ready]
         self.ready.update(dict.fromkeys(new, False))
         return SimpleNamespace(keys_to_store=new, store_spec=f"{len(new)} rows")
-
-    def prepare_load(self, keys: list[bytes], context: Any) -> list[bytes]:
-        return keys
 
     def complete_store(self, keys: set[bytes], context: Any) -> None:
         self.ready.update(dict.fromkeys(keys, True))
@@ -259,54 +253,6 @@ def test_what_cannot_be_kept_or_needs_no_copy_is_not_held(reason):
     assert [set(keys) for keys in scene.disk.submitted] == [set(blocks)] * (reason == "all are rows")
 
 
-def test_what_is_in_host_memory_still_goes_from_there_to_the_disk():
-    scene = Scene()
-    request = scene.request()
-    blocks = scene.cache(request, 144)
-    in_memory, copied = list(blocks)[:3], list(blocks)[3:]
-    scene.rows.ready.update(dict.fromkeys(in_memory, True))
-    scene.scheduler.offer(request, 144)
-    assert [blocks[key].ref_cnt for key in blocks] == [1, 1, 1, *[2] * len(copied)]
-    scene.disk.on_disk.add(in_memory[0])  # meanwhile, by another offer
-    scene.rows.ready[in_memory[1]] = False
-    ((_, transfer),) = scene.step().store_jobs.items()
-    assert scene.disk.submitted == [[in_memory[2]]]
-    assert sorted(transfer.src_spec.block_ids.tolist()) == sorted(blocks[key].block_id for key in copied)
-
-
-@pytest.mark.parametrize("reason", ["no row is free", "others store it", "the request is gone", "it has ended"])
-def test_blocks_of_what_cannot_be_copied_are_given_back(reason):
-    scene = Scene()
-    request = scene.request()
-    blocks = scene.cache(request, 144)
-    other = scene.request("other", prompt=1)
-    of_other = scene.cache(other, 64)
-    scene.scheduler.offer(request, 144)
-    scene.scheduler.offer(other, 64)
-    scene.rows.has_room = reason != "no row is free"
-    if reason == "others store it":
-        scene.rows.ready.update(dict.fromkeys(blocks, False))
-    elif reason == "the request is gone":
-        del scene.scheduler._req_status["r"]
-    elif reason == "it has ended":
-        scene.scheduler._req_status["r"].finished_signaled = True
-    jobs = scene.step().store_jobs
-    assert held(blocks) == {1}
-    assert [job.req_id for job in jobs.values()] == ([] if reason == "no row is free" else ["other"])
-    assert held(of_other) == {1 if reason == "no row is free" else 2}
-
-
-def test_a_request_ends_for_vllm_only_when_its_copies_are_done():
-    scene = Scene()
-    request = scene.request()
-    scene.cache(request, 64)
-    scene.scheduler.offer(request, 64)
-    (job,) = scene.step(finished=("r",)).store_jobs
-    assert scene.scheduler.has_pending_push_work()
-    scene.done(job)
-    assert not scene.scheduler._req_status and not scene.scheduler._jobs
-
-
 def test_when_the_cache_is_emptied_all_that_waits_is_let_go_and_nothing_is_stored_or_found():
     scene = Scene()
     request = scene.request()
@@ -345,18 +291,15 @@ def test_where_states_cannot_be_kept_nothing_is_offered_or_found(why, options):
     assert scene.disk.keys_in_use() == () and scene.checkpoints.counters.take().file_bytes == 0
 
 
-def test_a_scheduler_without_states_of_its_own_is_left_alone():
-    scene = Scene(introduced=False)
-    scene.scheduler.introduce(Checkpoints(Grid(UNIT, UNIT), BLOCK, None, weights=Weights("w")), scene.pool)
-    assert scene.found(scene.request()) == 0
-
-
 def test_who_is_introduced_is_offered_states_and_keeps_the_files_of_pinned_ones():
     scene = Scene()
     request = scene.request()
     blocks = scene.cache(request, 64)
     scene.states.pins.pin(b"a", blocks)
     assert scene.states.store is scene.scheduler and set(scene.disk.keys_in_use()) == set(blocks)
+    alone = Scene(introduced=False)
+    alone.scheduler.introduce(Checkpoints(Grid(UNIT, UNIT), BLOCK, None, weights=Weights("w")), alone.pool)
+    assert alone.found(alone.request()) == 0
 
 
 @given(data=st.data())
@@ -411,84 +354,48 @@ def test_a_load_has_to_save_more_than_the_time_of_the_tokens_past_the_hit_and_is
     assert bool(scene.rows.looked_up) is pays and scene.checkpoints.counters.take().loads_declined == (not pays)
 
 
-class Clock:
-    """In place of `time`."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(connector, "time", found)
-    return found
+def clock(monkeypatch) -> Any:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(connector, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
 
 
-def test_a_load_that_does_not_come_is_given_up_until_the_request_ends(clock):
+@pytest.mark.parametrize("ends", ["loaded", "finished"])
+def test_a_load_that_does_not_come_is_given_up_until_the_request_or_its_promise_ends(clock, ends):
     scene = Scene()
     request = scene.request()
     scene.on_disk(request, 80)
     assert scene.found(request) is None
-    clock.now += PATIENCE + 0.1
-    assert scene.found(request) == 0
-    scene.rows.come()
-    assert scene.found(request) == 0
-    scene.scheduler.request_finished(request)
-    assert scene.found(request) == 80
+    if ends == "finished":
+        clock.now += PATIENCE + 0.1
+        assert scene.found(request) == 0
+        scene.rows.come()
+        assert scene.found(request) == 0
+        scene.scheduler.request_finished(request)
+        assert scene.found(request) == 80
+    else:
+        scene.scheduler.update_state_after_alloc(request, None, 0)
+        clock.now += PATIENCE + 0.1
+        assert scene.found(request) is None, "its patience begins anew"
 
 
-def test_where_a_promised_file_was_refused_another_state_is_looked_for_with_the_same_patience(clock):
+def test_where_a_file_is_refused_it_is_computed_or_another_state_is_looked_for_with_the_same_patience(clock):
     scene = Scene()
-    request = scene.request()
+    request, other = scene.request(), scene.request("other")
     scene.on_disk(request, 80, 144)
+    refused = key_at(request, 144, UNIT, RECURRENT[0])
     assert scene.found(request) is None
     scene.rows.come()
-    scene.rows.refused.add(key_at(request, 144, UNIT, RECURRENT[0]))
+    scene.rows.refused.add(refused)
     scene.rows.ready[key_at(request, 80, UNIT, RECURRENT[0])] = False
     clock.now += PATIENCE / 2
     assert scene.found(request) is None, "the state before it is on its way"
     clock.now += PATIENCE / 2 + 0.1
     assert scene.found(request) == 0
-
-
-def test_what_is_refused_at_the_first_look_is_computed():
-    scene = Scene()
-    request = scene.request()
-    scene.on_disk(request, 80, 144)
-    scene.rows.refused.add(key_at(request, 144, UNIT, RECURRENT[0]))
-    assert scene.found(request) == 0
-    assert scene.found(request) is None, "the file that was refused is known to be gone now"
-
-
-def test_what_is_going_to_be_loaded_is_noted():
-    scene = Scene()
-    request = scene.request()
-    scene.in_memory(request, 64)
-    assert scene.found(request) == 64 and getattr(request, LOADED) == 0
-    blocks = scene.pool.get_new_blocks(3)
-    scene.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=[[block] for block in blocks]), 64)
-    assert getattr(request, LOADED) == 64
-    (load,) = scene.step().load_jobs.values()
-    assert load.dst_spec.block_ids.tolist() == [block.block_id for block in blocks]
-    assert scene.found(scene.request("other", prompt=1)) == 0
-
-
-@pytest.mark.parametrize("how", ["loaded", "finished"])
-def test_a_promise_ends_with_the_load_or_the_request(clock, how):
-    scene = Scene()
-    request = scene.request()
-    scene.on_disk(request, 80)
-    assert scene.found(request) is None
-    if how == "loaded":
-        scene.scheduler.update_state_after_alloc(request, None, 0)
-    else:
-        scene.scheduler.request_finished(request)
-    clock.now += PATIENCE + 0.1
-    assert scene.found(request) is None, "its patience begins anew"
+    scene.on_disk(request, 144)
+    assert scene.found(other) == 0, "refused at the first look"
+    assert scene.found(other) is None, "the file that was refused is known to be gone now"
 
 
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])

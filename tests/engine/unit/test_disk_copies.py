@@ -14,7 +14,6 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering import spec as tiering
 
-from engine_patches.disk import copies
 from engine_patches.disk.copies import CheckpointSpec, PlainCopies
 
 ROWS, ROW = 2, 4096
@@ -105,41 +104,3 @@ def test_rows_are_copied_to_the_blocks_of_each_group_and_nothing_else_is():
     assert wide.tolist() == [[15] * 8, [1] * 8, [2] * 8, [3] * 8, [12] * 4 + [4] * 4]
     assert narrow.tolist() == [[15] * 4, [1] * 4, [2] * 4, [3] * 4, [4] * 4]
     assert [(done.job_id, done.transfer_size) for done in copier.get_finished()] == [(8, 8 + 4 + 4)]
-
-
-@pytest.mark.parametrize(("blocks", "sizes"), [([1, 2, 3], (2, 1)), ([1, 2], (2,))])
-def test_a_job_whose_parts_do_not_fit_each_other_copies_nothing(blocks, sizes):
-    copier, region, _ = plain_copies()
-    with pytest.raises(ValueError, match="zip"):
-        copier.submit_store(4, GPULoadStoreSpec(blocks, sizes, (0,) * len(sizes)), rows(0, 1))
-    assert len(blocks) == 2 or (region.views[0] == -1).all()
-
-
-@pytest.mark.parametrize("is_cpu", [True, False])
-def test_on_a_cpu_plain_copies_are_made_once_and_elsewhere_vllms_own(monkeypatch, is_cpu):
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr(copies, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
-    monkeypatch.setattr(copies, "SharedOffloadRegion", lambda **options: made.append(options) or Region())
-    monkeypatch.setattr(tiering.TieringOffloadingSpec, "get_worker", lambda self, caches: "vLLM's own")
-    monkeypatch.setattr(tiering.TieringOffloadingSpec, "__init__", lambda self, config: None)
-    config = SimpleNamespace(
-        worker_kv_bytes_per_block=1, parallel=SimpleNamespace(world_size=2, rank=1), extra_config={"staging_rows": 2}
-    )
-    spec = CheckpointSpec(config)
-    spec.config, spec._engine_id = config, "an engine"
-    spec.num_chunks, spec.kv_bytes_per_chunk, spec.cpu_page_size_per_worker = ROWS, ROW, 64
-    caches = SimpleNamespace(tensors=[], group_data_refs=[])
-    worker = spec.get_worker(caches)
-    if not is_cpu:
-        assert worker == "vLLM's own" and made == []
-        return
-    assert isinstance(worker, PlainCopies) and spec.get_worker(caches) is worker
-    assert made == [
-        {
-            "engine_id": "an engine",
-            "num_chunks": ROWS,
-            "rank": 1,
-            "kv_bytes_per_chunk": ROW,
-            "cpu_page_size": 64,
-        }
-    ]

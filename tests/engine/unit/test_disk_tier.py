@@ -232,11 +232,8 @@ def test_what_a_load_takes_and_moves_is_told_and_learnt(start, monkeypatch):
         monkeypatch.setattr(held.tier.cost, name, lambda *given, name=name: seen.append((name, *given)))
     result = held.load(KEYS[:3])
     assert result.transfer_bytes == 3 * ROW
-    assert seen == [
-        ("load_began", 2, 3 * ROW),
-        ("load_took", 3 * ROW, result.transfer_time),
-        ("load_ended", 2),
-    ]
+    moved = 3 * ROW, result.transfer_time
+    assert seen == [("load_began", 2, 3 * ROW), ("load_ended", 2), ("load_took", *moved)]
     seen.clear()
     held.load(KEYS[4:5])
     assert seen == [("load_began", 3, ROW), ("load_ended", 3)], "what was not there takes no time"

@@ -66,7 +66,7 @@ def compare(inputs: list[Tensor], verify: Verify, expect: Expect, check: Callabl
         output = verify([rows_of(each, begins, drafts, good) for each in inputs], starts, torch.tensor(counts))
         for stream, (start, many) in enumerate(zip(starts.tolist(), good, strict=False)):
             wanted = [expect(stream, begins[stream] + row) for row in range(many + 1)]
-            torch.testing.assert_close(output[start : start + many + 1], torch.stack(wanted), **CLOSE)
+            torch.testing.assert_close(output[start : start + many + 1], torch.stack(wanted).float(), **CLOSE)
             check(stream, many)
 
 
@@ -81,7 +81,7 @@ def test_the_convolution_goes_on_from_the_last_token_that_was_right():
         return draft_kernels.convolve(*inputs, state, weight, bias, "silu", **more)
 
     def expect(stream: int, token: int) -> Tensor:
-        window = right[stream, max(token - width + 1, 0) : token + 1]
+        window = right[stream, max(token - width + 1, 0) : token + 1].double()
         return functional.silu(bias + (weight[:, -len(window) :] * window.T).sum(1))
 
     compare([right], verify, expect, lambda stream, many: None)
@@ -95,7 +95,7 @@ def test_mamba2s_state_goes_on_from_the_last_token_that_was_right():
     x, dt = right_tokens(heads, size), right_tokens(heads)
     into, out_of = right_tokens(groups, states), right_tokens(groups, states).flip(1)
     decay, skip, bias = -torch.rand(heads), torch.randn(heads), torch.randn(heads)
-    cache, running = torch.full((12, heads, size, states), math.nan), torch.zeros(STREAMS, heads, size, states)
+    cache, running = torch.full((12, heads, size, states), math.nan), torch.zeros(STREAMS, heads, size, states).double()
     cache[BLOCKS_OF[:, 0]] = 0.0
 
     def verify(inputs: list[Tensor], starts: Tensor, counts: Tensor) -> Tensor:
@@ -110,15 +110,15 @@ def test_mamba2s_state_goes_on_from_the_last_token_that_was_right():
     def expect(stream: int, token: int) -> Tensor:
         output = torch.empty(heads, size)
         for head in range(heads):
-            group, value = head * groups // heads, x[stream, token, head]
+            group, value = head * groups // heads, x[stream, token, head].double()
             step = functional.softplus(dt[stream, token, head] + bias[head])
             running[stream, head] *= torch.exp(decay[head] * step)
-            running[stream, head] += step * torch.outer(value, into[stream, token, group])
-            output[head] = running[stream, head] @ out_of[stream, token, group] + skip[head] * value
+            running[stream, head] += step * torch.outer(value, into[stream, token, group].double())
+            output[head] = running[stream, head] @ out_of[stream, token, group].double() + skip[head] * value
         return output
 
     def check(stream: int, many: int) -> None:
-        torch.testing.assert_close(cache[BLOCKS_OF[stream, many]], running[stream], **CLOSE)
+        torch.testing.assert_close(cache[BLOCKS_OF[stream, many]], running[stream].float(), **CLOSE)
 
     compare([x, dt, into, out_of], verify, expect, check)
 
@@ -130,7 +130,7 @@ def test_a_delta_nets_state_goes_on_from_the_last_token_that_was_right():
     decay, bias = torch.randn(heads), torch.randn(heads)
     cache, running = (
         torch.full((12, heads, key_size, value_size), math.nan),
-        torch.zeros(2, heads, key_size, value_size),
+        torch.zeros(2, heads, key_size, value_size).double(),
     )
     cache[BLOCKS_OF[:, 0]] = 0.0
 
@@ -144,7 +144,7 @@ def test_a_delta_nets_state_goes_on_from_the_last_token_that_was_right():
         output = torch.empty(heads, value_size)
         for head in range(heads):
             group, state = head * key_heads // heads, running[stream, head]
-            k, q = unit(key[stream, token, group]), unit(query[stream, token, group])
+            k, q = unit(key[stream, token, group].double()), unit(query[stream, token, group].double())
             state *= torch.exp(-torch.exp(decay[head]) * functional.softplus(a[stream, token, head] + bias[head]))
             new = (value[stream, token, head] - k @ state) * torch.sigmoid(b[stream, token, head])
             state += torch.outer(k, new)
@@ -152,6 +152,6 @@ def test_a_delta_nets_state_goes_on_from_the_last_token_that_was_right():
         return output
 
     def check(stream: int, many: int) -> None:
-        torch.testing.assert_close(cache[BLOCKS_OF[stream, many]], running[stream], **CLOSE)
+        torch.testing.assert_close(cache[BLOCKS_OF[stream, many]], running[stream].float(), **CLOSE)
 
     compare([query, key, value, a, b], verify, expect, check)

@@ -305,18 +305,6 @@ def test_where_rows_cost_more_than_zeros_do_a_hit_is_kept_without_them():
     assert hits.found()[1:] == (320, ZEROED) and hits.state.drafts_from == 320
 
 
-@pytest.mark.parametrize("missing", ["checkpoints", "states", "windows"])
-def test_a_scheduler_without_such_a_head_finds_what_vllm_does(missing):
-    hits = Hits((320,), ())
-    if missing == "checkpoints":
-        del hits.cache.seamark
-    elif missing == "states":
-        hits.checkpoints.states = None
-    else:
-        hits.checkpoints.states.windows = None
-    assert hits.found() == ([], 320, "")
-
-
 def test_rows_behind_zeros_or_before_what_is_there_get_no_key():
     hits = Hits((), ())
     kept = hits.windows.keep(hits.request, RequestState(drafts_from=193), [256, 320])

@@ -22,6 +22,7 @@ def explained() -> dict[str, Explained]:
     return published_models.explained()
 
 
+@pytest.mark.thorough  # vLLM configures each in a process of its own
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_and_blocks_are_those_of_the_published_figures_and_of_vllm(explained, name):
     model, (cost, blocks, text, newest_runner) = MODELS[name], explained[name]

@@ -5,6 +5,7 @@ The reference knows the keys of the cache, who holds which block, and in which o
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,7 @@ class Cache(RuleBasedStateMachine):
         self.uses: Counter[bytes] = Counter()
         self.before: dict[bytes, bytes] = {}  # of turns, the one before
         self.given_up: set[bytes] = set()
+        self.regained: set[tuple[str, int]] = set()  # states that can be found again since others computed their rows
 
     # What the reference knows.
 
@@ -144,9 +146,11 @@ class Cache(RuleBasedStateMachine):
     @rule(name=names, end=st.sampled_from([64, 128]))
     def compute_rows(self, name: str, end: int) -> None:
         if self.pool.get_num_free_blocks() >= end // BLOCK:
+            before = self.resumable()
             blocks = self.pool.get_new_blocks(end // BLOCK)
             self.pool.cache_full_blocks(self.requests[name], blocks, 0, end // BLOCK, BLOCK, ATTENTION)
             self.running += blocks
+            self.regained |= self.resumable() - before
 
     @rule(name=names, end=ends, turn=st.booleans(), spare=st.booleans())
     def write(self, name: str, end: int, turn: bool, spare: bool) -> None:
@@ -176,12 +180,13 @@ class Cache(RuleBasedStateMachine):
             passed = [each for each in ENDS if each < end and self.blocks_of(self.key(name, each))]
             self.states.resumed(self.requests[name], end, passed, shared=shared, loaded=False)
             turn = self.key(name, end) in self.turns and not shared
+            is_known = self.key(name, end) in {*self.turns, *self.kept, *self.given_up}
             for each in (end, *passed):
                 key = self.key(name, each)
                 if key in self.retention:
                     was_turn = turn if each == end else key in self.turns
                     self.enter(key, was_turn, self.uses[key] + (each == end))
-            assert self.key(name, end) in self.retention
+            assert self.key(name, end) in self.retention or not is_known
 
     @rule(name=names, before=ends, end=ends, is_named=st.booleans())
     def go_on(self, name: str, before: int, end: int, is_named: bool) -> None:
@@ -239,13 +244,17 @@ class Cache(RuleBasedStateMachine):
         self.take_state_events()
         assert not [name for name, (whose, _) in self.told.items() if whose == "ada"]
 
-    @rule(fails=st.booleans())
-    def empty(self, fails: bool) -> None:
+    @rule(how=st.sampled_from(["works", "fails", "breaks"]))
+    def empty(self, how: str) -> None:
         def reset(_: Any) -> bool:
-            return not fails and self.pool.reset_prefix_cache()
+            if how == "breaks":
+                raise RuntimeError
+            return how == "works" and self.pool.reset_prefix_cache()
 
-        emptied = release_before_reset(reset)(SimpleNamespace(seamark=self.checkpoints))
-        assert emptied is (not fails and not self.running)
+        emptied = False
+        with contextlib.suppress(RuntimeError):
+            emptied = release_before_reset(reset)(SimpleNamespace(seamark=self.checkpoints))
+        assert emptied is (how == "works" and not self.running)
         self.written, self.spare = [], set()
         self.turns, self.kept, self.given_up = [], [], set()  # whoever it may be emptied for, no state is kept on
         if emptied:
@@ -266,14 +275,19 @@ class Cache(RuleBasedStateMachine):
         for event in self.pool.take_events():
             self.index.apply(msgspec.to_builtins(event))
         assert self.index.surprises == []
+        self.regained &= self.resumable()
         for name in ("a", "b", "salted"):
             request = self.requests[name]
-            promised = max((self.shares(name, *each) for each in self.resumable()), default=0)
             found = self.index.promised(request.all_token_ids, request.cache_salt)
-            assert found == promised // self.announced * self.announced
+            # Nobody looks for what rows that are computed again make findable: it may be announced.
+            least, most = (
+                max((self.shares(name, *each) // self.announced * self.announced for each in states), default=0)
+                for states in (self.resumable() - self.regained, self.resumable())
+            )
+            assert least <= found <= most
 
-    def resumable(self) -> list[tuple[str, int]]:
-        return [(name, end) for name in PROMPTS for end in ENDS if self.found(name, end)]
+    def resumable(self) -> set[tuple[str, int]]:
+        return {(name, end) for name in PROMPTS for end in ENDS if self.found(name, end)}
 
     def shares(self, name: str, other: str, end: int) -> int:
         """How many of the tokens before a state of another prompt are this prompt's too."""
@@ -330,7 +344,7 @@ def watched(monkeypatch) -> None:
 
 @pytest.mark.parametrize("cache", [Cache, InWholeBlocks])
 def test_what_the_cache_keeps_and_tells_is_what_it_has_in_whatever_order_things_happen(cache):
-    run_state_machine_as_test(cache, settings=settings(max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(cache, settings=settings(max_examples=150, stateful_step_count=40))
 
 
 @pytest.fixture
@@ -352,12 +366,12 @@ def planned(cache: Cache, state: RequestState, start: int, end: int) -> list[Any
 
 def test_each_chunk_emits_its_states_once_and_again_after_a_preemption(cache):
     state, seen = RequestState(), []
-    for start, end in ((0, 100), (100, 160), (120, 159), (0, 100)):
+    for start, end in ((0, 100), (100, 160), (0, 100)):
         told = [
             (event.end, [(at, bool(name)) for at, name in event.states]) for event in planned(cache, state, start, end)
         ]
         seen.append(told)
-    assert seen == [[(100, [(80, True)])], [(160, [(112, False), (144, True)])], [], [(100, [(80, True)])]]
+    assert seen == [[(100, [(80, True)])], [(160, [(112, False), (144, True)])], [(100, [(80, True)])]]
 
 
 def test_watched_states_are_bounded_and_the_oldest_is_given_up(cache, monkeypatch):
