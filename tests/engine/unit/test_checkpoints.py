@@ -135,14 +135,14 @@ def test_an_admitted_request_reports_what_it_shares_and_what_its_entries_became(
     ]
 
 
-def ask(checkpoints: Checkpoints, number: int, before=(), length=120, is_hinted=True) -> tuple[list[int], list[int]]:
+def ask(checkpoints, number: int, before=(), length=120, hinted=True, now=None) -> tuple[list[int], list[int]]:
     """The prompt of a new question behind one head, or `before`, and the positions of its states.
 
-    Its client is gone by the time of the next one.
+    Its client is gone by the time of the next one, unless `now` is given.
     """
-    checkpoints.turn_value._clock = lambda: 100.0 * min(number, 9)
+    checkpoints.turn_value._clock = lambda: 100.0 * number if now is None else now
     prompt = [*(before or HEAD), *own(number, length)]
-    hint = [192, len(prompt) - 4] if is_hinted else None
+    hint = [192, len(prompt) - 4] if hinted else None
     return prompt, [target.position for target in checkpoints.targets(request(prompt, hint, name=f"r{number}"))]
 
 
@@ -151,13 +151,13 @@ def test_the_ends_of_turns_are_kept_until_eight_were_asked_for_by_nobody_and_aga
         assert ask(checkpoints, number)[1] == [192, 304]
     prompt, positions = ask(checkpoints, 9)
     assert positions == [192] and checkpoints.counters.counts.ignored == {"not_worth_it": 1}
-    ask(checkpoints, 10, before=prompt)
-    assert ask(checkpoints, 11)[1] == [192, 304]
+    ask(checkpoints, 10, before=prompt, now=900.0)
+    assert ask(checkpoints, 11, now=900.0)[1] == [192, 304]
 
 
 def test_without_a_hint_no_hint_is_counted_as_ignored(checkpoints):
-    for number in range(1, 10):  # longer than a block
-        positions = ask(checkpoints, number, length=400, is_hinted=False)[1]
+    for number in range(1, 13):  # longer than a block
+        positions = ask(checkpoints, number, length=400, hinted=False)[1]
     assert positions == [192] and not checkpoints.counters.counts.ignored
 
 

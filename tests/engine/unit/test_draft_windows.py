@@ -259,7 +259,7 @@ class Hits:
         ((96, 320), (96,), True, [0, 1], (96, HEALED, 320, 0)),  # which has its own
         # What vLLM alone lets resume is resumed where rows are held, and nowhere else.
         ((96, 208, 320), (208,), False, ["null", 1, 2, 3], (208, "", 0, 0)),
-        ((96, 320), (), False, "none", (0, "", 0, 0)),
+        ((96, 320), (), False, [], (0, "", 0, 0)),
         ((208, 272, 320), (208,), False, ["null", 1, 2, 3], (208, "", 0, 0)),
         ((96, 208, 272, 320), (96,), False, "none", (0, "", 0, 0)),  # no more than two shorter hits are looked up
     ],

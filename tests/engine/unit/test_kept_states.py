@@ -278,7 +278,8 @@ class Cache(RuleBasedStateMachine):
         self.regained &= self.resumable()
         for name in ("a", "b", "salted"):
             request = self.requests[name]
-            found = self.index.promised(request.all_token_ids, request.cache_salt)
+            # The index knows parts of blocks; a request finds whole ones.
+            found = self.index.promised(request.all_token_ids, request.cache_salt) // self.announced * self.announced
             # Nobody looks for what rows that are computed again make findable: it may be announced.
             least, most = (
                 max((self.shares(name, *each) // self.announced * self.announced for each in states), default=0)
@@ -344,7 +345,7 @@ def watched(monkeypatch) -> None:
 
 @pytest.mark.parametrize("cache", [Cache, InWholeBlocks])
 def test_what_the_cache_keeps_and_tells_is_what_it_has_in_whatever_order_things_happen(cache):
-    run_state_machine_as_test(cache, settings=settings(max_examples=150, stateful_step_count=40))
+    run_state_machine_as_test(cache, settings=settings(max_examples=100, stateful_step_count=40))
 
 
 @pytest.fixture

@@ -215,7 +215,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("how", itertools.product([False, True], [False, True], [False, True], [0, 3]), ids=str)
+@pytest.mark.parametrize("how", [*itertools.product([False, True], [False, True], [False, True], [0, 3])], ids=str)
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_each_state_is_that_of_a_chunk_that_ends_there(monkeypatch, step, how):
     (rows, writes), of_step = step, dict(zip(("dim_first", "slots", "on_cpu", "decodes"), how, strict=True))
