@@ -327,10 +327,10 @@ class Cache(RuleBasedStateMachine):
     def what_was_given_up_makes_room_before_anything_of_use(self) -> None:
         free = self.pool.free_block_queue.get_all_free_blocks()
         # What a request or a pin has had since is of use to somebody.
-        self.given_up = {key for key in self.given_up if (own := self.blocks_of(key)) and all(b in free for b in own)}
-        given_up = {block.block_id for key in self.given_up for block in self.blocks_of(key)}
-        of_use = [at for at, block in enumerate(free) if block.block_hash and block.block_id not in given_up]
-        assert all(at < min(of_use, default=BLOCKS) for at, block in enumerate(free) if block.block_id in given_up)
+        self.given_up = {key for key in self.given_up if all(block in free for block in self.blocks_of(key))}
+        names = {key[:-4] + group.to_bytes(4, "big") for key in self.given_up for group in RECURRENT}
+        of_use = [at for at, block in enumerate(free) if block.block_hash and block.block_hash not in names]
+        assert all(at < min(of_use, default=BLOCKS) for at, block in enumerate(free) if block.block_hash in names)
 
 
 class InWholeBlocks(Cache):
