@@ -71,19 +71,6 @@ def test_an_engine_without_checkpoints_looks_at_nothing():
     assert len(checkpoints.seen) == 0 and checkpoints.state_of(request(HEAD)).wish.shared == 0
 
 
-class Kept:
-    """What is said of each state that is registered; there is room for all."""
-
-    def __init__(self) -> None:
-        self.turns: list[bool] = []
-
-    def make_room(self, num_blocks: int) -> bool:
-        return True
-
-    def add(self, key: bytes, blocks: Any, turn: bool) -> None:
-        self.turns.append(turn)
-
-
 @pytest.mark.parametrize(
     ("position", "kind", "turn"),
     [
@@ -96,10 +83,13 @@ class Kept:
     ],
 )
 def test_a_state_is_kept_as_what_it_serves(checkpoints, position, kind, turn):
-    checkpoints.states.retention = kept = Kept()
-    written = request(own(1, 600), [160, -20], all_token_ids=own(1, 600))
-    (block,) = checkpoints.reserve(written, CheckpointTarget(position, kind))
-    assert kept.turns == [turn] and block.block_hash is not None
+    checkpoints.states.retention = retention = Retention(checkpoints.states.keys.pool, 1.0)
+    (block,) = checkpoints.reserve(prompt_of_600([160, -20]), CheckpointTarget(position, kind))
+    assert block.block_hash in (retention._turns if turn else retention._kept)
+
+
+def prompt_of_600(hint=None) -> Any:
+    return request(own(1, 600), hint, all_token_ids=own(1, 600))
 
 
 def learn(checkpoints, tokens_per_pass=800.0, state=0.0):
@@ -112,8 +102,7 @@ def learn(checkpoints, tokens_per_pass=800.0, state=0.0):
 
 
 def test_bytes_are_those_of_counted_states_that_are_still_cached(checkpoints):
-    checkpoints.states.num_bytes, pool = 100, checkpoints.states.keys.pool
-    written = request(own(1, 600), all_token_ids=own(1, 600))
+    checkpoints.states.num_bytes, pool, written = 100, checkpoints.states.keys.pool, prompt_of_600()
     blocks = [checkpoints.reserve(written, CheckpointTarget(position, TAIL))[0] for position in (160, 320)]
     assert checkpoints.states.bytes_held == 200
     checkpoints.states.release()
@@ -146,51 +135,30 @@ def test_an_admitted_request_reports_what_it_shares_and_what_its_entries_became(
     ]
 
 
-class Singles:
-    """Questions behind one head, and nobody comes back to their answers."""
+def ask(checkpoints, number: int, before=(), length=120, hinted=True, now=None) -> tuple[list[int], list[int]]:
+    """The prompt of a new question behind one head, or `before`, and the positions of its states.
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self.checkpoints, self.now, self.number = checkpoints, 0.0, 0
-        checkpoints.turn_value._clock = lambda: self.now
-
-    def ask(self, length=120, before=()) -> tuple[list[int], list[int]]:
-        """The prompt of a new question, behind `before` if that is given, and the positions of its states."""
-        self.number += 1
-        prompt = [*(before or HEAD), *own(self.number, length)]
-        targets = self.checkpoints.targets(request(prompt, [192, len(prompt) - 4], name=f"r{self.number}"))
-        return prompt, [target.position for target in targets]
-
-    def end(self, count: int) -> None:
-        """So many questions, each asked by a client that is gone by now."""
-        for _ in range(count):
-            assert self.ask()[1] == [192, 304]
-            self.now += 100.0
+    Its client is gone by the time of the next one, unless `now` is given.
+    """
+    checkpoints.turn_value._clock = lambda: 100.0 * number if now is None else now
+    prompt = [*(before or HEAD), *own(number, length)]
+    hint = [192, len(prompt) - 4] if hinted else None
+    return prompt, [target.position for target in checkpoints.targets(request(prompt, hint, name=f"r{number}"))]
 
 
-def test_the_ends_of_turns_are_kept_until_eight_were_asked_for_by_nobody(checkpoints):
-    singles = Singles(checkpoints)
-    singles.end(8)
-    assert singles.ask()[1] == [192]
-    assert checkpoints.counters.counts.ignored["not_worth_it"] == 1
+def test_the_ends_of_turns_are_kept_until_eight_were_asked_for_by_nobody_and_again_when_one_goes_on(checkpoints):
+    for number in range(1, 9):
+        assert ask(checkpoints, number)[1] == [192, 304]
+    prompt, positions = ask(checkpoints, 9)
+    assert positions == [192] and checkpoints.counters.counts.ignored == {"not_worth_it": 1}
+    ask(checkpoints, 10, before=prompt, now=900.0)
+    assert ask(checkpoints, 11, now=900.0)[1] == [192, 304]
 
 
 def test_without_a_hint_no_hint_is_counted_as_ignored(checkpoints):
-    singles = Singles(checkpoints)
-    for number in range(12):
-        prompt = [*HEAD, *own(number + 1, 400)]  # longer than a block
-        targets = checkpoints.targets(request(prompt, name=f"r{number}"))
-        singles.now += 100.0
-    assert [target.position for target in targets] == [192]
-    assert not checkpoints.counters.counts.ignored
-
-
-def test_a_conversation_that_goes_on_brings_the_ends_of_turns_back(checkpoints):
-    singles = Singles(checkpoints)
-    singles.end(8)
-    prompt, positions = singles.ask()
-    assert positions == [192]
-    singles.ask(before=prompt)
-    assert singles.ask()[1] == [192, 304]
+    for number in range(1, 13):  # longer than a block
+        positions = ask(checkpoints, number, length=400, hinted=False)[1]
+    assert positions == [192] and not checkpoints.counters.counts.ignored
 
 
 @pytest.fixture
@@ -228,7 +196,7 @@ def test_what_one_salt_shows_is_nothing_to_another(writing):
 def test_an_expected_state_that_served_somebody_is_kept_as_shared_and_goes_on_to_count(writing):
     documents(writing)
     writing.states.retention = retention = Retention(writing.states.keys.pool)
-    for number in range(200, 200 + 10 * 300, 10):  # more than are weighed at once
+    for number in range(200, 200 + 10 * 80, 10):
         first = request(own(number, 640) + own(number + 1, 60), name="first", all_token_ids=own(number, 640))
         (target,) = [target for target in writing.targets(first) if target.kind == EXPECTED]
         (block,) = writing.reserve(first, target)
@@ -298,7 +266,7 @@ def test_a_hit_counts_as_one_on_a_state_that_was_counted_or_loaded(checkpoints, 
 
 
 def test_no_state_is_reserved_where_no_block_is_free_or_none_are_kept(checkpoints):
-    pool, written = checkpoints.states.keys.pool, request(own(1, 600), all_token_ids=own(1, 600))
+    pool, written = checkpoints.states.keys.pool, prompt_of_600()
     held = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
     assert checkpoints.reserve(written, CheckpointTarget(160, TAIL)) is not None  # the last one
     assert checkpoints.reserve(written, CheckpointTarget(320, TAIL)) is None
@@ -306,29 +274,22 @@ def test_no_state_is_reserved_where_no_block_is_free_or_none_are_kept(checkpoint
     assert Checkpoints(GRID, 512).reserve(written, CheckpointTarget(160, TAIL)) is None
 
 
-def test_a_step_begins_with_the_blocks_of_the_last_one_given_back_and_all_rows_written(checkpoints):
-    written = request(own(1, 600), all_token_ids=own(1, 600))
-    (block,) = checkpoints.reserve(written, CheckpointTarget(160, TAIL))
-    checkpoints.states.unwritten[7] = 0
-    gone: list[Any] = []
-    checkpoints.gate = SimpleNamespace(drop_gone=gone.append)
-    checkpoints.begin_step({"a"})
-    assert block.ref_cnt == 0 and not checkpoints.states.unwritten and gone == [{"a"}]
-    Checkpoints(GRID, 512).begin_step(set())  # of a model without states
-
-
-def test_a_cache_that_is_emptied_is_forgotten_by_all_who_count_on_it(checkpoints):
-    cleared: list[str] = []
+def test_a_step_begins_and_a_cache_is_emptied_with_the_blocks_of_the_last_step_given_back(checkpoints):
+    told: list[Any] = []
 
     def part(name: str) -> SimpleNamespace:
-        return SimpleNamespace(clear=lambda: cleared.append(name), close=lambda why: cleared.append(f"{name}: {why}"))
+        tell = {"clear": lambda: told.append(name), "close": lambda why: told.append(f"{name}: {why}")}
+        return SimpleNamespace(drop_gone=told.append, **tell)
 
-    written = request(own(1, 600), all_token_ids=own(1, 600))
-    (block,) = checkpoints.reserve(written, CheckpointTarget(160, TAIL))
     states = checkpoints.states
-    checkpoints.gate, states.store, states.retention, states.windows = map(part, ("gate", "store", "retention", "rows"))
-    states.retention.give_up = lambda key: True
+    checkpoints.gate, states.store, states.windows = map(part, ("gate", "store", "rows"))
+    (first,) = checkpoints.reserve(prompt_of_600(), CheckpointTarget(160, TAIL))
+    states.unwritten[7] = 0
+    checkpoints.begin_step({"a"})
+    assert first.ref_cnt == 0 and not states.unwritten and told == [{"a"}]
+    (second,) = checkpoints.reserve(prompt_of_600(), CheckpointTarget(320, TAIL))
     checkpoints.before_reset()
-    assert block.ref_cnt == 0
-    assert sorted(cleared) == ["gate", "retention", "rows", "store: the cache is emptied"]
-    Checkpoints(GRID, 512).before_reset()
+    assert second.ref_cnt == 0 and sorted(told[1:]) == ["gate", "rows", "store: the cache is emptied"]
+    without_states = Checkpoints(GRID, 512)
+    without_states.begin_step(set())
+    without_states.before_reset()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +17,14 @@ import pytest
 from engine_patches import settings
 from engine_patches.footprint import REPORTS
 from engine_patches.reporting import addresses, collector, events_api, hooks, reporter
-from engine_patches.reporting.addresses import FOLDER, READ_AT
+from engine_patches.reporting.addresses import FOLDER
 from engine_patches.reporting.collector import Collector
 from engine_patches.reporting.events_api import METRICS_PATH, PATH, Feeds
-from engine_patches.reporting.hooks import Layout, collect_before_the_engines, keys_in
+from engine_patches.scheduler import state_events
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.state_events import StateEvicted
+from engine_patches.scheduler.state_events import StateEvents
 from tests.harness.reports import scheduler_of
 
 KEY = {"authorization": "Bearer right"}
@@ -51,37 +53,16 @@ def taking(monkeypatch) -> Taking:
     return Taking(feeds)
 
 
-class Events:
-    """Those of a scheduler, as many as fit."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.waiting: list[Any] = []
-
-    @property
-    def pending(self) -> bool:
-        return bool(self.waiting)
-
-    def happen(self) -> None:
-        self.number += 1
-        self.waiting = [*self.waiting, (self.number, StateEvicted(f"{self.number:x}"))][-4:]
-
-    def take(self) -> list[Any]:
-        taken, self.waiting = self.waiting, []
-        return taken
-
-
-def engine(at: Collector) -> tuple[Any, reporter.Reporter, Events]:
-    """A scheduler that reports to a collector."""
-    events = Events()
+def engine(at: Collector) -> tuple[Any, reporter.Reporter, Callable[[], None]]:
+    """A scheduler that reports to a collector, and what has an event happen there: an adapter is another."""
+    numbers = itertools.count(1)
+    events = StateEvents(SimpleNamespace(watch=lambda: None))
     states = SimpleNamespace(events=events, bytes_held=0, pins=SimpleNamespace(num_blocks=0))
     scheduler = scheduler_of(Checkpoints(Grid(16, 16), 384, states))
-    os.environ[FOLDER] = str(at.folder)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(at.folder))
         hooks.report_from_the_start(lambda self: None)(scheduler)
-    finally:
-        del os.environ[FOLDER]
-    return scheduler, getattr(scheduler, REPORTS), events
+    return scheduler, getattr(scheduler, REPORTS), lambda: events.adapter_replaced(str(next(numbers)))
 
 
 async def until(holds: Any) -> None:
@@ -101,15 +82,16 @@ async def read_beside(url: str, headers: Any = None, path: str = PATH) -> httpx.
 async def test_what_an_engine_reports_is_read_where_the_collector_says(taking):
     at = Collector(("127.0.0.1", 0), ())
     at.start(taking)
-    scheduler, own, events = engine(at)
+    scheduler, own, happen = engine(at)
     await until(lambda: len(taking.reports) == 1)  # before any step
+    assert taking._feeds.collected_by == os.getpid()  # by which its own reads know it
     scheduler.seamark.counters.request_admitted(AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,)))
-    events.happen()
+    happen()
     scheduler.seamark.last_planned = None
     assert hooks.report_with_stats(lambda self: "statistics")(scheduler) == "statistics"
     await until(lambda: len(taking.reports) == 2)
     told = (await read_beside(at.read_at)).json()
-    assert told["outcomes"] == [["a", "hit", 160]] and told["states"] == [["gone", "1"]]
+    assert told["outcomes"] == [["a", "hit", 160]] and told["states"] == [["adapter", "1"]]
     own.step_ends(busy=False)
     assert len(taking.reports) == 2  # nothing new, nothing sent
     assert hooks.report_resets(lambda self: True)(scheduler) is True
@@ -128,11 +110,12 @@ def test_where_no_event_loop_runs_a_thread_collects(taking):
 async def test_a_collector_that_takes_nothing_makes_no_step_wait_and_what_was_lost_is_said(taking, monkeypatch):
     monkeypatch.setattr(reporter, "MAX_WAITING", 4)
     monkeypatch.setattr(collector, "MAX_WAITING", 4)
+    monkeypatch.setattr(state_events, "MAX_EVENTS", 4)
     at = Collector(("127.0.0.1", 0), ())
-    scheduler, own, events = engine(at)
+    scheduler, own, happen = engine(at)
     for number in range(400):
         scheduler.seamark.counters.request_admitted(AdmittedRequest(f"chatcmpl-{number}-00000000", "cold", 0, 0, ()))
-        events.happen()
+        happen()
         own.step_ends(busy=True)
     at.start(taking)
     # What did not fit went on being counted, and comes with the next report.
@@ -141,7 +124,7 @@ async def test_a_collector_that_takes_nothing_makes_no_step_wait_and_what_was_lo
             own.step_ends(busy=True)
             await asyncio.sleep(0.01)
     told = (await read_beside(at.read_at)).json()
-    assert ["cleared", "lost"] in told["states"] and told["states"][-1] == ["gone", f"{400:x}"]
+    assert ["cleared", "lost"] in told["states"] and told["states"][-1] == ["adapter", "400"]
     names = [name for name, *_ in told["outcomes"]]
     assert names == [str(number) for number in range(400)]
 
@@ -149,16 +132,16 @@ async def test_a_collector_that_takes_nothing_makes_no_step_wait_and_what_was_lo
 async def test_what_cannot_be_sent_or_read_ends_nothing_and_is_seen_as_lost(taking, engine_log):
     at = Collector(("127.0.0.1", 0), ())
     at.start(taking)
-    scheduler, own, events = engine(at)
+    scheduler, own, happen = engine(at)
     scheduler.seamark.counters.request_admitted(AdmittedRequest("half of a pair: \ud800", "cold", 0, 0, ()))
     for _ in range(2):
-        events.happen()
+        happen()
         own.step_ends(busy=True)
     own._socket.send(b"no report")
-    events.happen()
+    happen()
     own.step_ends(busy=True)
-    await until(lambda: taking.reports and taking.reports[-1].events == [(3, ["gone", "3"])])
-    assert (await read_beside(at.read_at)).json()["states"] == [["cleared", "lost"], ["gone", "2"], ["gone", "3"]]
+    await until(lambda: taking.reports and taking.reports[-1].events == [(3, ["adapter", "3"])])
+    assert (await read_beside(at.read_at)).json()["states"] == [["cleared", "lost"], ["adapter", "2"], ["adapter", "3"]]
     said = [record.getMessage() for record in engine_log.records]
     assert [line.split(":")[1] for line in said] == [" a report could not be sent", " a report could not be read"]
 
@@ -199,66 +182,6 @@ def test_an_address_that_is_none_is_said_and_loopback_is_used(value, monkeypatch
     assert settings.reports_at() == ("127.0.0.1", 0) and "SEAMARK_REPORTS_AT" in caplog.text
 
 
-@pytest.fixture
-def started(monkeypatch) -> list[Layout]:
-    monkeypatch.delenv(FOLDER, raising=False)
-    layouts: list[Layout] = []
-    monkeypatch.setattr(hooks, "_start", lambda config, layout: layouts.append(layout))
-    return layouts
-
-
-def engines_of(rank: int = 0, **kwargs: Any) -> None:
-    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=rank))
-    collect_before_the_engines(lambda self, *args, **kwargs: None)(object(), 1, 0, 0, config, **kwargs)
-
-
-async def test_a_collector_is_started_where_an_api_server_runs_in_this_process(started):
-    engines_of()
-    assert started == [Layout.THIS_PROCESS]
-
-
-def test_and_where_others_serve_but_not_for_engines_that_nobody_serves(started, monkeypatch):
-    engines_of(-1)
-    engines_of(local_client=False)
-    assert started == [Layout.OTHERS, Layout.OTHERS]
-    engines_of()
-    assert len(started) == 2
-    monkeypatch.setenv(FOLDER, "/somewhere")  # there is one
-    engines_of(-1)
-    assert len(started) == 2
-
-
-@pytest.mark.parametrize(("text", "keys"), [("api-key: a", ("a",)), ("api_key: [a, b]", ("a", "b")), ("port: 1", ())])
-def test_keys_of_a_file(text, keys, tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text(text)
-    assert keys_in(["vllm", "serve", "--config", str(file)], {}) == keys
-
-
-class Null:
-    """A scheduler without KV events."""
-
-    def get_kv_event_publisher_config(self) -> None:
-        return None
-
-
-def test_an_engine_that_publishes_kv_events_tells_of_these_alone(monkeypatch):
-    monkeypatch.setenv(READ_AT, "127.0.0.1:7")
-    theirs = object()
-    assert hooks.tell_where(lambda self: theirs)(Null()) is theirs
-    monkeypatch.delenv(READ_AT)
-    assert hooks.tell_where(lambda self: None)(Null()) is None
-
-
-@pytest.mark.parametrize(("endpoint", "is_free"), [("tcp://*:{}", True), ("tcp://*:{}", False), ("inproc://x", None)])
-def test_beside_kv_events_reports_are_read_at_the_port_before_theirs_if_that_is_free(endpoint, is_free):
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
-        if is_free:
-            holder.close()
-        assert hooks._beside(endpoint.format(port + 1)) == (port if is_free else 0)
-
-
 async def test_reports_that_cannot_be_served_end_nothing_and_are_said_to_be_missing(taking, monkeypatch, engine_log):
     async def fails(*_: Any) -> None:
         raise OSError("no more sockets")
@@ -270,10 +193,3 @@ async def test_reports_that_cannot_be_served_end_nothing_and_are_said_to_be_miss
     (work,) = asyncio.all_tasks() - before
     await work
     assert any("reports end here" in line for line in engine_log.messages)
-
-
-async def test_who_collects_is_known_to_its_own_reads(taking):
-    assert taking._feeds.collected_by is None
-    at = Collector(("127.0.0.1", 0), ())
-    at.start(taking)
-    assert taking._feeds.collected_by == os.getpid()

@@ -113,24 +113,6 @@ def test_without_states_to_write_the_layer_runs_as_ever():
     assert torch.equal(drawn.state, before)
 
 
-def test_rows_that_verify_drafts_have_their_states_apart_and_single_tokens_come_first_among_the_others():
-    common = SimpleNamespace(num_reqs=4, query_start_loc_cpu=torch.tensor([0, 5, 9, 10, 14]))
-    assert conv_states._places(common, [1]) == {2: 0, 0: 1, 3: 2}
-    assert conv_states._places(common, []) == {0: 0, 1: 1, 2: 2, 3: 3}
-    padded = SimpleNamespace(num_reqs=5, query_start_loc_cpu=torch.tensor([0, 5, 9, 10, 14, 14]))
-    assert conv_states._places(padded, [1]) == {2: 0, 0: 1, 3: 2}
-
-
-def test_beside_rows_that_verify_drafts_the_others_windows_are_right():
-    drawn = Drawn(3, first=7, decodes=1)
-    drafting = 3  # the last row; it writes no state
-    for block in [write.blocks[0] for write in drawn.writes.pop(f"r{drafting}")]:
-        del drawn.right[block]
-    drawn.blocks = drawn.blocks[:drafting]
-    ngram_layer(planned(drawn, num_decode_draft_tokens_cpu=torch.tensor([-1, -1, -1, 4])), drawn)
-    assert drawn.right and drawn.wrong() == []
-
-
 class ShortConvAttentionMetadataBuilder(SimpleNamespace):
     """By its name vLLM's is known."""
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.utils import construct_input_messages, should_continue_final_message
 
 from proxy.chat.anthropic import messages_request
 from proxy.chat.canonical import chat_keys
 from proxy.chat.responses import responses_request
+from proxy.chat.through_chat import chat_of
+
+QUESTION = {"role": "user", "content": "Tide?"}
 
 EPHEMERAL = {"type": "ephemeral"}
 
@@ -23,7 +32,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 TOOL = {"name": "tide", "description": "Tide table", "input_schema": {"properties": {"port": {"type": "string"}}}}
 
 MESSAGES = {
-    "text": {"messages": [{"role": "user", "content": "Tide?"}], "system": "You pilot."},
+    "text": {"messages": [QUESTION], "system": "You pilot."},
     "system blocks": {
         "system": [
             {"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
@@ -35,7 +44,7 @@ MESSAGES = {
     "tools": {
         "tools": [TOOL],
         "messages": [
-            {"role": "user", "content": "Tide?"},
+            QUESTION,
             {"role": "assistant", "content": [{"type": "thinking", "thinking": "Look.", "signature": "s"}, USE]},
             {"role": "user", "content": [RESULT, {"type": "text", "text": "And then?"}]},
         ],
@@ -44,7 +53,7 @@ MESSAGES = {
         "tools": [TOOL],
         "tool_choice": {"type": "any"},
         "messages": [
-            {"role": "user", "content": "Tide?"},
+            QUESTION,
             {"role": "assistant", "content": [{"type": "text", "text": "Let me look."}, USE]},
             {"role": "user", "content": [{**RESULT, "content": "nine"}]},
         ],
@@ -54,14 +63,14 @@ MESSAGES = {
             {"role": "user", "content": [{"type": "text", "text": "See"}, IMAGE, {"type": "text", "text": "?"}]}
         ]
     },
-    "thinking off": {"thinking": {"type": "disabled"}, "messages": [{"role": "user", "content": "Tide?"}]},
+    "thinking off": {"thinking": {"type": "disabled"}, "messages": [QUESTION]},
     "thinking off, effort high": {
         "thinking": {"type": "disabled"},
         "output_config": {"effort": "high"},
-        "messages": [{"role": "user", "content": "Tide?"}],
+        "messages": [QUESTION],
     },
     "an empty system message": {
-        "messages": [{"role": "user", "content": "Tide?"}, {"role": "system", "content": ""}],
+        "messages": [QUESTION, {"role": "system", "content": ""}],
     },
     "reminders behind the user and inside a loop": {
         "system": "You pilot.",
@@ -81,7 +90,7 @@ MESSAGES = {
     "tools that are named in a result, and tools that come and go": {
         "tools": [{**TOOL, "defer_loading": True}, {**TOOL, "name": "wind"}],
         "messages": [
-            {"role": "user", "content": "Tide?"},
+            QUESTION,
             {"role": "assistant", "content": [USE]},
             {"role": "user", "content": [{**RESULT, "content": [{"type": "tool_reference", "tool_name": "tide"}]}]},
             {
@@ -100,7 +109,7 @@ MESSAGES = {
     },
     "a result that the assistant tells": {
         "messages": [
-            {"role": "user", "content": "Tide?"},
+            QUESTION,
             {"role": "assistant", "content": [{**RESULT, "content": "nine"}]},
             {"role": "user", "content": "Thanks."},
         ],
@@ -108,7 +117,7 @@ MESSAGES = {
     "a document in a result": {
         "tools": [TOOL],
         "messages": [
-            {"role": "user", "content": "Tide?"},
+            QUESTION,
             {"role": "assistant", "content": [USE]},
             {"role": "user", "content": [{**RESULT, "content": [*RESULT["content"], DOCUMENT]}]},
         ],
@@ -116,21 +125,50 @@ MESSAGES = {
 }
 
 
+MESSAGES |= {
+    "sampling": {
+        "messages": [QUESTION],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "stop_sequences": ["\n", "END"],
+        "cache_salt": "salt",
+        "vllm_xargs": {"seamark_boundaries": [16, "last:7,8"]},
+    },
+    "a stream": {"messages": [QUESTION], "stream": True},
+    "no tools at once": {
+        "tools": [TOOL],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        "messages": [QUESTION],
+    },
+    "one tool": {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "tide"}, "messages": [QUESTION]},
+    "thinking": {"messages": [QUESTION], "thinking": {"type": "enabled", "budget_tokens": 2048}},
+    "a schema": {
+        "messages": [QUESTION],
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+    },
+}
+
+
+def fields_of(request: ChatCompletionRequest) -> dict[str, Any]:
+    """Those that mean something: a default counts as one that is not there."""
+    defaults = {"stop": [], "tool_choice": "none", "parallel_tool_calls": True}
+    found = request.model_dump(exclude_none=True, exclude={"request_id"})
+    return {name: value for name, value in found.items() if defaults.get(name, ...) != value}
+
+
 @pytest.mark.parametrize("name", MESSAGES)
 def test_messages(name):
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-
-    body = {"model": "m", "max_tokens": 8, **MESSAGES[name]}
-    wanted = AnthropicServingMessages.to_chat_completion_request(
-        AnthropicMessagesRequest(**json.loads(json.dumps(body)))
-    )
+    """As it is read for its boundaries, and as it is sent where a chat stands in for it."""
+    body = {"model": "m", "max_tokens": 4096, **MESSAGES[name]}
+    request = AnthropicMessagesRequest(**json.loads(json.dumps(body)))
+    wanted = AnthropicServingMessages.to_chat_completion_request(request)
     made = messages_request(body)
     theirs = json.loads(wanted.model_dump_json(exclude_none=True))
     assert keys(made.messages) == keys(theirs["messages"])
-    ours = [_without_nulls(tool) for tool in made.body.get("tools", [])]
-    assert ours == theirs.get("tools", [])
+    assert [_without_nulls(tool) for tool in made.body.get("tools", [])] == theirs.get("tools", [])
     assert made.body.get("reasoning_effort") == theirs.get("reasoning_effort")
+    assert fields_of(ChatCompletionRequest.model_validate(chat_of(body))) == fields_of(wanted)
 
 
 RESPONSES = {
@@ -145,7 +183,7 @@ RESPONSES = {
     "tools": {
         "tools": [{"type": "function", "name": "tide", "description": "d", "parameters": {"type": "object"}}],
         "input": [
-            {"role": "user", "content": "Tide?"},
+            QUESTION,
             {"type": "function_call", "call_id": "c1", "name": "tide", "arguments": "{}"},
             {"type": "function_call", "call_id": "c2", "name": "tide", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c1", "output": "nine"},
@@ -162,7 +200,7 @@ RESPONSES = {
     },
     "a result that is incomplete": {
         "input": [
-            {"role": "user", "content": "Tide?"},
+            QUESTION,
             {"type": "function_call", "call_id": "c1", "name": "tide", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c1", "output": "n", "status": "incomplete"},
         ],
@@ -172,9 +210,6 @@ RESPONSES = {
 
 @pytest.mark.parametrize("name", RESPONSES)
 def test_responses(name):
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-    from vllm.entrypoints.openai.responses.utils import construct_input_messages, should_continue_final_message
-
     body = {"model": "m", **RESPONSES[name]}
     request = ResponsesRequest(**json.loads(json.dumps(body)))
     theirs = construct_input_messages(request_instructions=request.instructions, request_input=request.input)

@@ -40,14 +40,6 @@ DRAFTS = {
 # What a switch or a deprecated flag was once needed for is a default.
 NOT_NEEDED = ("SEAMARK_DRAFTS", "--mamba-cache-mode", "mamba-cache-mode:")
 
-COMMANDS = [
-    pytest.param(way, name, id=f"{way[-1]}:{name}")
-    for way in EVERY_WAY
-    for name, service in read(way[-1])["services"].items()
-    if name.startswith("worker") and "command" in service
-]
-
-
 # What decides which flags the chart gives.
 CHARTS: tuple[tuple[str, ...], ...] = (
     ("mode=gateway",),
@@ -58,19 +50,13 @@ CHARTS: tuple[tuple[str, ...], ...] = (
 )
 
 
-@pytest.fixture(scope="module")
-def vllm():
-    """vLLM's own parser of a server's command line."""
-    return flags_parser.parser()
-
-
-def of_service(way: Sequence[str], name: str) -> tuple[list[str], bool]:
-    """The arguments of the vLLM that a service of a compose file starts; whether it is one without a server."""
+def of_service(way: Sequence[str], name: str) -> list[str]:
+    """The arguments of the vLLM that a service of a compose file starts."""
     service = read(way[-1])["services"][name]
     words = within_container(shlex.split(interpolated(service["command"])))
     if service.get("entrypoint") == ["vllm", "serve"]:
-        return words, True
-    return flags_parser.given_by_worker(words, on_cpu="compose.cpu.yaml" in way), False
+        return words
+    return flags_parser.given_by_worker(words, on_cpu="compose.cpu.yaml" in way)
 
 
 def of_chart(flags: Sequence[str]) -> list[list[str]]:
@@ -93,41 +79,68 @@ def within_container(words: list[str]) -> list[str]:
     return [re.sub(r"^(/etc/seamark/models|/model\b)", lambda found: folders[found[1]], word) for word in words]
 
 
-def test_models_that_draft_are_there():
-    assert DRAFTS.keys() <= {model.stem for model in MODELS}
+def of_file(model: Path) -> list[str]:
+    """The arguments by which `seamark worker --config` starts a server."""
+    return vllm_arguments(None, ["--config", str(model)])
+
+
+def of_recipe(recipe: Path) -> list[str]:
+    """A recipe's arguments of `vllm serve`, with the placeholders filled in the way run-recipe does it."""
+    content = yaml.safe_load(recipe.read_text())
+    words = shlex.split(content["command"].format(**content["defaults"]).replace("\\\n", " "))
+    assert words[:3] == ["vllm", "serve", content["model"]]
+    return ["--model", *words[2:]]
+
+
+def lines() -> dict[str, list[str]]:
+    """Every command line that deploy/ has, by where."""
+    found = {f"models/{model.stem}": of_file(model) for model in MODELS}
+    found |= {f"recipes/{recipe.stem}": of_recipe(recipe) for recipe in RECIPES}
+    found |= {f"charts/{flags}/{number}": line for flags in CHARTS for number, line in enumerate(of_chart(flags))}
+    for way in EVERY_WAY:
+        services = read(way[-1])["services"]
+        workers = [name for name in services if name.startswith("worker") and "command" in services[name]]
+        found |= {f"{way[-1]}/{name}": of_service(way, name) for name in workers}
+    return found
+
+
+def check(name: str, parsed: dict[str, Any]) -> None:
+    """What vLLM's parser makes of a line."""
+    if parsed["headless"]:
+        assert parsed["node_rank"] == 1, name
+        return
+    assert parsed["enable_prefix_caching"] and (parsed["model_tag"] or parsed["model"]), name
+    assert parsed["gpu_memory_utilization"] <= (0.8 if name.startswith("models/") else 0.92), name  # unified memory
+    if name.startswith("models/"):
+        drafts = parsed["speculative_config"] or {}
+        expected = DRAFTS.get(name.removeprefix("models/"), (None, None))
+        assert (drafts.get("method"), drafts.get("num_speculative_tokens")) == expected, name
+    else:
+        assert parsed["port"] == 8000, name
+    if name.startswith("charts/"):
+        assert parsed["host"] == ("127.0.0.1" if "sidecar" in name else "0.0.0.0"), name  # noqa: S104
+
+
+def test_the_installed_vllm_takes_every_command_line():
+    parser, taken = flags_parser.parser(), lines()
+    assert {f"models/{name}" for name in DRAFTS} <= taken.keys()
+    for name, line in taken.items():
+        check(name, vars(parser.parse_args(line)))
+
+
+@pytest.mark.thorough  # another vLLM, in a process of its own
+def test_the_newest_vllm_takes_every_command_line():
+    taken = lines()
+    parsed = run_apart("flags_parser", json.dumps(list(taken.values())), source=engine_of(NEWEST))
+    for name, each in zip(taken, parsed, strict=True):
+        check(name, each)
 
 
 @pytest.mark.parametrize("path", [*MODELS, *RECIPES], ids=lambda path: path.name)
-def test_no_file_has_what_is_a_default_now(path: Path):
+def test_every_file_names_its_source_that_it_was_not_run_and_nothing_that_is_a_default_now(path: Path):
+    comment = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+    assert path in RECIPES or ("Source:" in comment and "Not run by us on a Spark" in comment)
     assert not [word for word in NOT_NEEDED if word in path.read_text()]
-
-
-@pytest.fixture(scope="module")
-def newest() -> dict[str, dict[str, Any]]:
-    """What the newest vLLM's parser makes of every command line that deploy/ has."""
-    lines = {model.name: of_file(model) for model in MODELS}
-    lines |= {recipe.name: of_recipe(recipe)[0] for recipe in RECIPES}
-    lines |= {str(each.id): of_service(*each.values)[0] for each in COMMANDS}
-    lines |= {f"{flags}:{number}": words for flags in CHARTS for number, words in enumerate(of_chart(flags))}
-    parsed = run_apart("flags_parser", json.dumps(list(lines.values())), source=engine_of(NEWEST))
-    return dict(zip(lines, parsed, strict=True))
-
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
-def test_every_model_file_names_its_source_and_that_it_was_not_run(model: Path):
-    comment = " ".join(line.lstrip("# ") for line in model.read_text().splitlines() if line.startswith("#"))
-    assert "Source:" in comment and "Not run by us on a Spark" in comment
-
-
-@pytest.mark.parametrize(("way", "name"), COMMANDS)
-def test_vllm_takes_the_command_of_every_service(vllm, newest, way, name):
-    words, headless = of_service(way, name)
-    for parsed in (vars(vllm.parse_args(words)), newest[f"{way[-1]}:{name}"]):
-        if headless:
-            assert parsed["headless"] and parsed["node_rank"] == 1
-            continue
-        assert parsed["port"] == 8000 and parsed["enable_prefix_caching"]
-        assert (parsed["model_tag"] or parsed["model"]) and parsed["gpu_memory_utilization"] <= 0.92
 
 
 def test_two_models_share_the_memory():
@@ -136,16 +149,3 @@ def test_two_models_share_the_memory():
         interpolated(services[name]["command"]).split("--gpu-memory-utilization ")[1] for name in ("worker", "worker-2")
     ]
     assert sum(float(share.split()[0]) for share in shares) <= 0.8
-
-
-def of_file(model: Path, *given: str) -> list[str]:
-    """The arguments by which `seamark worker --config` starts a server."""
-    return vllm_arguments(None, [*given, "--config", str(model)])
-
-
-def of_recipe(recipe: Path) -> tuple[list[str], dict[str, Any]]:
-    """A recipe's arguments of `vllm serve`, with the placeholders filled in the way run-recipe does it; its content."""
-    content = yaml.safe_load(recipe.read_text())
-    words = shlex.split(content["command"].format(**content["defaults"]).replace("\\\n", " "))
-    assert words[:3] == ["vllm", "serve", content["model"]]
-    return ["--model", *words[2:]], content

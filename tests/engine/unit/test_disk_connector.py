@@ -1,6 +1,6 @@
 """The connector's half in the scheduler, between vLLM's own bookkeeping and a directory in memory.
 
-What is stored and when, what a request finds of it, and that each block that was held for a copy is given back.
+What is offered to it, and what a request finds. That each block is given back and none is wrong: test_traffic.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.utils.hashing import sha256
@@ -22,7 +24,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from engine_patches.disk import connector
 from engine_patches.disk.connector import SeamarkConnector, StateScheduler
 from engine_patches.disk.flags import ALL
-from engine_patches.footprint import LOADED, LOCAL_HIT
+from engine_patches.footprint import LOCAL_HIT
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
@@ -84,7 +86,6 @@ class Rows:
         self.primary_tier = SimpleNamespace(_policy=self)
         self.ready: dict[bytes, bool] = {}
         self.refused: set[bytes] = set()  # keys whose files are not believed
-        self.has_room = True
         self.looked_up: list[bytes] = []
 
     def get(self, key: bytes) -> Any:
@@ -109,14 +110,9 @@ class Rows:
         self.ready = dict.fromkeys(self.ready, True)
 
     def prepare_store(self, keys: list[bytes], context: Any) -> Any:
-        if not self.has_room:
-            return None
         new = [key for key in keys if key not in self.ready]
         self.ready.update(dict.fromkeys(new, False))
         return SimpleNamespace(keys_to_store=new, store_spec=f"{len(new)} rows")
-
-    def prepare_load(self, keys: list[bytes], context: Any) -> list[bytes]:
-        return keys
 
     def complete_store(self, keys: set[bytes], context: Any) -> None:
         self.ready.update(dict.fromkeys(keys, True))
@@ -238,89 +234,23 @@ def held(blocks: dict[bytes, Any]) -> set[int]:
     return {block.ref_cnt for block in blocks.values()}
 
 
-def group_of(key: bytes) -> int:
-    return int.from_bytes(key[-4:], "big")
-
-
-@pytest.mark.parametrize("reason", ["the disk takes none", "an adapter", "embeddings", "a block is gone"])
-def test_what_cannot_be_kept_is_not_held(reason):
+@pytest.mark.parametrize(
+    "reason", ["the disk takes none", "an adapter", "embeddings", "a block is gone", "all is stored", "all are rows"]
+)
+def test_what_cannot_be_kept_or_needs_no_copy_is_not_held(reason):
     scene = Scene(ALL)
     more = {"an adapter": {"lora_request": "x"}, "embeddings": {"prompt_embeds": "x"}}
     request = scene.request(**more.get(reason, {}))
     blocks = scene.cache(request, 80)
     scene.disk.takes_stores = reason != "the disk takes none"
     if reason == "a block is gone":
-        (gone,) = (key for key in blocks if group_of(key) == RECURRENT[1])
+        (gone,) = (key for key in blocks if key[-4:] == RECURRENT[1].to_bytes(4, "big"))
         scene.pool.cached_block_hash_to_block.pop(gone, blocks[gone].block_id)
+    scene.on_disk(request, *[80] * (reason == "all is stored"))
+    scene.in_memory(request, *[80] * (reason == "all are rows"))
     scene.scheduler.offer(request, 80)
     assert held(blocks) == {1} and scene.step().store_jobs == {}
-
-
-def test_a_state_that_is_stored_in_whole_is_not_offered_again():
-    scene = Scene()
-    request = scene.request()
-    blocks = scene.cache(request, 144)
-    scene.on_disk(request, 144)
-    scene.scheduler.offer(request, 144)
-    assert scene.step().store_jobs == {} and held(blocks) == {1} and scene.disk.submitted == []
-
-
-def test_what_is_in_host_memory_still_goes_from_there_to_the_disk():
-    scene = Scene()
-    request = scene.request()
-    blocks = scene.cache(request, 144)
-    in_memory, copied = list(blocks)[:3], list(blocks)[3:]
-    scene.rows.ready.update(dict.fromkeys(in_memory, True))
-    scene.scheduler.offer(request, 144)
-    assert [blocks[key].ref_cnt for key in blocks] == [1, 1, 1, *[2] * len(copied)]
-    scene.disk.on_disk.add(in_memory[0])  # meanwhile, by another offer
-    scene.rows.ready[in_memory[1]] = False
-    ((_, transfer),) = scene.step().store_jobs.items()
-    assert scene.disk.submitted == [[in_memory[2]]]
-    assert sorted(transfer.src_spec.block_ids.tolist()) == sorted(blocks[key].block_id for key in copied)
-
-
-def test_rows_alone_need_no_copy():
-    scene = Scene()
-    request = scene.request()
-    blocks = scene.cache(request, 64)
-    scene.in_memory(request, 64)
-    scene.scheduler.offer(request, 64)
-    assert scene.step().store_jobs == {} and held(blocks) == {1}
-    assert [set(keys) for keys in scene.disk.submitted] == [set(blocks)]
-
-
-@pytest.mark.parametrize("reason", ["no row is free", "others store it", "the request is gone", "it has ended"])
-def test_blocks_of_what_cannot_be_copied_are_given_back(reason):
-    scene = Scene()
-    request = scene.request()
-    blocks = scene.cache(request, 144)
-    other = scene.request("other", prompt=1)
-    of_other = scene.cache(other, 64)
-    scene.scheduler.offer(request, 144)
-    scene.scheduler.offer(other, 64)
-    scene.rows.has_room = reason != "no row is free"
-    if reason == "others store it":
-        scene.rows.ready.update(dict.fromkeys(blocks, False))
-    elif reason == "the request is gone":
-        del scene.scheduler._req_status["r"]
-    elif reason == "it has ended":
-        scene.scheduler._req_status["r"].finished_signaled = True
-    jobs = scene.step().store_jobs
-    assert held(blocks) == {1}
-    assert [job.req_id for job in jobs.values()] == ([] if reason == "no row is free" else ["other"])
-    assert held(of_other) == {1 if reason == "no row is free" else 2}
-
-
-def test_a_request_ends_for_vllm_only_when_its_copies_are_done():
-    scene = Scene()
-    request = scene.request()
-    scene.cache(request, 64)
-    scene.scheduler.offer(request, 64)
-    (job,) = scene.step(finished=("r",)).store_jobs
-    assert scene.scheduler.has_pending_push_work()
-    scene.done(job)
-    assert not scene.scheduler._req_status and not scene.scheduler._jobs
+    assert [set(keys) for keys in scene.disk.submitted] == [set(blocks)] * (reason == "all are rows")
 
 
 def test_when_the_cache_is_emptied_all_that_waits_is_let_go_and_nothing_is_stored_or_found():
@@ -361,86 +291,46 @@ def test_where_states_cannot_be_kept_nothing_is_offered_or_found(why, options):
     assert scene.disk.keys_in_use() == () and scene.checkpoints.counters.take().file_bytes == 0
 
 
-def test_a_scheduler_without_states_of_its_own_is_left_alone():
-    scene = Scene(introduced=False)
-    scene.scheduler.introduce(Checkpoints(Grid(UNIT, UNIT), BLOCK, None, weights=Weights("w")), scene.pool)
-    assert scene.found(scene.request()) == 0
-
-
 def test_who_is_introduced_is_offered_states_and_keeps_the_files_of_pinned_ones():
     scene = Scene()
     request = scene.request()
     blocks = scene.cache(request, 64)
     scene.states.pins.pin(b"a", blocks)
     assert scene.states.store is scene.scheduler and set(scene.disk.keys_in_use()) == set(blocks)
+    alone = Scene(introduced=False)
+    alone.scheduler.introduce(Checkpoints(Grid(UNIT, UNIT), BLOCK, None, weights=Weights("w")), alone.pool)
+    assert alone.found(alone.request()) == 0
 
 
-@pytest.mark.parametrize(
-    ("tokens", "most", "expected"),
-    [
-        (145, None, 144),
-        (144, None, 64),  # the prompt's last token is always computed
-        (200, 144, 144),
-        (200, 143, 64),
-        (200, 63, 0),
-        (200, 1000, 144),
-        (12, None, 0),  # shorter than a match unit
-    ],
-)
-def test_no_more_is_found_than_the_prompt_and_the_step_have_room_for(tokens, most, expected):
-    scene = Scene()
-    scene.in_memory(scene.request("of all", 208), 64, 144)
-    assert scene.found(scene.request(tokens=tokens), max_num_new_tokens=most) == expected
-
-
-def test_room_in_a_step_counts_from_the_local_hit():
-    scene = Scene()
-    request = scene.request()
-    scene.in_memory(request, 80, 144)
-    assert scene.found(request, 64, max_num_new_tokens=79) == 16
-    assert scene.found(request, 64, max_num_new_tokens=80) == 80
-
-
-@pytest.mark.parametrize(
-    ("local", "group", "expected"),
-    [(0, ATTENTION, 0), (64, ATTENTION, 80), *[(0, group, 80) for group in RECURRENT], (64, RECURRENT[1], 16)],
-)
-def test_a_state_of_which_a_part_is_missing_gives_way_to_one_before_it(local, group, expected):
-    """Of rows that the request has already none is needed."""
-    scene = Scene()
-    request = scene.request()
-    scene.in_memory(request, 80, 144)
-    missing = 64 if group == ATTENTION else 144
-    del scene.rows.ready[key_at(request, missing, UNIT, group)]
-    assert scene.found(request, local) == expected
-
-
-@pytest.mark.parametrize(("position", "blocks"), [(64, 3), (80, 4), (128, 4), (144, 5), (192, 5)])
-def test_at_a_blocks_edge_the_blocks_before_it_are_all_that_is_needed(position, blocks):
-    scene = Scene()
-    request = scene.request()
-    scene.on_disk(request, position)
-    assert scene.found(request) is None and scene.disk.asked_for == [blocks * ROW_BYTES]
+@given(data=st.data())
+def test_the_deepest_state_that_is_there_in_whole_is_found_within_what_the_step_has_room_for(data):
+    """Against a loop over all positions; of rows that the request has already none is needed."""
+    scene, tokens = Scene(), data.draw(st.sampled_from([12, 64, 80, 81, 144, 145, 200]))
+    local, most = (
+        data.draw(st.sampled_from([0, 64] if tokens > 64 else [0])),
+        data.draw(st.sampled_from([None, 1, 63, 64, 79, 80, 144, 999])),
+    )
+    whole = scene.request("of all", 208)
+    of_states = {end: scene.keys(whole, end) for end in data.draw(st.sets(st.sampled_from([16, 64, 80, 128, 144])))}
+    lost = data.draw(st.sets(st.sampled_from(sorted({key for keys in of_states.values() for key in keys}) or [b""])))
+    there = {key for keys in of_states.values() for key in keys} - lost
+    in_memory = data.draw(st.sets(st.sampled_from(sorted(there)))) if there else set()
+    scene.rows.ready.update(dict.fromkeys(in_memory, True))
+    scene.disk.on_disk |= there - in_memory
+    end = min(tokens - 1, local + most if most is not None else tokens)  # the prompt's last token is always computed
+    expected, needed = 0, []
+    for position in range(16, end + 1, 16):
+        edges = {*range(local + BLOCK, position + 1, BLOCK), *[position] * bool(position % BLOCK)}
+        keys = [key_at(whole, position, UNIT, group) for group in RECURRENT]
+        keys += [key_at(whole, edge, UNIT, ATTENTION) for edge in edges]
+        if position > local and there.issuperset(keys):
+            expected, needed = position - local, keys
+    request = scene.request(tokens=tokens)
+    comes = not in_memory.issuperset(needed)
+    assert scene.found(request, local, max_num_new_tokens=most) == (None if comes else expected)
+    assert scene.disk.asked_for == [len(needed) * ROW_BYTES] * (expected > 0)
     scene.rows.come()
-    edge = key_at(request, position // BLOCK * BLOCK, UNIT, ATTENTION)
-    scene.disk.on_disk.discard(edge)
-    del scene.rows.ready[edge]
-    assert scene.found(request) == 0
-
-
-def test_a_load_has_to_save_more_time_than_it_takes_and_is_counted_once_if_it_does_not():
-    scene = Scene()
-    request = scene.request()
-    scene.on_disk(request, 80, 144)
-    scene.disk.seconds = 1e9
-    for _ in range(2):
-        assert scene.found(request) == 0
-    assert scene.rows.looked_up == [] and scene.disk.asked_for == [5 * ROW_BYTES] * 2
-    assert scene.checkpoints.counters.take().loads_declined == 1
-    other = scene.request("other")
-    assert scene.found(other) == 0 and scene.checkpoints.counters.take().loads_declined == 1
-    scene.disk.seconds = 0.0
-    assert scene.found(request) is None
+    assert scene.found(request, local, max_num_new_tokens=most) == expected
 
 
 @pytest.mark.parametrize(
@@ -452,146 +342,83 @@ def test_a_load_has_to_save_more_time_than_it_takes_and_is_counted_once_if_it_do
         (False, 81 * ASSUMED_TOKEN_SECONDS, False),
     ],
 )
-def test_what_a_load_saves_is_the_time_of_the_tokens_past_the_hit(known, seconds, pays):
+def test_a_load_has_to_save_more_than_the_time_of_the_tokens_past_the_hit_and_is_counted_once(known, seconds, pays):
     scene = Scene()
     request = scene.request()
     scene.checkpoints.step_time = SimpleNamespace(known=known, seconds=lambda tokens: tokens * TOKEN_SECONDS)
-    scene.on_disk(request, 144)
+    scene.on_disk(request, 80, 144)
     scene.disk.seconds = seconds
     setattr(request, LOCAL_HIT, 64)
-    assert scene.found(request, 64) == (None if pays else 0)
-
-
-class Clock:
-    """In place of `time`."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
+    for _ in range(2):
+        assert scene.found(request, 64) == (None if pays else 0)
+    assert bool(scene.rows.looked_up) is pays and scene.checkpoints.counters.take().loads_declined == (not pays)
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(connector, "time", found)
-    return found
+def clock(monkeypatch) -> Any:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(connector, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
 
 
-def test_a_load_that_does_not_come_is_given_up_until_the_request_ends(clock):
+@pytest.mark.parametrize("ends", ["loaded", "finished"])
+def test_a_load_that_does_not_come_is_given_up_until_the_request_or_its_promise_ends(clock, ends):
     scene = Scene()
     request = scene.request()
     scene.on_disk(request, 80)
     assert scene.found(request) is None
-    clock.now += PATIENCE + 0.1
-    assert scene.found(request) == 0
-    scene.rows.come()
-    assert scene.found(request) == 0
-    scene.scheduler.request_finished(request)
-    assert scene.found(request) == 80
+    if ends == "finished":
+        clock.now += PATIENCE + 0.1
+        assert scene.found(request) == 0
+        scene.rows.come()
+        assert scene.found(request) == 0
+        scene.scheduler.request_finished(request)
+        assert scene.found(request) == 80
+    else:
+        scene.scheduler.update_state_after_alloc(request, None, 0)
+        clock.now += PATIENCE + 0.1
+        assert scene.found(request) is None, "its patience begins anew"
 
 
-def test_where_a_promised_file_was_refused_another_state_is_looked_for_with_the_same_patience(clock):
+def test_where_a_file_is_refused_it_is_computed_or_another_state_is_looked_for_with_the_same_patience(clock):
     scene = Scene()
-    request = scene.request()
+    request, other = scene.request(), scene.request("other")
     scene.on_disk(request, 80, 144)
+    refused = key_at(request, 144, UNIT, RECURRENT[0])
     assert scene.found(request) is None
     scene.rows.come()
-    scene.rows.refused.add(key_at(request, 144, UNIT, RECURRENT[0]))
+    scene.rows.refused.add(refused)
     scene.rows.ready[key_at(request, 80, UNIT, RECURRENT[0])] = False
     clock.now += PATIENCE / 2
     assert scene.found(request) is None, "the state before it is on its way"
     clock.now += PATIENCE / 2 + 0.1
     assert scene.found(request) == 0
+    scene.on_disk(request, 144)
+    assert scene.found(other) == 0, "refused at the first look"
+    assert scene.found(other) is None, "the file that was refused is known to be gone now"
 
 
-def test_what_is_refused_at_the_first_look_is_computed():
-    scene = Scene()
-    request = scene.request()
-    scene.on_disk(request, 80, 144)
-    scene.rows.refused.add(key_at(request, 144, UNIT, RECURRENT[0]))
-    assert scene.found(request) == 0
-    assert scene.found(request) is None, "the file that was refused is known to be gone now"
-
-
-def test_what_is_going_to_be_loaded_is_noted_and_the_promise_is_kept():
-    scene = Scene()
-    request = scene.request()
-    scene.in_memory(request, 64)
-    assert scene.found(request) == 64 and getattr(request, LOADED) == 0
-    blocks = scene.pool.get_new_blocks(3)
-    scene.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=[[block] for block in blocks]), 64)
-    assert getattr(request, LOADED) == 64
-    (load,) = scene.step().load_jobs.values()
-    assert load.dst_spec.block_ids.tolist() == [block.block_id for block in blocks]
-    other = scene.request("other", prompt=1)
-    setattr(other, LOADED, 64)
-    assert scene.found(other) == 0 and getattr(other, LOADED) == 0
-
-
-@pytest.mark.parametrize("how", ["loaded", "finished"])
-def test_a_promise_ends_with_the_load_or_the_request(clock, how):
-    scene = Scene()
-    request = scene.request()
-    scene.on_disk(request, 80)
-    assert scene.found(request) is None
-    if how == "loaded":
-        scene.scheduler.update_state_after_alloc(request, None, 0)
-    else:
-        scene.scheduler.request_finished(request)
-    clock.now += PATIENCE + 0.1
-    assert scene.found(request) is None, "its patience begins anew"
-
-
-def connector_for(role: Any, monkeypatch, extra: dict[str, Any], **parts: Any) -> tuple[SeamarkConnector, list[Any]]:
-    """A connector for a scheduler or a worker, and what was made for it."""
-    made: list[Any] = []
+@pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
+def test_a_schedulers_connector_knows_what_its_states_depend_on_and_a_workers_copies(monkeypatch, role):
     config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"secondary_tiers": [{"type": "CheckedFiles"}]}),
         model_config=SimpleNamespace(max_model_len=1000),
     )
-
-    def made_of(kind: str) -> Any:
-        def make(*arguments: Any) -> str:
-            made.append((kind, *arguments))
-            return kind
-
-        return make
-
+    introduced: list[Any] = []
+    scheduler = SimpleNamespace(introduce=lambda *parts: introduced.append(parts))
     monkeypatch.setattr(connector.KVConnectorBase_V1, "__init__", lambda self, *_: None)
     monkeypatch.setattr(connector, "identity_of", lambda *_: b"\x12" * 32)
-    monkeypatch.setattr(connector, "build_offloading_config", made_of("config"))
-    monkeypatch.setattr(connector.OffloadingSpecFactory, "create_spec", made_of("spec"))
-    monkeypatch.setattr(connector, "StateScheduler", made_of("scheduler"))
-    monkeypatch.setattr(connector, "OffloadingConnectorWorker", made_of("worker"))
-    found = SeamarkConnector(config, role, caches())
-    assert [kind for kind, *_ in made[:2]] == ["config", "spec"] and made[1][1] == "config"
-    return found, made[2:]
-
-
-def test_a_schedulers_connector_knows_what_its_states_depend_on(monkeypatch):
-    extra: dict[str, Any] = {"secondary_tiers": [{"type": "CheckedFiles"}]}
-    found, made = connector_for(KVConnectorRole.SCHEDULER, monkeypatch, extra)
-    assert found.connector_scheduler == "scheduler" and found.connector_worker is None
-    assert [(kind, spec) for kind, spec, *_ in made] == [("scheduler", "spec")]
-    assert extra["secondary_tiers"] == [{"type": "CheckedFiles", "identity": "12" * 32}]
+    monkeypatch.setattr(connector, "build_offloading_config", lambda *_: "config")
+    monkeypatch.setattr(connector.OffloadingSpecFactory, "create_spec", {"config": "spec"}.get)
+    monkeypatch.setattr(connector, "StateScheduler", lambda spec, *_: {"spec": scheduler}[spec])
+    monkeypatch.setattr(connector, "OffloadingConnectorWorker", lambda spec, *_: {"spec": "worker"}[spec])
+    found, of_scheduler = SeamarkConnector(config, role, caches()), role is KVConnectorRole.SCHEDULER
+    assert (found.connector_scheduler, found.connector_worker) == (
+        (scheduler, None) if of_scheduler else (None, "worker")
+    )
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    assert extra["secondary_tiers"] == [{"type": "CheckedFiles"} | ({"identity": "12" * 32} if of_scheduler else {})]
     # 1,000 tokens take 16 blocks in each group; two such prompts, and some more for states.
     assert extra["staging_rows"] == 2 * 16 + 4 * 3
-
-
-def test_a_workers_connector_copies_and_needs_no_identity(monkeypatch):
-    extra: dict[str, Any] = {"secondary_tiers": [{"type": "CheckedFiles"}], "staging_rows": 5}
-    found, made = connector_for(KVConnectorRole.WORKER, monkeypatch, extra)
-    assert found.connector_worker == "worker" and found.connector_scheduler is None
-    assert [(kind, spec) for kind, spec, *_ in made] == [("worker", "spec")]
-    assert extra == {"secondary_tiers": [{"type": "CheckedFiles"}], "staging_rows": 5}
-    found.seamark_introduce(SimpleNamespace(), None)  # there is no scheduler to be introduced to
-
-
-def test_a_scheduler_is_introduced_by_its_connector(monkeypatch):
-    found, _ = connector_for(KVConnectorRole.SCHEDULER, monkeypatch, {"secondary_tiers": []})
-    known: list[Any] = []
-    found.connector_scheduler = SimpleNamespace(introduce=lambda *parts: known.append(parts))
     found.seamark_introduce("checkpoints", "pool")
-    assert known == [("checkpoints", "pool")]
+    assert introduced == [("checkpoints", "pool")] * of_scheduler

@@ -14,7 +14,6 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering import spec as tiering
 
-from engine_patches.disk import copies
 from engine_patches.disk.copies import CheckpointSpec, PlainCopies
 
 ROWS, ROW = 2, 4096
@@ -105,62 +104,3 @@ def test_rows_are_copied_to_the_blocks_of_each_group_and_nothing_else_is():
     assert wide.tolist() == [[15] * 8, [1] * 8, [2] * 8, [3] * 8, [12] * 4 + [4] * 4]
     assert narrow.tolist() == [[15] * 4, [1] * 4, [2] * 4, [3] * 4, [4] * 4]
     assert [(done.job_id, done.transfer_size) for done in copier.get_finished()] == [(8, 8 + 4 + 4)]
-
-
-@pytest.mark.parametrize(("blocks", "sizes"), [([1, 2, 3], (2, 1)), ([1, 2], (2,))])
-def test_a_job_whose_parts_do_not_fit_each_other_copies_nothing(blocks, sizes):
-    copier, region, _ = plain_copies()
-    with pytest.raises(ValueError, match="zip"):
-        copier.submit_store(4, GPULoadStoreSpec(blocks, sizes, (0,) * len(sizes)), rows(0, 1))
-    assert len(blocks) == 2 or (region.views[0] == -1).all()
-
-
-def test_jobs_are_told_in_their_order_once_and_the_memory_is_let_go_at_the_end():
-    copier, region, _ = plain_copies()
-    for job in (4, 9):
-        copier.submit_store(job, GPULoadStoreSpec([1], (1, 0), (0, 0)), rows(0))
-    copier.wait({4, 9})
-    assert [done.job_id for done in copier.get_finished()] == [4, 9]
-    copier.shutdown()
-    assert not region.is_there
-
-
-def test_host_memory_has_as_many_rows_as_were_asked_for_in_whole_pages(monkeypatch):
-    made: list[Any] = []
-    monkeypatch.setattr(tiering.TieringOffloadingSpec, "__init__", lambda self, config: made.append(config))
-    page = SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
-    for block_bytes, workers, pages in ((page, 1, 1), (page + 1, 1, 2), (page, 3, 3), (page // 2, 2, 1), (1, 2, 1)):
-        parallel = SimpleNamespace(world_size=workers)
-        extra = {"staging_rows": 10}
-        CheckpointSpec(SimpleNamespace(worker_kv_bytes_per_block=block_bytes, parallel=parallel, extra_config=extra))
-        assert extra["cpu_bytes_to_use"] == 10 * pages * page and made[-1].extra_config is extra
-
-
-@pytest.mark.parametrize("is_cpu", [True, False])
-def test_on_a_cpu_plain_copies_are_made_once_and_elsewhere_vllms_own(monkeypatch, is_cpu):
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr(copies, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
-    monkeypatch.setattr(copies, "SharedOffloadRegion", lambda **options: made.append(options) or Region())
-    monkeypatch.setattr(tiering.TieringOffloadingSpec, "get_worker", lambda self, caches: "vLLM's own")
-    monkeypatch.setattr(tiering.TieringOffloadingSpec, "__init__", lambda self, config: None)
-    config = SimpleNamespace(
-        worker_kv_bytes_per_block=1, parallel=SimpleNamespace(world_size=2, rank=1), extra_config={"staging_rows": 2}
-    )
-    spec = CheckpointSpec(config)
-    spec.config, spec._engine_id = config, "an engine"
-    spec.num_chunks, spec.kv_bytes_per_chunk, spec.cpu_page_size_per_worker = ROWS, ROW, 64
-    caches = SimpleNamespace(tensors=[], group_data_refs=[])
-    worker = spec.get_worker(caches)
-    if not is_cpu:
-        assert worker == "vLLM's own" and made == []
-        return
-    assert isinstance(worker, PlainCopies) and spec.get_worker(caches) is worker
-    assert made == [
-        {
-            "engine_id": "an engine",
-            "num_chunks": ROWS,
-            "rank": 1,
-            "kv_bytes_per_chunk": ROW,
-            "cpu_page_size": 64,
-        }
-    ]

@@ -108,25 +108,6 @@ def test_nothing_is_left_out_where_zeros_would_be_somebody_s_rows_or_vllm_needs_
     assert not any(left_out(cache(window)))
 
 
-def test_an_answer_on_zeros_takes_the_more_steps_the_more_rows_are_missing():
-    acceptance = Acceptance()
-    lost = [acceptance.steps_lost(missing, 1000, 400) for missing in (0, 10, 100, 400, 1000)]
-    assert lost[0] == 0 and lost == sorted(lost) and lost[-1] > 20
-    assert acceptance.steps_lost(1000, 1000, 0) == 0
-
-
-def test_what_zeros_cost_is_learnt_from_steps():
-    acceptance = Acceptance()
-    assumed = acceptance.loss
-    acceptance.add(True, ENOUGH_STEPS, 2 * ENOUGH_STEPS)
-    acceptance.add(False, ENOUGH_STEPS - 1, ENOUGH_STEPS)
-    assert acceptance.loss == assumed
-    acceptance.add(False, 1, 0)
-    assert acceptance.loss == pytest.approx(1.0, abs=0.01)
-    acceptance.add(False, 10 * ENOUGH_STEPS, 30 * ENOUGH_STEPS)
-    assert acceptance.loss == 0  # zeros cost nothing here
-
-
 def manager_of(pool: BlockPool) -> SlidingWindowManager:
     """Of a window that is left out."""
     return SlidingWindowManager(
@@ -191,17 +172,7 @@ def test_another_salt_adapter_or_image_finds_no_row():
     assert not windows.keys_at(requests[""], 176)  # rows are there, and no key of that place
 
 
-def test_steps_are_halved_so_that_a_change_is_followed(monkeypatch):
-    monkeypatch.setattr(draft_windows, "MOST_STEPS", 1000)
-    acceptance = Acceptance()
-    acceptance.add(True, 1000, 2000)
-    assert (acceptance.steps[True], acceptance.per_step(True)) == (1000, 2.0)
-    acceptance.add(True, 1, 0)
-    assert (acceptance.steps, acceptance.accepted) == ({True: 500, False: 0}, {True: 1000, False: 0})
-    assert acceptance.per_step(False) == 1.0  # until there are any
-
-
-def test_a_loss_is_believed_from_as_many_steps_of_each_kind_on():
+def test_what_zeros_cost_is_learnt_from_enough_steps_of_each_kind_and_a_change_is_followed(monkeypatch):
     acceptance = Acceptance()
     for rows, accepted in ((True, 3), (False, 1)):
         acceptance.add(rows, ENOUGH_STEPS - 1, accepted * (ENOUGH_STEPS - 1))
@@ -210,6 +181,14 @@ def test_a_loss_is_believed_from_as_many_steps_of_each_kind_on():
     assert acceptance.loss == ASSUMED_LOSS
     acceptance.add(False, 1, 1)
     assert acceptance.loss == 2.0
+    acceptance.add(False, 10 * ENOUGH_STEPS, 50 * ENOUGH_STEPS)
+    assert acceptance.loss == 0, "zeros cost nothing here"
+    monkeypatch.setattr(draft_windows, "MOST_STEPS", 1000)
+    acceptance = Acceptance()
+    acceptance.add(True, 1000, 2000)
+    acceptance.add(True, 1, 0)
+    assert (acceptance.steps, acceptance.accepted) == ({True: 500, False: 0}, {True: 1000, False: 0})
+    assert acceptance.per_step(False) == 1.0  # until there are any
 
 
 @pytest.mark.parametrize(
@@ -270,63 +249,52 @@ class Hits:
         return blocks if blocks == "none" else blocks.blocks[0], hit, self.state.window
 
 
-def test_a_hit_whose_rows_are_held_takes_them_over():
-    hits = Hits((208, 320), (208, 320))
-    blocks, hit, window = hits.found()
-    # A window of 100 tokens before 320: blocks 3 and 4 of 64 tokens.
-    assert (hit, window) == (320, HELD) and blocks == [hits.pool.null_block] * 3 + hits.blocks[3:5]
-    assert (hits.state.drafts_from, hits.state.heals) == (0, 0)
+@pytest.mark.parametrize(
+    ("states", "rows", "ours", "blocks", "found"),
+    [
+        ((208, 320), (208, 320), True, ["null", "null", "null", 3, 4], (320, HELD, 0, 0)),
+        ((208,), (208,), True, ["null", 1, 2, 3], (208, HELD, 0, 0)),  # rows up to a place inside a block
+        ((), (), True, [], (0, "", 0, 0)),
+        ((96, 320), (), True, [], (96, HEALED, 320, 96)),  # given up for a shorter one that makes the rows anew
+        ((96, 320), (96,), True, [0, 1], (96, HEALED, 320, 0)),  # which has its own
+        # What vLLM alone lets resume is resumed where rows are held, and nowhere else.
+        ((96, 208, 320), (208,), False, ["null", 1, 2, 3], (208, "", 0, 0)),
+        ((96, 320), (), False, [], (0, "", 0, 0)),
+        ((208, 272, 320), (208,), False, ["null", 1, 2, 3], (208, "", 0, 0)),
+        ((96, 208, 272, 320), (96,), False, "none", (0, "", 0, 0)),  # no more than two shorter hits are looked up
+    ],
+)
+def test_a_hit_takes_the_rows_that_are_held_over_or_gives_way_to_one_that_makes_them_anew(
+    monkeypatch, states, rows, ours, blocks, found
+):
+    monkeypatch.setattr(draft_windows, "MAX_LOOKUPS", 2)
+    hits = Hits(states, rows)
+    hits.state.window, hits.state.heals, hits.state.drafts_from = HEALED, 7, 7  # of an earlier look
+    told, hit, window = hits.found(ours)
+    expected = [hits.pool.null_block if each == "null" else hits.blocks[each] for each in blocks if blocks != "none"]
+    assert told == (blocks if blocks == "none" else expected)
+    assert (hit, window) == found[:2] and (not ours or (hits.state.heals, hits.state.drafts_from) == found[2:])
 
 
-def test_a_hit_inside_a_block_takes_the_rows_up_to_there():
-    hits = Hits((208,), (208,))
-    blocks, hit, window = hits.found()
-    assert (hit, window) == (208, HELD) and blocks == [hits.pool.null_block, *hits.blocks[1:4]]
-
-
-def test_no_hit_has_no_window():
-    hits = Hits((), ())
-    hits.state.window, hits.state.heals, hits.state.drafts_from = HEALED, 7, 7
-    assert hits.found() == ([], 0, "") and (hits.state.heals, hits.state.drafts_from) == (0, 0)
-
-
-def test_a_hit_without_rows_is_given_up_once_for_a_shorter_one_that_makes_them_anew():
+def test_a_window_is_healed_once_and_again_when_it_was_found_and_lost(monkeypatch):
     hits = Hits((96, 320), ())
-    blocks, hit, window = hits.found()
-    assert (hit, window, hits.state.heals, hits.state.drafts_from) == (96, HEALED, 320, 96) and blocks == []
-    hits.windows.admitted(hits.state, b"320")
-    assert hits.found()[1:] == (320, ZEROED) and hits.state.drafts_from == 320
+
+    def admitted(window: str, name: bytes = b"320") -> tuple[int, str]:
+        """What is found once a request has begun so."""
+        hits.state.window = window
+        hits.windows.admitted(hits.state, name)
+        return hits.found()[1:]
+
+    assert hits.found()[1:] == (96, HEALED)
+    assert admitted(HEALED) == (320, ZEROED) and hits.state.drafts_from == 320
+    assert admitted(ZEROED) == (320, ZEROED), "it began on zeros: nothing is known anew"
+    assert admitted(HELD) == (96, HEALED)
+    assert admitted(HEALED) == (320, ZEROED)
     hits.windows.clear()
     assert hits.found()[1:] == (96, HEALED)
-
-
-def test_a_shorter_hit_with_rows_takes_these_over():
-    hits = Hits((96, 320), (96,))
-    blocks, hit, window = hits.found()
-    assert (hit, window, hits.state.heals, hits.state.drafts_from) == (96, HEALED, 320, 0)
-    assert blocks == hits.blocks[:2]
-
-
-def test_a_window_that_was_found_may_be_healed_again_when_it_is_lost():
-    hits = Hits((96, 320), ())
-    hits.found()
-    hits.windows.admitted(hits.state, b"320")
-    hits.state.window = ZEROED
-    hits.windows.admitted(hits.state, b"320")  # it began on zeros: nothing is known anew
-    assert hits.found()[1:] == (320, ZEROED)
-    hits.state.window = HELD
-    hits.windows.admitted(hits.state, b"320")
-    assert hits.found()[1:] == (96, HEALED)
-
-
-def test_the_windows_that_were_healed_longest_ago_are_forgotten(monkeypatch):
     monkeypatch.setattr(draft_windows, "MAX_HEALED", 1)
-    hits = Hits((96, 320), ())
-    hits.found()
-    for name in (b"320", b"another"):
-        hits.windows.admitted(hits.state, name)
-        hits.state.window = HEALED
-    assert hits.found()[1:] == (96, HEALED)
+    assert admitted(HEALED) == (320, ZEROED)
+    assert admitted(HEALED, b"another") == (96, HEALED), "the one that was healed longest ago is forgotten"
 
 
 def test_where_rows_cost_more_than_zeros_do_a_hit_is_kept_without_them():
@@ -335,31 +303,6 @@ def test_where_rows_cost_more_than_zeros_do_a_hit_is_kept_without_them():
         hits.step_time.step_took(1, 0.001)
         hits.step_time.step_took(1000, 0.5)
     assert hits.found()[1:] == (320, ZEROED) and hits.state.drafts_from == 320
-
-
-def test_what_vllm_alone_lets_resume_is_resumed_where_rows_are_held_and_nowhere_else():
-    hits = Hits((96, 208, 320), (208,))
-    assert hits.found(ours=False)[1:] == (208, "")
-    assert hits.found(ours=False)[0] == [hits.pool.null_block, *hits.blocks[1:4]]
-    assert Hits((96, 320), ()).found(ours=False)[1:] == (0, "")
-
-
-def test_no_more_than_some_shorter_hits_are_looked_up(monkeypatch):
-    monkeypatch.setattr(draft_windows, "MAX_LOOKUPS", 2)
-    assert Hits((96, 208, 272, 320), (96,)).found(ours=False) == ("none", 0, "")
-    assert Hits((208, 272, 320), (208,)).found(ours=False)[1] == 208
-
-
-@pytest.mark.parametrize("missing", ["checkpoints", "states", "windows"])
-def test_a_scheduler_without_such_a_head_finds_what_vllm_does(missing):
-    hits = Hits((320,), ())
-    if missing == "checkpoints":
-        del hits.cache.seamark
-    elif missing == "states":
-        hits.checkpoints.states = None
-    else:
-        hits.checkpoints.states.windows = None
-    assert hits.found() == ([], 320, "")
 
 
 def test_rows_behind_zeros_or_before_what_is_there_get_no_key():
@@ -372,14 +315,9 @@ def test_rows_behind_zeros_or_before_what_is_there_get_no_key():
     assert tuple(key for _, key in kept[320]) == hits.windows.keys_at(hits.request, 320)
 
 
-def test_a_block_that_vllm_has_freed_ends_a_window():
+def test_a_block_that_vllm_has_freed_ends_a_window_and_managers_are_told_by_their_specs():
     hits = Hits((), ())
+    others = [SimpleNamespace(kv_cache_spec=WINDOW)]
+    assert windows_among([*others, hits.manager]) == [hits.manager] and hits.windows.groups == {0}
     hits.manager.req_to_blocks["first"][4] = hits.pool.null_block
     assert list(hits.windows.keep(hits.request, RequestState(), [128, 320, 400])) == [128]
-
-
-def test_of_managers_those_of_windows_that_are_left_out_are_told_by_their_specs():
-    pool = BlockPool(4, enable_caching=True, hash_block_size=16)
-    window = manager_of(pool)
-    assert windows_among([SimpleNamespace(kv_cache_spec=WINDOW), window]) == [window]
-    assert DraftWindows(pool, Grid(16, 16), [window], StepTime()).groups == {0}

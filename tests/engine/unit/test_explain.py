@@ -6,15 +6,13 @@ What is said of such figures: `tests/unit/engine/test_explain.py`.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import subprocess
 import sys
 
 import pytest
 
-from engine_patches import families
-from engine_patches.commands.explain import GIB, StateCost
+from engine_patches.commands.explain import GIB
 from tests.harness import published_models, recipe_models
 from tests.harness.published_models import MODELS, Explained
 
@@ -24,6 +22,7 @@ def explained() -> dict[str, Explained]:
     return published_models.explained()
 
 
+@pytest.mark.thorough  # vLLM configures each in a process of its own
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_and_blocks_are_those_of_the_published_figures_and_of_vllm(explained, name):
     model, (cost, blocks, text, newest_runner) = MODELS[name], explained[name]
@@ -41,33 +40,6 @@ def test_bytes_and_blocks_are_those_of_the_published_figures_and_of_vllm(explain
     assert blocks == 64 * GIB // cost.block_bytes
     assert cost.states_in(64 * GIB) == blocks // cost.state_blocks
     assert f"{cost.displaced_tokens:,} tokens of KV" in text
-
-
-def cost(**changes: object) -> StateCost:
-    figures = {
-        "model": "toy",
-        "architecture": "ToyForCausalLM",
-        "layers": {families.MAMBA2_MIXER: 4},
-        "attention_layers": 2,
-        "state_types": ("bfloat16", "float32"),
-        "kv_type": "bfloat16",
-        "state_bytes": 100,
-        "state_blocks": 2,
-        "block_bytes": 60,
-        "block_tokens": 32,
-        "attention_groups": 1,
-        "match_unit": 16,
-    }
-    return StateCost(**figures | changes)
-
-
-def test_a_model_that_vllm_does_not_know_gets_one_sentence_and_nothing_is_started(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of", "architectures": ["Nobody"]}))
-    command = [sys.executable, "-m", "engine_patches", "worker", "--explain", "--model", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout == ""
-    line = done.stderr.splitlines()[-1]
-    assert line.startswith("seamark worker: vLLM cannot configure") and "unheard_of" in line
 
 
 @pytest.mark.thorough  # vLLM inspects the class in a process

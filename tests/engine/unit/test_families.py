@@ -9,11 +9,9 @@ import pytest
 
 from engine_patches import families
 from tests.harness import families as documented
-from tests.harness.families import BEGIN, CHOSEN, DOCUMENT, END, VERSION, Class, NotNamed, Source
+from tests.harness.families import BEGIN, CHOSEN, DOCUMENT, END, VERSION, Class, Source
 from tests.harness.recipe_models import MODELS
 from tests.harness.versions import source_of
-
-MIXER = "vllm.model_executor.layers.mamba.mamba_mixer2"
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +43,6 @@ def test_a_layer_that_writes_inside_a_pass_is_in_vllm_and_in_the_table(installed
     assert documented_as, f"no row of {DOCUMENT.name} is of {layer.kind.name}"
 
 
-def test_every_kind_is_documented_and_none_that_is_not_known():
-    told = {name for row in rows() for name in row[1].split(" and ")}
-    assert told == {kind.name for kind in families.KINDS}
-
-
 @pytest.mark.thorough  # reads the Python source of another vLLM
 def test_the_documented_table_is_that_of_the_source():
     text = DOCUMENT.read_text()
@@ -66,47 +59,3 @@ def test_the_layers_that_a_recipe_s_config_tells_are_those_that_vllm_makes_of_it
         made = {source.named(layer) for layer in source.recurrent_layers(registered[architecture])}
         told = set(families.layers_in(config.get("text_config", config)))
         assert told == ({chosen} if chosen is not None else made), name
-
-
-def toy(tmp_path: Path, layer: str) -> Source:
-    """The source of a vLLM with one hybrid model, whose layers are of a class `Layer`."""
-    models = "vllm/model_executor/models"
-    files = {
-        f"{models}/registry.py": '_TEXT_GENERATION_MODELS = {"ToyForCausalLM": ("toy", "Toy")}',
-        f"{models}/toy.py": "from .toy_layers import Layer\nfrom .interfaces import IsHybrid\n"
-        "class Block:\n    def __init__(self): self.mixer = Layer()\n"
-        "KINDS = {'mamba': Block}\n"
-        "class Toy(IsHybrid):\n    def __init__(self): self.layers = [KINDS['mamba']()]\n",
-        f"{models}/interfaces.py": "class IsHybrid: ...",
-        f"{models}/toy_layers.py": layer,
-        f"{MIXER.replace('.', '/')}.py": "from .abstract import MambaBase\n"
-        "class MambaMixer2(MambaBase):\n    def conv_ssm_forward(self): ...\n",
-        "vllm/model_executor/layers/mamba/abstract.py": "class MambaBase: ...",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    return Source(tmp_path)
-
-
-def test_a_layer_is_known_by_what_it_derives_from(tmp_path):
-    source = toy(tmp_path, f"from {MIXER} import MambaMixer2\nclass Layer(MambaMixer2): ...")
-    assert documented.families_of(source) == [((families.MAMBA2_MIXER,), False, ("ToyForCausalLM",))]
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        "from vllm.model_executor.layers.mamba.abstract import MambaBase\nclass Layer(MambaBase): ...",
-        f"from {MIXER} import MambaMixer2\nclass Layer(MambaMixer2):\n    def conv_ssm_forward(self): ...",
-    ],
-    ids=["of its own", "with another core"],
-)
-def test_a_layer_that_nobody_has_named_stops_the_table_by_its_name(tmp_path, layer):
-    with pytest.raises(NotNamed, match=r"toy_layers:Layer"):
-        documented.families_of(toy(tmp_path, layer))
-
-
-def test_a_hybrid_without_recurrent_layers_stops_the_table(tmp_path):
-    with pytest.raises(NotNamed, match="ToyForCausalLM"):
-        documented.families_of(toy(tmp_path, "class Layer: ..."))

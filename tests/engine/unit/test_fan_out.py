@@ -167,6 +167,16 @@ def test_no_request_waits_while_states_find_no_room(gate):
     assert held == [False] * (PAUSE_STEPS - 1) + [True]
 
 
+@pytest.mark.parametrize(("verified", "budget"), [(3, 8), (2, 8), (1, 4)])
+def test_a_step_that_is_full_of_requests_that_generate_is_weighed_too(gate, verified, budget):
+    """This runs inside vLLM's `schedule()`, where an exception ends the engine."""
+    leader, follower = leading(gate), request("follower")
+    generating = [request(f"g{n}", shared=f"t{n}", status=RequestStatus.RUNNING, computed=3999) for n in range(4)]
+    full = scheduler([leader, *generating], [follower], budget=budget)
+    full.seamark.verified = verified
+    assert gate.pays(deepest(gate, follower), full) in (True, False)
+
+
 class Engine:
     """A scheduler as its waiting requests meet it, one after the other."""
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.pooling_params import PoolingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.request import Request
 
 from engine_patches import ledger, settings
+from engine_patches.footprint import LOADED
 from engine_patches.scheduler import hooks, preflight
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.grid import Grid
@@ -19,11 +22,10 @@ from engine_patches.scheduler.hooks import (
     LEAVE_WEIGHTS,
     count_hits,
     forget_weights_that_may_change,
-    release_before_reset,
     warn_of_narrow_states,
 )
 from engine_patches.scheduler.preflight import PreflightFailed
-from tests.harness.audit import UNIT, WEIGHTS, Core
+from tests.harness.audit import UNIT, WEIGHTS, Core, random_traffic
 from tests.harness.patched_vllm import environment_kept, patched_vllm
 
 
@@ -76,19 +78,15 @@ def test_states_lie_where_a_kernels_chunks_end_if_they_are_written_inside_a_pass
     assert aligned.unit == cut.unit == cut.alignment == UNIT < aligned.alignment and aligned.alignment % UNIT == 0
 
 
-@pytest.mark.parametrize(("unit", "fine"), [(64, True), (16, False)])
-def test_whole_blocks_are_found_as_if_they_were_parts(made, unit, fine):
-    core = made(unit=unit)
-    assert core.scheduler.seamark.states is not None
-    assert core.scheduler.kv_cache_manager.coordinator.enable_partial_hash_hits or not fine
-
-
 def refused(core: Core) -> str:
     """Why hints are refused; vLLM then caches as it does alone."""
     checkpoints = core.scheduler.seamark
     assert checkpoints.states is None and checkpoints.gate is None and not checkpoints.writes_in_forward
     assert core.scheduler.mamba_has_prefill_checkpoint_blocks
     assert checkpoints.refusal.reason == "no_states"
+    random_traffic(core, seed=1, chats=4)
+    core.drain()
+    assert core.errors == []
     return str(checkpoints.refusal.cause)
 
 
@@ -115,52 +113,18 @@ def test_a_refusal_is_said(made, monkeypatch):
     assert len(lines) == 1
 
 
-def test_a_connector_of_ours_is_introduced_and_others_need_not_know(made, monkeypatch):
-    introduced: list[tuple[Any, Any]] = []
-
-    def again(self: Any, vllm_config: Any, kv_cache_config: Any) -> None:
-        """As if vLLM made the same scheduler, with a connector of ours."""
-        self.connector = SimpleNamespace(seamark_introduce=lambda *given: introduced.append(given))
-
-    core = made()
-    scheduler = core.scheduler
-    hooks.set_up_checkpoints(again)(scheduler, scheduler.vllm_config, scheduler.kv_cache_manager.kv_cache_config)
-    assert introduced == [(scheduler.seamark, core.pool)]
-
-
-@pytest.mark.parametrize(("loaded", "told"), [({}, (160, 0)), ({"seamark_loaded": 32}, (192, 32))])
-def test_hits_are_counted_and_those_of_a_disk_are_told_apart(loaded, told):
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [({"states": 1}, [(160, 0)]), ({"states": 1, "loaded": 32}, [(192, 32)]), ({"states": None}, []), ({}, [])],
+)
+def test_hits_are_counted_and_those_of_a_disk_are_told_apart(parts, told):
     found, admitted, recorded = [], [], []
-    checkpoints = SimpleNamespace(
-        counters=SimpleNamespace(cache_hit=found.append),
-        states=object(),
-        admitted=lambda request, *tokens: admitted.append(tokens),
-    )
-    request = SimpleNamespace(**loaded)
-    count = count_hits(lambda manager, request, hits: recorded.append(hits))
-    count(SimpleNamespace(seamark=checkpoints), request, 160)
-    assert (found, admitted, recorded) == ([160], [told], [160])
-    checkpoints.states = None
-    count(SimpleNamespace(seamark=checkpoints), request, 64)
-    assert (found, admitted, recorded) == ([160, 64], [told], [160, 64])
-    count(SimpleNamespace(), request, 7)
-    assert recorded[-1] == 7
-
-
-class Resetting(SimpleNamespace):
-    """As much of a scheduler as empties its cache."""
-
-    def __init__(self, states: Any = None) -> None:
-        self.told: list[str] = []
-        super().__init__(seamark=SimpleNamespace(states=states, before_reset=lambda: self.told.append("before")))
-
-
-@pytest.mark.parametrize("emptied", [True, False])
-def test_a_cache_without_states_is_emptied_as_ever(emptied):
-    scheduler = Resetting()
-    reset = release_before_reset(lambda self, *given, **named: (self.told.append(f"{given}{named}"), emptied)[1])
-    assert reset(scheduler, True, and_connector=True) is emptied
-    assert scheduler.told == ["before", "(True,){'and_connector': True}"]
+    counters, states = SimpleNamespace(cache_hit=found.append), parts.get("states")
+    known = SimpleNamespace(counters=counters, states=states, admitted=lambda _, *tokens: admitted.append(tokens))
+    manager = SimpleNamespace(seamark=known) if parts else SimpleNamespace()
+    request = SimpleNamespace(**{LOADED: parts["loaded"]} if "loaded" in parts else {})
+    count_hits(lambda manager, request, hits: recorded.append(hits))(manager, request, 160)
+    assert (found, admitted, recorded) == ([160] * bool(parts), told, [160])
 
 
 @pytest.mark.parametrize(
@@ -189,3 +153,10 @@ def test_a_checkpoints_forgets_its_weights_and_closes_what_keeps_states_beyond_t
     before = never_known.weights
     never_known.weights_may_change()
     assert never_known.weights is before
+
+
+def test_a_model_without_a_kv_cache_is_served_as_before(patched):
+    lengths = dict(max_model_len=100, max_in_flight_tokens=100, scheduler_block_size=16, hash_block_size=16)
+    config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    manager = KVCacheManager(config, enable_caching=False, log_stats=True, **lengths)
+    manager.record_prefix_cache_stats(Request("r", [1, 2, 3], None, PoolingParams()), 0)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import vllm.platforms
 from vllm import forward_context
+from vllm.compilation import breakable_cudagraph
 
-from engine_patches import ledger, speculation
-from engine_patches.families import GDN, RecurrentLayer, Shown
+from engine_patches import module_source
+from engine_patches.families import GLM_KDA, K3_KDA, KIMI_KDA, LING_KDA
 from engine_patches.footprint import RUNNING, SCAN_STATES, SEGMENTS
 from engine_patches.forward import layers
-from engine_patches.forward.layers import is_promised, promise_writes_in_forward, runs_whole_steps
 from engine_patches.forward.segments import Segment
 from engine_patches.forward.step_writes import Step, Write
 
-TOKENS = 6
+TOKENS, LAYER = 6, "layers.0"
 
-LAYER = "layers.0"
+
+def in_segments() -> dict[str, Any]:
+    """A step that is cut behind its fourth token, where the running state goes to block 7."""
+    first = Segment(slice(0, 4), "first", torch.tensor([5]), torch.tensor([7]))
+    return {SEGMENTS: [first, Segment(torch.tensor([4, 5]), "second")]}
 
 
 class Scene:
@@ -34,8 +38,7 @@ class Scene:
         self.by_layer: Any = {LAYER: self.metadata}
         self.asked = 0
         monkeypatch.setattr(forward_context, "get_forward_context", self._context)
-        # Block 5 holds the running state.
-        self.layer = SimpleNamespace(prefix=LAYER, kv_cache=(torch.zeros(8),))
+        self.layer = SimpleNamespace(prefix=LAYER, kv_cache=(torch.zeros(8),))  # block 5 holds the running state
         self.inputs = [torch.arange(TOKENS) * factor for factor in (1, 10, 100)]
         self.output = torch.zeros(TOKENS, dtype=torch.int64)
         self.seen: list[Any] = []
@@ -46,239 +49,162 @@ class Scene:
 
     def core(self, layer: Any, *given: Any, **options: Any) -> str:
         """Adds up its inputs, by token."""
-        *inputs, output = (*given, *options.values()) if not given or torch.is_tensor(given[0]) else given[1:]
-        of_layer = given[0] if given and not torch.is_tensor(given[0]) else self._now()
-        self.seen.append((of_layer, inputs[0].tolist()))
+        *inputs, output = (each for each in (*given, *options.values()) if torch.is_tensor(each))
+        metadata = self.by_layer.get(LAYER) if isinstance(self.by_layer, dict) else None
+        self.seen.append((metadata if torch.is_tensor((*given, output)[0]) else given[0], inputs[0].tolist()))
         layer.kv_cache[0][5] = len(self.seen)
         output.copy_(sum(inputs))
         return "ran"
 
-    def _now(self) -> Any:
-        return self.by_layer[LAYER] if isinstance(self.by_layer, dict) else None
+    def ran_in_segments(self, factor: int) -> None:
+        assert self.seen == [("first", [0, 1, 2, 3]), ("second", [4, 5])] and LAYER in self.step._written
+        assert self.output.tolist() == [token * factor for token in range(TOKENS)]
+        assert self.layer.kv_cache[0][7] == 1, "the state is kept once the first segment has run, and not again"
+        assert self.by_layer == {LAYER: self.metadata}, "the step's metadata stands again"
 
-    def wrote(self) -> bool:
-        """Whether the layer said that its states are written."""
-        return LAYER in self.step._written
-
-
-def in_segments() -> dict[str, Any]:
-    """A step that is cut behind its fourth token, where the running state goes to block 7."""
-    first = Segment(slice(0, 4), "first", torch.tensor([5]), torch.tensor([7]))
-    return {SEGMENTS: [first, Segment(torch.tensor([4, 5]), "second")]}
+    def ran_whole(self, factor: int, *, wrote: bool = False) -> None:
+        assert self.seen == [(self.metadata, list(range(TOKENS)))] and (LAYER in self.step._written) is wrote
+        assert self.output.tolist() == [token * factor for token in range(TOKENS)] and self.layer.kv_cache[0][7] == 0
 
 
-EXPECTED = [("first", [0, 1, 2, 3]), ("second", [4, 5])]
+def run_gdn(scene: Scene) -> Any:
+    return layers.gdn_in_segments(scene.core)(scene.layer, *scene.inputs, scene.output)
 
 
-def assert_ran_in_segments(scene: Scene, factor: int) -> None:
-    assert scene.seen == EXPECTED and scene.wrote()
-    assert scene.output.tolist() == [token * factor for token in range(TOKENS)]
-    assert scene.layer.kv_cache[0][7] == 1, "the state is kept once the first segment has run, and not again"
-    assert scene.by_layer == {LAYER: scene.metadata}
+def run_cpu_gdn(scene: Scene) -> Any:
+    return layers.cpu_gdn_in_segments(scene.core)(scene.layer, scene.metadata, *scene.inputs, scene.output)
 
 
-def assert_ran_whole(scene: Scene, metadata: Any, factor: int, *, wrote: bool = False) -> None:
-    assert scene.seen == [(metadata, list(range(TOKENS)))] and scene.wrote() is wrote
-    assert scene.output.tolist() == [token * factor for token in range(TOKENS)]
-    assert scene.layer.kv_cache[0][7] == 0
-
-
-def run_gdn(scene: Scene) -> None:
-    mixed_qkv, b, a = scene.inputs
-    layers.gdn_in_segments(scene.core)(scene.layer, mixed_qkv, b, a, scene.output)
-
-
-def run_cpu_gdn(scene: Scene) -> None:
-    layers.cpu_gdn_in_segments(scene.core)(scene.layer, scene.metadata, *scene.inputs, scene.output)
-
-
-def run_cpu_gdn_beside_drafts(scene: Scene) -> None:
-    def core(layer: Any, metadata: Any, *given: Any, width: int, state_len: int) -> None:
+def run_cpu_gdn_beside_drafts(scene: Scene) -> Any:
+    def core(layer: Any, metadata: Any, mixed: Any, b: Any, a: Any, output: Any, width: Any, state_len: Any) -> None:
         assert (width, state_len) == (4, 9)
-        scene.core(layer, metadata, *given)
+        scene.core(layer, metadata, mixed, b, a, output)
 
-    def by_place(layer: Any, metadata: Any, *given: Any, **named: Any) -> None:
-        *tensors, width, state_len = (*given, *named.values())
-        core(layer, metadata, *tensors, width=width, state_len=state_len)
-
-    patched = layers.cpu_gdn_beside_drafts_in_segments(by_place)
-    patched(scene.layer, scene.metadata, *scene.inputs, scene.output, 4, 9)
-
-
-@pytest.mark.parametrize("run", [run_gdn, run_cpu_gdn, run_cpu_gdn_beside_drafts])
-def test_a_gated_delta_net_runs_in_the_segments_of_its_step_and_otherwise_in_one(monkeypatch, run):
-    cut = Scene(monkeypatch, **in_segments())
-    run(cut)
-    assert_ran_in_segments(cut, 111)
-    whole = Scene(monkeypatch)
-    run(whole)
-    assert_ran_whole(whole, whole.metadata, 111)
+    patched = layers.cpu_gdn_beside_drafts_in_segments(core)
+    return patched(scene.layer, scene.metadata, *scene.inputs, scene.output, 4, 9)
 
 
 def run_convolution(scene: Scene) -> Any:
     return layers.convolution_with_states(scene.core)(scene.layer, scene.inputs[0], scene.output)
 
 
-def test_a_short_convolution_runs_in_segments_or_in_one(monkeypatch):
+def run_mamba2(scene: Scene) -> Any:
+    return layers.mamba2_with_states(scene.core)(scene.layer, scene.inputs[0], scene.output)
+
+
+LOOKED_UP = [run_gdn, run_convolution, run_mamba2]  # by the layer's name
+
+
+@pytest.mark.parametrize(
+    ("run", "factor"),
+    [(run_gdn, 111), (run_cpu_gdn, 111), (run_cpu_gdn_beside_drafts, 111), (run_convolution, 1), (run_mamba2, 1)],
+)
+def test_a_core_runs_in_the_segments_of_its_step_and_otherwise_in_one(monkeypatch, run, factor):
     cut = Scene(monkeypatch, **in_segments())
-    assert run_convolution(cut) is None
-    assert_ran_in_segments(cut, 1)
+    assert run(cut) is None
+    cut.ran_in_segments(factor)
     whole = Scene(monkeypatch)
-    assert run_convolution(whole) == "ran", "what vLLM's own returns"
-    assert_ran_whole(whole, whole.metadata, 1)
+    assert run(whole) == ("ran" if run is run_convolution else None), "what vLLM's own returns"
+    whole.ran_whole(factor)
 
 
-def test_a_short_convolution_with_states_to_keep_runs_in_one_and_says_that_they_are_written(monkeypatch):
-    ran: list[Any] = []
-    monkeypatch.setattr(layers, "run_convolution", lambda core, states: ran.append((states, core())))
-    scene = Scene(monkeypatch, **{SCAN_STATES: "states"}, **in_segments())
-    assert run_convolution(scene) is None
-    assert ran == [("states", "ran")]
-    assert_ran_whole(scene, scene.metadata, 1, wrote=True)
-
-
-def run_mamba2(scene: Scene) -> None:
-    layers.mamba2_with_states(scene.core)(scene.layer, scene.inputs[0], scene.output)
-
-
-def test_mamba2_runs_in_segments_in_one_or_with_states_to_keep(monkeypatch):
-    cut = Scene(monkeypatch, **in_segments())
-    run_mamba2(cut)
-    assert_ran_in_segments(cut, 1)
-    whole = Scene(monkeypatch)
-    run_mamba2(whole)
-    assert_ran_whole(whole, whole.metadata, 1)
-    ran: list[Any] = []
-    monkeypatch.setattr(layers, "run_layer", lambda layer, core, *more: ran.append((layer, core(), more)))
-    keeping = Scene(monkeypatch, **{SCAN_STATES: "states"}, **in_segments())
-    run_mamba2(keeping)
-    assert ran == [(keeping.layer, "ran", ("states", keeping.metadata, keeping.inputs[0]))]
-    assert_ran_whole(keeping, keeping.metadata, 1, wrote=True)
-
-
-@pytest.mark.parametrize("run", [run_gdn, run_convolution, run_mamba2])
-def test_a_step_that_writes_nothing_does_not_even_look_for_metadata(monkeypatch, run):
+@pytest.mark.parametrize("run", LOOKED_UP)
+def test_the_steps_metadata_stands_again_after_a_segment_that_failed(monkeypatch, run):
     scene = Scene(monkeypatch, **in_segments())
-    scene.step.writes = {}
+    monkeypatch.setattr(scene, "core", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(scene)
+    assert scene.by_layer == {LAYER: scene.metadata} and LAYER not in scene.step._written
+
+
+@pytest.mark.parametrize(("run", "runner"), [(run_convolution, "run_convolution"), (run_mamba2, "run_layer")])
+def test_a_layer_with_states_to_keep_runs_in_one_and_says_that_they_are_written(monkeypatch, run, runner):
+    scene, ran = Scene(monkeypatch, **{SCAN_STATES: "states"}, **in_segments()), []
+
+    def keeping(*given: Any) -> None:
+        (core,) = filter(callable, given)
+        ran.append(([each for each in given if each is not core], core()))
+
+    monkeypatch.setattr(layers, runner, keeping)
     run(scene)
-    assert scene.asked == 0 and len(scene.seen) == 1
+    more = [scene.layer, "states", scene.metadata, scene.inputs[0]] if run is run_mamba2 else ["states"]
+    assert [(len(given), told) for given, told in ran] == [(len(more), "ran")]
+    assert all(one is other for one, other in zip(ran[0][0], more, strict=True))
+    scene.ran_whole(1, wrote=True)
 
 
+@pytest.mark.parametrize("run", LOOKED_UP)
 @pytest.mark.parametrize("by_layer", [None, {}, {"layers.1": SimpleNamespace(**in_segments())}])
-@pytest.mark.parametrize("run", [run_gdn, run_convolution, run_mamba2])
-def test_a_layer_without_metadata_runs_as_ever(monkeypatch, run, by_layer):
+def test_a_layer_without_metadata_runs_as_ever_and_a_step_that_writes_nothing_does_not_look(monkeypatch, run, by_layer):
     """As when vLLM measures what a pass takes."""
     scene = Scene(monkeypatch)
     scene.by_layer = by_layer
-    monkeypatch.setattr(scene, "_now", lambda: "none")
     run(scene)
-    assert [metadata for metadata, _ in scene.seen] == ["none"] and not scene.wrote()
+    assert [metadata for metadata, _ in scene.seen] == [None] and LAYER not in scene.step._written
+    idle = Scene(monkeypatch, **in_segments())
+    idle.step.writes = {}
+    run(idle)
+    assert idle.asked == 0 and len(idle.seen) == 1
 
 
-def replaced(name: str) -> Any:
-    def function(self: Any) -> None: ...
+# The tensors that `_forward` of each class takes, beside the layer; `core_attn_out` is filled.
+KDA_CALLS = {
+    KIMI_KDA: ("mixed_qkv", "g1", "g2", "beta", "core_attn_out"),
+    K3_KDA: ("mixed_qkv", "g1", "g2", "beta", "core_attn_out"),
+    GLM_KDA: ("qkv_proj_states", "g1", "beta", "core_attn_out"),
+    LING_KDA: ("q_proj_states", "k_proj_states", "v_proj_states", "g1", "beta", "core_attn_out"),
+}
 
-    setattr(function, ledger.NAME, name)
-    return function
-
-
-class Recurrent:
-    _core = replaced("core")
-
-    def get_attn_backend(self) -> Any:
-        return SimpleNamespace(get_builder_cls=lambda: SimpleNamespace(build=replaced("states")))
+WIDTH = 3
 
 
-def configuration(*, replays: bool = False, ubatching: bool = False, v2: bool = False) -> Any:
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(use_replayssm=replays),
-        parallel_config=SimpleNamespace(use_ubatching=ubatching),
-        use_v2_model_runner=v2,
-    )
+def kda_tensors(names: Sequence[str]) -> dict[str, torch.Tensor]:
+    drawn = {name: torch.randn(*((1,) if name in layers._BEHIND_ONE else ()), TOKENS, WIDTH) for name in names}
+    return {**drawn, "core_attn_out": torch.zeros(1, TOKENS, WIDTH)}
 
 
-def platform(name: str) -> Any:
-    return SimpleNamespace(is_cpu=lambda: name == "cpu", is_cuda=lambda: name == "cuda")
+def kda_core(layer: Any, **tensors: Any) -> None:
+    """A core that adds up, by token, whatever it is given."""
+    inputs = [tensor.reshape(-1, WIDTH) for name, tensor in tensors.items() if name != "core_attn_out"]
+    tensors["core_attn_out"].copy_(sum(inputs)[None])
 
 
-@pytest.mark.parametrize(
-    ("platform_name", "on_rocm", "options", "drafts", "promises"),
-    [
-        ("cpu", False, {}, "", True),
-        ("cpu", False, {"v2": True}, "", False),
-        ("cuda", False, {}, "", True),
-        ("cuda", False, {"v2": True}, "", True),
-        ("rocm", False, {}, "", False),
-        ("rocm", True, {}, "", True),
-        ("cuda", False, {"replays": True}, "", False),
-        ("cuda", False, {"ubatching": True}, "", False),
-        ("cuda", False, {}, "unsupported", False),
-        ("cuda", False, {}, "supported", False),  # this layer's rows beside drafts are not known
-    ],
-)
-def test_a_layer_promises_where_all_that_runs_it_is_known(
-    monkeypatch, platform_name, on_rocm, options, drafts, promises
-):
-    known = RecurrentLayer(f"{__name__}:Recurrent", GDN, Shown.READ, "_core", on_rocm=on_rocm)
-    monkeypatch.setattr(layers, "INSIDE", (known,))
-    monkeypatch.setattr(vllm.platforms, "current_platform", platform(platform_name))
-    monkeypatch.setattr(speculation, "unsupported", lambda _: "why" if drafts == "unsupported" else None)
-    monkeypatch.setattr(speculation, "drafting", lambda _: bool(drafts))
-    assert layers._writes_in_forward(Recurrent(), configuration(**options)) is promises
+@pytest.mark.parametrize("layer", KDA_CALLS, ids=lambda layer: layer.name)
+def test_a_kda_core_is_called_as_vllms_source_says_and_runs_in_segments_as_in_one_piece(monkeypatch, layer):
+    names = KDA_CALLS[layer]
+    (definition,) = module_source.definitions(*f"{layer.path}._forward".split(":"))
+    assert definition.parameters == ", ".join(("self", *names))
+    segments = [Segment(slice(0, 3), "a"), Segment(torch.tensor([5, 3]), "b"), Segment(slice(4, 5), "c")]
+    scene = Scene(monkeypatch, **{SEGMENTS: segments})
+    tensors = kda_tensors(names)
+    right = {**tensors, "core_attn_out": tensors["core_attn_out"].clone()}
+    kda_core(None, **right)
+    layers.kda_in_segments(kda_core)(scene.layer, **tensors)
+    assert torch.equal(tensors["core_attn_out"], right["core_attn_out"])
 
 
-@pytest.mark.parametrize(("replays", "ubatching"), [(False, False), (True, False), (False, True), (True, True)])
-def test_steps_run_whole_unless_they_are_split_or_states_are_replayed(replays, ubatching):
-    assert runs_whole_steps(configuration(replays=replays, ubatching=ubatching)) is not (replays or ubatching)
+class Capturing(SimpleNamespace):
+    """A capture of a pass in graphs, with breaks between them."""
+
+    _capturing = True
+
+    def add_eager(self, run: Any) -> None:
+        run()
+        self.replayed = run
 
 
-def test_an_older_vllm_replays_nothing_and_has_one_model_runner(monkeypatch):
-    config = configuration()
-    del config.cache_config.use_replayssm, config.use_v2_model_runner
-    assert runs_whole_steps(config)
-    monkeypatch.setattr(layers, "INSIDE", (RecurrentLayer(f"{__name__}:Recurrent", GDN, Shown.READ, "_core"),))
-    monkeypatch.setattr(vllm.platforms, "current_platform", platform("cpu"))
-    monkeypatch.setattr(speculation, "unsupported", lambda _: None)
-    monkeypatch.setattr(speculation, "drafting", lambda _: False)
-    assert layers._writes_in_forward(Recurrent(), config)
+def test_a_replayed_graph_calls_the_replacement_of_a_kda_core(monkeypatch):
+    ran, capture, scene = [], Capturing(), Scene(monkeypatch, **in_segments())
+    monkeypatch.setattr(breakable_cudagraph, "is_breakable_cudagraph_enabled", lambda: True)
+    monkeypatch.setattr(breakable_cudagraph, "weak_ref_tensor", lambda tensor: tensor)  # of a GPU
+    monkeypatch.setattr(breakable_cudagraph.BreakableCUDAGraphCapture._tls, "active", capture, raising=False)
 
+    def core(layer: Any, *, g1: Any, core_attn_out: Any) -> None:
+        ran.append(len(g1[0]))
 
-@pytest.mark.parametrize(
-    ("has_spec", "writes", "live", "promised"),
-    [(True, True, True, True), (True, False, True, False), (True, True, False, False), (False, True, True, None)],
-)
-def test_a_spec_carries_the_promise_only_of_a_layer_that_keeps_it_with_live_patches(
-    monkeypatch, has_spec, writes, live, promised
-):
-    relied: list[bool] = []
-    monkeypatch.setattr(layers, "_writes_in_forward", lambda layer, config: writes)
-    monkeypatch.setattr(ledger, "rely_on_patches", lambda: relied.append(live) or live)
-    spec = SimpleNamespace(shapes=((1, 2),)) if has_spec else None
-    found = promise_writes_in_forward(lambda self, config: spec)(None, None)
-    assert found is spec and len(relied) == (has_spec and writes), "nobody relies on them for a layer that cannot"
-    assert found is None or (is_promised(found) is promised and found.shapes == ((1, 2),))
-
-
-def test_a_class_that_nobody_has_imported_has_no_layers():
-    assert not layers._is_a("never.imported:Recurrent", Recurrent())
-    assert not layers._is_a(f"{__name__}:Gone", Recurrent())
-    assert layers._is_a(f"{__name__}:Recurrent", Recurrent())
-
-
-def test_the_promise_of_all_is_asked_of_recurrent_layers_alone(engine_log):
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    def spec(*, promised: bool) -> MambaSpec:
-        made = MambaSpec(block_size=64, shapes=((1,),), dtypes=(torch.float32,))
-        if promised:
-            layers.promise(made)
-        return made
-
-    workers = [{"m": spec(promised=True), "a": SimpleNamespace(shapes=())}, {"m": spec(promised=True)}]
-    find = layers.require_promise_of_all(lambda self: workers)
-    assert find(None) is workers and is_promised(workers[0]["m"]) and not engine_log.messages
-    workers[1]["n"] = spec(promised=False)
-    find(None)
-    assert not is_promised(workers[0]["m"]) and workers[0]["m"].shapes == ((1,),) and len(engine_log.messages) == 1
-    find(None)
-    assert len(engine_log.messages) == 1, "there is nothing left to be taken back"
+    scene.by_layer = None
+    replaced = layers.kda_in_segments(breakable_cudagraph.eager_break_during_capture(core))
+    replaced(scene.layer, **kda_tensors(["g1"]))
+    scene.by_layer = {LAYER: scene.metadata}
+    capture.replayed()
+    assert ran == [TOKENS, 4, 2]

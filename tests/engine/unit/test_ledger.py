@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -25,16 +24,6 @@ def applicable():
 def replaced():
     from engine_patches.patches import PATCHES
     return [patch.name for patch in PATCHES if ledger.is_applied(patch)]
-"""
-
-# All that is patched.
-WHOLE = """
-from tests.harness.image_libraries import sitecustomize
-from engine_patches import ledger
-from engine_patches.patches import PATCHES
-for patch in PATCHES:
-    if patch.is_for(ledger.platform_here()):
-        ledger.resolve(patch.target)
 """
 
 # What a process of vLLM has imported before it loads plugins.
@@ -71,43 +60,28 @@ for line in sys.stdin:
 os._exit(0)  # taking all that was imported apart takes seconds
 """
 
-Run = Callable[..., str]
-
 
 def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "SEAMARK_ENGINE"}
 
 
-@contextlib.contextmanager
-def forks(imported: str, **variables: str) -> Iterator[Run]:
-    """Runs code in a process of its own with `SEAMARK_ENGINE=mode`, which has imported so much; what it prints."""
-    command = [sys.executable, "-c", FORKING, imported]
-    settings = {**environment(), **variables}
-    with subprocess.Popen(command, env=settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+@pytest.fixture(scope="module")
+def begin() -> Iterator[Callable[..., str]]:
+    """What code prints in a fork with `SEAMARK_ENGINE=mode` that has got as far as `FRONT_END` on a platform."""
+    command = [sys.executable, "-c", FORKING, BEGINNING]
+    variables = {**environment(), "VLLM_PLUGINS": "none"}
+    with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
 
-        def run_in_fork(code: str, mode: str | None = None) -> str:
-            print(json.dumps([mode, code]), file=process.stdin, flush=True)
+        def run_in_fork(platform: str, code: str, mode: str | None = None) -> str:
+            whole = f"PLATFORM = {platform!r}\n" + FRONT_END + PRELUDE + code
+            print(json.dumps([mode, whole]), file=process.stdin, flush=True)
             output, error = json.loads(process.stdout.readline())
             assert error is None, error
             return output
 
         yield run_in_fork
         process.stdin.close()
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    """What `code` prints in a fork that has imported all that is patched."""
-    with forks(WHOLE) as in_fork:
-        yield lambda code, mode=None: in_fork(PRELUDE + code, mode)
-
-
-@pytest.fixture(scope="module")
-def begin() -> Iterator[Run]:
-    """What `code` prints in a fork that has got as far as `FRONT_END` on a platform."""
-    with forks(BEGINNING, VLLM_PLUGINS="none") as in_fork:
-        yield lambda platform, code: in_fork(f"PLATFORM = {platform!r}\n" + FRONT_END + PRELUDE + code)
 
 
 def test_switched_off_nothing_of_vllm_is_even_imported():
@@ -117,186 +91,32 @@ def test_switched_off_nothing_of_vllm_is_even_imported():
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 
-def test_an_unknown_mode_leaves_vllm_untouched_with_one_line(run):
-    out = run("plugin.register(); print(ledger.patches_live(), replaced(), len(log.getvalue().splitlines()))", "2")
-    assert out.split() == ["False", "[]", "1"]
+@pytest.mark.parametrize(("mode", "live"), [("2", False), ("1", True)])
+def test_one_line_says_that_vllm_is_patched_or_at_an_unknown_mode_that_it_is_left_untouched(begin, mode, live):
+    out = begin(
+        "cpu",
+        f"""
+wanted = applicable()
+plugin.register()
+print(ledger.patches_live(), replaced() == [patch.name for patch in wanted if {live}], len(wanted) > 30)
+print(len(log.getvalue().splitlines()))
+""",
+        mode,
+    )
+    assert out.split() == [str(live), "True", "True", "1"]
 
 
-def test_as_reference_only_the_cures_are_applied(run):
-    out = run(
+def test_as_reference_only_the_cures_are_applied(begin):
+    out = begin(
+        "cpu",
         """
 cures = [patch.name for patch in applicable() if patch.role is ledger.PatchRole.CURE]
 plugin.register()
-print(ledger.patches_live(), replaced() == cures, len(cures))
+print(replaced() == cures, len(cures))
 """,
         "reference",
     )
-    assert out.split() == ["False", "True", "13"]
-
-
-def test_loaded_twice_every_patch_is_applied_once(run):
-    out = run(
-        """
-patches = applicable()
-plugin.register(); plugin.register()
-names = []
-for target in {patch.target for patch in patches}:
-    function = ledger.resolve(target).value
-    while hasattr(function, ledger.MARK):
-        names.append(getattr(function, ledger.NAME))
-        function = getattr(function, ledger.MARK)
-print(ledger.patches_live(), len(replaced()) == len(patches), len(names) > len(patches))
-print(len(log.getvalue().splitlines()))
-"""
-    )
-    assert out.split() == ["True", "True", "False", "1"]
-
-
-def test_a_function_imported_by_name_is_rebound(run):
-    out = run(
-        """
-import vllm.v1.worker.gpu_model_runner as runner, vllm.v1.worker.utils as utils, vllm.v1.engine.core as core
-import vllm.v1.core.kv_cache_utils as cache
-plugin.register()
-print(runner.copy_kv_cache_blocks_inplace is utils.copy_kv_cache_blocks_inplace)
-print(core.resolve_kv_cache_block_sizes is cache.resolve_kv_cache_block_sizes)
-"""
-    )
-    assert out.split() == ["True", "True"]
-
-
-@pytest.mark.parametrize("how", ["another shape", "gone"])
-def test_whichever_function_differs_vllm_stays_untouched_with_one_line(run, how):
-    """Every target in turn takes another shape, or is gone; nothing at all may be replaced."""
-    out = run(
-        f"""
-how = {how!r}
-patches = applicable()
-# A vLLM in which these differ has cured the defect, keeps the method in another class, or has no use for it.
-from engine_patches import kv_connectors
-transfers = [patch.name for patch in patches if patch.applies is kv_connectors.hands_over]
-shape = ["cpu-block-size", *transfers]
-gone = [*shape, "mamba2-promise", "written-rows-connector", "adapter-lookup-connector", "reports-found"]
-fine = {{"another shape": shape, "gone": gone}}[how]
-for patch in patches:
-    if patch.name in fine:
-        continue
-    target = ledger.resolve(patch.target)
-    if how == "gone":
-        delattr(target.owner, target.name)
-    else:
-        setattr(target.owner, target.name, lambda something_else: None)
-    plugin.register()
-    setattr(target.owner, target.name, target.stored)
-    lines = log.getvalue().splitlines()
-    log.truncate(0); log.seek(0)
-    function = patch.target.split(":")[1]
-    assert replaced() == [], patch.name
-    assert not ledger.patches_live()
-    assert len(lines) == 1 and function in lines[0] and "untouched" in lines[0], (patch.name, lines)
-plugin.register()
-print(ledger.patches_live(), len(replaced()) == len(patches))
-"""
-    )
-    assert out.split() == ["True", "True"]
-
-
-@pytest.mark.parametrize("imported", [True, False])
-def test_each_recurrent_layer_whose_core_is_gone_leaves_vllm_untouched_with_one_line(run, begin, imported):
-    """Or has another name. As the class is imported, or from its source, before any model is."""
-    imported_code = """
-    owner = ledger.resolve(layer.path).value
-    core = vars(owner)[layer.core]
-    delattr(owner, layer.core)
-    plugin.register()
-    setattr(owner, layer.core, core)
-"""
-    read_code = """
-    gone = f"{layer.name}.{layer.core}"
-    module_source.definitions = lambda module, attributes: [] if attributes == gone else read(module, attributes)
-    plugin.register()
-    module_source.definitions = read
-"""
-    code = f"""
-from functools import cache
-from engine_patches import module_source
-from engine_patches.families import INSIDE
-read = cache(module_source.definitions)  # vLLM's files stay as they are
-for layer in INSIDE:
-    {imported_code if imported else read_code}
-    (line,) = log.getvalue().splitlines()
-    log.truncate(0); log.seek(0)
-    assert replaced() == [] and not ledger.patches_live(), layer
-    assert f"{{layer.name}}.{{layer.core}}" in line and "untouched" in line, line
-plugin.register()
-print(ledger.patches_live(), len(INSIDE) > 8)
-"""
-    assert (run(code) if imported else begin("cpu", code)).split() == ["True", "True"]
-
-
-def test_another_list_of_free_blocks_leaves_vllm_untouched(run):
-    out = run(
-        """
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
-FreeKVCacheBlockQueue.__init__ = lambda self, blocks: None
-plugin.register()
-print(replaced(), "FreeKVCacheBlockQueue.__init__" in log.getvalue())
-"""
-    )
-    assert out.split() == ["[]", "True"]
-
-
-def test_a_failure_while_applying_takes_everything_back(run):
-    out = run(
-        """
-import dataclasses
-patches = applicable()
-def fails(original):
-    raise RuntimeError("planned")
-broken = [*patches[:-1], dataclasses.replace(patches[-1], build=fails)]
-try:
-    ledger.apply(broken)
-except RuntimeError:
-    print(replaced())
-"""
-    )
-    assert out.split() == ["[]"]
-
-
-def test_every_patch_says_why_and_until_when(run):
-    out = run(
-        """
-from engine_patches.patches import PATCHES
-assert len({patch.name for patch in PATCHES}) == len(PATCHES) > 30
-for patch in PATCHES:
-    assert all((patch.why, patch.upstream, patch.until)), patch.name
-    assert patch.parameters or patch.mentions, f"{patch.name} checks nothing of its target"
-"""
-    )
-    assert out == ""
-
-
-def test_the_ledger_can_be_printed(run):
-    out = run("from engine_patches.__main__ import main; assert main(['patches']) == 0")
-    assert "block-copy (cure)" in out and out.count("  upstream  ") == out.count("  until     ") > 30
-
-
-def test_a_model_without_a_kv_cache_is_served_as_before(run):
-    out = run(
-        """
-from vllm.pooling_params import PoolingParams
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.request import Request
-plugin.register()
-lengths = dict(max_model_len=100, max_in_flight_tokens=100, scheduler_block_size=16, hash_block_size=16)
-config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
-manager = KVCacheManager(config, enable_caching=False, log_stats=True, **lengths)
-manager.record_prefix_cache_stats(Request("r", [1, 2, 3], None, PoolingParams()), 0)
-print(ledger.patches_live())
-"""
-    )
-    assert out.split() == ["True"]
+    assert out.split() == ["True", "13"]
 
 
 # Where the plugin comes to: a CUDA that must not be started, and a search for modules of vLLM that finds none.
@@ -349,7 +169,7 @@ def test_each_module_is_patched_when_it_is_imported_and_functions_taken_from_it_
         "cpu",
         """
 wanted = applicable()
-plugin.register()
+plugin.register(); plugin.register()
 del sys.meta_path[[type(finder).__name__ for finder in sys.meta_path].index("NoModules")]
 assert "vllm.model_executor.layers.mamba.mamba_mixer2" not in sys.modules
 from tests.harness.image_libraries import sitecustomize
@@ -364,7 +184,7 @@ for patch in wanted:
     while hasattr(function, ledger.MARK):
         names.append(getattr(function, ledger.NAME))
         function = getattr(function, ledger.MARK)
-    assert patch.name in names, patch.name
+    assert names.count(patch.name) == 1, (patch.name, names)
 print(ledger.patches_live(), log.getvalue().splitlines())
 """,
     )
@@ -373,28 +193,37 @@ print(ledger.patches_live(), log.getvalue().splitlines())
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_whichever_source_differs_vllm_stays_untouched_with_one_line(begin, platform):
-    """Every shape in turn is asked for a word that its source does not hold, before anything is imported."""
+    """Each shape and each recurrent core in turn is not found in the source, before anything is imported."""
     out = begin(
         platform,
         """
 import dataclasses
 from functools import cache
 from engine_patches import module_source, patches
-module_source.definitions = cache(module_source.definitions)  # vLLM's files stay as they are
+from engine_patches.families import INSIDE
+read = module_source.definitions = cache(module_source.definitions)  # vLLM's files stay as they are
 wanted, whole = applicable(), patches.PATCHES
-for number, patch in enumerate(whole):
-    if patch not in wanted:
-        continue
-    changed = dataclasses.replace(patch, mentions=(*patch.mentions, "a word that is not there"))
-    patches.PATCHES = (*whole[:number], changed, *whole[number + 1 :])
+
+def stays_untouched(function):
     plugin.register()
-    lines = log.getvalue().splitlines()
+    (line,) = log.getvalue().splitlines()
     log.truncate(0); log.seek(0)
-    assert replaced() == [] and not ledger.patches_live(), patch.name
-    assert len(lines) == 1 and patch.target in lines[0] and "untouched" in lines[0], (patch.name, lines)
+    assert replaced() == [] and not ledger.patches_live(), function
+    assert function in line and "untouched" in line, line
+
+for number, patch in enumerate(whole):
+    if patch in wanted:
+        changed = dataclasses.replace(patch, mentions=(*patch.mentions, "a word that is not there"))
+        patches.PATCHES = (*whole[:number], changed, *whole[number + 1 :])
+        stays_untouched(patch.target)
 patches.PATCHES = whole
+for layer in INSIDE:
+    gone = f"{layer.name}.{layer.core}"
+    module_source.definitions = lambda module, attributes: [] if attributes == gone else read(module, attributes)
+    stays_untouched(gone)
+module_source.definitions = read
 plugin.register()
-print(ledger.patches_live(), len(replaced()) == len(wanted))
+print(ledger.patches_live(), len(replaced()) == len(wanted), len(INSIDE) > 8)
 """,
     )
-    assert out.split() == ["True", "True"]
+    assert out.split() == ["True", "True", "True"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +15,6 @@ from torch.nn.parameter import UninitializedParameter
 from engine_patches.footprint import WEIGHTS
 from engine_patches.forward import loaded_weights, weight_files
 from engine_patches.forward.loaded_weights import COLUMNS, ROWS, Weights
-from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.hooks import forget_weights_that_may_change
 from tests.harness.changed_weights import CHANGES, change
 
 TYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool)
@@ -57,24 +52,6 @@ def test_a_model_with_a_tensor_that_holds_no_values_has_no_name(unread, engine_l
     assert "the weights cannot be told from others" in engine_log.text
 
 
-def test_sums_of_a_device_see_what_changes_alone_and_what_changes_together():
-    words = torch.randint(-(1 << 31), 1 << 31, ((ROWS + 2) * COLUMNS + 5,), dtype=torch.int32)
-    changes = {"": words.clone()}
-    for place in (0, COLUMNS, ROWS * COLUMNS + 7, len(words) - 1):
-        for bit in (1, 1 << 31):
-            changes[f"bit {bit} of word {place}"] = words.clone()
-            changes[f"bit {bit} of word {place}"][place] ^= bit - (1 << 32 if bit >> 31 else 0)
-    changes["signs of one column"] = words.clone()
-    changes["signs of one column"][::COLUMNS] ^= -(1 << 31)
-    changes["all signs"] = words ^ -(1 << 31)
-    changes["two rows change places"] = words.clone()
-    changes["two rows change places"][: 2 * COLUMNS] = words[: 2 * COLUMNS].roll(COLUMNS)
-    changes["one word moves on"] = words.roll(1)
-    changes["one word less"] = words[:-1]
-    sums = [loaded_weights.sums_of(changed) for changed in changes.values()]
-    assert len(set(sums)) == len(sums) and sums[0] == loaded_weights.sums_of(words)
-
-
 def together(*names: list[str], **parallel: Any) -> Weights:
     sizes = {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     config = SimpleNamespace(
@@ -97,19 +74,6 @@ def test_an_engines_weights_are_those_of_all_its_ranks_in_their_order():
 )
 def test_weights_of_which_a_part_is_not_known_have_no_name_and_say_why(unknown):
     assert unknown.name == unknown.cut == "" and unknown.unknown
-
-
-@pytest.mark.parametrize("method", ["reload_weights", "update_weights", lambda worker: None])
-def test_weights_that_may_be_changed_while_the_engine_runs_are_no_longer_known(method):
-    closed: list[str] = []
-    checkpoints = Checkpoints(Grid(16, 16), 384, weights=Weights("w", "", "cut", "sampled"))
-    checkpoints.states = SimpleNamespace(store=SimpleNamespace(close=closed.append))
-    core = SimpleNamespace(scheduler=SimpleNamespace(seamark=checkpoints))
-    call = forget_weights_that_may_change(lambda *arguments, **more: (arguments, more))
-    call(core, "compute_weight_checksums")
-    assert checkpoints.weights.name == "w" and not closed
-    assert call(core, method, args=(1,)) == ((core, method), {"args": (1,)})
-    assert not any(checkpoints.weights._replace(unknown="")) and closed == [checkpoints.weights.unknown]
 
 
 def sampled(model: Path, **facts: Any) -> str:
@@ -187,15 +151,6 @@ def test_workers_are_asked_for_their_weights_once_the_caches_are_there_if_they_a
     assert Weights.of(config) == (([["a", ""]], config) if needed else Weights())
 
 
-def test_a_worker_names_its_model_and_its_draft_model():
-    named, unnamed = SimpleNamespace(**{WEIGHTS: "a"}), SimpleNamespace()
-    both = SimpleNamespace(get_model=lambda: unnamed, get_draft_model=lambda: named)
-    assert loaded_weights.names_in(both) == ["", "a"]
-    assert loaded_weights.names_in(SimpleNamespace(get_model=lambda: named)) == ["a", ""]
-    without = SimpleNamespace(get_model=lambda: named, get_draft_model=lambda: None)
-    assert loaded_weights.names_in(without) == ["a", ""]
-
-
 @pytest.mark.parametrize(
     ("sizes", "is_moe", "is_known"),
     [
@@ -264,31 +219,6 @@ def test_words_are_a_tensors_bytes_in_the_order_of_its_memory_filled_up_with_zer
         assert loaded_weights._words(held).numpy().tobytes() == expected
     transposed = torch.arange(8, dtype=torch.uint8).view(2, 4).t()
     assert loaded_weights._words(transposed).numpy().tobytes() == bytes(range(8))
-
-
-def safetensors(*tensors: bytes, **metadata: str) -> bytes:
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    start = 0
-    for number, tensor in enumerate(tensors):
-        header[f"t{number}"] = {"dtype": "U8", "data_offsets": [start, start + len(tensor)]}
-        start += len(tensor)
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + b"".join(tensors)
-
-
-def test_the_samples_of_a_file_are_where_its_header_says_that_tensors_are(tmp_path):
-    """Of each the first KiB, and as much after each third of the rest; the header in slices of its own."""
-    large, small = bytes(range(256)) * 40, b"small"
-    content = safetensors(large, small, of="a test")
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
-    begin = len(content) - len(large) - len(small)
-    step = (len(large) - 1024) // 3
-    samples = content[:begin]
-    for place in range(0, len(large), step):
-        samples += large[place : place + 1024]
-    samples += small
-    assert begin < 1024 and weight_files._sampled(path) == [str(len(content)), hashlib.sha256(samples).hexdigest()]
 
 
 def test_a_model_that_was_fetched_is_found_where_it_was_put(tmp_path, monkeypatch):

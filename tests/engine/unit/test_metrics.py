@@ -1,25 +1,26 @@
-"""What the collecting process makes of the engine cores' reports."""
+"""What the collecting process makes of engine cores' reports: each number once, and what gateways read of requests."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
+import msgspec
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest, multiprocess
 
 from engine_patches.reporting import metrics
 from engine_patches.reporting.events_api import Feeds
 from engine_patches.reporting.metrics import CollectedMetrics, EngineNumbers, families
+from engine_patches.reporting.report import EngineReport, as_read
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.counters import AdmittedRequest
+from engine_patches.scheduler.counters import AdmittedRequest, DraftedRequest
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.load import GatewayLoad
-from engine_patches.scheduler.refusals import Refusal
 from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvicted, StateStored
 from tests.harness.reports import collect, scheduler_of, sent
 
@@ -27,45 +28,154 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def feeds(monkeypatch) -> Feeds:
+def feeds(monkeypatch) -> Iterator[Feeds]:
     """Of a process to which no engine has reported yet."""
     feeds = Feeds()
     monkeypatch.setattr(metrics, "feeds", feeds)
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     families().info.clear()
-    return feeds
+    yield feeds
+    families().info.clear()
 
 
-def shown(label: str) -> list[str]:
-    return [sample.labels[label] for sample in families().info.collect()[0].samples]
+def test_what_is_left_out_of_a_report_is_nothing():
+    """Older engines and newer collectors meet: a field that was not sent has to mean that nothing happened."""
+    empty = msgspec.msgpack.decode(msgspec.msgpack.encode({"match_unit": 16, "block_size": 64}), type=EngineReport)
+    values = {name: getattr(empty, name) for name in empty.__struct_fields__}
+    assert (values.pop("match_unit"), values.pop("block_size"), values.pop("engines")) == (16, 64, 1)
+    assert values.pop("drafts") == ("", "", "") and not any(values.values())
 
 
-def test_what_an_engine_is_is_shown_as_it_tells_it_last_and_where_its_reports_are_read(feeds):
-    collected, told = CollectedMetrics("127.0.0.1:33007", beside_vllms=True), []
-    for refusal in (Refusal("no_states", "a layer has a window, or two"), None):
-        collected.take(sent(scheduler_of(Checkpoints(Grid(16, 16), 384, refusal=refusal))))
-        told.append((shown("refused"), shown("reports")))
-    assert told == [(["a layer has a window, or two"], ["127.0.0.1:33007"]), ([""], ["127.0.0.1:33007"])]
+def values() -> dict[str, float]:
+    """All numbers of ours, by name and labels."""
+    return {
+        ",".join([sample.name, *(f"{label}={value}" for label, value in sample.labels.items())]): sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name.startswith("seamark_") and not sample.name.endswith("_created") and "info" not in sample.name
+    }
 
 
-def losing_a_state(*more: Any) -> Any:
-    """The states of a scheduler, one of which can no longer be found."""
-    numbered = list(enumerate((StateEvicted("5c"), *more), start=1))
-    events = SimpleNamespace(pending=True, take=lambda: numbered)
-    return SimpleNamespace(events=events, bytes_held=0, pins=SimpleNamespace(num_blocks=0))
+# By metric: what the report below adds, and what it shows as it is.
+ADDED = {
+    "seamark_checkpoints_written_total,kind=tail": 2,
+    "seamark_checkpoints_evicted_total": 2,
+    "seamark_checkpoint_hits_total": 1,
+    "seamark_checkpoint_hit_tokens_total": 160,
+    "seamark_pins_total,fate=pinned": 1,
+    "seamark_checkpoint_files_refused_total,reason=checksum": 2,
+    "seamark_checkpoint_bytes_written_total": 1000,
+    "seamark_loads_declined_total": 1,
+    "seamark_hints_ignored_total,reason=late": 1,
+    "seamark_engine_requests_total,reason=hit": 1,
+    "seamark_draft_windows_total,rows=healed": 1,
+    "seamark_followers_total,fate=not_worth_it": 1,
+    "seamark_followers_total,fate=held": 1,
+    "seamark_seconds_saved_total": 0.5,
+    "seamark_seconds_spent_total": 0.25,
+}
+
+SHOWN = {
+    "seamark_checkpoint_bytes": 123,
+    "seamark_pinned_blocks": 4,
+    "seamark_checkpoint_directory_bytes": 5000,
+    "seamark_pass_seconds": 0.125,
+    "seamark_token_seconds": 0.0625,
+}
+
+
+def test_each_number_of_a_report_is_added_or_shown_and_nothing_else_changes(feeds):
+    before = values()
+    events = [(1, ["gone", "5c"]), (2, ["came", "r", 64, []]), (3, ["gone", "6c"])]
+    report = EngineReport(
+        match_unit=32,
+        block_size=384,
+        loads={"g": (1, 400)},
+        state_bytes=123,
+        pinned_blocks=4,
+        disk_bytes=5000,
+        pass_seconds=0.125,
+        token_seconds=0.0625,
+        cache_hit_tokens=7,
+        hits=1,
+        hit_tokens=160,
+        saved_seconds=0.5,
+        spent_seconds=0.25,
+        file_bytes=1000,
+        loads_declined=1,
+        written={"tail": 2},
+        outcomes={"hit": 1},
+        followers={"not_worth_it": 1, "held": 1},
+        ignored={"late": 1},
+        files_refused={"checksum": 2},
+        requests=[AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,))],
+        pinned=[("chatcmpl-a-00000000", "pinned")],
+        drafts=("closed", "0f", "it drafts worse"),
+        windows={"healed": 1},
+        window_of=[("chatcmpl-a-00000000", "healed")],
+        drafted=[DraftedRequest("chatcmpl-a-00000000", 7, 12)],
+        events=events,
+    )
+    CollectedMetrics("127.0.0.1:7", beside_vllms=True).take(report)
+    after = values()
+    changed = {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
+    assert {name: after[name] for name in SHOWN} == SHOWN
+    assert {name: value for name, value in changed.items() if name not in SHOWN} == ADDED
+    told = feeds.main.after(0)
+    assert told["outcomes"] == [("a", "hit", 160)] and told["pins"] == [("a", "pinned")]
+    assert told["windows"] == [("a", "healed")] and told["drafted"] == [("a", 7, 12)]
+    assert told["drafts"] == {"state": "closed", "id": "0f", "why": "it drafts worse"}
+    assert len(told["states"]) == 3 and feeds.main.take_latest("a").pin == "pinned"
+
+
+def infos() -> list[dict[str, str]]:
+    """What engines are shown to be now."""
+    return [sample.labels for sample in families().info.collect()[0].samples if sample.value == 1]
+
+
+def test_an_engine_is_shown_as_it_is_and_others_beside_it_that_differ(feeds):
+    collector = CollectedMetrics("127.0.0.1:7", beside_vllms=True)
+    same = {"match_unit": 16, "block_size": 64, "engines": 2}
+    for engine in (0, 1):
+        collector.take(EngineReport(engine=engine, **same))
+    (info,) = infos()
+    assert (info["match_unit"], info["block_size"], info["ahead"], info["reports"]) == ("16", "64", "0", "127.0.0.1:7")
+    assert info["version"] == metrics.own_version() and info["vllm"] == metrics.vllm.__version__
+    collector.take(EngineReport(engine=1, refused="a cause", **same))
+    assert sorted(info["refused"] for info in infos()) == ["", "a cause"], "the other one is as it was"
+    collector.take(EngineReport(engine=0, refused="a cause", **same))
+    collector.take(EngineReport(engine=0, refused="a cause", **same))
+    assert [info["refused"] for info in infos()] == ["a cause"]
+    names = ("drafts", "connector", "lane", "ahead")
+    collector.take(EngineReport(engine=0, drafts=("closed", "", ""), connector="c", lane="l", ahead=3, **same))
+    assert [tuple(info[name] for name in names) for info in infos() if info["drafts"]] == [("closed", "c", "l", "3")]
+
+
+def test_a_bare_copy_of_the_plugin_has_no_version(monkeypatch):
+    def absent(name: str) -> str:
+        assert name == "vllm-seamark"
+        raise metrics.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metrics.metadata, "version", absent)
+    assert metrics.own_version() == "unknown"
 
 
 @pytest.mark.parametrize("resolved", [(), (0,), (163, 0, 24_001)])
 @pytest.mark.parametrize("name", ["a", "a/b:c,d/", "/", "ü\u2028 x"])
 def test_requests_and_states_arrive_where_a_gateway_reads_them_as_they_left(feeds, name, resolved):
     engine_id = f"chatcmpl-{name}-00000000"
-    more = (StateStored(engine_id, 200, ((160, "5c"), (192, ""))), CacheCleared(), AdapterReplaced("an adapter"))
-    checkpoints = Checkpoints(Grid(16, 16), 384, losing_a_state(*more))
+    came = StateStored(engine_id, 200, ((160, "5c"), (192, "")))
+    happened = [StateEvicted("5c"), came, CacheCleared(), AdapterReplaced("an adapter")]
+    assert as_read(came) == ["came", engine_id, 200, ((160, "5c"), (192, ""))]
+    events = SimpleNamespace(pending=True, take=lambda: list(enumerate(happened, start=1)))
+    states = SimpleNamespace(events=events, bytes_held=0, pins=SimpleNamespace(num_blocks=0))
+    checkpoints = Checkpoints(Grid(16, 16), 384, states)
     checkpoints.counters.request_admitted(AdmittedRequest(engine_id, "hit", 160, 176, resolved))
     collect(checkpoints)
     answer = feeds.main.after(0)
     assert answer["outcomes"] == [(name, "hit", 160)] and answer["resolved"] == [(name, 176, resolved)]
-    came = ["came", name, 200, [[160, "5c"], [192, ""]]]
-    assert answer["states"] == [["gone", "5c"], came, ["cleared"], ["adapter", "an adapter"]]
+    told = ["came", name, 200, [[160, "5c"], [192, ""]]]
+    assert answer["states"] == [["gone", "5c"], told, ["cleared"], ["adapter", "an adapter"]]
 
 
 def test_what_became_of_a_pin_arrives_with_the_outcome_of_its_request(feeds):
@@ -114,13 +224,8 @@ CollectedMetrics("127.0.0.1:7", beside_vllms=False).take(sent(scheduler_of(check
 def test_several_api_servers_show_what_the_collecting_process_has_added_up_and_vllms_numbers_once(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", BESIDE_API_SERVERS, str(tmp_path)], env=environment, check=True)
-    reading = (
-        "from prometheus_client import CollectorRegistry, generate_latest, multiprocess\n"
-        "registry = CollectorRegistry()\n"
-        "multiprocess.MultiProcessCollector(registry)\n"
-        "print(generate_latest(registry).decode())\n"
-    )
-    environment["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, "-c", reading], env=environment, check=True, capture_output=True, text=True)
-    assert 'seamark_checkpoints_written_total{kind="tail"} 1.0' in done.stdout
-    assert 'reports="127.0.0.1:7"' in done.stdout and "vllm:" not in done.stdout
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, str(tmp_path))
+    shown = generate_latest(registry).decode()
+    assert 'seamark_checkpoints_written_total{kind="tail"} 1.0' in shown
+    assert 'reports="127.0.0.1:7"' in shown and "vllm:" not in shown

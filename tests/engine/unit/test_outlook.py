@@ -6,6 +6,7 @@ import inspect
 import shlex
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from engine_patches import kv_connectors, settings, speculation
 from engine_patches.kv_connectors import ConnectorLane
@@ -30,6 +31,7 @@ def test_a_recipe_is_judged_as_by_the_plugin_that_is_given_its_configuration(num
 
 
 def test_methods_connectors_and_versions_are_the_plugins():
+    assert kv_connectors.CONNECTORS.keys() <= KVConnectorFactory._registry.keys(), "vLLM has them"
     assert outlook.METHODS == speculation.METHODS
     lanes = kv_connectors.CONNECTORS.items()
     assert set(outlook.NOT_SERVED) == {name for name, lane in lanes if lane is ConnectorLane.NOT_SERVED}

@@ -68,40 +68,37 @@ def start(rank: int = -1, events: Any = None, *more: Any, **kwargs: Any) -> list
 async def test_beside_an_api_server_vllms_own_metrics_are_known(made):
     start(rank=0)
     assert made[1] == ("127.0.0.1:7", {"beside_vllms": True})
+    start(rank=0)
+    assert len(made) == 2, "there is one already"
 
 
 @pytest.mark.parametrize(
     ("rank", "options", "expected"),
     [
-        (0, {}, None),  # the class `LLM`
+        (0, {}, None),  # the class `LLM`, for which no gateway asks
         (0, {"local_client": True}, None),
         (0, {"local_client": False}, Layout.OTHERS),
         (-1, {}, Layout.OTHERS),
         (1, {}, None),
+        (None, {}, None),
     ],
 )
 def test_who_answers_http_is_told_by_vllms_own_arguments(rank, options, expected):
-    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=rank))
-    assert hooks._layout(config, options) is expected
-    assert hooks._layout(SimpleNamespace(parallel_config=SimpleNamespace()), options) == (
-        Layout.OTHERS if options.get("local_client") is False else None
-    )
+    ranks = {} if rank is None else {"_api_process_rank": rank}
+    assert hooks._layout(SimpleNamespace(parallel_config=SimpleNamespace(**ranks)), options) is expected
 
 
-def test_engines_start_without_reports_where_none_can_be_collected(made, monkeypatch, engine_log):
-    monkeypatch.setattr(Collector, "fails", True)
-    start()
-    assert made == [] and FOLDER not in os.environ and READ_AT not in os.environ
-    (line,) = engine_log.messages
-    assert "no sockets here" in line
-
-
-@pytest.mark.parametrize("read_at", ["", "127.0.0.1:7"])
-def test_the_address_is_said_once_if_there_is_one(made, monkeypatch, engine_log, read_at):
+@pytest.mark.parametrize(("read_at", "fails"), [("", False), ("127.0.0.1:7", False), ("", True)])
+def test_engines_start_and_one_line_says_where_reports_are_read_or_why_there_are_none(
+    made, monkeypatch, engine_log, read_at, fails
+):
     engine_log.set_level(logging.INFO, "vllm.seamark")
     monkeypatch.setattr(Collector, "read_at", read_at)
+    monkeypatch.setattr(Collector, "fails", fails)
     start()
-    assert [read_at in line for line in engine_log.messages] == ([True] if read_at else [])
+    said = "no sockets here" if fails else read_at
+    assert [said in line for line in engine_log.messages] == [True] * bool(said)
+    assert (FOLDER in os.environ) is (READ_AT in os.environ) is not fails
 
 
 @pytest.mark.parametrize(
@@ -117,88 +114,40 @@ def test_reports_are_beside_kv_events_if_these_are_published_and_nobody_says_whe
     assert made[0][0] == ("127.0.0.1", port)
 
 
-class Probe:
-    """A socket on a machine whose ports are all free."""
+@pytest.mark.parametrize("port", ["1", "0", "65537", "99999", "000005557", "-5", "x"])
+def test_before_what_is_no_port_there_is_none(port):
+    assert hooks._beside(f"tcp://*:{port}") == 0
 
-    bound: list[Any]
 
-    def __enter__(self) -> Probe:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    def setsockopt(self, *option: Any) -> None:
-        self.bound.append(option)
-
-    def bind(self, address: tuple[str, int]) -> None:
-        self.bound.append(address)
+@pytest.mark.parametrize("is_free", [True, False])
+def test_beside_kv_events_reports_are_read_at_the_port_before_theirs_if_that_is_free(is_free):
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        if is_free:
+            holder.close()
+        assert hooks._beside(f"tcp://*:{port + 1}") == (port if is_free else 0)
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "port"),
+    ("arguments", "text", "keys"),
     [
-        ("tcp://*:5557", 5556),
-        ("tcp://*:2", 1),
-        ("tcp://*:1", 0),
-        ("tcp://*:0", 0),
-        ("tcp://*:65536", 65535),
-        ("tcp://*:65537", 0),
-        ("tcp://*:99999", 0),
-        ("tcp://*:000005557", 0),
-        ("tcp://*:-5", 0),
-        ("inproc://x", 0),
+        ("--config {file}", "api-key: a", ("a",)),
+        ("--port 1 --config {file}", "api_key: [a, 5]", ("a", "5")),
+        ("--config {file}", "api-key: []", ("c",)),
+        ("--config {file}", "api-key:", ("c",)),
+        ("--config {file} --api-key b", "api-key: a", ("b",)),
+        ("--config", "", ("c",)),
+        ("--config {file}.not", "", ("c",)),
+        ("--api-key", "", ("c",)),
+        ("--api-key --port 1", "", ("c",)),
+        ("--other a --api-key b --other c", "", ("b",)),
+        ("--api-key=", "", ("",)),
     ],
 )
-def test_the_port_before_that_of_kv_events_is_one(monkeypatch, endpoint, port):
-    monkeypatch.setattr(Probe, "bound", [], raising=False)
-    monkeypatch.setattr(hooks.socket, "socket", Probe)
-    assert hooks._beside(endpoint) == port
-    reuse = (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    assert Probe.bound == ([reuse, ("127.0.0.1", port)] if port else [])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "keys"),
-    [
-        ("--config {file}", ("a",)),
-        ("--port 1 --config {file}", ("a",)),
-        ("--config {file} --api-key b", ("b",)),
-        ("--config", ("c",)),
-        ("--config {file}.not", ("c",)),
-        ("--api-key", ("c",)),
-        ("--api-key --port 1", ("c",)),
-        ("--other a --api-key b --other c", ("b",)),
-        ("--api-key=", ("",)),
-    ],
-)
-def test_keys_of_a_file_and_of_the_environment_stand_back_behind_flags(arguments, keys, tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text("api-key: a")
-    assert keys_in(["vllm", "serve", *arguments.format(file=file).split()], {"VLLM_API_KEY": "c"}) == keys
-
-
-@pytest.mark.parametrize(
-    ("text", "keys"),
-    [("api-key: 5", ("5",)), ("api_key: [1, b]", ("1", "b")), ("api-key:", ()), ("api-key: []", ())],
-)
-def test_keys_of_a_file_are_text(text, keys, tmp_path):
+def test_keys_of_a_file_and_of_the_environment_stand_back_behind_flags(arguments, text, keys, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(text)
-    assert keys_in(["--config", str(file)], {}) == keys
-
-
-class Reporter:
-    """In place of the real one."""
-
-    def __init__(self, scheduler: Any = None, address: str = "") -> None:
-        self.scheduler, self.address = scheduler, address
-        self.told: list[Any] = []
-
-    def send(self) -> None:
-        self.told.append("sent")
-
-    def step_ends(self, *, busy: bool) -> None:
-        self.told.append(busy)
+    assert keys_in(["vllm", "serve", *arguments.format(file=file).split()], {"VLLM_API_KEY": "c"}) == keys
 
 
 def test_a_scheduler_that_cannot_report_is_made_without(monkeypatch, engine_log):
@@ -215,23 +164,25 @@ def test_a_scheduler_that_cannot_report_is_made_without(monkeypatch, engine_log)
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_a_step_reports_before_its_numbers_are_made(monkeypatch, busy):
+def test_a_step_reports_before_its_numbers_are_made_and_an_emptied_cache_at_once(monkeypatch, busy):
     monkeypatch.setattr(hooks.load, "may_have_changed", lambda planned: {"a step": busy}[planned])
-    own = Reporter()
+    told: list[Any] = []
+    own = SimpleNamespace(send=lambda: told.append("sent"), step_ends=lambda *, busy: told.append(busy))
     scheduler = SimpleNamespace(seamark=SimpleNamespace(last_planned="a step"), **{REPORTS: own})
-    make = hooks.report_with_stats(lambda self, *args, **kwargs: (list(own.told), args, kwargs))
+
+    def vllms(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return list(told), args, kwargs
+
+    make, reset = hooks.report_with_stats(vllms), hooks.report_resets(vllms)
     assert make(scheduler, 1, a=2) == ([busy], (1,), {"a": 2})
-    assert make(SimpleNamespace(), 1) == ([busy], (1,), {}) and own.told == [busy]
+    assert reset(scheduler, 1, a=2) == ([busy], (1,), {"a": 2}) and told == [busy, "sent"]
+    assert make(SimpleNamespace(), 1)[1:] == reset(SimpleNamespace(), 1)[1:] == ((1,), {}) and told == [busy, "sent"]
 
 
-def test_an_emptied_cache_is_reported_at_once():
-    own = Reporter()
-    reset = hooks.report_resets(lambda self, *args, **kwargs: (list(own.told), args, kwargs))
-    assert reset(SimpleNamespace(**{REPORTS: own}), 1, a=2) == ([], (1,), {"a": 2})
-    assert own.told == ["sent"] and reset(SimpleNamespace()) == (["sent"], (), {}) and own.told == ["sent"]
-
-
-def test_a_frontend_without_routes_of_ours_tells_where_reports_are_read(monkeypatch):
+def test_a_frontend_without_routes_of_ours_tells_where_reports_are_read_unless_kv_events_are_published(monkeypatch):
+    assert hooks.tell_where(lambda self: None)(SimpleNamespace()) is None
     monkeypatch.setenv(READ_AT, "127.0.0.1:7")
     told = hooks.tell_where(lambda self: None)(SimpleNamespace())
     assert (told.publisher, told.endpoint, told.topic) == ("null", "tcp://127.0.0.1:7", TOPIC)
+    theirs = object()
+    assert hooks.tell_where(lambda self: theirs)(SimpleNamespace()) is theirs

@@ -208,23 +208,23 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
 
 
-@pytest.mark.parametrize("dim_first", [False, True])
-@pytest.mark.parametrize("slots", [False, True])
-@pytest.mark.parametrize("on_cpu", [False, True])
-@pytest.mark.parametrize("decodes", [0, 3])
-@pytest.mark.parametrize("row", range(len(ROWS)))
-def test_each_state_is_that_of_a_chunk_that_ends_there(monkeypatch, row, decodes, on_cpu, slots, dim_first):
-    rows = ROWS[row:] + ROWS[:row]  # the row's tokens are the first in the step, whatever its length
-    writes = {(number - row) % len(ROWS): offsets for number, offsets in WRITES.items()}
-    of_step = dict(decodes=decodes, on_cpu=on_cpu, slots=slots, dim_first=dim_first)
+# The row whose states are looked at is the first in its step, so that its tokens are the same whatever its length.
+STEPS = [
+    *((ROWS[row:] + ROWS[:row], {(each - row) % len(ROWS): WRITES[each] for each in WRITES}) for row in range(4)),
+    ([(0, 20), (0, 9)], {0: [2, 3, 8, 11], 1: [2, 9]}),  # new prompts alone: no state to begin with
+]
+
+
+@pytest.mark.parametrize("how", [*itertools.product([False, True], [False, True], [False, True], [0, 3])], ids=str)
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_each_state_is_that_of_a_chunk_that_ends_there(monkeypatch, step, how):
+    (rows, writes), of_step = step, dict(zip(("dim_first", "slots", "on_cpu", "decodes"), how, strict=True))
     layer = run(monkeypatch, rows, writes, **of_step)
-    for offset in WRITES[row]:
+    for offset in writes[0]:
         block = layer.blocks[0, offset]
-        conv, ssm = layer.conv_state[block], layer.ssm_state[block]
-        shorter = [(rows[0][0], offset), *rows[1:]]
-        expected = run(monkeypatch, shorter, {}, **of_step)
-        same(conv, expected.conv_state[0], f"convolution's state after {offset} tokens")
-        same(ssm, expected.ssm_state[0], f"scan's state after {offset} tokens")
+        expected = run(monkeypatch, [(rows[0][0], offset), *rows[1:]], {}, **of_step)
+        same(layer.conv_state[block], expected.conv_state[0], f"convolution's state after {offset} tokens")
+        same(layer.ssm_state[block], expected.ssm_state[0], f"scan's state after {offset} tokens")
 
 
 @pytest.mark.parametrize("slots", [False, True])
@@ -246,11 +246,6 @@ def test_the_scan_is_not_cut_and_only_what_lies_inside_a_chunk_is_scanned_again(
     assert calls == [whole, 1 + 2 + 2]
 
 
-def test_on_a_cpu_no_token_is_scanned_twice_and_chunks_of_different_rows_run_at_once(monkeypatch):
-    run(monkeypatch, ROWS, {0: [8], 2: [8, 17]}, on_cpu=True)
-    assert calls == [8, 22 + 20 + 8, 9 + 12]
-
-
 def test_another_cache_group_takes_the_same_states_into_its_own_blocks(monkeypatch):
     layer = run(monkeypatch, ROWS[:1], {0: [9]})
     states = getattr(layer.metadata, SCAN_STATES)
@@ -261,22 +256,6 @@ def test_another_cache_group_takes_the_same_states_into_its_own_blocks(monkeypat
     of_other = getattr(updated, SCAN_STATES)
     assert (of_other.blocks.tolist(), of_other.running.tolist()) == ([33], [7])
     assert of_other.plan is states.plan
-
-
-@pytest.mark.parametrize("on_cpu", [False, True])
-def test_states_of_new_prompts_begin_with_nothing(monkeypatch, on_cpu):
-    rows, writes = [(0, 20), (0, 9)], {0: [3, 8, 11], 1: [2, 9]}
-    layer = run(monkeypatch, rows, writes, on_cpu=on_cpu)
-    for row, offsets in writes.items():
-        for offset in offsets:
-            block = layer.blocks[row, offset]
-            alone = run(monkeypatch, [(*rows[row][:1], offset), (0, 5)], {}, on_cpu=on_cpu)
-            if row == 0:  # inputs are drawn by their place in the step
-                same(layer.ssm_state[block], alone.ssm_state[0], f"scan's state after {offset} tokens")
-                same(layer.conv_state[block], alone.conv_state[0], f"convolution's state after {offset} tokens")
-    whole = run(monkeypatch, rows, {}, on_cpu=on_cpu)
-    same(layer.ssm_state[layer.blocks[1, 9]], whole.ssm_state[1], "the state at the second prompt's end")
-    same(layer.output, whole.output, "outputs")
 
 
 OTHERWISE = {
@@ -317,13 +296,6 @@ def test_without_states_to_write_nothing_is_planned(monkeypatch, step):
     common = SimpleNamespace(num_reqs=1)
     assert build("builder", 0, common, 1, a=2) == "vLLM's own"
     assert given == [(("builder", 0, common, 1), {"a": 2})]
-
-
-def test_a_scan_outside_of_such_a_layer_is_vllms_own(monkeypatch):
-    monkeypatch.setattr(RUNNING, "scan", None)
-    given: list[Any] = []
-    scanned = scan_with_states(lambda *inputs, **options: given.append((inputs, options)) or "scanned")
-    assert scanned(1, 2, a=3) == "scanned" and given == [((1, 2), {"a": 3})]
 
 
 def test_a_layer_that_fails_leaves_nothing_behind(monkeypatch):

@@ -12,87 +12,57 @@ from engine_patches.scheduler.state_writes import learn_step_time, write_after_s
 
 
 class Scheduler:
-    """As much of vLLM's scheduler as learns from steps; the clock is set by hand."""
+    """As much of vLLM's scheduler as learns from a step in which requests verify three drafts."""
 
-    def __init__(self, monkeypatch) -> None:
-        self.now = 100.0
-        self.steps: list[tuple[int, float, bool]] = []
-        self.released = 0
-        monkeypatch.setattr(state_writes.time, "monotonic", lambda: self.now)
-        states = SimpleNamespace(release=self._release)
-        learner = SimpleNamespace(step_took=self._took)
-        self.seamark = SimpleNamespace(step_time=learner, states=states, step_ended=0.0, last_planned=None, verified=1)
-        self._update = learn_step_time(lambda *_: "outputs")
-
-    def _took(self, num_tokens, seconds, prefill):
-        self.steps.append((num_tokens, pytest.approx(seconds), prefill))
-
-    def _release(self):
-        self.released += 1
-
-    def plan(self, drafts=(), **tokens):
-        self.seamark.last_planned = SimpleNamespace(
-            num_scheduled_tokens=tokens,
-            total_num_scheduled_tokens=sum(tokens.values()),
-            scheduled_spec_decode_tokens={name: [-1] * count for name, count in drafts},
-            seamark_planned_at=self.now,
-        )
-        return self.seamark.last_planned
-
-    def output(self, planned):
-        assert self._update(self, planned, None) == "outputs"
-
-
-@pytest.fixture
-def scheduler(monkeypatch) -> Scheduler:
-    return Scheduler(monkeypatch)
-
-
-class Drafting(Scheduler):
-    """One whose requests verify three drafts in a step."""
-
-    def __init__(self, monkeypatch) -> None:
-        super().__init__(monkeypatch)
+    def __init__(self) -> None:
         self.verified: list[tuple[str, int]] = []
         self.over: list[str] = []
         self.finishes: set[str] = set()  # with this step
-        vars(self.seamark).update(
+        self.seamark = SimpleNamespace(
+            step_time=SimpleNamespace(step_took=lambda *_, **__: None),
+            states=None,
+            step_ended=0.0,
             verified=4,
             verified_drafts=lambda request, accepted: self.verified.append((request.request_id, accepted)),
             finished=lambda request: self.over.append(request.request_id),
         )
         self.requests = {name: self._request(name) for name in "abc"}
-        self._update = learn_step_time(self._vllms)
 
     def _request(self, name: str) -> SimpleNamespace:
         made = SimpleNamespace(request_id=name, is_over=False)
         made.is_finished = lambda: made.is_over
         return made
 
-    def _vllms(self, scheduler, output, answers) -> str:
+    def _update(self, scheduler: Any, output: Any, answers: Any) -> str:
         for name in self.finishes:
             self.requests.pop(name).is_over = True
         return "outputs"
 
-    def sampled(self, planned, *tokens: list[int]) -> None:
-        index = {name: number for number, name in enumerate(planned.num_scheduled_tokens)}
+    def sampled(self, drafts: dict[str, int], *tokens: list[int], **planned: int) -> None:
+        self.seamark.last_planned = output = SimpleNamespace(
+            num_scheduled_tokens=planned,
+            total_num_scheduled_tokens=sum(planned.values()),
+            scheduled_spec_decode_tokens={name: [-1] * count for name, count in drafts.items()},
+            seamark_planned_at=1.0,
+        )
+        index = {name: number for number, name in enumerate(planned)}
         answers = SimpleNamespace(sampled_token_ids=list(tokens), req_id_to_index=index)
-        assert self._update(self, planned, answers) == "outputs"
+        assert learn_step_time(self._update)(self, output, answers) == "outputs"
 
 
 @pytest.mark.parametrize("tokens", [[[], [5], []], []])
-def test_a_step_whose_tokens_are_not_there_has_verified_nothing(monkeypatch, tokens):
-    scheduler = Drafting(monkeypatch)
-    scheduler.sampled(scheduler.plan([("a", 3)], a=4, b=1, c=1), *tokens)
+def test_a_step_whose_tokens_are_not_there_has_verified_nothing(tokens):
+    scheduler = Scheduler()
+    scheduler.sampled({"a": 3}, *tokens, a=4, b=1, c=1)
     assert scheduler.verified == []
 
 
-def test_who_has_its_whole_answer_is_told_once_and_who_has_left_before_is_not(monkeypatch):
-    scheduler = Drafting(monkeypatch)
+def test_who_has_its_whole_answer_is_told_once_and_who_has_left_before_is_not():
+    scheduler = Scheduler()
     scheduler.requests["a"].is_over = True  # aborted, and still in the step
     del scheduler.requests["b"]
     scheduler.finishes = {"c"}
-    scheduler.sampled(scheduler.plan([("a", 3), ("b", 3), ("c", 3)], a=4, b=4, c=4), [5, 6], [5, 6], [5, 6])
+    scheduler.sampled(dict.fromkeys("abc", 3), [5, 6], [5, 6], [5, 6], a=4, b=4, c=4)
     assert scheduler.verified == [("c", 1)] and scheduler.over == ["c"]
 
 

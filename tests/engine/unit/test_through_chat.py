@@ -1,4 +1,4 @@
-"""What stands in for /v1/messages turns requests and answers as vLLM's own route does."""
+"""What stands in for /v1/messages turns answers as vLLM's own route does; requests: test_conversions.py."""
 
 from __future__ import annotations
 
@@ -6,68 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
-from proxy.chat.through_chat import MessageStream, chat_of, message_of
-
-TOOL = {"name": "tide", "description": "When?", "input_schema": {"type": "object", "properties": {"at": {}}}}
-
-QUESTION = {"role": "user", "content": "High tide?"}
-
-REQUESTS = {
-    "plain": {"messages": [QUESTION]},
-    "sampling": {
-        "messages": [QUESTION],
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 7,
-        "stop_sequences": ["\n", "END"],
-        "cache_salt": "salt",
-        "vllm_xargs": {"seamark_boundaries": [16, "last:7,8"]},
-    },
-    "a stream": {"messages": [QUESTION], "stream": True},
-    "system and blocks": {
-        "system": [{"type": "text", "text": "You are a pilot."}, {"type": "text", "text": " Be brief."}],
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "Three"}]},
-            QUESTION,
-        ],
-    },
-    "tools": {
-        "tools": [TOOL],
-        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-        "messages": [
-            QUESTION,
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "tide", "input": {"at": 5}}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "at nine"}]},
-        ],
-    },
-    "one tool": {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "tide"}, "messages": [QUESTION]},
-    "thinking": {"messages": [QUESTION], "thinking": {"type": "enabled", "budget_tokens": 2048}},
-    "a schema": {
-        "messages": [QUESTION],
-        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
-    },
-}
-
-
-def fields_of(request: ChatCompletionRequest) -> dict[str, Any]:
-    """Those that mean something: a default counts as one that is not there."""
-    defaults = {"stop": [], "tool_choice": "none", "parallel_tool_calls": True}
-    found = request.model_dump(exclude_none=True, exclude={"request_id"})
-    return {name: value for name, value in found.items() if defaults.get(name, ...) != value}
-
-
-@pytest.mark.parametrize("body", REQUESTS.values(), ids=REQUESTS)
-def test_a_request_means_the_same_chat(body):
-    body = {"model": "m", "max_tokens": 4096, **body}
-    theirs = AnthropicServingMessages.to_chat_completion_request(AnthropicMessagesRequest(**body))
-    ours = ChatCompletionRequest.model_validate(chat_of(body))
-    assert fields_of(ours) == fields_of(theirs)
-
+from proxy.chat.through_chat import MessageStream, message_of
 
 USAGE = {
     "prompt_tokens": 300,

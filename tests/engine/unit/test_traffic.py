@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from engine_patches.disk import connector
+from engine_patches.disk.load_cost import LoadCost
 from proxy.bench.harness.servers import generated_model
-from tests.harness import adapter_audit, draft_audit, scheduler_audit, transfer_audit
+from tests.harness import adapter_audit, disk_audit, draft_audit, scheduler_audit, transfer_audit
 from tests.harness.draft_cores import ANSWERS, HEALED, OWN_SHAPE, OWN_WINDOW, SHARED, faults
 from tests.harness.patched_vllm import audited, patched_vllm
 
@@ -66,6 +68,30 @@ def test_nothing_of_other_weights_is_found_however_an_adapter_changes(model: Pat
 def test_prefill_and_decode_apart_find_no_wrong_state_and_read_no_wrong_block(model: Path, core: dict[str, Any]):
     found = audited(transfer_audit.scenes, model, core, seeds=[2], chats=20)
     assert found["errors"] == [] and found["read"] > 0 and found["written"] > 0
+
+
+# So few blocks that what a state has held is soon what another one is loaded into, and fewer rows than a prompt takes.
+LITTLE_DISK: dict[str, Any] = {"blocks": 40, "budget": 128, "running": 4, "rows": 24, "files_bound": 120}
+
+
+@pytest.mark.parametrize(
+    ("core", "how"),
+    [
+        ({}, {}),
+        (LITTLE_DISK, {}),
+        ({**LITTLE_DISK, "budget": 256, "overlap": True}, {}),
+        (LITTLE_DISK, {"kind": "hanging"}),
+    ],
+    ids=str,
+)
+def test_copies_that_come_late_and_files_that_are_damaged_lead_to_no_wrong_state(
+    model: Path, monkeypatch: pytest.MonkeyPatch, core: dict[str, Any], how: dict[str, Any]
+):
+    monkeypatch.setattr(LoadCost, "pays", LoadCost.pays)  # what an audit sets is as before behind the test
+    for name in ("PATIENCE", "time"):
+        monkeypatch.setattr(connector, name, getattr(connector, name))
+    found = audited(disk_audit.scenes, model, core, seeds=[3], chats=20, **how)
+    assert found["errors"] == [] and found["loaded"] > 0
 
 
 DRAFTING: dict[str, dict[str, Any]] = {

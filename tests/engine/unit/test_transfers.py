@@ -1,4 +1,4 @@
-"""Prefills of other workers: where they stop, which of them are loaded, and from which blocks their states are kept."""
+"""Prefills of other workers: where they stop, which of them are loaded, and what is told of those that are sent."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler import transfers
-from engine_patches.scheduler.counters import Counters
 from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.planner import HINTED, TAIL, CheckpointTarget
+from engine_patches.scheduler.planner import HINTED, CheckpointTarget
 from engine_patches.scheduler.transfers import (
     CONTENT,
     CUT,
@@ -23,90 +21,12 @@ from engine_patches.scheduler.transfers import (
     TAKEN,
     Transfers,
     introduce,
-    keep_loaded_state,
     load_what_was_computed,
     name_what_is_sent,
     read_hint_of_the_whole_prompt,
 )
 
-BLOCK, UNIT, LOADED = 64, 16, 144  # tokens
-
-KEPT = (70, 71)  # blocks that are reserved for what is kept
-
-
-def block(number: int) -> SimpleNamespace:
-    return SimpleNamespace(block_id=number, is_null=number == 0)
-
-
-class Scheduler:
-    """With two recurrent cache groups, and a request that was loaded up to `LOADED` into a block of each."""
-
-    def __init__(self, first: int, second: int, hinted: bool = True, cached: bool = False, room: bool = True) -> None:
-        tables = [[block(1), block(2), block(number)] for number in (first, second)]
-        managers = [SimpleNamespace(block_size=BLOCK, req_to_blocks={"r": table}) for table in tables]
-        self.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
-        self.reserved: list[CheckpointTarget] = []
-        self.room = room
-        self.state = state = SimpleNamespace(
-            loaded=LOADED, wish=SimpleNamespace(hinted_positions=(LOADED,) if hinted else ())
-        )
-        keys = SimpleNamespace(recurrent={0: BLOCK, 1: BLOCK}, is_cached=lambda request, position: cached)
-        self.seamark = SimpleNamespace(
-            states=SimpleNamespace(keys=keys),
-            state_of=lambda request: state,
-            grid=Grid(UNIT, UNIT),
-            reserve=self._reserve,
-            counters=Counters(),
-        )
-
-    def _reserve(self, request: Any, target: CheckpointTarget) -> list[SimpleNamespace] | None:
-        self.reserved.append(target)
-        return [block(number) for number in KEPT] if self.room else None
-
-
-def kept(
-    scheduler: Scheduler, copies: list[KVCacheBlockCopy] | None = None, start: int = LOADED
-) -> tuple[bool, list[tuple[int, int]]]:
-    """Whether the state is kept as a request begins at `start`, and the step's copies then."""
-    output = SimpleNamespace(kv_cache_block_copies=copies)
-    found = keep_loaded_state(scheduler, SimpleNamespace(request_id="r"), start, output)
-    return found, [(copy.src_block_id, copy.dst_block_id) for copy in output.kv_cache_block_copies or ()]
-
-
-@pytest.mark.parametrize("others", [[], [KVCacheBlockCopy(40, 41)]])
-def test_a_loaded_state_is_copied_before_the_request_goes_on_in_its_block(others):
-    scheduler = Scheduler(8, 9)
-    before = [(copy.src_block_id, copy.dst_block_id) for copy in others]
-    assert kept(scheduler, others or None) == (True, [*before, (8, 70), (9, 71)]) and scheduler.reserved == [
-        (LOADED, HINTED)
-    ]
-
-
-@pytest.mark.parametrize(("first", "second"), [(0, 9), (8, 0), (0, 0)])
-def test_nothing_is_kept_from_a_null_block(first, second):
-    scheduler = Scheduler(first, second)
-    assert kept(scheduler) == (False, []) and not scheduler.reserved
-
-
-@pytest.mark.parametrize("written", [8, 9])
-def test_nothing_is_kept_from_a_block_that_this_step_overwrites_first(written):
-    scheduler = Scheduler(8, 9)
-    assert kept(scheduler, [KVCacheBlockCopy(50, written)]) == (False, [(50, written)]) and not scheduler.reserved
-
-
-def test_a_state_that_no_hint_names_is_kept_as_the_prompts_tail():
-    scheduler = Scheduler(8, 9, hinted=False)
-    assert kept(scheduler)[0] and scheduler.reserved == [(LOADED, TAIL)]
-
-
-def test_a_state_that_is_cached_already_is_kept_without_a_copy():
-    scheduler = Scheduler(8, 9, cached=True)
-    assert kept(scheduler) == (True, []) and not scheduler.reserved
-
-
-def test_a_state_that_finds_no_room_is_counted():
-    scheduler = Scheduler(8, 9, room=False)
-    assert kept(scheduler) == (False, []) and scheduler.seamark.counters.counts.ignored == {"no_room": 1}
+UNIT = 16  # tokens
 
 
 ENGINE = Weights("loaded", "", "whole", "sampled")
@@ -176,18 +96,9 @@ def test_what_an_equal_worker_computed_of_a_prompt_is_loaded_once(tokens):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"],
-)
-def test_a_transfer_without_an_address_is_not_loaded(name):
-    worker, request = Worker(), asked()
-    assert worker.refuses(request, worker.offer(**{name: None})) == NOT_WHOLE and request.seamark.loaded == 0
-    assert worker.refuses(request, worker.offer()) == ""  # and counts as taken by nobody
-
-
-@pytest.mark.parametrize(
     ("changed", "told"),
     [
+        *(({f"remote_{name}": None}, NOT_WHOLE) for name in ("block_ids", "engine_id", "request_id", "host", "port")),
         ({CONTENT: "missing"}, "no Seamark"),
         ({DEADLINE: "missing"}, "no Seamark"),
         ({DEADLINE: "soon"}, "no Seamark"),
@@ -208,6 +119,7 @@ def test_what_is_doubtful_is_computed_and_each_cause_is_said_once(engine_log, ch
     causes = [worker.refuses(request := asked(), worker.offer(number=number, **changed)) for number in (1, 2)]
     assert causes[0] == causes[1] and told in causes[0] and request.seamark.loaded == 0
     assert len(engine_log.messages) == 1 and told in engine_log.messages[0]
+    assert told != NOT_WHOLE or worker.refuses(request, worker.offer(number=1)) == "", "it counts as taken by nobody"
 
 
 @pytest.mark.parametrize(
@@ -318,11 +230,14 @@ def matched(half: Any, request: Any, computed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(("computed", "told"), [(0, (100, True)), (64, (36, True)), (100, (0, False))])
-def test_what_is_loaded_is_what_the_cache_does_not_have(computed, told):
-    worker, request = Worker(), asked()
-    request.kv_transfer_params = worker.offer()
+def test_what_is_loaded_is_what_the_cache_does_not_have_and_who_loads_nothing_is_left_to_vllm(computed, told):
+    worker = Worker(targets=(112,))
+    request = asked(kv_transfer_params=worker.offer())
     assert matched(connector(worker), request, computed) == told
-    assert request.kv_transfer_params["do_remote_prefill"]
+    assert request.kv_transfer_params["do_remote_prefill"] and request.seamark.loaded == 100
+    assert matched(connector(worker), asked()) == matched(connector(None), request) == "vLLM's"
+    request.kv_transfer_params = {"do_remote_prefill": False}
+    assert matched(connector(worker), request) == "vLLM's" and request.seamark.loaded == 0
 
 
 @pytest.mark.parametrize(
@@ -338,15 +253,6 @@ def test_what_is_refused_is_computed_and_the_worker_that_has_it_is_told_where_it
     assert half._reqs_need_recv == ({"r": (request, [], (), False)} if is_told else {})
 
 
-def test_a_request_that_loads_nothing_is_left_to_vllm():
-    worker = Worker(targets=(112,))
-    assert matched(connector(worker), asked()) == "vLLM's"
-    assert matched(connector(None), asked(kv_transfer_params=worker.offer())) == "vLLM's"
-    again = asked(kv_transfer_params={"do_remote_prefill": False})
-    again.seamark.loaded = 100
-    assert matched(connector(worker), again) == "vLLM's" and again.seamark.loaded == 0
-
-
 PREFILL = {"do_remote_decode": True, STOPS: True, "_p_side_truncated": True}
 
 
@@ -357,43 +263,44 @@ def test_a_prefill_is_cut_only_if_who_loads_it_goes_by_its_length(missing):
     assert request.num_prompt_tokens == (112 if missing is None else 150)
 
 
-def finished(half: Any, request: Any, params: Any) -> Any:
-    return name_what_is_sent(lambda *_: (True, params))(half, request, ())
-
-
-def test_what_is_sent_is_named_with_its_deadline():
-    worker, request = Worker(), asked()
-    delayed, params = finished(connector(worker), request, {"do_remote_prefill": True, "remote_num_tokens": 150})
-    assert delayed and params[DEADLINE] == 9.0 and params["remote_num_tokens"] == 150
-    assert {name: params[name] for name in (CONTENT, SAMPLED, CUT)} == worker.transfers.names_of(request)
+SENT = {"do_remote_prefill": True, "remote_num_tokens": 150}
 
 
 @pytest.mark.parametrize(
-    ("params", "waits", "with_transfers"),
+    ("params", "waits", "with_transfers", "is_named"),
     [
-        (None, True, True),
-        ({"do_remote_prefill": False, "remote_num_tokens": 150}, True, True),
-        ({"do_remote_prefill": True, "remote_num_tokens": 149}, True, True),
-        ({"do_remote_prefill": True, "remote_num_tokens": 150}, False, True),
-        ({"do_remote_prefill": True, "remote_num_tokens": 150}, True, False),
+        (SENT, True, True, True),
+        (None, True, True, False),
+        ({**SENT, "do_remote_prefill": False}, True, True, False),
+        ({**SENT, "remote_num_tokens": 149}, True, True, False),
+        (SENT, False, True, False),
+        (SENT, True, False, False),
     ],
 )
-def test_nothing_else_is_named(params, waits, with_transfers):
-    half = connector(Worker() if with_transfers else None)
+def test_what_is_sent_is_named_with_its_deadline_and_nothing_else_is(params, waits, with_transfers, is_named):
+    worker, request = Worker(), asked()
+    half = connector(worker if with_transfers else None)
     half._reqs_need_send = {"r": 9.0} if waits else {}
-    assert finished(half, asked(), params) == (True, params)
+    delayed, told = name_what_is_sent(lambda *_: (True, params))(half, request, ())
+    named = {**worker.transfers.names_of(request), DEADLINE: 9.0} if is_named else {}
+    assert delayed and told == (params if params is None else params | named)
+    assert named.keys() == ({CONTENT, SAMPLED, CUT, DEADLINE} if is_named else set())
 
 
 def test_who_leaves_before_its_turn_has_nothing_told_of_what_another_has_taken():
     worker = Worker()
     first, second = (asked(kv_transfer_params=worker.offer()) for _ in range(2))
     worker.refuses(first, first.kv_transfer_params)
+
+    def leaves(half: Any, request: Any) -> None:
+        name_what_is_sent(lambda *_: (True, None))(half, request, ())
+
     for request in (first, second):
-        finished(connector(worker), request, None)
+        leaves(connector(worker), request)
     assert first.kv_transfer_params["do_remote_prefill"] and not second.kv_transfer_params["do_remote_prefill"]
     alone = asked(kv_transfer_params=worker.offer(number=2))
-    finished(connector(worker), alone, None)
-    finished(connector(None), second, None)
+    leaves(connector(worker), alone)
+    leaves(connector(None), second)
     assert alone.kv_transfer_params["do_remote_prefill"]
 
 

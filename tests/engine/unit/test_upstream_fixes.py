@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from engine_patches.upstream_fixes import (
     keep_enlarged_block_size,
     states_at_chunk_ends,
     store_checkpoints_without_triton,
-    take_back_uncomputed_keys,
 )
 
 PLATFORM_DEFAULT = 128
@@ -109,66 +107,25 @@ def test_the_cpus_scan_returns_the_state_at_each_chunks_end(resumed, monkeypatch
     assert torch.allclose(states, torch.cat(expected), atol=1e-6)
 
 
-def test_a_scan_whose_kernel_is_not_cut_returns_no_states():
-    def _mamba_chunk_scan_combined_fwd_cpu(x, **options):
-        return torch.zeros(1)
-
-    with pytest.raises(RuntimeError, match="no longer calls its kernel"):
-        states_at_chunk_ends(_mamba_chunk_scan_combined_fwd_cpu)(
-            torch.zeros(3),
-            return_intermediate_states=True,
-            cu_chunk_seqlens=torch.tensor([0, 2, 3]),
-            seq_idx=torch.tensor([0, 0]),
-        )
-
-
-def test_a_scan_that_is_not_asked_for_chunk_ends_is_vllms_own():
+def test_a_scan_that_is_another_is_refused_and_one_that_is_not_asked_for_chunk_ends_is_vllms_own():
     def _mamba_chunk_scan_combined_fwd_cpu(x, *args, **options):
         return x, args, options
 
     scan = states_at_chunk_ends(_mamba_chunk_scan_combined_fwd_cpu)
     assert scan(1, 2, seq_idx=3) == (1, (2,), {"seq_idx": 3})
     assert scan(1, return_intermediate_states=False) == (1, (), {"return_intermediate_states": False})
-
-
-@pytest.mark.parametrize(("asked", "given"), [({"state_dtype": torch.float64}, torch.float64), ({}, torch.bfloat16)])
-def test_states_at_chunk_ends_have_the_type_that_was_asked_for_or_the_inputs_one(asked, given):
-    kernel = kernel_in_runs(lambda out, states, *_: states.add_(1))
-
-    def _mamba_chunk_scan_combined_fwd_cpu(x, **options):
-        rows = torch.zeros(2, 3)
-        kernel(x, rows, x, x, x, x, x, None, None, options["cu_chunk_seqlens"])
-        return rows
-
-    states = states_at_chunk_ends(_mamba_chunk_scan_combined_fwd_cpu)(
-        torch.zeros(6, dtype=torch.bfloat16),
-        return_intermediate_states=True,
-        cu_chunk_seqlens=torch.tensor([0, 2, 4, 6]),
-        seq_idx=torch.tensor([0, 0, 1]),
-        **asked,
-    )
-    assert states.dtype is given and states.tolist() == [[1.0] * 3, [2.0] * 3, [1.0] * 3]
-
-
-def test_another_scan_than_the_cpus_is_refused():
+    chunks = {"cu_chunk_seqlens": torch.tensor([0, 2, 3]), "seq_idx": torch.tensor([0, 0])}
+    with pytest.raises(RuntimeError, match="no longer calls its kernel"):
+        scan(torch.zeros(3), return_intermediate_states=True, **chunks)
     with pytest.raises(ShapeMismatch, match="the scan on a CPU is kernel_in_runs"):
         states_at_chunk_ends(kernel_in_runs)
 
 
 def test_of_caches_at_one_address_the_largest_is_copied():
     small, large = (torch.zeros(size, dtype=torch.int8) for size in (2, 5))
-    seen: list[Any] = []
-
-    def original(*arguments: Any) -> str:
-        seen.append(arguments)
-        return "copied"
-
-    copy = copy_largest_view_first(original)
-    assert copy((small, large, small), 7, ["a copy"]) == "copied"
-    ((caches, *more),) = seen
-    assert [cache.nbytes for cache in caches] == [5, 2, 2] and more == [7, ["a copy"]]
-    seen.clear()
-    assert copy((small, large), 7, []) == "copied" and seen == [([], 7, [])], "nothing is copied, nothing is sorted"
+    copy = copy_largest_view_first(lambda caches, *more: ([cache.nbytes for cache in caches], *more))
+    assert copy((small, large, small), 7, ["a copy"]) == ([5, 2, 2], 7, ["a copy"])
+    assert copy((small, large), 7, []) == ([], 7, []), "nothing is copied, nothing is sorted"
 
 
 def test_a_checkpoint_is_exported_from_a_rows_own_tokens_and_chunk():
@@ -189,42 +146,3 @@ def test_a_checkpoint_is_exported_from_a_rows_own_tokens_and_chunk():
     untouched = [[-1] * 5] * 2
     assert conv_state.tolist() == [untouched, untouched, [[1, 2, 3, -1, -1]] * 2, [[9, 10, 11, -1, -1]] * 2]
     assert ssm_state.flatten().tolist() == [-1, -1, 11, 12]
-
-
-@pytest.mark.parametrize(
-    ("computed", "taken_back"),
-    [
-        (0, ["full 0", "part of 1", "full 0'"]),
-        (63, ["full 0", "part of 1", "full 0'"]),
-        (64, ["part of 1"]),
-        (79, ["part of 1"]),
-        (80, []),
-        (200, []),
-    ],
-)
-def test_keys_of_what_a_preempted_request_has_not_computed_are_taken_back(computed, taken_back):
-    """Blocks of 64 tokens; the second one has a key of its first 16 tokens."""
-
-    def block(name: str, tokens: int | None, *, has_key: bool = True) -> Any:
-        return SimpleNamespace(name=name, block_hash=name if has_key else None, block_hash_num_tokens=tokens)
-
-    evicted: list[str] = []
-    managers = [
-        SimpleNamespace(
-            block_size=64,
-            req_to_blocks={"r": [block("full 0", None), block("part of 1", 80)], "other": [block("x", 64)]},
-        ),
-        SimpleNamespace(block_size=64, req_to_blocks={"r": [block("full 0'", None), block("", None, has_key=False)]}),
-        SimpleNamespace(block_size=64, req_to_blocks={}),
-    ]
-    scheduler = SimpleNamespace(
-        kv_cache_manager=SimpleNamespace(
-            coordinator=SimpleNamespace(single_type_managers=managers),
-            block_pool=SimpleNamespace(_maybe_evict_cached_block=lambda block: evicted.append(block.name)),
-        )
-    )
-    seen: list[Any] = []
-    request = SimpleNamespace(request_id="r", num_computed_tokens=computed)
-    preempt = take_back_uncomputed_keys(lambda self, *args, **kwargs: seen.append((args, kwargs, list(evicted))))
-    preempt(scheduler, request, 5, drop=1)
-    assert evicted == taken_back and seen == [((request, 5), {"drop": 1}, taken_back)], "before vLLM frees the blocks"

@@ -9,21 +9,7 @@ import sys
 
 import pytest
 
-from engine_patches.commands.worker import (
-    main,
-    serve,
-)
-
-
-def test_the_server_is_vllms_own_command(monkeypatch):
-    from vllm.entrypoints.cli import main as cli
-
-    monkeypatch.setattr(cli, "importlib", cli.importlib)  # put back behind the test
-    monkeypatch.setattr(sys, "argv", ["python"])
-    monkeypatch.setattr(cli, "main", lambda: None)
-    assert serve(["m", "--port", "1"], "1") == 0
-    assert sys.argv == ["vllm", "serve", "m", "--port", "1"]
-    assert cli.importlib.metadata.version("vllm")
+from engine_patches.commands.worker import main
 
 
 @pytest.mark.parametrize("spelt", [["--port", "{}"], ["--port=1", "--port={}"], ["--config", "{}"]])
@@ -42,6 +28,7 @@ def test_a_port_that_is_taken_is_named_with_what_holds_it(monkeypatch, capsys, t
     assert line.startswith(f"seamark worker: port {port} is held by process {os.getpid()} (")
 
 
+@pytest.mark.thorough  # vLLM is imported in a process of its own
 def test_an_unknown_flag_is_reported_by_vllms_own_parser(tmp_path):
     command = [sys.executable, "-m", "engine_patches", "worker", str(tmp_path), "--no-such-flag"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -49,6 +36,7 @@ def test_an_unknown_flag_is_reported_by_vllms_own_parser(tmp_path):
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
 
 
+@pytest.mark.thorough  # so it is here
 def test_a_model_that_cannot_be_had_costs_a_line():
     command = [sys.executable, "-m", "proxy.cli", "worker", "nobody/has-this-model"]
     done = subprocess.run(command, capture_output=True, text=True)
