@@ -23,13 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import coverage
 import pytest
+from coverage.numbits import num_in_numbits
 
 from tests.bench.mutator import Mutant, draw
 
@@ -80,7 +81,6 @@ class Lines:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tests: dict[str, dict[int, set[str]]] = {}
         rows = (json.loads(line) for line in (folder / "seconds").read_text().splitlines())
         self.seconds: dict[str, float] = dict(rows)
 
@@ -102,26 +102,16 @@ class Lines:
 
     def covering(self, mutant: Mutant) -> set[str]:
         """The tests that run the mistake; all of the module's where the line is run by its import alone."""
-        of_file = self.tests.get(mutant.file)
-        if of_file is None:
-            of_file = self.tests[mutant.file] = self._of_file(mutant.file)
-        found = set().union(*(of_file.get(line, set()) for line in range(mutant.line, mutant.end + 1)))
-        return {test for test in found or set().union(*of_file.values()) if test in self.seconds}
-
-    def _of_file(self, file: str) -> dict[int, set[str]]:
-        result: dict[int, set[str]] = defaultdict(set)
         with contextlib.closing(sqlite3.connect(self.folder / "lines")) as database:
             rows = database.execute(
                 "select context.context, numbits from line_bits join file on file.id = file_id"
                 " join context on context.id = context_id where path = ? and context.context != ''",
-                (str(ROOT / file),),
-            )
-            for context, bits in rows:
-                for at, byte in enumerate(bits):
-                    for bit in range(8):
-                        if byte >> bit & 1:
-                            result[at * 8 + bit].add(context.split("|")[-1])
-        return result
+                (str(ROOT / mutant.file),),
+            ).fetchall()
+        lines = range(mutant.line, mutant.end + 1)
+        found = [context for context, bits in rows if any(num_in_numbits(line, bits) for line in lines)]
+        tests = {context.split("|")[-1] for context in found or [context for context, _ in rows]}
+        return tests & self.seconds.keys()
 
     def chosen(self, mutant: Mutant, tier: tuple[str, ...]) -> list[list[str]]:
         """Those of a tier in the order to try them, as many as SECONDS allow, in two batches."""

@@ -6,6 +6,7 @@ After mutation testing's usual operators (PIT, cosmic-ray), without those that n
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import random
 from collections import Counter
@@ -78,10 +79,6 @@ class _Mistakes(ast.NodeVisitor):
         old = self.raw[begin:end].decode()
         source = (self.raw[:begin] + new.encode() + self.raw[end:]).decode()
         if old == new:
-            return
-        try:
-            compile(source, self.file, "exec")
-        except SyntaxError:
             return
         line, last = (self.raw.count(b"\n", 0, at) + 1 for at in (begin, end))
         short = [" ".join(each.split())[:160] for each in (old, new)]
@@ -206,8 +203,9 @@ class _Mistakes(ast.NodeVisitor):
             self.add("drop finally", node.finalbody[0], "pass", place)
 
 
+@functools.cache
 def mutants_in(root: Path, file: str) -> list[Mutant]:
-    """All mistakes of one module, in the order of its source."""
+    """All mistakes of one module, in the order of its source; some are no Python."""
     mistakes = _Mistakes(file, (root / file).read_text())
     for node in ast.parse(mistakes.raw).body:
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -220,6 +218,14 @@ def _modules(root: Path, package: str) -> Iterator[str]:
         file = str(path.relative_to(root))
         if path.name not in ("__init__.py", "__main__.py") and not file.startswith(LEFT_OUT):
             yield file
+
+
+def _is_python(source: str) -> bool:
+    try:
+        compile(source, "mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
 
 
 def _chosen(points: list[Mutant], count: int, rng: random.Random, drawn: Counter[str]) -> list[Mutant]:
@@ -238,7 +244,7 @@ def _chosen(points: list[Mutant], count: int, rng: random.Random, drawn: Counter
     while pool and len(got) < count:
         pool.sort(key=cost)
         best = pool.pop(0)
-        if best.line not in lines:
+        if best.line not in lines and _is_python(best.source):
             got.append(best)
             lines.add(best.line)
             drawn[best.operator] += 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 
-import pytest
-
 from proxy.boundaries.boundary import Boundary, Found
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
@@ -15,7 +13,7 @@ from proxy.fleet import self_check
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.self_check import WITHOUT_DRAFTS, SelfCheck
 from proxy.fleet.worker import Worker
-from proxy.fleet.worker_metrics import Accepted, EngineInfo
+from proxy.fleet.worker_metrics import EngineInfo
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
@@ -58,20 +56,6 @@ async def test_more_prompts_are_recomputed_before_a_random_engine_is_called_wron
     assert asked[0.0] == {200} and len(asked[0.004]) == 2
 
 
-async def test_a_shorter_prompt_is_cut_where_the_cached_answer_was_if_that_leaves_a_token():
-    engine = DraftingEngine(state="on", noise=0.004, hits_off=0.25, draw=random.Random(7))
-    for length, hinted in ((352, {352: [176], 176: None}), (240, {240: [176], 120: None}), (400, {200: [176]})):
-        check, worker, request = checked(engine, length=length)
-        engine.asked.clear()
-        await check._judge(worker, request, self_check._Watched())
-        hints = {
-            len(each["prompt"]): (each.get("vllm_xargs") or {}).get("seamark_boundaries")
-            for each in engine.asked
-            if each["cache_salt"] != "salt 0" and (len(each["prompt"]) < length or each.get("vllm_xargs"))
-        }
-        assert {each: hints[each] for each in hinted} == hinted
-
-
 async def test_every_eighth_check_asks_what_the_engine_says_without_drafts():
     engine = DraftingEngine(state="open")
     check, worker, request = checked(engine)
@@ -97,32 +81,3 @@ async def test_an_engine_that_answers_otherwise_with_drafts_gets_no_more_hints_a
     await check.gates.step(worker, clients)
     assert engine.state == "closed" and "vLLM itself answers otherwise" in engine.why
     assert worker.draft_state == "closed" and not worker.takes_hints and worker.cache.cache_allowed
-
-
-def clients_drafts(check: SelfCheck, worker: Worker, engine_accepts_on_hits: float) -> None:
-    """As many of clients' requests as it takes for a look at their drafts."""
-    for _ in range(400):
-        check.gates.count(worker, Accepted(20, 30), is_hit=False)
-        check.gates.count(worker, Accepted(20, int(30 * engine_accepts_on_hits)), is_hit=True)
-
-
-@pytest.mark.parametrize(
-    ("fault", "state"), [({}, "open"), ({"accepts_on_hits": 0.2}, "closed")], ids=["other work", "a worse head"]
-)
-async def test_drafts_of_clients_that_are_worse_behind_hits_have_the_same_prompts_tried(fault, state):
-    """Hits may be another kind of work than the rest: that alone closes nothing."""
-    check, worker, _ = checked(engine := DraftingEngine(state="open", **fault))
-    clients_drafts(check, worker, 0.9 if not fault else 0.5)
-    assert check.gates.wants(worker) and worker.takes_hints
-
-    async def clients():
-        return ()
-
-    while check.gates.wants(worker):
-        await check.gates.step(worker, clients)
-    assert engine.state == state and worker.takes_hints == (state == "open")
-    if state == "open":
-        clients_drafts(check, worker, 0.9)  # not again and again
-        assert not check.gates.wants(worker)
-    else:
-        assert "are accepted behind hits" in engine.why

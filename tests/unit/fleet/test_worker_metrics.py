@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from proxy.fleet.worker_metrics import (
-    Accepted,
     EngineInfo,
     StepTimes,
     WorkerMetrics,
@@ -32,6 +31,10 @@ def test_all_that_a_patched_engine_says_is_read_and_nothing_else():
     )
     engine = EngineInfo("0.1.0", "0.32.0", 16, 384)
     assert read(text) == WorkerMetrics("1.76378925345e+09", engine, StepTimes(0.5, 0.001), 1600, 4096, 3)
+    states = (("awake", 1, 0), ("discard_all", 0, 0), ("awake", 0, 1), ("odd", 1, 2))
+    lines = (f'vllm:engine_sleep_state{{engine="{at}",sleep_state="{state}"}} {value}' for state, value, at in states)
+    text = "\n".join([*lines, 'vllm:engine_sleep_state{sleep_state="weights_offloaded"} 1\n'])
+    assert read(text).sleep_levels == (None, 0, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -46,10 +49,3 @@ def test_all_that_a_patched_engine_says_is_read_and_nothing_else():
 def test_samples_that_are_not_what_they_are_named_are_refused(line):
     with pytest.raises((ValueError, KeyError)):
         read(line + "\n")
-
-
-def test_drafts_of_requests_are_added_up():
-    whole = sum((Accepted(2, 3), Accepted(4, 9)), Accepted())
-    assert (whole, whole.per_step, Accepted().per_step) == (Accepted(6, 12), 2.0, 0.0)
-    with pytest.raises(TypeError):
-        Accepted(1, 1) + 1
