@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from proxy.fleet import draft_gates
 from proxy.fleet.answer_compare import Continuation, ContinuedToken, Unanswered
 from proxy.fleet.draft_gates import DraftGates
-from proxy.fleet.draft_prompts import TrialPrompt
 from proxy.fleet.draft_reports import NAMED
 from proxy.fleet.draft_trial import DIFFERS, DRAFTS, NO_HITS, TrialVerdict
 from proxy.fleet.worker import Worker
@@ -24,37 +22,16 @@ async def no_clients():
     return ()
 
 
-def gates_of(engine: DraftingEngine, **named) -> DraftGates:
-    return DraftGates(DraftingUpstream(engine), Metrics().self_checks, 10.0, **named)
-
-
-async def test_who_sorts_behind_another_that_tries_stands_back():
-    engine, worker = DraftingEngine(), drafting_worker()
-    gates = gates_of(engine, own="worker")
-    await gates.step(worker, no_clients)
-    asked = len(engine.asked)
-    engine.entries.append((f"{NAMED}abc-1", 0, None))
-    await gates.step(worker, no_clients)
-    assert len(engine.asked) == asked and not gates.wants(worker)
-    first = gates_of(engine, own="0")
-    await first.step(worker, no_clients)
-    engine.entries.append((f"{NAMED}abc-2", 0, None))
-    asked = len(engine.asked)
-    await first.step(worker, no_clients)
-    assert len(engine.asked) > asked
-
-
 class Scripted:
     """Trials that come to what a test says, each prompt taking no time; and the clock of gates."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, state: str = "trial") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, state: str = "trial", own: str = "own") -> None:
         self.engine, self.worker = DraftingEngine(state=state), drafting_worker(state=state)
         self.metrics = Metrics()
         self.now = 1000.0
-        self.script: list[TrialVerdict | Exception | None] = []  # of the next prompts
-        self.prompts: list[tuple[int, bool, Sequence[TrialPrompt]]] = []  # the trial's number, beside clients, theirs
-        self.made = 0
-        self.obeys = True
+        self.next: TrialVerdict | Exception | None = None  # what the next prompt comes to
+        self.prompts: list[int] = []  # of each, the number of its trial
+        self.made, self.obeys = 0, True
         self.opened: list[Worker] = []
         scene = self
 
@@ -66,12 +43,11 @@ class Scripted:
                 self.number, self._feed = scene.made, feed
 
             async def step(self, clients, *, beside) -> TrialVerdict | None:
-                scene.prompts.append((self.number, beside, clients))
+                scene.prompts.append(self.number)
                 scene.now += 1.0
-                come = scene.script.pop(0) if scene.script else None
-                if isinstance(come, Exception):
-                    raise come
-                return come
+                if isinstance(scene.next, Exception):
+                    raise scene.next
+                return scene.next
 
             async def send(self, verdict) -> bool:
                 if scene.obeys:
@@ -81,19 +57,14 @@ class Scripted:
 
         monkeypatch.setattr(draft_gates, "DraftTrial", Trial)
         monkeypatch.setattr(draft_gates, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.gates = DraftGates(DraftingUpstream(self.engine), self.metrics.self_checks, 10.0, self._note, "own")
+        self.gates = DraftGates(DraftingUpstream(self.engine), self.metrics.self_checks, 10.0, self._note, own)
 
     async def _note(self, worker: Worker) -> None:
         self.opened.append(worker)
 
-    async def step(self, *come: TrialVerdict | Exception | None, beside: bool = False) -> None:
-        """A turn for each, at once."""
-        for each in come or (None,):
-            self.script = [each]
-            await self.gates.step(self.worker, self.clients, beside=beside)
-
-    async def clients(self) -> Sequence[TrialPrompt]:
-        return (CLIENTS,)
+    async def step(self, come: TrialVerdict | Exception | None = None) -> None:
+        self.next = come
+        await self.gates.step(self.worker, no_clients)
 
     def counted(self, result: str) -> float | None:
         return self.metrics.registry.get_sample_value("seamark_self_check_total", {"result": result})
@@ -109,8 +80,6 @@ class Scripted:
         return seconds
 
 
-CLIENTS = TrialPrompt("client", [1, 2, 3], 2)
-
 OPENED = TrialVerdict("open", "", "all agree")
 
 
@@ -125,11 +94,11 @@ async def test_a_prompt_that_fails_is_asked_again_later_and_later_until_one_is_j
         await scene.step(Unanswered("odd"))
         rests.append(scene.rests_until())
     assert rests == [4, 8, 16, 32, 64, 128, 256, 300, 300]
-    assert [number for number, *_ in scene.prompts] == [1] * 9
-    await scene.step(None)
+    assert scene.prompts == [1] * 9
+    await scene.step()
     scene.now += 300
     for failure in (Unreachable(), Broken(), ValueError(), ExceptionGroup("", [Unanswered("odd")])):
-        await scene.step(None)
+        await scene.step()
         await scene.step(failure)
         assert scene.rests_until() == 4
         scene.now += 4
@@ -162,7 +131,7 @@ async def test_a_trial_without_hits_is_tried_three_times_with_longer_rests(scene
     assert rests == [60, 120] and scene.counted("no_hits") == 0
     await scene.step(NO_HITS)
     assert scene.worker.draft_state == "closed" and scene.counted("no_hits") == 1
-    assert [number for number, *_ in scene.prompts] == [1, 2, 3]
+    assert scene.prompts == [1, 2, 3]
     scene.gates.reset(scene.worker)
     await scene.step(NO_HITS)
     assert (scene.counted("no_hits"), scene.rests_until()) == (1, 60), "an operator's wish is a new beginning"
@@ -173,8 +142,8 @@ async def test_another_process_of_the_engine_is_told_nothing_of_what_the_one_bef
     await scene.step(DIFFERS)
     scene.gates.noise(scene.worker).add([_answer(0.0), _answer(0.5)])
     scene.engine.id, scene.obeys = "engine-2", True
-    await scene.step(None)
-    assert scene.engine.state == "trial" and [number for number, *_ in scene.prompts] == [1, 2]
+    await scene.step()
+    assert scene.engine.state == "trial" and scene.prompts == [1, 2]
     assert scene.gates.noise(scene.worker).largest == 0 and scene.counted("differs") == 0
 
 
@@ -224,7 +193,7 @@ async def test_a_doubt_is_settled_by_another_trial(monkeypatch, verdict, counts)
     scene.now = 5000
     drafts(scene, 30, 50)
     assert scene.gates.wants(scene.worker) and scene.worker.takes_hints
-    await scene.step(None)
+    await scene.step()
     assert scene.worker.takes_hints and scene.gates.wants(scene.worker)
     scene.now += 598
     assert not scene.gates.is_overdue(scene.worker)
@@ -238,3 +207,12 @@ async def test_a_doubt_is_settled_by_another_trial(monkeypatch, verdict, counts)
     assert not scene.gates.wants(scene.worker), "it is looked at again after so many steps alone"
     drafts(scene, 1, 50)
     assert scene.gates.wants(scene.worker)
+
+
+@pytest.mark.parametrize(("own", "stands_back"), [("worker", True), ("0", False)])
+async def test_who_sorts_behind_another_that_tries_stands_back_for_five_seconds(monkeypatch, own, stands_back):
+    scene = Scripted(monkeypatch, own=own)
+    await scene.step()
+    scene.engine.entries.append((f"{NAMED}abc-1", 0, None))
+    await scene.step()
+    assert len(scene.prompts) == (1 if stands_back else 2) and scene.rests_until() == (5 if stands_back else 0)

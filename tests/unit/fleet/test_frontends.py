@@ -53,7 +53,6 @@ class Collector:
     port: int = REPORTS
     api_key: str | None = None
     refused: int = 0
-    asked: int = 0
 
     @property
     def url(self) -> str:
@@ -61,7 +60,6 @@ class Collector:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         wanted = (b"authorization", f"Bearer {self.api_key}".encode())
-        self.asked += 1
         if not scope["path"].startswith("/seamark/") or (self.api_key is not None and wanted not in scope["headers"]):
             self.refused += 1
             await respond(send, b"", status=404)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -20,14 +21,14 @@ from proxy.chat.responses import StoredResponses
 from proxy.fleet import idle_turns, self_check
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.part import Change
-from proxy.fleet.self_check import MOST_OF_CLIENTS, SelfCheck
+from proxy.fleet.self_check import MOST_OF_CLIENTS, WITHOUT_DRAFTS, SelfCheck
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Unreachable
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
-from tests.harness.drafting_engine import DraftingEngine, DraftingUpstream, drafting_worker
+from tests.harness.drafting_engine import BLOCK, UNIT, DraftingEngine, DraftingUpstream, drafting_worker
 from tests.harness.probed import probed
 from tests.harness.waiting import until
 
@@ -266,24 +267,18 @@ async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
 
 
 class Upstream(DraftingUpstream):
-    """Counts requests at the same time, which wait for `hold`."""
+    """Counts requests at the same time."""
 
-    hold: asyncio.Event | None = None
-    held = at_once = most = 0
+    at_once = most = 0
 
     async def fetch(self, method, url, body=b"", timeout=None, headers=()):
-        if method == "GET":
-            return await super().fetch(method, url, body, timeout, headers)
-        self.at_once += 1
+        self.at_once += method == "POST"
         self.most = max(self.most, self.at_once)
         try:
             await asyncio.sleep(0)
-            if self.hold is not None:
-                self.held += 1
-                await self.hold.wait()
             return await super().fetch(method, url, body, timeout, headers)
         finally:
-            self.at_once -= 1
+            self.at_once -= method == "POST"
 
 
 def drafting(*requests: WarmupRequest, state: str = "trial", others: int = 0) -> tuple[SelfCheck, Worker, Upstream]:
@@ -326,8 +321,64 @@ async def test_of_clients_prompts_a_few_that_can_be_tried_are(worker, engine):
     check = check_of(worker, engine, replay(b"1", IMAGE), ends(64), ends(999), ends(9))
     assert [each.hint for each in await check._hottest(worker)] == [63, 9]
 
-    async def fails(body, path=CHAT):
-        raise RenderFailed("refused")
+    errors = iter([RenderFailed("refused")])
 
-    worker.renderer = fails
-    assert not await check_of(worker, engine, replay(b"0"))._hottest(worker)
+    async def fails_once(body, path=CHAT):
+        for error in errors:
+            raise error
+        return await render(body, path)
+
+    worker.renderer = fails_once
+    assert len(await check_of(worker, engine, replay(b"0"), replay(b"1"))._hottest(worker)) == 1
+
+
+def checked(engine: DraftingEngine) -> tuple[SelfCheck, Worker, WarmupRequest]:
+    """A check of a worker that drafts, and a prompt of 200 tokens."""
+    draw = random.Random(0)
+    ids = [draw.randrange(1000, 4000) for _ in range(200)]
+
+    async def renders(body, path=CHAT) -> TokenIds:
+        return TokenIds.of(ids)
+
+    info = EngineInfo("0.3.0", "0", match_unit=UNIT, block_size=BLOCK, ahead=1, drafts=engine.state)
+    worker = Worker("http://w", renderer=renders, probed=probed("w#1", info, "m"), up=True)
+    worker.renderer_ids["m"] = RENDERER
+    found = Found((Boundary("turn", b"turn", 180),), renderer_id=RENDERER)
+    return check_of(worker, DraftingUpstream(engine)), worker, replay(b"", cache_salt="own")._replace(found=found)
+
+
+async def test_more_prompts_are_recomputed_before_a_random_engine_is_called_wrong_and_none_of_an_exact_one():
+    asked = {}
+    for noise in (0.0, 0.004):
+        engine = DraftingEngine(state="on", noise=noise, hits_off=0.25, draw=random.Random(7))
+        check, worker, request = checked(engine)
+        await check._judge(worker, request, self_check._Watched())
+        asked[noise] = {len(each["prompt"]) for each in engine.asked}
+    assert asked[0.0] == {200} and len(asked[0.004]) == 2
+
+
+async def test_every_eighth_check_asks_what_the_engine_says_without_drafts():
+    engine = DraftingEngine(state="open")
+    check, worker, request = checked(engine)
+    watched = self_check._Watched()
+    for checks in range(2 * WITHOUT_DRAFTS):
+        watched.checks = checks
+        await check._judge(worker, request, watched)
+    assert sum("prompt_logprobs" in each for each in engine.asked) == 2
+
+
+async def test_an_engine_that_answers_otherwise_with_drafts_gets_no_more_hints_and_keeps_its_cache(monkeypatch):
+    monkeypatch.setattr("tests.harness.drafting_engine.DECODED", 8)  # a check's answer is short
+    engine = DraftingEngine(state="open", drafts_off=0.25)
+    check, worker, request = checked(engine)
+    watched = self_check._Watched(checks=WITHOUT_DRAFTS - 1)
+    await check._judge(worker, request, watched)
+    assert check.gates.wants(worker)
+    assert sum("prompt_logprobs" in each for each in engine.asked) == 2, "it is looked at twice"
+
+    async def clients():
+        return ()
+
+    await check.gates.step(worker, clients)
+    assert engine.state == "closed" and "vLLM itself answers otherwise" in engine.why
+    assert worker.draft_state == "closed" and not worker.takes_hints and worker.cache.cache_allowed

@@ -157,6 +157,23 @@ def continued_by(before: dict, after: dict, path: str = CHAT) -> tuple[RequestMe
     return memory, last
 
 
+def test_a_days_question_asked_again_the_next_day_differs_by_its_date():
+    """As agents do that put a reminder with the date before the user's own words, in one message."""
+
+    def bodies(said):
+        return (
+            {"messages": [*messages(RULES), {"role": "user", "content": said(f"2026-11-{day}")}]} for day in (22, 23)
+        )
+
+    def reminder(day):
+        texts = (f"<reminder>\n{LONG}\nToday's date is {day}.\n\n{LONG}</reminder>", "How do the events run?")
+        return [{"type": "text", "text": text} for text in texts]
+
+    change = changed(*bodies(reminder))
+    assert (change.position, change.kind) == (1, "dates")
+    assert changed(*bodies(lambda day: f"What is the tide on {day}? Answer like this: {LONG}")) is None
+
+
 THOUGHT = [
     {"role": "user", "content": "Fix the rounding."},
     {"role": "assistant", "content": "I look.", "reasoning": "Let me look at the file first. " * 20},
