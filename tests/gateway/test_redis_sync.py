@@ -3,7 +3,6 @@ garbage."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -30,7 +29,7 @@ from tests.harness.forked_gateways import GatewayForks
 from tests.harness.gateways import chat, metric, post, start_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.redis_server import LateWay, RedisServer, late_way, redis_server
-from tests.harness.waiting import until, wait_for
+from tests.harness.waiting import wait_for
 
 SECRET = "the lighthouse keeper's diary"
 
@@ -256,16 +255,6 @@ def key_of(number: int) -> bytes:
 
 def batch_of(*numbers: int) -> bytes:
     return redis_sync.pack(redis_sync.HOLDINGS, b"w" * 8, [(redis_sync.HELD, key_of(each), 9) for each in numbers])
-
-
-async def test_a_key_of_another_kind_counts_as_redis_being_down_and_ends_nothing(server, client):
-    client.set(redis_sync.POSITIONS_STREAM, "x")
-    tables = Tables(server)
-    running = asyncio.create_task(tables.sync.run())
-    await until(lambda: tables.sync.state == "down")
-    client.delete(redis_sync.POSITIONS_STREAM)
-    await until(lambda: tables.sync.state == "up")
-    running.cancel()
 
 
 async def test_streams_and_tables_take_no_more_room_than_is_said(server, client):

@@ -243,12 +243,10 @@ class Preparing(Part):
 
     def __init__(self) -> None:
         self.began: list[str] = []
-        self.known: list[dict[str, bytes]] = []  # what the worker was known to render with
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def prepare(self, worker: Worker) -> None:
         self.began.append(worker.url)
-        self.known.append(dict(worker.renderer_ids))
         await self.end
 
 

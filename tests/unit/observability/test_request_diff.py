@@ -95,13 +95,6 @@ RULES = "Keep clear of the bar at low water, and call the lock an hour before yo
 TOOLS = [{"type": "function", "function": {"name": name, "description": LONG}} for name in ("wind", "tide", "ice")]
 
 
-def fog(description: str) -> list[dict]:
-    """The tools, one of which is said to do something else."""
-    return [TOOLS[0], {"type": "function", "function": {"name": "fog", "description": description}}, *TOOLS[1:]]
-
-
-FOG = len('{"type":"function","function":{"name":"fog","description":"')
-
 AT_NOON, LATER = (messages(f"{LONG}It is {time} now. {LONG}", LONG, "Aye.", "Tide?") for time in ("12:05", "18:21"))
 
 THINKS = {"role": "assistant", "content": None, "reasoning": LONG, "tool_calls": [{"function": {"name": "wind"}}]}
@@ -126,16 +119,6 @@ TURNED_AGAIN = [*TURNED[:2], {**THINKS, "reasoning": "Well."}, TURNED[3]]
         (TOOLS, TOOLS[1:], "tool", 0, "tide", None, None),
         (TOOLS, TOOLS[:-1], "tool", 2, "ice", None, None),
         (TOOLS[:-1], TOOLS, "tool", 2, "ice", None, None),
-        (
-            fog(f"It is Sun Nov 22 2026. {LONG}"),
-            fog(f"It is Mon Nov 23 2026. {LONG}"),
-            "tool",
-            1,
-            "fog",
-            "dates",
-            FOG + len("It is "),
-        ),
-        (fog(f"{LONG}Knots"), fog(f"{LONG}Miles"), "tool", 1, "fog", None, FOG + len(LONG)),
     ],
 )
 def test_the_first_difference_is_named(first, second, what, position, role, kind, character):

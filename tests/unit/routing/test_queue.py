@@ -91,7 +91,7 @@ class Waiting(RuleBasedStateMachine):
         self.loop, self.queue = VirtualTimeLoop(), queue_of(4)
         self.keys = [None, key_of(inflight=1), key_of(queued=2)]
         self.asked: list[Asked] = []
-        self.free = {"m": ["m1", "m2"], "n": ["n1"]}
+        self.free = {"m": ["m1"], "n": ["n1"]}
         self.gone: set[str] = set()
         self.shared: set[str] = set()
 
@@ -99,7 +99,7 @@ class Waiting(RuleBasedStateMachine):
         for each in self.asked:
             each.task.cancel()
         self.settle()
-        assert {*self.free["m"], *self.free["n"]} | self.taken() == {"m1", "m2", "n1"} and not len(self.queue)
+        assert {*self.free["m"], *self.free["n"]} | self.taken() == {"m1", "n1"} and not len(self.queue)
         self.loop.close()
 
     def settle(self, seconds: float = 0.0) -> None:
@@ -116,9 +116,18 @@ class Waiting(RuleBasedStateMachine):
     def taken(self) -> set[str]:
         return {each.has for each in self.asked if each.has_slot}
 
-    @rule(at=st.integers(0, 2), model=model, waited=st.sampled_from([0.0, 0.0, 2.0, 9.0]), shares=st.booleans())
-    def asks(self, at: int, model: str, waited: float, shares: bool) -> None:
-        key = self.keys[at]
+    @rule(
+        at=st.integers(0, 2),
+        model=model,
+        waited=st.sampled_from([0.0, 0.0, 2.0, 9.0]),
+        shares=st.booleans(),
+        times=st.integers(1, 3),
+    )
+    def asks(self, at: int, model: str, waited: float, shares: bool, times: int) -> None:
+        for _ in range(times):
+            self._asks(self.keys[at], model, waited, shares)
+
+    def _asks(self, key: ApiKey | None, model: str, waited: float, shares: bool) -> None:
         one = Asked(self, key, model, self.loop.time() + max(0.0, TIMEOUT - waited), shares)
         queued, all_queued = (key.queued if key is not None else 0), len(self.queue)
         behind = any(each.model == model and each.may_go for each in self.waiting())
