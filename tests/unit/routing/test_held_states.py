@@ -165,7 +165,7 @@ class Reporting(RuleBasedStateMachine):
 
 
 TestReporting = Reporting.TestCase
-TestReporting.settings = settings(max_examples=100, stateful_step_count=25)
+TestReporting.settings = settings(max_examples=60, stateful_step_count=20)
 
 
 def test_all_that_is_remembered_is_bounded(gateway, monkeypatch):

@@ -43,7 +43,7 @@ WORKERS = st.lists(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(WORKERS, st.sampled_from([0, 8]), st.sampled_from([0, 16, 8192]), st.sampled_from([None, "session"]))
 def test_the_longest_prefix_decides_unless_its_worker_is_ahead_by_more_than_that_is_worth(
     drawn, slack, shared, session

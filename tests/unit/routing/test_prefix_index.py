@@ -141,4 +141,4 @@ class Indexing(RuleBasedStateMachine):
 
 
 TestIndexing = Indexing.TestCase
-TestIndexing.settings = settings(max_examples=100, stateful_step_count=25)
+TestIndexing.settings = settings(max_examples=50, stateful_step_count=20)

@@ -196,7 +196,7 @@ class Waiting(RuleBasedStateMachine):
 
 
 TestWaiting = Waiting.TestCase
-TestWaiting.settings = settings(max_examples=100, stateful_step_count=30)
+TestWaiting.settings = settings(max_examples=50, stateful_step_count=25)
 
 
 @on_virtual_time

@@ -340,7 +340,7 @@ class Sharing(RuleBasedStateMachine):
 
 
 TestSharing = Sharing.TestCase
-TestSharing.settings = settings(max_examples=50, stateful_step_count=30)
+TestSharing.settings = settings(max_examples=40, stateful_step_count=25)
 
 
 @pytest.fixture
