@@ -119,7 +119,9 @@ class Reporting(RuleBasedStateMachine):
             kept[place] = state
         first = {place: state for place, state in kept.items() if place <= 163}
         if parts:
+            believed = [self.gateway.held(key) for key, tokens in asked.items() if tokens > 200]
             self.gateway.tell(["came", name, 200, [[*each] for each in first.items()]])
+            assert believed == [self.gateway.held(key) for key, tokens in asked.items() if tokens > 200]
         later = kept.items() - first.items() if parts else kept.items()
         if not parts or end > 200:
             self.gateway.tell(["came", name, end + 9, [[*each] for each in later]])
