@@ -11,7 +11,8 @@ from proxy.fleet.answer_compare import (
     ContinuedToken,
     Noise,
     Unanswered,
-    answer_to,
+    distance,
+    judge,
     scored,
 )
 from proxy.fleet.answer_compare import continuation as asked
@@ -20,6 +21,42 @@ from proxy.fleet.answer_compare import continuation as asked
 def continuation(*tops: dict[str, float], cached: int = 0) -> Continuation:
     """A continuation with these logprobs at each step, always the likeliest token."""
     return Continuation(tuple(ContinuedToken(max(top, key=top.get), top) for top in tops), cached)
+
+
+@pytest.mark.parametrize(
+    ("off", "noise", "grain", "result"),
+    [
+        (0.001, 0.0, 0.0, "same"),
+        (0.00101, 0.0, 0.0, "differs"),
+        (0.03, 0.01, 0.0, "noise"),
+        (0.0301, 0.01, 0.0, "differs"),
+        (0.0625, 0.0, 1 / 64, "noise"),
+        (0.0626, 0.0, 1 / 64, "differs"),
+        (0.0005, 1.0, 1 / 4, "same"),
+    ],
+)
+def test_noise_is_three_times_what_recomputed_answers_differ_by_or_four_steps_of_their_logits(
+    off, noise, grain, result
+):
+    right = continuation({"a": 0.0, "b": -(grain or 5.1234), "c": -5 * (grain or 1.4321)})
+    cached = continuation({**right.steps[0].top, "a": -off})
+    verdict = judge([right, cached], [continuation({"x": 0.0, "y": -9.1234}), right], noise)
+    assert (verdict.result, verdict.off.error, verdict.cached, verdict.recomputed) == (result, off, cached, right)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "error"),
+    [
+        ({"a": -0.1, "b": -2.0}, {"a": -0.1, "c": -5.0}, 3.0),  # b is at most as likely as c over there
+        ({"a": -0.1, "b": -7.0}, {"a": -0.1, "c": -5.0}, 2.0),  # of c, for b is the last
+        ({"a": -0.1}, {"a": -0.1, "b": -3.0}, 0.0),
+        ({"a": -0.5, "b": -0.6}, {"a": -0.6, "b": -0.5}, 0.1),  # another token, with which it ends
+    ],
+)
+def test_a_token_that_the_other_does_not_name_is_off_by_what_it_must_be(one, other, error):
+    behind = {"z": -0.1, "y": -3.0}
+    apart = distance(continuation(one, behind), continuation(other, behind if error != 0.1 else {"x": -9.0}))
+    assert apart == (pytest.approx(error), 0 if error == 0.1 else None)
 
 
 class OneAnswer:
@@ -95,25 +132,6 @@ def test_an_answers_tokens_have_a_name_and_ids_if_the_worker_gives_those():
     assert named.hash == named._replace(cached=9).hash != named._replace(steps=named.steps[:1]).hash
     with pytest.raises(Unanswered, match="no token ids"):
         _ = logprob(0.0).ids
-
-
-async def test_headers_go_to_the_worker_and_the_status_of_a_refusal_comes_back():
-    class Worker:
-        async def fetch(self, method, url, body, timeout, **named):
-            self.asked = (method, url, body, timeout, named)
-            return self.answer
-
-    worker = Worker()
-    worker.answer = (200, b'{"a":1}')
-    assert await answer_to(worker, "http://w", b"x", 2.0) == {"a": 1}
-    assert worker.asked == ("POST", "http://w/v1/completions", b"x", 2.0, {})
-    await answer_to(worker, "http://w", b"x", 2.0, [(b"a", b"b")])
-    assert worker.asked[-1] == {"headers": [(b"a", b"b")]}
-    for status, text, words in ((503, b"{}", "status 503"), (200, b"{", "no JSON")):
-        worker.answer = (status, text)
-        with pytest.raises(Unanswered, match=words) as refused:
-            await answer_to(worker, "http://w", b"x", 2.0)
-        assert refused.value.status == status
 
 
 def entry_of(**logprobs: float) -> dict:

@@ -17,7 +17,7 @@ from proxy.settings import add_arguments, load
 
 NAME = "http://vllm.test:8000"
 
-ONE, TWO = "10.0.0.1", "10.0.0.2"
+ONE = "10.0.0.1"
 
 NOT_KNOWN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -86,13 +86,6 @@ async def test_a_resolver_that_hangs_holds_up_no_other_name_and_is_not_asked_twi
     await asyncio.sleep(0)
     await looking.look()
     assert changes == [(f"http://{ONE}:8000",)] and len(resolver.asked) == 1
-
-
-async def test_the_systems_resolver_is_asked_where_no_other_one_is_given():
-    changes: list[tuple[str, ...]] = []
-    looking = Discovery(("http://127.0.0.1:8000",), 1.0, 60.0, Metrics(), changes.append)
-    await looking.look()
-    assert changes == [("http://127.0.0.1:8000",)]
 
 
 async def test_the_systems_resolver_knows_both_kinds_of_addresses():

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 
 from proxy.fleet import draft_gates
 from proxy.fleet.answer_compare import Continuation, ContinuedToken, Unanswered
-from proxy.fleet.draft_gates import MOST_AGAIN_SECONDS, DraftGates
-from proxy.fleet.draft_prompts import TrialPrompt
+from proxy.fleet.draft_gates import DraftGates
 from proxy.fleet.draft_reports import NAMED
 from proxy.fleet.draft_trial import DIFFERS, DRAFTS, NO_HITS, TrialVerdict
 from proxy.fleet.worker import Worker
@@ -20,71 +16,22 @@ from proxy.fleet.worker_metrics import Accepted
 from proxy.http.client import Broken, Unreachable
 from proxy.metrics import Metrics
 from tests.harness.drafting_engine import DraftingEngine, DraftingUpstream, drafting_worker
-from tests.harness.probed import probed
 
 
 async def no_clients():
     return ()
 
 
-def gates_of(engine: DraftingEngine, **named) -> DraftGates:
-    return DraftGates(DraftingUpstream(engine), Metrics().self_checks, 10.0, **named)
-
-
-async def test_another_process_of_the_engine_begins_anew():
-    engine, worker = DraftingEngine(), drafting_worker()
-    gates = gates_of(engine)
-    for _ in range(3):
-        await gates.step(worker, no_clients)
-    assert gates.words(worker).startswith("3 of 3")
-    engine.id = "engine-2"
-    await gates.step(worker, no_clients)
-    assert gates.words(worker).startswith("1 of 1")
-
-
-async def test_a_worker_that_cannot_be_judged_is_left_alone_longer_and_longer(caplog):
-    caplog.set_level(logging.INFO, "seamark.drafts")
-    engine, worker = DraftingEngine(vocabulary=10), drafting_worker()
-    gates, rests = gates_of(engine), []
-    for _ in range(1100):
-        before = time.monotonic()
-        await gates.step(worker, no_clients)
-        rests.append(gates._phase(worker).next_at - before)
-        if len(rests) > 12:
-            gates._phase(worker).failed = 2000  # days later
-            break
-    await gates.step(worker, no_clients)
-    assert rests[1] > rests[0] and rests[-1] <= MOST_AGAIN_SECONDS + 60 and not gates.wants(worker)
-    assert "was not judged (Unanswered: no known token ids)" in caplog.text
-
-
-async def test_who_sorts_behind_another_that_tries_stands_back():
-    engine, worker = DraftingEngine(), drafting_worker()
-    gates = gates_of(engine, own="worker")
-    await gates.step(worker, no_clients)
-    asked = len(engine.asked)
-    engine.entries.append((f"{NAMED}abc-1", 0, None))
-    await gates.step(worker, no_clients)
-    assert len(engine.asked) == asked and not gates.wants(worker)
-    first = gates_of(engine, own="0")
-    await first.step(worker, no_clients)
-    engine.entries.append((f"{NAMED}abc-2", 0, None))
-    asked = len(engine.asked)
-    await first.step(worker, no_clients)
-    assert len(engine.asked) > asked
-
-
 class Scripted:
     """Trials that come to what a test says, each prompt taking no time; and the clock of gates."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, state: str = "trial") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, state: str = "trial", own: str = "own") -> None:
         self.engine, self.worker = DraftingEngine(state=state), drafting_worker(state=state)
         self.metrics = Metrics()
         self.now = 1000.0
-        self.script: list[TrialVerdict | Exception | None] = []  # of the next prompts
-        self.prompts: list[tuple[int, bool, Sequence[TrialPrompt]]] = []  # the trial's number, beside clients, theirs
-        self.made = 0
-        self.obeys = True
+        self.next: TrialVerdict | Exception | None = None  # what the next prompt comes to
+        self.prompts: list[int] = []  # of each, the number of its trial
+        self.made, self.obeys = 0, True
         self.opened: list[Worker] = []
         scene = self
 
@@ -96,12 +43,11 @@ class Scripted:
                 self.number, self._feed = scene.made, feed
 
             async def step(self, clients, *, beside) -> TrialVerdict | None:
-                scene.prompts.append((self.number, beside, clients))
+                scene.prompts.append(self.number)
                 scene.now += 1.0
-                come = scene.script.pop(0) if scene.script else None
-                if isinstance(come, Exception):
-                    raise come
-                return come
+                if isinstance(scene.next, Exception):
+                    raise scene.next
+                return scene.next
 
             async def send(self, verdict) -> bool:
                 if scene.obeys:
@@ -111,19 +57,14 @@ class Scripted:
 
         monkeypatch.setattr(draft_gates, "DraftTrial", Trial)
         monkeypatch.setattr(draft_gates, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.gates = DraftGates(DraftingUpstream(self.engine), self.metrics.self_checks, 10.0, self._note, "own")
+        self.gates = DraftGates(DraftingUpstream(self.engine), self.metrics.self_checks, 10.0, self._note, own)
 
     async def _note(self, worker: Worker) -> None:
         self.opened.append(worker)
 
-    async def step(self, *come: TrialVerdict | Exception | None, beside: bool = False) -> None:
-        """A turn for each, at once."""
-        for each in come or (None,):
-            self.script = [each]
-            await self.gates.step(self.worker, self.clients, beside=beside)
-
-    async def clients(self) -> Sequence[TrialPrompt]:
-        return (CLIENTS,)
+    async def step(self, come: TrialVerdict | Exception | None = None) -> None:
+        self.next = come
+        await self.gates.step(self.worker, no_clients)
 
     def counted(self, result: str) -> float | None:
         return self.metrics.registry.get_sample_value("seamark_self_check_total", {"result": result})
@@ -139,8 +80,6 @@ class Scripted:
         return seconds
 
 
-CLIENTS = TrialPrompt("client", [1, 2, 3], 2)
-
 OPENED = TrialVerdict("open", "", "all agree")
 
 
@@ -149,28 +88,17 @@ def scene(monkeypatch) -> Scripted:
     return Scripted(monkeypatch)
 
 
-async def test_where_somebody_else_has_decided_meanwhile_nothing_is_tried(scene):
-    await scene.step(DIFFERS)
-    scene.gates.reset(scene.worker)
-    scene.engine.state = "open"  # another gateway was told, too
-    await scene.step()
-    assert len(scene.prompts) == 1 and scene.worker.takes_hints and not scene.gates.wants(scene.worker)
-    scene.engine.state = "closed"
-    await scene.step()
-    assert len(scene.prompts) == 1 and not scene.worker.takes_hints and not scene.gates.wants(scene.worker)
-
-
 async def test_a_prompt_that_fails_is_asked_again_later_and_later_until_one_is_judged(scene):
     rests = []
     for _ in range(9):
         await scene.step(Unanswered("odd"))
         rests.append(scene.rests_until())
     assert rests == [4, 8, 16, 32, 64, 128, 256, 300, 300]
-    assert [number for number, *_ in scene.prompts] == [1] * 9
-    await scene.step(None)
+    assert scene.prompts == [1] * 9
+    await scene.step()
     scene.now += 300
     for failure in (Unreachable(), Broken(), ValueError(), ExceptionGroup("", [Unanswered("odd")])):
-        await scene.step(None)
+        await scene.step()
         await scene.step(failure)
         assert scene.rests_until() == 4
         scene.now += 4
@@ -203,23 +131,10 @@ async def test_a_trial_without_hits_is_tried_three_times_with_longer_rests(scene
     assert rests == [60, 120] and scene.counted("no_hits") == 0
     await scene.step(NO_HITS)
     assert scene.worker.draft_state == "closed" and scene.counted("no_hits") == 1
-    assert [number for number, *_ in scene.prompts] == [1, 2, 3]
+    assert scene.prompts == [1, 2, 3]
     scene.gates.reset(scene.worker)
     await scene.step(NO_HITS)
     assert (scene.counted("no_hits"), scene.rests_until()) == (1, 60), "an operator's wish is a new beginning"
-
-
-async def test_another_boot_of_a_worker_begins_anew_and_so_does_one_that_was_removed(scene):
-    await scene.step(None)
-    noise = scene.gates.noise(scene.worker)
-    assert scene.gates.noise(scene.worker) is noise
-    scene.worker.probed = probed("w#2", scene.worker.engine, "m")
-    assert scene.gates.noise(scene.worker) is not noise
-    await scene.step(None)
-    assert [number for number, *_ in scene.prompts] == [1, 2]
-    scene.gates.forget(scene.worker)
-    assert scene.gates.words(scene.worker) == ""
-    scene.gates.forget(scene.worker)
 
 
 async def test_another_process_of_the_engine_is_told_nothing_of_what_the_one_before_was_tried_for(scene):
@@ -227,8 +142,8 @@ async def test_another_process_of_the_engine_is_told_nothing_of_what_the_one_bef
     await scene.step(DIFFERS)
     scene.gates.noise(scene.worker).add([_answer(0.0), _answer(0.5)])
     scene.engine.id, scene.obeys = "engine-2", True
-    await scene.step(None)
-    assert scene.engine.state == "trial" and [number for number, *_ in scene.prompts] == [1, 2]
+    await scene.step()
+    assert scene.engine.state == "trial" and scene.prompts == [1, 2]
     assert scene.gates.noise(scene.worker).largest == 0 and scene.counted("differs") == 0
 
 
@@ -261,25 +176,14 @@ def drafts(scene: Scripted, requests: int, behind_hits: int) -> None:
         scene.gates.count(scene.worker, Accepted(100, behind_hits), is_hit=True)
 
 
-@pytest.mark.parametrize("state", ["trial", "closed", "off", ""])
-def test_drafts_of_clients_count_only_where_hints_are_in_use(monkeypatch, state):
+@pytest.mark.parametrize(("state", "said"), [("on", 2), ("trial", 0), ("closed", 0)])
+async def test_clients_drafts_that_are_worse_behind_hits_are_said_where_hints_are_on(monkeypatch, state, said):
     scene = Scripted(monkeypatch, state)
-    drafts(scene, 40, 50)
-    scene.worker.probed = probed("w#1", drafting_worker(state="open").engine, "m")
-    drafts(scene, 29, 50)
-    assert not scene.gates.wants(scene.worker)
-    drafts(scene, 1, 50)
-    assert scene.gates.wants(scene.worker)
-
-
-async def test_clients_drafts_that_are_worse_behind_hits_are_said_where_hints_are_on(monkeypatch):
-    scene = Scripted(monkeypatch, "on")
     drafts(scene, 30, 50)
-    assert scene.counted("drafts_worse") == 1 and not scene.gates.wants(scene.worker)
     drafts(scene, 29, 50)
-    assert scene.counted("drafts_worse") == 1
+    assert scene.counted("drafts_worse") == min(1, said)
     drafts(scene, 1, 50)  # counted anew
-    assert scene.counted("drafts_worse") == 2
+    assert scene.counted("drafts_worse") == said
 
 
 @pytest.mark.parametrize(("verdict", "counts"), [(OPENED, None), (NO_HITS, None), (DRAFTS, "drafts")])
@@ -289,7 +193,7 @@ async def test_a_doubt_is_settled_by_another_trial(monkeypatch, verdict, counts)
     scene.now = 5000
     drafts(scene, 30, 50)
     assert scene.gates.wants(scene.worker) and scene.worker.takes_hints
-    await scene.step(None)
+    await scene.step()
     assert scene.worker.takes_hints and scene.gates.wants(scene.worker)
     scene.now += 598
     assert not scene.gates.is_overdue(scene.worker)
@@ -305,8 +209,10 @@ async def test_a_doubt_is_settled_by_another_trial(monkeypatch, verdict, counts)
     assert scene.gates.wants(scene.worker)
 
 
-async def test_who_stands_back_looks_again_after_five_seconds(scene):
-    await scene.step(None)
+@pytest.mark.parametrize(("own", "stands_back"), [("worker", True), ("0", False)])
+async def test_who_sorts_behind_another_that_tries_stands_back_for_five_seconds(monkeypatch, own, stands_back):
+    scene = Scripted(monkeypatch, own=own)
+    await scene.step()
     scene.engine.entries.append((f"{NAMED}abc-1", 0, None))
-    await scene.step(OPENED)
-    assert len(scene.prompts) == 1 and scene.rests_until() == 5
+    await scene.step()
+    assert len(scene.prompts) == (1 if stands_back else 2) and scene.rests_until() == (5 if stands_back else 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from types import SimpleNamespace
 
@@ -10,11 +9,10 @@ import pytest
 
 from proxy.fleet import draft_trial
 from proxy.fleet.answer_compare import Noise, Unanswered
-from proxy.fleet.draft_prompts import ANSWER, BUILT_IN, LONGEST_EDGE, TrialPrompt, built_in
+from proxy.fleet.draft_prompts import ANSWER, LONGEST_EDGE, built_in
 from proxy.fleet.draft_reports import DraftFeed
-from proxy.fleet.draft_trial import AGREEING, MOST, DraftTrial, TrialVerdict
+from proxy.fleet.draft_trial import MOST, DraftTrial, TrialVerdict
 from proxy.fleet.worker import Worker
-from proxy.http.client import Broken
 from tests.harness.drafting_engine import DraftingEngine, DraftingUpstream, drafting_worker
 
 
@@ -75,23 +73,8 @@ async def test_a_small_vocabulary_is_found_by_what_the_worker_refuses():
         await trial_of(DraftingEngine(vocabulary=10)).step()
 
 
-async def test_prompts_of_clients_come_behind_the_built_in_ones():
-    theirs = [TrialPrompt("client", list(range(2000, 2100)), 80), TrialPrompt("client", list(range(3000, 3200)), 199)]
-    engine = DraftingEngine()
-    trial, verdict = await verdict_of(engine, clients=theirs)
-    assert verdict.result == "open" and trial.asked == AGREEING == len(BUILT_IN) + len(theirs)
-    assert sum(list(each["prompt"]) == theirs[0].ids for each in engine.asked) >= 6
-
-
-async def test_a_verdict_that_the_engine_does_not_take_is_not_believed(monkeypatch):
-    monkeypatch.setattr("proxy.fleet.draft_trial.BELIEVED_SECONDS", 0.0)
-    engine = DraftingEngine(obeys=False)
-    trial, verdict = await verdict_of(engine)
-    assert not await trial.send(verdict) and engine.state == "trial"
-
-
 async def test_an_engine_that_rounds_at_random_is_opened_and_its_faults_are_seen():
-    for seed in range(20):
+    for seed in range(8):
         _, verdict = await verdict_of(DraftingEngine(noise=0.002, draw=random.Random(seed)))
         assert verdict.result == "open", seed
         _, verdict = await verdict_of(DraftingEngine(noise=0.002, hits_off=0.25, draw=random.Random(seed)))
@@ -105,33 +88,8 @@ def test_the_edge_prompt_stops_before_a_blocks_end_and_its_answer_crosses_it():
         edges = [at for at in range(block, 20_000, block) if len(prompt.ids) < at < len(prompt.ids) + ANSWER]
         assert edges and len(prompt.ids) == prompt.hint + 1 >= 160
     assert built_in("edge", (1000, 2000), 10 * LONGEST_EDGE, 10**6, draw).hint == 162
-    assert built_in("long", (1000, 2000), 384, 100, draw).hint == 99
-
-
-@pytest.mark.parametrize(
-    ("kind", "block", "most", "tokens"),
-    [
-        ("short", 384, 10_000, 163),
-        ("long", 384, 10_000, 448),
-        ("together", 384, 10_000, 448),
-        ("staggered", 384, 10_000, 163),
-        ("turn", 384, 163, 163),
-        ("turn", 384, 162, 162),
-        ("short", 384, 1, 2),
-        ("edge", 384, 10_000, 368),  # half of an answer before the block's end
-        ("edge", 179, 10_000, 163),
-        ("edge", 178, 10_000, 340),  # the end of the first block is too near
-        ("edge", 16, 10_000, 176),
-        ("edge", 8208, 10_000, 8192),
-        ("edge", 8209, 10_000, 163),  # too long
-        ("edge", 384, 368, 368),
-        ("edge", 384, 367, 163),  # no room
-        ("edge", 16, 100, 100),
-    ],
-)
-def test_how_long_a_prompt_of_each_kind_is(kind, block, most, tokens):
-    prompt = built_in(kind, (1000, 2000), block, most, random.Random(1))
-    assert (prompt.kind, len(prompt.ids), prompt.hint) == (kind, tokens, tokens - 1)
+    for kind, most, tokens in (("long", 100, 100), ("long", 10_000, 448), ("turn", 163, 163), ("turn", 162, 162)):
+        assert len(built_in(kind, (1000, 2000), 384, most, draw).ids) == tokens
 
 
 async def test_a_step_that_fails_in_the_middle_leaves_nothing_behind():
@@ -192,27 +150,3 @@ async def test_a_verdict_is_looked_for_in_the_feed_until_it_is_there_or_time_is_
     engine.tell = tell
     assert await trial.send(TrialVerdict("open")) is believed
     assert len(reads) == (3 if shows_after is None else shows_after + 1), "it is waited for ten seconds"
-
-
-async def test_a_verdict_for_an_engine_without_a_gate_is_told_to_nobody():
-    engine = DraftingEngine()
-    trial, told = trial_of(engine), engine.tell
-    engine.tell = lambda after=0: {**told(after), "drafts": None}
-    assert not await trial.send(TrialVerdict("open")) and not engine.asked
-
-
-async def test_of_requests_that_are_asked_one_by_one_those_behind_a_failure_are_not_left_unasked_for(recwarn):
-    """Python warns of a coroutine that nobody has awaited or closed."""
-
-    class Failing(DraftingUpstream):
-        async def fetch(self, method, url, body=b"", timeout=None, headers=()):
-            if len(self.engine.asked) >= 2 and method == "POST":
-                raise Broken
-            return await super().fetch(method, url, body, timeout, headers)
-
-    worker, upstream = drafting_worker(), Failing(DraftingEngine(vocabulary=40_000))
-    trial = DraftTrial(upstream, worker, DraftFeed(upstream, worker, "own"), "own", Noise(), 10.0)
-    with pytest.raises(Broken):
-        await trial.step(beside=True)
-    gc.collect()
-    assert not [each for each in recwarn.list if "never awaited" in str(each.message)]

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs
 
 import pytest
 
 from proxy.bench.harness.prompts import prose
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
 from proxy.server.status import warnings
-from tests.harness.fake_engine import FakeEngine, engine_info
+from tests.harness.fake_engine import engine_info
 from tests.harness.in_memory_gateway import InMemoryGateway, told
 from tests.harness.recording_worker import RecordingWorker, respond
 
@@ -54,7 +53,6 @@ class Collector:
     port: int = REPORTS
     api_key: str | None = None
     refused: int = 0
-    asked: int = 0
 
     @property
     def url(self) -> str:
@@ -62,7 +60,6 @@ class Collector:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         wanted = (b"authorization", f"Bearer {self.api_key}".encode())
-        self.asked += 1
         if not scope["path"].startswith("/seamark/") or (self.api_key is not None and wanted not in scope["headers"]):
             self.refused += 1
             await respond(send, b"", status=404)
@@ -171,26 +168,6 @@ async def test_the_workers_key_is_sent_to_its_port_and_a_stranger_there_is_not_b
         caplog.clear()
 
 
-async def test_a_port_of_the_workers_own_machine_is_not_looked_for_here(in_memory, caplog):
-    caplog.set_level(logging.INFO)
-    worker = Rust(url="http://spark:1", sources=listed())
-    here = Collector(worker)
-    await before(in_memory, worker, here)
-    assert not here.asked and "SEAMARK_REPORTS_AT" in caplog.text
-
-
-@pytest.mark.parametrize("beside", [True, False])
-async def test_while_kv_events_are_on_the_reports_are_at_the_port_before_theirs_or_it_is_said_where_they_were_sought(
-    in_memory, beside, caplog
-):
-    caplog.set_level(logging.INFO)
-    worker = Rust(sources=KV_EVENTS)
-    gateway = await before(in_memory, worker, *([Collector(worker, port=5556)] if beside else []))
-    (status,) = (await gateway.status())["workers"]
-    assert (status["engine"] is not None) is beside
-    assert ("its reports are not at *:5556" in caplog.text) is not beside
-
-
 @dataclass
 class Python(RecordingWorker):
     """A `vllm serve` that was started without the flag `--middleware`, with the plugin installed."""
@@ -219,37 +196,3 @@ async def test_a_python_frontend_tells_the_port_in_its_metrics_whatever_its_vers
     assert second.headers["x-seamark-reason"] == "hit" and second.headers["x-seamark-predicted"] != "0"
     (status,) = (await gateway.status())["workers"]
     assert status["frontend"] == {"name": "", "lacks": []}
-
-
-@dataclass
-class Ranks(RecordingWorker):
-    """Two engines behind one API server, which sends a request to the one that its header names."""
-
-    url: str = URL
-    hits: bool = True
-    sources: dict[str, Any] | None = field(default_factory=lambda: {rank: listed()["0"] for rank in "01"})
-    of: dict[str, FakeEngine] = field(default_factory=lambda: {rank: FakeEngine(f"rank {rank}") for rank in "01"})
-    rank: str = "0"
-
-    @property
-    def engine(self) -> FakeEngine:
-        return self.of[self.rank]
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        query = parse_qs(scope["query_string"].decode())
-        named = dict(scope["headers"]).get(b"x-data-parallel-rank", b"").decode()
-        before, self.rank = self.rank, named or query.get("engine", ["0"])[-1]
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.rank = before
-
-
-async def test_a_client_cannot_say_which_engine(in_memory):
-    worker = Ranks()
-    gateway = await in_memory(worker)
-    await gateway.shows(lambda status: [each["up"] for each in status["workers"]] == [True, True])
-    for _ in range(3):
-        await gateway.post(chat("?"), x_data_parallel_rank="7")
-        named = [value for name, value in worker.requests[-1].headers if name == b"x-data-parallel-rank"]
-        assert named in ([b"0"], [b"1"])

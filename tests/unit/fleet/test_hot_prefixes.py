@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from proxy.boundaries.boundary import Found
 from proxy.chat.chat import CHAT
 from proxy.fleet.hot_prefixes import (
@@ -44,3 +46,11 @@ def test_what_is_used_again_stays_and_the_least_recently_used_goes():
     for name in (b"0", b"1", b"0", b"2"):
         prefixes.used(name, 100, (), replay(name), 0.0)
     assert {request.raw[-1:] for request in prefixes.hottest({"m"}, 0.0)} == {b"0", b"2"}
+
+
+def test_a_replay_asks_for_one_token_and_no_more():
+    raw = b'{"stream":true,"n":3,"max_tokens":900,"vllm_xargs":{"x":1},"seed":1}'
+    named = ("stream", "n", "max_tokens", "vllm_xargs", "seed")
+    asked = json.loads(WarmupRequest(CHAT, raw, named, {"cache_salt": "s"}, Found(), "m").body_with(("first:7,8", 32)))
+    told = {"seamark_boundaries": ["first:7,8", 32]}
+    assert asked == {"seed": 1, "cache_salt": "s", "max_tokens": 1, "stream": False, "vllm_xargs": told}

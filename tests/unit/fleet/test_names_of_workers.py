@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 
 from proxy.errors import BadRequest
 from proxy.fleet import pool as pool_module
-from proxy.fleet.pool import ASK_NAMES_SECONDS, WorkerPool
+from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.http.client import Broken, Unreachable
 from tests.harness.in_memory_gateway import InMemoryGateway
@@ -38,25 +37,16 @@ class Lists(RecordingWorker):
 
 
 @pytest.fixture
-def a() -> Lists:
-    return Lists(A, models=("m", "alias"))
+def servers() -> dict[str, Lists]:
+    a, b = Lists(A, models=("m", "alias")), Lists(B, models=("m",), adapters={"lora": "/lora"})
+    return {"a": a, "b": b, "c": Lists(C, models=("n",))}
 
 
 @pytest.fixture
-def b() -> Lists:
-    return Lists(B, models=("m",), adapters={"lora": "/lora"})
-
-
-@pytest.fixture
-def c() -> Lists:
-    return Lists(C, models=("n",))
-
-
-@pytest.fixture
-async def own(in_memory, a, b, c) -> InMemoryGateway:
-    own = await in_memory(a, b, c, is_started=False, replay_seconds=0.0)
+async def own(in_memory, servers) -> InMemoryGateway:
+    own = await in_memory(*servers.values(), is_started=False, replay_seconds=0.0)
     await own.gateway.pool.check_all()
-    for server in (a, b, c):
+    for server in servers.values():
         server.lists = 0
     return own
 
@@ -64,14 +54,6 @@ async def own(in_memory, a, b, c) -> InMemoryGateway:
 @pytest.fixture
 def pool(own) -> WorkerPool:
     return own.gateway.pool
-
-
-@pytest.fixture
-def clock(monkeypatch) -> SimpleNamespace:
-    """The pool's, which stands still until a test moves it on."""
-    found = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: found.now))
-    return found
 
 
 def named(workers: list[Worker]) -> str:
@@ -100,7 +82,8 @@ def test_all_names_of_one_model_have_one_key(pool):
     assert pool.key_of("unknown") == "unknown"
 
 
-async def test_who_asks_for_such_a_name_meanwhile_waits_for_the_same_answers(pool, clock, c):
+async def test_who_asks_for_such_a_name_meanwhile_waits_for_the_same_answers(pool, servers):
+    c = servers["c"]
     held = c.held = asyncio.Event()
     first = asyncio.create_task(pool.look_for("new"))
     await until(lambda: c.lists)
@@ -114,32 +97,13 @@ async def test_who_asks_for_such_a_name_meanwhile_waits_for_the_same_answers(poo
     assert c.lists == 1 and pool.lists("new")
 
 
-async def test_a_worker_that_does_not_answer_for_its_models_is_known_as_before(own, pool, clock):
+async def test_a_worker_that_does_not_answer_for_its_models_is_known_as_before(own, pool, monkeypatch):
     for failure in (Unreachable(), Broken()):
         own.upstream.faults[C] = failure
-        clock.now += ASK_NAMES_SECONDS
+        monkeypatch.setattr(pool_module, "ASK_NAMES_SECONDS", -1.0)
         await pool.look_for("new")
         assert named(pool.serving("n")) == "c"
     own.upstream.workers[C].api_key = "wanted"
     own.upstream.faults.clear()
     await pool.ask_models(pool.workers[2])
     assert named(pool.serving("n")) == "c"
-
-
-async def test_one_that_took_a_name_which_was_added_meanwhile_does_not_take_any(pool, a):
-    worker, a.models = pool.workers[0], ("m", "alias", "new")
-    pool.answered_name(worker, "new", taken=True)
-    await until(lambda: worker.serves("new"))
-    assert worker.takes_any_name is None
-
-
-async def test_nothing_is_learnt_of_one_that_has_restarted_meanwhile(pool, a):
-    held, worker = asyncio.Event(), pool.workers[0]
-    a.held = held
-    pool.answered_name(worker, "new", taken=True)
-    await until(lambda: a.lists)
-    a.boot = "2.0"
-    await pool.check_health(worker)
-    held.set()
-    await until(lambda: not pool._tasks)
-    assert worker.takes_any_name is None

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
@@ -31,33 +31,11 @@ class Server(RecordingWorker):
 
     patched: bool = False
     cards: list[dict[str, object]] | None = None  # of its models, if they are odd
-    older: bool = False  # it has no route for the plugin's own metrics
-    asked: list[str] = field(default_factory=list)  # for metrics
-    asked_to_render: int = 0
-    rendering_now: int = 0
-    fails: tuple[str, ...] = ()  # routes that answer `fails_with`
-    fails_with: int = 500
+    refuses: int = 0  # the status that its list of models has
 
     async def __call__(self, scope, receive, send) -> None:
-        path, query = scope["path"], scope["query_string"].decode()
-        if path in self.fails:
-            await respond(send, b"", status=self.fails_with)
-            return
-        renders = path.endswith("/render")
-        self.asked_to_render += renders
-        self.rendering_now += renders
-        try:
-            await self._answer_at(path, query, scope, receive, send)
-        finally:
-            self.rendering_now -= renders
-
-    async def _answer_at(self, path, query, scope, receive, send) -> None:
-        if path.endswith("/metrics"):
-            self.asked.append(f"{path}?{query}" if query else path)
-        if path == "/v1/models" and self.cards is not None:
-            await respond(send, json.dumps({"data": self.cards}).encode())
-        elif path == "/seamark/metrics" and self.older:
-            await respond(send, b"", status=404)
+        if scope["path"] == "/v1/models" and (self.refuses or self.cards is not None):
+            await respond(send, json.dumps({"data": self.cards}).encode(), status=self.refuses or 200)
         else:
             await super().__call__(scope, receive, send)
 
@@ -72,9 +50,8 @@ def b() -> Server:
     return Server(B)
 
 
-def write(path, *urls: str, limit: int | None = None) -> None:
-    more = f"max_inflight = {limit}\n" if limit is not None else ""
-    path.write_text("".join(f'[[worker]]\nurl = "{url}"\n{more}' for url in urls))
+def write(path, *urls: str, more: str = "") -> None:
+    path.write_text("".join(f'[[worker]]\nurl = "{url}"\n{more}\n' for url in urls))
     stat = path.stat()
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))  # clocks of file systems are coarse
 
@@ -120,7 +97,7 @@ async def test_a_worker_that_stays_in_the_file_stays_the_same_with_its_requests_
     (kept,) = pool.workers
     kept.inflight = 3
     kept.cache.quarantine()
-    write(file, B, A, limit=3)
+    write(file, B, A, more="max_inflight = 3")
     pool.refresh()
     assert [worker.url for worker in pool.workers] == [B, A] and pool.workers[1] is kept
     assert (kept.inflight, kept.has_room, kept.up) == (3, False, True)
@@ -135,10 +112,9 @@ def fail(pool: WorkerPool, worker: Worker, times: int = BREAKER_FAILURES) -> Non
 async def test_a_probe_that_this_machine_had_no_descriptor_for_says_nothing_of_the_worker(own, both):
     own.upstream.faults[B] = Unreachable()
     await both.check_all()
-    assert both.workers[1].why_down == "no connection"
     own.upstream.faults.update({A: Exhausted(), B: Exhausted()})
     await both.check_all()
-    assert [worker.up for worker in both.workers] == [True, False]
+    assert [worker.why_down for worker in both.workers] == ["", "no connection"]
 
 
 async def test_a_list_of_models_that_makes_no_sense_harms_its_own_worker_alone(both, a, b):
@@ -169,23 +145,17 @@ def said(caplog) -> list[str]:
 async def test_why_a_worker_is_down_is_said_when_it_changes_and_not_with_each_probe(gateway_of, a, caplog):
     caplog.set_level(logging.INFO, "seamark.workers")
     own = await gateway_of(a)
-    pool, faults = own.gateway.pool, own.upstream.faults
-    faults[A] = Unreachable("connection refused")
-    for _ in range(3):
-        await pool.check_all()
-    assert said(caplog) == ["worker a:1 is down: connection refused"]
-    faults[A] = Silent()
-    for _ in range(3):
-        await pool.check_all()
-    assert said(caplog) == ["worker a:1 is down: no answer within 5 s"]
-    faults.clear()
-    for _ in range(3):
-        await pool.check_all()
-    (line,) = said(caplog)
-    assert line.startswith("worker a:1 is up: serves m; ")
-    pool.mark_down(pool.workers[0], "connection refused")
-    await pool.check_all()
-    assert said(caplog) == ["worker a:1 is down: connection refused", line]
+    for failure, line in (
+        (Unreachable("connection refused"), "worker a:1 is down: connection refused"),
+        (Silent(), "worker a:1 is down: no answer within 5 s"),
+        (None, "worker a:1 is up: serves m; "),
+    ):
+        own.upstream.faults.clear()
+        own.upstream.faults |= {A: failure} if failure is not None else {}
+        for _ in range(3):
+            await own.gateway.pool.check_all()
+        (message,) = said(caplog)
+        assert message.startswith(line)
 
 
 async def test_whoever_waits_for_a_worker_is_woken_when_other_ones_are_ready_than_before(woken, both):
@@ -219,18 +189,6 @@ async def test_whoever_waits_for_a_worker_is_woken_when_other_ones_are_ready_tha
     assert looks() == 1
 
 
-async def test_a_workers_own_metrics_are_shown_as_it_gives_them_and_none_where_it_does_not(own, both, a):
-    worker, _ = both.workers
-    a.more_metrics = "odd 1.0\n"
-    assert "odd 1.0\n" in await both.exposition(worker)
-    for failure in (Unreachable(), Broken()):
-        own.upstream.faults[A] = failure
-        assert await both.exposition(worker) == ""
-    own.upstream.faults.clear()
-    a.fails = ("/metrics",)
-    assert await both.exposition(worker) == ""
-
-
 async def test_engines_behind_one_address_are_looked_at_once_they_are_known_and_go_together(gateway_of, a, file):
     a.patched, a.sources = True, {str(rank): {"endpoint": "tcp://*:5557"} for rank in range(2)}
     own = await gateway_of(a, worker=(), workers_file=file)
@@ -246,15 +204,6 @@ async def test_engines_behind_one_address_are_looked_at_once_they_are_known_and_
     assert own.metric("seamark_worker_up") == 1
 
 
-async def test_a_worker_that_was_not_up_is_not_for_an_answer_of_before(gateway_of, a):
-    own = await gateway_of(a, health_interval=1000)
-    (worker,) = own.gateway.pool.workers
-    worker.answered()
-    own.upstream.faults[A] = Broken()
-    await own.gateway.pool.check_all()
-    assert not worker.up and worker.why_down.startswith("it closes the connection without an answer: https://")
-
-
 @pytest.mark.parametrize(
     ("status", "url", "key", "words"),
     [
@@ -266,7 +215,7 @@ async def test_a_worker_that_was_not_up_is_not_for_an_answer_of_before(gateway_o
     ],
 )
 async def test_why_a_worker_refuses_is_said_by_what_it_was_given(gateway_of, a, tmp_path, status, url, key, words):
-    a.fails, a.fails_with = ("/v1/models",), status
+    a.refuses = status
     given = {}
     if key:
         (tmp_path / "key").write_text(key)
@@ -294,12 +243,10 @@ class Preparing(Part):
 
     def __init__(self) -> None:
         self.began: list[str] = []
-        self.known: list[dict[str, bytes]] = []  # what the worker was known to render with
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def prepare(self, worker: Worker) -> None:
         self.began.append(worker.url)
-        self.known.append(dict(worker.renderer_ids))
         await self.end
 
 
@@ -314,50 +261,3 @@ async def test_a_worker_is_warmed_up_until_that_is_over_however_it_ends(gateway_
     warmup.end.set_exception(failure) if failure is not None else warmup.end.set_result(None)
     await until(lambda: not worker.warming)
     assert woken and warmup.began == [A]
-
-
-async def test_a_warm_up_ends_when_its_seconds_are_over(gateway_of, a, woken):
-    gateway = (await gateway_of(a, replay_seconds=0.01)).gateway
-    (worker,), warmup = gateway.pool.workers, gateway.shelf.put(Preparing())
-    await gateway.pool.check_all()
-    await until(lambda: not worker.warming)
-    assert warmup.began == [A] and warmup.end.cancelled() and woken
-
-
-async def test_one_that_takes_hints_late_is_warmed_up_beside_its_requests_if_any_is(gateway_of, a):
-    for seconds, prepared in ((0.0, []), (1000.0, [A])):
-        gateway = (await gateway_of(a, replay_seconds=seconds)).gateway
-        (worker,), warmup = gateway.pool.workers, gateway.shelf.put(Preparing())
-        await gateway.pool.prepare_late(worker)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert warmup.began == prepared and not worker.warming
-        warmup.end.set_result(None)
-
-
-async def test_a_worker_that_renders_nothing_is_up_after_a_moment_and_asked_on_beside_its_requests(
-    gateway_of, a, monkeypatch
-):
-    monkeypatch.setattr("proxy.fleet.pool.FACTS_SECONDS", 0.01)
-    a.patched, a.hang_renders = True, True
-    pool = (await gateway_of(a, render_timeout=1000.0)).gateway.pool
-    (worker,) = pool.workers
-    await pool.check_all()
-    assert worker.up and not worker.renderer_ids
-    asked = a.asked_to_render
-    await pool.check_all()  # it is still asked
-    assert a.asked_to_render == asked > 0
-    a.boot, a.hang_renders = "2.0", False
-    await pool.check_all()
-    await until(lambda: worker.renderer_ids)
-
-
-async def test_a_worker_that_rendered_nothing_is_asked_again_with_the_next_health_check(gateway_of, a):
-    a.patched, a.render_status = True, 500
-    pool = (await gateway_of(a)).gateway.pool
-    (worker,) = pool.workers
-    await pool.check_all()
-    assert worker.up and not worker.renderer_ids
-    a.render_status = 200
-    await pool.check_all()
-    await until(lambda: worker.renderer_ids)

@@ -39,6 +39,20 @@ def test_what_is_no_list_tells_nothing(answer):
 
 
 @pytest.mark.parametrize(
+    ("worker", "at", "url"),
+    [
+        ("http://127.0.0.1:8000", "127.0.0.1:33007", "http://127.0.0.1:33007"),
+        ("http://localhost:8000", "127.0.0.1:33007", "http://localhost:33007"),
+        ("http://spark:8000", "192.0.2.7:8001", "http://spark:8001"),  # of what it tells, the port alone
+        ("http://[::1]:8000", "[::1]:33007", "http://[::1]:33007"),
+        ("https://spark/prefix", "evil.example:8001", "http://spark:8001"),
+    ],
+)
+def test_the_gateway_asks_no_host_but_the_workers(worker, at, url):
+    assert base_url(worker, at) == url
+
+
+@pytest.mark.parametrize(
     ("worker", "at", "why"),
     [
         ("http://spark:8000", "127.0.0.1:33007", "SEAMARK_REPORTS_AT"),

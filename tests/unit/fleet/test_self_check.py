@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,14 +21,14 @@ from proxy.chat.responses import StoredResponses
 from proxy.fleet import idle_turns, self_check
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.part import Change
-from proxy.fleet.self_check import MOST_OF_CLIENTS, SelfCheck
+from proxy.fleet.self_check import MOST_OF_CLIENTS, WITHOUT_DRAFTS, SelfCheck
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Unreachable
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
-from tests.harness.drafting_engine import DraftingEngine, DraftingUpstream, drafting_worker
+from tests.harness.drafting_engine import BLOCK, UNIT, DraftingEngine, DraftingUpstream, drafting_worker
 from tests.harness.probed import probed
 from tests.harness.waiting import until
 
@@ -53,8 +54,11 @@ class Engine:
         self.cached_under: set[str | None] = set()
         self.wrong_under: set[str | None] = set()
         self.metrics = ""
+        self.before: Callable[[str], Awaitable[None]] | None = None  # called with the URL of each request
 
     async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
+        if self.before is not None:
+            await self.before(url)
         if url.endswith("/metrics"):
             return 200, self.metrics.encode()
         asked = json.loads(body)
@@ -109,6 +113,15 @@ async def judged(check: SelfCheck, worker: Worker, request: WarmupRequest):
     return await check._judge(worker, request, self_check._Watched())
 
 
+async def test_the_prompt_is_asked_under_the_salt_of_its_api_key_and_computed_anew_under_others(worker, engine):
+    request = replay(b"first", cache_salt="anns")
+    engine.cached_under.add("anns")
+    verdict = await judged(check_of(worker, engine, request), worker, request)
+    assert verdict is not None and verdict.result == "same"
+    salts = [asked.get("cache_salt") for asked in engine.asked]
+    assert salts[:2] == ["anns", "anns"] and "anns" not in salts[2:] and all(salts)
+
+
 async def test_in_quarantine_the_prompt_is_asked_under_the_salt_that_requests_get(worker, engine):
     worker.cache.quarantine()
     request = replay(b"first", cache_salt="anns")
@@ -117,30 +130,18 @@ async def test_in_quarantine_the_prompt_is_asked_under_the_salt_that_requests_ge
     assert "vllm_xargs" not in engine.asked[0]  # it gets no hint, as clients' requests
 
 
-@pytest.mark.parametrize(("content", "asks"), [("Tide?", True), (TEXT_PARTS, True), (IMAGE, False)])
+@pytest.mark.parametrize(("content", "asks"), [("Tide?", True), (TEXT_PARTS, True), (IMAGE, False), (None, False)])
 async def test_chats_of_text_are_checked_however_they_are_written_and_images_are_not(worker, engine, content, asks):
     request = replay(b"first", content)
+    if content is None:
+        request = request._replace(raw=b'{"model":"m","messages":[]}')
     await judged(check_of(worker, engine, request), worker, request)
     assert bool(engine.asked) is asks
-
-
-async def test_what_is_no_chat_is_not_checked(worker, engine):
-    request = replay(b"first")._replace(raw=b'{"model":"m","messages":[]}')
-    assert await judged(check_of(worker, engine, request), worker, request) is None and not engine.asked
 
 
 async def test_recomputed_answers_that_came_from_a_cache_are_not_judged(worker, engine, monkeypatch):
     monkeypatch.setattr(self_check, "fresh_salt", lambda: "fresh")
     engine.cached_under |= {None, "fresh"}
-    request = replay(b"first")
-    assert await judged(check_of(worker, engine, request), worker, request) is None
-
-
-async def test_one_recomputed_answer_that_came_from_a_cache_is_enough(worker, engine, monkeypatch):
-    salts = [*"abc"]
-    monkeypatch.setattr(self_check, "fresh_salt", lambda: salts.pop(0))
-    engine.cached_under |= {None, "c"}
-    engine.wrong_under.add(None)
     request = replay(b"first")
     assert await judged(check_of(worker, engine, request), worker, request) is None
 
@@ -151,55 +152,41 @@ async def test_a_worker_with_requests_of_another_gateway_is_left_alone(worker, e
     assert await judged(check_of(worker, engine, request), worker, request) is None and not engine.asked
 
 
-class SlowEngine(Engine):
-    """It is computing, and says when it was left."""
+async def test_a_clients_request_ends_a_check_at_once(worker, engine):
+    """Its request is given up before the client's goes out: nothing is polled, no time passes."""
+    computing, left = asyncio.Event(), asyncio.Event()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.computing, self.left = asyncio.Event(), asyncio.Event()
-
-    async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
+    async def computes(url: str) -> None:
         if not url.endswith("/metrics"):
-            self.computing.set()
+            computing.set()
             try:
                 await asyncio.Event().wait()
             finally:
-                self.left.set()
-        return await super().fetch(method, url, body, timeout)
+                left.set()
 
-
-async def test_a_clients_request_ends_a_check_at_once(worker):
-    """Its request is given up before the client's goes out: nothing is polled, no time passes."""
-    engine, request = SlowEngine(), replay(b"first")
-    check = check_of(worker, engine, request)
+    engine.before = computes
+    check = check_of(worker, engine, replay(b"first"))
     assert check._is_due(worker) is False  # it has just come
     watched = check._watched[worker.url]
     checking = asyncio.create_task(check._check(worker, watched))
     async with asyncio.timeout(30):
-        await engine.computing.wait()
+        await computing.wait()
     check.on_worker(Worker("http://another", renderer=render), Change.GIVEN)
     for change in (Change.CLEARED, Change.ADAPTER, Change.DISTRUSTED):
         check.on_worker(worker, change)
     for _ in range(3):
         await asyncio.sleep(0)
-    assert not engine.left.is_set()
+    assert not left.is_set()
     worker.dispatched += 1
     check.on_worker(worker, Change.GIVEN)
     for _ in range(3):
         await asyncio.sleep(0)
-    assert engine.left.is_set()
+    assert left.is_set()
     await checking
     assert check.checked == 0 and watched.left is None
-    check.on_worker(worker, Change.GIVEN)  # nothing is under way
-
-
-async def test_a_request_that_comes_before_a_check_begins_is_not_met_by_one(worker):
-    engine, request = SlowEngine(), replay(b"first")
-    check = check_of(worker, engine, request)
-    check._is_due(worker)
-    worker.dispatched += 1
-    await check._check(worker, check._watched[worker.url])
-    assert not engine.computing.is_set()
+    computing.clear()
+    await check._check(worker, watched)
+    assert not computing.is_set(), "one that came before a check begins is not met by it"
 
 
 @pytest.fixture
@@ -224,15 +211,14 @@ async def running(check: SelfCheck) -> AsyncIterator[None]:
 async def test_idle_workers_are_checked_for_ever_and_one_that_fails_keeps_no_other_from_it(
     worker, engine, soon, caplog
 ):
-    class Odd(Engine):
-        async def fetch(self, method, url, body=b"", timeout=None):
-            if url.startswith("http://odd"):
-                raise RuntimeError("planned")
-            return await engine.fetch(method, url, body, timeout)
+    async def fails(url: str) -> None:
+        if url.startswith("http://odd"):
+            raise RuntimeError("planned")
 
+    engine.before = fails
     engine.cached_under.add(None)
     odd = Worker("http://odd", renderer=render, probed=worker.probed, up=True)
-    check = check_of(worker, Odd(), replay(b"first"), replay(b"second"), settings=OFTEN)
+    check = check_of(worker, engine, replay(b"first"), replay(b"second"), settings=OFTEN)
     check._pool.workers.insert(0, odd)
     async with running(check):
         await until(lambda: check.checked >= 4)
@@ -266,49 +252,42 @@ async def test_a_worker_that_answers_otherwise_loses_its_hints_and_then_its_cach
 
 
 @pytest.mark.parametrize(("checks", "rest"), [(0, 9), (15, 9), (16, 49)])
-@pytest.mark.parametrize(("took", "interval"), [(2.0, 10.0), (0.001, 10.0)])
+@pytest.mark.parametrize("took", [2.0, 0.001])
 @pytest.mark.parametrize("answers", [True, False])
 async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
-    worker, monkeypatch, checks, rest, took, interval, answers
+    worker, engine, monkeypatch, checks, rest, took, answers
 ):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(self_check, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
-    class Slow(Engine):
-        async def fetch(self, method, url, body=b"", timeout=None):
-            clock.now += took if url.endswith("/metrics") else 0.0
-            if not answers:
-                raise Unreachable
-            return await super().fetch(method, url, body, timeout)
+    async def is_slow(url: str) -> None:
+        clock.now += took if url.endswith("/metrics") else 0.0
+        if not answers:
+            raise Unreachable
 
+    engine.before = is_slow
     request = replay(b"first")
-    check = check_of(worker, Slow(), request, settings=Settings(self_check_interval=interval))
+    check = check_of(worker, engine, request, settings=Settings(self_check_interval=10.0))
     watched = self_check._Watched(dispatched=0, checks=checks, in_a_row=2)
     await check._check(worker, watched)
-    assert watched.next_at == pytest.approx(1000 + took + max(interval, rest * took))
+    assert watched.next_at == pytest.approx(1000 + took + max(10.0, rest * took))
     assert (watched.checks, watched.in_a_row, check.checked) == (checks + 1, 3, 0)
     assert check._next(worker) is request and check._checked_at
 
 
 class Upstream(DraftingUpstream):
-    """Counts requests at the same time, which wait for `hold`."""
+    """Counts requests at the same time."""
 
-    hold: asyncio.Event | None = None
-    held = at_once = most = 0
+    at_once = most = 0
 
     async def fetch(self, method, url, body=b"", timeout=None, headers=()):
-        if method == "GET":
-            return await super().fetch(method, url, body, timeout, headers)
-        self.at_once += 1
+        self.at_once += method == "POST"
         self.most = max(self.most, self.at_once)
         try:
             await asyncio.sleep(0)
-            if self.hold is not None:
-                self.held += 1
-                await self.hold.wait()
             return await super().fetch(method, url, body, timeout, headers)
         finally:
-            self.at_once -= 1
+            self.at_once -= method == "POST"
 
 
 def drafting(*requests: WarmupRequest, state: str = "trial", others: int = 0) -> tuple[SelfCheck, Worker, Upstream]:
@@ -321,44 +300,11 @@ def drafting(*requests: WarmupRequest, state: str = "trial", others: int = 0) ->
 async def test_a_worker_on_trial_is_tried_and_not_checked_and_checked_once_it_is_open(soon):
     check, worker, upstream = drafting(replay(b"first"))
     async with running(check):
-        await until(lambda: worker.draft_state == "open")
-        assert check.checked == 0
+        await until(lambda: worker.draft_state == "open" or check.checked)
+        assert worker.draft_state == "open"
         await until(lambda: check.checked)
     ids = [list(asked["prompt"]) for asked in upstream.engine.asked]
     assert [*range(64)] in ids[: len(ids)], "no prompt of a client's was tried"
-
-
-async def test_a_worker_on_trial_that_others_use_is_left_alone_for_a_while(monkeypatch):
-    check, worker, upstream = drafting(others=1)
-    watched = self_check._Watched(dispatched=0)
-    await check._try_drafts(worker, watched)
-    assert not upstream.engine.asked and not watched.is_idle
-    upstream.requests = 0
-    monkeypatch.setattr(idle_turns, "IDLE_SECONDS", 0.0)
-    await check._try_drafts(worker, watched)
-    assert upstream.engine.asked
-
-
-async def test_a_client_that_comes_before_a_trial_prompt_is_not_met_by_one():
-    check, worker, upstream = drafting()
-    watched = self_check._Watched(dispatched=0)
-    worker.dispatched = 1
-    await check._try_drafts(worker, watched)
-    assert not upstream.engine.asked and not watched.is_idle
-
-
-async def test_a_client_ends_a_trial_prompt_which_is_asked_anew(soon):
-    check, worker, upstream = drafting()
-    watched = check._watched[worker.url] = self_check._Watched(dispatched=0)
-    upstream.hold = asyncio.Event()
-    trying = asyncio.create_task(check._try_drafts(worker, watched))
-    await until(lambda: upstream.held)
-    check.on_worker(worker, Change.GIVEN)
-    async with asyncio.timeout(30):
-        await trying
-    upstream.hold.set()
-    await check._try_drafts(worker, watched)
-    assert check.gates.words(worker).startswith("1 of 1 prompts agree")
 
 
 async def test_a_worker_that_is_never_idle_is_tried_beside_its_clients_once_it_is_overdue(monkeypatch):
@@ -374,25 +320,88 @@ async def test_a_worker_that_is_never_idle_is_tried_beside_its_clients_once_it_i
 async def test_of_clients_prompts_a_few_that_can_be_tried_are(worker, engine):
     """The hottest; whatever cannot be rendered, or has no boundary in its beginning, is left out."""
     worker.probed = probed("w#1", replace(worker.engine, drafts="trial"), "m")
-    assert not worker.takes_hints
     many = [replay(b"%d" % number)._replace(put={"number": number}) for number in range(MOST_OF_CLIENTS + 1)]
-    check = check_of(worker, engine, *many)
-    prompts = await check._hottest(worker)
+    prompts = await check_of(worker, engine, *many)._hottest(worker)
     assert [(each.kind, list(each.ids), each.hint) for each in prompts] == [("client", [*range(64)], 63)] * 4
-    assert MOST_OF_CLIENTS == 4
-    behind = Found((Boundary("turn", b"behind", 64),), renderer_id=RENDERER)
-    check = check_of(worker, engine, replay(b"0"), replay(b"1", IMAGE), replay(b"2")._replace(found=behind))
-    assert [each.hint for each in await check._hottest(worker)] == [63, 63]
-    short = replay(b"0")._replace(found=Found((Boundary("turn", b"x", 9),), renderer_id=RENDERER))
-    none = replay(b"0")._replace(found=Found((Boundary("turn", b"x", 999),), renderer_id=RENDERER))
-    assert [each.hint for each in await check_of(worker, engine, none, short)._hottest(worker)] == [9]
-    calls = []
+
+    def ends(tokens: int) -> WarmupRequest:
+        return replay(b"0")._replace(found=Found((Boundary("turn", b"x", tokens),), renderer_id=RENDERER))
+
+    check = check_of(worker, engine, replay(b"1", IMAGE), ends(64), ends(999), ends(9))
+    assert [each.hint for each in await check._hottest(worker)] == [63, 9]
+
+    errors = iter([RenderFailed("refused")])
 
     async def fails_once(body, path=CHAT):
-        calls.append(path)
-        if len(calls) == 1:
-            raise RenderFailed("refused")
+        for error in errors:
+            raise error
         return await render(body, path)
 
     worker.renderer = fails_once
     assert len(await check_of(worker, engine, replay(b"0"), replay(b"1"))._hottest(worker)) == 1
+
+
+def checked(engine: DraftingEngine, seed: int = 0) -> tuple[SelfCheck, Worker, WarmupRequest]:
+    """A check of a worker that drafts, and a prompt of 200 tokens of its own for each seed."""
+    draw = random.Random(seed)
+    ids = [draw.randrange(1000, 4000) for _ in range(200)]
+
+    async def renders(body, path=CHAT) -> TokenIds:
+        return TokenIds.of(ids)
+
+    info = EngineInfo("0.3.0", "0", match_unit=UNIT, block_size=BLOCK, ahead=1, drafts=engine.state)
+    worker = Worker("http://w", renderer=renders, probed=probed("w#1", info, "m"), up=True)
+    worker.renderer_ids["m"] = RENDERER
+    found = Found((Boundary("turn", b"turn", 180),), renderer_id=RENDERER)
+    return (
+        check_of(worker, DraftingUpstream(engine)),
+        worker,
+        replay(b"", cache_salt=f"salt {seed}")._replace(found=found),
+    )
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.0005, 0.004])
+async def test_a_state_a_unit_early_is_seen_through_the_noise_which_alone_raises_no_alarm(noise):
+    for off, results in ((0.25, {"differs"}), (0.0, {"same", "noise"})):
+        engine = DraftingEngine(state="on", noise=noise, hits_off=off, draw=random.Random(6))
+        for seed in range(20):
+            check, worker, request = checked(engine, seed)
+            verdict = await check._judge(worker, request, self_check._Watched())
+            assert verdict is not None and verdict.result in results, (seed, verdict)
+
+
+async def test_more_prompts_are_recomputed_before_a_random_engine_is_called_wrong_and_none_of_an_exact_one():
+    asked = {}
+    for noise in (0.0, 0.004):
+        engine = DraftingEngine(state="on", noise=noise, hits_off=0.25, draw=random.Random(7))
+        check, worker, request = checked(engine)
+        await check._judge(worker, request, self_check._Watched())
+        asked[noise] = {len(each["prompt"]) for each in engine.asked}
+    assert asked[0.0] == {200} and len(asked[0.004]) == 2
+
+
+async def test_every_eighth_check_asks_what_the_engine_says_without_drafts():
+    engine = DraftingEngine(state="open")
+    check, worker, request = checked(engine)
+    watched = self_check._Watched()
+    for checks in range(2 * WITHOUT_DRAFTS):
+        watched.checks = checks
+        await check._judge(worker, request, watched)
+    assert sum("prompt_logprobs" in each for each in engine.asked) == 2
+
+
+async def test_an_engine_that_answers_otherwise_with_drafts_gets_no_more_hints_and_keeps_its_cache(monkeypatch):
+    monkeypatch.setattr("tests.harness.drafting_engine.DECODED", 8)  # a check's answer is short
+    engine = DraftingEngine(state="open", drafts_off=0.25)
+    check, worker, request = checked(engine)
+    watched = self_check._Watched(checks=WITHOUT_DRAFTS - 1)
+    await check._judge(worker, request, watched)
+    assert check.gates.wants(worker)
+    assert sum("prompt_logprobs" in each for each in engine.asked) == 2, "it is looked at twice"
+
+    async def clients():
+        return ()
+
+    await check.gates.step(worker, clients)
+    assert engine.state == "closed" and "vLLM itself answers otherwise" in engine.why
+    assert worker.draft_state == "closed" and not worker.takes_hints and worker.cache.cache_allowed

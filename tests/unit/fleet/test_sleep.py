@@ -42,13 +42,6 @@ def test_the_engines_word_counts_and_else_its_gauge(levels, is_sleeping, is_paus
     assert why.startswith(words) and bool(why) == bool(words)
 
 
-def test_an_engine_that_does_not_answer_is_not_awake_for_that():
-    found = answers(False, True)
-    found.none(IS_SLEEPING)
-    found.take(IS_PAUSED, 500, b"")
-    assert found.why_asleep((None,)) and found.why_asleep((1,)).startswith("asleep (level 1)")
-
-
 @pytest.mark.parametrize(
     ("status", "body", "said"),
     [

@@ -14,10 +14,8 @@ from proxy.chat.chat import CHAT, RESPONSES, Chat
 from proxy.fleet.probe import Probed
 from proxy.fleet.worker import (
     BREAKER_FAILURES,
-    MAX_TRIAL_SECONDS,
     OPEN,
     TRIAL,
-    TRIAL_SECONDS,
     CacheQuarantine,
     CircuitBreaker,
     GateReport,
@@ -46,29 +44,22 @@ def opened(clock: Clock) -> CircuitBreaker:
     return breaker
 
 
-def test_an_open_breaker_lets_one_request_through_at_a_time_and_waits_longer_after_each_that_fails():
-    clock = Clock()
-    breaker = opened(clock)
-    for wait in (TRIAL_SECONDS, 2 * TRIAL_SECONDS, 4 * TRIAL_SECONDS):
-        clock.now += wait - 0.1
-        assert not breaker.begin_trial()
-        clock.now += 0.1
-        assert breaker.begin_trial() and not breaker.begin_trial()
-        breaker.failed(9)
-        breaker.end_trial()
-    clock.now += MAX_TRIAL_SECONDS
-    assert breaker.begin_trial()
-    breaker.end_trial()  # its client has left: that says nothing
-    assert breaker.begin_trial()
-    breaker.reset()
-    assert not breaker.is_open
-
-
-@pytest.mark.parametrize("salt", ["", 5, ["own"]])
-def test_a_salt_that_vllm_refuses_is_left_to_it(salt):
-    cache = CacheQuarantine()
+def test_a_first_doubt_parts_requests_from_what_was_there_and_a_second_from_the_cache():
+    cache, own = CacheQuarantine(), {**BODY, "cache_salt": "own"}
+    assert cache.salt(own) is None
     cache.quarantine()
-    assert cache.salt({**BODY, "cache_salt": salt}) is None
+    apart = cache.salt(BODY)
+    assert (cache.hints_allowed, cache.cache_allowed) == (False, True) and len(apart) >= 16
+    assert (cache.salt({**BODY, "cache_salt": None}), cache.salt(own)) == (apart, "own" + apart)
+    assert [cache.salt({**BODY, "cache_salt": refused}) for refused in ("", 5, ["own"])] == [None] * 3, "vLLM says why"
+    cache.restore()
+    assert cache.hints_allowed and cache.salt(BODY) == apart, "what was doubted stays out of use"
+    cache.restarted()
+    assert cache.salt(BODY) is None
+    for _ in range(2):
+        cache.quarantine()
+    cache.restarted()  # that alone does not bring trust back
+    assert not cache.hints_allowed and not cache.cache_allowed and len({cache.salt(BODY) for _ in range(3)}) == 3
 
 
 FOUND = Found((Boundary("system", b"s", "first:1", 40), Boundary("turn", b"t", -5)), renderer_id=b"renderer")

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.observability.prefill_cost import CostLearner
+from proxy.observability.prefill_cost import RENEWAL, CostLearner
 
 
-def test_prompts_of_one_length_tell_no_pace():
-    pace = CostLearner()
-    for number in range(50):
-        pace.observe(1000 + number, 0, 0.2, alone=True)
-    assert pace.model is None
-
-
-def learnt(*lengths: int, alone: bool = True, floor: float = 0.5, token: float = 0.001) -> CostLearner:
+def learnt(*lengths: int, floor: float = 0.5, token: float = 0.001) -> CostLearner:
     """Prompts of so many tokens, which cost a floor and the same for each token."""
     pace = CostLearner()
     for tokens in lengths:
-        pace.observe(tokens, 0, floor + token * tokens, alone)
+        pace.observe(tokens, 0, floor + token * tokens, alone=True)
     return pace
 
 
@@ -39,3 +32,15 @@ def test_what_was_cached_in_full_or_took_no_time_tells_nothing(prompt, cached, s
     assert pace.model is None
     pace.observe(600, 0, 1.1, alone=True)
     assert pace.model is not None and pace.model.requests == 6
+
+
+def test_requests_that_were_alone_count_before_those_among_others():
+    pace = learnt(*range(100, 600, 100))
+    for tokens in range(100, 1100, 100):
+        pace.observe(tokens, 0, 3.0 + 0.002 * tokens, alone=False)
+    assert pace.model is not None and (pace.model.alone, pace.model.requests) == (False, 15)
+    pace.observe(600, 0, 1.1, alone=True)
+    for _ in range(RENEWAL):
+        pace.observe(1000, 0, 5.0, alone=False)
+    model = pace.model
+    assert (model.alone, model.requests, model.token_seconds) == (True, 6, pytest.approx(0.001))

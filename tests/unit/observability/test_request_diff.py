@@ -63,11 +63,24 @@ LONG = "You pilot ships into the harbour, and you name the tide. " * 5
 
 
 def test_the_salt_alone_is_told_apart():
-    body = {"messages": messages(LONG, "First?")}
+    body = {"messages": messages(LONG, "First?"), "tool_choice": "auto"}
     change = changed({**body, "cache_salt": "a"}, {**body, "cache_salt": "b"})
     assert change.is_salt and change.lost > 0.8 * PROMPT
     shown = change.as_json(excerpts=True)
     assert shown["before"] is None and shown["now"] is None
+    for other in ({"cache_salt": "b", "tool_choice": "none"}, {"model": "b", "tool_choice": "none"}):
+        assert changed({**body, "cache_salt": "a", "model": "a"}, {**body, "model": "a", **other}) is None
+
+
+def test_of_two_owners_neither_learns_of_the_other():
+    memory, kept = remembering(10**7), []
+    first, longer = (messages(LONG, "Tide?", *turns) for turns in ((), ("At nine.", "And then?")))
+    for owner, said in (("ann", first), ("bo", longer), ("ann", longer)):
+        kept.append(RememberedRequest(layout_of(chat_request({"messages": said}), b"r"), 100, owner))
+        memory.add(kept[-1])
+        kept[-1].prompt = PROMPT
+        assert finished(memory.seek_change(kept[-1], PROMPT, 0)) is None
+    assert [each.continued is not None for each in kept] == [False, False, True]
 
 
 def test_nothing_is_kept_where_no_text_may_be():
@@ -79,17 +92,8 @@ def test_nothing_is_kept_where_no_text_may_be():
 
 RULES = "Keep clear of the bar at low water, and call the lock an hour before you are there. " * 40
 
-DAYS = ("Sun Nov 22 2026", "Mon Nov 23 2026")
-
 TOOLS = [{"type": "function", "function": {"name": name, "description": LONG}} for name in ("wind", "tide", "ice")]
 
-
-def fog(description: str) -> list[dict]:
-    """The tools, one of which is said to do something else."""
-    return [TOOLS[0], {"type": "function", "function": {"name": "fog", "description": description}}, *TOOLS[1:]]
-
-
-FOG = len('{"type":"function","function":{"name":"fog","description":"')
 
 AT_NOON, LATER = (messages(f"{LONG}It is {time} now. {LONG}", LONG, "Aye.", "Tide?") for time in ("12:05", "18:21"))
 
@@ -115,16 +119,6 @@ TURNED_AGAIN = [*TURNED[:2], {**THINKS, "reasoning": "Well."}, TURNED[3]]
         (TOOLS, TOOLS[1:], "tool", 0, "tide", None, None),
         (TOOLS, TOOLS[:-1], "tool", 2, "ice", None, None),
         (TOOLS[:-1], TOOLS, "tool", 2, "ice", None, None),
-        (
-            fog(f"It is {DAYS[0]}. {LONG}"),
-            fog(f"It is {DAYS[1]}. {LONG}"),
-            "tool",
-            1,
-            "fog",
-            "dates",
-            FOG + len("It is "),
-        ),
-        (fog(f"{LONG}Knots"), fog(f"{LONG}Miles"), "tool", 1, "fog", None, FOG + len(LONG)),
     ],
 )
 def test_the_first_difference_is_named(first, second, what, position, role, kind, character):
@@ -135,35 +129,32 @@ def test_the_first_difference_is_named(first, second, what, position, role, kind
     assert change[:5] == (what, position, role, character, kind)
 
 
-def asked(memory: RequestMemory, *bodies, owner: str | None = None, path: str = CHAT) -> PrefixChange | None:
-    """The change of the last of these requests, each added when the one before it has been answered."""
-    change = None
-    for body in bodies:
-        chat = chat_in(path, body, StoredResponses(0))
-        text = json.dumps(body)
-        last = RememberedRequest(layout_of(chat, b"r"), len(text), owner)
+def continued_by(before: dict, after: dict, path: str = CHAT) -> tuple[RequestMemory, RememberedRequest]:
+    """A request that continues another one of 1,000 tokens."""
+    memory, last = remembering(10**7), None
+    for body in (before, after):
+        last = RememberedRequest(layout_of(chat_in(path, body, StoredResponses(0)), b"r"), len(json.dumps(body)))
         memory.add(last)
-        last.prompt = len(text) // 4
-        change = finished(memory.seek_change(last, last.prompt, 0))
-    return change
+        last.prompt = PROMPT
+    assert last is not None and finished(memory.seek_change(last, PROMPT, 0)) is None
+    return memory, last
 
 
-def dated(place: str, day: str, *turns: str):
-    """A chat whose system prompt names the day at its head, in its middle or at its end."""
-    says = f"Today is {day}. "
-    system = {"first": says + RULES, "middle": RULES + says + RULES, "last": RULES + says}[place]
-    return {"messages": messages(system, *turns)}
+def test_a_days_question_asked_again_the_next_day_differs_by_its_date():
+    """As agents do that put a reminder with the date before the user's own words, in one message."""
 
+    def bodies(said):
+        return (
+            {"messages": [*messages(RULES), {"role": "user", "content": said(f"2026-11-{day}")}]} for day in (22, 23)
+        )
 
-def test_tools_are_lost_behind_a_system_prompt_only_if_the_template_renders_them_there():
-    memory = remembering(10**7)
-    for day in DAYS:
-        body = {**dated("last", day, "High tide?" if day == DAYS[0] else "Which berth?"), "tools": TOOLS}
-        last = as_recent(body)
-        memory.add(last)
-    prompt, tools = len(RULES) + len(json.dumps(TOOLS)), len(json.dumps(TOOLS))
-    assert finished(memory.seek_change(last, prompt, len(RULES))).lost == pytest.approx(tools, abs=100)
-    assert finished(memory.seek_change(last, prompt, prompt - 20)) is None
+    def reminder(day):
+        texts = (f"<reminder>\n{LONG}\nToday's date is {day}.\n\n{LONG}</reminder>", "How do the events run?")
+        return [{"type": "text", "text": text} for text in texts]
+
+    change = changed(*bodies(reminder))
+    assert (change.position, change.kind) == (1, "dates")
+    assert changed(*bodies(lambda day: f"What is the tide on {day}? Answer like this: {LONG}")) is None
 
 
 THOUGHT = [
@@ -173,22 +164,21 @@ THOUGHT = [
 ]
 
 
+NEXT = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "And now the other one."}]
+
+
 def test_thinking_that_a_template_drops_is_named_by_what_is_missing():
     before = [*messages(RULES), *THOUGHT]
-    after = [*before, {"role": "assistant", "content": "Done."}, {"role": "user", "content": "And now the other one."}]
-    memory = remembering(10**7)
-    assert asked(memory, {"messages": before}, {"messages": after}) is None
-    last = next(reversed(memory._requests.values()))
-    predecessor = last.continued.prompt
+    memory, last = continued_by({"messages": before}, {"messages": [*before, *NEXT]})
 
     def otherwise(shared: int) -> PrefixChange | None:
         return finished(memory.rendered_otherwise(last, shared))
 
-    assert otherwise(predecessor - 5) is None  # all of it but the words that ask for an answer
+    assert otherwise(PROMPT - 5) is None  # all of it but the words that ask for an answer
     assert otherwise(16) is None  # an engine that has forgotten it
-    change = otherwise(predecessor - 400)
+    change = otherwise(PROMPT - 400)
     assert (change.kind, change.position, change.role) == ("thinking_history", 2, "assistant")
-    assert (change.token, change.lost) == (predecessor - 400, 400)
+    assert (change.token, change.lost) == (PROMPT - 400, 400)
     assert "truncate_history_thinking" in change.as_json(excerpts=True)["cure"]
 
 
@@ -197,10 +187,8 @@ def test_reminders_that_vllm_merges_into_the_system_prompt_are_named():
     said = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "Yes."}, *loop]
     first = {"system": RULES, "messages": said}
     second = {"system": RULES, "messages": [*said, {"role": "system", "content": "Use the list of tasks."}]}
-    memory = remembering(10**7)
-    assert asked(memory, first, second, path=MESSAGES) is None
-    last = next(reversed(memory._requests.values()))
-    change = finished(memory.rendered_otherwise(last, last.continued.prompt - 300))
+    memory, last = continued_by(first, second, MESSAGES)
+    change = finished(memory.rendered_otherwise(last, PROMPT - 300))
     assert (change.kind, change.lost) == ("system_merged", 300)
 
 
@@ -215,39 +203,18 @@ def test_each_kind_has_a_cure_and_a_row_in_the_readme():
 
 
 def test_what_is_remembered_is_bounded_in_bytes_and_in_number():
-    recent = remembering(20_000)
     added = [as_recent({"messages": messages(f"{number} " + "x" * 500, "Q")}) for number in range(3 * MAX_REQUESTS)]
+    few, many = remembering(20_000), remembering(10_000_000)
     for request in added:
-        recent.add(request)
-        kept = list(recent._requests.values())
-        assert recent.held == sum(each.size for each in kept) <= 20_000
-        assert kept[-1] is request
-    assert 1 < len(kept) < MAX_REQUESTS  # the bytes were the limit
-    recent.add(as_recent({"messages": messages("x" * 30_000, "Q")}))
-    assert list(recent._requests.values()) == kept  # a request that never fits leaves the others alone
-
-    many = remembering(10_000_000)
-    for request in added:
+        few.add(request)
         many.add(request)
+        kept = list(few._requests.values())
+        assert few.held == sum(each.size for each in kept) <= 20_000 and kept[-1] is request
+    assert 1 < len(kept) < MAX_REQUESTS  # the bytes were the limit
+    few.add(as_recent({"messages": messages("x" * 30_000, "Q")}))
+    assert list(few._requests.values()) == kept  # a request that never fits leaves the others alone
     assert list(many._requests.values()) == added[-MAX_REQUESTS:]
     assert many.held == sum(each.size for each in added[-MAX_REQUESTS:])
-
-
-def tool(name: str, description: str) -> dict:
-    return {"type": "function", "function": {"name": name, "description": description}}
-
-
-def continued_by(before: list, after: list, prompt: int = 1000) -> tuple[RequestMemory, RememberedRequest]:
-    """A request that continues one with a prompt of so many tokens."""
-    memory = remembering(10**7)
-    first, last = as_recent({"messages": before}), as_recent({"messages": after})
-    memory.add(first)
-    first.prompt = prompt
-    memory.add(last)
-    return memory, last
-
-
-NEXT = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "And now the other one."}]
 
 
 SAID = [{"role": "user", "content": "Fix the rounding."}, {"role": "assistant", "content": "I look." * 20}]
@@ -265,33 +232,9 @@ SAID = [{"role": "user", "content": "Fix the rounding."}, {"role": "assistant", 
     ],
 )
 def test_without_thinking_of_a_loop_that_is_over_nothing_is_dropped(before, added):
-    memory, last = continued_by([*messages(RULES), *before], [*messages(RULES), *before, *added])
+    before = [*messages(RULES), *before]
+    memory, last = continued_by({"messages": before}, {"messages": [*before, *added]})
     assert finished(memory.rendered_otherwise(last, 500)) is None
-
-
-def test_thinking_is_found_by_either_name_and_behind_the_message_that_began_the_loop():
-    for name in ("reasoning", "reasoning_content"):
-        thought = [THOUGHT[0], {"role": "assistant", "content": "I look.", name: "Let me see. " * 20}]
-        memory, last = continued_by([*messages(RULES), *thought], [*messages(RULES), *thought, *NEXT])
-        change = finished(memory.rendered_otherwise(last, 700))
-        assert change is not None and (change.kind, change.position) == ("thinking_history", 2)
-    without_user = [*messages(RULES), *THOUGHT[1:]]  # a prefilled history
-    memory, last = continued_by(without_user, [*without_user, *NEXT])
-    change = finished(memory.rendered_otherwise(last, 700))
-    assert change is not None and change.position == 1
-
-
-def test_the_size_of_a_message_is_that_of_its_texts_its_thinking_and_its_calls():
-    said = [
-        {"role": "user", "content": "x" * 100},
-        {"role": "user", "content": [{"type": "text", "text": "x" * 60}, {"type": "text", "text": "x" * 40}, {"a": 1}]},
-        {"role": "assistant", "content": None, "reasoning": "x" * 70, "reasoning_content": "x" * 30},
-        {"role": "assistant", "content": "x", "tool_calls": [{"id": "c"}]},
-        {"role": "user", "content": 7},
-    ]
-    request = as_recent({"messages": said})
-    finished(request.prepare())
-    assert [part.size for part in request.parts] == [120, 120, 120, 21 + len('[{"id":"c"}]'), 20]
 
 
 def test_an_excerpt_shows_what_is_around_the_difference():
@@ -312,7 +255,7 @@ def test_into_a_tool_that_is_too_long_nobody_looks_for_another_order_of_keys():
     chat = messages(LONG * 100, LONG * 1000, "tide?")
     kinds = []
     for size in (100, MAX_TOOL_BYTES):
-        one = tool("wind", "x" * size)
+        one = {"type": "function", "function": {"name": "wind", "description": "x" * size}}
         other = {"function": dict(reversed(one["function"].items())), "type": "function"}
         change = changed({"messages": chat, "tools": [one]}, {"messages": chat, "tools": [other]})
         assert change is not None and (change.what, change.position) == ("tool", 0)

@@ -31,7 +31,6 @@ class Scene:
         self.taken = InMemorySpanExporter()
         self.exporter: SpanExporter = self.taken  # what spans are given to
         self.endpoints: list[str] = []
-        self.is_shut = False
         self.metrics = Metrics()
         scene = self
 
@@ -41,9 +40,6 @@ class Scene:
 
             def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
                 return scene.exporter.export(spans)
-
-            def shutdown(self) -> None:
-                scene.is_shut = True
 
         monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
         monkeypatch.setattr(tracing, "OTLPSpanExporter", Collector)
@@ -91,22 +87,17 @@ async def test_a_request_without_a_context_begins_a_trace_and_one_that_is_not_sa
     unsampled = [(b"traceparent", CONTEXT[0][1][:-1] + b"0")]
     scene.begin(unsampled).end(200, "m", None, [("queue", 1.0, 2.0)], None)
     (span,) = await scene.spans()
-    assert span.parent is None and span.attributes.get("seamark.worker") is None
-    assert unsampled[0][1].startswith(f"00-{TRACE}-".encode()) and unsampled[0][1].endswith(b"-00")
+    assert span.parent is None and unsampled[0][1].endswith(b"-00")
 
 
 async def test_what_is_known_of_a_request_is_told_and_what_is_not_is_left_out(scene):
     known = Explanation("r", PATH, prompt=400, delivered=320, reason="hit", shareable=336, predicted=0)
-    scene.begin().end(499, "m", "w:1", (), known)
-    scene.begin().end(200, "m", "w:1", (), Explanation("s", "/v1/completions", reason="cold", delivered=0))
-    scene.begin().end(0, "m", "w:1", (), Explanation("t", "/v1/responses"))
-    first, second, third = ({**span.attributes} for span in await scene.spans())
-    assert first == {
-        "http.request.method": "POST",
-        "http.route": PATH,
+    for status, explanation in ((200, None), (499, known), (0, Explanation("t", "/v1/responses"))):
+        scene.begin().end(status, "m", "w:1", (), explanation)
+    bare, full, unknown = ({**span.attributes} for span in await scene.spans())
+    assert full == {
+        **bare,
         "http.response.status_code": 499,
-        "gen_ai.request.model": "m",
-        "seamark.worker": "w:1",
         "gen_ai.operation.name": "chat",
         "gen_ai.usage.input_tokens": 400,
         "gen_ai.usage.cache_read.input_tokens": 320,
@@ -115,9 +106,7 @@ async def test_what_is_known_of_a_request_is_told_and_what_is_not_is_left_out(sc
         "seamark.shareable_tokens": 336,
         "seamark.predicted_tokens": 0,
     }
-    assert (second["gen_ai.operation.name"], second["gen_ai.usage.cache_read.input_tokens"]) == ("text_completion", 0)
-    assert "gen_ai.usage.input_tokens" not in second and third["seamark.request_id"] == "t"
-    assert {"http.response.status_code", "gen_ai.operation.name", "seamark.reason"}.isdisjoint(third)
+    assert unknown.keys() == bare.keys() - {"http.response.status_code"} | {"seamark.request_id"}
 
 
 @pytest.mark.parametrize(
@@ -140,18 +129,6 @@ async def test_its_stages_lie_inside_it_and_are_as_long_as_they_took(scene):
     assert choice.end_time - choice.start_time == pytest.approx(0.75e9, abs=1e3)
     assert choice.start_time == pytest.approx(queue.end_time, abs=1e3)
     assert abs(queue.start_time - whole.start_time) < 300e9  # on one clock: the other one began when the machine did
-
-
-async def test_a_request_ends_when_it_is_over_however_late_its_end_is_told(scene):
-    trace = scene.begin()
-    trace.stop()
-    over = time.time_ns()
-    while time.time_ns() == over:
-        pass
-    trace.end(200, "m", None, (), None)
-    scene.begin().end(200, "m", None, (), None)
-    stopped, ended = await scene.spans()
-    assert stopped.start_time <= stopped.end_time <= over < ended.end_time
 
 
 class Failing(SpanExporter):

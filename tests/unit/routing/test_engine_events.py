@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -35,18 +36,18 @@ from proxy.routing.engine_events import (
 )
 from proxy.routing.prefix_index import PrefixIndex
 from tests.harness.probed import probed
-from tests.harness.virtual_time import VirtualTimeLoop
+from tests.harness.virtual_time import on_virtual_time
 from tests.harness.waiting import until
 
 
 class Feed:
     """A worker's feed, and how often it was asked. `told`: what it holds; of an old worker without states."""
 
-    def __init__(self, *outcomes: tuple[str, str], status: int = 200, seconds: float = 0.0, old: bool = True) -> None:
+    def __init__(self, *outcomes: tuple[str, str], seconds: float = 0.0, old: bool = True, fails: Any = None) -> None:
         self.told: dict[str, Any] = {"boot": "b", "cursor": 9, "outcomes": [[*outcome, 0] for outcome in outcomes]}
         if not old:
             self.told |= {"states": [], "reset": False}
-        self.status, self.seconds = status, seconds
+        self.fails, self.seconds = fails, seconds
         self.evil: list[bytes] = []  # lines, in place of what it is told
         self.asked: list[dict[str, list[str]]] = []
         self.answers: list[Answer] = []
@@ -56,14 +57,14 @@ class Feed:
         query = parse_qs(url.partition("?")[2], keep_blank_values=True)
         self.asked.append(query)
         await asyncio.sleep(self.seconds)
-        if self.status == 0:
-            raise Broken("planned")
+        if self.fails is not None:
+            raise self.fails
         if query["wait"] != ["0"]:
             await self.news.wait()
             self.news.clear()
-        return Answer(self, query)
+        return Answer(self)
 
-    async def lines(self, query) -> AsyncIterator[bytes]:
+    async def lines(self) -> AsyncIterator[bytes]:
         for line in self.evil or (json.dumps(self.told).encode(),):
             if len(line) > MOST_BYTES:
                 raise OverBound("a line")
@@ -77,15 +78,14 @@ class Feed:
 class Answer:
     """A feed's answer."""
 
-    def __init__(self, feed: Feed, query: dict[str, list[str]]) -> None:
-        self.status = feed.status
-        self.is_open = True
-        self._feed, self._query = feed, query
+    def __init__(self, feed: Feed) -> None:
+        self.status, self.is_open = 200, True
+        self._feed = feed
         feed.answers.append(self)
 
     def lines(self, most: int) -> AsyncIterator[bytes]:
         assert most == MOST_BYTES
-        return self._feed.lines(self._query)
+        return self._feed.lines()
 
     def close(self) -> None:
         self.is_open = False
@@ -135,33 +135,16 @@ async def following(
         yield events, prefix_index
 
 
-def test_a_feed_that_hangs_holds_nobody_up_for_long_and_is_then_left_alone(monkeypatch):
-    monkeypatch.setattr(engine_events, "TIMEOUT", 0.2)
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(asked_in_vain())
-
-
-async def asked_in_vain():
+@on_virtual_time
+async def test_a_feed_that_hangs_holds_nobody_up_for_long_and_is_then_left_alone() -> None:
     feed, clock = Feed(seconds=60), asyncio.get_running_loop().time
-    async with reading(feed) as events:
-        began = clock()
-        assert await asyncio.gather(*(events.outcome_of(WORKER, f"r{number}") for number in range(20))) == [None] * 20
-        assert await events.outcome_of(WORKER, "later") is None
-        assert clock() - began == pytest.approx(engine_events.TIMEOUT) and len(feed.asked) == 1
-
-
-async def test_nonsense_about_states_costs_what_was_believed_and_no_word():
-    for nonsense in (["came"], ["came", "r", "x", []], ["gone"], [], 7):
-        feed, prefix_index = Feed(("r", "cold"), old=False), PrefixIndex(10**6)
-        async with reading(feed, prefix_index) as events:
-            prefix_index.record([SYSTEM], WORKER.boot)
-            events.sent(WORKER, "r", [SYSTEM], HINT)
-            assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold")
-            assert prefix_index.longest([SYSTEM.key], [WORKER.boot])  # nothing is wrong so far
-            feed.tell([nonsense], outcomes=[["s", "evicted", 0]])
-            events.sent(WORKER, "s", [SYSTEM], HINT)
-            assert await events.outcome_of(WORKER, "s") == EngineOutcome("evicted")
-            assert not prefix_index.longest([SYSTEM.key], [WORKER.boot])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine_events, "TIMEOUT", 0.2)
+        async with reading(feed) as events:
+            began = clock()
+            assert await asyncio.gather(*(events.outcome_of(WORKER, f"r{at}") for at in range(20))) == [None] * 20
+            assert await events.outcome_of(WORKER, "later") is None
+            assert clock() - began == pytest.approx(0.2) and len(feed.asked) == 1
 
 
 def told(**more: Any) -> bytes:
@@ -169,11 +152,14 @@ def told(**more: Any) -> bytes:
     return json.dumps({**fine, **more}).encode()
 
 
-async def read_of(feed: Feed, *lines: bytes) -> None:
-    """Have the feed, which is followed, give these lines, and wait until it is read no longer for them."""
+async def read_of(events: EngineEvents, feed: Feed, *lines: bytes) -> Any:
+    """Have the feed, which is followed, give these lines, and wait until nobody reads it any more."""
     feed.evil = list(lines)
     feed.news.set()
-    await until(lambda: not feed.answers[-1].is_open and len(feed.answers) == 2)
+    reader = events._feeds[WORKER.url]
+    await until(lambda: reader.reader.done())
+    assert not feed.answers[-1].is_open
+    return reader
 
 
 @pytest.mark.parametrize(
@@ -194,25 +180,14 @@ async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog
     feed = Feed(old=False)
     async with following(feed, [SYSTEM], HINT) as (events, prefix_index):
         prefix_index.record([SYSTEM], "another")
-        await read_of(feed, *lines)
-        reader = events._feeds[WORKER.url]
-        await until(lambda: reader.reader.done())
-        assert prefix_index.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"}
-        assert [record.getMessage() for record in caplog.records if "are not read" in record.getMessage()]
-        reader.silent_until = 0.0
-        caplog.clear()
-        feed.answers.clear()
-        feed.asked.clear()
-        events.sent(WORKER, "s", [SYSTEM], HINT)
-        await until(lambda: len(feed.asked) == 1)
-        feed.news.set()
-        await until(lambda: reader.reader.done())
-        assert not caplog.records
-        feed.evil = []
-        reader.silent_until = 0.0
-        events.sent(WORKER, "t", [SYSTEM], HINT)
-        feed.tell([], outcomes=[["t", "hit", 16]])
-        assert await events.outcome_of(WORKER, "t") == EngineOutcome("hit")
+        for name in ("s", "t"):
+            reader = await read_of(events, feed, *lines)
+            assert prefix_index.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"}
+            assert caplog.text.count("are not read") == 1
+            reader.silent_until, feed.evil = 0.0, []
+            events.sent(WORKER, name, [SYSTEM], HINT)
+            feed.tell([], outcomes=[[name, "hit", 16]])
+            assert await events.outcome_of(WORKER, name) == EngineOutcome("hit")
 
 
 @pytest.mark.parametrize(
@@ -242,9 +217,7 @@ async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog
 async def test_figures_and_names_that_no_engine_has_end_the_read_without_a_trace(caplog, nonsense):
     feed = Feed(old=False)
     async with following(feed, [SYSTEM], HINT) as (events, _):
-        await read_of(feed, told(**nonsense))
-        reader = events._feeds[WORKER.url]
-        await until(lambda: reader.reader.done())
+        reader = await read_of(events, feed, told(**nonsense))
         assert reader.cursor == 9 and not reader.hits and not reader.load and WORKER.others == Load()
         assert not caplog.records
 
@@ -252,22 +225,27 @@ async def test_figures_and_names_that_no_engine_has_end_the_read_without_a_trace
 @pytest.mark.parametrize(
     "nonsense",
     [
+        *({"states": [each]} for each in (["came"], ["came", "r", "x", []], ["gone"], [], 7)),
+        {"states": [["came", "r", 1e400, []]]},
+        {"states": [["came", "r", 200, [[160, "s" * (MOST_NAME + 1)]]]]},
+        {"states": [["cleared", ["x"]]]},
+        *({"resolved": each} for each in ([["r", "x", []]], [["r", 0]], [["r", 0, ["x"]]], [7], 7)),
         {"resolved": [["r", -7, [163]]]},
         {"resolved": [["r", 0, [-1]]]},
         {"resolved": [["r", 0, [MOST_COUNT + 1]]]},
         {"resolved": [["r", 0, [16] * (MOST_POSITIONS + 1)]]},
-        {"states": [["came", "r", 1e400, []]]},
-        {"states": [["came", "r", 200, [[160, "s" * (MOST_NAME + 1)]]]]},
-        {"states": [["cleared", ["x"]]]},
     ],
     ids=str,
 )
-async def test_figures_and_names_of_states_that_no_engine_has_cost_what_was_believed(caplog, nonsense):
+async def test_nonsense_about_states_and_positions_costs_what_was_believed_and_no_word(nonsense):
     feed = Feed(old=False)
-    async with following(feed, [SYSTEM], HINT) as (_, prefix_index):
-        feed.tell(nonsense.get("states", []), **{k: v for k, v in nonsense.items() if k != "states"})
-        await until(lambda: not prefix_index.longest((b"s",), [WORKER.boot]))
-        assert "ValueError" in caplog.text
+    async with following(feed, [SYSTEM], HINT) as (events, prefix_index):
+        assert prefix_index.longest([SYSTEM.key], [WORKER.boot])  # nothing is wrong so far
+        feed.tell(**{"states": [], "outcomes": [["r", "cold", 0]], **nonsense})
+        assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold")
+        assert not prefix_index.longest([SYSTEM.key], [WORKER.boot])
+        feed.tell([], outcomes=[["q", "evicted", 0]], resolved=[["q", 16, [163]]])  # the feed is read on
+        assert await events.outcome_of(WORKER, "q") == EngineOutcome("evicted", 16, (163,))
 
 
 async def test_words_that_nobody_asks_for_are_bounded():
@@ -279,10 +257,12 @@ async def test_words_that_nobody_asks_for_are_bounded():
 
 
 async def test_news_correct_the_directory_without_anybody_asking():
-    feed = Feed(old=False)
-    async with following(feed, [SYSTEM], HINT) as (_, prefix_index):
+    feed, learnt, computed = Feed(old=False), {}, []
+    async with following(feed, [SYSTEM], HINT, learnt=learnt) as (events, prefix_index):
+        events.on_computed = lambda *each: computed.append(each)
         feed.tell([["came", "r", 200, [[160, "5c"]]]], resolved=[["r", 0, [163]]])
         await until(lambda: prefix_index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
+        assert (learnt, computed) == ({b"s": 163}, [("r", 200, True)])
         feed.tell([["gone", "5c"]])
         await until(lambda: not prefix_index.longest((b"s",), [WORKER.boot]))
 
@@ -306,9 +286,7 @@ CAME = ["came", "r", 200, [[160, "5c"]]]
     ("states", "told"),
     [
         ([], []),
-        ([["gone", "5c"]], []),
         ([["cleared"]], [(Change.CLEARED, "")]),
-        ([["cleared"], CAME], [(Change.CLEARED, "")]),
         ([CAME, ["cleared", "lost"], CAME, ["cleared"]], [(Change.CLEARED, "")]),
         ([CAME, ["adapter", "a"], ["adapter", "a"]], [(Change.ADAPTER, "a")]),
         ([["adapter", "a"], ["cleared"]], [(Change.CLEARED, ""), (Change.ADAPTER, "a")]),
@@ -327,67 +305,33 @@ async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_
         assert part.changes == told
 
 
-async def test_a_busy_feed_is_not_read_more_often_than_allowed(monkeypatch):
-    """Time is the event loop's own here: what is counted are reads, not a machine's speed."""
+async def test_several_api_servers_in_turn_correct_nothing():
     feed = Feed(old=False)
-    now, waits = 0.0, []
+    async with following(feed) as (events, prefix_index):
+        feed.tell([], boot="c", reset=True)
+        await until(lambda: len(feed.asked) == 3)
+        feed.tell([], boot="b", reset=True)
+        await until(lambda: events._feeds[WORKER.url].several)
+        prefix_index.record([SYSTEM], WORKER.boot)
+        feed.tell([["cleared"]], boot="c")
+        assert await events.outcome_of(WORKER, "r") is None
+        assert prefix_index.longest((b"s",), [WORKER.boot])
 
-    async def within(seconds, event):
-        nonlocal now
-        waits.append(seconds)
-        now += seconds
-        await asyncio.sleep(0)
 
-    monkeypatch.setattr(engine_events, "_within", within)
-    monkeypatch.setattr(engine_events.time, "monotonic", lambda: now)
-    async with reading(feed) as events:
-        events.sent(WORKER, "r", [], ())
-        for _ in range(200):
-            feed.tell([["gone", "x"]])
-            asked = len(feed.asked)
-            async with asyncio.timeout(30):
+@on_virtual_time
+async def test_a_busy_feed_is_not_read_more_often_than_allowed() -> None:
+    feed, clock = Feed(old=False), asyncio.get_running_loop().time
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine_events, "time", SimpleNamespace(monotonic=clock))
+        async with reading(feed) as events:
+            events.sent(WORKER, "r", [], ())
+            for _ in range(200):
+                feed.tell([["gone", "x"]])
+                asked = len(feed.asked)
                 while len(feed.asked) == asked:
-                    await asyncio.sleep(0)
-        assert len(feed.asked) <= READS_AT_ONCE + now * READS_PER_SECOND + 2
-        assert len(waits) > 150
-
-
-async def test_a_stream_that_ends_makes_no_read_of_a_feed_that_is_read_anyway(monkeypatch):
-    """Time stands still, so that the reads at once are used up, and the next one is due when the test says so."""
-    feed = Feed(old=False)
-    due, pauses = asyncio.Event(), asyncio.Event()
-
-    async def within(seconds, event):
-        pauses.set()
-        while not due.is_set() and not event.is_set():
-            await asyncio.sleep(0)
-
-    monkeypatch.setattr(engine_events, "_within", within)
-    monkeypatch.setattr(engine_events.time, "monotonic", lambda: 0.0)
-    async with reading(feed) as events:
-        events.sent(WORKER, "r", [], ())
-        while not pauses.is_set():
-            feed.tell([["gone", "x"]])
-            await asyncio.sleep(0)
-        read = len(feed.asked)
-        asking = asyncio.create_task(events.outcome_of(WORKER, "r"))
-        feed.tell([], outcomes=[["r", "evicted", 0]])
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert len(feed.asked) == read and not asking.done()
-        due.set()
-        assert await asking == EngineOutcome("evicted")
-
-
-@pytest.mark.parametrize("nonsense", [[["r", "x", []]], [["r", 0]], [["r", 0, ["x"]]], [7], 7])
-async def test_nonsense_about_positions_costs_what_was_believed_and_no_word(nonsense):
-    feed = Feed(old=False)
-    async with following(feed, [SYSTEM], HINT) as (events, prefix_index):
-        feed.tell([], resolved=nonsense, outcomes=[["r", "cold", 0]])
-        assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold")
-        assert not prefix_index.longest([SYSTEM.key], [WORKER.boot])
-        feed.tell([], outcomes=[["q", "evicted", 0]], resolved=[["q", 16, [163]]])  # the feed is read on
-        assert await events.outcome_of(WORKER, "q") == EngineOutcome("evicted", 16, (163,))
+                    await asyncio.sleep(0.001)
+            assert len(feed.asked) <= READS_AT_ONCE + clock() * READS_PER_SECOND + 2
+            assert clock() > 180 / READS_PER_SECOND
 
 
 @pytest.mark.parametrize(
@@ -402,6 +346,9 @@ async def test_nonsense_about_positions_costs_what_was_believed_and_no_word(nons
         ("hit,160,x,163", None),
         ("hit,160,163,163:x", None),
         ("hit,160,163,163,7", None),
+        ("hit,160,163,163,pinned", EngineOutcome("hit", 163, (163,), "pinned")),
+        ("hit,160,163,163,pinned,pinned", None),
+        ("hit,160,163,163,not one", None),
     ],
 )
 def test_an_outcome_comes_in_the_header_of_a_whole_answer(header, outcome):
@@ -426,22 +373,9 @@ async def test_what_other_gateways_have_at_a_worker_is_read_with_its_events():
         await until(lambda: worker.others == (3, 5000))
         await until(lambda: len(feed.asked) == 3)
         assert feed.asked[2]["load"] == ["3:5000"]
-        feed.status = 0
+        feed.fails = Broken("planned")
         feed.news.set()
         await until(lambda: worker.others == (0, 0))  # nothing is known any more
-
-
-@pytest.mark.parametrize(
-    ("header", "pin"),
-    [
-        ("hit,160,163,163,pinned", "pinned"),
-        ("hit,160,163,163,pinned,pinned", None),
-        ("hit,160,163,163,not one", None),
-        ("hit,160,163,163,", None),
-    ],
-)
-def test_what_became_of_a_pin_is_a_word_behind_the_positions(header, pin):
-    assert outcome_in(header) == (EngineOutcome("hit", 163, (163,), pin) if pin is not None else None)
 
 
 async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monkeypatch):
@@ -450,16 +384,20 @@ async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monke
     async with reading(feed) as events:
         with events.pin_asked(WORKER, "p") as fate:
             assert await fate() == "" and not feed.asked
-    async with following(Feed(old=False)) as (events, _):
+    async with following(feed := Feed(old=False)) as (events, _):
         with events.pin_asked(WORKER, "p") as fate:
             assert await fate() == ""
-    monkeypatch.setattr(engine_events, "PIN_PATIENCE", 1000.0)
-    feed = Feed(old=False)
-    async with following(feed) as (events, _):
+        monkeypatch.setattr(engine_events, "PIN_PATIENCE", 1000.0)
         with events.pin_asked(WORKER, "p") as fate:
-            feed.status = 0
+            feed.fails = Broken("planned")
             feed.news.set()
             assert await fate() == "", "the feed has ended"
+        with events.pin_asked(WORKER, "q") as fate:
+            feed.fails = None
+            events._feeds[WORKER.url].silent_until = 0.0
+            events.sent(WORKER, "q", [], ())
+            feed.tell([], pins=[["p", "refused"], ["q", "pinned"]])
+            assert await fate() == "pinned"
 
 
 async def test_drafts_of_finished_requests_are_told_once_with_whether_they_hit():
@@ -499,12 +437,7 @@ async def test_a_worker_that_was_sent_nothing_for_long_is_not_read_until_the_nex
 
 
 async def test_what_ends_a_read_unforeseen_is_said_by_its_kind_and_nobody_waits_for_it(caplog):
-    class Odd(Feed):
-        async def ask(self, method, url, body=b"", timeout=None):
-            self.asked.append({})
-            raise RuntimeError("planned")
-
-    feed = Odd()
+    feed = Feed(fails=RuntimeError("planned"))
     async with reading(feed) as events:
         assert await events.outcome_of(WORKER, "r") is None
         assert await events.outcome_of(WORKER, "q") is None and len(feed.asked) == 1
@@ -520,27 +453,7 @@ async def test_each_of_several_engines_is_read_by_its_rank_and_says_who_reads():
     events = EngineEvents(feed, PrefixIndex(10**6), IdleWork(), Shelf(Metrics()), gateway_id="ab12")
     await events.outcome_of(WORKER, "r")
     await events.aclose()
-    assert feed.asked[0]["gateway"] == ["ab12"] and "engine" not in feed.asked[0]
-
-
-@pytest.mark.parametrize(("positions", "known"), [(MOST_POSITIONS, True), (MOST_POSITIONS + 1, False)])
-async def test_a_request_has_no_more_positions_than_its_hint_has_entries(positions, known):
-    feed = Feed(old=False)
-    async with following(feed, [SYSTEM], HINT) as (events, index):
-        feed.tell([], resolved=[["q", 0, [7] * positions]], outcomes=[["q", "cold", 0]])
-        outcome = await events.outcome_of(WORKER, "q")
-        assert outcome == (EngineOutcome("cold", 0, (7,) * positions) if known else EngineOutcome("cold"))
-        assert index.holds(b"s", WORKER.boot) == (163 if known else 0)
-
-
-async def test_while_the_gateway_closes_readers_end():
-    feed = Feed(old=False)
-    async with following(feed) as (events, _):
-        reader = events._feeds[WORKER.url].reader
-        other = replace(WORKER, url="http://v")
-        events.sent(other, "r", [], ())
-        await events.aclose()
-        assert reader.done() and events._feeds["http://v"].reader.done()
+    assert feed.asked[0]["gateway"] == ["ab12"] and "engine" not in feed.asked[0] and "lines" not in feed.asked[0]
 
 
 async def test_where_a_read_brings_nothing_nobody_waits_for_another_one(monkeypatch):
@@ -548,12 +461,3 @@ async def test_where_a_read_brings_nothing_nobody_waits_for_another_one(monkeypa
     async with reading(Feed(("r", "evicted"))) as events, asyncio.timeout(30):
         assert await events.outcome_of(WORKER, "r") == EngineOutcome("evicted")
         assert await events.outcome_of(WORKER, "later") is None
-
-
-@pytest.mark.parametrize(("lines", "is_read"), [(MOST_LINES, True), (MOST_LINES + 1, False)])
-async def test_a_read_has_so_many_lines_and_no_more(lines, is_read):
-    feed, index = Feed(), PrefixIndex(10**6)
-    feed.evil = [json.dumps(feed.told).encode()] * (lines - 1)
-    feed.evil.append(json.dumps({**feed.told, "outcomes": [["r", "evicted", 0]]}).encode())
-    async with reading(feed, index) as events:
-        assert await events.outcome_of(WORKER, "r") == (EngineOutcome("evicted") if is_read else None)

@@ -1,8 +1,16 @@
-"""The prefix index after each event that an engine can report of a request's boundaries and of its states."""
+"""The prefix index after each event that an engine can report of a request's boundaries and of its states.
+
+Beside it a plain dict says which state each prefix leads to, and the engine's own states what it could find at all.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.resolve import Entry
@@ -18,7 +26,7 @@ def told(key: bytes, tokens: int, entry: Entry | None = None) -> Boundary:
     return Boundary("explicit", key, entry if entry is not None else tokens, tokens, tokens)
 
 
-HEAD, SYSTEM, TURN = told(b"h", 12), told(b"s", 163), told(b"t", 400)
+SYSTEM, TURN = told(b"s", 163), told(b"t", 400)
 
 
 class Gateway:
@@ -48,50 +56,118 @@ def gateway() -> Gateway:
     return Gateway()
 
 
-# Boundaries that the engine resolves.
+# Two conversations with one system prompt: of each boundary its key and its tokens.
+CONVERSATIONS = (((b"s", 163), (b"t", 400), (b"u", 407)), ((b"s", 163), (b"v", 500)))
+
+LENGTHS = dict(CONVERSATIONS[0] + CONVERSATIONS[1])
 
 
-# States that the engine holds.
+class Reporting(RuleBasedStateMachine):
+    """Requests of these conversations come to an engine, which keeps states where it likes and drops them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gateway, self.names = Gateway(), 0
+        self.under_way: dict[str, dict[str, Any]] = {}
+        self.states: dict[str, tuple[int, int]] = {}  # of the engine: conversation and position, by name
+        self.leads: dict[bytes, tuple[str, int]] = {}  # of the gateway: the state of a prefix, and its position
+        self.guessed: dict[bytes, int] = {}  # prefixes that were sent and not yet reported
+
+    def _is_in(self, name: str, key: bytes) -> bool:
+        """Whether a prompt that begins with the prefix passes that state."""
+        conversation, position = self.states[name]
+        return position <= LENGTHS[key] and (position <= 163 or key in dict(CONVERSATIONS[conversation]))
+
+    def _doubt(self, keys: Any) -> None:
+        for key in keys:
+            if key not in self.leads:
+                self.guessed.pop(key, None)
+
+    @precondition(lambda self: len(self.under_way) < 3)
+    @rule(at=st.integers(0, 1), deep=st.integers(1, 3), hints=st.integers(1, 3), is_told=st.booleans())
+    def is_sent(self, at: int, deep: int, hints: int, is_told: bool) -> None:
+        """With a hint of positions, or of entries of which the engine tells what they are."""
+        self.names += 1
+        found = CONVERSATIONS[at][:deep]
+        boundaries = [told(key, tokens, f"first:{tokens}" if is_told else tokens) for key, tokens in found]
+        new = [key for key, _ in found if not self.gateway.held(key)]
+        self.gateway.send(name := f"r{self.names}", *boundaries, hint=tuple(each.entry for each in boundaries[:hints]))
+        self.under_way[name] = {
+            "at": at,
+            "new": new,
+            "keys": dict(found),
+            "told": dict(found[:hints]) if is_told else {},
+        }
+        for key, tokens in found[:hints]:
+            if key not in self.leads:
+                self.guessed.setdefault(key, tokens)
+
+    @precondition(lambda self: self.under_way)
+    @rule(draw=st.data(), places=st.sets(st.sampled_from([144, 160, 384, 400, 496])), parts=st.booleans())
+    def is_computed(self, draw: Any, places: set[int], parts: bool) -> None:
+        name = draw.draw(st.sampled_from(sorted(self.under_way)))
+        request = self.under_way.pop(name)
+        at, asked = request["at"], request["told"] or request["keys"]
+        if request["told"]:
+            self.gateway.held_states.resolved(name, list(asked.values()))
+            self._doubt(request["keys"].keys() - asked.keys())
+        end = max(asked.values(), default=0)
+        kept = {}
+        for place in sorted(place for place in places if place <= end):
+            state = f"{at if place > 163 else ''}:{place}"
+            self.states[state] = at, place
+            kept[place] = state
+        first = {place: state for place, state in kept.items() if place <= 163}
+        if parts:
+            believed = [self.gateway.held(key) for key, tokens in asked.items() if tokens > 200]
+            self.gateway.tell(["came", name, 200, [[*each] for each in first.items()]])
+            assert believed == [self.gateway.held(key) for key, tokens in asked.items() if tokens > 200]
+        later = kept.items() - first.items() if parts else kept.items()
+        if not parts or end > 200:
+            self.gateway.tell(["came", name, end + 9, [[*each] for each in later]])
+        for key, tokens in asked.items():
+            deepest = max((place for place in kept if place <= tokens), default=0)
+            if not deepest:
+                self._doubt([key])
+            elif key not in self.leads or self.leads[key][1] < deepest:
+                self.leads[key] = kept[deepest], deepest
+
+    @precondition(lambda self: self.states)
+    @rule(draw=st.data())
+    def a_state_goes(self, draw: Any) -> None:
+        state = draw.draw(st.sampled_from(sorted(self.states)))
+        self.gateway.tell(["gone", state])
+        del self.states[state]
+        for key in [key for key, (name, _) in self.leads.items() if name == state]:
+            del self.leads[key]
+            self.guessed.pop(key, None)
+
+    @precondition(lambda self: self.under_way)
+    @rule(draw=st.data(), is_left=st.booleans())
+    def is_refused_or_left(self, draw: Any, is_left: bool) -> None:
+        name = draw.draw(st.sampled_from(sorted(self.under_way)))
+        if is_left:
+            self.gateway.held_states.left(name)
+            self._doubt(self.under_way[name]["new"])
+        else:
+            self.gateway.held_states.refused(name)
+            self._doubt(self.under_way.pop(name)["new"])
+
+    @rule()
+    def all_is_cleared(self) -> None:
+        self.gateway.tell(["cleared"])
+        self.states, self.leads, self.guessed = {}, {}, {}
+
+    @invariant()
+    def each_prefix_is_held_as_far_as_its_state_reaches_which_is_there(self) -> None:
+        for key in LENGTHS:
+            state, tokens = self.leads.get(key, ("", self.guessed.get(key, 0)))
+            assert self.gateway.held(key) == tokens
+            assert not state or self._is_in(state, key)
 
 
-def test_a_prompt_in_several_steps_is_told_of_in_parts(gateway):
-    gateway.send("r", SYSTEM, TURN)
-    gateway.tell(["came", "r", 160, [[160, "a"]]])  # not yet past the boundary at 163
-    gateway.tell(["came", "r", 320, []])
-    assert gateway.held(b"s") == 160 and gateway.held(b"t") == 400
-    gateway.tell(["came", "r", 410, [[400, "b"]]], ["gone", "a"])
-    assert gateway.held(b"s") == 0 and gateway.held(b"t") == 400
-
-
-def test_a_boundary_that_was_not_asked_for_keeps_the_state_another_request_left(gateway):
-    gateway.send("r", SYSTEM, TURN)
-    gateway.tell(["came", "r", 410, [[160, "a"], [400, "b"]]])
-    gateway.send("r2", SYSTEM, TURN)
-    gateway.tell(["came", "r2", 500, [[160, "a"]]])
-    assert gateway.held(b"t") == 400
-
-
-def test_the_deepest_state_of_a_prefix_is_the_one_that_it_leads_to(gateway):
-    """The first request found no room for a state at its turn's end; the next one did."""
-    gateway.send("r", SYSTEM, TURN)
-    gateway.tell(["came", "r", 410, [[160, "a"], [400, ""]]])
-    assert gateway.held(b"t") == 160
-    gateway.send("q", TURN)
-    gateway.tell(["came", "q", 410, [[384, "b"]]])
-    assert (gateway.held(b"s"), gateway.held(b"t")) == (160, 384)
-    gateway.tell(["gone", "a"])
-    assert (gateway.held(b"s"), gateway.held(b"t")) == (0, 384)
-    gateway.tell(["gone", "b"])
-    assert gateway.held(b"t") == 0
-
-
-@pytest.mark.parametrize("positions", [[160], [160, 240]])
-def test_a_shallower_state_takes_nothing_from_a_deeper_one(gateway, positions):
-    gateway.send("r", TURN)
-    gateway.tell(["came", "r", 410, [[384, "b"]]])
-    gateway.send("q", TURN)
-    gateway.tell(["came", "q", 410, [[position, f"a{position}"] for position in positions]])
-    assert gateway.held(b"t") == 384
+TestReporting = Reporting.TestCase
+TestReporting.settings = settings(max_examples=60, stateful_step_count=20)
 
 
 def test_all_that_is_remembered_is_bounded(gateway, monkeypatch):

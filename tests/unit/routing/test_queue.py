@@ -1,61 +1,26 @@
-"""The queue before the workers: no slot is lost, and nobody who waits is forgotten."""
+"""The queue before the workers: no slot is lost, nobody who waits is forgotten, and nobody is passed."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from prometheus_client import Histogram
 
-from proxy.errors import KeyBusy, NoWorker, Overloaded
+from proxy.errors import GatewayError, KeyBusy, NoWorker, Overloaded
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.routing.queue import AdmissionQueue
-from tests.harness.virtual_time import on_virtual_time
+from tests.harness.virtual_time import VirtualTimeLoop, on_virtual_time
+
+TIMEOUT = 5.0
 
 
 def queue_of(most: int = 8) -> AdmissionQueue:
-    return AdmissionQueue(most, 5.0, Histogram("seconds", "", registry=None))
-
-
-class Slots:
-    """Free slots at one worker, which can go."""
-
-    def __init__(self) -> None:
-        self.free: list[str] = []
-        self.gone = False
-
-    def take(self) -> str | None:
-        if self.gone:
-            raise NoWorker("No worker is ready for this model.")
-        return self.free.pop() if self.free else None
-
-
-async def test_a_slot_found_for_a_request_that_has_just_left_is_given_back():
-    slots, given_back = Slots(), []
-    queue = queue_of(2)
-    waiting = [asyncio.create_task(queue.acquire(None, "m", slots.take, given_back.append)) for _ in range(2)]
-    await asyncio.sleep(0)
-    with pytest.raises(Overloaded):
-        await queue.acquire(None, "m", slots.take, given_back.append)
-    slots.free.append("a slot")
-    queue.wake()
-    waiting[0].cancel()  # in the very moment
-    await asyncio.gather(*waiting[:1], return_exceptions=True)
-    assert given_back == ["a slot"]
-    assert len(queue) == 1
-    slots.free.append("another")
-    queue.wake()
-    assert await waiting[1] == "another"
-    assert len(queue) == 0
-
-
-async def test_who_has_waited_before_waits_for_what_is_left():
-    slots = Slots()
-    queue = queue_of()
-    with pytest.raises(Overloaded, match="within 5 seconds"):
-        await queue.acquire(None, "m", slots.take, slots.free.append, waited=5.0)
-    slots.free.append("a slot")
-    assert await queue.acquire(None, "m", slots.take, slots.free.append, waited=5.0) == "a slot"
+    return AdmissionQueue(most, TIMEOUT, Histogram("seconds", "", registry=None))
 
 
 def key_of(inflight: int = 0, queued: int = 64, under_way: int = 0) -> ApiKey:
@@ -63,46 +28,180 @@ def key_of(inflight: int = 0, queued: int = 64, under_way: int = 0) -> ApiKey:
     return ApiKey("anns", entry, "salt", under_way=under_way)
 
 
-async def waits(task: asyncio.Task[str]) -> bool:
-    for _ in range(3):
-        await asyncio.sleep(0)
-    return not task.done()
+class Asked:
+    """A request, which takes what is there for its model once its key may have another one."""
+
+    def __init__(self, scene: Waiting, key: ApiKey | None, model: str, until: float, shares: bool) -> None:
+        self.scene, self.key, self.model, self.until = scene, key, model, until
+        self.find = self.found if shares else None
+        self.has: Any = None
+        self.refused: Exception | None = None
+        self.task: asyncio.Task[None] = None  # type: ignore[assignment]
+
+    @property
+    def waits(self) -> bool:
+        return self.has is None and not self.task.done()
+
+    @property
+    def has_slot(self) -> bool:
+        return self.has not in (None, "shared", "ended")
+
+    @property
+    def may_go(self) -> bool:
+        return self.key is None or self.key.has_room
+
+    def found(self) -> Any:
+        assert self.may_go
+        return "shared" if self.model in self.scene.shared else None
+
+    def take(self) -> Any:
+        assert self.may_go
+        if self.model in self.scene.gone:
+            raise NoWorker("No worker is ready for this model.")
+        if not self.scene.free[self.model]:
+            return None
+        before = self.scene.asked[: self.scene.asked.index(self)]
+        assert not any(each.waits and each.model == self.model and each.may_go for each in before), "it has passed one"
+        if self.key is not None:
+            self.key.under_way += 1
+        return self.scene.free[self.model].pop()
+
+    def give_back(self, slot: Any) -> None:
+        if slot != "shared":
+            self.scene.free[self.model].append(slot)
+            if self.key is not None:
+                self.key.under_way -= 1
+
+    async def run(self, waited: float) -> None:
+        try:
+            self.has = await self.scene.queue.acquire(
+                self.key, self.model, self.take, self.give_back, self.find, waited=waited
+            )
+        except GatewayError as error:
+            self.refused = error
 
 
-async def test_a_key_at_its_limit_waits_for_itself_and_lets_others_pass():
-    slots, queue, key = Slots(), queue_of(), key_of(inflight=1, under_way=1)
-    slots.free += ["first", "second"]
-    own = asyncio.create_task(queue.acquire(key, "m", slots.take, slots.free.append))
-    assert await waits(own) and key.queued == 1
-    assert await queue.acquire(None, "m", slots.take, slots.free.append) == "second"
-    queue.wake()
-    assert await waits(own)
-    key.under_way = 0
-    queue.wake()
-    assert await own == "first" and (key.queued, len(queue)) == (0, 0)
+class Waiting(RuleBasedStateMachine):
+    """Requests for two models, of two keys with limits and without one."""
+
+    model = st.sampled_from("mn")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop, self.queue = VirtualTimeLoop(), queue_of(4)
+        self.keys = [None, key_of(inflight=1), key_of(queued=2)]
+        self.asked: list[Asked] = []
+        self.free = {"m": ["m1"], "n": ["n1"]}
+        self.gone: set[str] = set()
+        self.shared: set[str] = set()
+
+    def teardown(self) -> None:
+        for each in self.asked:
+            each.task.cancel()
+        self.settle()
+        assert {*self.free["m"], *self.free["n"]} | self.taken() == {"m1", "n1"} and not len(self.queue)
+        self.loop.close()
+
+    def settle(self, seconds: float = 0.0) -> None:
+        async def until_still() -> None:
+            await asyncio.sleep(seconds)
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(until_still())
+
+    def waiting(self) -> list[Asked]:
+        return [each for each in self.asked if each.waits]
+
+    def taken(self) -> set[str]:
+        return {each.has for each in self.asked if each.has_slot}
+
+    @rule(
+        at=st.integers(0, 2),
+        model=model,
+        waited=st.sampled_from([0.0, 0.0, 2.0, 9.0]),
+        shares=st.booleans(),
+        times=st.integers(1, 3),
+    )
+    def asks(self, at: int, model: str, waited: float, shares: bool, times: int) -> None:
+        for _ in range(times):
+            self._asks(self.keys[at], model, waited, shares)
+
+    def _asks(self, key: ApiKey | None, model: str, waited: float, shares: bool) -> None:
+        one = Asked(self, key, model, self.loop.time() + max(0.0, TIMEOUT - waited), shares)
+        queued, all_queued = (key.queued if key is not None else 0), len(self.queue)
+        behind = any(each.model == model and each.may_go for each in self.waiting())
+        finds_slot = not behind and bool(self.free[model] or model in self.gone)
+        goes = one.may_go and ((shares and model in self.shared) or finds_slot)
+        self.asked.append(one)
+        one.task = self.loop.create_task(one.run(waited))
+        self.settle()
+        if goes:
+            assert one.has is not None or isinstance(one.refused, NoWorker)
+        elif (key is not None and queued >= key.entry.max_queued) or all_queued == 4:
+            is_its_own = queued >= key.entry.max_queued or not one.may_go if key is not None else False
+            assert type(one.refused) is (KeyBusy if is_its_own else Overloaded)
+        elif waited < TIMEOUT:
+            assert one.waits
+
+    @precondition(lambda self: self.taken())
+    @rule(draw=st.data(), leaves=st.booleans())
+    def ends(self, draw: Any, leaves: bool) -> None:
+        """In that very moment one that waits may leave."""
+        one = draw.draw(st.sampled_from([each for each in self.asked if each.has_slot]))
+        one.give_back(one.has)
+        one.has = "ended"
+        self.queue.wake()
+        if leaves and self.waiting():
+            draw.draw(st.sampled_from(self.waiting())).task.cancel()
+            self.settle()
+        self.queue.wake()
+        self.settle()
+
+    @precondition(lambda self: self.waiting())
+    @rule(draw=st.data())
+    def leaves(self, draw: Any) -> None:
+        draw.draw(st.sampled_from(self.waiting())).task.cancel()
+        self.settle()
+        self.queue.wake()
+        self.settle()
+
+    @rule(model=model, changes=st.sampled_from(["gone", "shared"]))
+    def another_way(self, model: str, changes: str) -> None:
+        """The workers of a model go or are there again; an answer that others can have comes or goes."""
+        getattr(self, changes).symmetric_difference_update({model})
+        self.queue.wake()
+        self.settle()
+
+    @rule(seconds=st.sampled_from([1.0, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.settle(seconds)
+        self.queue.wake()
+        self.settle()
+
+    @invariant()
+    def nobody_waits_for_nothing_and_all_are_counted(self) -> None:
+        waiting = self.waiting()
+        assert len(self.queue) == len(waiting)
+        for key in filter(None, self.keys):
+            assert key.queued == sum(each.key is key for each in waiting)
+            assert key.under_way == sum(each.key is key and each.has_slot for each in self.asked)
+        for each in waiting:
+            assert self.loop.time() < each.until
+            assert not (each.may_go and self.free[each.model] and each.model not in self.gone)
+            assert not (each.may_go and each.find is not None and each.find())
+        for each in self.asked:
+            if isinstance(each.refused, KeyBusy | Overloaded) and "within" in str(each.refused):
+                assert self.loop.time() >= each.until
 
 
-async def test_a_key_has_so_many_requests_waiting_and_the_queue_so_many_in_all():
-    slots, queue, key = Slots(), queue_of(3), key_of(queued=2)
-    waiting = [asyncio.create_task(queue.acquire(key, "m", slots.take, slots.free.append)) for _ in range(2)]
-    for each in waiting:
-        assert await waits(each)
-    with pytest.raises(KeyBusy, match="2 requests of this API key are waiting already"):
-        await queue.acquire(key, "m", slots.take, slots.free.append)
-    waiting.append(asyncio.create_task(queue.acquire(None, "m", slots.take, slots.free.append)))
-    assert await waits(waiting[-1]) and len(queue) == 3
-    with pytest.raises(Overloaded, match="3 requests are waiting already: all workers are busy"):
-        await queue.acquire(key_of(), "m", slots.take, slots.free.append)
-    with pytest.raises(KeyBusy, match="3 requests are waiting already, and it may have 1 under way"):
-        await queue.acquire(key_of(inflight=1, under_way=1), "m", slots.take, slots.free.append)
-    slots.free += ["c", "b", "a"]
-    queue.wake()
-    assert await asyncio.gather(*waiting) == ["a", "b", "c"] and (key.queued, len(queue)) == (0, 0)
+TestWaiting = Waiting.TestCase
+TestWaiting.settings = settings(max_examples=50, stateful_step_count=25)
 
 
 @on_virtual_time
 async def test_a_request_waits_for_so_long_in_all_and_is_refused_by_what_it_waited_for() -> None:
-    slots, loop = Slots(), asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
     for key, waited, error, words in (
         (None, 0.0, Overloaded, "No slot became free within 5 seconds: all workers are busy"),
         (key_of(), 2.0, Overloaded, "all workers are busy"),
@@ -111,6 +210,6 @@ async def test_a_request_waits_for_so_long_in_all_and_is_refused_by_what_it_wait
     ):
         queue, began = queue_of(), loop.time()
         with pytest.raises(error, match=words):
-            await queue.acquire(key, "m", slots.take, slots.free.append, waited=waited)
-        assert loop.time() - began == max(0.0, 5 - waited)
+            await queue.acquire(key, "m", lambda: None, lambda _: None, waited=waited)
+        assert loop.time() - began == max(0.0, TIMEOUT - waited)
         assert len(queue) == 0 and (key is None or key.queued == 0)

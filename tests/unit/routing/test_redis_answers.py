@@ -17,8 +17,6 @@ from proxy.routing import redis_sync
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.redis_answers import MOST_BYTES, MOST_LINES, AnswerTooLarge
 from proxy.routing.redis_sync import (
-    HELD,
-    MOST_WRITERS,
     POSITIONS,
     POSITIONS_STREAM,
     READ_ENTRIES,
@@ -26,8 +24,6 @@ from proxy.routing.redis_sync import (
     pack,
 )
 from tests.harness.waiting import until
-
-BOOT = "w#1"
 
 NOTHING = b"*-1\r\n"
 
@@ -37,11 +33,6 @@ def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, Redis answers in time."""
     monkeypatch.setattr(redis_sync, "CONNECT_SECONDS", 30.0)
     monkeypatch.setattr(redis_sync, "ANSWER_SECONDS", 30.0)
-
-
-def made(url: str) -> RedisSync:
-    tables = PrefixIndex(10**6), PositionCache(10**6), StoredResponses(0)
-    return RedisSync(url, *tables, Metrics(), IdleWork(), lambda: [BOOT])
 
 
 @asynccontextmanager
@@ -64,7 +55,9 @@ async def answering(*pieces: bytes) -> AsyncIterator[RedisSync]:
             writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        sync = made(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        tables = PrefixIndex(10**6), PositionCache(10**6), StoredResponses(0)
+        sync = RedisSync(url, *tables, Metrics(), IdleWork(), lambda: ["w#1"])
         try:
             yield sync
         finally:
@@ -136,14 +129,3 @@ async def test_it_is_said_once_and_counted_and_a_redis_that_is_well_again_is_hea
         assert [each.getMessage() for each in caplog.records if "redis" in each.name] == [
             "redis is down (AnswerTooLarge); what is learnt is not shared"
         ]
-
-
-async def test_gateways_that_are_counted_are_bounded():
-    sync = made("redis://127.0.0.1:1")
-    for number in range(MOST_WRITERS + 5):
-        sync._apply(None, pack(POSITIONS, number.to_bytes(8, "big"), [(b"k" * 16, 9)]))
-    assert len(sync._writers) == MOST_WRITERS
-    await sync.aclose()
-
-
-SYSTEM, TURN, THIRD = ((HELD, letter * 16, 320) for letter in (b"s", b"t", b"u"))

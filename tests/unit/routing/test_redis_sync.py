@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import struct
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.positions import PositionCache
@@ -21,27 +26,34 @@ from proxy.routing import redis_sync
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.redis_sync import (
     ERRORS_TO_DOWN,
+    GONE,
     HELD,
     HOLDINGS,
     INTERVAL_SECONDS,
+    KEPT,
+    MAX_RECORDS,
+    MAX_TOKENS,
     POSITIONS,
     POSITIONS_STREAM,
     READ_ENTRIES,
     REPEAT_SECONDS,
     RETRY_SECONDS,
+    STREAM_ENTRIES,
+    STREAM_SECONDS,
     WRITER_SECONDS,
+    Form,
     RedisSync,
     holdings_stream,
     pack,
     unpack,
 )
-from tests.harness.virtual_time import on_virtual_time
+from tests.harness.virtual_time import VirtualTimeLoop, on_virtual_time
 
-BOOT, OTHER_BOOT = "a#1", "b#1"
+BOOTS = BOOT, OTHER_BOOT = "a#1", "b#1"
 
-STREAM, OTHER_STREAM = holdings_stream(BOOT), holdings_stream(OTHER_BOOT)
+STREAM = holdings_stream(BOOT)
 
-FOREIGN = b"another!"  # a writer
+FOREIGN = b"-another"  # a writer that is no gateway here
 
 
 class Redis:
@@ -49,15 +61,13 @@ class Redis:
 
     def __init__(self) -> None:
         self.streams: dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]] = {}
-        self.asked: list[tuple[Any, ...]] = []  # all commands that were executed
-        self.connected: dict[str, Any] = {}
-        self.failures: list[Exception] = []  # for the next exchanges
+        self.failures: list[Exception] = []  # of the next exchanges
+        self.answers_get_lost = False  # what was asked for is done all the same
         self.exchanged_at: list[float] = []  # by the event loop's clock
-        self.is_closed = False
+        self._new: list[dict[bytes, bytes]] = []
         self._last = 0
 
     def from_url(self, url: str, **named: Any) -> Redis:
-        self.connected = {"url": url, **named}
         return self
 
     def pipeline(self, transaction: bool) -> _Pipeline:
@@ -65,70 +75,61 @@ class Redis:
         return _Pipeline(self)
 
     async def aclose(self) -> None:
-        self.is_closed = True
+        """Nothing is open."""
 
-    def add(self, stream: bytes, raw: bytes) -> bytes:
+    def add(self, stream: bytes, raw: bytes, name: bytes = b"n") -> None:
         self._last += 1
-        number = b"%d-0" % self._last
-        self.streams.setdefault(stream, []).append((number, {b"n": raw}))
-        return number
+        self._new.append({name: raw})
+        self.streams.setdefault(stream, []).append((b"%d-0" % self._last, {name: raw}))
 
     def read(self, cursors: dict[bytes, bytes], count: int) -> list[tuple[bytes, list[Any]]]:
+        assert count == (READ_ENTRIES if POSITIONS_STREAM in cursors else READ_ENTRIES // len(cursors))
+
         def later(stream: bytes, cursor: bytes) -> list[Any]:
             after = int(cursor.split(b"-")[0])
             return [each for each in self.streams.get(stream, ()) if int(each[0].split(b"-")[0]) > after][:count]
 
         return [(stream, found) for stream, cursor in cursors.items() if (found := later(stream, cursor))]
 
-    def commands(self, name: str) -> list[tuple[Any, ...]]:
-        """What was executed of this name since the last call."""
-        found = [each[1:] for each in self.asked if each[0] == name]
-        self.asked = [each for each in self.asked if each[0] != name]
-        return found
-
-    def written(self) -> dict[bytes, list[list[tuple[Any, ...]]]]:
-        """The records of each new entry, by stream."""
-        found: dict[bytes, list[list[tuple[Any, ...]]]] = {}
-        for stream, fields, *_ in self.commands("xadd"):
-            batch = unpack(POSITIONS if stream == POSITIONS_STREAM else HOLDINGS, fields[b"n"])
-            assert batch is not None
-            found.setdefault(stream, []).append(list(batch.records))
-        return found
+    def written(self) -> list[tuple[Any, ...]]:
+        """The records of gateways that are new since the last call."""
+        batches = [unpack(HOLDINGS, fields[b"n"]) for fields in self._new if b"n" in fields]
+        self._new.clear()
+        return [each for batch in batches if batch is not None and batch.writer[:1] != b"-" for each in batch.records]
 
 
 class _Pipeline:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._queued: list[tuple[Any, ...]] = []
+        self._asked: list[tuple[Any, ...]] = []
+        self._endless: set[bytes] = set()
 
     async def __aenter__(self) -> _Pipeline:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self._queued.clear()
+        self._asked.clear()
 
     def xadd(self, stream: bytes, fields: dict[bytes, bytes], maxlen: int, approximate: bool) -> None:
-        self._queued.append(("xadd", stream, fields, maxlen, approximate))
+        assert (maxlen, approximate) == (STREAM_ENTRIES, True)
+        self._endless.add(stream)
+        self._asked.append((self._redis.add, stream, fields[b"n"]))
 
     def expire(self, stream: bytes, seconds: int) -> None:
-        self._queued.append(("expire", stream, seconds))
+        assert seconds == STREAM_SECONDS
+        self._endless.discard(stream)
 
     def xread(self, cursors: dict[bytes, bytes], count: int) -> None:
-        self._queued.append(("xread", dict(cursors), count))
+        self._asked.append((self._redis.read, dict(cursors), count))
 
     async def execute(self) -> list[Any]:
+        assert not self._endless, "what is written expires"
         self._redis.exchanged_at.append(asyncio.get_running_loop().time())
+        if self._redis.failures and not self._redis.answers_get_lost:
+            raise self._redis.failures.pop(0)
+        answers = [ask(*given) for ask, *given in self._asked]
         if self._redis.failures:
             raise self._redis.failures.pop(0)
-        self._redis.asked += self._queued
-        answers: list[Any] = []
-        for name, *given in self._queued:
-            if name == "xadd":
-                answers.append(self._redis.add(given[0], given[1][b"n"]))
-            elif name == "expire":
-                answers.append(1)
-            else:
-                answers.append(self._redis.read(*given))
         return answers
 
 
@@ -143,24 +144,203 @@ class Gateway:
             "redis://r", self.index, self.positions, self.stored, self.metrics, IdleWork(), lambda: self.boots
         )
 
-    async def exchange(self) -> bool:
-        return await self.sync._exchange()
-
     def holds(self, key: bytes, tokens: int = 320, boot: str = BOOT) -> None:
         """Its worker is found to hold a prefix."""
         self.index.record((Boundary("system", key, "first:1", tokens=tokens),), boot)
         self.index.set_held(key, boot, tokens)
 
-    def news(self, fate: str) -> float | None:
-        return self.metrics.registry.get_sample_value("seamark_redis_news_total", {"fate": fate})
+    async def exchange(self) -> None:
+        await self.sync._exchange()
 
-    @property
-    def up(self) -> float | None:
-        return self.metrics.registry.get_sample_value("seamark_redis_up")
+    def news(self, fate: str) -> float:
+        return self.metrics.redis_news.labels(fate)._value.get()
 
-    @property
-    def errors(self) -> float | None:
-        return self.metrics.registry.get_sample_value("seamark_redis_errors_total")
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+RESPONSES = {number: StoredResponses(0).keep(f"r{number}", BOOT, None) for number in range(1, 5)}  # their names
+
+
+class Known:
+    """A gateway as the model has it. By stream: its worker, "" for that of positions."""
+
+    def __init__(self) -> None:
+        self.lengths: dict[bytes, int] = {}
+        self.held: dict[tuple[str, bytes], int] = {}
+        self.positions: dict[bytes, int] = {}
+        self.kept: dict[bytes, str] = {}
+        self.waiting: list[tuple[str, tuple[Any, ...]]] = []
+        self.written: dict[tuple[str, bytes], float] = {}
+        self.read: dict[str, int] = {}
+        self.outgoing: dict[str, list[tuple[Any, ...]]] = {}  # not known to be written
+        self.name = self.failures = 0  # a gateway has another name once Redis was down
+        self.is_down = False
+        self.news: Counter[str] = Counter()
+
+
+class Sharing(RuleBasedStateMachine):
+    """Three gateways before two workers; each exchange takes place a second after the one before."""
+
+    gateway = st.integers(0, 2)
+    boot = st.sampled_from(BOOTS)
+    number = st.integers(1, 4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.redis, self.now, self.patch, self.loop = Redis(), 1000.0, pytest.MonkeyPatch(), VirtualTimeLoop()
+        self.patch.setattr(redis_sync, "Redis", self.redis)
+        self.patch.setattr(redis_sync, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.gateways = [Gateway(*BOOTS) for _ in range(3)]
+        self.known = [Known() for _ in range(3)]
+        # By stream ("" is that of positions): entries, with whose they are and under which name. None: garbage.
+        self.log: dict[str, list[tuple[tuple[int, int], list[tuple[Any, ...]] | None]]] = {
+            "": [],
+            **{b: [] for b in BOOTS},
+        }
+
+    def teardown(self) -> None:
+        self.patch.undo()
+        self.loop.close()
+
+    # What a gateway learns.
+
+    @rule(at=gateway, number=number, boot=boot)
+    def holds(self, at: int, number: int, boot: str) -> None:
+        tokens, model = 100 * (at + 1), self.known[at]
+        self.gateways[at].holds(key(number), tokens, boot)
+        model.lengths.setdefault(key(number), tokens)
+        model.held[boot, key(number)] = tokens
+        model.waiting.append((boot, (HELD, key(number), tokens)))
+
+    @rule(at=gateway, boot=boot)
+    def holds_what_no_prompt_has(self, at: int, boot: str) -> None:
+        """It keeps nothing else from going out."""
+        self.gateways[at].holds(key(99), MAX_TOKENS + 1, boot)
+        self.gateways[at].positions.put(key(99), MAX_TOKENS + at + 1)
+
+    @rule(at=gateway, numbers=st.sets(number), boot=boot)
+    def loses(self, at: int, numbers: set[int], boot: str) -> None:
+        model = self.known[at]
+        lost = [key(number) for number in sorted(numbers) if model.held.pop((boot, key(number)), 0)]
+        self.gateways[at].index.forget(map(key, sorted(numbers)), boot)
+        model.waiting += [(boot, (GONE, each, 0)) for each in lost]
+
+    @rule(at=gateway, number=number)
+    def finds_a_position(self, at: int, number: int) -> None:
+        tokens, model = 16 * (at + 1), self.known[at]
+        self.gateways[at].positions.put(key(number), tokens)
+        if model.positions.get(key(number)) != tokens:
+            model.waiting.append(("", (key(number), tokens)))
+        model.positions[key(number)] = tokens
+
+    @rule(at=gateway, number=number, boot=boot)
+    def stores_a_response(self, at: int, number: int, boot: str) -> None:
+        name, model = self.gateways[at].stored.keep(f"r{number}", boot, None), self.known[at]
+        assert name is not None
+        if model.kept.get(name) != boot:
+            model.waiting.append((boot, (KEPT, name, 0)))
+        model.kept[name] = boot
+
+    @rule(at=gateway, boots=st.sampled_from([(), (BOOT,), (OTHER_BOOT,), BOOTS]))
+    def has_workers(self, at: int, boots: tuple[str, ...]) -> None:
+        self.gateways[at].boots = list(boots)
+
+    # What befalls Redis.
+
+    @rule(stream=st.sampled_from(["", *BOOTS]), kind=st.integers(0, 3))
+    def gets_garbage(self, stream: str, kind: int) -> None:
+        other = pack(POSITIONS, FOREIGN, [(key(5), 9)]) if stream else pack(HOLDINGS, FOREIGN, [(HELD, key(5), 9)])
+        raw, name = ((b"", b"n"), (b"garbage", b"n"), (other, b"n"), (b"x", b"else"))[kind]
+        self.redis.add(holdings_stream(stream) if stream else POSITIONS_STREAM, raw, name)
+        self.log[stream].append(((-1, 0), None))
+
+    @rule(seconds=st.sampled_from([1.0, REPEAT_SECONDS]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(at=gateway, fails=st.sampled_from(["", "", "", "refused", "lost"]), times=st.sampled_from([1, 3]))
+    def exchanges(self, at: int, fails: str, times: int) -> None:
+        sync, model = self.gateways[at].sync, self.known[at]
+        for _ in range(times if fails else 1):
+            self.now += 1.0
+            self._take(model)
+            model.read = {each: model.read.get(each, 0) for each in ("", *self.gateways[at].boots)}
+            if fails != "refused":
+                for stream, records in model.outgoing.items():
+                    parts = [records[start : start + MAX_RECORDS] for start in range(0, len(records), MAX_RECORDS)]
+                    self.log[stream] += [((at, model.name), part) for part in parts]
+            self.redis.failures, self.redis.answers_get_lost = [OSError()] * bool(fails), fails == "lost"
+            if fails:
+                with pytest.raises(OSError):  # noqa: PT011
+                    self.loop.run_until_complete(sync._exchange())
+                sync._failed(OSError())
+                model.failures += 1
+                if model.failures >= ERRORS_TO_DOWN and not model.is_down:
+                    model.is_down, model.name, model.read, model.written = True, model.name + 1, {}, {}
+                continue
+            while self.loop.run_until_complete(sync._exchange()):
+                pass
+            sync._answered()
+            model.failures, model.is_down = 0, False
+            model.news["sent"] += sum(map(len, model.outgoing.values()))
+            model.outgoing = {}
+            for stream, seen in model.read.items():
+                model.read[stream] = len(self.log[stream])
+                for whose, records in self.log[stream][seen:]:
+                    if whose != (at, model.name):
+                        self._hears(model, stream, records)
+
+    def _take(self, model: Known) -> None:
+        for boot, record in model.waiting:
+            about = boot, record[1]
+            if record[0] == GONE:
+                model.written.pop(about, None)
+            elif record[0] == HELD:
+                if self.now - model.written.get(about, 0.0) < REPEAT_SECONDS:
+                    continue
+                model.written[about] = self.now
+            model.outgoing.setdefault(boot, []).append(record)
+        model.waiting = []
+
+    def _hears(self, model: Known, boot: str, records: list[tuple[Any, ...]] | None) -> None:
+        model.news["refused" if records is None else "heard"] += len(records or "x")
+        for *kind, name, tokens in records or ():
+            if not boot:
+                model.positions.setdefault(name, tokens)
+            elif kind == [KEPT]:
+                model.kept[name] = boot
+            elif kind == [GONE]:
+                model.held.pop((boot, name), None)
+            else:  # a length that is known here stands
+                length = model.lengths.setdefault(name, tokens)
+                model.held.setdefault((boot, name), length)
+
+    # What always holds.
+
+    @invariant()
+    def gateways_know_what_they_learnt_and_read_and_redis_has_what_each_learnt_itself(self) -> None:
+        for gateway, model in zip(self.gateways, self.known, strict=True):
+            for number in range(1, 5):
+                for boot in BOOTS:
+                    assert gateway.index.holds(key(number), boot) == model.held.get((boot, key(number)), 0)
+                assert gateway.positions.get(key(number)) == model.positions.get(key(number), 0)
+                assert gateway.stored.boot(f"r{number}") == model.kept.get(RESPONSES[number])
+            for fate in ("sent", "heard", "refused"):
+                assert gateway.news(fate) == model.news[fate]
+            assert gateway.metrics.redis_up._value.get() == (gateway.sync.state == "up")
+            assert (gateway.sync.state == "down") is model.is_down
+        for stream, entries in self.log.items():
+            found = self.redis.streams.get(holdings_stream(stream) if stream else POSITIONS_STREAM, [])
+            kinds = POSITIONS if not stream else HOLDINGS
+            batches = [unpack(kinds, fields.get(b"n", b"")) for _, fields in found[-8:]]  # those before were looked at
+            assert [each and list(each.records) for each in batches] == [records for _, records in entries[-8:]]
+            assert len(found) == len(entries)
+
+
+TestSharing = Sharing.TestCase
+TestSharing.settings = settings(max_examples=40, stateful_step_count=25)
 
 
 @pytest.fixture
@@ -178,30 +358,6 @@ def clock(monkeypatch) -> SimpleNamespace:
     return found
 
 
-def key(number: int) -> bytes:
-    return number.to_bytes(16, "big")
-
-
-def holding(number: int) -> bytes:
-    """What another gateway writes of a prefix."""
-    return pack(HOLDINGS, FOREIGN, [(HELD, key(number), 160)])
-
-
-async def test_of_an_own_entry_nothing_is_taken_and_of_garbage_nothing_but_its_number(redis, clock):
-    one = Gateway(BOOT)
-    one.holds(key(1))
-    await one.exchange()
-    one.index.forget([key(1)], BOOT, remote=True)
-    for raw in (b"", b"garbage", pack(POSITIONS, FOREIGN, [(key(5), 9)])):
-        redis.add(STREAM, raw)
-    redis.streams[STREAM].append((b"90-0", {b"other": b"field"}))
-    redis.streams[STREAM].append((b"91-0", {b"n": holding(2)}))
-    await one.exchange()
-    await one.exchange()
-    assert one.index.holds(key(1), BOOT) == 0 and one.index.holds(key(2), BOOT) == 160
-    assert (one.news("heard"), one.news("refused")) == (1, 4)
-
-
 async def test_of_more_gateways_than_are_counted_those_that_are_stay_so_while_they_write(redis, clock, monkeypatch):
     monkeypatch.setattr(redis_sync, "MOST_WRITERS", 2)
     monkeypatch.setattr(redis_sync, "GATEWAYS_AT_ONCE", 1)
@@ -209,7 +365,7 @@ async def test_of_more_gateways_than_are_counted_those_that_are_stay_so_while_th
 
     async def heard(*writers: bytes) -> None:
         for name in writers:
-            redis.add(STREAM, pack(HOLDINGS, name * 8, [(HELD, key(1), 160)]))
+            redis.add(STREAM, pack(HOLDINGS, b"-" + name * 7, [(HELD, key(1), 160)]))
         await one.exchange()
 
     await heard(b"a", b"b", b"c", b"d")
@@ -219,7 +375,7 @@ async def test_of_more_gateways_than_are_counted_those_that_are_stay_so_while_th
     written = []
     for tokens, passed in enumerate((0.0, 2 * INTERVAL_SECONDS - 0.001, 0.002), 1):
         clock.now += passed
-        one.positions.put(key(1), tokens)
+        one.holds(key(tokens))
         await one.exchange()
         written.append(bool(redis.written()))
     assert written == [True, False, True]
@@ -256,7 +412,7 @@ async def test_what_waits_while_redis_is_away_is_bounded_and_the_oldest_is_dropp
     one.holds(key(3))
     assert (one.news("dropped"), one.sync.status()["waiting"]) == (1, 2)
     await one.exchange()
-    assert redis.written() == {STREAM: [[(HELD, key(2), 320), (HELD, key(3), 320)]]}
+    assert redis.written() == [(HELD, key(2), 320), (HELD, key(3), 320)]
 
 
 @on_virtual_time
@@ -266,7 +422,7 @@ async def test_exchanges_follow_each_other_as_much_is_new_and_rarely_where_redis
         patched.setattr(redis_sync, "Redis", redis)
         one = Gateway(BOOT)
         for number in range(READ_ENTRIES):
-            redis.add(STREAM, holding(number))
+            redis.add(STREAM, pack(HOLDINGS, FOREIGN, [(HELD, key(number), 160)]))
         running = asyncio.create_task(one.sync.run())
         await asyncio.sleep(1.5 * INTERVAL_SECONDS)
         redis.failures += [OSError()] * (ERRORS_TO_DOWN + 1)
@@ -275,4 +431,36 @@ async def test_exchanges_follow_each_other_as_much_is_new_and_rarely_where_redis
     at = redis.exchanged_at
     rests = [round(later - sooner, 6) for sooner, later in itertools.pairwise(at)][: ERRORS_TO_DOWN + 4]
     assert rests == [0.005, 0.05, *[0.05] * ERRORS_TO_DOWN, 2.0, 2.0]
-    assert one.sync.state == "up" and one.errors == ERRORS_TO_DOWN + 1
+    assert one.sync.state == "up" and one.metrics.redis_errors._value.get() == ERRORS_TO_DOWN + 1
+
+
+RECORDS = {HOLDINGS: ((HELD, key(1), 160), (GONE, key(1), 0), (KEPT, key(1), 0)), POSITIONS: ((key(1), MAX_TOKENS),)}
+
+
+@pytest.mark.parametrize(("form", "magic", "record"), [(HOLDINGS, b"smh2", "<B16sI"), (POSITIONS, b"smp1", "<16s16sI")])
+def test_batches_of_an_earlier_version_are_refused_whatever_their_size(form, magic, record):
+    """Their keys name other things: the tokens of a prompt."""
+    size = struct.calcsize(record)
+    for count in (1, 2, form.record.size, MAX_RECORDS):
+        assert unpack(form, magic + FOREIGN + bytes(size * count)) is None
+    older = Form(magic, form.record)
+    assert unpack(form, pack(older, FOREIGN, RECORDS[form])) is None
+    assert unpack(older, pack(older, FOREIGN, RECORDS[form])) is not None  # for its magic alone
+
+
+@pytest.mark.parametrize(
+    ("form", "record"),
+    [
+        (HOLDINGS, (HELD, key(1), 0)),
+        (HOLDINGS, (GONE, key(1), 160)),
+        (HOLDINGS, (3, key(1), 160)),
+        (HOLDINGS, (HELD, key(1), MAX_TOKENS + 1)),
+        (POSITIONS, (key(1), MAX_TOKENS + 1)),
+        (POSITIONS, (key(1), 0)),
+    ],
+)
+def test_one_record_that_cannot_be_makes_its_batch_none(form, record):
+    sound = pack(form, FOREIGN, RECORDS[form])
+    assert unpack(form, sound) == (FOREIGN, RECORDS[form])
+    for raw in (pack(form, FOREIGN, (*RECORDS[form], record)), sound[:-1], sound + b"x", sound[:12]):
+        assert unpack(form, raw) is None
