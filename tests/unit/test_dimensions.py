@@ -35,8 +35,3 @@ def test_a_query_has_the_dimension_of_what_it_reads(query, expected):
 def test_what_cannot_be_added_or_compared_is_refused(query):
     with pytest.raises(Incommensurable):
         dimension(promql_parser.parse(query))
-
-
-def test_a_function_that_nothing_is_known_of_is_refused():
-    with pytest.raises(NotImplementedError):
-        dimension(promql_parser.parse("deriv(a_seconds[1m])"))

@@ -70,13 +70,6 @@ def test_what_takes_too_long_is_given_up():
 
 
 @on_virtual_time
-async def test_with_nothing_to_do_nothing_is_behind(idle):
-    assert idle.waiting == 0 and not idle.is_behind
-    idle.add(noting([]))
-    assert idle.waiting == 1 and not idle.is_behind
-
-
-@on_virtual_time
 async def test_a_failure_of_the_last_job_leaves_nothing(idle, caplog):
     def failing() -> Steps[None]:
         yield

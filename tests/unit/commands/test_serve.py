@@ -72,19 +72,6 @@ def test_less_memory_than_the_settings_want_is_said_with_what_is_taken(server, m
     assert "this process may not have the memory of the settings: " in line and "memory_bytes is 5" in line
 
 
-def test_before_the_server_comes_up_the_process_is_made_ready(server, monkeypatch):
-    calls: list[str] = []
-    monkeypatch.setattr(descriptors, "raise_limit", lambda: calls.append("descriptors"))
-    monkeypatch.setattr(memory, "give_large_blocks_back", lambda: calls.append("memory"))
-    monkeypatch.setattr(serve.importlib, "import_module", calls.append)
-    assert serve.main(WORKER) == 0 and calls == ["descriptors", "memory"]
-    assert serve.main([*WORKER, "--redis", "redis://a"]) == 0 and calls[2:] == [
-        "proxy.routing.redis_sync",
-        "descriptors",
-        "memory",
-    ]
-
-
 def test_the_logs_of_the_gateway_and_of_its_server_go_to_one_place_once():
     assert {name: logger["propagate"] for name, logger in serve.LOGGING["loggers"].items()} == {
         "uvicorn": False,
