@@ -74,17 +74,6 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path, make)
             read("some_setting", path)
 
 
-def test_a_file_that_becomes_a_fifo_while_it_is_looked_at_is_not_waited_for(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    path.write_text("count = 1")
-    regular = path.stat()
-    path.unlink()
-    fifo(path)
-    monkeypatch.setattr(Path, "stat", lambda self, **_: regular)
-    with pytest.raises(SettingsError, match="no regular file"):
-        read_toml("some_setting", path)
-
-
 def test_a_link_to_a_file_is_read_and_one_that_is_too_large_or_has_no_path_is_not(tmp_path):
     path = tmp_path / "link"
     (tmp_path / "file").write_text("count = 1")

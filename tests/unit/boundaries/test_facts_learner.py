@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 from engine_patches.commands.model import train_bpe
 from proxy.boundaries.facts_learner import (
     LEARNING_SECONDS,
-    MAX_SETTING_BYTES,
     MAX_SETTINGS,
     SETTINGS_PER_KEY,
     TEMPLATES_PER_KEY,
@@ -163,14 +162,6 @@ def test_settings_are_those_that_can_recur():
     own = setting_of({"chat_template": "x" * 1000})
     assert own.template
     assert own.fields == {"chat_template": "x" * 1000}
-
-
-def test_a_setting_that_is_too_large_to_go_along_with_each_render_is_not_learnt(learner):
-    large = {"t": "x" * MAX_SETTING_BYTES}
-    assert learner.wants(ID, setting_of({"chat_template": large["t"][:1000]}))
-    assert not learner.wants(ID, setting_of({"chat_template": large["t"]}))
-    many = {f"number_{number}": number for number in range(MAX_SETTING_BYTES // 10)}
-    assert not learner.wants(ID, setting_of({"chat_template_kwargs": many}))
 
 
 async def test_clients_settings_are_bounded_and_one_in_use_is_not_the_one_that_is_forgotten(learner, renderer, clock):

@@ -11,7 +11,7 @@ from prometheus_client import Counter
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
 from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.chat import CHAT
-from proxy.http.client import Broken, Unreachable
+from proxy.http.client import Unreachable
 
 
 async def test_templates_that_write_tools_otherwise_are_told_apart():
@@ -114,15 +114,6 @@ async def test_a_worker_says_what_token_ids_spell_or_nothing(status, answer, tex
     upstream, render = rendering(detokenize=(status, answer) if status else Unreachable("refused"))
     assert await render.detokenize("m", (7, 8)) == text
     assert upstream.asked == [("detokenize", {"model": "m", "tokens": [7, 8]})]
-
-
-@pytest.mark.parametrize("answer", [(200, b"{}"), (400, b"no"), Unreachable("refused"), Broken("broke off")])
-async def test_a_route_is_not_given_up_before_the_other_has_answered(answer):
-    upstream, render = rendering(render=(404, b""), tokenize=answer)
-    for _ in range(2):
-        with pytest.raises(RenderFailed):
-            await render(BODY)
-    assert [name for name, _ in upstream.asked] == ["render", "tokenize"] * 2
 
 
 async def test_what_is_no_chat_is_rendered_by_its_route_or_not_at_all():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from proxy.commands import draft_trial
-from proxy.commands.draft_trial import KEY_VARIABLE, OwnTrial, main, with_worker
+from proxy.commands.draft_trial import KEY_VARIABLE, OwnTrial, main
 from proxy.http.client import Unreachable
 from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.in_memory_gateway import DirectUpstream
@@ -68,14 +68,6 @@ async def test_a_gateway_that_has_taken_the_trial_keeps_it(in_memory):
     await gateway.shows(lambda status: status["workers"][0]["drafts"]["state"] == "open")
     by_child = [each for each in worker.requests if each.header(b"x-request-id").startswith(b"own-drafts-worker-")]
     assert len(by_child) <= 30  # a prompt at most, which had begun before it saw the gateway's
-
-
-async def test_it_ends_with_the_process_that_has_started_it():
-    worker = RecordingWorker()
-    trial, upstream = own_trial(worker)
-    upstream.faults[worker.url] = Unreachable("connection refused")
-    async with asyncio.timeout(60):
-        await with_worker(trial, parent=-1)
 
 
 async def test_a_server_that_is_another_one_now_ends_it():

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from proxy.commands import serve
-from proxy.errors import SettingsError
 from proxy.server import descriptors, memory, uvicorn_server
 
 
@@ -49,14 +48,6 @@ def test_settings_that_are_wrong_start_nothing(server, capsys):
     missing, wrong = capsys.readouterr().err.splitlines()
     assert missing.startswith("seamark serve: worker: none is given") and wrong.startswith("seamark serve: port: ")
     assert not server.ran
-
-
-def test_a_port_that_is_taken_is_told_as_a_setting(server, monkeypatch, capsys):
-    def bound(*given: Any) -> Any:
-        raise SettingsError("port: it is taken")
-
-    monkeypatch.setattr(uvicorn_server, "bound", bound)
-    assert serve.main(WORKER) == 2 and capsys.readouterr().err == "seamark serve: port: it is taken\n"
 
 
 def test_a_variable_that_nothing_reads_is_named(server, monkeypatch, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,11 @@ def answering(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 
     monkeypatch.setattr(setup, "running", running)
     monkeypatch.setattr(setup, "image_version", lambda image: "")
+    monkeypatch.setattr(setup, "image_version", lambda image: "")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: object() if name == "vllm" else real(name, *more)
+    )
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
     for name in ("mods", "recipes"):
@@ -63,10 +69,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
 
 def everything(out: Path) -> str:
-    """All that was written, each file with its mode."""
+    """All that was written, and which of it is a script."""
     files = sorted(path for path in out.rglob("*") if path.is_file())
-    shown = [f"--- {path.relative_to(out)} {path.stat().st_mode & 0o777:o}\n{path.read_text()}" for path in files]
-    return "\n".join(shown)
+    modes = {path: "script " if os.access(path, os.X_OK) else "" for path in files}
+    return "\n".join(f"--- {modes[path]}{path.relative_to(out)}\n{path.read_text()}" for path in files)
 
 
 @pytest.mark.parametrize("case", ANSWERS)

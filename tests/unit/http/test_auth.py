@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from proxy.commands.key import main as key_command
 from proxy.config_files import MOST_NUMBER
 from proxy.errors import Forbidden, NotFound, SettingsError, Unauthorized
 from proxy.http.auth import ADMIN_OF_WORKERS, ID_BYTES, UNSALTED, KeyRing, admit, client
@@ -163,16 +162,6 @@ def test_a_wrong_file_is_refused_by_name_without_what_it_holds(tmp_path, text, n
     _, correct = str(refused.value).split("A correct entry:\n")
     path.write_text(correct.replace("<64 hexadecimal digits>", "0" * 64))
     assert KeyRing(path, "s").authenticate  # the example has the form that is asked for
-
-
-@pytest.mark.parametrize("most", [4, 0])
-def test_the_command_makes_an_entry_for_the_key_it_prints(tmp_path, capsys, most):
-    assert key_command(["dora", "--share", "team", "--max-inflight", str(most)]) == 0
-    printed = capsys.readouterr().out
-    (tmp_path / "keys.toml").write_text(printed)
-    key = printed.splitlines()[0].rsplit(" ", 1)[1]
-    found = KeyRing(tmp_path / "keys.toml", "s").authenticate(scope(x_api_key=key))
-    assert (found.name, found.entry.share, found.entry.max_inflight) == ("dora", "team", most)
 
 
 # Names of stored responses.

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -82,29 +78,3 @@ def test_the_heap_is_given_back_once_for_so_many_bytes_that_were_freed(monkeypat
 
 
 # Large blocks with small ones between them, as bodies come in beside other requests; then the large ones go.
-BODIES_COME_AND_GO = """
-from pathlib import Path
-from proxy.http.body_memory import BodyMemory
-
-memory = BodyMemory(2**30)
-hold = memory.of()
-bytes(2**24)  # from now on the allocator takes blocks of up to 16 MiB from its heap
-large, small = [], []
-for _ in range(600):
-    large.append(b"x" * 200_000)
-    small.append(b"x" * 20_000)  # more than fits into the holes that imports leave
-hold.take(%d)
-large.clear()
-resident = lambda: int(Path("/proc/self/statm").read_text().split()[1])
-before = resident()
-hold.give_back()
-print(before - resident())
-"""
-
-
-@pytest.mark.parametrize(("size", "returns"), [(TRIM_AFTER_BYTES - 1, False), (TRIM_AFTER_BYTES, True)])
-def test_what_large_bodies_took_goes_back_to_the_system(size, returns):
-    script = BODIES_COME_AND_GO % size
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    returned = int(done.stdout) * resource.getpagesize()
-    assert (returned > 50_000_000) is returns
