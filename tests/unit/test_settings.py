@@ -44,25 +44,22 @@ def test_a_wrong_value_is_refused_with_the_settings_name(arguments, named):
         parse(*arguments)
 
 
-def test_an_unknown_name_in_the_file_is_refused(tmp_path):
-    config = tmp_path / "seamark.toml"
-    config.write_text('worker = ["http://a"]\nrediss = "redis://:hunter2@a"\n')
-    with pytest.raises(SettingsError) as refused:
-        parse("--config", str(config))
-    assert str(refused.value) == f"config: {config}: no setting 'rediss'; did you mean redis?"
-
-
 @pytest.mark.parametrize(
-    ("name", "meant"), [("prot", "port"), ("load-slack", "load_slack"), ("Workers_File", "workers_file"), ("zzz", "")]
+    ("name", "meant"),
+    [
+        ("rediss", "redis"),
+        ("load-slack", "load_slack"),
+        ("Workers_File", "workers_file or worker_api_key_file"),
+        ("zzz", ""),
+    ],
 )
-def test_a_wrong_name_is_answered_with_the_settings_that_read_like_it(tmp_path, name, meant):
+def test_a_wrong_name_is_answered_with_the_settings_that_read_like_it_and_without_its_value(tmp_path, name, meant):
     config = tmp_path / "seamark.toml"
-    config.write_text(f'worker = ["http://a"]\n{name} = 1\nport = "x"\n')
+    config.write_text(f'worker = ["http://a"]\n{name} = "redis://:hunter2@a"\n')
     with pytest.raises(SettingsError) as refused:
         parse("--config", str(config))
-    words = str(refused.value)
-    assert f"no setting {name!r}" in words and "Extra inputs" not in words
-    assert ("did you mean" in words) == bool(meant) and (f"did you mean {meant}" in words or not meant)
+    did_you = f"; did you mean {meant}?" if meant else ""
+    assert str(refused.value) == f"config: {config}: no setting {name!r}{did_you}"
 
 
 def test_a_variable_that_nothing_reads_is_named_without_its_value():

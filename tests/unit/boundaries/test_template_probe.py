@@ -250,10 +250,9 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def in_last_user(body: Any) -> str:
-    """A system prompt moves into the last user message, before its text."""
+    """The system prompt moves into the last user message, before its text."""
     messages = [dict(each) for each in body["messages"]]
-    said = "".join(each["content"] for each in messages if each["role"] == "system")
-    messages = [each for each in messages if each["role"] != "system"]
+    said = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
     asked = [each for each in messages if each["role"] == "user"]
     if asked:
         asked[-1]["content"] = said + "|" + asked[-1]["content"]
