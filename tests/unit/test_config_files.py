@@ -127,6 +127,16 @@ def test_whatever_its_reader_raises_a_watched_file_counts_as_not_read(tmp_path, 
         WatchedFile(path, read)
 
 
+def test_a_watched_file_that_is_replaced_by_a_fifo_stops_nothing(tmp_path, caplog):
+    path = tmp_path / "file.toml"
+    path.write_text("count = 1")
+    watched = WatchedFile(path, lambda path: read_model("some_setting", path, Model))
+    path.unlink()
+    fifo(path)
+    assert not watched.refresh() and not watched.is_current and watched.value.count == 1
+    assert "no regular file" in caplog.text
+
+
 @pytest.mark.parametrize("end", ["\nSEAMARK_API_KEYS=/tmp/k", "\r", "\tb", " b", "\x1b[2J", "\u2028b", "\x00"])
 def test_an_address_with_a_line_of_its_own_in_it_is_none(end):
     with pytest.raises(ValueError, match="no spaces, line ends"):

@@ -46,6 +46,38 @@ async def test_a_failure_is_told_by_its_kind_and_the_next_job_goes_on(idle, capl
 
 
 @on_virtual_time
+async def test_between_two_steps_the_loop_turns_to_everything_else_whoever_waits_for_them(idle):
+    seen: list[str] = []
+    idle.put_off()
+    idle.add(noting(seen, *"abc"))
+    asking = asyncio.create_task(idle.caught_up())
+    while not asking.done():
+        seen.append("-")
+        await asyncio.sleep(0)
+    assert "".join(seen).strip("-").replace("--", "-") == "a-b-c"
+    other = asyncio.create_task(idle.finish(noting(seen, "x", "y")))
+    assert await idle.finish(noting(seen, "v", "w")) == "done" == await other
+    assert {*seen[-4:-2]} == {"v", "x"} and {*seen[-2:]} == {"w", "y"}
+
+
+@on_virtual_time
+async def test_a_request_that_comes_between_two_steps_goes_first(idle):
+    seen: list[str] = []
+
+    def steps() -> Steps[None]:
+        seen.append("first")
+        idle.put_off()
+        yield
+        seen.append("second")
+
+    idle.add(steps())
+    await asyncio.sleep(LULL_SECONDS * 1.5)
+    assert seen == ["first"]
+    await asyncio.sleep(LULL_SECONDS)
+    assert seen == ["first", "second"]
+
+
+@on_virtual_time
 async def test_who_stops_asking_hurries_nobody(idle):
     seen: list[str] = []
     idle.add(noting(seen, *"abc"))

@@ -255,7 +255,7 @@ def in_last_user(body: Any) -> str:
     said = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
     asked = [each for each in messages if each["role"] == "user"]
     if asked:
-        asked[-1]["content"] = said + "|" + asked[-1]["content"]
+        asked[-1]["content"] = (said and said + "|") + asked[-1]["content"]
     return written({**body, "messages": messages}, asks="[?]")
 
 
@@ -267,9 +267,9 @@ WORLD: dict[str, Callable[[Any], str]] = {
 }
 
 
-def small_chats() -> Iterator[list[dict[str, Any]]]:
+def small_chats(tools: bool) -> Iterator[list[dict[str, Any]]]:
     for size in range(1, 5):
-        for roles in itertools.product(ROLES if size < 4 else ROLES[:3], repeat=size):
+        for roles in itertools.product(ROLES if tools and size < 4 else ROLES[:3], repeat=size):
             for first in "ab":  # of what may be said first; nothing else differs
                 yield [{"role": role, "content": f"{first if not at else 'c'}{at}"} for at, role in enumerate(roles)]
 
@@ -290,7 +290,7 @@ async def test_each_boundary_is_the_longest_beginning_that_others_share_and_its_
         others = [[*messages[:at], {**messages[at], "content": other}, *messages[at + 1 :]] for other in ("Z", "!", "")]
         return min(common_prefix(text_of(messages), text_of(other)) for other in others)
 
-    for messages in small_chats():
+    for messages in small_chats(bool(tools)):
         prompt = text_of(messages)
         found = finder.find(chat_request({"messages": messages, **tools}), facts, name.encode())
         going_on = [*messages, {"role": "assistant", "content": "Yes."}, user("And?")]
