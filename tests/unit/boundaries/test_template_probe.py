@@ -249,27 +249,16 @@ async def test_under_another_setting_the_ends_are_learnt_and_whether_the_openers
 ROLES = ("system", "user", "assistant", "tool")
 
 
-def in_last_user(body: Any) -> str:
-    """The system prompt moves into the last user message, before its text."""
-    messages = [dict(each) for each in body["messages"]]
-    said = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
-    asked = [each for each in messages if each["role"] == "user"]
-    if asked:
-        asked[-1]["content"] = (said and said + "|") + asked[-1]["content"]
-    return written({**body, "messages": messages}, asks="[?]")
-
-
 WORLD: dict[str, Callable[[Any], str]] = {
     "plain": partial(written, asks="[?]"),
     "an end that changes": partial(written, close="--]", closed="--)", asks="[?]"),
     "no closing": partial(written, close="", closed="", result="<r><t>", asks="[?]"),
-    "system prompt in the last user message": in_last_user,
 }
 
 
-def small_chats(tools: bool) -> Iterator[list[dict[str, Any]]]:
+def small_chats() -> Iterator[list[dict[str, Any]]]:
     for size in range(1, 5):
-        for roles in itertools.product(ROLES if tools and size < 4 else ROLES[:3], repeat=size):
+        for roles in itertools.product(ROLES if size < 4 else ROLES[:3], repeat=size):
             for first in "ab":  # of what may be said first; nothing else differs
                 yield [{"role": role, "content": f"{first if not at else 'c'}{at}"} for at, role in enumerate(roles)]
 
@@ -280,7 +269,6 @@ async def test_each_boundary_is_the_longest_beginning_that_others_share_and_its_
     """A position too far finds another conversation's state, one too short computes again; and it is found again."""
     template, prefixes, kinds = WORLD[name], {}, Counter()
     facts, finder = await facts_of(template), BoundaryFinder(PositionCache(10**6))
-    moves = template is in_last_user  # a head there has no place once the conversation goes on
 
     def text_of(messages: list[dict[str, Any]]) -> str:
         return template({"messages": messages, **tools})
@@ -290,7 +278,7 @@ async def test_each_boundary_is_the_longest_beginning_that_others_share_and_its_
         others = [[*messages[:at], {**messages[at], "content": other}, *messages[at + 1 :]] for other in ("Z", "!", "")]
         return min(common_prefix(text_of(messages), text_of(other)) for other in others)
 
-    for messages in small_chats(bool(tools)):
+    for messages in small_chats():
         prompt = text_of(messages)
         found = finder.find(chat_request({"messages": messages, **tools}), facts, name.encode())
         going_on = [*messages, {"role": "assistant", "content": "Yes."}, user("And?")]
@@ -308,5 +296,5 @@ async def test_each_boundary_is_the_longest_beginning_that_others_share_and_its_
             else:
                 partings = [shared(messages, at) for at in range(len(messages))]
                 assert position in partings, (messages, boundary, partings)
-                assert boundary.key in grown.prefixes or moves, messages
+                assert boundary.key in grown.prefixes, messages
     assert kinds["history"] > 50 and kinds["system"] > 20 and kinds["turn"] > 50
