@@ -266,7 +266,7 @@ def small_chats() -> Iterator[list[dict[str, Any]]]:
 @pytest.mark.parametrize("name", WORLD)
 @pytest.mark.parametrize("tools", [{}, TOOLS], ids=["no tools", "tools"])
 async def test_each_boundary_is_the_longest_beginning_that_others_share_and_its_key_stands_for_that_alone(name, tools):
-    """A position too far finds another conversation's state, one too short computes again; and it is found again."""
+    """One too far is met by nobody, one too short computes again; and the next request finds each again."""
     template, prefixes, kinds = WORLD[name], {}, Counter()
     facts, finder = await facts_of(template), BoundaryFinder(PositionCache(10**6))
 
