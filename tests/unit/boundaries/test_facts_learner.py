@@ -10,8 +10,10 @@ from tokenizers import Tokenizer
 
 from engine_patches.commands.model import train_bpe
 from proxy.boundaries.facts_learner import (
+    COMMON_SETTINGS,
     LEARNING_SECONDS,
     MAX_SETTINGS,
+    REST,
     SETTINGS_PER_KEY,
     TEMPLATES_PER_KEY,
     FactsLearner,
@@ -179,3 +181,22 @@ async def test_clients_settings_are_bounded_and_one_in_use_is_not_the_one_that_i
         clock.now += 10
         await learner.learn(renderer, ID, "m", numbered(-1 - number))
     assert len(learner) == 1 + MAX_SETTINGS and len(learner._failed) == MAX_SETTINGS
+
+
+async def test_clients_cause_no_learning_right_behind_a_long_one(learner, renderer, clock):
+    class Slow:
+        async def __call__(self, body: Any, path: str = CHAT) -> Any:
+            clock.now += 0.1
+            return await renderer(body, path)
+
+    slow = Slow()
+    await learner.learn_common(slow, ID, "m")
+    assert all(learner.facts(ID, setting).is_own for setting in COMMON_SETTINGS)
+    began = clock.now
+    await learner.learn(slow, ID, "m", numbered(1))
+    took = clock.now - began
+    assert took > 0.1 and not learner.wants(ID, numbered(2))
+    await learner.learn(slow, b"another", "m")  # a worker that boots does not wait
+    assert learner.facts(b"another") is not None
+    clock.now = began + took * (1 + REST)
+    assert learner.wants(ID, numbered(2))
