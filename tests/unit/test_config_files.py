@@ -27,13 +27,6 @@ class Model(BaseModel):
     count: int
 
 
-def test_a_file_nested_without_end_is_refused_by_the_name_of_its_setting(tmp_path):
-    path = tmp_path / "file.toml"
-    path.write_text("a = " + "[" * 5000 + "]" * 5000)
-    with pytest.raises(SettingsError, match=rf"^api_keys: {path} is nested too deeply"):
-        read_toml("api_keys", path)
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -41,6 +34,7 @@ def test_a_file_nested_without_end_is_refused_by_the_name_of_its_setting(tmp_pat
         "count = -" + "9" * 4301,
         "count = 0x" + "f" * 10**4 + "\ncount = 1" + "0" * 5000,
         "a" + ".a" * 2000 + " = 1",
+        "a = " + "[" * 5000 + "]" * 5000,
     ],
 )
 def test_whatever_a_reader_raises_the_file_is_refused_in_one_line_without_its_content(tmp_path, content):
@@ -78,17 +72,6 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path, make)
     for read in (read_toml, read_secret):
         with pytest.raises(SettingsError, match=rf"^some_setting: {path} is no regular file"):
             read("some_setting", path)
-
-
-def test_a_file_that_becomes_a_fifo_while_it_is_looked_at_is_not_waited_for(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    path.write_text("count = 1")
-    regular = path.stat()
-    path.unlink()
-    fifo(path)
-    monkeypatch.setattr(Path, "stat", lambda self, **_: regular)
-    with pytest.raises(SettingsError, match="no regular file"):
-        read_toml("some_setting", path)
 
 
 def test_a_link_to_a_file_is_read_and_one_that_is_too_large_or_has_no_path_is_not(tmp_path):

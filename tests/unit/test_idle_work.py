@@ -46,6 +46,43 @@ async def test_a_failure_is_told_by_its_kind_and_the_next_job_goes_on(idle, capl
 
 
 @on_virtual_time
+async def test_between_two_steps_the_loop_turns_to_everything_else(idle):
+    seen: list[str] = []
+    idle.add(noting(seen, *"abc"))
+    asking = asyncio.create_task(idle.caught_up())
+    while not asking.done():
+        seen.append("-")
+        await asyncio.sleep(0)
+    assert "".join(seen).strip("-").replace("--", "-") == "a-b-c"
+
+
+@on_virtual_time
+async def test_what_somebody_waits_for_is_done_now_and_still_in_steps(idle):
+    seen: list[str] = []
+    idle.put_off()
+    other = asyncio.create_task(idle.finish(noting(seen, "x", "y")))
+    assert await idle.finish(noting(seen, "a", "b")) == "done" == await other
+    assert sorted(seen[:2]) == ["a", "x"] and sorted(seen[2:]) == ["b", "y"]
+
+
+@on_virtual_time
+async def test_a_request_that_comes_between_two_steps_goes_first(idle):
+    seen: list[str] = []
+
+    def steps() -> Steps[None]:
+        seen.append("first")
+        idle.put_off()
+        yield
+        seen.append("second")
+
+    idle.add(steps())
+    await asyncio.sleep(LULL_SECONDS * 1.5)
+    assert seen == ["first"]
+    await asyncio.sleep(LULL_SECONDS)
+    assert seen == ["first", "second"]
+
+
+@on_virtual_time
 async def test_who_stops_asking_hurries_nobody(idle):
     seen: list[str] = []
     idle.add(noting(seen, *"abc"))
@@ -67,13 +104,6 @@ def test_what_takes_too_long_is_given_up():
     with pytest.raises(TimeoutError):
         finished(within(0.0, noting(seen, *"cd")))
     assert seen == ["a", "b", "c"]
-
-
-@on_virtual_time
-async def test_with_nothing_to_do_nothing_is_behind(idle):
-    assert idle.waiting == 0 and not idle.is_behind
-    idle.add(noting([]))
-    assert idle.waiting == 1 and not idle.is_behind
 
 
 @on_virtual_time

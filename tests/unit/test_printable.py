@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from proxy.commands.serve import LOGGING
-from proxy.printable import PrintableFormatter
+from proxy.printable import PrintableFormatter, printable, printable_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +30,25 @@ def logged(write) -> str:
     logger.addHandler(handler)
     write(logger)
     return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("openai/gpt-oss 120b é 漢 😀", "openai/gpt-oss 120b é 漢 😀"),
+        ("a\nb\tc\r\x1b[2J\x9b31m\x07\x7f\x00", r"a\nb\tc\r\x1b[2J\x9b31m\x07\x7f\x00"),
+        ("\u202eabc\u2028\ufeff\ud800", r"\u202eabc\u2028\ufeff\ud800"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_an_escape_and_all_else_stays(text, shown):
+    assert printable(text) == shown == printable(shown)
+    assert printable_lines(f"{text}\n\n") == (shown if "\n" not in text else shown.replace(r"\n", "\n", 1)) + "\n\n"
+
+
+def test_a_record_of_a_log_is_one_line_whatever_is_in_it():
+    for said in (("worker %s is up", EVIL), (EVIL.replace("%", ""),)):
+        text = logged(lambda logger, said=said: logger.warning(*said))
+        assert text.count("\n") == 1 and is_clean(text) and "will hit" in text
 
 
 def test_a_traceback_keeps_its_lines_and_nothing_else():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from proxy.boundaries.dates import (
+    SEARCHED,
     Dates,
     dates_in,
 )
@@ -19,53 +22,9 @@ def found(now: float = NOW) -> Dates:
     return Dates(lambda: now)
 
 
-DATES = [
-    "2026-11-25",
-    "2026/11/25",
-    "2026.11.25",
-    "11/25/2026",
-    "25.11.2026",
-    "25. 11. 2026",
-    "25-Nov-2026",
-    "Nov-25-2026",
-    "25NOV2026",
-    "[25/Nov/2026:10:11:12 +0000]",
-    "2026-11",
-    "20261125",
-    "20261125T101112Z",
-    "25112026",
-    "1795600000",  # seconds since the epoch
-    "1795600000.123",
-    "1795600000123",
-    "2026-11-25T10:11:12.123+01:00",
-    "Wed Nov 25 2026",
-    "Wed Nov 25 10:11:12 2026",
-    "Wed, 25 Nov 2026 10:11:12 GMT",
-    "november 25, 2026",
-    "November 25th,2026",
-    "25 de noviembre de 2026",
-    "mercredi 25 novembre 2026",
-    "25. November 2026",
-    "25 ноября 2026 г.",
-    "25 Νοεμβρίου 2026",
-    "25 בנובמבר 2026",
-    "٢٥ نوفمبر ٢٠٢٦",
-    "٢٥\u200f/١١\u200f/٢٠٢٦",
-    "२५ नवंबर २०२६",
-    "25 พฤศจิกายน ค.ศ. 2026",
-    "ngày 25 tháng 11 năm 2026",
-    "今天是2026年11月25日星期三",
-    "２０２６年１１月２５日",
-    "오늘은 2026년 11월 25일",
-    "2026. 11. 25.",
-    "2026. november 25.",
-    "2026 m. lapkričio 25 d.",
-    "2027-01-01",
-    "2025-12-31",
-    '{"date":"2026-11-25"}',
-    "2026-11-22 02:05:09 PM",  # Open WebUI's {{CURRENT_DATETIME}}
-    "2026-11-22 (Sunday)",  # LibreChat's {{current_date}}
-]
+DATES, NO_DATES = (
+    part.splitlines()[1:] for part in (Path(__file__).parent / "dates.txt").read_text().removeprefix("#").split("\n#")
+)
 
 
 @pytest.mark.parametrize("told", DATES)
@@ -89,3 +48,37 @@ def test_a_word_and_a_year_are_a_date_only_to_who_asks_for_months():
         assert [date for date, _ in told(f"- {text} then", months=True)] == months
     assert [date for date, _ in told("In November de 2026.", months=True)] == ["November de 2026"]
     assert told("Version 2026.1", months=True) == []
+
+
+@pytest.mark.parametrize("text", NO_DATES)
+def test_what_only_looks_like_a_date_cuts_nothing(text: str) -> None:
+    assert found().cut(b"k", f"{RULES}\nThe note: {text}\n{RULES}") == 0 and told(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "day"),
+    [
+        *((date, "20261125") for date in ("20261125", "202611251011", "20261125101112")),
+        *((date, "20782") for date in ("1795564800", "1795651199", "1795600000123", "1795600000123456789")),
+        ("1795564799", "20781"),  # the last second of the day before
+        ("2025-01-01", "2025-01-01"),
+        ("2027-12-31", "2027-12-31"),
+    ],
+)
+def test_a_date_has_one_day_at_any_time_of_it(text, day):
+    assert told(text) == [(text, day)]
+    clocks = ("10:11", "1:02", "10:11:12", "23:59:59.123456789")
+    assert len({told(f"Wed Nov 25 {clock} 2026")[0][1] for clock in clocks}) == 1
+
+
+def test_the_place_before_a_date_is_named_by_the_tokens_that_nothing_behind_it_can_change() -> None:
+    dates = Dates()
+    assert dates.learn(b"r", b"k", range(100)) == "first:" + ",".join(map(str, range(33, 97)))
+    assert dates.entry(b"r", b"k") == dates.learn(b"r", b"k", range(100)) != dates.entry(b"other", b"k")
+    assert dates.learn(b"r", b"k", range(9)) == dates.entry(b"r", b"k") == ""  # too few to name a place
+
+
+def test_no_text_takes_long() -> None:
+    """A pattern that is quadratic in its text takes minutes."""
+    for atom in ("1/", "1 ", "12:", "1.1.1", "2026 ", "2026-", "/2026", "12 a 10:11 ", "٢", "25 Nov "):
+        found().cut(b"k", atom * (SEARCHED // len(atom)))

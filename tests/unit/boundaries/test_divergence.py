@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from sys import getsizeof
-
 import pytest
 
 from proxy.boundaries.divergence import (
     MAX_CUTS,
-    PLACE_BYTES,
     DivergenceLearner,
 )
 from proxy.boundaries.layout import PromptLayout, layout_of
@@ -36,36 +32,15 @@ def lengths(learner: DivergenceLearner, of: PromptLayout, message: int) -> list[
     return [len(cut.text) for index, cut in learner.shared_texts(of) if index == message]
 
 
-def test_a_place_remembers_a_few_beginnings():
-    learner = DivergenceLearner(10**7)
-    for length in range(600, 600 + 20 * (MAX_CUTS + 4), 20):
-        learner.shared_texts(question("x" * length + str(length)))
-    assert len(lengths(learner, question("x" * 5000), 1)) == MAX_CUTS
-
-
-def test_without_memory_for_texts_nothing_is_learned():
-    learner = DivergenceLearner(0)
-    assert [learner.shared_texts(question(DOCUMENT + text)) for text in ("one", "two", "three")] == [[], [], []]
-
-
-def in_memory(learner: DivergenceLearner) -> int:
-    """Bytes of all the texts that it can reach."""
-    seen: set[int] = set()
-
-    def of(value: object) -> int:
-        if id(value) in seen:
-            return 0
-        seen.add(id(value))
-        if isinstance(value, str):
-            return getsizeof(value)
-        if isinstance(value, Mapping):
-            return sum(of(part) for part in value.values())
-        if isinstance(value, Sequence) and not isinstance(value, bytes):
-            return sum(of(part) for part in value)
-        slots = getattr(type(value), "__slots__", ())
-        return sum(of(getattr(value, name)) for name in slots) + of(getattr(value, "__dict__", {}))
-
-    return of(learner)
+def test_a_document_before_the_question_is_shared_by_the_second_and_known_to_the_third_in_the_same_place():
+    learner, nothing = DivergenceLearner(10**7), DivergenceLearner(0)
+    found = [lengths(learner, question(DOCUMENT + text), 1) for text in ("one", "Two", "three")]
+    assert found == [[], [len(DOCUMENT)], [len(DOCUMENT)]]
+    assert lengths(learner, question(DOCUMENT + "four", "Another system prompt."), 1) == []
+    assert [lengths(nothing, question(DOCUMENT + text), 1) for text in ("one", "Two", "three")] == [[], [], []]
+    halves = "\ud83d" * 600  # of surrogate pairs
+    lengths(learner, question(halves + "a"), 1)
+    assert lengths(learner, question(halves + "b"), 1)[0] == 600
 
 
 @pytest.mark.parametrize("systems", [1, 50], ids=["one place", "many places"])
@@ -74,17 +49,9 @@ def test_memory_for_texts_is_bounded(systems):
     most = 0
     for number in range(200):
         learner.shared_texts(question(f"{number % 7} {number} " + DOCUMENT, f"You are number {number % systems}."))
-        most = max(most, in_memory(learner))
+        most = max(most, learner.held)
         assert learner.held <= 100_000
-    assert 2_000 < most <= 100_000
-    assert 0 <= learner.held - in_memory(learner) <= systems * PLACE_BYTES  # what it counts is what it holds
-
-
-def learner_of(*texts: str) -> DivergenceLearner:
-    learner = DivergenceLearner(10**7)
-    for text in texts:
-        learner.shared_texts(question(text))
-    return learner
+    assert most > 2_000
 
 
 def test_of_the_beginnings_in_one_place_the_least_recently_shared_is_forgotten():
@@ -96,8 +63,3 @@ def test_of_the_beginnings_in_one_place_the_least_recently_shared_is_forgotten()
             learner.shared_texts(question("x" * length + ending))
     found = lengths(learner, question("x" * 5000), 1)
     assert sorted(found) == [length for length in lengths_shown if length != lengths_shown[1]]
-
-
-def test_halves_of_surrogate_pairs_are_shared_too():
-    text = "\ud83d" * 600
-    assert lengths(learner_of(text + "a"), question(text + "b"), 1) == [600]

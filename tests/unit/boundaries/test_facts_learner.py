@@ -10,16 +10,16 @@ from tokenizers import Tokenizer
 
 from engine_patches.commands.model import train_bpe
 from proxy.boundaries.facts_learner import (
+    COMMON_SETTINGS,
     LEARNING_SECONDS,
-    MAX_RENDERED,
-    MAX_SETTING_BYTES,
     MAX_SETTINGS,
+    REST,
     SETTINGS_PER_KEY,
     TEMPLATES_PER_KEY,
     FactsLearner,
 )
 from proxy.boundaries.renderer import RenderFailed
-from proxy.boundaries.template_facts import DEFAULT, MAX_SCALAR, Setting, setting_of
+from proxy.boundaries.template_facts import DEFAULT, MAX_SCALAR, setting_of
 from proxy.chat.chat import CHAT
 from tests.harness.template_renderer import TemplateRenderer
 from tests.harness.virtual_time import VirtualTimeLoop
@@ -87,14 +87,6 @@ async def test_nothing_is_known_before_it_is_learnt(learner, renderer):
     assert learner.facts(b"another") is None
 
 
-async def test_a_setting_that_moves_the_openers_is_learnt_anew(learner, renderer):
-    await learner.learn(renderer, ID, "m")
-    other = setting_of({"chat_template_kwargs": {"style": "other"}})
-    await learner.learn(renderer, ID, "m", other)
-    assert learner.facts(ID).opener("user", False).text == "<|user|>"
-    assert learner.facts(ID, other).opener("user", False).text == "<|human|>"
-
-
 async def test_a_renderer_that_is_broken_raises_nothing(learner):
     async def broken(body: Any, path: str = "") -> Any:
         raise RuntimeError("secret")
@@ -119,26 +111,6 @@ async def test_a_restart_forgets_what_was_learnt_and_what_is_being_learnt(learne
     await running
     assert learner.facts(ID) is None
     assert learner.wants(ID)
-
-
-async def test_clients_settings_are_bounded(learner, renderer, clock):
-    await learner.learn(renderer, ID, "m")
-    for number in range(2 * MAX_SETTINGS):
-        clock.now += 10
-        await learner.learn(renderer, ID, "m", numbered(number))
-    assert len(learner) == 1 + MAX_SETTINGS
-    assert learner.facts(ID) is not None
-    assert learner.wants(ID, numbered(0))
-    assert not learner.wants(ID, numbered(2 * MAX_SETTINGS - 1))
-
-
-async def test_settings_that_fail_are_bounded_too(learner, renderer, clock):
-    await learner.learn(renderer, ID, "m")
-    renderer.down = True
-    for number in range(2 * MAX_SETTINGS):
-        clock.now += 10
-        await learner.learn(renderer, ID, "m", numbered(number))
-    assert len(learner._failed) == MAX_SETTINGS
 
 
 async def test_one_api_key_leaves_learnings_to_the_others(learner, renderer):
@@ -194,25 +166,7 @@ def test_settings_are_those_that_can_recur():
     assert own.fields == {"chat_template": "x" * 1000}
 
 
-def test_a_setting_that_is_too_large_to_go_along_with_each_render_is_not_learnt(learner):
-    large = {"t": "x" * MAX_SETTING_BYTES}
-    assert learner.wants(ID, setting_of({"chat_template": large["t"][:1000]}))
-    assert not learner.wants(ID, setting_of({"chat_template": large["t"]}))
-    many = {f"number_{number}": number for number in range(MAX_SETTING_BYTES // 10)}
-    assert not learner.wants(ID, setting_of({"chat_template_kwargs": many}))
-
-
-async def test_a_template_that_makes_long_prompts_of_short_chats_is_not_learnt(learner, renderer):
-    async def long(body: Any, path: str = "") -> Any:
-        return [7] * MAX_RENDERED + [*await renderer(body)]
-
-    await learner.learn(long, ID, "m")
-    assert learner.facts(ID) is None and learner.failures == 1
-    await learner.learn(renderer, b"another", "m")
-    assert learner.facts(b"another") is not None
-
-
-async def test_a_setting_that_is_in_use_is_not_the_one_that_is_forgotten(learner, renderer, clock):
+async def test_clients_settings_are_bounded_and_one_in_use_is_not_the_one_that_is_forgotten(learner, renderer, clock):
     await learner.learn(renderer, ID, "m")
     for number in range(MAX_SETTINGS):
         clock.now += 10
@@ -222,30 +176,27 @@ async def test_a_setting_that_is_in_use_is_not_the_one_that_is_forgotten(learner
     await learner.learn(renderer, ID, "m", numbered(MAX_SETTINGS))
     known = [learner.facts(ID, numbered(number)).is_own for number in (0, 1, 2, MAX_SETTINGS)]
     assert known == [True, False, True, True] and len(learner) == 1 + MAX_SETTINGS
+    renderer.down = True
+    for number in range(2 * MAX_SETTINGS):
+        clock.now += 10
+        await learner.learn(renderer, ID, "m", numbered(-1 - number))
+    assert len(learner) == 1 + MAX_SETTINGS and len(learner._failed) == MAX_SETTINGS
 
 
-@pytest.mark.parametrize(("size", "is_wanted"), [(MAX_SETTING_BYTES, True), (MAX_SETTING_BYTES + 1, False)])
-def test_a_setting_may_be_so_large_and_no_larger(learner, size, is_wanted):
-    assert learner.wants(ID, Setting(b"k", {"x": 1}, False, size)) is is_wanted
+async def test_clients_cause_no_learning_right_behind_a_long_one(learner, renderer, clock):
+    class Slow:
+        async def __call__(self, body: Any, path: str = CHAT) -> Any:
+            clock.now += 0.1
+            return await renderer(body, path)
 
-
-async def test_a_prompt_of_a_small_chat_may_be_so_long_and_no_longer(learner, renderer):
-    longest = 0
-
-    async def measured(body: Any, path: str = CHAT) -> Any:
-        nonlocal longest
-        rendered = await renderer(body, path)
-        longest = max(longest, len(rendered))
-        return rendered
-
-    await learner.learn(measured, b"measured", "m")
-    for more, is_learnt in ((0, True), (1, False)):
-
-        async def padded(body: Any, path: str = CHAT, more: int = more) -> Any:
-            return [7] * (MAX_RENDERED - longest + more) + (await renderer(body, path)).ids()
-
-        await learner.learn(padded, b"%d" % more, "m")
-        facts = learner.facts(b"%d" % more)
-        assert (facts is not None and facts.end("tool") is not None) or not is_learnt
-        if is_learnt:
-            assert facts.ends == learner.facts(b"measured").ends
+    slow = Slow()
+    await learner.learn_common(slow, ID, "m")
+    assert all(learner.facts(ID, setting).is_own for setting in COMMON_SETTINGS)
+    began = clock.now
+    await learner.learn(slow, ID, "m", numbered(1))
+    took = clock.now - began
+    assert took > 0.1 and not learner.wants(ID, numbered(2))
+    await learner.learn(slow, b"another", "m")  # a worker that boots does not wait
+    assert learner.facts(b"another") is not None
+    clock.now = began + took * (1 + REST)
+    assert learner.wants(ID, numbered(2))

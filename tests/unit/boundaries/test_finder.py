@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from proxy.boundaries.boundary import Found
-from proxy.boundaries.divergence import DivergenceLearner
-from proxy.boundaries.finder import BoundaryFinder
+from proxy.boundaries.boundary import Boundary, Found, distinct_entries
+from proxy.boundaries.finder import MAX_MARKS, BoundaryFinder
 from proxy.boundaries.positions import PositionCache
-from proxy.boundaries.template_facts import Opener, TemplateFacts
+from proxy.boundaries.resolve import MAX_ENTRIES
+from proxy.boundaries.template_facts import Opener, TemplateFacts, Turn
 from proxy.chat.chat import MESSAGES
-from proxy.chat.reader import chat_in, chat_request
+from proxy.chat.reader import chat_in, chat_request, completions_request
 from proxy.chat.responses import StoredResponses
 
 SYSTEM = {"role": "system", "content": "You pilot ships into the harbour."}
@@ -66,87 +66,124 @@ def shown(found: Found) -> list[tuple[str, Any]]:
     return sorted(((boundary.kind, boundary.entry) for boundary in found.boundaries), key=repr)
 
 
+def explicit(found: Found) -> list[Any]:
+    return [boundary.entry for boundary in found.boundaries if boundary.kind == "explicit"]
+
+
 CHAT = [SYSTEM, user("First?"), assistant("One."), user("Second?")]
 
 LOOP = [SYSTEM, user("Tide?"), assistant("I will look."), tool("high at nine")]
 
 
-def test_reminders_behind_the_user_message_belong_to_the_turn_before_the_loop():
-    reminded = [
-        SYSTEM,
-        user("Tide?"),
-        {"role": "system", "content": "Be brief."},
-        {"role": "developer", "content": "!"},
-    ]
-    found = find([*reminded, *LOOP[2:]])
-    ends = {boundary.key for boundary in found.boundaries if boundary.kind == "turn"}
-    assert find(reminded).turn_key in ends and find(reminded[:2]).turn_key not in ends
+MARKED = {"tools": [{**TOOLS[0], **EPHEMERAL}]}
+
+EARLIER = [*CHAT[:2], {**CHAT[2], **EPHEMERAL}, CHAT[3], assistant("I will look."), tool("nine")]
+
+LATER = [*EARLIER, assistant("Nine."), user("And?")]
+
+IN_LOOP = [*LOOP[:2], {**LOOP[2], **EPHEMERAL}, LOOP[3], assistant("And the wind."), tool("west")]
+
+PER_USER = TemplateFacts(FACTS.ends, {("user", True): Opener((14,), "<user>", per_user=True)})
+
+CHATS: dict[str, tuple[Any, ...]] = {
+    "a chat": (CHAT,),
+    "a question": (CHAT[:2],),
+    "no system prompt": (CHAT[1:],),
+    "tools": (CHAT, {"tools": TOOLS}),
+    "a loop": (LOOP,),
+    "a loop's second result": ([*LOOP, tool("x")],),
+    "a result before the first question": ([SYSTEM, LOOP[2], tool("9"), CHAT[2], CHAT[3]],),
+    "no answer wanted": (CHAT, {"add_generation_prompt": False}),
+    "an answer begun": (CHAT, {"continue_final_message": True}),
+    "answered": ([*CHAT, assistant("Two.")],),
+    "the template's markers in the last text": ([*CHAT[:3], user("a <user> b <user>")],),
+    "markers in the system prompt": ([{**SYSTEM, "content": "Say <user>."}, *CHAT[1:]],),
+    "markers between": ([SYSTEM, user("<user>"), assistant("<user>"), user("?")],),
+    "facts of nothing": (CHAT, {}, TemplateFacts()),
+    "no facts": (CHAT, {}, None),
+    **{f"no chat, {odd}": (odd,) for odd in ([7], [{}], [SYSTEM], [assistant("only me")])},
+    # a message without a text has its place all the same
+    **{
+        f"odd, {odd}": ([*CHAT[:3], odd],)
+        for odd in ({"role": "user"}, user(5), user([{"type": "image_url"}]), user([7]), user([text_part("x"), 7]))
+    },
+    # a client's marks
+    "marked tools": (CHAT, MARKED),
+    "marked tools and head": ([{**SYSTEM, **EPHEMERAL}, *CHAT[1:]], MARKED),
+    "marked tools alone": ([user("Tide?")], MARKED),
+    "marked question": ([*CHAT[:3], {**CHAT[3], **EPHEMERAL}],),
+    "marked history": ([*CHAT[:2], {**CHAT[2], **EPHEMERAL}, CHAT[3]],),
+    "marked before a loop": (EARLIER,),
+    "marked before a loop, tools": (EARLIER, {"tools": TOOLS}),
+    "marked before a loop that is over": (LATER,),
+    "marked before a loop that is over, tools": (LATER, {"tools": TOOLS}),
+    "marked before a loop, told of users alone": (LATER, {"tools": TOOLS}, PER_USER),
+    "marked in a loop": (IN_LOOP,),
+    "marked in a loop that is over": ([*IN_LOOP, assistant("Both."), user("Thanks?")],),
+}
 
 
-def test_a_chat_that_begins_with_a_tools_result_has_no_entry_for_its_head():
-    """The first user message lies behind the result then, and so behind the head."""
-    found = find([SYSTEM, assistant("I will look."), tool("nine"), assistant("Nine."), user("Thanks?")])
-    assert shown(found) == [("history", "last:4,5"), ("system", None), ("turn", -5)]
+@pytest.mark.parametrize("case", CHATS)
+def test_each_kind_of_chat_has_its_boundaries(case, expect_golden):
+    messages, body, facts = [*CHATS[case], *({}, FACTS)[len(CHATS[case]) - 1 :]]
+    found = find(messages, facts, **body)
+    lines = [*map(str, shown(found)), f"result {found.result}, failure {found.failure}, end {found.end}"]
+    expect_golden("finder", case, "\n".join(lines))
+    assert set(found.entries()) == {entry for _, entry in shown(found)} - {None}
+    assert (found.turn_key is None) is ("turn" not in dict(shown(found)))
 
 
-def test_a_client_that_asks_for_no_answer_ends_no_turn():
-    assert "turn" in dict(shown(find(CHAT)))
-    for body in ({"add_generation_prompt": False}, {"continue_final_message": True}):
-        found = find(CHAT, **body)
-        assert "turn" not in dict(shown(found)) and (found.turn_key, found.end) == (None, None)
-    assert "turn" not in dict(shown(find([*CHAT, assistant("Two.")])))
+def test_a_turn_that_is_rendered_anew_once_it_is_answered_is_no_boundary():
+    broken = frozenset({Turn("tool", later=True, system=True, tools=False)})
+    found = find(LOOP, TemplateFacts(FACTS.ends, FACTS.openers, broken))
+    assert ("turn", -7) not in shown(found) and found.end is None  # its length would be that of words that change
+    borrowed = find(CHAT, FACTS.borrowed({"user": 9}))  # of another setting: good for a hint and not for lengths
+    assert ("turn", -9) in shown(borrowed) and borrowed.end is None
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [{"role": "user"}, user(None), user(5), user([{"type": "image_url"}]), user([7]), user([text_part("x"), 7])],
-)
-def test_a_message_without_a_text_has_its_place_all_the_same(odd):
-    assert shown(find([SYSTEM, user("First?"), assistant("One."), odd])) == shown(find(CHAT))
+def test_a_position_that_an_engine_has_told_stands_in_for_a_fact_and_an_estimate_is_never_sent():
+    positions = PositionCache(10**6)
+    keys = {boundary.kind: boundary.key for boundary in find(CHAT).boundaries}
+    positions.put(keys["system"], 40)
+    found = find(CHAT, None, positions)
+    assert (found.entries(), found.result, found.failure) == ((40,), "head", None)
+    assert shown(find(CHAT, positions=positions)) == shown(find(CHAT))  # a fact goes before it
+    assert find(CHAT, None).prefixes == find(CHAT).prefixes
+    for facts in (None, TemplateFacts(), FACTS):
+        sized = BoundaryFinder(PositionCache(10**6)).find(chat_request({"messages": CHAT}), facts, b"r", 4000, 0.25)
+        assert all(boundary.estimate > 100 and not boundary.tokens for boundary in sized.boundaries)
+        assert not any(isinstance(entry, int) and entry > 0 for entry in sized.entries())
 
 
-# What a template is not known for.
+def test_no_hint_is_longer_than_an_engine_takes_and_the_deepest_positions_save_the_most():
+    assert distinct_entries([None, *range(1, 40), 1]) == tuple(range(1, MAX_ENTRIES + 1))
+    many = Found(tuple(Boundary("explicit", b"%d" % number, number, number) for number in range(1, 40)))
+    assert many.entries() == tuple(range(1, 17)) and many.entries(by_template=False) == tuple(range(24, 40))
+    parts = [text_part(f"{number}", **EPHEMERAL) for number in range(3 * MAX_MARKS)]
+    assert len(explicit(find([SYSTEM, user(parts)]))) == MAX_MARKS
 
 
-def test_without_facts_there_is_no_hint_but_the_prefixes_are_known_to_the_gateway():
-    found = find(CHAT, None)
-    assert (found.entries(), found.failure, found.result, found.end) == ((), "no_facts", "none", None)
-    assert {boundary.key for boundary in found.boundaries} == {boundary.key for boundary in find(CHAT).boundaries}
-    assert found.prefixes == find(CHAT).prefixes
+def test_every_boundary_is_found_again_among_the_prefixes_of_the_next_request_the_shortest_first():
+    parts = user([text_part("The tide table.", **EPHEMERAL), text_part("When?")])
+    for messages in (CHAT, LOOP, [SYSTEM, parts], [*CHAT[:2], {**CHAT[2], **EPHEMERAL}, *CHAT[3:], assistant("x")]):
+        found = find(messages)
+        assert {boundary.key for boundary in found.boundaries} <= set(found.prefixes)
+        grown = find([*messages, assistant("Yes."), user("And?"), assistant("No."), user("More?")])
+        between = {boundary.key for boundary in found.boundaries if boundary.kind != "explicit"}
+        assert between <= set(grown.prefixes)
+        assert [key for key in grown.prefixes if key in between] == [key for key in found.prefixes if key in between]
+    completion = completions_request({"prompt": "Tide?"})
+    bare = BoundaryFinder(PositionCache(10**6)).find(completion, FACTS, b"renderer")
+    assert not bare.boundaries and not {*bare.prefixes} & {*find([user("Tide?")]).prefixes}
 
 
-# Places that a client marked.
-
-
-def explicit(found: Found) -> list[Any]:
-    return [boundary.entry for boundary in found.boundaries if boundary.kind == "explicit"]
-
-
-def test_a_mark_on_tools_or_system_prompt_is_the_head_once():
-    marked_tools = [{**TOOLS[0], **EPHEMERAL}]
-    for messages, tools in ((CHAT, marked_tools), ([{**SYSTEM, **EPHEMERAL}, *CHAT[1:]], marked_tools)):
-        assert shown(find(messages, tools=tools)) == shown(find(CHAT, tools=TOOLS))
-    assert shown(find([user("Tide?")], tools=marked_tools)) == [("system", "last:13"), ("turn", -5)]
-
-
-def test_a_mark_before_an_earlier_question_is_not_counted_across_tools_unless_these_hold_no_opener():
-    messages = [*CHAT[:2], {**CHAT[2], **EPHEMERAL}, CHAT[3], assistant("I will look."), tool("nine")]
-    assert explicit(find(messages)) == [None]  # told of chats without tools' results only
-    assert explicit(find(messages, tools=TOOLS)) == ["last:14"]
-    later = [*messages, assistant("Nine."), user("And?")]
-    assert explicit(find(later)) == [None] and explicit(find(later, tools=TOOLS)) == ["last-1:14"]
-    per_user = TemplateFacts(FACTS.ends, {("user", True): Opener((14,), "<user>", per_user=True)})
-    assert explicit(find(later, per_user, tools=TOOLS)) == [None]
-
-
-def test_a_mark_before_an_earlier_tools_result_has_no_entry():
-    messages = [*LOOP[:2], {**LOOP[2], **EPHEMERAL}, LOOP[3], assistant("And the wind."), tool("west")]
-    assert explicit(find(messages)) == [None]
-    assert explicit(find([*messages, assistant("Both."), user("Thanks?")])) == [None]
-
-
-def test_a_mark_on_the_last_message_is_the_turn():
-    assert shown(find([*CHAT[:3], {**CHAT[3], **EPHEMERAL}])) == shown(find(CHAT))
+def test_a_mark_inside_a_message_waits_for_its_position_whatever_stands_behind_it():
+    positions = PositionCache(10**6)
+    one, other = ([SYSTEM, user([text_part("Table.", **EPHEMERAL), text_part(end)])] for end in ("When?", "Where?"))
+    (place,) = find(one, positions=positions).unplaced
+    assert explicit(find(one)) == [None] and (place.message, place.part, place.kept) == (1, 0, "")
+    positions.put(place.key, 70)
+    assert explicit(find(one, positions=positions)) == explicit(find(other, positions=positions)) == [70]
 
 
 def test_a_mark_inside_a_system_prompt_is_a_beginning_of_its_text():
@@ -159,52 +196,6 @@ def test_a_mark_inside_a_system_prompt_is_a_beginning_of_its_text():
     assert (place.message, place.kept, place.part) == (0, "You pilot.", None)
     positions.put(place.key, 20)
     assert 20 in BoundaryFinder(positions).find(chat, FACTS, b"renderer").entries()
-
-
-# Texts that hold a template's own markers.
-
-
-# Keys and their order.
-
-
-# A tokenizer and template of the generated models.
-
-
-def test_beginnings_inside_a_message_come_shortest_first():
-    blocks = [text_part("a" * 600 + "\n", **EPHEMERAL), text_part("b" * 3000 + f"\nToday is {date.today()}.")]
-    body = {"model": "m", "system": blocks, "messages": [user("q")]}
-    found = BoundaryFinder(PositionCache(10**6)).find(chat_in(MESSAGES, body, StoredResponses(0)), None, b"r", 4000)
-    kinds = {boundary.key: boundary.kind for boundary in found.boundaries}
-    assert [kinds[key] for key in found.prefixes if key in kinds] == ["explicit", "learned", "system", "turn"]
-
-
-def test_marked_parts_and_shared_beginnings_of_one_message_come_shortest_first():
-    learner = DivergenceLearner(10**7)
-    use = BoundaryFinder(PositionCache(10**6), learner)
-
-    def ask(text: str) -> Found:
-        parts = [text_part("one"), text_part("two", **EPHEMERAL), text_part(text)]
-        return use.find(chat_request({"messages": [user(parts)]}), None, b"r", 9000, by_texts=True)
-
-    line = "The tide turns at nine.\n"
-    for lines, last in ((300, "a"), (300, "b"), (100, "c"), (100, "d"), (300, "a")):
-        found = ask(line * lines + last * 100)
-    kinds = {boundary.key: (boundary.kind, boundary.estimate) for boundary in found.boundaries}
-    shown_at = [kinds[key] for key in found.prefixes if key in kinds]
-    assert [kind for kind, _ in shown_at[:3]] == ["history", "explicit", "learned"] and len(shown_at) > 4
-    assert shown_at[2:] == sorted(shown_at[2:], key=lambda each: each[1])
-
-
-def test_an_opener_with_a_line_break_is_counted_in_arguments_as_json_writes_it():
-    opener = Opener((4, 5), "<user>\n", per_user=True)
-    facts = TemplateFacts(openers={("user", False): opener})
-    call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": '{"t": "<user>\\n<user>\\n"}'}}
-    marked, calls = assistant("One.", **EPHEMERAL), assistant("", tool_calls=[call])
-    found = find([SYSTEM, user("First?"), marked, user("Second?"), calls, user("Third?")], facts)
-    assert ("explicit", "last-3:4,5") in shown(found)
-
-
-# Where estimates lie, and what is told of places without an entry.
 
 
 def test_a_place_before_a_date_is_told_by_its_tokens_once_and_needs_no_render():

@@ -107,44 +107,17 @@ async def test_the_second_request_with_a_head_renders_and_a_third_has_its_positi
     assert len(gateway.renderer.bodies) == RENDERS
 
 
-async def test_a_mark_inside_a_message_is_placed_behind_its_part():
+@pytest.mark.parametrize(("more", "is_rendered"), [(0, True), (1, False)])
+async def test_a_head_may_be_so_long_and_no_longer(more, is_rendered):
     gateway = Gateway(Characters())
-    for question in ("a?", "b?"):
-        parts = [{"type": "text", "text": "The tide table.", **EPHEMERAL}, {"type": "text", "text": question}]
-        found = gateway.ask([HEAD, user(parts)])
-    await gateway.idle()
-    (place,) = found.unplaced
-    assert gateway.positions.get(place.key) == len("<system>You pilot ships into the harbour.<user>The tide table.|")
-
-
-async def test_a_mark_inside_a_system_prompt_is_placed_before_a_message_that_a_template_can_answer():
-    gateway = Gateway(Characters())
-    blocks = [{"type": "text", "text": "You pilot.", **EPHEMERAL}, {"type": "text", "text": "Be brief."}]
-    for question in ("a?", "b?"):
-        found = gateway.ask([{"role": "system", "content": blocks}, user(question)])
-    await gateway.idle()
-    (place,) = (place for place in found.unplaced if place.message == 0)
-    assert all(
-        [message["role"] for message in body["messages"]] == ["system", "user"] for body in gateway.renderer.bodies
-    )
-    assert gateway.positions.get(place.key) == len("<system>You pilot.|")
-
-
-async def test_a_head_that_is_too_long_is_not_rendered():
-    gateway = Gateway(Characters())
-    for question in ("a?", "b?", "c?"):
-        found = gateway.ask(chat(question, "x" * MAX_CHARACTERS))
+    long = "x" * (MAX_CHARACTERS - len("First?One.a?") + 10 * more)
+    tools = [{"type": "function", "function": {"name": "tide", "description": "x" * (MAX_BYTES - 1000 + 2000 * more)}}]
+    for body in ({"messages": chat("a?", long)}, {"messages": chat("a?"), "tools": tools}):
+        before = len(gateway.renderer.bodies)
+        for _ in range(2):
+            gateway.ask(**body)
         await gateway.idle()
-    assert not gateway.renderer.bodies and found.entries() == ()
-
-
-async def test_a_head_with_too_many_tools_is_not_rendered():
-    gateway = Gateway(Characters())
-    tools = [{"type": "function", "function": {"name": "tide", "description": "x" * MAX_BYTES}}]
-    for question in ("a?", "b?", "c?"):
-        found = gateway.ask(chat(question), tools=tools)
-        await gateway.idle()
-    assert not gateway.renderer.bodies and found.entries() == ()
+        assert (len(gateway.renderer.bodies) > before) is is_rendered
 
 
 @pytest.mark.parametrize("error", [RenderFailed, KeyError])
@@ -205,16 +178,3 @@ def test_all_renders_of_a_head_have_one_deadline(monkeypatch):
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         assert runner.run(one_head()) == (3, 0)
-
-
-async def test_the_least_recently_seen_head_is_forgotten_and_has_to_come_twice_again(monkeypatch):
-    monkeypatch.setattr(head_positions, "MAX_KNOWN", 2)
-    gateway = Gateway(Characters())
-    for system in ("One.", "Two.", "Three.", "One."):
-        gateway.ask([{"role": "system", "content": system}, user("First?"), assistant("x"), user("a?")])
-        await gateway.idle()
-    assert not gateway.renderer.bodies
-
-
-def test_a_few_heads_wait_and_fewer_of_one_key():
-    assert (head_positions.MAX_WAITING, MAX_WAITING_OF_KEY, MAX_BYTES) == (16, 4, 1_000_000)

@@ -4,12 +4,14 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import Counter
 
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
-from proxy.boundaries.token_ids import TokenIds
+from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.chat import CHAT
-from proxy.http.client import Broken, Unreachable
+from proxy.http.client import Unreachable
 
 
 async def test_templates_that_write_tools_otherwise_are_told_apart():
@@ -40,39 +42,6 @@ async def test_a_worker_that_does_not_answer_one_probe_is_not_taken_for_another(
     assert await identify_renderer(rendered, "m") is not None
 
 
-class OneAnswer:
-    """An upstream that answers everything alike, or not at all."""
-
-    def __init__(self, status: int, answer: bytes) -> None:
-        self.status, self.answer = status, answer
-        self.asked: list[tuple[str, Any]] = []
-
-    async def fetch(self, method: str, url: str, body: bytes = b"", **_: Any) -> tuple[int, bytes]:
-        self.asked.append((url, json.loads(body)))
-        if not self.status:
-            raise Unreachable("refused")
-        return self.status, self.answer
-
-
-@pytest.mark.parametrize(
-    ("status", "answer", "text"),
-    [
-        (200, b'{"prompt": "<|im_start|>user"}', "<|im_start|>user"),
-        (200, b'{"prompt": "caf\\ufffd"}', None),  # a part of a character
-        (200, b'{"prompt": null}', None),
-        (200, b'["x"]', None),
-        (200, b"no JSON", None),
-        (404, b'{"prompt": "x"}', None),
-        (0, b"", None),
-    ],
-)
-async def test_a_worker_says_what_token_ids_spell_or_nothing(status, answer, text):
-    upstream = OneAnswer(status, answer)
-    renderer = WorkerRenderer(upstream, "http://worker", timeout=1.0)
-    assert await renderer.detokenize("m", (7, 8)) == text
-    assert upstream.asked == [("http://worker/detokenize", {"model": "m", "tokens": [7, 8]})]
-
-
 class Routes:
     """An upstream with some routes: by path, a status and an answer, or what is raised."""
 
@@ -100,13 +69,51 @@ def rendering(**routes: tuple[int, bytes] | Exception) -> tuple[Routes, WorkerRe
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Tide?"}], "temperature": 1, "tools": []}
 
 
-@pytest.mark.parametrize("answer", [(200, b"{}"), (400, b"no"), Unreachable("refused"), Broken("broke off")])
-async def test_a_route_is_not_given_up_before_the_other_has_answered(answer):
-    upstream, render = rendering(render=(404, b""), tokenize=answer)
-    for _ in range(2):
+@pytest.mark.parametrize(
+    ("answer", "ids"),
+    [
+        (b'{"token_ids":[1,22,3],"n":1}', [1, 22, 3]),
+        (b'[{"a":"]", "token_ids": [1, 22,\n3]}]', [1, 22, 3]),
+        *(
+            (b'{"token_ids":%b}' % odd, None)
+            for odd in (b"null", b"[]", b'["a"]', b"[1", b"12]", b"[1.5]", b"[-1]", b"[[1]]")
+        ),
+        (b'[{"token_ids":[1]},{"token_ids":[2]}]', None),  # a batch has no ids of its own
+    ],
+)
+async def test_ids_are_read_out_of_an_answer_or_there_are_none(answer, ids):
+    _, render = rendering(render=(200, answer))
+    if ids:
+        assert (await render(BODY)).ids() == ids
+    else:
         with pytest.raises(RenderFailed):
             await render(BODY)
-    assert [name for name, _ in upstream.asked] == ["render", "tokenize"] * 2
+
+
+@given(st.lists(st.sampled_from([1, 11, 111, 2, 22, 5])), st.integers(0, 13), st.lists(st.sampled_from([1, 11, 5])))
+def test_token_ids_compared_as_text_say_the_same_as_compared_as_numbers(left, kept, more):
+    right = left[:kept] + more
+    one, other = TokenIds.of(left), TokenIds.of(right)
+    assert one.common_prefix(other) == common_prefix(left, right)
+    assert (len(one), one.ids()) == (len(left), left)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "text"),
+    [
+        (200, b'{"prompt": "<|im_start|>user"}', "<|im_start|>user"),
+        (200, b'{"prompt": "caf\\ufffd"}', None),  # a part of a character
+        (200, b'{"prompt": null}', None),
+        (200, b'["x"]', None),
+        (200, b"no JSON", None),
+        (404, b'{"prompt": "x"}', None),
+        (0, b"", None),
+    ],
+)
+async def test_a_worker_says_what_token_ids_spell_or_nothing(status, answer, text):
+    upstream, render = rendering(detokenize=(status, answer) if status else Unreachable("refused"))
+    assert await render.detokenize("m", (7, 8)) == text
+    assert upstream.asked == [("detokenize", {"model": "m", "tokens": [7, 8]})]
 
 
 async def test_what_is_no_chat_is_rendered_by_its_route_or_not_at_all():

@@ -8,6 +8,8 @@ import pytest
 
 from engine_patches.scheduler import hints
 from proxy.boundaries.resolve import (
+    MAX_ENTRIES,
+    MAX_IDS,
     encode_opener,
     first_of,
     last_of,
@@ -46,6 +48,27 @@ def test_the_engine_reads_the_same_entries_in_the_same_way():
             rng.choice([None, True, 2.0, [1], "7"]),
         ]
         assert tuple(resolve(hint, ids)) == hints.resolve(hint, ids, len(ids), lambda reason: None)
+
+
+@pytest.mark.parametrize(
+    ("entry", "position"),
+    [(4, 4), (7, 0), (-1, 5), (-6, 0), (0, 0), ("first:7,8", 2), ("last:7,8", 5), ("last-1:7,8", 2), ("last:9", 6)]
+    + [(odd, 0) for odd in ("last:", "last: 7", "last:-7", "first-1:7", "last:7,", "LAST:7", "last:٧", True, 1.0, [7])],
+)
+def test_an_entry_names_a_position_in_the_prompt_or_none(entry, position):
+    assert resolve([entry, 1], [7, 8, 1, 7, 8, 9]) == [position, 1]
+    assert len(resolve([1] * 20, [7])) == MAX_ENTRIES
+
+
+def test_an_opener_is_written_as_an_entry_that_finds_it_a_long_one_by_its_end():
+    ids = [1, 7, 8, 2, 7, 8, 3]
+    entries = [encode_opener(Opener((7, 8)), *more) for more in ((), ("first",))] + [
+        encode_opener(Opener((7, 8)), skip=1)
+    ]
+    assert resolve(entries, ids) == [6, 3, 3]
+    long = [*range(1000, 1000 + MAX_IDS + 20)]
+    assert resolve([encode_opener(Opener(tuple(long)))], [*long, 5]) == [len(long)]
+    assert encode_opener(Opener(tuple(long))).count(",") == MAX_IDS - 1
 
 
 def test_the_first_occurrence_is_not_skipped():

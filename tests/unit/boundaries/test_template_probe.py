@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine_patches.commands.model import train_bpe
+from proxy.boundaries.finder import BoundaryFinder
+from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.resolve import encode_opener, resolve
 from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, TemplateFacts, Turn
 from proxy.boundaries.template_probe import CHATS, RICH, ends_with, learn_facts
 from proxy.boundaries.token_ids import common_prefix
+from proxy.chat.reader import chat_request
 from tests.harness.template_renderer import TemplateRenderer
 
 TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parents[2] / "templates").glob("*.jinja"))}
@@ -156,28 +161,6 @@ async def test_a_template_that_takes_none_of_our_chats_has_no_facts():
     assert await learn_facts(refuses, no_text, {}) is None
 
 
-async def test_what_cannot_be_told_from_several_chats_is_not_known():
-    """A template that takes a lone question only."""
-    renders = renderer("trimmed")
-
-    async def render(body: Any) -> list[int] | None:
-        return renders.render(body) if len(body["messages"]) == 1 and not body.get("tools") else None
-
-    async def no_text(ids: Any) -> str | None:
-        return None
-
-    facts = await learn_facts(render, no_text, {})
-    assert facts is not None
-    assert not facts.openers
-
-
-def test_no_text_of_ours_begins_like_another():
-    """Else chats would seem to part later than they do."""
-    for each in CHATS:
-        first_users = [message["content"] for message in each.before if message["role"] == "user"]
-        assert all(not text.startswith("Q") for text in first_users)
-
-
 # Templates of a few characters, each a token.
 
 
@@ -259,3 +242,59 @@ async def test_under_another_setting_the_ends_are_learnt_and_whether_the_openers
         return None
 
     assert await ends_with(refuses, plain, fields) is None
+
+
+# A small world: chats of up to four messages of these roles, in templates of a few characters.
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+WORLD: dict[str, Callable[[Any], str]] = {
+    "plain": partial(written, asks="[?]"),
+    "an end that changes": partial(written, close="--]", closed="--)", asks="[?]"),
+    "no closing": partial(written, close="", closed="", result="<r><t>", asks="[?]"),
+}
+
+
+def small_chats() -> Iterator[list[dict[str, Any]]]:
+    for size in range(1, 5):
+        for roles in itertools.product(ROLES if size < 4 else ROLES[:3], repeat=size):
+            for first in "ab":  # of what may be said first; nothing else differs
+                yield [{"role": role, "content": f"{first if not at else 'c'}{at}"} for at, role in enumerate(roles)]
+
+
+@pytest.mark.parametrize("name", WORLD)
+@pytest.mark.parametrize("tools", [{}, TOOLS], ids=["no tools", "tools"])
+async def test_each_boundary_is_the_longest_beginning_that_others_share_and_its_key_stands_for_that_alone(name, tools):
+    """One too far is met by nobody, one too short computes again; and the next request finds each again."""
+    template, prefixes, kinds = WORLD[name], {}, Counter()
+    facts, finder = await facts_of(template), BoundaryFinder(PositionCache(10**6))
+
+    def text_of(messages: list[dict[str, Any]]) -> str:
+        return template({"messages": messages, **tools})
+
+    def shared(messages: list[dict[str, Any]], at: int) -> int:
+        """With a chat whose message `at` says something else, and has nothing behind it in common."""
+        others = [[*messages[:at], {**messages[at], "content": other}, *messages[at + 1 :]] for other in ("Z", "!", "")]
+        return min(common_prefix(text_of(messages), text_of(other)) for other in others)
+
+    for messages in small_chats():
+        prompt = text_of(messages)
+        found = finder.find(chat_request({"messages": messages, **tools}), facts, name.encode())
+        going_on = [*messages, {"role": "assistant", "content": "Yes."}, user("And?")]
+        grown = finder.find(chat_request({"messages": going_on, **tools}), facts, name.encode())
+        for boundary in found.boundaries:
+            position = resolve([boundary.entry], [*map(ord, prompt)])[0] if boundary.entry is not None else 0
+            if not position:  # none is told, or the engine finds none
+                continue
+            kinds[boundary.kind] += 1
+            assert prefixes.setdefault(boundary.key, prompt[:position]) == prompt[:position], messages
+            assert boundary.key in found.prefixes
+            if boundary.kind == "turn":
+                shared_with_next = common_prefix(prompt, text_of(going_on))  # one token may merge with what follows
+                assert position - 1 <= shared_with_next <= position, messages
+            else:
+                partings = [shared(messages, at) for at in range(len(messages))]
+                assert position in partings, (messages, boundary, partings)
+                assert boundary.key in grown.prefixes, messages
+    assert kinds["history"] > 50 and kinds["system"] > 20 and kinds["turn"] > 50

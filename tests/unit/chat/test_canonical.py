@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.chat.canonical import canonical, chat_keys, own_hash
+from proxy.chat.canonical import HEAD_FIELDS, canonical, chat_keys, own_hash
 
 CALL = {"id": "c", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Ayr"}'}}
 
@@ -17,6 +17,50 @@ def user(content, **fields):
     return {"role": "user", "content": content, **fields}
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (user("x"), {"content": "x", "role": "user"}),
+        (user("x"), user([{"type": "text", "text": "x"}])),
+        (user("x"), user([{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}], name=None)),
+        (user("x", name="a", id="b"), {"id": "b", "content": "x", "name": "a", "role": "user"}),
+        (user("x", prompt_cache_breakpoint={"mode": "explicit"}, name=[]), user("x")),
+        (user(None), {"role": "user"}),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "assistant", "tool_calls": [CALL]}),
+        (
+            {"role": "assistant", "tool_calls": [CALL]},
+            {
+                "role": "assistant",
+                "tool_calls": [{**CALL, "function": {"name": "tide", "arguments": '{"port":"Ayr"}'}}],
+            },
+        ),
+    ],
+)
+def test_spellings_of_one_message_share_a_key(one, other):
+    assert key(one) == key(other) and own_hash(one) == own_hash(other)
+
+
+@pytest.mark.parametrize("field", HEAD_FIELDS)
+def test_whatever_a_template_or_a_renderer_sees_beside_the_messages_parts_the_keys(field):
+    fields = ({}, {field: None}, {field: "a"}, {field: ["a"]})
+    assert len({key(user("x"), **each) for each in fields}) == 4
+    assert key(user("x"), temperature=1, n=2) == key(user("x"))
+    assert chat_keys({}, [], b"a").head != chat_keys({}, [], b"b").head
+
+
+def test_keys_of_a_chat_are_chained_and_there_is_one_for_each_message():
+    messages = [user("a"), {"role": "assistant", "content": "b"}, user("")]
+    keys = chat_keys({}, messages, b"r")
+    assert len({keys.head, *keys.before, *keys.after}) == 7
+    shorter, changed = (chat_keys({}, each, b"r") for each in (messages[:2], [user("z"), *messages[1:]]))
+    assert (shorter.before, shorter.after) == (keys.before[:2], keys.after[:2])
+    assert changed.before[0] == keys.before[0] and not {*changed.before[1:], *changed.after} & {
+        *keys.before,
+        *keys.after,
+    }
+    assert key(user("ab"), user("c")) != key(user("a"), user("bc"))
+
+
 def test_a_long_model_name_or_salt_is_part_of_the_key_as_a_short_one_is():
     names = ("a", "b", "a" * 300, "a" * 299 + "b")
     assert len({key(user("x"), model=name) for name in names}) == len(names)
@@ -24,17 +68,12 @@ def test_a_long_model_name_or_salt_is_part_of_the_key_as_a_short_one_is():
     assert key(user("x"), model="m", cache_salt=7) != key(user("x"), model="m")
 
 
-def test_halves_of_surrogate_pairs_have_keys_too():
-    odd, other = ({"role": "user", "content": "x", "name": name} for name in ("\ud800", "\ud801"))
-    assert key(odd) == key(dict(odd)) != key(other)
-
-
-def test_arguments_that_are_no_json_are_compared_as_they_are():
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000, '"\ud800"'], ids=["no JSON", "too deep", "half a pair"])
+def test_arguments_that_are_no_sound_json_are_compared_as_they_are(arguments):
     def call(arguments):
         return {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "tide", "arguments": arguments}}]}
 
-    assert key(call("{")) != key(call("{{"))
-    assert key(call('{"port": "Ayr"}')) == key({"role": "assistant", "tool_calls": [CALL]})
+    assert key(call(arguments)) == key(call(arguments)) != key(call(arguments + "["))
 
 
 @pytest.mark.parametrize(
@@ -46,6 +85,9 @@ def test_arguments_that_are_no_json_are_compared_as_they_are():
         (user([]), user(None)),
         (user([{"type": "image_url"}]), user([{"type": "audio_url"}])),
         (user(7), user(8)),
+        (user("x"), user("y")),
+        (user("x"), {"role": "tool", "content": "x"}),
+        (user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), user("ab")),
         (user("x", name=""), user("x")),
         (user("x", name="a"), user("x", id="a")),
         ({"role": 7, "content": "x"}, {"role": 8, "content": "x"}),
@@ -70,14 +112,6 @@ def test_arguments_that_are_no_json_are_compared_as_they_are():
 )
 def test_what_a_template_may_read_is_a_difference(one, other):
     assert key(one) != key(other) and own_hash(one) != own_hash(other)
-
-
-def test_arguments_nested_too_deep_are_compared_as_they_are_written():
-    def call(arguments):
-        return {"role": "assistant", "tool_calls": [{**CALL, "function": {"arguments": arguments}}]}
-
-    deep = "[" * 100_000
-    assert key(call(deep)) == key(call(deep)) != key(call(deep + " "))
 
 
 @pytest.mark.parametrize(

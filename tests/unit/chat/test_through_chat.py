@@ -16,53 +16,31 @@ from proxy.chat.through_chat import MessageStream, chat_of, message_of
 QUESTION = {"role": "user", "content": "High tide?"}
 
 
-def asked(**body: Any) -> dict[str, Any]:
-    made = chat_of({"model": "m", "messages": [QUESTION], **body})
-    assert made is not None
-    return made
-
-
 @pytest.mark.parametrize(
-    ("given", "made"),
+    "given",
     [
-        ({}, {}),
-        ({"temperature": 0, "top_p": 0.5, "top_k": 0}, {"temperature": 0, "top_p": 0.5, "top_k": 0}),
-        ({"temperature": None, "top_p": None}, {}),
-        ({"stop_sequences": ["END"]}, {"stop": ["END"]}),
-        ({"watermarking": "w", "kv_transfer_params": {"a": 1}}, {"watermarking": "w", "kv_transfer_params": {"a": 1}}),
-        ({"ec_transfer_params": {"b": 1}, "vllm_xargs": {}}, {"ec_transfer_params": {"b": 1}, "vllm_xargs": {}}),
-        ({"cache_salt": "s"}, {"cache_salt": "s"}),
-        ({"max_tokens": 0}, {"max_tokens": 0, "max_completion_tokens": 0}),
-        ({"max_tokens": 7}, {"max_tokens": 7, "max_completion_tokens": 7}),
-        ({"tool_choice": {"disable_parallel_tool_use": True}}, {"parallel_tool_calls": False}),
-        ({"tool_choice": {"disable_parallel_tool_use": False}}, {}),
-        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, {"thinking_token_budget": 0}),
-        ({"thinking": {"type": "enabled"}}, {}),
-        ({"thinking": {"type": "adaptive", "budget_tokens": 9}}, {}),
-        ({"thinking": {"type": "disabled", "budget_tokens": 9}}, {"reasoning_effort": "none"}),
-        ({"thinking": "enabled", "tool_choice": 7, "output_config": []}, {}),
-        (
-            {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": {}}}},
+        *({}, {"temperature": 0, "top_p": 0.5, "top_k": 0}, {"temperature": None, "top_p": None}),
+        *({"stop_sequences": ["END"]}, {"watermarking": "w", "kv_transfer_params": {"a": 1}}, {"max_tokens": 0}),
+        *({"ec_transfer_params": {"b": 1}, "vllm_xargs": {}, "cache_salt": "s"}, {"stream": False}, {"stream": True}),
+        *({"tool_choice": {"disable_parallel_tool_use": each}} for each in (True, False)),
+        *({"thinking": {"type": each, "budget_tokens": 9}} for each in ("enabled", "adaptive", "disabled")),
+        *({"thinking": {"type": "enabled", **each}} for each in ({}, {"budget_tokens": 0})),
+        {"thinking": "enabled", "tool_choice": 7, "output_config": []},
+        *(
+            {"output_config": {"format": each}}
+            for each in ({"type": "json_schema", "schema": {}}, {"type": "x"}, "json")
         ),
-        ({"output_config": {"format": {"type": "json_schema"}}}, {}),
-        ({"output_config": {"format": "json"}}, {}),
-        ({"stream": False}, {}),
-        (
-            {"stream": True},
-            {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-        ),
+        {"messages": []},
     ],
 )
-def test_a_field_of_a_request_becomes_the_chat_apis(given, made):
-    assert asked(**given) == {"model": "m", "messages": [QUESTION], **made}
+def test_a_field_of_a_request_becomes_the_chat_apis(given, expect_golden):
+    made = chat_of({"model": "m", "messages": [QUESTION], **given})
+    expect_golden("through_chat", f"asked {json.dumps(given)}", json.dumps(made))
 
 
 # Whole answers.
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"at": 5}'}}
-
-USE = {"type": "tool_use", "id": "c1", "name": "tide", "input": {"at": 5}}
 
 
 def whole(said: dict[str, Any], finish: Any = "stop", stop: Any = None, usage: Any = None) -> dict[str, Any]:
@@ -72,59 +50,64 @@ def whole(said: dict[str, Any], finish: Any = "stop", stop: Any = None, usage: A
     return made
 
 
-def test_thoughts_texts_and_calls_are_blocks_in_this_order():
-    thought, *blocks = whole({"content": "So.", "reasoning": "Hm.", "tool_calls": [CALL]})["content"]
-    assert (thought["type"], thought["thinking"]) == ("thinking", "Hm.")
-    assert re.fullmatch("[0-9a-f]{32}", thought["signature"])
-    assert blocks == [{"type": "text", "text": "So."}, USE]
+SIGNED = re.compile(r'("signature": ")[0-9a-f]{32}"')
+
+
+def golden_json(value: Any) -> str:
+    """A line for each event or message; signatures are drawn anew each time."""
+    lines = value if isinstance(value, list) else [value]
+    return SIGNED.sub(r'\1..."', "\n".join(map(json.dumps, lines)))
 
 
 ENDS = [
-    ("stop", None, "end_turn", None),
-    ("stop", 7, "end_turn", None),
-    ("stop", "END", "stop_sequence", "END"),
-    ("length", None, "max_tokens", None),
-    ("length", "END", "max_tokens", None),
-    ("tool_calls", None, "tool_use", None),
-    ("tool_calls", "END", "stop_sequence", "END"),
-    ("abort", None, None, None),
+    *(("stop", stop) for stop in (None, 7, "END")),
+    *((finish, stop) for finish in ("length", "tool_calls", "abort", None) for stop in (None, "END")),
 ]
 
+WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "thoughts, texts and calls": ({"content": "So.", "reasoning": "Hm.", "tool_calls": [CALL]}, {}),
+    **{f"{finish}, {stop}": ({"content": "x"}, {"finish": finish, "stop": stop}) for finish, stop in ENDS},
+    **{
+        f"calls, {each}": ({"tool_calls": [CALL]}, {"finish": each, "stop": "END"})
+        for each in ("stop", "length", "abort")
+    },
+    **{f"nothing, {said}": (said, {}) for said in ({}, {"content": None, "reasoning": "", "tool_calls": []})},
+    **{
+        f"usage {usage}": ({"content": "x"}, {"usage": usage})
+        for usage in (
+            {"prompt_tokens": 9},
+            {"prompt_tokens": 90, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 64}},
+            {"prompt_tokens": 90, "prompt_tokens_details": {"cached_tokens": 0, "created_cache_tokens": 16}},
+            {"prompt_tokens": 90, "prompt_tokens_details": {"cached_tokens": 91}},
+        )
+    },
+}
 
-@pytest.mark.parametrize(("finish", "stop", "reason", "sequence"), ENDS)
-def test_why_a_whole_answer_ended(finish, stop, reason, sequence):
-    made = whole({"content": "x"}, finish, stop)
-    assert (made["stop_reason"], made["stop_sequence"]) == (reason, sequence)
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_whole_answer_is_the_message_that_clients_read(case, expect_golden):
+    said, more = WHOLE[case]
+    expect_golden("through_chat", f"whole: {case}", golden_json(whole(said, **more)))
 
 
-@pytest.mark.parametrize(("finish", "reason"), [("stop", "tool_use"), ("length", "max_tokens"), ("abort", None)])
-def test_calls_of_a_whole_answer_are_complete_whatever_string_ended_it(finish, reason):
-    made = whole({"tool_calls": [CALL]}, finish, "END")
-    assert (made["stop_reason"], made["stop_sequence"]) == (reason, None)
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        ({"message": "No.", "type": "BadRequestError"}, {"type": "BadRequestError", "message": "No."}),
-        ({}, {"type": "api_error", "message": ""}),
-        ({"message": None, "type": None, "code": 7}, {"type": "api_error", "message": ""}),
-    ],
-)
-def test_an_error_is_anthropics(error, told):
-    assert json.loads(message_of(json.dumps({"error": error}).encode())) == {"type": "error", "error": told}
+@pytest.mark.parametrize("error", [{"message": "No.", "type": "BadRequestError"}, {}, {"message": None, "type": None}])
+def test_an_error_is_anthropics(error, expect_golden):
+    told = json.loads(message_of(json.dumps({"error": error}).encode()))
+    expect_golden("through_chat", f"error {error}", golden_json(told))
 
 
 NO_ANSWERS = [
-    b"",
-    b"no JSON",
-    b"[" * 100_000,
-    b"7",
-    b"[]",
-    b"{}",
-    b'{"error": "text"}',
-    b'{"choices": []}',
-    b'{"choices": [{}]}',
+    *(
+        b"",
+        b"no JSON",
+        b"[" * 100_000,
+        b"7",
+        b"[]",
+        b"{}",
+        b'{"error": "text"}',
+        b'{"choices": []}',
+        b'{"choices": [{}]}',
+    ),
     b'{"choices": [{"message": 7}]}',
     b'{"choices": [{"message": {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}}]}',
     b'{"choices": [{"message": {"tool_calls": [{"id": "c"}]}}]}',
@@ -139,22 +122,6 @@ def test_what_is_no_chats_answer_stays_as_it_is(answer):
 # Streams.
 
 
-def told(*chunks: Any, done: bool = True) -> list[dict[str, Any]]:
-    """The events of a stream of these chunks, each JSON or raw bytes."""
-    lines = [each if isinstance(each, bytes) else b"data: " + json.dumps(each).encode() for each in chunks]
-    raw = b"".join(line + b"\n\n" for line in (*lines, *([b"data: [DONE]"] if done else [])))
-    return shown(MessageStream().events(raw))
-
-
-def shown(raw: bytes) -> list[dict[str, Any]]:
-    found = []
-    for event in raw.decode().split("\n\n")[:-1]:
-        kind, _, data = event.partition("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert kind == f"event: {found[-1]['type']}"
-    return found
-
-
 def delta(said: dict[str, Any], finish: Any = None, stop: Any = None) -> dict[str, Any]:
     choice = {"index": 0, "delta": said, "finish_reason": finish, "stop_reason": stop}
     return {"id": "chat-1", "model": "m", "choices": [choice], "usage": {"prompt_tokens": 9}}
@@ -163,119 +130,65 @@ def delta(said: dict[str, Any], finish: Any = None, stop: Any = None) -> dict[st
 LAST = {"id": "chat-1", "model": "m", "choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}
 
 
-def call(index: int = 0, **fields: Any) -> dict[str, Any]:
-    return {"tool_calls": [{"index": index, **fields}]}
+def content(text: str, **more: Any) -> dict[str, Any]:
+    return delta({"content": text, **more})
 
 
-def opened(index: int, name: str) -> dict[str, Any]:
-    return call(index, id=name, function={"name": "tide", "arguments": ""})
+def call(index: int = 0, arguments: str | None = None, **fields: Any) -> dict[str, Any]:
+    function = {} if arguments is None else {"function": {"arguments": arguments}}
+    return delta({"tool_calls": [{"index": index, **function, **fields}]})
 
 
-def blocks(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Kind and content of each block, told apart as a client does; fails for one that is not opened or not closed."""
-    found: list[tuple[str, str]] = []
-    is_open = False
-    for event in events:
-        if event["type"] == "content_block_start":
-            assert not is_open and event["index"] == len(found), event
-            found.append((event["content_block"]["type"], ""))
-            is_open = True
-        elif event["type"] == "content_block_delta":
-            assert is_open and event["index"] == len(found) - 1, event
-            kind, content = found[-1]
-            added = event["delta"]
-            more = added.get("text", added.get("thinking", added.get("partial_json", "")))
-            found[-1] = (kind, content + more)
-        elif event["type"] == "content_block_stop":
-            assert is_open and event["index"] == len(found) - 1, event
-            is_open = False
-        assert event["type"] != "error", event
-    assert not is_open
-    return found
+def opened(index: int, name: str, arguments: str = "") -> dict[str, Any]:
+    return call(index, id=name, function={"name": "tide", "arguments": arguments})
 
 
-def test_a_thought_is_signed_when_it_ends():
-    events = told(delta({"reasoning": "H"}), delta({"reasoning": "m."}), delta({"content": "Nine."}), LAST)
-    assert blocks(events) == [("thinking", "Hm."), ("text", "Nine.")]
-    signed = [event["delta"]["signature"] for event in events if "signature" in event.get("delta", {})]
-    assert len(signed) == 1 and re.fullmatch("[0-9a-f]{32}", signed[0])
-    opening = [event["content_block"] for event in events if event["type"] == "content_block_start"]
-    assert opening == [{"type": "thinking", "thinking": ""}, {"type": "text", "text": ""}]
+HM = delta({"reasoning": "Hm."})
 
-
-def test_a_call_that_names_itself_again_goes_on():
-    events = told(
-        delta(call(0, id="c1", function={"name": "tide", "arguments": "{"})),
-        delta(call(0, id="c1", function={"name": "tide", "arguments": "}"})),
-        LAST,
-    )
-    assert blocks(events) == [("tool_use", "{}")]
-
-
-def test_a_call_is_not_open_before_it_has_a_name_and_an_id():
-    events = told(
-        delta(call(0, function={"arguments": "early"})),
-        delta(call(0, id="c1")),
-        delta(call(0, id="c1", function={"arguments": "still early"})),
-        delta(call(0, id="c1", function={"name": "tide", "arguments": "{}"})),
-        LAST,
-    )
-    assert blocks(events) == [("tool_use", "{}")]
-
-
-def test_text_within_a_call_comes_behind_it():
-    events = told(
-        delta(opened(0, "c1")),
-        delta({"content": "an"}),
-        delta({"content": "d"}),
-        delta(call(0, function={"arguments": "{}"})),
-        delta(opened(1, "c2")),
-        delta({"content": " then"}),
-        LAST,
-    )
-    assert blocks(events) == [("tool_use", "{}"), ("text", "and"), ("tool_use", ""), ("text", " then")]
-    assert [event["type"] for event in events][-2:] == ["message_delta", "message_stop"]
-
-
-def test_a_thought_behind_a_call_ends_it():
-    events = told(
-        delta(opened(0, "c1")),
-        delta({"reasoning": "Hm."}),
-        delta(call(0, function={"arguments": "late"})),
-        LAST,
-    )
-    assert blocks(events) == [("tool_use", ""), ("thinking", "Hm.")]
-
-
-def test_a_call_is_judged_by_its_own_arguments():
-    chunks = [delta(opened(0, "c1")), delta(call(0, function={"arguments": '{"at'}))]
-    chunks += [delta(opened(1, "c2")), delta(call(1, function={"arguments": "{}"})), delta({}, "stop", "END")]
-    (ended,) = (event["delta"] for event in told(*chunks, LAST) if event["type"] == "message_delta")
-    assert ended["stop_reason"] == "tool_use"
-
-
-def test_a_stream_without_a_chunk_or_after_an_error_has_no_end():
-    assert told() == []
-    for broken in (b'data: {"error": {"message": "No.", "type": "t"}}', b"data: {"):
-        kinds = [event["type"] for event in told(delta({"content": "x"}), broken)]
-        assert kinds == ["message_start", "content_block_start", "content_block_delta", "error"], broken
-    assert [event["type"] for event in told(delta({}), LAST, b"data: [DONE]")].count("message_stop") == 1
-
-
-def test_an_error_within_a_stream_is_told_as_it_came():
-    (event,) = told(b'data: {"error": {"message": "No.", "type": "t"}}')
-    assert event == {"type": "error", "error": {"type": "t", "message": "No."}}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(b"data: {", b"data: 7", b"data: []", b"data: {}", b'data: {"choices": 7}', b'data: {"choices": [{}]}'),
-        b"data: " + b"[" * 100_000,
-        b'data: {"choices": [{"delta": 7}]}',
+# The chunks of each, as JSON or raw; [DONE] comes behind them.
+STREAMS: dict[str, list[Any]] = {
+    "a text": [content("", role="assistant"), content("Nine"), delta({}, "stop"), LAST],
+    "a thought, signed": [delta({"reasoning": "H"}), HM, content("Nine."), LAST],
+    "calls, late and nobody's arguments": [
+        *(content("Let me see."), opened(0, "c1"), call(0, '{"at"'), call(0, ": 5}"), opened(1, "c2"), call(0, "late")),
+        *(call(2, "nobody's"), call(1, "{}"), delta({}, "tool_calls"), LAST),
     ],
-    ids=lambda line: line[:40].decode(),
-)
-def test_a_line_that_is_no_chunk_is_an_error_of_the_workers(line):
-    last = told(line)[-1]
-    assert last["type"] == "error" and last["error"]["type"] == "api_error"
+    "a call that names itself again": [opened(0, "c1", "{"), opened(0, "c1", "}"), LAST],
+    "a call without a name or an id yet": [
+        *(call(0, "early"), call(0, id="c1"), call(0, "still early", id="c1"), opened(0, "c1", "{}"), LAST),
+    ],
+    "text within a call": [
+        *(opened(0, "c1"), content("an"), content("d"), call(0, "{}"), opened(1, "c2"), content(" then"), LAST),
+    ],
+    "a thought behind a call": [opened(0, "c1"), HM, call(0, "late"), LAST],
+    **{f"ends, {finish}, {stop}": [content("x"), delta({}, finish, stop), content(""), LAST] for finish, stop in ENDS},
+    # a call that a stop string cut short must not run; each is judged by its own arguments
+    **{
+        f"a call of {arguments[:9]}, {stop}": [opened(0, "c1", arguments), delta({}, "stop", stop), LAST]
+        for arguments, stop in (('{"at": 5}', "END"), ('{"at": ', "END"), ('{"at": ', None), ("[" * 100_000, "END"))
+    },
+    "two calls, the first cut short": [opened(0, "c1", '{"at'), opened(1, "c2", "{}"), delta({}, "stop", "END"), LAST],
+    "no usage": [content("x")],
+    "nothing": [],
+    "no content": [delta({}), LAST],
+    "an error": [b'{"error": {"message": "No.", "type": "t"}}'],
+    "an error within": [content("x"), b'{"error": {"message": "No.", "type": "t"}}', content("y"), LAST],
+    "half of a surrogate pair": [b'{"choices": [{"delta": {"content": "\\ud83d"}}]}'],
+    **{
+        f"no chunk: {odd[:30].decode()}": [content("x"), odd]
+        for odd in (b"{", b"7", b"[]", b"{}", b'{"choices": 7}', b'{"choices": [{}]}', b'{"choices": [{"delta": 7}]}')
+    },
+    "no chunk, nested too deep": [b"[" * 100_000],
+}
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_a_stream_has_each_event_once_in_its_order_in_whatever_pieces_it_arrives(case, expect_golden):
+    chunks = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in STREAMS[case]]
+    raw = b": comment\n\nevent: x\n\n" + b"".join(b"data: %b\r\n\r\n" % each for each in [*chunks, b"[DONE]"])
+    for size in (len(raw), 7, 1) if len(raw) < 10_000 else (len(raw),):
+        stream = MessageStream()
+        events = b"".join(stream.events(raw[at : at + size]) for at in range(0, len(raw), size)).decode()
+        told = [json.loads(each.partition("\ndata: ")[2]) for each in events.split("\n\n")[:-1]]
+        assert events == "".join(f"event: {each['type']}\ndata: {json.dumps(each)}\n\n" for each in told)
+        expect_golden("through_chat", f"stream: {case}", golden_json(told))

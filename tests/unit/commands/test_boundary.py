@@ -48,41 +48,35 @@ def asked(tmp_path: Path, capsys: pytest.CaptureFixture[str], reachable: Reachab
     return asked
 
 
-def test_a_url_is_understood_with_v1(worker, asked):
-    assert asked(CHAT, "--worker", f"{URL}/v1/")["prompt_tokens"]
+def test_boundaries_are_told_by_their_tokens_the_shortest_first_and_nothing_is_computed(worker, asked):
+    found = asked(CHAT, "--worker", f"{URL}/v1/")
+    prompt = worker.template({**CHAT, "model": "m"})
+    asks = prompt.index("Now?")
+    assert [(each["kind"], each["tokens"]) for each in found["boundaries"]] == [("system", asks), ("turn", asks + 4)]
+    assert found["prompt_tokens"] == len(prompt) and len(bytes.fromhex(found["key"])) > 0
+    assert [each["entry"] for each in found["boundaries"]] == found["entries"] and not worker.requests
+    assert asked({**CHAT, "model": "n"})["entries"] == asked(CHAT)["entries"]
+    assert asked({**CHAT, "model": "o"}) == (2, "seamark boundary: model: 'o' is not served there, only m, n")
+
+
+NO_MESSAGES = "messages: a list with at least one message is needed"
 
 
 @pytest.mark.parametrize(
     ("body", "why"),
-    [
-        ("{", "FILE: "),
-        ("[]", "FILE: "),
-        ("[" * 1000, "FILE: "),
-        ({}, "messages: a list with at least one message is needed"),
-        ({"messages": []}, "messages: a list with at least one message is needed"),
-        ({"messages": "a"}, "messages: a list with at least one message is needed"),
-    ],
+    [*((text, "FILE: ") for text in ("{", "[]", "[" * 1000)), ({}, NO_MESSAGES), ({"messages": "a"}, NO_MESSAGES)],
 )
-def test_a_chat_that_is_none_is_the_callers_fault(worker, asked, body, why):
+def test_a_chat_that_is_none_is_the_callers_fault(worker, asked, capsys, body, why):
     status, said = asked(body)
     assert status == 2 and said.startswith(f"seamark boundary: {why}") and not worker.renders
-
-
-def test_a_file_that_is_not_there_is_named(capsys):
     assert main(["/nowhere", "--worker", URL]) == 2
     assert capsys.readouterr().err == "seamark boundary: FILE: /nowhere cannot be read (No such file or directory)\n"
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense"])
-def test_a_server_that_is_not_there_is_no_fault_of_the_chat(asked, url):
-    assert asked(CHAT, "--worker", url) == (1, f"seamark boundary: --worker: no vLLM server answers at {url}")
-
-
-def test_a_server_without_models_is_none(asked, reachable):
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", URL])
+def test_a_server_that_is_not_there_or_has_no_models_is_no_fault_of_the_chat(asked, reachable, url):
     reachable.add(RecordingWorker(models=()))
-    assert asked(CHAT)[0] == 1
-    reachable.add(RecordingWorker(), "http://a")
-    assert asked(CHAT, "--worker", "http://a")["prompt_tokens"]
+    assert asked(CHAT, "--worker", url) == (1, f"seamark boundary: --worker: no vLLM server answers at {url}")
 
 
 @pytest.mark.parametrize(
@@ -107,12 +101,9 @@ def test_a_chat_that_the_server_does_not_render_is_told_in_its_words(asked, reac
     assert status == 2 and why.startswith(begin + said) and len(why) > len(begin)
 
 
-def test_a_folder_that_is_no_model_is_said(asked, tmp_path):
+def test_a_folder_is_rendered_only_if_it_is_a_models_and_vllm_is_here(asked, tmp_path, monkeypatch):
     status, why = asked(CHAT, "--model", str(tmp_path))
     assert (status, why) == (2, f"seamark boundary: --model: {tmp_path} is not a model folder (no config.json)")
-
-
-def test_without_vllm_a_model_is_not_rendered_here(asked, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(boundary.importlib.util, "find_spec", lambda name: None)
     status, why = asked(CHAT, "--model", str(tmp_path))
@@ -185,17 +176,14 @@ def test_a_model_folder_is_rendered_by_a_server_that_ends_with_the_command(
     assert (server.environment["SEAMARK_ENGINE"], server.environment["HF_HUB_OFFLINE"]) == ("0", "1")
 
 
-def test_a_render_server_that_ends_is_told_by_its_last_line(folder, reachable, asked, monkeypatch):
-    server = Server(reachable, after=None)
+@pytest.mark.parametrize(("after", "seconds"), [(None, 0.0), (0, 120.1)], ids=["it ends", "it takes too long"])
+def test_a_render_server_that_does_not_come_up_is_ended_and_told_by_its_last_line(
+    folder, reachable, asked, monkeypatch, after, seconds
+):
+    server = Server(reachable, after)
     monkeypatch.setattr(boundary.subprocess, "Popen", server)
+    clock = iter([0.0, seconds - 0.1, *[seconds] * 9])
+    monkeypatch.setattr(boundary, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     status, why = asked(CHAT, "--model", str(folder))
     assert status == 1 and why.endswith("--model: vLLM's render server did not start: no such model")
-    assert server.calls == ["terminate", "wait"]
-
-
-def test_a_render_server_that_does_not_come_up_is_given_up(folder, reachable, asked, monkeypatch):
-    server = Server(reachable, after=0)
-    monkeypatch.setattr(boundary.subprocess, "Popen", server)
-    clock = iter([0.0, 120.0, 120.1])
-    monkeypatch.setattr(boundary, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    assert "did not start" in asked(CHAT, "--model", str(folder))[1] and server.looks == 2
+    assert server.calls == ["terminate", "wait"] and server.looks == 2

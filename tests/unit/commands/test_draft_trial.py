@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from proxy.commands import draft_trial
-from proxy.commands.draft_trial import KEY_VARIABLE, OwnTrial, main, with_worker
+from proxy.commands.draft_trial import KEY_VARIABLE, OwnTrial, main
 from proxy.http.client import Unreachable
 from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.in_memory_gateway import DirectUpstream
-from tests.harness.reachable import Reachable
 from tests.harness.recording_worker import RecordingWorker
 from tests.harness.waiting import until
 
@@ -71,22 +70,6 @@ async def test_a_gateway_that_has_taken_the_trial_keeps_it(in_memory):
     assert len(by_child) <= 30  # a prompt at most, which had begun before it saw the gateway's
 
 
-async def test_it_ends_with_the_process_that_has_started_it():
-    worker = RecordingWorker()
-    trial, upstream = own_trial(worker)
-    upstream.faults[worker.url] = Unreachable("connection refused")
-    async with asyncio.timeout(60):
-        await with_worker(trial, parent=-1)
-
-
-async def test_it_ends_by_itself_while_that_process_goes_on():
-    worker = RecordingWorker(drafting=DraftingEngine(state="on"), ahead=1)
-    trial, _ = own_trial(worker)
-    async with asyncio.timeout(60):
-        await with_worker(trial, parent=os.getppid())
-    assert trial.worker.up
-
-
 async def test_a_server_that_is_another_one_now_ends_it():
     """The worker that this was started for is gone: nothing of the next one is tried."""
     worker = RecordingWorker(drafting=DraftingEngine(), ahead=1, more_metrics="vllm:num_requests_running 1.0\n")
@@ -121,27 +104,6 @@ async def test_a_busy_worker_is_left_alone_until_it_is_idle_or_the_trial_is_over
     assert worker.drafting.state == "open"
 
 
-async def test_each_of_several_engines_behind_an_address_is_tried(monkeypatch):
-    tried: list[str] = []
-
-    class Ranked(OwnTrial):
-        async def _look(self) -> bool:
-            if not tried:
-                tried.append(self.worker.name)
-                self.worker.probed = self.worker.probed.__class__(
-                    reports=self.worker.probed.reports.__class__(ranks=(0, 1)), boot="b"
-                )
-            return True
-
-    class OfRank(OwnTrial):
-        async def run(self) -> None:
-            tried.append(self.worker.name)
-
-    monkeypatch.setattr(draft_trial, "OwnTrial", OfRank)
-    await Ranked(DirectUpstream(), "http://a").run()
-    assert tried == ["a", "a#0", "a#1"]  # names without the scheme
-
-
 @pytest.fixture
 def unlogged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command sets up logging for a process of its own."""
@@ -155,21 +117,3 @@ def test_the_command_asks_with_the_workers_key_and_closes_its_connections(key, u
     reachable.serve(monkeypatch, draft_trial)
     monkeypatch.setenv(KEY_VARIABLE, key)
     assert main(["--worker", "http://a:1", "--parent", str(os.getppid())]) == 0 and reachable.unclosed == 0
-
-
-@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 0), (ValueError("prompt"), 1)])
-def test_an_interrupt_is_the_workers_and_a_failure_is_told_by_its_kind(error, status, unlogged, monkeypatch, caplog):
-    async def fails(work: OwnTrial, parent: int) -> None:
-        raise error
-
-    monkeypatch.setattr(draft_trial, "with_worker", fails)
-    Reachable().serve(monkeypatch, draft_trial)
-    assert main(["--worker", "http://a:1", "--parent", "1"]) == status
-    assert ("ValueError" in caplog.text) == bool(status) and "prompt" not in caplog.text
-
-
-@pytest.mark.parametrize("flags", [[], ["--worker", "http://a"], ["--parent", "1"], ["--worker", "a", "--parent", "x"]])
-def test_both_flags_are_needed(flags, capsys):
-    with pytest.raises(SystemExit):
-        main(flags)
-    assert "--worker" in capsys.readouterr().err

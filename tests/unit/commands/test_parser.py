@@ -57,19 +57,6 @@ def test_no_command_takes_abbreviations():
     assert not [place for path in files for place in abbreviating(path)]
 
 
-def parser() -> Parser:
-    made = Parser(prog="seamark some")
-    made.add_argument("--worker", required=True)
-    made.add_argument("--workers-file")
-    made.add_argument("file", nargs="?")
-    return made
-
-
-def test_flags_that_exist_are_read_as_ever():
-    given = parser().parse_args(["--worker=http://a", "--workers-file", "f", "--", "--file"])
-    assert (given.worker, given.workers_file, given.file) == ("http://a", "f", "--file")
-
-
 def test_flags_behind_a_subcommand_are_its_own(capsys):
     made = Parser(prog="seamark some")
     made.add_subparsers().add_parser("mine").add_argument("--base-url")
@@ -77,10 +64,3 @@ def test_flags_behind_a_subcommand_are_its_own(capsys):
     with pytest.raises(SystemExit):
         made.parse_args(["mine", "--base", "x"])
     assert "seamark some mine: no flag --base; did you mean --base-url?" in capsys.readouterr().err
-
-
-def test_no_flag_is_taken_for_the_beginning_of_another_one():
-    made = Parser(prog="seamark some")
-    made.add_subparsers()
-    made.add_argument("--worker")
-    assert made.parse_known_args(["--work=x"])[0].worker is None

@@ -1,23 +1,19 @@
-"""How vLLM is run, read from a line, a script, a file, or what Docker says of a container."""
+"""How vLLM is run, read from a line, a script, a file, or what Docker says of a container: `golden/recipe.txt`."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from proxy.commands.recipe import (
-    EVERYWHERE,
-    Recipe,
-    RecipeKind,
-    docker_run,
-    inner_arguments,
-    read_recipe,
-    words_of,
-)
+from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, is_recipe, read_recipe, words_of
 from proxy.errors import SettingsError
 
 CONTAINER: Mapping[str, Any] = {
@@ -30,6 +26,60 @@ CONTAINER: Mapping[str, Any] = {
         "Labels": {},
     },
     "HostConfig": {"PortBindings": {"8001/tcp": [{"HostIp": "10.0.0.7", "HostPort": "9001"}]}, "NetworkMode": "bridge"},
+}
+
+
+COMPOSED = {"image": "vllm/vllm-openai:v0.33.0", "command": "m --port 8001"}
+
+SPARK = {"name": "x", "container": "vllm-node", "command": "vllm serve m --port {port} {{x}}\n# end"}
+SPARK |= {"defaults": {"port": 8007}, "env": {"A_B": 1, "C": None}, "build_args": ["--a", 1]}
+
+
+def compose(**service: Any) -> dict[str, Any]:
+    return {"services": {"db": {"image": "redis"}, "llm": {**COMPOSED, **service}}}
+
+
+# Lines, and files by their names: as text or YAML.
+READ: dict[str, Any] = {
+    "a line": "A=1 B='2' vllm serve ${UNSET:-m} --port $PORT_HERE --host ${UNSET} # for now",
+    "an old command": "/venv/bin/python3 -m vllm.entrypoints.openai.api_server --model=m --port 80 --port 81",
+    "a comment before": "# vllm serve old\n  # docker run i\nvllm serve m --max_model_len=5 --a=1=2 --b",
+    "variables of the script": "MODEL='org/my m'\nOTHER=\nvllm serve $MODEL ${OTHER:-x} $LATER; LATER=x",
+    "a quote left open": "A='open\nvllm serve $MODEL_HERE",
+    "Rust": "VLLM_USE_RUST_FRONTEND=' 1 ' vllm serve m --model n",
+    "no Rust": "VLLM_USE_RUST_FRONTEND=0 vllm serve --model n",
+    "the launcher": "./launch-cluster.sh -t x exec vllm serve m",
+    "no launcher, above": "./launch-cluster.sh stop\n\nvllm serve m",
+    "no launcher, below": "vllm serve m\n./launch-cluster.sh stop",
+    "docker": "TAG=v1\nMODEL=org/m\ndocker run -e A=$MODEL --env=B=b -e C i:$TAG bash -c 'vllm serve $MODEL --x' # y\n",
+    "podman, many options": "sudo podman container run --rm -it -dp 9000:8000 -v /a:/b --name=x i m --port 8000",
+    "docker, entrypoint": "docker run --entrypoint vllm --publish=10.0.0.7:9000:8001 i serve m --port=8001",
+    "docker, another port": "docker run -p 9000:8001 i m",
+    "docker, several ports": "docker run -p 9001:1 -p9000:8000 i m",
+    "docker, host": "docker run --network host -p 9000:8000 i m",
+    "docker, a bridge": "docker run --network bridge i m",
+    "docker, host too": "docker run --net=host i m",
+    "docker, a shell": "docker run i bash -c \"ulimit -l 1; exec vllm serve m --a 'b c' | tee x\"",
+    **{
+        f"fields {flags}": f"vllm serve m {flags}"
+        for flags in (
+            *("""--sc '{"method": "mtp", "n": 2}'""", """-sc '{"n": 1}' --sc.method mtp""", "-sc.method mtp --sc.n=2"),
+            *("--sc.method", "--sc '[1]'", "--sc ''", "--scx.method mtp"),
+        )
+    },
+    "spark.yaml": SPARK,
+    "plain.yaml": {"name": "x", "container": "vllm-node", "command": "vllm serve m"},
+    "config.yaml": {"model": "org/m", "port": 8002, "host": "::", "max_model_len": 8, "speculative-config": {"n": 1}},
+    "compose.yaml": compose(ports=["9000:8001", "9002:8001"], environment={"A": 1}),
+    "compose-host.yaml": compose(network_mode="host", ports=["9000:8001"]),
+    "compose-shell.yml": compose(image="mine:1", command="bash -c 'exec vllm serve m'"),
+    "compose-entry.yaml": compose(image="mine:1", entrypoint="vllm serve", command=["m"]),
+    "compose-variables.yaml": compose(
+        image="${THERE}/vllm:1",
+        entrypoint=["vllm", "serve"],
+        command=["$PORT_HERE", "--a", "${COMMENT:-none}"],
+        environment=["A=$THERE", "B"],
+    ),
 }
 
 
@@ -54,45 +104,69 @@ def file(tmp_path: Path) -> Callable[[str, Any], Path]:
     return file
 
 
+def shown(recipe: Recipe) -> str:
+    """All that is read, and what follows from it."""
+    own = [f"{each.name}: {getattr(recipe, each.name)!r}" for each in fields(recipe) if each.name != "text"]
+    found = {name: getattr(recipe, name) for name in ("model", "host", "port", "has_rust_frontend")}
+    found |= {f"flag {flag}": recipe.value(flag) for flag in ("--a", "--max-model-len") if recipe.has(flag)}
+    found |= {"fields": fields_given} if (fields_given := recipe.fields("--sc", "-sc")) else {}
+    return "\n".join([*own, *(f"-> {name}: {value!r}" for name, value in found.items())])
+
+
+@pytest.mark.parametrize("case", READ)
+def test_how_vllm_is_run_is_read_whole(case, file, monkeypatch, tmp_path, expect_golden):
+    for name, value in {"PORT_HERE": "8005", "TAG": "theirs", "MODEL": "theirs", "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    file(".env", "PORT_HERE=file\n  THERE = \nTHERE='there'\n#COMMENT=x\nno assignment\n")
+    given = READ[case] if "." not in case else f"~/{file(case, READ[case]).name}"
+    expect_golden("recipe", case, shown(read(given)), FOLDER=tmp_path)
+
+
+def test_a_file_that_says_how_vllm_is_run_is_told_from_a_model(tmp_path, file):
+    for name in ("a.yaml", "a.yml", "a.sh"):
+        assert not is_recipe(str(tmp_path / name))
+        assert is_recipe(str(file(name, "")))
+    (tmp_path / "b.yaml").mkdir()
+    assert not is_recipe(str(tmp_path / "b.yaml")) and not is_recipe(str(file("a.json", "")))
+
+
+ENDS = [
+    "",
+    "\nb",
+    "\r\nb",
+    *(f" {stop} b" for stop in ("#", ";", "&", "&&", "|", "<", ">", "2>&1", "0<b", "(", ")")),
+    "; b",
+]
+
+
+@given(
+    st.lists(st.text("ab '\"\\$`#;{2é\n", max_size=5)),
+    st.sampled_from([" ", "\t", " \\\n  ", " \\\r\n"]),
+    st.sampled_from(ENDS),
+)
+def test_words_are_those_of_a_shell_up_to_the_end_of_its_command(words, space, end):
+    spelt = space.join(map(shlex.quote, words))
+    line = words_of(f"vllm serve {spelt}{end}", 11, "a line")
+    assert [word.value for word in line.words] == words
+    assert "".join(word.raw for word in line.words) == "".join(map(shlex.quote, words))
+    assert f"vllm serve {spelt}{end}"[line.end :] == end if words else not line.words
+
+
 @pytest.mark.parametrize(
-    ("text", "words", "rest"),
+    ("text", "words"),
     [
-        ("a b\tc", ["a", "b", "c"], ""),
-        ("  a  ", ["a"], "  "),
-        ("", [], ""),
-        ("a 'b  c' d", ["a", "b  c", "d"], ""),
-        ("a'b'c'' '' d", ["abc", "", "d"], ""),
-        (r"""'a\' "b" """, ["a\\", "b"], " "),
-        (r'"a \"b\" \$c \\ \` \x"', [r'a "b" $c \ ` \x'], ""),
-        ('"a\\\nb"', ["a\nb"], ""),
-        (r"a\ b \'c", ["a b", "'c"], ""),
-        ("a \\\n  b\\\n c", ["a", "b", "c"], ""),
-        ("a \\\r\n  b\\\r\n c\r\nd", ["a", "b", "c"], "\r\nd"),
-        ("a \\", ["a", ""], ""),
-        ("a\nb", ["a"], "\nb"),
-        *((f"a {stop} b", ["a"], f" {stop} b") for stop in ("#", ";", "&", "&&", "|", "<", ">", "(", ")")),
-        ("a#b", ["a#b"], ""),
-        ("a; b", ["a"], "; b"),
-        ("a|b", ["a"], "|b"),
-        ("a 2>&1", ["a"], " 2>&1"),
-        ("a 0<b", ["a"], " 0<b"),
-        ("a b>c", ["a", "b"], ">c"),
-        ("a 2 b", ["a", "2", "b"], ""),
-        ("${A:-b c}d $(e f) $G", ["${A:-b c}d", "$(e f)", "$G"], ""),
-        ("--a='{\"b\": 1}' c", ['--a={"b": 1}', "c"], ""),
+        ("a'b'c'' '' d", ["abc", "", "d"]),
+        (r'"a \"b\" \$c \\ \` \x"', [r'a "b" $c \ ` \x']),
+        ('"a\\\nb"', ["a\nb"]),
+        (r"a\ b \'c a#b", ["a b", "'c", "a#b"]),
+        ("a \\", ["a", ""]),
+        ("a b>c", ["a", "b"]),
+        ("${A:-b c}d $(e f) $G", ["${A:-b c}d", "$(e f)", "$G"]),
+        ("--a='{\"b\": 1}' c", ['--a={"b": 1}', "c"]),
     ],
 )
-def test_words_are_those_of_a_shell_up_to_the_end_of_its_command(text, words, rest):
-    line = words_of(f"vllm serve {text}", 11, "a line")
-    assert [word.value for word in line.words] == words
-    assert line.start == 11 and f"vllm serve {text}"[line.end :] == rest
-    spelt = f"vllm serve {text}"[line.start : line.end]
-    assert all(word.raw in spelt for word in line.words)
-
-
-def test_a_word_is_kept_as_it_is_spelt():
-    spelt = [word.raw for word in words_of(r"""'a b' "c" ${D:-e f} g\ h""", 0, "").words]
-    assert spelt == ["'a b'", '"c"', "${D:-e f}", r"g\ h"]
+def test_a_word_may_be_spelt_in_several_ways(text, words):
+    assert [word.value for word in words_of(text, 0, "").words] == words
 
 
 @pytest.mark.parametrize("end", ["'x", '"x', '"x\\"', '"x\\', "${x", "$(x", "y'x"])
@@ -104,77 +178,12 @@ def test_a_quote_that_is_not_closed_is_said_with_where_it_begins(end):
         words_of("a '" + "x" * 100, 0, "")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("docker run a\ndocker run b", "run.sh: more than one `docker run`"),
-        ("docker run --rm", "run.sh: `docker run` names no image"),
-        ("docker run -e", "names no image"),
-    ],
-)
-def test_a_docker_run_that_cannot_be_read_is_said(text, said):
-    with pytest.raises(SettingsError, match=said):
-        docker_run(text, "run.sh")
-
-
-@pytest.mark.parametrize(
-    ("words", "by_image", "said"),
-    [
-        (["python3", "-m", "engine_patches", "worker", "m"], True, "has Seamark's plugin already"),
-        ([], True, "nothing says which model"),
-        (["sleep", "1"], False, "nothing says which model"),
-        (["sh", "-c", "vllm serve a; vllm serve b"], True, "more than one `vllm serve`"),
-    ],
-)
-def test_a_containers_command_that_tells_nothing_is_refused(words, by_image, said):
-    with pytest.raises(SettingsError, match=f"it.*{said}"):
-        inner_arguments(words, "it", by_image=by_image)
-
-
-def command(*arguments: str, **more: Any) -> Recipe:
-    return Recipe(RecipeKind.COMMAND, "a line", "", arguments, **more)
-
-
-def config(**document: Any) -> Recipe:
-    return Recipe(RecipeKind.CONFIG, "a.yaml", "a", (), document=document)
-
-
-def test_a_configuration_of_vllm_has_its_flags_with_either_spelling():
-    recipe = config(model="m", max_model_len=8192, **{"kv-cache-dtype": "fp8"})
-    assert (recipe.value("--max-model-len"), recipe.value("--no", "--kv-cache-dtype")) == ("8192", "fp8")
-    assert recipe.has("--max-model-len") and not recipe.has("--port")
-    nested = config(speculative_config={"method": "mtp"}, kv_transfer_config=None, compilation_config="{}")
-    assert nested.fields("--speculative-config") == {"method": "mtp"}
-    assert nested.fields("--kv-transfer-config") == nested.fields("--compilation-config") == {}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--sc", '{"method": "mtp", "n": 2}'], {"method": "mtp", "n": 2}),
-        (["-sc", '{"method": "mtp"}'], {"method": "mtp"}),
-        (["--sc.method", "mtp", "--sc.n=2"], {"method": "mtp", "n": "2"}),
-        (["-sc.method", "mtp"], {"method": "mtp"}),
-        (["--sc", '{"n": 1}', "--sc.method", "mtp"], {"n": 1, "method": "mtp"}),
-        (["--sc.method"], {"method": ""}),
-        (["--sc", "[1]"], {}),
-        (["--sc", ""], {}),
-        (["--scx.method", "mtp"], {}),
-        ([], {}),
-    ],
-)
-def test_fields_are_given_as_json_or_one_by_one(arguments, told):
-    assert command(*arguments).fields("--sc", "-sc") == told
-
-
-def test_fields_that_are_no_json_are_said_with_the_flag():
+def test_fields_that_are_no_json_and_a_port_that_is_none_are_said_with_the_flag():
     with pytest.raises(SettingsError, match=r"a line: --sc is no JSON: \{$"):
-        command("-sc", "{").fields("--sc", "-sc")
-
-
-def test_a_port_that_is_none_is_said_in_short():
-    with pytest.raises(SettingsError, match=f"a line: --port {'9' * 64} is no port"):
-        _ = command("--port", "9" * 5000).port
+        Recipe(RecipeKind.COMMAND, "a line", "", ("-sc", "{")).fields("--sc", "-sc")
+    for port in ("9" * 5000, "65536", "0", "-1", "8000-8010", "٣٣", "080000"):
+        with pytest.raises(SettingsError, match=f"the command: --port {port[:64]} is no port"):
+            _ = read(f"vllm serve m --port {port}").port
 
 
 @pytest.mark.parametrize(
@@ -206,6 +215,10 @@ def test_a_port_that_is_none_is_said_in_short():
         ("a.sh", "vllm serve a\nvllm serve b\n", "more than one `vllm serve`"),
         ("a.sh", "echo\n", "no `vllm serve`"),
         ("a.sh", "docker run --rm\n", "names no image"),
+        ("a.sh", "docker run -e", "names no image"),
+        ("a.sh", "docker run a\ndocker run b", "more than one `docker run`"),
+        ("a.sh", "docker run i sh -c 'vllm serve a; vllm serve b'", "more than one `vllm serve`"),
+        ("a.sh", "my-vllm serve m; vllm server m; vllm bench serve m", "no `vllm serve`"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused_with_what_is_missing(name, text, said, file):
@@ -217,9 +230,9 @@ def test_a_file_that_cannot_be_read_is_refused_with_what_is_missing(name, text, 
 
 def test_what_is_no_file_no_command_and_no_container_is_refused(tmp_path):
     asked: list[str] = []
-    for given in ("qwen36", "no/where.yaml", "-x", "a b"):
+    for each in ("qwen36", "no/where.yaml", "-x", "a b"):
         with pytest.raises(SettingsError, match="is no file, no command with `vllm serve`, and no container"):
-            read_recipe(given, asked.append)
+            read_recipe(each, asked.append)
     assert asked == ["qwen36"]  # Docker is asked for what may be a name
     with pytest.raises(SettingsError, match="is a folder"):
         read(tmp_path)
@@ -229,48 +242,19 @@ def test_what_is_no_file_no_command_and_no_container_is_refused(tmp_path):
         read(binary)
 
 
-def composed(file: Callable[[str, Any], Path], **service: Any) -> Recipe:
-    whole = {"image": "vllm/vllm-openai:v0.33.0", "command": "m --port 8001", **service}
-    return read(file("compose.yaml", {"services": {"db": {"image": "redis"}, "llm": whole}}))
-
-
 @pytest.mark.parametrize(
-    ("port", "host", "published"),
+    ("port", "listens"),
     [
-        ("9000:8001", EVERYWHERE, 9000),
-        ("9000:8001/tcp", EVERYWHERE, 9000),
-        ("10.0.0.7:9000:8001", "10.0.0.7", 9000),
-        ("[::1]:9000:8001", "::1", 9000),
-        ("${ADDRESS:-10.0.0.8}:9000:8001", "10.0.0.8", 9000),
-        ({"target": 8001, "published": 9000}, EVERYWHERE, 9000),
-        ({"target": "8001", "published": "9000", "host_ip": "10.0.0.7"}, "10.0.0.7", 9000),
-        ({"target": 8001}, "127.0.0.1", 8001),
-        ({"target": 80, "published": 9000}, "127.0.0.1", 8001),
-        ("8001", "127.0.0.1", 8001),
-        (8001, "127.0.0.1", 8001),
-        ("9000:8000", "127.0.0.1", 8001),
-        ("9000-9005:8001", "127.0.0.1", 8001),
+        *((port, (EVERYWHERE, 9000)) for port in ("9000:8001", "9000:8001/tcp", {"target": 8001, "published": 9000})),
+        *((f"{host}:9000:8001", ("10.0.0.7", 9000)) for host in ("10.0.0.7", "${ADDRESS_HERE:-10.0.0.7}")),
+        *(("[::1]:9000:8001", ("::1", 9000)), ({"target": "8001", "published": "1", "host_ip": "a"}, ("a", 1))),
+        *((port, ("127.0.0.1", 8001)) for port in ({"target": 8001}, {"target": 80, "published": 9000}, "8001", 8001)),
+        *((port, ("127.0.0.1", 8001)) for port in ("9000:8000", "9000-9005:8001")),
     ],
 )
-def test_a_port_of_compose_leads_to_that_of_vllm_or_counts_for_nothing(port, host, published, file, monkeypatch):
-    monkeypatch.delenv("ADDRESS", raising=False)
-    recipe = composed(file, ports=["53:53/udp", port])
-    assert (recipe.host, recipe.port, recipe.name) == (host, published, "llm")
-
-
-def test_a_service_is_read_with_the_variables_of_its_folder_and_those_set_here(file, monkeypatch):
-    monkeypatch.setenv("HERE", "here")
-    monkeypatch.delenv("THERE", raising=False)
-    file(".env", "HERE=file\n  THERE = \nTHERE='there'\n#COMMENT=x\nno assignment\n")
-    recipe = composed(
-        file,
-        image="${THERE}/vllm:1",
-        entrypoint=["vllm", "serve"],
-        command=["$HERE", "--a", "${COMMENT:-none}"],
-        environment=["A=$THERE", "B"],
-    )
-    assert list(recipe.arguments) == ["here", "--a", "none"] and recipe.image == "there/vllm:1"
-    assert recipe.environment == {"A": "there", "B": ""} and recipe.kind is RecipeKind.COMPOSE
+def test_a_port_of_compose_leads_to_that_of_vllm_or_counts_for_nothing(port, listens, file):
+    recipe = read(file("a.yaml", compose(ports=["53:53/udp", port])))
+    assert ((recipe.host, recipe.port), recipe.name) == (listens, "llm")
 
 
 def contained(config: Mapping[str, Any] | None = None, **host: Any) -> Recipe:
@@ -290,7 +274,8 @@ def contained(config: Mapping[str, Any] | None = None, **host: Any) -> Recipe:
         ({"PortBindings": None}, (EVERYWHERE, 8000)),
     ],
 )
-def test_a_container_listens_where_its_port_is_bound(host, listens):
+def test_a_container_is_read_as_docker_tells_it_and_listens_where_its_port_is_bound(host, listens, expect_golden):
+    expect_golden("recipe", "a container", shown(contained()))
     assert contained(**host).listens == listens
 
 
@@ -330,25 +315,3 @@ def test_a_container_of_compose_is_read_from_its_file(file):
     path.write_text("a: [")
     with pytest.raises(SettingsError, match="not understood"):
         contained({"Labels": labels})
-
-
-def ran(*words: str) -> Recipe:
-    return read(" ".join(("docker run", *words)))
-
-
-@pytest.mark.parametrize(
-    ("words", "listens"),
-    [
-        (["-p", "9000:8000", "vllm/vllm-openai", "m"], (EVERYWHERE, 9000)),
-        (["-dp", "9000:8000", "vllm/vllm-openai", "m"], (EVERYWHERE, 9000)),
-        (["--publish=10.0.0.7:9000:8001", "i", "m", "--port", "8001"], ("10.0.0.7", 9000)),
-        (["-p", "9001:1", "-p", "9000:8000", "i", "m"], (EVERYWHERE, 9000)),
-        (["-p", "9000:8001", "i", "m"], ("127.0.0.1", 8000)),
-        (["i", "m"], ("127.0.0.1", 8000)),
-        (["--network", "host", "-p", "9000:8000", "i", "m"], None),
-        (["--net=host", "i", "m"], None),
-        (["--network", "bridge", "i", "m"], ("127.0.0.1", 8000)),
-    ],
-)
-def test_a_docker_run_listens_where_its_port_is_published(words, listens):
-    assert ran(*words).listens == listens

@@ -1,11 +1,11 @@
 """What is written for a recipe: all of it but what vLLM dropped, and the plugin and the flags that hits need.
 
-Where the scripts are run: `tests/gateway/test_setup_recipes.py`.
+`golden/recipe_files.txt` has the files whole. Where the scripts are run: `tests/gateway/test_setup_recipes.py`.
 """
 
 from __future__ import annotations
 
-import shlex
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,64 @@ from typing import Any
 import pytest
 import yaml
 
-from proxy.commands.cures import NEEDED
+from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import IMAGE
-from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, read_recipe
+from proxy.commands.recipe import EVERYWHERE, read_recipe
 from proxy.commands.recipe_files import (
     Places,
     RecipeFiles,
     files_of,
+    gateway_host,
+    gateway_worker,
+    run_script,
+    undo_script,
 )
 from proxy.errors import SettingsError
-
-ADDED = list(NEEDED)
 
 # What vLLM dropped, as it may be spelt, before and behind what stays.
 DROPPED = "--mamba-cache-mode align --a 1 --no-enable-prefix-caching --mamba_cache_mode=align --b"
 
+SPARK = {"name": "mine", "container": "vllm-node", "mods": ["mods/seamark", "mods/theirs"], "defaults": {"port": 8000}}
+SPARK |= {"command": f"echo {{port}}\nvllm serve 'm m' {DROPPED} --port {{port}}   \n# end", "extra": 1}
 
-HOST = ["--host", EVERYWHERE]
+
+def compose(**service: Any) -> dict[str, Any]:
+    usual = {"image": "vllm/vllm-openai:v0.33.0", "command": f"m --port 8001 {DROPPED}"}
+    return {"services": {"my llm": {**usual, **service}}}
+
+
+# A file's name and what is in it, as a text or YAML; without a name, a line.
+WRITTEN: dict[str, tuple[str, Any]] = {
+    "a line": ("", "vllm serve m a --b 1 2 --c --d=1 x -e y"),
+    "a line with all flags": ("", f"vllm serve m {' '.join(NEEDED)}"),
+    "a line with some flags": ("", f"vllm serve m --enable_scale_out {EVENTS_FLAG} --middleware mine"),
+    "a line, Rust": ("", "VLLM_USE_RUST_FRONTEND=1 vllm serve m"),
+    "a script": ("mine.sh", f"#!/bin/bash\nsource a/b\nvllm serve m {DROPPED} 2>&1 | tee log\nend\n"),
+    "a script with a line in its name": ("a\ntouch b.sh", "vllm serve m\n"),
+    "the launcher": ("run.sh", "#!/usr/bin/env bash\na\n./launch-cluster.sh -t x exec vllm serve m --a 1\nb\n"),
+    "spark": ("My Recipe.yaml", SPARK),
+    "spark, alone": ("solo.yaml", {**SPARK, "solo_only": True}),
+    "compose": ("compose.yaml", compose()),
+    "compose, ports and host": ("compose.yaml", compose(ports=["9000:8001"], command="m --host 10.0.0.7")),
+    "compose, the network": ("compose.yaml", compose(network_mode="host")),
+    "compose, all words": ("compose.yaml", compose(command=["vllm", "serve", "m"])),
+    "compose, an entrypoint": ("compose.yaml", compose(entrypoint="vllm", command="serve m")),
+    "compose, a shell": ("compose.yaml", compose(entrypoint=["bash", "-c"], command=["ulimit; vllm serve m"])),
+    "compose, a shell's words": ("compose.yaml", compose(command=["bash", "-c", "ulimit; vllm serve m"])),
+    "docker": (
+        "My Run_2.x.sh",
+        f"#!/bin/bash\necho a\ndocker run --rm --entrypoint vllm -p 80:8000 -e 'A=b c' i:1 serve m {DROPPED}\nb\n",
+    ),
+    "podman, a shell": (
+        "ä.sh",
+        "podman run --entrypoint=a --entrypoint=bash --name=x i -c 'pip install a && vllm serve m --host 1.2.3.4'",
+    ),
+    "config": (
+        "my vllm.yaml",
+        {"model": "m", "mamba_cache_mode": "align", "no-enable-prefix-caching": True, "text": "a\nb\n"},
+    ),
+    "config with a host": ("my vllm.yaml", {"model": "m", "host": "10.0.0.7"}),
+}
 
 
 @pytest.fixture
@@ -44,78 +85,41 @@ def places(tmp_path: Path) -> Places:
     return made
 
 
-def quoted(*path: Path | str) -> str:
-    return shlex.quote(str(Path(*path)))
+def shown(made: RecipeFiles) -> str:
+    files = "".join(f"--- {name}\n{text}" for name, text in made.files.items())
+    return "\n".join([files, f"start: {made.start}", *(f"undo: {each}" for each in made.undo), *made.notes])
 
 
-def read(given: str | Path) -> Recipe:
-    return read_recipe(str(given), lambda name: None)
+def write(places: Places, name: str, what: Any) -> RecipeFiles:
+    path = places.source / name
+    if name:
+        path.write_text(what if isinstance(what, str) else yaml.safe_dump(what))
+    return files_of(read_recipe(str(path) if name else what, lambda name: None), places)
 
 
-def line(*arguments: str, **more: Any) -> Recipe:
-    return Recipe(RecipeKind.COMMAND, "a line", "", arguments, **more)
-
-
-def words(text: str) -> list[str]:
-    """Of a shell's text, its lines joined."""
-    return shlex.split(text.replace("\\\n", " "), comments=True)
-
-
-def commands(script: str) -> list[str]:
-    return [each for each in script.replace("\\\n    ", "").splitlines() if each and not each.startswith("#")]
-
-
-SPARK = {
-    "name": "mine",
-    "container": "vllm-node",
-    "mods": ["mods/seamark", "mods/theirs"],
-    "defaults": {"port": 8000},
-    "command": f"echo {{port}}\nvllm serve 'm m' {DROPPED} --port {{port}}   \n# end",
-}
-
-
-def spark(places: Places, folder: Path, **more: Any) -> tuple[Recipe, RecipeFiles, dict[str, Any]]:
-    path = folder / "My Recipe.yaml"
-    path.write_text(yaml.safe_dump({**SPARK, **more}))
-    recipe = read(path)
-    made = files_of(recipe, places)
-    return recipe, made, yaml.safe_load(made.files["seamark-my-recipe.yaml"])
-
-
-def test_a_recipe_in_a_checkout_is_run_there_and_another_one_wants_a_checkout(places, tmp_path):
-    _, made, _ = spark(places._replace(spark=tmp_path / "none"), places.spark / "recipes")
-    assert f"target={quoted(places.spark)}\n" in made.files["start.sh"]
-    with pytest.raises(SettingsError, match="--spark: "):
-        spark(places._replace(spark=tmp_path / "none"), tmp_path)
-
-
-def compose(places: Places, **service: Any) -> tuple[RecipeFiles, Mapping[str, Any]]:
-    path = places.source / "compose.yaml"
-    whole = {"image": "vllm/vllm-openai:v0.33.0", "command": f"m --port 8001 {DROPPED}", **service}
-    path.write_text(yaml.safe_dump({"services": {"my llm": whole}}))
-    made = files_of(read(path), places)
-    assert list(made.files) == ["compose.seamark.yaml", "start.sh"]
-    ((name, overlay),) = yaml.safe_load(made.files["compose.seamark.yaml"])["services"].items()
-    assert name == "my llm" and made.files["compose.seamark.yaml"].startswith(f"# {path} with Seamark's plugin")
-    return made, overlay
+@pytest.mark.parametrize("case", WRITTEN)
+def test_a_recipe_stays_but_for_what_vllm_dropped_and_gets_what_hits_need(case, places, expect_golden):
+    made = write(places, *WRITTEN[case])
+    expect_golden("recipe_files", case, shown(made), FOLDER=places.out.parent)
 
 
 def test_another_image_takes_the_place_of_one_that_does_not_fit(places):
-    _, overlay = compose(places._replace(image=IMAGE))
-    assert overlay["build"]["args"] == {"VLLM_IMAGE": IMAGE}
+    instead = places._replace(image=IMAGE)
+    for what in (("c.yaml", compose()), ("", "docker run vllm/vllm-openai:v0.28.0 m")):
+        text = "".join(write(instead, *what).files.values())
+        assert IMAGE in text and "vllm/vllm-openai:v0" not in text.replace(IMAGE, "")
 
 
-def docker(places: Places, text: str) -> tuple[RecipeFiles, list[str]]:
-    path = places.source / "My Run.sh"
-    path.write_text(text)
-    made = files_of(read(path), places)
-    return made, commands(made.files["start.sh"])
-
-
-def test_a_line_of_docker_has_an_image_of_its_own_and_what_replaces_its_image(places):
-    made = files_of(read("docker run vllm/vllm-openai:v0.28.0 m"), places._replace(image=IMAGE))
-    build, run = commands(made.files["start.sh"])
-    assert f"VLLM_IMAGE={IMAGE} -t seamark-worker-run " in build and "seamark-worker-run" in run
+def test_a_recipe_in_a_checkout_is_run_there_and_another_one_wants_a_checkout(places, tmp_path):
+    nowhere = places._replace(spark=tmp_path / "none")
+    made = write(nowhere._replace(source=places.spark / "recipes"), "a.yaml", SPARK)
+    assert f"target='{places.spark}'\n" in made.files["start.sh"]
+    for missing in ("none", "mods", "recipes"):
+        if missing != "none":
+            shutil.rmtree(places.spark / missing)
+            nowhere = places
+        with pytest.raises(SettingsError, match=r"--spark: .* is no checkout of spark-vllm-docker"):
+            write(nowhere, "b.yaml", SPARK)
 
 
 CONFIG: Mapping[str, Any] = {
@@ -126,66 +130,67 @@ CONFIG: Mapping[str, Any] = {
 }
 
 
-def container(
-    places: Places, config: Mapping[str, Any] | None = None, **host: Any
-) -> tuple[RecipeFiles, list[str], list[str]]:
-    """The files, the options of its `docker run`, and what stands behind the image."""
+def container(places: Places, config: Mapping[str, Any] | None = None, **host: Any) -> RecipeFiles:
     told = {"Name": "/llm", "Config": {**CONFIG, **(config or {})}, "HostConfig": host}
-    made = files_of(read_recipe("llm", lambda name: told), places)
-    strict, build, stop, run = commands(made.files["start.sh"])
-    assert strict == "set -eu" and stop == "docker stop llm" and " VLLM_IMAGE=vllm/vllm-openai:v0.33.0 " in build
-    given = words(run)
-    assert given[:4] == ["exec", "docker", "run", "-d"]
-    at = given.index("seamark-worker-llm")
-    return made, given[4:at], given[at + 1 :]
+    return files_of(read_recipe("llm", lambda name: told), places)
 
 
-def test_a_container_is_run_again_in_its_place(places):
-    made, options, arguments = container(places)
-    assert options == ["--name=llm-seamark", "--env=A=b c"]
-    assert arguments == ["m", "--x", "it's $HOME", *HOST]
-    assert made.start == f"sh {quoted(places.out, 'start.sh')}"
-    assert (made.undo[0], made.undo[-1]) == ("docker rm -f llm-seamark", "docker start llm") and len(made.undo) == 4
+def test_a_container_is_run_again_in_its_place_and_a_shell_in_it_stays(places, expect_golden):
+    shell = {"Entrypoint": ["bash", "-c"], "Cmd": ["vllm serve m"], "Env": []}
+    for case, config in {"a container": None, "a container of a shell": shell}.items():
+        expect_golden("recipe_files", case, shown(container(places, config)), FOLDER=places.out.parent)
+
+
+BOUND = {"8000/tcp": [{"HostIp": "10.0.0.7", "HostPort": "1"}, {"HostPort": "2"}], "9/udp": None}
+
+# What Docker says that a container was started with.
+HOSTS: list[dict[str, Any]] = [
+    {"Binds": ["/a:/b", "/c:/d:ro"], "PortBindings": BOUND, "ShmSize": 1 << 30, "Memory": 1 << 30, "Privileged": True},
+    {"NetworkMode": "host", "IpcMode": "host", "Runtime": "nvidia", "RestartPolicy": {"Name": "always"}},
+    {"Ulimits": [{"Name": "memlock", "Soft": -1, "Hard": 7}], "Devices": [{"PathOnHost": "/dev/x"}], "CapAdd": ["X"]},
+    *({"NetworkMode": each, "IpcMode": each, "Runtime": each and "runc"} for each in ("", None)),
+    *({"NetworkMode": network, "IpcMode": ipc} for network, ipc in (("default", "private"), ("bridge", "shareable"))),
+    *({"ShmSize": size, "Memory": 0, "Privileged": False} for size in (0, 67108864, None)),
+    *({"RestartPolicy": each} for each in (None, {"Name": None}, {"Name": ""}, {"Name": "no"})),
+    {"PortBindings": {"8000/tcp": [{"HostIp": ""}]}},
+    *(
+        {"DeviceRequests": requests}
+        for requests in (
+            [{"Capabilities": [["gpu"]], "DeviceIDs": None}],
+            [{"Capabilities": [["gpu"]], "DeviceIDs": ["0", "2"]}],
+            [{"Capabilities": [["tpu"], ["gpu", "x"]]}],
+            [{"Capabilities": [["tpu"]]}, {"Capabilities": None}],
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_container_is_started_with_what_it_was_started_with(host, places, expect_golden):
+    run = container(places, {"Env": None}, **host).files["start.sh"].partition("docker run")[2]
+    expect_golden("recipe_files", f"a container with {host}", f"docker run{run}", FOLDER=places.out.parent)
+
+
+# What goes with each of them.
+
+
+def test_vllm_and_the_gateway_run_in_one_terminal_and_all_is_undone(places, expect_golden):
+    scripts = [run_script(places, "sh start.sh")]
+    scripts += [undo_script(places, ["a.yaml", "models/b"], ["docker x", "podman y", "rm z"])]
+    expect_golden("recipe_files", "run and undo", "\n".join(scripts), FOLDER=places.out.parent)
 
 
 @pytest.mark.parametrize(
-    ("host", "options"),
+    ("flags", "host", "worker"),
     [
-        ({"Binds": ["/a:/b", "/c:/d:ro"]}, ["--volume=/a:/b", "--volume=/c:/d:ro"]),
-        (
-            {"PortBindings": {"8000/tcp": [{"HostIp": "10.0.0.7", "HostPort": "1"}, {"HostPort": "2"}], "9/udp": None}},
-            ["--publish=10.0.0.7:1:8000/tcp", "--publish=2:8000/tcp"],
-        ),
-        ({"PortBindings": {"8000/tcp": [{"HostIp": ""}]}}, ["--publish=:8000/tcp"]),
-        ({"NetworkMode": "host"}, ["--network=host"]),
-        *(({"NetworkMode": each}, []) for each in ("", "default", "bridge", None)),
-        ({"IpcMode": "host"}, ["--ipc=host"]),
-        *(({"IpcMode": each}, []) for each in ("", "private", "shareable", None)),
-        ({"Runtime": "nvidia"}, ["--runtime=nvidia"]),
-        *(({"Runtime": each}, []) for each in ("", "runc")),
-        ({"ShmSize": 1 << 30}, ["--shm-size=1073741824"]),
-        *(({"ShmSize": each}, []) for each in (0, 67108864, None)),
-        ({"Memory": 1 << 30}, ["--memory=1073741824"]),
-        ({"Memory": 0}, []),
-        ({"Ulimits": [{"Name": "memlock", "Soft": -1, "Hard": 7}]}, ["--ulimit=memlock=-1:7"]),
-        ({"Devices": [{"PathOnHost": "/dev/x"}], "CapAdd": ["SYS_NICE"]}, ["--device=/dev/x", "--cap-add=SYS_NICE"]),
-        ({"Privileged": True}, ["--privileged"]),
-        ({"Privileged": False}, []),
-        ({"RestartPolicy": {"Name": "always"}}, ["--restart=always"]),
-        *(({"RestartPolicy": {"Name": each}}, []) for each in (None, "", "no")),
-        ({"RestartPolicy": None}, []),
-        ({"DeviceRequests": [{"Capabilities": [["gpu"]], "DeviceIDs": None}]}, ["--gpus=all"]),
-        ({"DeviceRequests": [{"Capabilities": [["gpu"]], "DeviceIDs": ["0", "2"]}]}, ['--gpus="device=0,2"']),
-        ({"DeviceRequests": [{"Capabilities": [["tpu"], ["gpu", "x"]]}]}, ["--gpus=all"]),
-        ({"DeviceRequests": [{"Capabilities": [["tpu"]]}, {"Capabilities": None}]}, []),
+        ("", EVERYWHERE, "http://127.0.0.1:8000"),
+        ("--host 127.0.0.1", "127.0.0.1", "http://127.0.0.1:8000"),
+        ("--host localhost --port 8001", "127.0.0.1", "http://127.0.0.1:8001"),
+        ("--host ::", "::", "http://127.0.0.1:8000"),
+        ("--host 10.0.0.7", "10.0.0.7", "http://10.0.0.7:8000"),
+        ("--host fd00::7", "fd00::7", "http://[fd00::7]:8000"),
     ],
 )
-def test_a_container_is_started_with_what_it_was_started_with(host, options, places):
-    _, given, _ = container(places, {"Env": None}, **host)
-    assert given == ["--name=llm-seamark", *options]
-
-
-def test_a_container_of_a_shell_keeps_it(places):
-    _, options, (letter, text) = container(places, {"Entrypoint": ["bash", "-c"], "Cmd": ["vllm serve m"], "Env": []})
-    assert options == ["--name=llm-seamark", "--entrypoint=bash"] and letter == "-c"
-    assert words(text) == words(f"vllm serve m {' '.join(ADDED)}")
+def test_the_gateway_listens_where_vllm_did_and_finds_it_there(flags, host, worker):
+    recipe = read_recipe(f"vllm serve m {flags}", lambda name: None)
+    assert (gateway_host(recipe), gateway_worker(recipe)) == (host, worker)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from proxy.commands import serve
-from proxy.errors import SettingsError
 from proxy.server import descriptors, memory, uvicorn_server
 
 
@@ -51,14 +50,6 @@ def test_settings_that_are_wrong_start_nothing(server, capsys):
     assert not server.ran
 
 
-def test_a_port_that_is_taken_is_told_as_a_setting(server, monkeypatch, capsys):
-    def bound(*given: Any) -> Any:
-        raise SettingsError("port: it is taken")
-
-    monkeypatch.setattr(uvicorn_server, "bound", bound)
-    assert serve.main(WORKER) == 2 and capsys.readouterr().err == "seamark serve: port: it is taken\n"
-
-
 def test_a_variable_that_nothing_reads_is_named(server, monkeypatch, capsys):
     monkeypatch.setattr(serve.os, "environ", {"SEAMARK_PROT": "1", "SEAMARK_WORKER": "http://b:1"})
     assert serve.main([]) == 0 and server.settings[0].worker == ("http://b:1",)
@@ -70,19 +61,6 @@ def test_less_memory_than_the_settings_want_is_said_with_what_is_taken(server, m
     assert serve.main(WORKER) == 0 and server.settings[0].memory_bytes == 5
     (line,) = capsys.readouterr().err.splitlines()
     assert "this process may not have the memory of the settings: " in line and "memory_bytes is 5" in line
-
-
-def test_before_the_server_comes_up_the_process_is_made_ready(server, monkeypatch):
-    calls: list[str] = []
-    monkeypatch.setattr(descriptors, "raise_limit", lambda: calls.append("descriptors"))
-    monkeypatch.setattr(memory, "give_large_blocks_back", lambda: calls.append("memory"))
-    monkeypatch.setattr(serve.importlib, "import_module", calls.append)
-    assert serve.main(WORKER) == 0 and calls == ["descriptors", "memory"]
-    assert serve.main([*WORKER, "--redis", "redis://a"]) == 0 and calls[2:] == [
-        "proxy.routing.redis_sync",
-        "descriptors",
-        "memory",
-    ]
 
 
 def test_the_logs_of_the_gateway_and_of_its_server_go_to_one_place_once():

@@ -1,10 +1,10 @@
-"""`seamark setup`: what is asked, looked for, refused, written and printed; the files are in `test_setup_files.py`."""
+"""`seamark setup`: what is asked, looked for and refused; what is written and printed, whole: `golden/setup.txt`."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from proxy.commands import setup
 from proxy.commands.setup import RunningVllm, running, source_folder
@@ -20,6 +19,8 @@ from proxy.commands.setup_files import SetupWay
 from tests.deploy.compose_files import DEPLOY, OF_THE_USER
 from tests.harness.published_recipes import RECIPES
 from tests.harness.setup_answers import ANSWERS, SECOND, SPARK, WORKER, written
+
+SOURCE = DEPLOY.parent
 
 # What would be more than a name in a script, or in a file of settings.
 INTO_SHELLS = ["x; id", "$(id)", "`id`", "x\nid", "x'", 'x"', "x y", "x&id", "x|id", "$HOME", "x\\", "x\x1b[2J"]
@@ -36,6 +37,11 @@ def answering(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 
     monkeypatch.setattr(setup, "running", running)
     monkeypatch.setattr(setup, "image_version", lambda image: "")
+    monkeypatch.setattr(setup, "image_version", lambda image: "")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: object() if name == "vllm" else real(name, *more)
+    )
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
     for name in ("mods", "recipes"):
@@ -44,15 +50,14 @@ def answering(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, str]]]:
-    """`terminal(*answers)`: somebody who answers so; the questions that were asked, with their defaults."""
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """`terminal(*answers)`: somebody who answers so; the questions that were asked."""
 
-    def terminal(*answers: str) -> list[tuple[str, str]]:
+    def terminal(*answers: str) -> list[str]:
         left, asked = iter(answers), []
 
         def said(prompt: str) -> str:
-            question, _, default = prompt.removesuffix("? ").partition(" [")
-            asked.append((question, default.removesuffix("]")))
+            asked.append(prompt)
             return next(left)
 
         monkeypatch.setattr("builtins.input", said)
@@ -63,32 +68,21 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, s
     return terminal
 
 
-@pytest.fixture(params=ANSWERS)
-def folder(request, tmp_path, capsys) -> Path:
-    """A folder with the files that came of flags; it has a blank in its name."""
+def everything(out: Path) -> str:
+    """All that was written, and which of it is a script."""
+    files = sorted(path for path in out.rglob("*") if path.is_file())
+    modes = {path: "script " if os.access(path, os.X_OK) else "" for path in files}
+    return "\n".join(f"--- {modes[path]}{path.relative_to(out)}\n{path.read_text()}" for path in files)
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_what_is_written_and_said_for_the_flags(case, tmp_path, capsys, expect_golden):
     out = tmp_path / "my files"
-    flags, files = ANSWERS[request.param]
+    flags, files = ANSWERS[case]
     assert setup.main([*flags, "--out", str(out)]) == 0, capsys.readouterr().err
     assert {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} == files
-    return out
-
-
-def variables(path: Path) -> dict[str, str]:
-    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
-    return {name: value for name, _, value in (line.partition("=") for line in lines)}
-
-
-def test_every_file_begins_with_what_it_is_for_and_every_script_is_one(folder):
-    for path in folder.rglob("*.*"):
-        lines = path.read_text().splitlines()
-        assert (path.suffix == ".sh") == os.access(path, os.X_OK)
-        if path.suffix == ".sh":
-            assert lines.pop(0) == "#!/bin/sh" and stat.S_IMODE(path.stat().st_mode) == 0o755
-        assert lines[0].startswith("# "), path
-
-
-def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return capsys.readouterr().out.splitlines()
+    text = capsys.readouterr().out + everything(out)
+    expect_golden("setup", case, text, OUT=out, HOME=Path.home())
 
 
 def test_nothing_is_overwritten_unless_that_is_said(tmp_path, capsys):
@@ -167,62 +161,23 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("answers", "asked", "files"),
+    "answers",
     [
-        (
-            ["slurm", SetupWay.SPARK, "a/B", "{out}"],
-            ["How do you run vLLM", "How do you run vLLM", "Which model", "Folder for the files"],
-            ["seamark-b.yaml"],
-        ),
-        (
-            [SetupWay.COMPOSE, "a/B", OF_THE_USER["SECOND_SPARK"], "{out}"],
-            ["How do you run vLLM", "Which model", "The second machine's IP address", "Folder for the files"],
-            ["seamark.env"],
-        ),
-        (
-            [SetupWay.COMPOSE, "a/B", "", "{out}"],
-            ["How do you run vLLM", "Which model", "The second machine's IP address", "Folder for the files"],
-            ["seamark.env"],
-        ),
-        (
-            [SetupWay.KUBERNETES, "a/B", "3", "{out}"],
-            ["How do you run vLLM", "Which model", "How many vLLM servers", "Folder for the files"],
-            ["values.yaml"],
-        ),
-        (
-            ["", "  a/B ", "{out}"],  # the first way is the default
-            ["How do you run vLLM", "Which model", "Folder for the files"],
-            ["worker.sh"],
-        ),
-        (
-            [SetupWay.SYSTEMD, "", "{out}"],
-            ["How do you run vLLM", "Where does vLLM run", "Folder for the files"],
-            ["install.sh"],
-        ),
-        (
-            [SetupWay.BESIDE, "http://a:1/v1", "{out}"],
-            ["How do you run vLLM", "Where does vLLM run", "Folder for the files"],
-            ["compose.sh"],
-        ),
+        ("slurm", SetupWay.SPARK, "a/B", "{out}"),
+        (SetupWay.COMPOSE, "a/B", OF_THE_USER["SECOND_SPARK"], "{out}"),
+        (SetupWay.COMPOSE, "a/B", "", "{out}"),
+        (SetupWay.KUBERNETES, "a/B", "3", "{out}"),
+        ("", "  a/B ", "{out}"),  # the first way is the default
+        (SetupWay.SYSTEMD, "", "{out}"),
+        (SetupWay.BESIDE, "http://a:1/v1", "{out}"),
     ],
 )
-def test_a_terminal_is_asked_for_what_the_flags_leave_open(answers, asked, files, terminal, tmp_path, capsys):
+def test_a_terminal_is_asked_for_what_the_flags_leave_open(answers, terminal, tmp_path, capsys, expect_golden):
     out = tmp_path / "out"
-    questions = terminal(*(each.replace("{out}", str(out)) for each in answers))
+    asked = terminal(*(each.replace("{out}", str(out)) for each in answers))
     assert setup.main([]) == 0
-    assert [question.partition(" (")[0].partition(",")[0] for question, _ in questions] == asked
-    assert all((out / name).exists() for name in files)
-    assert questions[0][1] == "pip" and questions[-1][1] == "seamark-setup"
-    if answers[0] == "slurm":
-        assert "One of: pip, compose, " in capsys.readouterr().out
-    if SetupWay.SYSTEMD in answers:
-        assert questions[1][1] == "http://127.0.0.1:8000"
-        assert variables(out / "seamark.env")["SEAMARK_WORKER"] == "http://127.0.0.1:8000"
-    if SetupWay.COMPOSE in answers:
-        second = variables(out / "seamark.env").get("SECOND_SPARK", "")
-        assert second == answers[2]
-    if SetupWay.KUBERNETES in answers:
-        assert yaml.safe_load((out / "values.yaml").read_text())["worker"]["replicas"] == 3
+    text = "\n".join([*asked, capsys.readouterr().out, everything(out)])
+    expect_golden("setup", f"asked, answered {', '.join(answers[:-1])}", text, OUT=out, HOME=Path.home())
 
 
 @pytest.mark.parametrize("answer", ["two", "10000", "-1", "٣"])
@@ -250,14 +205,25 @@ def test_where_one_end_is_no_terminal_nobody_is_asked(stream, monkeypatch, termi
     assert setup.main([]) == 2 and not asked and "--way" in capsys.readouterr().err
 
 
-HERE = [RunningVllm("http://127.0.0.1:8000", ("m",)), RunningVllm("http://127.0.0.1:8001", ())]
+@pytest.mark.parametrize("flags", ["pip", "pip --model n", "compose-beside", "systemd", "compose --model m"])
+def test_what_answers_on_this_machine_is_named_and_taken_where_it_has_the_model(
+    flags, answering, tmp_path, capsys, expect_golden
+):
+    answering += [RunningVllm("http://127.0.0.1:8000", ("m",)), RunningVllm("http://127.0.0.1:8001", ())]
+    assert setup.main(["--way", *flags.split(), "--out", str(tmp_path / "out")]) == 0
+    settings = next(tmp_path.rglob("seamark.*")).read_text()
+    expect_golden("setup", f"vLLM runs, {flags}", capsys.readouterr().out + settings, OUT=tmp_path / "out")
 
 
-@pytest.mark.parametrize("way", [SetupWay.BESIDE, SetupWay.SYSTEMD])
-def test_what_goes_before_a_vllm_takes_the_one_that_answers(way, answering, tmp_path):
-    answering.append(HERE[0])
-    assert setup.main(["--way", way, "--out", str(tmp_path)]) == 0
-    assert variables(tmp_path / "seamark.env")["SEAMARK_WORKER"].endswith(":8000")
+@pytest.mark.parametrize("source", [SOURCE, None])
+def test_without_vllm_here_the_worker_is_started_in_the_environment_that_is_active(
+    source, monkeypatch, tmp_path, capsys, expect_golden
+):
+    monkeypatch.setattr(setup, "source_folder", lambda: source)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert setup.main(["--way", "pip", "--model", "a/B c", "--out", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out + (tmp_path / "out/worker.sh").read_text()
+    expect_golden("setup", f"no vLLM here, {'a' if source else 'no'} checkout", text, OUT=tmp_path / "out")
 
 
 def test_servers_are_known_by_their_models(monkeypatch):
@@ -289,84 +255,64 @@ def test_servers_are_known_by_their_models(monkeypatch):
     ]
 
 
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | None], None]:
-    """`noted(what)`: what pip has noted of where it installed this from, and no checkout is around the module."""
-    monkeypatch.setattr(setup, "__file__", str(tmp_path / "a/b/c.py"))
-
-    def noted(what: str | None) -> None:
+def test_the_source_is_the_checkout_that_this_runs_in_else_the_one_that_pip_has_noted_if_it_is_there(
+    monkeypatch, tmp_path
+):
+    def installed(what: str | None) -> None:
         monkeypatch.setattr(setup.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: what))
-
-    return noted
-
-
-@pytest.mark.parametrize("what", [None, "{}", "no JSON"])  # from a package index: pip notes no URL
-def test_where_pip_has_noted_no_checkout_there_is_none(noted, what):
-    noted(what)
-    assert source_folder() is None
-
-
-def test_a_checkout_that_pip_has_noted_is_the_source_if_it_is_still_there(noted, tmp_path):
-    checkout = tmp_path / "my seamark"
-    noted(json.dumps({"url": f"file://{tmp_path}/my%20seamark"}))
-    assert source_folder() is None
-    (checkout / "deploy").mkdir(parents=True)
-    (checkout / "deploy/compose.yaml").write_text("")
-    assert source_folder() == checkout
-
-
-def test_the_checkout_that_this_runs_in_comes_first_installed_or_not(monkeypatch):
-    assert source_folder() == DEPLOY.parent
 
     def gone(name: str) -> Any:
         raise setup.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(setup.metadata, "distribution", gone)
-    assert source_folder() == DEPLOY.parent
-
-
-def test_without_a_checkout_pip_is_set_up_and_a_recipe_is_not(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(setup, "source_folder", lambda: None)
-    assert setup.main(["--way", "pip", *WORKER, "--out", str(tmp_path / "a")]) == 0
-    assert setup.main(["vllm serve m", "--out", str(tmp_path / "b")]) == 2
-    assert "--source: a recipe's files need a checkout" in capsys.readouterr().err
-
-
-def from_recipe(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, list[str]]:
-    out = tmp_path / "my files"
-    assert setup.main([given, "--out", str(out)]) == 0, capsys.readouterr().err
-    return out, printed(capsys)
+    assert source_folder() == SOURCE
+    monkeypatch.setattr(setup, "__file__", str(tmp_path / "a/b/c.py"))
+    assert source_folder() is None
+    for what in (None, "{}", "no JSON"):  # from a package index: pip notes no URL
+        installed(what)
+        assert source_folder() is None
+    installed(json.dumps({"url": f"file://{tmp_path}/my%20seamark"}))
+    assert source_folder() is None
+    (tmp_path / "my seamark/deploy").mkdir(parents=True)
+    (tmp_path / "my seamark/deploy/compose.yaml").write_text("")
+    assert source_folder() == tmp_path / "my seamark"
 
 
 @pytest.mark.parametrize(
-    ("line", "base", "notes"),
-    [
-        ("vllm serve m --host 127.0.0.1", "http://127.0.0.1:8080", []),
-        ("vllm serve m --host 10.0.0.7", "http://10.0.0.7:8080", ["the gateway listens where vLLM did (10.0.0.7)"]),
-        ("vllm serve m --host localhost --api-key k", "http://127.0.0.1:8080", ["vLLM wants a key: "]),
-        ("VLLM_API_KEY=k vllm serve m --host localhost", "http://127.0.0.1:8080", ["vLLM wants a key: "]),
-        (
-            "VLLM_USE_RUST_FRONTEND=1 vllm serve Qwen3.6-27B --host localhost",
-            "http://127.0.0.1:8080",
-            ["its HTTP server is the one in Rust"],
-        ),
-    ],
+    "given", ["--way compose --model m", "--way compose-beside", "--way systemd", "--way kubernetes", "RECIPE"]
 )
-def test_clients_of_a_recipe_are_told_where_and_with_which_key(line, base, notes, tmp_path, capsys):
-    _, said = from_recipe(line, tmp_path, capsys)
-    assert f"Clients:    base_url {base}/v1" in said
-    told = [each.removeprefix("Note: ") for each in said if each.startswith("Note: ") and "in vLLM's env" not in each]
-    assert len(told) == len(notes) and all(map(str.startswith, told, notes))
+def test_without_a_checkout_what_needs_one_is_not_set_up(given, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(setup, "source_folder", lambda: None)
+    flags = ["vllm serve m"] if given == "RECIPE" else [*given.split(), *(SECOND if "m" not in given[-1] else ())]
+    assert setup.main([*flags, "--out", str(tmp_path / "b")]) == 2
+    assert "--source: " in capsys.readouterr().err
+
+
+RECIPE_LINES = [
+    "vllm serve m --host 127.0.0.1",
+    "vllm serve m --host 10.0.0.7",
+    "VLLM_API_KEY=k vllm serve m --host localhost",
+    "VLLM_USE_RUST_FRONTEND=1 vllm serve Qwen3.6-27B --host localhost --api-key k",
+    "docker run vllm/vllm-openai:v0.28.0 Qwen3.6-27B",
+    "vllm serve 'Qwen3.6\x1b[2J\n'",
+]
+
+
+@pytest.mark.parametrize("line", RECIPE_LINES, ids=ascii)
+def test_of_a_recipe_it_is_said_what_will_hit_what_to_change_and_how_to_go_on(line, tmp_path, capsys, expect_golden):
+    assert setup.main([line, "--out", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes == {0o600, 0o700}  # what vLLM is started with may hold keys
+    text += (tmp_path / "out/seamark.toml").read_text() + (tmp_path / "out/gateway.sh").read_text()
+    expect_golden("setup", ascii(line), text, OUT=tmp_path / "out")
 
 
 def test_a_recipe_is_written_again_only_if_that_is_said(tmp_path, capsys):
-    out, _ = from_recipe("vllm serve m", tmp_path, capsys)
+    out = tmp_path / "out"
+    assert setup.main(["vllm serve m", "--out", str(out)]) == 0
     assert setup.main(["vllm serve n", "--out", str(out)]) == 2 and "--force" in capsys.readouterr().err
     assert "serve m" in (out / "worker.sh").read_text()
     assert setup.main(["vllm serve n", "--out", str(out), "--force"]) == 0
     assert "serve n" in (out / "worker.sh").read_text()
-
-
-def test_what_a_recipe_says_is_printed_without_what_a_terminal_would_obey(tmp_path, capsys):
-    _, said = from_recipe("vllm serve 'Qwen3.6\x1b[2J\n'", tmp_path, capsys)
-    assert "\x1b" not in "".join(said)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import pytest
 
@@ -115,41 +114,6 @@ def test_a_body_that_drips_has_to_keep_up_with_the_rate(rate, is_refused):
             assert runner.get_loop().time() == pytest.approx(120, abs=2)
         else:
             assert len(runner.run(reading)) == 30_000
-
-
-class Server:
-    """A client's connection under the gateway's own server, or under one that has only ASGI's messages."""
-
-    def __init__(self, own: bool) -> None:
-        self.leaves = asyncio.Event()
-        self.callbacks = []
-        self.scope = {"extensions": {asgi.ON_DISCONNECT: self.callbacks.append}} if own else {}
-
-    async def receive(self):
-        await self.leaves.wait()
-        return GONE
-
-    def leave(self):
-        self.leaves.set()
-        for callback in self.callbacks:
-            callback()
-
-
-@pytest.fixture(params=[True, False], ids=["own server", "another server"])
-def server(request):
-    return Server(request.param)
-
-
-async def test_an_error_of_the_request_is_not_hidden_by_a_client_that_left(server):
-    async def handle():
-        async with ClientWatch(server.scope, server.receive):
-            server.leave()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-            raise ValueError("wrong")
-
-    with pytest.raises(ValueError, match="wrong"):
-        await handle()
 
 
 async def read(scope, *messages, limit=6, memory=None, pace=PACE):

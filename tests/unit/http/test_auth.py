@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from proxy.commands.key import main as key_command
 from proxy.config_files import MOST_NUMBER
-from proxy.errors import NotFound, SettingsError, Unauthorized
-from proxy.http.auth import ID_BYTES, KeyRing, client
+from proxy.errors import Forbidden, NotFound, SettingsError, Unauthorized
+from proxy.http.auth import ADMIN_OF_WORKERS, ID_BYTES, UNSALTED, KeyRing, admit, client
 from tests.harness.api_keys import entry, secret
 
 
@@ -28,6 +27,77 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "keys.toml"
     path.write_text(entry("ann") + entry("bob", share="team") + entry("cleo", share="team") + entry("root", admin=True))
     return path
+
+
+ANN, BOB, ROOT = (secret(name) for name in ("ann", "bob", "root"))
+
+
+@pytest.mark.parametrize(
+    ("headers", "whose"),
+    [
+        ([], None),
+        ([("authorization", f"Bearer {ANN}")], "ann"),
+        ([("authorization", f"bearer  {ANN}")], "ann"),
+        ([("authorization", f"Bearer{ANN}")], None),
+        ([("authorization", ANN)], None),
+        ([("authorization", f"Basic {ANN}")], None),
+        ([("proxy-authorization", f"Bearer {ANN}")], None),
+        ([("cookie", ANN), ("x-key", ANN)], None),
+        ([("x-api-key", f" {ANN} ")], "ann"),
+        ([("x-api-key", "")], None),
+        *(([("x-api-key", odd)], None) for odd in (ANN + "x", ANN[:-1], ANN.upper(), HASH["ann"], HASH["ann"].upper())),
+        # of two credentials the one that is a key counts; if both are, an admin's beside a client's widens nothing
+        ([("authorization", f"Bearer {ANN}"), ("x-api-key", "sk-ant-placeholder")], "ann"),
+        ([("authorization", "Bearer sk-ant-placeholder"), ("x-api-key", ANN)], "ann"),
+        ([("authorization", "Bearer "), ("x-api-key", ANN)], "ann"),
+        ([("authorization", f"Bearer {ANN}"), ("x-api-key", ROOT)], "ann"),
+        ([("authorization", "Bearer wrong"), ("x-api-key", "wrong-too")], None),
+    ],
+)
+def test_a_key_counts_in_either_header_and_in_any_order(file, headers, whose):
+    ring = KeyRing(file, "s")
+    for listed in (headers, headers[::-1]):
+        asked = {"path": "/", "headers": [(name.encode(), value.encode()) for name, value in listed]}
+        if whose is not None:
+            assert ring.authenticate(asked).name == whose
+        else:
+            with pytest.raises(Unauthorized):
+                ring.authenticate(asked)
+
+
+def test_of_equal_headers_the_first_value_counts(file):
+    both = [(b"x-api-key", BOB.encode()), (b"x-api-key", ANN.encode())]
+    assert KeyRing(file, "s").authenticate({"path": "/", "headers": both}).name == "bob"
+
+
+def test_salts_depend_on_key_group_and_secret_alone(file):
+    """What one client has cached is found by no other, and by no gateway with another secret."""
+
+    def salts(gateways: str | None) -> dict[str, str]:
+        ring = KeyRing(file, gateways)
+        assert ring.salts_last is bool(gateways)
+        return {name: ring.authenticate(scope(x_api_key=secret(name))).salt for name in ("ann", "bob", "cleo", "team")}
+
+    file.write_text(file.read_text() + entry("team"))  # a key is no group of the same name
+    assert salts("s") == salts("s") and salts("s")["bob"] == salts("s")["cleo"]
+    assert len({salt for gateways in ("s", "other", None, None, "") for salt in salts(gateways).values()}) == 15
+    assert salts("s")["ann"] not in repr(KeyRing(file, "s").named("ann"))
+
+
+def test_while_a_key_is_replaced_the_old_and_the_new_one_are_the_same_client(file):
+    """Also without a secret for all gateways, where each hash proves the responses of the key."""
+    both, new = f'["{HASH["ann"]}", "{HASH["bob"].upper()}"]', f'"{HASH["bob"]}"'
+    file.write_text(f"[keys.ann]\nsha256 = {both}\n")
+    ring, unsecret = KeyRing(file, "s"), KeyRing(file, None)
+    ann, made = ring.authenticate(scope(x_api_key=ANN)), unsecret.named("ann").new_response_id()
+    assert ring.authenticate(scope(x_api_key=BOB)) is ann and ann.name == "ann"
+    file.write_text(f'[keys.ann]\nsha256 = "{HASH["ann"]}"\n')
+    assert KeyRing(file, None).named("ann").made(made)
+    file.write_text(f"[keys.ann]\nsha256 = {new}\n")
+    ring.refresh()
+    assert ring.authenticate(scope(x_api_key=BOB)) is ann and not KeyRing(file, None).named("ann").made(made)
+    with pytest.raises(Unauthorized):
+        ring.authenticate(scope(x_api_key=ANN))
 
 
 def test_the_file_is_read_again_and_what_a_key_has_under_way_stays_counted(file):
@@ -68,6 +138,12 @@ def test_a_file_that_becomes_wrong_changes_nothing(file):
         ('[keys.ann]\nsha256 = "abc"\n', "64 hexadecimal digits"),
         (entry("ann", max_inflight=-1), "max_inflight"),
         (entry("ann", shares="x"), "shares"),
+        *((entry("ann", max_queued=number), "max_queued") for number in (-1, MOST_NUMBER + 1)),
+        *(
+            (f"[keys.ann]\nsha256 = {odd}\n", "sha256")
+            for odd in ("[]", "7", f'["{HASH["ann"]}", 7]', f'"{HASH["ann"]}0"')
+        ),
+        (entry("ann") + "[other]\n", "other"),
         (entry("ann", max_inflight=10**400), "max_inflight"),
         (entry("ann") + entry("bob").replace(HASH["bob"], HASH["ann"]), "keys: bob and ann have the same sha256"),
         (entry("ann") + entry("bob").replace(HASH["bob"], HASH["ann"].upper()), "keys: bob and ann have the same"),
@@ -86,27 +162,6 @@ def test_a_wrong_file_is_refused_by_name_without_what_it_holds(tmp_path, text, n
     _, correct = str(refused.value).split("A correct entry:\n")
     path.write_text(correct.replace("<64 hexadecimal digits>", "0" * 64))
     assert KeyRing(path, "s").authenticate  # the example has the form that is asked for
-
-
-@pytest.mark.parametrize("most", [4, 0])
-def test_the_command_makes_an_entry_for_the_key_it_prints(tmp_path, capsys, most):
-    assert key_command(["dora", "--share", "team", "--max-inflight", str(most)]) == 0
-    printed = capsys.readouterr().out
-    (tmp_path / "keys.toml").write_text(printed)
-    key = printed.splitlines()[0].rsplit(" ", 1)[1]
-    found = KeyRing(tmp_path / "keys.toml", "s").authenticate(scope(x_api_key=key))
-    assert (found.name, found.entry.share, found.entry.max_inflight) == ("dora", "team", most)
-
-
-def test_a_key_counts_by_its_hash_alone(tmp_path):
-    (tmp_path / "keys.toml").write_text(entry("ann"))
-    ring = KeyRing(tmp_path / "keys.toml", "s")
-    digest = hashlib.sha256(secret("ann").encode()).hexdigest()
-    for known in (digest, digest.upper(), secret("ann") + "x", secret("ann")[:-1], secret("ann").upper()):
-        with pytest.raises(Unauthorized, match="does not know"):
-            ring.authenticate(scope(x_api_key=known))
-    with pytest.raises(Unauthorized, match="No API key"):
-        ring.authenticate(scope(cookie=secret("ann")))
 
 
 # Names of stored responses.
@@ -130,43 +185,58 @@ def test_a_response_is_known_as_its_keys_by_every_gateway_with_the_secret(file):
         assert not ann.made(wrong), wrong
 
 
+# Which pages and paths.
+
+SHOWN = ("/v1/chat/completions/render", "/v1/chat/completions/render/")
+OPERATORS = ("/metrics", "/seamark/", "/seamark/status", "/ui/x")
+
+
 @pytest.mark.parametrize(
-    ("lines", "is_sound"),
+    ("paths", "ann", "nobody"),
     [
-        ('sha256 = "{0}"\nmax_inflight = 0\nmax_queued = 0', True),
-        ('sha256 = "{0}"\nmax_inflight = {most}\nmax_queued = {most}', True),
-        ('sha256 = "{0}"\nmax_queued = -1', False),
-        ('sha256 = "{0}"\nmax_queued = {more}', False),
-        ('sha256 = "{0}"\nmax_inflight = {more}', False),
-        ("sha256 = []", False),
-        ('sha256 = ["{0}", "{0}"]', False),
-        ('sha256 = ["{0}", 7]', False),
-        ('sha256 = "{0}0"', False),
-        ('sha256 = "{0:.63}g"', False),
-        ("sha256 = 7", False),
+        (("/v1/chat/completions", "/v1/models", "/v1/rendered"), None, Unauthorized),
+        ((*SHOWN, *ADMIN_OF_WORKERS), Forbidden, Unauthorized),
+        (UNSALTED, NotFound, Unauthorized),
     ],
 )
-def test_an_entry_is_sound_or_the_file_is_refused(file, lines, is_sound):
-    file.write_text("[keys.ann]\n" + lines.format(HASH["ann"], most=MOST_NUMBER, more=MOST_NUMBER + 1) + "\n")
-    if is_sound:
-        KeyRing(file, "s")
-    else:
-        with pytest.raises(SettingsError, match="ann"):
-            KeyRing(file, "s")
+def test_what_shows_the_salt_or_loads_files_is_for_admins_and_what_has_no_salt_for_nobody(file, paths, ann, nobody):
+    ring = KeyRing(file, "s")
+    for path in paths:
+        root = NotFound if path in UNSALTED else None
+        for error, headers in ((ann, {"x_api_key": ANN}), (nobody, {}), (root, {"x_api_key": ROOT})):
+            if error is None:
+                assert client(scope(path, **headers), ring).name in ("ann", "root")
+            else:
+                with pytest.raises(error):
+                    client(scope(path, **headers), ring)
 
 
-def test_names_that_cannot_be_shown_and_fields_beside_the_keys_are_refused(file):
-    for text in (entry("ann").replace("keys.ann", r'keys."a\u0007"'), entry("ann") + "[other]\n"):
-        file.write_text(text)
-        with pytest.raises(SettingsError):
-            KeyRing(file, "s")
-
-
-# Which header counts.
-
-
-@pytest.mark.parametrize("name", ["ann", "root", None])
-def test_a_path_whose_cache_has_no_salt_is_for_nobody(file, name):
-    headers = {} if name is None else {"x_api_key": secret(name)}
-    with pytest.raises(NotFound if name else Unauthorized):
-        client(scope("/v2/embed", **headers), KeyRing(file, "s"))
+@pytest.mark.parametrize(
+    ("paths", "ann", "nobody", "elsewhere"),
+    [
+        (OPERATORS, Forbidden, Unauthorized, NotFound),
+        # whose explanations these are is looked at there
+        (("/seamark/requests/r",), None, Unauthorized, NotFound),
+        (("/v1/other", "/metrics/x", "/uix", "/seamark"), None, Unauthorized, None),
+        (("/ui", "/ui/"), None, None, NotFound),
+        (("/", "/health", "/ready"), None, None, None),
+    ],
+)
+def test_pages_for_operators_are_for_admins_and_at_an_address_of_their_own_nowhere_else(
+    file, paths, ann, nobody, elsewhere
+):
+    ring = KeyRing(file, "s")
+    for path in paths:
+        assert admit(scope(path), None, False, False) is None  # a gateway without keys
+        admit(scope(path, x_api_key=ROOT), ring, False, False)
+        for error, headers in ((ann, {"x_api_key": ANN}), (nobody, {})):
+            for own_address, wanted in ((False, error), (True, elsewhere or error)):
+                if wanted is None:
+                    admit(scope(path, **headers), ring, own_address, False)
+                else:
+                    with pytest.raises(wanted):
+                        admit(scope(path, **headers), ring, own_address, False)
+        if elsewhere is not None:
+            assert admit(scope(path), ring, True, True) is None
+            with pytest.raises(NotFound):
+                admit(scope(path, x_api_key=ROOT), ring, True, False)

@@ -1,9 +1,11 @@
-"""The hint is spliced in; every other byte stays."""
+"""The hint is spliced in; every other byte stays. What is read is what Python's own reader reads, within bounds."""
 
 import json
 from random import Random
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from proxy.errors import BadRequest, TooComplex
 from proxy.http import json_body
@@ -18,6 +20,7 @@ from proxy.http.json_body import (
     object_in_steps,
     parse_object,
     with_edits,
+    with_fields,
     with_hint,
 )
 from proxy.settings import Settings
@@ -27,68 +30,132 @@ LIMITS = Settings().json_limits
 
 MANY = 10**9
 
-ODD_SPELLINGS = [
-    b'{"model":"m","messages":[]}',
-    b' \n{ "model" : "m" ,\t"n":1.50,"s":"\\u00e9\\/\\ud83d\\ude00 \xc3\xa9","e":1E5}\r\n',
-    b'{"a":{"vllm_xargs":{"seamark_boundaries":[1]}},"b":"}"}',
-    b"{}",
-]
+TEXTS = st.text('ab"\\{[}]:,/é\u2028😀\ud83d', max_size=5)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
+SPELLINGS = st.sampled_from(
+    [{}, {"indent": 2}, {"separators": (" ,", "\t:\r\n")}, {"separators": (",", ":"), "ensure_ascii": False}]
+)
 
 
-def hinted(raw, positions=(163, 210)):
-    return with_hint(raw, parse_object(raw, *LIMITS), positions)
+@st.composite
+def objects(draw, *names):
+    """An object as it may be sent: spaces anywhere, and a name may come twice, of which readers take the last."""
+    style, space = draw(SPELLINGS), draw(st.sampled_from(["", " ", "\n\t"]))
+    members = draw(st.lists(st.tuples(st.sampled_from(names) | TEXTS, VALUES), max_size=5))
+    written = [f"{json.dumps(name, **style)}{space}:{json.dumps(value, **style)}" for name, value in members]
+    return f"{space}{{{space}{f',{space}'.join(written)}{space}}}{space}".encode(errors="surrogatepass")
 
 
-@pytest.mark.parametrize("raw", ODD_SPELLINGS)
-def test_the_hint_is_added_and_every_other_byte_stays(raw):
-    spliced = hinted(raw)
-    parsed = json.loads(spliced)
-    assert parsed.pop("vllm_xargs") == {"seamark_boundaries": [163, 210]}
-    assert parsed == json.loads(raw)
-    body, end = raw[: raw.rindex(b"}")], raw[raw.rindex(b"}") :]
-    assert spliced.startswith(body) and spliced.endswith(end)
+def edited(value, path, new):
+    name, *more = path
+    copied = list(value) if isinstance(value, list) else dict(value)
+    copied[name] = edited(value[name], more, new) if more else new
+    return copied
 
 
-def test_a_hint_sent_by_a_client_is_emptied_where_there_is_none_to_send():
-    raw = b'{"vllm_xargs":{"seamark_boundaries":[9],"mine":1},"y":2}'
-    assert hinted(raw, ()) == raw.replace(b"[9]", b"[]")
+@given(objects("vllm_xargs"), objects("mine", "seamark_boundaries"), st.sampled_from([(), (5, "last:7")]))
+def test_the_hint_takes_the_clients_place_and_every_other_byte_stays(raw, xargs, entries):
+    if len(raw) % 2:
+        opened, end = raw[: raw.rindex(b"}")], raw[raw.rindex(b"}") :]
+        raw = opened + (b"," if json.loads(raw) else b"") + b'"vllm_xargs":' + xargs + end
+    for load in ("", "g,9,3"):
+        parsed = json.loads(raw)
+        given_xargs = parsed.get("vllm_xargs")
+        spliced = with_hint(raw, parse_object(raw, *LIMITS), entries, load)
+        if given_xargs is not None and not isinstance(given_xargs, dict):
+            assert spliced is raw  # the worker's to refuse
+            continue
+        wanted = dict(given_xargs or {})
+        if entries or "seamark_boundaries" in wanted:
+            wanted["seamark_boundaries"] = list(entries)
+        if load:
+            wanted[LOAD] = load
+        if wanted == (given_xargs or {}) and "seamark_boundaries" not in wanted:
+            assert spliced is raw
+        else:
+            assert json.loads(spliced) == {**parsed, "vllm_xargs": wanted}
+            if given_xargs is None and "vllm_xargs" not in parsed:
+                assert spliced.startswith(raw[: raw.rindex(b"}")]) and spliced.endswith(raw[raw.rindex(b"}") :])
 
 
-def test_arguments_given_as_null_take_the_hint():
-    assert json.loads(hinted(b'{"vllm_xargs":null}')) == {"vllm_xargs": {"seamark_boundaries": [163, 210]}}
+def test_other_arguments_of_a_client_stay_byte_for_byte():
+    raw = '{"vllm_xargs": {"a":1e999, "b":"é\\u00e9", "c":1.0e5 }}'.encode()
+    assert with_hint(raw, json.loads(raw), (7,)) == raw[:-2] + b',"seamark_boundaries":[7]}}'
+    in_utf_16 = '{"é":1}'.encode("utf-16")
+    assert with_hint(in_utf_16, {"é": 1}, (7,)) is in_utf_16
 
 
-@pytest.mark.parametrize("raw", [b'{"vllm_xargs":7}', '{"é":1}'.encode("utf-16")])
-def test_what_is_the_workers_to_refuse_is_left_alone(raw):
-    assert hinted(raw) is raw
+@given(objects("a", "b"), st.dictionaries(st.sampled_from("abc"), VALUES), st.sets(st.sampled_from("abc")))
+def test_outermost_fields_are_set_and_removed_and_the_others_stay(raw, put, dropped):
+    parsed = json.loads(raw)
+    left = {name: value for name, value in parsed.items() if name not in dropped}
+    found = with_fields(raw, parsed, put, dropped)
+    assert json.loads(found) == {**left, **put}
+    assert found is raw or put or dropped & parsed.keys()
+    if not dropped & parsed.keys() and not put.keys() & parsed.keys():
+        assert found.startswith(raw[: raw.rindex(b"}")]) and found.endswith(raw[raw.rindex(b"}") :])
 
 
-@pytest.mark.parametrize("raw", [b"\xff\xfe{", b"\xff\xfe{\x00}", b"{\x00}\x00\x00", b"\xff\xfe\x00\xd8{\x00}\x00"])
+@given(objects("a"), VALUES, st.data())
+def test_values_are_replaced_by_their_paths(raw, new, data):
+    value, path = json.loads(raw), ()
+    while value and isinstance(value, dict | list) and (not path or data.draw(st.booleans())):
+        name = data.draw(st.sampled_from([*value] if isinstance(value, dict) else range(len(value))))
+        value, path = value[name], (*path, name)
+    if path:
+        assert json.loads(with_edits(raw, [Edit(path, new)])) == edited(json.loads(raw), path, new)
+    assert with_edits(raw, []) == raw
+
+
+def test_every_byte_beside_replaced_values_stays_and_a_path_that_is_not_there_is_none():
+    raw = b' {"a": [ {"b" : 1.50} , [ ] , "x" ],"c":{} , "a2":"\xc3\xa9"} '
+    edits = [Edit(("a2",), None), Edit(("a", 0, "b"), {"d": 2}), Edit(("a", 1), [7]), Edit(("c",), "e")]
+    assert with_edits(raw, edits) == b' {"a": [ {"b" : {"d": 2}} , [7] , "x" ],"c":"e" , "a2":null} '
+    for path in (("x",), ("a", 3), ("a", 0, "x"), ("a", -1), ("a", 1, 0)):
+        with pytest.raises(KeyError):
+            with_edits(raw, [Edit(path, 1)])
+
+
+# Reading.
+
+
+def outcome(read, raw, *errors):
+    try:
+        return repr({**read(raw)})
+    except errors:
+        return None
+
+
+def as_python_does(raw):
+    return outcome(json.loads, raw, ValueError, TypeError, RecursionError)
+
+
+ODD = ["1e999", "-0", "01", "1.", "NaN", "Infinity", "tru", '"\\ud83d"', '"\\x"', '"\t"', "\x00", "9" * 30, "[]"]
+ODD += [*'{}[],:"\\ 1', '"é"', '"a":1', "null", "1" * 5000, "-1.5e-310", "\ud83d", "[" * 60_000]
+
+
+@given(st.lists(st.sampled_from(ODD), max_size=6), st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32-le"]))
+def test_bodies_are_read_as_pythons_json_reads_them_or_refused(pieces, encoding):
+    for text in ('{"a":%s}', "{%s}", "%s", '{"a":1}%s'):
+        raw = (text % "".join(pieces)).encode(encoding, "surrogatepass")
+        assert outcome(lambda raw: parse_object(as_utf8(raw), 900, MANY), raw, BadRequest) == as_python_does(raw), raw
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xfe{", b"\xff\xfe{\x00}", b"\xff\xfe\x00\xd8{\x00}\x00"])
 def test_broken_utf_16_is_a_bad_request(raw):
     with pytest.raises(BadRequest):
         parse_object(as_utf8(raw), *LIMITS)
-
-
-def test_what_a_body_is_made_of_is_seen_wherever_it_is_cut(monkeypatch):
-    random = Random(16)
-    pieces = ['"', "\\", "\\\\", "{", "[", "}", "]", ":", ",", "x"]
-    for size in (1, 2, 3, 7, 1 << 20):
-        monkeypatch.setattr(json_body, "SLICE", size)
-        for _ in range(500):
-            texts = ["".join(random.choices(pieces, k=random.randint(0, 9))) for _ in range(3)]
-            value = {f"k{texts[0]}": [texts[1], {texts[2]: []}], "": {}}
-            raw = json.dumps(value).encode()
-            assert parse_object(raw, 4, 8)
-            for limits in ((3, 8), (4, 7)):
-                with pytest.raises(TooComplex):
-                    parse_object(raw, *limits)
 
 
 ESCAPES = (r"\"", r"\\", r"\/", r"\b", r"\f", r"\n", r"\r", r"\t", r"\u005c", r"\u0022", r"\u00e9")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1 << 20])
-def test_an_escape_of_any_kind_neither_ends_a_string_nor_hides_its_end(monkeypatch, size):
+def test_what_a_body_is_made_of_is_counted_outside_strings_wherever_it_is_cut(monkeypatch, size):
     monkeypatch.setattr(json_body, "SLICE", size)
     random = Random(17)
     pieces = [*ESCAPES, *ESCAPES[:2], *"{[}]:,xbn/"]
@@ -99,6 +166,14 @@ def test_an_escape_of_any_kind_neither_ends_a_string_nor_hides_its_end(monkeypat
         for limits in ((3, 8), (4, 7)):
             with pytest.raises(TooComplex):
                 parse_object(raw.encode(), *limits)
+
+
+def test_bodies_are_read_as_deep_and_as_wide_as_the_limits_allow():
+    deep, wide = b'{"a":' * 900 + b"1" + b"}" * 900, b'{"a":[' + b"7," * 99 + b"7]}"
+    assert parse_object(deep, 900, MANY) == json.loads(deep) and parse_object(wide, 4, 10) == json.loads(wide)
+    for raw, limits, setting in ((deep, (899, MANY), "max_json_depth"), (wide, (4, 9), "max_json_values")):
+        with pytest.raises(TooComplex, match=setting):
+            parse_object(raw, *limits)
 
 
 @pytest.mark.parametrize(
@@ -112,49 +187,20 @@ def test_values_are_counted_as_the_limit_counts_them(value, values):
         assert memory_of(value, 1, values - 1) == (MOST_PER_BYTE, values)
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        {},
-        {"a": []},
-        {"a": [1], "b": {"c": [[]]}, "d": "]}", "é": None, "f": -1.5, "g": [{}, [], "x\\", "😀", True]},
-        {"outcomes": [[f"r{number}", "hit", number] for number in range(3000)], "cursor": 12345678901234567890},
-        {"long": "x" * 3000, "list": ["y" * 3000, [1] * 3000], "cut": [10**1030, 10**1022, 10**1023, 10**1024]},
-    ],
-)
-@pytest.mark.parametrize("one_step_bytes", [0, json_body.ONE_STEP_BYTES])
-@pytest.mark.parametrize("style", [{}, {"indent": 2}, {"separators": (",", ":"), "ensure_ascii": False}])
-def test_an_object_is_read_in_steps_as_in_one_go(told, style, one_step_bytes, monkeypatch):
-    monkeypatch.setattr(json_body, "ONE_STEP_BYTES", one_step_bytes)
-    raw = json.dumps(told, **style).encode(errors="surrogatepass")
-    assert finished(object_in_steps(raw, MANY)) == told == json.loads(raw)
+# In steps.
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"[]",
-        b"{",
-        b"{}}",
-        b'{"a":1',
-        b'{"a":1,}',
-        b'{"a":[1,]}',
-        b'{"a":[1 2]}',
-        b'{"a" 1}',
-        b"{1:1}",
-        b"{[]:1}",
-        b'{"a":tru}',
-        b"\xff{}",
-        b'{"a":' + b"[" * 60_000 + b"]" * 60_000 + b"}",
-        b'{"a":[' + b"7" * 5000 + b"]}",  # more digits than Python takes
-    ],
-)
 @pytest.mark.parametrize("one_step_bytes", [0, json_body.ONE_STEP_BYTES])
-def test_what_is_no_object_is_refused_in_steps(raw, one_step_bytes, monkeypatch):
-    monkeypatch.setattr(json_body, "ONE_STEP_BYTES", one_step_bytes)
-    with pytest.raises(ValueError):  # noqa: PT011  of several readers
-        finished(object_in_steps(raw, MANY))
+@given(st.lists(st.sampled_from([*ODD, '"b":[[],{}]', "7," * 3000, '"' + "y" * 5000 + '"']), max_size=8))
+@example(['"a":[' + "7," * 3000 + "7]", ",", '"b":[' + '["r","hit",1],' * 900 + "[]]"])
+def test_an_object_is_read_in_steps_as_in_one_go(one_step_bytes, pieces):
+    raw = b"{%s} \r\n" % "".join(pieces).encode(errors="surrogatepass")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(json_body, "ONE_STEP_BYTES", one_step_bytes)
+        assert outcome(lambda raw: finished(object_in_steps(raw, MANY)), raw, ValueError) == as_python_does(raw)
+        assert finished(object_in_steps(b'{"a":[1,2],"b":3}', 5)) == {"a": [1, 2], "b": 3}  # two names, three values
+        with pytest.raises(OverBound, match="more than 4 values"):
+            finished(object_in_steps(b'{"a":[1,2],"b":3}', 4))
 
 
 @pytest.mark.parametrize(
@@ -176,35 +222,6 @@ def test_a_step_reads_little_whatever_there_is():
     told = {"a": [["r", "hit", 1]] * 5000, "b": ["x" * 60_000] * 20}
     raw = json.dumps(told).encode()
     assert sum(1 for _ in object_in_steps(raw, MANY)) > len(raw) / MOST_CHARACTERS
-
-
-@pytest.mark.parametrize(
-    ("raw", "entries", "xargs"),
-    [
-        (b"{}", (), {LOAD: "g,9,3"}),
-        (b'{"a":1}', (5, "last:7"), {"seamark_boundaries": [5, "last:7"], LOAD: "g,9,3"}),
-        (b'{"vllm_xargs":{}}', (5,), {"seamark_boundaries": [5], LOAD: "g,9,3"}),
-        (b'{"vllm_xargs":null}', (), {LOAD: "g,9,3"}),
-        (b'{"vllm_xargs":{"mine":1}}', (5,), {"mine": 1, "seamark_boundaries": [5], LOAD: "g,9,3"}),
-        (
-            b'{"vllm_xargs":{"seamark_boundaries":[9],"mine":1}}',
-            (5,),
-            {"mine": 1, "seamark_boundaries": [5], LOAD: "g,9,3"},
-        ),
-        (b'{"vllm_xargs":{"seamark_boundaries":[9]}}', (), {"seamark_boundaries": [], LOAD: "g,9,3"}),
-    ],
-)
-def test_what_a_request_is_expected_to_cost_goes_along_with_its_hint(raw, entries, xargs):
-    spliced = with_hint(raw, json.loads(raw), entries, "g,9,3")
-    assert json.loads(spliced) == {**json.loads(raw), "vllm_xargs": xargs}
-    text = raw.decode()
-    assert with_hint(raw, json.loads(text), entries).count(LOAD.encode()) == 0
-
-
-@pytest.mark.parametrize("path", [("x",), ("a", 1), ("a", 0, "x"), ("a", -1), ("b", 0)])
-def test_a_path_that_is_not_there_is_none_to_edit(path):
-    with pytest.raises(KeyError):
-        with_edits(b'{"a":[{}],"b":[]}', [Edit(path, 1)])
 
 
 def test_what_is_nested_too_deep_for_any_reader_is_a_value_error():
