@@ -166,6 +166,21 @@ async def test_other_processes_of_the_same_server_read_without_a_key_and_no_othe
         assert (await client.get(f"http://inside{PATH}")).status_code == 200
 
 
+async def test_nobody_reads_from_elsewhere_unless_it_was_asked_for(taking, monkeypatch):
+    """Another address of this machine stands for another machine."""
+    monkeypatch.delenv(settings.REPORTS_AT, raising=False)
+    at = Collector(settings.reports_at(), ())
+    at.start(taking)
+    port = at.read_at.rpartition(":")[2]
+    assert at.read_at.startswith("127.0.0.1:")
+    with pytest.raises(httpx.ConnectError):
+        await read_beside(f"127.0.0.2:{port}")
+    monkeypatch.setenv(settings.REPORTS_AT, "0.0.0.0:0")
+    opened = Collector(settings.reports_at(), ())
+    opened.start(taking)
+    assert (await read_beside(f"127.0.0.2:{opened.read_at.rpartition(':')[2]}")).status_code == 200
+
+
 async def test_a_port_that_is_taken_costs_a_line_and_reports_still_come(taking, caplog):
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]

@@ -118,6 +118,17 @@ def test_what_another_worker_evicts_under_a_look_is_left_out(tmp_path: Path, mon
     assert store(held, 4).stored == [key_of(4)]
 
 
+@pytest.mark.parametrize("size", [1 << 40, 100 * FILE, 3 * FILE])
+def test_a_file_with_holes_takes_what_is_allocated_for_it(tmp_path: Path, size):
+    held = directory(tmp_path, max_bytes=4 * FILE)
+    store(held, 1, 2, 3)
+    sparse = held._path(key_of(9))
+    sparse.touch(mode=0o600)
+    os.truncate(sparse, size)
+    assert store(held, 4).evicted == []
+    assert all(load(held, number) == block_of(number) for number in (1, 2, 3, 4))
+
+
 @pytest.mark.parametrize("ahead", [60.0, 70 * 365 * 86400.0])
 def test_a_file_from_the_future_was_used_just_now(tmp_path: Path, ahead):
     held = directory(tmp_path)

@@ -1,4 +1,4 @@
-"""A hint in a header, and a load: whose is heard, what it becomes in the body, and that nothing else changes."""
+"""A hint in a header: whose is heard, what it becomes in the body, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from engine_patches import settings
 from engine_patches.reporting import header_fields
 from engine_patches.reporting.events_api import EventsEndpoint
-from engine_patches.reporting.header_fields import LOAD, NAME, PATHS
+from engine_patches.reporting.header_fields import NAME, PATHS
 from tests.harness.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -57,11 +57,11 @@ async def sent_on(*messages: Any, headers: Any, **scope: Any) -> tuple[list[Any]
     return got, scope["headers"], " ".join(changed)
 
 
-async def joined(body: bytes, *hints: bytes, load: bytes = b"", **scope: Any) -> tuple[bytes, str]:
+async def joined(body: bytes, *hints: bytes, **scope: Any) -> tuple[bytes, str]:
     """The body that the server gets, in any pieces, and what became of the hint."""
     length = [(b"content-length", b"%d" % len(body))]
     length += [(b"transfer-encoding", b"chunked"), (b"x-other", b"content-length")]
-    given = [*length, *((NAME, hint) for hint in hints), *([(LOAD, load), (LOAD, b"cd,2,2")] if load else [])]
+    given = [*length, *((NAME, hint) for hint in hints)]
     pieces: list[Any] = [{"type": "http.request", "body": part} for part in (body[:7], body[7:])]
     pieces[0]["more_body"], pieces[1]["more_body"] = True, False
     got, headers, result = await sent_on(*pieces, headers=[*given, *scope.pop("more", ())], **scope)
@@ -71,7 +71,7 @@ async def joined(body: bytes, *hints: bytes, load: bytes = b"", **scope: Any) ->
         assert own[:3] == length, "what nothing joins stays as it is"
     else:
         assert own == [(b"x-other", b"content-length"), (b"content-length", b"%d" % len(found))] and len(got) == 2
-    assert {NAME, LOAD}.isdisjoint(dict(headers))
+    assert NAME not in dict(headers)
     return found, result
 
 
@@ -143,18 +143,6 @@ async def test_a_body_that_no_hint_joins_stays_as_it_is_and_why_is_counted(body,
 async def test_heard_is_who_is_in_a_trusted_network(monkeypatch, networks, peer, is_heard):
     trust(monkeypatch, networks)
     assert (await joined(b"{}", b"163", client=[peer, 5]))[1] == ("used" if is_heard else "untrusted")
-
-
-async def test_a_load_joins_the_body_whoever_sends_it_and_is_no_hint():
-    load = {"seamark_load": "ab,1000,400"}
-    for client in (("10.1.2.3", 5), ("203.0.113.9", 5)):
-        found, result = await joined(b'{"model": "m"}', load=b"ab,1000,400", client=client)
-        assert json.loads(found) == {"model": "m", "vllm_xargs": load} and not result, "the first of several"
-    found, result = await joined(b"{}", HINT, load=b"ab,1000,400")
-    assert json.loads(found) == {"vllm_xargs": {**load, **ENTRIES}} and result == "used"
-    said = b'{"vllm_xargs": {"seamark_load": "cd,1,1"}}'
-    assert (await joined(said, load=b"ab,1,1"))[0] == said
-    assert (await joined(b"{}", load=b"ab,1,1", path="/v1/embeddings"))[0] == b"{}"
 
 
 async def test_a_client_that_leaves_before_its_body_is_there_has_left():
