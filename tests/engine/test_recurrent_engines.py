@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness.recurrent_engines import FAMILIES, MAMBA2_ALONE, SHORT_CONVOLUTIONS, STALE
+from tests.harness.recurrent_engines import FAMILIES, MAMBA2_ALONE, SHORT_CONVOLUTIONS
 from tests.harness.scheduler_process import run_apart
 
 
@@ -18,9 +18,3 @@ def test_states_are_found_by_the_second_prompt_and_change_no_answer(name):
     for length, hits in found["hits"].items():
         owed = int(length) // found["unit"] * found["unit"]
         assert owed and hits == [0] + [owed] * (len(FAMILIES[name].own) - 1), found
-
-
-@pytest.mark.thorough
-def test_a_short_convolution_that_keeps_no_inputs_is_seen():
-    (found,) = run_apart("recurrent_engines", f"{SHORT_CONVOLUTIONS}: {STALE}")
-    assert found["wrong"] > 0, found
