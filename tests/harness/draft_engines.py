@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.harness import draft_oracle, triton_interpreter
+from tests.harness import draft_oracle, started_engines, triton_interpreter
 from tests.harness.engines import CPU_PROCESS
 
 DRAFTS = 3
@@ -70,7 +70,6 @@ class Engine:
     window: int | None = None  # tokens: of the MTP head, which then has its rows in a cache group of its own
     poisoned: bool = False  # its cache is full of NaN before the first request
     planted: str | None = None  # a defect
-    without: Sequence[str] = ()  # parts of `draft_kernels` that are left out
     flags: Mapping[str, Any] = field(default_factory=dict)  # of vLLM
 
 
@@ -89,17 +88,6 @@ def pairs(draw: random.Random, answers: Answers) -> list[Round]:
         further = [shared + _drawn(draw, more) for more in (37, 300, 5)]
         rounds += [[(prompt, [length])] for prompt in (further[0], second, second, *further[1:])]
     return rounds
-
-
-def bursts(draw: random.Random, answers: Answers) -> list[Round]:
-    """Chats on a few heads, all at once, and once more in another order."""
-    heads = [_drawn(draw, length) for length in (70, 150, 163, 390, 500)]
-    chats = []
-    for _ in range(16):
-        head = draw.choice(heads)
-        prompt = head + _drawn(draw, draw.randrange(3, 200))
-        chats.append((prompt, sorted({len(head), max(len(prompt) - draw.randrange(1, 9), 1)})))
-    return [chats, draw.sample(chats, len(chats))]
 
 
 def edges(draw: random.Random, answers: Answers) -> Iterator[Round]:
@@ -131,21 +119,7 @@ def heads(draw: random.Random, answers: Answers) -> list[Round]:
     ]
 
 
-def chats(draw: random.Random, answers: Answers) -> Iterator[Round]:
-    """Ten turns of a chat; then ten agents over one prompt, one ahead of the others; then all of the agents again."""
-    prompt, hints = _drawn(draw, 200), [190]
-    for _ in range(10):
-        yield [(prompt, hints)]
-        said = prompt + answers[-1]["tokens"]
-        prompt, hints = said + _drawn(draw, 23), [len(said)]
-    head = _drawn(draw, 390)
-    agents = [(head + _drawn(draw, 10 + 7 * number), [len(head)]) for number in range(10)]
-    yield agents[:1]
-    yield agents[1:]
-    yield agents
-
-
-TRAFFIC = {"pairs": pairs, "bursts": bursts, "edges": edges, "heads": heads, "chats": chats}
+TRAFFIC = {"pairs": pairs, "edges": edges, "heads": heads}
 
 
 def _drawn(draw: random.Random, length: int) -> list[int]:
@@ -238,6 +212,7 @@ def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
     logging.getLogger("vllm.seamark").warning = lambda text, *parts: said.append(text % parts)  # type: ignore[method-assign]
     delta = "qwen3_next" in model
     _prepare(engine, delta, oracle)
+    started_engines.note(Path(model).name.rpartition("-")[0])
     from vllm import LLM, SamplingParams
 
     flags = {"max_model_len": 2048, "max_num_seqs": 8, **engine.flags}
@@ -336,13 +311,12 @@ def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
         "writes_in_forward": checkpoints.writes_in_forward if checkpoints is not None else False,
         "ahead": checkpoints.grid.ahead if checkpoints is not None else 0,
         "said": said,
-        "windows": dict(checkpoints.counters.counts.windows) if checkpoints is not None else {},
         "ignored": dict(checkpoints.counters.counts.ignored) if checkpoints is not None else {},
         "groups": [
             (type(group.kv_cache_spec).__name__, len(group.layer_names))
             for group in manager.kv_cache_config.kv_cache_groups
         ],
-        "runner": type(runner).__module__,
+        "runner": [each.__module__ for each in type(runner).__mro__],
         "speculator": type(getattr(runner, "speculator", None)).__name__,
         "scheduler": type(core.scheduler).__name__,
     }
@@ -350,13 +324,14 @@ def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
 
 def _prepare(engine: Engine, delta: bool, oracle: Oracle) -> None:
     """Put stand-ins and defects into this process before its engine is made. `delta`: of gated delta nets."""
-    from tests.harness import async_scheduling, draft_defects, draft_kernels, engine_v2, float32_delta
+    from engine_patches.families import MAMBA2
+    from tests.harness import async_scheduling, draft_defects, draft_kernels, float32_delta, gpu_choices
 
     if delta:
         float32_delta.register()
-    parts = set(draft_kernels.ALL) - set(engine.without)
+    parts = set(draft_kernels.ALL)
     if engine.v2:
-        engine_v2.as_on_a_gpu()
+        gpu_choices.take_runner_v2(MAMBA2)
         async_scheduling.register()
         parts.discard(draft_kernels.COPIES)  # its own are kernels of Triton's
     draft_kernels.install(parts)

@@ -15,11 +15,7 @@ from tests.harness import draft_defects, draft_engines, draft_kernels
 
 VARIABLE = "SEAMARK_TEST_FAULT"
 
-FOREIGN_ROWS = "the last block of a hit is another one"
-
 ROWS_LOST = "the head has no rows behind a hit"
-
-FAULTS = (draft_defects.A_UNIT_EARLY, draft_defects.ACCEPTED_IGNORED, FOREIGN_ROWS, ROWS_LOST)
 
 PROBABILITY = 0.7
 
@@ -29,28 +25,8 @@ def register() -> None:
     draft_kernels.install()
     fault = os.environ.get(VARIABLE, "")
     _remember(drafts_behind_hits=fault != ROWS_LOST)
-    if fault == FOREIGN_ROWS:
-        _take_another_block()
-    elif fault and fault != ROWS_LOST:
+    if fault and fault != ROWS_LOST:
         draft_defects.plant(fault)
-
-
-def _take_another_block() -> None:
-    from engine_patches.scheduler import cache_keys
-
-    original = cache_keys._avoids_unwritten_rows
-
-    def spoiled(manager: Any, request: Any, blocks: Any, hit: int) -> bool:
-        right = original(manager, request, blocks, hit)
-        for group, block_size, _ in manager.seamark.states.keys.attention:
-            if hit % block_size == 0:  # vLLM's own hits are right
-                continue
-            found = blocks.blocks[group]
-            others = (each for each in manager.block_pool.blocks[1:] if each.block_hash and each not in found)
-            found[-1] = next(others, found[-1])
-        return right
-
-    cache_keys._avoids_unwritten_rows = spoiled
 
 
 def _remember(*, drafts_behind_hits: bool) -> None:

@@ -78,6 +78,9 @@ def listener(fleet_of_one: FleetOfOne) -> Iterator[Listener]:
     started.close()
 
 
+pytestmark = pytest.mark.thorough
+
+
 @pytest.mark.parametrize(
     "traffic", [engine_traffic.shared_beginnings, engine_traffic.cold_fan_out, engine_traffic.clients_that_leave]
 )
