@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import os
 import random
+from collections.abc import Sequence
 from typing import Any
 
-from tests.harness import draft_defects, draft_engines, draft_kernels
+from tests.harness import draft_defects, draft_kernels
+from tests.harness.draft_oracle import DRAFTS, replace_on_v1
 
 VARIABLE = "SEAMARK_TEST_FAULT"
 
@@ -30,12 +32,11 @@ def register() -> None:
 
 
 def _remember(*, drafts_behind_hits: bool) -> None:
-    import torch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     known: dict[tuple[int, ...], list[int]] = {}  # by prompt, it with its longest answer
     hits: set[str] = set()  # requests
-    propose, update = GPUModelRunner.propose_draft_token_ids, GPUModelRunner._update_states
+    update = GPUModelRunner._update_states
 
     @functools.wraps(update)  # whose source Seamark reads
     def update_states(self: Any, output: Any, *args: Any, **options: Any) -> Any:
@@ -43,21 +44,17 @@ def _remember(*, drafts_behind_hits: bool) -> None:
         hits.update(new.req_id for new in output.scheduled_new_reqs if new.num_computed_tokens)
         return update(self, output, *args, **options)
 
-    @functools.wraps(propose)
-    def propose_draft_token_ids(self: Any, output: Any, sampled: Any, *args: Any, **options: Any) -> Any:
-        drafts = propose(self, output, sampled, *args, **options)
-        rows = drafts if isinstance(drafts, list) else drafts.tolist()
-        for row, name, prompt, tokens in draft_engines.answering(self, output, sampled):
-            before = known.setdefault(tuple(prompt), [])
-            ahead = before[len(tokens) :] if before[: len(tokens)] == tokens else []
-            if len(tokens) > len(before):
-                known[tuple(prompt)] = tokens
-            draw, good = random.Random(len(tokens)), 0
-            while good < min(draft_engines.DRAFTS, len(ahead)) and draw.random() < PROBABILITY:
-                good += 1
-            if not drafts_behind_hits and name in hits:
-                good = 0
-            rows[row] = ([*ahead[:good], *rows[row][good:]] + [0] * draft_engines.DRAFTS)[: draft_engines.DRAFTS]
-        return rows if isinstance(drafts, list) else torch.tensor(rows, dtype=drafts.dtype)
+    def draft(name: str, prompt: Sequence[int], tokens: list[int], own: list[int]) -> list[int]:
+        before = known.setdefault(tuple(prompt), [])
+        ahead = before[len(tokens) :] if before[: len(tokens)] == tokens else []
+        if len(tokens) > len(before):
+            known[tuple(prompt)] = tokens
+        draw, good = random.Random(len(tokens)), 0
+        while good < min(DRAFTS, len(ahead)) and draw.random() < PROBABILITY:
+            good += 1
+        if not drafts_behind_hits and name in hits:
+            good = 0
+        return ([*ahead[:good], *own[good:]] + [0] * DRAFTS)[:DRAFTS]
 
-    GPUModelRunner._update_states, GPUModelRunner.propose_draft_token_ids = update_states, propose_draft_token_ids
+    GPUModelRunner._update_states = update_states
+    replace_on_v1(draft)

@@ -55,7 +55,7 @@ def _run(script: str, argument: Path, mode: str, log: Path) -> None:
     os.environ["SEAMARK_ENGINE"] = mode
     # Schedulers without an engine: what its workers would have told.
     importlib.import_module("vllm.config").VllmConfig.seamark_weights = Weights("loaded", "", "whole")
-    sys.argv = [script, str(argument)]
+    sys.argv, sys.path = [script, str(argument)], [str(HERE), *sys.path]
     try:
         runpy.run_path(str(HERE / f"{script}.py"), run_name="__main__")
     finally:

@@ -84,12 +84,14 @@ def test_doctor_in_front_of_a_gateway(servers):
     assert f"--worker {servers.seamark.url}" in done.stdout
 
 
+@pytest.mark.thorough
 def test_the_same_seed_makes_the_same_model(tmp_path, model):
     assert seamark("model", "--out", str(tmp_path / "again")).returncode == 0
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (model / name).read_bytes()
 
 
+@pytest.mark.thorough
 def test_a_gated_delta_model_remembers_for_hundreds_of_tokens(tmp_path):
     """Otherwise a state that was lost or mixed up could not be told by the answers."""
     import torch
