@@ -27,7 +27,7 @@ from engine_patches.disk import files
 from engine_patches.disk.files import SUFFIX
 from engine_patches.patches import PATCHES
 from tests.harness import disk_audit, disk_defects
-from tests.harness.audit import Core
+from tests.harness.audited_core import Core
 from tests.harness.damaged_files import EVERYTHING, Damage, Lost, let_go, strangers_files
 
 PROMPTS = 5

@@ -106,7 +106,8 @@ def run_cell(model: str, cell: Cell, gate: bool) -> Mapping[str, float]:
     """What the requests of a cell computed (tokens), and waited for a first token (seconds, mean), in a new engine."""
     from vllm.v1.outputs import ModelRunnerOutput
 
-    from tests.harness.audit import Core, Worker
+    from tests.harness.audited_core import Core
+    from tests.harness.modelled_worker import Worker
 
     class Unjudged(Worker):
         """Nothing is computed, so there is nothing to judge."""
@@ -152,7 +153,7 @@ def main(model: str, cells: str) -> None:
 
     from engine_patches import ledger
     from engine_patches.patches import PATCHES
-    from tests.harness import audit  # noqa: F401  # and with it what is patched
+    from tests.harness import audited_core  # noqa: F401  # and with it what is patched
 
     logging.disable(logging.WARNING)
     init_none_hash(sha256)
