@@ -97,19 +97,17 @@ def run(head: Head) -> Mapping[str, Any]:
     return head.run(head.right(), head.cold(), hit, lost)
 
 
-def heads(quick: Head, thorough: Head, *on_request: Head) -> list[Any]:
-    marked = [(quick, ()), (thorough, pytest.mark.thorough), *((head, pytest.mark.on_request) for head in on_request)]
-    return [pytest.param(head, id="-".join(map(str, filter(None, head))), marks=marks) for head, marks in marked]
-
+HEADS = {
+    Head(DFLASH): (),
+    Head("mtp"): pytest.mark.thorough,
+    **dict.fromkeys(
+        (Head("mtp", NEWEST, WIDE), *(Head(kind, NEWEST) for kind in (DFLASH, MIXED, DFLASH2, DSPARK, EAGLE3))),
+        pytest.mark.on_request,
+    ),
+}
 
 DRAFT_HEADS = pytest.mark.parametrize(
-    "head",
-    heads(
-        Head(DFLASH),
-        Head("mtp"),
-        Head("mtp", NEWEST, WIDE),
-        *(Head(kind, NEWEST) for kind in (DFLASH, MIXED, DFLASH2, DSPARK, EAGLE3)),
-    ),
+    "head", [pytest.param(head, id=str(head), marks=marks) for head, marks in HEADS.items()]
 )
 
 
