@@ -79,7 +79,7 @@ def table() -> list[Cell]:
         Cell(pace, followers, shared)
         for pace in PACES
         for shared in (163, 487, 1000, 4000)
-        for followers in (4, 8, 32, 128)
+        for followers in (4, 32)
     ]
 
 

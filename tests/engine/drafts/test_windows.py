@@ -98,8 +98,7 @@ def run(head: Head) -> Mapping[str, Any]:
 
 
 HEADS = {
-    Head(DFLASH): (),
-    Head("mtp"): pytest.mark.thorough,
+    **dict.fromkeys((Head(DFLASH), Head("mtp")), pytest.mark.thorough),
     **dict.fromkeys(
         (Head("mtp", NEWEST, WIDE), *(Head(kind, NEWEST) for kind in (DFLASH, MIXED, DFLASH2, DSPARK, EAGLE3))),
         pytest.mark.on_request,

@@ -176,15 +176,6 @@ async def test_prompts_that_end_around_a_boundary_and_a_block_edge(client, serve
         check_exact(answer, await complete(client, servers.reference, again, None))
 
 
-async def test_bad_hints_change_no_answer_and_are_counted(client, servers):
-    prompt = await tokens_of(client, servers.reference.url, [{"role": "user", "content": prose(60, 105)}])
-    right = await complete(client, servers.reference, prompt, None)
-    before = await metric(client, servers.seamark, "seamark_hints_ignored_total")
-    for hint in ([0], [10**9], [-(10**9)], ["64"], ["last:-1"], ["first:1,,2"], ["last:7,7,7,7,7"], [3]):
-        check_exact(await complete(client, servers.seamark, prompt, hint), right)
-    assert await metric(client, servers.seamark, "seamark_hints_ignored_total") == before + 8
-
-
 async def test_a_state_costs_no_pass(client, servers, block):
     """Cold and warm, with three boundaries and with none, one pass; prompts below and above a cache block."""
     counter = PassCounter(servers.seamark.log)
