@@ -13,7 +13,9 @@ from tests.harness.draft_cores import (
     HEADS,
     HEALED,
     OWN_WINDOW,
+    PREEMPTING,
     SHARED,
+    TIGHT,
     WINDOWS,
     faults,
 )
@@ -37,30 +39,26 @@ def drafting_model(family: str) -> str:
     return str(generated_model(print, family, mtp=True))
 
 
-@pytest.fixture(scope="module")
-def found(drafting_model: str) -> list[dict[str, Any]]:
-    return audit(drafting_model, seeds=[1], answers=ANSWERS, shared=SHARED, cores=ALL)
-
-
 def audit(model: str, **wanted: Any) -> list[dict[str, Any]]:
     return run_audit("draft", model, **{"chats": 30, **wanted})
 
 
-@pytest.mark.parametrize("number", range(len(ALL)), ids=[", ".join(f"{k} {v}" for k, v in c.items()) for c in ALL])
-def test_every_key_leads_to_what_it_promises(found: list[dict[str, Any]], number: int):
-    assert faults(found[number]) == []
-    for right in range(ALL[number].get("drafts", 3) + 1):
-        assert found[number][f"{right} drafts right"]
+SOME = [{}, TIGHT, {"drop": False}, PREEMPTING, HEADS[3]]
 
 
-def test_requests_were_preempted_and_states_evicted(found: list[dict[str, Any]]):
-    assert sum(core["preempted"] for core in found) > 20
-    assert sum(core["evicted"] for core in found) > 200
-
-
-def test_rows_of_a_draft_head_are_foreign_only_without_the_drop(found: list[dict[str, Any]]):
-    foreign = {core["core"].get("drop", True): core["foreign_rows"] for core in found if core["found_rows"] > 1000}
-    assert foreign[True] == 0 and foreign[False] > 0
+@pytest.mark.parametrize(
+    "cores", [SOME, pytest.param(ALL, marks=pytest.mark.thorough)], ids=["some cores", "all cores"]
+)
+def test_every_key_leads_to_what_it_promises_and_rows_of_a_head_are_foreign_only_without_the_drop(
+    drafting_model: str, cores: list[dict[str, Any]]
+):
+    found = audit(drafting_model, seeds=[1], answers=ANSWERS, shared=SHARED, cores=cores)
+    assert [fault for core in found for fault in faults(core)] == []
+    for core in found:
+        assert all(core[f"{right} drafts right"] for right in range(core["core"].get("drafts", 3) + 1))
+    assert sum(core["preempted"] for core in found) > 5 and sum(core["evicted"] for core in found) > 50
+    # With it, `faults` looks for them.
+    assert any(core["foreign_rows"] for core in found if not core["core"].get("drop", True))
 
 
 @pytest.mark.parametrize(

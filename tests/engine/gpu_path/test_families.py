@@ -80,7 +80,8 @@ def check_hits(found: dict[str, Any], waves: list[Wave]) -> None:
     assert [each["cached"] for each in found["answers"]] == [each.owed for wave in waves for each in wave]
 
 
-@pytest.mark.parametrize("family", [QWEN4, pytest.param(KDA, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", [QWEN4, KDA])
 def test_request_2_hits_at_no_pass_and_is_answered_as_without_the_cache(tmp_path, family):
     drawn = drawing()
     one = drawn(140)
