@@ -40,8 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
     Servers.engine = engine  # type: ignore[method-assign]
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many it were."""
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how many it were, in the process that runs all others."""
+    if hasattr(config, "workerinput"):
+        return
     file = Path(os.environ.pop(FILE))
     families = Counter(file.read_text().splitlines())
     file.unlink()
