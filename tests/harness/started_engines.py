@@ -42,9 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Say how many it were, in the process that runs all others."""
-    if hasattr(config, "workerinput"):
+    file = Path(os.environ.get(FILE, ""))
+    if hasattr(config, "workerinput") or not file.is_file():
         return
-    file = Path(os.environ.pop(FILE))
     families = Counter(file.read_text().splitlines())
     file.unlink()
     told = ", ".join(f"{family} {count}" for family, count in families.most_common())
