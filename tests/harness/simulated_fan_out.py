@@ -76,10 +76,7 @@ def requests_of(cell: Cell) -> Iterator[tuple[str, list[int], list[int]]]:
 def table() -> list[Cell]:
     """Every pace, number of followers and shared length."""
     return [
-        Cell(pace, followers, shared)
-        for pace in PACES
-        for shared in (163, 487, 1000, 4000)
-        for followers in (4, 32)
+        Cell(pace, followers, shared) for pace in PACES for shared in (163, 487, 1000, 4000) for followers in (4, 32)
     ]
 
 
