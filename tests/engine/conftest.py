@@ -50,7 +50,7 @@ def servers(model: Path, family: str, tmp_path_factory: pytest.TempPathFactory) 
             "seamark", model, "1", (*flags, *tools), {**planted.environment(folder / "planted", needed), **store}
         )
         tight_flags = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
-        may_sleep = {**environment, "VLLM_SERVER_DEV_MODE": "1"}
+        may_sleep = {**environment, "VLLM_SERVER_DEV_MODE": "1", "SEAMARK_PIN_SHARE": "0.5"}
         tight = fleet.engine("tight", model, flags=(*flags, *tools, *tight_flags), environment=may_sleep)
         off = ("--no-enable-prefix-caching",)
         reference = fleet.engine("reference", model, "reference", (*flags, *tools, *off), environment)

@@ -29,20 +29,12 @@ def chat(system: int, question: str) -> Messages:
 
 def ports_in_a_row(count: int) -> int:
     """The first of so many free ports."""
-    while True:
-        first = free_port()
-        taken = []
-        try:
-            for port in range(first, first + count):
-                taken.append(held := socket.socket())
-                held.bind(("127.0.0.1", port))
-        except (OSError, OverflowError):
-            continue
-        else:
-            return first
-        finally:
-            for held in taken:
-                held.close()
+
+    def is_taken(port: int) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    return next(first for first in iter(free_port, None) if not any(map(is_taken, range(first, first + count))))
 
 
 @pytest.fixture(scope="module")

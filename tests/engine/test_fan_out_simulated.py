@@ -15,21 +15,20 @@ from engine_patches.scheduler.fan_out import (
     MARGIN,
     MIN_SAVING_SECONDS,
 )
-from tests.harness.fan_out_cells import UNIT, Cell, mixed, table
-from tests.harness.scheduler_process import run_apart
+from tests.harness.scheduler_process import run_forked
+from tests.harness.simulated_fan_out import UNIT, Cell, mixed, table
 
-MOST_WORSE = 1.02
+MOST_WORSE = 1.02  # a mean first token with the gate over that without
 
 
 @pytest.fixture(scope="module")
 def simulated(model: Path):
-    cells = table() + mixed()
-    found = run_apart("simulated_fan_out", str(model), json.dumps({"cells": [asdict(cell) for cell in cells]}))
+    cells = [*table(), *mixed()]
+    found = run_forked("simulated_fan_out", str(model), json.dumps([asdict(cell) for cell in cells]))
     return list(zip(cells, found, strict=True))
 
 
 def ratio(sides) -> float:
-    """Mean first token with the gate over that without."""
     return sides["on"]["first_token"] / sides["off"]["first_token"]
 
 

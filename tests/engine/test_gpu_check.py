@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import platform
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,13 +14,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from engine_patches.gpu_check import command, runner
-from engine_patches.gpu_check.command import own_lanes
-from engine_patches.gpu_check.judge import LEFT_OUT, OK
+from engine_patches.gpu_check import command
+from engine_patches.gpu_check.judge import OK
 from engine_patches.gpu_check.lanes import lanes_of
 from engine_patches.gpu_check.questions import DEFECTS, FAR, FIRST, RESEND
-from engine_patches.gpu_check.runner import Engines, ProcessEnd, Runner
-from proxy.bench.harness.servers import NEMOTRON_H, generated_model
+from engine_patches.gpu_check.runner import Engines, ProcessEnd
 
 LANE = "nemotron_h float32"
 
@@ -100,20 +97,6 @@ def test_an_engine_with_a_planted_defect_is_found_wrong(rehearsal, monkeypatch, 
     numbers = checks[f"exactness, {FIRST}"]["numbers"]
     assert status == 1 and written["verdict"].startswith(f"WRONG: {LANE}") and not numbers["wrong_hits"]
     assert len([words for words in numbers["wrong_answers"] if words.startswith(f"{FAR} tokens on")]) == 2
-
-
-@pytest.mark.thorough
-def test_an_own_models_drafts_are_held_to_those_of_vllm_alone_with_drafts(monkeypatch, tmp_path):
-    """With the stand-ins for kernels that drafts need on a CPU."""
-    line = [sys.executable, "-m", "tests.harness.draft_job"]
-    monkeypatch.setattr(runner, "_command", lambda job, result: [*line, str(job), str(result)])
-    model = str(generated_model(print, NEMOTRON_H, mtp=True))
-    flags = ["--max-model-len", "2048", "--skip-tokenizer-init", "--max-num-seqs", "8"]
-    lane = own_lanes(model, flags, "cpu", None)[1]._replace(timed=False)
-    checks = list(Runner(Engines(tmp_path, True, 900.0)).run(lane, model))
-    assert {check.verdict for check in checks} <= {OK, LEFT_OUT}, checks
-    facts = checks[0].numbers
-    assert facts is not None and facts["drafts"] and facts["ahead"] == 16 and facts["hints_refused"] is None
 
 
 def test_where_nothing_was_run_nothing_is_proven(monkeypatch, tmp_path, capsys):

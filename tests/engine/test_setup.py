@@ -6,6 +6,7 @@ import re
 import shlex
 
 import httpx
+import pytest
 
 from proxy.bench.harness.servers import ENGINE_ENVIRONMENT, Servers
 from proxy.commands import setup
@@ -14,6 +15,7 @@ from proxy.commands.render_server import free_port
 SYSTEM = "You are the harbour master. " * 40
 
 
+@pytest.mark.thorough
 def test_the_two_printed_commands_lead_to_a_hit_at_the_printed_address(model, tmp_path, monkeypatch, capsys):
     out = tmp_path / "my files"
     monkeypatch.setattr(setup, "PORTS", [free_port()])  # whatever runs on this machine

@@ -24,7 +24,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from tests.harness.audit import Core, Scene, Worker, begun
+from tests.harness.audit import Scene
+from tests.harness.audited_core import Core
+from tests.harness.modelled_worker import Worker, begun
 
 WEIGHTS = (1, 2, 3)  # that an adapter's file may have; 0 stands for no adapter
 

@@ -348,7 +348,6 @@ class Damage(NamedTuple):
     lost: Lost
     kept_again: bool = True  # what was lost: not where something that is not ours has its name
     told: bool = False  # in a line of the log
-    seen: bool = False  # by a worker that looks what is there, as it does every half minute
 
     @property
     def name(self) -> str:
@@ -360,14 +359,14 @@ EVERYTHING = (
     *(Damage(apply, Lost.ITS_OWN) for apply in DAMAGES),
     *(Damage(apply, Lost.ITS_OWN) for apply in (holes, huge, shuffle_pages, begin_as_another)),
     *(Damage(apply, Lost.ITS_OWN) for apply in (swap_names, one_with_another)),
-    *(Damage(apply, Lost.ITS_OWN, seen=True) for apply in (gone, renamed)),
+    *(Damage(apply, Lost.ITS_OWN) for apply in (gone, renamed)),
     *(Damage(apply, Lost.ITS_OWN, False) for apply in (dangling_link, link_to_itself, link_to_another, link_to_zeros)),
     *(Damage(apply, Lost.ITS_OWN, False) for apply in (moved_behind_a_link, folder, fifo, listening)),
     *(Damage(apply, Lost.NOTHING) for apply in (from_the_future, from_the_past, strange_names, left_by_the_killed)),
     *(Damage(apply, Lost.NOTHING) for apply in (another_model, linked_folders, lock_is_a_fifo)),
     Damage(lock_is_held, Lost.NOTHING, told=True),
     Damage(no_room, Lost.ITS_OWN, False, told=True),
-    *(Damage(apply, Lost.ALL, seen=True) for apply in (no_files, no_folder, no_directory)),
+    *(Damage(apply, Lost.ALL) for apply in (no_files, no_folder, no_directory)),
     *(
         Damage(apply, Lost.REFUSED, False, told=True)
         for apply in (

@@ -31,7 +31,9 @@ from engine_patches.disk.connector import StateScheduler
 from engine_patches.disk.files import SUFFIX, StateFiles
 from engine_patches.disk.flags import ALL, transfer_flags
 from tests.harness import disk_defects
-from tests.harness.audit import Core, Scene, Worker, random_traffic
+from tests.harness.audit import Scene, random_traffic
+from tests.harness.audited_core import Core
+from tests.harness.modelled_worker import Worker
 
 LIVES = 3
 

@@ -27,17 +27,8 @@ from vllm.v1.outputs import DraftTokenIds
 from engine_patches import settings
 from engine_patches.footprint import WRITES
 from tests.harness import draft_defects
-from tests.harness.audit import (
-    ATTENTION,
-    BLOCK,
-    Core,
-    Scene,
-    Worker,
-    begun,
-    prefixes,
-    random_traffic,
-    sample,
-)
+from tests.harness.audit import Scene, random_traffic
+from tests.harness.audited_core import ATTENTION, Core
 from tests.harness.draft_cores import (
     BESIDE_THE_TARGET,
     NOWHERE,
@@ -47,6 +38,7 @@ from tests.harness.draft_cores import (
     UNKNOWN,
     expected_hits,
 )
+from tests.harness.modelled_worker import BLOCK, Worker, begun, prefixes, sample
 
 WINDOW = 100  # tokens; a block has 64
 

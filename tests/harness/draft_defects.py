@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection
 from typing import Any
 from unittest import mock
-
-ADMITTED_ALONE = "hints are admitted and nothing else is done"
 
 A_UNIT_EARLY = "a state is a unit early"
 
@@ -17,12 +14,6 @@ NO_COPY = "nothing is copied after sampling"
 
 # Of heads with a window.
 ROWS_NOT_KEPT = "a draft head's rows are not kept, and a hit without them is taken"
-
-ROWS_EVICTED = "before the third hit all rows of a draft head's window are evicted, and no state"
-
-NOT_ZEROED = "new blocks are not zeroed"
-
-NO_PREFLIGHT = "the preflight fails, so that hints are refused"
 
 # Of the scheduler alone, for its audit.
 REPLAY_TRUSTED = "computed again, an answer's blocks are registered as if it were generated"
@@ -40,8 +31,6 @@ NULLS_INSIDE = "a hit takes what is held of a window"
 
 ROWS_LOST = "no rows of a window are kept, and none are computed again"
 
-ALL = (ADMITTED_ALONE, A_UNIT_EARLY, ACCEPTED_IGNORED, NO_COPY)
-
 OF_WINDOWS = (ZEROS_KEYED, KEYS_TOO_SOON, ANY_BLOCK, NULLS_INSIDE, ROWS_LOST)
 
 OF_THE_SCHEDULER = (A_UNIT_EARLY, REPLAY_TRUSTED, SHORT_REPLAYS, *OF_WINDOWS)
@@ -49,14 +38,7 @@ OF_THE_SCHEDULER = (A_UNIT_EARLY, REPLAY_TRUSTED, SHORT_REPLAYS, *OF_WINDOWS)
 
 def plant(defect: str) -> None:
     """Plant a defect in this process, before its engine is made."""
-    if defect == ADMITTED_ALONE:
-        from engine_patches.scheduler import hooks
-        from engine_patches.scheduler.checkpoints import Checkpoints
-        from engine_patches.scheduler.grid import Grid
-
-        hooks.Grid = lambda unit, alignment, *_: Grid(unit, alignment)
-        hooks.Checkpoints = lambda verified, **more: Checkpoints(**more)
-    elif defect == A_UNIT_EARLY:
+    if defect == A_UNIT_EARLY:
         _write_a_unit_early()
     elif defect == ACCEPTED_IGNORED:
         _ignore_accepted()
@@ -68,16 +50,6 @@ def plant(defect: str) -> None:
 
         States.keep_windows = lambda *_: None
         DraftWindows._to_heal = lambda *_: None
-    elif defect == ROWS_EVICTED:
-        _evict_rows_before_the_third_hit()
-    elif defect == NO_PREFLIGHT:
-        from engine_patches.scheduler import preflight
-
-        preflight.run = mock.Mock(side_effect=preflight.PreflightFailed(defect))
-    elif defect == NOT_ZEROED:
-        from vllm.v1.worker.utils import KVBlockZeroer
-
-        KVBlockZeroer.zero_block_ids = lambda *_: None
     elif defect == REPLAY_TRUSTED:
         from engine_patches.scheduler import state_writes
 
@@ -90,19 +62,6 @@ def plant(defect: str) -> None:
         _spoil_windows(defect)
     else:
         raise ValueError(defect)
-
-
-def _evict_rows_before_the_third_hit() -> None:
-    from engine_patches.scheduler.draft_windows import DraftWindows
-
-    of_hit, asked = DraftWindows.of_hit, itertools.count()
-
-    def evicting(self: Any, manager: Any, request: Any, found: Any, *, ours: bool) -> Any:
-        if found[1] and next(asked) == 2:
-            evict_windows(manager.block_pool, self.groups)
-        return of_hit(self, manager, request, found, ours=ours)
-
-    DraftWindows.of_hit = evicting
 
 
 def evict_windows(pool: Any, groups: Collection[int]) -> None:

@@ -4,9 +4,7 @@ Run as `python -m tests.harness.draft_engines MODEL JSON`. The JSON is a list of
 `oracle` need the answers of an earlier one without drafts, by its name. vLLM is imported once, each engine has a
 process of its own. Prints a list of what `_run` returns, in order.
 
-A random head is never right, so that no row would ever go on from a later state than its first. So an oracle replaces
-its drafts: each is the token that is going to come, with a given probability, until the first that is not. The head
-runs all the same, and what it proposes itself is kept. With `cold`, an engine without a cache, a draft is right only
+Their drafts are those of an oracle (`draft_oracle`). With `cold`, an engine without a cache, a draft is right only
 where the head also proposes what it proposed there, so that acceptance measures the head's rows.
 
 Engines on a GPU's model runner (`v2`) have the asynchronous scheduler as well. They need Triton's interpreter
@@ -23,16 +21,14 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.harness import draft_oracle, triton_interpreter
+from tests.harness import started_engines, triton_interpreter
+from tests.harness.draft_oracle import DRAFTS, Oracle
 from tests.harness.engines import CPU_PROCESS
-
-DRAFTS = 3
 
 MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
 
@@ -70,7 +66,6 @@ class Engine:
     window: int | None = None  # tokens: of the MTP head, which then has its rows in a cache group of its own
     poisoned: bool = False  # its cache is full of NaN before the first request
     planted: str | None = None  # a defect
-    without: Sequence[str] = ()  # parts of `draft_kernels` that are left out
     flags: Mapping[str, Any] = field(default_factory=dict)  # of vLLM
 
 
@@ -89,17 +84,6 @@ def pairs(draw: random.Random, answers: Answers) -> list[Round]:
         further = [shared + _drawn(draw, more) for more in (37, 300, 5)]
         rounds += [[(prompt, [length])] for prompt in (further[0], second, second, *further[1:])]
     return rounds
-
-
-def bursts(draw: random.Random, answers: Answers) -> list[Round]:
-    """Chats on a few heads, all at once, and once more in another order."""
-    heads = [_drawn(draw, length) for length in (70, 150, 163, 390, 500)]
-    chats = []
-    for _ in range(16):
-        head = draw.choice(heads)
-        prompt = head + _drawn(draw, draw.randrange(3, 200))
-        chats.append((prompt, sorted({len(head), max(len(prompt) - draw.randrange(1, 9), 1)})))
-    return [chats, draw.sample(chats, len(chats))]
 
 
 def edges(draw: random.Random, answers: Answers) -> Iterator[Round]:
@@ -131,93 +115,11 @@ def heads(draw: random.Random, answers: Answers) -> list[Round]:
     ]
 
 
-def chats(draw: random.Random, answers: Answers) -> Iterator[Round]:
-    """Ten turns of a chat; then ten agents over one prompt, one ahead of the others; then all of the agents again."""
-    prompt, hints = _drawn(draw, 200), [190]
-    for _ in range(10):
-        yield [(prompt, hints)]
-        said = prompt + answers[-1]["tokens"]
-        prompt, hints = said + _drawn(draw, 23), [len(said)]
-    head = _drawn(draw, 390)
-    agents = [(head + _drawn(draw, 10 + 7 * number), [len(head)]) for number in range(10)]
-    yield agents[:1]
-    yield agents[1:]
-    yield agents
-
-
-TRAFFIC = {"pairs": pairs, "bursts": bursts, "edges": edges, "heads": heads, "chats": chats}
+TRAFFIC = {"pairs": pairs, "edges": edges, "heads": heads}
 
 
 def _drawn(draw: random.Random, length: int) -> list[int]:
     return [draw.randrange(100, 4000) for _ in range(length)]
-
-
-def answering(runner: Any, output: Any, sampled: Any) -> Iterator[tuple[int, str, list[int], list[int]]]:
-    """Of a step of a model runner V1, each row whose prompt is computed: its number, the request, prompt and tokens."""
-    told = sampled if isinstance(sampled, list) else sampled.tolist()
-    for row, name in enumerate(runner.input_batch.req_ids):
-        request = runner.requests[name]
-        prompt = request.prompt_token_ids
-        if request.num_computed_tokens + output.num_scheduled_tokens[name] < len(prompt):
-            continue  # a chunk of a prompt
-        tokens = [*prompt, *request.output_token_ids]
-        if not isinstance(sampled, list):  # else vLLM has appended them already
-            tokens += [token for token in told[row] if token != -1]
-        yield row, name, prompt, tokens
-
-
-class Oracle:
-    """Replaces drafts, and keeps the head's own."""
-
-    def __init__(
-        self, right: Sequence[Sequence[int]], probability: float, cold: Mapping[str, Sequence[int]] | None = None
-    ) -> None:
-        """`right`: prompts with their answers. `cold`: what the head proposed on its own rows; None: no matter."""
-        self._right = right
-        self._probability = probability
-        self._cold = cold
-        self.proposed: dict[str, list[int]] = {}  # the head's own drafts behind a beginning of what is right
-
-    def speaks_on_v2(self, runner: Any, requests: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Inside this context the drafts of a model runner V2 are the oracle's; `requests`: the scheduler's."""
-
-        def draft(prompt: Sequence[int], generated: int, own: Sequence[int]) -> list[int]:
-            answered = next((right for right in self._right if [*right[: len(prompt)]] == [*prompt]), prompt)
-            return self._draft([*answered[: len(prompt) + generated]], [*own])
-
-        speaker = draft_oracle.Oracle({}, self._probability)
-        speaker.draft = draft  # type: ignore[method-assign]
-        return speaker.speaks(runner, requests)
-
-    def install(self) -> None:
-        """Speak for the head of each engine with a model runner V1 in this process."""
-        import torch
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-        original = GPUModelRunner.propose_draft_token_ids
-
-        def propose_draft_token_ids(runner: Any, scheduler_output: Any, sampled: Any, *args: Any, **more: Any) -> Any:
-            drafts = original(runner, scheduler_output, sampled, *args, **more)
-            rows = drafts if isinstance(drafts, list) else drafts.tolist()
-            for row, _, _, known in answering(runner, scheduler_output, sampled):
-                rows[row] = self._draft(known, list(rows[row]))
-            return rows if isinstance(drafts, list) else torch.tensor(rows, dtype=drafts.dtype)
-
-        GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
-
-    def _draft(self, known: list[int], own: list[int]) -> list[int]:
-        key = str(hash(tuple(known)))
-        if own:
-            self.proposed[key] = own
-        draw = random.Random(key)
-        ahead = next((right[len(known) :] for right in self._right if list(right[: len(known)]) == known), [])
-        drafts, good = len(own) or DRAFTS, 0
-        while good < min(drafts, len(ahead)) and draw.random() < self._probability:
-            good += 1
-        if self._cold is not None and key in self._cold:
-            good = min(good, draft_oracle.agreed(own, self._cold[key]))
-        # vLLM's convolution for CPUs takes only rows with all of their drafts.
-        return ([*ahead[:good], *own[good:]] + [0] * drafts)[:drafts]
 
 
 def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
@@ -238,6 +140,7 @@ def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
     logging.getLogger("vllm.seamark").warning = lambda text, *parts: said.append(text % parts)  # type: ignore[method-assign]
     delta = "qwen3_next" in model
     _prepare(engine, delta, oracle)
+    started_engines.note(Path(model).name.rpartition("-")[0])
     from vllm import LLM, SamplingParams
 
     flags = {"max_model_len": 2048, "max_num_seqs": 8, **engine.flags}
@@ -320,10 +223,10 @@ def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
                 }
             )
 
-    speaks = oracle.speaks_on_v2(runner, core.scheduler.requests) if engine.oracle and engine.v2 else nullcontext()
-    with speaks:
-        for round_ in TRAFFIC[engine.traffic](random.Random(7), answers):
-            ask(round_)
+    if engine.oracle and engine.v2:
+        oracle.install_on_v2(runner, core.scheduler.requests)
+    for round_ in TRAFFIC[engine.traffic](random.Random(7), answers):
+        ask(round_)
     checkpoints = getattr(core.scheduler, "seamark", None)
     manager = core.scheduler.kv_cache_manager
     pool = manager.block_pool
@@ -336,13 +239,12 @@ def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
         "writes_in_forward": checkpoints.writes_in_forward if checkpoints is not None else False,
         "ahead": checkpoints.grid.ahead if checkpoints is not None else 0,
         "said": said,
-        "windows": dict(checkpoints.counters.counts.windows) if checkpoints is not None else {},
         "ignored": dict(checkpoints.counters.counts.ignored) if checkpoints is not None else {},
         "groups": [
             (type(group.kv_cache_spec).__name__, len(group.layer_names))
             for group in manager.kv_cache_config.kv_cache_groups
         ],
-        "runner": type(runner).__module__,
+        "runner": [each.__module__ for each in type(runner).__mro__],
         "speculator": type(getattr(runner, "speculator", None)).__name__,
         "scheduler": type(core.scheduler).__name__,
     }
@@ -350,13 +252,14 @@ def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
 
 def _prepare(engine: Engine, delta: bool, oracle: Oracle) -> None:
     """Put stand-ins and defects into this process before its engine is made. `delta`: of gated delta nets."""
-    from tests.harness import async_scheduling, draft_defects, draft_kernels, engine_v2, float32_delta
+    from engine_patches.families import MAMBA2
+    from tests.harness import async_scheduling, draft_defects, draft_kernels, float32_delta, gpu_choices
 
     if delta:
         float32_delta.register()
-    parts = set(draft_kernels.ALL) - set(engine.without)
+    parts = set(draft_kernels.ALL)
     if engine.v2:
-        engine_v2.as_on_a_gpu()
+        gpu_choices.take_runner_v2(MAMBA2)
         async_scheduling.register()
         parts.discard(draft_kernels.COPIES)  # its own are kernels of Triton's
     draft_kernels.install(parts)

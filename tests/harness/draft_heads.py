@@ -16,11 +16,7 @@ from typing import Any
 
 from proxy.bench.harness.servers import CACHE
 
-DFLASH, MIXED, NO_WINDOW = "dflash", "dflash-mixed", "dflash-full"
-
-DFLASH2, LILICORR, XPRESS = "dflash2", "lilicorr", "xpress"
-
-DSPARK, EAGLE3, EAGLE3_LLAMA = "dspark", "eagle3", "eagle3-llama"
+DFLASH, MIXED, DFLASH2, DSPARK, EAGLE3 = "dflash", "dflash-mixed", "dflash2", "dspark", "eagle3"
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -41,13 +37,9 @@ RANK = 16  # of what is factored: DFlash2's selector, DSpark's Markov head
 KINDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     DFLASH: ("DFlashDraftModel", "dflash", (SLIDING, SLIDING)),
     MIXED: ("DFlashDraftModel", "dflash", (SLIDING, FULL)),
-    NO_WINDOW: ("DFlashDraftModel", "dflash", (FULL, FULL)),
     DFLASH2: ("DFlash2DraftModel", "dflash", (SLIDING, SLIDING)),
-    LILICORR: ("LiLiCorrDraftModel", "dflash", (SLIDING, SLIDING)),
-    XPRESS: ("Qwen3XPressModel", "dflash", (SLIDING, SLIDING)),
     DSPARK: ("Qwen3DSparkModel", "dspark", (SLIDING, SLIDING)),
     EAGLE3: ("Eagle3Qwen3ForCausalLM", "eagle3", (SLIDING,)),
-    EAGLE3_LLAMA: ("LlamaForCausalLMEagle3", "eagle3", (FULL,)),
 }
 
 
@@ -81,7 +73,7 @@ def _config(kind: str, window: int) -> dict[str, Any]:
     architecture, _, layers = KINDS[kind]
     return {
         "architectures": [architecture],
-        "model_type": "llama" if kind == EAGLE3_LLAMA else "qwen3",
+        "model_type": "qwen3",
         "hidden_size": HIDDEN,
         "head_dim": HEAD_SIZE,
         "num_attention_heads": HEADS,
@@ -93,40 +85,17 @@ def _config(kind: str, window: int) -> dict[str, Any]:
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
-        **({} if kind == EAGLE3_LLAMA else {"layer_types": layers, "sliding_window": window}),
+        "layer_types": layers,
+        "sliding_window": window,
         "use_sliding_window": True,
         "max_window_layers": 0,
         "tie_word_embeddings": False,
         "dtype": "float32",
         "rope_theta": 10000.0,
         "attention_bias": False,
-        **_OWN_KEYS.get(kind, {}),
+        **({"markov_rank": RANK} if kind == DSPARK else {}),
         **(_of_eagle() if KINDS[kind][1] == "eagle3" else _of_dflash(kind, window)),
     }
-
-
-_OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
-    XPRESS: {
-        "xpress_block_size": 1 + DRAFTS,
-        "xpress_rank": 32,
-        "xpress_mlp_hidden": 64,
-        "xpress_topc": 16,
-        "xpress_num_passes": 3,
-        "xpress_compile_head": False,
-    },
-    DSPARK: {"markov_rank": RANK},
-}
-
-_LILICORR: Mapping[str, Any] = {
-    "lilicorr_hidden_size": 64,
-    "lilicorr_candidate_topk": 4,
-    "lilicorr_num_heads": 4,
-    "lilicorr_mlp_ratio": 2.0,
-    "lilicorr_factor_dim": RANK,
-    "lilicorr_vector_eps": 1e-6,
-    "lilicorr_logit_scale": 4.0,
-    "lilicorr_num_layers": 1,
-}
 
 
 def _of_eagle() -> dict[str, Any]:
@@ -143,8 +112,6 @@ def _of_dflash(kind: str, window: int) -> dict[str, Any]:
     if kind == DFLASH2:
         own |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP_SIZE}
         own |= {"selector_rank": RANK, "selector_top_k": 8}
-    elif kind == LILICORR:
-        own |= _LILICORR
     return {"block_size": 1 + DRAFTS, "dflash_config": own}
 
 
@@ -171,10 +138,6 @@ class _Weights:
                 self._ones(f"layers.0.self_attn.{which}.weight", HEAD_SIZE, 2.0)
         elif kind == DFLASH2:
             self._dflash2(len(KINDS[kind][2]))
-        elif kind == LILICORR:
-            self._lilicorr()
-        elif kind == XPRESS:
-            self._xpress()
         elif kind == DSPARK:
             for number in (1, 2):
                 self._draw(f"markov_head.markov_w{number}.weight", VOCABULARY, RANK)
@@ -185,10 +148,6 @@ class _Weights:
 
     def _ones(self, name: str, size: int, value: float = 1.0) -> None:
         self._drawn[name] = self._torch.full((size,), value)
-
-    def _linear(self, name: str, rows: int, columns: int) -> None:
-        self._draw(f"{name}.weight", rows, columns)
-        self._draw(f"{name}.bias", rows)
 
     def _layer(self, prefix: str, inputs: int, norms: bool) -> None:
         for name, rows in (("q_proj", HEADS), ("k_proj", KV_HEADS), ("v_proj", KV_HEADS)):
@@ -211,45 +170,3 @@ class _Weights:
         for table in ("predecessor_codebook", "successor_codebook"):
             self._draw(f"candidate_selector.{table}", VOCABULARY, RANK)
         self._draw("candidate_selector.hidden_projection.weight", RANK, HIDDEN)
-
-    def _lilicorr(self) -> None:
-        size, heads = _LILICORR["lilicorr_hidden_size"], _LILICORR["lilicorr_num_heads"]
-        for name in ("token_proj", "pass_hidden_proj", "context_proj"):
-            self._linear(f"lilicorr.{name}", size, HIDDEN)
-        for name, rows, columns in (
-            ("feature_mlp.up_proj", size, 5),
-            ("feature_mlp.down_proj", size, size),
-            ("layers.0.attn.out_proj", size, size),
-            ("layers.0.mlp.up_proj", 2 * size, size),
-            ("layers.0.mlp.down_proj", size, 2 * size),
-            ("factor_input_proj", size, 3 * size),
-            ("out_head", RANK, size),
-            ("in_head", RANK, size),
-            ("anchor_out_head", RANK, size),
-        ):
-            self._linear(f"lilicorr.{name}", rows, columns)
-        self._ones("lilicorr.feature_norm.weight", 5)
-        self._draw("lilicorr.feature_norm.bias", 5)
-        self._draw("lilicorr.slot_embedding", 1, 1, DRAFTS, 1, size)
-        self._draw("lilicorr.rank_embedding", 1, 1, 1, _LILICORR["lilicorr_candidate_topk"], size)
-        self._draw("lilicorr.relative_slot_bias", heads, 2 * (1 + DRAFTS) - 1)
-        self._draw("lilicorr.same_slot_bias", heads)
-        self._draw("lilicorr.layers.0.attn.in_proj_weight", 3 * size, size)
-        self._draw("lilicorr.layers.0.attn.in_proj_bias", 3 * size)
-        for name in ("layers.0.attn_norm", "layers.0.mlp_norm", "output_norm", "anchor_norm"):
-            self._ones(f"lilicorr.{name}.weight", size)
-
-    def _xpress(self) -> None:
-        rank, inner = _OWN_KEYS[XPRESS]["xpress_rank"], _OWN_KEYS[XPRESS]["xpress_mlp_hidden"]
-        for name, rows, columns in (
-            ("w1", VOCABULARY, rank),
-            ("down_h", rank, HIDDEN),
-            ("down_g", rank, HIDDEN),
-            ("in_proj", rank, 3 * rank),
-            ("mlp.gate_proj", inner, rank),
-            ("mlp.up_proj", inner, rank),
-            ("mlp.down_proj", rank, inner),
-            ("w2", VOCABULARY, rank),
-        ):
-            self._draw(f"xpress_head.{name}.weight", rows, columns)
-        self._draw("xpress_head.mix.L", rank, 1 + DRAFTS, 1 + DRAFTS)

@@ -28,7 +28,7 @@ class SharedServers(NamedTuple):
 
     seamark: Server  # patched, room to cache
     planted: Path  # where defects can be planted in it
-    tight: Server  # patched, 64 cache blocks and 320 tokens per step; can be put to sleep
+    tight: Server  # patched, 64 cache blocks (half of them for pins), 320 tokens per step; can be put to sleep
     reference: Server  # cures only, no prefix caching
     untouched: Server  # vLLM as it is
     gateway: Server  # in front of `seamark`

@@ -9,17 +9,15 @@ from __future__ import annotations
 import functools
 import os
 import random
+from collections.abc import Sequence
 from typing import Any
 
-from tests.harness import draft_defects, draft_engines, draft_kernels
+from tests.harness import draft_defects, draft_kernels
+from tests.harness.draft_oracle import DRAFTS, replace_on_v1
 
 VARIABLE = "SEAMARK_TEST_FAULT"
 
-FOREIGN_ROWS = "the last block of a hit is another one"
-
 ROWS_LOST = "the head has no rows behind a hit"
-
-FAULTS = (draft_defects.A_UNIT_EARLY, draft_defects.ACCEPTED_IGNORED, FOREIGN_ROWS, ROWS_LOST)
 
 PROBABILITY = 0.7
 
@@ -29,37 +27,16 @@ def register() -> None:
     draft_kernels.install()
     fault = os.environ.get(VARIABLE, "")
     _remember(drafts_behind_hits=fault != ROWS_LOST)
-    if fault == FOREIGN_ROWS:
-        _take_another_block()
-    elif fault and fault != ROWS_LOST:
+    if fault and fault != ROWS_LOST:
         draft_defects.plant(fault)
 
 
-def _take_another_block() -> None:
-    from engine_patches.scheduler import cache_keys
-
-    original = cache_keys._avoids_unwritten_rows
-
-    def spoiled(manager: Any, request: Any, blocks: Any, hit: int) -> bool:
-        right = original(manager, request, blocks, hit)
-        for group, block_size, _ in manager.seamark.states.keys.attention:
-            if hit % block_size == 0:  # vLLM's own hits are right
-                continue
-            found = blocks.blocks[group]
-            others = (each for each in manager.block_pool.blocks[1:] if each.block_hash and each not in found)
-            found[-1] = next(others, found[-1])
-        return right
-
-    cache_keys._avoids_unwritten_rows = spoiled
-
-
 def _remember(*, drafts_behind_hits: bool) -> None:
-    import torch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     known: dict[tuple[int, ...], list[int]] = {}  # by prompt, it with its longest answer
     hits: set[str] = set()  # requests
-    propose, update = GPUModelRunner.propose_draft_token_ids, GPUModelRunner._update_states
+    update = GPUModelRunner._update_states
 
     @functools.wraps(update)  # whose source Seamark reads
     def update_states(self: Any, output: Any, *args: Any, **options: Any) -> Any:
@@ -67,21 +44,17 @@ def _remember(*, drafts_behind_hits: bool) -> None:
         hits.update(new.req_id for new in output.scheduled_new_reqs if new.num_computed_tokens)
         return update(self, output, *args, **options)
 
-    @functools.wraps(propose)
-    def propose_draft_token_ids(self: Any, output: Any, sampled: Any, *args: Any, **options: Any) -> Any:
-        drafts = propose(self, output, sampled, *args, **options)
-        rows = drafts if isinstance(drafts, list) else drafts.tolist()
-        for row, name, prompt, tokens in draft_engines.answering(self, output, sampled):
-            before = known.setdefault(tuple(prompt), [])
-            ahead = before[len(tokens) :] if before[: len(tokens)] == tokens else []
-            if len(tokens) > len(before):
-                known[tuple(prompt)] = tokens
-            draw, good = random.Random(len(tokens)), 0
-            while good < min(draft_engines.DRAFTS, len(ahead)) and draw.random() < PROBABILITY:
-                good += 1
-            if not drafts_behind_hits and name in hits:
-                good = 0
-            rows[row] = ([*ahead[:good], *rows[row][good:]] + [0] * draft_engines.DRAFTS)[: draft_engines.DRAFTS]
-        return rows if isinstance(drafts, list) else torch.tensor(rows, dtype=drafts.dtype)
+    def draft(name: str, prompt: Sequence[int], tokens: list[int], own: list[int]) -> list[int]:
+        before = known.setdefault(tuple(prompt), [])
+        ahead = before[len(tokens) :] if before[: len(tokens)] == tokens else []
+        if len(tokens) > len(before):
+            known[tuple(prompt)] = tokens
+        draw, good = random.Random(len(tokens)), 0
+        while good < min(DRAFTS, len(ahead)) and draw.random() < PROBABILITY:
+            good += 1
+        if not drafts_behind_hits and name in hits:
+            good = 0
+        return ([*ahead[:good], *own[good:]] + [0] * DRAFTS)[:DRAFTS]
 
-    GPUModelRunner._update_states, GPUModelRunner.propose_draft_token_ids = update_states, propose_draft_token_ids
+    GPUModelRunner._update_states = update_states
+    replace_on_v1(draft)

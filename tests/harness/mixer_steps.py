@@ -7,7 +7,6 @@ one takes over the metadata of the other.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -171,53 +170,7 @@ class GatedDelta:
             core(self.layer, mixed_qkv=inputs[0], b=inputs[1], a=inputs[2], core_attn_out=output)
 
 
-class FlashInferDelta(GatedDelta):
-    """The same by way of vLLM's call of FlashInfer, whose kernel is FLA's here, behind what FlashInfer's takes."""
-
-    def __init__(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
-        super().__init__(dtype, cache_dtype)
-        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as module
-
-        package = SimpleNamespace(gdn_prefill=SimpleNamespace(chunk_gated_delta_rule=_as_flashinfer))
-        sys.modules.update({"flashinfer": package, "flashinfer.gdn_prefill": package.gdn_prefill})  # type: ignore[dict-item]
-        by_flashinfer = module.ChunkGatedDeltaRule.forward_cuda
-        self.layer.gdn_prefill_backend = "flashinfer"
-        self.layer.chunk_gated_delta_rule = lambda **options: by_flashinfer(None, **options)
-
-
-def _as_flashinfer(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor,
-    output_final_state: bool,
-    cu_seqlens: torch.Tensor,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashInfer's `chunk_gated_delta_rule`: outputs, (tokens, heads, size), and the last state of each sequence."""
-    from vllm.third_party.flash_linear_attention.ops import chunk_gated_delta_rule
-
-    assert options.pop("backend") == "flashinfer" and options.pop("use_cp", "auto") == "auto"
-    assert not any(options.values()), options  # 0.33: no checkpoints of vLLM's own
-    assert output_final_state and cu_seqlens.dtype == torch.int64
-    assert initial_state.shape == (len(cu_seqlens) - 1, v.shape[1], v.shape[2], q.shape[2])
-    assert {each.dtype for each in (initial_state, g, beta)} == {torch.float32}
-    assert all(each.is_contiguous() for each in (q, k, v, g, beta, initial_state))
-    assert [each.dim() for each in (q, k, v, g, beta)] == [3, 3, 3, 2, 2]
-    assert bool((g > 0).all() and (g <= 1).all())  # decay itself, not its logarithm
-    output, state = chunk_gated_delta_rule(
-        *(each[None] for each in (q, k, v, g.log(), beta)),
-        initial_state=initial_state,
-        output_final_state=True,
-        cu_seqlens=cu_seqlens.int(),
-        use_qk_l2norm_in_kernel=False,
-    )
-    return output[0], state
-
-
-FAMILIES = {"mamba2": Mamba2, "gdn": GatedDelta, "gdn by FlashInfer": FlashInferDelta}
+FAMILIES = {"mamba2": Mamba2, "gdn": GatedDelta}
 
 
 def config(v2: bool) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 
 from engine_patches.scheduler import cache_keys, hooks, state_writes
 from engine_patches.scheduler.cache_groups import GroupRole, role_of
-from tests.harness.audit import Core, Scene, random_traffic
+from tests.harness.audit import Scene, random_traffic
+from tests.harness.audited_core import Core
 
 
 def _take_rings_for_attention() -> None:

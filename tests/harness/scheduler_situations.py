@@ -45,7 +45,7 @@ def own(number: int, length: int) -> list[int]:
 def evict(core: Any, request: Any, position: int, group: int) -> None:
     """Take the block that carries a cache group's key of the first `position` tokens out of the cache."""
     from engine_patches.scheduler.cache_keys import key_at
-    from tests.harness.audit import UNIT
+    from tests.harness.modelled_worker import UNIT
 
     block = core.pool.cached_block_hash_to_block.get_one_block(key_at(request, position, UNIT, group))
     core.scheduler.kv_cache_manager.evict_blocks({block.block_id})
@@ -335,7 +335,7 @@ def _waiting_always_pays(core: Any) -> None:
 
 def results(model: str, index: int = 0) -> dict[str, dict[str, Any]]:
     """What each situation shows, in a process that is patched. `index`: of `Core`, in all situations."""
-    from tests.harness.audit import Core
+    from tests.harness.audited_core import Core
 
     def made(**options: Any) -> Core:
         if index and "blocks" in options:  # it has twice as many cache groups

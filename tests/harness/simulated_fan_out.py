@@ -1,78 +1,163 @@
-"""Fan-outs on vLLM's own scheduler, on a simulated clock (`simulated_core`).
+"""Cold fan-outs on vLLM's own scheduler on a simulated clock, the gate on and off: what a step takes is given.
 
-Run as `python -m tests.harness.simulated_fan_out MODEL '{"cells": [{...}]}'` (fields of `Cell`), since patching is per
-process. Prints JSON: for each cell what its requests computed and waited, gate on and off.
+No model runs. The scheduler, its cache and Seamark's parts in it are real; a step takes a floor and a time for each of
+its tokens, so that one process plays a Spark or an H200 in seconds.
+
+Run as `python -m tests.harness.simulated_fan_out MODEL '[{...}]'` (fields of `Cell`), since patching is per process.
+Prints JSON: for each cell what its requests computed and waited, gate on and off.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import random
 import statistics
 import sys
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
-
-from engine_patches import ledger
-from engine_patches.patches import PATCHES
-from tests.harness.fan_out_cells import Cell, arrivals
-from tests.harness.simulated_core import SimulatedCore
-
-ANSWER_TOKENS = 8
+UNIT = 16  # tokens
 
 BLOCK = 528  # tokens, of Qwen3.5-4B
 
+# Seconds of a pass, and of each token in it. Spark: one report of Nemotron-3-Super; H200: assumed for a small model.
+PACES = {"Spark": (0.4, 0.0005), "H200": (0.02, 0.00003)}
 
-class SimulatedEngine(SimulatedCore):
-    """One that a cell's requests come to."""
-
-    def __init__(self, model: str, cell: Cell, gate: bool) -> None:
-        blocks = 64 + sum(len(arrival.tokens) // BLOCK + 8 for arrival in arrivals(cell))
-        super().__init__(
-            model, cell.floor, cell.token, blocks=blocks, budget=cell.budget, running=cell.running, block=BLOCK
-        )
-        if not gate:
-            self.checkpoints.gate = None
+ANSWER = 7  # every token that is sampled
 
 
-class Side(NamedTuple):
-    """What the requests of a cell computed (tokens) and waited (seconds), means."""
+@dataclass(frozen=True)
+class Cell:
+    """A leader, its followers, and requests between them that share nothing; all come at once. Lengths in tokens."""
 
-    computed: int
-    first_token: float
+    pace: str
+    followers: int
+    shared: int
+    own: int = 60
+    strangers: int = 0
+    stranger_tokens: int = 2000
+    budget: int = 8192
+    running: int = 256
 
+    @property
+    def floor(self) -> float:
+        return PACES[self.pace][0]
 
-def run_cell(model: str, cell: Cell, gate: bool) -> Side:
-    """Send a cell's requests to a new engine, and run it until all are answered."""
-    engine = SimulatedEngine(model, cell, gate)
-    coming = sorted(arrivals(cell), key=lambda arrival: arrival.at)
-    sent: dict[str, float] = {}
-    while coming or engine.scheduler.has_unfinished_requests():
-        if not engine.scheduler.has_unfinished_requests():
-            engine.now = max(engine.now, coming[0].at)
-        while coming and coming[0].at <= engine.now:
-            arrival = coming.pop(0)
-            sent[arrival.name] = arrival.at
-            engine.request(arrival.name, arrival.tokens, list(arrival.hint), max_tokens=ANSWER_TOKENS)
-        engine.step()
-    waits = [at - sent[name] for name, at in engine.first_tokens.items()]
-    return Side(engine.computed, statistics.fmean(waits))
+    @property
+    def token(self) -> float:
+        return PACES[self.pace][1]
 
-
-def run_cells(model: str, cells: Iterable[Cell]) -> list[dict[str, Any]]:
-    """Every cell with its two sides."""
-    sides = {"on": True, "off": False}
-    return [{name: run_cell(model, cell, gate)._asdict() for name, gate in sides.items()} for cell in cells]
+    @property
+    def ideal(self) -> int:
+        """Tokens that have to be computed if the shared part is computed once, up to the match unit."""
+        found = self.shared // UNIT * UNIT
+        return found + (self.followers + 1) * (self.shared - found + self.own) + self.strangers * self.stranger_tokens
 
 
-def main(model: str, argument: str) -> None:
+def requests_of(cell: Cell) -> Iterator[tuple[str, list[int], list[int]]]:
+    """A cell's requests, the same at each call: name, prompt, hint."""
+    draw = random.Random(f"{cell}")
+
+    def text(length: int) -> list[int]:
+        return [draw.randrange(1000) for _ in range(length)]
+
+    head = text(cell.shared)
+    kinds = [True] * cell.followers + [False] * cell.strangers
+    draw.shuffle(kinds)
+    for number, sharing in enumerate([True, *kinds]):
+        if sharing:
+            yield f"r{number}", head + text(cell.own), [cell.shared]
+        else:
+            yield f"s{number}", text(cell.stranger_tokens), [cell.stranger_tokens // 2]
+
+
+def table() -> list[Cell]:
+    """Every pace, number of followers and shared length."""
+    return [
+        Cell(pace, followers, shared) for pace in PACES for shared in (163, 487, 1000, 4000) for followers in (4, 32)
+    ]
+
+
+def mixed() -> list[Cell]:
+    """What holding could make worse: others wait too, own parts are long, few requests may run, or a step is short."""
+    more: list[dict[str, Any]] = [
+        *({"followers": 1, "shared": shared} for shared in (163, 1000, 4000)),
+        {"followers": 1, "shared": 1000, "strangers": 16, "stranger_tokens": 1000},
+        {"followers": 4, "shared": 1000, "strangers": 32},
+        {"followers": 30, "shared": 163, "strangers": 4, "stranger_tokens": 4000},
+        {"followers": 32, "shared": 163, "strangers": 64, "stranger_tokens": 200},
+        {"followers": 32, "shared": 1000, "strangers": 8, "budget": 2048},
+        {"followers": 8, "shared": 4000, "strangers": 8, "stranger_tokens": 500, "budget": 2048},
+        {"followers": 16, "shared": 163, "own": 2000},
+        {"followers": 16, "shared": 1000, "own": 3000, "strangers": 16, "stranger_tokens": 500},
+        {"followers": 32, "shared": 163, "running": 8},
+        {"followers": 32, "shared": 1000, "running": 8},
+        {"followers": 8, "shared": 4000, "budget": 2048, "running": 64},
+    ]
+    return [Cell(pace, **fields) for pace in PACES for fields in more]
+
+
+def run_cell(model: str, cell: Cell, gate: bool) -> Mapping[str, float]:
+    """What the requests of a cell computed (tokens), and waited for a first token (seconds, mean), in a new engine."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    from tests.harness.audited_core import Core
+    from tests.harness.modelled_worker import Worker
+
+    class Unjudged(Worker):
+        """Nothing is computed, so there is nothing to judge."""
+
+        judges_keys = False
+
+    asked = list(requests_of(cell))
+    blocks = 64 + sum(len(tokens) // BLOCK + 8 for _, tokens, _ in asked)
+    core = Core(model, blocks, cell.budget, Unjudged(), running=cell.running, block=BLOCK)
+    scheduler, now, computed = core.scheduler, 0.0, 0
+    checkpoints = scheduler.seamark
+    checkpoints.turn_value._clock = checkpoints.gate._clock = lambda: now
+    for _ in range(8):
+        for tokens in (1, 1000):
+            checkpoints.step_time.step_took(tokens, cell.floor + cell.token * tokens)
+    if not gate:
+        checkpoints.gate = None
+    for name, prompt, hint in asked:
+        core.request(name, prompt, hint, max_tokens=8)
+    first_tokens: dict[str, float] = {}
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        now += cell.floor + cell.token * output.total_num_scheduled_tokens
+        names, sampled = list(output.num_scheduled_tokens), []
+        for name in names:
+            request = scheduler.requests[name]
+            start = request.num_computed_tokens - output.num_scheduled_tokens[name]
+            computed += max(0, min(request.num_computed_tokens, request.num_prompt_tokens) - start)
+            done = request.num_computed_tokens >= request.num_tokens
+            sampled.append([ANSWER] if done else [])
+            if done:
+                first_tokens.setdefault(name, now)
+        output.seamark_planned_at = float("inf")  # the pace is given, not learnt
+        index = {name: number for number, name in enumerate(names)}
+        runner = ModelRunnerOutput(req_ids=names, req_id_to_index=index, sampled_token_ids=sampled)
+        scheduler.update_from_output(output, runner)
+    return {"computed": computed, "first_token": statistics.fmean(first_tokens.values())}
+
+
+def main(model: str, cells: str) -> None:
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    from engine_patches import ledger
+    from engine_patches.patches import PATCHES
+    from tests.harness import audited_core  # noqa: F401  # and with it what is patched
+
     logging.disable(logging.WARNING)
     init_none_hash(sha256)
     ledger.apply(PATCHES)
-    print(json.dumps(run_cells(model, (Cell(**fields) for fields in json.loads(argument)["cells"]))))
+    given = [Cell(**fields) for fields in json.loads(cells)]
+    sides = {"on": True, "off": False}
+    print(json.dumps([{side: run_cell(model, cell, gate) for side, gate in sides.items()} for cell in given]))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler import hooks
 from engine_patches.scheduler.transfers import STOPS, Transfers
-from tests.harness.audit import Core, Scene, Worker
+from tests.harness.audit import Scene
+from tests.harness.audited_core import Core
+from tests.harness.modelled_worker import Worker
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 NO_WINDOWS = "0.31.0"  # beside a draft head with a window hints are refused
 
-TRITON, RAY, UV = "3.9.0", "2.60.0", "0.13.9"
+TRITON, RAY, UV, NIXL = "3.9.0", "2.60.0", "0.13.9", "1.5.1"
 
 RUST_FRONTEND = "vllm-rs"
 
@@ -90,6 +90,11 @@ def triton() -> Path:
 def ray() -> Path:
     """Folder with Ray and what it needs besides vLLM's own libraries. Some 75 MB to fetch."""
     return _fetched("ray", RAY, "msgpack")
+
+
+def nixl() -> Path:
+    """Folder with NIXL. Some 70 MB to fetch."""
+    return _fetched("nixl", NIXL, f"nixl-cu12=={NIXL}")
 
 
 def uv() -> Path:

@@ -8,50 +8,13 @@ Usage: python block_edge_stop.py MODEL (its config only). Exits 1 while the defe
 
 from __future__ import annotations
 
-import os
 import sys
 
-import torch
+from tiny_hybrid import quiet, scheduler_of, verdict
 
 BLOCK, UNIT = 64, 16  # tokens
 
 MAMBA = 0  # its cache group
-
-
-def make_scheduler(model: str):
-    """vLLM's scheduler over one Mamba and one attention layer, the Mamba one like a `MambaMixer2` on a GPU."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    config = EngineArgs(
-        model=model,
-        dtype="float32",
-        skip_tokenizer_init=True,
-        max_model_len=2048,
-        enable_prefix_caching=True,
-        block_size=BLOCK,
-        prefix_match_unit=UNIT,
-    ).create_engine_config()
-    config.cache_config.num_gpu_blocks = 100
-    recurrent = MambaSpec(
-        block_size=BLOCK,
-        shapes=((1,),),
-        dtypes=(torch.float32,),
-        mamba_cache_mode="align",
-        num_prefill_checkpoint_blocks=1,
-        prefill_checkpoint_alignment=1,
-    )
-    attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(["mamba"], recurrent), KVCacheGroupSpec(["attention"], attention)]
-    return Scheduler(
-        config,
-        KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=groups),
-        StructuredOutputManager(config),
-        block_size=BLOCK,
-        hash_block_size=UNIT,
-    )
 
 
 def request(name: str, tokens: list[int]):
@@ -116,21 +79,22 @@ def keys_are_right(scheduler, states: dict[int, int]) -> bool:
 
 
 def main(model: str) -> int:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    quiet()
     from vllm.plugins import load_general_plugins
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
 
     load_general_plugins()
     init_none_hash(sha256)
-    scheduler, states = make_scheduler(model), {}
+    # Like a `MambaMixer2` on a GPU.
+    exports = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
+    scheduler, states = scheduler_of(model, BLOCK, UNIT, exports), {}
     shared = list(range(100, 180))
     run(scheduler, "A", [*shared[:48], 1], states)  # leaves the state after 48 tokens
     run(scheduler, "B", [*shared, *[2] * 70], states)  # resumes there
     cured = keys_are_right(scheduler, states)
     cured = run(scheduler, "C", [*shared[:70], *[3] * 5], states) and cured  # finds B's block
-    print("no defect" if cured else "defect present")
-    return 0 if cured else 1
+    return verdict(cured)
 
 
 if __name__ == "__main__":

@@ -9,60 +9,31 @@ Usage: python cpu_block_size.py MODEL [--engine-process]. Exits 1 while the defe
 from __future__ import annotations
 
 import os
-import random
 import sys
 
+from tiny_hybrid import FLAGS, answer, drawn, is_right, quiet, verdict
+
 # Steps shorter than a block keep clear of another defect, see cpu_checkpoint_export.py.
-FIRST, SECOND, STEP, NEW = 600, 385, 256, 24  # tokens; a block of tiny_hybrid.py's model has 384
-
-BOUND = 1e-3  # of a logprob
-
-
-def answer(llm, prompt: list[int]) -> tuple[int, list[int], list[float]]:
-    """Cached prompt tokens, greedy tokens, their logprobs."""
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(temperature=0, max_tokens=NEW, logprobs=0, ignore_eos=True, detokenize=False)
-    (request,) = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
-    tokens = list(request.outputs[0].token_ids)
-    logprobs = [step[token].logprob for step, token in zip(request.outputs[0].logprobs, tokens, strict=True)]
-    return request.num_cached_tokens, tokens, logprobs
+FIRST, SECOND, STEP = 600, 385, 256  # tokens; a block of tiny_hybrid.py's model has 384
 
 
 def main(model: str, engine_process: bool) -> int:
+    quiet()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(engine_process))
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM
 
-    flags = dict(
-        dtype="float32",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=2048,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=1 << 28,
-    )
-    draw = random.Random(0)
-    prompt = [draw.randrange(3, 4096) for _ in range(FIRST)]
-    caching = LLM(model, enable_prefix_caching=True, max_num_batched_tokens=STEP, **flags)
+    prompt = drawn(FIRST)
+    caching = LLM(model, enable_prefix_caching=True, max_num_batched_tokens=STEP, **FLAGS)
     config = caching.llm_engine.vllm_config
     built_with = config.cache_config.block_size
     if not engine_process:
         config.__post_init__()
         print(f"block size: expected {built_with} as the cache was built, saw {config.cache_config.block_size}")
     answer(caching, prompt)
-    cached, tokens, logprobs = answer(caching, prompt[:SECOND])
+    found = answer(caching, prompt[:SECOND])
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    _, right_tokens, right_logprobs = answer(LLM(model, enable_prefix_caching=False, **flags), prompt[:SECOND])
-    same = next((n for n in range(NEW) if tokens[n] != right_tokens[n]), NEW)
-    error = max(abs(a - b) for a, b in zip(logprobs[: same + 1], right_logprobs, strict=False))
-    print(
-        f"{SECOND} tokens, {cached} cached: expected the {NEW} tokens of an engine without prefix caching, "
-        f"saw the first {same} of them, logprobs off by {error:.1e}"
-    )
-    cured = same == NEW and error < BOUND
-    print("no defect" if cured else "defect present")
-    return 0 if cured else 1
+    right = answer(LLM(model, enable_prefix_caching=False, **FLAGS), prompt[:SECOND])
+    return verdict(is_right(f"{SECOND} tokens", found, right))
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ Usage: python lora_same_path.py FOLDER, where the model goes. Exits 1 while the 
 from __future__ import annotations
 
 import json
-import os
-import random
 import sys
 from pathlib import Path
 
+from tiny_hybrid import FLAGS, answer, drawn, is_right, quiet, verdict
+
 RANK, HIDDEN, LAYERS = 8, 128, 2
 
-PROMPT, NEW = 300, 16  # tokens
-
-BOUND = 1e-3  # of a logprob
+PROMPT = 300  # tokens
 
 
 def write_model(folder: Path) -> None:
@@ -55,61 +53,30 @@ def write_adapter(folder: Path, seed: int) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
-def answer(llm, prompt: list[int], lora) -> tuple[int, list[int], list[float]]:
-    """Cached prompt tokens, greedy tokens, their logprobs."""
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(temperature=0, max_tokens=NEW, logprobs=0, ignore_eos=True, detokenize=False)
-    (request,) = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False, lora_request=lora)
-    tokens = list(request.outputs[0].token_ids)
-    logprobs = [step[token].logprob for step, token in zip(request.outputs[0].logprobs, tokens, strict=True)]
-    return request.num_cached_tokens, tokens, logprobs
-
-
 def main(folder: Path) -> int:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    quiet()
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
     model, path = folder / "llama", folder / "adapter"
     write_model(model)
     write_adapter(path, seed=1)
-    llm = LLM(
-        str(model),
-        dtype="float32",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=1 << 28,
-        enable_prefix_caching=True,
-        enable_lora=True,
-        max_lora_rank=RANK,
-    )
-    draw = random.Random(0)
-    prompt = [draw.randrange(3, 1024) for _ in range(PROMPT)]
-    llm.llm_engine.add_lora(LoRARequest("ada", 1, str(path)))
-    answer(llm, prompt, LoRARequest("ada", 1, str(path)))
-    again, _, _ = answer(llm, prompt, LoRARequest("ada", 1, str(path)))
+    llm = LLM(str(model), enable_prefix_caching=True, enable_lora=True, max_lora_rank=RANK, **FLAGS)
+    prompt = drawn(PROMPT, vocabulary=1024)
+    ada = LoRARequest("ada", 1, str(path))
+    llm.llm_engine.add_lora(ada)
+    answer(llm, prompt, lora_request=ada)
+    again, _, _ = answer(llm, prompt, lora_request=ada)
     print(f"the same weights: {again} of {PROMPT} tokens cached")
 
     write_adapter(path, seed=2)
     cured = again > 0
-    _, right, right_logprobs = answer(llm, prompt, LoRARequest("another name", 2, str(path)))
+    right = answer(llm, prompt, lora_request=LoRARequest("another name", 2, str(path)))
     for how, number in (("in place", 1), ("under another id, as after an unload", 3)):
-        lora = LoRARequest("ada", number, str(path), load_inplace=number == 1)
-        llm.llm_engine.add_lora(lora)
-        cached, tokens, logprobs = answer(llm, prompt, LoRARequest("ada", number, str(path)))
-        same = next((n for n in range(NEW) if tokens[n] != right[n]), NEW)
-        error = max(abs(a - b) for a, b in zip(logprobs[: same + 1], right_logprobs, strict=False))
-        print(
-            f"other weights at its path, loaded {how}: expected the {NEW} tokens of the new weights, "
-            f"saw the first {same} of them with {cached} tokens cached, logprobs off by {error:.1e}"
-        )
-        cured = cured and same == NEW and error < BOUND
-    print("no defect" if cured else "defect present")
-    return 0 if cured else 1
+        llm.llm_engine.add_lora(LoRARequest("ada", number, str(path), load_inplace=number == 1))
+        found = answer(llm, prompt, lora_request=LoRARequest("ada", number, str(path)))
+        cured = is_right(f"other weights at its path, loaded {how}", found, right) and cured
+    return verdict(cured)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ Usage: python other_prompts_blocks.py MODEL (its config only). Exits 1 while the
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
-import torch
+from tiny_hybrid import quiet, scheduler_of, verdict
 
 BLOCK, UNIT = 64, 16  # tokens
 
@@ -26,35 +25,9 @@ class Core:
 
     def __init__(self, model: str, role: str) -> None:
         from vllm.config import KVTransferConfig
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
-        from vllm.v1.structured_output import StructuredOutputManager
 
-        config = EngineArgs(
-            model=model,
-            dtype="float32",
-            skip_tokenizer_init=True,
-            max_model_len=2048,
-            enable_prefix_caching=True,
-            block_size=BLOCK,
-            prefix_match_unit=UNIT,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="NixlConnector", kv_role=role, kv_load_failure_policy="recompute"
-            ),
-        ).create_engine_config()
-        config.cache_config.num_gpu_blocks = 100
-        config.scheduler_config.async_scheduling = False
-        recurrent = MambaSpec(block_size=BLOCK, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
-        attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        groups = [KVCacheGroupSpec(["mamba"], recurrent), KVCacheGroupSpec(["attention"], attention)]
-        self.scheduler = Scheduler(
-            config,
-            KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=groups),
-            StructuredOutputManager(config),
-            block_size=BLOCK,
-            hash_block_size=UNIT,
-        )
+        nixl = KVTransferConfig(kv_connector="NixlConnector", kv_role=role, kv_load_failure_policy="recompute")
+        self.scheduler = scheduler_of(model, BLOCK, UNIT, {}, kv_transfer_config=nixl)
         self.rows: dict[int, str] = {}  # attention block -> prompt
 
     def run(self, name: str, prompt: str, tokens: list[int], transfer: dict[str, Any], other: Core | None) -> Any:
@@ -107,7 +80,7 @@ class Core:
 
 
 def main(model: str) -> int:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    quiet()
     from vllm.plugins import load_general_plugins
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -122,8 +95,7 @@ def main(model: str) -> int:
     cured = d.right
     d.run("D, B with its own blocks", "B", prompts["B"], dict(lies_at["B"]), p)
     cured = cured and d.right
-    print("no defect" if cured else "defect present")
-    return 0 if cured else 1
+    return verdict(cured)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from tests.harness.draft_cores import (
     HEADS,
     HEALED,
     OWN_WINDOW,
+    PREEMPTING,
     SHARED,
     TIGHT,
     WINDOWS,
-    expected_hits,
     faults,
 )
 from tests.harness.draft_defects import (
@@ -39,37 +39,26 @@ def drafting_model(family: str) -> str:
     return str(generated_model(print, family, mtp=True))
 
 
-@pytest.fixture(scope="module")
-def found(drafting_model: str) -> list[dict[str, Any]]:
-    return audit(drafting_model, seeds=[1], answers=ANSWERS, shared=SHARED, cores=ALL)
-
-
 def audit(model: str, **wanted: Any) -> list[dict[str, Any]]:
     return run_audit("draft", model, **{"chats": 30, **wanted})
 
 
-@pytest.mark.parametrize("number", range(len(ALL)), ids=[", ".join(f"{k} {v}" for k, v in c.items()) for c in ALL])
-def test_every_key_leads_to_what_it_promises(found: list[dict[str, Any]], number: int):
-    assert faults(found[number]) == []
-    for right in range(ALL[number].get("drafts", 3) + 1):
-        assert found[number][f"{right} drafts right"]
+SOME = [{}, TIGHT, {"drop": False}, PREEMPTING, HEADS[3]]
 
 
-def test_requests_were_preempted_and_states_evicted(found: list[dict[str, Any]]):
-    assert sum(core["preempted"] for core in found) > 20
-    assert sum(core["evicted"] for core in found) > 200
-
-
-@pytest.mark.on_request
-@pytest.mark.parametrize("seed", range(2, 12))
-def test_every_key_leads_to_what_it_promises_in_more_traffic(drafting_model: str, seed: int):
-    cores = audit(drafting_model, seeds=[seed], chats=120, answers=[*range(130, 160)], shared=SHARED, cores=ALL)
-    assert [fault for core in cores for fault in faults(core)] == []
-
-
-def test_rows_of_a_draft_head_are_foreign_only_without_the_drop(found: list[dict[str, Any]]):
-    foreign = {core["core"].get("drop", True): core["foreign_rows"] for core in found if core["found_rows"] > 1000}
-    assert foreign[True] == 0 and foreign[False] > 0
+@pytest.mark.parametrize(
+    "cores", [SOME, pytest.param(ALL, marks=pytest.mark.thorough)], ids=["some cores", "all cores"]
+)
+def test_every_key_leads_to_what_it_promises_and_rows_of_a_head_are_foreign_only_without_the_drop(
+    drafting_model: str, cores: list[dict[str, Any]]
+):
+    found = audit(drafting_model, seeds=[1], answers=ANSWERS, shared=SHARED, cores=cores)
+    assert [fault for core in found for fault in faults(core)] == []
+    for core in found:
+        assert all(core[f"{right} drafts right"] for right in range(core["core"].get("drafts", 3) + 1))
+    assert sum(core["preempted"] for core in found) > 5 and sum(core["evicted"] for core in found) > 50
+    # With it, `faults` looks for them.
+    assert any(core["foreign_rows"] for core in found if not core["core"].get("drop", True))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +73,6 @@ def test_rows_of_a_head_with_a_window_follow_a_hit(drafting_model: str, cores: l
         for kinds in (("held",), ("zeroed", "healed"))
     )
     assert held >= 0.95 * (held + others) > 20
-
-
-def test_more_tokens_are_shared_than_used_only_where_a_head_reads_them():
-    assert [expected_hits({}, length) for length in (160, 163, 176)] == [144, 144, 160]
-    assert [expected_hits({"drop": False}, length) for length in (160, 163, 176)] == [160, 160, 176]
 
 
 @pytest.mark.parametrize(
@@ -120,12 +104,6 @@ def test_the_audit_notices_defects_of_windows(drafting_model: str, defect: str, 
     assert any(error in each for each in core["errors"]), core["errors"]
 
 
-def test_a_pin_holds_the_rows_of_a_window(drafting_model: str):
-    cores = [{"head": OWN_WINDOW, "window": window, "pins": 0.5} for window in (100, 40)]  # held on purpose
-    for core in audit(drafting_model, pinned=[300], cores=cores):
-        assert all("blocks are held without a request" in error for error in core["errors"]), core["errors"]
-
-
 def test_without_what_it_relies_on_vllm_caches_beside_a_window_as_it_does_alone(drafting_model: str):
     """The check on a toy window fails where no rows are kept. The head's groups then decide hits again."""
     alone = {"head": OWN_WINDOW, "export": False}
@@ -135,14 +113,3 @@ def test_without_what_it_relies_on_vllm_caches_beside_a_window_as_it_does_alone(
     for core in found:
         assert core["errors"] == [] and core["hit_tokens"] > 0
         assert not core["enabled"] and "the rows before a hit are found in" in core["refused"]
-
-
-TRIED = [{}, {"overlap": True, **TIGHT}, {"export": False}, WINDOWS[0]]
-
-
-def test_on_trial_vllm_caches_by_itself_until_hints_are_opened(drafting_model: str):
-    wanted = {"drafts": "auto", "seeds": [1], "answers": ANSWERS, "shared": SHARED, "gate": [250]}
-    for core in audit(drafting_model, **wanted, cores=TRIED):
-        assert core["errors"] == []
-        assert core["written"] == 0 < core["hit_tokens"]
-        assert core["ignored"].keys() == {"speculative"}

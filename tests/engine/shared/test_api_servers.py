@@ -1,82 +1,49 @@
-"""One engine with what big installations have: several API servers, asynchronous scheduling, and KV events.
+"""One engine with what big installations have: several API servers and asynchronous scheduling.
 
-Asynchronous scheduling plans the next step before the last one's tokens are known. It is the default wherever there is
-a GPU; vLLM's CPU platform switches it off, and a plugin of the tests back on. KV events come over ZMQ, as to llm-d.
+The latter plans the next step before the last one's tokens are known. It is the default wherever there is a GPU; vLLM's
+CPU platform switches it off, and a plugin of the tests back on.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
 import pytest
 
-from proxy.bench.harness import exact
-from proxy.bench.harness.client import ask, complete, fresh_tokens, open_client
+from proxy.bench.harness.client import open_client
 from proxy.bench.harness.planted import plugin_environment
-from proxy.bench.harness.prompts import QUESTIONS, prose
+from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
-from proxy.commands.render_server import free_port
 from tests.harness import engine_traffic
 from tests.harness.async_scheduling import PLANS_AHEAD
 from tests.harness.engines import SharedServers
-from tests.harness.kv_event_listener import Listener, Ports
+from tests.harness.gateways import CHAT, start_gateway
 from tests.harness.predictions import is_known_as_gone, wait_for_predicted_hits
-from tests.harness.waiting import until, wait_for
+from tests.harness.waiting import wait_for
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
 
 FLAGS = ("--api-server-count", "2", "--async-scheduling", *engine_traffic.TIGHT)
 
-CHAT = "/v1/chat/completions"
-
-UNIT = 16  # tokens
-
-HEADS = [fresh_tokens(length, "head", length) for length in (250, 390, 520, 800, 1000)]
-
-PROMPTS = 60
-
-
-class FleetOfOne(NamedTuple):
-    """The engine's servers, a gateway before them, and where its events are."""
-
-    engine: Server
-    gateway: Server
-    ports: Ports
+pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture(scope="module")
-def fleet_of_one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetOfOne]:
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("api-servers")
-    ports = Ports(free_port(), free_port())
     ahead = plugin_environment(folder / "plugins", {"seamark_async": "tests.harness.async_scheduling:register"})
     with Servers(folder) as fleet:
-        engine = fleet.engine("two-api-servers", model, "1", (*FLAGS, *ports.flags), {**ENVIRONMENT, **ahead})
-        engine.wait_until_ready()
-        started = fleet.gateway(engine)
-        started.wait_until_ready("/ready", seconds=60)
-        yield FleetOfOne(engine, started, ports)
+        started = fleet.engine("two-api-servers", model, "1", FLAGS, {**ENVIRONMENT, **ahead})
+        started.wait_until_ready()
+        yield started
 
 
 @pytest.fixture
-def engine(fleet_of_one: FleetOfOne) -> Server:
-    return fleet_of_one.engine
-
-
-@pytest.fixture
-def gateway(fleet_of_one: FleetOfOne) -> Server:
-    return fleet_of_one.gateway
-
-
-@pytest.fixture
-def listener(fleet_of_one: FleetOfOne) -> Iterator[Listener]:
-    started = Listener(fleet_of_one.ports, UNIT)
-    yield started
-    started.close()
+def gateway(engine: Server, fleet: Servers) -> Server:
+    return start_gateway(fleet, engine)
 
 
 @pytest.mark.parametrize(
@@ -86,28 +53,6 @@ async def test_answers_are_exact_and_hit(engine: Server, servers: SharedServers,
     async with open_client(300) as client:
         await traffic(client, engine, servers.reference)
     assert PLANS_AHEAD in engine.log.read_text(errors="replace")
-
-
-async def test_answers_are_exact_and_hits_are_those_of_a_single_api_server(gateway: Server, servers: SharedServers):
-    async with open_client(300) as client:
-        for number in range(3):
-            head = {"role": "system", "content": prose(200, 7300 + number)}
-            for question in QUESTIONS[:4]:
-                messages = [head, {"role": "user", "content": question}]
-                two, one = [await ask(client, each.url, messages, 32) for each in (gateway, servers.gateway)]
-                right = await ask(client, servers.reference.url, messages, 32)
-                assert exact.compare(two, right).exact and exact.compare(one, right).exact
-                assert two.cached_tokens == one.cached_tokens and bool(two.cached_tokens) == (question != QUESTIONS[0])
-
-
-def test_reasons_follow_from_usage(gateway: Server):
-    head = {"role": "system", "content": prose(200, 7390)}
-    told = []
-    for question in QUESTIONS[:6]:
-        body = {"model": MODEL_NAME, "messages": [head, {"role": "user", "content": question}], "max_tokens": 1}
-        answer = httpx.post(gateway.url + CHAT, json=body, timeout=120)
-        told.append(answer.headers["x-seamark-reason"])
-    assert told == ["cold", *["hit"] * 5]
 
 
 def fresh(url: str, path: str) -> httpx.Response:
@@ -148,78 +93,3 @@ def test_an_emptied_cache_reaches_the_gateway_without_another_request_and_nothin
     # A busy machine may lose a report, which is said, and is no harm: its reader forgets what it cannot be sure of.
     warned = [line for line in gateway.log.read_text().splitlines() if "WARNING" in line and "were lost" not in line]
     assert not warned
-
-
-async def test_an_index_promises_what_the_engine_then_finds(engine: Server, listener: Listener):
-    index = listener.index
-    async with open_client() as client:
-        markers = itertools.count()
-
-        async def heard() -> None:
-            """All events up to now have arrived: those of one more prompt have."""
-            marker = fresh_tokens(200, "marker", next(markers))
-            await hit(client, engine, marker, [192])
-            await until(lambda: _hears(listener, marker))
-
-        await first_heard(client, engine, listener)
-        await reset(client, engine)
-        await heard()
-        index.surprises.clear()
-
-        kept, tokens = 0, 0
-        for number in range(PROMPTS):
-            again = number % 2 == 1
-            own = number // 2 - (number > 1 and again)  # each prompt twice, with another one between
-            head = HEADS[(own * own + own // 7) % len(HEADS)]
-            prompt = [*head, *fresh_tokens(150, "own", own)]
-            await heard()
-            promised = index.promised(prompt[:-1])
-            found = await hit(client, engine, prompt, [len(head), len(prompt) - 4])
-            # Who leaves a prefix before its state, since that of the head alone is gone, finds less than is announced.
-            assert promised == found if again else promised >= found
-            kept, tokens = kept + (promised == found), tokens + found
-        assert kept > 0.9 * PROMPTS and tokens > 5000
-        assert listener.removed > 100 and not index.surprises
-
-        unhinted = fresh_tokens(500, "unhinted")
-        await hit(client, engine, unhinted)
-        await heard()
-        promised = index.promised(unhinted[:-1])
-        assert promised == await hit(client, engine, unhinted) == 496
-
-        await reset(client, engine)
-        await heard()
-        assert not any(index.promised(head) for head in HEADS)
-        await hit(client, engine, HEADS[0], [240])
-        await heard()
-        assert index.promised(HEADS[0]) == 240 and not index.surprises
-        assert listener.numbers == list(range(listener.numbers[0], listener.numbers[0] + len(listener.numbers)))
-        assert listener.replayed().held == index.held
-
-
-async def hit(client: httpx.AsyncClient, engine: Server, prompt: list[int], boundaries: Sequence[int] = ()) -> int:
-    """Tokens of a prompt that came from the cache."""
-    hint = {"vllm_xargs": {"seamark_boundaries": list(boundaries)}} if boundaries else {}
-    return (await complete(client, engine.url, prompt, max_tokens=2, **hint)).cached_tokens or 0
-
-
-def _hears(listener: Listener, prompt: list[int]) -> bool:
-    listener.hear()
-    return listener.index.promised(prompt) >= 192
-
-
-async def first_heard(client: httpx.AsyncClient, engine: Server, listener: Listener) -> None:
-    """A subscriber that connects misses what was published before."""
-    for number in itertools.count():
-        await hit(client, engine, fresh_tokens(200, "first", number), [192])
-        listener.hear()
-        if listener.numbers:
-            return
-        assert number < 300, "no event in 300 prompts"
-
-
-async def reset(client: httpx.AsyncClient, engine: Server) -> None:
-    async def emptied() -> bool:
-        return bool((await client.post(engine.url + "/reset_prefix_cache")).json()["success"])
-
-    await until(emptied)

@@ -27,10 +27,3 @@ def test_a_stack_with_seamark_beside_one_without(servers: SharedServers, capsys)
     # Each turn finds the one before it.
     turns = ours["conversation"]
     assert all(later["cached_tokens"] > earlier["cached_tokens"] for earlier, later in pairwise(turns))
-
-
-def test_a_model_that_is_not_served(servers: SharedServers, capsys):
-    assert mine.main(["--base-url", servers.reference.url, "--model", "made-up"]) == 1
-    assert f"serves no model 'made-up', but {MODEL_NAME}" in capsys.readouterr().err
-    assert mine.main(["--base-url", servers.gateway.url, "--model", "made-up"]) == 1
-    assert f"serves no model 'made-up', but {MODEL_NAME}" in capsys.readouterr().err

@@ -33,12 +33,8 @@ def post(servers: SharedServers, body) -> httpx.Response:
     [
         (b"", 400),
         (b"not json", 400),
-        (b"[1, 2]", 400),
         ({}, 400),
-        (chat(messages="text"), 400),
         (chat(messages=[{"role": "user", "content": {"a": 1}}]), 400),
-        (chat(max_tokens="many"), 400),
-        (chat(temperature=[]), 400),
         (chat(vllm_xargs=[1]), 400),
         (chat(vllm_xargs={"seamark_boundaries": {"a": 1}}), 200),  # replaced by the gateway's own
         (chat(model="made-up"), 404),
@@ -51,10 +47,6 @@ def test_bad_input_gets_openais_envelope_and_the_right_status(servers, body, sta
     if status != 200:
         assert set(answer.json()["error"]) >= ENVELOPE
         assert "Traceback" not in answer.text
-
-
-def test_a_request_after_bad_ones_is_answered(servers):
-    assert post(servers, chat()).status_code == 200
 
 
 def test_a_worker_without_the_plugin_is_served_and_shown(servers):

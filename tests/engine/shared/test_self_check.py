@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from math import inf
 
 import httpx
 import pytest
@@ -35,11 +36,17 @@ def watched(servers: SharedServers, fleet: Servers) -> Server:
 
 @pytest.mark.parametrize(
     "defect",
-    [pytest.param(each, marks=pytest.mark.thorough if number else ()) for number, each in enumerate(planted.DEFECTS)],
+    [planted.DEFECTS[0], *(pytest.param(each, marks=pytest.mark.thorough) for each in ("none", *planted.DEFECTS[1:]))],
 )
-def test_a_planted_defect_is_found_and_turns_hints_off(servers: SharedServers, watched: Server, defect):
-    phase = asyncio.run(watch(servers.seamark, watched, servers.planted, defect, PATIENCE))
+def test_a_planted_defect_is_found_and_turns_hints_off_and_an_honest_engine_keeps_them(
+    servers: SharedServers, watched: Server, defect
+):
+    enough = CHECKS if defect == "none" else inf
+    phase = asyncio.run(watch(servers.seamark, watched, servers.planted, defect, PATIENCE, enough))
     assert phase.held, phase
+    if defect == "none":
+        assert phase.hints_sent and phase.reason == "hit"
+        return
     log = watched.log.read_text()
     assert "from its cache, prompt" in log
     assert not any(word in log for word in ("harbour", "editor", "figures"))  # what the prompts are made of
@@ -96,10 +103,3 @@ def test_once_a_defect_is_found_clients_get_right_answers_whatever_the_engine_do
     assert told(watched.url, longer)[0] == 0
     cached, logprobs = told(watched.url, longer)
     assert cached and logprobs == pytest.approx(anew(longer), abs=1e-3)
-
-
-@pytest.mark.thorough
-def test_honest_answers_are_never_called_different(servers: SharedServers, watched: Server):
-    phase = asyncio.run(watch(servers.seamark, watched, servers.planted, "none", PATIENCE, CHECKS))
-    assert phase.held and sum(phase.results.values()) >= CHECKS, phase
-    assert phase.hints_sent and phase.reason == "hit"

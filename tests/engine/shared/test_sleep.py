@@ -19,16 +19,11 @@ BODY = {
 }
 
 
-THOROUGH = pytest.mark.thorough
-
-
 @pytest.mark.parametrize(
     ("sleep", "wake", "words"),
     [
-        pytest.param("/sleep?level=0", "/wake_up", "asleep (level 0): POST /wake_up wakes it", marks=THOROUGH),
         ("/sleep?level=1", "/wake_up", "asleep (level 1): POST /wake_up wakes it"),
         ("/pause", "/resume", "asleep (paused): POST /resume wakes it"),
-        pytest.param("/sleep?level=0", "/resume", "asleep (level 0): POST /wake_up wakes it", marks=THOROUGH),
     ],
 )
 def test_an_engine_that_sleeps_gets_no_request_until_it_is_woken(servers: SharedServers, sleep, wake, words):
