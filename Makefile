@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast test-all lint mutants test-deploy soak fuzz attacks damage bench-gateway audit lock test-gpu-path test-drafts test-nixl test-ray test-disk test-clients test-chart
+.PHONY: demo test test-fast test-all lint mutants test-deploy soak fuzz attacks damage bench-gateway audit lock test-gpu-path test-drafts test-nixl test-ray test-clients test-chart
 
 # Real engines with a generated model, the gateway in front, a table. `make demo ARGS=--keep` serves on afterwards.
 demo:
@@ -46,21 +46,15 @@ test-drafts:
 	@./set-up.sh
 	@.venv/bin/python -m pytest -n 2 -m "on_request or thorough or not thorough" tests/engine/drafts tests/recipes $(ARGS)
 
-# Engines beside each kind of KV connector, and two that hand states over: prefill and decode apart. Fetches NIXL (some
-# 70 MB) into .cache once.
+# Prefill and decode apart: two engines that hand states over, behind the gateway. Fetches NIXL (some 70 MB) into .cache once.
 test-nixl:
 	@./set-up.sh
-	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_connector_lanes.py tests/engine/test_prefill_decode.py tests/engine/test_prefill_workers.py $(ARGS)
+	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_prefill_workers.py $(ARGS)
 
 # Engines whose workers Ray starts, a Ray of this machine that believes to have GPUs. Fetches it (some 75 MB) into .cache once.
 test-ray:
 	@./set-up.sh
 	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_ray.py $(ARGS)
-
-# Two workers on one checkpoint directory for DISK_MINUTES (10), of which one is killed every minute.
-test-disk:
-	@./set-up.sh
-	@.venv/bin/python -m pytest -n 0 -s -m on_request tests/engine/test_checkpoint_writers.py tests/engine/test_checkpoint_dir.py $(ARGS)
 
 # The clients of deploy/clients.md, the real programs before a scripted worker. Installs them into .cache once (npm, pip;
 # some 10 GB, most of it Open WebUI's: without it, ARGS='-k "not open-webui"').
@@ -98,8 +92,7 @@ attacks:
 	@./set-up.sh
 	@.venv/bin/python -m tests.bench.attacks $(ARGS)
 
-# A checkpoint directory damaged in 42 ways, at a start and while it is used, and two workers on one, on vLLM's scheduler
-# and on engines of both families: some 15 minutes.
+# A checkpoint directory damaged in every way, and two workers on one, on vLLM's scheduler.
 damage:
 	@./set-up.sh
 	@.venv/bin/python -m pytest -n 0 -s -m "on_request or thorough or not thorough" tests/engine/test_disk_damage.py tests/engine/test_disk_audit.py $(ARGS)
