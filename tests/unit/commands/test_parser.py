@@ -26,7 +26,7 @@ WRONG = {
     "setup": {"--model-name": "--model", "--sorce": "--source or --force"},
     "key": {"--max-in": "--max-inflight", "--sharing": "--share"},
     **{f"bench {name}": {"--jsn": "--json"} for name in BENCHMARKS if name not in ("grid", "agents")},
-    "bench grid": {"--pictures": "--picture"},
+    "bench demo": {"--keeps": "--keep"},
 }
 
 

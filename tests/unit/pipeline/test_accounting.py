@@ -63,7 +63,7 @@ class Scene:
         self.registry, self.value = gateway.metrics.registry, own.metric
         self.found = BoundaryFinder(PositionCache(10**6)).find(chat_request(CHAT), FACTS, b"renderer")
 
-    async def _outcome_of(self, *_: Any, urgent: bool) -> EngineOutcome | None:
+    async def _outcome_of(self, *_: Any) -> EngineOutcome | None:
         self.asked += 1
         return await self.said
 
@@ -92,6 +92,7 @@ class Scene:
     async def streamed(self, request: ProxiedRequest, usage: Usage, *outcome: EngineOutcome) -> None:
         """All of a stream's answer has gone to the client."""
         await request.reply({"type": "http.response.start", "status": 200, "headers": []})
+        request.timings.is_stream = True
         self.accounting.reported(request, Report(200, usage, *outcome))
         self.accounting.count(request)
 
@@ -109,34 +110,6 @@ def scene_of(in_memory) -> Callable[..., Awaitable[Scene]]:
 @pytest.fixture
 async def scene(scene_of) -> Scene:
     return await scene_of(RecordingWorker("http://w"))
-
-
-@pytest.fixture
-async def older(scene_of) -> Scene:
-    """Whose engine says nothing in its answers."""
-    return await scene_of(RecordingWorker("http://w", version="0.2.0"))
-
-
-async def test_a_whole_answer_waits_for_an_older_engine_if_the_gateway_cannot_tell(older):
-    older.said.set_result(EngineOutcome("not_worth_it"))
-    sent = {"sent": Prefix(90, 0), "sent_here": True, "held": 80, "predicted": 80}
-    hint = {"hint": (40,)}
-    assert await older.answered(older.request(**sent, **hint), Usage(100, 0)) == "not_worth_it"
-    assert await older.answered(older.request(**sent, **hint), Usage(100, 80)) == "hit"
-    assert await older.answered(older.request(**sent, hint=()), Usage(100, 0)) == "evicted"
-    assert older.asked == 1
-
-
-async def test_a_client_that_leaves_meanwhile_leaves_the_request_counted(older):
-    request = older.request(hint=(40,))
-    answering = asyncio.create_task(older.answered(request, Usage(100, 0)))
-    while not older.asked:
-        await asyncio.sleep(0)
-    answering.cancel()
-    await asyncio.gather(answering, return_exceptions=True)
-    older.said.set_result(EngineOutcome("cold"))
-    await until(lambda: request.record.explanation.reason)
-    assert older.value("seamark_miss_total", model="m", reason="cold") == 1
 
 
 async def test_a_client_that_leaves_while_a_change_is_sought_leaves_the_whole_explanation(scene):
@@ -388,7 +361,10 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
     assert (used["prompt_tokens"], used["cached_tokens"], used["output_tokens"]) == (100, 80, 7)
 
 
-async def test_an_engine_that_cannot_be_asked_leaves_the_gateways_own_reason(older, caplog):
-    older.said.set_exception(KeyError("You pilot ships."))
-    assert await older.answered(older.request(hint=(40,)), Usage(100, 0)) == "cold"
+async def test_an_engine_that_cannot_be_asked_leaves_the_gateways_own_reason(scene, caplog):
+    scene.said.set_exception(KeyError("You pilot ships."))
+    request = scene.request(hint=(40,))
+    await scene.streamed(request, Usage(100, 0))
+    await until(lambda: request.record.explanation.reason)
+    assert request.record.explanation.reason == "cold"
     assert "asking for request r: KeyError" in caplog.text and "pilot" not in caplog.text

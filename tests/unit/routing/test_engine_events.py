@@ -305,19 +305,6 @@ async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_
         assert part.changes == told
 
 
-async def test_several_api_servers_in_turn_correct_nothing():
-    feed = Feed(old=False)
-    async with following(feed) as (events, prefix_index):
-        feed.tell([], boot="c", reset=True)
-        await until(lambda: len(feed.asked) == 3)
-        feed.tell([], boot="b", reset=True)
-        await until(lambda: events._feeds[WORKER.url].several)
-        prefix_index.record([SYSTEM], WORKER.boot)
-        feed.tell([["cleared"]], boot="c")
-        assert await events.outcome_of(WORKER, "r") is None
-        assert prefix_index.longest((b"s",), [WORKER.boot])
-
-
 @on_virtual_time
 async def test_a_busy_feed_is_not_read_more_often_than_allowed() -> None:
     feed, clock = Feed(old=False), asyncio.get_running_loop().time
