@@ -75,7 +75,7 @@ async def test_a_faulty_worker_stays_closed_and_everyone_sees_why_until_a_reset(
     worker = drafting(**fault)
     gateway = await in_memory(worker, **OFTEN)
     await becomes(gateway, "closed")
-    assert words in (await gateway.status())["workers"][0]["refused"]
+    await gateway.shows(lambda status: words in status["workers"][0]["refused"])
     await gateway.post(chat("one"))
     assert hinted(worker) == [False] and "cache_salt" not in worker.requests[-1].fields  # its cache is left alone
     assert gateway.metric("seamark_self_check_total", result=result) == 1

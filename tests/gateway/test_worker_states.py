@@ -60,7 +60,7 @@ async def test_a_workers_state_is_said_in_the_same_words_wherever_it_matters(in_
             assert words in asked.json()["error"]["message"] and words in answered.json()["error"]["message"]
             assert not worker.requests
         else:
-            assert "x-seamark-boundary" not in answered.headers and b"seamark" not in worker.requests[0].body
+            assert "x-seamark-boundary" not in answered.headers and b"seamark_boundaries" not in worker.requests[0].body
             assert f"`{answered.headers['x-seamark-reason']}`" == reason
         live = (await gateway.get("/seamark/live")).json()
         assert words in " ".join(live["alarms"] + live["warnings"])
