@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -160,25 +160,24 @@ class Run:
 
     async def _ended(self, connection: Connection, each: Case) -> str:
         """Read until the server closes, which it must soon after the client has said that nothing more will come."""
-        answered = b""
+        answered = bytearray()
+
+        async def closes_within(seconds: float) -> bool:
+            try:
+                async with asyncio.timeout(seconds):
+                    while True:
+                        answered.extend(await connection.some())
+            except (Cut, ConnectionError):
+                return True
+            except TimeoutError:
+                return False
+
         is_refused_at_once = each.kind in AT_ONCE
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS if is_refused_at_once else QUIET_SECONDS):
-                while True:
-                    answered += await connection.some()
-        except (Cut, ConnectionError):
-            pass
-        except TimeoutError:
+        if not await closes_within(ANSWER_SECONDS if is_refused_at_once else QUIET_SECONDS):
             if is_refused_at_once:
                 return f"it is broken already, and was not refused in {ANSWER_SECONDS:g} s"
             connection.finish()
-            try:
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    while True:
-                        answered += await connection.some()
-            except (Cut, ConnectionError):
-                pass
-            except TimeoutError:
+            if not await closes_within(ANSWER_SECONDS):
                 return f"the connection is still open {ANSWER_SECONDS:g} s after its end"
         seen = self._worker.pop(name_of(self._seed, each.number))
         self.reached += len(seen)
@@ -215,30 +214,24 @@ class Run:
             return [*wrongs, f"the gateway no longer serves: {type(error).__name__}"]
         if response is None or response.status != 200:
             wrongs.append(f"the gateway no longer serves: {response}")
-        return wrongs + _short(bad_lines(self._gateway, 0))
-
-
-def _short(lines: Iterable[str]) -> list[str]:
-    listed = list(lines)
-    more = [f"and {len(listed) - SHOWN} more lines that name an error"] if len(listed) > SHOWN else []
-    return listed[:SHOWN] + more
+        return wrongs + bad_lines(self._gateway, 0)[:SHOWN]
 
 
 def render(result: Fuzzed) -> str:
     """What was sent, what came back, and how to repeat what failed."""
+    kinds, statuses = (
+        ", ".join(f"{count} x {name}" for name, count in sorted(counts.items()))
+        for counts in (result.kinds, result.statuses)
+    )
     lines = [
-        f"seed {result.seed}, {result.seconds:.0f} s: {sum(result.kinds.values())} cases "
-        f"({', '.join(f'{count} {kind}' for kind, count in sorted(result.kinds.items()))})",
-        f"  {result.reached} requests reached the worker; answers: "
-        + ", ".join(f"{count} x {status}" for status, count in sorted(result.statuses.items())),
+        f"seed {result.seed}, {result.seconds:.0f} s: {sum(result.kinds.values())} cases ({kinds})",
+        f"  {result.reached} requests reached the worker; answers: {statuses}",
         f"  memory (resident) {result.first_bytes / 2**20:.0f} MiB, then {result.last_bytes / 2**20:.0f} MiB",
     ]
-    for failure in result.failures[:SHOWN]:
-        data = failure.case.data
-        shown = f"{data[:SHOWN_BYTES]!r}" + (f" and {len(data) - SHOWN_BYTES} bytes more" if data[SHOWN_BYTES:] else "")
-        lines.append(f"  case {failure.case.number} ({failure.case.kind}): {failure.why}")
-        lines.append(f"    python -m tests.bench.fuzz --seed {result.seed} --case {failure.case.number}")
-        lines.append(f"    {shown}")
+    for it, why in result.failures[:SHOWN]:
+        lines.append(f"  case {it.number} ({it.kind}, {len(it.data)} bytes): {why}")
+        lines.append(f"    python -m tests.bench.fuzz --seed {result.seed} --case {it.number}")
+        lines.append(f"    {it.data[:SHOWN_BYTES]!r}")
     if len(result.failures) > SHOWN:
         lines.append(f"  and {len(result.failures) - SHOWN} more cases")
     return "\n".join([*lines, *(f"  {wrong}" for wrong in result.wrongs)])
@@ -252,17 +245,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the stream of cases")
     parser.add_argument("--case", type=int, action="append", help="only the case with this number (repeat)")
     args = parser.parse_args(argv)
-    say = narrator()
     folder = Path(tempfile.mkdtemp(prefix="seamark-fuzz-"))
     with Servers(folder) as servers:
-        say(f"seed {args.seed}, {len(args.case)} cases" if args.case else f"seed {args.seed}, {args.seconds:g} s")
         result = asyncio.run(fuzz(servers, args.seed, args.seconds, args.case))
     print(render(result))
     for failure in result.failures[:SHOWN]:
         path = folder / f"case-{failure.case.number}.bin"
         path.write_bytes(failure.case.data)
     if not result.held:
-        say(f"logs, and the bytes of what failed, are in {folder}")
+        narrator()(f"logs, and the bytes of what failed, are in {folder}")
     return 0 if result.held else 1
 
 

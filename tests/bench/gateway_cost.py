@@ -54,15 +54,15 @@ ONE, MANY = 1, 16  # clients
 
 PLAIN_LIMIT, STREAM_LIMIT = 1.5, 0.9  # times vllm-router's CPU time, 2 kB, many clients
 
+FIGURES = ("p50", "p99", "first")  # of a batch
+
 ADDED_LIMIT = 0.4e-3  # seconds, p50, 2 kB plain, one client
 
-WORDS = (
-    "CPU: microseconds of all the gateway's processes for a request, user and system; median of rounds, quartiles.\n"
-    "Latencies: what the gateway adds to a round's p50, p99 and median first byte, medians of the rounds (direct: the\n"
-    "worker's own, in brackets). over vllm-router: CPU time, median of the rounds' ratios. One worker that computes\n"
-    "nothing; streams have 64 chunks, each written on its own, at once unless --step-ms says otherwise: a slow reader\n"
-    "finds many together. Both routers run their default, cache-aware policy."
-)
+WORDS = """
+CPU: microseconds of all the gateway's processes for a request, user and system; median of rounds, quartiles.
+Latencies: what the gateway adds to a round's p50, p99 and median first byte, medians of the rounds (direct: the
+worker's own, in brackets). over vllm-router: CPU time, median of the rounds' ratios. One worker that computes nothing;
+streams have 64 chunks, each written on its own. Both routers run their default, cache-aware policy."""
 
 
 @dataclass(frozen=True)
@@ -229,51 +229,45 @@ async def compare(
 
 
 async def run(
-    peers: Sequence[Peer],
-    cases: Sequence[Case],
-    requests: int,
-    rounds: int,
-    step_ms: int,
-    say: Callable[[str], None],
+    peers: Sequence[Peer], cases: Sequence[Case], requests: int, rounds: int, say: Callable[[str], None]
 ) -> Report:
-    """Start everything, and compare; `step_ms` as the worker takes it."""
+    """Start everything, and compare."""
     with tempfile.TemporaryDirectory(prefix="seamark-gateway-") as folder, Servers(Path(folder)) as servers:
-        worker = mock_worker(servers, step_ms)
+        worker = mock_worker(servers)
         worker.wait_until_ready()
         gateway = servers.gateway(worker)
         gateway.wait_until_ready("/ready", seconds=30)
         bare = start_bare(servers, worker.url)
         bare.wait_until_ready("/health", seconds=30)
-        contestants = [Contestant(DIRECT, worker, None), Contestant(SEAMARK, gateway, CpuTime(gateway.process.pid))]
-        contestants.append(Contestant(BARE, bare, CpuTime(bare.process.pid)))
+        found = {SEAMARK: gateway, BARE: bare}
         missing = {}
         for peer in peers:
-            server, failure = start(servers, peer, [worker.url], Path(folder), say)[1:]
-            if server is None:
-                missing[peer.name] = failure
-                continue
-            share = SLOW_SHARE if peer.name == SLOW else 1
-            contestants.append(Contestant(peer.name, server, CpuTime(server.process.pid), share))
+            _, server, missing[peer.name] = start(servers, peer, [worker.url], Path(folder), say)
+            if server is not None:
+                found[peer.name] = server
+        contestants = [Contestant(DIRECT, worker, None)]
+        for name, server in found.items():
+            share = SLOW_SHARE if name == SLOW else 1
+            contestants.append(Contestant(name, server, CpuTime(server.process.pid), share))
         async with open_client(30) as client:
             before = await samples_of(client, gateway)
             await compare(contestants, cases, requests, rounds, say)
             after = await samples_of(client, gateway)
-        missing |= {contestant.name: contestant.failure for contestant in contestants if contestant.failure}
-        lasting = {contestant.name: contestant for contestant in contestants if not contestant.failure}
-        grown = {name: after[name] - before[name] for name in ("seamark_renders_total", "seamark_requests_total")}
-    rows = [_row(contestant, case, lasting) for case in cases for contestant in lasting.values()]
-    return Report(tuple(rows), missing, grown["seamark_renders_total"], int(grown["seamark_requests_total"]))
-
-
-def _row(contestant: Contestant, case: Case, lasting: dict[str, Contestant]) -> Row:
-    router = lasting.get(VLLM_ROUTER)
-    return Row(
-        contestant.name,
-        case,
-        tuple(contestant.batches[case]),
-        tuple(lasting[DIRECT].batches[case]),
-        tuple(router.batches[case]) if router is not None else (),
-    )
+    missing |= {contestant.name: contestant.failure for contestant in contestants if contestant.failure}
+    lasting = {each.name: each.batches for each in contestants if not each.failure}
+    renders, asked = (after[name] - before[name] for name in ("seamark_renders_total", "seamark_requests_total"))
+    rows = [
+        Row(
+            name,
+            case,
+            tuple(own[case]),
+            tuple(lasting[DIRECT][case]),
+            tuple(lasting.get(VLLM_ROUTER, {}).get(case, ())),
+        )
+        for case in cases
+        for name, own in lasting.items()
+    ]
+    return Report(tuple(rows), {name: why for name, why in missing.items() if why}, renders, int(asked))
 
 
 def targets(report: Report, with_router: bool) -> list[Target]:
@@ -305,14 +299,14 @@ def render(report: Report) -> str:
 
 def _line(row: Row) -> str:
     if row.cpu is None:
-        own = [statistics.median(getattr(batch, figure) for batch in row.batches) for figure in ("p50", "p99", "first")]
-        p50, p99, first = (f"({1000 * seconds:.2f})" for seconds in own)
-        return f"  {row.gateway:<15}{'':>8}  {'':<16}{p50:>10}{p99:>9}{first:>12}"
-    lower, median, upper = (1e6 * seconds for seconds in row.cpu)
-    added = [f"{1000 * row.added(figure):+.2f}" for figure in ("p50", "p99", "first")]
-    ratio = f"{row.ratio.median:.2f}" if row.ratio is not None else ""
-    quartiles = f"{lower:.0f}..{upper:.0f}"
-    return f"  {row.gateway:<15}{median:>8.0f}  {quartiles:<16}{added[0]:>10}{added[1]:>9}{added[2]:>12}  {ratio}"
+        own = [statistics.median(getattr(batch, figure) for batch in row.batches) for figure in FIGURES]
+        latencies, cpu, quartiles, ratio = [f"({1000 * seconds:.2f})" for seconds in own], "", "", ""
+    else:
+        lower, median, upper = (f"{1e6 * seconds:.0f}" for seconds in row.cpu)
+        latencies, cpu, quartiles = [f"{1000 * row.added(each):+.2f}" for each in FIGURES], median, f"{lower}..{upper}"
+        ratio = f"  {row.ratio.median:.2f}" if row.ratio is not None else ""
+    p50, p99, first = latencies
+    return f"  {row.gateway:<15}{cpu:>8}  {quartiles:<16}{p50:>10}{p99:>9}{first:>12}{ratio}"
 
 
 def main(argv: list[str]) -> int:
@@ -322,21 +316,12 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help=f"in a batch ({REQUESTS})")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"batches of each kind ({ROUNDS})")
-    names = [peer.name for peer in PEERS]
-    parser.add_argument("--peer", action="append", choices=names, help="only this one (repeat); default: all")
     parser.add_argument("--no-peers", action="store_true", help="no target beside others is judged")
-    parser.add_argument("--size", type=int, choices=sorted({case.size for case in CASES}), help="of chats, only this")
-    parser.add_argument(
-        "--step-ms", type=int, default=0, metavar="N", help="from chunk to chunk of a stream (0: as fast as written)"
-    )
     args = parser.parse_args(argv)
-    if args.requests < 1 or args.rounds < 1:
-        parser.error("--requests, --rounds: at least 1")
-    peers = [] if args.no_peers else [peer for peer in PEERS if peer.name in (args.peer or names)]
-    cases = [case for case in CASES if args.size in (None, case.size)]
-    report = uvloop.run(run(peers, cases, args.requests, args.rounds, args.step_ms, narrator()))
-    judged = targets(report, with_router=VLLM_ROUTER in (peer.name for peer in peers))
-    print("\n".join([render(report), *(target.in_words() for target in judged), "", WORDS]))
+    peers = () if args.no_peers else PEERS
+    report = uvloop.run(run(peers, CASES, args.requests, args.rounds, narrator()))
+    judged = targets(report, with_router=bool(peers))
+    print("\n".join([render(report), *(target.in_words() for target in judged), WORDS]))
     return 0 if all(target.held for target in judged) else 1
 
 

@@ -62,26 +62,19 @@ def _smg(port: int, workers: Sequence[str], folder: Path) -> Command:
 def _litellm(port: int, workers: Sequence[str], folder: Path) -> Command:
     config = folder / "litellm.yaml"  # JSON is YAML
     models = [{"model": f"openai/{MODEL}", "api_base": worker + "/v1", "api_key": "none"} for worker in workers]
-    config.write_text(
-        json.dumps(
-            {
-                "model_list": [{"model_name": MODEL, "litellm_params": model} for model in models],
-                # It listens on the loopback address alone; a key would only add to its cost.
-                "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
-            }
-        )
-    )
+    # It listens on the loopback address alone; a key would only add to its cost.
+    settings = {"general_settings": {"dangerously_permit_weak_or_unset_master_key": True}}
+    settings |= {"model_list": [{"model_name": MODEL, "litellm_params": model} for model in models]}
+    config.write_text(json.dumps(settings))
     flags = ["--config", str(config), "--host", "127.0.0.1", "--port", str(port), "--telemetry", "False"]
     return Command(["litellm", *flags], {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"})
 
 
 VLLM_ROUTER = "vllm-router"
 
-SMG = "smg"
-
 PEERS = (
     Peer(VLLM_ROUTER, "vllm-router==0.1.17", _vllm_router),
-    Peer(SMG, "smg==1.13.0", _smg),
+    Peer("smg", "smg==1.13.0", _smg),
     Peer("litellm", "litellm[proxy]==1.106.0", _litellm, "/health/liveliness"),
 )
 

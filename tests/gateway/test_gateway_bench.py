@@ -121,7 +121,7 @@ async def test_clients_take_turns_and_an_error_answer_is_an_error(stand: Stand):
 
 @pytest.mark.thorough
 async def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic():
-    report = await gateway_cost.run([], CASES, 8, 2, 0, print)
+    report = await gateway_cost.run([], CASES, 8, 2, print)
     assert [(row.gateway, row.case) for row in report.rows] == [
         (name, case) for case in CASES for name in (DIRECT, SEAMARK, BARE)
     ]

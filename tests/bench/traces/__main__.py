@@ -6,13 +6,13 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from proxy.commands.parser import Parser
 from tests.bench.traces.agentic import REQUESTS, records
-from tests.bench.traces.formats import FORMATS, BadTrace, Trace, of_mooncake, read, synthetic
+from tests.bench.traces.formats import BadTrace, Trace, of_mooncake, read, synthetic
 from tests.bench.traces.policies import POLICIES
 from tests.bench.traces.replay import Outcome, Replay
 from tests.bench.traces.simulated_fleet import PROFILES, Profile
@@ -61,16 +61,13 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
     add = parser.add_argument
     add("trace", type=Path, nargs="?", metavar="FILE", help=".jsonl or .jsonl.gz; left out: one that is drawn")
     add("--drawn", choices=DRAWN, default="conversations", help="like Mooncake's, or Dynamo's agents (conversations)")
-    add("--format", choices=FORMATS, help="of the trace; left out: by its first line")
     add("--workers", type=int, action="append", metavar="N", help="repeat for several (4)")
     add("--policy", choices=POLICIES, action="append", help="repeat for several (all)")
-    add("--gateways", type=int, default=1, metavar="N", help="of Seamark's, before the same workers (1)")
     add("--profile", default="datacentre", metavar="NAME|FILE", help=f"a worker: {', '.join(PROFILES)}, or a JSON file")
     add("--seconds", type=float, default=900.0, metavar="S", help="of simulated time, a quarter to warm up (900)")
     add("--load", type=float, default=0.65, metavar="X", help="of what the workers could do with all hits (0.65)")
     add("--users", type=int, default=20, metavar="N", help="by worker, for a trace with pauses (20)")
     add("--seed", type=int, default=1, metavar="N", help="the same seed gives the same table (1)")
-    add("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     args.workers = list(dict.fromkeys(args.workers or [4]))
     args.policy = list(dict.fromkeys(args.policy or POLICIES))
@@ -79,8 +76,6 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
             parser.error(f"--{name}: more than 0")
     if min(args.workers) < 1:
         parser.error("--workers: at least 1")
-    if args.gateways < 1:
-        parser.error("--gateways: at least 1")
     try:
         return args, PROFILES.get(args.profile) or profile_from(Path(args.profile))
     except ValueError as error:
@@ -90,24 +85,15 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
 def main(argv: list[str]) -> int:
     args, profile = _arguments(argv)
     try:
-        trace = read(args.trace, args.format) if args.trace else DRAWN[args.drawn](args.seed)
-        replay = Replay(trace, profile, args.seconds, args.load, args.users, args.seed, args.gateways)
-        if not args.json:
-            print(_described(replay), HEAD, sep="\n", flush=True)
-        outcomes = []
+        trace = read(args.trace) if args.trace else DRAWN[args.drawn](args.seed)
+        replay = Replay(trace, profile, args.seconds, args.load, args.users, args.seed)
+        print(_described(replay), HEAD, sep="\n", flush=True)
         for workers, policy in itertools.product(args.workers, args.policy):
-            outcomes.append(replay.run(policy, workers))
-            if not args.json:
-                print(_row(outcomes[-1]), flush=True)
+            print(_row(replay.run(policy, workers)), flush=True)
     except BadTrace as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 1
-    if args.json:
-        settings = {name: getattr(args, name) for name in ("seconds", "load", "users", "seed", "gateways")}
-        report = {"trace": trace.name, **settings, "profile": asdict(profile), "outcomes": list(map(asdict, outcomes))}
-        print(json.dumps(report, indent=1))
-    else:
-        print(WORDS)
+    print(WORDS)
     return 0
 
 

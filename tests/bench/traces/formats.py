@@ -13,15 +13,11 @@ import random
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import Kind
 
 BLOCK = 512  # tokens
-
-Format = Literal["mooncake", "claude-code"]
-
-FORMATS: tuple[Format, ...] = get_args(Format)
 
 # Tokens of a block in the Claude Code traces.
 FINE_BLOCK = 64
@@ -145,19 +141,15 @@ class _Row(NamedTuple):
     end: Hashable  # tells apart prompts with equal blocks
 
 
-def read(path: Path, wanted: Format | None = None) -> Trace:
-    """The trace in a file, gzipped or not, in the format that is `wanted` or that its first line has.
-
-    Raises `BadTrace`.
-    """
+def read(path: Path) -> Trace:
+    """The trace in a file, gzipped or not, in the format that its first line has. Raises `BadTrace`."""
     try:
         lines = _lines(path)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise BadTrace(f"{path} cannot be read: {error}. Give a .jsonl or .jsonl.gz file.") from None
     if not lines:
         raise BadTrace(f"{path} is empty: give a file with one JSON object a line.")
-    form: Format = wanted or ("claude-code" if "requests" in lines[0][1] else "mooncake")
-    if form == "mooncake":
+    if "requests" not in lines[0][1]:
         return of_mooncake(str(path), lines)
     names = _Names()
     return _with_boundaries(path.name, _claude_code(str(path), lines, names), names, is_timed=False)
@@ -190,9 +182,8 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
-def _bad(path: str, number: int, form: Format, needs: str) -> BadTrace:
-    other = next(name for name in FORMATS if name != form)
-    return BadTrace(f"{path}, line {number}: {needs}. Correct or cut the line, or try --format {other}.")
+def _bad(path: str, number: int, needs: str) -> BadTrace:
+    return BadTrace(f"{path}, line {number}: {needs}. Correct or cut the line.")
 
 
 def _mooncake(
@@ -205,9 +196,9 @@ def _mooncake(
             ids, arrival = [int(name) for name in row["hash_ids"]], float(row["timestamp"]) / 1000 if is_timed else 0.0
         except (KeyError, TypeError, ValueError):
             needs = "needs numbers timestamp, input_length, output_length and a list hash_ids"
-            raise _bad(path, number, "mooncake", needs) from None
+            raise _bad(path, number, needs) from None
         if prompt < 1 or arrival < 0:
-            raise _bad(path, number, "mooncake", "input_length has to be at least 1 and timestamp at least 0")
+            raise _bad(path, number, "input_length has to be at least 1 and timestamp at least 0")
         full = min(prompt // BLOCK, len(ids))
         end = ids[full] if full < len(ids) else None
         head = BLOCK if full and ids[0] == 0 else 0  # the block with which nearly all of them begin
@@ -245,7 +236,7 @@ def _claude_code(path: str, lines: Iterable[tuple[int, dict[str, Any]]], names: 
                     yield _Row(streams, 0.0, pause, max(1, prompt), output, blocks, head, ids[-1] if ids else None)
         except (KeyError, TypeError, ValueError, AttributeError):
             needs = "needs tool_tokens, system_tokens and a list requests, each with in, out and hash_ids"
-            raise _bad(path, number, "claude-code", needs) from None
+            raise _bad(path, number, needs) from None
 
 
 def _chained(names: _Names, contents: Sequence[Hashable]) -> tuple[int, ...]:

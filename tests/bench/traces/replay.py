@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from proxy.boundaries.resolve import MAX_ENTRIES
 from tests.bench.traces.formats import BadTrace, Place, Trace, TraceRequest
-from tests.bench.traces.policies import POLICIES, SeamarkGateways
-from tests.bench.traces.simulated_fleet import Execution, Fleet, Policy, Profile
+from tests.bench.traces.policies import POLICIES
+from tests.bench.traces.simulated_fleet import Execution, Fleet, Profile
 
 WARM_UP = 0.25  # of the simulated time: requests that arrive in it are not counted
 
@@ -44,28 +44,17 @@ class Replay:
     load: float  # of what the workers could do if they shared one endless cache
     users: int  # by worker, for a trace with pauses
     seed: int
-    gateways: int = 1  # of Seamark's, which share held states and hear the engines
 
     def run(self, policy_name: str, workers: int) -> Outcome:
         """One policy. Deterministic, except for the CPU time of choices."""
-        policy: Policy = POLICIES[policy_name](workers, self.seed)
-        if self.gateways > 1 and policy_name == "seamark":
-            policy = SeamarkGateways(workers, self.seed, self.gateways)
-        fleet = Fleet(workers, self.profile, policy, hint_of)
-        self._send(fleet, workers)
-        fleet.run(self.end)
-        return self._outcome(policy_name, workers, fleet)
-
-    @property
-    def end(self) -> float:
-        """Seconds after which nothing is simulated: what arrived late in a timed trace is to be answered, too."""
-        return 2 * self.seconds if self.trace.is_timed else self.seconds
-
-    def _send(self, fleet: Fleet, workers: int) -> None:
+        fleet = Fleet(workers, self.profile, POLICIES[policy_name](workers, self.seed), hint_of)
         if self.trace.is_timed:
             self._send_by_time(fleet, workers)
+            fleet.run(2 * self.seconds)  # what arrived late is to be answered, too
         else:
             self._send_by_users(fleet, self.users * workers)
+            fleet.run(self.seconds)
+        return self._outcome(policy_name, workers, fleet)
 
     def _outcome(self, name: str, workers: int, fleet: Fleet) -> Outcome:
         counted = [done for done in fleet.executions if done.arrived >= WARM_UP * self.seconds]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -21,11 +20,7 @@ def test_the_stream_of_requests_is_the_same_for_the_same_seed_and_has_every_kind
     assert events[:20] != [other.event(number) for number in range(20)]
     requests = [request for event in events for request in event.requests]
     assert {request.kind for request in requests} == set(one.kinds)
-    assert any(event.at_once for event in events)
     assert {bool(request.leave.events) for request in requests if request.leave} == {True, False}
-    hints = [json.dumps(request.body.get("vllm_xargs")) for request in requests]
-    assert any("-16" in hint for hint in hints) and any(str(10**9) in hint for hint in hints)
-    assert {request.body.get("cache_salt") for request in requests} >= {None, "red", "blue"}
 
 
 def test_how_an_answer_is_delivered_is_no_part_of_the_question():
