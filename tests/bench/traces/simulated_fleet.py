@@ -7,6 +7,7 @@ attention and states, with Seamark's rules for states. Deterministic, and no clo
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -106,14 +107,17 @@ class Execution:
         return self.first - self.arrived
 
 
+@dataclass(slots=True)
 class _State:
     """A state in the cache."""
 
-    __slots__ = ("is_turn", "uses")
+    is_turn: bool
+    uses: int = 0
 
-    def __init__(self, *, is_turn: bool) -> None:
-        self.is_turn = is_turn
-        self.uses = 0
+    @property
+    def may_go(self) -> bool:
+        """Whether it is a turn that at most one request went on from."""
+        return self.is_turn and self.uses <= 1
 
 
 class Cache:
@@ -165,7 +169,7 @@ class Cache:
             if not self._states:
                 return
             self._drop(self._victim())
-        self._states[name] = _State(is_turn=is_turn)
+        self._states[name] = _State(is_turn)
         self._lru[-name] = self._state_size
         self._used += self._state_size
         self._shrink()
@@ -173,7 +177,7 @@ class Cache:
     def supersede(self, name: int) -> None:
         """The conversation has gone on: the state of its last turn goes first, unless several went on from it."""
         state = self._states.get(name)
-        if state is not None and state.is_turn and state.uses <= 1:
+        if state is not None and state.may_go:
             self._states.move_to_end(name, last=False)
             self._lru.move_to_end(-name, last=False)
 
@@ -182,7 +186,7 @@ class Cache:
         self.admit(request)
         for place in request.path:
             state = self._states.get(place.name)
-            if state is not None and (not state.is_turn or state.uses > 1):
+            if state is not None and not state.may_go:
                 self._touch(place.name)
 
     def _touch(self, name: int) -> None:
@@ -190,13 +194,9 @@ class Cache:
         self._lru.move_to_end(-name)
 
     def _victim(self) -> int:
-        """The oldest turn that at most one request went on from, else the oldest of all."""
-        for seen, (name, state) in enumerate(self._states.items()):
-            if state.is_turn and state.uses <= 1:
-                return name
-            if seen > MOST_VICTIMS:
-                break
-        return next(iter(self._states))
+        """The oldest that may go, else the oldest of all."""
+        looked_at = itertools.islice(self._states.items(), MOST_VICTIMS)
+        return next((name for name, state in looked_at if state.may_go), next(iter(self._states)))
 
     def _drop(self, name: int) -> None:
         self._used -= self._lru.pop(-name)
@@ -415,13 +415,7 @@ class Fleet:
     def _arrived(self, request: TraceRequest) -> None:
         while self._news and self._news[0].time <= self._now - NEWS_SECONDS:
             self.policy.hear(self._news.popleft())
-        self.begin(request, None, self._now)
-
-    def begin(self, request: TraceRequest, worker: int | None, now: float) -> Execution:
-        """The request comes to that worker, or the policy chooses; what was to happen before has happened."""
-        self._now = now
         self._begun += 1
-        execution = Execution(str(self._begun), request, self._hint(request), now)
-        execution.worker = self.policy.choose(execution, now) if worker is None else worker
-        self.workers[execution.worker].arrive(execution, now)
-        return execution
+        execution = Execution(str(self._begun), request, self._hint(request), self._now)
+        execution.worker = self.policy.choose(execution, self._now)
+        self.workers[execution.worker].arrive(execution, self._now)

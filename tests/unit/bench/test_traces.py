@@ -12,7 +12,7 @@ from tests.bench.__main__ import benchmarks
 from tests.bench.traces.__main__ import main, profile_from
 from tests.bench.traces.agentic import CONTEXT, REQUESTS, records
 from tests.bench.traces.formats import BLOCK, BadTrace, Place, TraceRequest, of_mooncake, read, synthetic
-from tests.bench.traces.policies import POLICIES, Seamark, Smg
+from tests.bench.traces.policies import POLICIES, RoundRobin, Seamark, Smg
 from tests.bench.traces.replay import hint_of
 from tests.bench.traces.simulated_fleet import PROFILES, Execution, Fleet, Policy, Profile
 
@@ -117,86 +117,63 @@ def test_drawn_agents_are_the_same_with_the_same_seed_and_like_what_is_published
     assert 0.7 < sum(request.shareable for request in trace.requests) / sum(prompts) < 0.8
 
 
-def test_a_lone_request_takes_what_the_profile_says(tmp_path):
-    trace = read(trace_file(tmp_path, ROWS[0]))
-    profile = Profile(pass_seconds=1.0, token_seconds=0.001, sequence_seconds=0.5)
-    fleet = Fleet(1, profile, POLICIES["round-robin"](1, 0), hint_of)
-    fleet.send(trace.requests[0], 0.0)
+def served(policy: Policy, requests, profile: Profile = PROFILES["datacentre"]) -> list[Execution]:
+    """What became of requests, each with its time, at as many workers as the policy knows."""
+    fleet = Fleet(len(policy.workers), profile, policy, hint_of)
+    for request, time in requests:
+        fleet.send(request, time)
     fleet.run(1e9)
-    (done,) = fleet.executions
+    return fleet.executions
+
+
+def test_a_lone_request_takes_what_the_profile_says(tmp_path):
+    profile = Profile(pass_seconds=1.0, token_seconds=0.001, sequence_seconds=0.5)
+    (request,) = read(trace_file(tmp_path, ROWS[0])).requests
+    (done,) = served(RoundRobin(1, 0), [(request, 0.0)], profile)
     assert (done.hit, done.first) == (0, pytest.approx(2.1))
     assert done.end == pytest.approx(2.1 + 99 * 1.5)
 
 
-def test_a_later_turn_finds_the_state_of_the_one_before_until_it_is_evicted(tmp_path):
+@pytest.mark.parametrize(("states", "hits"), [(100, [0, 1088, 512, 1296]), (1, [0, 1088, 0, 0])])
+def test_a_later_turn_finds_the_state_of_the_one_before_until_it_is_evicted(tmp_path, states, hits):
+    profile = Profile(cache_tokens=200_000, state_tokens=1000, state_share=states * 1000 / 200_000)
     requests = read(trace_file(tmp_path, *ROWS)).requests
-    hits = {}
-    for states in (100, 1):
-        profile = Profile(cache_tokens=200_000, state_tokens=1000, state_share=states * 1000 / 200_000)
-        fleet = Fleet(1, profile, POLICIES["round-robin"](1, 0), hint_of)
-        for request in requests:
-            fleet.send(request, request.arrival)
-        fleet.run(1e9)
-        hits[states] = [done.hit for done in sorted(fleet.executions, key=lambda done: done.arrived)]
+    done = served(RoundRobin(1, 0), [(request, request.arrival) for request in requests], profile)
     # In order of arrival: the conversation's first two turns, the other request, the third turn.
-    assert hits == {100: [0, 1088, 512, 1296], 1: [0, 1088, 0, 0]}
+    assert [each.hit for each in sorted(done, key=lambda each: each.arrived)] == hits
 
 
 def test_every_policy_serves_every_request_once():
-    trace = read(AGENTS)
+    sent = [request for session in read(AGENTS).sessions for request in session[:3]]
     for name, policy in POLICIES.items():
-        fleet = Fleet(3, PROFILES["datacentre"], policy(3, 1), hint_of)
-        sent = [request for session in trace.sessions for request in session[:3]]
-        for at, request in enumerate(sent):
-            fleet.send(request, 3.0 * at)
-        fleet.run(1e9)
-        assert sorted(id(done.request) for done in fleet.executions) == sorted(map(id, sent)), name
-        assert all(0 <= done.hit < done.request.prompt for done in fleet.executions)
+        fleet = served(policy(3, 1), [(request, 3.0 * at) for at, request in enumerate(sent)])
+        assert sorted(id(done.request) for done in fleet) == sorted(map(id, sent)), name
+        assert all(0 <= done.hit < done.request.prompt for done in fleet)
 
 
 def test_seamarks_own_choice_sends_a_conversation_where_its_states_are():
-    requests = read(AGENTS).sessions[0]
-    policy = Seamark(4, 0)
-    fleet = Fleet(4, PROFILES["datacentre"], policy, hint_of)
-    for at, request in enumerate(requests):
-        fleet.send(request, 100.0 * at)
-    fleet.run(1e9)
-    assert len({done.worker for done in fleet.executions}) == 1
-    assert [done.hit for done in fleet.executions] == [request.shareable // 16 * 16 for request in requests]
+    requests, policy = read(AGENTS).sessions[0], Seamark(4, 0)
+    fleet = served(policy, [(request, 100.0 * at) for at, request in enumerate(requests)])
+    assert len({done.worker for done in fleet}) == 1
+    assert [done.hit for done in fleet] == [request.shareable // 16 * 16 for request in requests]
     assert all(worker.inflight == worker.prefill_tokens == 0 for worker in policy.workers)
 
 
-def under_way(policy: Policy, counts: list[int]) -> None:
-    """So many requests without a common beginning at each worker."""
-    fleet = Fleet(len(counts), PROFILES["datacentre"], policy, hint_of)
-    for worker, count in enumerate(counts):
-        for at in range(count):
-            fleet.begin(prompt(1000 * worker + at + 1), worker, 0.0)
-            policy.inflight[worker] += 1
-
-
-def prompt(own: int, head: int = 0) -> TraceRequest:
-    """A prompt of four blocks, `head` of which all have."""
-    blocks = tuple(range(-head, 0)) + tuple(own * 10 + at for at in range(4 - head))
+def prompt(own: int) -> TraceRequest:
+    """A prompt of four blocks, of which all have the first two."""
     place = Place(4 * BLOCK, "turn", own)
-    return TraceRequest(own, 0, 0.0, 0.0, 4 * BLOCK, 5, blocks, (place,), (place,), 0)
+    return TraceRequest(own, 0, 0.0, 0.0, 4 * BLOCK, 5, (-2, -1, 2 * own, 2 * own + 1), (place,), (place,), 0)
 
 
 @pytest.mark.parametrize(
     ("idle", "spills_at"),
-    [  # as smg 1.13.0 itself did before two, three and four workers that kept all they were sent
-        ([0, 0], 11),
-        ([1, 1], 14),
-        ([2, 2], 15),
-        ([4, 4], 19),
-        ([1, 1, 1], 8),
-        ([0, 0, 0, 0], 6),
-    ],
+    # As smg 1.13.0 itself did before two, three and four workers that kept all they were sent.
+    [([0, 0], 11), ([1, 1], 14), ([2, 2], 15), ([4, 4], 19), ([1, 1, 1], 8), ([0, 0, 0, 0], 6)],
 )
 def test_smg_keeps_a_beginning_where_it_is_until_the_worker_is_that_far_beyond_the_mean(idle, spills_at):
     policy = Smg(len(idle), 1)
-    under_way(policy, idle)
-    chosen = [policy.choose(Execution(str(at), prompt(10**6 + at, head=2), (), 0.0), 0.0) for at in range(40)]
+    policy.inflight = list(idle)
+    chosen = [policy.choose(Execution(str(at), prompt(at + 1), (), 0.0), 0.0) for at in range(40)]
     first = chosen[0]
     assert chosen.index(next(worker for worker in chosen if worker != first)) + idle[first] == spills_at
 
