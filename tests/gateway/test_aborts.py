@@ -31,7 +31,7 @@ from tests.harness.leaving_clients import (
 from tests.harness.raw_http import Connection, request
 from tests.harness.raw_worker import SILENT, WHOLE, RawWorker
 
-TIMES = 10
+TIMES = 3
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ async def test_no_task_outlives_the_clients(worker):
             await asyncio.sleep(0.01)
         await leave_all(gateway, worker, 1)
         before = await tasks_at_rest()
-        await leave_all(gateway, worker, 5)
+        await leave_all(gateway, worker, 2)
         assert await tasks_at_rest(before) <= before
         server.should_exit = True
         await serving

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,14 +17,16 @@ from proxy.bench.menu import BENCHMARKS
 ROOT = Path(__file__).parents[2]
 
 
-def seamark(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "proxy.cli", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
+def python(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=240, cwd=cwd, env=environment
+    )
 
 
-# As in an environment of the gateway's own: neither vLLM nor what it brings.
+# As in an environment of the gateway's own, with neither vLLM nor what it brings: what each command says and prints.
 WITHOUT_VLLM = """
-import sys
+import contextlib, io, json, sys
 from importlib import metadata
 sys.modules.update(dict.fromkeys(("vllm", "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub")))
 version, distributions = metadata.version, metadata.distributions
@@ -33,7 +37,18 @@ def no_version(name):
 metadata.version = no_version
 metadata.distributions = lambda **found: [] if "vllm" in found.get("name", "") else distributions(**found)
 from proxy.cli import main
-sys.exit(main(sys.argv[1:]))
+ended = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["seamark", *words]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            status = main(words)
+        except SystemExit as exit:
+            status = exit.code
+            if isinstance(status, str):
+                status = print(status, file=err) or 1
+    ended.append((status or 0, out.getvalue(), err.getvalue()))
+print(json.dumps(ended))
 """
 
 NEED_VLLM = (
@@ -45,35 +60,37 @@ NEED_VLLM = (
 )
 
 
-@pytest.mark.parametrize("arguments", NEED_VLLM, ids=" ".join)
-def test_a_command_that_needs_vllm_says_so_where_there_is_none(tmp_path, arguments):
+def without_vllm(folder: Path, commands: Sequence[Sequence[str]]) -> Mapping[Sequence[str], tuple[int, str, str]]:
+    done = python("-c", WITHOUT_VLLM, json.dumps(commands), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(commands, json.loads(done.stdout), strict=True))
+
+
+def test_without_vllm_a_command_that_needs_it_says_so_and_version_and_help_are_there(tmp_path):
     (tmp_path / "request.json").write_text('{"messages": [{"role": "user", "content": "Tide?"}]}')
     (tmp_path / "config.json").write_text("{}")
-    command = [sys.executable, "-c", WITHOUT_VLLM, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
-    assert done.returncode in (1, 3) and "Traceback" not in done.stderr and not done.stdout
-    last = done.stderr.splitlines()[-1]
-    assert re.search("vllm|torch", last, re.I) and "environment" in last
-
-
-def test_the_version_and_the_help_need_no_vllm(tmp_path):
-    for arguments, words in ((["--version"], "no vLLM in this environment"), (["--help"], "First hit")):
-        command = [sys.executable, "-c", WITHOUT_VLLM, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0 and words in done.stdout and not done.stderr
+    ended = without_vllm(tmp_path, (("--version",), ("--help",), *NEED_VLLM))
+    for command, words in ((("--version",), "no vLLM in this environment"), (("--help",), "First hit")):
+        status, out, err = ended.pop(command)
+        assert status == 0 and words in out and not err
+    for command, (status, out, err) in ended.items():
+        last = err.splitlines()[-1]
+        assert status in (1, 3) and not out and "environment" in last and re.search("vllm|torch", last, re.I), command
 
 
 def test_a_misspelt_variable_is_named_before_what_is_missing_without_it():
-    environment = {**os.environ, "SEAMARK_WORKERS": "http://127.0.0.1:9"}
-    command = [sys.executable, "-m", "proxy.cli", "serve"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = python("-m", "proxy.cli", "serve", SEAMARK_WORKERS="http://127.0.0.1:9")
     ignored, missing = done.stderr.splitlines()
     assert "SEAMARK_WORKERS is ignored: no setting 'workers'; did you mean worker or workers_dns?" in ignored
     assert done.returncode == 2 and "worker: none is given" in missing
 
 
-@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("serve",), ("serve", "--worker", "nonsense")])
+@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("serve", "--worker", "nonsense")])
 def test_a_wrong_command_line_exits_with_2_and_says_why(arguments):
-    done = seamark(*arguments)
+    done = python("-m", "proxy.cli", *arguments)
     assert done.returncode == 2 and done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_process_that_tries_drafts_runs_by_itself_and_leaves_nothing_in_the_output():
+    done = python("-m", "proxy.commands.draft_trial", "--worker", "http://127.0.0.1:9", "--parent", "-1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

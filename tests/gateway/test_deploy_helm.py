@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 import yaml
 
 from engine_patches.commands import worker
-from proxy.routing.redis_sync import STREAM_BYTES
 from proxy.settings import Settings
-from proxy.version import version
 from tests.deploy.compose_files import DEPLOY
 from tests.harness import custom_resources, helm
 from tests.harness.kubernetes_schemas import complaints
+from tests.harness.recording_worker import recording_worker
 
 CHART = DEPLOY / "helm/seamark"
 
-GRAFANA = DEPLOY.parent / "grafana"
 
 # The table of deploy/README.md: what somebody wants, and the flags for it.
 ROWS: dict[str, tuple[str, ...]] = {
@@ -41,7 +35,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     )
 }
 
-PLUGINS = ("image", "init", "wheel")
+SIDECAR = "one gateway in each vLLM pod, behind a balancer that knows prefixes"
 
 CUSTOM = {"HTTPRoute", "InferencePool", "ServiceMonitor", "PrometheusRule"}
 
@@ -58,9 +52,15 @@ def rendered(*flags: str) -> dict[tuple[str, str], Object]:
     return named
 
 
-@pytest.fixture(params=[(name, plugin) for name in ROWS for plugin in PLUGINS], ids=" / ".join)
+# Each row, and for one of each mode each way for the plugin to come into the worker.
+COMBINATIONS = [
+    *((name, "image") for name in ROWS),
+    *((name, plugin) for name in (next(iter(ROWS)), SIDECAR) for plugin in ("init", "wheel")),
+]
+
+
+@pytest.fixture(params=COMBINATIONS, ids=" / ".join)
 def objects(request) -> dict[tuple[str, str], Object]:
-    """Those of each row, with each way for the plugin to come into the worker."""
     name, plugin = request.param
     flags = ROWS[name]
     if not any("plugin.from=" in flag for flag in flags):
@@ -104,14 +104,6 @@ def given_to_gateway(objects: Mapping[tuple[str, str], Object]) -> dict[str, str
     }
 
 
-def test_the_readme_names_combinations_of_both_modes_and_of_every_switch():
-    assert len(ROWS) >= 8
-    named = " ".join(" ".join(flags) for flags in ROWS.values())
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    switches = [name for name, value in values.items() if isinstance(value, dict) and value.get("enabled") is False]
-    assert "mode=sidecar" in named and [name for name in switches if f"{name}.enabled=true" not in named] == []
-
-
 def test_kubernetes_takes_every_object_of_its_own_kinds(objects):
     found = {key: complaints(each) for key, each in objects.items() if key[0] not in CUSTOM}
     assert found == {key: [] for key in found} and found
@@ -127,20 +119,6 @@ def test_the_definitions_of_custom_resources_take_them():
     ]
     assert {each["kind"] for each in wanted} == custom_resources.MODULES.keys() == CUSTOM - {"InferencePool"}
     assert custom_resources.complaints(wanted) == [""] * len(wanted)
-    route = next(each for each in wanted if each["kind"] == "HTTPRoute")
-    monitor = next(each for each in wanted if each["kind"] == "ServiceMonitor")
-    wrong = [
-        {**route, "spec": {**route["spec"], "rules": [{"timeouts": {"request": "a while"}}]}},
-        {**monitor, "spec": {"endpoints": monitor["spec"]["endpoints"]}},
-    ]
-    said = custom_resources.complaints(wrong)
-    assert "timeouts/request" in said[0] and "selector" in said[1]
-
-
-def test_a_misspelt_field_in_a_template_would_be_seen():
-    deployment = rendered()["Deployment", "seamark-gateway"]
-    (wrong,) = complaints({**deployment, "spec": {**deployment["spec"], "replcias": 2}})
-    assert "replcias" in wrong
 
 
 def test_every_selector_finds_pods_and_every_port_is_theirs(objects):
@@ -240,18 +218,8 @@ def test_a_pod_can_do_little(objects):
             assert given["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
-def test_redis_has_room_for_64_workers_streams_and_lets_the_oldest_go():
-    redis = container(rendered(), "redis")
-    given = dict(zip(redis["args"][1::2], redis["args"][2::2], strict=True))
-    megabytes = int(given["--maxmemory"].removesuffix("mb"))
-    # One stream is that of positions.
-    assert megabytes * 2**20 >= 65 * STREAM_BYTES and given["--maxmemory-policy"] == "volatile-ttl"
-    assert int(redis["resources"]["limits"]["memory"].removesuffix("Mi")) > megabytes
-    assert (given["--save"], given["--appendonly"]) == ("", "no")
-
-
 def test_beside_its_gateway_a_worker_listens_to_that_alone():
-    objects = rendered(*ROWS["one gateway in each vLLM pod, behind a balancer that knows prefixes"])
+    objects = rendered(*ROWS[SIDECAR])
     assert pods(objects).keys() == {"seamark-worker"}
     given = given_to_gateway(objects)
     assert given["sidecar"] == "true" and given["worker"] == "http://127.0.0.1:8000" and "redis" not in given
@@ -262,34 +230,6 @@ def test_beside_its_gateway_a_worker_listens_to_that_alone():
     assert "admin_port" not in given
     (port,) = objects["Service", "seamark"]["spec"]["ports"]
     assert port["targetPort"] == "http" and selected(objects, objects["Service", "seamark"]["spec"]["selector"])
-
-
-def test_a_sidecar_with_api_keys_has_its_metrics_where_no_key_is_asked_for():
-    flags = ROWS["the same with API keys: the picker has to look for /metrics at port 8081"]
-    objects = rendered(*flags, "--set", "serviceMonitor.enabled=true")
-    assert Settings(**given_to_gateway(objects)).admin_port == 8081
-    (port,) = objects["Service", "seamark-pages"]["spec"]["ports"]
-    assert (port["port"], port["targetPort"]) == (8081, "pages")
-
-
-def test_a_pool_and_a_route_lead_to_the_pods_with_a_gateway():
-    objects = rendered(*ROWS["the same as an InferencePool, with a route from a Gateway"])
-    pool = objects["InferencePool", "seamark"]["spec"]
-    (pod,) = selected(objects, pool["selector"]["matchLabels"])
-    (port,) = pool["targetPorts"]
-    ports = {each["name"]: each["containerPort"] for each in container(objects, "gateway")["ports"]}
-    assert container(objects, "gateway") in containers(pod) and port == {"number": ports["http"]}
-    (rule,) = objects["HTTPRoute", "seamark"]["spec"]["rules"]
-    assert rule["backendRefs"] == [{"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "seamark"}]
-    assert [each["path"]["value"] for each in rule["matches"]] == ["/v1"]
-
-
-def test_asked_for_by_dns_workers_may_come_and_go():
-    objects = rendered(*ROWS["workers that an autoscaler adds and takes away"])
-    given = given_to_gateway(objects)
-    assert given["workers_dns"] == "seamark-worker.seamark.svc:8000" and "worker" not in given
-    service = objects["Service", "seamark-worker"]["spec"]
-    assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is False
 
 
 def test_prefill_workers_are_servers_like_the_others_and_hand_over_what_they_compute(objects):
@@ -310,18 +250,6 @@ def test_prefill_workers_are_servers_like_the_others_and_hand_over_what_they_com
     assert settings.prefill_worker == tuple(f"http://seamark-prefill-{n}.seamark-prefill:8000" for n in range(2))
     assert pods(objects)["seamark-prefill"]["spec"]["replicas"] == 2 and len(settings.worker) == 4
     assert objects["Service", "seamark-prefill"]["spec"]["publishNotReadyAddresses"] is True
-
-
-def test_states_on_disk_have_a_volume_of_each_worker():
-    objects = rendered(*ROWS["states on disk, there again after a restart"])
-    claims = pods(objects)["seamark-worker"]["spec"]["volumeClaimTemplates"]
-    sizes = {each["metadata"]["name"]: each["spec"]["resources"]["requests"]["storage"] for each in claims}
-    assert sizes == {"cache": "200Gi", "states": "64Gi"}
-    vllm = container(objects, "worker")
-    (mount,) = (each["mountPath"] for each in vllm["volumeMounts"] if each["name"] == "states")
-    assert f"--checkpoint-dir={mount}/states" in vllm["args"] and "--checkpoint-bytes=34359738368" in vllm["args"]
-    assert "--checkpoint-keep=used" in vllm["args"]
-    assert not any("checkpoint" in each for each in container(rendered(), "worker")["args"])
 
 
 @pytest.mark.parametrize(
@@ -365,61 +293,6 @@ def test_every_value_is_in_the_schema_and_helm_finds_nothing_to_complain_about()
         assert helm.lint(CHART, flags) == ""
 
 
-def test_the_chart_is_of_this_version():
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert chart["version"] == chart["appVersion"] == version()
-
-
-def test_dashboards_alerts_and_models_are_those_of_this_repository():
-    objects = rendered("--set", "dashboards.enabled=true,serviceMonitor.enabled=true,worker.modelFile=qwen3.8-27b.yaml")
-    dashboards = {
-        name: text
-        for each in of_kind(objects, "ConfigMap").values()
-        if "grafana_dashboard" in each["metadata"]["labels"]
-        for name, text in each["data"].items()
-    }
-    assert dashboards == {f"seamark-{path.name}": path.read_text() for path in (GRAFANA / "dashboards").glob("*.json")}
-    rules = yaml.safe_load((GRAFANA / "rules.yml").read_text())
-    assert objects["PrometheusRule", "seamark"]["spec"] == rules
-    (model,) = objects["ConfigMap", "seamark-models"]["data"].items()
-    assert model[0] == "qwen3.8-27b.yaml" and yaml.safe_load(model[1]) == yaml.safe_load(
-        (DEPLOY / "models/qwen3.8-27b.yaml").read_text()
-    )
-    assert all((CHART / "files" / name).is_symlink() for name in ("dashboards", "rules.yml", "models"))
-
-
-def test_settings_come_through_as_they_were_written():
-    flags = (
-        "--set-json",
-        'gateway.settings={"memory_bytes": 268435456, "heartbeat": 0.5, "shadow": true, "max_queue": 0, "redis": "redis://a:1/0"}',
-    )
-    given = given_to_gateway(rendered(*flags))
-    assert given["memory_bytes"] == "268435456" and given["heartbeat"] == "0.5"
-    assert given["shadow"] == "true" and given["max_queue"] == "0" and given["redis"] == "redis://a:1/0"
-
-
-def test_a_worker_gets_its_gpus_beside_what_else_it_asks_for():
-    flags = ("--set", "worker.gpus=2,worker.resources.limits.memory=100Gi,worker.resources.requests.cpu=4")
-    asked = container(rendered(*flags), "worker")["resources"]
-    assert asked == {"limits": {"nvidia.com/gpu": 2, "memory": "100Gi"}, "requests": {"cpu": 4}}
-    assert container(rendered("--set", "worker.gpus=0"), "worker")["resources"] == {}
-
-
-def test_a_registry_and_a_tag_go_to_the_images_of_this_project_alone():
-    objects = rendered(
-        "--set", "images.registry=registry.example/us/,images.tag=0.3.0,plugin.from=init,gateway.secret=keys"
-    )
-    assert container(objects, "gateway")["image"] == "registry.example/us/seamark-gateway:0.3.0"
-    assert container(objects, "plugin")["image"] == "registry.example/us/seamark-plugin:0.3.0"
-    assert (
-        container(objects, "worker")["image"] == yaml.safe_load((CHART / "values.yaml").read_text())["images"]["vllm"]
-    )
-    assert container(objects, "redis")["image"] == "redis:7"
-    assert {"name": "secret", "mountPath": "/etc/seamark", "readOnly": True} in container(objects, "gateway")[
-        "volumeMounts"
-    ]
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -443,69 +316,29 @@ def test_the_workers_arguments_are_taken(flags, monkeypatch):
     assert hosts == ["127.0.0.1" if "mode=sidecar,plugin.from=wheel" in flags else "0.0.0.0"]  # noqa: S104
 
 
-@pytest.fixture
-def vllm() -> Iterator[tuple[int, list[str]]]:
-    """A port where /metrics is answered with each of these texts in turn, the last one again and again."""
-    texts: list[str] = []
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            text = texts.pop(0) if len(texts) > 1 else texts[0]
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server.server_port, texts
-    server.shutdown()
-    server.server_close()
-
-
-def metrics(running: int, waiting: int) -> str:
+def running(requests: int, waiting: int = 0) -> str:
     return (
-        "# TYPE vllm:num_requests_running gauge\n"
-        f'vllm:num_requests_running{{engine="0",model_name="a b"}} {running}.0\n'
+        f'vllm:num_requests_running{{engine="0",model_name="a b"}} {requests}.0\n'
         f'vllm:num_requests_waiting{{engine="0",model_name="a b"}} {waiting}.0\n'
         'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 3.0\n'
     )
 
 
-def before_the_end(port: int, flags: Sequence[str] = ()) -> list[str]:
-    """The command of preStop, for a vLLM at `port`; it begins to ask at once."""
-    command = container(rendered(*flags), "worker")["lifecycle"]["preStop"]["exec"]["command"]
-    assert command[:2] == ["python3", "-c"] and float(command[3]) > Settings.model_fields["stop_delay"].get_default()
-    return [sys.executable, "-c", command[2].replace("127.0.0.1:8000", f"127.0.0.1:{port}"), "0"]
-
-
-def test_vllm_ends_when_its_last_request_has(vllm):
-    port, texts = vllm
-    texts += [metrics(1, 0), metrics(0, 1), metrics(0, 0), metrics(0, 0)]
-    assert subprocess.run(before_the_end(port), timeout=60).returncode == 0
-    assert len(texts) == 1  # it asked until both were none
-
-
-def test_a_vllm_that_is_gone_holds_no_pod(vllm):
-    port, texts = vllm
-    texts.append(metrics(1, 0))
-    waiting = subprocess.Popen(before_the_end(port, ("--set", "mode=sidecar")))
-    try:
-        with pytest.raises(subprocess.TimeoutExpired):
-            waiting.wait(1.5)
-        texts[0] = metrics(0, 0)
-        assert waiting.wait(60) == 0
-    finally:
-        if waiting.poll() is None:
-            os.kill(waiting.pid, signal.SIGKILL)
-    assert subprocess.run(before_the_end(9), timeout=60).returncode == 0  # nothing listens there
-
-
 @pytest.mark.parametrize("mode", ["gateway", "sidecar"])
-def test_whoever_ends_gets_the_time_that_takes(mode):
+def test_a_vllm_ends_with_its_last_request_and_one_that_is_gone_holds_no_pod(mode):
     objects = rendered("--set", f"mode={mode}")
+    command = container(objects, "worker")["lifecycle"]["preStop"]["exec"]["command"]
+    assert command[:2] == ["python3", "-c"] and float(command[3]) > Settings.model_fields["stop_delay"].get_default()
+    with recording_worker(more_metrics=running(1)) as vllm:
+        asks_it = command[2].replace("127.0.0.1:8000", vllm.url.removeprefix("http://"))
+        with subprocess.Popen([sys.executable, "-c", asks_it, "0"]) as waiting:
+            for metrics in (running(1), running(0, waiting=1)):
+                vllm.more_metrics = metrics
+                with pytest.raises(subprocess.TimeoutExpired):
+                    waiting.wait(1.2)
+            vllm.more_metrics = running(0)
+            assert waiting.wait(60) == 0
+    assert subprocess.run([sys.executable, "-c", asks_it, "0"], timeout=60).returncode == 0  # nothing listens there
     taken = sum(Settings.model_fields[name].get_default() for name in ("stop_delay", "drain_timeout"))
     for pod in pods(objects).values():
         spec = pod["spec"]["template"]["spec"]

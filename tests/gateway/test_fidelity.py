@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
-import socket
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,10 +24,6 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completion
 
 
 ASK = [{"role": "user", "content": "Tide?"}]
-
-
-def post(server: Server, path: str, body: dict, **options) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=60, **options)
 
 
 @pytest.fixture
@@ -69,31 +64,21 @@ def accepting(codings: str | None, url: str, body: dict) -> httpx.Request:
     return request
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("accepted", ["gzip, deflate, br, zstd", "gzip;q=1.0, identity; q=0.5, *;q=0", None])
-def test_an_answer_that_is_read_is_compressed_by_nobody(worker, gateway, accepted, stream):
+def test_an_answer_that_is_read_is_compressed_by_nobody(worker, gateway):
     worker.gzips = "accepted"
-    body = {"model": "m", "messages": ASK * 200, "stream": stream, **(WITH_USAGE if stream else {})}
+    every = ("gzip, deflate, br, zstd", "gzip;q=1.0, identity; q=0.5, *;q=0", None)
     with httpx.Client(timeout=30) as client:
-        answer = client.send(accepting(accepted, gateway.url + CHAT, body))
-    assert "content-encoding" not in answer.headers and answer.content == worker.answers[-1]
-    assert dict(worker.requests[-1].headers)[b"accept-encoding"] == b"identity"
-    wait_for(lambda: metric(gateway, "seamark_cached_tokens_total") == 160)
+        for accepted, stream in itertools.product(every, (True, False)):
+            body = {"model": "m", "messages": ASK * 200, "stream": stream, **(WITH_USAGE if stream else {})}
+            answer = client.send(accepting(accepted, gateway.url + CHAT, body))
+            assert "content-encoding" not in answer.headers and answer.content == worker.answers[-1]
+            assert dict(worker.requests[-1].headers)[b"accept-encoding"] == b"identity"
+    wait_for(lambda: metric(gateway, "seamark_cached_tokens_total") == 6 * 160)
 
 
-def test_elsewhere_the_worker_learns_what_is_accepted(worker, gateway):
-    worker.gzips = "accepted"
-    for accepted, coding in (("gzip, br", "gzip"), ("identity", None), (None, None)):
-        with httpx.Client(timeout=30) as client:
-            answer = client.send(accepting(accepted, gateway.url + "/v1/embeddings", {"model": "m", "input": "x"}))
-        assert answer.headers.get("content-encoding") == coding and answer.content == worker.answers[-1]
-        seen = dict(worker.requests[-1].headers)
-        assert seen.get(b"accept-encoding") == (None if accepted is None else accepted.encode())
-
-
-@pytest.mark.parametrize("flags", [(), ("--shadow",)])
 @pytest.mark.parametrize(
-    ("gzips", "accepted"), [("accepted", "gzip, identity;q=0"), ("always", "br, *;q=0"), ("always", "gzip")]
+    ("gzips", "accepted", "flags"),
+    [("accepted", "gzip, identity;q=0", ()), ("always", "br, *;q=0", ("--shadow",)), ("always", "gzip", ())],
 )
 def test_a_stream_that_is_compressed_passes_as_it_comes_and_nothing_is_put_into_it(
     worker, tmp_path, flags, gzips, accepted
@@ -131,61 +116,7 @@ def test_fields_that_nobody_knows_pass(worker, gateway):
     assert {name: sent[name] for name in fields} == fields and sent["messages"] == ASK
 
 
-def test_a_request_id_reaches_the_worker(worker, gateway):
-    post(gateway, CHAT, {"model": "m", "messages": ASK}, headers={"x-request-id": "mine-1"})
-    assert (b"x-request-id", b"mine-1") in worker.requests[-1].headers
-
-
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_client_that_leaves_with_the_last_event_had_its_answer(worker, gateway, path, missing):
-    """As Codex does, before the stream itself ends; one that leaves an event earlier has left."""
-    worker.pause_after = len(worker.streams[path]) - missing
-    worker.pause.set()
-    body = {"model": "m", "messages": ASK, "input": "Tide?", "max_tokens": 3, "stream": True, **WITH_USAGE}
-    got = b""
-    with httpx.Client(timeout=30) as client, client.stream("POST", gateway.url + path, json=body) as answer:
-        for piece in answer.iter_raw():
-            got += piece
-            if got.count(b"\n\n") == worker.pause_after:
-                break
-    assert worker.gone.wait(30)
-    status = 499 if missing else 200
-    wait_for(lambda: metric(gateway, f'seamark_requests_total{{code="{status}",endpoint="{path}"') == 1)
-    assert (metric(gateway, "seamark_prompt_tokens_total") > 0) == (status == 200)
-
-
-def test_connections_are_kept_on_both_sides(worker, gateway):
-    with socket.create_connection(("127.0.0.1", int(gateway.url.rsplit(":", 1)[1]))) as raw:
-        answers = raw.makefile("rb")
-        for number in range(20):
-            body = json.dumps({"model": "m", "messages": ASK, "stream": number % 3 == 1}).encode()
-            raw.sendall(
-                b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body
-            )
-            answer = head_of_response(answers)
-            assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" not in answer.lower()
-    # The few that the gateway's own questions to the worker have opened may be used too. If streams alone lost
-    # their connection, there would be seven.
-    peers = [request.peer for request in worker.requests]
-    assert len(peers) == 20 and len(set(peers)) < 7
-
-
-def head_of_response(answers) -> bytes:
-    """The head of a response; its body is read past."""
-    head = b""
-    while not head.endswith(b"\r\n\r\n"):
-        head += answers.readline()
-    if length := re.search(rb"content-length: (\d+)", head.lower()):
-        answers.read(int(length[1]))
-        return head
-    while size := int(answers.readline(), 16):
-        answers.read(size + 2)
-    answers.readline()
-    return head
-
-
-@pytest.mark.parametrize("cut_after", [1, 2])
+@pytest.mark.parametrize("cut_after", [1])
 def test_openais_sdk_raises_where_a_chat_breaks_off(worker, gateway, cut_after):
     worker.cut_after = cut_after
     sdk = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0)
@@ -196,7 +127,7 @@ def test_openais_sdk_raises_where_a_chat_breaks_off(worker, gateway, cut_after):
     assert raised.value.code == "worker_failed" and raised.value.body["type"] == "upstream_error"
 
 
-@pytest.mark.parametrize("cut_after", [1, 3, 6])
+@pytest.mark.parametrize("cut_after", [1, 6])
 def test_anthropics_sdk_raises_where_a_message_breaks_off(worker, gateway, cut_after):
     worker.cut_after = cut_after
     claude = anthropic.Anthropic(base_url=gateway.url, api_key="unused", max_retries=0)
@@ -208,7 +139,7 @@ def test_anthropics_sdk_raises_where_a_message_breaks_off(worker, gateway, cut_a
     assert raised.value.body["error"]["type"] == "api_error" and "broke off" in raised.value.body["error"]["message"]
 
 
-@pytest.mark.parametrize("cut_after", [1, 5, 9])
+@pytest.mark.parametrize("cut_after", [1, 9])
 def test_a_response_that_breaks_off_has_failed_for_openais_sdk(worker, gateway, cut_after):
     worker.cut_after = cut_after
     sdk = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0)
@@ -218,10 +149,3 @@ def test_a_response_that_breaks_off_has_failed_for_openais_sdk(worker, gateway, 
     assert failed.type == "response.failed" and failed.sequence_number == cut_after
     assert failed.response.id == got[0].response.id and failed.response.status == "failed"
     assert failed.response.error.code == "server_error" and "broke off" in failed.response.error.message
-
-
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-def test_a_stream_that_ends_well_gets_nothing_added(worker, gateway, path):
-    body = {"model": "m", "messages": ASK, "input": "Tide?", "max_tokens": 3, "stream": True}
-    answer = post(gateway, path, body | (WITH_USAGE if path == CHAT else {}))
-    assert answer.content == worker.answers[-1]

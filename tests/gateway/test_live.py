@@ -1,76 +1,40 @@
-"""The figures behind the live page, and who may read them."""
+"""The figures behind the live page, and who may read them; its alarms: `tests/unit/server/test_status.py`."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import asyncio
 import re
-import threading
-from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 
-import httpx
 import pytest
 
-from proxy.commands.render_server import free_port
 from proxy.observability import reasons
-from proxy.observability.explanations import Explanation, Explanations
 from proxy.observability.reasons import REASON_TEXT
 from proxy.server import live_page
-from proxy.server.status import MOST_REQUESTS
 from tests.harness.api_keys import bearer, entry
-from tests.harness.fake_engine import VERSION, template
-from tests.harness.gateways import CHAT, SYSTEM, OwnGateway, chat, compared, own_gateway, told
-from tests.harness.recording_worker import RecordingWorker, recording_worker
-from tests.harness.waiting import wait_for
+from tests.harness.fake_engine import template
+from tests.harness.gateways import SYSTEM, chat
+from tests.harness.in_memory_gateway import InMemoryGateway, told
+from tests.harness.waiting import until
 
 GATEWAY = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
 
 
-@pytest.fixture
-def worker() -> Iterator[RecordingWorker]:
-    with recording_worker() as started:
-        yield started
-
-
-@pytest.fixture
-def own(worker) -> Iterator[OwnGateway]:
-    with own_gateway(worker) as started:
-        wait_for(lambda: all(worker.up for worker in started.gateway.pool.workers))
-        yield started
-
-
-def live(own: OwnGateway, **options) -> dict:
-    answer = httpx.get(own.url + "/seamark/live", **options)
+async def live(gateway: InMemoryGateway, **headers: str) -> dict:
+    answer = await gateway.get("/seamark/live", **headers)
     assert answer.status_code == 200 and answer.headers["cache-control"] == "no-store"
     return answer.json()
 
 
-def ask(own: OwnGateway, body: dict, request_id: str) -> httpx.Response:
-    return httpx.post(own.url + CHAT, content=json.dumps(body), headers={"x-request-id": request_id}, timeout=30)
-
-
-def test_a_gateway_without_requests_is_told_as_such(own, worker):
-    told = live(own)
-    assert (told["alarms"], told["warnings"], told["requests"], told["inflight"], told["queued"]) == ([], [], [], 0, 0)
-    assert told["efficiency"] == {"now": None, "hour": None, "minutes": [None] * 60}
-    assert told["redis"] == {"state": "off"} and told["self_check"] is None
-    (only,) = told["workers"]
-    assert only["name"] == worker.url.removeprefix("http://") and only["up"] and only["models"] == ["m"]
-    sizes = {"match_unit": 16, "block_size": 384, "ahead": 0}
-    beside = {"connector": "", "lane": "", "refused": "", "reports": "", "drafts": ""}
-    assert only["engine"] == {"version": VERSION, "vllm": "0.32.0", **sizes, **beside}
-    assert 0 <= told["now"] - told["since"] < 60
-
-
-def test_requests_are_told_newest_first_with_what_they_got(own, worker):
+async def test_requests_are_told_newest_first_with_what_they_got(in_memory, worker):
+    gateway = await in_memory(worker)
+    assert (await live(gateway))["efficiency"] == {"now": None, "hour": None, "minutes": [None] * 60}
     worker.cached = 0
-    ask(own, chat("one"), "first")
-    told(worker)
+    await gateway.post(chat("one"), x_request_id="first")
+    await told(worker)
     worker.cached = 160
-    ask(own, chat("two"), "second")
-    figures = live(own)
+    await gateway.post(chat("two"), x_request_id="second")
+    figures = await live(gateway)
     second, first = figures["requests"]
     assert (second["request_id"], first["request_id"]) == ("second", "first")
     shareable = len(f"<system>{SYSTEM['content']}<user>") // 16 * 16
@@ -80,152 +44,56 @@ def test_requests_are_told_newest_first_with_what_they_got(own, worker):
     assert second["status"] == 200 and figures["since"] < first["began"] <= second["began"] <= figures["now"]
     assert figures["efficiency"]["now"] == figures["efficiency"]["hour"] == figures["efficiency"]["minutes"][-1]
     assert figures["efficiency"]["now"] == pytest.approx(160 / shareable)
-    assert figures["sums"]["whole"] == {
-        "requests": 2,
-        "prompt": 2 * prompt,
-        "shareable": shareable,
-        "came": 160,
-        "delivered": 160,
-        "changed": 0,
-    }
-    assert figures["changing"] is None
+    sums = {"requests": 2, "prompt": 2 * prompt, "shareable": shareable, "came": 160, "delivered": 160, "changed": 0}
+    assert figures["sums"]["whole"] == sums and figures["changing"] is None
 
 
-def test_text_that_changes_early_is_told_with_what_it_cost_and_its_cure(own, worker):
-    worker.cached = 0
-    for day in (22, 23):
-        words = {"role": "system", "content": f"Today is {date.today():%Y}-11-{day}. " + "You are a pilot. " * 60}
-        ask(own, {"model": "m", "messages": [words, {"role": "user", "content": f"What of {day}?"}]}, str(day))
-        told(worker)
-    figures = live(own)
-    changed = figures["requests"][0]["changed"]
-    hour = figures["sums"]["hour"]
-    assert hour["changed"] == changed["lost"] > hour["shareable"]
-    common = hour["shareable"] + changed["lost"]
-    assert figures["changing"] == {
-        "lost": changed["lost"],
-        "common": common,
-        "text": changed["text"],
-        "cure": changed["cure"],
-    }
-
-
-def test_one_that_is_under_way_has_no_status_and_one_that_failed_has_its_own(own, worker):
+async def test_one_that_is_under_way_has_no_status_and_one_that_failed_has_its_own(in_memory, worker):
+    gateway = await in_memory(worker)
     worker.status = 500
-    ask(own, chat("one"), "failed")
-    worker.hold.set()
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            own.url + CHAT, json=chat("two"), headers={"x-request-id": "left"}, timeout=httpx.Timeout(30, read=0.5)
-        )
-    wait_for(lambda: live(own)["requests"][0]["status"] == 499)
+    await gateway.post(chat("one"), x_request_id="failed")
     worker.status = 200
-    with httpx.Client() as client:
-        request = client.build_request("POST", own.url + CHAT, json=chat("three"), headers={"x-request-id": "held"})
-        asking = threading.Thread(target=client.send, args=(request,))
-        asking.start()
-        wait_for(lambda: live(own)["inflight"] == 1)
-        held, left, failed = live(own)["requests"]
-        worker.hold.clear()
-        asking.join()
-    assert (held["request_id"], held["status"], held["reason"]) == ("held", None, None)
-    assert (left["status"], failed["status"]) == (499, 500)
-    assert failed["worker"] == worker.url.removeprefix("http://") and failed["model"] == "m"
-    assert live(own)["requests"][0]["status"] == 200
+    worker.hold.set()
+    left = gateway.opened(chat("two"), x_request_id="left")
+    await until(lambda: len(worker.requests) == 2)
+    left.leave()
+    await until(lambda: gateway.metric("seamark_requests_total", code="499") == 1)
+    held = asyncio.create_task(gateway.post(chat("three"), x_request_id="held"))
+    await until(lambda: len(worker.requests) == 3)
+    told = (await live(gateway))["requests"]
+    seen = [(each["request_id"], each["status"]) for each in told]
+    assert seen == [("held", None), ("left", 499), ("failed", 500)] and told[0]["reason"] is None
+    assert (told[2]["worker"], told[2]["model"]) == ("worker-0", "m")
+    worker.hold.clear()
+    assert (await held).status_code == 200 == (await live(gateway))["requests"][0]["status"]
 
 
-def test_a_worker_that_ends_is_an_alarm_and_one_that_never_answered_too(worker):
-    with contextlib.ExitStack() as other_runs:
-        other = other_runs.enter_context(recording_worker())
-        never = RecordingWorker(url=f"http://127.0.0.1:{free_port()}")
-        name, absent = (each.url.removeprefix("http://") for each in (other, never))
-        with own_gateway(worker, other, never) as own:
-            wait_for(lambda: len(live(own)["alarms"]) == 1)
-            assert live(own)["alarms"] == [
-                f"Worker {absent} is down: connection refused: nothing listens there, or not yet. "
-                "It has not served since the gateway started."
-            ]
-            other_runs.close()
-            wait_for(lambda: len(live(own)["alarms"]) == 2)
-            first = live(own)["alarms"][0]
-            assert first.startswith(f"Worker {name} is down: ") and "not served" not in first
-
-
-def test_a_worker_without_the_plugin_is_a_warning():
-    with recording_worker(patched=False) as worker, own_gateway(worker) as own:
-        wait_for(lambda: not live(own)["alarms"])
-        (warning,) = live(own)["warnings"]
-        assert f"seamark doctor --worker {worker.url}" in warning and live(own)["workers"][0]["engine"] is None
-
-
-def test_answers_that_differ_are_an_alarm_and_hints_that_are_off_a_warning(worker):
-    with own_gateway(worker, self_check_interval=60) as own:
-        wait_for(lambda: not live(own)["alarms"])
-        compared(own, 130, 0, False)
-        assert live(own)["self_check"] == {"checked": 130, "differs": 0, "hints_off": False, "cache_off": False}
-        assert not live(own)["alarms"] and not live(own)["warnings"]
-        compared(own, 130, 2, True)
-        (alarm,) = live(own)["alarms"]
-        assert alarm.startswith("Answers differ") and "130" in alarm and "Hints are off" in alarm
-        own.gateway.pool.workers[0].cache.cache_allowed = False
-        assert live(own)["alarms"][0].endswith("nothing is taken from the cache.")
-        own.gateway.pool.workers[0].cache.restore()
-        compared(own, 130, 0, True)
-        assert live(own)["warnings"] == ["Hints are off."] and not live(own)["alarms"]
-
-
-def test_no_prompt_text_is_told_and_halves_of_characters_break_nothing(own, worker):
+async def test_no_prompt_text_is_told_and_halves_of_characters_break_nothing(in_memory, worker):
+    gateway = await in_memory(worker)
     for question in ("secret tide", "secret ebb"):
         messages = [
             {"role": "system", "content": f"{question} \ud83d " + "harbour " * 100},
             *({"role": role, "content": "long speech " * 30} for role in ("user", "assistant", "user")),
         ]
-        assert ask(own, {"model": "m", "messages": messages}, "x").status_code == 200
-    answer = httpx.get(own.url + "/seamark/live")
+        assert (await gateway.post({"model": "m", "messages": messages}, x_request_id="x")).status_code == 200
+    answer = await gateway.get("/seamark/live")
     assert answer.json()["requests"][0]["request_id"] == "x"
     assert not re.search("secret|tide|ebb|harbour|speech", answer.text)
 
 
-def test_the_last_ones_are_bounded():
-    explanations = Explanations()
-    for number in range(MOST_REQUESTS + 7):
-        explanations.begin(str(number), None, lambda _, name=str(number): Explanation(name, CHAT))
-    newest = explanations.newest(MOST_REQUESTS)
-    assert [told.request_id for told in newest] == [str(n) for n in range(MOST_REQUESTS + 6, 6, -1)]
-
-
 def test_every_reason_has_words_and_every_word_a_reason():
-    described = set(
-        re.findall(r"^\| `(\w+)` \|", GATEWAY.split("| reason in `seamark_miss_total`")[1].partition("\n\n")[0], re.M)
-    )
-    assert set(REASON_TEXT) == described | {"hit"}
+    table = GATEWAY.split("| reason in `seamark_miss_total`")[1].partition("\n\n")[0]
+    assert set(REASON_TEXT) == {*re.findall(r"^\| `(\w+)` \|", table, re.M), "hit"}
     assert set(REASON_TEXT) >= reasons.ENGINE_CAUSES
 
 
-def test_the_page_needs_no_key_and_its_figures_need_an_operators(worker, tmp_path):
+async def test_the_page_needs_no_key_and_its_figures_need_an_operators(in_memory, worker, tmp_path):
     file = tmp_path / "keys.toml"
     file.write_text(entry("ann") + entry("root", admin=True))
-    with own_gateway(worker, api_keys=file) as own:
-        for path in ("/ui", "/ui/"):
-            answer = httpx.get(own.url + path, follow_redirects=True)
-            assert answer.status_code == 200 and answer.content == live_page.HTML
-        assert httpx.get(own.url + "/ui/more").status_code == 401
-        assert httpx.get(own.url + "/seamark/live").status_code == 401
-        assert httpx.get(own.url + "/seamark/live", headers=bearer("ann")).status_code == 403
-        assert live(own, headers=bearer("root"))["workers"]
-
-
-def test_the_page_is_where_the_other_pages_for_operators_are(worker):
-    port = free_port()
-    with own_gateway(worker, admin_port=port) as own:
-        for path in ("/ui", "/ui/", "/seamark/live"):
-            assert httpx.get(own.url + path).status_code == 404
-            assert httpx.get(f"http://127.0.0.1:{port}{path}", follow_redirects=True).status_code == 200
-
-
-def test_a_redis_that_does_not_answer_is_a_warning(worker):
-    with own_gateway(worker, redis=f"redis://127.0.0.1:{free_port()}") as own:
-        wait_for(lambda: live(own)["warnings"] and not live(own)["alarms"])
-        told = live(own)
-        assert told["warnings"][0].startswith("Redis does not answer") and told["redis"]["state"] == "down"
-        assert not told["alarms"]
+    gateway = await in_memory(worker, api_keys=file)
+    for path in ("/ui", "/ui/"):
+        answer = await gateway.client.get(path, follow_redirects=True)
+        assert answer.status_code == 200 and answer.content == live_page.HTML
+    assert [(await gateway.get(path)).status_code for path in ("/ui/more", "/seamark/live")] == [401, 401]
+    assert (await gateway.get("/seamark/live", **bearer("ann"))).status_code == 403
+    assert (await live(gateway, **bearer("root")))["workers"]

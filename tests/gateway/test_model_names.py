@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import httpx
 import pytest
@@ -124,32 +123,6 @@ async def test_all_names_of_a_model_have_one_prefix_and_one_worker(in_memory):
     assert warm.model in ALIASES
 
 
-async def test_a_name_goes_only_to_workers_that_list_it(in_memory):
-    one = RecordingWorker(models=("qwen", "gpt-4o"))
-    other = RecordingWorker(models=("gpt-4o",))
-    own = await in_memory(one, other)
-    await learnt(own)
-    for question in range(4):
-        assert (await ask(own, "qwen", f"{question}")).status_code == 200
-    assert answered(one, other) == [4, 0]
-
-
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-async def test_a_worker_that_takes_any_name_gets_the_hint_of_its_model(in_memory, path):
-    one = RecordingWorker()
-    other = RecordingWorker()
-    own = await in_memory(one, other)
-    await learnt(own)
-    for question in range(6):
-        messages = [*([SYSTEM] if path == CHAT else []), {"role": "user", "content": f"{question}"}]
-        system = {} if path == CHAT else {"system": RULES}
-        answer = await own.post({"model": "claude-haiku-4-5", "max_tokens": 8, **system, "messages": messages}, path)
-        await told(one, other)
-        assert answer.headers["x-seamark-boundary"] and answer.headers["x-seamark-reason"] != "unpatched"
-    assert sorted(answered(one, other)) == [0, 6] and int(answer.headers["x-seamark-predicted"])
-    assert own.metric("seamark_requests_total", code="200", endpoint=path, model="m") == 6
-
-
 @pytest.mark.parametrize("patched", [True, False])
 async def test_a_name_in_no_list_always_goes_to_one_model(in_memory, patched):
     one = RecordingWorker(models=("coder",), patched=patched)
@@ -177,34 +150,3 @@ async def test_a_worker_that_is_known_to_take_any_name_gets_those_that_no_worker
     assert {(await ask(own, f"claude-{number}", f"{number}")).status_code for number in range(6)} == {200}
     lax.boot = "1.8e+09"
     await until(lambda: pool.workers[1].takes_any_name is None)
-
-
-async def test_a_refused_name_is_no_label(in_memory):
-    worker = RecordingWorker(checks_names=True)
-    own = await in_memory(worker)
-    await learnt(own)
-    answer = await ask(own, "a name of a client's", "x")
-    assert answer.status_code == 404 and "a name of" not in (await own.get("/metrics")).text
-    explained = (await own.get(f"/seamark/requests/{answer.headers['x-request-id']}")).json()
-    assert explained["model"] == "unknown" and explained["missing"] == "model"
-
-
-async def test_an_adapter_loaded_at_a_worker_is_found_where_it_is(in_memory):
-    one, other = (RecordingWorker(checks_names=True, adapters={}) for _ in range(2))
-    own = await in_memory(one, other, health_interval=3600)
-    await learnt(own)
-    other.adapters["tide-lora"] = "/x"
-    assert {(await ask(own, "tide-lora", f"{number}")).status_code for number in range(4)} == {200}
-    assert answered(one, other) == [0, 4]
-
-
-async def test_a_single_model_is_described_by_a_worker_that_has_it(in_memory):
-    one = RecordingWorker(models=("m",))
-    other = RecordingWorker(models=(WHISPER,))
-    own = await in_memory(one, other)
-    for path in (WHISPER, WHISPER.replace("/", "%2F")):
-        answer = await own.get(f"/v1/models/{path}")
-        assert (answer.status_code, answer.json()["id"]) == (200, WHISPER)
-        assert answer.headers["x-seamark-worker"] == own.gateway.pool.workers[1].name
-    unknown = await own.get("/v1/models/nobody's")
-    assert unknown.status_code == 404 and Counter(answered(one, other)) == {0: 2}

@@ -1,8 +1,9 @@
-"""The self-check: what is replayed, and what is not."""
+"""The self-check: what is replayed, what is not, and what becomes of a worker whose cache is no longer trusted."""
 
 from __future__ import annotations
 
-import httpx
+import json
+
 import pytest
 
 from tests.harness.gateways import SYSTEM, chat
@@ -39,16 +40,12 @@ async def test_answers_that_cannot_be_compared_are_not_judged_and_cost_no_hint(i
     for question in ("one", "two"):
         await gateway.post(chat(question, temperature=1.0, seed=3))
     await until(lambda: replays(worker))
-    replay = httpx.Response(200, content=replays(worker)[0]).json()
+    replay = json.loads(replays(worker)[0])
     assert replay["temperature"] == 0 and "seed" not in replay
     text = f"<system>{SYSTEM['content']}<user>"
     assert replay["prompt"][: len(text)] == list(map(ord, text))
-    assert (await gateway.status())["self_check"] == {
-        "checked": 0,
-        "differs": 0,
-        "hints_off": False,
-        "cache_off": False,
-    }
+    nothing = {"checked": 0, "differs": 0, "hints_off": False, "cache_off": False}
+    assert (await gateway.status())["self_check"] == nothing
     assert b"seamark_boundaries" in replays(worker)[0]
 
 
@@ -71,3 +68,31 @@ async def test_a_worker_that_others_keep_busy_is_left_alone(in_memory, worker):
     assert not replays(worker)
     worker.more_metrics = ""
     await until(lambda: replays(worker))  # that it was busy was the only reason
+
+
+async def test_a_worker_in_quarantine_gets_the_salt_and_no_other_change(in_memory, worker):
+    own = await in_memory(worker)
+    cache = own.gateway.pool.workers[0].cache
+    cache.quarantine()
+    salt = cache.salt({"model": "m"})
+
+    def sent() -> dict:
+        return json.loads(worker.requests[-1].body)
+
+    raw = json.dumps(chat("Tide?"), indent=2).encode()
+    answer = await own.post(raw)
+    assert worker.requests[-1].body == raw[:-1] + b',"cache_salt":"%b"}' % salt.encode()
+    assert answer.headers["x-seamark-reason"] == "hint_ignored"
+    await own.post(chat("Tide?", cache_salt="own", vllm_xargs={"a": 1}))
+    assert (sent()["cache_salt"], sent()["vllm_xargs"]) == ("own" + salt, {"a": 1})
+    await own.post({"model": "m", "input": "x"}, "/v1/embeddings")
+    assert sent()["cache_salt"] == salt
+    for unread in (b"{audio", b""):
+        await own.post(unread, "/v1/audio/transcriptions", content_type="audio/wav")
+        assert worker.requests[-1].body == unread
+    await own.post(chat("Tide?", cache_salt=""))
+    assert sent()["cache_salt"] == ""
+    worker.boot = "1.8e+09"
+    await until(lambda: cache.salt({"model": "m"}) is None)
+    await own.post(chat("Tide?"))
+    assert "cache_salt" not in sent()

@@ -11,17 +11,15 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import yaml
 
 from proxy.commands import doctor, setup
-from proxy.commands.cures import EVENTS_FLAG, NEEDED
-from proxy.commands.outlook import DROPPED, IMAGE, NO_CACHING
-from proxy.commands.recipe import Recipe, read_recipe
+from proxy.commands.outlook import IMAGE, NO_CACHING
 from proxy.commands.setup_files import gateway_toml
 from tests.deploy.compose_files import DEPLOY
 from tests.harness.published_recipes import RECIPES
@@ -66,13 +64,7 @@ INSPECTED = {
     "Config": {
         "Image": "vllm/vllm-openai:v0.33.0",
         "Entrypoint": ["vllm", "serve"],
-        "Cmd": [
-            "nvidia/Qwen3.6-35B-A3B-NVFP4",
-            "--kv-cache-dtype",
-            "fp8",
-            "--served-model-name",
-            "it's $HOME; rm -rf /",
-        ],
+        "Cmd": ["nvidia/Qwen3.6-35B-A3B-NVFP4", "--served-model-name", "it's $HOME; rm -rf /"],
         "Env": ["PATH=/bin", "HF_TOKEN=hf_secret"],
         "Labels": {},
     },
@@ -104,9 +96,8 @@ class Machine:
         self.program(self.spark / "run-recipe.sh", "run-recipe", 'test -f "recipes/$1.yaml"')
         self.program(self.spark / "launch-cluster.sh", "launch-cluster", "test -d mods/seamark")
         for name in ("docker", "podman"):
-            self.program(
-                self.bin / name, name, 'case "$*" in "ps -aq"*) echo c0ffee ;; *--pull=never*) exit 125 ;; esac'
-            )
+            answers = 'case "$*" in "ps -aq"*) echo c0ffee ;; *--pull=never*) exit 125 ;; esac'
+            self.program(self.bin / name, name, answers)
         shutil.copy(DEPLOY / "compose.yaml", self.source / "deploy")
         shutil.copytree(DEPLOY / "spark-vllm-docker", self.source / "deploy/spark-vllm-docker")
         # The real one builds a wheel (tests/distribution); it leaves behind what this does.
@@ -125,8 +116,7 @@ class Machine:
         """What the programs were given by a script that was written."""
         self.log.unlink(missing_ok=True)
         command = [str(self.out / script), *arguments]
-        environment = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}"}
-        subprocess.run(command, env=environment, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+        subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL)
         return self.logged()
 
     def logged(self) -> list[list[str]]:
@@ -153,175 +143,34 @@ def machine(tmp_path, monkeypatch) -> Machine:
     return made
 
 
-def nothing(name: str) -> None:
-    return None
-
-
-def read(path: Path) -> Recipe:
-    return read_recipe(str(path), nothing)
-
-
-def as_flags(arguments: Sequence[str]) -> list[tuple[str, ...]]:
-    """Each flag with what stands behind it."""
-    flags: list[tuple[str, ...]] = []
-    for argument in arguments:
-        if argument.startswith("-") or not flags:
-            flags.append((argument,))
-        else:
-            flags[-1] += (argument,)
-    return flags
-
-
-def owed(recipe: Recipe, *, by_worker: bool = False) -> list[tuple[str, ...]]:
-    """What vLLM has to be given: all that the recipe gives it, but for what vLLM dropped, and what hits need.
-
-    `by_worker`: `seamark worker` is given it, which adds what hits need by itself, and would listen to itself alone.
-    """
-    taken = {*DROPPED, NO_CACHING}
-    kept = [flag for flag in as_flags(recipe.arguments) if flag[0].partition("=")[0] not in taken]
-    if by_worker:
-        return kept if recipe.has("--host") else [*kept, ("--host", "0.0.0.0")]  # noqa: S104
-    return [*kept, *(tuple(flag.split()) for flag in NEEDED if (flag,) not in kept)]
-
-
 @pytest.mark.parametrize("name", EXPECTED)
-def test_what_a_recipe_will_do_is_said_by_its_flags_and_nothing_is_asked(name, machine, capsys, monkeypatch):
+def test_what_a_recipe_will_do_is_said_without_a_question_and_all_that_was_written_is_undone(
+    name, machine, capsys, monkeypatch
+):
     monkeypatch.setattr(setup, "_ask", lambda *_: pytest.fail("a question that the recipe answers"))
-    assert machine.setup(str(RECIPES / name)) == 0
+    path, expected, before = RECIPES / name, EXPECTED[name], machine.files()
+    assert doctor.main(["--recipe", str(path)]) == (0 if expected.hits else 1)
+    verdict = capsys.readouterr().out
+    assert verdict.startswith("will hit" if expected.hits else "no hits yet") and machine.files() == before
+    assert machine.setup(str(path)) == 0
     out = capsys.readouterr().out
-    expected = EXPECTED[name]
     assert all(words.lower() in out.lower() for words in expected.said), out
     assert (machine.out / "seamark.toml").read_text() == gateway_toml([expected.worker], expected.host)
-    before = dict(machine.files())
-    assert doctor.main(["--recipe", str(RECIPES / name)]) == (0 if expected.hits else 1)
-    verdict = capsys.readouterr().out.splitlines()[0]
-    assert verdict.startswith("will hit" if expected.hits else "no hits yet") and machine.files() == before
-
-
-@pytest.mark.parametrize("name", [name for name in EXPECTED if read(RECIPES / name).kind.name == "SPARK"])
-def test_a_recipe_of_spark_vllm_docker_is_run_as_it_is_with_the_mod_and_the_flags(name, machine):
-    recipe = read(RECIPES / name)
-    assert machine.setup(recipe.source) == 0
-    written = read(machine.out / f"seamark-{Path(name).stem}.yaml")
-    assert as_flags(written.arguments) == owed(recipe)
-    changed = {"name", "mods", "command"}
-    assert {key: value for key, value in written.document.items() if key not in changed} == {
-        key: value for key, value in recipe.document.items() if key not in changed
-    }
-    assert written.document["mods"] == [*recipe.document.get("mods", []), "mods/seamark"]
-    make_mod, run = machine.run("start.sh", "-n", "a,b")
-    solo = ["--solo"] if recipe.document.get("solo_only") else []
-    assert make_mod == ["make-mod", str(machine.spark)]
-    assert run == ["run-recipe", f"seamark-{Path(name).stem}", *solo, "-n", "a,b"]
-
-
-def test_a_recipe_in_a_checkout_is_run_there_whatever_the_default(machine, capsys):
-    place = machine.spark / "recipes/mine.yaml"
-    place.write_text((RECIPES / "qwen3.5-122b.yaml").read_text())
-    folders = ("--out", str(machine.out), "--source", str(machine.source), "--spark", "/nowhere")
-    assert setup.main([str(place), *folders]) == 0, capsys.readouterr().err
-    assert machine.run("start.sh")[0] == ["make-mod", str(machine.spark)]
-
-
-def test_a_script_starts_vllm_with_its_own_flags_and_what_it_does_besides(machine):
-    path = RECIPES / "nemotron-3-super.sh"
-    assert machine.setup(str(path)) == 0
-    text = (machine.out / "worker.sh").read_text()
-    assert as_flags(read(machine.out / "worker.sh").arguments) == owed(read(path))
-    assert text.startswith("#!/bin/bash\n") and "source ~/vllm/bin/activate\n" in text
-    assert text.endswith("2>&1 | tee super.log\n")
-    subprocess.run(["bash", "-n", str(machine.out / "worker.sh")], check=True)
-
-
-def test_a_line_with_vllm_serve_is_run_as_it_is(machine, capsys):
-    program = machine.bin / "vllm"
-    machine.program(program, "vllm", "")
-    line = "CUDA_VISIBLE_DEVICES=0 vllm serve LiquidAI/LFM2.5-8B-A1B --served-model-name 'my model' --port 8005"
-    assert machine.setup(line) == 0
-    assert "short convolutions, states inside the pass" in capsys.readouterr().out
-    ((_, serve, *arguments),) = machine.run("worker.sh")
-    assert serve == "serve" and as_flags(arguments) == owed(read_recipe(line, nothing))
-    assert ("--served-model-name", "my model") in as_flags(arguments)
-
-
-def test_a_command_for_the_launcher_gets_the_mod(machine):
-    path = RECIPES / "qwen3.6-35b-cluster.sh"
-    assert machine.setup(str(path)) == 0
-    _, (_, *launched) = machine.run("start.sh")
-    assert launched[:4] == ["--apply-mod", "mods/seamark", "--apply-mod", "mods/gpu-mem-util-gb"]
-    assert as_flags(launched[launched.index("serve") + 1 :]) == owed(read(path))
-
-
-def test_a_configuration_of_vllm_goes_to_the_worker(machine):
-    assert machine.setup(str(RECIPES / "qwen3-next.yaml")) == 0
-    given = yaml.safe_load((RECIPES / "qwen3-next.yaml").read_text())
-    del given["mamba-cache-mode"]
-    assert yaml.safe_load((machine.out / "model.yaml").read_text()) == {**given, "host": "0.0.0.0"}  # noqa: S104
-    words = shlex.split((machine.out / "worker.sh").read_text().partition("\nexec ")[2])
-    assert words == ["python3", "-m", "engine_patches", "worker", "--config", str(machine.out / "model.yaml"), "$@"]
-
-
-def overlay(machine: Machine) -> Mapping[str, Any]:
-    ((_, service),) = yaml.safe_load((machine.out / "compose.seamark.yaml").read_text())["services"].items()
-    return service
-
-
-def test_a_compose_file_stays_and_its_service_is_built_on_its_image(machine):
-    path = RECIPES / "qwen3.8-27b-compose.yaml"
-    assert machine.setup(str(path)) == 0
-    service, own = overlay(machine), yaml.safe_load(path.read_text())["services"]["vllm"]
-    assert service["build"]["args"] == {"VLLM_IMAGE": "vllm/vllm-openai:v0.33.0"}
-    assert service["command"] == [*own["command"], "--host", "0.0.0.0"] and "entrypoint" not in service  # noqa: S104
-    assert "ports" not in service  # his own are kept
-    ((_, *composed),) = machine.run("start.sh")
-    both = ["-f", str(path), "-f", str(machine.out / "compose.seamark.yaml")]
-    assert composed == ["compose", *both, "up", "--build", "-d", "vllm"]
+    if (machine.out / "start.sh").exists():
+        machine.run("start.sh")
+    (machine.out / "notes").write_text("the user's")
     asked = machine.run("undo.sh")
-    assert ["docker", "compose", "-f", str(path), "up", "-d", "vllm"] in asked
-
-
-def test_a_shell_that_starts_vllm_in_a_container_stays_that_shell(machine):
-    path = RECIPES / "granite-4-compose.yaml"
-    assert machine.setup(str(path)) == 0
-    service = overlay(machine)
-    assert service["entrypoint"] == ["/bin/bash", "-c"]
-    (text,) = service["command"]
-    assert text.startswith("ulimit -l unlimited\nexec vllm serve")
-    written = read_recipe(text, nothing)
-    assert as_flags(written.arguments) == owed(read(path)) and NO_CACHING not in text
-
-
-@pytest.mark.parametrize("name", ["qwen3.6-35b-playbook.sh", "falcon-h1.sh"])
-def test_a_docker_run_keeps_its_options_and_gets_the_image_with_the_plugin(name, machine):
-    recipe = read(RECIPES / name)
-    assert machine.setup(recipe.source) == 0
-    asked = machine.run("start.sh")
-    build, run = asked[0], asked[1]
-    image = f"seamark-worker-{Path(name).stem}"
-    old = "0.28" in recipe.image
-    assert f"VLLM_IMAGE={IMAGE if old else recipe.image}" in build and build[-3:-1] == ["-t", image]
-    options = run[2 : run.index(image)]
-    assert run[0] == ("podman" if "podman" in recipe.text else "docker") and "--rm" in options
-    arguments = run[run.index(image) + 1 :]
-    if old:
-        assert ("--name", "qwen36") in as_flags(options) and ("-p", "8000:8000") in as_flags(options)
-        assert as_flags(arguments) == owed(recipe, by_worker=True)
-        assert asked[2] == ["docker", "logs", "-f", "qwen36"]
-    else:
-        assert ("--entrypoint", "bash") in as_flags(options) and arguments[0] == "-c"
-        assert as_flags(read_recipe(arguments[1], nothing).arguments) == owed(recipe)
-        assert arguments[1].startswith("pip install -q bitsandbytes && ")
-
-
-def told(machine: Machine, inspected: Mapping[str, Any]) -> Path:
-    machine.program(
-        machine.bin / "docker", "docker", f"[ $1 != inspect ] || echo {shlex.quote(json.dumps([inspected]))}"
-    )
-    return machine.out
+    assert [path.name for path in machine.out.iterdir()] == ["notes"]
+    shutil.rmtree(machine.out)
+    assert machine.files() == before
+    if path.read_text().startswith(("docker", "podman")) or "compose" in name:
+        assert any(each[1:4] == ["image", "rm", "-f"] for each in asked)
+        assert any(each[1:] == ["rm", "-f", "c0ffee"] for each in asked)
 
 
 def test_a_container_is_run_again_as_docker_tells_it_and_what_it_says_is_no_shell(machine, capsys):
-    told(machine, INSPECTED)
+    inspected = shlex.quote(json.dumps([INSPECTED]))
+    machine.program(machine.bin / "docker", "docker", f"[ $1 != inspect ] || echo {inspected}")
     assert machine.setup("qwen36") == 0, capsys.readouterr().err
     assert "a container for nvidia/qwen3.6-35b" in (out := capsys.readouterr().out.lower()) and "hf_secret" not in out
     assert (machine.out / "seamark.toml").read_text() == gateway_toml(["http://192.168.1.5:8010"], "192.168.1.5")
@@ -329,107 +178,34 @@ def test_a_container_is_run_again_as_docker_tells_it_and_what_it_says_is_no_shel
     _, stop, run = machine.run("start.sh")
     assert stop == ["docker", "stop", "qwen36"]
     image = run.index("seamark-worker-qwen36")
-    assert {
-        "--name=qwen36-seamark",
-        "--env=HF_TOKEN=hf_secret",
-        "--volume=/home/me/models:/models",
-        "--publish=192.168.1.5:8010:8000/tcp",
-        "--ipc=host",
-        "--shm-size=17179869184",
-        "--restart=unless-stopped",
-        "--gpus=all",
-    } == set(run[3:image])
+    kept = "name=qwen36-seamark env=HF_TOKEN=hf_secret volume=/home/me/models:/models ipc=host shm-size=17179869184"
+    kept += " publish=192.168.1.5:8010:8000/tcp restart=unless-stopped gpus=all"
+    assert {f"--{each}" for each in kept.split()} == set(run[3:image])
     assert run[image + 1 :] == [*INSPECTED["Config"]["Cmd"], "--host", "0.0.0.0"]  # noqa: S104
     assert ["docker", "start", "qwen36"] in machine.run("undo.sh")
 
 
-def test_a_container_of_compose_leads_to_its_file(machine, tmp_path, capsys):
-    path = tmp_path / "compose.yaml"
-    path.write_text((RECIPES / "qwen3.8-27b-compose.yaml").read_text())
-    labels = {"com.docker.compose.service": "vllm", "com.docker.compose.project.config_files": str(path)}
-    told(machine, {**INSPECTED, "Config": {**INSPECTED["Config"], "Labels": labels}})
-    assert machine.setup("qwen36") == 0
-    assert "A compose file for nvidia/Qwen3.8-27B-NVFP4" in capsys.readouterr().out
-    assert (machine.out / "compose.seamark.yaml").is_file()
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_all_that_was_written_is_undone_without_a_trace(name, machine):
-    before = machine.files()
-    assert machine.setup(str(RECIPES / name)) == 0
-    if (machine.out / "start.sh").exists():
-        machine.run("start.sh")
-    assert machine.files() != before
-    asked = machine.run("undo.sh")
-    assert machine.files() == before and not machine.out.exists()
-    if (RECIPES / name).read_text().startswith(("docker", "podman")) or "compose" in name:
-        assert any(each[1:4] == ["image", "rm", "-f"] for each in asked)
-        assert any(each[1:] == ["rm", "-f", "c0ffee"] for each in asked)
-
-
-class Running:
-    """A `run.sh` in a session of its own, whose gateway is a stand-in that writes down its start and its end."""
-
-    def __init__(self, machine: Machine) -> None:
-        stand_in = f"#!/bin/sh\ntrap 'echo end >> {shlex.quote(str(machine.log))}-gateway; exit' TERM\n"
-        stand_in += f"echo start >> {shlex.quote(str(machine.log))}-gateway\nwhile :; do sleep .05; done\n"
-        (machine.out / "gateway.sh").write_text(stand_in)
-        self.noted = machine.log.with_name(f"{machine.log.name}-gateway")
-        self.process = subprocess.Popen(
-            ["sh", str(machine.out / "run.sh"), "-n", "a,b"],
-            env={**os.environ, "PATH": f"{machine.bin}:{os.environ['PATH']}"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-
-def test_vllm_and_the_gateway_run_in_one_terminal_until_it_is_interrupted(machine):
+@pytest.mark.parametrize("fails", [False, True])
+def test_vllm_and_the_gateway_run_in_one_terminal_until_either_ends(machine, fails):
+    """Interrupted by its user; or because vLLM has failed, with its status."""
     assert machine.setup(str(RECIPES / "qwen3.5-122b.yaml")) == 0
-    running = Running(machine)
-    assert running.process.stdout is not None
-    assert "gateway.log" in running.process.stdout.readline()  # vLLM's script is done: it went to the background
-    wait_for(running.noted.exists)
-    assert machine.logged()[-1] == ["run-recipe", "seamark-qwen3.5-122b", "-n", "a,b"]
-    os.killpg(running.process.pid, signal.SIGINT)
-    assert running.process.wait(60) == 130
-    assert running.noted.read_text() == "start\nend\n"
-    machine.run("undo.sh")
-    assert not machine.out.exists()
-
-
-def test_a_vllm_that_fails_ends_the_gateway_and_is_told_by_the_exit_status(machine):
-    assert machine.setup(str(RECIPES / "qwen3.5-122b.yaml")) == 0
-    noted = shlex.quote(f"{machine.log}-gateway")
-    wait = f"until grep -q start {noted}; do sleep .05; done; exit 7"
-    machine.program(machine.spark / "run-recipe.sh", "run-recipe", wait)
-    running = Running(machine)
-    assert running.process.wait(60) == 7
-    assert running.noted.read_text() == "start\nend\n"
-
-
-def test_what_a_user_put_beside_the_files_stays(machine):
-    assert machine.setup(str(RECIPES / "qwen3.5-122b.yaml")) == 0
-    (machine.out / "notes").write_text("mine")
-    machine.run("undo.sh")
-    assert [path.name for path in machine.out.iterdir()] == ["notes"]
-
-
-def test_the_vllm_in_an_image_is_asked_and_its_tag_not_believed(machine, capsys):
-    machine.program(machine.bin / "docker", "docker", "[ $1 != run ] || echo 0.30.1")
-    assert machine.setup(str(RECIPES / "qwen3.5-122b.yaml")) == 0
-    out = capsys.readouterr().out
-    assert "No hits yet: vLLM 0.30.1 (in its image) is left untouched by the plugin" in out and IMAGE in out
-    ((_, *asked),) = machine.logged()
-    assert "vllm-node" in asked and "--pull=never" in asked and "--network=none" in asked
-
-
-def test_with_the_frontend_in_rust_no_middleware_is_given(machine, tmp_path, capsys):
-    line = "VLLM_USE_RUST_FRONTEND=1 vllm serve nvidia/Qwen3.6-35B-A3B-NVFP4"
-    assert machine.setup(line) == 0
-    assert EVENTS_FLAG not in (machine.out / "worker.sh").read_text()
-    assert "the one in Rust" in capsys.readouterr().out
+    noted = machine.log.with_name("log-gateway")
+    if fails:
+        wait = f"until grep -q start {shlex.quote(str(noted))}; do sleep .05; done; exit 7"
+        machine.program(machine.spark / "run-recipe.sh", "run-recipe", wait)
+    # In place of the gateway, what writes down its start and its end.
+    stand_in = "trap 'echo end >> {0}; exit' TERM\necho start >> {0}\nwhile :; do sleep .05; done\n"
+    (machine.out / "gateway.sh").write_text(stand_in.format(shlex.quote(str(noted))))
+    command = ["sh", str(machine.out / "run.sh"), "-n", "a,b"]
+    output = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **output) as process:
+        if not fails:
+            assert "gateway.log" in process.stdout.readline()  # vLLM's script is done: it went to the background
+            wait_for(noted.exists)
+            assert machine.logged()[-1] == ["run-recipe", "seamark-qwen3.5-122b", "-n", "a,b"]
+            os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == (7 if fails else 130)
+    assert noted.read_text() == "start\nend\n"
 
 
 def test_names_in_a_recipe_reach_a_shell_only_quoted(machine, tmp_path):
@@ -442,21 +218,3 @@ def test_names_in_a_recipe_reach_a_shell_only_quoted(machine, tmp_path):
         composed = machine.run(script)[0]
         assert composed[:4] == ["docker", "compose", "-f", str(path)] and composed[-1] == evil
     assert not list(tmp_path.rglob("pwned")) and not Path("pwned").exists() and not machine.out.exists()
-
-
-def test_variables_that_a_script_sets_itself_are_read_and_stay_variables(machine, tmp_path):
-    path = tmp_path / "run.sh"
-    lines = ["# vllm serve as it was once", "PORT=8123", "MODEL='nvidia/Qwen3.6-35B-A3B-NVFP4'"]
-    path.write_text("\n".join([*lines, 'vllm serve "$MODEL" --port ${PORT} --host ${HOST_HERE:-127.0.0.1}', ""]))
-    recipe = read(path)
-    assert (recipe.model, recipe.port, recipe.host) == ("nvidia/Qwen3.6-35B-A3B-NVFP4", 8123, "127.0.0.1")
-    assert machine.setup(str(path)) == 0
-    assert 'vllm serve "$MODEL" \\\n    --port ${PORT}' in (machine.out / "worker.sh").read_text()
-
-
-def test_a_recipe_that_has_the_mod_already_gets_it_once(machine, tmp_path):
-    path = DEPLOY / "spark-vllm-docker/recipes/seamark-qwen3.6-35b.yaml"
-    assert machine.setup(str(path)) == 0
-    (written,) = machine.out.glob("*.yaml")
-    assert as_flags(read(written).arguments) == as_flags(read(path).arguments)
-    assert read(written).document["mods"] == ["mods/seamark"]

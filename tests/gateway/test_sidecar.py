@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from proxy.http.client import Unreachable
 from proxy.settings import Settings
-from tests.harness.gateways import CHAT, SYSTEM_END, chat, own_gateway
-from tests.harness.recording_worker import recording_worker
-from tests.harness.waiting import wait_for
+from tests.harness.gateways import CHAT, SYSTEM_END, chat
+from tests.harness.in_memory_gateway import InMemoryGateway
+from tests.harness.recording_worker import RecordingWorker
 
 VLLM = """# HELP vllm:num_requests_waiting Number of requests waiting.
 # TYPE vllm:num_requests_waiting gauge
@@ -20,69 +20,36 @@ seamark_seconds_saved_total 2.0
 """
 
 
-@pytest.fixture
-def worker():
-    with recording_worker(more_metrics=VLLM) as started:
-        yield started
-
-
-def values(url: str) -> dict[str, float]:
-    text = httpx.get(url + "/metrics").text
+async def values(gateway: InMemoryGateway) -> dict[str, float]:
+    text = (await gateway.get("/metrics")).text
     types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(types) == len(set(types))  # which a strict reader wants
-    return {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if "worker" not in sample.labels
-    }
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return {sample.name: sample.value for sample in samples if "worker" not in sample.labels}
 
 
-def test_a_picker_finds_the_workers_figures_beside_ours(worker):
-    with own_gateway(worker, sidecar=True) as own:
-        wait_for(lambda: own.gateway.pool.up)
-        httpx.post(own.url + CHAT, json=chat("Tide?"))
-        shown = values(own.url)
-        assert shown["vllm:num_requests_waiting"] == 3 and shown["seamark_seconds_saved_total"] == 2
-        assert "seamark_queued" in shown
-        assert httpx.get(own.url + "/ready").status_code == 200
-
-
-def test_without_the_worker_it_is_not_ready_and_shows_its_own(worker):
-    with own_gateway(worker, sidecar=True) as own:
-        wait_for(lambda: own.gateway.pool.up)
-        worker.api_key = "sk"
-        wait_for(lambda: not own.gateway.pool.up)
-        assert httpx.get(own.url + "/ready").status_code == 503
-        assert httpx.get(own.url + "/health").status_code == 200
-    with recording_worker() as gone:
-        pass
-    with own_gateway(gone, sidecar=True) as own:
-        shown = values(own.url)
-        assert "seamark_queued" in shown and "vllm:num_requests_waiting" not in shown
-
-
-def test_elsewhere_the_page_shows_the_gateways_alone(worker):
-    with own_gateway(worker) as own:
-        wait_for(lambda: own.gateway.pool.up)
-        assert "vllm:num_requests_waiting" not in values(own.url)
-
-
-def test_hints_and_reasons_are_as_ever(worker):
-    with own_gateway(worker, sidecar=True) as own:
-        wait_for(lambda: own.gateway.pool.up)
-        answers = [httpx.post(own.url + CHAT, json=chat(question)) for question in ("Tide?", "Ebb?")]
-        assert all("x-seamark-boundary" in answer.headers for answer in answers)
-        assert int(answers[1].headers["x-seamark-predicted"]) // 16 == SYSTEM_END // 16
+async def test_a_picker_finds_the_workers_figures_beside_ours_for_as_long_as_the_worker_answers(in_memory):
+    worker = RecordingWorker(more_metrics=VLLM)
+    gateway = await in_memory(worker, sidecar=True)
+    answers = [await gateway.post(chat(question)) for question in ("Tide?", "Ebb?")]
+    assert all("x-seamark-boundary" in answer.headers for answer in answers)
+    assert int(answers[1].headers["x-seamark-predicted"]) // 16 == SYSTEM_END // 16
+    shown = await values(gateway)
+    assert shown["vllm:num_requests_waiting"] == 3 and shown["seamark_seconds_saved_total"] == 2
+    assert "seamark_queued" in shown and (await gateway.get("/ready")).status_code == 200
+    gateway.upstream.faults[worker.url] = Unreachable("connection refused")
+    await gateway.shows(lambda status: not status["workers"][0]["up"])
+    assert [(await gateway.get(path)).status_code for path in ("/ready", "/health")] == [503, 200]
+    shown = await values(gateway)
+    assert "seamark_queued" in shown and "vllm:num_requests_waiting" not in shown
 
 
 @pytest.mark.parametrize("sidecar", [False, True])
-def test_the_hint_header_of_a_client_goes_no_further(worker, sidecar):
-    with own_gateway(worker, sidecar=sidecar) as own:
-        wait_for(lambda: own.gateway.pool.up)
-        for path in (CHAT, "/v1/other"):
-            httpx.post(own.url + path, json=chat("Tide?"), headers={"x-seamark-boundaries": "163"})
-            assert b"x-seamark-boundaries" not in dict(worker.requests[-1].headers)
+async def test_the_hint_header_of_a_client_goes_no_further(in_memory, worker, sidecar):
+    gateway = await in_memory(worker, sidecar=sidecar)
+    for path in (CHAT, "/v1/other"):
+        await gateway.post(chat("Tide?"), path, x_seamark_boundaries="163")
+        assert b"x-seamark-boundaries" not in dict(worker.requests[-1].headers)
 
 
 @pytest.mark.parametrize(

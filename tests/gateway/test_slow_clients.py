@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import os
 import signal
 import socket
 import time
-from pathlib import Path
 
 import httpx
 import pytest
 
-from proxy.server.log_limit import LINES
-from proxy.settings import Settings
 from tests.bench.soak import resident_bytes
 from tests.harness.api_keys import bearer, entry
-from tests.harness.forked_gateways import GatewayForks
 from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
-from tests.harness.leaving_clients import started
-from tests.harness.raw_http import Connection, request
-from tests.harness.raw_worker import RawWorker, chunk, raw_worker, whole
+from tests.harness.raw_worker import chunk, raw_worker, whole
 from tests.harness.recording_worker import COMPLETION, USAGE
 from tests.harness.waiting import wait_for
 
@@ -136,75 +128,6 @@ def test_an_answered_body_does_not_hold_its_connection(fleet, worker):
         assert answer.startswith(b"HTTP/1.1 413 ") and b"100 Continue" not in answer
         client.settimeout(0.1)
         wait_for(lambda: is_closed(client))  # although a byte comes every tenth of a second
-
-
-@pytest.mark.parametrize("piece", [b"zz\r\n", b"1\r\nab\r\n", b"-1\r\n"])
-def test_a_malformed_chunk_is_refused_at_once(fleet, worker, piece):
-    gateway = start_gateway(fleet, worker)
-    with connect(gateway) as client:
-        client.sendall(POST + b"transfer-encoding: chunked\r\n\r\n" + piece)
-        answer = b""
-        while received := client.recv(4096):
-            answer += received
-        assert answer.startswith(b"HTTP/1.1 400 ") and b'"invalid_http"' in answer
-    assert not worker.requests
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_of_http_1_0_can_read_a_stream(fleet, worker, stream):
-    gateway = start_gateway(fleet, worker)
-    body = json.dumps(chat("Tide?", stream=stream, stream_options={"include_usage": True})).encode()
-    with connect(gateway) as old:
-        old.sendall(POST.replace(b"1.1", b"1.0") + b"content-length: %d\r\n\r\n%b" % (len(body), body))
-        answer = b""
-        while received := old.recv(65536):
-            answer += received
-    head, _, content = answer.partition(b"\r\n\r\n")
-    assert b"transfer-encoding" not in head and content == worker.answers[-1]
-    assert post(gateway, chat("Tide?", stream=True)).headers["transfer-encoding"] == "chunked"
-
-
-def test_invalid_requests_do_not_fill_the_log(fleet, worker):
-    gateway = start_gateway(fleet, worker)
-    for _ in range(10 * LINES):
-        with connect(gateway) as client:
-            client.sendall(b"nonsense\r\n\r\n")
-            assert b" 400 " in client.recv(4096)
-    assert gateway.log.read_text().count("Invalid HTTP request") == LINES
-
-
-async def test_slow_and_unread_connections_leave_no_files_open(tmp_path):
-    async with RawWorker(lambda body, served: large_stream(100)) as worker:
-        with GatewayForks(tmp_path) as fleet:
-            fleet.constants["proxy.server.connection.LINGER_SECONDS"] = 0.5
-            flags = ("--client-timeout", "1", "--send-timeout", "1", "--max-body-bytes", "1000")
-            gateway = await started(fleet.gateway(worker, flags=flags))
-            files = Path(f"/proc/{gateway.process.pid}/fd")
-            before = len(os.listdir(files))
-            asking = request("POST", CHAT, {}, json.dumps(chat("x", stream=True)).encode()[:900])
-            kinds = (
-                b"",
-                b"GET /",
-                POST + b"content-length: 9\r\n\r\n",
-                POST + b"content-length: 9999\r\n\r\na",
-                asking,
-            )
-            connections = [await Connection.open(gateway) for _ in range(20) for _ in kinds]
-            for connection, sent in zip(connections, kinds * 20, strict=True):
-                await connection.send(sent)
-            async with asyncio.timeout(30):
-                while len(os.listdir(files)) > before + 2:
-                    await asyncio.sleep(0.1)
-            for connection in connections:
-                connection.close()
-
-
-def test_bounds_cost_honest_clients_nothing():
-    fields = Settings.model_fields
-    assert fields["send_timeout"].default >= 60 and fields["client_timeout"].default >= 60
-    # A mebibyte over a slow mobile line, at two kilobytes a second.
-    size, rate = 2**20, 2048
-    assert size / rate < fields["client_timeout"].default + size / fields["min_body_rate"].default
 
 
 def test_a_signal_for_files_reads_them_at_once_and_ends_nothing(fleet, worker, tmp_path):

@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from proxy.bench.harness.servers import Server
 from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
-from tests.harness.waiting import wait_for
+from tests.harness.waiting import until, wait_for
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -76,89 +74,45 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
 
 
-def attributes(span: Span) -> dict[str, object]:
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
-
-
-def traced(fleet, worker, to: Collector, *flags: str) -> Server:
-    return start_gateway(fleet, worker, flags=("--otlp-traces-endpoint", to.url, *flags))
-
-
 def sent_headers(worker) -> dict[str, str]:
     return {name.decode().lower(): value.decode() for name, value in worker.requests[-1].headers}
 
 
-def test_trace_context_passes_unchanged_where_nothing_is_traced(fleet, worker):
-    gateway = start_gateway(fleet, worker)
-    post(gateway, chat("Tide?"), headers=CONTEXT)
+async def test_trace_context_passes_unchanged_where_nothing_is_traced(in_memory, worker):
+    gateway = await in_memory(worker)
+    await gateway.post(chat("Tide?"), **CONTEXT)
     sent = sent_headers(worker)
     assert {name: sent[name] for name in CONTEXT} == CONTEXT
-    post(gateway, chat("Berth?"))
+    await gateway.post(chat("Berth?"))
     assert "traceparent" not in sent_headers(worker)
 
 
 @pytest.mark.parametrize(("stream", "cached", "reason"), [(False, 0, "cold"), (True, 160, "hit")])
-def test_a_request_is_a_span_between_its_clients_and_its_workers(fleet, worker, stream, cached, reason):
+async def test_a_request_is_a_span_between_its_clients_and_its_workers(in_memory, worker, stream, cached, reason):
     with collector() as found:
-        gateway = traced(fleet, worker, found)
+        gateway = await in_memory(worker, otlp_traces_endpoint=found.url)
         worker.cached = cached
-        post(gateway, {**chat(SECRET), "stream": stream}, headers=CONTEXT)
+        await gateway.post({**chat(SECRET), "stream": stream}, **CONTEXT)
         sent = sent_headers(worker)
-        wait_for(lambda: found.named(f"POST {CHAT}"))
+        await until(lambda: found.named(f"POST {CHAT}"))
         (span,) = found.named(f"POST {CHAT}")
         assert (span.trace_id.hex(), span.parent_span_id.hex(), span.kind) == (TRACE, PARENT, Span.SPAN_KIND_SERVER)
-        assert (
-            sent["traceparent"] == f"00-{TRACE}-{span.span_id.hex()}-01" and sent["tracestate"] == CONTEXT["tracestate"]
-        )
-        told = attributes(span)
+        ids = f"00-{TRACE}-{span.span_id.hex()}-01"
+        assert (sent["traceparent"], sent["tracestate"]) == (ids, CONTEXT["tracestate"])
+        told = {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
         assert told["http.response.status_code"] == 200 and told["seamark.reason"] == reason
-        assert (told["gen_ai.operation.name"], told["seamark.worker"]) == ("chat", worker.url.removeprefix("http://"))
+        assert (told["gen_ai.operation.name"], told["seamark.worker"]) == ("chat", "worker-0")
         assert told["gen_ai.usage.input_tokens"] > 0 and told["gen_ai.usage.cache_read.input_tokens"] == cached
-        inside = [each for each in found.spans if each.parent_span_id == span.span_id]
-        assert [each.name for each in sorted(inside, key=lambda each: each.start_time_unix_nano)] == [
-            "boundaries",
-            "queue",
-            "choice",
-            "first token" if stream else "answer",
-        ]
-        for each in inside:
-            assert span.start_time_unix_nano - 10**7 <= each.start_time_unix_nano <= each.end_time_unix_nano
-            assert each.end_time_unix_nano <= span.end_time_unix_nano + 10**7
+        inside = [each.name for each in found.spans if each.parent_span_id == span.span_id]
+        assert sorted(inside) == sorted(["boundaries", "queue", "choice", "first token" if stream else "answer"])
         assert SECRET.encode() not in found.raw
-        wait_for(lambda: metric(gateway, 'seamark_spans_total{result="exported"}') >= 5)
-
-
-def test_a_client_that_is_not_sampled_is_not_traced(fleet, worker):
-    with collector() as found:
-        gateway = traced(fleet, worker, found)
-        post(gateway, chat("Tide?"), headers={"traceparent": CONTEXT["traceparent"][:-1] + "0"})
-        sent = sent_headers(worker)["traceparent"]
-        assert sent.startswith(f"00-{TRACE}-") and sent.endswith("-00")
-        post(gateway, chat("Berth?"))
-        wait_for(lambda: found.named(f"POST {CHAT}"))
-        assert {span.trace_id.hex() for span in found.spans}.isdisjoint({TRACE})
-
-
-def test_failures_and_clients_that_leave_are_told(fleet, worker):
-    with collector() as found:
-        gateway = traced(fleet, worker, found)
-        assert httpx.post(gateway.url + CHAT, content=b"{no JSON").status_code == 400
-        wait_for(lambda: found.spans)
-        assert attributes(found.named(f"POST {CHAT}")[0])["http.response.status_code"] == 400
-        worker.hold.set()
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(gateway.url + CHAT, json=chat("Tide?"), timeout=0.5)
-        wait_for(lambda: len(found.named(f"POST {CHAT}")) == 2)
-        worker.hold.clear()
-        left = found.named(f"POST {CHAT}")[1]
-        assert attributes(left)["http.response.status_code"] == 499
-        assert left.status.code == Status.STATUS_CODE_UNSET
+        await until(lambda: gateway.metric("seamark_spans_total", result="exported") >= 5)
 
 
 def test_a_collector_that_refuses_or_is_away_costs_no_request_and_is_told_once(fleet, worker):
     with collector() as found:
         found.status = 400
-        gateway = traced(fleet, worker, found)
+        gateway = start_gateway(fleet, worker, flags=("--otlp-traces-endpoint", found.url))
         for number in range(2):
             assert post(gateway, chat(f"Tide {number}?")).status_code == 200
             wait_for(lambda: metric(gateway, 'seamark_spans_total{result="lost"}') > 4 * number)  # noqa: B023
@@ -168,34 +122,6 @@ def test_a_collector_that_refuses_or_is_away_costs_no_request_and_is_told_once(f
     assert len(told) == 1 and "otlp_traces_endpoint" in told[0]
 
 
-def test_a_worker_that_fails_is_an_error(fleet, worker):
-    with collector() as found:
-        gateway = traced(fleet, worker, found)
-        worker.status = 500
-        post(gateway, chat("Tide?"))
-        wait_for(lambda: found.named(f"POST {CHAT}"))
-        assert found.named(f"POST {CHAT}")[0].status.code == Status.STATUS_CODE_ERROR
-
-
 def test_without_a_collector_nothing_of_it_is_imported():
     code = "import sys, proxy.server.app; print([name for name in sys.modules if 'opentelemetry' in name])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
-
-
-def test_without_the_sdk_the_setting_names_what_installs_it():
-    code = (
-        "import sys; sys.modules['opentelemetry'] = None\n"
-        "from proxy.cli import main\n"
-        "sys.argv = ['seamark', 'serve', '--worker', 'http://127.0.0.1:9', '--otlp-traces-endpoint', 'http://c/v1/traces']\n"
-        "sys.exit(main())"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ended.returncode and "pip install 'vllm-seamark[tracing]'" in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.parametrize("url", ["collector:4318", "grpc://collector:4317", "http://"])
-def test_a_url_that_is_none_is_refused(url):
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--worker", "http://w", "--otlp-traces-endpoint", url]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode and "otlp_traces_endpoint" in ended.stderr.replace("-", "_")

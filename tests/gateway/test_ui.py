@@ -24,7 +24,7 @@ from tests.harness.gateways import CHAT, OwnGateway, chat, compared, own_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.waiting import wait_for
 
-SOON, LATER = (LOOKS[0], LOOKS[5]), LOOKS[1:5]
+SOON, LATER = LOOKS[5:], LOOKS[:5]
 
 EVIL = "<script>window.broken = 1</script>"
 
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(
-    params=[pytest.param(SOON, id="two looks"), pytest.param(LATER, id="others", marks=pytest.mark.thorough)]
+    params=[pytest.param(SOON, id="one look"), pytest.param(LATER, id="others", marks=pytest.mark.thorough)]
 )
 def pictures(request: pytest.FixtureRequest, folder: Path) -> Pictures:
     return Pictures(folder, request.param)
@@ -81,22 +81,6 @@ def ask(own: OwnGateway, question: str, request_id: str, **fields) -> None:
 
 def text(page: Page, selector: str):
     return expect(page.locator(selector))
-
-
-def test_a_gateway_without_requests(browser, own, pictures):
-    def check(page: Page) -> None:
-        text(page, "#state").to_have_text("all is well")
-        text(page, "#nothing").to_be_visible()
-        text(page, "#now .big").to_have_text("–")
-        text(page, "#workers tr").to_have_count(1)
-        text(page, "#workers td.state").to_have_text("up")
-        text(page, "#alarms").to_be_hidden()
-        text(page, "#redis").to_have_text("Redis: not used")
-        text(page, "#check").to_be_hidden()
-        text(page, "#changing").to_be_hidden()
-        assert page.title() == "Seamark"
-
-    in_every_look(browser, own, pictures, "empty", check)
 
 
 @contextlib.contextmanager
@@ -151,48 +135,18 @@ def test_a_busy_gateway(browser, worker, pictures):
             evil.locator("summary").click()
             expect(evil.locator("dl")).to_contain_text(EVIL)
             expect(evil.locator("dl")).to_contain_text(EVIL_MODEL)
+            changed = page.locator("#requests details", has_text="changed in the middle")
+            expect(changed).to_have_count(1)
+            changed.locator("summary").click()
+            for words in ("Message 0 (user) differs, at character 9", "We drink tea.", f"We drink {EVIL}."):
+                expect(changed.locator("dl")).to_contain_text(words)
 
         in_every_look(browser, own, pictures, "busy", check)
-
-
-@pytest.mark.parametrize(
-    "width", [320, *(pytest.param(each, marks=pytest.mark.thorough) for each in (600, 863, 866, 959, 962, 1920))]
-)
-def test_nothing_is_cut_off_at_any_width(browser, worker, width):
-    with busy(worker) as own, opened(browser, own, Look(str(width), {"width": width, "height": 700}, "light")) as page:
-        text(page, "#requests details").to_have_count(12)
-        page.locator("#requests details", has_text=EVIL_MODEL).locator("summary").click()
-        assert page.evaluate(TOO_WIDE) == []
-
-
-def test_what_changed_is_told_with_its_excerpts_as_text(browser, worker):
-    with busy(worker) as own, opened(browser, own) as page:
-        changed = page.locator("#requests details", has_text="changed in the middle")
-        expect(changed).to_have_count(1)
-        changed.locator("summary").click()
-        told = changed.locator("dl")
-        expect(told).to_contain_text("Message 0 (user) differs, at character 9")
-        expect(told).to_contain_text("We drink tea.")
-        expect(told).to_contain_text(f"We drink {EVIL}.")
-
-
-def test_a_date_in_the_prompt_is_told_with_its_cure(browser, worker, own):
-    worker.cached = 0
-    for day in (f"Sun Nov 22 {date.today():%Y}", f"Mon Nov 23 {date.today():%Y}"):
-        words = {"role": "system", "content": f"Today is {day}. " + "You are a harbour pilot. " * 40}
-        body = {"model": "m", "messages": [words, {"role": "user", "content": f"What is new on {day[:3]}?"}]}
-        httpx.post(own.url + CHAT, content=json.dumps(body), headers={"x-request-id": day[:3]}, timeout=30)
-    told = httpx.get(f"{own.url}/seamark/requests/Mon").json()
-    assert told["reason"] == "prefix_changed" and told["would_save"]["dates"] > 0
-    changed = told["changed"]
-    assert (changed["kind"], changed["characters"], changed["token"]) == ("dates", 9, told["shareable"])
-    assert changed["lost"] == told["would_save"]["dates"]
-    with opened(browser, own) as page:
-        row = page.locator("#requests details", has_text="changed in the middle")
-        row.locator("summary").click()
-        expect(row.locator("dl")).to_contain_text("Message 0 (system) differs in a date, at character 9")
-        expect(row.locator("dl")).to_contain_text(changed["cure"])
-        assert changed["cure"].startswith("Move the date behind the rules")
+        for width in (320, 600, 863, 959, 1920):  # nothing is cut off at any
+            with opened(browser, own, Look(str(width), {"width": width, "height": 700}, "light")) as page:
+                text(page, "#requests details").to_have_count(12)
+                page.locator("#requests details", has_text=EVIL_MODEL).locator("summary").click()
+                assert page.evaluate(TOO_WIDE) == []
 
 
 def test_what_changing_text_costs_has_a_headline(browser, worker, own, pictures):
@@ -215,78 +169,51 @@ def test_what_changing_text_costs_has_a_headline(browser, worker, own, pictures)
     in_every_look(browser, own, pictures, "changing", check)
 
 
-def test_hits_on_unchanged_text_leave_no_headline(browser, worker, own):
-    for number in range(3):
-        ask(own, f"When is low water on day {number}?", f"tide-{number}")
-    with opened(browser, own) as page:
-        text(page, "#requests details").to_have_count(3)
-        text(page, "#changing").to_be_hidden()
-        text(page, "#now").not_to_contain_text("changed")
-        text(page, "#state").to_have_text("all is well")
-
-
-def test_an_opened_row_speaks_in_its_readers_words(browser, worker, own):
+def test_an_opened_row_speaks_in_its_readers_words_and_stays_open_while_others_come(browser, worker, own):
     for question in ("one", "two"):
         ask(own, question, question)
     told = httpx.get(f"{own.url}/seamark/requests/two").json()
     assert told["sent"] and told["lookup"] == "learnt"
     with opened(browser, own) as page:
-        row = page.locator("#requests details").first
-        row.locator("summary").click()
-        row = row.locator("dl")
+        page.locator("#requests summary").first.click()
+        row = page.locator("#requests details[open] dl")
         expect(row).to_contain_text("system prompt")
         expect(row).to_contain_text("the model's chat template")
         names = row.locator("dt").all_text_contents()
         assert {"Others can share up to", "That is known from", "vLLM was asked to keep"} <= set(names)
         said = row.text_content() or ""
         assert not re.search("(?i)hint|found by|strip|boundar|learnt|last:", said), said
+        for number in range(13):
+            ask(own, "three", f"r{number}")
+        text(page, "#requests details").to_have_count(15)
+        text(page, "#requests details:visible").to_have_count(13)  # others are folded, and it stays
+        expect(row).to_contain_text("two")
+        page.click("#more")
+        text(page, "#requests details:visible").to_have_count(15)
 
 
-def test_an_opened_explanation_stays_open_while_others_come(browser, own):
-    ask(own, "one", "first")
-    with opened(browser, own) as page:
-        page.locator("#requests summary").click()
-        ask(own, "two", "second")
-        text(page, "#requests details").to_have_count(2)
-        opened_ones = page.locator("#requests details[open]")
-        expect(opened_ones).to_have_count(1)
-        expect(opened_ones.locator("dl")).to_contain_text("first")
-        assert page.locator("#requests details").first.locator("dd").first.text_content() == "second"
-
-
-def test_a_worker_that_is_down_cannot_be_overlooked(browser, worker, pictures):
+def test_a_worker_that_is_down_and_answers_that_differ_cannot_be_overlooked(browser, worker, pictures):
     with contextlib.ExitStack() as other_runs:
         other = other_runs.enter_context(recording_worker())
-        with own_gateway(worker, other) as own:
+        with own_gateway(worker, other, self_check_interval=60) as own:
             wait_until_up(own)
             ask(own, "one", "first")
             with opened(browser, own) as page:
                 text(page, "#state").to_have_text("all is well")
                 other_runs.close()  # while somebody looks
                 text(page, "#alarms").to_contain_text("is down", timeout=PATIENCE)
+            compared(own, 130, 2, True)
 
             def check(page: Page) -> None:
-                text(page, "#alarms").to_contain_text(f"Worker {other.url.removeprefix('http://')} is down")
+                for words in (f"Worker {other.url[7:]} is down", "Answers differ", "Hints are off"):
+                    text(page, "#alarms").to_contain_text(words)
                 text(page, "tr.down td.state").to_have_text("DOWN")
-                text(page, "#state").to_have_text("1 alarm")
+                text(page, "#state").to_have_text("2 alarms")
+                text(page, "#check").to_have_text("Self-check: 130 answers compared, 2 differed · hints OFF")
                 assert page.title().startswith("⚠") and is_red(page, "#alarms") and is_red(page, "tr.down")
+                assert page.locator("#alarms").bounding_box()["y"] == 0
 
-            in_every_look(browser, own, pictures, "worker-down", check)
-
-
-def test_a_worker_that_sleeps_and_one_that_keeps_nothing_cannot_be_overlooked(browser, worker, pictures):
-    cause = "a layer has a sliding window"
-    with recording_worker(refused=cause) as refusing, own_gateway(worker, refusing) as own:
-        wait_until_up(own)
-        worker.sleeps = (1,)
-
-        def check(page: Page) -> None:
-            text(page, "#alarms").to_contain_text("is asleep (level 1): POST /wake_up wakes it.", timeout=PATIENCE)
-            text(page, "tr.down td.state").to_have_text("ASLEEP")
-            text(page, "#warnings").to_contain_text(f"gets no hints: {cause}.")
-            text(page, "td.unpatched").to_contain_text("no hints")
-
-        in_every_look(browser, own, pictures, "worker-states", check)
+            in_every_look(browser, own, pictures, "alarms", check)
 
 
 def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
@@ -311,45 +238,12 @@ def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
             text(page, "#requests").not_to_contain_text("not reported")
 
         in_every_look(browser, own, pictures, "shadow", check)
+        own.gateway.shadow._seconds["unpatched"], own.gateway.shadow._prefill_seconds = 83.0, 166.0
         with opened(browser, own) as page:
+            text(page, "#lost .big").to_have_text("1 min 23 s, 50 % of your prefill time")
             row = page.locator("#requests details", has_text="tokens lost").first
             row.locator("summary").click()
             expect(row.locator("dl")).to_contain_text("worker without Seamark: ")
-        own.gateway.shadow._seconds["unpatched"], own.gateway.shadow._prefill_seconds = 83.0, 166.0
-
-        def check_timed(page: Page) -> None:
-            text(page, "#lost .big").to_have_text("1 min 23 s, 50 % of your prefill time")
-
-        in_every_look(browser, own, pictures, "shadow-timed", check_timed)
-
-
-@pytest.fixture
-def checking(worker: RecordingWorker) -> Iterator[OwnGateway]:
-    """A gateway with the self-check on."""
-    with own_gateway(worker, self_check_interval=60) as started:
-        wait_until_up(started)
-        yield started
-
-
-def test_answers_that_differ_cannot_be_overlooked(browser, checking, pictures):
-    ask(checking, "one", "first")
-    compared(checking, 130, 2, True)
-
-    def check(page: Page) -> None:
-        text(page, "#alarms").to_contain_text("Answers differ")
-        text(page, "#alarms").to_contain_text("Hints are off")
-        text(page, "#check").to_have_text("Self-check: 130 answers compared, 2 differed · hints OFF")
-        assert page.title().startswith("⚠") and is_red(page, "#alarms")
-        assert page.locator("#alarms").bounding_box()["y"] == 0
-
-    in_every_look(browser, checking, pictures, "answers-differ", check)
-
-
-def test_a_self_check_that_found_nothing_is_told_quietly(browser, checking):
-    compared(checking, 1, 0, False)
-    with opened(browser, checking) as page:
-        text(page, "#check").to_have_text("Self-check: 1 answer compared, none differed · hints on")
-        text(page, "#alarms").to_be_hidden()
 
 
 def test_a_gateway_that_ends_turns_the_page_red_and_its_figures_pale(browser, own, folder):
@@ -357,10 +251,8 @@ def test_a_gateway_that_ends_turns_the_page_red_and_its_figures_pale(browser, ow
         text(page, "#state").to_have_text("all is well")
         own.stop()
         text(page, "#alarms").to_contain_text("The gateway does not answer", timeout=PATIENCE)
-        assert (
-            is_red(page, "#alarms")
-            and page.evaluate("getComputedStyle(document.getElementById('figures')).opacity") == "0.45"
-        )
+        pale = page.evaluate("getComputedStyle(document.getElementById('figures')).opacity")
+        assert is_red(page, "#alarms") and pale == "0.45"
         page.screenshot(path=folder / "gateway-gone.png", full_page=True)
 
 
@@ -375,14 +267,8 @@ def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, wor
 
     in_every_look(browser, own, pictures, "measuring", check)
     with opened(browser, own) as page:
-        text(page, "#saved .big").to_have_text("measuring …")
         worker.more_metrics = "seamark_pass_seconds 0.5\nseamark_token_seconds 25\n"
         text(page, "#saved .big").to_have_text("1 h 6 min", timeout=PATIENCE)  # 160 tokens of before
-
-        def check_normal(page: Page) -> None:
-            text(page, "#saved .big").to_have_text("1 h 6 min")
-
-        in_every_look(browser, own, pictures, "normal", check_normal)
         text(page, "#saved").to_contain_text("vLLM alone would have found none of it")  # its blocks have 384 tokens
         worker.cached = 400
         ask(own, "A long question. " * 20, "second")
@@ -390,64 +276,6 @@ def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, wor
         text(page, "#saved").to_contain_text("would have found 2 h 40 min of it at most, 68 %")
         own.gateway.accounting.time_saved().spent += 18_000
         text(page, "#saved .big").to_have_text("\u22121 h 6 min", timeout=PATIENCE)
-
-
-def test_what_workers_without_the_plugin_reuse_is_vllms_own(browser):
-    with recording_worker(patched=False) as worker, own_gateway(worker) as own:
-        wait_until_up(own)
-        ask(own, "one", "first")
-        with opened(browser, own) as page:
-            text(page, "#saved h2").to_have_text("Tokens saved")
-            text(page, "#saved").to_contain_text("vLLM alone found all of it")
-
-
-def test_a_long_list_of_requests_is_folded(browser, own):
-    for number in range(15):
-        ask(own, "one", f"r{number}")
-    with opened(browser, own) as page:
-        text(page, "#requests details").to_have_count(15)
-        text(page, "#requests details:visible").to_have_count(12)
-        page.click("#more")
-        text(page, "#requests details:visible").to_have_count(15)
-
-
-def test_a_row_names_its_client_what_a_404_was_and_what_to_do(browser, worker, own):
-    worker.status = 404
-    body = json.dumps({"model": "gone", "messages": [{"role": "user", "content": "Tide?"}]})
-    httpx.post(own.url + CHAT, content=body, headers={"user-agent": "OpenAI/Python 1.99.1 (linux)"}, timeout=30)
-    with opened(browser, own) as page:
-        row = page.locator("#requests details")
-        expect(row.locator(".where")).to_contain_text("OpenAI/Python 1.99.1")
-        expect(row.locator(".why")).to_have_text("404: no such model")
-        row.locator("summary").click()
-        expect(row.locator(".explanation")).to_contain_text("What to do: Take a name from /v1/models")
-
-
-def test_a_word_is_explained_on_a_click_and_the_day_has_a_chart(browser, own):
-    ask(own, "one", "first")
-    with opened(browser, own) as page:
-        text(page, "#help").to_be_hidden()
-        page.click("#now .help")
-        text(page, "#help").to_contain_text("need not be computed again")
-        page.keyboard.press("Escape")
-        text(page, "#help").to_be_hidden()
-        text(page, "#day g").to_have_count(1)
-        assert "Last 24 hours" in (page.locator("#day").get_attribute("aria-label") or "")
-        tops = page.evaluate("[...document.querySelectorAll('#small .card')].map((one) => one.offsetTop)")
-        assert len(tops) == 3 and len(set(tops)) == 1  # no orphan
-
-
-def test_pinned_prompts_are_shown_with_what_became_of_them(browser, worker):
-    with own_gateway(worker) as own:
-        wait_until_up(own)
-        worker.engine.room = 1
-        for name in ("rules", "log"):
-            httpx.post(own.url + "/seamark/prefixes", json={"name": name, "body": chat(name)}, timeout=30)
-        with opened(browser, own, LOOKS[0]) as page:
-            text(page, "#prefixes td:first-child").to_have_text("rules", timeout=PATIENCE)
-            text(page, "#prefixes td:last-child").to_contain_text(": in the cache")
-            httpx.delete(own.url + "/seamark/prefixes/rules", timeout=30)
-            text(page, "#prefixes").to_be_hidden(timeout=PATIENCE)
 
 
 def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_path, folder):
@@ -485,36 +313,29 @@ def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_
 def test_a_page_that_nobody_sees_asks_nothing(browser, own):
     context = browser.new_context()
     page = context.new_page()
-    page.add_init_script(
-        "window.unseen = false; Object.defineProperty(document, 'hidden', {get: () => window.unseen});"
-    )
+    page.add_init_script("window.unseen = false; window.turned = new Event('visibilitychange');")
+    page.add_init_script("Object.defineProperty(document, 'hidden', {get: () => window.unseen});")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url) if request.url.endswith("live") else None)
     page.clock.install()
     page.goto(own.url + "/ui")
     expect(page.locator("#figures")).to_be_visible()
 
-    def turn(unseen: bool) -> None:
-        page.evaluate(
-            "(unseen) => { window.unseen = unseen; document.dispatchEvent(new Event('visibilitychange')); }", unseen
-        )
-
-    def answered() -> None:
-        """Until it has the answer to what it asked: only then it sets its timer."""
-        wait_for(lambda: not page.evaluate("asking"))
-
-    def later() -> int:
+    def later(unseen: bool) -> int:
         """How often it has asked, some seconds on."""
-        page.clock.run_for(3_100)
-        answered()
+        page.evaluate(
+            "(now) => { if (now !== window.unseen) { window.unseen = now; document.dispatchEvent(window.turned); } }",
+            unseen,
+        )
+        for _ in range(2):
+            wait_for(lambda: not page.evaluate("asking"))  # only with the answer it sets its timer
+            page.clock.run_for(3_100)
+        wait_for(lambda: not page.evaluate("asking"))
         return len(asked)
 
-    assert [later() for _ in range(3)] == [2, 3, 4]
-    turn(unseen=True)
-    assert [later() for _ in range(3)] == [4, 4, 4]
-    turn(unseen=False)
-    answered()
-    assert [later(), later()] == [6, 7]
+    assert later(unseen=False) == 3
+    assert [later(unseen=True) for _ in range(2)] == [3, 3]
+    assert later(unseen=False) == 6  # at once, and twice more
     context.close()
 
 

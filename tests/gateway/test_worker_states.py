@@ -10,7 +10,7 @@ import pytest
 
 from proxy.commands import doctor
 from tests.harness.gateways import chat
-from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.recording_worker import recording_worker
 from tests.harness.waiting import until
 
 README = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
@@ -72,29 +72,3 @@ async def test_a_workers_state_is_said_in_the_same_words_wherever_it_matters(in_
         worker.sleeps, worker.paused, worker.refused = (None,), False, ""
         await until(is_hinted)
         assert words not in str((await gateway.get("/seamark/live")).json()["alarms"])
-
-
-@pytest.mark.parametrize(("dev_mode", "asleep"), [(False, {"sleeps": (1,)}), (True, {"paused": True})])
-async def test_requests_go_round_a_worker_that_sleeps_and_back_to_it_once_it_is_awake(in_memory, dev_mode, asleep):
-    first = RecordingWorker(dev_mode=dev_mode, **asleep)
-    second = RecordingWorker()
-    own = await in_memory(first, second)
-    pool = own.gateway.pool
-
-    async def served_by(*workers: RecordingWorker) -> None:
-        await until(lambda: [worker.url for worker in pool.up] == [worker.url for worker in workers])
-
-    async def ask() -> None:
-        assert (await own.post(chat("Tide?"))).status_code == 200
-
-    await served_by(second)
-    assert pool.workers[0].is_asleep
-    for _ in range(4):
-        await ask()
-    assert (len(first.requests), len(second.requests)) == (0, 4)
-    first.sleeps, first.paused = (None,), False
-    await served_by(first, second)
-    second.sleeps = (2,)
-    await served_by(first)
-    await ask()
-    assert first.requests and len(second.requests) == 4

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from proxy.server import memory
-from proxy.server.memory import BOUNDS, fitted, room
+from proxy.server.memory import BOUNDS, SHARE, fitted, room
 from proxy.settings import Settings
 
 MIB = 2**20
@@ -43,17 +43,13 @@ def test_what_is_left_is_the_least_that_any_limit_leaves(limits, address_space, 
     assert room() == (left if left is None else left * MIB)
 
 
-def test_settings_that_fit_are_left_alone(limits):
-    for address_space, group in ((None, "max"), (None, 8000)):
-        limits(address_space, group)
-        settings = Settings()
-        assert fitted(settings) is settings
-
-
-def test_what_is_switched_off_stays_off_and_nothing_becomes_nothing(limits):
-    limits(301, "max")
-    found = fitted(Settings(text_bytes=0))
-    assert found.text_bytes == 0 and found.memory_bytes > 0 and found.max_body_bytes > 0
+def test_bounds_are_made_smaller_in_proportion(limits):
+    limits(512, "max")
+    settings = Settings(max_bodies_bytes=600 * MIB, memory_bytes=300 * MIB, text_bytes=100 * MIB)
+    found = fitted(settings)
+    assert sum(getattr(found, name) for name in BOUNDS) == pytest.approx(212 * MIB * SHARE, rel=0.01)
+    assert found.max_bodies_bytes == pytest.approx(2 * found.memory_bytes, rel=0.01)
+    assert found.max_body_bytes == found.max_bodies_bytes and found.max_connections == 212
 
 
 def test_without_a_way_to_know_nothing_changes(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from proxy.chat.chat import CHAT
 from proxy.fleet.probe import Probed
 from proxy.fleet.reports import Reports
-from proxy.fleet.worker import BREAKER_FAILURES, GateReport, Worker
+from proxy.fleet.worker import BREAKER_FAILURES, Worker
 from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from proxy.observability.explanations import Explanation
 from proxy.observability.rolling_sums import Totals
@@ -114,33 +114,26 @@ def test_what_a_worker_that_is_up_lacks_is_told(gateway, fields, says):
     assert warnings(gateway) == []
 
 
-async def test_a_worker_that_drafts_is_on_trial_while_it_is_up(in_memory):
+async def test_a_worker_that_drafts_is_on_trial_while_it_is_up_and_how_far_that_is(in_memory, monkeypatch):
     checking = (await in_memory(RecordingWorker(), is_started=False, self_check_interval=60)).gateway
     blind = (await in_memory(RecordingWorker(), is_started=False)).gateway
-    for gateway, says in ((checking, "hints are off until its trial is over"), (blind, "self_check_interval is 0")):
+    monkeypatch.setattr(checking.self_check.gates, "words", lambda of: "7 of 30 prompts")
+    for gateway, says, trial in (
+        (checking, "until its trial is over (7 of 30 prompts).", "7 of 30 prompts"),
+        (blind, "self_check_interval is 0", ""),
+    ):
         (worker,) = gateway.pool.workers
+        for state in ("trial", "open", "closed", "on", "off", ""):
+            set_up(worker, metrics=metrics(replace(ENGINE, drafts=state)))
+            told = warnings(gateway)
+            assert len(told) == (state == "trial"), state
+            assert (drafts_status(worker, gateway) or {}).get("state", "") == state
         set_up(worker, metrics=metrics(replace(ENGINE, drafts="trial")))
         (only,) = warnings(gateway)
         assert only.startswith("Worker worker-0 drafts") and says in only and "()" not in only
-        assert drafts_status(worker, gateway) == {"state": "trial", "trial": ""}
-        for state in ("open", "closed", "on", "off", ""):
-            set_up(worker, metrics=metrics(replace(ENGINE, drafts=state)))
-            assert warnings(gateway) == [], state
-            assert (drafts_status(worker, gateway) or {}).get("state", "") == state
-        set_up(worker, metrics=metrics(replace(ENGINE, drafts="trial")))
+        assert worker_status(worker, gateway)["drafts"] == {"state": "trial", "trial": trial}
         worker.up = False
         assert warnings(gateway) == []
-
-
-async def test_how_far_a_trial_is_stands_in_its_warning(in_memory, monkeypatch):
-    gateway = (await in_memory(RecordingWorker(), is_started=False, self_check_interval=60)).gateway
-    (worker,) = gateway.pool.workers
-    set_up(worker)
-    worker.draft_gate = GateReport("trial", "g", "", read_at=time.perf_counter())
-    monkeypatch.setattr(gateway.self_check.gates, "words", lambda of: "7 of 30 prompts" if of is worker else "")
-    (only,) = warnings(gateway)
-    assert only.endswith("until its trial is over (7 of 30 prompts).")
-    assert worker_status(worker, gateway)["drafts"] == {"state": "trial", "trial": "7 of 30 prompts"}
 
 
 async def test_in_shadow_mode_that_comes_first_and_no_plugin_is_missed(in_memory):
@@ -169,9 +162,6 @@ def test_a_redis_that_is_down_is_a_warning(gateway, state, is_told):
     assert redis_status(gateway) == {"state": state}
     assert [told.startswith("Redis does not answer") for told in warnings(gateway)] == [True] * is_told
     gateway.redis_sync = None  # whose end this one cannot wait for
-
-
-# One worker.
 
 
 # The live page.
