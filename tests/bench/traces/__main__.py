@@ -34,26 +34,24 @@ choice us: CPU time here, in microseconds, of one choice by Seamark's own index 
 published"""
 
 
-def profile_from(path: Path) -> Profile:
-    """The profile in a JSON file, by the names of `Profile`; what it leaves out is as in the default.
+def profile_from(name: str) -> Profile:
+    """One of `PROFILES`, or that of a JSON file by the names of `Profile`; what it leaves out is as in the default.
 
     Raises `ValueError` with the cure.
     """
-    names = list(Profile.__dataclass_fields__)
+    if name in PROFILES:
+        return PROFILES[name]
+    fields = list(Profile.__dataclass_fields__)
     try:
-        given = json.loads(path.read_text())
-        if not isinstance(given, dict):
-            raise TypeError
-        profile = replace(PROFILES["datacentre"], **given)
-        if not all(float(getattr(profile, name)) > 0 for name in names):
-            raise ValueError
+        profile = replace(PROFILES["datacentre"], **json.loads(Path(name).read_text()))
+        if all(float(getattr(profile, field)) > 0 for field in fields):
+            return profile
     except OSError as error:
-        raise ValueError(
-            f"--profile {path}: {error.strerror}; give a JSON file or one of {', '.join(PROFILES)}"
-        ) from None
+        why = f"{error.strerror}; give a JSON file or one of {', '.join(PROFILES)}"
+        raise ValueError(f"--profile {name}: {why}") from None
     except (ValueError, TypeError):
-        raise ValueError(f"--profile {path}: needs a JSON object of positive numbers, of {', '.join(names)}") from None
-    return profile
+        pass
+    raise ValueError(f"--profile {name}: needs a JSON object of positive numbers, of {', '.join(fields)}")
 
 
 def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
@@ -77,7 +75,7 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
     if min(args.workers) < 1:
         parser.error("--workers: at least 1")
     try:
-        return args, PROFILES.get(args.profile) or profile_from(Path(args.profile))
+        return args, profile_from(args.profile)
     except ValueError as error:
         parser.error(str(error))
 

@@ -195,7 +195,7 @@ def test_the_table_has_a_line_for_each_policy_the_same_with_the_same_seed(trace,
 def test_a_profile_comes_from_a_file_and_a_wrong_one_is_refused(tmp_path, capsys):
     path = tmp_path / "profile.json"
     path.write_text('{"token_seconds": 0.002}')
-    assert profile_from(path) == Profile(token_seconds=0.002)
+    assert profile_from(str(path)) == Profile(token_seconds=0.002)
     for text in ('{"tokens": 1}', '{"token_seconds": 0}', "[]", "{"):
         path.write_text(text)
         with pytest.raises(SystemExit, match="2"):
