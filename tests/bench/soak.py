@@ -289,7 +289,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="of traffic, on two engines side by side")
     parser.add_argument("--family", choices=MATCH_UNITS, default=NEMOTRON_H, help="of the generated model")
     parser.add_argument("--seed", type=int, default=1, help="of the stream of requests")
-    parser.add_argument("--seeds", action="store_true", help="sampling with seeds too: an upstream crash on CPUs")
     args = parser.parse_args(argv)
     say = narrator()
     model = generated_model(say, args.family)
@@ -302,7 +301,7 @@ def main(argv: list[str]) -> int:
             subject.engine.wait_until_ready()
             subject.gateway.wait_until_ready("/ready", seconds=30)
         say(f"{args.minutes:g} minutes of traffic, seed {args.seed}")
-        driven = asyncio.run(drive_all(subjects, Traffic(args.seed, args.seeds), 60 * args.minutes))
+        driven = asyncio.run(drive_all(subjects, Traffic(args.seed), 60 * args.minutes))
         for server in servers.started:
             server.stop()
         say("the reference engine answers the sample")

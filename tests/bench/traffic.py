@@ -78,14 +78,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Traffic:
-    """`event(number)` is the same for the same seed, whatever came before.
-
-    `seeds`: sampled answers have seeds. vLLM 0.32 on a CPU dies of such a request when its prompt takes more than one
-    step ("CPU Generator does not use offset").
-    """
+    """`event(number)` is the same for the same seed, whatever came before."""
 
     seed: int
-    seeds: bool = False
 
     @property
     def kinds(self) -> Mapping[str, tuple[int, Callable[[random.Random, int], Event]]]:
@@ -165,15 +160,18 @@ class Traffic:
         return Event(tuple(requests), at_once=True)
 
     def _two_answers(self, draw: random.Random, number: int) -> Event:
-        """Two requests with one prompt in the same step, each sampling: the one token it may, or by its seed."""
-        sampling = {"n": 2, "temperature": 0.8, "max_tokens": MIN_TOKENS // 2}
+        """Two requests with one prompt in the same step, each sampling the one token it may.
+
+        vLLM 0.32 on a CPU dies of a seed where a prompt takes more than one step ("CPU Generator does not use offset").
+        """
+        sampling: dict[str, Any] = {"n": 2, "temperature": 0.8, "max_tokens": MIN_TOKENS // 2}
         prompt, shared = self._family_prompt(draw)
         request = Request("", COMPLETION, {"prompt": prompt, **_hint([shared])})
         if draw.random() < 0.5:
             request = Request("", CHAT, {"messages": self._conversation(draw.randrange(CONVERSATIONS), TURNS)})
-        choice = {"seed": draw.randrange(100)} if self.seeds else {"allowed_token_ids": [draw.choice(TOKENS)]}
+        sampling["allowed_token_ids"] = [draw.choice(TOKENS)]
         request = _judged(request)
-        return Event((replace(request, body={**request.body, **sampling, **choice}),))
+        return Event((replace(request, body={**request.body, **sampling}),))
 
     def _prompt_logprobs(self, draw: random.Random, number: int) -> Event:
         prompt, shared = self._family_prompt(draw)

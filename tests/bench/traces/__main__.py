@@ -24,14 +24,13 @@ DRAWN: dict[str, Callable[[int], Trace]] = {
     "agents": lambda seed: of_mooncake("drawn agents", list(enumerate(records(REQUESTS, seed), 1))),
 }
 
-HEAD = "workers policy                 hits of all    p50 s    p99 s    req/s imbalance choice us"
+COLUMNS = ("workers", "policy", *Outcome._fields)
 
 WORDS = """
 hits: tokens found in the cache, of those that one endless cache, common to all workers, would give
-of all: of all tokens of prompts
-p50 s, p99 s: seconds to the first token; imbalance: largest share of requests at a worker x workers (1 is even)
-choice us: CPU time here, in microseconds, of one choice by Seamark's own index and routing; the others are simulated as
-published"""
+of_all: of all tokens of prompts
+p50, p99: seconds to the first token; per_second: requests answered
+imbalance: largest share of requests at a worker x workers (1 is even). Others are simulated as they are published"""
 
 
 def profile_from(name: str) -> Profile:
@@ -85,24 +84,15 @@ def main(argv: list[str]) -> int:
     try:
         trace = read(args.trace) if args.trace else DRAWN[args.drawn](args.seed)
         replay = Replay(trace, profile, args.seconds, args.load, args.users, args.seed)
-        print(_described(replay), HEAD, sep="\n", flush=True)
+        print(_described(replay), "".join(f"{name:>12}" for name in COLUMNS), sep="\n", flush=True)
         for workers, policy in itertools.product(args.workers, args.policy):
-            print(_row(replay.run(policy, workers)), flush=True)
+            figures = "".join(f"{figure:>12.3f}" for figure in replay.run(policy, workers))
+            print(f"{workers:>12}{policy:>12}{figures}", flush=True)
     except BadTrace as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 1
     print(WORDS)
     return 0
-
-
-def _row(outcome: Outcome) -> str:
-    microseconds = outcome.choice_microseconds
-    choice = "" if microseconds is None else f"{microseconds:.0f}"
-    return (
-        f"{outcome.workers:>7} {outcome.policy:<19} {outcome.hit_efficiency:>6.3f} {outcome.hit_share:>6.3f} "
-        f"{outcome.first_token_p50:>8.2f} {outcome.first_token_p99:>8.2f} {outcome.requests_per_second:>8.2f} "
-        f"{outcome.imbalance:>9.2f} {choice:>8}"
-    )
 
 
 def _described(replay: Replay) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +38,7 @@ class Simulated(Policy):
         self.inflight = [0] * workers
         self._drawn = random.Random(seed)  # a simulation
 
-    def choose(self, execution: Execution, now: float) -> int:
+    def choose(self, execution: Execution) -> int:
         """The worker's number, counted."""
         worker = self.pick(execution.request)
         self.inflight[worker] += 1
@@ -137,13 +136,12 @@ class Seamark(Policy):
         for worker in self.workers:
             worker.renderer_ids[""] = b""  # one template, whose facts are known
         self.index = PrefixIndex(INDEX_BYTES)
-        self.choice_seconds = 0.0
         self._load_slack = Settings().load_slack
         self._boots = {worker.boot for worker in self.workers}
         self._states = [HeldStates(self.index, lambda *_: None, self._computed) for _ in self.workers]
         self._sent: dict[str, _Sent] = {}  # by what engines call the request
 
-    def choose(self, execution: Execution, now: float) -> int:
+    def choose(self, execution: Execution) -> int:
         """Where the gateway sends it: counted there, and recorded."""
         trace = execution.request
         boundaries = tuple(
@@ -152,13 +150,11 @@ class Seamark(Policy):
             if place in execution.hint
         )
         found = Found(boundaries, tuple(_key(place.name) for place in trace.path), "learnt")
-        started = time.process_time()
         held = self.index.longest(found.prefixes, self._boots)
         worker = choose(self.workers, held, self._load_slack, shared=found.shared)
         hint, number = worker.hint(found), int(worker.boot)
         self._states[number].sent(execution.name, boundaries, hint, worker.boot)
         self.index.record(boundaries, worker.boot, hint)
-        self.choice_seconds += time.process_time() - started
         left = max(0, trace.prompt - held[worker.boot].tokens) if worker.boot in held else trace.prompt
         self._sent[execution.name] = _Sent(worker, found, trace.prompt, left)
         worker.inflight += 1

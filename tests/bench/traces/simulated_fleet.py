@@ -11,6 +11,7 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from tests.bench.traces.formats import BLOCK, Place, TraceRequest
@@ -67,9 +68,7 @@ class News(NamedTuple):
 class Policy:
     """Chooses workers. This one lets others choose, and hears nothing."""
 
-    choice_seconds: float | None = None  # CPU time of all choices, where it is told
-
-    def choose(self, execution: Execution, now: float) -> int:
+    def choose(self, execution: Execution) -> int:
         """The worker's number."""
         raise NotImplementedError
 
@@ -100,11 +99,6 @@ class Execution:
     end: float = 0.0
     held_since: float | None = None  # waits for another's state
     may_wait: bool = True
-
-    @property
-    def first_token_seconds(self) -> float:
-        """From arrival."""
-        return self.first - self.arrived
 
 
 @dataclass(slots=True)
@@ -256,7 +250,8 @@ class Worker:
     def _set_plan(self, start: float, seconds: float, passes: int) -> None:
         self._plan = (start, seconds, passes)
         self._version += 1
-        self._fleet.schedule(start + seconds * passes, self, self._version)
+        end = start + seconds * passes
+        self._fleet.at(end, partial(self.fire, self._version, end))
 
     def _next(self, now: float) -> None:
         profile, decoding = self._profile, len(self._decoding)
@@ -375,7 +370,7 @@ class Fleet:
         """`hint`: where a gateway asks for states."""
         self.policy = policy
         self._hint = hint
-        self._events: list[tuple[float, int, Worker | None, int, TraceRequest | None]] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._begun = 0
         self._news: deque[News] = deque()
@@ -386,13 +381,12 @@ class Fleet:
 
     def send(self, request: TraceRequest, time: float) -> None:
         """A client sends the request at that time."""
-        self._order += 1
-        heapq.heappush(self._events, (time, self._order, None, 0, request))
+        self.at(time, partial(self._arrived, request))
 
-    def schedule(self, time: float, worker: Worker, version: int) -> None:
-        """The worker's planned passes end then."""
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """It happens then."""
         self._order += 1
-        heapq.heappush(self._events, (time, self._order, worker, version, None))
+        heapq.heappush(self._events, (time, self._order, action))
 
     def tell(self, worker: int, execution: Execution | None, end: int, kept: Sequence[Place], gone: int) -> None:
         """An engine tells something; the gateway reads it some time later."""
@@ -406,16 +400,13 @@ class Fleet:
     def run(self, until: float) -> None:
         """Until then, or until nothing is left to do."""
         while self._events and self._events[0][0] <= until:
-            self._now, _, worker, version, request = heapq.heappop(self._events)
-            if worker is not None:
-                worker.fire(version, self._now)
-            elif request is not None:
-                self._arrived(request)
+            self._now, _, action = heapq.heappop(self._events)
+            action()
 
     def _arrived(self, request: TraceRequest) -> None:
         while self._news and self._news[0].time <= self._now - NEWS_SECONDS:
             self.policy.hear(self._news.popleft())
         self._begun += 1
         execution = Execution(str(self._begun), request, self._hint(request), self._now)
-        execution.worker = self.policy.choose(execution, self._now)
+        execution.worker = self.policy.choose(execution)
         self.workers[execution.worker].arrive(execution, self._now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from statistics import fmean, median
 
 import pytest
 
@@ -95,26 +96,20 @@ def test_a_file_that_cannot_be_read_costs_one_line(tmp_path, capsys):
 def test_drawn_conversations_are_the_same_with_the_same_seed_and_like_the_trace():
     trace = synthetic(600, seed=3)
     assert trace == synthetic(600, seed=3) != synthetic(600, seed=4)
-    real = read(CONVERSATION)
-
-    def mean_prompt(requests) -> float:
-        return sum(request.prompt for request in requests) / len(requests)
-
-    assert 0.7 < mean_prompt(trace.requests) / mean_prompt(real.requests) < 1.4
-    assert 1.3 < len(trace.requests) / len(trace.sessions) < 1.5
+    drawn, real = ([request.prompt for request in each.requests] for each in (trace, read(CONVERSATION)))
+    assert 0.7 < fmean(drawn) / fmean(real) < 1.4 and 1.3 < len(drawn) / len(trace.sessions) < 1.5
 
 
 def test_drawn_agents_are_the_same_with_the_same_seed_and_like_what_is_published_of_dynamos():
     drawn = list(records(REQUESTS, 5))
     assert drawn == list(records(REQUESTS, 5)) != list(records(REQUESTS, 6))
-    prompts, outputs = (sorted(row[name] for row in drawn) for name in ("input_length", "output_length"))
-    assert len(drawn) == REQUESTS and prompts[-1] <= CONTEXT
+    prompts = [row["input_length"] for row in drawn]
+    assert len(drawn) == REQUESTS and max(prompts) <= CONTEXT
     for beyond, share in ((8192, 0.82), (65_536, 0.51), (131_072, 0.045)):
         assert sum(prompt >= beyond for prompt in prompts) / len(prompts) == pytest.approx(share, abs=0.03)
-    assert outputs[len(outputs) // 2] == pytest.approx(399, rel=0.1)
+    assert median(row["output_length"] for row in drawn) == pytest.approx(399, rel=0.1)
     trace = of_mooncake("agents", list(enumerate(drawn, 1)))
-    assert not trace.is_timed
-    assert 0.7 < sum(request.shareable for request in trace.requests) / sum(prompts) < 0.8
+    assert not trace.is_timed and 0.7 < sum(request.shareable for request in trace.requests) / sum(prompts) < 0.8
 
 
 def served(policy: Policy, requests, profile: Profile = PROFILES["datacentre"]) -> list[Execution]:
@@ -173,20 +168,20 @@ def prompt(own: int) -> TraceRequest:
 def test_smg_keeps_a_beginning_where_it_is_until_the_worker_is_that_far_beyond_the_mean(idle, spills_at):
     policy = Smg(len(idle), 1)
     policy.inflight = list(idle)
-    chosen = [policy.choose(Execution(str(at), prompt(at + 1), (), 0.0), 0.0) for at in range(40)]
+    chosen = [policy.choose(Execution(str(at), prompt(at + 1), (), 0.0)) for at in range(40)]
     first = chosen[0]
     assert chosen.index(next(worker for worker in chosen if worker != first)) + idle[first] == spills_at
 
 
 @pytest.mark.parametrize("trace", [CONVERSATION, AGENTS])
 def test_the_table_has_a_line_for_each_policy_the_same_with_the_same_seed(trace, capsys):
-    flags = [str(trace), "--workers", "2", "--users", "2", "--seconds", "60", "--policy", "smg", "--policy", "session"]
+    flags = [str(trace), "--workers", "2", "--users", "2", "--seconds", "60", "--policy", "smg", "--policy", "seamark"]
     tables = []
     for _ in range(2):
         assert main(flags) == 0
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1]
-    for policy in ("smg", "session"):
+    for policy in ("smg", "seamark"):
         (line,) = (line.split() for line in tables[0].splitlines() if line.split()[1:2] == [policy])
         hits, of_all, p50, p99, per_second, imbalance = map(float, line[2:])
         assert 0 < of_all < hits <= 1 and p99 >= p50 > 0 and per_second > 0 and 1 <= imbalance <= 2
