@@ -115,7 +115,7 @@ def start_all(servers: Servers, folder: Path, flags: Sequence[str]) -> tuple[Ser
     bind([api, os.getpid()], OTHER_CORE)
     bind(core, ENGINE_CORE)
     (peer,) = (peer for peer in PEERS if peer.name == VLLM_ROUTER)
-    router = start(servers, peer, [engine.url], folder, say)
+    router = start(servers, peer, engine.url, folder, say)
     if router.server is None:
         raise SystemExit(f"vllm-router does not run: {router.failure}")
     gateways = {BARE: start_bare(servers, engine.url), VLLM_ROUTER: router.server}

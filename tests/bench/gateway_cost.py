@@ -209,7 +209,7 @@ async def run(
         found = {SEAMARK: gateway, BARE: bare}
         missing = {}
         for peer in peers:
-            _, server, missing[peer.name] = start(servers, peer, [worker.url], Path(folder), say)
+            _, server, missing[peer.name] = start(servers, peer, worker.url, Path(folder), say)
             if server is not None:
                 found[peer.name] = server
         contestants = [Contestant(DIRECT, worker, None)]

@@ -28,7 +28,7 @@ from tests.bench.gateway_cost import (
     render,
     verdicts,
 )
-from tests.bench.peers import VLLM_ROUTER, Command, Peer
+from tests.bench.peers import VLLM_ROUTER, Peer
 from tests.harness.cpu_time import CpuTime
 from tests.harness.forked_gateways import GatewayForks
 from tests.harness.load import CHAT, connect, request, send_all
@@ -143,8 +143,8 @@ def test_a_peer_that_does_not_start_is_left_out_and_why_is_said(stand: Stand, tm
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "broken").symlink_to("/bin/false")
     monkeypatch.setattr(peers, "environment_of", lambda peer, say: tmp_path)
-    peer = Peer("broken", "broken==1", lambda *about: Command(["broken"]))
-    started = peers.start(stand.servers, peer, [stand.worker.url], tmp_path, print)
+    peer = Peer("broken", "broken==1", "broken")
+    started = peers.start(stand.servers, peer, stand.worker.url, tmp_path, print)
     assert started.server is None and started.failure.startswith("broken ended with 1")
 
 
