@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import pytest
 
@@ -85,22 +84,8 @@ def test_a_line_that_is_wrong_is_named_with_its_cure(tmp_path, lines, told):
     assert told in str(raised.value) and str(path) in str(raised.value)
 
 
-def test_a_file_that_cannot_be_read_costs_one_line(tmp_path, capsys):
-    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"x" * 1000)[:20])
-    for name in ("missing.jsonl", "cut.gz"):
-        assert main([str(tmp_path / name)]) == 1
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and name in error and "Give a .jsonl or .jsonl.gz file." in error
-
-
-def test_drawn_conversations_are_the_same_with_the_same_seed_and_like_the_trace():
-    trace = synthetic(600, seed=3)
-    assert trace == synthetic(600, seed=3) != synthetic(600, seed=4)
-    drawn, real = ([request.prompt for request in each.requests] for each in (trace, read(CONVERSATION)))
-    assert 0.7 < fmean(drawn) / fmean(real) < 1.4 and 1.3 < len(drawn) / len(trace.sessions) < 1.5
-
-
-def test_drawn_agents_are_the_same_with_the_same_seed_and_like_what_is_published_of_dynamos():
+def test_what_is_drawn_is_the_same_with_the_same_seed_and_agents_are_like_what_is_published_of_dynamos():
+    assert synthetic(60, seed=3) == synthetic(60, seed=3) != synthetic(60, seed=4)
     drawn = list(records(REQUESTS, 5))
     assert drawn == list(records(REQUESTS, 5)) != list(records(REQUESTS, 6))
     prompts = [row["input_length"] for row in drawn]
