@@ -82,12 +82,10 @@ class Replayed(NamedTuple):
 
     @property
     def oracle(self) -> int:
-        """What could have been found."""
         return min(self.shared, self.prompt - 1) // MATCH_UNIT * MATCH_UNIT
 
     @property
     def lost(self) -> int:
-        """Of it, what was not found."""
         return self.oracle - min(self.delivered, self.oracle)
 
     @property
@@ -154,7 +152,6 @@ class Replay:
     plain: Server
 
     async def replay(self, name: str, requests: Sequence[Recorded]) -> Trace:
-        """One trace from its first request to its last."""
         trace, say = Trace(name), narrator()
         before: list[tuple[Replayed, list[int]]] = []
         for request in requests:

@@ -110,8 +110,6 @@ KINDS = (*_SAME, *_FRESH)
 
 
 class Attackers:
-    """All of them."""
-
     def __init__(self, url: str, seconds: float) -> None:
         at = urlsplit(url)
         self._address = at.hostname, at.port
@@ -123,7 +121,6 @@ class Attackers:
         self.sent: Counter[str] = Counter()
 
     async def run(self, number: int) -> None:
-        """One attacker, until time is up."""
         rng = random.Random(number)
         for turn in itertools.count(number):
             if (now := time.monotonic()) >= self._until:
@@ -159,7 +156,6 @@ class Attackers:
                 writer.transport.abort()
 
     def close(self) -> None:
-        """Whatever is still open."""
         for writer in self._open:
             writer.transport.abort()
 

@@ -95,7 +95,6 @@ class Honest:
         self.failures: Counter[str] = Counter()  # by the beginning of what came
 
     async def stream_on(self, number: int, until: float) -> None:
-        """One stream after the other."""
         messages = [{"role": "system", "content": "You."}, {"role": "user", "content": f"{number}?"}]
         body = {"model": MODEL, "messages": messages, "stream": True, STEP_FIELD: STEP_MS, FRAMES_FIELD: FRAMES}
         question = request("POST", CHAT, {"content-type": "application/json"}, json.dumps(body).encode())

@@ -47,8 +47,6 @@ _CHAT = b'{"model":"m","messages":[{"role":"user","content":"Tide?"}]}'
 
 
 class Failure(NamedTuple):
-    """A case that went wrong."""
-
     case: Case
     why: str
 
@@ -67,11 +65,9 @@ class Run:
 
     @property
     def held(self) -> bool:
-        """Whether nothing went wrong."""
         return not self.failures and not self.wrongs
 
     async def send(self, number: int) -> None:
-        """One case, judged."""
         each = case(self.seed, number)
         self.kinds[each.kind if each.verdict != REFUSED else "ambiguous"] += 1
         if why := await self.judged(each):

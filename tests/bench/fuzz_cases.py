@@ -53,7 +53,6 @@ class Case:
 
     @property
     def data(self) -> bytes:
-        """All of it."""
         return b"".join(self.pieces)
 
 

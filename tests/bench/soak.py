@@ -276,7 +276,6 @@ def _in_words(outcome: Outcome) -> str:
 
 
 def render(soak: Soak) -> str:
-    """A table for people."""
     driven, columns = soak.driven, [name for name in KindLine.__dataclass_fields__ if name != "kind"]
     lines = [f"{driven.name}, {driven.seconds:.0f} s", f"  {'kind':<16}" + "".join(f"{it:>14}" for it in columns)]
     lines += [f"  {it.kind:<16}" + "".join(f"{getattr(it, name):>14.6g}" for name in columns) for it in soak.lines]

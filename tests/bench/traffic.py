@@ -97,7 +97,6 @@ class Traffic:
         }
 
     def event(self, number: int) -> Event:
-        """The requests of one event."""
         draw, kinds = random.Random(f"{self.seed} {number}"), self.kinds
         (kind,) = draw.choices(list(kinds), [weight for weight, _ in kinds.values()])
         event = kinds[kind][1](draw, number)

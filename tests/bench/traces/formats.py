@@ -86,7 +86,6 @@ class Trace:
 
     @property
     def requests(self) -> list[TraceRequest]:
-        """All of them, session by session."""
         return [request for session in self.sessions for request in session]
 
     @property
@@ -105,8 +104,6 @@ class Trace:
 
 
 class _Names:
-    """A number for each beginning."""
-
     def __init__(self) -> None:
         self._names: dict[Hashable, int] = {}
 

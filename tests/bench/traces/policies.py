@@ -39,13 +39,11 @@ class Simulated(Policy):
         self._drawn = random.Random(seed)  # a simulation
 
     def choose(self, execution: Execution) -> int:
-        """The worker's number, counted."""
         worker = self.pick(execution.request)
         self.inflight[worker] += 1
         return worker
 
     def pick(self, request: TraceRequest) -> int:
-        """The worker's number."""
         raise NotImplementedError
 
     def least(self, loads: Sequence[int], workers: Iterable[int]) -> int:
@@ -54,7 +52,6 @@ class Simulated(Policy):
         return self._drawn.choice([worker for worker in workers if loads[worker] == lowest])
 
     def ended(self, execution: Execution) -> None:
-        """One less under way."""
         self.inflight[execution.worker] -= 1
 
 
@@ -64,7 +61,6 @@ class RoundRobin(Simulated):
     _next = -1
 
     def pick(self, request: TraceRequest) -> int:
-        """The next one."""
         self._next = (self._next + 1) % len(self.workers)
         return self._next
 
@@ -78,7 +74,6 @@ class SessionAffinity(Simulated):
         self._counts = [0] * workers
 
     def pick(self, request: TraceRequest) -> int:
-        """Where the session is."""
         if request.session not in self._sessions:
             worker = self._sessions[request.session] = self.least(self._counts, self.workers)
             self._counts[worker] += 1
@@ -169,7 +164,6 @@ class Seamark(Policy):
         self._states[news.worker].apply([event], self.workers[news.worker].boot)
 
     def first_token(self, execution: Execution) -> None:
-        """A stream has begun."""
         self._charge(self._sent[execution.name], 0)
 
     def ended(self, execution: Execution) -> None:

@@ -69,7 +69,6 @@ class Policy:
     """Chooses workers. This one lets others choose, and hears nothing."""
 
     def choose(self, execution: Execution) -> int:
-        """The worker's number."""
         raise NotImplementedError
 
     def hear(self, news: News) -> None:
@@ -380,11 +379,9 @@ class Fleet:
         self.workers = [Worker(number, profile, self) for number in range(workers)]
 
     def send(self, request: TraceRequest, time: float) -> None:
-        """A client sends the request at that time."""
         self.at(time, partial(self._arrived, request))
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """It happens then."""
         self._order += 1
         heapq.heappush(self._events, (time, self._order, action))
 
@@ -393,12 +390,10 @@ class Fleet:
         self._news.append(News(self._now, worker, execution, end, tuple(kept), gone))
 
     def done(self, execution: Execution, now: float) -> None:
-        """An answer is complete."""
         self.executions.append(execution)
         self.on_end(execution, now)
 
     def run(self, until: float) -> None:
-        """Until then, or until nothing is left to do."""
         while self._events and self._events[0][0] <= until:
             self._now, _, action = heapq.heappop(self._events)
             action()
