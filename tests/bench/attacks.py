@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import re
 import statistics
 import sys
@@ -22,17 +21,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from proxy.bench.harness.servers import Server, Servers, narrator
 from proxy.settings import Settings
 from tests.bench.attackers import KINDS
 from tests.bench.soak import bad_lines, resident_bytes
 from tests.harness.leaving_clients import open_files
-from tests.harness.load import request
+from tests.harness.load import CHAT
 from tests.harness.mock_worker import FRAMES_FIELD, MODEL, STEP_FIELD, mock_worker
-from tests.harness.raw_http import Connection, Cut
-from tests.harness.raw_http import request as plain_request
+from tests.harness.raw_http import Connection, Cut, request
 
 ATTACKERS, STREAMS, SECONDS, QUIET_SECONDS = 16, 64, 1800.0, 60.0
 
@@ -48,8 +45,6 @@ SETTLE_SECONDS = 60.0
 
 _SENT = re.compile(rb'"sent":(\d+)')  # in a frame: time.monotonic_ns() of the worker's step
 
-_END_OF_FRAME = b"\n\n"
-
 # Small tables, and so a small bound.
 FLAGS = ("--memory-bytes", "16000000", "--text-bytes", "16000000", "--max-bodies-bytes", "268435456")
 
@@ -60,12 +55,11 @@ CODE_BYTES = 160 * 2**20
 # values, and another for large ones, such as bodies as they came; each keeps what it needed at its own worst moment.
 BODY_BYTES_HELD = 2.0
 
-WORDS = (
-    "late: from the worker's step to the client, of honest streams' frames; most: the worst of all. health: from\n"
-    "asking GET /health to its answer, on one connection. memory: the gateway's resident size, its bound: the three\n"
-    "settings of memory plus the program's own. files: descriptors open before, and once all clients have left.\n"
-    "attacks: three of four attackers send one kind after the other; a rate is that of a kind in its own time."
-)
+WORDS = """
+late: from the worker's step to the client; most: the worst of all. health: from asking GET /health to its answer, on
+one connection. memory: resident; its bound: the three settings of memory plus the program's own. files: descriptors
+open before, and once all clients have left. Three of four attackers send one kind after the other; a rate is that of a
+kind in its own time."""
 
 
 @dataclass(frozen=True)
@@ -91,67 +85,40 @@ class Run:
     log: Sequence[str]  # lines that name an error
 
 
-class Receiver(asyncio.Protocol):
-    """One stream. Its HTTP is not taken apart: a frame's time stands in it."""
-
-    def __init__(self, question: bytes, lateness: array) -> None:
-        self._question = question
-        self._lateness = lateness  # nanoseconds, of all streams together
-        self._rest = b""
-        self.first = b""  # of what came
-        self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # whether with its proper end
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        transport.write(self._question)
-
-    def data_received(self, data: bytes) -> None:
-        now = time.monotonic_ns()
-        self.first = self.first or data[:300]
-        data = self._rest + data
-        whole = data.rfind(_END_OF_FRAME) + len(_END_OF_FRAME)
-        if whole < len(_END_OF_FRAME):
-            self._rest = data
-            return
-        self._rest = data[whole:]
-        self._lateness.extend(now - sent for sent in map(int, _SENT.findall(data, 0, whole)))
-        if data.find(b"data: [DONE]", 0, whole) >= 0:
-            self._end(True)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._end(False)
-
-    def _end(self, proper: bool) -> None:
-        if not self.ended.done():
-            self.ended.set_result(proper)
-            self._transport.close()
-
-
 class Honest:
-    """Clients that stream all the time."""
+    """Clients that stream all the time. HTTP is not taken apart: a frame's time stands in it."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, gateway: Server) -> None:
+        self._gateway = gateway
         self.lateness = array("q")  # nanoseconds
-        self.streams = self.failed = 0
+        self.streams = 0
         self.failures: Counter[str] = Counter()  # by the beginning of what came
 
-    async def stream(self, number: int, until: float) -> None:
-        """One stream after the other."""
-        at = urlsplit(self._url)
+    async def stream_on(self, number: int, until: float) -> None:
+        messages = [{"role": "system", "content": "You."}, {"role": "user", "content": f"{number}?"}]
+        body = {"model": MODEL, "messages": messages, "stream": True, STEP_FIELD: STEP_MS, FRAMES_FIELD: FRAMES}
+        question = request("POST", CHAT, {"content-type": "application/json"}, json.dumps(body).encode())
         while time.monotonic() < until:
-            messages = [{"role": "system", "content": "You."}, {"role": "user", "content": f"{number}?"}]
-            body = {"model": MODEL, "messages": messages, "stream": True, STEP_FIELD: STEP_MS, FRAMES_FIELD: FRAMES}
-            receiver = Receiver(request(self._url, json.dumps(body).encode()), self.lateness)
             self.streams += 1
+            received = bytearray()
             try:
-                await asyncio.get_running_loop().create_connection(lambda made=receiver: made, at.hostname, at.port)
-                whole = await asyncio.wait_for(receiver.ended, FRAMES * STEP_MS / 1000 + 60)
-            except (OSError, TimeoutError):
-                whole = False
-            if not whole:
-                self.failed += 1
-                self.failures[receiver.first.decode(errors="replace")] += 1
+                async with asyncio.timeout(FRAMES * STEP_MS / 1000 + 60):
+                    await self._stream(question, received)
+            except (OSError, TimeoutError, Cut):
+                self.failures[received[:300].decode(errors="replace")] += 1
+
+    async def _stream(self, question: bytes, received: bytearray) -> None:
+        connection = await Connection.open(self._gateway)
+        try:
+            await connection.send(question)
+            done = 0
+            while received.find(b"data: [DONE]\n\n", max(0, done - 20)) < 0:
+                received += await connection.some()
+                now, whole = time.monotonic_ns(), received.rfind(b"\n\n")
+                self.lateness.extend(now - int(sent) for sent in _SENT.findall(received, done, max(done, whole)))
+                done = max(done, whole)
+        finally:
+            connection.close()
 
 
 async def ask_health(gateway: Server, until: float, took: list[float]) -> int:
@@ -161,7 +128,7 @@ async def ask_health(gateway: Server, until: float, took: list[float]) -> int:
     while time.monotonic() < until:
         began = time.perf_counter()
         try:
-            await connection.send(plain_request("GET", "/health", {}))
+            await connection.send(request("GET", "/health", {}))
             answer = await asyncio.wait_for(connection.response(), 30)
         except (Cut, OSError, TimeoutError):
             answer = None
@@ -185,7 +152,7 @@ async def run(servers: Servers, attackers: int, seconds: float) -> Run:
     await asyncio.sleep(1)
     before = open_files(gateway.process.pid)
     until = time.monotonic() + seconds
-    honest, took = Honest(gateway.url), []
+    honest, took = Honest(gateway), []
     memory: list[int] = []
 
     async def watch() -> None:
@@ -193,13 +160,11 @@ async def run(servers: Servers, attackers: int, seconds: float) -> Run:
             memory.append(resident_bytes(gateway.process.pid))
             await asyncio.sleep(0.5)
 
-    parts = [watch(), *(honest.stream(number, until) for number in range(STREAMS))]
+    parts = [watch(), *(honest.stream_on(number, until) for number in range(STREAMS))]
     sent: Mapping[str, int] = {}
     process = None
     if attackers:
-        core = max(os.sched_getaffinity(0))
-        flags = ["--attackers", str(attackers), "--seconds", str(seconds), "--core", str(core)]
-        command = [sys.executable, "-m", "tests.bench.attackers", gateway.url, *flags]
+        command = [sys.executable, "-m", "tests.bench.attackers", gateway.url, str(attackers), str(seconds)]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         health_failed, *_ = await asyncio.gather(ask_health(gateway, until, took), *parts)
@@ -208,13 +173,15 @@ async def run(servers: Servers, attackers: int, seconds: float) -> Run:
     finally:
         if process is not None and process.returncode is None:
             process.kill()
-    after = await settled_files(gateway, before)
+    settled = time.monotonic() + SETTLE_SECONDS  # kept connections to the worker are closed after some seconds
+    while (after := open_files(gateway.process.pid)) > before and time.monotonic() < settled:
+        await asyncio.sleep(1)
     late, took = sorted(honest.lateness), sorted(took)
     return Run(
         attackers,
         seconds,
         honest.streams,
-        honest.failed,
+        honest.failures.total(),
         len(late),
         share(late, 0.99) / 1e9,
         share(late, 1.0) / 1e9,
@@ -229,15 +196,6 @@ async def run(servers: Servers, attackers: int, seconds: float) -> Run:
         honest.failures,
         bad_lines(gateway, 0)[:20],
     )
-
-
-async def settled_files(gateway: Server, wanted: int) -> int:
-    """Open descriptors once all clients have left; kept connections to the worker are closed after some seconds."""
-    for _ in range(round(SETTLE_SECONDS)):
-        if open_files(gateway.process.pid) <= wanted:
-            break
-        await asyncio.sleep(1)
-    return open_files(gateway.process.pid)
 
 
 def share(ordered: Sequence[float], part: float) -> float:
@@ -274,16 +232,15 @@ def complaints(quiet: Run, beside: Run, per_second: float = PER_SECOND) -> list[
 
 def render(quiet: Run, beside: Run, wrongs: Sequence[str]) -> str:
     """Both runs side by side, and the verdict."""
-    lines = [
-        f"{'attackers':>9}{'streams':>9}{'failed':>8}{'late p99':>10}{'most':>8}{'health p50':>12}{'p99':>8}{'most':>8}"
-    ]
-    lines[0] += f"{'memory':>9}{'files':>12}   (ms, MiB)"
+    lines = []
     for each in (quiet, beside):
-        late = f"{1000 * each.late_p99:>10.1f}{1000 * each.late_most:>8.0f}"
-        health = f"{1000 * each.health_p50:>12.1f}{1000 * each.health_p99:>8.1f}{1000 * each.health_most:>8.0f}"
-        files = f"{each.files_before} -> {each.files_after}"
-        memory = f"{each.memory_most / 2**20:>9.0f}"
-        lines.append(f"{each.attackers:>9}{each.streams:>9}{each.failed:>8}{late}{health}{memory}{files:>12}")
+        late, most = 1000 * each.late_p99, 1000 * each.late_most
+        health = [1000 * seconds for seconds in (each.health_p50, each.health_p99, each.health_most)]
+        lines += [
+            f"{each.attackers} attackers: {each.failed} of {each.streams} streams failed; frames late p99 {late:.1f},",
+            f"  most {most:.0f} ms; health p50 {health[0]:.1f}, p99 {health[1]:.1f}, most {health[2]:.0f}; memory "
+            f"{each.memory_most / 2**20:.0f} MiB; files {each.files_before} -> {each.files_after}",
+        ]
     rates = {kind: count * len(KINDS) / beside.seconds for kind, count in beside.attacks.items()}
     lines.append(f"attacks a second: {', '.join(f'{kind} {rate:.1f}' for kind, rate in rates.items())}")
     return "\n".join([*lines, *(wrongs or ["held"])])
@@ -304,7 +261,7 @@ def main(argv: list[str]) -> int:
         with Servers(folder) as servers:
             runs.append(asyncio.run(run(servers, attackers, seconds)))
     wrongs = complaints(*runs)
-    print(f"{render(*runs, wrongs)}\n\n{WORDS}")
+    print(render(*runs, wrongs), WORDS, sep="\n")
     return 1 if wrongs else 0
 
 

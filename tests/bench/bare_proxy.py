@@ -13,7 +13,6 @@ from aiohttp import web
 
 
 async def main(port: int, worker: str) -> web.Application:
-    """The application."""
     session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False)
 
     async def pass_on(request: web.Request) -> web.StreamResponse:

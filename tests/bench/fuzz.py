@@ -14,8 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,72 +47,40 @@ _CHAT = b'{"model":"m","messages":[{"role":"user","content":"Tide?"}]}'
 
 
 class Failure(NamedTuple):
-    """A case that went wrong."""
-
     case: Case
     why: str
 
 
-@dataclass(frozen=True)
-class Fuzzed:
-    """A whole run."""
+class Run:
+    """One gateway under fire, and what has been seen so far."""
 
-    seed: int
-    seconds: float
-    kinds: Mapping[str, int]  # cases by kind
-    statuses: Mapping[int, int]  # answers by status
-    reached: int  # requests that the worker got
-    failures: Sequence[Failure]
-    wrongs: Sequence[str]  # of the gateway as a whole
-    first_bytes: float  # resident: mean of the run's second third, then of its last
-    last_bytes: float
+    def __init__(self, gateway: Server, worker: RawWorker, seed: int) -> None:
+        self._gateway, self._worker, self.seed = gateway, worker, seed
+        self.kinds: Counter[str] = Counter()  # of cases
+        self.statuses: Counter[int] = Counter()  # of answers
+        self.reached = 0  # requests that the worker got
+        self.failures: list[Failure] = []
+        self.wrongs: list[str] = []  # of the gateway as a whole
+        self._memory: list[int] = []  # resident bytes
 
     @property
     def held(self) -> bool:
-        """Whether nothing went wrong."""
         return not self.failures and not self.wrongs
 
+    async def send(self, number: int) -> None:
+        each = case(self.seed, number)
+        self.kinds[each.kind if each.verdict != REFUSED else "ambiguous"] += 1
+        if why := await self.judged(each):
+            self.failures.append(Failure(each, why))
+        if number % 50 == 0:
+            self._memory.append(resident_bytes(self._gateway.process.pid))
 
-async def fuzz(servers: Servers, seed: int, seconds: float, only: Sequence[int] | None = None) -> Fuzzed:
-    """Send cases to a gateway before a raw worker until time is up, or `only` those with these numbers."""
-    numbers = iter(only) if only else itertools.count()
-    began = time.monotonic()
-    failures: list[Failure] = []
-    kinds: Counter[str] = Counter()
-    memory: list[int] = []
-    async with RawWorker() as worker:
-        gateway = await started(servers.gateway(worker, flags=GATEWAY_FLAGS))
-        run = Run(gateway, worker, seed)
-
-        async def send_some() -> None:
-            for number in numbers:
-                if time.monotonic() > began + seconds and not only:
-                    return
-                each = case(seed, number)
-                kinds[each.kind if each.verdict != REFUSED else "ambiguous"] += 1
-                if why := await run.judged(each):
-                    failures.append(Failure(each, why))
-                if number % 50 == 0:
-                    memory.append(resident_bytes(gateway.process.pid))
-
-        await asyncio.gather(*(send_some() for _ in range(PARALLEL)))
-        wrongs = await run.left_behind()
-    third = max(1, len(memory) // 3)
-    means = [sum(part) / max(1, len(part)) for part in (memory[third : 2 * third], memory[-third:])]
-    if means[0] and means[1] > means[0] + GROWTH_BYTES:
-        wrongs.append(f"resident memory grew from {means[0] / 2**20:.0f} to {means[1] / 2**20:.0f} MiB")
-    return Fuzzed(
-        seed, time.monotonic() - began, kinds, run.statuses, run.reached, failures, wrongs, means[0], means[1]
-    )
-
-
-class Run:
-    """One gateway under fire, and what has been counted so far."""
-
-    def __init__(self, gateway: Server, worker: RawWorker, seed: int) -> None:
-        self._gateway, self._worker, self._seed = gateway, worker, seed
-        self.statuses: Counter[int] = Counter()
-        self.reached = 0
+    @property
+    def means(self) -> tuple[float, float]:
+        """Resident bytes of the run's second third, and of its last."""
+        third = max(1, len(self._memory) // 3)
+        second, last = self._memory[third : 2 * third], self._memory[-third:]
+        return sum(second) / max(1, len(second)), sum(last) / max(1, len(last))
 
     async def judged(self, each: Case) -> str:
         """Send one case; what is wrong with what became of it."""
@@ -160,27 +127,26 @@ class Run:
 
     async def _ended(self, connection: Connection, each: Case) -> str:
         """Read until the server closes, which it must soon after the client has said that nothing more will come."""
-        answered = b""
+        answered = bytearray()
+
+        async def closes_within(seconds: float) -> bool:
+            try:
+                async with asyncio.timeout(seconds):
+                    while True:
+                        answered.extend(await connection.some())
+            except (Cut, ConnectionError):
+                return True
+            except TimeoutError:
+                return False
+
         is_refused_at_once = each.kind in AT_ONCE
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS if is_refused_at_once else QUIET_SECONDS):
-                while True:
-                    answered += await connection.some()
-        except (Cut, ConnectionError):
-            pass
-        except TimeoutError:
+        if not await closes_within(ANSWER_SECONDS if is_refused_at_once else QUIET_SECONDS):
             if is_refused_at_once:
                 return f"it is broken already, and was not refused in {ANSWER_SECONDS:g} s"
             connection.finish()
-            try:
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    while True:
-                        answered += await connection.some()
-            except (Cut, ConnectionError):
-                pass
-            except TimeoutError:
+            if not await closes_within(ANSWER_SECONDS):
                 return f"the connection is still open {ANSWER_SECONDS:g} s after its end"
-        seen = self._worker.pop(name_of(self._seed, each.number))
+        seen = self._worker.pop(name_of(self.seed, each.number))
         self.reached += len(seen)
         if TOO_LONG in each.data and b"HTTP/1.1 100 " in answered:
             return "the body is asked for, although it is too long"
@@ -215,33 +181,47 @@ class Run:
             return [*wrongs, f"the gateway no longer serves: {type(error).__name__}"]
         if response is None or response.status != 200:
             wrongs.append(f"the gateway no longer serves: {response}")
-        return wrongs + _short(bad_lines(self._gateway, 0))
+        return wrongs + bad_lines(self._gateway, 0)[:SHOWN]
 
 
-def _short(lines: Iterable[str]) -> list[str]:
-    listed = list(lines)
-    more = [f"and {len(listed) - SHOWN} more lines that name an error"] if len(listed) > SHOWN else []
-    return listed[:SHOWN] + more
+async def fuzz(servers: Servers, seed: int, seconds: float, only: Sequence[int] | None = None) -> Run:
+    """Send cases to a gateway before a raw worker until time is up, or `only` those with these numbers."""
+    numbers = iter(only) if only else itertools.count()
+    until = time.monotonic() + seconds
+    async with RawWorker() as worker:
+        run = Run(await started(servers.gateway(worker, flags=GATEWAY_FLAGS)), worker, seed)
+
+        async def send_some() -> None:
+            for number in numbers:
+                if time.monotonic() > until and not only:
+                    return
+                await run.send(number)
+
+        await asyncio.gather(*(send_some() for _ in range(PARALLEL)))
+        run.wrongs += await run.left_behind()
+    second, last = run.means
+    if second and last > second + GROWTH_BYTES:
+        run.wrongs.append(f"resident memory grew from {second / 2**20:.0f} to {last / 2**20:.0f} MiB")
+    return run
 
 
-def render(result: Fuzzed) -> str:
+def render(run: Run) -> str:
     """What was sent, what came back, and how to repeat what failed."""
+    kinds, statuses = (
+        ", ".join(f"{count} x {name}" for name, count in sorted(counts.items())) for counts in (run.kinds, run.statuses)
+    )
     lines = [
-        f"seed {result.seed}, {result.seconds:.0f} s: {sum(result.kinds.values())} cases "
-        f"({', '.join(f'{count} {kind}' for kind, count in sorted(result.kinds.items()))})",
-        f"  {result.reached} requests reached the worker; answers: "
-        + ", ".join(f"{count} x {status}" for status, count in sorted(result.statuses.items())),
-        f"  memory (resident) {result.first_bytes / 2**20:.0f} MiB, then {result.last_bytes / 2**20:.0f} MiB",
+        f"seed {run.seed}: {run.kinds.total()} cases ({kinds})",
+        f"  {run.reached} requests reached the worker; answers: {statuses}",
+        f"  memory (resident) {run.means[0] / 2**20:.0f} MiB, then {run.means[1] / 2**20:.0f} MiB",
     ]
-    for failure in result.failures[:SHOWN]:
-        data = failure.case.data
-        shown = f"{data[:SHOWN_BYTES]!r}" + (f" and {len(data) - SHOWN_BYTES} bytes more" if data[SHOWN_BYTES:] else "")
-        lines.append(f"  case {failure.case.number} ({failure.case.kind}): {failure.why}")
-        lines.append(f"    python -m tests.bench.fuzz --seed {result.seed} --case {failure.case.number}")
-        lines.append(f"    {shown}")
-    if len(result.failures) > SHOWN:
-        lines.append(f"  and {len(result.failures) - SHOWN} more cases")
-    return "\n".join([*lines, *(f"  {wrong}" for wrong in result.wrongs)])
+    for it, why in run.failures[:SHOWN]:
+        lines.append(f"  case {it.number} ({it.kind}, {len(it.data)} bytes): {why}")
+        lines.append(f"    python -m tests.bench.fuzz --seed {run.seed} --case {it.number}")
+        lines.append(f"    {it.data[:SHOWN_BYTES]!r}")
+    if len(run.failures) > SHOWN:
+        lines.append(f"  and {len(run.failures) - SHOWN} more cases")
+    return "\n".join([*lines, *(f"  {wrong}" for wrong in run.wrongs)])
 
 
 def main(argv: list[str]) -> int:
@@ -252,17 +232,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the stream of cases")
     parser.add_argument("--case", type=int, action="append", help="only the case with this number (repeat)")
     args = parser.parse_args(argv)
-    say = narrator()
     folder = Path(tempfile.mkdtemp(prefix="seamark-fuzz-"))
     with Servers(folder) as servers:
-        say(f"seed {args.seed}, {len(args.case)} cases" if args.case else f"seed {args.seed}, {args.seconds:g} s")
         result = asyncio.run(fuzz(servers, args.seed, args.seconds, args.case))
     print(render(result))
     for failure in result.failures[:SHOWN]:
         path = folder / f"case-{failure.case.number}.bin"
         path.write_bytes(failure.case.data)
     if not result.held:
-        say(f"logs, and the bytes of what failed, are in {folder}")
+        narrator()(f"logs, and the bytes of what failed, are in {folder}")
     return 0 if result.held else 1
 
 

@@ -53,7 +53,6 @@ class Case:
 
     @property
     def data(self) -> bytes:
-        """All of it."""
         return b"".join(self.pieces)
 
 
@@ -110,15 +109,12 @@ def _limited(rng: random.Random, number: int, name: str) -> Case:
 
 
 def _request(rng: random.Random, name: str) -> tuple[Sent, bytes]:
-    method = rng.choice(fuzz_bodies.METHODS)
-    # Other targets are not well formed, and are among the odd ones.
-    target = rng.choice([path for path in fuzz_bodies.PATHS if re.fullmatch(r"/[!-\"$-~]*", path)])
+    method, target = rng.choice(fuzz_bodies.METHODS), rng.choice(fuzz_bodies.PATHS)
     body = fuzz_bodies.raw(rng) if method in ("POST", "PUT", "PATCH") or rng.random() < 0.1 else b""
     headers = {"content-type": "application/json", "x-mock-id": name}
     headers |= dict(rng.choice(fuzz_bodies.HEADERS) for _ in range(rng.choice((0, 0, 1, 2, 4))))
     if "connection" in headers:
         headers["x-fuzz"] = "hop"
-        headers["connection"] = headers["connection"].replace("x-mock-id, ", "")
     elif rng.random() < 0.2:  # an offer that the gateway leaves alone; the body is the request's all the same
         headers |= {"connection": "keep-alive, upgrade", "upgrade": rng.choice(("h2c", "websocket"))}
     return Sent(name, method, target, body), request(method, target, headers, body)

@@ -54,19 +54,18 @@ ONE, MANY = 1, 16  # clients
 
 PLAIN_LIMIT, STREAM_LIMIT = 1.5, 0.9  # times vllm-router's CPU time, 2 kB, many clients
 
+FIGURES = ("p50", "p99", "first")  # of a batch
+
 ADDED_LIMIT = 0.4e-3  # seconds, p50, 2 kB plain, one client
 
-WORDS = (
-    "CPU: microseconds of all the gateway's processes for a request, user and system; median of rounds, quartiles.\n"
-    "Latencies: what the gateway adds to a round's p50, p99 and median first byte, medians of the rounds (direct: the\n"
-    "worker's own, in brackets). over vllm-router: CPU time, median of the rounds' ratios. One worker that computes\n"
-    "nothing; streams have 64 chunks, each written on its own, at once unless --step-ms says otherwise: a slow reader\n"
-    "finds many together. Both routers run their default, cache-aware policy."
-)
+WORDS = """
+CPU: microseconds of all the gateway's processes for a request, user and system; median of rounds, quartiles.
+Latencies: what the gateway adds to a round's p50, p99 and median first byte, medians of the rounds (direct: the
+worker's own, in brackets). over vllm-router: CPU time, median of the rounds' ratios. One worker that computes nothing;
+streams have 64 chunks, each written on its own. Both routers run their default, cache-aware policy."""
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A kind of traffic."""
 
     size: int  # bytes of a chat
@@ -124,61 +123,29 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One gateway, one kind of traffic; a batch for each round, those of the others from the same rounds."""
+class Report:
+    """A whole run; of all batches of a case, those of one round stand at one place."""
 
-    gateway: str
-    case: Case
-    batches: tuple[Batch, ...]
-    direct: tuple[Batch, ...]
-    router: tuple[Batch, ...]  # of vllm-router; empty where it does not run
+    batches: Mapping[str, Mapping[Case, Sequence[Batch]]]  # by gateway
+    missing: Mapping[str, str]  # why a gateway has none, by its name
+    renders: float  # asked of the worker by Seamark during its batches
+    requests: float  # of these batches
 
-    @property
-    def cpu(self) -> Spread | None:
-        """CPU seconds for a request."""
-        return spread([batch.cpu for batch in self.batches]) if self.batches[0].cpu is not None else None
+    def cpu(self, name: str, case: Case) -> Spread:
+        """CPU seconds of a gateway for a request."""
+        return spread([batch.cpu for batch in self.batches[name][case]])
 
-    def added(self, figure: str) -> float:
-        """Seconds added to that figure of a batch, median of the rounds."""
-        pairs = zip(self.batches, self.direct, strict=True)
+    def added(self, name: str, case: Case, figure: str) -> float:
+        """Seconds that it adds to that figure of a batch, median of the rounds."""
+        pairs = zip(self.batches[name][case], self.batches[DIRECT][case], strict=True)
         return statistics.median(getattr(own, figure) - getattr(other, figure) for own, other in pairs)
 
-    @property
-    def ratio(self) -> Spread | None:
-        """CPU time over vllm-router's, round by round."""
-        if self.cpu is None or not self.router:
+    def ratio(self, name: str, case: Case) -> float | None:
+        """Its CPU time over vllm-router's, median of the rounds; None where that one does not run."""
+        if VLLM_ROUTER not in self.batches:
             return None
-        pairs = zip(self.batches, self.router, strict=True)
-        return spread([Pair(own.cpu, other.cpu).ratio for own, other in pairs])
-
-
-@dataclass(frozen=True)
-class Target:
-    """A figure of ours, and what it may be."""
-
-    name: str
-    value: float | None  # None: it could not be taken
-    limit: float
-    unit: str = ""
-
-    @property
-    def held(self) -> bool:
-        """Whether it is as good as it has to be."""
-        return self.value is not None and self.value <= self.limit
-
-    def in_words(self) -> str:
-        """The verdict."""
-        value = "not taken" if self.value is None else f"{self.value:.2f}{self.unit}"
-        return f"{'held' if self.held else 'NOT HELD'}: {self.name}: {value}, at most {self.limit:g}{self.unit} wanted"
-
-
-class Report(NamedTuple):
-    """A whole run."""
-
-    rows: tuple[Row, ...]
-    missing: Mapping[str, str]  # why a gateway has no rows, by its name
-    renders: float  # asked of the worker by Seamark during its batches
-    requests: int  # of these batches
+        pairs = zip(self.batches[name][case], self.batches[VLLM_ROUTER][case], strict=True)
+        return spread([Pair(own.cpu, other.cpu).ratio for own, other in pairs]).median
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -229,90 +196,71 @@ async def compare(
 
 
 async def run(
-    peers: Sequence[Peer],
-    cases: Sequence[Case],
-    requests: int,
-    rounds: int,
-    step_ms: int,
-    say: Callable[[str], None],
+    peers: Sequence[Peer], cases: Sequence[Case], requests: int, rounds: int, say: Callable[[str], None]
 ) -> Report:
-    """Start everything, and compare; `step_ms` as the worker takes it."""
+    """Start everything, and compare."""
     with tempfile.TemporaryDirectory(prefix="seamark-gateway-") as folder, Servers(Path(folder)) as servers:
-        worker = mock_worker(servers, step_ms)
+        worker = mock_worker(servers)
         worker.wait_until_ready()
         gateway = servers.gateway(worker)
         gateway.wait_until_ready("/ready", seconds=30)
         bare = start_bare(servers, worker.url)
         bare.wait_until_ready("/health", seconds=30)
-        contestants = [Contestant(DIRECT, worker, None), Contestant(SEAMARK, gateway, CpuTime(gateway.process.pid))]
-        contestants.append(Contestant(BARE, bare, CpuTime(bare.process.pid)))
+        found = {SEAMARK: gateway, BARE: bare}
         missing = {}
         for peer in peers:
-            server, failure = start(servers, peer, [worker.url], Path(folder), say)[1:]
-            if server is None:
-                missing[peer.name] = failure
-                continue
-            share = SLOW_SHARE if peer.name == SLOW else 1
-            contestants.append(Contestant(peer.name, server, CpuTime(server.process.pid), share))
+            _, server, missing[peer.name] = start(servers, peer, worker.url, Path(folder), say)
+            if server is not None:
+                found[peer.name] = server
+        contestants = [Contestant(DIRECT, worker, None)]
+        for name, server in found.items():
+            share = SLOW_SHARE if name == SLOW else 1
+            contestants.append(Contestant(name, server, CpuTime(server.process.pid), share))
         async with open_client(30) as client:
             before = await samples_of(client, gateway)
             await compare(contestants, cases, requests, rounds, say)
             after = await samples_of(client, gateway)
-        missing |= {contestant.name: contestant.failure for contestant in contestants if contestant.failure}
-        lasting = {contestant.name: contestant for contestant in contestants if not contestant.failure}
-        grown = {name: after[name] - before[name] for name in ("seamark_renders_total", "seamark_requests_total")}
-    rows = [_row(contestant, case, lasting) for case in cases for contestant in lasting.values()]
-    return Report(tuple(rows), missing, grown["seamark_renders_total"], int(grown["seamark_requests_total"]))
+    missing |= {each.name: each.failure for each in contestants if each.failure}
+    renders, asked = (after[name] - before[name] for name in ("seamark_renders_total", "seamark_requests_total"))
+    lasting = {each.name: each.batches for each in contestants if not each.failure}
+    return Report(lasting, {name: why for name, why in missing.items() if why}, renders, asked)
 
 
-def _row(contestant: Contestant, case: Case, lasting: dict[str, Contestant]) -> Row:
-    router = lasting.get(VLLM_ROUTER)
-    return Row(
-        contestant.name,
-        case,
-        tuple(contestant.batches[case]),
-        tuple(lasting[DIRECT].batches[case]),
-        tuple(router.batches[case]) if router is not None else (),
-    )
-
-
-def targets(report: Report, with_router: bool) -> list[Target]:
-    """Those of the gateway; `with_router`: those beside vllm-router too."""
-    ours = {row.case: row for row in report.rows if row.gateway == SEAMARK}
-    found = []
-    for streamed, limit in ((False, PLAIN_LIMIT), (True, STREAM_LIMIT)):
-        case = Case(SMALL, streamed, MANY)
-        if with_router and case in ours:
-            ratio = ours[case].ratio
-            found.append(Target(f"CPU over {VLLM_ROUTER}, {case}", ratio.median if ratio else None, limit))
-    if (row := ours.get(Case(SMALL, False, ONE))) is not None:
-        found.append(Target(f"added p50, {row.case}", 1000 * row.added("p50"), 1000 * ADDED_LIMIT, " ms"))
-    return found
+def verdicts(report: Report, beside_router: bool) -> list[str]:
+    """What our gateway had to reach, a line each; those that begin with NOT HELD were missed or could not be taken."""
+    many, few = Case(SMALL, False, MANY), Case(SMALL, False, ONE)
+    taken = [(f"added p50 in ms, {few}", 1000 * report.added(SEAMARK, few, "p50"), 1000 * ADDED_LIMIT)]
+    if beside_router:
+        for case, limit in ((many, PLAIN_LIMIT), (many._replace(streamed=True), STREAM_LIMIT)):
+            taken.append((f"CPU over {VLLM_ROUTER}, {case}", report.ratio(SEAMARK, case), limit))
+    return [
+        f"{'held' if value is not None and value <= limit else 'NOT HELD'}: {name}: "
+        f"{'not taken' if value is None else f'{value:.2f}'}, at most {limit:g} wanted"
+        for name, value, limit in taken
+    ]
 
 
 def render(report: Report) -> str:
     """A block for each kind of traffic."""
-    head = f"  {'gateway':<15}{'CPU us':>8}  {'quartiles':<16}{'added p50':>10}{'p99':>9}{'first byte':>12}  over "
     lines = []
-    for case in dict.fromkeys(row.case for row in report.rows):
-        lines += [f"{case} (latencies in ms, added to the worker's own)", head + VLLM_ROUTER]
-        lines += [_line(row) for row in report.rows if row.case == case]
-        lines += [f"  {name:<15} is missing: {why}" for name, why in report.missing.items()]
-        lines.append("")
-    lines.append(f"seamark asked for {report.renders:.0f} renders in {report.requests} requests")
-    return "\n".join(lines)
-
-
-def _line(row: Row) -> str:
-    if row.cpu is None:
-        own = [statistics.median(getattr(batch, figure) for batch in row.batches) for figure in ("p50", "p99", "first")]
-        p50, p99, first = (f"({1000 * seconds:.2f})" for seconds in own)
-        return f"  {row.gateway:<15}{'':>8}  {'':<16}{p50:>10}{p99:>9}{first:>12}"
-    lower, median, upper = (1e6 * seconds for seconds in row.cpu)
-    added = [f"{1000 * row.added(figure):+.2f}" for figure in ("p50", "p99", "first")]
-    ratio = f"{row.ratio.median:.2f}" if row.ratio is not None else ""
-    quartiles = f"{lower:.0f}..{upper:.0f}"
-    return f"  {row.gateway:<15}{median:>8.0f}  {quartiles:<16}{added[0]:>10}{added[1]:>9}{added[2]:>12}  {ratio}"
+    for case in report.batches[DIRECT]:
+        lines += [
+            f"{case} (latencies in ms, added to the worker's own)",
+            f"  {'gateway':<15}{'CPU us':>8}  {'quartiles':<16}{'added p50':>10}{'p99':>9}{'first byte':>12}  over",
+        ]
+        for name, batches in report.batches.items():
+            if name == DIRECT:
+                middle = [statistics.median(getattr(batch, figure) for batch in batches[case]) for figure in FIGURES]
+                latencies, cpu, quartiles, ratio = [f"({1000 * each:.2f})" for each in middle], "", "", None
+            else:
+                latencies = [f"{1000 * report.added(name, case, figure):+.2f}" for figure in FIGURES]
+                lower, cpu, upper = (f"{1e6 * seconds:.0f}" for seconds in report.cpu(name, case))
+                quartiles, ratio = f"{lower}..{upper}", report.ratio(name, case)
+            p50, p99, first = latencies
+            over = f"  {ratio:.2f}" if ratio is not None else ""
+            lines.append(f"  {name:<15}{cpu:>8}  {quartiles:<16}{p50:>10}{p99:>9}{first:>12}{over}")
+        lines += [*(f"  {name:<15} is missing: {why}" for name, why in report.missing.items()), ""]
+    return "\n".join([*lines, f"seamark asked for {report.renders:.0f} renders in {report.requests:.0f} requests"])
 
 
 def main(argv: list[str]) -> int:
@@ -322,22 +270,13 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help=f"in a batch ({REQUESTS})")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"batches of each kind ({ROUNDS})")
-    names = [peer.name for peer in PEERS]
-    parser.add_argument("--peer", action="append", choices=names, help="only this one (repeat); default: all")
     parser.add_argument("--no-peers", action="store_true", help="no target beside others is judged")
-    parser.add_argument("--size", type=int, choices=sorted({case.size for case in CASES}), help="of chats, only this")
-    parser.add_argument(
-        "--step-ms", type=int, default=0, metavar="N", help="from chunk to chunk of a stream (0: as fast as written)"
-    )
     args = parser.parse_args(argv)
-    if args.requests < 1 or args.rounds < 1:
-        parser.error("--requests, --rounds: at least 1")
-    peers = [] if args.no_peers else [peer for peer in PEERS if peer.name in (args.peer or names)]
-    cases = [case for case in CASES if args.size in (None, case.size)]
-    report = uvloop.run(run(peers, cases, args.requests, args.rounds, args.step_ms, narrator()))
-    judged = targets(report, with_router=VLLM_ROUTER in (peer.name for peer in peers))
-    print("\n".join([render(report), *(target.in_words() for target in judged), "", WORDS]))
-    return 0 if all(target.held for target in judged) else 1
+    peers = () if args.no_peers else PEERS
+    report = uvloop.run(run(peers, CASES, args.requests, args.rounds, narrator()))
+    judged = verdicts(report, beside_router=bool(peers))
+    print(render(report), *judged, WORDS, sep="\n")
+    return 1 if any(each.startswith("NOT HELD") for each in judged) else 0
 
 
 if __name__ == "__main__":

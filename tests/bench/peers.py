@@ -6,11 +6,9 @@ Each runs as its makers ship it: the default policy (cache-aware for both router
 from __future__ import annotations
 
 import hashlib
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,20 +21,14 @@ INSTALL_SECONDS = 900.0
 START_SECONDS = 90.0
 
 
-class Command(NamedTuple):
-    """How a peer is started."""
-
-    arguments: Sequence[str]  # the first: a script of its environment
-    environment: Mapping[str, str] = {}
-
-
-@dataclass(frozen=True)
-class Peer:
+class Peer(NamedTuple):
     """A gateway from the package index."""
 
     name: str
     package: str  # with its version, and extras
-    command: Callable[[int, Sequence[str], Path], Command]  # of a port, the workers' URLs, a folder for its files
+    command: str  # a script of its environment; {port}, {metrics} (a port), {worker} (its URL), {config} (a file)
+    config: str = ""  # of {worker}
+    environment: Mapping[str, str] = {}
     health: str = "/health"  # answers 200 once it serves
 
 
@@ -48,51 +40,44 @@ class Started(NamedTuple):
     failure: str = ""
 
 
-def _vllm_router(port: int, workers: Sequence[str], folder: Path) -> Command:
-    where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    return Command(["vllm-router", *where, "--worker-urls", *workers, "--log-level", "warning"])
-
-
-def _smg(port: int, workers: Sequence[str], folder: Path) -> Command:
-    where = ["--host", "127.0.0.1", "--port", str(port)]
-    where += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-    return Command(["smg", "launch", *where, "--worker-urls", *workers, "--log-level", "warn"])
-
-
-def _litellm(port: int, workers: Sequence[str], folder: Path) -> Command:
-    config = folder / "litellm.yaml"  # JSON is YAML
-    models = [{"model": f"openai/{MODEL}", "api_base": worker + "/v1", "api_key": "none"} for worker in workers]
-    config.write_text(
-        json.dumps(
-            {
-                "model_list": [{"model_name": MODEL, "litellm_params": model} for model in models],
-                # It listens on the loopback address alone; a key would only add to its cost.
-                "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
-            }
-        )
-    )
-    flags = ["--config", str(config), "--host", "127.0.0.1", "--port", str(port), "--telemetry", "False"]
-    return Command(["litellm", *flags], {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"})
-
-
 VLLM_ROUTER = "vllm-router"
 
-SMG = "smg"
-
 PEERS = (
-    Peer(VLLM_ROUTER, "vllm-router==0.1.17", _vllm_router),
-    Peer(SMG, "smg==1.13.0", _smg),
-    Peer("litellm", "litellm[proxy]==1.106.0", _litellm, "/health/liveliness"),
+    Peer(
+        VLLM_ROUTER,
+        "vllm-router==0.1.17",
+        "vllm-router --host 127.0.0.1 --port {port} --prometheus-port {metrics} --worker-urls {worker} "
+        "--log-level warning",
+    ),
+    Peer(
+        "smg",
+        "smg==1.13.0",
+        "smg launch --host 127.0.0.1 --port {port} --prometheus-host 127.0.0.1 --prometheus-port {metrics} "
+        "--worker-urls {worker} --log-level warn",
+    ),
+    Peer(
+        "litellm",
+        "litellm[proxy]==1.106.0",
+        "litellm --config {config} --host 127.0.0.1 --port {port} --telemetry False",
+        # It listens on the loopback address alone; a key would only add to its cost.
+        "general_settings:\n  dangerously_permit_weak_or_unset_master_key: true\n"
+        f"model_list:\n- model_name: {MODEL}\n"
+        f"  litellm_params: {{{{model: openai/{MODEL}, api_base: '{{worker}}/v1', api_key: none}}}}\n",
+        {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"},
+        "/health/liveliness",
+    ),
 )
 
 
-def start(servers: Servers, peer: Peer, workers: Sequence[str], folder: Path, say: Callable[[str], None]) -> Started:
-    """Install a peer if need be, and start it before the workers at these URLs. A failure is returned, not raised."""
+def start(servers: Servers, peer: Peer, worker: str, folder: Path, say: Callable[[str], None]) -> Started:
+    """Install a peer if need be, and start it before the worker at that URL. A failure is returned, not raised."""
     try:
         scripts = environment_of(peer, say) / "bin"
-        port = free_port()
-        (script, *arguments), environment = peer.command(port, workers, folder)
-        server = servers.start(peer.name, port, [str(scripts / script), *arguments], environment)
+        config, port = folder / f"{peer.name}.yaml", free_port()
+        config.write_text(peer.config.format(worker=worker))
+        command = peer.command.format(port=port, metrics=free_port(), worker=worker, config=config)
+        script, *arguments = command.split()
+        server = servers.start(peer.name, port, [str(scripts / script), *arguments], peer.environment)
         server.wait_until_ready(peer.health, START_SECONDS)
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         say(f"{peer.name} is left out: {error}")

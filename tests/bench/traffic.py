@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from proxy.bench.harness.client import CHAT, COMPLETION, MIN_TOKENS, TOP_LOGPROBS, Leave
@@ -38,20 +38,8 @@ LONG_TOKENS = (1200, 3500)
 SALTS = (None, None, None, None, "red", "blue")  # of requests on shared text
 
 WEIRD_HINTS: Sequence[Any] = (
-    [],
-    [-16],
-    [0, 0, 0],
-    [3],
-    [10**9],
-    [2**63 - 1],
-    [400, 160, 32],
-    [160, 160, 160, 161],
-    [-5, 160, 10**12, 16, 320],
-    ["160"],
-    [160.0, 320.5],
-    list(range(16, 1600, 16)),
-    160,
-    "160",
+    *([], [-16], [0, 0, 0], [3], [10**9], [2**63 - 1], [400, 160, 32], [160, 160, 160, 161], [-5, 160, 10**12, 320]),
+    *(["160"], [160.0, 320.5], list(range(16, 1600, 16)), 160, "160"),
 )
 
 # Fields that say how an answer is delivered or found, not what it is.
@@ -90,18 +78,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Traffic:
-    """`event(number)` is the same for the same seed, whatever came before.
-
-    `seeds`: sampled answers have seeds. vLLM 0.32 on a CPU dies of such a request when its prompt takes more than one
-    step ("CPU Generator does not use offset").
-    """
+    """`event(number)` is the same for the same seed, whatever came before."""
 
     seed: int
-    seeds: bool = False
-    kinds: Mapping[str, tuple[int, Callable[[random.Random, int], Event]]] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        kinds = {
+    @property
+    def kinds(self) -> Mapping[str, tuple[int, Callable[[random.Random, int], Event]]]:
+        """How often, and how each kind is drawn."""
+        return {
             "chat": (30, self._chat),
             "hinted": (20, self._hinted),
             "odd hint": (12, self._odd_hint),
@@ -111,14 +95,11 @@ class Traffic:
             "prompt logprobs": (6, self._prompt_logprobs),
             "long": (8, self._long),
         }
-        object.__setattr__(self, "kinds", kinds)
 
     def event(self, number: int) -> Event:
-        """The requests of one event."""
-        draw = random.Random(f"{self.seed} {number}")
-        weights = [weight for weight, _ in self.kinds.values()]
-        (kind,) = draw.choices(list(self.kinds), weights)
-        event = self.kinds[kind][1](draw, number)
+        draw, kinds = random.Random(f"{self.seed} {number}"), self.kinds
+        (kind,) = draw.choices(list(kinds), [weight for weight, _ in kinds.values()])
+        event = kinds[kind][1](draw, number)
         return replace(event, requests=tuple(replace(request, kind=kind) for request in event.requests))
 
     def _chat(self, draw: random.Random, number: int) -> Event:
@@ -178,15 +159,18 @@ class Traffic:
         return Event(tuple(requests), at_once=True)
 
     def _two_answers(self, draw: random.Random, number: int) -> Event:
-        """Two requests with one prompt in the same step, each sampling: the one token it may, or by its seed."""
-        sampling = {"n": 2, "temperature": 0.8, "max_tokens": MIN_TOKENS // 2}
+        """Two requests with one prompt in the same step, each sampling the one token it may.
+
+        vLLM 0.32 on a CPU dies of a seed where a prompt takes more than one step ("CPU Generator does not use offset").
+        """
+        sampling: dict[str, Any] = {"n": 2, "temperature": 0.8, "max_tokens": MIN_TOKENS // 2}
         prompt, shared = self._family_prompt(draw)
         request = Request("", COMPLETION, {"prompt": prompt, **_hint([shared])})
         if draw.random() < 0.5:
             request = Request("", CHAT, {"messages": self._conversation(draw.randrange(CONVERSATIONS), TURNS)})
-        choice = {"seed": draw.randrange(100)} if self.seeds else {"allowed_token_ids": [draw.choice(TOKENS)]}
+        sampling["allowed_token_ids"] = [draw.choice(TOKENS)]
         request = _judged(request)
-        return Event((replace(request, body={**request.body, **sampling, **choice}),))
+        return Event((replace(request, body={**request.body, **sampling}),))
 
     def _prompt_logprobs(self, draw: random.Random, number: int) -> Event:
         prompt, shared = self._family_prompt(draw)
@@ -205,14 +189,8 @@ class Traffic:
         request = Request("", path, body if salt is None else {**body, "cache_salt": salt})
         if draw.random() < LEAVING:
             answer = {"temperature": 0, "max_tokens": draw.randint(16, 64), "ignore_eos": True, "stream": True}
-            leave = draw.choice(
-                (
-                    Leave(seconds=draw.uniform(0, 0.05)),
-                    Leave(seconds=draw.uniform(0, 1.5)),
-                    Leave(events=1),
-                    Leave(events=draw.randint(2, 12)),
-                )
-            )
+            seconds, events = draw.choice((0.05, 1.5)) * draw.random(), draw.choice((1, draw.randint(2, 12)))
+            leave = draw.choice((Leave(seconds=seconds), Leave(events=events)))
             return replace(request, body={**request.body, **answer}, leave=leave)
         request = replace(request, body={**request.body, "stream": draw.random() < 0.5})
         if draw.random() < JUDGED:

@@ -17,7 +17,6 @@ from tests.bench.gateway_cost import (
     BARE,
     CASES,
     DIRECT,
-    MANY,
     ONE,
     SEAMARK,
     SMALL,
@@ -25,12 +24,11 @@ from tests.bench.gateway_cost import (
     Case,
     Contestant,
     Report,
-    Row,
     compare,
     render,
-    targets,
+    verdicts,
 )
-from tests.bench.peers import VLLM_ROUTER, Command, Peer
+from tests.bench.peers import VLLM_ROUTER, Peer
 from tests.harness.cpu_time import CpuTime
 from tests.harness.forked_gateways import GatewayForks
 from tests.harness.load import CHAT, connect, request, send_all
@@ -121,13 +119,11 @@ async def test_clients_take_turns_and_an_error_answer_is_an_error(stand: Stand):
 
 @pytest.mark.thorough
 async def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic():
-    report = await gateway_cost.run([], CASES, 8, 2, 0, print)
-    assert [(row.gateway, row.case) for row in report.rows] == [
-        (name, case) for case in CASES for name in (DIRECT, SEAMARK, BARE)
-    ]
-    for row in report.rows:
-        assert len(row.batches) == 2 and (row.cpu is None) == (row.gateway == DIRECT)
-        assert row.cpu is None or row.cpu.median > 20e-6
+    report = await gateway_cost.run([], CASES, 8, 2, print)
+    assert list(report.batches) == [DIRECT, SEAMARK, BARE]
+    for name, batches in report.batches.items():
+        assert {case: len(each) for case, each in batches.items()} == dict.fromkeys(CASES, 2)
+        assert name == DIRECT or all(report.cpu(name, case).median > 20e-6 for case in CASES)
     assert report.renders == 0  # no request is rendered
 
 
@@ -147,47 +143,31 @@ def test_a_peer_that_does_not_start_is_left_out_and_why_is_said(stand: Stand, tm
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "broken").symlink_to("/bin/false")
     monkeypatch.setattr(peers, "environment_of", lambda peer, say: tmp_path)
-    peer = Peer("broken", "broken==1", lambda *about: Command(["broken"]))
-    started = peers.start(stand.servers, peer, [stand.worker.url], tmp_path, print)
+    peer = Peer("broken", "broken==1", "broken")
+    started = peers.start(stand.servers, peer, stand.worker.url, tmp_path, print)
     assert started.server is None and started.failure.startswith("broken ended with 1")
 
 
 def made_up(ours: float, theirs: float, added: float) -> Report:
     """CPU seconds of both on every kind of traffic, and seconds that ours adds to the p50."""
-    rows = []
-    for case in CASES:
-        direct = tuple(Batch(None, 0.001 * n, 0.002, 0.001) for n in (1, 2, 3))
-        router = tuple(Batch(theirs * n, 0.001 * n + 0.0001, 0.003, 0.001) for n in (1, 2, 3))
-        own = tuple(Batch(ours * n, 0.001 * n + added, 0.003, 0.001) for n in (1, 2, 3))
-        rows += [
-            Row(name, case, batches, direct, router)
-            for name, batches in ((DIRECT, direct), (SEAMARK, own), (VLLM_ROUTER, router))
-        ]
-    return Report(tuple(rows), {"litellm": "no such version"}, 0, 100)
+
+    def batches(cpu: float | None, more: float) -> dict[Case, list[Batch]]:
+        rounds = [Batch(cpu and cpu * n, 0.001 * n + more, 0.003, 0.001) for n in (1, 2, 3)]
+        return dict.fromkeys(CASES, rounds)
+
+    gateways = {DIRECT: batches(None, 0.0), SEAMARK: batches(ours, added), VLLM_ROUTER: batches(theirs, 0.0001)}
+    return Report(gateways, {"litellm": "no such version"}, 0, 100)
 
 
-def test_targets_are_judged_beside_vllm_router_round_by_round():
-    good = targets(made_up(170e-6, 200e-6, 0.0004 - 1e-9), with_router=True)
-    assert [target.held for target in good] == [True, True, True]
-    assert [target.value for target in good] == [pytest.approx(value, rel=1e-4) for value in (0.85, 0.85, 0.4)]
-    bad = targets(made_up(510e-6, 200e-6, 0.00071), with_router=True)
-    assert [target.held for target in bad] == [False, False, False]
-    assert bad[0].in_words() == "NOT HELD: CPU over vllm-router, 2 kB, plain, 16 clients: 2.55, at most 1.5 wanted"
-
-
-def test_a_target_that_could_not_be_taken_is_not_held():
-    report = made_up(240e-6, 200e-6, 0)
-    alone = report._replace(rows=tuple(Row(r.gateway, r.case, r.batches, r.direct, ()) for r in report.rows[:2]))
-    assert [target.held for target in targets(alone, with_router=True)] == [True]  # added p50; no other case was run
-    everywhere = tuple(Row(row.gateway, row.case, row.batches, row.direct, ()) for row in report.rows)
-    judged = targets(report._replace(rows=everywhere), with_router=True)
-    assert [target.held for target in judged] == [False, False, True]
-    assert "not taken" in judged[0].in_words()
+def test_a_gateway_that_costs_too_much_or_was_not_measured_beside_the_router_has_not_held():
+    for report, held in ((made_up(170e-6, 200e-6, 0.0004 - 1e-9), 3), (made_up(510e-6, 200e-6, 0.00071), 0)):
+        assert [line.startswith("held") for line in verdicts(report, beside_router=True)] == [bool(held)] * 3
+    assert "NOT HELD: CPU over vllm-router, 2 kB, plain, 16 clients: 2.55, at most 1.5 wanted" in verdicts(report, True)
+    del report.batches[VLLM_ROUTER]
+    assert [line.count("not taken") for line in verdicts(report, beside_router=True)] == [0, 1, 1]
 
 
 def test_the_table_names_a_missing_peer_and_both_gateways():
-    text = render(made_up(240e-6, 200e-6, 0.0005))
-    block = text.partition("\n\n")[0].splitlines()
-    assert block[3].split() == ["seamark", "480", "360..600", "+0.50", "+1.00", "+0.00", "1.20"]
+    block = render(made_up(240e-6, 200e-6, 0.0005)).partition("\n\n")[0].splitlines()
+    assert block[3].split() == ["seamark", "480", "360..600", "+0.50", "+0.00", "+0.00", "1.20"]
     assert block[5].strip() == "litellm         is missing: no such version"
-    assert f"2 kB, stream, {MANY} clients" in text

@@ -60,16 +60,8 @@ def _installed() -> Path:
     if not folder.exists():
         CACHE.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE, prefix="custom-resources-") as incomplete:
-            command = [
-                "npm",
-                "install",
-                "--no-audit",
-                "--no-fund",
-                "--ignore-scripts",
-                "--prefix",
-                incomplete,
-                *PACKAGES,
-            ]
+            flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--prefix", incomplete]
+            command = ["npm", "install", *flags, *PACKAGES]
             fetched = subprocess.run(command, capture_output=True, text=True, timeout=300)
             if fetched.returncode:
                 raise RuntimeError(f"npm cannot install {', '.join(PACKAGES)}:\n{fetched.stderr[-2000:]}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import os
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -30,11 +31,7 @@ SETTLE_SECONDS = 15.0  # idle connections to workers are kept for a few seconds
 
 FD_SLACK = 2  # health checks of the workers come and go
 
-QUEUE_FLAGS = ("--max-inflight", "1")
-
 RUNNING = "vllm:num_requests_running"
-
-QUEUED = "waiting in the gateway's queue"
 
 _numbers = itertools.count(1)
 
@@ -73,8 +70,8 @@ class Left:
 class Remains(NamedTuple):
     """What a gateway holds when nobody asks anything of it."""
 
-    inflight: float | None  # the gauge; None: not to be had
-    queued: float  # 0 if there is no queue
+    inflight: float
+    queued: float
     open_files: int  # of its processes
 
 
@@ -138,26 +135,17 @@ async def leave_all(gateway: Server, worker: RawWorker, times: int) -> list[Left
 
 
 async def queue_case(servers: Servers, worker: RawWorker, times: int) -> Left:
-    """The queue of a gateway that sends one request at a time to a worker."""
-    try:
-        gateway = await started(servers.gateway(worker, flags=QUEUE_FLAGS))
-        return await leave_queue(gateway, worker, times)
-    except (RuntimeError, TimeoutError) as error:
-        return Left(QUEUED, (), [f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"])
-
-
-async def leave_queue(gateway: Server, worker: RawWorker, times: int) -> Left:
-    """Clients leave a gateway started with `--max-inflight 1` while another's request has its worker.
+    """Clients leave the queue of a gateway while another's request has its worker.
 
     Their requests must never reach the worker; the seconds are those until `seamark_queued` is back.
     """
-    holder, data = asking(CHAT, SILENT, False)
-    holding = await Connection.open(gateway)
-    await holding.send(data)
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await worker.arrived(holder)
+    gateway = await started(servers.gateway(worker, flags=("--max-inflight", "1")))
     names: list[str] = []
     async with httpx.AsyncClient() as client:
+
+        async def queued(wanted: float) -> None:
+            while (await samples_of(client, gateway))["seamark_queued"] != wanted:
+                await asyncio.sleep(0.001)
 
         async def once() -> float:
             name, data = asking(CHAT, SILENT, len(names) % 2 == 0)
@@ -165,30 +153,29 @@ async def leave_queue(gateway: Server, worker: RawWorker, times: int) -> Left:
             connection = await Connection.open(gateway)
             await connection.send(data)
             async with asyncio.timeout(PATIENCE_SECONDS):
-                await _queued(client, gateway, 1)
+                await queued(1)
                 began = time.perf_counter()
                 connection.close()
-                await _queued(client, gateway, 0)
+                await queued(0)
                 return time.perf_counter() - began
 
-        left = await repeated(QUEUED, times, once)
+        async def held() -> tuple[str, Connection]:
+            name, data = asking(CHAT, SILENT, False)
+            connection = await Connection.open(gateway)
+            await connection.send(data)
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await worker.arrived(name)
+            return name, connection
+
+        holder, holding = await held()
+        left = await repeated("waiting in the gateway's queue", times, once)
         holding.close()
         async with asyncio.timeout(PATIENCE_SECONDS):
             await worker.left(holder)
         # The worker is free: whatever was still queued would come before this one.
-        last, data = asking(CHAT, SILENT, False)
-        behind = await Connection.open(gateway)
-        await behind.send(data)
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await worker.arrived(last)
-        behind.close()
+        (await held())[1].close()
     reached = [f"{name} reached the worker" for name in names if name in worker.seen]
     return Left(left.name, left.seconds, [*left.failures, *reached])
-
-
-async def _queued(client: httpx.AsyncClient, gateway: Server, wanted: float) -> None:
-    while (await samples_of(client, gateway)).get("seamark_queued") != wanted:
-        await asyncio.sleep(0.001)
 
 
 async def leave_engine(engine: Server, gateway: Server, stream: bool, times: int) -> EngineLeft:
@@ -230,26 +217,21 @@ async def remains(gateway: Server, wanted: Remains | None = None) -> Remains:
     async with httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0)) as client:
         while True:
             found = await samples_of(client, gateway)
-            now = Remains(
-                found.get("seamark_inflight"), found.get("seamark_queued", 0.0), open_files(gateway.process.pid)
-            )
-            settled = now.inflight in (0, None if wanted is None else 0) and now.queued == 0
-            enough = wanted is None or now.open_files <= wanted.open_files + FD_SLACK
-            if (settled and enough) or time.monotonic() > deadline:
+            files = open_files(gateway.process.pid)
+            now = Remains(found["seamark_inflight"], found["seamark_queued"], files)
+            enough = wanted is None or files <= wanted.open_files + FD_SLACK
+            if (now[:2] == (0, 0) and enough) or time.monotonic() > deadline:
                 return now
             await asyncio.sleep(0.1)
 
 
 def open_files(pid: int) -> int:
     """File descriptors, sockets included, of a process and its descendants."""
-    return sum(1 for process in family(pid) for _ in _descriptors(process))
-
-
-def _descriptors(pid: int) -> Iterator[Path]:
-    try:
-        yield from Path(f"/proc/{pid}/fd").iterdir()
-    except OSError:
-        return  # it has just ended
+    count = 0
+    for process in family(pid):
+        with contextlib.suppress(OSError):  # it has just ended
+            count += len(os.listdir(f"/proc/{process}/fd"))
+    return count
 
 
 async def started(server: Server, path: str = "/ready") -> Server:

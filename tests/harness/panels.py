@@ -292,19 +292,9 @@ async def _send(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) ->
 
 
 def table(rows: Sequence[Row]) -> str:
-    """For people."""
-    lines = [("dashboard", "panel", "line", "series", "largest", "unit", "")]
-    lines += [
-        (
-            row.query.dashboard,
-            row.query.panel,
-            row.query.legend,
-            str(row.series),
-            f"{row.peak:.4g}",
-            row.query.unit.removeprefix("suffix: "),
-            row.problem or "ok",
-        )
-        for row in rows
-    ]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(" ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    """A line for each query: what it is, how many series it has, their largest value, and what is wrong."""
+    return "\n".join(
+        f"{query.dashboard} / {query.panel} / {query.legend}: {series} series, at most {peak:.4g} "
+        f"{query.unit.removeprefix('suffix: ')}, {problem or 'ok'}"
+        for query, series, peak, problem in rows
+    )

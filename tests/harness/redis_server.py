@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import threading
 import time
@@ -80,54 +80,31 @@ class RedisServer:
         self._process.wait()
 
 
-class LateWay:
-    """A TCP port through which a server is reached, and each of its answers comes `seconds` late."""
+class LateWay(socketserver.ThreadingTCPServer):
+    """A TCP port through which a server on loopback is reached, and each of its answers comes `seconds` late."""
+
+    daemon_threads, block_on_close = True, False
 
     def __init__(self, port: int) -> None:
-        """`port`: of the server, on loopback."""
+        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
         self.seconds = 0.0  # can be changed while it runs
         self._target = port
-        self.port = free_port()
+        self.port = self.server_address[1]
         self.url = f"redis://127.0.0.1:{self.port}"
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._listening = threading.Event()
-        self._thread.start()
-        self._listening.wait(START_SECONDS)
 
-    def stop(self) -> None:
-        """Close the port and all connections."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+    def finish_request(self, request: socket.socket, client_address: object) -> None:
+        """One connection, passed on until either side ends it."""
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as server:
+            threading.Thread(target=self._pass_on, args=(request, server, False), daemon=True).start()
+            self._pass_on(server, request, True)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        listener = self._loop.run_until_complete(asyncio.start_server(self._connected, "127.0.0.1", self.port))
-        self._listening.set()
-        self._loop.run_forever()
-        listener.close()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                self._loop.run_until_complete(task)
-        self._loop.close()
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            to_read, to_write = await asyncio.open_connection("127.0.0.1", self._target)
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(self._pass_on(reader, to_write, False), self._pass_on(to_read, writer, True))
-
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, late: bool) -> None:
+    def _pass_on(self, source: socket.socket, sink: socket.socket, late: bool) -> None:
         with contextlib.suppress(OSError):
-            while chunk := await reader.read(2**16):
-                if late:
-                    await asyncio.sleep(self.seconds)
-                writer.write(chunk)
-                await writer.drain()
-        writer.close()
+            while chunk := source.recv(2**16):
+                time.sleep(self.seconds if late else 0)
+                sink.sendall(chunk)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
@@ -142,9 +119,10 @@ def redis_server() -> Iterator[RedisServer]:
 
 @contextlib.contextmanager
 def late_way(port: int) -> Iterator[LateWay]:
-    """A `LateWay` that is closed at the end."""
-    way = LateWay(port)
-    try:
-        yield way
-    finally:
-        way.stop()
+    """A `LateWay` to that port that is closed at the end."""
+    with LateWay(port) as way:
+        threading.Thread(target=way.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield way
+        finally:
+            way.shutdown()

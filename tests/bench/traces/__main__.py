@@ -6,13 +6,13 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from proxy.commands.parser import Parser
 from tests.bench.traces.agentic import REQUESTS, records
-from tests.bench.traces.formats import FORMATS, BadTrace, Trace, of_mooncake, read, synthetic
+from tests.bench.traces.formats import BadTrace, Trace, of_mooncake, read, synthetic
 from tests.bench.traces.policies import POLICIES
 from tests.bench.traces.replay import Outcome, Replay
 from tests.bench.traces.simulated_fleet import PROFILES, Profile
@@ -24,36 +24,33 @@ DRAWN: dict[str, Callable[[int], Trace]] = {
     "agents": lambda seed: of_mooncake("drawn agents", list(enumerate(records(REQUESTS, seed), 1))),
 }
 
-HEAD = "workers policy                 hits of all    p50 s    p99 s    req/s imbalance choice us"
+COLUMNS = ("workers", "policy", *Outcome._fields)
 
 WORDS = """
 hits: tokens found in the cache, of those that one endless cache, common to all workers, would give
-of all: of all tokens of prompts
-p50 s, p99 s: seconds to the first token; imbalance: largest share of requests at a worker x workers (1 is even)
-choice us: CPU time here, in microseconds, of one choice by Seamark's own index and routing; the others are simulated as
-published"""
+of_all: of all tokens of prompts
+p50, p99: seconds to the first token; per_second: requests answered
+imbalance: largest share of requests at a worker x workers (1 is even). Others are simulated as they are published"""
 
 
-def profile_from(path: Path) -> Profile:
-    """The profile in a JSON file, by the names of `Profile`; what it leaves out is as in the default.
+def profile_from(name: str) -> Profile:
+    """One of `PROFILES`, or that of a JSON file by the names of `Profile`; what it leaves out is as in the default.
 
     Raises `ValueError` with the cure.
     """
-    names = list(Profile.__dataclass_fields__)
+    if name in PROFILES:
+        return PROFILES[name]
+    fields = list(Profile.__dataclass_fields__)
     try:
-        given = json.loads(path.read_text())
-        if not isinstance(given, dict):
-            raise TypeError
-        profile = replace(PROFILES["datacentre"], **given)
-        if not all(float(getattr(profile, name)) > 0 for name in names):
-            raise ValueError
+        profile = replace(PROFILES["datacentre"], **json.loads(Path(name).read_text()))
+        if all(float(getattr(profile, field)) > 0 for field in fields):
+            return profile
     except OSError as error:
-        raise ValueError(
-            f"--profile {path}: {error.strerror}; give a JSON file or one of {', '.join(PROFILES)}"
-        ) from None
+        why = f"{error.strerror}; give a JSON file or one of {', '.join(PROFILES)}"
+        raise ValueError(f"--profile {name}: {why}") from None
     except (ValueError, TypeError):
-        raise ValueError(f"--profile {path}: needs a JSON object of positive numbers, of {', '.join(names)}") from None
-    return profile
+        pass
+    raise ValueError(f"--profile {name}: needs a JSON object of positive numbers, of {', '.join(fields)}")
 
 
 def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
@@ -61,16 +58,13 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
     add = parser.add_argument
     add("trace", type=Path, nargs="?", metavar="FILE", help=".jsonl or .jsonl.gz; left out: one that is drawn")
     add("--drawn", choices=DRAWN, default="conversations", help="like Mooncake's, or Dynamo's agents (conversations)")
-    add("--format", choices=FORMATS, help="of the trace; left out: by its first line")
     add("--workers", type=int, action="append", metavar="N", help="repeat for several (4)")
     add("--policy", choices=POLICIES, action="append", help="repeat for several (all)")
-    add("--gateways", type=int, default=1, metavar="N", help="of Seamark's, before the same workers (1)")
     add("--profile", default="datacentre", metavar="NAME|FILE", help=f"a worker: {', '.join(PROFILES)}, or a JSON file")
     add("--seconds", type=float, default=900.0, metavar="S", help="of simulated time, a quarter to warm up (900)")
     add("--load", type=float, default=0.65, metavar="X", help="of what the workers could do with all hits (0.65)")
     add("--users", type=int, default=20, metavar="N", help="by worker, for a trace with pauses (20)")
     add("--seed", type=int, default=1, metavar="N", help="the same seed gives the same table (1)")
-    add("--json", action="store_true", help="print the report instead of the table")
     args = parser.parse_args(argv)
     args.workers = list(dict.fromkeys(args.workers or [4]))
     args.policy = list(dict.fromkeys(args.policy or POLICIES))
@@ -79,10 +73,8 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
             parser.error(f"--{name}: more than 0")
     if min(args.workers) < 1:
         parser.error("--workers: at least 1")
-    if args.gateways < 1:
-        parser.error("--gateways: at least 1")
     try:
-        return args, PROFILES.get(args.profile) or profile_from(Path(args.profile))
+        return args, profile_from(args.profile)
     except ValueError as error:
         parser.error(str(error))
 
@@ -90,35 +82,17 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
 def main(argv: list[str]) -> int:
     args, profile = _arguments(argv)
     try:
-        trace = read(args.trace, args.format) if args.trace else DRAWN[args.drawn](args.seed)
-        replay = Replay(trace, profile, args.seconds, args.load, args.users, args.seed, args.gateways)
-        if not args.json:
-            print(_described(replay), HEAD, sep="\n", flush=True)
-        outcomes = []
+        trace = read(args.trace) if args.trace else DRAWN[args.drawn](args.seed)
+        replay = Replay(trace, profile, args.seconds, args.load, args.users, args.seed)
+        print(_described(replay), "".join(f"{name:>12}" for name in COLUMNS), sep="\n", flush=True)
         for workers, policy in itertools.product(args.workers, args.policy):
-            outcomes.append(replay.run(policy, workers))
-            if not args.json:
-                print(_row(outcomes[-1]), flush=True)
+            figures = "".join(f"{figure:>12.3f}" for figure in replay.run(policy, workers))
+            print(f"{workers:>12}{policy:>12}{figures}", flush=True)
     except BadTrace as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 1
-    if args.json:
-        settings = {name: getattr(args, name) for name in ("seconds", "load", "users", "seed", "gateways")}
-        report = {"trace": trace.name, **settings, "profile": asdict(profile), "outcomes": list(map(asdict, outcomes))}
-        print(json.dumps(report, indent=1))
-    else:
-        print(WORDS)
+    print(WORDS)
     return 0
-
-
-def _row(outcome: Outcome) -> str:
-    microseconds = outcome.choice_microseconds
-    choice = "" if microseconds is None else f"{microseconds:.0f}"
-    return (
-        f"{outcome.workers:>7} {outcome.policy:<19} {outcome.hit_efficiency:>6.3f} {outcome.hit_share:>6.3f} "
-        f"{outcome.first_token_p50:>8.2f} {outcome.first_token_p99:>8.2f} {outcome.requests_per_second:>8.2f} "
-        f"{outcome.imbalance:>9.2f} {choice:>8}"
-    )
 
 
 def _described(replay: Replay) -> str:

@@ -10,18 +10,16 @@ import gzip
 import json
 import math
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import Kind
 
 BLOCK = 512  # tokens
-
-Format = Literal["mooncake", "claude-code"]
-
-FORMATS: tuple[Format, ...] = get_args(Format)
 
 # Tokens of a block in the Claude Code traces.
 FINE_BLOCK = 64
@@ -63,29 +61,19 @@ class TraceRequest:
     path: tuple[Place, ...]  # these, and those of earlier requests on its way
     shareable: int  # up to the deepest boundary that an earlier request had on its way
 
-    def copied(self, copy: int, common: Common) -> TraceRequest:
+    def copied(self, copy: int, common: frozenset[int]) -> TraceRequest:
         """The same request of another user, who shares with this one what is common to all."""
         if not copy:
             return self
-        offset = copy << 44
 
-        def place(at: Place) -> Place:
-            return at if at.name in common.places else at._replace(name=at.name + offset)
+        def renamed(name: int) -> int:
+            return name if name in common else name + (copy << 44)
 
-        return replace(
-            self,
-            session=self.session + offset,
-            blocks=tuple(name if name in common.blocks else name + offset for name in self.blocks),
-            boundaries=tuple(map(place, self.boundaries)),
-            path=tuple(map(place, self.path)),
+        boundaries, path = (
+            tuple(at._replace(name=renamed(at.name)) for at in places) for places in (self.boundaries, self.path)
         )
-
-
-class Common(NamedTuple):
-    """Names of what most sessions share."""
-
-    blocks: frozenset[int]
-    places: frozenset[int]
+        blocks = tuple(map(renamed, self.blocks))
+        return replace(self, session=self.session + (copy << 44), blocks=blocks, boundaries=boundaries, path=path)
 
 
 @dataclass(frozen=True)
@@ -98,7 +86,6 @@ class Trace:
 
     @property
     def requests(self) -> list[TraceRequest]:
-        """All of them, session by session."""
         return [request for session in self.sessions for request in session]
 
     @property
@@ -106,30 +93,25 @@ class Trace:
         """Seconds in which sessions begin. What they send later than that is as much as what came before, unseen."""
         return max(session[0].arrival for session in self.sessions) + 1.0
 
-    def common(self) -> Common:
-        """What is taken to be shared by copies of these sessions, too."""
+    def common(self) -> frozenset[int]:
+        """Names of what is taken to be shared by copies of these sessions, too."""
         least = max(COMMON_SESSIONS, math.ceil(COMMON_SHARE * len(self.sessions)))
-        counts: dict[tuple[bool, int], int] = {}
+        counts: Counter[int] = Counter()
         for session in self.sessions:
-            seen = {(True, name) for request in session for name in request.blocks[:COMMON_BLOCKS]}
-            seen |= {(False, place.name) for request in session for place in request.path[:8]}
-            for item in seen:
-                counts[item] = counts.get(item, 0) + 1
-        shared = [item for item, count in counts.items() if count >= least]
-        return Common(
-            frozenset(name for is_block, name in shared if is_block),
-            frozenset(name for is_block, name in shared if not is_block),
-        )
+            names = {name for request in session for name in request.blocks[:COMMON_BLOCKS]}
+            counts.update(names | {place.name for request in session for place in request.path[:8]})
+        return frozenset(name for name, count in counts.items() if count >= least)
 
 
 class _Names:
-    """A number for each beginning."""
-
     def __init__(self) -> None:
         self._names: dict[Hashable, int] = {}
 
     def of(self, *parts: Hashable) -> int:
         return self._names.setdefault(parts, len(self._names) + 1)
+
+    def place(self, tokens: int, kind: Kind, *parts: Hashable) -> Place:
+        return Place(tokens, kind, self.of(kind, *parts))
 
 
 class _Row(NamedTuple):
@@ -145,19 +127,15 @@ class _Row(NamedTuple):
     end: Hashable  # tells apart prompts with equal blocks
 
 
-def read(path: Path, wanted: Format | None = None) -> Trace:
-    """The trace in a file, gzipped or not, in the format that is `wanted` or that its first line has.
-
-    Raises `BadTrace`.
-    """
+def read(path: Path) -> Trace:
+    """The trace in a file, gzipped or not, in the format that its first line has. Raises `BadTrace`."""
     try:
         lines = _lines(path)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise BadTrace(f"{path} cannot be read: {error}. Give a .jsonl or .jsonl.gz file.") from None
     if not lines:
         raise BadTrace(f"{path} is empty: give a file with one JSON object a line.")
-    form: Format = wanted or ("claude-code" if "requests" in lines[0][1] else "mooncake")
-    if form == "mooncake":
+    if "requests" not in lines[0][1]:
         return of_mooncake(str(path), lines)
     names = _Names()
     return _with_boundaries(path.name, _claude_code(str(path), lines, names), names, is_timed=False)
@@ -174,25 +152,22 @@ def of_mooncake(name: str, lines: Sequence[tuple[int, dict[str, Any]]]) -> Trace
 
 
 def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     found = []
-    with opened(path, "rt", encoding="utf-8") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
             try:
                 row = json.loads(line)
             except ValueError:
                 row = None
-            if not isinstance(row, dict):
+            if isinstance(row, dict):
+                found.append((number, row))
+            elif line.strip():
                 raise BadTrace(f"{path}, line {number}: no JSON object. A trace has one on each line; cut this one.")
-            found.append((number, row))
     return found
 
 
-def _bad(path: str, number: int, form: Format, needs: str) -> BadTrace:
-    other = next(name for name in FORMATS if name != form)
-    return BadTrace(f"{path}, line {number}: {needs}. Correct or cut the line, or try --format {other}.")
+def _bad(path: str, number: int, needs: str) -> BadTrace:
+    return BadTrace(f"{path}, line {number}: {needs}. Correct or cut the line.")
 
 
 def _mooncake(
@@ -205,9 +180,9 @@ def _mooncake(
             ids, arrival = [int(name) for name in row["hash_ids"]], float(row["timestamp"]) / 1000 if is_timed else 0.0
         except (KeyError, TypeError, ValueError):
             needs = "needs numbers timestamp, input_length, output_length and a list hash_ids"
-            raise _bad(path, number, "mooncake", needs) from None
+            raise _bad(path, number, needs) from None
         if prompt < 1 or arrival < 0:
-            raise _bad(path, number, "mooncake", "input_length has to be at least 1 and timestamp at least 0")
+            raise _bad(path, number, "input_length has to be at least 1 and timestamp at least 0")
         full = min(prompt // BLOCK, len(ids))
         end = ids[full] if full < len(ids) else None
         head = BLOCK if full and ids[0] == 0 else 0  # the block with which nearly all of them begin
@@ -245,7 +220,7 @@ def _claude_code(path: str, lines: Iterable[tuple[int, dict[str, Any]]], names: 
                     yield _Row(streams, 0.0, pause, max(1, prompt), output, blocks, head, ids[-1] if ids else None)
         except (KeyError, TypeError, ValueError, AttributeError):
             needs = "needs tool_tokens, system_tokens and a list requests, each with in, out and hash_ids"
-            raise _bad(path, number, "claude-code", needs) from None
+            raise _bad(path, number, needs) from None
 
 
 def _chained(names: _Names, contents: Sequence[Hashable]) -> tuple[int, ...]:
@@ -270,45 +245,28 @@ def _with_boundaries(name: str, rows: Iterable[_Row], names: _Names, *, is_timed
     for row in rows:
         before = _continued(row, by_end)
         stream = row.stream if row.stream is not None else before.session if before else len(sessions) + 1
-        places = {place.name: place for place in before.path} if before else {}
-        own: dict[int, Place] = {}
-
-        def add(tokens: int, kind: Kind, place: int, own: dict[int, Place] = own) -> None:
-            own[place] = Place(tokens, kind, place)
-
+        last = row.blocks[-1] if row.blocks else 0
+        own = {names.place(row.prompt, "turn", last, row.prompt, row.end, 0 if row.blocks else stream)}
         if 16 <= row.head < row.prompt and len(row.blocks) >= row.head // BLOCK:
             whole = row.blocks[row.head // BLOCK - 1] if row.head >= BLOCK else 0
-            add(row.head, "system", names.of("system", whole, row.head))
+            own.add(names.place(row.head, "system", whole, row.head))
         for at, block in enumerate(row.blocks, 1):
             if block in parted and (before is None or at * BLOCK > before.prompt):
-                add(at * BLOCK, "learned", names.of("learned", block))
-        if before is not None and before.prompt + before.output < row.prompt:
-            at = before.prompt + before.output
+                own.add(names.place(at * BLOCK, "learned", block))
+        if before is not None and (at := before.prompt + before.output) < row.prompt:
             inside = row.blocks[min(at // BLOCK, len(row.blocks)) - 1] if row.blocks else 0
-            add(at, "history", names.of("history", inside, at))
-        last = row.blocks[-1] if row.blocks else 0
-        add(row.prompt, "turn", names.of("turn", last, row.prompt, row.end, 0 if row.blocks else stream))
-        for block, following in zip(row.blocks, row.blocks[1:], strict=False):
+            own.add(names.place(at, "history", inside, at))
+        for block, following in pairwise(row.blocks):
             if nexts.setdefault(block, following) != following:
                 parted.add(block)
-        path = sorted({**places, **own}.values())
+        path = sorted(own.union(before.path if before else ()))
         if len(path) > MAX_PATH:
             path = path[:8] + path[8 - MAX_PATH :]
-        shareable = max((place.tokens for place in path if place.name in kept), default=0)
-        kept |= own.keys()
+        shareable = min(row.prompt - 1, max((place.tokens for place in path if place.name in kept), default=0))
+        kept |= {place.name for place in own}
         session = sessions.setdefault(stream, [])
-        request = TraceRequest(
-            session=stream,
-            turn=len(session),
-            arrival=row.arrival,
-            pause=row.pause,
-            prompt=row.prompt,
-            output=row.output,
-            blocks=row.blocks,
-            boundaries=tuple(sorted(own.values())),
-            path=tuple(path),
-            shareable=min(shareable, row.prompt - 1),
-        )
+        about = (row.arrival, row.pause, row.prompt, row.output, row.blocks)
+        request = TraceRequest(stream, len(session), *about, tuple(sorted(own)), tuple(path), shareable)
         session.append(request)
         if len(row.blocks) > 1:
             by_end[last] = request

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from proxy.boundaries.boundary import Boundary, Found
 from proxy.fleet.probe import Probed
-from proxy.fleet.worker import Load, Worker
+from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from proxy.routing.held_states import HeldStates
 from proxy.routing.policy import choose
@@ -23,7 +20,7 @@ from proxy.routing.prefix_index import PrefixIndex
 from proxy.settings import Settings
 from proxy.version import version
 from tests.bench.traces.formats import BLOCK, TraceRequest
-from tests.bench.traces.simulated_fleet import MATCH_UNIT, NEWS_SECONDS, Execution, News, Policy
+from tests.bench.traces.simulated_fleet import MATCH_UNIT, Execution, News, Policy
 
 INDEX_BYTES = 48 * 2**20  # the share of the default `memory_bytes` that the gateway gives its index
 
@@ -31,10 +28,6 @@ INDEX_BYTES = 48 * 2**20  # the share of the default `memory_bytes` that the gat
 CACHE_THRESHOLD, MOST_APART, MOST_RATIO = 0.3, 64, 1.5
 
 LEAST_APART = 4  # requests above the mean from which on smg may spill
-
-LOAD_SECONDS = 0.01  # until the worker has told other gateways of a request: they wait for that with a read
-
-SHARED_SECONDS = 0.05  # until what one gateway has learnt is known to the others: an exchange with Redis
 
 
 class Simulated(Policy):
@@ -45,36 +38,29 @@ class Simulated(Policy):
         self.inflight = [0] * workers
         self._drawn = random.Random(seed)  # a simulation
 
-    def choose(self, execution: Execution, now: float) -> int:
-        """The worker's number, counted."""
-        worker = self.pick(execution.request, now)
+    def choose(self, execution: Execution) -> int:
+        worker = self.pick(execution.request)
         self.inflight[worker] += 1
         return worker
 
-    def pick(self, request: TraceRequest, now: float) -> int:
-        """The worker's number."""
+    def pick(self, request: TraceRequest) -> int:
         raise NotImplementedError
 
-    def best(self, score: Callable[[int], float], workers: Sequence[int] | None = None) -> int:
-        """The one of `workers` (all) with the highest score, drawn among equals."""
-        scores = {worker: score(worker) for worker in workers or self.workers}
-        highest = max(scores.values())
-        return self._drawn.choice([worker for worker, reached in scores.items() if reached == highest])
+    def least(self, loads: Sequence[int], workers: Iterable[int]) -> int:
+        """The least loaded of these workers, drawn among equals."""
+        lowest = min(loads[worker] for worker in workers)
+        return self._drawn.choice([worker for worker in workers if loads[worker] == lowest])
 
     def ended(self, execution: Execution) -> None:
-        """One less under way."""
         self.inflight[execution.worker] -= 1
 
 
 class RoundRobin(Simulated):
     """Each in turn."""
 
-    def __init__(self, workers: int, seed: int) -> None:
-        super().__init__(workers, seed)
-        self._next = -1
+    _next = -1
 
-    def pick(self, request: TraceRequest, now: float) -> int:
-        """The next one."""
+    def pick(self, request: TraceRequest) -> int:
         self._next = (self._next + 1) % len(self.workers)
         return self._next
 
@@ -87,13 +73,11 @@ class SessionAffinity(Simulated):
         self._sessions: dict[int, int] = {}
         self._counts = [0] * workers
 
-    def pick(self, request: TraceRequest, now: float) -> int:
-        """Where the session is."""
-        worker = self._sessions.get(request.session)
-        if worker is None:
-            worker = self._sessions[request.session] = self.best(lambda worker: -self._counts[worker])
+    def pick(self, request: TraceRequest) -> int:
+        if request.session not in self._sessions:
+            worker = self._sessions[request.session] = self.least(self._counts, self.workers)
             self._counts[worker] += 1
-        return worker
+        return self._sessions[request.session]
 
 
 class Smg(Simulated):
@@ -108,7 +92,7 @@ class Smg(Simulated):
         super().__init__(workers, seed)
         self._sent: dict[int, set[int]] = {}  # by block, the workers that were sent it
 
-    def pick(self, request: TraceRequest, now: float) -> int:
+    def pick(self, request: TraceRequest) -> int:
         """The idlest that is not beyond the mean, wherever if all that were found are."""
         found: set[int] = set()
         for at in range(len(request.blocks), 0, -1):
@@ -119,7 +103,7 @@ class Smg(Simulated):
         margin = min(MOST_APART, max(LEAST_APART, math.ceil(2 * math.sqrt(mean))))
         most = max(mean * MOST_RATIO, mean + margin)
         kept = [worker for worker in found if self.inflight[worker] <= most]
-        worker = self.best(lambda worker: -self.inflight[worker], kept or self.workers)
+        worker = self.least(self.inflight, kept or self.workers)
         for block in request.blocks:
             self._sent.setdefault(block, set()).add(worker)
         return worker
@@ -147,13 +131,12 @@ class Seamark(Policy):
         for worker in self.workers:
             worker.renderer_ids[""] = b""  # one template, whose facts are known
         self.index = PrefixIndex(INDEX_BYTES)
-        self.choice_seconds = 0.0
         self._load_slack = Settings().load_slack
         self._boots = {worker.boot for worker in self.workers}
         self._states = [HeldStates(self.index, lambda *_: None, self._computed) for _ in self.workers]
         self._sent: dict[str, _Sent] = {}  # by what engines call the request
 
-    def choose(self, execution: Execution, now: float) -> int:
+    def choose(self, execution: Execution) -> int:
         """Where the gateway sends it: counted there, and recorded."""
         trace = execution.request
         boundaries = tuple(
@@ -162,13 +145,11 @@ class Seamark(Policy):
             if place in execution.hint
         )
         found = Found(boundaries, tuple(_key(place.name) for place in trace.path), "learnt")
-        started = time.process_time()
         held = self.index.longest(found.prefixes, self._boots)
         worker = choose(self.workers, held, self._load_slack, shared=found.shared)
         hint, number = worker.hint(found), int(worker.boot)
         self._states[number].sent(execution.name, boundaries, hint, worker.boot)
         self.index.record(boundaries, worker.boot, hint)
-        self.choice_seconds += time.process_time() - started
         left = max(0, trace.prompt - held[worker.boot].tokens) if worker.boot in held else trace.prompt
         self._sent[execution.name] = _Sent(worker, found, trace.prompt, left)
         worker.inflight += 1
@@ -183,7 +164,6 @@ class Seamark(Policy):
         self._states[news.worker].apply([event], self.workers[news.worker].boot)
 
     def first_token(self, execution: Execution) -> None:
-        """A stream has begun."""
         self._charge(self._sent[execution.name], 0)
 
     def ended(self, execution: Execution) -> None:
@@ -203,82 +183,6 @@ class Seamark(Policy):
     def _charge(self, sent: _Sent, left: int) -> None:
         sent.worker.prefill_tokens += left - sent.left
         sent.left = left
-
-
-class SeamarkGateways(Policy):
-    """Several gateways of Seamark's before one fleet: each request comes to one of them, drawn at random.
-
-    Each has its own leases and hears all engines. What one has at a worker, the others learn there; what one learns of
-    held states, they know `SHARED_SECONDS` later, as through Redis.
-    """
-
-    def __init__(self, workers: int, seed: int, gateways: int) -> None:
-        self._drawn = random.Random(seed)  # a simulation
-        self.gateways = [Seamark(workers, seed) for _ in range(gateways)]
-        self._owner: dict[Execution, Seamark] = {}
-        self._shared: deque[tuple[float, Seamark, Callable[[PrefixIndex], None]]] = deque()
-        self._loads: deque[tuple[float, Seamark, int, Load]] = deque()  # as they change, with the worker's number
-        self._known: list[dict[Seamark, Load]] = [{} for _ in range(workers)]  # what each has there, as others know
-        self._now = 0.0
-        for gateway in self.gateways:
-            gateway.index.on_held = partial(self._held, gateway)
-            gateway.index.on_forget = partial(self._forgot, gateway)
-
-    @property
-    def choice_seconds(self) -> float:
-        """CPU time of all choices."""
-        return sum(gateway.choice_seconds for gateway in self.gateways)
-
-    def choose(self, execution: Execution, now: float) -> int:
-        """Where the gateway that got it sends it."""
-        self._now = now
-        while self._shared and self._shared[0][0] <= now - SHARED_SECONDS:
-            _, teller, apply = self._shared.popleft()
-            for gateway in self.gateways:
-                if gateway is not teller:
-                    apply(gateway.index)
-        while self._loads and self._loads[0][0] <= now - LOAD_SECONDS:
-            _, teller, number, load = self._loads.popleft()
-            self._known[number][teller] = load
-            sums = [sum(part) for part in zip(*self._known[number].values(), strict=True)]
-            for gateway in self.gateways:
-                own = self._known[number].get(gateway, Load())
-                gateway.workers[number].others = Load(sums[0] - own.requests, sums[1] - own.prefill_tokens)
-        gateway = self._owner[execution] = self._drawn.choice(self.gateways)
-        number = gateway.choose(execution, now)
-        self._tell(gateway, number, now)
-        return number
-
-    def hear(self, news: News) -> None:
-        """Every gateway reads every engine."""
-        self._now = news.time
-        for gateway in self.gateways:
-            gateway.hear(news)
-        if news.request is not None and (owner := self._owner.get(news.request)) is not None:
-            self._tell(owner, news.worker, news.time + NEWS_SECONDS)
-
-    def first_token(self, execution: Execution) -> None:
-        """Its gateway relays it."""
-        owner = self._owner[execution]
-        owner.first_token(execution)
-        self._tell(owner, execution.worker, execution.first)
-
-    def ended(self, execution: Execution) -> None:
-        """Its gateway relays it."""
-        owner = self._owner.pop(execution)
-        owner.ended(execution)
-        self._tell(owner, execution.worker, execution.end)
-
-    def _tell(self, teller: Seamark, number: int, time: float) -> None:
-        """What a gateway has at a worker is known to the others `LOAD_SECONDS` later."""
-        worker = teller.workers[number]
-        self._loads.append((time, teller, number, Load(worker.inflight, worker.prefill_tokens)))
-
-    def _held(self, teller: Seamark, key: bytes, tokens: int, boot: str) -> None:
-        self._shared.append((self._now, teller, lambda index: index.record_remote(key, tokens, boot)))
-
-    def _forgot(self, teller: Seamark, keys: Sequence[bytes], boot: str) -> None:
-        self._shared.append((self._now, teller, lambda index: index.forget(keys, boot, remote=True)))
 
 
 def _key(name: int) -> bytes:

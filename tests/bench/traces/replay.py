@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from proxy.boundaries.resolve import MAX_ENTRIES
 from tests.bench.traces.formats import BadTrace, Place, Trace, TraceRequest
-from tests.bench.traces.policies import POLICIES, SeamarkGateways
-from tests.bench.traces.simulated_fleet import Execution, Fleet, Policy, Profile
+from tests.bench.traces.policies import POLICIES
+from tests.bench.traces.simulated_fleet import Execution, Fleet, Profile
 
 WARM_UP = 0.25  # of the simulated time: requests that arrive in it are not counted
 
@@ -18,20 +20,15 @@ MOST_PAUSE = 60.0  # seconds that a user who answers thinks at most
 STARTS_WITHIN = 60.0  # seconds, for the users of a trace with pauses
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one policy reached, counted after the warm-up; lengths in tokens, times in seconds."""
+class Outcome(NamedTuple):
+    """What one policy reached, counted after the warm-up; times in seconds."""
 
-    policy: str
-    workers: int
-    requests: int
-    hit_share: float  # tokens found in the cache, of all that were sent
-    hit_efficiency: float  # and of those that an endless common cache would give
-    first_token_p50: float
-    first_token_p99: float
-    requests_per_second: float  # that were answered
+    hits: float  # tokens found in the cache, of those that an endless common cache would give
+    of_all: float  # and of all that were sent
+    p50: float  # seconds to the first token
+    p99: float
+    per_second: float  # requests that were answered
     imbalance: float  # the largest share of requests at a worker, times workers
-    choice_microseconds: float | None  # CPU time of a choice on this machine; None: a simulated policy
 
 
 @dataclass(frozen=True)
@@ -44,51 +41,33 @@ class Replay:
     load: float  # of what the workers could do if they shared one endless cache
     users: int  # by worker, for a trace with pauses
     seed: int
-    gateways: int = 1  # of Seamark's, which share held states and hear the engines
 
     def run(self, policy_name: str, workers: int) -> Outcome:
-        """One policy. Deterministic, except for the CPU time of choices."""
-        policy: Policy = POLICIES[policy_name](workers, self.seed)
-        if self.gateways > 1 and policy_name == "seamark":
-            policy = SeamarkGateways(workers, self.seed, self.gateways)
-        fleet = Fleet(workers, self.profile, policy, hint_of)
-        self._send(fleet, workers)
-        fleet.run(self.end)
-        return self._outcome(policy_name, workers, fleet)
-
-    @property
-    def end(self) -> float:
-        """Seconds after which nothing is simulated: what arrived late in a timed trace is to be answered, too."""
-        return 2 * self.seconds if self.trace.is_timed else self.seconds
-
-    def _send(self, fleet: Fleet, workers: int) -> None:
+        """One policy; the same with the same seed."""
+        fleet = Fleet(workers, self.profile, POLICIES[policy_name](workers, self.seed), hint_of)
         if self.trace.is_timed:
             self._send_by_time(fleet, workers)
+            fleet.run(2 * self.seconds)  # what arrived late is to be answered, too
         else:
             self._send_by_users(fleet, self.users * workers)
+            fleet.run(self.seconds)
+        return self._outcome(workers, fleet)
 
-    def _outcome(self, name: str, workers: int, fleet: Fleet) -> Outcome:
-        counted = [done for done in fleet.executions if done.arrived >= WARM_UP * self.seconds]
+    def _outcome(self, workers: int, fleet: Fleet) -> Outcome:
+        warm = WARM_UP * self.seconds
+        counted = [done for done in fleet.executions if done.arrived >= warm]
         if len(counted) < 2:
             raise BadTrace(f"{self.trace.name}: hardly any request is answered in that time. Give more --seconds.")
-        waits = sorted(done.first_token_seconds for done in counted)
-        shares = [0] * workers
-        for done in counted:
-            shares[done.worker] += 1
+        waits = sorted(done.first - done.arrived for done in counted)
         hits = sum(done.hit for done in counted)
-        end = max(done.end for done in counted)
-        seconds, choices = fleet.policy.choice_seconds, len(counted) / (1 - WARM_UP)
+        ((_, most),) = Counter(done.worker for done in counted).most_common(1)
         return Outcome(
-            policy=name,
-            workers=workers,
-            requests=len(counted),
-            hit_share=hits / sum(done.request.prompt for done in counted),
-            hit_efficiency=hits / max(1, sum(done.request.shareable for done in counted)),
-            first_token_p50=statistics.median(waits),
-            first_token_p99=waits[min(len(waits) - 1, int(0.99 * len(waits)))],
-            requests_per_second=len(counted) / (end - WARM_UP * self.seconds),
-            imbalance=max(shares) * workers / len(counted),
-            choice_microseconds=None if seconds is None else 1e6 * seconds / choices,
+            hits=hits / max(1, sum(done.request.shareable for done in counted)),
+            of_all=hits / sum(done.request.prompt for done in counted),
+            p50=statistics.median(waits),
+            p99=waits[min(len(waits) - 1, int(0.99 * len(waits)))],
+            per_second=len(counted) / (max(done.end for done in counted) - warm),
+            imbalance=most * workers / len(counted),
         )
 
     @property

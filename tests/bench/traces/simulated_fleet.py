@@ -7,9 +7,11 @@ attention and states, with Seamark's rules for states. Deterministic, and no clo
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from tests.bench.traces.formats import BLOCK, Place, TraceRequest
@@ -66,10 +68,7 @@ class News(NamedTuple):
 class Policy:
     """Chooses workers. This one lets others choose, and hears nothing."""
 
-    choice_seconds: float | None = None  # CPU time of all choices, where it is told
-
-    def choose(self, execution: Execution, now: float) -> int:
-        """The worker's number."""
+    def choose(self, execution: Execution) -> int:
         raise NotImplementedError
 
     def hear(self, news: News) -> None:
@@ -100,20 +99,18 @@ class Execution:
     held_since: float | None = None  # waits for another's state
     may_wait: bool = True
 
-    @property
-    def first_token_seconds(self) -> float:
-        """From arrival."""
-        return self.first - self.arrived
 
-
+@dataclass(slots=True)
 class _State:
     """A state in the cache."""
 
-    __slots__ = ("is_turn", "uses")
+    is_turn: bool
+    uses: int = 0
 
-    def __init__(self, *, is_turn: bool) -> None:
-        self.is_turn = is_turn
-        self.uses = 0
+    @property
+    def may_go(self) -> bool:
+        """Whether it is a turn that at most one request went on from."""
+        return self.is_turn and self.uses <= 1
 
 
 class Cache:
@@ -165,7 +162,7 @@ class Cache:
             if not self._states:
                 return
             self._drop(self._victim())
-        self._states[name] = _State(is_turn=is_turn)
+        self._states[name] = _State(is_turn)
         self._lru[-name] = self._state_size
         self._used += self._state_size
         self._shrink()
@@ -173,7 +170,7 @@ class Cache:
     def supersede(self, name: int) -> None:
         """The conversation has gone on: the state of its last turn goes first, unless several went on from it."""
         state = self._states.get(name)
-        if state is not None and state.is_turn and state.uses <= 1:
+        if state is not None and state.may_go:
             self._states.move_to_end(name, last=False)
             self._lru.move_to_end(-name, last=False)
 
@@ -182,7 +179,7 @@ class Cache:
         self.admit(request)
         for place in request.path:
             state = self._states.get(place.name)
-            if state is not None and (not state.is_turn or state.uses > 1):
+            if state is not None and not state.may_go:
                 self._touch(place.name)
 
     def _touch(self, name: int) -> None:
@@ -190,13 +187,9 @@ class Cache:
         self._lru.move_to_end(-name)
 
     def _victim(self) -> int:
-        """The oldest turn that at most one request went on from, else the oldest of all."""
-        for seen, (name, state) in enumerate(self._states.items()):
-            if state.is_turn and state.uses <= 1:
-                return name
-            if seen > MOST_VICTIMS:
-                break
-        return next(iter(self._states))
+        """The oldest that may go, else the oldest of all."""
+        looked_at = itertools.islice(self._states.items(), MOST_VICTIMS)
+        return next((name for name, state in looked_at if state.may_go), next(iter(self._states)))
 
     def _drop(self, name: int) -> None:
         self._used -= self._lru.pop(-name)
@@ -256,7 +249,8 @@ class Worker:
     def _set_plan(self, start: float, seconds: float, passes: int) -> None:
         self._plan = (start, seconds, passes)
         self._version += 1
-        self._fleet.schedule(start + seconds * passes, self, self._version)
+        end = start + seconds * passes
+        self._fleet.at(end, partial(self.fire, self._version, end))
 
     def _next(self, now: float) -> None:
         profile, decoding = self._profile, len(self._decoding)
@@ -375,7 +369,7 @@ class Fleet:
         """`hint`: where a gateway asks for states."""
         self.policy = policy
         self._hint = hint
-        self._events: list[tuple[float, int, Worker | None, int, TraceRequest | None]] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._begun = 0
         self._news: deque[News] = deque()
@@ -385,43 +379,29 @@ class Fleet:
         self.workers = [Worker(number, profile, self) for number in range(workers)]
 
     def send(self, request: TraceRequest, time: float) -> None:
-        """A client sends the request at that time."""
-        self._order += 1
-        heapq.heappush(self._events, (time, self._order, None, 0, request))
+        self.at(time, partial(self._arrived, request))
 
-    def schedule(self, time: float, worker: Worker, version: int) -> None:
-        """The worker's planned passes end then."""
+    def at(self, time: float, action: Callable[[], None]) -> None:
         self._order += 1
-        heapq.heappush(self._events, (time, self._order, worker, version, None))
+        heapq.heappush(self._events, (time, self._order, action))
 
     def tell(self, worker: int, execution: Execution | None, end: int, kept: Sequence[Place], gone: int) -> None:
         """An engine tells something; the gateway reads it some time later."""
         self._news.append(News(self._now, worker, execution, end, tuple(kept), gone))
 
     def done(self, execution: Execution, now: float) -> None:
-        """An answer is complete."""
         self.executions.append(execution)
         self.on_end(execution, now)
 
     def run(self, until: float) -> None:
-        """Until then, or until nothing is left to do."""
         while self._events and self._events[0][0] <= until:
-            self._now, _, worker, version, request = heapq.heappop(self._events)
-            if worker is not None:
-                worker.fire(version, self._now)
-            elif request is not None:
-                self._arrived(request)
+            self._now, _, action = heapq.heappop(self._events)
+            action()
 
     def _arrived(self, request: TraceRequest) -> None:
         while self._news and self._news[0].time <= self._now - NEWS_SECONDS:
             self.policy.hear(self._news.popleft())
-        self.begin(request, None, self._now)
-
-    def begin(self, request: TraceRequest, worker: int | None, now: float) -> Execution:
-        """The request comes to that worker, or the policy chooses; what was to happen before has happened."""
-        self._now = now
         self._begun += 1
-        execution = Execution(str(self._begun), request, self._hint(request), now)
-        execution.worker = self.policy.choose(execution, now) if worker is None else worker
-        self.workers[execution.worker].arrive(execution, now)
-        return execution
+        execution = Execution(str(self._begun), request, self._hint(request), self._now)
+        execution.worker = self.policy.choose(execution)
+        self.workers[execution.worker].arrive(execution, self._now)

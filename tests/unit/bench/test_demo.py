@@ -17,14 +17,11 @@ def planted(*, caught: bool) -> list[Planted]:
     return [Planted("none", False, 0.0, None), Planted("a state one token early", caught, 1.0, 3)]
 
 
-def test_hits_seconds_and_exactness_in_three_sentences():
+def test_hits_seconds_and_exactness_or_what_did_not_hold_in_three_sentences():
     hits, seconds, exactness = in_short([story(100, 90), story(900, 900)], planted(caught=True))
     assert "found 99% of it in the cache with Seamark, and 0% with vLLM alone" in hits
     assert "100 ms instead of 450 ms with a prompt of 900 tokens; the first request's took 500 ms" in seconds
     assert "were all those of" in exactness and "says so noticed every defect" in exactness
-
-
-def test_what_did_not_hold_is_said():
     assert "were NOT all those of" in in_short([story(100, 90, error=0.5)], planted(caught=True))[2]
     assert "did NOT notice every defect" in in_short([story(100, 90)], planted(caught=False))[2]
 

@@ -19,44 +19,46 @@ def answer(*tops: dict[str, float], chosen: str = "") -> TimedAnswer:
     return TimedAnswer(steps, 100, 0, 0.0, 0.1, 0.2)
 
 
-def test_logprobs_within_the_bound_are_exact_and_beyond_it_are_not():
-    close, far = ({**RANKED, "c": -2.0 + error} for error in (0.9e-4, 1.1e-4))
-    assert compare(answer(close), answer(RANKED)).exact
-    assert not compare(answer(far), answer(RANKED)).exact
+CLOSE, FAR = ({**RANKED, "c": -2.0 + error} for error in (0.9e-4, 1.1e-4))
+
+TIED = {**RANKED, "b": RANKED["a"] - 0.5e-5}
+
+OTHER_SIDE = {**TIED, "b": RANKED["a"] + 0.5e-5}
+
+SIXTH = {token: value for token, value in RANKED.items() if token != "e"} | {"f": -3.00005}
 
 
-def test_another_token_is_exact_only_at_a_tie_of_the_references_two_best():
-    tied = {**RANKED, "b": RANKED["a"] - 0.5e-5}
-    other = {**tied, "b": RANKED["a"] + 0.5e-5}
-    assert compare(answer(RANKED, other), answer(RANKED, tied)).position == 1
-    assert compare(answer(RANKED, other), answer(RANKED, tied)).exact
+@pytest.mark.parametrize(
+    ("ours", "reference", "exact"),
+    [
+        ([CLOSE], [RANKED], True),
+        ([FAR], [RANKED], False),
+        ([RANKED, OTHER_SIDE], [RANKED, TIED], True),  # another token at a tie of the reference's two best
+        ([{**RANKED, "b": -0.4}], [RANKED], False),
+        ([SIXTH], [RANKED], True),  # the fifth and the sixth best have changed places
+        ([{**SIXTH, "f": -2.9}], [RANKED], False),  # too likely: the reference has it behind e, at -3.0 at most
+        ([{"a": -0.5, "b": -1.5, "c": -2.0, "f": -2.5, "g": -3.0}], [RANKED], False),
+    ],
+)
+def test_an_answer_is_exact_within_the_bound_and_at_ties_alone(ours, reference, exact):
+    assert compare(answer(*ours), answer(*reference)).exact is exact
+
+
+def test_a_difference_says_where_and_how_much():
     found = compare(answer({**RANKED, "b": -0.4}), answer(RANKED))
-    assert (found.position, found.gap) == (0, pytest.approx(1.0)) and not found.exact
-
-
-def test_the_fifth_and_sixth_best_may_change_places_within_the_bound_and_no_more_than_they():
-    sixth = {token: value for token, value in RANKED.items() if token != "e"} | {"f": -3.00005}
-    assert compare(answer(sixth), answer(RANKED)).exact
-    too_likely = {**sixth, "f": -2.9}  # where the reference has it behind e, at -3.0 at most
-    assert compare(answer(too_likely), answer(RANKED)).largest_error == pytest.approx(0.1)
-    two = {"a": -0.5, "b": -1.5, "c": -2.0, "f": -2.5, "g": -3.0}
-    assert compare(answer(two), answer(RANKED)).largest_error == math.inf
-    assert not BFLOAT16.accepts(compare(answer(two), answer(RANKED)))
+    assert (found.position, found.gap) == (0, pytest.approx(1.0))
+    assert compare(answer(RANKED, RANKED), answer(RANKED)).position == 1  # behind the reference's end
+    assert compare(answer({**SIXTH, "f": -2.9}), answer(RANKED)).largest_error == pytest.approx(0.1)
+    two = compare(answer({"a": -0.5, "b": -1.5, "c": -2.0, "f": -2.5, "g": -3.0}), answer(RANKED))
+    assert two.largest_error == math.inf and not BFLOAT16.accepts(two)
 
 
 def test_a_sampled_token_that_the_engine_names_beside_the_likeliest_is_no_rank():
-    sixth = {token: value for token, value in RANKED.items() if token != "e"} | {"f": -3.00005}
-    sampled = (answer({**top, "z": -12.0}, chosen="z") for top in (sixth, RANKED))
-    assert compare(*sampled).exact
-
-
-def test_an_answer_longer_than_the_references_differs_behind_its_end():
-    assert compare(answer(RANKED, RANKED), answer(RANKED)).position == 1
+    assert compare(*(answer({**top, "z": -12.0}, chosen="z") for top in (SIXTH, RANKED))).exact
 
 
 def test_of_many_answers_only_a_share_may_take_the_other_side_of_a_tie():
-    tied = {**RANKED, "b": RANKED["a"] - 0.5e-5}
-    parted = compare(answer({**tied, "b": RANKED["a"] + 0.5e-5}), answer(tied))
+    parted = compare(answer(OTHER_SIDE), answer(TIED))
     same = compare(answer(RANKED), answer(RANKED))
     assert FLOAT32.accepts_all([parted] + [same] * 99)
     assert not FLOAT32.accepts_all([parted] + [same] * 98)

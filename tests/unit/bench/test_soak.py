@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from proxy.bench.harness.client import COMPLETION, Left, TimedAnswer
+from proxy.bench.harness.client import COMPLETION, TimedAnswer
 from proxy.fleet.answer_compare import ContinuedToken
 from tests.bench import soak
 from tests.bench.soak import Driven, Outcome, judge
@@ -19,13 +18,7 @@ def test_the_stream_of_requests_is_the_same_for_the_same_seed_and_has_every_kind
     events = [one.event(number) for number in range(300)]
     assert events == [again.event(number) for number in range(300)]
     assert events[:20] != [other.event(number) for number in range(20)]
-    requests = [request for event in events for request in event.requests]
-    assert {request.kind for request in requests} == set(one.kinds)
-    assert any(event.at_once for event in events)
-    assert {bool(request.leave.events) for request in requests if request.leave} == {True, False}
-    hints = [json.dumps(request.body.get("vllm_xargs")) for request in requests]
-    assert any("-16" in hint for hint in hints) and any(str(10**9) in hint for hint in hints)
-    assert {request.body.get("cache_salt") for request in requests} >= {None, "red", "blue"}
+    assert {request.kind for event in events for request in event.requests} == set(one.kinds)
 
 
 def test_how_an_answer_is_delivered_is_no_part_of_the_question():
@@ -69,13 +62,3 @@ def test_each_thing_that_is_wrong_is_told(run, complaint):
     result = judge(run, {REQUEST.question: RIGHT})
     assert len([line for line in result.complaints if complaint in line]) == 1
     assert complaint in soak.render(result)
-
-
-def test_the_table_counts_who_left_and_what_was_cached():
-    kept = RIGHT._replace(cached_tokens=50)
-    result = judge(
-        driven(Outcome(REQUEST, Left(0)), Outcome(REQUEST, Left(3)), Outcome(REQUEST, kept)), {REQUEST.question: RIGHT}
-    )
-    (line,) = result.lines
-    assert (line.sent, line.left_early, line.left_later, line.judged, line.differing) == (4, 1, 1, 2, 0)
-    assert "25%" in soak.render(result)
