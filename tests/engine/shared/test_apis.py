@@ -90,7 +90,7 @@ class Row(NamedTuple):
 
 ROWS = {
     "chat": Row(CHAT, lambda new, asked: {"messages": [{"role": "system", "content": new}, *user(asked)]}),
-    "a document inside a message": Row(CHAT, lambda new, asked: {"messages": user(new + asked)}, 3 * UNIT),
+    "a document inside a message": Row(CHAT, lambda new, asked: {"messages": user(new + asked)}, 8 * UNIT),
     "responses": Row(RESPONSES, lambda new, asked: {"instructions": new, "input": asked}),
     "messages": Row(
         MESSAGES, lambda new, asked: {"system": cached_block(new), "tools": [TOOL], "messages": user(asked)}
