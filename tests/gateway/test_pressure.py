@@ -143,19 +143,6 @@ async def test_a_silent_stream_gets_comments_between_its_events(in_memory, worke
     assert answer.content.replace(b": keep-alive\n\n", b"") == worker.answers[-1]
 
 
-def test_a_gateway_that_is_to_stop_says_so_and_serves_on(fleet, worker):
-    gateway = start_gateway(fleet, worker, flags=("--stop-delay", "3600"))
-    with httpx.Client() as kept:
-        assert "connection" not in kept.get(gateway.url + "/health").headers
-        gateway.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: httpx.get(gateway.url + "/ready").status_code == 503)
-        assert httpx.get(gateway.url + "/ready").json()["error"]["code"] == "stopping"
-        assert kept.post(gateway.url + CHAT, json=chat("on the old connection")).headers["connection"] == "close"
-    assert post(gateway, chat("on a new one")).status_code == 200
-    gateway.process.send_signal(signal.SIGTERM)  # whoever is in a hurry
-    assert gateway.process.wait(30) == -signal.SIGTERM
-
-
 def test_stopping_is_bounded_and_whoever_is_cut_off_is_told(fleet, worker, pool):
     gateway = start_gateway(fleet, worker, flags=("--drain-timeout", "1"))
     worker.pause.set()
@@ -186,7 +173,7 @@ async def test_the_depth_of_a_body_is_bounded(in_memory, worker):
     assert "max_json_depth" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("filling", [b"{},", b"[],", b'"":0,', b'"",' * 4])
+@pytest.mark.parametrize("filling", [b"{},", b'"":0,'])
 async def test_the_values_of_a_body_are_bounded_and_the_worker_sees_none_of_a_larger_one(in_memory, worker, filling):
     gateway = await in_memory(worker, max_json_values=1000)
     opened, closed = (b"{", b'"z":0}') if b":" in filling else (b"[", b"0]")

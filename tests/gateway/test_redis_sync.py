@@ -4,10 +4,7 @@ garbage."""
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -205,22 +202,6 @@ def test_a_gateway_starts_and_serves_where_redis_never_answered(fleet, workers, 
     assert gateway.process.returncode == -signal.SIGTERM  # not killed for taking too long
 
 
-def test_without_redis_nothing_of_it_is_imported(fleet, workers):
-    gateway = start_gateway(fleet, *workers)
-    assert status(gateway)["redis"] == {"state": "off"}
-    told = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys, proxy.server.app; print([name for name in sys.modules if 'redis' in name])",
-        ],
-        capture_output=True,
-        text=True,
-        env=os.environ,
-    )
-    assert told.stdout.strip() == "[]"
-
-
 def test_a_password_is_never_told(fleet, workers, server):
     url = server.url.replace("://", "://user:hunter2@")
     gateway = start_gateway(fleet, *workers, flags=("--redis", url))
@@ -271,20 +252,3 @@ async def test_streams_and_tables_take_no_more_room_than_is_said(server, client)
     assert client.xlen(stream) <= redis_sync.STREAM_ENTRIES + 200
     assert len(small.prefix_index) == 100 and small.prefix_index.holds(key_of(many - 1), BOOT)
     assert redis_sync.STREAM_BYTES / 2 < client.memory_usage("largest", samples=0) < redis_sync.STREAM_BYTES
-
-
-async def test_a_full_redis_drops_the_stream_that_was_written_to_longest_ago(server, client, monkeypatch):
-    client.config_set("maxmemory-policy", "volatile-ttl")
-    monkeypatch.setattr(redis_sync, "STREAM_SECONDS", 100)
-    old, new = Tables(server, boot="old"), Tables(server)
-    for number in range(8000):
-        old.sync._held(key_of(number), 100, "old")
-    await old.exchange()
-    monkeypatch.setattr(redis_sync, "STREAM_SECONDS", 6 * 3600)  # as if it were much later
-    new.hold(1)
-    await new.exchange()
-    client.config_set("maxmemory", client.info("memory")["used_memory"] - 2**15)
-    new.hold(2)
-    await new.exchange()
-    assert not client.exists(redis_sync.holdings_stream("old"))
-    assert client.exists(redis_sync.holdings_stream(BOOT))

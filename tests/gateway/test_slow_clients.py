@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import socket
 import time
 
-import httpx
 import pytest
 
 from tests.bench.soak import resident_bytes
-from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
 from tests.harness.raw_worker import chunk, raw_worker, whole
 from tests.harness.recording_worker import COMPLETION, USAGE
@@ -128,18 +125,3 @@ def test_an_answered_body_does_not_hold_its_connection(fleet, worker):
         assert answer.startswith(b"HTTP/1.1 413 ") and b"100 Continue" not in answer
         client.settimeout(0.1)
         wait_for(lambda: is_closed(client))  # although a byte comes every tenth of a second
-
-
-def test_a_signal_for_files_reads_them_at_once_and_ends_nothing(fleet, worker, tmp_path):
-    fleet.constants["proxy.pipeline.gateway.FILES_INTERVAL"] = 3600.0
-    keys = tmp_path / "keys.toml"
-    keys.write_text(entry("ann"))
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(keys)))
-    assert httpx.post(gateway.url + CHAT, json=chat("x"), headers=bearer("bob")).status_code == 401
-    keys.write_text(entry("ann") + entry("bob"))
-    gateway.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: httpx.post(gateway.url + CHAT, json=chat("x"), headers=bearer("bob")).status_code == 200)
-    keys.write_text("nonsense")
-    gateway.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: "previous content stays in force" in gateway.log.read_text())
-    assert httpx.post(gateway.url + CHAT, json=chat("x"), headers=bearer("bob")).status_code == 200

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +12,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
-from tests.harness.waiting import until, wait_for
+from tests.harness.gateways import CHAT, chat
+from tests.harness.waiting import until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -107,21 +105,3 @@ async def test_a_request_is_a_span_between_its_clients_and_its_workers(in_memory
         assert sorted(inside) == sorted(["boundaries", "queue", "choice", "first token" if stream else "answer"])
         assert SECRET.encode() not in found.raw
         await until(lambda: gateway.metric("seamark_spans_total", result="exported") >= 5)
-
-
-def test_a_collector_that_refuses_or_is_away_costs_no_request_and_is_told_once(fleet, worker):
-    with collector() as found:
-        found.status = 400
-        gateway = start_gateway(fleet, worker, flags=("--otlp-traces-endpoint", found.url))
-        for number in range(2):
-            assert post(gateway, chat(f"Tide {number}?")).status_code == 200
-            wait_for(lambda: metric(gateway, 'seamark_spans_total{result="lost"}') > 4 * number)  # noqa: B023
-    assert post(gateway, chat("Berth?")).status_code == 200
-    gateway.stop()
-    told = [line for line in gateway.log.read_text().splitlines() if "span" in line.lower()]
-    assert len(told) == 1 and "otlp_traces_endpoint" in told[0]
-
-
-def test_without_a_collector_nothing_of_it_is_imported():
-    code = "import sys, proxy.server.app; print([name for name in sys.modules if 'opentelemetry' in name])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
