@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from proxy.commands import setup
 from tests.deploy.compose_files import EVERY_WAY, OF_THE_USER, example_environment
-from tests.deploy.engine import Compose, Engine, SetupCompose, wait_for
+from tests.deploy.engine import Compose, Engine, wait_for
 from tests.deploy.tools import run
 
 GATEWAY, PAGES, PROMETHEUS = "http://127.0.0.1:8080", "http://127.0.0.1:8081", "http://127.0.0.1:9090"
@@ -81,25 +81,27 @@ def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -
     deploy = project / "deploy"
     (deploy / ".env").write_text((deploy / ".env.example").read_text())
 
+    in_deploy = ("docker", "compose", "--project-directory", str(deploy))
     for files in EVERY_WAY:
         # A profile that is not named goes unchecked.
-        Compose(engine, deploy, files, example_environment())("--profile", "*", "config", "--quiet")
+        compose = Compose(engine, in_deploy, [deploy / name for name in files], example_environment())
+        compose("--profile", "*", "config", "--quiet")
     say(f"compose takes all {len(EVERY_WAY)} sets of files, with every profile")
 
     for name, answers in SETUP.items():
         out = project.parent / "setup" / name
         with contextlib.redirect_stdout(io.StringIO()):
             assert setup.main([*answers, "--source", str(project), "--out", str(out)]) == 0, name
-        SetupCompose(engine, out)("config", "--quiet")
+        Compose(engine, ("sh", str(out / "compose.sh")), ())("config", "--quiet")
     say(f"and the {len(SETUP)} that seamark setup writes")
 
-    engine.import_image(tar, "debian-stand-in")
+    engine.docker("import", tar, "debian-stand-in")
     for name, lines in STAND_INS.items():
-        engine.build(name, f"FROM debian-stand-in\n{lines}")
+        engine.docker("build", "--quiet", "--tag", name, "-", input=f"FROM debian-stand-in\n{lines}")
     # By the files that setup wrote, as a user without a GPU would start it.
     stand_ins = {"CPU_VLLM_IMAGE": "vllm-stand-in", "PIP_NO_INDEX": "1"}
     overlay = project / "tests" / "deploy" / "stand-ins.yaml"
-    compose = SetupCompose(engine, project.parent / "setup" / "cpu", [overlay], stand_ins)
+    compose = Compose(engine, ("sh", str(project.parent / "setup/cpu/compose.sh")), [overlay], stand_ins)
     compose("build")
     say("the images of the gateway and the worker are built, without a network")
     _look_into_the_images(engine)
@@ -129,13 +131,12 @@ def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -
 
 def _look_into_the_images(engine: Engine) -> None:
     """Each holds its half of the project, and the gateway's no torch."""
-    within = ["run", "--rm", "--network", "none", "--entrypoint", "python3"]
-    engine.docker(*within, "seamark-gateway", "-c", "import proxy.server.app")
+    engine.docker(*_within(GATEWAY_IMAGE), "-c", "import proxy.server.app")
     for module in ("engine_patches", "torch", "vllm", "pip"):
-        engine.fails(*within, "seamark-gateway", "-c", f"import {module}")
-    engine.docker(*within, "seamark-worker-cpu", "-c", "import engine_patches.plugin")
-    engine.fails(*within, "seamark-worker-cpu", "-c", "import proxy")
-    user = engine.docker("image", "inspect", "--format", "{{.Config.User}}", "seamark-gateway").strip()
+        engine.fails(*_within(GATEWAY_IMAGE), "-c", f"import {module}")
+    engine.docker(*_within(WORKER_IMAGE), "-c", "import engine_patches.plugin")
+    engine.fails(*_within(WORKER_IMAGE), "-c", "import proxy")
+    user = engine.docker("image", "inspect", "--format", "{{.Config.User}}", GATEWAY_IMAGE).strip()
     assert user == "65532:65532", f"the gateway's image runs as {user!r}"
 
 
@@ -215,7 +216,7 @@ def _the_gateway_does_not_wait_for_the_worker(say: Callable[[str], None]) -> Non
     say("before a worker is ready: the gateway is healthy, /v1 answers 503 with Retry-After")
 
 
-def _containers_are_as_confined_as_they_say(compose: SetupCompose) -> None:
+def _containers_are_as_confined_as_they_say(compose: Compose) -> None:
     for service in ("gateway", "worker"):
         written = compose("exec", "-T", service, "python3", "-c", _TRY_TO_WRITE).strip()
         assert written == "/tmp", f"the {service} can write to {written!r}, not to /tmp alone"
@@ -285,6 +286,6 @@ def _value(query: str) -> float:
     return min((float(series["value"][1]) for series in result), default=0.0)
 
 
-def _unhealthy(compose: SetupCompose) -> list[str]:
+def _unhealthy(compose: Compose) -> list[str]:
     rows = [json.loads(line) for line in compose("ps", "--format", "json").splitlines()]
     return [row["Service"] for row in rows if row["Health"] not in ("healthy", "")]

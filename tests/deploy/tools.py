@@ -150,22 +150,18 @@ def root_file_system(tools: Path, target: Path) -> Path:
     return target
 
 
-def wheel_names(project: Path) -> list[str]:
-    """What the gateway stands on, and what builds it, as pip is asked for it."""
-    with (project / "pyproject.toml").open("rb") as file:
-        needed = tomllib.load(file)
-    project_needs = needed["project"]
-    names = [*project_needs["dependencies"], *project_needs["optional-dependencies"]["tracing"]]
-    names += [*needed["build-system"]["requires"], "wheel"]
-    return [*names, "async-timeout"]  # redis asks for it on a Python older than 3.11.3, such as Debian 12's
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 
 def wheels(project: Path, into: Path) -> None:
-    """Fetch `wheel_names` at the locked versions, and make Seamark's own."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--only-binary", ":all:"]
-    run([*pip, "--dest", into, "--constraint", project / "requirements.lock", *wheel_names(project)])
-    own = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
-    run([*own, "--wheel-dir", into, project])
+    """Fetch what the gateway stands on, and what builds it, at the locked versions, and make Seamark's own."""
+    needed = tomllib.loads((project / "pyproject.toml").read_text())
+    names = [*needed["project"]["dependencies"], *needed["project"]["optional-dependencies"]["tracing"]]
+    names += [*needed["build-system"]["requires"], "wheel"]
+    names += ["async-timeout"]  # redis asks for it on a Python older than 3.11.3, such as Debian 12's
+    locked = ("--constraint", project / "requirements.lock")
+    run([*PIP, "download", "--only-binary", ":all:", "--dest", into, *locked, *names])
+    run([*PIP, "wheel", "--no-deps", "--wheel-dir", into, project])
 
 
 def sbom_tools(into: Path) -> Path:
@@ -173,7 +169,6 @@ def sbom_tools(into: Path) -> Path:
     if not into.exists():
         partial = into.with_name("partial-sbom")
         shutil.rmtree(partial, ignore_errors=True)
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        run([*pip, "--target", partial, SBOM_PROGRAM])
+        run([*PIP, "install", "--target", partial, SBOM_PROGRAM])
         partial.rename(into)
     return into
