@@ -26,8 +26,6 @@ from tests.harness.helm import render
 
 ROOT = Path(__file__).parents[2]
 
-NAME = "vllm-seamark"
-
 COMMANDS = ("serve", "setup", "key", "worker", "model", "boundary", "doctor", "gpu-check", "bench")
 
 URL = "http://127.0.0.1:9"

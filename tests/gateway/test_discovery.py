@@ -88,22 +88,6 @@ def test_a_gateway_may_start_before_any_worker_and_follows_them_to_the_end_of_th
         wait_for(lambda: gone.url[7:] not in httpx.get(own.url + "/metrics").text)
 
 
-def test_one_that_joins_has_hot_prefixes_replayed_before_it_gets_requests(own, resolver, port):
-    with recording_worker("127.0.0.2", port) as one, recording_worker("127.0.0.3", port) as two:
-        resolver.tell("127.0.0.2")
-        are_up(own, one)
-        for number in range(4):
-            wait_for(lambda: one.is_read)
-            post(own, temperature=number / 4)
-        two.hold.set()  # its replay waits
-        resolver.tell("127.0.0.2", "127.0.0.3")
-        wait_for(lambda: two.requests)
-        assert b'"max_tokens":1' in two.requests[0].body.replace(b" ", b"")
-        assert {post(own).headers["x-seamark-worker"] for _ in range(5)} == {one.url[7:]}
-        two.hold.clear()
-        are_up(own, one, two)
-
-
 def test_addresses_that_change_all_the_time_fail_no_request(own, resolver, port):
     addresses = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
     with ExitStack() as stack:

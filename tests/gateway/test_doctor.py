@@ -36,17 +36,6 @@ def test_a_worker_with_the_plugin_will_hit_and_one_without_is_told_the_cure(work
     assert "pip install --no-deps" in install and f"--port {plain.url.rpartition(':')[2]}" in start
 
 
-def test_a_wrong_key_is_told_from_none_and_shown_nowhere(worker, examined, tmp_path):
-    key = tmp_path / "key"
-    worker.api_key = "right"
-    status, text = examined(worker.url)
-    assert status == 1 and "wants an API key" in text and "--worker-api-key-file" in text
-    for given, status, words in (("right\n", 0, "will hit"), ("sesame", 1, "refuses the key")):
-        key.write_text(given)
-        found, text = examined(worker.url, "--worker-api-key-file", str(key))
-        assert found == status and words in text and "sesame" not in text
-
-
 def test_a_gateway_is_no_worker_and_tells_its_losses_to_an_operators_key(fleet, worker, examined, tmp_path):
     keys, key = tmp_path / "keys.toml", tmp_path / "admin"
     keys.write_text(entry("ann", admin=True))

@@ -9,19 +9,13 @@ from tests.bench.gateway_cost import (
     BARE,
     CASES,
     DIRECT,
-    ONE,
     SEAMARK,
-    SMALL,
     Batch,
     Case,
-    Contestant,
     Report,
-    compare,
     verdicts,
 )
 from tests.bench.peers import VLLM_ROUTER
-from tests.harness.cpu_time import CpuTime
-from tests.harness.mock_worker import mock_worker
 
 
 @pytest.mark.thorough
@@ -32,20 +26,6 @@ async def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traf
         assert {case: len(each) for case, each in batches.items()} == dict.fromkeys(CASES, 2)
         assert name == DIRECT or all(report.cpu(name, case).median > 20e-6 for case in CASES)
     assert report.renders == 0  # no request is rendered
-
-
-async def test_a_gateway_that_dies_is_given_up_and_the_others_go_on(fleet):
-    worker, dead = mock_worker(fleet), mock_worker(fleet)
-    said: list[str] = []
-    for each in (worker, dead):
-        each.wait_until_ready()
-    contestants = [Contestant(DIRECT, worker, None), Contestant("dead", dead, CpuTime(dead.process.pid))]
-    dead.stop()
-    case = Case(SMALL, False, ONE)
-    await compare(contestants, [case], 4, 2, said.append)
-    assert len(contestants[0].batches[case]) == 2
-    assert contestants[1].failure and not contestants[1].batches
-    assert any(line.startswith("dead is given up") for line in said)
 
 
 def made_up(ours: float, theirs: float, added: float) -> Report:

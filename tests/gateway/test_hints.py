@@ -17,7 +17,6 @@ from tests.harness.gateways import (
     CHAT,
     LAST_USER,
     SYSTEM,
-    SYSTEM_END,
     TURN_END,
     chat,
     hint_at,
@@ -59,20 +58,6 @@ async def test_no_request_is_rendered_however_long_it_is(in_memory):
                 assert ("x-seamark-boundary" in answer.headers) == (path != COMPLETIONS)
     assert await settled(worker) == renders == gateway.metric("seamark_renders_total") > 0
     assert not any(seen.target.endswith("/render") for seen in worker.requests)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_explanation_has_the_entries_and_what_the_engine_made_of_them(in_memory, worker, stream):
-    gateway = await in_memory(worker)
-    answer = await gateway.post(chat("Tide?", stream=stream), x_request_id="one")
-    assert answer.headers["x-seamark-boundary"] == f"{LAST_USER};{TURN_END}"
-    one = await gateway.explained("one")
-    assert one["sent"] == [LAST_USER, TURN_END] and one["lookup"] == "learnt"
-    assert one["positions"] == [SYSTEM_END, SYSTEM_END + len("Tide?")]
-    assert one["boundaries"] == [
-        {"entry": LAST_USER, "tokens": SYSTEM_END, "kind": "system"},
-        {"entry": TURN_END, "tokens": SYSTEM_END + len("Tide?"), "kind": "turn"},
-    ]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import pytest
 
 from proxy.routing.prefix_index import ENTRY_BYTES
 from tests.harness.api_keys import bearer, entry
-from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
-from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.gateways import CHAT, chat, post, start_gateway
+from tests.harness.recording_worker import RecordingWorker
 from tests.harness.waiting import until, wait_for
 
 
@@ -106,29 +106,6 @@ async def test_the_limits_of_a_key(in_memory, worker, tmp_path):
     assert refused.json()["error"]["code"] == "rate_limit_exceeded"
     worker.hold.clear()
     assert {(await answer).status_code for answer in (*anns, *bobs)} == {200}
-
-
-def test_a_worker_in_the_file_has_a_limit_of_its_own_and_can_be_added_and_taken_out(fleet, worker, pool, tmp_path):
-    with recording_worker() as second:
-        file = tmp_path / "workers.toml"
-        file.write_text(f'[[worker]]\nurl = "{worker.url}"\nmax_inflight = 1\n')
-        gateway = start_gateway(fleet, flags=("--workers-file", str(file), "--health-interval", "0.2"))
-        worker.hold.set()
-        answers = [pool.submit(post, gateway, chat(f"{number}")) for number in range(2)]
-        wait_for(lambda: metric(gateway, "seamark_queued") == 1)
-        file.write_text(file.read_text() + f'[[worker]]\nurl = "{second.url}/v1"\n')
-        wait_for(lambda: chats_at(second) == 1)  # a place has become free
-        file.write_text("[[worker]]\n")  # wrong: nothing changes
-        wait_for(lambda: "workers_file" in gateway.log.read_text())
-        assert len(httpx.get(gateway.url + "/seamark/status").json()["workers"]) == 2
-        file.write_text(f'[[worker]]\nurl = "{second.url}"\n')
-        wait_for(lambda: len(httpx.get(gateway.url + "/seamark/status").json()["workers"]) == 1)
-        worker.hold.clear()
-        assert {answer.result().status_code for answer in answers} == {200}  # what it had is finished
-        before = chats_at(worker)
-        assert post(gateway, chat("next")).status_code == 200 and chats_at(worker) == before
-        _, told = httpx.get(gateway.url + "/metrics").text.split("# HELP seamark_worker_up")
-        assert worker.url.removeprefix("http://") not in told.split("# HELP")[0]
 
 
 async def test_a_silent_stream_gets_comments_between_its_events(in_memory, worker):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,18 +39,6 @@ def test_a_start_names_version_addresses_and_each_worker_with_what_it_runs(fleet
 
 def name_of(worker: RecordingWorker) -> str:
     return worker.url.removeprefix("http://")
-
-
-def test_a_port_that_is_taken_costs_a_line(fleet):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        for setting in ("port", "admin_port"):
-            flags = (f"--{setting.replace('_', '-')}", str(port))
-            gateway = fleet.gateway(flags=("--worker", "http://127.0.0.1:9", *flags))
-            assert gateway.process.wait(30) == 2
-            (line,) = gateway.log.read_text().splitlines()
-            assert f"{setting}: nothing can listen on 127.0.0.1:{port} (Address already in use)" in line
-            assert f"held by process {os.getpid()} (" in line
 
 
 @contextlib.contextmanager
