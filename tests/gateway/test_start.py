@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -41,39 +39,17 @@ def name_of(worker: RecordingWorker) -> str:
     return worker.url.removeprefix("http://")
 
 
-@contextlib.contextmanager
-def answering(answers: dict[str, tuple[int, bytes]], key: str = "") -> Iterator[str]:
-    """A server that answers some paths, and others with 404; paths under /v1 only to who has the `key`."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        status, body = answers.get(scope["path"], (404, b'{"detail":"Not Found"}'))
-        asks = dict(scope["headers"]).get(b"authorization")
-        if key and scope["path"].startswith("/v1/") and asks != f"Bearer {key}".encode():
-            status, body = 401, b'{"error":"Unauthorized"}'
-        await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": body})
-
-    with serving(app) as url:
-        yield url
+async def something_else(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 404, "headers": []})
+    await send({"type": "http.response.body", "body": b'{"detail":"Not Found"}'})
 
 
-VLLM = {
-    "/health": (200, b""),
-    "/metrics": (200, b"process_start_time_seconds 1.7e+09\n"),
-    "/v1/models": (200, b'{"object":"list","data":[{"id":"m"}]}'),
-}
-
-CAUSES = (
-    (lambda: answering(VLLM, key="sk-of-vllm"), "wants a key: --worker-api-key-file FILE"),
-    (lambda: answering({}), "not vLLM: /health answers 404"),
-    (lambda: answering({**VLLM, "/v1/models": (200, b"{}")}), "not vLLM: /v1/models lists no models"),
-    (lambda: contextlib.nullcontext(f"http://127.0.0.1:{free_port()}"), "connection refused: nothing listens there"),
-)
-
-
-def test_why_a_worker_does_not_answer_is_logged_once_and_told_to_clients(fleet):
-    with contextlib.ExitStack() as stack:
-        causes = {stack.enter_context(place()): words for place, words in CAUSES}
+def test_why_a_worker_does_not_answer_is_logged_once_and_told_to_clients(fleet, worker):
+    worker.api_key = "sk-of-vllm"
+    with serving(something_else) as other:
+        causes = {worker.url: "wants a key: --worker-api-key-file FILE", other: "not vLLM: /health answers 404"}
+        for _ in range(MOST_CAUSES - 1):
+            causes[f"http://127.0.0.1:{free_port()}"] = "connection refused: nothing listens there"
         gateway = started(fleet, *(word for url in causes for word in ("--worker", url)), *PROBES)
         for url, words in causes.items():
             wait_for(lambda url=url: lines(gateway, f"worker {url[7:]} is down: "))
@@ -83,7 +59,7 @@ def test_why_a_worker_does_not_answer_is_logged_once_and_told_to_clients(fleet):
         assert len(lines(gateway, " is down: ")) == len(causes)
     for answer in refused:
         message = answer.json()["error"]["message"]
-        assert answer.status_code == 503 and "may still be loading" not in message
+        assert answer.status_code == 503 and "may still be loading" not in message and "; and 1 more" in message
         assert all(url[7:] in message and words in message for url, words in list(causes.items())[:MOST_CAUSES])
     assert [answer.headers["retry-after"] for answer in refused[::2]] == ["2", "2"]
 
