@@ -87,9 +87,8 @@ def container(objects: Mapping[tuple[str, str], Object], name: str) -> dict[str,
 
 
 def selected(objects: Mapping[tuple[str, str], Object], labels: Mapping[str, str]) -> list[Object]:
-    found = [each for each in pods(objects).values() if labels.items() <= labels_of(each).items()]
     assert labels
-    return found
+    return [each for each in pods(objects).values() if labels.items() <= labels_of(each).items()]
 
 
 def labels_of(pod: Object) -> dict[str, str]:

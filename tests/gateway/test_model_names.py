@@ -27,18 +27,14 @@ def form(**fields: str) -> bytes:
     return b"\r\n".join([*parts, b"--B B--\r\n"])
 
 
-def without_model(body: dict, path: str, model: object = ...) -> tuple[bytes, str]:
-    """A request that leaves the model to the worker; `model` is the value of the field, if it is there."""
-    return json.dumps(body if model is ... else {**body, "model": model}).encode(), path
-
-
 MESSAGES = [SYSTEM, {"role": "user", "content": "Tide?"}]
 
 LEFT_TO_THE_WORKER = {
-    "a chat without one": without_model({"messages": MESSAGES}, CHAT),
-    "a response with null": without_model({"instructions": RULES, "input": "Tide?"}, "/v1/responses", None),
-    "a message with an empty one": without_model(
-        {"system": RULES, "messages": MESSAGES[1:], "max_tokens": 8}, "/v1/messages", ""
+    "a chat without one": ({"messages": MESSAGES}, CHAT),
+    "a response with null": ({"instructions": RULES, "input": "Tide?", "model": None}, "/v1/responses"),
+    "a message with an empty one": (
+        {"system": RULES, "messages": MESSAGES[1:], "max_tokens": 8, "model": ""},
+        "/v1/messages",
     ),
 }
 
@@ -58,7 +54,7 @@ async def test_the_model_that_a_form_names_has_its_worker(in_memory, path):
     own = await in_memory(chats, audio)
     answers = [(await own.post(form(model=WHISPER, language=f"{n}"), path, **FORM)).status_code for n in range(6)]
     answers.append((await own.post(form(prompt="chat", model="chat"), path, **FORM)).status_code)
-    answers.append((await own.post(json.dumps({"model": WHISPER, "input": "x"}).encode(), "/v1/rerank")).status_code)
+    answers.append((await own.post({"model": WHISPER, "input": "x"}, "/v1/rerank")).status_code)
     assert set(answers) == {200} and answered(chats, audio) == [1, 7]
 
 
@@ -67,8 +63,7 @@ async def test_a_body_without_a_model_is_for_the_only_one(in_memory, body, path)
     worker = RecordingWorker()
     own = await in_memory(worker)
     await learnt(own)
-    named = json.dumps({**json.loads(body), "model": "m"}).encode()
-    first = await own.post(named, path)
+    first = await own.post({**body, "model": "m"}, path)
     await told(worker)
     hint = hint_at(worker)
     second = await own.post(body, path)

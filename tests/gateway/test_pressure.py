@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -17,12 +16,6 @@ from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import CHAT, chat, post, start_gateway
 from tests.harness.recording_worker import RecordingWorker
 from tests.harness.waiting import until, wait_for
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(32) as executor:
-        yield executor
 
 
 def chats_at(worker: RecordingWorker) -> int:
@@ -120,7 +113,8 @@ async def test_a_silent_stream_gets_comments_between_its_events(in_memory, worke
     assert answer.content.replace(b": keep-alive\n\n", b"") == worker.answers[-1]
 
 
-def test_stopping_is_bounded_and_whoever_is_cut_off_is_told(fleet, worker, pool):
+def test_stopping_is_bounded_and_whoever_is_cut_off_is_told(fleet, worker):
+    pool = ThreadPoolExecutor()
     gateway = start_gateway(fleet, worker, flags=("--drain-timeout", "1"))
     worker.pause.set()
     stream = pool.submit(post, gateway, chat("stream", stream=True))
