@@ -36,11 +36,6 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def asked(method: str, path: str, extensions: dict[str, Any]) -> dict[str, Any]:
-    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
-    return {**scope, "headers": [], "client": ("127.0.0.1", 1), "extensions": extensions}
-
-
 @pytest.fixture
 async def gateway(in_memory: Started, worker: RecordingWorker) -> InMemoryGateway:
     return await in_memory(worker)
@@ -106,7 +101,9 @@ async def test_pages_at_an_address_of_their_own_are_there_alone_and_need_no_key(
 
 @pytest.mark.parametrize("path", ["/v1/realtime", "/ui", "/health"])
 async def test_a_websocket_is_refused_before_anything_is_asked(gateway, worker, path):
-    call = Call(gateway.app, asked("GET", path, {asgi.WANTS_WEBSOCKET: {}}), b"")
+    scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope |= {"headers": [], "client": ("127.0.0.1", 1), "extensions": {asgi.WANTS_WEBSOCKET: {}}}
+    call = Call(gateway.app, scope, b"")
     start = await call.message()
     assert start is not None and start["status"] == 426 and not worker.requests
     assert b"no_websockets" in b"".join([piece async for piece in call.body()])
