@@ -5,7 +5,6 @@ No network is there, and nothing stands for anything but the container: the whee
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -34,19 +33,13 @@ sed -i 's/if block.is_null or block.block_hash is None:/if block is None:/' \\
 """
 
 
-def make_mod(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **variables}
-    return subprocess.run(["bash", str(MAKE_MOD), str(checkout)], env=environment, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
     """Of spark-vllm-docker, with the mod."""
     made = tmp_path_factory.mktemp("spark-vllm-docker")
     for name in ("mods", "recipes"):
         (made / name).mkdir()
-    done = make_mod(made)
-    assert done.returncode == 0, done.stderr
+    subprocess.run(["bash", str(MAKE_MOD), str(made)], check=True)
     return made
 
 
@@ -95,18 +88,13 @@ def test_a_vllm_that_is_too_old_gets_its_image_named_and_starts_all_the_same(mod
     assert without == WITHOUT and IN_PLACE in done.stdout
 
 
-def test_a_mod_before_it_that_edits_what_it_patches_is_named(mod, tmp_path):
-    container = SparkContainer(tmp_path / "container", "0.33.0", with_uv=True)
-    assert container.apply(other_mod(tmp_path, container)).returncode == 0
-    done = container.apply(mod)
-    assert done.returncode == 0
-    said, without = done.stderr.splitlines()[-2:]
-    assert "MambaManager.cache_blocks" in said and "fix-qwen3-coder-next" in said and without == WITHOUT
-
-
-def test_of_a_mod_behind_it_only_vllms_log_tells_so_it_goes_last(mod, tmp_path):
+def test_a_mod_that_edits_what_it_patches_is_named_and_behind_it_by_vllms_log_alone(mod, tmp_path):
     container = SparkContainer(tmp_path / "container", "0.33.0", with_uv=True)
     assert FITS in container.apply(mod).stdout
     assert container.apply(other_mod(tmp_path, container)).returncode == 0
     asked = container.run("python3 -m engine_patches patches --check")
     assert asked.returncode == 1 and "fix-qwen3-coder-next" in asked.stderr
+    done = container.apply(mod)  # before which the other one is, now
+    assert done.returncode == 0
+    said, without = done.stderr.splitlines()[-2:]
+    assert "MambaManager.cache_blocks" in said and "fix-qwen3-coder-next" in said and without == WITHOUT

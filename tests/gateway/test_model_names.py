@@ -18,8 +18,6 @@ FORM = {"content-type": 'multipart/form-data; boundary="B B"'}
 
 WHISPER = "openai/whisper-small"
 
-ALIASES = ("qwen", "claude-sonnet-4-6", "gpt-4o")
-
 
 def form(**fields: str) -> bytes:
     parts = [b'--B B\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n\r\n--B C']
@@ -29,20 +27,14 @@ def form(**fields: str) -> bytes:
     return b"\r\n".join([*parts, b"--B B--\r\n"])
 
 
-def without_model(body: dict, path: str, model: object = ...) -> tuple[bytes, str]:
-    """A request that leaves the model to the worker; `model` is the value of the field, if it is there."""
-    return json.dumps(body if model is ... else {**body, "model": model}).encode(), path
-
-
 MESSAGES = [SYSTEM, {"role": "user", "content": "Tide?"}]
 
 LEFT_TO_THE_WORKER = {
-    "a chat without one": without_model({"messages": MESSAGES}, CHAT),
-    "a chat with an empty one": without_model({"messages": MESSAGES}, CHAT, ""),
-    "a response with null": without_model({"instructions": RULES, "input": "Tide?"}, "/v1/responses", None),
-    "a completion with an empty one": without_model({"prompt": RULES}, "/v1/completions", ""),
-    "a message with an empty one": without_model(
-        {"system": RULES, "messages": MESSAGES[1:], "max_tokens": 8}, "/v1/messages", ""
+    "a chat without one": ({"messages": MESSAGES}, CHAT),
+    "a response with null": ({"instructions": RULES, "input": "Tide?", "model": None}, "/v1/responses"),
+    "a message with an empty one": (
+        {"system": RULES, "messages": MESSAGES[1:], "max_tokens": 8, "model": ""},
+        "/v1/messages",
     ),
 }
 
@@ -62,7 +54,7 @@ async def test_the_model_that_a_form_names_has_its_worker(in_memory, path):
     own = await in_memory(chats, audio)
     answers = [(await own.post(form(model=WHISPER, language=f"{n}"), path, **FORM)).status_code for n in range(6)]
     answers.append((await own.post(form(prompt="chat", model="chat"), path, **FORM)).status_code)
-    answers.append((await own.post(json.dumps({"model": WHISPER, "input": "x"}).encode(), "/v1/rerank")).status_code)
+    answers.append((await own.post({"model": WHISPER, "input": "x"}, "/v1/rerank")).status_code)
     assert set(answers) == {200} and answered(chats, audio) == [1, 7]
 
 
@@ -71,15 +63,13 @@ async def test_a_body_without_a_model_is_for_the_only_one(in_memory, body, path)
     worker = RecordingWorker()
     own = await in_memory(worker)
     await learnt(own)
-    named = json.dumps({**json.loads(body), "model": "m"}).encode()
-    first = await own.post(named, path)
+    first = await own.post({**body, "model": "m"}, path)
     await told(worker)
     hint = hint_at(worker)
     second = await own.post(body, path)
     assert (first.status_code, second.status_code) == (200, 200)
     assert json.loads(worker.requests[-1].body).get("model") in (None, "")
-    if path != "/v1/completions":
-        assert hint and hint_at(worker) == hint
+    assert hint and hint_at(worker) == hint
     assert int(second.headers["x-seamark-predicted"]) >= int(first.headers["x-seamark-predicted"])
     assert second.headers["x-seamark-reason"] != "unpatched"
     assert own.metric("seamark_requests_total", code="200") == own.metric("seamark_requests_total") == 2
@@ -102,25 +92,6 @@ async def test_before_several_models_a_body_without_one_is_told_which_there_are(
     pool = own.gateway.pool
     pool.mark_down(pool.workers[1])  # it will be there again
     assert (await own.post(*LEFT_TO_THE_WORKER["a chat without one"])).status_code == 400
-
-
-async def test_all_names_of_a_model_have_one_prefix_and_one_worker(in_memory):
-    one = RecordingWorker(models=ALIASES)
-    other = RecordingWorker(models=ALIASES[::-1])
-    own = await in_memory(one, other)
-    await learnt(own)
-    for question in "ab":
-        last = await ask(own, "qwen", question)
-        await told(one, other)
-    predicted = last.headers["x-seamark-predicted"]
-    holder = last.headers["x-seamark-worker"]
-    assert int(predicted)
-    for name in (*ALIASES, "", "claude-haiku-4-5"):
-        answer = await ask(own, name, f"{name}?")
-        assert (answer.headers["x-seamark-worker"], answer.headers["x-seamark-predicted"]) == (holder, predicted)
-        assert json.loads((one if one.url.endswith(holder) else other).requests[-1].body)["model"] == name
-    (warm,) = own.gateway.warmup.hottest(frozenset(ALIASES))
-    assert warm.model in ALIASES
 
 
 @pytest.mark.parametrize("patched", [True, False])

@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -14,15 +13,9 @@ import pytest
 
 from proxy.routing.prefix_index import ENTRY_BYTES
 from tests.harness.api_keys import bearer, entry
-from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
-from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.gateways import CHAT, chat, post, start_gateway
+from tests.harness.recording_worker import RecordingWorker
 from tests.harness.waiting import until, wait_for
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(32) as executor:
-        yield executor
 
 
 def chats_at(worker: RecordingWorker) -> int:
@@ -108,29 +101,6 @@ async def test_the_limits_of_a_key(in_memory, worker, tmp_path):
     assert {(await answer).status_code for answer in (*anns, *bobs)} == {200}
 
 
-def test_a_worker_in_the_file_has_a_limit_of_its_own_and_can_be_added_and_taken_out(fleet, worker, pool, tmp_path):
-    with recording_worker() as second:
-        file = tmp_path / "workers.toml"
-        file.write_text(f'[[worker]]\nurl = "{worker.url}"\nmax_inflight = 1\n')
-        gateway = start_gateway(fleet, flags=("--workers-file", str(file), "--health-interval", "0.2"))
-        worker.hold.set()
-        answers = [pool.submit(post, gateway, chat(f"{number}")) for number in range(2)]
-        wait_for(lambda: metric(gateway, "seamark_queued") == 1)
-        file.write_text(file.read_text() + f'[[worker]]\nurl = "{second.url}/v1"\n')
-        wait_for(lambda: chats_at(second) == 1)  # a place has become free
-        file.write_text("[[worker]]\n")  # wrong: nothing changes
-        wait_for(lambda: "workers_file" in gateway.log.read_text())
-        assert len(httpx.get(gateway.url + "/seamark/status").json()["workers"]) == 2
-        file.write_text(f'[[worker]]\nurl = "{second.url}"\n')
-        wait_for(lambda: len(httpx.get(gateway.url + "/seamark/status").json()["workers"]) == 1)
-        worker.hold.clear()
-        assert {answer.result().status_code for answer in answers} == {200}  # what it had is finished
-        before = chats_at(worker)
-        assert post(gateway, chat("next")).status_code == 200 and chats_at(worker) == before
-        _, told = httpx.get(gateway.url + "/metrics").text.split("# HELP seamark_worker_up")
-        assert worker.url.removeprefix("http://") not in told.split("# HELP")[0]
-
-
 async def test_a_silent_stream_gets_comments_between_its_events(in_memory, worker):
     gateway = await in_memory(worker, heartbeat=0.2)
     worker.pause_after = 0
@@ -143,20 +113,8 @@ async def test_a_silent_stream_gets_comments_between_its_events(in_memory, worke
     assert answer.content.replace(b": keep-alive\n\n", b"") == worker.answers[-1]
 
 
-def test_a_gateway_that_is_to_stop_says_so_and_serves_on(fleet, worker):
-    gateway = start_gateway(fleet, worker, flags=("--stop-delay", "3600"))
-    with httpx.Client() as kept:
-        assert "connection" not in kept.get(gateway.url + "/health").headers
-        gateway.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: httpx.get(gateway.url + "/ready").status_code == 503)
-        assert httpx.get(gateway.url + "/ready").json()["error"]["code"] == "stopping"
-        assert kept.post(gateway.url + CHAT, json=chat("on the old connection")).headers["connection"] == "close"
-    assert post(gateway, chat("on a new one")).status_code == 200
-    gateway.process.send_signal(signal.SIGTERM)  # whoever is in a hurry
-    assert gateway.process.wait(30) == -signal.SIGTERM
-
-
-def test_stopping_is_bounded_and_whoever_is_cut_off_is_told(fleet, worker, pool):
+def test_stopping_is_bounded_and_whoever_is_cut_off_is_told(fleet, worker):
+    pool = ThreadPoolExecutor()
     gateway = start_gateway(fleet, worker, flags=("--drain-timeout", "1"))
     worker.pause.set()
     stream = pool.submit(post, gateway, chat("stream", stream=True))
@@ -186,7 +144,7 @@ async def test_the_depth_of_a_body_is_bounded(in_memory, worker):
     assert "max_json_depth" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("filling", [b"{},", b"[],", b'"":0,', b'"",' * 4])
+@pytest.mark.parametrize("filling", [b"{},", b'"":0,'])
 async def test_the_values_of_a_body_are_bounded_and_the_worker_sees_none_of_a_larger_one(in_memory, worker, filling):
     gateway = await in_memory(worker, max_json_values=1000)
     opened, closed = (b"{", b'"z":0}') if b":" in filling else (b"[", b"0]")

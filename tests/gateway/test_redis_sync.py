@@ -4,10 +4,6 @@ garbage."""
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,24 +13,14 @@ import pytest
 import redis as redis_client
 
 from proxy.bench.harness.servers import Server, Servers
-from proxy.boundaries.boundary import Boundary
-from proxy.boundaries.positions import PositionCache
-from proxy.chat.responses import StoredResponses
-from proxy.idle_work import IdleWork
-from proxy.metrics import Metrics
 from proxy.routing import redis_sync
-from proxy.routing.prefix_index import ENTRY_BYTES, PrefixIndex
-from proxy.routing.redis_sync import RedisSync
 from tests.harness.forked_gateways import GatewayForks
 from tests.harness.gateways import chat, metric, post, start_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
-from tests.harness.redis_server import LateWay, RedisServer, late_way, redis_server
+from tests.harness.redis_server import RedisServer, late_way, redis_server
 from tests.harness.waiting import wait_for
 
 SECRET = "the lighthouse keeper's diary"
-
-BOOT = "http://worker#1.7e+09"
-
 
 # Seconds, in place of the defaults, which a busy machine alone may exceed. Three later answers in a row: Redis is down.
 TIMES = {"CONNECT_SECONDS": 1.0, "ANSWER_SECONDS": 1.0, "RETRY_SECONDS": 0.2}
@@ -149,27 +135,19 @@ def steady_traffic(gateway: Server) -> Iterator[list[str]]:
         thread.join()
 
 
-def full_speed(server: RedisServer, way: LateWay) -> None:
-    way.seconds = 0.0
-
-
-def slow(server: RedisServer, way: LateWay) -> None:
-    way.seconds = LATE_SECONDS
-
-
 HARMS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "killed": (lambda server, way: server.kill(), lambda server, way: server.start()),
     "frozen": (lambda server, way: server.freeze(), lambda server, way: server.thaw()),
     "full": (lambda server, way: server.fill(), lambda server, way: server.make_room()),
-    "slow": (slow, full_speed),
+    "slow": (
+        lambda server, way: vars(way).update(seconds=LATE_SECONDS),
+        lambda server, way: vars(way).update(seconds=0.0),
+    ),
 }
 
 
-THOROUGH = pytest.mark.thorough
-
-
 @pytest.mark.parametrize(
-    "harm", ["killed", *(pytest.param(each, marks=THOROUGH) for each in ("frozen", "slow", "full"))]
+    "harm", ["killed", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("frozen", "slow", "full"))]
 )
 def test_redis_that_is_lost_costs_no_request_and_comes_back(fleet, workers, server, harm):
     with late_way(server.port) as way:
@@ -192,35 +170,6 @@ def test_redis_that_is_lost_costs_no_request_and_comes_back(fleet, workers, serv
         assert "Traceback" not in first.log.read_text()
 
 
-@pytest.mark.parametrize("harm", ["killed", pytest.param("frozen", marks=THOROUGH)])
-def test_a_gateway_starts_and_serves_where_redis_never_answered(fleet, workers, server, harm):
-    HARMS[harm][0](server, None)
-    gateway = start_gateway(fleet, *workers, flags=("--redis", server.url))
-    with steady_traffic(gateway) as wrong:
-        wait_for(lambda: status(gateway)["redis"]["state"] == "down")
-        wait_for(lambda: metric(gateway, "seamark_requests_total") > 10)
-    assert wrong == [] and metric(gateway, "seamark_redis_up") == 0
-    assert len(told_of_redis(gateway)) == 1
-    gateway.stop()
-    assert gateway.process.returncode == -signal.SIGTERM  # not killed for taking too long
-
-
-def test_without_redis_nothing_of_it_is_imported(fleet, workers):
-    gateway = start_gateway(fleet, *workers)
-    assert status(gateway)["redis"] == {"state": "off"}
-    told = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys, proxy.server.app; print([name for name in sys.modules if 'redis' in name])",
-        ],
-        capture_output=True,
-        text=True,
-        env=os.environ,
-    )
-    assert told.stdout.strip() == "[]"
-
-
 def test_a_password_is_never_told(fleet, workers, server):
     url = server.url.replace("://", "://user:hunter2@")
     gateway = start_gateway(fleet, *workers, flags=("--redis", url))
@@ -229,62 +178,10 @@ def test_a_password_is_never_told(fleet, workers, server):
     assert "AuthenticationError" in told_of_redis(gateway)[0]
 
 
-class Tables:
-    """The tables of a gateway and its share in Redis, here in the test's own process."""
-
-    def __init__(self, server: RedisServer, boot: str = BOOT, size: int = 2**26) -> None:
-        self.prefix_index, tables = PrefixIndex(size), (PositionCache(size), StoredResponses(0), Metrics(), IdleWork())
-        self.sync = RedisSync(server.url, self.prefix_index, *tables, lambda: [boot])
-
-    async def exchange(self) -> None:
-        """Until nothing is left to write or read, without the pauses between two writes."""
-        more = True
-        while more or self.sync._waiting:
-            self.sync._next_write = 0.0
-            more = await self.sync._exchange()
-
-    def hold(self, number: int) -> None:
-        """The worker's engine has told that it holds this prefix."""
-        self.prefix_index.record([Boundary("system", key_of(number), 100, 100)], BOOT)
-        self.prefix_index.set_held(key_of(number), BOOT, 100)
-
-
-def key_of(number: int) -> bytes:
-    return number.to_bytes(16, "little")
-
-
-def batch_of(*numbers: int) -> bytes:
-    return redis_sync.pack(redis_sync.HOLDINGS, b"w" * 8, [(redis_sync.HELD, key_of(each), 9) for each in numbers])
-
-
-async def test_streams_and_tables_take_no_more_room_than_is_said(server, client):
-    stream, many = redis_sync.holdings_stream(BOOT), 2 * redis_sync.STREAM_ENTRIES
+def test_a_stream_takes_no_more_room_than_is_said(client):
+    largest = redis_sync.pack(redis_sync.HOLDINGS, b"w" * 8, [(redis_sync.HELD, bytes(16), 9)] * redis_sync.MAX_RECORDS)
     with client.pipeline(transaction=False) as pipeline:
-        for number in range(many):
-            pipeline.xadd(stream, {"n": batch_of(number)})
-            largest = batch_of(*[0] * redis_sync.MAX_RECORDS)
+        for _ in range(2 * redis_sync.STREAM_ENTRIES):
             pipeline.xadd("largest", {"n": largest}, maxlen=redis_sync.STREAM_ENTRIES, approximate=True)
         pipeline.execute()
-    small = Tables(server, size=ENTRY_BYTES * 100)
-    small.hold(10**6)
-    await small.exchange()
-    assert client.xlen(stream) <= redis_sync.STREAM_ENTRIES + 200
-    assert len(small.prefix_index) == 100 and small.prefix_index.holds(key_of(many - 1), BOOT)
     assert redis_sync.STREAM_BYTES / 2 < client.memory_usage("largest", samples=0) < redis_sync.STREAM_BYTES
-
-
-async def test_a_full_redis_drops_the_stream_that_was_written_to_longest_ago(server, client, monkeypatch):
-    client.config_set("maxmemory-policy", "volatile-ttl")
-    monkeypatch.setattr(redis_sync, "STREAM_SECONDS", 100)
-    old, new = Tables(server, boot="old"), Tables(server)
-    for number in range(8000):
-        old.sync._held(key_of(number), 100, "old")
-    await old.exchange()
-    monkeypatch.setattr(redis_sync, "STREAM_SECONDS", 6 * 3600)  # as if it were much later
-    new.hold(1)
-    await new.exchange()
-    client.config_set("maxmemory", client.info("memory")["used_memory"] - 2**15)
-    new.hold(2)
-    await new.exchange()
-    assert not client.exists(redis_sync.holdings_stream("old"))
-    assert client.exists(redis_sync.holdings_stream(BOOT))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.harness.gateways import SYSTEM, chat
+from tests.harness.gateways import chat
 from tests.harness.recording_worker import RecordingWorker
 from tests.harness.waiting import until
 
@@ -33,41 +33,6 @@ async def test_without_memory_for_texts_nothing_is_replayed(in_memory, worker):
         await on.post(chat(question))
     await until(lambda: replays(other))
     assert not replays(worker)
-
-
-async def test_answers_that_cannot_be_compared_are_not_judged_and_cost_no_hint(in_memory, worker):
-    gateway = await in_memory(worker, **OFTEN)
-    for question in ("one", "two"):
-        await gateway.post(chat(question, temperature=1.0, seed=3))
-    await until(lambda: replays(worker))
-    replay = json.loads(replays(worker)[0])
-    assert replay["temperature"] == 0 and "seed" not in replay
-    text = f"<system>{SYSTEM['content']}<user>"
-    assert replay["prompt"][: len(text)] == list(map(ord, text))
-    nothing = {"checked": 0, "differs": 0, "hints_off": False, "cache_off": False}
-    assert (await gateway.status())["self_check"] == nothing
-    assert b"seamark_boundaries" in replays(worker)[0]
-
-
-async def test_another_sites_page_cannot_turn_hints_on_again(in_memory, worker):
-    gateway = await in_memory(worker, **OFTEN)
-    path = "/seamark/self-check/reset"
-    assert (await gateway.post(b"", path, sec_fetch_site="cross-site")).status_code == 403
-    assert (await gateway.post(b"", path, sec_fetch_site="same-origin")).status_code == 200
-    assert (await gateway.post(b"", path)).json() == {"hints_off": False}
-
-
-async def test_a_worker_that_others_keep_busy_is_left_alone(in_memory, worker):
-    worker.more_metrics = 'vllm:num_requests_running{engine="0"} 1.0\n'
-    idle = RecordingWorker(models=("other",))
-    gateway = await in_memory(worker, idle, **OFTEN)
-    for model in ("m", "other"):
-        for question in ("one", "two"):
-            await gateway.post(chat(question, model=model))
-    await until(lambda: replays(idle))  # the busy one had its last request before, and would have been replayed, too
-    assert not replays(worker)
-    worker.more_metrics = ""
-    await until(lambda: replays(worker))  # that it was busy was the only reason
 
 
 async def test_a_worker_in_quarantine_gets_the_salt_and_no_other_change(in_memory, worker):

@@ -39,23 +39,15 @@ class Expected(NamedTuple):
 
 EXPECTED = {
     "qwen3.8-27b-dflash2.yaml": Expected(("inside the pass, on multiples of 64", "(dflash, 8 tokens)", TRIAL)),
-    "nemotron-3.5-lightning.yaml": Expected(
-        ("Mamba2", "inside the pass, on multiples of 16", "(dspark, 7 tokens)", "--mamba-cache-mode is taken away")
-    ),
-    "nemotron-3-ultra.yaml": Expected(("(mtp, 4 tokens)", "--mamba-cache-mode is taken away")),
     "glm-5.3-flash.yaml": Expected(("holds a fork of vLLM", TAKE), hits=False),
-    "qwen3.5-122b.yaml": Expected(("will hit from request 2 on: gated delta nets",)),
     "qwen3.6-35b-playbook.sh": Expected(
         ("vLLM 0.28.0 (by its image's tag)", "these files take it", "With it: will hit"), hits=False
     ),
-    "nemotron-3-super.sh": Expected(("(mtp, 3 tokens)", "--mamba-cache-mode is taken away")),
     "qwen3.8-27b-compose.yaml": Expected(("multiples of 64", "(mtp, 3 tokens)"), worker="http://127.0.0.1:8020"),
     "granite-4-compose.yaml": Expected(
         ("Mamba2", f"{NO_CACHING} is taken away"), host="127.0.0.1", worker="http://127.0.0.1:8001"
     ),
     "falcon-h1.sh": Expected(("Mamba2",), worker="http://127.0.0.1:9000"),
-    "qwen3-next.yaml": Expected(("gated delta nets", "--mamba-cache-mode is taken away")),
-    "qwen3.6-35b-cluster.sh": Expected(("(mtp, 3 tokens)",)),
 }
 
 # A `docker run` of a playbook, as Docker tells it of a container.

@@ -64,22 +64,6 @@ async def test_no_client_learns_of_anothers_prompts_by_what_its_own_lost(in_memo
     assert lost[:2] == [{}, {}] and lost[2].keys() == {"unpatched"}
 
 
-async def test_a_restart_and_a_changed_prefix_are_losses_that_the_plugin_does_not_cure(in_memory, worker):
-    gateway = await in_memory(worker, health_interval=0.1)
-    question = {"role": "user", "content": "How high is the tide tonight? " * 5}
-    await gateway.post({"model": "m", "messages": [SYSTEM, question]})
-    await judged(gateway, 1)
-    worker.boot = "1.8e+09"
-    await gateway.shows(lambda status: status["workers"][0]["boot"].endswith("#1.8e+09"))
-    await gateway.post(chat("two"))
-    changed = {"role": "system", "content": "It is 9:41. " + SYSTEM["content"]}
-    await gateway.post({"model": "m", "messages": [changed, question]})
-    lost = (await judged(gateway, 3))["lost"]
-    assert lost["worker_restarted"]["tokens"] == SYSTEM_END // MATCH_UNIT * MATCH_UNIT
-    assert lost["prefix_changed"]["tokens"] >= SYSTEM_END // MATCH_UNIT * MATCH_UNIT
-    assert "unpatched" not in lost
-
-
 async def test_in_shadow_mode_text_that_changes_has_its_headline_too(in_memory, worker):
     gateway = await in_memory(worker, health_interval=0.1, shadow=True)
     question = {"role": "user", "content": "How high is the tide tonight? " * 5}

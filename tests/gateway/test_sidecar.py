@@ -1,4 +1,4 @@
-"""A gateway beside one worker: its metrics with ours, ready when it is, and what may not stand beside it."""
+"""A gateway beside one worker: its metrics with ours, and ready when it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.http.client import Unreachable
-from proxy.settings import Settings
 from tests.harness.gateways import CHAT, SYSTEM_END, chat
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
@@ -50,18 +49,3 @@ async def test_the_hint_header_of_a_client_goes_no_further(in_memory, worker, si
     for path in (CHAT, "/v1/other"):
         await gateway.post(chat("Tide?"), path, x_seamark_boundaries="163")
         assert b"x-seamark-boundaries" not in dict(worker.requests[-1].headers)
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"worker": ("http://a:1", "http://b:1")}, "--worker"),
-        ({"worker": ()}, "--worker"),
-        ({"redis": "redis://a"}, "leave out redis"),
-        ({"workers_file": "/workers.toml"}, "leave out workers_file"),
-    ],
-)
-def test_what_does_not_go_with_it_is_named(more, words):
-    with pytest.raises(ValueError, match="sidecar: it") as error:
-        Settings(**{"worker": ("http://a:1",), "sidecar": True, **more})
-    assert words in str(error.value)

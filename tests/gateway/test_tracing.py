@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import http.server
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
-from tests.harness.waiting import until, wait_for
+from tests.harness.gateways import CHAT, chat
+from tests.harness.threaded_server import serving, whole_body
+from tests.harness.waiting import until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -28,44 +24,20 @@ SECRET = "the lighthouse keeper's diary"
 class Collector:
     """Takes OTLP over HTTP."""
 
-    url: str = ""
-    status: int = 200
     spans: list[Span] = field(default_factory=list)
     raw: bytes = b""
 
     def named(self, name: str) -> list[Span]:
         return [span for span in self.spans if span.name == name]
 
-
-@contextmanager
-def collector() -> Iterator[Collector]:
-    found = Collector()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            raw = self.rfile.read(int(self.headers["content-length"]))
-            if found.status == 200:
-                found.raw += raw
-                for resource in ExportTraceServiceRequest.FromString(raw).resource_spans:
-                    assert {"service.name"} <= {each.key for each in resource.resource.attributes}
-                    found.spans += [span for scope in resource.scope_spans for span in scope.spans]
-            self.send_response(found.status)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    found.url = f"http://127.0.0.1:{server.server_port}/v1/traces"
-    try:
-        yield found
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        raw = await whole_body(receive)
+        self.raw += raw
+        for resource in ExportTraceServiceRequest.FromString(raw).resource_spans:
+            assert {"service.name"} <= {each.key for each in resource.resource.attributes}
+            self.spans += [span for spans in resource.scope_spans for span in spans.spans]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
 
 
 @pytest.fixture(autouse=True)
@@ -89,8 +61,9 @@ async def test_trace_context_passes_unchanged_where_nothing_is_traced(in_memory,
 
 @pytest.mark.parametrize(("stream", "cached", "reason"), [(False, 0, "cold"), (True, 160, "hit")])
 async def test_a_request_is_a_span_between_its_clients_and_its_workers(in_memory, worker, stream, cached, reason):
-    with collector() as found:
-        gateway = await in_memory(worker, otlp_traces_endpoint=found.url)
+    found = Collector()
+    with serving(found) as url:
+        gateway = await in_memory(worker, otlp_traces_endpoint=f"{url}/v1/traces")
         worker.cached = cached
         await gateway.post({**chat(SECRET), "stream": stream}, **CONTEXT)
         sent = sent_headers(worker)
@@ -107,21 +80,3 @@ async def test_a_request_is_a_span_between_its_clients_and_its_workers(in_memory
         assert sorted(inside) == sorted(["boundaries", "queue", "choice", "first token" if stream else "answer"])
         assert SECRET.encode() not in found.raw
         await until(lambda: gateway.metric("seamark_spans_total", result="exported") >= 5)
-
-
-def test_a_collector_that_refuses_or_is_away_costs_no_request_and_is_told_once(fleet, worker):
-    with collector() as found:
-        found.status = 400
-        gateway = start_gateway(fleet, worker, flags=("--otlp-traces-endpoint", found.url))
-        for number in range(2):
-            assert post(gateway, chat(f"Tide {number}?")).status_code == 200
-            wait_for(lambda: metric(gateway, 'seamark_spans_total{result="lost"}') > 4 * number)  # noqa: B023
-    assert post(gateway, chat("Berth?")).status_code == 200
-    gateway.stop()
-    told = [line for line in gateway.log.read_text().splitlines() if "span" in line.lower()]
-    assert len(told) == 1 and "otlp_traces_endpoint" in told[0]
-
-
-def test_without_a_collector_nothing_of_it_is_imported():
-    code = "import sys, proxy.server.app; print([name for name in sys.modules if 'opentelemetry' in name])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -14,7 +14,7 @@ from proxy.chat.chat import CHAT
 from proxy.fleet.probe import MODELS
 from proxy.http import asgi
 from proxy.server.app import App, build, build_pages
-from tests.harness.api_keys import bearer, entry
+from tests.harness.api_keys import entry
 from tests.harness.in_memory_gateway import Call, InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
 
@@ -36,11 +36,6 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def asked(method: str, path: str, extensions: dict[str, Any]) -> dict[str, Any]:
-    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
-    return {**scope, "headers": [], "client": ("127.0.0.1", 1), "extensions": extensions}
-
-
 @pytest.fixture
 async def gateway(in_memory: Started, worker: RecordingWorker) -> InMemoryGateway:
     return await in_memory(worker)
@@ -54,8 +49,6 @@ async def gateway(in_memory: Started, worker: RecordingWorker) -> InMemoryGatewa
         *(("GET", path + "/", 200) for path in ("/health", "/ready", "/metrics", "/v1/models")),
         ("HEAD", MODELS + "/m", 200),
         ("GET", "/", 307),
-        ("GET", "/version", 404),
-        ("GET", "/v1/v1/models", 404),
         ("POST", "/v1/v1/chat/completions", 404),
         ("POST", "/chat/completions", 404),
         ("GET", "/v1", 404),
@@ -75,7 +68,6 @@ async def test_pages_of_the_gateways_own_are_no_workers(gateway, worker, method,
     ("path", "says"),
     [
         ("/chat/completions", ["Did you mean /v1/chat/completions?", "base_url ends in /v1."]),
-        ("/models/m", ["Did you mean /v1/models/m?", "base_url ends in /v1."]),
         ("/v1/v1/responses/r", ["Did you mean /v1/responses/r?", "base_url must not end in /v1"]),
         ("/", ["live page is at the admin port"]),
         ("/reset_prefix_cache", ["/v1/...", "/tokenize", "at the worker itself"]),
@@ -109,7 +101,9 @@ async def test_pages_at_an_address_of_their_own_are_there_alone_and_need_no_key(
 
 @pytest.mark.parametrize("path", ["/v1/realtime", "/ui", "/health"])
 async def test_a_websocket_is_refused_before_anything_is_asked(gateway, worker, path):
-    call = Call(gateway.app, asked("GET", path, {asgi.WANTS_WEBSOCKET: {}}), b"")
+    scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope |= {"headers": [], "client": ("127.0.0.1", 1), "extensions": {asgi.WANTS_WEBSOCKET: {}}}
+    call = Call(gateway.app, scope, b"")
     start = await call.message()
     assert start is not None and start["status"] == 426 and not worker.requests
     assert b"no_websockets" in b"".join([piece async for piece in call.body()])
@@ -171,19 +165,6 @@ async def test_another_sites_page_changes_nothing(gateway):
         headers = {} if site is None else {"sec-fetch-site": site}
         answer = await asking(gateway.app).request(method, f"/seamark/{path}", headers=headers)
         assert (answer.status_code != 403) == may, (path, site)
-
-
-async def test_a_request_is_explained_to_its_own_key_and_to_operators(in_memory, worker, tmp_path):
-    file = tmp_path / "keys.toml"
-    file.write_text(entry("ann") + entry("bob") + entry("root", admin=True))
-    gateway = await in_memory(worker, api_keys=file)
-    body = {"model": "m", "messages": [{"role": "user", "content": "Tide?"}]}
-    await gateway.post(body, **{**bearer("ann"), "x-request-id": "mine"})
-    found = {name: (await gateway.get("/seamark/requests/mine", **bearer(name))) for name in ("ann", "bob", "root")}
-    assert {name: answer.status_code for name, answer in found.items()} == {"ann": 200, "bob": 404, "root": 200}
-    assert found["ann"].json()["request_id"] == "mine" and "mine" in error_of(found["bob"])["message"]
-    assert (await gateway.get("/seamark/requests/mine")).status_code == 401
-    assert (await gateway.get("/seamark/requests/other", **bearer("root"))).status_code == 404
 
 
 async def test_an_error_is_told_in_the_envelope_of_the_api_that_was_meant(gateway):

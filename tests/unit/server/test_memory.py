@@ -84,13 +84,9 @@ def test_large_blocks_are_asked_to_be_given_back_where_the_allocator_can(monkeyp
         def mallopt(self, what: int, size: int) -> None:
             asked.append((what, size))
 
-    class Other:
-        def __init__(self, name: None) -> None:
-            pass
-
     monkeypatch.setattr(memory.ctypes, "CDLL", Libc)
     memory.give_large_blocks_back()
     assert asked == [(-3, MIB)]  # M_MMAP_THRESHOLD
-    monkeypatch.setattr(memory.ctypes, "CDLL", Other)
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
     memory.give_large_blocks_back()
     assert len(asked) == 1

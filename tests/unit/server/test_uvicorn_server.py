@@ -30,30 +30,16 @@ FAMILIES = {socket.AF_INET6: "::1", socket.AF_INET: "127.0.0.1"}
 
 # What is overridden, or called, with its parameters.
 METHODS = {
-    uvicorn.Server: {
-        "startup": ["sockets"],
-        "shutdown": ["sockets"],
-        "handle_exit": ["sig", "frame"],
-        "on_tick": ["counter"],
-        "capture_signals": [],
-    },
-    HttpToolsProtocol: {
-        "connection_made": ["transport"],
-        "connection_lost": ["exc"],
-        "data_received": ["data"],
-        **dict.fromkeys(("on_message_begin", "on_headers_complete", "on_message_complete", "on_response_complete"), ()),
-        "on_url": ["url"],
-        "on_header": ["name", "value"],
-        "resume_writing": [],
-        "send_400_response": ["msg"],
-        "timeout_keep_alive_handler": [],
-    },
+    uvicorn.Server: "startup sockets, shutdown sockets, handle_exit sig frame, on_tick counter, capture_signals",
+    HttpToolsProtocol: "connection_made transport, connection_lost exc, data_received data, on_message_begin, "
+    "on_headers_complete, on_message_complete, on_response_complete, on_url url, on_header name value, "
+    "resume_writing, send_400_response msg, timeout_keep_alive_handler",
 }
 
 
 def test_uvicorn_has_what_is_overridden_called_and_read_and_is_within_its_cap():
     for owner, methods in METHODS.items():
-        for name, parameters in methods.items():
+        for name, *parameters in map(str.split, methods.split(", ")):
             assert list(inspect.signature(getattr(owner, name)).parameters) == ["self", *parameters], name
     server = uvicorn.Server(uvicorn.Config("x", log_config=None))
     assert vars(server).keys() >= {"server_state", "should_exit", "force_exit", "_captured_signals"}
@@ -101,7 +87,6 @@ async def test_a_stop_has_its_delay_and_then_comes(monkeypatch):
     [
         ((signal.SIGINT,), 5),
         ((signal.SIGTERM, signal.SIGTERM), 5),
-        ((signal.SIGTERM, signal.SIGINT), 5),
         ((signal.SIGINT, signal.SIGTERM), 5),  # which ends already
         ((signal.SIGTERM,), 0),
     ],
@@ -155,7 +140,6 @@ async def app(scope, receive, send) -> None:
         ({}, [1], ("base_url http://127.", "live page http://127."), ("API key", "shadow mode", "no worker")),
         ({"admin_port": 0}, [1], ("base_url",), ("live page",)),
         ({"shadow": True}, [1], ("shadow mode",), ()),
-        ({}, [], ("there is no worker",), ()),
         ({"workers_dns": ("http://workers:8000",), "worker": ()}, [], ("base_url",), ("there is no worker",)),
     ],
 )
