@@ -14,11 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-AS = "~~~ as "
+AS = " ~~~ as "  # behind the name of a part, and before that of another one
 
 
-def as_another(name: str, whole: str, text: str) -> str:
-    """What differs from the text `name`: lines in place of others (`!`), further ones (`+`), and those gone (`-`)."""
+def as_another(whole: str, text: str) -> str:
+    """What differs from another text: lines in place of others (`!`), further ones (`+`), and those gone (`-`)."""
     old, new = whole.splitlines(), text.splitlines()
     lines = []
     for kind, start, end, first, last in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -27,7 +27,7 @@ def as_another(name: str, whole: str, text: str) -> str:
             lines += [f"! {line}" for line in new[first : first + both]]
             lines += [f"+ {line}" for line in new[first + both : last]]
             lines += [f"- {line}" for line in old[start + both : end]]
-    return "".join(f"{line}\n" for line in [f"{AS}{name}", *lines])
+    return "".join(f"{line}\n" for line in lines)
 
 
 @pytest.fixture
@@ -45,14 +45,20 @@ def expect_golden(request: pytest.FixtureRequest) -> Callable[..., None]:
         path = request.path.parent / "golden" / f"{name}.txt"
         path.parent.mkdir(exist_ok=True)
         parts = re.split(r"^=== (.*)\n", path.read_text() if path.exists() else "", flags=re.M)[1:]
-        kept = dict(zip(parts[::2], parts[1::2], strict=True))
-        given, known = text.rstrip("\n") + "\n", kept.get(case, "")
-        base = known.partition("\n")[0].removeprefix(AS) if known.startswith(AS) else ""
-        said = as_another(base, kept[base], given) if base else given
-        if said != known and (not known or os.environ.get("SEAMARK_GOLDEN")):
-            others = [(name, whole) for name, whole in kept.items() if name != case and not whole.startswith(AS)]
-            new = min([given, *(as_another(*other, given) for other in others)], key=lambda each: each.count("\n"))
-            path.write_text("".join(f"=== {each}\n{part}" for each, part in {**kept, case: new}.items()))
+        kept = {}
+        for header, part in zip(parts[::2], parts[1::2], strict=True):
+            each, _, base = header.partition(AS)
+            kept[each] = base, part
+        given = text.rstrip("\n") + "\n"
+        base, known = kept.get(case, ("", ""))
+        said = as_another(kept[base][1], given) if base else given
+        if said != known and (case not in kept or os.environ.get("SEAMARK_GOLDEN")):
+            others = [(each, whole) for each, (base, whole) in kept.items() if each != case and not base]
+            new = [(each, as_another(whole, given)) for each, whole in others]
+            new = [part for part in new if 3 * part[1].count("\n") < 2 * given.count("\n")]
+            kept[case] = min(new, key=lambda part: part[1].count("\n"), default=("", given))
+            headers = {each: f"{each}{AS}{base}" if base else each for each, (base, _) in kept.items()}
+            path.write_text("".join(f"=== {headers[each]}\n{part}" for each, (_, part) in kept.items()))
             assert os.environ.get("SEAMARK_GOLDEN"), f"{path.name} had no part {case!r}; read what is there now"
         else:
             assert said == known

@@ -37,7 +37,6 @@ def answering(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 
     monkeypatch.setattr(setup, "running", running)
     monkeypatch.setattr(setup, "image_version", lambda image: "")
-    monkeypatch.setattr(setup, "image_version", lambda image: "")
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: object() if name == "vllm" else real(name, *more)
@@ -161,23 +160,27 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "answers",
+    ("answers", "flags"),
     [
-        ("slurm", SetupWay.SPARK, "a/B", "{out}"),
-        (SetupWay.COMPOSE, "a/B", OF_THE_USER["SECOND_SPARK"], "{out}"),
-        (SetupWay.COMPOSE, "a/B", "", "{out}"),
-        (SetupWay.KUBERNETES, "a/B", "3", "{out}"),
-        ("", "  a/B ", "{out}"),  # the first way is the default
-        (SetupWay.SYSTEMD, "", "{out}"),
-        (SetupWay.BESIDE, "http://a:1/v1", "{out}"),
+        (("slurm", SetupWay.SPARK, "a/B"), ("--way", "spark-vllm-docker", "--model", "a/B")),
+        ((SetupWay.COMPOSE, "a/B", OF_THE_USER["SECOND_SPARK"]), ("--way", "compose", "--model", "a/B", *SECOND)),
+        ((SetupWay.COMPOSE, "a/B", ""), ("--way", "compose", "--model", "a/B", "--workers", "1")),
+        ((SetupWay.KUBERNETES, "a/B", "3"), ("--way", "kubernetes", "--model", "a/B", "--workers", "3")),
+        (("", "  a/B "), ("--way", "pip", "--model", "a/B")),  # the first way is the default
+        ((SetupWay.SYSTEMD, ""), ("--way", "systemd", "--worker", "http://127.0.0.1:8000")),
+        ((SetupWay.BESIDE, "http://a:1/v1"), ("--way", "compose-beside", "--worker", "http://a:1")),
     ],
 )
-def test_a_terminal_is_asked_for_what_the_flags_leave_open(answers, terminal, tmp_path, capsys, expect_golden):
+def test_a_terminal_is_asked_for_what_the_flags_leave_open(answers, flags, terminal, tmp_path, capsys, expect_golden):
     out = tmp_path / "out"
-    asked = terminal(*(each.replace("{out}", str(out)) for each in answers))
+    asked = terminal(*answers, str(out))
     assert setup.main([]) == 0
-    text = "\n".join([*asked, capsys.readouterr().out, everything(out)])
-    expect_golden("setup", f"asked, answered {', '.join(answers[:-1])}", text, OUT=out, HOME=Path.home())
+    told = capsys.readouterr().out + everything(out)
+    assert setup.main([*flags, "--out", str(out), "--force"]) == 0
+    said, same = told, capsys.readouterr().out + everything(out)
+    assert said.endswith(same)
+    lines = [*asked, said.removesuffix(same)]
+    expect_golden("setup", f"asked, answered {', '.join(answers)}", "\n".join(lines), OUT=out, HOME=Path.home())
 
 
 @pytest.mark.parametrize("answer", ["two", "10000", "-1", "٣"])
