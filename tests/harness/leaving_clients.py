@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import os
-import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from typing import NamedTuple
 
 import httpx
 
-from proxy.bench.harness.counters import PassCounter, samples_of
-from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
+from proxy.bench.harness.counters import samples_of
+from proxy.bench.harness.servers import Server, Servers
 from tests.harness.cpu_time import family
 from tests.harness.raw_http import Connection, Cut, request
 from tests.harness.raw_worker import DRIPPING, SILENT, SLOW_BODY, STALLED, RawWorker
@@ -73,15 +72,6 @@ class Remains(NamedTuple):
     inflight: float
     queued: float
     open_files: int  # of its processes
-
-
-@dataclass(frozen=True)
-class EngineLeft:
-    """A real engine left alone: directly, and behind the gateway."""
-
-    direct: Left  # seconds until the engine says that nothing runs
-    behind: Left
-    step_seconds: float  # median length of a step
 
 
 def chat(question: str, **fields: object) -> bytes:
@@ -176,39 +166,6 @@ async def queue_case(servers: Servers, worker: RawWorker, times: int) -> Left:
         (await held())[1].close()
     reached = [f"{name} reached the worker" for name in names if name in worker.seen]
     return Left(left.name, left.seconds, [*left.failures, *reached])
-
-
-async def leave_engine(engine: Server, gateway: Server, stream: bool, times: int) -> EngineLeft:
-    """Clients leave in the middle of long answers of a real engine, directly and through the gateway."""
-    counter = PassCounter(engine.log)
-    step_seconds: list[float] = []
-    async with httpx.AsyncClient() as client:
-
-        async def running(wanted: float) -> None:
-            while (await samples_of(client, engine)).get(RUNNING) != wanted:
-                await asyncio.sleep(0.001)
-
-        async def once(server: Server) -> float:
-            body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Tide?"}], "stream": stream}
-            body |= {"max_tokens": 4000, "ignore_eos": True}
-            data = request("POST", CHAT, {"content-type": "application/json"}, json.dumps(body).encode())
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                connection = await Connection.open(server)
-                counter.restart()
-                asked = time.perf_counter()
-                await connection.send(data)
-                while stream and (await connection.some()).count(b"data:") == 0:
-                    pass
-                await running(1)
-                step_seconds.append((time.perf_counter() - asked) / max(1, counter.so_far().all))
-                began = time.perf_counter()
-                connection.close()
-                await running(0)
-                return time.perf_counter() - began
-
-        direct = await repeated("directly", times, lambda: once(engine))
-        behind = await repeated("behind the gateway", times, lambda: once(gateway))
-    return EngineLeft(direct, behind, statistics.median(step_seconds or [0.0]))
 
 
 async def remains(gateway: Server, wanted: Remains | None = None) -> Remains:

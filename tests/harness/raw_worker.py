@@ -174,7 +174,6 @@ class RawWorker:
         self._left: defaultdict[str, asyncio.Future[float]] = defaultdict(asyncio.get_running_loop().create_future)
 
     async def __aenter__(self) -> RawWorker:
-        self._loop = asyncio.get_running_loop()
         self._server = await asyncio.get_running_loop().create_server(lambda: _Connection(self), "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
@@ -193,19 +192,6 @@ class RawWorker:
     async def left(self, request_id: str) -> float:
         """`time.perf_counter()` of the moment when the connection of that unfinished request was closed."""
         return await asyncio.shield(self._left[request_id])
-
-    def close_idle(self) -> None:
-        """Close all connections on which no request is being answered, from any thread; return when it is done."""
-        done = threading.Event()
-
-        def close() -> None:
-            for connection in list(self.open):
-                if connection.is_idle:
-                    connection.transport.close()
-            self._loop.call_soon(done.set)
-
-        self._loop.call_soon_threadsafe(close)
-        assert done.wait(30)
 
     def pop(self, request_id: str) -> list[Seen]:
         """The requests of that id, forgotten from here on."""
@@ -241,11 +227,6 @@ class _Connection(Connection):
         self._worker.connections += 1
         self._number = self._worker.connections
         self._worker.open.add(self)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is here, or a part of one."""
-        return self._open is None and not self.rest
 
     def malformed(self, why: str) -> None:
         self._worker.malformed.append(Malformed(why, self.rest))
