@@ -39,11 +39,6 @@ def definitions(file: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("heading", PATHS)
-def test_a_path_has_at_most_eight_steps(heading):
-    assert 5 < len(steps(heading)) <= 8
-
-
 @pytest.mark.parametrize("step", [step for heading in PATHS for step in steps(heading)])
 def test_each_step_is_in_the_named_function(step):
     for file, names in re.findall(r"(\S+\.py)((?: (?!\S+\.py)\S+)*)", step):

@@ -34,10 +34,6 @@ def heading_anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_fits_on_two_screens():
-    assert len(README.splitlines()) <= 130
-
-
 def test_every_version_in_the_changelog_has_its_date():
     unreleased, *released = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     told = [re.fullmatch(r"(\d+\.\d+\.\d+) \((20\d\d-\d\d-\d\d)\)", heading) for heading in released]
@@ -116,10 +112,3 @@ def test_commands_that_a_document_names_are_there(document):
     for module in re.findall(r"python3? -m (tests(?:\.[a-z_]+)*)(?![\w.])", text):
         file = ROOT.joinpath(*module.split("."))
         assert file.with_suffix(".py").is_file() or (file / "__main__.py").is_file(), module
-
-
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "Makefile"], ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_part_of_the_fast_tests_that_a_document_names_is_there(document):
-    modules = {path.stem for folder in ("unit", "gateway") for path in (ROOT / "tests" / folder).rglob("test_*.py")}
-    for word in re.findall(r"make test-fast ARGS=\"-k (\w+)\"", document.read_text()):
-        assert any(word in module for module in modules), word

@@ -71,10 +71,5 @@ def test_an_opener_is_written_as_an_entry_that_finds_it_a_long_one_by_its_end():
     assert encode_opener(Opener(tuple(long))).count(",") == MAX_IDS - 1
 
 
-def test_the_first_occurrence_is_not_skipped():
-    with pytest.raises(ValueError, match="from the end"):
-        encode_opener(Opener((7,)), "first", skip=1)
-
-
 def test_less_than_a_million_occurrences_are_skipped():
     assert resolve(["last-999999:7", "last-1000000:7"], [7] * 1_000_001) == [2, 0]

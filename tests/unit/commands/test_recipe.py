@@ -192,20 +192,17 @@ def test_fields_that_are_no_json_and_a_port_that_is_none_are_said_with_the_flag(
         ("a.yaml", "name: x\ncontainer: c\ncommand: vllm serve m --port {port}\n", "wants {port}, which `defaults:`"),
         ("a.yaml", "name: x\ncommand: vllm serve m\n", "has a text for container"),
         ("a.yaml", "command: 1\n", "has a text for name, container, command"),
-        ("a.yaml", "name: x\ncontainer: c\ncommand: vllm serve {m\n", "`command:` is no template"),
         ("a.yaml", "name: x\ncontainer: c\ncommand: vllm serve {}\n", "`command:` is no template"),
         ("a.yaml", "name: x\ncontainer: c\ncommand: sleep 1\n", "no `vllm serve` in it"),
-        ("a.yaml", "a: [", "is no YAML: line 1"),
         ("a.yaml", "a: 1\nb: [\nc: d: e", "is no YAML: line 3"),
         ("a.yaml", "a: \x07", "is no YAML"),
         ("a.yaml", "a: 1", "has no `command:`"),
         ("a.yml", "[a]", "says nothing of how vLLM is run"),
-        ("a.yaml", "", "says nothing of how vLLM is run"),
         ("a.yaml", "services: {a: {image: redis}}", "no service that runs vLLM"),
-        ("a.yaml", "services: {a: {image: redis, command: vllm}}", "no service that runs vLLM"),
-        ("a.yaml", "services: {a: {image: vllm/vllm-openai}}", "no service that runs vLLM"),
-        ("a.yaml", "services: [a]", "no service that runs vLLM"),
-        ("a.yaml", "services: {a: text}", "no service that runs vLLM"),
+        *(
+            ("a.yaml", f"services: {odd}", "no service that runs vLLM")
+            for odd in ("{a: {image: redis, command: vllm}}", "{a: {image: vllm/vllm-openai}}", "[a]", "{a: text}")
+        ),
         (
             "a.yaml",
             "services: {a: {image: vllm/vllm-openai, command: m}, b: {image: vllm/vllm-openai, command: m}}",
@@ -215,7 +212,6 @@ def test_fields_that_are_no_json_and_a_port_that_is_none_are_said_with_the_flag(
         ("a.sh", "vllm serve a\nvllm serve b\n", "more than one `vllm serve`"),
         ("a.sh", "echo\n", "no `vllm serve`"),
         ("a.sh", "docker run --rm\n", "names no image"),
-        ("a.sh", "docker run -e", "names no image"),
         ("a.sh", "docker run a\ndocker run b", "more than one `docker run`"),
         ("a.sh", "docker run i sh -c 'vllm serve a; vllm serve b'", "more than one `vllm serve`"),
         ("a.sh", "my-vllm serve m; vllm server m; vllm bench serve m", "no `vllm serve`"),
