@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from proxy.config_files import (
-    MOST_BYTES,
-    WatchedFile,
-    read_model,
-    read_secret,
-    read_toml,
-    service_url,
-    worker_url,
-)
+from proxy.config_files import MOST_BYTES, WatchedFile, read_model, read_secret, read_toml, service_url, worker_url
 from proxy.errors import SettingsError
 
 

@@ -6,12 +6,7 @@ import asyncio
 
 import pytest
 
-from proxy.idle_work import (
-    LULL_SECONDS,
-    IdleWork,
-    Steps,
-    within,
-)
+from proxy.idle_work import LULL_SECONDS, IdleWork, Steps, within
 from tests.harness.steps import finished
 from tests.harness.virtual_time import on_virtual_time
 

@@ -13,13 +13,7 @@ import pytest
 from proxy.boundaries import head_positions
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.head_positions import (
-    HEAD_SECONDS,
-    MAX_BYTES,
-    MAX_CHARACTERS,
-    MAX_WAITING_OF_KEY,
-    HeadPositions,
-)
+from proxy.boundaries.head_positions import HEAD_SECONDS, MAX_BYTES, MAX_CHARACTERS, MAX_WAITING_OF_KEY, HeadPositions
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.sentinel import MERGING, SENTINELS

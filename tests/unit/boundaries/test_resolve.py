@@ -7,14 +7,7 @@ import random
 import pytest
 
 from engine_patches.scheduler import hints
-from proxy.boundaries.resolve import (
-    MAX_ENTRIES,
-    MAX_IDS,
-    encode_opener,
-    first_of,
-    last_of,
-    resolve,
-)
+from proxy.boundaries.resolve import MAX_ENTRIES, MAX_IDS, encode_opener, first_of, last_of, resolve
 from proxy.boundaries.template_facts import Opener
 
 

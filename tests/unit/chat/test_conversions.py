@@ -49,7 +49,7 @@ NEWER, DEFERRED = {**A, "description": "newer"}, {**A, "defer_loading": True}
 
 # Bodies of the messages API: those without messages ask a question; a list stands for the messages alone.
 ASKED_MESSAGES = [
-    *({"system": each} for each in ("You.", "", 7, [], [text("You "), text(""), text("pilot.")])),
+    *({"system": each} for each in ("You.", 7, [], [text("You "), text(""), text("pilot.")])),
     {"system": [7, {"type": "image", "text": "no"}, {"type": "text"}, text(7), text(BILLING), text("You.")]},
     *({"system": each} for each in ([text("a", **MARK), text("b")], [text("a"), text("b", **MARK)])),
     [system([text(BILLING), text("Go "), text("on.")]), QUESTION, system(""), system("Later.")],
@@ -157,15 +157,12 @@ ASKED_CHATS = [
         {**QUESTION, **MARK},
         {**QUESTION, "cache_control": {}},
     ],
-    *({"messages": each} for each in (None, [], {}, "text", 7)),
+    *({"messages": each} for each in (None, [], {}, "text")),
 ]
 
 ASKED_PROMPTS = [
     *({"prompt": each, "cache_salt": "s"} for each in ("x", ["x"], [0], [65, 0x10FFFF], [[65]], [5, 0x110000])),
-    *(
-        {"prompt": each}
-        for each in (None, "", [], [""], ["a", "b"], [[1], [2]], [True], [-1], [1.0], ["a", 1], [[]], 7)
-    ),
+    *({"prompt": each} for each in (None, "", [], [""], ["a", "b"], [[1], [2]], [True], [-1], [1.0], ["a", 1])),
 ]
 
 

@@ -50,21 +50,18 @@ READ: dict[str, Any] = {
     "no Rust": "VLLM_USE_RUST_FRONTEND=0 vllm serve --model n",
     "the launcher": "./launch-cluster.sh -t x exec vllm serve m",
     "no launcher, above": "./launch-cluster.sh stop\n\nvllm serve m",
-    "no launcher, below": "vllm serve m\n./launch-cluster.sh stop",
     "docker": "TAG=v1\nMODEL=org/m\ndocker run -e A=$MODEL --env=B=b -e C i:$TAG bash -c 'vllm serve $MODEL --x' # y\n",
     "podman, many options": "sudo podman container run --rm -it -dp 9000:8000 -v /a:/b --name=x i m --port 8000",
     "docker, entrypoint": "docker run --entrypoint vllm --publish=10.0.0.7:9000:8001 i serve m --port=8001",
     "docker, another port": "docker run -p 9000:8001 i m",
     "docker, several ports": "docker run -p 9001:1 -p9000:8000 i m",
     "docker, host": "docker run --network host -p 9000:8000 i m",
-    "docker, a bridge": "docker run --network bridge i m",
-    "docker, host too": "docker run --net=host i m",
     "docker, a shell": "docker run i bash -c \"ulimit -l 1; exec vllm serve m --a 'b c' | tee x\"",
     **{
         f"fields {flags}": f"vllm serve m {flags}"
         for flags in (
             *("""--sc '{"method": "mtp", "n": 2}'""", """-sc '{"n": 1}' --sc.method mtp""", "-sc.method mtp --sc.n=2"),
-            *("--sc.method", "--sc '[1]'", "--sc ''", "--scx.method mtp"),
+            *("--sc.method", "--sc '[1]'", "--scx.method mtp"),
         )
     },
     "spark.yaml": SPARK,
