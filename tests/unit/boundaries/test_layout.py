@@ -9,16 +9,9 @@ import pytest
 from proxy.boundaries.layout import PromptLayout, layout_of
 from proxy.chat.chat import Mark
 from proxy.chat.reader import chat_request
+from tests.harness.messages import assistant, user
 
 SYSTEM = {"role": "system", "content": "You pilot ships into the harbour."}
-
-
-def user(content: Any, **fields: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content, **fields}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 def layout(messages: Any, renderer_id: bytes = b"renderer", **body: Any) -> PromptLayout:

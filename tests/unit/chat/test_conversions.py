@@ -13,6 +13,7 @@ from proxy.chat.anthropic import messages_request
 from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from proxy.chat.reader import chat_in, chat_request
 from proxy.chat.responses import StoredResponses, responses_request
+from tests.harness.messages import system
 
 MARK = {"cache_control": {"type": "ephemeral"}}
 POINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
@@ -34,10 +35,6 @@ def said(*blocks, role="user"):
 
 def result(content, **more):
     return {"type": "tool_result", "tool_use_id": "c", "content": content, **more}
-
-
-def system(content):
-    return {"role": "system", "content": content}
 
 
 def changed(kind, tool):
