@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from engine_patches.settings import IMAGE, SUPPORTED
+from proxy import errors
 from proxy.bench.menu import BENCHMARKS
 from proxy.cli import COMMANDS
+from proxy.errors import GatewayError
 from proxy.observability.reasons import REASON_TEXT
 from proxy.settings import Settings
 from proxy.version import version
@@ -200,3 +203,21 @@ def test_what_is_asked_for_is_locked_in_a_version_that_will_do(wanted):
 
 def test_every_line_is_one_version_from_no_named_host():
     assert all(re.fullmatch(r"==[^,*]+", str(each.specifier)) and each.url is None for each in LOCKED)
+
+
+# The tree of errors that its module draws.
+
+
+def below(base: type[GatewayError]) -> Iterator[type[GatewayError]]:
+    for each in base.__subclasses__():
+        yield each
+        yield from below(each)
+
+
+def test_the_modules_docstring_names_each_error_with_its_status():
+    drawn: dict[str, int] = {}
+    status = 0
+    for name, number in re.findall(r"\b([A-Z]\w*[a-z]\w*)(?: (\d{3}))?", errors.__doc__.split("\n\n", 1)[1]):
+        status = int(number or status)  # that of the one before it, where none stands beside the name
+        drawn[name] = status
+    assert drawn == {each.__name__: each.status for each in (GatewayError, *below(GatewayError))}
