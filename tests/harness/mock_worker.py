@@ -8,12 +8,11 @@ It stands apart from the recording worker for its speed, and from the raw worker
 keeps nothing: under uvicorn an answer takes 3.5 times the CPU time (63 us instead of 18) and a stream of 64 chunks 1.8
 times (586 us instead of 318), on the cores that the measured gateway uses as well.
 
-Run as `python -m tests.harness.mock_worker --port N`.
+Run as `python -m tests.harness.mock_worker PORT`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
@@ -116,12 +115,11 @@ def counted(body: bytes) -> Counted:
 
 
 class Feed:
-    """The latest outcomes, and the states that were kept if it `tells_states`; nothing is evicted here."""
+    """The latest outcomes."""
 
-    def __init__(self, tells_states: bool = False) -> None:
+    def __init__(self) -> None:
         self._kept: deque[tuple[int, str, Counted]] = deque(maxlen=MAX_KEPT)
         self._cursor = 0
-        self._tells_states = tells_states
 
     def add(self, request_id: str, counts: Counted) -> None:
         """A request was admitted."""
@@ -136,11 +134,6 @@ class Feed:
         outcomes = [[name, "hit" if counts.cached else "cold", counts.cached] for name, counts in new]
         resolved = [[name, counts.cached, counts.positions] for name, counts in new]
         told = {"boot": "mock", "cursor": self._cursor, "outcomes": outcomes, "resolved": resolved}
-        if self._tells_states:
-            states = [
-                ["came", name, counts.prompt, [[at, f"{name}:{at}"] for at in counts.positions]] for name, counts in new
-            ]
-            told |= {"states": states, "reset": False}
         return json.dumps(told).encode()
 
 
@@ -183,12 +176,9 @@ class Steps:
 class Worker(Connection):
     """One connection."""
 
-    def __init__(self, steps: Callable[[int], Steps], feed: Feed, step_ms: int, started: float) -> None:
+    def __init__(self, steps: Callable[[int], Steps], feed: Feed, started: float) -> None:
         super().__init__()
-        self._steps = steps
-        self._feed = feed
-        self._step_ms = step_ms
-        self._started = started
+        self._steps, self._feed, self._started = steps, feed, started
 
     def received(self, head: Head, body: bytes) -> None:
         path = head.target.partition(b"?")[0]
@@ -215,9 +205,8 @@ class Worker(Connection):
         step, wanted = _STEP.search(body), _FRAMES.search(body)
         frames = int(wanted[1]) if wanted else FRAMES
         end = b"".join(map(chunk, (_END[0] % counts.usage, _END[1]))) + b"0\r\n\r\n"
-        milliseconds = int(step[1]) if step else self._step_ms
-        if milliseconds:
-            self._steps(milliseconds).add(self, frames, end)
+        if step is not None:
+            self._steps(int(step[1])).add(self, frames, end)
         else:
             self._next_frame(frames, end)
 
@@ -286,38 +275,24 @@ def _outcome(counts: Counted) -> bytes:
     )
 
 
-def mock_worker(servers: Servers, step_ms: int = 0, tells_states: bool = False) -> Server:
-    """Start one in a process of its own that ends with `servers`. Streams get a chunk each `step_ms`; 0: at once.
-
-    `tells_states`: its feed tells of a state at each entry of a hint.
-    """
+def mock_worker(servers: Servers) -> Server:
+    """Start one in a process of its own that ends with `servers`. Streams that do not say get all at once."""
     port = free_port()
-    command = [sys.executable, "-m", "tests.harness.mock_worker", "--port", str(port), "--step-ms", str(step_ms)]
-    return servers.start("mock-worker", port, command + ["--states"] * tells_states, {})
+    return servers.start("mock-worker", port, [sys.executable, "-m", "tests.harness.mock_worker", str(port)], {})
 
 
-async def serve(port: int, step_ms: int, tells_states: bool) -> None:
-    """Answer on the loopback port, for ever. Streams that do not say get a frame each `step_ms`; 0: all at once."""
+async def serve(port: int) -> None:
+    """Answer on the loopback port, for ever."""
     steps: dict[int, Steps] = {}
-    feed = Feed(tells_states)
-    started = time.time()
+    feed, started = Feed(), time.time()
 
     def steps_of(milliseconds: int) -> Steps:
         return steps.setdefault(milliseconds, Steps(milliseconds / 1000))
 
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Worker(steps_of, feed, step_ms, started), "127.0.0.1", port, backlog=1024)
+    server = await loop.create_server(lambda: Worker(steps_of, feed, started), "127.0.0.1", port, backlog=1024)
     await server.serve_forever()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="a worker without an engine")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--step-ms", type=int, default=0, metavar="N")
-    parser.add_argument("--states", action="store_true", help="the feed tells of a state at each entry of a hint")
-    args = parser.parse_args()
-    uvloop.run(serve(args.port, args.step_ms, args.states))
-
-
 if __name__ == "__main__":
-    main()
+    uvloop.run(serve(int(sys.argv[1])))

@@ -111,7 +111,6 @@ class RecordingWorker:
     lacks: tuple[str, ...] = ()  # routes that its HTTP server does not serve, as vLLM's in Rust
     sleeps: tuple[int | None, ...] = (None,)  # the level of each engine's sleep, None for one awake
     paused: bool = False
-    dev_mode: bool = True  # it has the routes that ask the engine for these
     transfer: dict[str, Any] | None = None  # what a prefill worker says of a prompt that it has computed
     template: Template = template
     rendered: Template | None = None  # what its render route gives if that is not what it computes
@@ -143,8 +142,6 @@ class RecordingWorker:
     cut_after: int | None = None  # parts, behind which the connection closes
     computed: Computed | None = None  # its answers follow from the requests; None: they are recorded ones
     streams: dict[str, Stream] = field(default_factory=lambda: {CHAT: EVENTS})  # by path
-    stream_bytes: int = 0  # of filling, in the middle of a stream
-    sent: int = 0  # bytes of it that went out
     requests: list[Recorded] = field(default_factory=list)
     answers: list[bytes] = field(default_factory=list)  # bodies of what it answered in full
     renders: int = 0
@@ -198,8 +195,8 @@ class RecordingWorker:
             return await respond(send, json.dumps({"object": "list", "data": data}).encode())
         if path in ("/is_sleeping", "/is_paused"):
             asleep = [level is not None or self.paused for level in self.sleeps]
-            if not self.dev_mode or len(set(asleep)) > 1:  # vLLM's engines have to agree
-                return await respond(send, b"{}", status=500 if self.dev_mode else 404)
+            if len(set(asleep)) > 1:  # vLLM's engines have to agree
+                return await respond(send, b"{}", status=500)
             return await respond(send, json.dumps({path[1:]: asleep[0]}).encode())
         if path == "/kv_event_sources":
             return await respond(send, json.dumps(self.sources).encode(), status=404 if self.sources is None else 200)
@@ -414,10 +411,6 @@ class RecordingWorker:
         while await self._stays(receive, partial(self._pauses, number)):
             if number == self.cut_after:
                 return  # the server closes the connection in the middle
-            while in_halves and self.sent < self.stream_bytes:
-                filling = b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % (b"tide " * 3000)
-                await send({"type": "http.response.body", "body": filling, "more_body": True})
-                self.sent += len(filling)
             if (part := next(coming, None)) is None:
                 await send({"type": "http.response.body", "body": b""})
                 return

@@ -140,11 +140,11 @@ def counts(monkeypatch) -> Counter[str]:
     """Of the pieces of work in a search for a change."""
     counts: Counter[str] = Counter()
 
-    def count(owner: Any, name: str, weigh: Any = lambda *args: 1) -> None:
+    def count(owner: Any, name: str) -> None:
         real = getattr(owner, name)
 
         def counting(*args: Any, **named: Any) -> Any:
-            counts[name] += weigh(*args)
+            counts[name] += 1
             return real(*args, **named)
 
         monkeypatch.setattr(owner, name, counting)

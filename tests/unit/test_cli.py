@@ -87,16 +87,6 @@ def test_how_it_is_used_is_said_to_who_asks_and_as_an_error_otherwise(run, words
     assert said == cli.usage() + "\n" and not other
 
 
-def test_each_command_has_a_line_and_the_first_hit_comes_behind_them():
-    lines = cli.usage().splitlines()
-    assert lines[0].startswith("usage: seamark COMMAND") and lines[1] == ""
-    commands = lines[2 : lines.index("", 2)]
-    assert [line.split()[:2] for line in commands] == [["seamark", name] for name in cli.COMMANDS]
-    assert all(line.endswith(f"  {cli.COMMANDS[line.split()[1]].summary}") for line in commands)
-    assert len({line.index(cli.COMMANDS[line.split()[1]].summary) for line in commands}) == 1
-    assert cli.usage().endswith("\n\n" + cli.FIRST_HIT)
-
-
 @pytest.mark.parametrize(
     ("top_level", "mixed"),
     [("proxy\nseamark\n", True), ("seamark\n", False), (None, False), ("proxys\n", False)],
@@ -139,9 +129,7 @@ def test_the_version_is_a_line_for_a_bug_report(installed, said, run, monkeypatc
             "worker",
             "vllm is installed here without vllm.x: another version than Seamark was written for",
         ),
-        ("yaml", False, "serve", f"yaml is not installed here; {cli.INSTALL_GATEWAY}"),
         ("yaml", False, "bench", "yaml is not installed here; benchmarks need it, too: pip install pyyaml"),
-        ("vllm", False, "bench", f"vllm is not installed here; {cli.INSTALL_ENGINE}"),
     ],
 )
 def test_why_a_module_cannot_be_imported(module, is_there, command, said, monkeypatch):

@@ -1,16 +1,23 @@
-"""The documents name what the code has: settings, commands, reasons, files, make targets."""
+"""The documents name what the code has: settings, commands, reasons, files, functions, tests, versions."""
 
 from __future__ import annotations
 
+import ast
 import re
+import tomllib
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from engine_patches.settings import IMAGE, SUPPORTED
+from proxy import errors
 from proxy.bench.menu import BENCHMARKS
 from proxy.cli import COMMANDS
+from proxy.errors import GatewayError
 from proxy.observability.reasons import REASON_TEXT
 from proxy.settings import Settings
 from proxy.version import version
@@ -32,10 +39,6 @@ def heading_anchors(text: str) -> set[str]:
     """The anchors that a Markdown viewer gives the headings of a document."""
     headings = re.findall(r"^#+ (.+)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_the_readme_fits_on_two_screens():
-    assert len(README.splitlines()) <= 130
 
 
 def test_every_version_in_the_changelog_has_its_date():
@@ -118,8 +121,103 @@ def test_commands_that_a_document_names_are_there(document):
         assert file.with_suffix(".py").is_file() or (file / "__main__.py").is_file(), module
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "Makefile"], ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_part_of_the_fast_tests_that_a_document_names_is_there(document):
-    modules = {path.stem for folder in ("unit", "gateway") for path in (ROOT / "tests" / folder).rglob("test_*.py")}
-    for word in re.findall(r"make test-fast ARGS=\"-k (\w+)\"", document.read_text()):
-        assert any(word in module for module in modules), word
+# The two paths of CONTRIBUTING.md, and its table of rooms.
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+PATHS = ("The path of one chat request", "The path of one boundary")
+
+
+def section(heading: str) -> str:
+    """What stands under a heading."""
+    return CONTRIBUTING.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def steps(heading: str) -> list[str]:
+    """What each step of a path names: files, and behind each one its functions."""
+    lines = re.findall(r"^\d+\. (.+(?:\n +.+)*)", section(heading), re.M)
+    return [" ".join(re.findall(r"`([^`]+)`", line.partition("`:")[0] + "`")) for line in lines]
+
+
+def definitions(file: str) -> set[str]:
+    """Functions and classes of a file, methods as `Class.method`. Read, not imported: the plugin needs vLLM."""
+    names = set()
+    for node in ast.parse((ROOT / file).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+            names |= {f"{node.name}.{method.name}" for method in methods}
+    return names
+
+
+@pytest.mark.parametrize("step", [step for heading in PATHS for step in steps(heading)])
+def test_each_step_is_in_the_named_function(step):
+    for file, names in re.findall(r"(\S+\.py)((?: (?!\S+\.py)\S+)*)", step):
+        assert names and set(names.split()) <= definitions(file)
+
+
+@pytest.mark.parametrize("package", ["proxy", "engine_patches"])
+def test_the_table_lists_the_rooms_in_the_order_of_their_layers(package):
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract.get("containers") == [package])
+    declared = [name for layer in layers for name in layer.split(" | ") if (ROOT / package / name).is_dir()]
+    table = section("Where things are").partition(f"| `{package}/`")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)/` \|", table, re.M) == declared
+
+
+# SECURITY.md.
+
+DEFENCES = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if "`tests/" in line]
+
+
+@pytest.mark.parametrize("row", DEFENCES)
+def test_each_defence_has_the_tests_that_are_named(row):
+    named = re.findall(r"`(tests/\S+\.py)`((?:,? `[tT]est_?\w+`)+)", row)
+    assert named
+    for file, tests in named:
+        source = (ROOT / file).read_text()
+        for test in re.findall(r"\w+", tests):  # a function, or a machine's class
+            assert re.search(rf"^(?:(?:async )?def {test}\(|{test} = )", source, re.M), f"{file} has no {test}"
+
+
+def test_the_table_of_defences_is_read():
+    assert len(DEFENCES) > 15
+
+
+# requirements.lock.
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WANTED = [*PROJECT["dependencies"], *(each for extra in PROJECT["optional-dependencies"].values() for each in extra)]
+
+LOCKED = [Requirement(line) for line in (ROOT / "requirements.lock").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("wanted", WANTED)
+def test_what_is_asked_for_is_locked_in_a_version_that_will_do(wanted):
+    requirement = Requirement(wanted)
+    name = canonicalize_name(requirement.name)
+    locked = [str(each.specifier).removeprefix("==") for each in LOCKED if canonicalize_name(each.name) == name]
+    assert locked and all(requirement.specifier.contains(each, prereleases=True) for each in locked)
+
+
+def test_every_line_is_one_version_from_no_named_host():
+    assert all(re.fullmatch(r"==[^,*]+", str(each.specifier)) and each.url is None for each in LOCKED)
+
+
+# The tree of errors that its module draws.
+
+
+def below(base: type[GatewayError]) -> Iterator[type[GatewayError]]:
+    for each in base.__subclasses__():
+        yield each
+        yield from below(each)
+
+
+def test_the_modules_docstring_names_each_error_with_its_status():
+    drawn: dict[str, int] = {}
+    status = 0
+    for name, number in re.findall(r"\b([A-Z]\w*[a-z]\w*)(?: (\d{3}))?", errors.__doc__.split("\n\n", 1)[1]):
+        status = int(number or status)  # that of the one before it, where none stands beside the name
+        drawn[name] = status
+    assert drawn == {each.__name__: each.status for each in (GatewayError, *below(GatewayError))}

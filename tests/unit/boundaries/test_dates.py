@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.boundaries.dates import (
-    SEARCHED,
-    Dates,
-    dates_in,
-)
+from proxy.boundaries.dates import SEARCHED, Dates, dates_in
 
 RULES = "Answer from the harbour's rules alone, and name the rule that decides. " * 10
 

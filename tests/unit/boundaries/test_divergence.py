@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.boundaries.divergence import (
-    MAX_CUTS,
-    DivergenceLearner,
-)
+from proxy.boundaries.divergence import MAX_CUTS, DivergenceLearner
 from proxy.boundaries.layout import PromptLayout, layout_of
 from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_request

@@ -73,20 +73,6 @@ def numbered(number: int) -> Any:
     return setting_of({"chat_template_kwargs": {"number": number}})
 
 
-async def test_nothing_is_known_before_it_is_learnt(learner, renderer):
-    assert learner.facts(ID) is None
-    assert learner.facts(ID, OFF) is None
-    assert learner.wants(ID)
-    await learner.learn(renderer, ID, "m")
-    assert not learner.wants(ID)
-    facts = learner.facts(ID)
-    assert facts is not None
-    assert facts.is_own
-    assert facts.end("user") == 1
-    assert facts.opener("user", False) is not None
-    assert learner.facts(b"another") is None
-
-
 async def test_a_renderer_that_is_broken_raises_nothing(learner):
     async def broken(body: Any, path: str = "") -> Any:
         raise RuntimeError("secret")
@@ -98,19 +84,18 @@ async def test_a_renderer_that_is_broken_raises_nothing(learner):
 
 
 async def test_a_restart_forgets_what_was_learnt_and_what_is_being_learnt(learner, renderer):
-    await learner.learn(renderer, ID, "m")
-    await learner.learn(renderer, ID, "m", OFF)
-    await learner.learn(renderer, b"other", "m")
+    assert learner.wants(ID) and learner.facts(ID, OFF) is None
+    for name, setting in ((ID, DEFAULT), (ID, OFF), (b"other", DEFAULT)):
+        await learner.learn(renderer, name, "m", setting)
+    facts = learner.facts(ID)
+    assert facts.is_own and facts.end("user") == 1 and facts.opener("user", False) is not None
     learner.forget(ID)
-    assert learner.facts(ID) is None
-    assert learner.facts(ID, OFF) is None
-    assert learner.facts(b"other") is not None
+    assert learner.facts(ID) is learner.facts(ID, OFF) is None and learner.facts(b"other") is not None
     running = asyncio.create_task(learner.learn(renderer, ID, "m"))
     await asyncio.sleep(0)
     learner.forget(ID)
     await running
-    assert learner.facts(ID) is None
-    assert learner.wants(ID)
+    assert learner.facts(ID) is None and learner.wants(ID)
 
 
 async def test_one_api_key_leaves_learnings_to_the_others(learner, renderer):
@@ -157,13 +142,10 @@ def test_settings_are_those_that_can_recur():
     assert low.fields == {"reasoning_effort": "low"}
     assert low.key != setting_of({"reasoning_effort": "high"}).key
     one = setting_of({"chat_template_kwargs": {"a": True, "b": 1}})
-    other = setting_of({"chat_template_kwargs": {"b": 1, "a": True, "c": [1]}})
-    assert one == other
-    assert not one.is_default
-    assert not one.template
+    assert one == setting_of({"chat_template_kwargs": {"b": 1, "a": True, "c": [1]}})
+    assert not one.is_default and not one.template
     own = setting_of({"chat_template": "x" * 1000})
-    assert own.template
-    assert own.fields == {"chat_template": "x" * 1000}
+    assert own.template and own.fields == {"chat_template": "x" * 1000}
 
 
 async def test_clients_settings_are_bounded_and_one_in_use_is_not_the_one_that_is_forgotten(learner, renderer, clock):

@@ -15,6 +15,7 @@ from proxy.boundaries.template_facts import Opener, TemplateFacts, Turn
 from proxy.chat.chat import MESSAGES
 from proxy.chat.reader import chat_in, chat_request, completions_request
 from proxy.chat.responses import StoredResponses
+from tests.harness.messages import assistant, user
 
 SYSTEM = {"role": "system", "content": "You pilot ships into the harbour."}
 
@@ -36,14 +37,6 @@ FACTS = TemplateFacts(
         ("tool", True): Opener((16,), "<tool>"),
     },
 )
-
-
-def user(content: Any, **fields: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content, **fields}
-
-
-def assistant(text: str, **fields: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **fields}
 
 
 def tool(text: str) -> dict[str, Any]:

@@ -13,13 +13,7 @@ import pytest
 from proxy.boundaries import head_positions
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.head_positions import (
-    HEAD_SECONDS,
-    MAX_BYTES,
-    MAX_CHARACTERS,
-    MAX_WAITING_OF_KEY,
-    HeadPositions,
-)
+from proxy.boundaries.head_positions import HEAD_SECONDS, MAX_BYTES, MAX_CHARACTERS, MAX_WAITING_OF_KEY, HeadPositions
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.sentinel import MERGING, SENTINELS
@@ -27,20 +21,11 @@ from proxy.boundaries.template_facts import TemplateFacts
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request
+from tests.harness.messages import assistant, user
 from tests.harness.virtual_time import VirtualTimeLoop
 
 # Of a place: each sentinel, and each text that may merge with what stands before it.
 RENDERS = len(SENTINELS) + len(MERGING)
-
-EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 class Characters:

@@ -9,16 +9,9 @@ import pytest
 from proxy.boundaries.layout import PromptLayout, layout_of
 from proxy.chat.chat import Mark
 from proxy.chat.reader import chat_request
+from tests.harness.messages import assistant, user
 
 SYSTEM = {"role": "system", "content": "You pilot ships into the harbour."}
-
-
-def user(content: Any, **fields: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content, **fields}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 def layout(messages: Any, renderer_id: bytes = b"renderer", **body: Any) -> PromptLayout:
@@ -81,12 +74,9 @@ def test_the_key_of_a_part_depends_on_all_parts_up_to_it_and_on_its_message():
             3,
         ),
         ([SYSTEM, {"role": "tool", "content": "nine"}], None),
+        ([user("Tide?"), {"role": "tool", "content": "nine"}], 0),
+        ([{"role": "function", "content": "nine"}, {"role": "tool", "content": "x"}], None),
     ],
 )
 def test_before_a_tool_loop_the_user_message_ends_with_its_reminders(messages, end):
     assert layout(messages).end_before_loop == end
-
-
-def test_a_tools_result_right_behind_the_question_is_a_loop_too():
-    assert layout([user("Tide?"), {"role": "tool", "content": "nine"}]).end_before_loop == 0
-    assert layout([{"role": "function", "content": "nine"}, {"role": "tool", "content": "x"}]).end_before_loop is None

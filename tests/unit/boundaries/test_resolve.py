@@ -7,14 +7,7 @@ import random
 import pytest
 
 from engine_patches.scheduler import hints
-from proxy.boundaries.resolve import (
-    MAX_ENTRIES,
-    MAX_IDS,
-    encode_opener,
-    first_of,
-    last_of,
-    resolve,
-)
+from proxy.boundaries.resolve import MAX_ENTRIES, MAX_IDS, encode_opener, first_of, last_of, resolve
 from proxy.boundaries.template_facts import Opener
 
 
@@ -69,11 +62,6 @@ def test_an_opener_is_written_as_an_entry_that_finds_it_a_long_one_by_its_end():
     long = [*range(1000, 1000 + MAX_IDS + 20)]
     assert resolve([encode_opener(Opener(tuple(long)))], [*long, 5]) == [len(long)]
     assert encode_opener(Opener(tuple(long))).count(",") == MAX_IDS - 1
-
-
-def test_the_first_occurrence_is_not_skipped():
-    with pytest.raises(ValueError, match="from the end"):
-        encode_opener(Opener((7,)), "first", skip=1)
 
 
 def test_less_than_a_million_occurrences_are_skipped():

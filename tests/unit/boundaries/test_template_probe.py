@@ -21,6 +21,7 @@ from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, TemplateFa
 from proxy.boundaries.template_probe import CHATS, RICH, ends_with, learn_facts
 from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.reader import chat_request
+from tests.harness.messages import assistant, system, user
 from tests.harness.template_renderer import TemplateRenderer
 
 TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parents[2] / "templates").glob("*.jinja"))}
@@ -30,18 +31,6 @@ TOOLS = {"tools": [{"type": "function", "function": {"name": "tide", "parameters
 
 # No two begin alike, and none as what is learnt from.
 TEXTS = ("When is high tide?", "\nOn a line", ")x", " so", "9 ships", "")
-
-
-def system(text: str) -> dict[str, Any]:
-    return {"role": "system", "content": text}
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 def calls(*ids: str) -> dict[str, Any]:
@@ -83,7 +72,7 @@ def trained() -> str:
     return text
 
 
-async def learnt(renders: TemplateRenderer, fields: dict[str, Any] | None = None) -> TemplateFacts:
+async def learnt(renders: TemplateRenderer) -> TemplateFacts:
     async def render(body: Any) -> list[int] | None:
         try:
             return renders.render(body)
@@ -93,7 +82,7 @@ async def learnt(renders: TemplateRenderer, fields: dict[str, Any] | None = None
     async def detokenize(ids: Any) -> str | None:
         return await renders.detokenize("m", ids)
 
-    facts = await learn_facts(render, detokenize, fields or {})
+    facts = await learn_facts(render, detokenize, {})
     assert facts is not None
     return facts
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 
 from proxy.chat.canonical import HEAD_FIELDS, canonical, chat_keys, own_hash
+from tests.harness.messages import user
 
 CALL = {"id": "c", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Ayr"}'}}
 
 
 def key(*messages, **body):
     return chat_keys(body, messages, b"renderer").after[-1]
-
-
-def user(content, **fields):
-    return {"role": "user", "content": content, **fields}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from proxy.chat.anthropic import messages_request
 from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from proxy.chat.reader import chat_in, chat_request
 from proxy.chat.responses import StoredResponses, responses_request
+from tests.harness.messages import system
 
 MARK = {"cache_control": {"type": "ephemeral"}}
 POINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
@@ -36,10 +37,6 @@ def result(content, **more):
     return {"type": "tool_result", "tool_use_id": "c", "content": content, **more}
 
 
-def system(content):
-    return {"role": "system", "content": content}
-
-
 def changed(kind, tool):
     return said({"type": kind, "tool": tool}, text("x"))
 
@@ -49,7 +46,7 @@ NEWER, DEFERRED = {**A, "description": "newer"}, {**A, "defer_loading": True}
 
 # Bodies of the messages API: those without messages ask a question; a list stands for the messages alone.
 ASKED_MESSAGES = [
-    *({"system": each} for each in ("You.", "", 7, [], [text("You "), text(""), text("pilot.")])),
+    *({"system": each} for each in ("You.", 7, [], [text("You "), text(""), text("pilot.")])),
     {"system": [7, {"type": "image", "text": "no"}, {"type": "text"}, text(7), text(BILLING), text("You.")]},
     *({"system": each} for each in ([text("a", **MARK), text("b")], [text("a"), text("b", **MARK)])),
     [system([text(BILLING), text("Go "), text("on.")]), QUESTION, system(""), system("Later.")],
@@ -157,15 +154,12 @@ ASKED_CHATS = [
         {**QUESTION, **MARK},
         {**QUESTION, "cache_control": {}},
     ],
-    *({"messages": each} for each in (None, [], {}, "text", 7)),
+    *({"messages": each} for each in (None, [], {}, "text")),
 ]
 
 ASKED_PROMPTS = [
     *({"prompt": each, "cache_salt": "s"} for each in ("x", ["x"], [0], [65, 0x10FFFF], [[65]], [5, 0x110000])),
-    *(
-        {"prompt": each}
-        for each in (None, "", [], [""], ["a", "b"], [[1], [2]], [True], [-1], [1.0], ["a", 1], [[]], 7)
-    ),
+    *({"prompt": each} for each in (None, "", [], [""], ["a", "b"], [[1], [2]], [True], [-1], [1.0], ["a", 1])),
 ]
 
 

@@ -97,18 +97,8 @@ def test_an_error_is_anthropics(error, expect_golden):
 
 
 NO_ANSWERS = [
-    *(
-        b"",
-        b"no JSON",
-        b"[" * 100_000,
-        b"7",
-        b"[]",
-        b"{}",
-        b'{"error": "text"}',
-        b'{"choices": []}',
-        b'{"choices": [{}]}',
-    ),
-    b'{"choices": [{"message": 7}]}',
+    *(b"", b"no JSON", b"[" * 100_000, b"7", b"[]", b"{}", b'{"error": "text"}'),
+    *(b'{"choices": []}', b'{"choices": [{}]}', b'{"choices": [{"message": 7}]}'),
     b'{"choices": [{"message": {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}}]}',
     b'{"choices": [{"message": {"tool_calls": [{"id": "c"}]}}]}',
 ]

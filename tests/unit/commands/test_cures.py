@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.commands.cures import EVENTS_FLAG, NEEDED, TOOL_PARSERS, Cures
+from proxy.commands.cures import TOOL_PARSERS, Cures
 from proxy.commands.ways import FoundWay, Way
 
 
@@ -31,7 +31,3 @@ def test_each_way_has_lines_of_its_own_that_name_what_was_found(way, expect_gold
 )
 def test_a_parser_of_tools_is_told_by_the_models_name(model, parser):
     assert f"--enable-auto-tool-choice --tool-call-parser {parser}   # " in cures(Way.PIP, model=model).tools()
-
-
-def test_what_is_needed_ends_with_the_reports():
-    assert NEEDED[-1] == EVENTS_FLAG and len(set(NEEDED)) == len(NEEDED)

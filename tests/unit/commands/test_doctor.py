@@ -215,13 +215,12 @@ def test_a_url_is_understood_without_a_scheme_and_with_v1(examined, reachable, s
     assert {reachable.patience[path] for path in slow} == {120.0} and reachable.connect_timeouts == {2.0}
 
 
-@pytest.mark.parametrize("late", [0, 2])
-def test_drafts_that_nobody_sent_a_hint_yet_are_asked_with_one(examined, reachable, monkeypatch, late, expect_golden):
+def test_drafts_that_nobody_sent_a_hint_yet_are_asked_with_one(examined, reachable, monkeypatch, expect_golden):
     """The hint is counted as refused once it has come, and metrics were read so many times more."""
     monkeypatch.setattr(doctor, "REPORT_SECONDS", 300.0)
 
     class RefusesHints(RecordingWorker):
-        left = late
+        left = 2
 
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
             hinted = any(b"seamark_boundaries" in request.body for request in self.requests)
@@ -245,8 +244,14 @@ def test_an_engine_core_without_the_patches_is_noticed_although_the_server_has_t
     assert "cannot hit: the plugin" in examined()
 
 
-@pytest.mark.parametrize("seen", [FoundWay(Way.COMPOSE, "llm"), FoundWay(Way.DOCKER)])
-@pytest.mark.parametrize("flags", [(), ("--runs-as", "compose"), ("--runs-as", "systemd")])
+@pytest.mark.parametrize(
+    ("seen", "flags"),
+    [
+        (FoundWay(Way.COMPOSE, "llm"), ()),
+        (FoundWay(Way.COMPOSE, "llm"), ("--runs-as", "compose")),
+        (FoundWay(Way.DOCKER), ("--runs-as", "systemd")),
+    ],
+)
 def test_cures_are_for_the_way_that_is_said_or_seen(examined, reachable, monkeypatch, seen, flags, expect_golden):
     monkeypatch.setattr(doctor, "find", lambda url, around: seen)
     reachable.add(RecordingWorker(patched=False))

@@ -37,13 +37,3 @@ def test_an_entry_has_the_hash_of_the_key_and_what_was_asked_for(flags, fields, 
 def test_each_key_is_a_long_one_of_its_own(capsys):
     keys = {made(capsys, "ann")[0] for _ in range(5)}
     assert len(keys) == 5 and all(each.startswith("sk-seamark-") and len(each) >= 50 for each in keys)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"), [(["--max-inflight", "-1"], "-1 is negative"), (["--max-inflight", "x"], "x")]
-)
-def test_a_limit_that_is_none_is_refused(flags, said, capsys):
-    with pytest.raises(SystemExit) as ended:
-        key.main(["ann", *flags])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and "--max-inflight" in line and said in line

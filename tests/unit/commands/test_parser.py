@@ -16,15 +16,11 @@ ROOT = Path(__file__).parents[3]
 
 # A flag that nobody has, and what abbreviations made of a flag that somebody has.
 WRONG = {
-    "serve": {
-        "--workers": "--worker or --workers-dns",
-        "--prot": "--port",
-        "--admin-prot=1": "--admin-port or --admin-host",
-    },
+    "serve": {"--workers": "--worker or --workers-dns", "--admin-prot=1": "--admin-port or --admin-host"},
     "doctor": {"--workers": "--worker", "--gatway": "--gateway"},
     "boundary": {"--work": "--worker", "--models": "--model"},
     "setup": {"--model-name": "--model", "--sorce": "--source or --force"},
-    "key": {"--max-in": "--max-inflight", "--sharing": "--share"},
+    "key": {"--max-in": "--max-inflight"},
     **{f"bench {name}": {"--jsn": "--json"} for name in BENCHMARKS if name not in ("grid", "agents")},
     "bench demo": {"--keeps": "--keep"},
 }

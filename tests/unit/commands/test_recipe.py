@@ -50,21 +50,18 @@ READ: dict[str, Any] = {
     "no Rust": "VLLM_USE_RUST_FRONTEND=0 vllm serve --model n",
     "the launcher": "./launch-cluster.sh -t x exec vllm serve m",
     "no launcher, above": "./launch-cluster.sh stop\n\nvllm serve m",
-    "no launcher, below": "vllm serve m\n./launch-cluster.sh stop",
     "docker": "TAG=v1\nMODEL=org/m\ndocker run -e A=$MODEL --env=B=b -e C i:$TAG bash -c 'vllm serve $MODEL --x' # y\n",
     "podman, many options": "sudo podman container run --rm -it -dp 9000:8000 -v /a:/b --name=x i m --port 8000",
     "docker, entrypoint": "docker run --entrypoint vllm --publish=10.0.0.7:9000:8001 i serve m --port=8001",
     "docker, another port": "docker run -p 9000:8001 i m",
     "docker, several ports": "docker run -p 9001:1 -p9000:8000 i m",
     "docker, host": "docker run --network host -p 9000:8000 i m",
-    "docker, a bridge": "docker run --network bridge i m",
-    "docker, host too": "docker run --net=host i m",
     "docker, a shell": "docker run i bash -c \"ulimit -l 1; exec vllm serve m --a 'b c' | tee x\"",
     **{
         f"fields {flags}": f"vllm serve m {flags}"
         for flags in (
             *("""--sc '{"method": "mtp", "n": 2}'""", """-sc '{"n": 1}' --sc.method mtp""", "-sc.method mtp --sc.n=2"),
-            *("--sc.method", "--sc '[1]'", "--sc ''", "--scx.method mtp"),
+            *("--sc.method", "--sc '[1]'", "--scx.method mtp"),
         )
     },
     "spark.yaml": SPARK,
@@ -192,20 +189,17 @@ def test_fields_that_are_no_json_and_a_port_that_is_none_are_said_with_the_flag(
         ("a.yaml", "name: x\ncontainer: c\ncommand: vllm serve m --port {port}\n", "wants {port}, which `defaults:`"),
         ("a.yaml", "name: x\ncommand: vllm serve m\n", "has a text for container"),
         ("a.yaml", "command: 1\n", "has a text for name, container, command"),
-        ("a.yaml", "name: x\ncontainer: c\ncommand: vllm serve {m\n", "`command:` is no template"),
         ("a.yaml", "name: x\ncontainer: c\ncommand: vllm serve {}\n", "`command:` is no template"),
         ("a.yaml", "name: x\ncontainer: c\ncommand: sleep 1\n", "no `vllm serve` in it"),
-        ("a.yaml", "a: [", "is no YAML: line 1"),
         ("a.yaml", "a: 1\nb: [\nc: d: e", "is no YAML: line 3"),
         ("a.yaml", "a: \x07", "is no YAML"),
         ("a.yaml", "a: 1", "has no `command:`"),
         ("a.yml", "[a]", "says nothing of how vLLM is run"),
-        ("a.yaml", "", "says nothing of how vLLM is run"),
         ("a.yaml", "services: {a: {image: redis}}", "no service that runs vLLM"),
-        ("a.yaml", "services: {a: {image: redis, command: vllm}}", "no service that runs vLLM"),
-        ("a.yaml", "services: {a: {image: vllm/vllm-openai}}", "no service that runs vLLM"),
-        ("a.yaml", "services: [a]", "no service that runs vLLM"),
-        ("a.yaml", "services: {a: text}", "no service that runs vLLM"),
+        *(
+            ("a.yaml", f"services: {odd}", "no service that runs vLLM")
+            for odd in ("{a: {image: redis, command: vllm}}", "{a: {image: vllm/vllm-openai}}", "[a]", "{a: text}")
+        ),
         (
             "a.yaml",
             "services: {a: {image: vllm/vllm-openai, command: m}, b: {image: vllm/vllm-openai, command: m}}",
@@ -215,7 +209,6 @@ def test_fields_that_are_no_json_and_a_port_that_is_none_are_said_with_the_flag(
         ("a.sh", "vllm serve a\nvllm serve b\n", "more than one `vllm serve`"),
         ("a.sh", "echo\n", "no `vllm serve`"),
         ("a.sh", "docker run --rm\n", "names no image"),
-        ("a.sh", "docker run -e", "names no image"),
         ("a.sh", "docker run a\ndocker run b", "more than one `docker run`"),
         ("a.sh", "docker run i sh -c 'vllm serve a; vllm serve b'", "more than one `vllm serve`"),
         ("a.sh", "my-vllm serve m; vllm server m; vllm bench serve m", "no `vllm serve`"),

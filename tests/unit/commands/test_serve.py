@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging.config
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,12 +60,3 @@ def test_less_memory_than_the_settings_want_is_said_with_what_is_taken(server, m
     assert serve.main(WORKER) == 0 and server.settings[0].memory_bytes == 5
     (line,) = capsys.readouterr().err.splitlines()
     assert "this process may not have the memory of the settings: " in line and "memory_bytes is 5" in line
-
-
-def test_the_logs_of_the_gateway_and_of_its_server_go_to_one_place_once():
-    assert {name: logger["propagate"] for name, logger in serve.LOGGING["loggers"].items()} == {
-        "uvicorn": False,
-        "seamark": False,
-    }
-    assert serve.LOGGING["disable_existing_loggers"] is False
-    assert logging.config.DictConfigurator(serve.LOGGING).configure_formatter(serve.LOGGING["formatters"]["plain"])

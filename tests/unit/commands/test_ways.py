@@ -57,7 +57,7 @@ def around(tmp_path) -> Callable[..., Surroundings]:
         (("/venv/bin/python", "/venv/bin/seamark", "worker", "--port", "8000"), USER, None, FoundWay(Way.PIP)),
         (SERVE, "0::/system.slice/llm.service\n", None, FoundWay(Way.SYSTEMD, "llm.service")),
         (SERVE, DOCKER, None, FoundWay(Way.DOCKER)),  # no docker to be asked
-        (SERVE, DOCKER, {}, FoundWay(Way.DOCKER)),
+        (SERVE, DOCKER, {}, FoundWay(Way.DOCKER)),  # what docker says may lack anything
         (SERVE, DOCKER, container(), FoundWay(Way.DOCKER, "llm")),
         (SERVE, f"9:name=systemd:/docker/{CONTAINER}\n", container(), FoundWay(Way.DOCKER, "llm")),
         (SERVE, DOCKER, container(**{"com.docker.compose.service": "ai"}), FoundWay(Way.COMPOSE, "ai")),
@@ -65,8 +65,6 @@ def around(tmp_path) -> Callable[..., Surroundings]:
         (SERVE, DOCKER, container(name="/vllm_node"), FoundWay(Way.SPARK)),
         (SERVE, "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-1.scope\n", None, FoundWay(Way.KUBERNETES)),
         (SERVE, f"0::/machine.slice/libpod-{CONTAINER}.scope/container\n", container(), FoundWay(Way.DOCKER, "llm")),
-        # what docker says may lack anything
-        (SERVE, DOCKER, {"Name": "/a", "Config": None}, FoundWay(Way.DOCKER)),
         (SERVE, DOCKER, {"Name": "/a", "Config": {"Image": "i", "Labels": None}}, FoundWay(Way.DOCKER, "a")),
         (SERVE, DOCKER, container("my/vllm-node"), FoundWay(Way.DOCKER, "llm")),
         (("seamark", "serve"), USER, None, None),
@@ -130,11 +128,7 @@ FAILURES = [OSError("no docker"), subprocess.CalledProcessError(1, "docker"), su
     ("answer", "told"),
     [
         ('[{"Name": "/a"}]', {"Name": "/a"}),
-        ("[]", None),
-        ("[1]", None),
-        ("{}", None),
-        ("no JSON", None),
-        *((failure, None) for failure in FAILURES),
+        *((answer, None) for answer in ("[]", "[1]", "{}", "no JSON", *FAILURES)),
     ],
     ids=repr,
 )

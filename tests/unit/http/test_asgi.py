@@ -8,16 +8,7 @@ import pytest
 
 from proxy.errors import BodyTooLarge, InvalidHttp, Overloaded, TooSlow
 from proxy.http import asgi
-from proxy.http.asgi import (
-    BodyState,
-    ClientGone,
-    ClientWatch,
-    Pace,
-    check_room,
-    end_to_end,
-    read_body,
-    unencoded,
-)
+from proxy.http.asgi import BodyState, ClientGone, ClientWatch, Pace, check_room, end_to_end, read_body, unencoded
 from proxy.http.body_memory import BodyMemory
 from tests.harness.virtual_time import VirtualTimeLoop
 

@@ -119,17 +119,6 @@ def test_a_revoked_key_is_not_valid_again_because_another_entry_has_its_hash(fil
     assert not ring.file.is_current and ring.named("eve") is None
 
 
-def test_a_file_that_becomes_wrong_changes_nothing(file):
-    ring = KeyRing(file, "s")
-    for wrong in ("[keys", "[keys.ann]\n", '[keys.ann]\nsha256 = "abc"\n'):
-        file.write_text(wrong)
-        ring.refresh()
-        assert ring.authenticate(scope(x_api_key=secret("ann"))).name == "ann"
-    file.unlink()
-    ring.refresh()
-    assert ring.authenticate(scope(x_api_key=secret("ann"))).name == "ann"
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
