@@ -100,32 +100,6 @@ def chat(question: str, **more: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [SYSTEM, {"role": "user", "content": question}], **more}
 
 
-def message(question: str, **more: Any) -> dict[str, Any]:
-    said = {"system": SYSTEM["content"], "messages": [{"role": "user", "content": question}], "max_tokens": 9}
-    return {"model": "m", **said, **more}
-
-
-async def test_a_message_that_is_streamed_comes_as_events_of_its_own_kind(in_memory):
-    worker = Rust(sources=listed())
-    gateway = await before(in_memory, worker, Collector(worker))
-    answer = await gateway.post(message("Any ship today?", stream=True), MESSAGES)
-    kinds = [line.removeprefix("event: ") for line in answer.text.splitlines() if line.startswith("event: ")]
-    block = ["content_block_start", "content_block_delta", "content_block_stop"]
-    assert kinds == ["message_start", *block, "message_delta", "message_stop"]
-    explained = await gateway.explained(answer)
-    assert explained["reason"] in ("cold", "hit")
-
-
-async def test_an_error_to_a_message_is_one_of_its_own_kind_and_what_is_no_chat_names_the_frontend(in_memory):
-    worker = Rust(sources=listed(), checks_names=True)
-    gateway = await before(in_memory, worker, Collector(worker))
-    answer = await gateway.post(message("?", model="another"), MESSAGES)
-    assert answer.status_code == 404 and answer.json()["type"] == "error"
-    assert answer.json()["error"] == {"type": "NotFoundError", "message": "The model does not exist."}
-    answer = await gateway.post({"model": "m", "max_tokens": 1, "messages": []}, MESSAGES)
-    assert answer.status_code == 501 and "Rust frontend" in answer.text
-
-
 async def test_a_restarted_worker_is_found_at_its_new_port_as_another_boot(in_memory):
     worker = Rust(sources=listed())
     first, second = Collector(worker), Collector(worker, port=3)
@@ -139,17 +113,6 @@ async def test_a_restarted_worker_is_found_at_its_new_port_as_another_boot(in_me
     await gateway.shows(lambda status: status["workers"][0]["boot"] not in ("", boot, f"{URL}#"))
     (status,) = (await gateway.status())["workers"]
     assert status["reports"]["url"] == second.url and status["boot"].endswith("1.8e+09")
-
-
-async def test_lost_reports_are_said_and_what_they_may_have_told_is_forgotten(in_memory, caplog):
-    worker = Rust(sources=listed())
-    gateway = await before(in_memory, worker, Collector(worker))
-    await gateway.post(chat("Any ship today?"))
-    await told(worker)
-    worker.engine._kept.append((None, None, ["cleared", "lost"]))
-    await told(worker)
-    answer = await gateway.post(chat("Any ship tomorrow?"))
-    assert answer.headers["x-seamark-predicted"] == "0" and "reports were lost" in caplog.text
 
 
 async def test_the_workers_key_is_sent_to_its_port_and_a_stranger_there_is_not_believed(in_memory, caplog):

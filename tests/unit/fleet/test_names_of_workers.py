@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
-
 import pytest
 
 from proxy.errors import BadRequest
@@ -14,40 +11,17 @@ from proxy.fleet.worker import Worker
 from proxy.http.client import Broken, Unreachable
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
-from tests.harness.waiting import until
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 
-@dataclass
-class Lists(RecordingWorker):
-    """Counts how often it is asked for its models; the next answer waits for `held`."""
-
-    patched: bool = False
-    lists: int = 0
-    held: asyncio.Event | None = None
-
-    async def __call__(self, scope, receive, send) -> None:
-        if scope["path"] == "/v1/models":
-            self.lists += 1
-            held, self.held = self.held, None
-            if held is not None:
-                await held.wait()
-        await super().__call__(scope, receive, send)
-
-
 @pytest.fixture
-def servers() -> dict[str, Lists]:
-    a, b = Lists(A, models=("m", "alias")), Lists(B, models=("m",), adapters={"lora": "/lora"})
-    return {"a": a, "b": b, "c": Lists(C, models=("n",))}
-
-
-@pytest.fixture
-async def own(in_memory, servers) -> InMemoryGateway:
-    own = await in_memory(*servers.values(), is_started=False, replay_seconds=0.0)
+async def own(in_memory) -> InMemoryGateway:
+    a = RecordingWorker(A, models=("m", "alias"), patched=False)
+    b = RecordingWorker(B, models=("m",), adapters={"lora": "/lora"}, patched=False)
+    c = RecordingWorker(C, models=("n",), patched=False)
+    own = await in_memory(a, b, c, is_started=False, replay_seconds=0.0)
     await own.gateway.pool.check_all()
-    for server in servers.values():
-        server.lists = 0
     return own
 
 
@@ -80,21 +54,6 @@ def test_all_names_of_one_model_have_one_key(pool):
     for worker in pool.workers:
         worker.up = False
     assert pool.key_of("unknown") == "unknown"
-
-
-async def test_who_asks_for_such_a_name_meanwhile_waits_for_the_same_answers(pool, servers):
-    c = servers["c"]
-    held = c.held = asyncio.Event()
-    first = asyncio.create_task(pool.look_for("new"))
-    await until(lambda: c.lists)
-    second = asyncio.create_task(pool.look_for("new"))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not first.done() and not second.done() and c.lists == 1
-    c.models = ("n", "new")
-    held.set()
-    await asyncio.gather(first, second)
-    assert c.lists == 1 and pool.lists("new")
 
 
 async def test_a_worker_that_does_not_answer_for_its_models_is_known_as_before(own, pool, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 from proxy.fleet.part import Part
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import BREAKER_FAILURES, TRIAL_SECONDS, CircuitBreaker, Worker
-from proxy.http.client import Broken, Exhausted, Silent, Unreachable
+from proxy.http.client import Exhausted, Silent, Unreachable
 from proxy.routing.queue import AdmissionQueue
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker, respond
@@ -128,13 +128,6 @@ async def test_a_list_of_models_that_makes_no_sense_harms_its_own_worker_alone(b
     assert both.workers[1].up
 
 
-@pytest.mark.parametrize("failure", [Unreachable(), Broken(), RuntimeError("odd")])
-async def test_whatever_one_worker_does_the_others_are_checked(own, failure):
-    own.upstream.faults[A] = failure
-    await own.gateway.pool.check_all()
-    assert [worker.url for worker in own.gateway.pool.up] == [B]
-
-
 def said(caplog) -> list[str]:
     """What was logged of workers since the last call."""
     messages = [record.getMessage() for record in caplog.records if record.name == "seamark.workers"]
@@ -210,7 +203,6 @@ async def test_engines_behind_one_address_are_looked_at_once_they_are_known_and_
         (401, A, "", r"wants a key: --worker-api-key-file FILE, with vLLM's --api-key in it"),
         (403, A, "k", r"refuses the key in --worker-api-key-file \(/v1/models answers 403\)"),
         (401, "http://me:secret@a:1", "k", r"refuses the user and password in its URL \(/v1/models answers 401\)"),
-        (404, "http://me:secret@a:1", "k", r"not vLLM: /v1/models answers 404"),
         (500, A, "k", r"not well: /v1/models answers 500"),
     ],
 )

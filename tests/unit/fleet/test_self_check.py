@@ -122,14 +122,6 @@ async def test_the_prompt_is_asked_under_the_salt_of_its_api_key_and_computed_an
     assert salts[:2] == ["anns", "anns"] and "anns" not in salts[2:] and all(salts)
 
 
-async def test_in_quarantine_the_prompt_is_asked_under_the_salt_that_requests_get(worker, engine):
-    worker.cache.quarantine()
-    request = replay(b"first", cache_salt="anns")
-    await judged(check_of(worker, engine, request), worker, request)
-    assert engine.asked[0]["cache_salt"] == worker.cache.salt({"cache_salt": "anns"}) != "anns"
-    assert "vllm_xargs" not in engine.asked[0]  # it gets no hint, as clients' requests
-
-
 @pytest.mark.parametrize(("content", "asks"), [("Tide?", True), (TEXT_PARTS, True), (IMAGE, False), (None, False)])
 async def test_chats_of_text_are_checked_however_they_are_written_and_images_are_not(worker, engine, content, asks):
     request = replay(b"first", content)
@@ -368,16 +360,6 @@ async def test_a_state_a_unit_early_is_seen_through_the_noise_which_alone_raises
             check, worker, request = checked(engine, seed)
             verdict = await check._judge(worker, request, self_check._Watched())
             assert verdict is not None and verdict.result in results, (seed, verdict)
-
-
-async def test_more_prompts_are_recomputed_before_a_random_engine_is_called_wrong_and_none_of_an_exact_one():
-    asked = {}
-    for noise in (0.0, 0.004):
-        engine = DraftingEngine(state="on", noise=noise, hits_off=0.25, draw=random.Random(7))
-        check, worker, request = checked(engine)
-        await check._judge(worker, request, self_check._Watched())
-        asked[noise] = {len(each["prompt"]) for each in engine.asked}
-    assert asked[0.0] == {200} and len(asked[0.004]) == 2
 
 
 async def test_every_eighth_check_asks_what_the_engine_says_without_drafts():

@@ -214,23 +214,6 @@ def test_what_an_older_state_was_tied_to_is_taken_over_by_that_of_another_boot(g
 
 
 @pytest.mark.parametrize(
-    ("states", "error"),
-    [
-        ([["came", "r"]], ValueError),
-        ([["came", "r", -1, []]], ValueError),
-        ([["came", "r", 9, [[-1, "a"]]]], ValueError),
-        ([["came", "r", 9, [[16, 5]]]], ValueError),
-        ([["came", "r", 9, 5]], TypeError),
-        ([["gone"]], TypeError),
-    ],
-)
-def test_what_makes_no_sense_is_an_error(gateway, states, error):
-    gateway.send("r", SYSTEM)
-    with pytest.raises(error):
-        gateway.tell(*states)
-
-
-@pytest.mark.parametrize(
     ("unit", "tokens", "held"), [(16, 400, 407), (16, 399, 163), (1, 407, 407), (1, 406, 163), (16, 500, 407)]
 )
 def test_what_falls_short_by_less_than_a_unit_does_not(gateway, unit, tokens, held):
