@@ -100,21 +100,6 @@ def chat(question: str, **more: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [SYSTEM, {"role": "user", "content": question}], **more}
 
 
-async def test_a_restarted_worker_is_found_at_its_new_port_as_another_boot(in_memory):
-    worker = Rust(sources=listed())
-    first, second = Collector(worker), Collector(worker, port=3)
-    gateway = await before(in_memory, worker, first)
-    boot = (await gateway.status())["workers"][0]["boot"]
-    await gateway.post(chat("Any ship today?"))
-    await told(worker)
-    del gateway.upstream.workers[first.url]
-    worker.boot, worker.sources = "1.8e+09", listed(3)
-    gateway.upstream.workers[second.url] = second
-    await gateway.shows(lambda status: status["workers"][0]["boot"] not in ("", boot, f"{URL}#"))
-    (status,) = (await gateway.status())["workers"]
-    assert status["reports"]["url"] == second.url and status["boot"].endswith("1.8e+09")
-
-
 async def test_the_workers_key_is_sent_to_its_port_and_a_stranger_there_is_not_believed(in_memory, caplog):
     caplog.set_level(logging.INFO)
     worker = Rust(sources=listed(), api_key="right")

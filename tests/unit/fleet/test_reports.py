@@ -16,7 +16,6 @@ THEIRS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp:/
 @pytest.mark.parametrize(
     ("sources", "told"),
     [
-        ({"0": OURS}, Told("127.0.0.1:33007")),
         ({"0": OURS, "1": OURS}, Told("127.0.0.1:33007", ranks=(0, 1))),
         ({"0": THEIRS}, Told(beside="*:5556")),
         ({"1": THEIRS | {"endpoint": "tcp://*:5558"}, "0": THEIRS}, Told(beside="*:5556", ranks=(0, 1))),
@@ -53,7 +52,6 @@ def test_the_gateway_asks_no_host_but_the_workers(worker, at, url):
     [
         ("http://spark:8000", "127.0.0.1:33007", "SEAMARK_REPORTS_AT"),
         ("http://127.0.0.1:8000", "127.0.0.1:70000", "names no port"),
-        ("http://127.0.0.1:8000", "x@y", "names no port"),
         ("http://127.0.0.1:8000", "127.0.0.1:" + "1" * 5000, "names no port"),
     ],
 )

@@ -25,7 +25,6 @@ def answers(is_sleeping: bool | None, is_paused: bool | None) -> EngineAnswers:
         ((0,), False, None, "asleep (level 0)"),  # it may be paused
         ((None,), True, True, "asleep (paused): POST /resume wakes it"),  # vLLM calls it sleeping, too
         ((1,), True, True, "asleep (level 1): POST /wake_up wakes it"),
-        ((None, 1, 2), None, None, "asleep (2 of 3 engines, level 2): POST /wake_up wakes it"),
         ((None,), True, False, "asleep: POST /wake_up wakes it"),
     ],
 )

@@ -11,12 +11,10 @@ from proxy.observability.client_name import MAX_CHARACTERS, client_name
     ("agent", "name"),
     [
         ("claude-cli/2.0.1 (external, cli)", "claude-cli/2.0.1"),
-        ("ai-sdk/openai/1.0 runtime/node.js/22", "ai-sdk/openai/1.0"),
         (
             "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/120.0 Safari/537",
             "Chrome/120",
         ),
-        ("Mozilla/5.0 (unknown)", "a browser"),
         ("<script>", None),
         (None, None),
         ("a" * 500, "a" * MAX_CHARACTERS),

@@ -222,7 +222,6 @@ SAID = [{"role": "user", "content": "Fix the rounding."}, {"role": "assistant", 
     [
         (THOUGHT, NEXT[:1]),  # the loop is not over: no user has spoken
         (SAID, NEXT),  # nobody thought
-        ([SAID[0], {**SAID[1], "reasoning": 7}], NEXT),
         (THOUGHT, [NEXT[0], {"role": "system", "content": "Use the list."}]),  # merged by the messages API alone
     ],
 )
@@ -230,8 +229,6 @@ def test_without_thinking_of_a_loop_that_is_over_nothing_is_dropped(before, adde
     before = [*messages(RULES), *before]
     memory, last = continued_by({"messages": before}, {"messages": [*before, *added]})
     assert finished(memory.rendered_otherwise(last, 500)) is None
-
-
 
 
 def test_into_a_tool_that_is_too_long_nobody_looks_for_another_order_of_keys():

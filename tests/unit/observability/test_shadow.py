@@ -143,8 +143,6 @@ async def test_an_answer_that_lacks_one_of_its_figures_teaches_nothing_of_the_co
     assert scene.shadow.would_save()["seconds"] == 0.0
 
 
-
-
 async def test_requests_wait_within_bounds_of_memory_and_number_and_those_beyond_are_counted(scene):
     room = Settings().text_bytes // 8
     scene.add(memory=room - 100)

@@ -112,8 +112,6 @@ async def test_what_is_known_of_a_request_is_told_and_what_is_not_is_left_out(sc
     assert unknown.keys() == bare.keys() - {"http.response.status_code"} | {"seamark.request_id"}
 
 
-
-
 async def test_its_stages_lie_inside_it_and_are_as_long_as_they_took(scene):
     trace, began = scene.begin(), time.perf_counter()
     trace.end(200, "m", "w:1", [("queue", began, began + 0.25), ("choice", began + 0.25, began + 1.0)], None)

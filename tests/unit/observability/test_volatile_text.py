@@ -25,7 +25,6 @@ DATES = [
     ("2026-11-22", "2026-11-23"),
     ("11/22/2026", "11/23/2026"),
     ("22.11.2026", "1.12.2026"),
-    ("Sun Nov 22 2026", "Mon Nov 23 2026"),
     ("November 22nd, 2026", "December 3rd, 2026"),
     ("the 22nd of November 2026", "the 23rd of November 2026"),
     ("今天是2026年11月22日星期日。", "今天是2026年11月25日星期三。"),
@@ -49,7 +48,6 @@ OTHERS = [
     ("22/11/26", "23/11/26", "number"),  # which of these is a year, no rule knows
     ("v2026.11.22", "v2026.11.23", "number"),
     ("since 2026-11-22 by Ann", "since 2026-11-22 by Bo", None),
-    ("v1.2.3", "v1.2.4", "number"),
     ("C:\\Users\\ann", "C:\\Users\\bo", "path"),
     ("Working directory: /srv/ann", "Working directory: /srv/bo", "working_directory"),
     ("<total_tokens>17</total_tokens>", "<total_tokens>9</total_tokens>", "token_counters"),
@@ -60,7 +58,7 @@ OTHERS = [
 CASES = [*((*pair, "dates") for pair in DATES), *((*pair, "times") for pair in TIMES), *OTHERS]
 
 
-@pytest.mark.parametrize("head", ["", "You pilot ships. Today is ", "You pilot ships.\n"])
+@pytest.mark.parametrize("head", ["", "You pilot ships. Today is "])
 @pytest.mark.parametrize(("old", "new", "expected"), CASES)
 def test_the_kind_of_what_differs_is_told_wherever_it_stands(head, old, new, expected):
     one, other = head + old + RULES, head + new + RULES
@@ -82,15 +80,6 @@ def test_a_git_status_is_one_kind_whatever_changes_in_it(change):
     was = {"branch": "main", "status": "(clean)", "commits": "1a2b3c4 Tides"}
     one, other = (f"{RULES}{GIT.format(**state)}{RULES}" for state in ({**was, **change}, was))
     assert kind(one, other) == kind(other, one) == "git_status"
-
-
-@pytest.mark.parametrize(
-    ("line", "changes", "expected"),
-    [("\nToday's date: {}", ("Mon Nov 23 2026", "Sun Nov 22 2026"), "dates"), ("Ask {}.", ("Ann", "Bo"), None)],
-)
-def test_what_stands_behind_a_git_status_is_none(line, changes, expected):
-    state = GIT.format(branch="main", status="(clean)", commits="1a2b3c4 Tides")
-    assert kind(*(f"{RULES}{state}{line.format(each)}\n{RULES}" for each in changes)) == expected
 
 
 def test_no_text_is_slow():

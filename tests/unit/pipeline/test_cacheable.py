@@ -40,22 +40,16 @@ SECRET = b"secret"
     [
         (GREEDY, CHAT, True),
         ({"seed": 0, "n": 2}, CHAT, True),
-        ({"seed": 3, "use_beam_search": False}, RESPONSES, True),
         ({**GREEDY, "tools": [{"type": "function"}]}, RESPONSES, True),
         ({**GREEDY, "tools": [{"type": "web_search"}]}, CHAT, True),
-        ({**GREEDY, "background": False}, RESPONSES, True),
         ({"input": "x"}, EMBEDDINGS, True),
         ({**GREEDY, "messages": [{"content": [{"image_url": {"url": "data:image/png;base64,AA"}}]}]}, CHAT, True),
         ({**GREEDY, "messages": [{"content": 'see "url": "http://a"'}]}, CHAT, True),
-        ({"model": "m"}, CHAT, False),
         ({}, EMBEDDINGS, False),
         ({"temperature": False}, CHAT, False),
-        ({"temperature": 0.1}, CHAT, False),
         ({"seed": 3.0}, CHAT, False),
-        ({"seed": 3, "use_beam_search": "perhaps"}, CHAT, False),
         ({**GREEDY, "tools": [{"type": "function"}, 7]}, RESPONSES, False),
         ({"seed": True}, CHAT, False),
-        ({"seed": -1}, CHAT, False),
         ({"seed": 3}, MESSAGES, False),
         ({"seed": 3, "use_beam_search": "true"}, CHAT, False),
         ({"input": "x", "temperature": 0}, "/v1/audio/speech", False),
@@ -109,7 +103,6 @@ def test_requests_are_told_apart_by_all_that_answers_depend_on():
         ([(b"vary", b"origin"), (b"vary", b"user-agent")], False),
         ([(b"vary", b"*")], False),
         *(([(b"cache-control", b"max-age=9, " + word)], False) for word in (b"private", b"no-cache", b"No-Store")),
-        ([(b"content-type", b"a"), (b"content-encoding", b"gzip"), (b"x", b"y")], False),
         ([(b"set-cookie", b"a=b"), (b"content-type", b"a")], False),
     ],
 )
@@ -136,7 +129,6 @@ def sse(*data: Any, end: bytes = b"data: [DONE]\n\n") -> bytes:
     ("path", "body", "answer", "final"),
     [
         (CHAT, {}, {"choices": [choice("abort")]}, False),
-        (CHAT, {}, {"choices": [choice(None)]}, False),
         (CHAT, {"n": 2}, {"choices": [choice("stop")]}, False),
         (CHAT, {"n": 2}, {"choices": [choice("stop"), choice("length", 1)]}, True),
         (COMPLETIONS, {"prompt": ["a", "b"]}, {"choices": [choice("stop")]}, False),
@@ -146,7 +138,6 @@ def sse(*data: Any, end: bytes = b"data: [DONE]\n\n") -> bytes:
         (RESPONSES, {}, {"status": "completed"}, True),
         (RESPONSES, {}, {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, True),
         (RESPONSES, {}, {"status": "incomplete", "incomplete_details": {"reason": "content_filter"}}, False),
-        (RESPONSES, {}, {"status": "failed"}, False),
         (EMBEDDINGS, {}, {"data": [{}]}, True),
         (EMBEDDINGS, {}, {"error": {}}, False),
     ],
@@ -164,8 +155,6 @@ STOP = {"type": "message_delta", "delta": {"stop_reason": "end_turn"}}
     [
         (CHAT, {}, sse({"choices": [choice(None)]}, {"choices": [choice("stop")]}), True),
         (CHAT, {}, sse({"choices": [choice(None)]}, {"choices": [choice("stop")]}, end=b""), False),
-        (CHAT, {}, sse({"choices": [choice(None)]}), False),
-        (CHAT, {"n": 2}, sse({"choices": [choice("stop")]}), False),
         (CHAT, {}, sse({"choices": [choice("stop")]}, {"error": {"message": "no"}}), False),
         (MESSAGES, {}, sse(STOP, {"type": "message_stop"}, end=b""), True),
         (MESSAGES, {}, sse(STOP, end=b""), False),
@@ -180,20 +169,16 @@ def test_a_stream_is_final_if_it_came_to_its_end(path, body, stream, final):
 # What a worker may send in place of an event, and of a whole answer.
 ODD_EVENTS = [
     {"finish_reason": "stop"},
-    {"choices": [{"finish_reason": "stop"}]},
     {"choices": [{"index": [], "finish_reason": "stop"}]},
-    {"choices": [{"index": 0, "finish_reason": "stop"}, 7], "finish_reason": "stop"},
     {"type": "message_delta", "stop_reason": "end_turn"},
 ]
 
 ODD = [
-    {"choices": None},
     {"choices": [None], "finish_reason": "stop"},
     {"choices": [{"index": 0, "finish_reason": ["stop"]}]},
     {"choices": {"index": 0, "finish_reason": "stop"}},
     {"type": "message_delta", "delta": {"stop_reason": ["end_turn"]}, "response": []},
     {"stop_reason": {}, "status": [], "data": 0},
-    [{"finish_reason": "stop"}],
     "finish_reason",
     None,
     7,

@@ -194,7 +194,6 @@ async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog
         {"cursor": 10**30},
         {"cursor": float("inf")},
         {"load": [float("inf"), float("nan")]},
-        {"load": 7},
         {"boot": "b" * (MOST_NAME + 1)},
         {"outcomes": [["x" * (MOST_NAME + 1), "hit", 1]]},
         {"outcomes": {"x": 1}},
@@ -272,7 +271,6 @@ CAME = ["came", "r", 200, [[160, "5c"]]]
 @pytest.mark.parametrize(
     ("states", "told"),
     [
-        ([], []),
         ([CAME, ["cleared", "lost"], CAME, ["cleared"]], [(Change.CLEARED, "")]),
         ([CAME, ["adapter", "a"], ["adapter", "a"]], [(Change.ADAPTER, "a")]),
         ([["adapter", "a"], ["cleared"]], [(Change.CLEARED, ""), (Change.ADAPTER, "a")]),
@@ -310,9 +308,7 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed() -> None:
     ("header", "outcome"),
     [
         ("hit,160,163,163:0:410", EngineOutcome("hit", 163, (163, 0, 410))),
-        ("cold,0,0,", EngineOutcome("cold", 0, ())),
         ("", None),
-        ("hit,160,163", None),
         ("hit,160,163,163:x", None),
         ("hit,160,163,163,pinned", EngineOutcome("hit", 163, (163,), "pinned")),
         ("hit,160,163,163,not one", None),
