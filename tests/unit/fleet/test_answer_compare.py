@@ -50,8 +50,6 @@ def test_a_token_that_the_other_does_not_name_is_off_by_what_it_must_be(one, oth
 
 
 class OneAnswer:
-    """Workers that all give this answer."""
-
     def __init__(self, answer: object, status: int = 200) -> None:
         self.answer, self.status = json.dumps(answer).encode(), status
 

@@ -68,8 +68,6 @@ class Collector:
 
 
 class Stranger:
-    """Another program at the port."""
-
     url = f"http://127.0.0.1:{REPORTS}"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -41,11 +41,6 @@ TEXT_PARTS = [{"type": "text", "text": "Tide?"}]
 IMAGE = [*TEXT_PARTS, {"type": "image_url", "image_url": {"url": "data:,"}}]
 
 
-class Pool:
-    def __init__(self, *workers: Worker) -> None:
-        self.workers = list(workers)
-
-
 class Engine:
     """Answers every prompt alike, but for the salts under which something is cached, or wrong."""
 
@@ -106,7 +101,9 @@ def check_of(
         warmup.add(bytes([number]), 1000 - number, (), request)
     stored = StoredResponses(10**6)
     settings = settings if settings is not None else Settings()
-    return SelfCheck(settings, Pool(worker), warmup, stored, engine, metrics or Metrics(), IdleWork(), distrust)
+    return SelfCheck(
+        settings, SimpleNamespace(workers=[worker]), warmup, stored, engine, metrics or Metrics(), IdleWork(), distrust
+    )
 
 
 async def judged(check: SelfCheck, worker: Worker, request: WarmupRequest):
@@ -268,8 +265,6 @@ async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
 
 
 class Upstream(DraftingUpstream):
-    """Counts requests at the same time."""
-
     at_once = most = 0
 
     async def fetch(self, method, url, body=b"", timeout=None, headers=()):

@@ -27,7 +27,6 @@ from tests.harness.steps import finished
 
 
 def remembering(size: int) -> RequestMemory:
-    """Requests of November 2026."""
     return RequestMemory(size, now=lambda: 1795600000.0)
 
 

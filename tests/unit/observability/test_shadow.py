@@ -64,7 +64,6 @@ class Scene:
         return lost
 
     async def loss(self) -> int:
-        """What the requests that wait lost together."""
         before = self.shadow.would_save()["tokens"]
         running = asyncio.create_task(self.shadow.run())
         async with asyncio.timeout(30):

@@ -15,7 +15,6 @@ NOW = 1795600000.0  # in November 2026
 
 
 def kind(new: str, old: str) -> str | None:
-    """Of the first difference."""
     return finished(kind_of(new, old, common_prefix(new, old), NOW))
 
 

@@ -191,7 +191,6 @@ ANN = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
 
 
 def with_pace(worker: Worker, pass_seconds: float, token_seconds: float) -> None:
-    """The worker says how fast its engine is."""
     metrics = worker.probed.metrics._replace(step_times=StepTimes(pass_seconds, token_seconds))
     worker.probed = replace(worker.probed, metrics=metrics)
 

@@ -79,7 +79,6 @@ class Scene:
         return request
 
     async def serve(self, path: str = LOAD, **body: Any) -> tuple[int, str]:
-        """What the client gets."""
         self.got.clear()
         await self.changes.serve(self.request(path, **body))
         start, answer = self.got

@@ -46,7 +46,6 @@ async def post(own: InMemoryGateway, body: dict[str, Any], path: str = CHAT, **h
 
 
 async def results(own: InMemoryGateway, *bodies: dict[str, Any], **headers: str) -> list[str]:
-    """What the response cache made of each."""
     return [(await post(own, body, **headers)).headers[HEADER] for body in bodies]
 
 
@@ -122,7 +121,6 @@ async def test_an_answer_that_is_not_final_or_may_not_be_shared_goes_to_those_wh
 
 
 def with_keys(path: Path, **fields: Any) -> dict[str, Any]:
-    """Settings with keys of these names, and their fields."""
     keys, secret = path / "keys.toml", path / "secret"
     keys.write_text("".join(entry(name, **more) for name, more in fields.items()))
     secret.write_text("salt secret\n")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
-from proxy.errors import NoWorker
 from proxy.fleet.worker import BREAKER_FAILURES, CircuitBreaker, Worker
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.http.client import Unreachable
@@ -44,12 +43,10 @@ class Scene:
         return request
 
     def counted(self) -> tuple[int, int, int]:
-        """Requests at all workers, requests of the key, tokens counted as prefill."""
         inflight = sum(worker.inflight for worker in self.workers)
         return inflight, self.key.under_way, sum(worker.prefill_tokens for worker in self.workers)
 
     def lose(self, *workers: Worker) -> None:
-        """They are gone."""
         for worker in workers:
             self.upstream.faults[worker.url] = Unreachable()
             self.pool.mark_down(worker)
@@ -68,7 +65,6 @@ async def scene(in_memory, monkeypatch) -> Scene:
 
 @pytest.fixture
 async def two(in_memory, monkeypatch) -> Scene:
-    """Before two workers."""
     return await scene_of(2, in_memory, monkeypatch)
 
 
@@ -162,16 +158,6 @@ async def test_a_response_is_not_sought_beyond_the_worker_that_stores_it(two):
     assert two.dispatcher.seeks_on(request, one, 404)
     stored.keep("resp_1", "an older boot", "ann")
     assert not two.dispatcher.seeks_on(request, one, 404)
-
-
-async def test_while_the_worker_of_a_response_is_down_nobody_else_is_asked(two):
-    one = two.workers[0]
-    two.dispatcher._stored.keep("resp_1", one.boot, "ann")
-    two.lose(one)
-    with pytest.raises(NoWorker, match="stores this response"):
-        async with two.dispatcher.lease(named(two)):
-            raise AssertionError
-    assert two.counted() == (0, 0, 0)
 
 
 async def test_a_slot_is_there_while_nobody_waits_and_worker_and_key_have_room(scene):

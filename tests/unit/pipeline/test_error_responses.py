@@ -55,7 +55,6 @@ BUSY = {"retry-after": "2"}
         ("UnreadableCoding", {"accept-encoding": "identity"}, "api_error"),
         ("KeyBusy", BUSY, "rate_limit_error"),
         ("Overloaded", BUSY, "overloaded_error"),
-        ("NotFound", {}, "not_found_error"),
     ],
 )
 async def test_an_error_is_sent_whole_with_what_belongs_to_it(kind, more, anthropic):

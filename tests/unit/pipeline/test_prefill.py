@@ -112,7 +112,6 @@ FOUND = Found((Boundary("system", b"s", "first:1", estimate=150),), (b"s",), ren
 
 
 def results(metrics: Metrics) -> dict[str, float]:
-    """What became of first calls."""
     samples = (sample for family in metrics.registry.collect() for sample in family.samples)
     return {each.labels["result"]: each.value for each in samples if each.name == "seamark_prefills_total"}
 
@@ -192,7 +191,6 @@ def at_pace(worker: Worker, pass_seconds: float, token_seconds: float) -> None:
 
 @pytest.fixture
 def now(monkeypatch) -> list[float]:
-    """The time, which stands still."""
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     return now

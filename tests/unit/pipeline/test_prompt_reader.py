@@ -234,7 +234,6 @@ async def test_a_rewrite_rule_changes_what_is_sent_and_what_is_known_of_it_and_i
 
 
 async def at_a_worker(in_memory, **state: Any) -> tuple[PromptReader, Worker, RecordingWorker]:
-    """A reader, and a worker that a gateway has looked at."""
     asked = RecordingWorker("http://w", **state)
     own = await in_memory(asked, is_started=False)
     await own.gateway.pool.check_all()
@@ -255,23 +254,6 @@ async def test_a_worker_that_renders_nothing_is_asked_once(in_memory):
     assert renders[0] == renders[1] > 0 and serving.mute_models == {"m"}
     asked.render_status, serving.renderer_ids["m"] = 200, b"known by now"
     assert (await reader.find_boundaries(chat, serving, 400, 1234, None)).found.failure is None
-
-
-async def test_boundaries_that_no_client_waits_for_are_learnt_on_the_spot(in_memory):
-    reader, serving, _ = await at_a_worker(in_memory)
-    scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
-    most = Settings().max_boundary_values
-    for messages, values, failure in (
-        (MESSAGES, most, None),
-        (MESSAGES, most + 1, "no_boundary"),
-        ("x", 10, "no_boundary"),
-    ):
-        request = request_of(scope, b"x" * 400, "r", KEY)
-        request.body.parsed, request.body.memory = {"model": "m", "messages": messages}, Memory(5000, values)
-        found = await reader.find_beside(request, serving)
-        assert found.failure == failure
-        assert [each.kind for each in found.boundaries] == ([] if failure else ["system", "turn"])
-    assert reader._facts.facts(serving.renderer_id("m"), DEFAULT) is not None
 
 
 def parts(n: int, seed: int) -> list[dict[str, Any]]:

@@ -79,7 +79,6 @@ EVIL = {"remote_host": "evil"}
 
 
 def body_of(raw: dict[str, Any], path: str = CHAT, key: ApiKey | None = None) -> RequestBody:
-    """A body that has been taken."""
     scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
     request = request_of(scope, json.dumps(raw).encode(), "r", key)
     request.body.take(dict(raw), request.client, asks_usage=False)
@@ -87,7 +86,6 @@ def body_of(raw: dict[str, Any], path: str = CHAT, key: ApiKey | None = None) ->
 
 
 def sent(body: dict[str, Any], key: ApiKey | None = None, path: str = CHAT) -> dict[str, Any]:
-    """What the worker gets of it."""
     reached: dict[str, Any] = json.loads(body_of(body, path, key).encoded(()))
     return reached
 

@@ -63,7 +63,6 @@ class Scene:
         )
 
     def lack(self, *paths: str) -> None:
-        """The workers' HTTP server has no such routes."""
         for worker in self.pool.workers:
             frontend = worker.probed.frontend._replace(lacks=frozenset(paths))
             worker.probed = replace(worker.probed, frontend=frontend)
@@ -90,8 +89,6 @@ async def scene(scene_of) -> Scene:
 
 
 class Row(NamedTuple):
-    """One request, and what comes of it."""
-
     script: list[Any]
     status: int = 200
     code: str | None = None  # of an error

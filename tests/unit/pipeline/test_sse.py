@@ -113,21 +113,6 @@ async def test_a_comment_is_no_empty_event_for_an_sdk(ids):
     assert b"".join(sent).count(b": keep-alive\n") == 9
 
 
-async def test_an_event_that_a_client_has_not_taken_does_not_complete_its_stream():
-    async def send(message) -> None:
-        if message["body"] == DONE:
-            raise asyncio.CancelledError
-
-    async def chunks():
-        yield DELTA
-        yield DONE
-
-    relay = SseRelay(send)
-    with pytest.raises(asyncio.CancelledError):
-        await relay.run(chunks())
-    assert not relay.is_complete
-
-
 async def test_an_event_nested_beyond_reason_arrives_as_it_came():
     deep = b'data: {"usage":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n\n"
     sent, relay = await relayed([deep, DONE], strips=True)

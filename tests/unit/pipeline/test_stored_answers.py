@@ -46,7 +46,6 @@ class Storing(RuleBasedStateMachine):
         return sum(entry.weight for entry in self.entries(owner)) + self.under_way[owner]
 
     def fixed(self, owner: str | None) -> int:
-        """What cannot go."""
         return sum(entry.weight for entry in self.entries(owner) if entry.readers) + self.under_way[owner]
 
     def size(self) -> int:

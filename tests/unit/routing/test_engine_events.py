@@ -76,8 +76,6 @@ class Feed:
 
 
 class Answer:
-    """A feed's answer."""
-
     def __init__(self, feed: Feed) -> None:
         self.status, self.is_open = 200, True
         self._feed = feed
@@ -254,8 +252,6 @@ async def test_news_correct_the_directory_without_anybody_asking():
 
 
 class Told(Part):
-    """What parts are told of workers."""
-
     name = "told"
 
     def __init__(self) -> None:

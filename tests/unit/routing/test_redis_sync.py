@@ -90,7 +90,6 @@ class Redis:
         return [(stream, found) for stream, cursor in cursors.items() if (found := later(stream, cursor))]
 
     def written(self) -> list[tuple[Any, ...]]:
-        """The records of gateways that are new since the last call."""
         batches = [unpack(HOLDINGS, fields[b"n"]) for fields in self._new if b"n" in fields]
         self._new.clear()
         return [each for batch in batches if batch is not None and batch.writer[:1] != b"-" for each in batch.records]
@@ -132,8 +131,6 @@ class _Pipeline:
 
 
 class Gateway:
-    """The tables of one, and what it exchanges."""
-
     def __init__(self, *boots: str) -> None:
         self.index, self.positions, self.stored = PrefixIndex(10**6), PositionCache(10**6), StoredResponses(10**6)
         self.metrics = Metrics()
@@ -143,7 +140,6 @@ class Gateway:
         )
 
     def holds(self, key: bytes, tokens: int = 320, boot: str = BOOT) -> None:
-        """Its worker is found to hold a prefix."""
         self.index.record((Boundary("system", key, "first:1", tokens=tokens),), boot)
         self.index.set_held(key, boot, tokens)
 
