@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -38,9 +37,6 @@ class Rust(RecordingWorker):
             await respond(send, text.encode(), "text/plain")
         elif scope["path"].startswith("/seamark/"):
             await respond(send, b"", status=404)
-        elif scope["path"] == "/tokenize" and b"messages" in (body := (await receive())["body"]):
-            ids = list(map(ord, self.template(json.loads(body))))
-            await respond(send, json.dumps({"tokens": ids}).encode())
         else:
             await super().__call__(scope, receive, send)
 
@@ -50,13 +46,9 @@ class Collector:
     """The port that a worker's reports are read at."""
 
     worker: RecordingWorker
-    port: int = REPORTS
     api_key: str | None = None
     refused: int = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    url: str = f"http://127.0.0.1:{REPORTS}"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         wanted = (b"authorization", f"Bearer {self.api_key}".encode())
@@ -74,9 +66,7 @@ class Stranger:
         await respond(send, b"<html>seamark</html>", "text/html")
 
 
-def listed(port: int = REPORTS, host: str = "127.0.0.1") -> dict[str, Any]:
-    return {"0": {"publisher": "null", "endpoint": f"tcp://{host}:{port}", "topic": "seamark"}}
-
+LISTED = {"0": {"publisher": "null", "endpoint": f"tcp://127.0.0.1:{REPORTS}", "topic": "seamark"}}
 
 KV_EVENTS = {"0": {"publisher": "zmq", "endpoint": "tcp://*:5557", "topic": "kv-events"}}
 
@@ -94,18 +84,18 @@ async def before(in_memory: Started, worker: RecordingWorker, *others: Any, key:
 SYSTEM = {"role": "system", "content": prose(300, 1)}
 
 
-def chat(question: str, **more: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": [SYSTEM, {"role": "user", "content": question}], **more}
+def chat(question: str) -> dict[str, Any]:
+    return {"model": "m", "messages": [SYSTEM, {"role": "user", "content": question}]}
 
 
 async def test_the_workers_key_is_sent_to_its_port_and_a_stranger_there_is_not_believed(in_memory, caplog):
     caplog.set_level(logging.INFO)
-    worker = Rust(sources=listed(), api_key="right")
+    worker = Rust(sources=LISTED, api_key="right")
     collector = Collector(worker, api_key="right")
     gateway = await before(in_memory, worker, collector, key="right")
     assert (await gateway.status())["workers"][0]["engine"] and not collector.refused
     for other in (Stranger(), None):
-        worker = Rust(sources=listed())
+        worker = Rust(sources=LISTED)
         gateway = await before(in_memory, worker, *filter(None, (other,)))
         (status,) = (await gateway.status())["workers"]
         assert status["engine"] is None and f"http://127.0.0.1:{REPORTS} does not give them" in caplog.text

@@ -12,7 +12,6 @@ from proxy.fleet.worker_metrics import EngineInfo, StepTimes, WorkerMetrics, rea
 from proxy.http.client import Broken, Malformed, Unreachable
 from proxy.version import version
 from tests.harness.fake_engine import engine_info
-from tests.harness.probed import probed
 
 URL = "http://w:1"
 
@@ -56,14 +55,6 @@ class Server:
 
         last = Probed() if last is None else last
         return await Probe(self, URL).probe(last, own_id="me", of_plugin=False, lull=lull)  # type: ignore[arg-type]
-
-
-async def test_step_times_of_before_a_restart_stand_until_the_engine_has_learnt_them_again():
-    server, times = Server(), StepTimes(0.01, 0.0001)
-    server.add(engine_info())
-    assert (await server.probe(probed("before", step_times=times))).metrics.step_times == times
-    server.add("seamark_token_seconds 0.5\n")
-    assert (await server.probe(probed("before", step_times=times))).metrics.step_times == (0.0, 0.5)
 
 
 @pytest.mark.parametrize(

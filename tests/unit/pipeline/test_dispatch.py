@@ -144,22 +144,6 @@ async def test_the_worker_of_a_response_is_remembered_once_one_has_answered_for_
     assert two.dispatcher.seeks_on(plain, worker, status) is False and plain.asked == []
 
 
-async def test_a_response_is_not_sought_beyond_the_worker_that_stores_it(two):
-    request, (one, other) = named(two), two.workers
-    stored = two.dispatcher._stored
-    stored.keep("resp_1", one.boot, "bob")  # another key's of the same name
-    stored.keep("resp_1", one.boot, "ann")
-    for _ in range(3):
-        async with two.dispatcher.lease(request) as lease:
-            assert lease.worker is one
-            assert not lease.seeks_on(404) and request.asked == []
-    request.asked += [one, other]
-    stored.keep("resp_1", other.boot, "ann")  # so another gateway tells meanwhile
-    assert two.dispatcher.seeks_on(request, one, 404)
-    stored.keep("resp_1", "an older boot", "ann")
-    assert not two.dispatcher.seeks_on(request, one, 404)
-
-
 async def test_a_slot_is_there_while_nobody_waits_and_worker_and_key_have_room(scene):
     scene.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
     request = scene.request()

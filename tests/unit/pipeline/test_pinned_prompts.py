@@ -172,6 +172,7 @@ def write(path: Path, **bodies: Any) -> None:
     ("content", "words"),
     [
         (json.dumps([{"name": "a", "body": chat("?")}] * 2), "two prompts are called 'a'"),
+        (json.dumps([{"name": f"{number}", "body": chat("?")} for number in range(65)]), "names 65 prompts; 64 can"),
         ('[{"name": "a", "body": {"model": "m"}}]', "'a': body.messages"),
         ('[{"name": "a", "body": {"model": "m", "messages": [{"secret": 1}]}, "key": "ann"}]', "no API keys"),
         ('[{"name": "a", "body": {"model": "m", "messages": [{"secret": NaN}]}}]', "NaN"),
@@ -231,18 +232,6 @@ class Scene:
 
 def body_of(text: str, **more: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "system", "content": text}], **more}
-
-
-def test_a_file_may_name_64_prompts_of_a_few_bytes(tmp_path, monkeypatch):
-    path = tmp_path / "prefixes.json"
-    write(path, **{f"{number}": body_of("Tide?") for number in range(64)})
-    assert len(Scene(prefixes_file=path).pins) == 64
-    monkeypatch.setattr(pinned_prompts, "MOST_BYTES", 64 * len(json.dumps(body_of("Tide?"))) - 1)
-    with pytest.raises(SettingsError, match="together"):
-        Scene(prefixes_file=path)
-    write(path, **{f"{number}": body_of("Tide?") for number in range(65)})
-    with pytest.raises(SettingsError, match="names 65 prompts; 64 can"):
-        Scene(prefixes_file=path)
 
 
 async def test_pins_are_added_up_to_the_last_that_fits(monkeypatch):
