@@ -221,6 +221,7 @@ SAID = [{"role": "user", "content": "Fix the rounding."}, {"role": "assistant", 
     [
         (THOUGHT, NEXT[:1]),  # the loop is not over: no user has spoken
         (SAID, NEXT),  # nobody thought
+        ([*THOUGHT[:2], {"role": "user", "content": "Next."}, *SAID[1:]], NEXT),  # not since the user spoke last
         (THOUGHT, [NEXT[0], {"role": "system", "content": "Use the list."}]),  # merged by the messages API alone
     ],
 )

@@ -23,6 +23,7 @@ RULES = " Keep clear of the bar.\nNever leave the channel without a pilot on boa
 DATES = [
     ("2026-11-22", "2026-11-23"),
     ("11/22/2026", "11/23/2026"),
+    ("noviembre de 2026", "diciembre de 2026"),
     ("22.11.2026", "1.12.2026"),
     ("November 22nd, 2026", "December 3rd, 2026"),
     ("the 22nd of November 2026", "the 23rd of November 2026"),
