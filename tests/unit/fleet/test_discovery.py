@@ -19,8 +19,6 @@ NAME = "http://vllm.test:8000"
 
 ONE = "10.0.0.1"
 
-NOT_KNOWN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
 
 def arguments(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
@@ -55,7 +53,7 @@ def failures(metrics: Metrics) -> float | None:
     return metrics.registry.get_sample_value("seamark_discovery_failures_total", {"name": "vllm.test:8000"})
 
 
-@pytest.mark.parametrize("error", [NOT_KNOWN, socket.gaierror(socket.EAI_AGAIN, "try again"), UnicodeError("label")])
+@pytest.mark.parametrize("error", [socket.gaierror(socket.EAI_NONAME, "not known"), UnicodeError("label")])
 async def test_a_name_that_is_not_resolved_keeps_its_workers_for_a_while(error, monkeypatch, caplog):
     resolver = Resolver(ONE)
     looking, changes, metrics = found_by(resolver, keep=60.0)
@@ -102,7 +100,6 @@ async def test_the_systems_resolver_knows_both_kinds_of_addresses():
         ("https://vllm:1", "https"),
         ("me:secret@vllm:1", "credentials"),
         ("http://:8000", "workers_dns"),
-        ("vllm:port", "workers_dns"),
     ],
 )
 def test_what_is_no_name_is_refused_with_the_cure(name, words):

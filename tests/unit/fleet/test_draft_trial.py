@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import pytest
 
-from proxy.fleet import draft_trial
 from proxy.fleet.answer_compare import Noise, Unanswered
 from proxy.fleet.draft_prompts import ANSWER, LONGEST_EDGE, built_in
 from proxy.fleet.draft_reports import DraftFeed
@@ -129,24 +127,3 @@ async def test_a_worker_that_fails_is_no_worker_with_a_small_vocabulary():
     trial = DraftTrial(upstream, worker, DraftFeed(upstream, worker, "own"), "own", Noise(), 10.0)
     with pytest.raises(Unanswered, match="503"):
         await trial.step()
-
-
-@pytest.mark.parametrize(("shows_after", "believed"), [(0, True), (2, True), (None, False)])
-async def test_a_verdict_is_looked_for_in_the_feed_until_it_is_there_or_time_is_up(monkeypatch, shows_after, believed):
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(draft_trial, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(draft_trial, "PAUSE_SECONDS", 0.0)
-    engine = DraftingEngine(obeys=False)
-    trial, reads = trial_of(engine), []
-    told = engine.tell
-
-    def tell(after: int = 0):
-        if engine.commands:
-            reads.append(clock.now)
-            clock.now += 4.0
-            engine.state = "open" if shows_after is not None and len(reads) > shows_after else "trial"
-        return told(after)
-
-    engine.tell = tell
-    assert await trial.send(TrialVerdict("open")) is believed
-    assert len(reads) == (3 if shows_after is None else shows_after + 1), "it is waited for ten seconds"

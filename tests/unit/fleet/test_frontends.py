@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -38,9 +37,6 @@ class Rust(RecordingWorker):
             await respond(send, text.encode(), "text/plain")
         elif scope["path"].startswith("/seamark/"):
             await respond(send, b"", status=404)
-        elif scope["path"] == "/tokenize" and b"messages" in (body := (await receive())["body"]):
-            ids = list(map(ord, self.template(json.loads(body))))
-            await respond(send, json.dumps({"tokens": ids}).encode())
         else:
             await super().__call__(scope, receive, send)
 
@@ -50,13 +46,9 @@ class Collector:
     """The port that a worker's reports are read at."""
 
     worker: RecordingWorker
-    port: int = REPORTS
     api_key: str | None = None
     refused: int = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    url: str = f"http://127.0.0.1:{REPORTS}"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         wanted = (b"authorization", f"Bearer {self.api_key}".encode())
@@ -68,17 +60,13 @@ class Collector:
 
 
 class Stranger:
-    """Another program at the port."""
-
     url = f"http://127.0.0.1:{REPORTS}"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await respond(send, b"<html>seamark</html>", "text/html")
 
 
-def listed(port: int = REPORTS, host: str = "127.0.0.1") -> dict[str, Any]:
-    return {"0": {"publisher": "null", "endpoint": f"tcp://{host}:{port}", "topic": "seamark"}}
-
+LISTED = {"0": {"publisher": "null", "endpoint": f"tcp://127.0.0.1:{REPORTS}", "topic": "seamark"}}
 
 KV_EVENTS = {"0": {"publisher": "zmq", "endpoint": "tcp://*:5557", "topic": "kv-events"}}
 
@@ -96,70 +84,18 @@ async def before(in_memory: Started, worker: RecordingWorker, *others: Any, key:
 SYSTEM = {"role": "system", "content": prose(300, 1)}
 
 
-def chat(question: str, **more: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": [SYSTEM, {"role": "user", "content": question}], **more}
-
-
-def message(question: str, **more: Any) -> dict[str, Any]:
-    said = {"system": SYSTEM["content"], "messages": [{"role": "user", "content": question}], "max_tokens": 9}
-    return {"model": "m", **said, **more}
-
-
-async def test_a_message_that_is_streamed_comes_as_events_of_its_own_kind(in_memory):
-    worker = Rust(sources=listed())
-    gateway = await before(in_memory, worker, Collector(worker))
-    answer = await gateway.post(message("Any ship today?", stream=True), MESSAGES)
-    kinds = [line.removeprefix("event: ") for line in answer.text.splitlines() if line.startswith("event: ")]
-    block = ["content_block_start", "content_block_delta", "content_block_stop"]
-    assert kinds == ["message_start", *block, "message_delta", "message_stop"]
-    explained = await gateway.explained(answer)
-    assert explained["reason"] in ("cold", "hit")
-
-
-async def test_an_error_to_a_message_is_one_of_its_own_kind_and_what_is_no_chat_names_the_frontend(in_memory):
-    worker = Rust(sources=listed(), checks_names=True)
-    gateway = await before(in_memory, worker, Collector(worker))
-    answer = await gateway.post(message("?", model="another"), MESSAGES)
-    assert answer.status_code == 404 and answer.json()["type"] == "error"
-    assert answer.json()["error"] == {"type": "NotFoundError", "message": "The model does not exist."}
-    answer = await gateway.post({"model": "m", "max_tokens": 1, "messages": []}, MESSAGES)
-    assert answer.status_code == 501 and "Rust frontend" in answer.text
-
-
-async def test_a_restarted_worker_is_found_at_its_new_port_as_another_boot(in_memory):
-    worker = Rust(sources=listed())
-    first, second = Collector(worker), Collector(worker, port=3)
-    gateway = await before(in_memory, worker, first)
-    boot = (await gateway.status())["workers"][0]["boot"]
-    await gateway.post(chat("Any ship today?"))
-    await told(worker)
-    del gateway.upstream.workers[first.url]
-    worker.boot, worker.sources = "1.8e+09", listed(3)
-    gateway.upstream.workers[second.url] = second
-    await gateway.shows(lambda status: status["workers"][0]["boot"] not in ("", boot, f"{URL}#"))
-    (status,) = (await gateway.status())["workers"]
-    assert status["reports"]["url"] == second.url and status["boot"].endswith("1.8e+09")
-
-
-async def test_lost_reports_are_said_and_what_they_may_have_told_is_forgotten(in_memory, caplog):
-    worker = Rust(sources=listed())
-    gateway = await before(in_memory, worker, Collector(worker))
-    await gateway.post(chat("Any ship today?"))
-    await told(worker)
-    worker.engine._kept.append((None, None, ["cleared", "lost"]))
-    await told(worker)
-    answer = await gateway.post(chat("Any ship tomorrow?"))
-    assert answer.headers["x-seamark-predicted"] == "0" and "reports were lost" in caplog.text
+def chat(question: str) -> dict[str, Any]:
+    return {"model": "m", "messages": [SYSTEM, {"role": "user", "content": question}]}
 
 
 async def test_the_workers_key_is_sent_to_its_port_and_a_stranger_there_is_not_believed(in_memory, caplog):
     caplog.set_level(logging.INFO)
-    worker = Rust(sources=listed(), api_key="right")
+    worker = Rust(sources=LISTED, api_key="right")
     collector = Collector(worker, api_key="right")
     gateway = await before(in_memory, worker, collector, key="right")
     assert (await gateway.status())["workers"][0]["engine"] and not collector.refused
     for other in (Stranger(), None):
-        worker = Rust(sources=listed())
+        worker = Rust(sources=LISTED)
         gateway = await before(in_memory, worker, *filter(None, (other,)))
         (status,) = (await gateway.status())["workers"]
         assert status["engine"] is None and f"http://127.0.0.1:{REPORTS} does not give them" in caplog.text

@@ -11,8 +11,6 @@ from proxy.metrics import Metrics
 
 
 class Watching(Part):
-    """It runs as a test wants it to."""
-
     name = "watching"
 
     def __init__(self, run: Callable[[], Awaitable[None]]) -> None:

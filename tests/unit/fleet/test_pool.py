@@ -71,7 +71,6 @@ def gateway_of(in_memory) -> Callable[..., Awaitable[InMemoryGateway]]:
 
 @pytest.fixture
 def woken(monkeypatch) -> list[bool]:
-    """How often a queue was told to look for slots."""
     looks: list[bool] = []
     monkeypatch.setattr(AdmissionQueue, "wake", lambda queue: looks.append(True))
     return looks
@@ -84,7 +83,6 @@ async def own(gateway_of, a, b) -> InMemoryGateway:
 
 @pytest.fixture
 async def both(own) -> WorkerPool:
-    """Of two workers that have been looked at."""
     await own.gateway.pool.check_all()
     return own.gateway.pool
 
@@ -128,15 +126,7 @@ async def test_a_list_of_models_that_makes_no_sense_harms_its_own_worker_alone(b
     assert both.workers[1].up
 
 
-@pytest.mark.parametrize("failure", [Unreachable(), Broken(), RuntimeError("odd")])
-async def test_whatever_one_worker_does_the_others_are_checked(own, failure):
-    own.upstream.faults[A] = failure
-    await own.gateway.pool.check_all()
-    assert [worker.url for worker in own.gateway.pool.up] == [B]
-
-
 def said(caplog) -> list[str]:
-    """What was logged of workers since the last call."""
     messages = [record.getMessage() for record in caplog.records if record.name == "seamark.workers"]
     caplog.clear()
     return messages
@@ -210,7 +200,6 @@ async def test_engines_behind_one_address_are_looked_at_once_they_are_known_and_
         (401, A, "", r"wants a key: --worker-api-key-file FILE, with vLLM's --api-key in it"),
         (403, A, "k", r"refuses the key in --worker-api-key-file \(/v1/models answers 403\)"),
         (401, "http://me:secret@a:1", "k", r"refuses the user and password in its URL \(/v1/models answers 401\)"),
-        (404, "http://me:secret@a:1", "k", r"not vLLM: /v1/models answers 404"),
         (500, A, "k", r"not well: /v1/models answers 500"),
     ],
 )
@@ -239,8 +228,6 @@ async def test_a_worker_that_sleeps_is_well_and_gets_nothing_until_it_is_woken(b
 
 
 class Preparing(Part):
-    """A warm-up that a test ends."""
-
     def __init__(self) -> None:
         self.began: list[str] = []
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -261,3 +248,25 @@ async def test_a_worker_is_warmed_up_until_that_is_over_however_it_ends(gateway_
     warmup.end.set_exception(failure) if failure is not None else warmup.end.set_result(None)
     await until(lambda: not worker.warming)
     assert woken and warmup.began == [A]
+
+
+async def test_all_names_of_one_model_have_one_key(gateway_of):
+    a, b = Server(A, models=("m", "alias")), Server(B, models=("m",), adapters={"lora": "/lora"})
+    pool = (await gateway_of(a, b, Server("http://c:1", models=("n",)))).gateway.pool
+    await pool.check_all()
+    assert {pool.key_of(name) for name in ("m", "alias")} == {"alias"}
+    assert (pool.key_of("lora"), pool.key_of("n"), pool.key_of(None), pool.key_of(7)) == ("lora", "n", None, None)
+    assert pool.key_of("") == ""  # several models
+    keys = {(A, B): "alias", ("http://c:1",): "n"}
+    for name in (f"unknown-{number}" for number in range(40)):
+        assert pool.key_of(name) == keys[tuple(worker.url for worker in pool.serving(name))]
+
+
+async def test_a_worker_that_does_not_answer_for_its_models_is_known_as_before(own, both, b):
+    for failure in (Unreachable(), Broken()):
+        own.upstream.faults[B] = failure
+        await both.ask_models(both.workers[1])
+    own.upstream.faults.clear()
+    b.refuses = 401
+    await both.ask_models(both.workers[1])
+    assert both.serving("m") == both.workers

@@ -16,24 +16,19 @@ THEIRS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp:/
 @pytest.mark.parametrize(
     ("sources", "told"),
     [
-        ({"0": OURS}, Told("127.0.0.1:33007")),
         ({"0": OURS, "1": OURS}, Told("127.0.0.1:33007", ranks=(0, 1))),
         ({"0": THEIRS}, Told(beside="*:5556")),
         ({"1": THEIRS | {"endpoint": "tcp://*:5558"}, "0": THEIRS}, Told(beside="*:5556", ranks=(0, 1))),
         ({"0": THEIRS | {"endpoint": "inproc://x"}}, Told()),
-        ({"0": THEIRS | {"endpoint": None}}, Told()),
-        ({}, Told()),
         ([], Told()),
-        ({"x": OURS}, Told()),
         ({"0": "text"}, Told()),
-        (None, Told()),
     ],
 )
 def test_vllms_list_of_publishers_tells(sources, told):
     assert read_sources(json.dumps(sources).encode()) == told
 
 
-@pytest.mark.parametrize("answer", [b"", b"{", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("answer", [b"{", b"\xff", b"[" * 100_000])
 def test_what_is_no_list_tells_nothing(answer):
     assert read_sources(answer) == Told()
 
@@ -56,12 +51,8 @@ def test_the_gateway_asks_no_host_but_the_workers(worker, at, url):
     ("worker", "at", "why"),
     [
         ("http://spark:8000", "127.0.0.1:33007", "SEAMARK_REPORTS_AT"),
-        ("http://spark:8000", "[::1]:33007", "its own machine alone"),
-        ("http://127.0.0.1:8000", "127.0.0.1:0", "names no port"),
         ("http://127.0.0.1:8000", "127.0.0.1:70000", "names no port"),
-        ("http://127.0.0.1:8000", "x@y", "names no port"),
         ("http://127.0.0.1:8000", "127.0.0.1:" + "1" * 5000, "names no port"),
-        ("http://127.0.0.1:8000", "127.0.0.1:000033007", "names no port"),
     ],
 )
 def test_where_they_cannot_be_read_the_reason_is_said(worker, at, why):

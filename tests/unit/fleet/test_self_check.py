@@ -41,11 +41,6 @@ TEXT_PARTS = [{"type": "text", "text": "Tide?"}]
 IMAGE = [*TEXT_PARTS, {"type": "image_url", "image_url": {"url": "data:,"}}]
 
 
-class Pool:
-    def __init__(self, *workers: Worker) -> None:
-        self.workers = list(workers)
-
-
 class Engine:
     """Answers every prompt alike, but for the salts under which something is cached, or wrong."""
 
@@ -106,7 +101,9 @@ def check_of(
         warmup.add(bytes([number]), 1000 - number, (), request)
     stored = StoredResponses(10**6)
     settings = settings if settings is not None else Settings()
-    return SelfCheck(settings, Pool(worker), warmup, stored, engine, metrics or Metrics(), IdleWork(), distrust)
+    return SelfCheck(
+        settings, SimpleNamespace(workers=[worker]), warmup, stored, engine, metrics or Metrics(), IdleWork(), distrust
+    )
 
 
 async def judged(check: SelfCheck, worker: Worker, request: WarmupRequest):
@@ -120,14 +117,6 @@ async def test_the_prompt_is_asked_under_the_salt_of_its_api_key_and_computed_an
     assert verdict is not None and verdict.result == "same"
     salts = [asked.get("cache_salt") for asked in engine.asked]
     assert salts[:2] == ["anns", "anns"] and "anns" not in salts[2:] and all(salts)
-
-
-async def test_in_quarantine_the_prompt_is_asked_under_the_salt_that_requests_get(worker, engine):
-    worker.cache.quarantine()
-    request = replay(b"first", cache_salt="anns")
-    await judged(check_of(worker, engine, request), worker, request)
-    assert engine.asked[0]["cache_salt"] == worker.cache.salt({"cache_salt": "anns"}) != "anns"
-    assert "vllm_xargs" not in engine.asked[0]  # it gets no hint, as clients' requests
 
 
 @pytest.mark.parametrize(("content", "asks"), [("Tide?", True), (TEXT_PARTS, True), (IMAGE, False), (None, False)])
@@ -276,8 +265,6 @@ async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
 
 
 class Upstream(DraftingUpstream):
-    """Counts requests at the same time."""
-
     at_once = most = 0
 
     async def fetch(self, method, url, body=b"", timeout=None, headers=()):
@@ -368,16 +355,6 @@ async def test_a_state_a_unit_early_is_seen_through_the_noise_which_alone_raises
             check, worker, request = checked(engine, seed)
             verdict = await check._judge(worker, request, self_check._Watched())
             assert verdict is not None and verdict.result in results, (seed, verdict)
-
-
-async def test_more_prompts_are_recomputed_before_a_random_engine_is_called_wrong_and_none_of_an_exact_one():
-    asked = {}
-    for noise in (0.0, 0.004):
-        engine = DraftingEngine(state="on", noise=noise, hits_off=0.25, draw=random.Random(7))
-        check, worker, request = checked(engine)
-        await check._judge(worker, request, self_check._Watched())
-        asked[noise] = {len(each["prompt"]) for each in engine.asked}
-    assert asked[0.0] == {200} and len(asked[0.004]) == 2
 
 
 async def test_every_eighth_check_asks_what_the_engine_says_without_drafts():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,22 +27,6 @@ from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from tests.harness.probed import probed
 
 BODY = {"model": "m"}
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def opened(clock: Clock) -> CircuitBreaker:
-    breaker = CircuitBreaker(clock)
-    assert [breaker.failed(request) for request in range(BREAKER_FAILURES)] == [False] * (BREAKER_FAILURES - 1) + [True]
-    return breaker
 
 
 def test_a_first_doubt_parts_requests_from_what_was_there_and_a_second_from_the_cache():
@@ -86,8 +71,9 @@ def test_of_several_engines_behind_an_address_each_ones_feed_tells_its_gate():
 
 
 def test_a_breaker_waits_twice_as_long_only_after_a_trial_that_failed_and_a_minute_at_most():
-    clock = Clock()
-    breaker = opened(clock)
+    clock = SimpleNamespace(now=0.0)
+    breaker = CircuitBreaker(lambda: clock.now)
+    assert [breaker.failed(request) for request in range(BREAKER_FAILURES)] == [False] * (BREAKER_FAILURES - 1) + [True]
     clock.now = 4.0
     assert not breaker.failed(9) and not breaker.wants_trial  # one that was sent before it opened
     waits = []

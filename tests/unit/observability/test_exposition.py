@@ -10,8 +10,6 @@ from proxy.observability.exposition import merged
 @pytest.mark.parametrize(
     ("first", "second", "both"),
     [
-        ("", "# TYPE a gauge\na 1\n", "# TYPE a gauge\na 1\n"),
-        ("# TYPE a gauge\na 1\n", "", "# TYPE a gauge\na 1\n"),
         ("# TYPE a gauge\na 1\n# EOF\n", "# comment\n\n# TYPE a gauge\na 2\n", "# TYPE a gauge\na 1\n"),
         (
             '# TYPE a gauge\na{b="}"} 1 1700000000\n',

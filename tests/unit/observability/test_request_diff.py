@@ -27,7 +27,6 @@ from tests.harness.steps import finished
 
 
 def remembering(size: int) -> RequestMemory:
-    """Requests of November 2026."""
     return RequestMemory(size, now=lambda: 1795600000.0)
 
 
@@ -110,14 +109,11 @@ TURNED_AGAIN = [*TURNED[:2], {**THINKS, "reasoning": "Well."}, TURNED[3]]
         # Of messages; all kinds of text are in test_volatile_text.py.
         (AT_NOON, LATER, "message", 0, "system", "times", len(f"{LONG}It is 1")),
         (messages(f"{LONG} One.", LONG), messages(f"{LONG} Two.", LONG), "message", 0, "system", None, len(LONG) + 1),
-        (messages(LONG, "Ann?", LONG, "Q"), messages(LONG, "Bo?", LONG, "Q"), "message", 1, "user", None, 0),
         (TURNED, TURNED_AGAIN, "message", 2, "assistant", "thinking_history", None),
         (TURNED, [*TURNED[:2], *TURNED[:1], *TURNED[2:]], "message", 2, "system", "system_moved", None),
         # Of tools: their order, that of their keys, and what they say.
         (TOOLS, TOOLS[::-1], "tool", 0, "ice", "tools_sorted", None),
         (TOOLS, [TOOLS[0], dict(reversed(TOOLS[1].items())), TOOLS[2]], "tool", 1, "tide", "tool_keys_sorted", 2),
-        (TOOLS, TOOLS[1:], "tool", 0, "tide", None, None),
-        (TOOLS, TOOLS[:-1], "tool", 2, "ice", None, None),
         (TOOLS[:-1], TOOLS, "tool", 2, "ice", None, None),
     ],
 )
@@ -226,8 +222,6 @@ SAID = [{"role": "user", "content": "Fix the rounding."}, {"role": "assistant", 
         (THOUGHT, NEXT[:1]),  # the loop is not over: no user has spoken
         (SAID, NEXT),  # nobody thought
         ([*THOUGHT[:2], {"role": "user", "content": "Next."}, *SAID[1:]], NEXT),  # not since the user spoke last
-        ([SAID[0], {**SAID[1], "reasoning": ""}], NEXT),
-        ([SAID[0], {**SAID[1], "reasoning": 7}], NEXT),
         (THOUGHT, [NEXT[0], {"role": "system", "content": "Use the list."}]),  # merged by the messages API alone
     ],
 )
@@ -235,20 +229,6 @@ def test_without_thinking_of_a_loop_that_is_over_nothing_is_dropped(before, adde
     before = [*messages(RULES), *before]
     memory, last = continued_by({"messages": before}, {"messages": [*before, *added]})
     assert finished(memory.rendered_otherwise(last, 500)) is None
-
-
-def test_an_excerpt_shows_what_is_around_the_difference():
-    old, new = ("a" * 100 + word + "b" * 100 for word in ("old", "new"))
-    change = PrefixChange("message", 1, "r" * 100, 101, None, 7, 9, {"content": old}, {"content": new})
-    shown = change.as_json(excerpts=True)
-    assert (shown["before"], shown["now"]) == (old[61:141], new[61:141])
-    assert shown["role"] == "r" * 64 and (shown["index"], shown["token"], shown["lost"]) == (1, 7, 9)
-    assert (shown["characters"], shown["kind"], shown["text"], shown["cure"]) == (101, None, None, None)
-    assert {"before", "now"}.isdisjoint(change.as_json(excerpts=False))
-    early = change._replace(characters=None, old=None, new={"function": {"name": "wind"}}, role=None)
-    shown = early.as_json(excerpts=True)
-    assert (shown["before"], shown["now"], shown["role"]) == (None, '{"function":{"name":"wind"}}', None)
-    assert change._replace(characters=10).as_json(excerpts=True)["now"] == new[:80]
 
 
 def test_into_a_tool_that_is_too_long_nobody_looks_for_another_order_of_keys():

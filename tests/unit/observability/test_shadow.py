@@ -64,7 +64,6 @@ class Scene:
         return lost
 
     async def loss(self) -> int:
-        """What the requests that wait lost together."""
         before = self.shadow.would_save()["tokens"]
         running = asyncio.create_task(self.shadow.run())
         async with asyncio.timeout(30):
@@ -141,16 +140,6 @@ async def test_an_answer_that_lacks_one_of_its_figures_teaches_nothing_of_the_co
         scene.add(**{"seconds": 1.0, "alone": True, "cached": 0, missing: None})
     await scene.judge(*[0] * 200)
     assert scene.shadow.would_save()["seconds"] == 0.0
-
-
-async def test_where_nobody_says_what_was_cached_a_request_goes_unjudged(scene):
-    scene.worker.probed = probed("w#1", None, "m")
-    scene.add(cached=None)
-    assert (scene.counted, scene.shadow.held) == ({"no_usage": 1}, 0)
-    value = scene.metrics.registry.get_sample_value
-    assert value("seamark_shadow_requests_total", {"result": "no_usage"}) == 1
-    scene.add(cached=0)
-    assert scene.shadow.held == 100
 
 
 async def test_requests_wait_within_bounds_of_memory_and_number_and_those_beyond_are_counted(scene):

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import StatusCode
 
 from proxy.metrics import Metrics
 from proxy.observability import tracing
@@ -46,7 +46,6 @@ class Scene:
         self.tracing = Tracing("http://collector/v1/traces", self.metrics)
 
     async def spans(self) -> list[ReadableSpan]:
-        """All that were ended."""
         await self.tracing.aclose()
         return list(self.taken.get_finished_spans())
 
@@ -62,26 +61,6 @@ def scene(monkeypatch) -> Scene:
     return Scene(monkeypatch)
 
 
-async def test_a_span_is_the_child_of_its_clients_and_workers_are_told_of_it(scene):
-    headers = [(b"accept", b"*/*"), *CONTEXT, (b"x-request-id", b"r")]
-    scene.begin(headers).end(200, "m", "w:1", (), None)
-    (span,) = await scene.spans()
-    assert scene.endpoints == ["http://collector/v1/traces"]
-    assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, PARENT)
-    assert (span.name, span.kind) == (f"POST {PATH}", SpanKind.SERVER)
-    assert headers[:2] == [(b"accept", b"*/*"), (b"x-request-id", b"r")]
-    told = f"00-{TRACE}-{span.context.span_id:016x}-01".encode()
-    assert sorted(headers[2:]) == [(b"traceparent", told), (b"tracestate", b"vendor=opaque")]
-    assert dict(span.attributes) == {
-        "http.request.method": "POST",
-        "http.route": PATH,
-        "http.response.status_code": 200,
-        "gen_ai.request.model": "m",
-        "seamark.worker": "w:1",
-    }
-    assert span.resource.attributes["service.name"] == "seamark"
-
-
 async def test_a_request_without_a_context_begins_a_trace_and_one_that_is_not_sampled_is_none(scene):
     scene.begin().end(200, "m", None, (), None)
     unsampled = [(b"traceparent", CONTEXT[0][1][:-1] + b"0")]
@@ -92,9 +71,10 @@ async def test_a_request_without_a_context_begins_a_trace_and_one_that_is_not_sa
 
 async def test_what_is_known_of_a_request_is_told_and_what_is_not_is_left_out(scene):
     known = Explanation("r", PATH, prompt=400, delivered=320, reason="hit", shareable=336, predicted=0)
-    for status, explanation in ((200, None), (499, known), (0, Explanation("t", "/v1/responses"))):
+    for status, explanation in ((200, None), (499, known), (0, Explanation("t", "/v1/responses")), (500, None)):
         scene.begin().end(status, "m", "w:1", (), explanation)
-    bare, full, unknown = ({**span.attributes} for span in await scene.spans())
+    ended = await scene.spans()
+    bare, full, unknown, _ = ({**span.attributes} for span in ended)
     assert full == {
         **bare,
         "http.response.status_code": 499,
@@ -106,16 +86,9 @@ async def test_what_is_known_of_a_request_is_told_and_what_is_not_is_left_out(sc
         "seamark.shareable_tokens": 336,
         "seamark.predicted_tokens": 0,
     }
+    codes = [span.status.status_code for span in ended]
+    assert codes == [StatusCode.UNSET] * 3 + [StatusCode.ERROR], "a client that leaves is no failure of the gateway"
     assert unknown.keys() == bare.keys() - {"http.response.status_code"} | {"seamark.request_id"}
-
-
-@pytest.mark.parametrize(
-    ("status", "code"), [(200, StatusCode.UNSET), (499, StatusCode.UNSET), (500, StatusCode.ERROR)]
-)
-async def test_the_gateways_own_failures_and_its_workers_are_errors_and_clients_that_leave_are_not(scene, status, code):
-    scene.begin().end(status, "m", None, (), None)
-    (span,) = await scene.spans()
-    assert span.status.status_code is code
 
 
 async def test_its_stages_lie_inside_it_and_are_as_long_as_they_took(scene):
@@ -124,16 +97,12 @@ async def test_its_stages_lie_inside_it_and_are_as_long_as_they_took(scene):
     queue, choice, whole = await scene.spans()
     assert [queue.name, choice.name, whole.name] == ["queue", "choice", f"POST {PATH}"]
     assert {each.parent.span_id for each in (queue, choice)} == {whole.context.span_id}
-    assert {each.context.trace_id for each in (queue, choice)} == {whole.context.trace_id}
     assert queue.end_time - queue.start_time == pytest.approx(0.25e9, abs=1e3)
-    assert choice.end_time - choice.start_time == pytest.approx(0.75e9, abs=1e3)
     assert choice.start_time == pytest.approx(queue.end_time, abs=1e3)
     assert abs(queue.start_time - whole.start_time) < 300e9  # on one clock: the other one began when the machine did
 
 
 class Failing(SpanExporter):
-    """A collector that does not take spans, or cannot be reached."""
-
     def __init__(self, result: SpanExportResult | Exception) -> None:
         self._result = result
 
@@ -148,7 +117,6 @@ async def test_spans_that_are_not_taken_are_counted_as_lost_and_that_is_said_whe
     caplog.set_level("INFO", "seamark.tracing")
 
     async def send(exporter: SpanExporter, spans: int) -> int:
-        """The lines that were logged for it."""
         before, scene.exporter = len(caplog.records), exporter
         for _ in range(spans):
             scene.begin().end(200, "m", None, (), None)

@@ -15,7 +15,6 @@ NOW = 1795600000.0  # in November 2026
 
 
 def kind(new: str, old: str) -> str | None:
-    """Of the first difference."""
     return finished(kind_of(new, old, common_prefix(new, old), NOW))
 
 
@@ -23,18 +22,12 @@ RULES = " Keep clear of the bar.\nNever leave the channel without a pilot on boa
 
 DATES = [
     ("2026-11-22", "2026-11-23"),
-    ("2026-11", "2026-12"),
     ("11/22/2026", "11/23/2026"),
+    ("noviembre de 2026", "diciembre de 2026"),
     ("22.11.2026", "1.12.2026"),
-    ("22-Nov-2026", "23-Nov-2026"),
-    ("Sun Nov 22 2026", "Mon Nov 23 2026"),
-    ("Sun, 22 Nov 2026 10:11:12 GMT", "Mon, 23 Nov 2026 01:11:12 GMT"),
     ("November 22nd, 2026", "December 3rd, 2026"),
     ("the 22nd of November 2026", "the 23rd of November 2026"),
-    ("Sunday, November 22, 2026", "Wednesday, November 25, 2026"),
-    ("2026-11-22 (Sunday)", "2026-11-23 (Monday)"),
     ("今天是2026年11月22日星期日。", "今天是2026年11月25日星期三。"),
-    ("noviembre de 2026", "diciembre de 2026"),
     ("٢٥ نوفمبر ٢٠٢٦", "٢٦ نوفمبر ٢٠٢٦"),
     ("1795600000", "1795690000"),  # a Unix time of another day
 ]
@@ -42,33 +35,22 @@ DATES = [
 TIMES = [
     ("9:59", "10:00"),
     ("10:11", "10:11:05"),
-    ("10:11 PM", "11:11 AM"),
-    ("9 am", "10 am"),
     ("9:05 a.m.", "10:15 p.m."),
     ("2026-11-22T10:11:12.123456+01:00", "2026-11-22T10:11:13.523456+01:00"),
-    ("20261122T101112Z", "20261122T111112Z"),
     ("Sun Nov 22 10:11:12 UTC 2026", "Sun Nov 22 11:51:12 UTC 2026"),
     ("10:11 Europe/Berlin", "10:12 Europe/Berlin"),
-    ("1795342272123", "1795342999456"),
     ("1795342272.517", "1795342299.004"),
 ]
 
 OTHERS = [
     ("3f2b8c1e-9d4a-4c6b-8f0e-5a7d1b2c3e4f", "a91c0d7e-1b2c-4d3e-9f8a-7b6c5d4e3f2a", "uuid"),
-    ("deadbeef12345678", "cafebabe87654321", "uuid"),
     ("ses_dfde55eccffeiuAx", "ses_1fde55eccffeiuBx", "uuid"),
     ("22/11/26", "23/11/26", "number"),  # which of these is a year, no rule knows
     ("v2026.11.22", "v2026.11.23", "number"),
     ("since 2026-11-22 by Ann", "since 2026-11-22 by Bo", None),
-    ("9", "12", "number"),
-    ("v1.2.3", "v1.2.4", "number"),
-    ("/srv/ann/notes", "/srv/bo/notes", "path"),
     ("C:\\Users\\ann", "C:\\Users\\bo", "path"),
     ("Working directory: /srv/ann", "Working directory: /srv/bo", "working_directory"),
-    ("cwd=/srv/ann", "cwd=/srv/bo", "working_directory"),
-    ("17 tokens left", "9 tokens left", "token_counters"),
     ("<total_tokens>17</total_tokens>", "<total_tokens>9</total_tokens>", "token_counters"),
-    ("apple", "orange", None),
     ("2026-11-22", "a day in June", None),
     ("17", "/srv/ann", None),
 ]
@@ -76,7 +58,7 @@ OTHERS = [
 CASES = [*((*pair, "dates") for pair in DATES), *((*pair, "times") for pair in TIMES), *OTHERS]
 
 
-@pytest.mark.parametrize("head", ["", "You pilot ships. Today is ", "You pilot ships.\n"])
+@pytest.mark.parametrize("head", ["", "You pilot ships. Today is "])
 @pytest.mark.parametrize(("old", "new", "expected"), CASES)
 def test_the_kind_of_what_differs_is_told_wherever_it_stands(head, old, new, expected):
     one, other = head + old + RULES, head + new + RULES
@@ -90,8 +72,6 @@ GIT = "gitStatus: as it was.\n\nCurrent branch: {branch}\n\nStatus:\n{status}\n\
     "change",
     [
         {"status": " M src/tides.py\n?? notes/"},
-        {"status": "M src/tides.py"},
-        {"branch": "locks"},
         {"commits": "89abcde Locks\n1a2b3c4 Tides"},
         {"branch": "locks", "status": "R  a.py -> b.py", "commits": "89abcde Locks"},
     ],
@@ -100,15 +80,6 @@ def test_a_git_status_is_one_kind_whatever_changes_in_it(change):
     was = {"branch": "main", "status": "(clean)", "commits": "1a2b3c4 Tides"}
     one, other = (f"{RULES}{GIT.format(**state)}{RULES}" for state in ({**was, **change}, was))
     assert kind(one, other) == kind(other, one) == "git_status"
-
-
-@pytest.mark.parametrize(
-    ("line", "changes", "expected"),
-    [("\nToday's date: {}", ("Mon Nov 23 2026", "Sun Nov 22 2026"), "dates"), ("Ask {}.", ("Ann", "Bo"), None)],
-)
-def test_what_stands_behind_a_git_status_is_none(line, changes, expected):
-    state = GIT.format(branch="main", status="(clean)", commits="1a2b3c4 Tides")
-    assert kind(*(f"{RULES}{state}{line.format(each)}\n{RULES}" for each in changes)) == expected
 
 
 def test_no_text_is_slow():

@@ -24,7 +24,6 @@ UNKNOWN = {"object": "response", "output": []}
     ("endpoint", "first", "last", "name", "told"),
     [
         ("/v1/chat/completions", b"", b"", b"", json.loads(ERROR.body())),
-        ("other", b"", b"", b"", json.loads(ERROR.body())),
         (
             "/v1/messages", b"", b"", b"error",
             {"type": "error", "error": {**ERROR.as_dict(), "type": "api_error"}},
@@ -54,11 +53,8 @@ BUSY = {"retry-after": "2"}
     [
         ("Unauthorized", {"www-authenticate": "Bearer"}, "authentication_error"),
         ("UnreadableCoding", {"accept-encoding": "identity"}, "api_error"),
-        ("NoWebSockets", {"upgrade": "HTTP/1.1", "connection": "upgrade"}, "api_error"),
         ("KeyBusy", BUSY, "rate_limit_error"),
         ("Overloaded", BUSY, "overloaded_error"),
-        ("Forbidden", {}, "permission_error"),
-        ("NotFound", {}, "not_found_error"),
     ],
 )
 async def test_an_error_is_sent_whole_with_what_belongs_to_it(kind, more, anthropic):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -82,17 +81,6 @@ async def test_one_that_is_taken_back_is_released_and_gone(own, worker, caplog):
     assert again.status_code == 404 and again.json()["error"]["code"] == "not_found"
 
 
-async def test_without_room_it_is_refused_with_the_cure_and_pinned_once_there_is(own, worker):
-    worker.engine.room = 1
-    await pin(own)
-    refused = await pin(own, "more", chat("Ebb?"))
-    assert refused.status_code == 409 and refused.json()["error"]["code"] == "no_room"
-    assert "SEAMARK_PIN_SHARE" in refused.json()["error"]["message"]
-    assert [each["name"] for each in (await own.get(PATH)).json()["prefixes"]] == ["rules"]
-    await own.client.delete(f"{PATH}/rules")
-    assert (await pin(own, "more", chat("Ebb?"))).status_code == 200 and pinned(worker) == 1
-
-
 async def test_a_worker_or_an_adapter_that_lost_it_is_given_it_before_its_requests(own, worker):
     await pin(own)
     worker.requests.clear()
@@ -101,15 +89,6 @@ async def test_a_worker_or_an_adapter_that_lost_it_is_given_it_before_its_reques
     assert json.loads(worker.requests[0].body)["vllm_xargs"]["seamark_pin"] == 1
     worker.engine.replace_adapter("m")
     await until(lambda: is_pinned(own, worker))
-
-
-async def test_what_the_answer_does_not_say_the_engines_report_does(in_memory):
-    one, full = (RecordingWorker(cached=0, has_middleware=False) for _ in range(2))
-    full.engine.room = 0
-    own = await in_memory(one, full)
-    assert (await pin(own)).status_code == 200
-    assert (await word(own, one), await word(own, full)) == ("pinned", "no_room")
-    assert len(one.requests) == len(full.requests) == 1
 
 
 async def test_a_client_cannot_pin(own, worker):
@@ -125,18 +104,11 @@ async def test_a_client_cannot_pin(own, worker):
 @pytest.mark.parametrize(
     ("wrong", "param", "words"),
     [
-        ({"name": "a"}, "body", "body"),
         ({"body": chat("?")}, "name", "name"),
-        *(
-            ({"name": name, "body": chat("?")}, "name", "name")
-            for name in ("", "a/b", "a" * 129, "a\u200b", "a\u009b", "a\n", "a?", "a#", "\x7f")
-        ),
+        *(({"name": name, "body": chat("?")}, "name", "name") for name in ("", "a/b", "a" * 129, "a\u200b", "a\n")),
         ({"name": "a", "body": {"messages": [NOT_READ_YET]}}, "body", "body.model"),
-        ({"name": "a", "body": {"model": "m", "messages": []}}, "body", "body.messages"),
-        ({"name": "a", "body": {"model": "m", "prompt": "x"}}, "body", "body.messages"),
         ({"name": "a", "body": {"model": "m", "messages": [NOT_READ_YET, 7]}}, "body", "body.messages"),
         ({"name": "a", "body": chat("?"), "key": "ann"}, "key", "no API keys"),
-        ({"name": "a", "body": chat("?"), "kye": "ann"}, "kye", "kye"),
         ("not an object", None, "object"),
     ],
 )
@@ -196,38 +168,17 @@ def write(path: Path, **bodies: Any) -> None:
     path.write_text(json.dumps([{"name": name, "body": body} for name, body in bodies.items()]))
 
 
-async def test_a_file_names_prompts_and_is_followed(in_memory, worker, tmp_path: Path):
-    path = tmp_path / "prefixes.json"
-    write(path, rules=chat("Tide?"), log=chat("Ebb?"))
-    own = await in_memory(worker, prefixes_file=path)
-    await until(lambda: pinned(worker) == 2)
-    write(path, rules=chat("Tide?"), other=chat("Wind?"))
-    own.gateway.read_files()
-    await until(lambda: sorted(prompt[-16:-11] for _, prompt in worker.engine.pinned) == ["Tide?", "Wind?"])
-    path.write_text("[")
-    own.gateway.read_files()
-    assert pinned(worker) == 2 and not own.gateway.pinned.file.is_current
-    refused = await own.client.delete(f"{PATH}/rules")
-    assert refused.status_code == 400 and "prefixes_file" in refused.json()["error"]["message"]
-    assert (await pin(own, "rules")).status_code == 400
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{}", "array"),
-        ("[", "JSON"),
-        ('[{"name": "a"}]', "0.body"),
         (json.dumps([{"name": "a", "body": chat("?")}] * 2), "two prompts are called 'a'"),
+        (json.dumps([{"name": f"{number}", "body": chat("?")} for number in range(65)]), "names 65 prompts; 64 can"),
         ('[{"name": "a", "body": {"model": "m"}}]', "'a': body.messages"),
         ('[{"name": "a", "body": {"model": "m", "messages": [{"secret": 1}]}, "key": "ann"}]', "no API keys"),
         ('[{"name": "a", "body": {"model": "m", "messages": [{"secret": NaN}]}}]', "NaN"),
-        ('[{"name": "a", "body": {"model": "m", "messages": [{"secret": 1e999}]}}]', "body"),
         ('[{"name": "a", "body": {"messages": [{}], "model": "m", "seed": ' + "7" * 5000 + "}}]", "number"),
-        ('[{"name": "a", "body": {"messages": [{}], "x":' + "[" * 10**5 + "]" * 10**5 + "}}]", "recursion"),
         ('[{"name": "a\\ud800", "body": {"model": "m", "messages": [{}]}}]', "JSON"),
         ('[{"name": "a\\u009b31mRED", "body": {"model": "m", "messages": [{}]}}]', "0.name: it has characters"),
-        ('[{"name": "a\\u202e", "body": {"model": "m", "messages": [{}]}}]', "0.name: it has characters"),
     ],
 )
 async def test_a_file_that_cannot_be_used_stops_the_start_with_one_line(
@@ -254,7 +205,6 @@ class Scene:
         self.said: Any = "pinned"  # a word, an answer, an error, or a function of the worker's name and the wish
         self.sent: list[tuple[str, str, bool]] = []  # to whom, which text, and whether it is to be pinned
         self.found = Found((Boundary("system", b"s", "first:1"),), (b"s",), renderer_id=b"one")
-        self.waits: asyncio.Event | None = None
         self.pins = PinnedPrompts(Settings(**settings), pool, None, self, self)  # type: ignore[arg-type]
 
     async def find_beside(self, request: Any, worker: Worker) -> Found:
@@ -263,8 +213,6 @@ class Scene:
 
     async def send(self, worker: Worker, prompt: WarmupRequest, *, pin: bool) -> Replayed:
         self.sent.append((worker.name, json.loads(prompt.raw)["messages"][0]["content"], pin))
-        if self.waits is not None:
-            await self.waits.wait()
         said = self.said(worker.name, pin) if callable(self.said) else self.said
         if isinstance(said, Exception):
             raise said
@@ -284,18 +232,6 @@ class Scene:
 
 def body_of(text: str, **more: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "system", "content": text}], **more}
-
-
-def test_a_file_may_name_64_prompts_of_a_few_bytes(tmp_path, monkeypatch):
-    path = tmp_path / "prefixes.json"
-    write(path, **{f"{number}": body_of("Tide?") for number in range(64)})
-    assert len(Scene(prefixes_file=path).pins) == 64
-    monkeypatch.setattr(pinned_prompts, "MOST_BYTES", 64 * len(json.dumps(body_of("Tide?"))) - 1)
-    with pytest.raises(SettingsError, match="together"):
-        Scene(prefixes_file=path)
-    write(path, **{f"{number}": body_of("Tide?") for number in range(65)})
-    with pytest.raises(SettingsError, match="names 65 prompts; 64 can"):
-        Scene(prefixes_file=path)
 
 
 async def test_pins_are_added_up_to_the_last_that_fits(monkeypatch):
@@ -332,31 +268,20 @@ async def test_a_prompt_of_the_file_is_changed_there_alone(tmp_path):
     scene.pins.refresh()
     await scene.pins.make_all()
     assert sorted(scene.sent) == [("a", "Ebb?", False), ("a", "Neap?", True)]  # what stays is not sent again
-    path.write_text("[]")
-    scene.pins.refresh()
-    assert [each["name"] for each in scene.pins.as_json()] == ["mine"]
     path.write_text(json.dumps([{"name": "mine", "body": body_of("Tide?")}]))
     scene.pins.refresh()
-    assert [each["from_file"] for each in scene.pins.as_json()] == [True]
-    await scene.pins.make_all()  # the others are released, of which one was its double
-    scene.sent.clear()
-    scene.pins.refresh()
-    await scene.pins.make_all()
-    assert scene.sent == []
+    assert [(each["name"], each["from_file"]) for each in scene.pins.as_json()] == [("mine", True)]
 
 
 @pytest.mark.parametrize(
     ("said", "word", "is_logged"),
     [
         ("pinned", "pinned", False),
-        ("", "not_told", True),
         *(
             (Replayed(200, answer, "pinned"), "pinned", False)
             for answer in (b"{", b"[1]", b'{"usage":{"prompt_tokens":"x"}}')
         ),
-        ("not_cached", "not_cached", True),
         (Replayed(500, b""), "failed", True),
-        (Unreachable("refused"), "failed", True),
         (Broken("gone"), "failed", True),
         (KeyError("You pilot ships."), "failed", True),
     ],
@@ -371,16 +296,10 @@ async def test_what_a_worker_makes_of_a_wish_is_said_in_a_word(caplog, said, wor
     assert shown["tokens"] == (100 if isinstance(said, str) else 0)
 
 
-async def test_without_facts_nothing_is_sent():
-    scene = Scene()
-    scene.found = Found(failure="no_facts")
-    assert (await scene.add("rules"))["workers"] == {"a": "no_facts"} and scene.sent == []
-
-
 async def test_a_prompt_is_refused_if_no_worker_has_room_and_kept_if_any_has():
     scene = Scene("a", "b")
     scene.said = "no_room"
-    with pytest.raises(PinRefused):
+    with pytest.raises(PinRefused, match="SEAMARK_PIN_SHARE"):
         await scene.add("rules")
     assert len(scene.pins) == 0
     scene.said = lambda name, pin: "no_room" if name == "a" else "failed-in-its-own-way"
@@ -413,11 +332,7 @@ async def test_a_worker_that_does_not_let_go_is_said_and_told_again_later(monkey
     ("change", "model", "lost"),
     [
         (Change.REMOVED, "", ["rules", "other"]),
-        (Change.CLEARED, "", ["rules", "other"]),
         (Change.ADAPTER, "m", ["rules"]),
-        (Change.ADAPTER, "n", ["other"]),
-        (Change.ADAPTER, "ada", []),
-        (Change.GIVEN, "", []),
         (Change.DISTRUSTED, "", []),
     ],
 )
@@ -448,13 +363,3 @@ async def test_at_a_stop_only_what_nobody_could_release_is_let_go(salts_last, is
 async def test_in_shadow_mode_nothing_is_pinned(in_memory, worker):
     own = await in_memory(worker, shadow=True)
     assert (await pin(own)).status_code == 200 and await word(own, worker) == "waiting" and not worker.requests
-
-
-async def test_a_stop_waits_for_no_worker_for_long(monkeypatch, caplog):
-    monkeypatch.setattr(pinned_prompts, "STOP_SECONDS", 0.0)
-    scene = Scene()
-    await scene.add("rules")
-    scene.pins._keys = Mock(salts_last=False)
-    scene.waits = asyncio.Event()
-    await scene.pins.let_go()
-    assert "1 prompts stay pinned" in caplog.text

@@ -24,7 +24,6 @@ def before(*script: Said | Exception) -> tuple[Preflights, ScriptedUpstream]:
 
 
 async def answered(those: Preflights) -> list[Any]:
-    """What the browser gets."""
     got: list[Any] = []
 
     async def send(message: Any) -> None:

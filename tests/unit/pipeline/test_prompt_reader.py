@@ -234,21 +234,11 @@ async def test_a_rewrite_rule_changes_what_is_sent_and_what_is_known_of_it_and_i
 
 
 async def at_a_worker(in_memory, **state: Any) -> tuple[PromptReader, Worker, RecordingWorker]:
-    """A reader, and a worker that a gateway has looked at."""
     asked = RecordingWorker("http://w", **state)
     own = await in_memory(asked, is_started=False)
     await own.gateway.pool.check_all()
     (serving,) = own.gateway.pool.workers
     return own.gateway.reader, serving, asked
-
-
-async def test_a_prompt_that_is_not_rendered_has_no_boundaries(in_memory):
-    reader, serving, asked = await at_a_worker(in_memory, patched=False)
-    chat = chat_request({"model": "m", "messages": MESSAGES})
-    await reader.find_boundaries(chat, serving, 400, 1234, None)  # the template is learnt
-    asked.render_status = 500
-    failed = await reader.find_boundaries(chat, serving, 400, 1234, None)
-    assert (failed.found.failure, failed.found.boundaries, failed.ids) == ("no_facts", (), ())
 
 
 async def test_a_worker_that_renders_nothing_is_asked_once(in_memory):
@@ -266,23 +256,6 @@ async def test_a_worker_that_renders_nothing_is_asked_once(in_memory):
     assert (await reader.find_boundaries(chat, serving, 400, 1234, None)).found.failure is None
 
 
-async def test_boundaries_that_no_client_waits_for_are_learnt_on_the_spot(in_memory):
-    reader, serving, _ = await at_a_worker(in_memory)
-    scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
-    most = Settings().max_boundary_values
-    for messages, values, failure in (
-        (MESSAGES, most, None),
-        (MESSAGES, most + 1, "no_boundary"),
-        ("x", 10, "no_boundary"),
-    ):
-        request = request_of(scope, b"x" * 400, "r", KEY)
-        request.body.parsed, request.body.memory = {"model": "m", "messages": messages}, Memory(5000, values)
-        found = await reader.find_beside(request, serving)
-        assert found.failure == failure
-        assert [each.kind for each in found.boundaries] == ([] if failure else ["system", "turn"])
-    assert reader._facts.facts(serving.renderer_id("m"), DEFAULT) is not None
-
-
 def parts(n: int, seed: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "text", "text": f"{seed}"}, *({"type": "text"} for _ in range(n))]}]
 
@@ -291,9 +264,7 @@ def parts(n: int, seed: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("endpoint", "body"),
     [
-        ("/v1/chat/completions", lambda n, seed: {"messages": [{"role": "user", "content": f"{seed}"}] * n}),
         ("/v1/chat/completions", lambda n, seed: {"messages": parts(1, seed), "tools": [[seed + 1e9] * n * 9]}),
-        ("/v1/chat/completions", lambda n, seed: {"messages": parts(1, seed), "tools": ["x" * n * 20 + "\U0001f600"]}),
         ("/v1/messages", lambda n, seed: {"messages": parts(n, seed), "max_tokens": 1}),
     ],
 )

@@ -38,15 +38,11 @@ def test_only_known_paths_are_labels():
 @pytest.mark.parametrize(
     ("path", "raw_path", "query", "target"),
     [
-        ("/v1/x", None, b"", "/v1/x"),
         ("/v1/x", None, b"a=/../b", "/v1/x?a=/../b"),
         ("/v1/a b", b"/v1/a%20b", b"c=%20", "/v1/a%20b?c=%20"),
-        ("/v1/.../.hidden", None, b"", "/v1/.../.hidden"),
         ("/v1/a..b", None, b"", "/v1/a..b"),
         ("/v1/../x", None, b"", None),
-        ("/v1/./x", None, b"", None),
         ("/v1/..", b"/v1/%2E%2E", b"", None),
-        ("/.", None, b"", None),
     ],
 )
 def test_a_path_goes_on_as_it_was_written_unless_it_leads_upwards(path, raw_path, query, target):
@@ -61,14 +57,9 @@ def test_a_path_goes_on_as_it_was_written_unless_it_leads_upwards(path, raw_path
 @pytest.mark.parametrize(
     ("body", "choices"),
     [
-        ({}, 1),
-        ({"n": 3}, 3),
         ({"n": "3"}, 3),
-        ({"n": 0}, 1),
         ({"n": "many"}, 1),
         ({"prompt": []}, 1),
-        ({"prompt": ["a", "b", "c"]}, 3),
-        ({"prompt": ["a", "b", "c"], "n": 2}, 6),
         ({"prompt": [[1, 2], [3]], "n": 2}, 4),
         ({"prompt": [7, 8, 9], "n": 2}, 2),
     ],
@@ -88,7 +79,6 @@ EVIL = {"remote_host": "evil"}
 
 
 def body_of(raw: dict[str, Any], path: str = CHAT, key: ApiKey | None = None) -> RequestBody:
-    """A body that has been taken."""
     scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
     request = request_of(scope, json.dumps(raw).encode(), "r", key)
     request.body.take(dict(raw), request.client, asks_usage=False)
@@ -96,7 +86,6 @@ def body_of(raw: dict[str, Any], path: str = CHAT, key: ApiKey | None = None) ->
 
 
 def sent(body: dict[str, Any], key: ApiKey | None = None, path: str = CHAT) -> dict[str, Any]:
-    """What the worker gets of it."""
     reached: dict[str, Any] = json.loads(body_of(body, path, key).encoded(()))
     return reached
 
@@ -139,13 +128,7 @@ MINE = {"mine": 1}
     ("xargs", "hint", "load", "sent", "noted"),
     [
         (None, (), "", None, ()),
-        (None, (7,), "", {HINT: [7]}, (7,)),
-        (None, (), "g,1,1", {LOAD: "g,1,1"}, ()),
         (None, (7,), "g,1,1", {HINT: [7], LOAD: "g,1,1"}, (7,)),
-        (MINE, (), "", MINE, ()),
-        (MINE, (7,), "", {**MINE, HINT: [7]}, (7,)),
-        (MINE, (7,), "g,1,1", {**MINE, HINT: [7], LOAD: "g,1,1"}, (7,)),
-        ({**MINE, HINT: [9]}, (), "", {**MINE, HINT: []}, ()),
         ({**MINE, LOAD: "its own"}, (), "", {**MINE, HINT: []}, ()),
         ({**MINE, LOAD: "its own"}, (7,), "g,1,1", {**MINE, HINT: [7], LOAD: "g,1,1"}, (7,)),
         ("no object", (7,), "", "no object", ()),

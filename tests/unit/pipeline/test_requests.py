@@ -63,7 +63,6 @@ class Scene:
         )
 
     def lack(self, *paths: str) -> None:
-        """The workers' HTTP server has no such routes."""
         for worker in self.pool.workers:
             frontend = worker.probed.frontend._replace(lacks=frozenset(paths))
             worker.probed = replace(worker.probed, frontend=frontend)
@@ -90,8 +89,6 @@ async def scene(scene_of) -> Scene:
 
 
 class Row(NamedTuple):
-    """One request, and what comes of it."""
-
     script: list[Any]
     status: int = 200
     code: str | None = None  # of an error
@@ -115,15 +112,9 @@ REQUESTS = {
     "a whole answer tells what came from the cache": Row(
         [Said(200, WHOLE)], prompt=300, headers={**USED["headers"], "x-seamark-reason": "hit"}
     ),
-    "one that is no 200 does not": Row([Said(201, WHOLE)], status=201, headers=UNUSED),
-    "nor does a refusal": Row([Said(400, WHOLE)], status=400, headers=UNUSED),
     "half a JSON answer is passed on": Row([Said(200, b"{")], headers=UNUSED),
-    "so is one that is no object": Row([Said(200, b"[1]")], headers=UNUSED),
     "without a body there is no length": Row(
         [Said(204, headers=[JSON, (b"content-length", b"7")])], status=204, headers={"content-length": None}
-    ),
-    "nor where nothing was modified": Row(
-        [Said(304, headers=[JSON, (b"content-length", b"7")])], status=304, headers={"content-length": None}
     ),
     "what a worker may have read is not sent again": Row([Broken("gone")], 502, "worker_failed", "broke off", blamed=1),
     "nor what it was silent about": Row([Silent("")], 504, "worker_silent", "silence_timeout", blamed=1),
@@ -134,7 +125,6 @@ REQUESTS = {
     "but not that it cannot do a thing": Row([Said(501, b"{}")], status=501, headers=UNUSED),
     "a lack of the gateway's own is no worker's fault": Row([Exhausted("no descriptor")], 503, "overloaded"),
     "a whole answer that breaks off is an error": Row([Said(200, b"{", Broken("gone"))], 502, "worker_failed"),
-    "one that stops is, too": Row([Said(200, b"{", Silent("quiet"))], 504, "worker_silent"),
     "without a connection another worker is asked": Row(
         [Unreachable("refused"), Said(200, WHOLE)], asked="ab", down=1, resent="unreachable", **USED
     ),
@@ -155,7 +145,7 @@ REQUESTS = {
         f"no final answer has the status {status}": Row(
             [Said(status, b"{}")], 502, "worker_failed", blamed=int(status >= 500), headers=UNUSED
         )
-        for status in (99, 101, 199, 600)
+        for status in (99, 600)
     },
     "of a compressed answer nothing is read": Row(
         [Said(200, b"\x1f\x8b", headers=[JSON, (b"content-encoding", b"br")])], headers=UNUSED
@@ -275,13 +265,8 @@ async def test_a_large_response_can_be_asked_for(scene_of):
     ("status", "location", "seen"),
     [
         (307, "{url}/v1/some/thing?a=1", "/v1/some/thing?a=1"),
-        (307, "//{host}/v1/some/thing", "/v1/some/thing"),
-        (307, "{url}//elsewhere/x", "/elsewhere/x"),
-        (307, "/v1/some/thing", "/v1/some/thing"),
         (300, "http://inside.cluster:8000/v1/x", None),
         (399, "http://[broken/v1", None),
-        (299, "http://inside.cluster/v1/x", "http://inside.cluster/v1/x"),  # no redirect
-        (400, "http://inside.cluster/v1/x", "http://inside.cluster/v1/x"),
         (503, "/v1/x", "/v1/x"),  # and a GET goes nowhere else
     ],
 )

@@ -10,9 +10,9 @@ import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
 from proxy.chat.chat import CHAT
-from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
+from proxy.fleet.hot_prefixes import ENTRY_BYTES, WarmupRequest, WarmupSet
 from proxy.fleet.worker_metrics import EngineInfo
-from proxy.http.client import Broken, Unreachable
+from proxy.http.client import Broken
 from proxy.metrics import Metrics
 from proxy.pipeline.replayer import Replayer
 from proxy.pipeline.warm_up import WarmUp
@@ -102,13 +102,7 @@ async def test_a_prefix_counts_as_the_workers_only_if_it_has_computed_it(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("said", "result"),
-    [
-        (Said(200, b"usage"), "done"),
-        (Said(503, b"no"), "failed"),
-        (Unreachable("no"), "failed"),
-        (Broken(""), "failed"),
-    ],
+    ("said", "result"), [(Said(200, b"usage"), "done"), (Said(503, b"no"), "failed"), (Broken(""), "failed")]
 )
 async def test_a_replay_is_counted_and_its_cost_if_it_was_computed(said, result):
     kept, metrics, upstream, accounting = WarmupSet(10**6), Metrics(), ScriptedUpstream(said), Mock()
@@ -126,3 +120,31 @@ async def test_a_replay_is_counted_and_its_cost_if_it_was_computed(said, result)
     worker.cache.hints_allowed = False
     await part.prepare(worker)
     assert len(upstream.sent) == 1
+
+
+def replay(name: bytes = b"") -> WarmupRequest:
+    return WarmupRequest(CHAT, b'{"model":"m","messages":[]}' + name, ("model",), {}, Found(), "m")
+
+
+def use(prefixes: WarmupSet, key: bytes, of: WarmupRequest) -> None:
+    if not prefixes.used_again(key, 0.0):
+        prefixes.add(key, 100, (), of, 0.0)
+
+
+def test_what_is_kept_is_bounded_and_nothing_where_text_is_not_kept():
+    size = len(replay().raw) + ENTRY_BYTES
+    prefixes = WarmupSet(3 * size)
+    for number in range(10):
+        use(prefixes, bytes([number]), replay())
+    assert len(prefixes) == 3 and prefixes.held <= 3 * size
+    none = WarmupSet(0)
+    use(none, b"key", replay())
+    assert len(none) == 0
+
+
+def test_what_is_used_again_stays_and_the_least_recently_used_goes():
+    size = len(replay(b"0").raw) + ENTRY_BYTES
+    prefixes = WarmupSet(2 * size)
+    for name in (b"0", b"1", b"0", b"2"):
+        use(prefixes, name, replay(name))
+    assert {request.raw[-1:] for request in prefixes.hottest({"m"}, 0.0)} == {b"0", b"2"}

@@ -76,8 +76,6 @@ class Feed:
 
 
 class Answer:
-    """A feed's answer."""
-
     def __init__(self, feed: Feed) -> None:
         self.status, self.is_open = 200, True
         self._feed = feed
@@ -167,13 +165,11 @@ async def read_of(events: EngineEvents, feed: Feed, *lines: bytes) -> Any:
     [
         [b"x" * (MOST_BYTES + 1)],
         [told(outcomes=[["r", "hit", 1]] * MOST_VALUES)],
-        [told(states=[["gone", f"s{number}"] for number in range(MOST_VALUES)])],
         [told(outcomes=[["r", "R" * 2**16, 1]])],
         [told(states=[["came", "r", 4096, [[number, "s"] for number in range(20_000)]]])],
-        [told(**{f"n{number}": number for number in range(MOST_VALUES)})],
         [told()] * (MOST_LINES + 1),
     ],
-    ids=["line", "outcomes", "states", "reason", "state", "names", "lines"],
+    ids=["line", "outcomes", "reason", "state", "lines"],
 )
 async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog, lines):
     """What it would have said is lost, so nothing is believed of what the worker holds."""
@@ -193,22 +189,13 @@ async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog
 @pytest.mark.parametrize(
     "nonsense",
     [
-        {"cursor": -5},
         {"cursor": 10**30},
         {"cursor": float("inf")},
         {"load": [float("inf"), float("nan")]},
-        {"load": [10**300, 10**300]},
-        {"load": [-1, 0]},
-        {"load": 7},
         {"boot": "b" * (MOST_NAME + 1)},
-        {"boot": 7},
         {"outcomes": [["x" * (MOST_NAME + 1), "hit", 1]]},
-        {"outcomes": [["x", "R" * (MOST_NAME + 1), 1]]},
-        {"outcomes": [[7, "hit", 1]]},
         {"outcomes": {"x": 1}},
         {"drafts": {"state": "s" * (MOST_NAME + 1)}},
-        {"drafts": []},
-        {"drafted": [["x", -1, 1]]},
         {"drafted": [["x", 1, 1e400]]},
         {"pins": [["x", ["y"]]]},
     ],
@@ -225,13 +212,10 @@ async def test_figures_and_names_that_no_engine_has_end_the_read_without_a_trace
 @pytest.mark.parametrize(
     "nonsense",
     [
-        *({"states": [each]} for each in (["came"], ["came", "r", "x", []], ["gone"], [], 7)),
-        {"states": [["came", "r", 1e400, []]]},
+        *({"states": [each]} for each in (["came"], ["gone"], 7)),
         {"states": [["came", "r", 200, [[160, "s" * (MOST_NAME + 1)]]]]},
         {"states": [["cleared", ["x"]]]},
-        *({"resolved": each} for each in ([["r", "x", []]], [["r", 0]], [["r", 0, ["x"]]], [7], 7)),
-        {"resolved": [["r", -7, [163]]]},
-        {"resolved": [["r", 0, [-1]]]},
+        *({"resolved": each} for each in ([["r", 0]], [["r", 0, ["x"]]], 7)),
         {"resolved": [["r", 0, [MOST_COUNT + 1]]]},
         {"resolved": [["r", 0, [16] * (MOST_POSITIONS + 1)]]},
     ],
@@ -268,8 +252,6 @@ async def test_news_correct_the_directory_without_anybody_asking():
 
 
 class Told(Part):
-    """What parts are told of workers."""
-
     name = "told"
 
     def __init__(self) -> None:
@@ -285,12 +267,9 @@ CAME = ["came", "r", 200, [[160, "5c"]]]
 @pytest.mark.parametrize(
     ("states", "told"),
     [
-        ([], []),
-        ([["cleared"]], [(Change.CLEARED, "")]),
         ([CAME, ["cleared", "lost"], CAME, ["cleared"]], [(Change.CLEARED, "")]),
         ([CAME, ["adapter", "a"], ["adapter", "a"]], [(Change.ADAPTER, "a")]),
         ([["adapter", "a"], ["cleared"]], [(Change.CLEARED, ""), (Change.ADAPTER, "a")]),
-        ([CAME] * STEP_EVENTS + [["cleared"]], [(Change.CLEARED, "")]),
         ([["cleared"]] + [CAME] * STEP_EVENTS, [(Change.CLEARED, "")]),
     ],
 )
@@ -325,16 +304,9 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed() -> None:
     ("header", "outcome"),
     [
         ("hit,160,163,163:0:410", EngineOutcome("hit", 163, (163, 0, 410))),
-        ("cold,0,0,", EngineOutcome("cold", 0, ())),
         ("", None),
-        (None, None),
-        ("hit", None),
-        ("hit,160,163", None),
-        ("hit,160,x,163", None),
         ("hit,160,163,163:x", None),
-        ("hit,160,163,163,7", None),
         ("hit,160,163,163,pinned", EngineOutcome("hit", 163, (163,), "pinned")),
-        ("hit,160,163,163,pinned,pinned", None),
         ("hit,160,163,163,not one", None),
     ],
 )
@@ -403,24 +375,6 @@ async def test_drafts_of_finished_requests_are_told_once_with_whether_they_hit()
         feed.tell([], drafted=drafted, drafts=None)
         await until(lambda: len(feed.asked) == 5)
         assert len(told) == 2 and worker.draft_gate is None
-        del feed.told["drafted"]  # an engine that counts none is not kept for
-        feed.tell([], outcomes=[["later", "hit", 16]])
-        await until(lambda: len(feed.asked) == 6)
-        feed.tell([], drafted=[["later", 1, 1]])
-        await until(lambda: len(feed.asked) == 7)
-        assert len(told) == 2
-
-
-async def test_a_worker_that_was_sent_nothing_for_long_is_not_read_until_the_next_request(monkeypatch):
-    monkeypatch.setattr(engine_events, "IDLE_SECONDS", -1.0)
-    feed = Feed(old=False)
-    async with reading(feed) as events:
-        for number in range(1, 4):
-            events.sent(WORKER, "r", [SYSTEM], HINT)
-            feed.news.set()
-            await until(lambda number=number: len(feed.asked) == number)
-            await until(lambda: events._feeds[WORKER.url].reader.done())
-        assert len(feed.asked) == 3
 
 
 async def test_what_ends_a_read_unforeseen_is_said_by_its_kind_and_nobody_waits_for_it(caplog):
@@ -441,10 +395,3 @@ async def test_each_of_several_engines_is_read_by_its_rank_and_says_who_reads():
     await events.outcome_of(WORKER, "r")
     await events.aclose()
     assert feed.asked[0]["gateway"] == ["ab12"] and "engine" not in feed.asked[0] and "lines" not in feed.asked[0]
-
-
-async def test_where_a_read_brings_nothing_nobody_waits_for_another_one(monkeypatch):
-    monkeypatch.setattr(engine_events, "TIMEOUT", 1000.0)
-    async with reading(Feed(("r", "evicted"))) as events, asyncio.timeout(30):
-        assert await events.outcome_of(WORKER, "r") == EngineOutcome("evicted")
-        assert await events.outcome_of(WORKER, "later") is None

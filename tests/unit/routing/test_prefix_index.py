@@ -18,8 +18,6 @@ BOOTS = "abc"
 
 
 class Listed:
-    """A prefix in the model."""
-
     def __init__(self, key: bytes, tokens: int, estimate: int) -> None:
         self.key, self.tokens, self.estimate = key, tokens, estimate
         self.held: dict[str, int] = {}  # by worker that was ever sent it

@@ -81,16 +81,13 @@ def record(number: int) -> bytes:
     "pieces",
     [
         (b"*2000000000\r\n",),
-        (b"*1\r\n*2\r\n" + bulk(POSITIONS_STREAM) + b"*20", b"00000000\r\n"),
         (b"*", b"3", b"0", b"0", b"0", b"0", b"0\r", b"\n"),
         (b"%4000000000\r\n",),
-        (b"~4000000000\r\n",),
-        (b">4000000000\r\n",),
         (b"*1\r\n$8000000000\r\n", *[b"x" * 2**18] * (MOST_BYTES // 2**18 + 1)),
         (b"*9999\r\n", *[b"*2\r\n:1\r\n:1\r\n" * 1000] * (MOST_LINES // 1000)),
         (b"+" + b"x" * MOST_BYTES, b"x"),
     ],
-    ids=["array", "inner array", "drip", "map", "set", "push", "bulk", "lines", "word"],
+    ids=["array", "drip", "map", "bulk", "lines", "word"],
 )
 async def test_an_answer_beyond_all_bounds_is_refused(pieces):
     async with answering(*pieces) as sync:
@@ -102,15 +99,12 @@ async def test_an_answer_beyond_all_bounds_is_refused(pieces):
     "answer",
     [
         b"*1\r\n" * 100_000,
-        b"+OK\r\n:5\r\n*-1\r\n$-1\r\n-ERR x\r\n",
-        b"*-5\r\n$-7\r\n*1\r\n$99999999999999999999999999\r\n",
         b":" + b"9" * 5000 + b"\r\n",
         entries_of(b"another", (b"1-1", record(1))) + NOTHING,
         entries_of(POSITIONS_STREAM, (b"1\r\nFLUSHALL\r\n", record(1))) + NOTHING,
-        entries_of(POSITIONS_STREAM, (b"1" * 1000 + b"-1", record(1))) + NOTHING,
         entries_of(POSITIONS_STREAM, *[(b"1-%d" % n, record(n)) for n in range(READ_ENTRIES + 1)]) + NOTHING,
     ],
-    ids=["deep", "types", "lengths", "digits", "stream", "name", "long name", "entries"],
+    ids=["deep", "digits", "stream", "name", "entries"],
 )
 async def test_what_no_redis_answers_is_an_error_and_changes_nothing(answer):
     async with answering(answer) as sync:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import struct
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +39,6 @@ from proxy.routing.redis_sync import (
     RETRY_SECONDS,
     STREAM_ENTRIES,
     STREAM_SECONDS,
-    WRITER_SECONDS,
     Form,
     RedisSync,
     holdings_stream,
@@ -92,7 +90,6 @@ class Redis:
         return [(stream, found) for stream, cursor in cursors.items() if (found := later(stream, cursor))]
 
     def written(self) -> list[tuple[Any, ...]]:
-        """The records of gateways that are new since the last call."""
         batches = [unpack(HOLDINGS, fields[b"n"]) for fields in self._new if b"n" in fields]
         self._new.clear()
         return [each for batch in batches if batch is not None and batch.writer[:1] != b"-" for each in batch.records]
@@ -134,8 +131,6 @@ class _Pipeline:
 
 
 class Gateway:
-    """The tables of one, and what it exchanges."""
-
     def __init__(self, *boots: str) -> None:
         self.index, self.positions, self.stored = PrefixIndex(10**6), PositionCache(10**6), StoredResponses(10**6)
         self.metrics = Metrics()
@@ -145,7 +140,6 @@ class Gateway:
         )
 
     def holds(self, key: bytes, tokens: int = 320, boot: str = BOOT) -> None:
-        """Its worker is found to hold a prefix."""
         self.index.record((Boundary("system", key, "first:1", tokens=tokens),), boot)
         self.index.set_held(key, boot, tokens)
 
@@ -358,49 +352,6 @@ def clock(monkeypatch) -> SimpleNamespace:
     return found
 
 
-async def test_of_more_gateways_than_are_counted_those_that_are_stay_so_while_they_write(redis, clock, monkeypatch):
-    monkeypatch.setattr(redis_sync, "MOST_WRITERS", 2)
-    monkeypatch.setattr(redis_sync, "GATEWAYS_AT_ONCE", 1)
-    one = Gateway(BOOT)
-
-    async def heard(*writers: bytes) -> None:
-        for name in writers:
-            redis.add(STREAM, pack(HOLDINGS, b"-" + name * 7, [(HELD, key(1), 160)]))
-        await one.exchange()
-
-    await heard(b"a", b"b", b"c", b"d")
-    clock.now += WRITER_SECONDS - 1
-    await heard(b"a")
-    clock.now += 2  # only that one was heard within a minute
-    written = []
-    for tokens, passed in enumerate((0.0, 2 * INTERVAL_SECONDS - 0.001, 0.002), 1):
-        clock.now += passed
-        one.holds(key(tokens))
-        await one.exchange()
-        written.append(bool(redis.written()))
-    assert written == [True, False, True]
-
-
-async def test_what_was_written_lately_is_remembered_within_bounds_the_oldest_forgotten_first(
-    redis, clock, monkeypatch
-):
-    monkeypatch.setattr(redis_sync, "WRITTEN_LATELY", 2)
-    one = Gateway(BOOT)
-
-    async def is_written(number: int, seconds: float = 1.0) -> bool:
-        clock.now += seconds
-        one.holds(key(number))
-        await one.exchange()
-        return bool(redis.written())
-
-    assert await is_written(1) and await is_written(2) and not await is_written(1)
-    assert await is_written(3)  # 1 is forgotten
-    assert not await is_written(2) and await is_written(1)  # and now 2
-    assert not await is_written(3)
-    assert await is_written(3, REPEAT_SECONDS) and await is_written(2)  # 1 was written before 3 was once more
-    assert not await is_written(3)
-
-
 async def test_what_waits_while_redis_is_away_is_bounded_and_the_oldest_is_dropped_and_counted(
     redis, clock, monkeypatch
 ):
@@ -437,12 +388,9 @@ async def test_exchanges_follow_each_other_as_much_is_new_and_rarely_where_redis
 RECORDS = {HOLDINGS: ((HELD, key(1), 160), (GONE, key(1), 0), (KEPT, key(1), 0)), POSITIONS: ((key(1), MAX_TOKENS),)}
 
 
-@pytest.mark.parametrize(("form", "magic", "record"), [(HOLDINGS, b"smh2", "<B16sI"), (POSITIONS, b"smp1", "<16s16sI")])
-def test_batches_of_an_earlier_version_are_refused_whatever_their_size(form, magic, record):
+@pytest.mark.parametrize(("form", "magic"), [(HOLDINGS, b"smh2"), (POSITIONS, b"smp1")])
+def test_batches_of_an_earlier_version_are_refused(form, magic):
     """Their keys name other things: the tokens of a prompt."""
-    size = struct.calcsize(record)
-    for count in (1, 2, form.record.size, MAX_RECORDS):
-        assert unpack(form, magic + FOREIGN + bytes(size * count)) is None
     older = Form(magic, form.record)
     assert unpack(form, pack(older, FOREIGN, RECORDS[form])) is None
     assert unpack(older, pack(older, FOREIGN, RECORDS[form])) is not None  # for its magic alone
@@ -454,9 +402,7 @@ def test_batches_of_an_earlier_version_are_refused_whatever_their_size(form, mag
         (HOLDINGS, (HELD, key(1), 0)),
         (HOLDINGS, (GONE, key(1), 160)),
         (HOLDINGS, (3, key(1), 160)),
-        (HOLDINGS, (HELD, key(1), MAX_TOKENS + 1)),
         (POSITIONS, (key(1), MAX_TOKENS + 1)),
-        (POSITIONS, (key(1), 0)),
     ],
 )
 def test_one_record_that_cannot_be_makes_its_batch_none(form, record):
