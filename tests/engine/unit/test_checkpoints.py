@@ -18,7 +18,6 @@ from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.pins import Pins
 from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, LEARNED, TAIL, CheckpointTarget
 from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
-from engine_patches.scheduler.refusals import Refusal
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
@@ -62,13 +61,6 @@ def made(grid: Grid = GRID, *, in_pass: bool = False) -> Checkpoints:
 @pytest.fixture
 def checkpoints() -> Checkpoints:
     return made()
-
-
-def test_an_engine_without_checkpoints_looks_at_nothing():
-    checkpoints = Checkpoints(GRID, 512, refusal=Refusal("speculative", "drafts"))
-    assert checkpoints.state_of(request(HEAD, ["last:7"])).wish.hinted
-    assert checkpoints.counters.counts.ignored == {"speculative": 1}
-    assert len(checkpoints.seen) == 0 and checkpoints.state_of(request(HEAD)).wish.shared == 0
 
 
 @pytest.mark.parametrize(
@@ -155,12 +147,6 @@ def test_the_ends_of_turns_are_kept_until_eight_were_asked_for_by_nobody_and_aga
     assert ask(checkpoints, 11, now=900.0)[1] == [192, 304]
 
 
-def test_without_a_hint_no_hint_is_counted_as_ignored(checkpoints):
-    for number in range(1, 13):  # longer than a block
-        positions = ask(checkpoints, number, length=400, hinted=False)[1]
-    assert positions == [192] and not checkpoints.counters.counts.ignored
-
-
 @pytest.fixture
 def writing() -> Checkpoints:
     """Before an engine that writes states inside a pass."""
@@ -181,12 +167,6 @@ def documents(checkpoints: Checkpoints, count: int = 3, **more) -> None:
         assert EXPECTED not in [kind for question in (1, 2) for _, kind in admit(checkpoints, number, question, **more)]
 
 
-def test_a_hinted_state_is_as_good_as_an_expected_one(writing):
-    documents(writing)
-    asked = request(own(200, 700), [624, 696], name="hinted")
-    assert EXPECTED not in [kind for _, kind in writing.targets(asked)]
-
-
 def test_what_one_salt_shows_is_nothing_to_another(writing):
     documents(writing, salt="a", cache_salt="a")
     assert EXPECTED not in [kind for _, kind in admit(writing, 200, 1, salt="b", cache_salt="b")]
@@ -205,22 +185,6 @@ def test_an_expected_state_that_served_somebody_is_kept_as_shared_and_goes_on_to
         assert block.block_hash in retention._turns
         admit(writing, number, 2, hit=640)
         assert block.block_hash in retention._kept
-
-
-def drafted(checkpoints: Checkpoints, window: str = "") -> list[Any]:
-    """What is counted of a request that has verified drafts twice and has its whole answer."""
-    answered = request(HEAD, name="a")
-    checkpoints.state_of(answered).window = window
-    for accepted in (3, 0):
-        checkpoints.verified_drafts(answered, accepted)
-    checkpoints.finished(answered)
-    checkpoints.finished(request(HEAD, name="b"))  # it has drafted nothing
-    return list(checkpoints.counters.take().drafted)
-
-
-def test_a_request_that_drafted_is_counted_once_it_has_its_whole_answer(checkpoints):
-    assert drafted(checkpoints) == [("a", 2, 3)]
-    assert drafted(Checkpoints(GRID, 512)) == [("a", 2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -263,15 +227,6 @@ def test_a_hit_counts_as_one_on_a_state_that_was_counted_or_loaded(checkpoints, 
     assert (counts.hits, counts.hit_tokens) == (hits, 192 * hits)
     assert counts.saved_seconds == pytest.approx(192 * 0.0005, rel=0.01)
     assert offered == ([] if loaded else [(192, True)])  # what a disk has brought it has already
-
-
-def test_no_state_is_reserved_where_no_block_is_free_or_none_are_kept(checkpoints):
-    pool, written = checkpoints.states.keys.pool, prompt_of_600()
-    held = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
-    assert checkpoints.reserve(written, CheckpointTarget(160, TAIL)) is not None  # the last one
-    assert checkpoints.reserve(written, CheckpointTarget(320, TAIL)) is None
-    assert checkpoints.counters.counts.written == {TAIL: 1} and held
-    assert Checkpoints(GRID, 512).reserve(written, CheckpointTarget(160, TAIL)) is None
 
 
 def test_a_step_begins_and_a_cache_is_emptied_with_the_blocks_of_the_last_step_given_back(checkpoints):

@@ -26,6 +26,7 @@ from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.state_events import StateEvents
 from tests.harness.reports import scheduler_of
+from tests.harness.waiting import until
 
 KEY = {"authorization": "Bearer right"}
 
@@ -63,12 +64,6 @@ def engine(at: Collector) -> tuple[Any, reporter.Reporter, Callable[[], None]]:
         patch.setenv(FOLDER, str(at.folder))
         hooks.report_from_the_start(lambda self: None)(scheduler)
     return scheduler, getattr(scheduler, REPORTS), lambda: events.adapter_replaced(str(next(numbers)))
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 def read(url: str, headers: Any = None, path: str = PATH) -> httpx.Response:
@@ -189,22 +184,3 @@ async def test_a_port_that_is_taken_costs_a_line_and_reports_still_come(taking, 
     at.start(taking)
     engine(at)
     await until(lambda: taking.reports)
-
-
-@pytest.mark.parametrize("value", ["nonsense", "host:port", "host:99999", ":", "host:-1"])
-def test_an_address_that_is_none_is_said_and_loopback_is_used(value, monkeypatch, caplog):
-    monkeypatch.setenv(settings.REPORTS_AT, value)
-    assert settings.reports_at() == ("127.0.0.1", 0) and "SEAMARK_REPORTS_AT" in caplog.text
-
-
-async def test_reports_that_cannot_be_served_end_nothing_and_are_said_to_be_missing(taking, monkeypatch, engine_log):
-    async def fails(*_: Any) -> None:
-        raise OSError("no more sockets")
-
-    monkeypatch.setattr(collector, "_serve", fails)
-    at = Collector(("127.0.0.1", 0), ())
-    before = asyncio.all_tasks()
-    at.start(taking)
-    (work,) = asyncio.all_tasks() - before
-    await work
-    assert any("reports end here" in line for line in engine_log.messages)

@@ -234,25 +234,6 @@ def held(blocks: dict[bytes, Any]) -> set[int]:
     return {block.ref_cnt for block in blocks.values()}
 
 
-@pytest.mark.parametrize(
-    "reason", ["the disk takes none", "an adapter", "embeddings", "a block is gone", "all is stored", "all are rows"]
-)
-def test_what_cannot_be_kept_or_needs_no_copy_is_not_held(reason):
-    scene = Scene(ALL)
-    more = {"an adapter": {"lora_request": "x"}, "embeddings": {"prompt_embeds": "x"}}
-    request = scene.request(**more.get(reason, {}))
-    blocks = scene.cache(request, 80)
-    scene.disk.takes_stores = reason != "the disk takes none"
-    if reason == "a block is gone":
-        (gone,) = (key for key in blocks if key[-4:] == RECURRENT[1].to_bytes(4, "big"))
-        scene.pool.cached_block_hash_to_block.pop(gone, blocks[gone].block_id)
-    scene.on_disk(request, *[80] * (reason == "all is stored"))
-    scene.in_memory(request, *[80] * (reason == "all are rows"))
-    scene.scheduler.offer(request, 80)
-    assert held(blocks) == {1} and scene.step().store_jobs == {}
-    assert [set(keys) for keys in scene.disk.submitted] == [set(blocks)] * (reason == "all are rows")
-
-
 def test_when_the_cache_is_emptied_all_that_waits_is_let_go_and_nothing_is_stored_or_found():
     scene = Scene()
     request = scene.request()
@@ -289,17 +270,6 @@ def test_where_states_cannot_be_kept_nothing_is_offered_or_found(why, options):
     scene.scheduler.offer(request, 64)
     assert held(blocks) == {1} and scene.step().store_jobs == {} and scene.found(request) == 0
     assert scene.disk.keys_in_use() == () and scene.checkpoints.counters.take().file_bytes == 0
-
-
-def test_who_is_introduced_is_offered_states_and_keeps_the_files_of_pinned_ones():
-    scene = Scene()
-    request = scene.request()
-    blocks = scene.cache(request, 64)
-    scene.states.pins.pin(b"a", blocks)
-    assert scene.states.store is scene.scheduler and set(scene.disk.keys_in_use()) == set(blocks)
-    alone = Scene(introduced=False)
-    alone.scheduler.introduce(Checkpoints(Grid(UNIT, UNIT), BLOCK, None, weights=Weights("w")), alone.pool)
-    assert alone.found(alone.request()) == 0
 
 
 @given(data=st.data())
@@ -378,24 +348,6 @@ def test_a_load_that_does_not_come_is_given_up_until_the_request_or_its_promise_
         scene.scheduler.update_state_after_alloc(request, None, 0)
         clock.now += PATIENCE + 0.1
         assert scene.found(request) is None, "its patience begins anew"
-
-
-def test_where_a_file_is_refused_it_is_computed_or_another_state_is_looked_for_with_the_same_patience(clock):
-    scene = Scene()
-    request, other = scene.request(), scene.request("other")
-    scene.on_disk(request, 80, 144)
-    refused = key_at(request, 144, UNIT, RECURRENT[0])
-    assert scene.found(request) is None
-    scene.rows.come()
-    scene.rows.refused.add(refused)
-    scene.rows.ready[key_at(request, 80, UNIT, RECURRENT[0])] = False
-    clock.now += PATIENCE / 2
-    assert scene.found(request) is None, "the state before it is on its way"
-    clock.now += PATIENCE / 2 + 0.1
-    assert scene.found(request) == 0
-    scene.on_disk(request, 144)
-    assert scene.found(other) == 0, "refused at the first look"
-    assert scene.found(other) is None, "the file that was refused is known to be gone now"
 
 
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])

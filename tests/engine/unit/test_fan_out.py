@@ -11,7 +11,6 @@ from engine_patches.scheduler.fan_out import (
     MAX_LEADERS,
     PATIENCE_STEPS,
     PAUSE_STEPS,
-    ExpectedState,
     PrefillGate,
     hold_followers,
 )
@@ -97,18 +96,6 @@ def test_on_a_fast_engine_all_who_wait_have_to_save_time_that_counts(clock, floo
     assert pays(gate, *(request(f"follower{number}") for number in range(followers))) == is_held
 
 
-@pytest.mark.parametrize(("position", "is_held"), [(240, False), (256, True)])
-def test_a_wave_of_short_prompts_is_not_held_for_little_time_however_many_passes_it_saves(clock, position, is_held):
-    step_time = StepTime()
-    for _ in range(8):  # 50 us a token, 20 tokens a pass
-        step_time.step_took(1, 0.00105)
-        step_time.step_took(1001, 0.05105)
-    gate = PrefillGate(step_time, GRID, clock)
-    leader = leading(gate, position)
-    line = [request(f"follower{number}") for number in range(8)]
-    assert gate.pays(ExpectedState(leader, position, 0), scheduler([leader], line)) == is_held
-
-
 def test_in_one_step_no_more_than_some_decisions_are_made(gate):
     leaders = [request(f"l{number}", f"s{number}.", status=RequestStatus.RUNNING) for number in range(20)]
     for leader in leaders:
@@ -118,15 +105,6 @@ def test_in_one_step_no_more_than_some_decisions_are_made(gate):
     assert [gate.pays(deepest(gate, follower), at_once) for follower in line] == [True] * 16 + [False] * 4
     gate.drop_gone(at_once.requests)  # the next step
     assert gate.pays(deepest(gate, line[-1]), at_once)
-
-
-def test_a_follower_that_is_held_counts_with_those_that_come_later(gate):
-    leading(gate, position=800, tokens=850)
-    early, late = (request(name, tokens=850) for name in ("early", "late"))
-    gate.hold(early, deepest(gate, early))
-    assert not pays(gate, late)
-    gate.drop_gone({"leader", "early", "late"})
-    assert pays(gate, late, held=[early])
 
 
 def step(gate, follower, expected, computed=None):
@@ -198,11 +176,6 @@ class Engine:
     def counted(self):
         counts = self.scheduler.seamark.counters.take()
         return dict(counts.followers), counts.spent_seconds
-
-
-def test_a_request_that_vllm_itself_holds_is_not_looked_at(gate):
-    engine = Engine(gate, leading(gate))
-    assert not engine.begins(request("follower"), vllm=False) and not gate.waiting
 
 
 def test_a_follower_gives_a_leader_up_once_and_for_all(gate, clock):

@@ -12,9 +12,9 @@ import pytest
 
 from engine_patches import settings
 from engine_patches.footprint import REPORTS
-from engine_patches.reporting import collector, hooks, metrics, reporter
+from engine_patches.reporting import collector, hooks, metrics
 from engine_patches.reporting.addresses import FOLDER, READ_AT
-from engine_patches.reporting.hooks import TOPIC, Layout, collect_before_the_engines, keys_in
+from engine_patches.reporting.hooks import Layout, collect_before_the_engines, keys_in
 
 
 @pytest.fixture(autouse=True)
@@ -65,13 +65,6 @@ def start(rank: int = -1, events: Any = None, *more: Any, **kwargs: Any) -> list
     return given
 
 
-async def test_beside_an_api_server_vllms_own_metrics_are_known(made):
-    start(rank=0)
-    assert made[1] == ("127.0.0.1:7", {"beside_vllms": True})
-    start(rank=0)
-    assert len(made) == 2, "there is one already"
-
-
 @pytest.mark.parametrize(
     ("rank", "options", "expected"),
     [
@@ -99,24 +92,6 @@ def test_engines_start_and_one_line_says_where_reports_are_read_or_why_there_are
     said = "no sockets here" if fails else read_at
     assert [said in line for line in engine_log.messages] == [True] * bool(said)
     assert (FOLDER in os.environ) is (READ_AT in os.environ) is not fails
-
-
-@pytest.mark.parametrize(
-    ("asked_for", "enabled", "port"),
-    [("", True, 4), ("", False, 0), ("127.0.0.1:9", True, 9)],
-)
-def test_reports_are_beside_kv_events_if_these_are_published_and_nobody_says_where(
-    made, monkeypatch, asked_for, enabled, port
-):
-    monkeypatch.setattr(hooks, "_beside", lambda endpoint: {"tcp://*:5": 4}[endpoint])
-    monkeypatch.setenv(settings.REPORTS_AT, asked_for)
-    start(events=SimpleNamespace(enable_kv_cache_events=enabled, endpoint="tcp://*:5"))
-    assert made[0][0] == ("127.0.0.1", port)
-
-
-@pytest.mark.parametrize("port", ["1", "0", "65537", "99999", "000005557", "-5", "x"])
-def test_before_what_is_no_port_there_is_none(port):
-    assert hooks._beside(f"tcp://*:{port}") == 0
 
 
 @pytest.mark.parametrize("is_free", [True, False])
@@ -150,19 +125,6 @@ def test_keys_of_a_file_and_of_the_environment_stand_back_behind_flags(arguments
     assert keys_in(["vllm", "serve", *arguments.format(file=file).split()], {"VLLM_API_KEY": "c"}) == keys
 
 
-def test_a_scheduler_that_cannot_report_is_made_without(monkeypatch, engine_log):
-    def fails(*_: Any) -> None:
-        raise OSError("no sockets here")
-
-    monkeypatch.setenv(FOLDER, "/a/folder")
-    monkeypatch.setattr(reporter, "Reporter", fails)
-    scheduler = SimpleNamespace()
-    hooks.report_from_the_start(lambda self: None)(scheduler)
-    assert not hasattr(scheduler, REPORTS)
-    (line,) = engine_log.messages
-    assert "no sockets here" in line
-
-
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_step_reports_before_its_numbers_are_made_and_an_emptied_cache_at_once(monkeypatch, busy):
     monkeypatch.setattr(hooks.load, "may_have_changed", lambda planned: {"a step": busy}[planned])
@@ -177,12 +139,3 @@ def test_a_step_reports_before_its_numbers_are_made_and_an_emptied_cache_at_once
     assert make(scheduler, 1, a=2) == ([busy], (1,), {"a": 2})
     assert reset(scheduler, 1, a=2) == ([busy], (1,), {"a": 2}) and told == [busy, "sent"]
     assert make(SimpleNamespace(), 1)[1:] == reset(SimpleNamespace(), 1)[1:] == ((1,), {}) and told == [busy, "sent"]
-
-
-def test_a_frontend_without_routes_of_ours_tells_where_reports_are_read_unless_kv_events_are_published(monkeypatch):
-    assert hooks.tell_where(lambda self: None)(SimpleNamespace()) is None
-    monkeypatch.setenv(READ_AT, "127.0.0.1:7")
-    told = hooks.tell_where(lambda self: None)(SimpleNamespace())
-    assert (told.publisher, told.endpoint, told.topic) == ("null", "tcp://127.0.0.1:7", TOPIC)
-    theirs = object()
-    assert hooks.tell_where(lambda self: theirs)(SimpleNamespace()) is theirs
