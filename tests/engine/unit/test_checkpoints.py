@@ -27,10 +27,10 @@ UNIT = 16
 GRID = Grid(UNIT, UNIT)
 
 
-def request(tokens, hint=None, salt="", name="r", hashed=None, **more) -> Any:
-    """As much of a vLLM `Request` as is looked at; `hashed`: tokens whose hashes are there, all if None."""
+def request(tokens, hint=None, salt="", name="r", **more) -> Any:
+    """As much of a vLLM `Request` as is looked at."""
     ids = list(tokens)
-    ends = range(UNIT, (len(ids) if hashed is None else hashed) + 1, UNIT)
+    ends = range(UNIT, len(ids) + 1, UNIT)
     return SimpleNamespace(
         request_id=name,
         prompt_token_ids=ids,
@@ -84,13 +84,12 @@ def prompt_of_600(hint=None) -> Any:
     return request(own(1, 600), hint, all_token_ids=own(1, 600))
 
 
-def learn(checkpoints, tokens_per_pass=800.0, state=0.0):
-    """From now on a pass costs as much as so many tokens, of half a millisecond each, and a state so many seconds."""
+def learn(checkpoints):
+    """From now on a pass costs as much as 800 tokens, of half a millisecond each, and a state nothing."""
     checkpoints.step_time = StepTime()
     for tokens, wrote in itertools.product((1, 801), (0, 1, 2)):
         for _ in range(3):
-            seconds = 0.0005 * (tokens_per_pass + tokens) + state * wrote
-            checkpoints.step_time.step_took(tokens, seconds, states=wrote)
+            checkpoints.step_time.step_took(tokens, 0.0005 * (800 + tokens), states=wrote)
 
 
 def test_bytes_are_those_of_counted_states_that_are_still_cached(checkpoints):
@@ -127,14 +126,14 @@ def test_an_admitted_request_reports_what_it_shares_and_what_its_entries_became(
     ]
 
 
-def ask(checkpoints, number: int, before=(), length=120, hinted=True, now=None) -> tuple[list[int], list[int]]:
+def ask(checkpoints, number: int, before=(), now=None) -> tuple[list[int], list[int]]:
     """The prompt of a new question behind one head, or `before`, and the positions of its states.
 
     Its client is gone by the time of the next one, unless `now` is given.
     """
     checkpoints.turn_value._clock = lambda: 100.0 * number if now is None else now
-    prompt = [*(before or HEAD), *own(number, length)]
-    hint = [192, len(prompt) - 4] if hinted else None
+    prompt = [*(before or HEAD), *own(number, 120)]
+    hint = [192, len(prompt) - 4]
     return prompt, [target.position for target in checkpoints.targets(request(prompt, hint, name=f"r{number}"))]
 
 
@@ -161,9 +160,9 @@ def admit(checkpoints: Checkpoints, number: int, question: int, hit: int = 0, **
     return targets
 
 
-def documents(checkpoints: Checkpoints, count: int = 3, **more) -> None:
-    """So many, each asked about twice."""
-    for number in range(100, 100 + 10 * count, 10):
+def documents(checkpoints: Checkpoints, **more) -> None:
+    """Three, each asked about twice."""
+    for number in (100, 110, 120):
         assert EXPECTED not in [kind for question in (1, 2) for _, kind in admit(checkpoints, number, question, **more)]
 
 

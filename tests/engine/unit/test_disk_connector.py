@@ -85,7 +85,6 @@ class Rows:
         self.secondary_tiers = [disk]
         self.primary_tier = SimpleNamespace(_policy=self)
         self.ready: dict[bytes, bool] = {}
-        self.refused: set[bytes] = set()  # keys whose files are not believed
         self.looked_up: list[bytes] = []
 
     def get(self, key: bytes) -> Any:
@@ -94,10 +93,6 @@ class Rows:
     def lookup(self, key: bytes, context: Any) -> LookupResult:
         self.looked_up.append(key)
         (disk,) = self.secondary_tiers
-        if key in self.refused:
-            disk.on_disk.discard(key)
-            self.ready.pop(key, None)
-            return LookupResult.MISS
         if key not in self.ready:
             if key not in disk.on_disk:
                 return LookupResult.MISS
@@ -194,7 +189,7 @@ class Scene:
             self.pool.cached_block_hash_to_block.insert(key, block)
         return dict(zip(keys, blocks, strict=True))
 
-    def step(self, finished: tuple[str, ...] = ()) -> Any:
+    def step(self) -> Any:
         """What a planned step has the worker do."""
         nothing = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
         return self.scheduler.build_connector_meta(
@@ -203,7 +198,7 @@ class Scene:
                 scheduled_cached_reqs=nothing,
                 preempted_req_ids=None,
                 kv_cache_block_copies=None,
-                finished_req_ids=set(finished),
+                finished_req_ids=set(),
             )
         )
 
@@ -224,14 +219,19 @@ class Scene:
         """Let the request's states at these positions have files."""
         self.disk.on_disk.update(key for position in positions for key in self.keys(request, position))
 
-    def in_memory(self, request: Any, *positions: int) -> None:
-        """Let them have rows."""
-        self.rows.ready.update({key: True for position in positions for key in self.keys(request, position)})
-
 
 def held(blocks: dict[bytes, Any]) -> set[int]:
     """How many hold each of these blocks."""
     return {block.ref_cnt for block in blocks.values()}
+
+
+@pytest.mark.parametrize("more", [{"lora_request": "x"}, {"prompt_embeds": "x"}], ids=str)
+def test_states_of_an_adapter_or_of_embeddings_are_not_kept(more):
+    scene = Scene(ALL)
+    request = scene.request(**more)
+    blocks = scene.cache(request, 80)
+    scene.scheduler.offer(request, 80)
+    assert held(blocks) == {1} and scene.step().store_jobs == {}
 
 
 def test_when_the_cache_is_emptied_all_that_waits_is_let_go_and_nothing_is_stored_or_found():
@@ -324,30 +324,22 @@ def test_a_load_has_to_save_more_than_the_time_of_the_tokens_past_the_hit_and_is
     assert bool(scene.rows.looked_up) is pays and scene.checkpoints.counters.take().loads_declined == (not pays)
 
 
-@pytest.fixture
-def clock(monkeypatch) -> Any:
+def test_a_load_that_does_not_come_is_given_up_until_the_request_or_its_promise_ends(monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(connector, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    return clock
-
-
-@pytest.mark.parametrize("ends", ["loaded", "finished"])
-def test_a_load_that_does_not_come_is_given_up_until_the_request_or_its_promise_ends(clock, ends):
     scene = Scene()
     request = scene.request()
     scene.on_disk(request, 80)
     assert scene.found(request) is None
-    if ends == "finished":
-        clock.now += PATIENCE + 0.1
-        assert scene.found(request) == 0
-        scene.rows.come()
-        assert scene.found(request) == 0
-        scene.scheduler.request_finished(request)
-        assert scene.found(request) == 80
-    else:
-        scene.scheduler.update_state_after_alloc(request, None, 0)
-        clock.now += PATIENCE + 0.1
-        assert scene.found(request) is None, "its patience begins anew"
+    scene.scheduler.update_state_after_alloc(request, None, 0)
+    clock.now += PATIENCE + 0.1
+    assert scene.found(request) is None, "its patience begins anew"
+    clock.now += PATIENCE + 0.1
+    assert scene.found(request) == 0
+    scene.rows.come()
+    assert scene.found(request) == 0
+    scene.scheduler.request_finished(request)
+    assert scene.found(request) == 80
 
 
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])

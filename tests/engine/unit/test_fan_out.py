@@ -53,15 +53,15 @@ def gate(clock):
     return PrefillGate(step_time, GRID, clock)
 
 
-def scheduler(running=(), waiting=(), budget=8192, slots=256, held=(), seen=0):
+def scheduler(running=(), waiting=(), budget=8192):
     return SimpleNamespace(
         running=list(running),
         waiting=deque(waiting),
-        requests={known.request_id: known for known in (*running, *waiting, *held)},
+        requests={known.request_id: known for known in (*running, *waiting)},
         max_num_scheduled_tokens=budget,
-        max_num_running_reqs=slots,
+        max_num_running_reqs=256,
         scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
-        seamark=SimpleNamespace(verified=1, state_of=lambda request: RequestState(Wish(shared=seen))),
+        seamark=SimpleNamespace(verified=1, state_of=lambda request: RequestState(Wish())),
     )
 
 
@@ -158,24 +158,19 @@ def test_a_step_that_is_full_of_requests_that_generate_is_weighed_too(gate, veri
 class Engine:
     """A scheduler as its waiting requests meet it, one after the other."""
 
-    def __init__(self, gate, *running, **how):
+    def __init__(self, gate, *running):
         self.states = {}
-        self.scheduler = scheduler(running, **how)
+        self.scheduler = scheduler(running)
         self.scheduler.seamark.gate, self.scheduler.seamark.counters = gate, Counters()
         self.scheduler.seamark.state_of = lambda each: self.states.setdefault(each.request_id, RequestState())
 
-    def begins(self, follower, vllm=True):
-        """Whether a request may begin, whom vLLM alone would have begin or not."""
-        follower.skip_reading_prefix_cache = getattr(follower, "skip_reading_prefix_cache", False)
+    def begins(self, follower):
+        """Whether a request may begin, whom vLLM alone would have begin."""
+        follower.skip_reading_prefix_cache = False
         if follower not in self.scheduler.waiting:
             self.scheduler.waiting.append(follower)
             self.scheduler.requests[follower.request_id] = follower
-        return hold_followers(lambda scheduler, request: vllm)(self.scheduler, follower)
-
-    @property
-    def counted(self):
-        counts = self.scheduler.seamark.counters.take()
-        return dict(counts.followers), counts.spent_seconds
+        return hold_followers(lambda scheduler, request: True)(self.scheduler, follower)
 
 
 def test_a_follower_gives_a_leader_up_once_and_for_all(gate, clock):
@@ -185,7 +180,9 @@ def test_a_follower_gives_a_leader_up_once_and_for_all(gate, clock):
     clock.now += 100.0
     for _ in range(PATIENCE_STEPS):
         gate.drop_gone(engine.scheduler.requests)
-    assert engine.begins(follower) and engine.counted == ({"held": 1}, 100.0)
+    assert engine.begins(follower)
+    counts = engine.scheduler.seamark.counters.take()
+    assert (counts.followers, counts.spent_seconds) == ({"held": 1}, 100.0)
     leader.num_computed_tokens = 1800  # it goes on after all
     gate.drop_gone(engine.scheduler.requests)
     assert engine.begins(follower) and not gate.waiting

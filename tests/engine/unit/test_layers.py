@@ -96,12 +96,12 @@ class WithoutACore(Recurrent):
     _core = None
 
 
-def configuration(*, replays: bool = False, ubatching: bool = False, v2: bool = False, old: bool = False) -> Any:
-    """As much of a `VllmConfig`; an old vLLM replays nothing and has one model runner."""
+def configuration(*, replays: bool = False, ubatching: bool = False, v2: bool = False) -> Any:
+    """As much of a `VllmConfig`."""
     return SimpleNamespace(
-        cache_config=SimpleNamespace(**{} if old else {"use_replayssm": replays}),
+        cache_config=SimpleNamespace(use_replayssm=replays),
         parallel_config=SimpleNamespace(use_ubatching=ubatching),
-        **{} if old else {"use_v2_model_runner": v2},
+        use_v2_model_runner=v2,
     )
 
 
@@ -110,7 +110,6 @@ def configuration(*, replays: bool = False, ubatching: bool = False, v2: bool = 
     [
         ("cpu", {}, {}, "", True),
         ("cpu", {}, {"v2": True}, "", False),
-        ("cpu", {}, {"old": True}, "", True),
         ("cuda", {}, {}, "", True),
         ("cuda", {}, {"v2": True}, "", True),
         ("rocm", {}, {}, "", False),
@@ -123,9 +122,7 @@ def configuration(*, replays: bool = False, ubatching: bool = False, v2: bool = 
         ("cuda", {"layer": WithItsOwnCore}, {}, "", False),
         ("cuda", {"layer": WithItsOwnMetadata}, {}, "", False),
         ("cuda", {"layer": WithoutACore}, {}, "", False),
-        ("cuda", {"layer": SimpleNamespace}, {}, "", False),
         ("cuda", {"path": "never.imported:Recurrent"}, {}, "", False),
-        ("cuda", {"path": f"{__name__}:Gone"}, {}, "", False),
     ],
 )
 def test_a_layer_promises_where_all_that_runs_it_is_known_and_replaced(

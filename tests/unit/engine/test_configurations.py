@@ -136,9 +136,11 @@ NIXL = "NixlConnector"
         (config(), {"unit": 64}, "", ""),
         (config(), {"beside": UnheardOfManager}, "no_states", "UnheardOfManager"),
         (config(), {"compression": 128}, "no_states", "no multiple of the 128"),
+        (config(index=24), {}, "no_states", "no multiple of the 24"),  # of a group with several kinds of layers
         (config(caching=False), {}, "no_states", "--enable-prefix-caching"),
         (config(mode="all"), {}, "no_states", "--mamba-cache-mode all"),
         (config(launched="external_launcher"), {}, "no_states", "external_launcher"),
+        (config(launched="external_launcher", ranks=1), {}, "", ""),
         (config(graphs="FULL"), {}, "no_states", "FULL_AND_PIECEWISE"),
         (config(connector=FILLS_THE_CACHE), {}, "connector", FILLS_THE_CACHE),
         (config(connector=NIXL, context_ranks=2), {}, "connector", "decode context parallelism"),

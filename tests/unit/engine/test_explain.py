@@ -105,8 +105,6 @@ def test_what_differs_is_told(changes, more, name, said, starred):
     assert len(stars) == bool(starred) and starred in "".join(stars)
 
 
-
-
 def vllm_config(method: str = "", head: Mapping[str, Any] | None = None, **more: Any) -> Any:
     """A `VllmConfig`, as far as it is read here; `head`: the text config of a draft head."""
     draft = None if head is None else SimpleNamespace(hf_text_config=SimpleNamespace(**head))

@@ -21,7 +21,7 @@ from engine_patches.gpu_check.lanes import Lane, lanes_of
 from engine_patches.gpu_check.questions import DEFECTS, FIRST, SHARED_LENGTHS, Question
 from engine_patches.gpu_check.report import LaneReport
 from engine_patches.gpu_check.runner import RUNNER_VARIABLE, Engines, ProcessEnd, Runner
-from engine_patches.settings import REFERENCE
+from engine_patches.settings import FULL, OFF, REFERENCE
 
 LENGTHS = {"block": 384, "alignment": 16, "budget": 2048}
 
@@ -189,6 +189,13 @@ def test_each_fault_of_an_engine_has_its_verdict_and_is_named(lane, faults, verd
     assert LaneReport(lane.name, checks, 0.0).verdict == verdict, checks
     named = [each for each in checks if each.verdict == verdict and each.name.startswith(check)]
     assert any(words in each.says for each in named), checks
+
+
+def test_the_patches_are_compared_with_vllm_alone_which_runs_first():
+    for lane, own in ((MAMBA, {}), (DRAFTS, {"SEAMARK_DRAFTS": "1"})):
+        engines = ToldEngines()
+        checks_of(lane, engines)
+        assert [(mode, changes) for *_, mode, changes in engines.started] == [(OFF, {}), (FULL, own)]
 
 
 @pytest.fixture

@@ -1,15 +1,13 @@
-"""The table of patches, `patches` which tells of it, and how modules are read and hooked without running them."""
+"""The table of patches, `patches` which tells of it, and the hook behind imports."""
 
 from __future__ import annotations
 
 import importlib
-import py_compile
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from engine_patches import module_source
 from engine_patches.commands import patches
 from engine_patches.commands.patches import installed, main
 from engine_patches.import_hook import ImportHook
@@ -79,52 +77,26 @@ def test_the_ledger_is_printed_with_why_and_until_when(capsys):
         assert str(patch.target) in lines[0] and patch.why in text and patch.until in text
 
 
-@pytest.fixture(autouse=True)
-def toys(tmp_path, monkeypatch):
-    """Packages with a module `toy` each: `toys_below` fails if any of it runs, `toys_that_run` does not."""
-    for package in ("toys_below", "toys_that_run"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text("raise AssertionError\n" * (package == "toys_below"))
-        (tmp_path / package / "toy.py").write_text("def greet(): ...\n")
+def test_a_hook_acts_once_right_behind_an_import_and_not_behind_one_that_fails(tmp_path, monkeypatch):
+    sources = {"toy": "", "user": "import toys.toy\n", "broken": "raise RuntimeError('planned')\n"}
+    (tmp_path / "toys").mkdir()
+    for name, source in sources.items():
+        (tmp_path / "toys" / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    yield
-    module_source.forget()
-    for name in [name for name in sys.modules if name.startswith(("toys_below", "toys_that_run"))]:
-        del sys.modules[name]
-
-
-@pytest.mark.parametrize(
-    ("module", "named"),
-    [
-        ("toys_gone", "no such module"),
-        ("toys_below.toy.gone", "no such module"),
-        ("toys_below.compiled", "its source"),
-    ],
-)
-def test_a_module_that_cannot_be_read_is_an_import_error(module, named, tmp_path):
-    source = tmp_path / "toys_below" / "compiled.py"
-    source.write_text("def greet(): ...\n")
-    py_compile.compile(source, source.with_suffix(".pyc"))
-    source.unlink()
-    with pytest.raises(ImportError, match=named):
-        module_source.definitions(module, "greet")
-
-
-def test_a_hook_acts_once_right_behind_an_import_and_not_behind_one_that_fails(tmp_path):
-    (tmp_path / "toys_that_run" / "user.py").write_text("from toys_that_run.toy import greet\n")
-    (tmp_path / "toys_that_run" / "broken.py").write_text("raise RuntimeError('planned')\n")
     seen: list[str] = []
-    hook = ImportHook({f"toys_that_run.{name}" for name in ("toy", "broken", "gone")}, seen.append)
+    hook = ImportHook({f"toys.{name}" for name in ("toy", "broken", "gone")}, seen.append)
     hook.install()
     hook.install()
     try:
         for name, error in (("broken", RuntimeError), ("gone", ModuleNotFoundError)):
             with pytest.raises(error):
-                importlib.import_module(f"toys_that_run.{name}")
+                importlib.import_module(f"toys.{name}")
         assert seen == []
-        importlib.import_module("toys_that_run.toy")
-        importlib.import_module("toys_that_run.user")
-        assert seen == ["toys_that_run.toy"]
+        importlib.import_module("toys.toy")
+        importlib.import_module("toys.user")
+        assert seen == ["toys.toy"]
     finally:
         sys.meta_path.remove(hook)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "toys"]:
+            del sys.modules[name]
     assert hook not in sys.meta_path, "it was there once"
