@@ -70,6 +70,11 @@ def test_who_answers_http_is_told_by_vllms_own_arguments(rank, options, expected
     assert hooks._layout(SimpleNamespace(parallel_config=SimpleNamespace(**ranks)), options) is expected
 
 
+async def test_beside_an_api_server_reports_are_collected_in_its_process():
+    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=0))
+    assert hooks._layout(config, {}) is Layout.THIS_PROCESS
+
+
 @pytest.mark.parametrize(("read_at", "fails"), [("", False), ("127.0.0.1:7", False), ("", True)])
 def test_engines_start_and_one_line_says_where_reports_are_read_or_why_there_are_none(
     made, monkeypatch, engine_log, read_at, fails

@@ -74,7 +74,7 @@ def answer_of(*messages: Any, headers: Any = ASKS, **scope: Any) -> list[Any]:
 
 
 def head(kind: bytes = b"application/json", status: int = 200) -> Any:
-    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]}
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)] * bool(kind)}
 
 
 def piece(body: bytes = b"{}", more_body: bool = False) -> Any:
@@ -90,6 +90,7 @@ TELLS, RESPONDS = b"hit,160,176,163:0", {"path": "/v1/responses"}
     ("kind", "body", "how", "told"),
     [
         (b"application/json", b"{}", {}, TELLS),
+        (b"", b"{}", {}, TELLS),
         (b"application/json", b"{}", {"type": "websocket"}, None),
         (b"application/json", b"{}", {"headers": [ASKS[0]]}, None),  # nobody asks
         (b"application/json", b"{}", {"headers": [ASKS[1], (b"x-request-id", b"c")]}, None),

@@ -75,9 +75,9 @@ async def joined(body: bytes, *hints: bytes, **scope: Any) -> tuple[bytes, str]:
     return found, result
 
 
-HINT = b"163; -5;last:7,8;last-2:9"
+HINT = b"163; -5;last:7,8;last-2:9" + b";1" * 12  # as many as may be
 
-ENTRIES = {"seamark_boundaries": [163, -5, "last:7,8", "last-2:9"]}
+ENTRIES = {"seamark_boundaries": [163, -5, "last:7,8", "last-2:9", *[1] * 12]}
 
 
 @pytest.mark.parametrize(

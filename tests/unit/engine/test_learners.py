@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_patches.disk.load_cost import LoadCost
-from engine_patches.scheduler import expected_junctions
+from engine_patches.scheduler import expected_junctions, turn_value
 from engine_patches.scheduler.expected_junctions import ENOUGH, RENEWAL, ExpectedJunctions, SeenPrompt, best_places
 from engine_patches.scheduler.forecast import ForecastEngine, ForecastJob, first_tokens
 from engine_patches.scheduler.request_state import TurnEnd
@@ -249,3 +249,14 @@ def test_who_comes_back_is_told_the_last_turn_it_goes_on_from_once():
     turns.now += 100 * JUDGED_AFTER_SECONDS  # late
     turns.end(3)
     assert turns.back_to(7) is None and turns.back_to(1, 7, 2) == TurnEnd(10, 200) and turns.back_to(1, 2) is None
+
+
+def test_no_more_heads_and_ends_are_remembered_than_some(monkeypatch):
+    most = turn_value.ENOUGH
+    monkeypatch.setattr(turn_value, "MAX_HEADS", 2)
+    monkeypatch.setattr(turn_value, "MAX_ENDS", most)
+    turns = Turns()
+    for number in range(4 * most):
+        turns.end(number, head=f"head {number % 5}")
+        turns.now += JUDGED_AFTER_SECONDS / 3
+    assert len(turns.value._ends) <= most >= len(turns.value._judged) and len(turns.value._heads) == 2

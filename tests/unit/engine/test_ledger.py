@@ -184,11 +184,12 @@ def test_a_module_that_differs_when_imported_takes_all_patches_back_with_one_lin
     assert late("other").check("x") == "x" and not ledger.is_applied(LATE_CHECK), "nor is what is imported later"
 
 
-def test_a_failure_leaves_what_awaits_a_module_from_before(toy, late):
+def test_a_failure_puts_everything_back_and_leaves_what_awaits_a_module_from_before(toy, late):
     ledger.apply([LATE_STEP])
     fails = dataclasses.replace(STEP, name="fails", build=failing)
     with pytest.raises(RuntimeError, match="planned"):
-        ledger.apply([LATE_STEP, LATE_GREETING, fails])
+        ledger.apply([LATE_STEP, LATE_GREETING, STEP, fails])
+    assert toy.Engine().step([]) == ["step"]
     assert late("engine").Engine().step([]) == ["step", "patched"] and late("engine").greet("x") == "hello x"
 
 

@@ -35,7 +35,7 @@ KIMI = {"model_type": "kimi_linear"}
 )
 def test_a_config_names_the_layers_by_its_type_or_by_what_only_their_kind_has(config, layers):
     assert families.layers_in(config) == layers == families.layers_in(SimpleNamespace(**config))
-    assert families.kinds_in(config) == tuple(layer.kind for layer in layers)
+    assert families.kinds_in(config) == tuple(layer.kind for layer in layers) and families.compression_in(config) == 1
 
 
 def config(model_type: str = "toy", **given: Any) -> SimpleNamespace:
