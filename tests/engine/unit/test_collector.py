@@ -92,6 +92,11 @@ async def test_what_an_engine_reports_is_read_where_the_collector_says(taking):
     assert hooks.report_resets(lambda self: True)(scheduler) is True
     await until(lambda: len(taking.reports) == 3)
     assert (await read_beside(at.read_at, path="/other")).status_code == 404
+    asks = SimpleNamespace(sampling_params=None, num_prompt_tokens=400, num_computed_tokens=0)
+    scheduler.requests["r"] = asks
+    own.step_ends(busy=False)  # one request more
+    await until(lambda: len(taking.reports) == 4)
+    assert taking.reports[3].loads == {"": (1, 400)}
 
 
 def test_where_no_event_loop_runs_a_thread_collects(taking):

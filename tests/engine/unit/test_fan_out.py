@@ -53,13 +53,13 @@ def gate(clock):
     return PrefillGate(step_time, GRID, clock)
 
 
-def scheduler(running=(), waiting=(), budget=8192):
+def scheduler(running=(), waiting=(), budget=8192, slots=256):
     return SimpleNamespace(
         running=list(running),
         waiting=deque(waiting),
         requests={known.request_id: known for known in (*running, *waiting)},
         max_num_scheduled_tokens=budget,
-        max_num_running_reqs=256,
+        max_num_running_reqs=slots,
         scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
         seamark=SimpleNamespace(verified=1, state_of=lambda request: RequestState(Wish())),
     )
@@ -155,6 +155,15 @@ def test_a_step_that_is_full_of_requests_that_generate_is_weighed_too(gate, veri
     assert gate.pays(deepest(gate, follower), full) in (True, False)
 
 
+def test_requests_that_generate_take_their_room_and_are_not_in_the_line(gate):
+    leader = leading(gate, position=1600, tokens=1700)
+    follower = request("follower", tokens=1700)
+    strangers = [request(f"stranger {number}", shared=f"t{number}", tokens=8000) for number in range(2)]
+    generating = [request(f"old {number}", f"u{number}", 160, RequestStatus.RUNNING, 159) for number in range(8)]
+    busy = scheduler([leader, *generating], [follower, *strangers], budget=3600 + 8, slots=4 + 8)
+    assert not gate.pays(deepest(gate, follower), busy)  # as without them
+
+
 class Engine:
     """A scheduler as its waiting requests meet it, one after the other."""
 
@@ -187,3 +196,6 @@ def test_a_follower_gives_a_leader_up_once_and_for_all(gate, clock):
     gate.drop_gone(engine.scheduler.requests)
     assert engine.begins(follower) and not gate.waiting
     assert not engine.begins(request("another"))
+    leader.status = RequestStatus.FINISHED_ABORTED
+    gate.drop_gone({})
+    assert not gate._expected and not gate.waiting, "nothing is left of those who are gone"

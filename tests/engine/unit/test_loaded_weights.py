@@ -165,6 +165,14 @@ def test_words_are_a_tensors_bytes_in_the_order_of_its_memory_filled_up_with_zer
     assert loaded_weights._words(transposed).numpy().tobytes() == bytes(range(8))
 
 
+def test_of_a_file_that_does_not_say_where_its_tensors_are_samples_are_read_and_no_more(tmp_path):
+    path, names = tmp_path / "model.bin", set()
+    for byte in (b"\0", b"x"):
+        path.write_bytes(bytes(2000) + byte + bytes(1 << 19))
+        names.add(sampled(path))
+    assert len(names) == 1 and "" not in names
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"\xff" * 8, (9).to_bytes(8, "little") + b"[1, 2, 3]", b"\x02" + bytes(7) + b"{}"]
 )

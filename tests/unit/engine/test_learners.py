@@ -257,6 +257,6 @@ def test_no_more_heads_and_ends_are_remembered_than_some(monkeypatch):
     monkeypatch.setattr(turn_value, "MAX_ENDS", most)
     turns = Turns()
     for number in range(4 * most):
-        turns.end(number, head=f"head {number % 5}")
+        turns.end(number, head=f"head {number // most}")
         turns.now += JUDGED_AFTER_SECONDS / 3
     assert len(turns.value._ends) <= most >= len(turns.value._judged) and len(turns.value._heads) == 2
