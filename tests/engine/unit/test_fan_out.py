@@ -96,17 +96,6 @@ def test_on_a_fast_engine_all_who_wait_have_to_save_time_that_counts(clock, floo
     assert pays(gate, *(request(f"follower{number}") for number in range(followers))) == is_held
 
 
-def test_in_one_step_no_more_than_some_decisions_are_made(gate):
-    leaders = [request(f"l{number}", f"s{number}.", status=RequestStatus.RUNNING) for number in range(20)]
-    for leader in leaders:
-        gate.expect(leader, 0, [3600])
-    line = [request(f"f{number}", f"s{number}.") for number in range(20)]
-    at_once = scheduler(leaders, line)
-    assert [gate.pays(deepest(gate, follower), at_once) for follower in line] == [True] * 16 + [False] * 4
-    gate.drop_gone(at_once.requests)  # the next step
-    assert gate.pays(deepest(gate, line[-1]), at_once)
-
-
 def step(gate, follower, expected, computed=None):
     """Whether a follower is held on in the next step, before which its leader may have computed more."""
     gate.drop_gone({"leader", "follower"})

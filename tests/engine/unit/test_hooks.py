@@ -33,7 +33,6 @@ def spec(states: torch.dtype) -> MambaSpec:
     ("states", "named"),
     [
         ([torch.float32], None),
-        ([torch.float32, torch.bfloat16, torch.bfloat16], "kept in bfloat16:"),
         ([torch.float16, torch.bfloat16], "kept in bfloat16, float16:"),
     ],
 )
