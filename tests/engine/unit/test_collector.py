@@ -26,6 +26,7 @@ from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.state_events import StateEvents
 from tests.harness.reports import scheduler_of
+from tests.harness.waiting import until
 
 KEY = {"authorization": "Bearer right"}
 
@@ -65,12 +66,6 @@ def engine(at: Collector) -> tuple[Any, reporter.Reporter, Callable[[], None]]:
     return scheduler, getattr(scheduler, REPORTS), lambda: events.adapter_replaced(str(next(numbers)))
 
 
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.01)
-
-
 def read(url: str, headers: Any = None, path: str = PATH) -> httpx.Response:
     return httpx.get(f"http://{url}{path}", headers=headers, timeout=60)
 
@@ -97,6 +92,11 @@ async def test_what_an_engine_reports_is_read_where_the_collector_says(taking):
     assert hooks.report_resets(lambda self: True)(scheduler) is True
     await until(lambda: len(taking.reports) == 3)
     assert (await read_beside(at.read_at, path="/other")).status_code == 404
+    asks = SimpleNamespace(sampling_params=None, num_prompt_tokens=400, num_computed_tokens=0)
+    scheduler.requests["r"] = asks
+    own.step_ends(busy=False)  # one request more
+    await until(lambda: len(taking.reports) == 4)
+    assert taking.reports[3].loads == {"": (1, 400)}
 
 
 def test_where_no_event_loop_runs_a_thread_collects(taking):
@@ -189,22 +189,3 @@ async def test_a_port_that_is_taken_costs_a_line_and_reports_still_come(taking, 
     at.start(taking)
     engine(at)
     await until(lambda: taking.reports)
-
-
-@pytest.mark.parametrize("value", ["nonsense", "host:port", "host:99999", ":", "host:-1"])
-def test_an_address_that_is_none_is_said_and_loopback_is_used(value, monkeypatch, caplog):
-    monkeypatch.setenv(settings.REPORTS_AT, value)
-    assert settings.reports_at() == ("127.0.0.1", 0) and "SEAMARK_REPORTS_AT" in caplog.text
-
-
-async def test_reports_that_cannot_be_served_end_nothing_and_are_said_to_be_missing(taking, monkeypatch, engine_log):
-    async def fails(*_: Any) -> None:
-        raise OSError("no more sockets")
-
-    monkeypatch.setattr(collector, "_serve", fails)
-    at = Collector(("127.0.0.1", 0), ())
-    before = asyncio.all_tasks()
-    at.start(taking)
-    (work,) = asyncio.all_tasks() - before
-    await work
-    assert any("reports end here" in line for line in engine_log.messages)

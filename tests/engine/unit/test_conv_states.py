@@ -103,16 +103,6 @@ def test_each_cache_group_has_blocks_of_its_own():
     assert drawn.wrong(shift=10) == []
 
 
-def test_without_states_to_write_the_layer_runs_as_ever():
-    drawn = Drawn(1)
-    drawn.writes.clear()
-    metadata = planned(drawn)
-    assert not hasattr(metadata, SCAN_STATES)
-    before = drawn.state.clone()
-    ngram_layer(metadata, drawn)
-    assert torch.equal(drawn.state, before)
-
-
 class ShortConvAttentionMetadataBuilder(SimpleNamespace):
     """By its name vLLM's is known."""
 
@@ -141,14 +131,6 @@ def test_of_a_short_convolution_the_kernel_keeps_the_states_of_the_prompts_it_is
     conv_states.run_convolution(lambda: kernel(inputs, weight, None, conv_states=drawn.state, activation=None), states)
     assert ran == [((inputs, weight, None, drawn.state), {"activation": None})]
     assert drawn.right and drawn.wrong() == [] and RUNNING.convolution is None
-
-
-def test_a_kernel_outside_of_such_a_layer_keeps_nothing():
-    drawn = Drawn(1)
-    before = drawn.state.clone()
-    kernel = conv_states.keep_inputs(lambda *given: "ran")
-    assert kernel(drawn.inputs.T, torch.zeros(CHANNELS, WIDTH + 1), None, drawn.state) == "ran"
-    assert torch.equal(drawn.state, before)
 
 
 def test_a_layer_that_calls_no_kernel_is_an_error_and_leaves_nothing_behind():

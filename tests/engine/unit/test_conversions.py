@@ -69,9 +69,7 @@ MESSAGES = {
         "output_config": {"effort": "high"},
         "messages": [QUESTION],
     },
-    "an empty system message": {
-        "messages": [QUESTION, {"role": "system", "content": ""}],
-    },
+    "an empty system message": {"messages": [QUESTION, {"role": "system", "content": ""}]},
     "reminders behind the user and inside a loop": {
         "system": "You pilot.",
         "tools": [TOOL],

@@ -37,9 +37,6 @@ DRAFTS = {
 }
 
 
-# What a switch or a deprecated flag was once needed for is a default.
-NOT_NEEDED = ("SEAMARK_DRAFTS", "--mamba-cache-mode", "mamba-cache-mode:")
-
 # What decides which flags the chart gives.
 CHARTS: tuple[tuple[str, ...], ...] = (
     ("mode=gateway",),
@@ -134,18 +131,3 @@ def test_the_newest_vllm_takes_every_command_line():
     parsed = run_apart("flags_parser", json.dumps(list(taken.values())), source=engine_of(NEWEST))
     for name, each in zip(taken, parsed, strict=True):
         check(name, each)
-
-
-@pytest.mark.parametrize("path", [*MODELS, *RECIPES], ids=lambda path: path.name)
-def test_every_file_names_its_source_that_it_was_not_run_and_nothing_that_is_a_default_now(path: Path):
-    comment = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
-    assert path in RECIPES or ("Source:" in comment and "Not run by us on a Spark" in comment)
-    assert not [word for word in NOT_NEEDED if word in path.read_text()]
-
-
-def test_two_models_share_the_memory():
-    services = read("compose.two-models.yaml")["services"]
-    shares = [
-        interpolated(services[name]["command"]).split("--gpu-memory-utilization ")[1] for name in ("worker", "worker-2")
-    ]
-    assert sum(float(share.split()[0]) for share in shares) <= 0.8

@@ -85,7 +85,6 @@ class Rows:
         self.secondary_tiers = [disk]
         self.primary_tier = SimpleNamespace(_policy=self)
         self.ready: dict[bytes, bool] = {}
-        self.refused: set[bytes] = set()  # keys whose files are not believed
         self.looked_up: list[bytes] = []
 
     def get(self, key: bytes) -> Any:
@@ -94,10 +93,6 @@ class Rows:
     def lookup(self, key: bytes, context: Any) -> LookupResult:
         self.looked_up.append(key)
         (disk,) = self.secondary_tiers
-        if key in self.refused:
-            disk.on_disk.discard(key)
-            self.ready.pop(key, None)
-            return LookupResult.MISS
         if key not in self.ready:
             if key not in disk.on_disk:
                 return LookupResult.MISS
@@ -194,7 +189,7 @@ class Scene:
             self.pool.cached_block_hash_to_block.insert(key, block)
         return dict(zip(keys, blocks, strict=True))
 
-    def step(self, finished: tuple[str, ...] = ()) -> Any:
+    def step(self) -> Any:
         """What a planned step has the worker do."""
         nothing = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
         return self.scheduler.build_connector_meta(
@@ -203,7 +198,7 @@ class Scene:
                 scheduled_cached_reqs=nothing,
                 preempted_req_ids=None,
                 kv_cache_block_copies=None,
-                finished_req_ids=set(finished),
+                finished_req_ids=set(),
             )
         )
 
@@ -224,33 +219,19 @@ class Scene:
         """Let the request's states at these positions have files."""
         self.disk.on_disk.update(key for position in positions for key in self.keys(request, position))
 
-    def in_memory(self, request: Any, *positions: int) -> None:
-        """Let them have rows."""
-        self.rows.ready.update({key: True for position in positions for key in self.keys(request, position)})
-
 
 def held(blocks: dict[bytes, Any]) -> set[int]:
     """How many hold each of these blocks."""
     return {block.ref_cnt for block in blocks.values()}
 
 
-@pytest.mark.parametrize(
-    "reason", ["the disk takes none", "an adapter", "embeddings", "a block is gone", "all is stored", "all are rows"]
-)
-def test_what_cannot_be_kept_or_needs_no_copy_is_not_held(reason):
+@pytest.mark.parametrize("more", [{"lora_request": "x"}, {"prompt_embeds": "x"}], ids=str)
+def test_states_of_an_adapter_or_of_embeddings_are_not_kept(more):
     scene = Scene(ALL)
-    more = {"an adapter": {"lora_request": "x"}, "embeddings": {"prompt_embeds": "x"}}
-    request = scene.request(**more.get(reason, {}))
+    request = scene.request(**more)
     blocks = scene.cache(request, 80)
-    scene.disk.takes_stores = reason != "the disk takes none"
-    if reason == "a block is gone":
-        (gone,) = (key for key in blocks if key[-4:] == RECURRENT[1].to_bytes(4, "big"))
-        scene.pool.cached_block_hash_to_block.pop(gone, blocks[gone].block_id)
-    scene.on_disk(request, *[80] * (reason == "all is stored"))
-    scene.in_memory(request, *[80] * (reason == "all are rows"))
     scene.scheduler.offer(request, 80)
     assert held(blocks) == {1} and scene.step().store_jobs == {}
-    assert [set(keys) for keys in scene.disk.submitted] == [set(blocks)] * (reason == "all are rows")
 
 
 def test_when_the_cache_is_emptied_all_that_waits_is_let_go_and_nothing_is_stored_or_found():
@@ -289,17 +270,6 @@ def test_where_states_cannot_be_kept_nothing_is_offered_or_found(why, options):
     scene.scheduler.offer(request, 64)
     assert held(blocks) == {1} and scene.step().store_jobs == {} and scene.found(request) == 0
     assert scene.disk.keys_in_use() == () and scene.checkpoints.counters.take().file_bytes == 0
-
-
-def test_who_is_introduced_is_offered_states_and_keeps_the_files_of_pinned_ones():
-    scene = Scene()
-    request = scene.request()
-    blocks = scene.cache(request, 64)
-    scene.states.pins.pin(b"a", blocks)
-    assert scene.states.store is scene.scheduler and set(scene.disk.keys_in_use()) == set(blocks)
-    alone = Scene(introduced=False)
-    alone.scheduler.introduce(Checkpoints(Grid(UNIT, UNIT), BLOCK, None, weights=Weights("w")), alone.pool)
-    assert alone.found(alone.request()) == 0
 
 
 @given(data=st.data())
@@ -354,48 +324,22 @@ def test_a_load_has_to_save_more_than_the_time_of_the_tokens_past_the_hit_and_is
     assert bool(scene.rows.looked_up) is pays and scene.checkpoints.counters.take().loads_declined == (not pays)
 
 
-@pytest.fixture
-def clock(monkeypatch) -> Any:
+def test_a_load_that_does_not_come_is_given_up_until_the_request_or_its_promise_ends(monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(connector, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    return clock
-
-
-@pytest.mark.parametrize("ends", ["loaded", "finished"])
-def test_a_load_that_does_not_come_is_given_up_until_the_request_or_its_promise_ends(clock, ends):
     scene = Scene()
     request = scene.request()
     scene.on_disk(request, 80)
     assert scene.found(request) is None
-    if ends == "finished":
-        clock.now += PATIENCE + 0.1
-        assert scene.found(request) == 0
-        scene.rows.come()
-        assert scene.found(request) == 0
-        scene.scheduler.request_finished(request)
-        assert scene.found(request) == 80
-    else:
-        scene.scheduler.update_state_after_alloc(request, None, 0)
-        clock.now += PATIENCE + 0.1
-        assert scene.found(request) is None, "its patience begins anew"
-
-
-def test_where_a_file_is_refused_it_is_computed_or_another_state_is_looked_for_with_the_same_patience(clock):
-    scene = Scene()
-    request, other = scene.request(), scene.request("other")
-    scene.on_disk(request, 80, 144)
-    refused = key_at(request, 144, UNIT, RECURRENT[0])
-    assert scene.found(request) is None
-    scene.rows.come()
-    scene.rows.refused.add(refused)
-    scene.rows.ready[key_at(request, 80, UNIT, RECURRENT[0])] = False
-    clock.now += PATIENCE / 2
-    assert scene.found(request) is None, "the state before it is on its way"
-    clock.now += PATIENCE / 2 + 0.1
+    scene.scheduler.update_state_after_alloc(request, None, 0)
+    clock.now += PATIENCE + 0.1
+    assert scene.found(request) is None, "its patience begins anew"
+    clock.now += PATIENCE + 0.1
     assert scene.found(request) == 0
-    scene.on_disk(request, 144)
-    assert scene.found(other) == 0, "refused at the first look"
-    assert scene.found(other) is None, "the file that was refused is known to be gone now"
+    scene.rows.come()
+    assert scene.found(request) == 0
+    scene.scheduler.request_finished(request)
+    assert scene.found(request) == 80
 
 
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])

@@ -124,13 +124,6 @@ def test_of_a_load_the_files_that_are_right_are_taken_and_the_others_are_misses_
     assert not held.tier.holds(KEYS[0]) and held.tier.take_counts()[0] == {}
 
 
-def test_what_another_worker_wrote_is_found_after_a_while(start):
-    mine, theirs = start(), start()
-    theirs.store(KEYS[:1])
-    mine.look()
-    assert mine.tier.holds(KEYS[0]) and mine.load(KEYS[:1]).success
-
-
 def test_what_is_pinned_does_not_make_room_for_others(start, tmp_path, monkeypatch):
     held = start(max_bytes=3 * FILE)
     held.store(KEYS[:3])
@@ -212,68 +205,6 @@ def test_a_fifo_or_a_device_in_place_of_a_file_keeps_no_start_waiting(start, tmp
     held = start()
     assert [held.tier.holds(key) for key in KEYS[:3]] == [False, False, True]
     assert set(held.load(KEYS[:3]).successful_keys) == {KEYS[2]}
-
-
-def test_what_is_written_is_counted_in_bytes_and_what_made_room_for_others_is_no_longer_there(start):
-    held = start(max_bytes=2 * FILE)
-    assert held.tier.take_counts() == ({}, 0) and held.tier.bytes_held == 0
-    held.store(KEYS[:1])
-    assert held.tier.take_counts() == ({}, FILE) and held.tier.take_counts() == ({}, 0)
-    assert held.store(KEYS[:1]).success and held.tier.take_counts() == ({}, 0), "it was there"
-    held.store(KEYS[1:3])
-    assert [held.tier.holds(key) for key in KEYS[:3]] == [False, True, True] and held.tier.bytes_held == 2 * FILE
-
-
-def test_what_a_load_takes_and_moves_is_told_and_learnt(start, monkeypatch):
-    held = start()
-    held.store(KEYS[:3])
-    seen: list[Any] = []
-    for name in ("load_began", "load_took", "load_ended"):
-        monkeypatch.setattr(held.tier.cost, name, lambda *given, name=name: seen.append((name, *given)))
-    result = held.load(KEYS[:3])
-    assert result.transfer_bytes == 3 * ROW
-    moved = 3 * ROW, result.transfer_time
-    assert seen == [("load_began", 2, 3 * ROW), ("load_ended", 2), ("load_took", *moved)]
-    seen.clear()
-    held.load(KEYS[4:5])
-    assert seen == [("load_began", 3, ROW), ("load_ended", 3)], "what was not there takes no time"
-    assert held.store(KEYS[5:]).success and seen[2:] == [("load_ended", 4)]
-
-
-def test_the_files_used_last_tell_how_fast_the_disk_is(start, tmp_path, monkeypatch):
-    start(*KEYS)
-    damage(tmp_path, KEYS[4])
-    for moment, key in enumerate(KEYS):
-        os.utime(path_of(tmp_path, key), (moment, moment))
-    seen: list[bytes] = []
-    read = StateFiles.read
-
-    def noting(self: Any, key: bytes, into: memoryview) -> None:
-        seen.append(key)
-        if key == KEYS[3]:
-            raise FileNotFoundError
-        read(self, key, into)
-
-    monkeypatch.setattr(StateFiles, "read", noting)
-    held = start()
-    assert seen == KEYS[3:] and not held.tier.holds(KEYS[4])
-    assert held.tier.take_counts()[0] == {"checksum": 1}
-    assert held.tier.cost.pays(ROW, 3600), "one of them was read"
-
-
-def test_each_kind_of_failure_is_said_once(start, monkeypatch, engine_log):
-    held = start()
-    for error in (FULL, BROKEN, files.NotOurs("open to others"), FULL):
-        monkeypatch.setattr(StateFiles, "write", fails(error))
-        assert not held.store(KEYS[:1]).success
-    assert held.tier.take_counts() == ({"not_written": 4}, 0)
-    lines = told(engine_log)
-    assert ["cannot be written to" in line for line in lines] == [True, False] and "is not used: open" in lines[1]
-    monkeypatch.setattr(StateFiles, "keys", fails(BROKEN))
-    held.look()
-    held.look()
-    assert "cannot be read" in told(engine_log)[2] and len(told(engine_log)) == 3
-    assert held.tier.take_counts()[0]["unreadable"] >= 1
 
 
 def test_a_start_says_what_is_there_and_without_an_identity_makes_no_directory_and_says_nothing(

@@ -20,17 +20,13 @@ from vllm.v1.request import Request
 
 from engine_patches.scheduler import draft_windows
 from engine_patches.scheduler.draft_windows import (
-    ASSUMED_LOSS,
-    ENOUGH_STEPS,
     HEALED,
     HELD,
     ZEROED,
-    Acceptance,
     DraftWindows,
     leave_out,
     left_out_spec,
     put_rows_into_hits,
-    windows_among,
 )
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.request_state import RequestState
@@ -119,28 +115,6 @@ def manager_of(pool: BlockPool) -> SlidingWindowManager:
     )
 
 
-@pytest.mark.parametrize(
-    ("behind", "answer", "tokens", "pays"),
-    [
-        (5, 400, 50, True),
-        (5, 400, 50_000, False),
-        (5, 1, 50, False),  # one token has no draft to lose
-        (200, 400, 1, False),  # the prompt goes on for longer than the window
-    ],
-)
-def test_rows_are_computed_again_where_that_is_faster_than_drafting_worse(behind, answer, tokens, pays):
-    pool = BlockPool(4, enable_caching=True, hash_block_size=16)
-    manager = manager_of(pool)
-    step_time, hit = StepTime(), 4000
-    windows = DraftWindows(pool, Grid(16, 16), [manager], step_time)
-    request = SimpleNamespace(num_tokens=hit + behind, max_tokens=answer)
-    assert windows._pays(request, hit, tokens)  # while no times are known
-    for _ in range(ENOUGH):  # a pass costs as much as 800 tokens
-        step_time.step_took(1, 0.0801)
-        step_time.step_took(1000, 0.18)
-    assert windows._pays(request, hit, tokens) == pays
-
-
 def requests_of_the_same_tokens() -> dict[str, Request]:
     """By what tells each from the first one."""
     image = MultiModalFeatureSpec(None, "image", "of a boat", PlaceholderRange(offset=20, length=10))
@@ -170,41 +144,6 @@ def test_another_salt_adapter_or_image_finds_no_row():
     finds = {name for name, request in requests.items() if windows.keys_at(request, 208)}
     assert finds == {"", "nothing"} == {name for name, request in requests.items() if windows.keys_at(request, 256)}
     assert not windows.keys_at(requests[""], 176)  # rows are there, and no key of that place
-
-
-def test_what_zeros_cost_is_learnt_from_enough_steps_of_each_kind_and_a_change_is_followed(monkeypatch):
-    acceptance = Acceptance()
-    for rows, accepted in ((True, 3), (False, 1)):
-        acceptance.add(rows, ENOUGH_STEPS - 1, accepted * (ENOUGH_STEPS - 1))
-        assert acceptance.loss == ASSUMED_LOSS
-    acceptance.add(True, 1, 3)
-    assert acceptance.loss == ASSUMED_LOSS
-    acceptance.add(False, 1, 1)
-    assert acceptance.loss == 2.0
-    acceptance.add(False, 10 * ENOUGH_STEPS, 50 * ENOUGH_STEPS)
-    assert acceptance.loss == 0, "zeros cost nothing here"
-    monkeypatch.setattr(draft_windows, "MOST_STEPS", 1000)
-    acceptance = Acceptance()
-    acceptance.add(True, 1000, 2000)
-    acceptance.add(True, 1, 0)
-    assert (acceptance.steps, acceptance.accepted) == ({True: 500, False: 0}, {True: 1000, False: 0})
-    assert acceptance.per_step(False) == 1.0  # until there are any
-
-
-@pytest.mark.parametrize(
-    ("missing", "window", "answer", "lost"),
-    [
-        (0, 100, 400, 0.0),
-        (100, 100, 1, 0.0),  # the first token has no drafts
-        (-5, 100, 400, 0.0),
-        # A right one a step, two tokens: with half a draft less at first, and none at the end, 1.75 on the mean.
-        (100, 100, 400, 100 / 1.75 - 100 / 2),
-        (100, 100, 51, 50 / 1.625 - 50 / 2),
-        (50, 100, 400, 50 / 1.875 - 50 / 2),
-    ],
-)
-def test_steps_that_an_answer_on_zeros_takes_more(missing, window, answer, lost):
-    assert Acceptance().steps_lost(missing, window, answer) == pytest.approx(lost)
 
 
 class Hits:
@@ -313,11 +252,3 @@ def test_rows_behind_zeros_or_before_what_is_there_get_no_key():
     assert list(kept) == [320] and not hits.windows.keys_at(hits.request, 256)
     assert [block.block_id for block, _ in kept[320]] == [block.block_id for block in hits.blocks[3:5]]
     assert tuple(key for _, key in kept[320]) == hits.windows.keys_at(hits.request, 320)
-
-
-def test_a_block_that_vllm_has_freed_ends_a_window_and_managers_are_told_by_their_specs():
-    hits = Hits((), ())
-    others = [SimpleNamespace(kv_cache_spec=WINDOW)]
-    assert windows_among([*others, hits.manager]) == [hits.manager] and hits.windows.groups == {0}
-    hits.manager.req_to_blocks["first"][4] = hits.pool.null_block
-    assert list(hits.windows.keep(hits.request, RequestState(), [128, 320, 400])) == [128]

@@ -11,7 +11,6 @@ from engine_patches.scheduler.fan_out import (
     MAX_LEADERS,
     PATIENCE_STEPS,
     PAUSE_STEPS,
-    ExpectedState,
     PrefillGate,
     hold_followers,
 )
@@ -54,15 +53,15 @@ def gate(clock):
     return PrefillGate(step_time, GRID, clock)
 
 
-def scheduler(running=(), waiting=(), budget=8192, slots=256, held=(), seen=0):
+def scheduler(running=(), waiting=(), budget=8192, slots=256):
     return SimpleNamespace(
         running=list(running),
         waiting=deque(waiting),
-        requests={known.request_id: known for known in (*running, *waiting, *held)},
+        requests={known.request_id: known for known in (*running, *waiting)},
         max_num_scheduled_tokens=budget,
         max_num_running_reqs=slots,
         scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
-        seamark=SimpleNamespace(verified=1, state_of=lambda request: RequestState(Wish(shared=seen))),
+        seamark=SimpleNamespace(verified=1, state_of=lambda request: RequestState(Wish())),
     )
 
 
@@ -95,38 +94,6 @@ def test_on_a_fast_engine_all_who_wait_have_to_save_time_that_counts(clock, floo
     gate = PrefillGate(step_time, GRID, clock)
     leading(gate)
     assert pays(gate, *(request(f"follower{number}") for number in range(followers))) == is_held
-
-
-@pytest.mark.parametrize(("position", "is_held"), [(240, False), (256, True)])
-def test_a_wave_of_short_prompts_is_not_held_for_little_time_however_many_passes_it_saves(clock, position, is_held):
-    step_time = StepTime()
-    for _ in range(8):  # 50 us a token, 20 tokens a pass
-        step_time.step_took(1, 0.00105)
-        step_time.step_took(1001, 0.05105)
-    gate = PrefillGate(step_time, GRID, clock)
-    leader = leading(gate, position)
-    line = [request(f"follower{number}") for number in range(8)]
-    assert gate.pays(ExpectedState(leader, position, 0), scheduler([leader], line)) == is_held
-
-
-def test_in_one_step_no_more_than_some_decisions_are_made(gate):
-    leaders = [request(f"l{number}", f"s{number}.", status=RequestStatus.RUNNING) for number in range(20)]
-    for leader in leaders:
-        gate.expect(leader, 0, [3600])
-    line = [request(f"f{number}", f"s{number}.") for number in range(20)]
-    at_once = scheduler(leaders, line)
-    assert [gate.pays(deepest(gate, follower), at_once) for follower in line] == [True] * 16 + [False] * 4
-    gate.drop_gone(at_once.requests)  # the next step
-    assert gate.pays(deepest(gate, line[-1]), at_once)
-
-
-def test_a_follower_that_is_held_counts_with_those_that_come_later(gate):
-    leading(gate, position=800, tokens=850)
-    early, late = (request(name, tokens=850) for name in ("early", "late"))
-    gate.hold(early, deepest(gate, early))
-    assert not pays(gate, late)
-    gate.drop_gone({"leader", "early", "late"})
-    assert pays(gate, late, held=[early])
 
 
 def step(gate, follower, expected, computed=None):
@@ -177,32 +144,31 @@ def test_a_step_that_is_full_of_requests_that_generate_is_weighed_too(gate, veri
     assert gate.pays(deepest(gate, follower), full) in (True, False)
 
 
+def test_requests_that_generate_take_their_room_and_are_not_in_the_line(gate):
+    leader = leading(gate, position=1600, tokens=1700)
+    follower = request("follower", tokens=1700)
+    strangers = [request(f"stranger {number}", shared=f"t{number}", tokens=8000) for number in range(2)]
+    generating = [request(f"old {number}", f"u{number}", 160, RequestStatus.RUNNING, 159) for number in range(8)]
+    busy = scheduler([leader, *generating], [follower, *strangers], budget=3600 + 8, slots=4 + 8)
+    assert not gate.pays(deepest(gate, follower), busy)  # as without them
+
+
 class Engine:
     """A scheduler as its waiting requests meet it, one after the other."""
 
-    def __init__(self, gate, *running, **how):
+    def __init__(self, gate, *running):
         self.states = {}
-        self.scheduler = scheduler(running, **how)
+        self.scheduler = scheduler(running)
         self.scheduler.seamark.gate, self.scheduler.seamark.counters = gate, Counters()
         self.scheduler.seamark.state_of = lambda each: self.states.setdefault(each.request_id, RequestState())
 
-    def begins(self, follower, vllm=True):
-        """Whether a request may begin, whom vLLM alone would have begin or not."""
-        follower.skip_reading_prefix_cache = getattr(follower, "skip_reading_prefix_cache", False)
+    def begins(self, follower):
+        """Whether a request may begin, whom vLLM alone would have begin."""
+        follower.skip_reading_prefix_cache = False
         if follower not in self.scheduler.waiting:
             self.scheduler.waiting.append(follower)
             self.scheduler.requests[follower.request_id] = follower
-        return hold_followers(lambda scheduler, request: vllm)(self.scheduler, follower)
-
-    @property
-    def counted(self):
-        counts = self.scheduler.seamark.counters.take()
-        return dict(counts.followers), counts.spent_seconds
-
-
-def test_a_request_that_vllm_itself_holds_is_not_looked_at(gate):
-    engine = Engine(gate, leading(gate))
-    assert not engine.begins(request("follower"), vllm=False) and not gate.waiting
+        return hold_followers(lambda scheduler, request: True)(self.scheduler, follower)
 
 
 def test_a_follower_gives_a_leader_up_once_and_for_all(gate, clock):
@@ -212,8 +178,13 @@ def test_a_follower_gives_a_leader_up_once_and_for_all(gate, clock):
     clock.now += 100.0
     for _ in range(PATIENCE_STEPS):
         gate.drop_gone(engine.scheduler.requests)
-    assert engine.begins(follower) and engine.counted == ({"held": 1}, 100.0)
+    assert engine.begins(follower)
+    counts = engine.scheduler.seamark.counters.take()
+    assert (counts.followers, counts.spent_seconds) == ({"held": 1}, 100.0)
     leader.num_computed_tokens = 1800  # it goes on after all
     gate.drop_gone(engine.scheduler.requests)
     assert engine.begins(follower) and not gate.waiting
     assert not engine.begins(request("another"))
+    leader.status = RequestStatus.FINISHED_ABORTED
+    gate.drop_gone({})
+    assert not gate._expected and not gate.waiting, "nothing is left of those who are gone"

@@ -8,19 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.pooling_params import PoolingParams
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
-from vllm.v1.request import Request
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from engine_patches import ledger, settings
-from engine_patches.footprint import LOADED
-from engine_patches.scheduler import hooks, preflight
+from engine_patches.scheduler import preflight
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hooks import (
     LEAVE_WEIGHTS,
-    count_hits,
     forget_weights_that_may_change,
     warn_of_narrow_states,
 )
@@ -38,8 +33,6 @@ def spec(states: torch.dtype) -> MambaSpec:
     ("states", "named"),
     [
         ([torch.float32], None),
-        ([torch.float64], None),
-        ([torch.float32, torch.bfloat16, torch.bfloat16], "kept in bfloat16:"),
         ([torch.float16, torch.bfloat16], "kept in bfloat16, float16:"),
     ],
 )
@@ -48,15 +41,6 @@ def test_states_that_are_rounded_are_named_once_with_the_flag_that_keeps_them_wh
     assert len(engine_log.messages) == (named is not None)
     for line in engine_log.messages:
         assert named in line and "--mamba-ssm-cache-dtype float32" in line
-
-
-def test_states_that_are_rounded_at_random_on_purpose_are_named_with_that_flag_and_no_advice(engine_log):
-    engine_log.set_level("INFO", "vllm.seamark")
-    warn_of_narrow_states([spec(torch.float16)], at_random=True)
-    (line,) = engine_log.messages
-    assert "float16" in line and "--enable-mamba-cache-stochastic-rounding" in line and "float32" not in line
-    warn_of_narrow_states([spec(torch.float32)], at_random=True)
-    assert len(engine_log.messages) == 1
 
 
 @pytest.fixture(scope="module")
@@ -103,30 +87,6 @@ def test_patches_that_were_taken_back_are_not_relied_on(made, monkeypatch):
     assert "patches were taken back" in refused(made())
 
 
-def test_a_refusal_is_said(made, monkeypatch):
-    lines: list[str] = []
-    warned = SimpleNamespace(warning=lambda text, *more: lines.append(text % more), info=lambda *_: None)
-    monkeypatch.setattr(hooks, "logger", warned)
-    core = made(window=128)
-    assert core.scheduler.seamark.refusal.cause in lines[0] and len(lines) == 1
-    made()
-    assert len(lines) == 1
-
-
-@pytest.mark.parametrize(
-    ("parts", "told"),
-    [({"states": 1}, [(160, 0)]), ({"states": 1, "loaded": 32}, [(192, 32)]), ({"states": None}, []), ({}, [])],
-)
-def test_hits_are_counted_and_those_of_a_disk_are_told_apart(parts, told):
-    found, admitted, recorded = [], [], []
-    counters, states = SimpleNamespace(cache_hit=found.append), parts.get("states")
-    known = SimpleNamespace(counters=counters, states=states, admitted=lambda _, *tokens: admitted.append(tokens))
-    manager = SimpleNamespace(seamark=known) if parts else SimpleNamespace()
-    request = SimpleNamespace(**{LOADED: parts["loaded"]} if "loaded" in parts else {})
-    count_hits(lambda manager, request, hits: recorded.append(hits))(manager, request, 160)
-    assert (found, admitted, recorded) == ([160] * bool(parts), told, [160])
-
-
 @pytest.mark.parametrize(
     ("method", "may_change"), [*((method, False) for method in LEAVE_WEIGHTS), ("reload_weights", True), (print, True)]
 )
@@ -153,10 +113,3 @@ def test_a_checkpoints_forgets_its_weights_and_closes_what_keeps_states_beyond_t
     before = never_known.weights
     never_known.weights_may_change()
     assert never_known.weights is before
-
-
-def test_a_model_without_a_kv_cache_is_served_as_before(patched):
-    lengths = dict(max_model_len=100, max_in_flight_tokens=100, scheduler_block_size=16, hash_block_size=16)
-    config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
-    manager = KVCacheManager(config, enable_caching=False, log_stats=True, **lengths)
-    manager.record_prefix_cache_stats(Request("r", [1, 2, 3], None, PoolingParams()), 0)

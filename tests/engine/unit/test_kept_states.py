@@ -390,12 +390,6 @@ def test_blocks_that_no_state_needs_are_not_looked_at(cache, monkeypatch):
     assert not cache.states.events.pending
 
 
-def test_a_missing_number_is_an_event_that_was_dropped(cache):
-    for number in range(state_events.MAX_EVENTS + 2):
-        cache.states.adapter_replaced(str(number))
-    assert [number for number, _ in cache.states.events.take()] == list(range(3, state_events.MAX_EVENTS + 3))
-
-
 def test_kv_events_of_other_cache_groups_pass_and_a_full_report_repeats_what_is_announced(cache):
     cache.pool.take_events()
     (block,), request = cache.pool.get_new_blocks(1), cache.requests["a"]
@@ -407,16 +401,6 @@ def test_kv_events_of_other_cache_groups_pass_and_a_full_report_repeats_what_is_
     stored, removed, report = cache.pool.take_events()
     assert (stored.group_idx, stored.block_size, removed.group_idx) == (WINDOW, BLOCK, WINDOW)
     assert report.parent_block_hash is None and report.token_ids == request.all_token_ids[:128]
-
-
-def test_states_fill_their_share_to_the_last_block():
-    cache = Cache()
-    for end in ENDS[: SHARE // len(RECURRENT)]:
-        cache.write("a", end, turn=False, spare=False)
-    assert len(cache.retention) == SHARE // len(RECURRENT)
-    cache.states.begin_step()
-    assert not cache.retention.make_room(SHARE + 1) and cache.retention.make_room(SHARE)
-    assert len(cache.retention) == 0
 
 
 def test_the_rows_before_a_state_count_as_used_whenever_it_does(cache):

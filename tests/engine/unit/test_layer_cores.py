@@ -108,15 +108,6 @@ def test_a_core_runs_in_the_segments_of_its_step_and_otherwise_in_one(monkeypatc
     whole.ran_whole(factor)
 
 
-@pytest.mark.parametrize("run", LOOKED_UP)
-def test_the_steps_metadata_stands_again_after_a_segment_that_failed(monkeypatch, run):
-    scene = Scene(monkeypatch, **in_segments())
-    monkeypatch.setattr(scene, "core", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run(scene)
-    assert scene.by_layer == {LAYER: scene.metadata} and LAYER not in scene.step._written
-
-
 @pytest.mark.parametrize(("run", "runner"), [(run_convolution, "run_convolution"), (run_mamba2, "run_layer")])
 def test_a_layer_with_states_to_keep_runs_in_one_and_says_that_they_are_written(monkeypatch, run, runner):
     scene, ran = Scene(monkeypatch, **{SCAN_STATES: "states"}, **in_segments()), []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import pickle
-import textwrap
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -98,12 +96,12 @@ class WithoutACore(Recurrent):
     _core = None
 
 
-def configuration(*, replays: bool = False, ubatching: bool = False, v2: bool = False, old: bool = False) -> Any:
-    """As much of a `VllmConfig`; an old vLLM replays nothing and has one model runner."""
+def configuration(*, replays: bool = False, ubatching: bool = False, v2: bool = False) -> Any:
+    """As much of a `VllmConfig`."""
     return SimpleNamespace(
-        cache_config=SimpleNamespace(**{} if old else {"use_replayssm": replays}),
+        cache_config=SimpleNamespace(use_replayssm=replays),
         parallel_config=SimpleNamespace(use_ubatching=ubatching),
-        **{} if old else {"use_v2_model_runner": v2},
+        use_v2_model_runner=v2,
     )
 
 
@@ -112,7 +110,6 @@ def configuration(*, replays: bool = False, ubatching: bool = False, v2: bool = 
     [
         ("cpu", {}, {}, "", True),
         ("cpu", {}, {"v2": True}, "", False),
-        ("cpu", {}, {"old": True}, "", True),
         ("cuda", {}, {}, "", True),
         ("cuda", {}, {"v2": True}, "", True),
         ("rocm", {}, {}, "", False),
@@ -125,9 +122,7 @@ def configuration(*, replays: bool = False, ubatching: bool = False, v2: bool = 
         ("cuda", {"layer": WithItsOwnCore}, {}, "", False),
         ("cuda", {"layer": WithItsOwnMetadata}, {}, "", False),
         ("cuda", {"layer": WithoutACore}, {}, "", False),
-        ("cuda", {"layer": SimpleNamespace}, {}, "", False),
         ("cuda", {"path": "never.imported:Recurrent"}, {}, "", False),
-        ("cuda", {"path": f"{__name__}:Gone"}, {}, "", False),
     ],
 )
 def test_a_layer_promises_where_all_that_runs_it_is_known_and_replaced(
@@ -205,11 +200,6 @@ def test_a_state_is_copied_to_its_block_once_the_segment_before_it_has_run(monke
     assert blocks[9].tolist() == blocks[6].tolist() == [12, 13]
 
 
-@pytest.mark.parametrize("step", [None, Step({}, LAYERS, ["a", "b"])])
-def test_a_step_without_writes_runs_in_one(monkeypatch, step):
-    assert not hasattr(planned(monkeypatch, step), SEGMENTS)
-
-
 @pytest.mark.parametrize(
     ("row", "offset", "tokens", "seq_lens", "rows"),
     [
@@ -259,29 +249,3 @@ def test_the_other_cores_are_looked_up_on_each_replay():
         attribute = name if layer is SHORT_CONVOLUTION else f"{owner}.{name}"
         (definition,) = module_source.definitions(module, attribute)
         assert f"self.{layer.core}(" in definition.source, layer
-
-
-def test_every_prefill_kernel_of_a_delta_net_goes_on_from_a_state_and_gives_one_back():
-    """vLLM's own choice among Triton, FlashInfer, CuteDSL and AITER: a segment needs no more of it than that."""
-    of_class = vars(qwen_gdn_linear_attn.ChunkGatedDeltaRule)
-    kernels = {name: each for name, each in of_class.items() if name.startswith("forward_")}
-    assert {"forward_cuda", "forward_native", "forward_cutedsl"} <= kernels.keys()
-    for name, kernel in kernels.items():
-        taken = inspect.signature(kernel).parameters.keys()
-        assert {"initial_state", "output_final_state", "cu_seqlens"} <= taken, name
-        assert "initial_state=initial_state" in inspect.getsource(kernel), name
-    tree = ast.parse(textwrap.dedent(inspect.getsource(qwen_gdn_linear_attn.QwenGatedDeltaNetAttention)))
-    calls = [
-        (method.name, call)
-        for method in ast.walk(tree)
-        if isinstance(method, ast.FunctionDef)
-        for call in ast.walk(method)
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "self.chunk_gated_delta_rule"
-    ]
-    # The warm-up has no state; the core is the one way of prompts to a kernel, and it is the one that is patched.
-    assert {name for name, _ in calls} == {"_warmup_prefill_kernels", "_forward_core"}
-    (call,) = (call for name, call in calls if name == "_forward_core")
-    given = {each.arg: ast.unparse(each.value) for each in call.keywords}
-    assert (given["initial_state"], given["output_final_state"]) == ("initial_state", "True")
-    # Chunks are the segment's own: of the metadata that vLLM's builder makes for it.
-    assert given["cu_seqlens"].startswith("attn_metadata.") and given["chunk_indices"].startswith("attn_metadata.")

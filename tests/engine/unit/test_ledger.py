@@ -91,32 +91,21 @@ def test_switched_off_nothing_of_vllm_is_even_imported():
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 
-@pytest.mark.parametrize(("mode", "live"), [("2", False), ("1", True)])
-def test_one_line_says_that_vllm_is_patched_or_at_an_unknown_mode_that_it_is_left_untouched(begin, mode, live):
-    out = begin(
-        "cpu",
-        f"""
-wanted = applicable()
+@pytest.mark.parametrize(
+    ("mode", "wanted", "told"),
+    [
+        ("1", "True", "True True True 1"),
+        ("2", "False", "False True False 1"),
+        ("reference", "patch.role is ledger.PatchRole.CURE", "False True True 0"),
+    ],
+)
+def test_a_mode_decides_which_patches_are_applied_and_one_line_says_if_checkpoints_are(begin, mode, wanted, told):
+    code = f"""
+wanted = [patch.name for patch in applicable() if {wanted}]
 plugin.register()
-print(ledger.patches_live(), replaced() == [patch.name for patch in wanted if {live}], len(wanted) > 30)
-print(len(log.getvalue().splitlines()))
-""",
-        mode,
-    )
-    assert out.split() == [str(live), "True", "True", "1"]
-
-
-def test_as_reference_only_the_cures_are_applied(begin):
-    out = begin(
-        "cpu",
-        """
-cures = [patch.name for patch in applicable() if patch.role is ledger.PatchRole.CURE]
-plugin.register()
-print(replaced() == cures, len(cures))
-""",
-        "reference",
-    )
-    assert out.split() == ["True", "13"]
+print(ledger.patches_live(), replaced() == wanted, len(wanted) > 9, len(log.getvalue().splitlines()))
+"""
+    assert begin("cpu", code, mode).split() == told.split()
 
 
 # Where the plugin comes to: a CUDA that must not be started, and a search for modules of vLLM that finds none.

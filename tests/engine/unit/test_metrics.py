@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, generate_latest, multiprocess
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from engine_patches.reporting import metrics
 from engine_patches.reporting.events_api import Feeds
@@ -23,8 +19,6 @@ from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.load import GatewayLoad
 from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvicted, StateStored
 from tests.harness.reports import collect, scheduler_of, sent
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -151,15 +145,6 @@ def test_an_engine_is_shown_as_it_is_and_others_beside_it_that_differ(feeds):
     assert [tuple(info[name] for name in names) for info in infos() if info["drafts"]] == [("closed", "c", "l", "3")]
 
 
-def test_a_bare_copy_of_the_plugin_has_no_version(monkeypatch):
-    def absent(name: str) -> str:
-        assert name == "vllm-seamark"
-        raise metrics.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metrics.metadata, "version", absent)
-    assert metrics.own_version() == "unknown"
-
-
 @pytest.mark.parametrize("resolved", [(), (0,), (163, 0, 24_001)])
 @pytest.mark.parametrize("name", ["a", "a/b:c,d/", "/", "ü\u2028 x"])
 def test_requests_and_states_arrive_where_a_gateway_reads_them_as_they_left(feeds, name, resolved):
@@ -178,19 +163,6 @@ def test_requests_and_states_arrive_where_a_gateway_reads_them_as_they_left(feed
     assert answer["states"] == [["gone", "5c"], told, ["cleared"], ["adapter", "an adapter"]]
 
 
-def test_what_became_of_a_pin_arrives_with_the_outcome_of_its_request(feeds):
-    checkpoints = Checkpoints(Grid(16, 16), 384)
-    counters = checkpoints.counters
-    for name, fate in (("chatcmpl-a/b-00000000", "pinned"), ("chatcmpl-c-00000000", "no_room")):
-        counters.request_admitted(AdmittedRequest(name, "cold", 0, 0, (163,)))
-        counters.prompt_pinned(name, fate)
-    counters.prompt_pinned("chatcmpl-unknown-00000000", "released")
-    collect(checkpoints)
-    headers = [outcome.header for name in ("a/b", "c") if (outcome := feeds.main.take_latest(name)) is not None]
-    assert headers == [b"cold,0,0,163,pinned", b"cold,0,0,163,no_room"]
-    assert feeds.main.take_latest("unknown") is None
-
-
 def test_where_vllms_own_metrics_are_elsewhere_a_gateway_finds_what_it_reads_of_them_with_ours(feeds):
     registry, numbers = CollectorRegistry(), EngineNumbers()
     registry.register(numbers)
@@ -206,26 +178,3 @@ def test_where_vllms_own_metrics_are_elsewhere_a_gateway_finds_what_it_reads_of_
         'vllm:prefix_cache_hits_total{engine="1"} 16.0',
         *(f'vllm:cache_config_info{{engine="{rank}",kv_cache_size_tokens="9000"}} 1.0' for rank in "01"),
     ]
-
-
-BESIDE_API_SERVERS = """
-import prometheus_client, os, sys
-os.environ["PROMETHEUS_MULTIPROC_DIR"] = sys.argv[1]  # as vLLM does, once the client is imported
-from engine_patches.reporting.metrics import CollectedMetrics
-from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.grid import Grid
-from tests.harness.reports import scheduler_of, sent
-checkpoints = Checkpoints(Grid(16, 16), 384)
-checkpoints.counters.state_written("tail")
-CollectedMetrics("127.0.0.1:7", beside_vllms=False).take(sent(scheduler_of(checkpoints)))
-"""
-
-
-def test_several_api_servers_show_what_the_collecting_process_has_added_up_and_vllms_numbers_once(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", BESIDE_API_SERVERS, str(tmp_path)], env=environment, check=True)
-    registry = CollectorRegistry()
-    multiprocess.MultiProcessCollector(registry, str(tmp_path))
-    shown = generate_latest(registry).decode()
-    assert 'seamark_checkpoints_written_total{kind="tail"} 1.0' in shown
-    assert 'reports="127.0.0.1:7"' in shown and "vllm:" not in shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shlex
 
 import pytest
@@ -38,10 +37,3 @@ def test_methods_connectors_and_versions_are_the_plugins():
     assert (outlook.SUPPORTED, outlook.IMAGE) == (settings.SUPPORTED, settings.IMAGE)
     versions = [f"{major}.{minor}" for major, minor in (outlook.FIRST, outlook.LAST)]
     assert " to ".join(versions) == outlook.SUPPORTED
-
-
-def test_a_flag_that_is_taken_away_is_one_that_vllm_has_dropped_or_is_about_to():
-    from vllm.engine.arg_utils import EngineArgs
-
-    known = inspect.getsource(EngineArgs)
-    assert all(flag in known for flag in outlook.DROPPED)  # of 0.32, which has them still: no other's are misspelt

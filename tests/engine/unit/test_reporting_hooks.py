@@ -12,9 +12,9 @@ import pytest
 
 from engine_patches import settings
 from engine_patches.footprint import REPORTS
-from engine_patches.reporting import collector, hooks, metrics, reporter
+from engine_patches.reporting import collector, hooks, metrics
 from engine_patches.reporting.addresses import FOLDER, READ_AT
-from engine_patches.reporting.hooks import TOPIC, Layout, collect_before_the_engines, keys_in
+from engine_patches.reporting.hooks import Layout, collect_before_the_engines, keys_in
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +36,12 @@ class Collector:
             raise OSError("no sockets here")
         self.made.append((address, keys))
 
-    def start(self, metrics: Any) -> None:
-        self.made.append(metrics)
+    def start(self, metrics: Any) -> None: ...
 
 
 @pytest.fixture
 def made(monkeypatch) -> list[Any]:
-    """What was made: of a collector its address and keys, then what it takes reports for."""
+    """Of each collector that was made its address and keys."""
     Collector.made = []
     monkeypatch.setattr(collector, "Collector", Collector)
     monkeypatch.setattr(metrics, "CollectedMetrics", lambda read_at, **more: (read_at, more))
@@ -53,23 +52,6 @@ def made(monkeypatch) -> list[Any]:
     monkeypatch.delenv(FOLDER)
     monkeypatch.delenv(READ_AT)
     return Collector.made
-
-
-def start(rank: int = -1, events: Any = None, *more: Any, **kwargs: Any) -> list[Any]:
-    """Engines are started; what vLLM's own start was given."""
-    given: list[Any] = []
-    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=rank), kv_events_config=events)
-    begin = collect_before_the_engines(lambda self, *args, **kwargs: given.extend([args, kwargs]))
-    begin(object(), 1, config, *more, **kwargs)
-    assert given == [(1, config, *more), kwargs]
-    return given
-
-
-async def test_beside_an_api_server_vllms_own_metrics_are_known(made):
-    start(rank=0)
-    assert made[1] == ("127.0.0.1:7", {"beside_vllms": True})
-    start(rank=0)
-    assert len(made) == 2, "there is one already"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +70,11 @@ def test_who_answers_http_is_told_by_vllms_own_arguments(rank, options, expected
     assert hooks._layout(SimpleNamespace(parallel_config=SimpleNamespace(**ranks)), options) is expected
 
 
+async def test_beside_an_api_server_reports_are_collected_in_its_process():
+    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=0))
+    assert hooks._layout(config, {}) is Layout.THIS_PROCESS
+
+
 @pytest.mark.parametrize(("read_at", "fails"), [("", False), ("127.0.0.1:7", False), ("", True)])
 def test_engines_start_and_one_line_says_where_reports_are_read_or_why_there_are_none(
     made, monkeypatch, engine_log, read_at, fails
@@ -95,28 +82,13 @@ def test_engines_start_and_one_line_says_where_reports_are_read_or_why_there_are
     engine_log.set_level(logging.INFO, "vllm.seamark")
     monkeypatch.setattr(Collector, "read_at", read_at)
     monkeypatch.setattr(Collector, "fails", fails)
-    start()
+    given: list[Any] = []
+    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=-1), kv_events_config=None)
+    collect_before_the_engines(lambda self, *args, **more: given.extend([args, more]))(object(), 1, config, more=2)
+    assert given == [(1, config), {"more": 2}] and made == ([] if fails else [(("127.0.0.1", 0), ("a",))])
     said = "no sockets here" if fails else read_at
     assert [said in line for line in engine_log.messages] == [True] * bool(said)
     assert (FOLDER in os.environ) is (READ_AT in os.environ) is not fails
-
-
-@pytest.mark.parametrize(
-    ("asked_for", "enabled", "port"),
-    [("", True, 4), ("", False, 0), ("127.0.0.1:9", True, 9)],
-)
-def test_reports_are_beside_kv_events_if_these_are_published_and_nobody_says_where(
-    made, monkeypatch, asked_for, enabled, port
-):
-    monkeypatch.setattr(hooks, "_beside", lambda endpoint: {"tcp://*:5": 4}[endpoint])
-    monkeypatch.setenv(settings.REPORTS_AT, asked_for)
-    start(events=SimpleNamespace(enable_kv_cache_events=enabled, endpoint="tcp://*:5"))
-    assert made[0][0] == ("127.0.0.1", port)
-
-
-@pytest.mark.parametrize("port", ["1", "0", "65537", "99999", "000005557", "-5", "x"])
-def test_before_what_is_no_port_there_is_none(port):
-    assert hooks._beside(f"tcp://*:{port}") == 0
 
 
 @pytest.mark.parametrize("is_free", [True, False])
@@ -133,13 +105,10 @@ def test_beside_kv_events_reports_are_read_at_the_port_before_theirs_if_that_is_
     [
         ("--config {file}", "api-key: a", ("a",)),
         ("--port 1 --config {file}", "api_key: [a, 5]", ("a", "5")),
-        ("--config {file}", "api-key: []", ("c",)),
         ("--config {file}", "api-key:", ("c",)),
         ("--config {file} --api-key b", "api-key: a", ("b",)),
-        ("--config", "", ("c",)),
         ("--config {file}.not", "", ("c",)),
         ("--api-key", "", ("c",)),
-        ("--api-key --port 1", "", ("c",)),
         ("--other a --api-key b --other c", "", ("b",)),
         ("--api-key=", "", ("",)),
     ],
@@ -148,19 +117,6 @@ def test_keys_of_a_file_and_of_the_environment_stand_back_behind_flags(arguments
     file = tmp_path / "config.yaml"
     file.write_text(text)
     assert keys_in(["vllm", "serve", *arguments.format(file=file).split()], {"VLLM_API_KEY": "c"}) == keys
-
-
-def test_a_scheduler_that_cannot_report_is_made_without(monkeypatch, engine_log):
-    def fails(*_: Any) -> None:
-        raise OSError("no sockets here")
-
-    monkeypatch.setenv(FOLDER, "/a/folder")
-    monkeypatch.setattr(reporter, "Reporter", fails)
-    scheduler = SimpleNamespace()
-    hooks.report_from_the_start(lambda self: None)(scheduler)
-    assert not hasattr(scheduler, REPORTS)
-    (line,) = engine_log.messages
-    assert "no sockets here" in line
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -177,12 +133,3 @@ def test_a_step_reports_before_its_numbers_are_made_and_an_emptied_cache_at_once
     assert make(scheduler, 1, a=2) == ([busy], (1,), {"a": 2})
     assert reset(scheduler, 1, a=2) == ([busy], (1,), {"a": 2}) and told == [busy, "sent"]
     assert make(SimpleNamespace(), 1)[1:] == reset(SimpleNamespace(), 1)[1:] == ((1,), {}) and told == [busy, "sent"]
-
-
-def test_a_frontend_without_routes_of_ours_tells_where_reports_are_read_unless_kv_events_are_published(monkeypatch):
-    assert hooks.tell_where(lambda self: None)(SimpleNamespace()) is None
-    monkeypatch.setenv(READ_AT, "127.0.0.1:7")
-    told = hooks.tell_where(lambda self: None)(SimpleNamespace())
-    assert (told.publisher, told.endpoint, told.topic) == ("null", "tcp://127.0.0.1:7", TOPIC)
-    theirs = object()
-    assert hooks.tell_where(lambda self: theirs)(SimpleNamespace()) is theirs

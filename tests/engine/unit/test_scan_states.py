@@ -286,23 +286,3 @@ def test_a_step_that_is_divided_otherwise_runs_in_segments(monkeypatch, how):
     monkeypatch.setattr(RUNNING, "step", Step(writes, {"layers.0": 0}, ["d", "p"]))
     made = plan_scan_states(build)(SimpleNamespace(layer_names=["layers.0"]), 0, common)
     assert not hasattr(made, SCAN_STATES) and len(getattr(made, SEGMENTS)) == 1
-
-
-@pytest.mark.parametrize("step", [None, Step({}, {"layers.0": 0}, ["0"]), Step({"gone": []}, {"layers.0": 0}, ["0"])])
-def test_without_states_to_write_nothing_is_planned(monkeypatch, step):
-    monkeypatch.setattr(RUNNING, "step", step)
-    given: list[Any] = []
-    build = plan_scan_states(lambda *arguments, **options: given.append((arguments, options)) or "vLLM's own")
-    common = SimpleNamespace(num_reqs=1)
-    assert build("builder", 0, common, 1, a=2) == "vLLM's own"
-    assert given == [(("builder", 0, common, 1), {"a": 2})]
-
-
-def test_a_layer_that_fails_leaves_nothing_behind(monkeypatch):
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("planned")
-
-    monkeypatch.setattr(Layer, "conv_ssm_forward", fails)
-    with pytest.raises(RuntimeError, match="planned"):
-        run(monkeypatch, ROWS[:1], {0: [9]})
-    assert RUNNING.scan is None

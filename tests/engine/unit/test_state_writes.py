@@ -50,13 +50,6 @@ class Scheduler:
         assert learn_step_time(self._update)(self, output, answers) == "outputs"
 
 
-@pytest.mark.parametrize("tokens", [[[], [5], []], []])
-def test_a_step_whose_tokens_are_not_there_has_verified_nothing(tokens):
-    scheduler = Scheduler()
-    scheduler.sampled({"a": 3}, *tokens, a=4, b=1, c=1)
-    assert scheduler.verified == []
-
-
 def test_who_has_its_whole_answer_is_told_once_and_who_has_left_before_is_not():
     scheduler = Scheduler()
     scheduler.requests["a"].is_over = True  # aborted, and still in the step

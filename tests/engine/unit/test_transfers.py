@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from engine_patches.forward.loaded_weights import Weights
-from engine_patches.scheduler import transfers
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.planner import HINTED, CheckpointTarget
 from engine_patches.scheduler.transfers import (
@@ -20,10 +19,8 @@ from engine_patches.scheduler.transfers import (
     STOPS,
     TAKEN,
     Transfers,
-    introduce,
     load_what_was_computed,
     name_what_is_sent,
-    read_hint_of_the_whole_prompt,
 )
 
 UNIT = 16  # tokens
@@ -101,14 +98,9 @@ def test_what_an_equal_worker_computed_of_a_prompt_is_loaded_once(tokens):
         *(({f"remote_{name}": None}, NOT_WHOLE) for name in ("block_ids", "engine_id", "request_id", "host", "port")),
         ({CONTENT: "missing"}, "no Seamark"),
         ({DEADLINE: "missing"}, "no Seamark"),
-        ({DEADLINE: "soon"}, "no Seamark"),
-        ({"remote_num_tokens": "missing"}, "another length"),
-        ({"remote_num_tokens": "100"}, "another length"),
-        ({"remote_num_tokens": 0}, "another length"),
         ({"remote_num_tokens": 150}, "another length"),
         ({"remote_num_tokens": 99}, "another prompt"),
         ({CONTENT: "0" * 32}, "another prompt"),
-        ({CONTENT: ""}, "nobody knows if its weights"),
         ({CUT: "in two", SAMPLED: ""}, "another number of ranks"),
         ({CUT: "in two", SAMPLED: "0" * 32}, "another prompt"),
     ],
@@ -163,29 +155,6 @@ def test_a_name_stands_for_tokens_weights_and_what_else_a_hash_covers():
     assert contents(requests[0], 100, "") == ""
 
 
-def test_transfers_that_were_taken_are_remembered_up_to_a_bound(monkeypatch):
-    monkeypatch.setattr(transfers, "MAX_TAKEN", 2)
-    worker = Worker()
-    assert [worker.refuses(asked(), worker.offer(number=number)) for number in (1, 2, 3)] == [""] * 3
-    assert [worker.refuses(asked(), worker.offer(number=number)) for number in (3, 2)] == [TAKEN] * 2
-    assert worker.refuses(asked(), worker.offer(number=1)) == ""
-
-
-def stopped(worker: Worker, request: Any) -> tuple[int, int]:
-    """Tokens of a prompt that is prefilled for another worker, and of the prompt it was cut from; 0 if it was not."""
-    worker.transfers.stop_at_the_last_state(request)
-    left = request.num_prompt_tokens
-    assert len(request._all_token_ids) == left
-    assert len(request.block_hashes) == left // UNIT
-    return left, request.seamark.prompt_tokens
-
-
-def test_a_prompt_of_embeddings_is_cut_too_and_its_first_length_is_remembered():
-    request = asked(150, prompt_token_ids=None, prompt_embeds=list("x" * 150))
-    request.seamark.prompt_tokens = 151
-    assert stopped(Worker(targets=(112,)), request) == (112, 151) and len(request.prompt_embeds) == 112
-
-
 IMAGE = SimpleNamespace(mm_position=SimpleNamespace(offset=100, length=12))
 
 
@@ -197,20 +166,21 @@ IMAGE = SimpleNamespace(mm_position=SimpleNamespace(offset=100, length=12))
         ({"verified": 2}, {}, (), 150),
         ({}, {"num_output_tokens": 1}, (), 150),
         ({}, {"prompt_is_token_ids": [True]}, (), 150),
-        ({"targets": ()}, {}, (), 150),
         ({"targets": (150,)}, {}, (), 150),
         ({}, {"mm_features": [IMAGE]}, (), 112),  # it ends right there
         ({"targets": (96,)}, {"mm_features": [IMAGE]}, (), 150),
         ({}, {}, (96,), 112),
         ({}, {}, (112,), 150),  # it would have to go back behind that state
-        ({}, {}, (144,), 150),
     ],
     ids=str,
 )
 def test_a_prompt_is_cut_only_where_that_serves_and_nothing_is_cut_in_two(worker, changed, cached, left):
     made = Worker(**{"targets": (112,), **worker})
     made.cached.update(cached)
-    assert stopped(made, asked(150, **changed))[0] == left
+    request = asked(150, **changed)
+    made.transfers.stop_at_the_last_state(request)
+    assert request.num_prompt_tokens == len(request._all_token_ids) == left
+    assert len(request.block_hashes) == left // UNIT
 
 
 def connector(worker: Worker | None) -> SimpleNamespace:
@@ -263,65 +233,11 @@ def test_a_prefill_is_cut_only_if_who_loads_it_goes_by_its_length(missing):
     assert request.num_prompt_tokens == (112 if missing is None else 150)
 
 
-SENT = {"do_remote_prefill": True, "remote_num_tokens": 150}
-
-
-@pytest.mark.parametrize(
-    ("params", "waits", "with_transfers", "is_named"),
-    [
-        (SENT, True, True, True),
-        (None, True, True, False),
-        ({**SENT, "do_remote_prefill": False}, True, True, False),
-        ({**SENT, "remote_num_tokens": 149}, True, True, False),
-        (SENT, False, True, False),
-        (SENT, True, False, False),
-    ],
-)
-def test_what_is_sent_is_named_with_its_deadline_and_nothing_else_is(params, waits, with_transfers, is_named):
-    worker, request = Worker(), asked()
-    half = connector(worker if with_transfers else None)
-    half._reqs_need_send = {"r": 9.0} if waits else {}
-    delayed, told = name_what_is_sent(lambda *_: (True, params))(half, request, ())
-    named = {**worker.transfers.names_of(request), DEADLINE: 9.0} if is_named else {}
-    assert delayed and told == (params if params is None else params | named)
-    assert named.keys() == ({CONTENT, SAMPLED, CUT, DEADLINE} if is_named else set())
-
-
 def test_who_leaves_before_its_turn_has_nothing_told_of_what_another_has_taken():
     worker = Worker()
     first, second = (asked(kv_transfer_params=worker.offer()) for _ in range(2))
     worker.refuses(first, first.kv_transfer_params)
 
-    def leaves(half: Any, request: Any) -> None:
-        name_what_is_sent(lambda *_: (True, None))(half, request, ())
-
     for request in (first, second):
-        leaves(connector(worker), request)
+        name_what_is_sent(lambda *_: (True, None))(connector(worker), request, ())
     assert first.kv_transfer_params["do_remote_prefill"] and not second.kv_transfer_params["do_remote_prefill"]
-    alone = asked(kv_transfer_params=worker.offer(number=2))
-    leaves(connector(worker), alone)
-    leaves(connector(None), second)
-    assert alone.kv_transfer_params["do_remote_prefill"]
-
-
-def test_a_prefill_whose_last_token_vllm_takes_off_is_still_known_as_it_came():
-    request, half, cut = asked(150), connector(Worker()), []
-    read_hint_of_the_whole_prompt(lambda _, each: cut.append(each))(half, request)
-    assert cut == [request] and request.seamark.prompt_tokens == 150
-    untouched = asked(150)
-    read_hint_of_the_whole_prompt(lambda _, each: cut.append(each))(connector(None), untouched)
-    assert cut == [request, untouched] and untouched.seamark.prompt_tokens == 0
-
-
-@pytest.mark.parametrize("multi", [False, True])
-def test_nixls_half_is_found_alone_and_among_others(multi):
-    half = SimpleNamespace()
-    nixl, other = SimpleNamespace(connector_scheduler=half), SimpleNamespace()
-    worker = Worker()
-    introduce(
-        SimpleNamespace(connector=SimpleNamespace(_connectors=(other, nixl)) if multi else nixl),
-        worker.checkpoints,
-        SimpleNamespace(),
-    )
-    assert isinstance(half.seamark, Transfers) and half.seamark.checkpoints is worker.checkpoints
-    introduce(SimpleNamespace(connector=None), worker.checkpoints, SimpleNamespace())  # there is none

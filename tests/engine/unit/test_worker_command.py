@@ -28,14 +28,6 @@ def test_a_port_that_is_taken_is_named_with_what_holds_it(monkeypatch, capsys, t
     assert line.startswith(f"seamark worker: port {port} is held by process {os.getpid()} (")
 
 
-@pytest.mark.thorough  # vLLM is imported in a process of its own
-def test_an_unknown_flag_is_reported_by_vllms_own_parser(tmp_path):
-    command = [sys.executable, "-m", "engine_patches", "worker", str(tmp_path), "--no-such-flag"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "vllm: error: unrecognized arguments: --no-such-flag" in done.stderr
-    assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
-
-
 @pytest.mark.thorough  # so it is here
 def test_a_model_that_cannot_be_had_costs_a_line():
     command = [sys.executable, "-m", "proxy.cli", "worker", "nobody/has-this-model"]

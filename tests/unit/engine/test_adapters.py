@@ -142,17 +142,6 @@ def test_what_was_held_under_an_id_stays_certain_for_nobody_once_another_is_load
     assert held.of(other) is not None and held.of(one) is None and not kept.computes(one)
 
 
-def test_what_is_under_two_ids_is_certain_under_the_one_that_was_loaded_last(tmp_path: Path):
-    held, first = Adapters(), asked(tmp_path / "a", "a", 1)
-    second, unlike = msgspec.structs.replace(first, lora_int_id=2), asked(tmp_path / "b", "b", 3)
-    assert held_by(held, second).key == held_by(held, first).key and held.of(unlike) is not None
-    assert not held.has_changed(held_by(held, second))
-    touch(first)
-    held.load(second, lambda _: None)
-    assert held.of(first) is None and held.of(unlike) is not None
-    assert held.has_changed(held_by(held, second)) and not held.has_changed(held_by(held, second)), "said once"
-
-
 def made_request(lora: Lora | None, **marks: Any) -> Any:
     """A vLLM `Request` whose hashes are made of what `hash_contents` adds."""
 
@@ -206,27 +195,6 @@ def test_hashes_hold_the_contents_that_the_engine_has_loaded_or_what_no_other_ha
     one, other = made_request(lora), made_request(lora)
     ((*_, first),), ((*_, second),) = hashes(one), hashes(other)
     assert first != second and is_alone(one) and hashes(one) == [("lora", "a", first)], "and stays so"
-
-
-def test_a_load_is_noted_and_what_went_with_it_is_told_once(tmp_path: Path):
-    engine, lora = Engine(), asked(tmp_path / "a", "a")
-    assert engine.add_lora(lora) is True and engine.replaced == []
-    (tmp_path / "a" / WEIGHTS[0]).write_text("changed")
-    assert engine.add_lora(lora) is True and engine.replaced == []  # the id is held: nothing was read
-    again = msgspec.structs.replace(lora, load_inplace=True)
-    engine.add_lora(again)
-    assert engine.replaced == ["a"]
-    engine.add_lora(again)
-    assert engine.replaced == ["a"] and engine.loaded == [lora, lora, again, again]
-
-
-@pytest.mark.parametrize("request_", [made_request(None), made_request(Lora("a", "/nowhere"))])
-def test_a_request_without_an_adapter_or_without_hashes_is_admitted_as_it_is(request_: Any):
-    request_._block_hasher = None if request_.lora_request is not None else request_._block_hasher
-    engine = Engine()
-    engine.add(request_)
-    assert engine.added == [(request_, 7)] and request_.block_hashes == ["before"]
-    assert not hasattr(request_, "seamark_adapter")
 
 
 def test_a_request_whose_adapter_was_loaded_again_meanwhile_is_hashed_again(tmp_path: Path):

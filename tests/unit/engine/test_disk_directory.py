@@ -9,7 +9,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -99,25 +98,6 @@ def test_who_waits_for_the_lock_gives_up_says_so_and_reads_on(tmp_path: Path, mo
     assert store(held, 2).stored == [key_of(2)]
 
 
-@pytest.mark.parametrize("removed", [[1], [2, 3], [1, 2, 3]])
-def test_what_another_worker_evicts_under_a_look_is_left_out(tmp_path: Path, monkeypatch, removed):
-    held = directory(tmp_path)
-    store(held, 1, 2, 3)
-    scandir = os.scandir
-
-    @contextmanager
-    def evicting(folder: Any) -> Iterator[Any]:
-        with scandir(folder) as entries:
-            listed = list(entries)
-        for number in removed:
-            held._path(key_of(number)).unlink(missing_ok=True)
-        yield iter(listed)
-
-    monkeypatch.setattr("os.scandir", evicting)
-    assert set(held.keys()) == {key_of(number) for number in {1, 2, 3} - set(removed)}
-    assert store(held, 4).stored == [key_of(4)]
-
-
 @pytest.mark.parametrize("size", [1 << 40, 100 * FILE, 3 * FILE])
 def test_a_file_with_holes_takes_what_is_allocated_for_it(tmp_path: Path, size):
     held = directory(tmp_path, max_bytes=4 * FILE)
@@ -137,27 +117,6 @@ def test_a_file_from_the_future_was_used_just_now(tmp_path: Path, ahead):
     os.utime(path_of(tmp_path, 1), (now + ahead, now + ahead))
     store(held, 2)
     assert now <= path_of(tmp_path, 1).stat().st_mtime < now + ahead / 2
-
-
-@pytest.mark.parametrize("damage", [damaged_files.flip, damaged_files.truncate, damaged_files.swap])
-def test_a_refused_file_that_cannot_be_removed_is_not_listed_again_until_it_is_written_anew(
-    tmp_path: Path, monkeypatch, damage
-):
-    root = tmp_path / "states"
-    held = directory(root)
-    store(held, 1, 2)
-    damage(random.Random(1), path_of(root, 1), path_of(root, 2))
-
-    def fails(*arguments: Any, **more: Any) -> None:
-        raise OSError(30, "Read-only file system")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("pathlib.Path.unlink", fails)
-        with pytest.raises(RefusedFile):
-            load(held, 1)
-    assert path_of(root, 1).exists() and list(held.keys()) == [key_of(2)]
-    assert store(held, 1).num_bytes == FILE and load(held, 1) == block_of(1)
-    assert set(held.keys()) == {key_of(1), key_of(2)}
 
 
 @pytest.mark.parametrize("damage", [damaged_files.lock_is_a_folder, damaged_files.lock_is_a_link])

@@ -194,18 +194,6 @@ def test_states_are_for_this_user_alone_and_written_whole_a_little_at_a_time(tmp
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "made").rglob("*"))
 
 
-def test_a_write_that_fails_leaves_no_descriptor_and_no_file(tmp_path: Path, monkeypatch):
-    def full(*arguments: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    held = directory(tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("os.write", full)
-    with pytest.raises(OSError, match="No space"):
-        store(held, 1)
-    assert len(os.listdir("/proc/self/fd")) == before and not list(tmp_path.rglob(f"*{TEMPORARY}"))
-
-
 @pytest.mark.parametrize(
     ("place", "reason"),
     [

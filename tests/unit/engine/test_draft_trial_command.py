@@ -28,16 +28,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ("given", "config", "variable", "address"),
     [
         (DRAFTING, {}, "", "http://127.0.0.1:8001"),
-        (["--spec-method=mtp", "--host", "::"], {}, "", "http://127.0.0.1:8001"),
         *(([*DRAFTING, flag, "x"], {}, "", None) for flag in ("--headless", "--uds", "--ssl-keyfile")),
         (["-sc", "{}", "--host=[::1]"], {}, "", "http://[::1]:8001"),
-        (["--speculative-config.method=ngram"], {}, "", "http://127.0.0.1:8001"),
         ([], {"speculative_config": {"method": "mtp"}, "host": "10.0.0.7"}, "", "http://10.0.0.7:8001"),
         ([], {}, "", None),
         (DRAFTING, {}, "SEAMARK_DRAFTS=0", None),  # it is decided
-        (DRAFTING, {}, "SEAMARK_DRAFTS=1", None),
         (DRAFTING, {}, "SEAMARK_ENGINE=0", None),
-        (DRAFTING, {}, "SEAMARK_ENGINE=reference", None),
     ],
 )
 def test_the_worker_itself_is_asked_where_it_drafts_and_nothing_is_decided(
@@ -50,13 +46,6 @@ def test_the_worker_itself_is_asked_where_it_drafts_and_nothing_is_decided(
     for words, _ in started:
         assert words[:3] == [sys.executable, "-m", "proxy.commands.draft_trial"]
         assert words[-2:] == ["--parent", str(os.getpid())]
-
-
-@pytest.mark.parametrize("missing", ["proxy", "aiohttp"])
-def test_where_only_the_plugin_is_installed_nothing_is_tried(started, monkeypatch, missing):
-    monkeypatch.setattr(draft_trial.importlib.util, "find_spec", lambda name: None if name == missing else object())
-    draft_trial.start(DRAFTING, {}, "8001")
-    assert not started
 
 
 @pytest.mark.parametrize(

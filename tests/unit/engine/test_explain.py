@@ -11,10 +11,8 @@ import pytest
 from engine_patches import families, settings
 from engine_patches.commands import explain
 from engine_patches.commands.explain import (
-    GIB,
     MIB,
     StateCost,
-    advice,
     drafts_of,
     head_slides,
     main,
@@ -74,19 +72,10 @@ toy
     )
 
 
-def test_states_are_counted_in_whole_blocks_and_their_share_in_blocks_too():
-    toy = cost(block_bytes=60, block_tokens=32)
-    assert [toy.states_in(60 * 7 + 59), toy.states_in(60 * 7, 0.5), toy.states_in(60 * 4 - 1, 0.5)] == [3, 1, 0]
-    assert toy.tokens_in(60 * 7 + 59) == 7 * 32 and toy.displaced_tokens == 64
-    shared = cost(block_bytes=60, block_tokens=32, attention_groups=3)
-    assert shared.tokens_in(60 * 7) == 2 * 32 and shared.displaced_tokens == 21
-
-
 TRIAL = "on trial at first, then beside the drafts (SEAMARK_DRAFTS=1: at once)"
 
 CUT = "states of these layers cost a pass each: one is kept only if a hit on it is worth that"
 
-KINDS = "36 recurrent (gated delta net), 1 recurrent (convolution of n-grams), 2 attention"
 
 ON_AN_ENGINE = "cut: a pass for each (shown on an engine)"
 
@@ -98,17 +87,13 @@ REFUSED = {"refusal": Refusal("speculative", "a window")}
 @pytest.mark.parametrize(
     ("changes", "more", "name", "said", "starred"),
     [
-        ({}, {"drafts": "mtp, 2 tokens"}, "drafts", "mtp, 2 tokens", ""),
         ({}, {"drafts": "mtp, 2 tokens"}, "hints", TRIAL, ""),
         ({}, {"drafts": "mtp, 2 tokens", **REFUSED}, "hints", "refused: a window", ""),
-        ({}, REFUSED, "hints", "refused: a window", ""),
         ({"inside": False}, {}, "states", ON_AN_ENGINE, CUT),
         (MAMBA1, {}, "states", "cut: a pass for each (read, and nothing ran)", CUT),
         ({"layers": GDN_AND_MORE}, {}, "states", "inside the pass (shown in the interpreter of a GPU's kernels)", ""),
-        ({"layers": GDN_AND_MORE}, {}, "layers", KINDS, ""),
         ({}, {"connector": "Unheard"}, "states", ON_AN_ENGINE, "a state costs a pass; beside NixlConnector"),
         ({}, {"connector": "LMCacheMPConnector"}, "KV connector", "LMCacheMPConnector", "knows caches of one kind"),
-        ({}, {"connector": "NixlConnector"}, "KV connector", "NixlConnector", ""),
     ],
 )
 def test_what_differs_is_told(changes, more, name, said, starred):
@@ -118,32 +103,6 @@ def test_what_differs_is_told(changes, more, name, said, starred):
     assert {line[2:20].strip(): line[20:] for line in lines if line.startswith("  ")}[name] == said
     stars = [line for line in lines if line.startswith("  * ")]
     assert len(stars) == bool(starred) and starred in "".join(stars)
-
-
-@pytest.mark.parametrize("value", ["0", "1"])
-def test_there_is_no_trial_of_what_is_decided(value, monkeypatch):
-    monkeypatch.setenv(settings.DRAFTS, value)
-    assert not [line for line in report(cost(), None, 0.5, drafts="mtp") if line.startswith("  hints")]
-
-
-BF16 = {"state_types": ("bfloat16", "bfloat16")}
-
-
-@pytest.mark.parametrize(
-    ("changes", "kept", "said"),
-    [
-        ({}, 16, ""),
-        ({"state_types": ("float32", "bfloat16")}, 100, "in bfloat16 each one is rounded"),
-        ({"layers": GDN_AND_MORE, **BF16}, 100, "--mamba-ssm-cache-dtype float32"),
-        ({"layers": {families.SHORT_CONVOLUTION: 4}, **BF16}, 100, ""),  # inputs, not rounded
-        ({**BF16, "inside": False}, 100, "a pass each"),
-        ({}, 15, "room for 15 states is little"),
-    ],
-)
-def test_the_advice_fits_the_family_and_the_types(changes, kept, said):
-    lines = list(advice(cost(**changes), kept))
-    assert len(lines) == bool(said) and said in "".join(lines)
-    assert len(list(advice(cost(**changes), 3))) == len(lines) + (kept >= 16), "a little room is said beside it"
 
 
 def vllm_config(method: str = "", head: Mapping[str, Any] | None = None, **more: Any) -> Any:
@@ -160,9 +119,7 @@ SLIDING = {"layer_types": ["full_attention", "sliding_attention"]}
     ("config", "slides"),
     [
         (vllm_config(), False),
-        (vllm_config("ngram"), False),
         (vllm_config("mtp", {"layer_types": None, "dflash_config": None}), False),
-        (vllm_config("mtp", {"layer_types": ["full_attention"]}), False),
         (vllm_config("mtp", SLIDING), True),
         (vllm_config("dflash", {"dflash_config": {"use_swa": True}}), True),
         (vllm_config("dflash", {"dflash_config": {"use_swa": False}}), False),
@@ -179,59 +136,6 @@ def test_a_draft_head_with_a_window_is_known_by_its_config_and_refused_unless_vl
         assert (said is not None) is (slides and not can)
         assert said is None or "the draft head has a sliding window" in said.cause
     assert drafts_of(config) == (f"{config.speculative_config.method}, 3 tokens" if config.speculative_config else "")
-
-
-@pytest.fixture
-def platform(monkeypatch) -> SimpleNamespace:
-    """vLLM's, of a GPU with four gigabytes."""
-    found = SimpleNamespace(is_rocm=lambda: False, is_cpu=lambda: False, get_device_total_memory=lambda: 4 * GIB)
-    platforms: Any = SimpleNamespace(current_platform=found)
-    monkeypatch.setitem(explain.sys.modules, "vllm.platforms", platforms)
-    monkeypatch.setitem(explain.sys.modules, "vllm", SimpleNamespace(platforms=platforms))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("given", "weights", "on_cpu", "expected"),
-    [
-        (7, [1], True, (7, "as configured")),
-        (None, [], False, None),
-        (None, [1], True, None),
-        (None, [300, 700], False, (2 * GIB - 500, "50% of 4.0 GiB without the weights; activations need some")),
-    ],
-)
-def test_memory_for_the_cache_is_what_weights_leave(given, weights, on_cpu, expected, monkeypatch, tmp_path, platform):
-    def untold() -> int:
-        raise RuntimeError
-
-    for number, size in enumerate(weights):
-        (tmp_path / f"{number}.safetensors").write_bytes(b"0" * size)
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(kv_cache_memory_bytes=given, gpu_memory_utilization=0.5),
-        model_config=SimpleNamespace(model=str(tmp_path)),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
-    )
-    platform.is_cpu = lambda: on_cpu
-    assert explain.memory_for_cache(config) == expected
-    # Memory that is shared with the CPU, which NVML does not tell.
-    platform.get_device_total_memory = untold
-    monkeypatch.setattr(explain.os, "sysconf", {"SC_PAGE_SIZE": 4, "SC_PHYS_PAGES": GIB}.__getitem__)
-    assert explain.memory_for_cache(config) == expected
-
-
-@pytest.mark.parametrize(
-    ("method", "device", "is_said"), [("mtp", "cpu", True), ("mtp", "cuda", False), ("", "cpu", False)]
-)
-def test_a_cpu_does_not_draft_for_a_hybrid_and_that_is_said(method, device, is_said, monkeypatch):
-    config = vllm_config(method, {}, device_config=SimpleNamespace(device_type=device))
-    monkeypatch.setattr(explain, "configure", lambda arguments: config if arguments == ["m"] else None)
-    monkeypatch.setattr(explain, "cost_of", lambda config: cost())
-    monkeypatch.setattr(explain, "memory_for_cache", lambda config: None)
-    monkeypatch.setattr(explain, "refusal_of", lambda config, cost: None)
-    monkeypatch.setattr(explain.kv_connectors, "decide", lambda config: decide_by({}))
-    lines = explain.explained(["m"], explain.HERE)
-    assert lines[-1].startswith("  * on a CPU vLLM drafts for no hybrid") is is_said
-    assert any("mtp, 3 tokens" in line for line in lines) is bool(method)
 
 
 def test_what_is_explained_is_printed_and_what_cannot_be_is_said_in_one_line(monkeypatch, capsys):

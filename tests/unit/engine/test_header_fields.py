@@ -75,9 +75,9 @@ async def joined(body: bytes, *hints: bytes, **scope: Any) -> tuple[bytes, str]:
     return found, result
 
 
-HINT = b"163; -5;last:7,8;last-2:9"
+HINT = b"163; -5;last:7,8;last-2:9" + b";1" * 12  # as many as may be
 
-ENTRIES = {"seamark_boundaries": [163, -5, "last:7,8", "last-2:9"]}
+ENTRIES = {"seamark_boundaries": [163, -5, "last:7,8", "last-2:9", *[1] * 12]}
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,7 @@ ENTRIES = {"seamark_boundaries": [163, -5, "last:7,8", "last-2:9"]}
     [
         (b'{"model": "m", "n": 1e400, "a": "\\u00e9"}', {}),
         (b'{"vllm_xargs": {"mine": 1}}', {"mine": 1}),
-        (b'{"vllm_xargs": null}', {}),
         (b"{}", {}),
-        (b' {"a":"}"} \n', {}),
         *(('{"a": "\u00e9"}'.encode(encoding), {}) for encoding in ("utf-8-sig", "utf-16-le", "utf-32-be")),
     ],
 )
@@ -104,7 +102,6 @@ async def test_a_hint_joins_the_body_and_everything_else_stays(body, xargs, path
     ("body", "hints", "how", "result"),
     [
         (b'{"vllm_xargs": {"seamark_boundaries": [1]}}', [HINT], {}, "in_body"),
-        (b'{"vllm_xargs": {"seamark_boundaries": null}}', [HINT], {}, "in_body"),
         *((body, [HINT], {}, "malformed") for body in (b"x", b"[1]", b'{"vllm_xargs": [1]}', b'"x"', b"", b"[" * 5000)),
         *(
             (b"{}", [hint], {}, "malformed")
@@ -131,10 +128,8 @@ async def test_a_body_that_no_hint_joins_stays_as_it_is_and_why_is_counted(body,
     ("networks", "peer", "is_heard"),
     [
         ("10.0.0.0/8, 2001:db8::1", "10.255.0.1", True),
-        ("10.0.0.0/8, 2001:db8::1", "2001:db8::1", True),
         ("10.0.0.0/8, 2001:db8::1", "::ffff:10.0.0.1", True),
         ("::/0", "10.0.0.1", False),
-        ("0.0.0.0/0", "2001:db8::1", False),
         ("", "127.0.0.1", False),  # by default
         ("*", "127.0.0.1", True),
         ("nonsense, 10.0.0.1", "127.0.0.1", False),
@@ -143,12 +138,6 @@ async def test_a_body_that_no_hint_joins_stays_as_it_is_and_why_is_counted(body,
 async def test_heard_is_who_is_in_a_trusted_network(monkeypatch, networks, peer, is_heard):
     trust(monkeypatch, networks)
     assert (await joined(b"{}", b"163", client=[peer, 5]))[1] == ("used" if is_heard else "untrusted")
-
-
-async def test_a_client_that_leaves_before_its_body_is_there_has_left():
-    begun = {"type": "http.request", "body": b"{", "more_body": True}
-    got, headers, result = await sent_on(begun, headers=[(NAME, b"1")])
-    assert got == [{"type": "http.disconnect"}] and headers == [] and not result
 
 
 def as_in_vllm(app: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_patches import kv_connectors, module_source
+from engine_patches import kv_connectors
 from engine_patches.commands.explain import about
 from engine_patches.kv_connectors import CONNECTORS, UNKNOWN, ConnectorLane, decide_by
 from engine_patches.ledger import Shape, ShapeMismatch
@@ -34,17 +34,13 @@ LENT = "NixlConnector with bidirectional_kv_xfer"
     ("transfer", "named"),
     [
         *((each, "") for each in ({}, OWN, PULL, configured("NixlPullConnector"), multi(OWN, PULL))),
-        (PUSH, "NixlPushConnector"),
         (OFFLOADING, "OffloadingConnector"),
         (configured("OfSomebody"), "OfSomebody"),
         (configured("SeamarkConnector", kv_connector_module_path="my.connectors"), "SeamarkConnector"),
-        (configured("SeamarkConnector"), "SeamarkConnector"),
         (configured("NixlConnector", kv_connector_module_path="my.connectors"), "NixlConnector"),
-        (configured("LMCacheConnectorV1", kv_connector_module_path="my.connectors"), "LMCacheConnectorV1"),
         (configured("MultiConnector"), "MultiConnector"),
         (configured("MultiConnector", connectors=[PULL], kv_connector_module_path="my"), "MultiConnector"),
         (configured("NixlConnector", bidirectional_kv_xfer=True), LENT),
-        (multi(PULL, OFFLOADING), "OffloadingConnector"),
         (multi(PULL, multi(PULL, PUSH)), "NixlPushConnector"),
     ],
 )
@@ -96,27 +92,12 @@ def test_a_nixl_that_was_not_shown_costs_passes_and_the_difference_is_named(monk
     assert decide_by({}).lane is ConnectorLane.INSIDE
 
 
-def test_a_connector_that_lmcache_brings_is_left_to_vllm(monkeypatch, tmp_path):
-    assert decide_by(configured("LMCacheMPConnector")).lane is ConnectorLane.NOT_SERVED
-    folder = tmp_path / "lmcache" / "integration" / "vllm"
-    folder.mkdir(parents=True)
-    for package in (folder, folder.parent, folder.parents[1]):
-        (package / "__init__.py").touch()
-    (folder / "lmcache_mp_connector.py").write_text("class LMCacheMPConnector:\n    pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert decide_by(configured("LMCacheMPConnector")).lane is ConnectorLane.CHUNK_ENDS
-    assert decide_by(configured("LMCacheConnectorV1")).lane is ConnectorLane.NOT_SERVED
-    module_source.forget()
-
-
 @pytest.mark.parametrize(
     ("transfer", "weights", "prefills"),
     [
         (None, False, False),
-        ({"kv_connector": None}, False, False),
         (OWN, True, False),
         (PULL, True, True),
-        (configured("NixlPullConnector"), True, True),
         (multi(PUSH, OFFLOADING), False, False),
         (multi(OFFLOADING, multi(PUSH, PULL)), True, True),
     ],

@@ -72,13 +72,6 @@ def failing(original: Callable[..., Any]) -> Callable[..., Any]:
     raise RuntimeError("planned")
 
 
-def test_the_shape_of_the_target_itself_is_checked(toy):
-    with pytest.raises(ShapeMismatch, match="no longer mentions"):
-        ledger.apply([dataclasses.replace(STEP, mentions=("gone",))])
-    with pytest.raises(ShapeMismatch, match="takes"):
-        ledger.apply([dataclasses.replace(STEP, parameters="self")])
-
-
 def test_a_patch_that_has_no_meaning_here_is_neither_checked_nor_applied(toy, monkeypatch):
     absent = dataclasses.replace(STEP, name="absent", target="toy_vllm:Gone.step", applies=lambda: False)
     for_gpus = dataclasses.replace(absent, name="gpu", applies=STEP.applies, on=Platform.GPU)
@@ -155,21 +148,12 @@ def late(tmp_path, monkeypatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
-def test_a_second_call_before_the_import_changes_nothing(late):
-    assert ledger.apply([LATE_STEP]) == 1
-    assert ledger.apply([LATE_STEP]) == 0
-    assert ledger.apply([LATE_STEP, LATE_GREETING]) == 1
-    assert late("engine").Engine().step([]) == ["step", "patched"]
-    assert late("engine").greet("x") == "patched"
-
-
 @pytest.mark.parametrize(
     ("target", "parameters", "mentions", "named"),
     [
         ("Engine.step", "self, prompt", (), "takes (self, tokens), expected (self, prompt)"),
         ("greet", None, ("hello", "goodbye"), "greet no longer mentions goodbye"),
         ("Engine.gone", None, (), "Engine.gone does not exist"),
-        ("Gone.step", None, (), "Gone.step does not exist"),
         ("Engine.inherited", None, (), "Engine.inherited does not exist"),
         ("length", None, ("source",), "length"),
         ("", None, (), "cannot be imported"),
@@ -186,13 +170,6 @@ def test_a_difference_is_named_and_nothing_is_replaced(toy, late, module, target
     assert toy.Engine.step is original and late("engine").greet("x") == "hello x"
 
 
-def test_a_failure_with_a_loaded_module_leaves_nothing_to_be_done_later(toy, late):
-    with pytest.raises(RuntimeError, match="planned"):
-        ledger.apply([LATE_STEP, dataclasses.replace(STEP, name="fails", build=failing)])
-    assert not ledger.is_applied(LATE_STEP)
-    assert late("engine").Engine().step([]) == ["step"]
-
-
 @pytest.mark.parametrize("patch", [LATE_STEP, dataclasses.replace(LATE_GREETING, name="fails", build=failing)])
 def test_a_module_that_differs_when_imported_takes_all_patches_back_with_one_line(toy, late, engine_log, patch):
     original = toy.Engine.step
@@ -207,26 +184,12 @@ def test_a_module_that_differs_when_imported_takes_all_patches_back_with_one_lin
     assert late("other").check("x") == "x" and not ledger.is_applied(LATE_CHECK), "nor is what is imported later"
 
 
-def test_what_a_patch_relies_on_is_checked_again_too_when_it_is_imported(toy, late, monkeypatch):
-    original = toy.Engine.step
-    ledger.apply([dataclasses.replace(STEP, relies_on=(Shape("late_vllm.engine:Engine.step", "self, tokens"),))])
-    assert toy.Engine.step is not original
-    late("names").changed = True
-    late("engine")
-    assert toy.Engine.step is original and not ledger.patches_live()
-
-
-def test_a_module_that_is_not_imported_is_searched_for_without_importing_it(late):
-    assert ledger.exists("late_vllm.engine:Engine.step") and not ledger.exists("late_vllm.gone:greet")
-    assert ledger.holds(Shape("late_vllm.engine:greet", "name, loud", ("hello",)))
-    assert not [name for name in sys.modules if name.startswith("late_vllm")]
-
-
-def test_a_failure_leaves_what_awaits_a_module_from_before(toy, late):
+def test_a_failure_puts_everything_back_and_leaves_what_awaits_a_module_from_before(toy, late):
     ledger.apply([LATE_STEP])
     fails = dataclasses.replace(STEP, name="fails", build=failing)
     with pytest.raises(RuntimeError, match="planned"):
-        ledger.apply([LATE_STEP, LATE_GREETING, fails])
+        ledger.apply([LATE_STEP, LATE_GREETING, STEP, fails])
+    assert toy.Engine().step([]) == ["step"]
     assert late("engine").Engine().step([]) == ["step", "patched"] and late("engine").greet("x") == "hello x"
 
 
@@ -243,12 +206,6 @@ def test_what_was_read_of_modules_is_dropped_behind_a_look_whatever_was_found(la
         ask([dataclasses.replace(patch, relies_on=(Shape("late_vllm.other:check"), *patch.relies_on))])
     (tmp_path / "late_vllm" / "other.py").write_text("def gone(): ...\n")
     assert ledger.exists(gone.target)
-
-
-def test_a_source_that_python_cannot_read_is_a_difference(late, tmp_path):
-    (tmp_path / "late_vllm" / "other.py").write_text("def check(:\n")
-    with pytest.raises(ShapeMismatch, match=r"late_vllm\.other cannot be imported"):
-        Shape("late_vllm.other:check").check()
 
 
 def test_a_yes_to_who_relies_on_the_patches_outlives_their_end(toy, late):

@@ -54,40 +54,11 @@ def test_what_hashes_deliver_is_what_tokens_allow(grid):
     assert grid.shared(0) == 0
 
 
-def test_a_prefix_is_named_by_its_last_whole_unit_and_only_a_draft_heads_group_loses_one():
-    grid, named = Grid(16, 16, 16, 16), SimpleNamespace(block_hashes=[b"16", b"32", b"48"])
-    assert [grid.hash_of(named, tokens) for tokens in (16, 31, 32, 48)] == [b"16", b"16", b"32", b"48"]
-    managers = ({}, {"use_eagle": True}, {"use_eagle": False})
-    assert [grid.drop_in(SimpleNamespace(**manager)) for manager in managers] == [16, 16, 0]
-
-
 def request(prompt: int, junction: int = 0) -> Any:
     return SimpleNamespace(num_prompt_tokens=prompt, shared_prefix_boundary=junction)
 
 
 PLANNER = Planner(Grid(16, 16), 512)
-
-
-@pytest.mark.parametrize(
-    ("wish", "prompt", "junction", "kinds"),
-    [
-        ({}, 1500, 0, {1024: EDGE, 1488: TAIL}),
-        ({}, 1500, 700, {688: JUNCTION, 1024: EDGE, 1488: TAIL}),
-        ({}, 512, 0, {}),
-        ({}, 513, 0, {512: TAIL}),
-        ({}, 97, 96, {96: JUNCTION}),
-        ({}, 96, 96, {}),  # the last token is always computed
-        ({"hinted_positions": (160,)}, 1500, 700, {160: HINTED, 1488: TAIL}),
-        ({"hinted_positions": (160, 1472)}, 1500, 0, {160: HINTED, 1472: HINTED}),
-        ({"hinted_positions": (1472,)}, 1500, 0, {1024: EDGE, 1472: HINTED}),
-        ({"hinted_positions": (160,)}, 160, 0, {144: TAIL, 160: HINTED}),
-        ({"learned": 704}, 1500, 0, {512: EDGE, 704: LEARNED, 1488: TAIL}),
-        ({"hinted_positions": (160,), "worthless_turn": 992}, 1000, 0, {160: HINTED}),
-        ({"learned": 160, "expected": (400, 416, 432)}, 464, 0, {160: LEARNED, 400: EXPECTED, 432: EXPECTED}),
-    ],
-)
-def test_what_is_kept_of_a_prompt(wish, prompt, junction, kinds):
-    assert dict(PLANNER.targets(Wish(**wish), request(prompt, junction))) == kinds
 
 
 UNITS = st.integers(0, 12).map(lambda units: 16 * units)
@@ -154,15 +125,12 @@ def test_all_that_is_known_of_a_request_becomes_its_wish():
 @pytest.mark.parametrize(
     ("grid", "entry", "prompt", "shared", "learned"),
     [
-        (Grid(16, 16), 0, 1000, 112, 0),  # of less than 128 tokens
         (Grid(16, 16), 0, 1000, 128, 128),
         (Grid(16, 256), 0, 1000, 240, 0),  # and of a step of the grid
-        (Grid(16, 64), 0, 1000, 176, 128),
         *((Grid(16, 16), entry, 1000, 320, 0) for entry in (320, 351)),  # a hint a little behind it means it
         *((Grid(16, 16), entry, 1000, 320, 320) for entry in (304, 319, 352)),
         (Grid(16, 16), 310, 321, 320, 320),
         (Grid(16, 16), 310, 320, 320, 0),  # hinted where the same prompt can be resumed
-        (Grid(16, 16), 303, 320, 320, 304),
         (Grid(16, 16, ahead=1), 320, 1000, 320, 0),
     ],
 )
@@ -189,9 +157,7 @@ def test_a_spare_state_stands_at_the_last_edge_where_it_adds_to_what_is_there(st
         (Wish((976,), turn_end=976), TurnEnd(0, 976)),
         (Wish((976,)), None),  # counted from the start, it may be what others share
         (Wish((912, 976), turn_end=976), None),  # so near, the first is no head of others
-        (Wish((896, 976), turn_end=976), TurnEnd(896, 976)),
         (Wish((160,), learned=976), None),  # where it leaves an earlier prompt, it shares all
-        (Wish((160,), expected=(640,)), TurnEnd(160, 992)),
         (Wish(), None),
     ],
 )
@@ -207,7 +173,6 @@ def test_the_turn_that_a_prompt_ends_with(wish, turn):
         (JUNCTION, 320, 0, (), False),
         (HINTED, 320, 0, (320,), False),  # the only one
         (HINTED, 320, 0, (160, 320), True),
-        (HINTED, 160, 0, (160, 320), False),
         (LEARNED, 32, 0, (), False),  # it resumed from nothing
         (LEARNED, 320, 288, (), True),
         (LEARNED, 320, 272, (), False),

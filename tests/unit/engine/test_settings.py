@@ -81,7 +81,6 @@ ALL, CURES = set(ledger.PatchRole), {ledger.PatchRole.CURE}
     ("mode", "roles", "count", "said"),
     [
         ("1", ALL, 3, "3 patches"),
-        (" 1 ", ALL, 0, ""),
         ("Reference", CURES, 3, ""),
         ("0", None, 3, ""),
         (" OFF", None, 3, "SEAMARK_ENGINE"),

@@ -106,18 +106,6 @@ def test_vllm_exports_no_states_of_its_own_while_a_step_writes_them(monkeypatch,
     assert build("builder", "m", "rows") == (None if runs else ("builder", "m", "rows"))
 
 
-def test_a_layer_of_a_group_without_writes_has_to_keep_nothing():
-    for blocks, fault in (({1: 7}, ""), ({0: 7, 1: 7}, r"seamark: layers\.0 kept no states")):
-        step = Step({"b": [Write(4, blocks)]}, {"layers.0": 0, "layers.2": 1}, ["b"])
-        step.writes_by_row(1)
-        step.wrote("layers.2")
-        if fault:
-            with pytest.raises(StatesNotWritten, match=fault):
-                step.check()
-        else:
-            step.check()
-
-
 @pytest.mark.parametrize(
     ("known", "invalid", "lends", "late", "is_read"),
     [
