@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.plugins
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
@@ -23,7 +24,9 @@ def identity(model: Path, dtype: str = "float32", block: int = 64, weights: str 
     states = MambaSpec(block_size=block, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
     groups = [KVCacheGroupSpec(["m"], states), KVCacheGroupSpec(["a"], attention)]
     caches = KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups)
-    created = config.create_engine_config()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm.plugins, "plugins_loaded", True)  # ours would patch vLLM for all tests of this process
+        created = config.create_engine_config()
     created.seamark_weights = Weights(weights)
     return identity_of(created, caches)
 
