@@ -19,14 +19,15 @@ from engine_patches.forward.loaded_weights import Weights
 
 def identity(model: Path, dtype: str = "float32", block: int = 64, weights: str = "w", **arguments: Any) -> bytes:
     """Of an engine with that model; `weights`: the name of what it has loaded."""
-    config = EngineArgs(model=str(model), dtype=dtype, enforce_eager=True, max_model_len=2048, **arguments)
     attention = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=8, dtype=getattr(torch, dtype))
     states = MambaSpec(block_size=block, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
     groups = [KVCacheGroupSpec(["m"], states), KVCacheGroupSpec(["a"], attention)]
     caches = KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm.plugins, "plugins_loaded", True)  # ours would patch vLLM for all tests of this process
-        created = config.create_engine_config()
+        created = EngineArgs(
+            model=str(model), dtype=dtype, enforce_eager=True, max_model_len=2048, **arguments
+        ).create_engine_config()
     created.seamark_weights = Weights(weights)
     return identity_of(created, caches)
 
