@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
 from collections.abc import Callable
-from difflib import SequenceMatcher
 from pathlib import Path
 
 import pytest
@@ -18,16 +18,9 @@ AS = " ~~~ as "  # behind the name of a part, and before that of another one
 
 
 def as_another(whole: str, text: str) -> str:
-    """What differs from another text: lines in place of others (`!`), further ones (`+`), and those gone (`-`)."""
-    old, new = whole.splitlines(), text.splitlines()
-    lines = []
-    for kind, start, end, first, last in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        if kind != "equal":
-            both = min(end - start, last - first)
-            lines += [f"! {line}" for line in new[first : first + both]]
-            lines += [f"+ {line}" for line in new[first + both : last]]
-            lines += [f"- {line}" for line in old[start + both : end]]
-    return "".join(f"{line}\n" for line in lines)
+    """What differs from another text, as `diff -U0` says it."""
+    lines = list(difflib.unified_diff(whole.splitlines(), text.splitlines(), n=0, lineterm=""))
+    return "".join(f"{line}\n" for line in lines[2:])  # behind the names of two files
 
 
 @pytest.fixture
