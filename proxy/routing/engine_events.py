@@ -41,7 +41,6 @@ SILENT_SECONDS = 10.0  # a feed that failed is not read again before
 
 MAX_OUTCOMES = 8192  # kept for requests that nobody has asked about, per worker
 
-
 POLL_SECONDS = 2.0  # the worker holds a read so long if nothing is new; stopping the worker may take as long
 
 READ_TIMEOUT = POLL_SECONDS + 2.0

@@ -114,8 +114,7 @@ class Lines:
 
     def chosen(self, mutant: Mutant, tier: tuple[str, ...]) -> list[list[str]]:
         """Those of a tier in the order to try them, as many as SECONDS allow, in two batches."""
-        room = mutant.file.split("/")[-2].replace("engine_patches", "engine").replace("proxy", "unit")
-        part = "/engine/" if mutant.file.startswith("engine_patches") else f"/{room}/"
+        part = "/engine/" if mutant.file.startswith("engine_patches") else f"/{Path(mutant.file).parent.name}/"
         ours = [test for test in self.covering(mutant) if test.startswith(tier) and self.seconds[test] < TEST_SECONDS]
         ours.sort(key=lambda test: (part not in test, self.seconds[test]))
         sums = itertools.accumulate(self.seconds[test] for test in ours)
@@ -158,9 +157,8 @@ def _in_a_fork(work: Callable[[], str], seconds: float) -> str:
         finally:
             os._exit(0)
     os.close(writer)
-    timer = multiprocessing.connection.wait  # a pipe that is closed, or a time that is over
     with open(reader, "rb", buffering=0) as pipe:
-        answer = pipe.read(2000) if timer([pipe], seconds) else b"=slow"
+        answer = pipe.read(2000) if multiprocessing.connection.wait([pipe], seconds) else b"=slow"
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -208,19 +206,28 @@ def _judge(jobs: Any, results: Any, is_engine: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = _copy_of_the_tree(Path(folder))
         for number, mutant, batches, seconds in iter(jobs.get, None):
-            began, noticed = time.monotonic(), ""
-            left = [test for batch in batches for test in batch]
+            began = time.monotonic()
+            results.put((number, _noticed_by(copy, mutant, batches, seconds), time.monotonic() - began))
+
+
+def _noticed_by(copy: Path, mutant: Mutant, batches: list[list[str]], seconds: float) -> str:
+    """The test that fails with the mistake and not without, or how the tests end with it alone; empty if none does."""
+
+    def first_failure(tests: list[str]) -> str:
+        return _in_a_fork(functools.partial(_tests_on, copy, tests), seconds)
+
+    for batch in batches:
+        left = batch
+        while left:
             with _planted(copy, mutant):
-                for batch in batches:
-                    noticed = noticed or _in_a_fork(functools.partial(_tests_on, copy, batch), seconds)
-            # What fails without the mistake, too, has noticed nothing; a second look tells.
-            while noticed and "::" in noticed:
-                if not _in_a_fork(functools.partial(_tests_on, copy, [noticed]), seconds):
-                    break
-                left = [test for test in left if test != noticed]
-                with _planted(copy, mutant):
-                    noticed = _in_a_fork(functools.partial(_tests_on, copy, left), seconds) if left else ""
-            results.put((number, noticed, time.monotonic() - began))
+                noticed = first_failure(left)
+            if not noticed:
+                break
+            suspected = [noticed] if noticed in left else left  # what is slow or dies names no test
+            if not first_failure(suspected):
+                return noticed
+            left = [test for test in left if test not in suspected]
+    return ""
 
 
 @contextlib.contextmanager
@@ -228,8 +235,10 @@ def _planted(copy: Path, mutant: Mutant) -> Iterator[None]:
     path = copy / mutant.file
     original = path.read_bytes()
     path.write_text(mutant.source)
-    yield
-    path.write_bytes(original)
+    try:
+        yield
+    finally:
+        path.write_bytes(original)
 
 
 def judged(mutants: list[Mutant], lines: Lines, tier: tuple[str, ...], processes: int) -> list[str]:
@@ -278,7 +287,7 @@ def main() -> None:
     fast = judged(mutants, lines, FAST, args.processes)
     left = [at for at, test in enumerate(fast) if not test]
     vllm = dict(zip(left, judged([mutants[at] for at in left], lines, ENGINE, args.processes), strict=True))
-    equivalent = set(EQUIVALENT.read_text().split("\n")[::2]) if EQUIVALENT.exists() else set()
+    equivalent = set(EQUIVALENT.read_text().split("\n")[::2])
 
     print("\n" + _row("seed", ("mistakes", "equivalent", "fast suite", "and vLLM's", "of others")))
     for name in (*args.seeds, "all"):

@@ -24,9 +24,7 @@ from vllm.v1.request import Request
 
 from engine_patches import ledger
 from engine_patches.patches import PATCHES
-from tests.harness.audited_core import UNIT, WEIGHTS, Core
-
-__all__ = ["UNIT", "WEIGHTS", "Core"]
+from tests.harness.audited_core import Core
 
 
 def random_entry(draw: random.Random, tokens: Sequence[int], position: int) -> object:

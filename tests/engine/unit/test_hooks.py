@@ -20,7 +20,8 @@ from engine_patches.scheduler.hooks import (
     warn_of_narrow_states,
 )
 from engine_patches.scheduler.preflight import PreflightFailed
-from tests.harness.audit import UNIT, WEIGHTS, Core, random_traffic
+from tests.harness.audit import random_traffic
+from tests.harness.audited_core import UNIT, WEIGHTS, Core
 from tests.harness.patched_vllm import environment_kept, patched_vllm
 
 
