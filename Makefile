@@ -29,7 +29,7 @@ test-all: lint
 	@./set-up.sh tests
 	@.venv/bin/python -m pytest -n 2 -m "not on_request" $(ARGS)
 
-# Which of 300 planted mistakes the tests notice, in less than an hour; where a room is rewritten, its own, before and after:
+# Which of 300 planted mistakes the tests notice, in less than an hour; where a room is rewritten, its own, before and after (`--than`: the same mistakes again):
 # `make mutants ARGS="--only proxy/routing --tests tests/unit/routing --count 40 --out before.json"`, then `--than before.json`.
 mutants:
 	@./set-up.sh tests

@@ -2,7 +2,7 @@
 
 One run of the tests says which of them run each line. Each mistake then meets those alone, its room's and the shortest
 first, in a copy of the tree, in a fork of a process that has imported what is not ours. Ends with 1 if one escapes that
-the file of `--than` (the `--out` of an earlier run) calls noticed.
+the file of `--than` (the `--out` of an earlier run, also of another tree) calls noticed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import coverage
 import pytest
 from coverage.numbits import num_in_numbits
 
-from tests.bench.mutator import Mutant, draw
+from tests.bench.mutator import Mutant, draw, those_named
 
 ROOT = Path(__file__).parents[2]
 SEEDS = (20281101, 20281102, 20281103)
@@ -279,10 +279,17 @@ def main() -> None:
     parser.add_argument("--keep-lines", action="store_true", help="take what is in that folder")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write what noticed each, as JSON")
-    parser.add_argument("--than", type=Path, help="an earlier --out: name what escapes and did not")
+    parser.add_argument(
+        "--than", type=Path, help="an earlier --out: its mistakes instead of a draw; name what escapes and did not"
+    )
     args = parser.parse_args()
     lines = Lines(args.lines) if args.keep_lines else Lines.of_a_run(args.lines, args.tests)
-    drawn = [(seed, each) for seed in args.seeds for each in draw(ROOT, seed, args.count, tuple(args.only))]
+    before: dict[str, str] = json.loads(args.than.read_text()) if args.than else {}
+    if before:
+        drawn = [(0, each) for each in those_named(ROOT, before)]
+        print(f"of {len(before)} earlier mistakes the tree still has {len(drawn)}")
+    else:
+        drawn = [(seed, each) for seed in args.seeds for each in draw(ROOT, seed, args.count, tuple(args.only))]
     mutants = [mutant for _, mutant in drawn]
     fast = judged(mutants, lines, FAST, args.processes)
     left = [at for at, test in enumerate(fast) if not test]
@@ -290,7 +297,7 @@ def main() -> None:
     equivalent = set(EQUIVALENT.read_text().split("\n")[::2])
 
     print("\n" + _row("seed", ("mistakes", "equivalent", "fast suite", "and vLLM's", "of others")))
-    for name in (*args.seeds, "all"):
+    for name in ("all",) if before else (*args.seeds, "all"):
         of_seed = [at for at, (seed, _) in enumerate(drawn) if name in (seed, "all")]
         noticed = [at for at in of_seed if fast[at] or vllm.get(at)]
         same = sum(str(mutants[at]) in equivalent and at not in noticed for at in of_seed)
@@ -303,12 +310,10 @@ def main() -> None:
             print(f"survives{' (equivalent)' if name in equivalent else ''}: {name}")
     if args.out:
         args.out.write_text(json.dumps(by_name, indent=1))
-    if args.than:
-        before = json.loads(args.than.read_text())
-        escaped = [name for name, test in by_name.items() if not test and before.get(name)]
-        for name in escaped:
-            print(f"escapes, was noticed by {before[name]}: {name}")
-        sys.exit(bool(escaped))
+    escaped = [name for name, test in by_name.items() if not test and before.get(name)]
+    for name in escaped:
+        print(f"escapes, was noticed by {before[name]}: {name}")
+    sys.exit(bool(escaped))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -267,3 +267,11 @@ def draw(root: Path, seed: int, count: int, only: tuple[str, ...] = ()) -> list[
             result += _chosen(points, sum(low <= each + at < high for each in range(wanted)), rng, drawn)
     rng.shuffle(result)
     return result
+
+
+def those_named(root: Path, names: Container[str]) -> list[Mutant]:
+    """The mistakes that print themselves so and that the tree still has, one for each name."""
+    found = {
+        str(each): each for package in SHARES for file in _modules(root, package) for each in mutants_in(root, file)
+    }
+    return [each for name, each in found.items() if name in names]
