@@ -13,19 +13,19 @@ import sys
 import pytest
 
 from engine_patches.commands.explain import GIB
-from tests.harness import published_models, recipe_models
-from tests.harness.published_models import MODELS, Explained
+from tests.harness import recipe_models
+from tests.harness.recipe_models import PUBLISHED, Explained
 
 
 @pytest.fixture(scope="module")
 def explained() -> dict[str, Explained]:
-    return published_models.explained()
+    return recipe_models.explained()
 
 
 @pytest.mark.thorough  # vLLM configures each in a process of its own
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_bytes_and_blocks_are_those_of_the_published_figures_and_of_vllm(explained, name):
-    model, (cost, blocks, text, newest_runner) = MODELS[name], explained[name]
+    model, (cost, blocks, text, newest_runner) = PUBLISHED[name], explained[name]
     assert newest_runner  # as on a GPU, which this machine has not
     page = 2 * model.convolution + model.state_bytes * model.state
     assert (cost.recurrent_layers, cost.attention_layers) == (model.recurrent, model.attention)
