@@ -7,7 +7,9 @@ record, since no other pair prefills for each other here: vLLM's needs NIXL.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,9 +26,75 @@ from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 from proxy.commands.render_server import free_port
 from tests.harness.api_keys import bearer, entry
-from tests.harness.dashboards import UNITS, Query, dimension, queries
-from tests.harness.prometheus_server import SCRAPE_SECONDS, Prometheus
+from tests.harness.dashboards import Query, queries
+from tests.harness.engines import SharedServers
 from tests.harness.recording_worker import recording_worker
+
+SCRAPE_SECONDS = 1
+
+START_SECONDS = 30.0
+
+
+class Series(NamedTuple):
+    """One line of an answer."""
+
+    labels: Mapping[str, str]
+    values: tuple[float, ...]  # over time; a single one where an instant was asked for
+
+
+class Prometheus:
+    """A running server."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.started = time.time()
+        self._client = httpx.Client(base_url=server.url + "/api/v1", timeout=30)
+
+    def at(self, query: str) -> list[Series]:
+        """What `query` is now."""
+        found = self._ask("/query", query=query)
+        return [Series(each["metric"], (float(each["value"][1]),)) for each in found]
+
+    def over_time(self, query: str) -> list[Series]:
+        """What `query` has been since the server was started, at every scrape."""
+        found = self._ask("/query_range", query=query, start=self.started, end=time.time(), step=SCRAPE_SECONDS)
+        return [Series(each["metric"], tuple(float(value) for _, value in each["values"])) for each in found]
+
+    def _ask(self, path: str, **fields: Any) -> list[dict[str, Any]]:
+        """Raises `ValueError` with what the server says where it does not take the query."""
+        answer = self._client.post(path, data=fields).json()
+        if answer["status"] != "success":
+            raise ValueError(f"{fields['query']}: {answer['error']}")
+        return answer["data"]["result"]
+
+
+def installed(program: str) -> str:
+    """Path of `prometheus` or `promtool`. Raises `RuntimeError` where it is not installed."""
+    found = shutil.which(program)
+    if found is None:
+        raise RuntimeError(f"{program} is not installed (Debian's package prometheus)")
+    return found
+
+
+def prometheus(servers: Servers, folder: Path, jobs: Mapping[str, Sequence[Server]]) -> Prometheus:
+    """Start one that scrapes each job's servers and keeps its data in `folder`; it ends with `servers`."""
+    port = free_port()
+    scraped = [
+        {"job_name": job, "static_configs": [{"targets": [server.url.removeprefix("http://") for server in servers]}]}
+        for job, servers in jobs.items()
+    ]
+    every = {"scrape_interval": f"{SCRAPE_SECONDS}s", "scrape_timeout": f"{SCRAPE_SECONDS}s"}
+    config = folder / "prometheus.yml"
+    config.write_text(json.dumps({"global": every, "scrape_configs": scraped}))  # JSON is YAML
+    options = [
+        f"--config.file={config}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    server = servers.start("prometheus", port, [installed("prometheus"), *options], {})
+    server.wait_until_ready("/-/ready", START_SECONDS)
+    return Prometheus(server)
+
 
 # What a value of that unit can be in a run like this one; seconds shown as milliseconds would not be. Rates reach from
 # the first to the last of four scrapes and are drawn out to the ends of their window, not each counter's by as much:
@@ -94,57 +162,40 @@ class Rig(NamedTuple):
     """What the traffic goes to."""
 
     engine: Server  # with hardly any room
-    gateway: Server  # before it, which lets only a few requests through at once
     wide_gateway: Server  # before it, which lets all through
+    gateway: Server  # before it, which lets only a few requests through at once
     shadow: Server  # before it, which sends no hints
     careful: Server  # before it, which compares its answers in idle moments
     keyed: Server  # before it, which asks for an API key
     storing: Server  # before another engine, which has a checkpoint directory
-    states: Path  # that directory
     apart: Server  # before workers of which one prefills for the other
-
-
-class Keyed(NamedTuple):
-    """A gateway with API keys, at the two addresses that it has."""
-
-    gateway: Server
-    pages: Server  # where its metrics are, for which no key is asked
-
-
-def keyed_gateway(servers: Servers, engine: Server, folder: Path) -> Keyed:
-    """Start one before `engine`; its keys are in `folder`."""
-    keys, port = folder / "keys.toml", free_port()
-    keys.write_text(entry(KEY))
-    gateway = servers.gateway(engine, flags=("--api-keys", str(keys), "--admin-port", str(port)))
-    return Keyed(gateway, replace(gateway, url=f"http://127.0.0.1:{port}"))
-
-
-class Storing(NamedTuple):
-    """An engine with a checkpoint directory, and the gateway before it."""
-
-    engine: Server
-    gateway: Server
-    states: Path
-
-
-def storing_engine(servers: Servers, model: Path, folder: Path) -> Storing:
-    """Start both; every other load from the directory, which is in `folder`, is declined."""
-    states = folder / "states"
-    defects = {"seamark_disk": "tests.harness.disk_defects:every_other_load_pays"}
-    environment = {**plugin_environment(folder / "plugins", defects), **PINNING}
-    engine = servers.engine(
-        "storing", model, flags=(*STORING, "--checkpoint-dir", str(states)), environment=environment
-    )
-    engine.wait_until_ready()
-    return Storing(engine, servers.gateway(engine), states)
+    states: Path  # that directory
+    scraped: Mapping[str, Sequence[Server]]  # by job
 
 
 @contextmanager
-def gateway_of_pools(servers: Servers) -> Iterator[Server]:
-    """A gateway before a worker that answers and one that prefills for it."""
+def started(fleet: Servers, shared: SharedServers, model: Path, folder: Path) -> Iterator[Rig]:
+    """What is not `shared` is started here. Every other load from the directory is declined."""
     common: dict[str, Any] = {"connector": "NixlConnector", "cached": 0, "models": (MODEL_NAME,)}
     with recording_worker(transfer=HANDED_OVER, **common) as prefills, recording_worker(**common) as answers:
-        yield servers.gateway(flags=("--worker", answers.url, "--prefill-worker", prefills.url))
+        apart = fleet.gateway(flags=("--worker", answers.url, "--prefill-worker", prefills.url))
+        states = folder / "states"
+        defects = {"seamark_disk": "tests.harness.disk_defects:every_other_load_pays"}
+        environment = {**plugin_environment(folder / "plugins", defects), **PINNING}
+        flags = (*STORING, "--checkpoint-dir", str(states))
+        engine = fleet.engine("storing", model, flags=flags, environment=environment)
+        engine.wait_until_ready()
+        storing = fleet.gateway(engine)
+        keys, port = folder / "keys.toml", free_port()
+        keys.write_text(entry(KEY))
+        keyed = fleet.gateway(shared.tight, flags=("--api-keys", str(keys), "--admin-port", str(port)))
+        own = [fleet.gateway(shared.tight, flags=flags) for flags in (IN_TURN, IN_SHADOW, CAREFUL)]
+        for gateway in (*own, keyed, storing, apart):
+            gateway.wait_until_ready("/ready", seconds=60)
+        pages = replace(keyed, url=f"http://127.0.0.1:{port}")  # its metrics, for which no key is asked
+        gateways = (*own, pages, storing, apart, shared.tight_gateway, shared.untouched_gateway)
+        scraped = {"seamark": gateways, "vllm": (shared.tight, engine, shared.untouched)}
+        yield Rig(shared.tight, shared.tight_gateway, *own, keyed, storing, apart, states, scraped)
 
 
 def evaluated(server: Prometheus) -> list[Row]:
@@ -164,8 +215,6 @@ def _problem(query: Query, series: int, peak: float) -> str | None:
         return "nothing but zero"
     if series < LINES.get(query.legend.partition(" ")[0], 1):
         return "a line is missing"
-    if dimension(query.tree) != UNITS.get(query.unit):
-        return f"measures {dict(dimension(query.tree))}"
     least, most = PLAUSIBLE.get(query.unit, ANYTHING)
     return None if least <= peak <= most else f"not a plausible value of {query.unit}"
 

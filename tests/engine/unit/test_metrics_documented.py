@@ -9,8 +9,8 @@ import promql_parser
 import pytest
 import yaml
 
-from tests.harness.dashboards import FOLDER, UNITS, dimension, family_of, metrics_in, queries
-from tests.harness.documented_metrics import ENGINE, GATEWAY, Family
+from tests.harness import dashboards
+from tests.harness.dashboards import ENGINE, FOLDER, GATEWAY, Family, family_of, metrics_in, queries
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,5 +71,5 @@ def test_documents_name_no_metric_that_is_not_there(document):
 
 @pytest.mark.parametrize("query", list(queries()), ids=lambda query: f"{query.dashboard}-{query.panel}-{query.legend}")
 def test_each_query_measures_what_its_panel_says(query):
-    assert dimension(query.tree) == UNITS[query.unit]
+    assert dashboards.dimension(query.tree) == dashboards.UNITS[query.unit]
     assert all(f"`{family_of(name)}`" in query.description for name in metrics_in(query.tree))
