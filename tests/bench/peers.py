@@ -12,6 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import aiohttp
+import uvloop
+from aiohttp import web
+
 from proxy.bench.harness.servers import CACHE, Server, Servers
 from proxy.commands.render_server import free_port
 from tests.harness.mock_worker import MODEL
@@ -107,6 +111,34 @@ def _run(command: Sequence[str]) -> None:
 
 
 def start_bare(servers: Servers, url: str) -> Server:
-    """A proxy before the worker at `url` that does nothing but pass on; it answers `/health`."""
+    """`bare_proxy` before the worker at `url`."""
     port = free_port()
-    return servers.start("bare", port, [sys.executable, "-m", "tests.bench.bare_proxy", str(port), url], {})
+    return servers.start("bare", port, [sys.executable, "-m", "tests.bench.peers", str(port), url], {})
+
+
+async def bare_proxy(worker: str) -> web.Application:
+    """Does nothing but pass on, in aiohttp: what any gateway in Python takes. It answers `/health` itself."""
+    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False)
+
+    async def pass_on(request: web.Request) -> web.StreamResponse:
+        headers = {"content-type": "application/json"}
+        async with session.post(worker + request.path_qs, data=await request.read(), headers=headers) as answer:
+            response = web.StreamResponse(status=answer.status, headers={"content-type": answer.content_type})
+            await response.prepare(request)
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
+            await response.write_eof()
+            return response
+
+    async def taken(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response()
+
+    app = web.Application(client_max_size=2**26)
+    app.add_routes([web.get("/health", taken), web.post("/{path:.*}", pass_on)])
+    return app
+
+
+if __name__ == "__main__":
+    uvloop.install()
+    web.run_app(bare_proxy(sys.argv[2]), host="127.0.0.1", port=int(sys.argv[1]), access_log=None)

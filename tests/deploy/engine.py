@@ -109,43 +109,8 @@ class Engine:
         assert done.returncode, f"it should have failed: {' '.join(map(str, words))}"
         return done.stderr + done.stdout
 
-    def import_image(self, tar: Path, name: str) -> None:
-        """A root file system as an image."""
-        self.docker("import", tar, name)
 
-    def build(self, name: str, dockerfile: str) -> None:
-        """An image from a Dockerfile without a context."""
-        self.docker("build", "--quiet", "--tag", name, "-", input=dockerfile)
-
-
-class Compose:
-    """Compose on one set of files."""
-
-    def __init__(
-        self, engine: Engine, folder: Path, files: Sequence[str | Path], environment: Mapping[str, str]
-    ) -> None:
-        self._engine = engine
-        self._words = ["compose", "--project-directory", str(folder)]
-        for file in files:
-            self._words += ["--file", str(folder / file)]
-        self._options = {"cwd": folder, "env": {**os.environ, **environment}}
-
-    def __call__(self, *words: str) -> str:
-        """Output of a command of Compose. Raises `Failed`."""
-        return self._engine.docker(*self._words, *words, **self._options)
-
-
-class SetupCompose:
-    """The script of the folder that `seamark setup` wrote, with overlays of the test's own laid over it."""
-
-    def __init__(
-        self, engine: Engine, folder: Path, overlays: Sequence[Path] = (), environment: Mapping[str, str] = {}
-    ) -> None:
-        self._words = ["sh", str(folder / "compose.sh")]
-        for path in overlays:
-            self._words += ["--file", str(path)]
-        self._environment = {**os.environ, **engine.variables, **environment}
-
-    def __call__(self, *words: str) -> str:
-        """Output of a command of Compose. Raises `Failed`."""
-        return run([*self._words, *words], env=self._environment)
+def compose(engine: Engine, words: Sequence[str | Path], environment: Mapping[str, str] = {}) -> Callable[..., str]:
+    """What runs Compose by `words` with more words behind, and returns its output. That raises `Failed`."""
+    known = {**os.environ, **engine.variables, **environment}
+    return lambda *more: run([*words, *more], env=known)

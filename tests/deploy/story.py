@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from proxy.commands import setup
 from tests.deploy.compose_files import EVERY_WAY, OF_THE_USER, example_environment
-from tests.deploy.engine import Compose, Engine, SetupCompose, wait_for
+from tests.deploy.engine import Engine, compose, wait_for
 from tests.deploy.tools import run
 
 GATEWAY, PAGES, PROMETHEUS = "http://127.0.0.1:8080", "http://127.0.0.1:8081", "http://127.0.0.1:9090"
@@ -82,25 +82,27 @@ def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -
     (deploy / ".env").write_text((deploy / ".env.example").read_text())
 
     for files in EVERY_WAY:
+        words = ["docker", "compose", "--project-directory", deploy]
+        words += [word for file in files for word in ("--file", deploy / file)]
         # A profile that is not named goes unchecked.
-        Compose(engine, deploy, files, example_environment())("--profile", "*", "config", "--quiet")
+        compose(engine, words, example_environment())("--profile", "*", "config", "--quiet")
     say(f"compose takes all {len(EVERY_WAY)} sets of files, with every profile")
 
     for name, answers in SETUP.items():
         out = project.parent / "setup" / name
         with contextlib.redirect_stdout(io.StringIO()):
             assert setup.main([*answers, "--source", str(project), "--out", str(out)]) == 0, name
-        SetupCompose(engine, out)("config", "--quiet")
+        compose(engine, ["sh", out / "compose.sh"])("config", "--quiet")
     say(f"and the {len(SETUP)} that seamark setup writes")
 
-    engine.import_image(tar, "debian-stand-in")
+    engine.docker("import", tar, "debian-stand-in")
     for name, lines in STAND_INS.items():
-        engine.build(name, f"FROM debian-stand-in\n{lines}")
+        engine.docker("build", "--quiet", "--tag", name, "-", input=f"FROM debian-stand-in\n{lines}")
     # By the files that setup wrote, as a user without a GPU would start it.
     stand_ins = {"CPU_VLLM_IMAGE": "vllm-stand-in", "PIP_NO_INDEX": "1"}
     overlay = project / "tests" / "deploy" / "stand-ins.yaml"
-    compose = SetupCompose(engine, project.parent / "setup" / "cpu", [overlay], stand_ins)
-    compose("build")
+    stack = compose(engine, ["sh", project.parent / "setup/cpu/compose.sh", "--file", overlay], stand_ins)
+    stack("build")
     say("the images of the gateway and the worker are built, without a network")
     _look_into_the_images(engine)
     _images_of_the_wheel(engine, project, say)
@@ -109,19 +111,19 @@ def tell(engine: Engine, project: Path, tar: Path, say: Callable[[str], None]) -
     say("the mod for spark-vllm-docker installs into a container without a network")
 
     # Without --wait, as a user would: the gateway has to do without the worker for a while.
-    compose("up", "--detach", "--no-build", *STARTED)
+    stack("up", "--detach", "--no-build", *STARTED)
     try:
         _the_gateway_does_not_wait_for_the_worker(say)
         wait_for("a worker is ready", 1200, lambda: ask(f"{GATEWAY}/ready").status == 200)
-        _containers_are_as_confined_as_they_say(compose)
+        _containers_are_as_confined_as_they_say(stack)
         cached = _the_second_chat_hits(say)
         _the_live_page_shows_it(say)
         _prometheus_sees_it(cached, say)
-        wait_for("all are healthy", 300, lambda: _unhealthy(compose) == [])
+        wait_for("all are healthy", 300, lambda: _unhealthy(stack) == [])
     except BaseException:
-        print(compose("logs", "--no-color", "--tail", "40"), flush=True)
+        print(stack("logs", "--no-color", "--tail", "40"), flush=True)
         raise
-    compose("--profile", "*", "down", "--volumes", "--timeout", "20")
+    stack("--profile", "*", "down", "--volumes", "--timeout", "20")
     assert engine.docker("ps", "--all", "--quiet").split() == [], "containers are left"
     assert engine.docker("volume", "ls", "--quiet").split() == [], "volumes are left"
     say("down, no container and no volume left")
@@ -215,11 +217,11 @@ def _the_gateway_does_not_wait_for_the_worker(say: Callable[[str], None]) -> Non
     say("before a worker is ready: the gateway is healthy, /v1 answers 503 with Retry-After")
 
 
-def _containers_are_as_confined_as_they_say(compose: SetupCompose) -> None:
+def _containers_are_as_confined_as_they_say(stack: Callable[..., str]) -> None:
     for service in ("gateway", "worker"):
-        written = compose("exec", "-T", service, "python3", "-c", _TRY_TO_WRITE).strip()
+        written = stack("exec", "-T", service, "python3", "-c", _TRY_TO_WRITE).strip()
         assert written == "/tmp", f"the {service} can write to {written!r}, not to /tmp alone"
-        status = compose("exec", "-T", service, "cat", "/proc/1/status")
+        status = stack("exec", "-T", service, "cat", "/proc/1/status")
         process = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         assert (
             process["CapBnd"].strip() == "0" * 16
@@ -285,6 +287,6 @@ def _value(query: str) -> float:
     return min((float(series["value"][1]) for series in result), default=0.0)
 
 
-def _unhealthy(compose: SetupCompose) -> list[str]:
-    rows = [json.loads(line) for line in compose("ps", "--format", "json").splitlines()]
+def _unhealthy(stack: Callable[..., str]) -> list[str]:
+    rows = [json.loads(line) for line in stack("ps", "--format", "json").splitlines()]
     return [row["Service"] for row in rows if row["Health"] not in ("healthy", "")]
