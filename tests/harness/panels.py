@@ -338,12 +338,3 @@ async def _chat(client: httpx.AsyncClient, url: str, system: str, question: str,
 async def _send(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> None:
     body = {"model": MODEL_NAME, "max_tokens": 2, "temperature": 0, "ignore_eos": True, **body}
     (await client.post(url + CHAT, json=body)).raise_for_status()
-
-
-def table(rows: Sequence[Row]) -> str:
-    """A line for each query: what it is, how many series it has, their largest value, and what is wrong."""
-    return "\n".join(
-        f"{query.dashboard} / {query.panel} / {query.legend}: {series} series, at most {peak:.4g} "
-        f"{query.unit.removeprefix('suffix: ')}, {problem or 'ok'}"
-        for query, series, peak, problem in rows
-    )

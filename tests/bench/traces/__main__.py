@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from proxy.boundaries.resolve import MAX_ENTRIES
 from proxy.commands.parser import Parser
-from tests.bench.traces.agentic import REQUESTS, records
-from tests.bench.traces.formats import BadTrace, Place, Trace, TraceRequest, of_mooncake, read, synthetic
+from tests.bench.traces import formats
+from tests.bench.traces.formats import BadTrace, Place, Trace, TraceRequest
 from tests.bench.traces.policies import POLICIES
 from tests.bench.traces.simulated_fleet import PROFILES, Execution, Fleet, Profile
 
@@ -139,8 +139,10 @@ def hint_of(request: TraceRequest) -> tuple[Place, ...]:
 PROG = "python -m tests.bench.traces"
 
 DRAWN: dict[str, Callable[[int], Trace]] = {
-    "conversations": lambda seed: synthetic(3000, seed),
-    "agents": lambda seed: of_mooncake("drawn agents", list(enumerate(records(REQUESTS, seed), 1))),
+    "conversations": lambda seed: formats.synthetic(3000, seed),
+    "agents": lambda seed: formats.of_mooncake(
+        "drawn agents", list(enumerate(formats.records(formats.REQUESTS, seed), 1))
+    ),
 }
 
 COLUMNS = ("workers", "policy", *Outcome._fields)
@@ -195,7 +197,7 @@ def _arguments(argv: Sequence[str]) -> tuple[Any, Profile]:
 def main(argv: list[str]) -> int:
     args, profile = _arguments(argv)
     try:
-        trace = read(args.trace) if args.trace else DRAWN[args.drawn](args.seed)
+        trace = formats.read(args.trace) if args.trace else DRAWN[args.drawn](args.seed)
         replay = Replay(trace, profile, args.seconds, args.load, args.users, args.seed)
         print(_described(replay), "".join(f"{name:>12}" for name in COLUMNS), sep="\n", flush=True)
         for workers, policy in itertools.product(args.workers, args.policy):

@@ -18,7 +18,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from proxy.bench.harness.servers import MODEL_NAME, Servers
 from tests.harness.dashboards import ENGINE, FOLDER, GATEWAY, dashboards
 from tests.harness.engines import SharedServers
-from tests.harness.panels import Prometheus, Row, installed, prometheus, proved, started, table
+from tests.harness.panels import Prometheus, Row, installed, prometheus, proved, started
 
 
 class Run(NamedTuple):
@@ -43,7 +43,6 @@ def run(servers: SharedServers, model: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.thorough
 def test_every_query_of_every_panel_yields_something_in_its_unit_and_every_alert_can_be_evaluated(run: Run):
-    print("\n" + table(run.rows))
     assert [row for row in run.rows if row.problem is not None] == []
     for rule in alert_rules():
         run.prometheus.at(rule["expr"])

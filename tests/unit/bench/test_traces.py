@@ -9,9 +9,9 @@ from statistics import median
 import pytest
 
 from tests.bench.__main__ import benchmarks
+from tests.bench.traces import formats
 from tests.bench.traces.__main__ import hint_of, main, profile_from
-from tests.bench.traces.agentic import CONTEXT, REQUESTS, records
-from tests.bench.traces.formats import BLOCK, BadTrace, Place, TraceRequest, of_mooncake, read, synthetic
+from tests.bench.traces.formats import BLOCK, BadTrace, Place, TraceRequest, of_mooncake, read, records, synthetic
 from tests.bench.traces.policies import RoundRobin, Seamark, Smg
 from tests.bench.traces.simulated_fleet import PROFILES, Execution, Fleet, Policy, Profile
 
@@ -74,9 +74,9 @@ def test_a_line_that_is_wrong_is_named_with_its_cure(tmp_path, lines, told):
 
 def test_what_is_drawn_is_the_same_with_the_same_seed_and_agents_are_like_what_is_published_of_dynamos():
     assert synthetic(60, seed=3) == synthetic(60, seed=3) != synthetic(60, seed=4)
-    drawn = list(records(REQUESTS, 5))
+    drawn = list(records(formats.REQUESTS, 5))
     prompts = [row["input_length"] for row in drawn]
-    assert len(drawn) == REQUESTS and max(prompts) <= CONTEXT
+    assert len(drawn) == formats.REQUESTS and max(prompts) <= formats.CONTEXT
     for beyond, share in ((8192, 0.82), (65_536, 0.51), (131_072, 0.045)):
         assert sum(prompt >= beyond for prompt in prompts) / len(prompts) == pytest.approx(share, abs=0.03)
     assert median(row["output_length"] for row in drawn) == pytest.approx(399, rel=0.1)
