@@ -171,27 +171,40 @@ PUBLISHED = {
 }
 
 
-def _qwen(layers: int, **figures: int) -> Config:
-    """A model of Qwen3.5, 3.6 or 3.8: three gated delta nets, then attention."""
-    experts = "num_experts" in figures
-    text = {
-        "model_type": "qwen3_5_moe_text" if experts else "qwen3_5_text",
+def _qwen_text(layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, experts: Config) -> Config:
+    """The language model of Qwen3.5, 3.6 and 3.8: three gated delta nets, then attention."""
+    return {
+        "hidden_size": hidden,
         "num_hidden_layers": layers,
         "layer_types": _every(4, layers, "full_attention"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": 256,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
         "max_position_embeddings": 262144,
         "vocab_size": 248320,
         "mtp_num_hidden_layers": 1,
-        **figures,
+        **experts,
     }
+
+
+def _experts(number: int, per_token: int, size: int) -> Config:
+    sizes = {"moe_intermediate_size": size, "shared_expert_intermediate_size": size}
+    return {"num_experts": number, "num_experts_per_tok": per_token, **sizes}
+
+
+def _qwen(layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, experts: Config) -> Config:
+    """With `experts`, or else with `intermediate_size`."""
+    kind, moe = ("qwen3_5_moe", "Moe") if "num_experts" in experts else ("qwen3_5", "")
+    text = _qwen_text(layers, hidden, heads, kv_heads, value_heads, experts)
     return {
-        "architectures": ["Qwen3_5MoeForConditionalGeneration" if experts else "Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5_moe" if experts else "qwen3_5",
-        "text_config": text,
+        "architectures": [f"Qwen3_5{moe}ForConditionalGeneration"],
+        "model_type": kind,
+        "text_config": {"model_type": f"{kind}_text", **text},
     }
 
 
@@ -199,14 +212,7 @@ def _every(interval: int, layers: int, attention: str) -> list[str]:
     return [attention if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]
 
 
-QWEN_27B = _qwen(
-    64,
-    hidden_size=5120,
-    intermediate_size=17408,
-    num_attention_heads=24,
-    num_key_value_heads=4,
-    linear_num_value_heads=48,
-)
+QWEN_27B = _qwen(64, 5120, 24, 4, 48, {"intermediate_size": 17408})
 
 SUPER = PUBLISHED["nemotron-3-super-120b"].config
 
@@ -241,61 +247,17 @@ class BailingMoeV3Config(BailingMoeV3TextConfig):
 }
 
 MODELS: Mapping[str, Config] = {
-    "Qwen3.6-35B-A3B": _qwen(
-        40,
-        hidden_size=2048,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        linear_num_value_heads=32,
-        num_experts=256,
-        num_experts_per_tok=8,
-        moe_intermediate_size=512,
-        shared_expert_intermediate_size=512,
-    ),
+    "Qwen3.6-35B-A3B": _qwen(40, 2048, 16, 2, 32, _experts(256, 8, 512)),
     "Qwen3.6-27B": QWEN_27B,
     "Qwen3.8-27B": QWEN_27B,
-    "Qwen3.5-122B": _qwen(
-        48,
-        hidden_size=3072,
-        num_attention_heads=32,
-        num_key_value_heads=2,
-        linear_num_value_heads=64,
-        num_experts=256,
-        num_experts_per_tok=8,
-        moe_intermediate_size=1024,
-        shared_expert_intermediate_size=1024,
-    ),
-    "Qwen3.5-397B": _qwen(
-        60,
-        hidden_size=4096,
-        num_attention_heads=32,
-        num_key_value_heads=2,
-        linear_num_value_heads=64,
-        num_experts=512,
-        num_experts_per_tok=10,
-        moe_intermediate_size=1024,
-        shared_expert_intermediate_size=1024,
-    ),
+    "Qwen3.5-122B": _qwen(48, 3072, 32, 2, 64, _experts(256, 8, 1024)),
+    "Qwen3.5-397B": _qwen(60, 4096, 32, 2, 64, _experts(512, 10, 1024)),
     "Qwen3.8-Flash-Next": {
         "architectures": ["Qwen4ExpForConditionalGeneration"],
         "model_type": "qwen4_exp",
         "text_config": {
             "model_type": "qwen4_exp_text",
-            "hidden_size": 2560,
-            "num_hidden_layers": 48,
-            "layer_types": _every(4, 48, "full_attention"),
-            "num_attention_heads": 24,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 48,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 640,
-            "shared_expert_intermediate_size": 640,
+            **_qwen_text(48, 2560, 24, 2, 48, _experts(512, 10, 640)),
             "hc_count": 4,
             "hc_lowrank": 320,
             "ple_layer_ids": [2],
@@ -318,9 +280,6 @@ MODELS: Mapping[str, Config] = {
                 "rope_type": "default",
             },
             "eos_token_id": 248044,
-            "max_position_embeddings": 262144,
-            "vocab_size": 248320,
-            "mtp_num_hidden_layers": 1,
         },
     },
     "GLM-5.3-Flash": {  # all else is as transformers has it, whose defaults are this model's but for the pool
