@@ -42,8 +42,6 @@ ATTACKERS, STREAMS, SECONDS, QUIET_SECONDS = 16, 64, 1800.0, 60.0
 
 STEP_MS, FRAMES = 50, 100  # of an honest stream
 
-HEALTH_INTERVAL = 0.05
-
 HEALTH_P99, STREAM_GAP = 0.1, 0.25  # seconds, at most
 
 PER_SECOND = 5.0  # attacks of each kind, at least, while it is its turn
@@ -71,13 +69,7 @@ kind in its own time."""
 
 CHAT = "/v1/chat/completions"
 
-PATIENCE = 5.0  # seconds for an answer, then the attacker goes on
-
 SLOT_SECONDS = 5.0  # or less, so that each kind has its turn
-
-MIXES = 4
-
-HELD_OPEN = 100  # connections that are left as they are; the oldest is closed for a new one
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\n"
 
@@ -170,12 +162,12 @@ class Attackers:
         for turn in itertools.count(number):
             if (now := time.monotonic()) >= self._until:
                 return
-            if number % MIXES:
+            if number % 4:
                 turn = int((now - self._began) / self._slot)
             name = KINDS[turn % len(KINDS)]
             made = _SAME[name] if name in _SAME else _FRESH[name](rng, next(self._serial))
             try:
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(5.0):  # then the attacker goes on
                     await self._attack(made)
             except (OSError, TimeoutError):
                 pass
@@ -194,7 +186,7 @@ class Attackers:
                 return
             kept = True
             self._open.append(writer)
-            if len(self._open) > HELD_OPEN:
+            if len(self._open) > 100:  # the oldest is closed for a new one
                 self._open.popleft().transport.abort()
         finally:
             if not kept:
@@ -289,7 +281,7 @@ async def ask_health(gateway: Server, until: float, took: list[float]) -> int:
             connection = await Connection.open(gateway)
         else:
             took.append(time.perf_counter() - began)
-        await asyncio.sleep(HEALTH_INTERVAL)
+        await asyncio.sleep(0.05)
     connection.close()
     return failed
 

@@ -26,13 +26,9 @@ from tests.harness.leaving_clients import started
 from tests.harness.raw_http import Connection, Cut, request
 from tests.harness.raw_worker import RawWorker
 
-PARALLEL = 8
-
 ANSWER_SECONDS = 15.0  # then it hangs
 
 QUIET_SECONDS = 0.3  # given to what may be incomplete, before the client says that nothing more will come
-
-SHOWN_BYTES = 400
 
 SHOWN = 20  # failures in full
 
@@ -197,7 +193,7 @@ async def fuzz(servers: Servers, seed: int, seconds: float, only: Sequence[int] 
                     return
                 await run.send(number)
 
-        await asyncio.gather(*(send_some() for _ in range(PARALLEL)))
+        await asyncio.gather(*(send_some() for _ in range(8)))
         run.wrongs += await run.left_behind()
     second, last = run.means
     if second and last > second + GROWTH_BYTES:
@@ -218,7 +214,7 @@ def render(run: Run) -> str:
     for it, why in run.failures[:SHOWN]:
         lines.append(f"  case {it.number} ({it.kind}, {len(it.data)} bytes): {why}")
         lines.append(f"    python -m tests.bench.fuzz --seed {run.seed} --case {it.number}")
-        lines.append(f"    {it.data[:SHOWN_BYTES]!r}")
+        lines.append(f"    {it.data[:400]!r}")
     if len(run.failures) > SHOWN:
         lines.append(f"  and {len(run.failures) - SHOWN} more cases")
     return "\n".join([*lines, *(f"  {wrong}" for wrong in run.wrongs)])

@@ -35,18 +35,6 @@ from tests.harness.mock_worker import MODEL, mock_worker
 
 REQUESTS, ROUNDS = 400, 5
 
-LARGE_SHARE = 4  # of large chats only that part of the requests is sent
-
-SLOW_SHARE = 10  # and to the slowest peer
-
-SLOW = "litellm"
-
-WARM_UP = 20  # requests of each kind
-
-HISTORY = 20  # messages of a large chat behind its system prompt
-
-BYTES_PER_WORD = 6
-
 DIRECT, SEAMARK = "direct", "seamark"
 
 BARE = "bare aiohttp"  # passes on, and does nothing else: what any gateway in Python takes
@@ -60,8 +48,6 @@ PLAIN_LIMIT, STREAM_LIMIT = 1.5, 0.9  # times vllm-router's CPU time, 2 kB, many
 FIGURES = ("p50", "p99", "first")  # of a batch
 
 ADDED_LIMIT = 0.4e-3  # seconds, p50, 2 kB plain, one client
-
-ANSWER_SECONDS = 120.0
 
 WORDS = """
 CPU: microseconds of all the gateway's processes for a request, user and system; median of rounds, quartiles.
@@ -143,7 +129,7 @@ async def send_all(clients: Sequence[Client], requests: Sequence[bytes]) -> list
     left: Iterator[bytes] = iter(requests)
 
     async def work(client: Client) -> list[Sample]:
-        return [await asyncio.wait_for(client.ask(request), ANSWER_SECONDS) for request in left]
+        return [await asyncio.wait_for(client.ask(request), 120.0) for request in left]
 
     done = await asyncio.gather(*map(work, clients))
     return [sample for samples in done for sample in samples]
@@ -239,8 +225,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def chats(case: Case) -> Iterator[bytes]:
     """Bodies of about the case's size, alike but for their last question, for ever."""
-    parts = 1 if case.size == SMALL else HISTORY + 1
-    words = (case.size - 150) // parts // BYTES_PER_WORD
+    parts = 1 if case.size == SMALL else 21  # its system prompt and a history
+    words = (case.size - 150) // parts // 6  # bytes a word
     texts = [prose(words, seed=case.size + part) for part in range(parts)]
     messages = [{"role": "system", "content": texts[0]}]
     messages += [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts[1:])]
@@ -260,12 +246,12 @@ async def compare(
     for number in range(-1, rounds):  # the first warms up
         say("warming up" if number < 0 else f"round {number + 1} of {rounds}")
         for case in cases:
-            wanted = requests // (1 if case.size == SMALL else LARGE_SHARE)
+            wanted = requests // (1 if case.size == SMALL else 4)
             turn = max(number, 0) % len(contestants)
             for contestant in [*contestants[turn:], *contestants[:turn]]:
                 if contestant.failure:
                     continue
-                count = WARM_UP if number < 0 else max(1, wanted // contestant.share)
+                count = 20 if number < 0 else max(1, wanted // contestant.share)  # to warm up
                 taken = list(itertools.islice(bodies[case], case.clients + max(count, case.clients)))
                 try:
                     batch = await contestant.measure(case, taken)
@@ -298,7 +284,7 @@ async def run(
                 found[peer.name] = server
         contestants = [Contestant(DIRECT, worker, None)]
         for name, server in found.items():
-            share = SLOW_SHARE if name == SLOW else 1
+            share = 10 if name == "litellm" else 1  # by far the slowest
             contestants.append(Contestant(name, server, CpuTime(server.process.pid), share))
         async with open_client(30) as client:
             before = await samples_of(client, gateway)

@@ -20,10 +20,6 @@ from proxy.bench.harness.servers import CACHE, Server, Servers
 from proxy.commands.render_server import free_port
 from tests.harness.mock_worker import MODEL
 
-INSTALL_SECONDS = 900.0
-
-START_SECONDS = 90.0
-
 
 class Peer(NamedTuple):
     """A gateway from the package index."""
@@ -82,7 +78,7 @@ def start(servers: Servers, peer: Peer, worker: str, folder: Path, say: Callable
         command = peer.command.format(port=port, metrics=free_port(), worker=worker, config=config)
         script, *arguments = command.split()
         server = servers.start(peer.name, port, [str(scripts / script), *arguments], peer.environment)
-        server.wait_until_ready(peer.health, START_SECONDS)
+        server.wait_until_ready(peer.health, 90.0)
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         say(f"{peer.name} is left out: {error}")
         return Started(peer, None, str(error).splitlines()[0])
@@ -104,7 +100,7 @@ def environment_of(peer: Peer, say: Callable[[str], None]) -> Path:
 
 
 def _run(command: Sequence[str]) -> None:
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900.0)
     if ended.returncode:
         last = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:]
         raise RuntimeError(f"{' '.join(command[1:3])} ended with {ended.returncode}: {' '.join(last)}")

@@ -28,8 +28,6 @@ from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Server, Servers, generated_model, narrator
 from tests.bench.traffic import Request, Traffic
 
-SHOWN = 5  # failures, differences and log lines that are repeated in full
-
 TIGHT_FLAGS = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
 
 # More than an engine runs at once, so that requests wait, and are left while they wait.
@@ -261,7 +259,7 @@ def complaints(driven: Driven, differing: Sequence[str]) -> list[str]:
     ):
         if entries:
             found.append(f"{len(entries)} {title}:")
-            found += [f"  {entry}" for entry in entries[:SHOWN]]
+            found += [f"  {entry}" for entry in entries[:5]]
     if not any(outcome.is_judged for outcome in driven.outcomes):
         found.append("no answer was judged")
     return found

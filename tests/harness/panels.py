@@ -32,8 +32,6 @@ from tests.harness.recording_worker import recording_worker
 
 SCRAPE_SECONDS = 1
 
-START_SECONDS = 30.0
-
 
 class Series(NamedTuple):
     """One line of an answer."""
@@ -92,7 +90,7 @@ def prometheus(servers: Servers, folder: Path, jobs: Mapping[str, Sequence[Serve
         f"--web.listen-address=127.0.0.1:{port}",
     ]
     server = servers.start("prometheus", port, [installed("prometheus"), *options], {})
-    server.wait_until_ready("/-/ready", START_SECONDS)
+    server.wait_until_ready("/-/ready", 30.0)
     return Prometheus(server)
 
 
@@ -108,12 +106,8 @@ PLAUSIBLE = {
     "suffix: s/s": (1e-7, 60.0),
 }
 
-ANYTHING = (1e-3, 1e6)
-
 # Lines that a legend has to stand for: hit, partial, miss.
 LINES = {"{{cache}}": 3}
-
-MOST_ROUNDS = 10  # of traffic; on a machine with nothing else to do two or three are enough
 
 # The gateways'
 IN_TURN = ("--max-inflight", "3")  # some wait there
@@ -121,12 +115,6 @@ IN_TURN = ("--max-inflight", "3")  # some wait there
 IN_SHADOW = ("--shadow",)
 
 CAREFUL = ("--self-check-interval", "1")
-
-CHECKED_SECONDS = 30.0  # for an idle engine to be looked at
-
-FOLLOWERS = 6  # more than that gateway lets through at once
-
-PRESSING = 12  # more than an engine runs at once
 
 # Words of a prefix that is worth waiting for; and of prompts of which the cache holds only some, and not all that grow.
 LONG_WORDS, PRESSING_WORDS = 2600, 1500
@@ -137,12 +125,6 @@ KEY = "ann"
 
 # The engine's with a directory: a cache that two long prompts fill, so that what comes again comes from the disk.
 STORING = ("--num-gpu-blocks-override", "40", "--max-num-batched-tokens", "320", "--checkpoint-keep", "all")
-
-PINNING = {"SEAMARK_PIN_SHARE": "0.4"}
-
-STORED_WORDS = 500  # of a prompt of which the cache holds not many
-
-USAGE = {"include_usage": True}
 
 HANDED_OVER = {"do_remote_prefill": True, "remote_num_tokens": 496, "remote_prefill_cached_tokens": 0}
 
@@ -181,7 +163,7 @@ def started(fleet: Servers, shared: SharedServers, model: Path, folder: Path) ->
         apart = fleet.gateway(flags=("--worker", answers.url, "--prefill-worker", prefills.url))
         states = folder / "states"
         defects = {"seamark_disk": "tests.harness.disk_defects:every_other_load_pays"}
-        environment = {**plugin_environment(folder / "plugins", defects), **PINNING}
+        environment = {**plugin_environment(folder / "plugins", defects), "SEAMARK_PIN_SHARE": "0.4"}
         flags = (*STORING, "--checkpoint-dir", str(states))
         engine = fleet.engine("storing", model, flags=flags, environment=environment)
         engine.wait_until_ready()
@@ -215,14 +197,14 @@ def _problem(query: Query, series: int, peak: float) -> str | None:
         return "nothing but zero"
     if series < LINES.get(query.legend.partition(" ")[0], 1):
         return "a line is missing"
-    least, most = PLAUSIBLE.get(query.unit, ANYTHING)
+    least, most = PLAUSIBLE.get(query.unit, (1e-3, 1e6))
     return None if least <= peak <= most else f"not a plausible value of {query.unit}"
 
 
 def proved(server: Prometheus, rig: Rig, say: Callable[[str], None]) -> list[Row]:
     """Send traffic until every query has something to show, or it is clear that some never will."""
     rows: list[Row] = []
-    for number in range(MOST_ROUNDS):
+    for number in range(10):  # on a machine with nothing else to do two or three are enough
         asyncio.run(one_round(rig, number))
         rows = evaluated(server)
         open_rows = sum(row.problem is not None for row in rows)
@@ -267,7 +249,7 @@ async def _odd_requests(client: httpx.AsyncClient, rig: Rig, number: int) -> Non
 
 async def _followers(client: httpx.AsyncClient, url: str, number: int) -> None:
     long = f"Round {number}. {prose(LONG_WORDS, 1000 + number)}"
-    questions = (f"{each}?" for each in range(FOLLOWERS))
+    questions = (f"{each}?" for each in range(6))  # more than that gateway lets through at once
     await asyncio.gather(*(_chat(client, url, long, each, stream=True, max_tokens=LONG_ANSWER) for each in questions))
 
 
@@ -276,7 +258,7 @@ async def _pressure(client: httpx.AsyncClient, url: str, number: int) -> None:
     system = f"Pressure {number}. {prose(200, 500 + number)}"
     first = _messages(system, prose(PRESSING_WORDS, 600 + number))
     await _send(client, url, {"messages": first})
-    others = (prose(PRESSING_WORDS, 700 + 50 * number + each) for each in range(PRESSING))
+    others = (prose(PRESSING_WORDS, 700 + 50 * number + each) for each in range(12))  # more than an engine runs at once
     await asyncio.gather(*(_chat(client, url, system, other, max_tokens=LONG_ANSWER) for other in others))
     await _send(client, url, {"messages": [*first, {"role": "assistant", "content": "Yes."}, *_messages(None, "So?")]})
 
@@ -285,7 +267,8 @@ async def _without_hints(client: httpx.AsyncClient, url: str, number: int) -> No
     """Streams of every length, for the shadow to learn from."""
     system = f"Shadow {number}. {prose(200, 900 + number)}"
     for words in (5, 40, 80, 120, 160, 240, 320, 400):
-        await _chat(client, url, system, prose(words, number + words), stream=True, stream_options=USAGE)
+        usage = {"include_usage": True}
+        await _chat(client, url, system, prose(words, number + words), stream=True, stream_options=usage)
 
 
 async def _compared(client: httpx.AsyncClient, url: str, number: int) -> None:
@@ -293,7 +276,7 @@ async def _compared(client: httpx.AsyncClient, url: str, number: int) -> None:
     system = f"Careful {number}. {prose(200, 950 + number)}"
     for question in ("High tide?", "Low tide?", "Slack water?"):
         await _chat(client, url, system, question)
-    deadline = time.monotonic() + CHECKED_SECONDS
+    deadline = time.monotonic() + 30.0  # for an idle engine to be looked at
     while not (await status_of(client, url))["self_check"]["checked"]:
         if time.monotonic() > deadline:
             raise RuntimeError("no answer was compared")
@@ -314,7 +297,7 @@ async def _stored(client: httpx.AsyncClient, rig: Rig, number: int) -> None:
     (await client.post(url + "/seamark/prefixes", json={"name": "rules", "body": body})).raise_for_status()
     for again in range(3):
         for each in range(4):
-            system = f"Stored {number}. {prose(STORED_WORDS, 2000 + 10 * number + each)}"
+            system = f"Stored {number}. {prose(500, 2000 + 10 * number + each)}"
             await _chat(client, url, system, f"Question {again}?")
         for path in sorted(rig.states.rglob(f"*{SUFFIX}"))[:: again + 2]:
             with suppress(FileNotFoundError):  # the engine may have refused it just now

@@ -22,10 +22,6 @@ from tests.bench.traces.simulated_fleet import PROFILES, Execution, Fleet, Profi
 
 WARM_UP = 0.25  # of the simulated time: requests that arrive in it are not counted
 
-MOST_PAUSE = 60.0  # seconds that a user who answers thinks at most
-
-STARTS_WITHIN = 60.0  # seconds, for the users of a trace with pauses
-
 
 class Outcome(NamedTuple):
     """What one policy reached, counted after the warm-up; times in seconds."""
@@ -121,14 +117,14 @@ class Replay:
             requests, following = self.trace.sessions[session], execution.request.turn + 1
             if following < len(requests):
                 request = requests[following].copied(copy, common)
-                fleet.send(request, now + min(MOST_PAUSE, max(0.2, request.pause)))
+                fleet.send(request, now + min(60.0, max(0.2, request.pause)))  # nobody thinks for longer
             else:
                 del at[execution.request.session]
                 begin(now + drawn.random() * 5, somewhere=False)
 
         fleet.on_end = ended
         for _ in range(users):
-            begin(drawn.random() * min(STARTS_WITHIN, self.seconds / 8), somewhere=True)
+            begin(drawn.random() * min(60.0, self.seconds / 8), somewhere=True)
 
 
 def hint_of(request: TraceRequest) -> tuple[Place, ...]:

@@ -21,9 +21,6 @@ from proxy.boundaries.boundary import Kind
 
 BLOCK = 512  # tokens
 
-# Tokens of a block in the Claude Code traces.
-FINE_BLOCK = 64
-
 MAX_PATH = 80  # places kept of a prompt on which earlier ones had boundaries: the first and the last ones
 
 # What so many of a trace's sessions share is taken to be shared by everybody: a system prompt.
@@ -195,7 +192,7 @@ def _claude_code(path: str, lines: Iterable[tuple[int, dict[str, Any]]], names: 
     Sessions with equally long tools and system prompts are taken to share these.
     """
     streams = 0
-    step = BLOCK // FINE_BLOCK
+    step = BLOCK // 64
     for number, row in lines:
         try:
             groups = [(row["requests"], row["tool_tokens"], row["system_tokens"])]
@@ -324,13 +321,7 @@ HEAD = 57_600  # tokens that all agents of one kind begin with
 
 HEADS = (4, 3, 2, 1)  # how often each kind is met
 
-AGENTS = 0.67  # of the sessions; the others are subagents and short questions, which share nothing
-
-GOES_ON = 0.4  # after each answer: sessions are cut out of a longer trace, and few of their turns are left
-
 LEAST = 2 * BLOCK  # tokens of one's own, by which sessions are told apart
-
-LONGEST_OUTPUT = 32_768
 
 
 # Log-normal distributions of tokens: median and sigma.
@@ -362,14 +353,14 @@ def records(count: int, seed: int) -> Iterator[dict[str, Any]]:
 def _session(session: int, drawn: random.Random) -> Iterator[tuple[float, int, int, list[Hashable]]]:
     """Its turns: when each is sent, the prompt's and the output's tokens, and what its blocks hold."""
     head, kind = 0, 0
-    if drawn.random() < AGENTS:
+    if drawn.random() < 0.67:  # the others are subagents and short questions, which share nothing
         head, (kind,) = HEAD, drawn.choices(range(len(HEADS)), HEADS)
         own = _tokens(drawn, *(LONG_OWN if drawn.random() < LONG else OWN)) + LEAST
     else:
         own = min(_tokens(drawn, *SMALL), HEAD)
     shared, sent = head // BLOCK, drawn.random()
     while head + own <= CONTEXT:
-        output = min(LONGEST_OUTPUT, _tokens(drawn, *OUTPUT))
+        output = min(32_768, _tokens(drawn, *OUTPUT))
         blocks: list[Hashable] = [("head", kind, at) for at in range(shared)]
         # The last block is not full, and another one as soon as the session goes on.
         full = (head + own) // BLOCK
@@ -377,7 +368,7 @@ def _session(session: int, drawn: random.Random) -> Iterator[tuple[float, int, i
         if (head + own) % BLOCK:
             blocks.append((session, full, own))
         yield sent, head + own, output, blocks
-        if drawn.random() >= GOES_ON:
+        if drawn.random() >= 0.4:  # sessions are cut out of a longer trace: few of their turns are left
             return
         own += output + _tokens(drawn, *TOOL)
         sent += drawn.random() / 20
