@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.fuzz_cases import ANSWERED, REFUSED, Case, case, complaint, name_of
@@ -42,11 +41,6 @@ _RESPONSE = re.compile(rb"HTTP/1\.[01] (\d{3})[^\r\n]*\r\n(.*?)\r\n\r\n", re.S)
 _CHAT = b'{"model":"m","messages":[{"role":"user","content":"Tide?"}]}'
 
 
-class Failure(NamedTuple):
-    case: Case
-    why: str
-
-
 class Run:
     """One gateway under fire, and what has been seen so far."""
 
@@ -55,7 +49,7 @@ class Run:
         self.kinds: Counter[str] = Counter()  # of cases
         self.statuses: Counter[int] = Counter()  # of answers
         self.reached = 0  # requests that the worker got
-        self.failures: list[Failure] = []
+        self.failures: list[tuple[Case, str]] = []  # and why
         self.wrongs: list[str] = []  # of the gateway as a whole
         self._memory: list[int] = []  # resident bytes
 
@@ -67,7 +61,7 @@ class Run:
         each = case(self.seed, number)
         self.kinds[each.kind if each.verdict != REFUSED else "ambiguous"] += 1
         if why := await self.judged(each):
-            self.failures.append(Failure(each, why))
+            self.failures.append((each, why))
         if number % 50 == 0:
             self._memory.append(resident_bytes(self._gateway.process.pid))
 
@@ -232,11 +226,8 @@ def main(argv: list[str]) -> int:
     with Servers(folder) as servers:
         result = asyncio.run(fuzz(servers, args.seed, args.seconds, args.case))
     print(render(result))
-    for failure in result.failures[:SHOWN]:
-        path = folder / f"case-{failure.case.number}.bin"
-        path.write_bytes(failure.case.data)
     if not result.held:
-        narrator()(f"logs, and the bytes of what failed, are in {folder}")
+        narrator()(f"logs are in {folder}")
     return 0 if result.held else 1
 
 

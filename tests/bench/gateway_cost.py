@@ -279,9 +279,11 @@ async def run(
         found = {SEAMARK: gateway, BARE: bare}
         missing = {}
         for peer in peers:
-            _, server, missing[peer.name] = start(servers, peer, worker.url, Path(folder), say)
-            if server is not None:
-                found[peer.name] = server
+            started = start(servers, peer, worker.url, Path(folder), say)
+            if isinstance(started, str):
+                missing[peer.name] = started
+            else:
+                found[peer.name] = started
         contestants = [Contestant(DIRECT, worker, None)]
         for name, server in found.items():
             share = 10 if name == "litellm" else 1  # by far the slowest
@@ -293,7 +295,7 @@ async def run(
     missing |= {each.name: each.failure for each in contestants if each.failure}
     renders, asked = (after[name] - before[name] for name in ("seamark_renders_total", "seamark_requests_total"))
     lasting = {each.name: each.batches for each in contestants if not each.failure}
-    return Report(lasting, {name: why for name, why in missing.items() if why}, renders, asked)
+    return Report(lasting, missing, renders, asked)
 
 
 def verdicts(report: Report, beside_router: bool) -> list[str]:

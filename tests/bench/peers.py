@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,14 +30,6 @@ class Peer(NamedTuple):
     config: str = ""  # of {worker}
     environment: Mapping[str, str] = {}
     health: str = "/health"  # answers 200 once it serves
-
-
-class Started(NamedTuple):
-    """A peer that serves, or why it does not."""
-
-    peer: Peer
-    server: Server | None
-    failure: str = ""
 
 
 VLLM_ROUTER = "vllm-router"
@@ -69,8 +61,8 @@ PEERS = (
 )
 
 
-def start(servers: Servers, peer: Peer, worker: str, folder: Path, say: Callable[[str], None]) -> Started:
-    """Install a peer if need be, and start it before the worker at that URL. A failure is returned, not raised."""
+def start(servers: Servers, peer: Peer, worker: str, folder: Path, say: Callable[[str], None]) -> Server | str:
+    """Install a peer if need be, and start it before the worker at that URL; or why that failed."""
     try:
         scripts = environment_of(peer, say) / "bin"
         config, port = folder / f"{peer.name}.yaml", free_port()
@@ -81,8 +73,8 @@ def start(servers: Servers, peer: Peer, worker: str, folder: Path, say: Callable
         server.wait_until_ready(peer.health, 90.0)
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         say(f"{peer.name} is left out: {error}")
-        return Started(peer, None, str(error).splitlines()[0])
-    return Started(peer, server)
+        return str(error).splitlines()[0]
+    return server
 
 
 def environment_of(peer: Peer, say: Callable[[str], None]) -> Path:
@@ -92,18 +84,11 @@ def environment_of(peer: Peer, say: Callable[[str], None]) -> Path:
     done = folder / "installed"
     if not done.exists():
         say(f"installing {peer.package} in {folder}")
-        _run([sys.executable, "-m", "venv", "--clear", str(folder)])
-        python = str(folder / "bin" / "python")
-        _run([python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", peer.package])
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        install = [str(folder / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+        subprocess.run([*install, peer.package], check=True, timeout=900.0)
         done.touch()
     return folder
-
-
-def _run(command: Sequence[str]) -> None:
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900.0)
-    if ended.returncode:
-        last = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:]
-        raise RuntimeError(f"{' '.join(command[1:3])} ended with {ended.returncode}: {' '.join(last)}")
 
 
 def start_bare(servers: Servers, url: str) -> Server:

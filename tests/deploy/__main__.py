@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 from proxy.commands import setup
 from tests.deploy import tools
-from tests.deploy.compose_files import EVERY_WAY, OF_THE_USER, example_environment
-from tests.deploy.tools import Engine, compose, run, wait_for
+from tests.deploy.compose_files import EVERY_WAY, OF_THE_USER, example
+from tests.deploy.tools import Engine, compose, run
+from tests.harness.waiting import wait_for
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -107,11 +108,13 @@ def tell(engine: Engine, project: Path, tar: Path) -> None:
     deploy = project / "deploy"
     (deploy / ".env").write_text((deploy / ".env.example").read_text())
 
+    everything = example() | OF_THE_USER  # so that all of it is interpolated
+    everything = {name: value for name, value in everything.items() if value and not name.startswith("COMPOSE_")}
     for files in EVERY_WAY:
         words = ["docker", "compose", "--project-directory", deploy]
         words += [word for file in files for word in ("--file", deploy / file)]
         # A profile that is not named goes unchecked.
-        compose(engine, words, example_environment())("--profile", "*", "config", "--quiet")
+        compose(engine, words, everything)("--profile", "*", "config", "--quiet")
     say(f"compose takes all {len(EVERY_WAY)} sets of files, with every profile")
 
     for name, answers in SETUP.items():
@@ -140,12 +143,12 @@ def tell(engine: Engine, project: Path, tar: Path) -> None:
     stack("up", "--detach", "--no-build", "worker", "gateway", "redis", "prometheus")  # all but Grafana
     try:
         _the_gateway_does_not_wait_for_the_worker()
-        wait_for("a worker is ready", 1200, lambda: ask(f"{GATEWAY}/ready").status == 200)
+        wait_for(lambda: ask(f"{GATEWAY}/ready").status == 200, 1200)
         _containers_are_as_confined_as_they_say(stack)
         cached = _the_second_chat_hits()
         _the_live_page_shows_it()
         _prometheus_sees_it(cached)
-        wait_for("all are healthy", 300, lambda: _unhealthy(stack) == [])
+        wait_for(lambda: _unhealthy(stack) == [], 300)
     except BaseException:
         print(stack("logs", "--no-color", "--tail", "40"), flush=True)
         raise
@@ -237,7 +240,7 @@ def _the_mod_installs_into_a_plain_container(engine: Engine, project: Path) -> N
 
 
 def _the_gateway_does_not_wait_for_the_worker() -> None:
-    wait_for("the gateway's own health", 120, lambda: ask(f"{GATEWAY}/health").status == 200)
+    wait_for(lambda: ask(f"{GATEWAY}/health").status == 200)
     early = chat("Is anybody there?")
     assert early.status == 503 and "retry-after" in early.headers, f"before the worker was ready: {early}"
     say("before a worker is ready: the gateway is healthy, /v1 answers 503 with Retry-After")
@@ -299,7 +302,8 @@ def _prometheus_sees_it(cached: int) -> None:
         "seamark_engine_patched",
         "seamark_redis_up",
     ):
-        seen[query] = wait_for(f"Prometheus has {query} > 0", 60, lambda query=query: _value(query))
+        wait_for(lambda query=query: _value(query) > 0, 60)
+        seen[query] = _value(query)
     counted = seen["sum(seamark_cached_tokens_total)"]
     assert counted == cached, f"counted {counted} tokens from the cache, and the answers say {cached}"
     say(f"Prometheus sees gateway and worker: {seen}")
@@ -378,7 +382,7 @@ def main(arguments: list[str]) -> int:
     except tools.Unavailable as error:
         say(f"no container engine here, nothing was tested: {error}")
         return 2
-    except (AssertionError, tools.Failed) as error:
+    except (AssertionError, TimeoutError, tools.Failed) as error:
         say(f"WRONG: {error}")
         return 1
 

@@ -215,16 +215,6 @@ def within_namespaces(module: str, arguments: Sequence[str], environment: Mappin
     return subprocess.run([*spaces, sys.executable, "-m", module, *arguments], env=dict(environment)).returncode
 
 
-def wait_for(what: str, seconds: float, look: Callable[[], object]) -> object:
-    """The first answer of `look` that is true. Raises `AssertionError` naming `what` after `seconds`."""
-    end = time.monotonic() + seconds
-    while True:
-        if found := look():
-            return found
-        assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
-        time.sleep(0.3)
-
-
 class Engine:
     """A dockerd and its client. Only inside the namespaces of `within_namespaces`."""
 

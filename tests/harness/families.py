@@ -115,9 +115,7 @@ def _top_level(tree: ast.Module | ast.If) -> Iterator[ast.AST]:
             yield node
 
 
-@cache
-def _read(name: str, file: Path) -> Module:
-    return Module(name, file)
+_read = cache(Module)
 
 
 class Source:

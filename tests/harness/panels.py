@@ -286,8 +286,7 @@ async def _compared(client: httpx.AsyncClient, url: str, number: int) -> None:
 async def _with_a_key(client: httpx.AsyncClient, url: str, number: int) -> None:
     for question in ("High tide?", "Low tide?"):
         messages = _messages(f"With a key {number}. {prose(200, 970 + number)}", question)
-        body = {"model": MODEL_NAME, "max_tokens": 2, "messages": messages}
-        (await client.post(url + CHAT, json=body, headers=bearer(KEY))).raise_for_status()
+        await _send(client, url, {"messages": messages}, bearer(KEY))
 
 
 async def _stored(client: httpx.AsyncClient, rig: Rig, number: int) -> None:
@@ -318,6 +317,6 @@ async def _chat(client: httpx.AsyncClient, url: str, system: str, question: str,
     await _send(client, url, {"messages": _messages(system, question), **fields})
 
 
-async def _send(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> None:
+async def _send(client: httpx.AsyncClient, url: str, body: Mapping[str, Any], headers: Mapping[str, str] = {}) -> None:
     body = {"model": MODEL_NAME, "max_tokens": 2, "temperature": 0, "ignore_eos": True, **body}
-    (await client.post(url + CHAT, json=body)).raise_for_status()
+    (await client.post(url + CHAT, json=body, headers=dict(headers))).raise_for_status()

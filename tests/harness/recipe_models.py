@@ -7,6 +7,7 @@ was not found a comment says what stands in for it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -219,19 +220,7 @@ SUPER = PUBLISHED["nemotron-3-super-120b"].config
 NANO = PUBLISHED["nemotron-3-nano-30b"].config
 
 ULTRA_ATTENTION = (7, 14, 23, 32, 39, 48, 57, 64, 73, 82, 89, 98)  # of 108 layers
-
-
-def _ultra_layers() -> list[str]:
-    """Mamba2 and experts take turns, and attention stands between them."""
-    kinds, turn = [], 0
-    for layer in range(108):
-        if layer in ULTRA_ATTENTION:
-            kinds.append("attention")
-        else:
-            kinds.append(("mamba", "moe")[turn % 2])
-            turn += 1
-    return kinds
-
+_TURNS = itertools.cycle(("mamba", "moe"))
 
 # What a model's folder holds besides: transformers does not know Ling's config, and vLLM has a class of it.
 BESIDE_CONFIG = {
@@ -304,7 +293,7 @@ MODELS: Mapping[str, Config] = {
         "hidden_size": 8192,
         "num_attention_heads": 64,
         "mamba_num_heads": 256,
-        "layers_block_type": _ultra_layers(),
+        "layers_block_type": ["attention" if layer in ULTRA_ATTENTION else next(_TURNS) for layer in range(108)],
         "num_nextn_predict_layers": 1,
         "mtp_hybrid_override_pattern": "*E",
     },
@@ -373,7 +362,7 @@ HEADS: Mapping[str, Config] = {
 
 def write_models(folder: Path, names: Collection[str | None]) -> None:
     """A folder for each of these models and draft heads, with its config and no weights."""
-    for name, config in {**MODELS, **HEADS}.items():
+    for name, config in {**MODELS, **HEADS, **{name: each.config for name, each in PUBLISHED.items()}}.items():
         if name in names:
             (folder / name).mkdir()
             (folder / name / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **config}))
@@ -422,16 +411,11 @@ print(json.dumps(costs))
 def explained() -> dict[str, Explained]:
     """By model. Raises `subprocess.CalledProcessError`."""
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "seamark"}
-    wanted = []
     with tempfile.TemporaryDirectory(prefix="seamark-published-") as folder:
-        for name, model in PUBLISHED.items():
-            (Path(folder) / name).mkdir()
-            (Path(folder) / name / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"} | model.config))
-            wanted.append([str(Path(folder) / name), *model.flags])
+        write_models(Path(folder), PUBLISHED)
+        asked = json.dumps([[f"{folder}/{name}", *model.flags] for name, model in PUBLISHED.items()])
         command = [sys.executable, "-c", IN_A_PROCESS]
-        done = subprocess.run(
-            command, input=json.dumps(wanted), env=environment, stdout=subprocess.PIPE, text=True, check=True
-        )
+        done = subprocess.run(command, input=asked, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     answers = json.loads(done.stdout.splitlines()[-1])
     return {
         Path(path).name: Explained(
