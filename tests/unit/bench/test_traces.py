@@ -8,7 +8,6 @@ from statistics import median
 
 import pytest
 
-from tests.bench.__main__ import benchmarks
 from tests.bench.traces import formats
 from tests.bench.traces.__main__ import hint_of, main, profile_from
 from tests.bench.traces.formats import BLOCK, BadTrace, Place, TraceRequest, of_mooncake, read, records, synthetic
@@ -155,8 +154,3 @@ def test_a_profile_comes_from_a_file_and_a_wrong_one_is_refused(tmp_path, capsys
         with pytest.raises(SystemExit, match="2"):
             main(["--profile", str(path)])
         assert "a JSON object of positive numbers, of pass_seconds," in capsys.readouterr().err
-
-
-def test_the_list_of_benchmarks_names_packages_beside_modules():
-    found = benchmarks()
-    assert found["traces"].startswith("a trace replayed") and "soak" in found
