@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import httpx
 
-from proxy.bench.harness import exact
 from proxy.bench.harness.client import Left, TimedAnswer, open_client, send
 from proxy.bench.harness.counters import samples_of
+from proxy.bench.harness.exact import FLOAT32, Difference, compare
 from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
 from tests.bench.traffic import Request, Traffic
 
@@ -210,7 +210,7 @@ async def judge_all(driven: Sequence[Driven], reference: str) -> list[Soak]:
 def judge(driven: Driven, rights: Mapping[str, TimedAnswer]) -> Soak:
     """Add up what happened to the requests of each kind; `rights` are the reference's answers by question."""
     differing: list[str] = []
-    everything: list[exact.Difference] = []
+    everything: list[Difference] = []
     lines: dict[str, KindLine] = {}
     for outcome in driven.outcomes:
         line, result = lines.setdefault(outcome.request.kind, KindLine(outcome.request.kind)), outcome.result
@@ -225,19 +225,17 @@ def judge(driven: Driven, rights: Mapping[str, TimedAnswer]) -> Soak:
         if not outcome.is_judged:
             continue
         wanted = rights[outcome.request.question]
-        difference = exact.compare(result, wanted)
+        difference = compare(result, wanted)
         if len(result.steps) < len(wanted.steps):
-            difference = exact.Difference(len(result.steps), difference.largest_error)
+            difference = Difference(len(result.steps), difference.largest_error)
         everything.append(difference)
         line.judged += 1
         line.largest_error = max(line.largest_error, difference.largest_error)
-        if not exact.FLOAT32.accepts(difference):
+        if not FLOAT32.accepts(difference):
             line.differing += 1
             differing.append(f"{_in_words(outcome)}: {difference}")
-    if not differing and not exact.FLOAT32.accepts_all(everything):
-        differing.append(
-            f"more than {exact.FLOAT32.share:.0%} of {len(everything)} answers took the other side of a tie"
-        )
+    if not differing and not FLOAT32.accepts_all(everything):
+        differing.append(f"more than {FLOAT32.share:.0%} of {len(everything)} answers took the other side of a tie")
     return Soak(driven, [lines[kind] for kind in sorted(lines)], complaints(driven, differing))
 
 
