@@ -1,6 +1,7 @@
 """`python -m tests.bench.attacks`: honest streams through one gateway, without attackers and beside attackers.
 
-The attackers have a core of their own, so that what they take of the gateway's is what the gateway gives them. Exit
+The attackers have a process and a core of their own, so that what they take of the gateway's is what the gateway gives
+them: all send one kind after the other, each for `SLOT_SECONDS`, but for every fourth, who mixes them. Exit
 status 1 when an honest request fails that would not fail without them, a page or a stream waits too long, memory grows
 past what the settings allow, or connections stay open.
 """
@@ -9,33 +10,36 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
+import os
+import random
 import re
-import statistics
 import sys
 import tempfile
 import time
 from array import array
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import uvloop
 
 from proxy.bench.harness.servers import Server, Servers, narrator
 from proxy.settings import Settings
-from tests.bench.attackers import KINDS
+from tests.bench import fuzz_framing
 from tests.bench.soak import bad_lines, resident_bytes
 from tests.harness.leaving_clients import open_files
-from tests.harness.load import CHAT
 from tests.harness.mock_worker import FRAMES_FIELD, MODEL, STEP_FIELD, mock_worker
 from tests.harness.raw_http import Connection, Cut, request
 
 ATTACKERS, STREAMS, SECONDS, QUIET_SECONDS = 16, 64, 1800.0, 60.0
 
 STEP_MS, FRAMES = 50, 100  # of an honest stream
-
-HEALTH_INTERVAL = 0.05
 
 HEALTH_P99, STREAM_GAP = 0.1, 0.25  # seconds, at most
 
@@ -62,6 +66,144 @@ open before, and once all clients have left. Three of four attackers send one ki
 kind in its own time."""
 
 
+CHAT = "/v1/chat/completions"
+
+SLOT_SECONDS = 5.0  # or less, so that each kind has its turn
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\n"
+
+
+class Attack(NamedTuple):
+    """What is written, and what is done then."""
+
+    data: bytes
+    reads: bool = True  # waits for the answer's first bytes; if not, the connection is left open, unread
+    leaves: bool = False  # closes at once
+
+
+def _post(body: bytes, path: str = CHAT) -> bytes:
+    return request("POST", path, {"content-type": "application/json"}, body)
+
+
+def _chat(text: object, times: int = 1, **fields: object) -> bytes:
+    return _post(
+        json.dumps({"model": MODEL, "messages": [{"role": "user", "content": text}] * times, **fields}).encode()
+    )
+
+
+def _padded(start: bytes, item: bytes, end: bytes, size: int) -> Attack:
+    return Attack(_post(start + b",".join([item] * (size // (len(item) + 1))) + end))
+
+
+_MESSAGES = b'{"model":"%b","messages":[' % MODEL.encode()
+
+_LONG_TEXT = _padded(_MESSAGES + b'{"role":"user","content":"', b"x" * 999, b'"}]}', 2**20)
+
+# What is the same each time.
+_SAME = {
+    "empty messages, 1 MiB": _padded(_MESSAGES, b"{}", b"]}", 2**20),
+    "parts, 8 MiB": _padded(
+        _MESSAGES + b'{"role":"user","content":[', b'{"type":"text","text":""}', b"]}]}", 8 * 2**20
+    ),
+    "brackets, 40 MiB": _padded(_MESSAGES, b"[]", b"]}", 40 * 2**20),
+    "fields, 4 MiB": _padded(_MESSAGES + b"],", b'"a":1', b"}", 4 * 2**20),
+    "deep": Attack(_post(b'{"model":' + b"[" * 500_000)),
+    "long text, 1 MiB": _LONG_TEXT,
+    "100,000 token ids": Attack(
+        _post(json.dumps({"model": MODEL, "prompt": [1] * 100_000}).encode(), "/v1/completions")
+    ),
+    "unread stream": Attack(_chat("Tide?", stream=True, **{STEP_FIELD: 1, FRAMES_FIELD: 100_000}), reads=False),
+    "slow head": Attack(HEAD, reads=False),
+    "slow body": Attack(HEAD + b"content-length: 100\r\n\r\n{", reads=False),
+    "answered before its body": Attack(b"GET /v1/x HTTP/1.1\r\ncontent-length: 9\r\n\r\n1", reads=False),
+    "malformed chunk": Attack(HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n"),
+    "too long": Attack(HEAD + b"content-length: 99999999999\r\nexpect: 100-continue\r\n\r\n"),
+    "connection fields, 58 kB": Attack(HEAD + b"connection: a,b,c\r\n" * 3000 + b"\r\n"),
+    "long query": Attack(request("GET", "/v1/x?" + "q" * 9000, {})),
+    "upgrade": Attack(request("POST", CHAT, {"connection": "upgrade", "upgrade": "h2c"}, fuzz_framing.inner("hidden"))),
+    "pipelined": Attack(request("GET", "/v1/x", {}) * 200),
+}
+
+
+def _marked(number: int) -> bytes:
+    return _chat([{"type": "text", "text": f"{number} " * 600, "cache_control": {"type": "ephemeral"}}] * 8)
+
+
+# What is new each time, by a number that nobody else has.
+_FRESH: dict[str, Callable[[random.Random, int], Attack]] = {
+    "5,000 messages": lambda rng, number: Attack(_chat(f"{number}", 5000)),
+    "8 marks in a fresh head": lambda rng, number: Attack(_marked(number)),
+    "fresh settings": lambda rng, number: Attack(_chat("Tide?", chat_template_kwargs={f"mode{number}": True})),
+    "fresh template": lambda rng, number: Attack(
+        _chat("Tide?", chat_template=f"{{{{ messages[0].content }}}}{number}")
+    ),
+    "framing": lambda rng, number: Attack(rng.choice(list(fuzz_framing.ambiguous(f"a{number}").values()))),
+    "odd": lambda rng, number: Attack(fuzz_framing.odd(rng, f"a{number}")),
+    "left in the middle": lambda rng, number: Attack(_LONG_TEXT.data[: rng.randrange(100, 2**20)], leaves=True),
+}
+
+KINDS = (*_SAME, *_FRESH)
+
+
+class Attackers:
+    def __init__(self, url: str, seconds: float) -> None:
+        at = urlsplit(url)
+        self._address = at.hostname, at.port
+        self._began = time.monotonic()
+        self._until = self._began + seconds
+        self._slot = min(SLOT_SECONDS, seconds / len(KINDS))
+        self._serial: Iterator[int] = itertools.count()
+        self._open: deque[asyncio.StreamWriter] = deque()
+        self.sent: Counter[str] = Counter()
+
+    async def run(self, number: int) -> None:
+        rng = random.Random(number)
+        for turn in itertools.count(number):
+            if (now := time.monotonic()) >= self._until:
+                return
+            if number % 4:
+                turn = int((now - self._began) / self._slot)
+            name = KINDS[turn % len(KINDS)]
+            made = _SAME[name] if name in _SAME else _FRESH[name](rng, next(self._serial))
+            try:
+                async with asyncio.timeout(5.0):  # then the attacker goes on
+                    await self._attack(made)
+            except (OSError, TimeoutError):
+                pass
+            self.sent[name] += 1
+
+    async def _attack(self, attack: Attack) -> None:
+        reader, writer = await asyncio.open_connection(*self._address)
+        kept = False
+        try:
+            writer.write(attack.data)
+            await writer.drain()
+            if attack.leaves:
+                return
+            if attack.reads:
+                await reader.read(2**16)
+                return
+            kept = True
+            self._open.append(writer)
+            if len(self._open) > 100:  # the oldest is closed for a new one
+                self._open.popleft().transport.abort()
+        finally:
+            if not kept:
+                writer.transport.abort()
+
+    def close(self) -> None:
+        for writer in self._open:
+            writer.transport.abort()
+
+
+async def attack(url: str, attackers: int, seconds: float) -> Mapping[str, int]:
+    """How often each kind was sent."""
+    all_of_them = Attackers(url, seconds)
+    await asyncio.gather(*(all_of_them.run(number) for number in range(attackers)))
+    all_of_them.close()
+    return {name: all_of_them.sent[name] for name in KINDS}
+
+
 @dataclass(frozen=True)
 class Run:
     """Honest clients, beside so many attackers; times in seconds, memory in bytes."""
@@ -73,9 +215,7 @@ class Run:
     frames: int
     late_p99: float
     late_most: float
-    health_p50: float
     health_p99: float
-    health_most: float
     health_failed: int
     memory_most: int
     files_before: int
@@ -138,7 +278,7 @@ async def ask_health(gateway: Server, until: float, took: list[float]) -> int:
             connection = await Connection.open(gateway)
         else:
             took.append(time.perf_counter() - began)
-        await asyncio.sleep(HEALTH_INTERVAL)
+        await asyncio.sleep(0.05)
     connection.close()
     return failed
 
@@ -164,7 +304,7 @@ async def run(servers: Servers, attackers: int, seconds: float) -> Run:
     sent: Mapping[str, int] = {}
     process = None
     if attackers:
-        command = [sys.executable, "-m", "tests.bench.attackers", gateway.url, str(attackers), str(seconds)]
+        command = [sys.executable, "-m", "tests.bench.attacks", "--at", gateway.url, str(attackers), str(seconds)]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         health_failed, *_ = await asyncio.gather(ask_health(gateway, until, took), *parts)
@@ -185,9 +325,7 @@ async def run(servers: Servers, attackers: int, seconds: float) -> Run:
         len(late),
         share(late, 0.99) / 1e9,
         share(late, 1.0) / 1e9,
-        statistics.median(took) if took else math.inf,
         share(took, 0.99),
-        share(took, 1.0),
         health_failed,
         max(memory),
         before,
@@ -234,11 +372,10 @@ def render(quiet: Run, beside: Run, wrongs: Sequence[str]) -> str:
     """Both runs side by side, and the verdict."""
     lines = []
     for each in (quiet, beside):
-        late, most = 1000 * each.late_p99, 1000 * each.late_most
-        health = [1000 * seconds for seconds in (each.health_p50, each.health_p99, each.health_most)]
+        late, most, health = (1000 * seconds for seconds in (each.late_p99, each.late_most, each.health_p99))
         lines += [
             f"{each.attackers} attackers: {each.failed} of {each.streams} streams failed; frames late p99 {late:.1f},",
-            f"  most {most:.0f} ms; health p50 {health[0]:.1f}, p99 {health[1]:.1f}, most {health[2]:.0f}; memory "
+            f"  most {most:.0f} ms; health p99 {health:.1f}; memory "
             f"{each.memory_most / 2**20:.0f} MiB; files {each.files_before} -> {each.files_after}",
         ]
     rates = {kind: count * len(KINDS) / beside.seconds for kind, count in beside.attacks.items()}
@@ -247,6 +384,10 @@ def render(quiet: Run, beside: Run, wrongs: Sequence[str]) -> str:
 
 
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["--at"]:  # the attackers' own process
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        print(json.dumps(uvloop.run(attack(argv[1], int(argv[2]), float(argv[3])))))
+        return 0
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.attacks", description="honest clients beside attackers"
     )

@@ -7,17 +7,21 @@ question of their own, so Seamark finds the boundaries in its memory, sends them
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
 import math
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
+import httptools
 import uvloop
 
 from proxy.bench.harness.client import open_client
@@ -27,22 +31,9 @@ from proxy.bench.harness.ratios import Pair, Spread, spread
 from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.peers import PEERS, VLLM_ROUTER, Peer, start, start_bare
 from tests.harness.cpu_time import CpuTime
-from tests.harness.load import connect, request, send_all
 from tests.harness.mock_worker import MODEL, mock_worker
 
 REQUESTS, ROUNDS = 400, 5
-
-LARGE_SHARE = 4  # of large chats only that part of the requests is sent
-
-SLOW_SHARE = 10  # and to the slowest peer
-
-SLOW = "litellm"
-
-WARM_UP = 20  # requests of each kind
-
-HISTORY = 20  # messages of a large chat behind its system prompt
-
-BYTES_PER_WORD = 6
 
 DIRECT, SEAMARK = "direct", "seamark"
 
@@ -63,6 +54,85 @@ CPU: microseconds of all the gateway's processes for a request, user and system;
 Latencies: what the gateway adds to a round's p50, p99 and median first byte, medians of the rounds (direct: the
 worker's own, in brackets). over vllm-router: CPU time, median of the rounds' ratios. One worker that computes nothing;
 streams have 64 chunks, each written on its own. Both routers run their default, cache-aware policy."""
+
+
+class Sample(NamedTuple):
+    """One answered request; seconds since it was sent."""
+
+    first: float  # to the first byte of the body
+    last: float  # to the end
+
+
+class Client(asyncio.Protocol):
+    """One connection. `await ask(...)`, one at a time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._waiting: asyncio.Future[Sample] | None = None
+
+    def ask(self, request: bytes) -> asyncio.Future[Sample]:
+        """Send a whole HTTP request. Fails with `RuntimeError` where the answer is not a 200 or breaks off."""
+        self._parser = httptools.HttpResponseParser(self)
+        self._waiting = asyncio.get_running_loop().create_future()
+        self._first = 0.0
+        self._text: list[bytes] = []
+        self._sent = time.perf_counter()
+        self._transport.write(request)
+        return self._waiting
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_body(self, part: bytes) -> None:
+        if not self._first:
+            self._first = time.perf_counter()
+        if self._parser.get_status_code() != 200:
+            self._text.append(part)
+
+    def on_message_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if self._waiting is None or self._waiting.done():
+            return
+        if status != 200:
+            self._waiting.set_exception(RuntimeError(f"{status} {b''.join(self._text)[:500].decode(errors='replace')}"))
+            return
+        last = time.perf_counter()
+        self._waiting.set_result(Sample((self._first or last) - self._sent, last - self._sent))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(RuntimeError(f"the connection broke off: {error}"))
+
+    def close(self) -> None:
+        """End the connection."""
+        self._transport.close()
+
+
+async def connect(url: str) -> Client:
+    """A connection to the server at `url`; asyncio and uvloop both send at once, without Nagle's delay."""
+    at = urlsplit(url)
+    _, client = await asyncio.get_running_loop().create_connection(Client, at.hostname, at.port)
+    return client
+
+
+def request(url: str, body: bytes) -> bytes:
+    """A chat as it goes over the wire."""
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\naccept: application/json\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def send_all(clients: Sequence[Client], requests: Sequence[bytes]) -> list[Sample]:
+    """Every request once, each client taking the next when it has its answer."""
+    left: Iterator[bytes] = iter(requests)
+
+    async def work(client: Client) -> list[Sample]:
+        return [await asyncio.wait_for(client.ask(request), 120.0) for request in left]
+
+    done = await asyncio.gather(*map(work, clients))
+    return [sample for samples in done for sample in samples]
 
 
 class Case(NamedTuple):
@@ -155,8 +225,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def chats(case: Case) -> Iterator[bytes]:
     """Bodies of about the case's size, alike but for their last question, for ever."""
-    parts = 1 if case.size == SMALL else HISTORY + 1
-    words = (case.size - 150) // parts // BYTES_PER_WORD
+    parts = 1 if case.size == SMALL else 21  # its system prompt and a history
+    words = (case.size - 150) // parts // 6  # bytes a word
     texts = [prose(words, seed=case.size + part) for part in range(parts)]
     messages = [{"role": "system", "content": texts[0]}]
     messages += [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts[1:])]
@@ -176,12 +246,12 @@ async def compare(
     for number in range(-1, rounds):  # the first warms up
         say("warming up" if number < 0 else f"round {number + 1} of {rounds}")
         for case in cases:
-            wanted = requests // (1 if case.size == SMALL else LARGE_SHARE)
+            wanted = requests // (1 if case.size == SMALL else 4)
             turn = max(number, 0) % len(contestants)
             for contestant in [*contestants[turn:], *contestants[:turn]]:
                 if contestant.failure:
                     continue
-                count = WARM_UP if number < 0 else max(1, wanted // contestant.share)
+                count = 20 if number < 0 else max(1, wanted // contestant.share)  # to warm up
                 taken = list(itertools.islice(bodies[case], case.clients + max(count, case.clients)))
                 try:
                     batch = await contestant.measure(case, taken)
@@ -209,12 +279,14 @@ async def run(
         found = {SEAMARK: gateway, BARE: bare}
         missing = {}
         for peer in peers:
-            _, server, missing[peer.name] = start(servers, peer, worker.url, Path(folder), say)
-            if server is not None:
-                found[peer.name] = server
+            started = start(servers, peer, worker.url, Path(folder), say)
+            if isinstance(started, str):
+                missing[peer.name] = started
+            else:
+                found[peer.name] = started
         contestants = [Contestant(DIRECT, worker, None)]
         for name, server in found.items():
-            share = SLOW_SHARE if name == SLOW else 1
+            share = 10 if name == "litellm" else 1  # by far the slowest
             contestants.append(Contestant(name, server, CpuTime(server.process.pid), share))
         async with open_client(30) as client:
             before = await samples_of(client, gateway)
@@ -223,7 +295,7 @@ async def run(
     missing |= {each.name: each.failure for each in contestants if each.failure}
     renders, asked = (after[name] - before[name] for name in ("seamark_renders_total", "seamark_requests_total"))
     lasting = {each.name: each.batches for each in contestants if not each.failure}
-    return Report(lasting, {name: why for name, why in missing.items() if why}, renders, asked)
+    return Report(lasting, missing, renders, asked)
 
 
 def verdicts(report: Report, beside_router: bool) -> list[str]:

@@ -8,17 +8,17 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+import aiohttp
+import uvloop
+from aiohttp import web
 
 from proxy.bench.harness.servers import CACHE, Server, Servers
 from proxy.commands.render_server import free_port
 from tests.harness.mock_worker import MODEL
-
-INSTALL_SECONDS = 900.0
-
-START_SECONDS = 90.0
 
 
 class Peer(NamedTuple):
@@ -30,14 +30,6 @@ class Peer(NamedTuple):
     config: str = ""  # of {worker}
     environment: Mapping[str, str] = {}
     health: str = "/health"  # answers 200 once it serves
-
-
-class Started(NamedTuple):
-    """A peer that serves, or why it does not."""
-
-    peer: Peer
-    server: Server | None
-    failure: str = ""
 
 
 VLLM_ROUTER = "vllm-router"
@@ -69,8 +61,8 @@ PEERS = (
 )
 
 
-def start(servers: Servers, peer: Peer, worker: str, folder: Path, say: Callable[[str], None]) -> Started:
-    """Install a peer if need be, and start it before the worker at that URL. A failure is returned, not raised."""
+def start(servers: Servers, peer: Peer, worker: str, folder: Path, say: Callable[[str], None]) -> Server | str:
+    """Install a peer if need be, and start it before the worker at that URL; or why that failed."""
     try:
         scripts = environment_of(peer, say) / "bin"
         config, port = folder / f"{peer.name}.yaml", free_port()
@@ -78,11 +70,11 @@ def start(servers: Servers, peer: Peer, worker: str, folder: Path, say: Callable
         command = peer.command.format(port=port, metrics=free_port(), worker=worker, config=config)
         script, *arguments = command.split()
         server = servers.start(peer.name, port, [str(scripts / script), *arguments], peer.environment)
-        server.wait_until_ready(peer.health, START_SECONDS)
+        server.wait_until_ready(peer.health, 90.0)
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         say(f"{peer.name} is left out: {error}")
-        return Started(peer, None, str(error).splitlines()[0])
-    return Started(peer, server)
+        return str(error).splitlines()[0]
+    return server
 
 
 def environment_of(peer: Peer, say: Callable[[str], None]) -> Path:
@@ -92,21 +84,42 @@ def environment_of(peer: Peer, say: Callable[[str], None]) -> Path:
     done = folder / "installed"
     if not done.exists():
         say(f"installing {peer.package} in {folder}")
-        _run([sys.executable, "-m", "venv", "--clear", str(folder)])
-        python = str(folder / "bin" / "python")
-        _run([python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", peer.package])
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        install = [str(folder / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+        subprocess.run([*install, peer.package], check=True, timeout=900.0)
         done.touch()
     return folder
 
 
-def _run(command: Sequence[str]) -> None:
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
-    if ended.returncode:
-        last = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:]
-        raise RuntimeError(f"{' '.join(command[1:3])} ended with {ended.returncode}: {' '.join(last)}")
-
-
 def start_bare(servers: Servers, url: str) -> Server:
-    """A proxy before the worker at `url` that does nothing but pass on; it answers `/health`."""
+    """`bare_proxy` before the worker at `url`."""
     port = free_port()
-    return servers.start("bare", port, [sys.executable, "-m", "tests.bench.bare_proxy", str(port), url], {})
+    return servers.start("bare", port, [sys.executable, "-m", "tests.bench.peers", str(port), url], {})
+
+
+async def bare_proxy(worker: str) -> web.Application:
+    """Does nothing but pass on, in aiohttp: what any gateway in Python takes. It answers `/health` itself."""
+    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False)
+
+    async def pass_on(request: web.Request) -> web.StreamResponse:
+        headers = {"content-type": "application/json"}
+        async with session.post(worker + request.path_qs, data=await request.read(), headers=headers) as answer:
+            response = web.StreamResponse(status=answer.status, headers={"content-type": answer.content_type})
+            await response.prepare(request)
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
+            await response.write_eof()
+            return response
+
+    async def taken(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response()
+
+    app = web.Application(client_max_size=2**26)
+    app.add_routes([web.get("/health", taken), web.post("/{path:.*}", pass_on)])
+    return app
+
+
+if __name__ == "__main__":
+    uvloop.install()
+    web.run_app(bare_proxy(sys.argv[2]), host="127.0.0.1", port=int(sys.argv[1]), access_log=None)

@@ -22,15 +22,11 @@ from typing import NamedTuple
 
 import httpx
 
-from proxy.bench.harness import exact
 from proxy.bench.harness.client import Left, TimedAnswer, open_client, send
 from proxy.bench.harness.counters import samples_of
-from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Server, Servers, generated_model, narrator
+from proxy.bench.harness.exact import FLOAT32, Difference, compare
+from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
 from tests.bench.traffic import Request, Traffic
-
-SHOWN = 5  # failures, differences and log lines that are repeated in full
-
-TIGHT_FLAGS = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
 
 # More than an engine runs at once, so that requests wait, and are left while they wait.
 PARALLEL = 12
@@ -193,7 +189,7 @@ def bad_lines(server: Server, offset: int) -> list[str]:
     return [f"{server.name}: {line}" for line in lines if _BAD_LINE.search(line)]
 
 
-async def judge_all(driven: Sequence[Driven], reference: str, rule: exact.Rule = exact.FLOAT32) -> list[Soak]:
+async def judge_all(driven: Sequence[Driven], reference: str) -> list[Soak]:
     """Compare the judged answers with the reference engine's, asked once for each distinct question."""
     outcomes = [outcome for each in driven for outcome in each.outcomes if outcome.is_judged]
     questions = {outcome.request.question: outcome.request for outcome in outcomes}
@@ -208,13 +204,13 @@ async def judge_all(driven: Sequence[Driven], reference: str, rule: exact.Rule =
 
         answers = await asyncio.gather(*map(right, questions.values()))
     rights = dict(zip(questions, answers, strict=True))
-    return [judge(each, rights, rule) for each in driven]
+    return [judge(each, rights) for each in driven]
 
 
-def judge(driven: Driven, rights: Mapping[str, TimedAnswer], rule: exact.Rule = exact.FLOAT32) -> Soak:
+def judge(driven: Driven, rights: Mapping[str, TimedAnswer]) -> Soak:
     """Add up what happened to the requests of each kind; `rights` are the reference's answers by question."""
     differing: list[str] = []
-    everything: list[exact.Difference] = []
+    everything: list[Difference] = []
     lines: dict[str, KindLine] = {}
     for outcome in driven.outcomes:
         line, result = lines.setdefault(outcome.request.kind, KindLine(outcome.request.kind)), outcome.result
@@ -229,17 +225,17 @@ def judge(driven: Driven, rights: Mapping[str, TimedAnswer], rule: exact.Rule = 
         if not outcome.is_judged:
             continue
         wanted = rights[outcome.request.question]
-        difference = exact.compare(result, wanted)
+        difference = compare(result, wanted)
         if len(result.steps) < len(wanted.steps):
-            difference = exact.Difference(len(result.steps), difference.largest_error)
+            difference = Difference(len(result.steps), difference.largest_error)
         everything.append(difference)
         line.judged += 1
         line.largest_error = max(line.largest_error, difference.largest_error)
-        if not rule.accepts(difference):
+        if not FLOAT32.accepts(difference):
             line.differing += 1
             differing.append(f"{_in_words(outcome)}: {difference}")
-    if not differing and not rule.accepts_all(everything):
-        differing.append(f"more than {rule.share:.0%} of {len(everything)} answers took the other side of a tie")
+    if not differing and not FLOAT32.accepts_all(everything):
+        differing.append(f"more than {FLOAT32.share:.0%} of {len(everything)} answers took the other side of a tie")
     return Soak(driven, [lines[kind] for kind in sorted(lines)], complaints(driven, differing))
 
 
@@ -261,7 +257,7 @@ def complaints(driven: Driven, differing: Sequence[str]) -> list[str]:
     ):
         if entries:
             found.append(f"{len(entries)} {title}:")
-            found += [f"  {entry}" for entry in entries[:SHOWN]]
+            found += [f"  {entry}" for entry in entries[:5]]
     if not any(outcome.is_judged for outcome in driven.outcomes):
         found.append("no answer was judged")
     return found
@@ -286,15 +282,15 @@ def render(soak: Soak) -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.soak", description="random traffic on real engines")
     parser.add_argument("--minutes", type=float, default=30.0, help="of traffic, on two engines side by side")
-    parser.add_argument("--family", choices=MATCH_UNITS, default=NEMOTRON_H, help="of the generated model")
     parser.add_argument("--seed", type=int, default=1, help="of the stream of requests")
     args = parser.parse_args(argv)
     say = narrator()
-    model = generated_model(say, args.family)
+    model = generated_model(say)
     folder = Path(tempfile.mkdtemp(prefix="seamark-soak-"))
     with Servers(folder) as servers:
         say("starting two engines: one with room, one with 64 cache blocks and 320 tokens per step")
-        engines = {"room": servers.engine("room", model), "tight": servers.engine("tight", model, flags=TIGHT_FLAGS)}
+        tight = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "320")
+        engines = {"room": servers.engine("room", model), "tight": servers.engine("tight", model, flags=tight)}
         subjects = [Subject(name, engine, servers.gateway(engine)) for name, engine in engines.items()]
         for subject in subjects:
             subject.engine.wait_until_ready()
@@ -306,7 +302,7 @@ def main(argv: list[str]) -> int:
         say("the reference engine answers the sample")
         reference = servers.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
         reference.wait_until_ready()
-        soaks = asyncio.run(judge_all(driven, reference.url, exact.RULES[args.family]))
+        soaks = asyncio.run(judge_all(driven, reference.url))
     print("\n\n".join(map(render, soaks)))
     if any(soak.complaints for soak in soaks):
         say(f"something is wrong; the servers' logs are in {folder}")

@@ -15,25 +15,15 @@ from typing import Any
 from proxy.bench.harness.client import CHAT, COMPLETION, MIN_TOKENS, TOP_LOGPROBS, Leave
 from proxy.bench.harness.prompts import prose
 
-JUDGED = 0.3  # of the requests whose client stays
-
-LEAVING = 0.15  # of the requests that a client may leave
-
 TOKENS = range(64, 4000)  # plain words of the generated models
 
 SYSTEM_WORDS = (20, 70, 150, 400, 700)
 
 FAMILIES = (40, 163, 384, 470, 900, 1600)  # tokens of the prefixes that completions share
 
-OWN_PARTS = 12  # different own parts of a family, so that whole prompts come again
-
 CONVERSATIONS = 40
 
 TURNS = 4
-
-BURST = (5, 10)
-
-LONG_TOKENS = (1200, 3500)
 
 SALTS = (None, None, None, None, "red", "blue")  # of requests on shared text
 
@@ -128,7 +118,7 @@ class Traffic:
         """A prompt (token ids) and how many of its tokens its family shares. Some end within a token of that."""
         family = draw.choice(FAMILIES)
         prefix = random.Random(f"{self.seed} family {family}").choices(TOKENS, k=family)
-        own = random.Random(f"{self.seed} own {family} {draw.randrange(OWN_PARTS)}")
+        own = random.Random(f"{self.seed} own {family} {draw.randrange(12)}")  # so few that whole prompts come again
         length = draw.choice((1, 2, own.randint(3, 60), own.randint(60, 400)))
         return [*prefix, *own.choices(TOKENS, k=length)], family
 
@@ -153,7 +143,7 @@ class Traffic:
         """Prompts of very different lengths on one new prefix, at once."""
         prefix = draw.choices(TOKENS, k=draw.randint(30, 1000))
         requests = []
-        for _ in range(draw.randint(*BURST)):
+        for _ in range(draw.randint(5, 10)):
             prompt = [*prefix, *draw.choices(TOKENS, k=int(2 ** draw.uniform(0, 9)))]
             requests.append(self._finished(draw, COMPLETION, {"prompt": prompt, **_hint([len(prefix)])}))
         return Event(tuple(requests), at_once=True)
@@ -179,7 +169,7 @@ class Traffic:
 
     def _long(self, draw: random.Random, number: int) -> Event:
         """A prompt that nobody ever sends again: it pushes others out of the cache."""
-        prompt = draw.choices(TOKENS, k=draw.randint(*LONG_TOKENS))
+        prompt = draw.choices(TOKENS, k=draw.randint(1200, 3500))
         hint = draw.choice(({}, _hint([draw.randint(16, len(prompt))]), _hint([len(prompt)])))
         return Event((self._finished(draw, COMPLETION, {"prompt": prompt, **hint}),))
 
@@ -187,13 +177,13 @@ class Traffic:
         """A request on `body` as drawn: judged, only answered, or left by its client."""
         salt = draw.choice(SALTS)
         request = Request("", path, body if salt is None else {**body, "cache_salt": salt})
-        if draw.random() < LEAVING:
+        if draw.random() < 0.15:
             answer = {"temperature": 0, "max_tokens": draw.randint(16, 64), "ignore_eos": True, "stream": True}
             seconds, events = draw.choice((0.05, 1.5)) * draw.random(), draw.choice((1, draw.randint(2, 12)))
             leave = draw.choice((Leave(seconds=seconds), Leave(events=events)))
             return replace(request, body={**request.body, **answer}, leave=leave)
         request = replace(request, body={**request.body, "stream": draw.random() < 0.5})
-        if draw.random() < JUDGED:
+        if draw.random() < 0.3:
             return _judged(request)
         answer = {"temperature": draw.choice((0, 0.9)), "max_tokens": draw.randint(1, 12)}
         return replace(request, body={**request.body, **answer})

@@ -8,21 +8,30 @@ with 2 if a container engine cannot run.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import shutil
 import sys
 import sysconfig
 import tempfile
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tests.deploy import story, tools
-from tests.deploy.engine import Engine, machine_state, remove_cgroups, within_namespaces
+from proxy.commands import setup
+from tests.deploy import tools
+from tests.deploy.compose_files import EVERY_WAY, OF_THE_USER, example
+from tests.deploy.tools import Engine, compose, run
+from tests.harness.waiting import wait_for
 
 PROJECT = Path(__file__).resolve().parents[2]
 
 CACHE = PROJECT / ".cache" / "test-deploy"
-
-CANNOT = 2
 
 
 def say(text: str) -> None:
@@ -31,13 +40,286 @@ def say(text: str) -> None:
 
 def copy_of_project(into: Path) -> Path:
     """What git knows or would know of the project: what a clone has, and nothing of what was built in it."""
-    names = tools.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=PROJECT)
+    names = run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=PROJECT)
     for name in filter(None, names.split("\0")):
         source, target = PROJECT / name, into / name
         if source.is_file() and not source.is_symlink():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)
     return into
+
+
+GATEWAY, PAGES, PROMETHEUS = "http://127.0.0.1:8080", "http://127.0.0.1:8081", "http://127.0.0.1:9090"
+
+GATEWAY_IMAGE, WORKER_IMAGE, PLUGIN_IMAGE = "seamark-gateway", "seamark-worker-cpu", "seamark-plugin"
+
+SYSTEM = "You keep the log of a lighthouse. " * 60
+
+# Answers to `seamark setup` of which Compose's files come.
+SETUP = {
+    "cpu": ("--way", "compose", "--cpu"),
+    "one machine": ("--way", "compose", "--model", "nemotron-3-super"),
+    "own model": ("--way", "compose", "--model", "a/B"),
+    "two machines": ("--way", "compose", "--model", "a/B", "--worker", f"http://{OF_THE_USER['SECOND_SPARK']}:8000"),
+    "beside": ("--way", "compose-beside", "--worker", "http://127.0.0.1:8000"),
+}
+
+# Base images, all of one root file system, as the compose files name them.
+STAND_INS = {
+    "python:3.12-slim": "",
+    "redis:7": "",
+    "prom/prometheus:v3.5.0": (
+        'RUN mkdir /prometheus && chown 65534:65534 /prometheus\nUSER 65534\nENTRYPOINT ["/usr/bin/prometheus"]\n'
+    ),
+    # Where `stand-ins.yaml` mounts it, this Python finds vLLM.
+    "vllm-stand-in": "RUN echo /opt/vllm > /usr/lib/python3/dist-packages/vllm.pth\n",
+}
+
+
+class Answer(NamedTuple):
+    """An HTTP answer."""
+
+    status: int  # 0: no connection
+    headers: dict[str, str]
+    body: bytes
+
+
+def ask(url: str, body: Any = None) -> Answer:
+    """GET, or POST if there is a body. Any status is an answer."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return Answer(answer.status, {k.lower(): v for k, v in answer.headers.items()}, answer.read())
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, {k.lower(): v for k, v in error.headers.items()}, error.read())
+    except (OSError, urllib.error.URLError):
+        return Answer(0, {}, b"")
+
+
+def chat(question: str) -> Answer:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    asked = {"model": "generated", "messages": messages, "max_tokens": 4, "temperature": 0}
+    return ask(f"{GATEWAY}/v1/chat/completions", asked)
+
+
+def tell(engine: Engine, project: Path, tar: Path) -> None:
+    """Raises `AssertionError` at the first claim that does not hold."""
+    deploy = project / "deploy"
+    (deploy / ".env").write_text((deploy / ".env.example").read_text())
+
+    everything = example() | OF_THE_USER  # so that all of it is interpolated
+    everything = {name: value for name, value in everything.items() if value and not name.startswith("COMPOSE_")}
+    for files in EVERY_WAY:
+        words = ["docker", "compose", "--project-directory", deploy]
+        words += [word for file in files for word in ("--file", deploy / file)]
+        # A profile that is not named goes unchecked.
+        compose(engine, words, everything)("--profile", "*", "config", "--quiet")
+    say(f"compose takes all {len(EVERY_WAY)} sets of files, with every profile")
+
+    for name, answers in SETUP.items():
+        out = project.parent / "setup" / name
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert setup.main([*answers, "--source", str(project), "--out", str(out)]) == 0, name
+        compose(engine, ["sh", out / "compose.sh"])("config", "--quiet")
+    say(f"and the {len(SETUP)} that seamark setup writes")
+
+    engine.docker("import", tar, "debian-stand-in")
+    for name, lines in STAND_INS.items():
+        engine.docker("build", "--quiet", "--tag", name, "-", input=f"FROM debian-stand-in\n{lines}")
+    # By the files that setup wrote, as a user without a GPU would start it.
+    stand_ins = {"CPU_VLLM_IMAGE": "vllm-stand-in", "PIP_NO_INDEX": "1"}
+    overlay = project / "tests" / "deploy" / "stand-ins.yaml"
+    stack = compose(engine, ["sh", project.parent / "setup/cpu/compose.sh", "--file", overlay], stand_ins)
+    stack("build")
+    say("the images of the gateway and the worker are built, without a network")
+    _look_into_the_images(engine)
+    _images_of_the_wheel(engine, project)
+
+    _the_mod_installs_into_a_plain_container(engine, project)
+    say("the mod for spark-vllm-docker installs into a container without a network")
+
+    # Without --wait, as a user would: the gateway has to do without the worker for a while.
+    stack("up", "--detach", "--no-build", "worker", "gateway", "redis", "prometheus")  # all but Grafana
+    try:
+        _the_gateway_does_not_wait_for_the_worker()
+        wait_for(lambda: ask(f"{GATEWAY}/ready").status == 200, 1200)
+        _containers_are_as_confined_as_they_say(stack)
+        cached = _the_second_chat_hits()
+        _the_live_page_shows_it()
+        _prometheus_sees_it(cached)
+        wait_for(lambda: _unhealthy(stack) == [], 300)
+    except BaseException:
+        print(stack("logs", "--no-color", "--tail", "40"), flush=True)
+        raise
+    stack("--profile", "*", "down", "--volumes", "--timeout", "20")
+    assert engine.docker("ps", "--all", "--quiet").split() == [], "containers are left"
+    assert engine.docker("volume", "ls", "--quiet").split() == [], "volumes are left"
+    say("down, no container and no volume left")
+
+
+def _look_into_the_images(engine: Engine) -> None:
+    """Each holds its half of the project, and the gateway's no torch."""
+    within = ["run", "--rm", "--network", "none", "--entrypoint", "python3"]
+    engine.docker(*within, "seamark-gateway", "-c", "import proxy.server.app")
+    for module in ("engine_patches", "torch", "vllm", "pip"):
+        engine.fails(*within, "seamark-gateway", "-c", f"import {module}")
+    engine.docker(*within, "seamark-worker-cpu", "-c", "import engine_patches.plugin")
+    engine.fails(*within, "seamark-worker-cpu", "-c", "import proxy")
+    user = engine.docker("image", "inspect", "--format", "{{.Config.User}}", "seamark-gateway").strip()
+    assert user == "65532:65532", f"the gateway's image runs as {user!r}"
+
+
+def _images_of_the_wheel(engine: Engine, project: Path) -> None:
+    """The images that a release makes, of the wheel: they take the names of those of the source, which end here."""
+    (wheel,) = (project / "deploy" / "wheels").glob("vllm_seamark-*.whl")
+    version = wheel.name.split("-")[1]
+    for image, file, extra, options in (
+        (GATEWAY_IMAGE, "gateway", "[tracing]", ()),
+        (WORKER_IMAGE, "worker", "", ("--build-arg", "VLLM_IMAGE=vllm-stand-in")),
+        (PLUGIN_IMAGE, "worker", "", ("--target", "wheel")),
+    ):
+        given = ("--build-arg", f"SEAMARK=vllm-seamark{extra}=={version}", "--build-arg", "PIP_NO_INDEX=1", *options)
+        engine.docker("build", "--file", project / f"deploy/{file}.Dockerfile", "--tag", image, *given, project)
+        inside = _sbom(engine, project, image)
+        assert inside.get("vllm-seamark") == version, f"{image}: {inside}"
+        assert not inside.keys() & {"pytest", "torch", "vllm"}, f"{image}: {inside}"
+    for image in (GATEWAY_IMAGE, WORKER_IMAGE):
+        engine.docker(*_within(image), "-c", "import proxy, engine_patches")
+        engine.fails(*_within(image), "-c", "import tests")
+    served = engine.docker(*_within(GATEWAY_IMAGE), "-c", _SERVE_AND_ASK)
+    assert json.loads(served.splitlines()[-1]) == {"health": 200, "ready": 503, "user": 65532}, served
+    say("those of the wheel hold it and no tests; the gateway serves without root or a place to write")
+
+
+def _within(image: str) -> list[str]:
+    """`docker run` of an image's Python with no more rights than it needs."""
+    confined = ["--network", "none", "--read-only", "--cap-drop", "ALL", "--user", "65532:65532"]
+    return ["run", "--rm", *confined, "--entrypoint", "python3", image]
+
+
+def _sbom(engine: Engine, project: Path, image: str) -> dict[str, str]:
+    """Versions by distribution, of the SBOM that a release attaches."""
+    script = [project / "deploy" / "sbom.sh", image, project.parent / "sbom-tools"]
+    sbom = json.loads(run(["sh", *script], env={**os.environ, **engine.variables}))
+    assert (sbom["bomFormat"], sbom["specVersion"]) == ("CycloneDX", "1.6"), sbom
+    assert "cyclonedx-bom" not in {each["name"] for each in sbom["components"]}, "the SBOM has what made it"
+    return {each["name"]: each["version"] for each in sbom["components"]}
+
+
+_SERVE_AND_ASK = """
+import json, os, subprocess, sys, time, urllib.error, urllib.request
+flags = ["--worker", "http://127.0.0.1:9", "--port", "8080", "--stop-delay", "0"]
+started = subprocess.Popen(["seamark", "serve", *flags])
+def ask(path):
+    try:
+        return urllib.request.urlopen("http://127.0.0.1:8080" + path, timeout=5).status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+while not ask("/health"):
+    assert started.poll() is None
+    time.sleep(0.2)
+print(json.dumps({"health": ask("/health"), "ready": ask("/ready"), "user": os.getuid()}))
+started.terminate()
+started.wait()
+"""
+
+
+def _the_mod_installs_into_a_plain_container(engine: Engine, project: Path) -> None:
+    checkout = project.parent / "spark-vllm-docker"
+    for folder in ("mods", "recipes"):
+        (checkout / folder).mkdir(parents=True)
+    script = project / "deploy" / "spark-vllm-docker" / "make-mod.sh"
+    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(project / "deploy" / "wheels")}
+    run(["bash", script, checkout], env={**os.environ, **pip})
+    mod = f"{checkout}/mods/seamark:/mods/seamark:ro"
+    install = "/mods/seamark/run.sh && cd / && python3 -c 'import engine_patches.plugin'"
+    engine.docker("run", "--rm", "--network", "none", "--volume", mod, "vllm-stand-in", "bash", "-c", install)
+
+
+def _the_gateway_does_not_wait_for_the_worker() -> None:
+    wait_for(lambda: ask(f"{GATEWAY}/health").status == 200)
+    early = chat("Is anybody there?")
+    assert early.status == 503 and "retry-after" in early.headers, f"before the worker was ready: {early}"
+    say("before a worker is ready: the gateway is healthy, /v1 answers 503 with Retry-After")
+
+
+def _containers_are_as_confined_as_they_say(stack: Callable[..., str]) -> None:
+    for service in ("gateway", "worker"):
+        written = stack("exec", "-T", service, "python3", "-c", _TRY_TO_WRITE).strip()
+        assert written == "/tmp", f"the {service} can write to {written!r}, not to /tmp alone"
+        status = stack("exec", "-T", service, "cat", "/proc/1/status")
+        process = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        assert (
+            process["CapBnd"].strip() == "0" * 16
+            and process["NoNewPrivs"].strip() == "1"
+            and process["Uid"].split()[0] == "65532"
+        ), f"{service}: {status}"
+
+
+_TRY_TO_WRITE = """
+import pathlib, sys
+def writable(folder):
+    try:
+        (pathlib.Path(folder) / "probe").write_text("x")
+    except OSError:
+        return False
+    return True
+folders = ("/", "/opt/seamark", "/etc/seamark", "/model", "/var/tmp", "/tmp")
+print(",".join(folder for folder in folders if writable(folder)))
+"""
+
+
+def _the_second_chat_hits() -> int:
+    """Tokens from the cache."""
+    first, second = chat("What was seen at dawn?"), chat("Who came ashore last night?")
+    cached = [int(answer.headers.get("x-seamark-cached", -1)) for answer in (first, second)]
+    assert (first.status, second.status) == (200, 200), f"{first} {second}"
+    assert cached[0] == 0 and cached[1] > 0, f"x-seamark-cached is {cached}"
+    say(f"the second chat hits: x-seamark-cached {cached[1]}")
+    return cached[1]
+
+
+def _the_live_page_shows_it() -> None:
+    page, live = ask(f"{PAGES}/ui"), json.loads(ask(f"{PAGES}/seamark/live").body)
+    assert page.status == 200 and b"<title>Seamark</title>" in page.body, f"{page}"
+    assert live["alarms"] == [] and live["sums"]["hour"]["delivered"] > 0, f"{live}"
+    assert ask(f"{GATEWAY}/ui").status == 404, "the gateway's pages are where its API is"
+    say("the live page shows it, on the port of its own")
+
+
+def _prometheus_sees_it(cached: int) -> None:
+    """`cached`: tokens of all prompts so far that came from the worker's cache."""
+    seen = {}
+    for query in (
+        'up{job="seamark-gateway"}',
+        'up{job="seamark-worker"}',
+        "sum(seamark_cached_tokens_total)",
+        "sum(seamark_checkpoints_written_total)",
+        "seamark_worker_up",
+        "seamark_engine_patched",
+        "seamark_redis_up",
+    ):
+        wait_for(lambda query=query: _value(query) > 0, 60)
+        seen[query] = _value(query)
+    counted = seen["sum(seamark_cached_tokens_total)"]
+    assert counted == cached, f"counted {counted} tokens from the cache, and the answers say {cached}"
+    say(f"Prometheus sees gateway and worker: {seen}")
+    rules = json.loads(ask(f"{PROMETHEUS}/api/v1/rules").body)["data"]["groups"]
+    assert sum(len(group["rules"]) for group in rules) > 0, "Prometheus has no alert rules"
+
+
+def _value(query: str) -> float:
+    answer = ask(f"{PROMETHEUS}/api/v1/query?{urllib.parse.urlencode({'query': query})}")
+    result = json.loads(answer.body)["data"]["result"] if answer.status == 200 else []
+    return min((float(series["value"][1]) for series in result), default=0.0)
+
+
+def _unhealthy(stack: Callable[..., str]) -> list[str]:
+    rows = [json.loads(line) for line in stack("ps", "--format", "json").splitlines()]
+    return [row["Service"] for row in rows if row["Health"] not in ("healthy", "")]
 
 
 def outside() -> int:
@@ -55,7 +337,7 @@ def outside() -> int:
         raise tools.Unavailable(str(error)) from None
     # On a disk and not on another engine's overlay; a short path, because a socket's has to be.
     work = Path(tempfile.mkdtemp(prefix="seamark-deploy-", dir="/var/tmp"))
-    before = machine_state()
+    before = tools.machine_state()
     try:
         project = copy_of_project(work / "project")
         say("wheels for the gateway's image, at the locked versions")
@@ -68,12 +350,12 @@ def outside() -> int:
             "DOCKER_BUILDKIT": "1",
             "BUILDKIT_PROGRESS": "plain",
         }
-        status = within_namespaces("tests.deploy", ["--inside", str(work), str(tar)], environment)
+        status = tools.within_namespaces("tests.deploy", ["--inside", str(work), str(tar)], environment)
     finally:
         # The engine's mounts ended with their namespace; what is left is files, and control groups.
-        remove_cgroups(work.name)
+        tools.remove_cgroups(work.name)
         shutil.rmtree(work, ignore_errors=True)
-    if (after := machine_state()) != before:
+    if (after := tools.machine_state()) != before:
         say(f"WRONG: this machine's network was {before} and is {after}")
         return 1
     say("torn down; forwarding, interfaces, routes and firewall tables are as they were")
@@ -86,7 +368,7 @@ def inside(work: Path, tar: Path) -> int:
     try:
         engine.start()
         say("dockerd runs")
-        story.tell(engine, work / "project", tar, say)
+        tell(engine, work / "project", tar)
     finally:
         engine.stop()
     return 0
@@ -99,8 +381,8 @@ def main(arguments: list[str]) -> int:
         return outside()
     except tools.Unavailable as error:
         say(f"no container engine here, nothing was tested: {error}")
-        return CANNOT
-    except (AssertionError, tools.Failed) as error:
+        return 2
+    except (AssertionError, TimeoutError, tools.Failed) as error:
         say(f"WRONG: {error}")
         return 1
 

@@ -34,13 +34,6 @@ def example() -> dict[str, str]:
     return {match[1]: match[2] for match in map(_LINE.fullmatch, lines) if match}
 
 
-def example_environment() -> dict[str, str]:
-    """Every variable of .env.example with a value, so that all of it is interpolated."""
-    return {
-        name: value for name, value in (example() | OF_THE_USER).items() if value and not name.startswith("COMPOSE_")
-    }
-
-
 def read(name: str) -> dict[str, Any]:
     """A compose file, with `!reset` and merge keys resolved."""
     import yaml

@@ -1,10 +1,13 @@
-"""The release workflow, as far as it runs here: its scripts, what they refuse, and that nothing names a registry."""
+"""The release workflow, as far as it runs here: its scripts, what they refuse, and that nothing names a registry; and
+that `make lint` can fail."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -121,3 +124,48 @@ def test_the_chart_is_packed_with_what_its_links_lead_to(tmp_path):
         rules = archive.extractfile("seamark/files/rules.yml")
         assert rules is not None and rules.read() == (ROOT / "grafana/rules.yml").read_bytes()
     assert {"seamark/files/models/qwen3.8-27b.yaml", "seamark/files/dashboards/overview.json"} <= names
+
+
+def tool(name: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """One of the commands of `make lint`, on the copy in `folder`."""
+    program = str(Path(sys.executable).with_name(name))
+    environment = {"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin"}
+    return subprocess.run([program, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """The packages and their configuration, to plant something in."""
+    for package in ("proxy", "engine_patches"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_the_layers_contract_refuses_an_upward_import(copied):
+    assert tool("lint-imports", "--no-cache", folder=copied).returncode == 0
+    low = copied / "proxy" / "http" / "json_body.py"
+    low.write_text(low.read_text() + "\n\nimport proxy.pipeline.gateway  # planted\n")
+    planted = tool("lint-imports", "--no-cache", folder=copied)
+    assert planted.returncode == 1
+    assert "proxy.http is not allowed to import proxy.pipeline" in planted.stdout
+    assert "proxy.http.json_body -> proxy.pipeline.gateway" in planted.stdout
+
+
+def test_the_type_checker_refuses_a_wrong_type(copied):
+    file = copied / "proxy" / "planted.py"
+    file.write_text(
+        "from proxy.errors import SettingsError\n\n\ndef text(error: SettingsError) -> str:\n    return {}\n"
+    )
+    wrong = tool("mypy", str(file), folder=copied)
+    assert wrong.returncode == 1 and "planted.py:5: error: Incompatible return value type" in wrong.stdout
+
+
+def test_hooks_and_hosts_run_targets_of_the_makefile():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"  # nothing is fetched
+    commands = [hook["entry"] for hook in repository["hooks"]]
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]
+    commands += [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert {command.removeprefix("make ") for command in commands} == {"lint", "test-fast", "test", "audit"} <= targets

@@ -1,4 +1,4 @@
-"""The dashboards in `grafana/`: every query of every panel, as Grafana would send it to Prometheus."""
+"""The metrics in the code, and every query of every panel in `grafana/` as Grafana would send it to Prometheus."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 import promql_parser
 
+from engine_patches.reporting import header_fields
+from engine_patches.reporting.metrics import families
+from proxy.metrics import Metrics
+
 FOLDER = Path(__file__).parents[2] / "grafana"
 
 # Grafana's own variables: names and what they stand for are its, see `filled_in`.
@@ -20,11 +24,6 @@ Dimension = Mapping[str, int]  # exponents; {} is a mere number
 SECONDS, BYTES, TOKENS, THINGS = "s", "B", "tok", "n"
 
 RATIO: Dimension = {}
-
-RATE_OF_TOKENS: Dimension = {TOKENS: 1, SECONDS: -1}
-
-RATE_OF_BYTES: Dimension = {BYTES: 1, SECONDS: -1}
-
 RATE_OF_THINGS: Dimension = {THINGS: 1, SECONDS: -1}
 
 # Grafana's units, and those that the dashboards spell out.
@@ -34,16 +33,12 @@ UNITS: Mapping[str, Dimension] = {
     "short": {THINGS: 1},
     "percentunit": RATIO,
     "reqps": RATE_OF_THINGS,
-    "binBps": RATE_OF_BYTES,
+    "binBps": {BYTES: 1, SECONDS: -1},
     "suffix: s/s": RATIO,
     "suffix: min/h": RATIO,
     "suffix: tok": {TOKENS: 1},
-    "suffix: tok/s": RATE_OF_TOKENS,
-    "suffix: states/s": RATE_OF_THINGS,
-    "suffix: entries/s": RATE_OF_THINGS,
-    "suffix: files/s": RATE_OF_THINGS,
-    "suffix: passes/s": RATE_OF_THINGS,
-    "suffix: preemptions/s": RATE_OF_THINGS,
+    "suffix: tok/s": {TOKENS: 1, SECONDS: -1},
+    **{f"suffix: {things}/s": RATE_OF_THINGS for things in ("states", "entries", "files", "passes", "preemptions")},
 }
 
 # By the metric's name, the first that fits: Prometheus' naming rules, and vLLM's names that name no unit.
@@ -58,6 +53,22 @@ _NAMES: tuple[tuple[str, Dimension], ...] = (
     (r"_perc$", RATIO),
     (r"", {THINGS: 1}),
 )
+
+
+class Family(NamedTuple):
+    """One row of the documented table, or one metric in the code."""
+
+    name: str
+    labels: tuple[str, ...]
+
+
+def _in_code(collector: Any) -> Family:
+    name = collector._name + ("_total" if collector._type == "counter" else "")
+    return Family(name, tuple(collector._labelnames))
+
+
+GATEWAY = {_in_code(each) for each in vars(Metrics()).values() if hasattr(each, "_labelnames")}
+ENGINE = {_in_code(each) for each in (*vars(families()).values(), header_fields.counted())}
 
 
 class Query(NamedTuple):
@@ -93,14 +104,14 @@ class Incommensurable(ValueError):
     """An expression adds or compares what cannot be; the message is the expression."""
 
 
-def dashboards(folder: Path = FOLDER) -> Mapping[str, dict[str, Any]]:
+def dashboards() -> Mapping[str, dict[str, Any]]:
     """Every dashboard by the name of its file."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted((folder / "dashboards").glob("*.json"))}
+    return {path.stem: json.loads(path.read_text()) for path in sorted((FOLDER / "dashboards").glob("*.json"))}
 
 
-def queries(folder: Path = FOLDER) -> Iterator[Query]:
+def queries() -> Iterator[Query]:
     """Every query of every panel, in the order they are shown."""
-    for name, dashboard in dashboards(folder).items():
+    for name, dashboard in dashboards().items():
         for panel in dashboard["panels"]:
             for target in panel.get("targets", ()):
                 yield Query(
@@ -151,20 +162,14 @@ def dimension(tree: promql_parser.Expr) -> Dimension:
 
 
 def _of_call(tree: promql_parser.Call) -> Dimension:
-    name = tree.func.name
-    if name == "histogram_quantile":
-        return dimension(tree.args[1])
-    if name == "rate" and _is_of_buckets(tree):
-        return dimension(tree.args[0])  # a distribution: only a quantile is taken of it, whatever its rate
-    if name == "rate":
-        return _times(dimension(tree.args[0]), {SECONDS: -1})
-    if name == "increase":
-        return dimension(tree.args[0])
-    raise NotImplementedError(name)
-
-
-def _is_of_buckets(tree: promql_parser.Call) -> bool:
-    return tree.args[0].vector_selector.name.endswith("_bucket")
+    match tree.func.name:
+        case "histogram_quantile":
+            return dimension(tree.args[1])
+        case "rate" if not tree.args[0].vector_selector.name.endswith("_bucket"):
+            return _times(dimension(tree.args[0]), {SECONDS: -1})
+        case "rate" | "increase":  # of buckets only a quantile is taken, whatever their rate
+            return dimension(tree.args[0])
+    raise NotImplementedError(tree.func.name)
 
 
 def _of_pair(tree: promql_parser.BinaryExpr) -> Dimension:

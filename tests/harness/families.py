@@ -24,11 +24,7 @@ VERSION = "0.33.0"
 BEGIN = "<!-- families: `python -m tests.harness.families` writes this table -->\n"
 END = "<!-- /families -->\n"
 
-REGISTRY = "vllm.model_executor.models.registry"
-
 DRAFTS = "_SPECULATIVE_DECODING_MODELS"  # of the registry: heads of other models
-
-WIDTH = 136  # characters of a line in the document
 
 BASE = "MambaBase"  # of all recurrent layers
 
@@ -119,9 +115,7 @@ def _top_level(tree: ast.Module | ast.If) -> Iterator[ast.AST]:
             yield node
 
 
-@cache
-def _read(name: str, file: Path) -> Module:
-    return Module(name, file)
+_read = cache(Module)
 
 
 class Source:
@@ -143,7 +137,7 @@ class Source:
 
     def models(self) -> Mapping[str, Class]:
         """The registered architectures but draft heads, and the class of each."""
-        registry = self.module(REGISTRY)
+        registry = self.module("vllm.model_executor.models.registry")
         assert registry is not None, f"{self.root} holds no vLLM"
         found = {}
         for name, value in registry.definitions.items():
@@ -287,7 +281,7 @@ def on_rocm(nvidia: Source, amd: Source) -> str:
         f"On AMD's GPUs states of {inside} are written inside a pass, and a chunk is cut for all others; {names} have "
         "layers of their own there."
     )
-    return textwrap.fill(said, WIDTH, break_long_words=False) + "\n"
+    return textwrap.fill(said, 136, break_long_words=False) + "\n"  # as wide as the document
 
 
 def generated() -> str:

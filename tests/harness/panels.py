@@ -7,7 +7,9 @@ record, since no other pair prefills for each other here: vLLM's needs NIXL.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,9 +26,73 @@ from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 from proxy.commands.render_server import free_port
 from tests.harness.api_keys import bearer, entry
-from tests.harness.dashboards import UNITS, Query, dimension, queries
-from tests.harness.prometheus_server import SCRAPE_SECONDS, Prometheus
+from tests.harness.dashboards import Query, queries
+from tests.harness.engines import SharedServers
 from tests.harness.recording_worker import recording_worker
+
+SCRAPE_SECONDS = 1
+
+
+class Series(NamedTuple):
+    """One line of an answer."""
+
+    labels: Mapping[str, str]
+    values: tuple[float, ...]  # over time; a single one where an instant was asked for
+
+
+class Prometheus:
+    """A running server."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.started = time.time()
+        self._client = httpx.Client(base_url=server.url + "/api/v1", timeout=30)
+
+    def at(self, query: str) -> list[Series]:
+        """What `query` is now."""
+        found = self._ask("/query", query=query)
+        return [Series(each["metric"], (float(each["value"][1]),)) for each in found]
+
+    def over_time(self, query: str) -> list[Series]:
+        """What `query` has been since the server was started, at every scrape."""
+        found = self._ask("/query_range", query=query, start=self.started, end=time.time(), step=SCRAPE_SECONDS)
+        return [Series(each["metric"], tuple(float(value) for _, value in each["values"])) for each in found]
+
+    def _ask(self, path: str, **fields: Any) -> list[dict[str, Any]]:
+        """Raises `ValueError` with what the server says where it does not take the query."""
+        answer = self._client.post(path, data=fields).json()
+        if answer["status"] != "success":
+            raise ValueError(f"{fields['query']}: {answer['error']}")
+        return answer["data"]["result"]
+
+
+def installed(program: str) -> str:
+    """Path of `prometheus` or `promtool`. Raises `RuntimeError` where it is not installed."""
+    found = shutil.which(program)
+    if found is None:
+        raise RuntimeError(f"{program} is not installed (Debian's package prometheus)")
+    return found
+
+
+def prometheus(servers: Servers, folder: Path, jobs: Mapping[str, Sequence[Server]]) -> Prometheus:
+    """Start one that scrapes each job's servers and keeps its data in `folder`; it ends with `servers`."""
+    port = free_port()
+    scraped = [
+        {"job_name": job, "static_configs": [{"targets": [server.url.removeprefix("http://") for server in servers]}]}
+        for job, servers in jobs.items()
+    ]
+    every = {"scrape_interval": f"{SCRAPE_SECONDS}s", "scrape_timeout": f"{SCRAPE_SECONDS}s"}
+    config = folder / "prometheus.yml"
+    config.write_text(json.dumps({"global": every, "scrape_configs": scraped}))  # JSON is YAML
+    options = [
+        f"--config.file={config}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    server = servers.start("prometheus", port, [installed("prometheus"), *options], {})
+    server.wait_until_ready("/-/ready", 30.0)
+    return Prometheus(server)
+
 
 # What a value of that unit can be in a run like this one; seconds shown as milliseconds would not be. Rates reach from
 # the first to the last of four scrapes and are drawn out to the ends of their window, not each counter's by as much:
@@ -40,12 +106,8 @@ PLAUSIBLE = {
     "suffix: s/s": (1e-7, 60.0),
 }
 
-ANYTHING = (1e-3, 1e6)
-
 # Lines that a legend has to stand for: hit, partial, miss.
 LINES = {"{{cache}}": 3}
-
-MOST_ROUNDS = 10  # of traffic; on a machine with nothing else to do two or three are enough
 
 # The gateways'
 IN_TURN = ("--max-inflight", "3")  # some wait there
@@ -53,12 +115,6 @@ IN_TURN = ("--max-inflight", "3")  # some wait there
 IN_SHADOW = ("--shadow",)
 
 CAREFUL = ("--self-check-interval", "1")
-
-CHECKED_SECONDS = 30.0  # for an idle engine to be looked at
-
-FOLLOWERS = 6  # more than that gateway lets through at once
-
-PRESSING = 12  # more than an engine runs at once
 
 # Words of a prefix that is worth waiting for; and of prompts of which the cache holds only some, and not all that grow.
 LONG_WORDS, PRESSING_WORDS = 2600, 1500
@@ -69,12 +125,6 @@ KEY = "ann"
 
 # The engine's with a directory: a cache that two long prompts fill, so that what comes again comes from the disk.
 STORING = ("--num-gpu-blocks-override", "40", "--max-num-batched-tokens", "320", "--checkpoint-keep", "all")
-
-PINNING = {"SEAMARK_PIN_SHARE": "0.4"}
-
-STORED_WORDS = 500  # of a prompt of which the cache holds not many
-
-USAGE = {"include_usage": True}
 
 HANDED_OVER = {"do_remote_prefill": True, "remote_num_tokens": 496, "remote_prefill_cached_tokens": 0}
 
@@ -94,57 +144,40 @@ class Rig(NamedTuple):
     """What the traffic goes to."""
 
     engine: Server  # with hardly any room
-    gateway: Server  # before it, which lets only a few requests through at once
     wide_gateway: Server  # before it, which lets all through
+    gateway: Server  # before it, which lets only a few requests through at once
     shadow: Server  # before it, which sends no hints
     careful: Server  # before it, which compares its answers in idle moments
     keyed: Server  # before it, which asks for an API key
     storing: Server  # before another engine, which has a checkpoint directory
-    states: Path  # that directory
     apart: Server  # before workers of which one prefills for the other
-
-
-class Keyed(NamedTuple):
-    """A gateway with API keys, at the two addresses that it has."""
-
-    gateway: Server
-    pages: Server  # where its metrics are, for which no key is asked
-
-
-def keyed_gateway(servers: Servers, engine: Server, folder: Path) -> Keyed:
-    """Start one before `engine`; its keys are in `folder`."""
-    keys, port = folder / "keys.toml", free_port()
-    keys.write_text(entry(KEY))
-    gateway = servers.gateway(engine, flags=("--api-keys", str(keys), "--admin-port", str(port)))
-    return Keyed(gateway, replace(gateway, url=f"http://127.0.0.1:{port}"))
-
-
-class Storing(NamedTuple):
-    """An engine with a checkpoint directory, and the gateway before it."""
-
-    engine: Server
-    gateway: Server
-    states: Path
-
-
-def storing_engine(servers: Servers, model: Path, folder: Path) -> Storing:
-    """Start both; every other load from the directory, which is in `folder`, is declined."""
-    states = folder / "states"
-    defects = {"seamark_disk": "tests.harness.disk_defects:every_other_load_pays"}
-    environment = {**plugin_environment(folder / "plugins", defects), **PINNING}
-    engine = servers.engine(
-        "storing", model, flags=(*STORING, "--checkpoint-dir", str(states)), environment=environment
-    )
-    engine.wait_until_ready()
-    return Storing(engine, servers.gateway(engine), states)
+    states: Path  # that directory
+    scraped: Mapping[str, Sequence[Server]]  # by job
 
 
 @contextmanager
-def gateway_of_pools(servers: Servers) -> Iterator[Server]:
-    """A gateway before a worker that answers and one that prefills for it."""
+def started(fleet: Servers, shared: SharedServers, model: Path, folder: Path) -> Iterator[Rig]:
+    """What is not `shared` is started here. Every other load from the directory is declined."""
     common: dict[str, Any] = {"connector": "NixlConnector", "cached": 0, "models": (MODEL_NAME,)}
     with recording_worker(transfer=HANDED_OVER, **common) as prefills, recording_worker(**common) as answers:
-        yield servers.gateway(flags=("--worker", answers.url, "--prefill-worker", prefills.url))
+        apart = fleet.gateway(flags=("--worker", answers.url, "--prefill-worker", prefills.url))
+        states = folder / "states"
+        defects = {"seamark_disk": "tests.harness.disk_defects:every_other_load_pays"}
+        environment = {**plugin_environment(folder / "plugins", defects), "SEAMARK_PIN_SHARE": "0.4"}
+        flags = (*STORING, "--checkpoint-dir", str(states))
+        engine = fleet.engine("storing", model, flags=flags, environment=environment)
+        engine.wait_until_ready()
+        storing = fleet.gateway(engine)
+        keys, port = folder / "keys.toml", free_port()
+        keys.write_text(entry(KEY))
+        keyed = fleet.gateway(shared.tight, flags=("--api-keys", str(keys), "--admin-port", str(port)))
+        own = [fleet.gateway(shared.tight, flags=flags) for flags in (IN_TURN, IN_SHADOW, CAREFUL)]
+        for gateway in (*own, keyed, storing, apart):
+            gateway.wait_until_ready("/ready", seconds=60)
+        pages = replace(keyed, url=f"http://127.0.0.1:{port}")  # its metrics, for which no key is asked
+        gateways = (*own, pages, storing, apart, shared.tight_gateway, shared.untouched_gateway)
+        scraped = {"seamark": gateways, "vllm": (shared.tight, engine, shared.untouched)}
+        yield Rig(shared.tight, shared.tight_gateway, *own, keyed, storing, apart, states, scraped)
 
 
 def evaluated(server: Prometheus) -> list[Row]:
@@ -164,16 +197,14 @@ def _problem(query: Query, series: int, peak: float) -> str | None:
         return "nothing but zero"
     if series < LINES.get(query.legend.partition(" ")[0], 1):
         return "a line is missing"
-    if dimension(query.tree) != UNITS.get(query.unit):
-        return f"measures {dict(dimension(query.tree))}"
-    least, most = PLAUSIBLE.get(query.unit, ANYTHING)
+    least, most = PLAUSIBLE.get(query.unit, (1e-3, 1e6))
     return None if least <= peak <= most else f"not a plausible value of {query.unit}"
 
 
 def proved(server: Prometheus, rig: Rig, say: Callable[[str], None]) -> list[Row]:
     """Send traffic until every query has something to show, or it is clear that some never will."""
     rows: list[Row] = []
-    for number in range(MOST_ROUNDS):
+    for number in range(10):  # on a machine with nothing else to do two or three are enough
         asyncio.run(one_round(rig, number))
         rows = evaluated(server)
         open_rows = sum(row.problem is not None for row in rows)
@@ -218,7 +249,7 @@ async def _odd_requests(client: httpx.AsyncClient, rig: Rig, number: int) -> Non
 
 async def _followers(client: httpx.AsyncClient, url: str, number: int) -> None:
     long = f"Round {number}. {prose(LONG_WORDS, 1000 + number)}"
-    questions = (f"{each}?" for each in range(FOLLOWERS))
+    questions = (f"{each}?" for each in range(6))  # more than that gateway lets through at once
     await asyncio.gather(*(_chat(client, url, long, each, stream=True, max_tokens=LONG_ANSWER) for each in questions))
 
 
@@ -227,7 +258,7 @@ async def _pressure(client: httpx.AsyncClient, url: str, number: int) -> None:
     system = f"Pressure {number}. {prose(200, 500 + number)}"
     first = _messages(system, prose(PRESSING_WORDS, 600 + number))
     await _send(client, url, {"messages": first})
-    others = (prose(PRESSING_WORDS, 700 + 50 * number + each) for each in range(PRESSING))
+    others = (prose(PRESSING_WORDS, 700 + 50 * number + each) for each in range(12))  # more than an engine runs at once
     await asyncio.gather(*(_chat(client, url, system, other, max_tokens=LONG_ANSWER) for other in others))
     await _send(client, url, {"messages": [*first, {"role": "assistant", "content": "Yes."}, *_messages(None, "So?")]})
 
@@ -236,7 +267,8 @@ async def _without_hints(client: httpx.AsyncClient, url: str, number: int) -> No
     """Streams of every length, for the shadow to learn from."""
     system = f"Shadow {number}. {prose(200, 900 + number)}"
     for words in (5, 40, 80, 120, 160, 240, 320, 400):
-        await _chat(client, url, system, prose(words, number + words), stream=True, stream_options=USAGE)
+        usage = {"include_usage": True}
+        await _chat(client, url, system, prose(words, number + words), stream=True, stream_options=usage)
 
 
 async def _compared(client: httpx.AsyncClient, url: str, number: int) -> None:
@@ -244,7 +276,7 @@ async def _compared(client: httpx.AsyncClient, url: str, number: int) -> None:
     system = f"Careful {number}. {prose(200, 950 + number)}"
     for question in ("High tide?", "Low tide?", "Slack water?"):
         await _chat(client, url, system, question)
-    deadline = time.monotonic() + CHECKED_SECONDS
+    deadline = time.monotonic() + 30.0  # for an idle engine to be looked at
     while not (await status_of(client, url))["self_check"]["checked"]:
         if time.monotonic() > deadline:
             raise RuntimeError("no answer was compared")
@@ -254,8 +286,7 @@ async def _compared(client: httpx.AsyncClient, url: str, number: int) -> None:
 async def _with_a_key(client: httpx.AsyncClient, url: str, number: int) -> None:
     for question in ("High tide?", "Low tide?"):
         messages = _messages(f"With a key {number}. {prose(200, 970 + number)}", question)
-        body = {"model": MODEL_NAME, "max_tokens": 2, "messages": messages}
-        (await client.post(url + CHAT, json=body, headers=bearer(KEY))).raise_for_status()
+        await _send(client, url, {"messages": messages}, bearer(KEY))
 
 
 async def _stored(client: httpx.AsyncClient, rig: Rig, number: int) -> None:
@@ -265,7 +296,7 @@ async def _stored(client: httpx.AsyncClient, rig: Rig, number: int) -> None:
     (await client.post(url + "/seamark/prefixes", json={"name": "rules", "body": body})).raise_for_status()
     for again in range(3):
         for each in range(4):
-            system = f"Stored {number}. {prose(STORED_WORDS, 2000 + 10 * number + each)}"
+            system = f"Stored {number}. {prose(500, 2000 + 10 * number + each)}"
             await _chat(client, url, system, f"Question {again}?")
         for path in sorted(rig.states.rglob(f"*{SUFFIX}"))[:: again + 2]:
             with suppress(FileNotFoundError):  # the engine may have refused it just now
@@ -286,15 +317,6 @@ async def _chat(client: httpx.AsyncClient, url: str, system: str, question: str,
     await _send(client, url, {"messages": _messages(system, question), **fields})
 
 
-async def _send(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> None:
+async def _send(client: httpx.AsyncClient, url: str, body: Mapping[str, Any], headers: Mapping[str, str] = {}) -> None:
     body = {"model": MODEL_NAME, "max_tokens": 2, "temperature": 0, "ignore_eos": True, **body}
-    (await client.post(url + CHAT, json=body)).raise_for_status()
-
-
-def table(rows: Sequence[Row]) -> str:
-    """A line for each query: what it is, how many series it has, their largest value, and what is wrong."""
-    return "\n".join(
-        f"{query.dashboard} / {query.panel} / {query.legend}: {series} series, at most {peak:.4g} "
-        f"{query.unit.removeprefix('suffix: ')}, {problem or 'ok'}"
-        for query, series, peak, problem in rows
-    )
+    (await client.post(url + CHAT, json=body, headers=dict(headers))).raise_for_status()

@@ -1,4 +1,5 @@
-"""The models and draft heads of the recipes in tests/recipes, as far as their caches depend on them.
+"""Hybrid models and draft heads, those of tests/recipes among them, as far as their caches depend on them; and what
+`seamark worker --explain` makes of some.
 
 Figures are those of the published `config.json`, as repeated in public code that loads or sizes the model; where one
 was not found a comment says what stands in for it.
@@ -6,38 +7,205 @@ was not found a comment says what stands in for it.
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tests.harness.published_models import MODELS as PUBLISHED
-from tests.harness.published_models import NEMOTRON
+from engine_patches import families
+from engine_patches.commands.explain import StateCost
 
 Config = Mapping[str, Any]
 
+NEMOTRON = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "max_position_embeddings": 262144,
+}
 
-def _qwen(layers: int, **figures: int) -> Config:
-    """A model of Qwen3.5, 3.6 or 3.8: three gated delta nets, then attention."""
-    experts = "num_experts" in figures
-    text = {
-        "model_type": "qwen3_5_moe_text" if experts else "qwen3_5_text",
+KIMI_ATTENTION = [4, 8, 12, 16, 20, 24, 27]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model's config, as far as its cache depends on it, and the same figures as plain numbers."""
+
+    config: dict[str, object]
+    flags: tuple[str, ...]
+    recurrent: int  # layers
+    attention: int
+    convolution: int  # values of a layer's state, two bytes each
+    state: int  # values of a layer's state besides the convolution's
+    state_bytes: int  # of each of these
+    kv: int  # bytes of one token in one attention layer
+    step: int = 16  # a block is a multiple of so many tokens
+
+
+PUBLISHED = {
+    "nemotron-3-nano-30b": Published(
+        NEMOTRON
+        | {
+            "hidden_size": 2688,
+            "mamba_num_heads": 64,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        },
+        (),
+        *(23, 6, 3 * (64 * 64 + 2 * 8 * 128), 64 * 64 * 128, 4, 2 * 2 * 128 * 2),
+    ),
+    "nemotron-3-super-120b": Published(
+        NEMOTRON
+        | {
+            "hidden_size": 4096,
+            "mamba_num_heads": 128,
+            "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM"
+            "*EMEMEMEME",
+        },
+        ("--kv-cache-dtype", "fp8"),
+        *(40, 8, 3 * (128 * 64 + 2 * 8 * 128), 128 * 64 * 128, 4, 2 * 2 * 128 * 1),
+    ),
+    "qwen3-next-80b": Published(
+        {  # whose layers those of Qwen3.5 and 3.6 are
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "num_hidden_layers": 48,
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "full_attention_interval": 4,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "vocab_size": 151936,
+            "max_position_embeddings": 262144,
+        },
+        (),
+        *(36, 12, 3 * (2 * 16 * 128 + 32 * 128), 32 * 128 * 128, 2, 2 * 2 * 256 * 2),
+    ),
+    "falcon-h1-34b": Published(
+        {
+            "architectures": ["FalconH1ForCausalLM"],
+            "model_type": "falcon_h1",
+            "hidden_size": 5120,
+            "num_hidden_layers": 72,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "mamba_d_ssm": 4096,
+            "mamba_n_heads": 32,
+            "mamba_d_head": 128,
+            "mamba_d_state": 256,
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 4,
+            "vocab_size": 261120,
+            "max_position_embeddings": 262144,
+        },
+        ("--mamba-ssm-cache-dtype", "float32"),
+        *(72, 72, 3 * (4096 + 2 * 2 * 256), 32 * 128 * 256, 4, 2 * 4 * 128 * 2),
+    ),
+    "kimi-linear-48b": Published(
+        {
+            "architectures": ["KimiLinearForCausalLM"],
+            "model_type": "kimi_linear",
+            "hidden_size": 2304,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "linear_attn_config": {
+                "full_attn_layers": KIMI_ATTENTION,
+                "kda_layers": [layer for layer in range(1, 28) if layer not in KIMI_ATTENTION],
+                "num_heads": 32,
+                "head_dim": 128,
+                "short_conv_kernel_size": 4,
+            },
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "mla_use_nope": True,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "moe_intermediate_size": 1024,
+            "vocab_size": 163840,
+            "max_position_embeddings": 1048576,
+        },
+        (),
+        *(20, 7, 3 * 3 * 32 * 128, 32 * 128 * 128, 4, (512 + 64) * 2, 128),
+    ),
+    "lfm2-8b": Published(
+        {
+            "architectures": ["Lfm2MoeForCausalLM"],
+            "model_type": "lfm2_moe",
+            "hidden_size": 2048,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "conv_L_cache": 3,
+            "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+            "vocab_size": 65536,
+            "max_position_embeddings": 128000,
+        },
+        (),
+        *(18, 6, 2 * 2048, 0, 2, 2 * 8 * 64 * 2),
+    ),
+}
+
+
+def _qwen_text(layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, experts: Config) -> Config:
+    """The language model of Qwen3.5, 3.6 and 3.8: three gated delta nets, then attention."""
+    return {
+        "hidden_size": hidden,
         "num_hidden_layers": layers,
         "layer_types": _every(4, layers, "full_attention"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": 256,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
         "max_position_embeddings": 262144,
         "vocab_size": 248320,
         "mtp_num_hidden_layers": 1,
-        **figures,
+        **experts,
     }
+
+
+def _experts(number: int, per_token: int, size: int) -> Config:
+    sizes = {"moe_intermediate_size": size, "shared_expert_intermediate_size": size}
+    return {"num_experts": number, "num_experts_per_tok": per_token, **sizes}
+
+
+def _qwen(layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, experts: Config) -> Config:
+    """With `experts`, or else with `intermediate_size`."""
+    kind, moe = ("qwen3_5_moe", "Moe") if "num_experts" in experts else ("qwen3_5", "")
+    text = _qwen_text(layers, hidden, heads, kv_heads, value_heads, experts)
     return {
-        "architectures": ["Qwen3_5MoeForConditionalGeneration" if experts else "Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5_moe" if experts else "qwen3_5",
-        "text_config": text,
+        "architectures": [f"Qwen3_5{moe}ForConditionalGeneration"],
+        "model_type": kind,
+        "text_config": {"model_type": f"{kind}_text", **text},
     }
 
 
@@ -45,33 +213,14 @@ def _every(interval: int, layers: int, attention: str) -> list[str]:
     return [attention if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]
 
 
-QWEN_27B = _qwen(
-    64,
-    hidden_size=5120,
-    intermediate_size=17408,
-    num_attention_heads=24,
-    num_key_value_heads=4,
-    linear_num_value_heads=48,
-)
+QWEN_27B = _qwen(64, 5120, 24, 4, 48, {"intermediate_size": 17408})
 
 SUPER = PUBLISHED["nemotron-3-super-120b"].config
 
 NANO = PUBLISHED["nemotron-3-nano-30b"].config
 
 ULTRA_ATTENTION = (7, 14, 23, 32, 39, 48, 57, 64, 73, 82, 89, 98)  # of 108 layers
-
-
-def _ultra_layers() -> list[str]:
-    """Mamba2 and experts take turns, and attention stands between them."""
-    kinds, turn = [], 0
-    for layer in range(108):
-        if layer in ULTRA_ATTENTION:
-            kinds.append("attention")
-        else:
-            kinds.append(("mamba", "moe")[turn % 2])
-            turn += 1
-    return kinds
-
+_TURNS = itertools.cycle(("mamba", "moe"))
 
 # What a model's folder holds besides: transformers does not know Ling's config, and vLLM has a class of it.
 BESIDE_CONFIG = {
@@ -87,61 +236,17 @@ class BailingMoeV3Config(BailingMoeV3TextConfig):
 }
 
 MODELS: Mapping[str, Config] = {
-    "Qwen3.6-35B-A3B": _qwen(
-        40,
-        hidden_size=2048,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        linear_num_value_heads=32,
-        num_experts=256,
-        num_experts_per_tok=8,
-        moe_intermediate_size=512,
-        shared_expert_intermediate_size=512,
-    ),
+    "Qwen3.6-35B-A3B": _qwen(40, 2048, 16, 2, 32, _experts(256, 8, 512)),
     "Qwen3.6-27B": QWEN_27B,
     "Qwen3.8-27B": QWEN_27B,
-    "Qwen3.5-122B": _qwen(
-        48,
-        hidden_size=3072,
-        num_attention_heads=32,
-        num_key_value_heads=2,
-        linear_num_value_heads=64,
-        num_experts=256,
-        num_experts_per_tok=8,
-        moe_intermediate_size=1024,
-        shared_expert_intermediate_size=1024,
-    ),
-    "Qwen3.5-397B": _qwen(
-        60,
-        hidden_size=4096,
-        num_attention_heads=32,
-        num_key_value_heads=2,
-        linear_num_value_heads=64,
-        num_experts=512,
-        num_experts_per_tok=10,
-        moe_intermediate_size=1024,
-        shared_expert_intermediate_size=1024,
-    ),
+    "Qwen3.5-122B": _qwen(48, 3072, 32, 2, 64, _experts(256, 8, 1024)),
+    "Qwen3.5-397B": _qwen(60, 4096, 32, 2, 64, _experts(512, 10, 1024)),
     "Qwen3.8-Flash-Next": {
         "architectures": ["Qwen4ExpForConditionalGeneration"],
         "model_type": "qwen4_exp",
         "text_config": {
             "model_type": "qwen4_exp_text",
-            "hidden_size": 2560,
-            "num_hidden_layers": 48,
-            "layer_types": _every(4, 48, "full_attention"),
-            "num_attention_heads": 24,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 48,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 640,
-            "shared_expert_intermediate_size": 640,
+            **_qwen_text(48, 2560, 24, 2, 48, _experts(512, 10, 640)),
             "hc_count": 4,
             "hc_lowrank": 320,
             "ple_layer_ids": [2],
@@ -164,9 +269,6 @@ MODELS: Mapping[str, Config] = {
                 "rope_type": "default",
             },
             "eos_token_id": 248044,
-            "max_position_embeddings": 262144,
-            "vocab_size": 248320,
-            "mtp_num_hidden_layers": 1,
         },
     },
     "GLM-5.3-Flash": {  # all else is as transformers has it, whose defaults are this model's but for the pool
@@ -191,7 +293,7 @@ MODELS: Mapping[str, Config] = {
         "hidden_size": 8192,
         "num_attention_heads": 64,
         "mamba_num_heads": 256,
-        "layers_block_type": _ultra_layers(),
+        "layers_block_type": ["attention" if layer in ULTRA_ATTENTION else next(_TURNS) for layer in range(108)],
         "num_nextn_predict_layers": 1,
         "mtp_hybrid_override_pattern": "*E",
     },
@@ -260,9 +362,64 @@ HEADS: Mapping[str, Config] = {
 
 def write_models(folder: Path, names: Collection[str | None]) -> None:
     """A folder for each of these models and draft heads, with its config and no weights."""
-    for name, config in {**MODELS, **HEADS}.items():
+    for name, config in {**MODELS, **HEADS, **{name: each.config for name, each in PUBLISHED.items()}}.items():
         if name in names:
             (folder / name).mkdir()
             (folder / name / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **config}))
             for beside, text in BESIDE_CONFIG.get(name, {}).items():
                 (folder / name / beside).write_text(text)
+
+
+LAYERS = {layer.path: layer for layer in (*families.INSIDE, *families.CUT)}
+
+
+class Explained(NamedTuple):
+    """One model."""
+
+    cost: StateCost
+    blocks: int  # of 64 GiB, as vLLM counts them
+    report: str
+    newest_runner: bool  # vLLM's model runner V2, a GPU's default
+
+
+# All models in one process, with the block sizes of a GPU; and what vLLM makes of the same cache groups.
+IN_A_PROCESS = """
+import json, sys
+from engine_patches import plugin
+from engine_patches.commands import explain
+plugin.register()
+costs, seen = {}, {}
+with explain._gpu_kernels():
+    from vllm.v1.core import kv_cache_utils
+    get_groups = kv_cache_utils.get_kv_cache_groups
+    def record(config, specs):
+        seen["groups"] = get_groups(config, specs)
+        return seen["groups"]
+    kv_cache_utils.get_kv_cache_groups = record
+    for folder, *flags in json.load(sys.stdin):
+        config = explain.configure([folder, "--enable-prefix-caching", *flags])
+        cost = explain.cost_of(config)
+        cache = kv_cache_utils.get_kv_cache_config_from_groups(config, seen["groups"], 64 << 30)
+        text = "\\n".join(explain.report(cost, None, 0.5))
+        layers = [(layer.path, many) for layer, many in cost.layers.items()]
+        fields = {**vars(cost), "layers": layers}
+        costs[folder] = fields, cache.num_blocks, text, config.use_v2_model_runner
+print(json.dumps(costs))
+"""
+
+
+def explained() -> dict[str, Explained]:
+    """By model. Raises `subprocess.CalledProcessError`."""
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "seamark"}
+    with tempfile.TemporaryDirectory(prefix="seamark-published-") as folder:
+        write_models(Path(folder), PUBLISHED)
+        asked = json.dumps([[f"{folder}/{name}", *model.flags] for name, model in PUBLISHED.items()])
+        command = [sys.executable, "-c", IN_A_PROCESS]
+        done = subprocess.run(command, input=asked, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    answers = json.loads(done.stdout.splitlines()[-1])
+    return {
+        Path(path).name: Explained(
+            StateCost(**cost | {"layers": {LAYERS[layer]: many for layer, many in cost["layers"]}}), *more
+        )
+        for path, (cost, *more) in answers.items()
+    }

@@ -5,13 +5,12 @@ A recipe's file has its flags as they were published, and what is expected of it
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -235,41 +234,17 @@ def verdict(recipe: Recipe, said: Said, version: str) -> Verdict:
     return Verdict("inside" if rows["states"].startswith("inside") else "cut", unit, shown, words)
 
 
-def verdicts(recipes: Iterable[Recipe], version: str) -> tuple[dict[int, Verdict], dict[int, Verdict]]:
-    """Of each recipe by its number; and of those with a change, as they are with it."""
-    standing = list(recipes)
-    changed = [recipe.changed for recipe in standing if recipe.without]
-    asked = [*standing, *changed]
-    told = [verdict(recipe, said, version) for recipe, said in zip(asked, explained(asked, version), strict=True)]
-    numbered = list(zip((recipe.number for recipe in asked), told, strict=True))
-    return dict(numbered[: len(standing)]), dict(numbered[len(standing) :])
+HEAD = "|  | recipe | model | drafts | states | unit | known by | verdict |\n|" + " --- |" * 8
 
 
-COLUMNS = "", "recipe", "model", "drafts", "states", "unit", "known by", "verdict"
-
-
-def table(recipes: Mapping[int, Recipe], told: Mapping[int, Verdict], version: str) -> list[str]:
-    """The verdicts on one vLLM as a table of Markdown, and the line that counts those that hit."""
-    rows = [COLUMNS, tuple("---" for _ in COLUMNS)]
-    for number, recipe in recipes.items():
-        drafts = f"{recipe.drafts['method']} {recipe.drafts['num_speculative_tokens']}" if recipe.drafts else ""
-        states, unit, known, words = told[number]
-        done = f"{words}; {recipe.change}, and it hits" if recipe.change and not told[number].hits else words
-        rows.append((str(number), recipe.where, recipe.model, drafts, states, unit, known, done))
-    many = sum(each.hits for each in told.values())
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [*lines, "", count(many, len(recipes), version)]
+def row(recipe: Recipe, told: Verdict) -> str:
+    """Of the table in Markdown."""
+    drafts = f"{recipe.drafts['method']} {recipe.drafts['num_speculative_tokens']}" if recipe.drafts else ""
+    *known, words = told
+    done = f"{words}; {recipe.change}, and it hits" if recipe.change and not told.hits else words
+    return f"| {' | '.join((str(recipe.number), recipe.where, recipe.model, drafts, *known, done))} |"
 
 
 def count(many: int, recipes: int, version: str) -> str:
     """The table's last line."""
     return f"{many} of {recipes} hit at request 2 by default on stock vLLM {version.removesuffix('.0')}"
-
-
-def left_out(recipes: Mapping[int, Recipe]) -> list[str]:
-    """Flags that vLLM does not have, each with the numbers of its recipes."""
-    flags = itertools.chain.from_iterable(recipe.of_forks for recipe in recipes.values())
-    return [
-        f"{flag}: {', '.join(str(number) for number, recipe in recipes.items() if flag in recipe.of_forks)}"
-        for flag in dict.fromkeys(flags)
-    ]

@@ -9,16 +9,17 @@ from tests.harness import recipes
 
 def main(versions: list[str]) -> int:
     """Exit status 1 if a recipe's verdict is not the one in its file."""
-    found = recipes.read()
+    found = list(recipes.read().values())
+    forks = sorted({flag for recipe in found for flag in recipe.of_forks})
+    print("Left out, since vLLM itself does not have them:", "; ".join(forks))
     changed = 0
     for version in versions:
-        told, _ = recipes.verdicts(found.values(), version)
-        changed += sum(told[number] != recipe.expects(version) for number, recipe in found.items())
-        print("\n".join(recipes.table(found, told, version)[:-1]))
-        print("Left out, since vLLM itself does not have them:", "; ".join(recipes.left_out(found)))
-        if changed:
-            print(f"{changed} verdicts are not those that the recipes' files expect")
-        print(recipes.table(found, told, version)[-1])
+        said = recipes.explained(found, version)
+        told = [recipes.verdict(recipe, each, version) for recipe, each in zip(found, said, strict=True)]
+        print(recipes.HEAD, *map(recipes.row, found, told), sep="\n")
+        changed += sum(each != recipe.expects(version) for recipe, each in zip(found, told, strict=True))
+        print(f"\n{changed} verdicts are not those that the recipes' files expect")
+        print(recipes.count(sum(each.hits for each in told), len(found), version))
     return int(changed > 0)
 
 

@@ -1,6 +1,5 @@
 """`copy_kv_cache_blocks_inplace` copies one of two caches that start at one address, however wide the other one is.
 
-First on two bare tensors, then on a hybrid model that gets one prompt twice and resumes inside a block.
 Usage: python block_copy.py MODEL. Exits 1 while the defect is there, 0 without it.
 """
 
@@ -9,7 +8,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from tiny_hybrid import FLAGS, answer, drawn, is_right, quiet, verdict
+from tiny_hybrid import FLAGS, answer, drawn, is_right, verdict, without_engine
 
 BLOCKS, ATTENTION_PAGE, MAMBA_PAGE = 4, 100, 60  # the pages in floats; both start where a block starts
 
@@ -40,10 +39,7 @@ def resend_is_right(model: str) -> bool:
 
 
 def main(model: str) -> int:
-    quiet()
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
+    without_engine()
     return verdict(all([tail_is_copied(), resend_is_right(model)]))
 
 

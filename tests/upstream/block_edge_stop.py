@@ -1,8 +1,5 @@
 """A last prefill chunk that starts inside a block runs past the block's edge if the backend exports Mamba states.
 
-The block keeps the state of the chunk's beginning and is registered under the key of its edge. No engine and no GPU:
-vLLM's scheduler runs with the cache layout of such a backend, and a stand-in for the worker notes which position's
-state each block holds, by the rules of vLLM's own `compute_mamba_prefill_checkpoints`.
 Usage: python block_edge_stop.py MODEL (its config only). Exits 1 while the defect is there, 0 without it.
 """
 
@@ -10,22 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from tiny_hybrid import quiet, scheduler_of, verdict
-
-BLOCK, UNIT = 64, 16  # tokens
-
-MAMBA = 0  # its cache group
-
-
-def request(name: str, tokens: list[int]):
-    from vllm import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-    from vllm.v1.request import Request
-
-    return Request(
-        name, tokens, SamplingParams(max_tokens=1), None, block_hasher=get_request_block_hasher(UNIT, sha256)
-    )
+from tiny_hybrid import BLOCK, MAMBA, UNIT, request_of, scheduler_of, verdict, without_engine
 
 
 def run(scheduler, name: str, tokens: list[int], states: dict[int, int]) -> bool:
@@ -36,7 +18,7 @@ def run(scheduler, name: str, tokens: list[int], states: dict[int, int]) -> bool
     from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
     from vllm.v1.outputs import ModelRunnerOutput
 
-    added = request(name, tokens)
+    added = request_of(name, tokens)
     scheduler.add_request(added)
     chunks, resumed_from = [], 0
     while not added.is_finished():
@@ -79,16 +61,10 @@ def keys_are_right(scheduler, states: dict[int, int]) -> bool:
 
 
 def main(model: str) -> int:
-    quiet()
-    from vllm.plugins import load_general_plugins
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import init_none_hash
-
-    load_general_plugins()
-    init_none_hash(sha256)
+    without_engine()
     # Like a `MambaMixer2` on a GPU.
     exports = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
-    scheduler, states = scheduler_of(model, BLOCK, UNIT, exports), {}
+    scheduler, states = scheduler_of(model, exports), {}
     shared = list(range(100, 180))
     run(scheduler, "A", [*shared[:48], 1], states)  # leaves the state after 48 tokens
     run(scheduler, "B", [*shared, *[2] * 70], states)  # resumes there

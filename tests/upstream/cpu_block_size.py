@@ -1,8 +1,7 @@
 """On a CPU, the block size of a hybrid is reset to 128 after its cache was built with longer blocks.
 
-The scheduler then ends chunks at multiples of 128, and a state from the middle of a block is registered under the key
-of the block's end. Every engine core in a process of its own does this (`EngineCoreProc._perform_handshakes`, so any
-server). To spare that process, the script calls what the handshake calls; `--engine-process` takes the real way.
+Every engine core in a process of its own does this (`EngineCoreProc._perform_handshakes`). To spare that process, the
+script calls what the handshake calls; `--engine-process` takes the real way.
 Usage: python cpu_block_size.py MODEL [--engine-process]. Exits 1 while the defect is there, 0 without it.
 """
 

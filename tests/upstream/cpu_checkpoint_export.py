@@ -1,6 +1,5 @@
 """On a CPU, Mamba2 promises to export a state from inside a forward pass, and its scan returns final states only.
 
-With prefix caching any prompt longer than a cache block then kills the engine with an IndexError.
 Usage: python cpu_checkpoint_export.py MODEL. Exits 1 while the defect is there, 0 without it.
 """
 

@@ -1,8 +1,6 @@
 """A LoRA adapter whose files are replaced at their path, and that is loaded again under its name, is answered from
 blocks that its old weights have computed.
 
-A small random Llama with one adapter, all written here. The answers of the new weights under a name that nothing is
-cached for are the right ones.
 Usage: python lora_same_path.py FOLDER, where the model goes. Exits 1 while the defect is there, 0 without it.
 """
 

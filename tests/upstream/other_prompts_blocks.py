@@ -1,8 +1,5 @@
 """With NIXL a decoding engine takes the blocks of another prompt for its own, and keeps them in its prefix cache.
 
-Prefill and decode apart: P computes prompt A and says where it lies; D gets that with prompt B, as when a router mixes
-up two answers or P's blocks have been given to another request. No engine, no network and no GPU: two of vLLM's
-schedulers with its NixlConnector, and a stand-in for the workers that notes whose tokens each block holds.
 Usage: python other_prompts_blocks.py MODEL (its config only). Exits 1 while the defect is there, 0 without it.
 """
 
@@ -11,13 +8,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tiny_hybrid import quiet, scheduler_of, verdict
-
-BLOCK, UNIT = 64, 16  # tokens
+from tiny_hybrid import ATTENTION, BLOCK, request_of, scheduler_of, verdict, without_engine
 
 PROMPT = 150  # tokens
-
-ATTENTION = 1  # its cache group
 
 
 class Core:
@@ -27,20 +20,14 @@ class Core:
         from vllm.config import KVTransferConfig
 
         nixl = KVTransferConfig(kv_connector="NixlConnector", kv_role=role, kv_load_failure_policy="recompute")
-        self.scheduler = scheduler_of(model, BLOCK, UNIT, {}, kv_transfer_config=nixl)
+        self.scheduler = scheduler_of(model, {}, kv_transfer_config=nixl)
         self.rows: dict[int, str] = {}  # attention block -> prompt
 
     def run(self, name: str, prompt: str, tokens: list[int], transfer: dict[str, Any], other: Core | None) -> Any:
         """Answer a request with one token. Returns its `kv_transfer_params`, and prints what it was computed from."""
-        from vllm import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-        from vllm.v1.request import Request
 
-        parameters = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": transfer})
-        hasher = get_request_block_hasher(UNIT, sha256)
-        request = Request(name, list(tokens), parameters, None, block_hasher=hasher)
+        request = request_of(name, list(tokens), kv_transfer_params=transfer)
         self.scheduler.add_request(request)
         received: set[str] = set()
         told = None
@@ -80,13 +67,7 @@ class Core:
 
 
 def main(model: str) -> int:
-    quiet()
-    from vllm.plugins import load_general_plugins
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import init_none_hash
-
-    load_general_plugins()
-    init_none_hash(sha256)
+    without_engine()
     p, d = Core(model, "kv_producer"), Core(model, "kv_consumer")
     prompts = {name: [100 + number] * PROMPT for number, name in enumerate("AB")}
     ask = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -12,6 +12,8 @@ import sys
 
 VOCABULARY = 4096
 
+LAYERS = ("linear", "mlp", "linear", "full", "mlp", "linear", "full", "mlp")
+
 # Matrices drawn with the usual 0.02 give almost flat logits: greedy decoding would hide a damaged state.
 WEIGHT_STD = 0.08
 
@@ -24,16 +26,7 @@ def write_model(folder: str) -> None:
     config = NemotronHConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
-        layers_block_type=[
-            "linear_attention",
-            "mlp",
-            "linear_attention",
-            "full_attention",
-            "mlp",
-            "linear_attention",
-            "full_attention",
-            "mlp",
-        ],
+        layers_block_type=[f"{kind}_attention" if kind != "mlp" else kind for kind in LAYERS],
         intermediate_size=512,
         num_attention_heads=8,
         num_key_value_heads=2,
@@ -75,6 +68,17 @@ def quiet() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
+def without_engine() -> None:
+    """What an engine would do first: plugins, and the hash of nothing."""
+    quiet()
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    load_general_plugins()
+    init_none_hash(sha256)
+
+
 def drawn(length: int, vocabulary: int = VOCABULARY) -> list[int]:
     """A prompt, the same each time."""
     draw = random.Random(0)
@@ -104,7 +108,22 @@ def is_right(what: str, found: tuple[int, list[int], list[float]], right: tuple[
     return same == NEW and error < BOUND
 
 
-def scheduler_of(model: str, block: int, unit: int, recurrent: dict, **flags):
+BLOCK, UNIT = 64, 16  # tokens, of a scheduler without an engine
+MAMBA, ATTENTION = 0, 1  # its cache groups
+
+
+def request_of(name: str, tokens: list[int], **extra):
+    """A request for one token."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.request import Request
+
+    parameters = SamplingParams(max_tokens=1, extra_args=extra or None)
+    return Request(name, tokens, parameters, None, block_hasher=get_request_block_hasher(UNIT, sha256))
+
+
+def scheduler_of(model: str, recurrent: dict, **flags):
     """vLLM's scheduler without an engine, over one Mamba (`recurrent`: more of its spec) and one attention layer."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
@@ -118,21 +137,21 @@ def scheduler_of(model: str, block: int, unit: int, recurrent: dict, **flags):
         skip_tokenizer_init=True,
         max_model_len=2048,
         enable_prefix_caching=True,
-        block_size=block,
-        prefix_match_unit=unit,
+        block_size=BLOCK,
+        prefix_match_unit=UNIT,
         **flags,
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = 100
     config.scheduler_config.async_scheduling = False
-    mamba = dict(block_size=block, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align", **recurrent)
-    attention = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    mamba = dict(block_size=BLOCK, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align", **recurrent)
+    attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["mamba"], MambaSpec(**mamba)), KVCacheGroupSpec(["attention"], attention)]
     return Scheduler(
         config,
         KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=groups),
         StructuredOutputManager(config),
-        block_size=block,
-        hash_block_size=unit,
+        block_size=BLOCK,
+        hash_block_size=UNIT,
     )
 
 

@@ -21,9 +21,6 @@ from proxy.boundaries.boundary import Kind
 
 BLOCK = 512  # tokens
 
-# Tokens of a block in the Claude Code traces.
-FINE_BLOCK = 64
-
 MAX_PATH = 80  # places kept of a prompt on which earlier ones had boundaries: the first and the last ones
 
 # What so many of a trace's sessions share is taken to be shared by everybody: a system prompt.
@@ -195,7 +192,7 @@ def _claude_code(path: str, lines: Iterable[tuple[int, dict[str, Any]]], names: 
     Sessions with equally long tools and system prompts are taken to share these.
     """
     streams = 0
-    step = BLOCK // FINE_BLOCK
+    step = BLOCK // 64
     for number, row in lines:
         try:
             groups = [(row["requests"], row["tool_tokens"], row["system_tokens"])]
@@ -306,3 +303,72 @@ def synthetic(sessions: int, seed: int) -> Trace:
             prompt += output + round(drawn.lognormvariate(8.4, 0.9) if is_long else drawn.lognormvariate(3.2, 1.0)) + 1
     rows = [row for _, row in sorted(pending, key=lambda item: item[0])]
     return _with_boundaries("synthetic conversations", rows, names, is_timed=True)
+
+
+# NVIDIA Dynamo's agentic trace, drawn anew. Its recipes (Nemotron 3.5 Lightning and others) replay
+# `64k_400_90kv_agent_new_noschedule_short_15perc.jsonl`. What is published of that file is kept
+# (`recipes/*/perf/README.md` of ai-dynamo/dynamo, vLLM's article on decode context parallelism): 3,411 requests within
+# a context of 262,144 tokens, half of them of 64k and more, 18 % below 8k, 4 % above 128k; 400 tokens out in the
+# median, one output in ten longer than 6.9k; four shared heads, of 57,600 tokens each, 90 % of 64,000; 68 to 77 % of
+# all tokens found by a whole engine. How long sessions are is not published: it is fitted to these hits. There are no
+# times.
+
+REQUESTS = 3411
+
+CONTEXT = 262_144  # tokens; longer prompts are errors in the published runs
+
+HEAD = 57_600  # tokens that all agents of one kind begin with
+
+HEADS = (4, 3, 2, 1)  # how often each kind is met
+
+LEAST = 2 * BLOCK  # tokens of one's own, by which sessions are told apart
+
+
+# Log-normal distributions of tokens: median and sigma.
+OWN = 11_000, 0.95  # of an agent's first prompt, behind its head
+LONG_OWN, LONG = (150_000, 0.5), 0.06  # of few agents, that have read much
+SMALL = 5_000, 1.2  # a first prompt without a head
+TOOL = 900, 1.1  # that a tool's result adds
+OUTPUT = 399, 2.2
+
+
+def _tokens(drawn: random.Random, median: float, sigma: float) -> int:
+    return max(1, round(drawn.lognormvariate(math.log(median), sigma)))
+
+
+def records(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """As many requests in Mooncake's format, without timestamps, in the order in which they are sent."""
+    drawn = random.Random(seed)  # a simulation
+    turns: list[tuple[float, int, int, list[Hashable]]] = []
+    session = 0
+    while len(turns) < count:
+        session += 1
+        turns += _session(session, drawn)
+    names: dict[Hashable, int] = {}
+    for _, prompt, output, blocks in sorted(turns[:count], key=lambda turn: turn[0]):
+        ids = [names.setdefault(block, len(names) + 1) for block in blocks]
+        yield {"input_length": prompt, "output_length": output, "hash_ids": ids}
+
+
+def _session(session: int, drawn: random.Random) -> Iterator[tuple[float, int, int, list[Hashable]]]:
+    """Its turns: when each is sent, the prompt's and the output's tokens, and what its blocks hold."""
+    head, kind = 0, 0
+    if drawn.random() < 0.67:  # the others are subagents and short questions, which share nothing
+        head, (kind,) = HEAD, drawn.choices(range(len(HEADS)), HEADS)
+        own = _tokens(drawn, *(LONG_OWN if drawn.random() < LONG else OWN)) + LEAST
+    else:
+        own = min(_tokens(drawn, *SMALL), HEAD)
+    shared, sent = head // BLOCK, drawn.random()
+    while head + own <= CONTEXT:
+        output = min(32_768, _tokens(drawn, *OUTPUT))
+        blocks: list[Hashable] = [("head", kind, at) for at in range(shared)]
+        # The last block is not full, and another one as soon as the session goes on.
+        full = (head + own) // BLOCK
+        blocks += [(session, at) for at in range(shared, full)]
+        if (head + own) % BLOCK:
+            blocks.append((session, full, own))
+        yield sent, head + own, output, blocks
+        if drawn.random() >= 0.4:  # sessions are cut out of a longer trace: few of their turns are left
+            return
+        own += output + _tokens(drawn, *TOOL)
+        sent += drawn.random() / 20

@@ -18,13 +18,9 @@ from tests.bench.traces.formats import BLOCK, Place, TraceRequest
 
 MATCH_UNIT = 16  # tokens
 
-NEWS_SECONDS = 0.03  # until a gateway has read what an engine tells
-
 CHUNK = 4  # blocks that the simulated cache keeps or loses together: fewer to move
 
 PATIENCE_SECONDS = 4.0  # that a request waits at most for a state which another one is computing
-
-MOST_VICTIMS = 200  # states looked at for one that a later turn has superseded
 
 
 @dataclass(frozen=True)
@@ -188,7 +184,7 @@ class Cache:
 
     def _victim(self) -> int:
         """The oldest that may go, else the oldest of all."""
-        looked_at = itertools.islice(self._states.items(), MOST_VICTIMS)
+        looked_at = itertools.islice(self._states.items(), 200)
         return next((name for name, state in looked_at if state.may_go), next(iter(self._states)))
 
     def _drop(self, name: int) -> None:
@@ -399,7 +395,7 @@ class Fleet:
             action()
 
     def _arrived(self, request: TraceRequest) -> None:
-        while self._news and self._news[0].time <= self._now - NEWS_SECONDS:
+        while self._news and self._news[0].time <= self._now - 0.03:  # until a gateway has read what an engine tells
             self.policy.hear(self._news.popleft())
         self._begun += 1
         execution = Execution(str(self._begun), request, self._hint(request), self._now)

@@ -16,24 +16,9 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from proxy.bench.harness.servers import MODEL_NAME, Servers
-from tests.harness.dashboards import FOLDER, dashboards
-from tests.harness.documented_metrics import ENGINE, GATEWAY
+from tests.harness.dashboards import ENGINE, FOLDER, GATEWAY, dashboards
 from tests.harness.engines import SharedServers
-from tests.harness.panels import (
-    CAREFUL,
-    IN_SHADOW,
-    IN_TURN,
-    Rig,
-    Row,
-    gateway_of_pools,
-    keyed_gateway,
-    proved,
-    storing_engine,
-    table,
-)
-from tests.harness.prometheus_server import Prometheus, installed, prometheus
-
-PROVISIONING = FOLDER / "provisioning"
+from tests.harness.panels import Prometheus, Row, installed, prometheus, proved, started
 
 
 class Run(NamedTuple):
@@ -51,23 +36,13 @@ def alert_rules() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def run(servers: SharedServers, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("dashboards")
-    with Servers(folder) as fleet, gateway_of_pools(fleet) as apart:
-        storing = storing_engine(fleet, model, folder)
-        own = [fleet.gateway(servers.tight, flags=flags) for flags in (IN_TURN, IN_SHADOW, CAREFUL)]
-        keyed = keyed_gateway(fleet, servers.tight, folder)
-        for gateway in (*own, keyed.gateway, storing.gateway, apart):
-            gateway.wait_until_ready("/ready", seconds=60)
-        pools = (storing.gateway, storing.states, apart)
-        rig = Rig(servers.tight, own[0], servers.tight_gateway, *own[1:], keyed.gateway, *pools)
-        gateways = (*own, keyed.pages, storing.gateway, apart, servers.tight_gateway, servers.untouched_gateway)
-        engines = (servers.tight, storing.engine, servers.untouched)
-        server = prometheus(fleet, folder, {"seamark": gateways, "vllm": engines})
+    with Servers(folder) as fleet, started(fleet, servers, model, folder) as rig:
+        server = prometheus(fleet, folder, rig.scraped)
         yield Run(proved(server, rig, print), server, servers.tight.url.removeprefix("http://"))
 
 
 @pytest.mark.thorough
 def test_every_query_of_every_panel_yields_something_in_its_unit_and_every_alert_can_be_evaluated(run: Run):
-    print("\n" + table(run.rows))
     assert [row for row in run.rows if row.problem is not None] == []
     for rule in alert_rules():
         run.prometheus.at(rule["expr"])
@@ -171,9 +146,9 @@ def test_dashboards_keep_to_the_conventions(name):
 
 
 def test_what_is_provisioned_fits_together():
-    (source,) = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yml").read_text())["datasources"]
+    (source,) = yaml.safe_load((FOLDER / "provisioning/datasources/prometheus.yml").read_text())["datasources"]
     for dashboard in dashboards().values():
         assert dashboard["templating"]["list"][0]["current"]["value"] == source["uid"]
     assert source["jsonData"]["timeInterval"].removesuffix("s").isdigit()
-    (provider,) = yaml.safe_load((PROVISIONING / "dashboards" / "seamark.yml").read_text())["providers"]
+    (provider,) = yaml.safe_load((FOLDER / "provisioning/dashboards/seamark.yml").read_text())["providers"]
     assert Path(provider["options"]["path"]).name == "dashboards"

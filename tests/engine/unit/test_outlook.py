@@ -1,17 +1,26 @@
-"""What `seamark setup` says of a recipe by its name is what the plugin has for that family, and says of that recipe."""
+"""What `seamark setup`, `--explain` and the table of families say of models is what vLLM makes of them."""
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import shlex
+import subprocess
+import sys
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from engine_patches import kv_connectors, settings, speculation
+from engine_patches.commands.explain import GIB
+from engine_patches.families import layers_in
 from engine_patches.kv_connectors import ConnectorLane
 from proxy.commands import outlook
 from proxy.commands.recipe import read_recipe
-from tests.harness import recipes
+from tests.harness import families, recipe_models, recipes
+from tests.harness.families import CHOSEN, DOCUMENT, VERSION, Source
+from tests.harness.recipe_models import MODELS, PUBLISHED, Explained, write_models
+from tests.harness.versions import source_of
 
 RECIPES = recipes.read()
 
@@ -37,3 +46,58 @@ def test_methods_connectors_and_versions_are_the_plugins():
     assert (outlook.SUPPORTED, outlook.IMAGE) == (settings.SUPPORTED, settings.IMAGE)
     versions = [f"{major}.{minor}" for major, minor in (outlook.FIRST, outlook.LAST)]
     assert " to ".join(versions) == outlook.SUPPORTED
+
+
+@pytest.fixture(scope="module")
+def explained() -> dict[str, Explained]:
+    return recipe_models.explained()
+
+
+@pytest.mark.thorough  # vLLM configures each in a process of its own
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_bytes_and_blocks_are_those_of_the_published_figures_and_of_vllm(explained, name):
+    model, (cost, blocks, text, newest_runner) = PUBLISHED[name], explained[name]
+    assert newest_runner  # as on a GPU, which this machine has not
+    page = 2 * model.convolution + model.state_bytes * model.state
+    assert (cost.recurrent_layers, cost.attention_layers) == (model.recurrent, model.attention)
+    assert cost.state_bytes == model.recurrent * page
+    # A block is as long as its KV needs to be as large as a layer's state, and cache groups are as large as the smaller
+    # kind has layers.
+    tokens = math.ceil(page / (model.step * model.kv)) * model.step
+    layers = min(model.recurrent, model.attention)
+    assert cost.block_tokens == tokens and cost.block_bytes == layers * tokens * model.kv
+    assert cost.state_blocks == math.ceil(model.recurrent / layers) and cost.attention_groups == 1
+    assert cost.displaced_tokens == cost.state_blocks * tokens
+    assert blocks == 64 * GIB // cost.block_bytes
+    assert cost.states_in(64 * GIB) == blocks // cost.state_blocks
+    assert f"{cost.displaced_tokens:,} tokens of KV" in text
+
+
+@pytest.mark.thorough  # vLLM inspects the class in a process
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="nothing is missing here")
+def test_a_library_that_a_model_s_class_lacks_is_named_in_one_sentence(tmp_path):
+    write_models(tmp_path, ["Qwen3.6-27B"])
+    command = [sys.executable, "-m", "engine_patches", "worker", "--explain", "gpu", str(tmp_path / "Qwen3.6-27B")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("seamark worker: vLLM cannot configure")
+    assert line.endswith("its class Qwen3_5ForConditionalGeneration needs torchvision, which is not installed here")
+
+
+@pytest.mark.thorough  # reads the Python source of another vLLM
+def test_the_documented_table_is_that_of_the_source():
+    text = DOCUMENT.read_text()
+    assert text == families.with_table(text, families.generated()), "run: python -m tests.harness.families"
+
+
+@pytest.mark.thorough  # reads the Python source of another vLLM
+def test_the_layers_that_a_recipe_s_config_tells_are_those_that_vllm_makes_of_it():
+    source = Source(source_of(VERSION))
+    registered = source.models()
+    for name, config in MODELS.items():
+        (architecture,) = config["architectures"]
+        chosen = CHOSEN.get(architecture)
+        made = {source.named(layer) for layer in source.recurrent_layers(registered[architecture])}
+        told = set(layers_in(config.get("text_config", config)))
+        assert told == ({chosen} if chosen is not None else made), name

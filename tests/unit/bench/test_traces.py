@@ -8,17 +8,13 @@ from statistics import median
 
 import pytest
 
-from tests.bench.__main__ import benchmarks
-from tests.bench.traces.__main__ import main, profile_from
-from tests.bench.traces.agentic import CONTEXT, REQUESTS, records
-from tests.bench.traces.formats import BLOCK, BadTrace, Place, TraceRequest, of_mooncake, read, synthetic
-from tests.bench.traces.policies import POLICIES, RoundRobin, Seamark, Smg
-from tests.bench.traces.replay import hint_of
+from tests.bench.traces import formats
+from tests.bench.traces.__main__ import hint_of, main, profile_from
+from tests.bench.traces.formats import BLOCK, BadTrace, Place, TraceRequest, of_mooncake, read, records, synthetic
+from tests.bench.traces.policies import RoundRobin, Seamark, Smg
 from tests.bench.traces.simulated_fleet import PROFILES, Execution, Fleet, Policy, Profile
 
 EXCERPTS = Path(__file__).parents[2] / "data" / "traces"
-
-CONVERSATION = EXCERPTS / "mooncake_conversation.jsonl.gz"
 
 AGENTS = EXCERPTS / "claude_code.jsonl.gz"
 
@@ -38,14 +34,10 @@ def trace_file(tmp_path: Path, *lines: object) -> Path:
 
 
 def test_turns_of_a_conversation_find_each_other_and_share_what_the_earlier_one_left(tmp_path):
-    trace = read(trace_file(tmp_path, *ROWS))
-    ours, other = trace.sessions
+    ours, other = read(trace_file(tmp_path, *ROWS)).sessions
     assert [request.turn for request in ours] == [0, 1, 2] and len(other) == 1
-    assert [(place.tokens, place.kind) for place in ours[1].boundaries] == [
-        (BLOCK, "system"),
-        (1200, "history"),
-        (1300, "turn"),
-    ]
+    places = [(place.tokens, place.kind) for place in ours[1].boundaries]
+    assert places == [(BLOCK, "system"), (1200, "history"), (1300, "turn")]
     assert [request.shareable for request in ours] == [0, 1100, 1300]
     assert other[0].shareable == BLOCK
 
@@ -57,11 +49,9 @@ def test_where_prompts_have_parted_twice_a_later_one_asks_for_a_state(tmp_path):
 
 
 def test_claude_code_sessions_share_their_tools_and_system_prompt_and_nothing_else(tmp_path):
-    def session(first: int) -> dict[str, object]:
-        request = {"in": 2048, "out": 9, "hash_ids": list(range(first, first + 32)), "think_time": 4.5}
-        return {"requests": [request], "tool_tokens": 600, "system_tokens": 500}
-
-    trace = read(trace_file(tmp_path, session(1), session(1)))
+    request = {"in": 2048, "out": 9, "hash_ids": list(range(1, 33)), "think_time": 4.5}
+    session = {"requests": [request], "tool_tokens": 600, "system_tokens": 500}
+    trace = read(trace_file(tmp_path, session, session))
     (one,), (two,) = trace.sessions
     assert not trace.is_timed and one.pause == 4.5
     assert one.blocks[:2] == two.blocks[:2] and not set(one.blocks[2:]) & set(two.blocks[2:])
@@ -73,23 +63,19 @@ def test_claude_code_sessions_share_their_tools_and_system_prompt_and_nothing_el
     [
         ([*ROWS, "{broken\n"], "line 5: no JSON object. A trace has one on each line; cut this one."),
         ([*ROWS, {"timestamp": 1}], "line 5: needs numbers timestamp, input_length, output_length and a list hash_ids"),
-        ([{**ROWS[0], "input_length": 0}], "line 1: input_length has to be at least 1"),
         ([{"requests": []}], "line 1: needs tool_tokens, system_tokens and a list requests"),
     ],
 )
 def test_a_line_that_is_wrong_is_named_with_its_cure(tmp_path, lines, told):
-    path = trace_file(tmp_path, *lines)
-    with pytest.raises(BadTrace) as raised:
-        read(path)
-    assert told in str(raised.value) and str(path) in str(raised.value)
+    with pytest.raises(BadTrace, match=told):
+        read(trace_file(tmp_path, *lines))
 
 
 def test_what_is_drawn_is_the_same_with_the_same_seed_and_agents_are_like_what_is_published_of_dynamos():
     assert synthetic(60, seed=3) == synthetic(60, seed=3) != synthetic(60, seed=4)
-    drawn = list(records(REQUESTS, 5))
-    assert drawn == list(records(REQUESTS, 5)) != list(records(REQUESTS, 6))
+    drawn = list(records(formats.REQUESTS, 5))
     prompts = [row["input_length"] for row in drawn]
-    assert len(drawn) == REQUESTS and max(prompts) <= CONTEXT
+    assert len(drawn) == formats.REQUESTS and max(prompts) <= formats.CONTEXT
     for beyond, share in ((8192, 0.82), (65_536, 0.51), (131_072, 0.045)):
         assert sum(prompt >= beyond for prompt in prompts) / len(prompts) == pytest.approx(share, abs=0.03)
     assert median(row["output_length"] for row in drawn) == pytest.approx(399, rel=0.1)
@@ -123,14 +109,6 @@ def test_a_later_turn_finds_the_state_of_the_one_before_until_it_is_evicted(tmp_
     assert [each.hit for each in sorted(done, key=lambda each: each.arrived)] == hits
 
 
-def test_every_policy_serves_every_request_once():
-    sent = [request for session in read(AGENTS).sessions for request in session[:3]]
-    for name, policy in POLICIES.items():
-        fleet = served(policy(3, 1), [(request, 3.0 * at) for at, request in enumerate(sent)])
-        assert sorted(id(done.request) for done in fleet) == sorted(map(id, sent)), name
-        assert all(0 <= done.hit < done.request.prompt for done in fleet)
-
-
 def test_seamarks_own_choice_sends_a_conversation_where_its_states_are():
     requests, policy = read(AGENTS).sessions[0], Seamark(4, 0)
     fleet = served(policy, [(request, 100.0 * at) for at, request in enumerate(requests)])
@@ -139,34 +117,29 @@ def test_seamarks_own_choice_sends_a_conversation_where_its_states_are():
     assert all(worker.inflight == worker.prefill_tokens == 0 for worker in policy.workers)
 
 
-def prompt(own: int) -> TraceRequest:
-    """A prompt of four blocks, of which all have the first two."""
-    place = Place(4 * BLOCK, "turn", own)
-    return TraceRequest(own, 0, 0.0, 0.0, 4 * BLOCK, 5, (-2, -1, 2 * own, 2 * own + 1), (place,), (place,), 0)
-
-
-@pytest.mark.parametrize(
-    ("idle", "spills_at"),
-    # As smg 1.13.0 itself did before two, three and four workers that kept all they were sent.
-    [([0, 0], 11), ([1, 1], 14), ([2, 2], 15), ([4, 4], 19), ([1, 1, 1], 8), ([0, 0, 0, 0], 6)],
-)
+# As smg 1.13.0 itself did before two, three and four workers that kept all they were sent.
+@pytest.mark.parametrize(("idle", "spills_at"), [([0, 0], 11), ([4, 4], 19), ([1, 1, 1], 8), ([0, 0, 0, 0], 6)])
 def test_smg_keeps_a_beginning_where_it_is_until_the_worker_is_that_far_beyond_the_mean(idle, spills_at):
     policy = Smg(len(idle), 1)
     policy.inflight = list(idle)
-    chosen = [policy.choose(Execution(str(at), prompt(at + 1), (), 0.0)) for at in range(40)]
-    first = chosen[0]
-    assert chosen.index(next(worker for worker in chosen if worker != first)) + idle[first] == spills_at
+    chosen = []
+    for own in range(40):  # prompts of four blocks, of which all have the first two
+        place = (Place(4 * BLOCK, "turn", own + 1),)
+        prompt = TraceRequest(own, 0, 0.0, 0.0, 4 * BLOCK, 5, (-2, -1, 2 * own, 2 * own + 1), place, place, 0)
+        chosen.append(policy.choose(Execution(str(own), prompt, (), 0.0)))
+    assert chosen.index(next(worker for worker in chosen if worker != chosen[0])) + idle[chosen[0]] == spills_at
 
 
-@pytest.mark.parametrize("trace", [CONVERSATION, AGENTS])
+@pytest.mark.parametrize("trace", [EXCERPTS / "mooncake_conversation.jsonl.gz", AGENTS])
 def test_the_table_has_a_line_for_each_policy_the_same_with_the_same_seed(trace, capsys):
-    flags = [str(trace), "--workers", "2", "--users", "2", "--seconds", "60", "--policy", "smg", "--policy", "seamark"]
+    policies = ("smg", "session", "round-robin", "seamark")
+    flags = [str(trace), "--workers", "2", "--users", "2", "--seconds", "60"]
     tables = []
     for _ in range(2):
-        assert main(flags) == 0
+        assert main([*flags, *(word for policy in policies for word in ("--policy", policy))]) == 0
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1]
-    for policy in ("smg", "seamark"):
+    for policy in policies:
         (line,) = (line.split() for line in tables[0].splitlines() if line.split()[1:2] == [policy])
         hits, of_all, p50, p99, per_second, imbalance = map(float, line[2:])
         assert 0 < of_all < hits <= 1 and p99 >= p50 > 0 and per_second > 0 and 1 <= imbalance <= 2
@@ -176,13 +149,8 @@ def test_a_profile_comes_from_a_file_and_a_wrong_one_is_refused(tmp_path, capsys
     path = tmp_path / "profile.json"
     path.write_text('{"token_seconds": 0.002}')
     assert profile_from(str(path)) == Profile(token_seconds=0.002)
-    for text in ('{"tokens": 1}', '{"token_seconds": 0}', "[]", "{"):
+    for text in ('{"tokens": 1}', '{"token_seconds": 0}', "{"):
         path.write_text(text)
         with pytest.raises(SystemExit, match="2"):
             main(["--profile", str(path)])
-        assert "needs a JSON object of positive numbers, of pass_seconds," in capsys.readouterr().err
-
-
-def test_the_list_of_benchmarks_names_packages_beside_modules():
-    found = benchmarks()
-    assert found["traces"].startswith("a trace replayed") and "soak" in found
+        assert "a JSON object of positive numbers, of pass_seconds," in capsys.readouterr().err

@@ -1,0 +1,159 @@
+"""What benchmarks say of what they measured: which answers are exact, what the demo and the soak find wrong."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from proxy.bench import menu, stories
+from proxy.bench.demo import ALONE, SEAMARK, in_short, legend, render
+from proxy.bench.harness.client import COMPLETION, TimedAnswer
+from proxy.bench.harness.exact import BFLOAT16, FLOAT32, compare
+from proxy.bench.harness.servers import Server, Servers
+from proxy.bench.stories import Line, Planted, Story
+from proxy.fleet.answer_compare import ContinuedToken
+from tests.bench.soak import Driven, Outcome, judge
+from tests.bench.traffic import Request
+
+RANKED = {"a": -0.5, "b": -1.5, "c": -2.0, "d": -2.5, "e": -3.0}
+
+
+def answer(*tops: dict[str, float], chosen: str = "") -> TimedAnswer:
+    """An answer of the likeliest token of each step, or of `chosen`."""
+    steps = tuple(ContinuedToken(chosen or max(top, key=lambda token: top[token]), top) for top in tops)
+    return TimedAnswer(steps, 100, 0, 0.0, 0.1, 0.2)
+
+
+CLOSE, FAR = ({**RANKED, "c": -2.0 + error} for error in (0.9e-4, 1.1e-4))
+
+TIED = {**RANKED, "b": RANKED["a"] - 0.5e-5}
+
+OTHER_SIDE = {**TIED, "b": RANKED["a"] + 0.5e-5}
+
+SIXTH = {token: value for token, value in RANKED.items() if token != "e"} | {"f": -3.00005}
+
+TWO_OTHERS = {"a": -0.5, "b": -1.5, "c": -2.0, "f": -2.5, "g": -3.0}
+
+
+@pytest.mark.parametrize(
+    ("ours", "reference", "exact"),
+    [
+        (CLOSE, RANKED, True),
+        (FAR, RANKED, False),
+        (OTHER_SIDE, TIED, True),  # another token at a tie of the reference's two best
+        ({**RANKED, "b": -0.4}, RANKED, False),
+        (SIXTH, RANKED, True),  # the fifth and the sixth best have changed places
+        ({**SIXTH, "f": -2.9}, RANKED, False),  # too likely: the reference has it behind e, at -3.0 at most
+        (TWO_OTHERS, RANKED, False),
+    ],
+)
+def test_an_answer_is_exact_within_the_bound_and_at_ties_alone(ours, reference, exact):
+    assert compare(answer(ours), answer(reference)).exact is exact
+
+
+def test_a_difference_says_where_and_how_much():
+    found = compare(answer({**RANKED, "b": -0.4}), answer(RANKED))
+    assert (found.position, found.gap) == (0, pytest.approx(1.0))
+    assert compare(answer(RANKED, RANKED), answer(RANKED)).position == 1  # behind the reference's end
+    assert compare(answer({**SIXTH, "f": -2.9}), answer(RANKED)).largest_error == pytest.approx(0.1)
+    two = compare(answer(TWO_OTHERS), answer(RANKED))
+    assert two.largest_error == math.inf and not BFLOAT16.accepts(two)
+
+
+def test_a_sampled_token_that_the_engine_names_beside_the_likeliest_is_no_rank():
+    assert compare(*(answer({**top, "z": -12.0}, chosen="z") for top in (SIXTH, RANKED))).exact
+
+
+def test_of_many_answers_only_a_share_may_take_the_other_side_of_a_tie():
+    parted, same = compare(answer(OTHER_SIDE), answer(TIED)), compare(answer(RANKED), answer(RANKED))
+    assert FLOAT32.accepts_all([parted] + [same] * 99)
+    assert not FLOAT32.accepts_all([parted] + [same] * 98)
+
+
+def story(shared: int, hit: int, error: float = 0.0) -> Story:
+    ours = Line(SEAMARK, hit_second=hit, ttfts_cold=[0.5], ttfts_warm=[0.1], largest_error=error)
+    alone = Line(ALONE, hit_second=0, ttfts_cold=[0.4], ttfts_warm=[0.45])
+    return Story(stories.SYSTEM_PROMPT, shared, hit, [ours, alone], True, "")
+
+
+def planted(*, caught: bool) -> list[Planted]:
+    return [Planted("none", False, 0.0, None), Planted("a state one token early", caught, 1.0, 3)]
+
+
+def test_the_demo_says_hits_seconds_and_exactness_or_what_did_not_hold_in_three_sentences():
+    hits, seconds, exactness = in_short([story(100, 90), story(900, 900)], planted(caught=True))
+    assert "found 99% of it in the cache with Seamark, and 0% with vLLM alone" in hits
+    assert "100 ms instead of 450 ms with a prompt of 900 tokens; the first request's took 500 ms" in seconds
+    assert "were all those of" in exactness and "says so noticed every defect" in exactness
+    assert "were NOT all those of" in in_short([story(100, 90, error=0.5)], planted(caught=True))[2]
+    assert "did NOT notice every defect" in in_short([story(100, 90)], planted(caught=False))[2]
+
+
+def test_the_demos_table_has_no_word_that_the_legend_leaves_unexplained():
+    said = render([story(100, 90)], planted(caught=True))
+    assert "100 tokens shared, a perfect cache hits 90" in said and "oracle" not in said
+    for column in ("hit at 2", "hit after", "passes", "first token", "exact"):
+        assert column in legend()
+
+
+def test_engines_are_compared_by_pairs_of_the_same_request():
+    ours = Line(SEAMARK, ttfts_cold=[0.2, 0.9, 0.3], ttfts_warm=[0.1])
+    alone = Line(ALONE, ttfts_cold=[0.1, 0.9, 0.3], ttfts_warm=[0.2])
+    said = render([Story(stories.SYSTEM_PROMPT, 100, 96, [ours, alone], True, "")], [])
+    assert "cold 1.00x faster, warm 2.00x faster" in said
+
+
+def test_a_server_that_ends_is_told_with_the_end_of_its_log_and_no_traceback(tmp_path, monkeypatch, capsys):
+    def benchmark(argv: list[str]) -> int:
+        log = tmp_path / "engine.log"
+        log.write_text("ValueError: no such model\n")
+        process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+        process.wait()
+        Server("seamark", "http://127.0.0.1:9", log, process).wait_until_ready()
+        return 0
+
+    module = SimpleNamespace(main=benchmark)
+    monkeypatch.setattr(menu, "importlib", SimpleNamespace(import_module=lambda name: module))
+    assert menu.main(["demo"]) == 1
+    assert capsys.readouterr().err == "seamark bench: seamark ended with 7:\nValueError: no such model\n"
+
+
+def test_where_the_gateway_lacks_a_library_none_is_started(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "proxy.server.uvicorn_server", None)
+    with Servers(tmp_path) as servers:
+        with pytest.raises(ModuleNotFoundError):
+            servers.gateway()
+        assert not servers.started
+
+
+RIGHT = answer(RANKED)
+
+ASKED = Request("salts", COMPLETION, {"prompt": [1] * 100}, judged=True)
+
+WELL = Driven("room", 60.0, (Outcome(ASKED, RIGHT),), {}, {}, ())
+
+
+@pytest.mark.parametrize(
+    ("run", "complaint"),
+    [
+        (replace(WELL, outcomes=(Outcome(ASKED, RIGHT), Outcome(ASKED, failure="500"))), "1 requests failed"),
+        (replace(WELL, outcomes=(Outcome(ASKED, answer(FAR)),)), "1 answers differ"),
+        (replace(WELL, outcomes=(Outcome(ASKED, answer()),)), "1 answers differ"),
+        (
+            replace(WELL, outcomes=(Outcome(replace(ASKED, must_miss=True), RIGHT._replace(cached_tokens=16)),)),
+            "1 requests with a salt",
+        ),
+        (replace(WELL, log_lines=["room: ERROR"]), "1 lines of the logs"),
+        (replace(WELL, leftovers={"vllm:num_requests_running": None}), "1 gauges"),
+        (replace(WELL, outcomes=()), "no answer was judged"),
+    ],
+)
+def test_the_soak_tells_each_thing_that_is_wrong(run, complaint):
+    assert judge(WELL, {ASKED.question: RIGHT}).complaints == []
+    found = judge(run, {ASKED.question: RIGHT}).complaints
+    assert len([line for line in found if complaint in line]) == 1
