@@ -13,7 +13,7 @@ from proxy.bench import mine
 from proxy.bench.mine import Measured, MinedPair, MinedReply, plan_for, verdict
 from proxy.boundaries.token_ids import common_prefix
 from proxy.commands.render_server import free_port
-from tests.harness.threaded_server import serving, whole_body
+from tests.harness.recording_worker import serving, whole_body
 
 SMALL = ("--lengths", "50", "200", "--pairs", "2")
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from proxy.bench.harness.servers import Server, Servers
-from tests.harness.client_environments import CLIENTS, Client
-from tests.harness.client_streams import CLIENT_STREAMS, MODEL, flat_template
+from tests.harness.client_environments import CLIENT_STREAMS, CLIENTS, MODEL, Client, flat_template
 from tests.harness.gateways import metric, start_gateway, told
 from tests.harness.recording_worker import recording_worker
 

@@ -1,14 +1,27 @@
-"""Workers that fail: what is sent again, who is taken out, and what reaches the client of an answer that is none."""
+"""Workers that fail, sleep, keep nothing, or come and go by a resolver: who is asked, and what is said of it."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import socket
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
+import httpx
+import pytest
+
+from proxy.commands import doctor
+from proxy.commands.render_server import free_port
+from proxy.fleet import discovery
 from proxy.fleet.worker import BREAKER_FAILURES
-from tests.harness.gateways import chat, metric, post, start_gateway
+from tests.harness.gateways import OwnGateway, chat, metric, own_gateway, post, start_gateway
 from tests.harness.raw_worker import raw_worker
-from tests.harness.recording_worker import RecordingWorker
-from tests.harness.waiting import until
+from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.waiting import until, wait_for
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -68,3 +81,147 @@ async def test_the_last_worker_is_not_taken_out(in_memory):
     words = [f"bad {number}" for number in range(2 * BREAKER_FAILURES)] + ["good", "bad", "good"]
     statuses = [(await gateway.post(chat(word))).status_code for word in words]
     assert statuses == [500] * 2 * BREAKER_FAILURES + [200, 500, 200]
+
+
+README = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
+
+WINDOW = "a layer has a sliding window, and vLLM finds whole blocks only"
+
+STATES = {
+    "`/sleep?level=0`": {"sleeps": (0,)},
+    "`/sleep?level=1`": {"sleeps": (1,)},
+    "`/sleep?level=2`": {"sleeps": (2,)},
+    "one of two engines sleeps": {"sleeps": (None, 1)},
+    "`/pause`": {"paused": True},
+    "its plugin keeps no state for any hint": {"refused": WINDOW},
+}
+
+
+def rows() -> dict[str, list[str]]:
+    """The cells behind the first, by the first."""
+    _, table = README.split("### What a worker says of itself")
+    lines = [line for line in table.split("###")[0].splitlines() if line.startswith("|")][2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {first: rest for first, *rest in cells}
+
+
+def test_the_readme_has_each_state_and_no_other():
+    assert rows().keys() == STATES.keys()
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_a_workers_state_is_said_in_the_same_words_wherever_it_matters(in_memory, capsys, caplog, state):
+    caplog.set_level(logging.INFO)
+    said, ready, answer, reason = rows()[state]
+    words = said if answer == "503" else WINDOW
+    with recording_worker() as worker:  # which the doctor asks, too
+        gateway = await in_memory(worker, health_interval=0.1)
+
+        async def is_hinted() -> bool:
+            return "x-seamark-boundary" in (await gateway.post(chat("Tide?"))).headers
+
+        for name, value in STATES[state].items():
+            setattr(worker, name, value)
+        await until(lambda: words in caplog.text)
+        asked = await gateway.get("/ready")
+        answered = await gateway.post(chat("Tide?"))
+        assert (asked.status_code, answered.status_code) == (int(ready), int(answer[:3]))
+        if answer == "503":
+            assert words in asked.json()["error"]["message"] and words in answered.json()["error"]["message"]
+            assert not worker.requests
+        else:
+            assert "x-seamark-boundary" not in answered.headers and b"seamark_boundaries" not in worker.requests[0].body
+            assert f"`{answered.headers['x-seamark-reason']}`" == reason
+        live = (await gateway.get("/seamark/live")).json()
+        assert words in " ".join(live["alarms"] + live["warnings"])
+        (shown,) = (await gateway.get("/seamark/status")).json()["workers"]
+        assert words in (shown["why_down"] if answer == "503" else shown["refused"])
+        assert await asyncio.to_thread(doctor.main, ["--worker", worker.url]) == 1
+        verdict, *_ = capsys.readouterr().out.splitlines()
+        assert verdict.startswith("cannot hit: ") and verdict.endswith(words)
+        worker.sleeps, worker.paused, worker.refused = (None,), False, ""
+        await until(is_hinted)
+        assert words not in str((await gateway.get("/seamark/live")).json()["alarms"])
+
+
+HOST = "vllm.test"
+
+ASK = chat("Tide?")
+
+
+class Resolver:
+    addresses: tuple[str, ...] | None = None  # the name is not known
+
+    def tell(self, *addresses: str) -> None:
+        self.addresses = addresses
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        assert host == HOST
+        if self.addresses is None:
+            raise socket.gaierror(socket.EAI_NONAME, "told to")
+        return self.addresses
+
+
+@pytest.fixture
+def resolver(monkeypatch) -> Resolver:
+    made = Resolver()
+    monkeypatch.setattr(discovery, "addresses_of", made)
+    return made
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def own(resolver, port) -> Iterator[OwnGateway]:
+    with own_gateway(workers_dns=(f"{HOST}:{port}",), workers_dns_interval=0.05) as started:
+        yield started
+
+
+def are_up(own: OwnGateway, *workers: RecordingWorker) -> None:
+    """Return once these are, and no other one."""
+    wait_for(lambda: {worker.url for worker in own.gateway.pool.up} == {worker.url for worker in workers})
+    wait_for(lambda: not any(worker.warming for worker in own.gateway.pool.workers))
+
+
+def test_a_gateway_may_start_before_any_worker_and_follows_them_to_the_end_of_their_requests(own, resolver, port):
+    assert httpx.get(own.url + "/ready").status_code == post(own, ASK).status_code == 503
+    with (
+        recording_worker("127.0.0.2", port) as one,
+        recording_worker("::1", port) as two,
+        ThreadPoolExecutor() as pool,
+    ):
+        resolver.tell("127.0.0.2", "127.0.0.3")  # nothing listens at the second
+        are_up(own, one)
+        assert {post(own, ASK).headers["x-seamark-worker"] for _ in range(4)} == {one.url[7:]}
+        resolver.tell("127.0.0.2", "::1")
+        are_up(own, one, two)
+        before = len(one.requests), len(two.requests)
+        one.hold.set()
+        two.hold.set()
+        under_way = pool.submit(post, own, ASK)
+        wait_for(lambda: (len(one.requests), len(two.requests)) != before)
+        gone, stays, address = (one, two, "::1") if len(one.requests) > before[0] else (two, one, "127.0.0.2")
+        resolver.tell(address)
+        are_up(own, stays)
+        stays.hold.clear()
+        assert post(own, ASK).headers["x-seamark-worker"] == stays.url[7:]
+        gone.hold.clear()
+        assert under_way.result().headers["x-seamark-worker"] == gone.url[7:]
+        wait_for(lambda: gone.url[7:] not in httpx.get(own.url + "/metrics").text)
+
+
+def test_addresses_that_change_all_the_time_fail_no_request(own, resolver, port):
+    addresses = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+    with ExitStack() as stack:
+        for address in addresses:
+            stack.enter_context(recording_worker(address, port))
+        for number in range(30):
+            stays = [address for address in addresses if any(address in each.url for each in own.gateway.pool.up)]
+            coming = addresses[number % 3 :][:2]
+            resolver.tell(*coming, *stays)
+            wait_for(lambda: len(own.gateway.pool.up) >= 2)
+            resolver.tell(*coming)
+            assert post(own, ASK).status_code == 200

@@ -20,8 +20,7 @@ from proxy.commands.render_server import free_port
 from tests.bench.fuzz_framing import SMUGGLED, ambiguous, inner
 from tests.harness.gateways import CHAT, chat, post, start_gateway
 from tests.harness.raw_http import Connection, Cut, request
-from tests.harness.recording_worker import RecordingWorker
-from tests.harness.threaded_server import serving, whole_body
+from tests.harness.recording_worker import RecordingWorker, serving, whole_body
 
 VICTIMS = pytest.mark.parametrize("victims", [50, pytest.param(1000, marks=pytest.mark.thorough)])
 

@@ -1,19 +1,26 @@
-"""Some of `python -m tests.bench.fuzz`: broken requests break nothing, and ambiguous ones reach no worker."""
+"""Broken and ambiguous requests break nothing; short runs of the benchmarks that attack and measure the gateway."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httptools
 import pytest
 
-from tests.bench import fuzz_framing
+from proxy.bench.harness.servers import Servers
+from tests.bench import attacks, fuzz_framing, gateway_cost
 from tests.bench.fuzz import GATEWAY_FLAGS, Run, fuzz, render
 from tests.bench.fuzz_cases import REFUSED, Case, case, name_of
-from tests.harness.forked_gateways import GatewayForks
-from tests.harness.raw_worker import RawWorker
+from tests.bench.fuzz_framing import SMUGGLED
+from tests.bench.gateway_cost import BARE, CASES, DIRECT, SEAMARK
+from tests.harness.gateways import CHAT, GatewayForks, chat
+from tests.harness.raw_http import Connection, request
+from tests.harness.raw_worker import RawWorker, Seen
 
 
 @pytest.mark.parametrize("cases", [200, pytest.param(2000, marks=pytest.mark.thorough)])
@@ -47,3 +54,95 @@ async def test_no_ambiguous_request_gets_past_the_gateway(run, worker):
         assert await run.judged(Case(number, wrong, REFUSED, [data])) == "", wrong
     assert await run.left_behind() == []
     assert not worker.seen.keys() - {"last"}
+
+
+BODY = json.dumps(chat("Tide?")).encode()
+
+HIDDEN = b"GET %b HTTP/1.1\r\nhost: w\r\n\r\n" % SMUGGLED
+
+# By which a client could make a server behind the gateway see another framing, or another protocol.
+FIELDS = {
+    "upgrade": {"connection": "upgrade", "upgrade": "h2c", "http2-settings": "AAMAAABkAARAAAAAAAIAAAAA"},
+    "upgrade unnamed": {"upgrade": "websocket"},
+    "websocket": {"connection": "keep-alive, Upgrade", "upgrade": "websocket", "sec-websocket-key": "x"},
+    "te": {"te": "trailers, chunked"},
+    "trailer": {"trailer": "content-length"},
+    "keep-alive": {"connection": "close, content-length", "keep-alive": "timeout=1"},
+    "expect": {"expect": "100-continue"},
+    "proxy": {"proxy-connection": "keep-alive", "proxy-authorization": "Basic x"},
+    "names like framing": {"x-transfer-encoding": "chunked", "content_length": "0", "transfer_encoding": "chunked"},
+}
+
+HOP_BY_HOP = {b"upgrade", b"te", b"trailer", b"transfer-encoding", b"keep-alive", b"expect", b"proxy-authorization"}
+
+
+class Reader:
+    """What vLLM's server makes of bytes: uvicorn reads with this parser."""
+
+    def __init__(self) -> None:
+        self.targets: list[bytes] = []
+        self.body = b""
+        self.parser = httptools.HttpRequestParser(self)
+
+    def on_url(self, url: bytes) -> None:
+        self.targets.append(url)
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+
+def as_sent(seen: Seen) -> bytes:
+    fields = b"".join(b"%b: %b\r\n" % field for field in seen.headers.items())
+    return b"%b %b HTTP/1.1\r\n%b\r\n%b" % (seen.method, seen.target, fields, seen.body)
+
+
+async def all_seen(fleet: Servers) -> tuple[dict[str, list[Seen]], RawWorker]:
+    """What reaches a worker of each method with each of these fields before each body."""
+    seen = {}
+    async with RawWorker() as worker:
+        gateway = fleet.gateway(worker)
+        await asyncio.to_thread(gateway.wait_until_ready, "/ready")
+        for name, fields in FIELDS.items():
+            for method in ("POST", "DELETE", "GET"):
+                for body in (BODY, HIDDEN, b""):
+                    connection = await Connection.open(gateway)
+                    await connection.send(request(method, CHAT, {"x-mock-id": "one", **fields}, body))
+                    await connection.response()
+                    connection.close()
+                    seen[f"{method} {name} {len(body)}"] = worker.pop("one")
+    return seen, worker
+
+
+def test_a_worker_reads_one_request_with_one_length_and_no_other_protocol(fleet):
+    seen, worker = asyncio.run(all_seen(fleet))
+    assert not worker.malformed and sum(map(len, seen.values())) > len(seen) / 2
+    for name, requests in seen.items():
+        assert len(requests) <= 1, name
+        for each in requests:
+            assert not each.headers.keys() & HOP_BY_HOP, name
+            assert b"upgrade" not in each.headers.get(b"connection", b"").lower(), name
+            read = Reader()
+            read.parser.feed_data(as_sent(each))
+            assert not read.parser.should_upgrade(), name
+            assert (read.targets, read.body) == ([CHAT.encode()], each.body), name
+
+
+@pytest.mark.thorough
+async def test_honest_streams_survive_all_kinds_of_attacks(tmp_path):
+    with GatewayForks(tmp_path) as fleet:
+        found = await attacks.run(fleet, attackers=8, seconds=12.0)
+    # How long they waited depends on the machine.
+    found = dataclasses.replace(found, health_p99=0.0, late_most=0.0)
+    quiet = dataclasses.replace(found, failed=0, health_failed=0, files_after=found.files_before, log=[])
+    assert attacks.complaints(quiet, found, per_second=0.0) == []
+    assert found.frames > 0 and sum(found.attacks.values()) > 0
+
+
+@pytest.mark.thorough
+async def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic():
+    report = await gateway_cost.run([], CASES, 8, 2, print)
+    assert list(report.batches) == [DIRECT, SEAMARK, BARE]
+    for name, batches in report.batches.items():
+        assert {case: len(each) for case, each in batches.items()} == dict.fromkeys(CASES, 2)
+        assert name == DIRECT or all(report.cpu(name, case).median > 20e-6 for case in CASES)
+    assert report.renders == 0  # no request is rendered

@@ -1,19 +1,29 @@
-"""The figures behind the live page, and who may read them; its alarms: `tests/unit/server/test_status.py`."""
+"""What is told of requests: the live page's figures, shadow mode, a sidecar's metrics, and spans."""
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from prometheus_client.parser import text_string_to_metric_families
 
+from proxy.http.client import Unreachable
 from proxy.observability import reasons
 from proxy.observability.reasons import REASON_TEXT
+from proxy.observability.shadow import MATCH_UNIT
 from proxy.server import live_page
 from tests.harness.api_keys import bearer, entry
 from tests.harness.fake_engine import template
-from tests.harness.gateways import SYSTEM, chat
+from tests.harness.gateways import CHAT, SYSTEM, SYSTEM_END, chat
 from tests.harness.in_memory_gateway import InMemoryGateway, told
+from tests.harness.recording_worker import RecordingWorker, serving, whole_body
+from tests.harness.waiting import until
 
 GATEWAY = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
 
@@ -75,3 +85,193 @@ async def test_the_page_needs_no_key_and_its_figures_need_an_operators(in_memory
     assert [(await gateway.get(path)).status_code for path in ("/ui/more", "/seamark/live")] == [401, 401]
     assert (await gateway.get("/seamark/live", **bearer("ann"))).status_code == 403
     assert (await live(gateway, **bearer("root")))["workers"]
+
+
+@pytest.fixture
+def bare() -> RecordingWorker:
+    """A worker without the plugin."""
+    return RecordingWorker(patched=False, cached=0)
+
+
+async def judged(gateway: InMemoryGateway, requests: int) -> dict[str, Any]:
+    """The shadow's status once it has judged so many."""
+    await gateway.shows(lambda status: sum(status["shadow"]["requests"].values()) >= requests)
+    shadow: dict[str, Any] = (await gateway.status())["shadow"]
+    return shadow
+
+
+@pytest.mark.parametrize(
+    ("plugin", "reason", "warned"),
+    [
+        ({"patched": True, "refused": "a layer slides"}, "hint_ignored", "no hints: a layer slides"),
+        ({"more_metrics": "vllm:spec_decode_num_drafts_total 0.0\n"}, "unpatched", "have stood a trial"),
+    ],
+)
+async def test_nothing_is_promised_of_a_plugin_that_would_refuse_the_hints(in_memory, bare, plugin, reason, warned):
+    for name, value in plugin.items():
+        setattr(bare, name, value)
+    gateway = await in_memory(bare, shadow=True)
+    for number, question in enumerate(("one", "two"), 1):
+        answer = await gateway.post(chat(question))
+        told = await judged(gateway, number)
+    assert answer.headers["x-seamark-reason"] == reason
+    assert told["lost"][reason]["tokens"] == SYSTEM_END // MATCH_UNIT * MATCH_UNIT
+    assert told["plugin_would_save"]["tokens"] == (told["lost"][reason]["tokens"] if reason == "unpatched" else 0)
+    assert warned in " ".join((await gateway.get("/seamark/live")).json()["warnings"])
+
+
+async def test_no_client_learns_of_anothers_prompts_by_what_its_own_lost(in_memory, bare, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("alice") + entry("bob") + entry("root", admin=True))
+    gateway = await in_memory(bare, api_keys=keys)
+    asked = [await gateway.post(chat("one"), **bearer(name)) for name in ("alice", "bob", "bob")]
+    lost: list[Any] = []
+
+    async def is_judged() -> bool:
+        ids = [answer.headers["x-request-id"] for answer in asked]
+        told = [await gateway.get(f"/seamark/requests/{each}", **bearer("root")) for each in ids]
+        lost[:] = [each.json()["lost"] for each in told]
+        return bool(lost[2])
+
+    await until(is_judged)
+    assert lost[:2] == [{}, {}] and lost[2].keys() == {"unpatched"}
+
+
+async def test_in_shadow_mode_text_that_changes_has_its_headline_too(in_memory, bare):
+    gateway = await in_memory(bare, health_interval=0.1, shadow=True)
+    question = {"role": "user", "content": "How high is the tide tonight? " * 5}
+    for clock in ("9:41", "9:42"):
+        system = {"role": "system", "content": f"It is {clock}. " + SYSTEM["content"]}
+        await gateway.post({"model": "m", "messages": [system, question]})
+    lost = (await judged(gateway, 2))["lost"]["prefix_changed"]["tokens"]
+    live = (await gateway.get("/seamark/live")).json()
+    assert live["sums"]["hour"]["changed"] == live["changing"]["lost"] == lost
+
+
+@pytest.mark.parametrize("patched", [False, True])
+async def test_in_shadow_no_byte_of_a_request_or_an_answer_is_changed(in_memory, bare, patched):
+    bare.patched = patched
+    gateway = await in_memory(bare, shadow=True)
+    billing = "x-anthropic-billing-header: cc_version=1; cch=0;"
+    for stream in (False, True):
+        body = chat("Tide?", stream=stream, seed=7)
+        body["messages"] = [{"role": "system", "content": billing}, *body["messages"]]
+        raw = json.dumps(body, indent=3).encode()
+        for _ in range(2):
+            answer = await gateway.post(raw)
+            assert bare.requests[-1].body == raw
+            assert "x-seamark-boundary" not in answer.headers
+            if stream:
+                assert answer.content == bare.answers[-1]
+    assert (await judged(gateway, 4))["requests"] == {"judged": 4}
+    assert gateway.metric("seamark_engine_patched") == patched
+
+
+VLLM = """# HELP vllm:num_requests_waiting Number of requests waiting.
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
+# HELP seamark_seconds_saved_total Prefill not computed
+# TYPE seamark_seconds_saved_total counter
+seamark_seconds_saved_total 2.0
+"""
+
+
+async def values(gateway: InMemoryGateway) -> dict[str, float]:
+    text = (await gateway.get("/metrics")).text
+    types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))  # which a strict reader wants
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return {sample.name: sample.value for sample in samples if "worker" not in sample.labels}
+
+
+async def test_a_picker_finds_the_workers_figures_beside_ours_for_as_long_as_the_worker_answers(in_memory):
+    worker = RecordingWorker(more_metrics=VLLM)
+    gateway = await in_memory(worker, sidecar=True)
+    answers = [await gateway.post(chat(question)) for question in ("Tide?", "Ebb?")]
+    assert all("x-seamark-boundary" in answer.headers for answer in answers)
+    assert int(answers[1].headers["x-seamark-predicted"]) // 16 == SYSTEM_END // 16
+    shown = await values(gateway)
+    assert shown["vllm:num_requests_waiting"] == 3 and shown["seamark_seconds_saved_total"] == 2
+    assert "seamark_queued" in shown and (await gateway.get("/ready")).status_code == 200
+    gateway.upstream.faults[worker.url] = Unreachable("connection refused")
+    await gateway.shows(lambda status: not status["workers"][0]["up"])
+    assert [(await gateway.get(path)).status_code for path in ("/ready", "/health")] == [503, 200]
+    shown = await values(gateway)
+    assert "seamark_queued" in shown and "vllm:num_requests_waiting" not in shown
+
+
+@pytest.mark.parametrize("sidecar", [False, True])
+async def test_the_hint_header_of_a_client_goes_no_further(in_memory, worker, sidecar):
+    gateway = await in_memory(worker, sidecar=sidecar)
+    for path in (CHAT, "/v1/other"):
+        await gateway.post(chat("Tide?"), path, x_seamark_boundaries="163")
+        assert b"x-seamark-boundaries" not in dict(worker.requests[-1].headers)
+
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+CONTEXT = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=opaque"}
+
+SECRET = "the lighthouse keeper's diary"
+
+
+@dataclass
+class Collector:
+    """Takes OTLP over HTTP."""
+
+    spans: list[Span] = field(default_factory=list)
+    raw: bytes = b""
+
+    def named(self, name: str) -> list[Span]:
+        return [span for span in self.spans if span.name == name]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        raw = await whole_body(receive)
+        self.raw += raw
+        for resource in ExportTraceServiceRequest.FromString(raw).resource_spans:
+            assert {"service.name"} <= {each.key for each in resource.resource.attributes}
+            self.spans += [span for spans in resource.scope_spans for span in spans.spans]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans are sent ten times a second."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+
+
+def sent_headers(worker) -> dict[str, str]:
+    return {name.decode().lower(): value.decode() for name, value in worker.requests[-1].headers}
+
+
+async def test_trace_context_passes_unchanged_where_nothing_is_traced(in_memory, worker):
+    gateway = await in_memory(worker)
+    await gateway.post(chat("Tide?"), **CONTEXT)
+    sent = sent_headers(worker)
+    assert {name: sent[name] for name in CONTEXT} == CONTEXT
+    await gateway.post(chat("Berth?"))
+    assert "traceparent" not in sent_headers(worker)
+
+
+@pytest.mark.parametrize(("stream", "cached", "reason"), [(False, 0, "cold"), (True, 160, "hit")])
+async def test_a_request_is_a_span_between_its_clients_and_its_workers(in_memory, worker, stream, cached, reason):
+    found = Collector()
+    with serving(found) as url:
+        gateway = await in_memory(worker, otlp_traces_endpoint=f"{url}/v1/traces")
+        worker.cached = cached
+        await gateway.post({**chat(SECRET), "stream": stream}, **CONTEXT)
+        sent = sent_headers(worker)
+        await until(lambda: found.named(f"POST {CHAT}"))
+        (span,) = found.named(f"POST {CHAT}")
+        assert (span.trace_id.hex(), span.parent_span_id.hex(), span.kind) == (TRACE, PARENT, Span.SPAN_KIND_SERVER)
+        ids = f"00-{TRACE}-{span.span_id.hex()}-01"
+        assert (sent["traceparent"], sent["tracestate"]) == (ids, CONTEXT["tracestate"])
+        told = {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
+        assert told["http.response.status_code"] == 200 and told["seamark.reason"] == reason
+        assert (told["gen_ai.operation.name"], told["seamark.worker"]) == ("chat", "worker-0")
+        assert told["gen_ai.usage.input_tokens"] > 0 and told["gen_ai.usage.cache_read.input_tokens"] == cached
+        inside = [each.name for each in found.spans if each.parent_span_id == span.span_id]
+        assert sorted(inside) == sorted(["boundaries", "queue", "choice", "first token" if stream else "answer"])
+        assert SECRET.encode() not in found.raw
+        await until(lambda: gateway.metric("seamark_spans_total", result="exported") >= 5)

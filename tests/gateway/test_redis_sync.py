@@ -14,8 +14,7 @@ import redis as redis_client
 
 from proxy.bench.harness.servers import Server, Servers
 from proxy.routing import redis_sync
-from tests.harness.forked_gateways import GatewayForks
-from tests.harness.gateways import chat, metric, post, start_gateway
+from tests.harness.gateways import GatewayForks, chat, metric, post, start_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.redis_server import RedisServer, late_way, redis_server
 from tests.harness.waiting import wait_for

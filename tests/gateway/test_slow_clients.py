@@ -1,18 +1,30 @@
-"""Clients that are slow, do not read, break off within HTTP, or speak an old one: each before a real gateway."""
+"""Clients that are slow, do not read, break off, leave, speak an old HTTP, or are too many: before a real gateway."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import shlex
 import socket
+import sys
 import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from statistics import median
 
 import pytest
 
-from tests.bench.soak import resident_bytes
-from tests.harness.gateways import CHAT, chat, metric, post, start_gateway
-from tests.harness.raw_worker import chunk, raw_worker, whole
-from tests.harness.recording_worker import COMPLETION
+from proxy.bench.harness.servers import Server, Servers
+from proxy.commands.render_server import free_port
+from proxy.server.uvicorn_server import server_for
+from proxy.settings import Settings
+from tests.bench.soak import bad_lines, resident_bytes
+from tests.harness.gateways import CHAT, GatewayForks, chat, metric, post, start_gateway
+from tests.harness.leaving_clients import CASES, FD_SLACK, LIMIT_SECONDS, leave_all, queue_case, remains, started
+from tests.harness.raw_http import Connection, Cut, Response, request
+from tests.harness.raw_worker import RawWorker, chunk, raw_worker, whole
+from tests.harness.recording_worker import COMPLETION, RecordingWorker, recording_worker
 from tests.harness.waiting import wait_for
 
 ANSWER_BYTES = 30 * 2**20
@@ -108,3 +120,120 @@ def test_an_answered_body_does_not_hold_its_connection(fleet, worker):
         assert answer.startswith(b"HTTP/1.1 413 ") and b"100 Continue" not in answer
         client.settimeout(0.1)
         wait_for(lambda: is_closed(client))  # although a byte comes every tenth of a second
+
+
+LIMIT = 256
+
+
+def limited_gateway(fleet: Servers, *workers: RecordingWorker) -> Server:
+    port = free_port()
+    serve = f"{shlex.quote(sys.executable)} -m proxy.cli serve --port {port} --self-check-interval 0 --stop-delay 0"
+    named = " ".join(["--health-interval 0.5", *(f"--worker {worker.url}" for worker in workers)])
+    gateway = fleet.start("limited", port, ["bash", "-c", f"ulimit -n {LIMIT} && exec {serve} {named}"], {})
+    gateway.wait_until_ready("/ready")
+    return gateway
+
+
+async def ask(connection: Connection) -> Response | None:
+    """The answer to a request; None if the connection was closed instead."""
+    with contextlib.suppress(Cut, OSError):
+        body = json.dumps(chat("Tide?")).encode()
+        await connection.send(request("POST", CHAT, {"content-type": "application/json"}, body))
+        return await connection.response()
+    return None
+
+
+def test_clients_beyond_the_descriptors_are_refused_and_no_worker_is_blamed(fleet):
+    with recording_worker() as first, recording_worker() as second:
+        gateway = limited_gateway(fleet, first, second)
+
+        async def crowd() -> list[Response | None]:
+            for worker in (first, second):
+                worker.hold.set()
+            # As many as have come go on being served; those behind them ask one by one.
+            clients = [await Connection.open(gateway) for _ in range(80)]
+            asking = [asyncio.ensure_future(ask(client)) for client in clients]
+            while len(first.requests) + len(second.requests) < len(clients):
+                await asyncio.sleep(0.01)
+            more = [await Connection.open(gateway) for _ in range(300)]
+            refused = await asyncio.gather(*map(ask, more[16:]))
+            for worker in (first, second):
+                worker.hold.clear()
+            answered = await asyncio.gather(*asking, *map(ask, more[:16]))
+            for client in (*clients, *more):
+                client.close()
+            assert [each.status if each is not None else 0 for each in answered] == [200] * 96
+            return refused
+
+        told = [answer for answer in asyncio.run(crowd()) if answer is not None]
+        assert told and {answer.status for answer in told} == {503}
+        assert all(int(answer.headers["retry-after"]) > 0 for answer in told)
+        assert {json.loads(answer.body)["error"]["code"] for answer in told} == {"overloaded"}
+        wait_for(lambda: post(gateway, chat("afterwards")).status_code == 200)
+        assert metric(gateway, "seamark_worker_up") == 2 and " is down" not in gateway.log.read_text()
+
+
+TIMES = 3
+
+
+@pytest.fixture
+async def raw() -> AsyncIterator[RawWorker]:
+    async with RawWorker() as made:
+        yield made
+
+
+async def test_a_client_that_leaves_at_any_moment_frees_the_worker_within_100_ms(raw, tmp_path):
+    with GatewayForks(tmp_path) as fleet:
+        gateway = await started(fleet.gateway(raw))
+        await leave_all(gateway, raw, 2)
+        before = await remains(gateway)
+        cases = await leave_all(gateway, raw, TIMES)
+        after = await remains(gateway, before)
+    # The slowest tell nothing: other work may have the processor.
+    assert [case for case in cases if case.failures or median(case.seconds) > LIMIT_SECONDS] == []
+    assert [len(case.seconds) for case in cases] == [TIMES] * len(CASES)
+    assert (after.inflight, after.queued) == (0, 0) and after.open_files <= before.open_files + FD_SLACK
+    assert not raw.malformed and bad_lines(gateway, 0) == []
+
+
+async def test_a_client_that_leaves_in_the_queue_never_reaches_the_worker(raw, tmp_path):
+    with GatewayForks(tmp_path) as fleet:
+        left = await queue_case(fleet, raw, TIMES)
+        assert not left.failures and median(left.seconds) <= LIMIT_SECONDS, left
+        after = await remains(fleet.started[0])
+    assert (after.inflight, after.queued) == (0, 0)
+
+
+async def test_no_task_outlives_the_clients(raw):
+    """The gateway in this process, where its tasks can be counted."""
+    port = free_port()
+    server = server_for(Settings(raw=(raw.url,), port=port), {"version": 1})
+    serving = asyncio.create_task(server.serve())
+    gateway = InProcess(f"http://127.0.0.1:{port}")
+    async with asyncio.timeout(60):
+        while not server.started:
+            await asyncio.sleep(0.01)
+        await leave_all(gateway, raw, 1)
+        before = await tasks_at_rest()
+        await leave_all(gateway, raw, 2)
+        assert await tasks_at_rest(before) <= before
+        server.should_exit = True
+        await serving
+
+
+@dataclass
+class InProcess:
+    """As much of a `Server` as is needed to talk to it."""
+
+    url: str
+
+
+async def tasks_at_rest(wanted: int = 0) -> int:
+    """How many tasks there are once there are no more than `wanted`, or else after half a minute (0: three seconds)."""
+    counts = []
+    for _ in range(600 if wanted else 60):
+        counts.append(len(asyncio.all_tasks()))
+        if wanted and counts[-1] <= wanted:
+            return counts[-1]
+        await asyncio.sleep(0.05)
+    return min(counts[-20:])

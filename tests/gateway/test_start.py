@@ -1,18 +1,26 @@
-"""What a gateway says of itself and of its workers: in the log when it starts, and to clients while nobody serves."""
+"""What a gateway and the commands say of themselves and of real workers, whatever those call themselves."""
 
 from __future__ import annotations
 
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Any
 
 import httpx
+import pytest
 
 from proxy.bench.harness.servers import Server, Servers
+from proxy.commands import boundary, doctor, setup
 from proxy.commands.render_server import free_port
 from proxy.fleet.pool import MOST_CAUSES
 from proxy.version import version
+from tests.harness.api_keys import entry, secret
 from tests.harness.gateways import chat, post, start_gateway
-from tests.harness.recording_worker import RecordingWorker, recording_worker
-from tests.harness.threaded_server import serving
+from tests.harness.recording_worker import RecordingWorker, recording_worker, serving
 from tests.harness.waiting import wait_for
 
 PROBES = ("--health-interval", "0.1")
@@ -90,3 +98,99 @@ def test_a_gateway_behind_another_one_is_no_loop_and_named_what_it_is(fleet, wor
     (line,) = lines(front, " is up: ")
     assert "serves m; a Seamark gateway, not a worker" in line
     assert post(front, chat("Tide?")).status_code == 200
+
+
+@pytest.fixture
+def examined(capsys) -> Callable[..., tuple[int, str]]:
+    """`examined(url, *flags)`: the exit status, and what the doctor prints."""
+
+    def examined(url: str, *flags: str) -> tuple[int, str]:
+        status = doctor.main(["--worker", url, *flags])
+        out, err = capsys.readouterr()
+        assert not err
+        return status, out
+
+    return examined
+
+
+def test_a_worker_with_the_plugin_will_hit_and_one_without_is_told_the_cure(worker, examined):
+    status, text = examined(worker.url)
+    assert status == 0 and text.startswith(f"will hit: {worker.url} serves m\n") and "WRONG" not in text
+    with recording_worker(patched=False, more_metrics='vllm:cache_config_info{block_size="2096"} 1.0\n') as plain:
+        status, text = examined(plain.url, "--runs-as", "pip")
+    assert status == 1 and text.startswith("cannot hit: the plugin is not in this vLLM")
+    install, start = text.splitlines()[-2:]
+    assert "pip install --no-deps" in install and f"--port {plain.url.rpartition(':')[2]}" in start
+
+
+def test_a_gateway_is_no_worker_and_tells_its_losses_to_an_operators_key(fleet, worker, examined, tmp_path):
+    keys, key = tmp_path / "keys.toml", tmp_path / "admin"
+    keys.write_text(entry("ann", admin=True))
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(keys)))
+    status, text = examined(gateway.url)
+    assert status == 1 and text.startswith(f"a gateway, not a worker: {gateway.url}\n")
+    status, text = examined(worker.url, "--gateway", gateway.url)
+    assert status == 1 and "wants an API key" in text and "--gateway-key-file" in text
+    for given, status, words in ((secret("ann"), 0, r"lost in \d+ minutes"), ("wrong", 1, "refuses the key")):
+        key.write_text(given)
+        found, text = examined(worker.url, "--gateway", gateway.url, "--gateway-key-file", str(key))
+        assert found == status and re.search(words, text)
+
+
+EVIL = "\x1b[2J\x1b[1;1Hwill hit\x9b31m\u202e"
+
+FORGED = "\n2026-11-25 23:00:00,000 INFO seamark.gateway forged"
+
+
+@pytest.fixture
+def evil():
+    with recording_worker(version="0.3.0" + EVIL, connector="C" + EVIL, refused="why" + EVIL) as started:
+        started.models = ("m", "evil" + EVIL, "evil" + FORGED)
+        yield started
+
+
+def is_clean(text: str) -> bool:
+    return "forged" not in text and all(line.isprintable() for line in text.splitlines())
+
+
+def test_the_gateways_log_and_pages(fleet, evil: RecordingWorker):
+    gateway = start_gateway(fleet, evil)
+    odd = {"user-agent": b"evil\x9b2J/1", "x-request-id": b"r1\x9b2J"}
+    post(gateway, {**chat("Tide?"), "model": "evil" + EVIL + FORGED}, headers=odd)
+    assert post(gateway, chat("Tide?")).status_code == 200
+    wait_for(lambda: "is up: serves m" in gateway.log.read_text())
+    assert is_clean(gateway.log.read_text())
+    for page in ("/metrics", "/seamark/status", "/seamark/live", "/v1/models", "/seamark/prefixes"):
+        assert is_clean(httpx.get(gateway.url + page).text), page
+
+
+@pytest.mark.parametrize("way", ["pip", "kubernetes"])
+def test_what_the_doctor_prints(evil: RecordingWorker, capsys, way):
+    doctor.main(["--worker", evil.url, "--runs-as", way])
+    printed = capsys.readouterr().out
+    assert is_clean(printed) and r"why\x1b[2J" in printed and "serves m" in printed
+
+
+def test_what_setup_and_boundary_print(evil: RecordingWorker, tmp_path, capsys):
+    with redirect_stdout(io.StringIO()) as printed:
+        assert setup._found(setup.running([int(evil.url.rpartition(":")[2])]), "") == (evil.url,)
+    assert printed.getvalue() == f"Found: {evil.url} serves m\n"
+    request = tmp_path / "chat.json"
+    request.write_text('{"model": "another", "messages": [{"role": "user", "content": "x"}]}')
+    assert boundary.main(["--worker", evil.url, str(request)]) == 2
+    assert is_clean(capsys.readouterr().err)
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("module", ["redis", "opentelemetry"])
+def test_what_is_not_asked_for_is_not_imported(module):
+    done = python("-c", f"import sys, proxy.server.app; print([name for name in sys.modules if '{module}' in name])")
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_process_that_tries_drafts_runs_by_itself_and_leaves_nothing_in_the_output():
+    done = python("-m", "proxy.commands.draft_trial", "--worker", "http://127.0.0.1:9", "--parent", "-1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import re
+import socket
 import threading
 import time
 import zlib
@@ -19,16 +20,17 @@ from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
+import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
 from proxy.chat.chat import CHAT, RESPONSES
 from proxy.fleet.probe import OPTIONAL
 from proxy.http.auth import ADMIN_OF_WORKERS, LOAD_ADAPTER, UNLOAD_ADAPTER
-from tests.harness.computed_answers import Computed
 from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.fake_engine import (
     VERSION,
     Admitted,
+    Computed,
     FakeEngine,
     Template,
     engine_info,
@@ -37,7 +39,39 @@ from tests.harness.fake_engine import (
     template,
     token_ids,
 )
-from tests.harness.threaded_server import serving, whole_body
+
+
+@contextmanager
+def serving(app: Any, address: str = "127.0.0.1", port: int = 0, **options: Any) -> Iterator[str]:
+    """Its URL, at an address of this machine; port 0: a free one. `options` are uvicorn's.
+
+    The socket is bound before the server starts, so that nobody takes the port.
+    """
+    server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="off", log_level="critical", **options))
+    kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, port), family=kind)
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        thread.join(0.01)
+    try:
+        host = f"[{address}]" if ":" in address else address
+        yield f"http://{host}:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
+
+
+async def whole_body(receive: Any) -> bytes:
+    """A request's body, as the application receives it."""
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return body
+
 
 PROMPT_TOKENS = 300  # of requests that are no chats, and in recorded streams
 
