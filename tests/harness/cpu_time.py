@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -56,6 +57,15 @@ def family(pid: int) -> list[int]:
     for process in found:
         found += children[process]
     return found
+
+
+def open_files(pid: int) -> int:
+    """File descriptors, sockets included, of a process and its descendants."""
+    count = 0
+    for process in family(pid):
+        with contextlib.suppress(OSError):  # it has just ended
+            count += len(os.listdir(f"/proc/{process}/fd"))
+    return count
 
 
 class _Stat(NamedTuple):

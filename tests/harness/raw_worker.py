@@ -8,6 +8,7 @@ the answer is marked `x-mock: answer`. With `raw_worker(reply)` a function answe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+from proxy.bench.harness.servers import Server
 from tests.harness.fake_engine import engine_info, template, token_ids
 from tests.harness.recording_worker import COMPLETION
 
@@ -37,8 +39,12 @@ PAGES = {
     b"/metrics": _METRICS,
     b"/seamark/metrics": _METRICS,
     b"/kv_event_sources": (b"{}", JSON),
-    b"/v1/models": (b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":8192}]}', JSON),
+    b"/v1/models": (b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":131072}]}', JSON),
+    b"/version": (b'{"version":"0.32.0"}', JSON),
     b"/seamark/outcomes": (b'{"boot":"b","cursor":0,"outcomes":[]}', JSON),
+    # For other gateways.
+    **dict.fromkeys((b"/get_model_info", b"/model_info"), (b'{"model_path":"m","is_generation":true}', JSON)),
+    **dict.fromkeys((b"/get_server_info", b"/server_info"), (b'{"model_path":"m","served_model_name":"m"}', JSON)),
 }
 
 RENDER, DETOKENIZE = b"/v1/chat/completions/render", b"/detokenize"
@@ -250,8 +256,8 @@ class _Connection(Connection):
 
     def received(self, head: Head, body: bytes) -> None:
         seen = Seen(head.method, head.target, head.headers, body, self._number)
-        if not seen.id and (page := _page(seen)) is not None:
-            self.transport.write(whole(*page))
+        if not seen.id and (found := page(head.method, head.target.partition(b"?")[0], body)) is not None:
+            self.transport.write(whole(*found))
             return
         self._worker.take(seen)
         if self._worker.reply is not None:
@@ -283,31 +289,21 @@ class _Connection(Connection):
             self._worker.flows(seen_id)
 
 
-def _page(seen: Seen) -> tuple[bytes, str, bytes] | None:
-    """What the gateway asks for itself."""
-    path = seen.target.partition(b"?")[0]
-    if seen.method == b"POST" and path in (RENDER, DETOKENIZE):
-        return (_rendered if path == RENDER else _text)(seen.body), "200 OK", JSON
-    if seen.method != b"GET" or path not in PAGES:
+def page(method: bytes, path: bytes, body: bytes) -> tuple[bytes, str, bytes] | None:
+    """What a gateway asks for itself; nothing of what is no chat or no tokens: clients ask too."""
+    if method == b"POST" and path in (RENDER, DETOKENIZE):
+        answer: dict[str, Any] = {}
+        with contextlib.suppress(ValueError, AttributeError, KeyError, TypeError, OverflowError, RecursionError):
+            asked = json.loads(body)
+            if path == RENDER:
+                answer = {"token_ids": token_ids(template(asked))}
+            else:
+                answer = {"prompt": "".join(map(chr, asked["tokens"]))}
+        return json.dumps(answer).encode(), "200 OK", JSON
+    if method != b"GET" or path not in PAGES:
         return None
-    body, kind = PAGES[path]
-    return body, "200 OK", kind
-
-
-def _rendered(body: bytes) -> bytes:
-    """The tokens of a chat; nothing for what is none: clients ask too."""
-    try:
-        return json.dumps({"token_ids": token_ids(template(json.loads(body)))}).encode()
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        return b"{}"
-
-
-def _text(body: bytes) -> bytes:
-    """Token ids as text, the same way back."""
-    try:
-        return json.dumps({"prompt": "".join(map(chr, json.loads(body)["tokens"]))}).encode()
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return b"{}"
+    text, kind = PAGES[path]
+    return text, "200 OK", kind
 
 
 @contextmanager
@@ -331,3 +327,9 @@ def raw_worker(reply: Reply) -> Iterator[RawWorker]:
             connection.transport.abort()
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
+
+
+async def started(server: Server, path: str = "/ready") -> Server:
+    """The server once it is ready; the raw worker answers meanwhile."""
+    await asyncio.to_thread(server.wait_until_ready, path)
+    return server
