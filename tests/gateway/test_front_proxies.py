@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -21,8 +19,6 @@ from tests.bench.fuzz_framing import SMUGGLED, ambiguous, inner
 from tests.harness.gateways import CHAT, chat, post, start_gateway
 from tests.harness.raw_http import Connection, Cut, request
 from tests.harness.recording_worker import RecordingWorker, serving, whole_body
-
-VICTIMS = pytest.mark.parametrize("victims", [50, pytest.param(1000, marks=pytest.mark.thorough)])
 
 ECHO = "/v1/echo"
 
@@ -36,10 +32,8 @@ NGINX = DEPLOY / "nginx" / "seamark.conf"
 
 HAPROXY = DEPLOY / "haproxy" / "haproxy.cfg"
 
-START_SECONDS = 30.0
-
 # Of nginx as a whole; the file in deploy/ is for a folder that an installed nginx includes.
-_AROUND = """
+AROUND = """
 daemon off;
 pid {folder}/nginx.pid;
 error_log stderr warn;
@@ -55,47 +49,32 @@ http {{
 
 
 def installed(program: str) -> str:
-    """Path of the program. Raises `RuntimeError` where it is not installed."""
-    found = shutil.which(program, path=os.environ.get("PATH", "") + ":/usr/sbin")
-    if found is None:
-        raise RuntimeError(f"{program} is not installed (Debian's packages nginx-light and haproxy)")
-    return found
+    """Path of the program, of Debian's packages nginx-light and haproxy."""
+    return shutil.which(program, path=os.environ.get("PATH", "") + ":/usr/sbin") or program
 
 
-def nginx(servers: Servers, folder: Path, gateway: str) -> Server:
-    """Start it before the server at the URL `gateway`; it ends with `servers`."""
+def front(program: str, servers: Servers, folder: Path, gateway: Server) -> Server:
+    """nginx or HAProxy before the gateway, started; it ends with `servers`."""
     port = free_port()
-    text = NGINX.read_text().replace("listen 443 ssl;", f"listen 127.0.0.1:{port};")
-    (folder / "seamark.conf").write_text(_before(re.sub(r"(?m)^ *ssl_.*\n", "", text), gateway))
-    user = "user root;" if os.geteuid() == 0 else ""
-    config = folder / "nginx.conf"
-    config.write_text(_AROUND.format(folder=folder, user=user))
-    command = [installed("nginx"), "-p", str(folder), "-e", "stderr", "-c", str(config)]
-    return _ready(servers.start("nginx", port, command, {}))
-
-
-def haproxy(servers: Servers, folder: Path, gateway: str) -> Server:
-    """The same with HAProxy."""
-    port = free_port()
-    text = HAPROXY.read_text().replace("bind :443 ssl crt /etc/seamark/tls.pem", f"bind 127.0.0.1:{port}")
-    config = folder / "haproxy.cfg"
-    config.write_text(_before(text, gateway))
-    return _ready(servers.start("haproxy", port, [installed("haproxy"), "-db", "-f", str(config)], {}))
-
-
-FRONT_PROXIES: tuple[Callable[[Servers, Path, str], Server], ...] = (nginx, haproxy)
-
-
-def _before(text: str, gateway: str) -> str:
-    address = "127.0.0.1:8080"
-    if text.count(address) != 1:
-        raise ValueError(f"{address} should stand there once")
-    return text.replace(address, gateway.removeprefix("http://"))
-
-
-def _ready(server: Server) -> Server:
-    server.wait_until_ready("/health", START_SECONDS)
+    text = (NGINX if program == "nginx" else HAPROXY).read_text()
+    text, places = re.subn(r"127\.0\.0\.1:8080", gateway.url.removeprefix("http://"), text)
+    assert places == 1
+    if program == "nginx":
+        text = re.sub(r"(?m)^ *ssl_.*\n", "", text.replace("listen 443 ssl;", f"listen 127.0.0.1:{port};"))
+        (folder / "seamark.conf").write_text(text)
+        text = AROUND.format(folder=folder, user="user root;" if os.geteuid() == 0 else "")
+        flags = ["-p", str(folder), "-e", "stderr", "-c"]
+    else:
+        text = text.replace("bind :443 ssl crt /etc/seamark/tls.pem", f"bind 127.0.0.1:{port}")
+        flags = ["-db", "-f"]
+    config = folder / f"{program}.conf"
+    config.write_text(text)
+    server = servers.start(program, port, [installed(program), *flags, str(config)], {})
+    server.wait_until_ready("/health", 30)
     return server
+
+
+PROXIES = pytest.mark.parametrize("program", ["nginx", "haproxy"])
 
 
 class EchoWorker(RecordingWorker):
@@ -114,14 +93,6 @@ class EchoWorker(RecordingWorker):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": answer})
         return None
-
-
-@contextmanager
-def echo_worker(http: str) -> Iterator[EchoWorker]:
-    """Under uvicorn with `http` (h11 or httptools), in a thread."""
-    worker = EchoWorker(url="")
-    with serving(worker, http=http) as worker.url:
-        yield worker
 
 
 def attacks() -> list[list[bytes]]:
@@ -188,19 +159,20 @@ async def wrong_answers(server: Server, most: int) -> list[str]:
     return wrong
 
 
-@VICTIMS
-@pytest.mark.parametrize("front", FRONT_PROXIES)
-async def test_nobody_gets_anothers_answer(fleet, tmp_path, front, victims):
-    with echo_worker("h11") as worker:
+@pytest.mark.parametrize("victims", [50, pytest.param(1000, marks=pytest.mark.thorough)])
+@PROXIES
+async def test_nobody_gets_anothers_answer(fleet, tmp_path, program, victims):
+    worker = EchoWorker()
+    with serving(worker, http="h11") as worker.url:
         gateway = await asyncio.to_thread(start_gateway, fleet, worker)
-        server = await asyncio.to_thread(front, fleet, tmp_path, gateway.url)
+        server = await asyncio.to_thread(front, program, fleet, tmp_path, gateway)
         assert await wrong_answers(server, victims) == []
         assert OFFERED not in worker.requests
 
 
-@pytest.mark.parametrize("front", FRONT_PROXIES)
-def test_a_stream_arrives_event_by_event_and_a_client_that_leaves_frees_the_worker(fleet, worker, tmp_path, front):
-    server = front(fleet, tmp_path, start_gateway(fleet, worker).url)
+@PROXIES
+def test_a_stream_arrives_event_by_event_and_a_client_that_leaves_frees_the_worker(fleet, worker, tmp_path, program):
+    server = front(program, fleet, tmp_path, start_gateway(fleet, worker))
     asked = chat("Tide?", stream=True, stream_options={"include_usage": True})
     assert post(server, asked).content == worker.answers[-1]
     worker.pause_after = 2

@@ -181,8 +181,7 @@ def marked(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make", [dated, templated, switched, marked])
-async def test_a_request_that_is_refused_has_nothing_rendered(in_memory, worker, tmp_path, make):
-    keys = tmp_path / "keys.toml"
+async def test_a_request_that_is_refused_has_nothing_rendered(in_memory, worker, keys, make):
     keys.write_text(entry("eve", max_inflight=1, max_queued=0) + entry("root", admin=True))
     gateway = await in_memory(worker, api_keys=keys)
 
@@ -200,15 +199,13 @@ async def test_a_request_that_is_refused_has_nothing_rendered(in_memory, worker,
     assert await first == 200
 
 
-async def test_many_templates_of_one_key_are_learnt_one_by_one_and_few_of_them(in_memory, worker, tmp_path):
-    keys = tmp_path / "keys.toml"
-    keys.write_text(entry("eve") + entry("root", admin=True))
+async def test_many_templates_of_one_key_are_learnt_one_by_one_and_few_of_them(in_memory, worker, keys):
     gateway = await in_memory(worker, api_keys=keys)
     await settled(worker)
     of_one = worker.renders  # the default setting, and those learnt in advance
     worker.renders = worker.most_rendering = 0
     for number in range(5 * TEMPLATES_PER_KEY):
-        answer = await gateway.post(templated(number), **bearer("eve"))
+        answer = await gateway.post(templated(number), **bearer("ann"))
         assert answer.status_code == 200
     await settled(worker)
     assert worker.most_rendering == 1 and worker.renders <= TEMPLATES_PER_KEY * of_one

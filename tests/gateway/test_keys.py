@@ -21,17 +21,15 @@ ENDING = b'data: {"id":"chatcmpl-1","choices":[{"index":%d,"delta":{},"finish_re
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "keys.toml"
-    path.write_text(entry("ann") + entry("bob", share="team") + entry("cleo", share="team") + entry("root", admin=True))
-    return path
+async def gateway(in_memory, worker, keys):
+    return await in_memory(worker, api_keys=keys)
 
 
-def test_a_gateway_with_keys(fleet, worker, file, tmp_path):
+def test_a_gateway_with_keys(fleet, worker, keys, tmp_path):
     (tmp_path / "secret").write_text("salt secret\n")
     (tmp_path / "worker-key").write_text("sk-of-the-worker\n")
     flags = ("--salt-secret-file", str(tmp_path / "secret"), "--worker-api-key-file", str(tmp_path / "worker-key"))
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file), *flags))
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(keys), *flags))
 
     def post(name: str, **fields) -> httpx.Response:
         return httpx.post(gateway.url + CHAT, json=chat("Tide?", **fields), headers=bearer(name), timeout=30)
@@ -85,7 +83,7 @@ def test_a_gateway_with_keys(fleet, worker, file, tmp_path):
     assert f'seamark_key_tokens_total{{key="ann",kind="prompt"}} {float(usage["prompt_tokens"])}' in metrics
 
     # A key that is taken out is refused without a restart.
-    file.write_text(entry("bob"))
+    keys.write_text(entry("bob"))
     wait_for(lambda: post("ann").status_code == 401)
     for hidden in (secret("ann"), anns, "salt secret", "sk-of-the-worker", "Tide?"):
         assert hidden not in gateway.log.read_text() + metrics
@@ -99,10 +97,9 @@ EVERY_STREAM = {
 
 
 @pytest.mark.parametrize("name", EVERY_STREAM)
-async def test_the_tokens_of_every_stream_are_its_keys(in_memory, worker, file, name):
+async def test_the_tokens_of_every_stream_are_its_keys(gateway, worker, name):
     path, body = EVERY_STREAM[name]
     worker.streams = {path: [ENDING % 0, ENDING % 1, *EVENTS[1:]]}
-    gateway = await in_memory(worker, api_keys=file)
     answer = await gateway.post(body, path, **bearer("ann"))
     assert answer.content == ENDING % 0 + ENDING % 1 + EVENTS[2]  # as if nobody had asked for usage
 
@@ -110,8 +107,7 @@ async def test_the_tokens_of_every_stream_are_its_keys(in_memory, worker, file, 
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/v1/embeddings", CHAT])
-async def test_no_body_gets_past_what_the_gateway_answers_for(in_memory, worker, file, path):
-    gateway = await in_memory(worker, api_keys=file)
+async def test_no_body_gets_past_what_the_gateway_answers_for(gateway, worker, path):
     deep = "[" * 200 + "]" * 200
     for raw in (
         f'{{"model":"m","cache_salt":"mine","kv_transfer_params":{{}},"x":{deep}}}'.encode(),
@@ -127,8 +123,7 @@ async def test_no_body_gets_past_what_the_gateway_answers_for(in_memory, worker,
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
-async def test_no_prediction_tells_one_key_what_another_asked(in_memory, worker, file, path):
-    gateway = await in_memory(worker, api_keys=file)
+async def test_no_prediction_tells_one_key_what_another_asked(gateway, worker, path):
     asked = {"model": "m", "input": "Tide? " * 100} if path == "/v1/responses" else chat("Tide? " * 100)
 
     async def predicted(name: str) -> int:
@@ -139,8 +134,7 @@ async def test_no_prediction_tells_one_key_what_another_asked(in_memory, worker,
         assert await predicted(name) == 0 < await predicted(name)
 
 
-async def test_a_path_where_salts_are_not_read_is_closed_and_others_outside_v1_are_salted(in_memory, worker, file):
-    gateway = await in_memory(worker, api_keys=file)
+async def test_a_path_where_salts_are_not_read_is_closed_and_others_outside_v1_are_salted(gateway, worker):
     for path, status in (("/v2/embed", 404), ("/v2/embed/", 404), ("/pooling", 200), ("/inference/v1/generate", 200)):
         asked = {"model": "m", "cache_salt": "mine", "ec_transfer_params": {"a": 1}}
         assert (await gateway.post(asked, path)).status_code == 401
@@ -151,9 +145,9 @@ async def test_a_path_where_salts_are_not_read_is_closed_and_others_outside_v1_a
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_collected_bytes": 10}, {"max_boundary_values": 1}])
-async def test_a_stored_response_is_its_owners(in_memory, worker, file, limits):
+async def test_a_stored_response_is_its_owners(in_memory, worker, keys, limits):
     """However large the answer, and whatever was sought in the request."""
-    gateway = await in_memory(worker, api_keys=file, **limits)
+    gateway = await in_memory(worker, api_keys=keys, **limits)
     responses = "/v1/responses"
 
     async def ask(name: str, **fields) -> int:
@@ -170,11 +164,10 @@ async def test_a_stored_response_is_its_owners(in_memory, worker, file, limits):
             assert (await gateway.post(b"", responses + path, **bearer(name))).status_code == status
 
 
-async def test_a_streamed_response_is_its_owners_too(in_memory, worker, file):
+async def test_a_streamed_response_is_its_owners_too(gateway, worker):
     recorded = (Path(__file__).parents[1] / "streams" / "responses.sse").read_bytes()
     worker.streams = {"/v1/responses": [event + b"\n\n" for event in recorded.split(b"\n\n") if event]}
     stored = json.loads(recorded.splitlines()[1].removeprefix(b"data: "))["response"]["id"]
-    gateway = await in_memory(worker, api_keys=file)
     body = {"model": "m", "input": "Tide?", "stream": True, "request_id": "mine"}
     answer = await gateway.post(body, "/v1/responses", **bearer("ann"))
     assert answer.content == recorded and json.loads(worker.requests[-1].body)["request_id"] != "mine"
@@ -184,8 +177,7 @@ async def test_a_streamed_response_is_its_owners_too(in_memory, worker, file):
         assert (await gateway.get(f"/v1/responses/{stored}", **bearer(name))).status_code == status
 
 
-async def test_what_tells_the_salt_or_changes_adapters_is_for_operators(in_memory, worker, file):
-    gateway = await in_memory(worker, api_keys=file)
+async def test_what_tells_the_salt_or_changes_adapters_is_for_operators(gateway, worker):
     adapter = {"lora_name": "a", "lora_path": "/etc"}
     load = "/v1/load_lora_adapter"
     for body, path in ((chat("x"), CHAT + "/render"), (chat("x"), "/v1/completions/rend%65r"), (adapter, load)):
@@ -194,9 +186,9 @@ async def test_what_tells_the_salt_or_changes_adapters_is_for_operators(in_memor
     assert (await gateway.post(adapter, load, **bearer("root"))).status_code == 200
 
 
-def test_the_credentials_of_a_worker_reach_it_and_nobody_else(fleet, worker, file):
+def test_the_credentials_of_a_worker_reach_it_and_nobody_else(fleet, worker, keys):
     url = worker.url.replace("http://", "http://user:p%40ss@")
-    for flags in ((), ("--api-keys", str(file))):
+    for flags in ((), ("--api-keys", str(keys))):
         gateway = start_gateway(fleet, flags=("--worker", url, *flags))
         worker.requests.clear()
         answer = httpx.post(gateway.url + CHAT, json=chat("Tide?"), headers=bearer("root"), timeout=30)
@@ -217,8 +209,7 @@ def test_the_credentials_of_a_worker_reach_it_and_nobody_else(fleet, worker, fil
         assert not any("p%40ss" in text or "p@ss" in text or "user:" in text for text in said)
 
 
-async def test_a_request_is_explained_to_its_key_whatever_others_call_theirs(in_memory, worker, file):
-    gateway = await in_memory(worker, api_keys=file)
+async def test_a_request_is_explained_to_its_key_whatever_others_call_theirs(gateway, worker):
     headers = {name: {**bearer(name), "x-request-id": "same"} for name in ("ann", "bob")}
     await gateway.post(chat("Tide?"), **headers["ann"])
     await gateway.post({"model": "m", "prompt": "x"}, "/v1/completions", **headers["bob"])
@@ -234,29 +225,22 @@ ASKS = {**ORIGIN, "access-control-request-method": "POST", "access-control-reque
 ALLOWED = "access-control-allow-origin"
 
 
-def with_cors(gateway: InMemoryGateway, worker: RecordingWorker) -> CORSMiddleware:
+def with_cors(gateway: InMemoryGateway, worker: RecordingWorker, *origins: str) -> CORSMiddleware:
     """The worker behind what vLLM's server puts before its application."""
-    origins = worker.allowed_origins
     app = CORSMiddleware(worker, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     gateway.upstream.workers[worker.url] = app
     return app
 
 
-@pytest.fixture
-async def gateway(in_memory, worker, tmp_path):
-    keys = tmp_path / "keys.toml"
-    keys.write_text(entry("ann") + entry("root", admin=True))
-    return await in_memory(worker, api_keys=keys, max_inflight=1, max_queue=0)
-
-
-async def test_the_worker_answers_a_browsers_question_without_a_key_and_without_a_slot(gateway, worker):
+async def test_the_worker_answers_a_browsers_question_without_a_key_and_without_a_slot(in_memory, worker, keys):
+    gateway = await in_memory(worker, api_keys=keys, max_inflight=1, max_queue=0)
     for headers in ({}, ORIGIN, {"access-control-request-method": "POST"}):  # what is no such question
         assert (await gateway.client.options(CHAT, headers=headers)).status_code == 401
     worker.hold.set()
     under_way = asyncio.create_task(gateway.post(chat("x"), **bearer("ann")))
     await until(lambda: worker.requests)
     assert (await gateway.post(chat("y"), **bearer("ann"))).status_code == 503
-    app = with_cors(gateway, worker)
+    app = with_cors(gateway, worker, "*")
     theirs = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://worker")
     for path in (CHAT, "/v1/models", "/v1/models/", "/v1/audio/transcriptions", "/tokenize"):
         answer, own = await gateway.client.options(path, headers=ASKS), await theirs.options(path, headers=ASKS)
@@ -268,7 +252,7 @@ async def test_the_worker_answers_a_browsers_question_without_a_key_and_without_
 
 
 async def test_a_question_takes_no_key_and_no_way_up_to_the_worker(in_memory):
-    strict = RecordingWorker(allowed_origins=())
+    strict = RecordingWorker()
     gateway = await in_memory(strict)
     with_cors(gateway, strict)
     answer = await gateway.client.options(CHAT, headers={**ASKS, **bearer("ann")})
@@ -278,7 +262,7 @@ async def test_a_question_takes_no_key_and_no_way_up_to_the_worker(in_memory):
 
 
 async def test_pages_may_read_the_models_and_errors_as_with_vllm(gateway, worker):
-    with_cors(gateway, worker)
+    with_cors(gateway, worker, "*")
     for answer in (
         await gateway.get("/v1/models", **ORIGIN, **bearer("ann")),
         await gateway.post(chat("x"), **ORIGIN, **bearer("ann")),

@@ -18,7 +18,7 @@ from proxy.observability import reasons
 from proxy.observability.reasons import REASON_TEXT
 from proxy.observability.shadow import MATCH_UNIT
 from proxy.server import live_page
-from tests.harness.api_keys import bearer, entry
+from tests.harness.api_keys import bearer
 from tests.harness.fake_engine import template
 from tests.harness.gateways import CHAT, SYSTEM, SYSTEM_END, chat
 from tests.harness.in_memory_gateway import InMemoryGateway, told
@@ -75,10 +75,8 @@ def test_every_reason_has_words_and_every_word_a_reason():
     assert set(REASON_TEXT) >= reasons.ENGINE_CAUSES
 
 
-async def test_the_page_needs_no_key_and_its_figures_need_an_operators(in_memory, worker, tmp_path):
-    file = tmp_path / "keys.toml"
-    file.write_text(entry("ann") + entry("root", admin=True))
-    gateway = await in_memory(worker, api_keys=file)
+async def test_the_page_needs_no_key_and_its_figures_need_an_operators(in_memory, worker, keys):
+    gateway = await in_memory(worker, api_keys=keys)
     for path in ("/ui", "/ui/"):
         answer = await gateway.client.get(path, follow_redirects=True)
         assert answer.status_code == 200 and answer.content == live_page.HTML
@@ -120,11 +118,9 @@ async def test_nothing_is_promised_of_a_plugin_that_would_refuse_the_hints(in_me
     assert warned in " ".join((await gateway.get("/seamark/live")).json()["warnings"])
 
 
-async def test_no_client_learns_of_anothers_prompts_by_what_its_own_lost(in_memory, bare, tmp_path):
-    keys = tmp_path / "keys.toml"
-    keys.write_text(entry("alice") + entry("bob") + entry("root", admin=True))
+async def test_no_client_learns_of_anothers_prompts_by_what_its_own_lost(in_memory, bare, keys):
     gateway = await in_memory(bare, api_keys=keys)
-    asked = [await gateway.post(chat("one"), **bearer(name)) for name in ("alice", "bob", "bob")]
+    asked = [await gateway.post(chat("one"), **bearer(name)) for name in ("ann", "bob", "bob")]
     lost: list[Any] = []
 
     async def is_judged() -> bool:

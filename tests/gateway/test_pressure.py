@@ -58,9 +58,8 @@ async def test_a_body_counts_as_what_it_takes_parsed(in_memory, worker):
     assert (await gateway.post(many.replace(", {}" * 29_000, "").encode())).status_code == 200
 
 
-async def test_a_key_leaves_room_for_other_keys(in_memory, worker, tmp_path):
-    (tmp_path / "keys.toml").write_text(entry("ann") + entry("bob"))
-    gateway = await in_memory(worker, max_bodies_bytes=300_000, api_keys=tmp_path / "keys.toml")
+async def test_a_key_leaves_room_for_other_keys(in_memory, worker, keys):
+    gateway = await in_memory(worker, max_bodies_bytes=300_000, api_keys=keys)
     worker.hold.set()
     kept = [asyncio.create_task(gateway.post(chat("x" * 80_000), **bearer("ann")))]
     await until(lambda: chats_at(worker) == 1)
@@ -81,8 +80,7 @@ async def test_the_index_of_prefixes_forgets_the_oldest_when_its_share_of_the_me
     assert gateway.metric("seamark_directory_evictions_total") >= entries
 
 
-async def test_the_limits_of_a_key(in_memory, worker, tmp_path):
-    keys = tmp_path / "keys.toml"
+async def test_the_limits_of_a_key(in_memory, worker, keys):
     keys.write_text(entry("ann", max_inflight=1, max_queued=1) + entry("bob"))
     gateway = await in_memory(worker, api_keys=keys)
 

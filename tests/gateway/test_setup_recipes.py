@@ -38,13 +38,6 @@ def nothing_answers(monkeypatch, tmp_path_factory) -> None:
         (home / SPARK / name).mkdir(parents=True)
 
 
-def gateway_settings(given: dict[str, str]) -> Settings:
-    """Those that variables make, as the gateway reads them: refused if there is no such setting."""
-    return Settings(
-        **{name.removeprefix("SEAMARK_").lower(): value for name, value in given.items() if name.startswith("SEAMARK_")}
-    )
-
-
 def test_sh_takes_every_script(tmp_path):
     for number, name in enumerate(ANSWERS):
         scripts = list(written(tmp_path / f"my files {number}", name).glob("*.sh"))
@@ -78,7 +71,8 @@ def test_the_chart_runs_the_model_in_as_many_workers_as_asked_for_from_the_image
     found = {(each["kind"], each["metadata"]["name"]): each for each in rendered.objects}
     script = (out / "images.sh").read_text()
     gateway = only_container(found, "Deployment", "seamark-gateway")
-    settings = gateway_settings({each["name"]: each["value"] for each in gateway["env"]})
+    given = {each["name"].removeprefix("SEAMARK_").lower(): each["value"] for each in gateway["env"]}
+    settings = Settings(**given)
     if model is None:  # beside a vLLM that runs, the chart starts none
         assert settings.worker == ("http://vllm.models:8000",) and "worker" not in script
         assert not any(name == "seamark-worker" for _, name in found)

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from proxy.chat.chat import RESPONSES
-from tests.harness.api_keys import bearer, entry
+from tests.harness.api_keys import bearer
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
 from tests.harness.redis_server import redis_server
@@ -35,21 +33,15 @@ def asked_for(worker: RecordingWorker) -> list[str]:
     return [name.removeprefix("/").removesuffix("/cancel") for name in named if name]
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "keys.toml").write_text(entry("ann") + entry("bob") + entry("root", admin=True))
-    return {"api_keys": tmp_path / "keys.toml"}
-
-
-@pytest.fixture(params=["", "keys secret redis"])
+@pytest.fixture(params=[False, True], ids=["nothing", "keys, secret, Redis"])
 def settings(request, keys, tmp_path) -> Iterator[dict[str, Any]]:
     """What gateways have in common."""
+    if not request.param:
+        yield {}
+        return
     (tmp_path / "secret").write_text("salt secret\n")
-    with redis_server() if "redis" in request.param else nullcontext() as server:
-        known = {"keys": keys, "secret": {"salt_secret_file": tmp_path / "secret"}}
-        if server is not None:
-            known["redis"] = {"redis": server.url}
-        yield {name: value for each in request.param.split() for name, value in known[each].items()}
+    with redis_server() as server:
+        yield {"api_keys": keys, "salt_secret_file": tmp_path / "secret", "redis": server.url}
 
 
 async def ask(gateway: InMemoryGateway, method: str, path: str = "", name: str = "ann", **body) -> httpx.Response:
@@ -150,7 +142,7 @@ async def test_a_response_that_no_worker_knows_is_sought_once_at_each(in_memory,
 
 async def test_an_id_that_no_gateway_with_this_key_made_is_nobodys(in_memory, workers, keys):
     """Not a stored one's of a worker's own naming, nor one that a client makes up of two others."""
-    gateway = await in_memory(*workers, **keys)
+    gateway = await in_memory(*workers, api_keys=keys)
     workers[0].stored["resp_1"] = {}
     anns, bobs = [(await ask(gateway, "POST", "", name, **ASK)).json()["id"] for name in ("ann", "bob")]
     for response_id in ("resp_1", bobs, anns[:40] + bobs[40:], bobs[:40] + anns[40:], anns[:-1], anns.upper()):
@@ -163,7 +155,7 @@ async def test_a_worker_that_names_its_responses_itself_keeps_them_their_owners(
     for worker in workers:
         worker.names_responses = True
     with redis_server() as server:
-        first, second = [await in_memory(*workers, **keys, redis=server.url) for _ in range(2)]
+        first, second = [await in_memory(*workers, api_keys=keys, redis=server.url) for _ in range(2)]
         response_id = (await ask(first, "POST", **ASK)).json()["id"]
         await until(lambda: is_found(second, response_id))
         for gateway in (first, second):

@@ -104,7 +104,6 @@ class FakeEngine:
         self._kept: list[tuple[list[Any] | None, list[Any] | None, list[Any] | None]] = []  # outcome, resolved, states
         self._seen: dict[str, list[str]] = {}  # prompts, by cache salt
         self.read_to = 0  # what a gateway has read
-        self.room = 8  # prompts that can be pinned
         self.pinned: list[tuple[str, str]] = []  # cache salts and prompts
         self._fates: list[tuple[int, str, str]] = []  # of pins: cursor, request id, and what became of it
 
@@ -113,8 +112,8 @@ class FakeEngine:
         """Number of the last entry of the feed."""
         return len(self._kept)
 
-    def admit(self, request_id: str, prompt: str, body: Mapping[str, Any], reason: str | None, cached: int) -> Admitted:
-        """A request is computed; `reason` is what the engine says of it, None for what fits `cached` tokens."""
+    def admit(self, request_id: str, prompt: str, body: Mapping[str, Any], cached: int) -> Admitted:
+        """A request is computed."""
         salt = str(body.get("cache_salt") or "")
         hint = hint_of(body)
         ids = token_ids(prompt)
@@ -123,10 +122,10 @@ class FakeEngine:
         shared = max((common_prefix(prompt, other) for other in seen), default=0)
         seen.append(prompt)
         del seen[:-MAX_SEEN]
-        reason = reason or ("hit" if cached else "cold")
+        reason = "hit" if cached else "cold"
         usable = (max(position - self._ahead, 0) for position in positions)
         floored = sorted({position // MATCH_UNIT * MATCH_UNIT for position in usable} - {0})
-        states = [[at, _state(salt, prompt[:at])] for at in floored] if reason != "not_worth_it" else []
+        states = [[at, _state(salt, prompt[:at])] for at in floored]
         admitted = Admitted(reason, cached, shared // MATCH_UNIT * MATCH_UNIT, positions)
         admitted = admitted._replace(pin=self._pin(salt, prompt, body))
         self._kept.append(
@@ -157,7 +156,7 @@ class FakeEngine:
             self.pinned = [each for each in self.pinned if each != (salt, prompt)]
             return "released"
         if pin == 1 and (salt, prompt) not in self.pinned:
-            if len(self.pinned) == self.room:
+            if len(self.pinned) == 8:
                 return "no_room"
             self.pinned.append((salt, prompt))
         return "pinned" if pin == 1 else ""

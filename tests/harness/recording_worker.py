@@ -21,7 +21,6 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 import uvicorn
-from starlette.middleware.cors import CORSMiddleware
 
 from proxy.chat.chat import CHAT, RESPONSES
 from proxy.fleet.probe import OPTIONAL
@@ -148,7 +147,6 @@ class RecordingWorker:
     transfer: dict[str, Any] | None = None  # what a prefill worker says of a prompt that it has computed
     template: Template = template
     rendered: Template | None = None  # what its render route gives if that is not what it computes
-    prompt_tokens: int | None = None  # that it reports; None: as many as its template makes
     more_metrics: str = ""  # lines of its /metrics
     boot: str = "1.7e+09"
     models: tuple[str, ...] = ("m",)  # names of its one model
@@ -162,12 +160,9 @@ class RecordingWorker:
     hits: bool = False  # report as cached what the states stand for that its engine has kept
     status: int = 200  # of whole answers
     status_by: Callable[[bytes], int] | None = None  # the same by the body of a request
-    reason: str | None = None  # that its engine gives; None: what fits the cached tokens
     more_headers: Headers = ()  # of its answers
-    allowed_origins: tuple[str, ...] = ("*",)  # when it starts, as vLLM's --allowed-origins
     gzips: str | None = None  # as a proxy before it: "accepted" what the client takes so, "always" everything
     has_feed: bool = True
-    has_middleware: bool = True  # which says in the head of an answer what became of its request
     api_key: str | None = None  # that it wants for /v1, as vLLM's --api-key
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
     held_text: bytes = b""  # in the bodies of those that wait
@@ -293,7 +288,7 @@ class RecordingWorker:
         if self.status_by is not None:
             self.status = self.status_by(request.body)
         prompt = prompt_of(path, body, self.template)
-        length = self.prompt_tokens or (len(prompt) if prompt else PROMPT_TOKENS)
+        length = len(prompt) if prompt else PROMPT_TOKENS
         if self.hits:
             self.cached = self.engine.held(prompt or "", body)
         is_stream = bool(body.get("stream")) and (path in self.streams or self.computed is not None)
@@ -309,7 +304,7 @@ class RecordingWorker:
             status, in_halves = (200, True) if self.computed is None else (self.status, False)
             return await self._send(head, events, receive, send, status=status, in_halves=in_halves)
         head = _head("application/json", len(answer), self.more_headers)
-        if admitted is not None and self.has_middleware and request.header(b"x-seamark-outcome") == b"1":
+        if admitted is not None and request.header(b"x-seamark-outcome") == b"1":
             head.append((b"x-seamark-outcome", admitted.header.encode()))
         return await self._send(head, (answer[:20], answer[20:]), receive, send, status=self.status)
 
@@ -405,7 +400,7 @@ class RecordingWorker:
         """What the engine says of a request; None for what it does not compute."""
         if prompt is None or not self.patched or self.status != 200:
             return None
-        return self.engine.admit(request_id, prompt, body, self.reason, self.cached or 0)
+        return self.engine.admit(request_id, prompt, body, self.cached or 0)
 
     async def _feed(self, scope: Any, send: Any) -> None:
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode()).items()}
@@ -490,6 +485,5 @@ async def refuse(send: Any, message: str, kind: str, param: str | None, status: 
 def recording_worker(address: str = "127.0.0.1", port: int = 0, **state: Any) -> Iterator[RecordingWorker]:
     """The fake under a real HTTP server, in a thread; port 0: a free one."""
     worker = RecordingWorker(**state)
-    app = CORSMiddleware(worker, allow_origins=worker.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    with serving(app, address, port) as worker.url:
+    with serving(worker, address, port) as worker.url:
         yield worker
