@@ -105,21 +105,6 @@ async def test_clients_cannot_try_or_judge_drafts(in_memory, worker):
     assert answer.status_code == 400
 
 
-async def test_a_loss_behind_clients_hits_has_the_same_prompts_tried_and_closes_hints_alone(in_memory, caplog):
-    worker = drafting()
-    gateway = await in_memory(worker, **OFTEN)
-    await becomes(gateway, "open")
-    worker.drafting.accepts_on_hits = 0.1  # from now on
-    for number in range(60):  # as the engine's feed tells of them
-        worker.drafting.entries.append((f"cold-{number}", 0, (100, 130)))
-        worker.drafting.entries.append((f"hit-{number}", 160, (100, 90)))
-    await gateway.post(chat("one"))
-    await becomes(gateway, "closed")
-    assert "in clients' requests, 0.90 drafts a step are accepted behind hits, 1.30 without" in caplog.text
-    assert "on the same prompts" in worker.drafting.why
-    assert gateway.metric("seamark_self_check_total", result="drafts_worse") == 1
-
-
 def replays(worker: RecordingWorker) -> list[bytes]:
     return [each.body for each in worker.requests if each.target == "/v1/completions"]
 

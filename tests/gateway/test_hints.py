@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import Mapping
 from datetime import date
@@ -114,18 +113,6 @@ async def test_wrong_facts_change_no_answer(in_memory, worker, caplog, stream):
     assert " failed: " not in caplog.text and "ERROR" not in caplog.text
 
 
-@pytest.mark.parametrize("broken", [{"hang_renders": True}, {"render_status": 500}, {"render_status": 400}])
-async def test_a_worker_that_renders_nothing_serves_all_the_same(in_memory, monkeypatch, broken):
-    monkeypatch.setattr("proxy.fleet.pool.FACTS_SECONDS", 0.1)
-    worker = RecordingWorker(cached=0, **broken)
-    gateway = await in_memory(worker)
-    for question in ("one", "two"):
-        answer = await gateway.post(chat(question))
-        assert answer.status_code == 200 and hint_at(worker) == []
-    assert answer.headers["x-seamark-reason"] == "no_facts"
-    assert gateway.metric("seamark_boundary_lookups_total", result="none") == 2
-
-
 def thinking(body: Mapping[str, Any]) -> str:
     """A template with a switch that moves the end."""
     on = (body.get("chat_template_kwargs") or {}).get("style") == "long"
@@ -143,17 +130,6 @@ async def test_a_setting_is_learnt_beside_the_first_request_that_has_it(in_memor
     assert await settled(worker) > renders
     await gateway.post(body)
     assert hint_at(worker) == [LAST_USER, TURN_END - len("<think>")]
-
-
-async def test_a_plugin_of_another_release_gets_no_hints_and_log_and_page_say_update_it(in_memory, caplog):
-    caplog.set_level(logging.INFO)
-    other = RecordingWorker(version="0.2.0")
-    own = await in_memory(other)
-    assert (await own.post(chat("Tide?"))).headers["x-seamark-reason"] == "hint_ignored"
-    assert b"seamark" not in other.requests[-1].body
-    (warning,) = (await own.get("/seamark/live")).json()["warnings"]
-    for words in (warning, caplog.text):
-        assert "its plugin is Seamark 0.2.0" in words and "update the plugin" in words
 
 
 TIDE = {"role": "user", "content": "Tide?"}

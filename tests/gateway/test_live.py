@@ -163,10 +163,8 @@ async def test_in_shadow_no_byte_of_a_request_or_an_answer_is_changed(in_memory,
     assert gateway.metric("seamark_engine_patched") == patched
 
 
-VLLM = """# HELP vllm:num_requests_waiting Number of requests waiting.
-# TYPE vllm:num_requests_waiting gauge
+VLLM = """# TYPE vllm:num_requests_waiting gauge
 vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
-# HELP seamark_seconds_saved_total Prefill not computed
 # TYPE seamark_seconds_saved_total counter
 seamark_seconds_saved_total 2.0
 """
@@ -183,9 +181,6 @@ async def values(gateway: InMemoryGateway) -> dict[str, float]:
 async def test_a_picker_finds_the_workers_figures_beside_ours_for_as_long_as_the_worker_answers(in_memory):
     worker = RecordingWorker(more_metrics=VLLM)
     gateway = await in_memory(worker, sidecar=True)
-    answers = [await gateway.post(chat(question)) for question in ("Tide?", "Ebb?")]
-    assert all("x-seamark-boundary" in answer.headers for answer in answers)
-    assert int(answers[1].headers["x-seamark-predicted"]) // 16 == SYSTEM_END // 16
     shown = await values(gateway)
     assert shown["vllm:num_requests_waiting"] == 3 and shown["seamark_seconds_saved_total"] == 2
     assert "seamark_queued" in shown and (await gateway.get("/ready")).status_code == 200

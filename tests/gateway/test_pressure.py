@@ -99,18 +99,6 @@ async def test_the_limits_of_a_key(in_memory, worker, keys):
     assert {(await answer).status_code for answer in (*anns, *bobs)} == {200}
 
 
-async def test_a_silent_stream_gets_comments_between_its_events(in_memory, worker):
-    gateway = await in_memory(worker, heartbeat=0.2)
-    worker.pause_after = 0
-    worker.pause.set()
-    asked = asyncio.create_task(gateway.post(chat("Tide?", stream=True, stream_options={"include_usage": True})))
-    await until(lambda: gateway.metric("seamark_heartbeats_total") >= 2)
-    worker.pause.clear()
-    answer = await asked
-    assert answer.content.startswith(b": keep-alive\n\n")
-    assert answer.content.replace(b": keep-alive\n\n", b"") == worker.answers[-1]
-
-
 def test_stopping_is_bounded_and_whoever_is_cut_off_is_told(fleet, worker):
     pool = ThreadPoolExecutor()
     gateway = start_gateway(fleet, worker, flags=("--drain-timeout", "1"))

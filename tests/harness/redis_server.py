@@ -1,4 +1,4 @@
-"""A Redis server of one's own, to be frozen and killed; and a way to it that answers late."""
+"""A Redis server of one's own, to be frozen, filled and killed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import contextlib
 import shutil
 import signal
 import socket
-import socketserver
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 
@@ -80,33 +78,6 @@ class RedisServer:
         self._process.wait()
 
 
-class LateWay(socketserver.ThreadingTCPServer):
-    """A TCP port through which a server on loopback is reached, and each of its answers comes `seconds` late."""
-
-    daemon_threads, block_on_close = True, False
-
-    def __init__(self, port: int) -> None:
-        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
-        self.seconds = 0.0  # can be changed while it runs
-        self._target = port
-        self.port = self.server_address[1]
-        self.url = f"redis://127.0.0.1:{self.port}"
-
-    def finish_request(self, request: socket.socket, client_address: object) -> None:
-        """One connection, passed on until either side ends it."""
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as server:
-            threading.Thread(target=self._pass_on, args=(request, server, False), daemon=True).start()
-            self._pass_on(server, request, True)
-
-    def _pass_on(self, source: socket.socket, sink: socket.socket, late: bool) -> None:
-        with contextlib.suppress(OSError):
-            while chunk := source.recv(2**16):
-                time.sleep(self.seconds if late else 0)
-                sink.sendall(chunk)
-        with contextlib.suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)
-
-
 @contextlib.contextmanager
 def redis_server() -> Iterator[RedisServer]:
     """A server that ends at the end, in whatever state it is."""
@@ -115,14 +86,3 @@ def redis_server() -> Iterator[RedisServer]:
         yield server
     finally:
         server.kill()
-
-
-@contextlib.contextmanager
-def late_way(port: int) -> Iterator[LateWay]:
-    """A `LateWay` to that port that is closed at the end."""
-    with LateWay(port) as way:
-        threading.Thread(target=way.serve_forever, args=(0.05,), daemon=True).start()
-        try:
-            yield way
-        finally:
-            way.shutdown()
