@@ -11,13 +11,12 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
 
 from proxy.commands import doctor, setup
-from proxy.commands.outlook import IMAGE, NO_CACHING
 from proxy.commands.render_server import free_port
 from proxy.commands.setup_files import gateway_toml
 from proxy.settings import Settings
@@ -88,29 +87,14 @@ def test_the_chart_runs_the_model_in_as_many_workers_as_asked_for_from_the_image
     assert re.findall(r"^docker push (\S+)$", script, re.M) == (wanted if registry else [])
 
 
-TAKE = f"The one change: take vLLM 0.31 to 0.33, for one the image {IMAGE}"
-
-TRIAL = "once they have stood a trial"
-
-
-class Expected(NamedTuple):
-    said: tuple[str, ...]  # words of the first lines
-    host: str = "0.0.0.0"  # noqa: S104  # of the gateway
-    worker: str = "http://127.0.0.1:8000"
-    hits: bool = True
-
-
-EXPECTED = {
-    "qwen3.8-27b-dflash2.yaml": Expected(("inside the pass, on multiples of 64", "(dflash, 8 tokens)", TRIAL)),
-    "glm-5.3-flash.yaml": Expected(("holds a fork of vLLM", TAKE), hits=False),
-    "qwen3.6-35b-playbook.sh": Expected(
-        ("vLLM 0.28.0 (by its image's tag)", "these files take it", "With it: will hit"), hits=False
-    ),
-    "qwen3.8-27b-compose.yaml": Expected(("multiples of 64", "(mtp, 3 tokens)"), worker="http://127.0.0.1:8020"),
-    "granite-4-compose.yaml": Expected(
-        ("Mamba2", f"{NO_CACHING} is taken away"), host="127.0.0.1", worker="http://127.0.0.1:8001"
-    ),
-    "falcon-h1.sh": Expected(("Mamba2",), worker="http://127.0.0.1:9000"),
+# Whether they hit as they are. What is said of each, and written for it: tests/unit/commands.
+HITS = {
+    "qwen3.8-27b-dflash2.yaml": True,
+    "glm-5.3-flash.yaml": False,
+    "qwen3.6-35b-playbook.sh": False,
+    "qwen3.8-27b-compose.yaml": True,
+    "granite-4-compose.yaml": True,
+    "falcon-h1.sh": True,
 }
 
 # A `docker run` of a playbook, as Docker tells it of a container.
@@ -198,19 +182,16 @@ def machine(tmp_path, monkeypatch) -> Machine:
     return made
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", HITS)
 def test_what_a_recipe_will_do_is_said_without_a_question_and_all_that_was_written_is_undone(
     name, machine, capsys, monkeypatch
 ):
     monkeypatch.setattr(setup, "_ask", lambda *_: pytest.fail("a question that the recipe answers"))
-    path, expected, before = RECIPES / name, EXPECTED[name], machine.files()
-    assert doctor.main(["--recipe", str(path)]) == (0 if expected.hits else 1)
+    path, before = RECIPES / name, machine.files()
+    assert doctor.main(["--recipe", str(path)]) == (0 if HITS[name] else 1)
     verdict = capsys.readouterr().out
-    assert verdict.startswith("will hit" if expected.hits else "no hits yet") and machine.files() == before
-    assert machine.setup(str(path)) == 0
-    out = capsys.readouterr().out
-    assert all(words.lower() in out.lower() for words in expected.said), out
-    assert (machine.out / "seamark.toml").read_text() == gateway_toml([expected.worker], expected.host)
+    assert verdict.startswith("will hit" if HITS[name] else "no hits yet") and machine.files() == before
+    assert machine.setup(str(path)) == 0 and (machine.out / "seamark.toml").exists()
     if (machine.out / "start.sh").exists():
         machine.run("start.sh")
     (machine.out / "notes").write_text("the user's")
