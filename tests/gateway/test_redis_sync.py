@@ -15,7 +15,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -183,32 +184,17 @@ def test_redis_holds_no_text_and_nothing_without_an_end(fleet, pair, server, cli
             assert len(text) < 5 or text.encode() not in held
 
 
-@contextmanager
-def steady_traffic(gateway: Server) -> Iterator[list[str]]:
-    """Requests one after the other until the end, each with a new prefix; yields what went wrong."""
-    wrong, done = [], threading.Event()
-
-    def drive() -> None:
-        number = 0
-        while not done.is_set():
-            number += 1
-            body = chat(f"Tide {number}?")
-            body["messages"][0] = {"role": "system", "content": f"You pilot ship {number}. " * 20}
-            try:
-                answer = post(gateway, body)
-            except httpx.HTTPError as error:
-                wrong.append(type(error).__name__)
-                continue
-            if answer.status_code != 200 or "x-seamark-boundary" not in answer.headers:
-                wrong.append(f"{answer.status_code} {answer.headers.get('x-seamark-boundary')}")
-
-    thread = threading.Thread(target=drive)
-    thread.start()
-    try:
-        yield wrong
-    finally:
-        done.set()
-        thread.join()
+def drive(gateway: Server, done: threading.Event) -> list[str]:
+    """Requests one after the other until then, each with a new prefix: what went wrong."""
+    wrong, number = [], 0
+    while not done.is_set():
+        number += 1
+        body = chat(f"Tide {number}?")
+        body["messages"][0] = {"role": "system", "content": f"You pilot ship {number}. " * 20}
+        answer = post(gateway, body)
+        if answer.status_code != 200 or "x-seamark-boundary" not in answer.headers:
+            wrong.append(f"{answer.status_code} {answer.headers.get('x-seamark-boundary')}")
+    return wrong
 
 
 HARMS = {"killed": ("kill", "start"), "frozen": ("freeze", "thaw"), "full": ("fill", "make_room")}
@@ -219,7 +205,10 @@ HARMS = {"killed": ("kill", "start"), "frozen": ("freeze", "thaw"), "full": ("fi
 )
 def test_redis_that_is_lost_costs_no_request_and_comes_back(fleet, pair, server, harm):
     first, second = (sharing_gateway(fleet, pair, server.url) for _ in range(2))
-    with steady_traffic(first) as wrong:
+    done = threading.Event()
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        stack.callback(done.set)
+        driven = pool.submit(drive, first, done)
         wait_for(lambda: news_count(second, "heard") > 20)
         assert metric(first, "seamark_redis_up") == 1
         getattr(server, HARMS[harm][0])()
@@ -231,7 +220,7 @@ def test_redis_that_is_lost_costs_no_request_and_comes_back(fleet, pair, server,
         wait_for(lambda: all(metric(gateway, "seamark_redis_up") == 1 for gateway in (first, second)))
         heard = news_count(second, "heard")
         wait_for(lambda: news_count(second, "heard") > heard)
-    assert wrong == []
+    assert driven.result() == []
     words = [line.split("seamark.redis ", 1)[1].split(" (")[0] for line in told_of_redis(first)]
     assert words == ["redis is up", "redis is down", "redis is up"]
     assert "Traceback" not in first.log.read_text()

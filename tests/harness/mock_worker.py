@@ -19,7 +19,6 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -132,48 +131,12 @@ class Feed:
         return json.dumps(told).encode()
 
 
-class Steps:
-    """Streams that get a frame each at every step of an engine, all at once. A frame says when its step was due."""
-
-    def __init__(self, seconds: float) -> None:
-        """`seconds` from a step to the next."""
-        self._seconds = seconds
-        self._left: dict[Worker, tuple[int, bytes]] = {}  # frames still to send, and the last of them
-        self._due = 0.0
-
-    def add(self, stream: Worker, frames: int, end: bytes) -> None:
-        """A stream of `frames` frames and `end`, from the next step on."""
-        if not self._left:
-            self._due = asyncio.get_running_loop().time()
-            self._wait()
-        self._left[stream] = (frames, end)
-
-    def _wait(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._due = max(self._due + self._seconds, loop.time())
-        loop.call_at(self._due, self._step)
-
-    def _step(self) -> None:
-        frame = chunk(_TIMED_FRAME % time.monotonic_ns())
-        for stream, (frames, end) in list(self._left.items()):
-            if stream.transport.is_closing():
-                del self._left[stream]
-            elif frames > 1:
-                stream.transport.write(frame)
-                self._left[stream] = (frames - 1, end)
-            else:
-                stream.transport.write(frame + end)
-                del self._left[stream]
-        if self._left:
-            self._wait()
-
-
 class Worker(Connection):
     """One connection."""
 
-    def __init__(self, steps: Callable[[int], Steps], feed: Feed) -> None:
+    def __init__(self, feed: Feed) -> None:
         super().__init__()
-        self._steps, self._feed = steps, feed
+        self._feed = feed
 
     def received(self, head: Head, body: bytes) -> None:
         path = head.target.partition(b"?")[0]
@@ -183,7 +146,12 @@ class Worker(Connection):
             if name is not None:
                 self._feed.add(name[1].decode(), counts)
             if _STREAMED.search(body) is None:
-                self.transport.write(_whole(_ANSWER % counts.usage, mark=_MARK + _outcome(counts)))
+                told = b"hit" if counts.cached else b"cold", counts.cached, counts.cached
+                mark = _MARK + b"x-seamark-outcome: %b,%d,%d,%b\r\n" % (
+                    *told,
+                    ":".join(map(str, counts.positions)).encode(),
+                )
+                self.transport.write(_whole(_ANSWER % counts.usage, mark=mark))
             else:
                 self._stream(body, counts)
         elif path == b"/seamark/outcomes":
@@ -198,9 +166,19 @@ class Worker(Connection):
         frames = int(wanted[1]) if wanted else FRAMES
         end = b"".join(map(chunk, (_END[0] % counts.usage, _END[1]))) + b"0\r\n\r\n"
         if step is not None:
-            self._steps(int(step[1])).add(self, frames, end)
+            self._stepping = asyncio.ensure_future(self._step(int(step[1]) / 1000, frames, end))
         else:
             self._next_frame(frames, end)
+
+    async def _step(self, seconds: float, frames: int, end: bytes) -> None:
+        """A frame at every step of an engine; it says when it was sent."""
+        due = asyncio.get_running_loop().time()
+        for left in range(frames, 0, -1):
+            due += seconds
+            await asyncio.sleep(due - asyncio.get_running_loop().time())
+            if self.transport.is_closing():
+                return
+            self.transport.write(chunk(_TIMED_FRAME % time.monotonic_ns()) + (end if left == 1 else b""))
 
     def _next_frame(self, left: int, end: bytes) -> None:
         # One in each turn of the loop: a system call each, as from an engine.
@@ -211,16 +189,6 @@ class Worker(Connection):
             self.transport.write(end)
 
 
-def _outcome(counts: Counted) -> bytes:
-    positions = ":".join(map(str, counts.positions)).encode()
-    return b"x-seamark-outcome: %b,%d,%d,%b\r\n" % (
-        b"hit" if counts.cached else b"cold",
-        counts.cached,
-        counts.cached,
-        positions,
-    )
-
-
 def mock_worker(servers: Servers) -> Server:
     """Start one in a process of its own that ends with `servers`. Streams that do not say get all at once."""
     port = free_port()
@@ -229,14 +197,9 @@ def mock_worker(servers: Servers) -> Server:
 
 async def serve(port: int) -> None:
     """Answer on the loopback port, for ever."""
-    steps: dict[int, Steps] = {}
     feed = Feed()
-
-    def steps_of(milliseconds: int) -> Steps:
-        return steps.setdefault(milliseconds, Steps(milliseconds / 1000))
-
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Worker(steps_of, feed), "127.0.0.1", port, backlog=1024)
+    server = await loop.create_server(lambda: Worker(feed), "127.0.0.1", port, backlog=1024)
     await server.serve_forever()
 
 

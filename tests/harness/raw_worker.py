@@ -175,9 +175,9 @@ class RawWorker:
         self.malformed: list[Malformed] = []
         self.connections = 0  # ever made
         self.open: set[_Connection] = set()
-        self._arrived: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._flowing: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._left: defaultdict[str, asyncio.Future[float]] = defaultdict(asyncio.get_running_loop().create_future)
+        self.has_arrived: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.has_flown: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.has_left: defaultdict[str, asyncio.Future[float]] = defaultdict(asyncio.get_running_loop().create_future)
 
     async def __aenter__(self) -> RawWorker:
         self._server = await asyncio.get_running_loop().create_server(lambda: _Connection(self), "127.0.0.1", 0)
@@ -189,35 +189,21 @@ class RawWorker:
 
     async def arrived(self, request_id: str) -> None:
         """Return once a request of that id is here."""
-        await self._arrived[request_id].wait()
+        await self.has_arrived[request_id].wait()
 
     async def flowing(self, request_id: str) -> None:
         """Return once a part of the answer to it has been sent."""
-        await self._flowing[request_id].wait()
+        await self.has_flown[request_id].wait()
 
     async def left(self, request_id: str) -> float:
         """`time.perf_counter()` of the moment when the connection of that unfinished request was closed."""
-        return await asyncio.shield(self._left[request_id])
+        return await asyncio.shield(self.has_left[request_id])
 
     def pop(self, request_id: str) -> list[Seen]:
         """The requests of that id, forgotten from here on."""
-        for kept in (self._arrived, self._flowing, self._left):
+        for kept in (self.has_arrived, self.has_flown, self.has_left):
             kept.pop(request_id, None)
         return self.seen.pop(request_id, [])
-
-    def take(self, seen: Seen) -> None:
-        """A request is complete."""
-        self.seen[seen.id].append(seen)
-        self._arrived[seen.id].set()
-
-    def flows(self, request_id: str) -> None:
-        """A part of its answer has been sent."""
-        self._flowing[request_id].set()
-
-    def gone(self, request_id: str) -> None:
-        """Its connection is closed, and it was not answered in full."""
-        if not self._left[request_id].done():
-            self._left[request_id].set_result(time.perf_counter())
 
 
 class _Connection(Connection):
@@ -248,7 +234,8 @@ class _Connection(Connection):
         if self._answering is not None:
             self._answering.cancel()
         if self._open is not None:
-            self._worker.gone(self._open.id)
+            if not self._worker.has_left[self._open.id].done():
+                self._worker.has_left[self._open.id].set_result(time.perf_counter())
             self._open = None
         elif self.rest:
             self.malformed("cut off")
@@ -259,7 +246,8 @@ class _Connection(Connection):
         if not seen.id and (found := page(head.method, head.target.partition(b"?")[0], body)) is not None:
             self.transport.write(whole(*found))
             return
-        self._worker.take(seen)
+        self._worker.seen[seen.id].append(seen)
+        self._worker.has_arrived[seen.id].set()
         if self._worker.reply is not None:
             answer = self._worker.reply(body, self._served)
             self._served += 1
@@ -286,7 +274,7 @@ class _Connection(Connection):
         while True:
             self.transport.write(piece)
             await asyncio.sleep(DRIP_SECONDS)
-            self._worker.flows(seen_id)
+            self._worker.has_flown[seen_id].set()
 
 
 def page(method: bytes, path: bytes, body: bytes) -> tuple[bytes, str, bytes] | None:

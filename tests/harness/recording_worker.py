@@ -201,40 +201,15 @@ class RecordingWorker:
         wanted = (b"authorization", f"Bearer {self.api_key}".encode())
         if self.api_key is not None and path.startswith("/v1") and wanted not in headers:
             return await respond(send, b'{"error":"Unauthorized"}', status=401)
-        if path == "/health":
-            return await respond(send, b"", "text/plain")
-        if path in ("/metrics", "/seamark/metrics"):
-            gate = self.drafting
-            refused = f"drafts: {gate.why}" if gate is not None and gate.state == "closed" else self.refused
-            drafts = gate.state if gate is not None else ""
-            info = engine_info(self.version, self.ahead, self.connector, refused, self.reports, drafts)
-            text = (
-                (f"process_start_time_seconds {self.boot}\n" if self.boot else "")
-                + (info if self.patched else "")
-                + sleep_state(*self.sleeps)
-                + self.more_metrics
-            )
-            return await respond(send, text.encode(), "text/plain")
-        if path == "/v1/models" and request.method == "GET":
-            data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]
-            data += [
-                {"id": name, "object": "model", "root": root, "parent": self.models[0]}
-                for name, root in (self.adapters or {}).items()
-            ]
-            return await respond(send, json.dumps({"object": "list", "data": data}).encode())
-        if path in ("/is_sleeping", "/is_paused"):
-            asleep = [level is not None or self.paused for level in self.sleeps]
-            if len(set(asleep)) > 1:  # vLLM's engines have to agree
-                return await respond(send, b"{}", status=500)
-            return await respond(send, json.dumps({path[1:]: asleep[0]}).encode())
-        if path == "/kv_event_sources":
-            return await respond(send, json.dumps(self.sources).encode(), status=404 if self.sources is None else 200)
+        if (page := self._page(request)) is not None:
+            said, status = page
+            if isinstance(said, str):
+                return await respond(send, said.encode(), "text/plain", status)
+            return await respond(send, json.dumps(said).encode(), status=status)
         if path in self.lacks:
             return await refuse(send, f"{path} is not supported by the Rust frontend yet", "NotImplemented", None, 501)
         if body == b"{}" and path in OPTIONAL:
             return await refuse(send, "1 validation error", "BadRequestError", None, 400)
-        if path == "/version":
-            return await respond(send, b'{"version":"0.32.0"}')
         if path == "/seamark/outcomes":
             return await self._feed(scope, send)
         if path == "/v1/chat/completions/render" and self.hang_renders:
@@ -242,18 +217,43 @@ class RecordingWorker:
             return None
         if path == "/v1/chat/completions/render":
             return await self._render(body, send)
-        if path == "/tokenize" and b'"prompt"' in body:
-            self.tokenized += 1
-            return await respond(send, json.dumps({"tokens": token_ids(json.loads(body)["prompt"])}).encode())
-        if path == "/detokenize" and b'"tokens"' in body:
-            text = "".join(map(chr, json.loads(body)["tokens"]))
-            return await respond(send, json.dumps({"prompt": text}).encode())
         self.requests.append(request)
         if self.drafting is not None and b'"return_tokens_as_token_ids": true' in body:
             status, answer = self.drafting.complete(request.fields, request.header(b"x-request-id").decode())
             return await respond(send, json.dumps(answer).encode(), status=status)
         if await self._stays(receive, lambda: self.hold.is_set() and self.held_text in body):
             await self._answer(request, receive, send)
+        return None
+
+    def _page(self, request: Recorded) -> tuple[Any, int] | None:
+        """What it says of itself and of texts: a text, or what becomes JSON; and the status."""
+        path, body = request.path, request.body
+        if path == "/health":
+            return "", 200
+        if path in ("/metrics", "/seamark/metrics"):
+            gate = self.drafting
+            refused = f"drafts: {gate.why}" if gate is not None and gate.state == "closed" else self.refused
+            drafts = gate.state if gate is not None else ""
+            info = engine_info(self.version, self.ahead, self.connector, refused, self.reports, drafts)
+            started = f"process_start_time_seconds {self.boot}\n" if self.boot else ""
+            return started + (info if self.patched else "") + sleep_state(*self.sleeps) + self.more_metrics, 200
+        if path == "/v1/models" and request.method == "GET":
+            data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]
+            adapters = (self.adapters or {}).items()
+            data += [{"id": name, "object": "model", "root": at, "parent": self.models[0]} for name, at in adapters]
+            return {"object": "list", "data": data}, 200
+        if path in ("/is_sleeping", "/is_paused"):
+            asleep = {level is not None or self.paused for level in self.sleeps}
+            return ({path[1:]: asleep.pop()}, 200) if len(asleep) == 1 else ({}, 500)  # vLLM's engines have to agree
+        if path == "/kv_event_sources":
+            return self.sources, 404 if self.sources is None else 200
+        if path == "/version":
+            return {"version": "0.32.0"}, 200
+        if path == "/tokenize" and b'"prompt"' in body:
+            self.tokenized += 1
+            return {"tokens": token_ids(json.loads(body)["prompt"])}, 200
+        if path == "/detokenize" and b'"tokens"' in body:
+            return {"prompt": "".join(map(chr, json.loads(body)["tokens"]))}, 200
         return None
 
     async def _stays(self, receive: Any, waits: Callable[[], bool]) -> bool:
