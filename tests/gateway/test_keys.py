@@ -259,12 +259,7 @@ async def test_pages_may_read_the_models_and_errors_as_with_vllm(gateway, worker
         await gateway.post(b"{", **ORIGIN, **bearer("ann")),
     ):
         assert answer.headers.get_list(ALLOWED) == ["*"]
-    for answer in (
-        await gateway.post(chat("x"), **ORIGIN),  # no key: vLLM's own 401 is not for pages
-        await gateway.get("/v1/models", **ORIGIN),
-        await gateway.get("/v1/models", **bearer("ann")),
-    ):
-        assert ALLOWED not in answer.headers
+    assert ALLOWED not in (await gateway.post(chat("x"), **ORIGIN)).headers  # no key: vLLM's own 401 is not for pages
 
 
 async def test_the_gateways_own_pages_are_for_no_other_site(gateway):

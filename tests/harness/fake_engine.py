@@ -42,13 +42,10 @@ def engine_info(
     `connector`: vLLM's name of a KV connector beside which states are written inside a pass. `refused`: why no hint
     counts. `reports`: HOST:PORT where they are read. `drafts`: the gate of hints beside them.
     """
-    beside = f'ahead="{ahead}",' if ahead else ""
-    beside += f'connector="{connector}",lane="inside_pass",' if connector else ""
-    beside += f'refused="{refused}",' if refused else ""
-    beside += f'reports="{reports}",'
-    beside += f'drafts="{drafts}",' if drafts else ""
-    labels = f'{beside}block_size="384",match_unit="{MATCH_UNIT}",version="{of}",vllm="0.32.0"'
-    return f"seamark_engine_info{{{labels}}} 1.0\n"
+    beside = {"ahead": ahead or "", "connector": connector, "lane": "inside_pass" if connector else ""}
+    beside |= {"refused": refused, "drafts": drafts, "block_size": "384", "match_unit": MATCH_UNIT, "version": of}
+    labels = "".join(f'{name}="{value}",' for name, value in beside.items() if value)
+    return f'seamark_engine_info{{{labels}reports="{reports}",vllm="0.32.0"}} 1.0\n'
 
 
 def template(body: Mapping[str, Any]) -> str:
@@ -226,17 +223,15 @@ class Computed(NamedTuple):
         """An answer that is no stream."""
         name, salt = _name(body), body.get("cache_salt", "")
         text = f"{salt} {name} " * self.words
-        about = {"id": f"answer-{name}", "model": "m"}
-        if path == CHAT:
-            message = {"role": "assistant", "content": text}
-            return {**about, "choices": [{"index": 0, "message": message, "finish_reason": self.ending}]}
-        if path == COMPLETIONS:
-            return {**about, "choices": [{"index": 0, "text": text, "finish_reason": self.ending}]}
-        if path == MESSAGES:
-            return {**about, "type": "message", "content": [{"type": "text", "text": text}], "stop_reason": "end_turn"}
-        if path == RESPONSES:
-            return {**about, "object": "response", "status": "completed", "output": [{"type": "message", "text": text}]}
-        return {**about, "object": "list", "data": [{"embedding": [0.5], "of": text}]}
+        message = {"role": "assistant", "content": text}
+        shapes: dict[str, dict[str, Any]] = {
+            CHAT: {"choices": [{"index": 0, "message": message, "finish_reason": self.ending}]},
+            COMPLETIONS: {"choices": [{"index": 0, "text": text, "finish_reason": self.ending}]},
+            MESSAGES: {"type": "message", "content": [{"type": "text", "text": text}], "stop_reason": "end_turn"},
+            RESPONSES: {"object": "response", "status": "completed", "output": [{"type": "message", "text": text}]},
+        }
+        other = {"object": "list", "data": [{"embedding": [0.5], "of": text}]}
+        return {"id": f"answer-{name}", "model": "m", **shapes.get(path, other)}
 
     def events(self, body: Mapping[str, Any]) -> list[bytes]:
         """The stream of a chat."""
