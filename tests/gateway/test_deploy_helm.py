@@ -377,12 +377,10 @@ def test_prefill_workers_are_servers_like_the_others_and_hand_over_what_they_com
         (("--set", "mode=sidecar,worker.enabled=false"), "worker.enabled has to be true"),
         (("--set", "inferencePool.enabled=true"), "use mode sidecar"),
         (("--set", "mode=sidecar,httpRoute.enabled=true"), "enable inferencePool"),
-        (("--set", "gateway.settings.port=80"), "gateway.settings.port"),
         (("--set", "worker.modelFile=nowhere.yaml"), "deploy/models has no nowhere.yaml"),
         (("--set", "mode=sidecar,prefill.replicas=1"), "use mode gateway"),
         (("--set", "prefill.replicas=1,worker.checkpoints.storage=1Gi"), "one connector"),
         (("--set", "wroker.replicas=2"), "wroker"),
-        (("--set", "worker.replicas=none"), "replicas"),
     ],
 )
 def test_what_would_serve_nothing_is_refused_with_its_cause(flags, said):

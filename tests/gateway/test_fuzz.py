@@ -1,4 +1,4 @@
-"""Broken and ambiguous requests break nothing, behind nginx and HAProxy, too; short runs of what attacks and measures."""
+"""Broken and ambiguous requests break nothing, nor behind nginx and HAProxy; short runs of two benches."""
 
 from __future__ import annotations
 

@@ -147,17 +147,13 @@ def templated(number: int) -> dict[str, Any]:
     return {"model": "m", "chat_template": f"{{# {number} #}}", "messages": [TIDE]}
 
 
-def switched(number: int) -> dict[str, Any]:
-    return {"model": "m", "chat_template_kwargs": {"number": number}, "messages": [TIDE]}
-
-
 def marked(number: int) -> dict[str, Any]:
     """Each head twice: the second time it would be rendered."""
     part = {"type": "text", "text": f"{number // 2} " + "word " * 100, "cache_control": {"type": "ephemeral"}}
     return {"model": "m", "messages": [{"role": "system", "content": [part] * 4}, TIDE]}
 
 
-@pytest.mark.parametrize("make", [dated, templated, switched, marked])
+@pytest.mark.parametrize("make", [dated, templated, marked])
 async def test_a_request_that_is_refused_has_nothing_rendered(in_memory, worker, keys, make):
     keys.write_text(entry("eve", max_inflight=1, max_queued=0) + entry("root", admin=True))
     gateway = await in_memory(worker, api_keys=keys)

@@ -1,4 +1,4 @@
-"""What a gateway tells of itself, of requests and of workers: in its log, on its pages, in spans; and what commands tell."""
+"""What a gateway tells of itself, requests and workers: in its log, on its pages, in spans; and what commands tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that are slow, do not read, break off, leave, or are too many; limits and queues: every bound on both sides."""
+"""Clients that are slow, do not read, break off, leave, or are too many; limits: each bound on both sides."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from proxy.server.uvicorn_server import server_for
 from proxy.settings import Settings
 from tests.harness.fake_engine import GENERATION, hint_of
 from tests.harness.recording_worker import RecordingWorker
-from tests.harness.waiting import wait_for
 
 CHAT = "/v1/chat/completions"
 
@@ -96,11 +95,6 @@ def metric(gateway: Server, name: str) -> float:
 def hint_at(worker: RecordingWorker) -> list[Any]:
     """The hint of the last request that came to `worker`."""
     return hint_of(json.loads(worker.requests[-1].body))
-
-
-def told(*workers: RecordingWorker) -> None:
-    """Return once a gateway knows all that the engines of `workers` have to say."""
-    wait_for(lambda: all(worker.is_read for worker in workers))
 
 
 def compared(own: OwnGateway, checked: int, differs: int, hints_off: bool) -> None:

@@ -108,7 +108,6 @@ class Recorded:
     target: str
     headers: list[tuple[bytes, bytes]]
     body: bytes
-    peer: tuple[str, int]  # other end of the connection it came on
 
     @property
     def path(self) -> str:
@@ -196,7 +195,7 @@ class RecordingWorker:
             return None
         target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
         headers = list(scope["headers"])
-        request = Recorded(scope["method"], target, headers, await whole_body(receive), scope["client"])
+        request = Recorded(scope["method"], target, headers, await whole_body(receive))
         path, body = scope["path"], request.body
         wanted = (b"authorization", f"Bearer {self.api_key}".encode())
         if self.api_key is not None and path.startswith("/v1") and wanted not in headers:
