@@ -29,12 +29,10 @@ from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
 from proxy.commands.render_server import free_port
 from tests.harness.fake_engine import template
 from tests.harness.gateways import metric, start_gateway
-from tests.harness.recording_worker import USAGE, Stream, recording_worker
+from tests.harness.recording_worker import USAGE, Stream, recorded, recording_worker
 from tests.harness.waiting import wait_for
 
 MODEL = "harbour"
-
-FOLDER = Path(__file__).parents[1] / "streams"
 
 # Recorded answers stopped at three tokens; a client would ask for the rest of them.
 _ENDED = (
@@ -72,10 +70,10 @@ def _chat(length: int, cached: int) -> list[bytes]:
 
 
 def _recorded(name: str, *counted: tuple[bytes, bytes]) -> list[bytes]:
-    text = (FOLDER / f"{name}.sse").read_bytes()
+    events = recorded(name)
     for old, new in (*_ENDED, *counted):
-        text = text.replace(old, new)
-    return [event + b"\n\n" for event in text.split(b"\n\n") if event]
+        events = [event.replace(old, new) for event in events]
+    return events
 
 
 def _messages(length: int, cached: int) -> list[bytes]:

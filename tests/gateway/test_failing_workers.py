@@ -137,24 +137,19 @@ HOST = "vllm.test"
 ASK = chat("Tide?")
 
 
-class Resolver:
-    addresses: tuple[str, ...] | None = None  # the name is not known
-
-    def tell(self, *addresses: str) -> None:
-        self.addresses = addresses
-
-    async def __call__(self, host: str, port: int) -> Sequence[str]:
-        assert host == HOST
-        if self.addresses is None:
-            raise socket.gaierror(socket.EAI_NONAME, "told to")
-        return self.addresses
-
-
 @pytest.fixture
-def resolver(monkeypatch) -> Resolver:
-    made = Resolver()
-    monkeypatch.setattr(discovery, "addresses_of", made)
-    return made
+def resolver(monkeypatch) -> list[str]:
+    """What the name's addresses are from now on; none: the name is not known."""
+    addresses: list[str] = []
+
+    async def addresses_of(host: str, port: int) -> Sequence[str]:
+        assert host == HOST
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "told to")
+        return tuple(addresses)
+
+    monkeypatch.setattr(discovery, "addresses_of", addresses_of)
+    return addresses
 
 
 @pytest.fixture
@@ -181,10 +176,10 @@ def test_a_gateway_may_start_before_any_worker_and_follows_them_to_the_end_of_th
         recording_worker("::1", port) as two,
         ThreadPoolExecutor() as pool,
     ):
-        resolver.tell("127.0.0.2", "127.0.0.3")  # nothing listens at the second
+        resolver[:] = ["127.0.0.2", "127.0.0.3"]  # nothing listens at the second
         are_up(own, one)
         assert {post(own, ASK).headers["x-seamark-worker"] for _ in range(4)} == {one.url[7:]}
-        resolver.tell("127.0.0.2", "::1")
+        resolver[:] = ["127.0.0.2", "::1"]
         are_up(own, one, two)
         before = len(one.requests), len(two.requests)
         one.hold.set()
@@ -192,7 +187,7 @@ def test_a_gateway_may_start_before_any_worker_and_follows_them_to_the_end_of_th
         under_way = pool.submit(post, own, ASK)
         wait_for(lambda: (len(one.requests), len(two.requests)) != before)
         gone, stays, address = (one, two, "::1") if len(one.requests) > before[0] else (two, one, "127.0.0.2")
-        resolver.tell(address)
+        resolver[:] = [address]
         are_up(own, stays)
         stays.hold.clear()
         assert post(own, ASK).headers["x-seamark-worker"] == stays.url[7:]
@@ -209,9 +204,9 @@ def test_addresses_that_change_all_the_time_fail_no_request(own, resolver, port)
         for number in range(30):
             stays = [address for address in addresses if any(address in each.url for each in own.gateway.pool.up)]
             coming = addresses[number % 3 :][:2]
-            resolver.tell(*coming, *stays)
+            resolver[:] = [*coming, *stays]
             wait_for(lambda: len(own.gateway.pool.up) >= 2)
-            resolver.tell(*coming)
+            resolver[:] = [*coming]
             assert post(own, ASK).status_code == 200
 
 

@@ -8,7 +8,6 @@ import socket
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from urllib.parse import unquote
 
 import anthropic
@@ -19,7 +18,7 @@ import pytest
 from proxy.bench.harness.servers import Server, Servers
 from proxy.chat.chat import OUTSIDE_V1
 from tests.harness.gateways import GatewayForks, chat, metric, post, start_gateway
-from tests.harness.recording_worker import EVENTS, RecordingWorker, recording_worker
+from tests.harness.recording_worker import EVENTS, RecordingWorker, recorded, recording_worker
 from tests.harness.waiting import wait_for
 
 
@@ -101,17 +100,13 @@ ASK = [{"role": "user", "content": "Tide?"}]
 
 @pytest.fixture
 def worker() -> Iterator[RecordingWorker]:
-    with recording_worker(streams={CHAT: EVENTS, MESSAGES: events("messages"), RESPONSES: events("responses")}) as made:
+    with recording_worker(
+        streams={CHAT: EVENTS, MESSAGES: recorded("messages"), RESPONSES: recorded("responses")}
+    ) as made:
         yield made
 
 
 WITH_USAGE = {"stream_options": {"include_usage": True}}  # the recorded chat has the usage at its end
-
-
-def events(name: str) -> list[bytes]:
-    """A stream of vLLM 0.32's for three tokens, as it came."""
-    text = (Path(__file__).parents[1] / "streams" / f"{name}.sse").read_bytes()
-    return [event + b"\n\n" for event in text.split(b"\n\n") if event]
 
 
 def test_a_body_of_32_mib_arrives_whole(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from base64 import b64encode
-from pathlib import Path
 
 import httpx
 import pytest
@@ -14,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from tests.harness.api_keys import bearer, entry, secret
 from tests.harness.gateways import CHAT, chat, start_gateway
 from tests.harness.in_memory_gateway import InMemoryGateway
-from tests.harness.recording_worker import COMPLETION, EVENTS, RecordingWorker
+from tests.harness.recording_worker import COMPLETION, EVENTS, RecordingWorker, recorded
 from tests.harness.waiting import until, wait_for
 
 ENDING = b'data: {"id":"chatcmpl-1","choices":[{"index":%d,"delta":{},"finish_reason":"stop"}]}\n\n'
@@ -165,12 +164,14 @@ async def test_a_stored_response_is_its_owners(in_memory, worker, keys, limits):
 
 
 async def test_a_streamed_response_is_its_owners_too(gateway, worker):
-    recorded = (Path(__file__).parents[1] / "streams" / "responses.sse").read_bytes()
-    worker.streams = {"/v1/responses": [event + b"\n\n" for event in recorded.split(b"\n\n") if event]}
-    stored = json.loads(recorded.splitlines()[1].removeprefix(b"data: "))["response"]["id"]
+    worker.streams = {"/v1/responses": (events := recorded("responses"))}
+    stored = json.loads(events[0].splitlines()[1].removeprefix(b"data: "))["response"]["id"]
     body = {"model": "m", "input": "Tide?", "stream": True, "request_id": "mine"}
     answer = await gateway.post(body, "/v1/responses", **bearer("ann"))
-    assert answer.content == recorded and json.loads(worker.requests[-1].body)["request_id"] != "mine"
+    assert (
+        answer.content == b"".join(recorded("responses"))
+        and json.loads(worker.requests[-1].body)["request_id"] != "mine"
+    )
     assert (await gateway.get("/seamark/requests/mine", **bearer("ann"))).json()["status"] == 200
     assert (await gateway.get("/seamark/requests/mine", **bearer("bob"))).status_code == 404
     for name, status in (("ann", 200), ("bob", 404)):

@@ -12,7 +12,6 @@ import os
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
 
 POLL_SECONDS = 0.004
 
@@ -52,7 +51,7 @@ def family(pid: int) -> list[int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):  # it has just ended
-                children[_stat(folder).parent].append(int(folder.name))
+                children[_stat(folder)[1]].append(int(folder.name))
     found = [pid]
     for process in found:
         found += children[process]
@@ -68,22 +67,18 @@ def open_files(pid: int) -> int:
     return count
 
 
-class _Stat(NamedTuple):
-    state: str  # "R": running, or ready to
-    parent: int
-
-
-def _stat(folder: Path) -> _Stat:
+def _stat(folder: Path) -> tuple[str, int]:
+    """The state ("R": running, or ready to), and the parent's id."""
     # The name in brackets may hold anything; state and parent come after its end.
     state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-    return _Stat(state, int(parent))
+    return state, int(parent)
 
 
 def _is_runnable(pid: int) -> bool:
     """Whether a thread of the process runs or waits for a processor."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
-            if _stat(thread).state == "R":
+            if _stat(thread)[0] == "R":
                 return True
     return False
 
