@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from proxy.bench import mine
 from proxy.bench.mine import Measured, MinedPair, MinedReply, plan_for, verdict
 from proxy.boundaries.token_ids import common_prefix
 from proxy.commands.render_server import free_port
-from tests.harness.recording_worker import serving, whole_body
+from tests.harness.recording_worker import serving
 
 TOKEN = b'data: {"choices": [{"index": 0, "delta": {"content": "Tide."}}]}\n\n'
 
@@ -37,36 +39,38 @@ class OpenAIServer:
     broken: bytes = b""  # instead of the stream
     drafts: tuple[int, int] | None = None  # steps and accepted tokens that each answer adds to the engine's counters
     workers: tuple[str, ...] = ()  # of a gateway: it has their addresses, and no counters
-    keys: list[bytes | None] = field(default_factory=list)  # that came with questions for the counters
+    keys: list[str | None] = field(default_factory=list)  # that came with questions for the counters
     requests: list[dict[str, Any]] = field(default_factory=list)
     prompts: list[list[str]] = field(default_factory=list)
     order: list[OpenAIServer] = field(default_factory=list)  # of answers, of another one too if it has the same
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body = await whole_body(receive)
-        headers = dict(scope["headers"])
-        if self.key is not None and headers.get(b"authorization") != f"Bearer {self.key}".encode():
-            return await self._whole(send, 401, {"error": {"message": "no"}})
-        if scope["path"] == "/v1/models":
-            if self.loading:
-                self.loading -= 1
-                return await self._whole(send, 503, {"error": {"message": "no worker is ready"}}, retry_after=b"5")
+        request = Request(scope, receive)
+        if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
+            answer: Response = JSONResponse({"error": {"message": "no"}}, 401)
+        elif request.url.path == "/v1/models" and self.loading:
+            self.loading -= 1
+            answer = JSONResponse({"error": {"message": "no worker is ready"}}, 503, {"retry-after": "5"})
+        elif request.url.path == "/v1/models":
             entry = {"id": "tide-7b"} | ({"max_model_len": self.context} if self.context else {})
-            return await self._whole(send, 200, {"data": [entry, {"id": "other"}]})
-        if scope["path"] == "/metrics":
-            self.keys.append(headers.get(b"authorization"))
-            return await self._whole(send, 200, self._counters())
-        if scope["path"] == "/seamark/status" and self.workers:
-            return await self._whole(send, 200, {"workers": [{"url": url} for url in self.workers]})
-        if not scope["path"].startswith("/v1/"):
-            return await self._whole(send, 404, {})
-        request = json.loads(body)
-        self.requests.append(request)
+            answer = JSONResponse({"data": [entry, {"id": "other"}]})
+        elif request.url.path == "/metrics":
+            self.keys.append(request.headers.get("authorization"))
+            answer = Response(self._counters())
+        elif request.url.path == "/seamark/status" and self.workers:
+            answer = JSONResponse({"workers": [{"url": url} for url in self.workers]})
+        elif not request.url.path.startswith("/v1/"):
+            answer = JSONResponse({}, 404)
+        else:
+            self.requests.append(await request.json())
+            if self.hang_after is not None and len(self.requests) > self.hang_after:
+                await receive()  # until the client goes
+            answer = self._answer(self.requests[-1])
+        await answer(scope, receive, send)
+
+    def _answer(self, request: Mapping[str, Any]) -> Response:
         if request["model"] != "tide-7b":
-            return await self._whole(send, 404, {"error": {"message": "no such model"}})
-        if self.hang_after is not None and len(self.requests) > self.hang_after:
-            await receive()  # until the client goes
-            return None
+            return JSONResponse({"error": {"message": "no such model"}}, 404)
         words = " ".join(f"<{entry['role']}> {entry['content']}" for entry in request["messages"]).split()
         cached = max((common_prefix(words, old) for old in self.prompts), default=0)
         cached = cached // self.unit * self.unit if self.caches else 0
@@ -75,19 +79,9 @@ class OpenAIServer:
         usage: dict[str, Any] = {"prompt_tokens": 7 if self.constant else len(words), "completion_tokens": 1}
         if self.details:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        more = [(b"x-seamark-cached", str(cached).encode())] if self.header else []
+        more = {"x-seamark-cached": str(cached)} if self.header else {}
         stream = TOKEN + b"data: %b\n\ndata: [DONE]\n\n" % json.dumps({"choices": [], "usage": usage}).encode()
-        start = {"type": "http.response.start", "status": 200}
-        await send({**start, "headers": [(b"content-type", b"text/event-stream"), *more]})
-        await send({"type": "http.response.body", "body": self.broken or stream})
-        return None
-
-    @staticmethod
-    async def _whole(send: Any, status: int, answer: Any, retry_after: bytes = b"") -> None:
-        headers = [(b"retry-after", retry_after)] if retry_after else []
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        body = answer if isinstance(answer, str) else json.dumps(answer)
-        await send({"type": "http.response.body", "body": body.encode()})
+        return Response(self.broken or stream, 200, more, "text/event-stream")
 
     def _counters(self) -> str:
         if self.workers:
@@ -267,7 +261,7 @@ def test_a_gateways_workers_count_drafts_and_get_no_key_of_its_own(server, url, 
         (stack,) = json.loads(ran("--json", of=gateway_url).out)["stacks"]
     steps = 10 * (mine.MinePlan((50, 200), 2).requests - 2)
     assert stack["drafts"] == {"steps": steps, "tokens": steps // 2, "accepted_per_step": 0.5}
-    assert gateway.keys == [b"Bearer right"] * 2 and server.keys == [None] * 2
+    assert gateway.keys == ["Bearer right"] * 2 and server.keys == [None] * 2
 
 
 def pair(cold: float, warm: float, cached: int | None = None, tokens: int = 1, last: float = 0.0) -> MinedPair:

@@ -27,7 +27,7 @@ from tests.bench.gateway_cost import BARE, CASES, DIRECT, SEAMARK
 from tests.harness.gateways import CHAT, GatewayForks, chat, post, start_gateway
 from tests.harness.raw_http import Connection, Cut, request
 from tests.harness.raw_worker import RawWorker, started
-from tests.harness.recording_worker import RecordingWorker, serving, whole_body
+from tests.harness.recording_worker import RecordingWorker, respond, serving, whole_body
 
 
 @pytest.mark.parametrize("cases", [200, pytest.param(2000, marks=pytest.mark.thorough)])
@@ -204,10 +204,7 @@ class EchoWorker(RecordingWorker):
             self.requests.append(dict(scope["headers"])[b"x-mock-id"].decode())
             await asyncio.sleep(0.2)
         answer = json.dumps({"path": path, "body": body.decode("latin-1")}).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": answer})
-        return None
+        return await respond(send, answer)
 
 
 def ways_to_smuggle() -> list[list[bytes]]:

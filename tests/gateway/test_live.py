@@ -31,7 +31,7 @@ from tests.harness.api_keys import bearer, secret
 from tests.harness.fake_engine import template
 from tests.harness.gateways import CHAT, SYSTEM, SYSTEM_END, chat, post, start_gateway
 from tests.harness.in_memory_gateway import InMemoryGateway, told
-from tests.harness.recording_worker import RecordingWorker, recording_worker, serving, whole_body
+from tests.harness.recording_worker import RecordingWorker, recording_worker, respond, serving, whole_body
 from tests.harness.waiting import until, wait_for
 
 GATEWAY = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
@@ -237,8 +237,7 @@ async def test_a_request_is_a_span_between_its_clients_and_its_workers(
     async def collector(scope: Any, receive: Any, send: Any) -> None:
         """Takes OTLP over HTTP."""
         raw.append(await whole_body(receive))
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
+        await respond(send, b"")
 
     def found() -> list[Span]:
         resources = [each for part in raw for each in ExportTraceServiceRequest.FromString(part).resource_spans]
@@ -293,8 +292,7 @@ def name_of(worker: RecordingWorker) -> str:
 
 
 async def something_else(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 404, "headers": []})
-    await send({"type": "http.response.body", "body": b'{"detail":"Not Found"}'})
+    await respond(send, b'{"detail":"Not Found"}', status=404)
 
 
 def test_why_a_worker_does_not_answer_is_logged_once_and_told_to_clients(fleet, worker):
