@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import json
 import socket
-import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack
 from urllib.parse import unquote
 
 import anthropic
@@ -17,9 +15,9 @@ import pytest
 
 from proxy.bench.harness.servers import Server, Servers
 from proxy.chat.chat import OUTSIDE_V1
-from tests.harness.gateways import GatewayForks, chat, metric, post, start_gateway
+from tests.harness.gateways import GatewayForks, chat, post, start_gateway
 from tests.harness.recording_worker import EVENTS, RecordingWorker, recorded, recording_worker
-from tests.harness.waiting import wait_for
+from tests.harness.waiting import until
 
 
 @pytest.fixture
@@ -106,9 +104,6 @@ def worker() -> Iterator[RecordingWorker]:
         yield made
 
 
-WITH_USAGE = {"stream_options": {"include_usage": True}}  # the recorded chat has the usage at its end
-
-
 def test_a_body_of_32_mib_arrives_whole(tmp_path):
     """Before a worker without an engine, which would make a list of 32 million tokens of it."""
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 32 * 2**20}]}).encode()
@@ -118,47 +113,22 @@ def test_a_body_of_32_mib_arrives_whole(tmp_path):
         assert plain.requests[-1].body == body
 
 
-def test_an_answer_that_is_read_is_compressed_by_nobody(worker, gateway):
-    worker.gzips = "accepted"
-    every = ("gzip, deflate, br, zstd", "gzip;q=1.0, identity; q=0.5, *;q=0")
-    for accepted, stream in itertools.product(every, (True, False)):
-        body = {"model": "m", "messages": ASK * 200, "stream": stream, **(WITH_USAGE if stream else {})}
-        answer = post(gateway, body, headers={"accept-encoding": accepted})
-        assert "content-encoding" not in answer.headers and answer.content == worker.answers[-1]
-        assert dict(worker.requests[-1].headers)[b"accept-encoding"] == b"identity"
-    wait_for(lambda: metric(gateway, "seamark_cached_tokens_total") == 4 * 160)
-
-
-@pytest.mark.parametrize(
-    ("gzips", "accepted", "flags"),
-    [("accepted", "gzip, identity;q=0", ()), ("always", "br, *;q=0", ("--shadow",)), ("always", "gzip", ())],
-)
-def test_a_stream_that_is_compressed_passes_as_it_comes_and_nothing_is_put_into_it(
-    worker, tmp_path, flags, gzips, accepted
-):
-    """No comment before its first byte, although a stream beside it that is as silent gets some."""
-    body = {"model": "m", "messages": ASK, "stream": True, **WITH_USAGE}
-    worker.gzips = gzips
-    with recording_worker(models=("plain",)) as silent, GatewayForks(tmp_path) as fleet, ExitStack() as stack:
-        gateway = start_gateway(fleet, worker, silent, flags=("--heartbeat", "0.1", *flags))
-        client = stack.enter_context(httpx.Client(timeout=30, headers={"accept-encoding": accepted}))
-        for each in (worker, silent):
-            each.pause_after = 0
-            each.pause.set()
-        packed, _ = (
-            stack.enter_context(client.stream("POST", gateway.url + CHAT, json={**body, "model": model}))
-            for model in ("m", "plain")
-        )
-        wait_for(lambda: metric(gateway, "seamark_heartbeats_total") >= 3)  # on the other one
-        worker.pause_after = 2
-        unpacked, unpacker = b"", zlib.decompressobj(wbits=31)
-        for piece in packed.iter_raw():
-            unpacked += unpacker.decompress(piece)
-            if unpacked.count(b"\n\n") == worker.pause_after:
-                break
-        assert unpacked == b"".join(
-            event + b"\n\n" for event in worker.answers[-1].split(b"\n\n")[: worker.pause_after]
-        )
+async def test_a_stream_that_is_compressed_passes_as_it_comes_and_nothing_is_put_into_it(in_memory):
+    """No comment either, although a stream beside it that is as silent gets some."""
+    packed, plain = RecordingWorker(more_headers=[(b"content-encoding", b"gzip")]), RecordingWorker(models=("plain",))
+    gateway = await in_memory(packed, plain, heartbeat=0.05)
+    for each in (packed, plain):
+        each.pause.set()
+    beside = asyncio.create_task(gateway.post(chat("Tide?", model="plain", stream=True)))
+    answer = gateway.opened(chat("Tide?", stream=True), accept_encoding="gzip, identity;q=0")
+    await answer.message()
+    pieces = answer.body()
+    came = await anext(pieces)
+    await until(lambda: gateway.metric("seamark_heartbeats_total") >= 3)
+    for each in (packed, plain):
+        each.pause.clear()
+    came += b"".join([piece async for piece in pieces])
+    assert came == packed.answers[-1] and b": keep-alive" in (await beside).content
 
 
 def test_openais_sdk_raises_where_a_chat_breaks_off(worker, gateway):

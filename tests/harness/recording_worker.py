@@ -12,7 +12,6 @@ import re
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -168,7 +167,6 @@ class RecordingWorker:
     status: int = 200  # of whole answers
     status_by: Callable[[bytes], int] | None = None  # the same by the body of a request
     more_headers: Headers = ()  # of its answers
-    gzips: str | None = None  # as a proxy before it: "accepted" what the client takes so, "always" everything
     has_feed: bool = True
     api_key: str | None = None  # that it wants for /v1, as vLLM's --api-key
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
@@ -284,8 +282,6 @@ class RecordingWorker:
 
     async def _answer(self, request: Recorded, receive: Any, send: Any) -> None:
         path, body = request.path, request.fields
-        if self.gzips == "always" or (self.gzips and b"gzip" in request.header(b"accept-encoding")):
-            send = gzipping(send)
         if self.adapters is not None and path in ADMIN_OF_WORKERS and self.status == 200:
             return await self._change_adapter(path, body, send)
         if self.checks_names and not self._has_model(request):
@@ -454,22 +450,6 @@ class RecordingWorker:
                 await send({"type": "http.response.body", "body": half, "more_body": True})
                 await asyncio.sleep(0.01 if in_halves else 0)
             number += 1
-
-
-def gzipping(send: Any) -> Any:
-    """`send`, with each piece of the body compressed and flushed."""
-    packer = zlib.compressobj(wbits=31)
-
-    async def send_packed(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            headers = [header for header in message["headers"] if header[0] != b"content-length"]
-            message = {**message, "headers": [*headers, (b"content-encoding", b"gzip")]}
-        else:
-            flush = zlib.Z_SYNC_FLUSH if message.get("more_body") else zlib.Z_FINISH
-            message = {**message, "body": packer.compress(message["body"]) + packer.flush(flush)}
-        await send(message)
-
-    return send_packed
 
 
 def _head(kind: str, length: int, more: Headers = ()) -> list[tuple[bytes, bytes]]:
