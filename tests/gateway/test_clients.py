@@ -92,12 +92,6 @@ def _responses(length: int, cached: int) -> list[bytes]:
 CLIENT_STREAMS: dict[str, Stream] = {CHAT: _chat, MESSAGES: _messages, RESPONSES: _responses}
 
 
-INSTALL_SECONDS = 900.0
-
-START_SECONDS = 300.0
-
-SESSION_SECONDS = 120.0
-
 # What a client gets besides its own: no way out, and nothing of the user who runs the tests.
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -157,26 +151,16 @@ class Client:
 
         `home` is what all sessions of one user share; whatever runs in it ends here. Raises `NotStarted`.
         """
-        try:
-            if self.server is None:
-                yield gateway
-            else:
-                with self._served(self.server, gateway, home) as url:
-                    yield url
-        finally:
-            _end_all(home)
-
-    @contextmanager
-    def _served(self, session: Callable[[str, int, Path], Session], gateway: str, home: Path) -> Iterator[str]:
-        port = free_port()
-        log = home / "server.log"
-        process = self._process(session(gateway, port, home), home, log)
-        server = Server(self.name, f"http://127.0.0.1:{port}", log, process)
-        try:
-            server.wait_until_ready(self.health, START_SECONDS)
-            yield server.url
-        finally:
-            server.stop()
+        with contextlib.ExitStack() as stack:
+            stack.callback(_end_all, home)
+            if self.server is not None:
+                port, log = free_port(), home / "server.log"
+                process = self._process(self.server(gateway, port, home), home, log)
+                server = Server(self.name, f"http://127.0.0.1:{port}", log, process)
+                stack.callback(server.stop)
+                server.wait_until_ready(self.health, 300)
+                gateway = server.url
+            yield gateway
 
     def ask(self, url: str, question: str, home: Path) -> str:
         """What one session of its own with one question prints. Raises `AssertionError` if it fails."""
@@ -186,7 +170,7 @@ class Client:
         for arguments in filter(None, (session.before, session.arguments)):
             process = self._process(session._replace(arguments=arguments), home, log)
             try:
-                status = process.wait(SESSION_SECONDS)
+                status = process.wait(120)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # what it may have left behind
@@ -213,7 +197,7 @@ class Client:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

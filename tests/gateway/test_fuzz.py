@@ -1,4 +1,4 @@
-"""Broken and ambiguous requests break nothing, nor behind nginx and HAProxy; short runs of two benches."""
+"""Broken and ambiguous requests break nothing, nor behind nginx and HAProxy; a short run of attacks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ import pytest
 
 from proxy.bench.harness.servers import Server, Servers
 from proxy.commands.render_server import free_port
-from tests.bench import attacks, fuzz_framing, gateway_cost
+from tests.bench import attacks, fuzz_framing
 from tests.bench.fuzz import GATEWAY_FLAGS, Run, fuzz, render
 from tests.bench.fuzz_cases import REFUSED, Case, case, name_of
 from tests.bench.fuzz_framing import SMUGGLED, ambiguous, inner
-from tests.bench.gateway_cost import BARE, CASES, DIRECT, SEAMARK
 from tests.harness.gateways import CHAT, GatewayForks, chat, post, start_gateway
 from tests.harness.raw_http import Connection, Cut, request
 from tests.harness.raw_worker import RawWorker, started
@@ -123,16 +122,6 @@ async def test_honest_streams_survive_all_kinds_of_attacks(tmp_path):
     quiet = dataclasses.replace(found, failed=0, health_failed=0, files_after=found.files_before, log=[])
     assert attacks.complaints(quiet, found, per_second=0.0) == []
     assert found.frames > 0 and sum(found.attacks.values()) > 0
-
-
-@pytest.mark.thorough
-async def test_the_gateway_benchmark_has_a_row_for_each_gateway_and_kind_of_traffic():
-    report = await gateway_cost.run([], CASES, 8, 2, print)
-    assert list(report.batches) == [DIRECT, SEAMARK, BARE]
-    for name, batches in report.batches.items():
-        assert {case: len(each) for case, each in batches.items()} == dict.fromkeys(CASES, 2)
-        assert name == DIRECT or all(report.cpu(name, case).median > 20e-6 for case in CASES)
-    assert report.renders == 0  # no request is rendered
 
 
 ECHO = "/v1/echo"

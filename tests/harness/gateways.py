@@ -110,46 +110,35 @@ def knows_templates(gateway: Server) -> bool:
 
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["proxy.cli", "proxy.server.app", "proxy.server.uvicorn_server", "proxy.commands.serve"])
+# This module, too: a fork looks for `_serve` in it.
+_FORKS.set_forkserver_preload(["proxy.cli", "proxy.server.uvicorn_server", "proxy.commands.serve", __name__])
 
 
-class ForkedProcess:
-    """As much of `subprocess.Popen` as servers need."""
+class ForkedProcess(_FORKS.Process):
+    """With as much of `subprocess.Popen` as servers need."""
 
     def __init__(self, command: Sequence[str], log: Path, constants: Mapping[str, Any]) -> None:
         settings = {name: value for name, value in os.environ.items() if not name.startswith("SEAMARK_")}
-        about = (list(command), str(log), settings, dict(constants))
-        self._process = _FORKS.Process(target=_serve, args=about, daemon=True)
-        self._process.start()
-        self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
+        super().__init__(target=_serve, args=(list(command), str(log), settings, dict(constants)), daemon=True)
+        self.start()
 
     def poll(self) -> int | None:
         """The exit status once there is one."""
-        return self._process.exitcode
+        return self.exitcode
+
+    returncode = property(poll)
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status. Raises `subprocess.TimeoutExpired`."""
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        self.join(timeout)
+        if self.exitcode is None:
             raise subprocess.TimeoutExpired("seamark", timeout or 0.0)
-        return self._process.exitcode
+        return self.exitcode
 
     def send_signal(self, number: int) -> None:
         """To the process, if it runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Ask it to end."""
-        self._process.terminate()
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._process.kill()
 
 
 class GatewayForks(Servers):
