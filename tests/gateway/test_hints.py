@@ -46,6 +46,7 @@ async def test_no_request_is_rendered_however_long_it_is(in_memory):
     paths = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
     worker = RecordingWorker(streams=dict.fromkeys(paths, EVENTS))
     gateway = await in_memory(worker)
+    await learnt(gateway)
     renders = await settled(worker)
     for path in paths:
         for size in (1, 1, 200_000):
@@ -199,13 +200,13 @@ def form(**fields: str) -> bytes:
     return b"\r\n".join([*parts, b"--B B--\r\n"])
 
 
-MESSAGES = [SYSTEM, {"role": "user", "content": "Tide?"}]
+ASKED = [SYSTEM, {"role": "user", "content": "Tide?"}]
 
 LEFT_TO_THE_WORKER = {
-    "a chat without one": ({"messages": MESSAGES}, CHAT),
+    "a chat without one": ({"messages": ASKED}, CHAT),
     "a response with null": ({"instructions": RULES, "input": "Tide?", "model": None}, "/v1/responses"),
     "a message with an empty one": (
-        {"system": RULES, "messages": MESSAGES[1:], "max_tokens": 8, "model": ""},
+        {"system": RULES, "messages": ASKED[1:], "max_tokens": 8, "model": ""},
         "/v1/messages",
     ),
 }
