@@ -26,8 +26,7 @@ from proxy.bench.harness.servers import Server, Servers, narrator
 from proxy.settings import Settings
 from tests.bench.attackers import KINDS
 from tests.bench.soak import bad_lines, resident_bytes
-from tests.harness.cpu_time import open_files
-from tests.harness.load import CHAT
+from tests.harness.load import CHAT, open_files
 from tests.harness.mock_worker import FRAMES_FIELD, MODEL, STEP_FIELD, mock_worker
 from tests.harness.raw_http import Connection, Cut, request
 

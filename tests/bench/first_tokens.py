@@ -26,8 +26,7 @@ from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 from tests.bench.gateway_cost import percentile
 from tests.bench.peers import PEERS, VLLM_ROUTER, start, start_bare
-from tests.harness.cpu_time import family
-from tests.harness.load import connect, request, send_all
+from tests.harness.load import connect, family, request, send_all
 
 # What a run is asked with; name, default, words.
 NUMBERS = (

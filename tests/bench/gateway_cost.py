@@ -26,8 +26,7 @@ from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.ratios import Pair, Spread, spread
 from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.peers import PEERS, VLLM_ROUTER, Peer, start, start_bare
-from tests.harness.cpu_time import CpuTime
-from tests.harness.load import connect, request, send_all
+from tests.harness.load import CpuTime, connect, request, send_all
 from tests.harness.mock_worker import MODEL, mock_worker
 
 REQUESTS, ROUNDS = 400, 5

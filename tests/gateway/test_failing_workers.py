@@ -280,18 +280,6 @@ async def test_a_faulty_worker_stays_closed_and_everyone_sees_why_until_a_reset(
     await becomes(gateway, "open")
 
 
-async def test_two_gateways_come_to_one_verdict_and_a_third_finds_it(in_memory):
-    worker = drafting()
-    for gateway in [await in_memory(worker, **OFTEN) for _ in range(2)]:
-        await becomes(gateway, "open")
-    assert set(worker.drafting.commands) == {"open:engine-1"}
-    before = len(worker.drafting.commands)
-    third = await in_memory(worker, **OFTEN)
-    await becomes(third, "open")
-    await third.post(chat("one"))
-    assert hinted(worker)[-1] and len(worker.drafting.commands) == before
-
-
 async def test_clients_cannot_try_or_judge_drafts(in_memory, worker):
     gateway = await in_memory(worker)
     await gateway.post(chat("one", vllm_xargs={"seamark_trial": 1, "seamark_drafts": "open:engine-1", "a": 1}))

@@ -28,8 +28,8 @@ from proxy.server.uvicorn_server import server_for
 from proxy.settings import Settings
 from tests.bench.soak import bad_lines, resident_bytes
 from tests.harness.api_keys import bearer, entry
-from tests.harness.cpu_time import open_files
 from tests.harness.gateways import CHAT, GatewayForks, chat, metric, post, start_gateway
+from tests.harness.load import open_files
 from tests.harness.raw_http import Connection, Cut, Response, request
 from tests.harness.raw_worker import DRIPPING, SILENT, SLOW_BODY, STALLED, RawWorker, chunk, raw_worker, started, whole
 from tests.harness.recording_worker import COMPLETION, RecordingWorker, recording_worker

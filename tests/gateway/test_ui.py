@@ -385,31 +385,6 @@ def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, keys
         assert httpx.get(own.url + "/seamark/live", headers=bearer("root")).status_code == 200
 
 
-def test_a_page_that_nobody_sees_asks_nothing(browser, own):
-    context = browser.new_context()
-    page = context.new_page()
-    page.add_init_script("window.unseen = false; window.turned = new Event('visibilitychange');")
-    page.add_init_script("Object.defineProperty(document, 'hidden', {get: () => window.unseen});")
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url) if request.url.endswith("live") else None)
-    page.clock.install()
-    page.goto(own.url + "/ui")
-    expect(page.locator("#figures")).to_be_visible()
-
-    def later(unseen: bool) -> int:
-        """How often it has asked, some seconds on."""
-        page.evaluate("(now) => { window.unseen = now; document.dispatchEvent(window.turned); }", unseen)
-        for _ in range(2):
-            wait_for(lambda: not page.evaluate("asking"))  # only with the answer it sets its timer
-            page.clock.run_for(3_100)
-        wait_for(lambda: not page.evaluate("asking"))
-        return len(asked)
-
-    before = later(unseen=True)
-    assert [later(unseen=True), later(unseen=False)] == [before, before + 3]  # at once, and twice more
-    context.close()
-
-
 def test_the_policy_lets_nothing_run_but_the_pages_own_script(browser, own):
     context = browser.new_context()
     page = context.new_page()

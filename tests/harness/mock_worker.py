@@ -4,9 +4,8 @@ A request is parsed as JSON only for a render; otherwise the few fields that mat
 before the deepest entry of a hint are reported as cached, as by an engine that was sent the prefix before; where an
 entry lies is told from the bytes, too, and so roughly.
 
-It stands apart from the recording worker for its speed, and from the raw worker, whose connections and pages it has,
-because it keeps nothing: under uvicorn an answer takes 3.5 times the CPU time (63 us instead of 18) and a stream of 64
-chunks 1.8 times (586 us instead of 318), on the cores that the measured gateway uses as well.
+It keeps nothing, for its speed: under uvicorn an answer takes 3.5 times the CPU time, on the cores that the measured
+gateway uses as well.
 
 Run as `python -m tests.harness.mock_worker PORT`.
 """
