@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from proxy.bench.harness.servers import Server, Servers
-from proxy.chat.chat import OUTSIDE_V1
+from proxy.chat.chat import CHAT, MESSAGES, OUTSIDE_V1, RESPONSES
 from tests.harness.gateways import GatewayForks, chat, post, start_gateway
 from tests.harness.recording_worker import EVENTS, RecordingWorker, recorded, recording_worker
 from tests.harness.waiting import until
@@ -88,9 +88,6 @@ def test_logs_and_metrics_hold_no_prompt_text(gateway, worker):
     post(gateway, chat("another secret", tools=[]))
     seen = gateway.log.read_text() + httpx.get(gateway.url + "/metrics").text
     assert "secret" not in seen and "harbour" not in seen
-
-
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 
 
 ASK = [{"role": "user", "content": "Tide?"}]
