@@ -19,7 +19,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Servers
-from tests.harness.forked_gateways import GatewayForks
+from tests.harness.api_keys import entry
+from tests.harness.gateways import GatewayForks
 from tests.harness.in_memory_gateway import InMemoryGateway, in_memory_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.started_engines import pytest_configure, pytest_terminal_summary  # noqa: F401  # hooks
@@ -147,3 +148,12 @@ def worker(request: pytest.FixtureRequest) -> Iterator[RecordingWorker]:
         return
     with recording_worker() as started:
         yield started
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A file of API keys: two clients who share what is cached, one who does not, and an operator."""
+    names = {"ann": {}, "bob": {"share": "team"}, "cleo": {"share": "team"}, "root": {"admin": True}}
+    file = tmp_path / "keys.toml"
+    file.write_text("".join(entry(name, **fields) for name, fields in names.items()))
+    return file

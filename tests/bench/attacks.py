@@ -33,7 +33,7 @@ from proxy.bench.harness.servers import Server, Servers, narrator
 from proxy.settings import Settings
 from tests.bench import fuzz_framing
 from tests.bench.soak import bad_lines, resident_bytes
-from tests.harness.leaving_clients import open_files
+from tests.harness.load import open_files
 from tests.harness.mock_worker import FRAMES_FIELD, MODEL, STEP_FIELD, mock_worker
 from tests.harness.raw_http import Connection, Cut, request
 

@@ -21,9 +21,8 @@ from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.fuzz_cases import ANSWERED, REFUSED, Case, case, complaint, name_of
 from tests.bench.fuzz_framing import AT_ONCE, SMUGGLED, TOO_LONG
 from tests.bench.soak import bad_lines, resident_bytes
-from tests.harness.leaving_clients import started
 from tests.harness.raw_http import Connection, Cut, request
-from tests.harness.raw_worker import RawWorker
+from tests.harness.raw_worker import RawWorker, started
 
 ANSWER_SECONDS = 15.0  # then it hangs
 

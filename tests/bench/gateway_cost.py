@@ -7,21 +7,17 @@ question of their own, so Seamark finds the boundaries in its memory, sends them
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import json
 import math
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
-import httptools
 import uvloop
 
 from proxy.bench.harness.client import open_client
@@ -30,7 +26,7 @@ from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.ratios import Pair, Spread, spread
 from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.peers import PEERS, VLLM_ROUTER, Peer, start, start_bare
-from tests.harness.cpu_time import CpuTime
+from tests.harness.load import CpuTime, connect, request, send_all
 from tests.harness.mock_worker import MODEL, mock_worker
 
 REQUESTS, ROUNDS = 400, 5
@@ -54,85 +50,6 @@ CPU: microseconds of all the gateway's processes for a request, user and system;
 Latencies: what the gateway adds to a round's p50, p99 and median first byte, medians of the rounds (direct: the
 worker's own, in brackets). over vllm-router: CPU time, median of the rounds' ratios. One worker that computes nothing;
 streams have 64 chunks, each written on its own. Both routers run their default, cache-aware policy."""
-
-
-class Sample(NamedTuple):
-    """One answered request; seconds since it was sent."""
-
-    first: float  # to the first byte of the body
-    last: float  # to the end
-
-
-class Client(asyncio.Protocol):
-    """One connection. `await ask(...)`, one at a time."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._waiting: asyncio.Future[Sample] | None = None
-
-    def ask(self, request: bytes) -> asyncio.Future[Sample]:
-        """Send a whole HTTP request. Fails with `RuntimeError` where the answer is not a 200 or breaks off."""
-        self._parser = httptools.HttpResponseParser(self)
-        self._waiting = asyncio.get_running_loop().create_future()
-        self._first = 0.0
-        self._text: list[bytes] = []
-        self._sent = time.perf_counter()
-        self._transport.write(request)
-        return self._waiting
-
-    def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
-
-    def on_body(self, part: bytes) -> None:
-        if not self._first:
-            self._first = time.perf_counter()
-        if self._parser.get_status_code() != 200:
-            self._text.append(part)
-
-    def on_message_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if self._waiting is None or self._waiting.done():
-            return
-        if status != 200:
-            self._waiting.set_exception(RuntimeError(f"{status} {b''.join(self._text)[:500].decode(errors='replace')}"))
-            return
-        last = time.perf_counter()
-        self._waiting.set_result(Sample((self._first or last) - self._sent, last - self._sent))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_exception(RuntimeError(f"the connection broke off: {error}"))
-
-    def close(self) -> None:
-        """End the connection."""
-        self._transport.close()
-
-
-async def connect(url: str) -> Client:
-    """A connection to the server at `url`; asyncio and uvloop both send at once, without Nagle's delay."""
-    at = urlsplit(url)
-    _, client = await asyncio.get_running_loop().create_connection(Client, at.hostname, at.port)
-    return client
-
-
-def request(url: str, body: bytes) -> bytes:
-    """A chat as it goes over the wire."""
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\naccept: application/json\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
-
-
-async def send_all(clients: Sequence[Client], requests: Sequence[bytes]) -> list[Sample]:
-    """Every request once, each client taking the next when it has its answer."""
-    left: Iterator[bytes] = iter(requests)
-
-    async def work(client: Client) -> list[Sample]:
-        return [await asyncio.wait_for(client.ask(request), 120.0) for request in left]
-
-    done = await asyncio.gather(*map(work, clients))
-    return [sample for samples in done for sample in samples]
 
 
 class Case(NamedTuple):

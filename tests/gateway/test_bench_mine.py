@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from proxy.bench import mine
 from proxy.bench.mine import Measured, MinedPair, MinedReply, plan_for, verdict
 from proxy.boundaries.token_ids import common_prefix
 from proxy.commands.render_server import free_port
-from tests.harness.threaded_server import serving, whole_body
+from tests.harness.recording_worker import serving
+
+TOKEN = b'data: {"choices": [{"index": 0, "delta": {"content": "Tide."}}]}\n\n'
 
 SMALL = ("--lengths", "50", "200", "--pairs", "2")
 
 
-@dataclass
+@dataclass(eq=False)
 class OpenAIServer:
     """One token for each word, and as many from the cache as an earlier prompt began with, in whole units."""
 
     unit: int = 1  # tokens
     caches: bool = True
-    usage: bool = True
     details: bool = True
     constant: bool = False  # the same prompt_tokens for every prompt
     header: bool = False  # hits in x-seamark-cached alone
@@ -32,81 +36,66 @@ class OpenAIServer:
     context: int | None = None
     hang_after: int | None = None  # requests
     loading: int = 0  # questions for the model until it is there
-    in_stream: dict[str, Any] | None = None  # an event instead of the answer
     broken: bytes = b""  # instead of the stream
     drafts: tuple[int, int] | None = None  # steps and accepted tokens that each answer adds to the engine's counters
     workers: tuple[str, ...] = ()  # of a gateway: it has their addresses, and no counters
-    keys: list[bytes | None] = field(default_factory=list)  # that came with questions for the counters
+    keys: list[str | None] = field(default_factory=list)  # that came with questions for the counters
     requests: list[dict[str, Any]] = field(default_factory=list)
     prompts: list[list[str]] = field(default_factory=list)
+    order: list[OpenAIServer] = field(default_factory=list)  # of answers, of another one too if it has the same
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body = await whole_body(receive)
-        headers = dict(scope["headers"])
-        if self.key is not None and headers.get(b"authorization") != f"Bearer {self.key}".encode():
-            return await self._whole(send, 401, {"error": {"message": "no"}})
-        if scope["path"] == "/v1/models":
-            if self.loading:
-                self.loading -= 1
-                return await self._whole(send, 503, {"error": {"message": "no worker is ready"}}, retry_after=b"5")
+        request = Request(scope, receive)
+        if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
+            answer: Response = JSONResponse({"error": {"message": "no"}}, 401)
+        elif request.url.path == "/v1/models" and self.loading:
+            self.loading -= 1
+            answer = JSONResponse({"error": {"message": "no worker is ready"}}, 503, {"retry-after": "5"})
+        elif request.url.path == "/v1/models":
             entry = {"id": "tide-7b"} | ({"max_model_len": self.context} if self.context else {})
-            return await self._whole(send, 200, {"data": [entry, {"id": "other"}]})
-        if scope["path"] == "/metrics":
-            self.keys.append(headers.get(b"authorization"))
-            return await self._whole(send, 200, self._counters())
-        if scope["path"] == "/seamark/status" and self.workers:
-            return await self._whole(send, 200, {"workers": [{"url": url} for url in self.workers]})
-        if not scope["path"].startswith("/v1/"):
-            return await self._whole(send, 404, {})
-        request = json.loads(body)
-        self.requests.append(request)
+            answer = JSONResponse({"data": [entry, {"id": "other"}]})
+        elif request.url.path == "/metrics":
+            self.keys.append(request.headers.get("authorization"))
+            answer = Response(self._counters())
+        elif request.url.path == "/seamark/status" and self.workers:
+            answer = JSONResponse({"workers": [{"url": url} for url in self.workers]})
+        elif not request.url.path.startswith("/v1/"):
+            answer = JSONResponse({}, 404)
+        else:
+            self.requests.append(await request.json())
+            if self.hang_after is not None and len(self.requests) > self.hang_after:
+                await receive()  # until the client goes
+            answer = self._answer(self.requests[-1])
+        await answer(scope, receive, send)
+
+    def _answer(self, request: Mapping[str, Any]) -> Response:
         if request["model"] != "tide-7b":
-            return await self._whole(send, 404, {"error": {"message": "no such model"}})
-        if self.hang_after is not None and len(self.requests) > self.hang_after:
-            await receive()  # until the client goes
-            return None
+            return JSONResponse({"error": {"message": "no such model"}}, 404)
         words = " ".join(f"<{entry['role']}> {entry['content']}" for entry in request["messages"]).split()
         cached = max((common_prefix(words, old) for old in self.prompts), default=0)
         cached = cached // self.unit * self.unit if self.caches else 0
         self.prompts.append(words)
+        self.order.append(self)
         usage: dict[str, Any] = {"prompt_tokens": 7 if self.constant else len(words), "completion_tokens": 1}
         if self.details:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        more = [(b"x-seamark-cached", str(cached).encode())] if self.header else []
-        events = [self.in_stream] if self.in_stream else [{"choices": [{"index": 0, "delta": {"content": "Tide."}}]}]
-        if self.usage:
-            events.append({"choices": [], "usage": usage})
-        stream = b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events) + b"data: [DONE]\n\n"
-        start = {"type": "http.response.start", "status": 200}
-        await send({**start, "headers": [(b"content-type", b"text/event-stream"), *more]})
-        await send({"type": "http.response.body", "body": self.broken or stream})
-        return None
-
-    @staticmethod
-    async def _whole(send: Any, status: int, answer: Any, retry_after: bytes = b"") -> None:
-        headers = [(b"retry-after", retry_after)] if retry_after else []
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        body = answer if isinstance(answer, str) else json.dumps(answer)
-        await send({"type": "http.response.body", "body": body.encode()})
+        more = {"x-seamark-cached": str(cached)} if self.header else {}
+        stream = TOKEN + b"data: %b\n\ndata: [DONE]\n\n" % json.dumps({"choices": [], "usage": usage}).encode()
+        return Response(self.broken or stream, 200, more, "text/event-stream")
 
     def _counters(self) -> str:
         if self.workers:
             return "seamark_inflight 0\n"
-        counters = 'vllm:num_requests_running{engine="0"} 0.0\n'
+        counted = {"num_requests_running": 0}
         if self.drafts is not None:
-            steps, accepted = (each * len(self.requests) for each in self.drafts)
-            counters += f'vllm:spec_decode_num_drafts_total{{engine="0"}} {steps}.0\n'
-            counters += f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}.0\n'
-        return counters
-
-
-@pytest.fixture(autouse=True)
-def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+            names = ("spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_total")
+            counted |= {name: each * len(self.requests) for name, each in zip(names, self.drafts, strict=True)}
+        return "".join(f'vllm:{name}{{engine="0"}} {value}.0\n' for name, value in counted.items())
 
 
 @pytest.fixture
-def server() -> OpenAIServer:
+def server(monkeypatch: pytest.MonkeyPatch) -> OpenAIServer:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     return OpenAIServer()
 
 
@@ -186,36 +175,23 @@ def test_the_lengths_asked_for_are_met_by_the_servers_own_count(ran):
 
 def test_two_stacks_are_asked_in_turns_and_side_by_side(server, ran):
     other = OpenAIServer(caches=False)
-    order: list[str] = []
-    for name, one in (("this", server), ("other", other)):
-        one.prompts = Noted(order, name)
+    server.order = other.order = order = []
     with serving(other) as other_url:
         said = ran("--against", other_url)
     assert "finds 100% of it in this stack's cache and 0% in the other's" in said.verdict
     assert said.out.count("this / other") == 2
     # Both sides of a pair, one after the other: each goes first in every other round.
-    assert order[4:12] == ["this", "this", "other", "other"] * 2
-    assert order[-8:] == ["other", "other", "this", "this"] * 2
+    assert order[4:12] == [server, server, other, other] * 2
+    assert order[-8:] == [other, other, server, server] * 2
     assert not {tuple(prompt) for prompt in server.prompts[2:]} & {tuple(prompt) for prompt in other.prompts[2:]}
-
-
-class Noted(list):
-    """A list that notes in another one that something was added."""
-
-    def __init__(self, notes: list[str], name: str) -> None:
-        self._notes, self._name = notes, name
-
-    def append(self, item: Any) -> None:
-        self._notes.append(self._name)
-        super().append(item)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"usage": False}, "streams no usage"),
+        ({"broken": TOKEN + b"data: [DONE]\n\n"}, "streams no usage"),
         ({"constant": True}, "counts 7 tokens in a prompt that is 300 words longer"),
-        ({"in_stream": {"error": {"message": "out of blocks"}}}, "breaks its stream off: out of blocks"),
+        ({"broken": b'data: {"error": {"message": "out of blocks"}}\n\n'}, "breaks its stream off: out of blocks"),
         ({"broken": b"data: [DONE]\n\n"}, "streams no token"),
         ({"broken": b"data: 7\n\n"}, "streams what is no JSON object"),
         ({"context": 400}, "the context of 400 tokens is too short"),
@@ -265,10 +241,7 @@ def test_time_that_runs_out_leaves_what_there_is(server, ran, answered, minutes,
 
 
 def test_a_context_leaves_out_the_lengths_that_do_not_fit():
-    class Known:
-        context = 4096
-
-    assert plan_for([Known()], (500, 2000, 6000), 3).lengths == (500, 2000)
+    assert plan_for([SimpleNamespace(context=4096)], (500, 2000, 6000), 3).lengths == (500, 2000)
 
 
 def test_accepted_drafts_are_those_of_this_run_and_unknown_where_counters_are_hidden(server, ran):
@@ -288,41 +261,45 @@ def test_a_gateways_workers_count_drafts_and_get_no_key_of_its_own(server, url, 
         (stack,) = json.loads(ran("--json", of=gateway_url).out)["stacks"]
     steps = 10 * (mine.MinePlan((50, 200), 2).requests - 2)
     assert stack["drafts"] == {"steps": steps, "tokens": steps // 2, "accepted_per_step": 0.5}
-    assert gateway.keys == [b"Bearer right"] * 2 and server.keys == [None] * 2
+    assert gateway.keys == ["Bearer right"] * 2 and server.keys == [None] * 2
 
 
-def reply(first: float, tokens: int, last: float) -> MinedReply:
-    return MinedReply(1010, 990, first, "", tokens, last)
+def pair(cold: float, warm: float, cached: int | None = None, tokens: int = 1, last: float = 0.0) -> MinedPair:
+    first = MinedReply(1010, cached and 0, cold, "", tokens, cold + 1)
+    return MinedPair(first, MinedReply(1010, cached, warm, "", tokens, last))
 
 
-def test_tokens_per_second_leave_the_first_token_out():
-    assert reply(2.0, 31, 5.0).tokens_per_second == pytest.approx(10.0)
-    assert reply(2.0, 31, 2.001).tokens_per_second is None  # held back, and sent at once
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ([pair(1.0, 0.3)], ["does hit"]),  # without reports time tells
+        ([pair(1.0, 0.9)], ["time shows none"]),
+        ([pair(0.010, 0.005)], ["time shows none"]),  # both are over before one could tell
+        (
+            [pair(1.1, 0.2, 990), pair(1.0, 1.0, 0)],
+            [
+                "99% of it in this stack's cache and 0% in the other's",
+                "0.20 times as long",
+                "the first request's 1.10 times.",
+            ],
+        ),
+    ],
+    ids=["hits", "none", "too soon", "two"],
+)
+def test_a_verdict_is_read_off_reports_or_times(pairs, said):
+    words = verdict([Measured(10, {1000: [each]}) for each in pairs])
+    assert all(each in words for each in said)
 
 
-def test_speeds_stand_beside_first_tokens_and_in_the_verdict():
-    slow = Measured(10, {1000: [MinedPair(reply(1.0, 21, 2.0), reply(0.5, 21, n)) for n in (1.0, 1.5, 9.0)]})
-    fast = Measured(10, {1000: [MinedPair(reply(1.0, 41, 2.0), reply(0.5, 41, n)) for n in (1.0, 1.5, 9.0)]})
+def test_speeds_leave_the_first_token_out_and_stand_beside_first_tokens_and_in_the_verdict():
+    # Held back and sent at once, tokens have no speed.
+    assert MinedReply(1010, 990, 2.0, "", 31, 2.001).tokens_per_second is None
+    fast, slow = (
+        Measured(10, {1000: [pair(1.0, 0.5, 990, tokens, last) for last in (1.0, 1.5, 9.0)]}) for tokens in (41, 21)
+    )
     stacks = [mine.Stack(url, "tide-7b", None) for url in ("http://a", "http://b")]
     lines = mine.table(stacks, [fast, slow]).splitlines()
     rows = [line.split()[-2:] for line in lines if line.startswith(("this  ", "other  "))]
     assert [row for row in rows if row[0][0].isdigit()] == [["40.0", "40.0"], ["20.0", "20.0"]]
     assert next(line for line in lines if line.startswith("this / other")).endswith("2.00 x  2.00 x")
     assert verdict([fast, slow]).endswith("Its tokens then come 2.00 times as fast.")
-
-
-def measured(cold: float, warm: float, cached: int | None = None) -> Measured:
-    pair = MinedPair(MinedReply(1010, cached and 0, cold, ""), MinedReply(1010, cached, warm, ""))
-    return Measured(10, {1000: [pair]})
-
-
-def test_without_reports_time_tells():
-    assert "does hit" in verdict([measured(1.0, 0.3)])
-    assert "time shows none" in verdict([measured(1.0, 0.9)])
-    assert "time shows none" in verdict([measured(0.010, 0.005)])  # both are over before one could tell
-
-
-def test_ratios_are_this_over_the_other():
-    said = verdict([measured(1.1, 0.2, 990), measured(1.0, 1.0, 0)])
-    assert "99% of it in this stack's cache and 0% in the other's" in said
-    assert "0.20 times as long" in said and said.endswith("the first request's 1.10 times.")

@@ -1,14 +1,30 @@
-"""Workers that fail: what is sent again, who is taken out, and what reaches the client of an answer that is none."""
+"""Workers that fail, sleep, draft, are doubted, or come and go by a resolver: who is asked, and what is said of it."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
+import socket
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
+import httpx
+import pytest
+
+from proxy.commands import doctor
+from proxy.commands.render_server import free_port
+from proxy.fleet import discovery
 from proxy.fleet.worker import BREAKER_FAILURES
-from tests.harness.gateways import chat, metric, post, start_gateway
+from tests.harness.drafting_engine import DraftingEngine
+from tests.harness.gateways import OwnGateway, chat, metric, own_gateway, post, start_gateway
+from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.raw_worker import raw_worker
-from tests.harness.recording_worker import RecordingWorker
-from tests.harness.waiting import until
+from tests.harness.recording_worker import RecordingWorker, recording_worker
+from tests.harness.waiting import until, wait_for
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -40,21 +56,6 @@ async def test_a_worker_that_fails_while_its_health_is_well_is_taken_out(in_memo
     assert f"worker {name} fails" in caplog.text
 
 
-async def test_a_worker_that_is_well_again_is_used_again(in_memory, monkeypatch):
-    monkeypatch.setattr("proxy.fleet.worker.TRIAL_SECONDS", 0.05)
-    failures = iter([500] * (BREAKER_FAILURES + 1))
-    sick, well = RecordingWorker(status_by=lambda body: next(failures, 200)), RecordingWorker()
-    gateway = await in_memory(sick, well)
-    numbers = iter(range(10_000))
-
-    async def is_used() -> bool:
-        await gateway.post({"model": "m", "input": f"{next(numbers)}"}, EMBEDDINGS)
-        return len(sick.requests) > BREAKER_FAILURES + 1
-
-    await until(is_used)
-    await until(lambda: gateway.metric("seamark_worker_up") == 2)
-
-
 async def test_one_request_that_fails_everywhere_takes_no_worker_out(in_memory):
     both = [RecordingWorker(status_by=lambda body: 500 if b"poison" in body else 200) for _ in range(2)]
     gateway = await in_memory(*both)
@@ -68,3 +69,251 @@ async def test_the_last_worker_is_not_taken_out(in_memory):
     words = [f"bad {number}" for number in range(2 * BREAKER_FAILURES)] + ["good", "bad", "good"]
     statuses = [(await gateway.post(chat(word))).status_code for word in words]
     assert statuses == [500] * 2 * BREAKER_FAILURES + [200, 500, 200]
+
+
+README = (Path(__file__).parents[2] / "proxy" / "README.md").read_text()
+
+WINDOW = "a layer has a sliding window, and vLLM finds whole blocks only"
+
+STATES = {
+    "`/sleep?level=0`": {"sleeps": (0,)},
+    "`/sleep?level=1`": {"sleeps": (1,)},
+    "`/sleep?level=2`": {"sleeps": (2,)},
+    "one of two engines sleeps": {"sleeps": (None, 1)},
+    "`/pause`": {"paused": True},
+    "its plugin keeps no state for any hint": {"refused": WINDOW},
+}
+
+
+def rows() -> dict[str, list[str]]:
+    """The cells behind the first, by the first."""
+    _, table = README.split("### What a worker says of itself")
+    lines = [line for line in table.split("###")[0].splitlines() if line.startswith("|")][2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {first: rest for first, *rest in cells}
+
+
+def test_the_readme_has_each_state_and_no_other():
+    assert rows().keys() == STATES.keys()
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_a_workers_state_is_said_in_the_same_words_wherever_it_matters(in_memory, capsys, caplog, state):
+    caplog.set_level(logging.INFO)
+    said, ready, answer, reason = rows()[state]
+    words = said if answer == "503" else WINDOW
+    with recording_worker() as worker:  # which the doctor asks, too
+        gateway = await in_memory(worker, health_interval=0.1)
+
+        async def is_hinted() -> bool:
+            return "x-seamark-boundary" in (await gateway.post(chat("Tide?"))).headers
+
+        for name, value in STATES[state].items():
+            setattr(worker, name, value)
+        await until(lambda: words in caplog.text)
+        asked = await gateway.get("/ready")
+        answered = await gateway.post(chat("Tide?"))
+        assert (asked.status_code, answered.status_code) == (int(ready), int(answer[:3]))
+        if answer == "503":
+            assert words in asked.json()["error"]["message"] and words in answered.json()["error"]["message"]
+            assert not worker.requests
+        else:
+            assert "x-seamark-boundary" not in answered.headers and b"seamark_boundaries" not in worker.requests[0].body
+            assert f"`{answered.headers['x-seamark-reason']}`" == reason
+        live = (await gateway.get("/seamark/live")).json()
+        assert words in " ".join(live["alarms"] + live["warnings"])
+        (shown,) = (await gateway.get("/seamark/status")).json()["workers"]
+        assert words in (shown["why_down"] if answer == "503" else shown["refused"])
+        assert await asyncio.to_thread(doctor.main, ["--worker", worker.url]) == 1
+        verdict, *_ = capsys.readouterr().out.splitlines()
+        assert verdict.startswith("cannot hit: ") and verdict.endswith(words)
+        worker.sleeps, worker.paused, worker.refused = (None,), False, ""
+        await until(is_hinted)
+        assert words not in str((await gateway.get("/seamark/live")).json()["alarms"])
+
+
+HOST = "vllm.test"
+
+ASK = chat("Tide?")
+
+
+@pytest.fixture
+def resolver(monkeypatch) -> list[str]:
+    """What the name's addresses are from now on; none: the name is not known."""
+    addresses: list[str] = []
+
+    async def addresses_of(host: str, port: int) -> Sequence[str]:
+        assert host == HOST
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "told to")
+        return tuple(addresses)
+
+    monkeypatch.setattr(discovery, "addresses_of", addresses_of)
+    return addresses
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def own(resolver, port) -> Iterator[OwnGateway]:
+    with own_gateway(workers_dns=(f"{HOST}:{port}",), workers_dns_interval=0.05) as started:
+        yield started
+
+
+def are_up(own: OwnGateway, *workers: RecordingWorker) -> None:
+    """Return once these are, and no other one."""
+    wait_for(lambda: {worker.url for worker in own.gateway.pool.up} == {worker.url for worker in workers})
+    wait_for(lambda: not any(worker.warming for worker in own.gateway.pool.workers))
+
+
+def test_a_gateway_may_start_before_any_worker_and_follows_them_to_the_end_of_their_requests(own, resolver, port):
+    assert httpx.get(own.url + "/ready").status_code == post(own, ASK).status_code == 503
+    with (
+        recording_worker("127.0.0.2", port) as one,
+        recording_worker("::1", port) as two,
+        ThreadPoolExecutor() as pool,
+    ):
+        resolver[:] = ["127.0.0.2", "127.0.0.3"]  # nothing listens at the second
+        are_up(own, one)
+        assert {post(own, ASK).headers["x-seamark-worker"] for _ in range(4)} == {one.url[7:]}
+        resolver[:] = ["127.0.0.2", "::1"]
+        are_up(own, one, two)
+        before = len(one.requests), len(two.requests)
+        one.hold.set()
+        two.hold.set()
+        under_way = pool.submit(post, own, ASK)
+        wait_for(lambda: (len(one.requests), len(two.requests)) != before)
+        gone, stays, address = (one, two, "::1") if len(one.requests) > before[0] else (two, one, "127.0.0.2")
+        resolver[:] = [address]
+        are_up(own, stays)
+        stays.hold.clear()
+        assert post(own, ASK).headers["x-seamark-worker"] == stays.url[7:]
+        gone.hold.clear()
+        assert under_way.result().headers["x-seamark-worker"] == gone.url[7:]
+        wait_for(lambda: gone.url[7:] not in httpx.get(own.url + "/metrics").text)
+
+
+def test_addresses_that_change_all_the_time_fail_no_request(own, resolver, port):
+    addresses = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+    with ExitStack() as stack:
+        for address in addresses:
+            stack.enter_context(recording_worker(address, port))
+        for number in range(30):
+            stays = [address for address in addresses if any(address in each.url for each in own.gateway.pool.up)]
+            coming = addresses[number % 3 :][:2]
+            resolver[:] = [*coming, *stays]
+            wait_for(lambda: len(own.gateway.pool.up) >= 2)
+            resolver[:] = [*coming]
+            assert post(own, ASK).status_code == 200
+
+
+OFTEN = {"self_check_interval": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Idle workers are tried sooner; what is logged is seen."""
+    monkeypatch.setattr("proxy.fleet.idle_turns.IDLE_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.fleet.self_check.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.fleet.draft_gates.REST_OF_ATTEMPT", 0.0)
+    monkeypatch.setattr("proxy.fleet.draft_gates.AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.fleet.draft_reports.DRAFTED_SECONDS", 0.0)
+    caplog.set_level(logging.INFO, "seamark.drafts")
+
+
+def drafting(**engine: object) -> RecordingWorker:
+    return RecordingWorker(drafting=DraftingEngine(**engine), ahead=1)
+
+
+def hinted(worker: RecordingWorker) -> list[bool]:
+    """Of the clients' requests, whether they carried a hint."""
+    asked = [each.fields.get("vllm_xargs", {}) for each in worker.requests if "chat" in each.path]
+    return ["seamark_boundaries" in xargs for xargs in asked]
+
+
+async def becomes(gateway: InMemoryGateway, state: str) -> None:
+    await gateway.shows(lambda status: status["workers"][0]["drafts"]["state"] == state)
+    await until(lambda: gateway.metric("seamark_draft_gate", state=state) == 1)
+
+
+async def test_a_worker_that_is_right_gets_hints_once_it_was_tried_and_is_tried_again_after_a_restart(
+    in_memory, caplog
+):
+    worker = drafting()
+    gateway = await in_memory(worker, **OFTEN)
+    await gateway.post(chat("one"))
+    assert hinted(worker) == [False]
+    await becomes(gateway, "open")
+    await gateway.post(chat("two"))
+    assert hinted(worker)[-1] and worker.drafting.commands == ["open:engine-1"]
+    assert "hints are on trial" in caplog.text and "hints are on beside drafts after" in caplog.text
+    worker.drafting, worker.boot = DraftingEngine(id="engine-2"), "1.8e+09"
+    await gateway.post(chat("one"))
+    await until(lambda: worker.drafting.state == "open")
+    assert worker.drafting.commands == ["open:engine-2"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "result", "words"),
+    [
+        ({"hits_off": 0.25}, "differs", "answers from the cache differ"),
+        ({"accepts_on_hits": 0.1}, "drafts_worse", "are accepted behind hits"),
+    ],
+)
+async def test_a_faulty_worker_stays_closed_and_everyone_sees_why_until_a_reset(
+    in_memory, caplog, fault, result, words
+):
+    worker = drafting(**fault)
+    gateway = await in_memory(worker, **OFTEN)
+    await becomes(gateway, "closed")
+    await gateway.shows(lambda status: words in status["workers"][0]["refused"])
+    await gateway.post(chat("one"))
+    assert hinted(worker) == [False] and "cache_salt" not in worker.requests[-1].fields  # its cache is left alone
+    assert gateway.metric("seamark_self_check_total", result=result) == 1
+    assert words in caplog.text and "POST /seamark/self-check/reset" in caplog.text
+    assert any(words in warning for warning in (await gateway.get("/seamark/live")).json()["warnings"])
+    worker.drafting.hits_off, worker.drafting.accepts_on_hits = 0.0, None
+    await gateway.post(b"", "/seamark/self-check/reset")
+    await becomes(gateway, "open")
+
+
+async def test_clients_cannot_try_or_judge_drafts(in_memory, worker):
+    gateway = await in_memory(worker)
+    await gateway.post(chat("one", vllm_xargs={"seamark_trial": 1, "seamark_drafts": "open:engine-1", "a": 1}))
+    xargs = worker.requests[-1].fields["vllm_xargs"]
+    assert not xargs.keys() & {"seamark_trial", "seamark_drafts"} and xargs["a"] == 1
+    form = b'--x\r\ncontent-disposition: form-data; name="vllm_xargs"\r\n\r\n{"seamark_drafts": "open:1"}\r\n--x--\r\n'
+    answer = await gateway.post(form, "/v1/audio/transcriptions", content_type="multipart/form-data; boundary=x")
+    assert answer.status_code == 400
+
+
+async def test_a_worker_in_quarantine_gets_the_salt_and_no_other_change(in_memory, worker):
+    own = await in_memory(worker)
+    cache = own.gateway.pool.workers[0].cache
+    cache.quarantine()
+    salt = cache.salt({"model": "m"})
+
+    def sent() -> dict:
+        return json.loads(worker.requests[-1].body)
+
+    raw = json.dumps(chat("Tide?"), indent=2).encode()
+    answer = await own.post(raw)
+    assert worker.requests[-1].body.startswith(raw[:-1] + b',"cache_salt":"%b"' % salt.encode())
+    assert "seamark_boundaries" not in sent()["vllm_xargs"]
+    assert answer.headers["x-seamark-reason"] == "hint_ignored"
+    await own.post(chat("Tide?", cache_salt="own", vllm_xargs={"a": 1}))
+    assert (sent()["cache_salt"], sent()["vllm_xargs"].keys()) == ("own" + salt, {"a", "seamark_load"})
+    await own.post({"model": "m", "input": "x"}, "/v1/embeddings")
+    assert sent()["cache_salt"] == salt
+    for unread in (b"{audio", b""):
+        await own.post(unread, "/v1/audio/transcriptions", content_type="audio/wav")
+        assert worker.requests[-1].body == unread
+    await own.post(chat("Tide?", cache_salt=""))
+    assert sent()["cache_salt"] == ""
+    worker.boot = "1.8e+09"
+    await until(lambda: cache.salt({"model": "m"}) is None)
+    await own.post(chat("Tide?"))
+    assert "cache_salt" not in sent()

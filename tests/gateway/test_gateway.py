@@ -1,17 +1,23 @@
-"""What the gateway does to requests and answers over real connections; what it decides: `tests/unit/pipeline/`."""
+"""What the gateway does to requests and answers over real connections, and what clients' SDKs make of them."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
+from collections.abc import Iterator
 from urllib.parse import unquote
 
+import anthropic
 import httpx
+import openai
 import pytest
 
 from proxy.bench.harness.servers import Server, Servers
-from proxy.chat.chat import OUTSIDE_V1
-from tests.harness.gateways import chat, post, start_gateway
-from tests.harness.recording_worker import RecordingWorker
+from proxy.chat.chat import CHAT, MESSAGES, OUTSIDE_V1, RESPONSES
+from tests.harness.gateways import GatewayForks, chat, post, start_gateway
+from tests.harness.recording_worker import EVENTS, RecordingWorker, recorded, recording_worker
+from tests.harness.waiting import until
 
 
 @pytest.fixture
@@ -82,3 +88,73 @@ def test_logs_and_metrics_hold_no_prompt_text(gateway, worker):
     post(gateway, chat("another secret", tools=[]))
     seen = gateway.log.read_text() + httpx.get(gateway.url + "/metrics").text
     assert "secret" not in seen and "harbour" not in seen
+
+
+ASK = [{"role": "user", "content": "Tide?"}]
+
+
+@pytest.fixture
+def worker() -> Iterator[RecordingWorker]:
+    with recording_worker(
+        streams={CHAT: EVENTS, MESSAGES: recorded("messages"), RESPONSES: recorded("responses")}
+    ) as made:
+        yield made
+
+
+def test_a_body_of_32_mib_arrives_whole(tmp_path):
+    """Before a worker without an engine, which would make a list of 32 million tokens of it."""
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 32 * 2**20}]}).encode()
+    with recording_worker(patched=False) as plain, GatewayForks(tmp_path) as fleet:
+        server = start_gateway(fleet, plain)
+        assert httpx.post(server.url + CHAT, content=body, timeout=120).status_code == 200
+        assert plain.requests[-1].body == body
+
+
+async def test_a_stream_that_is_compressed_passes_as_it_comes_and_nothing_is_put_into_it(in_memory):
+    """No comment either, although a stream beside it that is as silent gets some."""
+    packed, plain = RecordingWorker(more_headers=[(b"content-encoding", b"gzip")]), RecordingWorker(models=("plain",))
+    gateway = await in_memory(packed, plain, heartbeat=0.05)
+    for each in (packed, plain):
+        each.pause.set()
+    beside = asyncio.create_task(gateway.post(chat("Tide?", model="plain", stream=True)))
+    answer = gateway.opened(chat("Tide?", stream=True), accept_encoding="gzip, identity;q=0")
+    await answer.message()
+    pieces = answer.body()
+    came = await anext(pieces)
+    await until(lambda: gateway.metric("seamark_heartbeats_total") >= 3)
+    for each in (packed, plain):
+        each.pause.clear()
+    came += b"".join([piece async for piece in pieces])
+    assert came == packed.answers[-1] and b": keep-alive" in (await beside).content
+
+
+def test_openais_sdk_raises_where_a_chat_breaks_off(worker, gateway):
+    worker.cut_after = 1
+    sdk = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0)
+    got = []
+    with pytest.raises(openai.APIError, match="broke off") as raised:
+        got.extend(sdk.chat.completions.create(model="m", messages=ASK, stream=True))
+    assert got and got[0].choices[0].delta.content == "é"
+    assert raised.value.code == "worker_failed" and raised.value.body["type"] == "upstream_error"
+
+
+def test_anthropics_sdk_raises_where_a_message_breaks_off(worker, gateway):
+    worker.cut_after = 6
+    claude = anthropic.Anthropic(base_url=gateway.url, api_key="unused", max_retries=0)
+    got = []
+    with pytest.raises(anthropic.APIStatusError) as raised:
+        got.extend(claude.messages.create(model="m", messages=ASK, max_tokens=3, stream=True))
+    assert len(got) == worker.cut_after and got[0].type == "message_start"
+    assert raised.value.body["type"] == "error"
+    assert raised.value.body["error"]["type"] == "api_error" and "broke off" in raised.value.body["error"]["message"]
+
+
+def test_a_response_that_breaks_off_has_failed_for_openais_sdk(worker, gateway):
+    worker.cut_after = 9
+    sdk = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0)
+    got = list(sdk.responses.create(model="m", input="Tide?", stream=True))
+    assert [event.type for event in got[:1]] == ["response.created"] and len(got) == worker.cut_after + 1
+    failed = got[-1]
+    assert failed.type == "response.failed" and failed.sequence_number == worker.cut_after
+    assert failed.response.id == got[0].response.id and failed.response.status == "failed"
+    assert failed.response.error.code == "server_error" and "broke off" in failed.response.error.message

@@ -1,34 +1,34 @@
-"""A gateway with API keys: what each may ask and see, and whose prefixes are whose."""
+"""Keys and pages of other sites: what each may ask and see, whose prefixes are whose, and what a form may carry."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from base64 import b64encode
-from pathlib import Path
 
 import httpx
 import pytest
+from starlette.middleware.cors import CORSMiddleware
 
 from tests.harness.api_keys import bearer, entry, secret
 from tests.harness.gateways import CHAT, chat, start_gateway
-from tests.harness.recording_worker import COMPLETION, EVENTS
-from tests.harness.waiting import wait_for
+from tests.harness.in_memory_gateway import InMemoryGateway
+from tests.harness.recording_worker import COMPLETION, EVENTS, RecordingWorker, recorded
+from tests.harness.waiting import until, wait_for
 
 ENDING = b'data: {"id":"chatcmpl-1","choices":[{"index":%d,"delta":{},"finish_reason":"stop"}]}\n\n'
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "keys.toml"
-    path.write_text(entry("ann") + entry("bob", share="team") + entry("cleo", share="team") + entry("root", admin=True))
-    return path
+async def gateway(in_memory, worker, keys):
+    return await in_memory(worker, api_keys=keys)
 
 
-def test_a_gateway_with_keys(fleet, worker, file, tmp_path):
+def test_a_gateway_with_keys(fleet, worker, keys, tmp_path):
     (tmp_path / "secret").write_text("salt secret\n")
     (tmp_path / "worker-key").write_text("sk-of-the-worker\n")
     flags = ("--salt-secret-file", str(tmp_path / "secret"), "--worker-api-key-file", str(tmp_path / "worker-key"))
-    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(file), *flags))
+    gateway = start_gateway(fleet, worker, flags=("--api-keys", str(keys), *flags))
 
     def post(name: str, **fields) -> httpx.Response:
         return httpx.post(gateway.url + CHAT, json=chat("Tide?", **fields), headers=bearer(name), timeout=30)
@@ -82,24 +82,23 @@ def test_a_gateway_with_keys(fleet, worker, file, tmp_path):
     assert f'seamark_key_tokens_total{{key="ann",kind="prompt"}} {float(usage["prompt_tokens"])}' in metrics
 
     # A key that is taken out is refused without a restart.
-    file.write_text(entry("bob"))
+    keys.write_text(entry("bob"))
     wait_for(lambda: post("ann").status_code == 401)
     for hidden in (secret("ann"), anns, "salt secret", "sk-of-the-worker", "Tide?"):
         assert hidden not in gateway.log.read_text() + metrics
 
 
-EVERY_STREAM = {
-    "n": (CHAT, chat("Tide?", stream=True, n=2)),
-    "a word": (CHAT, chat("Tide?", stream="true", n="2", stream_options={"include_usage": "false"})),
-    "prompts": ("/v1/completions", {"model": "m", "stream": True, "prompt": ["a", "b"]}),
-}
-
-
-@pytest.mark.parametrize("name", EVERY_STREAM)
-async def test_the_tokens_of_every_stream_are_its_keys(in_memory, worker, file, name):
-    path, body = EVERY_STREAM[name]
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat("Tide?", stream=True, n=2)),
+        (CHAT, chat("Tide?", stream="true", n="2", stream_options={"include_usage": "false"})),
+        ("/v1/completions", {"model": "m", "stream": True, "prompt": ["a", "b"]}),
+    ],
+    ids=["n", "words", "prompts"],
+)
+async def test_the_tokens_of_every_stream_are_its_keys(gateway, worker, path, body):
     worker.streams = {path: [ENDING % 0, ENDING % 1, *EVENTS[1:]]}
-    gateway = await in_memory(worker, api_keys=file)
     answer = await gateway.post(body, path, **bearer("ann"))
     assert answer.content == ENDING % 0 + ENDING % 1 + EVENTS[2]  # as if nobody had asked for usage
 
@@ -107,8 +106,7 @@ async def test_the_tokens_of_every_stream_are_its_keys(in_memory, worker, file, 
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/v1/embeddings", CHAT])
-async def test_no_body_gets_past_what_the_gateway_answers_for(in_memory, worker, file, path):
-    gateway = await in_memory(worker, api_keys=file)
+async def test_no_body_gets_past_what_the_gateway_answers_for(gateway, worker, path):
     deep = "[" * 200 + "]" * 200
     for raw in (
         f'{{"model":"m","cache_salt":"mine","kv_transfer_params":{{}},"x":{deep}}}'.encode(),
@@ -124,8 +122,7 @@ async def test_no_body_gets_past_what_the_gateway_answers_for(in_memory, worker,
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
-async def test_no_prediction_tells_one_key_what_another_asked(in_memory, worker, file, path):
-    gateway = await in_memory(worker, api_keys=file)
+async def test_no_prediction_tells_one_key_what_another_asked(gateway, worker, path):
     asked = {"model": "m", "input": "Tide? " * 100} if path == "/v1/responses" else chat("Tide? " * 100)
 
     async def predicted(name: str) -> int:
@@ -136,8 +133,7 @@ async def test_no_prediction_tells_one_key_what_another_asked(in_memory, worker,
         assert await predicted(name) == 0 < await predicted(name)
 
 
-async def test_a_path_where_salts_are_not_read_is_closed_and_others_outside_v1_are_salted(in_memory, worker, file):
-    gateway = await in_memory(worker, api_keys=file)
+async def test_a_path_where_salts_are_not_read_is_closed_and_others_outside_v1_are_salted(gateway, worker):
     for path, status in (("/v2/embed", 404), ("/v2/embed/", 404), ("/pooling", 200), ("/inference/v1/generate", 200)):
         asked = {"model": "m", "cache_salt": "mine", "ec_transfer_params": {"a": 1}}
         assert (await gateway.post(asked, path)).status_code == 401
@@ -148,9 +144,9 @@ async def test_a_path_where_salts_are_not_read_is_closed_and_others_outside_v1_a
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_collected_bytes": 10}, {"max_boundary_values": 1}])
-async def test_a_stored_response_is_its_owners(in_memory, worker, file, limits):
+async def test_a_stored_response_is_its_owners(in_memory, worker, keys, limits):
     """However large the answer, and whatever was sought in the request."""
-    gateway = await in_memory(worker, api_keys=file, **limits)
+    gateway = await in_memory(worker, api_keys=keys, **limits)
     responses = "/v1/responses"
 
     async def ask(name: str, **fields) -> int:
@@ -167,22 +163,22 @@ async def test_a_stored_response_is_its_owners(in_memory, worker, file, limits):
             assert (await gateway.post(b"", responses + path, **bearer(name))).status_code == status
 
 
-async def test_a_streamed_response_is_its_owners_too(in_memory, worker, file):
-    recorded = (Path(__file__).parents[1] / "streams" / "responses.sse").read_bytes()
-    worker.streams = {"/v1/responses": [event + b"\n\n" for event in recorded.split(b"\n\n") if event]}
-    stored = json.loads(recorded.splitlines()[1].removeprefix(b"data: "))["response"]["id"]
-    gateway = await in_memory(worker, api_keys=file)
+async def test_a_streamed_response_is_its_owners_too(gateway, worker):
+    worker.streams = {"/v1/responses": (events := recorded("responses"))}
+    stored = json.loads(events[0].splitlines()[1].removeprefix(b"data: "))["response"]["id"]
     body = {"model": "m", "input": "Tide?", "stream": True, "request_id": "mine"}
     answer = await gateway.post(body, "/v1/responses", **bearer("ann"))
-    assert answer.content == recorded and json.loads(worker.requests[-1].body)["request_id"] != "mine"
+    assert (
+        answer.content == b"".join(recorded("responses"))
+        and json.loads(worker.requests[-1].body)["request_id"] != "mine"
+    )
     assert (await gateway.get("/seamark/requests/mine", **bearer("ann"))).json()["status"] == 200
     assert (await gateway.get("/seamark/requests/mine", **bearer("bob"))).status_code == 404
     for name, status in (("ann", 200), ("bob", 404)):
         assert (await gateway.get(f"/v1/responses/{stored}", **bearer(name))).status_code == status
 
 
-async def test_what_tells_the_salt_or_changes_adapters_is_for_operators(in_memory, worker, file):
-    gateway = await in_memory(worker, api_keys=file)
+async def test_what_tells_the_salt_or_changes_adapters_is_for_operators(gateway, worker):
     adapter = {"lora_name": "a", "lora_path": "/etc"}
     load = "/v1/load_lora_adapter"
     for body, path in ((chat("x"), CHAT + "/render"), (chat("x"), "/v1/completions/rend%65r"), (adapter, load)):
@@ -191,9 +187,9 @@ async def test_what_tells_the_salt_or_changes_adapters_is_for_operators(in_memor
     assert (await gateway.post(adapter, load, **bearer("root"))).status_code == 200
 
 
-def test_the_credentials_of_a_worker_reach_it_and_nobody_else(fleet, worker, file):
+def test_the_credentials_of_a_worker_reach_it_and_nobody_else(fleet, worker, keys):
     url = worker.url.replace("http://", "http://user:p%40ss@")
-    for flags in ((), ("--api-keys", str(file))):
+    for flags in ((), ("--api-keys", str(keys))):
         gateway = start_gateway(fleet, flags=("--worker", url, *flags))
         worker.requests.clear()
         answer = httpx.post(gateway.url + CHAT, json=chat("Tide?"), headers=bearer("root"), timeout=30)
@@ -214,11 +210,103 @@ def test_the_credentials_of_a_worker_reach_it_and_nobody_else(fleet, worker, fil
         assert not any("p%40ss" in text or "p@ss" in text or "user:" in text for text in said)
 
 
-async def test_a_request_is_explained_to_its_key_whatever_others_call_theirs(in_memory, worker, file):
-    gateway = await in_memory(worker, api_keys=file)
+async def test_a_request_is_explained_to_its_key_whatever_others_call_theirs(gateway, worker):
     headers = {name: {**bearer(name), "x-request-id": "same"} for name in ("ann", "bob")}
     await gateway.post(chat("Tide?"), **headers["ann"])
     await gateway.post({"model": "m", "prompt": "x"}, "/v1/completions", **headers["bob"])
     explained = [(await gateway.get("/seamark/requests/same", **bearer(name))).json() for name in headers]
     assert [each["endpoint"] for each in explained] == [CHAT, "/v1/completions"]
     assert (await gateway.get("/seamark/requests/same", **bearer("cleo"))).status_code == 404
+
+
+ORIGIN = {"origin": "https://elsewhere.example"}
+
+ASKS = {**ORIGIN, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+
+ALLOWED = "access-control-allow-origin"
+
+
+def with_cors(gateway: InMemoryGateway, worker: RecordingWorker) -> CORSMiddleware:
+    """The worker behind what vLLM's server puts before its application."""
+    app = CORSMiddleware(worker, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+    gateway.upstream.workers[worker.url] = app
+    return app
+
+
+async def test_the_worker_answers_a_browsers_question_without_a_key_and_without_a_slot(in_memory, worker, keys):
+    gateway = await in_memory(worker, api_keys=keys, max_inflight=1, max_queue=0)
+    for headers in ({}, ORIGIN, {"access-control-request-method": "POST"}):  # what is no such question
+        assert (await gateway.client.options(CHAT, headers=headers)).status_code == 401
+    worker.hold.set()
+    under_way = asyncio.create_task(gateway.post(chat("x"), **bearer("ann")))
+    await until(lambda: worker.requests)
+    assert (await gateway.post(chat("y"), **bearer("ann"))).status_code == 503
+    app = with_cors(gateway, worker)
+    theirs = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://worker")
+    for path in (CHAT, "/v1/models", "/v1/models/", "/v1/audio/transcriptions", "/tokenize"):
+        answer, own = await gateway.client.options(path, headers=ASKS), await theirs.options(path, headers=ASKS)
+        assert (answer.status_code, answer.content) == (200, own.content)
+        for name in (ALLOWED, "access-control-allow-methods", "access-control-allow-headers", "access-control-max-age"):
+            assert answer.headers[name] == own.headers[name]
+    worker.hold.clear()
+    assert (await under_way).status_code == 200
+
+
+async def test_pages_may_read_the_models_and_errors_as_with_vllm(gateway, worker):
+    with_cors(gateway, worker)
+    for answer in (
+        await gateway.get("/v1/models", **ORIGIN, **bearer("ann")),
+        await gateway.post(chat("x"), **ORIGIN, **bearer("ann")),
+        await gateway.post(b"{", **ORIGIN, **bearer("ann")),
+    ):
+        assert answer.headers.get_list(ALLOWED) == ["*"]
+    assert ALLOWED not in (await gateway.post(chat("x"), **ORIGIN)).headers  # no key: vLLM's own 401 is not for pages
+
+
+async def test_the_gateways_own_pages_are_for_no_other_site(gateway):
+    for path in ("/metrics", "/ui", "/seamark/status", "/seamark/live", "/health", "/ready", "/nothing"):
+        for method in ("GET", "OPTIONS"):
+            answer = await gateway.client.request(method, path, headers={**ASKS, **bearer("root")})
+            assert ALLOWED not in answer.headers
+            assert method == "GET" or answer.status_code >= 400
+
+
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
+
+AUDIO = {"file": ("a.wav", b"RIFF....", "audio/wav")}
+
+
+async def test_a_form_carries_no_hint(gateway, worker):
+    async def ask(**data: str) -> httpx.Response:
+        form = {"model": "m", **data}
+        return await gateway.client.post(TRANSCRIPTIONS, files=AUDIO, data=form, headers=bearer("ann"))
+
+    for xargs in (
+        '{"seamark_boundaries": [5]}',
+        '{"seamark_boundarie\\u0073": [5]}',
+        '{"kv_transfer_params": {"remote_host": "evil"}}',
+        '{"ec_transfer_params": {}}',
+    ):
+        refused = await ask(vllm_xargs=xargs)
+        assert refused.status_code == 400 and "vllm_xargs" in refused.json()["error"]["message"]
+    assert not worker.requests
+    assert (await ask()).status_code == (await ask(vllm_xargs='{"a": 1}')).status_code == 200
+    assert b'{"a": 1}' in worker.requests[-1].body
+
+
+MULTIPART = "multipart/form-data; boundary=B"
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw"),
+    [
+        (MULTIPART, b"--B\r\nContent-Disposition: form-data; name*=utf-8''vllm%5Fxargs\r\n\r\n"),
+        (MULTIPART, b'--B\r\nContent-Disposition: form-data; name*0="vllm_"; name*1="xargs"\r\n\r\n'),
+        ("application/x-www-form-urlencoded", b"file=x&vllm%5Fxargs="),
+    ],
+)
+async def test_no_form_that_two_readers_may_take_differently_reaches_a_worker(gateway, worker, kind, raw):
+    xargs = b'{"seamark_boundaries":[16],"seamark_pin":1,"kv_transfer_params":"x"}\r\n--B--\r\n'
+    refused = await gateway.post(raw + xargs, TRANSCRIPTIONS, content_type=kind, **bearer("ann"))
+    assert refused.status_code == 400 and refused.json()["error"]["type"] == "invalid_request_error"
+    assert not worker.requests

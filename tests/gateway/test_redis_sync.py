@@ -1,31 +1,95 @@
-"""Gateways that share what they learn through a real Redis, and what they do when it is dead, frozen, slow or full of
-garbage."""
+"""Gateways that share what they learn, and whose responses are whose, through a real Redis: dead or frozen, too.
+
+Responses that workers store are found while they stream, after a restart, and through another gateway; by no other key.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import shutil
+import signal
+import socket
+import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import pytest
 import redis as redis_client
 
 from proxy.bench.harness.servers import Server, Servers
+from proxy.chat.chat import RESPONSES
+from proxy.commands.render_server import free_port
 from proxy.routing import redis_sync
-from tests.harness.forked_gateways import GatewayForks
-from tests.harness.gateways import chat, metric, post, start_gateway
+from tests.harness.api_keys import bearer
+from tests.harness.gateways import GatewayForks, chat, metric, post, start_gateway
+from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
-from tests.harness.redis_server import RedisServer, late_way, redis_server
-from tests.harness.waiting import wait_for
+from tests.harness.waiting import until, wait_for
+
+START_SECONDS = 10.0
+
+
+class RedisServer:
+    """A started server that keeps nothing on disk. Raises `RuntimeError` where Redis is not installed."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start it, after a `kill` again and empty, on the same port."""
+        program = shutil.which("redis-server")
+        if program is None:
+            raise RuntimeError("redis-server is not installed")
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", "/tmp"]
+        self._process = subprocess.Popen(
+            [program, *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + START_SECONDS
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise RuntimeError("redis-server did not start")
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(16).startswith(b"+PONG")
+        return False
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def freeze(self) -> None:
+        """From now on connections are accepted and nothing is answered."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Go on."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once, frozen or not."""
+        self._process.kill()
+        self._process.wait()
+
 
 SECRET = "the lighthouse keeper's diary"
 
 # Seconds, in place of the defaults, which a busy machine alone may exceed. Three later answers in a row: Redis is down.
 TIMES = {"CONNECT_SECONDS": 1.0, "ANSWER_SECONDS": 1.0, "RETRY_SECONDS": 0.2}
-
-LATE_SECONDS = 3 * TIMES["ANSWER_SECONDS"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +102,9 @@ def times(fleet: GatewayForks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
-    with redis_server() as started:
-        yield started
+    started = RedisServer()
+    yield started
+    started.kill()
 
 
 @pytest.fixture
@@ -49,7 +114,7 @@ def client(server: RedisServer) -> Iterator[redis_client.Redis]:
 
 
 @pytest.fixture
-def workers() -> Iterator[list[RecordingWorker]]:
+def pair() -> Iterator[list[RecordingWorker]]:
     with recording_worker() as first, recording_worker() as second:
         yield [first, second]
 
@@ -58,8 +123,8 @@ def status(gateway: Server) -> dict:
     return httpx.get(gateway.url + "/seamark/status").json()
 
 
-def sharing_gateway(fleet: Servers, workers: list[RecordingWorker], url: str) -> Server:
-    gateway = start_gateway(fleet, *workers, flags=("--redis", url))
+def sharing_gateway(fleet: Servers, pair: list[RecordingWorker], url: str) -> Server:
+    gateway = start_gateway(fleet, *pair, flags=("--redis", url))
     wait_for(lambda: status(gateway)["redis"]["state"] == "up")
     return gateway
 
@@ -73,8 +138,8 @@ def told_of_redis(gateway: Server) -> list[str]:
     return [line for line in gateway.log.read_text().splitlines() if "redis" in line.lower()]
 
 
-def test_a_prefix_learnt_by_one_gateway_is_known_to_the_other(fleet, workers, server):
-    first, second = (sharing_gateway(fleet, workers, server.url) for _ in range(2))
+def test_a_prefix_learnt_by_one_gateway_is_known_to_the_other(fleet, pair, server):
+    first, second = (sharing_gateway(fleet, pair, server.url) for _ in range(2))
     learnt = 0
     for number in range(4):  # four prefixes, spread over both workers
         body = chat(f"Tide {number}?")
@@ -83,18 +148,18 @@ def test_a_prefix_learnt_by_one_gateway_is_known_to_the_other(fleet, workers, se
         # Of each boundary its position, and that it is held. What the second learns of its own requests does not count.
         learnt += 2 * len(here.headers["x-seamark-boundary"].split(";"))
         wait_for(lambda n=learnt: news_count(second, "heard") == n)
-        renders = sum(worker.renders for worker in workers)
+        renders = sum(worker.renders for worker in pair)
         body["messages"][-1] = {"role": "user", "content": "And the wind?"}
         there = post(second, body)
         assert there.headers["x-seamark-worker"] == here.headers["x-seamark-worker"]
         assert int(there.headers["x-seamark-predicted"]) > 0
-        assert sum(worker.renders for worker in workers) == renders
-    assert all(worker.requests for worker in workers)
+        assert sum(worker.renders for worker in pair) == renders
+    assert all(worker.requests for worker in pair)
     assert told_of_redis(first)[0].endswith("redis is up") and len(told_of_redis(first)) == 1
 
 
-def test_redis_holds_no_text_and_nothing_without_an_end(fleet, workers, server, client):
-    gateway = sharing_gateway(fleet, workers, server.url)
+def test_redis_holds_no_text_and_nothing_without_an_end(fleet, pair, server, client):
+    gateway = sharing_gateway(fleet, pair, server.url)
     body = chat(SECRET, tools=[{"type": "function", "function": {"name": "diary", "parameters": {}}}])
     body["messages"][0]["content"] = SECRET * 20
     assert post(gateway, body, headers={"authorization": "Bearer my-own-key"}).status_code == 200
@@ -107,72 +172,48 @@ def test_redis_holds_no_text_and_nothing_without_an_end(fleet, workers, server, 
             assert len(text) < 5 or text.encode() not in held
 
 
-@contextmanager
-def steady_traffic(gateway: Server) -> Iterator[list[str]]:
-    """Requests one after the other until the end, each with a new prefix; yields what went wrong."""
-    wrong, done = [], threading.Event()
-
-    def drive() -> None:
-        number = 0
-        while not done.is_set():
-            number += 1
-            body = chat(f"Tide {number}?")
-            body["messages"][0] = {"role": "system", "content": f"You pilot ship {number}. " * 20}
-            try:
-                answer = post(gateway, body)
-            except httpx.HTTPError as error:
-                wrong.append(type(error).__name__)
-                continue
-            if answer.status_code != 200 or "x-seamark-boundary" not in answer.headers:
-                wrong.append(f"{answer.status_code} {answer.headers.get('x-seamark-boundary')}")
-
-    thread = threading.Thread(target=drive)
-    thread.start()
-    try:
-        yield wrong
-    finally:
-        done.set()
-        thread.join()
-
-
-HARMS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-    "killed": (lambda server, way: server.kill(), lambda server, way: server.start()),
-    "frozen": (lambda server, way: server.freeze(), lambda server, way: server.thaw()),
-    "full": (lambda server, way: server.fill(), lambda server, way: server.make_room()),
-    "slow": (
-        lambda server, way: vars(way).update(seconds=LATE_SECONDS),
-        lambda server, way: vars(way).update(seconds=0.0),
-    ),
-}
+def drive(gateway: Server, done: threading.Event) -> list[str]:
+    """Requests one after the other until then, each with a new prefix: what went wrong."""
+    wrong, number = [], 0
+    while not done.is_set():
+        number += 1
+        body = chat(f"Tide {number}?")
+        body["messages"][0] = {"role": "system", "content": f"You pilot ship {number}. " * 20}
+        answer = post(gateway, body)
+        if answer.status_code != 200 or "x-seamark-boundary" not in answer.headers:
+            wrong.append(f"{answer.status_code} {answer.headers.get('x-seamark-boundary')}")
+    return wrong
 
 
 @pytest.mark.parametrize(
-    "harm", ["killed", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("frozen", "slow", "full"))]
+    ("harm", "cure"), [("kill", "start"), pytest.param("freeze", "thaw", marks=pytest.mark.thorough)]
 )
-def test_redis_that_is_lost_costs_no_request_and_comes_back(fleet, workers, server, harm):
-    with late_way(server.port) as way:
-        first, second = (sharing_gateway(fleet, workers, (way if harm == "slow" else server).url) for _ in range(2))
-        with steady_traffic(first) as wrong:
-            wait_for(lambda: news_count(second, "heard") > 20)
-            assert metric(first, "seamark_redis_up") == 1
-            HARMS[harm][0](server, way)
-            wait_for(lambda: metric(first, "seamark_redis_up") == 0)
-            assert status(first)["redis"]["state"] == "down"
-            served = metric(first, "seamark_requests_total")
-            wait_for(lambda: metric(first, "seamark_requests_total") > served + 20)
-            HARMS[harm][1](server, way)
-            wait_for(lambda: all(metric(gateway, "seamark_redis_up") == 1 for gateway in (first, second)))
-            heard = news_count(second, "heard")
-            wait_for(lambda: news_count(second, "heard") > heard)
-        assert wrong == []
-        words = [line.split("seamark.redis ", 1)[1].split(" (")[0] for line in told_of_redis(first)]
-        assert words == ["redis is up", "redis is down", "redis is up"]
-        assert "Traceback" not in first.log.read_text()
+def test_redis_that_is_lost_costs_no_request_and_comes_back(fleet, pair, server, harm, cure):
+    first, second = (sharing_gateway(fleet, pair, server.url) for _ in range(2))
+    done = threading.Event()
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        stack.callback(done.set)
+        driven = pool.submit(drive, first, done)
+        wait_for(lambda: news_count(second, "heard") > 20)
+        assert metric(first, "seamark_redis_up") == 1
+        getattr(server, harm)()
+        wait_for(lambda: metric(first, "seamark_redis_up") == 0)
+        assert status(first)["redis"]["state"] == "down"
+        served = metric(first, "seamark_requests_total")
+        wait_for(lambda: metric(first, "seamark_requests_total") > served + 20)
+        getattr(server, cure)()
+        wait_for(lambda: all(metric(gateway, "seamark_redis_up") == 1 for gateway in (first, second)))
+        heard = news_count(second, "heard")
+        wait_for(lambda: news_count(second, "heard") > heard)
+    assert driven.result() == []
+    words = [line.split("seamark.redis ", 1)[1].split(" (")[0] for line in told_of_redis(first)]
+    assert words == ["redis is up", "redis is down", "redis is up"]
+    assert "Traceback" not in first.log.read_text()
 
 
-def test_a_password_is_never_told(fleet, workers, server):
+def test_a_password_is_never_told(fleet, pair, server):
     url = server.url.replace("://", "://user:hunter2@")
-    gateway = start_gateway(fleet, *workers, flags=("--redis", url))
+    gateway = start_gateway(fleet, *pair, flags=("--redis", url))
     wait_for(lambda: status(gateway)["redis"]["state"] == "down")
     assert "hunter2" not in gateway.log.read_text() + json.dumps(status(gateway))
     assert "AuthenticationError" in told_of_redis(gateway)[0]
@@ -185,3 +226,145 @@ def test_a_stream_takes_no_more_room_than_is_said(client):
             pipeline.xadd("largest", {"n": largest}, maxlen=redis_sync.STREAM_ENTRIES, approximate=True)
         pipeline.execute()
     assert redis_sync.STREAM_BYTES / 2 < client.memory_usage("largest", samples=0) < redis_sync.STREAM_BYTES
+
+
+ASK = {"model": "m", "input": "Tide?"}
+
+
+@pytest.fixture
+def workers() -> list[RecordingWorker]:
+    return [RecordingWorker(stored={}) for _ in range(3)]
+
+
+def asked_for(worker: RecordingWorker) -> list[str]:
+    """Ids of responses, stored there or not."""
+    named = [each.fields.get("previous_response_id") or each.path.removeprefix(RESPONSES) for each in worker.requests]
+    return [name.removeprefix("/").removesuffix("/cancel") for name in named if name]
+
+
+@pytest.fixture(params=[False, True], ids=["nothing", "keys, secret, Redis"])
+def settings(request, keys, tmp_path) -> dict[str, Any]:
+    """What gateways have in common."""
+    if not request.param:
+        return {}
+    (tmp_path / "secret").write_text("salt secret\n")
+    server = request.getfixturevalue("server")
+    return {"api_keys": keys, "salt_secret_file": tmp_path / "secret", "redis": server.url}
+
+
+async def ask(gateway: InMemoryGateway, method: str, path: str = "", name: str = "ann", **body) -> httpx.Response:
+    return await gateway.client.request(method, RESPONSES + path, json=body or None, headers=bearer(name))
+
+
+async def is_found(gateway: InMemoryGateway, response_id: str) -> bool:
+    return (await ask(gateway, "GET", f"/{response_id}")).status_code == 200
+
+
+def id_in(answer: str) -> str:
+    return answer.split('"id": "', 1)[1].split('"', 1)[0]
+
+
+async def made(gateway: InMemoryGateway, count: int) -> list[str]:
+    """The ids of so many new responses, streamed or not. Their prompts share nothing, so that workers take turns."""
+    bodies = ({**ASK, "input": f"{number}. Tide?", "stream": number % 4 > 0} for number in range(count))
+    return [id_in((await ask(gateway, "POST", **body)).text) for body in bodies]
+
+
+@pytest.mark.parametrize("background", [True, False])
+async def test_a_response_is_asked_for_and_cancelled_while_it_streams(in_memory, workers, background):
+    """Its worker is the busier one, which nobody would choose who does not know it."""
+    gateway = await in_memory(*workers)
+    for worker in workers:
+        worker.pause.set()
+    body = {**ASK, "stream": True, "background": background}
+    stream = gateway.opened(body, RESPONSES)
+    headers = dict((await stream.message())["headers"])
+    texts = stream.body()
+    response_id = id_in((await anext(texts)).decode())
+    for method, path in [("GET", ""), ("POST", "/cancel"), ("GET", "?stream=true")] * 2:
+        answer = await ask(gateway, method, f"/{response_id}{path}")
+        # Without `background`, vLLM stores a response at its end.
+        assert answer.status_code == (200 if background else 404)
+        assert answer.headers["x-seamark-worker"] == headers[b"x-seamark-worker"].decode()
+    for worker in workers:
+        worker.pause.clear()
+    assert b"response.completed" in b"".join([text async for text in texts])
+    assert (await ask(gateway, "GET", f"/{response_id}")).status_code == 200
+    assert sum(response_id in asked_for(worker) for worker in workers) == 1
+
+
+async def test_no_gateway_loses_a_response_and_none_shows_it_to_another_key(in_memory, workers, settings):
+    """Made through one gateway; asked for, continued, cancelled and deleted there, at another, and at a later one."""
+    order = random.Random(3)
+    first, second = [await in_memory(*workers, **settings) for _ in range(2)]
+    ids = await made(first, 12)
+    assert all(worker.stored for worker in workers) and len(set(ids)) == 12
+    restarted = await in_memory(*workers, **settings)
+    order.shuffle(ids)
+    for number, response_id in enumerate(ids):
+        turns = order.sample([first, second, restarted], 3)
+        if "api_keys" in settings:
+            asked = sum(len(asked_for(worker)) for worker in workers)
+            for gateway in turns:
+                assert (await ask(gateway, "GET", f"/{response_id}", "bob")).status_code == 404
+                continued = {**ASK, "previous_response_id": response_id}
+                assert (await ask(gateway, "POST", "", "bob", **continued)).status_code == 404
+            assert sum(len(asked_for(worker)) for worker in workers) == asked
+        tries = [
+            ("GET", f"/{response_id}", {}),
+            ("POST", "", {**ASK, "previous_response_id": response_id}),
+            ("POST", f"/{response_id}/cancel", {}),
+        ]
+        for gateway, (method, path, body) in zip(turns, order.sample(tries, 3), strict=True):
+            assert (await ask(gateway, method, path, **body)).status_code == 200
+        assert (await ask(turns[number % 3], "DELETE", f"/{response_id}")).status_code == 200
+    # Whoever has asked all of them remembers the one.
+    assert all(asked_for(worker).count(response_id) <= 7 for worker in workers for response_id in ids)
+
+
+async def test_while_the_worker_of_a_response_is_not_ready_nobody_says_that_there_is_none(in_memory, workers):
+    gateway = await in_memory(*workers)
+    response_id = (await ask(gateway, "POST", **ASK)).json()["id"]
+    (keeper,) = (worker for worker in workers if response_id in worker.stored)
+    keeper.sleeps = (1,)
+    await until(lambda: gateway.metric("seamark_worker_up") == len(workers) - 1)
+    assert (await ask(gateway, "GET", f"/{response_id}")).status_code == 503
+    assert (await ask(gateway, "POST", **ASK, previous_response_id=response_id)).status_code == 503
+    keeper.sleeps = (None,)
+    await until(lambda: is_found(gateway, response_id))
+    keeper.boot = "1.8e+09"  # and with it its responses
+    keeper.stored.clear()
+    others = [worker for worker in workers if worker is not keeper]
+    while not all(response_id in asked_for(worker) for worker in others):  # once it is known to have restarted
+        assert (await ask(gateway, "GET", f"/{response_id}")).status_code == 404
+
+
+async def test_a_response_that_no_worker_knows_is_sought_once_at_each(in_memory, workers):
+    gateway = await in_memory(*workers)
+    continued = {**ASK, "previous_response_id": "resp_1"}
+    for method, path, body in (("GET", "/resp_1", {}), ("POST", "", continued)):
+        answer = await ask(gateway, method, path, **body)
+        assert answer.status_code == 404 and "resp_1" in answer.json()["error"]["message"]
+    assert [asked_for(worker) for worker in workers] == [["resp_1"] * 2] * 3
+
+
+async def test_an_id_that_no_gateway_with_this_key_made_is_nobodys(in_memory, workers, keys):
+    """Not a stored one's of a worker's own naming, nor one that a client makes up of two others."""
+    gateway = await in_memory(*workers, api_keys=keys)
+    workers[0].stored["resp_1"] = {}
+    anns, bobs = [(await ask(gateway, "POST", "", name, **ASK)).json()["id"] for name in ("ann", "bob")]
+    for response_id in ("resp_1", bobs, anns[:40] + bobs[40:], bobs[:40] + anns[40:], anns[:-1], anns.upper()):
+        assert (await ask(gateway, "GET", f"/{response_id}")).status_code == 404
+    assert not any(asked_for(worker) for worker in workers)
+    assert (await ask(gateway, "GET", f"/{anns}")).status_code == 200
+
+
+async def test_a_worker_that_names_its_responses_itself_keeps_them_their_owners(in_memory, workers, keys, server):
+    for worker in workers:
+        worker.names_responses = True
+    first, second = [await in_memory(*workers, api_keys=keys, redis=server.url) for _ in range(2)]
+    response_id = (await ask(first, "POST", **ASK)).json()["id"]
+    await until(lambda: is_found(second, response_id))
+    for gateway in (first, second):
+        for name, status in (("ann", 200), ("bob", 404)):
+            assert (await ask(gateway, "GET", f"/{response_id}", name)).status_code == status

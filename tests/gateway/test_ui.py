@@ -8,23 +8,105 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
 from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
 from proxy.commands.render_server import free_port
-from tests.harness.api_keys import bearer, entry, secret
-from tests.harness.chromium import LOOKS, PATIENCE, TOO_WIDE, Look, Pictures, chromium, in_every_look, is_red, opened
+from tests.harness.api_keys import bearer, secret
 from tests.harness.gateways import CHAT, OwnGateway, chat, compared, own_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.waiting import wait_for
 
-SOON, LATER = LOOKS[5:], LOOKS[:5]
+PATIENCE = 60_000  # milliseconds: the machine may be busy
+
+# The page asks every three seconds.
+TEN_TIMES_AS_OFTEN = "const wait = window.setTimeout; window.setTimeout = (call, ms) => wait(call, ms / 10);"
+
+expect.set_options(timeout=PATIENCE)
+
+
+# What is wider than its place: it scrolls sideways, or is cut off.
+TOO_WIDE = """() => [...document.querySelectorAll("html, body, body *")]
+  .filter((one) => one.clientWidth && one.scrollWidth > one.clientWidth + 1)
+  .map((one) => `${one.tagName} ${one.className}: ${one.textContent.slice(0, 50)}`)"""
+
+# Of all visible texts, those whose contrast with what they stand on is less than WCAG's AA asks of small text.
+PALE = """() => {
+  const channels = (text) => text.match(/[\\d.]+/g).map(Number);
+  const linear = (c) => c <= 10 ? c / 3294.6 : ((c / 255 + .055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => .2126 * linear(r) + .7152 * linear(g) + .0722 * linear(b);
+  const under = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const back = channels(getComputedStyle(at).backgroundColor);
+      if (back.length === 3 || back[3] === 1) return back;
+    }
+    return [255, 255, 255];
+  };
+  const pale = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!own || !element.checkVisibility() || ["SCRIPT", "STYLE"].includes(element.tagName)) continue;
+    const [a, b] = [light(channels(getComputedStyle(element).color)), light(under(element))].sort((x, y) => y - x);
+    if ((a + .05) / (b + .05) < 4.5) pale.push([element.textContent, (a + .05) / (b + .05)]);
+  }
+  return pale;
+}"""
+
+
+class Look(NamedTuple):
+    """How somebody looks at the page."""
+
+    name: str
+    size: dict[str, int]
+    scheme: str
+
+
+SIZES = {"desk": (1440, 900), "laptop": (1280, 800), "phone": (390, 844)}
+
+LOOKS = tuple(
+    Look(f"{name}-{scheme}", {"width": width, "height": height}, scheme)
+    for name, (width, height) in SIZES.items()
+    for scheme in ("light", "dark")
+)
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, own: OwnGateway, look: Look = LOOKS[0], logged: str | None = None) -> Iterator[Page]:
+    """The page; at the end, nothing was logged as an error but what holds `logged`, and nobody else was asked."""
+    context = browser.new_context(viewport=look.size, color_scheme=look.scheme, locale="en-GB")
+    try:
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE)
+        page.add_init_script(TEN_TIMES_AS_OFTEN)
+        complaints: list[str] = []
+        asked: list[str] = []
+        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(own.url + "/ui")
+        yield page
+        assert page.evaluate("window.broken") is None
+        assert asked and all(url.startswith((own.url + "/", "data:")) for url in asked)
+        assert [text for text in complaints if logged is None or logged not in text] == []
+    finally:
+        context.close()
+
+
+def is_red(page: Page, selector: str) -> bool:
+    """Whether it stands on red, and is in sight without scrolling where it is the alarm."""
+    colour = page.evaluate(
+        "(one) => getComputedStyle(document.querySelector(one)).backgroundColor.match(/\\d+/g).map(Number)", selector
+    )
+    return colour[0] > 150 and max(colour[1:3]) < 60
+
 
 EVIL = "<script>window.broken = 1</script>"
 
@@ -33,8 +115,12 @@ EVIL_MODEL = "<img src=x onerror='window.broken = 1'>"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright, contextlib.closing(chromium(playwright)) as started:
-        yield started
+    """The system's Chromium."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next((found for name in names if (found := shutil.which(name))), None)
+    assert path is not None, "Chromium is needed (set-up.sh installs Debian's)"
+    with sync_playwright() as playwright, contextlib.closing(playwright.chromium.launch(executable_path=path)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +129,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(
-    params=[pytest.param(SOON, id="one look"), pytest.param(LATER, id="others", marks=pytest.mark.thorough)]
+    params=[pytest.param(LOOKS[5:], id="one look"), pytest.param(LOOKS[:5], id="others", marks=pytest.mark.thorough)]
 )
-def pictures(request: pytest.FixtureRequest, folder: Path) -> Pictures:
-    return Pictures(folder, request.param)
+def in_every_look(request, browser, folder) -> Callable[[OwnGateway, str, Callable[[Page], None]], None]:
+    """Opens the page in each look, sees that it fits and can be read, and takes its picture."""
 
+    def in_every_look(own: OwnGateway, name: str, check: Callable[[Page], None]) -> None:
+        for look in request.param:
+            with opened(browser, own, look) as page:
+                expect(page.locator("#figures")).to_be_visible(timeout=PATIENCE)
+                check(page)
+                page.screenshot(path=folder / f"{name}-{look.name}.png", full_page=True)
+                assert page.evaluate(TOO_WIDE) == []
+                assert page.evaluate(PALE) == []
+                background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+                darkest = max(int(channel) for channel in re.findall(r"\d+", background))
+                assert (darkest < 64) == (look.scheme == "dark")
 
-@pytest.fixture
-def worker() -> Iterator[RecordingWorker]:
-    with recording_worker() as started:
-        yield started
+    return in_every_look
 
 
 @pytest.fixture
@@ -94,9 +188,7 @@ def busy(worker: RecordingWorker) -> Iterator[OwnGateway]:
         speech = {"role": "user", "content": "A long speech about ropes and knots. " * 20}
         for drink in ("tea", EVIL):
             messages = [{"role": "user", "content": f"We drink {drink}."}, {"role": "assistant", "content": "Aye."}]
-            body = {"model": "m", "messages": [*messages, speech]}
-            headers = {"x-request-id": f"about-{len(drink)}"}
-            httpx.post(own.url + CHAT, content=json.dumps(body), headers=headers, timeout=30)
+            ask(own, "", f"about-{len(drink)}", messages=[*messages, speech])
         worker.status = 500
         ask(own, "Does it break?", "broken")
         worker.status = 200
@@ -113,7 +205,7 @@ def busy(worker: RecordingWorker) -> Iterator[OwnGateway]:
                 thread.join()
 
 
-def test_a_busy_gateway(browser, worker, pictures):
+def test_a_busy_gateway(browser, worker, in_every_look):
     with busy(worker) as own:
 
         def check(page: Page) -> None:
@@ -134,7 +226,7 @@ def test_a_busy_gateway(browser, worker, pictures):
             for words in ("Message 0 (user) differs, at character 9", "We drink tea.", f"We drink {EVIL}."):
                 expect(changed.locator("dl")).to_contain_text(words)
 
-        in_every_look(browser, own, pictures, "busy", check)
+        in_every_look(own, "busy", check)
         for width in (320, 600, 863, 959, 1920):  # nothing is cut off at any
             with opened(browser, own, Look(str(width), {"width": width, "height": 700}, "light")) as page:
                 text(page, "#requests details").to_have_count(12)
@@ -142,12 +234,11 @@ def test_a_busy_gateway(browser, worker, pictures):
                 assert page.evaluate(TOO_WIDE) == []
 
 
-def test_what_changing_text_costs_has_a_headline(browser, worker, own, pictures):
+def test_what_changing_text_costs_has_a_headline(worker, own, in_every_look):
     worker.cached = 0
     for day in (22, 23):
         words = {"role": "system", "content": f"Today is {date.today():%Y}-11-{day}. " + "You are a pilot. " * 60}
-        body = {"model": "m", "messages": [words, {"role": "user", "content": f"What of {day}?"}]}
-        httpx.post(own.url + CHAT, content=json.dumps(body), headers={"x-request-id": str(day)}, timeout=30)
+        ask(own, "", str(day), messages=[words, {"role": "user", "content": f"What of {day}?"}])
     httpx.get(f"{own.url}/seamark/requests/23").raise_for_status()
     found = httpx.get(f"{own.url}/seamark/live").json()["changing"]
 
@@ -159,7 +250,7 @@ def test_what_changing_text_costs_has_a_headline(browser, worker, own, pictures)
         text(page, "#now").to_contain_text(f"{found['lost']:,} more stood behind text that changed")
         text(page, "#state").to_have_text("1 warning")
 
-    in_every_look(browser, own, pictures, "changing", check)
+    in_every_look(own, "changing", check)
 
 
 def test_an_opened_row_speaks_in_its_readers_words_and_stays_open_while_others_come(browser, worker, own):
@@ -184,7 +275,7 @@ def test_an_opened_row_speaks_in_its_readers_words_and_stays_open_while_others_c
         text(page, "#requests details:visible").to_have_count(15)
 
 
-def test_a_worker_that_is_down_and_answers_that_differ_cannot_be_overlooked(browser, worker, pictures):
+def test_a_worker_that_is_down_and_answers_that_differ_cannot_be_overlooked(browser, worker, in_every_look):
     with contextlib.ExitStack() as other_runs:
         other = other_runs.enter_context(recording_worker())
         with own_gateway(worker, other, self_check_interval=60) as own:
@@ -205,10 +296,10 @@ def test_a_worker_that_is_down_and_answers_that_differ_cannot_be_overlooked(brow
                 assert page.title().startswith("⚠") and is_red(page, "#alarms") and is_red(page, "tr.down")
                 assert page.locator("#alarms").bounding_box()["y"] == 0
 
-            in_every_look(browser, own, pictures, "alarms", check)
+            in_every_look(own, "alarms", check)
 
 
-def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
+def test_what_is_lost_in_shadow_has_a_card(in_every_look):
     with recording_worker(patched=False, cached=0) as worker, own_gateway(worker, shadow=True) as own:
         wait_until_up(own)
         for number in range(3):
@@ -229,7 +320,7 @@ def test_what_is_lost_in_shadow_has_a_card(browser, pictures):
             assert sum(int(words.split()[0]) for words in lost_by_rows.all_text_contents()) == lost["tokens"]
             text(page, "#requests").not_to_contain_text("not reported")
 
-        in_every_look(browser, own, pictures, "shadow", check)
+        in_every_look(own, "shadow", check)
 
 
 def test_a_gateway_that_ends_turns_the_page_red_and_its_figures_pale(browser, own, folder):
@@ -242,7 +333,7 @@ def test_a_gateway_that_ends_turns_the_page_red_and_its_figures_pale(browser, ow
         page.screenshot(path=folder / "gateway-gone.png", full_page=True)
 
 
-def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, worker, own, pictures):
+def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, worker, own, in_every_look):
     ask(own, "one", "first")
 
     def check(page: Page) -> None:
@@ -251,7 +342,7 @@ def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, wor
         text(page, "#saved .soft").to_have_count(2)
         text(page, "#saved .since").to_contain_text("since")
 
-    in_every_look(browser, own, pictures, "measuring", check)
+    in_every_look(own, "measuring", check)
     with opened(browser, own) as page:
         worker.more_metrics = "seamark_pass_seconds 0.5\nseamark_token_seconds 25\n"
         text(page, "#saved .big").to_have_text("1 h 6 min", timeout=PATIENCE)  # 160 tokens of before
@@ -264,10 +355,8 @@ def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, wor
         text(page, "#saved .big").to_have_text("\u22121 h 6 min", timeout=PATIENCE)
 
 
-def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_path, folder):
-    file = tmp_path / "keys.toml"
-    file.write_text(entry("ann") + entry("root", admin=True))
-    with own_gateway(worker, api_keys=file) as own:
+def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, keys, folder):
+    with own_gateway(worker, api_keys=keys) as own:
         wait_until_up(own)
         with opened(browser, own, LOOKS[4], logged="status of 40") as page:
             text(page, "#key-why").to_have_text("This gateway requires an API key with admin = true.")
@@ -294,31 +383,6 @@ def test_a_key_is_typed_into_the_page_and_kept_for_its_tab(browser, worker, tmp_
             text(page, "#figures").to_be_hidden()
             assert page.evaluate("sessionStorage.length") == 0
         assert httpx.get(own.url + "/seamark/live", headers=bearer("root")).status_code == 200
-
-
-def test_a_page_that_nobody_sees_asks_nothing(browser, own):
-    context = browser.new_context()
-    page = context.new_page()
-    page.add_init_script("window.unseen = false; window.turned = new Event('visibilitychange');")
-    page.add_init_script("Object.defineProperty(document, 'hidden', {get: () => window.unseen});")
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url) if request.url.endswith("live") else None)
-    page.clock.install()
-    page.goto(own.url + "/ui")
-    expect(page.locator("#figures")).to_be_visible()
-
-    def later(unseen: bool) -> int:
-        """How often it has asked, some seconds on."""
-        page.evaluate("(now) => { window.unseen = now; document.dispatchEvent(window.turned); }", unseen)
-        for _ in range(2):
-            wait_for(lambda: not page.evaluate("asking"))  # only with the answer it sets its timer
-            page.clock.run_for(3_100)
-        wait_for(lambda: not page.evaluate("asking"))
-        return len(asked)
-
-    before = later(unseen=True)
-    assert [later(unseen=True), later(unseen=False)] == [before, before + 3]  # at once, and twice more
-    context.close()
 
 
 def test_the_policy_lets_nothing_run_but_the_pages_own_script(browser, own):

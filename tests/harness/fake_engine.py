@@ -1,18 +1,19 @@
-"""What a worker with the plugin makes of a request, without a model: a prompt of one token per character.
+"""What a worker makes of a request, without a model: a prompt of one token per character; answers that follow from it.
 
-It resolves hints on the tokens of its own template, keeps a state at each position, and reports both in its feed, as
-`engine_patches/reporting/events_api.py` does.
+With the plugin, it resolves hints on the tokens of its own template, keeps a state at each position, and reports both
+in its feed, as `engine_patches/reporting/events_api.py` does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from proxy.boundaries.resolve import resolve
 from proxy.boundaries.token_ids import common_prefix
-from proxy.chat.chat import CHAT, COMPLETIONS, HINTED
+from proxy.chat.chat import CHAT, COMPLETIONS, HINTED, MESSAGES, RESPONSES
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.version import version
@@ -41,13 +42,10 @@ def engine_info(
     `connector`: vLLM's name of a KV connector beside which states are written inside a pass. `refused`: why no hint
     counts. `reports`: HOST:PORT where they are read. `drafts`: the gate of hints beside them.
     """
-    beside = f'ahead="{ahead}",' if ahead else ""
-    beside += f'connector="{connector}",lane="inside_pass",' if connector else ""
-    beside += f'refused="{refused}",' if refused else ""
-    beside += f'reports="{reports}",'
-    beside += f'drafts="{drafts}",' if drafts else ""
-    labels = f'{beside}block_size="384",match_unit="{MATCH_UNIT}",version="{of}",vllm="0.32.0"'
-    return f"seamark_engine_info{{{labels}}} 1.0\n"
+    beside = {"ahead": ahead or "", "connector": connector, "lane": "inside_pass" if connector else ""}
+    beside |= {"refused": refused, "drafts": drafts, "block_size": "384", "match_unit": MATCH_UNIT, "version": of}
+    labels = "".join(f'{name}="{value}",' for name, value in beside.items() if value)
+    return f'seamark_engine_info{{{labels}reports="{reports}",vllm="0.32.0"}} 1.0\n'
 
 
 def template(body: Mapping[str, Any]) -> str:
@@ -103,7 +101,6 @@ class FakeEngine:
         self._kept: list[tuple[list[Any] | None, list[Any] | None, list[Any] | None]] = []  # outcome, resolved, states
         self._seen: dict[str, list[str]] = {}  # prompts, by cache salt
         self.read_to = 0  # what a gateway has read
-        self.room = 8  # prompts that can be pinned
         self.pinned: list[tuple[str, str]] = []  # cache salts and prompts
         self._fates: list[tuple[int, str, str]] = []  # of pins: cursor, request id, and what became of it
 
@@ -112,8 +109,8 @@ class FakeEngine:
         """Number of the last entry of the feed."""
         return len(self._kept)
 
-    def admit(self, request_id: str, prompt: str, body: Mapping[str, Any], reason: str | None, cached: int) -> Admitted:
-        """A request is computed; `reason` is what the engine says of it, None for what fits `cached` tokens."""
+    def admit(self, request_id: str, prompt: str, body: Mapping[str, Any], cached: int) -> Admitted:
+        """A request is computed."""
         salt = str(body.get("cache_salt") or "")
         hint = hint_of(body)
         ids = token_ids(prompt)
@@ -122,10 +119,10 @@ class FakeEngine:
         shared = max((common_prefix(prompt, other) for other in seen), default=0)
         seen.append(prompt)
         del seen[:-MAX_SEEN]
-        reason = reason or ("hit" if cached else "cold")
+        reason = "hit" if cached else "cold"
         usable = (max(position - self._ahead, 0) for position in positions)
         floored = sorted({position // MATCH_UNIT * MATCH_UNIT for position in usable} - {0})
-        states = [[at, _state(salt, prompt[:at])] for at in floored] if reason != "not_worth_it" else []
+        states = [[at, _state(salt, prompt[:at])] for at in floored]
         admitted = Admitted(reason, cached, shared // MATCH_UNIT * MATCH_UNIT, positions)
         admitted = admitted._replace(pin=self._pin(salt, prompt, body))
         self._kept.append(
@@ -156,7 +153,7 @@ class FakeEngine:
             self.pinned = [each for each in self.pinned if each != (salt, prompt)]
             return "released"
         if pin == 1 and (salt, prompt) not in self.pinned:
-            if len(self.pinned) == self.room:
+            if len(self.pinned) == 8:
                 return "no_room"
             self.pinned.append((salt, prompt))
         return "pinned" if pin == 1 else ""
@@ -214,3 +211,41 @@ def prompt_of(path: str, body: Mapping[str, Any], render: Template) -> str | Non
         return render({**chat.body, "messages": chat.messages})
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
+
+
+class Computed(NamedTuple):
+    """How long they are, and how they end."""
+
+    words: int = 8  # events of a stream
+    ending: str | None = "stop"  # of a choice
+
+    def whole(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """An answer that is no stream."""
+        name, salt = _name(body), body.get("cache_salt", "")
+        text = f"{salt} {name} " * self.words
+        message = {"role": "assistant", "content": text}
+        shapes: dict[str, dict[str, Any]] = {
+            CHAT: {"choices": [{"index": 0, "message": message, "finish_reason": self.ending}]},
+            COMPLETIONS: {"choices": [{"index": 0, "text": text, "finish_reason": self.ending}]},
+            MESSAGES: {"type": "message", "content": [{"type": "text", "text": text}], "stop_reason": "end_turn"},
+            RESPONSES: {"object": "response", "status": "completed", "output": [{"type": "message", "text": text}]},
+        }
+        other = {"object": "list", "data": [{"embedding": [0.5], "of": text}]}
+        return {"id": f"answer-{name}", "model": "m", **shapes.get(path, other)}
+
+    def events(self, body: Mapping[str, Any]) -> list[bytes]:
+        """The stream of a chat."""
+        name, salt = _name(body), body.get("cache_salt", "")
+        choices: list[dict[str, Any]] = [
+            {"index": 0, "delta": {"content": f"{salt} {name} {number}"}, "finish_reason": None}
+            for number in range(self.words)
+        ]
+        choices.append({"index": 0, "delta": {}, "finish_reason": self.ending})
+        frames = [json.dumps({"id": f"answer-{name}", "choices": [each]}) for each in choices]
+        return [f"data: {frame}\n\n".encode() for frame in (*frames, "[DONE]")]
+
+
+def _name(body: Mapping[str, Any]) -> str:
+    """Of a request, whatever the gateway tells the engine beside it."""
+    asked = {name: value for name, value in body.items() if name != "vllm_xargs"}
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()

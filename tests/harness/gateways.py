@@ -1,11 +1,17 @@
-"""A gateway in this process, under its own server: a test can look into it, and bring it into any state."""
+"""Gateways under a server of their own: in this process, or in one forked from one that has imported everything."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import multiprocessing
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -18,7 +24,6 @@ from proxy.server.uvicorn_server import server_for
 from proxy.settings import Settings
 from tests.harness.fake_engine import GENERATION, hint_of
 from tests.harness.recording_worker import RecordingWorker
-from tests.harness.waiting import wait_for
 
 CHAT = "/v1/chat/completions"
 
@@ -92,11 +97,6 @@ def hint_at(worker: RecordingWorker) -> list[Any]:
     return hint_of(json.loads(worker.requests[-1].body))
 
 
-def told(*workers: RecordingWorker) -> None:
-    """Return once a gateway knows all that the engines of `workers` have to say."""
-    wait_for(lambda: all(worker.is_read for worker in workers))
-
-
 def compared(own: OwnGateway, checked: int, differs: int, hints_off: bool) -> None:
     """As if the self-check had come to this."""
     own.gateway.self_check.checked, own.gateway.self_check.differs = checked, differs
@@ -107,3 +107,79 @@ def knows_templates(gateway: Server) -> bool:
     """Whether it has learnt the chat templates of its workers."""
     workers = httpx.get(gateway.url + "/seamark/status").json()["workers"]
     return all(template["learnt"] for worker in workers for template in worker["templates"].values())
+
+
+_FORKS = multiprocessing.get_context("forkserver")
+# This module, too: a fork looks for `_serve` in it.
+_FORKS.set_forkserver_preload(["proxy.cli", "proxy.server.uvicorn_server", "proxy.commands.serve", __name__])
+
+
+class ForkedProcess(_FORKS.Process):
+    """With as much of `subprocess.Popen` as servers need."""
+
+    def __init__(self, command: Sequence[str], log: Path, constants: Mapping[str, Any]) -> None:
+        settings = {name: value for name, value in os.environ.items() if not name.startswith("SEAMARK_")}
+        super().__init__(target=_serve, args=(list(command), str(log), settings, dict(constants)), daemon=True)
+        self.start()
+
+    def poll(self) -> int | None:
+        """The exit status once there is one."""
+        return self.exitcode
+
+    returncode = property(poll)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. Raises `subprocess.TimeoutExpired`."""
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired("seamark", timeout or 0.0)
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """To the process, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class GatewayForks(Servers):
+    """Servers whose gateways are forks. `constants` replaces module constants in those that start next: their times."""
+
+    # By their full names. A busy machine alone may exceed the defaults.
+    PATIENCE: Mapping[str, float] = {
+        "proxy.pipeline.prompt_reader.DATE_SECONDS": 30.0,
+        "proxy.fleet.pool.FACTS_SECONDS": 30.0,
+    }
+
+    def __init__(self, folder: Path) -> None:
+        """Logs go into `folder`."""
+        super().__init__(folder)
+        self.constants: dict[str, Any] = dict(self.PATIENCE)
+
+    def _start(self, name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Server:
+        if name != "gateway":
+            return super()._start(name, port, arguments, environment)
+        _, _, *command = arguments  # after `-m proxy.cli`
+        log = self._folder / f"{name}-{port}.log"
+        server = Server(name, f"http://127.0.0.1:{port}", log, ForkedProcess(command, log, self.constants))
+        self.started.append(server)
+        return server
+
+
+def _serve(command: list[str], log: str, environment: dict[str, str], constants: dict[str, Any]) -> None:
+    """In the fork: be `seamark` with this command."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ.update(environment)
+    for name, value in constants.items():
+        module, _, constant = name.rpartition(".")
+        owner = importlib.import_module(module)
+        getattr(owner, constant)  # a name that has gone would change nothing
+        setattr(owner, constant, value)
+    from proxy.cli import main
+
+    sys.argv = ["seamark", *command]
+    sys.exit(main())

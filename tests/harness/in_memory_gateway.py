@@ -1,4 +1,4 @@
-"""A gateway without a socket: all its real parts, before fake workers that run in the same event loop.
+"""Gateways and commands without a socket: all their real parts, before fake workers that run in the same event loop.
 
 Only `Upstream` is another one: it calls a worker's ASGI application. What HTTP itself does is shown in `tests/gateway`.
 """
@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from types import ModuleType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import httpx
+import pytest
 
 from proxy.chat.chat import CHAT
 from proxy.http import asgi
@@ -259,3 +261,41 @@ async def in_memory_gateway(
         yield InMemoryGateway(app, upstream)
     finally:
         await app.gateway.stop()
+
+
+class Reachable:
+    """ASGI applications by their URLs, and what fails instead of an answer. All else refuses connections."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Any] = {}
+        self.faults: dict[str, Exception] = {}
+        self.unclosed = 0  # of those that were made to ask them
+        self.connect_timeouts: set[float] = set()  # seconds
+        self.patience: dict[str, float | None] = {}  # seconds for the last answer at each path
+
+    def add(self, app: Callable[..., Any], url: str = "http://127.0.0.1:8000") -> str:
+        """The URL of an application from now on."""
+        self.workers[url] = app
+        return url
+
+    def serve(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+        """These are all that the `Upstream` of `modules` finds."""
+        found = self
+
+        class Direct(DirectUpstream):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__()
+                Upstream.__init__(self, *arguments)
+                self.workers, self.faults = found.workers, found.faults
+                found.unclosed += 1
+                found.connect_timeouts.add(self._connect_timeout)
+
+            async def send(self, method: str, url: str, *given: Any, **named: Any) -> Answer:
+                found.patience[urlsplit(url).path] = named.get("read_timeout")
+                return await super().send(method, url, *given, **named)
+
+            async def aclose(self) -> None:
+                found.unclosed -= 1
+
+        for module in modules:
+            monkeypatch.setattr(module, "Upstream", Direct)

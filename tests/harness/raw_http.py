@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
 from typing import NamedTuple
 
 from proxy.bench.harness.servers import Server
@@ -90,13 +88,6 @@ class Connection:
     def close(self) -> None:
         """Leave, as a client does that has had enough."""
         self._writer.close()
-
-    def reset(self) -> None:
-        """Leave with a reset: the other side's system reports an error."""
-        # Linger for no time: what is still to be sent is thrown away, and a reset goes out instead of an end.
-        plug = self._writer.get_extra_info("socket")
-        plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._writer.transport.abort()
 
 
 def request(method: str, target: str, headers: dict[str, str], body: bytes = b"") -> bytes:

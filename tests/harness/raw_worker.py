@@ -8,6 +8,7 @@ the answer is marked `x-mock: answer`. With `raw_worker(reply)` a function answe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+from proxy.bench.harness.servers import Server
 from tests.harness.fake_engine import engine_info, template, token_ids
 from tests.harness.recording_worker import COMPLETION
 
@@ -37,8 +39,12 @@ PAGES = {
     b"/metrics": _METRICS,
     b"/seamark/metrics": _METRICS,
     b"/kv_event_sources": (b"{}", JSON),
-    b"/v1/models": (b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":8192}]}', JSON),
+    b"/v1/models": (b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":131072}]}', JSON),
+    b"/version": (b'{"version":"0.32.0"}', JSON),
     b"/seamark/outcomes": (b'{"boot":"b","cursor":0,"outcomes":[]}', JSON),
+    # For other gateways.
+    **dict.fromkeys((b"/get_model_info", b"/model_info"), (b'{"model_path":"m","is_generation":true}', JSON)),
+    **dict.fromkeys((b"/get_server_info", b"/server_info"), (b'{"model_path":"m","served_model_name":"m"}', JSON)),
 }
 
 RENDER, DETOKENIZE = b"/v1/chat/completions/render", b"/detokenize"
@@ -169,9 +175,9 @@ class RawWorker:
         self.malformed: list[Malformed] = []
         self.connections = 0  # ever made
         self.open: set[_Connection] = set()
-        self._arrived: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._flowing: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._left: defaultdict[str, asyncio.Future[float]] = defaultdict(asyncio.get_running_loop().create_future)
+        self.has_arrived: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.has_flown: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.has_left: defaultdict[str, asyncio.Future[float]] = defaultdict(asyncio.get_running_loop().create_future)
 
     async def __aenter__(self) -> RawWorker:
         self._server = await asyncio.get_running_loop().create_server(lambda: _Connection(self), "127.0.0.1", 0)
@@ -183,35 +189,21 @@ class RawWorker:
 
     async def arrived(self, request_id: str) -> None:
         """Return once a request of that id is here."""
-        await self._arrived[request_id].wait()
+        await self.has_arrived[request_id].wait()
 
     async def flowing(self, request_id: str) -> None:
         """Return once a part of the answer to it has been sent."""
-        await self._flowing[request_id].wait()
+        await self.has_flown[request_id].wait()
 
     async def left(self, request_id: str) -> float:
         """`time.perf_counter()` of the moment when the connection of that unfinished request was closed."""
-        return await asyncio.shield(self._left[request_id])
+        return await asyncio.shield(self.has_left[request_id])
 
     def pop(self, request_id: str) -> list[Seen]:
         """The requests of that id, forgotten from here on."""
-        for kept in (self._arrived, self._flowing, self._left):
+        for kept in (self.has_arrived, self.has_flown, self.has_left):
             kept.pop(request_id, None)
         return self.seen.pop(request_id, [])
-
-    def take(self, seen: Seen) -> None:
-        """A request is complete."""
-        self.seen[seen.id].append(seen)
-        self._arrived[seen.id].set()
-
-    def flows(self, request_id: str) -> None:
-        """A part of its answer has been sent."""
-        self._flowing[request_id].set()
-
-    def gone(self, request_id: str) -> None:
-        """Its connection is closed, and it was not answered in full."""
-        if not self._left[request_id].done():
-            self._left[request_id].set_result(time.perf_counter())
 
 
 class _Connection(Connection):
@@ -242,7 +234,8 @@ class _Connection(Connection):
         if self._answering is not None:
             self._answering.cancel()
         if self._open is not None:
-            self._worker.gone(self._open.id)
+            if not self._worker.has_left[self._open.id].done():
+                self._worker.has_left[self._open.id].set_result(time.perf_counter())
             self._open = None
         elif self.rest:
             self.malformed("cut off")
@@ -250,10 +243,11 @@ class _Connection(Connection):
 
     def received(self, head: Head, body: bytes) -> None:
         seen = Seen(head.method, head.target, head.headers, body, self._number)
-        if not seen.id and (page := _page(seen)) is not None:
-            self.transport.write(whole(*page))
+        if not seen.id and (found := page(head.method, head.target.partition(b"?")[0], body)) is not None:
+            self.transport.write(whole(*found))
             return
-        self._worker.take(seen)
+        self._worker.seen[seen.id].append(seen)
+        self._worker.has_arrived[seen.id].set()
         if self._worker.reply is not None:
             answer = self._worker.reply(body, self._served)
             self._served += 1
@@ -280,34 +274,24 @@ class _Connection(Connection):
         while True:
             self.transport.write(piece)
             await asyncio.sleep(DRIP_SECONDS)
-            self._worker.flows(seen_id)
+            self._worker.has_flown[seen_id].set()
 
 
-def _page(seen: Seen) -> tuple[bytes, str, bytes] | None:
-    """What the gateway asks for itself."""
-    path = seen.target.partition(b"?")[0]
-    if seen.method == b"POST" and path in (RENDER, DETOKENIZE):
-        return (_rendered if path == RENDER else _text)(seen.body), "200 OK", JSON
-    if seen.method != b"GET" or path not in PAGES:
+def page(method: bytes, path: bytes, body: bytes) -> tuple[bytes, str, bytes] | None:
+    """What a gateway asks for itself; nothing of what is no chat or no tokens: clients ask too."""
+    if method == b"POST" and path in (RENDER, DETOKENIZE):
+        answer: dict[str, Any] = {}
+        with contextlib.suppress(ValueError, AttributeError, KeyError, TypeError, OverflowError, RecursionError):
+            asked = json.loads(body)
+            if path == RENDER:
+                answer = {"token_ids": token_ids(template(asked))}
+            else:
+                answer = {"prompt": "".join(map(chr, asked["tokens"]))}
+        return json.dumps(answer).encode(), "200 OK", JSON
+    if method != b"GET" or path not in PAGES:
         return None
-    body, kind = PAGES[path]
-    return body, "200 OK", kind
-
-
-def _rendered(body: bytes) -> bytes:
-    """The tokens of a chat; nothing for what is none: clients ask too."""
-    try:
-        return json.dumps({"token_ids": token_ids(template(json.loads(body)))}).encode()
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        return b"{}"
-
-
-def _text(body: bytes) -> bytes:
-    """Token ids as text, the same way back."""
-    try:
-        return json.dumps({"prompt": "".join(map(chr, json.loads(body)["tokens"]))}).encode()
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return b"{}"
+    text, kind = PAGES[path]
+    return text, "200 OK", kind
 
 
 @contextmanager
@@ -331,3 +315,9 @@ def raw_worker(reply: Reply) -> Iterator[RawWorker]:
             connection.transport.abort()
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
+
+
+async def started(server: Server, path: str = "/ready") -> Server:
+    """The server once it is ready; the raw worker answers meanwhile."""
+    await asyncio.to_thread(server.wait_until_ready, path)
+    return server

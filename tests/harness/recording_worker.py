@@ -9,26 +9,27 @@ import asyncio
 import json
 import os
 import re
+import socket
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-from starlette.middleware.cors import CORSMiddleware
+import uvicorn
 
 from proxy.chat.chat import CHAT, RESPONSES
 from proxy.fleet.probe import OPTIONAL
 from proxy.http.auth import ADMIN_OF_WORKERS, LOAD_ADAPTER, UNLOAD_ADAPTER
-from tests.harness.computed_answers import Computed
 from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.fake_engine import (
     VERSION,
     Admitted,
+    Computed,
     FakeEngine,
     Template,
     engine_info,
@@ -37,7 +38,39 @@ from tests.harness.fake_engine import (
     template,
     token_ids,
 )
-from tests.harness.threaded_server import serving, whole_body
+
+
+@contextmanager
+def serving(app: Any, address: str = "127.0.0.1", port: int = 0, **options: Any) -> Iterator[str]:
+    """Its URL, at an address of this machine; port 0: a free one. `options` are uvicorn's.
+
+    The socket is bound before the server starts, so that nobody takes the port.
+    """
+    server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="off", log_level="critical", **options))
+    kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, port), family=kind)
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        thread.join(0.01)
+    try:
+        host = f"[{address}]" if ":" in address else address
+        yield f"http://{host}:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
+
+
+async def whole_body(receive: Any) -> bytes:
+    """A request's body, as the application receives it."""
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return body
+
 
 PROMPT_TOKENS = 300  # of requests that are no chats, and in recorded streams
 
@@ -62,6 +95,13 @@ EVENTS = (
     b"data: [DONE]\n\n",
 )
 
+
+def recorded(name: str) -> list[bytes]:
+    """The events of a stream of vLLM 0.32's for three tokens, as it came."""
+    text = (Path(__file__).parents[1] / "streams" / f"{name}.sse").read_bytes()
+    return [event + b"\n\n" for event in text.split(b"\n\n") if event]
+
+
 Headers = Sequence[tuple[bytes, bytes]]
 
 Stream = Sequence[bytes] | Callable[[int, int], Sequence[bytes]]  # made of a prompt's and of its cached tokens
@@ -75,7 +115,6 @@ class Recorded:
     target: str
     headers: list[tuple[bytes, bytes]]
     body: bytes
-    peer: tuple[str, int]  # other end of the connection it came on
 
     @property
     def path(self) -> str:
@@ -114,7 +153,6 @@ class RecordingWorker:
     transfer: dict[str, Any] | None = None  # what a prefill worker says of a prompt that it has computed
     template: Template = template
     rendered: Template | None = None  # what its render route gives if that is not what it computes
-    prompt_tokens: int | None = None  # that it reports; None: as many as its template makes
     more_metrics: str = ""  # lines of its /metrics
     boot: str = "1.7e+09"
     models: tuple[str, ...] = ("m",)  # names of its one model
@@ -128,12 +166,8 @@ class RecordingWorker:
     hits: bool = False  # report as cached what the states stand for that its engine has kept
     status: int = 200  # of whole answers
     status_by: Callable[[bytes], int] | None = None  # the same by the body of a request
-    reason: str | None = None  # that its engine gives; None: what fits the cached tokens
     more_headers: Headers = ()  # of its answers
-    allowed_origins: tuple[str, ...] = ("*",)  # when it starts, as vLLM's --allowed-origins
-    gzips: str | None = None  # as a proxy before it: "accepted" what the client takes so, "always" everything
     has_feed: bool = True
-    has_middleware: bool = True  # which says in the head of an answer what became of its request
     api_key: str | None = None  # that it wants for /v1, as vLLM's --api-key
     hold: threading.Event = field(default_factory=threading.Event)  # while set, answers to requests wait
     held_text: bytes = b""  # in the bodies of those that wait
@@ -167,45 +201,20 @@ class RecordingWorker:
             return None
         target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
         headers = list(scope["headers"])
-        request = Recorded(scope["method"], target, headers, await whole_body(receive), scope["client"])
+        request = Recorded(scope["method"], target, headers, await whole_body(receive))
         path, body = scope["path"], request.body
         wanted = (b"authorization", f"Bearer {self.api_key}".encode())
         if self.api_key is not None and path.startswith("/v1") and wanted not in headers:
             return await respond(send, b'{"error":"Unauthorized"}', status=401)
-        if path == "/health":
-            return await respond(send, b"", "text/plain")
-        if path in ("/metrics", "/seamark/metrics"):
-            gate = self.drafting
-            refused = f"drafts: {gate.why}" if gate is not None and gate.state == "closed" else self.refused
-            drafts = gate.state if gate is not None else ""
-            info = engine_info(self.version, self.ahead, self.connector, refused, self.reports, drafts)
-            text = (
-                (f"process_start_time_seconds {self.boot}\n" if self.boot else "")
-                + (info if self.patched else "")
-                + sleep_state(*self.sleeps)
-                + self.more_metrics
-            )
-            return await respond(send, text.encode(), "text/plain")
-        if path == "/v1/models" and request.method == "GET":
-            data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]
-            data += [
-                {"id": name, "object": "model", "root": root, "parent": self.models[0]}
-                for name, root in (self.adapters or {}).items()
-            ]
-            return await respond(send, json.dumps({"object": "list", "data": data}).encode())
-        if path in ("/is_sleeping", "/is_paused"):
-            asleep = [level is not None or self.paused for level in self.sleeps]
-            if len(set(asleep)) > 1:  # vLLM's engines have to agree
-                return await respond(send, b"{}", status=500)
-            return await respond(send, json.dumps({path[1:]: asleep[0]}).encode())
-        if path == "/kv_event_sources":
-            return await respond(send, json.dumps(self.sources).encode(), status=404 if self.sources is None else 200)
+        if (page := self._page(request)) is not None:
+            said, status = page
+            if isinstance(said, str):
+                return await respond(send, said.encode(), "text/plain", status)
+            return await respond(send, json.dumps(said).encode(), status=status)
         if path in self.lacks:
             return await refuse(send, f"{path} is not supported by the Rust frontend yet", "NotImplemented", None, 501)
         if body == b"{}" and path in OPTIONAL:
             return await refuse(send, "1 validation error", "BadRequestError", None, 400)
-        if path == "/version":
-            return await respond(send, b'{"version":"0.32.0"}')
         if path == "/seamark/outcomes":
             return await self._feed(scope, send)
         if path == "/v1/chat/completions/render" and self.hang_renders:
@@ -213,18 +222,43 @@ class RecordingWorker:
             return None
         if path == "/v1/chat/completions/render":
             return await self._render(body, send)
-        if path == "/tokenize" and b'"prompt"' in body:
-            self.tokenized += 1
-            return await respond(send, json.dumps({"tokens": token_ids(json.loads(body)["prompt"])}).encode())
-        if path == "/detokenize" and b'"tokens"' in body:
-            text = "".join(map(chr, json.loads(body)["tokens"]))
-            return await respond(send, json.dumps({"prompt": text}).encode())
         self.requests.append(request)
         if self.drafting is not None and b'"return_tokens_as_token_ids": true' in body:
             status, answer = self.drafting.complete(request.fields, request.header(b"x-request-id").decode())
             return await respond(send, json.dumps(answer).encode(), status=status)
         if await self._stays(receive, lambda: self.hold.is_set() and self.held_text in body):
             await self._answer(request, receive, send)
+        return None
+
+    def _page(self, request: Recorded) -> tuple[Any, int] | None:
+        """What it says of itself and of texts: a text, or what becomes JSON; and the status."""
+        path, body = request.path, request.body
+        if path == "/health":
+            return "", 200
+        if path in ("/metrics", "/seamark/metrics"):
+            gate = self.drafting
+            refused = f"drafts: {gate.why}" if gate is not None and gate.state == "closed" else self.refused
+            drafts = gate.state if gate is not None else ""
+            info = engine_info(self.version, self.ahead, self.connector, refused, self.reports, drafts)
+            started = f"process_start_time_seconds {self.boot}\n" if self.boot else ""
+            return started + (info if self.patched else "") + sleep_state(*self.sleeps) + self.more_metrics, 200
+        if path == "/v1/models" and request.method == "GET":
+            data = [{"id": name, "object": "model", "max_model_len": 8192} for name in self.models]
+            adapters = (self.adapters or {}).items()
+            data += [{"id": name, "object": "model", "root": at, "parent": self.models[0]} for name, at in adapters]
+            return {"object": "list", "data": data}, 200
+        if path in ("/is_sleeping", "/is_paused"):
+            asleep = {level is not None or self.paused for level in self.sleeps}
+            return ({path[1:]: asleep.pop()}, 200) if len(asleep) == 1 else ({}, 500)  # vLLM's engines have to agree
+        if path == "/kv_event_sources":
+            return self.sources, 404 if self.sources is None else 200
+        if path == "/version":
+            return {"version": "0.32.0"}, 200
+        if path == "/tokenize" and b'"prompt"' in body:
+            self.tokenized += 1
+            return {"tokens": token_ids(json.loads(body)["prompt"])}, 200
+        if path == "/detokenize" and b'"tokens"' in body:
+            return {"prompt": "".join(map(chr, json.loads(body)["tokens"]))}, 200
         return None
 
     async def _stays(self, receive: Any, waits: Callable[[], bool]) -> bool:
@@ -248,8 +282,6 @@ class RecordingWorker:
 
     async def _answer(self, request: Recorded, receive: Any, send: Any) -> None:
         path, body = request.path, request.fields
-        if self.gzips == "always" or (self.gzips and b"gzip" in request.header(b"accept-encoding")):
-            send = gzipping(send)
         if self.adapters is not None and path in ADMIN_OF_WORKERS and self.status == 200:
             return await self._change_adapter(path, body, send)
         if self.checks_names and not self._has_model(request):
@@ -259,7 +291,7 @@ class RecordingWorker:
         if self.status_by is not None:
             self.status = self.status_by(request.body)
         prompt = prompt_of(path, body, self.template)
-        length = self.prompt_tokens or (len(prompt) if prompt else PROMPT_TOKENS)
+        length = len(prompt) if prompt else PROMPT_TOKENS
         if self.hits:
             self.cached = self.engine.held(prompt or "", body)
         is_stream = bool(body.get("stream")) and (path in self.streams or self.computed is not None)
@@ -275,7 +307,7 @@ class RecordingWorker:
             status, in_halves = (200, True) if self.computed is None else (self.status, False)
             return await self._send(head, events, receive, send, status=status, in_halves=in_halves)
         head = _head("application/json", len(answer), self.more_headers)
-        if admitted is not None and self.has_middleware and request.header(b"x-seamark-outcome") == b"1":
+        if admitted is not None and request.header(b"x-seamark-outcome") == b"1":
             head.append((b"x-seamark-outcome", admitted.header.encode()))
         return await self._send(head, (answer[:20], answer[20:]), receive, send, status=self.status)
 
@@ -371,7 +403,7 @@ class RecordingWorker:
         """What the engine says of a request; None for what it does not compute."""
         if prompt is None or not self.patched or self.status != 200:
             return None
-        return self.engine.admit(request_id, prompt, body, self.reason, self.cached or 0)
+        return self.engine.admit(request_id, prompt, body, self.cached or 0)
 
     async def _feed(self, scope: Any, send: Any) -> None:
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode()).items()}
@@ -420,22 +452,6 @@ class RecordingWorker:
             number += 1
 
 
-def gzipping(send: Any) -> Any:
-    """`send`, with each piece of the body compressed and flushed."""
-    packer = zlib.compressobj(wbits=31)
-
-    async def send_packed(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            headers = [header for header in message["headers"] if header[0] != b"content-length"]
-            message = {**message, "headers": [*headers, (b"content-encoding", b"gzip")]}
-        else:
-            flush = zlib.Z_SYNC_FLUSH if message.get("more_body") else zlib.Z_FINISH
-            message = {**message, "body": packer.compress(message["body"]) + packer.flush(flush)}
-        await send(message)
-
-    return send_packed
-
-
 def _head(kind: str, length: int, more: Headers = ()) -> list[tuple[bytes, bytes]]:
     named = [(b"content-type", kind.encode()), (b"content-length", str(length).encode())]
     return [*named, (b"x-twice", b"1"), (b"x-twice", b"2"), *more]
@@ -456,6 +472,5 @@ async def refuse(send: Any, message: str, kind: str, param: str | None, status: 
 def recording_worker(address: str = "127.0.0.1", port: int = 0, **state: Any) -> Iterator[RecordingWorker]:
     """The fake under a real HTTP server, in a thread; port 0: a free one."""
     worker = RecordingWorker(**state)
-    app = CORSMiddleware(worker, allow_origins=worker.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    with serving(app, address, port) as worker.url:
+    with serving(worker, address, port) as worker.url:
         yield worker

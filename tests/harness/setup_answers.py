@@ -9,6 +9,9 @@ from tests.deploy.compose_files import OF_THE_USER
 
 WORKER = ("--worker", "http://127.0.0.1:8000/v1")
 
+# In the shapes in which they are published: one small file each, in words of our own.
+RECIPES = Path(__file__).parents[1] / "data" / "recipes"
+
 # What make-mod.sh wants of a checkout, in the home folder.
 SPARK = "spark-vllm-docker"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.commands import boundary, doctor
-from tests.harness.reachable import Reachable
+from tests.harness.in_memory_gateway import Reachable
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from proxy.commands import boundary
 from proxy.commands.boundary import main
-from tests.harness.reachable import Reachable
+from tests.harness.in_memory_gateway import Reachable
 from tests.harness.recording_worker import RecordingWorker, respond
 
 URL = "http://127.0.0.1:8000"

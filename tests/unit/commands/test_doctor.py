@@ -19,7 +19,7 @@ from proxy.commands.ways import FoundWay, Way
 from proxy.http.client import Broken, Silent, Unreachable
 from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.fake_engine import engine_info
-from tests.harness.reachable import Reachable
+from tests.harness.in_memory_gateway import Reachable
 from tests.harness.recording_worker import RecordingWorker, respond
 
 URL = "http://127.0.0.1:8000"

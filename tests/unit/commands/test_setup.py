@@ -17,8 +17,7 @@ from proxy.commands import setup
 from proxy.commands.setup import RunningVllm, running, source_folder
 from proxy.commands.setup_files import SetupWay
 from tests.deploy.compose_files import DEPLOY, OF_THE_USER
-from tests.harness.published_recipes import RECIPES
-from tests.harness.setup_answers import ANSWERS, SECOND, SPARK, WORKER, written
+from tests.harness.setup_answers import ANSWERS, RECIPES, SECOND, SPARK, WORKER, written
 
 SOURCE = DEPLOY.parent
 

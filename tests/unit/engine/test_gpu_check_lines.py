@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from tests.deploy.compose_files import DEPLOY
-from tests.harness.kubernetes_schemas import complaints
+from tests.harness.helm import complaints
 
 SECTION = (DEPLOY / "README.md").read_text().partition("### On a GPU, run this first")[2]
 

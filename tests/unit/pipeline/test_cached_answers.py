@@ -15,7 +15,7 @@ from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from proxy.fleet.part import Change
 from proxy.pipeline.cacheable import EMBEDDINGS
 from tests.harness.api_keys import bearer, entry
-from tests.harness.computed_answers import Computed
+from tests.harness.fake_engine import Computed
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
 from tests.harness.waiting import until
