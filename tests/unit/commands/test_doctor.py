@@ -1,6 +1,6 @@
 """What `seamark doctor` says of what workers and gateways answer, as it prints it: `golden/doctor.txt`.
 
-What sockets and processes show beyond that: `tests/gateway/test_doctor.py`.
+What sockets and processes show beyond that: `tests/gateway/test_live.py`.
 """
 
 from __future__ import annotations
