@@ -1,8 +1,12 @@
-"""What is learnt of a request at first sight, which of its states end a turn, and what its admission reports."""
+"""What is learnt of a request, which of its states end a turn, what its admission reports; the check on a toy cache."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,17 +14,21 @@ import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager, SlidingWindowManager
 
+from engine_patches.scheduler.cache_groups import MANAGERS
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.pins import Pins
 from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, LEARNED, TAIL, CheckpointTarget
+from engine_patches.scheduler.preflight import PreflightFailed, run
 from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
+from tests.harness.versions import source_of
 
 UNIT = 16
 
@@ -247,3 +255,80 @@ def test_a_step_begins_and_a_cache_is_emptied_with_the_blocks_of_the_last_step_g
     without_states = Checkpoints(GRID, 512)
     without_states.begin_step(set())
     without_states.before_reset()
+
+
+Changed = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def shorter(original: Callable[..., Any]) -> Any:
+    """A lookup whose hits are shorter."""
+
+    def find(cls: Any, *args: Any, **more: Any) -> Any:
+        found = original(*args, **more)
+        return found[0], found[1] - 16
+
+    return classmethod(find)
+
+
+def doing(instead: Callable[..., Any]) -> Changed:
+    return lambda original: instead
+
+
+def evict(self: Any, blocks: Any) -> None:
+    for each in blocks:
+        self._maybe_evict_cached_block(each)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "changed", "told"),
+    [
+        (BlockPool, "cache_partial_block", doing(lambda *args, **more: len(5)), "TypeError: object of type 'int'"),
+        (BlockPool, "_maybe_evict_cached_block", doing(lambda self, block: False), ""),
+        (BlockPool, "get_cached_block", doing(lambda self, block_hash, groups: None), ""),
+        (MambaManager, "find_longest_cache_hit", shorter, "a state inside a block"),
+        (FullAttentionManager, "find_longest_cache_hit", shorter, "attention rows inside a block"),
+        (BlockPool, "cache_full_blocks", doing(lambda *args, **more: None), "the block of token"),
+        (BlockPool, "free_blocks", doing(evict), "a freed state"),
+        (SlidingWindowManager, "get_num_skipped_tokens", doing(lambda self, tokens: 0), "a window that is not held"),
+        (SlidingWindowManager, "take_new_block_ids", doing(lambda self: []), "its blocks to zero"),
+        (SlidingWindowManager, "take_pending_cow_copies", doing(lambda self: []), "a hit copies"),
+    ],
+)
+def test_each_behaviour_that_is_relied_on_is_looked_at(monkeypatch, owner, method, changed, told):
+    monkeypatch.setattr(owner, method, changed(getattr(owner, method)))
+    of_windows = owner is SlidingWindowManager
+    with pytest.raises(PreflightFailed, match=told or None):
+        run(windows=of_windows)
+    if of_windows:
+        run()  # without a head that has any nobody asks
+
+
+MODULE = "v1/core/single_type_kv_cache_manager.py"
+
+ABSTRACT = {"SingleTypeKVCacheManager", "_HiSparseAuxiliaryManager"}
+
+
+def managers_in(version: str | None) -> set[str]:
+    """All classes of the module that derive from vLLM's base of managers, by their source; of the installed vLLM."""
+    (installed,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr]
+    vllm = Path(installed) if version is None else source_of(version) / "vllm"
+    bases = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for node in ast.walk(ast.parse((vllm / MODULE).read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"SingleTypeKVCacheManager"}
+    while more := {name for name, of_class in bases.items() if of_class & found} - found:
+        found |= more
+    return found - ABSTRACT
+
+
+@pytest.mark.parametrize("version", [None, "0.33.0"])
+def test_each_manager_of_the_installed_and_of_the_newest_vllm_is_named(version):
+    assert len(managers_in(version)) > 9
+    assert managers_in(version) <= MANAGERS.keys()
+
+
+@pytest.mark.on_request
+def test_each_manager_of_the_oldest_vllm_is_named_and_none_that_no_version_has():
+    assert set().union(*map(managers_in, (None, "0.31.0", "0.33.0"))) == MANAGERS.keys()

@@ -1,16 +1,23 @@
-"""States of convolutions: the inputs before a position, wherever it lies in a step, in blocks of each cache group."""
+"""States of convolutions wherever they lie in a step, and rows that verify drafts in a step that is cut."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAMetadataBuilder
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.short_conv_attn import PleShortConvAttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import MambaSpec
 
-from engine_patches.footprint import RUNNING, SCAN_STATES
-from engine_patches.forward import conv_states
+from engine_patches import ledger
+from engine_patches.footprint import RUNNING, SCAN_STATES, SEGMENTS
+from engine_patches.forward import conv_states, segments
 from engine_patches.forward.step_writes import Step, Write
 
 WIDTH, CHANNELS = 9, 5
@@ -143,3 +150,216 @@ def test_a_layer_that_calls_no_kernel_is_an_error_and_leaves_nothing_behind():
 
 def test_other_layers_with_the_same_builder_are_left_to_the_other_ways():
     assert not hasattr(short_convolution(Drawn(1), SimpleNamespace), SCAN_STATES)
+
+
+DRAFTS, BLOCK = 3, 64  # tokens
+
+
+class Row(NamedTuple):
+    computed: int  # tokens before the step
+    tokens: int
+    accepted: int = 0  # of the step before; 0: it verifies no drafts
+    writes: tuple[int, ...] = ()
+
+
+# The last piece of a prompt is one token: a backend takes it for a step of generation.
+VERIFIES, RESUMED, VERIFIES_TOO, FRESH, LAST = range(5)
+ROWS = [Row(50, 4, 3), Row(64, 70, writes=(64,)), Row(90, 4, 2), Row(0, 40, writes=(20, 40)), Row(10, 1)]
+ORDERS = [[0, 1, 2, 3, 4], [0, 2, 4, 1, 3], [3, 4, 0, 1, 2], [1, 3, 4, 2, 0]]  # in a batch
+
+
+def columns(row: int) -> list[int]:
+    """The blocks of a row's states, one for each of its tokens."""
+    return [10 * row + 1 + number for number in range(DRAFTS + 1)]
+
+
+def builder_of(kind: type, order: list[int]) -> Any:
+    """vLLM's, as it is on model runner V2, without an engine."""
+    made = object.__new__(kind)
+    spec = MambaSpec(
+        block_size=BLOCK,
+        shapes=((1,),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+        num_speculative_blocks=DRAFTS,
+    )
+    made.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="align"), use_v2_model_runner=True)
+    made.kv_cache_spec, made.layer_names = spec, ["layers.0"]
+    made.mamba_aligned_state_indices = torch.tensor([columns(row) for row in order], dtype=torch.int32)
+    made.use_spec_decode, made.num_spec, made.spec_state_slots = True, DRAFTS, DRAFTS + 1
+    made.use_recoverssm = made.use_full_cuda_graph = made.use_flashinfer_prefill = False
+    made.gdn_prefill_backend, made.plan_flashinfer_checkpoints = "triton", False
+    made.checkpoint_builder = SimpleNamespace(build=lambda *_: None)
+    return made
+
+
+def batch(order: list[int]) -> CommonAttentionMetadata:
+    rows = [ROWS[row] for row in order]
+    starts = torch.tensor([0, *itertools.accumulate(row.tokens for row in rows)], dtype=torch.int32)
+    seq_lens = torch.tensor([row.computed + row.tokens for row in rows], dtype=torch.int32)
+    tables = torch.zeros((len(rows), 8), dtype=torch.int32)
+    for number, row in enumerate(order):
+        first = (int(seq_lens[number]) - 1) // BLOCK
+        tables[number, first : first + DRAFTS + 1] = torch.tensor(columns(row))
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens,
+        seq_lens_cpu_upper_bound=seq_lens,
+        num_reqs=len(rows),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=max(row.tokens for row in rows),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=tables,
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+        is_prefilling=torch.tensor([not row.accepted for row in rows]),
+    )
+
+
+class Ran(NamedTuple):
+    """What a layer does in a segment with a row."""
+
+    begin: int  # tokens of the row before it
+    end: int
+    blocks: list[int]
+    accepted: int | None  # None: it verifies no drafts
+    resumed: bool | None = None  # whether it goes on from a state; None: it does, as it verifies
+
+
+def read(metadata: Any, tokens: list[tuple[int, int]]) -> dict[int, Ran]:
+    """As the cores of KDA and of gated delta nets read it. `tokens`: of the segment, as (row, token of the row)."""
+    spec, others = range(metadata.num_spec_decode_tokens), range(metadata.num_spec_decode_tokens, len(tokens))
+    if (start := getattr(metadata, "spec_token_start", None)) is not None:
+        spec = range(start, start + metadata.num_spec_decode_tokens)
+        start = metadata.non_spec_token_start
+        others = range(start, start + metadata.num_prefill_tokens + metadata.num_decode_tokens)
+    elif metadata.num_spec_decodes:
+        spec, others = metadata.spec_token_indx.tolist(), metadata.non_spec_token_indx.tolist()
+    found: dict[int, Ran] = {}
+
+    def add(run: list[tuple[int, int]], blocks: list[int], accepted: int | None, resumed: bool | None) -> None:
+        ((row, begin), *_), (_, last) = run, run[-1]
+        assert run == [(row, token) for token in range(begin, last + 1)]
+        found[row] = Ran(begin, last + 1, blocks, accepted, resumed)
+
+    if metadata.num_spec_decodes:
+        bounds = metadata.spec_query_start_loc.tolist()
+        each = zip(
+            itertools.pairwise(bounds),
+            metadata.spec_state_indices_tensor.tolist(),
+            metadata.num_accepted_tokens.tolist(),
+            strict=True,
+        )
+        for (begin, end), blocks, accepted in each:
+            add([tokens[place] for place in spec[begin:end]], blocks, accepted, None)
+    bounds = metadata.non_spec_query_start_loc.tolist()
+    resumed = metadata.has_initial_state
+    blocks_of = metadata.non_spec_state_indices_tensor.tolist()
+    assert len(blocks_of) == len(bounds) - 1
+    for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        goes_on = True if resumed is None else bool(resumed[number])
+        add([tokens[place] for place in others[begin:end]], [blocks_of[number]], None, goes_on)
+    return found
+
+
+@pytest.fixture
+def built(monkeypatch):
+    def build(kind: type, plan: Any, order: list[int]) -> tuple[Any, CommonAttentionMetadata]:
+        """The metadata of the step, by vLLM's builder and what `plan` makes of its `build`."""
+        writes = {
+            f"r{row}": [Write(offset, {0: target(row, offset)}) for offset in ROWS[row].writes]
+            for row in order
+            if ROWS[row].writes
+        }
+        monkeypatch.setattr(RUNNING, "step", Step(writes, {"layers.0": 0}, [f"r{row}" for row in order]))
+        common = batch(order)
+        drafts = torch.tensor([DRAFTS if ROWS[row].accepted else -1 for row in order])
+        accepted = torch.tensor([max(ROWS[row].accepted, 1) for row in order], dtype=torch.int32)
+        builder = builder_of(kind, order)
+        options = {"num_accepted_tokens": accepted, "num_decode_draft_tokens_cpu": drafts}
+        original = getattr(kind.build, ledger.MARK, kind.build)  # where the patches were applied already
+        return plan(original)(builder, 0, common, **options), common
+
+    return build
+
+
+def target(row: int, offset: int) -> int:
+    """The block that takes a state."""
+    return 100 * (row + 1) + offset
+
+
+@pytest.fixture
+def cut(built):
+    def plan(kind: type, order: list[int]) -> list[dict[int, Ran]]:
+        """What runs in each segment of the step, by row."""
+        metadata, common = built(kind, segments.plan_segments, order)
+        starts = common.query_start_loc_cpu.tolist()
+        tokens = [(row, token) for row, start in zip(order, starts, strict=False) for token in range(ROWS[row].tokens)]
+        ran = []
+        for segment in getattr(metadata, SEGMENTS):
+            places = torch.arange(len(tokens))[segment.tokens].tolist()
+            ran.append(read(segment.metadata, [tokens[place] for place in places]))
+            if segment.targets is not None:
+                sources = [
+                    columns(row)[0] for row in order for offset in ROWS[row].writes if ran[-1][row].end == offset
+                ]
+                assert sorted(segment.sources.tolist()) == sorted(sources)
+        return ran
+
+    return plan
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize(
+    "kind", [GDNAttentionMetadataBuilder, KimiK3KDAMetadataBuilder], ids=lambda kind: kind.__name__
+)
+def test_rows_that_verify_drafts_run_whole_in_the_first_segment_on_blocks_and_counts_of_their_own(cut, kind, order):
+    first, second = cut(kind, order)
+    running = {row: [columns(row)[0]] for row in range(len(ROWS))}
+    assert first == {
+        VERIFIES: Ran(0, 4, columns(VERIFIES), 3),
+        VERIFIES_TOO: Ran(0, 4, columns(VERIFIES_TOO), 2),
+        RESUMED: Ran(0, 64, running[RESUMED], None, True),
+        FRESH: Ran(0, 20, running[FRESH], None, False),
+        LAST: Ran(0, 1, running[LAST], None, True),
+    }
+    assert second == {
+        RESUMED: Ran(64, 70, running[RESUMED], None, True),
+        FRESH: Ran(20, 40, running[FRESH], None, True),
+    }
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_beside_them_a_convolution_knows_the_blocks_and_the_inputs_of_the_others(built, order):
+    metadata, common = built(PleShortConvAttentionMetadataBuilder, conv_states.plan_ngram_states, order)
+    states = getattr(metadata, SCAN_STATES)
+    starts = dict(zip(order, common.query_start_loc_cpu.tolist(), strict=False))
+    windows = states.plan.windows
+    found = zip(
+        states.blocks.tolist(),
+        windows.starts.tolist(),
+        windows.ends.tolist(),
+        states.running.tolist(),
+        windows.resumed.tolist(),
+        strict=True,
+    )
+    assert sorted(found) == [
+        (target(row, offset), starts[row], starts[row] + offset, columns(row)[0], row == RESUMED)
+        for row in (RESUMED, FRESH)
+        for offset in ROWS[row].writes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "num_rows", "drafting"),
+    [
+        ({}, 3, []),
+        ({"num_decode_draft_tokens_cpu": None}, 3, []),
+        ({"num_decode_draft_tokens_cpu": torch.tensor([-1, 0, 3])}, 3, [1, 2]),
+        ({"num_decode_draft_tokens_cpu": torch.tensor([-1, 0, 3])}, 2, [1]),
+        ({"num_decode_draft_tokens_cpu": torch.tensor([-1, -1])}, 2, []),
+    ],
+    ids=str,
+)
+def test_rows_verify_drafts_if_vllm_counts_any_for_them_even_none(options, num_rows, drafting):
+    assert segments.drafting_rows(options, num_rows) == drafting

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+from engine_patches.commands.worker import main
+from tests.harness.versions import source_of
 
 PRELUDE = """
 import io, logging
@@ -216,3 +221,53 @@ print(ledger.patches_live(), len(replaced()) == len(wanted), len(INSIDE) > 8)
 """,
     )
     assert out.split() == ["True", "True", "True"]
+
+
+CHECK = """
+import sys
+from engine_patches.__main__ import main
+status = main(["patches", "--check", *sys.argv[1:]])
+heavy = {"torch", "vllm", "numpy"} & sys.modules.keys()
+assert not heavy, heavy
+sys.exit(status)
+"""
+
+
+def checked(source: Path | None, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = [str(each) for each in (source, os.getcwd()) if each is not None]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-c", CHECK, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("version", "platform"), [("0.33.0", "gpu"), ("0.33.0", "cpu"), (None, "gpu"), (None, None)])
+def test_a_supported_vllm_fits_on_either_platform_and_what_it_is_built_for_is_known(version, platform):
+    done = checked(source_of(version) if version else None, *[platform] if platform else [])
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    shown = (platform or "cpu").upper()
+    assert line.startswith(f"vLLM {version or ''}") and f"({shown}): all " in line and line.endswith("fit")
+
+
+@pytest.mark.parametrize("spelt", [["--port", "{}"], ["--port=1", "--port={}"], ["--config", "{}"]])
+def test_a_port_that_is_taken_is_named_with_what_holds_it(monkeypatch, capsys, tmp_path, spelt):
+    from vllm.entrypoints.cli import main as cli
+
+    monkeypatch.setattr(cli, "importlib", cli.importlib)
+    monkeypatch.setattr(sys, "argv", ["python"])
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = str(held.getsockname()[1])
+        monkeypatch.setattr(cli, "main", lambda: socket.create_server(("127.0.0.1", int(port))))
+        (tmp_path / "vllm.yaml").write_text(f"port: {port}\n")
+        value = tmp_path / "vllm.yaml" if spelt[0] == "--config" else port
+        assert main(["m", *(part.format(value) for part in spelt)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"seamark worker: port {port} is held by process {os.getpid()} (")
+
+
+@pytest.mark.thorough  # so it is here
+def test_a_model_that_cannot_be_had_costs_a_line():
+    command = [sys.executable, "-m", "proxy.cli", "worker", "nobody/has-this-model"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "seamark worker: the model is neither here nor to be had: " in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""`seamark worker` before it becomes vLLM: its command line, what it adds to it, and what it refuses.
+"""`seamark worker` before it becomes vLLM: its command line, what it adds and refuses, and the trial that it starts.
 
 And each command of the plugin in an environment without vLLM or torch: one line says what is missing, and the cure.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from engine_patches import __main__ as plugin
-from engine_patches.commands import worker
+from engine_patches.commands import draft_trial, worker
 from engine_patches.commands.worker import (
     CPU_ENVIRONMENT,
     CPU_FLAGS,
@@ -400,3 +401,59 @@ def test_a_command_of_the_gateway_is_answered_with_where_it_is(capsys):
     assert plugin.main(["doctor", "--worker", "http://127.0.0.1:8000"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("seamark doctor: only the plugin is here") and "pip install /path/to/seamark" in line
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Children that would have been children."""
+    for name in ("SEAMARK_DRAFTS", "SEAMARK_ENGINE"):
+        monkeypatch.delenv(name, raising=False)
+    found: list[Any] = []
+    monkeypatch.setattr(draft_trial, "_started", [])
+    monkeypatch.setattr(draft_trial.subprocess, "Popen", lambda words, **given: found.append((words, given)) or 7)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "variable", "address"),
+    [
+        (DRAFTING, {}, "", "http://127.0.0.1:8001"),
+        *(([*DRAFTING, flag, "x"], {}, "", None) for flag in ("--headless", "--uds", "--ssl-keyfile")),
+        (["-sc", "{}", "--host=[::1]"], {}, "", "http://[::1]:8001"),
+        ([], {"speculative_config": {"method": "mtp"}, "host": "10.0.0.7"}, "", "http://10.0.0.7:8001"),
+        ([], {}, "", None),
+        (DRAFTING, {}, "SEAMARK_DRAFTS=0", None),  # it is decided
+        (DRAFTING, {}, "SEAMARK_ENGINE=0", None),
+    ],
+)
+def test_the_worker_itself_is_asked_where_it_drafts_and_nothing_is_decided(
+    children, given, config, variable, address, monkeypatch
+):
+    if variable:
+        monkeypatch.setenv(*variable.split("="))
+    draft_trial.start(given, config, "8001")
+    assert [words[4] for words, _ in children] == ([address] if address else [])
+    for words, _ in children:
+        assert words[:3] == [sys.executable, "-m", "proxy.commands.draft_trial"]
+        assert words[-2:] == ["--parent", str(os.getpid())]
+
+
+@pytest.mark.parametrize(
+    ("key", "config"), [(["--api-key", "secret"], {}), ([], {"api_key": "secret"}), ([], {})], ids=str
+)
+def test_the_key_goes_by_the_environment_and_the_child_has_no_pipe_to_anybody(children, monkeypatch, key, config):
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    draft_trial.start([*DRAFTING, *key], config, "8001")
+    ((words, given),) = children
+    assert given.pop("env") == {**os.environ, "VLLM_API_KEY": "secret" if key or config else "theirs"}
+    assert "secret" not in words and os.environ["VLLM_API_KEY"] == "theirs"
+    assert given == dict.fromkeys(("stdin", "stdout"), draft_trial.subprocess.DEVNULL) and draft_trial._started == [7]
+
+
+def test_a_child_that_cannot_start_costs_the_worker_nothing(children, monkeypatch, capsys):
+    def popen(words: Any, **_: Any) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(draft_trial.subprocess, "Popen", popen)
+    draft_trial.start(DRAFTING, {}, "8000")
+    assert "stay on trial until a gateway tries them" in capsys.readouterr().err
