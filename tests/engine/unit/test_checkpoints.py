@@ -22,7 +22,7 @@ from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.pins import Pins
-from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, LEARNED, TAIL, CheckpointTarget
+from engine_patches.scheduler.planner import EXPECTED, HINTED, TAIL, CheckpointTarget
 from engine_patches.scheduler.preflight import PreflightFailed, run
 from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
 from engine_patches.scheduler.retention import Retention
@@ -58,12 +58,12 @@ def own(number, length):
 HEAD = own(0, 200)
 
 
-def made(grid: Grid = GRID, *, in_pass: bool = False) -> Checkpoints:
+def made(*, in_pass: bool = False) -> Checkpoints:
     """Of a scheduler with one recurrent cache group."""
     init_none_hash(sha256)
     pool = BlockPool(64, enable_caching=True, hash_block_size=UNIT)
     recurrent = SimpleNamespace(kv_cache_group_id=0, block_size=512)
-    return Checkpoints(grid, 512, States(HeldKeys(pool, grid, [recurrent], []), Pins(pool, 0), in_pass))
+    return Checkpoints(GRID, 512, States(HeldKeys(pool, GRID, [recurrent], []), Pins(pool, 0), in_pass))
 
 
 @pytest.fixture
@@ -71,25 +71,8 @@ def checkpoints() -> Checkpoints:
     return made()
 
 
-@pytest.mark.parametrize(
-    ("position", "kind", "turn"),
-    [
-        (592, TAIL, True),
-        (512, EDGE, True),
-        (576, HINTED, True),
-        (160, HINTED, False),
-        (320, LEARNED, False),
-        (320, EXPECTED, True),
-    ],
-)
-def test_a_state_is_kept_as_what_it_serves(checkpoints, position, kind, turn):
-    checkpoints.states.retention = retention = Retention(checkpoints.states.keys.pool, 1.0)
-    (block,) = checkpoints.reserve(prompt_of_600([160, -20]), CheckpointTarget(position, kind))
-    assert block.block_hash in (retention._turns if turn else retention._kept)
-
-
-def prompt_of_600(hint=None) -> Any:
-    return request(own(1, 600), hint, all_token_ids=own(1, 600))
+def prompt_of_600() -> Any:
+    return request(own(1, 600), all_token_ids=own(1, 600))
 
 
 def learn(checkpoints):
@@ -113,10 +96,9 @@ def test_a_state_of_a_prompt_that_is_pinned_is_written_whatever_it_saves(checkpo
     pinning, other = request(HEAD, [16], name="pins"), request(HEAD, [16], name="other")
     pinning.sampling_params.extra_args[PIN] = 1
     learn(checkpoints)
-    worth = [
-        checkpoints.worth_writing(checkpoints.state_of(each), CheckpointTarget(16, HINTED)) for each in (pinning, other)
-    ]
-    assert worth == [True, False]
+    for each in (pinning, other):
+        target = CheckpointTarget(16, HINTED)
+        assert checkpoints.worth_writing(checkpoints.state_of(each), target) is (each is pinning)
 
 
 def test_an_admitted_request_reports_what_it_shares_and_what_its_entries_became(checkpoints):
@@ -124,8 +106,7 @@ def test_an_admitted_request_reports_what_it_shares_and_what_its_entries_became(
     hint = ["last:199", "last:7,9", -300, 3]
     checkpoints.admitted(request(HEAD + own(2, 300), hint, name="b"), 0)
     checkpoints.admitted(request(HEAD + own(3, 300), ["last:199"], name="c"), 192)
-    unread = request(HEAD + own(4, 300), [200], name="d", skip_reading_prefix_cache=True)
-    checkpoints.admitted(unread, 0)
+    checkpoints.admitted(request(HEAD + own(4, 300), [200], name="d", skip_reading_prefix_cache=True), 0)
     assert list(checkpoints.counters.take().requests) == [
         ("a", NO_BOUNDARY, 0, 0, ()),
         ("b", COLD, 0, 192, (200, 0, 200, 3)),
@@ -134,12 +115,9 @@ def test_an_admitted_request_reports_what_it_shares_and_what_its_entries_became(
     ]
 
 
-def ask(checkpoints, number: int, before=(), now=None) -> tuple[list[int], list[int]]:
-    """The prompt of a new question behind one head, or `before`, and the positions of its states.
-
-    Its client is gone by the time of the next one, unless `now` is given.
-    """
-    checkpoints.turn_value._clock = lambda: 100.0 * number if now is None else now
+def ask(checkpoints, number: int, before=(), now=900.0) -> tuple[list[int], list[int]]:
+    """The prompt of a new question behind one head, or `before`, and the positions of its states."""
+    checkpoints.turn_value._clock = lambda: now
     prompt = [*(before or HEAD), *own(number, 120)]
     hint = [192, len(prompt) - 4]
     return prompt, [target.position for target in checkpoints.targets(request(prompt, hint, name=f"r{number}"))]
@@ -147,17 +125,11 @@ def ask(checkpoints, number: int, before=(), now=None) -> tuple[list[int], list[
 
 def test_the_ends_of_turns_are_kept_until_eight_were_asked_for_by_nobody_and_again_when_one_goes_on(checkpoints):
     for number in range(1, 9):
-        assert ask(checkpoints, number)[1] == [192, 304]
+        assert ask(checkpoints, number, now=100.0 * number)[1] == [192, 304]  # by the next one its client is gone
     prompt, positions = ask(checkpoints, 9)
     assert positions == [192] and checkpoints.counters.counts.ignored == {"not_worth_it": 1}
-    ask(checkpoints, 10, before=prompt, now=900.0)
-    assert ask(checkpoints, 11, now=900.0)[1] == [192, 304]
-
-
-@pytest.fixture
-def writing() -> Checkpoints:
-    """Before an engine that writes states inside a pass."""
-    return made(in_pass=True)
+    ask(checkpoints, 10, before=prompt)
+    assert ask(checkpoints, 11)[1] == [192, 304]
 
 
 def admit(checkpoints: Checkpoints, number: int, question: int, hit: int = 0, **more) -> list[CheckpointTarget]:
@@ -168,20 +140,22 @@ def admit(checkpoints: Checkpoints, number: int, question: int, hit: int = 0, **
     return targets
 
 
-def documents(checkpoints: Checkpoints, **more) -> None:
-    """Three, each asked about twice."""
+def documents(**more) -> Checkpoints:
+    """Before an engine that writes states inside a pass; it has seen three, each asked about twice."""
+    checkpoints = made(in_pass=True)
     for number in (100, 110, 120):
         assert EXPECTED not in [kind for question in (1, 2) for _, kind in admit(checkpoints, number, question, **more)]
+    return checkpoints
 
 
-def test_what_one_salt_shows_is_nothing_to_another(writing):
-    documents(writing, salt="a", cache_salt="a")
+def test_what_one_salt_shows_is_nothing_to_another():
+    writing = documents(salt="a", cache_salt="a")
     assert EXPECTED not in [kind for _, kind in admit(writing, 200, 1, salt="b", cache_salt="b")]
     assert CheckpointTarget(640, EXPECTED) in admit(writing, 200, 1, salt="a", cache_salt="a")
 
 
-def test_an_expected_state_that_served_somebody_is_kept_as_shared_and_goes_on_to_count(writing):
-    documents(writing)
+def test_an_expected_state_that_served_somebody_is_kept_as_shared_and_goes_on_to_count():
+    writing = documents()
     writing.states.retention = retention = Retention(writing.states.keys.pool)
     for number in range(200, 200 + 10 * 80, 10):
         first = request(own(number, 640) + own(number + 1, 60), name="first", all_token_ids=own(number, 640))
@@ -195,10 +169,9 @@ def test_an_expected_state_that_served_somebody_is_kept_as_shared_and_goes_on_to
 
 
 @pytest.mark.parametrize(
-    ("window", "heals", "hit", "reason", "named"),
-    [("held", 0, 192, HIT, 192), ("zeroed", 0, 192, HIT, 192), ("healed", 192, 64, NOT_WORTH_IT, 192)],
+    ("window", "heals", "hit", "reason"), [("held", 0, 192, HIT), ("healed", 192, 64, NOT_WORTH_IT)]
 )
-def test_what_became_of_a_heads_rows_is_told_with_the_hit(checkpoints, window, heals, hit, reason, named):
+def test_what_became_of_a_heads_rows_is_told_with_the_hit(checkpoints, window, heals, hit, reason):
     checkpoints.state_of(request(HEAD))
     told: list[bytes] = []
     checkpoints.states.windows = SimpleNamespace(admitted=lambda state, name: told.append(name))
@@ -208,7 +181,7 @@ def test_what_became_of_a_heads_rows_is_told_with_the_hit(checkpoints, window, h
     checkpoints.admitted(again, hit)
     counts = checkpoints.counters.take()
     assert list(counts.window_of) == [("a", window)] and counts.outcomes == {reason: 1}
-    assert told == [checkpoints.states.keys.state_key(again, named)]
+    assert told == [checkpoints.states.keys.state_key(again, 192)]
 
 
 def test_what_another_worker_has_computed_is_a_hit_that_saves_nothing_here(checkpoints):
@@ -257,20 +230,12 @@ def test_a_step_begins_and_a_cache_is_emptied_with_the_blocks_of_the_last_step_g
     without_states.before_reset()
 
 
-Changed = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
 def shorter(original: Callable[..., Any]) -> Any:
     """A lookup whose hits are shorter."""
-
-    def find(cls: Any, *args: Any, **more: Any) -> Any:
-        found = original(*args, **more)
-        return found[0], found[1] - 16
-
-    return classmethod(find)
+    return classmethod(lambda cls, *args, **more: (lambda blocks, hit: (blocks, hit - 16))(*original(*args, **more)))
 
 
-def doing(instead: Callable[..., Any]) -> Changed:
+def doing(instead: Callable[..., Any]) -> Callable[..., Any]:
     return lambda original: instead
 
 
@@ -283,7 +248,6 @@ def evict(self: Any, blocks: Any) -> None:
     ("owner", "method", "changed", "told"),
     [
         (BlockPool, "cache_partial_block", doing(lambda *args, **more: len(5)), "TypeError: object of type 'int'"),
-        (BlockPool, "_maybe_evict_cached_block", doing(lambda self, block: False), ""),
         (BlockPool, "get_cached_block", doing(lambda self, block_hash, groups: None), ""),
         (MambaManager, "find_longest_cache_hit", shorter, "a state inside a block"),
         (FullAttentionManager, "find_longest_cache_hit", shorter, "attention rows inside a block"),
@@ -303,30 +267,21 @@ def test_each_behaviour_that_is_relied_on_is_looked_at(monkeypatch, owner, metho
         run()  # without a head that has any nobody asks
 
 
-MODULE = "v1/core/single_type_kv_cache_manager.py"
-
-ABSTRACT = {"SingleTypeKVCacheManager", "_HiSparseAuxiliaryManager"}
-
-
 def managers_in(version: str | None) -> set[str]:
     """All classes of the module that derive from vLLM's base of managers, by their source; of the installed vLLM."""
     (installed,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr]
     vllm = Path(installed) if version is None else source_of(version) / "vllm"
-    bases = {
-        node.name: {ast.unparse(base) for base in node.bases}
-        for node in ast.walk(ast.parse((vllm / MODULE).read_text()))
-        if isinstance(node, ast.ClassDef)
-    }
+    module = ast.walk(ast.parse((vllm / "v1/core/single_type_kv_cache_manager.py").read_text()))
+    bases = {node.name: {*map(ast.unparse, node.bases)} for node in module if isinstance(node, ast.ClassDef)}
     found = {"SingleTypeKVCacheManager"}
     while more := {name for name, of_class in bases.items() if of_class & found} - found:
         found |= more
-    return found - ABSTRACT
+    return found - {"SingleTypeKVCacheManager", "_HiSparseAuxiliaryManager"}  # no kind of their own
 
 
 @pytest.mark.parametrize("version", [None, "0.33.0"])
 def test_each_manager_of_the_installed_and_of_the_newest_vllm_is_named(version):
-    assert len(managers_in(version)) > 9
-    assert managers_in(version) <= MANAGERS.keys()
+    assert len(found := managers_in(version)) > 9 and found <= MANAGERS.keys()
 
 
 @pytest.mark.on_request

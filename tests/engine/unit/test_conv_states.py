@@ -28,14 +28,12 @@ TARGETS = 40  # the first block that takes a state
 class Drawn:
     """A step of some rows with states wanted at drawn offsets, and what their windows have to be."""
 
-    def __init__(self, seed: int, *, first: int = 0, decodes: int = 0) -> None:
-        """`decodes`: rows of one token before all others. `first`: of the cache group's blocks."""
+    def __init__(self, seed: int) -> None:
+        first, decodes = 7, seed % 3  # block of the cache group; rows of one token before all others
         draw = random.Random(seed)
         rows = [(draw.choice([3, 40]), 1) for _ in range(decodes)]
         rows += [(draw.choice([0, 1, 5, 40]), draw.randrange(2, 30)) for _ in range(3)]
-        self.starts = [0]
-        for _, tokens in rows:
-            self.starts.append(self.starts[-1] + tokens)
+        self.starts = [0, *itertools.accumulate(tokens for _, tokens in rows)]
         generator = torch.Generator().manual_seed(seed)
         self.inputs = torch.randn(self.starts[-1], CHANNELS, generator=generator)
         self.state = torch.randn(80, CHANNELS, WIDTH + 2, generator=generator)  # with room for drafts behind
@@ -49,11 +47,8 @@ class Drawn:
             if tokens == 1:
                 continue
             offsets = sorted(draw.sample(range(1, tokens + 1), min(2, tokens)))
-            blocks = [TARGETS + 2 * row + number for number in range(len(offsets))]
-            self.writes[f"r{row}"] = [
-                Write(offset, {0: block, 1: block + 10}) for offset, block in zip(offsets, blocks, strict=True)
-            ]
-            for offset, block in zip(offsets, blocks, strict=True):
+            for block, offset in enumerate(offsets, TARGETS + 2 * row):
+                self.writes.setdefault(f"r{row}", []).append(Write(offset, {0: block, 1: block + 10}))
                 seen = [torch.zeros(WIDTH, CHANNELS), past, self.inputs[self.starts[row] : self.starts[row] + offset]]
                 self.right[block] = torch.cat(seen)[-WIDTH:].T
         self.common = SimpleNamespace(
@@ -64,15 +59,12 @@ class Drawn:
         )
         self.blocks = torch.arange(first, first + len(rows))
 
-    def step(self, layer: str = "layers.0", group: int = 0) -> Step:
-        return Step(self.writes, {layer: group}, [f"r{row}" for row in range(self.num_rows)])
+    def step(self, group: int = 0) -> Step:
+        return Step(self.writes, {"layers.0": group}, [f"r{row}" for row in range(self.num_rows)])
 
     def wrong(self, shift: int = 0) -> list[int]:
-        return [
-            block
-            for block, window in self.right.items()
-            if not torch.equal(self.state[block + shift, :, :WIDTH], window)
-        ]
+        of_block = self.state[:, :, :WIDTH]
+        return [block for block, right in self.right.items() if not torch.equal(of_block[block + shift], right)]
 
 
 @pytest.fixture(autouse=True)
@@ -80,34 +72,20 @@ def nothing_runs(monkeypatch):
     monkeypatch.setattr(RUNNING, "step", None)
 
 
-def planned(drawn: Drawn, group: int = 0, **options: Any) -> Any:
-    metadata = SimpleNamespace(state_indices_tensor=drawn.blocks)
-    RUNNING.step = drawn.step(group=group)
-    build = conv_states.plan_ngram_states(lambda self, *_, **__: metadata)
-    assert build(SimpleNamespace(layer_names=["layers.0"]), 0, drawn.common, **options) is metadata
-    return metadata
-
-
-def ngram_layer(metadata: Any, drawn: Drawn) -> None:
-    ran = []
-    run = conv_states.keep_ngram_states(lambda *given: ran.append(given))
-    layer = SimpleNamespace(conv_state_len=WIDTH, prefix="layers.0")
-    run(layer, drawn.inputs, "residual", None, metadata, drawn.state, "weights")
-    assert ran == [(layer, drawn.inputs, "residual", None, metadata, drawn.state, "weights")]
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_a_window_holds_the_inputs_before_its_position_at_any_offset(seed):
-    drawn = Drawn(seed, first=7, decodes=seed % 3)
-    ngram_layer(planned(drawn), drawn)
-    assert drawn.right and drawn.wrong() == []
+    drawn = Drawn(seed)
+    metadata = SimpleNamespace(state_indices_tensor=drawn.blocks)
+    RUNNING.step = drawn.step(group=seed % 2)
+    build = conv_states.plan_ngram_states(lambda self, *_, **__: metadata)
+    assert build(SimpleNamespace(layer_names=["layers.0"]), 0, drawn.common) is metadata
+    ran: list[Any] = []
+    run = conv_states.keep_ngram_states(lambda *given: ran.append(given))
+    given = SimpleNamespace(conv_state_len=WIDTH, prefix="layers.0"), drawn.inputs, "residual", None, metadata
+    run(*given, drawn.state, "weights")
+    assert ran == [(*given, drawn.state, "weights")]
+    assert drawn.right and drawn.wrong(shift=seed % 2 * 10) == []
     RUNNING.step.check()
-
-
-def test_each_cache_group_has_blocks_of_its_own():
-    drawn = Drawn(1)
-    ngram_layer(planned(drawn, group=1), drawn)
-    assert drawn.wrong(shift=10) == []
 
 
 class ShortConvAttentionMetadataBuilder(SimpleNamespace):
@@ -130,7 +108,7 @@ def short_convolution(drawn: Drawn, builder: type = ShortConvAttentionMetadataBu
 
 @pytest.mark.parametrize("seed", range(20))
 def test_of_a_short_convolution_the_kernel_keeps_the_states_of_the_prompts_it_is_given(seed):
-    drawn = Drawn(seed, first=7, decodes=seed % 3)
+    drawn = Drawn(seed)
     states = getattr(short_convolution(drawn), SCAN_STATES)
     ran = []
     kernel = conv_states.keep_inputs(lambda *given, **options: ran.append((given, options)))
@@ -176,14 +154,9 @@ def columns(row: int) -> list[int]:
 def builder_of(kind: type, order: list[int]) -> Any:
     """vLLM's, as it is on model runner V2, without an engine."""
     made = object.__new__(kind)
-    spec = MambaSpec(
-        block_size=BLOCK,
-        shapes=((1,),),
-        dtypes=(torch.float32,),
-        mamba_cache_mode="align",
-        num_speculative_blocks=DRAFTS,
-    )
-    made.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="align"), use_v2_model_runner=True)
+    mode = {"mamba_cache_mode": "align"}
+    spec = MambaSpec(BLOCK, shapes=((1,),), dtypes=(torch.float32,), num_speculative_blocks=DRAFTS, **mode)
+    made.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(**mode), use_v2_model_runner=True)
     made.kv_cache_spec, made.layer_names = spec, ["layers.0"]
     made.mamba_aligned_state_indices = torch.tensor([columns(row) for row in order], dtype=torch.int32)
     made.use_spec_decode, made.num_spec, made.spec_state_slots = True, DRAFTS, DRAFTS + 1
@@ -243,15 +216,10 @@ def read(metadata: Any, tokens: list[tuple[int, int]]) -> dict[int, Ran]:
         found[row] = Ran(begin, last + 1, blocks, accepted, resumed)
 
     if metadata.num_spec_decodes:
-        bounds = metadata.spec_query_start_loc.tolist()
-        each = zip(
-            itertools.pairwise(bounds),
-            metadata.spec_state_indices_tensor.tolist(),
-            metadata.num_accepted_tokens.tolist(),
-            strict=True,
-        )
-        for (begin, end), blocks, accepted in each:
-            add([tokens[place] for place in spec[begin:end]], blocks, accepted, None)
+        bounds, accepted = metadata.spec_query_start_loc.tolist(), metadata.num_accepted_tokens.tolist()
+        blocks_of = metadata.spec_state_indices_tensor.tolist()
+        for (begin, end), blocks, count in zip(itertools.pairwise(bounds), blocks_of, accepted, strict=True):
+            add([tokens[place] for place in spec[begin:end]], blocks, count, None)
     bounds = metadata.non_spec_query_start_loc.tolist()
     resumed = metadata.has_initial_state
     blocks_of = metadata.non_spec_state_indices_tensor.tolist()
@@ -266,11 +234,7 @@ def read(metadata: Any, tokens: list[tuple[int, int]]) -> dict[int, Ran]:
 def built(monkeypatch):
     def build(kind: type, plan: Any, order: list[int]) -> tuple[Any, CommonAttentionMetadata]:
         """The metadata of the step, by vLLM's builder and what `plan` makes of its `build`."""
-        writes = {
-            f"r{row}": [Write(offset, {0: target(row, offset)}) for offset in ROWS[row].writes]
-            for row in order
-            if ROWS[row].writes
-        }
+        writes = {f"r{row}": [Write(at, {0: target(row, at)}) for at in ROWS[row].writes] for row in (RESUMED, FRESH)}
         monkeypatch.setattr(RUNNING, "step", Step(writes, {"layers.0": 0}, [f"r{row}" for row in order]))
         common = batch(order)
         drafts = torch.tensor([DRAFTS if ROWS[row].accepted else -1 for row in order])
@@ -335,15 +299,8 @@ def test_beside_them_a_convolution_knows_the_blocks_and_the_inputs_of_the_others
     states = getattr(metadata, SCAN_STATES)
     starts = dict(zip(order, common.query_start_loc_cpu.tolist(), strict=False))
     windows = states.plan.windows
-    found = zip(
-        states.blocks.tolist(),
-        windows.starts.tolist(),
-        windows.ends.tolist(),
-        states.running.tolist(),
-        windows.resumed.tolist(),
-        strict=True,
-    )
-    assert sorted(found) == [
+    told = (states.blocks, windows.starts, windows.ends, states.running, windows.resumed)
+    assert sorted(zip(*(each.tolist() for each in told), strict=True)) == [
         (target(row, offset), starts[row], starts[row] + offset, columns(row)[0], row == RESUMED)
         for row in (RESUMED, FRESH)
         for offset in ROWS[row].writes
@@ -351,15 +308,9 @@ def test_beside_them_a_convolution_knows_the_blocks_and_the_inputs_of_the_others
 
 
 @pytest.mark.parametrize(
-    ("options", "num_rows", "drafting"),
-    [
-        ({}, 3, []),
-        ({"num_decode_draft_tokens_cpu": None}, 3, []),
-        ({"num_decode_draft_tokens_cpu": torch.tensor([-1, 0, 3])}, 3, [1, 2]),
-        ({"num_decode_draft_tokens_cpu": torch.tensor([-1, 0, 3])}, 2, [1]),
-        ({"num_decode_draft_tokens_cpu": torch.tensor([-1, -1])}, 2, []),
-    ],
-    ids=str,
+    ("drafts", "drafting"), [(None, []), (torch.tensor([-1, 0, 3]), [1, 2]), (torch.tensor([-1, 0, -1, 3]), [1])]
 )
-def test_rows_verify_drafts_if_vllm_counts_any_for_them_even_none(options, num_rows, drafting):
-    assert segments.drafting_rows(options, num_rows) == drafting
+def test_rows_verify_drafts_if_vllm_counts_any_for_them_even_none(drafts, drafting):
+    """The last one stands behind the step's three rows."""
+    assert segments.drafting_rows({"num_decode_draft_tokens_cpu": drafts}, 3) == drafting
+    assert segments.drafting_rows({}, 3) == []

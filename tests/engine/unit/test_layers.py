@@ -56,7 +56,6 @@ ATTENTION = FullAttentionSpec(block_size=64, num_kv_heads=1, head_size=1, dtype=
         ([{"m": True}, {"m": True}], True),
         ([{"m": True}, {"m": False}], False),
         ([{"m": True, "k": False}], False),
-        ([{"m": False}], False),
     ],
 )
 def test_one_worker_or_layer_without_a_promise_takes_it_from_all(engine_log, workers, holds):
@@ -99,45 +98,29 @@ class Recurrent:
         return SimpleNamespace(get_builder_cls=lambda: SimpleNamespace(build=self.build))
 
 
-class WithItsOwnCore(Recurrent):
-    _core = vllms
-
-
-class WithItsOwnMetadata(Recurrent):
-    build = vllms
-
-
-class WithoutACore(Recurrent):
-    _core = None
-
-
-def configuration(*, replays: bool = False, ubatching: bool = False, v2: bool = False) -> Any:
-    """As much of a `VllmConfig`."""
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(use_replayssm=replays),
-        parallel_config=SimpleNamespace(use_ubatching=ubatching),
-        use_v2_model_runner=v2,
-    )
+WithItsOwnCore, WithItsOwnMetadata, WithoutACore = (
+    type("Changed", (Recurrent,), changed) for changed in ({"_core": vllms}, {"build": vllms}, {"_core": None})
+)
 
 
 @pytest.mark.parametrize(
     ("platform", "options", "config", "drafts", "promises"),
     [
-        ("cpu", {}, {}, "", True),
-        ("cpu", {}, {"v2": True}, "", False),
-        ("cuda", {}, {}, "", True),
-        ("cuda", {}, {"v2": True}, "", True),
-        ("rocm", {}, {}, "", False),
-        ("rocm", {"on_rocm": True}, {}, "", True),
-        ("cuda", {}, {"replays": True}, "", False),
-        ("cuda", {}, {"ubatching": True}, "", False),
-        ("cuda", {}, {}, "unsupported", False),
-        ("cuda", {}, {}, "supported", False),  # this layer's rows beside drafts are not known
-        ("cuda", {"beside_drafts": True}, {}, "supported", True),
-        ("cuda", {"layer": WithItsOwnCore}, {}, "", False),
-        ("cuda", {"layer": WithItsOwnMetadata}, {}, "", False),
-        ("cuda", {"layer": WithoutACore}, {}, "", False),
-        ("cuda", {"path": "never.imported:Recurrent"}, {}, "", False),
+        ("cpu", {}, set(), "", True),
+        ("cpu", {}, {"v2"}, "", False),
+        ("cuda", {}, set(), "", True),
+        ("cuda", {}, {"v2"}, "", True),
+        ("rocm", {}, set(), "", False),
+        ("rocm", {"on_rocm": True}, set(), "", True),
+        ("cuda", {}, {"replays"}, "", False),
+        ("cuda", {}, {"ubatching"}, "", False),
+        ("cuda", {}, set(), "unsupported", False),
+        ("cuda", {}, set(), "supported", False),  # this layer's rows beside drafts are not known
+        ("cuda", {"beside_drafts": True}, set(), "supported", True),
+        ("cuda", {"layer": WithItsOwnCore}, set(), "", False),
+        ("cuda", {"layer": WithItsOwnMetadata}, set(), "", False),
+        ("cuda", {"layer": WithoutACore}, set(), "", False),
+        ("cuda", {"path": "never.imported:Recurrent"}, set(), "", False),
     ],
 )
 def test_a_layer_promises_where_all_that_runs_it_is_known_and_replaced(
@@ -149,8 +132,13 @@ def test_a_layer_promises_where_all_that_runs_it_is_known_and_replaced(
     monkeypatch.setattr(vllm.platforms, "current_platform", here)
     monkeypatch.setattr(speculation, "unsupported", lambda _: "why" if drafts == "unsupported" else None)
     monkeypatch.setattr(speculation, "drafting", lambda _: bool(drafts))
-    assert layers._writes_in_forward(layer(), configuration(**config)) is promises
-    assert runs_whole_steps(configuration(**config)) is not ({"replays", "ubatching"} & config.keys() != set())
+    vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(use_replayssm="replays" in config),
+        parallel_config=SimpleNamespace(use_ubatching="ubatching" in config),
+        use_v2_model_runner="v2" in config,
+    )
+    assert layers._writes_in_forward(layer(), vllm_config) is promises
+    assert runs_whole_steps(vllm_config) is not ({"replays", "ubatching"} & config != set())
 
 
 @pytest.mark.parametrize(
@@ -205,14 +193,6 @@ def planned(monkeypatch, step: Step | None) -> Metadata:
     monkeypatch.setattr(RUNNING, "step", step)
     build = segments.plan_segments(lambda self, _, common: Metadata.of(common))
     return build(SimpleNamespace(layer_names=["layers.0"]), 0, PROMPTS)
-
-
-def test_a_state_is_copied_to_its_block_once_the_segment_before_it_has_run(monkeypatch):
-    (segment,) = getattr(planned(monkeypatch, Step({"b": [Write(3, {0: 9})]}, LAYERS, ["a", "b"])), SEGMENTS)
-    assert segment.tokens == slice(None)
-    blocks = torch.arange(20).reshape(10, 2)
-    segment.keep_states([blocks])
-    assert blocks[9].tolist() == blocks[6].tolist() == [12, 13]
 
 
 @pytest.mark.parametrize(
@@ -315,81 +295,78 @@ class Scene:
         assert self.output.tolist() == [token * factor for token in range(TOKENS)] and self.layer.kv_cache[0][7] == 0
 
 
-def run_gdn(scene: Scene) -> Any:
-    return layers.gdn_in_segments(scene.core)(scene.layer, *scene.inputs, scene.output)
+def beside_drafts(core: Any) -> Any:
+    """The core for CPUs, which is given two numbers more."""
 
-
-def run_cpu_gdn(scene: Scene) -> Any:
-    return layers.cpu_gdn_in_segments(scene.core)(scene.layer, scene.metadata, *scene.inputs, scene.output)
-
-
-def run_cpu_gdn_beside_drafts(scene: Scene) -> Any:
-    def core(layer: Any, metadata: Any, mixed: Any, b: Any, a: Any, output: Any, width: Any, state_len: Any) -> None:
+    def more(*given: Any) -> None:
+        *given, width, state_len = given
         assert (width, state_len) == (4, 9)
-        scene.core(layer, metadata, mixed, b, a, output)
+        core(*given)
 
-    patched = layers.cpu_gdn_beside_drafts_in_segments(core)
-    return patched(scene.layer, scene.metadata, *scene.inputs, scene.output, 4, 9)
-
-
-def run_convolution(scene: Scene) -> Any:
-    return layers.convolution_with_states(scene.core)(scene.layer, scene.inputs[0], scene.output)
+    return more
 
 
-def run_mamba2(scene: Scene) -> Any:
-    return layers.mamba2_with_states(scene.core)(scene.layer, scene.inputs[0], scene.output)
-
-
-LOOKED_UP = [run_gdn, run_convolution, run_mamba2]  # by the layer's name
+def run(core: str, scene: Scene) -> Any:
+    """As vLLM calls it."""
+    layer, first, of_step = scene.layer, scene.inputs[0], (*scene.inputs, scene.output)
+    if core == "gdn":
+        return layers.gdn_in_segments(scene.core)(layer, *of_step)
+    if core == "cpu":
+        return layers.cpu_gdn_in_segments(scene.core)(layer, scene.metadata, *of_step)
+    if core == "cpu beside drafts":
+        patched = layers.cpu_gdn_beside_drafts_in_segments(beside_drafts(scene.core))
+        return patched(layer, scene.metadata, *of_step, 4, 9)
+    patch = layers.convolution_with_states if core == "convolution" else layers.mamba2_with_states
+    return patch(scene.core)(layer, first, scene.output)
 
 
 @pytest.mark.parametrize(
-    ("run", "factor"),
-    [(run_gdn, 111), (run_cpu_gdn, 111), (run_cpu_gdn_beside_drafts, 111), (run_convolution, 1), (run_mamba2, 1)],
+    ("core", "factor"), [("gdn", 111), ("cpu", 111), ("cpu beside drafts", 111), ("convolution", 1), ("mamba2", 1)]
 )
-def test_a_core_runs_in_the_segments_of_its_step_and_otherwise_in_one(monkeypatch, run, factor):
+def test_a_core_runs_in_the_segments_of_its_step_and_otherwise_in_one(monkeypatch, core, factor):
     cut = Scene(monkeypatch, **in_segments())
-    assert run(cut) is None
+    assert run(core, cut) is None
     cut.ran_in_segments(factor)
     whole = Scene(monkeypatch)
-    assert run(whole) == ("ran" if run is run_convolution else None), "what vLLM's own returns"
+    assert run(core, whole) == ("ran" if core == "convolution" else None), "what vLLM's own returns"
     whole.ran_whole(factor)
 
 
-@pytest.mark.parametrize(("run", "runner"), [(run_convolution, "run_convolution"), (run_mamba2, "run_layer")])
-def test_a_layer_with_states_to_keep_runs_in_one_and_says_that_they_are_written(monkeypatch, run, runner):
+@pytest.mark.parametrize(("core", "runner"), [("convolution", "run_convolution"), ("mamba2", "run_layer")])
+def test_a_layer_with_states_to_keep_runs_in_one_and_says_that_they_are_written(monkeypatch, core, runner):
     scene, ran = Scene(monkeypatch, **{SCAN_STATES: "states"}, **in_segments()), []
 
     def keeping(*given: Any) -> None:
-        (core,) = filter(callable, given)
-        ran.append(([each for each in given if each is not core], core()))
+        (run_core,) = filter(callable, given)
+        ran.append(([each for each in given if each is not run_core], run_core()))
 
     monkeypatch.setattr(layers, runner, keeping)
-    run(scene)
-    more = [scene.layer, "states", scene.metadata, scene.inputs[0]] if run is run_mamba2 else ["states"]
+    run(core, scene)
+    more = [scene.layer, "states", scene.metadata, scene.inputs[0]] if core == "mamba2" else ["states"]
     assert [(len(given), told) for given, told in ran] == [(len(more), "ran")]
     assert all(one is other for one, other in zip(ran[0][0], more, strict=True))
     scene.ran_whole(1, wrote=True)
 
 
-@pytest.mark.parametrize("run", LOOKED_UP)
+@pytest.mark.parametrize("core", ["gdn", "convolution", "mamba2"])  # looked up by the layer's name
 @pytest.mark.parametrize("by_layer", [None, {}, {"layers.1": SimpleNamespace(**in_segments())}])
-def test_a_layer_without_metadata_runs_as_ever_and_a_step_that_writes_nothing_does_not_look(monkeypatch, run, by_layer):
+def test_a_layer_without_metadata_runs_as_ever_and_a_step_that_writes_nothing_does_not_look(
+    monkeypatch, core, by_layer
+):
     """As when vLLM measures what a pass takes."""
     scene = Scene(monkeypatch)
     scene.by_layer = by_layer
-    run(scene)
+    run(core, scene)
     assert [metadata for metadata, _ in scene.seen] == [None] and LAYER not in scene.step._written
     idle = Scene(monkeypatch, **in_segments())
     idle.step.writes = {}
-    run(idle)
+    run(core, idle)
     assert idle.asked == 0 and len(idle.seen) == 1
 
 
 # The tensors that `_forward` of each class takes, beside the layer; `core_attn_out` is filled.
 KDA_CALLS = {
-    KIMI_KDA: ("mixed_qkv", "g1", "g2", "beta", "core_attn_out"),
-    K3_KDA: ("mixed_qkv", "g1", "g2", "beta", "core_attn_out"),
+    **dict.fromkeys((KIMI_KDA, K3_KDA), ("mixed_qkv", "g1", "g2", "beta", "core_attn_out")),
     GLM_KDA: ("qkv_proj_states", "g1", "beta", "core_attn_out"),
     LING_KDA: ("q_proj_states", "k_proj_states", "v_proj_states", "g1", "beta", "core_attn_out"),
 }
@@ -422,18 +399,10 @@ def test_a_kda_core_is_called_as_vllms_source_says_and_runs_in_segments_as_in_on
     assert torch.equal(tensors["core_attn_out"], right["core_attn_out"])
 
 
-class Capturing(SimpleNamespace):
-    """A capture of a pass in graphs, with breaks between them."""
-
-    _capturing = True
-
-    def add_eager(self, run: Any) -> None:
-        run()
-        self.replayed = run
-
-
 def test_a_replayed_graph_calls_the_replacement_of_a_kda_core(monkeypatch):
-    ran, capture, scene = [], Capturing(), Scene(monkeypatch, **in_segments())
+    ran, eager, scene = [], [], Scene(monkeypatch, **in_segments())
+    # A capture of a pass in graphs, with breaks between them.
+    capture = SimpleNamespace(_capturing=True, add_eager=lambda run: run() or eager.append(run))
     monkeypatch.setattr(breakable_cudagraph, "is_breakable_cudagraph_enabled", lambda: True)
     monkeypatch.setattr(breakable_cudagraph, "weak_ref_tensor", lambda tensor: tensor)  # of a GPU
     monkeypatch.setattr(breakable_cudagraph.BreakableCUDAGraphCapture._tls, "active", capture, raising=False)
@@ -445,5 +414,5 @@ def test_a_replayed_graph_calls_the_replacement_of_a_kda_core(monkeypatch):
     replaced = layers.kda_in_segments(breakable_cudagraph.eager_break_during_capture(core))
     replaced(scene.layer, **kda_tensors(["g1"]))
     scene.by_layer = {LAYER: scene.metadata}
-    capture.replayed()
+    eager[0]()
     assert ran == [TOKENS, 4, 2]
