@@ -86,14 +86,12 @@ class Layer:
 
     prefix, tped_intermediate_size, tped_conv_size, conv_kernel_size = "layers.0", GATE, CHANNELS, WIDTH + 1
 
-    def __init__(self, blocks: dict[tuple[int, int], int], dim_first: bool) -> None:
-        self.blocks = blocks  # that take the states, by row and offset
+    def __init__(self, blocks: dict[tuple[int, int], int], dim_first: bool, vllm_scan: Any) -> None:
+        self.blocks, self.vllm_scan = blocks, vllm_scan  # blocks that take the states, by row and offset
         generator = torch.Generator().manual_seed(1)
         self.conv_state = torch.rand(BLOCKS, CHANNELS, WIDTH, generator=generator, dtype=torch.float64)
         self.ssm_state = torch.rand(BLOCKS, 1, CHANNELS, 1, generator=generator, dtype=torch.float64)
         self.kv_cache = (self.conv_state if dim_first else self.conv_state.transpose(1, 2), self.ssm_state)
-        self.metadata: Any = None
-        self.vllm_scan: Any = scan
 
     def conv_ssm_forward(self, projected_states: Any, output: Any) -> None:
         """As vLLM's: read the running states, run, write them. Decodes are left out."""
@@ -111,21 +109,17 @@ class Layer:
             "cu_chunk_seqlens": metadata.cu_chunk_seqlen_p,
             "seq_idx": metadata.seq_idx_p,
             "last_chunk_indices": metadata.last_chunk_indices_p,
-            "initial_states": self._initial_states(blocks, resumed),
+            "initial_states": torch.where(resumed[:, None, None, None], self.ssm_state[blocks], 0),
             "out": output[first:],
             "return_intermediate_states": False,
         }
+        if self.vllm_scan is scan and not resumed.any():
+            options["initial_states"] = None  # as vLLM has it on a GPU
         if metadata.writes_into_slots:
             options |= {"final_states_out": self.ssm_state, "final_state_indices": blocks}
         final = scan_with_states(self.vllm_scan)(inputs[:, None], inputs, None, inputs, inputs, **options)
         if not metadata.writes_into_slots:
             self.ssm_state[blocks] = final
-
-    def _initial_states(self, blocks: Any, resumed: Any) -> Any:
-        """None where no row begins with a state, as vLLM has it on a GPU."""
-        if self.vllm_scan is scan and not resumed.any():
-            return None
-        return torch.where(resumed[:, None, None, None], self.ssm_state[blocks], 0)
 
 
 Row = tuple[int, int]  # tokens computed before, tokens of the chunk
@@ -158,15 +152,22 @@ def metadata_of(rows: list[Row], decodes: int, slots: bool) -> Any:
     )
 
 
+def planned(monkeypatch, rows: list[Row], writes: Any, decodes: int, metadata: Any) -> Any:
+    """What the plugin makes of vLLM's `metadata` of a step with these rows behind some that decode."""
+    lengths = [1] * decodes + [tokens for _, tokens in rows]
+    monkeypatch.setattr(RUNNING, "step", Step(writes, {"layers.0": 0}, [str(n) for n in range(len(lengths))]))
+    starts = torch.tensor([0, *itertools.accumulate(lengths)])
+    common = SimpleNamespace(
+        num_reqs=len(lengths),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu_upper_bound=torch.tensor([9] * decodes + [computed + tokens for computed, tokens in rows]),
+    )
+    return plan_scan_states(lambda *_: metadata)(SimpleNamespace(layer_names=["layers.0"]), 0, common)
+
+
 def run(
-    monkeypatch,
-    rows: list[Row],
-    writes: dict[int, list[int]],
-    *,
-    decodes=0,
-    on_cpu=False,
-    slots=False,
-    dim_first=False,
+    monkeypatch, rows: list[Row], writes: dict[int, list[int]], *, decodes=0, on_cpu=False, slots=False, dim_first=False
 ) -> Layer:
     """One step of a layer; rows and offsets of `writes` count the prefills only.
 
@@ -175,29 +176,17 @@ def run(
     monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
     monkeypatch.setattr(mamba_utils, "is_conv_state_dim_first", lambda: dim_first)
     places = [(row, offset) for row, offsets in writes.items() for offset in offsets]
-    blocks = {place: block for block, place in enumerate(places, 10)}
-    of_rows = {
-        str(row + decodes): [Write(offset, {0: blocks[row, offset]}) for offset in offsets]
-        for row, offsets in writes.items()
-    }
-    lengths = [1] * decodes + [tokens for _, tokens in rows]
-    monkeypatch.setattr(RUNNING, "step", Step(of_rows, {"layers.0": 0}, [str(n) for n in range(len(lengths))]))
-    starts = torch.tensor([0, *itertools.accumulate(lengths)])
-    common = SimpleNamespace(
-        num_reqs=len(lengths),
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens_cpu_upper_bound=torch.tensor([9] * decodes + [computed + tokens for computed, tokens in rows]),
-    )
-    layer = Layer(blocks, dim_first)
-    layer.vllm_scan = scan_on_cpu if on_cpu else scan
-    build = plan_scan_states(lambda *_: metadata_of(rows, decodes, slots))
-    layer.metadata = build(SimpleNamespace(layer_names=["layers.0"]), 0, common)
+    layer = Layer({place: at for at, place in enumerate(places, 10)}, dim_first, scan_on_cpu if on_cpu else scan)
+    of_rows: dict[str, list[Write]] = {}
+    for (row, offset), block in layer.blocks.items():
+        of_rows.setdefault(str(row + decodes), []).append(Write(offset, {0: block}))
+    layer.metadata = planned(monkeypatch, rows, of_rows, decodes, metadata_of(rows, decodes, slots))
     context = SimpleNamespace(attn_metadata={"layers.0": layer.metadata})
     monkeypatch.setattr(forward_context, "get_forward_context", lambda: context)
     generator = torch.Generator().manual_seed(2)
-    tokens = torch.rand(sum(lengths), GATE + CHANNELS, generator=generator, dtype=torch.float64)
-    layer.output = torch.zeros(sum(lengths), CHANNELS, dtype=torch.float64)
+    count = decodes + sum(tokens for _, tokens in rows)
+    tokens = torch.rand(count, GATE + CHANNELS, generator=generator, dtype=torch.float64)
+    layer.output = torch.zeros(count, CHANNELS, dtype=torch.float64)
     calls.clear()
     mamba2_with_states(Layer.conv_ssm_forward)(layer, tokens, layer.output)
     return layer
@@ -266,10 +255,10 @@ def test_another_cache_group_takes_the_same_states_into_its_own_blocks(monkeypat
 
 
 OTHERWISE = {
-    "another number of chunks": ({"seq_idx_p": torch.zeros(9)}, {"p": 30}),
-    "another number of decodes": ({"num_decodes": 2}, {"p": 30}),
-    "no prefills": ({"num_prefills": 0, "num_decodes": 2}, {"p": 30}),
-    "a state of a row that decodes": ({}, {"d": 1, "p": 30}),
+    "another number of chunks": ({"seq_idx_p": torch.zeros(9)}, {"1": 30}),
+    "another number of decodes": ({"num_decodes": 2}, {"1": 30}),
+    "no prefills": ({"num_prefills": 0, "num_decodes": 2}, {"1": 30}),
+    "a state of a row that decodes": ({}, {"0": 1, "1": 30}),
 }
 
 
@@ -277,21 +266,10 @@ OTHERWISE = {
 def test_a_step_that_is_divided_otherwise_runs_in_segments(monkeypatch, how):
     """One token of a row that decodes, and a prompt of 30 tokens."""
     changes, ends = OTHERWISE[how]
-
-    def build(self, prefix, common):
-        metadata = metadata_of([(0, 30)], 1, False)
-        metadata.state_indices_tensor_d = torch.tensor([7])
-        vars(metadata).update(changes)
-        return metadata
-
+    metadata = metadata_of([(0, 30)], 1, False)
+    vars(metadata).update(state_indices_tensor_d=torch.tensor([7]), **changes)
     monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    writes = {name: [Write(end, {0: 10})] for name, end in ends.items()}
-    starts = torch.tensor([0, 1, 31])
-    common = SimpleNamespace(
-        num_reqs=2, query_start_loc=starts, query_start_loc_cpu=starts, seq_lens_cpu_upper_bound=torch.tensor([9, 30])
-    )
-    monkeypatch.setattr(RUNNING, "step", Step(writes, {"layers.0": 0}, ["d", "p"]))
-    made = plan_scan_states(build)(SimpleNamespace(layer_names=["layers.0"]), 0, common)
+    made = planned(monkeypatch, [(0, 30)], {row: [Write(end, {0: 10})] for row, end in ends.items()}, 1, metadata)
     assert not hasattr(made, SCAN_STATES) and len(getattr(made, SEGMENTS)) == 1
 
 
@@ -305,7 +283,6 @@ PLATFORM_DEFAULT = 128
         (None, "align", PLATFORM_DEFAULT),  # nobody has chosen one yet
         (64, "align", PLATFORM_DEFAULT),
         (384, "none", PLATFORM_DEFAULT),
-        (PLATFORM_DEFAULT, "align", PLATFORM_DEFAULT),
     ],
 )
 def test_an_enlarged_block_size_outlives_the_platforms_default(before, mode, after):
@@ -324,23 +301,15 @@ HEADS, HEAD_SIZE, STATE_SIZE = 2, 4, 8
 CHUNKS_OF_ROWS = [[5, 3, 9], [4], [7], [2, 6]]
 
 
-def scan_inputs(tokens: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.rand(*shape, generator=generator) - 0.5
-
-    x, dt = random(tokens, HEADS, HEAD_SIZE), random(tokens, HEADS)
-    return [x, dt, -random(HEADS).abs(), random(tokens, 1, STATE_SIZE), random(tokens, 1, STATE_SIZE)]
-
-
 @pytest.mark.parametrize("resumed", [False, True])
 def test_the_cpus_scan_returns_the_state_at_each_chunks_end(resumed, monkeypatch):
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import _mamba_chunk_scan_combined_fwd_cpu as scan
 
     lengths = [sum(chunks) for chunks in CHUNKS_OF_ROWS]
-    inputs = scan_inputs(sum(lengths))
+    of_tokens = [(HEADS, HEAD_SIZE), (HEADS,), (1, STATE_SIZE), (1, STATE_SIZE)]
+    x, dt, B, C = (torch.rand(sum(lengths), *shape) - 0.5 for shape in of_tokens)
+    A = -torch.rand(HEADS)
     starts = [0, *itertools.accumulate(lengths)]
     initial = torch.rand(len(CHUNKS_OF_ROWS), HEADS, HEAD_SIZE, STATE_SIZE) if resumed else None
     how = {"D": torch.rand(HEADS), "dt_bias": torch.rand(HEADS), "dt_softplus": True, "state_dtype": torch.float32}
@@ -354,7 +323,6 @@ def test_the_cpus_scan_returns_the_state_at_each_chunks_end(resumed, monkeypatch
     monkeypatch.setattr(ops, "mamba_chunk_scan_fwd_cpu", kernel_in_runs(counted))
 
     def run(scan, part: slice, of_rows: slice, bounds: list[int], **options):
-        x, dt, A, B, C = inputs
         out = torch.zeros(len(x[part]), HEADS, HEAD_SIZE)
         begun = None if initial is None else initial[of_rows]
         states = scan(

@@ -27,8 +27,6 @@ from engine_patches.settings import FULL, OFF, REFERENCE
 from tests.deploy.compose_files import DEPLOY
 from tests.harness.kubernetes_schemas import complaints
 
-LENGTHS = {"block": 384, "alignment": 16, "budget": 2048}
-
 FACTS: dict[str, Any] = {
     **{"device": "NVIDIA GB10", "machine": "aarch64", "capability": "sm_121", "driver": "580.95", "cuda": "13.0"},
     **{"torch": "2.13.0", "vllm": "0.32.0", "compiled": "VLLM_COMPILE", "graphs": "FULL_AND_PIECEWISE"},
@@ -55,15 +53,13 @@ def with_other_tokens(answer: CheckedAnswer) -> CheckedAnswer:
 
 def honest_result(job: LaneJob, changes: Any, length: int) -> LaneResult:
     """What an engine without a defect says."""
-    runner = "V1" if changes.get(RUNNER_VARIABLE) == "0" else "V2"
-    prefill = ["triton"] if "triton" in str(job.lane.flags) else ["flashinfer"]
-    drafting, alone = job.lane.drafts is not None, job.sections is None
-    asked: Any = job.sections
+    drafting, alone, asked = job.lane.drafts is not None, job.sections is None, job.sections
+    lengths = [shared for shared in SHARED_LENGTHS if shared + 96 <= length]
     if asked is None:
-        lengths = [shared for shared in SHARED_LENGTHS if shared + 96 <= length]
-        own = job.lane.own_model and questions.own_sections(LENGTHS, lengths, questions.TINY_IDS, defects=not drafting)
-        asked = own or questions.sections(LENGTHS, few=True)
-    facts = {**FACTS, "runner": runner, "gdn_prefill": prefill, "drafts": drafting, "longest": length}
+        own = job.lane.own_model and questions.own_sections(FACTS, lengths, questions.TINY_IDS, defects=not drafting)
+        asked = own or questions.sections(FACTS, few=True)
+    facts = {**FACTS, "runner": "V1" if changes.get(RUNNER_VARIABLE) == "0" else "V2", "longest": length}
+    facts |= {"gdn_prefill": ["triton" if "triton" in str(job.lane.flags) else "flashinfer"], "drafts": drafting}
     result = LaneResult(facts, asked)
     for name, waves in asked.items():
         wanted = [question for wave in waves for question in wave]
@@ -84,7 +80,7 @@ def honest_result(job: LaneJob, changes: Any, length: int) -> LaneResult:
         for states in STATES[:1] if alone else STATES:
             seconds = slow + states / 1000
             result.first_tokens.append(FirstTokens(COLD, 2000, states, seconds, 0, 1, 0 if alone else states))
-        for shared in (shared for shared in SHARED_LENGTHS if shared + 96 <= length):
+        for shared in lengths:
             for case, took in ((WARM, 0.1), (FAN_OUT, 2.0)):
                 result.first_tokens.append(FirstTokens(case, shared, 1, slow * took, shared, 1, 0))
         result.pace = {"decode": 0.01, "floor": 0.02, "token": 0.001}
@@ -99,10 +95,10 @@ class ToldEngines(Engines):
 
     def __init__(self, faults: dict[str, Fault] | None = None, length: int = 4096):
         self.faults, self.length = faults or {}, length
-        self.started: list[tuple[str, LaneJob, str, Any]] = []
+        self.started: list[tuple[str, Any]] = []
 
     def run(self, name: str, job: LaneJob, mode: str, changes: Any) -> Iterator[ProcessEnd]:
-        self.started.append((name, job, mode, changes))
+        self.started.append((mode, changes))
         result = honest_result(job, changes, self.length)
         fault = next((fault for part, fault in self.faults.items() if part in name), ProcessEnd(result))
         yield fault if isinstance(fault, ProcessEnd) else fault(result)
@@ -167,7 +163,6 @@ FAULTS: list[tuple[Sequence[Lane], dict[str, Any], str, str, str]] = [
     (LANES, {"patched": LATE}, NOT_RUN, "all of it", "ended after 60 s"),
     (LANES, {"patched": lambda r: ProcessEnd(LaneResult(r.facts), "illegal")}, WRONG, "all of it", "illegal"),
     ([*LANES, DRAFTS], {"patched": other_tokens}, WRONG, "exactness", "token 0, logprobs off by"),
-    (LANES, {"patched": changed(off_by(0.4))}, WRONG, "exactness", "logprobs off by 0.4"),
     (LANES, {"patched": changed(off_by(0.6)), "alone": scatters}, NOT_RUN, "exactness", "itself so: 0 of"),
     (LANES, {"patched": other_tokens, "alone": differs}, NOT_RUN, "the check can see", "cannot see: not noticed"),
     (LANES, {"alone": fact(exact=True), "patched": changed(off_by(0.001))}, WRONG, "exactness", "off by 0.001"),
@@ -199,7 +194,7 @@ def test_the_patches_are_compared_with_vllm_alone_which_runs_first():
     for lane, own in ((MAMBA, {}), (DRAFTS, {"SEAMARK_DRAFTS": "1"})):
         engines = ToldEngines()
         checks_of(lane, engines)
-        assert [(mode, changes) for *_, mode, changes in engines.started] == [(OFF, {}), (FULL, own)]
+        assert engines.started == [(OFF, {}), (FULL, own)]
 
 
 @pytest.fixture
@@ -247,14 +242,13 @@ def test_the_last_line_is_the_verdict_and_one_lane_hides_no_other(gpu_check, fau
     assert f"{DELTA.name}: ok" in printed and (status != 3 or f"{counts[0]} of 7 lanes are right" in final)
 
 
-@pytest.mark.parametrize(("number", "wrong"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, False)])
+@pytest.mark.parametrize(("number", "wrong"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_a_signal_leaves_what_is_known(gpu_check, number, wrong):
     class Interrupting(ToldEngines):
         def run(self, name: str, *args: Any) -> Iterator[ProcessEnd]:
-            for end in super().run(name, *args):
-                yield end
-                if name == f"{DELTA.name} patched":
-                    os.kill(os.getpid(), number)
+            yield from super().run(name, *args)
+            if name == f"{DELTA.name} patched":
+                os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
     status, _, written = gpu_check(Interrupting({f"{MAMBA.name} patched": other_tokens} if wrong else {}))
@@ -294,7 +288,6 @@ FIRST_LENGTH = "exactness, 163 shared tokens"
     ("fault", "status", "check", "verdict"),
     [
         (out_of_time, 3, "2,000 shared tokens", NOT_RUN),
-        (out_of_time, 3, "the check can see", NOT_RUN),
         (a_unit_short, 3, FIRST_LENGTH, NOT_RUN),
         (blind, 3, "the check can see", NOT_RUN),
         (fact(writes_in_forward=False), 0, "environment", OK),
@@ -308,13 +301,7 @@ def test_on_an_own_model_only_other_answers_and_passes_are_wrong(gpu_check, faul
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "--device cuda",
-        "--report nowhere/report.json",
-        "--model m --speculative-config mtp",
-        "--model m -- --speculative-config {}",
-    ],
+    "line", ["--device cuda", "--report nowhere/report.json", "--model m -- --speculative-config {}"]
 )
 def test_wrong_usage_is_2_and_runs_nothing(monkeypatch, capsys, tmp_path, line):
     monkeypatch.chdir(tmp_path)
@@ -369,23 +356,22 @@ def test_a_signal_to_the_check_ends_the_engine_that_runs(monkeypatch, tmp_path):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def timed(*measured: tuple[int, float, int]) -> LaneResult:
-    return LaneResult(
-        first_tokens=[FirstTokens(WARM, shared, 1, seconds, cached, 1, 0) for shared, seconds, cached in measured]
-    )
-
-
 @pytest.mark.parametrize(
     ("mine", "alone", "saves"),
     [
         ([(163, 9.0, 160), (2000, 1.0, 1984)], [(163, 9.0, 160), (2000, 1.2, 0)], True),
         ([(163, 9.0, 160), (2000, 1.0, 1984)], [(163, 9.0, 160), (2000, 1.01, 0)], False),
         ([(2000, 1.0, 0)], [(2000, 2.0, 0)], False),  # faster, but by no hit
-        ([(163, 9.0, 160), (2000, 0.1, 1984)], [(163, 9.0, 160)], False),
     ],
 )
 def test_hits_save_time_only_if_the_longest_prefix_that_both_were_asked_for_is_clearly_sooner(mine, alone, saves):
-    check = judge.speed("lane", timed(*mine), timed(*alone))
+    timed = [
+        LaneResult(
+            first_tokens=[FirstTokens(WARM, shared, 1, seconds, cached, 1, 0) for shared, seconds, cached in each]
+        )
+        for each in (mine, alone)
+    ]
+    check = judge.speed("lane", *timed)
     assert check.verdict == OK and check.numbers is not None and check.numbers["hits_save_time"] == saves
 
 
@@ -399,11 +385,6 @@ LINES = {
 }
 
 
-def overrides() -> dict[str, object]:
-    (given,) = (word.partition("=")[2] for word in LINES["kubectl"] if word.startswith("--overrides="))
-    return {"kind": "Pod", "metadata": {"name": "gpu-check"}, **json.loads(given)}
-
-
 def test_the_mod_is_given_to_the_launcher_before_the_command():
     words = LINES["launch-cluster.sh"]
     assert words[words.index("--apply-mod") + 1] == "mods/seamark" and words.index("exec") == 4
@@ -411,9 +392,10 @@ def test_the_mod_is_given_to_the_launcher_before_the_command():
 
 
 def test_kubernetes_takes_the_pod_and_a_shell_its_command():
-    pod = overrides()
+    (given,) = (word.partition("=")[2] for word in LINES["kubectl"] if word.startswith("--overrides="))
+    pod = {"kind": "Pod", "metadata": {"name": "gpu-check"}, **json.loads(given)}
     assert complaints(pod) == []
-    (container,) = pod["spec"]["containers"]  # type: ignore[index]
+    (container,) = pod["spec"]["containers"]
     assert container["name"] == "gpu-check" and f"--image={container['image']}" in LINES["kubectl"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
     shell, dash_c, script = container["command"]
