@@ -76,27 +76,14 @@ def config(drafts: Any = None, connector: str | None = None, **changes: Any) -> 
     )
 
 
-class MambaManager(SimpleNamespace):
-    """By such names vLLM's managers of cache groups are known."""
-
-
-class FullAttentionManager(SimpleNamespace): ...
-
-
-class SlidingWindowManager(SimpleNamespace): ...
-
-
-class UnheardOfManager(SimpleNamespace): ...
+# By such names vLLM's managers of cache groups are known.
+MambaManager, FullAttentionManager, SlidingWindowManager, UnheardOfManager = (
+    type(f"{kind}Manager", (SimpleNamespace,), {}) for kind in ("Mamba", "FullAttention", "SlidingWindow", "UnheardOf")
+)
 
 
 def why(
-    vllm_config: Any,
-    unit: int = 16,
-    fine: bool = True,
-    window: bool = False,
-    in_pass: bool = True,
-    beside: type = FullAttentionManager,
-    compression: int = 1,
+    vllm_config: Any, unit=16, fine=True, window=False, in_pass=True, beside=FullAttentionManager, compression=1
 ) -> Refusal | None:
     """Why a vLLM scheduler with cache blocks of 64 tokens refuses hints. `fine`: it finds prefixes between them.
 
@@ -108,16 +95,12 @@ def why(
         kind(kv_cache_group_id=at, kv_cache_spec=spec, supports_fine_grained_hash_lookup=not (window and at == 1))
         for at, kind in enumerate(kinds)
     ]
-    scheduler = SimpleNamespace(
-        vllm_config=vllm_config,
-        mamba_partial_cache_hit=fine and not window and unit < 64,
-        hash_block_size=unit,
-        block_size=64,
-        kv_cache_manager=SimpleNamespace(
-            coordinator=SimpleNamespace(single_type_managers=managers, num_reprefillable_tokens=0),
-            kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * 2),
-        ),
+    cache = SimpleNamespace(
+        coordinator=SimpleNamespace(single_type_managers=managers, num_reprefillable_tokens=0),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * 2),
     )
+    scheduler = SimpleNamespace(vllm_config=vllm_config, hash_block_size=unit, block_size=64, kv_cache_manager=cache)
+    scheduler.mamba_partial_cache_hit = fine and not window and unit < 64
     return by_scheduler(scheduler, managers[:1])
 
 
@@ -146,7 +129,6 @@ NIXL = "NixlConnector"
         (config(graphs="FULL"), {}, "no_states", "FULL_AND_PIECEWISE"),
         (config(connector=FILLS_THE_CACHE), {}, "connector", FILLS_THE_CACHE),
         (config(connector=NIXL, context_ranks=2), {}, "connector", "decode context parallelism"),
-        (config(context_ranks=2), {}, "", ""),
         # Of two the one that stays when the other has gone; what flags cure is told at once, for one restart.
         (config(caching=False), {"window": True}, "no_states", "sliding window"),
     ],
@@ -188,7 +170,6 @@ def test_a_refusal_beside_drafts_says_what_to_change(vllm_config, how, told):
         (config(hybrid=False, caching=False), None),  # attention alone: there are no states to keep
         (config(MTP, caching=False), "--enable-prefix-caching); speculative decoding is on"),
         (config(MTP, connector=FILLS_THE_CACHE), FILLS_THE_CACHE),
-        (config(), None),
     ],
 )
 def test_before_the_engine_has_said_so_its_configuration_does(vllm_config, told):
@@ -198,11 +179,9 @@ def test_before_the_engine_has_said_so_its_configuration_does(vllm_config, told)
     assert layers is not None and "inside a pass" in layers.cause, "before the switch"
 
 
-@pytest.mark.parametrize(
-    ("value", "refused"), [(None, False), ("", False), ("auto", False), ("yes", False), ("1", False), ("0", True)]
-)
+@pytest.mark.parametrize(("value", "refused"), [("", False), ("1", False), ("0", True)])
 def test_hints_beside_drafts_are_refused_only_if_nobody_wants_them(monkeypatch, value, refused):
-    monkeypatch.delenv("SEAMARK_DRAFTS") if value is None else monkeypatch.setenv("SEAMARK_DRAFTS", value)
+    monkeypatch.setenv("SEAMARK_DRAFTS", value)
     for method in speculation.METHODS:
         assert (speculation.refusal(config(drafts(method))) is not None) is refused
     assert speculation.refusal(config(MTP, overlap=True, v2=True)) is None or refused
@@ -245,15 +224,13 @@ def test_the_unit_before_the_engine_has_reported_its_own(vllm_config, unit, monk
 class Recurrent(SimpleNamespace):
     """A `MambaSpec`, as far as it is read."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(mamba_type=SimpleNamespace(name=name), prefix_cacheable=True, tokens_per_state=-1)
 
+MAMBA1, MAMBA2, GDN = (
+    Recurrent(mamba_type=SimpleNamespace(name=name), prefix_cacheable=True, tokens_per_state=-1)
+    for name in ("MAMBA1", "MAMBA2", "GDN_ATTN")
+)
 
-MAMBA1, MAMBA2, GDN = Recurrent("MAMBA1"), Recurrent("MAMBA2"), Recurrent("GDN_ATTN")
-
-ATTENTION = SimpleNamespace(prefix_cacheable=True, tokens_per_state=1)
-
-INDEX = SimpleNamespace(prefix_cacheable=True, tokens_per_state=24)
+ATTENTION, INDEX = (SimpleNamespace(prefix_cacheable=True, tokens_per_state=tokens) for tokens in (1, 24))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +242,6 @@ INDEX = SimpleNamespace(prefix_cacheable=True, tokens_per_state=24)
         (config(), (ATTENTION, MAMBA2, INDEX), "0", 48),
         (config(connector="DecodeBenchConnector"), (ATTENTION, MAMBA2), "0", 384),
         (config(MTP), (ATTENTION, GDN), "1", 16),
-        (config(MTP), (ATTENTION, MAMBA2), "0", 384),
         # Everything else keeps vLLM's.
         (config(unit=192), (ATTENTION, MAMBA2), "0", 192),
         (config(caching=False), (ATTENTION, MAMBA2), "0", 384),
@@ -332,7 +308,6 @@ def test_a_trial_is_opened_and_closed_by_who_names_it(monkeypatch):
         ("open", True, True, None),
         ("open", False, True, None),
         ("closed:slower: 0.8", True, False, "drafts: slower: 0.8"),
-        ("open", True, True, None),
         ("closed:" + "x" * 1000, True, False, "drafts: " + "x" * (LONGEST - 9) + "…"),
     ):
         wish, _, words = command.partition(":")
@@ -357,8 +332,6 @@ OWN = configured("SeamarkConnector", kv_connector_module_path="engine_patches.di
 
 PULL, PUSH, OFFLOADING = (configured(name) for name in ("NixlConnector", "NixlPushConnector", "OffloadingConnector"))
 
-LENT = "NixlConnector with bidirectional_kv_xfer"
-
 
 @pytest.mark.parametrize(
     ("transfer", "named"),
@@ -370,7 +343,7 @@ LENT = "NixlConnector with bidirectional_kv_xfer"
         (configured("NixlConnector", kv_connector_module_path="my.connectors"), "NixlConnector"),
         (configured("MultiConnector"), "MultiConnector"),
         (configured("MultiConnector", connectors=[PULL], kv_connector_module_path="my"), "MultiConnector"),
-        (configured("NixlConnector", bidirectional_kv_xfer=True), LENT),
+        (configured("NixlConnector", bidirectional_kv_xfer=True), "NixlConnector with bidirectional_kv_xfer"),
         (multi(PULL, multi(PULL, PUSH)), "NixlPushConnector"),
     ],
 )
@@ -392,10 +365,8 @@ def test_the_worst_of_several_connectors_counts(name):
         if decision.lane is ConnectorLane.NOT_SERVED:
             assert decision.reason.startswith(f"{name} knows caches of one kind")
             assert list(about(decision)) == [decision.reason]
-    assert decide_by(multi(configured("ExampleConnector"), configured("DecodeBenchConnector"))).names == (
-        "ExampleConnector",
-        "DecodeBenchConnector",
-    )
+    both = "ExampleConnector", "DecodeBenchConnector"
+    assert decide_by(multi(*map(configured, both))).names == both
 
 
 @pytest.mark.parametrize(("device", "lane"), [("cpu", ConnectorLane.INSIDE), ("cuda", ConnectorLane.CHUNK_ENDS)])

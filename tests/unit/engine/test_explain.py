@@ -63,6 +63,8 @@ toy
     )
 
 
+TRIAL = "on trial at first, then beside the drafts (SEAMARK_DRAFTS=1: at once)"
+
 CUT = "states of these layers cost a pass each: one is kept only if a hit on it is worth that"
 
 
@@ -74,13 +76,7 @@ MAMBA1 = {"layers": {families.MAMBA_MIXER: 28}, "inside": False}
 @pytest.mark.parametrize(
     ("changes", "more", "name", "said", "starred"),
     [
-        (
-            {},
-            {"drafts": "mtp, 2 tokens"},
-            "hints",
-            "on trial at first, then beside the drafts (SEAMARK_DRAFTS=1: at once)",
-            "",
-        ),
+        ({}, {"drafts": "mtp, 2 tokens"}, "hints", TRIAL, ""),
         ({}, {"drafts": "mtp, 2 tokens", "refusal": Refusal("s", "a window")}, "hints", "refused: a window", ""),
         ({"inside": False}, {}, "states", ON_AN_ENGINE, CUT),
         (MAMBA1, {}, "states", "cut: a pass for each (read, and nothing ran)", CUT),

@@ -365,13 +365,8 @@ def test_a_signal_to_the_check_ends_the_engine_that_runs(monkeypatch, tmp_path):
     ],
 )
 def test_hits_save_time_only_if_the_longest_prefix_that_both_were_asked_for_is_clearly_sooner(mine, alone, saves):
-    timed = [
-        LaneResult(
-            first_tokens=[FirstTokens(WARM, shared, 1, seconds, cached, 1, 0) for shared, seconds, cached in each]
-        )
-        for each in (mine, alone)
-    ]
-    check = judge.speed("lane", *timed)
+    told = [[FirstTokens(WARM, shared, 1, took, cached, 1, 0) for shared, took, cached in of] for of in (mine, alone)]
+    check = judge.speed("lane", *(LaneResult(first_tokens=each) for each in told))
     assert check.verdict == OK and check.numbers is not None and check.numbers["hits_save_time"] == saves
 
 
