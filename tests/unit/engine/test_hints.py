@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 
 from engine_patches.scheduler import hints, planner, reasons
 from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.hints import (
-    MAX_ENTRIES,
-    MAX_PATTERN,
-    NONE,
-    first_end,
-    hint_in,
-    last_end,
-    resolve,
-    turn_end,
-)
-from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, JUNCTION, LEARNED, SPARE, TAIL, CheckpointTarget
+from engine_patches.scheduler.hints import MAX_ENTRIES, MAX_PATTERN, first_end, hint_in, last_end, resolve, turn_end
+from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, JUNCTION, LEARNED, TAIL, CheckpointTarget
 from engine_patches.scheduler.reasons import BELOW_UNIT, COLD, EVICTED, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
 from engine_patches.scheduler.request_state import TurnEnd, Wish
 
@@ -126,8 +117,8 @@ def test_an_action_of_vllms_kv_hints_says_the_same_as_a_hint_and_stands_in_its_p
     assert carried({"boundaries": worded}, xargs=[5]) == entries
     assert carried({"boundaries": worded[:1]}, {"boundaries": worded[1:]}) == entries
     for others in ({"kind": "kv.fetch"}, {"version": "2.0"}):
-        assert carried({"boundaries": worded}, **others) is NONE and carried({}, xargs=[5], **others) == [5]
-    assert carried() is NONE and carried(xargs=[5]) == [5]
+        assert carried({"boundaries": worded}, **others) is hints.NONE and carried({}, xargs=[5], **others) == [5]
+    assert carried() is hints.NONE and carried(xargs=[5]) == [5]
     assert read(carried({"boundaries": [{"tokens": 3}] * 10_000})) == ((), Counter(too_many=1, below_unit=MAX_ENTRIES))
 
 
@@ -250,6 +241,7 @@ def test_each_position_has_the_kind_that_its_meaning_gives_it(
     expected = sorted(each for each in expected if each >= near)
     shared, places = sorted((known | {learned}) - {0}), range(grid.alignment, 300)
     edges, tail = range(block, last + 1, block), grid.floor(last)
+    reached = tail - planner.TURN_REACH
 
     def is_at(place: int, tokens: int) -> bool:
         """Whether it is the last place for a state up to there."""
@@ -264,14 +256,10 @@ def test_each_position_has_the_kind_that_its_meaning_gives_it(
             return ""
         if not shared and is_at(place, junction):
             return JUNCTION
-        is_near = any(tail - planner.TURN_REACH <= each <= tail for each in shared)
+        is_near = any(reached <= each <= tail for each in shared)
         if place == tail and not is_near and (known or last >= block):
             return TAIL
-        if (
-            edges
-            and is_at(place, edges[-1])
-            and all(each > place and each >= tail - planner.TURN_REACH for each in shared)
-        ):
+        if edges and is_at(place, edges[-1]) and all(each > place and each >= reached for each in shared):
             return EDGE
         return EDGE if learned and is_at(place, learned // block * block) and learned - place >= near else ""
 
@@ -281,11 +269,9 @@ def test_each_position_has_the_kind_that_its_meaning_gives_it(
             kinds[place] = EXPECTED
     kinds.pop(worthless, None)
     wish = Wish(tuple(sorted(known)), learned=learned, expected=tuple(expected), worthless_turn=worthless)
-    found = planner.Planner(grid, block).targets(wish, prompt_of(prompt, junction))
-    assert found == sorted(kinds.items())
-    assert planner.Planner(grid, block).targets(wish, prompt_of(prompt - 1, junction), prompt) == found, (
-        "cut, it is the same"
-    )
+    targets = planner.Planner(grid, block).targets
+    assert targets(wish, prompt_of(prompt, junction)) == sorted(kinds.items())
+    assert targets(wish, prompt_of(prompt - 1, junction), prompt) == sorted(kinds.items()), "cut, it is the same"
 
 
 def test_all_that_is_known_of_a_request_becomes_its_wish():
@@ -342,7 +328,7 @@ def test_the_turn_that_a_prompt_ends_with(wish, turn):
 @pytest.mark.parametrize(
     ("kind", "position", "resumed_at", "hinted", "ends"),
     [
-        *((kind, 320, 0, (), True) for kind in (TAIL, EDGE, EXPECTED, SPARE)),
+        *((kind, 320, 0, (), True) for kind in (TAIL, EDGE, EXPECTED, planner.SPARE)),
         (JUNCTION, 320, 0, (), False),
         (HINTED, 320, 0, (320,), False),  # the only one
         (HINTED, 320, 0, (160, 320), True),

@@ -206,6 +206,9 @@ def test_places_are_learned_for_each_group_and_forgotten_at_a_bound(monkeypatch)
     assert [learner.is_expected(b"%d" % number) for number in range(3)] == [False, True, True]
 
 
+NO_TURN = TurnEnd(0, 0)
+
+
 class Turns:
     """Ends of turns, by a clock of their own."""
 
@@ -213,7 +216,7 @@ class Turns:
         self.now = 100.0
         self.value = TurnValue(lambda: self.now)
 
-    def end(self, *numbers: int, head: str = "head", turn=TurnEnd(0, 0), cost: float = 0.0) -> list[bool]:
+    def end(self, *numbers: int, head: str = "head", turn: TurnEnd = NO_TURN, cost: float = 0.0) -> list[bool]:
         """Whether each is written."""
         return [self.value.worth_a_state(head.encode(), b"end %d" % number, turn, cost) for number in numbers]
 
