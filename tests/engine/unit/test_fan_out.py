@@ -6,14 +6,8 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import RequestStatus
 
+from engine_patches.scheduler import fan_out
 from engine_patches.scheduler.counters import Counters
-from engine_patches.scheduler.fan_out import (
-    MAX_LEADERS,
-    PATIENCE_STEPS,
-    PAUSE_STEPS,
-    PrefillGate,
-    hold_followers,
-)
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.request_state import RequestState, Wish
 from engine_patches.scheduler.step_time import StepTime
@@ -50,7 +44,7 @@ def gate(clock):
     for _ in range(8):  # a pass costs 0.4 s, a token 0.5 ms
         step_time.step_took(1, 0.4005)
         step_time.step_took(1000, 0.9)
-    return PrefillGate(step_time, GRID, clock)
+    return fan_out.PrefillGate(step_time, GRID, clock)
 
 
 def scheduler(running=(), waiting=(), budget=8192, slots=256):
@@ -91,7 +85,7 @@ def test_on_a_fast_engine_all_who_wait_have_to_save_time_that_counts(clock, floo
     for _ in range(8):  # 10 us a token
         step_time.step_took(1, floor + 0.00001)
         step_time.step_took(1001, floor + 0.01001)
-    gate = PrefillGate(step_time, GRID, clock)
+    gate = fan_out.PrefillGate(step_time, GRID, clock)
     leading(gate)
     assert pays(gate, *(request(f"follower{number}") for number in range(followers))) == is_held
 
@@ -111,27 +105,29 @@ def test_a_leader_is_waited_for_as_long_as_it_advances_however_slowly(gate, cloc
     for computed in range(0, 3600, 16):
         clock.now += 100.0
         assert step(gate, follower, expected, computed)
-    assert [step(gate, follower, expected) for _ in range(PATIENCE_STEPS)] == [True] * (PATIENCE_STEPS - 1) + [False]
+    assert [step(gate, follower, expected) for _ in range(fan_out.PATIENCE_STEPS)] == [True] * (
+        fan_out.PATIENCE_STEPS - 1
+    ) + [False]
     assert gate.release(follower) == pytest.approx(22400) and gate.release(follower) is None
 
 
 def test_leaders_that_leave_one_after_the_other_are_not_waited_for_for_ever(gate, clock):
     follower = request("follower")
     held = []
-    for number in range(MAX_LEADERS + 1):
+    for number in range(fan_out.MAX_LEADERS + 1):
         gate.clear()
         leader = request(f"leader {number}", status=RequestStatus.RUNNING)
         gate.expect(leader, 0, [3600])
         held.append(gate.hold(follower, deepest(gate, follower)))
-    assert held == [True] * MAX_LEADERS + [False]
+    assert held == [True] * fan_out.MAX_LEADERS + [False]
 
 
 def test_no_request_waits_while_states_find_no_room(gate):
     leading(gate)
     expected = deepest(gate, request("follower"))
     gate.pause()
-    held = [step(gate, request("follower"), expected) for _ in range(PAUSE_STEPS)]
-    assert held == [False] * (PAUSE_STEPS - 1) + [True]
+    held = [step(gate, request("follower"), expected) for _ in range(fan_out.PAUSE_STEPS)]
+    assert held == [False] * (fan_out.PAUSE_STEPS - 1) + [True]
 
 
 @pytest.mark.parametrize(("verified", "budget"), [(3, 8), (2, 8), (1, 4)])
@@ -168,7 +164,7 @@ class Engine:
         if follower not in self.scheduler.waiting:
             self.scheduler.waiting.append(follower)
             self.scheduler.requests[follower.request_id] = follower
-        return hold_followers(lambda scheduler, request: True)(self.scheduler, follower)
+        return fan_out.hold_followers(lambda scheduler, request: True)(self.scheduler, follower)
 
 
 def test_a_follower_gives_a_leader_up_once_and_for_all(gate, clock):
@@ -176,7 +172,7 @@ def test_a_follower_gives_a_leader_up_once_and_for_all(gate, clock):
     engine, follower = Engine(gate, leader), request("follower")
     assert not engine.begins(follower)
     clock.now += 100.0
-    for _ in range(PATIENCE_STEPS):
+    for _ in range(fan_out.PATIENCE_STEPS):
         gate.drop_gone(engine.scheduler.requests)
     assert engine.begins(follower)
     counts = engine.scheduler.seamark.counters.take()

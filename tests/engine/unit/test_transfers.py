@@ -15,20 +15,9 @@ from torch.nn.parameter import UninitializedParameter
 from engine_patches.footprint import WEIGHTS
 from engine_patches.forward import loaded_weights, weight_files
 from engine_patches.forward.loaded_weights import COLUMNS, ROWS, Weights
+from engine_patches.scheduler import transfers
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.planner import HINTED, CheckpointTarget
-from engine_patches.scheduler.transfers import (
-    CONTENT,
-    CUT,
-    DEADLINE,
-    NOT_WHOLE,
-    SAMPLED,
-    STOPS,
-    TAKEN,
-    Transfers,
-    load_what_was_computed,
-    name_what_is_sent,
-)
 from tests.harness.changed_weights import CHANGES, change
 
 UNIT = 16  # tokens
@@ -51,14 +40,14 @@ class Worker:
         )
         keys = SimpleNamespace(is_cached=lambda request, position: position in self.cached)
         states = SimpleNamespace(in_pass=more.get("in_pass", True), keys=keys)
-        self.transfers = Transfers(self.checkpoints, states)
+        self.transfers = transfers.Transfers(self.checkpoints, states)
         self.refuses = self.transfers.look_at
 
     def offer(self, tokens: int = 100, number: int = 1, **more: Any) -> dict[str, Any]:
         """What a gateway brings of a prefill of so many tokens here, with other parameters where they are given."""
         address = dict(remote_block_ids=[[1]], remote_engine_id="p", remote_host="h", remote_port=1)
         names = self.transfers.names_of(asked(tokens))
-        own = {"remote_request_id": f"cmpl-{number}", "remote_num_tokens": tokens, DEADLINE: 7.0}
+        own = {"remote_request_id": f"cmpl-{number}", "remote_num_tokens": tokens, transfers.DEADLINE: 7.0}
         offer = {"do_remote_prefill": True, **address, **own, **names, **more}
         return {name: value for name, value in offer.items() if value != "missing"}
 
@@ -92,20 +81,20 @@ def test_what_an_equal_worker_computed_of_a_prompt_is_loaded_once(tokens):
     assert worker.refuses(request, worker.offer(tokens)) == ""
     assert request.seamark.loaded == tokens
     assert worker.refuses(request, worker.offer(tokens)) == ""  # asked again: there was no room
-    assert worker.refuses(asked(), worker.offer(tokens)) == TAKEN
+    assert worker.refuses(asked(), worker.offer(tokens)) == transfers.TAKEN
     assert worker.refuses(asked(), worker.offer(tokens, number=2)) == ""
 
 
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        *(({f"remote_{name}": None}, NOT_WHOLE) for name in ("block_ids", "port")),
-        ({CONTENT: "missing"}, "no Seamark"),
-        ({DEADLINE: "missing"}, "no Seamark"),
+        *(({f"remote_{name}": None}, transfers.NOT_WHOLE) for name in ("block_ids", "port")),
+        ({transfers.CONTENT: "missing"}, "no Seamark"),
+        ({transfers.DEADLINE: "missing"}, "no Seamark"),
         ({"remote_num_tokens": 150}, "another length"),
-        ({CONTENT: "0" * 32}, "another prompt"),
-        ({CUT: "in two", SAMPLED: ""}, "another number of ranks"),
-        ({CUT: "in two", SAMPLED: "0" * 32}, "another prompt"),
+        ({transfers.CONTENT: "0" * 32}, "another prompt"),
+        ({transfers.CUT: "in two", transfers.SAMPLED: ""}, "another number of ranks"),
+        ({transfers.CUT: "in two", transfers.SAMPLED: "0" * 32}, "another prompt"),
     ],
     ids=str,
 )
@@ -114,7 +103,9 @@ def test_what_is_doubtful_is_computed_and_each_cause_is_said_once(engine_log, ch
     causes = [worker.refuses(request := asked(), worker.offer(number=number, **changed)) for number in (1, 2)]
     assert causes[0] == causes[1] and told in causes[0] and request.seamark.loaded == 0
     assert len(engine_log.messages) == 1 and told in engine_log.messages[0]
-    assert told != NOT_WHOLE or worker.refuses(request, worker.offer(number=1)) == "", "it counts as taken by nobody"
+    assert told != transfers.NOT_WHOLE or worker.refuses(request, worker.offer(number=1)) == "", (
+        "it counts as taken by nobody"
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,7 +179,7 @@ def connector(worker: Worker | None) -> SimpleNamespace:
 
 def matched(half: Any, request: Any, computed: int = 0) -> Any:
     """What a connector says of tokens that come from elsewhere; "vLLM's" if that was left to vLLM."""
-    return load_what_was_computed(lambda *_: "vLLM's")(half, request, computed)
+    return transfers.load_what_was_computed(lambda *_: "vLLM's")(half, request, computed)
 
 
 @pytest.mark.parametrize(("computed", "told"), [(0, (100, True)), (64, (36, True)), (100, (0, False))])
@@ -203,7 +194,8 @@ def test_what_is_loaded_is_what_the_cache_does_not_have_and_who_loads_nothing_is
 
 
 @pytest.mark.parametrize(
-    ("changed", "is_told"), [({CONTENT: "0" * 32}, True), ({"remote_port": None}, False), ({"number": 7}, False)]
+    ("changed", "is_told"),
+    [({transfers.CONTENT: "0" * 32}, True), ({"remote_port": None}, False), ({"number": 7}, False)],
 )
 def test_what_is_refused_is_computed_and_the_worker_that_has_it_is_told_where_it_can_be(changed, is_told):
     worker, half = Worker(), connector(None)
@@ -215,7 +207,7 @@ def test_what_is_refused_is_computed_and_the_worker_that_has_it_is_told_where_it
     assert half._reqs_need_recv == ({"r": (request, [], (), False)} if is_told else {})
 
 
-PREFILL = {"do_remote_decode": True, STOPS: True, "_p_side_truncated": True}
+PREFILL = {"do_remote_decode": True, transfers.STOPS: True, "_p_side_truncated": True}
 
 
 @pytest.mark.parametrize("missing", [None, *PREFILL])
@@ -231,7 +223,7 @@ def test_who_leaves_before_its_turn_has_nothing_told_of_what_another_has_taken()
     worker.refuses(first, first.kv_transfer_params)
 
     for request in (first, second):
-        name_what_is_sent(lambda *_: (True, None))(connector(worker), request, ())
+        transfers.name_what_is_sent(lambda *_: (True, None))(connector(worker), request, ())
     assert first.kv_transfer_params["do_remote_prefill"] and not second.kv_transfer_params["do_remote_prefill"]
 
 

@@ -11,15 +11,6 @@ import pytest
 
 from engine_patches import families
 from engine_patches.commands import explain, model_layers
-from engine_patches.commands.explain import (
-    MIB,
-    StateCost,
-    drafts_of,
-    head_slides,
-    main,
-    refusal_of,
-    report,
-)
 from engine_patches.commands.model_layers import CannotExplain, is_hybrid, layer_kinds, recurrent_layers
 from engine_patches.kv_connectors import decide_by
 from engine_patches.scheduler import draft_windows, refusals
@@ -27,16 +18,16 @@ from engine_patches.scheduler.refusals import Refusal
 
 MAMBA2, GDN_AND_MORE = {families.MAMBA2_MIXER: 4}, {families.QWEN_GDN: 36, families.QWEN_NGRAM: 1}
 
-TOY = StateCost(
+TOY = explain.StateCost(
     model="toy",
     architecture="ToyForCausalLM",
     layers=MAMBA2,
     attention_layers=2,
     state_types=("bfloat16", "float32"),
     kv_type="fp8",
-    state_bytes=100 * MIB,
+    state_bytes=100 * explain.MIB,
     state_blocks=2,
-    block_bytes=60 * MIB,
+    block_bytes=60 * explain.MIB,
     block_tokens=3200,
     attention_groups=1,
     match_unit=1600,
@@ -45,7 +36,7 @@ TOY = StateCost(
 
 def test_the_cost_is_told_line_by_line():
     assert (
-        "\n".join(report(replace(TOY, notes=("what is left out",)), (6000 * MIB, "as configured"), 0.5))
+        "\n".join(explain.report(replace(TOY, notes=("what is left out",)), (6000 * explain.MIB, "as configured"), 0.5))
         == """\
 toy
   architecture      ToyForCausalLM
@@ -88,7 +79,7 @@ MAMBA1 = {"layers": {families.MAMBA_MIXER: 28}, "inside": False}
 def test_what_differs_is_told(changes, more, name, said, starred):
     if "connector" in more:
         more = {"connector": decide_by({"kv_connector": more["connector"]})}
-    lines = list(report(replace(TOY, **changes), None, 0.5, **more))
+    lines = list(explain.report(replace(TOY, **changes), None, 0.5, **more))
     assert {line[2:20].strip(): line[20:] for line in lines if line.startswith("  ")}[name] == said
     stars = [line for line in lines if line.startswith("  * ")]
     assert len(stars) == bool(starred) and starred in "".join(stars)
@@ -113,14 +104,16 @@ def vllm_config(method: str = "", head: Mapping[str, Any] | None = None, **more:
 def test_a_draft_head_with_a_window_is_known_by_its_config_and_refused_unless_vllm_can_leave_it_out(
     config, slides, monkeypatch
 ):
-    assert head_slides(config) is slides
+    assert explain.head_slides(config) is slides
     monkeypatch.setattr(refusals, "by_configuration", lambda config, *, in_pass: None)
     for can in (True, False):
         monkeypatch.setattr(draft_windows, "can_be_left_out", lambda can=can: can)
-        said = refusal_of(config, TOY)
+        said = explain.refusal_of(config, TOY)
         assert (said is not None) is (slides and not can)
         assert said is None or "the draft head has a sliding window" in said.cause
-    assert drafts_of(config) == (f"{config.speculative_config.method}, 3 tokens" if config.speculative_config else "")
+    assert explain.drafts_of(config) == (
+        f"{config.speculative_config.method}, 3 tokens" if config.speculative_config else ""
+    )
 
 
 def test_what_is_explained_is_printed_and_what_cannot_be_is_said_in_one_line(monkeypatch, capsys):
@@ -133,9 +126,9 @@ def test_what_is_explained_is_printed_and_what_cannot_be_is_said_in_one_line(mon
     monkeypatch.setattr(explain.os, "environ", {})
     monkeypatch.setattr(explain.plugin, "register", lambda: registered.append(True))
     monkeypatch.setattr(explain, "explained", explained)
-    assert main(["a", "b"], "gpu") == 0 and capsys.readouterr().out == "a\nb\ngpu\nregistered 1\n"
+    assert explain.main(["a", "b"], "gpu") == 0 and capsys.readouterr().out == "a\nb\ngpu\nregistered 1\n"
     assert explain.os.environ == {"VLLM_LOGGING_LEVEL": "CRITICAL"}
-    assert main([], "here") == 1 and capsys.readouterr() == ("", "seamark worker: no hybrid\n")
+    assert explain.main([], "here") == 1 and capsys.readouterr() == ("", "seamark worker: no hybrid\n")
 
 
 KIMI = {"model_type": "kimi_linear"}

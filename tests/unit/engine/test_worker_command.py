@@ -22,19 +22,6 @@ import pytest
 
 from engine_patches import __main__ as plugin
 from engine_patches.commands import draft_trial, worker
-from engine_patches.commands.worker import (
-    CPU_ENVIRONMENT,
-    CPU_FLAGS,
-    MIDDLEWARE,
-    NEEDED_FLAGS,
-    CommandLine,
-    main,
-    read_command_line,
-    refusal,
-    serve,
-    transfer_config,
-    vllm_arguments,
-)
 from engine_patches.disk.flags import transfer_flags
 from engine_patches.settings import LOOPBACK
 
@@ -97,7 +84,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_a_command_line_is_taken_apart(line, name, flags, explain):
-    assert read_command_line(line.split()) == CommandLine(name, flags.split(), {}, explain)
+    assert worker.read_command_line(line.split()) == worker.CommandLine(name, flags.split(), {}, explain)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +101,7 @@ def test_a_command_line_is_taken_apart(line, name, flags, explain):
 )
 def test_what_cannot_be_started_ends_with_status_2(line, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        read_command_line(shlex.split(line))
+        worker.read_command_line(shlex.split(line))
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -122,22 +109,22 @@ def test_a_config_file_of_vllm_names_the_model_and_a_model_before_it_is_the_one(
     file = tmp_path / "vllm.yaml"
     flags = ["--config", str(file)]
     file.write_text("model: m\nport: 1\n")
-    assert read_command_line(flags) == CommandLine(None, flags, {"model": "m", "port": 1}, None)
-    assert read_command_line(["n", *flags]).model == "n"
+    assert worker.read_command_line(flags) == worker.CommandLine(None, flags, {"model": "m", "port": 1}, None)
+    assert worker.read_command_line(["n", *flags]).model == "n"
     for text, reason in (("- a\n", "flag: value"), ("a: [\n", "expected"), ("model: /no/where\n", "no /no/where")):
         file.write_text(text)
         with pytest.raises(SystemExit):
-            read_command_line(flags)
+            worker.read_command_line(flags)
         assert reason in capsys.readouterr().err
-    assert read_command_line([str(tmp_path), *flags]).model == str(tmp_path)
+    assert worker.read_command_line([str(tmp_path), *flags]).model == str(tmp_path)
 
 
 @pytest.mark.parametrize(("flags", "given"), [("", ()), ("--checkpoint-bytes 5 --checkpoint-keep all", (5, "all"))])
 def test_a_directory_for_states_is_a_connector_of_our_own(flags, given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = read_command_line(["m", "--checkpoint-dir", "states", *flags.split()])
+    asked = worker.read_command_line(["m", "--checkpoint-dir", "states", *flags.split()])
     assert asked.flags == transfer_flags(str(tmp_path / "states"), *given)
-    assert transfer_config(asked.flags)["kv_connector"] == "SeamarkConnector"
+    assert worker.transfer_config(asked.flags)["kv_connector"] == "SeamarkConnector"
 
 
 NEEDED = [
@@ -148,8 +135,8 @@ NEEDED = [
 
 def test_what_is_needed_is_added_and_never_overrules_the_user(environment):
     def lacks(added: list[str], **how: Any) -> None:
-        wanted = [each for each in (*NEEDED, *MIDDLEWARE) if each not in added]
-        assert vllm_arguments(None, **how) == [*wanted, *how["given"]]
+        wanted = [each for each in (*NEEDED, *worker.MIDDLEWARE) if each not in added]
+        assert worker.vllm_arguments(None, **how) == [*wanted, *how["given"]]
 
     lacks([], given=[])
     lacks(["--host", LOOPBACK], given=["--host=h", "-x"])
@@ -160,17 +147,17 @@ def test_what_is_needed_is_added_and_never_overrules_the_user(environment):
     lacks(["--enable-scale-out"], given=[], lacking=["--enable-scale-out"])
     lacks([], given=["enable-scale-out"])
     lacks([], given=["--dtype", "bfloat16"], for_cpu={"--dtype": "float32"})
-    added = vllm_arguments("m", [], {}, {"--dtype": "float32", "--x": None})
-    assert added == ["m", *NEEDED, "--dtype", "float32", "--x", *MIDDLEWARE]
+    added = worker.vllm_arguments("m", [], {}, {"--dtype": "float32", "--x": None})
+    assert added == ["m", *NEEDED, "--dtype", "float32", "--x", *worker.MIDDLEWARE]
     environment["VLLM_USE_RUST_FRONTEND"] = "1"
-    lacks([*MIDDLEWARE], given=["--x"])
+    lacks([*worker.MIDDLEWARE], given=["--x"])
 
 
 @pytest.mark.parametrize(
     ("given", "on_cpu", "expected"),
     [
-        ({"A": "1"}, True, {"A": "1", **CPU_ENVIRONMENT}),
-        ({"VLLM_CPU_KVCACHE_SPACE": "4"}, True, {**CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "4"}),
+        ({"A": "1"}, True, {"A": "1", **worker.CPU_ENVIRONMENT}),
+        ({"VLLM_CPU_KVCACHE_SPACE": "4"}, True, {**worker.CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "4"}),
         ({"VLLM_PLUGINS": ""}, False, {"VLLM_PLUGINS": "seamark"}),
         ({"VLLM_PLUGINS": "seamarks"}, False, {"VLLM_PLUGINS": "seamarks,seamark"}),
     ],
@@ -205,7 +192,7 @@ A, OFFLOADING = {"kv_connector": "A"}, {"kv_connector": "OffloadingConnector"}
     ],
 )
 def test_connectors_are_found_in_flags_and_in_the_file(given, config, fields):
-    assert transfer_config(shlex.split(given), config) == fields
+    assert worker.transfer_config(shlex.split(given), config) == fields
 
 
 SERVED, GPU = "through NixlConnector and, on a GPU, OffloadingConnector it can", "needs a GPU in vLLM; on a CPU --check"
@@ -223,11 +210,11 @@ SERVED, GPU = "through NixlConnector and, on a GPU, OffloadingConnector it can",
 def test_a_connector_with_which_vllm_starts_no_hybrid_is_refused_in_one_sentence(transfer, on_gpu, on_cpu, hybrid):
     flags = ["--kv-transfer-config", json.dumps(transfer)]
     for is_cpu, said in ((False, on_gpu), (True, on_cpu)):
-        why = refusal(hybrid, flags, on_cpu=is_cpu)
+        why = worker.refusal(hybrid, flags, on_cpu=is_cpu)
         assert (why is not None and said in why) if said else why is None
-        assert refusal(hybrid, [], {"kv_transfer_config": transfer}, on_cpu=is_cpu) == why
+        assert worker.refusal(hybrid, [], {"kv_transfer_config": transfer}, on_cpu=is_cpu) == why
     model(Path(hybrid), '{"model_type": "llama", "num_attention_heads": 4}')
-    assert refusal(hybrid, [], {"kv_transfer_config": transfer}) is None
+    assert worker.refusal(hybrid, [], {"kv_transfer_config": transfer}) is None
 
 
 @pytest.mark.parametrize(
@@ -246,42 +233,42 @@ def test_a_worker_becomes_vllm_with_its_flags_and_tries_its_drafts_beside_it(sta
     if by_file:
         (tmp_path / "vllm.yaml").write_text("model: m\nport: 8005\n")
         config, name, flags = {"model": "m", "port": 8005}, [], [*DRAFTING, "--config", str(tmp_path / "vllm.yaml")]
-    assert main([*name, *flags]) == 7
-    assert started.served == [([*name, *NEEDED, *MIDDLEWARE, *flags], "8005")]
+    assert worker.main([*name, *flags]) == 7
+    assert started.served == [([*name, *NEEDED, *worker.MIDDLEWARE, *flags], "8005")]
     assert started.tried == [(flags, config, "8005")] and not started.explained
-    assert main([*name, *flags, "--explain=gpu"]) == 5 and main([hybrid, *DRAFTING]) == 7
-    assert started.explained == [([*name, *NEEDED, *MIDDLEWARE, *flags], "gpu")] and len(started.tried) == 2
+    assert worker.main([*name, *flags, "--explain=gpu"]) == 5 and worker.main([hybrid, *DRAFTING]) == 7
+    assert started.explained == [([*name, *NEEDED, *worker.MIDDLEWARE, *flags], "gpu")] and len(started.tried) == 2
 
 
 def test_on_a_cpu_a_hybrid_drafts_nothing_has_its_flags_and_a_word_of_vllms_defects(
     started, hybrid, environment, capsys
 ):
     started.on_cpu = True
-    assert main([hybrid, *DRAFTING]) == 1 and not started.served
+    assert worker.main([hybrid, *DRAFTING]) == 1 and not started.served
     assert "seamark worker: on a CPU vLLM drafts for no hybrid" in capsys.readouterr().err
-    assert main([hybrid, *DRAFTING, "--explain"]) == main([hybrid, "--explain", "gpu"]) == 5
+    assert worker.main([hybrid, *DRAFTING, "--explain"]) == worker.main([hybrid, "--explain", "gpu"]) == 5
     here, gpu = (arguments for arguments, _ in started.explained)
     assert here[here.index("--dtype") + 1] == "bfloat16" and "--mamba-ssm-cache-dtype" in here and "--dtype" not in gpu
-    assert CPU_ENVIRONMENT.items() <= environment.items() and not capsys.readouterr().err
+    assert worker.CPU_ENVIRONMENT.items() <= environment.items() and not capsys.readouterr().err
     without = ["--no-enable-prefix-caching"]
     for mode, more, is_said in (("0", [], True), (" 0 ", [], True), ("1", [], False), ("0", without, False)):
         environment["SEAMARK_ENGINE"] = mode
-        assert main([hybrid, *more]) == 7
+        assert worker.main([hybrid, *more]) == 7
         assert ("SEAMARK_ENGINE=reference cures them" in capsys.readouterr().err) is is_said
     model(Path(hybrid), '{"model_type": "llama", "num_attention_heads": 4}')
     environment["SEAMARK_ENGINE"] = "0"
-    assert main([hybrid, *DRAFTING]) == 7 and not capsys.readouterr().err
-    assert started.served[-1][0][started.served[-1][0].index("--dtype") + 1] == CPU_FLAGS["--dtype"]
+    assert worker.main([hybrid, *DRAFTING]) == 7 and not capsys.readouterr().err
+    assert started.served[-1][0][started.served[-1][0].index("--dtype") + 1] == worker.CPU_FLAGS["--dtype"]
 
 
 def test_flags_that_an_older_vllm_lacks_are_left_away_and_said_with_the_image_to_take(started, monkeypatch, capsys):
     asked: list[str] = []
     started.on_cpu = True
     monkeypatch.setattr(worker, "flags_lacking", lambda flags: asked.extend(flags) or ["--enable-scale-out"])
-    assert main(["m"]) == 7
+    assert worker.main(["m"]) == 7
     ((arguments, _),) = started.served
     assert "--enable-scale-out" not in arguments and "--enable-prefix-caching" in arguments
-    assert set(asked) == {*NEEDED_FLAGS, *CPU_FLAGS}
+    assert set(asked) == {*worker.NEEDED_FLAGS, *worker.CPU_FLAGS}
     (line,) = capsys.readouterr().err.splitlines()
     assert "has no --enable-scale-out" in line and "0.31 to 0.33" in line and "vllm/vllm-openai:v0.33.0" in line
 
@@ -312,7 +299,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch, hub: ModuleType) -> SimpleNamespace:
 def test_the_server_is_vllms_own_command(vllm, renamed, monkeypatch):
     monkeypatch.setattr(worker.metadata, "distributions", lambda name: [] if renamed else [object()])
     monkeypatch.setattr(worker.metadata, "version", lambda name: f"{name} 1")
-    assert serve(["m", "--port", "1"], "1") == 0 and vllm.argv == ["vllm", "serve", "m", "--port", "1"]
+    assert worker.serve(["m", "--port", "1"], "1") == 0 and vllm.argv == ["vllm", "serve", "m", "--port", "1"]
     assert vllm.importlib.metadata.version("vllm") == ("vllm-cpu 1" if renamed else "vllm 1")  # which it would print
     assert (vllm.importlib is importlib) is not renamed
 
@@ -328,7 +315,7 @@ def test_the_server_is_vllms_own_command(vllm, renamed, monkeypatch):
 def test_why_the_server_ended_costs_a_line(vllm, error, said, monkeypatch, capsys):
     monkeypatch.setattr(worker, "why_taken", lambda port: f"port {port} is held by somebody")
     vllm.error = error
-    assert serve(["m"], "8005") == 1 and capsys.readouterr().err == f"seamark worker: {said}\n"
+    assert worker.serve(["m"], "8005") == 1 and capsys.readouterr().err == f"seamark worker: {said}\n"
 
 
 @pytest.mark.parametrize("command", [["worker", "m"], ["gpu-check"]], ids=lambda command: command[0])
