@@ -16,11 +16,9 @@ UNIT = 16
 
 GRID = Grid(UNIT, UNIT)
 
-START = 100.0  # seconds; a machine's clock does not begin at 0
-
 
 class Clock:
-    now = START
+    now = 100.0  # seconds; a machine's does not begin at 0
 
     def __call__(self):
         return self.now
@@ -105,9 +103,8 @@ def test_a_leader_is_waited_for_as_long_as_it_advances_however_slowly(gate, cloc
     for computed in range(0, 3600, 16):
         clock.now += 100.0
         assert step(gate, follower, expected, computed)
-    assert [step(gate, follower, expected) for _ in range(fan_out.PATIENCE_STEPS)] == [True] * (
-        fan_out.PATIENCE_STEPS - 1
-    ) + [False]
+    held = [step(gate, follower, expected) for _ in range(fan_out.PATIENCE_STEPS)]
+    assert held == [True] * (len(held) - 1) + [False]
     assert gate.release(follower) == pytest.approx(22400) and gate.release(follower) is None
 
 

@@ -111,9 +111,8 @@ def test_a_draft_head_with_a_window_is_known_by_its_config_and_refused_unless_vl
         said = explain.refusal_of(config, TOY)
         assert (said is not None) is (slides and not can)
         assert said is None or "the draft head has a sliding window" in said.cause
-    assert explain.drafts_of(config) == (
-        f"{config.speculative_config.method}, 3 tokens" if config.speculative_config else ""
-    )
+    drafts = config.speculative_config
+    assert explain.drafts_of(config) == (f"{drafts.method}, 3 tokens" if drafts else "")
 
 
 def test_what_is_explained_is_printed_and_what_cannot_be_is_said_in_one_line(monkeypatch, capsys):
