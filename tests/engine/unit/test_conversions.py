@@ -25,8 +25,6 @@ RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text
 
 DOCUMENT = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}}
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-
 TOOL = {"name": "tide", "description": "Tide table", "input_schema": {"properties": {"port": {"type": "string"}}}}
 
 MESSAGES = {
@@ -46,12 +44,6 @@ MESSAGES = {
             {"role": "user", "content": [RESULT, {"type": "text", "text": "And then?"}]},
         ],
     },
-    "images": {
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "See"}, IMAGE, {"type": "text", "text": "?"}]}
-        ]
-    },
-    "thinking off": {"thinking": {"type": "disabled"}, "messages": [QUESTION]},
     "thinking off, effort high": {
         "thinking": {"type": "disabled"},
         "output_config": {"effort": "high"},
@@ -89,9 +81,6 @@ MESSAGES = {
                 ],
             },
         ],
-    },
-    "a result that the assistant tells": {
-        "messages": [QUESTION, {"role": "assistant", "content": [{**RESULT, "content": "nine"}]}]
     },
     "a document in a result": {
         "tools": [TOOL],
@@ -215,7 +204,6 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments"
 ANSWERS = {
     "nothing": ({"content": ""}, "stop", None),
     "cut": ({"content": "At"}, "length", None),
-    "a stop string": ({"content": "At"}, "stop", "\n"),
     "a stop token": ({"content": "At"}, "stop", 7),
     "a thought": ({"reasoning": "Hm.", "content": "At nine."}, "stop", None),
     "a call": ({"content": None, "tool_calls": [CALL]}, "tool_calls", None),
@@ -249,7 +237,6 @@ def called(**fields: Any) -> dict[str, Any]:
 
 
 STREAMS = {
-    "nothing": [],
     "a thought": [{"reasoning": "H"}, {"reasoning": "m."}, {"content": "At nine."}],
     "a call in parts": [
         {"content": "Let me see."},

@@ -14,8 +14,6 @@ from engine_patches.scheduler.step_time import StepTime
 
 UNIT = 16
 
-GRID = Grid(UNIT, UNIT)
-
 
 class Clock:
     now = 100.0  # seconds; a machine's does not begin at 0
@@ -36,13 +34,17 @@ def clock():
     return Clock()
 
 
+def gate_of(floor, token, clock):
+    """Where a pass and a token take so many seconds."""
+    step_time = StepTime()
+    for tokens in (1, 1001) * 8:
+        step_time.step_took(tokens, floor + token * tokens)
+    return fan_out.PrefillGate(step_time, Grid(UNIT, UNIT), clock)
+
+
 @pytest.fixture
 def gate(clock):
-    step_time = StepTime()
-    for _ in range(8):  # a pass costs 0.4 s, a token 0.5 ms
-        step_time.step_took(1, 0.4005)
-        step_time.step_took(1000, 0.9)
-    return fan_out.PrefillGate(step_time, GRID, clock)
+    return gate_of(0.4, 0.0005, clock)
 
 
 def scheduler(running=(), waiting=(), budget=8192, slots=256):
@@ -79,11 +81,7 @@ def leading(gate, position=3600, **how):
     [(0.001, 1, False), (0.001, 2, True), (0.03, 2, False), (0.03, 3, True), (0.02, 2, True)],
 )
 def test_on_a_fast_engine_all_who_wait_have_to_save_time_that_counts(clock, floor, followers, is_held):
-    step_time = StepTime()
-    for _ in range(8):  # 10 us a token
-        step_time.step_took(1, floor + 0.00001)
-        step_time.step_took(1001, floor + 0.01001)
-    gate = fan_out.PrefillGate(step_time, GRID, clock)
+    gate = gate_of(floor, 0.00001, clock)
     leading(gate)
     assert pays(gate, *(request(f"follower{number}") for number in range(followers))) == is_held
 
@@ -150,10 +148,9 @@ class Engine:
     """A scheduler as its waiting requests meet it, one after the other."""
 
     def __init__(self, gate, *running):
-        self.states = {}
-        self.scheduler = scheduler(running)
+        self.scheduler, states = scheduler(running), {}
         self.scheduler.seamark.gate, self.scheduler.seamark.counters = gate, Counters()
-        self.scheduler.seamark.state_of = lambda each: self.states.setdefault(each.request_id, RequestState())
+        self.scheduler.seamark.state_of = lambda each: states.setdefault(each.request_id, RequestState())
 
     def begins(self, follower):
         """Whether a request may begin, whom vLLM alone would have begin."""

@@ -129,6 +129,7 @@ NIXL = "NixlConnector"
         (config(graphs="FULL"), {}, "no_states", "FULL_AND_PIECEWISE"),
         (config(connector=FILLS_THE_CACHE), {}, "connector", FILLS_THE_CACHE),
         (config(connector=NIXL, context_ranks=2), {}, "connector", "decode context parallelism"),
+        (config(context_ranks=2), {}, "", ""),
         # Of two the one that stays when the other has gone; what flags cure is told at once, for one restart.
         (config(caching=False), {"window": True}, "no_states", "sliding window"),
     ],

@@ -112,8 +112,10 @@ def sent(told: Any = None, computed: int = 0, params: bool = True) -> SimpleName
         ([], {}),
         ([sent("ab,1000,400"), sent("ab,1000,400", 700), sent()], {"ab": (2, 700), "": (1, 1000)}),
         ([sent("ab,1000,400", 16), sent("ab,1000,400", 1007)], {"ab": (2, 984)}),  # the engine has looked, or generates
-        *(([sent(told)], {"": (1, 1000)}) for told in ("", "a,1", "a,1,-1", "a,1,1,1", "x y,1,1", "A,1,1", 7, ["a"])),
-        *(([sent(told)], {"": (1, 1000)}) for told in ("a" * 33 + ",1,1", "a,1,999999999", "a,1,\u0661")),
+        *(
+            ([sent(told)], {"": (1, 1000)})
+            for told in ("a,1,-1", "a,1,1,1", "A,1,1", 7, "a" * 33 + ",1,1", "a,1,\u0661")
+        ),
     ],
 )
 def test_each_gateway_has_its_requests_and_what_is_left_of_their_prompts(requests, loads):
@@ -142,10 +144,7 @@ ADMITTED, DRAFTED = AdmittedRequest("r", "hit", 160, 176, (163, 0)), DraftedRequ
         (lambda counted: counted.request_drafted(DRAFTED), {"drafted": [DRAFTED] * 2}),
         (lambda counted: counted.cache_hit(16), {"cache_hit_tokens": 32}),
         (lambda counted: counted.load_declined(), {"loads_declined": 2}),
-        (
-            lambda counted: counted.disk_used({"damaged": 1}, 50, 7),
-            {"files_refused": {"damaged": 2}, "file_bytes": 100},
-        ),
+        (lambda counted: counted.disk_used({"damaged": 1}, 5, 7), {"files_refused": {"damaged": 2}, "file_bytes": 10}),
     ],
 )
 def test_what_is_counted_makes_a_report_due_and_is_reported_once_and_otherwise_time_does(count, counts, monkeypatch):
@@ -162,10 +161,11 @@ def test_what_is_counted_makes_a_report_due_and_is_reported_once_and_otherwise_t
         assert counted.report_due
     empty = vars(counters.Counts()) | {"windows": {"held": 2}, "window_of": [("r", "held")] * 2}
     empty |= {"hits": 2, "hit_tokens": 320, "saved_seconds": 1.5, **counts}
-    found = {
-        name: list(value) if hasattr(value, "appendleft") else value for name, value in vars(counted.take()).items()
-    }
-    assert found == {name: list(value) if hasattr(value, "appendleft") else value for name, value in empty.items()}
+    found, empty = (
+        {name: list(value) if hasattr(value, "appendleft") else value for name, value in each.items()}
+        for each in (vars(counted.take()), empty)
+    )
+    assert found == empty
     assert not counted.report_due and counted.disk_bytes == (7 if "file_bytes" in counts else 0)
     clock.now += REPORT_INTERVAL
     assert counted.report_due and counted.take().empty
