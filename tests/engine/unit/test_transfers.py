@@ -167,10 +167,8 @@ def test_a_prompt_is_cut_only_where_that_serves_and_nothing_is_cut_in_two(worker
 
 def connector(worker: Worker | None) -> SimpleNamespace:
     """NIXL's half in a scheduler."""
-    stopped: list[str] = []
-    half = SimpleNamespace(
-        _reqs_need_recv={}, _reqs_need_send={"r": 9.0}, stopped=stopped, _stop_heartbeat=stopped.append
-    )
+    half = SimpleNamespace(_reqs_need_recv={}, _reqs_need_send={"r": 9.0}, stopped=[])
+    half._stop_heartbeat = half.stopped.append
     if worker is not None:
         half.seamark = worker.transfers
     return half
@@ -194,8 +192,8 @@ def test_what_is_loaded_is_what_the_cache_does_not_have_and_who_loads_nothing_is
 
 @pytest.mark.parametrize("changed", [{transfers.CONTENT: "0" * 32}, {"remote_port": None}, {"number": 7}], ids=str)
 def test_what_is_refused_is_computed_and_the_worker_that_has_it_is_told_where_it_can_be(changed):
-    worker, half = Worker(), connector(None)
-    half.seamark = worker.transfers
+    worker = Worker()
+    half = connector(worker)
     worker.refuses(asked(), worker.offer(number=7))
     request = asked(kv_transfer_params=worker.offer(**changed))
     assert matched(half, request) == (0, False)

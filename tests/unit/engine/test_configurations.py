@@ -339,10 +339,7 @@ PULL, PUSH, OFFLOADING = (configured(name) for name in ("NixlConnector", "NixlPu
     [
         *((each, "") for each in ({}, OWN, PULL, configured("NixlPullConnector"), multi(OWN, PULL))),
         *((configured(name), name) for name in ("OffloadingConnector", "OfSomebody", "MultiConnector")),
-        *(
-            (configured(name, kv_connector_module_path="my.own"), name)
-            for name in ("SeamarkConnector", "NixlConnector")
-        ),
+        *((configured(name, kv_connector_module_path="my"), name) for name in ("SeamarkConnector", "NixlConnector")),
         (configured("MultiConnector", connectors=[PULL], kv_connector_module_path="my"), "MultiConnector"),
         (configured("NixlConnector", bidirectional_kv_xfer=True), "NixlConnector with bidirectional_kv_xfer"),
         (multi(PULL, multi(PULL, PUSH)), "NixlPushConnector"),
