@@ -20,19 +20,7 @@ from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from engine_patches import ledger, module_source, speculation
-from engine_patches.families import (
-    GDN,
-    GLM_KDA,
-    K3_KDA,
-    KIMI_KDA,
-    LING_KDA,
-    OLMO_GDN,
-    QWEN_NGRAM,
-    SHORT_CONVOLUTION,
-    RecurrentLayer,
-    Shown,
-)
+from engine_patches import families, ledger, module_source, speculation
 from engine_patches.footprint import RUNNING, SCAN_STATES, SEGMENTS
 from engine_patches.forward import layers, segments
 from engine_patches.forward.layers import is_promised, promise, promise_writes_in_forward, runs_whole_steps
@@ -127,7 +115,9 @@ def test_a_layer_promises_where_all_that_runs_it_is_known_and_replaced(
     monkeypatch, platform, options, config, drafts, promises
 ):
     layer, path = options.pop("layer", Recurrent), options.pop("path", f"{__name__}:Recurrent")
-    monkeypatch.setattr(layers, "INSIDE", (RecurrentLayer(path, GDN, Shown.READ, "_core", **options),))
+    monkeypatch.setattr(
+        layers, "INSIDE", (families.RecurrentLayer(path, families.GDN, families.Shown.READ, "_core", **options),)
+    )
     here = SimpleNamespace(is_cpu=lambda: platform == "cpu", is_cuda=lambda: platform == "cuda")
     monkeypatch.setattr(vllm.platforms, "current_platform", here)
     monkeypatch.setattr(speculation, "unsupported", lambda _: "why" if drafts == "unsupported" else None)
@@ -239,9 +229,13 @@ def test_the_layers_run_between_graphs_that_are_captured(op, module, calls):
 
 def test_the_other_cores_are_looked_up_on_each_replay():
     """Of Mamba2, of gated delta nets and of convolutions: what breaks a capture calls them by their names."""
-    for layer, name in ((QWEN_NGRAM, "_short_conv"), (SHORT_CONVOLUTION, "short_conv"), (OLMO_GDN, "_full_forward")):
+    for layer, name in (
+        (families.QWEN_NGRAM, "_short_conv"),
+        (families.SHORT_CONVOLUTION, "short_conv"),
+        (families.OLMO_GDN, "_full_forward"),
+    ):
         module, _, owner = layer.path.partition(":")
-        attribute = name if layer is SHORT_CONVOLUTION else f"{owner}.{name}"
+        attribute = name if layer is families.SHORT_CONVOLUTION else f"{owner}.{name}"
         (definition,) = module_source.definitions(module, attribute)
         assert f"self.{layer.core}(" in definition.source, layer
 
@@ -366,9 +360,9 @@ def test_a_layer_without_metadata_runs_as_ever_and_a_step_that_writes_nothing_do
 
 # The tensors that `_forward` of each class takes, beside the layer; `core_attn_out` is filled.
 KDA_CALLS = {
-    **dict.fromkeys((KIMI_KDA, K3_KDA), ("mixed_qkv", "g1", "g2", "beta", "core_attn_out")),
-    GLM_KDA: ("qkv_proj_states", "g1", "beta", "core_attn_out"),
-    LING_KDA: ("q_proj_states", "k_proj_states", "v_proj_states", "g1", "beta", "core_attn_out"),
+    **dict.fromkeys((families.KIMI_KDA, families.K3_KDA), ("mixed_qkv", "g1", "g2", "beta", "core_attn_out")),
+    families.GLM_KDA: ("qkv_proj_states", "g1", "beta", "core_attn_out"),
+    families.LING_KDA: ("q_proj_states", "k_proj_states", "v_proj_states", "g1", "beta", "core_attn_out"),
 }
 
 WIDTH = 3

@@ -12,18 +12,13 @@ import vllm.platforms
 from vllm import forward_context
 from vllm.model_executor.layers.mamba import mamba_utils
 
+from engine_patches import upstream_fixes
 from engine_patches.footprint import RUNNING, SCAN_STATES, SEGMENTS
 from engine_patches.forward.cpu_scan import kernel_in_runs
 from engine_patches.forward.layers import mamba2_with_states
 from engine_patches.forward.scan_states import plan_scan_states, scan_with_states, states_of_group
 from engine_patches.forward.step_writes import Step, Write
 from engine_patches.ledger import ShapeMismatch
-from engine_patches.upstream_fixes import (
-    copy_largest_view_first,
-    keep_enlarged_block_size,
-    states_at_chunk_ends,
-    store_checkpoints_without_triton,
-)
 
 CHUNK = 8  # tokens
 
@@ -291,7 +286,7 @@ def test_an_enlarged_block_size_outlives_the_platforms_default(before, mode, aft
     def reset(cls, vllm_config):
         vllm_config.cache_config.block_size = PLATFORM_DEFAULT
 
-    keep_enlarged_block_size(reset)(None, config)
+    upstream_fixes.keep_enlarged_block_size(reset)(None, config)
     assert config.cache_config.block_size == after
 
 
@@ -335,7 +330,7 @@ def test_the_cpus_scan_returns_the_state_at_each_chunks_end(resumed, monkeypatch
     _, whole = run(scan, slice(None), slice(None), starts)
     calls.clear()
     states, out = run(
-        states_at_chunk_ends(scan),
+        upstream_fixes.states_at_chunk_ends(scan),
         slice(None),
         slice(None),
         starts,
@@ -357,19 +352,19 @@ def test_a_scan_that_is_another_is_refused_and_one_that_is_not_asked_for_chunk_e
     def _mamba_chunk_scan_combined_fwd_cpu(x, *args, **options):
         return x, args, options
 
-    scan = states_at_chunk_ends(_mamba_chunk_scan_combined_fwd_cpu)
+    scan = upstream_fixes.states_at_chunk_ends(_mamba_chunk_scan_combined_fwd_cpu)
     assert scan(1, 2, seq_idx=3) == (1, (2,), {"seq_idx": 3})
     assert scan(1, return_intermediate_states=False) == (1, (), {"return_intermediate_states": False})
     chunks = {"cu_chunk_seqlens": torch.tensor([0, 2, 3]), "seq_idx": torch.tensor([0, 0])}
     with pytest.raises(RuntimeError, match="no longer calls its kernel"):
         scan(torch.zeros(3), return_intermediate_states=True, **chunks)
     with pytest.raises(ShapeMismatch, match="the scan on a CPU is kernel_in_runs"):
-        states_at_chunk_ends(kernel_in_runs)
+        upstream_fixes.states_at_chunk_ends(kernel_in_runs)
 
 
 def test_of_caches_at_one_address_the_largest_is_copied():
     small, large = (torch.zeros(size, dtype=torch.int8) for size in (2, 5))
-    copy = copy_largest_view_first(lambda caches, *more: ([cache.nbytes for cache in caches], *more))
+    copy = upstream_fixes.copy_largest_view_first(lambda caches, *more: ([cache.nbytes for cache in caches], *more))
     assert copy((small, large, small), 7, ["a copy"]) == ([5, 2, 2], 7, ["a copy"])
     assert copy((small, large), 7, []) == ([], 7, []), "nothing is copied, nothing is sorted"
 
@@ -379,7 +374,7 @@ def test_a_checkpoint_is_exported_from_a_rows_own_tokens_and_chunk():
     checkpoint = SimpleNamespace(checkpoint_offsets=torch.tensor([4, 0, 3]), state_indices=torch.tensor([2, 0, 3]))
     x = torch.arange(20).expand(2, 20)  # by channel and token
     conv_state, ssm_state = torch.full((4, 2, 5), -1), torch.full((4, 1), -1)
-    store_checkpoints_without_triton(None)(
+    upstream_fixes.store_checkpoints_without_triton(None)(
         checkpoint,
         torch.tensor([1, 0, 2]),
         x,
