@@ -292,8 +292,7 @@ class Scene:
 def beside_drafts(core: Any) -> Any:
     """The core for CPUs, which is given two numbers more."""
 
-    def more(*given: Any) -> None:
-        *given, width, state_len = given
+    def more(*given: Any, width: Any, state_len: Any) -> None:
         assert (width, state_len) == (4, 9)
         core(*given)
 

@@ -233,7 +233,7 @@ sys.exit(status)
 @pytest.mark.parametrize(("version", "platform"), [("0.33.0", "gpu"), ("0.33.0", "cpu"), (None, "gpu"), (None, None)])
 def test_a_supported_vllm_fits_on_either_platform_and_what_it_is_built_for_is_known(version, platform):
     """What an image would answer, without loading a model or even torch."""
-    path = os.pathsep.join([*[str(source_of(version))] * bool(version), os.getcwd()])
+    path = os.pathsep.join([*([str(source_of(version))] if version else []), os.getcwd()])
     command = [sys.executable, "-c", CHECK, *[platform] * bool(platform)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

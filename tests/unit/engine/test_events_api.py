@@ -247,7 +247,8 @@ class Reading(RuleBasedStateMachine):
             self.feeds.add_events(self.report(engine))
 
     def report(self, engine: int, **more: Any) -> EngineReport:
-        return EngineReport(engine * (self.engines - 1), self.engines, match_unit=16, block_size=384, **more)
+        numbers = {"engine": engine * (self.engines - 1), "engines": self.engines}
+        return EngineReport(**numbers, match_unit=16, block_size=384, **more)
 
     def feeds_of(self, engine: int) -> list[int | None]:
         return [None] if self.engines == 1 else [None, engine]
