@@ -19,15 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from engine_patches.scheduler import draft_windows
-from engine_patches.scheduler.draft_windows import (
-    HEALED,
-    HELD,
-    ZEROED,
-    DraftWindows,
-    leave_out,
-    left_out_spec,
-    put_rows_into_hits,
-)
+from engine_patches.scheduler.draft_windows import HEALED, HELD, ZEROED, DraftWindows
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.step_time import ENOUGH, StepTime
@@ -53,7 +45,9 @@ def cache(*groups: tuple[list[str], Any], states: bool = True) -> KVCacheConfig:
 def left_out(config: KVCacheConfig, drafts: object = object()) -> list[bool]:
     """Of each group, whether the lookup passes over it."""
     model = SimpleNamespace(get_num_layers=lambda _: LAYERS)
-    leave_out(config, SimpleNamespace(speculative_config=drafts, model_config=model, parallel_config=None))
+    draft_windows.leave_out(
+        config, SimpleNamespace(speculative_config=drafts, model_config=model, parallel_config=None)
+    )
     return [not group.kv_cache_spec.prefix_cacheable for group in config.kv_cache_groups]
 
 
@@ -110,7 +104,7 @@ class Hits:
     def __init__(self, states: tuple[int, ...], rows: tuple[int, ...]) -> None:
         self.pool = BlockPool(40, enable_caching=True, hash_block_size=16)
         manager = SlidingWindowManager(
-            left_out_spec()(**ROWS, sliding_window=100),
+            draft_windows.left_out_spec()(**ROWS, sliding_window=100),
             block_pool=self.pool,
             enable_caching=True,
             kv_cache_group_id=0,
@@ -151,7 +145,7 @@ class Hits:
         """The blocks of the head's rows, the hit, and what became of the window."""
         longest = self._longest(None, 399)
         self.checkpoints.drafts.admits = lambda request: ours
-        blocks, hit, _ = put_rows_into_hits(lambda *_: longest)(self.cache, self.request)
+        blocks, hit, _ = draft_windows.put_rows_into_hits(lambda *_: longest)(self.cache, self.request)
         return blocks if blocks == "none" else blocks.blocks[0], hit, self.state.window
 
 

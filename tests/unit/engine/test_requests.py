@@ -8,19 +8,10 @@ from typing import Any
 import pytest
 
 from engine_patches.footprint import RUNNING, WRITES
+from engine_patches.forward import step_writes
 from engine_patches.forward.remote_reads import decline_late_reads
 from engine_patches.forward.segments import _levels
-from engine_patches.forward.step_writes import (
-    StatesNotWritten,
-    Step,
-    Write,
-    running_step,
-    skip_vllm_exports,
-    track_batch,
-    track_steps,
-    writes_nothing,
-    wrote_states,
-)
+from engine_patches.forward.step_writes import StatesNotWritten, Step, Write, running_step, wrote_states
 from engine_patches.scheduler import counters, load
 from engine_patches.scheduler.chunks import next_stop, run_to_the_budget
 from engine_patches.scheduler.counters import REPORT_INTERVAL, AdmittedRequest, Counters, DraftedRequest
@@ -191,12 +182,12 @@ def run(worker: Any, writes: Any, does: Any) -> Any:
 
     def execute_model(runner: Any, output: Any, *arguments: Any, **options: Any) -> Any:
         step = running_step()
-        assert writes_nothing() is (step is not None and not writes)
+        assert step_writes.writes_nothing() is (step is not None and not writes)
         return does(step), arguments, options
 
     output = SimpleNamespace() if writes is None else SimpleNamespace(**{WRITES: writes})
     try:
-        return track_steps(execute_model)(worker, output, 1, a=2)
+        return step_writes.track_steps(execute_model)(worker, output, 1, a=2)
     finally:
         assert running_step() is None, "after it nothing is known"
 
@@ -245,7 +236,9 @@ def test_a_runner_that_makes_a_batch_for_each_step_tells_its_requests(monkeypatc
     made, worker = SimpleNamespace(req_ids=["b", "a"]), runner()
     del worker.input_batch
     assert list(run(worker, {}, lambda step: step.req_ids)[0]) == []
-    prepare = track_batch(lambda *arguments, **options: made if (arguments, options) == (("r", 1), {"a": 2}) else None)
+    prepare = step_writes.track_batch(
+        lambda *arguments, **options: made if (arguments, options) == (("r", 1), {"a": 2}) else None
+    )
     for step in (None, Step({"a": [WRITE]}, {})):
         monkeypatch.setattr(RUNNING, "step", step)
         assert prepare("r", 1, a=2) is made
@@ -255,7 +248,7 @@ def test_a_runner_that_makes_a_batch_for_each_step_tells_its_requests(monkeypatc
 @pytest.mark.parametrize("runs", [True, False])
 def test_vllm_exports_no_states_of_its_own_while_a_step_writes_them(monkeypatch, runs):
     monkeypatch.setattr(RUNNING, "step", Step({}, {}) if runs else None)
-    build = skip_vllm_exports(lambda *given: given)
+    build = step_writes.skip_vllm_exports(lambda *given: given)
     assert build("builder", "m", "rows") == (None if runs else ("builder", "m", "rows"))
 
 
