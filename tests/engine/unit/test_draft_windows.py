@@ -28,8 +28,6 @@ ROWS = dict(block_size=64, num_kv_heads=1, head_size=1, dtype=torch.float32)
 
 WINDOW = SlidingWindowSpec(**ROWS, sliding_window=100)
 
-STATES = MambaSpec(block_size=64, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
-
 TARGET = ["model.layers.3.self_attn.attn"]
 
 LAYERS = 48  # of the target
@@ -38,7 +36,9 @@ LAYERS = 48  # of the target
 def cache(*groups: tuple[list[str], Any], states: bool = True) -> KVCacheConfig:
     """Of a model with these attention groups, and recurrent layers if there are `states`."""
     made = [KVCacheGroupSpec(names, spec) for names, spec in groups]
-    made += [KVCacheGroupSpec(["model.layers.0.mixer"], STATES)] if states else []
+    if states:
+        mamba = MambaSpec(block_size=64, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+        made.append(KVCacheGroupSpec(["model.layers.0.mixer"], mamba))
     return KVCacheConfig(num_blocks=9, kv_cache_tensors=[], kv_cache_groups=made)
 
 

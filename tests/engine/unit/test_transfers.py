@@ -221,9 +221,6 @@ def test_who_leaves_before_its_turn_has_nothing_told_of_what_another_has_taken()
     assert first.kv_transfer_params["do_remote_prefill"] and not second.kv_transfer_params["do_remote_prefill"]
 
 
-TYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool)
-
-
 class Collected(UninitializedParameter):
     """As a GGUF loader leaves a fused layer: its parts beside a parameter without values."""
 
@@ -237,7 +234,7 @@ def layers() -> torch.nn.Module:
     """A tensor of each type with an odd size, a scalar, a transposed one, one that begins inside another's memory."""
     generator = torch.Generator().manual_seed(1)
     model = torch.nn.Module()
-    for dtype in TYPES:
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool):
         values = torch.randn(37, 101, generator=generator).to(dtype)
         model.register_parameter(f"as {dtype}".replace(".", " "), torch.nn.Parameter(values, requires_grad=False))
     model.register_buffer("scalar", torch.tensor(0.5))

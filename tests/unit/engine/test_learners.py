@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -206,9 +207,6 @@ def test_places_are_learned_for_each_group_and_forgotten_at_a_bound(monkeypatch)
     assert [learner.is_expected(b"%d" % number) for number in range(3)] == [False, True, True]
 
 
-NO_TURN = TurnEnd(0, 0)
-
-
 class Turns:
     """Ends of turns, by a clock of their own."""
 
@@ -216,9 +214,9 @@ class Turns:
         self.now = 100.0
         self.value = TurnValue(lambda: self.now)
 
-    def end(self, *numbers: int, head: str = "head", turn: TurnEnd = NO_TURN, cost: float = 0.0) -> list[bool]:
+    def end(self, *numbers: int, head: str = "head", turn: Any = (0, 0), cost: float = 0.0) -> list[bool]:
         """Whether each is written."""
-        return [self.value.worth_a_state(head.encode(), b"end %d" % number, turn, cost) for number in numbers]
+        return [self.value.worth_a_state(head.encode(), b"end %d" % number, TurnEnd(*turn), cost) for number in numbers]
 
     def back_to(self, *numbers: int) -> TurnEnd | None:
         return self.value.came_back([b"no end", *(b"end %d" % number for number in numbers)])
