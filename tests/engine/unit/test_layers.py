@@ -292,9 +292,9 @@ class Scene:
 def beside_drafts(core: Any) -> Any:
     """The core for CPUs, which is given two numbers more."""
 
-    def more(*given: Any, width: Any, state_len: Any) -> None:
+    def more(layer: Any, metadata: Any, mixed: Any, b: Any, a: Any, output: Any, width: Any, state_len: Any) -> None:
         assert (width, state_len) == (4, 9)
-        core(*given)
+        core(layer, metadata, mixed, b, a, output)
 
     return more
 
