@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import socket
 import threading
@@ -16,10 +17,11 @@ import pytest
 
 from engine_patches import settings
 from engine_patches.footprint import REPORTS
-from engine_patches.reporting import addresses, collector, events_api, hooks, reporter
-from engine_patches.reporting.addresses import FOLDER
+from engine_patches.reporting import addresses, collector, events_api, hooks, metrics, reporter
+from engine_patches.reporting.addresses import FOLDER, READ_AT
 from engine_patches.reporting.collector import Collector
 from engine_patches.reporting.events_api import METRICS_PATH, PATH, Feeds
+from engine_patches.reporting.hooks import Layout, collect_before_the_engines, keys_in
 from engine_patches.scheduler import state_events
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
@@ -50,7 +52,6 @@ def taking(monkeypatch) -> Taking:
     feeds = Feeds()
     for module in (events_api, collector):
         monkeypatch.setattr(module, "feeds", feeds)
-    monkeypatch.delenv(FOLDER, raising=False)
     return Taking(feeds)
 
 
@@ -70,8 +71,8 @@ def read(url: str, headers: Any = None, path: str = PATH) -> httpx.Response:
     return httpx.get(f"http://{url}{path}", headers=headers, timeout=60)
 
 
-async def read_beside(url: str, headers: Any = None, path: str = PATH) -> httpx.Response:
-    return await asyncio.to_thread(read, url, headers, path)
+async def read_beside(*given: Any, **more: Any) -> httpx.Response:
+    return await asyncio.to_thread(read, *given, **more)
 
 
 async def test_what_an_engine_reports_is_read_where_the_collector_says(taking):
@@ -168,7 +169,6 @@ async def test_other_processes_of_the_same_server_read_without_a_key_and_no_othe
 
 async def test_nobody_reads_from_elsewhere_unless_it_was_asked_for(taking, monkeypatch):
     """Another address of this machine stands for another machine."""
-    monkeypatch.delenv(settings.REPORTS_AT, raising=False)
     at = Collector(settings.reports_at(), ())
     at.start(taking)
     port = at.read_at.rpartition(":")[2]
@@ -189,3 +189,111 @@ async def test_a_port_that_is_taken_costs_a_line_and_reports_still_come(taking, 
     at.start(taking)
     engine(at)
     await until(lambda: taking.reports)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch) -> None:
+    for name in (FOLDER, READ_AT, settings.REPORTS_AT):
+        monkeypatch.setenv(name, "")  # so that what a test sets is taken back behind it
+        monkeypatch.delenv(name)
+
+
+class Recorded:
+    """In place of the real one."""
+
+    made: list[Any]
+    fails, read_at, folder = False, "127.0.0.1:7", "/a/folder"
+
+    def __init__(self, address: tuple[str, int], keys: Any) -> None:
+        if self.fails:
+            raise OSError("no sockets here")
+        self.made.append((address, keys))
+
+    def start(self, metrics: Any) -> None: ...
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[Any]:
+    """Of each collector that was made its address and keys."""
+    Recorded.made = []
+    monkeypatch.setattr(collector, "Collector", Recorded)
+    monkeypatch.setattr(metrics, "CollectedMetrics", lambda read_at, **more: (read_at, more))
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", "--api-key", "a"])
+    return Recorded.made
+
+
+@pytest.mark.parametrize(
+    ("rank", "options", "expected"),
+    [
+        (0, {"local_client": True}, None),  # the class `LLM`, for which no gateway asks
+        (0, {"local_client": False}, Layout.OTHERS),
+        (-1, {}, Layout.OTHERS),
+        (None, {}, None),
+    ],
+)
+def test_who_answers_http_is_told_by_vllms_own_arguments(rank, options, expected):
+    ranks = {} if rank is None else {"_api_process_rank": rank}
+    assert hooks._layout(SimpleNamespace(parallel_config=SimpleNamespace(**ranks)), options) is expected
+
+
+async def test_beside_an_api_server_reports_are_collected_in_its_process():
+    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=0))
+    assert hooks._layout(config, {}) is Layout.THIS_PROCESS
+
+
+@pytest.mark.parametrize(("read_at", "fails"), [("", False), ("127.0.0.1:7", False), ("", True)])
+def test_engines_start_and_one_line_says_where_reports_are_read_or_why_there_are_none(
+    made, monkeypatch, engine_log, read_at, fails
+):
+    engine_log.set_level(logging.INFO, "vllm.seamark")
+    monkeypatch.setattr(Recorded, "read_at", read_at)
+    monkeypatch.setattr(Recorded, "fails", fails)
+    given: list[Any] = []
+    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=-1), kv_events_config=None)
+    collect_before_the_engines(lambda self, *args, **more: given.extend([args, more]))(object(), 1, config, more=2)
+    assert given == [(1, config), {"more": 2}] and made == ([] if fails else [(("127.0.0.1", 0), ("a",))])
+    said = "no sockets here" if fails else read_at
+    assert [said in line for line in engine_log.messages] == [True] * bool(said)
+    assert (FOLDER in os.environ) is (READ_AT in os.environ) is not fails
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_beside_kv_events_reports_are_read_at_the_port_before_theirs_if_that_is_free(is_free):
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        if is_free:
+            holder.close()
+        assert hooks._beside(f"tcp://*:{port + 1}") == (port if is_free else 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "keys"),
+    [
+        ("--config {file}", "api-key: a", ("a",)),
+        ("--port 1 --config {file}", "api_key: [a, 5]", ("a", "5")),
+        ("--config {file} --api-key b", "api-key: a", ("b",)),
+        ("--config {file}.not", "", ("c",)),
+        ("--other a --api-key b --other c", "", ("b",)),
+        ("--api-key=", "", ("",)),
+    ],
+)
+def test_keys_of_a_file_and_of_the_environment_stand_back_behind_flags(arguments, text, keys, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    assert keys_in(["vllm", "serve", *arguments.format(file=file).split()], {"VLLM_API_KEY": "c"}) == keys
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_step_reports_before_its_numbers_are_made_and_an_emptied_cache_at_once(monkeypatch, busy):
+    monkeypatch.setattr(hooks.load, "may_have_changed", lambda planned: {"a step": busy}[planned])
+    told: list[Any] = []
+    own = SimpleNamespace(send=lambda: told.append("sent"), step_ends=lambda *, busy: told.append(busy))
+    scheduler = SimpleNamespace(seamark=SimpleNamespace(last_planned="a step"), **{REPORTS: own})
+
+    def vllms(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return list(told), args, kwargs
+
+    make, reset = hooks.report_with_stats(vllms), hooks.report_resets(vllms)
+    assert make(scheduler, 1, a=2) == ([busy], (1,), {"a": 2})
+    assert reset(scheduler, 1, a=2) == ([busy], (1,), {"a": 2}) and told == [busy, "sent"]
+    assert make(SimpleNamespace(), 1)[1:] == reset(SimpleNamespace(), 1)[1:] == ((1,), {}) and told == [busy, "sent"]

@@ -1,4 +1,4 @@
-"""Requests to /v1/messages and /v1/responses become the chat that vLLM makes of them: judged by vLLM's own code."""
+"""What stands in for /v1/messages and /v1/responses makes the chats and answers of vLLM: judged by its own code."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import Any
 import pytest
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, should_continue_final_message
 
 from proxy.chat.anthropic import messages_request
 from proxy.chat.canonical import chat_keys
 from proxy.chat.responses import responses_request
-from proxy.chat.through_chat import chat_of
+from proxy.chat.through_chat import MessageStream, chat_of, message_of
 
 QUESTION = {"role": "user", "content": "Tide?"}
-
-EPHEMERAL = {"type": "ephemeral"}
 
 USE = {"type": "tool_use", "id": "t1", "name": "tide", "input": {"port": "Ayr"}}
 
@@ -27,16 +25,13 @@ RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text
 
 DOCUMENT = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}}
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-
 TOOL = {"name": "tide", "description": "Tide table", "input_schema": {"properties": {"port": {"type": "string"}}}}
 
 MESSAGES = {
-    "text": {"messages": [QUESTION], "system": "You pilot."},
     "system blocks": {
         "system": [
             {"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
-            {"type": "text", "text": "You pilot.", "cache_control": EPHEMERAL},
+            {"type": "text", "text": "You pilot.", "cache_control": {"type": "ephemeral"}},
             {"type": "text", "text": " Briefly."},
         ],
         "messages": [{"role": "user", "content": [{"type": "text", "text": "Tide?"}]}],
@@ -49,21 +44,6 @@ MESSAGES = {
             {"role": "user", "content": [RESULT, {"type": "text", "text": "And then?"}]},
         ],
     },
-    "results only": {
-        "tools": [TOOL],
-        "tool_choice": {"type": "any"},
-        "messages": [
-            QUESTION,
-            {"role": "assistant", "content": [{"type": "text", "text": "Let me look."}, USE]},
-            {"role": "user", "content": [{**RESULT, "content": "nine"}]},
-        ],
-    },
-    "images": {
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "See"}, IMAGE, {"type": "text", "text": "?"}]}
-        ]
-    },
-    "thinking off": {"thinking": {"type": "disabled"}, "messages": [QUESTION]},
     "thinking off, effort high": {
         "thinking": {"type": "disabled"},
         "output_config": {"effort": "high"},
@@ -78,10 +58,7 @@ MESSAGES = {
             {"role": "system", "content": "Harbours: Ayr, Dover."},
             {"role": "assistant", "content": [{"type": "text", "text": "I look."}, USE]},
             {"role": "user", "content": [RESULT]},
-            {
-                "role": "system",
-                "content": [{"type": "text", "text": "Keep the list "}, {"type": "text", "text": "short."}],
-            },
+            {"role": "system", "content": [{"type": "text", "text": each} for each in ("Keep the list ", "short.")]},
             {"role": "system", "content": [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}]},
         ],
     },
@@ -105,13 +82,6 @@ MESSAGES = {
             },
         ],
     },
-    "a result that the assistant tells": {
-        "messages": [
-            QUESTION,
-            {"role": "assistant", "content": [{**RESULT, "content": "nine"}]},
-            {"role": "user", "content": "Thanks."},
-        ],
-    },
     "a document in a result": {
         "tools": [TOOL],
         "messages": [
@@ -120,29 +90,26 @@ MESSAGES = {
             {"role": "user", "content": [{**RESULT, "content": [*RESULT["content"], DOCUMENT]}]},
         ],
     },
-}
-
-
-MESSAGES |= {
-    "sampling": {
+    "sampling of a stream that thinks": {
         "messages": [QUESTION],
+        "stream": True,
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 7,
         "stop_sequences": ["\n", "END"],
         "cache_salt": "salt",
         "vllm_xargs": {"seamark_boundaries": [16, "last:7,8"]},
+        "thinking": {"type": "enabled", "budget_tokens": 2048},
     },
-    "a stream": {"messages": [QUESTION], "stream": True},
     "no tools at once": {
         "tools": [TOOL],
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
         "messages": [QUESTION],
     },
-    "one tool": {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "tide"}, "messages": [QUESTION]},
-    "thinking": {"messages": [QUESTION], "thinking": {"type": "enabled", "budget_tokens": 2048}},
-    "a schema": {
+    "one tool, and a schema": {
         "messages": [QUESTION],
+        "tools": [TOOL],
+        "tool_choice": {"type": "tool", "name": "tide"},
         "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
     },
 }
@@ -171,13 +138,6 @@ def test_messages(name):
 
 RESPONSES = {
     "text": {"input": "Tide?", "instructions": "You pilot."},
-    "messages": {
-        "input": [
-            {"role": "user", "content": [{"type": "input_text", "text": "Tide?"}]},
-            {"role": "assistant", "content": "Nine."},
-            {"role": "user", "content": "And then?"},
-        ]
-    },
     "tools": {
         "tools": [{"type": "function", "name": "tide", "description": "d", "parameters": {"type": "object"}}],
         "input": [
@@ -191,7 +151,8 @@ RESPONSES = {
     "a custom tool": {
         "tools": [{"type": "custom", "name": "patch", "description": "d"}],
         "input": [
-            {"role": "user", "content": "Patch it."},
+            {"role": "user", "content": [{"type": "input_text", "text": "Patch it."}]},
+            {"role": "assistant", "content": "So?"},
             {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "*** Begin"},
             {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
         ],
@@ -229,3 +190,97 @@ def _without_nulls(value):
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return value
+
+
+USAGE = {
+    "prompt_tokens": 300,
+    "completion_tokens": 5,
+    "total_tokens": 305,
+    "prompt_tokens_details": {"cached_tokens": 160, "created_cache_tokens": 16},
+}
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"at": 5}'}}
+
+ANSWERS = {
+    "nothing": ({"content": ""}, "stop", None),
+    "cut": ({"content": "At"}, "length", None),
+    "a stop token": ({"content": "At"}, "stop", 7),
+    "a thought": ({"reasoning": "Hm.", "content": "At nine."}, "stop", None),
+    "a call": ({"content": None, "tool_calls": [CALL]}, "tool_calls", None),
+    "a call that was asked for": ({"content": "Let me see.", "tool_calls": [CALL]}, "stop", None),
+}
+
+
+def without_signatures(value: Any) -> Any:
+    """vLLM signs thoughts with random letters."""
+    if isinstance(value, dict):
+        return {name: "" if name == "signature" else without_signatures(each) for name, each in value.items()}
+    return [without_signatures(each) for each in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(("said", "finish", "stop"), ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize("usage", [USAGE, {**USAGE, "prompt_tokens_details": None}])
+def test_an_answer_is_the_same_message(said, finish, stop, usage):
+    choice = {"index": 0, "message": {"role": "assistant", **said}, "finish_reason": finish, "stop_reason": stop}
+    chat = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+    answer = ChatCompletionResponse.model_validate({**chat, "usage": usage})
+    theirs = AnthropicServingMessages.messages_full_converter(None, answer)  # type: ignore[arg-type]
+    wanted = json.loads(theirs.model_dump_json(exclude_none=True))
+    found = json.loads(message_of(answer.model_dump_json().encode()))
+    assert {name: value for name, value in without_signatures(found).items() if value is not None} == (
+        without_signatures(wanted)
+    )
+
+
+def called(**fields: Any) -> dict[str, Any]:
+    return {"tool_calls": [{"index": 0, **fields}]}
+
+
+STREAMS = {
+    "a thought": [{"reasoning": "H"}, {"reasoning": "m."}, {"content": "At nine."}],
+    "a call in parts": [
+        {"content": "Let me see."},
+        called(id="c1", type="function", function={"name": "tide", "arguments": ""}),
+        called(function={"arguments": '{"at"'}),
+        called(function={"arguments": ": 5}"}),
+    ],
+    "two calls, and a word between": [
+        called(id="c1", type="function", function={"name": "tide", "arguments": '{"at": 5}'}),
+        {"content": "and"},
+        {"tool_calls": [{"index": 1, "id": "c2", "type": "function", "function": {"name": "tide", "arguments": "{"}}]},
+        {"tool_calls": [{"index": 1, "function": {"arguments": "}"}}]},
+    ],
+}
+
+
+def events_of(text: str) -> list[Any]:
+    named = [event.partition("\ndata: ") for event in text.split("\n\n") if event]
+    assert all(json.loads(data)["type"] == name.removeprefix("event: ") for name, _, data in named)
+    return [without_signatures(json.loads(data)) for _, _, data in named]
+
+
+@pytest.mark.parametrize("deltas", STREAMS.values(), ids=STREAMS)
+@pytest.mark.parametrize(("finish", "stop"), [("stop", None), ("length", None), ("tool_calls", None), ("stop", "END")])
+async def test_a_stream_is_the_same_events_however_it_arrives(deltas, finish, stop):
+    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    early = {**USAGE, "completion_tokens": 0, "prompt_tokens_details": None}
+
+    def chunk(delta: dict[str, Any], end: Any = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "finish_reason": end, "stop_reason": stop if end else None}
+        return {**head, "choices": [choice], "usage": early}
+
+    chunks = [chunk({"role": "assistant", "content": ""}), *map(chunk, deltas), chunk({"content": ""}, finish)]
+    lines = [f"data: {json.dumps(each)}\n\n" for each in (*chunks, {**head, "choices": [], "usage": USAGE})]
+    lines.append("data: [DONE]\n\n")
+
+    async def generated() -> Any:
+        for line in lines:
+            yield line
+
+    theirs = [event async for event in AnthropicServingMessages.message_stream_converter(None, generated())]  # type: ignore[arg-type]
+    wanted = events_of("".join(theirs))
+    raw = "".join(lines).encode()
+    for size in (1, 7, len(raw)):
+        stream = MessageStream()
+        told = b"".join(stream.events(raw[at : at + size]) for at in range(0, len(raw), size))
+        assert events_of(told.decode()) == wanted

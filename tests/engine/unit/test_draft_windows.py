@@ -19,15 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from engine_patches.scheduler import draft_windows
-from engine_patches.scheduler.draft_windows import (
-    HEALED,
-    HELD,
-    ZEROED,
-    DraftWindows,
-    leave_out,
-    left_out_spec,
-    put_rows_into_hits,
-)
+from engine_patches.scheduler.draft_windows import HEALED, HELD, ZEROED, DraftWindows
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.request_state import RequestState
 from engine_patches.scheduler.step_time import ENOUGH, StepTime
@@ -35,8 +27,6 @@ from engine_patches.scheduler.step_time import ENOUGH, StepTime
 ROWS = dict(block_size=64, num_kv_heads=1, head_size=1, dtype=torch.float32)
 
 WINDOW = SlidingWindowSpec(**ROWS, sliding_window=100)
-
-STATES = MambaSpec(block_size=64, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
 
 TARGET = ["model.layers.3.self_attn.attn"]
 
@@ -46,14 +36,18 @@ LAYERS = 48  # of the target
 def cache(*groups: tuple[list[str], Any], states: bool = True) -> KVCacheConfig:
     """Of a model with these attention groups, and recurrent layers if there are `states`."""
     made = [KVCacheGroupSpec(names, spec) for names, spec in groups]
-    made += [KVCacheGroupSpec(["model.layers.0.mixer"], STATES)] if states else []
+    if states:
+        mamba = MambaSpec(block_size=64, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+        made.append(KVCacheGroupSpec(["model.layers.0.mixer"], mamba))
     return KVCacheConfig(num_blocks=9, kv_cache_tensors=[], kv_cache_groups=made)
 
 
 def left_out(config: KVCacheConfig, drafts: object = object()) -> list[bool]:
     """Of each group, whether the lookup passes over it."""
     model = SimpleNamespace(get_num_layers=lambda _: LAYERS)
-    leave_out(config, SimpleNamespace(speculative_config=drafts, model_config=model, parallel_config=None))
+    draft_windows.leave_out(
+        config, SimpleNamespace(speculative_config=drafts, model_config=model, parallel_config=None)
+    )
     return [not group.kv_cache_spec.prefix_cacheable for group in config.kv_cache_groups]
 
 
@@ -104,62 +98,24 @@ def test_nothing_is_left_out_where_zeros_would_be_somebody_s_rows_or_vllm_needs_
     assert not any(left_out(cache(window)))
 
 
-def manager_of(pool: BlockPool) -> SlidingWindowManager:
-    """Of a window that is left out."""
-    return SlidingWindowManager(
-        left_out_spec()(**ROWS, sliding_window=100),
-        block_pool=pool,
-        enable_caching=True,
-        kv_cache_group_id=0,
-        scheduler_block_size=64,
-    )
-
-
-def requests_of_the_same_tokens() -> dict[str, Request]:
-    """By what tells each from the first one."""
-    image = MultiModalFeatureSpec(None, "image", "of a boat", PlaceholderRange(offset=20, length=10))
-    more: dict[str, dict[str, Any]] = {
-        "": {},
-        "nothing": {},
-        "a salt": {"cache_salt": "other"},
-        "an adapter": {"lora_request": LoRARequest("adapter", 1, "/nowhere")},
-        "an image": {"mm_features": [image]},
-    }
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(16, sha256)
-    parameters = SamplingParams(max_tokens=1)
-    return {
-        name: Request(name or "first", list(range(300)), parameters, None, block_hasher=hasher, **options)
-        for name, options in more.items()
-    }
-
-
-def test_another_salt_adapter_or_image_finds_no_row():
-    pool = BlockPool(12, enable_caching=True, hash_block_size=16)
-    manager = manager_of(pool)
-    windows = DraftWindows(pool, Grid(16, 16), [manager], StepTime())
-    requests = requests_of_the_same_tokens()
-    manager.allocate_new_blocks("first", 300, 300)
-    windows.keep(requests[""], RequestState(), [208, 256])
-    finds = {name for name, request in requests.items() if windows.keys_at(request, 208)}
-    assert finds == {"", "nothing"} == {name for name, request in requests.items() if windows.keys_at(request, 256)}
-    assert not windows.keys_at(requests[""], 176)  # rows are there, and no key of that place
-
-
 class Hits:
     """A cache in which a request of 400 tokens has states at some places, and its head's rows at some of these."""
 
     def __init__(self, states: tuple[int, ...], rows: tuple[int, ...]) -> None:
         self.pool = BlockPool(40, enable_caching=True, hash_block_size=16)
-        self.manager = manager_of(self.pool)
+        manager = SlidingWindowManager(
+            draft_windows.left_out_spec()(**ROWS, sliding_window=100),
+            block_pool=self.pool,
+            enable_caching=True,
+            kv_cache_group_id=0,
+            scheduler_block_size=64,
+        )
         self.step_time = StepTime()
-        self.windows = DraftWindows(self.pool, Grid(16, 16), [self.manager], self.step_time)
+        self.windows = DraftWindows(self.pool, Grid(16, 16), [manager], self.step_time)
         init_none_hash(sha256)
-        hasher = get_request_block_hasher(16, sha256)
-        self.request = Request("first", list(range(400)), SamplingParams(max_tokens=200), None, block_hasher=hasher)
-        self.request.max_tokens = 200
-        self.manager.allocate_new_blocks("first", 400, 400)
-        self.blocks = list(self.manager.req_to_blocks["first"])
+        self.request = self.another("first")
+        manager.allocate_new_blocks("first", 400, 400)
+        self.blocks = list(manager.req_to_blocks["first"])
         self.windows.keep(self.request, RequestState(), rows)
         self.states, self.state = states, RequestState()
         keys = SimpleNamespace(state_key=lambda request, position: b"%d" % position, attention=())
@@ -176,6 +132,11 @@ class Hits:
             create_kv_cache_blocks=lambda computed: computed,
         )
 
+    def another(self, name: str, **options: Any) -> Request:
+        """A request of the same tokens."""
+        hasher = get_request_block_hasher(16, sha256)
+        return Request(name, list(range(400)), SamplingParams(max_tokens=200), None, block_hasher=hasher, **options)
+
     def _longest(self, hashes: Any, at_most: int) -> tuple[Any, int, int]:
         hit = max((state for state in self.states if state <= at_most), default=0)
         return SimpleNamespace(blocks=[[]]), hit, 0
@@ -184,7 +145,7 @@ class Hits:
         """The blocks of the head's rows, the hit, and what became of the window."""
         longest = self._longest(None, 399)
         self.checkpoints.drafts.admits = lambda request: ours
-        blocks, hit, _ = put_rows_into_hits(lambda *_: longest)(self.cache, self.request)
+        blocks, hit, _ = draft_windows.put_rows_into_hits(lambda *_: longest)(self.cache, self.request)
         return blocks if blocks == "none" else blocks.blocks[0], hit, self.state.window
 
 
@@ -252,3 +213,16 @@ def test_rows_behind_zeros_or_before_what_is_there_get_no_key():
     assert list(kept) == [320] and not hits.windows.keys_at(hits.request, 256)
     assert [block.block_id for block, _ in kept[320]] == [block.block_id for block in hits.blocks[3:5]]
     assert tuple(key for _, key in kept[320]) == hits.windows.keys_at(hits.request, 320)
+
+
+def test_another_salt_adapter_or_image_finds_no_row():
+    hits = Hits((), (208, 256))
+    for position in (208, 256):
+        assert hits.windows.keys_at(hits.another("second"), position)
+        for others in (
+            {"cache_salt": "other"},
+            {"lora_request": LoRARequest("adapter", 1, "/nowhere")},
+            {"mm_features": [MultiModalFeatureSpec(None, "image", "a boat", PlaceholderRange(offset=20, length=10))]},
+        ):
+            assert not hits.windows.keys_at(hits.another("second", **others), position)
+    assert not hits.windows.keys_at(hits.request, 176)  # rows are there, and no key of that place

@@ -6,27 +6,17 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import RequestStatus
 
+from engine_patches.scheduler import fan_out
 from engine_patches.scheduler.counters import Counters
-from engine_patches.scheduler.fan_out import (
-    MAX_LEADERS,
-    PATIENCE_STEPS,
-    PAUSE_STEPS,
-    PrefillGate,
-    hold_followers,
-)
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.request_state import RequestState, Wish
 from engine_patches.scheduler.step_time import StepTime
 
 UNIT = 16
 
-GRID = Grid(UNIT, UNIT)
-
-START = 100.0  # seconds; a machine's clock does not begin at 0
-
 
 class Clock:
-    now = START
+    now = 100.0  # seconds; a machine's does not begin at 0
 
     def __call__(self):
         return self.now
@@ -44,13 +34,17 @@ def clock():
     return Clock()
 
 
+def gate_of(floor, token, clock):
+    """Where a pass and a token take so many seconds."""
+    step_time = StepTime()
+    for tokens in (1, 1001) * 8:
+        step_time.step_took(tokens, floor + token * tokens)
+    return fan_out.PrefillGate(step_time, Grid(UNIT, UNIT), clock)
+
+
 @pytest.fixture
 def gate(clock):
-    step_time = StepTime()
-    for _ in range(8):  # a pass costs 0.4 s, a token 0.5 ms
-        step_time.step_took(1, 0.4005)
-        step_time.step_took(1000, 0.9)
-    return PrefillGate(step_time, GRID, clock)
+    return gate_of(0.4, 0.0005, clock)
 
 
 def scheduler(running=(), waiting=(), budget=8192, slots=256):
@@ -87,11 +81,7 @@ def leading(gate, position=3600, **how):
     [(0.001, 1, False), (0.001, 2, True), (0.03, 2, False), (0.03, 3, True), (0.02, 2, True)],
 )
 def test_on_a_fast_engine_all_who_wait_have_to_save_time_that_counts(clock, floor, followers, is_held):
-    step_time = StepTime()
-    for _ in range(8):  # 10 us a token
-        step_time.step_took(1, floor + 0.00001)
-        step_time.step_took(1001, floor + 0.01001)
-    gate = PrefillGate(step_time, GRID, clock)
+    gate = gate_of(floor, 0.00001, clock)
     leading(gate)
     assert pays(gate, *(request(f"follower{number}") for number in range(followers))) == is_held
 
@@ -111,27 +101,28 @@ def test_a_leader_is_waited_for_as_long_as_it_advances_however_slowly(gate, cloc
     for computed in range(0, 3600, 16):
         clock.now += 100.0
         assert step(gate, follower, expected, computed)
-    assert [step(gate, follower, expected) for _ in range(PATIENCE_STEPS)] == [True] * (PATIENCE_STEPS - 1) + [False]
+    held = [step(gate, follower, expected) for _ in range(fan_out.PATIENCE_STEPS)]
+    assert held == [True] * (len(held) - 1) + [False]
     assert gate.release(follower) == pytest.approx(22400) and gate.release(follower) is None
 
 
 def test_leaders_that_leave_one_after_the_other_are_not_waited_for_for_ever(gate, clock):
     follower = request("follower")
     held = []
-    for number in range(MAX_LEADERS + 1):
+    for number in range(fan_out.MAX_LEADERS + 1):
         gate.clear()
         leader = request(f"leader {number}", status=RequestStatus.RUNNING)
         gate.expect(leader, 0, [3600])
         held.append(gate.hold(follower, deepest(gate, follower)))
-    assert held == [True] * MAX_LEADERS + [False]
+    assert held == [True] * fan_out.MAX_LEADERS + [False]
 
 
 def test_no_request_waits_while_states_find_no_room(gate):
     leading(gate)
     expected = deepest(gate, request("follower"))
     gate.pause()
-    held = [step(gate, request("follower"), expected) for _ in range(PAUSE_STEPS)]
-    assert held == [False] * (PAUSE_STEPS - 1) + [True]
+    held = [step(gate, request("follower"), expected) for _ in range(fan_out.PAUSE_STEPS)]
+    assert held == [False] * (fan_out.PAUSE_STEPS - 1) + [True]
 
 
 @pytest.mark.parametrize(("verified", "budget"), [(3, 8), (2, 8), (1, 4)])
@@ -157,10 +148,9 @@ class Engine:
     """A scheduler as its waiting requests meet it, one after the other."""
 
     def __init__(self, gate, *running):
-        self.states = {}
-        self.scheduler = scheduler(running)
+        self.scheduler, states = scheduler(running), {}
         self.scheduler.seamark.gate, self.scheduler.seamark.counters = gate, Counters()
-        self.scheduler.seamark.state_of = lambda each: self.states.setdefault(each.request_id, RequestState())
+        self.scheduler.seamark.state_of = lambda each: states.setdefault(each.request_id, RequestState())
 
     def begins(self, follower):
         """Whether a request may begin, whom vLLM alone would have begin."""
@@ -168,7 +158,7 @@ class Engine:
         if follower not in self.scheduler.waiting:
             self.scheduler.waiting.append(follower)
             self.scheduler.requests[follower.request_id] = follower
-        return hold_followers(lambda scheduler, request: True)(self.scheduler, follower)
+        return fan_out.hold_followers(lambda scheduler, request: True)(self.scheduler, follower)
 
 
 def test_a_follower_gives_a_leader_up_once_and_for_all(gate, clock):
@@ -176,7 +166,7 @@ def test_a_follower_gives_a_leader_up_once_and_for_all(gate, clock):
     engine, follower = Engine(gate, leader), request("follower")
     assert not engine.begins(follower)
     clock.now += 100.0
-    for _ in range(PATIENCE_STEPS):
+    for _ in range(fan_out.PATIENCE_STEPS):
         gate.drop_gone(engine.scheduler.requests)
     assert engine.begins(follower)
     counts = engine.scheduler.seamark.counters.take()

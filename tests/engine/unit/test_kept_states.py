@@ -366,13 +366,10 @@ def planned(cache: Cache, state: RequestState, start: int, end: int) -> list[Any
 
 
 def test_each_chunk_emits_its_states_once_and_again_after_a_preemption(cache):
-    state, seen = RequestState(), []
-    for start, end in ((0, 100), (100, 160), (0, 100)):
-        told = [
-            (event.end, [(at, bool(name)) for at, name in event.states]) for event in planned(cache, state, start, end)
-        ]
-        seen.append(told)
-    assert seen == [[(100, [(80, True)])], [(160, [(112, False), (144, True)])], [(100, [(80, True)])]]
+    state = RequestState()
+    for start, end, states in ((0, 100, {80: True}), (100, 160, {112: False, 144: True}), (0, 100, {80: True})):
+        (event,) = planned(cache, state, start, end)
+        assert event.end == end and {at: bool(name) for at, name in event.states} == states
 
 
 def test_watched_states_are_bounded_and_the_oldest_is_given_up(cache, monkeypatch):
@@ -406,11 +403,11 @@ def test_kv_events_of_other_cache_groups_pass_and_a_full_report_repeats_what_is_
 def test_the_rows_before_a_state_count_as_used_whenever_it_does(cache):
     key, request = cache.key("a", 80), cache.requests["a"]
     cache.step()
-    (rows, gone), names = cache.pool.get_new_blocks(2), []
+    rows, gone = cache.pool.get_new_blocks(2)
     for block, end in ((rows, 80), (gone, 144)):
         cache.pool.cache_partial_block(request, block, end, WINDOW, BLOCK)
-        names.append(block.block_hash)
-    cache.retention.add_window(key, [(rows, names[0]), (gone, names[1]), (cache.pool.null_block, names[0])])
+    held = [(block, block.block_hash) for block in (rows, gone)]
+    cache.retention.add_window(key, [*held, (cache.pool.null_block, rows.block_hash)])
     cache.pool.evict_blocks({gone.block_id})
     cache.pool.free_blocks([rows, gone])
     cache.retention.refresh([key])

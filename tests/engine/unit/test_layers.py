@@ -1,9 +1,10 @@
-"""States are written inside a pass only where every layer and worker does so; how a step is cut, and vLLM runs it."""
+"""States are written inside a pass only where every layer and worker does so; how a step is cut and each core runs."""
 
 from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +12,19 @@ from typing import Any
 import pytest
 import torch
 import vllm.platforms
+from vllm import forward_context
+from vllm.compilation import breakable_cudagraph
 from vllm.config import CompilationConfig
 from vllm.model_executor.layers.mamba import mamba_mixer2
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from engine_patches import ledger, module_source, speculation
-from engine_patches.families import GDN, OLMO_GDN, QWEN_NGRAM, SHORT_CONVOLUTION, RecurrentLayer, Shown
-from engine_patches.footprint import RUNNING, SEGMENTS
+from engine_patches import families, ledger, module_source, speculation
+from engine_patches.footprint import RUNNING, SCAN_STATES, SEGMENTS
 from engine_patches.forward import layers, segments
 from engine_patches.forward.layers import is_promised, promise, promise_writes_in_forward, runs_whole_steps
+from engine_patches.forward.segments import Segment
 from engine_patches.forward.step_writes import Step, Write
 
 
@@ -41,7 +44,6 @@ ATTENTION = FullAttentionSpec(block_size=64, num_kv_heads=1, head_size=1, dtype=
         ([{"m": True}, {"m": True}], True),
         ([{"m": True}, {"m": False}], False),
         ([{"m": True, "k": False}], False),
-        ([{"m": False}], False),
     ],
 )
 def test_one_worker_or_layer_without_a_promise_takes_it_from_all(engine_log, workers, holds):
@@ -84,58 +86,49 @@ class Recurrent:
         return SimpleNamespace(get_builder_cls=lambda: SimpleNamespace(build=self.build))
 
 
-class WithItsOwnCore(Recurrent):
-    _core = vllms
-
-
-class WithItsOwnMetadata(Recurrent):
-    build = vllms
-
-
-class WithoutACore(Recurrent):
-    _core = None
-
-
-def configuration(*, replays: bool = False, ubatching: bool = False, v2: bool = False) -> Any:
-    """As much of a `VllmConfig`."""
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(use_replayssm=replays),
-        parallel_config=SimpleNamespace(use_ubatching=ubatching),
-        use_v2_model_runner=v2,
-    )
+WithItsOwnCore, WithItsOwnMetadata, WithoutACore = (
+    type("Changed", (Recurrent,), changed) for changed in ({"_core": vllms}, {"build": vllms}, {"_core": None})
+)
 
 
 @pytest.mark.parametrize(
     ("platform", "options", "config", "drafts", "promises"),
     [
-        ("cpu", {}, {}, "", True),
-        ("cpu", {}, {"v2": True}, "", False),
-        ("cuda", {}, {}, "", True),
-        ("cuda", {}, {"v2": True}, "", True),
-        ("rocm", {}, {}, "", False),
-        ("rocm", {"on_rocm": True}, {}, "", True),
-        ("cuda", {}, {"replays": True}, "", False),
-        ("cuda", {}, {"ubatching": True}, "", False),
-        ("cuda", {}, {}, "unsupported", False),
-        ("cuda", {}, {}, "supported", False),  # this layer's rows beside drafts are not known
-        ("cuda", {"beside_drafts": True}, {}, "supported", True),
-        ("cuda", {"layer": WithItsOwnCore}, {}, "", False),
-        ("cuda", {"layer": WithItsOwnMetadata}, {}, "", False),
-        ("cuda", {"layer": WithoutACore}, {}, "", False),
-        ("cuda", {"path": "never.imported:Recurrent"}, {}, "", False),
+        ("cpu", {}, set(), "", True),
+        ("cpu", {}, {"v2"}, "", False),
+        ("cuda", {}, set(), "", True),
+        ("cuda", {}, {"v2"}, "", True),
+        ("rocm", {}, set(), "", False),
+        ("rocm", {"on_rocm": True}, set(), "", True),
+        ("cuda", {}, {"replays"}, "", False),
+        ("cuda", {}, {"ubatching"}, "", False),
+        ("cuda", {}, set(), "unsupported", False),
+        ("cuda", {}, set(), "supported", False),  # this layer's rows beside drafts are not known
+        ("cuda", {"beside_drafts": True}, set(), "supported", True),
+        ("cuda", {"layer": WithItsOwnCore}, set(), "", False),
+        ("cuda", {"layer": WithItsOwnMetadata}, set(), "", False),
+        ("cuda", {"layer": WithoutACore}, set(), "", False),
+        ("cuda", {"path": "never.imported:Recurrent"}, set(), "", False),
     ],
 )
 def test_a_layer_promises_where_all_that_runs_it_is_known_and_replaced(
     monkeypatch, platform, options, config, drafts, promises
 ):
     layer, path = options.pop("layer", Recurrent), options.pop("path", f"{__name__}:Recurrent")
-    monkeypatch.setattr(layers, "INSIDE", (RecurrentLayer(path, GDN, Shown.READ, "_core", **options),))
+    monkeypatch.setattr(
+        layers, "INSIDE", (families.RecurrentLayer(path, families.GDN, families.Shown.READ, "_core", **options),)
+    )
     here = SimpleNamespace(is_cpu=lambda: platform == "cpu", is_cuda=lambda: platform == "cuda")
     monkeypatch.setattr(vllm.platforms, "current_platform", here)
     monkeypatch.setattr(speculation, "unsupported", lambda _: "why" if drafts == "unsupported" else None)
     monkeypatch.setattr(speculation, "drafting", lambda _: bool(drafts))
-    assert layers._writes_in_forward(layer(), configuration(**config)) is promises
-    assert runs_whole_steps(configuration(**config)) is not ({"replays", "ubatching"} & config.keys() != set())
+    vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(use_replayssm="replays" in config),
+        parallel_config=SimpleNamespace(use_ubatching="ubatching" in config),
+        use_v2_model_runner="v2" in config,
+    )
+    assert layers._writes_in_forward(layer(), vllm_config) is promises
+    assert runs_whole_steps(vllm_config) is not ({"replays", "ubatching"} & config != set())
 
 
 @pytest.mark.parametrize(
@@ -192,14 +185,6 @@ def planned(monkeypatch, step: Step | None) -> Metadata:
     return build(SimpleNamespace(layer_names=["layers.0"]), 0, PROMPTS)
 
 
-def test_a_state_is_copied_to_its_block_once_the_segment_before_it_has_run(monkeypatch):
-    (segment,) = getattr(planned(monkeypatch, Step({"b": [Write(3, {0: 9})]}, LAYERS, ["a", "b"])), SEGMENTS)
-    assert segment.tokens == slice(None)
-    blocks = torch.arange(20).reshape(10, 2)
-    segment.keep_states([blocks])
-    assert blocks[9].tolist() == blocks[6].tolist() == [12, 13]
-
-
 @pytest.mark.parametrize(
     ("row", "offset", "tokens", "seq_lens", "rows"),
     [
@@ -244,8 +229,183 @@ def test_the_layers_run_between_graphs_that_are_captured(op, module, calls):
 
 def test_the_other_cores_are_looked_up_on_each_replay():
     """Of Mamba2, of gated delta nets and of convolutions: what breaks a capture calls them by their names."""
-    for layer, name in ((QWEN_NGRAM, "_short_conv"), (SHORT_CONVOLUTION, "short_conv"), (OLMO_GDN, "_full_forward")):
+    for layer, name in (
+        (families.QWEN_NGRAM, "_short_conv"),
+        (families.SHORT_CONVOLUTION, "short_conv"),
+        (families.OLMO_GDN, "_full_forward"),
+    ):
         module, _, owner = layer.path.partition(":")
-        attribute = name if layer is SHORT_CONVOLUTION else f"{owner}.{name}"
+        attribute = name if layer is families.SHORT_CONVOLUTION else f"{owner}.{name}"
         (definition,) = module_source.definitions(module, attribute)
         assert f"self.{layer.core}(" in definition.source, layer
+
+
+TOKENS, LAYER = 6, "layers.0"
+
+
+def in_segments() -> dict[str, Any]:
+    """A step that is cut behind its fourth token, where the running state goes to block 7."""
+    first = Segment(slice(0, 4), "first", torch.tensor([5]), torch.tensor([7]))
+    return {SEGMENTS: [first, Segment(torch.tensor([4, 5]), "second")]}
+
+
+class Scene:
+    """A step of six tokens that writes states, and the layer that runs in it."""
+
+    def __init__(self, monkeypatch, **attached: Any) -> None:
+        self.step = Step({"r": [Write(4, {0: 1})]}, {LAYER: 0}, ["r"])
+        monkeypatch.setattr(RUNNING, "step", self.step)
+        self.step.writes_by_row(1)
+        self.metadata = SimpleNamespace(**attached)
+        self.by_layer: Any = {LAYER: self.metadata}
+        self.asked = 0
+        monkeypatch.setattr(forward_context, "get_forward_context", self._context)
+        self.layer = SimpleNamespace(prefix=LAYER, kv_cache=(torch.zeros(8),))  # block 5 holds the running state
+        self.inputs = [torch.arange(TOKENS) * factor for factor in (1, 10, 100)]
+        self.output = torch.zeros(TOKENS, dtype=torch.int64)
+        self.seen: list[Any] = []
+
+    def _context(self) -> Any:
+        self.asked += 1
+        return SimpleNamespace(attn_metadata=self.by_layer)
+
+    def core(self, layer: Any, *given: Any, **options: Any) -> str:
+        """Adds up its inputs, by token."""
+        *inputs, output = (each for each in (*given, *options.values()) if torch.is_tensor(each))
+        metadata = self.by_layer.get(LAYER) if isinstance(self.by_layer, dict) else None
+        self.seen.append((metadata if torch.is_tensor((*given, output)[0]) else given[0], inputs[0].tolist()))
+        layer.kv_cache[0][5] = len(self.seen)
+        output.copy_(sum(inputs))
+        return "ran"
+
+    def ran_in_segments(self, factor: int) -> None:
+        assert self.seen == [("first", [0, 1, 2, 3]), ("second", [4, 5])] and LAYER in self.step._written
+        assert self.output.tolist() == [token * factor for token in range(TOKENS)]
+        assert self.layer.kv_cache[0][7] == 1, "the state is kept once the first segment has run, and not again"
+        assert self.by_layer == {LAYER: self.metadata}, "the step's metadata stands again"
+
+    def ran_whole(self, factor: int, *, wrote: bool = False) -> None:
+        assert self.seen == [(self.metadata, list(range(TOKENS)))] and (LAYER in self.step._written) is wrote
+        assert self.output.tolist() == [token * factor for token in range(TOKENS)] and self.layer.kv_cache[0][7] == 0
+
+
+def beside_drafts(core: Any) -> Any:
+    """The core for CPUs, which is given two numbers more."""
+
+    def more(layer: Any, metadata: Any, mixed: Any, b: Any, a: Any, output: Any, width: Any, state_len: Any) -> None:
+        assert (width, state_len) == (4, 9)
+        core(layer, metadata, mixed, b, a, output)
+
+    return more
+
+
+def run(core: str, scene: Scene) -> Any:
+    """As vLLM calls it."""
+    layer, first, of_step = scene.layer, scene.inputs[0], (*scene.inputs, scene.output)
+    if core == "gdn":
+        return layers.gdn_in_segments(scene.core)(layer, *of_step)
+    if core == "cpu":
+        return layers.cpu_gdn_in_segments(scene.core)(layer, scene.metadata, *of_step)
+    if core == "cpu beside drafts":
+        patched = layers.cpu_gdn_beside_drafts_in_segments(beside_drafts(scene.core))
+        return patched(layer, scene.metadata, *of_step, 4, 9)
+    patch = layers.convolution_with_states if core == "convolution" else layers.mamba2_with_states
+    return patch(scene.core)(layer, first, scene.output)
+
+
+@pytest.mark.parametrize(
+    ("core", "factor"), [("gdn", 111), ("cpu", 111), ("cpu beside drafts", 111), ("convolution", 1), ("mamba2", 1)]
+)
+def test_a_core_runs_in_the_segments_of_its_step_and_otherwise_in_one(monkeypatch, core, factor):
+    cut = Scene(monkeypatch, **in_segments())
+    assert run(core, cut) is None
+    cut.ran_in_segments(factor)
+    whole = Scene(monkeypatch)
+    assert run(core, whole) == ("ran" if core == "convolution" else None), "what vLLM's own returns"
+    whole.ran_whole(factor)
+
+
+@pytest.mark.parametrize(("core", "runner"), [("convolution", "run_convolution"), ("mamba2", "run_layer")])
+def test_a_layer_with_states_to_keep_runs_in_one_and_says_that_they_are_written(monkeypatch, core, runner):
+    scene, ran = Scene(monkeypatch, **{SCAN_STATES: "states"}, **in_segments()), []
+
+    def keeping(*given: Any) -> None:
+        (run_core,) = filter(callable, given)
+        ran.append(([each for each in given if each is not run_core], run_core()))
+
+    monkeypatch.setattr(layers, runner, keeping)
+    run(core, scene)
+    more = [scene.layer, "states", scene.metadata, scene.inputs[0]] if core == "mamba2" else ["states"]
+    assert [(len(given), told) for given, told in ran] == [(len(more), "ran")]
+    assert all(one is other for one, other in zip(ran[0][0], more, strict=True))
+    scene.ran_whole(1, wrote=True)
+
+
+@pytest.mark.parametrize("core", ["gdn", "convolution", "mamba2"])  # looked up by the layer's name
+@pytest.mark.parametrize("by_layer", [None, {}, {"layers.1": SimpleNamespace(**in_segments())}])
+def test_a_layer_without_metadata_runs_as_ever_and_a_step_that_writes_nothing_does_not_look(
+    monkeypatch, core, by_layer
+):
+    """As when vLLM measures what a pass takes."""
+    scene = Scene(monkeypatch)
+    scene.by_layer = by_layer
+    run(core, scene)
+    assert [metadata for metadata, _ in scene.seen] == [None] and LAYER not in scene.step._written
+    idle = Scene(monkeypatch, **in_segments())
+    idle.step.writes = {}
+    run(core, idle)
+    assert idle.asked == 0 and len(idle.seen) == 1
+
+
+# The tensors that `_forward` of each class takes, beside the layer; `core_attn_out` is filled.
+KDA_CALLS = {
+    **dict.fromkeys((families.KIMI_KDA, families.K3_KDA), ("mixed_qkv", "g1", "g2", "beta", "core_attn_out")),
+    families.GLM_KDA: ("qkv_proj_states", "g1", "beta", "core_attn_out"),
+    families.LING_KDA: ("q_proj_states", "k_proj_states", "v_proj_states", "g1", "beta", "core_attn_out"),
+}
+
+WIDTH = 3
+
+
+def kda_tensors(names: Sequence[str]) -> dict[str, torch.Tensor]:
+    drawn = {name: torch.randn(*((1,) if name in layers._BEHIND_ONE else ()), TOKENS, WIDTH) for name in names}
+    return {**drawn, "core_attn_out": torch.zeros(1, TOKENS, WIDTH)}
+
+
+def kda_core(layer: Any, **tensors: Any) -> None:
+    """A core that adds up, by token, whatever it is given."""
+    inputs = [tensor.reshape(-1, WIDTH) for name, tensor in tensors.items() if name != "core_attn_out"]
+    tensors["core_attn_out"].copy_(sum(inputs)[None])
+
+
+@pytest.mark.parametrize("layer", KDA_CALLS, ids=lambda layer: layer.name)
+def test_a_kda_core_is_called_as_vllms_source_says_and_runs_in_segments_as_in_one_piece(monkeypatch, layer):
+    names = KDA_CALLS[layer]
+    (definition,) = module_source.definitions(*f"{layer.path}._forward".split(":"))
+    assert definition.parameters == ", ".join(("self", *names))
+    segments = [Segment(slice(0, 3), "a"), Segment(torch.tensor([5, 3]), "b"), Segment(slice(4, 5), "c")]
+    scene = Scene(monkeypatch, **{SEGMENTS: segments})
+    tensors = kda_tensors(names)
+    right = {**tensors, "core_attn_out": tensors["core_attn_out"].clone()}
+    kda_core(None, **right)
+    layers.kda_in_segments(kda_core)(scene.layer, **tensors)
+    assert torch.equal(tensors["core_attn_out"], right["core_attn_out"])
+
+
+def test_a_replayed_graph_calls_the_replacement_of_a_kda_core(monkeypatch):
+    ran, eager, scene = [], [], Scene(monkeypatch, **in_segments())
+    # A capture of a pass in graphs, with breaks between them.
+    capture = SimpleNamespace(_capturing=True, add_eager=lambda run: run() or eager.append(run))
+    monkeypatch.setattr(breakable_cudagraph, "is_breakable_cudagraph_enabled", lambda: True)
+    monkeypatch.setattr(breakable_cudagraph, "weak_ref_tensor", lambda tensor: tensor)  # of a GPU
+    monkeypatch.setattr(breakable_cudagraph.BreakableCUDAGraphCapture._tls, "active", capture, raising=False)
+
+    def core(layer: Any, *, g1: Any, core_attn_out: Any) -> None:
+        ran.append(len(g1[0]))
+
+    scene.by_layer = None
+    replaced = layers.kda_in_segments(breakable_cudagraph.eager_break_during_capture(core))
+    replaced(scene.layer, **kda_tensors(["g1"]))
+    scene.by_layer = {LAYER: scene.metadata}
+    eager[0]()
+    assert ran == [TOKENS, 4, 2]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+
+from engine_patches.commands.worker import main
+from tests.harness.versions import source_of
 
 PRELUDE = """
 import io, logging
@@ -61,15 +65,14 @@ os._exit(0)  # taking all that was imported apart takes seconds
 """
 
 
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "SEAMARK_ENGINE"}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "SEAMARK_ENGINE"}
 
 
 @pytest.fixture(scope="module")
 def begin() -> Iterator[Callable[..., str]]:
     """What code prints in a fork with `SEAMARK_ENGINE=mode` that has got as far as `FRONT_END` on a platform."""
     command = [sys.executable, "-c", FORKING, BEGINNING]
-    variables = {**environment(), "VLLM_PLUGINS": "none"}
+    variables = {**ENVIRONMENT, "VLLM_PLUGINS": "none"}
     with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
 
@@ -87,7 +90,7 @@ def begin() -> Iterator[Callable[..., str]]:
 def test_switched_off_nothing_of_vllm_is_even_imported():
     code = "import sys; plugin.register(); print(ledger.patches_live(), 'vllm' in sys.modules, log.getvalue())"
     command = [sys.executable, "-c", PRELUDE + code]
-    done = subprocess.run(command, env={**environment(), "SEAMARK_ENGINE": "0"}, capture_output=True, text=True)
+    done = subprocess.run(command, env={**ENVIRONMENT, "SEAMARK_ENGINE": "0"}, capture_output=True, text=True)
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 
@@ -216,3 +219,48 @@ print(ledger.patches_live(), len(replaced()) == len(wanted), len(INSIDE) > 8)
 """,
     )
     assert out.split() == ["True", "True", "True"]
+
+
+CHECK = """
+import sys
+from engine_patches.__main__ import main
+status = main(["patches", "--check", *sys.argv[1:]])
+assert not {"torch", "vllm", "numpy"} & sys.modules.keys()
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(("version", "platform"), [("0.33.0", "gpu"), ("0.33.0", "cpu"), (None, "gpu"), (None, None)])
+def test_a_supported_vllm_fits_on_either_platform_and_what_it_is_built_for_is_known(version, platform):
+    """What an image would answer, without loading a model or even torch."""
+    path = os.pathsep.join([*([str(source_of(version))] if version else []), os.getcwd()])
+    command = [sys.executable, "-c", CHECK, *[platform] * bool(platform)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    shown = (platform or "cpu").upper()
+    assert line.startswith(f"vLLM {version or ''}") and f"({shown}): all " in line and line.endswith("fit")
+
+
+@pytest.mark.parametrize("spelt", [["--port", "{}"], ["--port=1", "--port={}"], ["--config", "{}"]])
+def test_a_port_that_is_taken_is_named_with_what_holds_it(monkeypatch, capsys, tmp_path, spelt):
+    from vllm.entrypoints.cli import main as cli
+
+    monkeypatch.setattr(cli, "importlib", cli.importlib)
+    monkeypatch.setattr(sys, "argv", ["python"])
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = str(held.getsockname()[1])
+        monkeypatch.setattr(cli, "main", lambda: socket.create_server(("127.0.0.1", int(port))))
+        (tmp_path / "vllm.yaml").write_text(f"port: {port}\n")
+        value = tmp_path / "vllm.yaml" if spelt[0] == "--config" else port
+        assert main(["m", *(part.format(value) for part in spelt)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"seamark worker: port {port} is held by process {os.getpid()} (")
+
+
+@pytest.mark.thorough  # so it is here
+def test_a_model_that_cannot_be_had_costs_a_line():
+    command = [sys.executable, "-m", "proxy.cli", "worker", "nobody/has-this-model"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "seamark worker: the model is neither here nor to be had: " in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr

@@ -12,18 +12,7 @@ import huggingface_hub
 import msgspec
 import pytest
 
-from engine_patches.scheduler.adapters import (
-    CONFIG,
-    WEIGHTS,
-    Adapter,
-    Adapters,
-    admit_by_adapter,
-    hash_contents,
-    is_alone,
-    know_adapters_of_requests,
-    look_up_by_adapter,
-    note_loads,
-)
+from engine_patches.scheduler import adapters
 
 
 class Lora(msgspec.Struct):
@@ -37,10 +26,10 @@ class Lora(msgspec.Struct):
     is_3d_lora_weight: bool = False
 
 
-def written(folder: Path, weights: str = "weights", config: str = "{}", file: str = WEIGHTS[0]) -> Path:
+def written(folder: Path, weights: str = "weights", config: str = "{}", file: str = adapters.WEIGHTS[0]) -> Path:
     """The files of an adapter."""
     folder.mkdir(exist_ok=True)
-    (folder / CONFIG).write_text(config)
+    (folder / adapters.CONFIG).write_text(config)
     (folder / file).write_text(weights)
     return folder
 
@@ -52,10 +41,14 @@ def asked(folder: Path, name: str, number: int = 1, **more: Any) -> Lora:
 
 def touch(lora: Lora) -> None:
     """The same contents, as files that have changed."""
-    os.utime(Path(lora.lora_path) / CONFIG, ns=(1, 1))
+    os.utime(Path(lora.lora_path) / adapters.CONFIG, ns=(1, 1))
 
 
-def held_by(held: Adapters, lora: Any) -> Adapter:
+def fails(lora: Lora) -> None:
+    raise RuntimeError("no room")
+
+
+def held_by(held: adapters.Adapters, lora: Any) -> Any:
     adapter = held.of(lora)
     assert adapter is not None
     return adapter
@@ -64,26 +57,25 @@ def held_by(held: Adapters, lora: Any) -> Adapter:
 @pytest.mark.parametrize(("folder", "name"), [("one", "other"), ("other", "one")], ids=["name", "path"])
 def test_of_two_adapters_under_one_id_the_first_alone_is_certain(tmp_path: Path, folder: str, name: str):
     """Several API servers count ids of their own, and the workers hold one adapter under each."""
-    held, first, second = Adapters(), asked(tmp_path / "one", "one"), asked(tmp_path / folder, name)
-    kept = held.of(first)
-    assert kept is not None and kept.name == "one"
-    assert held.of(second) is None
+    held, first, second = adapters.Adapters(), asked(tmp_path / "one", "one"), asked(tmp_path / folder, name)
+    kept = held_by(held, first)
+    assert kept.name == "one" and held.of(second) is None
     assert held.of(msgspec.structs.replace(first)) is kept
-    beside = held.of(msgspec.structs.replace(second, lora_int_id=2))
-    assert beside is not None and beside.key != kept.key, "under an id of its own it is certain"
+    beside = held_by(held, msgspec.structs.replace(second, lora_int_id=2))
+    assert beside.key != kept.key, "under an id of its own it is certain"
 
 
 def test_a_tag_stands_for_what_the_files_say_and_not_for_where_they_lie(tmp_path: Path):
     folders = {
         "one": written(tmp_path / "one"),
         "the same elsewhere": written(tmp_path / "two"),
-        "of which vLLM reads the first": written(written(tmp_path / "six", "others", file=WEIGHTS[1])),
+        "of which vLLM reads the first": written(written(tmp_path / "six", "others", file=adapters.WEIGHTS[1])),
         "other weights": written(tmp_path / "three", "others"),
         "another configuration": written(tmp_path / "four", config="{ }"),
-        "another kind of file": written(tmp_path / "five", file=WEIGHTS[1]),
+        "another kind of file": written(tmp_path / "five", file=adapters.WEIGHTS[1]),
     }
-    tags = [held_by(Adapters(), Lora("a", str(folder))).tag for folder in folders.values()]
-    tags.append(held_by(Adapters(), Lora("a", str(folders["one"]), is_3d_lora_weight=True)).tag)
+    tags = [held_by(adapters.Adapters(), Lora("a", str(folder))).tag for folder in folders.values()]
+    tags.append(held_by(adapters.Adapters(), Lora("a", str(folders["one"]), is_3d_lora_weight=True)).tag)
     assert tags[0] == tags[1] == tags[2] and len({*tags}) == 5 and all(len(tag) == 64 for tag in tags)
 
 
@@ -100,15 +92,15 @@ def test_an_adapter_is_found_where_vllm_finds_it(tmp_path: Path, monkeypatch: py
         return tmp_path / "here"
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    found = {path: Adapters().of(Lora("a", path)) for path in ("here", "~/here", "team/adapter", "team/none", "/none")}
-    assert [path for path, adapter in found.items() if adapter is not None] == ["here", "~/here", "team/adapter"]
+    places = ("here", "~/here", "team/adapter", "team/none", "/none")
+    assert [path for path in places if adapters.Adapters().of(Lora("a", path))] == [*places[:3]]
     assert asked_of_the_hub == [("team/adapter", True)] * 2 + [("team/none", True)]  # once more as it is used
-    assert Adapters().of(asked(tmp_path / "a", "a", tensorizer_config_dict={"dir": "elsewhere"})) is None
+    assert adapters.Adapters().of(asked(tmp_path / "a", "a", tensorizer_config_dict={"dir": "elsewhere"})) is None
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_files_that_change_are_not_certain_until_they_are_loaded_again(tmp_path: Path, engine_log, in_place: bool):
-    held, lora = Adapters(), asked(tmp_path / "a", "a", load_inplace=in_place)
+    held, lora = adapters.Adapters(), asked(tmp_path / "a", "a", load_inplace=in_place)
     before = held_by(held, lora)
     held.load(lora, lambda _: None)
     assert held.of(lora) is before, "they are as they were"
@@ -121,10 +113,7 @@ def test_files_that_change_are_not_certain_until_they_are_loaded_again(tmp_path:
 
 
 def test_a_load_that_fails_or_reads_what_changes_meanwhile_leaves_nothing_certain(tmp_path: Path):
-    def fails(lora: Lora) -> None:
-        raise RuntimeError("no room")
-
-    held, lora = Adapters(), asked(tmp_path / "a", "a")
+    held, lora = adapters.Adapters(), asked(tmp_path / "a", "a")
     before = held_by(held, lora)
     with pytest.raises(RuntimeError, match="no room"):
         held.load(lora, fails)
@@ -136,7 +125,7 @@ def test_a_load_that_fails_or_reads_what_changes_meanwhile_leaves_nothing_certai
 
 
 def test_what_was_held_under_an_id_stays_certain_for_nobody_once_another_is_loaded_there(tmp_path: Path):
-    held, one, other = Adapters(), asked(tmp_path / "one", "one"), asked(tmp_path / "other", "other")
+    held, one, other = adapters.Adapters(), asked(tmp_path / "one", "one"), asked(tmp_path / "other", "other")
     kept = held_by(held, one)
     held.load(other, lambda _: None)
     assert held.of(other) is not None and held.of(one) is None and not kept.computes(one)
@@ -171,30 +160,30 @@ class Engine:
         return answer
 
     def add_lora(self, lora: Lora) -> Any:
-        return note_loads(Engine._load)(self, lora)
+        return adapters.note_loads(Engine._load)(self, lora)
 
     def preprocess(self, request: Any) -> Any:
         """Make a request's hashes, as vLLM does beside the engine's loop."""
-        hashes = hash_contents(lambda _: [("lora", request.lora_request.lora_name)])
+        hashes = adapters.hash_contents(lambda _: [("lora", request.lora_request.lora_name)])
 
         def own(engine: Any, request: Any) -> Any:
             request.block_hashes = [hashes(request)]
             return request
 
-        return know_adapters_of_requests(own)(self, request)
+        return adapters.know_adapters_of_requests(own)(self, request)
 
     def add(self, request: Any) -> None:
-        admit_by_adapter(lambda engine, request, wave: self.added.append((request, wave)))(self, request, 7)
+        adapters.admit_by_adapter(lambda engine, request, wave: self.added.append((request, wave)))(self, request, 7)
 
 
 def test_hashes_hold_the_contents_that_the_engine_has_loaded_or_what_no_other_has(tmp_path: Path):
-    engine, lora, hashes = Engine(), asked(tmp_path / "a", "a"), hash_contents(lambda _: [("lora", "a")])
+    engine, lora, hashes = Engine(), asked(tmp_path / "a", "a"), adapters.hash_contents(lambda _: [("lora", "a")])
     request = engine.preprocess(made_request(lora))
-    assert request.block_hashes == [[("lora", "a", request.seamark_adapter.tag)]] and not is_alone(request)
-    assert hash_contents(lambda _: [])(made_request(None)) == [] and not is_alone(made_request(None))
+    assert request.block_hashes == [[("lora", "a", request.seamark_adapter.tag)]] and not adapters.is_alone(request)
+    assert adapters.hash_contents(lambda _: [])(made_request(None)) == [] and not adapters.is_alone(made_request(None))
     one, other = made_request(lora), made_request(lora)
     ((*_, first),), ((*_, second),) = hashes(one), hashes(other)
-    assert first != second and is_alone(one) and hashes(one) == [("lora", "a", first)], "and stays so"
+    assert first != second and adapters.is_alone(one) and hashes(one) == [("lora", "a", first)], "and stays so"
 
 
 def test_a_request_whose_adapter_was_loaded_again_meanwhile_is_hashed_again(tmp_path: Path):
@@ -203,10 +192,10 @@ def test_a_request_whose_adapter_was_loaded_again_meanwhile_is_hashed_again(tmp_
     hashes = list(early.block_hashes)
     engine.add(early)
     assert early.block_hashes == hashes  # nothing has changed
-    (tmp_path / "a" / WEIGHTS[0]).write_text("changed")
+    (tmp_path / "a" / adapters.WEIGHTS[0]).write_text("changed")
     engine.add_lora(msgspec.structs.replace(lora, load_inplace=True))
     engine.add(request)
-    assert request.block_hashes == [("made", request.seamark_adapter.tag)] and not is_alone(request)
+    assert request.block_hashes == [("made", request.seamark_adapter.tag)] and not adapters.is_alone(request)
     assert request.seamark_adapter is not early.seamark_adapter and engine.replaced == ["a"]
 
 
@@ -218,19 +207,16 @@ def test_a_request_that_loads_its_adapter_has_it_loaded_before_its_first_step_if
         assert request.lora_request == msgspec.structs.replace(lora, load_inplace=False)
         assert request.seamark_adapter is not None
     assert engine.loaded == []  # it is as it was noted
-    (tmp_path / "a" / WEIGHTS[0]).write_text("changed")
+    (tmp_path / "a" / adapters.WEIGHTS[0]).write_text("changed")
     engine.add(request := made_request(lora))
     assert engine.loaded == [lora] and request.seamark_adapter is not None and engine.replaced == ["a"]
 
 
 def test_a_request_whose_adapter_does_not_load_finds_nothing_and_goes_on(tmp_path: Path, engine_log):
-    def fails(lora: Lora) -> None:
-        raise RuntimeError("no room")
-
     engine = Engine(loads=fails)
     request = made_request(lora := Lora("a", str(tmp_path / "nowhere"), load_inplace=True))
     engine.add(request)
-    assert engine.added == [(request, 7)] and is_alone(request) and request.lora_request is lora
+    assert engine.added == [(request, 7)] and adapters.is_alone(request) and request.lora_request is lora
     assert "adapter a was not loaded: RuntimeError" in engine_log.messages[-1]
 
 
@@ -241,11 +227,11 @@ def test_a_request_is_looked_up_by_the_adapter_that_is_held_then(tmp_path: Path)
         looked_up.append(list(request.block_hashes))
         return longest
 
-    look_up, engine, lora = look_up_by_adapter(original), Engine(), asked(tmp_path / "a", "a")
+    look_up, engine, lora = adapters.look_up_by_adapter(original), Engine(), asked(tmp_path / "a", "a")
     plain, request = made_request(None), engine.preprocess(made_request(lora))
     hashes = list(request.block_hashes)
     assert [look_up(None, plain, 7), look_up(None, request, 7)] == [7, 7]
     touch(lora)
     look_up(None, request, 7)
     assert looked_up == [["before"], hashes, [("made", request.seamark_adapter_tag)]]
-    assert is_alone(request)
+    assert adapters.is_alone(request)

@@ -1,4 +1,4 @@
-"""What a configuration means before an engine has said so: the match unit, drafts, and why hints are refused."""
+"""What a configuration means before an engine has said so: the match unit, drafts, connectors, refused hints."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine_patches import speculation
-from engine_patches.kv_connectors import CONNECTORS, ConnectorLane
+from engine_patches import kv_connectors, speculation
+from engine_patches.commands.explain import about
+from engine_patches.kv_connectors import CONNECTORS, UNKNOWN, ConnectorLane, decide_by
+from engine_patches.ledger import Shape, ShapeMismatch
 from engine_patches.scheduler.draft_gate import NONE, OFF, ON, ON_TRIAL, DraftGate
 from engine_patches.scheduler.hints import IGNORED_REASONS
 from engine_patches.scheduler.match_unit import default_to_fine_unit, expected, kernel_chunk, state_alignment
@@ -74,27 +76,14 @@ def config(drafts: Any = None, connector: str | None = None, **changes: Any) -> 
     )
 
 
-class MambaManager(SimpleNamespace):
-    """By such names vLLM's managers of cache groups are known."""
-
-
-class FullAttentionManager(SimpleNamespace): ...
-
-
-class SlidingWindowManager(SimpleNamespace): ...
-
-
-class UnheardOfManager(SimpleNamespace): ...
+# By such names vLLM's managers of cache groups are known.
+MambaManager, FullAttentionManager, SlidingWindowManager, UnheardOfManager = (
+    type(f"{kind}Manager", (SimpleNamespace,), {}) for kind in ("Mamba", "FullAttention", "SlidingWindow", "UnheardOf")
+)
 
 
 def why(
-    vllm_config: Any,
-    unit: int = 16,
-    fine: bool = True,
-    window: bool = False,
-    in_pass: bool = True,
-    beside: type = FullAttentionManager,
-    compression: int = 1,
+    vllm_config: Any, unit=16, fine=True, window=False, in_pass=True, beside=FullAttentionManager, compression=1
 ) -> Refusal | None:
     """Why a vLLM scheduler with cache blocks of 64 tokens refuses hints. `fine`: it finds prefixes between them.
 
@@ -106,16 +95,12 @@ def why(
         kind(kv_cache_group_id=at, kv_cache_spec=spec, supports_fine_grained_hash_lookup=not (window and at == 1))
         for at, kind in enumerate(kinds)
     ]
-    scheduler = SimpleNamespace(
-        vllm_config=vllm_config,
-        mamba_partial_cache_hit=fine and not window and unit < 64,
-        hash_block_size=unit,
-        block_size=64,
-        kv_cache_manager=SimpleNamespace(
-            coordinator=SimpleNamespace(single_type_managers=managers, num_reprefillable_tokens=0),
-            kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * 2),
-        ),
+    cache = SimpleNamespace(
+        coordinator=SimpleNamespace(single_type_managers=managers, num_reprefillable_tokens=0),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * 2),
     )
+    scheduler = SimpleNamespace(vllm_config=vllm_config, hash_block_size=unit, block_size=64, kv_cache_manager=cache)
+    scheduler.mamba_partial_cache_hit = fine and not window and unit < 64
     return by_scheduler(scheduler, managers[:1])
 
 
@@ -186,7 +171,6 @@ def test_a_refusal_beside_drafts_says_what_to_change(vllm_config, how, told):
         (config(hybrid=False, caching=False), None),  # attention alone: there are no states to keep
         (config(MTP, caching=False), "--enable-prefix-caching); speculative decoding is on"),
         (config(MTP, connector=FILLS_THE_CACHE), FILLS_THE_CACHE),
-        (config(), None),
     ],
 )
 def test_before_the_engine_has_said_so_its_configuration_does(vllm_config, told):
@@ -196,11 +180,9 @@ def test_before_the_engine_has_said_so_its_configuration_does(vllm_config, told)
     assert layers is not None and "inside a pass" in layers.cause, "before the switch"
 
 
-@pytest.mark.parametrize(
-    ("value", "refused"), [(None, False), ("", False), ("auto", False), ("yes", False), ("1", False), ("0", True)]
-)
+@pytest.mark.parametrize(("value", "refused"), [("", False), ("1", False), ("0", True)])
 def test_hints_beside_drafts_are_refused_only_if_nobody_wants_them(monkeypatch, value, refused):
-    monkeypatch.delenv("SEAMARK_DRAFTS") if value is None else monkeypatch.setenv("SEAMARK_DRAFTS", value)
+    monkeypatch.setenv("SEAMARK_DRAFTS", value)
     for method in speculation.METHODS:
         assert (speculation.refusal(config(drafts(method))) is not None) is refused
     assert speculation.refusal(config(MTP, overlap=True, v2=True)) is None or refused
@@ -243,15 +225,13 @@ def test_the_unit_before_the_engine_has_reported_its_own(vllm_config, unit, monk
 class Recurrent(SimpleNamespace):
     """A `MambaSpec`, as far as it is read."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(mamba_type=SimpleNamespace(name=name), prefix_cacheable=True, tokens_per_state=-1)
 
+MAMBA1, MAMBA2, GDN = (
+    Recurrent(mamba_type=SimpleNamespace(name=name), prefix_cacheable=True, tokens_per_state=-1)
+    for name in ("MAMBA1", "MAMBA2", "GDN_ATTN")
+)
 
-MAMBA1, MAMBA2, GDN = Recurrent("MAMBA1"), Recurrent("MAMBA2"), Recurrent("GDN_ATTN")
-
-ATTENTION = SimpleNamespace(prefix_cacheable=True, tokens_per_state=1)
-
-INDEX = SimpleNamespace(prefix_cacheable=True, tokens_per_state=24)
+ATTENTION, INDEX = (SimpleNamespace(prefix_cacheable=True, tokens_per_state=tokens) for tokens in (1, 24))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +243,6 @@ INDEX = SimpleNamespace(prefix_cacheable=True, tokens_per_state=24)
         (config(), (ATTENTION, MAMBA2, INDEX), "0", 48),
         (config(connector="DecodeBenchConnector"), (ATTENTION, MAMBA2), "0", 384),
         (config(MTP), (ATTENTION, GDN), "1", 16),
-        (config(MTP), (ATTENTION, MAMBA2), "0", 384),
         # Everything else keeps vLLM's.
         (config(unit=192), (ATTENTION, MAMBA2), "0", 192),
         (config(caching=False), (ATTENTION, MAMBA2), "0", 384),
@@ -330,7 +309,6 @@ def test_a_trial_is_opened_and_closed_by_who_names_it(monkeypatch):
         ("open", True, True, None),
         ("open", False, True, None),
         ("closed:slower: 0.8", True, False, "drafts: slower: 0.8"),
-        ("open", True, True, None),
         ("closed:" + "x" * 1000, True, False, "drafts: " + "x" * (LONGEST - 9) + "…"),
     ):
         wish, _, words = command.partition(":")
@@ -339,3 +317,91 @@ def test_a_trial_is_opened_and_closed_by_who_names_it(monkeypatch):
         assert (gate.refusal and gate.refusal.cause) == refusal
     for decided in (DraftGate(ON), DraftGate(OFF, why="it is off"), DraftGate()):
         assert not decided.obey(request(**TRIAL, seamark_drafts="closed::words"))
+
+
+def configured(name: str, **more: Any) -> dict[str, Any]:
+    """Fields of vLLM's `KVTransferConfig`."""
+    extra = {key: more.pop(key) for key in ("connectors", "bidirectional_kv_xfer") if key in more}
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra, **more}
+
+
+def multi(*children: dict[str, Any]) -> dict[str, Any]:
+    return configured("MultiConnector", connectors=list(children))
+
+
+OWN = configured("SeamarkConnector", kv_connector_module_path="engine_patches.disk.connector")
+
+PULL, PUSH, OFFLOADING = (configured(name) for name in ("NixlConnector", "NixlPushConnector", "OffloadingConnector"))
+
+
+@pytest.mark.parametrize(
+    ("transfer", "named"),
+    [
+        *((each, "") for each in ({}, OWN, PULL, configured("NixlPullConnector"), multi(OWN, PULL))),
+        *((configured(name), name) for name in ("OffloadingConnector", "OfSomebody", "MultiConnector")),
+        *((configured(name, kv_connector_module_path="my"), name) for name in ("SeamarkConnector", "NixlConnector")),
+        (configured("MultiConnector", connectors=[PULL], kv_connector_module_path="my"), "MultiConnector"),
+        (configured("NixlConnector", bidirectional_kv_xfer=True), "NixlConnector with bidirectional_kv_xfer"),
+        (multi(PULL, multi(PULL, PUSH)), "NixlPushConnector"),
+    ],
+)
+def test_a_connector_that_is_not_known_to_leave_their_blocks_alone_costs_passes_and_is_named(transfer, named):
+    decision = decide_by(transfer)
+    if not named:
+        assert decision.lane is ConnectorLane.INSIDE and not decision.reason and not list(about(decision))
+        return
+    assert decision.lane is ConnectorLane.CHUNK_ENDS and decision.reason == f"{named} {UNKNOWN}"
+    (line,) = about(decision)
+    assert named in line and "a state costs a pass" in line
+
+
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_the_worst_of_several_connectors_counts(name):
+    for transfer in (configured(name), multi(PULL, configured(name), OWN)):
+        decision = decide_by(transfer)
+        assert decision.lane is CONNECTORS[name] and name in decision.names
+        if decision.lane is ConnectorLane.NOT_SERVED:
+            assert decision.reason.startswith(f"{name} knows caches of one kind")
+            assert list(about(decision)) == [decision.reason]
+    both = "ExampleConnector", "DecodeBenchConnector"
+    assert decide_by(multi(*map(configured, both))).names == both
+
+
+@pytest.mark.parametrize(("device", "lane"), [("cpu", ConnectorLane.INSIDE), ("cuda", ConnectorLane.CHUNK_ENDS)])
+def test_a_buffer_in_the_hosts_memory_is_one_only_beside_a_gpu(device, lane):
+    buffered = configured("NixlConnector", kv_buffer_device="cpu")
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(**buffered), device_config=SimpleNamespace(device_type=device)
+    )
+    assert kv_connectors.decide(config).lane is lane
+    assert decide_by(buffered).lane is ConnectorLane.INSIDE, "by default on a CPU"
+    assert decide_by({**buffered, "kv_buffer_device": "cuda"}, on_cpu=False).lane is ConnectorLane.INSIDE
+
+
+def test_a_nixl_that_was_not_shown_costs_passes_and_the_difference_is_named(monkeypatch):
+    fits, other = kv_connectors._SHOWN[0], Shape(kv_connectors._SHOWN[0].target, "self, request")
+    for name, is_handed_over in (("_SHOWN", True), ("_HANDED_OVER", False)):
+        with monkeypatch.context() as patched:
+            patched.setattr(kv_connectors, name, (fits, other))
+            decision = decide_by(PULL)
+            assert decision.lane is ConnectorLane.CHUNK_ENDS and "expected (self, request)" in decision.reason
+            assert kv_connectors.hands_over() is is_handed_over
+    with pytest.raises(ShapeMismatch):
+        other.check()
+    assert decide_by({}).lane is ConnectorLane.INSIDE
+
+
+@pytest.mark.parametrize(
+    ("transfer", "weights", "prefills"),
+    [
+        (None, False, False),
+        (OWN, True, False),
+        (PULL, True, True),
+        (multi(PUSH, OFFLOADING), False, False),
+        (multi(OFFLOADING, multi(PUSH, PULL)), True, True),
+    ],
+)
+def test_weights_are_asked_for_where_states_come_from_elsewhere(transfer, weights, prefills):
+    config = SimpleNamespace(kv_transfer_config=None if transfer is None else SimpleNamespace(**transfer))
+    assert kv_connectors.needs_weights(config) is weights
+    assert kv_connectors.hands_prefills_over(config) is prefills

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
@@ -51,11 +50,8 @@ def sent_by(app: Any, **scope: Any) -> list[Any]:
     async def send(message):
         sent.append(message)
 
-    async def receive():
-        return {"type": "http.request", "body": b""}
-
     scope = {"type": "http", "method": "GET", "path": PATH, "query_string": b"", "headers": [], **scope}
-    on_virtual_time(app(scope, receive, send))
+    on_virtual_time(app(scope, None, send))
     return sent
 
 
@@ -217,16 +213,9 @@ async def test_an_api_server_beside_others_passes_on_what_the_collector_tells(fe
     start, *pieces, gone, said = sent
     assert asked_for == [f"GET {path}?after=3&lines=1 HTTP/1.1"]
     assert start["status"] == 418 and start["headers"] == [(b"content-type", b"application/x-ndjson")]
-    assert [(each["body"], each.get("more_body", False)) for each in pieces] == [
-        (b"first\n", True),
-        (b"second\n", True),
-        (b"", False),
-    ]
+    told = [(each["body"], each.get("more_body", False)) for each in pieces]
+    assert told == [(b"first\n", True), (b"second\n", True), (b"", False)]
     assert gone["status"] == 503 and b"has ended" in said["body"]
-
-
-def reported(engine: int = 0, engines: int = 1, **more: Any) -> EngineReport:
-    return EngineReport(engine=engine, engines=engines, match_unit=16, block_size=384, **more)
 
 
 KEPT, TOLD = 6, 4  # in place of thousands
@@ -258,7 +247,8 @@ class Reading(RuleBasedStateMachine):
             self.feeds.add_events(self.report(engine))
 
     def report(self, engine: int, **more: Any) -> EngineReport:
-        return reported(engine * (self.engines - 1), self.engines, **more)
+        numbers = {"engine": engine * (self.engines - 1), "engines": self.engines}
+        return EngineReport(**numbers, match_unit=16, block_size=384, **more)
 
     def feeds_of(self, engine: int) -> list[int | None]:
         return [None] if self.engines == 1 else [None, engine]
@@ -327,11 +317,9 @@ class Reading(RuleBasedStateMachine):
         if feed is None:
             return
         boot, cursor = self.readers.get((reader, engine), (None, 0))
-        others = [load for name, load in self.loads.get(engine, {}).items() if name != gateway]
-        beside = tuple(map(sum, zip(*others, strict=True))) or (0, 0)
-        known = knows if knows != "right" else "{}:{}".format(*beside)
-        waits = boot == feed.boot and cursor >= len(self.log[engine])
-        waits &= gateway is None or known in (None, "{}:{}".format(*beside))
+        right = "{}:{}".format(*self.load_beside(engine, gateway))
+        known = right if knows == "right" else knows
+        waits = boot == feed.boot and cursor >= len(self.log[engine]) and (gateway is None or known in (None, right))
 
         async def scenario() -> tuple[float, dict[str, Any]]:
             loop = asyncio.get_running_loop()
@@ -346,6 +334,10 @@ class Reading(RuleBasedStateMachine):
         assert answer == self.answer(engine, feed.boot, boot, cursor, gateway)
         self.readers[reader, engine] = answer["boot"], answer["cursor"]
 
+    def load_beside(self, engine: int | None, gateway: str | None) -> tuple[int, ...]:
+        others = [load for name, load in self.loads.get(engine, {}).items() if name != gateway]
+        return tuple(map(sum, zip(*others, strict=True))) or (0, 0)
+
     def answer(
         self, engine: int | None, now: str, boot: str | None, cursor: int, gateway: str | None
     ) -> dict[str, Any]:
@@ -353,10 +345,8 @@ class Reading(RuleBasedStateMachine):
         oldest = max(1, len(log) - KEPT + 1)
         first = oldest if boot != now else max(oldest, cursor + 1)
         told = [(number, entry) for number, entry in enumerate(log, 1) if number >= first][:TOLD]
-        of = {
-            field: [entry[field] for _, entry in told if field in entry]
-            for field in ("outcomes", "resolved", "pins", "windows", "drafted", "states")
-        }
+        fields = ("outcomes", "resolved", "pins", "windows", "drafted", "states")
+        of = {field: [entry[field] for _, entry in told if field in entry] for field in fields}
         for field in ("windows", "drafted"):
             if not of[field] and not drafts[0]:
                 del of[field]
@@ -368,8 +358,7 @@ class Reading(RuleBasedStateMachine):
         if drafts[0]:
             answer["drafts"] = dict(zip(("state", "id", "why"), drafts, strict=True))
         if gateway is not None:
-            loads = [load for name, load in self.loads.get(engine, {}).items() if name != gateway]
-            answer["load"] = tuple(map(sum, zip(*loads, strict=True))) or (0, 0)
+            answer["load"] = self.load_beside(engine, gateway)
         return answer
 
 
@@ -433,16 +422,12 @@ def test_a_gateway_that_waits_is_woken_by_others_and_not_by_itself(feed):
     asyncio.run(scenario())
 
 
-def read_in_lines(feed: Feed, seconds: float, happens: Callable[[], Any]) -> list[Any]:
+async def read_in_lines(feed: Feed, seconds: float, happens: Any) -> list[Any]:
     """Answers of one read, each with when it came, while `happens` runs."""
-
-    async def scenario():
-        clock, beside = asyncio.get_running_loop().time, asyncio.create_task(happens())
-        found = [(clock(), answer) async for answer in feed.answers(0, feed.boot, seconds, "a", "0:0")]
-        beside.cancel()
-        return found
-
-    return on_virtual_time(scenario())
+    clock, beside = asyncio.get_running_loop().time, asyncio.create_task(happens)
+    found = [(clock(), answer) async for answer in feed.answers(0, feed.boot, seconds, "a", "0:0")]
+    beside.cancel()
+    return found
 
 
 def test_a_read_in_lines_gives_each_thing_once_as_it_comes_and_ends(feed):
@@ -454,7 +439,7 @@ def test_a_read_in_lines_gives_each_thing_once_as_it_comes_and_ends(feed):
         await asyncio.sleep(0.5)
         feed.set_loads({"b": GatewayLoad(1, 400)})
 
-    found = read_in_lines(feed, 2.0, happens)
+    found = on_virtual_time(read_in_lines(feed, 2.0, happens()))
     told = [(at, [name for name, *_ in answer["outcomes"]], answer["load"], answer["cursor"]) for at, answer in found]
     assert told == [(0.5, ["a"], (0, 0), 1), (0.75, ["b"], (0, 0), 2), (1.25, [], (1, 400), 2), (2.0, [], (1, 400), 2)]
     assert not any(answer["reset"] for _, answer in found) and not feed._readers
@@ -467,9 +452,8 @@ def test_a_busy_feed_gives_no_more_lines_than_allowed_and_leaves_nothing_out(fee
             feed.wake_readers()
             await asyncio.sleep(0.01)
 
-    found = read_in_lines(feed, 10.0, happens)
-    assert (
-        10 * events_api.LINES_PER_SECOND < len(found) <= events_api.LINES_AT_ONCE + 10 * events_api.LINES_PER_SECOND + 2
-    )
+    found = on_virtual_time(read_in_lines(feed, 10.0, happens()))
+    usual = 10 * events_api.LINES_PER_SECOND
+    assert usual < len(found) <= usual + events_api.LINES_AT_ONCE + 2
     names = [int(name) for _, answer in found for name, *_ in answer["outcomes"]]
     assert names == list(range(len(names))) and len(names) > 900

@@ -20,8 +20,6 @@ from tests.harness.waiting import until
 
 CHAT = "/v1/chat/completions"
 
-RESULTS = ("used", "in_body", "malformed", "untrusted")
-
 
 def trust(monkeypatch: pytest.MonkeyPatch, networks: str) -> None:
     monkeypatch.setenv(settings.HINTS_FROM, networks)
@@ -36,7 +34,8 @@ def trusted(monkeypatch):
 
 
 def counted() -> dict[str, float]:
-    return {result: header_fields.counted().labels(result)._value.get() for result in RESULTS}
+    results = ("used", "in_body", "malformed", "untrusted")
+    return {result: header_fields.counted().labels(result)._value.get() for result in results}
 
 
 async def sent_on(*messages: Any, headers: Any, **scope: Any) -> tuple[list[Any], list[Any], str]:

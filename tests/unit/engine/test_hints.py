@@ -1,4 +1,4 @@
-"""A hint is a wish: what is wrong with it is dropped and counted, the rest is used; what came of it has one reason."""
+"""What a hint says, where states can lie, which of a request are wanted, and the one reason of what came of it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_patches.scheduler import hints, reasons
+from engine_patches.scheduler import hints, planner, reasons
 from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.hints import (
-    IGNORED_REASONS,
-    MAX_COMPARED,
-    MAX_COMPARED_OF_HINT,
-    MAX_ENTRIES,
-    MAX_PATTERN,
-    NONE,
-    first_end,
-    hint_in,
-    last_end,
-    resolve,
-    turn_end,
-)
-from engine_patches.scheduler.planner import Planner
+from engine_patches.scheduler.hints import MAX_ENTRIES, MAX_PATTERN, first_end, hint_in, last_end, resolve, turn_end
+from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, JUNCTION, LEARNED, TAIL, CheckpointTarget
 from engine_patches.scheduler.reasons import BELOW_UNIT, COLD, EVICTED, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
-from engine_patches.scheduler.request_state import Wish
+from engine_patches.scheduler.request_state import TurnEnd, Wish
 
 IDS = list(range(1, 1001))  # the token 500 is the 500th
 
@@ -42,7 +30,7 @@ def resolved(hint: Any, ids: Any = IDS) -> tuple[tuple[int, ...], Counter[str]]:
 def read(hint: Any) -> tuple[tuple[int, ...], Counter[str]]:
     """Positions at which a state is kept, and what was ignored."""
     positions, ignored = resolved(hint)
-    kept = Planner(Grid(16, 16), 384).usable_positions(positions, lambda reason: ignored.update([reason]))
+    kept = planner.Planner(Grid(16, 16), 384).usable_positions(positions, lambda reason: ignored.update([reason]))
     return kept, ignored
 
 
@@ -69,7 +57,7 @@ def test_entries_are_resolved_in_their_order_to_the_token():
     ],
 )
 def test_a_bad_entry_costs_only_itself_and_is_counted(entry, reason):
-    assert reason in IGNORED_REASONS and read([entry, 200]) == ((192,), Counter({reason: 1}))
+    assert reason in hints.IGNORED_REASONS and read([entry, 200]) == ((192,), Counter({reason: 1}))
 
 
 @pytest.mark.parametrize("more", [1, 10_000])
@@ -102,16 +90,16 @@ def test_a_pattern_of_common_tokens_ends_the_search_early():
         comparisons = 0
 
         def __getitem__(self, item):
-            Counted.comparisons += 1
+            self.comparisons += 1
             return list.__getitem__(self, item)
 
     ids = Counted([5] * 200_000)
     assert last_end(ids, [4, 5]) == 0 and first_end(ids, [5, 4]) == 0
-    assert Counted.comparisons < 3 * MAX_COMPARED
-    Counted.comparisons = 0
+    assert ids.comparisons < 3 * hints.MAX_COMPARED
+    ids.comparisons = 0
     hint = ["last:" + ",".join(["5"] * 127 + ["4"]), "first:" + ",".join(["4"] + ["5"] * 127)] * 8
     assert resolve(hint, ids, len(ids), lambda reason: None) == (0,) * 16
-    assert Counted.comparisons < 2 * MAX_COMPARED_OF_HINT
+    assert ids.comparisons < 2 * hints.MAX_COMPARED_OF_HINT
 
 
 def carried(*payloads: Any, kind: str = "kv.checkpoint", version: str = "1.7", xargs: Any = None) -> Any:
@@ -129,20 +117,17 @@ def test_an_action_of_vllms_kv_hints_says_the_same_as_a_hint_and_stands_in_its_p
     assert carried({"boundaries": worded}, xargs=[5]) == entries
     assert carried({"boundaries": worded[:1]}, {"boundaries": worded[1:]}) == entries
     for others in ({"kind": "kv.fetch"}, {"version": "2.0"}):
-        assert carried({"boundaries": worded}, **others) is NONE and carried({}, xargs=[5], **others) == [5]
-    assert carried() is NONE and carried(xargs=[5]) == [5]
+        assert carried({"boundaries": worded}, **others) is hints.NONE and carried({}, xargs=[5], **others) == [5]
+    assert carried() is hints.NONE and carried(xargs=[5]) == [5]
     assert read(carried({"boundaries": [{"tokens": 3}] * 10_000})) == ((), Counter(too_many=1, below_unit=MAX_ENTRIES))
 
 
 @pytest.mark.parametrize(
     "boundary",
     [
-        {"tokens": True},
-        {"tokens": "first:1"},
-        {"behind": "first", "token_ids": []},
-        {"behind": "first", "token_ids": ["1,2", None]},
+        *({"tokens": tokens} for tokens in (True, "first:1")),
+        *({"behind": "first", "token_ids": ids} for ids in ([], ["1,2", None], [1] * (MAX_PATTERN + 1))),
         {"behind": "last", "token_ids": [1], "skip": -1},
-        {"behind": "last", "token_ids": [1] * (MAX_PATTERN + 1)},
     ],
 )
 def test_a_boundary_that_an_action_does_not_word_is_malformed(boundary):
@@ -196,3 +181,169 @@ def test_a_prefix_goes_by_what_has_to_be_shared_beside_a_draft_head_and_inside_a
     chunked = reasons.Outcomes(Grid(16, 64))
     assert chunked.reason_for(first, Wish((128,), hinted=True, shared=176), 128) == HIT
     assert chunked.reason_for(first, Wish((128,), hinted=True, shared=192), 128) == COLD
+
+
+LENGTHS = range(400)
+
+
+def deepest(grid: Grid, most: int) -> int:
+    """The last position for a state up to there."""
+    return max((state for state in range(grid.alignment, LENGTHS.stop, grid.alignment) if state <= most), default=0)
+
+
+def matched(grid: Grid, tokens: int) -> int:
+    """Tokens up to which vLLM's hashes of two prompts match that share so many: each covers what lies ahead of it."""
+    return max(tokens - grid.ahead + grid.drop, 0) // grid.unit * grid.unit
+
+
+@pytest.mark.parametrize("alignment", [16, 64])  # Mamba2 and states at chunk ends
+@pytest.mark.parametrize("rest", [(0, 0), (16, 16), (0, 1)])  # as they are, a unit dropped, hashes of the next token
+def test_what_hashes_deliver_is_what_tokens_allow(alignment, rest):
+    grid = Grid(16, alignment, *rest)
+    for tokens in LENGTHS:
+        assert grid.floor(tokens) == deepest(grid, tokens)
+        assert grid.usable(tokens) == deepest(grid, tokens - grid.ahead)
+        assert grid.deliverable(matched(grid, tokens), 2 * tokens + 2) == grid.usable(tokens)
+        # The same prompt again computes its last token.
+        again = deepest(grid, tokens - max(grid.ahead, 1))
+        assert grid.deliverable(matched(grid, tokens), tokens) == again == grid.floor(grid.resumable(tokens))
+    for whole in range(grid.unit, LENGTHS.stop, grid.unit):
+        assert matched(grid, grid.shared(whole)) == whole > matched(grid, grid.shared(whole) - 1)
+    assert grid.shared(0) == 0
+
+
+def prompt_of(prompt: int, junction: int = 0) -> Any:
+    return SimpleNamespace(num_prompt_tokens=prompt, shared_prefix_boundary=junction)
+
+
+PLANNER = planner.Planner(Grid(16, 16), 512)
+
+UNITS = st.integers(0, 12).map(lambda units: 16 * units)
+
+
+@given(
+    grid=st.sampled_from([Grid(16, 16), Grid(16, 16, ahead=1), Grid(16, 32), Grid(16, 16, 16, 16)]),
+    block=st.sampled_from([48, 64, 100]),
+    prompt=st.integers(1, 200),
+    hinted=st.sets(UNITS, max_size=3),
+    learned=UNITS,
+    expected=st.sets(UNITS, max_size=2),
+    junction=st.integers(0, 200),
+    worthless=UNITS,
+)
+@settings(max_examples=600)
+def test_each_position_has_the_kind_that_its_meaning_gives_it(
+    grid, block, prompt, hinted, learned, expected, junction, worthless
+):
+    known, near, last = {grid.floor(each) for each in hinted} - {0}, 2 * grid.alignment, prompt - max(grid.ahead, 1)
+    learned = grid.floor(min(learned, last))
+    expected = sorted(each for each in expected if each >= near)
+    shared, places = sorted((known | {learned}) - {0}), range(grid.alignment, 300)
+    edges, tail = range(block, last + 1, block), grid.floor(last)
+    reached = tail - planner.TURN_REACH
+
+    def is_at(place: int, tokens: int) -> bool:
+        """Whether it is the last place for a state up to there."""
+        return place == grid.floor(tokens)
+
+    def kind_of(place: int) -> str:
+        if place in known:
+            return HINTED
+        if place == learned:
+            return LEARNED
+        if place > last:
+            return ""
+        if not shared and is_at(place, junction):
+            return JUNCTION
+        is_near = any(reached <= each <= tail for each in shared)
+        if place == tail and not is_near and (known or last >= block):
+            return TAIL
+        if edges and is_at(place, edges[-1]) and all(each > place and each >= reached for each in shared):
+            return EDGE
+        return EDGE if learned and is_at(place, learned // block * block) and learned - place >= near else ""
+
+    kinds = {place: kind for place in places if place % grid.alignment == 0 and (kind := kind_of(place))}
+    for place in expected:
+        if place <= last and not any(0 <= place - each < near for each in kinds):
+            kinds[place] = EXPECTED
+    kinds.pop(worthless, None)
+    wish = Wish(tuple(sorted(known)), learned=learned, expected=tuple(expected), worthless_turn=worthless)
+    targets = planner.Planner(grid, block).targets
+    assert targets(wish, prompt_of(prompt, junction)) == sorted(kinds.items())
+    assert targets(wish, prompt_of(prompt - 1, junction), prompt) == sorted(kinds.items()), "cut, it is the same"
+
+
+def test_all_that_is_known_of_a_request_becomes_its_wish():
+    ignored: list[str] = []
+    wish = PLANNER.wish([-24, 170, 9, "last:7"], (976, 170, 9, 0), 1000, 320, (640, 1008), ignored.append)
+    known = {"resolved": (976, 170, 9, 0), "turn_end": 976, "shared": 320, "learned": 320, "expected": (640, 992)}
+    assert wish == Wish(hinted_positions=(160, 976), **known) and ignored == ["below_unit"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "entry", "prompt", "shared", "learned"),
+    [
+        (Grid(16, 16), 0, 1000, 128, 128),
+        (Grid(16, 256), 0, 1000, 240, 0),  # and of a step of the grid
+        *((Grid(16, 16), entry, 1000, 320, 0) for entry in (320, 351)),  # a hint a little behind it means it
+        *((Grid(16, 16), entry, 1000, 320, 320) for entry in (319, 352)),
+        (Grid(16, 16), 310, 321, 320, 320),
+        (Grid(16, 16), 310, 320, 320, 0),  # hinted where the same prompt can be resumed
+        (Grid(16, 16, ahead=1), 320, 1000, 320, 0),
+    ],
+)
+def test_a_parting_from_earlier_prompts_is_learned_if_it_is_worth_it_and_no_hint_means_it(
+    grid, entry, prompt, shared, learned
+):
+    assert planner.Planner(grid, 512).wish([entry], (entry,), prompt, shared, (), print).learned == learned
+
+
+@given(UNITS, st.integers(0, 200), st.integers(0, 200), st.sets(UNITS, max_size=2), st.sampled_from([0.0, 32.0, 33.0]))
+def test_a_spare_state_stands_at_the_last_edge_where_it_adds_to_what_is_there(start, end, resumable, positions, felt):
+    edges = [edge for edge in range(64, 200, 64) if edge <= end and edge <= resumable]
+    added = edges[-1] - max((each for each in positions if each <= edges[-1]), default=0) if edges else 0
+    expected = edges[-1] if edges and edges[-1] > start and added > 0 and added >= felt else 0
+    assert planner.Planner(Grid(16, 16), 64).spare(start, end, resumable, positions, felt) == expected
+
+
+@pytest.mark.parametrize(
+    ("wish", "turn"),
+    [
+        (Wish((160, 976), turn_end=976), TurnEnd(160, 976)),
+        (Wish((160,)), TurnEnd(160, 992)),
+        (Wish(learned=160), TurnEnd(160, 992)),
+        (Wish((976,), turn_end=976), TurnEnd(0, 976)),
+        (Wish((976,)), None),  # counted from the start, it may be what others share
+        (Wish((912, 976), turn_end=976), None),  # so near, the first is no head of others
+        (Wish((160,), learned=976), None),  # where it leaves an earlier prompt, it shares all
+        (Wish(), None),
+    ],
+)
+def test_the_turn_that_a_prompt_ends_with(wish, turn):
+    assert PLANNER.last_turn(wish, prompt_of(1000)) == turn
+    assert PLANNER.last_turn(Wish(), prompt_of(100)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "position", "resumed_at", "hinted", "ends"),
+    [
+        *((kind, 320, 0, (), True) for kind in (TAIL, EDGE, EXPECTED, planner.SPARE)),
+        (JUNCTION, 320, 0, (), False),
+        (HINTED, 320, 0, (320,), False),  # the only one
+        (HINTED, 320, 0, (160, 320), True),
+        (LEARNED, 32, 0, (), False),  # it resumed from nothing
+        (LEARNED, 320, 288, (), True),
+        (LEARNED, 320, 272, (), False),
+    ],
+)
+def test_what_serves_one_conversation_alone(kind, position, resumed_at, hinted, ends):
+    target = CheckpointTarget(position, kind)
+    assert PLANNER.ends_a_turn(Wish(hinted), target, resumed_at) is ends
+    assert PLANNER.saved(target, resumed_at) == position - (resumed_at if kind == LEARNED else 0)
+
+
+@pytest.mark.parametrize("wish", [{}, {"pin": True}, {"trial": True}], ids=["plain", "pinned", "on trial"])
+def test_a_conversation_that_goes_on_passes_by_what_lies_between_its_head_and_its_end(wish):
+    for before, passed in ((TurnEnd(160, 464), [] if wish else [480, 560]), (None, [])):
+        known = Wish((160, 480, 560, 976), turn_end=976, goes_on_from=before, **wish)
+        assert [p for p in known.positions if PLANNER.is_passed_by(known, CheckpointTarget(p, HINTED))] == passed

@@ -1,4 +1,4 @@
-"""How the plugin sees vLLM's requests: where their chunks end, which keys their states need, what they have to do."""
+"""How the plugin sees vLLM's requests and steps: where chunks end, what has to be done and written, and by whom."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from engine_patches.footprint import RUNNING, WRITES
+from engine_patches.forward import step_writes
+from engine_patches.forward.remote_reads import decline_late_reads
 from engine_patches.forward.segments import _levels
-from engine_patches.forward.step_writes import Write
+from engine_patches.forward.step_writes import StatesNotWritten, Step, Write, running_step, wrote_states
 from engine_patches.scheduler import counters, load
 from engine_patches.scheduler.chunks import next_stop, run_to_the_budget
 from engine_patches.scheduler.counters import REPORT_INTERVAL, AdmittedRequest, Counters, DraftedRequest
@@ -100,28 +103,20 @@ def sent(told: Any = None, computed: int = 0, params: bool = True) -> SimpleName
         ([], {}),
         ([sent("ab,1000,400"), sent("ab,1000,400", 700), sent()], {"ab": (2, 700), "": (1, 1000)}),
         ([sent("ab,1000,400", 16), sent("ab,1000,400", 1007)], {"ab": (2, 984)}),  # the engine has looked, or generates
-        *(([sent(told)], {"": (1, 1000)}) for told in ("", "a,1", "a,1,-1", "a,1,1,1", "x y,1,1", "A,1,1", 7, ["a"])),
-        *(([sent(told)], {"": (1, 1000)}) for told in ("a" * 33 + ",1,1", "a,1,999999999", "a,1,\u0661")),
+        *(
+            ([sent(told)], {"": (1, 1000)})
+            for told in ("a,1,-1", "a,1,1,1", "A,1,1", 7, "a" * 33 + ",1,1", "a,1,\u0661")
+        ),
     ],
 )
 def test_each_gateway_has_its_requests_and_what_is_left_of_their_prompts(requests, loads):
     assert load.of_gateways(requests) == loads == load.of_gateways(requests)
 
 
-@pytest.mark.parametrize(
-    ("new", "tokens", "drafts", "may"),
-    [
-        ([], {"a": 64}, {}, True),
-        (["a"], {"a": 1}, {}, True),
-    ],
-)
-def test_loads_are_added_up_where_a_step_may_have_changed_them(new, tokens, drafts, may):
-    planned = SimpleNamespace(
-        scheduled_new_reqs=new,
-        scheduled_spec_decode_tokens=drafts,
-        total_num_scheduled_tokens=sum(tokens.values()),
-        num_scheduled_tokens=tokens,
-    )
+@pytest.mark.parametrize(("new", "tokens", "may"), [([], 64, True), (["a"], 2, True), ([], 2, False)])
+def test_loads_are_added_up_where_a_step_may_have_changed_them(new, tokens, may):
+    planned = SimpleNamespace(scheduled_new_reqs=new, scheduled_spec_decode_tokens={"a": [7]})
+    planned.num_scheduled_tokens, planned.total_num_scheduled_tokens = {"a": tokens}, tokens
     assert load.may_have_changed(planned) is may and load.may_have_changed(None)
 
 
@@ -140,10 +135,7 @@ ADMITTED, DRAFTED = AdmittedRequest("r", "hit", 160, 176, (163, 0)), DraftedRequ
         (lambda counted: counted.request_drafted(DRAFTED), {"drafted": [DRAFTED] * 2}),
         (lambda counted: counted.cache_hit(16), {"cache_hit_tokens": 32}),
         (lambda counted: counted.load_declined(), {"loads_declined": 2}),
-        (
-            lambda counted: counted.disk_used({"damaged": 1}, 50, 7),
-            {"files_refused": {"damaged": 2}, "file_bytes": 100},
-        ),
+        (lambda counted: counted.disk_used({"damaged": 1}, 5, 7), {"files_refused": {"damaged": 2}, "file_bytes": 10}),
     ],
 )
 def test_what_is_counted_makes_a_report_due_and_is_reported_once_and_otherwise_time_does(count, counts, monkeypatch):
@@ -160,13 +152,130 @@ def test_what_is_counted_makes_a_report_due_and_is_reported_once_and_otherwise_t
         assert counted.report_due
     empty = vars(counters.Counts()) | {"windows": {"held": 2}, "window_of": [("r", "held")] * 2}
     empty |= {"hits": 2, "hit_tokens": 320, "saved_seconds": 1.5, **counts}
-    found = {
-        name: list(value) if hasattr(value, "appendleft") else value for name, value in vars(counted.take()).items()
-    }
-    assert found == {name: list(value) if hasattr(value, "appendleft") else value for name, value in empty.items()}
+    found, empty = (
+        {name: list(value) if hasattr(value, "appendleft") else value for name, value in each.items()}
+        for each in (vars(counted.take()), empty)
+    )
+    assert found == empty
     assert not counted.report_due and counted.disk_bytes == (7 if "file_bytes" in counts else 0)
     clock.now += REPORT_INTERVAL
     assert counted.report_due and counted.take().empty
     for _ in range(counters.MAX_REQUESTS + 10):
         count(counted)
     assert all(len(kept) <= counters.MAX_REQUESTS for kept in vars(counted.take()).values() if hasattr(kept, "maxlen"))
+
+
+WRITE = Write(4, {0: 7})  # blocks by cache group
+
+LAYERS = {"layers.0": 0, "layers.1": 0, "layers.2": 1}  # the last one is no recurrent layer
+
+
+def runner(*names: str) -> Any:
+    """vLLM's, with a batch of such requests."""
+    groups = [SimpleNamespace(layer_names=["layers.0", "layers.1"]), SimpleNamespace(layer_names=["layers.2"])]
+    batch = SimpleNamespace(req_ids=[*names])
+    return SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=groups), input_batch=batch)
+
+
+def run(worker: Any, writes: Any, does: Any) -> Any:
+    """One step that does so, and what it returns."""
+
+    def execute_model(runner: Any, output: Any, *arguments: Any, **options: Any) -> Any:
+        step = running_step()
+        assert step_writes.writes_nothing() is (step is not None and not writes)
+        return does(step), arguments, options
+
+    output = SimpleNamespace() if writes is None else SimpleNamespace(**{WRITES: writes})
+    try:
+        return step_writes.track_steps(execute_model)(worker, output, 1, a=2)
+    finally:
+        assert running_step() is None, "after it nothing is known"
+
+
+@pytest.mark.parametrize(
+    ("rows", "layers", "fault"),
+    [
+        (2, ["layers.0", "layers.1"], ""),
+        (2, ["layers.0"], r"layers\.1 kept no states.*SEAMARK_ENGINE=0"),
+        (1, ["layers.0", "layers.1"], "1 requests of this step were not in its batch"),
+    ],
+)
+def test_a_state_that_is_not_written_ends_the_engine(rows, layers, fault):
+    def does(step: Step) -> None:
+        assert step.writes_by_row(rows) == ({1: [WRITE]} if rows == 2 else {}) and step.group_of_layer == LAYERS
+        for layer in layers:
+            wrote_states(layer)
+
+    if not fault:
+        assert run(runner("a", "b"), {"b": [WRITE]}, does) == (None, (1,), {"a": 2})
+        return
+    with pytest.raises(StatesNotWritten, match=fault):
+        run(runner("a", "b"), {"b": [WRITE]}, does)
+
+
+def test_a_step_that_fails_or_writes_nothing_or_is_left_to_vllm_has_to_keep_nothing():
+    def fails(step: Step) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        run(runner("b"), {"b": [WRITE]}, fails)
+    run(runner("b"), {}, lambda step: None)
+    assert run(runner("b"), None, lambda step: step) == (None, (1,), {"a": 2})
+    wrote_states("layers.0")  # outside of a step
+
+
+def test_layers_have_the_groups_of_the_cache_that_there_is_now():
+    worker = runner()
+    (first, *_), (second, *_) = (run(worker, {}, lambda step: step.group_of_layer) for _ in range(2))
+    assert first == LAYERS and second is first, "they are found once"
+    worker.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layers.9"])])
+    assert run(worker, {}, lambda step: step.group_of_layer)[0] == {"layers.9": 0}
+
+
+def test_a_runner_that_makes_a_batch_for_each_step_tells_its_requests(monkeypatch):
+    made, worker = SimpleNamespace(req_ids=["b", "a"]), runner()
+    del worker.input_batch
+    assert list(run(worker, {}, lambda step: step.req_ids)[0]) == []
+    prepare = step_writes.track_batch(
+        lambda *arguments, **options: made if (arguments, options) == (("r", 1), {"a": 2}) else None
+    )
+    for step in (None, Step({"a": [WRITE]}, {})):
+        monkeypatch.setattr(RUNNING, "step", step)
+        assert prepare("r", 1, a=2) is made
+    assert step.writes_by_row(2) == {1: [WRITE]}
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_vllm_exports_no_states_of_its_own_while_a_step_writes_them(monkeypatch, runs):
+    monkeypatch.setattr(RUNNING, "step", Step({}, {}) if runs else None)
+    build = step_writes.skip_vllm_exports(lambda *given: given)
+    assert build("builder", "m", "rows") == (None if runs else ("builder", "m", "rows"))
+
+
+@pytest.mark.parametrize(
+    ("known", "invalid", "lends", "late", "is_read"),
+    [
+        (True, False, False, False, True),
+        (True, False, False, True, False),
+        (False, False, False, True, True),  # its clock is not known yet: vLLM shakes hands first
+        (True, True, False, True, True),  # vLLM gives it up itself
+        (True, False, True, True, True),  # vLLM asks for the deadline itself
+    ],
+)
+def test_only_a_read_of_blocks_that_may_have_been_freed_is_declined_and_vllm_hears_of_it(
+    known, invalid, lends, late, is_read
+):
+    happened: list[Any] = []
+    worker = SimpleNamespace(
+        _remote_agents={"w": 1} if known else {},
+        _invalid_remote_engines={"w"} if invalid else set(),
+        _bidirectional_kv_xfer_enabled=lends,
+        _recv_failures=["failures"],
+        xfer_stats=SimpleNamespace(record_kv_expired_req=lambda: happened.append("expired")),
+        _is_turn2_read_expired=lambda meta: late,
+        _handle_failed_transfer=lambda *given, **more: happened.append((*given, more)),
+    )
+    meta = SimpleNamespace(remote=SimpleNamespace(engine_id="w"))
+    decline_late_reads(lambda self, *given: happened.append(given))(worker, "r", meta)
+    failed = ("r", None, ["failures"], {"record_failed_transfer": False})
+    assert sorted(happened, key=str) == sorted([("r", meta)] if is_read else ["expired", failed], key=str)

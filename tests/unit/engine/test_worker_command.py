@@ -1,4 +1,4 @@
-"""`seamark worker` before it becomes vLLM: its command line, what it adds to it, and what it refuses.
+"""`seamark worker` before it becomes vLLM: its command line, what it adds and refuses, and the trial that it starts.
 
 And each command of the plugin in an environment without vLLM or torch: one line says what is missing, and the cure.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -15,36 +16,22 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from engine_patches import __main__ as plugin
-from engine_patches.commands import worker
-from engine_patches.commands.worker import (
-    CPU_ENVIRONMENT,
-    CPU_FLAGS,
-    MIDDLEWARE,
-    NEEDED_FLAGS,
-    CommandLine,
-    main,
-    read_command_line,
-    refusal,
-    serve,
-    transfer_config,
-    vllm_arguments,
-)
+from engine_patches.commands import draft_trial, worker
 from engine_patches.disk.flags import transfer_flags
 from engine_patches.settings import LOOPBACK
 
 DRAFTING = ["--speculative-config", '{"method":"mtp"}']
 
-VARIABLES = ("SEAMARK_ENGINE", "SEAMARK_DRAFTS", "VLLM_PLUGINS", "VLLM_USE_RUST_FRONTEND")
-
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Of a process of its own."""
-    for name in VARIABLES:
+    for name in ("SEAMARK_ENGINE", "SEAMARK_DRAFTS", "VLLM_PLUGINS", "VLLM_USE_RUST_FRONTEND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(worker.os, "environ", dict(worker.os.environ))
     return worker.os.environ
@@ -53,12 +40,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The hub's library, in which no model is found."""
-
-    def absent(*given: str) -> str:
-        raise OSError("no such model")
-
     hub = ModuleType("huggingface_hub")
-    hub.hf_hub_download = absent  # type: ignore[attr-defined]
+    hub.hf_hub_download = Mock(side_effect=OSError("no such model"))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     return hub
 
@@ -74,25 +57,17 @@ def hybrid(tmp_path: Path) -> str:
     return model(tmp_path, '{"model_type": "qwen3_next"}')
 
 
-class Started:
-    """What workers have come to: arguments and port of `serve`, drafts that are tried, what is explained."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.served: list[Any] = []
-        self.tried: list[Any] = []
-        self.explained: list[Any] = []
-        self.on_cpu = False
-        monkeypatch.setattr(worker, "is_cpu_build", lambda: self.on_cpu)
-        monkeypatch.setattr(worker, "flags_lacking", lambda flags: [])
-        monkeypatch.setattr(worker, "serve", lambda *given: self.served.append(given) or 7)
-        monkeypatch.setattr(worker.draft_trial, "start", lambda *given: self.tried.append(given))
-        explain = importlib.import_module("engine_patches.commands.explain")
-        monkeypatch.setattr(explain, "main", lambda *given: self.explained.append(given) or 5)
-
-
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    return Started(monkeypatch)
+def started(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What workers have come to: arguments and port of `serve`, drafts that are tried, what is explained."""
+    made = SimpleNamespace(served=[], tried=[], explained=[], on_cpu=False)
+    monkeypatch.setattr(worker, "is_cpu_build", lambda: made.on_cpu)
+    monkeypatch.setattr(worker, "flags_lacking", lambda flags: [])
+    monkeypatch.setattr(worker, "serve", lambda *given: made.served.append(given) or 7)
+    monkeypatch.setattr(worker.draft_trial, "start", lambda *given: made.tried.append(given))
+    explain = importlib.import_module("engine_patches.commands.explain")
+    monkeypatch.setattr(explain, "main", lambda *given: made.explained.append(given) or 5)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -101,7 +76,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
         ("m --a 1 --port 1", "m", "--a 1 --port 1", None),
         ("--port 1 m --a", "m", "--a --port 1", None),
         ("--model m -- --a 1", "m", "--a 1", None),
-        ("m -- --port 1", "m", "--port 1", None),
         ("--explain --model m", "m", "", "here"),
         ("--explain gpu m", "m", "", "gpu"),
         ("--help=all", None, "--help=all", None),
@@ -109,14 +83,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     ],
 )
 def test_a_command_line_is_taken_apart(line, name, flags, explain):
-    assert read_command_line(line.split()) == CommandLine(name, flags.split(), {}, explain)
+    assert worker.read_command_line(line.split()) == worker.CommandLine(name, flags.split(), {}, explain)
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "no model is named: seamark worker MODEL"),
-        ("--a m", "no model is named"),
+        ("--a m", "no model is named: seamark worker MODEL"),
         ("/no/where", "there is no /no/where"),
         ("--model ../no/where", "there is no ../no/where"),
         ("m --config /no/where.yaml", "--config /no/where.yaml: "),
@@ -126,7 +99,7 @@ def test_a_command_line_is_taken_apart(line, name, flags, explain):
 )
 def test_what_cannot_be_started_ends_with_status_2(line, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        read_command_line(shlex.split(line))
+        worker.read_command_line(shlex.split(line))
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -134,22 +107,22 @@ def test_a_config_file_of_vllm_names_the_model_and_a_model_before_it_is_the_one(
     file = tmp_path / "vllm.yaml"
     flags = ["--config", str(file)]
     file.write_text("model: m\nport: 1\n")
-    assert read_command_line(flags) == CommandLine(None, flags, {"model": "m", "port": 1}, None)
-    assert read_command_line(["n", *flags]).model == "n"
+    assert worker.read_command_line(flags) == worker.CommandLine(None, flags, {"model": "m", "port": 1}, None)
+    assert worker.read_command_line(["n", *flags]).model == "n"
     for text, reason in (("- a\n", "flag: value"), ("a: [\n", "expected"), ("model: /no/where\n", "no /no/where")):
         file.write_text(text)
         with pytest.raises(SystemExit):
-            read_command_line(flags)
+            worker.read_command_line(flags)
         assert reason in capsys.readouterr().err
-    assert read_command_line([str(tmp_path), *flags]).model == str(tmp_path)
+    assert worker.read_command_line([str(tmp_path), *flags]).model == str(tmp_path)
 
 
 @pytest.mark.parametrize(("flags", "given"), [("", ()), ("--checkpoint-bytes 5 --checkpoint-keep all", (5, "all"))])
 def test_a_directory_for_states_is_a_connector_of_our_own(flags, given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = read_command_line(["m", "--checkpoint-dir", "states", *flags.split()])
+    asked = worker.read_command_line(["m", "--checkpoint-dir", "states", *flags.split()])
     assert asked.flags == transfer_flags(str(tmp_path / "states"), *given)
-    assert transfer_config(asked.flags)["kv_connector"] == "SeamarkConnector"
+    assert worker.transfer_config(asked.flags)["kv_connector"] == "SeamarkConnector"
 
 
 NEEDED = [
@@ -160,8 +133,8 @@ NEEDED = [
 
 def test_what_is_needed_is_added_and_never_overrules_the_user(environment):
     def lacks(added: list[str], **how: Any) -> None:
-        wanted = [each for each in (*NEEDED, *MIDDLEWARE) if each not in added]
-        assert vllm_arguments(None, **how) == [*wanted, *how["given"]]
+        wanted = [each for each in (*NEEDED, *worker.MIDDLEWARE) if each not in added]
+        assert worker.vllm_arguments(None, **how) == [*wanted, *how["given"]]
 
     lacks([], given=[])
     lacks(["--host", LOOPBACK], given=["--host=h", "-x"])
@@ -172,17 +145,17 @@ def test_what_is_needed_is_added_and_never_overrules_the_user(environment):
     lacks(["--enable-scale-out"], given=[], lacking=["--enable-scale-out"])
     lacks([], given=["enable-scale-out"])
     lacks([], given=["--dtype", "bfloat16"], for_cpu={"--dtype": "float32"})
-    added = vllm_arguments("m", [], {}, {"--dtype": "float32", "--x": None})
-    assert added == ["m", *NEEDED, "--dtype", "float32", "--x", *MIDDLEWARE]
+    added = worker.vllm_arguments("m", [], {}, {"--dtype": "float32", "--x": None})
+    assert added == ["m", *NEEDED, "--dtype", "float32", "--x", *worker.MIDDLEWARE]
     environment["VLLM_USE_RUST_FRONTEND"] = "1"
-    lacks([*MIDDLEWARE], given=["--x"])
+    lacks([*worker.MIDDLEWARE], given=["--x"])
 
 
 @pytest.mark.parametrize(
     ("given", "on_cpu", "expected"),
     [
-        ({"A": "1"}, True, {"A": "1", **CPU_ENVIRONMENT}),
-        ({"VLLM_CPU_KVCACHE_SPACE": "4"}, True, {**CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "4"}),
+        ({"A": "1"}, True, {"A": "1", **worker.CPU_ENVIRONMENT}),
+        ({"VLLM_CPU_KVCACHE_SPACE": "4"}, True, {**worker.CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "4"}),
         ({"VLLM_PLUGINS": ""}, False, {"VLLM_PLUGINS": "seamark"}),
         ({"VLLM_PLUGINS": "seamarks"}, False, {"VLLM_PLUGINS": "seamarks,seamark"}),
     ],
@@ -198,11 +171,7 @@ def test_a_model_whose_configuration_cannot_be_read_is_left_to_vllm(text, tmp_pa
     assert worker.config_of(str(tmp_path)) == {} and worker.model_type_of(str(tmp_path)) == ""
 
 
-def connector(name: str, **extra: Any) -> dict[str, Any]:
-    return {"kv_connector": name, "kv_connector_extra_config": extra}
-
-
-A = {"kv_connector": "A"}
+A, OFFLOADING = {"kv_connector": "A"}, {"kv_connector": "OffloadingConnector"}
 
 
 @pytest.mark.parametrize(
@@ -215,13 +184,13 @@ A = {"kv_connector": "A"}
         ("", {"kv_transfer_config": A}, A),
         ("", {"kv-transfer-config": '{"kv_connector": "A"}'}, A),
         ("""--kv-transfer-config '{"kv_connector": "B"}'""", {"kv_transfer_config": A}, {"kv_connector": "B"}),
-        ("--kv-offloading-size 4", {}, {"kv_connector": "OffloadingConnector"}),
+        ("--kv-offloading-size 4", {}, OFFLOADING),
         ("--kv-offloading-size=4 --kv_offloading_backend lmcache", {}, {"kv_connector": "LMCacheMPConnector"}),
-        ("", {"kv_offloading_size": 4, "kv_offloading_backend": "native"}, {"kv_connector": "OffloadingConnector"}),
+        ("", {"kv_offloading_size": 4, "kv_offloading_backend": "native"}, OFFLOADING),
     ],
 )
 def test_connectors_are_found_in_flags_and_in_the_file(given, config, fields):
-    assert transfer_config(shlex.split(given), config) == fields
+    assert worker.transfer_config(shlex.split(given), config) == fields
 
 
 SERVED, GPU = "through NixlConnector and, on a GPU, OffloadingConnector it can", "needs a GPU in vLLM; on a CPU --check"
@@ -230,32 +199,27 @@ SERVED, GPU = "through NixlConnector and, on a GPU, OffloadingConnector it can",
 @pytest.mark.parametrize(
     ("transfer", "on_gpu", "on_cpu"),
     [
-        (connector("LMCacheMPConnector"), SERVED, SERVED),
-        (connector("OffloadingConnector"), "", GPU),
-        (connector("MultiConnector", connectors=[A, connector("OffloadingConnector")]), "", GPU),
-        (connector("OffloadingConnector", spec_module_path="my.copies"), "", ""),
-        (connector("NixlConnector"), "", ""),
+        ({"kv_connector": "LMCacheMPConnector"}, SERVED, SERVED),
+        ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [A, OFFLOADING]}}, "", GPU),
+        ({**OFFLOADING, "kv_connector_extra_config": {"spec_module_path": "my.copies"}}, "", ""),
+        ({"kv_connector": "NixlConnector"}, "", ""),
     ],
 )
 def test_a_connector_with_which_vllm_starts_no_hybrid_is_refused_in_one_sentence(transfer, on_gpu, on_cpu, hybrid):
     flags = ["--kv-transfer-config", json.dumps(transfer)]
     for is_cpu, said in ((False, on_gpu), (True, on_cpu)):
-        why = refusal(hybrid, flags, on_cpu=is_cpu)
+        why = worker.refusal(hybrid, flags, on_cpu=is_cpu)
         assert (why is not None and said in why) if said else why is None
-        assert refusal(hybrid, [], {"kv_transfer_config": transfer}, on_cpu=is_cpu) == why
+        assert worker.refusal(hybrid, [], {"kv_transfer_config": transfer}, on_cpu=is_cpu) == why
     model(Path(hybrid), '{"model_type": "llama", "num_attention_heads": 4}')
-    assert refusal(hybrid, [], {"kv_transfer_config": transfer}) is None
+    assert worker.refusal(hybrid, [], {"kv_transfer_config": transfer}) is None
 
 
 @pytest.mark.parametrize(
     ("version", "renamed", "expected"), [("0.33.0", False, False), ("0.33.0+cpu", False, True), (None, True, True)]
 )
 def test_a_build_for_cpus_is_known_by_its_name_or_version(version, renamed, expected, monkeypatch):
-    def told(name: str) -> str:
-        if version is None:
-            raise worker.metadata.PackageNotFoundError(name)
-        return version
-
+    told = Mock(return_value=version, side_effect=None if version else metadata.PackageNotFoundError)
     monkeypatch.setattr(worker.metadata, "version", told)
     monkeypatch.setattr(worker.metadata, "distributions", lambda name: [1] * (renamed and name == "vllm-cpu"))
     assert worker.is_cpu_build() is expected
@@ -267,52 +231,48 @@ def test_a_worker_becomes_vllm_with_its_flags_and_tries_its_drafts_beside_it(sta
     if by_file:
         (tmp_path / "vllm.yaml").write_text("model: m\nport: 8005\n")
         config, name, flags = {"model": "m", "port": 8005}, [], [*DRAFTING, "--config", str(tmp_path / "vllm.yaml")]
-    assert main([*name, *flags]) == 7
-    assert started.served == [([*name, *NEEDED, *MIDDLEWARE, *flags], "8005")]
+    assert worker.main([*name, *flags]) == 7
+    assert started.served == [([*name, *NEEDED, *worker.MIDDLEWARE, *flags], "8005")]
     assert started.tried == [(flags, config, "8005")] and not started.explained
-    assert main([*name, *flags, "--explain=gpu"]) == 5 and main([hybrid, *DRAFTING]) == 7
-    assert started.explained == [([*name, *NEEDED, *MIDDLEWARE, *flags], "gpu")] and len(started.tried) == 2
+    assert worker.main([*name, *flags, "--explain=gpu"]) == 5 and worker.main([hybrid, *DRAFTING]) == 7
+    assert started.explained == [([*name, *NEEDED, *worker.MIDDLEWARE, *flags], "gpu")] and len(started.tried) == 2
 
 
 def test_on_a_cpu_a_hybrid_drafts_nothing_has_its_flags_and_a_word_of_vllms_defects(
     started, hybrid, environment, capsys
 ):
     started.on_cpu = True
-    assert main([hybrid, *DRAFTING]) == 1 and not started.served
+    assert worker.main([hybrid, *DRAFTING]) == 1 and not started.served
     assert "seamark worker: on a CPU vLLM drafts for no hybrid" in capsys.readouterr().err
-    assert main([hybrid, *DRAFTING, "--explain"]) == main([hybrid, "--explain", "gpu"]) == 5
+    assert worker.main([hybrid, *DRAFTING, "--explain"]) == worker.main([hybrid, "--explain", "gpu"]) == 5
     here, gpu = (arguments for arguments, _ in started.explained)
     assert here[here.index("--dtype") + 1] == "bfloat16" and "--mamba-ssm-cache-dtype" in here and "--dtype" not in gpu
-    assert CPU_ENVIRONMENT.items() <= environment.items() and not capsys.readouterr().err
+    assert worker.CPU_ENVIRONMENT.items() <= environment.items() and not capsys.readouterr().err
     without = ["--no-enable-prefix-caching"]
     for mode, more, is_said in (("0", [], True), (" 0 ", [], True), ("1", [], False), ("0", without, False)):
         environment["SEAMARK_ENGINE"] = mode
-        assert main([hybrid, *more]) == 7
+        assert worker.main([hybrid, *more]) == 7
         assert ("SEAMARK_ENGINE=reference cures them" in capsys.readouterr().err) is is_said
     model(Path(hybrid), '{"model_type": "llama", "num_attention_heads": 4}')
     environment["SEAMARK_ENGINE"] = "0"
-    assert main([hybrid, *DRAFTING]) == 7 and not capsys.readouterr().err
-    assert started.served[-1][0][started.served[-1][0].index("--dtype") + 1] == CPU_FLAGS["--dtype"]
+    assert worker.main([hybrid, *DRAFTING]) == 7 and not capsys.readouterr().err
+    assert started.served[-1][0][started.served[-1][0].index("--dtype") + 1] == worker.CPU_FLAGS["--dtype"]
 
 
 def test_flags_that_an_older_vllm_lacks_are_left_away_and_said_with_the_image_to_take(started, monkeypatch, capsys):
     asked: list[str] = []
     started.on_cpu = True
     monkeypatch.setattr(worker, "flags_lacking", lambda flags: asked.extend(flags) or ["--enable-scale-out"])
-    assert main(["m"]) == 7
+    assert worker.main(["m"]) == 7
     ((arguments, _),) = started.served
     assert "--enable-scale-out" not in arguments and "--enable-prefix-caching" in arguments
-    assert set(asked) == {*NEEDED_FLAGS, *CPU_FLAGS}
+    assert set(asked) == {*worker.NEEDED_FLAGS, *worker.CPU_FLAGS}
     (line,) = capsys.readouterr().err.splitlines()
     assert "has no --enable-scale-out" in line and "0.31 to 0.33" in line and "vllm/vllm-openai:v0.33.0" in line
 
 
-class HubError(Exception):
-    """Of the hub's library."""
-
-
-class NotLocal(HubError):
-    """The same for a model that is not here."""
+HubError = type("HubError", (Exception,), {})  # of the hub's library
+NotLocal = type("NotLocal", (HubError,), {})  # the same for a model that is not here
 
 
 @pytest.fixture
@@ -337,7 +297,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch, hub: ModuleType) -> SimpleNamespace:
 def test_the_server_is_vllms_own_command(vllm, renamed, monkeypatch):
     monkeypatch.setattr(worker.metadata, "distributions", lambda name: [] if renamed else [object()])
     monkeypatch.setattr(worker.metadata, "version", lambda name: f"{name} 1")
-    assert serve(["m", "--port", "1"], "1") == 0 and vllm.argv == ["vllm", "serve", "m", "--port", "1"]
+    assert worker.serve(["m", "--port", "1"], "1") == 0 and vllm.argv == ["vllm", "serve", "m", "--port", "1"]
     assert vllm.importlib.metadata.version("vllm") == ("vllm-cpu 1" if renamed else "vllm 1")  # which it would print
     assert (vllm.importlib is importlib) is not renamed
 
@@ -353,11 +313,7 @@ def test_the_server_is_vllms_own_command(vllm, renamed, monkeypatch):
 def test_why_the_server_ended_costs_a_line(vllm, error, said, monkeypatch, capsys):
     monkeypatch.setattr(worker, "why_taken", lambda port: f"port {port} is held by somebody")
     vllm.error = error
-    assert serve(["m"], "8005") == 1 and capsys.readouterr().err == f"seamark worker: {said}\n"
-
-
-def absent(name: str) -> str:
-    raise metadata.PackageNotFoundError(name)
+    assert worker.serve(["m"], "8005") == 1 and capsys.readouterr().err == f"seamark worker: {said}\n"
 
 
 @pytest.mark.parametrize("command", [["worker", "m"], ["gpu-check"]], ids=lambda command: command[0])
@@ -365,7 +321,7 @@ def absent(name: str) -> str:
 def test_what_starts_vllm_says_that_it_or_torch_is_missing(monkeypatch, capsys, tmp_path, command, missing):
     monkeypatch.chdir(tmp_path)
     if missing == "vLLM":
-        monkeypatch.setattr(metadata, "version", absent)
+        monkeypatch.setattr(metadata, "version", Mock(side_effect=metadata.PackageNotFoundError))
         monkeypatch.setattr(metadata, "distributions", lambda **_: [])
     else:
         monkeypatch.setattr(metadata, "version", lambda name: "0.32.0")
@@ -390,13 +346,64 @@ def test_the_ledger_can_be_read_without_vllm_and_torch():
     assert done.returncode == 0 and "block-copy (cure)" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0)])
-def test_an_unknown_command_is_answered_with_the_usage(capsys, arguments, status):
-    assert plugin.main(arguments) == status
-    assert "usage: python -m engine_patches" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ([], 2, "usage: python -m engine_patches"),
+        (["--help"], 0, "usage: python -m engine_patches"),
+        (["doctor", "--worker", "w"], 2, "seamark doctor: only the plugin is here"),
+    ],
+)
+def test_a_command_that_is_not_the_plugins_is_answered_with_what_there_is(capsys, arguments, status, said):
+    assert plugin.main(arguments) == status and said in capsys.readouterr().err
 
 
-def test_a_command_of_the_gateway_is_answered_with_where_it_is(capsys):
-    assert plugin.main(["doctor", "--worker", "http://127.0.0.1:8000"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("seamark doctor: only the plugin is here") and "pip install /path/to/seamark" in line
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Processes that would have been started."""
+    found: list[Any] = []
+    monkeypatch.setattr(draft_trial, "_started", [])
+    monkeypatch.setattr(draft_trial.subprocess, "Popen", lambda words, **given: found.append((words, given)) or 7)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "variable", "address"),
+    [
+        (DRAFTING, {}, "", "http://127.0.0.1:8001"),
+        *(([*DRAFTING, flag, "x"], {}, "", None) for flag in ("--headless", "--uds", "--ssl-keyfile")),
+        (["-sc", "{}", "--host=[::1]"], {}, "", "http://[::1]:8001"),
+        ([], {"speculative_config": {"method": "mtp"}, "host": "10.0.0.7"}, "", "http://10.0.0.7:8001"),
+        ([], {}, "", None),
+        (DRAFTING, {}, "SEAMARK_DRAFTS=0", None),  # it is decided
+        (DRAFTING, {}, "SEAMARK_ENGINE=0", None),
+    ],
+)
+def test_the_worker_itself_is_asked_where_it_drafts_and_nothing_is_decided(
+    children, given, config, variable, address, monkeypatch
+):
+    if variable:
+        monkeypatch.setenv(*variable.split("="))
+    draft_trial.start(given, config, "8001")
+    assert [words[4] for words, _ in children] == ([address] if address else [])
+    for words, _ in children:
+        assert words[:3] == [sys.executable, "-m", "proxy.commands.draft_trial"]
+        assert words[-2:] == ["--parent", str(os.getpid())]
+
+
+@pytest.mark.parametrize(
+    ("key", "config"), [(["--api-key", "secret"], {}), ([], {"api_key": "secret"}), ([], {})], ids=str
+)
+def test_the_key_goes_by_the_environment_and_the_child_has_no_pipe_to_anybody(children, monkeypatch, key, config):
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    draft_trial.start([*DRAFTING, *key], config, "8001")
+    ((words, given),) = children
+    assert given.pop("env") == {**os.environ, "VLLM_API_KEY": "secret" if key or config else "theirs"}
+    assert "secret" not in words and os.environ["VLLM_API_KEY"] == "theirs"
+    assert given == dict.fromkeys(("stdin", "stdout"), draft_trial.subprocess.DEVNULL) and draft_trial._started == [7]
+
+
+def test_a_child_that_cannot_start_costs_the_worker_nothing(children, monkeypatch, capsys):
+    monkeypatch.setattr(draft_trial.subprocess, "Popen", Mock(side_effect=OSError("no more processes")))
+    draft_trial.start(DRAFTING, {}, "8000")
+    assert "stay on trial until a gateway tries them" in capsys.readouterr().err
