@@ -14,7 +14,7 @@ from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME
 from tests.harness.api_keys import bearer, entry
 from tests.harness.engines import SharedServers
-from tests.harness.gateways import CHAT, knows_templates, own_gateway
+from tests.harness.gateways import CHAT, own_gateway
 from tests.harness.waiting import wait_for
 
 GROUPS = {"ann": "ann", "bob": "team", "cleo": "team"}
@@ -48,7 +48,7 @@ def test_strangers_never_share_a_hit_and_those_who_share_do(servers: SharedServe
             answer = httpx.post(own.url + CHAT, json=body, headers=bearer(name), timeout=300).raise_for_status()
             return int(answer.headers["x-seamark-cached"])
 
-        wait_for(lambda: knows_templates(own))
+        wait_for(lambda: httpx.get(own.url + "/ready").status_code == 200)
         for number in range(3):
             system = prose(300, 77_000 + number)
             assert cached("owner", system) == cached("stranger", system) == 0
