@@ -1,9 +1,9 @@
 """A whole engine of a narrow model of this season's families, with vLLM's own layers, in Triton's interpreter.
 
-Run by `tests.harness.versions.interpreted` as `family_engines FAMILY WANTED`, on vLLM's newest source. WANTED is a file
-of JSON: `mode` (of the plugin), `waves` (each a list of prompts asked at once: token ids, hint and salt), and what is
-not as usual: `tokens` (of an answer), `defect` (one of `DEFECTS`). Prints JSON: for each prompt its tokens, their log
-probabilities and what it found in the cache; the forward passes of each wave; facts of the engine.
+Run by `tests.harness.versions.interpreted` as `family_engines FAMILY WANTED`. WANTED is a file of JSON: `mode` (of the
+plugin), `waves` (each a list of prompts asked at once: token ids, hint and salt), and what is not as usual: `tokens` (of
+an answer), `defect` (one of `DEFECTS`). Prints JSON: for each prompt its tokens, their log probabilities and what it
+found in the cache; the forward passes of each wave; facts of the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.harness.engines import CPU_PROCESS
 from tests.harness.gpu_choices import choose_kernels_of_a_gpu, take_runner_v2
 from tests.harness.image_libraries import sitecustomize  # noqa: F401  # before transformers; text asks nothing of them
 
-KDA, QWEN4, OLMO = "kda", "qwen4_exp", "olmo_hybrid"
+KDA, QWEN4, OLMO, LFM2 = "kda", "qwen4_exp", "olmo_hybrid", "lfm2"
 
 KDA_OPS = "vllm.models.kimi_k3.nvidia.ops.third_party"
 
@@ -52,6 +52,28 @@ OLMO_CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+LFM2_CONFIG: dict[str, Any] = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "conv", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "block_auto_adjust_ff_dim": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+IN_FLOAT32 = (KDA, LFM2)
+
 
 def prepare(family: str) -> dict[str, Any]:
     """Before an engine is made: the family's kernels in the interpreter, and the plugin's ways of a GPU. Its model."""
@@ -60,6 +82,8 @@ def prepare(family: str) -> dict[str, Any]:
         take_runner_v2()
         toy_qwen4.prepare()
         return toy_qwen4.config()
+    if family == LFM2:  # short convolutions, on vLLM's kernels for CPUs
+        return LFM2_CONFIG
     choose_kernels_of_a_gpu()
     if family == OLMO:
         from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn  # noqa: F401
@@ -142,7 +166,7 @@ def main(family: str, file: str) -> None:
     started_engines.note(family)
     from vllm import LLM, SamplingParams
 
-    own: dict[str, Any] = {} if family == KDA else {"mamba_ssm_cache_dtype": "float32"}
+    own: dict[str, Any] = {} if family in IN_FLOAT32 else {"mamba_ssm_cache_dtype": "float32"}
     if family == QWEN4:
         own["engram_config"] = {"cpu_offload": False}
     with tempfile.TemporaryDirectory(prefix="seamark-toy-") as folder:
@@ -155,7 +179,7 @@ def main(family: str, file: str) -> None:
             max_num_batched_tokens=LONGEST,
             kv_cache_memory_bytes=1 << 28,
             enforce_eager=True,
-            dtype="float32" if family == KDA else "bfloat16",
+            dtype="float32" if family in IN_FLOAT32 else "bfloat16",
             load_format="dummy",
             enable_prefix_caching=mode != "reference",
             async_scheduling=False,
