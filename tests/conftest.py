@@ -22,7 +22,6 @@ from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Servers
 from tests.harness.forked_gateways import GatewayForks
 from tests.harness.in_memory_gateway import InMemoryGateway, in_memory_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
-from tests.harness.started_engines import pytest_configure, pytest_terminal_summary  # noqa: F401  # hooks
 
 FOLDER = Path(__file__).parent
 

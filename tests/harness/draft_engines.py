@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.harness import started_engines, triton_interpreter
+from tests.harness import triton_interpreter
 from tests.harness.draft_oracle import DRAFTS, Oracle
 from tests.harness.engines import CPU_PROCESS
 
@@ -140,7 +140,6 @@ def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
     logging.getLogger("vllm.seamark").warning = lambda text, *parts: said.append(text % parts)  # type: ignore[method-assign]
     delta = "qwen3_next" in model
     _prepare(engine, delta, oracle)
-    started_engines.note(Path(model).name.rpartition("-")[0])
     from vllm import LLM, SamplingParams
 
     flags = {"max_model_len": 2048, "max_num_seqs": 8, **engine.flags}

@@ -1,8 +1,8 @@
 """A whole engine of a narrow model of this season's families, with vLLM's own layers, in Triton's interpreter.
 
 Run by `tests.harness.versions.interpreted` as `family_engines FAMILY WANTED`. WANTED is a file of JSON: `mode` (of the
-plugin), `waves` (each a list of prompts asked at once: token ids, hint and salt), and what is not as usual: `tokens` (of
-an answer), `defect` (one of `DEFECTS`). Prints JSON: for each prompt its tokens, their log probabilities and what it
+plugin), `waves` (each a list of prompts asked at once: token ids, hint and salt), and what is not as usual, `tokens`
+(of an answer) and `defect` (of `DEFECTS`). Prints JSON: for each prompt its tokens, their log probabilities and what it
 found in the cache; the forward passes of each wave; facts of the engine.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_patches.gpu_check.lanes import draw_in_place_of_loading
-from tests.harness import started_engines, toy_qwen4, triton_interpreter
+from tests.harness import toy_qwen4, triton_interpreter
 from tests.harness.engines import CPU_PROCESS
 from tests.harness.gpu_choices import choose_kernels_of_a_gpu, take_runner_v2
 from tests.harness.image_libraries import sitecustomize  # noqa: F401  # before transformers; text asks nothing of them
@@ -163,7 +163,6 @@ def main(family: str, file: str) -> None:
     del os.environ["VLLM_PLUGINS"]
     config = prepare(family)
     draw_in_place_of_loading()
-    started_engines.note(family)
     from vllm import LLM, SamplingParams
 
     own: dict[str, Any] = {} if family in IN_FLOAT32 else {"mamba_ssm_cache_dtype": "float32"}
