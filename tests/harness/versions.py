@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,43 +129,40 @@ def interpreted(module: str, *arguments: str, source: Path | None = None, second
 
     `source`: folder with the vLLM that it runs on; None for the installed one.
     """
-    paths = [triton(), ROOT] if source is None else [source, triton(), ROOT]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "PYTHONDONTWRITEBYTECODE": "1",
+    more = {
         "TRITON_INTERPRET": "1",
         "CUDA_VISIBLE_DEVICES": "",  # vLLM then admits a Triton without a driver
         "VLLM_TRITON_FORCE_FIRST_CONFIG": "1",  # a kernel is tuned on a device
-        "VLLM_PLUGINS": "none",
-        "VLLM_LOGGING_LEVEL": "ERROR",
         "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-m", f"tests.harness.{module}", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-4000:]}"
-    return json.loads(done.stdout.splitlines()[-1])
+    return _printed(module, arguments, [triton()] if source is None else [source, triton()], more, seconds)
 
 
 def run(source: Path, module: str, *arguments: str) -> Any:
     """The JSON that a test module prints when run on a vLLM's source."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(source), str(ROOT))),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "VLLM_PLUGINS": "none",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+    more = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCH_COMPILE_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.harness.{module}", *arguments], env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"{module} on {source.name}:\n{done.stderr[-3000:]}")
+    return _printed(module, arguments, [source], more)
+
+
+def _printed(
+    module: str, arguments: Sequence[str], paths: list[Path], more: Mapping[str, str], seconds: float | None = None
+) -> Any:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT))),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "VLLM_PLUGINS": "none",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        **more,
+    }
+    command = [sys.executable, "-m", f"tests.harness.{module}", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, f"{module} on {paths[0].name}: {done.stderr[-4000:]}"
     return json.loads(done.stdout.splitlines()[-1])
 
 

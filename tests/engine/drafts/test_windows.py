@@ -103,10 +103,10 @@ DRAFT_HEADS = pytest.mark.parametrize(
 def accepted_behind_hits(found: Mapping[str, Any], name: str) -> tuple[float, float]:
     """Right drafts of a row that verified some, of an engine's prompts that hit: without a cache, and there."""
     behind = [index for index, hit in enumerate(hits(found[name])) if hit]
-    rows = [
+    before, after = (
         [right for index in behind for right in found[each]["answers"][index]["accepted"]] for each in ("cold", name)
-    ]
-    return sum(rows[0]) / len(rows[0]), sum(rows[1]) / len(rows[1])
+    )
+    return sum(before) / len(before), sum(after) / len(after)
 
 
 @DRAFT_HEADS

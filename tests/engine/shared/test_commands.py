@@ -31,6 +31,7 @@ def seamark(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.thorough
 def test_boundary_tells_the_same_by_worker_and_by_model(servers: SharedServers, model):
     by_worker = seamark("boundary", "--worker", servers.seamark.url, "-", stdin=json.dumps(REQUEST))
     by_model = seamark("boundary", "--model", str(model), "-", stdin=json.dumps(REQUEST))
