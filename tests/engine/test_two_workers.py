@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 
 import httpx
 import pytest
@@ -138,8 +139,8 @@ async def test_each_data_parallel_rank_is_a_worker_whose_states_only_it_has(flee
     flags = ["--data-parallel-size", "2", "--data-parallel-size-local", "2"]
     flags += ["--data-parallel-multi-port-external-lb", "--data-parallel-supervisor-port", str(port + 2)]
     environment = {name: value for name, value in ENGINE_ENVIRONMENT.items() if "MULTIPROCESSING" not in name}
-    arguments = ["-m", "engine_patches", "worker", str(generated_model(print)), "--port", str(port), *ENGINE_FLAGS]
-    first = fleet._start("ranks", port, [*arguments, *flags], environment)
+    command = [sys.executable, "-m", "engine_patches", "worker", str(generated_model(print)), "--port", str(port)]
+    first = fleet.start("ranks", port, [*command, *ENGINE_FLAGS, *flags], environment)
     workers = [first, Server("rank", f"http://127.0.0.1:{port + 1}", first.log, first.process)]
     for server in workers:
         server.wait_until_ready()

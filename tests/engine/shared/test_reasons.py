@@ -79,7 +79,8 @@ def test_evicted(servers: SharedServers, new):
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_was_never_kept_and_what_was_not_looked_up_is_not_evicted(servers: SharedServers, new, stream):
     """Prompt logprobs want every token computed, whatever the cache holds: only the engine knows."""
-    ids = random.Random(new).sample(range(300, 3000), 200)  # nothing tells that their last one is the only new one
+    # Nothing tells that their last one is the only new one. So many that a state is worth writing at any step's time.
+    ids = random.Random(new).sample(range(300, 3000), 1000)
 
     def reasons(*prompts: object, **fields: object) -> list[str]:
         bodies = [{"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, **fields} for prompt in prompts]
@@ -102,7 +103,7 @@ def test_each_request_has_its_reason_and_its_states_in_the_workers_feed(servers:
         return {name: (reason, tokens) for name, reason, tokens in httpx.get(feed, timeout=60).json()["outcomes"]}
 
     for name, stream in (("feed-1", False), ("feed-2", True)):
-        messages = [{"role": "system", "content": new}, {"role": "user", "content": name}]
+        messages = [{"role": "system", "content": new * 8}, {"role": "user", "content": name}]
         body = {"model": MODEL_NAME, "max_tokens": 2, "messages": messages, "stream": stream}
         httpx.post(servers.gateway.url + CHAT, json=body, headers={"x-request-id": name}, timeout=120)
     body = {"model": MODEL_NAME, "max_tokens": 2, "prompt": ["one", "two"]}

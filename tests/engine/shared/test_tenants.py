@@ -39,7 +39,8 @@ def said(answer: httpx.Response) -> str:
 
 def test_strangers_never_share_a_hit_and_those_who_share_do(servers: SharedServers, tmp_path: Path):
     keys = tmp_path / "keys.toml"
-    keys.write_text(entry("owner", share="team") + entry("sharer", share="team") + entry("stranger"))
+    team = entry("owner", share="team") + entry("sharer", share="team")
+    keys.write_text(team + entry("stranger") + entry("root", admin=True))
     with own_gateway(servers.seamark, api_keys=keys) as own:
 
         def cached(name: str, system: str) -> int:
@@ -48,11 +49,16 @@ def test_strangers_never_share_a_hit_and_those_who_share_do(servers: SharedServe
             answer = httpx.post(own.url + CHAT, json=body, headers=bearer(name), timeout=300).raise_for_status()
             return int(answer.headers["x-seamark-cached"])
 
-        wait_for(lambda: httpx.get(own.url + "/ready").status_code == 200)
+        def knows_templates() -> bool:
+            status = httpx.get(own.url + "/seamark/status", headers=bearer("root")).json()
+            templates = [each for worker in status["workers"] for each in worker["templates"].values()]
+            return bool(templates) and all(each["learnt"] for each in templates)
+
+        wait_for(knows_templates)
         for number in range(3):
-            system = prose(300, 77_000 + number)
+            system = prose(1000, 77_000 + number)
             assert cached("owner", system) == cached("stranger", system) == 0
-            assert cached("sharer", system) > 300
+            assert cached("sharer", system) > 1000
 
 
 async def test_a_mix_of_repeats_gets_the_engines_own_answers(servers: SharedServers, tmp_path: Path):
