@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_patches.gpu_check.lanes import draw_in_place_of_loading
-from tests.harness import toy_qwen4, triton_interpreter
+from tests.harness import triton_interpreter
 from tests.harness.engines import CPU_PROCESS
 from tests.harness.gpu_choices import choose_kernels_of_a_gpu, take_runner_v2
 from tests.harness.image_libraries import sitecustomize  # noqa: F401  # before transformers; text asks nothing of them
@@ -30,39 +30,77 @@ ANSWER = 4  # tokens
 
 LONGEST = 6144  # tokens
 
-
-OLMO_CONFIG: dict[str, Any] = {
-    "architectures": ["OlmoHybridForCausalLM"],
-    "model_type": "olmo_hybrid",
+# Of all of these models.
+COMMON: dict[str, Any] = {
     "vocab_size": 4096,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 8192,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
 
+# Two gated delta nets with embeddings of n-grams around one layer of attention.
+QWEN4_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen4ExpForCausalLM"],
+    "model_type": "qwen4_exp_text",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "mtp_num_hidden_layers": 1,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "hc_count": 2,
+    "hc_lowrank": 16,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 64,
+    "ple_conv_kernel_size": 4,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 500,
+    "split_ngram_parts": 1,
+    "torch_dtype": "bfloat16",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "output_gate_type": "silu",
+}
+
+OLMO_CONFIG: dict[str, Any] = {
+    "architectures": ["OlmoHybridForCausalLM"],
+    "model_type": "olmo_hybrid",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+
 LFM2_CONFIG: dict[str, Any] = {
     "architectures": ["Lfm2ForCausalLM"],
     "model_type": "lfm2",
-    "vocab_size": 4096,
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 4,
     "layer_types": ["conv", "conv", "conv", "full_attention"],
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
     "conv_L_cache": 3,
     "conv_dim": 128,
     "conv_dim_out": 128,
@@ -72,10 +110,6 @@ LFM2_CONFIG: dict[str, Any] = {
     "block_multiple_of": 64,
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
 }
 
 IN_FLOAT32 = (KDA, LFM2)
@@ -84,10 +118,14 @@ IN_FLOAT32 = (KDA, LFM2)
 def prepare(family: str) -> dict[str, Any]:
     """Before an engine is made: the family's kernels in the interpreter, and the plugin's ways of a GPU. Its model."""
     triton_interpreter.admit_triton()
-    if family == QWEN4:  # its gated delta nets run on vLLM's kernels for CPUs
+    from vllm import ModelRegistry
+
+    if family == QWEN4:  # its gated delta nets run on vLLM's kernels for CPUs, its sparse attention as plain attention
         take_runner_v2()
-        toy_qwen4.prepare()
-        return toy_qwen4.config()
+        from vllm.models.qwen4_exp.nvidia import model
+
+        ModelRegistry.register_model("Qwen4ExpForCausalLM", model.Qwen4ExpForCausalLM)
+        return QWEN4_CONFIG
     if family == LFM2:  # short convolutions, on vLLM's kernels for CPUs
         return LFM2_CONFIG
     choose_kernels_of_a_gpu()
@@ -97,7 +135,6 @@ def prepare(family: str) -> dict[str, Any]:
         triton_interpreter.bind_late()
         return OLMO_CONFIG
     import vllm.models.kimi_k3.nvidia.ops.third_party.kda  # noqa: F401
-    from vllm import ModelRegistry
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
 
     kimi_gdn_linear_attn.gather_initial_states = _gathered
@@ -175,7 +212,7 @@ def main(family: str, file: str) -> None:
     if family == QWEN4:
         own["engram_config"] = {"cpu_offload": False}
     with tempfile.TemporaryDirectory(prefix="seamark-toy-") as folder:
-        Path(folder, "config.json").write_text(json.dumps(config))
+        Path(folder, "config.json").write_text(json.dumps(COMMON | config))
         engine = LLM(
             model=folder,
             skip_tokenizer_init=True,
