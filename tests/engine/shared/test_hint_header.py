@@ -24,7 +24,7 @@ RESULTS = ("used", "in_body", "untrusted", "malformed")
 
 def pair(shared: int, seed: int) -> list[list[int]]:
     """Two prompts that have so many tokens in common."""
-    head = fresh_tokens(shared, "hint header", seed)
+    head = fresh_tokens(shared, "hint header", shared, seed)
     return [[*head, end, *fresh_tokens(20, seed, end)] for end in (20, 21)]
 
 
