@@ -16,13 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_patches.gpu_check.lanes import draw_weights
+from engine_patches.gpu_check.lanes import draw_in_place_of_loading
 from tests.harness import triton_interpreter
 from tests.harness.engines import CPU_PROCESS
 from tests.harness.gpu_choices import choose_kernels_of_a_gpu, take_runner_v2
 from tests.harness.image_libraries import sitecustomize  # noqa: F401  # before transformers; text asks nothing of them
 
-KDA, QWEN4, OLMO, LFM2 = "kda", "qwen4_exp", "olmo_hybrid", "lfm2"
+KDA, QWEN4, OLMO = "kda", "qwen4_exp", "olmo_hybrid"
 
 KDA_OPS = "vllm.models.kimi_k3.nvidia.ops.third_party"
 
@@ -92,28 +92,6 @@ OLMO_CONFIG: dict[str, Any] = {
     "linear_value_head_dim": 64,
 }
 
-LFM2_CONFIG: dict[str, Any] = {
-    "architectures": ["Lfm2ForCausalLM"],
-    "model_type": "lfm2",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "layer_types": ["conv", "conv", "conv", "full_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "conv_L_cache": 3,
-    "conv_dim": 128,
-    "conv_dim_out": 128,
-    "conv_bias": False,
-    "block_dim": 128,
-    "block_ff_dim": 256,
-    "block_multiple_of": 64,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_auto_adjust_ff_dim": False,
-}
-
-IN_FLOAT32 = (KDA, LFM2)
-
 
 def prepare(family: str) -> dict[str, Any]:
     """Before an engine is made: the family's kernels in the interpreter, and the plugin's ways of a GPU. Its model."""
@@ -126,8 +104,6 @@ def prepare(family: str) -> dict[str, Any]:
 
         ModelRegistry.register_model("Qwen4ExpForCausalLM", model.Qwen4ExpForCausalLM)
         return QWEN4_CONFIG
-    if family == LFM2:  # short convolutions, on vLLM's kernels for CPUs
-        return LFM2_CONFIG
     choose_kernels_of_a_gpu()
     if family == OLMO:
         from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn  # noqa: F401
@@ -205,17 +181,10 @@ def main(family: str, file: str) -> None:
     }
     del os.environ["VLLM_PLUGINS"]
     config = prepare(family)
+    draw_in_place_of_loading()
     from vllm import LLM, SamplingParams
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    def draw(_: Any, model: Any, model_config: Any) -> None:
-        draw_weights(model)
-        if family == LFM2:  # whose embeddings are the head's weights, too: so wide that a token is certain
-            model.model.embed_tokens.weight.data.mul_(0.05)
-
-    DummyModelLoader.load_weights = draw
-
-    own: dict[str, Any] = {} if family in IN_FLOAT32 else {"mamba_ssm_cache_dtype": "float32"}
+    own: dict[str, Any] = {} if family == KDA else {"mamba_ssm_cache_dtype": "float32"}
     if family == QWEN4:
         own["engram_config"] = {"cpu_offload": False}
     with tempfile.TemporaryDirectory(prefix="seamark-toy-") as folder:
@@ -228,7 +197,7 @@ def main(family: str, file: str) -> None:
             max_num_batched_tokens=LONGEST,
             kv_cache_memory_bytes=1 << 28,
             enforce_eager=True,
-            dtype="float32" if family in IN_FLOAT32 else "bfloat16",
+            dtype="float32" if family == KDA else "bfloat16",
             load_format="dummy",
             enable_prefix_caching=mode != "reference",
             async_scheduling=False,
