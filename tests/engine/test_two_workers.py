@@ -1,4 +1,4 @@
-"""Two real workers behind one gateway: one is killed in the middle of everything, and comes back."""
+"""Two real workers behind one gateway: data parallel ranks, and one that is killed in the middle of everything."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import sys
 
 import httpx
 import pytest
 
-from proxy.bench.harness.client import Messages, open_client, status_of, tokens_of
+from proxy.bench.harness import exact
+from proxy.bench.harness.client import MIN_TOKENS, Messages, ask, open_client, status_of, tokens_of
 from proxy.bench.harness.prompts import prose
-from proxy.bench.harness.servers import MODEL_NAME, Server, generated_model
+from proxy.bench.harness.servers import ENGINE_ENVIRONMENT, ENGINE_FLAGS, MODEL_NAME, Server, generated_model
 from proxy.boundaries.token_ids import common_prefix
-from tests.harness.gateways import CHAT
-from tests.harness.waiting import until
+from proxy.commands.render_server import free_port
+from tests.harness.gateways import CHAT, knows_templates, metric
+from tests.harness.waiting import until, wait_for
 
 SYSTEMS = [prose(150 + 40 * number, 700 + number) for number in range(6)]
 
@@ -26,6 +30,8 @@ REPLAY_SECONDS = 120.0  # at most: it ends when all is replayed, which takes sec
 UNIT = 16
 
 FLAGS = ("--max-num-seqs", "32")
+
+pytestmark = pytest.mark.thorough
 
 
 def chat(system: int, question: str) -> Messages:
@@ -77,7 +83,6 @@ async def stream(client: httpx.AsyncClient, gateway: Server, number: int, begun:
     return name, "told" if json.loads(last).get("error", {}).get("code") == "worker_failed" else "cut"
 
 
-@pytest.mark.thorough
 async def test_a_worker_that_dies_under_a_hundred_streams_and_comes_back(fleet):
     model = generated_model(print)
     first, second = fleet.engine("first", model, flags=FLAGS), fleet.engine("second", model, flags=FLAGS)
@@ -116,3 +121,44 @@ async def test_a_worker_that_dies_under_a_hundred_streams_and_comes_back(fleet):
         back = await efficiency(client, gateway, oracle, "back")
         print(f"\nhit efficiency {before:.3f} before, {back:.3f} after")
         assert back >= 0.95 * before
+
+
+def ports_in_a_row(count: int) -> int:
+    """The first of so many free ports."""
+
+    def is_taken(port: int) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    return next(first for first in iter(free_port, None) if not any(map(is_taken, range(first, first + count))))
+
+
+async def test_each_data_parallel_rank_is_a_worker_whose_states_only_it_has(fleet):
+    """With a port for each."""
+    port = ports_in_a_row(3)
+    flags = ["--data-parallel-size", "2", "--data-parallel-size-local", "2"]
+    flags += ["--data-parallel-multi-port-external-lb", "--data-parallel-supervisor-port", str(port + 2)]
+    environment = {name: value for name, value in ENGINE_ENVIRONMENT.items() if "MULTIPROCESSING" not in name}
+    command = [sys.executable, "-m", "engine_patches", "worker", str(generated_model(print)), "--port", str(port)]
+    first = fleet.start("ranks", port, [*command, *ENGINE_FLAGS, *flags], environment)
+    workers = [first, Server("rank", f"http://127.0.0.1:{port + 1}", first.log, first.process)]
+    for server in workers:
+        server.wait_until_ready()
+    gateway = fleet.gateway(*workers)
+    gateway.wait_until_ready("/ready", seconds=60)
+    wait_for(lambda: metric(gateway, "seamark_worker_up") == 2 and knows_templates(gateway))
+    async with open_client() as client:
+        oracle = await oracle_hits(client, first)
+        firsts = [chat(number, "A tide?") for number in range(len(SYSTEMS))]
+        await asyncio.gather(*(ask(client, gateway.url, messages, MIN_TOKENS) for messages in firsts))
+        answers = [await ask(client, gateway.url, chat(n, "Which wind?"), MIN_TOKENS) for n in range(len(SYSTEMS))]
+        assert len({worker["boot"] for worker in (await status_of(client, gateway.url))["workers"]}) == 2
+        holders = set()
+        for number, answer in enumerate(answers):
+            assert answer.cached_tokens == oracle[number] > 0
+            # The rank that has not had it computes all of it: its answer is the uncached one.
+            direct = [await ask(client, worker.url, chat(number, "Which wind?"), MIN_TOKENS) for worker in workers]
+            (uncached,) = [each for each in direct if not each.cached_tokens]
+            holders.add(1 - direct.index(uncached))
+            assert exact.compare(answer, uncached).exact
+        assert holders == {0, 1}

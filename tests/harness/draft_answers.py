@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -42,10 +42,3 @@ def hits(found: Mapping[str, Any]) -> list[int]:
 def owed(traffic: str, ahead: int, alignment: int = 16) -> list[int]:
     """The same, as they have to be; `ahead`: tokens past a state that a prefix has to share."""
     return [max(shared - ahead, 0) // alignment * alignment for shared in SHARED[traffic]]
-
-
-def accepted_per_step(found: Mapping[str, Any], which: Iterable[int] | None = None) -> float:
-    """Right drafts of a row that verified some, of all prompts or of those with these indices."""
-    answers = found["answers"]
-    rows = [right for index in which or range(len(answers)) for right in answers[index]["accepted"]]
-    return sum(rows) / len(rows)

@@ -66,7 +66,7 @@ def _write(out: Path, kind: str, window: int) -> None:
 
     out.mkdir()
     (out / "config.json").write_text(json.dumps(_config(kind, window), indent=1) + "\n")
-    save_file(_Weights().of(kind), str(out / "model.safetensors"))
+    save_file(_weights(kind), str(out / "model.safetensors"))
 
 
 def _config(kind: str, window: int) -> dict[str, Any]:
@@ -94,15 +94,13 @@ def _config(kind: str, window: int) -> dict[str, Any]:
         "rope_theta": 10000.0,
         "attention_bias": False,
         **({"markov_rank": RANK} if kind == DSPARK else {}),
-        **(_of_eagle() if KINDS[kind][1] == "eagle3" else _of_dflash(kind, window)),
+        **_of_method(kind, window),
     }
 
 
-def _of_eagle() -> dict[str, Any]:
-    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in AUXILIARY_LAYERS]}}
-
-
-def _of_dflash(kind: str, window: int) -> dict[str, Any]:
+def _of_method(kind: str, window: int) -> dict[str, Any]:
+    if kind == EAGLE3:
+        return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in AUXILIARY_LAYERS]}}
     own: dict[str, Any] = {
         "mask_token_id": VOCABULARY - 6,
         "target_layer_ids": AUXILIARY_LAYERS,
@@ -115,58 +113,42 @@ def _of_dflash(kind: str, window: int) -> dict[str, Any]:
     return {"block_size": 1 + DRAFTS, "dflash_config": own}
 
 
-class _Weights:
-    """Draws a head's weights: the same kind, the same weights."""
+def _weights(kind: str) -> dict[str, Any]:
+    """All tensors of a head, by their names in its file: the same kind, the same weights."""
+    import torch
 
-    def __init__(self) -> None:
-        import torch
+    eagle, layers = KINDS[kind][1] == "eagle3", len(KINDS[kind][2])
+    generator = torch.Generator().manual_seed(5)
+    found: dict[str, Any] = {}
 
-        self._torch = torch
-        self._generator = torch.Generator().manual_seed(5)
-        self._drawn: dict[str, Any] = {}
+    def draw(name: str, *shape: int, wide: float = 0.05) -> None:
+        found[name] = torch.randn(*shape, generator=generator) * wide
 
-    def of(self, kind: str) -> dict[str, Any]:
-        """All tensors of a head, by their names in its file."""
-        eagle = KINDS[kind][1] == "eagle3"
-        for number in range(len(KINDS[kind][2])):
-            self._layer(f"layers.{number}.", 2 * HIDDEN if eagle and not number else HIDDEN, norms=not eagle)
-        self._draw("fc.weight", HIDDEN, len(AUXILIARY_LAYERS) * HIDDEN)
-        self._ones("norm.weight", HIDDEN)
-        self._ones("layers.0.hidden_norm.weight" if eagle else "hidden_norm.weight", HIDDEN)
-        if kind == EAGLE3:  # of a Qwen3
-            for which in ("q_norm", "k_norm"):
-                self._ones(f"layers.0.self_attn.{which}.weight", HEAD_SIZE, 2.0)
-        elif kind == DFLASH2:
-            self._dflash2(len(KINDS[kind][2]))
-        elif kind == DSPARK:
-            for number in (1, 2):
-                self._draw(f"markov_head.markov_w{number}.weight", VOCABULARY, RANK)
-        return self._drawn
+    def fill(*names: str, size: int = HIDDEN, value: float = 1.0) -> None:
+        found.update({name: torch.full((size,), value) for name in names})
 
-    def _draw(self, name: str, *shape: int, wide: float = 0.05) -> None:
-        self._drawn[name] = self._torch.randn(*shape, generator=self._generator) * wide
-
-    def _ones(self, name: str, size: int, value: float = 1.0) -> None:
-        self._drawn[name] = self._torch.full((size,), value)
-
-    def _layer(self, prefix: str, inputs: int, norms: bool) -> None:
+    for number in range(layers):
+        prefix, inputs = f"layers.{number}.", 2 * HIDDEN if eagle and not number else HIDDEN
         for name, rows in (("q_proj", HEADS), ("k_proj", KV_HEADS), ("v_proj", KV_HEADS)):
-            self._draw(f"{prefix}self_attn.{name}.weight", rows * HEAD_SIZE, inputs, wide=0.2)
-        self._draw(f"{prefix}self_attn.o_proj.weight", HIDDEN, HEADS * HEAD_SIZE, wide=0.2)
-        for name in ("q_norm", "k_norm") if norms else ():
-            self._ones(f"{prefix}self_attn.{name}.weight", HEAD_SIZE, 2.0)
+            draw(f"{prefix}self_attn.{name}.weight", rows * HEAD_SIZE, inputs, wide=0.2)
+        draw(f"{prefix}self_attn.o_proj.weight", HIDDEN, HEADS * HEAD_SIZE, wide=0.2)
+        fill(*(f"{prefix}self_attn.{name}_norm.weight" for name in "qk"), size=HEAD_SIZE, value=2.0)
         for name in ("gate_proj", "up_proj"):
-            self._draw(f"{prefix}mlp.{name}.weight", INTERMEDIATE, HIDDEN)
-        self._draw(f"{prefix}mlp.down_proj.weight", HIDDEN, INTERMEDIATE)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            self._ones(f"{prefix}{name}.weight", HIDDEN)
-
-    def _dflash2(self, layers: int) -> None:
+            draw(f"{prefix}mlp.{name}.weight", INTERMEDIATE, HIDDEN)
+        draw(f"{prefix}mlp.down_proj.weight", HIDDEN, INTERMEDIATE)
+        fill(f"{prefix}input_layernorm.weight", f"{prefix}post_attention_layernorm.weight")
+    draw("fc.weight", HIDDEN, len(AUXILIARY_LAYERS) * HIDDEN)
+    fill("norm.weight", "layers.0.hidden_norm.weight" if eagle else "hidden_norm.weight")
+    if kind == DFLASH2:
         for number in range(layers):
             for place in ("attention_conv", "mlp_conv"):
-                self._draw(f"layers.{number}.{place}.base_kernel", 2, TAPS, HIDDEN, wide=0.5)
+                draw(f"layers.{number}.{place}.base_kernel", 2, TAPS, HIDDEN, wide=0.5)
                 rows = 2 * TAPS * HIDDEN // GROUP_SIZE
-                self._draw(f"layers.{number}.{place}.kernel_projection.weight", rows, HIDDEN)
+                draw(f"layers.{number}.{place}.kernel_projection.weight", rows, HIDDEN)
         for table in ("predecessor_codebook", "successor_codebook"):
-            self._draw(f"candidate_selector.{table}", VOCABULARY, RANK)
-        self._draw("candidate_selector.hidden_projection.weight", RANK, HIDDEN)
+            draw(f"candidate_selector.{table}", VOCABULARY, RANK)
+        draw("candidate_selector.hidden_projection.weight", RANK, HIDDEN)
+    elif kind == DSPARK:
+        for number in (1, 2):
+            draw(f"markov_head.markov_w{number}.weight", VOCABULARY, RANK)
+    return found

@@ -168,13 +168,7 @@ class Copies:
                 _copy(self, row, source, target, int(token_bias_gpu[row]))
 
     def run_fused_postprocess(
-        self: Any,
-        num_reqs: int,
-        num_accepted_tokens_gpu: Any,
-        mamba_state_idx_gpu: Any,
-        num_scheduled_tokens_gpu: Any,
-        num_computed_tokens_gpu: Any,
-        num_draft_tokens_gpu: Any,
+        self: Any, num_reqs: int, num_accepted_tokens_gpu: Any, mamba_state_idx_gpu: Any, **of_step: Any
     ) -> None:
         """After sampling: where accepted tokens reached a block's edge, the edge's state goes to the edge's column."""
         if not self.is_initialized:
@@ -182,7 +176,10 @@ class Copies:
         self.num_accepted_tokens_out[:num_reqs].copy_(num_accepted_tokens_gpu[:num_reqs])
         for row in range(num_reqs):
             accepted, source = int(num_accepted_tokens_gpu[row]), int(mamba_state_idx_gpu[row])
-            before = int(num_computed_tokens_gpu[row] + num_scheduled_tokens_gpu[row] - num_draft_tokens_gpu[row])
+            computed, scheduled, drafts = (
+                int(of_step[f"num_{name}_tokens_gpu"][row]) for name in ("computed", "scheduled", "draft")
+            )
+            before = computed + scheduled - drafts
             edge = (before + accepted - 1) // self.block_size * self.block_size
             if edge < before:
                 continue

@@ -1,9 +1,9 @@
 """A whole engine of a narrow model of this season's families, with vLLM's own layers, in Triton's interpreter.
 
-Run by `tests.harness.versions.interpreted` as `family_engines FAMILY WANTED`, on vLLM's newest source. WANTED is a file
-of JSON: `mode` (of the plugin), `waves` (each a list of prompts asked at once: token ids, hint and salt), and what is
-not as usual: `tokens` (of an answer), `defect` (one of `DEFECTS`). Prints JSON: for each prompt its tokens, their log
-probabilities and what it found in the cache; the forward passes of each wave; facts of the engine.
+Run by `tests.harness.versions.interpreted` as `family_engines FAMILY WANTED`. WANTED is a file of JSON: `mode` (of the
+plugin), `waves` (each a list of prompts asked at once: token ids, hint and salt), and what is not as usual, `tokens`
+(of an answer) and `defect` (of `DEFECTS`). Prints JSON: for each prompt its tokens, their log probabilities and what it
+found in the cache; the forward passes of each wave; facts of the engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_patches.gpu_check.lanes import draw_in_place_of_loading
-from tests.harness import started_engines, toy_qwen4, triton_interpreter
+from tests.harness import started_engines, triton_interpreter
 from tests.harness.engines import CPU_PROCESS
 from tests.harness.gpu_choices import choose_kernels_of_a_gpu, take_runner_v2
 from tests.harness.image_libraries import sitecustomize  # noqa: F401  # before transformers; text asks nothing of them
@@ -30,36 +30,80 @@ ANSWER = 4  # tokens
 
 LONGEST = 6144  # tokens
 
-
-OLMO_CONFIG: dict[str, Any] = {
-    "architectures": ["OlmoHybridForCausalLM"],
-    "model_type": "olmo_hybrid",
+# Of all of these models.
+COMMON: dict[str, Any] = {
     "vocab_size": 4096,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 8192,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
 
+# Two gated delta nets with embeddings of n-grams around one layer of attention.
+QWEN4_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen4ExpForCausalLM"],
+    "model_type": "qwen4_exp_text",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "mtp_num_hidden_layers": 1,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "hc_count": 2,
+    "hc_lowrank": 16,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 64,
+    "ple_conv_kernel_size": 4,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 500,
+    "split_ngram_parts": 1,
+    "torch_dtype": "bfloat16",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "output_gate_type": "silu",
+}
+
+OLMO_CONFIG: dict[str, Any] = {
+    "architectures": ["OlmoHybridForCausalLM"],
+    "model_type": "olmo_hybrid",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+
 
 def prepare(family: str) -> dict[str, Any]:
     """Before an engine is made: the family's kernels in the interpreter, and the plugin's ways of a GPU. Its model."""
     triton_interpreter.admit_triton()
-    if family == QWEN4:  # its gated delta nets run on vLLM's kernels for CPUs
+    from vllm import ModelRegistry
+
+    if family == QWEN4:  # its gated delta nets run on vLLM's kernels for CPUs, its sparse attention as plain attention
         take_runner_v2()
-        toy_qwen4.prepare()
-        return toy_qwen4.config()
+        from vllm.models.qwen4_exp.nvidia import model
+
+        ModelRegistry.register_model("Qwen4ExpForCausalLM", model.Qwen4ExpForCausalLM)
+        return QWEN4_CONFIG
     choose_kernels_of_a_gpu()
     if family == OLMO:
         from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn  # noqa: F401
@@ -67,7 +111,6 @@ def prepare(family: str) -> dict[str, Any]:
         triton_interpreter.bind_late()
         return OLMO_CONFIG
     import vllm.models.kimi_k3.nvidia.ops.third_party.kda  # noqa: F401
-    from vllm import ModelRegistry
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
 
     kimi_gdn_linear_attn.gather_initial_states = _gathered
@@ -146,7 +189,7 @@ def main(family: str, file: str) -> None:
     if family == QWEN4:
         own["engram_config"] = {"cpu_offload": False}
     with tempfile.TemporaryDirectory(prefix="seamark-toy-") as folder:
-        Path(folder, "config.json").write_text(json.dumps(config))
+        Path(folder, "config.json").write_text(json.dumps(COMMON | config))
         engine = LLM(
             model=folder,
             skip_tokenizer_init=True,

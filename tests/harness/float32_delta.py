@@ -5,6 +5,8 @@ cannot be told from rounding. In their place the plugin puts the formulas that t
 against. Scheduler, cache, metadata, pieces and copies stay what they are.
 """
 
+import itertools
+from typing import Any
 from unittest import mock
 
 import torch
@@ -52,29 +54,21 @@ def _core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_
             gdn_attention._cpu_gdn_attention_nonspec(*inputs)
 
 
-def _gates(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def _gates(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     """Log decay and write strength, (1, tokens, heads)."""
     return (-A_log.float().exp() * softplus(a.float() + dt_bias.float()))[None], b.float().sigmoid()[None]
 
 
 def _prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
-    output_final_state: bool,
-    cu_seqlens: Tensor,
-    head_first: bool,
-    use_qk_l2norm_in_kernel: bool,
-    initial_state_indices: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, **more: Any
 ) -> tuple[Tensor, None]:
     """Sequence by sequence; states (slots, heads, key, value) are updated where they are."""
     query, key = (_for_each_value_head(tensor, value) for tensor in (query, key))
     outputs = []
-    for slot, start, end in zip(initial_state_indices, cu_seqlens[:-1], cu_seqlens[1:], strict=True):
-        rows = slice(int(start), int(end))
+    for slot, (start, end) in zip(
+        more["initial_state_indices"], itertools.pairwise(more["cu_seqlens"].tolist()), strict=True
+    ):
+        rows = slice(start, end)
         output, state = torch_chunk_gated_delta_rule(
             *(tensor[:, rows] for tensor in (query, key, value)),
             g=g[:, rows],
@@ -88,55 +82,33 @@ def _prefill(
     return torch.cat(outputs, dim=1), None
 
 
-def _decode(
-    A_log: Tensor,
-    dt_bias: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor,
-    cu_seqlens: Tensor,
-    use_qk_l2norm_in_kernel: bool,
-) -> Tensor:
+def _decode(q: Tensor, k: Tensor, v: Tensor, initial_state_source: Tensor, **more: Any) -> Tensor:
     """One token for each sequence; returns (sequences, 1, heads, value)."""
-    g, beta = _gates(A_log, a, b, dt_bias)
+    g, beta = _gates(**more)
+    slots = more["initial_state_indices"].long()
     q, k = (_for_each_value_head(tensor, v) for tensor in (q, k))
     output, states = torch_recurrent_gated_delta_rule(
         *(tensor.transpose(0, 1) for tensor in (q, k, v)),
         g=g.transpose(0, 1),
         beta=beta.transpose(0, 1),
-        initial_state=initial_state_source[initial_state_indices.long()],
+        initial_state=initial_state_source[slots],
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    initial_state_source[initial_state_indices.long()] = states
+    initial_state_source[slots] = states
     return output
 
 
-def _verify(
-    A_log: Tensor,
-    dt_bias: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor,
-    spec_state_indices: Tensor,
-    num_accepted_tokens: Tensor,
-    cu_seqlens: Tensor,
-    use_qk_l2norm_in_kernel: bool,
-) -> Tensor:
+def _verify(q: Tensor, k: Tensor, v: Tensor, initial_state_source: Tensor, **more: Any) -> Tensor:
     """Rows of a token and its drafts, (tokens, heads, value); the state after a row's token i goes to its slot i."""
-    g, beta = _gates(A_log, a, b, dt_bias)
+    g, beta = _gates(**more)
     q, k = (tensor.repeat_interleave(v.shape[1] // tensor.shape[1], dim=1) for tensor in (q, k))
     output = torch.empty_like(v)
-    bounds = cu_seqlens.tolist()
-    rows = zip(spec_state_indices.tolist(), num_accepted_tokens.tolist(), bounds, bounds[1:], strict=False)
-    for slots, accepted, start, end in rows:
+    slots_of_rows, accepted_of_rows, bounds = (
+        more[name].tolist() for name in ("spec_state_indices", "num_accepted_tokens", "cu_seqlens")
+    )
+    rows = zip(slots_of_rows, accepted_of_rows, itertools.pairwise(bounds), strict=False)
+    for slots, accepted, (start, end) in rows:
         state = initial_state_source[slots[accepted - 1]][None].clone()
         for number, token in enumerate(range(start, end)):
             one = slice(token, token + 1)

@@ -7,6 +7,7 @@ markers can merge with what stands around them.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -77,37 +78,28 @@ def write_render_model(out: Path, config: Path, markers: Iterable[str]) -> Path:
 
 
 @contextlib.contextmanager
-def render_server(model: Path, *flags: str) -> Iterator[str]:
+def render_server(model: Path) -> Iterator[str]:
     """vLLM's render server for `model`, which takes a chat template with each request; its address."""
     port = free_port()
     command = [sys.executable, "-m", "proxy.commands.render_server", "--model", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--enable-scale-out", "--served-model-name", "m"]
     command += ["--trust-request-chat-template", "--max-model-len", "200000"]
-    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", *flags]
+    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    more = {"SEAMARK_ENGINE": "0", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment())
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        process = subprocess.Popen(command, **pipes, env={**os.environ, **more})
         try:
             url = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + START_SECONDS
-            while not _is_up(url):
+            deadline, is_up = time.monotonic() + START_SECONDS, False
+            while not is_up:
                 if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
                     raise RuntimeError(f"no render server: {log.read().decode(errors='replace')[-2000:]}")
+                with contextlib.suppress(httpx.HTTPError):
+                    is_up = httpx.get(url + "/health", timeout=2).status_code == 200
                 time.sleep(0.1)
             yield url
         finally:
             process.terminate()
             process.wait()
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "SEAMARK_ENGINE": "0", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-
-
-def _is_up(url: str) -> bool:
-    try:
-        return httpx.get(url + "/health", timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False

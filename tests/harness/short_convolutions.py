@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from engine_patches.scheduler.cache_keys import key_at
-from tests.harness import started_engines
 from tests.harness.engines import CPU_PROCESS
 
 VOCABULARY = 4096
@@ -69,6 +68,8 @@ def asked(model: Path, prompts: list[list[int]], *, cut: bool) -> tuple[list[tup
     `cut`: each has a salt of its own, and is computed up to its hint first.
     """
     from vllm import LLM, SamplingParams
+
+    from tests.harness import started_engines
 
     if cut:
         from engine_patches.forward import layers

@@ -125,7 +125,6 @@ def config() -> dict[str, Any]:
     return {
         "architectures": [NAME],
         "model_type": "kimi_linear",
-        "vocab_size": 4096,
         "hidden_size": 64,
         "head_dim": 32,
         "intermediate_size": 128,
@@ -134,7 +133,6 @@ def config() -> dict[str, Any]:
         "num_key_value_heads": 1,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 8192,
         "torch_dtype": "float32",
         "num_experts": None,
         "linear_attn_config": {
@@ -144,5 +142,4 @@ def config() -> dict[str, Any]:
             "num_heads": 1,
             "short_conv_kernel_size": 4,
         },
-        "tie_word_embeddings": False,
     }

@@ -8,10 +8,8 @@ GPU; the order of sums inside a product, tensor cores and everything that runs a
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,19 +151,3 @@ def _compute_bfloat16(interpreter: Any) -> None:
 
     builder.cast_impl, builder.binary_op = cast_impl, binary_op
     builder.unary_op, builder.create_dot = unary_op, create_dot
-
-
-def main() -> None:
-    """Print the libraries that vLLM's kernels come from on a CPU without AVX-512."""
-    import torch
-
-    torch.cpu._is_avx512_supported = lambda: False
-    prepare()
-    import vllm._custom_ops  # noqa: F401
-
-    mapped = {Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines()}
-    print(json.dumps(sorted(path.name for path in mapped if path.match("vllm/_C*"))))
-
-
-if __name__ == "__main__":
-    main()

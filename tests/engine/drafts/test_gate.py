@@ -1,4 +1,7 @@
-"""A recipe that drafts hits as it is: hints open once the engine's own answers have agreed, and stay shut else."""
+"""A recipe that drafts hits as it is: hints open once the engine's own answers have agreed, and stay shut else.
+
+Behind the gateway then comes what it predicts, all that is owed, as from an engine without drafts and a cache.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,9 @@ import httpx
 import pytest
 
 from proxy.bench import mine
+from proxy.bench.harness.client import CHAT
 from proxy.bench.harness.planted import plugin_environment
+from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import (
     ENGINE_ENVIRONMENT,
     ENGINE_FLAGS,
@@ -26,6 +30,7 @@ from proxy.bench.harness.servers import (
     free_port,
     generated_model,
 )
+from proxy.boundaries.token_ids import common_prefix
 from tests.harness import draft_defects, gate_engine
 from tests.harness.draft_engines import MTP, STARTED_ALL_THE_SAME
 from tests.harness.versions import ROOT, engine_of
@@ -33,41 +38,40 @@ from tests.harness.waiting import wait_for
 
 PATIENCE = 600.0  # seconds; a quiet machine takes a tenth
 
-CHATS = "/v1/chat/completions"
-
 NEWEST = "0.33.0"
 
+UNIT = 16  # tokens
+
+# What a gateway's worker is refused for, by fault.
 REASONS = {
     draft_defects.A_UNIT_EARLY: "answers from the cache differ from recomputed ones beside drafts",
     gate_engine.ROWS_LOST: "drafts a step are accepted behind hits",
 }
 
+pytestmark = pytest.mark.thorough
+
 
 @contextmanager
-def alone(folder: Path, fault: str = "", version: str | None = None) -> Iterator[tuple[Servers, Server]]:
+def drafting(folder: Path, fault: str = "", version: str | None = None) -> Iterator[tuple[Servers, Server]]:
     """An engine that drafts, without a gateway."""
-    model = generated_model(print, mtp=True)
     stand_ins = {"seamark_gate_engine": "tests.harness.gate_engine:register"}
     environment = {**plugin_environment(folder / "plugins", stand_ins), gate_engine.VARIABLE: fault}
     if version:
         path = environment["PYTHONPATH"]
         environment["PYTHONPATH"] = f"{engine_of(version)}:{ROOT}:{path}"
+    port = free_port()
+    command = [sys.executable, "-c", STARTED_ALL_THE_SAME, str(generated_model(print, mtp=True)), "--port", str(port)]
+    command += [*ENGINE_FLAGS, "--speculative-config", json.dumps(MTP)]
     with Servers(folder) as fleet:
-        port = free_port()
-        command = [sys.executable, "-c", STARTED_ALL_THE_SAME, str(model), "--port", str(port), *ENGINE_FLAGS]
-        command += ["--speculative-config", json.dumps(MTP)]
         engine = fleet.start("drafts", port, command, {**ENGINE_ENVIRONMENT, **environment})
         engine.wait_until_ready()
         yield fleet, engine
 
 
-@contextmanager
-def drafting(folder: Path, fault: str = "", version: str | None = None) -> Iterator[tuple[Server, Server]]:
-    """Such an engine, and a gateway with its defaults."""
-    with alone(folder, fault, version) as (fleet, engine):
-        gateway = fleet.gateway(engine, flags=("--self-check-interval", "30"))
-        gateway.wait_until_ready("/ready", seconds=60)
-        yield engine, gateway
+def gateway_before(fleet: Servers, engine: Server) -> Server:
+    gateway = fleet.gateway(engine, flags=("--self-check-interval", "30"))
+    gateway.wait_until_ready("/ready", seconds=60)
+    return gateway
 
 
 def worker_of(gateway: Server) -> dict[str, Any]:
@@ -76,40 +80,76 @@ def worker_of(gateway: Server) -> dict[str, Any]:
     return dict(worker)
 
 
-def state(gateway: Server) -> str:
-    """Of its worker's drafts."""
+def tried(gateway: Server) -> str:
+    """The state of its worker's drafts, once it has been tried."""
+    wait_for(lambda: worker_of(gateway)["drafts"]["state"] != "trial", PATIENCE)
     return str(worker_of(gateway)["drafts"]["state"])
 
 
-def chat(url: str, number: int) -> tuple[str, list[int], int]:
-    """Of several chats with one system prompt: text and tokens of a greedy answer, and tokens from the cache."""
+def said_by_doctor(engine: Server) -> str:
+    doctor = [sys.executable, "-m", "proxy.cli", "doctor", "--worker", engine.url]
+    return subprocess.run(doctor, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def body_of(messages: list[dict[str, str]]) -> dict[str, Any]:
+    body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    return body | {"return_token_ids": True}
+
+
+def chat(url: str, number: int) -> tuple[list[int], int]:
+    """Of several chats with one system prompt: tokens of a greedy answer, and tokens from the cache."""
     words = " ".join(f"berth {n} tide" for n in range(90))
     messages = [{"role": "system", "content": words}, {"role": "user", "content": f"the {number}th of all lanterns"}]
-    body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
-    answer = httpx.post(url + CHATS, json=body, timeout=300).json()
-    (choice,) = answer["choices"]
-    cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return choice["message"]["content"], choice["token_ids"], cached
+    answer = httpx.post(url + CHAT, json=body_of(messages), timeout=300).json()
+    return answer["choices"][0]["token_ids"], (answer["usage"].get("prompt_tokens_details") or {})["cached_tokens"] or 0
 
 
-@pytest.mark.thorough
+def chats() -> Iterator[list[dict[str, str]]]:
+    """Questions behind a few system prompts in turn, and a conversation."""
+    for turn in range(3):
+        for words in (70, 120, 200, 400):
+            head = {"role": "system", "content": f"{words} {prose(words, words)}"}
+            yield [head, {"role": "user", "content": f"{turn} {prose(12, words + turn)}"}]
+    conversation = [{"role": "system", "content": f"3 {prose(150, 1)}"}]
+    for turn in range(6):
+        conversation.append({"role": "user", "content": f"{turn} {prose(40, turn)}"})
+        yield list(conversation)
+        conversation.append({"role": "assistant", "content": f"{turn} {prose(25, turn)}"})
+
+
 @pytest.mark.parametrize("version", [None, pytest.param(NEWEST, marks=pytest.mark.on_request)])
-def test_an_engine_that_is_right_opens_by_itself_and_hits_then(tmp_path, version, capsys):
-    with drafting(tmp_path, version=version) as (engine, gateway):
-        began = time.monotonic()
-        during = [chat(gateway.url, number)[1] for number in range(3)]
-        assert state(gateway) == "trial"
-        wait_for(lambda: state(gateway) != "trial", PATIENCE)
-        assert state(gateway) == "open", gateway.log.read_text()[-3000:]
-        print(f"open after {time.monotonic() - began:.0f} s: {gateway.log.read_text()[-600:]}")
-        after = [chat(gateway.url, number) for number in range(4)]
-        assert [tokens for _, tokens, _ in after[:3]] == during
-        assert after[3][2] >= 160 and after[3][2] % 16 == 0
+def test_an_engine_that_is_right_opens_by_itself_and_hits_all_it_owes_as_predicted_then(tmp_path, version, capsys):
+    with drafting(tmp_path, version=version) as (fleet, engine):
+        reference = fleet.engine(
+            "reference", generated_model(print, mtp=True), "reference", ("--no-enable-prefix-caching",)
+        )
+        reference.wait_until_ready()
+        gateway = gateway_before(fleet, engine)
+        assert tried(gateway) == "open", gateway.log.read_text()[-3000:]
+        assert "open" in said_by_doctor(engine)
+
+        before: list[list[int]] = []
+        found: list[tuple[int, int, int]] = []  # predicted, cached and owed tokens
+        ahead = UNIT if version is None else 1  # tokens past a state that a prefix has to share
+        for messages in chats():
+            body = body_of(messages)
+            prompt = httpx.post(f"{reference.url}{CHAT}/render", json=body, timeout=60).json()["token_ids"]
+            shared = max((common_prefix(prompt, other) for other in before), default=0)
+            before.append(prompt)
+            told, right = (httpx.post(each.url + CHAT, json=body, timeout=300) for each in (gateway, reference))
+            assert told.json()["choices"][0]["token_ids"] == right.json()["choices"][0]["token_ids"], messages
+            predicted, cached = (int(told.headers[f"x-seamark-{name}"]) for name in ("predicted", "cached"))
+            owed = max(min(shared, len(prompt)) - ahead, 0) // UNIT * UNIT
+            assert not owed or cached < owed or told.headers["x-seamark-reason"] == "hit"
+            found.append((predicted, cached, owed))
+        # Random answers of the model are no part of the next turn's prompt, so nothing is lost between turns.
+        owed = sum(owed for *_, owed in found)
+        assert owed > 3000 and sum(cached for _, cached, _ in found) >= 0.99 * owed
+        equal = [predicted == cached for predicted, cached, _ in found if predicted]
+        assert len(equal) >= 13 and sum(equal) >= 0.97 * len(equal)
         metrics = httpx.get(engine.url + "/metrics").text
-        assert 'drafts="open"' in metrics
-        doctor = [sys.executable, "-m", "proxy.cli", "doctor", "--worker", engine.url]
-        said = subprocess.run(doctor, capture_output=True, text=True, cwd=ROOT)
-        assert "open" in said.stdout and said.returncode == 0, said.stdout
+        assert 'drafts="open"' in metrics and f'ahead="{ahead}"' in metrics
+
         # Who weighs drafts against hits asks the gateway, which knows where its worker counts drafts.
         assert mine.main(["--base-url", gateway.url, "--lengths", "200", "500", "--pairs", "2"]) == 0
         table = capsys.readouterr().out
@@ -117,26 +157,22 @@ def test_an_engine_that_is_right_opens_by_itself_and_hits_then(tmp_path, version
         assert steps is not None and int(steps[2].replace(",", "")) > 0, table
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "told"), [("", 'drafts="open"'), (gate_engine.ROWS_LOST, 'drafts="closed"')], ids=["right", "rows lost"]
 )
 def test_without_a_gateway_a_worker_tries_itself(tmp_path, fault, told):
-    with alone(tmp_path, fault) as (_, engine):
+    with drafting(tmp_path, fault) as (_, engine):
         wait_for(lambda: told in httpx.get(engine.url + "/metrics", timeout=60).text, PATIENCE)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("fault", REASONS)
 def test_an_engine_with_a_fault_stays_shut_and_says_why(tmp_path, fault):
-    with drafting(tmp_path, fault) as (engine, gateway):
-        wait_for(lambda: state(gateway) != "trial", PATIENCE)
-        assert state(gateway) == "closed", gateway.log.read_text()[-3000:]
+    with drafting(tmp_path, fault) as (fleet, engine):
+        gateway = gateway_before(fleet, engine)
+        assert tried(gateway) == "closed", gateway.log.read_text()[-3000:]
         wait_for(lambda: REASONS[fault] in worker_of(gateway)["engine"]["refused"])  # which the next probe reads
         assert REASONS[fault] in gateway.log.read_text()
-        doctor = [sys.executable, "-m", "proxy.cli", "doctor", "--worker", engine.url]
-        said = subprocess.run(doctor, capture_output=True, text=True, cwd=ROOT)
-        assert REASONS[fault].split(" beside")[0] in said.stdout, said.stdout
+        assert REASONS[fault].split(" beside")[0] in said_by_doctor(engine)
         answers, own = ([chat(url, number) for number in range(3)] for url in (gateway.url, engine.url))
-        assert [tokens for _, tokens, _ in answers] == [tokens for _, tokens, _ in own]
-        assert all(cached % 384 == 0 for *_, cached in answers)
+        assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in own]
+        assert all(cached % 384 == 0 for _, cached in answers)

@@ -15,7 +15,7 @@ import pytest
 
 from proxy.bench.harness.servers import generated_model
 from tests.harness import draft_heads
-from tests.harness.draft_answers import accepted_per_step, differences, hits, owed
+from tests.harness.draft_answers import differences, hits, owed
 from tests.harness.draft_defects import ROWS_NOT_KEPT
 from tests.harness.draft_engines import MTP, Engine, wanted
 from tests.harness.draft_heads import DFLASH, DFLASH2, DSPARK, EAGLE3, MIXED, WINDOW
@@ -63,38 +63,28 @@ class Head(NamedTuple):
         """Tokens past a state that a prefix has to share: vLLM 0.32 drops a unit, 0.33 covers what a head reads."""
         return UNIT if self.version is None else int(self.kind in READS_ON)
 
-    def engine(self, name: str, **more: Any) -> Engine:
-        """An engine with this head."""
-        speculation = draft_heads.speculation(self.kind, self.window) if self.v2 else MTP
-        window = None if self.v2 else self.window
-        given = {**self._common(), "speculation": speculation, "window": window, "v2": self.v2, "oracle": "right"}
-        return Engine(name, **{**given, **more})
-
-    def right(self, **more: Any) -> Engine:
-        """An engine without drafts and without a cache."""
-        return Engine("right", mode="reference", caching=False, hints=False, **{**self._common(), **more})
-
-    def cold(self, **more: Any) -> Engine:
-        """An engine with drafts and without a cache."""
-        return self.engine("cold", mode="reference", caching=False, hints=False, **more)
-
-    def _common(self) -> dict[str, Any]:
-        return {"traffic": self.traffic, "answer": 10, "flags": SMALL} if self.v2 else {"traffic": self.traffic}
-
-    def run(self, *engines: Engine) -> Mapping[str, Any]:
-        """What these engines answer, by name."""
-        start = interpreted if self.v2 else run_apart
-        source = engine_of(self.version) if self.version else None
-        found = start("draft_engines", str(generated_model(print, mtp=True)), wanted(*engines), source=source)
-        return {engine.name: each for engine, each in zip(engines, found, strict=True)}
-
 
 @cache
 def run(head: Head) -> Mapping[str, Any]:
-    """Without drafts; without a cache; with hits; with hits behind which the head has no rows."""
-    hit = head.engine("hits", cold="cold", poisoned=True)
-    lost = head.engine("lost", cold="cold", poisoned=True, planted=ROWS_NOT_KEPT)
-    return head.run(head.right(), head.cold(), hit, lost)
+    """What these engines answer: without drafts; without a cache; with hits; with hits that leave the head no rows."""
+    common: dict[str, Any] = {"traffic": head.traffic}
+    speculation: dict[str, Any] = {"speculation": MTP, "window": head.window}
+    if head.v2:
+        common |= {"answer": 10, "flags": SMALL}
+        speculation = {"speculation": draft_heads.speculation(head.kind, head.window), "v2": True}
+    nothing = {**common, "mode": "reference", "caching": False, "hints": False}
+    drafting = {**speculation, "oracle": "right"}
+    hitting = {**common, **drafting, "cold": "cold", "poisoned": True}
+    engines = (
+        Engine("right", **nothing),
+        Engine("cold", **nothing, **drafting),
+        Engine("hits", **hitting),
+        Engine("lost", **hitting, planted=ROWS_NOT_KEPT),
+    )
+    source = engine_of(head.version) if head.version else None
+    start = interpreted if head.v2 else run_apart
+    found = start("draft_engines", str(generated_model(print, mtp=True)), wanted(*engines), source=source)
+    return {engine.name: each for engine, each in zip(engines, found, strict=True)}
 
 
 HEADS = {
@@ -108,6 +98,15 @@ HEADS = {
 DRAFT_HEADS = pytest.mark.parametrize(
     "head", [pytest.param(head, id=str(head), marks=marks) for head, marks in HEADS.items()]
 )
+
+
+def accepted_behind_hits(found: Mapping[str, Any], name: str) -> tuple[float, float]:
+    """Right drafts of a row that verified some, of an engine's prompts that hit: without a cache, and there."""
+    behind = [index for index, hit in enumerate(hits(found[name])) if hit]
+    before, after = (
+        [right for index in behind for right in found[each]["answers"][index]["accepted"]] for each in ("cold", name)
+    )
+    return sum(before) / len(before), sum(after) / len(after)
 
 
 @DRAFT_HEADS
@@ -129,8 +128,7 @@ def test_behind_a_hit_a_head_drafts_as_without_a_cache(head):
     own, cold = found["hits"]["proposed"], found["cold"]["proposed"]
     assert own.keys() == cold.keys() and len(own) > 40
     equal = sum(own[place] == cold[place] for place in own)
-    behind = [index for index, hit in enumerate(hits(found["hits"])) if hit]
-    before, after = (accepted_per_step(found[name], behind) for name in ("cold", "hits"))
+    before, after = accepted_behind_hits(found, "hits")
     print(f"{head}: {equal} of {len(own)} drafts as cold; tokens a step {1 + before:.3f} cold, {1 + after:.3f} on hits")
     assert equal == len(own)
     assert after >= WORSE * before
@@ -145,8 +143,7 @@ def test_without_its_rows_a_head_drafts_worse_and_no_answer_changes(head):
     equal = sum(own[place] == cold[place] for place in both)
     assert not differences(found["lost"], found["right"])
     assert hits(found["lost"]) == hits(found["hits"])
-    behind = [index for index, hit in enumerate(hits(found["lost"])) if hit]
-    before, after = (accepted_per_step(found[name], behind) for name in ("cold", "lost"))
+    before, after = accepted_behind_hits(found, "lost")
     print(f"{head}: without its rows {equal} of {len(both)} as cold, tokens a step {1 + after:.3f}, {1 + before:.3f}")
     assert equal < WORSE * len(both)
     assert after < before

@@ -110,7 +110,8 @@ def test_each_multiple_of_the_unit_is_found_and_answers_are_those_of_an_engine_w
 
 @pytest.mark.on_request
 @pytest.mark.parametrize(
-    ("family", "defect"), [(KDA, CHANNEL), (KDA, STALE), (QWEN4, CHANNEL), (QWEN4, WINDOW), (QWEN4, STALE)]
+    ("family", "defect"),
+    [(KDA, CHANNEL), (KDA, STALE), (QWEN4, CHANNEL), (QWEN4, WINDOW), (QWEN4, STALE)],
 )
 def test_planted_defects_are_seen(tmp_path, family, defect):
     drawn = drawing()

@@ -10,6 +10,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from proxy.bench.harness.client import TimedAnswer, complete, open_client
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.exact import FLOAT32, compare
@@ -24,6 +26,7 @@ LOADS_PAY = {"seamark_disk": "tests.harness.disk_defects:loads_always_pay"}
 HITS = 13_456  # tokens of the second turns that their first ones have left
 
 
+@pytest.mark.thorough
 async def test_a_killed_engine_goes_on_from_what_it_stored_as_if_it_had_not_been(
     servers: SharedServers, fleet: Servers, model: Path, tokenizer, tmp_path: Path
 ):

@@ -6,10 +6,12 @@ import json
 import re
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
 from engine_patches.commands.model import write_model
+from proxy.bench import mine
 from proxy.bench.harness.servers import MODEL_NAME
 from tests.harness.engines import SharedServers
 
@@ -29,16 +31,10 @@ def seamark(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
 
 
-@pytest.fixture
-def request_file(tmp_path):
-    path = tmp_path / "request.json"
-    path.write_text(json.dumps(REQUEST))
-    return str(path)
-
-
-def test_boundary_tells_the_same_by_worker_and_by_model(servers: SharedServers, model, request_file):
-    by_worker = seamark("boundary", "--worker", servers.seamark.url, request_file)
-    by_model = seamark("boundary", "--model", str(model), request_file)
+@pytest.mark.thorough
+def test_boundary_tells_the_same_by_worker_and_by_model(servers: SharedServers, model):
+    by_worker = seamark("boundary", "--worker", servers.seamark.url, "-", stdin=json.dumps(REQUEST))
+    by_model = seamark("boundary", "--model", str(model), "-", stdin=json.dumps(REQUEST))
     assert (by_worker.returncode, by_model.returncode) == (0, 0), by_worker.stderr + by_model.stderr
     told = json.loads(by_worker.stdout)
     assert told == json.loads(by_model.stdout)
@@ -78,10 +74,17 @@ def test_doctor_says_what_an_untouched_vllm_lacks_and_the_two_lines_that_cure_it
     assert start.count(servers.untouched.url.rpartition(":")[2]) == 1  # its own port
 
 
-def test_doctor_in_front_of_a_gateway(servers):
-    done = seamark("doctor", "--worker", servers.gateway.url)
-    assert done.returncode == 1 and done.stdout.startswith(f"a gateway, not a worker: {servers.gateway.url}\n")
-    assert f"--worker {servers.seamark.url}" in done.stdout
+def test_bench_mine_measures_a_stack_with_seamark_beside_one_without(servers: SharedServers, capsys):
+    arguments = ["--base-url", servers.gateway.url, "--against", servers.reference.url, "--json"]
+    assert mine.main([*arguments, "--lengths", "200", "--pairs", "1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    ours, theirs = report["stacks"]
+    assert ours["model"] == theirs["model"] == MODEL_NAME
+    assert ours["lengths"]["200"]["hit"] >= mine.HITS and not theirs["lengths"]["200"]["hit"]
+    assert "of it in this stack's cache and 0% in the other's" in report["verdict"]
+    # Each turn finds the one before it.
+    turns = ours["conversation"]
+    assert all(later["cached_tokens"] > earlier["cached_tokens"] for earlier, later in pairwise(turns))
 
 
 @pytest.mark.thorough

@@ -7,11 +7,11 @@ their kernels replaced by formulas in float32.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import re
 from collections.abc import Sequence
 
-import httpx
 import pytest
 
 from proxy.bench import stories
@@ -32,12 +32,15 @@ from proxy.bench.harness.prompts import prose, with_shared_tokens
 from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, Server
 from proxy.bench.stories import StoryStage, floored
 from tests.harness.engines import SharedServers
+from tests.harness.gateways import metric
 
 CHATS = 60
 
 SYSTEM_PROMPTS = 5
 
 PARALLEL = 8
+
+SHARED, OWN = (50, 163, 469, 1200), (5, 75, 600)  # tokens of pairs of prompts
 
 
 def random_chats(seed: int) -> list[Messages]:
@@ -54,11 +57,6 @@ def random_chats(seed: int) -> list[Messages]:
             messages.append({"role": "user", "content": text})
         chats.append(messages)
     return chats
-
-
-async def metric(client: httpx.AsyncClient, server: Server, name: str) -> float:
-    lines = (await client.get(server.url + "/metrics")).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and not line.startswith("#"))
 
 
 def check_exact(answers: TimedAnswer | Sequence[TimedAnswer], right: TimedAnswer | Sequence[TimedAnswer]) -> None:
@@ -102,7 +100,7 @@ async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: 
     engine, gateway = (servers.seamark, servers.gateway) if room == "room" else (servers.tight, servers.tight_gateway)
     chats = random_chats(seed=7)
     right = await ask_all(client, servers.reference.url, chats, MIN_TOKENS, PARALLEL)
-    hits_before = await metric(client, engine, "seamark_checkpoint_hits_total")
+    hits_before = metric(engine, "seamark_checkpoint_hits_total")
     for round_number in (1, 2):
         answers = await ask_all(client, gateway.url, chats, MIN_TOKENS, PARALLEL)
         check_exact(answers, right)
@@ -111,17 +109,30 @@ async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: 
         )
         print(f"{room}, round {round_number}: {cached} of {prompt} prompt tokens cached")
         assert cached > shares[round_number - 1] * prompt
-    assert await metric(client, engine, "seamark_checkpoint_hits_total") > hits_before + CHATS // 4
-    assert await metric(client, engine, 'seamark_checkpoints_written_total{kind="hinted"}') > 0
-    assert await metric(client, gateway, 'seamark_miss_total{model="tiny-hybrid",reason="no_facts"}') == 0
+    assert metric(engine, "seamark_checkpoint_hits_total") > hits_before + CHATS // 4
+    assert metric(engine, 'seamark_checkpoints_written_total{kind="hinted"}') > 0
+    assert metric(gateway, 'seamark_miss_total{model="tiny-hybrid",reason="no_facts"}') == 0
 
 
-async def test_the_second_request_hits_at_the_seam_and_in_another_process_too(client, servers, unit):
-    shared = await with_shared_tokens(client, servers.reference.url, 163, seed=101)
+@pytest.mark.parametrize("length", SHARED)
+async def test_the_second_chat_hits_at_the_seam(client, servers, unit, length):
+    shared = await with_shared_tokens(client, servers.reference.url, length, seed=101 + length)
     right = await ask_all(client, servers.reference.url, shared.prompts[:3], MIN_TOKENS, 3)
     answers = [await ask(client, servers.gateway.url, prompt, MIN_TOKENS) for prompt in shared.prompts[:3]]
-    assert [answer.cached_tokens for answer in answers] == [0, floored(163, unit), floored(163, unit)]
+    assert [answer.cached_tokens for answer in answers] == [0, floored(length, unit), floored(length, unit)]
     check_exact(answers, right)
+
+
+async def test_every_shared_token_of_a_whole_match_unit_is_found_and_without_hints_much_is_not(client, servers, unit):
+    found = {True: 0, False: 0}  # tokens, with hints and without
+    for shared, own, hinted in itertools.product(SHARED, OWN, found):
+        head = fresh_tokens(shared, "grid", shared, own, hinted)
+        for end in (20, 21):
+            prompt = [*head, end, *fresh_tokens(own, "grid", end)]
+            answer = await complete(client, servers.seamark, prompt, [shared] if hinted else None, tokens=1)
+        assert answer.cached_tokens == floored(shared, unit) or not hinted, (shared, own)
+        found[hinted] += answer.cached_tokens
+    assert found[False] < 0.8 * found[True]
 
 
 async def test_a_cold_fan_out_on_a_long_prefix_shares_one_prefill(client, servers, unit):
@@ -147,7 +158,7 @@ async def test_hints_of_several_positions_are_all_kept(client, servers, unit):
 async def test_of_documents_of_one_length_the_second_question_hits(client, servers, unit):
     """Nothing names the place: it is where the documents before were left."""
     expected = 'seamark_checkpoints_written_total{kind="expected"}'
-    before = await metric(client, servers.seamark, expected)
+    before = metric(servers.seamark, expected)
     cached = []
     for number in range(6):
         document = fresh_tokens(1600, "document", number)
@@ -157,7 +168,7 @@ async def test_of_documents_of_one_length_the_second_question_hits(client, serve
             check_exact(answer, await completion(client, servers.reference.url, prompt))
             cached.append(answer.cached_tokens)
     assert cached[:2] == [0, 0] and cached[-4:] == [0, floored(1600, unit)] * 2
-    assert await metric(client, servers.seamark, expected) > before
+    assert metric(servers.seamark, expected) > before
 
 
 @pytest.mark.parametrize("edge", [-1, 0, 1])

@@ -1,18 +1,18 @@
-"""A cold fan-out on a busy engine, one of its own: the others run a prompt in one step."""
+"""A cold fan-out on a busy engine whose steps are shorter than what its prompts share."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
+import httpx
 
 from proxy.bench.harness import exact
 from proxy.bench.harness.client import COMPLETION, Leave, Left, complete, fresh_tokens, judgeable, open_client, send
 from proxy.bench.harness.counters import PassCounter, samples_of
-from proxy.bench.harness.servers import Server, Servers
+from proxy.bench.harness.servers import Server
 from tests.harness.engines import SharedServers
+from tests.harness.gateways import metric
+from tests.harness.waiting import until
 
 GROUPS, SIZE = 2, 4
 
@@ -22,17 +22,7 @@ IDEAL = GROUPS * (SHARED + SIZE * OWN)  # prompt tokens that have to be computed
 
 MOST = 1.05  # of that: a request that generates meanwhile is counted, too
 
-FLAGS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--long-prefill-token-threshold", "128")
-
 HINT = {"seamark_boundaries": [SHARED]}
-
-
-@pytest.fixture(scope="module")
-def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Servers(tmp_path_factory.mktemp("fan-out")) as fleet:
-        started = fleet.engine("fan-out", model, flags=FLAGS)
-        started.wait_until_ready()
-        yield started
 
 
 def prompts(seed: str) -> list[list[int]]:
@@ -43,39 +33,31 @@ def prompts(seed: str) -> list[list[int]]:
     ]
 
 
-async def run_wave(client, engine: Server, seed: str, leave: Leave | None = None):
+async def run_wave(client: httpx.AsyncClient, engine: Server, seed: str, leave: Leave | None = None):
     """Results of a wave nobody has seen, and the prompt tokens computed; `leave`: of the first of each group."""
     busy = asyncio.create_task(complete(client, engine.url, fresh_tokens(100, seed, "busy"), max_tokens=2000))
-    while not (await samples_of(client, engine)).get("vllm:num_requests_running"):
-        await asyncio.sleep(0.05)
+    await until(lambda: metric(engine, "vllm:num_requests_running") == 1)
     passes = PassCounter(engine.log)
     results = await asyncio.gather(
         *(
-            send(
-                client,
-                engine.url,
-                COMPLETION,
-                judgeable(prompt, vllm_xargs=HINT, stream=True),
-                leave if early else None,
-            )
-            for prompt, early in zip(prompts(seed), [True] * GROUPS + [False] * (SIZE - 1) * GROUPS, strict=True)
+            send(client, engine.url, COMPLETION, judgeable(prompt, vllm_xargs=HINT, stream=True), leaves)
+            for prompt, leaves in zip(prompts(seed), [leave] * GROUPS + [None] * (SIZE - 1) * GROUPS, strict=True)
         )
     )
-    await busy
+    busy.cancel()
+    await until(lambda: not metric(engine, "vllm:num_requests_running"))
     return results, passes.so_far().prompt_tokens
 
 
-async def fates(client, engine: Server) -> tuple[int, int]:
+async def fates(client: httpx.AsyncClient, engine: Server) -> tuple[int, int]:
     samples = await samples_of(client, engine)
-    counts = [samples.get(f'seamark_followers_total{{fate="{fate}"}}', 0) for fate in ("held", "not_worth_it")]
-    return int(counts[0]), int(counts[1])
+    held, alone = (samples.get(f'seamark_followers_total{{fate="{fate}"}}', 0) for fate in ("held", "not_worth_it"))
+    return int(held), int(alone)
 
 
-async def test_a_cold_wave_computes_each_prefix_once_and_goes_on_when_its_leaders_leave(
-    engine: Server, servers: SharedServers
-):
+async def test_a_cold_wave_computes_each_prefix_once_and_goes_on_when_its_leaders_leave(servers: SharedServers):
+    engine = servers.tight
     async with open_client(300) as client:
-        await run_wave(client, engine, "warm up")  # a process's first requests pay for set-up
         held, alone = await fates(client, engine)
         cold, computed = await run_wave(client, engine, "cold")
         held_cold, alone_cold = (

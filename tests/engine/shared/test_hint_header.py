@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import httpx
 import pytest
 
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import TOKEN_IDS, complete
+from proxy.bench.harness.client import complete, fresh_tokens
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.servers import MATCH_UNITS
+from proxy.bench.stories import floored
 from tests.harness.engines import TRUSTED_HOP, SharedServers
 
-HEADER, FIELD = "x-seamark-boundaries", "seamark_boundaries"
-
-SHARED = (163, 1037)  # tokens that two prompts have in common
+HEADER = "x-seamark-boundaries"
 
 CLIENT = "127.0.0.1"
 
@@ -25,9 +24,8 @@ RESULTS = ("used", "in_body", "untrusted", "malformed")
 
 def pair(shared: int, seed: int) -> list[list[int]]:
     """Two prompts that have so many tokens in common."""
-    draw = random.Random(f"hint header {shared} {seed}")
-    first = draw.choices(TOKEN_IDS, k=shared)
-    return [[*first, end, *draw.choices(TOKEN_IDS, k=20)] for end in (TOKEN_IDS[0], TOKEN_IDS[1])]
+    head = fresh_tokens(shared, "hint header", shared, seed)
+    return [[*head, end, *fresh_tokens(20, seed, end)] for end in (20, 21)]
 
 
 async def cached(
@@ -45,27 +43,21 @@ async def cached(
     return found
 
 
-async def counted(servers: SharedServers) -> dict[str, float]:
+async def counted(servers: SharedServers) -> Counter[str]:
     """Requests with a hint in a header, by what became of them."""
     async with httpx.AsyncClient() as client:
         samples = await samples_of(client, servers.seamark)
     name = "seamark_hint_headers_total"
-    return {result: samples.get(f'{name}{{result="{result}"}}', 0.0) for result in RESULTS}
+    return Counter({each: int(samples.get(f'{name}{{result="{each}"}}', 0)) for each in RESULTS})
 
 
-async def counted_since(servers: SharedServers, before: Mapping[str, float]) -> dict[str, float]:
-    after = await counted(servers)
-    return {name: after[name] - before[name] for name in RESULTS if after[name] != before[name]}
-
-
-@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("shared", [163, 1037])
 async def test_a_trusted_hops_header_hits_as_the_body_does(servers, family, shared):
     before = await counted(servers)
     in_header = await cached(servers, pair(shared, 1), TRUSTED_HOP, {HEADER: str(shared)})
-    in_body = await cached(servers, pair(shared, 2), CLIENT, {}, vllm_xargs={FIELD: [shared]})
-    unit = MATCH_UNITS[family]
-    assert in_header == in_body == [0, shared // unit * unit]
-    assert await counted_since(servers, before) == {"used": 2.0}
+    in_body = await cached(servers, pair(shared, 2), CLIENT, {}, vllm_xargs={"seamark_boundaries": [shared]})
+    assert in_header == in_body == [0, floored(shared, MATCH_UNITS[family])]
+    assert await counted(servers) - before == Counter(used=2)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +68,7 @@ async def test_a_header_that_is_not_to_be_heard_is_counted_and_does_nothing(serv
     before = await counted(servers)
     prompts = pair(163, 3 + len(header) + len(address))
     assert await cached(servers, prompts, address, {HEADER: header}) == [0, 0]
-    assert await counted_since(servers, before) == {result: 2.0}
+    assert await counted(servers) - before == Counter({result: 2})
 
 
 async def test_a_client_of_the_gateway_cannot_pass_one_on(servers):

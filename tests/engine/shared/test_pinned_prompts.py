@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import Any
 
 import httpx
 
+from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 from tests.harness.engines import SharedServers
 from tests.harness.gateways import CHAT, metric, start_gateway
@@ -19,14 +19,10 @@ PINNED = 4
 
 BLOCKS = 64  # of the cache
 
-WORDS = ("tide", "berth", "pilot", "anchor", "harbour", "lantern", "signal", "ledger", "captain", "cargo", "quay")
-
 
 def opening_of(number: int) -> dict[str, Any]:
     """How a chat begins: a document, to which any question may come."""
-    draw = random.Random(number)
-    document = f"{number} " + " ".join(draw.choice(WORDS) for _ in range(120))
-    return {"model": MODEL_NAME, "messages": [{"role": "user", "content": document}]}
+    return {"model": MODEL_NAME, "messages": [{"role": "user", "content": f"{number} {prose(120, number)}"}]}
 
 
 def body_of(number: int, question: str, **fields: Any) -> dict[str, Any]:

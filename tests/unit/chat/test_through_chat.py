@@ -1,6 +1,6 @@
 """A chat's answer as a message, piece by piece: which blocks it has, why it ended, and what an error becomes.
 
-That vLLM's own route says the same: tests/engine/unit/test_through_chat.py.
+That vLLM's own route says the same: tests/engine/unit/test_conversions.py.
 """
 
 from __future__ import annotations
