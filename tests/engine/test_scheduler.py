@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from engine_patches.scheduler import fan_out
+from tests.harness.fan_out_audit import PACES, UNIT, Cell, mixed, table
 from tests.harness.scheduler_process import audit
-
-RINGS, RANK = "rings taken for attention", "a rank taken for all"
 
 ROOM = {"blocks": 200}
 
@@ -79,7 +79,7 @@ def test_beside_a_ring_every_state_has_a_name_at_any_depth_is_evicted_under_it_a
     cores = [{"blocks": 600, "index": index, "pins": 0.9} for index in (0, 16)]
     for found in audit("scheduler", model, seeds=[], chats=0, depths=depths, cores=cores):
         assert found["errors"] == [] and found["refused"] is None
-        played = found["played"]
+        played = found["played"]["deep prompts"]
         assert played["held"] == played["pinned"] == played["pinned, then"] == depths
         # Of what was evicted nothing is found, but what the prompt before has just left.
         assert played["held, then"] == [0, *depths[:-1]] and found["evicted"] >= len(depths)
@@ -142,14 +142,17 @@ def test_keys_of_what_was_never_computed_are_taken_back(model: Path):
 
 
 NOTICED: dict[str, tuple[str, dict[str, Any]]] = {
-    "a ring that is taken for attention": ("and not reported", {"cores": [INDEXED], "planted": [RINGS]}),
+    "a ring that is taken for attention": (
+        "and not reported",
+        {"cores": [INDEXED], "planted": ["rings taken for attention"]},
+    ),
     "a hit inside an index's key, vLLM's own": (
         "inside what its index has one key for",
         {"seeds": [2], "cores": [{"index": 64}]},
     ),
     "keys placed as if a rank had all of a block": (
         "wrong block",
-        {"cores": [{**ROOM, **DEALT_OUT}], "planted": [RANK]},
+        {"cores": [{**ROOM, **DEALT_OUT}], "planted": ["a rank taken for all"]},
     ),
     "KV events of what cannot be resumed, vLLM's own": ("lead to no state", {"cores": [{**ROOM, "kv_events": "0"}]}),
     "evictions without an event": ("reported as stored", {"cores": [TIGHT], "without": ["evicted-states"]}),
@@ -166,3 +169,76 @@ NOTICED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_the_audit_notices_what_is_wrong(model: Path, words, audited):
     for found in audit("scheduler", model, **{"seeds": [1, 2], "chats": 50, **audited}):
         assert any(words in error for error in found["errors"])
+
+
+def test_the_audit_notices_rows_that_are_copied_before_they_are_written(model: Path):
+    (found,) = audit("situation", model, without=["written-rows"], cores=[{}])
+    assert {error.partition(":")[0] for error in found["errors"]} == {
+        "the same prompt twice in one step",
+        "rows evicted and their state kept",
+        "rows of the second attention group evicted",
+        "a connector looks up in its own way",
+    }
+
+
+# LoRA adapters that change under their names.
+ADAPTERS = [{}, {"room": 1}, {"blocks": 40, "running": 2, "budget": 100}, {"overlap": True, "room": 1}]
+
+
+def test_nothing_of_other_weights_is_found_however_an_adapter_changes(model: Path):
+    for found in audit("adapter", model, seeds=[1, 2], chats=100, cores=ADAPTERS):
+        print(found)
+        assert found["errors"] == []
+        assert found["adapter_hit_tokens"] > 2000
+
+
+@pytest.mark.parametrize("without", ["adapter-", "adapter-lookup"])
+def test_the_audit_notices_states_of_old_weights(model: Path, without):
+    """vLLM's own hashes, or none of a request's hashes looked at again when its turn comes."""
+    found = audit("adapter", model, seeds=[1, 2], chats=100, without=[without], cores=ADAPTERS[1:3])
+    print(found)
+    assert any(each["errors"] for each in found)
+
+
+# Cold fan-outs at a set pace.
+MOST_WORSE = 1.02  # a mean first token with the gate over that without
+
+
+@pytest.fixture(scope="module")
+def simulated(model: Path):
+    cells = [*table(), *mixed()]
+    found = audit("fan_out", model, cores=[cell._asdict() for cell in cells])
+    return [(cell, each["played"]) for cell, each in zip(cells, found, strict=True)]
+
+
+def ratio(sides) -> float:
+    return sides["on"]["first_token"] / sides["off"]["first_token"]
+
+
+def test_no_mean_first_token_is_later_with_the_gate_than_without(simulated):
+    assert [(cell, ratio(sides)) for cell, sides in simulated if ratio(sides) > MOST_WORSE] == []
+
+
+def test_a_prefix_is_computed_once_where_all_who_wait_save_more_than_a_pass(simulated):
+    for cell, sides in simulated[: len(table())]:
+        if not counts(cell):
+            assert sides["on"]["computed"] == sides["off"]["computed"]
+        else:
+            assert sides["on"]["computed"] <= 1.02 * cell.ideal
+            assert sides["off"]["computed"] >= 1.5 * cell.ideal
+            assert ratio(sides) <= 0.8
+
+
+def test_a_single_follower_with_little_to_gain_runs_along(simulated):
+    alone = [(cell, sides) for cell, sides in simulated if cell.followers == 1 and not cell.strangers]
+    assert [sides["on"] == sides["off"] for cell, sides in alone] == [not counts(cell) for cell, _ in alone]
+
+
+def counts(cell: Cell) -> bool:
+    """Whether all followers together save more than 1.5 passes, and time that counts: less where they save many."""
+    found = cell.shared // UNIT * UNIT
+    floor, token = PACES[cell.pace]
+    seconds = cell.followers * found * token
+    is_clear = found >= fan_out.CLEAR_TOKENS and seconds >= fan_out.CLEAR_MARGIN * floor
+    least = fan_out.CLEAR_SAVING_SECONDS if is_clear else fan_out.MIN_SAVING_SECONDS
+    return seconds >= max(fan_out.MARGIN * floor, least)

@@ -88,17 +88,17 @@ def test_a_scheduler_says_how_states_are_kept_beside_its_connector(model: Path):
     cut = [connector("NixlPushConnector"), OWN, several("NixlConnector", "NixlPushConnector")]
     pulls, named = starts(model, inside), starts(model, cut)
     for found in pulls:
-        (line,) = found["played"]
+        (line,) = found["played"]["start"]
         assert found["inside_pass"] and not found["ignored"]
         assert "inside the pass" in line and "KV connector Nixl" in line
     for found, name in zip(named, ("NixlPushConnector", "OwnConnector", "NixlPushConnector"), strict=True):
-        (line,) = found["played"]
+        (line,) = found["played"]["start"]
         assert not found["inside_pass"] and not found["ignored"]
         assert "one pass each" in line and f": {name} is not known to leave alone the blocks" in line
 
 
 def test_hints_are_refused_and_counted_beside_values_that_nobody_has_computed(model: Path):
     for found in starts(model, [connector("DecodeBenchConnector"), several("DecodeBenchConnector")]):
-        (line,) = found["played"]
+        (line,) = found["played"]["start"]
         assert not found["inside_pass"] and found["ignored"] == {"connector": 1}
         assert "hints are refused" in line and "DecodeBenchConnector puts values into the cache" in line

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +22,8 @@ from engine_patches.scheduler.hooks import (
     warn_of_narrow_states,
 )
 from engine_patches.scheduler.preflight import PreflightFailed
-from tests.harness.audit import random_traffic
+from tests.harness.audit import patched_vllm, random_traffic
 from tests.harness.audited_core import UNIT, WEIGHTS, Core
-from tests.harness.patched_vllm import environment_kept, patched_vllm
 
 
 def spec(states: torch.dtype) -> MambaSpec:
@@ -53,7 +54,7 @@ def patched() -> Iterator[None]:
 @pytest.fixture
 def made(patched: None, model: Path) -> Iterator[Callable[..., Core]]:
     """A core with the options of `Core`."""
-    with environment_kept():
+    with mock.patch.dict(os.environ):
         yield lambda **options: Core(str(model), **options)
 
 

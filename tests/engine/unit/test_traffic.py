@@ -1,4 +1,4 @@
-"""A little of the random traffic that the audits play at length, on vLLM's own scheduler in this process.
+"""All situations, and a little of the random traffic that the audits play at length, on vLLM's own scheduler.
 
 More of it, planted defects, and other versions: tests/engine/test_scheduler.py and its neighbours.
 """
@@ -14,15 +14,22 @@ import pytest
 from engine_patches.disk import connector
 from engine_patches.disk.load_cost import LoadCost
 from proxy.bench.harness.servers import generated_model
-from tests.harness import adapter_audit, disk_audit, draft_audit, scheduler_audit, transfer_audit
+from tests.harness import adapter_audit, disk_audit, draft_audit, scheduler_audit, situation_audit, transfer_audit
+from tests.harness.audit import audited, patched_vllm
 from tests.harness.draft_cores import ANSWERS, HEALED, OWN_SHAPE, OWN_WINDOW, SHARED, faults
-from tests.harness.patched_vllm import audited, patched_vllm
+from tests.harness.situation_table import EXPECTED, differences
 
 
 @pytest.fixture(scope="module", autouse=True)
 def patched() -> Iterator[None]:
     with patched_vllm():
         yield
+
+
+@pytest.mark.parametrize("index", [0, 16], ids=["two kinds of groups", "beside an index, its ring and n-grams"])
+def test_what_the_scheduler_does_in_each_situation_is_what_the_table_says(model: Path, index: int):
+    found = audited(situation_audit.scenes, model, {"index": index})
+    assert differences(found) == [] and found["played"].keys() == EXPECTED.keys()
 
 
 TIGHT: dict[str, Any] = {"blocks": 30, "running": 4}
@@ -56,7 +63,7 @@ def test_kv_events_announce_what_can_be_resumed_and_nothing_else(model: Path, co
 
 @pytest.mark.parametrize("core", [{}, {"room": 1}], ids=["room for two", "room for one"])
 def test_nothing_of_other_weights_is_found_however_an_adapter_changes(model: Path, core: dict[str, Any]):
-    found = audited(adapter_audit.scenes, model, core, seeds=[1], operations=40)
+    found = audited(adapter_audit.scenes, model, core, seeds=[1], chats=40)
     assert found["errors"] == [] and found["adapter_hit_tokens"] > 0
 
 
