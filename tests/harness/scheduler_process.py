@@ -16,20 +16,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 # vLLM's own plugin mechanism stays out of it. Sets of strings are in the same order every time.
 ENVIRONMENT = {"SEAMARK_ENGINE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 SECONDS = 900
-
-# Which of an audit's seeds a test takes.
-TRAFFIC = pytest.mark.parametrize(
-    "share",
-    [pytest.param(slice(1), id="a seed"), pytest.param(slice(None), id="all seeds", marks=pytest.mark.thorough)],
-)
 
 
 def audit(name: str, model: Path | str, **wanted: Any) -> list[dict[str, Any]]:
