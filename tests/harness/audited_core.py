@@ -78,7 +78,6 @@ class Core:
         index: int = 0,
         block: int = BLOCK,
         unit: int = UNIT,
-        longest: int = 6144,
         recurrent_groups: int = 2,
         speculative: dict[str, Any] | None = None,
         kv_events: str | None = None,
@@ -106,7 +105,7 @@ class Core:
             model=model,
             dtype="float32",
             enforce_eager=True,
-            max_model_len=longest,
+            max_model_len=6144,
             max_num_seqs=running,
             max_num_batched_tokens=budget,
             enable_prefix_caching=True,
@@ -210,8 +209,8 @@ class Core:
         extra: Mapping[str, Any] = {},
         stop: bool = False,
     ) -> Request:
-        """Add a request. `transfer`: its `kv_transfer_params`. `pin`, `extra`: as the gateway asks for it. `stop`: a 0
-        ends its answer, which the scheduler does not know before it is told that one was sampled."""
+        """`transfer`: its `kv_transfer_params`. `pin`, `extra`: as the gateway asks for it. `stop`: a sampled 0 ends it,
+        which the scheduler does not know before it is told."""
         extra = dict(extra) if hint is None else {**extra, "seamark_boundaries": hint}
         if pin is not None:
             extra["seamark_pin"] = pin
@@ -371,7 +370,6 @@ class Core:
 
     def publish(self, batch: Any) -> None:
         """As vLLM's publisher of KV events."""
-        assert self.index is not None
         for event in batch.events:
             self.index.apply(msgspec.to_builtins(event))
 
@@ -402,7 +400,7 @@ class Core:
             if group in self.keyless:
                 self.errors.append("a ring has a key, and is each request's own")
             slot = (length - 1) % self.spans[group] if group in self.attention else "state"
-            blocks = [entry] if isinstance(entry, KVCacheBlock) else list(entry.values())
+            blocks = blocks_of(entry)
             if group in self.windows:
                 rows = range(slot + 1)
                 if any(row not in self.worker.contents.get(block.block_id, {}) for block in blocks for row in rows):
@@ -426,3 +424,8 @@ class Core:
         self._check_kv_events()
         self._record_meanings()
         self.worker.reported(output, answers)
+
+
+def blocks_of(entry: Any) -> list[KVCacheBlock]:
+    """Those of a key in vLLM's map of cached blocks."""
+    return [entry] if isinstance(entry, KVCacheBlock) else list(entry.values())

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds
 
@@ -28,7 +29,7 @@ from engine_patches import settings
 from engine_patches.footprint import WRITES
 from tests.harness import draft_defects
 from tests.harness.audit import Scene, random_traffic
-from tests.harness.audited_core import ATTENTION, Core
+from tests.harness.audited_core import ATTENTION, Core, blocks_of
 from tests.harness.draft_cores import (
     BESIDE_THE_TARGET,
     NOWHERE,
@@ -251,7 +252,9 @@ def heal(core: Core, shared: int, asked: dict[str, Any]) -> None:
     how = {"own": 10, "hint": [shared - 110, shared], "max_tokens": 30}
     for number in range(5):
         if number == 2:
-            draft_defects.evict_windows(core.pool, core.windows)
+            for key, entry in [*core.pool.cached_block_hash_to_block._cache.items()]:
+                for block in blocks_of(entry) if get_group_id(key) in core.windows else ():
+                    core.pool._maybe_evict_cached_block(block)
         sibling(core, number, shared, **how)
     fates = [core.ever[str(number)].seamark.window for number in range(5)]
     if core.plugin["enabled"] and fates != ["", "held", "healed", "held", "held"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -25,16 +25,6 @@ def plant(defect: str) -> None:
 
 def _defect(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
     return lambda plants: DEFECTS.setdefault(name, plants)
-
-
-def evict_windows(pool: Any, groups: Collection[int]) -> None:
-    """Take all blocks of some cache groups out of the cache."""
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_group_id
-
-    for key, entry in [*pool.cached_block_hash_to_block._cache.items()]:
-        if get_group_id(key) in groups:
-            for block in [entry] if isinstance(entry, KVCacheBlock) else [*entry.values()]:
-                pool._maybe_evict_cached_block(block)
 
 
 @_defect(A_UNIT_EARLY)

@@ -69,6 +69,8 @@ def shown(core: Core, *requests: Any) -> dict[str, Any]:
     }
 
 
+_TURNS = [HEAD[:100] + (own(1, 30) + own(2, 80) + own(3, 90))[:end] for end in (30, 110, 200)]
+
 # Prompts one after the other: options of their core, and of each its tokens and hint.
 PROMPTS: dict[str, tuple[dict[str, int], list[tuple[list[int], list[int] | None]]]] = {
     "a prompt shorter than a block": ({}, [(HEAD[:50], [33, 50])]),
@@ -80,6 +82,7 @@ PROMPTS: dict[str, tuple[dict[str, int], list[tuple[list[int], list[int] | None]
     "a boundary at and around the prompts end": ({}, [(HEAD[:length], [128]) for length in (127, 128, 129)]),
     "boundaries at and around a block edge": ({}, [(own(number, 100), [62 + number]) for number in (1, 2, 3)]),
     "the same prompt again": ({}, [(HEAD[:130], [100])] * 2),
+    "a conversation moves on": ({}, [(turn, [100, len(turn) - 4]) for turn in _TURNS]),
     # A turn's end alone: the last whole block is kept as without a hint, and the second request shows the rest.
     "a hint misses what is shared": ({}, [(HEAD[:150] + own(number, 320), [-4]) for number in (1, 2, 3)]),
     # vLLM alone finds the last whole block before that, 192.
@@ -134,16 +137,6 @@ def one_recurrent_group_evicted(core):
     a, *_ = _run_all(core, [(HEAD[:100] + own(1, 20), [96])])
     evict(core, a, 96, 2)
     return shown(core, *_run_all(core, [(HEAD[:100] + own(number, 20), [96]) for number in (2, 3)], first=1))
-
-
-@situation()
-def a_conversation_moves_on(core):
-    turn = HEAD[:100]
-    requests = []
-    for number, length in enumerate((30, 80, 90)):
-        turn = [*turn, *own(number + 1, length)]
-        requests += _run_all(core, [(turn, [100, len(turn) - 4])], first=number)
-    return shown(core, *requests)
 
 
 @situation()
