@@ -209,8 +209,8 @@ class Core:
         extra: Mapping[str, Any] = {},
         stop: bool = False,
     ) -> Request:
-        """`transfer`: its `kv_transfer_params`. `pin`, `extra`: as the gateway asks for it. `stop`: a sampled 0 ends it,
-        which the scheduler does not know before it is told."""
+        """`transfer`: its `kv_transfer_params`. `pin`, `extra`: as the gateway asks for it. `stop`: a 0 ends it, which
+        the scheduler does not know before it is told."""
         extra = dict(extra) if hint is None else {**extra, "seamark_boundaries": hint}
         if pin is not None:
             extra["seamark_pin"] = pin

@@ -135,10 +135,6 @@ def link_for_folder(draw: random.Random, path: Path, other: Path) -> None:
     path.parent.symlink_to(path.parents[2] / "moved-folder")
 
 
-def open_to_a_group(draw: random.Random, path: Path, other: Path) -> None:
-    path.parent.chmod(0o770)
-
-
 def _for_lock(put: Callable[[Path], object]) -> Apply:
     """Something else has the lock's name."""
 
@@ -148,11 +144,6 @@ def _for_lock(put: Callable[[Path], object]) -> Apply:
         put(lock)
 
     return apply
-
-
-lock_is_a_folder = _for_lock(Path.mkdir)
-
-lock_is_a_link = _for_lock(lambda lock: lock.symlink_to(lock.parents[1] / "not-made"))
 
 
 def lock_is_held(draw: random.Random, path: Path, other: Path) -> None:
@@ -217,9 +208,11 @@ EVERYTHING: dict[str, Damage] = {
     "no directory": Damage(lambda draw, path, other: shutil.rmtree(path.parents[1]), "all"),
     "a file for the folder": Damage(file_for_folder, "all", False, told=True),
     "a link for the folder": Damage(link_for_folder, "all", False, told=True),
-    "open to a group": Damage(open_to_a_group, "all", False, told=True),
-    "the lock is a folder": Damage(lock_is_a_folder, "all", False, told=True),
-    "the lock is a link": Damage(lock_is_a_link, "all", False, told=True),
+    "open to a group": Damage(lambda draw, path, other: path.parent.chmod(0o770), "all", False, told=True),
+    "the lock is a folder": Damage(_for_lock(Path.mkdir), "all", False, told=True),
+    "the lock is a link": Damage(
+        _for_lock(lambda lock: lock.symlink_to(lock.parents[1] / "not-made")), "all", False, told=True
+    ),
     "read only": Damage(read_only, "all", False, told=True),
 }
 

@@ -81,14 +81,20 @@ CORES: dict[Any, list[dict[str, Any]]] = {
 
 # Seeds of an audit, and what has to come of it.
 ASKED = {
-    scheduler_audit: (1, ("hit_tokens",)),
+    scheduler_audit: (1, ()),
     adapter_audit: (1, ("adapter_hit_tokens",)),
     transfer_audit: (2, ("read", "written")),
     disk_audit: (3, ("loaded",)),
 }
 
 
-@pytest.mark.parametrize(("module", "core"), [(module, core) for module, cores in CORES.items() for core in cores])
+def named(each: Any) -> str:
+    return getattr(each, "__name__", str(each)).rpartition(".")[2]
+
+
+@pytest.mark.parametrize(
+    ("module", "core"), [(module, core) for module, cores in CORES.items() for core in cores], ids=named
+)
 def test_no_traffic_finds_a_wrong_state_or_reads_a_wrong_block(
     model: Path, monkeypatch: pytest.MonkeyPatch, module: Any, core: dict[str, Any]
 ):
