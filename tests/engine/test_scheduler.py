@@ -58,14 +58,26 @@ CORES: dict[str, list[dict[str, Any]]] = {
     "whole blocks": [{**core, "unit": 64} for core in WHOLE_BLOCKS],
     "whole blocks of recurrent layers alone": [{**core, "unit": 64, "attention_groups": 0} for core in WHOLE_BLOCKS],
     "many groups": [{**MANY_GROUPS, "blocks": 800}],
+    "KV events": [
+        {**core, "kv_events": events}
+        for events in ("units", "blocks")
+        for core in (
+            *(ROOM, TIGHT, {**TIGHT, "overlap": True, "policy": "priority"}),
+            *({**TIGHT, "writes_in_forward": False}, {**TIGHT, "attention_groups": 2}, {**TIGHT, **DEALT_OUT}),
+        )
+    ],
 }
 
 
 @pytest.mark.parametrize("cores", CORES.values(), ids=CORES)
 def test_every_key_leads_to_what_it_promises(model: Path, cores):
     for found in audit("scheduler", model, seeds=[1, 2], chats=60, cores=cores):
-        assert found["errors"] == [] and found["refused"] is None and found["missing"] == 0
-        assert found["hit_tokens"] > 400 and (found["ended_late"] > 0) == found["core"].get("overlap", False)
+        core = found["core"]
+        assert found["errors"] == [] and found["refused"] is None
+        assert found["hit_tokens"] > 300 and (found["ended_late"] > 0) == core.get("overlap", False)
+        assert (found["announced"] > 50) == ("kv_events" in core)
+        # Where rows are dealt out, a few that can be resumed are missing: at a recurrent block's edge without a key.
+        assert found["missing"] <= found["announced"] / 10 * ("context_ranks" in core)
 
 
 def test_with_many_groups_and_little_room_every_key_leads_to_what_it_promises(model: Path):
@@ -103,27 +115,6 @@ def test_behind_a_window_nothing_is_kept_and_that_is_said(model: Path):
     cores = [{**ROOM, "window": 128, "export": False}, {**ROOM, "window": 128, "unit": 64}]
     for found in audit("scheduler", model, seeds=[1], chats=20, cores=cores):
         assert found["errors"] == [] and "sliding window" in found["refused"]
-
-
-@pytest.mark.parametrize("blocks", ["units", "blocks"])
-def test_kv_events_announce_what_can_be_resumed_and_nothing_else(model: Path, blocks):
-    cores = [
-        ROOM,
-        TIGHT,
-        {**TIGHT, "overlap": True, "policy": "priority"},
-        {**TIGHT, "writes_in_forward": False, "export": True},
-        {**TIGHT, "attention_groups": 2},
-        {**TIGHT, **DEALT_OUT},
-    ]
-    audited = {"seeds": [1, 2], "chats": 60, "cores": [{**core, "kv_events": blocks} for core in cores]}
-    *found, dealt_out = audit("scheduler", model, **audited)
-    for each in found:
-        assert each["errors"] == [] and each["missing"] == 0
-        assert each["announced"] > 100 and each["hit_tokens"] > 300
-    assert all(each["withdrawn"] > 100 for each in found[1:])
-    # A few that can be resumed are missing: those at a recurrent block's edge, where they have no attention key.
-    assert dealt_out["errors"] == []
-    assert dealt_out["announced"] > 50 and dealt_out["missing"] < dealt_out["announced"] / 10
 
 
 # A request preempted in the very step that was to compute it leaves keys of what is never computed; seeds that show it.
