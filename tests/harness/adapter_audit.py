@@ -179,7 +179,7 @@ class AdapterCore(Core):
         self, name: str, tokens: Any, hint: Any = None, max_tokens: int = 1, salt: str | None = None, **_: Any
     ) -> Any:
         """With an adapter or with none."""
-        worker: AdapterWorker = self.worker  # type: ignore[assignment]
+        worker: Any = self.worker
         parameters = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, extra_args={"seamark_boundaries": hint} if hint else None
         )

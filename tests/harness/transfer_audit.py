@@ -211,7 +211,7 @@ def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Itera
         return
     for seed in wanted["seeds"]:
         made = cores(model, **options)
-        yield Scene(f"seed {seed}", made, partial(random_traffic, made[0], seed, wanted["chats"], longest_turn=700))
+        yield Scene(f"seed {seed}", made, partial(random_traffic, made[0], seed, wanted["chats"], longest_turn=400))
 
 
 def said(core: Core, lines: list[str]) -> list[str]:
