@@ -164,7 +164,7 @@ TRAFFIC: dict[str, tuple[str, list[int], list[dict[str, Any]], dict[str, Any], d
     # That change under their names.
     "adapters": (
         *("adapter", [1, 2], [{}, {"room": 1}, {"blocks": 40, "running": 2, "budget": 100}]),
-        *({"chats": 100}, {"adapter_hit_tokens": 1000}),
+        *({"chats": 100}, {"adapter_hit_tokens": 100}),
     ),
     "adapters, planned ahead": ("adapter", [1], [{"overlap": True, "room": 1}], {}, {"adapter_hit_tokens": 100}),
 }
@@ -182,7 +182,7 @@ def test_no_traffic_finds_a_wrong_state_or_reads_a_wrong_block(model: Path, name
         print(found)
         assert found["errors"] == [] and found["inside_pass"]
         assert {count: found[count] for count, each in least.items() if found[count] <= each * len(seeds)} == {}
-        assert found["resets"] or name == "adapter"
+        assert found["resets"] or name != "disk"
 
 
 def test_beside_decode_context_parallelism_nothing_is_stored_and_that_is_said(model: Path):
