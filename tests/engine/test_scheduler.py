@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from engine_patches.scheduler import fan_out
+from tests.harness.fan_out_audit import PACES, UNIT, Cell, mixed, table
 from tests.harness.scheduler_process import audit
-
-RINGS, RANK = "rings taken for attention", "a rank taken for all"
 
 ROOM = {"blocks": 200}
 
@@ -58,14 +58,26 @@ CORES: dict[str, list[dict[str, Any]]] = {
     "whole blocks": [{**core, "unit": 64} for core in WHOLE_BLOCKS],
     "whole blocks of recurrent layers alone": [{**core, "unit": 64, "attention_groups": 0} for core in WHOLE_BLOCKS],
     "many groups": [{**MANY_GROUPS, "blocks": 800}],
+    "KV events": [
+        {**core, "kv_events": events}
+        for events in ("units", "blocks")
+        for core in (
+            *(ROOM, TIGHT, {**TIGHT, "overlap": True, "policy": "priority"}),
+            *({**TIGHT, "writes_in_forward": False}, {**TIGHT, "attention_groups": 2}, {**TIGHT, **DEALT_OUT}),
+        )
+    ],
 }
 
 
 @pytest.mark.parametrize("cores", CORES.values(), ids=CORES)
 def test_every_key_leads_to_what_it_promises(model: Path, cores):
     for found in audit("scheduler", model, seeds=[1, 2], chats=60, cores=cores):
-        assert found["errors"] == [] and found["refused"] is None and found["missing"] == 0
-        assert found["hit_tokens"] > 400 and (found["ended_late"] > 0) == found["core"].get("overlap", False)
+        core = found["core"]
+        assert found["errors"] == [] and found["refused"] is None
+        assert found["hit_tokens"] > 300 and (found["ended_late"] > 0) == core.get("overlap", False)
+        assert (found["announced"] > 50) == ("kv_events" in core)
+        # Where rows are dealt out, a few that can be resumed are missing: at a recurrent block's edge without a key.
+        assert found["missing"] <= found["announced"] / 10 * ("context_ranks" in core)
 
 
 def test_with_many_groups_and_little_room_every_key_leads_to_what_it_promises(model: Path):
@@ -79,7 +91,7 @@ def test_beside_a_ring_every_state_has_a_name_at_any_depth_is_evicted_under_it_a
     cores = [{"blocks": 600, "index": index, "pins": 0.9} for index in (0, 16)]
     for found in audit("scheduler", model, seeds=[], chats=0, depths=depths, cores=cores):
         assert found["errors"] == [] and found["refused"] is None
-        played = found["played"]
+        played = found["played"]["deep prompts"]
         assert played["held"] == played["pinned"] == played["pinned, then"] == depths
         # Of what was evicted nothing is found, but what the prompt before has just left.
         assert played["held, then"] == [0, *depths[:-1]] and found["evicted"] >= len(depths)
@@ -105,27 +117,6 @@ def test_behind_a_window_nothing_is_kept_and_that_is_said(model: Path):
         assert found["errors"] == [] and "sliding window" in found["refused"]
 
 
-@pytest.mark.parametrize("blocks", ["units", "blocks"])
-def test_kv_events_announce_what_can_be_resumed_and_nothing_else(model: Path, blocks):
-    cores = [
-        ROOM,
-        TIGHT,
-        {**TIGHT, "overlap": True, "policy": "priority"},
-        {**TIGHT, "writes_in_forward": False, "export": True},
-        {**TIGHT, "attention_groups": 2},
-        {**TIGHT, **DEALT_OUT},
-    ]
-    audited = {"seeds": [1, 2], "chats": 60, "cores": [{**core, "kv_events": blocks} for core in cores]}
-    *found, dealt_out = audit("scheduler", model, **audited)
-    for each in found:
-        assert each["errors"] == [] and each["missing"] == 0
-        assert each["announced"] > 100 and each["hit_tokens"] > 300
-    assert all(each["withdrawn"] > 100 for each in found[1:])
-    # A few that can be resumed are missing: those at a recurrent block's edge, where they have no attention key.
-    assert dealt_out["errors"] == []
-    assert dealt_out["announced"] > 50 and dealt_out["missing"] < dealt_out["announced"] / 10
-
-
 # A request preempted in the very step that was to compute it leaves keys of what is never computed; seeds that show it.
 PREEMPTED = {
     "seeds": [127, 147],
@@ -141,28 +132,163 @@ def test_keys_of_what_was_never_computed_are_taken_back(model: Path):
         assert found["errors"] == []
 
 
-NOTICED: dict[str, tuple[str, dict[str, Any]]] = {
-    "a ring that is taken for attention": ("and not reported", {"cores": [INDEXED], "planted": [RINGS]}),
-    "a hit inside an index's key, vLLM's own": (
-        "inside what its index has one key for",
-        {"seeds": [2], "cores": [{"index": 64}]},
+# So few blocks that what a state has held is soon what another one is loaded into, and fewer rows than a prompt takes.
+DISK: dict[str, Any] = {"blocks": 40, "budget": 128, "running": 4, "rows": 24, "files_bound": 120}
+
+APART: dict[str, Any] = {"blocks": 40, "budget": 128, "running": 4}
+
+# So few blocks that what a state has held is soon what a prefill is loaded into.
+TIGHTEST: dict[str, Any] = {"blocks": 20, "budget": 256, "running": 6, "overlap": True}
+
+LOADED = {"loaded": 20, "files_refused": 1}
+
+READ = {"read": 25, "hit_tokens": 200, "written": 20}
+
+# Of an audit: seeds, cores, what else is asked for, and more than what of each count has to come of a seed.
+TRAFFIC: dict[str, tuple[str, list[int], list[dict[str, Any]], dict[str, Any], dict[str, int]]] = {
+    "disk, room": ("disk", [*range(7)], [{}], {}, LOADED),
+    "disk, hardly any room": ("disk", [*range(7, 14)], [DISK], {}, LOADED),
+    "disk, planned ahead": ("disk", [*range(14, 20)], [{**DISK, "budget": 256, "overlap": True}], {}, LOADED),
+    "disk, pipeline stages": ("disk", [20, 21, 22], [{**DISK, "stages": 2}], {}, LOADED),
+    "disk of two cores": ("disk", [20, 21, 22], [DISK], {"kind": "sharing"}, {"taken": 20}),
+    "disk that hangs": ("disk", [26, 23], [DISK], {"kind": "hanging"}, {"given_up": 5, "loaded": 0}),
+    "prefill and decode apart": ("transfer", [*range(7)], [APART, {**APART, "multi": True}], {}, READ),
+    "prefill and decode apart, planned ahead": (
+        *("transfer", [9, 7, 8, 10, 11, 12, 13]),
+        *([{"blocks": 120, "overlap": True}, {**APART, "overlap": True}, TIGHTEST], {}, READ),
     ),
-    "keys placed as if a rank had all of a block": (
-        "wrong block",
-        {"cores": [{**ROOM, **DEALT_OUT}], "planted": [RANK]},
+    "prefill and decode apart, loads that fail": (
+        *("transfer", [*range(14, 20)]),
+        *([{**APART, "failing": 0.3}, {**TIGHTEST, "failing": 0.3}], {}, READ),
     ),
-    "KV events of what cannot be resumed, vLLM's own": ("lead to no state", {"cores": [{**ROOM, "kv_events": "0"}]}),
-    "evictions without an event": ("reported as stored", {"cores": [TIGHT], "without": ["evicted-states"]}),
-    "vLLM's keys of blocks that were passed": ("wrong", {"cores": [ROOM], "without": ["true-states"]}),
-    "a chunk past a block's edge": (
-        "wrong",
-        {"cores": [{**ROOM, "writes_in_forward": False, "export": True}], "without": ["block-edge-stop"]},
+    # That change under their names.
+    "adapters": (
+        *("adapter", [1, 2], [{}, {"room": 1}, {"blocks": 40, "running": 2, "budget": 100}]),
+        *({"chats": 100}, {"adapter_hit_tokens": 100}),
     ),
-    "keys of what was never computed": ("wrong", {**PREEMPTED, "without": ["preempted-keys"]}),
+    "adapters, planned ahead": ("adapter", [1], [{"overlap": True, "room": 1}], {}, {"adapter_hit_tokens": 100}),
 }
 
 
-@pytest.mark.parametrize(("words", "audited"), NOTICED.values(), ids=NOTICED)
-def test_the_audit_notices_what_is_wrong(model: Path, words, audited):
-    for found in audit("scheduler", model, **{"seeds": [1, 2], "chats": 50, **audited}):
-        assert any(words in error for error in found["errors"])
+@pytest.mark.parametrize(("name", "seeds", "cores", "asked", "least"), TRAFFIC.values(), ids=TRAFFIC)
+@pytest.mark.parametrize(
+    "share",
+    [pytest.param(slice(1), id="a seed"), pytest.param(slice(None), id="all seeds", marks=pytest.mark.thorough)],
+)
+def test_no_traffic_finds_a_wrong_state_or_reads_a_wrong_block(model: Path, name, seeds, cores, asked, least, share):
+    """Copies that come late, files that are damaged, clients that leave, caches that are emptied, other weights."""
+    seeds = seeds[share]
+    for found in audit(name, model, seeds=seeds, cores=cores, **{"chats": 60 if name == "transfer" else 40, **asked}):
+        print(found)
+        assert found["errors"] == [] and found["inside_pass"]
+        assert {count: found[count] for count, each in least.items() if found[count] <= each * len(seeds)} == {}
+        assert found["resets"] or name != "disk"
+
+
+def test_beside_decode_context_parallelism_nothing_is_stored_and_that_is_said(model: Path):
+    (found,) = audit("disk", model, chats=20, seeds=[1], cores=[{"context_ranks": 2}])
+    assert found["errors"] == [] and "decode context parallelism" in found["refused"]
+    assert found["loaded"] == 0
+
+
+WRONG = ("wrong", "someone else's keys")
+
+# What an audit says, of what.
+NOTICED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "a ring that is taken for attention": (
+        ("and not reported",),
+        {"cores": [INDEXED], "planted": ["rings taken for attention"]},
+    ),
+    "a hit inside an index's key, vLLM's own": (
+        ("inside what its index has one key for",),
+        {"seeds": [2], "cores": [{"index": 64}]},
+    ),
+    "keys placed as if a rank had all of a block": (
+        WRONG,
+        {"cores": [{**ROOM, **DEALT_OUT}], "planted": ["a rank taken for all"]},
+    ),
+    "KV events of what cannot be resumed, vLLM's own": (
+        ("lead to no state",),
+        {"cores": [{**ROOM, "kv_events": "0"}]},
+    ),
+    "evictions without an event": (("reported as stored",), {"cores": [TIGHT], "without": ["evicted-states"]}),
+    "vLLM's keys of blocks that were passed": (WRONG, {"cores": [ROOM], "without": ["true-states"]}),
+    "a chunk past a block's edge": (
+        WRONG,
+        {"cores": [{**ROOM, "writes_in_forward": False, "export": True}], "without": ["block-edge-stop"]},
+    ),
+    "keys of what was never computed": (WRONG, {**PREEMPTED, "without": ["preempted-keys"]}),
+    "disk: a block that is free before it is stored": (WRONG, {"cores": [DISK], "planted": ["at once"]}),
+    "disk: files that are believed unread": (WRONG, {"cores": [{}], "planted": ["unchecked"]}),
+    "transfer: a block that is loaded into before its last state is written": (
+        WRONG,
+        {"seeds": [8], "cores": [TIGHTEST], "planted": ["at once"]},
+    ),
+    "transfer: a prefill of another prompt": (
+        WRONG,
+        {"seeds": [2], "cores": [{"blocks": 120}], "planted": ["content"]},
+    ),
+    "adapter: vLLM's own hashes": (WRONG, {"cores": [{"room": 1}], "without": ["adapter-"]}),
+    "adapter: no hashes are looked at again": (WRONG, {"cores": [{"room": 1}], "without": ["adapter-lookup"]}),
+}
+
+
+@pytest.mark.parametrize(("words", "asked"), NOTICED.values(), ids=NOTICED)
+def test_the_audit_notices_what_is_wrong(model: Path, request: pytest.FixtureRequest, words, asked):
+    name, colon, _ = request.node.callspec.id.partition(":")
+    for found in audit(name if colon else "scheduler", model, **{"seeds": [1, 2], "chats": 60, **asked}):
+        assert any(word in error for word in words for error in found["errors"]), found
+
+
+def test_the_audit_notices_rows_that_are_copied_before_they_are_written(model: Path):
+    (found,) = audit("situation", model, without=["written-rows"], cores=[{}])
+    assert {error.partition(":")[0] for error in found["errors"]} == {
+        "the same prompt twice in one step",
+        "rows evicted and their state kept",
+        "rows of the second attention group evicted",
+        "a connector looks up in its own way",
+    }
+
+
+# Cold fan-outs at a set pace.
+MOST_WORSE = 1.02  # a mean first token with the gate over that without
+
+
+@pytest.fixture(scope="module")
+def simulated(model: Path):
+    cells = [*table(), *mixed()]
+    found = audit("fan_out", model, cores=[cell._asdict() for cell in cells])
+    return [(cell, each["played"]) for cell, each in zip(cells, found, strict=True)]
+
+
+def ratio(sides) -> float:
+    return sides["on"]["first_token"] / sides["off"]["first_token"]
+
+
+def test_no_mean_first_token_is_later_with_the_gate_than_without(simulated):
+    assert [(cell, ratio(sides)) for cell, sides in simulated if ratio(sides) > MOST_WORSE] == []
+
+
+def test_a_prefix_is_computed_once_where_all_who_wait_save_more_than_a_pass(simulated):
+    for cell, sides in simulated[: len(table())]:
+        if not counts(cell):
+            assert sides["on"]["computed"] == sides["off"]["computed"]
+        else:
+            assert sides["on"]["computed"] <= 1.02 * cell.ideal
+            assert sides["off"]["computed"] >= 1.5 * cell.ideal
+            assert ratio(sides) <= 0.8
+
+
+def test_a_single_follower_with_little_to_gain_runs_along(simulated):
+    alone = [(cell, sides) for cell, sides in simulated if cell.followers == 1 and not cell.strangers]
+    assert [sides["on"] == sides["off"] for cell, sides in alone] == [not counts(cell) for cell, _ in alone]
+
+
+def counts(cell: Cell) -> bool:
+    """Whether all followers together save more than 1.5 passes, and time that counts: less where they save many."""
+    found = cell.shared // UNIT * UNIT
+    floor, token = PACES[cell.pace]
+    seconds = cell.followers * found * token
+    is_clear = found >= fan_out.CLEAR_TOKENS and seconds >= fan_out.CLEAR_MARGIN * floor
+    least = fan_out.CLEAR_SAVING_SECONDS if is_clear else fan_out.MIN_SAVING_SECONDS
+    return seconds >= max(fan_out.MARGIN * floor, least)

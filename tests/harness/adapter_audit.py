@@ -7,6 +7,7 @@ anything of other weights than the worker has for it then is a wrong answer to c
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import tempfile
@@ -24,7 +25,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from tests.harness.audit import Scene
+from tests.harness.audit import Scene, random_traffic
 from tests.harness.audited_core import Core
 from tests.harness.modelled_worker import Worker, begun
 
@@ -32,7 +33,8 @@ WEIGHTS = (1, 2, 3)  # that an adapter's file may have; 0 stands for no adapter
 
 NAMES = ("ada", "bob")
 
-HEAD = 300  # tokens that all prompts share
+# Of all steps, so many see an adapter's file replaced, loaded again, or its time touched.
+REPLACED_SHARE, LOADED_SHARE, TOUCHED_SHARE = 0.03, 0.02, 0.01
 
 
 class Room(LRUCacheLoRAModelManager):
@@ -94,9 +96,11 @@ class AdapterWorker(Worker):
 
     counted = ("adapter_hit_tokens",)
 
-    def __init__(self, room: int = 2) -> None:
+    def __init__(self, folder: Path, draw: random.Random, room: int) -> None:
         super().__init__()
-        self._room = room
+        self._folder, self._draw, self._room = folder, draw, room
+        self._ids = itertools.count(1)
+        self.known: dict[str, LoRARequest] = {}  # to an API server, by name
         self._loras: dict[str, LoRARequest | None] = {}  # by request, as it was told
         self.adapters = Adapters()
         self.adapters._adapter_manager.capacity = room
@@ -111,21 +115,44 @@ class AdapterWorker(Worker):
         )
         self.engine.request_block_hasher = self.core.hasher
         self.engine.mm_receiver_cache = None
-        self._between: list[Any] = []  # requests whose hashes are made, and that have not reached the engine's loop
-
-    def send(self, name: str, tokens: list[int], lora: LoRARequest | None, hint: list[int]) -> None:
-        """Its hashes are made; `arrive` brings it into the scheduler."""
-        parameters = SamplingParams(max_tokens=4, ignore_eos=True, extra_args={"seamark_boundaries": hint})
-        parameters.update_from_generation_config({}, None)
-        made = EngineCoreRequest(name, list(tokens), None, parameters, None, 0.0, lora, None, None)
-        self.tokens[name] = list(tokens)
-        self._between.append(self.engine.preprocess_add_request(made))
+        self.sent: list[Any] = []  # requests whose hashes are made, and that have not reached the engine's loop
 
     def arrive(self) -> None:
         """What was sent, in order."""
-        for request, wave in self._between:
+        for request, wave in self.sent:
             self.engine.add_request(request, wave)
-        self._between.clear()
+        self.sent.clear()
+
+    def before_step(self) -> None:
+        name, act = self._draw.choice(NAMES), self._draw.random()
+        in_place = self._draw.random() < 0.5
+        if act < REPLACED_SHARE:
+            self.write(name, in_place=in_place)
+            if self._draw.random() < 0.7:
+                self.load(name, in_place=self._draw.random() < 0.5)
+        elif act < REPLACED_SHARE + LOADED_SHARE:
+            self.load(name, in_place=in_place)
+        elif act < REPLACED_SHARE + LOADED_SHARE + TOUCHED_SHARE:
+            os.utime(self._folder / name / "adapter_config.json")
+        if self._draw.random() < 0.7:
+            self.arrive()
+
+    def write(self, name: str, *, in_place: bool = False) -> None:
+        """Other contents, of the same size, at an adapter's path."""
+        folder = self._folder / name
+        folder.mkdir(exist_ok=True)
+        (folder / "adapter_config.json").write_text("{}")
+        file = folder / "adapter_model.safetensors"
+        written = file if in_place else folder / "new"
+        written.write_text(str(self._draw.choice(WEIGHTS)))
+        os.replace(written, file)
+
+    def load(self, name: str, *, in_place: bool = False) -> None:
+        """As `/v1/load_lora_adapter`; not in place, it was unloaded before."""
+        known = self.known.get(name)
+        number = known.lora_int_id if known is not None and in_place else next(self._ids)
+        self.known[name] = LoRARequest(name, number, str(self._folder / name), load_inplace=in_place)
+        self.engine.add_lora(self.known[name])
 
     def receive(self, output: Any) -> dict[str, int]:
         starts, begin = super().receive(output), begun(output)
@@ -145,74 +172,41 @@ class AdapterWorker(Worker):
         return starts
 
 
-class Files:
-    """Adapters in a folder, and what an API server knows of them."""
+class AdapterCore(Core):
+    """Requests reach it by vLLM's engine core, some with an adapter. Their hashes are made a while before they come."""
 
-    def __init__(self, folder: Path, draw: random.Random) -> None:
-        self.folder, self._draw = folder, draw
-        self.known: dict[str, LoRARequest] = {}
-        self._ids = 0
+    def request(
+        self, name: str, tokens: Any, hint: Any = None, max_tokens: int = 1, salt: str | None = None, **_: Any
+    ) -> Any:
+        """With an adapter or with none."""
+        worker: Any = self.worker
+        parameters = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, extra_args={"seamark_boundaries": hint} if hint else None
+        )
+        parameters.update_from_generation_config({}, None)
+        lora = worker._draw.choice([*worker.known.values(), None])
+        asked = EngineCoreRequest(name, list(tokens), None, parameters, None, 0.0, lora, salt, None)
+        worker.tokens[name] = list(tokens)
+        worker.sent.append(worker.engine.preprocess_add_request(asked))
+        return worker.sent[-1][0]
 
-    def write(self, name: str, *, in_place: bool = False) -> None:
-        """Other contents, of the same size, at an adapter's path."""
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
-        (folder / "adapter_config.json").write_text("{}")
-        file = folder / "adapter_model.safetensors"
-        if in_place:
-            file.write_text(str(self._draw.choice(WEIGHTS)))
-        else:
-            (folder / "new").write_text(str(self._draw.choice(WEIGHTS)))
-            os.replace(folder / "new", file)
+    @property
+    def waiting(self) -> int:
+        return super().waiting + len(self.worker.sent)
 
-    def load(self, core: Core, name: str, *, in_place: bool) -> None:
-        """As `/v1/load_lora_adapter`; not in place, it was unloaded before."""
-        if not in_place or name not in self.known:
-            self._ids += 1
-        known = self.known.get(name)
-        number = known.lora_int_id if known is not None and in_place else self._ids
-        lora = LoRARequest(name, number, str(self.folder / name), load_inplace=in_place)
-        core.worker.engine.add_lora(lora)
-        self.known[name] = lora
-
-
-def random_traffic(core: Core, seed: int, operations: int, folder: Path) -> None:
-    """Requests with two adapters and with none, while their files are replaced, loaded, touched and loaded again."""
-    draw = random.Random(seed)
-    files = Files(folder, draw)
-    head = [draw.randrange(1000) for _ in range(HEAD)]
-    for name in NAMES:
-        files.write(name)
-        files.load(core, name, in_place=False)
-    for number in range(operations):
-        name, act = draw.choice(NAMES), draw.random()
-        if act < 0.7:
-            shared = draw.choice((200, HEAD))
-            tokens = head[:shared] + [draw.randrange(1000) for _ in range(draw.randrange(1, 40))]
-            lora = draw.choice((files.known[name], files.known[name], None))
-            core.worker.send(f"{seed}-{number}", tokens, lora, [shared])
-        elif act < 0.8:
-            files.write(name, in_place=draw.random() < 0.5)
-            if draw.random() < 0.7:
-                files.load(core, name, in_place=draw.random() < 0.5)
-        elif act < 0.85:
-            files.load(core, name, in_place=draw.random() < 0.5)
-        elif act < 0.87:
-            os.utime(files.folder / name / "adapter_config.json")
-        if draw.random() < 0.7:
-            core.worker.arrive()
-        while len(core.scheduler.waiting) > 4 or (core.scheduler.requests and draw.random() < 0.6):
-            core.step()
-    core.worker.arrive()
-    core.run()
+    def run(self, most: int = 2000) -> None:
+        self.worker.arrive()
+        super().run(most)
 
 
 def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:
     """`options`: `room` for so many adapters, and arguments of `Core`."""
-    options = dict(options)
-    room = options.pop("room", 2)
+    others = {name: value for name, value in options.items() if name != "room"}
     for seed in wanted["seeds"]:
-        core = Core(model, worker=AdapterWorker(room), **options)
         with tempfile.TemporaryDirectory() as folder:
-            play = partial(random_traffic, core, seed, wanted["operations"], Path(folder))
-            yield Scene(f"seed {seed}", [core], play)
+            worker = AdapterWorker(Path(folder), random.Random(seed), options.get("room", 2))
+            core = AdapterCore(model, worker=worker, **others)
+            for name in NAMES:
+                worker.write(name)
+                worker.load(name)
+            yield Scene(f"seed {seed}", [core], partial(random_traffic, core, seed, wanted["chats"]))

@@ -1,23 +1,30 @@
 """Random traffic on cores whose every cache key is checked (`audited_core`), and the loop of all audits.
 
 The audits beside a disk, between two engines, with adapters and with drafts have workers of their own
-(`modelled_worker`); each says in `scenes` what traffic it gets.
+(`modelled_worker`), and cores that do something else with a request; each says in `scenes` what traffic it gets.
 
 Run as `python -m tests.harness.audit scheduler MODEL '{"seeds": [1], "chats": 9, "cores": [{}]}'` (or disk, transfer,
-adapter, draft), since patching is per process. Prints JSON.
+adapter, draft, situation, fan_out), since patching is per process; prints JSON. `audited`: in a test's own process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
+import os
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
+import pytest
+import vllm.plugins
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.request import Request
@@ -30,17 +37,8 @@ from tests.harness.audited_core import Core
 def random_entry(draw: random.Random, tokens: Sequence[int], position: int) -> object:
     """A hint's entry that names `position`, or an occurrence of the same tokens elsewhere, or nothing."""
     pattern = ",".join(map(str, tokens[max(position - draw.randrange(1, 9), 0) : position]))
-    return draw.choice(
-        (
-            position,
-            position - len(tokens),
-            f"first:{pattern}",
-            f"last:{pattern}",
-            f"last-{draw.randrange(3)}:{pattern}",
-            "last:1000",
-            "elsewhere",
-        )
-    )
+    occurrences = (f"first:{pattern}", f"last:{pattern}", f"last-{draw.randrange(3)}:{pattern}")
+    return draw.choice((position, position - len(tokens), *occurrences, "last:1000", "elsewhere"))
 
 
 def random_traffic(
@@ -82,7 +80,7 @@ def random_traffic(
                 stop=draw_end.random() < 0.5,
             )
         )
-        while len(core.scheduler.waiting) > 3:
+        while core.waiting > 3:
             core.step()
             for name in list(core.scheduler.requests):
                 if draw.random() < 0.02:
@@ -99,12 +97,15 @@ class Scene(NamedTuple):
     counted: bool = True  # if False, so that others which do nothing are seen
 
 
+Scenes = Callable[[str, dict[str, Any], dict[str, Any]], Iterator[Scene]]
+
+
 def audit(scenes: Iterator[Scene], options: dict[str, Any]) -> dict[str, Any]:
-    """What is wrong in any of the scenes, the plugin's settings at the end, and counts, so that idleness is seen."""
-    errors, counts, plugin, played = [], Counter[str](), {}, None
+    """What is wrong in any of the scenes, what each shows, the plugin's settings at the end, and counts of idleness."""
+    errors, counts, plugin, played = [], Counter[str](), {}, {}
     for scene in scenes:
         try:
-            played = scene.play()
+            played[scene.name] = scene.play()
         except AssertionError as error:  # vLLM's own, of what no engine survives
             scene.cores[0].errors.append(f"the engine dies: {error}")
         for core in scene.cores:
@@ -119,20 +120,47 @@ def audit(scenes: Iterator[Scene], options: dict[str, Any]) -> dict[str, Any]:
     return {"core": options, "errors": errors, "played": played, **plugin, **counts}
 
 
-def main(name: str, model: str, argument: str) -> None:
-    """Print what the audit of a `name` finds with each of the `cores`, as JSON.
+def results(name: str, model: str, wanted: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the audit of a `name` finds with each of the `cores`, in a process that is patched for nothing else.
 
-    `argument`: JSON with `cores`, whose arguments the audit knows, `without` (beginnings of the names of patches that
-    are not applied), `planted` (names of the audit's defects) and what its scenes ask for: `seeds`, `chats`.
+    `wanted`: `cores`, whose arguments the audit knows, `without` (beginnings of the names of patches that are not
+    applied), `planted` (names of the audit's defects) and what its scenes ask for: `seeds`, `chats`.
     """
-    wanted, module = json.loads(argument), importlib.import_module(f"tests.harness.{name}_audit")
+    module = importlib.import_module(f"tests.harness.{name}_audit")
     logging.disable(logging.INFO)
     init_none_hash(sha256)
     ledger.apply([patch for patch in PATCHES if not patch.name.startswith(tuple(wanted.get("without", ())))])
     for defect in wanted.get("planted", ()):
         module.DEFECTS[defect]()
-    print(json.dumps([audit(module.scenes(model, wanted, options), options) for options in wanted["cores"]]))
+    return [audit(module.scenes(model, wanted, options), options) for options in wanted["cores"]]
+
+
+@contextlib.contextmanager
+def patched_vllm(*without: str) -> Iterator[None]:
+    """All patches of modules that are imported, but those named, are in place in a test's own process, until the end.
+
+    A scene takes milliseconds then. Tests of how patches are applied do it in processes of their own.
+    """
+    with mock.patch.dict(os.environ), pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SEAMARK_ENGINE", "0")
+        patched.setattr(vllm.plugins, "plugins_loaded", True)  # not by vLLM's own mechanism
+        for name, fresh in {"_replaced": [], "_awaited": {}, "_live": False, "_relied_on": False}.items():
+            patched.setattr(ledger, name, fresh)
+        patched.setattr(ledger, "_hook", SimpleNamespace(install=lambda: None))
+        init_none_hash(sha256)
+        imported = [patch for patch in PATCHES if patch.target.partition(":")[0] in sys.modules]
+        ledger.apply([patch for patch in imported if patch.name not in without])
+        try:
+            yield
+        finally:
+            ledger._put_back(0)
+
+
+def audited(scenes: Scenes, model: Path | str, core: dict[str, Any], **wanted: Any) -> dict[str, Any]:
+    """What an audit of these `scenes` finds with a `core`, within `patched_vllm`; `wanted`: see `results`."""
+    with mock.patch.dict(os.environ):  # settings of a scheduler are environment variables
+        return audit(scenes(str(model), wanted, core), core)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    print(json.dumps(results(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))))

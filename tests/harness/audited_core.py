@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -52,10 +52,6 @@ from tests.harness.modelled_worker import BLOCK, UNIT, Worker, prefixes
 
 ATTENTION = 1  # its first cache group; 0 and 2 are recurrent
 
-RECURRENT = (0, 2)
-
-LONGEST = 6144  # tokens
-
 # What each audit counts, so that one that does nothing is seen; a worker's model counts more.
 COUNTED = ("hit_tokens", "written", "evicted", "announced", "withdrawn", "missing", "resets", "ended_late")
 
@@ -82,7 +78,6 @@ class Core:
         index: int = 0,
         block: int = BLOCK,
         unit: int = UNIT,
-        longest: int = LONGEST,
         recurrent_groups: int = 2,
         speculative: dict[str, Any] | None = None,
         kv_events: str | None = None,
@@ -110,7 +105,7 @@ class Core:
             model=model,
             dtype="float32",
             enforce_eager=True,
-            max_model_len=longest,
+            max_model_len=6144,
             max_num_seqs=running,
             max_num_batched_tokens=budget,
             enable_prefix_caching=True,
@@ -128,46 +123,38 @@ class Core:
         config.seamark_weights = weights
         if connector:  # a CPU's configuration plans no step ahead
             config.scheduler_config.async_scheduling = overlap
-        recurrent = dict(
-            block_size=block,
-            shapes=((1,),),
-            dtypes=(torch.float32,),
-            mamba_cache_mode="align",
-            num_speculative_blocks=speculative["num_speculative_tokens"] if speculative else 0,
-            num_prefill_checkpoint_blocks=int(export),
-            prefill_checkpoint_alignment=1 if export else None,
-        )
+
+        def state(**more: Any) -> MambaSpec:
+            spec = MambaSpec(
+                block_size=block,
+                shapes=((1,),),
+                dtypes=(torch.float32,),
+                mamba_cache_mode="align",
+                num_speculative_blocks=speculative["num_speculative_tokens"] if speculative else 0,
+                num_prefill_checkpoint_blocks=int(export),
+                prefill_checkpoint_alignment=1 if export else None,
+                **more,
+            )
+            if writes_in_forward:
+                promise(spec)
+            return spec
+
         rows = dict(block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float32)
         attention = SlidingWindowSpec(**rows, sliding_window=window) if window else FullAttentionSpec(**rows)
-        states = [MambaSpec(**recurrent) for _ in range(recurrent_groups)]
-        for spec in states if writes_in_forward else ():
-            promise(spec)
-        groups = [
-            KVCacheGroupSpec(["m0"], states[0]),
-            KVCacheGroupSpec(["a"], attention),
-            KVCacheGroupSpec(["m1"], states[1]),
-        ]
-        self.unit, self.recurrent, self.attention = unit, RECURRENT, [ATTENTION]
-        for number in range(1, attention_groups):
-            self.attention.append(len(groups))
-            groups.append(KVCacheGroupSpec([f"a{number}"], attention))
-        for number, spec in enumerate(states[2:], 2):
-            self.recurrent = (*self.recurrent, len(groups))
-            groups.append(KVCacheGroupSpec([f"m{number}"], spec))
-        if not attention_groups:
-            del groups[1:]
-            self.recurrent, self.attention = (0,), []
-        self.index_tokens, self.keyless = index or 1, set()
+        layers: dict[str, Any] = {"m0": state()}
+        if attention_groups:
+            layers |= {"a0": attention, "m1": state()}
+            layers |= {f"a{number}": attention for number in range(1, attention_groups)}
+            layers |= {f"m{number}": state() for number in range(2, recurrent_groups)}
         if index:
-            self.attention.append(len(groups))
-            groups.append(KVCacheGroupSpec(["index"], MLAAttentionSpec(**rows, tokens_per_state=index)))
-            self.keyless.add(len(groups))
-            groups.append(KVCacheGroupSpec(["ring"], CircularBufferSpec(**rows, head_size_v=0)))
-            self.recurrent = (*self.recurrent, len(groups))
-            convolution = MambaSpec(**recurrent, mamba_type=MambaAttentionBackendEnum.SHORT_CONV)
-            if writes_in_forward:
-                promise(convolution)
-            groups.append(KVCacheGroupSpec(["ngrams"], convolution))
+            layers["a index"] = MLAAttentionSpec(**rows, tokens_per_state=index)
+            layers["ring"] = CircularBufferSpec(**rows, head_size_v=0)
+            layers["m ngrams"] = state(mamba_type=MambaAttentionBackendEnum.SHORT_CONV)
+        groups = [KVCacheGroupSpec([name], spec) for name, spec in layers.items()]
+        self.unit, self.index_tokens = unit, index or 1
+        self.recurrent, self.attention, self.keyless = (
+            [number for number, name in enumerate(layers) if name.startswith(kind)] for kind in ("m", "a", "ring")
+        )
         self.windows = dict.fromkeys(self.attention, window) if window else {}  # in tokens, by group
         self.worker = worker or Worker()
         self.worker.core = self
@@ -198,9 +185,7 @@ class Core:
         self.hits: dict[str, int] = {}  # tokens each request started with, when first admitted
         self.stored: dict[str, tuple[Any, int]] = {}  # by name, states that events say can be found: hashes, position
         self.ever: dict[str, Request] = {}
-        announced = (
-            max(self.spans) if kv_events == settings.BLOCKS else unit
-        )  # an attention block's, or the unit's tokens
+        announced = max(self.spans) if kv_events == settings.BLOCKS else unit  # tokens, of an attention block or a unit
         self.index = KvEventIndex(announced) if kv_events else None
         self._last_held: set[int] = set()
         if kv_events:
@@ -224,8 +209,8 @@ class Core:
         extra: Mapping[str, Any] = {},
         stop: bool = False,
     ) -> Request:
-        """Add a request. `transfer`: its `kv_transfer_params`. `pin`, `extra`: as the gateway asks for it. `stop`: a 0
-        ends its answer, which the scheduler does not know before it is told that one was sampled."""
+        """`transfer`: its `kv_transfer_params`. `pin`, `extra`: as the gateway asks for it. `stop`: a 0 ends it, which
+        the scheduler does not know before it is told."""
         extra = dict(extra) if hint is None else {**extra, "seamark_boundaries": hint}
         if pin is not None:
             extra["seamark_pin"] = pin
@@ -258,6 +243,11 @@ class Core:
                 return
             self.step()
         self.errors.append(f"stuck: {self.scheduler.get_request_counts()} running and waiting")
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are not begun."""
+        return len(self.scheduler.waiting)
 
     @property
     def busy(self) -> bool:
@@ -318,11 +308,9 @@ class Core:
         """The first position that an attention group reads for what comes behind `start`."""
         return max(start - self.windows[group] + 1, 0) if group in self.windows else 0
 
-    # What is asked of the plugin's scheduler, whose objects change.
-
     @property
     def plugin(self) -> dict[str, Any]:
-        """What it is set to."""
+        """What the plugin is set to."""
         checkpoints = self.scheduler.seamark
         return {
             "enabled": checkpoints.states is not None,
@@ -331,10 +319,6 @@ class Core:
             "refused": checkpoints.refusal.cause if checkpoints.refusal is not None else None,
             "ignored": dict(checkpoints.counters.counts.ignored),
         }
-
-    def _state_events(self) -> Iterable[tuple[Any, Any]]:
-        states = self.scheduler.seamark.states
-        return states.events.take() if states is not None else ()
 
     def _found(self, block_hashes: Any, most: int) -> int:
         # By a prompt that shares no more than it takes: a longer one may enter a group by a later key.
@@ -362,7 +346,8 @@ class Core:
 
     def _check_events(self) -> None:
         """vLLM's own lookup finds the states that events say can be found, and no state that they say was evicted."""
-        for _, event in self._state_events() if self.worker.judges_keys else ():
+        states = self.scheduler.seamark.states
+        for _, event in states.events.take() if states is not None and self.worker.judges_keys else ():
             match event:
                 case StateStored(name, end, states):
                     request = self.scheduler.requests[name]
@@ -385,7 +370,6 @@ class Core:
 
     def publish(self, batch: Any) -> None:
         """As vLLM's publisher of KV events."""
-        assert self.index is not None
         for event in batch.events:
             self.index.apply(msgspec.to_builtins(event))
 
@@ -416,7 +400,7 @@ class Core:
             if group in self.keyless:
                 self.errors.append("a ring has a key, and is each request's own")
             slot = (length - 1) % self.spans[group] if group in self.attention else "state"
-            blocks = [entry] if isinstance(entry, KVCacheBlock) else list(entry.values())
+            blocks = blocks_of(entry)
             if group in self.windows:
                 rows = range(slot + 1)
                 if any(row not in self.worker.contents.get(block.block_id, {}) for block in blocks for row in rows):
@@ -440,3 +424,8 @@ class Core:
         self._check_kv_events()
         self._record_meanings()
         self.worker.reported(output, answers)
+
+
+def blocks_of(entry: Any) -> list[KVCacheBlock]:
+    """Those of a key in vLLM's map of cached blocks."""
+    return [entry] if isinstance(entry, KVCacheBlock) else list(entry.values())

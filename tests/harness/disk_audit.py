@@ -30,26 +30,24 @@ from engine_patches.disk import connector, files
 from engine_patches.disk.connector import StateScheduler
 from engine_patches.disk.files import SUFFIX, StateFiles
 from engine_patches.disk.flags import ALL, transfer_flags
-from tests.harness import disk_defects
+from tests.harness import damaged_files, disk_defects
 from tests.harness.audit import Scene, random_traffic
 from tests.harness.audited_core import Core
 from tests.harness.modelled_worker import Worker
 
 LIVES = 3
 
-# Of the copies that wait, so many are made in one step; and so many loads before the steps that still run.
-COPY_SHARE, EARLY_SHARE = 0.4, 0.5
+# Of the copies that wait, so many are made in one step; and so many loads before the steps that still run; of what the
+# disk's threads have to do, so much.
+COPY_SHARE, EARLY_SHARE, TASK_SHARE = 0.4, 0.5, 0.3
 
-# Of what the disk's threads have to do, so much is done in one step; of all steps, so many see all of it done.
-TASK_SHARE, DISK_SHARE = 0.3, 0.5
-
-# Of all steps, so many see a file damaged; the cache emptied, in vain while it is used.
-DAMAGE_SHARE, RESET_SHARE = 0.2, 0.01
-
-# Of all steps, so many see what the other core of a directory has written; a disk hang, and answer again.
-REFRESH_SHARE, HANG_SHARE, ANSWER_SHARE = 0.1, 0.2, 0.02
+# Of all steps, so many see all of that done; a file damaged; the cache emptied, in vain while it is used; what another
+# core of a directory has written; a disk hang, and answer again.
+DISK_SHARE, DAMAGE_SHARE, RESET_SHARE, REFRESH_SHARE, HANG_SHARE, ANSWER_SHARE = 0.5, 0.2, 0.01, 0.1, 0.2, 0.02
 
 PATIENCE = 20.0  # steps for a disk that hangs
+
+DAMAGES = (*(damaged_files.FILES[name] for name in ("a bit", "the end is missing", "another file")), damaged_files.gone)
 
 FILE_BYTES = 4096 + files.HEADER_BYTES  # of a modelled block: less than a page
 
@@ -87,31 +85,26 @@ class LateCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM is untyped to 
         self._done: list[int] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """vLLM's."""
         self._waiting[job_id] = lambda: self._store(src_spec, dst_spec)
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """vLLM's."""
         self._waiting[job_id] = lambda: self.load(src_spec, dst_spec)
         return True
 
     def get_finished(self) -> list[Any]:
-        """vLLM's; some of what waits is copied now."""
+        """Some of what waits is copied now."""
         self._copy([job for job in self._waiting if self._draw.random() < COPY_SHARE])
         done, self._done = self._done, []
         return [TransferResult(job, True, 1, 1.0) for job in done]
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """vLLM's: copied when it returns."""
         self._copy([job for job in self._waiting if job in job_ids])
 
-    def shutdown(self) -> None:
-        """vLLM's."""
+    def shutdown(self) -> None: ...
 
     @property
     def busy(self) -> bool:
-        """Whether anything waits."""
         return bool(self._waiting or self._done)
 
     def load(self, src_spec: Any, dst_spec: Any) -> None:
@@ -283,24 +276,11 @@ def _used_now(path: Path) -> None:
 def damage(root: Path, draw: random.Random) -> None:
     """Something that happens to files: a bit, a length, one in place of another, one gone."""
     paths = sorted(root.rglob(f"*{SUFFIX}"))
-    if len(paths) < 2:
-        return
-    path, other = draw.sample(paths, 2)
-    try:
-        content = bytearray(path.read_bytes())
-        match draw.randrange(4):
-            case 0:
-                content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-                path.write_bytes(content)
-            case 1:
-                path.write_bytes(content[: draw.randrange(len(content))])
-            case 2:
-                path.write_bytes(other.read_bytes())
-            case _:
-                path.unlink()
-        _used_now(path)
-    except (FileNotFoundError, ValueError):  # it is empty already, or gone now
-        pass
+    if len(paths) > 1:
+        path, other = draw.sample(paths, 2)
+        with suppress(FileNotFoundError, ValueError):  # it is empty already, or gone now
+            draw.choice(DAMAGES)(draw, path, other)
+            _used_now(path)
 
 
 def free_at_once() -> None:

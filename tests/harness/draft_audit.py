@@ -16,11 +16,12 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds
 
@@ -28,7 +29,7 @@ from engine_patches import settings
 from engine_patches.footprint import WRITES
 from tests.harness import draft_defects
 from tests.harness.audit import Scene, random_traffic
-from tests.harness.audited_core import ATTENTION, Core
+from tests.harness.audited_core import ATTENTION, Core, blocks_of
 from tests.harness.draft_cores import (
     BESIDE_THE_TARGET,
     NOWHERE,
@@ -227,47 +228,50 @@ class DraftWorker(Worker):
                 self._forget_sampled(name)
 
 
-def chats(core: Core, seed: int, number: int) -> None:
+def chats(core: Core, seed: int, asked: dict[str, Any]) -> None:
     """Random traffic with answers long enough to draft in."""
-    random_traffic(core, seed, number, outputs=(1, 3, 20, 150), longest_turn=700)
+    random_traffic(core, seed, asked["chats"], outputs=(1, 3, 20, 150), longest_turn=700)
     core.counts["preempted"] += sum(request.num_preemptions for request in core.ever.values())
 
 
-def heal(core: Core, shared: int) -> None:
+def sibling(core: Core, number: int, shared: int, name: str = "", own: int = 90, **more: Any) -> int:
+    """What a request finds that shares so many tokens with others, and says so in its hint."""
+    tokens = [*range(1000, 1000 + shared), *range(2000 + 100 * number, 2000 + own + 100 * number)]
+    core.request(name or str(number), tokens, **{"hint": [shared], **more})
+    core.run()
+    return core.hits[name or str(number)]
+
+
+def expected(core: Core, shared: int, asked: dict[str, Any]) -> int:
+    """What the third one finds."""
+    return expected_hits(asked, shared, getattr(core.scheduler, "num_hash_lookahead_tokens", 0))  # vLLM 0.33 on
+
+
+def heal(core: Core, shared: int, asked: dict[str, Any]) -> None:
     """The rows before a shared state are evicted; who comes third finds them again, and nobody reads others'."""
-
-    def sibling(number: int, salt: str | None = None) -> None:
-        tokens = [*range(1000, 1000 + shared), *range(2000 + 100 * number, 2010 + 100 * number)]
-        core.request(str(number), tokens, [shared - 110, shared], max_tokens=30, salt=salt)
-        core.run()
-
-    sibling(0)
-    sibling(1)
-    draft_defects.evict_windows(core.pool, core.windows)
-    for number in (2, 3, 4):
-        sibling(number)
+    how = {"own": 10, "hint": [shared - 110, shared], "max_tokens": 30}
+    for number in range(5):
+        if number == 2:
+            for key, entry in [*core.pool.cached_block_hash_to_block._cache.items()]:
+                for block in blocks_of(entry) if get_group_id(key) in core.windows else ():
+                    core.pool._maybe_evict_cached_block(block)
+        sibling(core, number, shared, **how)
     fates = [core.ever[str(number)].seamark.window for number in range(5)]
     if core.plugin["enabled"] and fates != ["", "held", "healed", "held", "held"]:
         core.errors.append(f"of {shared} shared tokens, the rows are {fates}")
-    sibling(5, salt="other")
-    if core.hits["5"]:
+    if sibling(core, 5, shared, **how, salt="other"):
         core.errors.append("another salt finds a state")
 
 
-def gate(core: Core, shared: int, options: dict[str, Any]) -> None:
+def gate(core: Core, shared: int, asked: dict[str, Any]) -> None:
     """What siblings find while hints are on trial, once they are open, and once they are closed again."""
     drafts, told = core.scheduler.seamark.drafts, itertools.count()
 
     def found(salt: str, **extra: Any) -> int:
         """By the last of three that share so much under a salt; the first one brings `extra`, too."""
-        for number in range(3):
-            name = f"{salt}-{next(told)}"
-            tokens = [*range(1000, 1000 + shared), *range(2000 + 100 * number, 2090 + 100 * number)]
-            core.request(name, tokens, [shared], salt=salt, extra=extra)
-            core.run()
-        return core.hits[name]
+        return [sibling(core, each, shared, f"{salt}-{next(told)}", salt=salt, extra=extra) for each in range(3)][-1]
 
-    expected = expected_hits(options, shared, getattr(core.scheduler, "num_hash_lookahead_tokens", 0))
+    owed = expected(core, shared, asked)
     before, name = drafts.state, drafts.name
     alone = [found("alone"), found("foreign", seamark_trial=1, seamark_drafts=f"open:{'0' * 32}") and found("alone2")]
     seen = [
@@ -276,13 +280,13 @@ def gate(core: Core, shared: int, options: dict[str, Any]) -> None:
         found("all"),
     ]
     closed = found("shut", seamark_trial=1, seamark_drafts=f"closed:{name}:it drafts worse") and found("alone3")
-    if before != "trial" or seen != [expected] * 3 or any(hit % BLOCK for hit in (*alone, closed)):
-        core.errors.append(f"{before}: {alone}, {seen} and {closed} of {shared} tokens are found, expected {expected}")
+    if before != "trial" or seen != [owed] * 3 or any(hit % BLOCK for hit in (*alone, closed)):
+        core.errors.append(f"{before}: {alone}, {seen} and {closed} of {shared} tokens are found, expected {owed}")
     if (drafts.state, core.plugin["refused"]) != ("closed", "drafts: it drafts worse"):
         core.errors.append(f"hints are {drafts.state}: {core.plugin['refused']}")
 
 
-def pinned(core: Core, shared: int) -> None:
+def pinned(core: Core, shared: int, asked: dict[str, Any]) -> None:
     """A pin holds the rows of a draft head's window, too, when everything else is evicted."""
     head = [*range(1000, 1000 + shared)]
     core.request("pin", head, [shared - 20], pin=1)
@@ -290,13 +294,12 @@ def pinned(core: Core, shared: int) -> None:
     for number in range(30):
         core.request(f"flood-{number}", range(5000 + 400 * number, 5300 + 400 * number), max_tokens=3)
         core.run()
-    core.request("sibling", [*head, *range(2000, 2010)], [shared - 20], max_tokens=5)
-    core.run()
-    if core.ever["sibling"].seamark.window != "held":
-        core.errors.append(f"of a pinned prompt the rows are {core.ever['sibling'].seamark.window}")
+    sibling(core, 0, shared, own=10, hint=[shared - 20], max_tokens=5)
+    if core.ever["0"].seamark.window != "held":
+        core.errors.append(f"of a pinned prompt the rows are {core.ever['0'].seamark.window}")
 
 
-def replay(core: Core, answer: int) -> None:
+def replay(core: Core, answer: int, asked: dict[str, Any]) -> None:
     """A request loses its cache after `answer` tokens, and computes them again in chunks; another goes on from it."""
     core.request("other", range(5000, 5004), max_tokens=2 * answer)  # drafts all the time
     first = core.request("first", range(1000, 1040), max_tokens=answer + 20)
@@ -308,46 +311,38 @@ def replay(core: Core, answer: int) -> None:
     core.run()
 
 
-def siblings(core: Core, shared: int, options: dict[str, Any]) -> None:
-    """Three requests share `shared` tokens and say so in their hints; the last one has to find them."""
-    for number in range(3):
-        own = range(2000 + 100 * number, 2090 + 100 * number)
-        core.request(str(number), [*range(1000, 1000 + shared), *own], [shared])
-        core.run()
-    expected = expected_hits(options, shared, getattr(core.scheduler, "num_hash_lookahead_tokens", 0))  # vLLM 0.33 on
-    if core.plugin["on_trial"] and core.hits["2"] % BLOCK:
-        core.errors.append(f"{core.hits['2']} tokens are found on trial, which are no whole blocks")
-    elif core.plugin["enabled"] and not core.plugin["on_trial"] and core.hits["2"] != expected:
-        core.errors.append(f"{core.hits['2']} of {shared} shared tokens are found, expected {expected}")
+def siblings(core: Core, shared: int, asked: dict[str, Any]) -> None:
+    """Three requests share `shared` tokens; the last one has to find them."""
+    hit = [sibling(core, number, shared) for number in range(3)][-1]
+    if core.plugin["on_trial"] and hit % BLOCK:
+        core.errors.append(f"{hit} tokens are found on trial, which are no whole blocks")
+    elif core.plugin["enabled"] and not core.plugin["on_trial"] and hit != expected(core, shared, asked):
+        core.errors.append(f"{hit} of {shared} shared tokens are found, expected {expected(core, shared, asked)}")
 
 
-DEFECTS = {name: partial(draft_defects.plant, name) for name in draft_defects.OF_THE_SCHEDULER}
+DEFECTS = draft_defects.DEFECTS
 
 OF_THE_WORKER = ("drafts", "variable", "head", "drop", "fills_in", "window", "window_groups", "full_groups")
 
 
+# What an audit is asked for, a scene for each number; and whether what it does is counted.
+PLAYS: dict[str, tuple[Callable[[Core, int, dict[str, Any]], None], bool]] = {
+    "seeds": (chats, True),
+    "answers": (replay, False),
+    "shared": (siblings, True),
+    "gate": (gate, False),
+    "pinned": (pinned, False),
+    "healed": (heal, False),
+}
+
+
 def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:
-    """`chats` chats for each of `seeds`, `replay` for each of `answers`, `siblings` for each of `shared`.
-
-    `options`: of `DraftWorker` and of `Core`.
-    """
-
+    """`wanted`: numbers for each of `PLAYS`, and `chats` for each seed. `options`: of `DraftWorker` and of `Core`."""
     os.environ[settings.DRAFTS] = wanted.get("drafts", settings.AT_ONCE)
-
-    def core(seed: int) -> Core:
-        worker = DraftWorker(seed=seed, **{name: options[name] for name in OF_THE_WORKER if name in options})
-        others = {name: value for name, value in options.items() if name not in OF_THE_WORKER}
-        return Core(model, worker=worker, speculative=worker.speculative, **others)
-
-    for seed in wanted.get("seeds", ()):
-        yield Scene(f"seed {seed}", [made := core(seed)], partial(chats, made, seed, wanted["chats"]))
-    for answer in wanted.get("answers", ()):
-        yield Scene(f"after {answer} tokens", [made := core(answer)], partial(replay, made, answer), counted=False)
-    for shared in wanted.get("shared", ()):
-        yield Scene(f"{shared} shared", [made := core(shared)], partial(siblings, made, shared, options))
-    for shared in wanted.get("gate", ()):
-        yield Scene(f"gate, {shared}", [made := core(shared)], partial(gate, made, shared, options), counted=False)
-    for shared in wanted.get("pinned", ()):
-        yield Scene(f"{shared} pinned", [made := core(shared)], partial(pinned, made, shared), counted=False)
-    for shared in wanted.get("healed", ()):
-        yield Scene(f"{shared} healed", [made := core(shared)], partial(heal, made, shared), counted=False)
+    of_worker = {name: options[name] for name in OF_THE_WORKER if name in options}
+    others = {name: value for name, value in options.items() if name not in OF_THE_WORKER}
+    for kind, (play, counted) in PLAYS.items():
+        for number in wanted.get(kind, ()):
+            worker = DraftWorker(seed=number, **of_worker)
+            core = Core(model, worker=worker, speculative=worker.speculative, **others)
+            yield Scene(f"{kind} {number}", [core], partial(play, core, number, {**wanted, **options}), counted)

@@ -56,34 +56,28 @@ class Worker:
         self.loaded: set[str] = set()  # requests that began with what another engine computed
         self._state_index: dict[str, int] = {}
 
-    def place_layers(self, groups: list[KVCacheGroupSpec]) -> None:
-        """Cache groups of further layers."""
+    # What it is told, in this order; a model of another worker does something then.
 
-    def start(self) -> None:
-        """The scheduler is made."""
+    def place_layers(self, groups: list[KVCacheGroupSpec]) -> None: ...  # cache groups of further layers
 
-    def before_step(self) -> None:
-        """What happens besides."""
+    def start(self) -> None: ...  # the scheduler is made
 
-    def planned(self, output: Any) -> None:
-        """A step was planned, and may be computed later."""
+    def before_step(self) -> None: ...
 
-    def computed(self) -> None:
-        """All that is computed now was."""
+    def planned(self, output: Any) -> None: ...  # it may be computed later
 
-    def connector_output(self) -> Any:
-        """What its KV connector reports with a step."""
+    def computed(self) -> None: ...  # all that is computed now was
 
-    def reported(self, output: Any, answers: Mapping[int, Any]) -> None:
-        """The scheduler knows what a step has computed."""
+    def connector_output(self) -> Any: ...  # what its KV connector reports with a step
+
+    def reported(self, output: Any, answers: Mapping[int, Any]) -> None: ...  # the scheduler knows what it has computed
+
+    def close(self) -> None: ...  # nothing more comes
 
     @property
     def busy(self) -> bool:
         """Whether anything is under way of which no request waits."""
         return False
-
-    def close(self) -> None:
-        """Nothing more comes."""
 
     def compute(self, output: Any) -> dict[str, list[int]]:
         """What it does to blocks in one step; the tokens it samples for each request."""

@@ -33,9 +33,12 @@ def _take_a_rank_for_all() -> None:
     cache_keys.keep_attention_keys = state_writes.keep_attention_keys = keep_attention_keys
 
 
-RINGS, RANK = "rings taken for attention", "a rank taken for all"
+DEFECTS = {"rings taken for attention": _take_rings_for_attention, "a rank taken for all": _take_a_rank_for_all}
 
-DEFECTS = {RINGS: _take_rings_for_attention, RANK: _take_a_rank_for_all}
+
+def drawn(draw: random.Random, length: int) -> list[int]:
+    """Tokens."""
+    return [draw.randrange(1000) for _ in range(length)]
 
 
 def deep_prompts(core: Core, depths: list[int]) -> dict[str, Any]:
@@ -45,9 +48,6 @@ def deep_prompts(core: Core, depths: list[int]) -> dict[str, Any]:
     """
     draw = random.Random(3)
 
-    def drawn(length: int) -> list[int]:
-        return [draw.randrange(1000) for _ in range(length)]
-
     def ask(tokens: list[int], hint: list[int] | None = None, pin: int | None = None) -> int:
         name = f"r{len(core.ever)}"
         core.request(name, tokens, hint, pin=pin)
@@ -56,18 +56,18 @@ def deep_prompts(core: Core, depths: list[int]) -> dict[str, Any]:
 
     found: dict[str, Any] = {"names": 0}
     for kept, pin in (("held", None), ("pinned", 1)):
-        head = drawn(max(depths) + 5)
+        head = drawn(draw, max(depths) + 5)
         ask(head, depths, pin)
         found["names"] += len(core.stored)
-        found[kept] = [ask([*head[: depth + 3], *drawn(7)]) for depth in depths]
+        found[kept] = [ask([*head[: depth + 3], *drawn(draw, 7)]) for depth in depths]
         for _ in range(12):
-            ask(drawn(max(depths)))
-        found[f"{kept}, then"] = [ask([*head[: depth + 3], *drawn(7)]) for depth in depths]
+            ask(drawn(draw, max(depths)))
+        found[f"{kept}, then"] = [ask([*head[: depth + 3], *drawn(draw, 7)]) for depth in depths]
     ask(head, depths, pin=0)
     return found
 
 
-def tiny_prompts(core: Core, *, kept: bool) -> dict[str, Any]:
+def tiny_prompts(core: Core, kept: bool) -> dict[str, Any]:
     """Prompts of 12 tokens between others that share a head, more at once than the cache has room for; one is pinned.
 
     Blocks that a tiny one holds alone; of each request the step that began it; what those with the head found.
@@ -77,7 +77,7 @@ def tiny_prompts(core: Core, *, kept: bool) -> dict[str, Any]:
         core.scheduler.seamark.states.reserve = lambda *_, **__: None
     draw = random.Random(5)
     began: dict[str, int] = {}
-    head, held, step = [draw.randrange(1000) for _ in range(40)], 0, 0
+    head, held, step = drawn(draw, 40), 0, 0
 
     def go_on(until_idle: bool) -> None:
         nonlocal step, held
@@ -92,7 +92,7 @@ def tiny_prompts(core: Core, *, kept: bool) -> dict[str, Any]:
 
     for wave in range(6):
         for number in range(4):
-            own = [draw.randrange(1000) for _ in range(12)]
+            own = drawn(draw, 12)
             core.request(f"tiny {wave} {number}", own, max_tokens=3)
             pin = 1 if wave == 3 and number == 0 else None
             tokens = head + own[: draw.randrange(3, 12)]
@@ -100,7 +100,7 @@ def tiny_prompts(core: Core, *, kept: bool) -> dict[str, Any]:
         go_on(until_idle=wave % 2 == 0)
     for number in range(6):
         go_on(until_idle=True)
-        own = [draw.randrange(1000) for _ in range(12)]
+        own = drawn(draw, 12)
         core.request(f"tiny alone {number}", own, max_tokens=3)
         go_on(until_idle=True)
         core.request(f"head alone {number}", head + own, [len(head)], max_tokens=2)
@@ -110,13 +110,11 @@ def tiny_prompts(core: Core, *, kept: bool) -> dict[str, Any]:
 
 def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:
     """`options`: arguments of `Core`."""
+    play = {f"seed {seed}": partial(random_traffic, seed=seed, chats=wanted["chats"]) for seed in wanted["seeds"]}
     if "depths" in wanted:
+        play["deep prompts"] = partial(deep_prompts, depths=wanted["depths"])
+    if "tiny" in wanted:
+        play |= {name: partial(tiny_prompts, kept=name == "kept") for name in ("kept", "none")}
+    for name, scene in play.items():
         core = Core(model, **options)
-        yield Scene("deep prompts", [core], partial(deep_prompts, core, wanted["depths"]))
-    if wanted.get("tiny"):
-        cores = {"kept": Core(model, **options), "none": Core(model, **options)}
-        play = {name: partial(tiny_prompts, core, kept=name == "kept") for name, core in cores.items()}
-        yield Scene("tiny prompts", [*cores.values()], lambda: {name: each() for name, each in play.items()})
-    for seed in wanted["seeds"]:
-        core = Core(model, **options)
-        yield Scene(f"seed {seed}", [core], partial(random_traffic, core, seed, wanted["chats"]))
+        yield Scene(name, [core], partial(scene, core))

@@ -5,19 +5,16 @@ Those on the installed vLLM are forks of one process that has imported it, which
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import json
+import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
-
-import pytest
+from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,66 +23,29 @@ ENVIRONMENT = {"SEAMARK_ENGINE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_TH
 
 SECONDS = 900
 
-# Which of an audit's seeds a test takes.
-TRAFFIC = pytest.mark.parametrize(
-    "share",
-    [pytest.param(slice(1), id="a seed"), pytest.param(slice(None), id="all seeds", marks=pytest.mark.thorough)],
-)
-
-
-_server: subprocess.Popen[str] | None = None  # what the forks are made of; it ends with its input
-
-
-def run_forked(module: str, *arguments: str) -> Any:
-    """The JSON that `main` of a module of the harness prints last, in a process that has imported vLLM but no more."""
-    global _server
-    if _server is None or _server.poll() is not None:
-        command = [sys.executable, "-m", "tests.harness.scheduler_process"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        _server = subprocess.Popen(command, **pipes, text=True, env=os.environ | ENVIRONMENT, start_new_session=True)
-    assert _server.stdin and _server.stdout
-    try:
-        print(json.dumps([module, arguments]), file=_server.stdin, flush=True)
-        printed, error = json.loads(_server.stdout.readline())
-    except BaseException:  # a test's time is over: the next one must not get this one's answer
-        os.killpg(_server.pid, signal.SIGKILL)
-        _server.wait()
-        raise
-    assert not error, error
-    return json.loads(printed)
-
-
-def serve() -> None:
-    """Do in a fork what each line of the input asks for."""
-    importlib.import_module("tests.harness.audit")  # and with it vLLM
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        read, write = os.pipe()
-        if not (child := os.fork()):
-            with os.fdopen(write, "w") as answer:
-                json.dump(_outcome(*json.loads(line)), answer)
-            os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as answer:
-            text = answer.read()
-        _, status = os.waitpid(child, 0)
-        print(text or json.dumps(["", f"the fork ended with {status}"]), file=answers, flush=True)
-
-
-def _outcome(module: str, arguments: list[str]) -> tuple[str, str]:
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            importlib.import_module(f"tests.harness.{module}").main(*arguments)
-        return output.getvalue().splitlines()[-1], ""
-    except BaseException:
-        return "", traceback.format_exc()
-
 
 def audit(name: str, model: Path | str, **wanted: Any) -> list[dict[str, Any]]:
-    """What the audit of a `name` finds with each of the cores; `wanted`: see `audit.main`."""
-    found: list[dict[str, Any]] = run_forked("audit", name, str(model), json.dumps(wanted))
-    return found
+    """What the audit of a `name` finds with each of the cores, in a fork; `wanted`: see `audit.results`."""
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["tests.harness.audit"])  # and with it vLLM
+    found, told = forks.Pipe(duplex=False)
+    with mock.patch.dict(os.environ, ENVIRONMENT):  # of the process that forks, if this is the first one
+        fork = forks.Process(target=_audit, args=(told, name, str(model), wanted), daemon=True)
+        fork.start()
+    told.close()
+    try:
+        answer, error = found.recv()
+    finally:  # a test's time may be over
+        fork.kill()
+    assert not error, error
+    return answer
+
+
+def _audit(told: Any, *arguments: Any) -> None:
+    try:
+        told.send((importlib.import_module("tests.harness.audit").results(*arguments), ""))
+    except BaseException:
+        told.send((None, traceback.format_exc()))
 
 
 def run_apart(module: str, *arguments: str, source: Path | None = None) -> Any:
@@ -105,7 +65,3 @@ def run_apart(module: str, *arguments: str, source: Path | None = None) -> Any:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
-
-
-if __name__ == "__main__":
-    serve()

@@ -10,12 +10,8 @@ import yaml
 EXPECTED: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parents[1] / "data/situations.yaml").read_text())
 
 
-def differences(shown: dict[str, dict[str, Any]]) -> list[str]:
-    """What differs from the table, a line each; errors of the audit included."""
-    lines = []
-    for name in {**EXPECTED, **shown}:
-        found = dict(shown.get(name, {}))
-        errors = found.pop("errors", [])
-        if errors or found != EXPECTED.get(name):
-            lines.append(f"{name}: {errors or found}, expected {EXPECTED.get(name)}")
-    return lines
+def differences(audited: dict[str, Any]) -> list[str]:
+    """What the audit of situations finds wrong, and what differs from the table, a line each."""
+    shown = audited["played"]
+    names = [name for name in {**EXPECTED, **shown} if shown.get(name) != EXPECTED.get(name)]
+    return [*audited["errors"], *(f"{name}: {shown.get(name)}, expected {EXPECTED.get(name)}" for name in names)]

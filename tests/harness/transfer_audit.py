@@ -22,15 +22,15 @@ from vllm.v1.outputs import KVConnectorOutput
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler import hooks
 from engine_patches.scheduler.transfers import STOPS, Transfers
-from tests.harness.audit import Scene
+from tests.harness.audit import Scene, random_traffic
 from tests.harness.audited_core import Core
 from tests.harness.modelled_worker import Worker
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
-# Of the prefills, so many may stop before the prompt's end; and of those that come back, so many are of another prompt,
-# or were taken before.
-STOPPING_SHARE, SWAPPED_SHARE, AGAIN_SHARE = 0.7, 0.15, 0.1
+# Of all requests, so many are prefilled by P; of these, so many may stop before the prompt's end. With so many of those
+# that come back, what D took before is given to it again, with another prompt.
+PREFILL_SHARE, STOPPING_SHARE, AGAIN_SHARE = 0.7, 0.7, 0.1
 
 # Of all steps, so many are followed by an attempt to empty one of the caches: in vain while any of its blocks is held.
 RESET_SHARE = 0.05
@@ -119,94 +119,80 @@ class TransferWorker(Worker):
                 self.offers[answer.request_id] = answer.kv_transfer_params
 
 
+class DecodingCore(Core):
+    """D, whose requests P prefills before."""
+
+    def __init__(self, model: str, prefilling: Core, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.prefilling, self._draw = prefilling, random.Random(1)
+        self._sent: dict[str, tuple[Any, ...]] = {}  # to P
+        self._taken: list[dict[str, Any]] = []
+
+    def request(
+        self, name: str, tokens: Any, hint: Any = None, max_tokens: int = 1, salt: Any = None, *given: Any, **more: Any
+    ) -> Any:
+        """Of P first, mostly."""
+        if self._draw.random() >= PREFILL_SHARE:
+            return super().request(name, tokens, hint, max_tokens, salt, *given, **more)
+        self._sent[name] = list(tokens), hint, max_tokens, salt, more
+        transfer = PREFILL | ({STOPS: True} if self._draw.random() < STOPPING_SHARE else {})
+        return self.prefilling.request(name, tokens, hint, 1, salt, transfer=transfer)
+
+    @property
+    def waiting(self) -> int:
+        return super().waiting + self.prefilling.waiting
+
+    @property
+    def busy(self) -> bool:
+        return super().busy or self.prefilling.busy or bool(self._sent)
+
+    def step(self) -> Any:
+        """Of both."""
+        self.prefilling.step()
+        output, offers = super().step(), self.prefilling.worker.offers
+        if self._draw.random() < RESET_SHARE:
+            self._draw.choice((self, self.prefilling)).reset()
+        for name in [name for name in self._sent if name in offers]:
+            *asked, more = self._sent.pop(name)
+            offer = offers.pop(name)
+            if self._taken and self._draw.random() < AGAIN_SHARE:
+                super().request(f"{name} again", *asked, **more, transfer=dict(self._draw.choice(self._taken)))
+            self._taken.append(dict(offer))
+            super().request(name, *asked, **more, transfer=offer)
+        return output
+
+    def run(self, most: int = 3000) -> None:
+        self.drain(most)
+
+
 def cores(
     model: str,
     name: str = "NixlConnector",
     *,
     multi: bool = False,
     failing: float = 0.0,
-    weights: Sequence[Sequence[str]] = (),
+    weights: Sequence[Sequence[str]] = ((), ()),
     **options: Any,
 ) -> list[Core]:
-    """P and D. `multi`: the connector is inside a MultiConnector; `failing`: share of reads.
+    """D and P. `multi`: the connector is inside a MultiConnector; `failing`: share of reads.
 
-    `weights`: the fields of each one's `Weights`; `options`: of `Core`.
+    `weights`: the fields of the `Weights` of P and of D; `options`: of `Core`.
     """
-    made = []
-    for number, role in enumerate(("kv_producer", "kv_consumer")):
+
+    def made(kind: Any, role: str, own_weights: Sequence[str]) -> Core:
         connector: dict[str, Any] = {"kv_connector": name, "kv_role": role, "kv_load_failure_policy": "recompute"}
         if multi:
             children = {"connectors": [connector]}
             connector = {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": children}
-        own = {"weights": Weights(*weights[number])} if weights else {}
+        own = {"weights": Weights(*own_weights)} if own_weights else {}
         worker = TransferWorker(multi=multi, failing=failing)
-        made.append(Core(model, worker=worker, connector=connector, **options, **own))
-    p, d = made
+        core: Core = kind(model, worker=worker, connector=connector, **options, **own)
+        return core
+
+    p = made(Core, "kv_producer", weights[0])
+    d = made(partial(DecodingCore, prefilling=p), "kv_consumer", weights[1])
     p.worker.peer, d.worker.peer = d.worker, p.worker
-    return made
-
-
-def random_traffic(p: Core, d: Core, seed: int, chats: int) -> None:
-    """Chats on a few heads and later turns of them, most prefilled by P; some clients leave while D loads.
-
-    Some of what P computed is given to D with another prompt, or a second time.
-    """
-    draw = random.Random(seed)
-    lengths = (20, 33, 64, 70, 100, 130, 163, 250, 300, 400)
-    heads = [[draw.randrange(1000) for _ in range(draw.choice(lengths))] for _ in range(4)]
-    begun: list[list[int]] = []
-    waiting: dict[str, tuple[list[int], Any, int, str | None]] = {}  # for P
-    spare: list[dict[str, Any]] = []  # what P computed, and nobody has taken
-    taken: list[dict[str, Any]] = []
-    draw_reset = random.Random(-seed)
-
-    def both(steps: int) -> None:
-        for _ in range(steps):
-            p.step()
-            d.step()
-            if draw_reset.random() < RESET_SHARE:
-                draw_reset.choice((p, d)).reset()
-            for name in [name for name in waiting if name in p.worker.offers]:
-                tokens, hint, answer, salt = waiting.pop(name)
-                offer = p.worker.offers.pop(name)
-                if draw.random() < SWAPPED_SHARE:
-                    spare.insert(0, offer)
-                    offer = spare.pop()
-                if taken and draw.random() < AGAIN_SHARE:
-                    again = dict(draw.choice(taken))
-                    d.request(f"{name} again", list(tokens), hint, answer, salt, transfer=again, stop=answer > 3)
-                taken.append(dict(offer))
-                d.request(name, tokens, hint, answer, salt, transfer=offer, stop=answer > 3)
-                if draw.random() < 0.1:
-                    for _ in range(draw.randrange(3)):
-                        d.step()
-                    if name in d.scheduler.requests:
-                        d.abort(name)
-
-    for number in range(chats):
-        tokens = list(draw.choice(begun) if begun and draw.random() < 0.5 else draw.choice(heads))
-        seams = [len(tokens)]
-        for _ in range(draw.randrange(1, 3)):
-            tokens += [draw.randrange(1000) for _ in range(draw.randrange(1, 70))]
-            seams.append(len(tokens))
-        begun.append(list(tokens))
-        tokens += list(range(1, draw.randrange(1, 6)))  # words that ask for an answer
-        hint = [seam for seam in seams if draw.random() < 0.8] or None
-        salt, answer, name = draw.choice((None, None, "salt")), draw.choice((1, 3, 20)), f"{seed}-{number}"
-        if draw.random() < 0.3:
-            d.request(name, tokens, hint, answer, salt, stop=answer > 3)
-        else:
-            stops = {STOPS: True} if draw.random() < STOPPING_SHARE else {}
-            p.request(name, tokens, hint, 1, salt, transfer=PREFILL | stops)
-            waiting[name] = tokens, hint, answer, salt
-        both(draw.randrange(1, 6))
-    for _ in range(3000):
-        if not (waiting or p.busy or d.busy or spare):
-            return
-        p.worker.sent.update(offer["remote_request_id"] for offer in spare)  # their lease is over
-        spare.clear()
-        both(1)
-    d.errors.append(f"stuck: {p.scheduler.get_request_counts()}, {d.scheduler.get_request_counts()}, {len(waiting)}")
+    return [d, p]
 
 
 def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:
@@ -224,8 +210,8 @@ def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Itera
         hooks.logger.removeHandler(handler)
         return
     for seed in wanted["seeds"]:
-        p, d = cores(model, **options)
-        yield Scene(f"seed {seed}", [p, d], partial(random_traffic, p, d, seed, wanted["chats"]))
+        made = cores(model, **options)
+        yield Scene(f"seed {seed}", made, partial(random_traffic, made[0], seed, wanted["chats"], longest_turn=400))
 
 
 def said(core: Core, lines: list[str]) -> list[str]:

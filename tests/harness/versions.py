@@ -178,9 +178,9 @@ def main(versions: list[str]) -> int:
     wrong = False
     for version in versions:
         source = source_of(version)
-        shown = {index: run(source, "scheduler_situations", model, index) for index in ("0", "16")}
-        found = [line for of_index in shown.values() for line in differences(of_index)]
-        situations = sum(map(len, shown.values()))
+        shown = run(source, "audit", "situation", model, json.dumps({"cores": [{"index": 0}, {"index": 16}]}))
+        found = [line for of_index in shown for line in differences(of_index)]
+        situations = sum(len(of_index["played"]) for of_index in shown)
         audits = run(source, "audit", "scheduler", model, json.dumps({"seeds": [1, 2], "chats": 60, "cores": cores}))
         errors = [f"{audit['core']}: {audit['errors']}" for audit in audits if audit["errors"]]
         drafting = [*draft_cores.CORES, *draft_cores.HEADS]

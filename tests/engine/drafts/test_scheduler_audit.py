@@ -19,16 +19,6 @@ from tests.harness.draft_cores import (
     WINDOWS,
     faults,
 )
-from tests.harness.draft_defects import (
-    A_UNIT_EARLY,
-    ANY_BLOCK,
-    KEYS_TOO_SOON,
-    NULLS_INSIDE,
-    REPLAY_TRUSTED,
-    ROWS_LOST,
-    SHORT_REPLAYS,
-    ZEROS_KEYED,
-)
 from tests.harness.scheduler_process import audit as run_audit
 
 ALL = [*CORES, *HEADS]
@@ -75,41 +65,40 @@ def test_rows_of_a_head_with_a_window_follow_a_hit(drafting_model: str, cores: l
     assert held >= 0.95 * (held + others) > 20
 
 
-@pytest.mark.parametrize(
-    ("wanted", "error"),
-    [
-        ({"planted": [REPLAY_TRUSTED], "answers": [150], "cores": [{"budget": 50}]}, "leads to a wrong block"),
-        ({"planted": [A_UNIT_EARLY], "shared": [163], "cores": [{}]}, "leads to a wrong block"),
-        ({"planted": [SHORT_REPLAYS], "answers": [136, 138, 140], "cores": [{"budget": 20}]}, "from a wrong state"),
-        ({"without": ["true-states"], "answers": [150], "cores": [{"budget": 50}]}, "leads to a wrong block"),
-    ],
-    ids=["replays are trusted", "a unit early", "short replays", "vLLM's own keys of passed blocks"],
-)
-def test_the_audit_notices_defects(drafting_model: str, wanted: dict[str, Any], error: str):
-    (core,) = audit(drafting_model, **wanted)
-    assert any(error in each for each in core["errors"])
+WINDOW = {"healed": [300], "seeds": [1], "cores": [WINDOWS[0]]}
+
+# What is planted, in which traffic, and what the audit says then.
+NOTICED: dict[str, tuple[dict[str, Any], str]] = {
+    "computed again, an answer's blocks are registered as if it were generated": (
+        {"answers": [150], "cores": [{"budget": 50}]},
+        "leads to a wrong block",
+    ),
+    "a state is a unit early": ({"shared": [163], "cores": [{}]}, "leads to a wrong block"),
+    "a preempted request may compute as few tokens again as a step verifies": (
+        {"answers": [136, 138, 140], "cores": [{"budget": 20}]},
+        "from a wrong state",
+    ),
+    "blocks that hold zeros carry keys of a window": (WINDOW, "leads to rows that nobody computed"),
+    "a window's rows are found before they are computed": (WINDOW, "leads to"),
+    "a hit takes any block of a window": (WINDOW, "leads to rows that nobody computed"),
+    "a hit takes what is held of a window": (WINDOW, "the engine dies"),
+}
 
 
-@pytest.mark.parametrize(
-    ("defect", "error"),
-    [
-        (ZEROS_KEYED, "leads to rows that nobody computed"),
-        (KEYS_TOO_SOON, "leads to"),
-        (ANY_BLOCK, "leads to rows that nobody computed"),
-        (NULLS_INSIDE, "the engine dies"),
-    ],
-)
-def test_the_audit_notices_defects_of_windows(drafting_model: str, defect: str, error: str):
-    (core,) = audit(drafting_model, planted=[defect], healed=[300], seeds=[1], cores=[WINDOWS[0]])
+@pytest.mark.parametrize("defect", [*NOTICED, "vLLM's own keys of passed blocks"])
+def test_the_audit_notices_defects(drafting_model: str, defect: str):
+    vllms_own = {"without": ["true-states"], "answers": [150], "cores": [{"budget": 50}]}, "leads to a wrong block"
+    wanted, error = NOTICED.get(defect, vllms_own)
+    (core,) = audit(drafting_model, **wanted, planted=[defect] if defect in NOTICED else [])
     assert any(error in each for each in core["errors"]), core["errors"]
 
 
 def test_without_what_it_relies_on_vllm_caches_beside_a_window_as_it_does_alone(drafting_model: str):
     """The check on a toy window fails where no rows are kept. The head's groups then decide hits again."""
     alone = {"head": OWN_WINDOW, "export": False}
-    found = audit(
-        drafting_model, planted=[ROWS_LOST], seeds=[1], answers=ANSWERS, cores=[alone, {**alone, "overlap": True}]
-    )
+    lost = ["no rows of a window are kept, and none are computed again"]
+    cores = [alone, {**alone, "overlap": True}]
+    found = audit(drafting_model, planted=lost, seeds=[1], answers=ANSWERS, cores=cores)
     for core in found:
         assert core["errors"] == [] and core["hit_tokens"] > 0
         assert not core["enabled"] and "the rows before a hit are found in" in core["refused"]

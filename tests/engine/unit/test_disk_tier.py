@@ -1,12 +1,17 @@
-"""The tier between vLLM's rows in host memory and the files: what a disk does wrong is a miss, and is counted once."""
+"""The tier between vLLM's rows in host memory and the files: what a disk does wrong is a miss, and is counted once.
+
+Also what engines do not share files over, and that the rows' name goes before anything that may hang.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import random
+import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +19,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import vllm.plugins
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering import spec as tiering
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from engine_patches.disk import files, tier
+from engine_patches.disk.copies import CheckpointSpec
 from engine_patches.disk.files import HEADER_BYTES, LOCK, SUFFIX, StateFiles
+from engine_patches.disk.identity import identity_of
 from engine_patches.disk.tier import CheckedFiles, _Done
+from engine_patches.forward.loaded_weights import Weights
 from tests.harness import damaged_files
+from tests.harness.damaged_files import EVERYTHING, strangers_files
 
 ROWS, ROW = 16, 8192
 
@@ -95,11 +110,6 @@ def path_of(root: Path, key: bytes) -> Path:
     return path
 
 
-def damage(root: Path, key: bytes) -> None:
-    path = path_of(root, key)
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-
-
 def fails(error: BaseException) -> Any:
     def fail(*arguments: Any, **more: Any) -> Any:
         raise error
@@ -113,7 +123,7 @@ FULL, BROKEN = OSError(28, "No space left on device"), OSError(5, "input/output 
 def test_of_a_load_the_files_that_are_right_are_taken_and_the_others_are_misses_from_then_on(start, tmp_path):
     held = start()
     held.store(KEYS[:3])
-    damage(tmp_path, KEYS[1])
+    path_of(tmp_path, KEYS[1]).write_bytes(path_of(tmp_path, KEYS[1]).read_bytes()[:-1] + b"x")
     result = held.load(KEYS[:3])
     assert not result.success and set(result.successful_keys) == {KEYS[0], KEYS[2]}
     assert [row[0] for row in (held.rows[8], held.rows[10])] == [KEYS[0][0], KEYS[2][0]]
@@ -197,11 +207,42 @@ def test_a_start_on_a_disk_that_hangs_goes_on_without_it(start, monkeypatch, eng
     ended.set()
 
 
+@pytest.mark.parametrize("damage", EVERYTHING.values(), ids=EVERYTHING)
+def test_a_damage_costs_what_it_hit_and_is_healed_and_what_is_not_ours_stays(tmp_path, monkeypatch, engine_log, damage):
+    """At the next start, and at the one after that."""
+    monkeypatch.setattr(files, "START_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
+    root, keys = tmp_path / "states", KEYS[:3]
+    before = Tier(root)
+    before.store(keys)
+    before.tier.shutdown()
+    damage.apply(random.Random(3), path_of(root, keys[0]), path_of(root, keys[1]))
+    strangers, mode = strangers_files(tmp_path), root.stat().st_mode if root.exists() else 0
+    lost = {"": set(), "own": {keys[0]}, "all": set(keys)}[damage.lost]
+    try:
+        for healed in (False, True):
+            held = Tier(root, max_bytes=6 * FILE)
+            known = [key for key in keys if held.tier.holds(key)]
+            result = held.load(known) if known else None
+            found = known if result and result.success else list(result.successful_keys or () if result else ())
+            assert set(keys) - set(found) == (set() if healed and damage.kept_again else lost)
+            assert [held.rows[8 + known.index(key)][0] for key in found] == [key[0] for key in found]
+            if missing := [key for key in keys if key not in found]:
+                held.store(missing)
+            held.tier.shutdown()
+            assert bool(told(engine_log)) == damage.told
+            engine_log.clear()
+    finally:
+        damaged_files.let_go()
+    assert strangers_files(tmp_path) == strangers and mode in (0, root.stat().st_mode)
+    assert not (tmp_path / "not-made").exists(), "a link in place of the lock is not followed"
+
+
 def test_a_fifo_or_a_device_in_place_of_a_file_keeps_no_start_waiting(start, tmp_path):
     start(*KEYS[:3])
     paths = [path_of(tmp_path, key) for key in KEYS[:3]]
-    damaged_files.fifo(random.Random(1), paths[0], paths[1])
-    damaged_files.link_to_zeros(random.Random(1), paths[1], paths[2])
+    damaged_files.OTHERS["a fifo"](random.Random(1), paths[0], paths[1])
+    damaged_files.OTHERS["a link to a device"](random.Random(1), paths[1], paths[2])
     held = start()
     assert [held.tier.holds(key) for key in KEYS[:3]] == [False, False, True]
     assert set(held.load(KEYS[:3]).successful_keys) == {KEYS[2]}
@@ -219,3 +260,62 @@ def test_a_start_says_what_is_there_and_without_an_identity_makes_no_directory_a
     held.tier.shutdown()
     start(*KEYS[:2])
     assert [line.split(":")[1].split()[0] for line in engine_log.messages] == ["0", "2"]
+
+
+class Stopped(BaseException):
+    """What ends a start in the middle."""
+
+
+def test_the_map_has_no_name_when_the_tiers_behind_it_are_made(monkeypatch):
+    engine = f"seamark-test-{uuid.uuid4().hex}"
+    workers = SharedOffloadRegion(engine, 2, 0, ROW, ROW)
+    path, named = Path(workers.mmap_path), []
+
+    def hangs(*arguments: Any) -> Any:
+        named.append(path.exists())
+        raise Stopped
+
+    monkeypatch.setattr(tiering.SecondaryTierFactory, "create_secondary_tier", hangs)
+    spec = CheckpointSpec.__new__(CheckpointSpec)
+    spec._manager, spec.extra_config, spec.secondary_tier_configs, spec._engine_id = None, {}, [{}], engine
+    spec.num_chunks, spec.kv_bytes_per_chunk, spec.cpu_page_size_per_worker = 2, ROW, ROW
+    spec.eviction_policy, spec.cache_policy_module_path = "lru", None
+    spec.kv_events_config = SimpleNamespace(enable_kv_cache_events=False)
+    try:
+        assert path.exists()
+        with pytest.raises(Stopped):
+            spec.get_manager()
+        assert named == [False]
+        spec._scheduler_mmap.base_tensor[5] = 7
+        assert workers.base_tensor[5] == 7  # the memory is the same, whatever has become of its name
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def identity(model: Path, dtype: str = "float32", block: int = 64, weights: str = "w", **arguments: Any) -> bytes:
+    """Of an engine with that model; `weights`: the name of what it has loaded."""
+    attention = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=8, dtype=getattr(torch, dtype))
+    states = MambaSpec(block_size=block, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    groups = [KVCacheGroupSpec(["m"], states), KVCacheGroupSpec(["a"], attention)]
+    caches = KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm.plugins, "plugins_loaded", True)  # ours would patch vLLM for all tests of this process
+        created = EngineArgs(
+            model=str(model), dtype=dtype, enforce_eager=True, max_model_len=2048, **arguments
+        ).create_engine_config()
+    created.seamark_weights = Weights(weights)
+    return identity_of(created, caches)
+
+
+def test_each_difference_that_matters_makes_another_identity_and_no_other_does(model: Path, tmp_path, monkeypatch):
+    copy = Path(shutil.copytree(model, tmp_path / "model"))
+    first = identity(copy)
+    assert identity(copy) == identity(model) == first
+    changes = ({"dtype": "bfloat16"}, {"mamba_ssm_cache_dtype": "float16"}, {"block": 128}, {"weights": "others"})
+    found = {first, *(identity(copy, **change) for change in changes)}
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")  # the convolution's layout
+    assert len({*found, identity(copy)}) == 2 + len(changes)
+
+
+def test_an_engine_that_does_not_know_its_weights_has_no_identity(model: Path):
+    assert identity(model, weights="") == b""  # with which a tier makes no directory

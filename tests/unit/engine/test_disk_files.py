@@ -1,9 +1,14 @@
-"""Files of states are believed only whole: whatever happens to one, nothing wrong is loaded, and it is counted."""
+"""Files of states are believed only whole: whatever happens to one, nothing wrong is loaded, and it is counted.
+
+In a directory that is not its worker's alone what others made stays, and what others do stops nobody.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
+import stat
 import tempfile
 from pathlib import Path
 
@@ -13,12 +18,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine_patches.disk import files
-from engine_patches.disk.files import HEADER_BYTES, SUFFIX, TEMPORARY, RefusedFile, StateFiles
+from engine_patches.disk.files import (
+    HEADER_BYTES,
+    LOCK,
+    SUFFIX,
+    TEMPORARY,
+    NotOurs,
+    RefusedFile,
+    StateFiles,
+    Written,
+)
 from tests.harness import damaged_files
-from tests.harness.damaged_files import DAMAGES
-from tests.harness.state_files import BLOCK, IDENTITY, OTHER_IDENTITY, block_of, directory, key_of, load, path_of, store
+from tests.harness.damaged_files import FILES, OTHERS, strangers_files
+
+BLOCK = 20_480  # bytes
 
 FILE = HEADER_BYTES + BLOCK
+
+IDENTITY, OTHER_IDENTITY = b"i" * 32, b"j" * 32
 
 IDENTITIES = st.sampled_from([IDENTITY, IDENTITY, OTHER_IDENTITY])
 
@@ -26,18 +43,36 @@ NUMBERS = st.integers(0, 5)
 
 Key = tuple[bytes, int]  # identity and number
 
-# What leaves a file that is refused and removed, and what has a file's name, is none of ours, and stays.
-KINDS = (*DAMAGES, damaged_files.holes, damaged_files.huge, damaged_files.shuffle_pages, damaged_files.begin_as_another)
 
-FILES = {each.__name__: each for each in KINDS}
+def key_of(number: int) -> bytes:
+    """A hash, and a cache group."""
+    return random.Random(number).randbytes(32) + (number % 3).to_bytes(4, "big")
 
-OTHERS = {
-    each.__name__: each
-    for each in (
-        *(damaged_files.dangling_link, damaged_files.link_to_itself, damaged_files.link_to_another),
-        *(damaged_files.link_to_zeros, damaged_files.moved_behind_a_link, damaged_files.fifo, damaged_files.listening),
-    )
-}
+
+def block_of(number: int) -> bytes:
+    """What is stored under its key."""
+    return random.Random(-1 - number).randbytes(BLOCK)
+
+
+def directory(root: Path, identity: bytes = IDENTITY, max_bytes: int = 1 << 30) -> StateFiles:
+    found = StateFiles(root, identity, BLOCK, max_bytes)
+    found.prepare()
+    return found
+
+
+def store(held: StateFiles, *numbers: int) -> Written:
+    return held.write({key_of(number): memoryview(block_of(number)) for number in numbers})
+
+
+def load(held: StateFiles, number: int) -> bytes:
+    into = bytearray(BLOCK)
+    held.read(key_of(number), memoryview(into))
+    return bytes(into)
+
+
+def path_of(root: Path, number: int) -> Path:
+    (found,) = root.rglob(key_of(number).hex() + SUFFIX)
+    return found
 
 
 class Directory(RuleBasedStateMachine):
@@ -197,15 +232,9 @@ def test_states_are_for_this_user_alone_and_written_whole_a_little_at_a_time(tmp
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
-        (0, files.FORMAT),  # the format's mark
-        (7, files.FORMAT),  # its version
-        (8, files.IDENTITY),
-        (40, files.FORMAT),  # the block's length
-        (48, files.KEY),
-        (112, files.KEY),  # its length
-        (2000, files.CHECKSUM),  # room that nothing fills
-        (HEADER_BYTES - 1, files.CHECKSUM),
-        (HEADER_BYTES, files.CHECKSUM),
+        *((0, files.FORMAT), (7, files.FORMAT), (40, files.FORMAT)),  # the mark, its version, the block's length
+        *((8, files.IDENTITY), (48, files.KEY), (112, files.KEY)),  # the key, and its length
+        *((2000, files.CHECKSUM), (HEADER_BYTES - 1, files.CHECKSUM), (HEADER_BYTES, files.CHECKSUM)),
     ],
 )
 def test_each_field_of_a_file_is_looked_at_and_names_the_reason(tmp_path: Path, place, reason):
@@ -220,29 +249,21 @@ def test_each_field_of_a_file_is_looked_at_and_names_the_reason(tmp_path: Path, 
     assert not path.exists()
 
 
-def shortens(path: Path, descriptor: int) -> None:
-    os.truncate(path, HEADER_BYTES + 100)
-
-
-def fails(path: Path, descriptor: int) -> None:
-    raise OSError(5, "Input/output error")
-
-
-@pytest.mark.parametrize(
-    ("happens", "reads", "reason"),
-    [(shortens, 0, files.LENGTH), (fails, 0, files.UNREADABLE), (fails, 1, files.UNREADABLE)],
-)
+@pytest.mark.parametrize(("broken", "reason"), [(None, files.LENGTH), (1, files.UNREADABLE), (2, files.UNREADABLE)])
 def test_what_happens_to_a_file_while_it_is_read_has_it_refused_and_written_anew(
-    tmp_path: Path, monkeypatch, happens, reads, reason
+    tmp_path: Path, monkeypatch, broken, reason
 ):
+    """It becomes shorter; or its first or its second read fails, as on a bad sector."""
     held = directory(tmp_path)
     store(held, 1)
-    path, readv, before = path_of(tmp_path, 1), os.readv, []
+    path, readv, reads = path_of(tmp_path, 1), os.readv, []
 
     def read(descriptor: int, into: list[memoryview]) -> int:
-        before.append(descriptor)
-        if len(before) > reads:
-            happens(path, descriptor)
+        reads.append(descriptor)
+        if broken is None:
+            os.truncate(path, HEADER_BYTES + 100)
+        elif len(reads) >= broken:
+            raise OSError(5, "Input/output error")
         return readv(descriptor, into)
 
     with monkeypatch.context() as patched:
@@ -250,3 +271,82 @@ def test_what_happens_to_a_file_while_it_is_read_has_it_refused_and_written_anew
         with pytest.raises(RefusedFile, match=f"^{reason}$"):
             load(held, 1)
     assert store(held, 1).num_bytes == FILE and load(held, 1) == block_of(1)
+
+
+def with_strangers(folder: Path) -> tuple[Path, set[Path]]:
+    """A directory with two states, and somebody's files in it, with names of every kind, the oldest of all."""
+    root = folder / "states"
+    store(directory(root), 1, 2)
+    path, other = path_of(root, 1), path_of(root, 2)
+    for put in (damaged_files.strange_names, damaged_files.linked_folders):
+        put(random.Random(1), path, other)
+    (root / LOCK).unlink()
+    return root, strangers_files(folder)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_what_others_have_in_the_directory_stays_as_it_is(tmp_path: Path, mode):
+    root, there = with_strangers(tmp_path)
+    root.chmod(mode)
+    held = directory(root, max_bytes=3 * FILE)
+    store(held, *range(3, 12))
+    assert len(held.keys()) == 3 and strangers_files(tmp_path) == there and len(there) > 10
+    assert stat.S_IMODE(root.stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o770, 0o702])
+def test_a_directory_in_which_others_may_write_is_refused_in_words_and_stays_as_it_is(tmp_path: Path, mode):
+    root, there = with_strangers(tmp_path)
+    root.chmod(mode)
+    held = StateFiles(root, IDENTITY, BLOCK, FILE)
+    for call in (held.prepare, lambda: store(held, 1)):
+        with pytest.raises(NotOurs, match=rf"{root} can be written to by others \(mode {mode:o}\): name one"):
+            call()
+    assert stat.S_IMODE(root.stat().st_mode) == mode and strangers_files(tmp_path) == there
+    assert not (root / LOCK).exists()
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch):
+    held = directory(tmp_path)
+    store(held, 1)
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(NotOurs, match="belongs to another user"):
+        held.prepare()
+    with pytest.raises(RefusedFile) as refused:
+        load(held, 1)
+    assert refused.value.reason == files.UNREADABLE and not held.keys() and path_of(tmp_path, 1).exists()
+
+
+def test_who_waits_for_the_lock_gives_up_says_so_and_reads_on(tmp_path: Path, monkeypatch):
+    store(directory(tmp_path), 1)
+    monkeypatch.setattr(files, "START_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
+    held = StateFiles(tmp_path, IDENTITY, BLOCK, 1 << 30)
+    with (tmp_path / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for call in (held.prepare, lambda: store(held, 2), lambda: store(held, 3)):
+            with pytest.raises(TimeoutError, match=f"another process holds {tmp_path / LOCK}"):
+                call()
+        assert load(held, 1) == block_of(1) and list(held.keys()) == [key_of(1)]
+    assert store(held, 2).stored == [key_of(2)]
+
+
+@pytest.mark.parametrize("size", [1 << 40, 3 * FILE])
+def test_a_file_with_holes_takes_what_is_allocated_for_it(tmp_path: Path, size):
+    held = directory(tmp_path, max_bytes=4 * FILE)
+    store(held, 1, 2, 3)
+    sparse = held._path(key_of(9))
+    sparse.touch(mode=0o600)
+    os.truncate(sparse, size)
+    assert store(held, 4).evicted == []
+    assert all(load(held, number) == block_of(number) for number in (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("ahead", [60.0, 70 * 365 * 86400.0])
+def test_a_file_from_the_future_was_used_just_now(tmp_path: Path, ahead):
+    held = directory(tmp_path)
+    store(held, 1)
+    now = path_of(tmp_path, 1).stat().st_mtime
+    os.utime(path_of(tmp_path, 1), (now + ahead, now + ahead))
+    store(held, 2)
+    assert now <= path_of(tmp_path, 1).stat().st_mtime < now + ahead / 2

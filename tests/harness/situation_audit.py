@@ -1,21 +1,21 @@
 """The situations a scheduler can be in, one small scene each, on vLLM's own scheduler and cache manager.
 
-Run as `python -m tests.harness.scheduler_situations MODEL [PATCH ...]`, leaving out the patches named. Prints JSON: for
-each situation what it showed (chunk ends, positions written, cache keys), and the errors the audit found.
+What each shows: chunk ends, positions written, cache keys. What it has to be: `tests/data/situations.yaml`.
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import json
-import logging
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-SITUATIONS: dict[str, Callable[[Any], dict[str, Any]]] = {}
+from engine_patches.scheduler.cache_keys import key_at
+from tests.harness.audit import Scene
+from tests.harness.audited_core import Core
+from tests.harness.modelled_worker import UNIT
+
+SITUATIONS: dict[str, tuple[Callable[[Core], dict[str, Any]], dict[str, Any]]] = {}  # and options of their cores
 
 HEAD = list(range(1000, 1400))  # a shared prefix to cut from
 
@@ -23,35 +23,40 @@ HEAD = list(range(1000, 1400))  # a shared prefix to cut from
 def situation(name: str = "", **options: Any) -> Callable:
     """Register a scene under a name, its own unless it is given; it gets a fresh core made with `options`."""
 
-    def register(scene: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-        def run(make_core: Callable) -> dict[str, Any]:
-            core = make_core(**options)
-            shown = scene(core)
-            core.run()
-            if core.blocks_in_use():
-                core.errors.append(f"{core.blocks_in_use()} blocks are held without a request")
-            return {**shown, "errors": core.errors}
-
-        SITUATIONS[name or scene.__name__.replace("_", " ")] = run
+    def register(scene: Callable[[Core], dict[str, Any]]) -> Callable[[Core], dict[str, Any]]:
+        SITUATIONS[name or scene.__name__.replace("_", " ")] = scene, options
         return scene
 
     return register
+
+
+def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:
+    """All of them. `options`: `index`, of `Core`; it has twice as many cache groups then, beside one null block."""
+    for name, (scene, own_options) in SITUATIONS.items():
+        given = {**own_options, **options}
+        if options.get("index") and "blocks" in given:
+            given["blocks"] = 2 * given["blocks"] - 1
+        core = Core(model, **given)
+        yield Scene(name, [core], partial(_to_the_end, scene, core))
+
+
+def _to_the_end(scene: Callable[[Core], dict[str, Any]], core: Core) -> dict[str, Any]:
+    found = scene(core)
+    core.run()
+    return found
 
 
 def own(number: int, length: int) -> list[int]:
     return [number * 10_000 + index for index in range(length)]
 
 
-def evict(core: Any, request: Any, position: int, group: int) -> None:
+def evict(core: Core, request: Any, position: int, group: int) -> None:
     """Take the block that carries a cache group's key of the first `position` tokens out of the cache."""
-    from engine_patches.scheduler.cache_keys import key_at
-    from tests.harness.modelled_worker import UNIT
-
     block = core.pool.cached_block_hash_to_block.get_one_block(key_at(request, position, UNIT, group))
     core.scheduler.kv_cache_manager.evict_blocks({block.block_id})
 
 
-def shown(core: Any, *requests: Any) -> dict[str, Any]:
+def shown(core: Core, *requests: Any) -> dict[str, Any]:
     """What each request shows: tokens it found, ends of its chunks (prompt only), states written, keys to enter at."""
     return {
         request.request_id: {
@@ -64,6 +69,8 @@ def shown(core: Any, *requests: Any) -> dict[str, Any]:
     }
 
 
+_TURNS = [HEAD[:100] + (own(1, 30) + own(2, 80) + own(3, 90))[:end] for end in (30, 110, 200)]
+
 # Prompts one after the other: options of their core, and of each its tokens and hint.
 PROMPTS: dict[str, tuple[dict[str, int], list[tuple[list[int], list[int] | None]]]] = {
     "a prompt shorter than a block": ({}, [(HEAD[:50], [33, 50])]),
@@ -75,6 +82,7 @@ PROMPTS: dict[str, tuple[dict[str, int], list[tuple[list[int], list[int] | None]
     "a boundary at and around the prompts end": ({}, [(HEAD[:length], [128]) for length in (127, 128, 129)]),
     "boundaries at and around a block edge": ({}, [(own(number, 100), [62 + number]) for number in (1, 2, 3)]),
     "the same prompt again": ({}, [(HEAD[:130], [100])] * 2),
+    "a conversation moves on": ({}, [(turn, [100, len(turn) - 4]) for turn in _TURNS]),
     # A turn's end alone: the last whole block is kept as without a hint, and the second request shows the rest.
     "a hint misses what is shared": ({}, [(HEAD[:150] + own(number, 320), [-4]) for number in (1, 2, 3)]),
     # vLLM alone finds the last whole block before that, 192.
@@ -108,7 +116,7 @@ def the_same_prompt_twice_in_one_step(core):
     return shown(core, *pair, *longer)
 
 
-def _rows_evicted(number: int, core: Any) -> dict[str, Any]:
+def _rows_evicted(number: int, core: Core) -> dict[str, Any]:
     """The first of two computes the rows again; the second finds them, and an older state, in the same step."""
     a, *_ = _run_all(core, [(HEAD[:40] + own(1, 8), [32])])
     evict(core, a, 32, core.attention[number])
@@ -129,16 +137,6 @@ def one_recurrent_group_evicted(core):
     a, *_ = _run_all(core, [(HEAD[:100] + own(1, 20), [96])])
     evict(core, a, 96, 2)
     return shown(core, *_run_all(core, [(HEAD[:100] + own(number, 20), [96]) for number in (2, 3)], first=1))
-
-
-@situation()
-def a_conversation_moves_on(core):
-    turn = HEAD[:100]
-    requests = []
-    for number, length in enumerate((30, 80, 90)):
-        turn = [*turn, *own(number + 1, length)]
-        requests += _run_all(core, [(turn, [100, len(turn) - 4])], first=number)
-    return shown(core, *requests)
 
 
 @situation()
@@ -311,7 +309,7 @@ def a_backend_that_cannot_be_run_in_segments(core):
     return shown(core, a)
 
 
-def _run_all(core: Any, prompts: list[tuple[list[int], object]], first: int = 0, salt: str | None = None) -> list[Any]:
+def _run_all(core: Core, prompts: list[tuple[list[int], object]], first: int = 0, salt: str | None = None) -> list[Any]:
     """One after the other."""
     requests = []
     for number, (tokens, hint) in enumerate(prompts, first):
@@ -320,45 +318,14 @@ def _run_all(core: Any, prompts: list[tuple[list[int], object]], first: int = 0,
     return requests
 
 
-def _followed(core: Any) -> list[Any]:
+def _followed(core: Core) -> list[Any]:
     """A leader, and one that shares 200 tokens with it and waits for them."""
     _waiting_always_pays(core)
     return [core.request(name, HEAD[:200] + own(number, 20), [200]) for number, name in enumerate("ab", 1)]
 
 
-def _waiting_always_pays(core: Any) -> None:
+def _waiting_always_pays(core: Core) -> None:
     step_time = core.scheduler.seamark.step_time
     for _ in range(8):
         step_time.step_took(1, 0.001)
         step_time.step_took(100, 1.0)
-
-
-def results(model: str, index: int = 0) -> dict[str, dict[str, Any]]:
-    """What each situation shows, in a process that is patched. `index`: of `Core`, in all situations."""
-    from tests.harness.audited_core import Core
-
-    def made(**options: Any) -> Core:
-        if index and "blocks" in options:  # it has twice as many cache groups
-            options["blocks"] = 2 * options["blocks"] - 1  # and one null block
-        return Core(model, index=index, **options)
-
-    return {name: run(made) for name, run in SITUATIONS.items()}
-
-
-def main(model: str, index: str = "0", *without: str) -> None:
-    """`index`: of `Core`, in all situations; `without`: patches that are not applied."""
-    logging.disable(logging.INFO)
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import init_none_hash
-
-    from engine_patches import ledger
-    from engine_patches.patches import PATCHES
-
-    importlib.import_module("tests.harness.audit")  # and with it what is patched
-    init_none_hash(sha256)
-    ledger.apply([patch for patch in PATCHES if patch.name not in without])
-    print(json.dumps(results(model, int(index))))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -2,23 +2,21 @@
 
 No model runs. The scheduler, its cache and Seamark's parts in it are real; a step takes a floor and a time for each of
 its tokens, so that one process plays a Spark or an H200 in seconds.
-
-Run as `python -m tests.harness.simulated_fan_out MODEL '[{...}]'` (fields of `Cell`), since patching is per process.
-Prints JSON: for each cell what its requests computed and waited, gate on and off.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import random
 import statistics
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-UNIT = 16  # tokens
+from vllm.v1.outputs import ModelRunnerOutput
+
+from tests.harness.audit import Scene
+from tests.harness.audited_core import Core
+from tests.harness.modelled_worker import UNIT, Worker
 
 BLOCK = 528  # tokens, of Qwen3.5-4B
 
@@ -28,8 +26,7 @@ PACES = {"Spark": (0.4, 0.0005), "H200": (0.02, 0.00003)}
 ANSWER = 7  # every token that is sampled
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A leader, its followers, and requests between them that share nothing; all come at once. Lengths in tokens."""
 
     pace: str
@@ -40,14 +37,6 @@ class Cell:
     stranger_tokens: int = 2000
     budget: int = 8192
     running: int = 256
-
-    @property
-    def floor(self) -> float:
-        return PACES[self.pace][0]
-
-    @property
-    def token(self) -> float:
-        return PACES[self.pace][1]
 
     @property
     def ideal(self) -> int:
@@ -85,49 +74,47 @@ def mixed() -> list[Cell]:
     more: list[dict[str, Any]] = [
         *({"followers": 1, "shared": shared} for shared in (163, 1000, 4000)),
         {"followers": 1, "shared": 1000, "strangers": 16, "stranger_tokens": 1000},
-        {"followers": 4, "shared": 1000, "strangers": 32},
         {"followers": 30, "shared": 163, "strangers": 4, "stranger_tokens": 4000},
         {"followers": 32, "shared": 163, "strangers": 64, "stranger_tokens": 200},
-        {"followers": 32, "shared": 1000, "strangers": 8, "budget": 2048},
         {"followers": 8, "shared": 4000, "strangers": 8, "stranger_tokens": 500, "budget": 2048},
-        {"followers": 16, "shared": 163, "own": 2000},
         {"followers": 16, "shared": 1000, "own": 3000, "strangers": 16, "stranger_tokens": 500},
-        {"followers": 32, "shared": 163, "running": 8},
         {"followers": 32, "shared": 1000, "running": 8},
-        {"followers": 8, "shared": 4000, "budget": 2048, "running": 64},
     ]
     return [Cell(pace, **fields) for pace in PACES for fields in more]
 
 
-def run_cell(model: str, cell: Cell, gate: bool) -> Mapping[str, float]:
-    """What the requests of a cell computed (tokens), and waited for a first token (seconds, mean), in a new engine."""
-    from vllm.v1.outputs import ModelRunnerOutput
+class Unjudged(Worker):
+    """Nothing is computed, so there is nothing to judge."""
 
-    from tests.harness.audited_core import Core
-    from tests.harness.modelled_worker import Worker
+    judges_keys = False
 
-    class Unjudged(Worker):
-        """Nothing is computed, so there is nothing to judge."""
 
-        judges_keys = False
+def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:
+    """`options`: fields of a `Cell`; the gate "on" and "off"."""
+    cell = Cell(**options)
+    for gate in ("on", "off"):
+        blocks = 64 + sum(len(tokens) // BLOCK + 8 for _, tokens, _ in requests_of(cell))
+        core = Core(model, blocks, cell.budget, Unjudged(), running=cell.running, block=BLOCK)
+        yield Scene(gate, [core], partial(run_cell, core, cell, gate == "on"))
 
-    asked = list(requests_of(cell))
-    blocks = 64 + sum(len(tokens) // BLOCK + 8 for _, tokens, _ in asked)
-    core = Core(model, blocks, cell.budget, Unjudged(), running=cell.running, block=BLOCK)
+
+def run_cell(core: Core, cell: Cell, gate: bool) -> Mapping[str, float]:
+    """What the requests of a cell computed (tokens), and waited for a first token (seconds, mean)."""
+    floor, token = PACES[cell.pace]
     scheduler, now, computed = core.scheduler, 0.0, 0
     checkpoints = scheduler.seamark
     checkpoints.turn_value._clock = checkpoints.gate._clock = lambda: now
     for _ in range(8):
         for tokens in (1, 1000):
-            checkpoints.step_time.step_took(tokens, cell.floor + cell.token * tokens)
+            checkpoints.step_time.step_took(tokens, floor + token * tokens)
     if not gate:
         checkpoints.gate = None
-    for name, prompt, hint in asked:
+    for name, prompt, hint in requests_of(cell):
         core.request(name, prompt, hint, max_tokens=8)
     first_tokens: dict[str, float] = {}
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
-        now += cell.floor + cell.token * output.total_num_scheduled_tokens
+        now += floor + token * output.total_num_scheduled_tokens
         names, sampled = list(output.num_scheduled_tokens), []
         for name in names:
             request = scheduler.requests[name]
@@ -142,23 +129,3 @@ def run_cell(model: str, cell: Cell, gate: bool) -> Mapping[str, float]:
         runner = ModelRunnerOutput(req_ids=names, req_id_to_index=index, sampled_token_ids=sampled)
         scheduler.update_from_output(output, runner)
     return {"computed": computed, "first_token": statistics.fmean(first_tokens.values())}
-
-
-def main(model: str, cells: str) -> None:
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import init_none_hash
-
-    from engine_patches import ledger
-    from engine_patches.patches import PATCHES
-    from tests.harness import audited_core  # noqa: F401  # and with it what is patched
-
-    logging.disable(logging.WARNING)
-    init_none_hash(sha256)
-    ledger.apply(PATCHES)
-    given = [Cell(**fields) for fields in json.loads(cells)]
-    sides = {"on": True, "off": False}
-    print(json.dumps([{side: run_cell(model, cell, gate) for side, gate in sides.items()} for cell in given]))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3])
