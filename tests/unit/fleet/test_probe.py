@@ -1,17 +1,35 @@
-"""What a probe makes of a worker's answers, and what of the probe before it stays."""
+"""Where workers are, what a probe makes of their answers, and where their reports are read."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import argparse
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
+from proxy.bench.harness.prompts import prose
+from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
+from proxy.errors import SettingsError
+from proxy.fleet import discovery
+from proxy.fleet.discovery import Discovery, addresses_of
 from proxy.fleet.probe import ALL, NO_HTTP, OPTIONAL, Probe, Probed, Unwell, why_broken
-from proxy.fleet.reports import Reports
+from proxy.fleet.reports import Reports, Told, base_url, read_sources
+from proxy.fleet.sleep import IS_PAUSED, IS_SLEEPING, EngineAnswers
 from proxy.fleet.worker_metrics import EngineInfo, StepTimes, WorkerMetrics, read
 from proxy.http.client import Broken, Malformed, Unreachable
+from proxy.metrics import Metrics
+from proxy.server.status import warnings
+from proxy.settings import add_arguments, load
 from proxy.version import version
 from tests.harness.fake_engine import engine_info
+from tests.harness.in_memory_gateway import InMemoryGateway, told
+from tests.harness.recording_worker import RecordingWorker, respond
 
 URL = "http://w:1"
 
@@ -205,3 +223,306 @@ def test_a_plugin_of_another_release_is_not_used_and_the_sentence_says_update_th
     own = ".".join(version().split(".")[:2])
     patch = read(OF_ENGINE.replace(version(), f"{own}.99") + " 1.0\n")
     assert patch.engine is not None and not patch.other_release
+
+
+OURS = {"enable_kv_cache_events": False, "publisher": "null", "endpoint": "tcp://127.0.0.1:33007", "topic": "seamark"}
+
+THEIRS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557", "topic": "kv-events"}
+
+
+@pytest.mark.parametrize(
+    ("sources", "told"),
+    [
+        ({"0": OURS, "1": OURS}, Told("127.0.0.1:33007", ranks=(0, 1))),
+        ({"0": THEIRS}, Told(beside="*:5556")),
+        ({"1": THEIRS | {"endpoint": "tcp://*:5558"}, "0": THEIRS}, Told(beside="*:5556", ranks=(0, 1))),
+        ({"0": THEIRS | {"endpoint": "inproc://x"}}, Told()),
+        ([], Told()),
+        ({"0": "text"}, Told()),
+    ],
+)
+def test_vllms_list_of_publishers_tells(sources, told):
+    assert read_sources(json.dumps(sources).encode()) == told
+
+
+@pytest.mark.parametrize("answer", [b"{", b"\xff", b"[" * 100_000])
+def test_what_is_no_list_tells_nothing(answer):
+    assert read_sources(answer) == Told()
+
+
+@pytest.mark.parametrize(
+    ("worker", "at", "url"),
+    [
+        ("http://127.0.0.1:8000", "127.0.0.1:33007", "http://127.0.0.1:33007"),
+        ("http://localhost:8000", "127.0.0.1:33007", "http://localhost:33007"),
+        ("http://spark:8000", "192.0.2.7:8001", "http://spark:8001"),  # of what it tells, the port alone
+        ("http://[::1]:8000", "[::1]:33007", "http://[::1]:33007"),
+        ("https://spark/prefix", "evil.example:8001", "http://spark:8001"),
+    ],
+)
+def test_the_gateway_asks_no_host_but_the_workers(worker, at, url):
+    assert base_url(worker, at) == url
+
+
+@pytest.mark.parametrize(
+    ("worker", "at", "why"),
+    [
+        ("http://spark:8000", "127.0.0.1:33007", "SEAMARK_REPORTS_AT"),
+        ("http://127.0.0.1:8000", "127.0.0.1:70000", "names no port"),
+        ("http://127.0.0.1:8000", "127.0.0.1:" + "1" * 5000, "names no port"),
+    ],
+)
+def test_where_they_cannot_be_read_the_reason_is_said(worker, at, why):
+    with pytest.raises(ValueError, match=why):
+        base_url(worker, at)
+
+
+def answers(is_sleeping: bool | None, is_paused: bool | None) -> EngineAnswers:
+    """None: the worker lacks the route."""
+    found = EngineAnswers("")
+    for path, said in ((IS_SLEEPING, is_sleeping), (IS_PAUSED, is_paused)):
+        found.take(path, 404 if said is None else 200, json.dumps({path[1:]: said}).encode())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("levels", "is_sleeping", "is_paused", "words"),
+    [
+        ((None,), False, False, ""),
+        ((0,), False, False, ""),  # /resume has ended a sleep of level 0, and the gauge stays
+        ((0,), False, None, "asleep (level 0)"),  # it may be paused
+        ((None,), True, True, "asleep (paused): POST /resume wakes it"),  # vLLM calls it sleeping, too
+        ((1,), True, True, "asleep (level 1): POST /wake_up wakes it"),
+        ((None,), True, False, "asleep: POST /wake_up wakes it"),
+    ],
+)
+def test_the_engines_word_counts_and_else_its_gauge(levels, is_sleeping, is_paused, words):
+    why = answers(is_sleeping, is_paused).why_asleep(levels)
+    assert why.startswith(words) and bool(why) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (200, b'{"is_paused":true}', {IS_SLEEPING: None, IS_PAUSED: True}),
+        (404, b'{"is_paused":true}', {IS_SLEEPING: None}),  # it lacks the route: it is not asked there again
+        (200, b'{"is_paused":1}', {IS_SLEEPING: None}),
+        (200, b"no JSON", {IS_SLEEPING: None}),
+        (500, b'{"is_paused":true}', {IS_SLEEPING: None, IS_PAUSED: None}),  # nothing now
+    ],
+)
+def test_what_a_route_answers_is_what_it_says_and_one_without_an_answer_is_lacking(status, body, said):
+    found = EngineAnswers("boot")
+    found.take(IS_PAUSED, status, body)
+    assert found.said == said
+
+
+NAME = "http://vllm.test:8000"
+
+ONE = "10.0.0.1"
+
+
+def arguments(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+class Resolver:
+    """Answers with what it is told to, by host; an exception is raised."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.told: Sequence[str] | Exception = addresses
+        self.slow = asyncio.Event()
+        self.slow.set()
+        self.asked: list[tuple[str, int]] = []
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        self.asked.append((host, port))
+        await self.slow.wait()
+        if isinstance(self.told, Exception):
+            raise self.told
+        return self.told
+
+
+def found_by(resolver: Resolver, *names: str, keep: float = 60.0) -> tuple[Discovery, list[tuple[str, ...]], Metrics]:
+    changes: list[tuple[str, ...]] = []
+    metrics = Metrics()
+    return Discovery(names or (NAME,), 1.0, keep, metrics, changes.append, resolver), changes, metrics
+
+
+def failures(metrics: Metrics) -> float | None:
+    return metrics.registry.get_sample_value("seamark_discovery_failures_total", {"name": "vllm.test:8000"})
+
+
+@pytest.mark.parametrize("error", [socket.gaierror(socket.EAI_NONAME, "not known"), UnicodeError("label")])
+async def test_a_name_that_is_not_resolved_keeps_its_workers_for_a_while(error, monkeypatch, caplog):
+    resolver = Resolver(ONE)
+    looking, changes, metrics = found_by(resolver, keep=60.0)
+    await looking.look()
+    resolver.told = error
+    for _ in range(3):
+        await looking.look()
+    assert len(changes) == 1 and failures(metrics) == 3
+    assert caplog.text.count("cannot be resolved") == 1 and "stay for 60 s" in caplog.text
+    now = discovery.time.monotonic()
+    monkeypatch.setattr(discovery.time, "monotonic", lambda: now + 61)
+    await looking.look()
+    assert changes[1:] == [()]
+    resolver.told = (ONE,)
+    await looking.look()
+    assert changes[2:] == [(f"http://{ONE}:8000",)]
+
+
+async def test_a_resolver_that_hangs_holds_up_no_other_name_and_is_not_asked_twice(monkeypatch):
+    monkeypatch.setattr(discovery, "ANSWER_SECONDS", 0.05)
+    resolver = Resolver(ONE)
+    looking, changes, metrics = found_by(resolver)
+    resolver.slow.clear()
+    for _ in range(3):
+        await looking.look()
+    assert not changes and failures(metrics) == 3 and len(resolver.asked) == 1
+    resolver.slow.set()
+    await asyncio.sleep(0)
+    await looking.look()
+    assert changes == [(f"http://{ONE}:8000",)] and len(resolver.asked) == 1
+
+
+async def test_the_systems_resolver_knows_both_kinds_of_addresses():
+    assert "127.0.0.1" in await addresses_of("127.0.0.1", 80)
+    assert "::1" in await addresses_of("::1", 80)
+    with pytest.raises(socket.gaierror):
+        await addresses_of("no-such-name.invalid", 80)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("vllm", "NAME:PORT"),
+        ("https://vllm:1", "https"),
+        ("me:secret@vllm:1", "credentials"),
+        ("http://:8000", "workers_dns"),
+    ],
+)
+def test_what_is_no_name_is_refused_with_the_cure(name, words):
+    with pytest.raises(SettingsError) as error:
+        load(arguments("--workers-dns", name), {})
+    assert words in str(error.value) and "workers_dns" in str(error.value) and "secret" not in str(error.value)
+
+
+AT = "http://127.0.0.1:1"
+
+REPORTS = 2  # port
+
+Started = Callable[..., Awaitable[InMemoryGateway]]
+
+
+@dataclass
+class Rust(RecordingWorker):
+    """vLLM's frontend in Rust: no middleware, and few of vLLM's metrics."""
+
+    url: str = AT
+    hits: bool = True
+    lacks: tuple[str, ...] = (MESSAGES, RESPONSES, CHAT + "/render")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/metrics":
+            text = "vllm:spec_decode_num_drafts_total 0.0\nvllm:prefix_cache_hits_total 0.0\n"
+            await respond(send, text.encode(), "text/plain")
+        elif scope["path"].startswith("/seamark/"):
+            await respond(send, b"", status=404)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+@dataclass
+class Collector:
+    """The port that a worker's reports are read at."""
+
+    worker: RecordingWorker
+    api_key: str | None = None
+    refused: int = 0
+    url: str = f"http://127.0.0.1:{REPORTS}"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        wanted = (b"authorization", f"Bearer {self.api_key}".encode())
+        if not scope["path"].startswith("/seamark/") or (self.api_key is not None and wanted not in scope["headers"]):
+            self.refused += 1
+            await respond(send, b"", status=404)
+        else:
+            await RecordingWorker.__call__(self.worker, scope, receive, send)
+
+
+class Stranger:
+    url = f"http://127.0.0.1:{REPORTS}"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await respond(send, b"<html>seamark</html>", "text/html")
+
+
+LISTED = {"0": {"publisher": "null", "endpoint": f"tcp://127.0.0.1:{REPORTS}", "topic": "seamark"}}
+
+KV_EVENTS = {"0": {"publisher": "zmq", "endpoint": "tcp://*:5557", "topic": "kv-events"}}
+
+
+async def before(in_memory: Started, worker: RecordingWorker, *others: Any, key: str = "") -> InMemoryGateway:
+    """A gateway that knows the worker's AT, and its key if it has one, where `others` answer at theirs."""
+    gateway = await in_memory(worker, is_started=False)
+    gateway.upstream.workers |= {each.url: each for each in others}
+    gateway.upstream.own_headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    gateway.app.gateway.start()
+    await gateway.gateway.pool.ready()
+    return gateway
+
+
+SYSTEM = {"role": "system", "content": prose(300, 1)}
+
+
+def chat(question: str) -> dict[str, Any]:
+    return {"model": "m", "messages": [SYSTEM, {"role": "user", "content": question}]}
+
+
+async def test_the_workers_key_is_sent_to_its_port_and_a_stranger_there_is_not_believed(in_memory, caplog):
+    caplog.set_level(logging.INFO)
+    worker = Rust(sources=LISTED, api_key="right")
+    collector = Collector(worker, api_key="right")
+    gateway = await before(in_memory, worker, collector, key="right")
+    assert (await gateway.status())["workers"][0]["engine"] and not collector.refused
+    for other in (Stranger(), None):
+        worker = Rust(sources=LISTED)
+        gateway = await before(in_memory, worker, *filter(None, (other,)))
+        (status,) = (await gateway.status())["workers"]
+        assert status["engine"] is None and f"http://127.0.0.1:{REPORTS} does not give them" in caplog.text
+        assert any("cannot be read" in sentence for sentence in warnings(gateway.gateway))
+        assert (await gateway.post(chat("?"))).status_code == 200
+        caplog.clear()
+
+
+@dataclass
+class Python(RecordingWorker):
+    """A `vllm serve` that was started without the flag `--middleware`, with the plugin installed."""
+
+    url: str = AT
+    hits: bool = True
+    reports: str = f"127.0.0.1:{REPORTS}"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"].startswith("/seamark/"):
+            await respond(send, b"", status=404)
+        elif scope["path"] == "/metrics":
+            text = f"process_start_time_seconds {self.boot}\n{engine_info(reports=self.reports)}"
+            await respond(send, text.encode(), "text/plain")
+        else:
+            await super().__call__(scope, receive, send)
+
+
+@pytest.mark.parametrize("sources", [None, KV_EVENTS])
+async def test_a_python_frontend_tells_the_port_in_its_metrics_whatever_its_version(in_memory, sources):
+    worker = Python(sources=sources)
+    gateway = await before(in_memory, worker, Collector(worker))
+    await gateway.post(chat("Any ship today?"))
+    await told(worker)
+    second = await gateway.post(chat("Any ship tomorrow?"))
+    assert second.headers["x-seamark-reason"] == "hit" and second.headers["x-seamark-predicted"] != "0"
+    (status,) = (await gateway.status())["workers"]
+    assert status["frontend"] == {"name": "", "lacks": []}

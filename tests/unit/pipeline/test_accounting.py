@@ -1,4 +1,4 @@
-"""The step after an answer: what is learnt from its usage, and the reason that is found for what came."""
+"""A lease, and the step after an answer: what counts for how long, what is learnt, and the reason that is found."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from proxy.fleet.part import Change
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import StepTimes
 from proxy.http.auth import ApiKey, KeyEntry
+from proxy.http.client import Unreachable
 from proxy.idle_work import IdleWork
 from proxy.observability.reasons import Expectation
 from proxy.observability.request_diff import RememberedRequest
@@ -54,18 +55,13 @@ class Scene:
         self.reader, self.prefix_index, self.idle = gateway.reader, gateway.prefix_index, gateway.idle
         self.accounting = gateway.accounting
         self.said: asyncio.Future[EngineOutcome | None] = asyncio.get_running_loop().create_future()
-        self.asked = 0  # how often an engine was asked for what it has said
         self.ended: list[tuple[str, str]] = []  # requests of which nothing more is to come, and how
         events = self.accounting._engine_events
-        events.outcome_of = self._outcome_of  # type: ignore[method-assign]
+        events.outcome_of = lambda *_: self.said  # type: ignore[method-assign]
         events.left = lambda _, name: self.ended.append(("left", name))  # type: ignore[method-assign]
         events.refused = lambda _, name: self.ended.append(("refused", name))  # type: ignore[method-assign]
-        self.registry, self.value = gateway.metrics.registry, own.metric
+        self.value = own.metric
         self.found = BoundaryFinder(PositionCache(10**6)).find(chat_request(CHAT), FACTS, b"renderer")
-
-    async def _outcome_of(self, *_: Any) -> EngineOutcome | None:
-        self.asked += 1
-        return await self.said
 
     def request(
         self,
@@ -73,13 +69,11 @@ class Scene:
         path: str = "/v1/chat/completions",
         body: Mapping[str, Any] = CHAT,
         key: ApiKey | None = None,
-        hint: tuple[Any, ...] | None = None,
         **expected: Any,
     ) -> ProxiedRequest:
-        scope = {"method": "POST", "path": path, "query_string": b"", "headers": [(b"user-agent", b"pilot/1.2 x")]}
+        scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
         request = request_of(scope, b"x" * 400, "r", key)
-        request.body.parsed = dict(body)
-        request.body.hint = self.found.entries() if hint is None else hint
+        request.body.parsed, request.body.hint = dict(body), self.found.entries()
         request.prompt = Prompt(chat_request(CHAT), found=self.found)
         self.accounting.began(request)
         known = {"failure": None, "sent": None, "sent_here": False, "ever_sent": None, "held": 0, "predicted": 0}
@@ -89,27 +83,27 @@ class Scene:
     async def answered(self, request: ProxiedRequest, usage: Usage | None, *outcome: EngineOutcome) -> str | None:
         return await self.accounting.answered(request, Report(200, usage, *outcome))
 
-    async def streamed(self, request: ProxiedRequest, usage: Usage, *outcome: EngineOutcome) -> None:
+    def streamed(self, request: ProxiedRequest, usage: Usage, *outcome: EngineOutcome) -> None:
         """All of a stream's answer has gone to the client."""
-        await request.reply({"type": "http.response.start", "status": 200, "headers": []})
+        request.reply.failed(200)
         request.timings.is_stream = True
         self.accounting.reported(request, Report(200, usage, *outcome))
         self.accounting.count(request)
 
 
 @pytest.fixture
-def scene_of(in_memory) -> Callable[..., Awaitable[Scene]]:
-    async def of(*workers: RecordingWorker) -> Scene:
-        own = await in_memory(*workers, is_started=False)
+def own_of(in_memory) -> Callable[..., Awaitable[InMemoryGateway]]:
+    async def of(*workers: RecordingWorker, **settings: Any) -> InMemoryGateway:
+        own: InMemoryGateway = await in_memory(*workers, is_started=False, **settings)
         await own.gateway.pool.check_all()
-        return Scene(own)
+        return own
 
     return of
 
 
 @pytest.fixture
-async def scene(scene_of) -> Scene:
-    return await scene_of(RecordingWorker("http://w"))
+async def scene(own_of) -> Scene:
+    return Scene(await own_of(RecordingWorker("http://w")))
 
 
 @pytest.mark.parametrize(("sent", "lost"), [(None, 400), (100, 300), (390, None)])
@@ -153,7 +147,7 @@ async def test_with_no_time_a_reason_is_found_without_a_change_and_that_is_count
 async def test_a_stream_is_given_the_time_it_takes(scene, monkeypatch):
     monkeypatch.setattr(accounting, "SEEK_SECONDS", -1.0)
     request = changed_request(scene)
-    await scene.streamed(request, Usage(400, 0), EngineOutcome("cold", 0))
+    scene.streamed(request, Usage(400, 0), EngineOutcome("cold", 0))
     await scene.idle.caught_up()
     assert request.record.explanation.reason == "prefix_changed"
 
@@ -185,8 +179,6 @@ async def test_what_was_recorded_for_a_request_that_came_to_nothing_is_taken_bac
     assert scene.ended == [(each, "r") for each in told]
 
 
-RESPONSES, ASKED = "/v1/responses", {"model": "m", "input": "Tide?"}
-
 ANN = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
 
 
@@ -197,21 +189,17 @@ def with_pace(worker: Worker, pass_seconds: float, token_seconds: float) -> None
 
 @pytest.mark.parametrize(
     ("path", "store", "is_stored"),
-    [(RESPONSES, {}, True), (RESPONSES, {"store": "off"}, False), ("/v1/chat/completions", {}, False)],
+    [("/v1/responses", {}, True), ("/v1/responses", {"store": "off"}, False), ("/v1/chat/completions", {}, False)],
 )
 async def test_a_response_can_be_asked_for_once_its_answer_begins_if_it_is_stored(scene, path, store, is_stored):
-    for number in range(3):
-        request = scene.request(path=path, body={**ASKED, **store}, key=ANN)
-        name = f"resp_{number}"
-        if number == 2:
-            request.choice = None
-        if number:
-            scene.accounting.opened(request, {"id": name, "output": []})
-        else:
-            scene.accounting.reported(request, Report(200), {"id": name, "output": []})
-        is_kept = is_stored and number < 2
-        assert scene.reader.stored.boot(name, "ann") == (scene.worker.boot if is_kept else None)
-        assert scene.reader.stored.boot(name, "bob") is None
+    request = scene.request(path=path, body={"model": "m", "input": "Tide?", **store}, key=ANN)
+    scene.accounting.reported(request, Report(200), {"id": "whole", "output": []})
+    scene.accounting.opened(request, {"id": "begun", "output": []})
+    request.choice = None
+    scene.accounting.opened(request, {"id": "of no worker", "output": []})
+    boots = [scene.reader.stored.boot(name, "ann") for name in ("whole", "begun", "of no worker")]
+    assert boots == [*[scene.worker.boot if is_stored else None] * 2, None]
+    assert scene.reader.stored.boot("whole", "bob") is None
 
 
 @pytest.mark.parametrize(
@@ -237,10 +225,10 @@ async def test_a_trace_ends_with_the_stages_that_a_request_came_to(scene, monkey
     request.trace.end.assert_called_once_with(503, "m", "w", stages, request.record.explanation)
 
 
-async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(scene_of, monkeypatch):
+async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, monkeypatch):
     monkeypatch.setattr(accounting, "FORGET_SECONDS", 0.0)
-    scene = await scene_of(RecordingWorker("http://w"), RecordingWorker("http://v"))
-    gone, (other,), pool = scene.worker, scene.others, scene.accounting._pool
+    scene = Scene(await own_of(RecordingWorker("http://w"), RecordingWorker("http://v")))
+    gone, (other,) = scene.worker, scene.others
     with_pace(gone, 0.0, 0.0)
     for worker in (gone, other):
         request = scene.request()
@@ -250,24 +238,22 @@ async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(scene_of
         scene.accounting.count(request)
         await scene.idle.caught_up()
 
-    def counted(name: str) -> float:
+    def counted() -> list[float]:
         metrics = "seamark_requests_total", "seamark_cached_tokens_total"
-        return sum(scene.value(metric, worker=name) for metric in metrics)
+        return [sum(scene.value(metric, worker=name) for metric in metrics) for name in ("w", "v")]
 
     running = asyncio.create_task(scene.accounting.run())
     saved = scene.accounting.time_saved()
-    assert (counted("w"), counted("v"), saved.waiting) == (61, 61, 120)
-    scene.accounting.on_worker(gone, Change.REMOVED)
-    scene.accounting.forget_gone()
-    assert counted("w") == 61  # another one has its name
-    pool.workers.remove(gone)
-    gone.inflight = 1
-    scene.accounting.on_worker(gone, Change.REMOVED)
-    scene.accounting.forget_gone()
-    assert counted("w") == 61  # its last request still counts
+    for present, inflight in ((True, 0), (False, 1)):  # another one has its name; its last request still counts
+        gone.inflight = inflight
+        if not present:
+            scene.accounting._pool.workers.remove(gone)
+        scene.accounting.on_worker(gone, Change.REMOVED)
+        scene.accounting.forget_gone()
+        assert (counted(), saved.waiting) == ([61, 61], 120)
     gone.inflight = 0
-    await until(lambda: counted("w") == 0)  # it is looked at again and again
-    assert (counted("v"), saved.waiting) == (61, 60)
+    await until(lambda: counted() == [0, 61])  # it is looked at again and again
+    assert saved.waiting == 60
     running.cancel()
 
 
@@ -328,8 +314,141 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
 
 async def test_an_engine_that_cannot_be_asked_leaves_the_gateways_own_reason(scene, caplog):
     scene.said.set_exception(KeyError("You pilot ships."))
-    request = scene.request(hint=(40,))
-    await scene.streamed(request, Usage(100, 0))
+    request = scene.request()
+    scene.streamed(request, Usage(100, 0))
     await until(lambda: request.record.explanation.reason)
     assert request.record.explanation.reason == "cold"
     assert "asking for request r: KeyError" in caplog.text and "pilot" not in caplog.text
+
+
+SYSTEM = Boundary("system", b"s", "first:1", estimate=150)
+
+RENDERER = b"renderer"
+
+
+class LeaseScene:
+    """A gateway that has looked at its workers, which take one request at a time; none is sent anything."""
+
+    def __init__(self, own: InMemoryGateway) -> None:
+        self.own, self.workers = own, own.gateway.pool.workers
+        self.queue, self.dispatcher = own.gateway.queue, own.gateway.handler._dispatcher
+        self.events = self.dispatcher._engine_events
+        for worker in self.workers:
+            worker.renderer_ids["m"] = RENDERER
+        self.key = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
+        self.refused_by: list[str] = []  # boots, as engine events are told
+        self.events.refused = lambda worker, _: self.refused_by.append(worker.boot)  # type: ignore[method-assign]
+
+    def request(self, path: str = "/v1/chat/completions", **body: Any) -> ProxiedRequest:
+        scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
+        request = request_of(scope, b"x" * 400, "r", self.key)
+        request.body.parsed = {"model": "m", **body}
+        request.prompt = Prompt(found=Found((SYSTEM,), (b"s",), renderer_id=RENDERER), tokens=160)
+        return request
+
+    def counted(self) -> tuple[int, int, int]:
+        inflight = sum(worker.inflight for worker in self.workers)
+        return inflight, self.key.under_way, sum(worker.prefill_tokens for worker in self.workers)
+
+
+@pytest.fixture
+async def leased(own_of) -> LeaseScene:
+    return LeaseScene(await own_of(RecordingWorker(), max_inflight=1))
+
+
+@pytest.fixture
+async def two(own_of) -> LeaseScene:
+    return LeaseScene(await own_of(RecordingWorker(), RecordingWorker(), max_inflight=1))
+
+
+async def test_what_the_engine_has_computed_of_a_prompt_counts_no_more_whether_the_answer_has_begun_or_not(leased):
+    async with leased.dispatcher.lease(leased.request()):
+        leased.events.on_computed("r", 100, False)
+        assert leased.counted() == (1, 1, 60)
+        leased.events.on_computed("r", 40, False)  # never more than before
+        leased.events.on_computed("another gateway's", 160, True)
+        assert leased.counted() == (1, 1, 60)
+        leased.events.on_computed("r", 200, False)
+        assert leased.counted() == (1, 1, 0)
+    leased.events.on_computed("r", 100, False)
+    assert leased.counted() == (0, 0, 0)
+
+
+async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_free_now(two):
+    async with two.dispatcher.lease(two.request()) as lease:
+        first = lease.worker
+        (other,) = (worker for worker in two.workers if worker is not first)
+        first.max_inflight = 2  # it has room, and is not asked again
+        other.inflight = 1
+        assert not lease.move_now() and lease.worker is first
+        other.inflight = 0
+        assert lease.move_now() and lease.worker is other
+        assert (first.inflight, first.prefill_tokens, two.counted()) == (0, 0, (1, 1, 160))
+        assert two.refused_by == [first.boot]
+        for worker in two.workers:
+            two.own.upstream.faults[worker.url] = Unreachable()
+            two.own.gateway.pool.mark_down(worker)
+        assert not lease.move_now() and lease.worker is other
+    assert two.counted() == (0, 0, 0)
+
+
+async def test_a_worker_on_trial_is_on_trial_for_as_long_as_the_request_is_there(leased):
+    breaker = leased.workers[0].breaker
+    breaker.is_open, breaker._trial_at = True, 0.0
+    async with leased.dispatcher.lease(leased.request()):
+        assert not breaker.wants_trial
+    assert breaker.wants_trial  # its client has left without an answer
+
+
+async def test_a_client_that_leaves_while_it_waits_or_just_as_its_slot_comes_leaves_no_count(leased):
+
+    async def hold() -> None:
+        async with leased.dispatcher.lease(leased.request()):
+            await asyncio.Event().wait()
+
+    async with leased.dispatcher.lease(leased.request()):
+        others = [asyncio.create_task(hold()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert len(leased.queue) == 2
+        others[0].cancel()  # while it waits
+        await asyncio.gather(others[0], return_exceptions=True)
+        assert (len(leased.queue), leased.counted()) == (1, (1, 1, 160))
+    # The slot is the last one's, which does not know yet. Its worker was sent the first 150 tokens before.
+    assert (len(leased.queue), leased.counted()) == (0, (1, 1, 10))
+    others[1].cancel()
+    await asyncio.gather(others[1], return_exceptions=True)
+    assert leased.counted() == (0, 0, 0)
+    assert leased.refused_by == [leased.workers[0].boot]  # nothing of it is at the worker
+
+
+@pytest.mark.parametrize(
+    ("status", "is_kept"), [(199, False), (200, True), (299, True), (300, False), (404, False), (500, False)]
+)
+async def test_the_worker_of_a_response_is_remembered_once_one_has_answered_for_it(two, status, is_kept):
+    worker, stored = two.workers[0], two.dispatcher._stored
+    continues = two.request("/v1/responses", previous_response_id="resp_1")
+    assert two.dispatcher.seeks_on(continues, worker, status) is (status == 404)
+    assert stored.boot("resp_1", "ann") == (worker.boot if is_kept else None)
+    plain = two.request()
+    assert two.dispatcher.seeks_on(plain, worker, status) is False and plain.asked == []
+
+
+async def test_a_slot_is_there_while_nobody_waits_and_worker_and_key_have_room(leased):
+    leased.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
+    request = leased.request()
+    assert leased.dispatcher.has_slot(request)
+    leave = leased.dispatcher.joins(leased.request())  # an answer that is under way
+    assert leased.counted() == (0, 1, 0) and not leased.dispatcher.has_slot(request)
+    waiting = asyncio.create_task(leased.dispatcher.acquire(leased.dispatcher.lease(request)))
+    await asyncio.sleep(0)
+    assert leased.key.queued == 1
+    leave()
+    leave()
+    lease = await waiting
+    for _ in range(2):  # it counts once, however often it is over
+        lease.release()
+        assert leased.counted() == (0, 0, 0) and lease.prefill_tokens == 0
+    leased.key.entry = KeyEntry(sha256="0" * 64)
+    async with leased.dispatcher.lease(request):
+        assert not leased.dispatcher.has_slot(leased.request())
+    assert leased.dispatcher.has_slot(leased.request())

@@ -1,13 +1,12 @@
-"""What gateways write to Redis, how often, and what they take from each other; and when Redis counts as down.
-
-Redis is a stand-in here that can fail when a test wants it to; `tests/gateway/test_redis_sync.py` has a real one.
-"""
+"""What gateways share through Redis, when it counts as down, and what a hostile one costs."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from redis.exceptions import RedisError
 
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.positions import PositionCache
@@ -23,6 +23,7 @@ from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.routing import redis_sync
 from proxy.routing.prefix_index import PrefixIndex
+from proxy.routing.redis_answers import MOST_BYTES, MOST_LINES, AnswerTooLarge
 from proxy.routing.redis_sync import (
     ERRORS_TO_DOWN,
     GONE,
@@ -46,6 +47,7 @@ from proxy.routing.redis_sync import (
     unpack,
 )
 from tests.harness.virtual_time import VirtualTimeLoop, on_virtual_time
+from tests.harness.waiting import until
 
 BOOTS = BOOT, OTHER_BOOT = "a#1", "b#1"
 
@@ -410,3 +412,103 @@ def test_one_record_that_cannot_be_makes_its_batch_none(form, record):
     assert unpack(form, sound) == (FOREIGN, RECORDS[form])
     for raw in (pack(form, FOREIGN, (*RECORDS[form], record)), sound[:-1], sound + b"x", sound[:12]):
         assert unpack(form, raw) is None
+
+
+NOTHING = b"*-1\r\n"
+
+
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, Redis answers in time."""
+    monkeypatch.setattr(redis_sync, "CONNECT_SECONDS", 30.0)
+    monkeypatch.setattr(redis_sync, "ANSWER_SECONDS", 30.0)
+
+
+@asynccontextmanager
+async def answering(*pieces: bytes) -> AsyncIterator[RedisSync]:
+    """Exchanges with a Redis that answers this to `XREAD`, piece by piece, and is well else."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while asked := await reader.read(65536):
+                if b"XREAD" not in asked.upper():
+                    writer.write(b"+OK\r\n" * max(1, asked.count(b"CLIENT")))
+                    continue
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        tables = PrefixIndex(10**6), PositionCache(10**6), StoredResponses(0)
+        sync = RedisSync(url, *tables, Metrics(), IdleWork(), lambda: ["w#1"])
+        try:
+            yield sync
+        finally:
+            await sync.aclose()
+
+
+def bulk(content: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(content), content)
+
+
+def entries_of(stream: bytes, *entries: tuple[bytes, bytes]) -> bytes:
+    told = b"".join(b"*2\r\n" + bulk(name) + b"*2\r\n" + bulk(b"n") + bulk(raw) for name, raw in entries)
+    return b"*1\r\n*2\r\n" + bulk(stream) + b"*%d\r\n" % len(entries) + told
+
+
+def record(number: int) -> bytes:
+    return pack(POSITIONS, b"w" * 8, [(number.to_bytes(16, "big"), 9)])
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b"*2000000000\r\n",),
+        (b"*", b"3", b"0", b"0", b"0", b"0", b"0\r", b"\n"),
+        (b"%4000000000\r\n",),
+        (b"*1\r\n$8000000000\r\n", *[b"x" * 2**18] * (MOST_BYTES // 2**18 + 1)),
+        (b"*9999\r\n", *[b"*2\r\n:1\r\n:1\r\n" * 1000] * (MOST_LINES // 1000)),
+        (b"+" + b"x" * MOST_BYTES, b"x"),
+    ],
+    ids=["array", "drip", "map", "bulk", "lines", "word"],
+)
+async def test_an_answer_beyond_all_bounds_is_refused(pieces):
+    async with answering(*pieces) as sync:
+        with pytest.raises(AnswerTooLarge):
+            await sync._exchange()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"*1\r\n" * 100_000,
+        b":" + b"9" * 5000 + b"\r\n",
+        entries_of(b"another", (b"1-1", record(1))) + NOTHING,
+        entries_of(POSITIONS_STREAM, (b"1\r\nFLUSHALL\r\n", record(1))) + NOTHING,
+        entries_of(POSITIONS_STREAM, *[(b"1-%d" % n, record(n)) for n in range(READ_ENTRIES + 1)]) + NOTHING,
+    ],
+    ids=["deep", "digits", "stream", "name", "entries"],
+)
+async def test_what_no_redis_answers_is_an_error_and_changes_nothing(answer):
+    async with answering(answer) as sync:
+        with pytest.raises((RedisError, ValueError, TypeError, KeyError, AttributeError, RecursionError)):
+            await sync._exchange()
+        assert not sync._writers and set(sync._cursors.values()) <= {b"0"}
+
+
+async def test_it_is_said_once_and_counted_and_a_redis_that_is_well_again_is_heard(caplog, monkeypatch):
+    monkeypatch.setattr(redis_sync, "RETRY_SECONDS", 0.0)
+    async with answering(b"*2000000000\r\n") as sync:
+        running = asyncio.create_task(sync.run())
+        await until(lambda: sync._failures > 5)
+        running.cancel()
+        assert sync.state == "down"
+        assert [each.getMessage() for each in caplog.records if "redis" in each.name] == [
+            "redis is down (AnswerTooLarge); what is learnt is not shared"
+        ]
