@@ -8,6 +8,7 @@ import gzip
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,6 +20,7 @@ from proxy.chat.chat import CHAT
 from proxy.errors import GatewayError, NotFound, NoWorker, Overloaded, SettingsError, Unauthorized, WorkerFailed
 from proxy.fleet.part import Change
 from proxy.http import asgi
+from proxy.http.asgi import IS_CROWDED
 from proxy.http.client import Broken, Unreachable
 from proxy.pipeline.error_responses import error_event, send_error
 from proxy.pipeline.gateway import Gateway
@@ -36,6 +38,16 @@ async def own(in_memory, worker) -> InMemoryGateway:
     return await in_memory(worker)
 
 
+async def sent_by(call: Callable[[asgi.Send], Awaitable[None]]) -> list[Any]:
+    got: list[Any] = []
+
+    async def send(message: Any) -> None:
+        got.append(message)
+
+    await call(send)
+    return got
+
+
 def counted(own: InMemoryGateway) -> dict[str, float]:
     samples = (sample for family in own.gateway.metrics.registry.collect() for sample in family.samples)
     return {each.labels["code"]: each.value for each in samples if each.name == "seamark_requests_total"}
@@ -43,21 +55,18 @@ def counted(own: InMemoryGateway) -> dict[str, float]:
 
 DEEP = b'{"a":' * 300 + b"1" + b"}" * 300
 
-FORM = {"content-type": "application/x-www-form-urlencoded"}
-
 
 @pytest.mark.parametrize(
     ("path", "headers", "body", "status"),
     [
-        *((CHAT, {}, body, 400) for body in (b"", b"{", b"[]", b"nonsense", b"\xff\xfe")),
+        *((CHAT, {}, body, 400) for body in (b"", b"[]", b"\xff\xfe")),
         (CHAT, {"content-type": "a/b"}, b"{", 400),
         ("/v1/other", {}, DEEP, 400),
         *(
             (path, {"content-encoding": coding}, gzip.compress(b"{}", mtime=0), 415)
-            for path in (CHAT, "/tokenize")
-            for coding in ("gzip", "identity, GZIP")
+            for path, coding in ((CHAT, "gzip"), ("/tokenize", "identity, GZIP"))
         ),
-        ("/v1/other", FORM, b"a=b", 400),
+        ("/v1/other", {"content-type": "application/x-www-form-urlencoded"}, b"a=b", 400),
     ],
 )
 async def test_what_no_worker_should_read_is_refused_in_openais_envelope(own, worker, path, headers, body, status):
@@ -66,11 +75,7 @@ async def test_what_no_worker_should_read_is_refused_in_openais_envelope(own, wo
     assert refused.status_code == status and error["type"] == "invalid_request_error"
     assert set(error) == {"message", "type", "param", "code"} and not worker.requests
     assert counted(own) == {str(status): 1} and float(refused.headers["x-seamark-overhead-ms"]) >= 0
-    if status == 415:
-        assert (
-            refused.headers["accept-encoding"] == "identity"
-            and headers["content-encoding"][-4:].lower() in error["message"]
-        )
+    assert status != 415 or (refused.headers["accept-encoding"] == "identity" and "gzip" in error["message"])
 
 
 async def test_an_unknown_path_is_refused_in_openais_envelope(own):
@@ -78,7 +83,7 @@ async def test_an_unknown_path_is_refused_in_openais_envelope(own):
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
 
 
-async def fails(own: InMemoryGateway, error: BaseException, started: bool = False, delivered: bool = False) -> None:
+def fails(own: InMemoryGateway, error: BaseException, started: bool = False, delivered: bool = False) -> None:
     """Each request does, with what has been sent by then."""
 
     async def answer(request: Any, send: asgi.Send, watch: asgi.ClientWatch) -> None:
@@ -102,7 +107,7 @@ async def fails(own: InMemoryGateway, error: BaseException, started: bool = Fals
     ],
 )
 async def test_a_failure_is_told_in_the_apis_envelope(own, caplog, error, status, code, origin):
-    await fails(own, error)
+    fails(own, error)
     answer = await own.post(chat("Tide?"), x_request_id="r", **({"origin": origin} if origin else {}))
     told = answer.json()["error"]
     assert (answer.status_code, told["code"], answer.headers["x-request-id"]) == (status, code, "r")
@@ -123,7 +128,7 @@ async def test_a_failure_is_told_in_the_apis_envelope(own, caplog, error, status
     ],
 )
 async def test_behind_the_head_of_an_answer_a_failure_ends_it_and_is_counted(own, error, started, delivered, status):
-    await fails(own, error, started, delivered)
+    fails(own, error, started, delivered)
     call = own.opened(chat("Tide?"))
     types = []
     while (message := await call.message()) is not None:
@@ -177,14 +182,9 @@ async def test_who_is_refused_at_the_door_is_no_request(with_keys, worker):
     assert (await with_keys.post(chat("Tide?"))).status_code == 401
     call = with_keys.opened(chat("Tide?"), "/v1/../x", **bearer("ann"))
     assert (await call.message())["status"] == 404
-    scope = {"type": "http", "method": "POST", "path": "/v1/x", "query_string": b"", "headers": []}
-    got: list[Any] = []
-
-    async def send(message: Any) -> None:
-        got.append(message)
-
-    await with_keys.gateway.handler({**scope, "extensions": {asgi.IS_CROWDED: True}}, None, send)
-    assert got[0]["status"] == 503
+    crowded = {"method": "POST", "path": "/v1/x", "query_string": b"", "headers": [], "extensions": {IS_CROWDED: True}}
+    start, _ = await sent_by(lambda send: with_keys.gateway.handler({"type": "http", **crowded}, None, send))
+    assert start["status"] == 503
     asks = {"origin": "https://a", "access-control-request-method": "POST"}
     asked = await with_keys.client.options(CHAT, headers=asks)  # a browser asks this without a key
     assert asked.status_code != 401 and asked.headers["x-request-id"]
@@ -198,24 +198,20 @@ CREATED = b'event: response.created\ndata: {"type":"response.created","response"
 
 RESPONSE = {"status": "failed", "error": {"code": "server_error", "message": "It broke off."}}
 
-UNKNOWN = {"object": "response", "output": []}
-
 
 @pytest.mark.parametrize(
     ("endpoint", "first", "last", "name", "told"),
     [
         ("/v1/chat/completions", b"", b"", b"", json.loads(ERROR.body())),
-        (
-            "/v1/messages", b"", b"", b"error",
-            {"type": "error", "error": {**ERROR.as_dict(), "type": "api_error"}},
-        ),
+        ("/v1/messages", b"", b"", b"error", {"type": "error", "error": {**ERROR.as_dict(), "type": "api_error"}}),
         (
             "/v1/responses", CREATED, b'event: x\ndata: {"type":"x","sequence_number":7}\n\n', b"response.failed",
             {"type": "response.failed", "sequence_number": 8, "response": {"id": "r", **RESPONSE}},
         ),
         (
             "/v1/responses", b"", b"data: {\n\n", b"response.failed",
-            {"type": "response.failed", "sequence_number": 0, "response": {**UNKNOWN, **RESPONSE}},
+            {"type": "response.failed", "sequence_number": 0,
+             "response": {**RESPONSE, "object": "response", "output": []}},
         ),
     ],
 )  # fmt: skip
@@ -226,28 +222,19 @@ def test_each_apis_last_word_is_a_whole_event(endpoint, first, last, name, told)
     assert fields.get(b"event", b"") == name and json.loads(fields[b"data"]) == told
 
 
-BUSY = {"retry-after": "2"}
-
-
 @pytest.mark.parametrize(
     ("kind", "more", "anthropic"),
     [
         ("Unauthorized", {"www-authenticate": "Bearer"}, "authentication_error"),
         ("UnreadableCoding", {"accept-encoding": "identity"}, "api_error"),
-        ("KeyBusy", BUSY, "rate_limit_error"),
-        ("Overloaded", BUSY, "overloaded_error"),
+        ("KeyBusy", {"retry-after": "2"}, "rate_limit_error"),
+        ("Overloaded", {"retry-after": "2"}, "overloaded_error"),
     ],
 )
 async def test_an_error_is_sent_whole_with_what_belongs_to_it(kind, more, anthropic):
     error: Any = getattr(errors, kind)("no")
     for path in ("/v1/chat/completions", "/v1/messages"):
-        sent: list[Any] = []
-
-        async def send(message: Any, sent: list[Any] = sent) -> None:
-            sent.append(message)
-
-        await send_error(send, error, path, [(b"x-mine", b"1")])
-        start, body = sent
+        start, body = await sent_by(lambda send, path=path: send_error(send, error, path, [(b"x-mine", b"1")]))
         told = {name.decode(): value.decode() for name, value in start["headers"]}
         length = {"content-length": str(len(body["body"]))}
         assert told == {"x-mine": "1", "content-type": "application/json", **more, **length}
@@ -266,13 +253,8 @@ def before(*script: Said | Exception) -> tuple[Preflights, ScriptedUpstream]:
 
 
 async def answered(those: Preflights) -> list[Any]:
-    got: list[Any] = []
-
-    async def send(message: Any) -> None:
-        got.append(message)
-
-    await those.answer({**SCOPE, "headers": [*HEADERS, (b"authorization", b"x")]}, "id-1", send)
-    return got
+    scope = {**SCOPE, "headers": [*HEADERS, (b"authorization", b"x")]}
+    return await sent_by(lambda send: those.answer(scope, "id-1", send))
 
 
 @pytest.mark.parametrize(
@@ -305,8 +287,8 @@ async def test_a_worker_that_fails_is_named_as_the_cause_and_where_none_is_ready
         await answered(those)
     assert not isinstance(failure, Said) or failure.closed == 1
     upstream.say = lambda sent: Unreachable("refused")
-    those._pool.mark_down(those._pool.workers[0])
-    those._pool.mark_down(those._pool.workers[1])
+    for worker in those._pool.workers:
+        those._pool.mark_down(worker)
     with pytest.raises(NoWorker):
         await answered(those)
     assert [sent.method for sent in upstream.sent].count("OPTIONS") == 1
@@ -365,11 +347,8 @@ async def test_a_file_that_its_reader_chokes_on_is_told_as_not_read_whichever_it
         Gateway(Settings(worker=("http://127.0.0.1:9",), **{setting: path}))
 
 
-ONE = {"worker": ("http://127.0.0.1:9",)}
-
-
 async def test_nothing_of_a_worker_whose_answers_differ_is_used():
-    gateway = Gateway(Settings(**ONE))
+    gateway = Gateway(Settings(worker=("http://127.0.0.1:9",)))
     gateway.prefix_index.forget_all, gateway.shelf.tell = Mock(), Mock()
     (worker,) = gateway.pool.workers
     gateway._distrust(worker)
@@ -383,7 +362,7 @@ def test_the_lack_of_opentelemetry_is_a_matter_of_the_setting(monkeypatch):
     monkeypatch.delitem(sys.modules, "proxy.observability.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(SettingsError, match="otlp_traces_endpoint"):
-        Gateway(Settings(otlp_traces_endpoint="http://127.0.0.1:9", **ONE))
+        Gateway(Settings(worker=("http://127.0.0.1:9",), otlp_traces_endpoint="http://127.0.0.1:9"))
 
 
 # The class that alone assigns to an attribute of these names, on whatever object.
