@@ -6,12 +6,10 @@ import asyncio
 import functools
 import json
 import logging
-import os
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -71,19 +69,6 @@ def b() -> Server:
     return Server(B)
 
 
-def write(path, *urls: str, more: str = "") -> None:
-    path.write_text("".join(f'[[worker]]\nurl = "{url}"\n{more}\n' for url in urls))
-    stat = path.stat()
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))  # clocks of file systems are coarse
-
-
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "workers.toml"
-    write(path, A)
-    return path
-
-
 @pytest.fixture
 def gateway_of(in_memory) -> Callable[..., Awaitable[InMemoryGateway]]:
     """Composes gateways whose workers nobody looks at but a test."""
@@ -109,23 +94,20 @@ async def both(own) -> WorkerPool:
 
 
 async def test_a_worker_that_stays_in_the_file_stays_the_same_with_its_requests_and_its_quarantine(
-    gateway_of, a, b, file
+    gateway_of, a, b, tmp_path
 ):
+    file = tmp_path / "workers.toml"
+    file.write_text(f'[[worker]]\nurl = "{A}"\n')
     pool = (await gateway_of(a, b, worker=(), workers_file=file)).gateway.pool
     await pool.check_all()
     (kept,) = pool.workers
     kept.inflight = 3
     kept.cache.quarantine()
-    write(file, B, A, more="max_inflight = 3")
+    file.write_text("".join(f'[[worker]]\nurl = "{url}"\nmax_inflight = 3\n' for url in (B, A)))
     pool.refresh()
     assert [worker.url for worker in pool.workers] == [B, A] and pool.workers[1] is kept
     assert (kept.inflight, kept.has_room, kept.up) == (3, False, True)
     assert not kept.cache.hints_allowed and kept.cache.salt({"model": "m"})
-
-
-def fail(pool: WorkerPool, worker: Worker, times: int = BREAKER_FAILURES) -> None:
-    for number in range(times):
-        pool.record_failure(worker, b"%d" % number)
 
 
 async def test_a_probe_that_this_machine_had_no_descriptor_for_says_nothing_of_the_worker(own, both):
@@ -190,7 +172,8 @@ async def test_whoever_waits_for_a_worker_is_woken_when_other_ones_are_ready_tha
     assert looks() == 1
     clock = [0.0]
     first.breaker = CircuitBreaker(lambda: clock[0])
-    fail(both, first)
+    for number in range(BREAKER_FAILURES):
+        both.record_failure(first, b"%d" % number)
     await both.check_health(first)
     assert looks() == 0
     clock[0] += TRIAL_SECONDS  # it may be tried with one of those that wait
@@ -200,9 +183,9 @@ async def test_whoever_waits_for_a_worker_is_woken_when_other_ones_are_ready_tha
     assert looks() == 1
 
 
-async def test_engines_behind_one_address_are_looked_at_once_they_are_known_and_go_together(gateway_of, a, file):
+async def test_engines_behind_one_address_are_looked_at_once_they_are_known_and_go_together(gateway_of, a):
     a.patched, a.sources = True, {str(rank): {"endpoint": "tcp://*:5557"} for rank in range(2)}
-    own = await gateway_of(a, worker=(), workers_file=file)
+    own = await gateway_of(a)
     pool = own.gateway.pool
     (whole,) = pool.workers
     await pool.check_all()
@@ -317,19 +300,18 @@ def test_a_first_doubt_parts_requests_from_what_was_there_and_a_second_from_the_
 FOUND = Found((Boundary("system", b"s", "first:1", 40), Boundary("turn", b"t", -5)), renderer_id=b"renderer")
 
 
-def worker(**metrics: Any) -> Worker:
-    told = WorkerMetrics(**(metrics or {"engine": EngineInfo("0.3.0", "0.32.0", 16, 384)}))
-    return Worker("http://w", None, probed=Probed(metrics=told), renderer_ids={"m": b"renderer"})
+ENGINE = EngineInfo("0.3.0", "0.32.0", 16, 384)
 
 
-def test_only_a_worker_with_a_plugin_of_this_release_gets_the_hint():
-    assert worker().hint(FOUND) == ("first:1", -5)
-    other = worker(other_release="update the plugin")
-    assert other.hint(FOUND) == worker(engine=None).hint(FOUND) == () and other.refused == "update the plugin"
+@pytest.mark.parametrize(("other", "hint"), [("", ("first:1", -5)), ("update the plugin", ())])
+def test_only_a_worker_with_a_plugin_of_this_release_gets_the_hint(other, hint):
+    told = WorkerMetrics(engine=None if other else ENGINE, other_release=other)
+    worker = Worker("http://w", None, probed=Probed(metrics=told), renderer_ids={"m": b"renderer"})
+    assert worker.hint(FOUND) == hint and worker.refused == other
 
 
 def test_of_several_engines_behind_an_address_each_ones_feed_tells_its_gate():
-    engine = EngineInfo("0.3.0", "0", match_unit=16, block_size=384, drafts=OPEN)
+    engine = replace(ENGINE, drafts=OPEN)
     worker = Worker("http://w#1", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m"))
     assert worker.draft_state == TRIAL
     worker.draft_gate = GateReport(OPEN, "id", "", read_at=1.0)
@@ -362,14 +344,10 @@ def test_a_breaker_waits_twice_as_long_only_after_a_trial_that_failed_and_a_minu
     assert breaker.wants_trial
 
 
-def bare(url: str = "http://w:1", **known) -> Worker:
-    return Worker(url, renderer=WorkerRenderer(None, url, 1.0), **known)
-
-
 def test_a_request_to_one_of_several_engines_says_which_whatever_the_client_said():
     headers = [(b"x-data-parallel-rank", b"9"), (b"a", b"b"), (b"x-data-parallel-rank", b"8")]
-    assert bare("http://w:1").addressed(headers) == headers
-    assert bare("http://w:1#3").addressed(headers) == [(b"a", b"b"), (b"x-data-parallel-rank", b"3")]
+    for url, sent in (("http://w:1", headers), ("http://w:1#3", [(b"a", b"b"), (b"x-data-parallel-rank", b"3")])):
+        assert Worker(url, renderer=WorkerRenderer(None, url, 1.0)).addressed(headers) == sent
 
 
 async def test_a_prompt_is_as_the_worker_renders_the_request_or_else_its_chat():
@@ -397,45 +375,32 @@ async def test_a_prompt_is_as_the_worker_renders_the_request_or_else_its_chat():
     assert rendered == [(chat, CHAT)]
 
 
-class Watching(Part):
-    name = "watching"
-
-    def __init__(self, run: Callable[[], Awaitable[None]]) -> None:
-        self._run, self.is_closed = run, False
-
-    async def run(self) -> None:
-        await self._run()
-
-    async def aclose(self) -> None:
-        self.is_closed = True
-
-
 async def test_a_part_that_fails_is_started_again_and_counted(monkeypatch, caplog):
     monkeypatch.setattr(part_of, "RESTART_SECONDS", 0.0)
-    metrics = Metrics()
-    done = asyncio.Event()
-    runs = 0
+    done, metrics, ran = asyncio.Event(), Metrics(), []
 
-    async def watch() -> None:
-        nonlocal runs
-        runs += 1
-        if runs < 3:
-            raise RecursionError("sk-secret")
-        done.set()
-        await asyncio.Event().wait()
+    class Watching(Part):
+        name = "watching"
+
+        async def run(self) -> None:
+            ran.append("run")
+            if len(ran) < 3:
+                raise RecursionError("sk-secret")
+            done.set()
+            await asyncio.Event().wait()
+
+        async def aclose(self) -> None:
+            ran.append("closed")
 
     shelf = Shelf(metrics)
-    part = shelf.put(Watching(watch))
+    shelf.put(Watching())
     shelf.also_run("files", asyncio.Event().wait)
     shelf.start()
     async with asyncio.timeout(30):
         await done.wait()
     await shelf.stop()
-    assert not part.is_closed
+    assert ran == ["run"] * 3
     await shelf.aclose()
-    failures = [
-        metrics.registry.get_sample_value("seamark_task_failures_total", {"task": name})
-        for name in ("watching", "files")
-    ]
-    assert (runs, failures) == (3, [2, 0])
-    assert "RecursionError" in caplog.text and "sk-secret" not in caplog.text and part.is_closed
+    value, name = metrics.registry.get_sample_value, "seamark_task_failures_total"
+    assert [value(name, {"task": task}) for task in ("watching", "files")] == [2, 0]
+    assert "RecursionError" in caplog.text and "sk-secret" not in caplog.text and ran[3:] == ["closed"]

@@ -7,14 +7,12 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from proxy.bench.harness.prompts import prose
-from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
 from proxy.errors import SettingsError
 from proxy.fleet import discovery
 from proxy.fleet.discovery import Discovery, addresses_of
@@ -28,14 +26,13 @@ from proxy.server.status import warnings
 from proxy.settings import add_arguments, load
 from proxy.version import version
 from tests.harness.fake_engine import engine_info
+from tests.harness.gateways import chat
 from tests.harness.in_memory_gateway import InMemoryGateway, told
 from tests.harness.recording_worker import RecordingWorker, respond
 
 URL = "http://w:1"
 
 INFO = b'seamark_engine_info{match_unit="%b",block_size="%b",version="0.3.0",vllm="0.32.0"} 1.0\n'
-
-AWAKE = 'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 1.0\n'
 
 
 class Server:
@@ -44,7 +41,7 @@ class Server:
     def __init__(self) -> None:
         self.pages = {
             "/health": b"",
-            "/metrics": f"process_start_time_seconds 1.0\n{AWAKE}".encode(),
+            "/metrics": b'process_start_time_seconds 1.0\nvllm:engine_sleep_state{sleep_state="awake"} 1.0\n',
             "/v1/models": b'{"data":[{"id":"m"}]}',
             "/version": b'{"version":"0.32.0"}',
         }
@@ -64,15 +61,11 @@ class Server:
             raise Unreachable
         return self.status.get(path, 200), self.pages[path]
 
-    def add(self, metrics: str) -> None:
-        self.pages["/metrics"] += metrics.encode()
-
-    async def probe(self, last: Probed | None = None) -> Probed:
+    async def probe(self) -> Probed:
         async def lull() -> None:
             """Nobody else has work."""
 
-        last = Probed() if last is None else last
-        return await Probe(self, URL).probe(last, own_id="me", of_plugin=False, lull=lull)  # type: ignore[arg-type]
+        return await Probe(self, URL).probe(Probed(), own_id="me", of_plugin=False, lull=lull)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +101,7 @@ async def test_what_a_worker_is_follows_from_what_it_says():
     del server.pages["/version"]
     other = await server.probe()
     assert (other.is_vllm, other.is_gateway, other.vllm) == (False, False, "")
-    server.add(engine_info())
+    server.pages["/metrics"] += engine_info().encode()
     patched = await server.probe()
     assert patched.metrics.engine is not None and patched.is_vllm and patched.vllm == patched.metrics.engine.vllm
     server.pages["/health"] = b'{"gateway":"another"}'
@@ -237,17 +230,12 @@ THEIRS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp:/
         ({"0": THEIRS}, Told(beside="*:5556")),
         ({"1": THEIRS | {"endpoint": "tcp://*:5558"}, "0": THEIRS}, Told(beside="*:5556", ranks=(0, 1))),
         ({"0": THEIRS | {"endpoint": "inproc://x"}}, Told()),
-        ([], Told()),
         ({"0": "text"}, Told()),
+        *((answer, Told()) for answer in (b"[]", b"{", b"\xff", b"[" * 100_000)),
     ],
 )
 def test_vllms_list_of_publishers_tells(sources, told):
-    assert read_sources(json.dumps(sources).encode()) == told
-
-
-@pytest.mark.parametrize("answer", [b"{", b"\xff", b"[" * 100_000])
-def test_what_is_no_list_tells_nothing(answer):
-    assert read_sources(answer) == Told()
+    assert read_sources(sources if isinstance(sources, bytes) else json.dumps(sources).encode()) == told
 
 
 @pytest.mark.parametrize(
@@ -262,27 +250,11 @@ def test_what_is_no_list_tells_nothing(answer):
 )
 def test_the_gateway_asks_no_host_but_the_workers(worker, at, url):
     assert base_url(worker, at) == url
-
-
-@pytest.mark.parametrize(
-    ("worker", "at", "why"),
-    [
-        ("http://spark:8000", "127.0.0.1:33007", "SEAMARK_REPORTS_AT"),
-        ("http://127.0.0.1:8000", "127.0.0.1:70000", "names no port"),
-        ("http://127.0.0.1:8000", "127.0.0.1:" + "1" * 5000, "names no port"),
-    ],
-)
-def test_where_they_cannot_be_read_the_reason_is_said(worker, at, why):
-    with pytest.raises(ValueError, match=why):
-        base_url(worker, at)
-
-
-def answers(is_sleeping: bool | None, is_paused: bool | None) -> EngineAnswers:
-    """None: the worker lacks the route."""
-    found = EngineAnswers("")
-    for path, said in ((IS_SLEEPING, is_sleeping), (IS_PAUSED, is_paused)):
-        found.take(path, 404 if said is None else 200, json.dumps({path[1:]: said}).encode())
-    return found
+    with pytest.raises(ValueError, match="SEAMARK_REPORTS_AT"):
+        base_url("http://spark:8000", "127.0.0.1:33007")
+    for port in ("70000", "1" * 5000):
+        with pytest.raises(ValueError, match="names no port"):
+            base_url(worker, f"127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize(
@@ -297,7 +269,10 @@ def answers(is_sleeping: bool | None, is_paused: bool | None) -> EngineAnswers:
     ],
 )
 def test_the_engines_word_counts_and_else_its_gauge(levels, is_sleeping, is_paused, words):
-    why = answers(is_sleeping, is_paused).why_asleep(levels)
+    found = EngineAnswers("")
+    for path, said in ((IS_SLEEPING, is_sleeping), (IS_PAUSED, is_paused)):
+        found.take(path, 404 if said is None else 200, json.dumps({path[1:]: said}).encode())  # None: it has no route
+    why = found.why_asleep(levels)
     assert why.startswith(words) and bool(why) == bool(words)
 
 
@@ -317,53 +292,42 @@ def test_what_a_route_answers_is_what_it_says_and_one_without_an_answer_is_lacki
     assert found.said == said
 
 
-NAME = "http://vllm.test:8000"
-
 ONE = "10.0.0.1"
 
 
-def arguments(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args(argv)
-
-
 class Resolver:
-    """Answers with what it is told to, by host; an exception is raised."""
+    """Answers with what it is told to; an exception is raised. `changes`: what is discovered by it."""
 
-    def __init__(self, *addresses: str) -> None:
-        self.told: Sequence[str] | Exception = addresses
-        self.slow = asyncio.Event()
+    def __init__(self) -> None:
+        self.told: Sequence[str] | Exception = (ONE,)
+        self.slow, self.asked = asyncio.Event(), 0
         self.slow.set()
-        self.asked: list[tuple[str, int]] = []
+        self.changes: list[tuple[str, ...]] = []
+        self.metrics = Metrics()
+        self.looking = Discovery(("http://vllm.test:8000",), 1.0, 60.0, self.metrics, self.changes.append, self)
 
     async def __call__(self, host: str, port: int) -> Sequence[str]:
-        self.asked.append((host, port))
+        self.asked += 1
         await self.slow.wait()
         if isinstance(self.told, Exception):
             raise self.told
         return self.told
 
-
-def found_by(resolver: Resolver, *names: str, keep: float = 60.0) -> tuple[Discovery, list[tuple[str, ...]], Metrics]:
-    changes: list[tuple[str, ...]] = []
-    metrics = Metrics()
-    return Discovery(names or (NAME,), 1.0, keep, metrics, changes.append, resolver), changes, metrics
-
-
-def failures(metrics: Metrics) -> float | None:
-    return metrics.registry.get_sample_value("seamark_discovery_failures_total", {"name": "vllm.test:8000"})
+    @property
+    def failures(self) -> float | None:
+        value = self.metrics.registry.get_sample_value
+        return value("seamark_discovery_failures_total", {"name": "vllm.test:8000"})
 
 
 @pytest.mark.parametrize("error", [socket.gaierror(socket.EAI_NONAME, "not known"), UnicodeError("label")])
 async def test_a_name_that_is_not_resolved_keeps_its_workers_for_a_while(error, monkeypatch, caplog):
-    resolver = Resolver(ONE)
-    looking, changes, metrics = found_by(resolver, keep=60.0)
+    resolver = Resolver()
+    looking, changes = resolver.looking, resolver.changes
     await looking.look()
     resolver.told = error
     for _ in range(3):
         await looking.look()
-    assert len(changes) == 1 and failures(metrics) == 3
+    assert len(changes) == 1 and resolver.failures == 3
     assert caplog.text.count("cannot be resolved") == 1 and "stay for 60 s" in caplog.text
     now = discovery.time.monotonic()
     monkeypatch.setattr(discovery.time, "monotonic", lambda: now + 61)
@@ -376,16 +340,15 @@ async def test_a_name_that_is_not_resolved_keeps_its_workers_for_a_while(error, 
 
 async def test_a_resolver_that_hangs_holds_up_no_other_name_and_is_not_asked_twice(monkeypatch):
     monkeypatch.setattr(discovery, "ANSWER_SECONDS", 0.05)
-    resolver = Resolver(ONE)
-    looking, changes, metrics = found_by(resolver)
+    resolver = Resolver()
     resolver.slow.clear()
     for _ in range(3):
-        await looking.look()
-    assert not changes and failures(metrics) == 3 and len(resolver.asked) == 1
+        await resolver.looking.look()
+    assert not resolver.changes and resolver.failures == 3 and resolver.asked == 1
     resolver.slow.set()
     await asyncio.sleep(0)
-    await looking.look()
-    assert changes == [(f"http://{ONE}:8000",)] and len(resolver.asked) == 1
+    await resolver.looking.look()
+    assert resolver.changes == [(f"http://{ONE}:8000",)] and resolver.asked == 1
 
 
 async def test_the_systems_resolver_knows_both_kinds_of_addresses():
@@ -405,30 +368,29 @@ async def test_the_systems_resolver_knows_both_kinds_of_addresses():
     ],
 )
 def test_what_is_no_name_is_refused_with_the_cure(name, words):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
     with pytest.raises(SettingsError) as error:
-        load(arguments("--workers-dns", name), {})
+        load(parser.parse_args(["--workers-dns", name]), {})
     assert words in str(error.value) and "workers_dns" in str(error.value) and "secret" not in str(error.value)
 
 
-AT = "http://127.0.0.1:1"
+AT, REPORTS_AT = "http://127.0.0.1:1", "127.0.0.1:2"
 
-REPORTS = 2  # port
-
-Started = Callable[..., Awaitable[InMemoryGateway]]
+SOURCES = {"0": {"publisher": "null", "endpoint": f"tcp://{REPORTS_AT}", "topic": "seamark"}}
 
 
 @dataclass
-class Rust(RecordingWorker):
-    """vLLM's frontend in Rust: no middleware, and few of vLLM's metrics."""
+class Frontend(RecordingWorker):
+    """A worker whose HTTP server has no middleware, so that its reports are read at another port."""
 
     url: str = AT
     hits: bool = True
-    lacks: tuple[str, ...] = (MESSAGES, RESPONSES, CHAT + "/render")
+    metrics: str = "vllm:spec_decode_num_drafts_total 0.0\nvllm:prefix_cache_hits_total 0.0\n"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/metrics":
-            text = "vllm:spec_decode_num_drafts_total 0.0\nvllm:prefix_cache_hits_total 0.0\n"
-            await respond(send, text.encode(), "text/plain")
+            await respond(send, self.metrics.encode(), "text/plain")
         elif scope["path"].startswith("/seamark/"):
             await respond(send, b"", status=404)
         else:
@@ -436,90 +398,57 @@ class Rust(RecordingWorker):
 
 
 @dataclass
-class Collector:
-    """The port that a worker's reports are read at."""
+class Port:
+    """What answers where they are read: a worker's plugin, or a stranger."""
 
-    worker: RecordingWorker
-    api_key: str | None = None
+    worker: RecordingWorker | None = None
     refused: int = 0
-    url: str = f"http://127.0.0.1:{REPORTS}"
+    url: str = f"http://{REPORTS_AT}"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        wanted = (b"authorization", f"Bearer {self.api_key}".encode())
-        if not scope["path"].startswith("/seamark/") or (self.api_key is not None and wanted not in scope["headers"]):
+        if self.worker is None:
+            await respond(send, b"<html>seamark</html>", "text/html")
+        elif (
+            self.worker.api_key and (b"authorization", f"Bearer {self.worker.api_key}".encode()) not in scope["headers"]
+        ):
             self.refused += 1
             await respond(send, b"", status=404)
         else:
             await RecordingWorker.__call__(self.worker, scope, receive, send)
 
 
-class Stranger:
-    url = f"http://127.0.0.1:{REPORTS}"
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await respond(send, b"<html>seamark</html>", "text/html")
-
-
-LISTED = {"0": {"publisher": "null", "endpoint": f"tcp://127.0.0.1:{REPORTS}", "topic": "seamark"}}
-
-KV_EVENTS = {"0": {"publisher": "zmq", "endpoint": "tcp://*:5557", "topic": "kv-events"}}
-
-
-async def before(in_memory: Started, worker: RecordingWorker, *others: Any, key: str = "") -> InMemoryGateway:
-    """A gateway that knows the worker's AT, and its key if it has one, where `others` answer at theirs."""
-    gateway = await in_memory(worker, is_started=False)
+async def before(in_memory: Any, worker: RecordingWorker, *others: Any) -> InMemoryGateway:
+    """A gateway that knows the worker's URL, and its key if it has one, where `others` answer at theirs."""
+    gateway: InMemoryGateway = await in_memory(worker, is_started=False)
     gateway.upstream.workers |= {each.url: each for each in others}
-    gateway.upstream.own_headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    if worker.api_key:
+        gateway.upstream.own_headers = [(b"authorization", f"Bearer {worker.api_key}".encode())]
     gateway.app.gateway.start()
     await gateway.gateway.pool.ready()
     return gateway
 
 
-SYSTEM = {"role": "system", "content": prose(300, 1)}
-
-
-def chat(question: str) -> dict[str, Any]:
-    return {"model": "m", "messages": [SYSTEM, {"role": "user", "content": question}]}
-
-
 async def test_the_workers_key_is_sent_to_its_port_and_a_stranger_there_is_not_believed(in_memory, caplog):
     caplog.set_level(logging.INFO)
-    worker = Rust(sources=LISTED, api_key="right")
-    collector = Collector(worker, api_key="right")
-    gateway = await before(in_memory, worker, collector, key="right")
-    assert (await gateway.status())["workers"][0]["engine"] and not collector.refused
-    for other in (Stranger(), None):
-        worker = Rust(sources=LISTED)
-        gateway = await before(in_memory, worker, *filter(None, (other,)))
+    worker = Frontend(sources=SOURCES, api_key="right")
+    gateway = await before(in_memory, worker, port := Port(worker))
+    assert (await gateway.status())["workers"][0]["engine"] and not port.refused
+    for others in ([Port()], []):
+        gateway = await before(in_memory, Frontend(sources=SOURCES), *others)
         (status,) = (await gateway.status())["workers"]
-        assert status["engine"] is None and f"http://127.0.0.1:{REPORTS} does not give them" in caplog.text
+        assert status["engine"] is None and f"http://{REPORTS_AT} does not give them" in caplog.text
         assert any("cannot be read" in sentence for sentence in warnings(gateway.gateway))
         assert (await gateway.post(chat("?"))).status_code == 200
         caplog.clear()
 
 
-@dataclass
-class Python(RecordingWorker):
-    """A `vllm serve` that was started without the flag `--middleware`, with the plugin installed."""
-
-    url: str = AT
-    hits: bool = True
-    reports: str = f"127.0.0.1:{REPORTS}"
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"].startswith("/seamark/"):
-            await respond(send, b"", status=404)
-        elif scope["path"] == "/metrics":
-            text = f"process_start_time_seconds {self.boot}\n{engine_info(reports=self.reports)}"
-            await respond(send, text.encode(), "text/plain")
-        else:
-            await super().__call__(scope, receive, send)
-
-
-@pytest.mark.parametrize("sources", [None, KV_EVENTS])
+@pytest.mark.parametrize(
+    "sources", [None, {"0": {"publisher": "zmq", "endpoint": "tcp://*:5557", "topic": "kv-events"}}]
+)
 async def test_a_python_frontend_tells_the_port_in_its_metrics_whatever_its_version(in_memory, sources):
-    worker = Python(sources=sources)
-    gateway = await before(in_memory, worker, Collector(worker))
+    worker = Frontend(sources=sources)
+    worker.metrics = f"process_start_time_seconds {worker.boot}\n{engine_info(reports=REPORTS_AT)}"
+    gateway = await before(in_memory, worker, Port(worker))
     await gateway.post(chat("Any ship today?"))
     await told(worker)
     second = await gateway.post(chat("Any ship tomorrow?"))

@@ -94,28 +94,26 @@ def check_of(
     worker: Worker,
     engine: Engine | DraftingUpstream,
     *requests: WarmupRequest,
-    settings: Settings | None = None,
+    often: bool = False,
     distrust: Callable[[Worker], None] = lambda worker: None,
     metrics: Metrics | None = None,
 ) -> SelfCheck:
-    warmup = WarmupSet(10**6)
+    warmup, pool = WarmupSet(10**6), SimpleNamespace(workers=[worker])
     for number, request in enumerate(requests):
         warmup.add(bytes([number]), 1000 - number, (), request)
+    settings = Settings(self_check_interval=1e-6 if often else 10.0)
     stored = StoredResponses(10**6)
-    settings = settings if settings is not None else Settings()
-    return SelfCheck(
-        settings, SimpleNamespace(workers=[worker]), warmup, stored, engine, metrics or Metrics(), IdleWork(), distrust
-    )
+    return SelfCheck(settings, pool, warmup, stored, engine, metrics or Metrics(), IdleWork(), distrust)
 
 
-async def judged(check: SelfCheck, worker: Worker, request: WarmupRequest):
-    return await check._judge(worker, request, self_check._Watched())
+async def judged(worker: Worker, engine: Engine, request: WarmupRequest):
+    return await check_of(worker, engine, request)._judge(worker, request, self_check._Watched())
 
 
 async def test_the_prompt_is_asked_under_the_salt_of_its_api_key_and_computed_anew_under_others(worker, engine):
     request = replay(b"first", cache_salt="anns")
     engine.cached_under.add("anns")
-    verdict = await judged(check_of(worker, engine, request), worker, request)
+    verdict = await judged(worker, engine, request)
     assert verdict is not None and verdict.result == "same"
     salts = [asked.get("cache_salt") for asked in engine.asked]
     assert salts[:2] == ["anns", "anns"] and "anns" not in salts[2:] and all(salts)
@@ -126,21 +124,19 @@ async def test_chats_of_text_are_checked_however_they_are_written_and_images_are
     request = replay(b"first", content)
     if content is None:
         request = request._replace(raw=b'{"model":"m","messages":[]}')
-    await judged(check_of(worker, engine, request), worker, request)
+    await judged(worker, engine, request)
     assert bool(engine.asked) is asks
 
 
 async def test_recomputed_answers_that_came_from_a_cache_are_not_judged(worker, engine, monkeypatch):
     monkeypatch.setattr(self_check, "fresh_salt", lambda: "fresh")
     engine.cached_under |= {None, "fresh"}
-    request = replay(b"first")
-    assert await judged(check_of(worker, engine, request), worker, request) is None
+    assert await judged(worker, engine, replay(b"first")) is None
 
 
 async def test_a_worker_with_requests_of_another_gateway_is_left_alone(worker, engine):
     engine.metrics = 'vllm:num_requests_waiting{engine="0"} 1.0\n'
-    request = replay(b"first")
-    assert await judged(check_of(worker, engine, request), worker, request) is None and not engine.asked
+    assert await judged(worker, engine, replay(b"first")) is None and not engine.asked
 
 
 async def test_a_clients_request_ends_a_check_at_once(worker, engine):
@@ -187,9 +183,6 @@ def soon(monkeypatch) -> None:
     monkeypatch.setattr(self_check, "POLL_SECONDS", 0.0)
 
 
-OFTEN = Settings(self_check_interval=1e-6)
-
-
 @contextlib.asynccontextmanager
 async def running(check: SelfCheck) -> AsyncIterator[None]:
     task = asyncio.create_task(check.run())
@@ -209,7 +202,7 @@ async def test_idle_workers_are_checked_for_ever_and_one_that_fails_keeps_no_oth
     engine.before = fails
     engine.cached_under.add(None)
     odd = Worker("http://odd", renderer=render, probed=worker.probed, up=True)
-    check = check_of(worker, engine, replay(b"first"), replay(b"second"), settings=OFTEN)
+    check = check_of(worker, engine, replay(b"first"), replay(b"second"), often=True)
     check._pool.workers.insert(0, odd)
     async with running(check):
         await until(lambda: check.checked >= 4)
@@ -258,7 +251,7 @@ async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
 
     engine.before = is_slow
     request = replay(b"first")
-    check = check_of(worker, engine, request, settings=Settings(self_check_interval=10.0))
+    check = check_of(worker, engine, request)
     watched = self_check._Watched(dispatched=0, checks=checks, in_a_row=2)
     await check._check(worker, watched)
     assert watched.next_at == pytest.approx(1000 + took + max(10.0, rest * took))
@@ -283,7 +276,7 @@ def drafting(*requests: WarmupRequest, state: str = "trial", others: int = 0) ->
     """A check of a worker whose drafts are on trial; so many requests of others are there."""
     worker, upstream = drafting_worker(state=state), Upstream(DraftingEngine(state=state))
     worker.renderer, worker.renderer_ids["m"], upstream.requests = render, RENDERER, others
-    return check_of(worker, upstream, *requests, settings=OFTEN), worker, upstream
+    return check_of(worker, upstream, *requests, often=True), worker, upstream
 
 
 async def test_a_worker_on_trial_is_tried_and_not_checked_and_checked_once_it_is_open(soon):
@@ -425,14 +418,6 @@ def test_a_token_that_the_other_does_not_name_is_off_by_what_it_must_be(one, oth
     assert apart == (pytest.approx(error), 0 if error == 0.1 else None)
 
 
-class OneAnswer:
-    def __init__(self, answer: object, status: int = 200) -> None:
-        self.answer, self.status = json.dumps(answer).encode(), status
-
-    async def fetch(self, method: str, url: str, body: bytes, timeout: float) -> tuple[int, bytes]:
-        return self.status, self.answer
-
-
 LOGPROBS = {"tokens": ["token_id:7"], "top_logprobs": [{"token_id:7": -0.5, "token_id:8": -1.0}]}
 
 USAGE = {"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 48}}
@@ -452,8 +437,11 @@ def answer(logprobs: object = LOGPROBS, usage: object = USAGE) -> dict:
     ],
 )
 async def test_what_cannot_be_compared_is_no_continuation(given, status):
+    async def fetch(*_: object) -> tuple[int, bytes]:
+        return status, json.dumps(given).encode()
+
     with pytest.raises(Unanswered):
-        await asked(OneAnswer(given, status), "http://w", b"", 1.0)
+        await asked(SimpleNamespace(fetch=fetch), "http://w", b"", 1.0)
 
 
 def logprob(value: float, cached: int = 0) -> Continuation:
@@ -492,20 +480,13 @@ def test_an_answers_tokens_have_a_name_and_ids_if_the_worker_gives_those():
         _ = logprob(0.0).ids
 
 
-def entry_of(**logprobs: float) -> dict:
-    return {name[1:]: {"logprob": value, "rank": 1} for name, value in logprobs.items()}
+SEVEN = {"7": {"logprob": -0.5}}
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [
-        {},
-        {"choices": [{"prompt_logprobs": None}]},
-        {"choices": [{"prompt_logprobs": [None, entry_of(_7=-0.5)]}]},
-        {"choices": [{"prompt_logprobs": [entry_of(_7=-0.5), entry_of(_8=-0.5)]}]},
-        {"choices": [{"prompt_logprobs": [entry_of(_7=-0.5), {"7": {"logprob": "x"}}]}]},
-    ],
+    "told", [None, [None, SEVEN], [SEVEN, {"8": {"logprob": -0.5}}], [SEVEN, {"7": {"logprob": "x"}}]]
 )
-def test_what_names_no_logprobs_of_all_of_these_tokens_is_no_end_of_a_prompt(answer):
-    with pytest.raises(Unanswered, match="no logprobs of the prompt"):
-        scored(answer, [7, 7])
+def test_what_names_no_logprobs_of_all_of_these_tokens_is_no_end_of_a_prompt(told):
+    for answer in ({}, {"choices": [{"prompt_logprobs": told}]}):
+        with pytest.raises(Unanswered, match="no logprobs of the prompt"):
+            scored(answer, [7, 7])

@@ -13,7 +13,7 @@ import pytest
 from proxy.boundaries.layout import layout_of
 from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT, MESSAGES
-from proxy.chat.reader import chat_in, chat_request
+from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.observability.cures import CHANGE_TEXT
 from proxy.observability.request_diff import (
@@ -28,13 +28,16 @@ from proxy.observability.volatile_text import TextKind, alike, kind_of
 from tests.harness.changed_requests import changed_requests
 from tests.harness.steps import finished
 
-
-def remembering(size: int) -> RequestMemory:
-    return RequestMemory(size, now=lambda: 1795600000.0)
+NOW = 1795600000.0  # in November 2026
 
 
-def as_recent(body) -> RememberedRequest:
-    return RememberedRequest(layout_of(chat_request(body), b"r"), len(json.dumps(body)))
+def remembering(size: int = 10**7) -> RequestMemory:
+    return RequestMemory(size, now=lambda: NOW)
+
+
+def as_recent(body: dict, path: str = CHAT, owner: str | None = None) -> RememberedRequest:
+    layout = layout_of(chat_in(path, body, StoredResponses(0)), b"r")
+    return RememberedRequest(layout, len(json.dumps(body)), owner)
 
 
 PROMPT = 1000  # tokens
@@ -42,10 +45,9 @@ PROMPT = 1000  # tokens
 
 def changed(*bodies):
     """Where the last of these requests leaves one of those before it; its engine has seen nothing like it."""
-    recent = remembering(10_000_000)
+    recent = remembering()
     for body in bodies:
-        last = as_recent(body)
-        recent.add(last)
+        recent.add(last := as_recent(body))
     return finished(recent.seek_change(last, PROMPT, 0))
 
 
@@ -75,10 +77,10 @@ def test_the_salt_alone_is_told_apart():
 
 
 def test_of_two_owners_neither_learns_of_the_other():
-    memory, kept = remembering(10**7), []
+    memory, kept = remembering(), []
     first, longer = (messages(LONG, "Tide?", *turns) for turns in ((), ("At nine.", "And then?")))
     for owner, said in (("ann", first), ("bo", longer), ("ann", longer)):
-        kept.append(RememberedRequest(layout_of(chat_request({"messages": said}), b"r"), 100, owner))
+        kept.append(as_recent({"messages": said}, owner=owner))
         memory.add(kept[-1])
         kept[-1].prompt = PROMPT
         assert finished(memory.seek_change(kept[-1], PROMPT, 0)) is None
@@ -91,8 +93,6 @@ def test_nothing_is_kept_where_no_text_may_be():
     recent.add(one)
     assert recent.held == 0 and finished(recent.seek_change(one, PROMPT, 0)) is None
 
-
-RULES = "Keep clear of the bar at low water, and call the lock an hour before you are there. " * 40
 
 TOOLS = [{"type": "function", "function": {"name": name, "description": LONG}} for name in ("wind", "tide", "ice")]
 
@@ -130,10 +130,9 @@ def test_the_first_difference_is_named(first, second, what, position, role, kind
 
 def continued_by(before: dict, after: dict, path: str = CHAT) -> tuple[RequestMemory, RememberedRequest]:
     """A request that continues another one of 1,000 tokens."""
-    memory, last = remembering(10**7), None
+    memory, last = remembering(), None
     for body in (before, after):
-        last = RememberedRequest(layout_of(chat_in(path, body, StoredResponses(0)), b"r"), len(json.dumps(body)))
-        memory.add(last)
+        memory.add(last := as_recent(body, path))
         last.prompt = PROMPT
     assert last is not None and finished(memory.seek_change(last, PROMPT, 0)) is None
     return memory, last
@@ -144,7 +143,8 @@ def test_a_days_question_asked_again_the_next_day_differs_by_its_date():
 
     def bodies(said):
         return (
-            {"messages": [*messages(RULES), {"role": "user", "content": said(f"2026-11-{day}")}]} for day in (22, 23)
+            {"messages": [*messages(LONG * 20), {"role": "user", "content": said(f"2026-11-{day}")}]}
+            for day in (22, 23)
         )
 
     def reminder(day):
@@ -167,7 +167,7 @@ NEXT = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "
 
 
 def test_thinking_that_a_template_drops_is_named_by_what_is_missing():
-    before = [*messages(RULES), *THOUGHT]
+    before = [*messages(LONG * 20), *THOUGHT]
     memory, last = continued_by({"messages": before}, {"messages": [*before, *NEXT]})
 
     def otherwise(shared: int) -> PrefixChange | None:
@@ -184,8 +184,8 @@ def test_thinking_that_a_template_drops_is_named_by_what_is_missing():
 def test_reminders_that_vllm_merges_into_the_system_prompt_are_named():
     loop = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "done"}]}]
     said = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "Yes."}, *loop]
-    first = {"system": RULES, "messages": said}
-    second = {"system": RULES, "messages": [*said, {"role": "system", "content": "Use the list of tasks."}]}
+    first = {"system": LONG * 20, "messages": said}
+    second = {"system": LONG * 20, "messages": [*said, {"role": "system", "content": "Use the list of tasks."}]}
     memory, last = continued_by(first, second, MESSAGES)
     change = finished(memory.rendered_otherwise(last, PROMPT - 300))
     assert (change.kind, change.lost) == ("system_merged", 300)
@@ -203,7 +203,7 @@ def test_each_kind_has_a_cure_and_a_row_in_the_readme():
 
 def test_what_is_remembered_is_bounded_in_bytes_and_in_number():
     added = [as_recent({"messages": messages(f"{number} " + "x" * 500, "Q")}) for number in range(3 * MAX_REQUESTS)]
-    few, many = remembering(20_000), remembering(10_000_000)
+    few, many = remembering(20_000), remembering()
     for request in added:
         few.add(request)
         many.add(request)
@@ -229,7 +229,7 @@ SAID = [{"role": "user", "content": "Fix the rounding."}, {"role": "assistant", 
     ],
 )
 def test_without_thinking_of_a_loop_that_is_over_nothing_is_dropped(before, added):
-    before = [*messages(RULES), *before]
+    before = [*messages(LONG * 20), *before]
     memory, last = continued_by({"messages": before}, {"messages": [*before, *added]})
     assert finished(memory.rendered_otherwise(last, 500)) is None
 
@@ -244,9 +244,6 @@ def test_into_a_tool_that_is_too_long_nobody_looks_for_another_order_of_keys():
         assert change is not None and (change.what, change.position) == ("tool", 0)
         kinds.append((change.kind, change.characters is None))
     assert kinds == [("tool_keys_sorted", False), (None, True)]
-
-
-NOW = 1795600000.0  # in November 2026
 
 
 def kind(new: str, old: str) -> str | None:

@@ -60,16 +60,13 @@ class Learner:
 
 
 def worker(name: str = "a") -> Worker:
-    (made,) = pool_of(
-        ScriptedUpstream(), name, engine=EngineInfo("0.3.0", "0.32.0", match_unit=16, block_size=384)
-    ).workers
-    return made
+    engine = EngineInfo("0.3.0", "0.32.0", match_unit=16, block_size=384)
+    return pool_of(ScriptedUpstream(), name, engine=engine).workers[0]
 
 
 async def read(
-    learner: Learner,
+    reader: PromptReader,
     *workers: Worker,
-    reader: PromptReader | None = None,
     has_slot: bool = True,
     memory: Memory = NOTHING,
     key: ApiKey | None = None,
@@ -80,7 +77,6 @@ async def read(
     scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
     request = request_of(scope, json.dumps(parsed).encode(), "r", key)
     request.body.parsed, request.body.memory = parsed, memory
-    reader = reader if reader is not None else PromptReader(Settings(), Metrics(), learner)
     request.prompt = await reader.read(request, workers, lambda: has_slot)
     if has_slot:
         reader.learn(request)
@@ -93,7 +89,7 @@ async def read(
 )
 async def test_in_a_body_of_too_many_values_no_boundaries_are_sought(most, body, failure):
     reader = PromptReader(Settings(max_boundary_values=most), Metrics(), Learner(one=FACTS))
-    prompt = (await read(Learner(), worker(), reader=reader, memory=Memory(5000, 10), **body)).prompt
+    prompt = (await read(reader, worker(), memory=Memory(5000, 10), **body)).prompt
     assert prompt.found.failure == failure and prompt.tokens
     assert (prompt.remembered is None) == bool(failure) and (most == 10 or prompt.chat is None)
     assert reader.recent.held == (0 if failure else prompt.remembered.size) and (failure or reader.recent.held > 5000)
@@ -119,20 +115,20 @@ DAYS = f"{date.today():%Y}-11-22", f"{date.today():%Y}-11-23"
 DATED = [{"role": "system", "content": "Pilots name the tide. " * 40 + f"\nToday is {DAYS[0]}."}, ASKED[1]]
 
 
-def before_dates(**tokenizer: Any) -> tuple[Worker, PromptReader, Tokenizer]:
+def before_dates(**told: Any) -> tuple[Worker, PromptReader, Tokenizer]:
     serving, reader = worker(), PromptReader(Settings(), Metrics(), Learner(one=FACTS))
-    serving.renderer = Tokenizer(**tokenizer)  # type: ignore[assignment]
-    return serving, reader, serving.renderer  # type: ignore[return-value]
+    serving.renderer = tokenizer = Tokenizer(**told)  # type: ignore[assignment]
+    return serving, reader, tokenizer
 
 
 async def test_nothing_is_asked_for_a_request_without_a_slot():
     serving, reader, tokenizer = before_dates()
     learner = reader._facts
     fields = {"messages": DATED, "chat_template_kwargs": {"thinking": True}}
-    found = (await read(learner, serving, reader=reader, has_slot=False, **fields)).prompt.found
+    found = (await read(reader, serving, has_slot=False, **fields)).prompt.found
     await asyncio.sleep(0)
     assert found.entries() == ("last:3", -9) and not tokenizer.texts and not learner.asked
-    assert "first:" in str((await read(learner, serving, reader=reader, **fields)).prompt.found.entries())
+    assert "first:" in str((await read(reader, serving, **fields)).prompt.found.entries())
     await asyncio.sleep(0)
     assert tokenizer.texts and learner.asked and reader._learning  # a task that nobody holds may be lost
     await until(lambda: not reader._learning)
@@ -144,7 +140,7 @@ async def test_a_worker_is_asked_for_the_tokens_before_a_few_dates_at_once(key, 
 
     async def ask(number: int) -> ProxiedRequest:
         messages = [{**DATED[0], "content": f"Ship {number}. {DATED[0]['content']}"}, DATED[1]]
-        return await read(Learner(), serving, reader=reader, key=key, messages=messages)
+        return await read(reader, serving, key=key, messages=messages)
 
     await asyncio.gather(*(ask(0) for _ in range(20)))
     assert len(tokenizer.texts) == 1  # one asks for all
@@ -158,26 +154,25 @@ async def test_a_worker_is_asked_for_the_tokens_before_a_few_dates_at_once(key, 
 async def test_a_failure_costs_the_hint_and_names_no_text(caplog, monkeypatch):
     serving, reader, tokenizer = before_dates(error=KeyError("Pilots name the tide."))
     for _ in range(2):
-        found = (await read(Learner(), serving, reader=reader, messages=DATED)).prompt.found
+        found = (await read(reader, serving, messages=DATED)).prompt.found
         assert found.entries() == ("last:3", -5)
     assert len(tokenizer.texts) == 1 and "tokens before a date: KeyError" in caplog.text
     monkeypatch.setattr(Learner, "facts", lambda *_: {}["You pilot."])
-    request = await read(Learner(), worker())
+    request = await read(reader, worker())
     assert (request.prompt.found.boundaries, request.prompt.found.failure) == ((), "no_facts")
     assert "boundary of request r: KeyError" in caplog.text and not {"ilot", "tide"} & set(caplog.text.split())
 
 
 async def test_answers_tell_how_many_tokens_a_byte_has():
-    learner = Learner(one=FACTS)
-    reader = PromptReader(Settings(), Metrics(), learner)
-    first = (await read(learner, worker(), reader=reader)).prompt
+    reader = PromptReader(Settings(), Metrics(), Learner(one=FACTS))
+    first = (await read(reader, worker())).prompt
     size = len(json.dumps({"model": "m", "messages": ASKED}).encode())
     assert first.tokens == round(size * TOKENS_PER_BYTE)
     for _ in range(200):
         reader.weigh("m", 100, 50)
     reader.weigh("m", 0, 50)
     reader.weigh(["m"], 100, 1)
-    later = (await read(learner, worker(), reader=reader)).prompt
+    later = (await read(reader, worker())).prompt
     assert later.tokens == pytest.approx(size * 0.5, abs=1)
     assert later.found.boundaries[-1].estimate == later.tokens > first.found.boundaries[-1].estimate
 
@@ -209,7 +204,7 @@ async def test_beginnings_inside_texts_are_sought_only_to_choose_among_several_w
     serving = [worker(name) for name in "ab"[:workers]]
     for question in ("High?", "Low?", "Neap?"):
         messages = [{"role": "user", "content": f"{LONG_TEXT}\n{question}"}]
-        found = (await read(Learner(), *serving, reader=reader, messages=messages)).prompt.found
+        found = (await read(reader, *serving, messages=messages)).prompt.found
     assert any(each.kind == "learned" for each in found.boundaries) is (workers == 2)
 
 
@@ -222,7 +217,7 @@ async def test_a_rewrite_rule_changes_what_is_sent_and_what_is_known_of_it_and_i
     settings = Settings(rewrite=("billing_header",) if is_on else ())
     reader = PromptReader(settings, metrics, Learner(one=FACTS))
     told = [{"role": "system", "content": HEADER + "You pilot."}, ASKED[1]]
-    request = await read(Learner(), worker(), reader=reader, messages=told)
+    request = await read(reader, worker(), messages=told)
     wanted = ASKED[0]["content"] if is_on else told[0]["content"]
     assert json.loads(request.body.raw)["messages"][0]["content"] == wanted
     assert request.body.parsed["messages"][0]["content"] == wanted
@@ -236,16 +231,10 @@ async def test_a_rewrite_rule_changes_what_is_sent_and_what_is_known_of_it_and_i
     assert (counted("true"), counted("false")) == ((1.0, None) if is_on else (None, 1.0))
 
 
-async def at_a_worker(in_memory, **state: Any) -> tuple[PromptReader, Worker, RecordingWorker]:
-    asked = RecordingWorker("http://w", **state)
-    own = await in_memory(asked, is_started=False)
-    await own.gateway.pool.check_all()
-    (serving,) = own.gateway.pool.workers
-    return own.gateway.reader, serving, asked
-
-
 async def test_a_worker_that_renders_nothing_is_asked_once(in_memory):
-    reader, serving, asked = await at_a_worker(in_memory, patched=False)
+    own = await in_memory(asked := RecordingWorker(patched=False), is_started=False)
+    await own.gateway.pool.check_all()
+    reader, (serving,) = own.gateway.reader, own.gateway.pool.workers
     serving.renderer_ids.clear()
     serving.mute_models.clear()
     asked.render_status = 500
@@ -365,57 +354,33 @@ def sent(body: dict[str, Any], key: ApiKey | None = None, path: str = CHAT) -> d
     return reached
 
 
-@pytest.fixture
-def key() -> ApiKey:
-    return ApiKey("ann", KeyEntry(sha256="0" * 64), "a salt")
-
-
 @pytest.mark.parametrize("name", [HINT, PIN, *TRANSFERS])
-def test_nothing_of_the_gateways_comes_from_a_client(name, key):
+def test_nothing_of_the_gateways_comes_from_a_client(name):
     body = {"token_ids": [1], "sampling_params": {"seed": 1, "extra_args": {name: EVIL, "mine": 1}}}
     kept = {"token_ids": [1], "sampling_params": {"seed": 1, "extra_args": {"mine": 1}}}
     assert sent(body, path=GENERATE) == kept
-    assert sent({**body, "kv_transfer_params": EVIL}, key, GENERATE) == {**kept, "cache_salt": "a salt"}
+    assert sent({**body, "kv_transfer_params": EVIL}, KEY, GENERATE) == {**kept, "cache_salt": "salt"}
     if name in TRANSFERS:
-        taken = body_of({"model": "m", name: EVIL, XARGS: {name: EVIL, "mine": 1}}, key=key)
+        taken = body_of({"model": "m", name: EVIL, XARGS: {name: EVIL, "mine": 1}}, key=KEY)
         for _ in range(2):
-            assert json.loads(taken.encoded(())) == {"model": "m", XARGS: {"mine": 1, HINT: []}, "cache_salt": "a salt"}
+            assert json.loads(taken.encoded(())) == {"model": "m", XARGS: {"mine": 1, HINT: []}, "cache_salt": "salt"}
         assert EVIL not in taken.parsed.values()
 
 
-def test_media_that_all_keys_would_share_by_name_are_refused(key):
+def test_media_that_all_keys_would_share_by_name_are_refused():
     body = {"token_ids": [1], "sampling_params": {}, "features": {"mm_hashes": {"image": ["a"]}}}
     with pytest.raises(BadRequest, match="content_parts"):
-        sent(body, key, GENERATE)
+        sent(body, KEY, GENERATE)
     assert sent(body, path=GENERATE) == body
 
 
-def test_a_response_is_not_stored_under_a_name_that_a_client_with_a_key_chose(key):
+def test_a_response_is_not_stored_under_a_name_that_a_client_with_a_key_chose():
     body = {"model": "m", "input": "x", "request_id": "resp_of_another"}
-    assert sent(body, key, RESPONSES) == {"model": "m", "input": "x", "cache_salt": "a salt"}
+    assert sent(body, KEY, RESPONSES) == {"model": "m", "input": "x", "cache_salt": "salt"}
     assert sent({**body, "cache_salt": "x"}, path=RESPONSES) == {**body, "cache_salt": "x"}
 
 
 MINE = {"mine": 1}
-
-
-@pytest.mark.parametrize(
-    ("xargs", "hint", "load", "sent", "noted"),
-    [
-        (None, (), "", None, ()),
-        (None, (7,), "g,1,1", {HINT: [7], LOAD: "g,1,1"}, (7,)),
-        ({**MINE, LOAD: "its own"}, (), "", {**MINE, HINT: []}, ()),
-        ({**MINE, LOAD: "its own"}, (7,), "g,1,1", {**MINE, HINT: [7], LOAD: "g,1,1"}, (7,)),
-        ("no object", (7,), "", "no object", ()),
-    ],
-)
-def test_what_the_gateway_tells_the_engine_stands_beside_what_the_client_does(xargs, hint, load, sent, noted):
-    body = body_of({"model": "m"} if xargs is None else {"model": "m", XARGS: xargs})
-    body.hint = (1,)  # of a try before
-    reached = json.loads(body.encoded(hint, load=load))
-    assert reached == ({"model": "m"} if sent is None else {"model": "m", XARGS: sent})
-    assert body.hint == noted
-
 
 MESSAGE = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "Tide?"}]}
 
@@ -425,12 +390,19 @@ MESSAGE = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content
     [
         (None, (), "", None),
         (None, (7,), "g,1,1", {HINT: [7], LOAD: "g,1,1"}),
-        ({**MINE, HINT: [9], PIN: 1}, (), "", {**MINE, HINT: []}),
+        ({**MINE, HINT: [9], PIN: 1, LOAD: "its own"}, (), "", {**MINE, HINT: []}),
+        ({**MINE, LOAD: "its own"}, (7,), "g,1,1", {**MINE, HINT: [7], LOAD: "g,1,1"}),
         ("no object", (7,), "", "no object"),
     ],
 )
-def test_a_message_goes_to_the_chat_api_with_the_same_beside_it(xargs, hint, load, sent):
-    body = body_of(MESSAGE if xargs is None else {**MESSAGE, XARGS: xargs}, MESSAGES)
+def test_what_the_gateway_tells_the_engine_stands_beside_what_the_client_does(xargs, hint, load, sent):
+    """Also where a message goes to the chat API."""
+    given, reached = ({} if each is None else {XARGS: each} for each in (xargs, sent))
+    body = body_of({"model": "m", **given})
+    body.hint = (1,)  # of a try before
+    assert json.loads(body.encoded(hint, load=load)) == {"model": "m", **reached}
+    assert body.hint == (() if sent == "no object" else hint)
+    body = body_of({**MESSAGE, **given}, MESSAGES)
     chat = json.loads(body.as_chat(hint, {"cache_salt": "s"}, load) or b"{}")
     assert (chat.get(XARGS) or None) == sent and body.hint == hint
     assert (chat["cache_salt"], chat["max_tokens"], chat["messages"][0]["role"]) == ("s", 8, "user")

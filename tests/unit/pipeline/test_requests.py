@@ -19,7 +19,7 @@ from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stal
 from tests.harness.gateways import CHAT, LAST_USER, SYSTEM, TURN_END, chat
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import EVENTS, RecordingWorker
-from tests.harness.scripted_upstream import JSON, Said, ScriptedUpstream
+from tests.harness.scripted_upstream import JSON, Said, ScriptedUpstream, Sent
 from tests.harness.waiting import until
 
 STREAM = (b"content-type", b"text/event-stream")
@@ -75,8 +75,8 @@ class Scene:
 
 @pytest.fixture
 def scene_of(in_memory) -> Callable[..., Awaitable[Scene]]:
-    async def of(workers: int = 2, **settings: Any) -> Scene:
-        own = await in_memory(*(RecordingWorker() for _ in range(workers)), is_started=False, **settings)
+    async def of(**settings: Any) -> Scene:
+        own = await in_memory(RecordingWorker(), RecordingWorker(), is_started=False, **settings)
         await own.gateway.pool.check_all()
         return Scene(own)
 
@@ -233,15 +233,6 @@ async def test_whether_a_worker_takes_any_name_is_learnt_from_answers_that_tell(
     assert len(told) == (learns is not None)  # it may be the response that is not there
 
 
-async def test_how_much_there_is_to_do_is_told_in_bodies_that_take_hints(scene):
-    told = []
-    for body, path in ((None, CHAT), (OTHER, "/v1/embeddings")):
-        await scene.post(Said(200, WHOLE), body=body, path=path)
-        (sent,) = scene.upstream.sent
-        told.append(b"seamark_load" in sent.body)
-    assert told == [True, False]
-
-
 @pytest.mark.parametrize(("most", "is_collected"), [(len(WHOLE), True), (len(WHOLE) - 1, False), (0, False)])
 async def test_an_answer_is_collected_up_to_a_bound(scene_of, most, is_collected):
     scene = await scene_of(max_collected_bytes=most)
@@ -270,11 +261,12 @@ async def test_a_large_response_can_be_asked_for(scene_of):
         (503, "/v1/x", "/v1/x"),  # and a GET goes nowhere else
     ],
 )
-async def test_a_redirect_of_a_worker_does_not_show_its_address(scene_of, status, location, seen):
-    scene = await scene_of(1)
-    (worker,) = scene.pool.workers
-    told = location.format(url=worker.url, host=worker.name).encode()
-    scene.upstream.script = [Said(status, headers=[(b"location", told)])]
+async def test_a_redirect_of_a_worker_does_not_show_its_address(scene, status, location, seen):
+    def says(sent: Sent) -> Said:
+        told = location.format(url=f"http://{sent.worker}").encode()
+        return Said(status, headers=[(b"location", told)])
+
+    scene.upstream.say = says
     answer = await scene.own.get("/v1/some/thing/")
     assert (answer.status_code, answer.headers.get("location")) == (status, seen)
 
@@ -322,6 +314,8 @@ async def test_the_hint_is_spliced_into_the_clients_bytes(in_memory, worker):
     assert answer.headers["x-seamark-boundary"] == f"{LAST_USER};{TURN_END}"
     await gateway.post(chat("Tide?", model="a client's own"))  # which becomes no label
     assert gateway.metric("seamark_requests_total", model="m") == gateway.metric("seamark_requests_total") == 2
+    await gateway.post(OTHER, "/v1/embeddings")
+    assert b"seamark_load" not in worker.requests[-1].body  # which takes no hints
 
 
 OPTIONS = [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}]

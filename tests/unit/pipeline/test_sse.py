@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -31,20 +32,26 @@ END = USAGE.replace(b"}}}", b'}},"system_fingerprint":"vllm-1"}') + DONE
 BESIDE = USAGE.replace(b'"choices":[]', b'"choices":[{"index":0,"finish_reason":null}]')
 
 
-async def relayed(pieces: list[bytes], strips: int = 0) -> tuple[list[bytes], SseRelay]:
-    sent: list[bytes] = []
+def relay_of(*more: Any, **named: Any) -> tuple[SseRelay, list[tuple[bytes, bool]]]:
+    """And what it sends: bytes, and whether more comes."""
+    sent: list[tuple[bytes, bool]] = []
 
     async def send(message) -> None:
-        sent.append(message["body"])
+        sent.append((message["body"], message.get("more_body", False)))
 
-    async def chunks():
-        for piece in pieces:
-            yield piece
+    return SseRelay(send, *more, **named), sent
 
-    relay = SseRelay(send, strips, opened=lambda _: None)
-    await relay.run(chunks())
+
+async def of(pieces: list[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
+async def relayed(pieces: list[bytes], strips: int = 0) -> tuple[list[bytes], SseRelay]:
+    relay, sent = relay_of(strips, opened=lambda _: None)
+    await relay.run(of(pieces))
     await relay.finish()
-    return [piece for piece in sent if piece], relay
+    return [piece for piece, _ in sent if piece], relay
 
 
 def odd(event: bytes) -> tuple[bytes, int, bytes, Usage | None]:
@@ -91,10 +98,7 @@ async def test_no_choice_waits_for_the_end_of_the_last():
 @pytest.mark.parametrize("ids", [b"id: 1\n%b", b"event: x\nid:1\n%b", b"retry: 9\r\nid: 1\r\n%b", b"%b"])
 async def test_a_comment_is_no_empty_event_for_an_sdk(ids):
     """One behind an event with an id: `openai` makes an event of a blank line alone."""
-    sent: list[bytes] = []
-
-    async def send(message) -> None:
-        sent.append(message["body"])
+    relay, told = relay_of()
 
     async def chunks():
         await relay.beat()
@@ -103,9 +107,9 @@ async def test_a_comment_is_no_empty_event_for_an_sdk(ids):
             await relay.beat()
             await relay.beat()
 
-    relay = SseRelay(send)
     await relay.run(chunks())
     await relay.finish(b"data: 1\n\n")
+    sent = [piece for piece, _ in told]
     assert sent.count(HEARTBEAT_BEHIND_IDS) == (0 if ids == b"%b" else 8)  # each is whole
     events = list(SSEDecoder().iter_bytes(iter([b"".join(sent)])))
     data = DELTA.decode().removeprefix("data: ").strip()
@@ -144,17 +148,8 @@ async def test_behind_an_event_that_was_cut_the_end_of_a_stream_comes_behind_a_b
     monkeypatch, pieces, end, sent
 ):
     monkeypatch.setattr(sse, "MAX_HELD_BYTES", 20)
-    told: list[Any] = []
-
-    async def send(message) -> None:
-        told.append((message["body"], message.get("more_body", False)))
-
-    async def chunks():
-        for piece in pieces:
-            yield piece
-
-    relay = SseRelay(send)
-    await relay.run(chunks())
+    relay, told = relay_of()
+    await relay.run(of(pieces))
     await relay.beat()
     beaten = [each for each in told if each == (HEARTBEAT, True)]
     assert len(beaten) == (not pieces or pieces[-1] == b"\n\n")  # no comment inside of an event

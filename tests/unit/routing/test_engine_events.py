@@ -43,11 +43,12 @@ from tests.harness.waiting import until
 class Feed:
     """A worker's feed, and how often it was asked. `told`: what it holds; of an old worker without states."""
 
-    def __init__(self, *outcomes: tuple[str, str], seconds: float = 0.0, old: bool = True, fails: Any = None) -> None:
+    def __init__(self, *outcomes: tuple[str, str], seconds: float = 0.0, old: bool = True) -> None:
         self.told: dict[str, Any] = {"boot": "b", "cursor": 9, "outcomes": [[*outcome, 0] for outcome in outcomes]}
         if not old:
             self.told |= {"states": [], "reset": False}
-        self.fails, self.seconds = fails, seconds
+        self.fails: Exception | None = None
+        self.seconds = seconds
         self.evil: list[bytes] = []  # lines, in place of what it is told
         self.asked: list[dict[str, list[str]]] = []
         self.answers: list[Answer] = []
@@ -251,16 +252,6 @@ async def test_news_correct_the_directory_without_anybody_asking():
         await until(lambda: not prefix_index.longest((b"s",), [WORKER.boot]))
 
 
-class Told(Part):
-    name = "told"
-
-    def __init__(self) -> None:
-        self.changes: list[tuple[Change, str]] = []
-
-    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
-        self.changes.append((change, model))
-
-
 CAME = ["came", "r", 200, [[160, "5c"]]]
 
 
@@ -276,12 +267,13 @@ CAME = ["came", "r", 200, [[160, "5c"]]]
 async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_it(states, told):
     feed = Feed(old=False)
     async with following(feed, [SYSTEM], HINT) as (events, _):
-        part = events._shelf.put(Told())
+        part, changes = events._shelf.put(Part()), []
+        part.on_worker = lambda worker, change, model="": changes.append((change, model))
         for news in (states, [["gone", "5d"]]):
             asked = len(feed.asked)
             feed.tell(news)
             await until(lambda asked=asked: len(feed.asked) > asked)
-        assert part.changes == told
+        assert changes == told
 
 
 @on_virtual_time
@@ -378,7 +370,8 @@ async def test_drafts_of_finished_requests_are_told_once_with_whether_they_hit()
 
 
 async def test_what_ends_a_read_unforeseen_is_said_by_its_kind_and_nobody_waits_for_it(caplog):
-    feed = Feed(fails=RuntimeError("planned"))
+    feed = Feed()
+    feed.fails = RuntimeError("planned")
     async with reading(feed) as events:
         assert await events.outcome_of(WORKER, "r") is None
         assert await events.outcome_of(WORKER, "q") is None and len(feed.asked) == 1

@@ -64,7 +64,6 @@ class Redis:
         self.failures: list[Exception] = []  # of the next exchanges
         self.answers_get_lost = False  # what was asked for is done all the same
         self.exchanged_at: list[float] = []  # by the event loop's clock
-        self._new: list[dict[bytes, bytes]] = []
         self._last = 0
 
     def from_url(self, url: str, **named: Any) -> Redis:
@@ -79,7 +78,6 @@ class Redis:
 
     def add(self, stream: bytes, raw: bytes, name: bytes = b"n") -> None:
         self._last += 1
-        self._new.append({name: raw})
         self.streams.setdefault(stream, []).append((b"%d-0" % self._last, {name: raw}))
 
     def read(self, cursors: dict[bytes, bytes], count: int) -> list[tuple[bytes, list[Any]]]:
@@ -90,11 +88,6 @@ class Redis:
             return [each for each in self.streams.get(stream, ()) if int(each[0].split(b"-")[0]) > after][:count]
 
         return [(stream, found) for stream, cursor in cursors.items() if (found := later(stream, cursor))]
-
-    def written(self) -> list[tuple[Any, ...]]:
-        batches = [unpack(HOLDINGS, fields[b"n"]) for fields in self._new if b"n" in fields]
-        self._new.clear()
-        return [each for batch in batches if batch is not None and batch.writer[:1] != b"-" for each in batch.records]
 
 
 class _Pipeline:
@@ -133,13 +126,11 @@ class _Pipeline:
 
 
 class Gateway:
-    def __init__(self, *boots: str) -> None:
+    def __init__(self, *boots: str, url: str = "redis://r") -> None:
         self.index, self.positions, self.stored = PrefixIndex(10**6), PositionCache(10**6), StoredResponses(10**6)
-        self.metrics = Metrics()
-        self.boots = list(boots)
-        self.sync = RedisSync(
-            "redis://r", self.index, self.positions, self.stored, self.metrics, IdleWork(), lambda: self.boots
-        )
+        self.metrics, self.boots = Metrics(), list(boots)
+        tables = self.index, self.positions, self.stored
+        self.sync = RedisSync(url, *tables, self.metrics, IdleWork(), lambda: self.boots)
 
     def holds(self, key: bytes, tokens: int = 320, boot: str = BOOT) -> None:
         self.index.record((Boundary("system", key, "first:1", tokens=tokens),), boot)
@@ -339,25 +330,9 @@ TestSharing = Sharing.TestCase
 TestSharing.settings = settings(max_examples=40, stateful_step_count=25)
 
 
-@pytest.fixture
-def redis(monkeypatch) -> Redis:
-    redis = Redis()
-    monkeypatch.setattr(redis_sync, "Redis", redis)
-    return redis
-
-
-@pytest.fixture
-def clock(monkeypatch) -> SimpleNamespace:
-    """The time that gateways see; it stands still until a test moves it on."""
-    found = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(redis_sync, "time", SimpleNamespace(monotonic=lambda: found.now))
-    return found
-
-
-async def test_what_waits_while_redis_is_away_is_bounded_and_the_oldest_is_dropped_and_counted(
-    redis, clock, monkeypatch
-):
+async def test_what_waits_while_redis_is_away_is_bounded_and_the_oldest_is_dropped_and_counted(monkeypatch):
     monkeypatch.setattr(redis_sync, "WAITING_EVENTS", 2)
+    monkeypatch.setattr(redis_sync, "Redis", redis := Redis())
     one = Gateway(BOOT)
     for number in range(1, 3):
         one.holds(key(number))
@@ -365,7 +340,8 @@ async def test_what_waits_while_redis_is_away_is_bounded_and_the_oldest_is_dropp
     one.holds(key(3))
     assert (one.news("dropped"), one.sync.status()["waiting"]) == (1, 2)
     await one.exchange()
-    assert redis.written() == [(HELD, key(2), 320), (HELD, key(3), 320)]
+    ((_, fields),) = redis.streams[STREAM]
+    assert unpack(HOLDINGS, fields[b"n"]).records == ((HELD, key(2), 320), (HELD, key(3), 320))
 
 
 @on_virtual_time
@@ -444,26 +420,20 @@ async def answering(*pieces: bytes) -> AsyncIterator[RedisSync]:
             writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        tables = PrefixIndex(10**6), PositionCache(10**6), StoredResponses(0)
-        sync = RedisSync(url, *tables, Metrics(), IdleWork(), lambda: ["w#1"])
+        sync = Gateway(BOOT, url=f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}").sync
         try:
             yield sync
         finally:
             await sync.aclose()
 
 
-def bulk(content: bytes) -> bytes:
-    return b"$%d\r\n%b\r\n" % (len(content), content)
+def entries_of(stream: bytes, *names: bytes) -> bytes:
+    def bulk(content: bytes) -> bytes:
+        return b"$%d\r\n%b\r\n" % (len(content), content)
 
-
-def entries_of(stream: bytes, *entries: tuple[bytes, bytes]) -> bytes:
-    told = b"".join(b"*2\r\n" + bulk(name) + b"*2\r\n" + bulk(b"n") + bulk(raw) for name, raw in entries)
-    return b"*1\r\n*2\r\n" + bulk(stream) + b"*%d\r\n" % len(entries) + told
-
-
-def record(number: int) -> bytes:
-    return pack(POSITIONS, b"w" * 8, [(number.to_bytes(16, "big"), 9)])
+    record = bulk(pack(POSITIONS, b"w" * 8, [(key(1), 9)]))
+    told = b"".join(b"*2\r\n" + bulk(name) + b"*2\r\n" + bulk(b"n") + record for name in names)
+    return b"*1\r\n*2\r\n" + bulk(stream) + b"*%d\r\n" % len(names) + told
 
 
 @pytest.mark.parametrize(
@@ -489,9 +459,9 @@ async def test_an_answer_beyond_all_bounds_is_refused(pieces):
     [
         b"*1\r\n" * 100_000,
         b":" + b"9" * 5000 + b"\r\n",
-        entries_of(b"another", (b"1-1", record(1))) + NOTHING,
-        entries_of(POSITIONS_STREAM, (b"1\r\nFLUSHALL\r\n", record(1))) + NOTHING,
-        entries_of(POSITIONS_STREAM, *[(b"1-%d" % n, record(n)) for n in range(READ_ENTRIES + 1)]) + NOTHING,
+        entries_of(b"another", b"1-1") + NOTHING,
+        entries_of(POSITIONS_STREAM, b"1\r\nFLUSHALL\r\n") + NOTHING,
+        entries_of(POSITIONS_STREAM, *(b"1-%d" % n for n in range(READ_ENTRIES + 1))) + NOTHING,
     ],
     ids=["deep", "digits", "stream", "name", "entries"],
 )
