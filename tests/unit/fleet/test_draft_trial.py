@@ -7,6 +7,7 @@ import json
 import random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, call
 
 import pytest
 
@@ -17,7 +18,6 @@ from proxy.fleet.draft_gates import DraftGates
 from proxy.fleet.draft_prompts import ANSWER, LONGEST_EDGE, built_in
 from proxy.fleet.draft_reports import DRAFTED_SECONDS, MAX_KEPT, MOST_BYTES, NAMED, PAUSE_SECONDS, DraftFeed
 from proxy.fleet.draft_trial import DIFFERS, DRAFTS, MOST, NO_HITS, DraftTrial, TrialVerdict
-from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import Accepted
 from proxy.http.client import Broken, Unreachable
 from proxy.metrics import Metrics
@@ -35,7 +35,7 @@ class Scripted:
         self.next: TrialVerdict | Exception | None = None  # what the next prompt comes to
         self.prompts: list[int] = []  # of each, the number of its trial
         self.made, self.obeys = 0, True
-        self.opened: list[Worker] = []
+        self.opened = AsyncMock()  # what is called once hints are
         scene = self
 
         class Trial:
@@ -60,17 +60,11 @@ class Scripted:
 
         monkeypatch.setattr(draft_gates, "DraftTrial", Trial)
         monkeypatch.setattr(draft_gates, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.gates = DraftGates(DraftingUpstream(self.engine), self.metrics.self_checks, 10.0, self._note, own)
-
-    async def _note(self, worker: Worker) -> None:
-        self.opened.append(worker)
+        self.gates = DraftGates(DraftingUpstream(self.engine), self.metrics.self_checks, 10.0, self.opened, own)
 
     async def step(self, come: TrialVerdict | Exception | None = None) -> None:
-        async def no_clients() -> tuple[()]:
-            return ()
-
         self.next = come
-        await self.gates.step(self.worker, no_clients)
+        await self.gates.step(self.worker, AsyncMock(return_value=()))
 
     def counted(self, result: str) -> float | None:
         return self.metrics.registry.get_sample_value("seamark_self_check_total", {"result": result})
@@ -121,10 +115,14 @@ async def test_a_feed_that_names_no_gate_is_a_failure(scene):
 async def test_a_verdict_that_is_not_believed_is_told_again_before_anything_is_asked(scene):
     scene.obeys = False
     await scene.step(OPENED)
-    assert scene.gates.is_overdue(scene.worker) and scene.rests_until() == 4 and not scene.opened
+    assert scene.gates.is_overdue(scene.worker) and scene.rests_until() == 4 and not scene.opened.called
     scene.obeys, scene.now = True, scene.now + 4
     await scene.step()
-    assert len(scene.prompts) == 1 and scene.opened == [scene.worker] and not scene.gates.wants(scene.worker)
+    assert (
+        len(scene.prompts) == 1
+        and scene.opened.mock_calls == [call(scene.worker)]
+        and not scene.gates.wants(scene.worker)
+    )
     assert not scene.gates.is_overdue(scene.worker)
 
 
@@ -146,15 +144,13 @@ async def test_a_trial_without_hits_is_tried_three_times_with_longer_rests(scene
 async def test_another_process_of_the_engine_is_told_nothing_of_what_the_one_before_was_tried_for(scene):
     scene.obeys = False
     await scene.step(DIFFERS)
-    scene.gates.noise(scene.worker).add([_answer(0.0), _answer(0.5)])
+    scene.gates.noise(scene.worker).add(
+        [Continuation((ContinuedToken("a", {"a": each, "b": -5.0}),), 0) for each in (0.0, 0.5)]
+    )
     scene.engine.id, scene.obeys = "engine-2", True
     await scene.step()
     assert scene.engine.state == "trial" and scene.prompts == [1, 2]
     assert scene.gates.noise(scene.worker).largest == 0 and scene.counted("differs") == 0
-
-
-def _answer(logprob: float) -> Continuation:
-    return Continuation((ContinuedToken("a", {"a": logprob, "b": -5.0}),), 0)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +201,7 @@ async def test_a_doubt_is_settled_by_another_trial(monkeypatch, verdict, counts)
     assert not scene.gates.is_overdue(scene.worker)
     await scene.step(verdict)
     assert not scene.gates.wants(scene.worker) and scene.worker.takes_hints is (counts is None)
-    assert scene.counted("no_hits") == 0 and not scene.opened
+    assert scene.counted("no_hits") == 0 and not scene.opened.called
     if counts is not None:
         assert scene.counted(counts) == 1
         return

@@ -6,10 +6,10 @@ import asyncio
 import functools
 import json
 import logging
-import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, call
 
 import pytest
 
@@ -18,20 +18,11 @@ from proxy.boundaries.renderer import RenderFailed, WorkerRenderer
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, RESPONSES, Chat
 from proxy.fleet import part as part_of
+from proxy.fleet import worker as worker_module
 from proxy.fleet.part import Part, Shelf
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.probe import Probed
-from proxy.fleet.worker import (
-    BREAKER_FAILURES,
-    OPEN,
-    TRIAL,
-    TRIAL_SECONDS,
-    CacheQuarantine,
-    CircuitBreaker,
-    GateReport,
-    Worker,
-    prompt_of,
-)
+from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from proxy.http.client import Broken, Exhausted, Silent, Unreachable
 from proxy.metrics import Metrics
@@ -171,12 +162,12 @@ async def test_whoever_waits_for_a_worker_is_woken_when_other_ones_are_ready_tha
     await both.check_all()
     assert looks() == 1
     clock = [0.0]
-    first.breaker = CircuitBreaker(lambda: clock[0])
-    for number in range(BREAKER_FAILURES):
+    first.breaker = worker_module.CircuitBreaker(lambda: clock[0])
+    for number in range(worker_module.BREAKER_FAILURES):
         both.record_failure(first, b"%d" % number)
     await both.check_health(first)
     assert looks() == 0
-    clock[0] += TRIAL_SECONDS  # it may be tried with one of those that wait
+    clock[0] += worker_module.TRIAL_SECONDS  # it may be tried with one of those that wait
     await both.check_health(first)
     assert looks() == 1
     both.record_success(first)
@@ -201,22 +192,19 @@ async def test_engines_behind_one_address_are_looked_at_once_they_are_known_and_
 @pytest.mark.parametrize(
     ("status", "url", "key", "words"),
     [
-        (401, A, "", r"wants a key: --worker-api-key-file FILE, with vLLM's --api-key in it"),
-        (403, A, "k", r"refuses the key in --worker-api-key-file \(/v1/models answers 403\)"),
-        (401, "http://me:secret@a:1", "k", r"refuses the user and password in its URL \(/v1/models answers 401\)"),
-        (500, A, "k", r"not well: /v1/models answers 500"),
+        (401, A, "", "wants a key: --worker-api-key-file FILE, with vLLM's --api-key in it"),
+        (403, A, "k", "refuses the key in --worker-api-key-file (/v1/models answers 403)"),
+        (401, "http://me:secret@a:1", "k", "refuses the user and password in its URL (/v1/models answers 401)"),
+        (500, A, "k", "not well: /v1/models answers 500"),
     ],
 )
 async def test_why_a_worker_refuses_is_said_by_what_it_was_given(gateway_of, a, tmp_path, status, url, key, words):
     a.refuses = status
-    given = {}
-    if key:
-        (tmp_path / "key").write_text(key)
-        given["worker_api_key_file"] = tmp_path / "key"
+    (tmp_path / "key").write_text(key)
+    given = {"worker_api_key_file": tmp_path / "key"} if key else {}
     pool = (await gateway_of(a, worker=(url,), **given)).gateway.pool
     await pool.check_all()
-    (worker,) = pool.workers
-    assert re.fullmatch(words, worker.why_down), worker.why_down
+    assert pool.workers[0].why_down == words
 
 
 async def test_a_worker_that_sleeps_is_well_and_gets_nothing_until_it_is_woken(both, a, caplog):
@@ -231,27 +219,25 @@ async def test_a_worker_that_sleeps_is_well_and_gets_nothing_until_it_is_woken(b
     assert worker.up and not worker.is_asleep and said(caplog)[0].startswith("worker a:1 is up: ")
 
 
-class Preparing(Part):
-    def __init__(self) -> None:
-        self.began: list[str] = []
-        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def prepare(self, worker: Worker) -> None:
-        self.began.append(worker.url)
-        await self.end
-
-
 @pytest.mark.parametrize("failure", [None, RuntimeError("odd")])
 async def test_a_worker_is_warmed_up_until_that_is_over_however_it_ends(gateway_of, a, woken, failure):
     gateway = (await gateway_of(a, replay_seconds=1000.0)).gateway
-    (worker,), warmup = gateway.pool.workers, gateway.shelf.put(Preparing())
+    (worker,), began, may_end = gateway.pool.workers, [], asyncio.Event()
+
+    async def prepare(worker: Worker) -> None:
+        began.append(worker.url)
+        await may_end.wait()
+        if failure is not None:
+            raise failure
+
+    gateway.shelf.put(Part()).prepare = prepare
     await gateway.pool.check_all()
-    await until(lambda: warmup.began)
+    await until(lambda: began)
     assert worker.warming and worker.up
     woken.clear()
-    warmup.end.set_exception(failure) if failure is not None else warmup.end.set_result(None)
+    may_end.set()
     await until(lambda: not worker.warming)
-    assert woken and warmup.began == [A]
+    assert woken and began == [A]
 
 
 async def test_all_names_of_one_model_have_one_key(gateway_of):
@@ -280,7 +266,7 @@ BODY = {"model": "m"}
 
 
 def test_a_first_doubt_parts_requests_from_what_was_there_and_a_second_from_the_cache():
-    cache, own = CacheQuarantine(), {**BODY, "cache_salt": "own"}
+    cache, own = worker_module.CacheQuarantine(), {**BODY, "cache_salt": "own"}
     assert cache.salt(own) is None
     cache.quarantine()
     apart = cache.salt(BODY)
@@ -297,9 +283,6 @@ def test_a_first_doubt_parts_requests_from_what_was_there_and_a_second_from_the_
     assert not cache.hints_allowed and not cache.cache_allowed and len({cache.salt(BODY) for _ in range(3)}) == 3
 
 
-FOUND = Found((Boundary("system", b"s", "first:1", 40), Boundary("turn", b"t", -5)), renderer_id=b"renderer")
-
-
 ENGINE = EngineInfo("0.3.0", "0.32.0", 16, 384)
 
 
@@ -307,22 +290,25 @@ ENGINE = EngineInfo("0.3.0", "0.32.0", 16, 384)
 def test_only_a_worker_with_a_plugin_of_this_release_gets_the_hint(other, hint):
     told = WorkerMetrics(engine=None if other else ENGINE, other_release=other)
     worker = Worker("http://w", None, probed=Probed(metrics=told), renderer_ids={"m": b"renderer"})
-    assert worker.hint(FOUND) == hint and worker.refused == other
+    boundaries = Boundary("system", b"s", "first:1", 40), Boundary("turn", b"t", -5)
+    assert worker.hint(Found(boundaries, renderer_id=b"renderer")) == hint and worker.refused == other
 
 
 def test_of_several_engines_behind_an_address_each_ones_feed_tells_its_gate():
-    engine = replace(ENGINE, drafts=OPEN)
+    engine = replace(ENGINE, drafts=worker_module.OPEN)
     worker = Worker("http://w#1", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m"))
-    assert worker.draft_state == TRIAL
-    worker.draft_gate = GateReport(OPEN, "id", "", read_at=1.0)
+    assert worker.draft_state == worker_module.TRIAL
+    worker.draft_gate = worker_module.GateReport(worker_module.OPEN, "id", "", read_at=1.0)
     worker.probed = replace(worker.probed, at=2.0)
-    assert worker.draft_state == OPEN
+    assert worker.draft_state == worker_module.OPEN
 
 
 def test_a_breaker_waits_twice_as_long_only_after_a_trial_that_failed_and_a_minute_at_most():
     clock = SimpleNamespace(now=0.0)
-    breaker = CircuitBreaker(lambda: clock.now)
-    assert [breaker.failed(request) for request in range(BREAKER_FAILURES)] == [False] * (BREAKER_FAILURES - 1) + [True]
+    breaker = worker_module.CircuitBreaker(lambda: clock.now)
+    assert [breaker.failed(request) for request in range(worker_module.BREAKER_FAILURES)] == [False] * (
+        worker_module.BREAKER_FAILURES - 1
+    ) + [True]
     clock.now = 4.0
     assert not breaker.failed(9) and not breaker.wants_trial  # one that was sent before it opened
     waits = []
@@ -351,28 +337,18 @@ def test_a_request_to_one_of_several_engines_says_which_whatever_the_client_said
 
 
 async def test_a_prompt_is_as_the_worker_renders_the_request_or_else_its_chat():
-    rendered = []
-
-    def worker_that(*fails: str) -> Worker:
-        async def render(body, path=CHAT):
-            rendered.append((body, path))
-            if path in fails:
-                raise RenderFailed("no route")
-            return TokenIds.of([1, 2])
-
-        rendered.clear()
-        return Worker("http://w", renderer=render)
-
     chat, native = {"model": "m", "messages": []}, {"model": "m", "input": "Tide?"}
-    ids = await prompt_of(Chat(chat, [], ids=[7, 8]), worker_that())
-    assert list(ids.ids()) == [7, 8] and not rendered
-    response = Chat(chat, [], path=RESPONSES, native=native)
-    assert list((await prompt_of(response, worker_that())).ids()) == [1, 2] and rendered == [(native, RESPONSES)]
-    await prompt_of(response, worker_that(RESPONSES))
-    assert rendered == [(native, RESPONSES), (chat, CHAT)]
+    response, said, fails = Chat(chat, [], path=RESPONSES, native=native), TokenIds.of([1, 2]), RenderFailed("no route")
+    for asked, rendered, calls in (
+        (Chat(chat, [], ids=[7, 8]), [], []),
+        (response, [said], [call(native, RESPONSES)]),
+        (response, [fails, said], [call(native, RESPONSES), call(chat, CHAT)]),
+    ):
+        render = AsyncMock(side_effect=rendered)
+        ids = await worker_module.prompt_of(asked, Worker("http://w", renderer=render))
+        assert list(ids.ids()) == ([1, 2] if rendered else [7, 8]) and render.mock_calls == calls
     with pytest.raises(RenderFailed):
-        await prompt_of(Chat(chat, []), worker_that(CHAT))
-    assert rendered == [(chat, CHAT)]
+        await worker_module.prompt_of(Chat(chat, []), Worker("http://w", renderer=AsyncMock(side_effect=fails)))
 
 
 async def test_a_part_that_fails_is_started_again_and_counted(monkeypatch, caplog):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -33,8 +33,6 @@ from proxy.settings import Settings
 from tests.harness.drafting_engine import BLOCK, UNIT, DraftingEngine, DraftingUpstream, drafting_worker
 from tests.harness.probed import probed
 from tests.harness.waiting import until
-
-SYSTEM = Boundary("system", b"system", "last:63")
 
 RENDERER = b"renderer"
 
@@ -73,7 +71,7 @@ async def render(body, path=CHAT) -> TokenIds:
 
 def replay(last: bytes, content: object = "Tide?", **put) -> WarmupRequest:
     raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
-    found = Found((SYSTEM, Boundary("turn", last, 80)), renderer_id=RENDERER)
+    found = Found((Boundary("system", b"system", "last:63"), Boundary("turn", last, 80)), renderer_id=RENDERER)
     return WarmupRequest(CHAT, raw, ("model", "messages"), put, found, "m")
 
 
@@ -183,15 +181,6 @@ def soon(monkeypatch) -> None:
     monkeypatch.setattr(self_check, "POLL_SECONDS", 0.0)
 
 
-@contextlib.asynccontextmanager
-async def running(check: SelfCheck) -> AsyncIterator[None]:
-    task = asyncio.create_task(check.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
 async def test_idle_workers_are_checked_for_ever_and_one_that_fails_keeps_no_other_from_it(
     worker, engine, soon, caplog
 ):
@@ -204,11 +193,12 @@ async def test_idle_workers_are_checked_for_ever_and_one_that_fails_keeps_no_oth
     odd = Worker("http://odd", renderer=render, probed=worker.probed, up=True)
     check = check_of(worker, engine, replay(b"first"), replay(b"second"), often=True)
     check._pool.workers.insert(0, odd)
-    async with running(check):
-        await until(lambda: check.checked >= 4)
-        worker.dispatched += 1  # else it is left alone after some checks
-        seen = check.checked
-        await until(lambda: check.checked > seen)
+    running = asyncio.create_task(check.run())
+    await until(lambda: check.checked >= 4)
+    worker.dispatched += 1  # else it is left alone after some checks
+    seen = check.checked
+    await until(lambda: check.checked > seen)
+    running.cancel()
     assert check.differs == 0 and not check.hints_off
     assert "self-check of worker odd: RuntimeError" in caplog.text and "planned" not in caplog.text
 
@@ -281,12 +271,12 @@ def drafting(*requests: WarmupRequest, state: str = "trial", others: int = 0) ->
 
 async def test_a_worker_on_trial_is_tried_and_not_checked_and_checked_once_it_is_open(soon):
     check, worker, upstream = drafting(replay(b"first"))
-    async with running(check):
-        await until(lambda: worker.draft_state == "open" or check.checked)
-        assert worker.draft_state == "open"
-        await until(lambda: check.checked)
-    ids = [list(asked["prompt"]) for asked in upstream.engine.asked]
-    assert [*range(64)] in ids[: len(ids)], "no prompt of a client's was tried"
+    running = asyncio.create_task(check.run())
+    await until(lambda: worker.draft_state == "open" or check.checked)
+    assert worker.draft_state == "open"
+    await until(lambda: check.checked)
+    running.cancel()
+    assert [*range(64)] in [list(asked["prompt"]) for asked in upstream.engine.asked], "no client's prompt was tried"
 
 
 async def test_a_worker_that_is_never_idle_is_tried_beside_its_clients_once_it_is_overdue(monkeypatch):
@@ -312,34 +302,20 @@ async def test_of_clients_prompts_a_few_that_can_be_tried_are(worker, engine):
     check = check_of(worker, engine, replay(b"1", IMAGE), ends(64), ends(999), ends(9))
     assert [each.hint for each in await check._hottest(worker)] == [63, 9]
 
-    errors = iter([RenderFailed("refused")])
-
-    async def fails_once(body, path=CHAT):
-        for error in errors:
-            raise error
-        return await render(body, path)
-
-    worker.renderer = fails_once
+    worker.renderer = AsyncMock(side_effect=[RenderFailed("refused"), TokenIds.of(range(64))])
     assert len(await check_of(worker, engine, replay(b"0"), replay(b"1"))._hottest(worker)) == 1
 
 
 def checked(engine: DraftingEngine, seed: int = 0) -> tuple[SelfCheck, Worker, WarmupRequest]:
     """A check of a worker that drafts, and a prompt of 200 tokens of its own for each seed."""
     draw = random.Random(seed)
-    ids = [draw.randrange(1000, 4000) for _ in range(200)]
-
-    async def renders(body, path=CHAT) -> TokenIds:
-        return TokenIds.of(ids)
-
+    renders = AsyncMock(return_value=TokenIds.of([draw.randrange(1000, 4000) for _ in range(200)]))
     info = EngineInfo("0.3.0", "0", match_unit=UNIT, block_size=BLOCK, ahead=1, drafts=engine.state)
     worker = Worker("http://w", renderer=renders, probed=probed("w#1", info, "m"), up=True)
     worker.renderer_ids["m"] = RENDERER
-    found = Found((Boundary("turn", b"turn", 180),), renderer_id=RENDERER)
-    return (
-        check_of(worker, DraftingUpstream(engine)),
-        worker,
-        replay(b"", cache_salt=f"salt {seed}")._replace(found=found),
-    )
+    request = replay(b"", cache_salt=f"salt {seed}")
+    request = request._replace(found=Found((Boundary("turn", b"turn", 180),), renderer_id=RENDERER))
+    return check_of(worker, DraftingUpstream(engine)), worker, request
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.0005, 0.004])
@@ -371,10 +347,7 @@ async def test_an_engine_that_answers_otherwise_with_drafts_gets_no_more_hints_a
     assert check.gates.wants(worker)
     assert sum("prompt_logprobs" in each for each in engine.asked) == 2, "it is looked at twice"
 
-    async def clients():
-        return ()
-
-    await check.gates.step(worker, clients)
+    await check.gates.step(worker, AsyncMock(return_value=()))
     assert engine.state == "closed" and "vLLM itself answers otherwise" in engine.why
     assert worker.draft_state == "closed" and not worker.takes_hints and worker.cache.cache_allowed
 
@@ -423,22 +396,18 @@ LOGPROBS = {"tokens": ["token_id:7"], "top_logprobs": [{"token_id:7": -0.5, "tok
 USAGE = {"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 48}}
 
 
-def answer(logprobs: object = LOGPROBS, usage: object = USAGE) -> dict:
-    return {"choices": [{"logprobs": logprobs}], "usage": usage}
-
-
 @pytest.mark.parametrize(
-    ("given", "status"),
+    ("logprobs", "usage", "status"),
     [
-        (answer(), 400),
-        (answer(logprobs=None), 200),
-        (answer({"tokens": ["a", "b"], "top_logprobs": [{"a": -0.5}, {}]}), 200),
-        (answer(usage=None), 200),
+        (LOGPROBS, USAGE, 400),
+        (None, USAGE, 200),
+        ({"tokens": ["a", "b"], "top_logprobs": [{"a": -0.5}, {}]}, USAGE, 200),
+        (LOGPROBS, None, 200),
     ],
 )
-async def test_what_cannot_be_compared_is_no_continuation(given, status):
+async def test_what_cannot_be_compared_is_no_continuation(logprobs, usage, status):
     async def fetch(*_: object) -> tuple[int, bytes]:
-        return status, json.dumps(given).encode()
+        return status, json.dumps({"choices": [{"logprobs": logprobs}], "usage": usage}).encode()
 
     with pytest.raises(Unanswered):
         await asked(SimpleNamespace(fetch=fetch), "http://w", b"", 1.0)

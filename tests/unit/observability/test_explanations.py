@@ -34,13 +34,7 @@ UNIT = 16
 
 SENT = Prefix(400, 0)  # the deepest beginning that a worker was sent before; its length was told
 
-GUESSED = Prefix(0, 400)
-
 CHANGE = PrefixChange("message", 0, "system", 40, None, 0, 500)
-
-SALT = CHANGE._replace(what="setting", role="cache_salt")
-
-PROMPT = 1000
 
 
 def expect(**changes: Any) -> Expectation:
@@ -63,10 +57,15 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
         (expect(), {"cached": 400, "unchanged": 900}, CHANGE, "hit"),
         # Nobody began like it.
         (expect(**NEW), {"cached": 0, "shared": 0, "engine": "cold"}, None, "cold"),
-        (expect(sent=GUESSED, held=0, predicted=0), {"cached": 0, "shared": 0}, None, "cold"),
+        (expect(sent=Prefix(0, 400), held=0, predicted=0), {"cached": 0, "shared": 0}, None, "cold"),
         # Its head has changed.
         (expect(**NEW), {"cached": 0, "unchanged": 160}, CHANGE, "prefix_changed"),
-        (expect(), {"cached": 0, "unchanged": 900, "shared": 0}, SALT, "salt"),
+        (
+            expect(),
+            {"cached": 0, "unchanged": 900, "shared": 0},
+            CHANGE._replace(what="setting", role="cache_salt"),
+            "salt",
+        ),
         (expect(), {"cached": 0, "unchanged": 480}, CHANGE, "evicted"),  # that cost less than what was evicted
         (expect(), {"cached": 0, "unchanged": 480, "engine": "cold"}, CHANGE, "prefix_changed"),  # no state was wanted
         # Too short.
@@ -96,7 +95,7 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
     ],
 )
 def test_the_reason_is_what_cost_most(expected, delivered, change, reason):
-    delivery = Delivery.of(expected, delivered.pop("prompt", PROMPT), **delivered)
+    delivery = Delivery.of(expected, delivered.pop("prompt", 1000), **delivered)
     assert reason_for(expected, delivery, change) == reason
     assert reason in REASON_TEXT
 

@@ -15,14 +15,9 @@ from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT, MESSAGES
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
+from proxy.observability import request_diff
 from proxy.observability.cures import CHANGE_TEXT
-from proxy.observability.request_diff import (
-    MAX_REQUESTS,
-    MAX_TOOL_BYTES,
-    PrefixChange,
-    RememberedRequest,
-    RequestMemory,
-)
+from proxy.observability.request_diff import MAX_REQUESTS
 from proxy.observability.shared_tokens import MIN_SHARED, SharedTokens
 from proxy.observability.volatile_text import TextKind, alike, kind_of
 from tests.harness.changed_requests import changed_requests
@@ -31,13 +26,13 @@ from tests.harness.steps import finished
 NOW = 1795600000.0  # in November 2026
 
 
-def remembering(size: int = 10**7) -> RequestMemory:
-    return RequestMemory(size, now=lambda: NOW)
+def remembering(size: int = 10**7) -> request_diff.RequestMemory:
+    return request_diff.RequestMemory(size, now=lambda: NOW)
 
 
-def as_recent(body: dict, path: str = CHAT, owner: str | None = None) -> RememberedRequest:
+def as_recent(body: dict, path: str = CHAT, owner: str | None = None) -> request_diff.RememberedRequest:
     layout = layout_of(chat_in(path, body, StoredResponses(0)), b"r")
-    return RememberedRequest(layout, len(json.dumps(body)), owner)
+    return request_diff.RememberedRequest(layout, len(json.dumps(body)), owner)
 
 
 PROMPT = 1000  # tokens
@@ -103,8 +98,6 @@ THINKS = {"role": "assistant", "content": None, "reasoning": LONG, "tool_calls":
 
 TURNED = [*messages(LONG, LONG), THINKS, {"role": "tool", "content": LONG}]
 
-TURNED_AGAIN = [*TURNED[:2], {**THINKS, "reasoning": "Well."}, TURNED[3]]
-
 
 @pytest.mark.parametrize(
     ("first", "second", "what", "position", "role", "kind", "character"),
@@ -112,7 +105,15 @@ TURNED_AGAIN = [*TURNED[:2], {**THINKS, "reasoning": "Well."}, TURNED[3]]
         # Of messages; all kinds of text are in test_volatile_text.py.
         (AT_NOON, LATER, "message", 0, "system", "times", len(f"{LONG}It is 1")),
         (messages(f"{LONG} One.", LONG), messages(f"{LONG} Two.", LONG), "message", 0, "system", None, len(LONG) + 1),
-        (TURNED, TURNED_AGAIN, "message", 2, "assistant", "thinking_history", None),
+        (
+            TURNED,
+            [*TURNED[:2], {**THINKS, "reasoning": "Well."}, TURNED[3]],
+            "message",
+            2,
+            "assistant",
+            "thinking_history",
+            None,
+        ),
         (TURNED, [*TURNED[:2], *TURNED[:1], *TURNED[2:]], "message", 2, "system", "system_moved", None),
         # Of tools: their order, that of their keys, and what they say.
         (TOOLS, TOOLS[::-1], "tool", 0, "ice", "tools_sorted", None),
@@ -128,7 +129,9 @@ def test_the_first_difference_is_named(first, second, what, position, role, kind
     assert change[:5] == (what, position, role, character, kind)
 
 
-def continued_by(before: dict, after: dict, path: str = CHAT) -> tuple[RequestMemory, RememberedRequest]:
+def continued_by(
+    before: dict, after: dict, path: str = CHAT
+) -> tuple[request_diff.RequestMemory, request_diff.RememberedRequest]:
     """A request that continues another one of 1,000 tokens."""
     memory, last = remembering(), None
     for body in (before, after):
@@ -170,7 +173,7 @@ def test_thinking_that_a_template_drops_is_named_by_what_is_missing():
     before = [*messages(LONG * 20), *THOUGHT]
     memory, last = continued_by({"messages": before}, {"messages": [*before, *NEXT]})
 
-    def otherwise(shared: int) -> PrefixChange | None:
+    def otherwise(shared: int) -> request_diff.PrefixChange | None:
         return finished(memory.rendered_otherwise(last, shared))
 
     assert otherwise(PROMPT - 5) is None  # all of it but the words that ask for an answer
@@ -237,7 +240,7 @@ def test_without_thinking_of_a_loop_that_is_over_nothing_is_dropped(before, adde
 def test_into_a_tool_that_is_too_long_nobody_looks_for_another_order_of_keys():
     chat = messages(LONG * 100, LONG * 1000, "tide?")
     kinds = []
-    for size in (100, MAX_TOOL_BYTES):
+    for size in (100, request_diff.MAX_TOOL_BYTES):
         one = {"type": "function", "function": {"name": "wind", "description": "x" * size}}
         other = {"function": dict(reversed(one["function"].items())), "type": "function"}
         change = changed({"messages": chat, "tools": [one]}, {"messages": chat, "tools": [other]})
@@ -252,29 +255,23 @@ def kind(new: str, old: str) -> str | None:
 
 CHANNEL = " Keep clear of the bar.\nNever leave the channel without a pilot on board, and call the lock first.\n"
 
-DATES = [
-    ("2026-11-22", "2026-11-23"),
-    ("11/22/2026", "11/23/2026"),
-    ("noviembre de 2026", "diciembre de 2026"),
-    ("22.11.2026", "1.12.2026"),
-    ("November 22nd, 2026", "December 3rd, 2026"),
-    ("the 22nd of November 2026", "the 23rd of November 2026"),
-    ("今天是2026年11月22日星期日。", "今天是2026年11月25日星期三。"),
-    ("٢٥ نوفمبر ٢٠٢٦", "٢٦ نوفمبر ٢٠٢٦"),
-    ("1795600000", "1795690000"),  # a Unix time of another day
-]
-
-TIMES = [
-    ("9:59", "10:00"),
-    ("10:11", "10:11:05"),
-    ("9:05 a.m.", "10:15 p.m."),
-    ("2026-11-22T10:11:12.123456+01:00", "2026-11-22T10:11:13.523456+01:00"),
-    ("Sun Nov 22 10:11:12 UTC 2026", "Sun Nov 22 11:51:12 UTC 2026"),
-    ("10:11 Europe/Berlin", "10:12 Europe/Berlin"),
-    ("1795342272.517", "1795342299.004"),
-]
-
-OTHERS = [
+CASES = [
+    ("2026-11-22", "2026-11-23", "dates"),
+    ("11/22/2026", "11/23/2026", "dates"),
+    ("noviembre de 2026", "diciembre de 2026", "dates"),
+    ("22.11.2026", "1.12.2026", "dates"),
+    ("November 22nd, 2026", "December 3rd, 2026", "dates"),
+    ("the 22nd of November 2026", "the 23rd of November 2026", "dates"),
+    ("今天是2026年11月22日星期日。", "今天是2026年11月25日星期三。", "dates"),
+    ("٢٥ نوفمبر ٢٠٢٦", "٢٦ نوفمبر ٢٠٢٦", "dates"),
+    ("1795600000", "1795690000", "dates"),  # a Unix time of another day
+    ("9:59", "10:00", "times"),
+    ("10:11", "10:11:05", "times"),
+    ("9:05 a.m.", "10:15 p.m.", "times"),
+    ("2026-11-22T10:11:12.123456+01:00", "2026-11-22T10:11:13.523456+01:00", "times"),
+    ("Sun Nov 22 10:11:12 UTC 2026", "Sun Nov 22 11:51:12 UTC 2026", "times"),
+    ("10:11 Europe/Berlin", "10:12 Europe/Berlin", "times"),
+    ("1795342272.517", "1795342299.004", "times"),
     ("3f2b8c1e-9d4a-4c6b-8f0e-5a7d1b2c3e4f", "a91c0d7e-1b2c-4d3e-9f8a-7b6c5d4e3f2a", "uuid"),
     ("ses_dfde55eccffeiuAx", "ses_1fde55eccffeiuBx", "uuid"),
     ("22/11/26", "23/11/26", "number"),  # which of these is a year, no rule knows
@@ -287,17 +284,12 @@ OTHERS = [
     ("17", "/srv/ann", None),
 ]
 
-CASES = [*((*pair, "dates") for pair in DATES), *((*pair, "times") for pair in TIMES), *OTHERS]
-
 
 @pytest.mark.parametrize("head", ["", "You pilot ships. Today is "])
 @pytest.mark.parametrize(("old", "new", "expected"), CASES)
 def test_the_kind_of_what_differs_is_told_wherever_it_stands(head, old, new, expected):
     one, other = head + old + CHANNEL, head + new + CHANNEL
     assert kind(other, one) == kind(one, other) == expected
-
-
-GIT = "gitStatus: as it was.\n\nCurrent branch: {branch}\n\nStatus:\n{status}\n\nRecent commits:\n{commits}\n"
 
 
 @pytest.mark.parametrize(
@@ -309,8 +301,9 @@ GIT = "gitStatus: as it was.\n\nCurrent branch: {branch}\n\nStatus:\n{status}\n\
     ],
 )
 def test_a_git_status_is_one_kind_whatever_changes_in_it(change):
+    git = "gitStatus: as it was.\n\nCurrent branch: {branch}\n\nStatus:\n{status}\n\nRecent commits:\n{commits}\n"
     was = {"branch": "main", "status": "(clean)", "commits": "1a2b3c4 Tides"}
-    one, other = (f"{CHANNEL}{GIT.format(**state)}{CHANNEL}" for state in ({**was, **change}, was))
+    one, other = (f"{CHANNEL}{git.format(**state)}{CHANNEL}" for state in ({**was, **change}, was))
     assert kind(one, other) == kind(other, one) == "git_status"
 
 

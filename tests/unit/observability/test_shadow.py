@@ -25,10 +25,6 @@ from proxy.settings import Settings
 from tests.harness.probed import probed
 from tests.harness.virtual_time import on_virtual_time
 
-CHAT = chat_request({"model": "m", "messages": [{"role": "user", "content": "Tide?"}]})
-
-FOUND = Found((Boundary("system", b"s", "first:1", tokens=320),), (b"s",))
-
 
 class Scene:
     """A worker without the plugin, whose answers to prompts of 400 tokens with one head do not say what was cached."""
@@ -40,15 +36,17 @@ class Scene:
         self.shadow = Shadow(Settings(), self._find, RequestMemory(0), self.metrics, IdleWork(), lambda: ["w#1"])
 
     async def _find(self, *given: Any) -> ReadPrompt:
-        found = self.finds.pop(0) if self.finds else FOUND
+        head = Found((Boundary("system", b"s", "first:1", tokens=320),), (b"s",))
+        found = self.finds.pop(0) if self.finds else head
         if isinstance(found, Exception):
             raise found
         return ReadPrompt(found)
 
     def add(self, **fields: Any) -> None:
         """A request of 400 tokens, of which the answer says that none was cached; it has just been answered."""
+        chat = chat_request({"model": "m", "messages": [{"role": "user", "content": "Tide?"}]})
         given = dict(
-            chat=CHAT, worker=self.worker, boot="w#1", model="m", size=100, memory=100, prompt=400, cached=0,
+            chat=chat, worker=self.worker, boot="w#1", model="m", size=100, memory=100, prompt=400, cached=0,
             seconds=None, alone=False, owner=None, record=None, at=time.perf_counter(),
         )  # fmt: skip
         self.shadow.add(AnsweredRequest(**{**given, **fields}))

@@ -6,15 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
-from proxy.boundaries.finder import BoundaryFinder
 from proxy.boundaries.layout import layout_of
-from proxy.boundaries.positions import PositionCache
-from proxy.boundaries.template_facts import Opener, TemplateFacts
 from proxy.chat.reader import chat_request
 from proxy.chat.usage import Usage
 from proxy.fleet.part import Change
@@ -33,17 +29,13 @@ from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
 from tests.harness.waiting import until
 
-FACTS = TemplateFacts({"user": 5}, {("user", False): Opener((4,)), ("first", False): Opener((1,))})
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Tide?"}]}
 
-CHAT = {
-    "model": "m",
-    "messages": [
-        {"role": "system", "content": "You pilot ships into the harbour."},
-        {"role": "user", "content": "First?"},
-        {"role": "assistant", "content": "One."},
-        {"role": "user", "content": "Second?"},
-    ],
-}
+SYSTEM = Boundary("system", b"s", "first:1", estimate=150)
+
+FOUND = Found((SYSTEM, Boundary("turn", b"t", "last:4"), Boundary("turn", b"u", -5)), (b"s", b"t", b"u"))
+
+ANN = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
 
 
 class Scene:
@@ -61,7 +53,7 @@ class Scene:
         events.left = lambda _, name: self.ended.append(("left", name))  # type: ignore[method-assign]
         events.refused = lambda _, name: self.ended.append(("refused", name))  # type: ignore[method-assign]
         self.value = own.metric
-        self.found = BoundaryFinder(PositionCache(10**6)).find(chat_request(CHAT), FACTS, b"renderer")
+        self.found = FOUND
 
     def request(
         self,
@@ -125,7 +117,7 @@ def changed_request(scene: Scene) -> ProxiedRequest:
     rules = "Keep clear of the bar at low water. " * 20
     for day in ("2026-11-22", "2026-11-23"):
         changed = {"role": "system", "content": f"Today is {day}. {rules}"}
-        chat = chat_request({**CHAT, "messages": [changed, *CHAT["messages"][1:]]})
+        chat = chat_request({**CHAT, "messages": [changed, *CHAT["messages"]]})
         remembered = RememberedRequest(layout_of(chat, b"renderer"), 1000)
         scene.reader.recent.add(remembered)
     request = scene.request()
@@ -164,7 +156,6 @@ async def test_an_explanation_that_fails_costs_no_answer(scene, caplog):
 async def test_lengths_are_learnt_from_what_an_engine_says_up_to_the_prompts_end(scene):
     index, positions = scene.prefix_index, scene.reader.positions
     index.record(scene.found.boundaries, scene.worker.boot, scene.found.entries())
-    scene.found = scene.found._replace(end=None)
     await scene.answered(scene.request(), Usage(100, 0), EngineOutcome("cold", 0, (1, 101, 100)))
     assert [positions.get(each.key) for each in scene.found.boundaries] == [1, 0, 100]
     held = index.longest(scene.found.prefixes, [scene.worker.boot])[scene.worker.boot]
@@ -177,9 +168,6 @@ async def test_what_was_recorded_for_a_request_that_came_to_nothing_is_taken_bac
     request.reply.failed(status)
     scene.accounting.count(request)
     assert scene.ended == [(each, "r") for each in told]
-
-
-ANN = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
 
 
 def with_pace(worker: Worker, pass_seconds: float, token_seconds: float) -> None:
@@ -200,29 +188,6 @@ async def test_a_response_can_be_asked_for_once_its_answer_begins_if_it_is_store
     boots = [scene.reader.stored.boot(name, "ann") for name in ("whole", "begun", "of no worker")]
     assert boots == [*[scene.worker.boot if is_stored else None] * 2, None]
     assert scene.reader.stored.boot("whole", "bob") is None
-
-
-@pytest.mark.parametrize(
-    ("timings", "stages"),
-    [
-        ({"asked": 13.0, "choosing": 12.0}, [("queue", 13.0, 99.0)]),  # it still waits, for another worker
-        (
-            {"asked": 11.0, "choosing": 12.0, "leased": 12.5, "first_byte": 14.0, "is_stream": True},
-            [("queue", 11.0, 12.0), ("choice", 12.0, 12.5), ("first token", 12.5, 14.0)],
-        ),
-    ],
-)
-async def test_a_trace_ends_with_the_stages_that_a_request_came_to(scene, monkeypatch, timings, stages):
-    monkeypatch.setattr(accounting.time, "perf_counter", lambda: 99.0)
-    request, put_off = scene.request(), Mock()
-    scene.idle.put_off, request.trace = put_off, Mock()
-    for name, value in {"arrived": 10.0, **timings}.items():
-        setattr(request.timings, name, value)
-    request.reply.failed(503)
-    scene.accounting.count(request)
-    put_off.assert_called_once()
-    request.trace.stop.assert_called_once()
-    request.trace.end.assert_called_once_with(503, "m", "w", stages, request.record.explanation)
 
 
 async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, monkeypatch):
@@ -321,8 +286,6 @@ async def test_an_engine_that_cannot_be_asked_leaves_the_gateways_own_reason(sce
     assert "asking for request r: KeyError" in caplog.text and "pilot" not in caplog.text
 
 
-SYSTEM = Boundary("system", b"s", "first:1", estimate=150)
-
 RENDERER = b"renderer"
 
 
@@ -343,7 +306,8 @@ class LeaseScene:
         scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
         request = request_of(scope, b"x" * 400, "r", self.key)
         request.body.parsed = {"model": "m", **body}
-        request.prompt = Prompt(found=Found((SYSTEM,), (b"s",), renderer_id=RENDERER), tokens=160)
+        found = Found((SYSTEM,), (b"s",), renderer_id=RENDERER)
+        request.prompt = Prompt(found=found, tokens=160)
         return request
 
     def counted(self) -> tuple[int, int, int]:

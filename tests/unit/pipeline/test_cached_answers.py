@@ -17,24 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from proxy.fleet.part import Change
 from proxy.fleet.probe import Probed
-from proxy.fleet.worker import Worker
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.metrics import Metrics
-from proxy.pipeline import response_cache, stored_answers
-from proxy.pipeline.cacheable import (
-    CHAT,
-    COMPLETIONS,
-    EMBEDDINGS,
-    LARGEST_JUDGED,
-    MESSAGES,
-    RESPONSES,
-    Ending,
-    digest,
-    is_repeatable,
-    may_keep,
-)
+from proxy.pipeline import cacheable, response_cache, stored_answers
+from proxy.pipeline.cacheable import CHAT, COMPLETIONS, EMBEDDINGS, LARGEST_JUDGED, MESSAGES, RESPONSES, digest
 from proxy.pipeline.request import ProxiedRequest, request_of
-from proxy.pipeline.response_cache import ResponseCache, has_fixed_weights
+from proxy.pipeline.response_cache import ResponseCache
 from proxy.pipeline.stored_answers import STALE_SECONDS, TIMES_WHAT_IS_FREE, Entry, Source, StoredAnswers
 from tests.harness.api_keys import bearer, entry
 from tests.harness.computed_answers import Computed
@@ -265,7 +253,7 @@ SECRET = b"secret"
     ],
 )
 def test_a_request_is_repeatable_if_it_cannot_come_out_otherwise(body, path, repeatable):
-    assert is_repeatable(asked(body, path)) is repeatable
+    assert cacheable.is_repeatable(asked(body, path)) is repeatable
 
 
 def test_requests_are_told_apart_by_all_that_answers_depend_on():
@@ -307,11 +295,11 @@ def test_requests_are_told_apart_by_all_that_answers_depend_on():
     ],
 )
 def test_an_answer_says_whether_it_may_be_shared(headers, kept):
-    assert may_keep(headers) is kept
+    assert cacheable.may_keep(headers) is kept
 
 
 def is_final(path: str, asked: Any, is_stream: bool, body: bytes, at_once: int = 2**30) -> bool:
-    ending = Ending(path, asked, is_stream)
+    ending = cacheable.Ending(path, asked, is_stream)
     for at in range(0, len(body), at_once):
         ending.see(body[at : at + at_once])
     return ending.is_final
@@ -520,19 +508,6 @@ class Storing(RuleBasedStateMachine):
 
 TestStoring = Storing.TestCase
 TestStoring.settings = settings(stateful_step_count=60)
-
-
-@pytest.mark.parametrize(
-    ("model", "cards", "fixed"),
-    [
-        ("m", [[{"id": "m"}]], True),
-        ("m", [[{"id": "m"}], [{"id": "m", "parent": "base"}]], False),
-        ("", [[{"id": "ada", "parent": "m"}]], True),
-    ],
-)
-def test_an_adapter_may_be_replaced_and_a_base_model_may_not(model, cards, fixed):
-    workers = [Worker(f"http://{at}", None, probed=Probed(models=each)) for at, each in enumerate(cards)]  # type: ignore[arg-type]
-    assert has_fixed_weights(model, workers) is fixed
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,7 @@ NIXL = "NixlConnector"
 TRANSFER = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
-    "remote_block_ids": [[1], [2, 3]],
     "remote_engine_id": "the-engine-of-p",
-    "remote_request_id": "request-at-p",
     "remote_num_tokens": 496,
     "remote_prefill_cached_tokens": 0,
 }
@@ -105,8 +103,8 @@ FOUND = Found((Boundary("system", b"s", "first:1", estimate=150),), (b"s",), ren
 
 
 def results(metrics: Metrics) -> dict[str, float]:
-    samples = (sample for family in metrics.registry.collect() for sample in family.samples)
-    return {each.labels["result"]: each.value for each in samples if each.name == "seamark_prefills_total"}
+    (family,) = metrics.prefills.collect()
+    return {each.labels["result"]: each.value for each in family.samples if each.name == "seamark_prefills_total"}
 
 
 class Scene:
@@ -148,14 +146,13 @@ class Scene:
 
 
 ONE = {"max_tokens": 1, "stream": False}
-BOTH = {**ONE, "max_completion_tokens": 1}
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "one"),
     [
         (CHAT, {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True}, ONE),
-        (CHAT, {"n": 1, "max_completion_tokens": 9}, BOTH),
+        (CHAT, {"n": 1, "max_completion_tokens": 9}, {**ONE, "max_completion_tokens": 1}),
         (CHAT, {"n": None, "echo": False, "best_of": None, "prompt_logprobs": 0}, ONE),
         *((CHAT, {"n": number}, None) for number in (2, "1")),
         *((CHAT, {field: True}, None) for field in ("echo", "previous_response_id", "prompt_logprobs", "best_of")),
@@ -178,22 +175,16 @@ async def test_only_one_prompt_that_is_computed_once_is_computed_elsewhere_for_o
     assert await scene.transfer(scene.request(path, "GET", **fields)) is None
 
 
-def at_pace(worker: Worker, pass_seconds: float, token_seconds: float) -> None:
-    worker.probed = probed(worker.name, worker.engine, "m", step_times=StepTimes(pass_seconds, token_seconds))
-
-
-@pytest.fixture
-def now(monkeypatch) -> list[float]:
-    now = [0.0]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    return now
-
-
-async def test_a_call_is_worth_what_it_has_cost_beside_the_computing(now):
+async def test_a_call_is_worth_what_it_has_cost_beside_the_computing(monkeypatch):
     """Two passes at first; then a pass, and the median of what calls took beyond their tokens."""
-    scene = Scene()
+    scene, now = Scene(), [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     (prefill,) = scene.workers
-    at_pace(scene.decoder, 0.25, 2**-10)
+
+    def learn_pace(worker: Worker) -> None:
+        worker.probed = probed(worker.name, worker.engine, "m", step_times=StepTimes(0.25, 2**-10))
+
+    learn_pace(scene.decoder)
     assert await scene.transfer(tokens=512) is None and scene.results == {"short": 1}
 
     async def called(seconds: float, tokens: int, **told: Any) -> bool:
@@ -205,7 +196,7 @@ async def test_a_call_is_worth_what_it_has_cost_beside_the_computing(now):
 
     assert await called(9.0, 513)  # of a prefill worker whose pace is not known nothing is learnt
     assert await called(9.0, 513)
-    at_pace(prefill, 0.25, 2**-10)
+    learn_pace(prefill)
     assert await called(2.0, 513, remote_num_tokens=1024, remote_prefill_cached_tokens=512)  # half a second of it
     assert not await called(0.0, 1792) and await called(2.0, 1793, remote_num_tokens="many")
     assert await called(0.0, 1793, remote_num_tokens=512, remote_prefill_cached_tokens=None)  # never below nothing
@@ -213,35 +204,40 @@ async def test_a_call_is_worth_what_it_has_cost_beside_the_computing(now):
     assert not await called(0.0, 256) and await called(0.0, 257)  # of 1.5, 0 and 0
 
 
-@pytest.mark.parametrize("lack", ["up", "room", "models", "match_unit", "version", "connector", "engine"])
-async def test_without_a_worker_that_fits_the_prompt_is_computed_where_it_is_answered(lack):
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"up": False},
+        {"max_inflight": 1, "inflight": 1},
+        {"probed": probed("p", ENGINE, "n")},
+        {"probed": probed("p", None, "m")},
+        {"probed": probed("p", replace(ENGINE, match_unit=32), "m")},
+        {"probed": probed("p", replace(ENGINE, version="0.3.1"), "m")},
+        {"probed": probed("p", replace(ENGINE, connector=""), "m")},
+    ],
+)
+async def test_without_a_worker_that_fits_the_prompt_is_computed_where_it_is_answered(known):
     scene = Scene()
     (prefill,) = scene.workers
-    other = {"match_unit": 32, "version": "0.3.1", "connector": ""}
-    if lack in ("engine", *other):
-        prefill.probed = probed("p", replace(ENGINE, **{lack: other[lack]}) if lack in other else None, "m")
-    elif lack == "models":
-        prefill.probed = probed("p", ENGINE, "n")
-        scene.pool._reconcile()  # with it, the pool knows the name
-    elif lack == "room":
-        prefill.max_inflight = prefill.inflight = 1
-    else:
-        prefill.up = False
+    for name, value in known.items():
+        setattr(prefill, name, value)
+    scene.pool._reconcile()  # with it, the pool knows its names
     assert await scene.transfer() is None
     assert scene.results == {"no_worker": 1} and not scene.upstream.sent
 
 
-@pytest.mark.parametrize("lack", ["engine", "connector", "hints", "cache"])
-async def test_a_worker_that_cannot_take_a_prompt_computes_it(lack):
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        lambda worker: setattr(worker, "probed", probed("d", None, "m")),
+        lambda worker: setattr(worker, "probed", probed("d", replace(ENGINE, connector=""), "m")),
+        lambda worker: setattr(worker.cache, "hints_allowed", False),
+        lambda worker: (worker.cache.quarantine(), worker.cache.restore()),  # which leaves it a salt
+    ],
+)
+async def test_a_worker_that_cannot_take_a_prompt_computes_it(lacks):
     scene = Scene()
-    decoder = scene.decoder
-    if lack == "hints":
-        decoder.cache.hints_allowed = False
-    elif lack == "cache":
-        decoder.cache.quarantine()
-        decoder.cache.restore()  # which leaves it a salt
-    else:
-        decoder.probed = probed("d", replace(ENGINE, connector="") if lack == "connector" else None, "m")
+    lacks(scene.decoder)
     assert await scene.transfer() is None and not scene.upstream.sent and scene.results == {}
 
 
@@ -401,12 +397,9 @@ async def test_where_it_was_not_done_is_told_with_the_reason(path, said, done, c
     with pytest.raises(AdapterNotEverywhere) as error:
         await scene.serve(path)
     assert f"'tide-lora' is {verb} at {done}, and not at {cause}. " in str(error.value)
-
-
-@pytest.mark.parametrize("fields", [{"lora_path": "/y"}, {"lora_name": "ebb-lora"}])
-async def test_another_adapter_under_the_name_is_not_the_one_that_was_asked_for(fields):
-    with pytest.raises(AdapterNotEverywhere):
-        await AdapterScene(a=LOADED, b=OK).serve(**fields)
+    for another in ({"lora_path": "/y"}, {"lora_name": "ebb-lora"}):  # is not the one that was loaded already
+        with pytest.raises(AdapterNotEverywhere):
+            await AdapterScene(a=LOADED, b=OK).serve(**another)
 
 
 async def test_a_worker_that_is_down_is_not_asked_and_told():

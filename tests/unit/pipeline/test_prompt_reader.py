@@ -195,20 +195,14 @@ async def test_what_is_remembered_has_its_shares_of_the_memory():
     assert reader.held == reader.recent.held + reader.stored.held + reader.learner.held
 
 
-LONG_TEXT = "Pilots name the tide before they name the berth. " * 30
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_beginnings_inside_texts_are_sought_only_to_choose_among_several_workers(workers):
     reader = PromptReader(Settings(), Metrics(), Learner(one=FACTS))
     serving = [worker(name) for name in "ab"[:workers]]
     for question in ("High?", "Low?", "Neap?"):
-        messages = [{"role": "user", "content": f"{LONG_TEXT}\n{question}"}]
+        messages = [{"role": "user", "content": "Pilots name the tide before the berth. " * 30 + f"\n{question}"}]
         found = (await read(reader, *serving, messages=messages)).prompt.found
     assert any(each.kind == "learned" for each in found.boundaries) is (workers == 2)
-
-
-HEADER = "x-anthropic-billing-header: cc_version=1; cch=abc;\n"
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -216,7 +210,7 @@ async def test_a_rewrite_rule_changes_what_is_sent_and_what_is_known_of_it_and_i
     metrics = Metrics()
     settings = Settings(rewrite=("billing_header",) if is_on else ())
     reader = PromptReader(settings, metrics, Learner(one=FACTS))
-    told = [{"role": "system", "content": HEADER + "You pilot."}, ASKED[1]]
+    told = [{"role": "system", "content": "x-anthropic-billing-header: cch=abc;\nYou pilot."}, ASKED[1]]
     request = await read(reader, worker(), messages=told)
     wanted = ASKED[0]["content"] if is_on else told[0]["content"]
     assert json.loads(request.body.raw)["messages"][0]["content"] == wanted

@@ -318,10 +318,7 @@ async def test_the_hint_is_spliced_into_the_clients_bytes(in_memory, worker):
     assert b"seamark_load" not in worker.requests[-1].body  # which takes no hints
 
 
-OPTIONS = [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}]
-
-
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}])
 async def test_usage_that_only_the_gateway_asked_for_is_taken_out_again(in_memory, worker, options):
     gateway = await in_memory(worker)
     worker.more_metrics = "seamark_pass_seconds 0.5\nseamark_token_seconds 0.001\n"

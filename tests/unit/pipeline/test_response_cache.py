@@ -347,18 +347,6 @@ async def scene():
     scene.patch.undo()
 
 
-async def answered(scene: Sharing, clients: int, *orders: Any) -> list[Client]:
-    """So many clients that ask for the same and have got what the worker says."""
-    asking = [scene.ask("a", may_leave=False) for _ in range(clients)]
-    await turns()
-    scene.runs[0].ends = "so"
-    for order in orders:
-        scene.runs[0].orders.put_nowait(order)
-    await asyncio.wait([each.task for each in asking], timeout=5)
-    await turns()
-    return asking
-
-
 @pytest.mark.parametrize(
     ("when", "what", "hits"),
     [
@@ -415,7 +403,14 @@ async def test_a_failure_while_an_answer_is_stored_leaves_nobody_waiting(scene, 
     told: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
     monkeypatch.setattr(scene.cache.answers, "add", lambda *_: 1 // 0)
-    clients = await answered(scene, 2, head(), part(END, more=False))
+    clients = [scene.ask("a", may_leave=False) for _ in range(2)]
+    await turns()
+    (run,) = scene.runs
+    run.ends = "so"
+    for order in (head(), part(END, more=False)):
+        run.orders.put_nowait(order)
+    await asyncio.wait([each.task for each in clients], timeout=5)
+    await turns()
     assert all(each.ended and each.task.done() for each in clients) and not scene.leases and clients[1].left_key
     assert [type(each) for each in told] == [ZeroDivisionError]
 

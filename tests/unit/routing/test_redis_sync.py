@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -24,34 +25,13 @@ from proxy.metrics import Metrics
 from proxy.routing import redis_sync
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.redis_answers import MOST_BYTES, MOST_LINES, AnswerTooLarge
-from proxy.routing.redis_sync import (
-    ERRORS_TO_DOWN,
-    GONE,
-    HELD,
-    HOLDINGS,
-    INTERVAL_SECONDS,
-    KEPT,
-    MAX_RECORDS,
-    MAX_TOKENS,
-    POSITIONS,
-    POSITIONS_STREAM,
-    READ_ENTRIES,
-    REPEAT_SECONDS,
-    RETRY_SECONDS,
-    STREAM_ENTRIES,
-    STREAM_SECONDS,
-    Form,
-    RedisSync,
-    holdings_stream,
-    pack,
-    unpack,
-)
+from proxy.routing.redis_sync import ERRORS_TO_DOWN, GONE, HELD, HOLDINGS, POSITIONS, POSITIONS_STREAM, pack, unpack
 from tests.harness.virtual_time import VirtualTimeLoop, on_virtual_time
 from tests.harness.waiting import until
 
 BOOTS = BOOT, OTHER_BOOT = "a#1", "b#1"
 
-STREAM = holdings_stream(BOOT)
+STREAM = redis_sync.holdings_stream(BOOT)
 
 FOREIGN = b"-another"  # a writer that is no gateway here
 
@@ -81,7 +61,9 @@ class Redis:
         self.streams.setdefault(stream, []).append((b"%d-0" % self._last, {name: raw}))
 
     def read(self, cursors: dict[bytes, bytes], count: int) -> list[tuple[bytes, list[Any]]]:
-        assert count == (READ_ENTRIES if POSITIONS_STREAM in cursors else READ_ENTRIES // len(cursors))
+        assert count == (
+            redis_sync.READ_ENTRIES if POSITIONS_STREAM in cursors else redis_sync.READ_ENTRIES // len(cursors)
+        )
 
         def later(stream: bytes, cursor: bytes) -> list[Any]:
             after = int(cursor.split(b"-")[0])
@@ -90,25 +72,20 @@ class Redis:
         return [(stream, found) for stream, cursor in cursors.items() if (found := later(stream, cursor))]
 
 
-class _Pipeline:
+class _Pipeline(contextlib.AsyncExitStack):
     def __init__(self, redis: Redis) -> None:
+        super().__init__()
         self._redis = redis
         self._asked: list[tuple[Any, ...]] = []
         self._endless: set[bytes] = set()
 
-    async def __aenter__(self) -> _Pipeline:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._asked.clear()
-
     def xadd(self, stream: bytes, fields: dict[bytes, bytes], maxlen: int, approximate: bool) -> None:
-        assert (maxlen, approximate) == (STREAM_ENTRIES, True)
+        assert (maxlen, approximate) == (redis_sync.STREAM_ENTRIES, True)
         self._endless.add(stream)
         self._asked.append((self._redis.add, stream, fields[b"n"]))
 
     def expire(self, stream: bytes, seconds: int) -> None:
-        assert seconds == STREAM_SECONDS
+        assert seconds == redis_sync.STREAM_SECONDS
         self._endless.discard(stream)
 
     def xread(self, cursors: dict[bytes, bytes], count: int) -> None:
@@ -130,7 +107,7 @@ class Gateway:
         self.index, self.positions, self.stored = PrefixIndex(10**6), PositionCache(10**6), StoredResponses(10**6)
         self.metrics, self.boots = Metrics(), list(boots)
         tables = self.index, self.positions, self.stored
-        self.sync = RedisSync(url, *tables, self.metrics, IdleWork(), lambda: self.boots)
+        self.sync = redis_sync.RedisSync(url, *tables, self.metrics, IdleWork(), lambda: self.boots)
 
     def holds(self, key: bytes, tokens: int = 320, boot: str = BOOT) -> None:
         self.index.record((Boundary("system", key, "first:1", tokens=tokens),), boot)
@@ -204,8 +181,8 @@ class Sharing(RuleBasedStateMachine):
     @rule(at=gateway, boot=boot)
     def holds_what_no_prompt_has(self, at: int, boot: str) -> None:
         """It keeps nothing else from going out."""
-        self.gateways[at].holds(key(99), MAX_TOKENS + 1, boot)
-        self.gateways[at].positions.put(key(99), MAX_TOKENS + at + 1)
+        self.gateways[at].holds(key(99), redis_sync.MAX_TOKENS + 1, boot)
+        self.gateways[at].positions.put(key(99), redis_sync.MAX_TOKENS + at + 1)
 
     @rule(at=gateway, numbers=st.sets(number), boot=boot)
     def loses(self, at: int, numbers: set[int], boot: str) -> None:
@@ -227,7 +204,7 @@ class Sharing(RuleBasedStateMachine):
         name, model = self.gateways[at].stored.keep(f"r{number}", boot, None), self.known[at]
         assert name is not None
         if model.kept.get(name) != boot:
-            model.waiting.append((boot, (KEPT, name, 0)))
+            model.waiting.append((boot, (redis_sync.KEPT, name, 0)))
         model.kept[name] = boot
 
     @rule(at=gateway, boots=st.sampled_from([(), (BOOT,), (OTHER_BOOT,), BOOTS]))
@@ -240,10 +217,10 @@ class Sharing(RuleBasedStateMachine):
     def gets_garbage(self, stream: str, kind: int) -> None:
         other = pack(POSITIONS, FOREIGN, [(key(5), 9)]) if stream else pack(HOLDINGS, FOREIGN, [(HELD, key(5), 9)])
         raw, name = ((b"", b"n"), (b"garbage", b"n"), (other, b"n"), (b"x", b"else"))[kind]
-        self.redis.add(holdings_stream(stream) if stream else POSITIONS_STREAM, raw, name)
+        self.redis.add(redis_sync.holdings_stream(stream) if stream else POSITIONS_STREAM, raw, name)
         self.log[stream].append(((-1, 0), None))
 
-    @rule(seconds=st.sampled_from([1.0, REPEAT_SECONDS]))
+    @rule(seconds=st.sampled_from([1.0, redis_sync.REPEAT_SECONDS]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
@@ -256,7 +233,10 @@ class Sharing(RuleBasedStateMachine):
             model.read = {each: model.read.get(each, 0) for each in ("", *self.gateways[at].boots)}
             if fails != "refused":
                 for stream, records in model.outgoing.items():
-                    parts = [records[start : start + MAX_RECORDS] for start in range(0, len(records), MAX_RECORDS)]
+                    parts = [
+                        records[start : start + redis_sync.MAX_RECORDS]
+                        for start in range(0, len(records), redis_sync.MAX_RECORDS)
+                    ]
                     self.log[stream] += [((at, model.name), part) for part in parts]
             self.redis.failures, self.redis.answers_get_lost = [OSError()] * bool(fails), fails == "lost"
             if fails:
@@ -285,7 +265,7 @@ class Sharing(RuleBasedStateMachine):
             if record[0] == GONE:
                 model.written.pop(about, None)
             elif record[0] == HELD:
-                if self.now - model.written.get(about, 0.0) < REPEAT_SECONDS:
+                if self.now - model.written.get(about, 0.0) < redis_sync.REPEAT_SECONDS:
                     continue
                 model.written[about] = self.now
             model.outgoing.setdefault(boot, []).append(record)
@@ -296,7 +276,7 @@ class Sharing(RuleBasedStateMachine):
         for *kind, name, tokens in records or ():
             if not boot:
                 model.positions.setdefault(name, tokens)
-            elif kind == [KEPT]:
+            elif kind == [redis_sync.KEPT]:
                 model.kept[name] = boot
             elif kind == [GONE]:
                 model.held.pop((boot, name), None)
@@ -319,7 +299,7 @@ class Sharing(RuleBasedStateMachine):
             assert gateway.metrics.redis_up._value.get() == (gateway.sync.state == "up")
             assert (gateway.sync.state == "down") is model.is_down
         for stream, entries in self.log.items():
-            found = self.redis.streams.get(holdings_stream(stream) if stream else POSITIONS_STREAM, [])
+            found = self.redis.streams.get(redis_sync.holdings_stream(stream) if stream else POSITIONS_STREAM, [])
             kinds = POSITIONS if not stream else HOLDINGS
             batches = [unpack(kinds, fields.get(b"n", b"")) for _, fields in found[-8:]]  # those before were looked at
             assert [each and list(each.records) for each in batches] == [records for _, records in entries[-8:]]
@@ -350,12 +330,12 @@ async def test_exchanges_follow_each_other_as_much_is_new_and_rarely_where_redis
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(redis_sync, "Redis", redis)
         one = Gateway(BOOT)
-        for number in range(READ_ENTRIES):
+        for number in range(redis_sync.READ_ENTRIES):
             redis.add(STREAM, pack(HOLDINGS, FOREIGN, [(HELD, key(number), 160)]))
         running = asyncio.create_task(one.sync.run())
-        await asyncio.sleep(1.5 * INTERVAL_SECONDS)
+        await asyncio.sleep(1.5 * redis_sync.INTERVAL_SECONDS)
         redis.failures += [OSError()] * (ERRORS_TO_DOWN + 1)
-        await asyncio.sleep(2.5 * RETRY_SECONDS)
+        await asyncio.sleep(2.5 * redis_sync.RETRY_SECONDS)
         running.cancel()
     at = redis.exchanged_at
     rests = [round(later - sooner, 6) for sooner, later in itertools.pairwise(at)][: ERRORS_TO_DOWN + 4]
@@ -363,13 +343,16 @@ async def test_exchanges_follow_each_other_as_much_is_new_and_rarely_where_redis
     assert one.sync.state == "up" and one.metrics.redis_errors._value.get() == ERRORS_TO_DOWN + 1
 
 
-RECORDS = {HOLDINGS: ((HELD, key(1), 160), (GONE, key(1), 0), (KEPT, key(1), 0)), POSITIONS: ((key(1), MAX_TOKENS),)}
+RECORDS = {
+    HOLDINGS: ((HELD, key(1), 160), (GONE, key(1), 0), (redis_sync.KEPT, key(1), 0)),
+    POSITIONS: ((key(1), redis_sync.MAX_TOKENS),),
+}
 
 
 @pytest.mark.parametrize(("form", "magic"), [(HOLDINGS, b"smh2"), (POSITIONS, b"smp1")])
 def test_batches_of_an_earlier_version_are_refused(form, magic):
     """Their keys name other things: the tokens of a prompt."""
-    older = Form(magic, form.record)
+    older = redis_sync.Form(magic, form.record)
     assert unpack(form, pack(older, FOREIGN, RECORDS[form])) is None
     assert unpack(older, pack(older, FOREIGN, RECORDS[form])) is not None  # for its magic alone
 
@@ -380,7 +363,7 @@ def test_batches_of_an_earlier_version_are_refused(form, magic):
         (HOLDINGS, (HELD, key(1), 0)),
         (HOLDINGS, (GONE, key(1), 160)),
         (HOLDINGS, (3, key(1), 160)),
-        (POSITIONS, (key(1), MAX_TOKENS + 1)),
+        (POSITIONS, (key(1), redis_sync.MAX_TOKENS + 1)),
     ],
 )
 def test_one_record_that_cannot_be_makes_its_batch_none(form, record):
@@ -401,7 +384,7 @@ def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def answering(*pieces: bytes) -> AsyncIterator[RedisSync]:
+async def answering(*pieces: bytes) -> AsyncIterator[redis_sync.RedisSync]:
     """Exchanges with a Redis that answers this to `XREAD`, piece by piece, and is well else."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -461,7 +444,7 @@ async def test_an_answer_beyond_all_bounds_is_refused(pieces):
         b":" + b"9" * 5000 + b"\r\n",
         entries_of(b"another", b"1-1") + NOTHING,
         entries_of(POSITIONS_STREAM, b"1\r\nFLUSHALL\r\n") + NOTHING,
-        entries_of(POSITIONS_STREAM, *(b"1-%d" % n for n in range(READ_ENTRIES + 1))) + NOTHING,
+        entries_of(POSITIONS_STREAM, *(b"1-%d" % n for n in range(redis_sync.READ_ENTRIES + 1))) + NOTHING,
     ],
     ids=["deep", "digits", "stream", "name", "entries"],
 )
