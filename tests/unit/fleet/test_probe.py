@@ -111,35 +111,24 @@ async def test_what_a_worker_is_follows_from_what_it_says():
     assert (gateway.is_vllm, gateway.is_gateway) == (False, True)
 
 
-RUST = b"not supported by the Rust frontend yet"
-
-
-@pytest.mark.parametrize(
-    ("posts", "lacks"),
-    [
-        ({OPTIONAL[0]: (404, b""), OPTIONAL[1]: (405, RUST), OPTIONAL[2]: (400, b"")}, OPTIONAL[:2]),
-        ({OPTIONAL[0]: Broken(), OPTIONAL[1]: Unreachable(), OPTIONAL[2]: (501, RUST)}, OPTIONAL[2:]),
+async def test_a_frontend_in_rust_is_known_by_its_words_with_the_routes_that_it_lacks():
+    rust, (first, second, third) = b"not supported by the Rust frontend yet", OPTIONAL
+    for posts, lacks in (
+        ({first: (404, b""), second: (405, rust), third: (400, b"")}, OPTIONAL[:2]),
+        ({first: Broken(), second: Unreachable(), third: (501, rust)}, OPTIONAL[2:]),
         (dict.fromkeys(OPTIONAL, (501, b"")), None),  # not the frontend in Rust
-    ],
-)
-async def test_a_frontend_in_rust_is_known_by_its_words_with_the_routes_that_it_lacks(posts, lacks):
-    server = Server()
-    server.posts = posts
-    frontend = await Probe(server, URL).frontend()
-    assert frontend == (ALL if lacks is None else ("vLLM's Rust frontend", lacks))
-    assert server.asked == list(OPTIONAL)
+    ):
+        server = Server()
+        server.posts = posts
+        frontend = await Probe(server, URL).frontend()
+        assert frontend == (ALL if lacks is None else ("vLLM's Rust frontend", lacks))
+        assert server.asked == list(OPTIONAL)
 
 
-@pytest.mark.parametrize(
-    ("error", "was_well", "words"),
-    [
-        (Malformed(), True, NO_HTTP),
-        (Broken(), True, "it closes the connection without an answer"),
-        (Broken(), False, "it closes the connection without an answer: https:// instead of http://?"),
-    ],
-)
-def test_why_a_worker_that_takes_connections_gives_no_answer(error, was_well, words):
-    assert why_broken(error, was_well) == words
+def test_why_a_worker_that_takes_connections_gives_no_answer():
+    words = "it closes the connection without an answer"
+    assert (why_broken(Malformed(), True), why_broken(Broken(), True)) == (NO_HTTP, words)
+    assert why_broken(Broken(), False) == f"{words}: https:// instead of http://?"
 
 
 @pytest.mark.parametrize(
@@ -189,13 +178,11 @@ def test_all_that_a_patched_engine_says_is_read_and_nothing_else():
     assert read(text).sleep_levels == (None, 0, 0, 1)
 
 
-@pytest.mark.parametrize("other", ["0.0.9", "99.0", ""])
-def test_a_plugin_of_another_release_is_not_used_and_the_sentence_says_update_the_plugin(other):
+@pytest.mark.parametrize(("other", "called"), [("0.0.9", "0.0.9"), ("99.0", "99.0"), ("", "of unknown version")])
+def test_a_plugin_of_another_release_is_not_used_and_the_sentence_says_update_the_plugin(other, called):
     found = read(f'seamark_engine_info{{version="{other}"}} 1.0\n')  # whatever else it says
-    assert found.engine is None
-    assert found.other_release == (
-        f"its plugin is Seamark {other or 'of unknown version'}, this gateway {version()}: update the plugin"
-    )
+    words = f"its plugin is Seamark {called}, this gateway {version()}: update the plugin"
+    assert (found.engine, found.other_release) == (None, words)
     own = ".".join(version().split(".")[:2])
     patch = read(OF_ENGINE.replace(version(), f"{own}.99") + " 1.0\n")
     assert patch.engine is not None and not patch.other_release
@@ -259,20 +246,18 @@ def test_the_engines_word_counts_and_else_its_gauge(levels, is_sleeping, is_paus
     assert why.startswith(words) and bool(why) == bool(words)
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "said"),
-    [
-        (200, b'{"is_paused":true}', {IS_SLEEPING: None, IS_PAUSED: True}),
-        (404, b'{"is_paused":true}', {IS_SLEEPING: None}),  # it lacks the route: it is not asked there again
+def test_what_a_route_answers_is_what_it_says_and_one_without_an_answer_is_lacking():
+    paused = b'{"is_paused":true}'
+    for status, body, said in (
+        (200, paused, {IS_SLEEPING: None, IS_PAUSED: True}),
+        (500, paused, {IS_SLEEPING: None, IS_PAUSED: None}),  # nothing now
+        (404, paused, {IS_SLEEPING: None}),  # it lacks the route: it is not asked there again
         (200, b'{"is_paused":1}', {IS_SLEEPING: None}),
         (200, b"no JSON", {IS_SLEEPING: None}),
-        (500, b'{"is_paused":true}', {IS_SLEEPING: None, IS_PAUSED: None}),  # nothing now
-    ],
-)
-def test_what_a_route_answers_is_what_it_says_and_one_without_an_answer_is_lacking(status, body, said):
-    found = EngineAnswers("boot")
-    found.take(IS_PAUSED, status, body)
-    assert found.said == said
+    ):
+        found = EngineAnswers("boot")
+        found.take(IS_PAUSED, status, body)
+        assert found.said == said
 
 
 ONE = "10.0.0.1"

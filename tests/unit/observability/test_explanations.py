@@ -1,12 +1,15 @@
-"""What is said of a request while it is under way and afterwards: its reason, its client, its spans."""
+"""What is said of a request: its reason, its client, its spans, what its prompt cost, and what a plugin would save."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +17,17 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode
 
+from proxy.boundaries.boundary import Boundary, Found
+from proxy.chat.reader import chat_request
+from proxy.fleet.worker import Worker
+from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
+from proxy.observability import shadow as shadow_module
 from proxy.observability import tracing
 from proxy.observability.client_name import MAX_CHARACTERS, client_name
 from proxy.observability.explanations import Explanation, Explanations, Record
 from proxy.observability.exposition import merged
+from proxy.observability.prefill_cost import RENEWAL, CostLearner
 from proxy.observability.reasons import (
     ENGINE_CAUSES,
     REASON_TEXT,
@@ -26,9 +35,14 @@ from proxy.observability.reasons import (
     Expectation,
     reason_for,
 )
-from proxy.observability.request_diff import PrefixChange
+from proxy.observability.request_diff import PrefixChange, RequestMemory
+from proxy.observability.rolling_sums import Totals
+from proxy.observability.shadow import MAX_WAITING, AnsweredRequest, ReadPrompt, Shadow
 from proxy.observability.tracing import RequestTrace, Tracing
 from proxy.routing.prefix_index import Prefix
+from proxy.settings import Settings
+from tests.harness.probed import probed
+from tests.harness.virtual_time import on_virtual_time
 
 UNIT = 16
 
@@ -51,14 +65,11 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
 @pytest.mark.parametrize(
     ("expected", "delivered", "change", "reason"),
     [
-        # All of it came.
         (expect(), {"cached": 400}, None, "hit"),
         (expect(**NEW), {"cached": 160, "shared": 160}, None, "hit"),
         (expect(), {"cached": 400, "unchanged": 900}, CHANGE, "hit"),
-        # Nobody began like it.
         (expect(**NEW), {"cached": 0, "shared": 0, "engine": "cold"}, None, "cold"),
         (expect(sent=Prefix(0, 400), held=0, predicted=0), {"cached": 0, "shared": 0}, None, "cold"),
-        # Its head has changed.
         (expect(**NEW), {"cached": 0, "unchanged": 160}, CHANGE, "prefix_changed"),
         (
             expect(),
@@ -68,11 +79,9 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
         ),
         (expect(), {"cached": 0, "unchanged": 480}, CHANGE, "evicted"),  # that cost less than what was evicted
         (expect(), {"cached": 0, "unchanged": 480, "engine": "cold"}, CHANGE, "prefix_changed"),  # no state was wanted
-        # Too short.
         (expect(**NEW), {"cached": 0, "deepest": 15}, None, "below_unit"),
         (expect(**{**RESTARTED, "ever_sent": Prefix(15, 0)}), {"cached": 0}, None, "below_unit"),
         (expect(), {"cached": 0, "prompt": 16}, None, "below_unit"),  # its last token is always computed
-        # The worker knows why.
         (expect(), {"cached": 0, "engine": "evicted"}, None, "evicted"),
         (expect(), {"cached": 0, "engine": "not_worth_it"}, None, "not_worth_it"),
         (expect(), {"cached": 0, "engine": "below_unit"}, None, "below_unit"),
@@ -84,10 +93,8 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
         (expect(), {"cached": 0, "engine": "a word of a later version"}, None, "evicted"),
         (expect(), {"cached": 160, "shared": 400, "engine": "hit"}, None, "evicted"),
         (expect(held=0, predicted=0), {"cached": 0, "shared": 0}, None, "evicted"),  # it has forgotten all of it
-        # Another worker, another boot.
         (expect(sent_here=False, predicted=0), {"cached": 0, "shared": 0}, None, "other_worker"),
         (expect(**RESTARTED), {"cached": 0}, None, "worker_restarted"),
-        # No hint.
         (expect(failure="unpatched"), {"cached": 400}, None, "unpatched"),
         (expect(failure="hint_ignored"), {"cached": 400}, None, "hint_ignored"),
         (expect(failure="no_boundary"), {"cached": 0}, None, "no_boundary"),
@@ -105,15 +112,12 @@ def test_every_reason_has_a_case_above():
     assert {case[-1] for case in mark.args[1]} == REASON_TEXT.keys() >= ENGINE_CAUSES
 
 
-@pytest.mark.parametrize(
-    ("boundary", "cached", "reason"),
-    [(163, 144, "hit"), (163, 0, "evicted"), (31, 0, "below_unit")],
-)
-def test_beside_a_draft_head_a_hit_is_what_the_engine_can_deliver(boundary, cached, reason):
-    sent = Prefix(boundary, 0)
-    expected = expect(sent=sent, ever_sent=sent, held=cached, predicted=cached, ahead=16)
-    delivery = Delivery.of(expected, 400, cached, shared=boundary // UNIT * UNIT)
-    assert reason_for(expected, delivery) == reason and delivery.shareable == expected.deliverable(boundary)
+def test_beside_a_draft_head_a_hit_is_what_the_engine_can_deliver():
+    for boundary, cached, reason in ((163, 144, "hit"), (163, 0, "evicted"), (31, 0, "below_unit")):
+        sent = Prefix(boundary, 0)
+        expected = expect(sent=sent, ever_sent=sent, held=cached, predicted=cached, ahead=16)
+        delivery = Delivery.of(expected, 400, cached, shared=boundary // UNIT * UNIT)
+        assert reason_for(expected, delivery) == reason and delivery.shareable == expected.deliverable(boundary)
 
 
 def test_a_request_is_explained_as_it_stands_until_it_is_settled_and_holds_nothing_afterwards():
@@ -152,30 +156,17 @@ def test_a_name_that_two_clients_gave_is_two_requests():
     assert explanations.of_anyone("another") is None
 
 
-@pytest.mark.parametrize(
-    ("agent", "name"),
-    [
-        ("claude-cli/2.0.1 (external, cli)", "claude-cli/2.0.1"),
-        ("Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML) Chrome/120.0 Safari/537", "Chrome/120"),
-        ("<script>", None),
-        (None, None),
-        ("a" * 500, "a" * MAX_CHARACTERS),
-    ],
-)
-def test_the_first_product_names_a_client(agent, name):
-    assert client_name(agent) == name
+def test_the_first_product_names_a_client():
+    assert client_name("claude-cli/2.0.1 (external, cli)") == "claude-cli/2.0.1"
+    browser = "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML) Chrome/120.0 Safari/537"
+    assert client_name(browser) == "Chrome/120" and client_name("a" * 500) == "a" * MAX_CHARACTERS
+    assert client_name("<script>") is client_name(None) is None
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "both"),
-    [
-        ("# TYPE a gauge\na 1\n# EOF\n", "# comment\n\n# TYPE a gauge\na 2\n", "# TYPE a gauge\na 1\n"),
-        ('# TYPE a gauge\na{b="}"} 1 17\n', '# TYPE a gauge\na{b="}"} 2\n', '# TYPE a gauge\na{b="}"} 1 17\n'),
-        ("a 1\n", "# TYPE b gauge\nb 1\n", "a 1\n# TYPE b gauge\nb 1\n"),
-    ],
-)
-def test_what_is_little_or_odd(first, second, both):
-    assert merged(first, second) == both
+def test_two_expositions_are_one_that_a_strict_reader_takes():
+    first = '# TYPE a gauge\na{b="}"} 1 1700000000\n'
+    assert merged(first + "# EOF\n", '# comment\n\n# TYPE a gauge\na{b="}"} 2\n') == first
+    assert merged("a 1\n", "# TYPE b gauge\nb 1\n") == "a 1\n# TYPE b gauge\nb 1\n"
 
 
 PATH = "/v1/chat/completions"
@@ -272,6 +263,203 @@ async def test_spans_that_are_not_taken_are_counted_as_lost_and_that_is_said_whe
         caplog.clear()
 
 
-def test_what_the_exporter_logs_of_a_failure_is_not_shown():
-    """In its words stands the collector's address, with a password perhaps."""
+def test_what_the_exporter_logs_of_a_failure_is_not_shown():  # in which the collector's password may stand
     assert not logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").isEnabledFor(logging.ERROR)
+
+
+class Shadowed:
+    """A worker without the plugin, whose answers to prompts of 400 tokens with one head do not say what was cached."""
+
+    def __init__(self, *finds: Found | Exception) -> None:
+        self.worker = Worker("http://w", None, probed=replace(probed("w#1", None, "m", hits=0), hits_before=0))
+        self.metrics = Metrics()
+        self.finds = list(finds)  # in place of the head
+        self.shadow = Shadow(Settings(), self._find, RequestMemory(0), self.metrics, IdleWork(), lambda: ["w#1"])
+
+    async def _find(self, *given: Any) -> ReadPrompt:
+        head = Found((Boundary("system", b"s", "first:1", tokens=320),), (b"s",))
+        found = self.finds.pop(0) if self.finds else head
+        if isinstance(found, Exception):
+            raise found
+        return ReadPrompt(found)
+
+    def add(self, **fields: Any) -> None:
+        """A request of 400 tokens, of which the answer says that none was cached; it has just been answered."""
+        chat = chat_request({"model": "m", "messages": [{"role": "user", "content": "Tide?"}]})
+        given = dict(
+            chat=chat, worker=self.worker, boot="w#1", model="m", size=100, memory=100, prompt=400, cached=0,
+            seconds=None, alone=False, owner=None, record=None, at=time.perf_counter(),
+        )  # fmt: skip
+        self.shadow.add(AnsweredRequest(**{**given, **fields}))
+
+    async def judge(self, *hits_then: int) -> list[int]:
+        """For each request, what it lost for want of the plugin; the worker has counted so many hits at its probe."""
+        lost = []
+        for hits in hits_then:
+            before = self.worker.probed.hits_before
+            later = time.perf_counter() + 1
+            self.worker.probed = replace(probed("w#1", None, "m", hits=hits), at=later, hits_before=before)
+            self.add(cached=None)
+            lost.append(await self.loss())
+        return lost
+
+    async def loss(self) -> int:
+        before = self.shadow.would_save()["tokens"]
+        running = asyncio.create_task(self.shadow.run())
+        async with asyncio.timeout(30):
+            while self.shadow.held:
+                await asyncio.sleep(0)
+        running.cancel()
+        return self.shadow.would_save()["tokens"] - before
+
+    @property
+    def counted(self) -> dict[str, int]:
+        return self.shadow.status()["requests"]
+
+
+@pytest.fixture
+def shadowed() -> Shadowed:
+    return Shadowed()
+
+
+@pytest.mark.parametrize(
+    ("hits", "lost"),
+    [
+        ((0, 0, 160, 480), [0, 320, 160, 0]),
+        ((0, 1000, 1000, 1160, 1160), [0, 0, 320, 160, 320]),  # of nobody known: they are no later requests'
+    ],
+)
+async def test_what_a_request_can_have_hit_of_the_workers_new_hits_is_its_own(shadowed, hits, lost):
+    assert await shadowed.judge(*hits) == lost
+
+
+async def test_what_was_lost_is_told_beside_what_was_computed_in_seconds_once_the_cost_is_known(shadowed):
+    """Prompts of 400 tokens and more, a millisecond each, with a tenth of a second for whatever they hold."""
+
+    def answer(prompt: int) -> Record:
+        record = Record(lambda _: Explanation("r", "/v1/chat/completions"))
+        shadowed.add(prompt=prompt, seconds=0.1 + 0.001 * prompt, alone=True, record=record)
+        return record
+
+    records = []
+    for prompt in (400, 500):
+        records.append(answer(prompt))
+        await shadowed.loss()
+    first, second = (record.explanation for record in records)
+    told = shadowed.shadow.would_save()
+    assert told == {"tokens": 320, "seconds": 0.0, "computed_tokens": 900, "prefill_seconds": 0.0}
+    assert (first.prompt, first.delivered, first.lost) == (400, 0, {})
+    assert (second.prompt, second.delivered, second.lost) == (500, 0, {"unpatched": 320})
+    assert shadowed.shadow.sums.since_start() == Totals(2, 900, 320, 0, 0)
+    for prompt in range(600, 1200, 100):
+        answer(prompt)
+    await shadowed.loss()
+    told = shadowed.shadow.would_save()
+    assert (told["tokens"], told["computed_tokens"]) == (7 * 320, 6000)
+    assert told["seconds"] == pytest.approx(2.24) and told["prefill_seconds"] == pytest.approx(6.8)
+
+
+async def test_a_request_that_cannot_be_judged_is_counted_by_the_reason_and_the_next_one_is_judged(caplog):
+    shadowed = Shadowed(RuntimeError("planned"), Found((), failure="RenderFailed"), Found((), failure="no_boundary"))
+    await shadowed.judge(0, 0, 0, 0)
+    assert shadowed.counted == {"failed": 1, "RenderFailed": 1, "no_boundary": 1, "judged": 1}
+    assert "planned" not in caplog.text and shadowed.shadow.would_save()["computed_tokens"] == 400
+
+
+async def test_what_is_no_chat_is_not_judged_and_its_hits_are_its_own(shadowed):
+    await shadowed.judge(0)
+    shadowed.add(chat=None, cached=320)
+    shadowed.add(chat=None, cached=None)
+    assert (shadowed.shadow.held, shadowed.counted) == (0, {"judged": 1})
+    assert await shadowed.judge(320) == [320]  # the hits were those of the other one
+
+
+@pytest.mark.parametrize("missing", ["prompt", "cached", "seconds"])
+async def test_an_answer_that_lacks_one_of_its_figures_teaches_nothing_of_the_cost(shadowed, missing):
+    for _ in range(200):
+        shadowed.add(**{"seconds": 1.0, "alone": True, "cached": 0, missing: None})
+    await shadowed.judge(*[0] * 200)
+    assert shadowed.shadow.would_save()["seconds"] == 0.0
+
+
+async def test_requests_wait_within_bounds_of_memory_and_number_and_those_beyond_are_counted(shadowed):
+    room = Settings().text_bytes // 8
+    shadowed.add(memory=room - 100)
+    shadowed.add(memory=100)
+    assert (shadowed.shadow.held, shadowed.shadow.status()["waiting"]) == (room, 2)
+    shadowed.add(memory=1)
+    assert (shadowed.shadow.held, shadowed.counted) == (room, {"no_room": 1})
+    await shadowed.loss()
+    assert (shadowed.shadow.held, shadowed.shadow.judged) == (0, 2)
+    for _ in range(MAX_WAITING + 2):
+        shadowed.add(memory=1)
+    assert (shadowed.shadow.held, shadowed.shadow.status()["waiting"]) == (MAX_WAITING, MAX_WAITING)
+    assert shadowed.counted["no_room"] == 3
+
+
+@on_virtual_time
+async def test_a_worker_that_does_not_count_its_hits_is_waited_for_three_health_checks_long() -> None:
+    shadowed = Shadowed()
+    patience = 3 * Settings().health_interval
+    with pytest.MonkeyPatch.context() as patched:
+        loop = asyncio.get_running_loop()
+        patched.setattr(shadow_module, "time", SimpleNamespace(perf_counter=loop.time, monotonic=loop.time))
+        running = asyncio.create_task(shadowed.shadow.run())
+        for after, result in ((patience - 0.5, "judged"), (None, "no_usage")):
+            began = loop.time()
+            shadowed.worker.probed = replace(shadowed.worker.probed, at=began)  # before it was answered
+            shadowed.add(cached=None, at=began)
+            before = shadowed.counted.get(result, 0)
+            await asyncio.sleep(after or patience)
+            assert shadowed.counted.get(result, 0) == before
+            if after is not None:
+                shadowed.worker.probed = replace(shadowed.worker.probed, at=began + 0.1)
+            await asyncio.sleep(1.0)
+            assert shadowed.counted[result] == before + 1 and not shadowed.shadow.held
+        running.cancel()
+
+
+@pytest.mark.parametrize("known", [{"boot": "w#2"}, {"hits": None}])
+async def test_hits_of_another_boot_or_of_a_worker_that_counts_none_any_more_are_nobodys(shadowed, known):
+    shadowed.add(cached=None)
+    later = {"boot": "w#1", "hits": 0, **known}
+    shadowed.worker.probed = replace(probed(later["boot"], None, "m", hits=later["hits"]), at=time.perf_counter())
+    await shadowed.loss()
+    assert shadowed.counted == {"no_usage": 1} and shadowed.shadow.status()["cached_not_told"] == 0
+
+
+def learnt(*lengths: int, floor: float = 0.5, token: float = 0.001) -> CostLearner:
+    """Prompts of so many tokens, which cost a floor and the same for each token."""
+    pace = CostLearner()
+    for tokens in lengths:
+        pace.observe(tokens, 0, floor + token * tokens, alone=True)
+    return pace
+
+
+def test_a_pace_below_nothing_is_none_and_so_is_a_floor():
+    assert learnt(*range(100, 1100, 100), floor=5.0, token=-0.001).model is None
+    assert learnt(*range(100, 1100, 100), token=0.0).model is None
+    model = learnt(*range(1000, 11000, 1000), floor=-0.5).model
+    assert model is not None and (model.floor_seconds, model.token_seconds) == (0.0, pytest.approx(0.001))
+
+
+def test_what_was_cached_in_full_or_took_no_time_tells_nothing():
+    pace = learnt(*range(100, 600, 100))
+    for _ in range(10):
+        pace.observe(100, 100, 1.0, alone=True)
+        pace.observe(100, 0, 0.0, alone=True)
+    assert pace.model is None
+    pace.observe(600, 0, 1.1, alone=True)
+    assert pace.model is not None and pace.model.requests == 6
+
+
+def test_requests_that_were_alone_count_before_those_among_others():
+    pace = learnt(*range(100, 600, 100))
+    for tokens in range(100, 1100, 100):
+        pace.observe(tokens, 0, 3.0 + 0.002 * tokens, alone=False)
+    assert pace.model is not None and (pace.model.alone, pace.model.requests) == (False, 15)
+    pace.observe(600, 0, 1.1, alone=True)
+    for _ in range(RENEWAL):
+        pace.observe(1000, 0, 5.0, alone=False)
+    model = pace.model
+    assert (model.alone, model.requests, model.token_seconds) == (True, 6, pytest.approx(0.001))

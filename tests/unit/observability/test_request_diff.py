@@ -82,13 +82,6 @@ def test_of_two_owners_neither_learns_of_the_other():
     assert [each.continued is not None for each in kept] == [False, False, True]
 
 
-def test_nothing_is_kept_where_no_text_may_be():
-    recent = remembering(0)
-    one = as_recent({"messages": messages(LONG, "First?")})
-    recent.add(one)
-    assert recent.held == 0 and finished(recent.seek_change(one, PROMPT, 0)) is None
-
-
 TOOLS = [{"type": "function", "function": {"name": name, "description": LONG}} for name in ("wind", "tide", "ice")]
 
 
@@ -102,7 +95,6 @@ TURNED = [*messages(LONG, LONG), THINKS, {"role": "tool", "content": LONG}]
 @pytest.mark.parametrize(
     ("first", "second", "what", "position", "role", "kind", "character"),
     [
-        # Of messages; all kinds of text are in test_volatile_text.py.
         (AT_NOON, LATER, "message", 0, "system", "times", len(f"{LONG}It is 1")),
         (messages(f"{LONG} One.", LONG), messages(f"{LONG} Two.", LONG), "message", 0, "system", None, len(LONG) + 1),
         (
@@ -115,7 +107,6 @@ TURNED = [*messages(LONG, LONG), THINKS, {"role": "tool", "content": LONG}]
             None,
         ),
         (TURNED, [*TURNED[:2], *TURNED[:1], *TURNED[2:]], "message", 2, "system", "system_moved", None),
-        # Of tools: their order, that of their keys, and what they say.
         (TOOLS, TOOLS[::-1], "tool", 0, "ice", "tools_sorted", None),
         (TOOLS, [TOOLS[0], dict(reversed(TOOLS[1].items())), TOOLS[2]], "tool", 1, "tide", "tool_keys_sorted", 2),
         (TOOLS[:-1], TOOLS, "tool", 2, "ice", None, None),
@@ -206,7 +197,9 @@ def test_each_kind_has_a_cure_and_a_row_in_the_readme():
 
 def test_what_is_remembered_is_bounded_in_bytes_and_in_number():
     added = [as_recent({"messages": messages(f"{number} " + "x" * 500, "Q")}) for number in range(3 * MAX_REQUESTS)]
-    few, many = remembering(20_000), remembering()
+    few, many, none = remembering(20_000), remembering(), remembering(0)
+    none.add(added[0])
+    assert none.held == 0 and finished(none.seek_change(added[0], PROMPT, 0)) is None
     for request in added:
         few.add(request)
         many.add(request)
@@ -292,19 +285,16 @@ def test_the_kind_of_what_differs_is_told_wherever_it_stands(head, old, new, exp
     assert kind(other, one) == kind(one, other) == expected
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_git_status_is_one_kind_whatever_changes_in_it():
+    git = "gitStatus: as it was.\n\nCurrent branch: {branch}\n\nStatus:\n{status}\n\nRecent commits:\n{commits}\n"
+    was = {"branch": "main", "status": "(clean)", "commits": "1a2b3c4 Tides"}
+    for change in (
         {"status": " M src/tides.py\n?? notes/"},
         {"commits": "89abcde Locks\n1a2b3c4 Tides"},
         {"branch": "locks", "status": "R  a.py -> b.py", "commits": "89abcde Locks"},
-    ],
-)
-def test_a_git_status_is_one_kind_whatever_changes_in_it(change):
-    git = "gitStatus: as it was.\n\nCurrent branch: {branch}\n\nStatus:\n{status}\n\nRecent commits:\n{commits}\n"
-    was = {"branch": "main", "status": "(clean)", "commits": "1a2b3c4 Tides"}
-    one, other = (f"{CHANNEL}{git.format(**state)}{CHANNEL}" for state in ({**was, **change}, was))
-    assert kind(one, other) == kind(other, one) == "git_status"
+    ):
+        one, other = (f"{CHANNEL}{git.format(**state)}{CHANNEL}" for state in ({**was, **change}, was))
+        assert kind(one, other) == kind(other, one) == "git_status"
 
 
 def test_no_text_is_slow():

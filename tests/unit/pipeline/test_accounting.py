@@ -144,7 +144,13 @@ async def test_a_stream_is_given_the_time_it_takes(scene, monkeypatch):
     assert request.record.explanation.reason == "prefix_changed"
 
 
-async def test_an_explanation_that_fails_costs_no_answer(scene, caplog):
+async def test_what_fails_beside_an_answer_costs_no_answer_and_its_kind_alone_is_logged(scene, caplog):
+    scene.said.set_exception(KeyError("You pilot ships."))
+    request = scene.request()
+    scene.streamed(request, Usage(100, 0))
+    await until(lambda: request.record.explanation.reason)
+    assert request.record.explanation.reason == "cold"  # the gateway's own
+    assert "asking for request r: KeyError" in caplog.text and "pilot" not in caplog.text
     request = scene.request()
     scene.found = Found((Boundary("turn", b"t", [7]),))  # no entry
     request.prompt = request.prompt._replace(found=scene.found)
@@ -222,19 +228,13 @@ async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, 
     running.cancel()
 
 
-@pytest.mark.parametrize(
-    ("answer", "seconds"),
-    [
-        (b'{"usage": {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 40}}}', 0.5 + 60 * 0.01),
-        (b'{"usage": {"prompt_tokens": 100}}', 0.5 + 100 * 0.01),
-        (b"{}", None),
-    ],
-)
-async def test_a_replay_costs_a_pass_and_what_was_computed(scene, answer, seconds):
+async def test_a_replay_costs_a_pass_and_what_was_computed(scene):
     with_pace(scene.worker, 0.5, 0.01)
-    scene.accounting.replayed("m", scene.worker, answer)
-    spent = scene.value("seamark_seconds_spent_total", model="m", worker="w")
-    assert spent == pytest.approx(seconds or 0) and scene.accounting.time_saved().spent == pytest.approx(seconds or 0)
+    cached = b'{"usage": {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 40}}}'
+    for answer, spent in ((b"{", 0.0), (b"{}", 0.0), (cached, 1.1), (b'{"usage": {"prompt_tokens": 100}}', 2.6)):
+        scene.accounting.replayed("m", scene.worker, answer)
+        assert scene.accounting.time_saved().spent == pytest.approx(spent)
+        assert scene.value("seamark_seconds_spent_total", model="m", worker="w") == pytest.approx(spent)
 
 
 async def test_cached_tokens_count_as_time_at_the_pace_known_by_then(scene):
@@ -275,15 +275,6 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
     assert counted() == [400, 112, 240, 96, 240]
     (used,) = scene.accounting.key_usage.as_json()
     assert (used["prompt_tokens"], used["cached_tokens"], used["output_tokens"]) == (100, 80, 7)
-
-
-async def test_an_engine_that_cannot_be_asked_leaves_the_gateways_own_reason(scene, caplog):
-    scene.said.set_exception(KeyError("You pilot ships."))
-    request = scene.request()
-    scene.streamed(request, Usage(100, 0))
-    await until(lambda: request.record.explanation.reason)
-    assert request.record.explanation.reason == "cold"
-    assert "asking for request r: KeyError" in caplog.text and "pilot" not in caplog.text
 
 
 RENDERER = b"renderer"

@@ -272,24 +272,19 @@ async def test_a_prompt_of_the_file_is_changed_there_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "word", "is_logged"),
+    ("said", "word"),
     [
-        ("pinned", "pinned", False),
-        *(
-            (Replayed(200, answer, "pinned"), "pinned", False)
-            for answer in (b"{", b"[1]", b'{"usage":{"prompt_tokens":"x"}}')
-        ),
-        (Replayed(500, b""), "failed", True),
-        (Broken("gone"), "failed", True),
-        (KeyError("You pilot ships."), "failed", True),
+        ("pinned", "pinned"),
+        *((Replayed(200, odd, "pinned"), "pinned") for odd in (b"{", b"[1]", b'{"usage":{"prompt_tokens":"x"}}')),
+        *((said, "failed") for said in (Replayed(500, b""), Broken("gone"), KeyError("You pilot ships."))),
     ],
 )
-async def test_what_a_worker_makes_of_a_wish_is_said_in_a_word(caplog, said, word, is_logged):
+async def test_what_a_worker_makes_of_a_wish_is_said_in_a_word(caplog, said, word):
     scene = Scene()
     scene.said = said
     shown = await scene.add("rules")
     assert shown["workers"] == {"a": word} == scene.words()["rules"]
-    assert ("is not pinned at worker a" in caplog.text) is is_logged and "pilot" not in caplog.text
+    assert ("is not pinned at worker a" in caplog.text) is (word == "failed") and "pilot" not in caplog.text
     assert ("KeyError" in caplog.text) is isinstance(said, KeyError)
     assert shown["tokens"] == (100 if isinstance(said, str) else 0)
 
@@ -328,11 +323,7 @@ async def test_a_worker_that_does_not_let_go_is_said_and_told_again_later(monkey
 
 @pytest.mark.parametrize(
     ("change", "model", "lost"),
-    [
-        (Change.REMOVED, "", ["rules", "other"]),
-        (Change.ADAPTER, "m", ["rules"]),
-        (Change.DISTRUSTED, "", []),
-    ],
+    [(Change.REMOVED, "", ["rules", "other"]), (Change.ADAPTER, "m", ["rules"]), (Change.DISTRUSTED, "", [])],
 )
 async def test_what_a_worker_has_lost_is_pinned_there_again(change, model, lost):
     scene = Scene("a", "b")
@@ -346,14 +337,13 @@ async def test_what_a_worker_has_lost_is_pinned_there_again(change, model, lost)
     assert {text for _, text, _ in scene.sent} == {{"rules": "Tide?", "other": "Ebb?"}[name] for name in lost}
 
 
-@pytest.mark.parametrize(("salts_last", "is_let_go"), [(None, False), (True, False), (False, True)])
-async def test_at_a_stop_only_what_nobody_could_release_is_let_go(salts_last, is_let_go):
-    scene = Scene()
-    await scene.add("rules")
-    if salts_last is not None:
-        scene.pins._keys = Mock(salts_last=salts_last)
-    await scene.pins.let_go()
-    assert [pin for _, _, pin in scene.sent].count(False) == len(scene.pins.as_json()) ^ 1 == is_let_go
+async def test_at_a_stop_only_what_nobody_could_release_is_let_go():
+    for keys, is_let_go in ((None, False), (Mock(salts_last=True), False), (Mock(salts_last=False), True)):
+        scene = Scene()
+        await scene.add("rules")
+        scene.pins._keys = keys
+        await scene.pins.let_go()
+        assert [pin for _, _, pin in scene.sent].count(False) == len(scene.pins.as_json()) ^ 1 == is_let_go
 
 
 async def test_in_shadow_mode_nothing_is_pinned(in_memory, worker):

@@ -273,18 +273,13 @@ async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(endpoint,
     assert reader.recent.held and held < 1.5 * most
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [(b"x-session-affinity", b"ses_1"), (b"x-session-id", b"ses_other")],  # OpenCode
-        *([(name, b"ses_1")] for name in (b"x-session-id", b"session-id", b"session_id")),  # Codex, in two spellings
-        [(b"user-agent", b"cli"), (b"x-claude-code-session-id", b"ses_1")],
-    ],
-)
-def test_a_session_of_an_agent_is_kept_together_unless_the_client_itself_wants_otherwise(headers):
-    for nothing in ("", 7, None, ["mine"]):
-        assert affinity_key(headers, {"prompt_cache_key": nothing}) == "ses_1"
-    assert affinity_key(headers, {"prompt_cache_key": "mine"}) == "mine"
+def test_a_session_of_an_agent_is_kept_together_unless_the_client_itself_wants_otherwise():
+    agents = [[(name, b"ses_1")] for name in (b"x-session-id", b"session-id", b"session_id")]  # Codex, in two spellings
+    agents.append([(b"x-session-affinity", b"ses_1"), (b"x-session-id", b"ses_other")])  # OpenCode
+    agents.append([(b"user-agent", b"cli"), (b"x-claude-code-session-id", b"ses_1")])
+    for headers in agents:
+        assert {affinity_key(headers, {"prompt_cache_key": given}) for given in ("", 7, None)} == {"ses_1"}
+        assert affinity_key(headers, {"prompt_cache_key": "mine"}) == "mine"
 
 
 def test_only_known_paths_are_labels():
@@ -293,37 +288,19 @@ def test_only_known_paths_are_labels():
         assert request_of(scope, b"", "r").client.endpoint == label
 
 
-@pytest.mark.parametrize(
-    ("path", "raw_path", "query", "target"),
-    [
-        ("/v1/x", None, b"a=/../b", "/v1/x?a=/../b"),
-        ("/v1/a b", b"/v1/a%20b", b"c=%20", "/v1/a%20b?c=%20"),
-        ("/v1/a..b", None, b"", "/v1/a..b"),
-        ("/v1/../x", None, b"", None),
-        ("/v1/..", b"/v1/%2E%2E", b"", None),
-    ],
-)
-def test_a_path_goes_on_as_it_was_written_unless_it_leads_upwards(path, raw_path, query, target):
-    scope = {"path": path, "query_string": query, **({} if raw_path is None else {"raw_path": raw_path})}
-    if target is None:
+def test_a_path_goes_on_as_it_was_written_unless_it_leads_upwards():
+    assert target_of({"path": "/v1/x", "query_string": b"a=/../b"}) == "/v1/x?a=/../b"
+    assert target_of({"path": "/v1/a..b", "query_string": b""}) == "/v1/a..b"
+    written = {"path": "/v1/a b", "raw_path": b"/v1/a%20b", "query_string": b"c=%20"}
+    assert target_of(written) == "/v1/a%20b?c=%20"
+    for upwards in ({"path": "/v1/../x"}, {"path": "/v1/..", "raw_path": b"/v1/%2E%2E"}):
         with pytest.raises(NotFound):
-            target_of(scope)
-    else:
-        assert target_of(scope) == target
+            target_of({**upwards, "query_string": b""})
 
 
-@pytest.mark.parametrize(
-    ("body", "choices"),
-    [
-        ({"n": "3"}, 3),
-        ({"n": "many"}, 1),
-        ({"prompt": []}, 1),
-        ({"prompt": [[1, 2], [3]], "n": 2}, 4),
-        ({"prompt": [7, 8, 9], "n": 2}, 2),
-    ],
-)
-def test_an_answer_has_so_many_choices_for_each_prompt(body, choices):
-    assert choices_of(body) == choices
+def test_an_answer_has_so_many_choices_for_each_prompt():
+    assert [choices_of({"n": number}) for number in ("3", "many")] == [3, 1]
+    assert [choices_of({"prompt": prompt, "n": 2}) for prompt in ([], [[1, 2], [3]], [7, 8, 9])] == [2, 4, 2]
 
 
 def test_the_gateways_own_time_is_what_it_did_not_wait(monkeypatch):

@@ -273,18 +273,11 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed() -> None:
             assert clock() > 180 / engine_events.READS_PER_SECOND
 
 
-@pytest.mark.parametrize(
-    ("header", "outcome"),
-    [
-        ("hit,160,163,163:0:410", EngineOutcome("hit", 163, (163, 0, 410))),
-        ("", None),
-        ("hit,160,163,163:x", None),
-        ("hit,160,163,163,pinned", EngineOutcome("hit", 163, (163,), "pinned")),
-        ("hit,160,163,163,not one", None),
-    ],
-)
-def test_an_outcome_comes_in_the_header_of_a_whole_answer(header, outcome):
-    assert engine_events.outcome_in(header) == outcome
+def test_an_outcome_comes_in_the_header_of_a_whole_answer():
+    outcome_in = engine_events.outcome_in
+    assert outcome_in("hit,160,163,163:0:410") == EngineOutcome("hit", 163, (163, 0, 410))
+    assert outcome_in("hit,160,163,163,pinned") == EngineOutcome("hit", 163, (163,), "pinned")
+    assert not any(map(outcome_in, ("", "hit,160,163,163:x", "hit,160,163,163,not one")))
 
 
 async def test_a_request_that_ends_after_its_worker_was_removed_leaves_nothing():

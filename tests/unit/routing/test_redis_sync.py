@@ -168,8 +168,6 @@ class Sharing(RuleBasedStateMachine):
         self.patch.undo()
         self.loop.close()
 
-    # What a gateway learns.
-
     @rule(at=gateway, number=number, boot=boot)
     def holds(self, at: int, number: int, boot: str) -> None:
         tokens, model = 100 * (at + 1), self.known[at]
@@ -210,8 +208,6 @@ class Sharing(RuleBasedStateMachine):
     @rule(at=gateway, boots=st.sampled_from([(), (BOOT,), (OTHER_BOOT,), BOOTS]))
     def has_workers(self, at: int, boots: tuple[str, ...]) -> None:
         self.gateways[at].boots = list(boots)
-
-    # What befalls Redis.
 
     @rule(stream=st.sampled_from(["", *BOOTS]), kind=st.integers(0, 3))
     def gets_garbage(self, stream: str, kind: int) -> None:
@@ -283,8 +279,6 @@ class Sharing(RuleBasedStateMachine):
             else:  # a length that is known here stands
                 length = model.lengths.setdefault(name, tokens)
                 model.held.setdefault((boot, name), length)
-
-    # What always holds.
 
     @invariant()
     def gateways_know_what_they_learnt_and_read_and_redis_has_what_each_learnt_itself(self) -> None:
