@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from types import SimpleNamespace
@@ -34,16 +35,14 @@ class Scripted:
         self.now = 1000.0
         self.next: TrialVerdict | Exception | None = None  # what the next prompt comes to
         self.prompts: list[int] = []  # of each, the number of its trial
-        self.made, self.obeys = 0, True
+        self.obeys, numbers, scene = True, itertools.count(1), self
         self.opened = AsyncMock()  # what is called once hints are
-        scene = self
 
         class Trial:
             figures, began = "figures", 0.0
 
             def __init__(self, upstream, worker, feed, own, noise, timeout) -> None:
-                scene.made += 1
-                self.number, self._feed = scene.made, feed
+                self.number, self._feed = next(numbers), feed
 
             async def step(self, clients, *, beside) -> TrialVerdict | None:
                 scene.prompts.append(self.number)
@@ -71,13 +70,12 @@ class Scripted:
 
     def rests_until(self) -> float:
         """Seconds from now on until something is wanted again."""
-        began, seconds = self.now, 0.0
+        began = self.now
         while not self.gates.wants(self.worker):
-            seconds += 0.5
-            self.now = began + seconds
-            assert seconds < 10_000, "nothing is wanted any more"
-        self.now = began
-        return seconds
+            self.now += 0.5
+            assert self.now < began + 10_000, "nothing is wanted any more"
+        began, self.now = self.now, began
+        return began - self.now
 
 
 OPENED = TrialVerdict("open", "", "all agree")

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from unittest.mock import AsyncMock, call
+from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
@@ -67,20 +67,20 @@ def gateway_of(in_memory) -> Callable[..., Awaitable[InMemoryGateway]]:
 
 
 @pytest.fixture
-def woken(monkeypatch) -> list[bool]:
-    looks: list[bool] = []
-    monkeypatch.setattr(AdmissionQueue, "wake", lambda queue: looks.append(True))
-    return looks
+def woken(monkeypatch) -> Mock:
+    monkeypatch.setattr(AdmissionQueue, "wake", wake := Mock())
+    return wake
 
 
 @pytest.fixture
 async def own(gateway_of, a, b) -> InMemoryGateway:
-    return await gateway_of(a, b)
+    own: InMemoryGateway = await gateway_of(a, b)
+    await own.gateway.pool.check_all()
+    return own
 
 
 @pytest.fixture
-async def both(own) -> WorkerPool:
-    await own.gateway.pool.check_all()
+def both(own) -> WorkerPool:
     return own.gateway.pool
 
 
@@ -146,8 +146,8 @@ async def test_whoever_waits_for_a_worker_is_woken_when_other_ones_are_ready_tha
     first, _ = both.workers
 
     def looks() -> int:
-        seen = len(woken)
-        woken.clear()
+        seen = woken.call_count
+        woken.reset_mock()
         return seen
 
     await both.check_all()
@@ -234,10 +234,10 @@ async def test_a_worker_is_warmed_up_until_that_is_over_however_it_ends(gateway_
     await gateway.pool.check_all()
     await until(lambda: began)
     assert worker.warming and worker.up
-    woken.clear()
+    woken.reset_mock()
     may_end.set()
     await until(lambda: not worker.warming)
-    assert woken and began == [A]
+    assert woken.called and began == [A]
 
 
 async def test_all_names_of_one_model_have_one_key(gateway_of):

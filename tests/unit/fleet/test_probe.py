@@ -9,7 +9,9 @@ import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -36,7 +38,7 @@ INFO = b'seamark_engine_info{match_unit="%b",block_size="%b",version="0.3.0",vll
 
 
 class Server:
-    """A vLLM without the plugin, whose answers can have another status, be another one to posts, or be an exception."""
+    """A vLLM without the plugin, whose answers can have another status."""
 
     def __init__(self) -> None:
         self.pages = {
@@ -45,18 +47,10 @@ class Server:
             "/v1/models": b'{"data":[{"id":"m"}]}',
             "/version": b'{"version":"0.32.0"}',
         }
-        self.asked: list[str] = []
         self.status: dict[str, int] = {}
-        self.posts: dict[str, tuple[int, bytes] | Exception] = {}
 
     async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
         path = url.removeprefix(URL)
-        self.asked.append(path)
-        if method == "POST":
-            answer = self.posts.get(path, (404, b""))
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
         if path not in self.pages:
             raise Unreachable
         return self.status.get(path, 200), self.pages[path]
@@ -112,17 +106,16 @@ async def test_what_a_worker_is_follows_from_what_it_says():
 
 
 async def test_a_frontend_in_rust_is_known_by_its_words_with_the_routes_that_it_lacks():
-    rust, (first, second, third) = b"not supported by the Rust frontend yet", OPTIONAL
-    for posts, lacks in (
-        ({first: (404, b""), second: (405, rust), third: (400, b"")}, OPTIONAL[:2]),
-        ({first: Broken(), second: Unreachable(), third: (501, rust)}, OPTIONAL[2:]),
-        (dict.fromkeys(OPTIONAL, (501, b"")), None),  # not the frontend in Rust
+    rust = b"not supported by the Rust frontend yet"
+    for said, lacks in (
+        ([(404, b""), (405, rust), (400, b"")], OPTIONAL[:2]),
+        ([Broken(), Unreachable(), (501, rust)], OPTIONAL[2:]),
+        ([(501, b"")] * 3, None),  # not the frontend in Rust
     ):
-        server = Server()
-        server.posts = posts
-        frontend = await Probe(server, URL).frontend()
+        fetch = AsyncMock(side_effect=said)
+        frontend = await Probe(SimpleNamespace(fetch=fetch), URL).frontend()
         assert frontend == (ALL if lacks is None else ("vLLM's Rust frontend", lacks))
-        assert server.asked == list(OPTIONAL)
+        assert [asked.args[1] for asked in fetch.mock_calls] == [URL + path for path in OPTIONAL]
 
 
 def test_why_a_worker_that_takes_connections_gives_no_answer():

@@ -239,8 +239,7 @@ async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
         if not answers:
             raise Unreachable
 
-    engine.before = is_slow
-    request = replay(b"first")
+    engine.before, request = is_slow, replay(b"first")
     check = check_of(worker, engine, request)
     watched = self_check._Watched(dispatched=0, checks=checks, in_a_row=2)
     await check._check(worker, watched)
@@ -252,14 +251,13 @@ async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
 class Upstream(DraftingUpstream):
     at_once = most = 0
 
-    async def fetch(self, method, url, body=b"", timeout=None, headers=()):
+    async def fetch(self, method, *more, **named):
         self.at_once += method == "POST"
         self.most = max(self.most, self.at_once)
-        try:
-            await asyncio.sleep(0)
-            return await super().fetch(method, url, body, timeout, headers)
-        finally:
-            self.at_once -= method == "POST"
+        await asyncio.sleep(0)
+        answer = await super().fetch(method, *more, **named)
+        self.at_once -= method == "POST"
+        return answer
 
 
 def drafting(*requests: WarmupRequest, state: str = "trial", others: int = 0) -> tuple[SelfCheck, Worker, Upstream]:

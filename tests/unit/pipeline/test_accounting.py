@@ -259,12 +259,13 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
         return [scene.value(f"seamark_{name}_tokens_total", **labels) for name in names]
 
     expects = {"sent": Prefix(90, 0), "sent_here": True, "held": 80, "predicted": 80}
-    await scene.answered(scene.request(key=ANN, **expects), Usage(100, 80, 7), EngineOutcome("hit", 80))
-    assert counted() == [100, 80, 80, 80, 80]
-    await scene.answered(scene.request(**expects), Usage(100, 16, 7), EngineOutcome("evicted", 80))
-    assert counted() == [200, 96, 160, 96, 160]
-    await scene.answered(scene.request(**expects), Usage(100, None, 7))
-    assert counted() == [300, 96, 240, 96, 240]  # shareable for all that is known
+    for key, cached, outcome, sums in (
+        (ANN, 80, [EngineOutcome("hit", 80)], [100, 80, 80, 80, 80]),
+        (None, 16, [EngineOutcome("evicted", 80)], [200, 96, 160, 96, 160]),
+        (None, None, [], [300, 96, 240, 96, 240]),  # shareable for all that is known
+    ):
+        await scene.answered(scene.request(key=key, **expects), Usage(100, cached, 7), *outcome)
+        assert counted() == sums
     plain = scene.request(**expects)
     plain.give(Choice(scene.worker))
     await scene.answered(plain, Usage(100, 16, 7))

@@ -128,11 +128,8 @@ async def test_an_answer_that_is_not_final_or_may_not_be_shared_goes_to_those_wh
 
 
 def with_keys(path: Path, **fields: Any) -> dict[str, Any]:
-    for name, text in {
-        "keys": "".join(entry(name, **more) for name, more in fields.items()),
-        "secret": "salt secret\n",  # one for several gateways
-    }.items():
-        (path / name).write_text(text)
+    (path / "keys").write_text("".join(entry(name, **more) for name, more in fields.items()))
+    (path / "secret").write_text("salt secret\n")  # one for several gateways
     return {"api_keys": path / "keys", "salt_secret_file": path / "secret"}
 
 

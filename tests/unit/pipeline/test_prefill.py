@@ -76,24 +76,21 @@ async def test_a_stream_is_one_of_the_worker_that_answers(apart: Apart):
         Settings(worker=("http://a:1",), prefill_worker=("http://a:1/v1",))
 
 
-async def test_a_client_that_leaves_while_its_prompt_is_computed_ends_that(apart: Apart):
-    apart.prefill.hold.set()
-    client = apart.own.opened(chat(LONG, stream=True))
-    await until(lambda: apart.prefill.requests)
+@pytest.mark.parametrize("is_computed", [False, True])
+async def test_a_client_that_leaves_ends_the_computing_of_its_prompt_or_has_it_freed(apart: Apart, is_computed):
+    prefill, decode, own = apart
+    prefill.pause_after = 0  # at the head of its answer
+    (prefill.pause if is_computed else prefill.hold).set()
+    client = own.opened(chat(LONG, stream=True))
+    await until(lambda: prefill.answers if is_computed else prefill.requests)
     client.leave()
-    await until(apart.prefill.gone.is_set)
-    assert not apart.decode.requests
-
-
-async def test_a_client_that_leaves_when_its_prompt_is_computed_frees_it(apart: Apart):
-    apart.prefill.pause_after = 0  # at its head
-    apart.prefill.pause.set()
-    client = apart.own.opened(chat(LONG, stream=True))
-    await until(lambda: apart.prefill.answers)
-    client.leave()
-    apart.prefill.pause.clear()
-    await until(lambda: apart.decode.requests)
-    freeing = apart.decode.requests[-1].fields
+    if not is_computed:
+        await until(prefill.gone.is_set)
+        assert not decode.requests
+        return
+    prefill.pause.clear()
+    await until(lambda: decode.requests)
+    freeing = decode.requests[-1].fields
     assert freeing["kv_transfer_params"] == TRANSFER and freeing["max_tokens"] == 1 and freeing["stream"] is False
 
 

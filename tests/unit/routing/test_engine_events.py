@@ -151,7 +151,6 @@ async def read_of(events: EngineEvents, feed: Feed, *lines: bytes) -> Any:
         [told(states=[["came", "r", 4096, [[number, "s"] for number in range(20_000)]]])],
         [told()] * (engine_events.MOST_LINES + 1),
     ],
-    ids=["line", "outcomes", "reason", "state", "lines"],
 )
 async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog, lines):
     """What it would have said is lost, so nothing is believed of what the worker holds."""
@@ -181,7 +180,6 @@ async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog
         {"drafted": [["x", 1, 1e400]]},
         {"pins": [["x", ["y"]]]},
     ],
-    ids=str,
 )
 async def test_figures_and_names_that_no_engine_has_end_the_read_without_a_trace(caplog, nonsense):
     feed = Feed(old=False)
@@ -201,7 +199,6 @@ async def test_figures_and_names_that_no_engine_has_end_the_read_without_a_trace
         {"resolved": [["r", 0, [MOST_COUNT + 1]]]},
         {"resolved": [["r", 0, [16] * (engine_events.MOST_POSITIONS + 1)]]},
     ],
-    ids=str,
 )
 async def test_nonsense_about_states_and_positions_costs_what_was_believed_and_no_word(nonsense):
     feed = Feed(old=False)

@@ -423,7 +423,6 @@ def entries_of(stream: bytes, *names: bytes) -> bytes:
         (b"*9999\r\n", *[b"*2\r\n:1\r\n:1\r\n" * 1000] * (MOST_LINES // 1000)),
         (b"+" + b"x" * MOST_BYTES, b"x"),
     ],
-    ids=["array", "drip", "map", "bulk", "lines", "word"],
 )
 async def test_an_answer_beyond_all_bounds_is_refused(pieces):
     async with answering(*pieces) as sync:
