@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -15,9 +16,8 @@ from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT, MESSAGES
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
-from proxy.observability import request_diff
 from proxy.observability.cures import CHANGE_TEXT
-from proxy.observability.request_diff import MAX_REQUESTS
+from proxy.observability.request_diff import MAX_REQUESTS, MAX_TOOL_BYTES, RememberedRequest, RequestMemory
 from proxy.observability.shared_tokens import MIN_SHARED, SharedTokens
 from proxy.observability.volatile_text import TextKind, alike, kind_of
 from tests.harness.changed_requests import changed_requests
@@ -26,13 +26,13 @@ from tests.harness.steps import finished
 NOW = 1795600000.0  # in November 2026
 
 
-def remembering(size: int = 10**7) -> request_diff.RequestMemory:
-    return request_diff.RequestMemory(size, now=lambda: NOW)
+def remembering(size: int = 10**7) -> RequestMemory:
+    return RequestMemory(size, now=lambda: NOW)
 
 
-def as_recent(body: dict, path: str = CHAT, owner: str | None = None) -> request_diff.RememberedRequest:
+def as_recent(body: dict, path: str = CHAT, owner: str | None = None) -> RememberedRequest:
     layout = layout_of(chat_in(path, body, StoredResponses(0)), b"r")
-    return request_diff.RememberedRequest(layout, len(json.dumps(body)), owner)
+    return RememberedRequest(layout, len(json.dumps(body)), owner)
 
 
 PROMPT = 1000  # tokens
@@ -91,21 +91,15 @@ THINKS = {"role": "assistant", "content": None, "reasoning": LONG, "tool_calls":
 
 TURNED = [*messages(LONG, LONG), THINKS, {"role": "tool", "content": LONG}]
 
+TURNED_AGAIN = [*TURNED[:2], {**THINKS, "reasoning": "Well."}, TURNED[3]]
+
 
 @pytest.mark.parametrize(
     ("first", "second", "what", "position", "role", "kind", "character"),
     [
         (AT_NOON, LATER, "message", 0, "system", "times", len(f"{LONG}It is 1")),
         (messages(f"{LONG} One.", LONG), messages(f"{LONG} Two.", LONG), "message", 0, "system", None, len(LONG) + 1),
-        (
-            TURNED,
-            [*TURNED[:2], {**THINKS, "reasoning": "Well."}, TURNED[3]],
-            "message",
-            2,
-            "assistant",
-            "thinking_history",
-            None,
-        ),
+        (TURNED, TURNED_AGAIN, "message", 2, "assistant", "thinking_history", None),
         (TURNED, [*TURNED[:2], *TURNED[:1], *TURNED[2:]], "message", 2, "system", "system_moved", None),
         (TOOLS, TOOLS[::-1], "tool", 0, "ice", "tools_sorted", None),
         (TOOLS, [TOOLS[0], dict(reversed(TOOLS[1].items())), TOOLS[2]], "tool", 1, "tide", "tool_keys_sorted", 2),
@@ -120,26 +114,22 @@ def test_the_first_difference_is_named(first, second, what, position, role, kind
     assert change[:5] == (what, position, role, character, kind)
 
 
-def continued_by(
-    before: dict, after: dict, path: str = CHAT
-) -> tuple[request_diff.RequestMemory, request_diff.RememberedRequest]:
-    """A request that continues another one of 1,000 tokens."""
-    memory, last = remembering(), None
+def continued_by(before: dict, after: dict, path: str = CHAT) -> Callable[[int], Any]:
+    """What is found otherwise of a request that continues one of 1,000 tokens, of which so many are shared."""
+    memory = remembering()
     for body in (before, after):
         memory.add(last := as_recent(body, path))
         last.prompt = PROMPT
-    assert last is not None and finished(memory.seek_change(last, PROMPT, 0)) is None
-    return memory, last
+    assert finished(memory.seek_change(last, PROMPT, 0)) is None
+    return lambda shared: finished(memory.rendered_otherwise(last, shared))
 
 
 def test_a_days_question_asked_again_the_next_day_differs_by_its_date():
     """As agents do that put a reminder with the date before the user's own words, in one message."""
 
     def bodies(said):
-        return (
-            {"messages": [*messages(LONG * 20), {"role": "user", "content": said(f"2026-11-{day}")}]}
-            for day in (22, 23)
-        )
+        asked = ({"role": "user", "content": said(f"2026-11-{day}")} for day in (22, 23))
+        return ({"messages": [*messages(LONG * 20), each]} for each in asked)
 
     def reminder(day):
         texts = (f"<reminder>\n{LONG}\nToday's date is {day}.\n\n{LONG}</reminder>", "How do the events run?")
@@ -162,11 +152,7 @@ NEXT = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "
 
 def test_thinking_that_a_template_drops_is_named_by_what_is_missing():
     before = [*messages(LONG * 20), *THOUGHT]
-    memory, last = continued_by({"messages": before}, {"messages": [*before, *NEXT]})
-
-    def otherwise(shared: int) -> request_diff.PrefixChange | None:
-        return finished(memory.rendered_otherwise(last, shared))
-
+    otherwise = continued_by({"messages": before}, {"messages": [*before, *NEXT]})
     assert otherwise(PROMPT - 5) is None  # all of it but the words that ask for an answer
     assert otherwise(16) is None  # an engine that has forgotten it
     change = otherwise(PROMPT - 400)
@@ -180,8 +166,7 @@ def test_reminders_that_vllm_merges_into_the_system_prompt_are_named():
     said = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "Yes."}, *loop]
     first = {"system": LONG * 20, "messages": said}
     second = {"system": LONG * 20, "messages": [*said, {"role": "system", "content": "Use the list of tasks."}]}
-    memory, last = continued_by(first, second, MESSAGES)
-    change = finished(memory.rendered_otherwise(last, PROMPT - 300))
+    change = continued_by(first, second, MESSAGES)(PROMPT - 300)
     assert (change.kind, change.lost) == ("system_merged", 300)
 
 
@@ -226,14 +211,13 @@ SAID = [{"role": "user", "content": "Fix the rounding."}, {"role": "assistant", 
 )
 def test_without_thinking_of_a_loop_that_is_over_nothing_is_dropped(before, added):
     before = [*messages(LONG * 20), *before]
-    memory, last = continued_by({"messages": before}, {"messages": [*before, *added]})
-    assert finished(memory.rendered_otherwise(last, 500)) is None
+    assert continued_by({"messages": before}, {"messages": [*before, *added]})(500) is None
 
 
 def test_into_a_tool_that_is_too_long_nobody_looks_for_another_order_of_keys():
     chat = messages(LONG * 100, LONG * 1000, "tide?")
     kinds = []
-    for size in (100, request_diff.MAX_TOOL_BYTES):
+    for size in (100, MAX_TOOL_BYTES):
         one = {"type": "function", "function": {"name": "wind", "description": "x" * size}}
         other = {"function": dict(reversed(one["function"].items())), "type": "function"}
         change = changed({"messages": chat, "tools": [one]}, {"messages": chat, "tools": [other]})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -55,17 +55,10 @@ class Scene:
         self.value = own.metric
         self.found = FOUND
 
-    def request(
-        self,
-        *,
-        path: str = "/v1/chat/completions",
-        body: Mapping[str, Any] = CHAT,
-        key: ApiKey | None = None,
-        **expected: Any,
-    ) -> ProxiedRequest:
-        scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
+    def request(self, key: ApiKey | None = None, **expected: Any) -> ProxiedRequest:
+        scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
         request = request_of(scope, b"x" * 400, "r", key)
-        request.body.parsed, request.body.hint = dict(body), self.found.entries()
+        request.body.parsed, request.body.hint = dict(CHAT), self.found.entries()
         request.prompt = Prompt(chat_request(CHAT), found=self.found)
         self.accounting.began(request)
         known = {"failure": None, "sent": None, "sent_here": False, "ever_sent": None, "held": 0, "predicted": 0}
@@ -179,21 +172,6 @@ async def test_what_was_recorded_for_a_request_that_came_to_nothing_is_taken_bac
 def with_pace(worker: Worker, pass_seconds: float, token_seconds: float) -> None:
     metrics = worker.probed.metrics._replace(step_times=StepTimes(pass_seconds, token_seconds))
     worker.probed = replace(worker.probed, metrics=metrics)
-
-
-@pytest.mark.parametrize(
-    ("path", "store", "is_stored"),
-    [("/v1/responses", {}, True), ("/v1/responses", {"store": "off"}, False), ("/v1/chat/completions", {}, False)],
-)
-async def test_a_response_can_be_asked_for_once_its_answer_begins_if_it_is_stored(scene, path, store, is_stored):
-    request = scene.request(path=path, body={"model": "m", "input": "Tide?", **store}, key=ANN)
-    scene.accounting.reported(request, Report(200), {"id": "whole", "output": []})
-    scene.accounting.opened(request, {"id": "begun", "output": []})
-    request.choice = None
-    scene.accounting.opened(request, {"id": "of no worker", "output": []})
-    boots = [scene.reader.stored.boot(name, "ann") for name in ("whole", "begun", "of no worker")]
-    assert boots == [*[scene.worker.boot if is_stored else None] * 2, None]
-    assert scene.reader.stored.boot("whole", "bob") is None
 
 
 async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, monkeypatch):
