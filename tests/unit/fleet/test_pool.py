@@ -22,7 +22,7 @@ from proxy.fleet import worker as worker_module
 from proxy.fleet.part import Part, Shelf
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.probe import Probed
-from proxy.fleet.worker import Worker
+from proxy.fleet.worker import BREAKER_FAILURES, OPEN, TRIAL, CacheQuarantine, CircuitBreaker, GateReport, Worker
 from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from proxy.http.client import Broken, Exhausted, Silent, Unreachable
 from proxy.metrics import Metrics
@@ -162,8 +162,8 @@ async def test_whoever_waits_for_a_worker_is_woken_when_other_ones_are_ready_tha
     await both.check_all()
     assert looks() == 1
     clock = [0.0]
-    first.breaker = worker_module.CircuitBreaker(lambda: clock[0])
-    for number in range(worker_module.BREAKER_FAILURES):
+    first.breaker = CircuitBreaker(lambda: clock[0])
+    for number in range(BREAKER_FAILURES):
         both.record_failure(first, b"%d" % number)
     await both.check_health(first)
     assert looks() == 0
@@ -262,25 +262,22 @@ async def test_a_worker_that_does_not_answer_for_its_models_is_known_as_before(o
     assert both.serving("m") == both.workers
 
 
-BODY = {"model": "m"}
-
-
 def test_a_first_doubt_parts_requests_from_what_was_there_and_a_second_from_the_cache():
-    cache, own = worker_module.CacheQuarantine(), {**BODY, "cache_salt": "own"}
+    cache, own = CacheQuarantine(), {"cache_salt": "own"}
     assert cache.salt(own) is None
     cache.quarantine()
-    apart = cache.salt(BODY)
+    apart = cache.salt({})
     assert (cache.hints_allowed, cache.cache_allowed) == (False, True) and len(apart) >= 16
-    assert (cache.salt({**BODY, "cache_salt": None}), cache.salt(own)) == (apart, "own" + apart)
-    assert [cache.salt({**BODY, "cache_salt": refused}) for refused in ("", 5, ["own"])] == [None] * 3, "vLLM says why"
+    assert (cache.salt({"cache_salt": None}), cache.salt(own)) == (apart, "own" + apart)
+    assert [cache.salt({"cache_salt": refused}) for refused in ("", 5, ["own"])] == [None] * 3, "vLLM says why"
     cache.restore()
-    assert cache.hints_allowed and cache.salt(BODY) == apart, "what was doubted stays out of use"
+    assert cache.hints_allowed and cache.salt({}) == apart, "what was doubted stays out of use"
     cache.restarted()
-    assert cache.salt(BODY) is None
+    assert cache.salt({}) is None
     for _ in range(2):
         cache.quarantine()
     cache.restarted()  # that alone does not bring trust back
-    assert not cache.hints_allowed and not cache.cache_allowed and len({cache.salt(BODY) for _ in range(3)}) == 3
+    assert not cache.hints_allowed and not cache.cache_allowed and len({cache.salt({}) for _ in range(3)}) == 3
 
 
 ENGINE = EngineInfo("0.3.0", "0.32.0", 16, 384)
@@ -295,20 +292,19 @@ def test_only_a_worker_with_a_plugin_of_this_release_gets_the_hint(other, hint):
 
 
 def test_of_several_engines_behind_an_address_each_ones_feed_tells_its_gate():
-    engine = replace(ENGINE, drafts=worker_module.OPEN)
+    engine = replace(ENGINE, drafts=OPEN)
     worker = Worker("http://w#1", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m"))
-    assert worker.draft_state == worker_module.TRIAL
-    worker.draft_gate = worker_module.GateReport(worker_module.OPEN, "id", "", read_at=1.0)
+    assert worker.draft_state == TRIAL
+    worker.draft_gate = GateReport(OPEN, "id", "", read_at=1.0)
     worker.probed = replace(worker.probed, at=2.0)
-    assert worker.draft_state == worker_module.OPEN
+    assert worker.draft_state == OPEN
 
 
 def test_a_breaker_waits_twice_as_long_only_after_a_trial_that_failed_and_a_minute_at_most():
     clock = SimpleNamespace(now=0.0)
-    breaker = worker_module.CircuitBreaker(lambda: clock.now)
-    assert [breaker.failed(request) for request in range(worker_module.BREAKER_FAILURES)] == [False] * (
-        worker_module.BREAKER_FAILURES - 1
-    ) + [True]
+    breaker = CircuitBreaker(lambda: clock.now)
+    tries = [breaker.failed(request) for request in range(BREAKER_FAILURES)]
+    assert tries == [False] * (BREAKER_FAILURES - 1) + [True]
     clock.now = 4.0
     assert not breaker.failed(9) and not breaker.wants_trial  # one that was sent before it opened
     waits = []
@@ -324,10 +320,9 @@ def test_a_breaker_waits_twice_as_long_only_after_a_trial_that_failed_and_a_minu
     breaker.reset()
     assert not breaker.wants_trial and not breaker.begin_trial()
     assert [breaker.failed(request) for request in range(3)] == [False, False, True]
-    clock.now += 4.5
-    assert not breaker.wants_trial
-    clock.now += 0.5
-    assert breaker.wants_trial
+    for seconds, wants in ((4.5, False), (0.5, True)):
+        clock.now += seconds
+        assert breaker.wants_trial is wants
 
 
 def test_a_request_to_one_of_several_engines_says_which_whatever_the_client_said():
