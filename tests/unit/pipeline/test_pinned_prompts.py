@@ -401,8 +401,8 @@ PINNED = Said(200, b"{}", headers=[(b"x-seamark-outcome", b"cold,0,0,,pinned")])
 @pytest.mark.parametrize("pin", [None, True])
 async def test_a_prefix_counts_as_the_workers_only_if_it_has_computed_it(monkeypatch, said, pin):
     said, told = copy.deepcopy(said), []
-    for name in ("sent", "refused"):
-        monkeypatch.setattr(EngineEvents, name, lambda *what, name=name: told.append(name))
+    monkeypatch.setattr(EngineEvents, "sent", lambda *_: told.append("sent"))
+    monkeypatch.setattr(EngineEvents, "refused", lambda *_: told.append("refused"))
     upstream = ScriptedUpstream(said)
     (worker,) = pool_of(upstream, "w", engine=ENGINE).workers
     index = PrefixIndex(10**6)
@@ -434,8 +434,8 @@ async def test_a_replay_is_counted_and_its_cost_if_it_was_computed(said, result)
     part = WarmUp(kept, Replayer(upstream, PrefixIndex(10**6), Mock(), 5.0), accounting, metrics)
     await part.prepare(worker)
     assert upstream.sent == [] and part.held == 0
-    for key, model in ((b"s", "m"), (b"t", "another worker's")):
-        kept.add(key, 100, (), PROMPT._replace(model=model))
+    kept.add(b"s", 100, (), PROMPT)
+    kept.add(b"t", 100, (), PROMPT._replace(model="another worker's"))
     await part.prepare(worker)
     assert len(upstream.sent) == 1 and part.held == kept.held > 0
     labels = {"worker": "w", "result": result}

@@ -35,27 +35,22 @@ FACTS = TemplateFacts({"user": 5}, {("alone", False): Opener((3,)), ("user", Fal
 
 ASKED = [{"role": "system", "content": "You pilot."}, {"role": "user", "content": "Tide?"}]
 
-
 KEY = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
 
 
 class Learner:
-    """Knows the facts of some settings, and notes what it is asked to learn."""
+    """Knows the facts of the default setting, and notes what it is asked to learn."""
 
-    def __init__(self, **known: TemplateFacts) -> None:
-        self.known: dict[bytes, TemplateFacts] = {name.encode(): facts for name, facts in known.items()}
+    def __init__(self) -> None:
         self.asked: list[Setting] = []
 
-    def facts(self, renderer_id: bytes, setting: Setting = DEFAULT) -> TemplateFacts | None:
-        known = self.known.get(renderer_id)
-        return known if known is None or setting.is_default else known.borrowed({"user": 9})
+    def facts(self, renderer_id: bytes, setting: Setting = DEFAULT) -> TemplateFacts:
+        return FACTS if setting.is_default else FACTS.borrowed({"user": 9})
 
     def wants(self, renderer_id: bytes, setting: Setting = DEFAULT, owner: str | None = None) -> bool:
         return setting not in self.asked
 
-    async def learn(
-        self, renderer: Any, renderer_id: bytes, model: Any, setting: Setting = DEFAULT, owner: str | None = None
-    ) -> None:
+    async def learn(self, renderer: Any, renderer_id: bytes, model: Any, setting: Setting, owner: str | None) -> None:
         self.asked.append(setting)
 
 
@@ -88,7 +83,7 @@ async def read(
     [(10, {}, None), (9, {}, "no_boundary"), *((10, {"messages": told}, "no_boundary") for told in ("x", [], [7]))],
 )
 async def test_in_a_body_of_too_many_values_no_boundaries_are_sought(most, body, failure):
-    reader = PromptReader(Settings(max_boundary_values=most), Metrics(), Learner(one=FACTS))
+    reader = PromptReader(Settings(max_boundary_values=most), Metrics(), Learner())
     prompt = (await read(reader, worker(), memory=Memory(5000, 10), **body)).prompt
     assert prompt.found.failure == failure and prompt.tokens
     assert (prompt.remembered is None) == bool(failure) and (most == 10 or prompt.chat is None)
@@ -110,13 +105,14 @@ class Tokenizer:
         return list(map(ord, text))
 
 
-DAYS = f"{date.today():%Y}-11-22", f"{date.today():%Y}-11-23"
-
-DATED = [{"role": "system", "content": "Pilots name the tide. " * 40 + f"\nToday is {DAYS[0]}."}, ASKED[1]]
+DATED = [
+    {"role": "system", "content": "Pilots name the tide. " * 40 + f"\nToday is {date.today():%Y}-11-22."},
+    ASKED[1],
+]
 
 
 def before_dates(**told: Any) -> tuple[Worker, PromptReader, Tokenizer]:
-    serving, reader = worker(), PromptReader(Settings(), Metrics(), Learner(one=FACTS))
+    serving, reader = worker(), PromptReader(Settings(), Metrics(), Learner())
     serving.renderer = tokenizer = Tokenizer(**told)  # type: ignore[assignment]
     return serving, reader, tokenizer
 
@@ -164,7 +160,7 @@ async def test_a_failure_costs_the_hint_and_names_no_text(caplog, monkeypatch):
 
 
 async def test_answers_tell_how_many_tokens_a_byte_has():
-    reader = PromptReader(Settings(), Metrics(), Learner(one=FACTS))
+    reader = PromptReader(Settings(), Metrics(), Learner())
     first = (await read(reader, worker())).prompt
     size = len(json.dumps({"model": "m", "messages": ASKED}).encode())
     assert first.tokens == round(size * TOKENS_PER_BYTE)
@@ -197,7 +193,7 @@ async def test_what_is_remembered_has_its_shares_of_the_memory():
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_beginnings_inside_texts_are_sought_only_to_choose_among_several_workers(workers):
-    reader = PromptReader(Settings(), Metrics(), Learner(one=FACTS))
+    reader = PromptReader(Settings(), Metrics(), Learner())
     serving = [worker(name) for name in "ab"[:workers]]
     for question in ("High?", "Low?", "Neap?"):
         messages = [{"role": "user", "content": "Pilots name the tide before the berth. " * 30 + f"\n{question}"}]
@@ -209,7 +205,7 @@ async def test_beginnings_inside_texts_are_sought_only_to_choose_among_several_w
 async def test_a_rewrite_rule_changes_what_is_sent_and_what_is_known_of_it_and_is_counted(is_on):
     metrics = Metrics()
     settings = Settings(rewrite=("billing_header",) if is_on else ())
-    reader = PromptReader(settings, metrics, Learner(one=FACTS))
+    reader = PromptReader(settings, metrics, Learner())
     told = [{"role": "system", "content": "x-anthropic-billing-header: cch=abc;\nYou pilot."}, ASKED[1]]
     request = await read(reader, worker(), messages=told)
     wanted = ASKED[0]["content"] if is_on else told[0]["content"]
@@ -256,7 +252,7 @@ def parts(n: int, seed: int) -> list[dict[str, Any]]:
 )
 async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(endpoint, body):
     most, limits = 2**19, Settings().json_limits
-    reader = PromptReader(Settings(text_bytes=most), Metrics(), Learner(one=FACTS))
+    reader = PromptReader(Settings(text_bytes=most), Metrics(), Learner())
     scope = {"method": "POST", "path": endpoint, "query_string": b"", "headers": []}
     for seed in range(40):
         if seed == 1:  # what stays for ever, such as patterns and interned texts, is there
