@@ -404,11 +404,9 @@ USAGE = {"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 48}}
     ],
 )
 async def test_what_cannot_be_compared_is_no_continuation(logprobs, usage, status):
-    async def fetch(*_: object) -> tuple[int, bytes]:
-        return status, json.dumps({"choices": [{"logprobs": logprobs}], "usage": usage}).encode()
-
+    answer = json.dumps({"choices": [{"logprobs": logprobs}], "usage": usage}).encode()
     with pytest.raises(Unanswered):
-        await asked(SimpleNamespace(fetch=fetch), "http://w", b"", 1.0)
+        await asked(SimpleNamespace(fetch=AsyncMock(return_value=(status, answer))), "http://w", b"", 1.0)
 
 
 def logprob(value: float, cached: int = 0) -> Continuation:
