@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -37,6 +37,7 @@ class Feed:
         self.told: dict[str, Any] = {"boot": "b", "cursor": 9, "outcomes": [[name, "hit", 0] for name in hits]}
         if not old:
             self.told |= {"states": [], "reset": False}
+        self.index, self.learnt = PrefixIndex(10**6), dict[bytes, int]()  # what is known by it
         self.fails: Exception | None = None
         self.seconds = seconds
         self.evil: list[bytes] = []  # lines, in place of what it is told
@@ -86,12 +87,8 @@ HINT = ("first:1",)
 
 
 @asynccontextmanager
-async def reading(
-    feed: Feed, prefix_index: PrefixIndex | None = None, learnt: dict[bytes, int] | None = None
-) -> AsyncIterator[EngineEvents]:
-    learnt = learnt if learnt is not None else {}
-    index = prefix_index if prefix_index is not None else PrefixIndex(10**6)
-    events = EngineEvents(feed, index, IdleWork(), Shelf(Metrics()), learnt.__setitem__)
+async def reading(feed: Feed) -> AsyncIterator[EngineEvents]:
+    events = EngineEvents(feed, feed.index, IdleWork(), Shelf(Metrics()), feed.learnt.__setitem__)
     try:
         yield events
     finally:
@@ -99,20 +96,13 @@ async def reading(
 
 
 @asynccontextmanager
-async def following(
-    feed: Feed,
-    boundaries: Sequence[Boundary] = (),
-    hint: Sequence[Any] = (),
-    worker: Worker = WORKER,
-    learnt: dict[bytes, int] | None = None,
-) -> AsyncIterator[tuple[EngineEvents, PrefixIndex]]:
-    """The same while a request with `boundaries` is at the worker: the feed was read once, and is asked for news."""
-    prefix_index = PrefixIndex(10**6)
-    async with reading(feed, prefix_index, learnt) as events:
-        prefix_index.record(boundaries, worker.boot)
-        events.sent(worker, "r", boundaries, hint)
+async def following(feed: Feed, worker: Worker = WORKER) -> AsyncIterator[EngineEvents]:
+    """The same while a request is at the worker: the feed was read once, and is asked for news."""
+    async with reading(feed) as events:
+        feed.index.record([SYSTEM], worker.boot)
+        events.sent(worker, "r", [SYSTEM], HINT)
         await until(lambda: len(feed.asked) == 2)
-        yield events, prefix_index
+        yield events
 
 
 @on_virtual_time
@@ -155,11 +145,11 @@ async def read_of(events: EngineEvents, feed: Feed, *lines: bytes) -> Any:
 async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog, lines):
     """What it would have said is lost, so nothing is believed of what the worker holds."""
     feed = Feed(old=False)
-    async with following(feed, [SYSTEM], HINT) as (events, prefix_index):
-        prefix_index.record([SYSTEM], "another")
+    async with following(feed) as events:
+        feed.index.record([SYSTEM], "another")
         for name in ("s", "t"):
             reader = await read_of(events, feed, *lines)
-            assert prefix_index.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"}
+            assert feed.index.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"}
             assert caplog.text.count("are not read") == 1
             reader.silent_until, feed.evil = 0.0, []
             events.sent(WORKER, name, [SYSTEM], HINT)
@@ -183,7 +173,7 @@ async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog
 )
 async def test_figures_and_names_that_no_engine_has_end_the_read_without_a_trace(caplog, nonsense):
     feed = Feed(old=False)
-    async with following(feed, [SYSTEM], HINT) as (events, _):
+    async with following(feed) as events:
         reader = await read_of(events, feed, told(**nonsense))
         assert reader.cursor == 9 and not reader.hits and not reader.load and WORKER.others == Load()
         assert not caplog.records
@@ -202,11 +192,11 @@ async def test_figures_and_names_that_no_engine_has_end_the_read_without_a_trace
 )
 async def test_nonsense_about_states_and_positions_costs_what_was_believed_and_no_word(nonsense):
     feed = Feed(old=False)
-    async with following(feed, [SYSTEM], HINT) as (events, prefix_index):
-        assert prefix_index.longest([SYSTEM.key], [WORKER.boot])  # nothing is wrong so far
+    async with following(feed) as events:
+        assert feed.index.longest([SYSTEM.key], [WORKER.boot])  # nothing is wrong so far
         feed.tell(**{"states": [], "outcomes": [["r", "cold", 0]], **nonsense})
         assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold")
-        assert not prefix_index.longest([SYSTEM.key], [WORKER.boot])
+        assert not feed.index.longest([SYSTEM.key], [WORKER.boot])
         feed.tell([], outcomes=[["q", "evicted", 0]], resolved=[["q", 16, [163]]])  # the feed is read on
         assert await events.outcome_of(WORKER, "q") == EngineOutcome("evicted", 16, (163,))
 
@@ -220,14 +210,14 @@ async def test_words_that_nobody_asks_for_are_bounded():
 
 
 async def test_news_correct_the_directory_without_anybody_asking():
-    feed, learnt, computed = Feed(old=False), {}, []
-    async with following(feed, [SYSTEM], HINT, learnt=learnt) as (events, prefix_index):
+    feed, computed = Feed(old=False), []
+    async with following(feed) as events:
         events.on_computed = lambda *each: computed.append(each)
         feed.tell([["came", "r", 200, [[160, "5c"]]]], resolved=[["r", 0, [163]]])
-        await until(lambda: prefix_index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
-        assert (learnt, computed) == ({b"s": 163}, [("r", 200, True)])
+        await until(lambda: feed.index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
+        assert (feed.learnt, computed) == ({b"s": 163}, [("r", 200, True)])
         feed.tell([["gone", "5c"]])
-        await until(lambda: not prefix_index.longest((b"s",), [WORKER.boot]))
+        await until(lambda: not feed.index.longest((b"s",), [WORKER.boot]))
 
 
 CAME = ["came", "r", 200, [[160, "5c"]]]
@@ -244,7 +234,7 @@ CAME = ["came", "r", 200, [[160, "5c"]]]
 )
 async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_it(states, told):
     feed = Feed(old=False)
-    async with following(feed, [SYSTEM], HINT) as (events, _):
+    async with following(feed) as events:
         part, changes = events._shelf.put(Part()), []
         part.on_worker = lambda worker, change, model="": changes.append((change, model))
         for news in (states, [["gone", "5d"]]):
@@ -289,7 +279,7 @@ async def test_a_request_that_ends_after_its_worker_was_removed_leaves_nothing()
 
 async def test_what_other_gateways_have_at_a_worker_is_read_with_its_events():
     feed, worker = Feed(old=False), replace(WORKER)
-    async with following(feed, worker=worker):
+    async with following(feed, worker):
         assert "load" not in feed.asked[1]
         feed.tell([], load=[3, 5000])
         await until(lambda: worker.others == (3, 5000))
@@ -306,7 +296,7 @@ async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monke
     async with reading(feed) as events:
         with events.pin_asked(WORKER, "p") as fate:
             assert await fate() == "" and not feed.asked
-    async with following(feed := Feed(old=False)) as (events, _):
+    async with following(feed := Feed(old=False)) as events:
         with events.pin_asked(WORKER, "p") as fate:
             assert await fate() == ""
         monkeypatch.setattr(engine_events, "PIN_PATIENCE", 1000.0)
@@ -324,7 +314,7 @@ async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monke
 
 async def test_drafts_of_finished_requests_are_told_once_with_whether_they_hit():
     feed, told, worker = Feed(old=False), [], replace(WORKER)
-    async with following(feed, worker=worker) as (events, _):
+    async with following(feed, worker) as events:
         events.on_drafted = lambda *each: told.append(each)
         outcomes = [["hit", "hit", 16], ["miss", "cold", 0], ["own-check-1", "hit", 16]]
         feed.tell([], outcomes=outcomes, drafted=[])
@@ -351,7 +341,7 @@ async def test_what_ends_a_read_unforeseen_is_said_by_its_kind_and_nobody_waits_
 
 async def test_each_of_several_engines_is_read_by_its_rank_and_says_who_reads():
     feed, worker = Feed(old=False), replace(WORKER, url="http://w#3")
-    async with following(feed, worker=worker) as (events, _):
+    async with following(feed, worker) as events:
         events.sent(worker, "r", [], ())
         assert [query["engine"] for query in feed.asked] == [["3"], ["3"]]
     feed = Feed()
