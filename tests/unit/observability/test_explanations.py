@@ -315,15 +315,10 @@ def shadowed() -> Shadowed:
     return Shadowed()
 
 
-@pytest.mark.parametrize(
-    ("hits", "lost"),
-    [
-        ((0, 0, 160, 480), [0, 320, 160, 0]),
-        ((0, 1000, 1000, 1160, 1160), [0, 0, 320, 160, 320]),  # of nobody known: they are no later requests'
-    ],
-)
-async def test_what_a_request_can_have_hit_of_the_workers_new_hits_is_its_own(shadowed, hits, lost):
-    assert await shadowed.judge(*hits) == lost
+async def test_what_a_request_can_have_hit_of_the_workers_new_hits_is_its_own():
+    assert await Shadowed().judge(0, 0, 160, 480) == [0, 320, 160, 0]
+    # Those of nobody known are no later requests'.
+    assert await Shadowed().judge(0, 1000, 1000, 1160, 1160) == [0, 0, 320, 160, 320]
 
 
 async def test_what_was_lost_is_told_beside_what_was_computed_in_seconds_once_the_cost_is_known(shadowed):
@@ -398,17 +393,15 @@ async def test_a_worker_that_does_not_count_its_hits_is_waited_for_three_health_
         loop = asyncio.get_running_loop()
         patched.setattr(shadow_module, "time", SimpleNamespace(perf_counter=loop.time, monotonic=loop.time))
         running = asyncio.create_task(shadowed.shadow.run())
-        for after, result in ((patience - 0.5, "judged"), (None, "no_usage")):
+        for seconds, counts, result in ((patience - 0.5, 0.1, "judged"), (patience, 0.0, "no_usage")):
             began = loop.time()
             shadowed.worker.probed = replace(shadowed.worker.probed, at=began)  # before it was answered
             shadowed.add(cached=None, at=began)
-            before = shadowed.counted.get(result, 0)
-            await asyncio.sleep(after or patience)
-            assert shadowed.counted.get(result, 0) == before
-            if after is not None:
-                shadowed.worker.probed = replace(shadowed.worker.probed, at=began + 0.1)
+            await asyncio.sleep(seconds)
+            assert result not in shadowed.counted
+            shadowed.worker.probed = replace(shadowed.worker.probed, at=began + counts)
             await asyncio.sleep(1.0)
-            assert shadowed.counted[result] == before + 1 and not shadowed.shadow.held
+            assert shadowed.counted[result] == 1 and not shadowed.shadow.held
         running.cancel()
 
 
