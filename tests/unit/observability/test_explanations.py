@@ -199,7 +199,7 @@ class Scene(SpanExporter):
         return [value("seamark_spans_total", {"result": result}) for result in ("lost", "exported")]
 
     def begin(self, headers: Sequence[tuple[bytes, bytes]] = ()) -> RequestTrace:
-        return self.tracing.begin("POST", PATH, headers)
+        return self.tracing.begin("POST", PATH, [*headers])
 
 
 @pytest.fixture

@@ -283,11 +283,14 @@ async def test_a_message_goes_to_the_chat_api_of_a_worker_that_lacks_its_own(sce
     assert answer.headers["content-length"] == str(len(answer.content))
     assert scene.upstream.sent[0].url.endswith(CHAT)
     assert (await scene.post(Said(404, b"{}"), body=body, path="/v1/messages")).status_code == 404
-    said = Said(200, DELTA[:9], DELTA[9:], DONE, headers=[STREAM])
+    first = {"id": "c", "model": "m", "choices": [{"delta": {"content": "Ebb."}, "finish_reason": None}]}
+    last = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}
+    events = [f"data: {json.dumps(each)}\n\n".encode() for each in (first, last)] + [DONE]
+    said = Said(200, events[0][:9], events[0][9:], *events[1:], headers=[STREAM])
     told = (await scene.post(said, body={**body, "stream": True}, path="/v1/messages")).content
     named = [line.removeprefix(b"event: ") for line in told.splitlines() if line.startswith(b"event: ")]
     assert named[:2] == [b"message_start", b"content_block_start"] and named[-2:] == [b"message_delta", b"message_stop"]
-    assert b'"x"' in told
+    assert b"Ebb." in told
 
 
 # Before workers whose engines compute.
