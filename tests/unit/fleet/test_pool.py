@@ -262,22 +262,25 @@ async def test_a_worker_that_does_not_answer_for_its_models_is_known_as_before(o
     assert both.serving("m") == both.workers
 
 
+BODY = {"model": "m"}
+
+
 def test_a_first_doubt_parts_requests_from_what_was_there_and_a_second_from_the_cache():
-    cache, own = CacheQuarantine(), {"cache_salt": "own"}
+    cache, own = CacheQuarantine(), {**BODY, "cache_salt": "own"}
     assert cache.salt(own) is None
     cache.quarantine()
-    apart = cache.salt({})
+    apart = cache.salt(BODY)
     assert (cache.hints_allowed, cache.cache_allowed) == (False, True) and len(apart) >= 16
-    assert (cache.salt({"cache_salt": None}), cache.salt(own)) == (apart, "own" + apart)
-    assert [cache.salt({"cache_salt": refused}) for refused in ("", 5, ["own"])] == [None] * 3, "vLLM says why"
+    assert (cache.salt({**BODY, "cache_salt": None}), cache.salt(own)) == (apart, "own" + apart)
+    assert [cache.salt({**BODY, "cache_salt": refused}) for refused in ("", 5, ["own"])] == [None] * 3, "vLLM says why"
     cache.restore()
-    assert cache.hints_allowed and cache.salt({}) == apart, "what was doubted stays out of use"
+    assert cache.hints_allowed and cache.salt(BODY) == apart, "what was doubted stays out of use"
     cache.restarted()
-    assert cache.salt({}) is None
+    assert cache.salt(BODY) is None
     for _ in range(2):
         cache.quarantine()
     cache.restarted()  # that alone does not bring trust back
-    assert not cache.hints_allowed and not cache.cache_allowed and len({cache.salt({}) for _ in range(3)}) == 3
+    assert not cache.hints_allowed and not cache.cache_allowed and len({cache.salt(BODY) for _ in range(3)}) == 3
 
 
 ENGINE = EngineInfo("0.3.0", "0.32.0", 16, 384)
