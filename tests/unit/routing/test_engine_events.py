@@ -235,8 +235,13 @@ CAME = ["came", "r", 200, [[160, "5c"]]]
 async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_it(states, told):
     feed = Feed(old=False)
     async with following(feed) as events:
-        part, changes = events._shelf.put(Part()), []
-        part.on_worker = lambda worker, change, model="": changes.append((change, model))
+        changes: list[tuple[Change, str]] = []
+
+        class Told(Part):
+            def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
+                changes.append((change, model))
+
+        events._shelf.put(Told())
         for news in (states, [["gone", "5d"]]):
             asked = len(feed.asked)
             feed.tell(news)
