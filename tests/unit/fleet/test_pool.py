@@ -1,4 +1,4 @@
-"""Workers come and go with the workers file, and with what their health checks find."""
+"""Workers come and go, are trusted or not, and what runs beside the requests goes on."""
 
 from __future__ import annotations
 
@@ -6,19 +6,29 @@ import asyncio
 import functools
 import json
 import logging
-import os
-import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
-from proxy.fleet.part import Part
+from proxy.boundaries.boundary import Boundary, Found
+from proxy.boundaries.renderer import RenderFailed, WorkerRenderer
+from proxy.boundaries.token_ids import TokenIds
+from proxy.chat.chat import CHAT, RESPONSES, Chat
+from proxy.fleet import part as part_of
+from proxy.fleet import worker as worker_module
+from proxy.fleet.part import Part, Shelf
 from proxy.fleet.pool import WorkerPool
-from proxy.fleet.worker import BREAKER_FAILURES, TRIAL_SECONDS, CircuitBreaker, Worker
+from proxy.fleet.probe import Probed
+from proxy.fleet.worker import BREAKER_FAILURES, OPEN, TRIAL, CacheQuarantine, CircuitBreaker, GateReport, Worker
+from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from proxy.http.client import Broken, Exhausted, Silent, Unreachable
+from proxy.metrics import Metrics
 from proxy.routing.queue import AdmissionQueue
 from tests.harness.in_memory_gateway import InMemoryGateway
+from tests.harness.probed import probed
 from tests.harness.recording_worker import RecordingWorker, respond
 from tests.harness.waiting import until
 
@@ -50,19 +60,6 @@ def b() -> Server:
     return Server(B)
 
 
-def write(path, *urls: str, more: str = "") -> None:
-    path.write_text("".join(f'[[worker]]\nurl = "{url}"\n{more}\n' for url in urls))
-    stat = path.stat()
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))  # clocks of file systems are coarse
-
-
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "workers.toml"
-    write(path, A)
-    return path
-
-
 @pytest.fixture
 def gateway_of(in_memory) -> Callable[..., Awaitable[InMemoryGateway]]:
     """Composes gateways whose workers nobody looks at but a test."""
@@ -70,41 +67,38 @@ def gateway_of(in_memory) -> Callable[..., Awaitable[InMemoryGateway]]:
 
 
 @pytest.fixture
-def woken(monkeypatch) -> list[bool]:
-    looks: list[bool] = []
-    monkeypatch.setattr(AdmissionQueue, "wake", lambda queue: looks.append(True))
-    return looks
+def woken(monkeypatch) -> Mock:
+    monkeypatch.setattr(AdmissionQueue, "wake", wake := Mock())
+    return wake
 
 
 @pytest.fixture
 async def own(gateway_of, a, b) -> InMemoryGateway:
-    return await gateway_of(a, b)
+    own: InMemoryGateway = await gateway_of(a, b)
+    await own.gateway.pool.check_all()
+    return own
 
 
 @pytest.fixture
-async def both(own) -> WorkerPool:
-    await own.gateway.pool.check_all()
+def both(own) -> WorkerPool:
     return own.gateway.pool
 
 
 async def test_a_worker_that_stays_in_the_file_stays_the_same_with_its_requests_and_its_quarantine(
-    gateway_of, a, b, file
+    gateway_of, a, b, tmp_path
 ):
+    file = tmp_path / "workers.toml"
+    file.write_text(f'[[worker]]\nurl = "{A}"\n')
     pool = (await gateway_of(a, b, worker=(), workers_file=file)).gateway.pool
     await pool.check_all()
     (kept,) = pool.workers
     kept.inflight = 3
     kept.cache.quarantine()
-    write(file, B, A, more="max_inflight = 3")
+    file.write_text("".join(f'[[worker]]\nurl = "{url}"\nmax_inflight = 3\n' for url in (B, A)))
     pool.refresh()
     assert [worker.url for worker in pool.workers] == [B, A] and pool.workers[1] is kept
     assert (kept.inflight, kept.has_room, kept.up) == (3, False, True)
     assert not kept.cache.hints_allowed and kept.cache.salt({"model": "m"})
-
-
-def fail(pool: WorkerPool, worker: Worker, times: int = BREAKER_FAILURES) -> None:
-    for number in range(times):
-        pool.record_failure(worker, b"%d" % number)
 
 
 async def test_a_probe_that_this_machine_had_no_descriptor_for_says_nothing_of_the_worker(own, both):
@@ -152,8 +146,8 @@ async def test_whoever_waits_for_a_worker_is_woken_when_other_ones_are_ready_tha
     first, _ = both.workers
 
     def looks() -> int:
-        seen = len(woken)
-        woken.clear()
+        seen = woken.call_count
+        woken.reset_mock()
         return seen
 
     await both.check_all()
@@ -169,19 +163,20 @@ async def test_whoever_waits_for_a_worker_is_woken_when_other_ones_are_ready_tha
     assert looks() == 1
     clock = [0.0]
     first.breaker = CircuitBreaker(lambda: clock[0])
-    fail(both, first)
+    for number in range(BREAKER_FAILURES):
+        both.record_failure(first, b"%d" % number)
     await both.check_health(first)
     assert looks() == 0
-    clock[0] += TRIAL_SECONDS  # it may be tried with one of those that wait
+    clock[0] += worker_module.TRIAL_SECONDS  # it may be tried with one of those that wait
     await both.check_health(first)
     assert looks() == 1
     both.record_success(first)
     assert looks() == 1
 
 
-async def test_engines_behind_one_address_are_looked_at_once_they_are_known_and_go_together(gateway_of, a, file):
+async def test_engines_behind_one_address_are_looked_at_once_they_are_known_and_go_together(gateway_of, a):
     a.patched, a.sources = True, {str(rank): {"endpoint": "tcp://*:5557"} for rank in range(2)}
-    own = await gateway_of(a, worker=(), workers_file=file)
+    own = await gateway_of(a)
     pool = own.gateway.pool
     (whole,) = pool.workers
     await pool.check_all()
@@ -197,22 +192,19 @@ async def test_engines_behind_one_address_are_looked_at_once_they_are_known_and_
 @pytest.mark.parametrize(
     ("status", "url", "key", "words"),
     [
-        (401, A, "", r"wants a key: --worker-api-key-file FILE, with vLLM's --api-key in it"),
-        (403, A, "k", r"refuses the key in --worker-api-key-file \(/v1/models answers 403\)"),
-        (401, "http://me:secret@a:1", "k", r"refuses the user and password in its URL \(/v1/models answers 401\)"),
-        (500, A, "k", r"not well: /v1/models answers 500"),
+        (401, A, "", "wants a key: --worker-api-key-file FILE, with vLLM's --api-key in it"),
+        (403, A, "k", "refuses the key in --worker-api-key-file (/v1/models answers 403)"),
+        (401, "http://me:secret@a:1", "k", "refuses the user and password in its URL (/v1/models answers 401)"),
+        (500, A, "k", "not well: /v1/models answers 500"),
     ],
 )
 async def test_why_a_worker_refuses_is_said_by_what_it_was_given(gateway_of, a, tmp_path, status, url, key, words):
     a.refuses = status
-    given = {}
-    if key:
-        (tmp_path / "key").write_text(key)
-        given["worker_api_key_file"] = tmp_path / "key"
+    (tmp_path / "key").write_text(key)
+    given = {"worker_api_key_file": tmp_path / "key"} if key else {}
     pool = (await gateway_of(a, worker=(url,), **given)).gateway.pool
     await pool.check_all()
-    (worker,) = pool.workers
-    assert re.fullmatch(words, worker.why_down), worker.why_down
+    assert pool.workers[0].why_down == words
 
 
 async def test_a_worker_that_sleeps_is_well_and_gets_nothing_until_it_is_woken(both, a, caplog):
@@ -227,27 +219,25 @@ async def test_a_worker_that_sleeps_is_well_and_gets_nothing_until_it_is_woken(b
     assert worker.up and not worker.is_asleep and said(caplog)[0].startswith("worker a:1 is up: ")
 
 
-class Preparing(Part):
-    def __init__(self) -> None:
-        self.began: list[str] = []
-        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def prepare(self, worker: Worker) -> None:
-        self.began.append(worker.url)
-        await self.end
-
-
 @pytest.mark.parametrize("failure", [None, RuntimeError("odd")])
 async def test_a_worker_is_warmed_up_until_that_is_over_however_it_ends(gateway_of, a, woken, failure):
     gateway = (await gateway_of(a, replay_seconds=1000.0)).gateway
-    (worker,), warmup = gateway.pool.workers, gateway.shelf.put(Preparing())
+    (worker,), began, may_end = gateway.pool.workers, [], asyncio.Event()
+
+    async def prepare(worker: Worker) -> None:
+        began.append(worker.url)
+        await may_end.wait()
+        if failure is not None:
+            raise failure
+
+    gateway.shelf.put(Part()).prepare = prepare
     await gateway.pool.check_all()
-    await until(lambda: warmup.began)
+    await until(lambda: began)
     assert worker.warming and worker.up
-    woken.clear()
-    warmup.end.set_exception(failure) if failure is not None else warmup.end.set_result(None)
+    woken.reset_mock()
+    may_end.set()
     await until(lambda: not worker.warming)
-    assert woken and warmup.began == [A]
+    assert woken.called and began == [A]
 
 
 async def test_all_names_of_one_model_have_one_key(gateway_of):
@@ -270,3 +260,121 @@ async def test_a_worker_that_does_not_answer_for_its_models_is_known_as_before(o
     b.refuses = 401
     await both.ask_models(both.workers[1])
     assert both.serving("m") == both.workers
+
+
+BODY = {"model": "m"}
+
+
+def test_a_first_doubt_parts_requests_from_what_was_there_and_a_second_from_the_cache():
+    cache, own = CacheQuarantine(), {**BODY, "cache_salt": "own"}
+    assert cache.salt(own) is None
+    cache.quarantine()
+    apart = cache.salt(BODY)
+    assert (cache.hints_allowed, cache.cache_allowed) == (False, True) and len(apart) >= 16
+    assert (cache.salt({**BODY, "cache_salt": None}), cache.salt(own)) == (apart, "own" + apart)
+    assert [cache.salt({**BODY, "cache_salt": refused}) for refused in ("", 5, ["own"])] == [None] * 3, "vLLM says why"
+    cache.restore()
+    assert cache.hints_allowed and cache.salt(BODY) == apart, "what was doubted stays out of use"
+    cache.restarted()
+    assert cache.salt(BODY) is None
+    for _ in range(2):
+        cache.quarantine()
+    cache.restarted()  # that alone does not bring trust back
+    assert not cache.hints_allowed and not cache.cache_allowed and len({cache.salt(BODY) for _ in range(3)}) == 3
+
+
+ENGINE = EngineInfo("0.3.0", "0.32.0", 16, 384)
+
+
+@pytest.mark.parametrize(("other", "hint"), [("", ("first:1", -5)), ("update the plugin", ())])
+def test_only_a_worker_with_a_plugin_of_this_release_gets_the_hint(other, hint):
+    told = WorkerMetrics(engine=None if other else ENGINE, other_release=other)
+    worker = Worker("http://w", None, probed=Probed(metrics=told), renderer_ids={"m": b"renderer"})
+    boundaries = Boundary("system", b"s", "first:1", 40), Boundary("turn", b"t", -5)
+    assert worker.hint(Found(boundaries, renderer_id=b"renderer")) == hint and worker.refused == other
+
+
+def test_of_several_engines_behind_an_address_each_ones_feed_tells_its_gate():
+    engine = replace(ENGINE, drafts=OPEN)
+    worker = Worker("http://w#1", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m"))
+    assert worker.draft_state == TRIAL
+    worker.draft_gate = GateReport(OPEN, "id", "", read_at=1.0)
+    worker.probed = replace(worker.probed, at=2.0)
+    assert worker.draft_state == OPEN
+
+
+def test_a_breaker_waits_twice_as_long_only_after_a_trial_that_failed_and_a_minute_at_most():
+    clock = SimpleNamespace(now=0.0)
+    breaker = CircuitBreaker(lambda: clock.now)
+    tries = [breaker.failed(request) for request in range(BREAKER_FAILURES)]
+    assert tries == [False] * (BREAKER_FAILURES - 1) + [True]
+    clock.now = 4.0
+    assert not breaker.failed(9) and not breaker.wants_trial  # one that was sent before it opened
+    waits = []
+    for _ in range(6):
+        began = clock.now
+        while not breaker.wants_trial:
+            clock.now += 0.5
+        waits.append(clock.now - began)
+        assert breaker.begin_trial() and not breaker.wants_trial
+        assert not breaker.failed(9)
+        breaker.end_trial()
+    assert waits == [5, 10, 20, 40, 60, 60]
+    breaker.reset()
+    assert not breaker.wants_trial and not breaker.begin_trial()
+    assert [breaker.failed(request) for request in range(3)] == [False, False, True]
+    for seconds, wants in ((4.5, False), (0.5, True)):
+        clock.now += seconds
+        assert breaker.wants_trial is wants
+
+
+def test_a_request_to_one_of_several_engines_says_which_whatever_the_client_said():
+    headers = [(b"x-data-parallel-rank", b"9"), (b"a", b"b"), (b"x-data-parallel-rank", b"8")]
+    for url, sent in (("http://w:1", headers), ("http://w:1#3", [(b"a", b"b"), (b"x-data-parallel-rank", b"3")])):
+        assert Worker(url, renderer=WorkerRenderer(None, url, 1.0)).addressed(headers) == sent
+
+
+async def test_a_prompt_is_as_the_worker_renders_the_request_or_else_its_chat():
+    chat, native = {"model": "m", "messages": []}, {"model": "m", "input": "Tide?"}
+    response, said, fails = Chat(chat, [], path=RESPONSES, native=native), TokenIds.of([1, 2]), RenderFailed("no route")
+    for asked, rendered, calls in (
+        (Chat(chat, [], ids=[7, 8]), [], []),
+        (response, [said], [call(native, RESPONSES)]),
+        (response, [fails, said], [call(native, RESPONSES), call(chat, CHAT)]),
+    ):
+        render = AsyncMock(side_effect=rendered)
+        ids = await worker_module.prompt_of(asked, Worker("http://w", renderer=render))
+        assert list(ids.ids()) == ([1, 2] if rendered else [7, 8]) and render.mock_calls == calls
+    with pytest.raises(RenderFailed):
+        await worker_module.prompt_of(Chat(chat, []), Worker("http://w", renderer=AsyncMock(side_effect=fails)))
+
+
+async def test_a_part_that_fails_is_started_again_and_counted(monkeypatch, caplog):
+    monkeypatch.setattr(part_of, "RESTART_SECONDS", 0.0)
+    done, metrics, ran = asyncio.Event(), Metrics(), []
+
+    class Watching(Part):
+        name = "watching"
+
+        async def run(self) -> None:
+            ran.append("run")
+            if len(ran) < 3:
+                raise RecursionError("sk-secret")
+            done.set()
+            await asyncio.Event().wait()
+
+        async def aclose(self) -> None:
+            ran.append("closed")
+
+    shelf = Shelf(metrics)
+    shelf.put(Watching())
+    shelf.also_run("files", asyncio.Event().wait)
+    shelf.start()
+    async with asyncio.timeout(30):
+        await done.wait()
+    await shelf.stop()
+    assert ran == ["run"] * 3
+    await shelf.aclose()
+    value, name = metrics.registry.get_sample_value, "seamark_task_failures_total"
+    assert [value(name, {"task": task}) for task in ("watching", "files")] == [2, 0]
+    assert "RecursionError" in caplog.text and "sk-secret" not in caplog.text and ran[3:] == ["closed"]

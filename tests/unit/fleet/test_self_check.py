@@ -1,15 +1,15 @@
-"""Which prompts the self-check takes in turn, and what it asks the worker."""
+"""Which prompts the self-check takes and asks, and what counts as a different answer."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -19,6 +19,8 @@ from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.responses import StoredResponses
 from proxy.fleet import idle_turns, self_check
+from proxy.fleet.answer_compare import Continuation, ContinuedToken, Noise, Unanswered, distance, judge, scored
+from proxy.fleet.answer_compare import continuation as asked
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.part import Change
 from proxy.fleet.self_check import MOST_OF_CLIENTS, WITHOUT_DRAFTS, SelfCheck
@@ -31,8 +33,6 @@ from proxy.settings import Settings
 from tests.harness.drafting_engine import BLOCK, UNIT, DraftingEngine, DraftingUpstream, drafting_worker
 from tests.harness.probed import probed
 from tests.harness.waiting import until
-
-SYSTEM = Boundary("system", b"system", "last:63")
 
 RENDERER = b"renderer"
 
@@ -71,7 +71,7 @@ async def render(body, path=CHAT) -> TokenIds:
 
 def replay(last: bytes, content: object = "Tide?", **put) -> WarmupRequest:
     raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
-    found = Found((SYSTEM, Boundary("turn", last, 80)), renderer_id=RENDERER)
+    found = Found((Boundary("system", b"system", "last:63"), Boundary("turn", last, 80)), renderer_id=RENDERER)
     return WarmupRequest(CHAT, raw, ("model", "messages"), put, found, "m")
 
 
@@ -92,28 +92,26 @@ def check_of(
     worker: Worker,
     engine: Engine | DraftingUpstream,
     *requests: WarmupRequest,
-    settings: Settings | None = None,
+    often: bool = False,
     distrust: Callable[[Worker], None] = lambda worker: None,
     metrics: Metrics | None = None,
 ) -> SelfCheck:
-    warmup = WarmupSet(10**6)
+    warmup, pool = WarmupSet(10**6), SimpleNamespace(workers=[worker])
     for number, request in enumerate(requests):
         warmup.add(bytes([number]), 1000 - number, (), request)
+    settings = Settings(self_check_interval=1e-6 if often else 10.0)
     stored = StoredResponses(10**6)
-    settings = settings if settings is not None else Settings()
-    return SelfCheck(
-        settings, SimpleNamespace(workers=[worker]), warmup, stored, engine, metrics or Metrics(), IdleWork(), distrust
-    )
+    return SelfCheck(settings, pool, warmup, stored, engine, metrics or Metrics(), IdleWork(), distrust)
 
 
-async def judged(check: SelfCheck, worker: Worker, request: WarmupRequest):
-    return await check._judge(worker, request, self_check._Watched())
+async def judged(worker: Worker, engine: Engine, request: WarmupRequest):
+    return await check_of(worker, engine, request)._judge(worker, request, self_check._Watched())
 
 
 async def test_the_prompt_is_asked_under_the_salt_of_its_api_key_and_computed_anew_under_others(worker, engine):
     request = replay(b"first", cache_salt="anns")
     engine.cached_under.add("anns")
-    verdict = await judged(check_of(worker, engine, request), worker, request)
+    verdict = await judged(worker, engine, request)
     assert verdict is not None and verdict.result == "same"
     salts = [asked.get("cache_salt") for asked in engine.asked]
     assert salts[:2] == ["anns", "anns"] and "anns" not in salts[2:] and all(salts)
@@ -124,21 +122,19 @@ async def test_chats_of_text_are_checked_however_they_are_written_and_images_are
     request = replay(b"first", content)
     if content is None:
         request = request._replace(raw=b'{"model":"m","messages":[]}')
-    await judged(check_of(worker, engine, request), worker, request)
+    await judged(worker, engine, request)
     assert bool(engine.asked) is asks
 
 
 async def test_recomputed_answers_that_came_from_a_cache_are_not_judged(worker, engine, monkeypatch):
     monkeypatch.setattr(self_check, "fresh_salt", lambda: "fresh")
     engine.cached_under |= {None, "fresh"}
-    request = replay(b"first")
-    assert await judged(check_of(worker, engine, request), worker, request) is None
+    assert await judged(worker, engine, replay(b"first")) is None
 
 
 async def test_a_worker_with_requests_of_another_gateway_is_left_alone(worker, engine):
     engine.metrics = 'vllm:num_requests_waiting{engine="0"} 1.0\n'
-    request = replay(b"first")
-    assert await judged(check_of(worker, engine, request), worker, request) is None and not engine.asked
+    assert await judged(worker, engine, replay(b"first")) is None and not engine.asked
 
 
 async def test_a_clients_request_ends_a_check_at_once(worker, engine):
@@ -185,18 +181,6 @@ def soon(monkeypatch) -> None:
     monkeypatch.setattr(self_check, "POLL_SECONDS", 0.0)
 
 
-OFTEN = Settings(self_check_interval=1e-6)
-
-
-@contextlib.asynccontextmanager
-async def running(check: SelfCheck) -> AsyncIterator[None]:
-    task = asyncio.create_task(check.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
 async def test_idle_workers_are_checked_for_ever_and_one_that_fails_keeps_no_other_from_it(
     worker, engine, soon, caplog
 ):
@@ -207,13 +191,14 @@ async def test_idle_workers_are_checked_for_ever_and_one_that_fails_keeps_no_oth
     engine.before = fails
     engine.cached_under.add(None)
     odd = Worker("http://odd", renderer=render, probed=worker.probed, up=True)
-    check = check_of(worker, engine, replay(b"first"), replay(b"second"), settings=OFTEN)
+    check = check_of(worker, engine, replay(b"first"), replay(b"second"), often=True)
     check._pool.workers.insert(0, odd)
-    async with running(check):
-        await until(lambda: check.checked >= 4)
-        worker.dispatched += 1  # else it is left alone after some checks
-        seen = check.checked
-        await until(lambda: check.checked > seen)
+    running = asyncio.create_task(check.run())
+    await until(lambda: check.checked >= 4)
+    worker.dispatched += 1  # else it is left alone after some checks
+    seen = check.checked
+    await until(lambda: check.checked > seen)
+    running.cancel()
     assert check.differs == 0 and not check.hints_off
     assert "self-check of worker odd: RuntimeError" in caplog.text and "planned" not in caplog.text
 
@@ -254,9 +239,8 @@ async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
         if not answers:
             raise Unreachable
 
-    engine.before = is_slow
-    request = replay(b"first")
-    check = check_of(worker, engine, request, settings=Settings(self_check_interval=10.0))
+    engine.before, request = is_slow, replay(b"first")
+    check = check_of(worker, engine, request)
     watched = self_check._Watched(dispatched=0, checks=checks, in_a_row=2)
     await check._check(worker, watched)
     assert watched.next_at == pytest.approx(1000 + took + max(10.0, rest * took))
@@ -267,31 +251,30 @@ async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
 class Upstream(DraftingUpstream):
     at_once = most = 0
 
-    async def fetch(self, method, url, body=b"", timeout=None, headers=()):
+    async def fetch(self, method, *more, **named):
         self.at_once += method == "POST"
         self.most = max(self.most, self.at_once)
-        try:
-            await asyncio.sleep(0)
-            return await super().fetch(method, url, body, timeout, headers)
-        finally:
-            self.at_once -= method == "POST"
+        await asyncio.sleep(0)
+        answer = await super().fetch(method, *more, **named)
+        self.at_once -= method == "POST"
+        return answer
 
 
 def drafting(*requests: WarmupRequest, state: str = "trial", others: int = 0) -> tuple[SelfCheck, Worker, Upstream]:
     """A check of a worker whose drafts are on trial; so many requests of others are there."""
     worker, upstream = drafting_worker(state=state), Upstream(DraftingEngine(state=state))
     worker.renderer, worker.renderer_ids["m"], upstream.requests = render, RENDERER, others
-    return check_of(worker, upstream, *requests, settings=OFTEN), worker, upstream
+    return check_of(worker, upstream, *requests, often=True), worker, upstream
 
 
 async def test_a_worker_on_trial_is_tried_and_not_checked_and_checked_once_it_is_open(soon):
     check, worker, upstream = drafting(replay(b"first"))
-    async with running(check):
-        await until(lambda: worker.draft_state == "open" or check.checked)
-        assert worker.draft_state == "open"
-        await until(lambda: check.checked)
-    ids = [list(asked["prompt"]) for asked in upstream.engine.asked]
-    assert [*range(64)] in ids[: len(ids)], "no prompt of a client's was tried"
+    running = asyncio.create_task(check.run())
+    await until(lambda: worker.draft_state == "open" or check.checked)
+    assert worker.draft_state == "open"
+    await until(lambda: check.checked)
+    running.cancel()
+    assert [*range(64)] in [list(asked["prompt"]) for asked in upstream.engine.asked], "no client's prompt was tried"
 
 
 async def test_a_worker_that_is_never_idle_is_tried_beside_its_clients_once_it_is_overdue(monkeypatch):
@@ -317,34 +300,20 @@ async def test_of_clients_prompts_a_few_that_can_be_tried_are(worker, engine):
     check = check_of(worker, engine, replay(b"1", IMAGE), ends(64), ends(999), ends(9))
     assert [each.hint for each in await check._hottest(worker)] == [63, 9]
 
-    errors = iter([RenderFailed("refused")])
-
-    async def fails_once(body, path=CHAT):
-        for error in errors:
-            raise error
-        return await render(body, path)
-
-    worker.renderer = fails_once
+    worker.renderer = AsyncMock(side_effect=[RenderFailed("refused"), TokenIds.of(range(64))])
     assert len(await check_of(worker, engine, replay(b"0"), replay(b"1"))._hottest(worker)) == 1
 
 
 def checked(engine: DraftingEngine, seed: int = 0) -> tuple[SelfCheck, Worker, WarmupRequest]:
     """A check of a worker that drafts, and a prompt of 200 tokens of its own for each seed."""
     draw = random.Random(seed)
-    ids = [draw.randrange(1000, 4000) for _ in range(200)]
-
-    async def renders(body, path=CHAT) -> TokenIds:
-        return TokenIds.of(ids)
-
+    renders = AsyncMock(return_value=TokenIds.of([draw.randrange(1000, 4000) for _ in range(200)]))
     info = EngineInfo("0.3.0", "0", match_unit=UNIT, block_size=BLOCK, ahead=1, drafts=engine.state)
     worker = Worker("http://w", renderer=renders, probed=probed("w#1", info, "m"), up=True)
     worker.renderer_ids["m"] = RENDERER
-    found = Found((Boundary("turn", b"turn", 180),), renderer_id=RENDERER)
-    return (
-        check_of(worker, DraftingUpstream(engine)),
-        worker,
-        replay(b"", cache_salt=f"salt {seed}")._replace(found=found),
-    )
+    request = replay(b"", cache_salt=f"salt {seed}")
+    request = request._replace(found=Found((Boundary("turn", b"turn", 180),), renderer_id=RENDERER))
+    return check_of(worker, DraftingUpstream(engine)), worker, request
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.0005, 0.004])
@@ -376,9 +345,113 @@ async def test_an_engine_that_answers_otherwise_with_drafts_gets_no_more_hints_a
     assert check.gates.wants(worker)
     assert sum("prompt_logprobs" in each for each in engine.asked) == 2, "it is looked at twice"
 
-    async def clients():
-        return ()
-
-    await check.gates.step(worker, clients)
+    await check.gates.step(worker, AsyncMock(return_value=()))
     assert engine.state == "closed" and "vLLM itself answers otherwise" in engine.why
     assert worker.draft_state == "closed" and not worker.takes_hints and worker.cache.cache_allowed
+
+
+def continuation(*tops: dict[str, float], cached: int = 0) -> Continuation:
+    """A continuation with these logprobs at each step, always the likeliest token."""
+    return Continuation(tuple(ContinuedToken(max(top, key=top.get), top) for top in tops), cached)
+
+
+@pytest.mark.parametrize(
+    ("off", "noise", "grain", "result"),
+    [
+        (0.001, 0.0, 0.0, "same"),
+        (0.00101, 0.0, 0.0, "differs"),
+        (0.03, 0.01, 0.0, "noise"),
+        (0.0625, 0.0, 1 / 64, "noise"),
+        (0.0626, 0.0, 1 / 64, "differs"),
+    ],
+)
+def test_noise_is_three_times_what_recomputed_answers_differ_by_or_four_steps_of_their_logits(
+    off, noise, grain, result
+):
+    right = continuation({"a": 0.0, "b": -(grain or 5.1234), "c": -5 * (grain or 1.4321)})
+    cached = continuation({**right.steps[0].top, "a": -off})
+    verdict = judge([right, cached], [continuation({"x": 0.0, "y": -9.1234}), right], noise)
+    assert (verdict.result, verdict.off.error, verdict.cached, verdict.recomputed) == (result, off, cached, right)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "error"),
+    [
+        ({"a": -0.1, "b": -2.0}, {"a": -0.1, "c": -5.0}, 3.0),  # b is at most as likely as c over there
+        ({"a": -0.1, "b": -7.0}, {"a": -0.1, "c": -5.0}, 2.0),  # of c, for b is the last
+        ({"a": -0.1}, {"a": -0.1, "b": -3.0}, 0.0),
+        ({"a": -0.5, "b": -0.6}, {"a": -0.6, "b": -0.5}, 0.1),  # another token, with which it ends
+    ],
+)
+def test_a_token_that_the_other_does_not_name_is_off_by_what_it_must_be(one, other, error):
+    behind = {"z": -0.1, "y": -3.0}
+    apart = distance(continuation(one, behind), continuation(other, behind if error != 0.1 else {"x": -9.0}))
+    assert apart == (pytest.approx(error), 0 if error == 0.1 else None)
+
+
+LOGPROBS = {"tokens": ["token_id:7"], "top_logprobs": [{"token_id:7": -0.5, "token_id:8": -1.0}]}
+
+USAGE = {"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 48}}
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "usage", "status"),
+    [
+        (LOGPROBS, USAGE, 400),
+        (None, USAGE, 200),
+        ({"tokens": ["a", "b"], "top_logprobs": [{"a": -0.5}, {}]}, USAGE, 200),
+        (LOGPROBS, None, 200),
+    ],
+)
+async def test_what_cannot_be_compared_is_no_continuation(logprobs, usage, status):
+    answer = json.dumps({"choices": [{"logprobs": logprobs}], "usage": usage}).encode()
+    with pytest.raises(Unanswered):
+        await asked(SimpleNamespace(fetch=AsyncMock(return_value=(status, answer))), "http://w", b"", 1.0)
+
+
+def logprob(value: float, cached: int = 0) -> Continuation:
+    """One token with this logprob, beside one that is never a multiple of a grain behind it."""
+    return continuation({"a": value, "other": value - 5.1234}, cached=cached)
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked", "largest"),
+    [
+        ([0.0, 0.5, 0.0], [30] * 3, 0.5),
+        ([None, 0.5, 0.0, 0.0, 0.0, 0.6], [30] * 3 + [40] * 3, 0.6),
+        ([None, 0.5, 0.0, 0.5, None, 0.5], [30] * 3 + [40] * 3, 0.2),
+    ],
+)
+async def test_beginnings_of_a_prompt_are_recomputed_three_times_until_its_noise_is_known(answers, asked, largest):
+    """Answers that came from a cache (None) say nothing of it."""
+    noise, lengths, left = Noise(), [], list(answers)
+    noise.add([logprob(0.0), logprob(0.2)])
+
+    async def recomputed(prompt):
+        lengths.append(len(prompt))
+        assert list(prompt) == list(range(len(prompt)))
+        value = left.pop(0)
+        return logprob(value or 0.0, cached=16 if value is None else 0)
+
+    await noise.learn(range(60), recomputed)
+    assert lengths == asked and noise.largest == pytest.approx(largest) and not left
+
+
+def test_an_answers_tokens_have_a_name_and_ids_if_the_worker_gives_those():
+    named = Continuation(tuple(ContinuedToken(f"token_id:{each}", {}) for each in (7, 8)), 0)
+    assert named.ids == [7, 8]
+    assert named.hash == named._replace(cached=9).hash != named._replace(steps=named.steps[:1]).hash
+    with pytest.raises(Unanswered, match="no token ids"):
+        _ = logprob(0.0).ids
+
+
+SEVEN = {"7": {"logprob": -0.5}}
+
+
+@pytest.mark.parametrize(
+    "told", [None, [None, SEVEN], [SEVEN, {"8": {"logprob": -0.5}}], [SEVEN, {"7": {"logprob": "x"}}]]
+)
+def test_what_names_no_logprobs_of_all_of_these_tokens_is_no_end_of_a_prompt(told):
+    for answer in ({}, {"choices": [{"prompt_logprobs": told}]}):
+        with pytest.raises(Unanswered, match="no logprobs of the prompt"):
+            scored(answer, [7, 7])

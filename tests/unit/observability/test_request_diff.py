@@ -1,37 +1,38 @@
-"""A changed prefix is named: the message, tool or setting where a request leaves the nearest recent one."""
+"""A changed prefix is named, by what differs and of what kind that is; what prompts share is learnt."""
 
 from __future__ import annotations
 
 import json
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from proxy.boundaries.layout import layout_of
+from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT, MESSAGES
-from proxy.chat.reader import chat_in, chat_request
+from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.observability.cures import CHANGE_TEXT
-from proxy.observability.request_diff import (
-    MAX_REQUESTS,
-    MAX_TOOL_BYTES,
-    PrefixChange,
-    RememberedRequest,
-    RequestMemory,
-)
-from proxy.observability.volatile_text import TextKind
+from proxy.observability.request_diff import MAX_REQUESTS, MAX_TOOL_BYTES, RememberedRequest, RequestMemory
+from proxy.observability.shared_tokens import MIN_SHARED, SharedTokens
+from proxy.observability.volatile_text import TextKind, alike, kind_of
 from tests.harness.changed_requests import changed_requests
 from tests.harness.steps import finished
 
-
-def remembering(size: int) -> RequestMemory:
-    return RequestMemory(size, now=lambda: 1795600000.0)
+NOW = 1795600000.0  # in November 2026
 
 
-def as_recent(body) -> RememberedRequest:
-    return RememberedRequest(layout_of(chat_request(body), b"r"), len(json.dumps(body)))
+def remembering(size: int = 10**7) -> RequestMemory:
+    return RequestMemory(size, now=lambda: NOW)
+
+
+def as_recent(body: dict, path: str = CHAT, owner: str | None = None) -> RememberedRequest:
+    layout = layout_of(chat_in(path, body, StoredResponses(0)), b"r")
+    return RememberedRequest(layout, len(json.dumps(body)), owner)
 
 
 PROMPT = 1000  # tokens
@@ -39,10 +40,9 @@ PROMPT = 1000  # tokens
 
 def changed(*bodies):
     """Where the last of these requests leaves one of those before it; its engine has seen nothing like it."""
-    recent = remembering(10_000_000)
+    recent = remembering()
     for body in bodies:
-        last = as_recent(body)
-        recent.add(last)
+        recent.add(last := as_recent(body))
     return finished(recent.seek_change(last, PROMPT, 0))
 
 
@@ -72,24 +72,15 @@ def test_the_salt_alone_is_told_apart():
 
 
 def test_of_two_owners_neither_learns_of_the_other():
-    memory, kept = remembering(10**7), []
+    memory, kept = remembering(), []
     first, longer = (messages(LONG, "Tide?", *turns) for turns in ((), ("At nine.", "And then?")))
     for owner, said in (("ann", first), ("bo", longer), ("ann", longer)):
-        kept.append(RememberedRequest(layout_of(chat_request({"messages": said}), b"r"), 100, owner))
+        kept.append(as_recent({"messages": said}, owner=owner))
         memory.add(kept[-1])
         kept[-1].prompt = PROMPT
         assert finished(memory.seek_change(kept[-1], PROMPT, 0)) is None
     assert [each.continued is not None for each in kept] == [False, False, True]
 
-
-def test_nothing_is_kept_where_no_text_may_be():
-    recent = remembering(0)
-    one = as_recent({"messages": messages(LONG, "First?")})
-    recent.add(one)
-    assert recent.held == 0 and finished(recent.seek_change(one, PROMPT, 0)) is None
-
-
-RULES = "Keep clear of the bar at low water, and call the lock an hour before you are there. " * 40
 
 TOOLS = [{"type": "function", "function": {"name": name, "description": LONG}} for name in ("wind", "tide", "ice")]
 
@@ -106,12 +97,10 @@ TURNED_AGAIN = [*TURNED[:2], {**THINKS, "reasoning": "Well."}, TURNED[3]]
 @pytest.mark.parametrize(
     ("first", "second", "what", "position", "role", "kind", "character"),
     [
-        # Of messages; all kinds of text are in test_volatile_text.py.
         (AT_NOON, LATER, "message", 0, "system", "times", len(f"{LONG}It is 1")),
         (messages(f"{LONG} One.", LONG), messages(f"{LONG} Two.", LONG), "message", 0, "system", None, len(LONG) + 1),
         (TURNED, TURNED_AGAIN, "message", 2, "assistant", "thinking_history", None),
         (TURNED, [*TURNED[:2], *TURNED[:1], *TURNED[2:]], "message", 2, "system", "system_moved", None),
-        # Of tools: their order, that of their keys, and what they say.
         (TOOLS, TOOLS[::-1], "tool", 0, "ice", "tools_sorted", None),
         (TOOLS, [TOOLS[0], dict(reversed(TOOLS[1].items())), TOOLS[2]], "tool", 1, "tide", "tool_keys_sorted", 2),
         (TOOLS[:-1], TOOLS, "tool", 2, "ice", None, None),
@@ -125,24 +114,22 @@ def test_the_first_difference_is_named(first, second, what, position, role, kind
     assert change[:5] == (what, position, role, character, kind)
 
 
-def continued_by(before: dict, after: dict, path: str = CHAT) -> tuple[RequestMemory, RememberedRequest]:
-    """A request that continues another one of 1,000 tokens."""
-    memory, last = remembering(10**7), None
+def continued_by(before: dict, after: dict, path: str = CHAT) -> Callable[[int], Any]:
+    """What is found otherwise of a request that continues one of 1,000 tokens, of which so many are shared."""
+    memory = remembering()
     for body in (before, after):
-        last = RememberedRequest(layout_of(chat_in(path, body, StoredResponses(0)), b"r"), len(json.dumps(body)))
-        memory.add(last)
+        memory.add(last := as_recent(body, path))
         last.prompt = PROMPT
-    assert last is not None and finished(memory.seek_change(last, PROMPT, 0)) is None
-    return memory, last
+    assert finished(memory.seek_change(last, PROMPT, 0)) is None
+    return lambda shared: finished(memory.rendered_otherwise(last, shared))
 
 
 def test_a_days_question_asked_again_the_next_day_differs_by_its_date():
     """As agents do that put a reminder with the date before the user's own words, in one message."""
 
     def bodies(said):
-        return (
-            {"messages": [*messages(RULES), {"role": "user", "content": said(f"2026-11-{day}")}]} for day in (22, 23)
-        )
+        asked = ({"role": "user", "content": said(f"2026-11-{day}")} for day in (22, 23))
+        return ({"messages": [*messages(LONG * 20), each]} for each in asked)
 
     def reminder(day):
         texts = (f"<reminder>\n{LONG}\nToday's date is {day}.\n\n{LONG}</reminder>", "How do the events run?")
@@ -164,12 +151,8 @@ NEXT = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "
 
 
 def test_thinking_that_a_template_drops_is_named_by_what_is_missing():
-    before = [*messages(RULES), *THOUGHT]
-    memory, last = continued_by({"messages": before}, {"messages": [*before, *NEXT]})
-
-    def otherwise(shared: int) -> PrefixChange | None:
-        return finished(memory.rendered_otherwise(last, shared))
-
+    before = [*messages(LONG * 20), *THOUGHT]
+    otherwise = continued_by({"messages": before}, {"messages": [*before, *NEXT]})
     assert otherwise(PROMPT - 5) is None  # all of it but the words that ask for an answer
     assert otherwise(16) is None  # an engine that has forgotten it
     change = otherwise(PROMPT - 400)
@@ -181,10 +164,9 @@ def test_thinking_that_a_template_drops_is_named_by_what_is_missing():
 def test_reminders_that_vllm_merges_into_the_system_prompt_are_named():
     loop = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "done"}]}]
     said = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "Yes."}, *loop]
-    first = {"system": RULES, "messages": said}
-    second = {"system": RULES, "messages": [*said, {"role": "system", "content": "Use the list of tasks."}]}
-    memory, last = continued_by(first, second, MESSAGES)
-    change = finished(memory.rendered_otherwise(last, PROMPT - 300))
+    first = {"system": LONG * 20, "messages": said}
+    second = {"system": LONG * 20, "messages": [*said, {"role": "system", "content": "Use the list of tasks."}]}
+    change = continued_by(first, second, MESSAGES)(PROMPT - 300)
     assert (change.kind, change.lost) == ("system_merged", 300)
 
 
@@ -200,7 +182,9 @@ def test_each_kind_has_a_cure_and_a_row_in_the_readme():
 
 def test_what_is_remembered_is_bounded_in_bytes_and_in_number():
     added = [as_recent({"messages": messages(f"{number} " + "x" * 500, "Q")}) for number in range(3 * MAX_REQUESTS)]
-    few, many = remembering(20_000), remembering(10_000_000)
+    few, many, none = remembering(20_000), remembering(), remembering(0)
+    none.add(added[0])
+    assert none.held == 0 and finished(none.seek_change(added[0], PROMPT, 0)) is None
     for request in added:
         few.add(request)
         many.add(request)
@@ -226,9 +210,8 @@ SAID = [{"role": "user", "content": "Fix the rounding."}, {"role": "assistant", 
     ],
 )
 def test_without_thinking_of_a_loop_that_is_over_nothing_is_dropped(before, added):
-    before = [*messages(RULES), *before]
-    memory, last = continued_by({"messages": before}, {"messages": [*before, *added]})
-    assert finished(memory.rendered_otherwise(last, 500)) is None
+    before = [*messages(LONG * 20), *before]
+    assert continued_by({"messages": before}, {"messages": [*before, *added]})(500) is None
 
 
 def test_into_a_tool_that_is_too_long_nobody_looks_for_another_order_of_keys():
@@ -241,3 +224,117 @@ def test_into_a_tool_that_is_too_long_nobody_looks_for_another_order_of_keys():
         assert change is not None and (change.what, change.position) == ("tool", 0)
         kinds.append((change.kind, change.characters is None))
     assert kinds == [("tool_keys_sorted", False), (None, True)]
+
+
+def kind(new: str, old: str) -> str | None:
+    return finished(kind_of(new, old, common_prefix(new, old), NOW))
+
+
+CHANNEL = " Keep clear of the bar.\nNever leave the channel without a pilot on board, and call the lock first.\n"
+
+CASES = [
+    ("2026-11-22", "2026-11-23", "dates"),
+    ("11/22/2026", "11/23/2026", "dates"),
+    ("noviembre de 2026", "diciembre de 2026", "dates"),
+    ("22.11.2026", "1.12.2026", "dates"),
+    ("November 22nd, 2026", "December 3rd, 2026", "dates"),
+    ("the 22nd of November 2026", "the 23rd of November 2026", "dates"),
+    ("今天是2026年11月22日星期日。", "今天是2026年11月25日星期三。", "dates"),
+    ("٢٥ نوفمبر ٢٠٢٦", "٢٦ نوفمبر ٢٠٢٦", "dates"),
+    ("1795600000", "1795690000", "dates"),  # a Unix time of another day
+    ("9:59", "10:00", "times"),
+    ("10:11", "10:11:05", "times"),
+    ("9:05 a.m.", "10:15 p.m.", "times"),
+    ("2026-11-22T10:11:12.123456+01:00", "2026-11-22T10:11:13.523456+01:00", "times"),
+    ("Sun Nov 22 10:11:12 UTC 2026", "Sun Nov 22 11:51:12 UTC 2026", "times"),
+    ("10:11 Europe/Berlin", "10:12 Europe/Berlin", "times"),
+    ("1795342272.517", "1795342299.004", "times"),
+    ("3f2b8c1e-9d4a-4c6b-8f0e-5a7d1b2c3e4f", "a91c0d7e-1b2c-4d3e-9f8a-7b6c5d4e3f2a", "uuid"),
+    ("ses_dfde55eccffeiuAx", "ses_1fde55eccffeiuBx", "uuid"),
+    ("22/11/26", "23/11/26", "number"),  # which of these is a year, no rule knows
+    ("v2026.11.22", "v2026.11.23", "number"),
+    ("since 2026-11-22 by Ann", "since 2026-11-22 by Bo", None),
+    ("C:\\Users\\ann", "C:\\Users\\bo", "path"),
+    ("Working directory: /srv/ann", "Working directory: /srv/bo", "working_directory"),
+    ("<total_tokens>17</total_tokens>", "<total_tokens>9</total_tokens>", "token_counters"),
+    ("2026-11-22", "a day in June", None),
+    ("17", "/srv/ann", None),
+]
+
+
+@pytest.mark.parametrize("head", ["", "You pilot ships. Today is "])
+@pytest.mark.parametrize(("old", "new", "expected"), CASES)
+def test_the_kind_of_what_differs_is_told_wherever_it_stands(head, old, new, expected):
+    one, other = head + old + CHANNEL, head + new + CHANNEL
+    assert kind(other, one) == kind(one, other) == expected
+
+
+def test_a_git_status_is_one_kind_whatever_changes_in_it():
+    git = "gitStatus: as it was.\n\nCurrent branch: {branch}\n\nStatus:\n{status}\n\nRecent commits:\n{commits}\n"
+    was = {"branch": "main", "status": "(clean)", "commits": "1a2b3c4 Tides"}
+    for change in (
+        {"status": " M src/tides.py\n?? notes/"},
+        {"commits": "89abcde Locks\n1a2b3c4 Tides"},
+        {"branch": "locks", "status": "R  a.py -> b.py", "commits": "89abcde Locks"},
+    ):
+        one, other = (f"{CHANNEL}{git.format(**state)}{CHANNEL}" for state in ({**was, **change}, was))
+        assert kind(one, other) == kind(other, one) == "git_status"
+
+
+def test_no_text_is_slow():
+    """Long texts of what patterns are made of, 200 kB each; a busy machine may try three times."""
+    draw, size = random.Random(3), 200_000
+    atoms = ["1", "a", "-", "/a", "1.", "1,", "1:", "Nov ", "Nov 1 ", "12:34 ", "am ", "T1", "\n", "a\n", " ", "a-1"]
+    atoms += ["1 tokens ", "git status\n", " M a\n", "UTC+", "(", "Europe/", "20261122T", "年", ", of ", "\ud800"]
+    atoms += ["cwd ", "cwd/a"]
+
+    def seconds(new: str, old: str) -> float:
+        began = time.process_time()
+        at = common_prefix(new, old)
+        alike(new, old, at)
+        finished(kind_of(new, old, at, NOW))
+        return time.process_time() - began
+
+    for atom in atoms:
+        same = (atom * size)[:size]
+        mixed = ["".join(draw.choices([atom, "x", str(i)], k=size // (len(atom) + 1))) for i in (1, 2)]
+        for new, old in ((same[: size // 2] + "X" + same[size // 2 :], same), mixed, (mixed[0], same)):
+            assert any(seconds(new, old) < 0.02 for _ in range(3)), atom
+
+
+def own(number: int, length: int = 100) -> list[int]:
+    return [number * 10_000 + index for index in range(length)]
+
+
+def test_what_is_shared_is_what_comparing_all_prompts_of_the_same_finds():
+    """Units of 64 tokens, so that few of them are learnt, and prompts of few units, so that many part anywhere."""
+    draw, unit, deep = random.Random(2), 64, 0
+    for _ in range(100):
+        shared, prompts, learnt = SharedTokens(unit), {b"v": [], b"w": []}, {b"v": set(), b"w": set()}
+        for _ in range(20):
+            prompt = [token for _ in range(draw.randrange(8)) for token in [draw.randrange(2)] * unit]
+            prompt += own(draw.randrange(1, 3), draw.randrange(unit))
+            apart, usable = draw.choice([b"v", b"w", b"w"]), prompt[:-1]
+            cuts = range(unit, len(usable) + 1, unit)
+            parting = max(
+                (cut for cut in cuts if any(prompt[:cut] == each[:cut] for each in prompts[apart])), default=0
+            )
+            expected = max((cut for cut in cuts if tuple(prompt[:cut]) in learnt[apart]), default=0)
+            assert shared.look(apart, prompt) == expected, (prompt, prompts)
+            if parting >= MIN_SHARED:
+                learnt[apart].add(tuple(prompt[:parting]))
+            prompts[apart].append(usable)
+            deep += expected >= 3 * unit
+    assert deep > 50
+
+
+def test_memory_is_bounded_and_a_beginning_in_use_outlives_strangers():
+    shared, found, head = SharedTokens(16, most=40), [], list(range(160))
+    for number in range(1, 100):
+        found.append(shared.look(b"w", head + own(2 * number)))
+        assert shared.look(b"w", own(2 * number + 1, 200)) == 0
+        assert len(shared._prefixes) <= 40
+    assert found == [0, 0, *[160] * 97]
+    assert shared.look(b"w", own(3, 200)) == shared.look(b"w", own(3, 200)) == 0  # forgotten meanwhile
+    small = SharedTokens(16, most=8)
+    assert [small.look(b"w", head) for _ in range(4)] == [0, 0, 0, 0], "its beginning is forgotten"

@@ -1,26 +1,23 @@
-"""The step after an answer: what is learnt from its usage, and the reason that is found for what came."""
+"""A lease, and the step after an answer: what counts for how long, what is learnt, and the reason that is found."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
-from proxy.boundaries.finder import BoundaryFinder
 from proxy.boundaries.layout import layout_of
-from proxy.boundaries.positions import PositionCache
-from proxy.boundaries.template_facts import Opener, TemplateFacts
 from proxy.chat.reader import chat_request
 from proxy.chat.usage import Usage
 from proxy.fleet.part import Change
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import StepTimes
 from proxy.http.auth import ApiKey, KeyEntry
+from proxy.http.client import Unreachable
 from proxy.idle_work import IdleWork
 from proxy.observability.reasons import Expectation
 from proxy.observability.request_diff import RememberedRequest
@@ -32,17 +29,13 @@ from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
 from tests.harness.waiting import until
 
-FACTS = TemplateFacts({"user": 5}, {("user", False): Opener((4,)), ("first", False): Opener((1,))})
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Tide?"}]}
 
-CHAT = {
-    "model": "m",
-    "messages": [
-        {"role": "system", "content": "You pilot ships into the harbour."},
-        {"role": "user", "content": "First?"},
-        {"role": "assistant", "content": "One."},
-        {"role": "user", "content": "Second?"},
-    ],
-}
+SYSTEM = Boundary("system", b"s", "first:1", estimate=150)
+
+FOUND = Found((SYSTEM, Boundary("turn", b"t", "last:4"), Boundary("turn", b"u", -5)), (b"s", b"t", b"u"))
+
+ANN = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
 
 
 class Scene:
@@ -54,32 +47,18 @@ class Scene:
         self.reader, self.prefix_index, self.idle = gateway.reader, gateway.prefix_index, gateway.idle
         self.accounting = gateway.accounting
         self.said: asyncio.Future[EngineOutcome | None] = asyncio.get_running_loop().create_future()
-        self.asked = 0  # how often an engine was asked for what it has said
         self.ended: list[tuple[str, str]] = []  # requests of which nothing more is to come, and how
         events = self.accounting._engine_events
-        events.outcome_of = self._outcome_of  # type: ignore[method-assign]
+        events.outcome_of = lambda *_: self.said  # type: ignore[method-assign]
         events.left = lambda _, name: self.ended.append(("left", name))  # type: ignore[method-assign]
         events.refused = lambda _, name: self.ended.append(("refused", name))  # type: ignore[method-assign]
-        self.registry, self.value = gateway.metrics.registry, own.metric
-        self.found = BoundaryFinder(PositionCache(10**6)).find(chat_request(CHAT), FACTS, b"renderer")
+        self.value = own.metric
+        self.found = FOUND
 
-    async def _outcome_of(self, *_: Any) -> EngineOutcome | None:
-        self.asked += 1
-        return await self.said
-
-    def request(
-        self,
-        *,
-        path: str = "/v1/chat/completions",
-        body: Mapping[str, Any] = CHAT,
-        key: ApiKey | None = None,
-        hint: tuple[Any, ...] | None = None,
-        **expected: Any,
-    ) -> ProxiedRequest:
-        scope = {"method": "POST", "path": path, "query_string": b"", "headers": [(b"user-agent", b"pilot/1.2 x")]}
+    def request(self, key: ApiKey | None = None, **expected: Any) -> ProxiedRequest:
+        scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
         request = request_of(scope, b"x" * 400, "r", key)
-        request.body.parsed = dict(body)
-        request.body.hint = self.found.entries() if hint is None else hint
+        request.body.parsed, request.body.hint = dict(CHAT), self.found.entries()
         request.prompt = Prompt(chat_request(CHAT), found=self.found)
         self.accounting.began(request)
         known = {"failure": None, "sent": None, "sent_here": False, "ever_sent": None, "held": 0, "predicted": 0}
@@ -89,27 +68,27 @@ class Scene:
     async def answered(self, request: ProxiedRequest, usage: Usage | None, *outcome: EngineOutcome) -> str | None:
         return await self.accounting.answered(request, Report(200, usage, *outcome))
 
-    async def streamed(self, request: ProxiedRequest, usage: Usage, *outcome: EngineOutcome) -> None:
+    def streamed(self, request: ProxiedRequest, usage: Usage, *outcome: EngineOutcome) -> None:
         """All of a stream's answer has gone to the client."""
-        await request.reply({"type": "http.response.start", "status": 200, "headers": []})
+        request.reply.failed(200)
         request.timings.is_stream = True
         self.accounting.reported(request, Report(200, usage, *outcome))
         self.accounting.count(request)
 
 
 @pytest.fixture
-def scene_of(in_memory) -> Callable[..., Awaitable[Scene]]:
-    async def of(*workers: RecordingWorker) -> Scene:
-        own = await in_memory(*workers, is_started=False)
+def own_of(in_memory) -> Callable[..., Awaitable[InMemoryGateway]]:
+    async def of(*workers: RecordingWorker, **settings: Any) -> InMemoryGateway:
+        own: InMemoryGateway = await in_memory(*workers, is_started=False, **settings)
         await own.gateway.pool.check_all()
-        return Scene(own)
+        return own
 
     return of
 
 
 @pytest.fixture
-async def scene(scene_of) -> Scene:
-    return await scene_of(RecordingWorker("http://w"))
+async def scene(own_of) -> Scene:
+    return Scene(await own_of(RecordingWorker("http://w")))
 
 
 @pytest.mark.parametrize(("sent", "lost"), [(None, 400), (100, 300), (390, None)])
@@ -131,7 +110,7 @@ def changed_request(scene: Scene) -> ProxiedRequest:
     rules = "Keep clear of the bar at low water. " * 20
     for day in ("2026-11-22", "2026-11-23"):
         changed = {"role": "system", "content": f"Today is {day}. {rules}"}
-        chat = chat_request({**CHAT, "messages": [changed, *CHAT["messages"][1:]]})
+        chat = chat_request({**CHAT, "messages": [changed, *CHAT["messages"]]})
         remembered = RememberedRequest(layout_of(chat, b"renderer"), 1000)
         scene.reader.recent.add(remembered)
     request = scene.request()
@@ -153,12 +132,18 @@ async def test_with_no_time_a_reason_is_found_without_a_change_and_that_is_count
 async def test_a_stream_is_given_the_time_it_takes(scene, monkeypatch):
     monkeypatch.setattr(accounting, "SEEK_SECONDS", -1.0)
     request = changed_request(scene)
-    await scene.streamed(request, Usage(400, 0), EngineOutcome("cold", 0))
+    scene.streamed(request, Usage(400, 0), EngineOutcome("cold", 0))
     await scene.idle.caught_up()
     assert request.record.explanation.reason == "prefix_changed"
 
 
-async def test_an_explanation_that_fails_costs_no_answer(scene, caplog):
+async def test_what_fails_beside_an_answer_costs_no_answer_and_its_kind_alone_is_logged(scene, caplog):
+    scene.said.set_exception(KeyError("You pilot ships."))
+    request = scene.request()
+    scene.streamed(request, Usage(100, 0))
+    await until(lambda: request.record.explanation.reason)
+    assert request.record.explanation.reason == "cold"  # the gateway's own
+    assert "asking for request r: KeyError" in caplog.text and "pilot" not in caplog.text
     request = scene.request()
     scene.found = Found((Boundary("turn", b"t", [7]),))  # no entry
     request.prompt = request.prompt._replace(found=scene.found)
@@ -170,7 +155,6 @@ async def test_an_explanation_that_fails_costs_no_answer(scene, caplog):
 async def test_lengths_are_learnt_from_what_an_engine_says_up_to_the_prompts_end(scene):
     index, positions = scene.prefix_index, scene.reader.positions
     index.record(scene.found.boundaries, scene.worker.boot, scene.found.entries())
-    scene.found = scene.found._replace(end=None)
     await scene.answered(scene.request(), Usage(100, 0), EngineOutcome("cold", 0, (1, 101, 100)))
     assert [positions.get(each.key) for each in scene.found.boundaries] == [1, 0, 100]
     held = index.longest(scene.found.prefixes, [scene.worker.boot])[scene.worker.boot]
@@ -185,62 +169,15 @@ async def test_what_was_recorded_for_a_request_that_came_to_nothing_is_taken_bac
     assert scene.ended == [(each, "r") for each in told]
 
 
-RESPONSES, ASKED = "/v1/responses", {"model": "m", "input": "Tide?"}
-
-ANN = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
-
-
 def with_pace(worker: Worker, pass_seconds: float, token_seconds: float) -> None:
     metrics = worker.probed.metrics._replace(step_times=StepTimes(pass_seconds, token_seconds))
     worker.probed = replace(worker.probed, metrics=metrics)
 
 
-@pytest.mark.parametrize(
-    ("path", "store", "is_stored"),
-    [(RESPONSES, {}, True), (RESPONSES, {"store": "off"}, False), ("/v1/chat/completions", {}, False)],
-)
-async def test_a_response_can_be_asked_for_once_its_answer_begins_if_it_is_stored(scene, path, store, is_stored):
-    for number in range(3):
-        request = scene.request(path=path, body={**ASKED, **store}, key=ANN)
-        name = f"resp_{number}"
-        if number == 2:
-            request.choice = None
-        if number:
-            scene.accounting.opened(request, {"id": name, "output": []})
-        else:
-            scene.accounting.reported(request, Report(200), {"id": name, "output": []})
-        is_kept = is_stored and number < 2
-        assert scene.reader.stored.boot(name, "ann") == (scene.worker.boot if is_kept else None)
-        assert scene.reader.stored.boot(name, "bob") is None
-
-
-@pytest.mark.parametrize(
-    ("timings", "stages"),
-    [
-        ({"asked": 13.0, "choosing": 12.0}, [("queue", 13.0, 99.0)]),  # it still waits, for another worker
-        (
-            {"asked": 11.0, "choosing": 12.0, "leased": 12.5, "first_byte": 14.0, "is_stream": True},
-            [("queue", 11.0, 12.0), ("choice", 12.0, 12.5), ("first token", 12.5, 14.0)],
-        ),
-    ],
-)
-async def test_a_trace_ends_with_the_stages_that_a_request_came_to(scene, monkeypatch, timings, stages):
-    monkeypatch.setattr(accounting.time, "perf_counter", lambda: 99.0)
-    request, put_off = scene.request(), Mock()
-    scene.idle.put_off, request.trace = put_off, Mock()
-    for name, value in {"arrived": 10.0, **timings}.items():
-        setattr(request.timings, name, value)
-    request.reply.failed(503)
-    scene.accounting.count(request)
-    put_off.assert_called_once()
-    request.trace.stop.assert_called_once()
-    request.trace.end.assert_called_once_with(503, "m", "w", stages, request.record.explanation)
-
-
-async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(scene_of, monkeypatch):
+async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, monkeypatch):
     monkeypatch.setattr(accounting, "FORGET_SECONDS", 0.0)
-    scene = await scene_of(RecordingWorker("http://w"), RecordingWorker("http://v"))
-    gone, (other,), pool = scene.worker, scene.others, scene.accounting._pool
+    scene = Scene(await own_of(RecordingWorker("http://w"), RecordingWorker("http://v")))
+    gone, (other,) = scene.worker, scene.others
     with_pace(gone, 0.0, 0.0)
     for worker in (gone, other):
         request = scene.request()
@@ -250,40 +187,32 @@ async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(scene_of
         scene.accounting.count(request)
         await scene.idle.caught_up()
 
-    def counted(name: str) -> float:
+    def counted() -> list[float]:
         metrics = "seamark_requests_total", "seamark_cached_tokens_total"
-        return sum(scene.value(metric, worker=name) for metric in metrics)
+        return [sum(scene.value(metric, worker=name) for metric in metrics) for name in ("w", "v")]
 
     running = asyncio.create_task(scene.accounting.run())
     saved = scene.accounting.time_saved()
-    assert (counted("w"), counted("v"), saved.waiting) == (61, 61, 120)
-    scene.accounting.on_worker(gone, Change.REMOVED)
-    scene.accounting.forget_gone()
-    assert counted("w") == 61  # another one has its name
-    pool.workers.remove(gone)
-    gone.inflight = 1
-    scene.accounting.on_worker(gone, Change.REMOVED)
-    scene.accounting.forget_gone()
-    assert counted("w") == 61  # its last request still counts
+    for present, inflight in ((True, 0), (False, 1)):  # another one has its name; its last request still counts
+        gone.inflight = inflight
+        if not present:
+            scene.accounting._pool.workers.remove(gone)
+        scene.accounting.on_worker(gone, Change.REMOVED)
+        scene.accounting.forget_gone()
+        assert (counted(), saved.waiting) == ([61, 61], 120)
     gone.inflight = 0
-    await until(lambda: counted("w") == 0)  # it is looked at again and again
-    assert (counted("v"), saved.waiting) == (61, 60)
+    await until(lambda: counted() == [0, 61])  # it is looked at again and again
+    assert saved.waiting == 60
     running.cancel()
 
 
-@pytest.mark.parametrize(
-    ("answer", "seconds"),
-    [
-        (b'{"usage": {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 40}}}', 0.5 + 60 * 0.01),
-        (b'{"usage": {"prompt_tokens": 100}}', 0.5 + 100 * 0.01),
-        (b"{}", None),
-    ],
-)
-async def test_a_replay_costs_a_pass_and_what_was_computed(scene, answer, seconds):
+async def test_a_replay_costs_a_pass_and_what_was_computed(scene):
     with_pace(scene.worker, 0.5, 0.01)
-    scene.accounting.replayed("m", scene.worker, answer)
-    spent = scene.value("seamark_seconds_spent_total", model="m", worker="w")
-    assert spent == pytest.approx(seconds or 0) and scene.accounting.time_saved().spent == pytest.approx(seconds or 0)
+    cached = b'{"usage": {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 40}}}'
+    for answer, spent in ((b"{", 0.0), (b"{}", 0.0), (cached, 1.1), (b'{"usage": {"prompt_tokens": 100}}', 2.6)):
+        scene.accounting.replayed("m", scene.worker, answer)
+        assert scene.accounting.time_saved().spent == pytest.approx(spent)
+        assert scene.value("seamark_seconds_spent_total", model="m", worker="w") == pytest.approx(spent)
 
 
 async def test_cached_tokens_count_as_time_at_the_pace_known_by_then(scene):
@@ -308,12 +237,13 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
         return [scene.value(f"seamark_{name}_tokens_total", **labels) for name in names]
 
     expects = {"sent": Prefix(90, 0), "sent_here": True, "held": 80, "predicted": 80}
-    await scene.answered(scene.request(key=ANN, **expects), Usage(100, 80, 7), EngineOutcome("hit", 80))
-    assert counted() == [100, 80, 80, 80, 80]
-    await scene.answered(scene.request(**expects), Usage(100, 16, 7), EngineOutcome("evicted", 80))
-    assert counted() == [200, 96, 160, 96, 160]
-    await scene.answered(scene.request(**expects), Usage(100, None, 7))
-    assert counted() == [300, 96, 240, 96, 240]  # shareable for all that is known
+    for key, cached, outcome, sums in (
+        (ANN, 80, [EngineOutcome("hit", 80)], [100, 80, 80, 80, 80]),
+        (None, 16, [EngineOutcome("evicted", 80)], [200, 96, 160, 96, 160]),
+        (None, None, [], [300, 96, 240, 96, 240]),  # shareable for all that is known
+    ):
+        await scene.answered(scene.request(key=key, **expects), Usage(100, cached, 7), *outcome)
+        assert counted() == sums
     plain = scene.request(**expects)
     plain.give(Choice(scene.worker))
     await scene.answered(plain, Usage(100, 16, 7))
@@ -326,10 +256,133 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
     assert (used["prompt_tokens"], used["cached_tokens"], used["output_tokens"]) == (100, 80, 7)
 
 
-async def test_an_engine_that_cannot_be_asked_leaves_the_gateways_own_reason(scene, caplog):
-    scene.said.set_exception(KeyError("You pilot ships."))
-    request = scene.request(hint=(40,))
-    await scene.streamed(request, Usage(100, 0))
-    await until(lambda: request.record.explanation.reason)
-    assert request.record.explanation.reason == "cold"
-    assert "asking for request r: KeyError" in caplog.text and "pilot" not in caplog.text
+RENDERER = b"renderer"
+
+
+class LeaseScene:
+    """A gateway that has looked at its workers, which take one request at a time; none is sent anything."""
+
+    def __init__(self, own: InMemoryGateway) -> None:
+        self.own, self.workers = own, own.gateway.pool.workers
+        self.queue, self.dispatcher = own.gateway.queue, own.gateway.handler._dispatcher
+        self.events = self.dispatcher._engine_events
+        for worker in self.workers:
+            worker.renderer_ids["m"] = RENDERER
+        self.key = ApiKey("ann", KeyEntry(sha256="0" * 64), "salt")
+        self.refused_by: list[str] = []  # boots, as engine events are told
+        self.events.refused = lambda worker, _: self.refused_by.append(worker.boot)  # type: ignore[method-assign]
+
+    def request(self, path: str = "/v1/chat/completions", **body: Any) -> ProxiedRequest:
+        scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
+        request = request_of(scope, b"x" * 400, "r", self.key)
+        request.body.parsed = {"model": "m", **body}
+        found = Found((SYSTEM,), (b"s",), renderer_id=RENDERER)
+        request.prompt = Prompt(found=found, tokens=160)
+        return request
+
+    def counted(self) -> tuple[int, int, int]:
+        inflight = sum(worker.inflight for worker in self.workers)
+        return inflight, self.key.under_way, sum(worker.prefill_tokens for worker in self.workers)
+
+
+@pytest.fixture
+async def leased(own_of) -> LeaseScene:
+    return LeaseScene(await own_of(RecordingWorker(), max_inflight=1))
+
+
+@pytest.fixture
+async def two(own_of) -> LeaseScene:
+    return LeaseScene(await own_of(RecordingWorker(), RecordingWorker(), max_inflight=1))
+
+
+async def test_what_the_engine_has_computed_of_a_prompt_counts_no_more_whether_the_answer_has_begun_or_not(leased):
+    async with leased.dispatcher.lease(leased.request()):
+        leased.events.on_computed("r", 100, False)
+        assert leased.counted() == (1, 1, 60)
+        leased.events.on_computed("r", 40, False)  # never more than before
+        leased.events.on_computed("another gateway's", 160, True)
+        assert leased.counted() == (1, 1, 60)
+        leased.events.on_computed("r", 200, False)
+        assert leased.counted() == (1, 1, 0)
+    leased.events.on_computed("r", 100, False)
+    assert leased.counted() == (0, 0, 0)
+
+
+async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_free_now(two):
+    async with two.dispatcher.lease(two.request()) as lease:
+        first = lease.worker
+        (other,) = (worker for worker in two.workers if worker is not first)
+        first.max_inflight = 2  # it has room, and is not asked again
+        other.inflight = 1
+        assert not lease.move_now() and lease.worker is first
+        other.inflight = 0
+        assert lease.move_now() and lease.worker is other
+        assert (first.inflight, first.prefill_tokens, two.counted()) == (0, 0, (1, 1, 160))
+        assert two.refused_by == [first.boot]
+        for worker in two.workers:
+            two.own.upstream.faults[worker.url] = Unreachable()
+            two.own.gateway.pool.mark_down(worker)
+        assert not lease.move_now() and lease.worker is other
+    assert two.counted() == (0, 0, 0)
+
+
+async def test_a_worker_on_trial_is_on_trial_for_as_long_as_the_request_is_there(leased):
+    breaker = leased.workers[0].breaker
+    breaker.is_open, breaker._trial_at = True, 0.0
+    async with leased.dispatcher.lease(leased.request()):
+        assert not breaker.wants_trial
+    assert breaker.wants_trial  # its client has left without an answer
+
+
+async def test_a_client_that_leaves_while_it_waits_or_just_as_its_slot_comes_leaves_no_count(leased):
+
+    async def hold() -> None:
+        async with leased.dispatcher.lease(leased.request()):
+            await asyncio.Event().wait()
+
+    async with leased.dispatcher.lease(leased.request()):
+        others = [asyncio.create_task(hold()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert len(leased.queue) == 2
+        others[0].cancel()  # while it waits
+        await asyncio.gather(others[0], return_exceptions=True)
+        assert (len(leased.queue), leased.counted()) == (1, (1, 1, 160))
+    # The slot is the last one's, which does not know yet. Its worker was sent the first 150 tokens before.
+    assert (len(leased.queue), leased.counted()) == (0, (1, 1, 10))
+    others[1].cancel()
+    await asyncio.gather(others[1], return_exceptions=True)
+    assert leased.counted() == (0, 0, 0)
+    assert leased.refused_by == [leased.workers[0].boot]  # nothing of it is at the worker
+
+
+@pytest.mark.parametrize(
+    ("status", "is_kept"), [(199, False), (200, True), (299, True), (300, False), (404, False), (500, False)]
+)
+async def test_the_worker_of_a_response_is_remembered_once_one_has_answered_for_it(two, status, is_kept):
+    worker, stored = two.workers[0], two.dispatcher._stored
+    continues = two.request("/v1/responses", previous_response_id="resp_1")
+    assert two.dispatcher.seeks_on(continues, worker, status) is (status == 404)
+    assert stored.boot("resp_1", "ann") == (worker.boot if is_kept else None)
+    plain = two.request()
+    assert two.dispatcher.seeks_on(plain, worker, status) is False and plain.asked == []
+
+
+async def test_a_slot_is_there_while_nobody_waits_and_worker_and_key_have_room(leased):
+    leased.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
+    request = leased.request()
+    assert leased.dispatcher.has_slot(request)
+    leave = leased.dispatcher.joins(leased.request())  # an answer that is under way
+    assert leased.counted() == (0, 1, 0) and not leased.dispatcher.has_slot(request)
+    waiting = asyncio.create_task(leased.dispatcher.acquire(leased.dispatcher.lease(request)))
+    await asyncio.sleep(0)
+    assert leased.key.queued == 1
+    leave()
+    leave()
+    lease = await waiting
+    for _ in range(2):  # it counts once, however often it is over
+        lease.release()
+        assert leased.counted() == (0, 0, 0) and lease.prefill_tokens == 0
+    leased.key.entry = KeyEntry(sha256="0" * 64)
+    async with leased.dispatcher.lease(request):
+        assert not leased.dispatcher.has_slot(leased.request())
+    assert leased.dispatcher.has_slot(leased.request())

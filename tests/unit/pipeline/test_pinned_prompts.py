@@ -1,33 +1,39 @@
-"""Prompts that are kept in every worker's cache: by request and by file, after restarts, and nobody else's."""
+"""Prompts that are kept in every worker's cache, and the hot ones that a restarted worker gets back first."""
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import httpx
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
+from proxy.chat.chat import CHAT
 from proxy.errors import BadRequest, NotFound, PinRefused, SettingsError
-from proxy.fleet.hot_prefixes import WarmupRequest
+from proxy.fleet.hot_prefixes import ENTRY_BYTES, WarmupRequest, WarmupSet
 from proxy.fleet.part import Change
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Broken, Unreachable
+from proxy.metrics import Metrics
 from proxy.pipeline import pinned_prompts
 from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.pinned_prompts import PinnedPrompts
-from proxy.pipeline.replayer import Replayed
+from proxy.pipeline.replayer import Replayed, Replayer
+from proxy.pipeline.warm_up import WarmUp
+from proxy.routing.engine_events import EngineEvents
+from proxy.routing.prefix_index import PrefixIndex
 from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import chat
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.probed import pool_of, probed
 from tests.harness.recording_worker import RecordingWorker
-from tests.harness.scripted_upstream import ScriptedUpstream
+from tests.harness.scripted_upstream import Said, ScriptedUpstream
 from tests.harness.waiting import until
 
 PATH = "/seamark/prefixes"
@@ -55,13 +61,13 @@ def pinned(worker: RecordingWorker) -> int:
     return len(worker.engine.pinned)
 
 
+async def words(own: InMemoryGateway) -> list[str]:
+    """Of each prompt at the one worker."""
+    return [word for each in (await own.get(PATH)).json()["prefixes"] for word in each["workers"].values()]
+
+
 async def is_pinned(own: InMemoryGateway, worker: RecordingWorker) -> bool:
-    return pinned(worker) == 1 and await word(own, worker) == "pinned"
-
-
-async def word(own: InMemoryGateway, worker: RecordingWorker, name: str = "rules") -> str:
-    listed = {each["name"]: each for each in (await own.get(PATH)).json()["prefixes"]}
-    return listed[name]["workers"][worker.url.split("://")[1]] if name in listed else ""
+    return pinned(worker) == 1 and await words(own) == ["pinned"]
 
 
 async def test_one_that_is_taken_back_is_released_and_gone(own, worker, caplog):
@@ -105,7 +111,7 @@ async def test_a_client_cannot_pin(own, worker):
     ("wrong", "param", "words"),
     [
         ({"body": chat("?")}, "name", "name"),
-        *(({"name": name, "body": chat("?")}, "name", "name") for name in ("", "a/b", "a" * 129, "a\u200b", "a\n")),
+        *(({"name": name, "body": chat("?")}, "name", "name") for name in ("", "a/b", "a" * 129, "a\u200b")),
         ({"name": "a", "body": {"messages": [NOT_READ_YET]}}, "body", "body.model"),
         ({"name": "a", "body": {"model": "m", "messages": [NOT_READ_YET, 7]}}, "body", "body.messages"),
         ({"name": "a", "body": chat("?"), "key": "ann"}, "key", "no API keys"),
@@ -126,10 +132,9 @@ async def test_another_sites_page_pins_nothing(own):
 
 
 async def test_with_keys_it_is_an_operators_and_one_groups(in_memory, worker, tmp_path: Path):
-    keys, secret = tmp_path / "keys.toml", tmp_path / "secret"
+    keys = tmp_path / "keys.toml"
     keys.write_text(entry("ann", share="team") + entry("bob", share="team") + entry("cleo") + entry("root", admin=True))
-    secret.write_text("salt secret\n")
-    own = await in_memory(worker, api_keys=keys, salt_secret_file=secret)
+    own = await in_memory(worker, api_keys=keys)
     admin = bearer("root")
     assert [(await pin(own, headers=headers)).status_code for headers in ({}, bearer("ann"))] == [401, 403]
     assert (await pin(own, headers=admin)).json()["error"]["param"] == "key"
@@ -164,10 +169,6 @@ async def test_what_is_pinned_for_a_key_moves_with_it_to_another_group(in_memory
     assert pinned(worker) == 0
 
 
-def write(path: Path, **bodies: Any) -> None:
-    path.write_text(json.dumps([{"name": name, "body": body} for name, body in bodies.items()]))
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -176,18 +177,15 @@ def write(path: Path, **bodies: Any) -> None:
         ('[{"name": "a", "body": {"model": "m"}}]', "'a': body.messages"),
         ('[{"name": "a", "body": {"model": "m", "messages": [{"secret": 1}]}, "key": "ann"}]', "no API keys"),
         ('[{"name": "a", "body": {"model": "m", "messages": [{"secret": NaN}]}}]', "NaN"),
-        ('[{"name": "a", "body": {"messages": [{}], "model": "m", "seed": ' + "7" * 5000 + "}}]", "number"),
         ('[{"name": "a\\ud800", "body": {"model": "m", "messages": [{}]}}]', "JSON"),
         ('[{"name": "a\\u009b31mRED", "body": {"model": "m", "messages": [{}]}}]', "0.name: it has characters"),
     ],
 )
-async def test_a_file_that_cannot_be_used_stops_the_start_with_one_line(
-    in_memory, worker, tmp_path: Path, content, words
-):
+def test_a_file_that_cannot_be_used_stops_the_start_with_one_line(tmp_path: Path, content, words):
     path = tmp_path / "prefixes.json"
     path.write_text(content)
     with pytest.raises(SettingsError) as error:
-        await in_memory(worker, prefixes_file=path)
+        Gateway(Settings(prefixes_file=path))
     assert words in str(error.value) and "secret" not in str(error.value) and "prefixes_file" in str(error.value)
     with pytest.raises(SettingsError, match="cannot be read"):
         Gateway(Settings(prefixes_file=tmp_path / "none.json"))
@@ -218,16 +216,13 @@ class Scene:
             raise said
         if isinstance(said, Replayed):
             return said
-        answer = json.dumps({"usage": {"prompt_tokens": 100}}).encode()
-        return Replayed(200, answer, said if pin else "released")
+        return Replayed(200, b'{"usage": {"prompt_tokens": 100}}', said if pin else "released")
 
     async def add(self, name: str, text: str = "Tide?", **more: Any) -> dict[str, Any]:
         return await self.pins.add(json.dumps({"name": name, "body": body_of(text, **more)}).encode())
 
-    def words(self, name: str = "rules") -> dict[str, str]:
-        (shown,) = (each for each in self.pins.as_json() if each["name"] == name)
-        workers: dict[str, str] = shown["workers"]
-        return workers
+    def words(self) -> dict[str, dict[str, str]]:
+        return {each["name"]: each["workers"] for each in self.pins.as_json()}
 
 
 def body_of(text: str, **more: Any) -> dict[str, Any]:
@@ -253,45 +248,43 @@ async def test_pins_are_added_up_to_the_last_that_fits(monkeypatch):
 
 
 async def test_a_prompt_of_the_file_is_changed_there_alone(tmp_path):
+    def write(**texts: str) -> None:
+        path.write_text(json.dumps([{"name": name, "body": body_of(text)} for name, text in texts.items()]))
+
     path = tmp_path / "prefixes.json"
-    write(path, **{"0": body_of("Tide?"), "1": body_of("Ebb?")})
+    write(old="Tide?", other="Ebb?")
     scene = Scene(prefixes_file=path)
     await scene.add("mine")
-    for call in (scene.add("0"), scene.pins.remove("0")):
+    for change in (scene.add("old"), scene.pins.remove("old")):
         with pytest.raises(BadRequest, match="prefixes_file") as error:
-            await call
+            await change
         assert error.value.param == "name"
     with pytest.raises(NotFound):
         await scene.pins.remove("nobody's")
-    write(path, **{"0": body_of("Tide?"), "1": body_of("Neap?")})
+    write(old="Tide?", other="Neap?")
     scene.sent.clear()
     scene.pins.refresh()
     await scene.pins.make_all()
     assert sorted(scene.sent) == [("a", "Ebb?", False), ("a", "Neap?", True)]  # what stays is not sent again
-    path.write_text(json.dumps([{"name": "mine", "body": body_of("Tide?")}]))
+    write(mine="Tide?")
     scene.pins.refresh()
     assert [(each["name"], each["from_file"]) for each in scene.pins.as_json()] == [("mine", True)]
 
 
 @pytest.mark.parametrize(
-    ("said", "word", "is_logged"),
+    ("said", "word"),
     [
-        ("pinned", "pinned", False),
-        *(
-            (Replayed(200, answer, "pinned"), "pinned", False)
-            for answer in (b"{", b"[1]", b'{"usage":{"prompt_tokens":"x"}}')
-        ),
-        (Replayed(500, b""), "failed", True),
-        (Broken("gone"), "failed", True),
-        (KeyError("You pilot ships."), "failed", True),
+        ("pinned", "pinned"),
+        *((Replayed(200, odd, "pinned"), "pinned") for odd in (b"{", b"[1]", b'{"usage":{"prompt_tokens":"x"}}')),
+        *((said, "failed") for said in (Replayed(500, b""), Broken("gone"), KeyError("You pilot ships."))),
     ],
 )
-async def test_what_a_worker_makes_of_a_wish_is_said_in_a_word(caplog, said, word, is_logged):
+async def test_what_a_worker_makes_of_a_wish_is_said_in_a_word(caplog, said, word):
     scene = Scene()
     scene.said = said
     shown = await scene.add("rules")
-    assert shown["workers"] == {"a": word} == scene.words()
-    assert ("is not pinned at worker a" in caplog.text) is is_logged and "pilot" not in caplog.text
+    assert shown["workers"] == {"a": word} == scene.words()["rules"]
+    assert ("is not pinned at worker a" in caplog.text) is (word == "failed") and "pilot" not in caplog.text
     assert ("KeyError" in caplog.text) is isinstance(said, KeyError)
     assert shown["tokens"] == (100 if isinstance(said, str) else 0)
 
@@ -330,36 +323,138 @@ async def test_a_worker_that_does_not_let_go_is_said_and_told_again_later(monkey
 
 @pytest.mark.parametrize(
     ("change", "model", "lost"),
-    [
-        (Change.REMOVED, "", ["rules", "other"]),
-        (Change.ADAPTER, "m", ["rules"]),
-        (Change.DISTRUSTED, "", []),
-    ],
+    [(Change.REMOVED, "", ["rules", "other"]), (Change.ADAPTER, "m", ["rules"]), (Change.DISTRUSTED, "", [])],
 )
 async def test_what_a_worker_has_lost_is_pinned_there_again(change, model, lost):
     scene = Scene("a", "b")
     await scene.add("rules", "Tide?")
     await scene.add("other", "Ebb?", model="n")
     scene.pins.on_worker(scene.workers[0], change, model)
-    for name in ("rules", "other"):
-        assert scene.words(name) == {"a": "waiting" if name in lost else "pinned", "b": "pinned"}
+    for name, words in scene.words().items():
+        assert words == {"a": "waiting" if name in lost else "pinned", "b": "pinned"}
     scene.sent.clear()
     await scene.pins.make_all()
-    assert sorted(text for _, text, _ in scene.sent) == sorted(
-        {"rules": "Tide?", "other": "Ebb?"}[name] for name in lost
-    )
+    assert {text for _, text, _ in scene.sent} == {{"rules": "Tide?", "other": "Ebb?"}[name] for name in lost}
 
 
-@pytest.mark.parametrize(("salts_last", "is_let_go"), [(None, False), (True, False), (False, True)])
-async def test_at_a_stop_only_what_nobody_could_release_is_let_go(salts_last, is_let_go):
-    scene = Scene()
-    await scene.add("rules")
-    if salts_last is not None:
-        scene.pins._keys = Mock(salts_last=salts_last)
-    await scene.pins.let_go()
-    assert [pin for _, _, pin in scene.sent].count(False) == len(scene.pins.as_json()) ^ 1 == is_let_go
+async def test_at_a_stop_only_what_nobody_could_release_is_let_go():
+    for keys, is_let_go in ((None, False), (Mock(salts_last=True), False), (Mock(salts_last=False), True)):
+        scene = Scene()
+        await scene.add("rules")
+        scene.pins._keys = keys
+        await scene.pins.let_go()
+        assert [pin for _, _, pin in scene.sent].count(False) == len(scene.pins.as_json()) ^ 1 == is_let_go
 
 
 async def test_in_shadow_mode_nothing_is_pinned(in_memory, worker):
     own = await in_memory(worker, shadow=True)
-    assert (await pin(own)).status_code == 200 and await word(own, worker) == "waiting" and not worker.requests
+    assert (await pin(own)).status_code == 200 and await words(own) == ["waiting"] and not worker.requests
+
+
+async def test_a_restarted_worker_is_given_the_hot_prefixes_first(in_memory):
+    worker = RecordingWorker()
+    other = RecordingWorker()
+    gateway = await in_memory(worker, other, health_interval=0.2)
+    for number in range(4):
+        owner = (await gateway.post(chat(f"{number}", max_tokens=50, stream=True))).headers["x-seamark-worker"]
+    restarted, stays = (worker, other) if owner in worker.url else (other, worker)
+    restarted.hold.set()  # the replay takes a while
+    restarted.requests.clear()
+    restarted.boot = "1.8e+09"
+    await until(lambda: restarted.requests)
+    sent = json.loads(restarted.requests[0].body)
+    assert (sent["max_tokens"], sent["stream"]) == (1, False)
+    assert sent["vllm_xargs"]["seamark_boundaries"]
+    during = await gateway.post(chat("during"))
+    assert during.headers["x-seamark-worker"] in stays.url
+    restarted.hold.clear()
+    await until(lambda: gateway.metric("seamark_replays_total") >= 1)
+    await gateway.shows(lambda status: not any(each["warming"] for each in status["workers"]))
+
+
+@pytest.mark.parametrize("seconds", [0.2, 3600])
+async def test_without_another_worker_nobody_waits_for_a_replay_which_is_bounded(in_memory, worker, seconds):
+    gateway = await in_memory(worker, replay_seconds=seconds)
+    for number in range(3):
+        await gateway.post(chat(f"{number}"))
+    worker.held_text = b'"max_tokens":1'  # replays
+    worker.hold.set()
+    worker.boot = "1.8e+09"
+    await until(lambda: any(b'"max_tokens":1' in request.body for request in worker.requests))
+    assert (await gateway.post(chat("at once"))).status_code == 200
+    if seconds < 1:
+        await gateway.shows(lambda status: not any(each["warming"] for each in status["workers"]))
+    else:
+        assert any(each["warming"] for each in (await gateway.status())["workers"])
+
+
+FOUND = Found((Boundary("system", b"s", "first:1", estimate=150),), (b"s",), renderer_id=b"one")
+
+PROMPT = WarmupRequest(CHAT, b'{"model":"m"}', ("model",), {}, FOUND, "m")
+
+ENGINE = EngineInfo("0.3.0", "0.32.0", match_unit=16, block_size=384)
+
+PINNED = Said(200, b"{}", headers=[(b"x-seamark-outcome", b"cold,0,0,,pinned")])
+
+
+@pytest.mark.parametrize("said", [PINNED, Said(503, b"{}"), Broken("gone"), Said(200, Broken("gone"))])
+@pytest.mark.parametrize("pin", [None, True])
+async def test_a_prefix_counts_as_the_workers_only_if_it_has_computed_it(monkeypatch, said, pin):
+    said, told = copy.deepcopy(said), []
+    monkeypatch.setattr(EngineEvents, "sent", lambda *_: told.append("sent"))
+    monkeypatch.setattr(EngineEvents, "refused", lambda *_: told.append("refused"))
+    upstream = ScriptedUpstream(said)
+    (worker,) = pool_of(upstream, "w", engine=ENGINE).workers
+    index = PrefixIndex(10**6)
+    replayer = Replayer(upstream, index, EngineEvents(upstream, index, None, None, None, ""), 5.0)  # type: ignore[arg-type]
+    is_whole = isinstance(said, Said) and said.pieces[0] == b"{}"
+    is_computed = is_whole and said.status == 200
+    if is_whole:
+        answer = await replayer.send(worker, PROMPT, pin=pin)
+        assert (answer.status, answer.body, answer.pin) == (said.status, b"{}", "pinned" if is_computed else "")
+    else:
+        with pytest.raises(Broken):
+            await replayer.send(worker, PROMPT, pin=pin)
+    assert not isinstance(said, Said) or said.closed == 1
+    (sent,) = upstream.sent
+    assert sent.fresh and sent.headers[b"x-request-id"].startswith(b"own-")
+    assert sent.headers[b"authorization"] == b"Bearer the workers' key"
+    if pin is None:
+        assert (index.sent((b"s",), {worker.boot}) is not None) == is_computed and told == []
+    else:
+        assert told == (["sent"] if is_computed else ["sent", "refused"])
+
+
+@pytest.mark.parametrize(
+    ("said", "result"), [(Said(200, b"usage"), "done"), (Said(503, b"no"), "failed"), (Broken(""), "failed")]
+)
+async def test_a_replay_is_counted_and_its_cost_if_it_was_computed(said, result):
+    kept, metrics, upstream, accounting = WarmupSet(10**6), Metrics(), ScriptedUpstream(said), Mock()
+    (worker,) = pool_of(upstream, "w", engine=ENGINE).workers
+    part = WarmUp(kept, Replayer(upstream, PrefixIndex(10**6), Mock(), 5.0), accounting, metrics)
+    await part.prepare(worker)
+    assert upstream.sent == [] and part.held == 0
+    kept.add(b"s", 100, (), PROMPT)
+    kept.add(b"t", 100, (), PROMPT._replace(model="another worker's"))
+    await part.prepare(worker)
+    assert len(upstream.sent) == 1 and part.held == kept.held > 0
+    labels = {"worker": "w", "result": result}
+    assert metrics.registry.get_sample_value("seamark_replays_total", labels) == 1
+    assert accounting.replayed.mock_calls == ([call("m", worker, b"usage")] if result == "done" else [])
+    worker.cache.hints_allowed = False
+    await part.prepare(worker)
+    assert len(upstream.sent) == 1
+
+
+def test_hot_prefixes_are_bounded_the_least_recently_used_goes_and_nothing_is_kept_where_no_text_may_be():
+    def used(most: int, *keys: bytes) -> WarmupSet:
+        prefixes = WarmupSet(most)
+        for key in keys:
+            if not prefixes.used_again(key, 0.0):
+                prefixes.add(key, 100, (), PROMPT._replace(raw=PROMPT.raw + key), 0.0)
+        return prefixes
+
+    size = len(PROMPT.raw) + 1 + ENTRY_BYTES
+    kept = used(2 * size, b"0", b"1", b"0", b"2")
+    assert {request.raw[-1:] for request in kept.hottest({"m"}, 0.0)} == {b"0", b"2"} and kept.held <= 2 * size
+    assert len(used(3 * size, *(b"%d" % number for number in range(10)))) == 3 and len(used(0, b"0")) == 0

@@ -42,8 +42,8 @@ class Sharing(RuleBasedStateMachine):
         super().__init__()
         self.loop, self.patch, self.metrics = loop or VirtualTimeLoop(), pytest.MonkeyPatch(), Metrics()
         ticks = itertools.count()  # a clock never stands
+        clock = SimpleNamespace(monotonic=lambda: self.loop.time() + next(ticks) * 1e-7)
         for module in (response_cache, stored_answers):
-            clock = SimpleNamespace(monotonic=lambda: self.loop.time() + next(ticks) * 1e-7)
             self.patch.setattr(module, "time", clock)
         self.patch.setattr(Lease, "release", lambda _: setattr(self, "leases", self.leases - 1))
         self.worker, self.cache = a_worker(), ResponseCache(ROOM, self.metrics)
@@ -55,8 +55,6 @@ class Sharing(RuleBasedStateMachine):
         self.slots.set()
         pool = SimpleNamespace(up=[self.worker], workers=[self.worker])
         self.cached = CachedAnswers(self.cache, ("*",), pool, self, self)  # type: ignore[arg-type]
-
-    # In place of the dispatcher and of the workers.
 
     def lease(self, request: ProxiedRequest) -> Lease:
         return Lease(None, request)  # type: ignore[arg-type]
@@ -113,8 +111,6 @@ class Sharing(RuleBasedStateMachine):
     def readers(self, run: Run) -> list[Client]:
         return [each for each in self.all if each.run is run and each.is_reading]
 
-    # What clients do.
-
     def ask(self, key: str, reads: bool = True, may_leave: bool = True) -> Client:
         client = Client(key)
         self.all.append(client)
@@ -168,8 +164,6 @@ class Sharing(RuleBasedStateMachine):
         if run is not None and not run.ends and not had_all and not self.readers(run):
             run.is_open, run.ends = False, "left"
             assert run.cancelled == 1, "nobody reads: the engine is free"
-
-    # What the worker does.
 
     @precondition(going)
     @rule(
@@ -250,8 +244,6 @@ class Sharing(RuleBasedStateMachine):
         if not any(each.key == run.owner.key for each in self.all if each.is_reading):
             self.leaves(self.asks(run.owner.key, reads=True))  # the second request
 
-    # What befalls the cache.
-
     @initialize(is_full=st.sampled_from([False, False, False, True]))
     def others_fill_it(self, is_full: bool) -> None:
         if is_full and self.cache.answers.take(None, ROOM):
@@ -282,8 +274,6 @@ class Sharing(RuleBasedStateMachine):
         for each in reading:
             if each.reads.is_set() and each.run is not None:
                 assert each.task.done() and each.body == each.run.answer, "who reads is told"
-
-    # What always holds.
 
     @invariant()
     def nobody_gets_anything_else(self) -> None:
@@ -341,22 +331,9 @@ TestSharing.settings = settings(stateful_step_count=30)
 
 @pytest.fixture
 async def scene():
-    """The same for one scene that is written out."""
     scene = Sharing(asyncio.get_running_loop())
     yield scene
     scene.patch.undo()
-
-
-async def answered(scene: Sharing, clients: int, *orders: Any) -> list[Client]:
-    """So many clients that ask for the same and have got what the worker says."""
-    asking = [scene.ask("a", may_leave=False) for _ in range(clients)]
-    await turns()
-    scene.runs[0].ends = "so"
-    for order in orders:
-        scene.runs[0].orders.put_nowait(order)
-    await asyncio.wait([each.task for each in asking], timeout=5)
-    await turns()
-    return asking
 
 
 @pytest.mark.parametrize(
@@ -415,7 +392,14 @@ async def test_a_failure_while_an_answer_is_stored_leaves_nobody_waiting(scene, 
     told: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
     monkeypatch.setattr(scene.cache.answers, "add", lambda *_: 1 // 0)
-    clients = await answered(scene, 2, head(), part(END, more=False))
+    clients = [scene.ask("a", may_leave=False) for _ in range(2)]
+    await turns()
+    (run,) = scene.runs
+    run.ends = "so"
+    for order in (head(), part(END, more=False)):
+        run.orders.put_nowait(order)
+    await asyncio.wait([each.task for each in clients], timeout=5)
+    await turns()
     assert all(each.ended and each.task.done() for each in clients) and not scene.leases and clients[1].left_key
     assert [type(each) for each in told] == [ZeroDivisionError]
 

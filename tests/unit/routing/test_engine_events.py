@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,17 +23,7 @@ from proxy.http.json_body import MOST_COUNT, OverBound
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.routing import engine_events
-from proxy.routing.engine_events import (
-    MAX_OUTCOMES,
-    MOST_LINES,
-    MOST_POSITIONS,
-    READS_AT_ONCE,
-    READS_PER_SECOND,
-    STEP_EVENTS,
-    EngineEvents,
-    EngineOutcome,
-    outcome_in,
-)
+from proxy.routing.engine_events import MAX_OUTCOMES, EngineEvents, EngineOutcome
 from proxy.routing.prefix_index import PrefixIndex
 from tests.harness.probed import probed
 from tests.harness.virtual_time import on_virtual_time
@@ -43,14 +33,16 @@ from tests.harness.waiting import until
 class Feed:
     """A worker's feed, and how often it was asked. `told`: what it holds; of an old worker without states."""
 
-    def __init__(self, *outcomes: tuple[str, str], seconds: float = 0.0, old: bool = True, fails: Any = None) -> None:
-        self.told: dict[str, Any] = {"boot": "b", "cursor": 9, "outcomes": [[*outcome, 0] for outcome in outcomes]}
+    def __init__(self, *hits: str, seconds: float = 0.0, old: bool = True) -> None:
+        self.told: dict[str, Any] = {"boot": "b", "cursor": 9, "outcomes": [[name, "hit", 0] for name in hits]}
         if not old:
             self.told |= {"states": [], "reset": False}
-        self.fails, self.seconds = fails, seconds
+        self.index, self.learnt = PrefixIndex(10**6), dict[bytes, int]()  # what is known by it
+        self.fails: Exception | None = None
+        self.seconds = seconds
         self.evil: list[bytes] = []  # lines, in place of what it is told
         self.asked: list[dict[str, list[str]]] = []
-        self.answers: list[Answer] = []
+        self.status, self.is_open = 200, False  # of its answer
         self.news = asyncio.Event()
 
     async def ask(self, method, url, body=b"", timeout=None):
@@ -62,31 +54,22 @@ class Feed:
         if query["wait"] != ["0"]:
             await self.news.wait()
             self.news.clear()
-        return Answer(self)
+        self.is_open = True
+        return self
 
-    async def lines(self) -> AsyncIterator[bytes]:
+    async def lines(self, most: int) -> AsyncIterator[bytes]:
+        assert most == MOST_BYTES
         for line in self.evil or (json.dumps(self.told).encode(),):
             if len(line) > MOST_BYTES:
                 raise OverBound("a line")
             yield line
 
+    def close(self) -> None:
+        self.is_open = False
+
     def tell(self, states: list[Any], **more: Any) -> None:
         self.told |= {"cursor": self.told["cursor"] + 1, "states": states, "outcomes": [], "reset": False, **more}
         self.news.set()
-
-
-class Answer:
-    def __init__(self, feed: Feed) -> None:
-        self.status, self.is_open = 200, True
-        self._feed = feed
-        feed.answers.append(self)
-
-    def lines(self, most: int) -> AsyncIterator[bytes]:
-        assert most == MOST_BYTES
-        return self._feed.lines()
-
-    def close(self) -> None:
-        self.is_open = False
 
 
 @pytest.fixture(autouse=True)
@@ -104,12 +87,8 @@ HINT = ("first:1",)
 
 
 @asynccontextmanager
-async def reading(
-    feed: Feed, prefix_index: PrefixIndex | None = None, learnt: dict[bytes, int] | None = None
-) -> AsyncIterator[EngineEvents]:
-    learnt = learnt if learnt is not None else {}
-    index = prefix_index if prefix_index is not None else PrefixIndex(10**6)
-    events = EngineEvents(feed, index, IdleWork(), Shelf(Metrics()), learnt.__setitem__)
+async def reading(feed: Feed) -> AsyncIterator[EngineEvents]:
+    events = EngineEvents(feed, feed.index, IdleWork(), Shelf(Metrics()), feed.learnt.__setitem__)
     try:
         yield events
     finally:
@@ -117,20 +96,13 @@ async def reading(
 
 
 @asynccontextmanager
-async def following(
-    feed: Feed,
-    boundaries: Sequence[Boundary] = (),
-    hint: Sequence[Any] = (),
-    worker: Worker = WORKER,
-    learnt: dict[bytes, int] | None = None,
-) -> AsyncIterator[tuple[EngineEvents, PrefixIndex]]:
-    """The same while a request with `boundaries` is at the worker: the feed was read once, and is asked for news."""
-    prefix_index = PrefixIndex(10**6)
-    async with reading(feed, prefix_index, learnt) as events:
-        prefix_index.record(boundaries, worker.boot)
-        events.sent(worker, "r", boundaries, hint)
+async def following(feed: Feed, worker: Worker = WORKER) -> AsyncIterator[EngineEvents]:
+    """The same while a request is at the worker: the feed was read once, and is asked for news."""
+    async with reading(feed) as events:
+        feed.index.record([SYSTEM], worker.boot)
+        events.sent(worker, "r", [SYSTEM], HINT)
         await until(lambda: len(feed.asked) == 2)
-        yield events, prefix_index
+        yield events
 
 
 @on_virtual_time
@@ -156,7 +128,7 @@ async def read_of(events: EngineEvents, feed: Feed, *lines: bytes) -> Any:
     feed.news.set()
     reader = events._feeds[WORKER.url]
     await until(lambda: reader.reader.done())
-    assert not feed.answers[-1].is_open
+    assert not feed.is_open
     return reader
 
 
@@ -167,18 +139,17 @@ async def read_of(events: EngineEvents, feed: Feed, *lines: bytes) -> Any:
         [told(outcomes=[["r", "hit", 1]] * MOST_VALUES)],
         [told(outcomes=[["r", "R" * 2**16, 1]])],
         [told(states=[["came", "r", 4096, [[number, "s"] for number in range(20_000)]]])],
-        [told()] * (MOST_LINES + 1),
+        [told()] * (engine_events.MOST_LINES + 1),
     ],
-    ids=["line", "outcomes", "reason", "state", "lines"],
 )
 async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog, lines):
     """What it would have said is lost, so nothing is believed of what the worker holds."""
     feed = Feed(old=False)
-    async with following(feed, [SYSTEM], HINT) as (events, prefix_index):
-        prefix_index.record([SYSTEM], "another")
+    async with following(feed) as events:
+        feed.index.record([SYSTEM], "another")
         for name in ("s", "t"):
             reader = await read_of(events, feed, *lines)
-            assert prefix_index.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"}
+            assert feed.index.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"}
             assert caplog.text.count("are not read") == 1
             reader.silent_until, feed.evil = 0.0, []
             events.sent(WORKER, name, [SYSTEM], HINT)
@@ -199,11 +170,10 @@ async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog
         {"drafted": [["x", 1, 1e400]]},
         {"pins": [["x", ["y"]]]},
     ],
-    ids=str,
 )
 async def test_figures_and_names_that_no_engine_has_end_the_read_without_a_trace(caplog, nonsense):
     feed = Feed(old=False)
-    async with following(feed, [SYSTEM], HINT) as (events, _):
+    async with following(feed) as events:
         reader = await read_of(events, feed, told(**nonsense))
         assert reader.cursor == 9 and not reader.hits and not reader.load and WORKER.others == Load()
         assert not caplog.records
@@ -212,28 +182,27 @@ async def test_figures_and_names_that_no_engine_has_end_the_read_without_a_trace
 @pytest.mark.parametrize(
     "nonsense",
     [
-        *({"states": [each]} for each in (["came"], ["gone"], 7)),
+        *({"states": [each]} for each in (["came"], 7)),
         {"states": [["came", "r", 200, [[160, "s" * (MOST_NAME + 1)]]]]},
         {"states": [["cleared", ["x"]]]},
-        *({"resolved": each} for each in ([["r", 0]], [["r", 0, ["x"]]], 7)),
+        *({"resolved": each} for each in ([["r", 0]], [["r", 0, ["x"]]])),
         {"resolved": [["r", 0, [MOST_COUNT + 1]]]},
-        {"resolved": [["r", 0, [16] * (MOST_POSITIONS + 1)]]},
+        {"resolved": [["r", 0, [16] * (engine_events.MOST_POSITIONS + 1)]]},
     ],
-    ids=str,
 )
 async def test_nonsense_about_states_and_positions_costs_what_was_believed_and_no_word(nonsense):
     feed = Feed(old=False)
-    async with following(feed, [SYSTEM], HINT) as (events, prefix_index):
-        assert prefix_index.longest([SYSTEM.key], [WORKER.boot])  # nothing is wrong so far
+    async with following(feed) as events:
+        assert feed.index.longest([SYSTEM.key], [WORKER.boot])  # nothing is wrong so far
         feed.tell(**{"states": [], "outcomes": [["r", "cold", 0]], **nonsense})
         assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold")
-        assert not prefix_index.longest([SYSTEM.key], [WORKER.boot])
+        assert not feed.index.longest([SYSTEM.key], [WORKER.boot])
         feed.tell([], outcomes=[["q", "evicted", 0]], resolved=[["q", 16, [163]]])  # the feed is read on
         assert await events.outcome_of(WORKER, "q") == EngineOutcome("evicted", 16, (163,))
 
 
 async def test_words_that_nobody_asks_for_are_bounded():
-    async with reading(Feed(*((f"r{number}", "hit") for number in range(MAX_OUTCOMES + 5)))) as events:
+    async with reading(Feed(*(f"r{number}" for number in range(MAX_OUTCOMES + 5)))) as events:
         assert await events.outcome_of(WORKER, f"r{MAX_OUTCOMES + 4}") == EngineOutcome("hit")
         assert await events.outcome_of(WORKER, f"r{MAX_OUTCOMES + 3}") == EngineOutcome("hit")
         (feed,) = events._feeds.values()
@@ -241,24 +210,14 @@ async def test_words_that_nobody_asks_for_are_bounded():
 
 
 async def test_news_correct_the_directory_without_anybody_asking():
-    feed, learnt, computed = Feed(old=False), {}, []
-    async with following(feed, [SYSTEM], HINT, learnt=learnt) as (events, prefix_index):
+    feed, computed = Feed(old=False), []
+    async with following(feed) as events:
         events.on_computed = lambda *each: computed.append(each)
         feed.tell([["came", "r", 200, [[160, "5c"]]]], resolved=[["r", 0, [163]]])
-        await until(lambda: prefix_index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
-        assert (learnt, computed) == ({b"s": 163}, [("r", 200, True)])
+        await until(lambda: feed.index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
+        assert (feed.learnt, computed) == ({b"s": 163}, [("r", 200, True)])
         feed.tell([["gone", "5c"]])
-        await until(lambda: not prefix_index.longest((b"s",), [WORKER.boot]))
-
-
-class Told(Part):
-    name = "told"
-
-    def __init__(self) -> None:
-        self.changes: list[tuple[Change, str]] = []
-
-    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
-        self.changes.append((change, model))
+        await until(lambda: not feed.index.longest((b"s",), [WORKER.boot]))
 
 
 CAME = ["came", "r", 200, [[160, "5c"]]]
@@ -270,18 +229,24 @@ CAME = ["came", "r", 200, [[160, "5c"]]]
         ([CAME, ["cleared", "lost"], CAME, ["cleared"]], [(Change.CLEARED, "")]),
         ([CAME, ["adapter", "a"], ["adapter", "a"]], [(Change.ADAPTER, "a")]),
         ([["adapter", "a"], ["cleared"]], [(Change.CLEARED, ""), (Change.ADAPTER, "a")]),
-        ([["cleared"]] + [CAME] * STEP_EVENTS, [(Change.CLEARED, "")]),
+        ([["cleared"]] + [CAME] * engine_events.STEP_EVENTS, [(Change.CLEARED, "")]),
     ],
 )
 async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_it(states, told):
     feed = Feed(old=False)
-    async with following(feed, [SYSTEM], HINT) as (events, _):
-        part = events._shelf.put(Told())
+    async with following(feed) as events:
+        changes: list[tuple[Change, str]] = []
+
+        class Told(Part):
+            def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
+                changes.append((change, model))
+
+        events._shelf.put(Told())
         for news in (states, [["gone", "5d"]]):
             asked = len(feed.asked)
             feed.tell(news)
             await until(lambda asked=asked: len(feed.asked) > asked)
-        assert part.changes == told
+        assert changes == told
 
 
 @on_virtual_time
@@ -296,22 +261,15 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed() -> None:
                 asked = len(feed.asked)
                 while len(feed.asked) == asked:
                     await asyncio.sleep(0.001)
-            assert len(feed.asked) <= READS_AT_ONCE + clock() * READS_PER_SECOND + 2
-            assert clock() > 180 / READS_PER_SECOND
+            assert len(feed.asked) <= engine_events.READS_AT_ONCE + clock() * engine_events.READS_PER_SECOND + 2
+            assert clock() > 180 / engine_events.READS_PER_SECOND
 
 
-@pytest.mark.parametrize(
-    ("header", "outcome"),
-    [
-        ("hit,160,163,163:0:410", EngineOutcome("hit", 163, (163, 0, 410))),
-        ("", None),
-        ("hit,160,163,163:x", None),
-        ("hit,160,163,163,pinned", EngineOutcome("hit", 163, (163,), "pinned")),
-        ("hit,160,163,163,not one", None),
-    ],
-)
-def test_an_outcome_comes_in_the_header_of_a_whole_answer(header, outcome):
-    assert outcome_in(header) == outcome
+def test_an_outcome_comes_in_the_header_of_a_whole_answer():
+    outcome_in = engine_events.outcome_in
+    assert outcome_in("hit,160,163,163:0:410") == EngineOutcome("hit", 163, (163, 0, 410))
+    assert outcome_in("hit,160,163,163,pinned") == EngineOutcome("hit", 163, (163,), "pinned")
+    assert not any(map(outcome_in, ("", "hit,160,163,163:x", "hit,160,163,163,not one")))
 
 
 async def test_a_request_that_ends_after_its_worker_was_removed_leaves_nothing():
@@ -326,7 +284,7 @@ async def test_a_request_that_ends_after_its_worker_was_removed_leaves_nothing()
 
 async def test_what_other_gateways_have_at_a_worker_is_read_with_its_events():
     feed, worker = Feed(old=False), replace(WORKER)
-    async with following(feed, worker=worker):
+    async with following(feed, worker):
         assert "load" not in feed.asked[1]
         feed.tell([], load=[3, 5000])
         await until(lambda: worker.others == (3, 5000))
@@ -343,7 +301,7 @@ async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monke
     async with reading(feed) as events:
         with events.pin_asked(WORKER, "p") as fate:
             assert await fate() == "" and not feed.asked
-    async with following(feed := Feed(old=False)) as (events, _):
+    async with following(feed := Feed(old=False)) as events:
         with events.pin_asked(WORKER, "p") as fate:
             assert await fate() == ""
         monkeypatch.setattr(engine_events, "PIN_PATIENCE", 1000.0)
@@ -361,7 +319,7 @@ async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monke
 
 async def test_drafts_of_finished_requests_are_told_once_with_whether_they_hit():
     feed, told, worker = Feed(old=False), [], replace(WORKER)
-    async with following(feed, worker=worker) as (events, _):
+    async with following(feed, worker) as events:
         events.on_drafted = lambda *each: told.append(each)
         outcomes = [["hit", "hit", 16], ["miss", "cold", 0], ["own-check-1", "hit", 16]]
         feed.tell([], outcomes=outcomes, drafted=[])
@@ -378,7 +336,8 @@ async def test_drafts_of_finished_requests_are_told_once_with_whether_they_hit()
 
 
 async def test_what_ends_a_read_unforeseen_is_said_by_its_kind_and_nobody_waits_for_it(caplog):
-    feed = Feed(fails=RuntimeError("planned"))
+    feed = Feed()
+    feed.fails = RuntimeError("planned")
     async with reading(feed) as events:
         assert await events.outcome_of(WORKER, "r") is None
         assert await events.outcome_of(WORKER, "q") is None and len(feed.asked) == 1
@@ -387,7 +346,7 @@ async def test_what_ends_a_read_unforeseen_is_said_by_its_kind_and_nobody_waits_
 
 async def test_each_of_several_engines_is_read_by_its_rank_and_says_who_reads():
     feed, worker = Feed(old=False), replace(WORKER, url="http://w#3")
-    async with following(feed, worker=worker) as (events, _):
+    async with following(feed, worker) as events:
         events.sent(worker, "r", [], ())
         assert [query["engine"] for query in feed.asked] == [["3"], ["3"]]
     feed = Feed()

@@ -1,7 +1,4 @@
-"""The prefix index after each event that an engine can report of a request's boundaries and of its states.
-
-Beside it a plain dict says which state each prefix leads to, and the engine's own states what it could find at all.
-"""
+"""Which worker was sent which prefix and what its engine holds, after each event: beside plain lists."""
 
 from __future__ import annotations
 
@@ -10,13 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from prometheus_client import Counter
 
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.resolve import Entry
 from proxy.routing import held_states
 from proxy.routing.held_states import HeldStates
-from proxy.routing.prefix_index import PrefixIndex
+from proxy.routing.prefix_index import ENTRY_BYTES, HOLDER_BYTES, Holding, PrefixIndex
 
 BOOT = "w#1"
 
@@ -26,20 +24,16 @@ def told(key: bytes, tokens: int, entry: Entry | None = None) -> Boundary:
     return Boundary("explicit", key, entry if entry is not None else tokens, tokens, tokens)
 
 
-SYSTEM, TURN = told(b"s", 163), told(b"t", 400)
-
-
 class Gateway:
     """A prefix index, and the states that one worker is believed to hold."""
 
     def __init__(self) -> None:
         self.prefix_index = PrefixIndex(10**6)
-        self.learnt: list[tuple[bytes, int]] = []
-        self.held_states = HeldStates(self.prefix_index, lambda key, tokens: self.learnt.append((key, tokens)))
+        self.held_states = HeldStates(self.prefix_index, lambda *_: None)
 
-    def send(self, request_id: str, *boundaries: Boundary, hint: tuple[Entry, ...] | None = None) -> None:
-        if hint is None:
-            hint = tuple(boundary.entry for boundary in boundaries if boundary.entry is not None)
+    def send(self, request_id: str, *boundaries: Boundary, hints: int = 9) -> None:
+        """`hints`: so many of the boundaries are in the hint."""
+        hint = tuple(each.entry for each in boundaries[:hints])
         self.held_states.sent(request_id, boundaries, hint, BOOT)
         self.prefix_index.record(boundaries, BOOT, hint)
 
@@ -49,11 +43,6 @@ class Gateway:
     def held(self, *keys: bytes) -> int:
         found = self.prefix_index.longest(keys, [BOOT])
         return found[BOOT].tokens if found else 0
-
-
-@pytest.fixture
-def gateway() -> Gateway:
-    return Gateway()
 
 
 # Two conversations with one system prompt: of each boundary its key and its tokens.
@@ -91,13 +80,9 @@ class Reporting(RuleBasedStateMachine):
         found = CONVERSATIONS[at][:deep]
         boundaries = [told(key, tokens, f"first:{tokens}" if is_told else tokens) for key, tokens in found]
         new = [key for key, _ in found if not self.gateway.held(key)]
-        self.gateway.send(name := f"r{self.names}", *boundaries, hint=tuple(each.entry for each in boundaries[:hints]))
-        self.under_way[name] = {
-            "at": at,
-            "new": new,
-            "keys": dict(found),
-            "told": dict(found[:hints]) if is_told else {},
-        }
+        self.gateway.send(name := f"r{self.names}", *boundaries, hints=hints)
+        asked = dict(found[:hints]) if is_told else {}
+        self.under_way[name] = {"at": at, "new": new, "keys": dict(found), "told": asked}
         for key, tokens in found[:hints]:
             if key not in self.leads:
                 self.guessed.setdefault(key, tokens)
@@ -170,7 +155,8 @@ TestReporting = Reporting.TestCase
 TestReporting.settings = settings(max_examples=60, stateful_step_count=20)
 
 
-def test_all_that_is_remembered_is_bounded(gateway, monkeypatch):
+def test_all_that_is_remembered_is_bounded(monkeypatch):
+    gateway = Gateway()
     monkeypatch.setattr(held_states, "MAX_PENDING", 10)
     monkeypatch.setattr(held_states, "MAX_TIED", 10)
     for number in range(30):
@@ -187,13 +173,136 @@ def test_all_that_is_remembered_is_bounded(gateway, monkeypatch):
 def test_the_engine_tells_how_far_a_prompt_is_computed_and_when_its_last_boundary_is_behind_it():
     computed = []
     states = HeldStates(PrefixIndex(10**6), lambda *_: None, lambda *told: computed.append(told))
-    states.sent("r", (SYSTEM, TURN), (163, 400), BOOT)
+    states.sent("r", (told(b"s", 163), told(b"t", 400)), (163, 400), BOOT)
     states.apply([["came", "r", 200, [[160, "a"]]], ["came", "r", 400, []], ["came", "another", 9, []]], BOOT)
     assert computed == [("r", 200, False), ("r", 400, True)]
 
 
 @pytest.mark.parametrize(("unit", "tokens", "held"), [(16, 400, 407), (16, 399, 163), (1, 406, 163)])
-def test_what_falls_short_by_less_than_a_unit_does_not(gateway, unit, tokens, held):
-    gateway.send("r", SYSTEM, told(b"t", 407))
+def test_what_falls_short_by_less_than_a_unit_does_not(unit, tokens, held):
+    gateway = Gateway()
+    gateway.send("r", told(b"s", 163), told(b"t", 407))
     gateway.held_states.fell_short([b"s", b"t"], [b"s"], tokens, unit, BOOT)
     assert gateway.held(b"s", b"t") == held
+
+
+KEYS = [b"%d" % number for number in range(6)]
+
+BOOTS = "abc"
+
+
+class Listed:
+    def __init__(self, key: bytes, tokens: int, estimate: int) -> None:
+        self.key, self.tokens, self.estimate = key, tokens, estimate
+        self.held: dict[str, int] = {}  # by worker that was ever sent it
+
+
+class Indexing(RuleBasedStateMachine):
+    """Requests go out, engines tell what they hold, other gateways tell what they know."""
+
+    number = st.integers(0, len(KEYS) - 1)
+    boot = st.sampled_from(BOOTS)
+
+    @initialize(room=st.sampled_from([1, 2 * ENTRY_BYTES, 4 * ENTRY_BYTES + HOLDER_BYTES, 10**6]))
+    def begins(self, room: int) -> None:
+        self.room, self.evictions = room, Counter("evicted", "", registry=None)
+        self.index, self.listed, self.evicted = PrefixIndex(room, self.evictions), [], 0  # used last comes last
+
+    def _find(self, key: bytes) -> Listed | None:
+        return next((each for each in self.listed if each.key == key), None)
+
+    def _tell(self, prefix: Listed, tokens: int) -> None:
+        if not prefix.tokens:
+            prefix.held = {boot: tokens if held else 0 for boot, held in prefix.held.items()}
+        prefix.tokens = tokens
+
+    def _use(self, key: bytes, tokens: int, estimate: int, boot: str, is_kept: bool) -> None:
+        prefix = self._find(key) or Listed(key, tokens, estimate)
+        self.listed = [*(each for each in self.listed if each is not prefix), prefix]
+        if tokens and not prefix.tokens:
+            self._tell(prefix, tokens)
+        size = prefix.tokens or prefix.estimate or 1
+        prefix.held[boot] = prefix.held.get(boot) or (size if is_kept else 0)
+
+        def too_large() -> bool:
+            return sum(ENTRY_BYTES + (len(each.held) - 1) * HOLDER_BYTES for each in self.listed) > self.room
+
+        while too_large() and len(self.listed) > 1:
+            self.listed.pop(0)
+            self.evicted += 1
+
+    @rule(
+        numbers=st.lists(number, max_size=3),
+        boot=boot,
+        is_known=st.booleans(),
+        estimate=st.sampled_from([0, 90]),
+        hint=st.sampled_from([None, (), ("first:1",), (100, 200, 300)]),
+        entry=st.sampled_from([None, "first:1"]),
+    )
+    def is_sent(self, numbers, boot, is_known, estimate, hint, entry) -> None:
+        lengths = [100 * (number + 1) if is_known else 0 for number in numbers]
+        boundaries = [
+            Boundary("turn", KEYS[number], entry, tokens, estimate=estimate)
+            for number, tokens in zip(numbers, lengths, strict=True)
+        ]
+        self.index.record(boundaries, boot, hint)
+        for number, tokens in zip(numbers, lengths, strict=True):
+            is_kept = hint is None or entry is None or entry in hint or tokens in hint
+            self._use(KEYS[number], tokens, estimate, boot, is_kept)
+
+    @rule(number=number, boot=boot)
+    def another_gateway_says_it_is_held(self, number, boot) -> None:
+        self.index.record_remote(KEYS[number], 64, boot)
+        self._use(KEYS[number], 64, 64, boot, True)
+
+    @rule(number=number, tokens=st.sampled_from([0, 100, 101]))
+    def an_engine_tells_its_length(self, number, tokens) -> None:
+        self.index.set_length(KEYS[number], tokens)
+        if tokens and (prefix := self._find(KEYS[number])) is not None:
+            self._tell(prefix, tokens)
+
+    @rule(number=number, boot=boot, tokens=st.sampled_from([0, 96]))
+    def an_engine_tells_what_it_holds(self, number, boot, tokens) -> None:
+        self.index.set_held(KEYS[number], boot, tokens)
+        if (prefix := self._find(KEYS[number])) is not None and boot in prefix.held:
+            prefix.held[boot] = tokens
+
+    @rule(numbers=st.none() | st.sets(number), boot=boot, remote=st.booleans())
+    def nothing_is_held_any_more(self, numbers, boot, remote) -> None:
+        """None: of all prefixes."""
+        keys = [KEYS[number] for number in sorted(numbers)] if numbers is not None else [p.key for p in self.listed]
+        if numbers is None:
+            self.index.forget_all(boot)
+        else:
+            self.index.forget(keys, boot, remote=remote)
+        for prefix in self.listed:
+            if prefix.key in keys and boot in prefix.held:
+                prefix.held[boot] = 0
+
+    @invariant()
+    def all_that_is_asked_of_it_is_what_the_list_says(self) -> None:
+        assert len(self.index) == len(self.listed) and self.evictions._value.get() == self.evicted
+        by_key = {prefix.key: prefix for prefix in self.listed}
+        assert all(
+            self.index.holds(key, boot) == (by_key[key].held.get(boot, 0) if key in by_key else 0)
+            for key in KEYS
+            for boot in BOOTS
+        )
+        for boots in ("", "a", "bc", "abc"):
+            known = [by_key[key] for key in KEYS if key in by_key]
+            longest = {
+                boot: Holding(prefix.held[boot], prefix.key, bool(prefix.tokens))
+                for prefix in known
+                for boot in prefix.held
+                if boot in boots and prefix.held[boot]
+            }
+            assert self.index.longest(KEYS, boots) == longest
+            sent = [prefix for prefix in known if any(boot in boots for boot in prefix.held)]
+            for found, deepest in ((self.index.sent(KEYS, boots), sent), (self.index.ever_sent(KEYS), known)):
+                assert (found and (found.held, found.size)) == (
+                    (deepest[-1].held, deepest[-1].tokens or deepest[-1].estimate or 1) if deepest else None
+                )
+
+
+TestIndexing = Indexing.TestCase
+TestIndexing.settings = settings(max_examples=50, stateful_step_count=20)

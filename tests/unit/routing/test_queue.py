@@ -1,4 +1,4 @@
-"""The queue before the workers: no slot is lost, nobody who waits is forgotten, and nobody is passed."""
+"""The queue before the workers, and the choice among them, beside the same rule in its plainest words."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from prometheus_client import Histogram
 
 from proxy.errors import GatewayError, KeyBusy, NoWorker, Overloaded
+from proxy.fleet.worker import Load, Worker
+from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.auth import ApiKey, KeyEntry
+from proxy.routing import policy
+from proxy.routing.prefix_index import Holding
 from proxy.routing.queue import AdmissionQueue
+from tests.harness.probed import probed
 from tests.harness.virtual_time import VirtualTimeLoop, on_virtual_time
 
 TIMEOUT = 5.0
 
 
-def queue_of(most: int = 8) -> AdmissionQueue:
-    return AdmissionQueue(most, TIMEOUT, Histogram("seconds", "", registry=None))
+def queue_of() -> AdmissionQueue:
+    return AdmissionQueue(4, TIMEOUT, Histogram("seconds", "", registry=None))
 
 
 def key_of(inflight: int = 0, queued: int = 64, under_way: int = 0) -> ApiKey:
@@ -88,7 +93,7 @@ class Waiting(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loop, self.queue = VirtualTimeLoop(), queue_of(4)
+        self.loop, self.queue = VirtualTimeLoop(), queue_of()
         self.keys = [None, key_of(inflight=1), key_of(queued=2)]
         self.asked: list[Asked] = []
         self.free = {"m": ["m1"], "n": ["n1"]}
@@ -99,7 +104,9 @@ class Waiting(RuleBasedStateMachine):
         for each in self.asked:
             each.task.cancel()
         self.settle()
-        assert {*self.free["m"], *self.free["n"]} | self.taken() == {"m1", "n1"} and not len(self.queue)
+        assert {*self.free["m"], *self.free["n"]} | {each.has for each in self.served()} == {"m1", "n1"} and not len(
+            self.queue
+        )
         self.loop.close()
 
     def settle(self, seconds: float = 0.0) -> None:
@@ -113,8 +120,8 @@ class Waiting(RuleBasedStateMachine):
     def waiting(self) -> list[Asked]:
         return [each for each in self.asked if each.waits]
 
-    def taken(self) -> set[str]:
-        return {each.has for each in self.asked if each.has_slot}
+    def served(self) -> list[Asked]:
+        return [each for each in self.asked if each.has_slot]
 
     @rule(
         at=st.integers(0, 2),
@@ -144,11 +151,11 @@ class Waiting(RuleBasedStateMachine):
         elif waited < TIMEOUT:
             assert one.waits
 
-    @precondition(lambda self: self.taken())
+    @precondition(served)
     @rule(draw=st.data(), leaves=st.booleans())
     def ends(self, draw: Any, leaves: bool) -> None:
         """In that very moment one that waits may leave."""
-        one = draw.draw(st.sampled_from([each for each in self.asked if each.has_slot]))
+        one = draw.draw(st.sampled_from(self.served()))
         one.give_back(one.has)
         one.has = "ended"
         self.queue.wake()
@@ -158,7 +165,7 @@ class Waiting(RuleBasedStateMachine):
         self.queue.wake()
         self.settle()
 
-    @precondition(lambda self: self.waiting())
+    @precondition(waiting)
     @rule(draw=st.data())
     def leaves(self, draw: Any) -> None:
         draw.draw(st.sampled_from(self.waiting())).task.cancel()
@@ -185,7 +192,7 @@ class Waiting(RuleBasedStateMachine):
         assert len(self.queue) == len(waiting)
         for key in filter(None, self.keys):
             assert key.queued == sum(each.key is key for each in waiting)
-            assert key.under_way == sum(each.key is key and each.has_slot for each in self.asked)
+            assert key.under_way == sum(each.key is key for each in self.served())
         for each in waiting:
             assert self.loop.time() < each.until
             assert not (each.may_go and self.free[each.model] and each.model not in self.gone)
@@ -213,3 +220,77 @@ async def test_a_request_waits_for_so_long_in_all_and_is_refused_by_what_it_wait
             await queue.acquire(key, "m", lambda: None, lambda _: None, waited=waited)
         assert loop.time() - began == max(0.0, TIMEOUT - waited)
         assert len(queue) == 0 and (key is None or key.queued == 0)
+
+
+def worker(name: str, **fields: int) -> Worker:
+    engine = EngineInfo("0.1.0", "0.32.0", match_unit=16, block_size=384)
+    return Worker(f"http://{name}", renderer=None, probed=probed(name, engine), **fields)
+
+
+WORKERS = st.lists(
+    st.tuples(
+        st.sampled_from([0, 15, 16, 31, 400, 407, 8192, 60_000]),  # tokens that it holds
+        st.booleans(),  # whether its answers differed
+        st.integers(0, 3),  # requests under way
+        st.integers(0, 2),  # that it was sent
+        st.sampled_from([0, 1500, 4096, 49_152, 49_153, 240_000]),  # tokens to prefill
+        st.sampled_from([Load(), Load(), Load(1, 700)]),  # of other gateways
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=200)
+@given(WORKERS, st.sampled_from([0, 8]), st.sampled_from([0, 16, 8192]), st.sampled_from([None, "session"]))
+def test_the_longest_prefix_decides_unless_its_worker_is_ahead_by_more_than_that_is_worth(
+    drawn, slack, shared, session
+):
+    workers, held, has, work = [], {}, {}, {}
+    for name, (tokens, differed, inflight, dispatched, prefill, others) in zip("abcd", drawn, strict=False):
+        one = worker(name, inflight=inflight, dispatched=dispatched, prefill_tokens=prefill)
+        one.others = others
+        if differed:
+            one.cache.quarantine()
+        workers.append(one)
+        held[name] = Holding(tokens, b"key", is_told=True)
+        has[name] = 0 if differed else tokens // 16 * 16
+        work[name] = prefill + others.prefill_tokens + policy.REQUEST_TOKENS * (inflight + others.requests)
+    least, more = min(work.values()), slack * policy.REQUEST_TOKENS
+    unseen = policy.UNSEEN_TOKENS if any(one.others.requests for one in workers) and session is None else 0
+    for length in sorted(filter(None, has.values()), reverse=True):
+        bars = [(0, least), *((has[name], work[name]) for name in has if 0 < has[name] < length)]
+        most = more + min(other_work + policy.worth_waiting(length, other, shared) for other, other_work in bars)
+        if near := [name for name in has if has[name] == length and work[name] <= most]:
+            break
+    else:
+        near = [name for name in has if work[name] <= least + (more if session else unseen)]
+    chosen = policy.choose(workers, held, slack, session, shared)
+    assert chosen.boot in near
+    if session is None:
+        idle = min(work[name] for name in near) + unseen
+        ranks = {one.boot: (max(idle, work[one.boot]), one.dispatched) for one in workers}
+        assert ranks[chosen.boot] == min(ranks[name] for name in near)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "elsewhere", "shared", "worth"),
+    [
+        (100, 0, 0, policy.LEAD_PRICE * 100),  # a short lead is soon gone
+        (8192, 0, 8192, policy.LEAD_TOKENS),
+        (60_000, 0, 0, policy.RECOMPUTE_PRICE * 60_000),
+        (60_000, 0, 99_999, policy.SHARED_PRICE * 60_000),  # a head of many, which is soon as useful elsewhere
+        (60_000, 40_000, 50_000, policy.SHARED_PRICE * 10_000 + policy.RECOMPUTE_PRICE * 10_000),
+    ],
+)
+def test_a_request_waits_for_what_computing_again_would_cost(tokens, elsewhere, shared, worth):
+    assert policy.worth_waiting(tokens, elsewhere, shared) == worth
+
+
+def test_a_conversation_stays_at_its_worker_and_one_that_goes_moves_no_other():
+    workers = [worker(name) for name in "abcde"]
+    keys = [f"session {number} \ud800" for number in range(50)]
+    before = {key: policy.choose(workers, {}, 8, key).boot for key in keys}
+    assert set(before.values()) == set("abcde")
+    after = {key: policy.choose(workers[1:], {}, 8, key).boot for key in keys}
+    assert all(after[key] == before[key] for key in keys if before[key] != "a")

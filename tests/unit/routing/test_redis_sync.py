@@ -1,13 +1,13 @@
-"""What gateways write to Redis, how often, and what they take from each other; and when Redis counts as down.
-
-Redis is a stand-in here that can fail when a test wants it to; `tests/gateway/test_redis_sync.py` has a real one.
-"""
+"""What gateways share through Redis, when it counts as down, and what a hostile one costs."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from redis.exceptions import RedisError
 
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.positions import PositionCache
@@ -23,33 +24,14 @@ from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.routing import redis_sync
 from proxy.routing.prefix_index import PrefixIndex
-from proxy.routing.redis_sync import (
-    ERRORS_TO_DOWN,
-    GONE,
-    HELD,
-    HOLDINGS,
-    INTERVAL_SECONDS,
-    KEPT,
-    MAX_RECORDS,
-    MAX_TOKENS,
-    POSITIONS,
-    POSITIONS_STREAM,
-    READ_ENTRIES,
-    REPEAT_SECONDS,
-    RETRY_SECONDS,
-    STREAM_ENTRIES,
-    STREAM_SECONDS,
-    Form,
-    RedisSync,
-    holdings_stream,
-    pack,
-    unpack,
-)
+from proxy.routing.redis_answers import MOST_BYTES, MOST_LINES, AnswerTooLarge
+from proxy.routing.redis_sync import ERRORS_TO_DOWN, GONE, HELD, HOLDINGS, POSITIONS, POSITIONS_STREAM, pack, unpack
 from tests.harness.virtual_time import VirtualTimeLoop, on_virtual_time
+from tests.harness.waiting import until
 
 BOOTS = BOOT, OTHER_BOOT = "a#1", "b#1"
 
-STREAM = holdings_stream(BOOT)
+STREAM = redis_sync.holdings_stream(BOOT)
 
 FOREIGN = b"-another"  # a writer that is no gateway here
 
@@ -62,7 +44,6 @@ class Redis:
         self.failures: list[Exception] = []  # of the next exchanges
         self.answers_get_lost = False  # what was asked for is done all the same
         self.exchanged_at: list[float] = []  # by the event loop's clock
-        self._new: list[dict[bytes, bytes]] = []
         self._last = 0
 
     def from_url(self, url: str, **named: Any) -> Redis:
@@ -77,11 +58,12 @@ class Redis:
 
     def add(self, stream: bytes, raw: bytes, name: bytes = b"n") -> None:
         self._last += 1
-        self._new.append({name: raw})
         self.streams.setdefault(stream, []).append((b"%d-0" % self._last, {name: raw}))
 
     def read(self, cursors: dict[bytes, bytes], count: int) -> list[tuple[bytes, list[Any]]]:
-        assert count == (READ_ENTRIES if POSITIONS_STREAM in cursors else READ_ENTRIES // len(cursors))
+        assert count == (
+            redis_sync.READ_ENTRIES if POSITIONS_STREAM in cursors else redis_sync.READ_ENTRIES // len(cursors)
+        )
 
         def later(stream: bytes, cursor: bytes) -> list[Any]:
             after = int(cursor.split(b"-")[0])
@@ -89,31 +71,21 @@ class Redis:
 
         return [(stream, found) for stream, cursor in cursors.items() if (found := later(stream, cursor))]
 
-    def written(self) -> list[tuple[Any, ...]]:
-        batches = [unpack(HOLDINGS, fields[b"n"]) for fields in self._new if b"n" in fields]
-        self._new.clear()
-        return [each for batch in batches if batch is not None and batch.writer[:1] != b"-" for each in batch.records]
 
-
-class _Pipeline:
+class _Pipeline(contextlib.AsyncExitStack):
     def __init__(self, redis: Redis) -> None:
+        super().__init__()
         self._redis = redis
         self._asked: list[tuple[Any, ...]] = []
         self._endless: set[bytes] = set()
 
-    async def __aenter__(self) -> _Pipeline:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._asked.clear()
-
     def xadd(self, stream: bytes, fields: dict[bytes, bytes], maxlen: int, approximate: bool) -> None:
-        assert (maxlen, approximate) == (STREAM_ENTRIES, True)
+        assert (maxlen, approximate) == (redis_sync.STREAM_ENTRIES, True)
         self._endless.add(stream)
         self._asked.append((self._redis.add, stream, fields[b"n"]))
 
     def expire(self, stream: bytes, seconds: int) -> None:
-        assert seconds == STREAM_SECONDS
+        assert seconds == redis_sync.STREAM_SECONDS
         self._endless.discard(stream)
 
     def xread(self, cursors: dict[bytes, bytes], count: int) -> None:
@@ -131,13 +103,11 @@ class _Pipeline:
 
 
 class Gateway:
-    def __init__(self, *boots: str) -> None:
+    def __init__(self, *boots: str, url: str = "redis://r") -> None:
         self.index, self.positions, self.stored = PrefixIndex(10**6), PositionCache(10**6), StoredResponses(10**6)
-        self.metrics = Metrics()
-        self.boots = list(boots)
-        self.sync = RedisSync(
-            "redis://r", self.index, self.positions, self.stored, self.metrics, IdleWork(), lambda: self.boots
-        )
+        self.metrics, self.boots = Metrics(), list(boots)
+        tables = self.index, self.positions, self.stored
+        self.sync = redis_sync.RedisSync(url, *tables, self.metrics, IdleWork(), lambda: self.boots)
 
     def holds(self, key: bytes, tokens: int = 320, boot: str = BOOT) -> None:
         self.index.record((Boundary("system", key, "first:1", tokens=tokens),), boot)
@@ -198,8 +168,6 @@ class Sharing(RuleBasedStateMachine):
         self.patch.undo()
         self.loop.close()
 
-    # What a gateway learns.
-
     @rule(at=gateway, number=number, boot=boot)
     def holds(self, at: int, number: int, boot: str) -> None:
         tokens, model = 100 * (at + 1), self.known[at]
@@ -211,8 +179,8 @@ class Sharing(RuleBasedStateMachine):
     @rule(at=gateway, boot=boot)
     def holds_what_no_prompt_has(self, at: int, boot: str) -> None:
         """It keeps nothing else from going out."""
-        self.gateways[at].holds(key(99), MAX_TOKENS + 1, boot)
-        self.gateways[at].positions.put(key(99), MAX_TOKENS + at + 1)
+        self.gateways[at].holds(key(99), redis_sync.MAX_TOKENS + 1, boot)
+        self.gateways[at].positions.put(key(99), redis_sync.MAX_TOKENS + at + 1)
 
     @rule(at=gateway, numbers=st.sets(number), boot=boot)
     def loses(self, at: int, numbers: set[int], boot: str) -> None:
@@ -234,23 +202,21 @@ class Sharing(RuleBasedStateMachine):
         name, model = self.gateways[at].stored.keep(f"r{number}", boot, None), self.known[at]
         assert name is not None
         if model.kept.get(name) != boot:
-            model.waiting.append((boot, (KEPT, name, 0)))
+            model.waiting.append((boot, (redis_sync.KEPT, name, 0)))
         model.kept[name] = boot
 
     @rule(at=gateway, boots=st.sampled_from([(), (BOOT,), (OTHER_BOOT,), BOOTS]))
     def has_workers(self, at: int, boots: tuple[str, ...]) -> None:
         self.gateways[at].boots = list(boots)
 
-    # What befalls Redis.
-
     @rule(stream=st.sampled_from(["", *BOOTS]), kind=st.integers(0, 3))
     def gets_garbage(self, stream: str, kind: int) -> None:
         other = pack(POSITIONS, FOREIGN, [(key(5), 9)]) if stream else pack(HOLDINGS, FOREIGN, [(HELD, key(5), 9)])
         raw, name = ((b"", b"n"), (b"garbage", b"n"), (other, b"n"), (b"x", b"else"))[kind]
-        self.redis.add(holdings_stream(stream) if stream else POSITIONS_STREAM, raw, name)
+        self.redis.add(redis_sync.holdings_stream(stream) if stream else POSITIONS_STREAM, raw, name)
         self.log[stream].append(((-1, 0), None))
 
-    @rule(seconds=st.sampled_from([1.0, REPEAT_SECONDS]))
+    @rule(seconds=st.sampled_from([1.0, redis_sync.REPEAT_SECONDS]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
@@ -263,7 +229,10 @@ class Sharing(RuleBasedStateMachine):
             model.read = {each: model.read.get(each, 0) for each in ("", *self.gateways[at].boots)}
             if fails != "refused":
                 for stream, records in model.outgoing.items():
-                    parts = [records[start : start + MAX_RECORDS] for start in range(0, len(records), MAX_RECORDS)]
+                    parts = [
+                        records[start : start + redis_sync.MAX_RECORDS]
+                        for start in range(0, len(records), redis_sync.MAX_RECORDS)
+                    ]
                     self.log[stream] += [((at, model.name), part) for part in parts]
             self.redis.failures, self.redis.answers_get_lost = [OSError()] * bool(fails), fails == "lost"
             if fails:
@@ -292,7 +261,7 @@ class Sharing(RuleBasedStateMachine):
             if record[0] == GONE:
                 model.written.pop(about, None)
             elif record[0] == HELD:
-                if self.now - model.written.get(about, 0.0) < REPEAT_SECONDS:
+                if self.now - model.written.get(about, 0.0) < redis_sync.REPEAT_SECONDS:
                     continue
                 model.written[about] = self.now
             model.outgoing.setdefault(boot, []).append(record)
@@ -303,15 +272,13 @@ class Sharing(RuleBasedStateMachine):
         for *kind, name, tokens in records or ():
             if not boot:
                 model.positions.setdefault(name, tokens)
-            elif kind == [KEPT]:
+            elif kind == [redis_sync.KEPT]:
                 model.kept[name] = boot
             elif kind == [GONE]:
                 model.held.pop((boot, name), None)
             else:  # a length that is known here stands
                 length = model.lengths.setdefault(name, tokens)
                 model.held.setdefault((boot, name), length)
-
-    # What always holds.
 
     @invariant()
     def gateways_know_what_they_learnt_and_read_and_redis_has_what_each_learnt_itself(self) -> None:
@@ -326,7 +293,7 @@ class Sharing(RuleBasedStateMachine):
             assert gateway.metrics.redis_up._value.get() == (gateway.sync.state == "up")
             assert (gateway.sync.state == "down") is model.is_down
         for stream, entries in self.log.items():
-            found = self.redis.streams.get(holdings_stream(stream) if stream else POSITIONS_STREAM, [])
+            found = self.redis.streams.get(redis_sync.holdings_stream(stream) if stream else POSITIONS_STREAM, [])
             kinds = POSITIONS if not stream else HOLDINGS
             batches = [unpack(kinds, fields.get(b"n", b"")) for _, fields in found[-8:]]  # those before were looked at
             assert [each and list(each.records) for each in batches] == [records for _, records in entries[-8:]]
@@ -337,25 +304,9 @@ TestSharing = Sharing.TestCase
 TestSharing.settings = settings(max_examples=40, stateful_step_count=25)
 
 
-@pytest.fixture
-def redis(monkeypatch) -> Redis:
-    redis = Redis()
-    monkeypatch.setattr(redis_sync, "Redis", redis)
-    return redis
-
-
-@pytest.fixture
-def clock(monkeypatch) -> SimpleNamespace:
-    """The time that gateways see; it stands still until a test moves it on."""
-    found = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(redis_sync, "time", SimpleNamespace(monotonic=lambda: found.now))
-    return found
-
-
-async def test_what_waits_while_redis_is_away_is_bounded_and_the_oldest_is_dropped_and_counted(
-    redis, clock, monkeypatch
-):
+async def test_what_waits_while_redis_is_away_is_bounded_and_the_oldest_is_dropped_and_counted(monkeypatch):
     monkeypatch.setattr(redis_sync, "WAITING_EVENTS", 2)
+    monkeypatch.setattr(redis_sync, "Redis", redis := Redis())
     one = Gateway(BOOT)
     for number in range(1, 3):
         one.holds(key(number))
@@ -363,7 +314,8 @@ async def test_what_waits_while_redis_is_away_is_bounded_and_the_oldest_is_dropp
     one.holds(key(3))
     assert (one.news("dropped"), one.sync.status()["waiting"]) == (1, 2)
     await one.exchange()
-    assert redis.written() == [(HELD, key(2), 320), (HELD, key(3), 320)]
+    ((_, fields),) = redis.streams[STREAM]
+    assert unpack(HOLDINGS, fields[b"n"]).records == ((HELD, key(2), 320), (HELD, key(3), 320))
 
 
 @on_virtual_time
@@ -372,12 +324,12 @@ async def test_exchanges_follow_each_other_as_much_is_new_and_rarely_where_redis
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(redis_sync, "Redis", redis)
         one = Gateway(BOOT)
-        for number in range(READ_ENTRIES):
+        for number in range(redis_sync.READ_ENTRIES):
             redis.add(STREAM, pack(HOLDINGS, FOREIGN, [(HELD, key(number), 160)]))
         running = asyncio.create_task(one.sync.run())
-        await asyncio.sleep(1.5 * INTERVAL_SECONDS)
+        await asyncio.sleep(1.5 * redis_sync.INTERVAL_SECONDS)
         redis.failures += [OSError()] * (ERRORS_TO_DOWN + 1)
-        await asyncio.sleep(2.5 * RETRY_SECONDS)
+        await asyncio.sleep(2.5 * redis_sync.RETRY_SECONDS)
         running.cancel()
     at = redis.exchanged_at
     rests = [round(later - sooner, 6) for sooner, later in itertools.pairwise(at)][: ERRORS_TO_DOWN + 4]
@@ -385,13 +337,16 @@ async def test_exchanges_follow_each_other_as_much_is_new_and_rarely_where_redis
     assert one.sync.state == "up" and one.metrics.redis_errors._value.get() == ERRORS_TO_DOWN + 1
 
 
-RECORDS = {HOLDINGS: ((HELD, key(1), 160), (GONE, key(1), 0), (KEPT, key(1), 0)), POSITIONS: ((key(1), MAX_TOKENS),)}
+RECORDS = {
+    HOLDINGS: ((HELD, key(1), 160), (GONE, key(1), 0), (redis_sync.KEPT, key(1), 0)),
+    POSITIONS: ((key(1), redis_sync.MAX_TOKENS),),
+}
 
 
 @pytest.mark.parametrize(("form", "magic"), [(HOLDINGS, b"smh2"), (POSITIONS, b"smp1")])
 def test_batches_of_an_earlier_version_are_refused(form, magic):
     """Their keys name other things: the tokens of a prompt."""
-    older = Form(magic, form.record)
+    older = redis_sync.Form(magic, form.record)
     assert unpack(form, pack(older, FOREIGN, RECORDS[form])) is None
     assert unpack(older, pack(older, FOREIGN, RECORDS[form])) is not None  # for its magic alone
 
@@ -402,7 +357,7 @@ def test_batches_of_an_earlier_version_are_refused(form, magic):
         (HOLDINGS, (HELD, key(1), 0)),
         (HOLDINGS, (GONE, key(1), 160)),
         (HOLDINGS, (3, key(1), 160)),
-        (POSITIONS, (key(1), MAX_TOKENS + 1)),
+        (POSITIONS, (key(1), redis_sync.MAX_TOKENS + 1)),
     ],
 )
 def test_one_record_that_cannot_be_makes_its_batch_none(form, record):
@@ -410,3 +365,96 @@ def test_one_record_that_cannot_be_makes_its_batch_none(form, record):
     assert unpack(form, sound) == (FOREIGN, RECORDS[form])
     for raw in (pack(form, FOREIGN, (*RECORDS[form], record)), sound[:-1], sound + b"x", sound[:12]):
         assert unpack(form, raw) is None
+
+
+NOTHING = b"*-1\r\n"
+
+
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, Redis answers in time."""
+    monkeypatch.setattr(redis_sync, "CONNECT_SECONDS", 30.0)
+    monkeypatch.setattr(redis_sync, "ANSWER_SECONDS", 30.0)
+
+
+@asynccontextmanager
+async def answering(*pieces: bytes) -> AsyncIterator[redis_sync.RedisSync]:
+    """Exchanges with a Redis that answers this to `XREAD`, piece by piece, and is well else."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while asked := await reader.read(65536):
+                if b"XREAD" not in asked.upper():
+                    writer.write(b"+OK\r\n" * max(1, asked.count(b"CLIENT")))
+                    continue
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        sync = Gateway(BOOT, url=f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}").sync
+        try:
+            yield sync
+        finally:
+            await sync.aclose()
+
+
+def entries_of(stream: bytes, *names: bytes) -> bytes:
+    def bulk(content: bytes) -> bytes:
+        return b"$%d\r\n%b\r\n" % (len(content), content)
+
+    record = bulk(pack(POSITIONS, b"w" * 8, [(key(1), 9)]))
+    told = b"".join(b"*2\r\n" + bulk(name) + b"*2\r\n" + bulk(b"n") + record for name in names)
+    return b"*1\r\n*2\r\n" + bulk(stream) + b"*%d\r\n" % len(names) + told
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b"*2000000000\r\n",),
+        (b"*", b"3", b"0", b"0", b"0", b"0", b"0\r", b"\n"),
+        (b"%4000000000\r\n",),
+        (b"*1\r\n$8000000000\r\n", *[b"x" * 2**18] * (MOST_BYTES // 2**18 + 1)),
+        (b"*9999\r\n", *[b"*2\r\n:1\r\n:1\r\n" * 1000] * (MOST_LINES // 1000)),
+        (b"+" + b"x" * MOST_BYTES, b"x"),
+    ],
+)
+async def test_an_answer_beyond_all_bounds_is_refused(pieces):
+    async with answering(*pieces) as sync:
+        with pytest.raises(AnswerTooLarge):
+            await sync._exchange()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"*1\r\n" * 100_000,
+        b":" + b"9" * 5000 + b"\r\n",
+        entries_of(b"another", b"1-1") + NOTHING,
+        entries_of(POSITIONS_STREAM, b"1\r\nFLUSHALL\r\n") + NOTHING,
+        entries_of(POSITIONS_STREAM, *(b"1-%d" % n for n in range(redis_sync.READ_ENTRIES + 1))) + NOTHING,
+    ],
+    ids=["deep", "digits", "stream", "name", "entries"],
+)
+async def test_what_no_redis_answers_is_an_error_and_changes_nothing(answer):
+    async with answering(answer) as sync:
+        with pytest.raises((RedisError, ValueError, TypeError, KeyError, AttributeError, RecursionError)):
+            await sync._exchange()
+        assert not sync._writers and set(sync._cursors.values()) <= {b"0"}
+
+
+async def test_it_is_said_once_and_counted_and_a_redis_that_is_well_again_is_heard(caplog, monkeypatch):
+    monkeypatch.setattr(redis_sync, "RETRY_SECONDS", 0.0)
+    async with answering(b"*2000000000\r\n") as sync:
+        running = asyncio.create_task(sync.run())
+        await until(lambda: sync._failures > 5)
+        running.cancel()
+        assert sync.state == "down"
+        assert [each.getMessage() for each in caplog.records if "redis" in each.name] == [
+            "redis is down (AnswerTooLarge); what is learnt is not shared"
+        ]
