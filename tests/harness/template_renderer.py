@@ -19,7 +19,7 @@ from tests.harness.render_models import MARKERS
 
 
 class TemplateRenderer:
-    """One tokenizer and template, as a worker renders them. Counts, and fails when it is told to."""
+    """One tokenizer and template, as a worker renders them. Fails when it is told to."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, special: bool = True) -> None:
         """`special`: what looks like a marker in the template is a token of its own in `tokenizer`, a copy for this."""
@@ -30,19 +30,10 @@ class TemplateRenderer:
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _refuse
         self._template = environment.from_string(template)
-        self.renders = 0
-        self.at_once = 0  # renders under way
-        self.most_at_once = 0
         self.down = False
-        self.bodies: list[Mapping[str, Any]] = []
 
     async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
-        self.renders += 1
-        self.bodies.append(body)
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(0)
-        self.at_once -= 1
         if self.down:
             raise RenderFailed("Unreachable")
         return TokenIds.of(self.render(body))

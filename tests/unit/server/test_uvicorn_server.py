@@ -1,9 +1,12 @@
-"""What the gateway's server relies on inside uvicorn's, and what it makes of signals and of its connections."""
+"""What the server relies on inside uvicorn's, what it makes of signals, and of the port, memory and log that it has."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import os
+import resource
 import signal
 import socket
 import tomllib
@@ -18,7 +21,11 @@ from packaging.requirements import Requirement
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from proxy.errors import SettingsError
-from proxy.server import uvicorn_server
+from proxy.server import descriptors, log_limit, memory, port_holder, uvicorn_server
+from proxy.server.descriptors import most_connections, raise_limit
+from proxy.server.log_limit import LINES, MOST_MESSAGES, PERIOD_SECONDS, LogLimit
+from proxy.server.memory import BOUNDS, SHARE, fitted, room
+from proxy.server.port_holder import holder_of
 from proxy.server.uvicorn_server import GatewayServer, server_for
 from proxy.settings import Settings
 from tests.harness.waiting import until
@@ -211,3 +218,252 @@ def test_an_address_that_cannot_be_had_is_told_with_what_holds_it_if_something_d
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert "nothing can listen on elsewhere:8080 (not known)" in refused("port", "elsewhere", 8080)
+
+
+def table(*rows: tuple[str, str, int]) -> str:
+    """As /proc/net/tcp: address, state and inode of each socket."""
+    head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode"
+    lines = [
+        f"   {number}: {local} 00000000:0000 {state} 00000000:00000000 00:00000000 00000000  1000        0 {inode} 1 0"
+        for number, (local, state, inode) in enumerate(rows)
+    ]
+    return "\n".join([head, *lines]) + "\n"
+
+
+@pytest.fixture
+def proc(tmp_path, monkeypatch):
+    """Another /proc, in which process 42 (`other`) has socket 7."""
+    (tmp_path / "net").mkdir()
+    (tmp_path / "42" / "fd").mkdir(parents=True)
+    (tmp_path / "42" / "comm").write_text("other\n")
+    (tmp_path / "42" / "fd" / "3").symlink_to("socket:[7]")
+    (tmp_path / "41" / "fd").mkdir(parents=True)
+    (tmp_path / "41" / "fd" / "1").symlink_to("socket:[8]")
+    monkeypatch.setattr(
+        port_holder, "Path", lambda first, *more: Path(str(first).replace("/proc", str(tmp_path)), *more)
+    )
+    monkeypatch.setattr(port_holder, "_server_at", lambda host, port: "")
+    return tmp_path
+
+
+def test_the_process_that_listens_is_named(monkeypatch):
+    monkeypatch.setattr(port_holder, "_server_at", lambda host, port: "")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        mine = f"process {os.getpid()} ({Path('/proc/self/comm').read_text().strip()})"
+        assert holder_of("127.0.0.1", port) == mine
+    assert holder_of("127.0.0.1", port) == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        (("tcp", "0100007F:1F90", "0A", 7), "process 42 (other)"),
+        (("tcp6", "00000000000000000000000000000000:1F90", "0A", 7), "process 42 (other)"),
+        (("tcp", "0100007F:1F90", "01", 7), ""),  # a connection
+        (("tcp", "0100007F:1F91", "0A", 7), ""),
+        (("tcp", "0100007F:1F90", "0A", 9), ""),  # of a process that cannot be seen
+        (("tcp", "0100007F:1F90", "0A", 8), ""),  # of one that has ended meanwhile
+    ],
+)
+def test_who_listens_stands_in_either_table(proc, row, found):
+    name, *socket_of_it = row
+    (proc / "net" / name).write_text(table(("0100007F:0001", "0A", 8), socket_of_it))
+    assert holder_of("127.0.0.1", 8080) == found
+
+
+@pytest.mark.parametrize(
+    ("answers", "found"),
+    [
+        ({"/health": '{"gateway": "g"}', "/version": '{"version": "0.33.0"}'}, "a Seamark gateway"),
+        ({"/health": "", "/version": '{"version": "0.33.0"}'}, "vLLM 0.33.0"),
+        ({"/health": "{}", "/version": "{}"}, ""),
+        ({}, ""),
+    ],
+)
+async def test_a_server_is_told_by_its_answers(monkeypatch, answers, found):
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
+        body = answers.get(path, "nothing").encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        writer.close()
+
+    monkeypatch.setattr(port_holder, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(port_holder, "_process_at", lambda port: "process 42 (other)")
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        told = await asyncio.to_thread(holder_of, "127.0.0.1", port)
+    assert told == ", ".join(filter(None, ("process 42 (other)", found)))
+
+
+@pytest.mark.parametrize("host", ["no host at all", "127.0.0.1"])
+def test_where_nothing_answers_nothing_is_told(monkeypatch, host):
+    monkeypatch.setattr(port_holder, "_process_at", lambda port: "")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        assert holder_of(host, free.getsockname()[1]) == ""
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted", "most"),
+    [
+        (256, 0, 96),
+        (258, 0, 97),
+        (256, 1, 1),
+        (256, 1000, 96),
+        (10, 0, 1),
+        (resource.RLIM_INFINITY, 10, 10),
+    ],
+)
+def test_as_many_clients_as_have_two_descriptors_each(monkeypatch, limit, wanted, most):
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: (limit, limit))
+    assert most_connections(wanted) == most
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one_where_that_is_allowed(monkeypatch):
+    limits = [(256, 4096)]
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda which, wanted: limits.append(wanted))
+    raise_limit()
+    assert limits[-1] == (4096, 4096)
+
+    def forbidden(which: int, wanted: tuple[int, int]) -> None:
+        raise OSError
+
+    limits.append((256, 4096))
+    monkeypatch.setattr(descriptors.resource, "setrlimit", forbidden)
+    raise_limit()
+
+
+def record(message: str, *args: object, name: str = "uvicorn.error", level: int = logging.WARNING):
+    return logging.LogRecord(name, level, "", 0, message, args, None)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(log_limit.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_few_lines_of_a_message_pass_and_the_next_period_says_how_many_did_not(clock):
+    limit = LogLimit()
+    assert [limit.filter(record("from %s", number)) for number in range(LINES + 7)] == [True] * LINES + [False] * 7
+    assert limit.filter(record("another"))
+    clock[0] += PERIOD_SECONDS
+    again = record("from %s", 3)
+    assert limit.filter(again) and again.getMessage() == "from 3 (7 more of these were left out)"
+    assert limit.filter(record("from %s", 4))
+
+
+def test_many_different_messages_fill_no_memory():
+    limit = LogLimit()
+    for number in range(3 * MOST_MESSAGES):
+        assert limit.filter(record(f"{number}")) and len(limit._periods) <= MOST_MESSAGES
+
+
+def test_a_message_that_is_known_costs_no_other_its_count(clock):
+    limit = LogLimit()
+    for number in range(MOST_MESSAGES):
+        assert all(limit.filter(record(f"{number}")) for _ in range(LINES))
+    assert not limit.filter(record("0"))
+    clock[0] += PERIOD_SECONDS
+    assert limit.filter(record("0"))
+    clock[0] -= 1
+    assert not limit.filter(record("1"))  # its period is not over
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "is_limited"),
+    [
+        ("uvicorn", logging.WARNING, True),
+        ("uvicorn.error", logging.ERROR, True),
+        ("uvicornx", logging.WARNING, False),
+        ("uvicorn.error", logging.WARNING - 1, False),
+    ],
+)
+def test_warnings_and_worse_of_uvicorn_are_limited(clock, name, level, is_limited):
+    limit = LogLimit()
+    passed = [limit.filter(record("x", name=name, level=level)) for _ in range(LINES + 1)]
+    assert passed == [True] * LINES + [not is_limited]
+
+
+MIB = 2**20
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Sets the limits of a process of 300 MiB, 60 of them resident; in MiB, None for no limit."""
+
+    def set_to(address_space: int | None, group: int | str | None, reserved: int = 0, loaded: int = 0) -> None:
+        pages = MIB // resource.getpagesize()
+        for name, content in (("statm", f"{300 * pages} {60 * pages} 1 1 0 1 0"), ("group", f"{group}")):
+            (tmp_path / name).write_text(content)
+        if isinstance(group, int):
+            (tmp_path / "group").write_text(f"{group * MIB}\n")
+        monkeypatch.setattr(memory, "RESERVED_BYTES", reserved * MIB)
+        monkeypatch.setattr(memory, "LOADED_BYTES", loaded * MIB)
+        monkeypatch.setattr(memory, "PROCESS", tmp_path / "statm")
+        monkeypatch.setattr(memory, "GROUP_LIMITS", (tmp_path / "group", tmp_path / "none"))
+        soft = resource.RLIM_INFINITY if address_space is None else address_space * MIB
+        monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (soft, soft))
+
+    return set_to
+
+
+@pytest.mark.parametrize(
+    ("address_space", "group", "left"),
+    [(None, "max", None), (512, "max", 212), (None, 512, 452), (512, 512, 212), (1024, 512, 452), (200, "max", 0)],
+)
+def test_what_is_left_is_the_least_that_any_limit_leaves(limits, address_space, group, left):
+    limits(address_space, group)
+    assert room() == (left if left is None else left * MIB)
+
+
+def test_bounds_are_made_smaller_in_proportion(limits):
+    limits(512, "max")
+    settings = Settings(max_bodies_bytes=600 * MIB, memory_bytes=300 * MIB, text_bytes=100 * MIB)
+    found = fitted(settings)
+    assert sum(getattr(found, name) for name in BOUNDS) == pytest.approx(212 * MIB * SHARE, rel=0.01)
+    assert found.max_bodies_bytes == pytest.approx(2 * found.memory_bytes, rel=0.01)
+    assert found.max_body_bytes == found.max_bodies_bytes and found.max_connections == 212
+
+
+def test_without_a_way_to_know_nothing_changes(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "PROCESS", tmp_path / "none")
+    assert room() is None
+
+
+def test_where_nothing_is_left_each_bound_is_the_least_that_there_is(limits):
+    limits(200, "max")
+    found = fitted(Settings())
+    assert [getattr(found, name) for name in BOUNDS] == [1, 1, 1]
+    assert (found.max_body_bytes, found.max_connections) == (1, 1)
+    assert fitted(Settings(text_bytes=0)).text_bytes == 0
+
+
+def test_bounds_that_fit_exactly_are_left_alone(limits):
+    limits(340, "max")  # 40 MiB are left, and bounds get a quarter
+    exactly = Settings(max_bodies_bytes=5 * MIB, memory_bytes=4 * MIB, text_bytes=MIB, max_body_bytes=MIB)
+    assert fitted(exactly) is exactly
+    more = exactly.model_copy(update={"text_bytes": MIB + 100})
+    found = fitted(more)
+    assert found is not more and found.max_body_bytes == MIB and found.max_connections == 40
+
+
+def test_large_blocks_are_asked_to_be_given_back_where_the_allocator_can(monkeypatch):
+    asked = []
+
+    class Libc:
+        def __init__(self, name: None) -> None:
+            pass
+
+        def mallopt(self, what: int, size: int) -> None:
+            asked.append((what, size))
+
+    monkeypatch.setattr(memory.ctypes, "CDLL", Libc)
+    memory.give_large_blocks_back()
+    assert asked == [(-3, MIB)]  # M_MMAP_THRESHOLD
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
+    memory.give_large_blocks_back()
+    assert len(asked) == 1

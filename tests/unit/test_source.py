@@ -1,4 +1,4 @@
-"""JSON of others is read by `proxy.http.json_body.loads`, or where all that Python's reader raises is caught.
+"""How the whole product is written: one meaning for a type's name, and JSON of others read by what catches all it raises.
 
 That is `ValueError`, also for a number of more than 4,300 digits, and `RecursionError` for what is nested too deep.
 """
@@ -6,6 +6,7 @@ That is `ValueError`, also for a number of more than 4,300 digits, and `Recursio
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 PROXY = Path(__file__).parents[2] / "proxy"
@@ -47,3 +48,36 @@ def test_nothing_else_reads_it():
         tree = ast.parse(path.read_text())
         if str(path.relative_to(PROXY)) not in OWN:
             assert [ast.unparse(call) for call in calls(tree) - guarded(tree)] == [], path
+
+
+ROOT = Path(__file__).parents[2]
+
+# ASGI's own terms, in the two halves that do not import each other.
+ASGI = {"Message", "Receive", "Scope", "Send"}
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Classes, and aliases of types, without a leading underscore."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            found |= {name for name in names if name[0].isupper() and not name.isupper()}
+    return {name.lstrip("_") for name in found}
+
+
+def test_no_two_types_have_one_name():
+    where = defaultdict(set)
+    for half in ("proxy", "engine_patches"):
+        for path in (ROOT / half).rglob("*.py"):
+            for name in defined(ast.parse(path.read_text())):
+                where[name].add(path.relative_to(ROOT).as_posix())
+    twice = {name: sorted(paths) for name, paths in where.items() if len(paths) > 1}
+    assert twice.keys() == ASGI, twice
+
+
+def test_a_second_type_of_a_name_would_be_seen():
+    tree = ast.parse("class _Plan:\n    pass\nKind = Literal['a']\nMOST = 3\nLIMITS = TypeVar('T')\n")
+    assert defined(tree) == {"Plan", "Kind"}
