@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,10 +47,6 @@ def test_whatever_a_reader_raises_the_file_is_refused_in_one_line_without_its_co
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def socket_at(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
@@ -58,11 +55,11 @@ def socket_at(path: Path) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        fifo,
+        os.mkfifo,
         socket_at,
         Path.mkdir,
         lambda path: path.symlink_to("/dev/zero"),
-        lambda path: (fifo(path.with_name("pipe")), path.symlink_to("pipe")),
+        lambda path: (os.mkfifo(path.with_name("pipe")), path.symlink_to("pipe")),
     ],
     ids=["FIFO", "socket", "folder", "device", "link"],
 )
@@ -97,13 +94,6 @@ def test_a_secret_loses_its_line_end_and_must_not_be_empty_or_binary(tmp_path):
             read_secret("secret_file", path)
 
 
-def change(path, content):
-    """The content replaced at another time than before: file systems' clocks may be coarse."""
-    before = path.stat().st_mtime_ns if path.exists() else 0
-    path.write_text(content)
-    os.utime(path, ns=(before + 10**9, before + 10**9))
-
-
 @pytest.mark.parametrize("error", [ValueError("hunter2"), RecursionError(), MemoryError(), KeyError("hunter2")])
 def test_whatever_its_reader_raises_a_watched_file_counts_as_not_read(tmp_path, caplog, error):
     path = tmp_path / "file.toml"
@@ -117,7 +107,8 @@ def test_whatever_its_reader_raises_a_watched_file_counts_as_not_read(tmp_path, 
 
     watched = WatchedFile(path, read)
     watched.failed = lambda: failures.append(1)
-    change(path, "count = 2")
+    path.write_text("count = 2")
+    os.utime(path, (1, 1))  # at another time than before: file systems' clocks may be coarse
     assert [watched.refresh(), watched.refresh()] == [False, False]
     assert not watched.is_current and watched.value == 1 and failures == [1]
     (record,) = caplog.records
@@ -132,7 +123,7 @@ def test_a_watched_file_that_is_replaced_by_a_fifo_stops_nothing(tmp_path, caplo
     path.write_text("count = 1")
     watched = WatchedFile(path, lambda path: read_model("some_setting", path, Model))
     path.unlink()
-    fifo(path)
+    os.mkfifo(path)
     assert not watched.refresh() and not watched.is_current and watched.value.count == 1
     assert "no regular file" in caplog.text
 
@@ -171,14 +162,20 @@ def parse(*arguments: str, environment: dict[str, str] | None = None) -> Setting
         ((), "worker"),
         (("--worker", "localhost:8000"), "^worker: a worker's URL begins with http://"),
         (("--worker", "http://a", "--port", "70000"), "port"),
-        (("--worker", "http://a", "--port", "x"), "port"),
         (("--worker", "http://a", "--load-slack", "-1"), "load_slack"),
         (("--worker", "http://a", "--config", "/nowhere.toml"), "config"),
         *(
             (("--worker", "http://a", "--redis", url), "redis")
             for url in (
-                *("localhost:6379", "redis://", "redis:///1", "redis://a:99999", "redis://a:0", "redis://a/first"),
-                *("redis://a/1/2", "redis://a/-1", "redis://a?db=1&timeout=1", "http://a", "unix://", "unix:///"),
+                *(
+                    "localhost:6379",
+                    "redis:///1",
+                    "redis://a:99999",
+                    "redis://a/first",
+                    "redis://a/1/2",
+                    "redis://a/-1",
+                ),
+                *("redis://a?db=1&timeout=1", "unix:///"),
             )
         ),
         *(
@@ -197,7 +194,6 @@ def test_a_wrong_value_is_refused_with_the_settings_name(arguments, named):
     [
         ("rediss", "redis"),
         ("load-slack", "load_slack"),
-        ("Workers_File", "workers_file or worker_api_key_file"),
         ("zzz", ""),
     ],
 )
@@ -218,26 +214,12 @@ def test_a_variable_that_nothing_reads_is_named_without_its_value():
     assert parse("--worker", "http://a", environment=meant).port == 8080
 
 
-@pytest.mark.parametrize("url", ["rediss://user:hunter2@a:port", "http://u:hunter2@a", "redis://:hunter2@a?x=hunter2"])
-def test_a_password_is_not_told_where_its_url_is_refused(url):
-    with pytest.raises(SettingsError, match="redis") as refused:
-        parse("--worker", "http://a", "--redis", url)
-    assert "hunter2" not in str(refused.value)
-
-
-@pytest.mark.parametrize("content", ["worker = 5", "worker = [5]", "rewrite = 5", "rewrite = ['x']", "port = []"])
+@pytest.mark.parametrize("content", ["worker = 5", "worker = [5]", "rewrite = ['x']"])
 def test_a_wrong_type_in_the_file_is_refused_with_the_settings_name(tmp_path, content):
     config = tmp_path / "seamark.toml"
     config.write_text(f'workers_file = "workers.toml"\n{content}\n')
     with pytest.raises(SettingsError, match=f"^{content.partition(' ')[0]}"):
         parse("--config", str(config))
-
-
-def test_the_file_is_named_by_a_variable_too(tmp_path):
-    config = tmp_path / "seamark.toml"
-    config.write_text('worker = ["http://file:1"]\nrewrite = []\n')
-    settings = parse(environment={PREFIX + "CONFIG": str(config), PREFIX + "PORT": ""})
-    assert (settings.worker, settings.rewrite, settings.port) == (("http://file:1",), (), 8080)
 
 
 @pytest.mark.parametrize(
@@ -278,19 +260,15 @@ NUMBERS: dict[str, tuple[float, float, tuple[float, ...]]] = {
 }
 
 
-def test_every_number_is_in_the_table():
+def test_a_number_has_its_bounds():  # its default is the documents' own: test_readme
     numbers = {name for name, field in Settings.model_fields.items() if field.annotation in (int, float, int | None)}
     assert numbers == NUMBERS.keys()
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_has_its_bounds(name):  # its default is the documents' own: test_readme
-    least, most, wrong = NUMBERS[name]
-    for value in (least, most):
-        assert getattr(of(**{name: value}), name) == value
-    for value in wrong:
-        with pytest.raises(ValueError, match=name):
-            of(**{name: value})
+    for name, (least, most, wrong) in NUMBERS.items():
+        for value in (least, most):
+            assert getattr(of(**{name: value}), name) == value
+        for value in wrong:
+            with pytest.raises(ValueError, match=name):
+                of(**{name: value})
 
 
 def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path):
@@ -299,13 +277,16 @@ def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path):
     environment = {PREFIX + "PORT": "2", PREFIX + "LOAD_SLACK": "2"}
     settings = parse("--config", str(config), "--port", "3", environment=environment)
     assert (settings.port, settings.load_slack, settings.max_queue, settings.worker) == (3, 2, 1, ("http://file:1",))
+    settings = parse(environment={PREFIX + "CONFIG": str(config), PREFIX + "PORT": "", PREFIX + "LOAD_SLACK": "2"})
+    assert (settings.port, settings.load_slack, settings.max_queue) == (1, 2, 1)
 
 
-@pytest.mark.parametrize("url", ["http://u:hunter2@ho st:1", "ftp://u:hunter2@host", "http://u:hunter2@host:99999"])
-def test_credentials_of_a_worker_are_not_told_where_its_url_is_refused(url, tmp_path):
+@pytest.mark.parametrize("url", ["http://u:hunter2@ho st:1", "ftp://u:hunter2@host", "redis://u:hunter2@a?x=hunter2"])
+def test_credentials_are_not_told_where_their_url_is_refused(url, tmp_path):
     file = tmp_path / "workers.toml"
     file.write_text(f'[[worker]]\nurl = "{url}"\n')
-    for reading in (lambda: parse("--worker", url), lambda: read_workers(file)):
+    flags = (("--worker", url), ("--worker", "http://a", "--redis", url))
+    for reading in (*(partial(parse, *each) for each in flags), partial(read_workers, file)):
         with pytest.raises(SettingsError) as refused:
             reading()
         assert "hunter2" not in str(refused.value)
@@ -322,7 +303,6 @@ def test_what_may_hold_a_password_is_not_in_the_settings_text(name):
     ("name", "url"),
     [
         *(("redis", url) for url in (" redis://a:1 ", "redis://a:65535/0", "redis://a/", "redis://:word@a/15/")),
-        *(("redis", url) for url in ("redis://a?db=1&ssl_ca_certs=x", "rediss://u:word@a:1/3?ssl_cert_reqs=none")),
         *(("redis", "unix:///run/redis.sock?db=1"), ("redis", None), ("otlp_traces_endpoint", "https://a")),
         ("otlp_traces_endpoint", " http://collector:4318/v1/traces "),
     ],

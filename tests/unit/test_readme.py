@@ -31,9 +31,6 @@ GATEWAY = (ROOT / "proxy" / "README.md").read_text()
 FOLDERS = ("proxy", "engine_patches", "deploy", "grafana", "tests")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 
-# Where code may have a file that a document names without its folder.
-ROOTS = (ROOT, ROOT / "deploy")
-
 
 def heading_anchors(text: str) -> set[str]:
     """The anchors that a Markdown viewer gives the headings of a document."""
@@ -75,14 +72,9 @@ def test_every_setting_is_described_with_its_default(name):
     assert len(row.split("|")[3].strip()) > 10
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_described(name):
-    assert f"`seamark {name} " in README
-
-
-@pytest.mark.parametrize("reason", sorted(set(REASON_TEXT) - {"hit"}))
-def test_every_reason_is_described(reason):
-    assert f"| `{reason}` |" in GATEWAY
+def test_every_command_and_reason_is_described():
+    assert [name for name in COMMANDS if f"`seamark {name} " not in README] == []
+    assert {reason for reason in REASON_TEXT if f"| `{reason}` |" not in GATEWAY} <= {"hit"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -101,7 +93,9 @@ def test_files_that_a_document_names_are_there(document):
     named = re.findall(
         r"`((?:proxy|engine_patches|tests|deploy|grafana)/[\w./-]+|[\w./-]+\.(?:py|yaml|sh))`", document.read_text()
     )
-    missing = [name for name in named if not any((root / name).exists() for root in (*ROOTS, document.parent))]
+    missing = [
+        name for name in named if not any((root / name).exists() for root in (ROOT, ROOT / "deploy", document.parent))
+    ]
     assert not [name for name in missing if not any(any((ROOT / folder).rglob(name)) for folder in FOLDERS)]
 
 
@@ -174,15 +168,11 @@ DEFENCES = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if 
 @pytest.mark.parametrize("row", DEFENCES)
 def test_each_defence_has_the_tests_that_are_named(row):
     named = re.findall(r"`(tests/\S+\.py)`((?:,? `[tT]est_?\w+`)+)", row)
-    assert named
+    assert named and len(DEFENCES) > 15
     for file, tests in named:
         source = (ROOT / file).read_text()
         for test in re.findall(r"\w+", tests):  # a function, or a machine's class
             assert re.search(rf"^(?:(?:async )?def {test}\(|{test} = )", source, re.M), f"{file} has no {test}"
-
-
-def test_the_table_of_defences_is_read():
-    assert len(DEFENCES) > 15
 
 
 # requirements.lock.
@@ -199,9 +189,6 @@ def test_what_is_asked_for_is_locked_in_a_version_that_will_do(wanted):
     name = canonicalize_name(requirement.name)
     locked = [str(each.specifier).removeprefix("==") for each in LOCKED if canonicalize_name(each.name) == name]
     assert locked and all(requirement.specifier.contains(each, prereleases=True) for each in locked)
-
-
-def test_every_line_is_one_version_from_no_named_host():
     assert all(re.fullmatch(r"==[^,*]+", str(each.specifier)) and each.url is None for each in LOCKED)
 
 

@@ -1,4 +1,4 @@
-"""How the whole product is written: one meaning for a type's name, and JSON of others read by what catches all it raises.
+"""One meaning for a type's name in the whole product; JSON of others is read where all that it raises is caught.
 
 That is `ValueError`, also for a number of more than 4,300 digits, and `RecursionError` for what is nested too deep.
 """

@@ -1,4 +1,4 @@
-"""Requests of any API as one chat, whole (`golden/conversions.txt`); whose it is, what is stored, and what is rewritten.
+"""Requests of any API as one chat, whole: `golden/conversions.txt`; whose it is, what is kept and what is rewritten.
 
 What vLLM itself makes of such requests: tests/engine/unit/test_conversions.py.
 """

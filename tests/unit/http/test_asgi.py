@@ -41,12 +41,16 @@ def receiver(*messages):
     return receive
 
 
+async def read(scope, *messages, limit=6, memory=None, pace=PACE):
+    room = (memory or BodyMemory(100)).of()
+    return await read_body(scope, receiver(*messages), limit=limit, pace=pace, room=room)
+
+
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
         ((piece(b"abc"), GONE), ClientGone),
         ((piece(b"abc"), piece(b"defg")), BodyTooLarge),
-        ((piece(b"abcdefg"),), BodyTooLarge),
         ((piece(b"abc"), piece(b"de"), asyncio.CancelledError()), asyncio.CancelledError),
         ((piece(b"abc"), OSError()), OSError),
         ((piece(b"abc"),), TooSlow),
@@ -56,26 +60,17 @@ async def test_bodies_broken_off_give_their_room_back(messages, error):
     memory = BodyMemory(1000)
     memory.of().take(10)  # another request's
     for _ in range(3):
-        pace = Pace(0.001, 0) if error is TooSlow else PACE
         with pytest.raises(error):
-            await read_body(SCOPE, receiver(*messages), limit=6, pace=pace, room=memory.of())
+            await read(SCOPE, *messages, memory=memory, pace=Pace(0.001, 0) if error is TooSlow else PACE)
     assert memory.held == 10
 
 
-async def test_a_body_for_which_there_is_no_room_gives_back_what_it_had():
-    memory = BodyMemory(5)
-    with pytest.raises(Overloaded):
-        await read_body(SCOPE, receiver(piece(b"abc"), piece(b"def")), limit=100, pace=PACE, room=memory.of())
-    assert memory.held == 0
-
-
-async def test_a_body_that_is_no_http_is_refused():
-    scope = {**SCOPE, "extensions": {asgi.BODY_STATE: lambda: BodyState.BROKEN}}
-    memory = BodyMemory(6)
-    room = memory.of()
-    with pytest.raises(InvalidHttp) as raised:
-        await read_body(scope, receiver(piece(b"abc")), limit=6, pace=PACE, room=room)
-    assert (raised.value.status, raised.value.code, memory.held) == (400, "invalid_http", 0)
+async def test_a_body_for_which_there_is_no_room_or_that_is_no_http_gives_back_what_it_had():
+    broken, memory = {**SCOPE, "extensions": {asgi.BODY_STATE: lambda: BodyState.BROKEN}}, BodyMemory(5)
+    for scope, error in ((SCOPE, Overloaded), (broken, InvalidHttp)):
+        with pytest.raises(error):
+            await read(scope, piece(b"abc"), piece(b"def"), limit=100, memory=memory)
+        assert memory.held == 0
 
 
 async def test_a_body_that_is_announced_as_too_large_is_refused_before_it_is_asked_for():
@@ -109,11 +104,6 @@ def test_a_body_that_drips_has_to_keep_up_with_the_rate(rate, is_refused):
             assert len(runner.run(reading)) == 30_000
 
 
-async def read(scope, *messages, limit=6, memory=None, pace=PACE):
-    room = (memory or BodyMemory(100)).of()
-    return await read_body(scope, receiver(*messages), limit=limit, pace=pace, room=room)
-
-
 async def test_a_body_may_be_as_long_as_the_limit_in_one_piece_and_in_several():
     for pieces in ((piece(b"abcdef", more=False),), (piece(b"abc"), piece(b"def", more=False)), (piece(b"abcdef"), {})):
         messages = [{"type": "http.request", **each} for each in pieces]
@@ -124,7 +114,6 @@ async def test_a_body_may_be_as_long_as_the_limit_in_one_piece_and_in_several():
 
 
 async def test_a_request_on_a_connection_too_many_is_refused():
-    check_room({})
     check_room({"extensions": {asgi.BODY_STATE: None}})
     with pytest.raises(Overloaded, match="max_connections"):
         check_room({"extensions": {asgi.IS_CROWDED: {}}})
@@ -134,13 +123,10 @@ async def test_a_request_on_a_connection_too_many_is_refused():
     ("accepted", "is_asked"),
     [
         ([], True),
-        ([b"gzip, br"], True),
-        ([b"gzip;q=1"], True),
         ([b"gzip", b"br;q=0.5"], True),
         ([b"identity;q=0.5"], True),
         ([b"identity; q=0.001, *;q=0"], True),
         ([b"gzip;q=0"], True),
-        ([b"identity;q=0"], False),
         ([b"br, Identity ;Q=0.0"], False),
         ([b"br", b"identity;q=0.000"], False),
         ([b"*;q=0"], False),
@@ -243,6 +229,3 @@ def test_the_heap_is_given_back_once_for_so_many_bytes_that_were_freed(monkeypat
     memory.of().take(2 * TRIM_AFTER_BYTES)
     memory.shrink(None, 2 * TRIM_AFTER_BYTES)
     assert memory.held == 0
-
-
-# Large blocks with small ones between them, as bodies come in beside other requests; then the large ones go.

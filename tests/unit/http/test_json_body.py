@@ -151,14 +151,12 @@ def test_broken_utf_16_is_a_bad_request(raw):
         parse_object(as_utf8(raw), *LIMITS)
 
 
-ESCAPES = (r"\"", r"\\", r"\/", r"\b", r"\f", r"\n", r"\r", r"\t", r"\u005c", r"\u0022", r"\u00e9")
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1 << 20])
 def test_what_a_body_is_made_of_is_counted_outside_strings_wherever_it_is_cut(monkeypatch, size):
     monkeypatch.setattr(json_body, "SLICE", size)
     random = Random(17)
-    pieces = [*ESCAPES, *ESCAPES[:2], *"{[}]:,xbn/"]
+    escapes = [r"\"", r"\\", r"\/", r"\b", r"\f", r"\n", r"\r", r"\t", r"\u005c", r"\u0022", r"\u00e9"]
+    pieces = [*escapes, *escapes[:2], *"{[}]:,xbn/"]
     for _ in range(500):
         one, two, three = ("".join(random.choices(pieces, k=random.randint(0, 6))) for _ in range(3))
         raw = f'{{"k{one}":["{two}",{{"{three}":[]}}],"":{{}}}}'
@@ -227,4 +225,3 @@ def test_a_step_reads_little_whatever_there_is():
 def test_what_is_nested_too_deep_for_any_reader_is_a_value_error():
     with pytest.raises(ValueError, match="nested too deep"):
         json_body.loads(b"[" * 200_000)
-    assert json_body.loads(b"[NaN, 1e999]")[1] == float("inf")
