@@ -16,13 +16,7 @@ from proxy.http.asgi import BodyState
 from proxy.server.connection import LINGER_SECONDS, MAX_PIPELINED, Bounds, ConnectionState, bounded
 from proxy.server.descriptors import SPARE
 
-LIMIT = 1000
-
-TIMEOUT = 60.0
-
-SEND_TIMEOUT = 100.0
-
-CONNECTIONS = 10
+LIMIT, TIMEOUT, SEND_TIMEOUT, CONNECTIONS = 1000, 60.0, 100.0, 10
 
 
 class Transport(asyncio.Transport):
@@ -123,7 +117,6 @@ async def turn() -> None:
 
 
 GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
-
 POST = b"POST / HTTP/1.1\r\nhost: a\r\n"
 
 

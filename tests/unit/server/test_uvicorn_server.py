@@ -13,6 +13,7 @@ import tomllib
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -71,9 +72,8 @@ class Files:
 
 
 def server(gateway: Files, **settings) -> GatewayServer:
-    return GatewayServer(
-        uvicorn.Config("x", log_config=None), Settings(worker=("http://127.0.0.1:9",), **settings), gateway
-    )
+    settings = Settings(worker=("http://127.0.0.1:9",), **settings)
+    return GatewayServer(uvicorn.Config("x", log_config=None), settings, gateway)
 
 
 async def test_a_stop_has_its_delay_and_then_comes(monkeypatch):
@@ -142,18 +142,17 @@ async def app(scope, receive, send) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "workers", "said", "unsaid"),
+    ("settings", "said", "unsaid"),
     [
-        ({}, [1], ("base_url http://127.", "live page http://127."), ("API key", "shadow mode", "no worker")),
-        ({"admin_port": 0}, [1], ("base_url",), ("live page",)),
-        ({"shadow": True}, [1], ("shadow mode",), ()),
-        ({"workers_dns": ("http://workers:8000",), "worker": ()}, [], ("base_url",), ("there is no worker",)),
+        ({}, ("base_url http://127.", "live page http://127."), ("API key", "shadow mode", "no worker")),
+        ({"admin_port": 0, "shadow": True}, ("base_url", "shadow mode"), ("live page",)),
+        ({"workers_dns": ("http://workers:8000",), "worker": ()}, ("base_url",), ("there is no worker",)),
     ],
 )
-async def test_a_server_says_where_it_is_reached_and_what_is_missing(caplog, settings, workers, said, unsaid):
+async def test_a_server_says_where_it_is_reached_and_what_is_missing(caplog, settings, said, unsaid):
     gateway = Files()
     gateway.settings = Settings(**{"worker": ("http://127.0.0.1:9",), **settings})
-    gateway.pool.workers = workers
+    gateway.pool.workers = list(gateway.settings.worker)
     config = uvicorn.Config(app, port=0, lifespan="off", log_config=None)
     made = GatewayServer(config, gateway.settings, gateway)
     with caplog.at_level("INFO", "seamark.gateway"):
@@ -220,56 +219,18 @@ def test_an_address_that_cannot_be_had_is_told_with_what_holds_it_if_something_d
     assert "nothing can listen on elsewhere:8080 (not known)" in refused("port", "elsewhere", 8080)
 
 
-def table(*rows: tuple[str, str, int]) -> str:
-    """As /proc/net/tcp: address, state and inode of each socket."""
-    head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode"
-    lines = [
-        f"   {number}: {local} 00000000:0000 {state} 00000000:00000000 00:00000000 00000000  1000        0 {inode} 1 0"
-        for number, (local, state, inode) in enumerate(rows)
-    ]
-    return "\n".join([head, *lines]) + "\n"
-
-
-@pytest.fixture
-def proc(tmp_path, monkeypatch):
-    """Another /proc, in which process 42 (`other`) has socket 7."""
-    (tmp_path / "net").mkdir()
-    (tmp_path / "42" / "fd").mkdir(parents=True)
-    (tmp_path / "42" / "comm").write_text("other\n")
-    (tmp_path / "42" / "fd" / "3").symlink_to("socket:[7]")
-    (tmp_path / "41" / "fd").mkdir(parents=True)
-    (tmp_path / "41" / "fd" / "1").symlink_to("socket:[8]")
-    monkeypatch.setattr(
-        port_holder, "Path", lambda first, *more: Path(str(first).replace("/proc", str(tmp_path)), *more)
-    )
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_process_that_listens_is_named_and_no_other_that_has_a_connection(monkeypatch, host):
     monkeypatch.setattr(port_holder, "_server_at", lambda host, port: "")
-    return tmp_path
-
-
-def test_the_process_that_listens_is_named(monkeypatch):
-    monkeypatch.setattr(port_holder, "_server_at", lambda host, port: "")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        mine = f"process {os.getpid()} ({Path('/proc/self/comm').read_text().strip()})"
-        assert holder_of("127.0.0.1", port) == mine
-    assert holder_of("127.0.0.1", port) == ""
-
-
-@pytest.mark.parametrize(
-    ("row", "found"),
-    [
-        (("tcp", "0100007F:1F90", "0A", 7), "process 42 (other)"),
-        (("tcp6", "00000000000000000000000000000000:1F90", "0A", 7), "process 42 (other)"),
-        (("tcp", "0100007F:1F90", "01", 7), ""),  # a connection
-        (("tcp", "0100007F:1F91", "0A", 7), ""),
-        (("tcp", "0100007F:1F90", "0A", 9), ""),  # of a process that cannot be seen
-        (("tcp", "0100007F:1F90", "0A", 8), ""),  # of one that has ended meanwhile
-    ],
-)
-def test_who_listens_stands_in_either_table(proc, row, found):
-    name, *socket_of_it = row
-    (proc / "net" / name).write_text(table(("0100007F:0001", "0A", 8), socket_of_it))
-    assert holder_of("127.0.0.1", 8080) == found
+    with (
+        suppress(OSError),
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as it,
+    ):
+        port = it.getsockname()[1]
+        with socket.create_connection((host, port)) as other:
+            mine = f"process {os.getpid()} ({Path('/proc/self/comm').read_text().strip()})"
+            assert holder_of(host, port) == mine and holder_of(host, other.getsockname()[1]) == ""
+    assert holder_of(host, port) == ""
 
 
 @pytest.mark.parametrize(
@@ -296,22 +257,12 @@ async def test_a_server_is_told_by_its_answers(monkeypatch, answers, found):
     assert told == ", ".join(filter(None, ("process 42 (other)", found)))
 
 
-@pytest.mark.parametrize("host", ["no host at all", "127.0.0.1"])
-def test_where_nothing_answers_nothing_is_told(monkeypatch, host):
-    monkeypatch.setattr(port_holder, "_process_at", lambda port: "")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        assert holder_of(host, free.getsockname()[1]) == ""
-
-
 @pytest.mark.parametrize(
     ("limit", "wanted", "most"),
     [
         (256, 0, 96),
-        (258, 0, 97),
         (256, 1, 1),
         (256, 1000, 96),
-        (10, 0, 1),
         (resource.RLIM_INFINITY, 10, 10),
     ],
 )
@@ -327,11 +278,8 @@ def test_the_soft_limit_is_raised_to_the_hard_one_where_that_is_allowed(monkeypa
     raise_limit()
     assert limits[-1] == (4096, 4096)
 
-    def forbidden(which: int, wanted: tuple[int, int]) -> None:
-        raise OSError
-
     limits.append((256, 4096))
-    monkeypatch.setattr(descriptors.resource, "setrlimit", forbidden)
+    monkeypatch.setattr(descriptors.resource, "setrlimit", Mock(side_effect=OSError))
     raise_limit()
 
 
@@ -356,12 +304,6 @@ def test_a_few_lines_of_a_message_pass_and_the_next_period_says_how_many_did_not
     assert limit.filter(record("from %s", 4))
 
 
-def test_many_different_messages_fill_no_memory():
-    limit = LogLimit()
-    for number in range(3 * MOST_MESSAGES):
-        assert limit.filter(record(f"{number}")) and len(limit._periods) <= MOST_MESSAGES
-
-
 def test_a_message_that_is_known_costs_no_other_its_count(clock):
     limit = LogLimit()
     for number in range(MOST_MESSAGES):
@@ -371,13 +313,14 @@ def test_a_message_that_is_known_costs_no_other_its_count(clock):
     assert limit.filter(record("0"))
     clock[0] -= 1
     assert not limit.filter(record("1"))  # its period is not over
+    for number in range(2 * MOST_MESSAGES):
+        assert limit.filter(record(f"other {number}")) and len(limit._periods) <= MOST_MESSAGES
 
 
 @pytest.mark.parametrize(
     ("name", "level", "is_limited"),
     [
         ("uvicorn", logging.WARNING, True),
-        ("uvicorn.error", logging.ERROR, True),
         ("uvicornx", logging.WARNING, False),
         ("uvicorn.error", logging.WARNING - 1, False),
     ],
@@ -395,14 +338,12 @@ MIB = 2**20
 def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Sets the limits of a process of 300 MiB, 60 of them resident; in MiB, None for no limit."""
 
-    def set_to(address_space: int | None, group: int | str | None, reserved: int = 0, loaded: int = 0) -> None:
+    def set_to(address_space: int | None, group: int | str) -> None:
         pages = MIB // resource.getpagesize()
-        for name, content in (("statm", f"{300 * pages} {60 * pages} 1 1 0 1 0"), ("group", f"{group}")):
-            (tmp_path / name).write_text(content)
-        if isinstance(group, int):
-            (tmp_path / "group").write_text(f"{group * MIB}\n")
-        monkeypatch.setattr(memory, "RESERVED_BYTES", reserved * MIB)
-        monkeypatch.setattr(memory, "LOADED_BYTES", loaded * MIB)
+        (tmp_path / "statm").write_text(f"{300 * pages} {60 * pages} 1 1 0 1 0")
+        (tmp_path / "group").write_text(f"{group * MIB if isinstance(group, int) else group}\n")
+        for name in ("RESERVED_BYTES", "LOADED_BYTES"):
+            monkeypatch.setattr(memory, name, 0)
         monkeypatch.setattr(memory, "PROCESS", tmp_path / "statm")
         monkeypatch.setattr(memory, "GROUP_LIMITS", (tmp_path / "group", tmp_path / "none"))
         soft = resource.RLIM_INFINITY if address_space is None else address_space * MIB
@@ -418,6 +359,8 @@ def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_what_is_left_is_the_least_that_any_limit_leaves(limits, address_space, group, left):
     limits(address_space, group)
     assert room() == (left if left is None else left * MIB)
+    memory.PROCESS.unlink()  # without a way to know nothing changes
+    assert room() is None
 
 
 def test_bounds_are_made_smaller_in_proportion(limits):
@@ -427,11 +370,6 @@ def test_bounds_are_made_smaller_in_proportion(limits):
     assert sum(getattr(found, name) for name in BOUNDS) == pytest.approx(212 * MIB * SHARE, rel=0.01)
     assert found.max_bodies_bytes == pytest.approx(2 * found.memory_bytes, rel=0.01)
     assert found.max_body_bytes == found.max_bodies_bytes and found.max_connections == 212
-
-
-def test_without_a_way_to_know_nothing_changes(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "PROCESS", tmp_path / "none")
-    assert room() is None
 
 
 def test_where_nothing_is_left_each_bound_is_the_least_that_there_is(limits):
@@ -453,15 +391,8 @@ def test_bounds_that_fit_exactly_are_left_alone(limits):
 
 def test_large_blocks_are_asked_to_be_given_back_where_the_allocator_can(monkeypatch):
     asked = []
-
-    class Libc:
-        def __init__(self, name: None) -> None:
-            pass
-
-        def mallopt(self, what: int, size: int) -> None:
-            asked.append((what, size))
-
-    monkeypatch.setattr(memory.ctypes, "CDLL", Libc)
+    libc = SimpleNamespace(mallopt=lambda what, size: asked.append((what, size)))
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: libc)
     memory.give_large_blocks_back()
     assert asked == [(-3, MIB)]  # M_MMAP_THRESHOLD
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
