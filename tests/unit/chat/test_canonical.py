@@ -10,6 +10,10 @@ from tests.harness.messages import user
 CALL = {"id": "c", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Ayr"}'}}
 
 
+def calling(*calls):
+    return {"role": "assistant", "tool_calls": [*calls]}
+
+
 def key(*messages, **body):
     return chat_keys(body, messages, b"renderer").after[-1]
 
@@ -18,19 +22,12 @@ def key(*messages, **body):
     ("one", "other"),
     [
         (user("x"), {"content": "x", "role": "user"}),
-        (user("x"), user([{"type": "text", "text": "x"}])),
         (user("x"), user([{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}], name=None)),
         (user("x", name="a", id="b"), {"id": "b", "content": "x", "name": "a", "role": "user"}),
         (user("x", prompt_cache_breakpoint={"mode": "explicit"}, name=[]), user("x")),
         (user(None), {"role": "user"}),
-        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "assistant", "tool_calls": [CALL]}),
-        (
-            {"role": "assistant", "tool_calls": [CALL]},
-            {
-                "role": "assistant",
-                "tool_calls": [{**CALL, "function": {"name": "tide", "arguments": '{"port":"Ayr"}'}}],
-            },
-        ),
+        ({**calling(CALL), "content": None}, calling(CALL)),
+        (calling(CALL), calling({**CALL, "function": {"name": "tide", "arguments": '{"port":"Ayr"}'}})),
     ],
 )
 def test_spellings_of_one_message_share_a_key(one, other):
@@ -51,10 +48,8 @@ def test_keys_of_a_chat_are_chained_and_there_is_one_for_each_message():
     assert len({keys.head, *keys.before, *keys.after}) == 7
     shorter, changed = (chat_keys({}, each, b"r") for each in (messages[:2], [user("z"), *messages[1:]]))
     assert (shorter.before, shorter.after) == (keys.before[:2], keys.after[:2])
-    assert changed.before[0] == keys.before[0] and not {*changed.before[1:], *changed.after} & {
-        *keys.before,
-        *keys.after,
-    }
+    assert changed.before[0] == keys.before[0]
+    assert not {*changed.before[1:], *changed.after} & {*keys.before, *keys.after}
     assert key(user("ab"), user("c")) != key(user("a"), user("bc"))
 
 
@@ -68,7 +63,7 @@ def test_a_long_model_name_or_salt_is_part_of_the_key_as_a_short_one_is():
 @pytest.mark.parametrize("arguments", ["{", "[" * 100_000, '"\ud800"'], ids=["no JSON", "too deep", "half a pair"])
 def test_arguments_that_are_no_sound_json_are_compared_as_they_are(arguments):
     def call(arguments):
-        return {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "tide", "arguments": arguments}}]}
+        return calling({**CALL, "function": {"name": "tide", "arguments": arguments}})
 
     assert key(call(arguments)) == key(call(arguments)) != key(call(arguments + "["))
 
@@ -77,47 +72,25 @@ def test_arguments_that_are_no_sound_json_are_compared_as_they_are(arguments):
     ("one", "other"),
     [
         (user([{"type": "text", "text": "x", "more": 1}]), user("x")),
-        (user([{"text": "x"}]), user("x")),
-        (user([]), user("")),
         (user([]), user(None)),
         (user([{"type": "image_url"}]), user([{"type": "audio_url"}])),
-        (user(7), user(8)),
-        (user("x"), user("y")),
         (user("x"), {"role": "tool", "content": "x"}),
         (user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), user("ab")),
         (user("x", name=""), user("x")),
-        (user("x", name="a"), user("x", id="a")),
         ({"role": 7, "content": "x"}, {"role": 8, "content": "x"}),
-        ({"content": "x"}, user("x")),
-        (7, 8),
         (7, "7"),
         (None, {}),
-        (user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), user([{"type": "text", "text": "b"}])),
         (user([{"type": "text", "text": "a"}, 7]), user([{"type": "text", "text": "a"}, 8])),
-        ({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "tool_calls": [CALL, CALL]}),
-        ({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "tool_calls": [7]}),
+        (calling(CALL), calling(CALL, CALL)),
         ({"role": "assistant", "tool_calls": 7}, {"role": "assistant", "tool_calls": 8}),
-        (
-            {"role": "assistant", "tool_calls": [{**CALL, "id": "d"}]},
-            {"role": "assistant", "tool_calls": [CALL]},
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"id": "c", "function": 7}]},
-            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"arguments": {}}}]},
-        ),
+        (calling({**CALL, "id": "d"}), calling(CALL)),
+        (calling({"id": "c", "function": 7}), calling({"id": "c", "function": {"arguments": {}}})),
     ],
 )
 def test_what_a_template_may_read_is_a_difference(one, other):
     assert key(one) != key(other) and own_hash(one) != own_hash(other)
 
 
-@pytest.mark.parametrize(
-    ("value", "spelled"),
-    [
-        ({"b": 1, "a": [True, None, 1.5]}, b'{"b":1,"a":[true,null,1.5]}'),
-        ("é", '"é"'.encode()),
-        ("\ud83d", b'"\xed\xa0\xbd"'),
-    ],
-)
-def test_json_has_one_spelling_and_its_names_keep_their_order(value, spelled):
-    assert canonical(value) == spelled
+def test_json_has_one_spelling_and_its_names_keep_their_order():
+    assert canonical({"b": "é", "a": [True, None, 1.5]}) == '{"b":"é","a":[true,null,1.5]}'.encode()
+    assert canonical("\ud83d") == b'"\xed\xa0\xbd"'

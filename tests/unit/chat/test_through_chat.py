@@ -91,7 +91,7 @@ def test_a_whole_answer_is_the_message_that_clients_read(case, expect_golden):
     expect_golden("through_chat", f"whole: {case}", golden_json(whole(said, **more)))
 
 
-@pytest.mark.parametrize("error", [{"message": "No.", "type": "BadRequestError"}, {}, {"message": None, "type": None}])
+@pytest.mark.parametrize("error", [{"message": "No.", "type": "BadRequestError"}, {"message": None, "type": None}])
 def test_an_error_is_anthropics(error, expect_golden):
     told = json.loads(message_of(json.dumps({"error": error}).encode()))
     expect_golden("through_chat", f"error {error}", golden_json(told))
@@ -192,20 +192,14 @@ NONSENSE = (-1, MAX_TOKENS + 1, True, 1.5, "9", [], None)
     ("told", "usage"),
     [
         *((told, None) for told in (None, {}, {"prompt_tokens": "9"})),
-        *(
-            ({name: tokens}, Usage(tokens, None))
-            for name in ("prompt_tokens", "input_tokens")
-            for tokens in (0, MAX_TOKENS)
-        ),
+        *(({name: MAX_TOKENS}, Usage(MAX_TOKENS, None)) for name in ("prompt_tokens", "input_tokens")),
         *(({name: odd}, None) for name in ("prompt_tokens", "input_tokens") for odd in NONSENSE),
         ({"prompt_tokens": 64, "completion_tokens": 7}, Usage(64, None, 7)),
         ({"prompt_tokens": 64, "completion_tokens": -1}, Usage(64, None, 0)),
         ({"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 48}}, Usage(64, 48)),
-        ({"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 0}}, Usage(64, 0)),
         *(({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": odd}}, Usage(9, None)) for odd in NONSENSE),
         *(({"input_tokens": 9, "cache_read_input_tokens": odd}, Usage(9, None)) for odd in NONSENSE),
         ({"input_tokens": 64, "input_tokens_details": {"cached_tokens": 48}, "output_tokens": 7}, Usage(64, 48, 7)),
-        ({"input_tokens": 10, "input_tokens_details": {}, "cache_read_input_tokens": 48}, Usage(10, None)),
         ({"input_tokens": 10, "input_tokens_details": None, "cache_read_input_tokens": 48}, Usage(58, 48)),
         ({"input_tokens": 10, "cache_read_input_tokens": 48, "cache_creation_input_tokens": 6}, Usage(64, 48)),
         ({"input_tokens": 10, "cache_creation_input_tokens": 6}, Usage(16, None)),
@@ -214,12 +208,8 @@ NONSENSE = (-1, MAX_TOKENS + 1, True, 1.5, "9", [], None)
 )
 def test_each_spelling_is_read_and_what_no_counter_takes_is_no_number(told, usage):
     assert usage_of({"usage": told}) == usage
-    for event in (
-        {"response": {"usage": told}},
-        {"message": {"usage": told}},
-        {"response": {"message": {"usage": told}}},
-    ):
-        assert usage_of(event) == usage
+    for within in ({"usage": told}, {"message": {"usage": told}}):
+        assert usage_of({"response": within}) == usage_of({"message": {"usage": told}}) == usage
     assert usage_of({"other": {"usage": told}}) is usage_of([]) is usage_of(None) is None
     assert usage_of({"usage": {"prompt_tokens": 2}, "response": {"usage": told}}) == Usage(2, None)
 
