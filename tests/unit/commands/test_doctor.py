@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,12 +48,6 @@ class Server(RecordingWorker):
             status, body = self.pages[scope["path"]]
             return await respond(send, body, status=status)
         return await super().__call__(scope, receive, send)
-
-
-def timed_out() -> Unreachable:
-    error = Unreachable("no connection within 2 s")
-    error.__cause__ = TimeoutError()
-    return error
 
 
 def pages(*given: Any, **state: Any) -> Server:
@@ -147,7 +142,6 @@ WORKERS: dict[str, tuple[Any, ...]] = {
     "no models": (pages("/v1/models", 200, b'{"data":[]}'),),
     "odd metrics": (RecordingWorker(more_metrics="vllm:num_requests_running NaN\n"),),
     "asleep": (RecordingWorker(sleeps=(1,)),),
-    "too slow to connect": (timed_out(),),
     "silent": (Silent(""),),
     "no HTTP": (Broken("x"),),
     "no route": (Unreachable("no route"),),
@@ -201,15 +195,14 @@ def test_of_what_answers_the_verdict_the_causes_and_the_cures_are_said(case, exa
 @pytest.mark.parametrize(
     "url",
     [
-        *("http://127.0.0.1:9", "http://spark", "ftp://127.0.0.1:8000", "http://", "http://[", "http://a:x"),
-        *("http://ann:sesame@[", "spark:9/v1"),
+        *("http://127.0.0.1:9", "http://spark", "ftp://127.0.0.1:8000", "http://", "http://a:x", "http://ann:sesame@["),
     ],
 )
 def test_a_worker_that_is_not_there_is_not_reachable_for_a_cause(examined, url, expect_golden):
     expect_golden("doctor", f"nobody at {url}", examined(url=url))
 
 
-@pytest.mark.parametrize("spelt", ["{}", "{}/", "{}/v1", " {}/v1/ ", "http://{}/v1"])
+@pytest.mark.parametrize("spelt", ["{}", " {}/v1/ ", "http://{}/v1"])
 def test_a_url_is_understood_without_a_scheme_and_with_v1(examined, reachable, spelt, expect_golden):
     reachable.add(RecordingWorker())
     expect_golden("doctor", "a patched worker", examined(url=spelt.format("127.0.0.1:8000")))
@@ -295,10 +288,7 @@ def test_beside_a_worker_a_gateways_losses_or_why_it_tells_none_are_printed(case
 
 
 def test_a_url_that_is_none_shows_no_way(examined, monkeypatch, reachable):
-    def find(url: str, around: Any) -> None:
-        raise ValueError
-
-    monkeypatch.setattr(doctor, "find", find)
+    monkeypatch.setattr(doctor, "find", Mock(side_effect=ValueError))
     assert "is no URL" in examined(url="http://[")
     reachable.add(RecordingWorker())
     assert "port" not in examined("--gateway", "http://spark").splitlines()[1]  # it has that of HTTP
@@ -313,9 +303,7 @@ def test_a_url_that_is_none_shows_no_way(examined, monkeypatch, reachable):
         ("--worker x --runs-as lxc", "--runs-as"),
         ("--worker x --worker-api-key-file /nowhere", "worker_api_key_file"),
         ("--worker x --gateway-key-file /nowhere", "gateway_key_file"),
-        ("--worker x --works x", "no flag --works"),
         ("", "--worker URL, or --recipe RECIPE"),
-        ("--worker http://a:1 --recipe m", "--worker URL, or --recipe RECIPE"),
         ("--recipe /nowhere/a.yaml", "is no file, no command"),
     ],
 )
@@ -341,10 +329,6 @@ def test_what_a_recipe_will_do_is_said_without_a_worker(recipe, monkeypatch, cap
     assert asked == (["vllm/vllm-openai:latest"] if "docker" in recipe else [])
 
 
-def cures(way: Way, name: str = "", model: str = "org/my m", local: bool = True) -> Cures:
-    return Cures(FoundWay(way, name), model, 8001, local)
-
-
 def all_lines(own: Cures) -> str:
     parts = (own.install(), own.update("0.3"), own.flag("--x", "why"), own.drafts(), own.tools(), own.trial())
     lines = "\n\n".join((*parts, own.closed()))
@@ -354,8 +338,8 @@ def all_lines(own: Cures) -> str:
 
 @pytest.mark.parametrize("way", list(Way))
 def test_each_way_has_lines_of_its_own_that_name_what_was_found(way, expect_golden):
-    expect_golden("cures", f"{way}", all_lines(cures(way)))
-    expect_golden("cures", f"{way}, named, elsewhere", all_lines(cures(way, "llm", local=False)))
+    expect_golden("cures", f"{way}", all_lines(Cures(FoundWay(way), "org/my m", 8001, True)))
+    expect_golden("cures", f"{way}, named, elsewhere", all_lines(Cures(FoundWay(way, "llm"), "org/my m", 8001, False)))
 
 
 @pytest.mark.parametrize(
@@ -363,17 +347,15 @@ def test_each_way_has_lines_of_its_own_that_name_what_was_found(way, expect_gold
     [*((f"org/{family.upper()}-7B", parser) for family, parser in TOOL_PARSERS.items()), ("qwen3-next/mine", "NAME")],
 )
 def test_a_parser_of_tools_is_told_by_the_models_name(model, parser):
-    assert f"--enable-auto-tool-choice --tool-call-parser {parser}   # " in cures(Way.PIP, model=model).tools()
+    assert (
+        f"--enable-auto-tool-choice --tool-call-parser {parser}   # "
+        in Cures(FoundWay(Way.PIP), model, 8001, True).tools()
+    )
 
-
-URL = "http://127.0.0.1:8000"
 
 CONTAINER = "3f" * 32
-
 DOCKER = f"0::/system.slice/docker-{CONTAINER}.scope\n"
-
 USER = "0::/user.slice/user-1000.slice/user@1000.service/app.slice/terminal.scope\n"
-
 SERVE = ("/opt/venv/bin/python3", "/opt/venv/bin/vllm", "serve", "m")
 
 
@@ -389,7 +371,6 @@ def around(tmp_path) -> Callable[..., Surroundings]:
         *processes: tuple[tuple[str, ...], str],
         in_container: bool = False,
         inspected: Mapping[str, Any] | None = None,
-        **environment: str,
     ) -> Surroundings:
         for number, (arguments, group) in enumerate(processes, 100):
             folder: Path = tmp_path / str(number)
@@ -397,7 +378,7 @@ def around(tmp_path) -> Callable[..., Surroundings]:
             (folder / "cmdline").write_text("\0".join(arguments) + "\0")
             (folder / "cgroup").write_text(group)
         (tmp_path / "99").mkdir()  # a process that is not ours to look at
-        return Surroundings(tmp_path, environment, in_container, lambda name: inspected if name == CONTAINER else None)
+        return Surroundings(tmp_path, {}, in_container, lambda name: inspected if name == CONTAINER else None)
 
     return around
 
@@ -411,14 +392,12 @@ def around(tmp_path) -> Callable[..., Surroundings]:
         (SERVE, "0::/system.slice/llm.service\n", None, FoundWay(Way.SYSTEMD, "llm.service")),
         (SERVE, DOCKER, None, FoundWay(Way.DOCKER)),  # no docker to be asked
         (SERVE, DOCKER, {}, FoundWay(Way.DOCKER)),  # what docker says may lack anything
-        (SERVE, DOCKER, container(), FoundWay(Way.DOCKER, "llm")),
         (SERVE, f"9:name=systemd:/docker/{CONTAINER}\n", container(), FoundWay(Way.DOCKER, "llm")),
         (SERVE, DOCKER, container(**{"com.docker.compose.service": "ai"}), FoundWay(Way.COMPOSE, "ai")),
         (SERVE, DOCKER, container("vllm-node:latest"), FoundWay(Way.SPARK)),
         (SERVE, DOCKER, container(name="/vllm_node"), FoundWay(Way.SPARK)),
         (SERVE, "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-1.scope\n", None, FoundWay(Way.KUBERNETES)),
         (SERVE, f"0::/machine.slice/libpod-{CONTAINER}.scope/container\n", container(), FoundWay(Way.DOCKER, "llm")),
-        (SERVE, DOCKER, {"Name": "/a", "Config": {"Image": "i", "Labels": None}}, FoundWay(Way.DOCKER, "a")),
         (SERVE, DOCKER, container("my/vllm-node"), FoundWay(Way.DOCKER, "llm")),
         (("seamark", "serve"), USER, None, None),
         (("vim", "vllm", "notes"), USER, None, None),
@@ -450,28 +429,11 @@ def test_from_within_a_container_names_tell(around, url, found):
     assert find(url, around((SERVE, "0::/\n"), in_container=True)) == found
 
 
-def test_from_a_pod_it_is_kubernetes(around):
-    assert find("http://worker:8000", around(KUBERNETES_SERVICE_HOST="10.0.0.1")) == FoundWay(Way.KUBERNETES)
-
-
-def test_a_machine_elsewhere_says_nothing(around):
-    assert find("http://spark:8000", around((SERVE, USER))) is None
-
-
-class Docker:
-    """Programs that are run, and what they answer."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[tuple[str, ...]] = []
-        self.answer: str | Exception = ""
-        monkeypatch.setattr(ways.subprocess, "run", self.run)
-
-    def run(self, command: tuple[str, ...], **given: Any) -> SimpleNamespace:
-        assert given["capture_output"] and given["text"] and given["check"] and given["timeout"] > 0
-        self.asked.append(command)
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return SimpleNamespace(stdout=self.answer)
+def test_from_a_pod_it_is_kubernetes_and_a_machine_elsewhere_says_nothing(around):
+    machine = around((SERVE, USER))
+    assert find("http://spark:8000", machine) is None
+    in_a_pod = machine._replace(environment={"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert find("http://worker:8000", in_a_pod) == FoundWay(Way.KUBERNETES)
 
 
 FAILURES = [OSError("no docker"), subprocess.CalledProcessError(1, "docker"), subprocess.TimeoutExpired("docker", 5)]
@@ -486,6 +448,9 @@ FAILURES = [OSError("no docker"), subprocess.CalledProcessError(1, "docker"), su
     ids=repr,
 )
 def test_docker_is_asked_what_a_container_is(answer, told, monkeypatch):
-    docker = Docker(monkeypatch)
-    docker.answer = answer
-    assert surroundings().inspect("llm") == told and docker.asked == [("docker", "inspect", "llm")]
+    run = Mock(side_effect=[answer if isinstance(answer, Exception) else SimpleNamespace(stdout=answer)])
+    monkeypatch.setattr(ways.subprocess, "run", run)
+    assert surroundings().inspect("llm") == told
+    (command,), given = run.call_args
+    assert command == ("docker", "inspect", "llm") and given.pop("timeout") > 0
+    assert given == {"capture_output": True, "text": True, "check": True}

@@ -30,7 +30,6 @@ CONTAINER: Mapping[str, Any] = {
     "HostConfig": {"PortBindings": {"8001/tcp": [{"HostIp": "10.0.0.7", "HostPort": "9001"}]}, "NetworkMode": "bridge"},
 }
 
-
 COMPOSED = {"image": "vllm/vllm-openai:v0.33.0", "command": "m --port 8001"}
 
 SPARK = {"name": "x", "container": "vllm-node", "command": "vllm serve m --port {port} {{x}}\n# end"}
@@ -133,8 +132,8 @@ ENDS = [
     "",
     "\nb",
     "\r\nb",
-    *(f" {stop} b" for stop in ("#", ";", "&", "&&", "|", "<", ">", "2>&1", "0<b", "(", ")")),
     "; b",
+    *(f" {stop} b" for stop in ("#", ";", "&", "&&", "|", "<", ">", "2>&1", "0<b", "(", ")")),
 ]
 
 
@@ -189,18 +188,20 @@ def test_fields_that_are_no_json_and_a_port_that_is_none_are_said_with_the_flag(
     ("name", "text", "said"),
     [
         ("a.yaml", "name: x\ncontainer: c\ncommand: vllm serve m --port {port}\n", "wants {port}, which `defaults:`"),
-        ("a.yaml", "name: x\ncommand: vllm serve m\n", "has a text for container"),
         ("a.yaml", "command: 1\n", "has a text for name, container, command"),
         ("a.yaml", "name: x\ncontainer: c\ncommand: vllm serve {}\n", "`command:` is no template"),
         ("a.yaml", "name: x\ncontainer: c\ncommand: sleep 1\n", "no `vllm serve` in it"),
         ("a.yaml", "a: 1\nb: [\nc: d: e", "is no YAML: line 3"),
-        ("a.yaml", "a: \x07", "is no YAML"),
         ("a.yaml", "a: 1", "has no `command:`"),
         ("a.yml", "[a]", "says nothing of how vLLM is run"),
-        ("a.yaml", "services: {a: {image: redis}}", "no service that runs vLLM"),
         *(
             ("a.yaml", f"services: {odd}", "no service that runs vLLM")
-            for odd in ("{a: {image: redis, command: vllm}}", "{a: {image: vllm/vllm-openai}}", "[a]", "{a: text}")
+            for odd in (
+                "{a: {image: redis}}",
+                "{a: {image: redis, command: vllm}}",
+                "{a: {image: vllm/vllm-openai}}",
+                "[a]",
+            )
         ),
         (
             "a.yaml",
@@ -212,7 +213,6 @@ def test_fields_that_are_no_json_and_a_port_that_is_none_are_said_with_the_flag(
         ("a.sh", "echo\n", "no `vllm serve`"),
         ("a.sh", "docker run --rm\n", "names no image"),
         ("a.sh", "docker run a\ndocker run b", "more than one `docker run`"),
-        ("a.sh", "docker run i sh -c 'vllm serve a; vllm serve b'", "more than one `vllm serve`"),
         ("a.sh", "my-vllm serve m; vllm server m; vllm bench serve m", "no `vllm serve`"),
     ],
 )
@@ -265,7 +265,6 @@ def contained(config: Mapping[str, Any] | None = None, **host: Any) -> Recipe:
         ({"PortBindings": {"8001/tcp": [{"HostIp": "", "HostPort": "9001"}]}}, (EVERYWHERE, 9001)),
         ({"PortBindings": {"8001/tcp": [{"HostPort": ""}]}}, (EVERYWHERE, 8000)),
         ({"PortBindings": {"8000/tcp": [{"HostIp": "10.0.0.9", "HostPort": "1"}]}}, (EVERYWHERE, 8000)),
-        ({"PortBindings": {"8001/tcp": []}}, (EVERYWHERE, 8000)),
         ({"PortBindings": None}, (EVERYWHERE, 8000)),
     ],
 )
@@ -277,7 +276,6 @@ def test_a_container_is_read_as_docker_tells_it_and_listens_where_its_port_is_bo
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"Entrypoint": None, "Cmd": ["sleep", "infinity"]}, "give the recipe or script that starts it"),
         ({"Entrypoint": None, "Cmd": None}, "give the recipe or script that starts it"),
         ({"Entrypoint": ["python3", "-m", "engine_patches", "worker"]}, "has Seamark's plugin already"),
         ({"Env": 5}, r"not understood \(TypeError\)"),
@@ -312,9 +310,6 @@ def test_a_container_of_compose_is_read_from_its_file(file):
         contained({"Labels": labels})
 
 
-PAGE = Path(__file__).parents[3] / "deploy" / "SPARK.md"
-
-
 class Promised(NamedTuple):
     """A model's row of the page."""
 
@@ -325,25 +320,18 @@ class Promised(NamedTuple):
 
 
 def promised() -> Iterator[Promised]:
-    table = PAGE.read_text().partition("## Will it help?")[2].partition("\n\n*Beside")[0]
+    page = Path(__file__).parents[3] / "deploy" / "SPARK.md"
+    table = page.read_text().partition("## Will it help?")[2].partition("\n\n*Beside")[0]
     for row in re.findall(r"^\| (`.*) \|$", table, re.M):
         models, *told = row.split(" | ")
         yield from (Promised(model, *told) for model in re.findall(r"`([^`]+)`", models))
 
 
-PROMISED = list(promised())
-
-
-def recipe(model: str, *drafts: str) -> Recipe:
-    return read_recipe(" ".join(("vllm serve", model, *drafts)), lambda name: None)
-
-
-@pytest.mark.parametrize("row", PROMISED, ids=lambda row: row.model)
+@pytest.mark.parametrize("row", promised(), ids=lambda row: row.model)
 def test_what_a_page_promises_of_a_model_is_what_setup_says_of_it(row):
-    said = outlook(recipe(row.model))
-    assert bool(said.hits) == row.hits.startswith("yes")
-    assert f"on multiples of {row.unit}" in said.verdict
-    beside = outlook(recipe(row.model, "--speculative-config", """'{"method": "mtp", "num_speculative_tokens": 2}'"""))
+    alone, beside = said(row.model), said(f"{row.model} {MTP % ''}")
+    assert bool(alone.hits) == row.hits.startswith("yes")
+    assert f"on multiples of {row.unit}" in alone.verdict
     assert bool(beside.hits) != row.beside_drafts.startswith("no: ")
     if beside.change:
         assert beside.change in row.beside_drafts.replace("`", "")
@@ -393,8 +381,8 @@ def told_of(seen: Outlook) -> str:
     return "\n".join([f"hits: {seen.hits}", seen.verdict, f"change: {seen.change}", *seen.notes])
 
 
-def said(line: str, version: str = "") -> Outlook:
-    return outlook(read_recipe(f"vllm serve {line}", lambda name: None), version)
+def said(line: str, version: str = "", variables: str = "") -> Outlook:
+    return outlook(read(f"{variables}vllm serve {line}"), version)
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -416,8 +404,7 @@ def test_of_several_obstacles_the_first_to_be_changed_is_said():
 
 @pytest.mark.parametrize(("value", "tried"), [("1", False), ("0", True), ("auto", True)])
 def test_drafts_without_a_trial_are_said_by_their_variable(value, tried):
-    line = f"SEAMARK_DRAFTS={value} vllm serve {QWEN} {MTP % ''}"
-    assert ("trial" in outlook(read_recipe(line, lambda name: None)).verdict) is tried
+    assert ("trial" in said(f"{QWEN} {MTP % ''}", variables=f"SEAMARK_DRAFTS={value} ").verdict) is tried
 
 
 @pytest.mark.parametrize("size", ["two", "-1", "9" * 10, "٣"])

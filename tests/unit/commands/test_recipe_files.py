@@ -170,12 +170,9 @@ def test_a_container_is_started_with_what_it_was_started_with(host, places, expe
     expect_golden("recipe_files", f"a container with {host}", f"docker run{run}", FOLDER=places.out.parent)
 
 
-# What goes with each of them.
-
-
 def test_vllm_and_the_gateway_run_in_one_terminal_and_all_is_undone(places, expect_golden):
-    scripts = [run_script(places, "sh start.sh")]
-    scripts += [undo_script(places, ["a.yaml", "models/b"], ["docker x", "podman y", "rm z"])]
+    undo = undo_script(places, ["a.yaml", "models/b"], ["docker x", "podman y", "rm z"])
+    scripts = [run_script(places, "sh start.sh"), undo]
     expect_golden("recipe_files", "run and undo", "\n".join(scripts), FOLDER=places.out.parent)
 
 
@@ -183,10 +180,8 @@ def test_vllm_and_the_gateway_run_in_one_terminal_and_all_is_undone(places, expe
     ("flags", "host", "worker"),
     [
         ("", EVERYWHERE, "http://127.0.0.1:8000"),
-        ("--host 127.0.0.1", "127.0.0.1", "http://127.0.0.1:8000"),
         ("--host localhost --port 8001", "127.0.0.1", "http://127.0.0.1:8001"),
         ("--host ::", "::", "http://127.0.0.1:8000"),
-        ("--host 10.0.0.7", "10.0.0.7", "http://10.0.0.7:8000"),
         ("--host fd00::7", "fd00::7", "http://[fd00::7]:8000"),
     ],
 )
