@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,14 +120,12 @@ def test_a_folder_is_rendered_only_if_it_is_a_models_and_vllm_is_here(asked, tmp
 
 
 class Server:
-    """vLLM's render server as a process: it answers once it was looked at so often, or ends."""
+    """vLLM's render server as a process: it answers once it was looked at so often, or ends, with `after` None."""
 
     def __init__(self, reachable: Reachable, after: int | None) -> None:
-        """`after`: looks; None: never."""
         self.reachable, self.after, self.looks = reachable, after, 0
-        self.command: list[str] = []
-        self.environment: dict[str, str] = {}
         self.calls: list[str] = []
+        self.terminate, self.wait = (partial(self.calls.append, name) for name in ("terminate", "wait"))
 
     def __call__(self, command: list[str], *, stdin: Any, stdout: Any, stderr: Any, env: dict[str, str]) -> Server:
         self.command, self.environment = command, env
@@ -136,18 +135,9 @@ class Server:
     def poll(self) -> int | None:
         self.looks += 1
         if self.looks == self.after:
-            self.reachable.add(RecordingWorker(models=("served",)), f"http://127.0.0.1:{self.port}")
+            port = self.command[self.command.index("--port") + 1]
+            self.reachable.add(RecordingWorker(models=("served",)), f"http://127.0.0.1:{port}")
         return 1 if self.after is None and self.looks == 2 else None
-
-    @property
-    def port(self) -> str:
-        return self.command[self.command.index("--port") + 1]
-
-    def terminate(self) -> None:
-        self.calls.append("terminate")
-
-    def wait(self) -> None:
-        self.calls.append("wait")
 
 
 @pytest.fixture
@@ -227,8 +217,7 @@ async def test_it_waits_until_the_server_answers_and_does_nothing_where_nothing_
     trial, upstream = own_trial(worker)
     upstream.faults[worker.url] = Unreachable("connection refused")
     running = asyncio.create_task(trial.run())
-    for _ in range(20):
-        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.1)
     assert not running.done()
     del upstream.faults[worker.url]
     async with asyncio.timeout(60):
@@ -263,18 +252,17 @@ async def test_a_server_that_is_another_one_now_ends_it():
 
 
 async def test_a_busy_worker_is_left_alone_until_it_is_idle_or_the_trial_is_overdue(monkeypatch):
-    looked = 0
+    looked: list[str] = []
 
     class Busy(RecordingWorker):
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            nonlocal looked
-            looked += scope["path"] in ("/metrics", "/seamark/metrics")
+            looked.append(scope["path"])
             await super().__call__(scope, receive, send)
 
     worker = Busy(drafting=DraftingEngine(), ahead=1, more_metrics="vllm:num_requests_running 1.0\n")
     trial, _ = own_trial(worker)
     running = asyncio.create_task(trial.run())
-    await until(lambda: looked > 5)
+    await until(lambda: sum("metrics" in path for path in looked) > 5)
     assert not worker.drafting.asked
     monkeypatch.setattr(draft_trial, "OVERDUE_SECONDS", 0.0)
     monkeypatch.setattr("proxy.fleet.draft_gates.REST_BESIDE", 0.0)
@@ -283,14 +271,9 @@ async def test_a_busy_worker_is_left_alone_until_it_is_idle_or_the_trial_is_over
     assert worker.drafting.state == "open"
 
 
-@pytest.fixture
-def unlogged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command sets up logging for a process of its own."""
-    monkeypatch.setattr(draft_trial.logging, "basicConfig", lambda **given: None)
-
-
 @pytest.mark.parametrize("key", ["secret", ""])
-def test_the_command_asks_with_the_workers_key_and_closes_its_connections(key, unlogged, reachable, monkeypatch):
+def test_the_command_asks_with_the_workers_key_and_closes_its_connections(key, reachable, monkeypatch):
+    monkeypatch.setattr(draft_trial.logging, "basicConfig", lambda **given: None)  # of a process of its own
     worker = RecordingWorker(drafting=DraftingEngine(state="on"), ahead=1, api_key=key or None)
     reachable.add(worker, "http://a:1")
     reachable.serve(monkeypatch, draft_trial)

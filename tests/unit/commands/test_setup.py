@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -169,9 +170,9 @@ def test_a_terminal_is_asked_for_what_the_flags_leave_open(answers, flags, termi
     out = tmp_path / "out"
     asked = terminal(*answers, str(out))
     assert setup.main([]) == 0
-    told = capsys.readouterr().out + everything(out)
+    said = capsys.readouterr().out + everything(out)
     assert setup.main([*flags, "--out", str(out), "--force"]) == 0
-    said, same = told, capsys.readouterr().out + everything(out)
+    same = capsys.readouterr().out + everything(out)
     assert said.endswith(same)
     lines = [*asked, said.removesuffix(same)]
     expect_golden("setup", f"asked, answered {', '.join(answers)}", "\n".join(lines), OUT=out, HOME=Path.home())
@@ -187,10 +188,7 @@ def test_a_number_of_servers_that_is_none_is_refused(answer, terminal, capsys):
 def test_who_leaves_before_the_end_is_told_that_nothing_was_written(monkeypatch, terminal, capsys):
     terminal()
 
-    def left(prompt: str) -> str:
-        raise EOFError
-
-    monkeypatch.setattr("builtins.input", left)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=EOFError))
     assert setup.main([]) == 2
     assert capsys.readouterr().err == "\nseamark setup: nothing was written\n"
 
@@ -258,10 +256,7 @@ def test_the_source_is_the_checkout_that_this_runs_in_else_the_one_that_pip_has_
     def installed(what: str | None) -> None:
         monkeypatch.setattr(setup.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: what))
 
-    def gone(name: str) -> Any:
-        raise setup.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(setup.metadata, "distribution", gone)
+    monkeypatch.setattr(setup.metadata, "distribution", Mock(side_effect=setup.metadata.PackageNotFoundError))
     assert source_folder() == SOURCE
     monkeypatch.setattr(setup, "__file__", str(tmp_path / "a/b/c.py"))
     assert source_folder() is None
@@ -285,15 +280,17 @@ def test_without_a_checkout_what_needs_one_is_not_set_up(given, monkeypatch, tmp
     assert "--source: " in capsys.readouterr().err
 
 
-RECIPE_LINES = [
-    "vllm serve m --host 10.0.0.7",
-    "VLLM_USE_RUST_FRONTEND=1 vllm serve Qwen3.6-27B --host localhost --api-key k",
-    "docker run vllm/vllm-openai:v0.28.0 Qwen3.6-27B",
-    "vllm serve 'Qwen3.6\x1b[2J\n'",
-]
-
-
-@pytest.mark.parametrize("line", RECIPE_LINES, ids=ascii)
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("vllm serve m --host 10.0.0.7", "docker run vllm/vllm-openai:v0.28.0 Qwen3.6-27B"),
+        *(
+            "VLLM_USE_RUST_FRONTEND=1 vllm serve Qwen3.6-27B --host localhost --api-key k",
+            "vllm serve 'Qwen3.6\x1b[2J\n'",
+        ),
+    ],
+    ids=ascii,
+)
 def test_of_a_recipe_it_is_said_what_will_hit_what_to_change_and_how_to_go_on(line, tmp_path, capsys, expect_golden):
     assert setup.main([line, "--out", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
