@@ -38,7 +38,6 @@ TOOLS = [{"type": "function", "function": {"name": "tide"}}]
 @pytest.mark.parametrize(
     "written",
     [
-        [{"content": SYSTEM["content"], "role": "system"}, *CHAT[1:]],
         [SYSTEM, user([{"type": "text", "text": "First?"}]), *CHAT[2:]],
         [SYSTEM, user("First?", name=None, cache_control={"type": "ephemeral"}), *CHAT[2:]],
         [*CHAT[:3], user("Another?")],
@@ -48,19 +47,6 @@ def test_equal_beginnings_have_one_key_however_they_are_written_and_whatever_com
     one, other = layout(CHAT, temperature=1), layout([*written, assistant("Two."), user("Third?")], seed=5, stream=True)
     assert (one.system_key, one.opener_key(1)) == (other.system_key, other.opener_key(1))
     assert one.keys.after[:3] == other.keys.after[:3] and one.key == other.opener_key(3) != other.key
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"tools": TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}, {"cache_salt": "x"}),
-        *({"reasoning_effort": "high"}, {"model": "other"}, {"renderer_id": b"another template"}),
-        {"messages": [{**SYSTEM, "content": "You."}, *CHAT[1:]]},
-    ],
-)
-def test_whatever_can_move_a_position_makes_another_key(change):
-    one, other = layout(CHAT), layout(**{"messages": CHAT, **change})
-    assert not {one.system_key, one.key, *one.keys.after} & {other.system_key, other.key, *other.keys.after}
 
 
 def test_the_key_of_a_part_depends_on_all_parts_up_to_it_and_on_its_message():

@@ -113,7 +113,7 @@ def gap(renders: TemplateRenderer, facts: TemplateFacts, place: OpenerPlace, wit
 
 @pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-async def test_an_opener_leads_to_the_place_or_just_before_it(name, special):
+async def test_an_opener_leads_to_the_place_or_just_before_it_and_its_first_to_where_new_chats_part(name, special):
     renders = renderer(TEMPLATES[name], special)
     facts = await learnt(renders)
     gaps = {}
@@ -130,13 +130,7 @@ async def test_an_opener_leads_to_the_place_or_just_before_it(name, special):
         assert not unknown
     far = {where for where, each in gaps.items() if each is not None and each > 1}
     assert far == ({("tool", True), ("results", True)} if name == "id-before-result" else set())
-
-
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-async def test_the_first_occurrence_leads_to_where_a_new_conversation_parts(name):
-    renders = renderer(TEMPLATES[name])
-    facts = await learnt(renders)
-    for with_tools in (False, True):
+    for with_tools in (False, True) if special else ():
         opener = facts.opener("first", with_tools)
         if name == "system-in-last-user" or (name == "tools-in-first-user" and with_tools):
             assert opener is None

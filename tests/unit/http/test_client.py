@@ -177,16 +177,6 @@ async def test_no_answer_to_the_gateways_own_requests_is_longer_than_it_may_be(u
 # What a request looks like, and what of its answer is passed on.
 
 
-async def test_a_worker_gets_the_clients_head_byte_by_byte_and_nothing_else(upstream, peer):
-    headers = [(b"x-name", b"caf\xe9 \xc3\xa9"), (b"x-name", b"two"), (b"accept", b"a/b")]
-    answer = await exchange(upstream, peer, url=peer.url + "/a%2Fb?q=%20x", headers=headers)
-    assert answer.status == 200 and await answer.read() == b"ok"
-    head, *fields = peer.read.removesuffix(b"\r\n\r\n").split(b"\r\n")
-    assert head == b"GET /a%2Fb?q=%20x HTTP/1.1"
-    host = b"Host: " + peer.url.removeprefix("http://").encode()
-    assert sorted(fields) == sorted([host, *(name + b": " + value for name, value in headers)])
-
-
 async def test_an_answer_is_as_it_came(upstream, peer):
     """Neither unpacked nor followed, and no cookie is kept."""
     head = b"HTTP/1.1 302 Found\r\nLocation: /other\r\nset-cookie: a=b\r\nContent-Encoding: gzip\r\n"

@@ -62,8 +62,6 @@ class Files:
     def __init__(self, error: Exception | None = None) -> None:
         self.is_stopping = False
         self.read, self._error = 0, error
-        self.settings = Settings(worker=("http://127.0.0.1:9",))
-        self.pool = SimpleNamespace(workers=[1])
 
     def read_files(self):
         self.read += 1
@@ -134,34 +132,6 @@ def test_a_signal_to_read_files_is_taken_while_the_server_runs_and_left_to_other
         assert asyncio.run(made.on_tick(0)) is False and gateway.read == 1
         raise ValueError("planned")
     assert signal.getsignal(signal.SIGHUP) is before
-
-
-async def app(scope, receive, send) -> None:
-    await send({"type": "http.response.start", "status": 204, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
-
-
-@pytest.mark.parametrize(
-    ("settings", "said", "unsaid"),
-    [
-        ({}, ("base_url http://127.", "live page http://127."), ("API key", "shadow mode", "no worker")),
-        ({"admin_port": 0, "shadow": True}, ("base_url", "shadow mode"), ("live page",)),
-        ({"workers_dns": ("http://workers:8000",), "worker": ()}, ("base_url",), ("there is no worker",)),
-    ],
-)
-async def test_a_server_says_where_it_is_reached_and_what_is_missing(caplog, settings, said, unsaid):
-    gateway = Files()
-    gateway.settings = Settings(**{"worker": ("http://127.0.0.1:9",), **settings})
-    gateway.pool.workers = list(gateway.settings.worker)
-    config = uvicorn.Config(app, port=0, lifespan="off", log_config=None)
-    made = GatewayServer(config, gateway.settings, gateway)
-    with caplog.at_level("INFO", "seamark.gateway"):
-        serving = asyncio.create_task(made.serve())
-        await until(lambda: "base_url" in caplog.text)
-        made.should_exit = True
-        await serving
-    assert [words for words in said if words not in caplog.text] == []
-    assert [words for words in unsaid if words in caplog.text] == []
 
 
 async def test_pages_have_a_server_of_their_own_for_as_long_as_the_gateway_runs(caplog):
