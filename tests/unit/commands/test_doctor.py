@@ -420,7 +420,6 @@ def test_of_several_servers_the_one_at_the_port_counts_and_mapped_ports_of_one_w
     [
         ("http://worker:8000", FoundWay(Way.COMPOSE, "worker")),
         ("http://host.docker.internal:8000", None),
-        ("http://192.168.100.10:8000", None),
         ("http://worker-0.seamark-worker.seamark.svc:8000", FoundWay(Way.KUBERNETES)),
         (URL, None),  # a container does not see its own control group
     ],

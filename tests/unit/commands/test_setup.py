@@ -246,7 +246,6 @@ def test_servers_are_known_by_their_models(monkeypatch):
         8001: httpx.Response(401),
         8002: httpx.Response(200, json=[]),
         8003: httpx.Response(404, json={"data": [{"id": "m"}]}),
-        8005: httpx.Response(200, json={"data": []}),
     }
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -265,7 +264,6 @@ def test_servers_are_known_by_their_models(monkeypatch):
     assert running([8004, *answers]) == [
         RunningVllm("http://127.0.0.1:8000", ("m", "n")),
         RunningVllm("http://127.0.0.1:8001", ()),
-        RunningVllm("http://127.0.0.1:8005", ()),
     ]
 
 
