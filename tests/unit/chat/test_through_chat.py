@@ -93,7 +93,7 @@ def test_a_whole_answer_is_the_message_that_clients_read(case, expect_golden):
     expect_golden("through_chat", f"whole: {case}", golden_json(whole(said, **more)))
 
 
-@pytest.mark.parametrize("error", [{"message": "No.", "type": "BadRequestError"}, {"message": None, "type": None}])
+@pytest.mark.parametrize("error", [{"message": "No.", "type": "BadRequestError"}, {}, {"message": None, "type": None}])
 def test_an_error_is_anthropics(error, expect_golden):
     told = json.loads(message_of(json.dumps({"error": error}).encode()))
     expect_golden("through_chat", f"error {error}", golden_json(told))

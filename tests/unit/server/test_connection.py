@@ -131,7 +131,7 @@ OFFER = b"connection: keep-alive, Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhtt
         (b"nonsense\r\n\r\n", 400, "invalid_http"),
         (GET[:-2] + b"x: aaaaaaaaaaaaaaaaaaaaaa\r\n" * (LIMIT // 20) + b"\r\n", 431, "headers_too_large"),
         # what is ambiguous, with an upgrade too
-        (b"CONNECT elsewhere:443 HTTP/1.1\r\nhost: a\r\n\r\n", 400, "invalid_http"),
+        (b"CONNECT elsewhere:443 HTTP/1.1\r\nhost: a\r\n\r\n" + GET, 400, "invalid_http"),
         (POST + OFFER + b"content-length: 4\r\ncontent-length: 5\r\n\r\n" + GET, 400, "invalid_http"),
         (POST + OFFER + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n" + GET, 400, "invalid_http"),
     ],
