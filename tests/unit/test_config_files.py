@@ -31,13 +31,9 @@ class Model(BaseModel):
     count: int
 
 
+# More digits than Python reads, and more depth.
 @pytest.mark.parametrize(
-    "content",
-    [
-        "count = " + "1" * 5000,  # more digits than Python reads
-        "a" + ".a" * 2000 + " = 1",
-        "a = " + "[" * 5000 + "]" * 5000,
-    ],
+    "content", ["count = " + "1" * 5000, "a" + ".a" * 2000 + " = 1", "a = " + "[" * 5000 + "]" * 5000]
 )
 def test_whatever_a_reader_raises_the_file_is_refused_in_one_line_without_its_content(tmp_path, content):
     path = tmp_path / "file.toml"
@@ -136,18 +132,16 @@ def test_an_address_with_a_line_of_its_own_in_it_is_none(end):
         service_url(f"a{end}:8000")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("http://a", "NAME:PORT"),
-        ("https://a:1", "https is not for addresses"),
-        ("me:word@a:1", "no credentials"),
-        ("a:99999", "URL|port"),
-    ],
-)
-def test_a_service_that_is_no_name_with_a_port_is_refused(name, said):
-    with pytest.raises(ValueError, match=said):
-        service_url(name)
+def test_a_service_that_is_no_name_with_a_port_is_refused():
+    refused = {
+        "http://a": "NAME:PORT",
+        "https://a:1": "https is not",
+        "me:word@a:1": "no credentials",
+        "a:99999": "URL|port",
+    }
+    for name, said in refused.items():
+        with pytest.raises(ValueError, match=said):
+            service_url(name)
 
 
 def parse(*arguments: str, environment: dict[str, str] | None = None) -> Settings:
@@ -189,14 +183,7 @@ def test_a_wrong_value_is_refused_with_the_settings_name(arguments, named):
         parse(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("rediss", "redis"),
-        ("load-slack", "load_slack"),
-        ("zzz", ""),
-    ],
-)
+@pytest.mark.parametrize(("name", "meant"), [("rediss", "redis"), ("load-slack", "load_slack"), ("zzz", "")])
 def test_a_wrong_name_is_answered_with_the_settings_that_read_like_it_and_without_its_value(tmp_path, name, meant):
     config = tmp_path / "seamark.toml"
     config.write_text(f'worker = ["http://a"]\n{name} = "redis://:hunter2@a"\n')

@@ -115,8 +115,6 @@ def test_commands_that_a_document_names_are_there(document):
         assert file.with_suffix(".py").is_file() or (file / "__main__.py").is_file(), module
 
 
-# The two paths of CONTRIBUTING.md, and its table of rooms.
-
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 PATHS = ("The path of one chat request", "The path of one boundary")
@@ -160,8 +158,6 @@ def test_the_table_lists_the_rooms_in_the_order_of_their_layers(package):
     assert re.findall(r"^\| `(\w+)/` \|", table, re.M) == declared
 
 
-# SECURITY.md.
-
 DEFENCES = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if "`tests/" in line]
 
 
@@ -174,8 +170,6 @@ def test_each_defence_has_the_tests_that_are_named(row):
         for test in re.findall(r"\w+", tests):  # a function, or a machine's class
             assert re.search(rf"^(?:(?:async )?def {test}\(|{test} = )", source, re.M), f"{file} has no {test}"
 
-
-# requirements.lock.
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WANTED = [*PROJECT["dependencies"], *(each for extra in PROJECT["optional-dependencies"].values() for each in extra)]

@@ -219,9 +219,7 @@ class Characters:
         await asyncio.sleep(self.seconds)
         if self.error is not None:
             raise self.error("planned")
-        text = ""
-        for message in body["messages"]:
-            text += f"<{message['role']}>{message['content']}"
+        text = "".join(f"<{message['role']}>{message['content']}" for message in body["messages"])
         return TokenIds.of(map(ord, text + "<assistant>"))
 
 

@@ -24,6 +24,7 @@ from tests.harness.messages import system
 MARK = {"cache_control": {"type": "ephemeral"}}
 POINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 QUESTION = {"role": "user", "content": "Tide?"}
+MARKED = {**QUESTION, **MARK}
 URL_IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
 USE = {"type": "tool_use", "id": "c", "name": "tide", "input": {"port": "Ayr"}}
@@ -154,12 +155,7 @@ ASKED_CHATS = [
     [QUESTION],
     {"messages": [{**system("You."), **MARK}, said(text("a", **MARK), text("b"))], "tools": [TOOL, {**TOOL, **MARK}]},
     [system("You."), 7, said(*PARTS), {"role": "assistant"}],
-    [
-        7,
-        said(7, text("a", **POINT), text("b", cache_control=None)),
-        {**QUESTION, **MARK},
-        {**QUESTION, "cache_control": {}},
-    ],
+    [7, said(7, text("a", **POINT), text("b", cache_control=None)), MARKED, {**QUESTION, "cache_control": {}}],
     *({"messages": each} for each in (None, [], {}, "text")),
 ]
 
@@ -175,13 +171,9 @@ def shown(chat):
     settings = {name: value for name, value in chat.body.items() if name not in ("model", "messages", "tools")}
     tools = [tool.get("function", tool) for tool in chat.body.get("tools") or ()]
     lines = [*map(json.dumps, chat.messages), *(f"tool {json.dumps(tool)}" for tool in tools)]
-    places = [
-        *chat.marks,
-        f"roles {chat.roles}",
-        f"texts {chat.texts}",
-        *([f"media {chat.media}"] if chat.media else []),
-    ]
-    return "\n".join(map(str, [*lines, f"settings {json.dumps(settings)}", *places, f"{chat.path}, ids {chat.ids}"]))
+    lines += [f"settings {json.dumps(settings)}", *chat.marks, f"roles {chat.roles}", f"texts {chat.texts}"]
+    lines += [f"media {chat.media}"] if chat.media else []
+    return "\n".join(map(str, [*lines, f"{chat.path}, ids {chat.ids}"]))
 
 
 CASES = [
@@ -262,9 +254,6 @@ def test_a_stored_response_is_its_owners_and_is_continued_under_the_salt_of_the_
     assert found is not None and found.texts == ("Tide?", "And now?") and found.body["cache_salt"] == "b"
     assert chat_in(RESPONSES, body, stored, "bob") is None
     assert chat_in(RESPONSES, {**body, "previous_response_id": None}, stored) is not None
-
-
-# Flags and numbers in the spellings that pydantic takes, and no others.
 
 
 def test_a_flag_and_a_number_are_what_the_worker_reads():

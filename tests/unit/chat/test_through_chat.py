@@ -41,8 +41,6 @@ def test_a_field_of_a_request_becomes_the_chat_apis(given, expect_golden):
     expect_golden("through_chat", f"asked {json.dumps(given)}", json.dumps(made))
 
 
-# Whole answers.
-
 CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"at": 5}'}}
 
 
@@ -110,9 +108,6 @@ NO_ANSWERS = [
 @pytest.mark.parametrize("answer", NO_ANSWERS, ids=lambda answer: answer[:60].decode())
 def test_what_is_no_chats_answer_stays_as_it_is(answer):
     assert message_of(answer) == answer
-
-
-# Streams.
 
 
 def delta(said: dict[str, Any], finish: Any = None, stop: Any = None) -> dict[str, Any]:

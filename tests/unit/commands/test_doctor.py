@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +36,10 @@ NO_PARSER = b'{"error":{"message":"\\"auto\\" tool choice requires --enable-auto
 NO_PARSER += b'be set","type":"BadRequestError","param":null,"code":400}}'
 
 
-@dataclass
 class Server(RecordingWorker):
     """A worker with some pages of its own: status and body by path."""
 
-    pages: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
+    pages: Mapping[str, tuple[int, bytes]] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] in self.pages:
@@ -52,7 +50,9 @@ class Server(RecordingWorker):
 
 def pages(*given: Any, **state: Any) -> Server:
     """A server with `path, status, body` of its own."""
-    return Server(pages={given[at]: given[at + 1 : at + 3] for at in range(0, len(given), 3)}, **state)
+    made = Server(**state)
+    made.pages = {given[at]: given[at + 1 : at + 3] for at in range(0, len(given), 3)}
+    return made
 
 
 def match_unit(unit: int, block: int | None) -> RecordingWorker:
@@ -89,6 +89,7 @@ SHADOW: Mapping[str, Any] = {
     "tokens_without_seconds": 7000,
     "cached_not_told": 8000,
 }
+SERVED = b'{"data":[{"id":"m","root":"org/real"},{"id":"n"}]}'
 UNTOLD = b'{"usage": {"prompt_tokens": 1}}'
 BEHIND = {"workers": [{"url": "http://ann:sesame@a:1"}, {"url": "http://b:1"}]}
 
@@ -96,9 +97,7 @@ BEHIND = {"workers": [{"url": "http://ann:sesame@a:1"}, {"url": "http://b:1"}]}
 WORKERS: dict[str, tuple[Any, ...]] = {
     "a patched worker": (RecordingWorker(),),
     "no plugin": (RecordingWorker(patched=False, more_metrics=CONFIG % (2096, "True", 16)),),
-    "no plugin, a served name": (
-        pages("/v1/models", 200, b'{"data":[{"id":"m","root":"org/real"},{"id":"n"}]}', patched=False),
-    ),
+    "no plugin, a served name": (pages("/v1/models", 200, SERVED, patched=False),),
     "prefix caching off": (RecordingWorker(more_metrics=CONFIG % (384, "False", 16)),),
     "hints refused for drafts": (RecordingWorker(refused="drafts: needs SEAMARK_DRAFTS=1", more_metrics=DRAFTS),),
     "hints refused for a layer": (
@@ -254,9 +253,6 @@ def test_cures_are_for_the_way_that_is_said_or_seen(examined, reachable, monkeyp
     expect_golden("doctor", f"no plugin, {seen.way} {seen.name} {''.join(flags)}".strip(), examined(*flags))
 
 
-# A gateway beside the worker.
-
-
 @pytest.mark.parametrize(("seconds", "said"), [(0, "0 minutes"), (3599, "60 minutes"), (3600, "1.0 hours")])
 def test_a_gateway_that_has_seen_nothing_says_so(seconds, said):
     nothing = dict.fromkeys(("waiting", "tokens_without_seconds", "cached_not_told"), 0)
@@ -292,9 +288,6 @@ def test_a_url_that_is_none_shows_no_way(examined, monkeypatch, reachable):
     assert "is no URL" in examined(url="http://[")
     reachable.add(RecordingWorker())
     assert "port" not in examined("--gateway", "http://spark").splitlines()[1]  # it has that of HTTP
-
-
-# The command line.
 
 
 @pytest.mark.parametrize(

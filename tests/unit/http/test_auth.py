@@ -149,8 +149,6 @@ def test_a_response_is_known_as_its_keys_by_every_gateway_with_the_secret(file):
         assert not ann.made(wrong), wrong
 
 
-# Which pages and paths.
-
 SHOWN = ("/v1/chat/completions/render", "/v1/chat/completions/render/")
 OPERATORS = ("/metrics", "/seamark/", "/seamark/status", "/ui/x")
 

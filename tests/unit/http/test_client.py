@@ -174,9 +174,6 @@ async def test_no_answer_to_the_gateways_own_requests_is_longer_than_it_may_be(u
         peer.close()
 
 
-# What a request looks like, and what of its answer is passed on.
-
-
 async def test_an_answer_is_as_it_came(upstream, peer):
     """Neither unpacked nor followed, and no cookie is kept."""
     head = b"HTTP/1.1 302 Found\r\nLocation: /other\r\nset-cookie: a=b\r\nContent-Encoding: gzip\r\n"
@@ -205,9 +202,6 @@ async def test_a_worker_that_says_nothing_is_silent(upstream, peer):
     await peer.accept()
     with pytest.raises(Silent):
         await sending
-
-
-# The gateway's own requests.
 
 
 async def test_an_address_with_credentials_gets_these_and_no_other_does(upstream, peer):

@@ -129,7 +129,6 @@ def part(head: bytes, value: bytes = HINT) -> bytes:
         # RFC 2231, as python-multipart before 0.0.30 reads it
         b"Content-Disposition: form-data; name*=utf-8''vllm%5Fxargs",
         b'Content-Disposition: form-data; name*0="vllm_"; name*1="xargs"',
-        b"Content-Disposition: form-data; name*0*=utf-8''vllm%5F; name*1=xargs",
         b"Content-Disposition: form-data; name=x; filename=\"a; name*=utf-8''vllm%5Fxargs\"",
         # escapes, encoded words, lines that go on, two names
         b'Content-Disposition: form-data; name="vllm\\_xargs"',

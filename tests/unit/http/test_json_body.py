@@ -120,9 +120,6 @@ def test_every_byte_beside_replaced_values_stays_and_a_path_that_is_not_there_is
             with_edits(raw, [Edit(path, 1)])
 
 
-# Reading.
-
-
 def outcome(read, raw, *errors):
     try:
         return repr({**read(raw)})
@@ -183,9 +180,6 @@ def test_values_are_counted_as_the_limit_counts_them(value, values):
     assert memory_of(value, 1, values).values == values
     if values:
         assert memory_of(value, 1, values - 1) == (MOST_PER_BYTE, values)
-
-
-# In steps.
 
 
 @pytest.mark.parametrize("one_step_bytes", [0, json_body.ONE_STEP_BYTES])

@@ -230,9 +230,6 @@ async def own(in_memory: Any) -> Gateway:
     return own
 
 
-# Alarms.
-
-
 def test_a_worker_whose_requests_fail_is_an_alarm_unless_it_is_down(own):
     worker = own.pool.workers[0]
     for number in range(BREAKER_FAILURES):
@@ -265,21 +262,12 @@ def test_answers_that_differ_are_an_alarm_with_what_is_done_about_it(own, hints_
     assert alarms(own) == [] and warnings(own) == ([ends] if hints_off else [])
 
 
-# Warnings.
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"metrics": metrics(replace(ENGINE, refused="two groups"))}, "Worker worker-0 gets no hints: two groups."),
-        (
-            {"metrics": metrics(None)._replace(other_release="update the plugin")},
-            "Worker worker-0 gets no hints: update the plugin.",
-        ),
-        (
-            {"reports": Reports(why_not="HTTP 404")},
-            "What the engine of worker worker-0 reports cannot be read: HTTP 404.",
-        ),
+        ({"metrics": metrics(None)._replace(other_release="update it")}, "Worker worker-0 gets no hints: update it."),
+        ({"reports": Reports(why_not="404")}, "What the engine of worker worker-0 reports cannot be read: 404."),
     ],
 )
 def test_what_a_worker_that_is_up_lacks_is_told(own, fields, says):
@@ -333,9 +321,6 @@ def test_a_redis_that_is_down_is_a_warning(own, state, is_told):
     assert redis_status(own) == {"state": state}
     assert [told.startswith("Redis does not answer") for told in warnings(own)] == [True] * is_told
     own.redis_sync = None  # whose end this one cannot wait for
-
-
-# The live page.
 
 
 def test_the_cause_is_what_cost_most_lately_and_no_salt():
