@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,12 +93,10 @@ def trained() -> str:
     return text
 
 
-async def learnt(renders: TemplateRenderer) -> TemplateFacts:
+async def learnt(renders: TemplateRenderer) -> TemplateFacts | None:
     learner = FactsLearner()
     await learner.learn(renders, ID, "m")
-    facts = learner.facts(ID)
-    assert facts is not None
-    return facts
+    return learner.facts(ID)
 
 
 def gap(renders: TemplateRenderer, facts: TemplateFacts, place: OpenerPlace, with_tools: bool) -> int | None:
@@ -157,16 +156,14 @@ def written(
     return text + (asks if body.get("add_generation_prompt", True) else "")
 
 
-async def facts_of(template: Callable[[Any], str]) -> TemplateFacts:
+async def facts_of(template: Callable[[Any], str]) -> TemplateFacts | None:
     async def render(body: Any) -> list[int]:
         return [*map(ord, template(body))]
 
     async def detokenize(ids: Any) -> str | None:
         return "".join(map(chr, ids))
 
-    facts = await learn_facts(render, detokenize, {})
-    assert facts is not None
-    return facts
+    return await learn_facts(render, detokenize, {})
 
 
 @pytest.mark.parametrize(("merged", "holds"), [(0, True), (1, True), (2, False)])
@@ -289,28 +286,20 @@ SWITCHED = """\
 """
 
 
-class Clock:
-    """Time that passes when a test says so, in seconds."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def switched() -> TemplateRenderer:
     return renderer(SWITCHED)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> SimpleNamespace:
+    """Seconds that pass when a test says so."""
+    return SimpleNamespace(now=1000.0)
 
 
 @pytest.fixture
-def learner(clock: Clock) -> FactsLearner:
-    return FactsLearner(clock)
+def learner(clock: SimpleNamespace) -> FactsLearner:
+    return FactsLearner(lambda: clock.now)
 
 
 def numbered(number: int) -> Any:

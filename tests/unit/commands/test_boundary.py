@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -145,11 +146,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model's."""
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(boundary.importlib.util, "find_spec", lambda name: object())
-
-    async def at_once(seconds: float) -> None:
-        pass
-
-    monkeypatch.setattr(boundary.asyncio, "sleep", at_once)
+    monkeypatch.setattr(boundary.asyncio, "sleep", AsyncMock())
     monkeypatch.setattr(boundary, "free_port", lambda: 15001)
     return tmp_path
 
