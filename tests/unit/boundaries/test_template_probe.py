@@ -277,9 +277,8 @@ OFF = setting_of({"chat_template_kwargs": {"enable_thinking": False}})
 
 # What `enable_thinking` does to most templates, and what one of its settings does to all words of a few.
 SWITCHED = """\
-{%- set mark = '<|human|>' if style == 'other' else '<|user|>' %}
 {%- for message in messages %}
-{{- (mark if message.role == 'user' else '<|' + message.role + '|>') + (message.content or '') + '<|end|>' }}
+{{- '<|' + message.role + '|>' + (message.content or '') + '<|end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}
 {%- if enable_thinking is defined and not enable_thinking %}{{- '<think></think>' }}{% endif %}{% endif %}

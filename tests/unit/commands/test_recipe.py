@@ -30,14 +30,14 @@ CONTAINER: Mapping[str, Any] = {
     "HostConfig": {"PortBindings": {"8001/tcp": [{"HostIp": "10.0.0.7", "HostPort": "9001"}]}, "NetworkMode": "bridge"},
 }
 
-COMPOSED = {"image": "vllm/vllm-openai:v0.33.0", "command": "m --port 8001"}
 
 SPARK = {"name": "x", "container": "vllm-node", "command": "vllm serve m --port {port} {{x}}\n# end"}
 SPARK |= {"defaults": {"port": 8007}, "env": {"A_B": 1, "C": None}, "build_args": ["--a", 1]}
 
 
 def compose(**service: Any) -> dict[str, Any]:
-    return {"services": {"db": {"image": "redis"}, "llm": {**COMPOSED, **service}}}
+    usual = {"image": "vllm/vllm-openai:v0.33.0", "command": "m --port 8001"}
+    return {"services": {"db": {"image": "redis"}, "llm": {**usual, **service}}}
 
 
 # Lines, and files by their names: as text or YAML.
@@ -81,13 +81,8 @@ READ: dict[str, Any] = {
 }
 
 
-def nothing(name: str) -> None:
-    """No Docker is here."""
-    return
-
-
 def read(given: str | Path) -> Recipe:
-    return read_recipe(str(given), nothing)
+    return read_recipe(str(given), lambda name: None)
 
 
 @pytest.fixture

@@ -295,10 +295,8 @@ def test_without_a_checkout_what_needs_one_is_not_set_up(given, monkeypatch, tmp
     "line",
     [
         *("vllm serve m --host 10.0.0.7", "docker run vllm/vllm-openai:v0.28.0 Qwen3.6-27B"),
-        *(
-            "VLLM_USE_RUST_FRONTEND=1 vllm serve Qwen3.6-27B --host localhost --api-key k",
-            "vllm serve 'Qwen3.6\x1b[2J\n'",
-        ),
+        "VLLM_USE_RUST_FRONTEND=1 vllm serve Qwen3.6-27B --host localhost --api-key k",
+        "vllm serve 'Qwen3.6\x1b[2J\n'",
     ],
     ids=ascii,
 )
@@ -315,13 +313,8 @@ def test_of_a_recipe_it_is_said_what_will_hit_what_to_change_and_how_to_go_on(li
 # What vLLM dropped, as it may be spelt, before and behind what stays.
 DROPPED = "--mamba-cache-mode align --a 1 --no-enable-prefix-caching --mamba_cache_mode=align --b"
 
-OF_SPARK = {
-    "name": "mine",
-    "container": "vllm-node",
-    "mods": ["mods/seamark", "mods/theirs"],
-    "defaults": {"port": 8000},
-}
-OF_SPARK |= {"command": f"echo {{port}}\nvllm serve 'm m' {DROPPED} --port {{port}}   \n# end", "extra": 1}
+MINE = {"name": "mine", "container": "vllm-node", "mods": ["mods/seamark", "mods/theirs"], "defaults": {"port": 8000}}
+MINE |= {"command": f"echo {{port}}\nvllm serve 'm m' {DROPPED} --port {{port}}   \n# end", "extra": 1}
 
 
 def compose(**service: Any) -> dict[str, Any]:
@@ -338,8 +331,8 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "a script": ("mine.sh", f"#!/bin/bash\nsource a/b\nvllm serve m {DROPPED} 2>&1 | tee log\nend\n"),
     "a script with a line in its name": ("a\ntouch b.sh", "vllm serve m\n"),
     "the launcher": ("run.sh", "#!/usr/bin/env bash\na\n./launch-cluster.sh -t x exec vllm serve m --a 1\nb\n"),
-    "spark": ("My Recipe.yaml", OF_SPARK),
-    "spark, alone": ("solo.yaml", {**OF_SPARK, "solo_only": True}),
+    "spark": ("My Recipe.yaml", MINE),
+    "spark, alone": ("solo.yaml", {**MINE, "solo_only": True}),
     "compose": ("compose.yaml", compose()),
     "compose, ports and host": ("compose.yaml", compose(ports=["9000:8001"], command="m --host 10.0.0.7")),
     "compose, all words": ("compose.yaml", compose(command=["vllm", "serve", "m"])),
@@ -401,14 +394,14 @@ def test_another_image_takes_the_place_of_one_that_does_not_fit(places):
 
 def test_a_recipe_in_a_checkout_is_run_there_and_another_one_wants_a_checkout(places, tmp_path):
     nowhere = places._replace(spark=tmp_path / "none")
-    made = write(nowhere._replace(source=places.spark / "recipes"), "a.yaml", OF_SPARK)
+    made = write(nowhere._replace(source=places.spark / "recipes"), "a.yaml", MINE)
     assert f"target='{places.spark}'\n" in made.files["start.sh"]
     for missing in ("none", "mods", "recipes"):
         if missing != "none":
             shutil.rmtree(places.spark / missing)
             nowhere = places
         with pytest.raises(SettingsError, match=r"--spark: .* is no checkout of spark-vllm-docker"):
-            write(nowhere, "b.yaml", OF_SPARK)
+            write(nowhere, "b.yaml", MINE)
 
 
 CONFIG: Mapping[str, Any] = {

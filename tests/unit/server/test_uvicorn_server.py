@@ -33,8 +33,6 @@ from tests.harness.waiting import until
 
 ROOT = Path(__file__).parents[3]
 
-FAMILIES = {socket.AF_INET6: "::1", socket.AF_INET: "127.0.0.1"}
-
 
 # What is overridden, or called, with its parameters.
 METHODS = {
@@ -113,7 +111,8 @@ async def test_files_are_read_once_for_a_signal_and_whatever_they_hold_ends_noth
 
 
 def test_where_a_name_has_an_address_of_a_family_that_is_off_the_other_is_listened_at(monkeypatch):
-    both = [(family, socket.SOCK_STREAM, 0, "", (host, 0)) for family, host in FAMILIES.items()]
+    families = {socket.AF_INET6: "::1", socket.AF_INET: "127.0.0.1"}
+    both = [(family, socket.SOCK_STREAM, 0, "", (host, 0)) for family, host in families.items()]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     (only,) = uvicorn_server.bound("port", "localhost", 0)
