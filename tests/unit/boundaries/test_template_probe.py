@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from tokenizers import Tokenizer
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Tokenizer
 
 from engine_patches.commands.model import train_bpe
 from proxy.boundaries.facts_learner import (
@@ -39,12 +43,64 @@ from proxy.boundaries.template_facts import (
     setting_of,
 )
 from proxy.boundaries.template_probe import CHATS, RICH, ends_with, learn_facts
-from proxy.boundaries.token_ids import common_prefix
+from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request
 from tests.harness.messages import assistant, system, user
-from tests.harness.template_renderer import TemplateRenderer
+from tests.harness.render_models import MARKERS
 from tests.harness.virtual_time import on_virtual_time
+
+
+class TemplateRenderer:
+    """One tokenizer and template, as vLLM's chat route renders plain chats. Fails when it is told to."""
+
+    def __init__(self, template: str, special: bool = True) -> None:
+        """`special`: what looks like a marker in the template is a token of its own."""
+        self._tokenizer = Tokenizer.from_str(trained())
+        if special:
+            self._tokenizer.add_special_tokens(
+                [AddedToken(marker) for marker in sorted(set(MARKERS.findall(template)))]
+            )
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = Mock(side_effect=TemplateError)
+        self._template = environment.from_string(template)
+        self.down = False
+
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
+        await asyncio.sleep(0)
+        if self.down:
+            raise RenderFailed("Unreachable")
+        return TokenIds.of(self.render(body))
+
+    async def detokenize(self, model: Any, ids: Sequence[int]) -> str | None:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def render(self, body: Mapping[str, Any]) -> list[int]:
+        """Token ids of the prompt. Raises `RenderFailed` if the template refuses the chat."""
+        try:
+            text = self._template.render(
+                messages=[_message(message) for message in body["messages"]],
+                tools=body.get("tools"),
+                add_generation_prompt=body.get("add_generation_prompt", True),
+                bos_token="<s>",
+                eos_token="</s>",
+                reasoning_effort=body.get("reasoning_effort"),
+                **(body.get("chat_template_kwargs") or {}),
+            )
+        except TemplateError as error:
+            raise RenderFailed("status 400", str(error).encode()) from None
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of calls as an object, as vLLM hands them to a template."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or []
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
 
 TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parents[2] / "templates").glob("*.jinja"))}
 
@@ -82,10 +138,6 @@ def chat(place: OpenerPlace, text: str, with_tools: bool = False) -> dict[str, A
     return {"messages": [*BEFORE[place], last], **(TOOLS if with_tools else {})}
 
 
-def renderer(template: str, special: bool = True) -> TemplateRenderer:
-    return TemplateRenderer(Tokenizer.from_str(trained()), template, special)
-
-
 @cache
 def trained() -> str:
     """A byte-level tokenizer."""
@@ -113,7 +165,7 @@ def gap(renders: TemplateRenderer, facts: TemplateFacts, place: OpenerPlace, wit
 @pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 async def test_an_opener_leads_to_the_place_or_just_before_it_and_its_first_to_where_new_chats_part(name, special):
-    renders = renderer(TEMPLATES[name], special)
+    renders = TemplateRenderer(TEMPLATES[name], special)
     facts = await learnt(renders)
     gaps = {}
     for place in BEFORE:
@@ -287,7 +339,7 @@ SWITCHED = """\
 
 @pytest.fixture
 def switched() -> TemplateRenderer:
-    return renderer(SWITCHED)
+    return TemplateRenderer(SWITCHED)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from proxy.errors import BodyTooLarge, InvalidHttp, KeyBusy, Overloaded, TooSlow
 from proxy.http import asgi, body_memory
 from proxy.http.asgi import BodyState, ClientGone, ClientWatch, Pace, check_room, end_to_end, read_body, unencoded
 from proxy.http.body_memory import LEFT_BY_LARGE, SMALL_BYTES, TIMES_WHAT_IS_FREE, TRIM_AFTER_BYTES, BodyMemory
-from tests.harness.virtual_time import VirtualTimeLoop
+from tests.harness.virtual_time import on_virtual_time
 
 
 def piece(body: bytes, more: bool = True) -> dict:
@@ -87,7 +88,8 @@ async def test_a_body_that_is_announced_as_too_large_is_refused_before_it_is_ask
 
 
 @pytest.mark.parametrize(("rate", "is_refused"), [(99, False), (200, True), (0, False)])
-def test_a_body_that_drips_has_to_keep_up_with_the_rate(rate, is_refused):
+@on_virtual_time
+async def test_a_body_that_drips_has_to_keep_up_with_the_rate(rate, is_refused):
     """A hundred bytes a second for five minutes: no piece is late, and the whole may be."""
 
     async def drip():
@@ -95,13 +97,9 @@ def test_a_body_that_drips_has_to_keep_up_with_the_rate(rate, is_refused):
         return piece(b"x" * 100, more=asyncio.get_running_loop().time() < 300)
 
     reading = read_body(SCOPE, drip, limit=10**9, pace=Pace(60, rate), room=BodyMemory(10**9).of())
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        if is_refused:
-            with pytest.raises(TooSlow, match="min_body_rate"):
-                runner.run(reading)
-            assert runner.get_loop().time() == pytest.approx(120, abs=2)
-        else:
-            assert len(runner.run(reading)) == 30_000
+    with pytest.raises(TooSlow, match="min_body_rate") if is_refused else nullcontext():
+        assert len(await reading) == 30_000
+    assert asyncio.get_running_loop().time() == pytest.approx(120 if is_refused else 300, abs=2)
 
 
 async def test_a_body_may_be_as_long_as_the_limit_in_one_piece_and_in_several():
