@@ -17,6 +17,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -112,12 +113,8 @@ def test_an_old_distribution_that_owns_the_same_package_is_warned_of(top_level, 
     ],
 )
 def test_the_version_is_a_line_for_a_bug_report(installed, said, run, monkeypatch, capsys):
-    def told(name: str) -> str:
-        if name not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(metadata, "version", told)
+    missing = metadata.PackageNotFoundError()
+    monkeypatch.setattr(metadata, "version", lambda name: Mock(side_effect=[installed.get(name, missing)])())
     assert run("--version", "serve") == (0, [])
     assert re.fullmatch(said + "\n", capsys.readouterr().out)
 
