@@ -313,7 +313,7 @@ def promised() -> Iterator[tuple[str, ...]]:
         yield from ((model, *told) for model in re.findall(r"`([^`]+)`", models))
 
 
-@pytest.mark.parametrize(("model", "hits", "unit", "beside_drafts"), promised())
+@pytest.mark.parametrize(("model", "hits", "unit", "beside_drafts"), [*promised()])
 def test_what_a_page_promises_of_a_model_is_what_setup_says_of_it(model, hits, unit, beside_drafts):
     alone, beside = said(model), said(f"{model} {MTP % ''}")
     assert bool(alone.hits) == hits.startswith("yes") and f"on multiples of {unit}" in alone.verdict
