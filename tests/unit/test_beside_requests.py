@@ -1,4 +1,4 @@
-"""Nothing beside a request holds up its bytes: how such work is written, and how much of it a step does.
+"""Nothing beside a request holds up its bytes: how such work is written, how much a step does, and who goes first.
 
 Structure and counts, no times: the rule is in CONTRIBUTING.
 """
@@ -6,6 +6,7 @@ Structure and counts, no times: the rule is in CONTRIBUTING.
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import json
 import random
@@ -21,18 +22,19 @@ from proxy.boundaries.layout import layout_of
 from proxy.chat.reader import chat_request
 from proxy.fleet.part import Shelf
 from proxy.fleet.worker import Worker
-from proxy.idle_work import IdleWork, Steps
+from proxy.idle_work import LULL_SECONDS, IdleWork, Steps, within
 from proxy.metrics import Metrics
 from proxy.observability import request_diff, volatile_text
 from proxy.observability.exposition import exposition
 from proxy.observability.request_diff import MAX_REQUESTS, RememberedRequest, RequestMemory
 from proxy.pipeline.gateway import Gateway
-from proxy.routing import engine_events
 from proxy.routing.engine_events import STEP_EVENTS, EngineEvents, _FeedReader
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.settings import Settings
 from tests.harness.probed import probed
+from tests.harness.steps import finished
+from tests.harness.virtual_time import on_virtual_time
 
 PROXY = Path(__file__).parents[2] / "proxy"
 
@@ -49,24 +51,14 @@ SHORT_PARTS = {
 LOOPS = (ast.For, ast.While, ast.AsyncFor, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Await)
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for room in ROOMS:
-        for path in sorted((PROXY / room).glob("*.py")):
-            yield f"{room}/{path.name}", ast.parse(path.read_text())
-
-
 def name_of(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def functions(tree: ast.Module, *, in_steps: bool) -> set[str]:
     """Names of those whose work is in steps, or of all others."""
-    return {
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.returns is not None and ast.unparse(node.returns).startswith("Steps[")) is in_steps
-    }
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {each.name for each in found if ast.unparse(each.returns or each).startswith("Steps[") is in_steps}
 
 
 def given_away(tree: ast.Module) -> set[ast.expr]:
@@ -84,7 +76,7 @@ def given_away(tree: ast.Module) -> set[ast.expr]:
 
 def test_work_in_steps_is_done_by_nobody_in_one_go():
     """A plain call would do nothing, and a loop over it all of it."""
-    trees = dict(modules())
+    trees = {path: ast.parse(path.read_text()) for room in ROOMS for path in (PROXY / room).glob("*.py")}
     steps = {name: functions(tree, in_steps=True) for name, tree in trees.items()}
     plain = set().union(*(functions(tree, in_steps=False) for tree in trees.values()))
     everywhere = set().union(*steps.values()) - plain | {"finished"}
@@ -122,19 +114,6 @@ def test_each_part_that_runs_beside_requests_waits_for_a_lull(monkeypatch):
     assert "await self._idle.finish(self._apply(" in inspect.getsource(EngineEvents._read)
 
 
-def counted(steps: Steps[Any], counts: Counter[str]) -> tuple[list[Counter[str]], Any]:
-    """What each step counted, and the result."""
-    found = []
-    while True:
-        counts.clear()
-        try:
-            next(steps)
-        except StopIteration as done:
-            return [*found, Counter(counts)], done.value
-        finally:
-            found.append(Counter(counts))
-
-
 @pytest.fixture
 def counts(monkeypatch) -> Counter[str]:
     """Of the pieces of work in a search for a change."""
@@ -156,12 +135,6 @@ def counts(monkeypatch) -> Counter[str]:
     return counts
 
 
-def remember(memory: RequestMemory, body: dict[str, Any]) -> RememberedRequest:
-    request = RememberedRequest(layout_of(chat_request(body), b"r"), len(json.dumps(body)))
-    memory.add(request)
-    return request
-
-
 def chats(kind: str) -> Iterator[dict[str, Any]]:
     draw = random.Random(7)
 
@@ -181,13 +154,16 @@ def chats(kind: str) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["many short messages", "a number in a long text", "lines", "tools"])
 def test_a_step_of_the_search_for_a_change_is_short_whatever_was_sent(counts, kind):
-    memory = RequestMemory(2**30, now=lambda: 1795600000.0)
+    memory, steps = RequestMemory(2**30, now=lambda: 1795600000.0), []
     for body in chats(kind):
-        last = remember(memory, body)
+        last = RememberedRequest(layout_of(chat_request(body), b"r"), len(json.dumps(body)))
+        memory.add(last)
     assert not counts  # nothing is compared, nor hashed for that, while the request waits
-    steps, _ = counted(memory.seek_change(last, 1000, 0), counts)
+    for _ in memory.seek_change(last, 1000, 0):
+        steps.append(Counter(counts))
+        counts.clear()
     assert len(steps) > MAX_REQUESTS
-    for step in steps:
+    for step in [*steps, counts]:
         assert step["own_hash"] + step["alike"] <= 1 and step["common_prefix"] <= 2
         assert step["canonical"] <= 3 and step["_day_at"] <= 2 and step["_word_at"] <= 2
 
@@ -204,17 +180,103 @@ def test_what_an_engine_reports_is_applied_a_few_events_at_a_time(monkeypatch):
     events = EngineEvents(SimpleNamespace(), index, IdleWork(), Shelf(Metrics()))  # type: ignore[arg-type]
     told = {"boot": "b", "cursor": 1, "reset": False, "states": [["gone", str(i)] for i in range(1000)]}
     told["outcomes"] = [[str(i), "hit", 0] for i in range(1000)]
-    before = 0
-    sizes = []
-    for _ in events._apply(worker, feed, told):
-        sizes.append(applied["events"] + len(feed.outcomes) - before)
-        before = applied["events"] + len(feed.outcomes)
-    assert sum(sizes) == 2000 and max(sizes) <= STEP_EVENTS == engine_events.STEP_EVENTS
+    done = [applied["events"] + len(feed.outcomes) for _ in events._apply(worker, feed, told)]
+    assert done[-1] == 2000 and max(map(int.__sub__, done, [0, *done])) <= STEP_EVENTS
 
 
 def test_metrics_are_written_a_family_at_a_time():
     gateway = Gateway(Settings(worker=("http://w",)))
     families = list(gateway.metrics.registry.collect())
-    steps, text = counted(exposition(gateway.metrics.registry), Counter())
-    assert len(steps) > len(families) > 20
+    assert sum(1 for _ in exposition(gateway.metrics.registry)) >= len(families) > 20
+    text = finished(exposition(gateway.metrics.registry))
     assert all(f"# HELP {family.name}".encode() in text for family in families)
+
+
+@pytest.fixture
+def idle() -> IdleWork:
+    """By the loop's own clock, which is virtual; a slice is one step."""
+    return IdleWork(now=lambda: asyncio.get_running_loop().time(), slice_seconds=0.0)
+
+
+def noting(seen: list[str], *words: str) -> Steps[str]:
+    for word in words:
+        seen.append(word)
+        yield
+    return "done"
+
+
+@on_virtual_time
+async def test_a_failure_is_told_by_its_kind_and_the_next_job_goes_on(idle, caplog):
+    def failing() -> Steps[None]:
+        yield
+        raise ValueError("secret")
+
+    seen: list[str] = []
+    idle.add(failing())
+    idle.add(noting(seen, "a"))
+    idle.add(failing())
+    await idle.caught_up()
+    await asyncio.sleep(1)
+    assert seen == ["a"] and caplog.text.count("ValueError") == 2 and "secret" not in caplog.text
+    assert idle.waiting == 0
+
+
+@on_virtual_time
+async def test_between_two_steps_the_loop_turns_to_everything_else(idle):
+    seen: list[str] = []
+    idle.add(noting(seen, *"abc"))
+    asking = asyncio.create_task(idle.caught_up())
+    while not asking.done():
+        seen.append("-")
+        await asyncio.sleep(0)
+    assert "".join(seen).strip("-").replace("--", "-") == "a-b-c"
+
+
+@on_virtual_time
+async def test_what_somebody_waits_for_is_done_now_and_still_in_steps(idle):
+    seen: list[str] = []
+    idle.put_off()
+    other = asyncio.create_task(idle.finish(noting(seen, "x", "y")))
+    assert await idle.finish(noting(seen, "a", "b")) == "done" == await other
+    assert sorted(seen[:2]) == ["a", "x"] and sorted(seen[2:]) == ["b", "y"]
+
+
+@on_virtual_time
+async def test_a_request_that_comes_between_two_steps_goes_first(idle):
+    seen: list[str] = []
+
+    def steps() -> Steps[None]:
+        seen.append("first")
+        idle.put_off()
+        yield
+        seen.append("second")
+
+    idle.add(steps())
+    await asyncio.sleep(LULL_SECONDS * 1.5)
+    assert seen == ["first"]
+    await asyncio.sleep(LULL_SECONDS)
+    assert seen == ["first", "second"]
+
+
+@on_virtual_time
+async def test_who_stops_asking_hurries_nobody(idle):
+    seen: list[str] = []
+    idle.add(noting(seen, *"abc"))
+    idle.put_off()
+    asking = asyncio.create_task(idle.caught_up())
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    steps = len(seen)
+    await asyncio.sleep(0)
+    assert len(seen) == steps < 3
+    await asyncio.sleep(LULL_SECONDS * 2)
+    assert len(seen) == 3
+
+
+def test_what_takes_too_long_is_given_up():
+    seen: list[str] = []
+    assert finished(within(30.0, noting(seen, *"ab"))) == "done"
+    with pytest.raises(TimeoutError):
+        finished(within(0.0, noting(seen, *"cd")))
+    assert seen == ["a", "b", "c"]

@@ -1,16 +1,28 @@
-"""Files an operator writes: complaints name setting, file and field, and never show a value."""
+"""Settings and files an operator writes: complaints name setting, file and field, and never show a value."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from proxy.config_files import MOST_BYTES, WatchedFile, read_model, read_secret, read_toml, service_url, worker_url
+from proxy.config_files import (
+    MOST_BYTES,
+    WatchedFile,
+    read_model,
+    read_secret,
+    read_toml,
+    read_workers,
+    service_url,
+    worker_url,
+)
 from proxy.errors import SettingsError
+from proxy.settings import PREFIX, Settings, add_arguments, load, unknown_variables
 
 
 class Model(BaseModel):
@@ -19,13 +31,9 @@ class Model(BaseModel):
     count: int
 
 
+# More digits than Python reads, and more depth.
 @pytest.mark.parametrize(
-    "content",
-    [
-        "count = " + "1" * 5000,  # more digits than Python reads
-        "a" + ".a" * 2000 + " = 1",
-        "a = " + "[" * 5000 + "]" * 5000,
-    ],
+    "content", ["count = " + "1" * 5000, "a" + ".a" * 2000 + " = 1", "a = " + "[" * 5000 + "]" * 5000]
 )
 def test_whatever_a_reader_raises_the_file_is_refused_in_one_line_without_its_content(tmp_path, content):
     path = tmp_path / "file.toml"
@@ -33,10 +41,6 @@ def test_whatever_a_reader_raises_the_file_is_refused_in_one_line_without_its_co
     with pytest.raises(SettingsError, match=rf"^api_keys: {path}") as refused:
         read_model("api_keys", path, Model)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
-
-
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
 
 
 def socket_at(path: Path) -> None:
@@ -47,11 +51,11 @@ def socket_at(path: Path) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        fifo,
+        os.mkfifo,
         socket_at,
         Path.mkdir,
         lambda path: path.symlink_to("/dev/zero"),
-        lambda path: (fifo(path.with_name("pipe")), path.symlink_to("pipe")),
+        lambda path: (os.mkfifo(path.with_name("pipe")), path.symlink_to("pipe")),
     ],
     ids=["FIFO", "socket", "folder", "device", "link"],
 )
@@ -86,13 +90,6 @@ def test_a_secret_loses_its_line_end_and_must_not_be_empty_or_binary(tmp_path):
             read_secret("secret_file", path)
 
 
-def change(path, content):
-    """The content replaced at another time than before: file systems' clocks may be coarse."""
-    before = path.stat().st_mtime_ns if path.exists() else 0
-    path.write_text(content)
-    os.utime(path, ns=(before + 10**9, before + 10**9))
-
-
 @pytest.mark.parametrize("error", [ValueError("hunter2"), RecursionError(), MemoryError(), KeyError("hunter2")])
 def test_whatever_its_reader_raises_a_watched_file_counts_as_not_read(tmp_path, caplog, error):
     path = tmp_path / "file.toml"
@@ -106,7 +103,8 @@ def test_whatever_its_reader_raises_a_watched_file_counts_as_not_read(tmp_path, 
 
     watched = WatchedFile(path, read)
     watched.failed = lambda: failures.append(1)
-    change(path, "count = 2")
+    path.write_text("count = 2")
+    os.utime(path, (1, 1))  # at another time than before: file systems' clocks may be coarse
     assert [watched.refresh(), watched.refresh()] == [False, False]
     assert not watched.is_current and watched.value == 1 and failures == [1]
     (record,) = caplog.records
@@ -121,7 +119,7 @@ def test_a_watched_file_that_is_replaced_by_a_fifo_stops_nothing(tmp_path, caplo
     path.write_text("count = 1")
     watched = WatchedFile(path, lambda path: read_model("some_setting", path, Model))
     path.unlink()
-    fifo(path)
+    os.mkfifo(path)
     assert not watched.refresh() and not watched.is_current and watched.value.count == 1
     assert "no regular file" in caplog.text
 
@@ -134,15 +132,192 @@ def test_an_address_with_a_line_of_its_own_in_it_is_none(end):
         service_url(f"a{end}:8000")
 
 
+def test_a_service_that_is_no_name_with_a_port_is_refused():
+    refused = {
+        "http://a": "NAME:PORT",
+        "https://a:1": "https is not",
+        "me:word@a:1": "no credentials",
+        "a:99999": "URL|port",
+    }
+    for name, said in refused.items():
+        with pytest.raises(ValueError, match=said):
+            service_url(name)
+
+
+def parse(*arguments: str, environment: dict[str, str] | None = None) -> Settings:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return load(parser.parse_args(arguments), environment or {})
+
+
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("arguments", "named"),
     [
-        ("http://a", "NAME:PORT"),
-        ("https://a:1", "https is not for addresses"),
-        ("me:word@a:1", "no credentials"),
-        ("a:99999", "URL|port"),
+        ((), "worker"),
+        (("--worker", "localhost:8000"), "^worker: a worker's URL begins with http://"),
+        (("--worker", "http://a", "--port", "70000"), "port"),
+        (("--worker", "http://a", "--load-slack", "-1"), "load_slack"),
+        (("--worker", "http://a", "--config", "/nowhere.toml"), "config"),
+        *(
+            (("--worker", "http://a", "--redis", url), "redis")
+            for url in (
+                *(
+                    "localhost:6379",
+                    "redis:///1",
+                    "redis://a:99999",
+                    "redis://a/first",
+                    "redis://a/1/2",
+                    "redis://a/-1",
+                ),
+                *("redis://a?db=1&timeout=1", "unix:///"),
+            )
+        ),
+        *(
+            (("--worker", "http://a", "--otlp-traces-endpoint", url), "^otlp_traces_endpoint: the URL must read http")
+            for url in ("collector:4318", "grpc://collector:4317", "http://", "http:///v1/traces")
+        ),
     ],
 )
-def test_a_service_that_is_no_name_with_a_port_is_refused(name, said):
-    with pytest.raises(ValueError, match=said):
-        service_url(name)
+def test_a_wrong_value_is_refused_with_the_settings_name(arguments, named):
+    with pytest.raises(SettingsError, match=named):
+        parse(*arguments)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("rediss", "redis"), ("load-slack", "load_slack"), ("zzz", "")])
+def test_a_wrong_name_is_answered_with_the_settings_that_read_like_it_and_without_its_value(tmp_path, name, meant):
+    config = tmp_path / "seamark.toml"
+    config.write_text(f'worker = ["http://a"]\n{name} = "redis://:hunter2@a"\n')
+    with pytest.raises(SettingsError) as refused:
+        parse("--config", str(config))
+    did_you = f"; did you mean {meant}?" if meant else ""
+    assert str(refused.value) == f"config: {config}: no setting {name!r}{did_you}"
+
+
+def test_a_variable_that_nothing_reads_is_named_without_its_value():
+    meant = {PREFIX + "PROT": "hunter2", PREFIX + "ZZZ": "hunter2", PREFIX + "WORKER_PORT": "8000"}
+    prot, worker_port, zzz = unknown_variables(meant)
+    assert prot == "SEAMARK_PROT is ignored: no setting 'prot'; did you mean port?"
+    assert zzz == "SEAMARK_ZZZ is ignored: no setting 'zzz'" and "SEAMARK_WORKER_PORT" in worker_port
+    assert parse("--worker", "http://a", environment=meant).port == 8080
+
+
+@pytest.mark.parametrize("content", ["worker = 5", "worker = [5]", "rewrite = ['x']"])
+def test_a_wrong_type_in_the_file_is_refused_with_the_settings_name(tmp_path, content):
+    config = tmp_path / "seamark.toml"
+    config.write_text(f'workers_file = "workers.toml"\n{content}\n')
+    with pytest.raises(SettingsError, match=f"^{content.partition(' ')[0]}"):
+        parse("--config", str(config))
+
+
+@pytest.mark.parametrize(
+    ("source", "on"), [(("--shadow",), True), (("--shadow", "true"), True), (("--shadow", "false"), False)]
+)
+def test_shadow_implies_what_changes_nothing_unless_it_is_said(source, on):
+    settings = parse("--worker", "http://a", *source)
+    changing = (settings.ask_usage, settings.rewrite, settings.heartbeat, settings.self_check_interval)
+    assert changing == ((False, (), 0, 0) if on else (True, ("billing_header",), 15, 30))
+    assert parse("--worker", "http://a", *source, "--heartbeat", "7", environment={}).heartbeat == 7
+    by_variable = parse("--worker", "http://a", environment={PREFIX + "SHADOW": "1", PREFIX + "ASK_USAGE": "true"})
+    assert by_variable.shadow and by_variable.ask_usage and not by_variable.heartbeat
+    with pytest.raises(SettingsError, match="shadow"):
+        parse("--worker", "http://a", "--shadow", "perhaps")
+
+
+def of(**values: object) -> Settings:
+    return Settings(worker=("http://a",), **values)
+
+
+MANY = 10**12
+
+# The least and the most that is taken of each number, and the nearest values that are refused.
+SECONDS, SECONDS_OR_NONE = (0.001, MANY, (0,)), (0, MANY, (-0.001,))
+COUNT, COUNT_OR_NONE = (1, MANY, (0,)), (0, MANY, (-1,))
+NUMBERS: dict[str, tuple[float, float, tuple[float, ...]]] = {
+    **dict.fromkeys(("workers_dns_interval", "health_interval", "connect_timeout", "render_timeout"), SECONDS),
+    **dict.fromkeys(("queue_timeout", "silence_timeout", "client_timeout", "send_timeout", "drain_timeout"), SECONDS),
+    **dict.fromkeys(("workers_dns_keep", "min_body_rate", "heartbeat", "stop_delay"), SECONDS_OR_NONE),
+    **dict.fromkeys(("replay_seconds", "self_check_interval"), SECONDS_OR_NONE),
+    **dict.fromkeys(("max_body_bytes", "max_bodies_bytes", "memory_bytes", "max_header_bytes"), COUNT),
+    **dict.fromkeys(("text_bytes", "response_cache", "load_slack", "max_inflight", "max_queue"), COUNT_OR_NONE),
+    **dict.fromkeys(("max_collected_bytes", "max_connections", "max_boundary_values"), COUNT_OR_NONE),
+    **dict.fromkeys(("port", "admin_port"), (0, 65535, (-1, 65536))),
+    "max_json_depth": (1, 900, (0, 901)),
+    "max_json_values": COUNT,
+    "self_check_tokens": (256, MANY, (255,)),
+}
+
+
+def test_a_number_has_its_bounds():  # its default is the documents' own: test_readme
+    numbers = {name for name, field in Settings.model_fields.items() if field.annotation in (int, float, int | None)}
+    assert numbers == NUMBERS.keys()
+    for name, (least, most, wrong) in NUMBERS.items():
+        for value in (least, most):
+            assert getattr(of(**{name: value}), name) == value
+        for value in wrong:
+            with pytest.raises(ValueError, match=name):
+                of(**{name: value})
+
+
+def test_the_command_line_goes_before_the_environment_before_the_file(tmp_path):
+    config = tmp_path / "seamark.toml"
+    config.write_text('worker = ["http://file:1"]\nport = 1\nload_slack = 1\nmax_queue = 1\n')
+    environment = {PREFIX + "PORT": "2", PREFIX + "LOAD_SLACK": "2"}
+    settings = parse("--config", str(config), "--port", "3", environment=environment)
+    assert (settings.port, settings.load_slack, settings.max_queue, settings.worker) == (3, 2, 1, ("http://file:1",))
+    settings = parse(environment={PREFIX + "CONFIG": str(config), PREFIX + "PORT": "", PREFIX + "LOAD_SLACK": "2"})
+    assert (settings.port, settings.load_slack, settings.max_queue) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("url", ["http://u:hunter2@ho st:1", "ftp://u:hunter2@host", "redis://u:hunter2@a?x=hunter2"])
+def test_credentials_are_not_told_where_their_url_is_refused(url, tmp_path):
+    file = tmp_path / "workers.toml"
+    file.write_text(f'[[worker]]\nurl = "{url}"\n')
+    flags = (("--worker", url), ("--worker", "http://a", "--redis", url))
+    for reading in (*(partial(parse, *each) for each in flags), partial(read_workers, file)):
+        with pytest.raises(SettingsError) as refused:
+            reading()
+        assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["worker", "prefill_worker", "otlp_traces_endpoint", "redis"])
+def test_what_may_hold_a_password_is_not_in_the_settings_text(name):
+    value = "redis://u:hunter2@a" if name == "redis" else "http://u:hunter2@a"
+    settings = Settings(**{"worker": ("http://b",), name: value})
+    assert getattr(settings, name) and "hunter2" not in repr(settings) and f"{name}=" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        *(("redis", url) for url in (" redis://a:1 ", "redis://a:65535/0", "redis://a/", "redis://:word@a/15/")),
+        *(("redis", "unix:///run/redis.sock?db=1"), ("redis", None), ("otlp_traces_endpoint", "https://a")),
+        ("otlp_traces_endpoint", " http://collector:4318/v1/traces "),
+    ],
+)
+def test_a_redis_and_a_collector_are_named_by_their_urls(name, url):
+    assert getattr(of(**{name: url}), name) == (url.strip() if url else None)
+    assert getattr(parse("--worker", "http://a", environment={PREFIX + name.upper(): ""}), name) is None
+
+
+def test_a_sidecar_has_one_worker_and_nothing_that_others_share():
+    assert of(sidecar=True).sidecar
+    for workers in ((), ("http://a", "http://b")):
+        with pytest.raises(ValueError, match="it stands beside one vLLM"):
+            Settings(worker=workers, sidecar=True)
+    shared = {"workers_file": "f", "workers_dns": "a:1", "prefill_worker": "http://b", "redis": "redis://a"}
+    for name, value in shared.items():
+        assert getattr(of(**{name: value}), name)
+        with pytest.raises(ValueError, match=f"leave out {name}"):
+            of(sidecar=True, **{name: value})
+
+
+def test_a_worker_computes_prompts_for_others_or_answers_and_not_both():
+    assert Settings(worker="http://a", prefill_worker="http://b/v1,http://b").prefill_worker == ("http://b",)
+    with pytest.raises(SettingsError, match=r"^prefill_worker: it names a worker that worker names, too"):
+        parse("--worker", "http://a", "--worker", "http://b", "--prefill-worker", "http://b/v1")
+
+
+def test_names_of_services_are_listed():
+    assert Settings(workers_dns="a:1,, b:2 ,a:1").workers_dns == ("http://a:1", "http://b:2")
+    with pytest.raises(ValueError, match="NAME:PORT or a list of these"):
+        Settings(workers_dns=5)

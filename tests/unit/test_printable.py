@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from proxy.commands.serve import LOGGING
-from proxy.printable import PrintableFormatter, printable, printable_lines
+from proxy.printable import printable, printable_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,13 +22,14 @@ def is_clean(text: str) -> bool:
     return all(line.isprintable() for line in text.split("\n"))
 
 
-def logged(write) -> str:
-    stream, handler = StringIO(), logging.StreamHandler()
-    handler.setStream(stream)
-    handler.setFormatter(PrintableFormatter("%(levelname)s %(message)s"))
+def logged(*said: str, exc_info: Exception | None = None) -> str:
+    stream = StringIO()
+    handler = logging.StreamHandler(stream)
+    formatter = logging.config.DictConfigurator(LOGGING).configure_formatter(LOGGING["formatters"]["plain"])
+    handler.setFormatter(formatter)
     logger = logging.Logger("seamark.test")
     logger.addHandler(handler)
-    write(logger)
+    logger.error(*said, exc_info=exc_info)
     return stream.getvalue()
 
 
@@ -47,27 +48,16 @@ def test_what_a_terminal_would_obey_is_an_escape_and_all_else_stays(text, shown)
 
 def test_a_record_of_a_log_is_one_line_whatever_is_in_it():
     for said in (("worker %s is up", EVIL), (EVIL.replace("%", ""),)):
-        text = logged(lambda logger, said=said: logger.warning(*said))
+        text = logged(*said)
         assert text.count("\n") == 1 and is_clean(text) and "will hit" in text
 
 
 def test_a_traceback_keeps_its_lines_and_nothing_else():
-    def write(logger):
-        try:
-            raise ValueError(EVIL)
-        except ValueError:
-            logger.exception("failed: %s", EVIL)
-
-    text = logged(write)
-    assert is_clean(text) and "Traceback" in text and text.startswith("ERROR failed: m\\x1b[2J")
-
-
-def test_the_gateway_and_uvicorn_log_so():
-    formatters = LOGGING["formatters"]
-    assert [each["class"] for each in formatters.values()] == ["proxy.printable.PrintableFormatter"]
-    made = logging.config.DictConfigurator(LOGGING).configure_formatter(formatters["plain"])
-    record = logging.LogRecord("seamark", logging.INFO, "", 0, "worker %s", (EVIL,), None)
-    assert is_clean(made.format(record)) and "\n" not in made.format(record)
+    try:
+        raise ValueError(EVIL)
+    except ValueError as error:
+        text = logged("failed: %s", EVIL, exc_info=error)
+    assert is_clean(text) and "Traceback" in text and "failed: m\\x1b[2J" in text
 
 
 @pytest.mark.parametrize("command", ["doctor", "setup", "boundary", "serve"])

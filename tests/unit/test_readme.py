@@ -1,11 +1,11 @@
-"""The documents name what the code has: settings, commands, reasons, files, functions, tests, versions."""
+"""The documents name what the code has, and the code has one meaning for a type's name and one way to read JSON."""
 
 from __future__ import annotations
 
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections import defaultdict
 from datetime import date
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from proxy.bench.menu import BENCHMARKS
 from proxy.cli import COMMANDS
 from proxy.errors import GatewayError
 from proxy.observability.reasons import REASON_TEXT
-from proxy.settings import Settings
 from proxy.version import version
 from tests.harness import settings_table
 
@@ -31,13 +30,10 @@ GATEWAY = (ROOT / "proxy" / "README.md").read_text()
 FOLDERS = ("proxy", "engine_patches", "deploy", "grafana", "tests")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 
-# Where code may have a file that a document names without its folder.
-ROOTS = (ROOT, ROOT / "deploy")
 
-
-def heading_anchors(text: str) -> set[str]:
-    """The anchors that a Markdown viewer gives the headings of a document."""
-    headings = re.findall(r"^#+ (.+)$", text, re.M)
+def anchors(document: Path) -> set[str]:
+    """Those that a Markdown viewer gives the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -63,37 +59,19 @@ def test_settings_are_described_as_in_the_code():
     assert example == settings_table.with_comments(example), "run: python -m tests.harness.settings_table"
 
 
-@pytest.mark.parametrize("name", Settings.model_fields)
-def test_every_setting_is_described_with_its_default(name):
-    row = next(line for line in GATEWAY.splitlines() if line.startswith("| `") and f"`{name}`" in line.split("|")[1])
-    default = Settings.model_fields[name].get_default()
-    if isinstance(default, float):
-        default = f"{default:g}"
-    elif isinstance(default, tuple):
-        default = ",".join(default)
-    assert name == "worker" or re.search(rf"\b{re.escape(str(default).lower())}\b", row)
-    assert len(row.split("|")[3].strip()) > 10
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_described(name):
-    assert f"`seamark {name} " in README
-
-
-@pytest.mark.parametrize("reason", sorted(set(REASON_TEXT) - {"hit"}))
-def test_every_reason_is_described(reason):
-    assert f"| `{reason}` |" in GATEWAY
+def test_every_command_and_reason_is_described():
+    assert [name for name in COMMANDS if f"`seamark {name} " not in README] == []
+    assert {reason for reason in REASON_TEXT if f"| `{reason}` |" not in GATEWAY} <= {"hit"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document):
-    text = document.read_text()
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
         if not target.startswith(("http://", "https://")):
             path, _, anchor = target.partition("#")
             file = document.parent / path if path else document
             assert file.exists(), target
-            assert not anchor or anchor in heading_anchors(file.read_text()), target
+            assert not anchor or anchor in anchors(file), target
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -101,7 +79,9 @@ def test_files_that_a_document_names_are_there(document):
     named = re.findall(
         r"`((?:proxy|engine_patches|tests|deploy|grafana)/[\w./-]+|[\w./-]+\.(?:py|yaml|sh))`", document.read_text()
     )
-    missing = [name for name in named if not any((root / name).exists() for root in (*ROOTS, document.parent))]
+    missing = [
+        name for name in named if not any((root / name).exists() for root in (ROOT, ROOT / "deploy", document.parent))
+    ]
     assert not [name for name in missing if not any(any((ROOT / folder).rglob(name)) for folder in FOLDERS)]
 
 
@@ -112,16 +92,12 @@ def test_commands_that_a_document_names_are_there(document):
         text = text.partition("\n## 0.")[0]  # what a release had may be gone
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= set(targets)
-    commands = re.findall(r"(?:^|`|bin/)seamark ([a-z][a-z-]*)", text, re.M)
-    assert set(commands) <= set(COMMANDS)
-    benchmarks = re.findall(r"(?:^|`)seamark bench ([a-z][a-z-]*)", text, re.M)
-    assert set(benchmarks) <= set(BENCHMARKS)
+    assert set(re.findall(r"(?:^|`|bin/)seamark ([a-z][a-z-]*)", text, re.M)) <= set(COMMANDS)
+    assert set(re.findall(r"(?:^|`)seamark bench ([a-z][a-z-]*)", text, re.M)) <= set(BENCHMARKS)
     for module in re.findall(r"python3? -m (tests(?:\.[a-z_]+)*)(?![\w.])", text):
         file = ROOT.joinpath(*module.split("."))
         assert file.with_suffix(".py").is_file() or (file / "__main__.py").is_file(), module
 
-
-# The two paths of CONTRIBUTING.md, and its table of rooms.
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
@@ -166,26 +142,18 @@ def test_the_table_lists_the_rooms_in_the_order_of_their_layers(package):
     assert re.findall(r"^\| `(\w+)/` \|", table, re.M) == declared
 
 
-# SECURITY.md.
-
 DEFENCES = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if "`tests/" in line]
 
 
 @pytest.mark.parametrize("row", DEFENCES)
 def test_each_defence_has_the_tests_that_are_named(row):
     named = re.findall(r"`(tests/\S+\.py)`((?:,? `[tT]est_?\w+`)+)", row)
-    assert named
+    assert named and len(DEFENCES) > 15
     for file, tests in named:
         source = (ROOT / file).read_text()
         for test in re.findall(r"\w+", tests):  # a function, or a machine's class
             assert re.search(rf"^(?:(?:async )?def {test}\(|{test} = )", source, re.M), f"{file} has no {test}"
 
-
-def test_the_table_of_defences_is_read():
-    assert len(DEFENCES) > 15
-
-
-# requirements.lock.
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WANTED = [*PROJECT["dependencies"], *(each for extra in PROJECT["optional-dependencies"].values() for each in extra)]
@@ -199,25 +167,79 @@ def test_what_is_asked_for_is_locked_in_a_version_that_will_do(wanted):
     name = canonicalize_name(requirement.name)
     locked = [str(each.specifier).removeprefix("==") for each in LOCKED if canonicalize_name(each.name) == name]
     assert locked and all(requirement.specifier.contains(each, prereleases=True) for each in locked)
-
-
-def test_every_line_is_one_version_from_no_named_host():
     assert all(re.fullmatch(r"==[^,*]+", str(each.specifier)) and each.url is None for each in LOCKED)
 
 
-# The tree of errors that its module draws.
-
-
-def below(base: type[GatewayError]) -> Iterator[type[GatewayError]]:
-    for each in base.__subclasses__():
-        yield each
-        yield from below(each)
-
-
 def test_the_modules_docstring_names_each_error_with_its_status():
+    tree = [GatewayError]
+    for each in tree:  # which grows
+        tree += each.__subclasses__()
     drawn: dict[str, int] = {}
     status = 0
     for name, number in re.findall(r"\b([A-Z]\w*[a-z]\w*)(?: (\d{3}))?", errors.__doc__.split("\n\n", 1)[1]):
         status = int(number or status)  # that of the one before it, where none stands beside the name
         drawn[name] = status
-    assert drawn == {each.__name__: each.status for each in (GatewayError, *below(GatewayError))}
+    assert drawn == {each.__name__: each.status for each in tree}
+
+
+# Which read JSON otherwise, and why they may.
+OWN = {
+    "commands/setup.py": "what pip notes of this installation",
+    "http/json_body.py": "`loads` itself",
+    "pipeline/cacheable.py": "`is_final` calls what reads events, and catches both",
+}
+
+
+def guarded(tree: ast.AST) -> set[ast.Call]:
+    """Calls of `json.loads` in a `try`, or a `with suppress`, for both."""
+    found: set[ast.Call] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try):
+            kinds, body = [ast.unparse(each.type) if each.type else "Exception" for each in node.handlers], node.body
+        elif isinstance(node, ast.With):
+            kinds, body = [ast.unparse(each.context_expr) for each in node.items], node.body
+        else:
+            continue
+        if "Exception" in kinds or all(error in " ".join(kinds) for error in ("RecursionError", "ValueError")):
+            found |= {call for each in body for call in calls(each)}
+    return found
+
+
+def calls(tree: ast.AST) -> set[ast.Call]:
+    return {node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "json.loads"}
+
+
+def test_json_of_others_is_read_where_all_that_a_reader_raises_is_caught():
+    """`ValueError`, also for a number of more than 4,300 digits, and `RecursionError` for what is nested too deep."""
+    modules = [path for path in (ROOT / "proxy").rglob("*.py") if "bench" not in path.parts]
+    assert len(modules) > 80
+    for path in modules:
+        tree = ast.parse(path.read_text())
+        if str(path.relative_to(ROOT / "proxy")) not in OWN:
+            assert [ast.unparse(call) for call in calls(tree) - guarded(tree)] == [], path
+
+
+# ASGI's own terms, in the two halves that do not import each other.
+ASGI = {"Message", "Receive", "Scope", "Send"}
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Classes, and aliases of types, without a leading underscore."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            found |= {name for name in names if name[0].isupper() and not name.isupper()}
+    return {name.lstrip("_") for name in found}
+
+
+def test_no_two_types_have_one_name():
+    where = defaultdict(set)
+    for half in ("proxy", "engine_patches"):
+        for path in (ROOT / half).rglob("*.py"):
+            for name in defined(ast.parse(path.read_text())):
+                where[name].add(path.relative_to(ROOT).as_posix())
+    twice = {name: sorted(paths) for name, paths in where.items() if len(paths) > 1}
+    assert twice.keys() == ASGI, twice

@@ -1,25 +1,80 @@
-"""Boundaries of a chat as entries of a hint: by facts of its template, by what an engine has told, or not at all."""
+"""Boundaries of a chat: the keys of its beginnings, entries of a hint for them, and what a text shares or dates."""
 
 from __future__ import annotations
 
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found, distinct_entries
+from proxy.boundaries.dates import SEARCHED, Dates, dates_in
+from proxy.boundaries.divergence import MAX_CUTS, DivergenceLearner
 from proxy.boundaries.finder import MAX_MARKS, BoundaryFinder
+from proxy.boundaries.layout import PromptLayout, layout_of
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.resolve import MAX_ENTRIES
 from proxy.boundaries.template_facts import Opener, TemplateFacts, Turn
-from proxy.chat.chat import MESSAGES
+from proxy.chat.chat import MESSAGES, Mark
 from proxy.chat.reader import chat_in, chat_request, completions_request
 from proxy.chat.responses import StoredResponses
-from tests.harness.messages import assistant, user
+from tests.harness.messages import assistant, system, user
 
-SYSTEM = {"role": "system", "content": "You pilot ships into the harbour."}
+SYSTEM = system("You pilot ships into the harbour.")
 
-TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}]
+
+def layout(messages: Any, renderer_id: bytes = b"renderer", **body: Any) -> PromptLayout:
+    found = layout_of(chat_request({"messages": messages, **body}), renderer_id)
+    assert found is not None
+    return found
+
+
+CHAT = [SYSTEM, user("First?"), assistant("One."), user("Second?")]
+
+TOOLS = [{"type": "function", "function": {"name": "tide"}}]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        [SYSTEM, user([{"type": "text", "text": "First?"}]), *CHAT[2:]],
+        [SYSTEM, user("First?", name=None, cache_control={"type": "ephemeral"}), *CHAT[2:]],
+        [*CHAT[:3], user("Another?")],
+    ],
+)
+def test_equal_beginnings_have_one_key_however_they_are_written_and_whatever_comes_later(written):
+    one, other = layout(CHAT, temperature=1), layout([*written, assistant("Two."), user("Third?")], seed=5, stream=True)
+    assert (one.system_key, one.opener_key(1)) == (other.system_key, other.opener_key(1))
+    assert one.keys.after[:3] == other.keys.after[:3] and one.key == other.opener_key(3) != other.key
+
+
+def test_the_key_of_a_part_depends_on_all_parts_up_to_it_and_on_its_message():
+    def key(part: int, *texts: str, **message: Any) -> bytes:
+        return layout([user([{"type": "text", "text": text} for text in texts], **message)]).part_key(Mark(0, part))
+
+    assert len({key(0, "a", "b"), key(1, "a", "b"), key(1, "a", "c"), key(1, "x", "b"), key(0, "a", name="anna")}) == 5
+    assert key(1, "a", "b", "c") == key(1, "a", "b", "d") == key(1, "a", "b", cache_control={"type": "ephemeral"})
+
+
+def tool(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("messages", "end"),
+    [
+        (CHAT, None),
+        ([user("Tide?"), system("Be brief."), tool("nine")], 1),
+        ([user("Tide?"), assistant("."), system("."), tool("nine")], 0),
+        ([*CHAT, assistant("."), tool("a"), assistant("."), tool("b")], 3),
+        ([SYSTEM, tool("nine")], None),
+        ([{"role": "function", "content": "nine"}, tool("x")], None),
+    ],
+)
+def test_before_a_tool_loop_the_user_message_ends_with_its_reminders(messages, end):
+    assert layout(messages).end_before_loop == end
+
 
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
@@ -39,10 +94,6 @@ FACTS = TemplateFacts(
 )
 
 
-def tool(text: str) -> dict[str, Any]:
-    return {"role": "tool", "content": text}
-
-
 def text_part(text: str, **fields: Any) -> dict[str, Any]:
     return {"type": "text", "text": text, **fields}
 
@@ -55,7 +106,7 @@ def find(
 
 
 def shown(found: Found) -> list[tuple[str, Any]]:
-    """Kind and entry of each boundary; by kind, because the order of what has no length yet is not known."""
+    """Kind and entry of each boundary, in no order: that of what has no length yet is not known."""
     return sorted(((boundary.kind, boundary.entry) for boundary in found.boundaries), key=repr)
 
 
@@ -63,10 +114,7 @@ def explicit(found: Found) -> list[Any]:
     return [boundary.entry for boundary in found.boundaries if boundary.kind == "explicit"]
 
 
-CHAT = [SYSTEM, user("First?"), assistant("One."), user("Second?")]
-
 LOOP = [SYSTEM, user("Tide?"), assistant("I will look."), tool("high at nine")]
-
 
 MARKED = {"tools": [{**TOOLS[0], **EPHEMERAL}]}
 
@@ -209,3 +257,118 @@ def test_a_place_before_a_date_is_told_by_its_tokens_once_and_needs_no_render():
     use.dates.learn(b"renderer", first.dated.key, range(3))  # nothing names it
     untold = ask(FACTS)
     assert untold.dated is None and [each.entry for each in untold.boundaries if each.kind == "learned"] == [None]
+
+
+DOCUMENT = "The pilot boards two miles off the bar. " * 40
+
+
+def question(text: str, head: str = "Answer briefly.") -> PromptLayout:
+    return layout([system(head), user(text)])
+
+
+def lengths(learner: DivergenceLearner, of: PromptLayout) -> list[int]:
+    """Characters of the beginnings of a question that were shared before."""
+    return [len(cut.text) for index, cut in learner.shared_texts(of) if index == 1]
+
+
+def test_a_document_before_the_question_is_shared_by_the_second_and_known_to_the_third_in_the_same_place():
+    learner, nothing = DivergenceLearner(10**7), DivergenceLearner(0)
+    found = [lengths(learner, question(DOCUMENT + text)) for text in ("one", "Two", "three")]
+    assert found == [[], [len(DOCUMENT)], [len(DOCUMENT)]]
+    assert lengths(learner, question(DOCUMENT + "four", "Another system prompt.")) == []
+    assert [lengths(nothing, question(DOCUMENT + text)) for text in ("one", "Two", "three")] == [[], [], []]
+    halves = "\ud83d" * 600  # of surrogate pairs
+    lengths(learner, question(halves + "a"))
+    assert lengths(learner, question(halves + "b"))[0] == 600
+
+
+@pytest.mark.parametrize("systems", [1, 50], ids=["one place", "many places"])
+def test_memory_for_texts_is_bounded(systems):
+    learner = DivergenceLearner(100_000)
+    most = 0
+    for number in range(200):
+        learner.shared_texts(question(f"{number % 7} {number} " + DOCUMENT, f"You are number {number % systems}."))
+        most = max(most, learner.held)
+        assert learner.held <= 100_000
+    assert most > 2_000
+
+
+def test_of_the_beginnings_in_one_place_the_least_recently_shared_is_forgotten():
+    """Each pair of texts shows one; the first is shown again before the last comes."""
+    lengths_shown = [600 + 50 * number for number in range(MAX_CUTS + 1)]
+    learner = DivergenceLearner(10**7)
+    for number, length in enumerate([*lengths_shown[:-1], lengths_shown[0], lengths_shown[-1]]):
+        for ending in "abcdefghijkl"[2 * number : 2 * number + 2]:
+            learner.shared_texts(question("x" * length + ending))
+    found = lengths(learner, question("x" * 5000))
+    assert sorted(found) == [length for length in lengths_shown if length != lengths_shown[1]]
+
+
+RULES = "Answer from the harbour's rules alone, and name the rule that decides. " * 10
+
+
+NOW = 1795600000.0  # in November 2026
+
+DATES, NO_DATES = (
+    part.splitlines()[1:] for part in (Path(__file__).parent / "dates.txt").read_text().removeprefix("#").split("\n#")
+)
+
+
+def cut(text: str, now: float = NOW) -> int:
+    return Dates(lambda: now).cut(b"k", text)
+
+
+@pytest.mark.parametrize("told", DATES)
+def test_the_cut_lies_before_the_line_or_sentence_with_the_date(told: str) -> None:
+    text = f"{RULES}\nToday: {told} all day.\n{RULES}"
+    assert text[: cut(text)] == f"{RULES}\n"
+    text = f"{RULES}Today: {told} all day. {RULES}"
+    assert text[: cut(text)] == RULES
+    assert cut(text, NOW + 3 * 366 * 86_400) == 0  # much later
+
+
+def told(text: str, *, months: bool = False) -> list[tuple[str, str]]:
+    """Each date as it stands in the text, and its day."""
+    return [(text[date.start : date.end], date.day) for date in dates_in(text, NOW, months=months)]
+
+
+def test_a_word_and_a_year_are_a_date_only_to_who_asks_for_months():
+    for text, months in (("November 2026", ["November 2026"]), ("Nov. 2026", ["Nov. 2026"]), ("It 2026", [])):
+        assert told(f"In {text} then") == []
+        assert [date for date, _ in told(f"- {text} then", months=True)] == months
+    assert [date for date, _ in told("In November de 2026.", months=True)] == ["November de 2026"]
+    assert told("Version 2026.1", months=True) == []
+
+
+@pytest.mark.parametrize("text", NO_DATES)
+def test_what_only_looks_like_a_date_cuts_nothing(text: str) -> None:
+    assert cut(f"{RULES}\nThe note: {text}\n{RULES}") == 0 and told(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "day"),
+    [
+        *((date, "20261125") for date in ("20261125", "202611251011", "20261125101112")),
+        *((date, "20782") for date in ("1795564800", "1795651199", "1795600000123", "1795600000123456789")),
+        ("1795564799", "20781"),  # the last second of the day before
+        ("2025-01-01", "2025-01-01"),
+        ("2027-12-31", "2027-12-31"),
+    ],
+)
+def test_a_date_has_one_day_at_any_time_of_it(text, day):
+    assert told(text) == [(text, day)]
+    clocks = ("10:11", "1:02", "10:11:12", "23:59:59.123456789")
+    assert len({told(f"Wed Nov 25 {clock} 2026")[0][1] for clock in clocks}) == 1
+
+
+def test_the_place_before_a_date_is_named_by_the_tokens_that_nothing_behind_it_can_change() -> None:
+    dates = Dates()
+    assert dates.learn(b"r", b"k", range(100)) == "first:" + ",".join(map(str, range(33, 97)))
+    assert dates.entry(b"r", b"k") == dates.learn(b"r", b"k", range(100)) != dates.entry(b"other", b"k")
+    assert dates.learn(b"r", b"k", range(9)) == dates.entry(b"r", b"k") == ""  # too few to name a place
+
+
+def test_no_text_takes_long() -> None:
+    """A pattern that is quadratic in its text takes minutes."""
+    for atom in ("1/", "1 ", "12:", "1.1.1", "2026 ", "2026-", "/2026", "12 a 10:11 ", "٢", "25 Nov "):
+        cut(atom * (SEARCHED // len(atom)))

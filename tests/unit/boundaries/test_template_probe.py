@@ -1,33 +1,110 @@
-"""What is learnt of a template is true of chats it was not learnt from, one template for each quirk of real ones."""
+"""What is learnt of a template is true of chats it was not learnt from, is learnt once, and costs little."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from tokenizers import Tokenizer
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Tokenizer
 
 from engine_patches.commands.model import train_bpe
+from proxy.boundaries.facts_learner import (
+    COMMON_SETTINGS,
+    LEARNING_SECONDS,
+    MAX_SETTINGS,
+    REST,
+    SETTINGS_PER_KEY,
+    TEMPLATES_PER_KEY,
+    FactsLearner,
+)
 from proxy.boundaries.finder import BoundaryFinder
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.resolve import encode_opener, resolve
-from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, TemplateFacts, Turn
+from proxy.boundaries.template_facts import (
+    DEFAULT,
+    GAP,
+    MAX_SCALAR,
+    Opener,
+    OpenerPlace,
+    TemplateFacts,
+    Turn,
+    setting_of,
+)
 from proxy.boundaries.template_probe import CHATS, RICH, ends_with, learn_facts
-from proxy.boundaries.token_ids import common_prefix
+from proxy.boundaries.token_ids import TokenIds, common_prefix
+from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request
 from tests.harness.messages import assistant, system, user
-from tests.harness.template_renderer import TemplateRenderer
+from tests.harness.render_models import MARKERS
+from tests.harness.virtual_time import on_virtual_time
+
+
+class TemplateRenderer:
+    """One tokenizer and template, as vLLM's chat route renders plain chats. Fails when it is told to."""
+
+    def __init__(self, template: str, special: bool = True) -> None:
+        """`special`: what looks like a marker in the template is a token of its own."""
+        self._tokenizer = Tokenizer.from_str(trained())
+        if special:
+            self._tokenizer.add_special_tokens(
+                [AddedToken(marker) for marker in sorted(set(MARKERS.findall(template)))]
+            )
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = Mock(side_effect=TemplateError)
+        self._template = environment.from_string(template)
+        self.down = False
+
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
+        await asyncio.sleep(0)
+        if self.down:
+            raise RenderFailed("Unreachable")
+        return TokenIds.of(self.render(body))
+
+    async def detokenize(self, model: Any, ids: Sequence[int]) -> str | None:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def render(self, body: Mapping[str, Any]) -> list[int]:
+        """Token ids of the prompt. Raises `RenderFailed` if the template refuses the chat."""
+        try:
+            text = self._template.render(
+                messages=[_message(message) for message in body["messages"]],
+                tools=body.get("tools"),
+                add_generation_prompt=body.get("add_generation_prompt", True),
+                bos_token="<s>",
+                eos_token="</s>",
+                reasoning_effort=body.get("reasoning_effort"),
+                **(body.get("chat_template_kwargs") or {}),
+            )
+        except TemplateError as error:
+            raise RenderFailed("status 400", str(error).encode()) from None
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of calls as an object, as vLLM hands them to a template."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or []
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
 
 TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parents[2] / "templates").glob("*.jinja"))}
 
 TOOLS = {"tools": [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]}
-
 
 # No two begin alike, and none as what is learnt from.
 TEXTS = ("When is high tide?", "\nOn a line", ")x", " so", "9 ships", "")
@@ -61,10 +138,6 @@ def chat(place: OpenerPlace, text: str, with_tools: bool = False) -> dict[str, A
     return {"messages": [*BEFORE[place], last], **(TOOLS if with_tools else {})}
 
 
-def renderer(name: str, special: bool = True) -> TemplateRenderer:
-    return TemplateRenderer(Tokenizer.from_str(trained()), TEMPLATES[name], special)
-
-
 @cache
 def trained() -> str:
     """A byte-level tokenizer."""
@@ -72,47 +145,32 @@ def trained() -> str:
     return text
 
 
-async def learnt(renders: TemplateRenderer) -> TemplateFacts:
-    async def render(body: Any) -> list[int] | None:
-        try:
-            return renders.render(body)
-        except RenderFailed:
-            return None
-
-    async def detokenize(ids: Any) -> str | None:
-        return await renders.detokenize("m", ids)
-
-    facts = await learn_facts(render, detokenize, {})
-    assert facts is not None
-    return facts
+async def learnt(renders: TemplateRenderer) -> TemplateFacts | None:
+    learner = FactsLearner()
+    await learner.learn(renders, ID, "m")
+    return learner.facts(ID)
 
 
-def parting(render: Callable[[Any], list[int]], place: OpenerPlace, with_tools: bool = False) -> int:
-    """Where chats that differ in the last text really part."""
-    first, *others = (render(chat(place, text, with_tools)) for text in TEXTS)
-    return min(common_prefix(first, other) for other in others)
-
-
-def gap(renders: TemplateRenderer, facts: TemplateFacts, place: OpenerPlace, with_tools: bool = False) -> int | None:
+def gap(renders: TemplateRenderer, facts: TemplateFacts, place: OpenerPlace, with_tools: bool) -> int | None:
     """Tokens that an opener leads to before the place; None if it is not known."""
     opener = facts.opener(place, with_tools)
     if opener is None:
         return None
     (position,) = resolve([encode_opener(opener)], renders.render(chat(place, RICH, with_tools)))
     assert position
-    return parting(renders.render, place, with_tools) - position
+    first, *others = (renders.render(chat(place, text, with_tools)) for text in TEXTS)
+    return min(common_prefix(first, other) for other in others) - position  # from where they really part
 
 
 @pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-async def test_an_opener_leads_to_the_place_or_just_before_it(name, special):
-    renders = renderer(name, special)
+async def test_an_opener_leads_to_the_place_or_just_before_it_and_its_first_to_where_new_chats_part(name, special):
+    renders = TemplateRenderer(TEMPLATES[name], special)
     facts = await learnt(renders)
     gaps = {}
-    for place, with_tools in (("alone", False), ("user", False), ("alone", True), ("user", True)):
-        gaps[place, with_tools] = gap(renders, facts, place, with_tools)
-    for place in ("tool", "results"):
-        gaps[place, True] = gap(renders, facts, place, with_tools=True)
+    for place in BEFORE:
+        for with_tools in (False, True) if place in ("alone", "user") else (True,):
+            gaps[place, with_tools] = gap(renders, facts, place, with_tools)
     assert all(each is None or 0 <= each <= GAP for each in gaps.values()), gaps
     unknown = {where for where, each in gaps.items() if each is None}
     if name == "system-in-last-user":  # what stands before a user's text is another system prompt in each chat
@@ -123,13 +181,7 @@ async def test_an_opener_leads_to_the_place_or_just_before_it(name, special):
         assert not unknown
     far = {where for where, each in gaps.items() if each is not None and each > 1}
     assert far == ({("tool", True), ("results", True)} if name == "id-before-result" else set())
-
-
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-async def test_the_first_occurrence_leads_to_where_a_new_conversation_parts(name):
-    renders = renderer(name)
-    facts = await learnt(renders)
-    for with_tools in (False, True):
+    for with_tools in (False, True) if special else ():
         opener = facts.opener("first", with_tools)
         if name == "system-in-last-user" or (name == "tools-in-first-user" and with_tools):
             assert opener is None
@@ -138,16 +190,6 @@ async def test_the_first_occurrence_leads_to_where_a_new_conversation_parts(name
         true = min(common_prefix(prompt, renders.render(chat("alone", text, with_tools))) for text in TEXTS)
         assert opener is not None
         assert true - resolve([encode_opener(opener, "first")], prompt)[0] in (0, 1)
-
-
-async def test_a_template_that_takes_none_of_our_chats_has_no_facts():
-    async def refuses(body: Any) -> None:
-        return None
-
-    async def no_text(ids: Any) -> str | None:
-        return None
-
-    assert await learn_facts(refuses, no_text, {}) is None
 
 
 # Templates of a few characters, each a token.
@@ -166,21 +208,14 @@ def written(
     return text + (asks if body.get("add_generation_prompt", True) else "")
 
 
-async def facts_of(template: Callable[[Any], str | None]) -> TemplateFacts:
-    async def render(body: Any) -> list[int] | None:
-        text = template(body)
-        return [*map(ord, text)] if text is not None else None
+async def facts_of(template: Callable[[Any], str]) -> TemplateFacts | None:
+    async def render(body: Any) -> list[int]:
+        return [*map(ord, template(body))]
 
     async def detokenize(ids: Any) -> str | None:
         return "".join(map(chr, ids))
 
-    facts = await learn_facts(render, detokenize, {})
-    assert facts is not None
-    return facts
-
-
-def opener(text: str, **known: bool) -> Opener:
-    return Opener(tuple(map(ord, text)), text, **known)
+    return await learn_facts(render, detokenize, {})
 
 
 @pytest.mark.parametrize(("merged", "holds"), [(0, True), (1, True), (2, False)])
@@ -205,7 +240,7 @@ async def test_an_opener_leads_to_a_result_behind_an_id_unless_that_is_too_long(
         return written({**body, "messages": messages})
 
     found = (await facts_of(template)).opener("tool", tools=True)
-    assert found == (opener("</><t>", exact=size <= 1) if is_known else None)
+    assert found == (Opener(tuple(map(ord, "</><t>")), "</><t>", exact=size <= 1) if is_known else None)
 
 
 async def test_under_another_setting_the_ends_are_learnt_and_whether_the_openers_hold():
@@ -230,13 +265,12 @@ async def test_under_another_setting_the_ends_are_learnt_and_whether_the_openers
     async def refuses(body: Any) -> None:
         return None
 
-    assert await ends_with(refuses, plain, fields) is None
+    assert await ends_with(refuses, plain, fields) is await learn_facts(refuses, refuses, {}) is None
 
 
 # A small world: chats of up to four messages of these roles, in templates of a few characters.
 
 ROLES = ("system", "user", "assistant", "tool")
-
 
 WORLD: dict[str, Callable[[Any], str]] = {
     "plain": partial(written, asks="[?]"),
@@ -287,3 +321,143 @@ async def test_each_boundary_is_the_longest_beginning_that_others_share_and_its_
                 assert position in partings, (messages, boundary, partings)
                 assert boundary.key in grown.prefixes, messages
     assert kinds["history"] > 50 and kinds["system"] > 20 and kinds["turn"] > 50
+
+
+ID = b"renderer"
+
+OFF = setting_of({"chat_template_kwargs": {"enable_thinking": False}})
+
+# What `enable_thinking` does to most templates, and what one of its settings does to all words of a few.
+SWITCHED = """\
+{%- for message in messages %}
+{{- '<|' + message.role + '|>' + (message.content or '') + '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '<think></think>' }}{% endif %}{% endif %}
+"""
+
+
+@pytest.fixture
+def switched() -> TemplateRenderer:
+    return TemplateRenderer(SWITCHED)
+
+
+@pytest.fixture
+def clock() -> SimpleNamespace:
+    """Seconds that pass when a test says so."""
+    return SimpleNamespace(now=1000.0)
+
+
+@pytest.fixture
+def learner(clock: SimpleNamespace) -> FactsLearner:
+    return FactsLearner(lambda: clock.now)
+
+
+def numbered(number: int) -> Any:
+    return setting_of({"chat_template_kwargs": {"number": number}})
+
+
+async def test_a_renderer_that_is_broken_raises_nothing(learner):
+    async def broken(body: Any, path: str = "") -> Any:
+        raise RuntimeError("secret")
+
+    await learner.learn(broken, ID, "m")
+    await learner.learn_common(broken, ID, "m")
+    assert learner.facts(ID) is None
+    assert learner.failures == 1
+
+
+async def test_a_restart_forgets_what_was_learnt_and_what_is_being_learnt(learner, switched):
+    assert learner.wants(ID) and learner.facts(ID, OFF) is None
+    for name, setting in ((ID, DEFAULT), (ID, OFF), (b"other", DEFAULT)):
+        await learner.learn(switched, name, "m", setting)
+    facts = learner.facts(ID)
+    assert facts.is_own and facts.end("user") == 1 and facts.opener("user", False) is not None
+    learner.forget(ID)
+    assert learner.facts(ID) is learner.facts(ID, OFF) is None and learner.facts(b"other") is not None
+    running = asyncio.create_task(learner.learn(switched, ID, "m"))
+    await asyncio.sleep(0)
+    learner.forget(ID)
+    await running
+    assert learner.facts(ID) is None and learner.wants(ID)
+
+
+async def test_one_api_key_leaves_learnings_to_the_others(learner, switched):
+    await learner.learn(switched, ID, "m")
+    for number in range(SETTINGS_PER_KEY):
+        await learner.learn(switched, ID, "m", numbered(number), "ann")
+    assert not learner.wants(ID, numbered(-1), "ann")
+    assert learner.wants(ID, numbered(-1), "bob") and learner.wants(ID, numbered(-1))
+    own = [setting_of({"chat_template": f"{number}"}) for number in range(TEMPLATES_PER_KEY + 1)]
+    for setting in own:
+        await learner.learn(switched, ID, "m", setting, "ann")
+    assert learner.facts(ID, own[-1]) is None
+    assert not learner.wants(ID, own[-1], "ann") and learner.wants(ID, own[-1], "bob")
+
+
+@on_virtual_time
+async def test_one_learning_has_one_deadline_however_many_renders_it_takes():
+    class Hanging:
+        asked = 0
+
+        async def __call__(self, body: Any, path: str = CHAT) -> Any:
+            self.asked += 1
+            await asyncio.sleep(5.0)
+            raise RenderFailed("planned", b"a template that refuses all")
+
+    loop, hanging = asyncio.get_running_loop(), Hanging()
+    learner = FactsLearner(loop.time)
+    await learner.learn(hanging, ID, "m")
+    assert not learner.wants(ID)  # for a while
+    assert loop.time() <= LEARNING_SECONDS and 0 < hanging.asked <= LEARNING_SECONDS / 5.0
+
+
+def test_settings_are_those_that_can_recur():
+    asked = {"model": "m", "messages": [], "temperature": 0.5, "tools": [{}], "tool_choice": "required"}
+    odd = {"chat_template_kwargs": {"documents": [1], "date": "x" * (MAX_SCALAR + 1)}}
+    for each in (asked, {"chat_template_kwargs": {}, "reasoning_effort": None}, {"documents": [{"text": "x"}]}, odd):
+        assert setting_of(each) is DEFAULT
+    low = setting_of({**asked, "reasoning_effort": "low"})
+    assert low.fields == {"reasoning_effort": "low"}
+    assert low.key != setting_of({"reasoning_effort": "high"}).key
+    one = setting_of({"chat_template_kwargs": {"a": True, "b": 1}})
+    assert one == setting_of({"chat_template_kwargs": {"b": 1, "a": True, "c": [1]}})
+    assert not one.is_default and not one.template
+    own = setting_of({"chat_template": "x" * 1000})
+    assert own.template and own.fields == {"chat_template": "x" * 1000}
+
+
+async def test_clients_settings_are_bounded_and_one_in_use_is_not_the_one_that_is_forgotten(learner, switched, clock):
+    await learner.learn(switched, ID, "m")
+    for number in range(MAX_SETTINGS):
+        clock.now += 10
+        await learner.learn(switched, ID, "m", numbered(number))
+    assert learner.facts(ID, numbered(0)).is_own
+    clock.now += 10
+    await learner.learn(switched, ID, "m", numbered(MAX_SETTINGS))
+    known = [learner.facts(ID, numbered(number)).is_own for number in (0, 1, 2, MAX_SETTINGS)]
+    assert known == [True, False, True, True] and len(learner) == 1 + MAX_SETTINGS
+    switched.down = True
+    for number in range(2 * MAX_SETTINGS):
+        clock.now += 10
+        await learner.learn(switched, ID, "m", numbered(-1 - number))
+    assert len(learner) == 1 + MAX_SETTINGS and len(learner._failed) == MAX_SETTINGS
+
+
+async def test_clients_cause_no_learning_right_behind_a_long_one(learner, switched, clock):
+    class Slow:
+        async def __call__(self, body: Any, path: str = CHAT) -> Any:
+            clock.now += 0.1
+            return await switched(body, path)
+
+    slow = Slow()
+    await learner.learn_common(slow, ID, "m")
+    assert all(learner.facts(ID, setting).is_own for setting in COMMON_SETTINGS)
+    began = clock.now
+    await learner.learn(slow, ID, "m", numbered(1))
+    took = clock.now - began
+    assert took > 0.1 and not learner.wants(ID, numbered(2))
+    await learner.learn(slow, b"another", "m")  # a worker that boots does not wait
+    assert learner.facts(b"another") is not None
+    clock.now = began + took * (1 + REST)
+    assert learner.wants(ID, numbered(2))

@@ -1,4 +1,4 @@
-"""A chat's answer as a message, piece by piece: which blocks it has, why it ended, and what an error becomes.
+"""A chat's answer as a message, piece by piece; the tokens that a worker reports; and which requests render alike.
 
 That vLLM's own route says the same: tests/engine/unit/test_conversions.py.
 """
@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from proxy.chat.canonical import HEAD_FIELDS, canonical, chat_keys, own_hash
 from proxy.chat.through_chat import MessageStream, chat_of, message_of
+from proxy.chat.usage import MAX_TOKENS, MOST_USAGE_BYTES, PassingUsage, Usage, usage_of
+from tests.harness.messages import user
 
 QUESTION = {"role": "user", "content": "High tide?"}
 
@@ -37,8 +40,6 @@ def test_a_field_of_a_request_becomes_the_chat_apis(given, expect_golden):
     made = chat_of({"model": "m", "messages": [QUESTION], **given})
     expect_golden("through_chat", f"asked {json.dumps(given)}", json.dumps(made))
 
-
-# Whole answers.
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"at": 5}'}}
 
@@ -107,9 +108,6 @@ NO_ANSWERS = [
 @pytest.mark.parametrize("answer", NO_ANSWERS, ids=lambda answer: answer[:60].decode())
 def test_what_is_no_chats_answer_stays_as_it_is(answer):
     assert message_of(answer) == answer
-
-
-# Streams.
 
 
 def delta(said: dict[str, Any], finish: Any = None, stop: Any = None) -> dict[str, Any]:
@@ -182,3 +180,145 @@ def test_a_stream_has_each_event_once_in_its_order_in_whatever_pieces_it_arrives
         told = [json.loads(each.partition("\ndata: ")[2]) for each in events.split("\n\n")[:-1]]
         assert events == "".join(f"event: {each['type']}\ndata: {json.dumps(each)}\n\n" for each in told)
         expect_golden("through_chat", f"stream: {case}", golden_json(told))
+
+
+NONSENSE = (-1, MAX_TOKENS + 1, True, 1.5, "9", [], None)
+
+
+@pytest.mark.parametrize(
+    ("told", "usage"),
+    [
+        *((told, None) for told in (None, {}, {"prompt_tokens": "9"})),
+        *(({name: MAX_TOKENS}, Usage(MAX_TOKENS, None)) for name in ("prompt_tokens", "input_tokens")),
+        *(({name: odd}, None) for name in ("prompt_tokens", "input_tokens") for odd in NONSENSE),
+        ({"prompt_tokens": 64, "completion_tokens": 7}, Usage(64, None, 7)),
+        ({"prompt_tokens": 64, "completion_tokens": -1}, Usage(64, None, 0)),
+        ({"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 48}}, Usage(64, 48)),
+        *(({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": odd}}, Usage(9, None)) for odd in NONSENSE),
+        *(({"input_tokens": 9, "cache_read_input_tokens": odd}, Usage(9, None)) for odd in NONSENSE),
+        ({"input_tokens": 64, "input_tokens_details": {"cached_tokens": 48}, "output_tokens": 7}, Usage(64, 48, 7)),
+        ({"input_tokens": 10, "input_tokens_details": None, "cache_read_input_tokens": 48}, Usage(58, 48)),
+        ({"input_tokens": 10, "cache_read_input_tokens": 48, "cache_creation_input_tokens": 6}, Usage(64, 48)),
+        ({"input_tokens": 10, "cache_creation_input_tokens": 6}, Usage(16, None)),
+        ({"input_tokens": 10, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}, Usage(10, 0)),
+    ],
+)
+def test_each_spelling_is_read_and_what_no_counter_takes_is_no_number(told, usage):
+    assert usage_of({"usage": told}) == usage
+    for within in ({"usage": told}, {"message": {"usage": told}}):
+        assert usage_of({"response": within}) == usage_of({"message": {"usage": told}}) == usage
+    assert usage_of({"other": {"usage": told}}) is usage_of([]) is usage_of(None) is None
+    assert usage_of({"usage": {"prompt_tokens": 2}, "response": {"usage": told}}) == Usage(2, None)
+
+
+@pytest.mark.parametrize("size", [1, 10, 1000])
+def test_usage_is_found_in_an_answer_that_is_not_kept_and_the_last_one_counts(size):
+    told = [{"prompt_tokens": 1}, {"prompt_tokens": 300, "prompt_tokens_details": {"cached_tokens": 160}}]
+    answer = b"".join(
+        b'data: {"text":"%b","usage": \n%b}\n\n' % (b"x" * 3000, json.dumps(each).encode()) for each in told
+    )
+    passing = PassingUsage()
+    for at in range(0, len(answer), size):
+        passing.see(answer[at : at + size])
+        assert len(passing._held) <= MOST_USAGE_BYTES
+    assert passing.usage == Usage(300, 160)
+
+
+@pytest.mark.parametrize(
+    ("answer", "usage"),
+    [
+        *((odd, None) for odd in (b"", b"{}", b'{"usage":null}', b'{"usage":{"prompt', b'{"usage":' + b"[" * 10_000)),
+        (b'{"usage":{"x":"","prompt_tokens":1}}', Usage(1, None)),
+        (b'{"usage":{"x":"' + b"x" * MOST_USAGE_BYTES + b'","prompt_tokens":1}}', None),  # longer than any
+    ],
+)
+def test_an_answer_without_usage_has_none(answer, usage):
+    passing = PassingUsage()
+    passing.see(answer)
+    assert passing.usage == usage
+
+
+def calling(*calls):
+    return {"role": "assistant", "tool_calls": [*calls]}
+
+
+def key(*messages, **body):
+    return chat_keys(body, messages, b"renderer").after[-1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (user("x"), {"content": "x", "role": "user"}),
+        (user("x"), user([{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}], name=None)),
+        (user("x", name="a", id="b"), {"id": "b", "content": "x", "name": "a", "role": "user"}),
+        (user("x", prompt_cache_breakpoint={"mode": "explicit"}, name=[]), user("x")),
+        (user(None), {"role": "user"}),
+        ({**calling(CALL), "content": None}, calling(CALL)),
+        (calling(CALL), calling({**CALL, "function": {"name": "tide", "arguments": '{"at":5}'}})),
+    ],
+)
+def test_spellings_of_one_message_share_a_key(one, other):
+    assert key(one) == key(other) and own_hash(one) == own_hash(other)
+
+
+@pytest.mark.parametrize("field", HEAD_FIELDS)
+def test_whatever_a_template_or_a_renderer_sees_beside_the_messages_parts_the_keys(field):
+    fields = ({}, {field: None}, {field: "a"}, {field: ["a"]})
+    assert len({key(user("x"), **each) for each in fields}) == 4
+    assert key(user("x"), temperature=1, n=2) == key(user("x"))
+    assert chat_keys({}, [], b"a").head != chat_keys({}, [], b"b").head
+
+
+def test_keys_of_a_chat_are_chained_and_there_is_one_for_each_message():
+    messages = [user("a"), {"role": "assistant", "content": "b"}, user("")]
+    keys = chat_keys({}, messages, b"r")
+    assert len({keys.head, *keys.before, *keys.after}) == 7
+    shorter, changed = (chat_keys({}, each, b"r") for each in (messages[:2], [user("z"), *messages[1:]]))
+    assert (shorter.before, shorter.after) == (keys.before[:2], keys.after[:2])
+    assert changed.before[0] == keys.before[0]
+    assert not {*changed.before[1:], *changed.after} & {*keys.before, *keys.after}
+    assert key(user("ab"), user("c")) != key(user("a"), user("bc"))
+
+
+def test_a_long_model_name_or_salt_is_part_of_the_key_as_a_short_one_is():
+    names = ("a", "b", "a" * 300, "a" * 299 + "b")
+    assert len({key(user("x"), model=name) for name in names}) == len(names)
+    assert len({key(user("x"), model="m", cache_salt=name) for name in names}) == len(names)
+    assert key(user("x"), model="m", cache_salt=7) != key(user("x"), model="m")
+
+
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000, '"\ud800"'], ids=["no JSON", "too deep", "half a pair"])
+def test_arguments_that_are_no_sound_json_are_compared_as_they_are(arguments):
+    def call(arguments):
+        return calling({**CALL, "function": {"name": "tide", "arguments": arguments}})
+
+    assert key(call(arguments)) == key(call(arguments)) != key(call(arguments + "["))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (user([{"type": "text", "text": "x", "more": 1}]), user("x")),
+        (user([]), user(None)),
+        (user([{"type": "image_url"}]), user([{"type": "audio_url"}])),
+        (user("x"), {"role": "tool", "content": "x"}),
+        (user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), user("ab")),
+        (user("x", name=""), user("x")),
+        ({"role": 7, "content": "x"}, {"role": 8, "content": "x"}),
+        (7, "7"),
+        (None, {}),
+        (user([{"type": "text", "text": "a"}, 7]), user([{"type": "text", "text": "a"}, 8])),
+        (calling(CALL), calling(CALL, CALL)),
+        ({"role": "assistant", "tool_calls": 7}, {"role": "assistant", "tool_calls": 8}),
+        (calling({**CALL, "id": "d"}), calling(CALL)),
+        (calling({"id": "c", "function": 7}), calling({"id": "c", "function": {"arguments": {}}})),
+    ],
+)
+def test_what_a_template_may_read_is_a_difference(one, other):
+    assert key(one) != key(other) and own_hash(one) != own_hash(other)
+
+
+def test_json_has_one_spelling_and_its_names_keep_their_order():
+    assert canonical({"b": "é", "a": [True, None, 1.5]}) == '{"b":"é","a":[true,null,1.5]}'.encode()
+    assert canonical("\ud83d") == b'"\xed\xa0\xbd"'

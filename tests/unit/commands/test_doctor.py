@@ -1,4 +1,4 @@
-"""What `seamark doctor` says of what workers and gateways answer, as it prints it: `golden/doctor.txt`.
+"""What `seamark doctor` says (`golden/doctor.txt`), its cures (`golden/cures.txt`), and how it finds how vLLM is run.
 
 What sockets and processes show beyond that: `tests/gateway/test_live.py`.
 """
@@ -6,16 +6,19 @@ What sockets and processes show beyond that: `tests/gateway/test_live.py`.
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from proxy.commands import doctor
+from proxy.commands import doctor, ways
+from proxy.commands.cures import TOOL_PARSERS, Cures
 from proxy.commands.doctor import STATUS, shadow_lines
-from proxy.commands.ways import FoundWay, Way
+from proxy.commands.ways import FoundWay, Surroundings, Way, find, surroundings
 from proxy.http.client import Broken, Silent, Unreachable
 from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.fake_engine import engine_info
@@ -33,11 +36,10 @@ NO_PARSER = b'{"error":{"message":"\\"auto\\" tool choice requires --enable-auto
 NO_PARSER += b'be set","type":"BadRequestError","param":null,"code":400}}'
 
 
-@dataclass
 class Server(RecordingWorker):
     """A worker with some pages of its own: status and body by path."""
 
-    pages: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
+    pages: Mapping[str, tuple[int, bytes]] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] in self.pages:
@@ -46,15 +48,11 @@ class Server(RecordingWorker):
         return await super().__call__(scope, receive, send)
 
 
-def timed_out() -> Unreachable:
-    error = Unreachable("no connection within 2 s")
-    error.__cause__ = TimeoutError()
-    return error
-
-
 def pages(*given: Any, **state: Any) -> Server:
     """A server with `path, status, body` of its own."""
-    return Server(pages={given[at]: given[at + 1 : at + 3] for at in range(0, len(given), 3)}, **state)
+    made = Server(**state)
+    made.pages = {given[at]: given[at + 1 : at + 3] for at in range(0, len(given), 3)}
+    return made
 
 
 def match_unit(unit: int, block: int | None) -> RecordingWorker:
@@ -91,6 +89,7 @@ SHADOW: Mapping[str, Any] = {
     "tokens_without_seconds": 7000,
     "cached_not_told": 8000,
 }
+SERVED = b'{"data":[{"id":"m","root":"org/real"},{"id":"n"}]}'
 UNTOLD = b'{"usage": {"prompt_tokens": 1}}'
 BEHIND = {"workers": [{"url": "http://ann:sesame@a:1"}, {"url": "http://b:1"}]}
 
@@ -98,9 +97,7 @@ BEHIND = {"workers": [{"url": "http://ann:sesame@a:1"}, {"url": "http://b:1"}]}
 WORKERS: dict[str, tuple[Any, ...]] = {
     "a patched worker": (RecordingWorker(),),
     "no plugin": (RecordingWorker(patched=False, more_metrics=CONFIG % (2096, "True", 16)),),
-    "no plugin, a served name": (
-        pages("/v1/models", 200, b'{"data":[{"id":"m","root":"org/real"},{"id":"n"}]}', patched=False),
-    ),
+    "no plugin, a served name": (pages("/v1/models", 200, SERVED, patched=False),),
     "prefix caching off": (RecordingWorker(more_metrics=CONFIG % (384, "False", 16)),),
     "hints refused for drafts": (RecordingWorker(refused="drafts: needs SEAMARK_DRAFTS=1", more_metrics=DRAFTS),),
     "hints refused for a layer": (
@@ -144,7 +141,6 @@ WORKERS: dict[str, tuple[Any, ...]] = {
     "no models": (pages("/v1/models", 200, b'{"data":[]}'),),
     "odd metrics": (RecordingWorker(more_metrics="vllm:num_requests_running NaN\n"),),
     "asleep": (RecordingWorker(sleeps=(1,)),),
-    "too slow to connect": (timed_out(),),
     "silent": (Silent(""),),
     "no HTTP": (Broken("x"),),
     "no route": (Unreachable("no route"),),
@@ -198,15 +194,14 @@ def test_of_what_answers_the_verdict_the_causes_and_the_cures_are_said(case, exa
 @pytest.mark.parametrize(
     "url",
     [
-        *("http://127.0.0.1:9", "http://spark", "ftp://127.0.0.1:8000", "http://", "http://[", "http://a:x"),
-        *("http://ann:sesame@[", "spark:9/v1"),
+        *("http://127.0.0.1:9", "http://spark", "ftp://127.0.0.1:8000", "http://", "http://a:x", "http://ann:sesame@["),
     ],
 )
 def test_a_worker_that_is_not_there_is_not_reachable_for_a_cause(examined, url, expect_golden):
     expect_golden("doctor", f"nobody at {url}", examined(url=url))
 
 
-@pytest.mark.parametrize("spelt", ["{}", "{}/", "{}/v1", " {}/v1/ ", "http://{}/v1"])
+@pytest.mark.parametrize("spelt", ["{}", " {}/v1/ ", "http://{}/v1"])
 def test_a_url_is_understood_without_a_scheme_and_with_v1(examined, reachable, spelt, expect_golden):
     reachable.add(RecordingWorker())
     expect_golden("doctor", "a patched worker", examined(url=spelt.format("127.0.0.1:8000")))
@@ -258,9 +253,6 @@ def test_cures_are_for_the_way_that_is_said_or_seen(examined, reachable, monkeyp
     expect_golden("doctor", f"no plugin, {seen.way} {seen.name} {''.join(flags)}".strip(), examined(*flags))
 
 
-# A gateway beside the worker.
-
-
 @pytest.mark.parametrize(("seconds", "said"), [(0, "0 minutes"), (3599, "60 minutes"), (3600, "1.0 hours")])
 def test_a_gateway_that_has_seen_nothing_says_so(seconds, said):
     nothing = dict.fromkeys(("waiting", "tokens_without_seconds", "cached_not_told"), 0)
@@ -292,16 +284,10 @@ def test_beside_a_worker_a_gateways_losses_or_why_it_tells_none_are_printed(case
 
 
 def test_a_url_that_is_none_shows_no_way(examined, monkeypatch, reachable):
-    def find(url: str, around: Any) -> None:
-        raise ValueError
-
-    monkeypatch.setattr(doctor, "find", find)
+    monkeypatch.setattr(doctor, "find", Mock(side_effect=ValueError))
     assert "is no URL" in examined(url="http://[")
     reachable.add(RecordingWorker())
     assert "port" not in examined("--gateway", "http://spark").splitlines()[1]  # it has that of HTTP
-
-
-# The command line.
 
 
 @pytest.mark.parametrize(
@@ -310,9 +296,7 @@ def test_a_url_that_is_none_shows_no_way(examined, monkeypatch, reachable):
         ("--worker x --runs-as lxc", "--runs-as"),
         ("--worker x --worker-api-key-file /nowhere", "worker_api_key_file"),
         ("--worker x --gateway-key-file /nowhere", "gateway_key_file"),
-        ("--worker x --works x", "no flag --works"),
         ("", "--worker URL, or --recipe RECIPE"),
-        ("--worker http://a:1 --recipe m", "--worker URL, or --recipe RECIPE"),
         ("--recipe /nowhere/a.yaml", "is no file, no command"),
     ],
 )
@@ -336,3 +320,129 @@ def test_what_a_recipe_will_do_is_said_without_a_worker(recipe, monkeypatch, cap
     status = doctor.main(["--recipe", recipe])
     expect_golden("doctor", recipe, f"exit status {status}\n{capsys.readouterr().out}")
     assert asked == (["vllm/vllm-openai:latest"] if "docker" in recipe else [])
+
+
+def all_lines(own: Cures) -> str:
+    parts = (own.install(), own.update("0.3"), own.flag("--x", "why"), own.drafts(), own.tools(), own.trial())
+    lines = "\n\n".join((*parts, own.closed()))
+    assert all(line.startswith("    ") for line in lines.splitlines() if line)
+    return lines
+
+
+@pytest.mark.parametrize("way", list(Way))
+def test_each_way_has_lines_of_its_own_that_name_what_was_found(way, expect_golden):
+    expect_golden("cures", f"{way}", all_lines(Cures(FoundWay(way), "org/my m", 8001, True)))
+    expect_golden("cures", f"{way}, named, elsewhere", all_lines(Cures(FoundWay(way, "llm"), "org/my m", 8001, False)))
+
+
+@pytest.mark.parametrize(
+    ("model", "parser"),
+    [*((f"org/{family.upper()}-7B", parser) for family, parser in TOOL_PARSERS.items()), ("qwen3-next/mine", "NAME")],
+)
+def test_a_parser_of_tools_is_told_by_the_models_name(model, parser):
+    assert (
+        f"--enable-auto-tool-choice --tool-call-parser {parser}   # "
+        in Cures(FoundWay(Way.PIP), model, 8001, True).tools()
+    )
+
+
+CONTAINER = "3f" * 32
+DOCKER = f"0::/system.slice/docker-{CONTAINER}.scope\n"
+USER = "0::/user.slice/user-1000.slice/user@1000.service/app.slice/terminal.scope\n"
+SERVE = ("/opt/venv/bin/python3", "/opt/venv/bin/vllm", "serve", "m")
+
+
+def container(image: str = "vllm/vllm-openai", name: str = "/llm", **labels: str) -> dict[str, Any]:
+    return {"Name": name, "Config": {"Image": image, "Labels": labels}}
+
+
+@pytest.fixture
+def around(tmp_path) -> Callable[..., Surroundings]:
+    """`around((arguments, control group), ...)`: a machine with these processes."""
+
+    def around(
+        *processes: tuple[tuple[str, ...], str],
+        in_container: bool = False,
+        inspected: Mapping[str, Any] | None = None,
+    ) -> Surroundings:
+        for number, (arguments, group) in enumerate(processes, 100):
+            folder: Path = tmp_path / str(number)
+            folder.mkdir()
+            (folder / "cmdline").write_text("\0".join(arguments) + "\0")
+            (folder / "cgroup").write_text(group)
+        (tmp_path / "99").mkdir()  # a process that is not ours to look at
+        return Surroundings(tmp_path, {}, in_container, lambda name: inspected if name == CONTAINER else None)
+
+    return around
+
+
+@pytest.mark.parametrize(
+    ("arguments", "group", "inspected", "found"),
+    [
+        (SERVE, USER, None, FoundWay(Way.PIP)),
+        (("python", "-m", "vllm.entrypoints.openai.api_server"), USER, None, FoundWay(Way.PIP)),
+        (("/venv/bin/python", "/venv/bin/seamark", "worker", "--port", "8000"), USER, None, FoundWay(Way.PIP)),
+        (SERVE, "0::/system.slice/llm.service\n", None, FoundWay(Way.SYSTEMD, "llm.service")),
+        (SERVE, DOCKER, None, FoundWay(Way.DOCKER)),  # no docker to be asked
+        (SERVE, DOCKER, {}, FoundWay(Way.DOCKER)),  # what docker says may lack anything
+        (SERVE, f"9:name=systemd:/docker/{CONTAINER}\n", container(), FoundWay(Way.DOCKER, "llm")),
+        (SERVE, DOCKER, container(**{"com.docker.compose.service": "ai"}), FoundWay(Way.COMPOSE, "ai")),
+        (SERVE, DOCKER, container("vllm-node:latest"), FoundWay(Way.SPARK)),
+        (SERVE, DOCKER, container(name="/vllm_node"), FoundWay(Way.SPARK)),
+        (SERVE, "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-1.scope\n", None, FoundWay(Way.KUBERNETES)),
+        (SERVE, f"0::/machine.slice/libpod-{CONTAINER}.scope/container\n", container(), FoundWay(Way.DOCKER, "llm")),
+        (SERVE, DOCKER, container("my/vllm-node"), FoundWay(Way.DOCKER, "llm")),
+        (("seamark", "serve"), USER, None, None),
+        (("vim", "vllm", "notes"), USER, None, None),
+    ],
+)
+def test_a_server_on_this_machine_is_known_by_its_control_group(around, arguments, group, inspected, found):
+    assert find(URL, around((arguments, group), inspected=inspected)) == found
+
+
+def test_of_several_servers_the_one_at_the_port_counts_and_mapped_ports_of_one_way_too(around):
+    first, second = ((*SERVE, "--port", "8001"), USER), ((*SERVE, "--port=8002"), "0::/system.slice/b.service\n")
+    machine = around(first, second)
+    assert find("http://localhost:8001", machine) == FoundWay(Way.PIP)
+    assert find("http://[::1]:8002", machine) == FoundWay(Way.SYSTEMD, "b.service")
+    assert find("http://127.0.0.1:9000", machine) is None  # either
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("http://worker:8000", FoundWay(Way.COMPOSE, "worker")),
+        ("http://host.docker.internal:8000", None),
+        ("http://worker-0.seamark-worker.seamark.svc:8000", FoundWay(Way.KUBERNETES)),
+        (URL, None),  # a container does not see its own control group
+    ],
+)
+def test_from_within_a_container_names_tell(around, url, found):
+    assert find(url, around((SERVE, "0::/\n"), in_container=True)) == found
+
+
+def test_from_a_pod_it_is_kubernetes_and_a_machine_elsewhere_says_nothing(around):
+    machine = around((SERVE, USER))
+    assert find("http://spark:8000", machine) is None
+    in_a_pod = machine._replace(environment={"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert find("http://worker:8000", in_a_pod) == FoundWay(Way.KUBERNETES)
+
+
+FAILURES = [OSError("no docker"), subprocess.CalledProcessError(1, "docker"), subprocess.TimeoutExpired("docker", 5)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ('[{"Name": "/a"}]', {"Name": "/a"}),
+        *((answer, None) for answer in ("[]", "[1]", "{}", "no JSON", *FAILURES)),
+    ],
+    ids=repr,
+)
+def test_docker_is_asked_what_a_container_is(answer, told, monkeypatch):
+    run = Mock(side_effect=[answer if isinstance(answer, Exception) else SimpleNamespace(stdout=answer)])
+    monkeypatch.setattr(ways.subprocess, "run", run)
+    assert surroundings().inspect("llm") == told
+    (command,), given = run.call_args
+    assert command == ("docker", "inspect", "llm") and given.pop("timeout") > 0
+    assert given == {"capture_output": True, "text": True, "check": True}

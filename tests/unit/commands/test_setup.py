@@ -1,21 +1,41 @@
-"""`seamark setup`: what is asked, looked for and refused; what is written and printed, whole: `golden/setup.txt`."""
+"""`seamark setup`: what is asked, looked for and refused; what is written and printed, whole (`golden/setup.txt`).
+
+What is written for a recipe: all of it but what vLLM dropped, and the plugin and the flags that hits need. Where the
+scripts are run: `tests/gateway/test_setup_recipes.py`.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
+import yaml
 
 from proxy.commands import setup
+from proxy.commands.cures import EVENTS_FLAG, NEEDED
+from proxy.commands.outlook import IMAGE
+from proxy.commands.recipe import EVERYWHERE, read_recipe
+from proxy.commands.recipe_files import (
+    Places,
+    RecipeFiles,
+    files_of,
+    gateway_host,
+    gateway_worker,
+    run_script,
+    undo_script,
+)
 from proxy.commands.setup import RunningVllm, running, source_folder
 from proxy.commands.setup_files import SetupWay
+from proxy.errors import SettingsError
 from tests.deploy.compose_files import DEPLOY, OF_THE_USER
 from tests.harness.setup_answers import ANSWERS, RECIPES, SECOND, SPARK, WORKER, written
 
@@ -131,16 +151,10 @@ def test_nothing_is_overwritten_unless_that_is_said(tmp_path, capsys):
         (["--workers", "1", "vllm serve m"], "--workers: the recipe says it"),
         *((["--way", "kubernetes", "--model", "m", "--registry", each], "--registry") for each in INTO_SHELLS),
         *((["--way", "pip", "--worker", f"http://a:1/{each}"], "--worker") for each in INTO_SHELLS),
-        (["--way", "systemd", "--worker", "http://a:1\nSEAMARK_API_KEYS=/tmp/k"], "--worker"),
         (["--way", "compose-beside", "--worker", "http://a:1,http://evil:1"], "--worker"),
         (["--way", "compose", "--model", "m", "--worker", "http://[fe80::1%25$(id)]:8000"], "--worker"),
         (["--way", "pip", *WORKER, "--source", "/a\nb"], "--source"),
         (["--way", "spark-vllm-docker", "--model", "m", "--spark", "/a\nb"], "--spark"),
-        (["vllm serve m --port " + "9" * 5000], "is no port"),
-        (['vllm serve qwen3-next --speculative-config \'{"method":"mtp"}\' -pp ' + "9" * 5000], "is not a number"),
-        (["/nowhere.yaml"], "is no file, no command"),
-        (["vllm serve m 'x"], "is not closed"),
-        ([str(RECIPES)], "is a folder"),
         (["vllm serve m", "--source", "/nowhere"], "--source: /nowhere is no checkout"),
     ],
 )
@@ -168,9 +182,9 @@ def test_a_terminal_is_asked_for_what_the_flags_leave_open(answers, flags, termi
     out = tmp_path / "out"
     asked = terminal(*answers, str(out))
     assert setup.main([]) == 0
-    told = capsys.readouterr().out + everything(out)
+    said = capsys.readouterr().out + everything(out)
     assert setup.main([*flags, "--out", str(out), "--force"]) == 0
-    said, same = told, capsys.readouterr().out + everything(out)
+    same = capsys.readouterr().out + everything(out)
     assert said.endswith(same)
     lines = [*asked, said.removesuffix(same)]
     expect_golden("setup", f"asked, answered {', '.join(answers)}", "\n".join(lines), OUT=out, HOME=Path.home())
@@ -186,10 +200,7 @@ def test_a_number_of_servers_that_is_none_is_refused(answer, terminal, capsys):
 def test_who_leaves_before_the_end_is_told_that_nothing_was_written(monkeypatch, terminal, capsys):
     terminal()
 
-    def left(prompt: str) -> str:
-        raise EOFError
-
-    monkeypatch.setattr("builtins.input", left)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=EOFError))
     assert setup.main([]) == 2
     assert capsys.readouterr().err == "\nseamark setup: nothing was written\n"
 
@@ -228,7 +239,6 @@ def test_servers_are_known_by_their_models(monkeypatch):
         8001: httpx.Response(401),
         8002: httpx.Response(200, json=[]),
         8003: httpx.Response(404, json={"data": [{"id": "m"}]}),
-        8005: httpx.Response(200, json={"data": []}),
     }
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -247,7 +257,6 @@ def test_servers_are_known_by_their_models(monkeypatch):
     assert running([8004, *answers]) == [
         RunningVllm("http://127.0.0.1:8000", ("m", "n")),
         RunningVllm("http://127.0.0.1:8001", ()),
-        RunningVllm("http://127.0.0.1:8005", ()),
     ]
 
 
@@ -257,10 +266,7 @@ def test_the_source_is_the_checkout_that_this_runs_in_else_the_one_that_pip_has_
     def installed(what: str | None) -> None:
         monkeypatch.setattr(setup.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: what))
 
-    def gone(name: str) -> Any:
-        raise setup.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(setup.metadata, "distribution", gone)
+    monkeypatch.setattr(setup.metadata, "distribution", Mock(side_effect=setup.metadata.PackageNotFoundError))
     assert source_folder() == SOURCE
     monkeypatch.setattr(setup, "__file__", str(tmp_path / "a/b/c.py"))
     assert source_folder() is None
@@ -284,15 +290,15 @@ def test_without_a_checkout_what_needs_one_is_not_set_up(given, monkeypatch, tmp
     assert "--source: " in capsys.readouterr().err
 
 
-RECIPE_LINES = [
-    "vllm serve m --host 10.0.0.7",
-    "VLLM_USE_RUST_FRONTEND=1 vllm serve Qwen3.6-27B --host localhost --api-key k",
-    "docker run vllm/vllm-openai:v0.28.0 Qwen3.6-27B",
-    "vllm serve 'Qwen3.6\x1b[2J\n'",
-]
-
-
-@pytest.mark.parametrize("line", RECIPE_LINES, ids=ascii)
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("vllm serve m --host 10.0.0.7", "docker run vllm/vllm-openai:v0.28.0 Qwen3.6-27B"),
+        "VLLM_USE_RUST_FRONTEND=1 vllm serve Qwen3.6-27B --host localhost --api-key k",
+        "vllm serve 'Qwen3.6\x1b[2J\n'",
+    ],
+    ids=ascii,
+)
 def test_of_a_recipe_it_is_said_what_will_hit_what_to_change_and_how_to_go_on(line, tmp_path, capsys, expect_golden):
     assert setup.main([line, "--out", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
@@ -301,3 +307,166 @@ def test_of_a_recipe_it_is_said_what_will_hit_what_to_change_and_how_to_go_on(li
     assert modes == {0o600, 0o700}  # what vLLM is started with may hold keys
     text += (tmp_path / "out/seamark.toml").read_text() + (tmp_path / "out/gateway.sh").read_text()
     expect_golden("setup", ascii(line), text, OUT=tmp_path / "out")
+
+
+# What vLLM dropped, as it may be spelt, before and behind what stays.
+DROPPED = "--mamba-cache-mode align --a 1 --no-enable-prefix-caching --mamba_cache_mode=align --b"
+
+MINE = {"name": "mine", "container": "vllm-node", "mods": ["mods/seamark", "mods/theirs"], "defaults": {"port": 8000}}
+MINE |= {"command": f"echo {{port}}\nvllm serve 'm m' {DROPPED} --port {{port}}   \n# end", "extra": 1}
+
+
+def compose(**service: Any) -> dict[str, Any]:
+    usual = {"image": "vllm/vllm-openai:v0.33.0", "command": f"m --port 8001 {DROPPED}"}
+    return {"services": {"my llm": {**usual, **service}}}
+
+
+# A file's name and what is in it, as a text or YAML; without a name, a line.
+WRITTEN: dict[str, tuple[str, Any]] = {
+    "a line": ("", "vllm serve m a --b 1 2 --c --d=1 x -e y"),
+    "a line with all flags": ("", f"vllm serve m {' '.join(NEEDED)}"),
+    "a line with some flags": ("", f"vllm serve m --enable_scale_out {EVENTS_FLAG} --middleware mine"),
+    "a line, Rust": ("", "VLLM_USE_RUST_FRONTEND=1 vllm serve m"),
+    "a script": ("mine.sh", f"#!/bin/bash\nsource a/b\nvllm serve m {DROPPED} 2>&1 | tee log\nend\n"),
+    "a script with a line in its name": ("a\ntouch b.sh", "vllm serve m\n"),
+    "the launcher": ("run.sh", "#!/usr/bin/env bash\na\n./launch-cluster.sh -t x exec vllm serve m --a 1\nb\n"),
+    "spark": ("My Recipe.yaml", MINE),
+    "spark, alone": ("solo.yaml", {**MINE, "solo_only": True}),
+    "compose": ("compose.yaml", compose()),
+    "compose, ports and host": ("compose.yaml", compose(ports=["9000:8001"], command="m --host 10.0.0.7")),
+    "compose, all words": ("compose.yaml", compose(command=["vllm", "serve", "m"])),
+    "compose, an entrypoint": ("compose.yaml", compose(entrypoint="vllm", command="serve m")),
+    "compose, a shell": ("compose.yaml", compose(entrypoint=["bash", "-c"], command=["ulimit; vllm serve m"])),
+    "compose, a shell's words": ("compose.yaml", compose(command=["bash", "-c", "ulimit; vllm serve m"])),
+    "docker": (
+        "My Run_2.x.sh",
+        f"#!/bin/bash\necho a\ndocker run --rm --entrypoint vllm -p 80:8000 -e 'A=b c' i:1 serve m {DROPPED}\nb\n",
+    ),
+    "podman, a shell": (
+        "ä.sh",
+        "podman run --entrypoint=a --entrypoint=bash --name=x i -c 'pip install a && vllm serve m --host 1.2.3.4'",
+    ),
+    "config": (
+        "my vllm.yaml",
+        {"model": "m", "mamba_cache_mode": "align", "no-enable-prefix-caching": True, "text": "a\nb\n"},
+    ),
+    "config with a host": ("my vllm.yaml", {"model": "m", "host": "10.0.0.7"}),
+}
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    """Folders with a blank in their names, and what is read of them."""
+    made = Places(tmp_path / "my out", tmp_path / "sea mark", tmp_path / "spark vllm")
+    shipped = made.source / "deploy/spark-vllm-docker/recipes"
+    for folder in (shipped, made.spark / "mods", made.spark / "recipes"):
+        folder.mkdir(parents=True)
+    for name in ("seamark-b.yaml", "seamark-a.yaml", "notes.md"):
+        (shipped / name).write_text("")
+    return made
+
+
+def shown(made: RecipeFiles) -> str:
+    files = "".join(f"--- {name}\n{text}" for name, text in made.files.items())
+    return "\n".join([files, f"start: {made.start}", *(f"undo: {each}" for each in made.undo), *made.notes])
+
+
+def write(places: Places, name: str, what: Any) -> RecipeFiles:
+    path = places.source / name
+    if name:
+        path.write_text(what if isinstance(what, str) else yaml.safe_dump(what))
+    return files_of(read_recipe(str(path) if name else what, lambda name: None), places)
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_a_recipe_stays_but_for_what_vllm_dropped_and_gets_what_hits_need(case, places, expect_golden):
+    made = write(places, *WRITTEN[case])
+    expect_golden("recipe_files", case, shown(made), FOLDER=places.out.parent)
+
+
+def test_another_image_takes_the_place_of_one_that_does_not_fit(places):
+    instead = places._replace(image=IMAGE)
+    for what in (("c.yaml", compose()), ("", "docker run vllm/vllm-openai:v0.28.0 m")):
+        text = "".join(write(instead, *what).files.values())
+        assert IMAGE in text and "vllm/vllm-openai:v0" not in text.replace(IMAGE, "")
+
+
+def test_a_recipe_in_a_checkout_is_run_there_and_another_one_wants_a_checkout(places, tmp_path):
+    nowhere = places._replace(spark=tmp_path / "none")
+    made = write(nowhere._replace(source=places.spark / "recipes"), "a.yaml", MINE)
+    assert f"target='{places.spark}'\n" in made.files["start.sh"]
+    for missing in ("none", "mods", "recipes"):
+        if missing != "none":
+            shutil.rmtree(places.spark / missing)
+            nowhere = places
+        with pytest.raises(SettingsError, match=r"--spark: .* is no checkout of spark-vllm-docker"):
+            write(nowhere, "b.yaml", MINE)
+
+
+CONFIG: Mapping[str, Any] = {
+    "Image": "vllm/vllm-openai:v0.33.0",
+    "Entrypoint": ["vllm", "serve"],
+    "Cmd": ["m", "--x", "it's $HOME"],
+    "Env": ["PATH=/bin", "A=b c"],
+}
+
+
+def container(places: Places, config: Mapping[str, Any] | None = None, **host: Any) -> RecipeFiles:
+    told = {"Name": "/llm", "Config": {**CONFIG, **(config or {})}, "HostConfig": host}
+    return files_of(read_recipe("llm", lambda name: told), places)
+
+
+def test_a_container_is_run_again_in_its_place_and_a_shell_in_it_stays(places, expect_golden):
+    shell = {"Entrypoint": ["bash", "-c"], "Cmd": ["vllm serve m"], "Env": []}
+    for case, config in {"a container": None, "a container of a shell": shell}.items():
+        expect_golden("recipe_files", case, shown(container(places, config)), FOLDER=places.out.parent)
+
+
+BOUND = {"8000/tcp": [{"HostIp": "10.0.0.7", "HostPort": "1"}, {"HostPort": "2"}], "9/udp": None}
+
+# What Docker says that a container was started with.
+HOSTS: list[dict[str, Any]] = [
+    {"Binds": ["/a:/b", "/c:/d:ro"], "PortBindings": BOUND, "ShmSize": 1 << 30, "Memory": 1 << 30, "Privileged": True},
+    {"NetworkMode": "host", "IpcMode": "host", "Runtime": "nvidia", "RestartPolicy": {"Name": "always"}},
+    {"Ulimits": [{"Name": "memlock", "Soft": -1, "Hard": 7}], "Devices": [{"PathOnHost": "/dev/x"}], "CapAdd": ["X"]},
+    {"NetworkMode": "", "IpcMode": None, "Runtime": "runc"},
+    *({"NetworkMode": network, "IpcMode": ipc} for network, ipc in (("default", "private"), ("bridge", "shareable"))),
+    *({"ShmSize": size, "Memory": 0, "Privileged": False} for size in (0, 67108864, None)),
+    *({"RestartPolicy": each} for each in (None, {"Name": ""}, {"Name": "no"})),
+    {"PortBindings": {"8000/tcp": [{"HostIp": ""}]}},
+    *(
+        {"DeviceRequests": requests}
+        for requests in (
+            [{"Capabilities": [["gpu"]], "DeviceIDs": None}],
+            [{"Capabilities": [["gpu"]], "DeviceIDs": ["0", "2"]}],
+            [{"Capabilities": [["tpu"], ["gpu", "x"]]}],
+            [{"Capabilities": [["tpu"]]}, {"Capabilities": None}],
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_container_is_started_with_what_it_was_started_with(host, places, expect_golden):
+    run = container(places, {"Env": None}, **host).files["start.sh"].partition("docker run")[2]
+    expect_golden("recipe_files", f"a container with {host}", f"docker run{run}", FOLDER=places.out.parent)
+
+
+def test_vllm_and_the_gateway_run_in_one_terminal_and_all_is_undone(places, expect_golden):
+    undo = undo_script(places, ["a.yaml", "models/b"], ["docker x", "podman y", "rm z"])
+    scripts = [run_script(places, "sh start.sh"), undo]
+    expect_golden("recipe_files", "run and undo", "\n".join(scripts), FOLDER=places.out.parent)
+
+
+@pytest.mark.parametrize(
+    ("flags", "host", "worker"),
+    [
+        ("", EVERYWHERE, "http://127.0.0.1:8000"),
+        ("--host localhost --port 8001", "127.0.0.1", "http://127.0.0.1:8001"),
+        ("--host ::", "::", "http://127.0.0.1:8000"),
+        ("--host fd00::7", "fd00::7", "http://[fd00::7]:8000"),
+    ],
+)
+def test_the_gateway_listens_where_vllm_did_and_finds_it_there(flags, host, worker):
+    recipe = read_recipe(f"vllm serve m {flags}", lambda name: None)
+    assert (gateway_host(recipe), gateway_worker(recipe)) == (host, worker)

@@ -20,10 +20,10 @@ ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 class Peer:
     """A worker whose every step is a test's."""
 
-    def __init__(self) -> None:
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self._listening.settimeout(30)
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+    def __init__(self, listening: socket.socket) -> None:
+        self._listening = listening
+        listening.settimeout(30)
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self.accepted = 0
         self.read = b""
 
@@ -44,21 +44,11 @@ class Peer:
         """Close the connection. On the loopback, the other side's system knows at once."""
         self._taken.close()
 
-    def left(self) -> bool:
-        """Whether the other side has closed the connection, once it has; what it sent before is not looked at."""
-        while self._taken.recv(65536):
-            pass
-        return True
-
-    def end(self) -> None:
-        self._listening.close()
-
 
 @pytest.fixture
 def peer():
-    started = Peer()
-    yield started
-    started.end()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield Peer(listening)
 
 
 @pytest.fixture
@@ -70,38 +60,34 @@ async def upstream() -> AsyncIterator[Upstream]:
 
 async def kept(upstream: Upstream, peer: Peer) -> None:
     """A connection that has served a request, and waits for the next one."""
-    sending = asyncio.create_task(upstream.send("GET", peer.url + "/first"))
-    await peer.accept()
-    peer.write(ANSWER + b"ok")
-    answer = await sending
+    answer = await exchange(upstream, peer, ANSWER + b"ok", url=peer.url + "/first")
     assert await answer.read() == b"ok"
     peer.read = b""
 
 
-async def answered(sending: asyncio.Task[Answer], peer: Peer) -> bytes:
-    """The body of an answer on a new connection."""
+CLOSING = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
+
+
+async def exchange(upstream: Upstream, peer: Peer, answer: bytes = CLOSING + b"ok", **request: Any) -> Answer:
+    """One request on a new connection; what arrived is in `peer.read`."""
+    peer.read = b""
+    sending = asyncio.create_task(upstream.send(**{"method": "GET", "url": peer.url + "/", **request}))
     await peer.accept()
-    peer.write(ANSWER + b"ok")
-    return await (await sending).read()
+    peer.write(answer)
+    return await sending
 
 
-async def test_a_body_that_may_have_been_read_is_not_sent_again(upstream, peer):
+@pytest.mark.parametrize(("method", "body", "is_stale"), [("POST", b"{}", False), ("GET", b"", True)])
+async def test_a_body_that_may_have_been_read_is_not_sent_again_and_what_changes_nothing_may(
+    upstream, peer, method, body, is_stale
+):
     await kept(upstream, peer)
-    sending = asyncio.create_task(upstream.send("POST", peer.url + "/second", body=b"{}"))
+    sending = asyncio.create_task(upstream.send(method, peer.url + "/second", body=body))
     await peer.receive()
     peer.close()
     with pytest.raises(Broken) as failed:
         await sending
-    assert not isinstance(failed.value, Stale) and peer.accepted == 1 and peer.read.count(b"/second") == 1
-
-
-async def test_what_changes_nothing_may_be_sent_once_more(upstream, peer):
-    await kept(upstream, peer)
-    sending = asyncio.create_task(upstream.send("GET", peer.url + "/second"))
-    await peer.receive()
-    peer.close()
-    with pytest.raises(Stale):
-        await sending
+    assert isinstance(failed.value, Stale) is is_stale and peer.accepted == 1 and peer.read.count(b"/second") == 1
 
 
 async def test_the_gateways_own_requests_get_a_new_connection_for_one_that_was_closed(upstream, peer):
@@ -120,8 +106,8 @@ async def test_an_answer_that_nobody_asked_for_is_nobodys(upstream, peer, unaske
     peer.write(unasked)
     if is_seen:
         await asyncio.sleep(0.05)
-        sending = asyncio.create_task(upstream.send("POST", peer.url + "/second", body=b"{}"))
-        assert await answered(sending, peer) == b"ok"
+        answer = await exchange(upstream, peer, method="POST", body=b"{}")
+        assert await answer.read() == b"ok"
     else:
         with pytest.raises(Stale):
             await upstream.send("POST", peer.url + "/second", body=b"{}")
@@ -151,11 +137,8 @@ async def test_why_there_is_no_connection_is_told_and_a_shortage_of_this_machine
 
 @pytest.mark.parametrize("junk", [b"HTTP/1.1 200 OK\r\nx: " + b"a" * 40_000 + b"\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n"])
 async def test_an_answer_that_is_none_is_told_apart(upstream, peer, junk):
-    sending = asyncio.create_task(upstream.send("POST", peer.url + "/", body=b"{}"))
-    await peer.accept()
-    peer.write(junk)
     with pytest.raises(Malformed):
-        await sending
+        await exchange(upstream, peer, junk, method="POST", body=b"{}")
     peer.close()
 
 
@@ -191,32 +174,6 @@ async def test_no_answer_to_the_gateways_own_requests_is_longer_than_it_may_be(u
         peer.close()
 
 
-# What a request looks like, and what of its answer is passed on.
-
-
-CLOSING = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
-
-
-async def exchange(upstream: Upstream, peer: Peer, answer: bytes = CLOSING + b"ok", **request: Any) -> Answer:
-    """One request on a new connection; what arrived is in `peer.read`."""
-    peer.read = b""
-    request = {"method": "GET", "url": peer.url + "/", **request}
-    sending = asyncio.create_task(upstream.send(**request))
-    await peer.accept()
-    peer.write(answer)
-    return await sending
-
-
-async def test_a_worker_gets_the_clients_head_byte_by_byte_and_nothing_else(upstream, peer):
-    headers = [(b"x-name", b"caf\xe9 \xc3\xa9"), (b"x-name", b"two"), (b"accept", b"a/b")]
-    answer = await exchange(upstream, peer, url=peer.url + "/a%2Fb?q=%20x", headers=headers)
-    assert answer.status == 200 and await answer.read() == b"ok"
-    head, *fields = peer.read.removesuffix(b"\r\n\r\n").split(b"\r\n")
-    assert head == b"GET /a%2Fb?q=%20x HTTP/1.1"
-    host = b"Host: " + peer.url.removeprefix("http://").encode()
-    assert sorted(fields) == sorted([host, *(name + b": " + value for name, value in headers)])
-
-
 async def test_an_answer_is_as_it_came(upstream, peer):
     """Neither unpacked nor followed, and no cookie is kept."""
     head = b"HTTP/1.1 302 Found\r\nLocation: /other\r\nset-cookie: a=b\r\nContent-Encoding: gzip\r\n"
@@ -245,9 +202,6 @@ async def test_a_worker_that_says_nothing_is_silent(upstream, peer):
     await peer.accept()
     with pytest.raises(Silent):
         await sending
-
-
-# The gateway's own requests.
 
 
 async def test_an_address_with_credentials_gets_these_and_no_other_does(upstream, peer):

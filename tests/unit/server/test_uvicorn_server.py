@@ -1,15 +1,19 @@
-"""What the gateway's server relies on inside uvicorn's, and what it makes of signals and of its connections."""
+"""What the server relies on inside uvicorn's, what it makes of signals, and of the port, memory and log that it has."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import os
+import resource
 import signal
 import socket
 import tomllib
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -18,14 +22,16 @@ from packaging.requirements import Requirement
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from proxy.errors import SettingsError
-from proxy.server import uvicorn_server
+from proxy.server import descriptors, log_limit, memory, port_holder, uvicorn_server
+from proxy.server.descriptors import most_connections, raise_limit
+from proxy.server.log_limit import LINES, MOST_MESSAGES, PERIOD_SECONDS, LogLimit
+from proxy.server.memory import BOUNDS, SHARE, fitted, room
+from proxy.server.port_holder import holder_of
 from proxy.server.uvicorn_server import GatewayServer, server_for
 from proxy.settings import Settings
 from tests.harness.waiting import until
 
 ROOT = Path(__file__).parents[3]
-
-FAMILIES = {socket.AF_INET6: "::1", socket.AF_INET: "127.0.0.1"}
 
 
 # What is overridden, or called, with its parameters.
@@ -54,8 +60,6 @@ class Files:
     def __init__(self, error: Exception | None = None) -> None:
         self.is_stopping = False
         self.read, self._error = 0, error
-        self.settings = Settings(worker=("http://127.0.0.1:9",))
-        self.pool = SimpleNamespace(workers=[1])
 
     def read_files(self):
         self.read += 1
@@ -64,9 +68,8 @@ class Files:
 
 
 def server(gateway: Files, **settings) -> GatewayServer:
-    return GatewayServer(
-        uvicorn.Config("x", log_config=None), Settings(worker=("http://127.0.0.1:9",), **settings), gateway
-    )
+    settings = Settings(worker=("http://127.0.0.1:9",), **settings)
+    return GatewayServer(uvicorn.Config("x", log_config=None), settings, gateway)
 
 
 async def test_a_stop_has_its_delay_and_then_comes(monkeypatch):
@@ -108,7 +111,8 @@ async def test_files_are_read_once_for_a_signal_and_whatever_they_hold_ends_noth
 
 
 def test_where_a_name_has_an_address_of_a_family_that_is_off_the_other_is_listened_at(monkeypatch):
-    both = [(family, socket.SOCK_STREAM, 0, "", (host, 0)) for family, host in FAMILIES.items()]
+    families = {socket.AF_INET6: "::1", socket.AF_INET: "127.0.0.1"}
+    both = [(family, socket.SOCK_STREAM, 0, "", (host, 0)) for family, host in families.items()]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     (only,) = uvicorn_server.bound("port", "localhost", 0)
@@ -127,35 +131,6 @@ def test_a_signal_to_read_files_is_taken_while_the_server_runs_and_left_to_other
         assert asyncio.run(made.on_tick(0)) is False and gateway.read == 1
         raise ValueError("planned")
     assert signal.getsignal(signal.SIGHUP) is before
-
-
-async def app(scope, receive, send) -> None:
-    await send({"type": "http.response.start", "status": 204, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
-
-
-@pytest.mark.parametrize(
-    ("settings", "workers", "said", "unsaid"),
-    [
-        ({}, [1], ("base_url http://127.", "live page http://127."), ("API key", "shadow mode", "no worker")),
-        ({"admin_port": 0}, [1], ("base_url",), ("live page",)),
-        ({"shadow": True}, [1], ("shadow mode",), ()),
-        ({"workers_dns": ("http://workers:8000",), "worker": ()}, [], ("base_url",), ("there is no worker",)),
-    ],
-)
-async def test_a_server_says_where_it_is_reached_and_what_is_missing(caplog, settings, workers, said, unsaid):
-    gateway = Files()
-    gateway.settings = Settings(**{"worker": ("http://127.0.0.1:9",), **settings})
-    gateway.pool.workers = workers
-    config = uvicorn.Config(app, port=0, lifespan="off", log_config=None)
-    made = GatewayServer(config, gateway.settings, gateway)
-    with caplog.at_level("INFO", "seamark.gateway"):
-        serving = asyncio.create_task(made.serve())
-        await until(lambda: "base_url" in caplog.text)
-        made.should_exit = True
-        await serving
-    assert [words for words in said if words not in caplog.text] == []
-    assert [words for words in unsaid if words in caplog.text] == []
 
 
 async def test_pages_have_a_server_of_their_own_for_as_long_as_the_gateway_runs(caplog):
@@ -211,3 +186,184 @@ def test_an_address_that_cannot_be_had_is_told_with_what_holds_it_if_something_d
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert "nothing can listen on elsewhere:8080 (not known)" in refused("port", "elsewhere", 8080)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_process_that_listens_is_named_and_no_other_that_has_a_connection(monkeypatch, host):
+    monkeypatch.setattr(port_holder, "_server_at", lambda host, port: "")
+    with (
+        suppress(OSError),
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as it,
+    ):
+        port = it.getsockname()[1]
+        with socket.create_connection((host, port)) as other:
+            mine = f"process {os.getpid()} ({Path('/proc/self/comm').read_text().strip()})"
+            assert holder_of(host, port) == mine and holder_of(host, other.getsockname()[1]) == ""
+    assert holder_of(host, port) == ""
+
+
+@pytest.mark.parametrize(
+    ("answers", "found"),
+    [
+        ({"/health": '{"gateway": "g"}', "/version": '{"version": "0.33.0"}'}, "a Seamark gateway"),
+        ({"/health": "", "/version": '{"version": "0.33.0"}'}, "vLLM 0.33.0"),
+        ({"/health": "{}", "/version": "{}"}, ""),
+        ({}, ""),
+    ],
+)
+async def test_a_server_is_told_by_its_answers(monkeypatch, answers, found):
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
+        body = answers.get(path, "nothing").encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        writer.close()
+
+    monkeypatch.setattr(port_holder, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(port_holder, "_process_at", lambda port: "process 42 (other)")
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        told = await asyncio.to_thread(holder_of, "127.0.0.1", port)
+    assert told == ", ".join(filter(None, ("process 42 (other)", found)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted", "most"),
+    [
+        (256, 0, 96),
+        (256, 1, 1),
+        (256, 1000, 96),
+        (resource.RLIM_INFINITY, 10, 10),
+    ],
+)
+def test_as_many_clients_as_have_two_descriptors_each(monkeypatch, limit, wanted, most):
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: (limit, limit))
+    assert most_connections(wanted) == most
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one_where_that_is_allowed(monkeypatch):
+    limits = [(256, 4096)]
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda which, wanted: limits.append(wanted))
+    raise_limit()
+    assert limits[-1] == (4096, 4096)
+
+    limits.append((256, 4096))
+    monkeypatch.setattr(descriptors.resource, "setrlimit", Mock(side_effect=OSError))
+    raise_limit()
+
+
+def record(message: str, *args: object, name: str = "uvicorn.error", level: int = logging.WARNING):
+    return logging.LogRecord(name, level, "", 0, message, args, None)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(log_limit.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_few_lines_of_a_message_pass_and_the_next_period_says_how_many_did_not(clock):
+    limit = LogLimit()
+    assert [limit.filter(record("from %s", number)) for number in range(LINES + 7)] == [True] * LINES + [False] * 7
+    assert limit.filter(record("another"))
+    clock[0] += PERIOD_SECONDS
+    again = record("from %s", 3)
+    assert limit.filter(again) and again.getMessage() == "from 3 (7 more of these were left out)"
+    assert limit.filter(record("from %s", 4))
+
+
+def test_a_message_that_is_known_costs_no_other_its_count(clock):
+    limit = LogLimit()
+    for number in range(MOST_MESSAGES):
+        assert all(limit.filter(record(f"{number}")) for _ in range(LINES))
+    assert not limit.filter(record("0"))
+    clock[0] += PERIOD_SECONDS
+    assert limit.filter(record("0"))
+    clock[0] -= 1
+    assert not limit.filter(record("1"))  # its period is not over
+    for number in range(2 * MOST_MESSAGES):
+        assert limit.filter(record(f"other {number}")) and len(limit._periods) <= MOST_MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "is_limited"),
+    [
+        ("uvicorn", logging.WARNING, True),
+        ("uvicornx", logging.WARNING, False),
+        ("uvicorn.error", logging.WARNING - 1, False),
+    ],
+)
+def test_warnings_and_worse_of_uvicorn_are_limited(clock, name, level, is_limited):
+    limit = LogLimit()
+    passed = [limit.filter(record("x", name=name, level=level)) for _ in range(LINES + 1)]
+    assert passed == [True] * LINES + [not is_limited]
+
+
+MIB = 2**20
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Sets the limits of a process of 300 MiB, 60 of them resident; in MiB, None for no limit."""
+
+    def set_to(address_space: int | None, group: int | str) -> None:
+        pages = MIB // resource.getpagesize()
+        (tmp_path / "statm").write_text(f"{300 * pages} {60 * pages} 1 1 0 1 0")
+        (tmp_path / "group").write_text(f"{group * MIB if isinstance(group, int) else group}\n")
+        for name in ("RESERVED_BYTES", "LOADED_BYTES"):
+            monkeypatch.setattr(memory, name, 0)
+        monkeypatch.setattr(memory, "PROCESS", tmp_path / "statm")
+        monkeypatch.setattr(memory, "GROUP_LIMITS", (tmp_path / "group", tmp_path / "none"))
+        soft = resource.RLIM_INFINITY if address_space is None else address_space * MIB
+        monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (soft, soft))
+
+    return set_to
+
+
+@pytest.mark.parametrize(
+    ("address_space", "group", "left"),
+    [(None, "max", None), (512, "max", 212), (None, 512, 452), (512, 512, 212), (1024, 512, 452), (200, "max", 0)],
+)
+def test_what_is_left_is_the_least_that_any_limit_leaves(limits, address_space, group, left):
+    limits(address_space, group)
+    assert room() == (left if left is None else left * MIB)
+    memory.PROCESS.unlink()  # without a way to know nothing changes
+    assert room() is None
+
+
+def test_bounds_are_made_smaller_in_proportion(limits):
+    limits(512, "max")
+    settings = Settings(max_bodies_bytes=600 * MIB, memory_bytes=300 * MIB, text_bytes=100 * MIB)
+    found = fitted(settings)
+    assert sum(getattr(found, name) for name in BOUNDS) == pytest.approx(212 * MIB * SHARE, rel=0.01)
+    assert found.max_bodies_bytes == pytest.approx(2 * found.memory_bytes, rel=0.01)
+    assert found.max_body_bytes == found.max_bodies_bytes and found.max_connections == 212
+
+
+def test_where_nothing_is_left_each_bound_is_the_least_that_there_is(limits):
+    limits(200, "max")
+    found = fitted(Settings())
+    assert [getattr(found, name) for name in BOUNDS] == [1, 1, 1]
+    assert (found.max_body_bytes, found.max_connections) == (1, 1)
+    assert fitted(Settings(text_bytes=0)).text_bytes == 0
+
+
+def test_bounds_that_fit_exactly_are_left_alone(limits):
+    limits(340, "max")  # 40 MiB are left, and bounds get a quarter
+    exactly = Settings(max_bodies_bytes=5 * MIB, memory_bytes=4 * MIB, text_bytes=MIB, max_body_bytes=MIB)
+    assert fitted(exactly) is exactly
+    more = exactly.model_copy(update={"text_bytes": MIB + 100})
+    found = fitted(more)
+    assert found is not more and found.max_body_bytes == MIB and found.max_connections == 40
+
+
+def test_large_blocks_are_asked_to_be_given_back_where_the_allocator_can(monkeypatch):
+    asked = []
+    libc = SimpleNamespace(mallopt=lambda what, size: asked.append((what, size)))
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: libc)
+    memory.give_large_blocks_back()
+    assert asked == [(-3, MIB)]  # M_MMAP_THRESHOLD
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
+    memory.give_large_blocks_back()
+    assert len(asked) == 1

@@ -1,24 +1,31 @@
-"""Which paths are pages of the gateway's own and which go to a worker, what the pages say, and who may use them."""
+"""The gateway's own pages: which paths they have, who may use them, and each alarm and warning for its cause alone."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable
+import time
 from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from proxy.chat.chat import CHAT
-from proxy.fleet.probe import MODELS
+from proxy.fleet.probe import MODELS, Probed
+from proxy.fleet.reports import Reports
+from proxy.fleet.worker import BREAKER_FAILURES, Worker
+from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from proxy.http import asgi
+from proxy.observability.explanations import Explanation
+from proxy.observability.rolling_sums import Totals
+from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build, build_pages
+from proxy.server.status import HOUR, alarms, changing, drafts_status, redis_status, warnings, worker_status
 from tests.harness.api_keys import entry
 from tests.harness.in_memory_gateway import Call, InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
-
-Started = Callable[..., Awaitable[InMemoryGateway]]
 
 ORIGIN = {"origin": "https://harbour.example"}
 
@@ -31,13 +38,12 @@ def asking(app: App) -> httpx.AsyncClient:
     )
 
 
-def error_of(answer: httpx.Response) -> dict[str, Any]:
-    error: dict[str, Any] = answer.json()["error"]
-    return error
+def error_of(answer: httpx.Response) -> Any:
+    return answer.json()["error"]
 
 
 @pytest.fixture
-async def gateway(in_memory: Started, worker: RecordingWorker) -> InMemoryGateway:
+async def gateway(in_memory: Any, worker: RecordingWorker) -> InMemoryGateway:
     return await in_memory(worker)
 
 
@@ -49,9 +55,7 @@ async def gateway(in_memory: Started, worker: RecordingWorker) -> InMemoryGatewa
         *(("GET", path + "/", 200) for path in ("/health", "/ready", "/metrics", "/v1/models")),
         ("HEAD", MODELS + "/m", 200),
         ("GET", "/", 307),
-        ("POST", "/v1/v1/chat/completions", 404),
         ("POST", "/chat/completions", 404),
-        ("GET", "/v1", 404),
         ("POST", "/reset_prefix_cache", 404),
         ("PUT", "/ready", 405),
         ("POST", "/health", 404),
@@ -68,7 +72,6 @@ async def test_pages_of_the_gateways_own_are_no_workers(gateway, worker, method,
     ("path", "says"),
     [
         ("/chat/completions", ["Did you mean /v1/chat/completions?", "base_url ends in /v1."]),
-        ("/v1/v1/responses/r", ["Did you mean /v1/responses/r?", "base_url must not end in /v1"]),
         ("/", ["live page is at the admin port"]),
         ("/reset_prefix_cache", ["/v1/...", "/tokenize", "at the worker itself"]),
     ],
@@ -78,6 +81,7 @@ async def test_who_asks_for_a_path_that_nobody_has_reads_which_one_is_meant(in_m
     answer = await gateway.get(path)
     message = error_of(answer)["message"]
     assert answer.status_code == 404 and message.startswith(f"No such path: {path}. "), message
+    assert "type" not in answer.json() and (await gateway.get("/v1/v1/messages")).json()["type"] == "error"
     assert [words for words in says if words not in message] == [] and ("Did you mean" in message) == (
         "Did you" in says[0]
     )
@@ -87,10 +91,9 @@ async def test_pages_at_an_address_of_their_own_are_there_alone_and_need_no_key(
     file = tmp_path / "keys.toml"
     file.write_text(entry("ann"))
     gateway = await in_memory(RecordingWorker(), is_started=False, admin_port=1, api_keys=file)
-    for path in ("/metrics", "/seamark/status", "/seamark/live", "/ui", "/seamark/prefixes"):
-        assert (await gateway.get(path)).status_code == 404, path
     pages = asking(build_pages(gateway.gateway))
     for path in ("/health", "/metrics", "/seamark/status", "/seamark/live", "/ui", "/seamark/prefixes"):
+        assert (await gateway.get(path)).status_code == (200 if path == "/health" else 404), path
         assert (await pages.get(path)).status_code == 200, path
     assert (await pages.get("/")).headers["location"] == "ui"
     for path, words in ((CHAT, "clients use the gateway's port"), ("/chat/completions", "operator's pages only")):
@@ -167,14 +170,6 @@ async def test_another_sites_page_changes_nothing(gateway):
         assert (answer.status_code != 403) == may, (path, site)
 
 
-async def test_an_error_is_told_in_the_envelope_of_the_api_that_was_meant(gateway):
-    anthropic = (await gateway.get("/v1/v1/messages")).json()
-    assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "not_found_error")
-    assert "type" not in (await gateway.get("/v1/v1/models")).json()
-    answer = await asking(gateway.app).put("/ready")
-    assert (error_of(answer)["type"], answer.headers["content-type"]) == ("invalid_request_error", "application/json")
-
-
 async def test_a_defect_of_the_gateway_is_an_error_without_its_words(gateway, monkeypatch):
     def broken() -> None:
         raise RuntimeError("secret")
@@ -209,3 +204,142 @@ async def test_the_application_that_clients_reach_runs_the_gateway_and_the_pages
                     steps.append("serve")
                     raise ValueError("planned")
     assert steps == ["serve", "start", "serve", "stop"]
+
+
+ENGINE = EngineInfo("0.9.0", "0.32.0", 16, 384)
+
+READ = Reports("http://worker-0:1")
+
+
+def metrics(engine: EngineInfo | None = ENGINE, **fields: Any) -> WorkerMetrics:
+    return WorkerMetrics("b", engine, **fields)
+
+
+def set_up(worker: Worker, **fields: Any) -> None:
+    """A worker that is up and has the plugin, but for `fields` of what it was found to be."""
+    worker.up = True
+    worker.probed = replace(Probed("http://worker-0", boot="b#1", metrics=metrics(), reports=READ), **fields)
+
+
+@pytest.fixture
+async def own(in_memory: Any) -> Gateway:
+    """Not started: it does nothing by itself, and its workers are what a test makes of them."""
+    own = (await in_memory(RecordingWorker(), RecordingWorker(), is_started=False)).gateway
+    for worker in own.pool.workers:
+        set_up(worker)
+    return own
+
+
+def test_a_worker_whose_requests_fail_is_an_alarm_unless_it_is_down(own):
+    worker = own.pool.workers[0]
+    for number in range(BREAKER_FAILURES):
+        assert alarms(own) == []
+        worker.breaker.failed(number)
+    (only,) = alarms(own)
+    assert only.startswith("Worker worker-0 fails")
+    worker.up = False
+    (only,) = alarms(own)
+    assert only.startswith("Worker worker-0 is down")
+
+
+@pytest.mark.parametrize(
+    ("hints_off", "cache_off", "ends"),
+    [
+        (False, False, "Hints are still on."),
+        (True, False, "Hints are off."),
+        (True, True, "Hints are off and nothing is taken from the cache."),
+    ],
+)
+def test_answers_that_differ_are_an_alarm_with_what_is_done_about_it(own, hints_off, cache_off, ends):
+    check = own.self_check
+    check.checked, check.differs = 1234, 1
+    cache = own.pool.workers[1].cache
+    cache.hints_allowed, cache.cache_allowed = not hints_off, not cache_off
+    (only,) = alarms(own)
+    assert only.startswith("Answers differ: 1,234 prompts") and " 1 of them" in only and only.endswith(" " + ends)
+    assert warnings(own) == []  # the alarm says it
+    check.differs = 0
+    assert alarms(own) == [] and warnings(own) == ([ends] if hints_off else [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"metrics": metrics(replace(ENGINE, refused="two groups"))}, "Worker worker-0 gets no hints: two groups."),
+        ({"metrics": metrics(None)._replace(other_release="update it")}, "Worker worker-0 gets no hints: update it."),
+        ({"reports": Reports(why_not="404")}, "What the engine of worker worker-0 reports cannot be read: 404."),
+    ],
+)
+def test_what_a_worker_that_is_up_lacks_is_told(own, fields, says):
+    set_up(own.pool.workers[0], **fields)
+    assert warnings(own) == [says]
+    own.pool.workers[0].up = False
+    assert warnings(own) == []
+
+
+async def test_a_worker_that_drafts_is_on_trial_while_it_is_up_and_how_far_that_is(in_memory, monkeypatch):
+    checking = (await in_memory(RecordingWorker(), is_started=False, self_check_interval=60)).gateway
+    blind = (await in_memory(RecordingWorker(), is_started=False)).gateway
+    monkeypatch.setattr(checking.self_check.gates, "words", lambda of: "7 of 30 prompts")
+    for gateway, says, trial in (
+        (checking, "until its trial is over (7 of 30 prompts).", "7 of 30 prompts"),
+        (blind, "self_check_interval is 0", ""),
+    ):
+        (worker,) = gateway.pool.workers
+        for state in ("trial", "open", "closed", "on", "off", ""):
+            set_up(worker, metrics=metrics(replace(ENGINE, drafts=state)))
+            told = warnings(gateway)
+            assert len(told) == (state == "trial"), state
+            assert (drafts_status(worker, gateway) or {}).get("state", "") == state
+        set_up(worker, metrics=metrics(replace(ENGINE, drafts="trial")))
+        (only,) = warnings(gateway)
+        assert only.startswith("Worker worker-0 drafts") and says in only and "()" not in only
+        assert worker_status(worker, gateway)["drafts"] == {"state": "trial", "trial": trial}
+        worker.up = False
+        assert warnings(gateway) == []
+
+
+async def test_in_shadow_mode_that_comes_first_and_no_plugin_is_missed(in_memory):
+    gateway = (await in_memory(RecordingWorker(), is_started=False, shadow=True)).gateway
+    (worker,) = gateway.pool.workers
+    set_up(worker, metrics=metrics(None))
+    (only,) = warnings(gateway)
+    assert only.startswith("Shadow mode")
+    set_up(worker, metrics=metrics(None, drafts=True))
+    first, second = warnings(gateway)
+    assert first == only and second.startswith("Worker worker-0 drafts")
+    worker.up = False
+    assert warnings(gateway) == [only]
+    set_up(worker, reports=Reports(why_not="HTTP 404"))
+    assert warnings(gateway)[0] == only and len(warnings(gateway)) == 2
+
+
+@pytest.mark.parametrize(("state", "is_told"), [("down", True), ("up", False)])
+def test_a_redis_that_is_down_is_a_warning(own, state, is_told):
+    assert redis_status(own) == {"state": "off"}
+    own.redis_sync = SimpleNamespace(status=lambda: {"state": state})
+    assert redis_status(own) == {"state": state}
+    assert [told.startswith("Redis does not answer") for told in warnings(own)] == [True] * is_told
+    own.redis_sync = None  # whose end this one cannot wait for
+
+
+def test_the_cause_is_what_cost_most_lately_and_no_salt():
+    def request(text: str | None, lost: int, began: float, where: tuple[str, str] = ("message", "user")) -> Explanation:
+        changed = {"what": where[0], "role": where[1], "text": text, "cure": text and f"Move {text}.", "lost": lost}
+        return Explanation("r", CHAT, began=began, changed=changed)
+
+    now = time.time()
+    newest = [
+        request("an id", 300, now),
+        Explanation("r", CHAT, began=now),
+        request("a path", 9000, now - 2 * HOUR),
+        request("a date", 200, now),
+        request("a date", 200, now - HOUR / 2),
+        request(None, 9000, now, ("setting", "cache_salt")),
+        request("a model", 1, now, ("setting", "user")),
+    ]
+    found = changing(Totals(9, 2000, 0, 0, 0, 700), newest)
+    assert found is not None and (found["text"], found["cure"]) == ("a date", "Move a date.")
+    for what, role in (("setting", "tools"), ("message", "cache_salt")):
+        found = changing(Totals(9, 2000, 0, 0, 0, 700), [*newest, request("another", 9000, now, (what, role))])
+        assert found is not None and found["text"] == "another"
