@@ -1,6 +1,6 @@
 """The table of reasons: each provoked on a real engine, and told by label, header, explanation and the worker's feed.
 
-`unpatched` is in tests/engine/shared/test_failures.py; requests that change, and workers with more: without an engine.
+`unpatched` is in tests/engine/shared/test_failures.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import httpx
 import pytest
 
 from proxy.bench.harness.client import CHAT
-from proxy.bench.harness.servers import MODEL_NAME, Server
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
+from proxy.bench.stories import UNIT
 from proxy.fleet import worker_metrics
 from proxy.observability.shadow import MATCH_UNIT
+from tests.harness.changed_requests import changed_requests
 from tests.harness.engines import SharedServers
 from tests.harness.waiting import wait_for
 
@@ -135,3 +137,38 @@ def test_on_an_untouched_engine_the_loss_is_what_requests_shared(servers: Shared
         prompts.append(httpx.post(servers.untouched.url + "/tokenize", json=asked).json()["tokens"])
     common = next(at for at, three in enumerate(zip(*prompts, strict=False)) if len(set(three)) > 1)
     assert lost == [{}, *[{"unpatched": common // MATCH_UNIT * MATCH_UNIT}] * 2]
+
+
+def test_another_worker_has_more(servers: SharedServers, fleet: Servers, new):
+    gateway = fleet.gateway(servers.seamark, servers.tight, flags=("--max-inflight", "1"))
+    gateway.wait_until_ready("/ready", seconds=30)
+    first = ask(gateway, new, "High tide?")
+    holder = first.headers["x-seamark-worker"]
+    # A long answer takes the holder's only place, so the next request has to go elsewhere.
+    body = {"model": MODEL_NAME, "prompt": "Tide", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.Client(timeout=120) as client:
+        for _ in range(8):
+            with client.stream("POST", gateway.url + "/v1/completions", json=body) as busy:
+                if busy.headers["x-seamark-worker"] != holder:
+                    continue
+                answer = ask(gateway, new, "And low?")
+                assert answer.headers["x-seamark-worker"] != holder
+                assert explained(gateway, answer)["reason"] == "other_worker"
+                return
+    raise AssertionError("the holder was never chosen for the long answer")
+
+
+def test_prefix_changed_names_the_right_part(servers: SharedServers):
+    seen = set()
+    # Fifty without an engine: tests/unit/observability/test_request_diff.py.
+    for case in changed_requests(10, random.Random(17)):
+        salt = {"cache_salt": uuid.uuid4().hex}
+        ask(servers.gateway, None, "", **case.first, **salt)
+        told = explained(servers.gateway, ask(servers.gateway, None, "", **case.second, **salt))
+        # What both share came from the cache, or nothing was kept there yet; the change is named either way.
+        in_full = told["delivered"] > 0 and told["shareable"] - told["delivered"] < 2 * UNIT
+        assert told["reason"] == ("hit" if in_full else "prefix_changed"), case.description
+        seen.add(told["reason"])
+        changed = told["changed"]
+        assert (changed["what"], changed["index"]) == (case.what, case.index), case.description
+    assert seen == {"hit", "prefix_changed"}

@@ -124,6 +124,9 @@ LATER = [*EARLIER, assistant("Nine."), user("And?")]
 
 IN_LOOP = [*LOOP[:2], {**LOOP[2], **EPHEMERAL}, LOOP[3], assistant("And the wind."), tool("west")]
 
+# Of a template that writes tools into the last user message.
+MOVED = TemplateFacts({"user": 5}, broken=frozenset({Turn("user", later=False, system=False, tools=True)}))
+
 PER_USER = TemplateFacts(FACTS.ends, {("user", True): Opener((14,), "<user>", per_user=True)})
 
 CHATS: dict[str, tuple[Any, ...]] = {
@@ -142,6 +145,7 @@ CHATS: dict[str, tuple[Any, ...]] = {
     "markers between": ([SYSTEM, user("<user>"), assistant("<user>"), user("?")],),
     "facts of nothing": (CHAT, {}, TemplateFacts()),
     "no facts": (CHAT, {}, None),
+    "tools that move": ([{**user("Tide?"), **EPHEMERAL}, *CHAT[2:]], {"tools": TOOLS}, MOVED),
     **{f"no chat, {odd}": (odd,) for odd in ([7], [{}], [SYSTEM], [assistant("only me")])},
     # a message without a text has its place all the same
     **{
@@ -168,7 +172,8 @@ CHATS: dict[str, tuple[Any, ...]] = {
 def test_each_kind_of_chat_has_its_boundaries(case, expect_golden):
     messages, body, facts = [*CHATS[case], *({}, FACTS)[len(CHATS[case]) - 1 :]]
     found = find(messages, facts, **body)
-    lines = [*map(str, shown(found)), f"result {found.result}, failure {found.failure}, end {found.end}"]
+    ends = f"failure {found.failure}, end {found.end}, prefixes {len(found.prefixes)}"
+    lines = [*map(str, shown(found)), f"result {found.result}, {ends}"]
     expect_golden("finder", case, "\n".join(lines))
     assert set(found.entries()) == {entry for _, entry in shown(found)} - {None}
     assert (found.turn_key is None) is ("turn" not in dict(shown(found)))
@@ -187,7 +192,7 @@ def test_a_position_that_an_engine_has_told_stands_in_for_a_fact_and_an_estimate
     keys = {boundary.kind: boundary.key for boundary in find(CHAT).boundaries}
     positions.put(keys["system"], 40)
     found = find(CHAT, None, positions)
-    assert (found.entries(), found.result, found.failure) == ((40,), "head", None)
+    assert (found.entries(), found.result, found.failure, found.shared) == ((40,), "head", None, 40)
     assert shown(find(CHAT, positions=positions)) == shown(find(CHAT))  # a fact goes before it
     assert find(CHAT, None).prefixes == find(CHAT).prefixes
     for facts in (None, TemplateFacts(), FACTS):

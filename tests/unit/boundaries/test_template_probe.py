@@ -419,6 +419,8 @@ def test_settings_are_those_that_can_recur():
         assert setting_of(each) is DEFAULT
     low = setting_of({**asked, "reasoning_effort": "low"})
     assert low.fields == {"reasoning_effort": "low"}
+    longest = {"reasoning_effort": "x" * MAX_SCALAR}
+    assert setting_of(longest).fields == longest
     assert low.key != setting_of({"reasoning_effort": "high"}).key
     one = setting_of({"chat_template_kwargs": {"a": True, "b": 1}})
     assert one == setting_of({"chat_template_kwargs": {"b": 1, "a": True, "c": [1]}})

@@ -275,3 +275,11 @@ def test_the_command_asks_with_the_workers_key_and_closes_its_connections(key, r
     reachable.serve(monkeypatch, draft_trial)
     monkeypatch.setenv(KEY_VARIABLE, key)
     assert draft_trial.main(["--worker", "http://a:1", "--parent", str(os.getppid())]) == 0 and reachable.unclosed == 0
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 0), (ValueError("prompt"), 1)])
+def test_an_interrupt_is_the_workers_and_a_failure_is_told_by_its_kind(error, status, monkeypatch, caplog):
+    monkeypatch.setattr(draft_trial.logging, "basicConfig", lambda **given: None)
+    monkeypatch.setattr(draft_trial, "with_worker", AsyncMock(side_effect=error))
+    assert draft_trial.main(["--worker", "http://a:1", "--parent", "1"]) == status
+    assert ("ValueError" in caplog.text) == bool(status) and "prompt" not in caplog.text

@@ -6,6 +6,7 @@ What sockets and processes show beyond that: `tests/gateway/test_live.py`.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -446,3 +447,14 @@ def test_docker_is_asked_what_a_container_is(answer, told, monkeypatch):
     (command,), given = run.call_args
     assert command == ("docker", "inspect", "llm") and given.pop("timeout") > 0
     assert given == {"capture_output": True, "text": True, "check": True}
+
+
+def test_an_image_is_asked_for_its_vllm_without_fetching_it_or_a_network(tmp_path, monkeypatch):
+    docker = tmp_path / "docker"
+    docker.write_text(f"#!/bin/sh\necho \"$@\" > '{tmp_path}/asked'; echo ' 0.33.0'\n")
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert ways.image_version("my image") == "0.33.0"
+    assert re.match("run .*--pull=never --network=none .*-- my image -c ", (tmp_path / "asked").read_text())
+    docker.write_text("exit 1")
+    assert ways.image_version("my image") == ""

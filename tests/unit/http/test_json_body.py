@@ -1,6 +1,7 @@
 """The hint is spliced in; every other byte stays. What is read is what Python's own reader reads, within bounds."""
 
 import json
+import tracemalloc
 from random import Random
 
 import pytest
@@ -180,6 +181,18 @@ def test_values_are_counted_as_the_limit_counts_them(value, values):
     assert memory_of(value, 1, values).values == values
     if values:
         assert memory_of(value, 1, values - 1) == (MOST_PER_BYTE, values)
+
+
+@pytest.mark.parametrize("piece", ["1.5", '"tide"', '{"a":[7]}', "[[]]"])
+def test_what_is_counted_is_about_what_parsed_json_takes(piece):
+    raw = f"[{','.join([piece] * 5000)}]".encode()
+    tracemalloc.start()
+    try:
+        parsed = json.loads(raw)
+        real = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.8 * real < memory_of(parsed, len(raw), MANY).size < 3 * real
 
 
 @pytest.mark.parametrize("one_step_bytes", [0, json_body.ONE_STEP_BYTES])
