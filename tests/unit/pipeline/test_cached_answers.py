@@ -199,7 +199,7 @@ async def test_what_the_worker_answered_is_void_with_its_boot_its_cache_or_its_b
     for happens in (
         lambda: setattr(computing, "boot", "1.8e+09"),
         lambda: own.gateway.shelf.tell(worker, Change.DISTRUSTED),
-        computing.engine.clear,  # as who has put other weights into the engine has to
+        lambda: computing.engine.clear(),  # as who has put other weights into the engine has to
     ):
         assert "hit" in await results(own, chat(), chat())
         happens()
