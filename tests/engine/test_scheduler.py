@@ -222,7 +222,7 @@ NOTICED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "disk: files that are believed unread": (WRONG, {"cores": [{}], "planted": ["unchecked"]}),
     "transfer: a block that is loaded into before its last state is written": (
         WRONG,
-        {"seeds": [8], "cores": [TIGHTEST], "planted": ["at once"]},
+        {"seeds": [4, 8], "cores": [{**APART, "overlap": True}], "planted": ["at once"]},
     ),
     "transfer: a prefill of another prompt": (
         WRONG,

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,28 +23,52 @@ ENVIRONMENT = {"SEAMARK_ENGINE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_TH
 SECONDS = 900
 
 
+_server: subprocess.Popen[str] | None = None  # what the forks are made of; it ends with its input
+
+
 def audit(name: str, model: Path | str, **wanted: Any) -> list[dict[str, Any]]:
-    """What the audit of a `name` finds with each of the cores, in a fork; `wanted`: see `audit.results`."""
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["tests.harness.audit"])  # and with it vLLM
-    found, told = forks.Pipe(duplex=False)
-    with mock.patch.dict(os.environ, ENVIRONMENT):  # of the process that forks, if this is the first one
-        fork = forks.Process(target=_audit, args=(told, name, str(model), wanted), daemon=True)
-        fork.start()
-    told.close()
+    """What the audit of a `name` finds with each of the cores; `wanted`: see `audit.results`.
+
+    In a fork of a process that has imported vLLM and no more. It is not Python's own server of forks, which a test
+    process has once, and has for gateways: that one's environment would have the plugin patch vLLM.
+    """
+    global _server
+    if _server is None or _server.poll() is not None:
+        command = [sys.executable, "-m", "tests.harness.scheduler_process"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        _server = subprocess.Popen(command, **pipes, text=True, env=os.environ | ENVIRONMENT, start_new_session=True)
+    assert _server.stdin and _server.stdout
     try:
-        answer, error = found.recv()
-    finally:  # a test's time may be over
-        fork.kill()
+        print(json.dumps([name, str(model), wanted]), file=_server.stdin, flush=True)
+        found, error = json.loads(_server.stdout.readline())
+    except BaseException:  # a test's time is over: the next one must not get this one's answer
+        os.killpg(_server.pid, signal.SIGKILL)
+        _server.wait()
+        raise
     assert not error, error
-    return answer
+    return found
 
 
-def _audit(told: Any, *arguments: Any) -> None:
-    try:
-        told.send((importlib.import_module("tests.harness.audit").results(*arguments), ""))
-    except BaseException:
-        told.send((None, traceback.format_exc()))
+def serve() -> None:
+    """Do in a fork what each line of the input asks for."""
+    results = importlib.import_module("tests.harness.audit").results  # and with it vLLM
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            try:
+                answer = [results(*json.loads(line)), ""]
+            except BaseException:
+                answer = [None, traceback.format_exc()]
+            with os.fdopen(write, "w") as told:
+                json.dump(answer, told)
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as told:
+            text = told.read()
+        _, status = os.waitpid(child, 0)
+        print(text or json.dumps([None, f"the fork ended with {status}"]), file=answers, flush=True)
 
 
 def run_apart(module: str, *arguments: str, source: Path | None = None) -> Any:
@@ -65,3 +88,7 @@ def run_apart(module: str, *arguments: str, source: Path | None = None) -> Any:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    serve()

@@ -456,5 +456,5 @@ def test_an_image_is_asked_for_its_vllm_without_fetching_it_or_a_network(tmp_pat
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert ways.image_version("my image") == "0.33.0"
     assert re.match("run .*--pull=never --network=none .*-- my image -c ", (tmp_path / "asked").read_text())
-    docker.write_text("exit 1")
+    docker.write_text("#!/bin/sh\necho 0.33.0; exit 1\n")
     assert ways.image_version("my image") == ""

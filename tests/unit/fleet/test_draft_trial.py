@@ -423,3 +423,6 @@ def test_a_head_that_loses_what_public_reports_name_is_worse_at_once_and_an_equa
     assert [trial(draw, 1.3, 1.3) for _ in range(300)].count("worse") <= 6  # though no two answers are paired
     live = LiveAcceptance()
     assert not live.add(Accepted(), is_hit=True) and not live.hit.requests  # without drafts it counts for nothing
+    for tokens, variance in ((10, 0.0), (10, 0.0), (20, 1 / 9)):  # between whole requests
+        live.add(Accepted(10, tokens), is_hit=True)
+        assert live.hit.variance == pytest.approx(variance)

@@ -261,7 +261,7 @@ async def test_a_redirect_of_a_worker_does_not_show_its_address(scene, status, l
 
     scene.upstream.say = says
     answer = await scene.own.get("/v1/some/thing/")
-    assert (answer.status_code, answer.headers.get("location")) == (status, seen)
+    assert (answer.status_code, answer.headers.get("location"), len(scene.upstream.sent)) == (status, seen, 1)
 
 
 async def test_the_way_that_a_rust_frontend_lacks_is_named(scene):
