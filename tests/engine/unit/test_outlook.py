@@ -53,7 +53,6 @@ def explained() -> dict[str, Explained]:
     return recipe_models.explained()
 
 
-@pytest.mark.thorough  # vLLM configures each in a process of its own
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_bytes_and_blocks_are_those_of_the_published_figures_and_of_vllm(explained, name):
     model, (cost, blocks, text, newest_runner) = PUBLISHED[name], explained[name]
