@@ -175,6 +175,8 @@ def test_a_follower_gives_a_leader_up_once_and_for_all(gate, clock):
     gate.drop_gone(engine.scheduler.requests)
     assert engine.begins(follower) and not gate.waiting
     assert not engine.begins(request("another"))
+    for begun in (request("begun", computed=16), request("preempted", status=RequestStatus.PREEMPTED)):
+        assert engine.begins(begun)
     leader.status = RequestStatus.FINISHED_ABORTED
     gate.drop_gone({})
     assert not gate._expected and not gate.waiting, "nothing is left of those who are gone"

@@ -174,7 +174,14 @@ def made(model: Path) -> Iterator[Callable[..., Core]]:
 
 def test_states_lie_where_a_kernels_chunks_end_if_they_are_written_inside_a_pass(made, monkeypatch):
     monkeypatch.setenv(settings.CHUNK_ENDS, "1")
-    aligned, cut = (made(writes_in_forward=each).scheduler.seamark.grid for each in (True, False))
+    cores = [made(writes_in_forward=each).scheduler for each in (True, False)]
+    aligned, cut = (core.seamark.grid for core in cores)
+    managers = [core.kv_cache_manager.coordinator.single_type_managers for core in cores]
+    # Where each costs a pass, vLLM's own are asked for, too.
+    assert [any(getattr(each, "shared_prefix_checkpoint", False) for each in some) for some in managers] == [
+        False,
+        True,
+    ]
     assert aligned.unit == cut.unit == cut.alignment == UNIT < aligned.alignment and aligned.alignment % UNIT == 0
 
 
