@@ -62,6 +62,7 @@ def test_some_recipes_get_the_verdicts_of_their_files(version):
         check(recipe, said, version)
 
 
+@pytest.mark.thorough
 def test_hints_that_are_asked_for_at_once_are_on_no_trial():
     (said,) = recipes.explained([RECIPES[16]], SEAMARK_DRAFTS="1")
     assert "drafts" in said.rows and "hints" not in said.rows

@@ -40,7 +40,8 @@ SYSTEM_PROMPTS = 5
 
 PARALLEL = 8
 
-SHARED, OWN = (50, 163, 469, 1200), (5, 75, 600)  # tokens of pairs of prompts
+# Tokens of pairs of prompts: enough for their state to be worth its time on an engine that is slow or busy.
+SHARED, OWN = (163, 300, 469, 1200), (5, 75, 600)
 
 
 def random_chats(seed: int) -> list[Messages]:
