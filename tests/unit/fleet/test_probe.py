@@ -284,14 +284,15 @@ class Resolver:
 async def test_a_name_that_is_not_resolved_keeps_its_workers_for_a_while(error, monkeypatch, caplog):
     resolver = Resolver()
     looking, changes = resolver.looking, resolver.changes
+    now = discovery.time.monotonic()
+    monkeypatch.setattr(discovery.time, "monotonic", lambda: now)
     await looking.look()
     resolver.told = error
     for _ in range(3):
         await looking.look()
     assert len(changes) == 1 and resolver.failures == 3
     assert caplog.text.count("cannot be resolved") == 1 and "stay for 60 s" in caplog.text
-    now = discovery.time.monotonic()
-    monkeypatch.setattr(discovery.time, "monotonic", lambda: now + 61)
+    monkeypatch.setattr(discovery.time, "monotonic", lambda: now + 60)
     await looking.look()
     assert changes[1:] == [()]
     resolver.told = (ONE,)

@@ -318,6 +318,15 @@ async def test_what_waits_while_redis_is_away_is_bounded_and_the_oldest_is_dropp
     assert unpack(HOLDINGS, fields[b"n"]).records == ((HELD, key(2), 320), (HELD, key(3), 320))
 
 
+async def test_there_is_more_to_come_while_as_much_waits_as_one_exchange_takes(monkeypatch):
+    monkeypatch.setattr(redis_sync, "WRITE_RECORDS", 2)
+    monkeypatch.setattr(redis_sync, "Redis", Redis())
+    one = Gateway(BOOT)
+    for number in range(4):
+        one.holds(key(number))
+    assert [await one.sync._exchange() for _ in range(2)] == [True, False]
+
+
 @on_virtual_time
 async def test_exchanges_follow_each_other_as_much_is_new_and_rarely_where_redis_is_down() -> None:
     redis = Redis()
