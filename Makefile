@@ -95,7 +95,7 @@ attacks:
 # A checkpoint directory damaged in every way, and two workers on one, on vLLM's scheduler.
 damage:
 	@./set-up.sh
-	@.venv/bin/python -m pytest -n 0 -s -m "on_request or thorough or not thorough" tests/engine/unit/test_disk_tier.py tests/engine/test_scheduler.py $(ARGS)
+	@.venv/bin/python -m pytest -n 0 -s -m "on_request or thorough or not thorough" -k disk tests/engine/unit/test_disk_tier.py tests/engine/test_scheduler.py $(ARGS)
 
 # Known vulnerabilities of the locked versions. Needs pipx and the network.
 audit:
