@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import weakref
+from math import ceil
 from types import SimpleNamespace
 
 import pytest
@@ -89,7 +90,7 @@ class Connection:
 
     def pass_time(self, seconds: float) -> None:
         """The server looks at the connection every second for so long."""
-        begun = self.protocol.loop.time()
+        begun = ceil(self.protocol.loop.time())
         for second in range(int(seconds) + 1):
             self.protocol.check(begun + second)
 
@@ -154,7 +155,7 @@ async def test_a_head_has_one_deadline_however_often_a_byte_comes(connection, be
     connection.may_answer.set()
     if before:
         await connection.take(before)
-    begun = connection.protocol._free_since
+    begun = connection.protocol._free_since = 1000  # sums of it and seconds are exact
     for second in range(int(TIMEOUT) + 2):
         assert not connection.transport.closed
         if drip:
@@ -172,7 +173,7 @@ async def test_what_is_left_of_an_answered_requests_body_has_a_moment(connection
     connection.may_answer.set()
     await turn()
     assert connection.status == 200 and not connection.transport.closed
-    begun = connection.protocol._free_since
+    begun = connection.protocol._free_since = 1000  # sums of it and seconds are exact
     for second in range(int(LINGER_SECONDS) + 2):
         assert not connection.transport.closed
         connection.send(b"a")
@@ -225,7 +226,7 @@ async def test_an_honest_client_that_is_slow_is_not_cut_off(connection, is_pause
     await connection.take(GET)
     if is_paused:
         connection.protocol.pause_writing()
-    begun = connection.protocol.loop.time()
+    begun = ceil(connection.protocol.loop.time())
     for second in range(int(5 * SEND_TIMEOUT)):
         connection.transport.unsent = unsent(second)
         connection.protocol.check(begun + second)
