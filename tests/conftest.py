@@ -22,6 +22,7 @@ from proxy.bench.harness.servers import MATCH_UNITS, NEMOTRON_H, Servers
 from tests.harness.api_keys import entry
 from tests.harness.gateways import GatewayForks
 from tests.harness.in_memory_gateway import InMemoryGateway, in_memory_gateway
+from tests.harness.raw_worker import RawWorker
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.started_engines import pytest_configure, pytest_terminal_summary  # noqa: F401  # hooks
 
@@ -157,3 +158,10 @@ def keys(tmp_path: Path) -> Path:
     file = tmp_path / "keys.toml"
     file.write_text("".join(entry(name, **fields) for name, fields in names.items()))
     return file
+
+
+@pytest.fixture
+async def raw() -> AsyncIterator[RawWorker]:
+    """A worker on a socket, whose every byte the test says."""
+    async with RawWorker() as made:
+        yield made

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httptools
@@ -25,7 +24,7 @@ from tests.bench.fuzz_cases import REFUSED, Case, case, name_of
 from tests.bench.fuzz_framing import SMUGGLED, ambiguous, inner
 from tests.harness.gateways import CHAT, GatewayForks, chat, post, start_gateway
 from tests.harness.raw_http import Connection, Cut, request
-from tests.harness.raw_worker import RawWorker, started
+from tests.harness.raw_worker import started
 from tests.harness.recording_worker import RecordingWorker, respond, serving, whole_body
 
 
@@ -38,12 +37,6 @@ async def test_nothing_breaks_at_broken_requests(tmp_path, cases):
     kinds = {"well framed", "pipelined", "ambiguous", "odd", "mutated", "half", "at a limit"}
     assert kinds <= set(result.kinds)
     assert min(result.reached, result.statuses[200]) > cases / 2 and result.statuses[400] > cases / 20
-
-
-@pytest.fixture
-async def raw() -> AsyncIterator[RawWorker]:
-    async with RawWorker() as made:
-        yield made
 
 
 async def test_no_ambiguous_request_gets_past_the_gateway(raw, tmp_path):

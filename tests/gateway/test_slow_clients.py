@@ -254,12 +254,6 @@ async def at_rest(gateway: Server, files: int | None = None) -> int:
     return open_files(gateway.process.pid)
 
 
-@pytest.fixture
-async def raw() -> AsyncIterator[RawWorker]:
-    async with RawWorker() as made:
-        yield made
-
-
 async def test_a_client_that_leaves_at_any_moment_frees_the_worker_within_100_ms(raw, tmp_path):
     with GatewayForks(tmp_path) as fleet:
         gateway = await started(fleet.gateway(raw))
