@@ -29,6 +29,8 @@ LOCAL_HIT = "seamark_local_hit"  # tokens found in the cache: vLLM tells connect
 LOADED = "seamark_loaded"  # tokens loaded from a disk
 DECLINED = "seamark_declined"  # it was counted as one that computes what a disk holds
 
+OWN = "seamark_own"  # the engine asks it itself; True: states are kept for it on trial, too
+
 SENDER = "seamark_sender"  # the gateway that sent it, and the tokens of its prompt that this one expects to be computed
 
 # On a SchedulerOutput.

@@ -94,6 +94,7 @@ from engine_patches.scheduler.transfers import (
     name_what_is_sent,
     read_hint_of_the_whole_prompt,
 )
+from engine_patches.trial.turns import try_drafts
 from engine_patches.upstream_fixes import (
     copy_largest_view_first,
     keep_enlarged_block_size,
@@ -752,6 +753,24 @@ PATCHES: tuple[Patch, ...] = (
         until="as loaded-weights",
         build=forget_weights_that_may_change,
         parameters="self, method, timeout, args, kwargs",
+    ),
+    Patch(
+        "own-trial",
+        f"{CORE}Proc.__init__",
+        why="an engine that drafts asks itself whether hits are right beside its drafts, before it gives any",
+        until=NEVER,
+        build=try_drafts,
+        mentions=("self.input_queue = queue.Queue", "self.has_coordinator = "),
+        relies_on=(
+            Shape(
+                f"{CORE}Proc._handle_client_request",
+                mentions=("req, request_wave = request", "self.add_request(req, request_wave)", "self.abort_requests("),
+            ),
+            Shape(f"{CORE}.preprocess_add_request", mentions=("return req, request.current_wave",)),
+            Shape(f"{CORE}Proc.is_running", "self"),
+            Shape(f"{CORE}.is_sleeping", "self"),
+            Shape(f"{SCHEDULER}.finish_requests", "self, request_ids, finished_status"),
+        ),
     ),
     Patch(
         "evicted-states",

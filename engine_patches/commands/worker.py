@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from engine_patches import families, settings
-from engine_patches.commands import draft_trial
 from engine_patches.commands.model_layers import is_hybrid
 from engine_patches.commands.port import port_of, why_taken
 from engine_patches.config_file import read_config
@@ -46,6 +45,9 @@ NEEDED_FLAGS: Mapping[str, str | None] = {
 # What reports at the server's own address, and what only HTTP's messages carry. vLLM takes the flag more than once; its
 # frontend in Rust takes none, and there reports are read at an address of their own.
 MIDDLEWARE = ("--middleware", "engine_patches.reporting.events_api.EventsEndpoint")
+
+# Each begins a flag of vLLM that configures drafts.
+DRAFT_FLAGS = ("speculative-config", "sc", "spec-method", "spec-model", "spec-tokens")
 
 # Mamba2 on CPU is exact in float32, and compiling for a CPU costs minutes.
 CPU_FLAGS: Mapping[str, str | None] = {"--dtype": "float32", "--enforce-eager": None}
@@ -230,9 +232,15 @@ def cannot_draft(model: str, given: Sequence[str], config: Mapping[str, Any] = {
     """
     from engine_patches.commands import explain
 
-    if not draft_trial.drafts(given, config):
+    if not drafts(given, config):
         return None
     return explain.NO_DRAFTS_ON_A_CPU if is_hybrid(config_of(model)) else None
+
+
+def drafts(given: Sequence[str], config: Mapping[str, Any] = {}) -> bool:
+    """Whether these flags, or those of a `--config` file, have vLLM draft."""
+    flags = [argument.partition("=")[0].lstrip("-") for argument in given if argument.startswith("-")]
+    return any(name.partition(".")[0].replace("_", "-") in DRAFT_FLAGS for name in (*flags, *config))
 
 
 def warning(model: str, given: Sequence[str], mode: str) -> str | None:
@@ -327,9 +335,7 @@ def main(argv: list[str]) -> int:
         from engine_patches.commands import explain as explaining
 
         return explaining.main(arguments, explain)
-    port = port_of(given, config)
-    draft_trial.start(given, config, port)
-    return serve(arguments, port)
+    return serve(arguments, port_of(given, config))
 
 
 def serve(arguments: Sequence[str], port: str) -> int:

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from engine_patches.answers import Discrepancy, compare
 from engine_patches.gpu_check.engine import CheckedAnswer
 from engine_patches.gpu_check.job import COLD, WARM, LaneResult
 from engine_patches.gpu_check.questions import DEFECTS, RESEND, SPOILED_STATE
@@ -38,27 +39,6 @@ class Check(NamedTuple):
     verdict: str
     says: str
     numbers: dict[str, Any] | None = None
-
-
-class Discrepancy(NamedTuple):
-    """How an answer differs from the reference's."""
-
-    token: int | None  # index of the first token that differs
-    error: float  # largest difference of a logprob, up to and including that token: half a lost tie's gap at least
-
-
-def compare(answer: CheckedAnswer, reference: CheckedAnswer) -> Discrepancy:
-    """How `answer` differs from the reference's, which has the same length."""
-    error = 0.0
-    steps = zip(answer.tokens, answer.top, reference.tokens, reference.top, strict=True)
-    for index, (token, top, wanted, wanted_top) in enumerate(steps):
-        # A token that one side does not name is at most as likely as its last.
-        last, wanted_last = min(top.values()), min(wanted_top.values())
-        pairs = [(top.get(each, last), wanted_top.get(each, wanted_last)) for each in {*top, *wanted_top}]
-        error = max(error, *(abs(mine - theirs) for mine, theirs in pairs))
-        if token != wanted:
-            return Discrepancy(index, error)
-    return Discrepancy(None, error)
 
 
 class Differences(list[Discrepancy]):

@@ -117,16 +117,8 @@ class Window(NamedTuple):
     rows: str  # one of those in `draft_windows`
 
 
-class Drafted(NamedTuple):
-    """What became of the drafts of a request that has its whole answer."""
-
-    request_id: str  # its X-Request-Id
-    steps: int  # that verified drafts of it
-    accepted: int  # drafts that were right
-
-
 # A state's event is a list.
-Kept = Outcome | PinFate | Window | Drafted | list[Any]
+Kept = Outcome | PinFate | Window | list[Any]
 
 
 def client_id(engine_id: str) -> str:
@@ -171,12 +163,10 @@ class Feed:
             self._latest[name] = outcome._replace(pin=fate)
 
     def add_drafts(self, report: EngineReport) -> None:
-        """What became of requests' drafts, and whether hints are used beside them."""
+        """What became of a draft head's rows, and whether hints are used beside drafts."""
         for engine_id, rows in report.window_of:
             self._keep(Window(client_id(engine_id), rows))
-        for request in report.drafted:
-            self._keep(Drafted(client_id(request.request_id), request.steps, request.accepted))
-        self._drafts = dict(zip(("state", "id", "why"), report.drafts, strict=True))
+        self._drafts = dict(zip(("state", "why", "figures"), report.drafts, strict=True))
 
     def take_latest(self, request_id: str) -> Outcome | None:
         """The latest outcome under an `X-Request-Id`, once; None if this process knows none."""
@@ -218,17 +208,16 @@ class Feed:
 
         `outcomes`: id, reason and hit tokens of each request; `resolved`, in the same order: id, shared tokens, and
         what its hint's entries name. `pins`: id and fate. `windows`: id and what became of a draft head's rows.
-        `drafted`: id, steps that verified drafts, and drafts that were right. `states` only of one engine. `reset`:
-        entries were lost to the reader, so it no longer knows what the cache holds. `load`, with `states` and for a
-        `gateway` that names itself: the requests of all others here, and the tokens of their prompts to compute.
-        `drafts`, of one engine that drafts: whether hints are used beside them (`draft_gate`).
+        `states` only of one engine. `reset`: entries were lost to the reader, so it no longer knows what the cache
+        holds. `load`, with `states` and for a `gateway` that names itself: the requests of all others here, and the
+        tokens of their prompts to compute. `drafts`, of one engine that drafts: whether hints are used beside them.
         """
         self._catch_up()
         foreign = boot != self.boot
         oldest = self._kept[0][0] if self._kept else self._cursor + 1
         reset = bool(boot) and (foreign or cursor + 1 < oldest)
         outcomes: list[Outcome] = []
-        others: dict[type, list[Any]] = {PinFate: [], Window: [], Drafted: []}
+        others: dict[type, list[Any]] = {PinFate: [], Window: []}
         states: list[list[Any]] = []
         start = 0 if foreign else max(0, cursor + 1 - oldest)
         told = list(islice(self._kept, start, start + MAX_TOLD))
@@ -244,9 +233,8 @@ class Feed:
             "resolved": [(outcome.request_id, outcome.shared, outcome.resolved) for outcome in outcomes],
             "pins": others[PinFate],
         }
-        for name, kind in (("windows", Window), ("drafted", Drafted)):
-            if others[kind] or self._drafts.get("state"):  # else there is nothing to tell
-                answer[name] = others[kind]
+        if others[Window]:
+            answer["windows"] = others[Window]
         if not self.has_events:
             return answer
         load = {"load": self.beside(gateway)} if gateway is not None else {}
@@ -331,7 +319,7 @@ class Feeds:
             feed.add_pin(engine_id, fate)
 
     def add_drafts(self, report: EngineReport) -> None:
-        """What became of requests' drafts, and whether hints are used beside them."""
+        """What became of a draft head's rows, and whether hints are used beside drafts."""
         for feed in self._all_of(report):
             feed.add_drafts(report)
 

@@ -10,7 +10,7 @@ import msgspec
 
 from engine_patches import kv_connectors
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.counters import AdmittedRequest, DraftedRequest
+from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvent, StateEvicted, StateStored
 
 # An event, as the gateway reads it: ["came", REQUEST, END, [[POSITION, STATE]..]], ["gone", STATE], ["cleared"] or
@@ -55,10 +55,9 @@ class EngineReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     files_refused: dict[str, int] = {}  # by reason
     requests: list[AdmittedRequest] = []
     pinned: list[tuple[str, str]] = []  # requests that are among those, now or earlier, and fates
-    drafts: tuple[str, str, str] = ("", "", "")  # of hints beside them: state, name of the trial, and why they are not
+    drafts: tuple[str, str, str] = ("", "", "")  # of hints beside them: state, why they are not used, and figures
     windows: dict[str, int] = {}  # hits by what became of a draft head's rows
     window_of: list[tuple[str, str]] = []  # requests that are among those, and what became of the rows
-    drafted: list[DraftedRequest] = []
     events: list[tuple[int, Event]] = []  # numbered without gaps: a missing number is an event that was lost
 
 
@@ -92,7 +91,7 @@ def report_of(scheduler: Any, constant: Mapping[str, Any], loads: Mapping[str, t
         block_size=checkpoints.block_size,
         ahead=checkpoints.grid.ahead if states is not None else 0,
         refused=checkpoints.refusal.cause if checkpoints.refusal is not None else "",
-        drafts=(checkpoints.drafts.state, checkpoints.drafts.name, checkpoints.drafts.why),
+        drafts=(checkpoints.drafts.state, checkpoints.drafts.why, checkpoints.drafts.figures),
         cache_tokens=getattr(scheduler.vllm_config.cache_config, "kv_cache_size_tokens", None) or 0,
         running=running,
         waiting=waiting,

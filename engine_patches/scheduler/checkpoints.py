@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.adapters import is_alone
-from engine_patches.scheduler.counters import AdmittedRequest, Counters, DraftedRequest
-from engine_patches.scheduler.draft_gate import DraftGate, is_trial
+from engine_patches.scheduler.counters import AdmittedRequest, Counters
+from engine_patches.scheduler.draft_acceptance import Accepted
+from engine_patches.scheduler.draft_gate import DraftGate, is_own, is_trial
 from engine_patches.scheduler.draft_windows import HEALED, ZEROED
 from engine_patches.scheduler.expected_junctions import ExpectedJunctions
 from engine_patches.scheduler.fan_out import PrefillGate
@@ -29,6 +30,20 @@ from engine_patches.scheduler.seen import SeenPrefixes
 from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
 from engine_patches.scheduler.turn_value import TurnValue
+
+
+class OwnRequests(Protocol):
+    """Requests that an engine with drafts on trial asks itself (`engine_patches.trial`)."""
+
+    def make_way(self, scheduler: Any) -> None:
+        """A step is going to be planned."""
+
+    def take(self, answers: Any) -> None:
+        """The outputs of a step, by client, from which those of own requests are to be taken away."""
+
+    def give_up(self) -> None:
+        """What is being compared may have another answer from now on."""
+
 
 # Name of the head that chats without a system prompt have in common, for each cache salt.
 HEADLESS = b"headless "
@@ -45,6 +60,7 @@ class Checkpoints:
     weights: Weights = field(default_factory=Weights)  # that states are computed with
     verified: int = 1  # of one request in a step of generation, at most: itself and its drafts
     drafts: DraftGate = field(default_factory=DraftGate)  # whether hints are used beside them
+    own: OwnRequests | None = None  # what the engine asks itself to try them
     gate: PrefillGate | None = None  # holds followers back; None if fan-out is switched off
     counters: Counters = field(default_factory=Counters)
     step_time: StepTime = field(default_factory=StepTime)
@@ -75,8 +91,6 @@ class Checkpoints:
     def _wish_of(self, request: Any) -> Wish:
         hint = hints.hint_in(request)
         hinted = hint is not hints.NONE
-        if self.drafts.obey(request):
-            self.refusal = self.drafts.refusal
         refusal = "adapter" if is_alone(request) else self._refused(request)
         ignore = self.counters.hint_ignored
         if hinted and refusal is not None:
@@ -246,15 +260,17 @@ class Checkpoints:
         if state.window == HEALED and hit_tokens < state.heals:
             reason = NOT_WORTH_IT
         shared = self.grid.shared(wish.shared)
-        self.counters.request_admitted(AdmittedRequest(name, reason, hit_tokens, shared, wish.resolved))
+        if not is_own(request):
+            self.counters.request_admitted(AdmittedRequest(name, reason, hit_tokens, shared, wish.resolved))
         states, key = self.states, b""
         if hit_tokens and states is not None:
             key = states.keys.state_key(request, hit_tokens)
         was_expected = self.expected_junctions.is_expected(key)
         self._learn_junction(request, state, reason, was_expected=was_expected)
         if states is not None and key:
-            counted = bool(loaded) or states.is_written(key)
-            self.counters.resumed(hit_tokens, self.step_time.seconds(hit_tokens), counted)
+            if not is_own(request):
+                counted = bool(loaded) or states.is_written(key)
+                self.counters.resumed(hit_tokens, self.step_time.seconds(hit_tokens), counted)
             passed = [position for position in wish.positions if position < hit_tokens]
             states.resumed(request, hit_tokens, passed, shared=was_expected, loaded=bool(loaded))
 
@@ -282,13 +298,15 @@ class Checkpoints:
         """A request has its whole answer."""
         state = self.state_of(request)
         if state.draft_steps:
-            drafted = DraftedRequest(request.request_id, state.draft_steps, state.accepted)
-            self.counters.request_drafted(drafted)
             if self.states is not None and self.states.windows is not None:
-                self.states.windows.acceptance.add(state.window != ZEROED, drafted.steps, drafted.accepted)
+                self.states.windows.acceptance.add(state.window != ZEROED, state.draft_steps, state.accepted)
+            if not is_own(request):
+                self.drafts.count(Accepted(state.draft_steps, state.accepted), is_hit=state.resumed_at > 0)
 
     def weights_may_change(self) -> None:
         """From now on states may be of other weights than those that were loaded at the start."""
+        if self.own is not None:
+            self.own.give_up()
         if self.weights.name:
             self.weights = Weights(unknown="they may have been changed since the start")
         if self.states is not None and self.states.store is not None:
@@ -296,6 +314,8 @@ class Checkpoints:
 
     def before_reset(self) -> None:
         """The cache is going to be emptied, which may be for weights that were changed in place."""
+        if self.own is not None:
+            self.own.give_up()
         if self.states is not None:
             self.states.before_reset()
         if self.gate is not None:

@@ -25,14 +25,6 @@ class AdmittedRequest(NamedTuple):
     resolved: tuple[int, ...]  # what each entry of its hint names, in the hint's order; 0: not there
 
 
-class DraftedRequest(NamedTuple):
-    """What became of the drafts of a request that has its whole answer."""
-
-    request_id: str  # vLLM's
-    steps: int  # that verified drafts of it
-    accepted: int  # drafts that were right
-
-
 @dataclass
 class Counts:
     """What has happened since the last report."""
@@ -44,7 +36,6 @@ class Counts:
     requests: deque[AdmittedRequest] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
     windows: Counter[str] = field(default_factory=Counter)  # hits by what became of a draft head's rows
     window_of: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))  # requests, the same
-    drafted: deque[DraftedRequest] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
     followers: Counter[str] = field(default_factory=Counter)  # requests held back, or not though they could have been
     files_refused: Counter[str] = field(default_factory=Counter)  # files of states by reason
     file_bytes: int = 0  # of states, written to disk
@@ -58,8 +49,7 @@ class Counts:
     @property
     def empty(self) -> bool:
         """Whether nothing has happened."""
-        requests = (self.pinned, self.drafted)
-        counted = (self.written, self.ignored, self.outcomes, self.followers, self.files_refused, *requests)
+        counted = (self.written, self.ignored, self.outcomes, self.followers, self.files_refused, self.pinned)
         return not (any(counted) or self.file_bytes or self.loads_declined or self.cache_hit_tokens)
 
 
@@ -97,10 +87,6 @@ class Counters:
         self.counts.windows[rows] += 1
         self.counts.window_of.append((request_id, rows))
 
-    def request_drafted(self, request: DraftedRequest) -> None:
-        """A request that drafted has its whole answer."""
-        self.counts.drafted.append(request)
-
     def resumed(self, hit_tokens: int, saved_seconds: float, on_a_state: bool) -> None:
         """A request resumes at `hit_tokens`, `on_a_state` that was counted or loaded."""
         self.counts.saved_seconds += saved_seconds
@@ -126,6 +112,10 @@ class Counters:
         """A request that was held back goes on."""
         self.counts.followers["held"] += 1
         self.counts.spent_seconds += held_seconds
+
+    def report_soon(self) -> None:
+        """Report with the next step."""
+        self._next_report = 0.0
 
     @property
     def report_due(self) -> bool:

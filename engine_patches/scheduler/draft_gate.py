@@ -1,27 +1,26 @@
 """Whether hints are used beside the drafts of this engine: at once, never, or once its own answers have shown it.
 
 With `SEAMARK_DRAFTS=auto` an engine whose kind of drafts can be right begins on trial. States are then kept for trial
-prompts alone; all others have vLLM's own caching. A gateway, or `seamark worker`'s own process without one, compares
-what the engine recomputes with what it answers on hits and without drafts, and how many drafts are right on hits. It
-opens hints for as long as this engine runs, or closes them with a reason. Such a command comes with a trial prompt, and
-names the trial: one that was meant for the engine before a restart has no effect.
+prompts alone; all others have vLLM's own caching. The process that has the engine asks itself (`engine_patches.trial`),
+and opens hints for as long as it runs, or closes them with a reason. What clients' requests show of the drafts behind
+hits closes nothing: it makes the trial be repeated.
 """
 
 from __future__ import annotations
 
-import uuid
-from dataclasses import dataclass
+import logging
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine_patches import settings, speculation
-from engine_patches.scheduler.hints import arguments_of
+from engine_patches.footprint import OWN
+from engine_patches.scheduler.draft_acceptance import Accepted, LiveAcceptance
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal, refused
 
-# Extra arguments of a request, from the gateway alone, which takes them out of what clients send.
-TRIAL = "seamark_trial"  # 1: states are kept for it, on trial, too
-COMMAND = "seamark_drafts"  # open:ID, or closed:ID:WHY
-
 NONE, ON, OFF, ON_TRIAL, OPEN, CLOSED = "", "on", "off", "trial", "open", "closed"
+
+logger = logging.getLogger("vllm.seamark")
 
 
 @dataclass
@@ -29,8 +28,11 @@ class DraftGate:
     """Of one scheduler."""
 
     state: str = NONE  # without drafts
-    name: str = ""  # of the trial
     why: str = ""  # it is closed, in words
+    figures: str = ""  # of the trial, in words
+    live: LiveAcceptance = field(default_factory=LiveAcceptance)  # of clients' requests
+    doubt: str = ""  # what those have shown where hints are open
+    doubted: threading.Event = field(default_factory=threading.Event)  # that is to be looked at
 
     @classmethod
     def of(cls, vllm_config: Any, refusal: Refusal | None) -> DraftGate:
@@ -39,24 +41,21 @@ class DraftGate:
             return cls()
         if refusal is not None:
             return cls(OFF, why=refusal.cause)
-        return cls(ON_TRIAL, uuid.uuid4().hex) if settings.drafts() == settings.AUTO else cls(ON)
+        return cls(ON_TRIAL if settings.drafts() == settings.AUTO else ON)
 
     def admits(self, request: Any) -> bool:
         """Whether states may be kept for a vLLM `Request`, and the hint counts that it came with."""
         return self.state in (NONE, ON, OPEN) or is_trial(request)
 
-    def obey(self, request: Any) -> bool:
-        """Follow the command that a vLLM `Request` brings; whether it changes anything."""
-        command = arguments_of(request).get(COMMAND)
-        if not isinstance(command, str) or not is_trial(request) or not self.name:
-            return False
-        wish, _, rest = command.partition(":")
-        name, _, why = rest.partition(":")
-        if name != self.name or wish not in (OPEN, CLOSED):
-            return False
-        before = self.state, self.why
-        self.state, self.why = wish, why.strip() if wish == CLOSED else ""
-        return (self.state, self.why) != before
+    def count(self, drafted: Accepted, *, is_hit: bool) -> None:
+        """A client's request has its answer, with such drafts."""
+        if self.state not in (ON, OPEN) or self.doubt or not self.live.add(drafted, is_hit=is_hit):
+            return
+        self.doubt = worse(self.live.hit.per_step, self.live.cold.per_step, "in clients' requests")
+        self.live = LiveAcceptance()
+        if self.state == ON:
+            logger.error("seamark: %s; %s=%s keeps hints on", self.doubt, settings.DRAFTS, settings.AT_ONCE)
+        self.doubted.set()
 
     @property
     def refusal(self) -> Refusal | None:
@@ -64,6 +63,16 @@ class DraftGate:
         return refused(SPECULATIVE, f"drafts: {self.why}") if self.state == CLOSED else None
 
 
+def worse(hit: float, cold: float, where: str) -> str:
+    """Drafts are accepted less often behind hits; tokens of a step."""
+    return f"{where}, {hit:.2f} drafts a step are accepted behind hits, {cold:.2f} without"
+
+
+def is_own(request: Any) -> bool:
+    """Whether the engine asked a vLLM `Request` itself."""
+    return getattr(request, OWN, None) is not None
+
+
 def is_trial(request: Any) -> bool:
     """Whether hints beside drafts are tried by a vLLM `Request`."""
-    return bool(arguments_of(request).get(TRIAL) == 1)
+    return getattr(request, OWN, None) is True

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import SENDER
+from engine_patches.scheduler.draft_gate import is_own
 from engine_patches.scheduler.hints import arguments_of
 from engine_patches.scheduler.state_events import only_generates
 
@@ -35,6 +36,8 @@ def of_gateways(requests: Iterable[Any]) -> dict[str, GatewayLoad]:
     """The load of each gateway that has any, by the vLLM `Request`s that are under way."""
     loads: dict[str, GatewayLoad] = {}
     for request in requests:
+        if is_own(request):
+            continue
         gateway, expected = getattr(request, SENDER, None) or _sender(request)
         left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
         if not request.num_computed_tokens and expected is not None:  # the cache was not looked at yet

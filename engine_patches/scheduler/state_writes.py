@@ -26,6 +26,8 @@ def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoints: Checkpoints = self.seamark
+        if checkpoints.own is not None:
+            checkpoints.own.make_way(self)
         checkpoints.begin_step(self.requests)
         output = original(self, *args, **kwargs)
         if checkpoints.writes_in_forward:
@@ -82,6 +84,8 @@ def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
         for request in requests:
             if request.is_finished():
                 checkpoints.finished(request)
+        if checkpoints.own is not None:
+            checkpoints.own.take(answers)
         return answers
 
     return update_from_output

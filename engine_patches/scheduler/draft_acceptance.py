@@ -8,11 +8,9 @@ hits are held against all others, and only what chance cannot explain counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
-
-from proxy.fleet.worker_metrics import Accepted
 
 SHARE = 0.95  # of cold acceptance that hits have to reach
 
@@ -26,6 +24,22 @@ FEWEST_PAIRS = 4
 # 30 looks in a trillion steps, each of which is wrong with a probability of 3.4e-6: once in 9,000 boots at most.
 FEWEST_STEPS, LIVE_CLEARLY_WORSE = 2000, 4.5
 FEWEST_REQUESTS = 30  # of each kind: the steps of one request are alike
+
+
+class Accepted(NamedTuple):
+    """Drafts of one answer or several."""
+
+    steps: int = 0  # that verified drafts
+    tokens: int = 0  # drafts that were right
+
+    @property
+    def per_step(self) -> float:
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @classmethod
+    def of(cls, some: Iterable[Accepted]) -> Accepted:
+        """All of them together."""
+        return cls(*(sum(each) for each in zip((0, 0), *some, strict=True)))
 
 
 class AcceptedPair(NamedTuple):
@@ -46,7 +60,7 @@ class PairedFinding(NamedTuple):
 def judge_pairs(pairs: Sequence[AcceptedPair], *, is_last: bool) -> PairedFinding:
     """`is_last`: there will be no more. Prompts in which nothing was drafted say nothing, and cost nothing."""
     told = [pair for pair in pairs if pair.cold.steps and pair.hit.steps]
-    cold, hit = sum((pair.cold for pair in told), Accepted()), sum((pair.hit for pair in told), Accepted())
+    cold, hit = Accepted.of(pair.cold for pair in told), Accepted.of(pair.hit for pair in told)
     if len(told) < FEWEST_PAIRS:  # n-gram drafts may find nothing to guess
         return PairedFinding("fine" if is_last else "undecided", cold.per_step, hit.per_step)
     apart = [pair.hit.per_step - SHARE * pair.cold.per_step for pair in told]

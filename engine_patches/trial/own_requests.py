@@ -1,0 +1,199 @@
+"""Requests that an engine asks itself, beside those of its frontends, none of whom sees them.
+
+They come as a frontend's do, by the engine core's queue, and their outputs are taken away where the scheduler gives
+them. Their ids are drawn here, so that no client can name one. A client's request ends them once the running step is
+finished, unless they run beside clients by intention.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from engine_patches.footprint import OWN
+from engine_patches.scheduler import hints
+from engine_patches.scheduler.draft_acceptance import Accepted
+from engine_patches.trial.prompts import Facts
+from engine_patches.trial.trial import Answer, Interrupted, Question, Unanswered, fresh_salt
+
+TOP = 5  # logprobs of each token
+
+DEADLINE_SECONDS = 300.0  # for one answer
+
+LOOK_SECONDS = 0.5  # between two looks whether a request that is awaited was ended by vLLM
+
+WAVE = -1  # of data parallel engines: one that is over, so that the engine itself starts the next one
+
+
+class Sent:
+    """A request under way."""
+
+    def __init__(self, request: Any, question: Question) -> None:
+        self.request = request
+        self.question = question
+        self.until = time.monotonic() + DEADLINE_SECONDS
+        self.outputs: list[Any] = []  # vLLM's `EngineCoreOutput`
+        self.done = threading.Event()
+
+
+class OwnRequests:
+    """Of one engine core, an `EngineCoreProc`. The trial's thread sends and waits; the rest is the engine's."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._prefix = os.urandom(16).hex()
+        self._count = 0
+        self._under_way: dict[str, Sent] = {}
+        self.beside = False  # clients' requests do not end them
+        self._interrupted = False
+        self.busy_at = time.monotonic()  # when a client's request was last there
+
+    @property
+    def facts(self) -> Facts:
+        """What prompts for it depend on."""
+        config, checkpoints = self._engine.vllm_config, self._engine.scheduler.seamark
+        return Facts(
+            config.model_config.get_vocab_size(),
+            config.model_config.max_model_len,
+            getattr(config.cache_config, "kv_cache_size_tokens", None) or 0,
+            checkpoints.block_size,
+            checkpoints.grid.alignment,
+            checkpoints.grid.ahead,
+        )
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether the engine takes requests: it is neither paused, asleep nor about to end."""
+        return bool(self._engine.is_running()) and not self._engine.is_sleeping()
+
+    def begin(self) -> None:
+        """Another prompt: what interrupted the last one is over."""
+        self._interrupted = False
+
+    def send(self, question: Question) -> Sent:
+        """Ask. Raises `Unanswered` for what vLLM's frontends would refuse."""
+        from vllm import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
+
+        if self._interrupted:
+            raise Interrupted
+        config = self._engine.vllm_config
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=question.tokens,
+            ignore_eos=True,
+            logprobs=TOP,
+            prompt_logprobs=TOP if question.scored else None,
+            detokenize=False,
+            extra_args={hints.FIELD: [question.hint]} if question.hint else None,
+        )
+        if len(question.prompt) + question.tokens > config.model_config.max_model_len:
+            raise Unanswered("the prompt is longer than the model takes")
+        try:
+            params.verify(config.model_config, config.speculative_config, config.structured_outputs_config, None)
+        except ValueError as error:
+            raise Unanswered(str(error)) from error
+        self._count += 1
+        asked = EngineCoreRequest(
+            request_id=f"{self._prefix}-{self._count}",
+            prompt_token_ids=list(question.prompt),
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=question.salt or fresh_salt(),
+            data_parallel_rank=None,
+            current_wave=WAVE,
+        )
+        request, wave = self._engine.preprocess_add_request(asked)
+        setattr(request, OWN, not question.as_client)
+        sent = self._under_way[request.request_id] = Sent(request, question)
+        self._engine.input_queue.put_nowait((EngineCoreRequestType.ADD, (request, wave)))
+        return sent
+
+    def wait(self, sent: Sent) -> Answer:
+        """The answer to what was sent. Raises `Interrupted`, or `Unanswered`."""
+        while not sent.done.wait(LOOK_SECONDS):
+            if self._interrupted or (sent.request.is_finished() and not sent.done.wait(LOOK_SECONDS)):
+                raise Interrupted
+            if time.monotonic() >= sent.until:
+                raise Unanswered(f"no answer in {DEADLINE_SECONDS:.0f} s")
+        if self._interrupted:
+            raise Interrupted
+        return _answer(sent)
+
+    def end(self) -> None:
+        """Give up what is still under way."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        if names := list(self._under_way):
+            self._engine.input_queue.put_nowait((EngineCoreRequestType.ABORT, names))
+            self._under_way.clear()
+
+    def make_way(self, scheduler: Any) -> None:
+        """A step is going to be planned: a client's request ends ours."""
+        under_way = sum(name in scheduler.requests for name in list(self._under_way))
+        if len(scheduler.requests) > under_way:
+            self.busy_at = time.monotonic()
+            if not self.beside:
+                self.give_up()
+
+    def give_up(self) -> None:
+        """What is being compared is asked anew, since a client has come or answers may be others from now on."""
+        from vllm.v1.request import RequestStatus
+
+        self._interrupted = True
+        under_way = dict(self._under_way)
+        if under_way:
+            self._engine.scheduler.finish_requests(list(under_way), RequestStatus.FINISHED_ABORTED)
+            for name, sent in under_way.items():
+                self._under_way.pop(name, None)
+                sent.done.set()
+
+    def take(self, answers: dict[int, Any]) -> None:
+        """Take the outputs of own requests away from those of a step, by client."""
+        for client, step in list(answers.items()):
+            mine = [output for output in step.outputs if output.request_id.startswith(self._prefix)]
+            if mine:
+                step.outputs = [output for output in step.outputs if not output.request_id.startswith(self._prefix)]
+            if step.finished_requests:
+                step.finished_requests = {
+                    name for name in step.finished_requests if not name.startswith(self._prefix)
+                } or None
+            for output in mine:
+                if (sent := self._under_way.get(output.request_id)) is not None:
+                    sent.outputs.append(output)
+                    if output.finish_reason is not None:
+                        self._under_way.pop(output.request_id, None)
+                        sent.done.set()
+            if mine and not step.outputs and step.scheduler_stats is None and not step.finished_requests:
+                del answers[client]
+
+
+def _answer(sent: Sent) -> Answer:
+    tokens = [token for output in sent.outputs for token in output.new_token_ids]
+    top = [
+        dict(zip(ids, values, strict=True))
+        for output in sent.outputs
+        if output.new_logprobs is not None
+        for ids, values in _rows(output.new_logprobs)
+    ]
+    if len(tokens) != sent.question.tokens or len(top) != len(tokens):
+        raise Unanswered(f"{len(tokens)} of {sent.question.tokens} tokens, {len(top)} logprobs")
+    cached = next((each.prefill_stats.num_cached_tokens for each in sent.outputs if each.prefill_stats), 0)
+    scores = [
+        dict(zip(ids, values, strict=True))
+        for output in sent.outputs
+        if output.new_prompt_logprobs_tensors is not None
+        for ids, values in _rows(output.new_prompt_logprobs_tensors)
+    ]
+    state = sent.request.seamark
+    return Answer(tokens, top, cached, Accepted(state.draft_steps, state.accepted), scores)
+
+
+def _rows(logprobs: Any) -> Iterable[tuple[list[int], list[float]]]:
+    return zip(logprobs.logprob_token_ids.tolist(), logprobs.logprobs.tolist(), strict=True)

@@ -1,0 +1,268 @@
+"""Are hits right beside an engine's drafts, and do they leave the drafts as good as they were? The engine is asked.
+
+Each prompt is answered recomputed, from the cache, and by a prefill, in which nothing is drafted: that is the engine
+without drafts, and needs no second one. Every prompt has a salt of its own, so that no client finds what a trial left.
+It cannot see: sampling at a temperature, preemption, adapters, images, structured output, and faults that all three
+kinds of answers share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+from engine_patches.answers import compare, grain, spread
+from engine_patches.scheduler import draft_gate
+from engine_patches.scheduler.draft_acceptance import Accepted, AcceptedPair, judge_pairs
+from engine_patches.trial.prompts import ANSWER, BETWEEN, KINDS, Facts, Kind, Prompt, drawn, prompt_of
+
+AGREEING, HITTING = 8, 6  # prompts, before hints are opened
+
+MOST = 24  # prompts of a trial, with those that got no answer
+
+TWICE = 2  # prompts on which answers have to differ, the second one new and of the same kind
+
+# A prompt's logprobs take memory for the whole vocabulary at each of its tokens that are in one pass. Behind longer
+# prompts, only some tokens are asked for, by a prefill each.
+MOST_SCORED = 1024  # tokens
+
+# Answers beside which others begin and end (tokens), and one that begins when the first of them has ended.
+STAGGERED, LATER = (8, 20, 40), 12
+
+# What still counts as noise: so many times the largest difference between two recomputed answers, so many steps of the
+# model's logits; differences up to `LEAST` are any arithmetic's, and none is beyond: four steps of bfloat16 logits
+# beyond 32.
+NOISES, STEPS, LEAST, BEYOND_NOISE = 3.0, 4.0, 1e-3, 1.0
+
+RECENT = 32  # prompts whose noise counts
+
+# Prompts that were recomputed three times before an answer can be called different, where no two answers of an engine
+# are bit-equal: it may round at random, and three of one prompt may happen to lie close together.
+NOISY_PROMPTS = 2
+
+FEWEST_PARTED = 6  # prompts, before other tokens in most steps of most of them are no noise any more
+
+DIFFERS = "answers from the cache differ from recomputed ones beside drafts"
+DRAFTS = "vLLM itself answers otherwise with drafts here than without them"
+NO_HITS = "too few trial prompts were found in the cache where they were foretold"
+NO_ANSWERS = "the engine answers too few of its trial prompts"
+
+
+class Interrupted(Exception):
+    """A client has come, or something has changed: the prompt is to be asked anew."""
+
+
+class Unanswered(Exception):
+    """The engine refused, failed or took too long, or its answer cannot be compared. No prompt is in the message."""
+
+
+class Question(NamedTuple):
+    """A request of a trial."""
+
+    prompt: Sequence[int]
+    salt: str = ""  # empty: a fresh one, under which nothing is cached
+    hint: int = 0  # tokens; 0: none
+    tokens: int = ANSWER
+    scored: bool = False  # with logprobs of the prompt
+    as_client: bool = False  # as others ask now: on trial, no state is kept
+
+
+class Answer(NamedTuple):
+    """What came of one; `top` are the likeliest tokens and their logprobs at each token."""
+
+    tokens: Sequence[int]
+    top: Sequence[dict[int, float]]
+    cached: int = 0  # tokens of the prompt that came from the cache
+    accepted: Accepted = Accepted()
+    scores: Sequence[dict[int, float]] = ()  # of the prompt's tokens but the first
+
+
+class Asker(Protocol):
+    """Who answers. Each raises `Interrupted` or `Unanswered`."""
+
+    def send(self, question: Question) -> Any:
+        """Ask, and wait for nothing."""
+
+    def wait(self, sent: Any) -> Answer:
+        """The answer to what was sent."""
+
+
+class Verdict(NamedTuple):
+    """What a trial comes to."""
+
+    result: Literal["open", "closed", "no_hits"]  # the last one: hints stay off, and it may be tried again
+    why: str = ""
+
+
+def fresh_salt() -> str:
+    """A salt under which no cache holds anything."""
+    return os.urandom(16).hex()
+
+
+class Trial:
+    """Of one engine. `ask` asks one prompt; once it has asked enough, it comes to a verdict."""
+
+    def __init__(self, asker: Asker, facts: Facts, draw: random.Random | None = None) -> None:
+        self._asker, self._facts, self._draw = asker, facts, draw or random.Random()
+        self._kinds, self._again = itertools.cycle(KINDS), deque[Kind]()
+        self._last: tuple[Prompt, str] | None = None  # a prompt in the cache, and its salt
+        self._spreads: deque[float] = deque(maxlen=RECENT)  # the largest difference of two recomputed answers
+        self.asked = self.agreed = self.hits = self.differing = self.parted = self.unlike_free = 0  # prompts
+        self.unanswered = 0
+        self._pairs: list[AcceptedPair] = []
+
+    @property
+    def figures(self) -> str:
+        """In words."""
+        finding = judge_pairs(self._pairs, is_last=True)
+        lost = f", {self.unanswered} got no answer" if self.unanswered else ""
+        return (
+            f"{self.agreed} of {self.asked} prompts agree{lost}, {self.hits} of them with a hit where foretold; "
+            f"{finding.hit:.2f} drafts a step accepted behind hits, {finding.cold:.2f} without"
+        )
+
+    def ask(self, *, beside: bool = False) -> Verdict | None:
+        """One prompt; `beside` clients: one request at a time. Raises `Interrupted`, and then asks its kind again.
+
+        One that got no answer is counted, and another kind comes instead.
+        """
+        if not self._again:
+            self._again.append(next(self._kinds))
+        try:
+            self._ask(self._again[0], beside=beside)
+        except Unanswered:
+            self._again.popleft()
+            self.unanswered += 1
+            if self.asked + self.unanswered < MOST:
+                raise
+        return self._verdict()
+
+    def _ask(self, kind: Kind, *, beside: bool) -> None:
+        prompt, salt, seeds = prompt_of(kind, self._facts, self._draw), fresh_salt(), []
+        if kind == "turn":
+            (first,) = self._answers([Question(prompt.ids, salt, prompt.hint)], beside=beside)
+            more = drawn(BETWEEN, self._facts.vocabulary, self._draw)
+            prompt = Prompt([*prompt.ids, *first.tokens, *more], prompt.hint)
+        else:
+            seeds.append(Question(prompt.ids, salt, prompt.hint, 1))
+        if kind == "together":
+            seeds.append(Question(prompt.ids, "", prompt.hint, 1))
+        cold = self._answers([Question(prompt.ids, "", prompt.hint)], beside=beside)
+        # Two in one batch, one of them as clients ask now: the same sums in other shapes, which round differently.
+        pair = Question(prompt.ids, "", prompt.hint), Question(prompt.ids, as_client=True)
+        cold += self._answers(pair, beside=beside)
+        self._answers(seeds, beside=beside)
+        hits = self._answers([Question(prompt.ids, salt, prompt.hint)], beside=beside)
+        hits.append(self._beside_another(kind, prompt, salt, beside=beside))
+        if any(each.cached for each in cold):
+            raise Unanswered("recomputed answers came from a cache")
+        # As where an answer depends on which drafts were right: what is wrong must not count as noise.
+        unsteady = spread(cold) > BEYOND_NOISE
+        if not unsteady:
+            self._spreads.append(spread(cold))
+        free = self._without_drafts(prompt.ids, cold)
+        self._learn_noise(prompt.ids)
+
+        bound = self._bound(cold)
+        off = max(min(compare(one, other).error for other in cold) for one in hits)
+        differs, unlike_free = not unsteady and off > bound, unsteady or free > bound
+        foretold = prompt.foretold(self._facts)
+        found = foretold > 0 and all(each.cached >= foretold for each in hits)
+        self._last = (prompt, salt)
+        self.asked += 1
+        self.agreed += not differs and not unlike_free
+        self.hits += found
+        self.differing += differs
+        self.parted += _part(hits, cold)
+        self.unlike_free += unlike_free
+        if found:
+            sums = (Accepted.of(each.accepted for each in some) for some in (cold, hits))
+            self._pairs.append(AcceptedPair(*sums))
+        if not differs and not unlike_free:
+            self._again.popleft()
+
+    def _answers(self, questions: Sequence[Question], *, beside: bool = False) -> list[Answer]:
+        if beside:
+            return [self._asker.wait(self._asker.send(each)) for each in questions]
+        sent = [self._asker.send(each) for each in questions]
+        return [self._asker.wait(each) for each in sent]
+
+    def _beside_another(self, kind: Kind, prompt: Prompt, salt: str, *, beside: bool) -> Answer:
+        """The prompt from the cache, in a batch with another hit or several."""
+        own = Question(prompt.ids, salt, prompt.hint)
+        if beside:
+            return self._answers([own])[0]
+        other, others_salt = self._last or (prompt, salt)
+        another = Question(other.ids, others_salt, other.hint)
+        first, *rest = STAGGERED if kind == "staggered" else (ANSWER,)
+        sent = [self._asker.send(each) for each in (another._replace(tokens=first), own)]
+        sent += [self._asker.send(another._replace(tokens=each)) for each in rest]
+        self._asker.wait(sent[0])
+        if rest:
+            sent.append(self._asker.send(another._replace(tokens=LATER)))
+        answers = [self._asker.wait(each) for each in sent[1:]]
+        return answers[0]
+
+    def _without_drafts(self, prompt: Sequence[int], cold: Sequence[Answer]) -> float:
+        """How far the engine without drafts is from the nearest of these answers, which are recomputed.
+
+        A prefill drafts nothing, and one that is asked for logprobs of its prompt reads nothing from the cache.
+        """
+        first = cold[0]
+        if len(prompt) + len(first.tokens) <= MOST_SCORED:
+            (answer,) = self._answers([Question([*prompt, *first.tokens], tokens=1, scored=True)])
+            if answer.scores:  # not every model runner gives them
+                free = Answer(first.tokens, answer.scores[-len(first.tokens) :])
+                return min(compare(free, each).error for each in cold if [*each.tokens] == [*first.tokens])
+        error, last = 0.0, len(first.tokens) - 1
+        for at in sorted({last // 4, last * 5 // 8, last}):
+            (free,) = self._answers([Question([*prompt, *first.tokens[:at]], tokens=1)])
+            there = Answer(first.tokens[at : at + 1], first.top[at : at + 1])
+            error = max(error, compare(free, there).error)
+        return error
+
+    def _learn_noise(self, prompt: Sequence[int]) -> None:
+        """Recompute beginnings of this prompt, until it is known."""
+        for part in range(2, NOISY_PROMPTS + 2):
+            if not max(self._spreads, default=0.0) or len(self._spreads) >= NOISY_PROMPTS:
+                return
+            shorter = Question(prompt[: max(1, len(prompt) * (part - 1) // part)], as_client=True)
+            answers = [self._answers([shorter])[0] for _ in range(3)]
+            if not any(each.cached for each in answers):
+                self._spreads.append(spread(answers))
+
+    def _bound(self, cold: Sequence[Answer]) -> float:
+        """The largest difference that counts as noise beside these answers."""
+        noise = max(NOISES * max(self._spreads, default=0.0), STEPS * max(map(grain, cold)), LEAST)
+        return min(noise, BEYOND_NOISE)
+
+    def _verdict(self) -> Verdict | None:
+        is_last = self.asked + self.unanswered >= MOST
+        if self.differing >= TWICE or (self.asked >= FEWEST_PARTED and self.parted > self.asked / 2):
+            return Verdict("closed", DIFFERS)
+        if self.unlike_free >= TWICE:
+            return Verdict("closed", DRAFTS)
+        finding = judge_pairs(self._pairs, is_last=is_last)
+        if finding.result == "worse":
+            return Verdict("closed", draft_gate.worse(finding.hit, finding.cold, "on the same prompts"))
+        if self.agreed >= AGREEING and self.hits >= HITTING and finding.result == "fine":
+            return Verdict("open")
+        if not is_last:
+            return None
+        return Verdict("no_hits", NO_ANSWERS if self.unanswered > self.asked else NO_HITS)
+
+
+def _part(hits: Sequence[Answer], cold: Sequence[Answer]) -> bool:
+    """Whether answers from the cache have other tokens in most steps, where recomputed ones have not."""
+
+    def parts(one: Answer, other: Answer) -> bool:
+        at = compare(one, other).token
+        return at is not None and at < len(one.tokens) / 2
+
+    return all(itertools.starmap(parts, itertools.product(hits, cold))) and not any(
+        itertools.starmap(parts, itertools.combinations(cold, 2))
+    )
