@@ -756,12 +756,13 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "own-trial",
-        f"{CORE}Proc.__init__",
+        f"{CORE}Proc.process_input_sockets",
         why="an engine that drafts asks itself whether hits are right beside its drafts, before it gives any",
         until=NEVER,
         build=try_drafts,
-        mentions=("self.input_queue = queue.Queue", "self.has_coordinator = "),
+        mentions=("self.input_queue.put_nowait((request_type, request))", "self.preprocess_add_request(req)"),
         relies_on=(
+            Shape(f"{CORE}Proc.__init__", mentions=("self.has_coordinator = ", "target=self.process_input_sockets")),
             Shape(
                 f"{CORE}Proc._handle_client_request",
                 mentions=("req, request_wave = request", "self.add_request(req, request_wave)", "self.abort_requests("),

@@ -169,11 +169,11 @@ class Metrics:
         )
         self.self_checks = counter(
             "seamark_self_check_total",
-            "Prompts continued from the cache and without it: equal answers, arithmetic noise, or different answers; "
-            "and why hints stay off beside the drafts of a worker",
+            "Prompts continued from the cache and without it: equal answers, arithmetic noise, different answers, or "
+            "no answers",
             ["result"],
         )
-        for result in ("same", "noise", "differs", "drafts", "drafts_worse", "no_hits", "no_counts"):
+        for result in ("same", "noise", "differs", "unanswered"):
             self.self_checks.labels(result)
         self.drafts = gauge(
             "seamark_draft_gate",

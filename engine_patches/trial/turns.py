@@ -40,18 +40,18 @@ logger = logging.getLogger("vllm.seamark")
 
 
 def try_drafts(original: Callable[..., None]) -> Callable[..., None]:
-    """Replacement of `EngineCoreProc.__init__`: an engine on trial begins to ask itself."""
+    """Replacement of `EngineCoreProc.process_input_sockets`, the thread that an engine core starts once it is made."""
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+    def process_input_sockets(self: Any, *args: Any, **kwargs: Any) -> None:
         checkpoints = self.scheduler.seamark
         # Several engines that step together wait for one another: without a coordinator nobody wakes the others.
         is_alone = self.has_coordinator or not hasattr(self, "dp_group")
         if checkpoints.drafts.state == ON_TRIAL and is_alone:
             turns = Turns(OwnRequests(self), checkpoints)
             threading.Thread(target=turns.run, name="seamark-trial", daemon=True).start()
+        original(self, *args, **kwargs)
 
-    return __init__
+    return process_input_sockets
 
 
 class Turns:

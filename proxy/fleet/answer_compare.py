@@ -17,7 +17,7 @@ from xxhash import xxh3_64_hexdigest
 
 from proxy.chat.chat import COMPLETIONS
 from proxy.chat.usage import usage_of
-from proxy.http.client import Headers, Upstream
+from proxy.http.client import Upstream
 from proxy.http.json_body import HINT, XARGS, loads
 
 TOKENS = 16  # of a continuation
@@ -27,7 +27,7 @@ TOP = 5  # logprobs of each token
 # Logits come in the model's precision: differences between bfloat16 logits are multiples of one of these.
 GRAINS = tuple(2.0**power for power in range(-2, -9, -1))
 
-# No arithmetic puts two recomputed answers this far apart (logprob): four steps of bfloat16 logits beyond 32.
+# No arithmetic puts two answers this far apart (logprob): four steps of bfloat16 logits beyond 32.
 BEYOND_NOISE = 1.0
 
 GRAIN_ERROR = 2e-5  # of a difference between two float32 logprobs
@@ -42,18 +42,13 @@ RECENT = 32  # prompts whose noise counts
 # are bit-equal: it may round at random, and three of one prompt may happen to lie close together.
 NOISY_PROMPTS = 2
 
-# How vLLM writes a token that it was asked to name by its id.
-ID_PREFIX = "token_id:"
+FEWEST_PARTED = 6  # prompts, before other tokens in most steps of most of them are no noise any more
 
 CheckResult = Literal["same", "noise", "differs"]
 
 
 class Unanswered(Exception):
     """The worker refused, or its answer cannot be compared. The message holds no prompt text."""
-
-    def __init__(self, why: str, status: int = 200) -> None:
-        super().__init__(why)
-        self.status = status
 
 
 class ContinuedToken(NamedTuple):
@@ -75,14 +70,6 @@ class Continuation(NamedTuple):
 
     steps: tuple[ContinuedToken, ...]
     cached: int  # tokens of the prompt that came from the cache, by the engine
-
-    @property
-    def ids(self) -> list[int]:
-        """Its tokens. Raises `Unanswered` if the worker did not name them by their ids."""
-        try:
-            return [int(step.token.removeprefix(ID_PREFIX)) for step in self.steps]
-        except ValueError:
-            raise Unanswered("no token ids") from None
 
     @property
     def hash(self) -> str:
@@ -118,6 +105,7 @@ class Noise:
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=RECENT)
+        self._parted: deque[bool] = deque(maxlen=RECENT)  # prompts whose answers from the cache had other tokens
 
     def add(self, answers: Sequence[Continuation]) -> None:
         """Some of one prompt, two at least."""
@@ -136,6 +124,12 @@ class Noise:
     def clear(self) -> None:
         """The engine is another one."""
         self._seen.clear()
+        self._parted.clear()
+
+    def excuses(self, cached: Sequence[Continuation], recomputed: Sequence[Continuation]) -> bool:
+        """Whether these may be off by noise: not if answers from the cache part from the others on most prompts."""
+        self._parted.append(_part(cached, recomputed))
+        return len(self._parted) < FEWEST_PARTED or sum(self._parted) <= len(self._parted) / 2
 
     async def learn(
         self, prompt: Sequence[int], recomputed: Callable[[Sequence[int]], Awaitable[Continuation]]
@@ -158,65 +152,46 @@ def spread(answers: Sequence[Continuation]) -> float:
     return max(distance(one, other).error for one, other in itertools.combinations(answers, 2))
 
 
-def completion_request(
-    model: Any,
-    prompt: Sequence[int],
-    salt: str | None,
-    hint: Sequence[int] = (),
-    *,
-    tokens: int = TOKENS,
-    more: Mapping[str, Any] = {},
-    **fields: Any,
-) -> bytes:
-    """The request whose answer is a continuation of `prompt` by so many tokens; `hint` holds positions in it, tokens.
+def _part(cached: Sequence[Continuation], recomputed: Sequence[Continuation]) -> bool:
+    """Whether answers from the cache have other tokens in most steps, where recomputed ones have not."""
 
-    `more`: what the engine is told beside the hint. `fields`: outermost ones of the request.
-    """
+    def parts(one: Continuation, other: Continuation) -> bool:
+        at = distance(one, other).position
+        return at is not None and at < len(one.steps) / 2
+
+    return all(itertools.starmap(parts, itertools.product(cached, recomputed))) and not any(
+        itertools.starmap(parts, itertools.combinations(recomputed, 2))
+    )
+
+
+def completion_request(model: Any, prompt: Sequence[int], salt: str | None, hint: Sequence[int] = ()) -> bytes:
+    """The request whose answer is a continuation of `prompt`; `hint` holds positions in it, tokens."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
         "temperature": 0,
-        "max_tokens": tokens,
+        "max_tokens": TOKENS,
         "ignore_eos": True,
         "logprobs": TOP,
         "return_tokens_as_token_ids": True,
-        **fields,
     }
     if salt is not None:
         body["cache_salt"] = salt
-    if told := {**({HINT: list(hint)} if hint else {}), **more}:
-        body[XARGS] = told
+    if hint:
+        body[XARGS] = {HINT: list(hint)}
     return json.dumps(body).encode()
 
 
-async def continuation(
-    upstream: Upstream, url: str, request: bytes, timeout: float, headers: Headers = ()
-) -> Continuation:
+async def continuation(upstream: Upstream, url: str, request: bytes, timeout: float) -> Continuation:
     """The answer of the worker at `url` to a `completion_request`; `timeout` in seconds.
 
     Raises `Unanswered`, `Unreachable` or `Broken`.
     """
-    return read_continuation(await answer_to(upstream, url, request, timeout, headers))
-
-
-async def answer_to(upstream: Upstream, url: str, request: bytes, timeout: float, headers: Headers = ()) -> Any:
-    """The JSON that the worker at `url` answers to a request for a completion; `timeout` in seconds.
-
-    `headers`: beside the gateway's own. Raises `Unanswered`, `Unreachable` or `Broken`.
-    """
-    more = {"headers": headers} if headers else {}
-    status, raw = await upstream.fetch("POST", url + COMPLETIONS, request, timeout, **more)
+    status, raw = await upstream.fetch("POST", url + COMPLETIONS, request, timeout)
     if status != 200:
-        raise Unanswered(f"status {status}", status)
+        raise Unanswered(f"status {status}")
     try:
-        return loads(raw)
-    except ValueError:
-        raise Unanswered("no JSON") from None
-
-
-def read_continuation(answer: Any) -> Continuation:
-    """The continuation in an answer. Raises `Unanswered`."""
-    try:
+        answer = loads(raw)
         usage, logprobs = usage_of(answer), answer["choices"][0]["logprobs"]
         steps = tuple(map(ContinuedToken, logprobs["tokens"], logprobs["top_logprobs"]))
     except (ValueError, KeyError, TypeError, IndexError):
@@ -226,25 +201,9 @@ def read_continuation(answer: Any) -> Continuation:
     return Continuation(steps, usage.cached)
 
 
-def scored(answer: Any, ids: Sequence[int]) -> Continuation:
-    """The last tokens of a prompt that was sent with `prompt_logprobs`, as if they had been generated.
-
-    `ids`: of these tokens. Raises `Unanswered` if the worker gives no logprobs of them.
-    """
-    try:
-        entries = answer["choices"][0]["prompt_logprobs"][-len(ids) :]
-        ranked = [{f"{ID_PREFIX}{name}": float(each["logprob"]) for name, each in entry.items()} for entry in entries]
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError):
-        raise Unanswered("no logprobs of the prompt") from None
-    tokens = [f"{ID_PREFIX}{each}" for each in ids]
-    if len(ranked) != len(ids) or not all(token in top for token, top in zip(tokens, ranked, strict=True)):
-        raise Unanswered("no logprobs of the prompt")
-    return Continuation(tuple(map(ContinuedToken, tokens, ranked)), 0)
-
-
 def bound_of(noise: float, recomputed: Sequence[Continuation]) -> float:
     """The largest difference that counts as noise beside these answers; `noise`: between two recomputed ones."""
-    return max(LEAST, NOISES * noise, STEPS * max(each.grain for each in recomputed))
+    return min(BEYOND_NOISE, max(LEAST, NOISES * noise, STEPS * max(each.grain for each in recomputed)))
 
 
 def judge(cached: Sequence[Continuation], recomputed: Sequence[Continuation], noise: float) -> Judgement:

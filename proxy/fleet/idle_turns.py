@@ -60,11 +60,13 @@ class IdleTurns:
             self.left.set_result(None)
 
     async def take(self, work: Coroutine[Any, Any, T], seconds: float) -> T | None:
-        """What `work` comes to; None if a client came meanwhile, or it took so many seconds."""
+        """What `work` comes to; None if a client came meanwhile. Raises `TimeoutError` after so many seconds."""
         left = self.left = asyncio.get_running_loop().create_future()
         working = asyncio.create_task(work)
         try:
-            await asyncio.wait((working, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((working, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise TimeoutError
             return working.result() if working.done() else None
         finally:
             working.cancel()  # and with it its requests: the engine is free once its running step is finished

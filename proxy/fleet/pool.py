@@ -21,7 +21,7 @@ from proxy.fleet.model_names import chosen_for, name_keys, some_of
 from proxy.fleet.part import Change, Shelf
 from proxy.fleet.probe import Probe, Probed, Unwell, why_broken
 from proxy.fleet.sleep import ASLEEP
-from proxy.fleet.worker import DRAFT_STATES, Worker
+from proxy.fleet.worker import CLOSED, DRAFT_STATES, OPEN, TRIAL, Worker
 from proxy.http.client import Broken, Exhausted, Unreachable, Upstream
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork
 from proxy.metrics import Metrics
@@ -70,6 +70,7 @@ class WorkerPool:
         self._asked_at = float("-inf")  # time.monotonic()
         self._naming: set[str] = set()  # addresses of workers that took a name which they do not list
         self.discovered: tuple[str, ...] = ()  # base URLs
+        self.on_trial: Callable[[Worker], None] = lambda _: None  # called again and again while it tries its drafts
         self.file = None
         if settings.workers_file is not None:
             self.file = WatchedFile(settings.workers_file, read_workers)
@@ -337,10 +338,25 @@ class WorkerPool:
         if worker in self.workers:
             self._set_up(worker, up, words)
 
-    async def prepare_late(self, worker: Worker) -> None:
-        """Warm a worker up that takes hints only now, beside its requests."""
-        if self._settings.replay_seconds:
-            self._spawn(self._prepare(worker))
+    def _show_drafts(self, worker: Worker) -> None:
+        """Whether hints are in use beside its drafts; one that takes them only now is warmed up beside its requests."""
+        state, before = worker.draft_state, worker.shown_drafts
+        for each in DRAFT_STATES:
+            self._metrics.drafts.labels(worker.name, each).set(each == state)
+        if state == TRIAL:
+            self.on_trial(worker)
+        if state == before:
+            return
+        worker.shown_drafts = state
+        if state == TRIAL:
+            logger.info("worker %s drafts: hints are on trial, and off until it is over", worker.name)
+        elif state == CLOSED:
+            figures = f" ({worker.trial_figures})" if worker.trial_figures else ""
+            logger.error("worker %s: hints are off until it restarts: %s%s", worker.name, worker.refused, figures)
+        elif state == OPEN:
+            logger.info("worker %s: hints are on beside drafts", worker.name)
+            if before == TRIAL and self._settings.replay_seconds:
+                self._spawn(self._prepare(worker))
 
     async def _prepare(self, worker: Worker) -> None:
         """Warm the worker up, within `replay_seconds`."""
@@ -386,8 +402,7 @@ class WorkerPool:
         if worker in self.workers:  # else it was removed meanwhile, with its series
             self._metrics.engine_patched.labels(worker.name).set(probed.metrics.engine is not None)
             if worker.draft_state:
-                for state in DRAFT_STATES:
-                    self._metrics.drafts.labels(worker.name, state).set(state == worker.draft_state)
+                self._show_drafts(worker)
         if worker.engine is not None:
             await self._learn_templates(worker)
         return probed.words

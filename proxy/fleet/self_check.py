@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,19 +32,15 @@ from proxy.fleet.answer_compare import (
     Judgement,
     Noise,
     Unanswered,
-    bound_of,
     completion_request,
     continuation,
     judge,
 )
-from proxy.fleet.draft_gates import DraftGates
-from proxy.fleet.draft_prompts import TrialPrompt
-from proxy.fleet.draft_trial import DRAFTS, Asker
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.idle_turns import IdleTurns, allowance
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
-from proxy.fleet.worker import ON, OPEN, OWN_REQUESTS, Worker, fresh_salt, prompt_of
+from proxy.fleet.worker import TRIAL, Worker, fresh_salt, prompt_of
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import parse_object
 from proxy.idle_work import IdleWork
@@ -61,20 +57,11 @@ REST, REST_AT_FIRST = 49.0, 9.0
 
 FIRST = 16  # checks of a new worker
 
-CHECK_SECONDS = 120.0  # for a check; then the worker is left alone
+CHECK_SECONDS = 120.0  # for a check; then it has failed, and the worker is left alone
 
 MOST_RECOMPUTED = 3  # times that one comparison may compute a prompt
 
 REMEMBERED = 256  # prompts that were checked
-
-# Of a worker that drafts: each so manyth check also asks what the engine says without drafts.
-WITHOUT_DRAFTS = 8
-
-TRIAL_SECONDS = 300.0  # for one prompt of a trial
-
-MOST_OF_CLIENTS = 4  # prompts in a trial
-
-MOST_TRIED = 2048  # tokens of one of them
 
 
 @dataclass
@@ -109,12 +96,10 @@ class SelfCheck(Part):
         metrics: Metrics,
         idle: IdleWork,
         distrust: Callable[[Worker], None],
-        opened: Callable[[Worker], Awaitable[None]] | None = None,
     ) -> None:
         """`warmup` has the prompts to check, `stored` the responses that these continue.
 
-        `distrust` is called for a worker whose answers differ: nothing that it held can be used any more. `opened` is
-        awaited once hints are in use at a worker whose drafts were on trial.
+        `distrust` is called for a worker whose answers differ: nothing that it held can be used any more.
         """
         self._interval = settings.self_check_interval
         self._most_tokens = settings.self_check_tokens
@@ -128,7 +113,6 @@ class SelfCheck(Part):
         self._results = metrics.self_checks
         self._idle = idle
         self._watched: dict[str, _Watched] = {}
-        self.gates = DraftGates(upstream, metrics.self_checks, settings.silence_timeout, opened)
         self._checked_at: FIFOCache[tuple[str, bytes], float] = FIFOCache(REMEMBERED)  # by boot and key of the prefix
         self.checked = 0  # prompts judged
         self.differs = 0  # of them, beyond the noise
@@ -147,7 +131,6 @@ class SelfCheck(Part):
         """An operator has watched to it: hints go out again."""
         for worker in self._pool.workers:
             worker.cache.restore()
-            self.gates.reset(worker)
         logger.warning("hints are on again, by an operator")
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
@@ -155,23 +138,24 @@ class SelfCheck(Part):
         watched = self._watched.get(worker.url)
         if change is Change.REMOVED:
             self._watched.pop(worker.url, None)
-            self.gates.forget(worker)
         elif change is Change.GIVEN and watched is not None:
             watched.client_came()
 
     async def run(self) -> None:
-        """Check idle workers, for ever."""
-        while self._interval:
-            await asyncio.sleep(POLL_SECONDS)
-            for worker in self._pool.workers:
-                try:
-                    is_due = self._is_due(worker)
-                    if self.gates.wants(worker):
-                        await self._try_drafts(worker, self._watched[worker.url])
-                    elif is_due:
-                        await self._check(worker, self._watched[worker.url])
-                except Exception as error:  # the kind alone: the message might hold prompt text
-                    logger.error("self-check of worker %s: %s", worker.name, type(error).__name__)
+        """Check idle workers, for ever, each in a task of its own: one that hangs keeps no other from its check."""
+        checking: dict[str, asyncio.Task[None]] = {}
+        try:
+            while self._interval:
+                await asyncio.sleep(POLL_SECONDS)
+                checking = {url: task for url, task in checking.items() if not task.done()}
+                for worker in self._pool.workers:
+                    if self._is_due(worker) and worker.url not in checking:
+                        work = self._check(worker, self._watched[worker.url])
+                        checking[worker.url] = asyncio.create_task(work)
+        finally:
+            for task in checking.values():
+                task.cancel()
+            await asyncio.gather(*checking.values(), return_exceptions=True)
 
     def _is_due(self, worker: Worker) -> bool:
         watched = self._watched.setdefault(worker.url, _Watched())
@@ -180,39 +164,8 @@ class SelfCheck(Part):
             watched.boot, watched.checks = worker.boot, 0
             watched.noise.clear()
         fit = worker.up and worker.engine is not None and not worker.warming and worker.cache.cache_allowed
+        fit = fit and worker.draft_state != TRIAL  # its idle time is the engine's own
         return fit and watched.is_idle and watched.has_room(worker)
-
-    async def _try_drafts(self, worker: Worker, watched: _Watched) -> None:
-        """One prompt of the trial that each engine with drafts has, once, before hints are used there.
-
-        It needs no rest: the whole trial takes some times ten seconds. A client's request ends the prompt, which is
-        asked anew; a worker that is never idle is tried beside its clients.
-        """
-
-        async def clients() -> Sequence[TrialPrompt]:
-            return await self._hottest(worker)
-
-        if watched.is_idle:
-            await self._idle.lull()
-            if worker.dispatched != watched.dispatched or await self._is_used(worker):
-                watched.busy_at = time.monotonic()
-                return
-            await watched.take(self.gates.step(worker, clients), TRIAL_SECONDS)
-        elif self.gates.is_overdue(worker):
-            async with asyncio.timeout(TRIAL_SECONDS):
-                await self.gates.step(worker, clients, beside=True)
-
-    async def _hottest(self, worker: Worker) -> list[TrialPrompt]:
-        """Prompts of clients for a trial."""
-        prompts = []
-        for replay in self._warmup.hottest(worker.names.templates)[:MOST_OF_CLIENTS]:
-            try:
-                cut = await self._cut(worker, replay, min(MOST_TRIED, self._most_tokens), on_trial=True)
-            except (RenderFailed, BadRequest, Unreachable, Broken):
-                continue
-            if cut is not None and cut.hint:
-                prompts.append(TrialPrompt("client", cut.prompt, min(cut.hint[-1], len(cut.prompt) - 1)))
-        return prompts
 
     async def _check(self, worker: Worker, watched: _Watched) -> None:
         """Judge one prompt, unless a client's request comes meanwhile."""
@@ -225,8 +178,13 @@ class SelfCheck(Part):
         began, verdict = time.monotonic(), None
         try:
             verdict = await watched.take(self._judge(worker, replay, watched), CHECK_SECONDS)
-        except (Unanswered, RenderFailed, BadRequest, Unreachable, Broken, ExceptionGroup) as error:
+        except (RenderFailed, BadRequest) as error:
             logger.info("self-check of worker %s: not judged (%s)", worker.name, type(error).__name__)
+        except (TimeoutError, Unanswered, Unreachable, Broken, ExceptionGroup) as error:
+            self._results.labels("unanswered").inc()
+            logger.info("self-check of worker %s: no answer (%s)", worker.name, type(error).__name__)
+        except Exception as error:  # the kind alone: the message might hold prompt text
+            logger.error("self-check of worker %s: %s", worker.name, type(error).__name__)
         finally:
             took = time.monotonic() - began
             rest = REST if watched.checks >= FIRST else REST_AT_FIRST
@@ -259,9 +217,6 @@ class SelfCheck(Part):
             verdict = await self._compare(worker, replay.model, cut, watched)
             if verdict is None or verdict.result != "differs":
                 break
-        drafts = worker.draft_state in (OPEN, ON) and watched.checks % WITHOUT_DRAFTS == WITHOUT_DRAFTS - 1
-        if drafts and verdict is not None and verdict.result != "differs":
-            await self._compare_without_drafts(worker, replay.model, cut, verdict)
         if verdict is not None and verdict.result == "differs":
             logger.error(
                 "worker %s: from its cache, prompt %s of %d tokens is continued otherwise than recomputed: "
@@ -282,7 +237,7 @@ class SelfCheck(Part):
         _, metrics = await self._upstream.fetch("GET", worker.address + "/metrics", timeout=self._timeout)
         return worker_metrics.read(metrics.decode(errors="replace")).requests > 0
 
-    async def _cut(self, worker: Worker, replay: WarmupRequest, most: int, *, on_trial: bool = False) -> _Cut | None:
+    async def _cut(self, worker: Worker, replay: WarmupRequest, most: int) -> _Cut | None:
         """The first `most` tokens of a client's prompt; None if that is not all text. Raises what rendering does."""
         body = {**parse_object(replay.raw, *self._limits), **replay.put}
         chat = chat_in(replay.endpoint, body, self._stored)
@@ -290,19 +245,9 @@ class SelfCheck(Part):
             return None
         ids = (await prompt_of(chat, worker)).ids()
         prompt = ids[:most]
-        entries = worker.hint(replay.found, on_trial=on_trial)
+        entries = worker.hint(replay.found)
         hint = sorted(at for at in set(resolve(entries, ids)) if 0 < at <= len(prompt))
         return _Cut(prompt, hint, worker.cache.salt(body) or body.get("cache_salt"))
-
-    async def _compare_without_drafts(self, worker: Worker, model: str, cut: _Cut, verdict: Judgement) -> None:
-        """Hold the answer from the cache against the engine without drafts, and close hints if it is another one."""
-        asker = Asker(self._upstream, worker, model, f"{OWN_REQUESTS}check", self._timeout)
-        for _ in range(2):
-            off = await asker.without_drafts(cut.prompt, [verdict.cached])
-            if off <= max(verdict.bound, bound_of(verdict.noise, [verdict.cached])):
-                return
-        logger.error("worker %s: beside drafts, logprobs are off by %.3g from those without", worker.name, off)
-        self.gates.close(worker, DRAFTS)
 
     async def _compare(self, worker: Worker, model: str, cut: _Cut, watched: _Watched) -> Judgement | None:
         prompt, hint, salt = cut
@@ -324,6 +269,7 @@ class SelfCheck(Part):
         at = [cached[0].cached]
         answers = [await recomputed(at)]
         if not answers[0].cached and (verdict := judge(cached, answers, 0.0)).result == "same":
+            watched.noise.excuses(cached, answers)
             return verdict
         # Two in one batch, one of them cut: the same sums in other shapes, which round differently.
         async with asyncio.TaskGroup() as group:
@@ -341,7 +287,7 @@ class SelfCheck(Part):
 
             await watched.noise.learn(prompt, shorter)
             verdict = judge(cached, answers, watched.noise.largest)
-        return verdict
+        return verdict if watched.noise.excuses(cached, answers) else verdict._replace(result="differs")
 
     def _settle(self, worker: Worker, verdict: Judgement, watched: _Watched) -> None:
         self.checked += 1

@@ -123,8 +123,8 @@ class GateReport(NamedTuple):
     """Whether hints are in use beside an engine's drafts, as its feed says."""
 
     state: str  # of `DRAFT_STATES`
-    id: str  # of the engine process, by which it knows a verdict that is meant for it
     why: str  # if they are not in use; empty on trial
+    figures: str  # of its trial, in words
     read_at: float  # time.perf_counter()
 
 
@@ -204,6 +204,7 @@ class Worker:
     inflight: int = 0
     prefill_tokens: int = 0  # of requests that have not answered yet, as far as it does not hold them
     draft_gate: GateReport | None = None  # as its feed said last, since it started
+    shown_drafts: str = ""  # its state when that was shown last
     others: Load = NO_LOAD  # what other gateways have there, as the worker's plugin tells; none if it does not
     dispatched: int = 0  # requests ever sent
     answered_at: float = float("-inf")  # time.monotonic() when its last answer began
@@ -264,6 +265,11 @@ class Worker:
         return gate.state if gate is not None and gate.read_at >= self.probed.at else told
 
     @property
+    def trial_figures(self) -> str:
+        """How far its trial of drafts is, for people; empty if that is not known, or hints are open."""
+        return self.draft_gate.figures if self.draft_gate is not None and self.draft_state in (TRIAL, CLOSED) else ""
+
+    @property
     def step_times(self) -> StepTimes:
         """How long its engine's steps take."""
         return self.probed.metrics.step_times
@@ -289,12 +295,9 @@ class Worker:
         ready = self.engine is not None and not self.refused and self.draft_state in _HINTED
         return ready and self.cache.hints_allowed
 
-    def hint(self, found: Found | None, *, on_trial: bool = False) -> tuple[Entry, ...]:
-        """The hint that it gets: none if it renders by another template than the one whose facts were used.
-
-        `on_trial`: of a request that tries whether it may get any.
-        """
-        if found is None or self.engine is None or not (self.takes_hints or on_trial):
+    def hint(self, found: Found | None) -> tuple[Entry, ...]:
+        """The hint that it gets: none if it renders by another template than the one whose facts were used."""
+        if found is None or not self.takes_hints:
             return ()
         if found.renderer_id not in self.renderer_ids.values():
             return ()
@@ -318,7 +321,7 @@ class Worker:
         self.mute_models.clear()
         self.renderer.forget_routes()
         self.takes_any_name = None
-        self.draft_gate = None
+        self.draft_gate, self.shown_drafts = None, ""
 
     def answered(self) -> None:
         """It began to answer a request."""

@@ -12,11 +12,11 @@ from email.message import Message
 
 from proxy.errors import BadRequest
 from proxy.http.asgi import HeaderList
-from proxy.http.json_body import HINT, LOAD, PIN, TRANSFERS, TRIAL, VERDICT, XARGS
+from proxy.http.json_body import HINT, LOAD, PIN, TRANSFERS, XARGS
 from proxy.idle_work import Steps
 
 # In JSON, a name may be written with escapes.
-_NAMES = (HINT, PIN, LOAD, TRIAL, VERDICT, *TRANSFERS)
+_NAMES = (HINT, PIN, LOAD, *TRANSFERS)
 _FORBIDDEN = re.compile("|".join((*map(re.escape, _NAMES), r"\\u00[0-9A-Fa-f]{2}")).encode())
 
 _XARGS = XARGS.encode()

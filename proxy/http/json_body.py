@@ -24,10 +24,6 @@ PIN = "seamark_pin"
 # Also in `vllm_xargs`: GATEWAY,PROMPT,LEFT. Who sends the request, its tokens, and how many of them are to be computed.
 LOAD = "seamark_load"
 
-# Also in `vllm_xargs`, and never from clients: the request may leave states in an engine whose drafts are on trial, and
-# `open:ID` or `closed:ID:WHY`, the verdict.
-TRIAL, VERDICT = "seamark_trial", "seamark_drafts"
-
 # Fields that say where to fetch whose cache from. A client must not set them.
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 

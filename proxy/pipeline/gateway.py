@@ -102,10 +102,9 @@ class Gateway:
                 metrics,
                 idle,
                 self._distrust,
-                self.pool.prepare_late,
             )
         )
-        events.on_drafted = self.self_check.gates.count
+        self.pool.on_trial = events.follow
         self.prefill_pool: WorkerPool | None = None
         prefills = None
         if settings.prefill_worker:

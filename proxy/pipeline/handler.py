@@ -26,6 +26,7 @@ from proxy.errors import (
     UnreadableCoding,
 )
 from proxy.fleet.pool import WorkerPool
+from proxy.fleet.worker import OWN_REQUESTS
 from proxy.http import asgi, auth
 from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
 from proxy.http.body_memory import BodyHold, BodyMemory
@@ -231,8 +232,9 @@ def _take_name(request: ProxiedRequest, given: Any, name: EngineName) -> None:
 
 
 def _is_name(given: str) -> bool:
-    """Whether a client's name for its request can be kept, and go on in a header."""
-    return 0 < len(given) <= MAX_ID_CHARACTERS and given.isascii() and given.isprintable() and given == given.strip()
+    """Whether a client's name for its request can be kept, and go on in a header: it is none that a gateway gives."""
+    fits = 0 < len(given) <= MAX_ID_CHARACTERS and given.isascii() and given.isprintable() and given == given.strip()
+    return fits and not given.startswith(OWN_REQUESTS)
 
 
 def _name_of(request: ProxiedRequest | None, request_id: str) -> str:

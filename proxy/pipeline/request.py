@@ -29,8 +29,6 @@ from proxy.http.json_body import (
     NOTHING,
     PIN,
     TRANSFERS,
-    TRIAL,
-    VERDICT,
     XARGS,
     Memory,
     with_fields,
@@ -54,7 +52,7 @@ CONTINUOUS = "continuous_usage_stats"  # in `stream_options`: usage in every eve
 OWN_TIME = b"x-seamark-overhead-ms"
 
 # In `vllm_xargs`, beside the hint, which is replaced.
-NOT_FROM_CLIENTS = frozenset({PIN, LOAD, TRIAL, VERDICT, *TRANSFERS})
+NOT_FROM_CLIENTS = frozenset({PIN, LOAD, *TRANSFERS})
 
 # How coding agents name a session, the narrowest name first: OpenCode, Codex (two spellings), Claude Code.
 SESSION_HEADERS = (

@@ -12,24 +12,30 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.resolve import Entry
-from proxy.fleet.draft_reports import MOST_BYTES, MOST_VALUES, PATH, drafted_in, gate_in, word
 from proxy.fleet.part import Change, Part, Shelf
-from proxy.fleet.worker import OWN_REQUESTS, Load, Worker
-from proxy.fleet.worker_metrics import Accepted
+from proxy.fleet.worker import GateReport, Load, Worker
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import OverBound, count, object_in_steps
 from proxy.idle_work import IdleWork, Steps, batched
+from proxy.printable import printable
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
 
 logger = logging.getLogger("seamark.engine_events")
+
+PATH = "/seamark/outcomes"
+
+# Of what the plugin keeps and tells at once: a line, and the values in it. What is larger comes from something else.
+MOST_BYTES, MOST_VALUES = 2**23, 2**15
+
+MOST_NAME = 1024  # characters of a request's id, and of what names a state or a reason
 
 TIMEOUT = 0.2  # seconds to wait for an explanation; it is not worth more
 
@@ -96,7 +102,6 @@ class _FeedReader:
     outcomes: OrderedDict[str, EngineOutcome] = field(default_factory=OrderedDict)  # by request id
     waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request id
     pins: dict[str, asyncio.Future[str]] = field(default_factory=dict)  # asked for, by request id
-    hits: OrderedDict[str, bool] = field(default_factory=OrderedDict)  # of requests that still run, by their ids
     wanted: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits for an outcome
     reader: asyncio.Task[None] | None = None
     load: Load | None = None  # of other gateways, as it was last read
@@ -130,15 +135,18 @@ class EngineEvents(Part):
         self._feeds: dict[str, _FeedReader] = {}
         # Called with a request's identity, the tokens of its prompt that are computed, and whether all boundaries are.
         self.on_computed: Callable[[str, int, bool], None] = lambda *_: None
-        # Called with the drafts of a finished request, and whether that had a hit.
-        self.on_drafted: Callable[[Worker, Accepted, bool], None] = lambda *_: None
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:
         """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
-        feed = self._feed(worker)
-        feed.last_sent = time.monotonic()
+        self.follow(worker)
+        feed = self._feeds[worker.url]
         ahead = worker.engine.ahead if worker.engine is not None else 0
         feed.held_states.sent(request_id, boundaries, entries, worker.boot, ahead)
+
+    def follow(self, worker: Worker) -> None:
+        """Read what a worker tells though nothing is sent to it."""
+        feed = self._feed(worker)
+        feed.last_sent = time.monotonic()
         self._ensure_reader(worker, feed)
 
     def refused(self, worker: Worker, request_id: str) -> None:
@@ -281,7 +289,7 @@ class EngineEvents(Part):
                 answer.close()
 
     def _apply(self, worker: Worker, feed: _FeedReader, events: dict[str, Any]) -> Steps[None]:
-        boot = word(events["boot"])
+        boot = _word(events["boot"])
         feed.follows = "states" in events
         said: dict[str, tuple[int, tuple[int, ...]]] = {}
         if feed.follows:
@@ -304,30 +312,21 @@ class EngineEvents(Part):
             feed.held_states.forget_all(worker.boot)
         fates: dict[str, str] = {}
         for pins in batched(events.get("pins", ()), STEP_EVENTS):
-            fates.update((word(name), word(fate)) for name, fate in pins)
+            fates.update((_word(name), _word(fate)) for name, fate in pins)
             yield
         tells_pins = feed.follows and "pins" in events
         for name, asked in feed.pins.items():
             if not asked.done() and (name in fates or not tells_pins):
                 asked.set_result(fates.get(name, ""))
-        counts_drafts = events.get("drafted") is not None
-        worker.draft_gate = gate_in(events)
+        worker.draft_gate = _gate_in(events)
         for outcomes in batched(events["outcomes"], STEP_EVENTS):
-            for request_id, reason, cached in outcomes:
-                if counts_drafts and not word(request_id).startswith(OWN_REQUESTS):
-                    feed.hits[request_id] = count(cached) > 0
-                feed.outcomes[word(request_id)] = EngineOutcome(word(reason), *said.get(request_id, ()))
+            for request_id, reason, _ in outcomes:
+                feed.outcomes[_word(request_id)] = EngineOutcome(_word(reason), *said.get(request_id, ()))
                 feed.outcomes.move_to_end(request_id)
                 if request_id in feed.waiting:
                     _resolve(feed, request_id)
-            for kept in (feed.outcomes, feed.hits):
-                while len(kept) > MAX_OUTCOMES:
-                    kept.popitem(last=False)
-            yield
-        for finished in batched(events.get("drafted") or (), STEP_EVENTS):
-            for request_id, accepted in (drafted_in({"drafted": finished}) or {}).items():
-                if (is_hit := feed.hits.pop(request_id, None)) is not None:
-                    self.on_drafted(worker, accepted, is_hit)
+            while len(feed.outcomes) > MAX_OUTCOMES:
+                feed.outcomes.popitem(last=False)
             yield
         load = Load(*map(count, events["load"])) if feed.follows and "load" in events else None
         feed.boot, feed.cursor, feed.load = boot, count(events["cursor"]), load
@@ -366,3 +365,18 @@ async def _within(seconds: float, event: asyncio.Event) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
+
+
+def _gate_in(events: Mapping[str, Any]) -> GateReport | None:
+    """Whether hints are in use beside drafts, in what was read of a feed; None if the engine has none."""
+    if (told := events.get("drafts")) is None:
+        return None
+    state, why, figures = (printable(_word(told.get(name, ""))) for name in ("state", "why", "figures"))
+    return GateReport(state, why, figures, time.perf_counter())
+
+
+def _word(value: Any) -> str:
+    """A name or a reason. Raises `ValueError` for what is none."""
+    if not isinstance(value, str) or len(value) > MOST_NAME:
+        raise ValueError("no name")
+    return value

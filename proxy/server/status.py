@@ -107,7 +107,7 @@ def worker_status(worker: Worker, gateway: Gateway) -> dict[str, Any]:
         "frontend": worker.probed.frontend._asdict(),
         "reports": {"url": worker.probed.reports.url, "why_not": worker.probed.reports.why_not},
         "models": [entry.get("id") for entry in worker.probed.models],
-        "drafts": drafts_status(worker, gateway),
+        "drafts": drafts_status(worker),
         "engine": asdict(worker.engine) if worker.engine is not None else None,
         "templates": {
             model: template_status(facts.facts(renderer_id) if (renderer_id := worker.renderer_id(model)) else None)
@@ -116,11 +116,11 @@ def worker_status(worker: Worker, gateway: Gateway) -> dict[str, Any]:
     }
 
 
-def drafts_status(worker: Worker, gateway: Gateway) -> dict[str, str] | None:
+def drafts_status(worker: Worker) -> dict[str, str] | None:
     """Whether hints are in use beside a worker's drafts, and how far its trial is; None if it does not draft."""
     if not (state := worker.draft_state):
         return None
-    return {"state": state, "trial": gateway.self_check.gates.words(worker)}
+    return {"state": state, "trial": worker.trial_figures}
 
 
 def template_status(facts: TemplateFacts | None) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def warnings(gateway: Gateway) -> list[str]:
     """What costs hits or may soon, in sentences."""
     up = [worker for worker in gateway.pool.workers if worker.up]
     sentences = [_refusing(worker) for worker in up if worker.refused]
-    sentences += [_on_trial(worker, gateway) for worker in up if worker.draft_state == TRIAL]
+    sentences += [_on_trial(worker) for worker in up if worker.draft_state == TRIAL]
     sentences += [_unread(worker) for worker in up if worker.probed.reports.why_not]
     if gateway.settings.shadow:
         sentences.insert(0, "Shadow mode: nothing is changed and no hint is sent; what that costs is counted.")
@@ -214,13 +214,8 @@ def _refusing(worker: Worker) -> str:
     return f"Worker {worker.name} gets no hints: {worker.refused}."
 
 
-def _on_trial(worker: Worker, gateway: Gateway) -> str:
-    if not gateway.settings.self_check_interval:
-        return (
-            f"Worker {worker.name} drafts, and its hints stay on trial: this gateway checks nothing "
-            "(self_check_interval is 0)."
-        )
-    so_far = gateway.self_check.gates.words(worker)
+def _on_trial(worker: Worker) -> str:
+    so_far = worker.trial_figures
     return f"Worker {worker.name} drafts: hints are off until its trial is over{f' ({so_far})' if so_far else ''}."
 
 
