@@ -134,16 +134,13 @@ class Cures(NamedTuple):
 
     def trial(self) -> str:
         """What ends a trial of hints beside speculative decoding."""
-        return _indented(
-            "# a gateway before it, or `seamark worker` alone, tries them in a minute without requests:",
-            f"seamark serve --worker http://127.0.0.1:{self.port}   # its log says how far it is",
-        )
+        return _indented("# the engine tries them itself: a minute without requests, or ten and some beside them")
 
     def closed(self) -> str:
         """What to do about hints that were closed beside speculative decoding."""
         return _indented(
-            "curl -X POST http://127.0.0.1:8080/seamark/self-check/reset   # at the gateway: another trial",
-            "# or no --speculative-config; or as it is: vLLM alone caches. The gateway's log has the figures",
+            "# vLLM's log has the figures. A restart of the worker tries again;",
+            "# or no --speculative-config; or as it is: vLLM alone caches",
         )
 
     def drafts(self) -> str:

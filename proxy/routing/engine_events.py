@@ -25,7 +25,7 @@ from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import OverBound, count, object_in_steps
 from proxy.idle_work import IdleWork, Steps, batched
 from proxy.printable import printable
-from proxy.routing.held_states import HeldStates
+from proxy.routing.held_states import HeldStates, word
 from proxy.routing.prefix_index import PrefixIndex
 
 logger = logging.getLogger("seamark.engine_events")
@@ -34,8 +34,6 @@ PATH = "/seamark/outcomes"
 
 # Of what the plugin keeps and tells at once: a line, and the values in it. What is larger comes from something else.
 MOST_BYTES, MOST_VALUES = 2**23, 2**15
-
-MOST_NAME = 1024  # characters of a request's id, and of what names a state or a reason
 
 TIMEOUT = 0.2  # seconds to wait for an explanation; it is not worth more
 
@@ -289,7 +287,7 @@ class EngineEvents(Part):
                 answer.close()
 
     def _apply(self, worker: Worker, feed: _FeedReader, events: dict[str, Any]) -> Steps[None]:
-        boot = _word(events["boot"])
+        boot = word(events["boot"])
         feed.follows = "states" in events
         said: dict[str, tuple[int, tuple[int, ...]]] = {}
         if feed.follows:
@@ -312,7 +310,7 @@ class EngineEvents(Part):
             feed.held_states.forget_all(worker.boot)
         fates: dict[str, str] = {}
         for pins in batched(events.get("pins", ()), STEP_EVENTS):
-            fates.update((_word(name), _word(fate)) for name, fate in pins)
+            fates.update((word(name), word(fate)) for name, fate in pins)
             yield
         tells_pins = feed.follows and "pins" in events
         for name, asked in feed.pins.items():
@@ -321,7 +319,7 @@ class EngineEvents(Part):
         worker.draft_gate = _gate_in(events)
         for outcomes in batched(events["outcomes"], STEP_EVENTS):
             for request_id, reason, _ in outcomes:
-                feed.outcomes[_word(request_id)] = EngineOutcome(_word(reason), *said.get(request_id, ()))
+                feed.outcomes[word(request_id)] = EngineOutcome(word(reason), *said.get(request_id, ()))
                 feed.outcomes.move_to_end(request_id)
                 if request_id in feed.waiting:
                     _resolve(feed, request_id)
@@ -371,12 +369,5 @@ def _gate_in(events: Mapping[str, Any]) -> GateReport | None:
     """Whether hints are in use beside drafts, in what was read of a feed; None if the engine has none."""
     if (told := events.get("drafts")) is None:
         return None
-    state, why, figures = (printable(_word(told.get(name, ""))) for name in ("state", "why", "figures"))
+    state, why, figures = (printable(word(told.get(name, ""))) for name in ("state", "why", "figures"))
     return GateReport(state, why, figures, time.perf_counter())
-
-
-def _word(value: Any) -> str:
-    """A name or a reason. Raises `ValueError` for what is none."""
-    if not isinstance(value, str) or len(value) > MOST_NAME:
-        raise ValueError("no name")
-    return value

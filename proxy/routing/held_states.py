@@ -13,7 +13,6 @@ from typing import Any
 
 from proxy.boundaries.boundary import Boundary, resolved_positions
 from proxy.boundaries.resolve import Entry
-from proxy.fleet.draft_reports import word
 from proxy.http.json_body import count
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -21,6 +20,8 @@ from proxy.routing.prefix_index import PrefixIndex
 MAX_PENDING = 8192
 
 MAX_TIED = 16_384
+
+MOST_NAME = 1024  # characters of a request's id, and of what names a state or a reason
 
 
 @dataclass
@@ -196,3 +197,10 @@ class HeldStates:
             for key in state.keys:
                 self._tied.pop(key, None)
             self._prefix_index.forget(state.keys, state.boot)
+
+
+def word(value: Any) -> str:
+    """A name or a reason. Raises `ValueError` for what is none."""
+    if not isinstance(value, str) or len(value) > MOST_NAME:
+        raise ValueError("no name")
+    return value

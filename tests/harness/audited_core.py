@@ -44,6 +44,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from engine_patches import settings
+from engine_patches.footprint import OWN
 from engine_patches.forward.layers import promise
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, StateStored
@@ -208,9 +209,10 @@ class Core:
         pin: int | None = None,
         extra: Mapping[str, Any] = {},
         stop: bool = False,
+        own: bool | None = None,
     ) -> Request:
         """`transfer`: its `kv_transfer_params`. `pin`, `extra`: as the gateway asks for it. `stop`: a 0 ends it, which
-        the scheduler does not know before it is told."""
+        the scheduler does not know before it is told. `own`: the engine asks it itself, for a trial of drafts."""
         extra = dict(extra) if hint is None else {**extra, "seamark_boundaries": hint}
         if pin is not None:
             extra["seamark_pin"] = pin
@@ -222,6 +224,8 @@ class Core:
         request = Request(
             name, list(tokens), parameters, None, block_hasher=self.hasher, cache_salt=salt, priority=priority
         )
+        if own is not None:
+            setattr(request, OWN, own)
         self.worker.tokens[name] = list(tokens)
         self.ever[name] = request
         self._record_meanings()

@@ -27,6 +27,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from engine_patches import settings
 from engine_patches.footprint import WRITES
+from engine_patches.scheduler.draft_gate import CLOSED, OPEN
 from tests.harness import draft_defects
 from tests.harness.audit import Scene, random_traffic
 from tests.harness.audited_core import ATTENTION, Core, blocks_of
@@ -267,23 +268,27 @@ def gate(core: Core, shared: int, asked: dict[str, Any]) -> None:
     """What siblings find while hints are on trial, once they are open, and once they are closed again."""
     drafts, told = core.scheduler.seamark.drafts, itertools.count()
 
-    def found(salt: str, **extra: Any) -> int:
-        """By the last of three that share so much under a salt; the first one brings `extra`, too."""
-        return [sibling(core, each, shared, f"{salt}-{next(told)}", salt=salt, extra=extra) for each in range(3)][-1]
+    def found(salt: str, **more: Any) -> int:
+        """By the last of three that share so much under a salt; the first one is asked so."""
+        firsts = [more, {}, {}] if "extra" in more else [more] * 3
+        return [sibling(core, each, shared, f"{salt}-{next(told)}", salt=salt, **firsts[each]) for each in range(3)][-1]
 
-    owed = expected(core, shared, asked)
-    before, name = drafts.state, drafts.name
-    alone = [found("alone"), found("foreign", seamark_trial=1, seamark_drafts=f"open:{'0' * 32}") and found("alone2")]
-    seen = [
-        found("trial", seamark_trial=1),
-        found("open", seamark_trial=1, seamark_drafts=f"open:{name}"),
-        found("all"),
+    owed, before = expected(core, shared, asked), drafts.state
+    alone = [
+        found("alone"),
+        found("named", extra={"seamark_trial": 1, "seamark_drafts": "open:"}),
+        found("asked", own=False),
     ]
-    closed = found("shut", seamark_trial=1, seamark_drafts=f"closed:{name}:it drafts worse") and found("alone3")
+    seen = [found("trial", own=True)]
+    drafts.state = OPEN
+    seen += [found("open"), found("own", own=False)]
+    drafts.state, drafts.why = CLOSED, "it drafts worse"
+    core.scheduler.seamark.refusal = drafts.refusal
+    closed = found("shut")
     if before != "trial" or seen != [owed] * 3 or any(hit % BLOCK for hit in (*alone, closed)):
         core.errors.append(f"{before}: {alone}, {seen} and {closed} of {shared} tokens are found, expected {owed}")
-    if (drafts.state, core.plugin["refused"]) != ("closed", "drafts: it drafts worse"):
-        core.errors.append(f"hints are {drafts.state}: {core.plugin['refused']}")
+    if core.plugin["refused"] != "drafts: it drafts worse":
+        core.errors.append(f"hints are refused: {core.plugin['refused']}")
 
 
 def pinned(core: Core, shared: int, asked: dict[str, Any]) -> None:

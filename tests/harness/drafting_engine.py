@@ -1,178 +1,116 @@
 """An engine that drafts, without a model: what follows a text is a function of it, and so are the drafts it accepts.
 
-It keeps states for trial requests, or for all once its gate is open, and takes commands, as the plugin does. Faults
-that a trial has to see can be planted.
+It keeps the states that it is asked for. Faults that a trial of its drafts, or a gateway's self-check, has to see can
+be planted.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.boundaries.token_ids import TokenIds
-from proxy.chat.chat import CHAT
-from proxy.fleet.worker import Worker
-from proxy.fleet.worker_metrics import EngineInfo
-from tests.harness.probed import probed
-
-TOP = 5
+from engine_patches.scheduler.draft_acceptance import Accepted
+from engine_patches.trial.prompts import Facts
+from engine_patches.trial.trial import Answer, Question, Unanswered, fresh_salt
 
 UNIT, BLOCK = 16, 384  # tokens
 
 DECODED = 16  # tokens behind which a fault of the drafts shows
+
+FACTS = Facts(vocabulary=4096, longest=8192, cache=0, block=BLOCK, unit=UNIT, ahead=1)
 
 
 @dataclass
 class DraftingEngine:
     """One boot; change it between requests."""
 
-    state: str = "trial"
-    id: str = "engine-1"
-    why: str = ""
-    ahead: int = 1  # tokens past a state that a prompt has to share
-    vocabulary: int = 4096
     accepts: float = 0.6  # of drafts
+    gap: float = 1.8  # logprob between the two likeliest tokens
 
     # Faults.
-    hits_off: float = 0.0  # of logprobs behind a hit, as of a state that lies a unit early
-    drafts_off: float = 0.0  # of logprobs that were computed while drafting, some tokens behind the prompt
+    hits_off: float = 0.0  # of the second one's logprob behind a hit, as of a state that lies a unit early
+    drafts_off: float = 0.0  # of that which was computed while drafting, some tokens behind the prompt
     accepts_on_hits: float | None = None  # of drafts behind a hit; None: as many
     finds_hits: bool = True
-    scores_prompts: bool = True  # it answers `prompt_logprobs`
-    counts: bool = True  # it tells how many drafts were accepted
-    obeys: bool = True  # commands change its state
+    scores_prompts: bool = True  # it gives logprobs of prompts
+    refuses_from: int = 2**31  # tokens of a prompt
     noise: float = 0.0  # standard deviation of what each decoded token, and a kept state, adds to logprobs at random
 
     draw: random.Random = field(default_factory=lambda: random.Random(1))
-    asked: list[dict[str, Any]] = field(default_factory=list)
-    commands: list[str] = field(default_factory=list)
-    entries: list[tuple[str, int, tuple[int, int] | None]] = field(default_factory=list)  # id, cached, steps and tokens
-    _states: set[tuple[str, int, bytes]] = field(default_factory=set)
+    asked: list[Question] = field(default_factory=list)
+    under_way: int = 0
+    most: int = 0  # under way at once
+    _states: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
 
-    def complete(self, body: Mapping[str, Any], name: str = "") -> tuple[int, dict[str, Any]]:
-        """The status and the answer to a request for a completion of token ids."""
-        prompt, salt = list(body["prompt"]), str(body.get("cache_salt") or "")
-        xargs = body.get("vllm_xargs") or {}
-        self.asked.append(dict(body))
-        if max(prompt) >= self.vocabulary:
-            return 400, {"error": {"message": "Token id is out of vocabulary"}}
-        self._obey(str(xargs.get("seamark_drafts", "")))
-        scores = "prompt_logprobs" in body
-        cached = 0 if scores or not self.finds_hits else self._held(prompt, salt)
-        if xargs.get("seamark_trial") or self.state in ("open", "on"):
-            for position in xargs.get("seamark_boundaries") or ():
-                at = max(position - self.ahead, 0) // UNIT * UNIT
-                self._states.add((salt, at, _name(prompt[:at])))
+    def send(self, question: Question) -> Question:
+        self.asked.append(question)
+        if len(question.prompt) >= self.refuses_from:
+            raise Unanswered("it is refused")
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        return question
+
+    def wait(self, sent: Question) -> Answer:
+        self.under_way -= 1
+        return self.answer(sent)
+
+    def answer(self, question: Question) -> Answer:
+        """What it answers."""
+        prompt, salt = list(question.prompt), question.salt or fresh_salt()
+        cached = 0 if question.scored or not self.finds_hits else self._held(prompt, salt)
+        if question.hint and not question.as_client:
+            at = max(question.hint - FACTS.ahead, 0) // UNIT * UNIT
+            self._states.add((salt, tuple(prompt[:at])))
         text, tops, drift = list(prompt), [], 0.0
-        for number in range(body["max_tokens"]):
+        for number in range(question.tokens):
             drift += self.draw.gauss(0.0, self.noise) if self.noise and (number or cached) else 0.0
-            off = drift + (self.hits_off if cached else 0.0) + (self.drafts_off if number >= DECODED else 0.0)
-            top = _top(text, self.vocabulary, off)
+            top = self._top(text, drift + self.hits_off * bool(cached) + self.drafts_off * (number >= DECODED))
             tops.append(top)
             text.append(max(top, key=lambda token: top[token]))
-        steps = self._draft(text, len(prompt), is_hit=bool(cached))
-        self.entries.append((name, cached, steps))
-        tokens = [f"token_id:{token}" for token in text[len(prompt) :]]
+        scores = []
+        if question.scored and self.scores_prompts:
+            scores = [{prompt[at]: -20.0, **self._top(prompt[:at], 0.0)} for at in range(1, len(prompt))]
+        drafted = self._draft(text, len(prompt), is_hit=bool(cached))
+        return Answer(text[len(prompt) :], tops, cached, drafted, scores)
+
+    def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a request for a completion of token ids."""
+        (hint,) = (body.get("vllm_xargs") or {}).get("seamark_boundaries") or (0,)
+        answer = self.answer(Question(body["prompt"], str(body.get("cache_salt") or ""), hint, body["max_tokens"]))
         logprobs = {
-            "tokens": tokens,
-            "top_logprobs": [{f"token_id:{token}": value for token, value in top.items()} for top in tops],
+            "tokens": [f"token_id:{token}" for token in answer.tokens],
+            "top_logprobs": [{f"token_id:{token}": value for token, value in top.items()} for top in answer.top],
         }
-        choice: dict[str, Any] = {"logprobs": logprobs}
-        if scores and self.scores_prompts:
-            choice["prompt_logprobs"] = [None, *(self._score(prompt, at) for at in range(1, len(prompt)))]
-        usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": cached}}
-        return 200, {"choices": [choice], "usage": usage}
+        usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": {"cached_tokens": answer.cached}}
+        return {"choices": [{"logprobs": logprobs}], "usage": usage}
 
-    def tell(self, after: int = 0) -> dict[str, Any]:
-        """Its part of the feed: what is later than `after` entries."""
-        told: dict[str, Any] = {
-            "cursor": len(self.entries),
-            "outcomes": [[name, "hit" if cached else "cold", cached] for name, cached, _ in self.entries[after:]],
-            "drafts": {"state": self.state, "id": self.id, "why": self.why},
-        }
-        if self.counts:
-            told["drafted"] = [[name, *steps] for name, _, steps in self.entries[after:] if steps is not None]
-        return told
-
-    def _obey(self, command: str) -> None:
-        if command:
-            self.commands.append(command)
-        state, _, rest = command.partition(":")
-        name, _, why = rest.partition(":")
-        if self.obeys and state in ("open", "closed") and name == self.id:
-            self.state, self.why = state, why
+    async def fetch(self, method: str, url: str, body: bytes = b"", timeout: float | None = None) -> tuple[int, bytes]:
+        """In place of `Upstream`."""
+        return (200, b"") if url.endswith("/metrics") else (200, json.dumps(self.complete(json.loads(body))).encode())
 
     def _held(self, prompt: Sequence[int], salt: str) -> int:
-        positions = range(len(prompt) // UNIT * UNIT, 0, -UNIT)
-        return next((at for at in positions if at < len(prompt) and (salt, at, _name(prompt[:at])) in self._states), 0)
+        positions = range((len(prompt) - 1) // UNIT * UNIT, 0, -UNIT)
+        return next((at for at in positions if (salt, tuple(prompt[:at])) in self._states), 0)
 
-    def _draft(self, text: Sequence[int], prompt: int, *, is_hit: bool) -> tuple[int, int] | None:
+    def _draft(self, text: Sequence[int], prompt: int, *, is_hit: bool) -> Accepted:
         accepts = self.accepts if not is_hit or self.accepts_on_hits is None else self.accepts_on_hits
         steps = tokens = 0
         at = prompt + 1  # the first one comes from the prefill
         while at < len(text):
-            accepted = int(_seeded(text[:at], "draft").random() < accepts)
-            steps, tokens, at = steps + 1, tokens + accepted, at + 1 + accepted
-        return (steps, tokens) if steps else None
+            right = int(_seeded(text[:at], "draft").random() < accepts)
+            steps, tokens, at = steps + 1, tokens + right, at + 1 + right
+        return Accepted(steps, tokens)
 
-    def _score(self, text: Sequence[int], at: int) -> dict[str, Any]:
-        top = _top(text[:at], self.vocabulary, 0.0)
-        top.setdefault(text[at], -20.0)
-        return {str(token): {"logprob": value, "rank": 1, "decoded_token": "x"} for token, value in top.items()}
-
-
-def _name(tokens: Sequence[int]) -> bytes:
-    return hashlib.sha256(repr(list(tokens)).encode()).digest()
+    def _top(self, text: Sequence[int], off: float) -> dict[int, float]:
+        """The likeliest tokens behind `text`. `off` moves the second one's logprob."""
+        draw = _seeded(text, "next")
+        best = -0.2 - draw.random() / 10
+        values = [best, best - self.gap + off, *(-4.0 - number - draw.random() for number in range(3))]
+        return dict(zip(draw.sample(range(16, 4096), 5), values, strict=True))
 
 
 def _seeded(tokens: Sequence[int], what: str) -> random.Random:
     return random.Random(f"{what} {list(tokens[-4:])} {len(tokens)}")
-
-
-def _top(text: Sequence[int], vocabulary: int, off: float) -> dict[int, float]:
-    """The likeliest tokens behind `text`. `off` moves the second one's logprob."""
-    draw = _seeded(text, "next")
-    tokens = draw.sample(range(16, min(vocabulary, 4096)), TOP)
-    values = [-0.2 - draw.random() / 10, *(-2.0 - number - draw.random() for number in range(TOP - 1))]
-    values[1] += off
-    return dict(zip(tokens, values, strict=True))
-
-
-class DraftingUpstream:
-    """In place of `Upstream`, before one such engine."""
-
-    def __init__(self, engine: DraftingEngine) -> None:
-        self.engine = engine
-        self.requests = 0  # of others, as its metrics tell
-        self.reads = 0  # of its feed
-
-    async def fetch(
-        self,
-        method: str,
-        url: str,
-        body: bytes = b"",
-        timeout: float | None = None,
-        headers: Sequence[tuple[bytes, bytes]] = (),
-    ) -> tuple[int, bytes]:
-        if url.endswith("/metrics"):
-            return 200, b'vllm:num_requests_running{engine="0"} %d\n' % self.requests
-        if "/seamark/outcomes" in url:
-            self.reads += 1
-            after = int(url.partition("after=")[2].partition("&")[0])
-            return 200, json.dumps({"boot": "feed", **self.engine.tell(after)}).encode()
-        status, answer = self.engine.complete(json.loads(body), dict(headers).get(b"x-request-id", b"").decode())
-        return status, json.dumps(answer).encode()
-
-
-def drafting_worker(ahead: int = 1, state: str = "trial") -> Worker:
-    """What a gateway knows of a worker with such an engine."""
-
-    async def render(body: Any, path: str = CHAT) -> TokenIds:
-        raise AssertionError("a trial renders nothing")
-
-    engine = EngineInfo("0.3.0", "0", match_unit=UNIT, block_size=BLOCK, ahead=ahead, drafts=state)
-    return Worker("http://w", renderer=render, probed=probed("w#1", engine, "m"), up=True)
