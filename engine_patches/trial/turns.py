@@ -63,6 +63,7 @@ class Turns:
 
     def run(self) -> None:
         """Try drafts, and again whenever clients' requests raise a doubt, until hints are closed."""
+        began = time.monotonic()
         try:
             while True:
                 self._checkpoints.own = self._own
@@ -75,7 +76,7 @@ class Turns:
                 self._gate.doubted.clear()
         except Exception as error:  # the kind alone: the message might hold a prompt
             logger.error("seamark: the trial of drafts failed: %s", type(error).__name__, exc_info=True)
-            self._settle(Verdict("closed", f"their trial failed ({type(error).__name__})"))
+            self._settle(Verdict("closed", f"their trial failed ({type(error).__name__})"), began)
 
     def _try(self) -> None:
         began, failed, attempts = time.monotonic(), 0, 1
@@ -109,8 +110,7 @@ class Turns:
                 time.sleep(REST_OF_ATTEMPT * attempts)
                 trial, attempts = Trial(self._own, self._own.facts), attempts + 1
                 continue
-            self._settle(verdict)
-            logger.info("seamark: that took %.0f s", time.monotonic() - began)
+            self._settle(verdict, began)
             return
 
     def _wait_for_turn(self, began: float) -> bool:
@@ -124,11 +124,11 @@ class Turns:
                     return False
             time.sleep(POLL_SECONDS)
 
-    def _settle(self, verdict: Verdict) -> None:
-        gate = self._gate
+    def _settle(self, verdict: Verdict, began: float) -> None:
+        gate, took = self._gate, time.monotonic() - began
         if verdict.result == "open":
             gate.state = OPEN
-            logger.info("seamark: hints are on beside drafts: %s", gate.figures)
+            logger.info("seamark: hints are on beside drafts after %.0f s: %s", took, gate.figures)
         else:
             gate.why, gate.state = verdict.why, CLOSED
             self._checkpoints.refusal = gate.refusal

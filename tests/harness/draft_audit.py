@@ -269,9 +269,8 @@ def gate(core: Core, shared: int, asked: dict[str, Any]) -> None:
     drafts, told = core.scheduler.seamark.drafts, itertools.count()
 
     def found(salt: str, **more: Any) -> int:
-        """By the last of three that share so much under a salt; the first one is asked so."""
-        firsts = [more, {}, {}] if "extra" in more else [more] * 3
-        return [sibling(core, each, shared, f"{salt}-{next(told)}", salt=salt, **firsts[each]) for each in range(3)][-1]
+        """By the last of three that share so much under a salt."""
+        return [sibling(core, each, shared, f"{salt}-{next(told)}", salt=salt, **more) for each in range(3)][-1]
 
     owed, before = expected(core, shared, asked), drafts.state
     alone = [

@@ -67,7 +67,8 @@ class DraftingEngine:
         text, tops, drift = list(prompt), [], 0.0
         for number in range(question.tokens):
             drift += self.draw.gauss(0.0, self.noise) if self.noise and (number or cached) else 0.0
-            top = self._top(text, drift + self.hits_off * bool(cached) + self.drafts_off * (number >= DECODED))
+            off = (self.hits_off if cached else 0.0) + (self.drafts_off if number >= DECODED else 0.0)
+            top = self._top(text, drift + off)
             tops.append(top)
             text.append(max(top, key=lambda token: top[token]))
         scores = []
