@@ -81,12 +81,14 @@ class OwnRequests:
         if self._interrupted:
             raise Interrupted
         config = self._engine.vllm_config
+        most = config.model_config.max_logprobs
+        top = TOP if most < 0 else min(TOP, most)
         params = SamplingParams(
             temperature=0,
             max_tokens=question.tokens,
             ignore_eos=True,
-            logprobs=TOP,
-            prompt_logprobs=TOP if question.scored else None,
+            logprobs=top,
+            prompt_logprobs=top if question.scored else None,
             detokenize=False,
             extra_args={hints.FIELD: [question.hint]} if question.hint else None,
         )
@@ -94,7 +96,7 @@ class OwnRequests:
             raise Unanswered("the prompt is longer than the model takes")
         try:
             params.verify(config.model_config, config.speculative_config, config.structured_outputs_config, None)
-        except ValueError as error:
+        except Exception as error:  # of vLLM's own classes
             raise Unanswered(str(error)) from error
         self._count += 1
         asked = EngineCoreRequest(
@@ -150,8 +152,8 @@ class OwnRequests:
         under_way = dict(self._under_way)
         if under_way:
             self._engine.scheduler.finish_requests(list(under_way), RequestStatus.FINISHED_ABORTED)
-            for name, sent in under_way.items():
-                self._under_way.pop(name, None)
+            self.end()  # for what the engine has not taken out of its queue yet
+            for sent in under_way.values():
                 sent.done.set()
 
     def take(self, answers: dict[int, Any]) -> None:
