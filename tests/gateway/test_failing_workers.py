@@ -19,9 +19,7 @@ from proxy.commands import doctor
 from proxy.commands.render_server import free_port
 from proxy.fleet import discovery
 from proxy.fleet.worker import BREAKER_FAILURES
-from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.gateways import OwnGateway, chat, metric, own_gateway, post, start_gateway
-from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.raw_worker import raw_worker
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.waiting import until, wait_for
@@ -213,81 +211,41 @@ def test_addresses_that_change_all_the_time_fail_no_request(own, resolver, port)
 OFTEN = {"self_check_interval": 0.1}
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Idle workers are tried sooner; what is logged is seen."""
-    monkeypatch.setattr("proxy.fleet.idle_turns.IDLE_SECONDS", 0.05)
-    monkeypatch.setattr("proxy.fleet.self_check.POLL_SECONDS", 0.01)
-    monkeypatch.setattr("proxy.fleet.draft_gates.REST_OF_ATTEMPT", 0.0)
-    monkeypatch.setattr("proxy.fleet.draft_gates.AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr("proxy.fleet.draft_reports.DRAFTED_SECONDS", 0.0)
-    caplog.set_level(logging.INFO, "seamark.drafts")
-
-
-def drafting(**engine: object) -> RecordingWorker:
-    return RecordingWorker(drafting=DraftingEngine(**engine), ahead=1)
-
-
-def hinted(worker: RecordingWorker) -> list[bool]:
-    """Of the clients' requests, whether they carried a hint."""
-    asked = [each.fields.get("vllm_xargs", {}) for each in worker.requests if "chat" in each.path]
-    return ["seamark_boundaries" in xargs for xargs in asked]
-
-
-async def becomes(gateway: InMemoryGateway, state: str) -> None:
-    await gateway.shows(lambda status: status["workers"][0]["drafts"]["state"] == state)
-    await until(lambda: gateway.metric("seamark_draft_gate", state=state) == 1)
-
-
-async def test_a_worker_that_is_right_gets_hints_once_it_was_tried_and_is_tried_again_after_a_restart(
+async def test_what_a_worker_says_of_its_drafts_decides_its_hints_and_is_seen_and_it_is_asked_nothing(
     in_memory, caplog
 ):
-    worker = drafting()
+    caplog.set_level(logging.INFO, "seamark")
+    worker = RecordingWorker(drafts=("trial", "", "3 of 3 prompts agree"), ahead=1)
     gateway = await in_memory(worker, **OFTEN)
-    await gateway.post(chat("one"))
-    assert hinted(worker) == [False]
-    await becomes(gateway, "open")
-    await gateway.post(chat("two"))
-    assert hinted(worker)[-1] and worker.drafting.commands == ["open:engine-1"]
-    assert "hints are on trial" in caplog.text and "hints are on beside drafts after" in caplog.text
-    worker.drafting, worker.boot = DraftingEngine(id="engine-2"), "1.8e+09"
-    await gateway.post(chat("one"))
-    await until(lambda: worker.drafting.state == "open")
-    assert worker.drafting.commands == ["open:engine-2"]
+
+    async def becomes(state: str, why: str = "", figures: str = "") -> bool:
+        """Whether a client's request has a hint then."""
+        worker.drafts = (state, why, figures)
+        await gateway.shows(lambda status: status["workers"][0]["drafts"] == {"state": state, "trial": figures})
+        await until(lambda: gateway.metric("seamark_draft_gate", state=state) == 1)
+        await gateway.post(chat("one"))
+        return "seamark_boundaries" in worker.requests[-1].fields["vllm_xargs"]
+
+    async def warned() -> str:
+        return " ".join((await gateway.get("/seamark/live")).json()["warnings"])
+
+    assert not await becomes("trial", figures="3 of 3 prompts agree")
+    assert "until its trial is over (3 of 3 prompts agree)" in await warned() and "hints are on trial" in caplog.text
+    assert await becomes("open") and "hints are on beside drafts" in caplog.text
+    worker.boot = "1.8e+09"
+    assert not await becomes("trial", figures="1 of 1 prompts agree")
+    assert not await becomes("closed", "answers differ", "0 of 2 prompts agree")
+    assert "drafts: answers differ" in await warned() and "answers differ (0 of 2 prompts agree)" in caplog.text
+    assert all("chat" in each.path for each in worker.requests if each.method == "POST"), "the gateway tries nothing"
 
 
-@pytest.mark.parametrize(
-    ("fault", "result", "words"),
-    [
-        ({"hits_off": 0.25}, "differs", "answers from the cache differ"),
-        ({"accepts_on_hits": 0.1}, "drafts_worse", "are accepted behind hits"),
-    ],
-)
-async def test_a_faulty_worker_stays_closed_and_everyone_sees_why_until_a_reset(
-    in_memory, caplog, fault, result, words
-):
-    worker = drafting(**fault)
-    gateway = await in_memory(worker, **OFTEN)
-    await becomes(gateway, "closed")
-    await gateway.shows(lambda status: words in status["workers"][0]["refused"])
-    await gateway.post(chat("one"))
-    assert hinted(worker) == [False] and "cache_salt" not in worker.requests[-1].fields  # its cache is left alone
-    assert gateway.metric("seamark_self_check_total", result=result) == 1
-    assert words in caplog.text and "POST /seamark/self-check/reset" in caplog.text
-    assert any(words in warning for warning in (await gateway.get("/seamark/live")).json()["warnings"])
-    worker.drafting.hits_off, worker.drafting.accepts_on_hits = 0.0, None
-    await gateway.post(b"", "/seamark/self-check/reset")
-    await becomes(gateway, "open")
-
-
-async def test_clients_cannot_try_or_judge_drafts(in_memory, worker):
+@pytest.mark.parametrize("name", ["own-drafts-000000000000-1", "own-", "mine-1"])
+async def test_a_client_cannot_name_its_request_as_a_gateway_names_its_own(in_memory, worker, name):
     gateway = await in_memory(worker)
-    await gateway.post(chat("one", vllm_xargs={"seamark_trial": 1, "seamark_drafts": "open:engine-1", "a": 1}))
-    xargs = worker.requests[-1].fields["vllm_xargs"]
-    assert not xargs.keys() & {"seamark_trial", "seamark_drafts"} and xargs["a"] == 1
-    form = b'--x\r\ncontent-disposition: form-data; name="vllm_xargs"\r\n\r\n{"seamark_drafts": "open:1"}\r\n--x--\r\n'
-    answer = await gateway.post(form, "/v1/audio/transcriptions", content_type="multipart/form-data; boundary=x")
-    assert answer.status_code == 400
+    answer = await gateway.post(chat("one"), x_request_id=name)
+    sent = worker.requests[-1].header(b"x-request-id").decode()
+    assert (answer.headers["x-request-id"] == sent == name) is name.startswith("mine")
+    assert not sent.startswith("own-")
 
 
 async def test_a_worker_in_quarantine_gets_the_salt_and_no_other_change(in_memory, worker):

@@ -25,7 +25,6 @@ import uvicorn
 from proxy.chat.chat import CHAT, RESPONSES
 from proxy.fleet.probe import OPTIONAL
 from proxy.http.auth import ADMIN_OF_WORKERS, LOAD_ADAPTER, UNLOAD_ADAPTER
-from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.fake_engine import (
     VERSION,
     Admitted,
@@ -183,7 +182,7 @@ class RecordingWorker:
     rendering: int = 0  # asked for and not answered
     most_rendering: int = 0
     gone: threading.Event = field(default_factory=threading.Event)  # a client left before its answer was complete
-    drafting: DraftingEngine | None = None  # computes completions of token ids, and has a gate for hints beside drafts
+    drafts: tuple[str, str, str] = ("", "", "")  # of hints beside them: state, why they are not used, and figures
     engines: dict[str, FakeEngine] = field(default_factory=dict)  # by boot
 
     @property
@@ -223,9 +222,6 @@ class RecordingWorker:
         if path == "/v1/chat/completions/render":
             return await self._render(body, send)
         self.requests.append(request)
-        if self.drafting is not None and b'"return_tokens_as_token_ids": true' in body:
-            status, answer = self.drafting.complete(request.fields, request.header(b"x-request-id").decode())
-            return await respond(send, json.dumps(answer).encode(), status=status)
         if await self._stays(receive, lambda: self.hold.is_set() and self.held_text in body):
             await self._answer(request, receive, send)
         return None
@@ -236,10 +232,9 @@ class RecordingWorker:
         if path == "/health":
             return "", 200
         if path in ("/metrics", "/seamark/metrics"):
-            gate = self.drafting
-            refused = f"drafts: {gate.why}" if gate is not None and gate.state == "closed" else self.refused
-            drafts = gate.state if gate is not None else ""
-            info = engine_info(self.version, self.ahead, self.connector, refused, self.reports, drafts)
+            state, why, _ = self.drafts
+            refused = f"drafts: {why}" if state == "closed" else self.refused
+            info = engine_info(self.version, self.ahead, self.connector, refused, self.reports, state)
             started = f"process_start_time_seconds {self.boot}\n" if self.boot else ""
             return started + (info if self.patched else "") + sleep_state(*self.sleeps) + self.more_metrics, 200
         if path == "/v1/models" and request.method == "GET":
@@ -412,10 +407,8 @@ class RecordingWorker:
         while not self.engine.has_news(boot, after) and time.monotonic() < until:
             await asyncio.sleep(0.01)
         events = self.engine.feed(boot, after)
-        if self.drafting is not None:
-            told = self.drafting.tell()  # all of it each time: who reads takes what it waits for
-            events |= {"drafts": told["drafts"], "outcomes": [*events["outcomes"], *told["outcomes"]]}
-            events |= {name: told[name] for name in ("drafted",) if name in told}
+        if self.drafts[0]:
+            events["drafts"] = dict(zip(("state", "why", "figures"), self.drafts, strict=True))
         await respond(send, json.dumps(events).encode(), status=200 if self.has_feed else 404)
 
     async def _render(self, body: bytes, send: Any) -> None:

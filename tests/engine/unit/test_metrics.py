@@ -19,7 +19,7 @@ from engine_patches.reporting.events_api import Feeds
 from engine_patches.reporting.metrics import CollectedMetrics, EngineNumbers, families
 from engine_patches.reporting.report import EngineReport, as_read
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.counters import AdmittedRequest, DraftedRequest
+from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.load import GatewayLoad
 from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvicted, StateStored
@@ -111,10 +111,9 @@ def test_each_number_of_a_report_is_added_or_shown_and_nothing_else_changes(feed
         files_refused={"checksum": 2},
         requests=[AdmittedRequest("chatcmpl-a-00000000", "hit", 160, 176, (163,))],
         pinned=[("chatcmpl-a-00000000", "pinned")],
-        drafts=("closed", "0f", "it drafts worse"),
+        drafts=("closed", "it drafts worse", "2 of 3"),
         windows={"healed": 1},
         window_of=[("chatcmpl-a-00000000", "healed")],
-        drafted=[DraftedRequest("chatcmpl-a-00000000", 7, 12)],
         events=events,
     )
     CollectedMetrics("127.0.0.1:7", beside_vllms=True).take(report)
@@ -124,8 +123,8 @@ def test_each_number_of_a_report_is_added_or_shown_and_nothing_else_changes(feed
     assert {name: value for name, value in changed.items() if name not in SHOWN} == ADDED
     told = feeds.main.after(0)
     assert told["outcomes"] == [("a", "hit", 160)] and told["pins"] == [("a", "pinned")]
-    assert told["windows"] == [("a", "healed")] and told["drafted"] == [("a", 7, 12)]
-    assert told["drafts"] == {"state": "closed", "id": "0f", "why": "it drafts worse"}
+    assert told["windows"] == [("a", "healed")]
+    assert told["drafts"] == {"state": "closed", "why": "it drafts worse", "figures": "2 of 3"}
     assert len(told["states"]) == 3 and feeds.main.take_latest("a").pin == "pinned"
 
 

@@ -36,6 +36,7 @@ class Engine:
 
     def preprocess_add_request(self, asked: Any) -> tuple[Any, int]:
         add, self.scheduler.add_request = self.scheduler.add_request, lambda request: None
+        self.asked = asked
         hint = (asked.sampling_params.extra_args or {}).get("seamark_boundaries")
         try:
             more = {"max_tokens": asked.sampling_params.max_tokens, "salt": asked.cache_salt}
@@ -132,7 +133,8 @@ def test_what_a_frontend_would_refuse_and_what_gets_no_answer_is_unanswered(engi
     with pytest.raises(Unanswered, match="longer than the model takes"):
         engine.own.send(Question(range(6140)))
     engine.vllm_config.model_config.max_logprobs = 3
-    assert engine.own.send(Question([1, 2])).request.sampling_params.logprobs == 3
+    engine.own.send(Question([1, 2]))
+    assert engine.asked.sampling_params.logprobs == 3
     hung = engine.own.send(Question([1, 2]))
     hung.until = 0.0
     with pytest.raises(Unanswered, match="no answer in 300 s"):

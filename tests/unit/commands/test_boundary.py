@@ -1,11 +1,8 @@
-"""Commands that ask a server by itself: `seamark boundary`, and the trial of hints beside drafts."""
+"""`seamark boundary`, which asks a server by itself."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,14 +12,10 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from proxy.commands import boundary, draft_trial
+from proxy.commands import boundary
 from proxy.commands.boundary import main
-from proxy.commands.draft_trial import KEY_VARIABLE, OwnTrial
-from proxy.http.client import Unreachable
-from tests.harness.drafting_engine import DraftingEngine
-from tests.harness.in_memory_gateway import DirectUpstream, Reachable
+from tests.harness.in_memory_gateway import Reachable
 from tests.harness.recording_worker import RecordingWorker, respond
-from tests.harness.waiting import until
 
 URL = "http://127.0.0.1:8000"
 
@@ -181,105 +174,3 @@ def test_a_render_server_that_does_not_come_up_is_ended_and_told_by_its_last_lin
     status, why = asked(CHAT, "--model", str(folder))
     assert status == 1 and why.endswith("--model: vLLM's render server did not start: no such model")
     assert server.calls == ["terminate", "wait"] and server.looks == 2
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("GRACE_SECONDS", "IDLE_SECONDS", "POLL_SECONDS"):
-        monkeypatch.setattr(draft_trial, name, 0.01)
-    monkeypatch.setattr("proxy.fleet.idle_turns.IDLE_SECONDS", 0.05)
-    monkeypatch.setattr("proxy.fleet.self_check.POLL_SECONDS", 0.01)
-    caplog.set_level(logging.INFO, "seamark.drafts")
-
-
-def own_trial(worker: RecordingWorker) -> tuple[OwnTrial, DirectUpstream]:
-    worker.url = worker.url or "http://worker-0"
-    upstream = DirectUpstream(worker)
-    return OwnTrial(upstream, worker.url), upstream
-
-
-@pytest.mark.parametrize(("fault", "state"), [({}, "open"), ({"hits_off": 0.25}, "closed")])
-async def test_it_comes_to_the_verdict_that_a_gateway_would_and_ends(fault, state, caplog):
-    worker = RecordingWorker(drafting=DraftingEngine(**fault), ahead=1)
-    trial, _ = own_trial(worker)
-    async with asyncio.timeout(120):
-        await trial.run()
-    assert worker.drafting.state == state and len(worker.drafting.commands) == 1
-    assert "hints are on trial" in caplog.text
-
-
-async def test_it_waits_until_the_server_answers_and_does_nothing_where_nothing_is_on_trial():
-    worker = RecordingWorker(drafting=DraftingEngine(state="on"), ahead=1)
-    trial, upstream = own_trial(worker)
-    upstream.faults[worker.url] = Unreachable("connection refused")
-    running = asyncio.create_task(trial.run())
-    await asyncio.sleep(0.1)
-    assert not running.done()
-    del upstream.faults[worker.url]
-    async with asyncio.timeout(60):
-        await running
-    assert not worker.drafting.asked and trial.worker.up
-
-
-async def test_a_gateway_that_has_taken_the_trial_keeps_it(in_memory):
-    worker = RecordingWorker(drafting=DraftingEngine(), ahead=1)
-    gateway = await in_memory(worker, self_check_interval=0.1)
-    await until(lambda: worker.drafting.asked)  # the gateway has begun
-    trial, _ = own_trial(worker)
-    async with asyncio.timeout(120):
-        await trial.run()
-    assert worker.drafting.commands == ["open:engine-1"]
-    await gateway.shows(lambda status: status["workers"][0]["drafts"]["state"] == "open")
-    by_child = [each for each in worker.requests if each.header(b"x-request-id").startswith(b"own-drafts-worker-")]
-    assert len(by_child) <= 30  # a prompt at most, which had begun before it saw the gateway's
-
-
-async def test_a_server_that_is_another_one_now_ends_it():
-    """The worker that this was started for is gone: nothing of the next one is tried."""
-    worker = RecordingWorker(drafting=DraftingEngine(), ahead=1, more_metrics="vllm:num_requests_running 1.0\n")
-    trial, _ = own_trial(worker)
-    running = asyncio.create_task(trial.run())
-    async with asyncio.timeout(60):
-        while not trial.worker.up:
-            await asyncio.sleep(0)
-        worker.boot = "1.8e+09"
-        await running
-    assert not worker.drafting.commands and not trial.worker.up
-
-
-async def test_a_busy_worker_is_left_alone_until_it_is_idle_or_the_trial_is_overdue(monkeypatch):
-    looked: list[str] = []
-
-    class Busy(RecordingWorker):
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            looked.append(scope["path"])
-            await super().__call__(scope, receive, send)
-
-    worker = Busy(drafting=DraftingEngine(), ahead=1, more_metrics="vllm:num_requests_running 1.0\n")
-    trial, _ = own_trial(worker)
-    running = asyncio.create_task(trial.run())
-    await until(lambda: sum("metrics" in path for path in looked) > 5)
-    assert not worker.drafting.asked
-    monkeypatch.setattr(draft_trial, "OVERDUE_SECONDS", 0.0)
-    monkeypatch.setattr("proxy.fleet.draft_gates.REST_BESIDE", 0.0)
-    async with asyncio.timeout(120):
-        await running
-    assert worker.drafting.state == "open"
-
-
-@pytest.mark.parametrize("key", ["secret", ""])
-def test_the_command_asks_with_the_workers_key_and_closes_its_connections(key, reachable, monkeypatch):
-    monkeypatch.setattr(draft_trial.logging, "basicConfig", lambda **given: None)  # of a process of its own
-    worker = RecordingWorker(drafting=DraftingEngine(state="on"), ahead=1, api_key=key or None)
-    reachable.add(worker, "http://a:1")
-    reachable.serve(monkeypatch, draft_trial)
-    monkeypatch.setenv(KEY_VARIABLE, key)
-    assert draft_trial.main(["--worker", "http://a:1", "--parent", str(os.getppid())]) == 0 and reachable.unclosed == 0
-
-
-@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 0), (ValueError("prompt"), 1)])
-def test_an_interrupt_is_the_workers_and_a_failure_is_told_by_its_kind(error, status, monkeypatch, caplog):
-    monkeypatch.setattr(draft_trial.logging, "basicConfig", lambda **given: None)
-    monkeypatch.setattr(draft_trial, "with_worker", AsyncMock(side_effect=error))
-    assert draft_trial.main(["--worker", "http://a:1", "--parent", "1"]) == status
-    assert ("ValueError" in caplog.text) == bool(status) and "prompt" not in caplog.text

@@ -21,7 +21,6 @@ from proxy.commands.cures import TOOL_PARSERS, Cures
 from proxy.commands.doctor import STATUS, shadow_lines
 from proxy.commands.ways import FoundWay, Surroundings, Way, find, surroundings
 from proxy.http.client import Broken, Silent, Unreachable
-from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.fake_engine import engine_info
 from tests.harness.in_memory_gateway import Reachable
 from tests.harness.recording_worker import RecordingWorker, respond
@@ -68,7 +67,7 @@ def beside(connector: str, lane: str) -> RecordingWorker:
 
 
 def drafting(state: str) -> RecordingWorker:
-    return RecordingWorker(drafting=DraftingEngine(state=state, why="worse"), ahead=1, more_metrics=DRAFTS)
+    return RecordingWorker(drafts=(state, "worse", ""), ahead=1, more_metrics=DRAFTS)
 
 
 def rust(*lacks: str, has_feed: bool = True) -> RecordingWorker:

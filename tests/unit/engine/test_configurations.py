@@ -10,9 +10,10 @@ import pytest
 
 from engine_patches import kv_connectors, speculation
 from engine_patches.commands.explain import about
+from engine_patches.footprint import OWN
 from engine_patches.kv_connectors import CONNECTORS, UNKNOWN, ConnectorLane, decide_by
 from engine_patches.ledger import Shape, ShapeMismatch
-from engine_patches.scheduler.draft_gate import NONE, OFF, ON, ON_TRIAL, DraftGate
+from engine_patches.scheduler.draft_gate import CLOSED, NONE, OFF, ON, ON_TRIAL, DraftGate
 from engine_patches.scheduler.hints import IGNORED_REASONS
 from engine_patches.scheduler.match_unit import default_to_fine_unit, expected, kernel_chunk, state_alignment
 from engine_patches.scheduler.refusals import LONGEST, SPECULATIVE, Refusal, by_configuration, by_scheduler
@@ -274,13 +275,6 @@ def test_states_lie_at_the_ends_of_a_kernels_chunks_of_a_delta_net_or_if_the_use
         assert [state_alignment([spec], config(), 16) for spec in (MAMBA1, MAMBA2, GDN)] == alignments
 
 
-TRIAL = {"seamark_trial": 1}
-
-
-def request(**arguments: Any) -> SimpleNamespace:
-    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args=arguments or None))
-
-
 @pytest.mark.parametrize(
     ("value", "drafting", "refusal", "state"),
     [
@@ -294,29 +288,11 @@ def request(**arguments: Any) -> SimpleNamespace:
 def test_an_engine_begins_as_its_drafts_and_the_setting_say(monkeypatch, value, drafting, refusal, state):
     monkeypatch.setenv("SEAMARK_DRAFTS", value)
     gate = DraftGate.of(config(drafting), refusal)
-    assert gate.state == state and bool(gate.name) == (state == ON_TRIAL)
-    assert gate.admits(request()) == (state in (NONE, ON)) and gate.admits(request(**TRIAL))
-
-
-def test_a_trial_is_opened_and_closed_by_who_names_it(monkeypatch):
-    monkeypatch.setenv("SEAMARK_DRAFTS", "auto")
-    gate, other = DraftGate.of(config(MTP), None), DraftGate.of(config(MTP), None)
-    wrong = ["open:", "open", "", 1, None, ["open"], f"open:{other.name}", f"trial:{gate.name}", f"on:{gate.name}"]
-    for command in wrong:
-        assert not gate.obey(request(**TRIAL, seamark_drafts=command)) and gate.state == ON_TRIAL
-    assert not gate.obey(request(seamark_drafts=f"open:{gate.name}")), "it comes with a prompt of the trial"
-    for command, changes, admits, refusal in (
-        ("open", True, True, None),
-        ("open", False, True, None),
-        ("closed:slower: 0.8", True, False, "drafts: slower: 0.8"),
-        ("closed:" + "x" * 1000, True, False, "drafts: " + "x" * (LONGEST - 9) + "…"),
-    ):
-        wish, _, words = command.partition(":")
-        assert gate.obey(request(**TRIAL, seamark_drafts=f"{wish}:{gate.name}:{words}")) is changes
-        assert gate.admits(request()) is admits and gate.admits(request(**TRIAL))
-        assert (gate.refusal and gate.refusal.cause) == refusal
-    for decided in (DraftGate(ON), DraftGate(OFF, why="it is off"), DraftGate()):
-        assert not decided.obey(request(**TRIAL, seamark_drafts="closed::words"))
+    named = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"seamark_trial": 1, "seamark_drafts": "open:"}))
+    assert gate.state == state and gate.admits(named) == (state in (NONE, ON))
+    assert gate.admits(SimpleNamespace(**{OWN: True}))
+    gate.state, gate.why = CLOSED, "x" * 1000
+    assert not gate.admits(named) and gate.refusal.cause == "drafts: " + "x" * (LONGEST - 9) + "…"
 
 
 def configured(name: str, **more: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from engine_patches.reporting import events_api
 from engine_patches.reporting.events_api import HEADER, METRICS_PATH, PATH, EventsEndpoint, Feed, Feeds, client_id
 from engine_patches.reporting.report import EngineReport
-from engine_patches.scheduler.counters import AdmittedRequest, DraftedRequest
+from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.load import GatewayLoad
 from tests.harness.virtual_time import VirtualTimeLoop
 
@@ -278,11 +278,9 @@ class Reading(RuleBasedStateMachine):
 
     @rule(engine=st.sampled_from([0, 1]), name=st.sampled_from("ab"), state=st.sampled_from(["", "open", "closed"]))
     def drafts_were(self, engine: int, name: str, state: str) -> None:
-        steps, engine_id, drafts = next(self.numbers), f"cmpl-{name}-0-0a1b2c3d", (state, "0f", "why")
-        drafted = [DraftedRequest(engine_id, steps, 12)]
-        self.feeds.add_drafts(self.report(engine, window_of=[(engine_id, "healed")], drafted=drafted, drafts=drafts))
+        engine_id, drafts = f"cmpl-{name}-0-0a1b2c3d", (state, "why", "figures")
+        self.feeds.add_drafts(self.report(engine, window_of=[(engine_id, "healed")], drafts=drafts))
         self.note(engine, windows=(name, "healed"))
-        self.note(engine, drafted=(name, steps, 12))
         self.drafts |= dict.fromkeys(self.feeds_of(engine), drafts)
 
     @rule(engine=st.sampled_from([0, 1]), lost=st.sampled_from([0, 0, 1]), came=st.booleans(), load=st.integers(0, 2))
@@ -345,18 +343,17 @@ class Reading(RuleBasedStateMachine):
         oldest = max(1, len(log) - KEPT + 1)
         first = oldest if boot != now else max(oldest, cursor + 1)
         told = [(number, entry) for number, entry in enumerate(log, 1) if number >= first][:TOLD]
-        fields = ("outcomes", "resolved", "pins", "windows", "drafted", "states")
+        fields = ("outcomes", "resolved", "pins", "windows", "states")
         of = {field: [entry[field] for _, entry in told if field in entry] for field in fields}
-        for field in ("windows", "drafted"):
-            if not of[field] and not drafts[0]:
-                del of[field]
+        if not of["windows"]:
+            del of["windows"]
         answer = {"boot": now, "cursor": told[-1][0] if told else len(log), **of}
         if self.engines == 2 and engine is None:
             del answer["states"]  # several engines, of which each has states of its own
             return answer
         answer["reset"] = boot is not None and (boot != now or cursor + 1 < oldest)
         if drafts[0]:
-            answer["drafts"] = dict(zip(("state", "id", "why"), drafts, strict=True))
+            answer["drafts"] = dict(zip(("state", "why", "figures"), drafts, strict=True))
         if gateway is not None:
             answer["load"] = self.load_beside(engine, gateway)
         return answer

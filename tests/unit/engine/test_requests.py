@@ -14,7 +14,7 @@ from engine_patches.forward.segments import _levels
 from engine_patches.forward.step_writes import StatesNotWritten, Step, Write, running_step, wrote_states
 from engine_patches.scheduler import counters, load
 from engine_patches.scheduler.chunks import next_stop, run_to_the_budget
-from engine_patches.scheduler.counters import REPORT_INTERVAL, AdmittedRequest, Counters, DraftedRequest
+from engine_patches.scheduler.counters import REPORT_INTERVAL, AdmittedRequest, Counters
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.request_state import RequestState, Wish
 
@@ -120,7 +120,7 @@ def test_loads_are_added_up_where_a_step_may_have_changed_them(new, tokens, may)
     assert load.may_have_changed(planned) is may and load.may_have_changed(None)
 
 
-ADMITTED, DRAFTED = AdmittedRequest("r", "hit", 160, 176, (163, 0)), DraftedRequest("r", 5, 2)
+ADMITTED = AdmittedRequest("r", "hit", 160, 176, (163, 0))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,6 @@ ADMITTED, DRAFTED = AdmittedRequest("r", "hit", 160, 176, (163, 0)), DraftedRequ
         (lambda counted: counted.request_admitted(ADMITTED), {"outcomes": {"hit": 2}, "requests": [ADMITTED] * 2}),
         (lambda counted: counted.follower_released(0.5), {"followers": {"held": 2}, "spent_seconds": 1.0}),
         (lambda counted: counted.prompt_pinned("r", "pinned"), {"pinned": [("r", "pinned")] * 2}),
-        (lambda counted: counted.request_drafted(DRAFTED), {"drafted": [DRAFTED] * 2}),
         (lambda counted: counted.cache_hit(16), {"cache_hit_tokens": 32}),
         (lambda counted: counted.load_declined(), {"loads_declined": 2}),
         (lambda counted: counted.disk_used({"damaged": 1}, 5, 7), {"files_refused": {"damaged": 2}, "file_bytes": 10}),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 
 from engine_patches import __main__ as plugin
-from engine_patches.commands import draft_trial, worker
+from engine_patches.commands import worker
 from engine_patches.disk.flags import transfer_flags
 from engine_patches.settings import LOOPBACK
 
@@ -59,12 +58,11 @@ def hybrid(tmp_path: Path) -> str:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What workers have come to: arguments and port of `serve`, drafts that are tried, what is explained."""
-    made = SimpleNamespace(served=[], tried=[], explained=[], on_cpu=False)
+    """What workers have come to: arguments and port of `serve`, and what is explained."""
+    made = SimpleNamespace(served=[], explained=[], on_cpu=False)
     monkeypatch.setattr(worker, "is_cpu_build", lambda: made.on_cpu)
     monkeypatch.setattr(worker, "flags_lacking", lambda flags: [])
     monkeypatch.setattr(worker, "serve", lambda *given: made.served.append(given) or 7)
-    monkeypatch.setattr(worker.draft_trial, "start", lambda *given: made.tried.append(given))
     explain = importlib.import_module("engine_patches.commands.explain")
     monkeypatch.setattr(explain, "main", lambda *given: made.explained.append(given) or 5)
     return made
@@ -226,16 +224,16 @@ def test_a_build_for_cpus_is_known_by_its_name_or_version(version, renamed, expe
 
 
 @pytest.mark.parametrize("by_file", [False, True])
-def test_a_worker_becomes_vllm_with_its_flags_and_tries_its_drafts_beside_it(started, hybrid, by_file, tmp_path):
-    config, name, flags = {}, ["m"], [*DRAFTING, "--port", "8005"]
+def test_a_worker_becomes_vllm_with_its_flags(started, hybrid, by_file, tmp_path):
+    name, flags = ["m"], [*DRAFTING, "--port", "8005"]
     if by_file:
         (tmp_path / "vllm.yaml").write_text("model: m\nport: 8005\n")
-        config, name, flags = {"model": "m", "port": 8005}, [], [*DRAFTING, "--config", str(tmp_path / "vllm.yaml")]
+        name, flags = [], [*DRAFTING, "--config", str(tmp_path / "vllm.yaml")]
     assert worker.main([*name, *flags]) == 7
     assert started.served == [([*name, *NEEDED, *worker.MIDDLEWARE, *flags], "8005")]
-    assert started.tried == [(flags, config, "8005")] and not started.explained
+    assert not started.explained
     assert worker.main([*name, *flags, "--explain=gpu"]) == 5 and worker.main([hybrid, *DRAFTING]) == 7
-    assert started.explained == [([*name, *NEEDED, *worker.MIDDLEWARE, *flags], "gpu")] and len(started.tried) == 2
+    assert started.explained == [([*name, *NEEDED, *worker.MIDDLEWARE, *flags], "gpu")]
 
 
 def test_on_a_cpu_a_hybrid_drafts_nothing_has_its_flags_and_a_word_of_vllms_defects(
@@ -358,52 +356,17 @@ def test_a_command_that_is_not_the_plugins_is_answered_with_what_there_is(capsys
     assert plugin.main(arguments) == status and said in capsys.readouterr().err
 
 
-@pytest.fixture
-def children(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Processes that would have been started."""
-    found: list[Any] = []
-    monkeypatch.setattr(draft_trial, "_started", [])
-    monkeypatch.setattr(draft_trial.subprocess, "Popen", lambda words, **given: found.append((words, given)) or 7)
-    return found
-
-
 @pytest.mark.parametrize(
-    ("given", "config", "variable", "address"),
+    ("given", "config", "drafts"),
     [
-        (DRAFTING, {}, "", "http://127.0.0.1:8001"),
-        *(([*DRAFTING, flag, "x"], {}, "", None) for flag in ("--headless", "--uds", "--ssl-keyfile")),
-        (["-sc", "{}", "--host=[::1]"], {}, "", "http://[::1]:8001"),
-        ([], {"speculative_config": {"method": "mtp"}, "host": "10.0.0.7"}, "", "http://10.0.0.7:8001"),
-        ([], {}, "", None),
-        (DRAFTING, {}, "SEAMARK_DRAFTS=0", None),  # it is decided
-        (DRAFTING, {}, "SEAMARK_ENGINE=0", None),
+        (DRAFTING, {}, True),
+        (["-sc", "{}"], {}, True),
+        (["--spec-method=mtp", "--host", "x"], {}, True),
+        (["--speculative_config.method", "mtp"], {}, True),
+        ([], {"speculative_config": {"method": "mtp"}}, True),
+        (["--host", "speculative-config"], {"port": 1}, False),
     ],
+    ids=str,
 )
-def test_the_worker_itself_is_asked_where_it_drafts_and_nothing_is_decided(
-    children, given, config, variable, address, monkeypatch
-):
-    if variable:
-        monkeypatch.setenv(*variable.split("="))
-    draft_trial.start(given, config, "8001")
-    assert [words[4] for words, _ in children] == ([address] if address else [])
-    for words, _ in children:
-        assert words[:3] == [sys.executable, "-m", "proxy.commands.draft_trial"]
-        assert words[-2:] == ["--parent", str(os.getpid())]
-
-
-@pytest.mark.parametrize(
-    ("key", "config"), [(["--api-key", "secret"], {}), ([], {"api_key": "secret"}), ([], {})], ids=str
-)
-def test_the_key_goes_by_the_environment_and_the_child_has_no_pipe_to_anybody(children, monkeypatch, key, config):
-    monkeypatch.setenv("VLLM_API_KEY", "theirs")
-    draft_trial.start([*DRAFTING, *key], config, "8001")
-    ((words, given),) = children
-    assert given.pop("env") == {**os.environ, "VLLM_API_KEY": "secret" if key or config else "theirs"}
-    assert "secret" not in words and os.environ["VLLM_API_KEY"] == "theirs"
-    assert given == dict.fromkeys(("stdin", "stdout"), draft_trial.subprocess.DEVNULL) and draft_trial._started == [7]
-
-
-def test_a_child_that_cannot_start_costs_the_worker_nothing(children, monkeypatch, capsys):
-    monkeypatch.setattr(draft_trial.subprocess, "Popen", Mock(side_effect=OSError("no more processes")))
-    draft_trial.start(DRAFTING, {}, "8000")
-    assert "stay on trial until a gateway tries them" in capsys.readouterr().err
+def test_a_command_line_drafts_by_its_flags_or_its_file(given, config, drafts):
+    assert worker.drafts(given, config) is drafts

@@ -14,23 +14,30 @@ from unittest.mock import AsyncMock
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
-from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.responses import StoredResponses
 from proxy.fleet import idle_turns, self_check
-from proxy.fleet.answer_compare import Continuation, ContinuedToken, Noise, Unanswered, distance, judge, scored
+from proxy.fleet.answer_compare import (
+    FEWEST_PARTED,
+    Continuation,
+    ContinuedToken,
+    Noise,
+    Unanswered,
+    distance,
+    judge,
+)
 from proxy.fleet.answer_compare import continuation as asked
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.part import Change
-from proxy.fleet.self_check import MOST_OF_CLIENTS, WITHOUT_DRAFTS, SelfCheck
+from proxy.fleet.self_check import SelfCheck
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Unreachable
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
-from tests.harness.drafting_engine import BLOCK, UNIT, DraftingEngine, DraftingUpstream, drafting_worker
+from tests.harness.drafting_engine import BLOCK, UNIT, DraftingEngine
 from tests.harness.probed import probed
 from tests.harness.waiting import until
 
@@ -90,7 +97,7 @@ def engine() -> Engine:
 
 def check_of(
     worker: Worker,
-    engine: Engine | DraftingUpstream,
+    engine: Engine | DraftingEngine,
     *requests: WarmupRequest,
     often: bool = False,
     distrust: Callable[[Worker], None] = lambda worker: None,
@@ -181,26 +188,41 @@ def soon(monkeypatch) -> None:
     monkeypatch.setattr(self_check, "POLL_SECONDS", 0.0)
 
 
-async def test_idle_workers_are_checked_for_ever_and_one_that_fails_keeps_no_other_from_it(
-    worker, engine, soon, caplog
+@pytest.mark.parametrize("odd", ["fails", "hangs", "is on trial"])
+async def test_idle_workers_are_checked_for_ever_and_an_odd_one_keeps_no_other_from_it(
+    worker, engine, soon, caplog, monkeypatch, odd
 ):
-    async def fails(url: str) -> None:
-        if url.startswith("http://odd"):
-            raise RuntimeError("planned")
+    async def goes_wrong(url: str) -> None:
+        if url.startswith("http://odd") and odd != "is on trial":
+            await (asyncio.Event().wait() if odd == "hangs" else AsyncMock(side_effect=RuntimeError("planned"))())
 
-    engine.before = fails
+    monkeypatch.setattr(self_check, "CHECK_SECONDS", 0.05)
+    engine.before = goes_wrong
     engine.cached_under.add(None)
-    odd = Worker("http://odd", renderer=render, probed=worker.probed, up=True)
-    check = check_of(worker, engine, replay(b"first"), replay(b"second"), often=True)
-    check._pool.workers.insert(0, odd)
+    drafts = "trial" if odd == "is on trial" else ""
+    seen = probed("w#1", replace(worker.engine, drafts=drafts), "m")
+    other, metrics = Worker("http://odd", renderer=render, probed=seen, up=True), Metrics()
+    check = check_of(worker, engine, replay(b"first"), replay(b"second"), often=True, metrics=metrics)
+    check._pool.workers.insert(0, other)
     running = asyncio.create_task(check.run())
     await until(lambda: check.checked >= 4)
     worker.dispatched += 1  # else it is left alone after some checks
     seen = check.checked
     await until(lambda: check.checked > seen)
+
+    def unanswered() -> float | None:
+        return metrics.registry.get_sample_value("seamark_self_check_total", {"result": "unanswered"})
+
+    await until(lambda: odd != "hangs" or unanswered())
     running.cancel()
     assert check.differs == 0 and not check.hints_off
-    assert "self-check of worker odd: RuntimeError" in caplog.text and "planned" not in caplog.text
+    if odd == "fails":
+        assert "self-check of worker odd: RuntimeError" in caplog.text and "planned" not in caplog.text
+    elif odd == "hangs":
+        rested = check._watched[other.url].next_at - time.monotonic()
+        assert check._watched[other.url].checks >= 1 and rested > 0.05, "a deadline counts as a check"
+    else:
+        assert other.url not in check._watched or not check._watched[other.url].checks
 
 
 async def test_a_worker_that_answers_otherwise_loses_its_hints_and_then_its_cache_and_is_watched_closely(
@@ -248,106 +270,26 @@ async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
     assert check._next(worker) is request and check._checked_at
 
 
-class Upstream(DraftingUpstream):
-    at_once = most = 0
-
-    async def fetch(self, method, *more, **named):
-        self.at_once += method == "POST"
-        self.most = max(self.most, self.at_once)
-        await asyncio.sleep(0)
-        answer = await super().fetch(method, *more, **named)
-        self.at_once -= method == "POST"
-        return answer
-
-
-def drafting(*requests: WarmupRequest, state: str = "trial", others: int = 0) -> tuple[SelfCheck, Worker, Upstream]:
-    """A check of a worker whose drafts are on trial; so many requests of others are there."""
-    worker, upstream = drafting_worker(state=state), Upstream(DraftingEngine(state=state))
-    worker.renderer, worker.renderer_ids["m"], upstream.requests = render, RENDERER, others
-    return check_of(worker, upstream, *requests, often=True), worker, upstream
-
-
-async def test_a_worker_on_trial_is_tried_and_not_checked_and_checked_once_it_is_open(soon):
-    check, worker, upstream = drafting(replay(b"first"))
-    running = asyncio.create_task(check.run())
-    await until(lambda: worker.draft_state == "open" or check.checked)
-    assert worker.draft_state == "open"
-    await until(lambda: check.checked)
-    running.cancel()
-    assert [*range(64)] in [list(asked["prompt"]) for asked in upstream.engine.asked], "no client's prompt was tried"
-
-
-async def test_a_worker_that_is_never_idle_is_tried_beside_its_clients_once_it_is_overdue(monkeypatch):
-    check, worker, upstream = drafting(others=1)
-    watched = self_check._Watched(dispatched=0, busy_at=time.monotonic() + 1000)
-    await check._try_drafts(worker, watched)
-    assert not upstream.engine.asked
-    monkeypatch.setattr(check.gates, "is_overdue", lambda worker: True)
-    await check._try_drafts(worker, watched)
-    assert upstream.engine.asked and upstream.most == 1, "one request at a time"
-
-
-async def test_of_clients_prompts_a_few_that_can_be_tried_are(worker, engine):
-    """The hottest; whatever cannot be rendered, or has no boundary in its beginning, is left out."""
-    worker.probed = probed("w#1", replace(worker.engine, drafts="trial"), "m")
-    many = [replay(b"%d" % number)._replace(put={"number": number}) for number in range(MOST_OF_CLIENTS + 1)]
-    prompts = await check_of(worker, engine, *many)._hottest(worker)
-    assert [(each.kind, list(each.ids), each.hint) for each in prompts] == [("client", [*range(64)], 63)] * 4
-
-    def ends(tokens: int) -> WarmupRequest:
-        return replay(b"0")._replace(found=Found((Boundary("turn", b"x", tokens),), renderer_id=RENDERER))
-
-    check = check_of(worker, engine, replay(b"1", IMAGE), ends(64), ends(999), ends(9))
-    assert [each.hint for each in await check._hottest(worker)] == [63, 9]
-
-    worker.renderer = AsyncMock(side_effect=[RenderFailed("refused"), TokenIds.of(range(64))])
-    assert len(await check_of(worker, engine, replay(b"0"), replay(b"1"))._hottest(worker)) == 1
-
-
 def checked(engine: DraftingEngine, seed: int = 0) -> tuple[SelfCheck, Worker, WarmupRequest]:
     """A check of a worker that drafts, and a prompt of 200 tokens of its own for each seed."""
     draw = random.Random(seed)
     renders = AsyncMock(return_value=TokenIds.of([draw.randrange(1000, 4000) for _ in range(200)]))
-    info = EngineInfo("0.3.0", "0", match_unit=UNIT, block_size=BLOCK, ahead=1, drafts=engine.state)
+    info = EngineInfo("0.3.0", "0", match_unit=UNIT, block_size=BLOCK, ahead=1, drafts="on")
     worker = Worker("http://w", renderer=renders, probed=probed("w#1", info, "m"), up=True)
     worker.renderer_ids["m"] = RENDERER
     request = replay(b"", cache_salt=f"salt {seed}")
     request = request._replace(found=Found((Boundary("turn", b"turn", 180),), renderer_id=RENDERER))
-    return check_of(worker, DraftingUpstream(engine)), worker, request
+    return check_of(worker, engine), worker, request
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.0005, 0.004])
 async def test_a_state_a_unit_early_is_seen_through_the_noise_which_alone_raises_no_alarm(noise):
     for off, results in ((0.25, {"differs"}), (0.0, {"same", "noise"})):
-        engine = DraftingEngine(state="on", noise=noise, hits_off=off, draw=random.Random(6))
+        engine = DraftingEngine(noise=noise, hits_off=off, draw=random.Random(6))
         for seed in range(20):
             check, worker, request = checked(engine, seed)
             verdict = await check._judge(worker, request, self_check._Watched())
             assert verdict is not None and verdict.result in results, (seed, verdict)
-
-
-async def test_every_eighth_check_asks_what_the_engine_says_without_drafts():
-    engine = DraftingEngine(state="open")
-    check, worker, request = checked(engine)
-    watched = self_check._Watched()
-    for checks in range(2 * WITHOUT_DRAFTS):
-        watched.checks = checks
-        await check._judge(worker, request, watched)
-    assert sum("prompt_logprobs" in each for each in engine.asked) == 2
-
-
-async def test_an_engine_that_answers_otherwise_with_drafts_gets_no_more_hints_and_keeps_its_cache(monkeypatch):
-    monkeypatch.setattr("tests.harness.drafting_engine.DECODED", 8)  # a check's answer is short
-    engine = DraftingEngine(state="open", drafts_off=0.25)
-    check, worker, request = checked(engine)
-    watched = self_check._Watched(checks=WITHOUT_DRAFTS - 1)
-    await check._judge(worker, request, watched)
-    assert check.gates.wants(worker)
-    assert sum("prompt_logprobs" in each for each in engine.asked) == 2, "it is looked at twice"
-
-    await check.gates.step(worker, AsyncMock(return_value=()))
-    assert engine.state == "closed" and "vLLM itself answers otherwise" in engine.why
-    assert worker.draft_state == "closed" and not worker.takes_hints and worker.cache.cache_allowed
 
 
 def continuation(*tops: dict[str, float], cached: int = 0) -> Continuation:
@@ -363,6 +305,8 @@ def continuation(*tops: dict[str, float], cached: int = 0) -> Continuation:
         (0.03, 0.01, 0.0, "noise"),
         (0.0625, 0.0, 1 / 64, "noise"),
         (0.0626, 0.0, 1 / 64, "differs"),
+        (1.0, 9.0, 0.0, "noise"),
+        (1.001, 9.0, 1 / 4, "differs"),  # no noise is so large
     ],
 )
 def test_noise_is_three_times_what_recomputed_answers_differ_by_or_four_steps_of_their_logits(
@@ -437,21 +381,27 @@ async def test_beginnings_of_a_prompt_are_recomputed_three_times_until_its_noise
     assert lengths == asked and noise.largest == pytest.approx(largest) and not left
 
 
-def test_an_answers_tokens_have_a_name_and_ids_if_the_worker_gives_those():
+def test_an_answers_tokens_have_a_name():
     named = Continuation(tuple(ContinuedToken(f"token_id:{each}", {}) for each in (7, 8)), 0)
-    assert named.ids == [7, 8]
     assert named.hash == named._replace(cached=9).hash != named._replace(steps=named.steps[:1]).hash
-    with pytest.raises(Unanswered, match="no token ids"):
-        _ = logprob(0.0).ids
-
-
-SEVEN = {"7": {"logprob": -0.5}}
 
 
 @pytest.mark.parametrize(
-    "told", [None, [None, SEVEN], [SEVEN, {"8": {"logprob": -0.5}}], [SEVEN, {"7": {"logprob": "x"}}]]
+    ("hit", "again", "excused"),
+    [
+        ("aaaa", "aaaa", True),
+        ("abbb", "aaaa", False),  # other tokens in most steps, where recomputed answers have the same
+        ("aaab", "aaaa", True),
+        ("abbb", "abaa", True),
+    ],
 )
-def test_what_names_no_logprobs_of_all_of_these_tokens_is_no_end_of_a_prompt(told):
-    for answer in ({}, {"choices": [{"prompt_logprobs": told}]}):
-        with pytest.raises(Unanswered, match="no logprobs of the prompt"):
-            scored(answer, [7, 7])
+def test_other_tokens_in_most_steps_of_most_prompts_are_no_noise(hit, again, excused):
+    def answer(tokens: str) -> Continuation:
+        return Continuation(tuple(ContinuedToken(each, {"a": -0.7, "b": -0.7}) for each in tokens), 0)
+
+    noise = Noise()
+    told = [noise.excuses([answer(hit)] * 2, [answer("aaaa"), answer(again)]) for _ in range(FEWEST_PARTED)]
+    assert all(told[:-1]) and told[-1] is excused
+    assert noise.excuses([answer("aaaa")], [answer("aaaa")]) is excused  # one of seven is not enough
+    noise.clear()
+    assert noise.excuses([answer(hit)], [answer("aaaa"), answer(again)])

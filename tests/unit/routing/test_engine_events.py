@@ -14,7 +14,6 @@ from urllib.parse import parse_qs
 import pytest
 
 from proxy.boundaries.boundary import Boundary
-from proxy.fleet.draft_reports import MOST_BYTES, MOST_NAME, MOST_VALUES
 from proxy.fleet.part import Change, Part, Shelf
 from proxy.fleet.worker import Load, Worker
 from proxy.fleet.worker_metrics import EngineInfo
@@ -23,7 +22,8 @@ from proxy.http.json_body import MOST_COUNT, OverBound
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.routing import engine_events
-from proxy.routing.engine_events import MAX_OUTCOMES, EngineEvents, EngineOutcome
+from proxy.routing.engine_events import MAX_OUTCOMES, MOST_BYTES, MOST_VALUES, EngineEvents, EngineOutcome
+from proxy.routing.held_states import MOST_NAME
 from proxy.routing.prefix_index import PrefixIndex
 from tests.harness.probed import probed
 from tests.harness.virtual_time import on_virtual_time
@@ -167,7 +167,6 @@ async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog
         {"outcomes": [["x" * (MOST_NAME + 1), "hit", 1]]},
         {"outcomes": {"x": 1}},
         {"drafts": {"state": "s" * (MOST_NAME + 1)}},
-        {"drafted": [["x", 1, 1e400]]},
         {"pins": [["x", ["y"]]]},
     ],
 )
@@ -317,22 +316,19 @@ async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monke
             assert await fate() == "pinned"
 
 
-async def test_drafts_of_finished_requests_are_told_once_with_whether_they_hit():
-    feed, told, worker = Feed(old=False), [], replace(WORKER)
-    async with following(feed, worker) as events:
-        events.on_drafted = lambda *each: told.append(each)
-        outcomes = [["hit", "hit", 16], ["miss", "cold", 0], ["own-check-1", "hit", 16]]
-        feed.tell([], outcomes=outcomes, drafted=[])
-        await until(lambda: len(feed.asked) == 3)
-        assert not told and worker.draft_gate is None
-        drafted = [["hit", 2, 3], ["miss", 4, 5], ["own-check-1", 1, 1], ["unknown", 1, 1]]
-        feed.tell([], drafted=drafted, drafts={"state": "open", "id": "e"})
-        await until(lambda: len(feed.asked) == 4)
-        assert told == [(worker, (2, 3), True), (worker, (4, 5), False)]
-        assert worker.draft_gate is not None and worker.draft_gate.state == "open"
-        feed.tell([], drafted=drafted, drafts=None)
-        await until(lambda: len(feed.asked) == 5)
-        assert len(told) == 2 and worker.draft_gate is None
+async def test_what_an_engine_says_of_hints_beside_its_drafts_is_known_until_it_says_nothing(monkeypatch):
+    feed, worker = Feed(old=False), replace(WORKER)
+    async with following(feed, worker):
+        for reads, drafts in enumerate(
+            ({"state": "trial", "figures": "1 of 1"}, {"state": "closed", "why": "w"}, None)
+        ):
+            feed.tell([], drafts=drafts)
+            await until(lambda reads=reads: len(feed.asked) == 3 + reads)
+            gate = worker.draft_gate
+            told = {
+                name: value for name, value in (gate._asdict() if gate else {}).items() if value and name != "read_at"
+            }
+            assert told == (drafts or {})
 
 
 async def test_what_ends_a_read_unforeseen_is_said_by_its_kind_and_nobody_waits_for_it(caplog):

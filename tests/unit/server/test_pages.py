@@ -15,7 +15,7 @@ import pytest
 from proxy.chat.chat import CHAT
 from proxy.fleet.probe import MODELS, Probed
 from proxy.fleet.reports import Reports
-from proxy.fleet.worker import BREAKER_FAILURES, Worker
+from proxy.fleet.worker import BREAKER_FAILURES, GateReport, Worker
 from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from proxy.http import asgi
 from proxy.observability.explanations import Explanation
@@ -277,26 +277,24 @@ def test_what_a_worker_that_is_up_lacks_is_told(own, fields, says):
     assert warnings(own) == []
 
 
-async def test_a_worker_that_drafts_is_on_trial_while_it_is_up_and_how_far_that_is(in_memory, monkeypatch):
-    checking = (await in_memory(RecordingWorker(), is_started=False, self_check_interval=60)).gateway
-    blind = (await in_memory(RecordingWorker(), is_started=False)).gateway
-    monkeypatch.setattr(checking.self_check.gates, "words", lambda of: "7 of 30 prompts")
-    for gateway, says, trial in (
-        (checking, "until its trial is over (7 of 30 prompts).", "7 of 30 prompts"),
-        (blind, "self_check_interval is 0", ""),
+async def test_a_worker_that_drafts_is_on_trial_while_it_is_up_and_how_far_that_is(in_memory):
+    gateway = (await in_memory(RecordingWorker(), is_started=False)).gateway
+    (worker,) = gateway.pool.workers
+    for state in ("trial", "open", "closed", "on", "off", ""):
+        set_up(worker, metrics=metrics(replace(ENGINE, drafts=state)))
+        assert len(warnings(gateway)) == (state == "trial"), state
+        assert (drafts_status(worker) or {}).get("state", "") == state
+    for figures, says in (
+        ("", "until its trial is over."),
+        ("7 of 7 agree", "until its trial is over (7 of 7 agree)."),
     ):
-        (worker,) = gateway.pool.workers
-        for state in ("trial", "open", "closed", "on", "off", ""):
-            set_up(worker, metrics=metrics(replace(ENGINE, drafts=state)))
-            told = warnings(gateway)
-            assert len(told) == (state == "trial"), state
-            assert (drafts_status(worker, gateway) or {}).get("state", "") == state
+        worker.draft_gate = GateReport("trial", "", figures, float("inf"))
         set_up(worker, metrics=metrics(replace(ENGINE, drafts="trial")))
         (only,) = warnings(gateway)
-        assert only.startswith("Worker worker-0 drafts") and says in only and "()" not in only
-        assert worker_status(worker, gateway)["drafts"] == {"state": "trial", "trial": trial}
-        worker.up = False
-        assert warnings(gateway) == []
+        assert only.startswith("Worker worker-0 drafts") and says in only
+        assert worker_status(worker, gateway)["drafts"] == {"state": "trial", "trial": figures}
+    worker.up = False
+    assert warnings(gateway) == []
 
 
 async def test_in_shadow_mode_that_comes_first_and_no_plugin_is_missed(in_memory):
