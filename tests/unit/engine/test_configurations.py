@@ -10,7 +10,7 @@ import pytest
 
 from engine_patches import kv_connectors, speculation
 from engine_patches.commands.explain import about
-from engine_patches.footprint import OWN
+from engine_patches.footprint import OWN as OWN_REQUEST
 from engine_patches.kv_connectors import CONNECTORS, UNKNOWN, ConnectorLane, decide_by
 from engine_patches.ledger import Shape, ShapeMismatch
 from engine_patches.scheduler.draft_gate import CLOSED, NONE, OFF, ON, ON_TRIAL, DraftGate
@@ -290,7 +290,7 @@ def test_an_engine_begins_as_its_drafts_and_the_setting_say(monkeypatch, value, 
     gate = DraftGate.of(config(drafting), refusal)
     named = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"seamark_trial": 1, "seamark_drafts": "open:"}))
     assert gate.state == state and gate.admits(named) == (state in (NONE, ON))
-    assert gate.admits(SimpleNamespace(**{OWN: True}))
+    assert gate.admits(SimpleNamespace(**{OWN_REQUEST: True}))
     gate.state, gate.why = CLOSED, "x" * 1000
     assert not gate.admits(named) and gate.refusal.cause == "drafts: " + "x" * (LONGEST - 9) + "…"
 

@@ -284,10 +284,7 @@ async def test_a_worker_that_drafts_is_on_trial_while_it_is_up_and_how_far_that_
         set_up(worker, metrics=metrics(replace(ENGINE, drafts=state)))
         assert len(warnings(gateway)) == (state == "trial"), state
         assert (drafts_status(worker) or {}).get("state", "") == state
-    for figures, says in (
-        ("", "until its trial is over."),
-        ("7 of 7 agree", "until its trial is over (7 of 7 agree)."),
-    ):
+    for figures, says in (("", "trial is over."), ("7 of 7 agree", "trial is over (7 of 7 agree).")):
         worker.draft_gate = GateReport("trial", "", figures, float("inf"))
         set_up(worker, metrics=metrics(replace(ENGINE, drafts="trial")))
         (only,) = warnings(gateway)
