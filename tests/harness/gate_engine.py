@@ -12,10 +12,13 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from engine_patches.trial import turns
 from tests.harness import draft_defects, draft_kernels
 from tests.harness.draft_oracle import DRAFTS, replace_on_v1
 
 VARIABLE = "SEAMARK_TEST_FAULT"
+
+SOON = "SEAMARK_TEST_SOON"  # set: an engine that is never idle is tried beside its clients at once, without rests
 
 ROWS_LOST = "the head has no rows behind a hit"
 
@@ -25,6 +28,8 @@ PROBABILITY = 0.7
 def register() -> None:
     """The plugin."""
     draft_kernels.install()
+    if os.environ.get(SOON):
+        turns.OVERDUE_SECONDS = turns.REST_BESIDE = 0.0
     fault = os.environ.get(VARIABLE, "")
     _remember(drafts_behind_hits=fault != ROWS_LOST)
     if fault and fault != ROWS_LOST:

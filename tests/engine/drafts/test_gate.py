@@ -1,4 +1,4 @@
-"""A recipe that drafts hits as it is: hints open once the engine's own answers have agreed, and stay shut else.
+"""A recipe that drafts hits as it is: hints open once the engine has tried itself, and stay shut if it is wrong.
 
 Behind the gateway then comes what it predicts, all that is owed, as from an engine without drafts and a cache.
 """
@@ -9,7 +9,9 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from proxy.bench.harness.servers import (
     ENGINE_ENVIRONMENT,
     ENGINE_FLAGS,
     MODEL_NAME,
+    NEMOTRON_H,
+    QWEN3_NEXT,
     Server,
     Servers,
     free_port,
@@ -33,6 +37,7 @@ from proxy.bench.harness.servers import (
 from proxy.boundaries.token_ids import common_prefix
 from tests.harness import draft_defects, gate_engine
 from tests.harness.draft_engines import MTP, STARTED_ALL_THE_SAME
+from tests.harness.engines import FLOAT32_DELTA
 from tests.harness.versions import ROOT, engine_of
 from tests.harness.waiting import wait_for
 
@@ -48,20 +53,32 @@ REASONS = {
     gate_engine.ROWS_LOST: "drafts a step are accepted behind hits",
 }
 
+VLLM_SERVE = ["-m", "vllm.entrypoints.openai.api_server", "--enable-prefix-caching", "--model"]
+
 pytestmark = pytest.mark.thorough
 
 
 @contextmanager
-def drafting(folder: Path, fault: str = "", version: str | None = None) -> Iterator[tuple[Servers, Server]]:
-    """An engine that drafts, without a gateway."""
+def drafting(
+    folder: Path,
+    fault: str = "",
+    version: str | None = None,
+    family: str = NEMOTRON_H,
+    started: Sequence[str] = ("-c", STARTED_ALL_THE_SAME),
+    **more: str,
+) -> Iterator[tuple[Servers, Server]]:
+    """An engine that drafts, without a gateway. `more`: of its environment."""
     stand_ins = {"seamark_gate_engine": "tests.harness.gate_engine:register"}
-    environment = {**plugin_environment(folder / "plugins", stand_ins), gate_engine.VARIABLE: fault}
+    flags = [*ENGINE_FLAGS, "--speculative-config", json.dumps(MTP), "--dtype", "float32", "--enforce-eager"]
+    if family == QWEN3_NEXT:
+        stand_ins |= FLOAT32_DELTA
+        flags += ["--mamba-ssm-cache-dtype", "float32"]
+    environment = {**plugin_environment(folder / "plugins", stand_ins), gate_engine.VARIABLE: fault, **more}
     if version:
         path = environment["PYTHONPATH"]
         environment["PYTHONPATH"] = f"{engine_of(version)}:{ROOT}:{path}"
     port = free_port()
-    command = [sys.executable, "-c", STARTED_ALL_THE_SAME, str(generated_model(print, mtp=True)), "--port", str(port)]
-    command += [*ENGINE_FLAGS, "--speculative-config", json.dumps(MTP)]
+    command = [sys.executable, *started, str(generated_model(print, family, mtp=True)), "--port", str(port), *flags]
     with Servers(folder) as fleet:
         engine = fleet.start("drafts", port, command, {**ENGINE_ENVIRONMENT, **environment})
         engine.wait_until_ready()
@@ -157,12 +174,36 @@ def test_an_engine_that_is_right_opens_by_itself_and_hits_all_it_owes_as_predict
         assert steps is not None and int(steps[2].replace(",", "")) > 0, table
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"), [("", 'drafts="open"'), (gate_engine.ROWS_LOST, 'drafts="closed"')], ids=["right", "rows lost"]
-)
-def test_without_a_gateway_a_worker_tries_itself(tmp_path, fault, told):
-    with drafting(tmp_path, fault) as (_, engine):
-        wait_for(lambda: told in httpx.get(engine.url + "/metrics", timeout=60).text, PATIENCE)
+@pytest.mark.parametrize("family", [NEMOTRON_H, QWEN3_NEXT])
+def test_under_vllms_own_server_and_without_a_gateway_an_engine_tries_itself_and_hits_then(tmp_path, family):
+    with drafting(tmp_path, family=family, started=VLLM_SERVE) as (_, engine):
+        wait_for(lambda: 'drafts="open"' in httpx.get(engine.url + "/metrics", timeout=60).text, PATIENCE)
+        body = body_of([{"role": "user", "content": prose(400, 1)}]) | {"vllm_xargs": {"seamark_boundaries": [300]}}
+        answers = [httpx.post(engine.url + CHAT, json=body, timeout=300).json() for _ in range(2)]
+        assert answers[0]["choices"][0]["token_ids"] == answers[1]["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(("fault", "state"), [("", "open"), (draft_defects.A_UNIT_EARLY, "closed")])
+def test_beside_clients_who_never_rest_and_name_themselves_as_they_like_it_comes_to_the_same(tmp_path, fault, state):
+    with drafting(tmp_path, fault, **{gate_engine.SOON: "1"}) as (fleet, engine):
+        gateways, over = [gateway_before(fleet, engine) for _ in range(2)], threading.Event()
+        named = {"vllm_xargs": {"seamark_trial": 1, "seamark_drafts": "open:"}, "max_tokens": 8}
+
+        def asks(number: int) -> list[int]:
+            told, url = [], (engine, *gateways)[number].url
+            while not over.is_set():
+                body = body_of([{"role": "user", "content": f"{len(told)} {prose(100, number)}"}]) | named
+                name = {"x-request-id": f"own-drafts-{len(told)}"}
+                told.append(httpx.post(url + CHAT, json=body, headers=name, timeout=300).status_code)
+            return told
+
+        with ThreadPoolExecutor() as pool:
+            clients = [pool.submit(asks, number) for number in range(3)]
+            try:
+                assert [tried(gateway) for gateway in gateways] == [state, state], engine.log.read_text()[-3000:]
+            finally:
+                over.set()
+        assert {status for each in clients for status in each.result()} == {200}
 
 
 @pytest.mark.parametrize("fault", REASONS)
@@ -171,7 +212,7 @@ def test_an_engine_with_a_fault_stays_shut_and_says_why(tmp_path, fault):
         gateway = gateway_before(fleet, engine)
         assert tried(gateway) == "closed", gateway.log.read_text()[-3000:]
         wait_for(lambda: REASONS[fault] in worker_of(gateway)["engine"]["refused"])  # which the next probe reads
-        assert REASONS[fault] in gateway.log.read_text()
+        assert REASONS[fault] in gateway.log.read_text() and REASONS[fault] in engine.log.read_text()
         assert REASONS[fault].split(" beside")[0] in said_by_doctor(engine)
         answers, own = ([chat(url, number) for number in range(3)] for url in (gateway.url, engine.url))
         assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in own]
