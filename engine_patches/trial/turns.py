@@ -79,17 +79,18 @@ class Turns:
             self._settle(Verdict("closed", f"their trial failed ({type(error).__name__})"), began)
 
     def _try(self) -> None:
-        began, failed, attempts = time.monotonic(), 0, 1
+        began, failed, attempts, ended = time.monotonic(), 0, 1, False
         trial = Trial(self._own, self._own.facts)
         while True:
-            self._own.beside = beside = not self._wait_for_turn(began)
+            self._own.beside = beside = not self._wait_for_turn(began, ended)
             self._own.begin()
             asked_at, verdict = time.monotonic(), None
             try:
+                ended = False
                 verdict = trial.ask(beside=beside)
                 failed = 0
             except Interrupted:
-                pass
+                ended = True
             except Unanswered as error:
                 failed += 1
                 logger.info("seamark: a trial prompt was not judged: %s", error)
@@ -113,14 +114,15 @@ class Turns:
             self._settle(verdict, began)
             return
 
-    def _wait_for_turn(self, began: float) -> bool:
-        """Whether the engine is idle; if not, it has not been for too long."""
+    def _wait_for_turn(self, began: float, ended: bool) -> bool:
+        """Whether the engine is idle; if not, or where a client has `ended` the last prompt, it is overdue."""
         while True:
             now = time.monotonic()
             if self._own.may_ask:
-                if now - self._own.busy_at >= IDLE_SECONDS:
+                is_overdue = now - began >= OVERDUE_SECONDS
+                if now - self._own.busy_at >= IDLE_SECONDS and not (is_overdue and ended):
                     return True
-                if now - began >= OVERDUE_SECONDS:
+                if is_overdue:
                     return False
             time.sleep(POLL_SECONDS)
 

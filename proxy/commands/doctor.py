@@ -23,7 +23,6 @@ from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, image_version
 from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet import worker_metrics
-from proxy.routing.engine_events import PATH as EVENTS
 from proxy.fleet.probe import MODELS, NO_HTTP, Frontend, Probe, Unwell, gateway_id, models_in, read_metrics
 from proxy.fleet.reports import Reports
 from proxy.fleet.sleep import EngineAnswers
@@ -33,6 +32,7 @@ from proxy.http.client import Broken, Silent, Unreachable, Upstream
 from proxy.http.json_body import HINT, XARGS, loads
 from proxy.observability.shadow import CURED
 from proxy.printable import printable, printable_lines
+from proxy.routing.engine_events import PATH as EVENTS
 from proxy.settings import Settings
 from proxy.version import version
 

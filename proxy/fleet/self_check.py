@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from cachetools import FIFOCache
 from xxhash import xxh3_64_hexdigest
@@ -37,7 +37,6 @@ from proxy.fleet.answer_compare import (
     judge,
 )
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
-from proxy.fleet.idle_turns import IdleTurns, allowance
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import TRIAL, Worker, fresh_salt, prompt_of
@@ -49,6 +48,8 @@ from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.self_check")
 
+T = TypeVar("T")
+
 POLL_SECONDS = 0.25  # between two searches for an idle worker
 
 # Seconds of rest for each second of a check, which so takes at most a fiftieth of a worker's idle time. A new worker
@@ -56,6 +57,14 @@ POLL_SECONDS = 0.25  # between two searches for an idle worker
 REST, REST_AT_FIRST = 49.0, 9.0
 
 FIRST = 16  # checks of a new worker
+
+IDLE_SECONDS = 3.0  # that a worker is without a request before a check
+
+# Part of the cache that recomputed prompts may take between two requests of clients, 0 to 1.
+CACHE_SHARE = 1 / 16
+
+# Checks without a client's request between them; after that, an unused worker is left alone.
+MOST_IN_A_ROW = 16
 
 CHECK_SECONDS = 120.0  # for a check; then it has failed, and the worker is left alone
 
@@ -65,12 +74,55 @@ REMEMBERED = 256  # prompts that were checked
 
 
 @dataclass
-class _Watched(IdleTurns):
-    """What is known of a worker here."""
+class _Watched:
+    """What is known of a worker here, and when it is idle: what uses its idle time ends at once for a client."""
 
     checks: int = 0  # since it started, or was last quarantined
     boot: str = ""
     noise: Noise = field(default_factory=Noise)  # of this boot
+
+    dispatched: int = -1
+    busy_at: float = 0.0  # time.monotonic() when it last had a request
+    next_at: float = 0.0  # time.monotonic() before which there is no turn
+    in_a_row: int = 0
+    recomputed: int = 0  # tokens, since the last request of a client
+    left: asyncio.Future[None] | None = None  # during a turn: done when a client comes
+
+    def look(self, worker: Worker) -> None:
+        """Note what it does now."""
+        now = time.monotonic()
+        if worker.dispatched != self.dispatched:
+            self.dispatched, self.busy_at, self.in_a_row, self.recomputed = worker.dispatched, now, 0, 0
+        if worker.inflight:
+            self.busy_at = now
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is without requests, and the last turn was long enough ago."""
+        now = time.monotonic()
+        return now - self.busy_at >= IDLE_SECONDS and now >= self.next_at
+
+    def has_room(self, worker: Worker) -> bool:
+        """Whether more may be recomputed before the next request of a client."""
+        return self.in_a_row < MOST_IN_A_ROW and self.recomputed < _allowance(worker)
+
+    def client_came(self) -> None:
+        """A client's request goes to it: a turn there ends at once."""
+        if self.left is not None and not self.left.done():
+            self.left.set_result(None)
+
+    async def take(self, work: Coroutine[Any, Any, T], seconds: float) -> T | None:
+        """What `work` comes to; None if a client came meanwhile. Raises `TimeoutError` after so many seconds."""
+        left = self.left = asyncio.get_running_loop().create_future()
+        working = asyncio.create_task(work)
+        try:
+            done, _ = await asyncio.wait((working, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise TimeoutError
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()  # and with it its requests: the engine is free once its running step is finished
+            self.left = None
 
 
 class _Cut(NamedTuple):
@@ -208,7 +260,7 @@ class SelfCheck(Part):
         """None if nothing came from the cache, or others use the worker. A difference is looked at twice."""
         if await self._is_used(worker):
             return None
-        most = int(min(self._most_tokens, allowance(worker) / MOST_RECOMPUTED))
+        most = int(min(self._most_tokens, _allowance(worker) / MOST_RECOMPUTED))
         cut = await self._cut(worker, replay, most)
         if cut is None:
             return None
@@ -307,3 +359,9 @@ class SelfCheck(Part):
 
 def _name(worker: Worker, replay: WarmupRequest) -> tuple[str, bytes]:
     return worker.boot, replay.found.boundaries[-1].key
+
+
+def _allowance(worker: Worker) -> float:
+    """Tokens that may be recomputed between two requests of clients."""
+    tokens = worker.probed.metrics.cache_tokens
+    return tokens * CACHE_SHARE if tokens else float("inf")

@@ -17,7 +17,7 @@ from proxy.boundaries.boundary import Boundary, Found
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.responses import StoredResponses
-from proxy.fleet import idle_turns, self_check
+from proxy.fleet import self_check
 from proxy.fleet.answer_compare import (
     FEWEST_PARTED,
     Continuation,
@@ -184,7 +184,7 @@ async def test_a_clients_request_ends_a_check_at_once(worker, engine):
 @pytest.fixture
 def soon(monkeypatch) -> None:
     """Workers are idle as soon as they have no request, and looked at again and again."""
-    monkeypatch.setattr(idle_turns, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(self_check, "IDLE_SECONDS", 0.0)
     monkeypatch.setattr(self_check, "POLL_SECONDS", 0.0)
 
 
