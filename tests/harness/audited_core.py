@@ -209,10 +209,10 @@ class Core:
         pin: int | None = None,
         extra: Mapping[str, Any] = {},
         stop: bool = False,
-        own: bool | None = None,
+        trial: bool | None = None,
     ) -> Request:
         """`transfer`: its `kv_transfer_params`. `pin`, `extra`: as the gateway asks for it. `stop`: a 0 ends it, which
-        the scheduler does not know before it is told. `own`: the engine asks it itself, for a trial of drafts."""
+        the scheduler does not know before it is told. `trial`: the engine asks it itself; whether it may leave states on trial."""
         extra = dict(extra) if hint is None else {**extra, "seamark_boundaries": hint}
         if pin is not None:
             extra["seamark_pin"] = pin
@@ -224,8 +224,8 @@ class Core:
         request = Request(
             name, list(tokens), parameters, None, block_hasher=self.hasher, cache_salt=salt, priority=priority
         )
-        if own is not None:
-            setattr(request, OWN, own)
+        if trial is not None:
+            setattr(request, OWN, trial)
         self.worker.tokens[name] = list(tokens)
         self.ever[name] = request
         self._record_meanings()

@@ -276,11 +276,11 @@ def gate(core: Core, shared: int, asked: dict[str, Any]) -> None:
     alone = [
         found("alone"),
         found("named", extra={"seamark_trial": 1, "seamark_drafts": "open:"}),
-        found("asked", own=False),
+        found("asked", trial=False),
     ]
-    seen = [found("trial", own=True)]
+    seen = [found("trial", trial=True)]
     drafts.state = OPEN
-    seen += [found("open"), found("own", own=False)]
+    seen += [found("open"), found("own", trial=False)]
     drafts.state, drafts.why = CLOSED, "it drafts worse"
     core.scheduler.seamark.refusal = drafts.refusal
     closed = found("shut")

@@ -304,6 +304,7 @@ def test_who_has_its_whole_answer_is_told_once_and_who_has_left_before_is_not():
     seamark = SimpleNamespace(
         step_time=SimpleNamespace(step_took=lambda *_, **__: None),
         states=None,
+        own=None,
         step_ended=0.0,
         verified=4,
         verified_drafts=lambda request, accepted: verified.append((request.request_id, accepted)),
@@ -376,7 +377,7 @@ class Scheduler:
         self.left, self.answered = 0, True  # tokens to be planned, and whether the last of them has come
         self.prompts = deque((100.5 + (0 if at_once else 0.5 * n), draw.randint(500, 4000)) for n in range(100))
         self.seamark = SimpleNamespace(
-            step_time=StepTime(), step_ended=0.0, states=None, last_planned=None, verified=1,
+            step_time=StepTime(), step_ended=0.0, states=None, own=None, last_planned=None, verified=1,
             writes_in_forward=False, pinning=(), begin_step=lambda requests: None,
         )  # fmt: skip
 

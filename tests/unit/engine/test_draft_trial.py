@@ -178,6 +178,8 @@ def test_an_engine_is_opened_or_closed_by_itself_with_a_reason(monkeypatch, scri
 def test_it_asks_when_the_engine_is_idle_and_beside_clients_after_ten_minutes_in_a_tenth_of_the_time(monkeypatch):
     assert Scene(monkeypatch, None, RIGHT).play().asked == [(3.0, False), (4.0, False)]
     assert Scene(monkeypatch, Interrupted(), RIGHT, busy_until=50.0).play().asked == [(53.0, False), (54.0, False)]
+    ended = Scene(monkeypatch, *[Interrupted()] * 597, None, RIGHT).play()  # by a client who comes whenever one begins
+    assert ended.asked[-3:] == [(599.0, False), (600.0, True), (610.0, False)]
     beside = Scene(monkeypatch, None, None, RIGHT, busy_until=1e9).play()
     assert beside.asked == [(600.0, True), (610.0, True), (620.0, True)]
     assert [at for at, _ in Scene(monkeypatch, *[Unanswered("x")] * 3, RIGHT).play().asked] == [3.0, 8.0, 17.0, 34.0]
