@@ -47,6 +47,7 @@ class OwnRequests:
         self._prefix = os.urandom(16).hex()
         self._count = 0
         self._under_way: dict[str, Sent] = {}
+        self._lock = threading.RLock()  # what is under way is in the engine's queue, in this order
         self.beside = False  # clients' requests do not end them
         self._interrupted = False
         self.busy_at = time.monotonic()  # when a client's request was last there
@@ -78,8 +79,6 @@ class OwnRequests:
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 
-        if self._interrupted:
-            raise Interrupted
         config = self._engine.vllm_config
         most = config.model_config.max_logprobs
         top = TOP if most < 0 else min(TOP, most)
@@ -113,8 +112,11 @@ class OwnRequests:
         )
         request, wave = self._engine.preprocess_add_request(asked)
         setattr(request, OWN, not question.as_client)
-        sent = self._under_way[request.request_id] = Sent(request, question)
-        self._engine.input_queue.put_nowait((EngineCoreRequestType.ADD, (request, wave)))
+        with self._lock:
+            if self._interrupted:
+                raise Interrupted
+            sent = self._under_way[request.request_id] = Sent(request, question)
+            self._engine.input_queue.put_nowait((EngineCoreRequestType.ADD, (request, wave)))
         return sent
 
     def wait(self, sent: Sent) -> Answer:
@@ -132,9 +134,10 @@ class OwnRequests:
         """Give up what is still under way."""
         from vllm.v1.engine import EngineCoreRequestType
 
-        if names := list(self._under_way):
-            self._engine.input_queue.put_nowait((EngineCoreRequestType.ABORT, names))
-            self._under_way.clear()
+        with self._lock:
+            if names := list(self._under_way):
+                self._engine.input_queue.put_nowait((EngineCoreRequestType.ABORT, names))
+                self._under_way.clear()
 
     def make_way(self, scheduler: Any) -> None:
         """A step is going to be planned: a client's request ends ours."""
@@ -148,11 +151,11 @@ class OwnRequests:
         """What is being compared is asked anew, since a client has come or answers may be others from now on."""
         from vllm.v1.request import RequestStatus
 
-        self._interrupted = True
-        under_way = dict(self._under_way)
+        with self._lock:
+            self._interrupted, under_way = True, dict(self._under_way)
+            self.end()  # for what the engine has not taken out of its queue yet
         if under_way:
             self._engine.scheduler.finish_requests(list(under_way), RequestStatus.FINISHED_ABORTED)
-            self.end()  # for what the engine has not taken out of its queue yet
             for sent in under_way.values():
                 sent.done.set()
 

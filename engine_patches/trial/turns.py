@@ -43,10 +43,10 @@ def try_drafts(original: Callable[..., None]) -> Callable[..., None]:
     """Replacement of `EngineCoreProc.process_input_sockets`, the thread that an engine core starts once it is made."""
 
     def process_input_sockets(self: Any, *args: Any, **kwargs: Any) -> None:
-        checkpoints = self.scheduler.seamark
+        checkpoints = getattr(self.scheduler, "seamark", None)
         # Several engines that step together wait for one another: without a coordinator nobody wakes the others.
-        is_alone = self.has_coordinator or not hasattr(self, "dp_group")
-        if checkpoints.drafts.state == ON_TRIAL and is_alone:
+        can_step = self.has_coordinator or not hasattr(self, "dp_group")
+        if checkpoints is not None and checkpoints.drafts.state == ON_TRIAL and can_step:
             turns = Turns(OwnRequests(self), checkpoints)
             threading.Thread(target=turns.run, name="seamark-trial", daemon=True).start()
         original(self, *args, **kwargs)
@@ -106,9 +106,9 @@ class Turns:
                 logger.info("seamark: the same prompts do not show it: %s", trial.figures)
                 self._gate.live, self._gate.doubt = LiveAcceptance(LOOKS_AFTER_DOUBT), ""
                 return
-            if verdict.result == "no_hits" and attempts < ATTEMPTS:
+            if verdict.result == "no_hits" and (attempts < ATTEMPTS or beside):  # clients evict what they like
                 logger.info("seamark: %s; tried again later (%s)", verdict.why, trial.figures)
-                time.sleep(REST_OF_ATTEMPT * attempts)
+                time.sleep(min(REST_OF_ATTEMPT * attempts, MOST_AGAIN_SECONDS))
                 trial, attempts = Trial(self._own, self._own.facts), attempts + 1
                 continue
             self._settle(verdict, began)

@@ -182,6 +182,8 @@ def test_it_asks_when_the_engine_is_idle_and_beside_clients_after_ten_minutes_in
     assert ended.asked[-3:] == [(599.0, False), (600.0, True), (610.0, False)]
     beside = Scene(monkeypatch, None, None, RIGHT, busy_until=1e9).play()
     assert beside.asked == [(600.0, True), (610.0, True), (620.0, True)]
+    evicting = Scene(monkeypatch, *[NO_HITS] * (ATTEMPTS + 2), RIGHT, busy_until=1e9).play()
+    assert evicting.gate.state == OPEN, "no client closes hints by emptying the cache"
     assert [at for at, _ in Scene(monkeypatch, *[Unanswered("x")] * 3, RIGHT).play().asked] == [3.0, 8.0, 17.0, 34.0]
     asleep = Scene(monkeypatch, RIGHT)
     asleep.own.may_ask, asleep.sleep = False, Mock(side_effect=[None] * 99 + [Over])
