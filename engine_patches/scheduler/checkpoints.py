@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler import hints
@@ -31,20 +31,6 @@ from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
 from engine_patches.scheduler.turn_value import TurnValue
 
-
-class OwnRequests(Protocol):
-    """Requests that an engine with drafts on trial asks itself (`engine_patches.trial`)."""
-
-    def make_way(self, scheduler: Any) -> None:
-        """A step is going to be planned."""
-
-    def take(self, answers: Any) -> None:
-        """The outputs of a step, by client, from which those of own requests are to be taken away."""
-
-    def give_up(self) -> None:
-        """What is being compared may have another answer from now on."""
-
-
 # Name of the head that chats without a system prompt have in common, for each cache salt.
 HEADLESS = b"headless "
 
@@ -60,7 +46,7 @@ class Checkpoints:
     weights: Weights = field(default_factory=Weights)  # that states are computed with
     verified: int = 1  # of one request in a step of generation, at most: itself and its drafts
     drafts: DraftGate = field(default_factory=DraftGate)  # whether hints are used beside them
-    own: OwnRequests | None = None  # what the engine asks itself to try them
+    own: Any = None  # `trial.own_requests.OwnRequests`, while the engine tries them
     gate: PrefillGate | None = None  # holds followers back; None if fan-out is switched off
     counters: Counters = field(default_factory=Counters)
     step_time: StepTime = field(default_factory=StepTime)

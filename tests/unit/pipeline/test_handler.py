@@ -158,7 +158,7 @@ async def with_keys(in_memory, worker, tmp_path: Path) -> InMemoryGateway:
     ("given", "is_kept"),
     [
         *((name, True) for name in ("a", "one two/3?#", "x" * 256)),
-        *((name, False) for name in ("x" * 257, " a", "a\tb", "\xe9")),
+        *((name, False) for name in ("x" * 257, " a", "a\tb", "\xe9", "own-", "own-drafts-0-1")),
     ],
 )
 async def test_a_request_is_called_as_its_client_says_if_that_can_be_kept(own, worker, given, is_kept):

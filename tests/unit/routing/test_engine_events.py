@@ -316,15 +316,6 @@ async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monke
             assert await fate() == "pinned"
 
 
-async def test_what_an_engine_says_of_hints_beside_its_drafts_is_known_until_it_says_nothing():
-    feed, worker = Feed(old=False), replace(WORKER)
-    async with following(feed, worker):
-        for reads, told in enumerate((("trial", "", "1 of 1"), ("closed", "it is worse", ""), None)):
-            feed.tell([], drafts=dict(zip(("state", "why", "figures"), told, strict=True)) if told else None)
-            await until(lambda reads=reads: len(feed.asked) == 3 + reads)
-            assert (worker.draft_gate and worker.draft_gate[:3]) == told
-
-
 async def test_what_ends_a_read_unforeseen_is_said_by_its_kind_and_nobody_waits_for_it(caplog):
     feed = Feed()
     feed.fails = RuntimeError("planned")
