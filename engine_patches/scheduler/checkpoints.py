@@ -15,7 +15,7 @@ from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.adapters import is_alone
 from engine_patches.scheduler.counters import AdmittedRequest, Counters
-from engine_patches.scheduler.draft_acceptance import Accepted
+from engine_patches.scheduler.draft_acceptance import AcceptedDrafts
 from engine_patches.scheduler.draft_gate import DraftGate, is_own, is_trial
 from engine_patches.scheduler.draft_windows import HEALED, ZEROED
 from engine_patches.scheduler.expected_junctions import ExpectedJunctions
@@ -287,7 +287,7 @@ class Checkpoints:
             if self.states is not None and self.states.windows is not None:
                 self.states.windows.acceptance.add(state.window != ZEROED, state.draft_steps, state.accepted)
             if not is_own(request):
-                self.drafts.count(Accepted(state.draft_steps, state.accepted), is_hit=state.resumed_at > 0)
+                self.drafts.count(AcceptedDrafts(state.draft_steps, state.accepted), is_hit=state.resumed_at > 0)
 
     def weights_may_change(self) -> None:
         """From now on states may be of other weights than those that were loaded at the start."""

@@ -26,7 +26,7 @@ FEWEST_STEPS, LIVE_CLEARLY_WORSE = 2000, 4.5
 FEWEST_REQUESTS = 30  # of each kind: the steps of one request are alike
 
 
-class Accepted(NamedTuple):
+class AcceptedDrafts(NamedTuple):
     """Drafts of one answer or several."""
 
     steps: int = 0  # that verified drafts
@@ -37,7 +37,7 @@ class Accepted(NamedTuple):
         return self.tokens / self.steps if self.steps else 0.0
 
     @classmethod
-    def of(cls, some: Iterable[Accepted]) -> Accepted:
+    def of(cls, some: Iterable[AcceptedDrafts]) -> AcceptedDrafts:
         """All of them together."""
         return cls(*(sum(each) for each in zip((0, 0), *some, strict=True)))
 
@@ -45,8 +45,8 @@ class Accepted(NamedTuple):
 class AcceptedPair(NamedTuple):
     """One prompt, recomputed and from the cache."""
 
-    cold: Accepted
-    hit: Accepted
+    cold: AcceptedDrafts
+    hit: AcceptedDrafts
 
 
 class PairedFinding(NamedTuple):
@@ -60,7 +60,7 @@ class PairedFinding(NamedTuple):
 def judge_pairs(pairs: Sequence[AcceptedPair], *, is_last: bool) -> PairedFinding:
     """`is_last`: there will be no more. Prompts in which nothing was drafted say nothing, and cost nothing."""
     told = [pair for pair in pairs if pair.cold.steps and pair.hit.steps]
-    cold, hit = Accepted.of(pair.cold for pair in told), Accepted.of(pair.hit for pair in told)
+    cold, hit = AcceptedDrafts.of(pair.cold for pair in told), AcceptedDrafts.of(pair.hit for pair in told)
     if len(told) < FEWEST_PAIRS:  # n-gram drafts may find nothing to guess
         return PairedFinding("fine" if is_last else "undecided", cold.per_step, hit.per_step)
     apart = [pair.hit.per_step - SHARE * pair.cold.per_step for pair in told]
@@ -83,7 +83,7 @@ class _Sums:
     tokens: float = 0.0
     squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of steps, of steps times tokens, of tokens
 
-    def add(self, one: Accepted) -> None:
+    def add(self, one: AcceptedDrafts) -> None:
         steps, tokens = float(one.steps), float(one.tokens)
         self.requests += 1
         self.steps += steps
@@ -111,7 +111,7 @@ class LiveAcceptance:
     cold: _Sums = field(default_factory=_Sums)
     hit: _Sums = field(default_factory=_Sums)
 
-    def add(self, one: Accepted, *, is_hit: bool) -> bool:
+    def add(self, one: AcceptedDrafts, *, is_hit: bool) -> bool:
         """Count one request; whether hits are now known to be guessed worse."""
         if not one.steps:
             return False

@@ -15,7 +15,7 @@ from typing import Any
 
 from engine_patches import settings, speculation
 from engine_patches.footprint import OWN
-from engine_patches.scheduler.draft_acceptance import Accepted, LiveAcceptance
+from engine_patches.scheduler.draft_acceptance import AcceptedDrafts, LiveAcceptance
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal, refused
 
 NONE, ON, OFF, ON_TRIAL, OPEN, CLOSED = "", "on", "off", "trial", "open", "closed"
@@ -47,7 +47,7 @@ class DraftGate:
         """Whether states may be kept for a vLLM `Request`, and the hint counts that it came with."""
         return self.state in (NONE, ON, OPEN) or is_trial(request)
 
-    def count(self, drafted: Accepted, *, is_hit: bool) -> None:
+    def count(self, drafted: AcceptedDrafts, *, is_hit: bool) -> None:
         """A client's request has its answer, with such drafts."""
         if self.state not in (ON, OPEN) or self.doubt or not self.live.add(drafted, is_hit=is_hit):
             return

@@ -15,9 +15,9 @@ from typing import Any
 
 from engine_patches.footprint import OWN
 from engine_patches.scheduler import hints
-from engine_patches.scheduler.draft_acceptance import Accepted
+from engine_patches.scheduler.draft_acceptance import AcceptedDrafts
 from engine_patches.trial.prompts import Facts
-from engine_patches.trial.trial import Answer, Interrupted, Question, Unanswered, fresh_salt
+from engine_patches.trial.trial import NoAnswer, PromptEnded, TrialAnswer, TrialQuestion, fresh_salt
 
 TOP = 5  # logprobs of each token
 
@@ -31,7 +31,7 @@ WAVE = -1  # of data parallel engines: one that is over, so that the engine itse
 class Sent:
     """A request under way."""
 
-    def __init__(self, request: Any, question: Question) -> None:
+    def __init__(self, request: Any, question: TrialQuestion) -> None:
         self.request = request
         self.question = question
         self.until = time.monotonic() + DEADLINE_SECONDS
@@ -74,8 +74,8 @@ class OwnRequests:
         """Another prompt: what interrupted the last one is over."""
         self._interrupted = False
 
-    def send(self, question: Question) -> Sent:
-        """Ask. Raises `Unanswered` for what vLLM's frontends would refuse."""
+    def send(self, question: TrialQuestion) -> Sent:
+        """Ask. Raises `NoAnswer` for what vLLM's frontends would refuse."""
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 
@@ -92,11 +92,11 @@ class OwnRequests:
             extra_args={hints.FIELD: [question.hint]} if question.hint else None,
         )
         if len(question.prompt) + question.tokens > config.model_config.max_model_len:
-            raise Unanswered("the prompt is longer than the model takes")
+            raise NoAnswer("the prompt is longer than the model takes")
         try:
             params.verify(config.model_config, config.speculative_config, config.structured_outputs_config, None)
         except Exception as error:  # of vLLM's own classes
-            raise Unanswered(str(error)) from error
+            raise NoAnswer(str(error)) from error
         self._count += 1
         asked = EngineCoreRequest(
             request_id=f"{self._prefix}-{self._count}",
@@ -114,20 +114,20 @@ class OwnRequests:
         setattr(request, OWN, not question.as_client)
         with self._lock:
             if self._interrupted:
-                raise Interrupted
+                raise PromptEnded
             sent = self._under_way[request.request_id] = Sent(request, question)
             self._engine.input_queue.put_nowait((EngineCoreRequestType.ADD, (request, wave)))
         return sent
 
-    def wait(self, sent: Sent) -> Answer:
-        """The answer to what was sent. Raises `Interrupted`, or `Unanswered`."""
+    def wait(self, sent: Sent) -> TrialAnswer:
+        """The answer to what was sent. Raises `PromptEnded`, or `NoAnswer`."""
         while not sent.done.wait(LOOK_SECONDS):
             if self._interrupted or (sent.request.is_finished() and not sent.done.wait(LOOK_SECONDS)):
-                raise Interrupted
+                raise PromptEnded
             if time.monotonic() >= sent.until:
-                raise Unanswered(f"no answer in {DEADLINE_SECONDS:.0f} s")
+                raise NoAnswer(f"no answer in {DEADLINE_SECONDS:.0f} s")
         if self._interrupted:
-            raise Interrupted
+            raise PromptEnded
         return _answer(sent)
 
     def end(self) -> None:
@@ -179,7 +179,7 @@ class OwnRequests:
                 del answers[client]
 
 
-def _answer(sent: Sent) -> Answer:
+def _answer(sent: Sent) -> TrialAnswer:
     tokens = [token for output in sent.outputs for token in output.new_token_ids]
     top = [
         dict(zip(ids, values, strict=True))
@@ -188,7 +188,7 @@ def _answer(sent: Sent) -> Answer:
         for ids, values in _rows(output.new_logprobs)
     ]
     if len(tokens) != sent.question.tokens or len(top) != len(tokens):
-        raise Unanswered(f"{len(tokens)} of {sent.question.tokens} tokens, {len(top)} logprobs")
+        raise NoAnswer(f"{len(tokens)} of {sent.question.tokens} tokens, {len(top)} logprobs")
     cached = next((each.prefill_stats.num_cached_tokens for each in sent.outputs if each.prefill_stats), 0)
     scores = [
         dict(zip(ids, values, strict=True))
@@ -197,7 +197,7 @@ def _answer(sent: Sent) -> Answer:
         for ids, values in _rows(output.new_prompt_logprobs_tensors)
     ]
     state = sent.request.seamark
-    return Answer(tokens, top, cached, Accepted(state.draft_steps, state.accepted), scores)
+    return TrialAnswer(tokens, top, cached, AcceptedDrafts(state.draft_steps, state.accepted), scores)
 
 
 def _rows(logprobs: Any) -> Iterable[tuple[list[int], list[float]]]:

@@ -27,9 +27,9 @@ BETWEEN = 40  # tokens of a turn behind an answer
 
 # `edge`: its answer crosses the end of a cache block. `turn`: it goes on behind an answer. `together`: its state is
 # written beside another one. `staggered`: while it is answered, others come and end, so that rows of a batch move.
-Kind = Literal["short", "long", "together", "edge", "turn", "staggered"]
+TrialKind = Literal["short", "long", "together", "edge", "turn", "staggered"]
 
-KINDS: tuple[Kind, ...] = ("short", "long", "together", "edge", "turn", "staggered")
+KINDS: tuple[TrialKind, ...] = ("short", "long", "together", "edge", "turn", "staggered")
 
 
 class Facts(NamedTuple):
@@ -43,7 +43,7 @@ class Facts(NamedTuple):
     ahead: int  # past a state that a prefix has to share
 
 
-class Prompt(NamedTuple):
+class TrialPrompt(NamedTuple):
     """One prompt to be recomputed, and to be continued from the cache."""
 
     ids: Sequence[int]
@@ -64,7 +64,7 @@ def drawn(length: int, vocabulary: int, draw: random.Random) -> list[int]:
     return prompt[:length]
 
 
-def prompt_of(kind: Kind, facts: Facts, draw: random.Random) -> Prompt:
+def prompt_of(kind: TrialKind, facts: Facts, draw: random.Random) -> TrialPrompt:
     """A new one of this kind, which leaves room for answers and a turn."""
     most = min(facts.longest - 4 * ANSWER - BETWEEN, int(facts.cache * CACHE_SHARE) or facts.longest)
     length = LONG if kind in ("long", "together") else SHORT
@@ -74,4 +74,4 @@ def prompt_of(kind: Kind, facts: Facts, draw: random.Random) -> Prompt:
         if not 0 < length <= LONGEST_EDGE:
             length = SHORT
     length = max(2, min(length, most))
-    return Prompt(drawn(length, facts.vocabulary, draw), length - 1)
+    return TrialPrompt(drawn(length, facts.vocabulary, draw), length - 1)

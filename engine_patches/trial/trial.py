@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from engine_patches.answers import compare, grain, spread
 from engine_patches.scheduler import draft_gate
-from engine_patches.scheduler.draft_acceptance import Accepted, AcceptedPair, judge_pairs
-from engine_patches.trial.prompts import ANSWER, BETWEEN, KINDS, Facts, Kind, Prompt, drawn, prompt_of
+from engine_patches.scheduler.draft_acceptance import AcceptedDrafts, AcceptedPair, judge_pairs
+from engine_patches.trial.prompts import ANSWER, BETWEEN, KINDS, Facts, TrialKind, TrialPrompt, drawn, prompt_of
 
 AGREEING, HITTING = 8, 6  # prompts, before hints are opened
 
@@ -52,15 +52,15 @@ NO_HITS = "too few trial prompts were found in the cache where they were foretol
 NO_ANSWERS = "the engine answers too few of its trial prompts"
 
 
-class Interrupted(Exception):
+class PromptEnded(Exception):
     """A client has come, or something has changed: the prompt is to be asked anew."""
 
 
-class Unanswered(Exception):
+class NoAnswer(Exception):
     """The engine refused, failed or took too long, or its answer cannot be compared. No prompt is in the message."""
 
 
-class Question(NamedTuple):
+class TrialQuestion(NamedTuple):
     """A request of a trial."""
 
     prompt: Sequence[int]
@@ -71,27 +71,27 @@ class Question(NamedTuple):
     as_client: bool = False  # as others ask now: on trial, no state is kept
 
 
-class Answer(NamedTuple):
+class TrialAnswer(NamedTuple):
     """What came of one; `top` are the likeliest tokens and their logprobs at each token."""
 
     tokens: Sequence[int]
     top: Sequence[dict[int, float]]
     cached: int = 0  # tokens of the prompt that came from the cache
-    accepted: Accepted = Accepted()
+    accepted: AcceptedDrafts = AcceptedDrafts()
     scores: Sequence[dict[int, float]] = ()  # of the prompt's tokens but the first
 
 
 class Asker(Protocol):
-    """Who answers. Each raises `Interrupted` or `Unanswered`."""
+    """Who answers. Each raises `PromptEnded` or `NoAnswer`."""
 
-    def send(self, question: Question) -> Any:
+    def send(self, question: TrialQuestion) -> Any:
         """Ask, and wait for nothing."""
 
-    def wait(self, sent: Any) -> Answer:
+    def wait(self, sent: Any) -> TrialAnswer:
         """The answer to what was sent."""
 
 
-class Verdict(NamedTuple):
+class TrialVerdict(NamedTuple):
     """What a trial comes to."""
 
     result: Literal["open", "closed", "no_hits"]  # the last one: hints stay off, and it may be tried again
@@ -108,8 +108,8 @@ class Trial:
 
     def __init__(self, asker: Asker, facts: Facts, draw: random.Random | None = None) -> None:
         self._asker, self._facts, self._draw = asker, facts, draw or random.Random()
-        self._kinds, self._again = itertools.cycle(KINDS), deque[Kind]()
-        self._last: tuple[Prompt, str] | None = None  # a prompt in the cache, and its salt
+        self._kinds, self._again = itertools.cycle(KINDS), deque[TrialKind]()
+        self._last: tuple[TrialPrompt, str] | None = None  # a prompt in the cache, and its salt
         self._spreads: deque[float] = deque(maxlen=RECENT)  # the largest difference of two recomputed answers
         self.asked = self.agreed = self.hits = self.differing = self.parted = self.unlike_free = 0  # prompts
         self.unanswered = 0
@@ -125,8 +125,8 @@ class Trial:
             f"{finding.hit:.2f} drafts a step accepted behind hits, {finding.cold:.2f} without"
         )
 
-    def ask(self, *, beside: bool = False) -> Verdict | None:
-        """One prompt; `beside` clients: one request at a time. Raises `Interrupted`, and then asks its kind again.
+    def ask(self, *, beside: bool = False) -> TrialVerdict | None:
+        """One prompt; `beside` clients: one request at a time. Raises `PromptEnded`, and then asks its kind again.
 
         One that got no answer is counted, and another kind comes instead.
         """
@@ -134,32 +134,32 @@ class Trial:
             self._again.append(next(self._kinds))
         try:
             self._ask(self._again[0], beside=beside)
-        except Unanswered:
+        except NoAnswer:
             self._again.popleft()
             self.unanswered += 1
             if self.asked + self.unanswered < MOST:
                 raise
         return self._verdict()
 
-    def _ask(self, kind: Kind, *, beside: bool) -> None:
+    def _ask(self, kind: TrialKind, *, beside: bool) -> None:
         prompt, salt, seeds = prompt_of(kind, self._facts, self._draw), fresh_salt(), []
         if kind == "turn":
-            (first,) = self._answers([Question(prompt.ids, salt, prompt.hint)], beside=beside)
+            (first,) = self._answers([TrialQuestion(prompt.ids, salt, prompt.hint)], beside=beside)
             more = drawn(BETWEEN, self._facts.vocabulary, self._draw)
-            prompt = Prompt([*prompt.ids, *first.tokens, *more], prompt.hint)
+            prompt = TrialPrompt([*prompt.ids, *first.tokens, *more], prompt.hint)
         else:
-            seeds.append(Question(prompt.ids, salt, prompt.hint, 1))
+            seeds.append(TrialQuestion(prompt.ids, salt, prompt.hint, 1))
         if kind == "together":
-            seeds.append(Question(prompt.ids, "", prompt.hint, 1))
-        cold = self._answers([Question(prompt.ids, "", prompt.hint)], beside=beside)
+            seeds.append(TrialQuestion(prompt.ids, "", prompt.hint, 1))
+        cold = self._answers([TrialQuestion(prompt.ids, "", prompt.hint)], beside=beside)
         # Two in one batch, one of them as clients ask now: the same sums in other shapes, which round differently.
-        pair = Question(prompt.ids, "", prompt.hint), Question(prompt.ids, as_client=True)
+        pair = TrialQuestion(prompt.ids, "", prompt.hint), TrialQuestion(prompt.ids, as_client=True)
         cold += self._answers(pair, beside=beside)
         self._answers(seeds, beside=beside)
-        hits = self._answers([Question(prompt.ids, salt, prompt.hint)], beside=beside)
+        hits = self._answers([TrialQuestion(prompt.ids, salt, prompt.hint)], beside=beside)
         hits.append(self._beside_another(kind, prompt, salt, beside=beside))
         if any(each.cached for each in cold):
-            raise Unanswered("recomputed answers came from a cache")
+            raise NoAnswer("recomputed answers came from a cache")
         # As where an answer depends on which drafts were right: what is wrong must not count as noise.
         unsteady = spread(cold) > BEYOND_NOISE
         if not unsteady:
@@ -180,24 +180,24 @@ class Trial:
         self.parted += _part(hits, cold)
         self.unlike_free += unlike_free
         if found:
-            sums = (Accepted.of(each.accepted for each in some) for some in (cold, hits))
+            sums = (AcceptedDrafts.of(each.accepted for each in some) for some in (cold, hits))
             self._pairs.append(AcceptedPair(*sums))
         if not differs and not unlike_free:
             self._again.popleft()
 
-    def _answers(self, questions: Sequence[Question], *, beside: bool = False) -> list[Answer]:
+    def _answers(self, questions: Sequence[TrialQuestion], *, beside: bool = False) -> list[TrialAnswer]:
         if beside:
             return [self._asker.wait(self._asker.send(each)) for each in questions]
         sent = [self._asker.send(each) for each in questions]
         return [self._asker.wait(each) for each in sent]
 
-    def _beside_another(self, kind: Kind, prompt: Prompt, salt: str, *, beside: bool) -> Answer:
+    def _beside_another(self, kind: TrialKind, prompt: TrialPrompt, salt: str, *, beside: bool) -> TrialAnswer:
         """The prompt from the cache, in a batch with another hit or several."""
-        own = Question(prompt.ids, salt, prompt.hint)
+        own = TrialQuestion(prompt.ids, salt, prompt.hint)
         if beside:
             return self._answers([own])[0]
         other, others_salt = self._last or (prompt, salt)
-        another = Question(other.ids, others_salt, other.hint)
+        another = TrialQuestion(other.ids, others_salt, other.hint)
         first, *rest = STAGGERED if kind == "staggered" else (ANSWER,)
         sent = [self._asker.send(each) for each in (another._replace(tokens=first), own)]
         sent += [self._asker.send(another._replace(tokens=each)) for each in rest]
@@ -207,21 +207,21 @@ class Trial:
         answers = [self._asker.wait(each) for each in sent[1:]]
         return answers[0]
 
-    def _without_drafts(self, prompt: Sequence[int], cold: Sequence[Answer]) -> float:
+    def _without_drafts(self, prompt: Sequence[int], cold: Sequence[TrialAnswer]) -> float:
         """How far the engine without drafts is from the nearest of these answers, which are recomputed.
 
         A prefill drafts nothing, and one that is asked for logprobs of its prompt reads nothing from the cache.
         """
         first = cold[0]
         if len(prompt) + len(first.tokens) <= MOST_SCORED:
-            (answer,) = self._answers([Question([*prompt, *first.tokens], tokens=1, scored=True)])
+            (answer,) = self._answers([TrialQuestion([*prompt, *first.tokens], tokens=1, scored=True)])
             if answer.scores:  # not every model runner gives them
-                free = Answer(first.tokens, answer.scores[-len(first.tokens) :])
+                free = TrialAnswer(first.tokens, answer.scores[-len(first.tokens) :])
                 return min(compare(free, each).error for each in cold if [*each.tokens] == [*first.tokens])
         error, last = 0.0, len(first.tokens) - 1
         for at in sorted({last // 4, last * 5 // 8, last}):
-            (free,) = self._answers([Question([*prompt, *first.tokens[:at]], tokens=1)])
-            there = Answer(first.tokens[at : at + 1], first.top[at : at + 1])
+            (free,) = self._answers([TrialQuestion([*prompt, *first.tokens[:at]], tokens=1)])
+            there = TrialAnswer(first.tokens[at : at + 1], first.top[at : at + 1])
             error = max(error, compare(free, there).error)
         return error
 
@@ -230,36 +230,36 @@ class Trial:
         for part in range(2, NOISY_PROMPTS + 2):
             if not max(self._spreads, default=0.0) or len(self._spreads) >= NOISY_PROMPTS:
                 return
-            shorter = Question(prompt[: max(1, len(prompt) * (part - 1) // part)], as_client=True)
+            shorter = TrialQuestion(prompt[: max(1, len(prompt) * (part - 1) // part)], as_client=True)
             answers = [self._answers([shorter])[0] for _ in range(3)]
             if not any(each.cached for each in answers):
                 self._spreads.append(spread(answers))
 
-    def _bound(self, cold: Sequence[Answer]) -> float:
+    def _bound(self, cold: Sequence[TrialAnswer]) -> float:
         """The largest difference that counts as noise beside these answers."""
         noise = max(NOISES * max(self._spreads, default=0.0), STEPS * max(map(grain, cold)), LEAST)
         return min(noise, BEYOND_NOISE)
 
-    def _verdict(self) -> Verdict | None:
+    def _verdict(self) -> TrialVerdict | None:
         is_last = self.asked + self.unanswered >= MOST
         if self.differing >= TWICE or (self.asked >= FEWEST_PARTED and self.parted > self.asked / 2):
-            return Verdict("closed", DIFFERS)
+            return TrialVerdict("closed", DIFFERS)
         if self.unlike_free >= TWICE:
-            return Verdict("closed", DRAFTS)
+            return TrialVerdict("closed", DRAFTS)
         finding = judge_pairs(self._pairs, is_last=is_last)
         if finding.result == "worse":
-            return Verdict("closed", draft_gate.worse(finding.hit, finding.cold, "on the same prompts"))
+            return TrialVerdict("closed", draft_gate.worse(finding.hit, finding.cold, "on the same prompts"))
         if self.agreed >= AGREEING and self.hits >= HITTING and finding.result == "fine":
-            return Verdict("open")
+            return TrialVerdict("open")
         if not is_last:
             return None
-        return Verdict("no_hits", NO_ANSWERS if self.unanswered > self.asked else NO_HITS)
+        return TrialVerdict("no_hits", NO_ANSWERS if self.unanswered > self.asked else NO_HITS)
 
 
-def _part(hits: Sequence[Answer], cold: Sequence[Answer]) -> bool:
+def _part(hits: Sequence[TrialAnswer], cold: Sequence[TrialAnswer]) -> bool:
     """Whether answers from the cache have other tokens in most steps, where recomputed ones have not."""
 
-    def parts(one: Answer, other: Answer) -> bool:
+    def parts(one: TrialAnswer, other: TrialAnswer) -> bool:
         at = compare(one, other).token
         return at is not None and at < len(one.tokens) / 2
 

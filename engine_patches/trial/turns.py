@@ -16,7 +16,7 @@ from engine_patches import settings
 from engine_patches.scheduler.draft_acceptance import LiveAcceptance
 from engine_patches.scheduler.draft_gate import CLOSED, ON_TRIAL, OPEN, DraftGate
 from engine_patches.trial.own_requests import OwnRequests
-from engine_patches.trial.trial import Interrupted, Question, Trial, Unanswered, Verdict
+from engine_patches.trial.trial import NoAnswer, PromptEnded, Trial, TrialQuestion, TrialVerdict
 
 IDLE_SECONDS = 3.0  # without a client's request, before a prompt
 
@@ -76,7 +76,7 @@ class Turns:
                 self._gate.doubted.clear()
         except Exception as error:  # the kind alone: the message might hold a prompt
             logger.error("seamark: the trial of drafts failed: %s", type(error).__name__, exc_info=True)
-            self._settle(Verdict("closed", f"their trial failed ({type(error).__name__})"), began)
+            self._settle(TrialVerdict("closed", f"their trial failed ({type(error).__name__})"), began)
 
     def _try(self) -> None:
         began, failed, attempts, ended = time.monotonic(), 0, 1, False
@@ -89,9 +89,9 @@ class Turns:
                 ended = False
                 verdict = trial.ask(beside=beside)
                 failed = 0
-            except Interrupted:
+            except PromptEnded:
                 ended = True
-            except Unanswered as error:
+            except NoAnswer as error:
                 failed += 1
                 logger.info("seamark: a trial prompt was not judged: %s", error)
                 time.sleep(min(AGAIN_SECONDS * 2 ** min(failed, 16), MOST_AGAIN_SECONDS))
@@ -126,7 +126,7 @@ class Turns:
                     return False
             time.sleep(POLL_SECONDS)
 
-    def _settle(self, verdict: Verdict, began: float) -> None:
+    def _settle(self, verdict: TrialVerdict, began: float) -> None:
         gate, took = self._gate, time.monotonic() - began
         if verdict.result == "open":
             gate.state = OPEN
@@ -146,4 +146,4 @@ class Turns:
         self._checkpoints.counters.report_soon()
         with contextlib.suppress(Exception):
             self._own.begin()
-            self._own.wait(self._own.send(Question([1, 2], tokens=1)))
+            self._own.wait(self._own.send(TrialQuestion([1, 2], tokens=1)))

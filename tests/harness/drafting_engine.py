@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_patches.scheduler.draft_acceptance import Accepted
+from engine_patches.scheduler.draft_acceptance import AcceptedDrafts
 from engine_patches.trial.prompts import Facts
-from engine_patches.trial.trial import Answer, Question, Unanswered, fresh_salt
+from engine_patches.trial.trial import NoAnswer, TrialAnswer, TrialQuestion, fresh_salt
 
 UNIT, BLOCK = 16, 384  # tokens
 
@@ -40,24 +40,24 @@ class DraftingEngine:
     noise: float = 0.0  # standard deviation of what each decoded token, and a kept state, adds to logprobs at random
 
     draw: random.Random = field(default_factory=lambda: random.Random(1))
-    asked: list[Question] = field(default_factory=list)
+    asked: list[TrialQuestion] = field(default_factory=list)
     under_way: int = 0
     most: int = 0  # under way at once
     _states: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
 
-    def send(self, question: Question) -> Question:
+    def send(self, question: TrialQuestion) -> TrialQuestion:
         self.asked.append(question)
         if len(question.prompt) >= self.refuses_from:
-            raise Unanswered("it is refused")
+            raise NoAnswer("it is refused")
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         return question
 
-    def wait(self, sent: Question) -> Answer:
+    def wait(self, sent: TrialQuestion) -> TrialAnswer:
         self.under_way -= 1
         return self.answer(sent)
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: TrialQuestion) -> TrialAnswer:
         """What it answers."""
         prompt, salt = list(question.prompt), question.salt or fresh_salt()
         cached = 0 if question.scored or not self.finds_hits else self._held(prompt, salt)
@@ -75,12 +75,12 @@ class DraftingEngine:
         if question.scored and self.scores_prompts:
             scores = [{prompt[at]: -20.0, **self._top(prompt[:at], 0.0)} for at in range(1, len(prompt))]
         drafted = self._draft(text, len(prompt), is_hit=bool(cached))
-        return Answer(text[len(prompt) :], tops, cached, drafted, scores)
+        return TrialAnswer(text[len(prompt) :], tops, cached, drafted, scores)
 
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a request for a completion of token ids."""
         (hint,) = (body.get("vllm_xargs") or {}).get("seamark_boundaries") or (0,)
-        answer = self.answer(Question(body["prompt"], str(body.get("cache_salt") or ""), hint, body["max_tokens"]))
+        answer = self.answer(TrialQuestion(body["prompt"], str(body.get("cache_salt") or ""), hint, body["max_tokens"]))
         logprobs = {
             "tokens": [f"token_id:{token}" for token in answer.tokens],
             "top_logprobs": [{f"token_id:{token}": value for token, value in top.items()} for top in answer.top],
@@ -96,14 +96,14 @@ class DraftingEngine:
         positions = range((len(prompt) - 1) // UNIT * UNIT, 0, -UNIT)
         return next((at for at in positions if (salt, tuple(prompt[:at])) in self._states), 0)
 
-    def _draft(self, text: Sequence[int], prompt: int, *, is_hit: bool) -> Accepted:
+    def _draft(self, text: Sequence[int], prompt: int, *, is_hit: bool) -> AcceptedDrafts:
         accepts = self.accepts if not is_hit or self.accepts_on_hits is None else self.accepts_on_hits
         steps = tokens = 0
         at = prompt + 1  # the first one comes from the prefill
         while at < len(text):
             right = int(_seeded(text[:at], "draft").random() < accepts)
             steps, tokens, at = steps + 1, tokens + right, at + 1 + right
-        return Accepted(steps, tokens)
+        return AcceptedDrafts(steps, tokens)
 
     def _top(self, text: Sequence[int], off: float) -> dict[int, float]:
         """The likeliest tokens behind `text`. `off` moves the second one's logprob."""

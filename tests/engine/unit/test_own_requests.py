@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from engine_patches import settings
 from engine_patches.trial import own_requests
 from engine_patches.trial.own_requests import OwnRequests, Sent
-from engine_patches.trial.trial import Interrupted, Question, Unanswered
+from engine_patches.trial.trial import NoAnswer, PromptEnded, TrialQuestion
 from proxy.bench.harness.servers import generated_model
 from tests.harness.audit import patched_vllm
 from tests.harness.audited_core import Core
@@ -89,7 +89,7 @@ def test_whoever_comes_whenever_no_client_is_told_of_them_or_shares_a_step_with_
         match draw.choice((*["ask"] * 6, "client", *["step"] * 12, "end", "reset", "beside")):
             case "ask":
                 engine.own.begin()
-                asked = Question(drawn(draw), hint=draw.choice((0, 30)), as_client=draw.random() < 0.3)
+                asked = TrialQuestion(drawn(draw), hint=draw.choice((0, 30)), as_client=draw.random() < 0.3)
                 sent.append(engine.own.send(asked._replace(tokens=draw.choice((1, 20)))))
             case "client" if clients < 40:
                 clients += 1
@@ -112,42 +112,42 @@ def test_whoever_comes_whenever_no_client_is_told_of_them_or_shares_a_step_with_
 
 
 def test_a_client_ends_them_before_the_next_step_and_who_waits_is_told(engine: Engine):
-    sent = [engine.own.send(Question(range(1000, 1163), hint=100)) for _ in range(2)]
+    sent = [engine.own.send(TrialQuestion(range(1000, 1163), hint=100)) for _ in range(2)]
     engine.step()
     assert len(engine.scheduler.running) == 2
     engine.core.request("client", range(2000, 2163), [100], max_tokens=20)
     engine.step()
     assert [request.request_id for request in engine.scheduler.running] == ["client"]
     for each in sent:
-        with pytest.raises(Interrupted):
+        with pytest.raises(PromptEnded):
             engine.own.wait(each)
-    with pytest.raises(Interrupted):
-        engine.own.send(Question([1, 2]))
+    with pytest.raises(PromptEnded):
+        engine.own.send(TrialQuestion([1, 2]))
     engine.core.run()
     engine.own.begin()
-    engine.own.send(Question([1, 2]))
+    engine.own.send(TrialQuestion([1, 2]))
 
 
 def test_what_a_frontend_would_refuse_and_what_gets_no_answer_is_unanswered(engine: Engine, monkeypatch):
     monkeypatch.setattr(own_requests, "LOOK_SECONDS", 0.01)
-    with pytest.raises(Unanswered, match="longer than the model takes"):
-        engine.own.send(Question(range(6140)))
+    with pytest.raises(NoAnswer, match="longer than the model takes"):
+        engine.own.send(TrialQuestion(range(6140)))
     engine.vllm_config.model_config.max_logprobs = 3
-    engine.own.send(Question([1, 2]))
+    engine.own.send(TrialQuestion([1, 2]))
     assert engine.asked.sampling_params.logprobs == 3
-    hung = engine.own.send(Question([1, 2]))
+    hung = engine.own.send(TrialQuestion([1, 2]))
     hung.until = 0.0
-    with pytest.raises(Unanswered, match="no answer in 300 s"):
+    with pytest.raises(NoAnswer, match="no answer in 300 s"):
         engine.own.wait(hung)
-    ended = engine.own.send(Question([1, 2]))
+    ended = engine.own.send(TrialQuestion([1, 2]))
     engine.step()
     engine.core.abort(ended.request.request_id)  # as a pause does
-    with pytest.raises(Interrupted):
+    with pytest.raises(PromptEnded):
         engine.own.wait(ended)
-    odd = engine.own.send(Question([1, 2], tokens=1))
+    odd = engine.own.send(TrialQuestion([1, 2], tokens=1))
     while not odd.done.is_set():
         engine.step()
-    with pytest.raises(Unanswered, match="1 of 1 tokens, 0 logprobs"):
+    with pytest.raises(NoAnswer, match="1 of 1 tokens, 0 logprobs"):
         engine.own.wait(odd)
 
 
@@ -159,7 +159,7 @@ def test_an_answer_has_its_tokens_their_ranks_what_it_found_and_its_drafts():
         return SimpleNamespace(**dict(zip(("logprob_token_ids", "logprobs"), arrays, strict=True)))
 
     state = SimpleNamespace(draft_steps=2, accepted=3)
-    sent = Sent(SimpleNamespace(seamark=state), Question([1], tokens=3))
+    sent = Sent(SimpleNamespace(seamark=state), TrialQuestion([1], tokens=3))
     stats, scores = SimpleNamespace(num_cached_tokens=16), ranked({5: -1.0, 6: -2.0})
     first = dict(new_token_ids=[7], new_logprobs=ranked({7: -0.5, 8: -1.0}), prefill_stats=stats)
     second = dict(

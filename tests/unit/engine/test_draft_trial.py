@@ -14,25 +14,25 @@ import pytest
 
 from engine_patches.answers import compare
 from engine_patches.scheduler.counters import Counters
-from engine_patches.scheduler.draft_acceptance import Accepted, AcceptedPair, LiveAcceptance, judge_pairs
+from engine_patches.scheduler.draft_acceptance import AcceptedDrafts, AcceptedPair, LiveAcceptance, judge_pairs
 from engine_patches.scheduler.draft_gate import CLOSED, ON, ON_TRIAL, OPEN, DraftGate
 from engine_patches.trial import trial as trials
 from engine_patches.trial import turns
 from engine_patches.trial.prompts import ANSWER, LONGEST_EDGE, prompt_of
-from engine_patches.trial.trial import Answer, Interrupted, Trial, Unanswered, Verdict
+from engine_patches.trial.trial import NoAnswer, PromptEnded, Trial, TrialAnswer, TrialVerdict
 from engine_patches.trial.turns import ATTEMPTS, Turns
 from tests.harness.drafting_engine import FACTS, DraftingEngine
 
 WORSE = "drafts a step are accepted behind hits"
 
 
-def tried(engine: DraftingEngine, *, beside: bool = False) -> tuple[Trial, Verdict]:
+def tried(engine: DraftingEngine, *, beside: bool = False) -> tuple[Trial, TrialVerdict]:
     trial, verdict = Trial(engine, FACTS, random.Random(7)), None
     while verdict is None:
         assert trial.asked + trial.unanswered < trials.MOST
         try:
             verdict = trial.ask(beside=beside)
-        except Unanswered:
+        except NoAnswer:
             engine.under_way = 0
     return trial, verdict
 
@@ -86,7 +86,7 @@ def test_prompts_fit_the_engine_and_the_edge_ones_answer_crosses_a_blocks_end():
 
 def test_what_came_from_a_cache_is_no_recomputed_answer(monkeypatch):
     monkeypatch.setattr("tests.harness.drafting_engine.fresh_salt", lambda: "one for all")
-    with pytest.raises(Unanswered, match="came from a cache"):
+    with pytest.raises(NoAnswer, match="came from a cache"):
         Trial(DraftingEngine(), FACTS).ask()
 
 
@@ -99,7 +99,7 @@ def test_what_came_from_a_cache_is_no_recomputed_answer(monkeypatch):
     ],
 )
 def test_what_the_other_does_not_name_is_at_most_as_likely_as_its_last_and_no_number_is_far_from_all(one, other, error):
-    assert compare(Answer([1], [one]), Answer([1], [other])).error == pytest.approx(error)
+    assert compare(TrialAnswer([1], [one]), TrialAnswer([1], [other])).error == pytest.approx(error)
 
 
 class Over(BaseException):
@@ -119,7 +119,7 @@ class Scene(Turns):
             def __init__(self, own: Any, facts: Any) -> None:
                 scene.trials += 1
 
-            def ask(self, *, beside: bool) -> Verdict | None:
+            def ask(self, *, beside: bool) -> TrialVerdict | None:
                 scene.asked.append((scene.now, beside))
                 scene.now += 1.0
                 come = scene.script.pop(0)
@@ -153,13 +153,17 @@ class Scene(Turns):
         return self
 
 
-NO_HITS, WRONG, RIGHT = Verdict("no_hits", "too few"), Verdict("closed", "answers differ"), Verdict("open")
+NO_HITS, WRONG, RIGHT = (
+    TrialVerdict("no_hits", "too few"),
+    TrialVerdict("closed", "answers differ"),
+    TrialVerdict("open"),
+)
 
 
 @pytest.mark.parametrize(
     ("script", "state", "why", "count"),
     [
-        ((None, Interrupted(), None, RIGHT), OPEN, "", 1),
+        ((None, PromptEnded(), None, RIGHT), OPEN, "", 1),
         ((None, WRONG), CLOSED, "answers differ", 1),
         ((NO_HITS, NO_HITS, RIGHT), OPEN, "", 3),
         ((NO_HITS,) * ATTEMPTS, CLOSED, "too few", ATTEMPTS),
@@ -177,14 +181,14 @@ def test_an_engine_is_opened_or_closed_by_itself_with_a_reason(monkeypatch, scri
 
 def test_it_asks_when_the_engine_is_idle_and_beside_clients_after_ten_minutes_in_a_tenth_of_the_time(monkeypatch):
     assert Scene(monkeypatch, None, RIGHT).play().asked == [(3.0, False), (4.0, False)]
-    assert Scene(monkeypatch, Interrupted(), RIGHT, busy_until=50.0).play().asked == [(53.0, False), (54.0, False)]
-    ended = Scene(monkeypatch, *[Interrupted()] * 597, None, RIGHT).play()  # by a client who comes whenever one begins
+    assert Scene(monkeypatch, PromptEnded(), RIGHT, busy_until=50.0).play().asked == [(53.0, False), (54.0, False)]
+    ended = Scene(monkeypatch, *[PromptEnded()] * 597, None, RIGHT).play()  # by a client who comes whenever one begins
     assert ended.asked[-3:] == [(599.0, False), (600.0, True), (610.0, False)]
     beside = Scene(monkeypatch, None, None, RIGHT, busy_until=1e9).play()
     assert beside.asked == [(600.0, True), (610.0, True), (620.0, True)]
     evicting = Scene(monkeypatch, *[NO_HITS] * (ATTEMPTS + 2), RIGHT, busy_until=1e9).play()
     assert evicting.gate.state == OPEN, "no client closes hints by emptying the cache"
-    assert [at for at, _ in Scene(monkeypatch, *[Unanswered("x")] * 3, RIGHT).play().asked] == [3.0, 8.0, 17.0, 34.0]
+    assert [at for at, _ in Scene(monkeypatch, *[NoAnswer("x")] * 3, RIGHT).play().asked] == [3.0, 8.0, 17.0, 34.0]
     asleep = Scene(monkeypatch, RIGHT)
     asleep.own.may_ask, asleep.sleep = False, Mock(side_effect=[None] * 99 + [Over])
     with pytest.raises(AssertionError):
@@ -207,16 +211,16 @@ def test_drafts_that_are_worse_behind_clients_hits_raise_a_doubt_where_hints_are
     gate = DraftGate(state)
     for _ in range(30):
         assert not gate.doubt
-        gate.count(Accepted(100, 100), is_hit=False)
-        gate.count(Accepted(100, 50), is_hit=True)
+        gate.count(AcceptedDrafts(100, 100), is_hit=False)
+        gate.count(AcceptedDrafts(100, 50), is_hit=True)
     assert (WORSE in gate.doubt) is gate.doubted.is_set() is doubts and (WORSE in caplog.text) is (state == ON)
 
 
 def looked(draw: random.Random, cold: float, hit: float) -> str:
     """The result of a trial that looks behind each of 24 prompts from the eighth on. A step has two drafts."""
 
-    def drafted(rate: float, steps: int) -> Accepted:
-        return Accepted(steps, sum(draw.random() < rate / 2 for _ in range(2 * steps)))
+    def drafted(rate: float, steps: int) -> AcceptedDrafts:
+        return AcceptedDrafts(steps, sum(draw.random() < rate / 2 for _ in range(2 * steps)))
 
     pairs: list[AcceptedPair] = []
     while True:
@@ -232,7 +236,7 @@ def test_a_head_that_loses_what_public_reports_name_is_worse_at_once_and_an_equa
     draw = random.Random(2)
     assert [looked(draw, 1.3, 1.3) for _ in range(300)].count("worse") <= 6  # though no two answers are paired
     live = LiveAcceptance()
-    assert not live.add(Accepted(), is_hit=True) and not live.hit.requests  # without drafts it counts for nothing
+    assert not live.add(AcceptedDrafts(), is_hit=True) and not live.hit.requests  # without drafts it counts for nothing
     for tokens, variance in ((10, 0.0), (10, 0.0), (20, 1 / 9)):  # between whole requests
-        live.add(Accepted(10, tokens), is_hit=True)
+        live.add(AcceptedDrafts(10, tokens), is_hit=True)
         assert live.hit.variance == pytest.approx(variance)

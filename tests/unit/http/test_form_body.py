@@ -26,7 +26,7 @@ from proxy.http.form_body import (
     refuse_urlencoded,
 )
 from proxy.http.json_body import HINT as HINT_NAME
-from proxy.http.json_body import LOAD, PIN, TRANSFERS, TRIAL, VERDICT
+from proxy.http.json_body import LOAD, PIN, TRANSFERS
 from tests.harness.steps import finished
 
 FORM = b"multipart/form-data; boundary=x"
@@ -48,7 +48,7 @@ def form(value: bytes, name: bytes = b"vllm_xargs") -> bytes:
     return b'--x\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n--x--\r\n' % (name, value)
 
 
-@pytest.mark.parametrize("name", [HINT_NAME, PIN, LOAD, TRIAL, VERDICT, *TRANSFERS])
+@pytest.mark.parametrize("name", [HINT_NAME, PIN, LOAD, *TRANSFERS])
 @pytest.mark.parametrize("between", [0, STEP_BYTES - 7])
 def test_each_name_that_only_the_gateway_may_say_is_refused_and_named_wherever_it_lies(name, between):
     said = form(b"\0" * between, name=b"file") + form(b'{"%b":1}' % name.encode())
