@@ -65,18 +65,18 @@ class Turns:
         """Try drafts, and again whenever clients' requests raise a doubt, until hints are closed."""
         began = time.monotonic()
         try:
-            while True:
+            while self._gate.state != CLOSED:
                 self._checkpoints.own = self._own
                 self._try()
                 time.sleep(LAST_SECONDS)
                 self._checkpoints.own = None
-                if self._gate.state == CLOSED:
-                    return
-                self._gate.doubted.wait()
-                self._gate.doubted.clear()
-        except Exception as error:  # the kind alone: the message might hold a prompt
-            logger.error("seamark: the trial of drafts failed: %s", type(error).__name__, exc_info=True)
+                if self._gate.state == OPEN:
+                    self._gate.doubted.wait()
+                    self._gate.doubted.clear()
+        except Exception as error:  # no prompt of a client is in it
+            logger.exception("seamark: the trial of drafts failed")
             self._settle(TrialVerdict("closed", f"their trial failed ({type(error).__name__})"), began)
+            self._checkpoints.own = None
 
     def _try(self) -> None:
         began, failed, attempts, ended = time.monotonic(), 0, 1, False

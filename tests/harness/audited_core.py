@@ -212,7 +212,8 @@ class Core:
         trial: bool | None = None,
     ) -> Request:
         """`transfer`: its `kv_transfer_params`. `pin`, `extra`: as the gateway asks for it. `stop`: a 0 ends it, which
-        the scheduler does not know before it is told. `trial`: the engine asks it itself; whether it may leave states on trial."""
+        the scheduler does not know before it is told. `trial`: the engine asks it itself, and whether it leaves states
+        on trial."""
         extra = dict(extra) if hint is None else {**extra, "seamark_boundaries": hint}
         if pin is not None:
             extra["seamark_pin"] = pin
