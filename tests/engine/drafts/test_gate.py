@@ -53,7 +53,7 @@ REASONS = {
     gate_engine.ROWS_LOST: "drafts a step are accepted behind hits",
 }
 
-VLLM_SERVE = ["-m", "vllm.entrypoints.openai.api_server", "--enable-prefix-caching", "--model"]
+VLLM_SERVE = ["-m", "vllm.entrypoints.openai.api_server", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
 
 pytestmark = pytest.mark.thorough
 
@@ -176,11 +176,15 @@ def test_an_engine_that_is_right_opens_by_itself_and_hits_all_it_owes_as_predict
 
 @pytest.mark.parametrize("family", [NEMOTRON_H, QWEN3_NEXT])
 def test_under_vllms_own_server_and_without_a_gateway_an_engine_tries_itself_and_hits_then(tmp_path, family):
-    with drafting(tmp_path, family=family, started=VLLM_SERVE) as (_, engine):
+    with drafting(tmp_path, family=family, started=(*VLLM_SERVE, "--model")) as (_, engine):
         wait_for(lambda: 'drafts="open"' in httpx.get(engine.url + "/metrics", timeout=60).text, PATIENCE)
-        body = body_of([{"role": "user", "content": prose(400, 1)}]) | {"vllm_xargs": {"seamark_boundaries": [300]}}
-        answers = [httpx.post(engine.url + CHAT, json=body, timeout=300).json() for _ in range(2)]
-        assert answers[0]["choices"][0]["token_ids"] == answers[1]["choices"][0]["token_ids"]
+        body = body_of([{"role": "user", "content": prose(60, 1)}]) | {"vllm_xargs": {"seamark_boundaries": [100]}}
+        first, second = (httpx.post(engine.url + CHAT, json=body, timeout=300).json() for _ in range(2))
+        assert first["choices"][0]["token_ids"] == second["choices"][0]["token_ids"]
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert 0 < cached < second["usage"]["prompt_tokens"] < 250, (
+            "a whole block, which vLLM alone would find, is more"
+        )
 
 
 @pytest.mark.parametrize(("fault", "state"), [("", "open"), (draft_defects.A_UNIT_EARLY, "closed")])
