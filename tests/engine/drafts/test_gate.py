@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from engine_patches.commands.worker import CPU_ENVIRONMENT
 from proxy.bench import mine
 from proxy.bench.harness.client import CHAT
 from proxy.bench.harness.planted import plugin_environment
@@ -80,7 +81,7 @@ def drafting(
     port = free_port()
     command = [sys.executable, *started, str(generated_model(print, family, mtp=True)), "--port", str(port), *flags]
     with Servers(folder) as fleet:
-        engine = fleet.start("drafts", port, command, {**ENGINE_ENVIRONMENT, **environment})
+        engine = fleet.start("drafts", port, command, {**ENGINE_ENVIRONMENT, **CPU_ENVIRONMENT, **environment})
         engine.wait_until_ready()
         yield fleet, engine
 
