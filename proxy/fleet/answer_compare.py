@@ -128,8 +128,9 @@ class Noise:
 
     def excuses(self, cached: Sequence[Continuation], recomputed: Sequence[Continuation]) -> bool:
         """Whether these may be off by noise: not if answers from the cache part from the others on most prompts."""
-        self._parted.append(_part(cached, recomputed))
-        return len(self._parted) < FEWEST_PARTED or sum(self._parted) <= len(self._parted) / 2
+        parts = _part(cached, recomputed)
+        self._parted.append(parts)
+        return not parts or len(self._parted) < FEWEST_PARTED or sum(self._parted) <= len(self._parted) / 2
 
     async def learn(
         self, prompt: Sequence[int], recomputed: Callable[[Sequence[int]], Awaitable[Continuation]]

@@ -339,7 +339,8 @@ class SelfCheck(Part):
 
             await watched.noise.learn(prompt, shorter)
             verdict = judge(cached, answers, watched.noise.largest)
-        return verdict if watched.noise.excuses(cached, answers) else verdict._replace(result="differs")
+        excused = watched.noise.excuses(cached, answers) or verdict.result == "same"
+        return verdict if excused else verdict._replace(result="differs")
 
     def _settle(self, worker: Worker, verdict: Judgement, watched: _Watched) -> None:
         self.checked += 1

@@ -402,6 +402,7 @@ def test_other_tokens_in_most_steps_of_most_prompts_are_no_noise(hit, again, exc
     noise = Noise()
     told = [noise.excuses([answer(hit)] * 2, [answer("aaaa"), answer(again)]) for _ in range(FEWEST_PARTED)]
     assert all(told[:-1]) and told[-1] is excused
-    assert noise.excuses([answer("aaaa")], [answer("aaaa")]) is excused  # one of seven is not enough
+    assert noise.excuses([answer("aaaa")], [answer("aaaa")]), "this one has the same tokens"
+    assert noise.excuses([answer(hit)] * 2, [answer("aaaa"), answer(again)]) is excused, "one of eight is not enough"
     noise.clear()
     assert noise.excuses([answer(hit)], [answer("aaaa"), answer(again)])
