@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, MutableMapping
 from http import HTTPStatus
+from math import inf
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -28,6 +29,9 @@ MAX_PIPELINED = 8
 # answer that it has not read yet.
 LINGER_SECONDS = 5.0
 
+# For an idle connection while many of those that fit are taken: who only holds them must not keep others out.
+IDLE_IF_CROWDED = 5.0
+
 # Fields of a head by which a client offers another protocol. No other is spoken here, as RFC 9110, 7.8 permits.
 UPGRADES = frozenset((b"upgrade", b"http2-settings"))
 
@@ -36,7 +40,8 @@ class Bounds(NamedTuple):
     """What a client may take."""
 
     head_bytes: int  # of a request's target and headers
-    head_seconds: float  # from the end of the answer before it to the end of the head
+    head_seconds: float  # from its first byte to the end of the head; of the first one, from the connection's beginning
+    idle_seconds: float  # from the end of an answer to the first byte of the next head
     send_seconds: float  # without taking a byte of what is to be sent
     connections: int  # of all clients; the newest of more may ask for pages only
 
@@ -151,7 +156,8 @@ class Connection(HttpToolsProtocol):
         self._is_upgrade = False  # the request's head is to be read again
         self._wants_websocket = False  # the request whose head is read again
         self._requests: deque[_Request] = deque(maxlen=MAX_PIPELINED + 1)  # those that may be under way
-        self._free_since = self.loop.time()  # the last answer was complete
+        self._free_since = self.loop.time()  # the last answer was complete, or the next head began
+        self._is_idle = False  # nothing has come since that answer
         self._taken_at = self._free_since  # the client took some of what is to be sent, or there was nothing
         self._unsent = 0  # bytes, when it was last looked at
         self._is_crowded = False  # there are more connections than fit
@@ -236,6 +242,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._free_since = self.loop.time()
+        self._is_idle = not (self._in_body or self._unfinished)
         super().on_response_complete()
 
     def resume_writing(self) -> None:
@@ -253,6 +260,8 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        if self._is_idle:  # from now on no byte puts off what a head may take
+            self._is_idle, self._free_since = False, self.loop.time()
         super().data_received(data)
         # The parser keeps a header until it is complete.
         self._unfinished = self._unfinished + len(data) if self._in_head else 0
@@ -283,10 +292,13 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         self._unsent = unsent
         if is_over and not self.transport.is_closing():
-            free = now - self._free_since
+            free, allowed = now - self._free_since, self.bounds.head_seconds
+            if self._is_idle:
+                is_crowded = len(self.connections) * 4 > self.bounds.connections * 3
+                allowed = min(self.bounds.idle_seconds, IDLE_IF_CROWDED if is_crowded else inf)
             if self._in_body and free > LINGER_SECONDS:
                 self.transport.close()
-            elif free > self.bounds.head_seconds:
+            elif free > allowed:
                 self._give_up()
 
     def _give_up(self) -> None:

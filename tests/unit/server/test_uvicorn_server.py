@@ -151,17 +151,22 @@ async def test_pages_have_a_server_of_their_own_for_as_long_as_the_gateway_runs(
                 await client.get(page)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+@pytest.mark.parametrize("host", ["127.0.0.1", "", "::"])
 def test_a_port_that_is_had_is_bound_and_not_listened_at_yet(host):
     with ExitStack() as stack:
         sockets = [stack.enter_context(each) for each in uvicorn_server.bound("port", host, 0)]
         for each in sockets:
             assert each.getsockname()[1] and each.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
             assert not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            # The other socket has IPv4.
-            assert each.family == socket.AF_INET or each.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
-        found = {each.family for each in sockets}
-        assert socket.AF_INET in found and (host or not socket.has_dualstack_ipv6() or socket.AF_INET6 in found)
+        for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+            answered = []
+            for each in sockets:
+                each.listen()
+                with suppress(OSError), socket.socket(family) as client:
+                    client.connect((address, each.getsockname()[1]))
+                    answered.append(each)
+            # Each family has one socket, if this system has it.
+            assert len(answered) == (address in host or (host in ("", "::") and socket.has_dualstack_ipv6()))
 
 
 def test_an_address_that_cannot_be_had_is_told_with_what_holds_it_if_something_does(monkeypatch):
