@@ -37,6 +37,13 @@ logger = logging.getLogger("vllm.seamark")
 
 AT_ONCE = 32  # reports that are taken before others in the event loop have their turn
 
+# Descriptors are vLLM's, too. One that waits for a head makes room for the next: who reads has one under way.
+MOST_CONNECTIONS = 128
+
+MAX_HEAD_BYTES, HEAD_SECONDS = 65536, 10.0  # of a request, from the answer before it
+
+ANSWER_SECONDS = 60.0  # from the same: a read waits `MAX_WAIT` at most
+
 MOST_PATH = 60  # characters of a folder for temporary files: names of sockets have at most 107
 
 _decode = msgspec.msgpack.Decoder(EngineReport).decode
@@ -148,6 +155,53 @@ def _listener(host: str, port: int) -> socket.socket | None:
         return None
 
 
+def _bounded(protocol: Any) -> Any:
+    """uvicorn's protocol with a deadline for each head and answer, and no more connections than there may be."""
+
+    class Bounded(protocol):  # type: ignore[misc]  # either of uvicorn's two
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._look: Any = None
+            self._begin()
+            if len(self.connections) > MOST_CONNECTIONS:
+                oldest = min((each for each in self.connections if not each.is_busy), key=lambda each: each.since)
+                self.connections.discard(oldest)
+                oldest.transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._look.cancel()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._unread = 0 if self.is_busy else self._unread + len(data)
+            if self._unread > MAX_HEAD_BYTES:
+                self.transport.abort()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._begin()
+
+        @property
+        def is_busy(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _begin(self) -> None:
+            self.since, self._unread = self.loop.time(), 0
+            self._check()
+
+        def _check(self) -> None:
+            left = self.since + (ANSWER_SECONDS if self.is_busy else HEAD_SECONDS) - self.loop.time()
+            if left <= 0:
+                self.transport.abort()
+                return
+            if self._look is not None:
+                self._look.cancel()
+            self._look = self.loop.call_later(min(left, HEAD_SECONDS), self._check)
+
+    return Bounded
+
+
 async def _serve(app: AsgiApp, listener: socket.socket) -> asyncio.Server:
     """uvicorn's protocol on a socket, without its server: that one handles the signals of the whole process."""
     import uvicorn
@@ -155,7 +209,7 @@ async def _serve(app: AsgiApp, listener: socket.socket) -> asyncio.Server:
 
     config = uvicorn.Config(app, lifespan="off", ws="none", access_log=False, log_config=None)
     config.load()
-    protocol: Any = config.http_protocol_class
+    protocol: Any = _bounded(config.http_protocol_class)
     state = ServerState()
     loop = asyncio.get_running_loop()
     return await loop.create_server(lambda: protocol(config=config, server_state=state, app_state={}), sock=listener)

@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from itertools import islice
 from typing import Any, NamedTuple
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlencode
 
 from prometheus_client import make_asgi_app
 
@@ -410,7 +410,10 @@ class EventsEndpoint:
                 await _tell(scope, send)
             else:
                 feeds.catch_up()
-                await _metrics(scope, receive, send)
+                # Its app chokes on bytes that are no UTF-8, and on versions of formats that are none.
+                names = parse_qs(scope["query_string"].decode("latin-1")).get("name[]", [])
+                query = urlencode({"name[]": names}, doseq=True).encode()
+                await _metrics({**scope, "query_string": query, "headers": []}, receive, send)
         else:
             if scope["path"].startswith("/metrics"):
                 feeds.catch_up()

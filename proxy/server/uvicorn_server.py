@@ -50,6 +50,11 @@ class _StoppableServer(uvicorn.Server):
         await super().shutdown(sockets)
         if self._checks is not None:
             self._checks.cancel()
+        if self.force_exit:  # uvicorn then leaves requests and the application to the loop's end, which logs them
+            for task in self.server_state.tasks:
+                task.cancel()
+            await self.lifespan.shutdown()
+            del self._captured_signals[1:]  # one tells the parent; another would end the loop's last work midway
 
     async def _check_clients(self) -> None:
         while True:

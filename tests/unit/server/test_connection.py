@@ -100,7 +100,7 @@ class Connection:
 
     @property
     def error(self) -> dict:
-        return json.loads(self.transport.written.partition(b"\r\n\r\n")[2])["error"]
+        return json.loads(self.transport.written.rpartition(b"\r\n\r\n")[2])["error"]
 
 
 @pytest.fixture
