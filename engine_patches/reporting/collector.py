@@ -156,21 +156,16 @@ def _listener(host: str, port: int) -> socket.socket | None:
 
 
 def _bounded(protocol: Any) -> Any:
-    """uvicorn's protocol with a deadline for each head and answer, and no more connections than there may be."""
+    """uvicorn's protocol with bounds on connections and on what comes outside of a request, and what `_watch` asks."""
 
     class Bounded(protocol):  # type: ignore[misc]  # either of uvicorn's two
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            self._look: Any = None
-            self._begin()
+            self.since, self._unread = self.loop.time(), 0
             if len(self.connections) > MOST_CONNECTIONS:
                 oldest = min((each for each in self.connections if not each.is_busy), key=lambda each: each.since)
                 self.connections.discard(oldest)
                 oldest.transport.abort()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._look.cancel()
-            super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -180,26 +175,22 @@ def _bounded(protocol: Any) -> Any:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            self._begin()
+            self.since = self.loop.time()
 
         @property
         def is_busy(self) -> bool:
             return self.cycle is not None and not self.cycle.response_complete
 
-        def _begin(self) -> None:
-            self.since, self._unread = self.loop.time(), 0
-            self._check()
-
-        def _check(self) -> None:
-            left = self.since + (ANSWER_SECONDS if self.is_busy else HEAD_SECONDS) - self.loop.time()
-            if left <= 0:
-                self.transport.abort()
-                return
-            if self._look is not None:
-                self._look.cancel()
-            self._look = self.loop.call_later(min(left, HEAD_SECONDS), self._check)
-
     return Bounded
+
+
+async def _watch(connections: set[Any]) -> None:
+    while True:
+        await asyncio.sleep(min(1.0, HEAD_SECONDS))
+        now = asyncio.get_running_loop().time()
+        for each in [*connections]:
+            if now - each.since > (ANSWER_SECONDS if each.is_busy else HEAD_SECONDS):
+                each.transport.abort()
 
 
 async def _serve(app: AsgiApp, listener: socket.socket) -> asyncio.Server:
@@ -212,4 +203,5 @@ async def _serve(app: AsgiApp, listener: socket.socket) -> asyncio.Server:
     protocol: Any = _bounded(config.http_protocol_class)
     state = ServerState()
     loop = asyncio.get_running_loop()
+    protocol.watching = loop.create_task(_watch(state.connections))  # kept: the loop alone would let it go
     return await loop.create_server(lambda: protocol(config=config, server_state=state, app_state={}), sock=listener)

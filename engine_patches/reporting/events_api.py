@@ -465,12 +465,13 @@ async def _tell(scope: Scope, send: Send) -> None:
     if feed is None:
         await _answer(send, 404, {"error": "engine: no engine of this data parallel rank has reported here"})
         return
-    seconds = min(float(wait), MAX_WAIT)
     boot, gateway, load = (query.get(name, [None])[-1] for name in ("boot", "gateway", "load"))
-    if seconds:
-        await _answer_in_lines(send, feed.answers(int(after), boot, seconds, gateway, load))
-        return
-    await _answer(send, 200, feed.after(int(after), boot, gateway))
+    # A proxy in between must not collect them.
+    headers = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async for answer in feed.answers(int(after), boot, min(float(wait), MAX_WAIT), gateway, load):
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode() + b"\n", "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _adds_outcome(scope: Scope, send: Send) -> Send:
@@ -548,12 +549,3 @@ async def _answer(send: Send, status: int, content: Any) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-async def _answer_in_lines(send: Send, answers: AsyncIterator[Any]) -> None:
-    # A proxy in between must not collect them.
-    headers = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    async for answer in answers:
-        await send({"type": "http.response.body", "body": json.dumps(answer).encode() + b"\n", "more_body": True})
-    await send({"type": "http.response.body", "body": b""})

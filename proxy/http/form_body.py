@@ -99,7 +99,7 @@ def read_form(headers: HeaderList, raw: bytes) -> Steps[str]:
         start = at + len(delimiter)
         line = yield from _line_with(delimiter, raw, start)
         if line < 0 and raw.startswith(b"--", start):
-            return _decoded(model, charset)
+            return model.decode(charset, "replace")
         head_end = raw.find(b"\r\n\r\n", start, start + MAX_HEAD_BYTES)
         name = _name_in(raw[start:head_end]) if head_end >= 0 else None
         value_at, end, at = head_end + 4, line - 1, line + 1
@@ -173,10 +173,3 @@ def _refuse_names(raw: bytes, start: int, end: int) -> Steps[None]:
 def _has_plain_charset(value: bytes) -> bool:
     """Of a content type in lower case: whether it names no character set but those with ASCII in ASCII's bytes."""
     return all(charset.strip(b" \t\"'") in _PLAIN_CHARSETS for charset in _CHARSET.findall(value))
-
-
-def _decoded(text: bytes, charset: str) -> str:
-    try:
-        return text.decode(charset)
-    except UnicodeDecodeError:
-        return text.decode("latin-1")  # as Starlette

@@ -13,7 +13,7 @@ import tomllib
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -99,6 +99,18 @@ async def test_who_is_in_a_hurry_waits_for_no_delay(signals, delay):
     for each in signals:
         made.handle_exit(each, None)
     assert await made.on_tick(0) and not made.force_exit and made._captured_signals == list(signals)
+
+
+async def test_who_insists_has_requests_and_gateway_ended_at_once_and_is_told_once():
+    made = server(Files())
+    made.lifespan, request = AsyncMock(), asyncio.create_task(asyncio.Event().wait())
+    made.server_state.tasks.add(request)
+    for _ in range(3):
+        made.handle_exit(signal.SIGINT, None)
+    made.servers = []
+    await made.shutdown()
+    made.lifespan.shutdown.assert_awaited_once()
+    assert request.cancelling() and made._captured_signals == [signal.SIGINT]
 
 
 @pytest.mark.parametrize("error", [None, RecursionError("nested too deep")])
