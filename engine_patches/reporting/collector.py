@@ -40,11 +40,13 @@ AT_ONCE = 32  # reports that are taken before others in the event loop have thei
 # Descriptors are vLLM's, too. One that waits for a head makes room for the next: who reads has one under way.
 MOST_CONNECTIONS = 128
 
-MAX_HEAD_BYTES, HEAD_SECONDS = 65536, 10.0  # of a request, from the answer before it
-
-ANSWER_SECONDS = 60.0  # from the same: a read waits `MAX_WAIT` at most
+MAX_HEAD_BYTES, HEAD_SECONDS, ANSWER_SECONDS = 65536, 10.0, 60.0  # since the answer before; a read waits `MAX_WAIT`
 
 MOST_PATH = 60  # characters of a folder for temporary files: names of sockets have at most 107
+
+# Anybody can send what is no HTTP: of uvicorn's lines errors alone.
+_at_the_port = logging.getLogger("vllm.seamark.port")
+_at_the_port.setLevel(logging.ERROR)
 
 _decode = msgspec.msgpack.Decoder(EngineReport).decode
 
@@ -59,6 +61,7 @@ class Collector:
         logged. Raises `OSError` or `zmq.ZMQError` if no reports can come.
         """
         self._keys = keys
+        self._unread = 0  # reports
         place = None if len(tempfile.gettempdir()) <= MOST_PATH else "/tmp"  # noqa: S108  # a folder in it is ours alone
         self.folder = Path(tempfile.mkdtemp(prefix="seamark-", dir=place))
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
@@ -118,12 +121,13 @@ class Collector:
         finally:
             loop.remove_reader(self._reports.fileno())
 
-    @staticmethod
-    def _take_one(metrics: CollectedMetrics, told: bytes) -> None:
+    def _take_one(self, metrics: CollectedMetrics, told: bytes) -> None:
         try:
             metrics.take(_decode(told))
         except Exception as error:  # its events are missing then, which the next report's numbers show
-            logger.error("seamark: a report could not be read: %s", type(error).__name__)
+            self._unread += 1
+            if self._unread & (self._unread - 1) == 0:  # the 1st, 2nd, 4th, ...
+                logger.error("seamark: a report could not be read: %s (no. %d)", type(error).__name__, self._unread)
 
 
 class _WithKey:
@@ -161,7 +165,7 @@ def _bounded(protocol: Any) -> Any:
     class Bounded(protocol):  # type: ignore[misc]  # either of uvicorn's two
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            self.since, self._unread = self.loop.time(), 0
+            self.since, self._unread, self.logger = self.loop.time(), 0, _at_the_port
             if len(self.connections) > MOST_CONNECTIONS:
                 oldest = min((each for each in self.connections if not each.is_busy), key=lambda each: each.since)
                 self.connections.discard(oldest)

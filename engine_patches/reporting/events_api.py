@@ -71,12 +71,6 @@ _LATER_CHILD = re.compile(r"[1-9]\d*_(?:chatcmpl-|cmpl-|resp_)", re.ASCII)
 
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
-# Parameters of a read that are numbers, and what stands for one that is not given.
-QUERY = (("after", "0"), ("wait", "0"), ("engine", ""))
-
-# Headers of the collector's answers that say something of their bodies.
-PASSED_ON = (b"content-type", b"x-accel-buffering")
-
 _SECONDS = re.compile(r"\d{1,6}(\.\d{1,6})?", re.ASCII)
 
 Scope = MutableMapping[str, Any]
@@ -309,10 +303,13 @@ class Feeds:
             return self.main
         return self._of_engine.get(engine)
 
-    def add_outcome(self, report: EngineReport, request: AdmittedRequest) -> None:
-        """A request was admitted."""
+    def add_requests(self, report: EngineReport) -> None:
+        """Requests were admitted, and what became of their wishes to pin their prompts, or to release them."""
         for feed in self._all_of(report):
-            feed.add_outcome(request)
+            for request in report.requests:
+                feed.add_outcome(request)
+            for engine_id, fate in report.pinned:
+                feed.add_pin(engine_id, fate)
 
     async def outcome_of(self, request_id: str) -> Outcome | None:
         """What became of a request that is answered, once; waited for only where the reports of the one engine come."""
@@ -324,11 +321,6 @@ class Feeds:
             await asyncio.sleep(LATE_STEP)
             outcome = self.main.take_latest(request_id)
         return outcome
-
-    def add_pin(self, report: EngineReport, engine_id: str, fate: str) -> None:
-        """What became of a request's wish to pin its prompt, or to release it."""
-        for feed in self._all_of(report):
-            feed.add_pin(engine_id, fate)
 
     def add_drafts(self, report: EngineReport) -> None:
         """What became of requests' drafts, and whether hints are used beside them."""
@@ -439,7 +431,8 @@ async def _pass_on(address: str, scope: Scope, send: Send) -> None:
             aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=address)) as session,
             session.request(scope["method"], "http://localhost" + target) as answer,
         ):
-            headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() in PASSED_ON]
+            of_body = (b"content-type", b"x-accel-buffering")
+            headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() in of_body]
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
             async for piece, _ in answer.content.iter_chunks():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -453,7 +446,8 @@ async def _tell(scope: Scope, send: Send) -> None:
         await _answer(send, 405, {"error": f"{PATH} can only be read: use GET"})
         return
     query = parse_qs(scope["query_string"].decode("latin-1"))
-    after, wait, engine = (query.get(name, [default])[-1] for name, default in QUERY)
+    after, wait = (query.get(name, ["0"])[-1] for name in ("after", "wait"))
+    engine = query.get("engine", [""])[-1]
     if not _NUMBER.fullmatch(after):
         await _answer(send, 400, {"error": "after: use the cursor of the last answer, a number"})
         return

@@ -68,8 +68,7 @@ _WRONG_PART = (
 
 def is_form(headers: HeaderList) -> bool:
     """Whether the headers (names in lower case) announce a form, or what some reader takes for one."""
-    types = [value.lower() for name, value in headers if name == b"content-type"]
-    return any(MULTIPART in each for each in types)
+    return any(name == b"content-type" and MULTIPART in value.lower() for name, value in headers)
 
 
 def refuse_urlencoded(headers: HeaderList) -> None:
@@ -78,9 +77,7 @@ def refuse_urlencoded(headers: HeaderList) -> None:
     No route of vLLM takes one, and it might be JSON at the same time.
     """
     if any(name == b"content-type" and URLENCODED in value.lower() for name, value in headers):
-        raise BadRequest(
-            f"vLLM reads no {URLENCODED.decode()}. Send application/json, or files as multipart/form-data."
-        )
+        raise BadRequest(f"vLLM reads no {URLENCODED.decode()}. Send application/json or multipart/form-data.")
 
 
 def read_form(headers: HeaderList, raw: bytes) -> Steps[str]:
@@ -107,8 +104,9 @@ def read_form(headers: HeaderList, raw: bytes) -> Steps[str]:
             break
         if name == b"model":
             model = raw[value_at : min(end, value_at + MAX_NAME_BYTES)]
-        if name.lower() == _XARGS:
-            yield from _refuse_names(raw, value_at, end)
+        if name.lower() == _XARGS and (end > value_at + STEP_BYTES or _FORBIDDEN.search(raw, value_at, end)):
+            text = f"A form's {XARGS} must not hold {', '.join(_NAMES)}, names with escapes, or {STEP_BYTES} bytes."
+            raise BadRequest(text, param=XARGS)
     raise BadRequest(_WRONG_PART)
 
 
@@ -120,11 +118,10 @@ def _type_in(headers: HeaderList) -> tuple[bytes, str]:
         raise BadRequest(_WRONG_TYPE)
     given = [(name.lower(), value.strip(b'"')) for name, value in _PARAMETER.findall(found[1])]
     parameters = dict(given)
-    if not parameters.get(b"boundary") or len(given) > len(parameters):
+    boundary, charset = parameters.get(b"boundary"), parameters.get(b"charset", b"utf-8")
+    if not boundary or len(given) > len(parameters) or charset.lower() not in _PLAIN_CHARSETS:
         raise BadRequest(_WRONG_TYPE)
-    if not _has_plain_charset(types[0].lower()):
-        raise BadRequest("A form in this character set is not read here. Send it in UTF-8.")
-    return parameters[b"boundary"], parameters.get(b"charset", b"utf-8").decode()
+    return boundary, charset.decode()
 
 
 def _line_with(delimiter: bytes, raw: bytes, start: int) -> Steps[int]:
@@ -160,14 +157,6 @@ def _name_in(head: bytes) -> bytes | None:
         elif kind == b"content-transfer-encoding" and value not in _PLAIN_ENCODINGS:
             return None
     return None if before or field is None or field.lower() == CHARSET_FIELD else field
-
-
-def _refuse_names(raw: bytes, start: int, end: int) -> Steps[None]:
-    for at in range(start, end, STEP_BYTES):
-        if _FORBIDDEN.search(raw, at, min(end, at + STEP_BYTES + MAX_NAME_BYTES)) is not None:
-            text = f"A form's {XARGS} must not hold {', '.join(_NAMES)}, nor names with escapes."
-            raise BadRequest(text, param=XARGS)
-        yield
 
 
 def _has_plain_charset(value: bytes) -> bool:

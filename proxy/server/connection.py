@@ -270,10 +270,6 @@ class Connection(HttpToolsProtocol):
         if self._unfinished > self.bounds.head_bytes:
             self._head = self._unfinished
             self.send_400_response("")
-        elif not (self._is_busy or self._in_head or self._in_body):  # the rest of a body whose request was answered
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
 
     @property
     def _is_busy(self) -> bool:

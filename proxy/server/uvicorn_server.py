@@ -21,7 +21,7 @@ import uvicorn
 from proxy.errors import SettingsError
 from proxy.http import auth
 from proxy.pipeline.gateway import Gateway
-from proxy.server.app import App, build, build_pages
+from proxy.server.app import App, build
 from proxy.server.connection import Bounds, ConnectionState, bounded
 from proxy.server.descriptors import most_connections
 from proxy.server.port_holder import holder_of
@@ -144,16 +144,15 @@ def bound(setting: str, host: str, port: int) -> list[socket.socket]:
     """
     sockets: list[socket.socket] = []
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        addresses = dict.fromkeys(found)
-        for family, kind, protocol, _, address in addresses:
+        found = set(socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+        for family, kind, protocol, _, address in found:
             if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
                 continue  # a name may have such an address where this system has none
             sockets.append(made := socket.socket(family, kind, protocol))
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 # `::` alone takes both families, as vLLM's does; elsewhere the other has an address of its own.
-                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, len(addresses) > 1)
+                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, len(found) > 1)
             made.bind(address)
         if not sockets:
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
@@ -221,7 +220,7 @@ def _serve_pages(app: App, settings: Settings, log_config: dict[str, Any], port:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: App) -> AsyncIterator[None]:
-        pages = build_pages(app.gateway)
+        pages = build(app.gateway, pages_only=True)
         config = _config(pages, settings, log_config, settings.admin_host, port, 1.0, lifespan="off")
         side = _SideServer(config, settings)
         async with started(app):

@@ -43,8 +43,7 @@ class Taking:
 
     def take(self, report: Any) -> None:
         self.reports.append(report)
-        for request in report.requests:
-            self._feeds.add_outcome(report, request)
+        self._feeds.add_requests(report)
         self._feeds.add_events(report)
 
 
