@@ -25,12 +25,9 @@ from proxy.server.descriptors import SPARE
 # Requests on one connection that wait for the answer to the one before.
 MAX_PIPELINED = 8
 
-# For the rest of a body whose request has been answered. Closing at once would make the client's system throw away an
-# answer that it has not read yet.
+# For the rest of a body whose request has been answered: closing at once would make the client's system throw away an
+# answer that it has not read yet. And for an idle connection while many are taken: it must not keep others out.
 LINGER_SECONDS = 5.0
-
-# For an idle connection while many of those that fit are taken: who only holds them must not keep others out.
-IDLE_IF_CROWDED = 5.0
 
 # Fields of a head by which a client offers another protocol. No other is spoken here, as RFC 9110, 7.8 permits.
 UPGRADES = frozenset((b"upgrade", b"http2-settings"))
@@ -291,7 +288,7 @@ class Connection(HttpToolsProtocol):
             free, allowed = now - self._free_since, self.bounds.head_seconds
             if self._is_idle:
                 is_crowded = len(self.connections) * 4 > self.bounds.connections * 3
-                allowed = min(self.bounds.idle_seconds, IDLE_IF_CROWDED if is_crowded else inf)
+                allowed = min(self.bounds.idle_seconds, LINGER_SECONDS if is_crowded else inf)
             if self._in_body and free > LINGER_SECONDS:
                 self.transport.close()
             elif free > allowed:

@@ -177,18 +177,18 @@ async def test_who_sends_no_whole_head_keeps_nobody_out_and_is_closed(taking, mo
         writer.write(sent)
         return reader
 
-    async def is_closed(reader: asyncio.StreamReader) -> bool:
+    async def end(reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionResetError):
-            return await reader.read() == b""
-        return True
+            assert await reader.read() == b""
 
     halves = [await half() for _ in range(8)]
-    assert all([await is_closed(each) for each in halves[:4]])  # the oldest
+    for oldest in halves[:4]:
+        await end(oldest)
     waiting = asyncio.create_task(read_beside(at.read_at, path=f"{PATH}?wait=1"))
     assert (await read_beside(at.read_at)).status_code == (await waiting).status_code == 200
-    assert await is_closed(await half(b"GET / HTTP/1.1\r\na: " + b"x" * collector.MAX_HEAD_BYTES))
+    await end(await half(b"GET / HTTP/1.1\r\na: " + b"x" * collector.MAX_HEAD_BYTES))
     monkeypatch.setattr(collector, "HEAD_SECONDS", 0.05)
-    assert await is_closed(await half())
+    await end(await half())
 
 
 async def test_nobody_reads_from_elsewhere_unless_it_was_asked_for(taking, monkeypatch):

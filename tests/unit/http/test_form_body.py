@@ -20,7 +20,6 @@ from proxy.http.form_body import (
     STEP_BYTES,
     is_form,
     read_form,
-    refuse_urlencoded,
 )
 from proxy.http.json_body import HINT as HINT_NAME
 from proxy.http.json_body import LOAD, PIN, TRANSFERS, TRIAL, VERDICT
@@ -53,38 +52,10 @@ def test_each_name_that_only_the_gateway_may_say_is_refused_and_named_wherever_i
     with pytest.raises(BadRequest, match=name) as refused:
         read(parts(FILE, (NAMED + b'"vllm_xargs"', said)))
     assert refused.value.param == "vllm_xargs"
+    for spelled in (name.encode(), b"\\u0073" + name.encode()[1:]):
+        with pytest.raises(BadRequest, match=name):
+            read(parts((NAMED + b"vllm_xargs", b'{"a":1}'), (NAMED + b"VLLM_Xargs", b'{"%b":1}' % spelled)))
     read(form(said, name=b"prompt"))
-
-
-@pytest.mark.parametrize("kind", [FORM, FORM + b'; charset="UTF-8"', FORM + b"; charset=us-ascii"])
-@pytest.mark.parametrize(
-    "raw",
-    [
-        form(b'{"a": "b"}'),
-        form(b"\\u0041", name=b"prompt"),
-        form(bytes(range(256)) * 100, name=b"file"),
-    ],
-)
-def test_what_holds_no_hint_passes(kind, raw):
-    assert read(raw, kind) == ""
-
-
-@pytest.mark.parametrize(
-    ("kind", "raw"),
-    [
-        (FORM, form(b'{"\\u0073eamark_boundaries":[1]}')),
-        (FORM, parts((NAMED + b"vllm_xargs", b'{"a":1}'), (NAMED + b"VLLM_Xargs", b'{"ec_transfer_params":{}}'))),
-        *(
-            (FORM + charset, form(b"{}"))
-            for charset in (b"; charset = utf-7", b"; charset=utf-8; charset=utf-7", b"; charset")
-        ),
-        (FORM + b'; charset="utf-16"', form(b"{}")),
-        (FORM + b"; charset=utf-7", form(b"{}", name=b"+AHY-llm_xargs")),
-    ],
-)
-def test_what_may_hold_one_is_refused(kind, raw):
-    with pytest.raises(BadRequest):
-        read(raw, kind)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +135,8 @@ def test_a_part_that_two_readers_may_take_differently_is_refused(before, raw):
             [b"multipart/form-data" + more]
             for more in (b"", b'; boundary=""', b"; boundary*=utf-8''x", b"; boundary*0=x")
         ),
-        *([FORM + more] for more in (b"; boundary=y", b", multipart/form-data; boundary=x")),
+        *([FORM + more] for more in (b"; boundary=y", b", multipart/form-data; boundary=x", b"; charset=utf-7")),
+        *([FORM + b"; charset" + more] for more in (b"", b" = utf-8", b"=utf-8; charset=utf-7", b'="utf-16"')),
         *([b"multipart/form-data; boundary=" + odd] for odd in (b'""', b'"\\x"', b'"x;charset=utf-8"')),
         *([b"multipart/mixed; boundary=x"], [FORM, FORM], [b"application/json", FORM]),
     ],
@@ -187,15 +159,12 @@ def test_a_type_that_two_readers_may_take_differently_is_refused(types):
     ],
 )
 def test_what_clients_write_passes(head):
-    text = b"the header\r\ncontent-disposition: is used as\r\nContent-Transfer-Encoding: base64 is"
-    for boundary, kind in ((b"--a b", b'boundary="--a b"'), (b"----=_Part_1", b"boundary=----=_Part_1; charset=utf-8")):
-        read(parts((head, text), boundary=boundary), b"multipart/form-data; " + kind)
-
-
-def test_a_form_without_files_is_refused():
-    with pytest.raises(BadRequest, match="multipart/form-data"):
-        refuse_urlencoded([(b"content-type", b"Application/X-WWW-Form-Urlencoded; charset=utf-8")])
-    refuse_urlencoded([(b"content-type", b"application/json"), (b"x", b"application/x-www-form-urlencoded")])
+    text = b"the header\r\ncontent-disposition: is used as\r\nContent-Transfer-Encoding: base64\\u0041" + bytes(
+        range(256)
+    )
+    for boundary, kind in ((b"--a b", b'boundary="--a b"'), (b"----=_Part_1", b"boundary=----=_Part_1; charset=UTF-8")):
+        raw = parts((head, text), (NAMED + b"vllm_xargs", b'{"a": "b"}'), boundary=boundary)
+        assert read(raw, b"multipart/form-data; " + kind) == ""
 
 
 def worker_reads(raw: bytes) -> list[tuple[str, str | None]] | None:
@@ -220,9 +189,7 @@ OTHERS = st.one_of(
     st.lists(st.sampled_from(MARKS)).map("".join).map('filename="{}"'.format),
     st.sampled_from(["filename=a.wav", "filename*=utf-8''my%20note.wav", "filename*=\"UTF-8''a\"", "size=12", "x=y"]),
 )
-LINES = st.sampled_from(
-    ["Content-Type: text/plain; charset=utf-8\r\n", "Content-ID: <1>\r\n", "Content-Length: 1\r\n", ""]
-)
+LINES = st.sampled_from(["Content-Type: text/plain; charset=utf-8\r\n", "Content-ID: <1>\r\n", ""])
 
 
 @given(

@@ -14,7 +14,7 @@ import uvicorn
 
 from proxy.http import asgi
 from proxy.http.asgi import BodyState
-from proxy.server.connection import IDLE_IF_CROWDED, LINGER_SECONDS, MAX_PIPELINED, Bounds, ConnectionState, bounded
+from proxy.server.connection import LINGER_SECONDS, MAX_PIPELINED, Bounds, ConnectionState, bounded
 from proxy.server.descriptors import SPARE
 
 LIMIT, TIMEOUT, IDLE, SEND_TIMEOUT, CONNECTIONS = 1000, 60.0, 95.0, 100.0, 10
@@ -154,7 +154,7 @@ async def test_what_is_no_request_is_refused_in_the_envelope(connection, sent, s
         (GET + b"GET /", b"a", 200, 9, TIMEOUT),
         (GET, b"\r\n", 200, 0, TIMEOUT),
         (GET, b"", 200, 6, IDLE),
-        (GET, b"", 200, 7, IDLE_IF_CROWDED),
+        (GET, b"", 200, 7, LINGER_SECONDS),
     ],
     ids=["nothing", "a head", "the next head", "empty lines behind an answer", "an answer", "many connections"],
 )
@@ -193,12 +193,7 @@ async def test_what_is_left_of_an_answered_requests_body_has_a_moment(connection
 
 async def test_once_it_has_come_the_connection_is_kept_as_ever(connection):
     await connection.answer(POST + b"content-length: 4\r\n\r\na")
-    timer = connection.protocol.timeout_keep_alive_task
-    connection.send(b"b")
-    assert timer.cancelled() and connection.protocol.timeout_keep_alive_task is None
-    connection.send(b"cd")
-    assert not connection.protocol.timeout_keep_alive_task.cancelled()
-    await connection.take(GET)
+    await connection.take(b"bcd" + GET)
     assert [scope["method"] for scope in connection.scopes] == ["POST", "GET"]
     assert connection.transport.written.count(b"HTTP/1.1 200") == 2 and not connection.transport.closed
 
