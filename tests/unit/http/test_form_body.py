@@ -13,14 +13,7 @@ from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from proxy.errors import BadRequest
-from proxy.http.form_body import (
-    MAX_HEAD_BYTES,
-    MAX_NAME_BYTES,
-    MOST_PARTS,
-    STEP_BYTES,
-    is_form,
-    read_form,
-)
+from proxy.http.form_body import MAX_HEAD_BYTES, MAX_NAME_BYTES, MOST_PARTS, STEP_BYTES, is_form, read_form
 from proxy.http.json_body import HINT as HINT_NAME
 from proxy.http.json_body import LOAD, PIN, TRANSFERS, TRIAL, VERDICT
 from tests.harness.steps import finished
