@@ -153,7 +153,7 @@ class Settings(BaseModel):
     keepalive_timeout: float = Field(
         95.0,
         gt=0,
-        description="seconds for which an idle connection is kept (keep-alive); what stands before the gateway has to "
+        description="keep-alive: seconds for which an idle connection is kept; what stands before the gateway has to "
         "close it earlier (ALB does after 60, Traefik and Go after 90), or its next request is lost; with three of "
         "four max_connections taken: 5",
     )
