@@ -27,14 +27,12 @@ MULTIPART, URLENCODED = b"multipart/", b"application/x-www-form-urlencoded"
 _TYPE = re.compile(rb"""multipart/form-data((?:[ \t]*;[ \t]*[\w-]+=(?:"[^"\\;]*"|[^\s"\\;]+))+)""", re.I | re.ASCII)
 _PARAMETER = re.compile(rb""";[ \t]*([\w-]+)=("[^"]*"|[^\s;]*)""", re.ASCII)
 
-# The first name that is plain, with what stands before and behind it.
-_NAMED = re.compile(
-    rb"""[ \t]*form-data[ \t]*;((?:.*?;)??)[ \t]*name[ \t]*=[ \t]*("[\w.:\[\]-]*"|[\w.:\[\]-]+)[ \t]*((?:;.*)?)""",
-    re.I | re.S,
-)
+# What stands before a field's name, and that with what follows it.
+_BEFORE_NAME = re.compile(rb"[ \t]*form-data[ \t]*;(?:.*;)?[ \t]*", re.I | re.S)
+_NAMED = re.compile(rb"""name[ \t]*=[ \t]*("[\w.:\[\]-]*"|[\w.:\[\]-]+)[ \t]*((?:;.*)?)""", re.I | re.S)
 
-# What some reader may take for another: with escapes or a part of a name, or within quotes that it does not know.
-_A_NAME = re.compile(rb"""(?<![\w-])name["\s]*[*=]""", re.I)
+# What some reader may take for a name: with escapes or a part of it, or within quotes that it does not know.
+_A_NAME = re.compile(rb"""(?<![\w-])name["\s]*+[*=]""", re.I)
 _QUOTED = re.compile(rb"""=[ \t]*"[^"\\]*\"""")
 
 CHARSET_FIELD = b"_charset_"  # RFC 7578: its value is the character set of all others
@@ -49,9 +47,9 @@ _HEAD_LINE = re.compile(rb"([\w!#$%&'*+.^`|~-]+):([^\r\n\0]*)")
 
 MAX_HEAD_BYTES, MAX_NAME_BYTES = 8192, 1024  # of a part, and of the name of a model
 
-MOST_PARTS = 2000  # Starlette takes 1,000 files, and as many other fields
+MOST_PARTS = 256
 
-STEP_BYTES = 2**16  # looked through in one step
+STEP_BYTES = 2**15  # looked through in one step
 
 _WRONG_TYPE = (
     "The Content-Type of this form could be read in two ways. Send it once, as "
@@ -144,13 +142,14 @@ def _name_in(head: bytes) -> bytes | None:
             return None
         kind, value = found[1].lower(), found[2].lower().strip(b" \t")
         if kind == b"content-disposition":
-            named = _NAMED.fullmatch(found[2])
-            if field is not None or named is None:
+            if field is not None or (first := _A_NAME.search(found[2])) is None:
                 return None
-            others = named[1], _QUOTED.sub(b"=", named[3])
-            if any(map(_A_NAME.search, others)):
+            named = _NAMED.fullmatch(found[2], first.start())
+            if named is None or _BEFORE_NAME.fullmatch(found[2], 0, first.start()) is None:
                 return None
-            field = named[2].strip(b'"')
+            if _A_NAME.search(_QUOTED.sub(b"=", named[2])):
+                return None
+            field = named[1].strip(b'"')
         elif kind == b"content-type":
             if not _has_plain_charset(value) or MULTIPART in value:
                 return None
