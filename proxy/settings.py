@@ -82,7 +82,7 @@ class Settings(BaseModel):
     workers_dns_keep: float = Field(
         60.0, ge=0, description="seconds that workers stay whose name in workers_dns is not resolved any more"
     )
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: str = Field("127.0.0.1", description="address to listen on; `::`: all, of both families")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on")
     health_interval: float = Field(5.0, gt=0, description="seconds between two health checks of each worker")
     connect_timeout: float = Field(2.0, gt=0, description="seconds to wait for a connection to a worker")
@@ -149,6 +149,13 @@ class Settings(BaseModel):
     )
     send_timeout: float = Field(
         120.0, gt=0, description="seconds in which a client takes no byte of its answer, after which it is cut off"
+    )
+    keepalive_timeout: float = Field(
+        95.0,
+        gt=0,
+        description="keep-alive: seconds for which an idle connection is kept; what stands before the gateway has to "
+        "close it earlier (ALB does after 60, Traefik and Go after 90), or its next request is lost; with three of "
+        "four max_connections taken: 5",
     )
     max_collected_bytes: int = Field(
         2**20,

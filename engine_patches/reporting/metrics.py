@@ -149,11 +149,9 @@ class CollectedMetrics:
     def take(self, report: EngineReport) -> None:
         """A report of one engine. Outcomes are there at once, for heads of answers; the rest when tokens are out."""
         self._show(report)
-        for request in report.requests:
-            feeds.add_outcome(report, request)
-        for request_id, fate in report.pinned:
+        feeds.add_requests(report)
+        for _, fate in report.pinned:
             families().pins.labels(fate).inc()
-            feeds.add_pin(report, request_id, fate)
         feeds.add_drafts(report)
         feeds.later(partial(self._add_up, report))
 

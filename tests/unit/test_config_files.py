@@ -243,6 +243,7 @@ NUMBERS: dict[str, tuple[float, float, tuple[float, ...]]] = {
     **dict.fromkeys(("port", "admin_port"), (0, 65535, (-1, 65536))),
     "max_json_depth": (1, 900, (0, 901)),
     "max_json_values": COUNT,
+    "keepalive_timeout": SECONDS,
     "self_check_tokens": (256, MANY, (255,)),
 }
 
