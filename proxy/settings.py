@@ -65,7 +65,8 @@ class Settings(BaseModel):
         "Basic authorization in place of any other",
     )
     workers_file: Path | None = Field(
-        None, description="TOML file with [[worker]] entries (url, max_inflight); read again when it changes"
+        None,
+        description="TOML file with [[worker]] entries (url, max_inflight) or worker = [], read again when it changes",
     )
     prefill_worker: tuple[str, ...] = Field(
         (),

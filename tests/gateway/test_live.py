@@ -291,10 +291,11 @@ def started(fleet: Servers, *flags: str) -> Server:
 
 def test_a_gateway_that_is_its_own_worker_says_so(fleet, tmp_path):
     file = tmp_path / "workers.toml"
-    file.write_text("")
+    file.write_text("worker = []")
     port = free_port()
     gateway = started(fleet, "--workers-file", str(file), "--admin-port", str(port), *PROBES)
     assert lines(gateway, f"there is no worker: {file} names none")
+    assert "There is none: workers_file says so" in post(gateway, chat("Tide?")).text
     for url in (gateway.url + "/v1", f"http://localhost:{port}"):
         file.write_text(f'[[worker]]\nurl = "{url}"\n')
         name = url.removeprefix("http://").removesuffix("/v1")

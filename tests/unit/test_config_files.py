@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+from codecs import BOM_UTF8
 from functools import partial
 from pathlib import Path
 
@@ -80,14 +81,14 @@ def test_a_link_to_a_file_is_read_and_one_that_is_too_large_or_has_no_path_is_no
         read_toml("some_setting", Path("a\0b"))
 
 
-def test_a_secret_loses_its_line_end_and_must_not_be_empty_or_binary(tmp_path):
+def test_a_key_loses_its_line_end_and_a_mark_before_it_and_must_be_alone_in_its_file(tmp_path):
     path = tmp_path / "secret"
-    path.write_text("  hunter2\n")
-    assert read_secret("secret_file", path) == "hunter2"
-    for content in (b" \n", b"\xff\xfe"):
+    path.write_bytes(BOM_UTF8 + b"  hunter2\n")
+    assert read_secret("key_file", path) == "hunter2"
+    for content in (b" \n", BOM_UTF8, b"\xff\xfe", b"hunter2\n# comment", b'"hunter2"\n', b"hunter\xc2\xa02"):
         path.write_bytes(content)
-        with pytest.raises(SettingsError, match=r"^secret_file: "):
-            read_secret("secret_file", path)
+        with pytest.raises(SettingsError, match=rf"^key_file: {path} (?!.*hunter2)"):
+            read_secret("key_file", path)
 
 
 @pytest.mark.parametrize("error", [ValueError("hunter2"), RecursionError(), MemoryError(), KeyError("hunter2")])
@@ -114,14 +115,29 @@ def test_whatever_its_reader_raises_a_watched_file_counts_as_not_read(tmp_path, 
         WatchedFile(path, read)
 
 
-def test_a_watched_file_that_is_replaced_by_a_fifo_stops_nothing(tmp_path, caplog):
+TWO = b'[[worker]]\nurl = "http://a"\n[[worker]]\nurl = "http://b"\nmax_inflight = 128\n# end\n'
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Path.unlink,
+        lambda path: (path.unlink(), os.mkfifo(path)),
+        *(partial(Path.write_bytes, data=data) for data in (b"", b"\n", b"# none\n", b"\0" * 99, BOM_UTF8)),
+        *(partial(Path.write_bytes, data=TWO[:end]) for end in range(len(TWO)) if TWO[end] != 10 != TWO[end - 1]),
+    ],
+)
+def test_a_watched_file_that_is_gone_or_says_nothing_or_is_cut_within_a_line_stops_nothing(tmp_path, caplog, change):
     path = tmp_path / "file.toml"
-    path.write_text("count = 1")
-    watched = WatchedFile(path, lambda path: read_model("some_setting", path, Model))
-    path.unlink()
-    os.mkfifo(path)
-    assert not watched.refresh() and not watched.is_current and watched.value.count == 1
-    assert "no regular file" in caplog.text
+    path.write_bytes(TWO)
+    watched = WatchedFile(path, read_workers)
+    change(path)
+    assert not watched.refresh() and not watched.is_current
+    assert watched.value == (("http://a", None), ("http://b", 128)) and len(caplog.messages) == 1
+    path.unlink(missing_ok=True)
+    for said, workers in ((BOM_UTF8 + TWO[:28], (("http://a", None),)), (b"worker = []", ())):
+        path.write_bytes(said)
+        assert watched.refresh() and watched.value == workers
 
 
 @pytest.mark.parametrize("end", ["\nSEAMARK_API_KEYS=/tmp/k", "\r", "\tb", " b", "\x1b[2J", "\u2028b", "\x00"])

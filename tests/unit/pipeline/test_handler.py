@@ -310,8 +310,8 @@ NUMBER = "9" * 5000  # more digits than Python reads
     [
         ("api_keys", entry("ann"), entry("bob") + f"max_inflight = {NUMBER}\n"),
         ("api_keys", entry("ann"), entry("bob") * 2),
-        ("workers_file", "", f'[[worker]]\nurl = "http://127.0.0.1:9"\nmax_inflight = {NUMBER}\n'),
-        ("workers_file", "", "a = " + "[" * 5000 + "]" * 5000),
+        ("workers_file", "worker = []", f'[[worker]]\nurl = "http://127.0.0.1:9"\nmax_inflight = {NUMBER}\n'),
+        ("workers_file", "worker = []", "a = " + "[" * 5000 + "]" * 5000),
         ("prefixes_file", "[]", '[{"name":"a","body":{"messages":[{}],"model":"m","seed":' + NUMBER + "}}]"),
     ],
 )
