@@ -89,7 +89,7 @@ def ask(url: str, body: Any = None) -> Answer:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=120) as answer:
             return Answer(answer.status, {k.lower(): v for k, v in answer.headers.items()}, answer.read())
     except urllib.error.HTTPError as error:
         return Answer(error.code, {k.lower(): v for k, v in error.headers.items()}, error.read())
