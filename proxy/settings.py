@@ -36,6 +36,8 @@ _SERVICE_LINK = re.compile(r"SEAMARK_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+
 
 _SERVICE_ADDRESS = ("tcp://", "udp://", "sctp://")
 
+_OF_SERVICE = "Kubernetes made it for a Service of that name (enableServiceLinks: false in the pod keeps it away)"
+
 RewriteRule = Literal["billing_header", "tools_sorted"]
 REWRITE_RULES: tuple[RewriteRule, ...] = get_args(RewriteRule)
 
@@ -351,6 +353,9 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
         if unknown := [no_setting(name) for name in values if name not in names]:
             raise SettingsError(f"config: {config}: {'; '.join(unknown)}")
     variables = {name: environment.get(PREFIX + name.upper()) for name in names}
+    variables = {
+        name: value for name, value in variables.items() if not _is_service(PREFIX + name.upper(), value or "")
+    }
     # An empty variable was left as .env.example has it. Only for the rewrite rules does it mean something: none.
     values.update({name: value for name, value in variables.items() if value or (value == "" and name == "rewrite")})
     values.update({name: getattr(args, name) for name in names if getattr(args, name) is not None})
@@ -376,13 +381,14 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """
     known = {PREFIX + name.upper() for name in Settings.model_fields} | {PREFIX + "CONFIG"} | PLUGIN_VARIABLES
     return [
-        f"{name} is ignored: {no_setting(name.removeprefix(PREFIX).lower())}"
+        f"{name} is ignored: {_OF_SERVICE if name in known else no_setting(name.removeprefix(PREFIX).lower())}"
         for name, value in sorted(environment.items())
-        if name.startswith(PREFIX)
-        and name not in known
-        and not _SERVICE_LINK.fullmatch(name)
-        and not value.startswith(_SERVICE_ADDRESS)
+        if name.startswith(PREFIX) and not _SERVICE_LINK.fullmatch(name) and (name in known) == _is_service(name, value)
     ]
+
+
+def _is_service(name: str, value: str) -> bool:
+    return name.endswith("_PORT") and value.startswith(_SERVICE_ADDRESS)
 
 
 def _complaints(errors: Sequence[Any]) -> list[str]:

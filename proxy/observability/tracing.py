@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -19,7 +20,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from requests import Session
 
+from proxy.config_files import LOOPBACK
 from proxy.fleet.part import Part
 from proxy.http import asgi
 from proxy.metrics import Metrics
@@ -49,7 +52,12 @@ class Tracing(Part):
         """`endpoint`: URL of a collector, its path included, that takes OTLP over HTTP."""
         named = Resource.create({"service.name": "seamark", "service.version": version()})
         self._provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()))
-        self._provider.add_span_processor(BatchSpanProcessor(_Counted(OTLPSpanExporter(endpoint), metrics)))
+        session = None
+        if urlsplit(endpoint).hostname in LOOPBACK:  # whatever proxy the environment names
+            session = Session()
+            session.trust_env = False
+        exporter = OTLPSpanExporter(endpoint, session=session)
+        self._provider.add_span_processor(BatchSpanProcessor(_Counted(exporter, metrics)))
         self._tracer = self._provider.get_tracer("seamark", version())
         self._propagator = TraceContextTextMapPropagator()
 
@@ -58,7 +66,10 @@ class Tracing(Part):
 
         `headers` get ours in place of the client's: vLLM makes its spans children of this one.
         """
-        carrier = {name.decode(): value.decode("latin-1") for name, value in headers if name in HEADERS}
+        carrier: dict[str, list[str]] = {}  # `tracestate` may come in several
+        for name, value in headers:
+            if name in HEADERS:
+                carrier.setdefault(name.decode(), []).append(value.decode("latin-1"))
         span = self._tracer.start_span(
             f"{method} {endpoint}",
             self._propagator.extract(carrier),
@@ -68,7 +79,7 @@ class Tracing(Part):
         told: dict[str, str] = {}
         self._propagator.inject(told, set_span_in_context(span))
         headers[:] = [header for header in headers if header[0] not in HEADERS]
-        headers += [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
+        headers += [(field.encode(), text.encode("latin-1")) for field, text in told.items()]
         return RequestTrace(self, span)
 
     def inside(self, parent: Span, stage: Stage, to_epoch: float) -> None:

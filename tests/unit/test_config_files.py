@@ -217,6 +217,18 @@ def test_a_variable_that_nothing_reads_is_named_without_its_value():
     assert parse("--worker", "http://a", environment=meant).port == 8080
 
 
+def test_a_port_that_a_service_of_kubernetes_makes_is_no_setting_and_named():
+    made = {f"SEAMARK_{name}PORT": "tcp://10.96.7.7:80" for name in ("", "ADMIN_", "WORKER_", "80_TCP_")}
+    settings = parse("--worker", "http://a", environment=made)
+    assert (settings.port, settings.admin_port) == (8080, None)
+    assert [said.partition(": Kubernetes")[0] for said in unknown_variables(made)] == [
+        "SEAMARK_ADMIN_PORT is ignored",
+        "SEAMARK_PORT is ignored",
+    ]
+    with pytest.raises(SettingsError, match=r"^port"):
+        parse("--worker", "http://a", environment={"SEAMARK_PORT": "10.96.7.7:80"})
+
+
 @pytest.mark.parametrize("content", ["worker = 5", "worker = [5]", "rewrite = ['x']"])
 def test_a_wrong_type_in_the_file_is_refused_with_the_settings_name(tmp_path, content):
     config = tmp_path / "seamark.toml"
