@@ -22,16 +22,13 @@ from proxy.errors import SettingsError, did_you_mean
 logger = logging.getLogger("seamark.settings")
 
 T = TypeVar("T")
-
 M = TypeVar("M", bound=BaseModel)
 
 _HTTP_URL = TypeAdapter(HttpUrl)
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # hosts that are this machine
 
-
 MOST_BYTES = 2**26  # of a file
-
 MOST_NUMBER = 2**31  # in one, of requests
 
 
@@ -41,14 +38,13 @@ def read_file(setting: str, path: Path) -> bytes:
     It is read while requests go on, so it must be a regular file: to open a FIFO or a device may take for ever.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise SettingsError(f"{setting}: {path} is no regular file")
+        if status.st_size > MOST_BYTES:
+            raise SettingsError(f"{setting}: {path} has more than {MOST_BYTES:,} bytes")
+        # It may have been replaced meanwhile: what is no file neither holds this up nor fills the memory.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as opened:
-            status = os.fstat(opened.fileno())
-            if not stat.S_ISREG(status.st_mode):  # it was replaced meanwhile
-                raise SettingsError(f"{setting}: {path} is no regular file")
-            if status.st_size > MOST_BYTES:
-                raise SettingsError(f"{setting}: {path} has more than {MOST_BYTES:,} bytes")
             return opened.read(MOST_BYTES).removeprefix(BOM_UTF8)  # of Windows' editors
     except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
         raise SettingsError(f"{setting}: {path} cannot be read ({getattr(error, 'strerror', 'no path')})") from None
@@ -61,9 +57,7 @@ def read_toml(setting: str, path: Path) -> dict[str, Any]:
         return tomllib.loads(raw.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{setting}: {path} is not TOML ({error})") from None
-    except RecursionError:
-        raise SettingsError(f"{setting}: {path} is nested too deeply") from None
-    except Exception as error:  # such as a number of more digits than Python reads
+    except Exception as error:  # such as a number of more digits than Python reads, or more depth
         raise SettingsError(f"{setting}: {path} is not TOML ({type(error).__name__})") from None
 
 
@@ -106,10 +100,8 @@ def read_secret(setting: str, path: Path) -> str:
         raise SettingsError(f"{setting}: {path} is not UTF-8") from None
     if not secret:
         raise SettingsError(f"{setting}: {path} is empty")
-    if setting.endswith("key_file") and not (secret.isprintable() and secret.isascii()):
-        raise SettingsError(f"{setting}: {path} has more than one line, or no ASCII: leave the key alone in it")
-    if setting.endswith("key_file") and secret[0] == secret[-1] and secret[0] in "\"'":
-        raise SettingsError(f"{setting}: {path} has the key in quotes: leave them out")
+    if setting.endswith("key_file") and (not secret.isprintable() or not secret.isascii() or secret[0] in "\"'"):
+        raise SettingsError(f"{setting}: {path} must hold the key alone: one line of ASCII, without quotes")
     return secret
 
 
@@ -225,10 +217,7 @@ class WorkerEntry(BaseModel):
         return worker_url(url)
 
 
-_WORKERS = """\
-    [[worker]]
-    url = "http://127.0.0.1:8000"
-    # or, for none: worker = []"""
+_EXAMPLE_WORKER = '    [[worker]]\n    url = "http://127.0.0.1:8000"\n    # or, for none: worker = []'
 
 
 class _WorkersFile(BaseModel):
@@ -239,5 +228,5 @@ class _WorkersFile(BaseModel):
 
 def read_workers(path: Path) -> tuple[tuple[str, int | None], ...]:
     """URL and `max_inflight` of each `[[worker]]` entry. Raises `SettingsError`."""
-    file = read_model("workers_file", path, _WorkersFile, _WORKERS)
+    file = read_model("workers_file", path, _WorkersFile, _EXAMPLE_WORKER)
     return tuple((entry.url, entry.max_inflight) for entry in file.worker)

@@ -340,11 +340,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
-    """Merge the sources and validate. Raises `SettingsError` naming the setting.
-
-    pydantic-settings would save no line: lists as `a,b`, `--shadow true`, an empty SEAMARK_REWRITE, hidden secrets and
-    these errors all need code of ours there, too, and its `Settings(...)` would read the environment each time.
-    """
+    """Merge the sources and validate. Raises `SettingsError` naming the setting."""
     names = list(Settings.model_fields)
     values: dict[str, Any] = {}
     config = args.config or (Path(environment[PREFIX + "CONFIG"]) if environment.get(PREFIX + "CONFIG") else None)
@@ -352,10 +348,8 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
         values.update(read_toml("config", config))
         if unknown := [no_setting(name) for name in values if name not in names]:
             raise SettingsError(f"config: {config}: {'; '.join(unknown)}")
+    environment = {name: value for name, value in environment.items() if not _is_service(name, value)}
     variables = {name: environment.get(PREFIX + name.upper()) for name in names}
-    variables = {
-        name: value for name, value in variables.items() if not _is_service(PREFIX + name.upper(), value or "")
-    }
     # An empty variable was left as .env.example has it. Only for the rewrite rules does it mean something: none.
     values.update({name: value for name, value in variables.items() if value or (value == "" and name == "rewrite")})
     values.update({name: getattr(args, name) for name in names if getattr(args, name) is not None})
@@ -375,10 +369,7 @@ def no_setting(name: str) -> str:
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable with our prefix that nothing of Seamark reads.
-
-    They are no errors: others put variables with this prefix there, too, as Kubernetes does for its Services.
-    """
+    """A sentence for each variable with our prefix that is not read. It is no error: others put some there, too."""
     known = {PREFIX + name.upper() for name in Settings.model_fields} | {PREFIX + "CONFIG"} | PLUGIN_VARIABLES
     return [
         f"{name} is ignored: {_OF_SERVICE if name in known else no_setting(name.removeprefix(PREFIX).lower())}"

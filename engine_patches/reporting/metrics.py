@@ -34,21 +34,11 @@ class Families:
     """The metric families; a Prometheus registry admits each name once per process."""
 
     def __init__(self) -> None:
+        lengths = ["match_unit", "block_size", "ahead"]
         self.info = Gauge(
             "seamark_engine_info",
             "1 while Seamark's patches are live; lengths in tokens; `reports`: HOST:PORT where they are read",
-            [
-                "version",
-                "vllm",
-                "match_unit",
-                "block_size",
-                "ahead",
-                "connector",
-                "lane",
-                "refused",
-                "drafts",
-                "reports",
-            ],
+            ["version", "vllm", *lengths, "connector", "lane", "refused", "drafts", "reports"],
             multiprocess_mode="max",
         )
         self.written = Counter("seamark_checkpoints_written_total", "Recurrent states registered", ["kind"])
@@ -85,9 +75,7 @@ class Families:
             "seamark_engine_requests_total", "Requests by why they did or did not resume from the cache", ["reason"]
         )
         self.windows = Counter(
-            "seamark_draft_windows_total",
-            "Hits of draft heads with windows, by their rows",
-            ["rows"],
+            "seamark_draft_windows_total", "Hits of draft heads with windows, by their rows", ["rows"]
         )
         for rows in (HELD, ZEROED, HEALED):
             self.windows.labels(rows)

@@ -52,10 +52,9 @@ class Tracing(Part):
         """`endpoint`: URL of a collector, its path included, that takes OTLP over HTTP."""
         named = Resource.create({"service.name": "seamark", "service.version": version()})
         self._provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()))
-        session = None
-        if urlsplit(endpoint).hostname in LOOPBACK:  # whatever proxy the environment names
-            session = Session()
-            session.trust_env = False
+        session = Session() if urlsplit(endpoint).hostname in LOOPBACK else None
+        if session is not None:
+            session.trust_env = False  # no proxy of the environment
         exporter = OTLPSpanExporter(endpoint, session=session)
         self._provider.add_span_processor(BatchSpanProcessor(_Counted(exporter, metrics)))
         self._tracer = self._provider.get_tracer("seamark", version())
@@ -66,10 +65,8 @@ class Tracing(Part):
 
         `headers` get ours in place of the client's: vLLM makes its spans children of this one.
         """
-        carrier: dict[str, list[str]] = {}  # `tracestate` may come in several
-        for name, value in headers:
-            if name in HEADERS:
-                carrier.setdefault(name.decode(), []).append(value.decode("latin-1"))
+        found = [(name.decode(), value.decode("latin-1")) for name, value in headers if name in HEADERS]
+        carrier = {name: [value for each, value in found if each == name] for name, _ in found}  # states may be several
         span = self._tracer.start_span(
             f"{method} {endpoint}",
             self._propagator.extract(carrier),
@@ -79,7 +76,7 @@ class Tracing(Part):
         told: dict[str, str] = {}
         self._propagator.inject(told, set_span_in_context(span))
         headers[:] = [header for header in headers if header[0] not in HEADERS]
-        headers += [(field.encode(), text.encode("latin-1")) for field, text in told.items()]
+        headers += [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
         return RequestTrace(self, span)
 
     def inside(self, parent: Span, stage: Stage, to_epoch: float) -> None:

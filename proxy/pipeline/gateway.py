@@ -188,14 +188,13 @@ class Gateway:
 
     async def _watch_files(self) -> None:
         """What differs from look to look is still being written."""
-        last: list[object] = []
+        last: Any = None
         while True:
             await asyncio.sleep(FILES_INTERVAL)
             await self.idle.lull()
-            stamps: list[object] = [file.stamp() for file in self._files]
-            if stamps == last:
+            last, before = [file.stamp() for file in self._files], last
+            if last == before:
                 self.read_files()
-            last = stamps
 
     def read_files(self) -> None:
         """Read again those files that have changed."""
