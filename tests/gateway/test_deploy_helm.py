@@ -116,6 +116,7 @@ def test_the_gateway_and_redis_can_do_little():
     for service in (services["gateway"], services["redis"]):
         assert service["read_only"] and service["cap_drop"] == ["ALL"] and "tmpfs" in service
         assert service["security_opt"] == ["no-new-privileges:true"] and "privileged" not in service
+    assert services["gateway"]["init"]  # as process 1 it would not end at a signal before it handles it
     assert "USER 65532:65532" in (DEPLOY / "gateway.Dockerfile").read_text()
 
 

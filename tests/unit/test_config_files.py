@@ -10,12 +10,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel, ConfigDict
 
 from proxy.config_files import (
     MOST_BYTES,
     WatchedFile,
-    read_model,
     read_secret,
     read_toml,
     read_workers,
@@ -24,24 +22,6 @@ from proxy.config_files import (
 )
 from proxy.errors import SettingsError
 from proxy.settings import PREFIX, Settings, add_arguments, load, unknown_variables
-
-
-class Model(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    count: int
-
-
-# More digits than Python reads, and more depth.
-@pytest.mark.parametrize(
-    "content", ["count = " + "1" * 5000, "a" + ".a" * 2000 + " = 1", "a = " + "[" * 5000 + "]" * 5000]
-)
-def test_whatever_a_reader_raises_the_file_is_refused_in_one_line_without_its_content(tmp_path, content):
-    path = tmp_path / "file.toml"
-    path.write_text(content)
-    with pytest.raises(SettingsError, match=rf"^api_keys: {path}") as refused:
-        read_model("api_keys", path, Model)
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 
 def socket_at(path: Path) -> None:
@@ -95,7 +75,6 @@ def test_a_key_loses_its_line_end_and_a_mark_before_it_and_must_be_alone_in_its_
 def test_whatever_its_reader_raises_a_watched_file_counts_as_not_read(tmp_path, caplog, error):
     path = tmp_path / "file.toml"
     path.write_text("count = 1")
-    failures = []
 
     def read(path):
         if "2" in path.read_text():
@@ -103,14 +82,9 @@ def test_whatever_its_reader_raises_a_watched_file_counts_as_not_read(tmp_path, 
         return 1
 
     watched = WatchedFile(path, read)
-    watched.failed = lambda: failures.append(1)
-    path.write_text("count = 2")
-    os.utime(path, (1, 1))  # at another time than before: file systems' clocks may be coarse
-    assert [watched.refresh(), watched.refresh()] == [False, False]
-    assert not watched.is_current and watched.value == 1 and failures == [1]
-    (record,) = caplog.records
-    assert str(path) in record.getMessage() and "stays in force" in record.getMessage()
-    assert "hunter2" not in caplog.text and "\n" not in record.getMessage()
+    path.write_text("count = 22")
+    assert [watched.refresh(), watched.is_current, watched.value] == [False, False, 1]
+    assert str(path) in caplog.text and "hunter2" not in caplog.text
     with pytest.raises(SettingsError, match="cannot be used"):
         WatchedFile(path, read)
 
@@ -166,6 +140,9 @@ def parse(*arguments: str, environment: dict[str, str] | None = None) -> Setting
     return load(parser.parse_args(arguments), environment or {})
 
 
+NO_REDIS = ("localhost:6379", "redis:///1", "redis://a:99999", "redis://a/first", "redis://a/1/2", "redis://a/-1")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -176,17 +153,7 @@ def parse(*arguments: str, environment: dict[str, str] | None = None) -> Setting
         (("--worker", "http://a", "--config", "/nowhere.toml"), "config"),
         *(
             (("--worker", "http://a", "--redis", url), "redis")
-            for url in (
-                *(
-                    "localhost:6379",
-                    "redis:///1",
-                    "redis://a:99999",
-                    "redis://a/first",
-                    "redis://a/1/2",
-                    "redis://a/-1",
-                ),
-                *("redis://a?db=1&timeout=1", "unix:///"),
-            )
+            for url in (*NO_REDIS, "redis://a?db=1&timeout=1", "unix:///")
         ),
         *(
             (("--worker", "http://a", "--otlp-traces-endpoint", url), "^otlp_traces_endpoint: the URL must read http")
@@ -221,12 +188,7 @@ def test_a_port_that_a_service_of_kubernetes_makes_is_no_setting_and_named():
     made = {f"SEAMARK_{name}PORT": "tcp://10.96.7.7:80" for name in ("", "ADMIN_", "WORKER_", "80_TCP_")}
     settings = parse("--worker", "http://a", environment=made)
     assert (settings.port, settings.admin_port) == (8080, None)
-    assert [said.partition(": Kubernetes")[0] for said in unknown_variables(made)] == [
-        "SEAMARK_ADMIN_PORT is ignored",
-        "SEAMARK_PORT is ignored",
-    ]
-    with pytest.raises(SettingsError, match=r"^port"):
-        parse("--worker", "http://a", environment={"SEAMARK_PORT": "10.96.7.7:80"})
+    assert [said.split()[0] for said in unknown_variables(made)] == ["SEAMARK_ADMIN_PORT", "SEAMARK_PORT"]
 
 
 @pytest.mark.parametrize("content", ["worker = 5", "worker = [5]", "rewrite = ['x']"])
