@@ -289,7 +289,6 @@ def test_a_stream_arrives_event_by_event_and_a_client_that_leaves_frees_the_work
 @PROXIES
 def test_pages_for_operators_are_hidden_however_their_paths_are_written(fleet, worker, tmp_path, program):
     server = front(program, fleet, tmp_path, start_gateway(fleet, worker))
-    statuses: dict[str, int] = {}
     for page in ("/ui", "/metrics", "/seamark/status", "/seamark/requests/%zz"):
         ways = {page, page[0] + f"%{ord(page[1]):02X}" + page[2:], page[0] + page[1:].replace("/", "%2f")}
         ways |= {way + end for way in ways for end in ("/", "%2F", "?a", "%")}
@@ -297,9 +296,8 @@ def test_pages_for_operators_are_hidden_however_their_paths_are_written(fleet, w
         for way in ways:
             client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
             client.request("GET", way)
-            statuses[way] = client.getresponse().status
+            assert client.getresponse().status in (400, 404), way
             client.close()
-    assert {way: status for way, status in statuses.items() if status not in (400, 404)} == {}
     assert httpx.get(server.url + "/v1/models?a=%zz").status_code == 200
 
 

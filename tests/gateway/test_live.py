@@ -180,11 +180,9 @@ async def test_the_hint_header_of_a_client_goes_no_further(in_memory, worker, si
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
-PARENTS = f"00-{TRACE}-{PARENT}-01"
+PARENTS, STATES = f"00-{TRACE}-{PARENT}-01", "vendor=opaque,a=1,b=2"
 
 CONTEXT = [("traceparent", PARENTS), ("tracestate", "vendor=opaque,a=1"), ("tracestate", "b=2")]
-
-STATE = "vendor=opaque,a=1,b=2"
 
 SECRET = "the lighthouse keeper's diary"
 
@@ -200,7 +198,7 @@ async def test_trace_context_passes_unchanged_where_nothing_is_traced(in_memory,
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     gateway = await in_memory(worker, **settings)
     await gateway.client.post(CHAT, json=chat("Tide?"), headers=CONTEXT)
-    assert sent_context(worker) == [PARENTS, STATE]
+    assert sent_context(worker) == [PARENTS, STATES]
     await gateway.post(chat("Berth?"))
     assert sent_context(worker) == ["", ""]
 
@@ -234,7 +232,7 @@ async def test_a_request_is_a_span_between_its_clients_and_its_workers(
         (span,) = named()
         assert (span.trace_id.hex(), span.parent_span_id.hex(), span.kind) == (TRACE, PARENT, Span.SPAN_KIND_SERVER)
         ids = f"00-{TRACE}-{span.span_id.hex()}-01"
-        assert sent_context(worker) == [ids, STATE]
+        assert sent_context(worker) == [ids, STATES]
         told = {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
         assert told["http.response.status_code"] == 200 and told["seamark.reason"] == reason
         assert (told["gen_ai.operation.name"], told["seamark.worker"]) == ("chat", "worker-0")

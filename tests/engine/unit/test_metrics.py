@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import promql_parser
 import pytest
 import yaml
@@ -39,14 +38,6 @@ def feeds(monkeypatch) -> Iterator[Feeds]:
     families().info.clear()
     yield feeds
     families().info.clear()
-
-
-def test_what_is_left_out_of_a_report_is_nothing():
-    """Older engines and newer collectors meet: a field that was not sent has to mean that nothing happened."""
-    empty = msgspec.msgpack.decode(msgspec.msgpack.encode({"match_unit": 16, "block_size": 64}), type=EngineReport)
-    values = {name: getattr(empty, name) for name in empty.__struct_fields__}
-    assert (values.pop("match_unit"), values.pop("block_size"), values.pop("engines")) == (16, 64, 1)
-    assert values.pop("drafts") == ("", "", "") and not any(values.values())
 
 
 def values() -> dict[str, float]:
