@@ -431,9 +431,7 @@ PROXIED = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}  # 
 
 
 def test_a_probe_asks_its_own_machine_whatever_proxy_is_in_the_environment():
-    probes = [
-        each["exec"]["command"] for each in container(rendered(*ROWS[SIDECAR]), "worker").values() if "exec" in each
-    ]
+    probes = [one["exec"]["command"] for one in container(rendered(*ROWS[SIDECAR]), "worker").values() if "exec" in one]
     services = (service for name in FILES for service in read(name)["services"].values())
     tests = (service.get("healthcheck", {}).get("test", ())[1:] for service in services)
     probes += [test for test in tests if test[:1] == ["python3"]]
