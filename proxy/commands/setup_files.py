@@ -16,7 +16,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.commands.cures import NEEDED
-from proxy.commands.recipe_files import GATEWAY, spark_checkout
+from proxy.commands.recipe_files import GATEWAY, MOD, make_mod, spark_checkout
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.config_files import LOOPBACK
 from proxy.errors import SettingsError
@@ -188,13 +188,13 @@ exec docker compose --env-file {shlex.quote(str(plan.out / "seamark.env"))} \\
 
 
 def _own_model(plan: SetupPlan) -> str:
-    mount = json.dumps(f"{plan.out / 'models'}:/etc/seamark/models:ro")
+    models = json.dumps(str(plan.out / "models").replace("$", "$$"))
     return f"""\
 # The worker reads its model from this folder's models/.
 services:
   worker:
     volumes:
-      - {mount}
+      - {{type: bind, source: {models}, target: /etc/seamark/models, read_only: true}}
 """
 
 
@@ -206,26 +206,24 @@ def _spark(plan: SetupPlan) -> WrittenFile:
     # Of several recipes for one model the shorter name is the plainer.
     of_model = [name for name, text in shipped.items() if f"\nmodel: {model}\n" in text or name == f"seamark-{model}"]
     recipe = min(of_model, key=len, default="seamark-" + re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()))
-    files = {"seamark.toml": gateway_toml(plan.workers), GATEWAY: gateway_script(plan.out)}
-    copied = ""
-    if not of_model:
-        files[f"{recipe}.yaml"] = _recipe(recipe, model)
-        copied = f'cp {shlex.quote(str(plan.out / recipe))}.yaml "$target/recipes/"\n'
-    solo = "" if "\ncluster_only: true\n" in shipped.get(recipe, "") else " --solo"
-    spark = shlex.quote(str(spark_checkout(plan.spark)))
-    files["start.sh"] = f"""\
+    text = shipped.get(recipe) or _recipe(recipe, model)
+    solo = "" if "\ncluster_only: true\n" in text else " --solo"
+    files = {
+        "seamark.toml": gateway_toml(plan.workers),
+        GATEWAY: gateway_script(plan.out),
+        f"{recipe}.yaml": text.replace(f"  - {MOD}\n", f"  - {json.dumps(str(plan.out / MOD))}\n"),
+        "start.sh": f"""\
 #!/bin/sh
-# Gives spark-vllm-docker the mod with Seamark's plugin and the recipes, and starts one of them.
+# Makes the mod with Seamark's plugin in this folder, and has spark-vllm-docker start the recipe with it.
 set -eu
-target={spark}
-{shlex.quote(str(source / "deploy/spark-vllm-docker/make-mod.sh"))} "$target"
-{copied}cd "$target"
-exec ./run-recipe.sh {recipe}{solo}
-"""
-    copies = " ".join(f"recipes/{name}.yaml" for name in sorted({*shipped, recipe}))
+{make_mod(source, plan.out)}
+cd {shlex.quote(str(spark_checkout(plan.spark)))}
+exec ./run-recipe.sh {shlex.quote(str(plan.out / recipe))}.yaml{solo}
+""",
+    }
     off = [
         "Ctrl-C ends the gateway; point clients at vLLM again",
-        f"cd {spark} && rm -r mods/seamark {copies}      # all else there is as it was",
+        f"rm -r {shlex.quote(str(plan.out))}      # nothing was put anywhere else",
     ]
     return WrittenFile(files, (_sh(plan, "start.sh"), _sh(plan, GATEWAY)), off)
 
