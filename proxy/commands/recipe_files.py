@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -400,9 +401,9 @@ def undo_script(places: Places, undo: Sequence[str]) -> str:
     )
 
 
-def listed(name: str, content: bytes) -> str:
+def listed(name: str, content: bytes) -> bytes:
     """The line of `LIST` for a file."""
-    return f"{hashlib.sha256(content).hexdigest()}  {name}\n"
+    return f"{hashlib.sha256(content).hexdigest()}  {name}\n".encode()
 
 
 def _install(places: Places) -> str:
@@ -414,7 +415,7 @@ _UNINSTALL = 'echo "in vLLM\'s environment, if nothing else there needs it: pip 
 
 def image_of(recipe: Recipe, places: Places) -> str:
     """No other folder's: services and scripts of several recipes may have one name."""
-    folder = hashlib.sha256(f"{places.out}".encode(errors="replace")).hexdigest()[:8]
+    folder = hashlib.sha256(os.fsencode(places.out)).hexdigest()[:8]
     return f"{IMAGE}-{_safe(recipe.name) or 'run'}-{folder}"
 
 

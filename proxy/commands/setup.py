@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
         plan = _plan(args, ask)
         written = files_for(plan)
         _write(plan.out, written.files, args.force)
-    except (SettingsError, OSError, RuntimeError, UnicodeError) as error:  # a home that nobody has is a RuntimeError
+    except (SettingsError, OSError, RuntimeError) as error:  # a home that nobody has is a RuntimeError
         print(f"seamark setup: {printable_lines(error)}", file=sys.stderr)
         return 2
     except EOFError:
@@ -338,16 +338,19 @@ def _asked_way(ask: Ask) -> SetupWay:
 
 def _write(out: Path, files: Mapping[str, str], force: bool, *, private: bool = False) -> None:
     """`private`: for their owner alone, as what the user starts vLLM with may hold keys; and listed for `undo.sh`."""
-    contents = {name: text.encode() for name, text in files.items()}  # all of them can be, before one is written
+    try:
+        contents = {name: text.encode() for name, text in files.items()}
+    except UnicodeEncodeError:
+        raise SettingsError("the recipe, or a folder, has a name that is no text in UTF-8; rename it") from None
     there = [name for name in (*files, *((LIST, MOD) if private else ())) if os.path.lexists(out / name)]
     if there and not force:
         raise SettingsError(
             f"--out: {out} has {', '.join(there)} already; nothing was written: give another folder, or --force, which "
             "overwrites"
         )
-    kept = (out / LIST).read_text() if LIST in there else ""
     if private:
-        contents[LIST] = (kept + "".join(listed(name, content) for name, content in contents.items())).encode()
+        kept = (out / LIST).read_bytes() if LIST in there else b""
+        contents[LIST] = kept + b"".join(listed(name, content) for name, content in contents.items())
     for name, content in contents.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
