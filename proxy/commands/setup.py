@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
         written = files_for(plan)
         _write(plan.out, written.files, args.force)
     except (SettingsError, OSError, RuntimeError) as error:  # a home that nobody has is a RuntimeError
-        print(f"seamark setup: {printable_lines(error)}", file=sys.stderr)
+        print(f"seamark setup: {printable(str(error))}", file=sys.stderr)
         return 2
     except EOFError:
         print("\nseamark setup: nothing was written", file=sys.stderr)

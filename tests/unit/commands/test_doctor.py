@@ -6,7 +6,6 @@ What sockets and processes show beyond that: `tests/gateway/test_live.py`.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
