@@ -6,10 +6,10 @@ bound; words are split in one pass.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from string import Formatter
 from typing import Any, NamedTuple
 
 import yaml
@@ -19,19 +19,21 @@ from proxy.errors import SettingsError
 
 MOST_BYTES = 2**17  # of a file; one that people run has some 2,000
 
-MOST_VALUES, MOST_LEVELS = 20_000, 100  # of YAML
+MOST_FILLED = 2**20  # characters that what is in such a file may stand for
 
-MOST_FILLED = 2**20  # characters and values that a text of such a file may stand for
+MOST_LEVELS, VALUE_COST = 100, 50  # of YAML: values inside each other, and what one counts beside its characters
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]{0,2000}))?\}|(\w+))")
+
+_PLACEHOLDER = re.compile(
+    r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]"
+)  # of Python's format, which also takes widths of any size
 
 _ENDS = " \t\r\n;&|<>()"  # of a word
 
 _PLAIN = re.compile(rf"[^{re.escape(_ENDS)}'\"\\$]+")
 
 _QUOTED = re.compile(r'"((?:[^"\\]+|\\.)*+)"', re.S)
-
-_PLACEHOLDER = re.compile(r"(?!\d+$)[^.\[\]]+")
 
 
 class Word(NamedTuple):
@@ -61,54 +63,41 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML comes without types
-    """Reads no further once there are too many values, or too many inside each other."""
+    """Reads until there is too much, an alias (`*name`) being as long as what it stands for."""
 
-    values = levels = 0
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._levels, self._left = MOST_LEVELS, MOST_FILLED
+        self._costs: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
-        self.values += 1
-        self.levels += 1
-        if self.values > MOST_VALUES or self.levels > MOST_LEVELS:
-            raise SettingsError(f"{self.name} has more than {MOST_VALUES:,} values, or {MOST_LEVELS} inside each other")
-        node = super().compose_node(parent, index)
-        self.levels -= 1
+        before, is_alias = self._left, self.check_event(yaml.AliasEvent)
+        self._levels -= 1
+        node = super().compose_node(parent, index) if self._levels else None
+        self._levels += 1
+        # One that stands for what it is a part of has no end.
+        if node is not None:
+            self._left -= self._costs.get(id(node), MOST_FILLED) if is_alias else VALUE_COST + len(node.value)
+            self._costs[id(node)] = before - self._left
+        if node is None or self._left < 0:
+            raise SettingsError("its values are too many, each alias written out, or too many inside each other")
         return node
 
 
 def read_yaml(text: str, source: str) -> dict[str, Any]:
     """A document of fields. Raises `SettingsError` for another one, or for too many values."""
     try:
-        loader = _Loader(text)
-        loader.name = source
-        node = loader.get_single_node()
-        _check_values(node, source)
-        document = loader.construct_document(node) if node else None
-    except SettingsError:
-        raise
+        document = yaml.load(text, _Loader)  # noqa: S506  # which is a safe one
+        json.dumps(document, default=str, skipkeys=True, ensure_ascii=False).encode()
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         raise SettingsError(f"{source} is no YAML" + (f": line {where.line + 1}" if where else "")) from None
     except Exception as error:  # such as a date that is none, or a number of more digits than Python reads
-        raise SettingsError(f"{source} is no YAML that can be read ({type(error).__name__})") from None
+        why = error if isinstance(error, SettingsError) else type(error).__name__
+        raise SettingsError(f"{source} cannot be read as YAML ({why})") from None
     if not isinstance(document, dict):
         raise SettingsError(f"{source} says nothing of how vLLM is run")
     return document
-
-
-def _check_values(root: yaml.Node | None, source: str) -> None:
-    """An alias costs nothing until its values are written out, which may be many times, or for ever."""
-    left, nodes = MOST_FILLED, [root] if root else []
-    while nodes:
-        node = nodes.pop()
-        left -= 1 + len(node.value)
-        if left < 0:
-            raise SettingsError(f"{source}: with its aliases (`*name`) written out it is too long, or has no end")
-        if isinstance(node, yaml.ScalarNode):
-            node.value.encode()  # half of a character can be written nowhere
-        else:
-            nodes += (
-                (each for pair in node.value for each in pair) if isinstance(node, yaml.MappingNode) else node.value
-            )
 
 
 def field_of(document: Mapping[str, Any], name: str, kind: type, source: str) -> Any:
@@ -121,40 +110,37 @@ def field_of(document: Mapping[str, Any], name: str, kind: type, source: str) ->
 
 
 def fill_template(template: str, values: Mapping[str, Any], source: str) -> str:
-    """A text with `{name}` filled, and no more of Python's format, which may ask for any width."""
-    filled: list[str] = []
-    left = MOST_FILLED
-    try:
-        for text, name, spec, conversion in Formatter().parse(template):
-            filled.append(text)
-            if name is None:
-                continue
-            if spec or conversion or not _PLACEHOLDER.fullmatch(name):
-                raise ValueError(f"{{{name[:64]}}} with what stands beside it is no plain {{name}}")
-            filled.append(str(values[name]))
-            left -= len(filled[-1])
-            if left < 0:
-                raise ValueError(f"filled, it has more than {MOST_FILLED:,} characters")
-    except KeyError as error:
-        raise SettingsError(f"{source}: `command:` wants {{{error.args[0]}}}, which `defaults:` has not") from None
-    except ValueError as error:
-        raise SettingsError(f"{source}: `command:` is no template: {error}") from None
-    return "".join(filled)
+    """`{name}` filled in a command of spark-vllm-docker."""
+
+    def value(found: re.Match[str]) -> str:
+        if found[1]:
+            return found[1][0]
+        if not re.fullmatch(r"[\w-]*[^\W\d][\w-]*", found[2] or ""):
+            raise SettingsError(f"{source}: `command:` is no template: {found[0]} is no name in braces")
+        if found[2] not in values:
+            raise SettingsError(f"{source}: `command:` wants {found[0]}, which `defaults:` has not")
+        return str(values[found[2]])
+
+    return _fill(_PLACEHOLDER, value, [template], source)[0]
 
 
 def fill_variables(texts: Iterable[str], known: Mapping[str, str], source: str) -> list[str]:
     """With the variables that are known here, or their defaults."""
+    return _fill(_VARIABLE, lambda found: known.get(found[1] or found[3]) or found[2] or "", texts, source)
+
+
+def _fill(what: re.Pattern[str], value: Callable[[re.Match[str]], str], texts: Iterable[str], source: str) -> list[str]:
     left = MOST_FILLED
 
-    def value(found: re.Match[str]) -> str:
+    def bounded(found: re.Match[str]) -> str:
         nonlocal left
-        told = known.get(found[1] or found[3]) or found[2] or ""
+        told = value(found)
         left -= len(told)
         if left < 0:
-            raise SettingsError(f"{source}: its variables stand for more than {MOST_FILLED:,} characters")
+            raise SettingsError(f"{source}: what it is filled with has more than {MOST_FILLED:,} characters")
         return told
 
-    return [_VARIABLE.sub(value, text) for text in texts]
+    return [what.sub(bounded, text) for text in texts]
 
 
 def words_of(text: str, start: int, source: str) -> ServeLine:
