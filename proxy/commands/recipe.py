@@ -238,7 +238,7 @@ def _of_compose(document: Mapping[str, Any], path: Path, wanted: str) -> Recipe:
     own = recipe.port
     ports = field_of(service, "ports", list, where)
     published = next((each for port in ports if (each := _published(port, own, known))), None)
-    return _listening(recipe, published or ("127.0.0.1", own))
+    return replace(recipe, listens=published or ("127.0.0.1", own))
 
 
 def _runs_vllm(service: Mapping[str, Any]) -> bool:
@@ -267,10 +267,6 @@ def port_in(text: object) -> int | None:
     return int(digits) if re.fullmatch(r"\d{1,5}", digits, re.ASCII) and 0 < int(digits) < 65536 else None
 
 
-def _listening(recipe: Recipe, where: tuple[str, int]) -> Recipe:
-    return replace(recipe, listens=where)
-
-
 def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
     told = inspect(given) if re.fullmatch(r"[\w][\w.-]*", given) else None
     if told is None:
@@ -296,7 +292,8 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
         return recipe
     own = recipe.value("--port") or str(DEFAULT_PORT)
     bound = ports.get(f"{own}/tcp") or [{}]
-    return _listening(recipe, (bound[0].get("HostIp") or EVERYWHERE, port_in(bound[0].get("HostPort")) or DEFAULT_PORT))
+    where = bound[0].get("HostIp") or EVERYWHERE, port_in(bound[0].get("HostPort")) or DEFAULT_PORT
+    return replace(recipe, listens=where)
 
 
 def _of_text(text: str, source: str, name: str) -> Recipe:
@@ -304,7 +301,7 @@ def _of_text(text: str, source: str, name: str) -> Recipe:
         run = docker_run(text, source)
         known = {**os.environ, **_variables(text[: run.start])}
         image, *values = fill_variables([word.value for word in (run.image, *run.options)], known, source)
-        environment = dict(_given(values, ("-e", "--env")))
+        environment = _environment(list(options_of(values, ("-e", "--env"))))
         arguments = fill_variables([word.value for word in run.arguments], known, source)
         arguments = inner_arguments(arguments, source)
         recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
@@ -312,7 +309,7 @@ def _of_text(text: str, source: str, name: str) -> Recipe:
             return recipe
         own = recipe.port
         published = (_published(port, own, known) for port in options_of(values, ("-p", "--publish")))
-        return _listening(recipe, next(filter(None, published), ("127.0.0.1", own)))
+        return replace(recipe, listens=next(filter(None, published), ("127.0.0.1", own)))
     line = served(text, source)
     launched = LAUNCHER in text[: line.start].rpartition("\n\n")[2]
     kind = RecipeKind.LAUNCHER if launched else RecipeKind.COMMAND
@@ -412,8 +409,7 @@ def as_list(given: Any) -> list[str]:
 def _environment(given: Any) -> dict[str, str]:
     if isinstance(given, Mapping):
         return {str(name): "" if value is None else str(value) for name, value in given.items()}
-    pairs = (str(each).partition("=") for each in given or ())
-    return {name: value for name, _, value in pairs}
+    return dict(str(each).partition("=")[::2] for each in given or ())
 
 
 def _variables(text: str) -> dict[str, str]:
@@ -442,9 +438,3 @@ def options_of(values: Sequence[str], names: Sequence[str]) -> Iterator[str]:
             name, equals, behind = value.partition("=")
         if name in names:
             yield behind if equals else "".join(values[number + 1 : number + 2])
-
-
-def _given(values: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for each in options_of(values, names):
-        name, _, value = each.partition("=")
-        yield name, value

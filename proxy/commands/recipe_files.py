@@ -52,9 +52,8 @@ _SWITCHED = frozenset({NO_CACHING})  # of these, those without a value
 class RecipeFiles(NamedTuple):
     """Texts of files by their names, and what the user does with them."""
 
-    files: Mapping[str, str]
-    start: str  # a command that starts vLLM
-    undo: Sequence[str]  # commands that take back what the files do elsewhere
+    files: Mapping[str, str]  # the last one starts vLLM
+    undo: Sequence[str] = ()  # commands that take back what the files do elsewhere
     notes: Sequence[str] = ()
 
 
@@ -144,7 +143,7 @@ def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
         f"cd {shlex.quote(str(target))}",
         f'exec ./run-recipe.sh {shlex.quote(str(places.out / name))}.yaml{solo} "$@"',
     )
-    return RecipeFiles({f"{name}.yaml": text, "start.sh": start}, _sh(places, "start.sh"), [])
+    return RecipeFiles({f"{name}.yaml": text, "start.sh": start})
 
 
 def make_mod(source: Path, folder: Path) -> str:
@@ -154,17 +153,14 @@ def make_mod(source: Path, folder: Path) -> str:
 
 def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
     target = spark_checkout(places.spark)
-    edited = _edited(recipe.text, recipe)
-    shebang, body = _shebang(edited)
-    before, launcher, behind = body.partition(LAUNCHER)
+    before, launcher, behind = _edited(recipe.text, recipe).partition(LAUNCHER)
     start = _script(
         "Makes the mod with Seamark's plugin, and runs the command of spark-vllm-docker with it.",
         f"{make_mod(places.source, places.out)} || exit",
         f"cd {shlex.quote(str(target))} || exit",
-        f"{before}{launcher} --apply-mod {shlex.quote(str(places.out / MOD))}{behind}".strip(),
-        shebang=shebang,
+        text=f"{before}{launcher} --apply-mod {shlex.quote(str(places.out / MOD))}{behind}",
     )
-    return RecipeFiles({"start.sh": start}, _run(shebang, places, "start.sh"), [])
+    return RecipeFiles({"start.sh": start})
 
 
 def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -201,7 +197,6 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     )
     return RecipeFiles(
         {"compose.seamark.yaml": overlay, "start.sh": start},
-        _sh(places, "start.sh"),
         [*_off_image(image), _if_it_ran(f"{base} up -d {name}")],
         [_asked(image)],
     )
@@ -220,16 +215,13 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     else:
         words = [*(word.raw for word in kept(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
     line = f"{_in_lines(options)} \\\n    {image} \\\n    {_in_lines(words)}"
-    shebang, body = _shebang(f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}")
     start = _script(
         "Builds the image of your command with Seamark's plugin in it, and runs the command with that.",
         f"{_build(places, run.image.raw, image, run.program)} || exit",
-        body.strip(),
-        shebang=shebang,
+        text=f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}",
     )
     return RecipeFiles(
         {"start.sh": start},
-        _run(shebang, places, "start.sh"),
         _off_image(image, run.program),
         ["end the container that runs now first: both want its name and its port", _asked(image)],
     )
@@ -254,7 +246,7 @@ def _container(recipe: Recipe, places: Places) -> RecipeFiles:
         "exec docker run -d \\\n    " + " \\\n    ".join(words),
     )
     undo = [*_off_image(image), _if_it_ran(f"docker start {theirs}")]
-    return RecipeFiles({"start.sh": start}, _sh(places, "start.sh"), undo, [_asked(image)])
+    return RecipeFiles({"start.sh": start}, undo, [_asked(image)])
 
 
 def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
@@ -289,15 +281,12 @@ def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> li
 
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
-    shebang, body = _shebang(_edited(recipe.text, recipe))
     worker = _script(
         f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:",
         f"#   {_install(places)}",
-        body.strip(),
-        shebang=shebang,
+        text=_edited(recipe.text, recipe),
     )
-    note = f"once, in vLLM's environment: {_install(places)}"
-    return RecipeFiles({"worker.sh": worker}, _run(shebang, places, "worker.sh"), [_UNINSTALL], [note])
+    return RecipeFiles({"worker.sh": worker}, [_UNINSTALL], [f"once, in vLLM's environment: {_install(places)}"])
 
 
 def _config(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -311,8 +300,8 @@ def _config(recipe: Recipe, places: Places) -> RecipeFiles:
         f"#   {_install(places)}",
         f'exec python3 -m engine_patches worker --config {shlex.quote(str(places.out / "model.yaml"))} "$@"',
     )
-    note = f"once, in vLLM's environment: {_install(places)}"
-    return RecipeFiles({"model.yaml": text, "worker.sh": worker}, _sh(places, "worker.sh"), [_UNINSTALL], [note])
+    files = {"model.yaml": text, "worker.sh": worker}
+    return RecipeFiles(files, [_UNINSTALL], [f"once, in vLLM's environment: {_install(places)}"])
 
 
 def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> tuple[list[str], list[str]]:
@@ -363,7 +352,7 @@ def gateway_worker(recipe: Recipe) -> str:
 
 
 def run_script(places: Places, start: str) -> str:
-    """vLLM by `start` and the gateway in one terminal, for as long as both run."""
+    """vLLM by the script `start` and the gateway in one terminal, for as long as both run."""
     out, log = shlex.quote(str(places.out)), shlex.quote(str(places.out / GATEWAY_LOG))
     return _script(
         f"vLLM, and the gateway beside it, whose lines go to {GATEWAY_LOG}. Ctrl-C ends both.",
@@ -377,8 +366,8 @@ def run_script(places: Places, start: str) -> str:
         """trap 'while kill "${!-}" 2> /dev/null; do sleep .1; done; note || :' EXIT""",
         "trap 'exit 130' INT",
         "trap 'exit 143' TERM",
-        f"{_sh(places, GATEWAY)} >> {log} 2>&1 &",
-        f'{start} "$@"',
+        f"sh {shlex.quote(str(places.out / GATEWAY))} >> {log} 2>&1 &",
+        f'{shlex.quote(str(places.out / start))} "$@"',
         f"echo 'vLLM was started in the background. The gateway runs until Ctrl-C; its lines: '{log}",
         'wait "$!"',
     )
@@ -447,27 +436,13 @@ def _asked(image: str) -> str:
     return f"whether the plugin knows its vLLM: docker run --rm --entrypoint sh {image} -c {shlex.quote(check)}"
 
 
-def _script(purpose: str, *lines: str, shebang: str = "") -> str:
-    """With a `shebang` it holds a text of the user's, which is not made stricter than it was."""
+def _script(purpose: str, *lines: str, text: str = "") -> str:
+    """A `text` of the user's at its end runs in the shell that it names, and is not made stricter than it was."""
+    shebang, _, body = text.partition("\n") if text.startswith("#!") else (SH, "", text)
     comments = [line.replace("\n", " ") for line in lines[:1] if line.startswith("#")]
-    strict = [] if shebang else ["set -eu"]
-    return "\n".join([shebang or SH, f"# {purpose}", *comments, *strict, *lines[len(comments) :], ""])
-
-
-def _shebang(text: str) -> tuple[str, str]:
-    """The first line of a script, if it says what runs it, and the rest."""
-    first, _, rest = text.partition("\n")
-    return (first, rest) if first.startswith("#!") else (SH, text)
-
-
-def _sh(places: Places, script: str) -> str:
-    return f"sh {shlex.quote(str(places.out / script))}"
-
-
-def _run(shebang: str, places: Places, script: str) -> str:
-    """A script of another shell is started as a program."""
-    path = shlex.quote(str(places.out / script))
-    return path if "bash" in shebang else f"sh {path}"
+    end = [body.strip()] if text else []
+    strict = [] if text else ["set -eu"]
+    return "\n".join([shebang, f"# {purpose}", *comments, *strict, *lines[len(comments) :], *end, ""])
 
 
 def _safe(name: str) -> str:

@@ -195,7 +195,7 @@ def _from_recipe(args: Namespace) -> int:
         "seamark.toml": gateway_toml([gateway_worker(recipe)], host),
         GATEWAY: gateway_script(out),
         GATEWAY_LOG: "",
-        RUN: run_script(places, made.start),
+        RUN: run_script(places, [*made.files][-1]),
         UNDO: undo_script(places, made.undo),
     }
     _write(out, files, args.force, private=True)

@@ -366,7 +366,7 @@ def places(tmp_path: Path) -> Places:
 
 def shown(made: RecipeFiles) -> str:
     files = "".join(f"--- {name}\n{text}" for name, text in made.files.items())
-    return anywhere("\n".join([files, f"start: {made.start}", *(f"undo: {each}" for each in made.undo), *made.notes]))
+    return anywhere("\n".join([files, *(f"undo: {each}" for each in made.undo), *made.notes]))
 
 
 def anywhere(text: str) -> str:
@@ -451,13 +451,13 @@ HOSTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_container_is_started_with_what_it_was_started_with(host, places, expect_golden):
-    run = shown(container(places, {"Env": None}, **host)).partition("docker run")[2].partition("\nstart:")[0]
+    run = shown(container(places, {"Env": None}, **host)).partition("docker run")[2].partition("\nundo:")[0]
     expect_golden("recipe_files", f"a container with {host}", f"docker run{run}", FOLDER=places.out.parent)
 
 
 def test_vllm_and_the_gateway_run_in_one_terminal_and_all_is_undone(places, expect_golden):
     undo = undo_script(places, ["docker x", "podman y", "rm z"])
-    scripts = [run_script(places, "sh start.sh"), undo]
+    scripts = [run_script(places, "start.sh"), undo]
     expect_golden("recipe_files", "run and undo", "\n".join(scripts), FOLDER=places.out.parent)
 
 
