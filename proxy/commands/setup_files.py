@@ -12,7 +12,7 @@ from enum import StrEnum
 from ipaddress import ip_address
 from pathlib import Path
 from textwrap import indent
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.commands.cures import NEEDED
@@ -406,21 +406,19 @@ def _from_container(url: str) -> str:
 
 
 def _wanted_model(plan: SetupPlan) -> str:
-    if not plan.model:
-        raise SettingsError("--model: which model shall vLLM serve?")
-    return plan.model
+    return plan.model or _wants("--model: which model shall vLLM serve?")
 
 
 def _running(plan: SetupPlan) -> tuple[str, ...]:
-    if not plan.workers:
-        raise SettingsError(f"--worker: --way {plan.way} goes before a vLLM that runs already; give its URL")
-    return plan.workers
+    return plan.workers or _wants(f"--worker: --way {plan.way} goes before a vLLM that runs already; give its URL")
 
 
 def _source(plan: SetupPlan) -> Path:
-    if plan.source is None:
-        raise SettingsError(f"--source: --way {plan.way} needs a checkout of Seamark; give its folder")
-    return plan.source
+    return plan.source or _wants(f"--source: --way {plan.way} needs a checkout of Seamark; give its folder")
+
+
+def _wants(what: str) -> NoReturn:
+    raise SettingsError(what)
 
 
 def _sh(plan: SetupPlan, script: str) -> str:
