@@ -206,7 +206,11 @@ BOMB = "a: &a [x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 10}]\n" for a, b in zip(
             for name in ("environment", "ports")
         ),
         ("a.yaml", "model: [m]", "`model:` has to be a text"),
-        ("a.yaml", f"{ITS}  --port {{port:>2000000000}}\ndefaults: {{port: 1}}\n", "is no template: {port:>2000000000}"),
+        (
+            "a.yaml",
+            f"{ITS}  --port {{port:>2000000000}}\ndefaults: {{port: 1}}\n",
+            "is no template: {port:>2000000000}",
+        ),
         ("a.sh", "vllm serve " + "m" * 2**17, "more than 131,072 bytes"),
         ("a.sh", f"V={'x' * 50_000}\nvllm serve {'$V ' * 21}", "more than 1,048,576 characters"),
         ("a.yaml", "name: x\ncontainer: c\ncommand: vllm serve m --port {port}\n", "wants {port}, which `defaults:`"),
