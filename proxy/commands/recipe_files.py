@@ -21,7 +21,8 @@ import yaml
 from proxy.commands import recipe as reading
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import CACHING, DROPPED, NO_CACHING
-from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, Word, plain
+from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, plain
+from proxy.commands.recipe_text import Word
 from proxy.config_files import LOOPBACK
 from proxy.errors import SettingsError
 

@@ -25,9 +25,8 @@ MOST_LEVELS, VALUE_COST = 100, 50  # of YAML: values inside each other, and what
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]{0,2000}))?\}|(\w+))")
 
-_PLACEHOLDER = re.compile(
-    r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]"
-)  # of Python's format, which also takes widths of any size
+# Of Python's format, which also takes widths of any size.
+_PLACEHOLDER = re.compile(r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]")
 
 _ENDS = " \t\r\n;&|<>()"  # of a word
 
@@ -104,8 +103,8 @@ def field_of(document: Mapping[str, Any], name: str, kind: type, source: str) ->
     """A field that has to be of a kind; one that is not there is an empty one. Raises `SettingsError`."""
     value = document.get(name)
     if value is not None and not isinstance(value, kind):
-        words = {dict: "a mapping (NAME: VALUE)", list: "a list (- VALUE)", str: "a text"}
-        raise SettingsError(f"{source}: `{name}:` has to be {words[kind]}")
+        words = {"dict": "a mapping (NAME: VALUE)", "list": "a list (- VALUE)", "str": "a text"}
+        raise SettingsError(f"{source}: `{name}:` has to be {words[kind.__name__]}")
     return kind() if value is None else value
 
 

@@ -273,6 +273,9 @@ SEAMARK_SHADOW=false
 #!/bin/sh
 # As root: the gateway into an environment of its own, its settings, its unit; then it starts.
 set -eu
+for each in /etc/seamark/seamark.env /etc/systemd/system/{unit}; do
+    [ ! -e $each ] || cmp -s {here}/${{each##*/}} $each || {{ echo "move $each away first: another" >&2; exit 1; }}
+done
 python3 -m venv /opt/seamark
 /opt/seamark/bin/pip install {root}
 install -D -m 600 {here}/seamark.env /etc/seamark/seamark.env
@@ -283,10 +286,12 @@ systemctl restart seamark-gateway
 """,
         "remove.sh": f"""\
 #!/bin/sh
-# As root: everything that install.sh did, undone. Keys and secrets in /etc/seamark stay.
+# As root: everything that install.sh did, undone. What has changed in /etc, and keys and secrets there, stay.
 set -eu
 systemctl disable --now seamark-gateway
-rm -f /etc/systemd/system/{unit} /etc/seamark/seamark.env
+for each in /etc/seamark/seamark.env /etc/systemd/system/{unit}; do
+    if cmp -s {here}/${{each##*/}} $each; then rm $each; fi
+done
 systemctl daemon-reload
 rm -rf /opt/seamark
 """,
