@@ -147,7 +147,7 @@ class Machine:
 
     def answer(self, name: str, **answers: str) -> None:
         """What Docker says, by the words that a question begins with."""
-        ours = {"ps -aq": "c0ffee"} | {each.replace("_", " "): answer for each, answer in answers.items()}
+        ours = {"ps -aq": "c0ffee", **answers}
         cases = " ".join(f"'{asked}'*) echo {shlex.quote(answer)} ;;" for asked, answer in ours.items() if answer)
         self.program(self.bin / name, name, f'case "$*" in {cases} esac')
 
