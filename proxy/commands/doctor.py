@@ -184,7 +184,7 @@ async def _asking(url: str, api_key: str | None, what: str) -> AsyncIterator[Pro
         parts = urlsplit(shown)
         lacks_port = parts.port is None and what == SERVER
     except ValueError:
-        raise NotAnswering(_no_url(url)) from None
+        raise NotAnswering(f"{'that' if '@' in url else url} is no URL") from None  # it may hold a password
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise NotAnswering(f"no {what} answers at {shown}: no URL of http:// or https://")
     upstream = Upstream(CONNECT_SECONDS, DEFAULTS.max_header_bytes, api_key)
@@ -210,10 +210,6 @@ def examine(url: str, api_key: str | None = None, found: FoundWay = PIP) -> Exam
         return asyncio.run(examination())
     except NotAnswering as error:
         return _unreachable(str(error))
-
-
-def _no_url(url: str) -> str:
-    return f"{'that' if '@' in url else url} is no URL"  # it may hold a password
 
 
 def _unreachable(why: str) -> Examination:
@@ -371,10 +367,6 @@ def _connector(setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
     return [Diagnosis(True, f"{name}: {LANES.get(setup.lane, setup.lane)}")]
 
 
-def _one_token(model: str) -> dict[str, Any]:
-    return {"model": model, "prompt": "Seamark", "max_tokens": 1}
-
-
 def _frontend(frontend: Frontend) -> list[Diagnosis]:
     """Which HTTP server answers, if it lacks what vLLM's other one has."""
     if not frontend.name:
@@ -396,7 +388,8 @@ async def _events(worker: Probe, reports: Reports, cures: Cures) -> Diagnosis:
 async def _details(worker: Probe, model: str, cures: Cures) -> Diagnosis:
     status = "no answer"
     try:
-        code, answer = await worker.post(COMPLETIONS, _one_token(model), COMPLETION_SECONDS)
+        request = {"model": model, "prompt": "Seamark", "max_tokens": 1}
+        code, answer = await worker.post(COMPLETIONS, request, COMPLETION_SECONDS)
         status = f"status {code}"
         if code // 100 != 2:
             raise ValueError(status)

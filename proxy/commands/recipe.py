@@ -115,7 +115,8 @@ class Recipe:
 
     def value(self, *flags: str) -> str:
         """What vLLM is given for a flag, the last one if it is given twice; empty without it."""
-        found = next((_as_flag(self._config[flag[2:]]) for flag in flags if flag[2:] in self._config), "")
+        given = next((self._config[flag[2:]] for flag in flags if self._config.get(flag[2:]) is not None), "")
+        found = json.dumps(given, default=str, skipkeys=True) if isinstance(given, dict) else str(given)
         for number, argument in enumerate(self.arguments):
             if plain(argument) in flags:
                 _, equals, behind = argument.partition("=")
@@ -148,13 +149,6 @@ def plain(argument: str) -> str:
     """The name of a flag as vLLM compares them: with dashes, without its value. Of another argument: itself."""
     name = argument.partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else name
-
-
-def _as_flag(value: object) -> str:
-    """A value of vLLM's configuration file as its flag is given it."""
-    if isinstance(value, dict):
-        return json.dumps(value, default=str, skipkeys=True)
-    return "" if value is None else str(value)
 
 
 def is_recipe(given: str) -> bool:
