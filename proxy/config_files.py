@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 import tomllib
 from codecs import BOM_UTF8
@@ -25,6 +26,8 @@ T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
 _HTTP_URL = TypeAdapter(HttpUrl)
+
+_ENDPOINT = re.compile(r"/v1/(?:(?:chat/)?completions|responses|messages|models|embeddings)/?$")
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # hosts that are this machine
 
@@ -172,6 +175,8 @@ def worker_url(url: object) -> str:
         _HTTP_URL.validate_python(text)
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"]) from None
+    if endpoint := _ENDPOINT.search(text):
+        raise ValueError(f"leave out {endpoint[0]}: it is the address alone, for example http://127.0.0.1:8000")
     return base_url(text)
 
 
@@ -199,8 +204,8 @@ def without_credentials(url: str) -> tuple[str, str | None]:
 
 
 def base_url(url: str) -> str:
-    """A worker's address as the gateway appends paths to it. Users often give it with `/v1`, as SDKs want it."""
-    return url.rstrip("/").removesuffix("/v1")
+    """A worker's address as paths are appended to it. Users often give it with `/v1`, as SDKs want it, or with more."""
+    return _ENDPOINT.sub("", url).rstrip("/").removesuffix("/v1")
 
 
 class WorkerEntry(BaseModel):

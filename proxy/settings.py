@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from proxy.config_files import VALUE_ERROR, read_toml, service_url, worker_url
 from proxy.errors import SettingsError, did_you_mean
@@ -307,25 +316,21 @@ class Settings(BaseModel):
             raise ValueError("prefill_worker: it names a worker that worker names, too; each has one part")
         return self
 
-    @field_validator("worker", "prefill_worker", mode="before")
+    @field_validator("worker", "prefill_worker", "workers_dns", mode="before")
     @classmethod
-    def _workers(cls, value: Any) -> tuple[str, ...]:
-        urls = value.split(",") if isinstance(value, str) else value
-        if not isinstance(urls, Sequence):
-            raise ValueError("it must be a URL or a list of URLs")
-        return tuple(dict.fromkeys(map(worker_url, urls)))
-
-    @field_validator("workers_dns", mode="before")
-    @classmethod
-    def _names(cls, value: Any) -> Any:
-        names = value.split(",") if isinstance(value, str) else value
-        if not isinstance(names, Sequence):
-            raise ValueError("it must be NAME:PORT or a list of these")
-        return tuple(dict.fromkeys(service_url(name) for name in names if str(name).strip()))
+    def _workers(cls, value: Any, info: ValidationInfo) -> tuple[str, ...]:
+        given = value.split(",") if isinstance(value, str) else value
+        is_name = info.field_name == "workers_dns"
+        if not isinstance(given, Sequence) or (value and not any(str(each).strip() for each in given)):
+            raise ValueError(f"it must be {'NAME:PORT' if is_name else 'a URL'} or a list of these")
+        read = service_url if is_name else worker_url
+        return tuple(dict.fromkeys(read(each) for each in given if str(each).strip()))
 
     @field_validator("rewrite", "response_cache_models", mode="before")
     @classmethod
     def _rules(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.startswith(("'", '"')):
+            raise ValueError("leave the quotes out: here they would be part of a name")
         return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
 
 

@@ -221,6 +221,9 @@ class WorkerPool:
         worker.probed = probed
         if is_other:
             self._name_keys = name_keys(each.names for each in self.workers)
+            if all(each.names.base for each in self.workers):
+                for model in {*self._settings.response_cache_models} - {*self._name_keys, "*"}:
+                    logger.warning("response_cache_models: no worker lists %s now", model)
 
     async def watch(self) -> None:
         """Check every worker's health, for ever."""

@@ -23,7 +23,6 @@ CACHE = "vllm:cache_config_info"
 # From the start, and only with speculative decoding, except for a frontend in Rust: it always has it, and no `BOOT`.
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-IGNORED = "seamark_hints_ignored_total"
 REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 SLEEP = "vllm:engine_sleep_state"  # of each engine, 1 at the state that it is in
 
@@ -166,7 +165,6 @@ class EngineSetup(NamedTuple):
     prefix_caching: bool | None  # None: not told
     block_size: int | None  # tokens that vLLM alone finds a multiple of; None: not told
     drafts: bool  # speculative decoding is on
-    hints_refused: bool  # some hints were, because of it
     connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
     lane: str = ""  # how states are kept beside them, as the plugin says
     attention_only: bool = False  # no layer is recurrent
@@ -174,9 +172,9 @@ class EngineSetup(NamedTuple):
 
 def read_setup(text: str) -> EngineSetup:
     """For a diagnosis. Raises `ValueError` for what is no exposition."""
-    wanted = (CACHE, DRAFTS, IGNORED, ENGINE, BOOT)
+    wanted = (CACHE, DRAFTS, ENGINE, BOOT)
     lines = "\n".join(line for line in text.split("\n") if line.startswith(wanted))
-    caching, block_size, drafts, refused, connector, lane, attention_only = None, None, False, False, "", "", False
+    caching, block_size, drafts, connector, lane, attention_only = None, None, False, "", "", False
     counts_drafts = is_python = False
     for family in text_string_to_metric_families(lines):
         for sample in family.samples:
@@ -190,11 +188,8 @@ def read_setup(text: str) -> EngineSetup:
             counts_drafts = counts_drafts or sample.name == DRAFTS
             drafts = drafts or (sample.name == DRAFTS and sample.value > 0)
             is_python = is_python or sample.name == BOOT
-            refused = refused or (
-                sample.name == IGNORED and sample.labels.get("reason") == "speculative" and sample.value > 0
-            )
     drafts = drafts or (counts_drafts and is_python)
-    return EngineSetup(caching, block_size, drafts, refused, connector, lane, attention_only)
+    return EngineSetup(caching, block_size, drafts, connector, lane, attention_only)
 
 
 def read_accepted(text: str) -> Accepted | None:

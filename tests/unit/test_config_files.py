@@ -149,6 +149,8 @@ NO_REDIS = ("localhost:6379", "redis:///1", "redis://a:99999", "redis://a/first"
     [
         ((), "worker"),
         (("--worker", "localhost:8000"), "^worker: a worker's URL begins with http://"),
+        (("--worker", "http://a/v1/chat/completions"), "^worker: leave out /v1/chat/completions: "),
+        (("--worker", "http://a", "--response-cache-models", '"m"'), "^response_cache_models: leave the quotes out"),
         (("--worker", "http://a", "--port", "70000"), "port"),
         (("--worker", "http://a", "--load-slack", "-1"), "load_slack"),
         (("--worker", "http://a", "--config", "/nowhere.toml"), "config"),
@@ -300,12 +302,13 @@ def test_a_sidecar_has_one_worker_and_nothing_that_others_share():
 
 
 def test_a_worker_computes_prompts_for_others_or_answers_and_not_both():
-    assert Settings(worker="http://a", prefill_worker="http://b/v1,http://b").prefill_worker == ("http://b",)
+    assert Settings(worker=" ,http://a,", prefill_worker="http://b/v1,http://b").prefill_worker == ("http://b",)
     with pytest.raises(SettingsError, match=r"^prefill_worker: it names a worker that worker names, too"):
         parse("--worker", "http://a", "--worker", "http://b", "--prefill-worker", "http://b/v1")
 
 
 def test_names_of_services_are_listed():
     assert Settings(workers_dns="a:1,, b:2 ,a:1").workers_dns == ("http://a:1", "http://b:2")
-    with pytest.raises(ValueError, match="NAME:PORT or a list of these"):
-        Settings(workers_dns=5)
+    for value, said in ({"workers_dns": 5}, "NAME:PORT"), ({"worker": " ,"}, "a URL"):
+        with pytest.raises(ValueError, match=f"{said} or a list of these"):
+            Settings(**value)

@@ -89,9 +89,10 @@ async def test_a_repeat_gets_the_same_bytes_without_the_worker(own, computing, p
         ({}, {"cache-control": "max-age=600"}, ["miss", "hit"]),
     ],
 )
-async def test_the_client_or_the_operator_has_to_allow_it(in_memory, computing, settings, headers, found):
+async def test_the_client_or_the_operator_has_to_allow_it(in_memory, computing, settings, headers, found, caplog):
     own = await in_memory(computing, response_cache=ROOM, **settings)
     assert await results(own, chat(), chat(), **headers) == found
+    assert ("response_cache_models: no worker lists other now" in caplog.messages) == bool(settings)
     assert own.metric("seamark_response_cache_total", result=found[-1]) >= 1
 
 
