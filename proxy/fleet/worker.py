@@ -28,6 +28,8 @@ TRIAL_SECONDS, MAX_TRIAL_SECONDS = 5.0, 60.0
 
 SALT_BYTES = 16
 
+VLLM_UNIT = 16  # tokens of a cache block, unless vLLM is told otherwise
+
 RANK_HEADER = b"x-data-parallel-rank"  # vLLM's
 
 OWN_REQUESTS = "own-"  # begins the names (X-Request-Id) of what a gateway asks for itself
@@ -288,6 +290,16 @@ class Worker:
         """Whether states can be kept on it, and may be."""
         ready = self.engine is not None and not self.refused and self.draft_state in _HINTED
         return ready and self.cache.hints_allowed
+
+    @property
+    def match_unit(self) -> int:
+        """Tokens of which all that it takes from its cache is a multiple; 0: nothing may be taken from there.
+
+        vLLM keeps prefixes without the plugin and without a hint, too.
+        """
+        if not self.cache.cache_allowed:
+            return 0
+        return self.engine.match_unit if self.engine is not None else VLLM_UNIT
 
     def hint(self, found: Found | None, *, on_trial: bool = False) -> tuple[Entry, ...]:
         """The hint that it gets: none if it renders by another template than the one whose facts were used.

@@ -22,7 +22,7 @@ from proxy.http import asgi
 from proxy.http.auth import ApiKey
 from proxy.observability.reasons import Expectation
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE
-from proxy.pipeline.request import Choice, ProxiedRequest, affinity_key
+from proxy.pipeline.request import Choice, ProxiedRequest, affinity_key, user_key
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.policy import choose
 from proxy.routing.prefix_index import Holding, PrefixIndex
@@ -209,12 +209,14 @@ class Dispatcher:
         if found is None:
             return Choice(choose(workers, {}, self._load_slack, together))
         # All that could hold it, because a worker that is full or not ready yet has not lost it.
-        boots = {worker.boot for worker in self._pool.serving(model) if worker.takes_hints}
-        held = self._prefix_index.longest(found.prefixes, boots)
-        together = affinity_key(request.client.headers, request.body.parsed) or together
-        worker = choose(workers, held, self._load_slack, together, found.shared)
+        serving = self._pool.serving(model)
+        boots = {worker.boot for worker in serving if worker.takes_hints}
+        held = self._prefix_index.longest(found.prefixes, {worker.boot for worker in serving if worker.match_unit})
+        session = affinity_key(request.client.headers, request.body.parsed)
+        user = user_key(request.body.parsed, found) if session is None else None
+        worker = choose(workers, held, self._load_slack, session or user or together, found.shared, waits=user is None)
         boot, engine, takes_hints = worker.boot, worker.engine, worker.takes_hints
-        here, longest = held.get(boot), max(held.values(), default=None)
+        here, longest = held.get(boot), max((held[boot] for boot in held.keys() & boots), default=None)
         # For a request that is sent again, elsewhere, the first try does not count as sent before.
         earlier = request.expected
         sent = self._prefix_index.sent(found.prefixes, boots)
@@ -224,7 +226,7 @@ class Dispatcher:
             sent_here=sent is not None and boot in sent.held,
             ever_sent=self._prefix_index.ever_sent(found.prefixes) if earlier is None else earlier.ever_sent,
             held=longest.tokens if longest is not None and longest.is_told else 0,
-            predicted=_predicted(here),
+            predicted=_predicted(here) if takes_hints else 0,
             match_unit=engine.match_unit if engine is not None else 1,
             ahead=engine.ahead if engine is not None else 0,
         )
@@ -235,6 +237,8 @@ class Dispatcher:
             self._prefix_index.record(found.boundaries, boot, hint)
             if longest is not None:
                 self._keep_for_warmup(request, found, worker, longest)
+        else:  # vLLM keeps what it computes, and says nothing of it
+            self._prefix_index.record(found.boundaries, boot)
         return Choice(worker, expected, here.tokens if here is not None else 0, hint)
 
     def _keep_for_warmup(self, request: ProxiedRequest, found: Found, worker: Worker, shared: Holding) -> None:

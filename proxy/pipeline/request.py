@@ -416,11 +416,27 @@ def affinity_key(headers: asgi.HeaderList, body: Mapping[str, Any]) -> str | Non
 
     `headers` with names in lower case. Another session of the same agent has another key.
     """
-    given = body.get("prompt_cache_key")
-    if isinstance(given, str) and given:
+    if (given := _text(body, "prompt_cache_key")) is not None:
         return given
     named = {name: value for name, value in headers if name in SESSION_HEADERS and value}
-    return next((named[name].decode("latin-1") for name in SESSION_HEADERS if name in named), None)
+    session = next((named[name].decode("latin-1") for name in SESSION_HEADERS if name in named), None)
+    return session or _text(body, "session_id") or _text(body.get("metadata"), "session_id")
+
+
+def user_key(body: Mapping[str, Any], found: Found) -> str | None:
+    """The same of a client that names the user alone, who may have thousands of conversations at once.
+
+    They are told apart by how they begin.
+    """
+    user = _text(body, "user") or _text(body.get("metadata"), "user_id")
+    if user is None or found.layout is None:
+        return None
+    return f"{user} {found.layout.keys.after[found.layout.first].hex()}"
+
+
+def _text(body: Any, name: str) -> str | None:
+    given = body.get(name) if isinstance(body, Mapping) else None
+    return given if isinstance(given, str) and given else None
 
 
 def target_of(scope: asgi.Scope) -> str:

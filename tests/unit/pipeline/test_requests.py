@@ -382,3 +382,21 @@ async def test_odd_bodies_reach_the_worker_and_log_no_error(in_memory, worker, c
         assert (await gateway.post(body, path)).status_code == 200
     assert sum(not request.target.endswith("/render") for request in worker.requests) == 2 * len(ODD)
     assert " failed: " not in caplog.text and "boundary of request" not in caplog.text
+
+
+@pytest.mark.parametrize("beside", [{}, {"user": "all"}, {"metadata": {"user_id": "all"}}], ids=str)
+@pytest.mark.parametrize(("patched", "shadow"), [(False, False), (True, True)])
+async def test_workers_that_get_no_hints_keep_their_conversations_and_share_those_of_one_user(
+    in_memory, patched, shadow, beside
+):
+    workers = [RecordingWorker(patched=patched) for _ in range(2)]
+    gateway = await in_memory(*workers, shadow=shadow, load_slack=0)
+    talks = [[{"role": "user", "content": f"{number} " + "Tide? " * 20}] for number in range(12)]
+    for _ in range(4):
+        for messages in talks:
+            await gateway.post({"model": "m", "messages": messages, **beside})
+            messages += [{"role": "assistant", "content": "3 m"}, {"role": "user", "content": "And then?"}]
+    asked = [
+        {sent.fields["messages"][0]["content"] for sent in worker.requests if sent.path == CHAT} for worker in workers
+    ]
+    assert all(asked) and asked[0].isdisjoint(asked[1])
