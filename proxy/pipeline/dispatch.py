@@ -75,10 +75,10 @@ class Dispatcher:
         timings = request.timings
         with timings.waiting():
             await self._pool.find(model)
-            response = request.response_id
+            kept = request.kept_id
             wants = (
                 model if isinstance(model, str) else None,
-                self._stored.boot(response, request.client.owner) if response is not None else None,
+                self._stored.boot(kept, request.client.owner) if kept is not None else None,
                 *[worker.name for worker in request.asked],
             )
             timings.asked = time.perf_counter()
@@ -118,18 +118,19 @@ class Dispatcher:
         return any(worker.has_room for worker in self._pool.serving(request.model))
 
     def seeks_on(self, request: ProxiedRequest, worker: Worker, status: int) -> bool:
-        """Whether a worker that has not been asked may store the response which `worker` does not know.
+        """Whether a worker that has not been asked may keep what the request names and `worker` does not know.
 
-        The worker of a response is remembered once one has answered for it.
+        The worker of a response is remembered once one has answered for it, that of anything else if another has not:
+        what all know, such as a list, is no one's.
         """
-        if request.response_id is None or (keeper := self._keeper(request)) is worker:
+        if (kept := request.kept_id) is None or (keeper := self._keeper(request)) is worker:
             return False
         if status == NOT_FOUND:
             request.asked.append(worker)
             # Another gateway may have told meanwhile whose it is.
             return len(request.asked) < MOST_ASKED and (keeper is not None or bool(self._unasked(request)))
-        if 200 <= status < 300:
-            self._stored.keep(request.response_id, worker.boot, request.client.owner)
+        if 200 <= status < 300 and (request.asked or request.response_id is not None):
+            self._stored.keep(kept, worker.boot, request.client.owner)
         return False
 
     def taken(self, lease: Lease, worker: Worker) -> None:
@@ -190,14 +191,14 @@ class Dispatcher:
 
     def _roomy(self, request: ProxiedRequest) -> list[Worker]:
         """Workers that have a slot for it."""
-        response = request.response_id
         if (keeper := self._keeper(request)) is not None:
             if not keeper.up:
-                raise no_worker("The worker that stores this response is not ready.", [keeper])
+                what = "this response" if request.response_id is not None else "what this request names"
+                raise no_worker(f"The worker that stores {what} is not ready.", [keeper])
             workers = [keeper]
         elif not (workers := self._unasked(request)):
             # Whose response it continues decides before a model that is not named.
-            workers = self._pool.for_model(request.model or None if response is not None else request.model)
+            workers = self._pool.for_model(request.model or None if request.kept_id is not None else request.model)
         # As `has_room` says, and `takes_hints` below: for a thousand workers, a property costs more than all else here.
         return [worker for worker in workers if not worker.max_inflight or worker.inflight < worker.max_inflight]
 
@@ -253,10 +254,10 @@ class Dispatcher:
         self._warmup.add(key, shared.tokens, shorter, replay)
 
     def _keeper(self, request: ProxiedRequest) -> Worker | None:
-        """The worker that stores the response which this request continues or asks for; others would not know it."""
-        if (response := request.response_id) is None:
+        """The worker that stores the response or whatever this request asks for; others would not know it."""
+        if (kept := request.kept_id) is None:
             return None
-        boot = self._stored.boot(response, request.client.owner)
+        boot = self._stored.boot(kept, request.client.owner)
         return next((worker for worker in self._pool.workers if worker.boot == boot), None) if boot else None
 
     def _unasked(self, request: ProxiedRequest) -> list[Worker]:

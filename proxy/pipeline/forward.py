@@ -61,6 +61,8 @@ RETRIES: Mapping[str, _Retry] = {
     REFUSED: _Retry(elsewhere=True),
 }
 
+MOST_NAMED = 2**16  # bytes of an answer that names what it has made
+
 NO_ROUTE = (404, 405, 501)
 
 # Statuses without a body, and without a length to announce.
@@ -240,7 +242,11 @@ class ResponseRelay:
     ) -> None:
         """Pass a body on as it comes."""
         await self._begin_as_announced(request, response, send)
+        may_name = request.makes and 200 <= response.status < 300
         async for chunk in response.chunks():
+            if may_name:
+                may_name = False
+                self._accounting.opened(request, _named_in(chunk))
             lease.prefilled()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         watch.over = True
@@ -368,6 +374,14 @@ def _check_route(request: ProxiedRequest, worker: Worker, response: Answer) -> N
             f"{endpoint} is not served by {frontend.name}, which worker {worker.name} runs: use {CHAT}, or start vLLM "
             "without VLLM_USE_RUST_FRONTEND=1."
         )
+
+
+def _named_in(answer: bytes) -> Any:
+    """What a short answer says, by whose id it can be asked for; None if it is not all of it, or no JSON."""
+    try:
+        return loads(answer) if len(answer) <= MOST_NAMED else None
+    except ValueError:
+        return None
 
 
 def _with_valid_status(response: Answer) -> Answer:

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 
 RESPONSE_PATH = RESPONSES + "/"
 
+OTHER = "other"  # label of endpoints that are not known
+
+_DIGITS = frozenset("0123456789")  # nearly every id has one, no word of a path has
+
 RESPONSE_ACTIONS = frozenset({"render", "input_tokens", "compact"})  # what stands in place of an id there
 
 CONTINUOUS = "continuous_usage_stats"  # in `stream_options`: usage in every event
@@ -403,6 +407,29 @@ class ProxiedRequest:
             return named
         return self.body.parsed.get("previous_response_id")
 
+    @property
+    def kept_id(self) -> Any:
+        """The same, or what else it asks for that some worker has made (a video, a file, a batch); None if nothing."""
+        if (response := self.response_id) is not None:
+            return response
+        if not self._is_of_jobs:
+            return None
+        parts = self.client.path.split("/")[3:]
+        named = next((part for part in parts if not _DIGITS.isdisjoint(part)), None)
+        if named is None and self.client.method != "POST":  # /v1/images/generations makes something
+            named = "/".join(parts)
+        return named or self.body.parsed.get("input_file_id")
+
+    @property
+    def makes(self) -> bool:
+        """Whether its answer may name what is asked for later."""
+        return self.client.method == "POST" and self._is_of_jobs
+
+    @property
+    def _is_of_jobs(self) -> bool:
+        path = self.client.path
+        return self.client.endpoint == OTHER and path.startswith("/v1/") and not path.startswith("/v1/models/")
+
 
 def choices_of(body: Mapping[str, Any]) -> int:
     """How many choices the answer to a chat or completion has."""
@@ -462,7 +489,7 @@ def request_of(
         scope["method"],
         target_of(scope),
         path,
-        path if path in ENDPOINTS else "other",
+        path if path in ENDPOINTS else OTHER,
         asgi.end_to_end(scope["headers"], asgi.RECOMPUTED if key is None else asgi.RECOMPUTED_WITH_KEY),
         request_id,
         key,

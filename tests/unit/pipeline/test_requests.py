@@ -264,6 +264,35 @@ async def test_a_redirect_of_a_worker_does_not_show_its_address(scene, status, l
     assert (answer.status_code, answer.headers.get("location"), len(scene.upstream.sent)) == (status, seen, 1)
 
 
+@pytest.mark.parametrize("is_told", [True, False])  # whether the answer names what was made
+@pytest.mark.parametrize(
+    ("path", "name", "behind"),
+    [
+        ("/v1/videos", "video_gen_7", "/content"),
+        ("/v1/files", "a-file", ""),
+        ("/v1/fine_tuning/jobs", "ftjob-4", "/events"),
+        ("/v1/batches", "7f", "/cancel"),
+    ],
+)
+async def test_what_a_worker_has_made_is_asked_of_it_or_else_of_all(scene, path, name, behind, is_told):
+    made: set[str] = set()
+
+    def says(sent: Sent) -> Said:
+        if sent.url.endswith(path):  # another one at each worker, or a list
+            return Said(200, json.dumps({"id": name if is_told and not made else "another1"}).encode())
+        return Said(200 if sent.worker in made else 404, b"{}")
+
+    scene.upstream.say = says
+    made.add((await scene.post(body={"a": 1}, path=path)).headers["x-seamark-worker"])
+    scene.upstream.sent.clear()
+    for _ in range(4):
+        assert (await scene.own.get(path + "/" + name + behind)).status_code == 200
+    assert (await scene.own.post({"input_file_id": name, "a": 1}, path + "/1")).status_code == 200
+    assert len(scene.upstream.sent) <= 5 + (not is_told) * 2
+    assert (await scene.own.get(path + "/none")).status_code == 404
+    assert {(await scene.own.get(path)).headers["x-seamark-worker"] for _ in "ab"} > made  # a list is no one's
+
+
 async def test_the_way_that_a_rust_frontend_lacks_is_named(scene):
     scene.lack("/v1/responses")
     for status, code in ((404, "not_served"), (405, "not_served"), (501, "not_served"), (400, None)):
