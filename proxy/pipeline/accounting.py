@@ -497,11 +497,9 @@ class Accounting(Part):
 
 def _is_stored(request: ProxiedRequest) -> bool:
     """Whether the answer is a response, or names anything else, that can be continued, or asked for, later."""
-    return (
-        request.makes
-        or request.client.endpoint == RESPONSES
-        and flag(request.body.parsed.get("store", True)) is not False
-    )
+    if request.client.endpoint != RESPONSES:
+        return request.makes
+    return flag(request.body.parsed.get("store", True)) is not False
 
 
 def _engine_id(request: ProxiedRequest, answer: Any) -> str:
