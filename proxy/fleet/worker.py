@@ -206,6 +206,7 @@ class Worker:
     inflight: int = 0
     prefill_tokens: int = 0  # of requests that have not answered yet, as far as it does not hold them
     draft_gate: GateReport | None = None  # as its feed said last, since it started
+    is_followed: bool = False  # its engine's events are being read: whether its cache was emptied is known
     others: Load = NO_LOAD  # what other gateways have there, as the worker's plugin tells; none if it does not
     dispatched: int = 0  # requests ever sent
     answered_at: float = float("-inf")  # time.monotonic() when its last answer began
