@@ -209,7 +209,8 @@ class _Search:
         elif tokens:
             entry = tokens
             self._result = "head" if self._result == "none" else self._result
-        estimate = self._estimate(self._behind[message]) if message or self._tools else 0  # the rest of a body is no prompt
+        # What else a body holds is no part of the prompt.
+        estimate = self._estimate(self._behind[message]) if message or self._tools else 0
         self._boundaries.append(Boundary(kind, key, entry, tokens, estimate))
 
     def _add_inside(self, kind: Kind, place: Place, entry: str | None = None) -> None:
