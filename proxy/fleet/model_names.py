@@ -67,3 +67,21 @@ def some_of(names: Sequence[str]) -> str:
     """A list of names, or its beginning and how many there are beside."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
+
+
+def union_of_models(listed: Iterable[Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
+    """The models of several workers' lists, each once, as the first one that has it describes it.
+
+    Of those that differ in how long a prompt may be, the one that takes the longest.
+    """
+    union: dict[Any, Mapping[str, Any]] = {}
+    for entry in (entry for cards in listed for entry in cards):
+        if entry.get("id") not in union or length_in(entry) > length_in(union[entry["id"]]) > 0:
+            union[entry.get("id")] = entry
+    return list(union.values())
+
+
+def length_in(card: Mapping[str, Any]) -> int:
+    """Tokens that a prompt and its answer may have together; 0: it is not said."""
+    length = card.get("max_model_len")
+    return length if type(length) is int and length > 0 else 0

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from xxhash import xxh3_64_intdigest
 
@@ -21,7 +22,7 @@ from proxy.fleet.model_names import chosen_for, name_keys, some_of
 from proxy.fleet.part import Change, Shelf
 from proxy.fleet.probe import Probe, Probed, Unwell, why_broken
 from proxy.fleet.sleep import ASLEEP
-from proxy.fleet.worker import DRAFT_STATES, Worker
+from proxy.fleet.worker import DRAFT_STATES, Worker, sound_of
 from proxy.http.client import Broken, Exhausted, Unreachable, Upstream
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork
 from proxy.metrics import Metrics
@@ -74,6 +75,11 @@ class WorkerPool:
         if settings.workers_file is not None:
             self.file = WatchedFile(settings.workers_file, read_workers)
         self.workers: list[Worker] = []
+        self._all: list[Worker] = []  # with further addresses of some
+        self._twins: set[str] = set()  # URLs of these
+        self._answering: set[str] = set()  # URLs at which something answered when it was last asked
+        # By URL, also of those that were removed and have requests under way: one that comes back still has them.
+        self._known: WeakValueDictionary[str, Worker] = WeakValueDictionary()
         self._reconcile()
 
     @property
@@ -127,14 +133,14 @@ class WorkerPool:
         if serving := self.serving(model):
             if not [worker for worker in serving if worker.warming or worker.breaker.is_open]:
                 return serving
-            return _fit([worker for worker in serving if not worker.warming] or serving)
+            return sound_of([worker for worker in serving if not worker.warming] or serving)
         served_by = [worker for worker in self.workers if worker.serves(model)]
         if served_by or not (up := self.up):
             raise no_worker("No worker is ready for this model.", served_by or self.workers)
         if model == "" and len(models := self.base_models()) > 1:
             named = some_of(models)
             raise BadRequest(f"This request names no model, and several are served here: {named}.", param="model")
-        return _fit(up)
+        return sound_of(up)
 
     def _taking(self, model: str) -> list[Worker]:
         """Workers that are up, for a name that is empty or that none of all workers lists.
@@ -240,15 +246,15 @@ class WorkerPool:
 
     def _reconcile_and_look(self) -> None:
         """Reconcile; whoever is new is looked at before the next health check."""
-        before = {worker.url for worker in self.workers}
+        before = {worker.url for worker in self._all}
         self._reconcile()
-        for worker in self.workers:
+        for worker in self._all:
             if worker.url not in before:
                 self._spawn(self.check_health(worker))
 
     async def check_all(self) -> None:
         """Check the health of every worker, now."""
-        await asyncio.gather(*(self.check_health(worker) for worker in self.workers))
+        await asyncio.gather(*(self.check_health(worker) for worker in self._all))
 
     async def check_health(self, worker: Worker) -> None:
         """Probe a worker, and mark it up or down; callers at the same time share one probe."""
@@ -289,36 +295,69 @@ class WorkerPool:
             for name in [f"{address}#{rank}" for rank in ranks] or [address]:
                 wanted[name] = max(1, limit // len(ranks)) if limit and ranks else limit
                 with_credentials[name] = userinfo is not None
-        present = {worker.url: worker for worker in self.workers}
+        present = {worker.url: worker for worker in self._all}
         for url in present.keys() - wanted.keys():
             logger.info("worker %s is removed", present[url].name)
-            present[url].up = False
-            for gauge in (self._metrics.worker_up, self._metrics.engine_patched, self._metrics.inflight):
-                gauge.remove(present[url].name)
-            self._metrics.drafts.remove_by_labels({"worker": present[url].name})
             self._checks.pop(url, None)
             if present[url].address not in {name.partition("#")[0] for name in wanted}:
                 self._upstream.trust(present[url].address, None)
-            self._stop_learning(present[url])
-            self._shelf.tell(present[url], Change.REMOVED)
-        self.workers = [present.get(url) or self._new(url) for url in wanted]
-        self._name_keys = name_keys(worker.names for worker in self.workers)
-        for worker in self.workers:
+            if url not in self._twins:
+                self._remove(present[url])
+        self._twins, self._answering = self._twins & wanted.keys(), self._answering & wanted.keys()
+        self._all = [present.get(url) or self._new(url) for url in wanted]
+        self._select()
+        for worker in self._all:
             worker.max_inflight = wanted[worker.url]
             worker.has_credentials = with_credentials[worker.url]
+
+    def _select(self) -> None:
+        self.workers = [worker for worker in self._all if worker.url not in self._twins]
+        self._name_keys = name_keys(worker.names for worker in self.workers)
+
+    def _remove(self, worker: Worker) -> None:
+        """It finishes the requests that it has."""
+        worker.up = False
+        for gauge in (self._metrics.worker_up, self._metrics.engine_patched, self._metrics.inflight):
+            gauge.remove(worker.name)
+        self._metrics.drafts.remove_by_labels({"worker": worker.name})
+        self._stop_learning(worker)
+        self._shelf.tell(worker, Change.REMOVED)
+
+    def _is_twin(self, worker: Worker) -> bool:
+        """Whether one that answers is a further address of another worker, whose place it takes if that does not."""
+        self._answering.add(worker.url)
+        if worker.up:
+            return False
+        other = next((each for each in self.workers if each is not worker and each.is_same_server(worker)), None)
+        is_twin = other is not None and other.url in self._answering
+        hidden, shown = (worker, other) if is_twin else (other, worker)
+        if hidden is not None and hidden.url not in self._twins:
+            logger.info("worker %s is another address of %s", hidden.name, shown.name if shown is not None else "")
+            self._twins.add(hidden.url)
+            self._remove(hidden)
+            self._select()
+        if not is_twin and worker.url in self._twins:
+            self._twins.remove(worker.url)
+            self._show(worker)
+            self._select()
+        return is_twin
 
     def _new(self, url: str) -> Worker:
         settings = self._settings
         address = url.partition("#")[0]
-        renderer = WorkerRenderer(self._upstream, address, settings.render_timeout, self._metrics.renders)
-        worker = Worker(url, renderer, in_shadow=settings.shadow)
+        if (worker := self._known.get(url)) is None:
+            renderer = WorkerRenderer(self._upstream, address, settings.render_timeout, self._metrics.renders)
+            worker = self._known[url] = Worker(url, renderer, in_shadow=settings.shadow)
+        self._show(worker)
+        return worker
+
+    def _show(self, worker: Worker) -> None:
         self._metrics.worker_up.labels(worker.name).set_function(lambda: worker.is_sound)
         self._metrics.engine_patched.labels(worker.name).set(0)
         self._metrics.inflight.labels(worker.name).set_function(lambda: worker.inflight)
-        return worker
 
     async def _check_health(self, worker: Worker) -> None:
-        up = False
+        up = gone = False
         try:
             words = await self._probe(worker)
             up = True
@@ -326,14 +365,16 @@ class WorkerPool:
             up, words = worker.up, worker.words
         except Broken as error:  # gone, or too busy for a probe: then its answers speak for it
             up = worker.up and time.monotonic() - worker.answered_at < 2 * self._settings.health_interval
-            words = worker.words if up else why_broken(error, bool(worker.boot))
+            words, gone = worker.words if up else why_broken(error, bool(worker.boot)), not up
         except Unreachable as error:
-            words = str(error) or "no connection"
+            words, gone = str(error) or "no connection", True
         except Unwell as error:
             words = self._why_unwell(worker, error)
         except Exception as error:  # whatever stands at that address, the watch over the others goes on
             logger.error("worker %s: %s", worker.name, type(error).__name__)
             words = f"its health check fails ({type(error).__name__})"
+        if gone:
+            self._answering.discard(worker.url)
         if worker in self.workers:
             self._set_up(worker, up, words)
 
@@ -371,8 +412,10 @@ class WorkerPool:
             # Each engine has a cache of its own: it is a worker of its own, and requests are sent to it by its rank.
             self._ranks[worker.address] = probed.reports.ranks
             self._reconcile_and_look()
-            if worker not in self.workers:
+            if worker not in self._all:
                 return probed.words
+        if self._is_twin(worker):
+            return probed.words
         if probed.asleep:
             raise Unwell(probed.asleep)
         if probed.boot != last.boot:
@@ -455,21 +498,3 @@ def no_worker(lead: str, workers: Sequence[Worker]) -> NoWorker:
         return NoWorker(f"{lead} It may still be loading.")
     more = f"; and {len(causes) - MOST_CAUSES} more" if len(causes) > MOST_CAUSES else ""
     return NoWorker(f"{lead} Worker {'; '.join(causes[:MOST_CAUSES])}{more}.")
-
-
-def _fit(workers: list[Worker]) -> list[Worker]:
-    """Those that do not fail, or one that is to be tried again. If all fail, all: some requests may still succeed."""
-    sound = [worker for worker in workers if not worker.breaker.is_open]
-    if not sound:
-        return workers
-    trial = next((worker for worker in workers if worker.breaker.wants_trial and worker.has_room), None)
-    return sound if trial is None else [trial]
-
-
-def union_of_models(workers: Sequence[Worker]) -> list[Mapping[str, Any]]:
-    """Models of all workers, each once, as the first worker that has it describes it."""
-    union: dict[Any, Mapping[str, Any]] = {}
-    for worker in workers:
-        for entry in worker.probed.models:
-            union.setdefault(entry.get("id"), entry)
-    return list(union.values())

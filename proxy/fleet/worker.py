@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
@@ -29,6 +30,8 @@ TRIAL_SECONDS, MAX_TRIAL_SECONDS = 5.0, 60.0
 SALT_BYTES = 16
 
 VLLM_UNIT = 16  # tokens of a cache block, unless vLLM is told otherwise
+
+LOCALHOST = frozenset({"localhost", "127.0.0.1", "::1"})
 
 RANK_HEADER = b"x-data-parallel-rank"  # vLLM's
 
@@ -242,6 +245,13 @@ class Worker:
         """Its identity as it runs now; empty: not known yet."""
         return self.probed.boot
 
+    def is_same_server(self, other: Worker) -> bool:
+        """Whether both are one server, at two addresses: for sure, since two servers may have started at one time."""
+        mine, theirs = self.probed.metrics, other.probed.metrics
+        if not mine.boot or (mine.boot, mine.created, self.rank) != (theirs.boot, theirs.created, other.rank):
+            return False
+        return bool(mine.created) or _at_this_machine(self.address) == _at_this_machine(other.address) != ""
+
     @property
     def engine(self) -> EngineInfo | None:
         """None: no plugin of this release, the plugin left vLLM untouched, or shadow mode."""
@@ -364,6 +374,21 @@ class Worker:
             if renderer_id is not None:
                 self.renderer_ids[name] = renderer_id
         return self.renderer_ids.get(name)
+
+
+def sound_of(workers: list[Worker]) -> list[Worker]:
+    """Those that do not fail, or one that is to be tried again. If all fail, all: some requests may still succeed."""
+    sound = [worker for worker in workers if not worker.breaker.is_open]
+    if not sound:
+        return workers
+    trial = next((worker for worker in workers if worker.breaker.wants_trial and worker.has_room), None)
+    return sound if trial is None else [trial]
+
+
+def _at_this_machine(address: str) -> str:
+    """An address that names this machine by one of its usual names, by a common one; empty for any other."""
+    parts = urlsplit(address)
+    return parts._replace(netloc=f":{parts.port}").geturl() if parts.hostname in LOCALHOST else ""
 
 
 async def prompt_of(chat: Chat, worker: Worker) -> TokenIds:
