@@ -18,6 +18,7 @@ class ListedNames(NamedTuple):
 
     bases: tuple[tuple[str, ...], ...] = ()  # of base models, those of one model together, in the list's order
     templates: Mapping[str, str] = {}  # the base model whose chat template a listed name is rendered by
+    lengths: Mapping[str, int] = {}  # tokens that a prompt and its answer may have together, if that is said
 
     @property
     def base(self) -> str:
@@ -33,7 +34,7 @@ def listed_names(cards: Sequence[Mapping[str, Any]], *, one_engine: bool) -> Lis
     templates = {name: names[0] for names in bases for name in names}
     for name, parent in adapters.items():
         templates.setdefault(name, templates.get(parent, name))
-    return ListedNames(bases, templates)
+    return ListedNames(bases, templates, {card["id"]: length for card in cards if (length := length_in(card))})
 
 
 def name_keys(listed: Iterable[ListedNames]) -> dict[str, str]:
@@ -55,6 +56,21 @@ def name_keys(listed: Iterable[ListedNames]) -> dict[str, str]:
                     mine |= group
             groups = [*others, mine]
     return {name: name for name in adapters} | {name: min(group) for group in groups for name in group}
+
+
+def uneven_lengths(listed: Mapping[str, ListedNames]) -> list[str]:
+    """In sentences, which models take prompts of other lengths at some workers than at others (`listed` by name)."""
+    told: dict[str, dict[int, str]] = {}
+    for worker, names in listed.items():
+        for model, length in names.lengths.items():
+            told.setdefault(model, {}).setdefault(length, worker)
+    return [
+        f"Workers differ in how many tokens they take for {model} (max_model_len): "
+        + ", ".join(f"{length:,} at {worker}" for length, worker in sorted(lengths.items()))
+        + ". Longer prompts go to the others."
+        for model, lengths in sorted(told.items())
+        if len(lengths) > 1
+    ]
 
 
 def chosen_for(name: str, models: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,7 +19,7 @@ from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import WorkerRenderer
 from proxy.config_files import WatchedFile, read_workers, without_credentials
 from proxy.errors import BadRequest, NoWorker
-from proxy.fleet.model_names import chosen_for, name_keys, some_of
+from proxy.fleet.model_names import chosen_for, name_keys, some_of, uneven_lengths
 from proxy.fleet.part import Change, Shelf
 from proxy.fleet.probe import Probe, Probed, Unwell, why_broken
 from proxy.fleet.sleep import ASLEEP
@@ -67,19 +68,18 @@ class WorkerPool:
         self._learning: dict[str, asyncio.Task[None]] = {}  # templates, by the worker's address
         self._ranks: dict[str, tuple[int, ...]] = {}  # of engines behind one address, if there are several
         self._name_keys: dict[str, str] = {}  # of all names in all lists, see `key_of`
+        self.uneven: list[str] = []  # models whose workers take prompts of different lengths, in sentences
         self._asking: asyncio.Future[Any] | None = None  # for a name that nobody lists
         self._asked_at = float("-inf")  # time.monotonic()
         self._naming: set[str] = set()  # addresses of workers that took a name which they do not list
         self.discovered: tuple[str, ...] = ()  # base URLs
-        self.file = None
-        if settings.workers_file is not None:
-            self.file = WatchedFile(settings.workers_file, read_workers)
+        self.file = WatchedFile(settings.workers_file, read_workers) if settings.workers_file is not None else None
         self.workers: list[Worker] = []
         self._all: list[Worker] = []  # with further addresses of some
         self._twins: set[str] = set()  # URLs of these
-        self._answering: set[str] = set()  # URLs at which something answered when it was last asked
-        # By URL, also of those that were removed and have requests under way: one that comes back still has them.
-        self._known: WeakValueDictionary[str, Worker] = WeakValueDictionary()
+        self._answering: set[str] = set()  # URLs that answered when they were last asked
+        # Those that were removed and have requests under way, too: one that comes back still has them.
+        self._known = WeakValueDictionary[str, Worker]()
         self._reconcile()
 
     @property
@@ -226,7 +226,7 @@ class WorkerPool:
         is_other = probed.names != worker.names  # odd lists raise here, before anybody else reads them
         worker.probed = probed
         if is_other:
-            self._name_keys = name_keys(each.names for each in self.workers)
+            self._read_names()
 
     async def watch(self) -> None:
         """Check every worker's health, for ever."""
@@ -312,7 +312,14 @@ class WorkerPool:
 
     def _select(self) -> None:
         self.workers = [worker for worker in self._all if worker.url not in self._twins]
+        self._read_names()
+
+    def _read_names(self) -> None:
         self._name_keys = name_keys(worker.names for worker in self.workers)
+        uneven = uneven_lengths({worker.name: worker.names for worker in self.workers})
+        for sentence in set(uneven) - set(self.uneven):
+            logger.warning("%s", sentence)
+        self.uneven = uneven
 
     def _remove(self, worker: Worker) -> None:
         """It finishes the requests that it has."""
@@ -330,9 +337,9 @@ class WorkerPool:
             return False
         other = next((each for each in self.workers if each is not worker and each.is_same_server(worker)), None)
         is_twin = other is not None and other.url in self._answering
-        hidden, shown = (worker, other) if is_twin else (other, worker)
+        hidden = worker if is_twin else other
         if hidden is not None and hidden.url not in self._twins:
-            logger.info("worker %s is another address of %s", hidden.name, shown.name if shown is not None else "")
+            logger.info("worker %s is another address of one that is there", hidden.name)
             self._twins.add(hidden.url)
             self._remove(hidden)
             self._select()
@@ -343,11 +350,10 @@ class WorkerPool:
         return is_twin
 
     def _new(self, url: str) -> Worker:
-        settings = self._settings
-        address = url.partition("#")[0]
         if (worker := self._known.get(url)) is None:
-            renderer = WorkerRenderer(self._upstream, address, settings.render_timeout, self._metrics.renders)
-            worker = self._known[url] = Worker(url, renderer, in_shadow=settings.shadow)
+            address, seconds = url.partition("#")[0], self._settings.render_timeout
+            renderer = WorkerRenderer(self._upstream, address, seconds, self._metrics.renders)
+            worker = self._known[url] = Worker(url, renderer, in_shadow=self._settings.shadow)
         self._show(worker)
         return worker
 
@@ -406,7 +412,8 @@ class WorkerPool:
         """
         last, asked = worker.probed, self._probe_of(worker)
         of_plugin = worker.engine is not None
-        probed = await asked.probe(last, own_id=self.gateway_id, of_plugin=of_plugin, lull=self._lull)
+        lull = partial(self._idle.lull, SHORT_PATIENCE_SECONDS)  # requests may wait for the first probe
+        probed = await asked.probe(last, own_id=self.gateway_id, of_plugin=of_plugin, lull=lull)
         self._note(worker, probed)
         if probed.reports.ranks != self._ranks.get(worker.address, ()):
             # Each engine has a cache of its own: it is a worker of its own, and requests are sent to it by its rank.
@@ -465,9 +472,6 @@ class WorkerPool:
         task = self._learning.pop(worker.url, None)
         if task is not None:
             task.cancel()
-
-    async def _lull(self) -> None:
-        await self._idle.lull(SHORT_PATIENCE_SECONDS)  # requests may wait for the first probe
 
     def _probe_of(self, worker: Worker) -> Probe:
         return Probe(self._upstream, worker.address, worker.url)

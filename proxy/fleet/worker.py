@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -357,6 +358,10 @@ class Worker:
             return model
         return self.names.base
 
+    def length(self, model: Any) -> float:
+        """Tokens that a prompt for `model` and its answer may have together, as far as it says."""
+        return self.names.lengths.get(self.listed(model), math.inf)
+
     def template_of(self, model: Any) -> str:
         """The base model whose chat template a request for `model` is rendered by."""
         name = self.listed(model)
@@ -383,6 +388,12 @@ def sound_of(workers: list[Worker]) -> list[Worker]:
         return workers
     trial = next((worker for worker in workers if worker.breaker.wants_trial and worker.has_room), None)
     return sound if trial is None else [trial]
+
+
+def that_take(workers: list[Worker], model: Any, tokens: float) -> list[Worker]:
+    """Those of `workers` that take so many tokens; those that take the most if none does."""
+    needed = min(tokens, max((worker.length(model) for worker in workers), default=0))
+    return [worker for worker in workers if worker.length(model) >= needed]
 
 
 def _at_this_machine(address: str) -> str:

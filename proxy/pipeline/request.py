@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 RESPONSE_PATH = RESPONSES + "/"
 
-OTHER = "other"  # label of endpoints that are not known
-
 _DIGITS = frozenset("0123456789")  # nearly every id has one, no word of a path has
 
 RESPONSE_ACTIONS = frozenset({"render", "input_tokens", "compact"})  # what stands in place of an id there
@@ -357,6 +355,7 @@ class ProxiedRequest:
     timings: Timings = field(default_factory=Timings)
     choice: Choice | None = None  # by `give`; None: no worker had it yet
     asked: list[Worker] = field(default_factory=list)  # that do not know the response which it names: `Dispatcher`
+    outgrown: float = 0  # tokens that a worker takes, of those that refused it for its length perhaps: `Dispatcher`
     delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
     record: Record | None = None  # of its explanation: `Accounting`, as all below
     model_label: str | None = None  # in metrics; None until it is counted
@@ -410,10 +409,8 @@ class ProxiedRequest:
     @property
     def kept_id(self) -> Any:
         """The same, or what else it asks for that some worker has made (a video, a file, a batch); None if nothing."""
-        if (response := self.response_id) is not None:
+        if (response := self.response_id) is not None or not self._is_of_jobs:
             return response
-        if not self._is_of_jobs:
-            return None
         parts = self.client.path.split("/")[3:]
         named = next((part for part in parts if not _DIGITS.isdisjoint(part)), None)
         if named is None and self.client.method != "POST":  # /v1/images/generations makes something
@@ -428,7 +425,7 @@ class ProxiedRequest:
     @property
     def _is_of_jobs(self) -> bool:
         path = self.client.path
-        return self.client.endpoint == OTHER and path.startswith("/v1/") and not path.startswith("/v1/models/")
+        return path not in ENDPOINTS and path.startswith("/v1/") and not path.startswith("/v1/models/")
 
 
 def choices_of(body: Mapping[str, Any]) -> int:
@@ -489,7 +486,7 @@ def request_of(
         scope["method"],
         target_of(scope),
         path,
-        path if path in ENDPOINTS else OTHER,
+        path if path in ENDPOINTS else "other",
         asgi.end_to_end(scope["headers"], asgi.RECOMPUTED if key is None else asgi.RECOMPUTED_WITH_KEY),
         request_id,
         key,
