@@ -101,10 +101,9 @@ class WorkerPool:
 
     async def ready(self) -> list[Worker]:
         """Workers that are up, after a health check of all if none was."""
-        if not (up := self.up):
+        if not self.up:
             await self.check_all()
-            up = self.up
-        return up
+        return self.up
 
     async def find(self, model: Any) -> list[Worker]:
         """As `serving`, after a look at the workers if none is known to serve it."""
@@ -410,8 +409,7 @@ class WorkerPool:
 
         Raises `Unwell` if it answers and cannot be used.
         """
-        last, asked = worker.probed, self._probe_of(worker)
-        of_plugin = worker.engine is not None
+        last, asked, of_plugin = worker.probed, self._probe_of(worker), worker.engine is not None
         lull = partial(self._idle.lull, SHORT_PATIENCE_SECONDS)  # requests may wait for the first probe
         probed = await asked.probe(last, own_id=self.gateway_id, of_plugin=of_plugin, lull=lull)
         self._note(worker, probed)
@@ -419,20 +417,18 @@ class WorkerPool:
             # Each engine has a cache of its own: it is a worker of its own, and requests are sent to it by its rank.
             self._ranks[worker.address] = probed.reports.ranks
             self._reconcile_and_look()
-            if worker not in self._all:
-                return probed.words
-        if self._is_twin(worker):
-            return probed.words
-        if probed.asleep:
-            raise Unwell(probed.asleep)
         if probed.boot != last.boot:
             self._stop_learning(worker)
             for renderer_id in worker.renderer_ids.values():
                 self._facts.forget(renderer_id)
             worker.restarted()
-            if self._settings.replay_seconds:
-                worker.warming = True
-                self._spawn(self._prepare(worker))
+        if worker not in self._all or self._is_twin(worker):
+            return probed.words
+        if probed.asleep:
+            raise Unwell(probed.asleep)
+        if probed.boot != last.boot and self._settings.replay_seconds:
+            worker.warming = True
+            self._spawn(self._prepare(worker))
         if worker in self.workers:  # else it was removed meanwhile, with its series
             self._metrics.engine_patched.labels(worker.name).set(probed.metrics.engine is not None)
             if worker.draft_state:
