@@ -293,6 +293,31 @@ async def test_what_a_worker_has_made_is_asked_of_it_or_else_of_all(scene, path,
     assert {(await scene.own.get(path)).headers["x-seamark-worker"] for _ in "ab"} > made  # a list is no one's
 
 
+async def test_a_prompt_goes_to_a_worker_that_takes_its_length_and_stays_there(scene, caplog):
+    small, large = scene.pool.workers
+    lengths = {small: 512, large: 32_768}
+    for worker, length in lengths.items():
+        scene.pool._note(worker, replace(worker.probed, models=[{"id": "m", "max_model_len": length}]))
+    assert "max_model_len" in caplog.text and "32,768 at" in (await scene.own.status())["warnings"][-1]
+    assert [card["max_model_len"] for card in (await scene.own.get("/v1/models")).json()["data"]] == [32_768]
+
+    def says(sent: Sent) -> Said:  # a token has two characters here, so that guesses are too short at first
+        tokens = len(sent.fields["messages"][-1]["content"]) // 2 + sent.fields.get("max_tokens", 0)
+        return Said(400 if tokens > 512 and sent.worker == small.name else 200, WHOLE)
+
+    scene.upstream.say = says
+    for words, more in ((4000, {}), (1100, {}), (1200, {}), (8, {"max_tokens": 500})):
+        for _ in range(5):
+            assert (await scene.own.post(chat("x" * words, **more))).status_code == 200
+        assert len(scene.upstream.sent) <= 6  # once it was seen not to fit, it is not tried again
+        scene.upstream.sent.clear()
+    short = [{"role": "user", "content": "x"}]
+    assert (await scene.own.post({"model": "m", "messages": short})).headers["x-seamark-worker"] == small.name
+    scene.upstream.say = lambda sent: Said(400, b"{}")
+    for words in (1100, 9000):
+        assert (await scene.own.post(chat("y" * words))).status_code == 400 and scene.counted() == (0, 0)
+
+
 async def test_the_way_that_a_rust_frontend_lacks_is_named(scene):
     scene.lack("/v1/responses")
     for status, code in ((404, "not_served"), (405, "not_served"), (501, "not_served"), (400, None)):
