@@ -24,10 +24,6 @@ logger = logging.getLogger("seamark.discovery")
 # Seconds that a round waits for a resolver. A question that takes longer is not asked a second time meanwhile.
 ANSWER_SECONDS = 5.0
 
-# Seconds until an address of a family in which nothing was heard yet counts as one at which nothing listens, and how
-# many are tried.
-CONNECT_SECONDS, MOST_TRIED = 1.0, 16
-
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
@@ -37,24 +33,12 @@ async def addresses_of(host: str, port: int) -> Sequence[str]:
     return [str(address[0]) for *_, address in found]
 
 
-async def takes_connections(address: str, port: int) -> bool:
-    """Whether something listens there."""
-    try:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            _, writer = await asyncio.open_connection(address, port)
-    except OSError:
-        return False
-    writer.close()
-    return True
-
-
 @dataclass
 class _Service:
     """One name, and what it was resolved to last."""
 
     url: str  # as the settings have it
     workers: frozenset[str] = frozenset()  # base URLs
-    heard: frozenset[bool] = frozenset()  # whether in IPv6: families in which something listened
     told_at: float = 0.0  # time.monotonic()
     failing: bool = False
     asking: asyncio.Future[Sequence[str]] | None = None
@@ -124,8 +108,7 @@ class Discovery(Part):
             return
         service.told_at, service.failing = time.monotonic(), False
         # A link-local address means something on one interface only.
-        addresses = await _answered([address for address in addresses if "%" not in address], port, service)
-        workers = frozenset(_url(parts, address, port) for address in addresses)
+        workers = frozenset(_url(parts, address, port) for address in addresses if "%" not in address)
         if workers != service.workers:
             logger.info("%s has %d addresses, %d before", _host(service), len(workers), len(service.workers))
             service.workers = workers
@@ -139,21 +122,6 @@ class Discovery(Part):
         if service.workers and time.monotonic() - service.told_at >= self._keep:
             logger.warning("%s was not resolved for %g s: its workers are removed", _host(service), self._keep)
             service.workers = frozenset()
-
-
-async def _answered(addresses: Sequence[str], port: int, service: _Service) -> Sequence[str]:
-    """Of a name with addresses of both families, those of families in which something listens, if anything does.
-
-    A container that listens in one has a name with both.
-    """
-    for is_ipv6 in {":" in address for address in addresses} - service.heard:
-        tried = [address for address in addresses if (":" in address) is is_ipv6][:MOST_TRIED]
-        if len(tried) < len(addresses) and any(
-            await asyncio.gather(*(takes_connections(address, port) for address in tried))
-        ):
-            service.heard |= {is_ipv6}
-    is_heard = [address for address in addresses if (":" in address) in service.heard]
-    return is_heard or addresses
 
 
 def _host(service: _Service) -> str:

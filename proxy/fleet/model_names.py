@@ -18,7 +18,6 @@ class ListedNames(NamedTuple):
 
     bases: tuple[tuple[str, ...], ...] = ()  # of base models, those of one model together, in the list's order
     templates: Mapping[str, str] = {}  # the base model whose chat template a listed name is rendered by
-    lengths: Mapping[str, int] = {}  # tokens that a prompt and its answer may have together, if that is said
 
     @property
     def base(self) -> str:
@@ -34,7 +33,7 @@ def listed_names(cards: Sequence[Mapping[str, Any]], *, one_engine: bool) -> Lis
     templates = {name: names[0] for names in bases for name in names}
     for name, parent in adapters.items():
         templates.setdefault(name, templates.get(parent, name))
-    return ListedNames(bases, templates, {card["id"]: length for card in cards if (length := length_in(card))})
+    return ListedNames(bases, templates)
 
 
 def name_keys(listed: Iterable[ListedNames]) -> dict[str, str]:
@@ -58,21 +57,6 @@ def name_keys(listed: Iterable[ListedNames]) -> dict[str, str]:
     return {name: name for name in adapters} | {name: min(group) for group in groups for name in group}
 
 
-def uneven_lengths(listed: Mapping[str, ListedNames]) -> list[str]:
-    """In sentences, which models take prompts of other lengths at some workers than at others (`listed` by name)."""
-    told: dict[str, dict[int, str]] = {}
-    for worker, names in listed.items():
-        for model, length in names.lengths.items():
-            told.setdefault(model, {}).setdefault(length, worker)
-    return [
-        f"Workers differ in how many tokens they take for {model} (max_model_len): "
-        + ", ".join(f"{length:,} at {worker}" for length, worker in sorted(lengths.items()))
-        + ". Longer prompts go to the others."
-        for model, lengths in sorted(told.items())
-        if len(lengths) > 1
-    ]
-
-
 def chosen_for(name: str, models: Iterable[str]) -> str:
     """The one of several models that takes the requests for a name which none of them has: the same one each time."""
     seed = xxh3_64_intdigest(name.encode(errors="surrogatepass"))
@@ -85,19 +69,7 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + more
 
 
-def union_of_models(listed: Iterable[Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
-    """The models of several workers' lists, each once, as the first one that has it describes it.
-
-    Of those that differ in how long a prompt may be, the one that takes the longest.
-    """
-    union: dict[Any, Mapping[str, Any]] = {}
-    for entry in (entry for cards in listed for entry in cards):
-        if entry.get("id") not in union or length_in(entry) > length_in(union[entry["id"]]) > 0:
-            union[entry.get("id")] = entry
-    return list(union.values())
-
-
 def length_in(card: Mapping[str, Any]) -> int:
-    """Tokens that a prompt and its answer may have together; 0: it is not said."""
+    """Tokens that a prompt and its answer may have together; 0: the card does not say."""
     length = card.get("max_model_len")
-    return length if type(length) is int and length > 0 else 0
+    return length if type(length) is int else 0

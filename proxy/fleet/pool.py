@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import WorkerRenderer
 from proxy.config_files import WatchedFile, read_workers, without_credentials
 from proxy.errors import BadRequest, NoWorker
-from proxy.fleet.model_names import chosen_for, name_keys, some_of, uneven_lengths
+from proxy.fleet.model_names import chosen_for, length_in, name_keys, some_of
 from proxy.fleet.part import Change, Shelf
 from proxy.fleet.probe import Probe, Probed, Unwell, why_broken
 from proxy.fleet.sleep import ASLEEP
@@ -68,7 +68,6 @@ class WorkerPool:
         self._learning: dict[str, asyncio.Task[None]] = {}  # templates, by the worker's address
         self._ranks: dict[str, tuple[int, ...]] = {}  # of engines behind one address, if there are several
         self._name_keys: dict[str, str] = {}  # of all names in all lists, see `key_of`
-        self.uneven: list[str] = []  # models whose workers take prompts of different lengths, in sentences
         self._asking: asyncio.Future[Any] | None = None  # for a name that nobody lists
         self._asked_at = float("-inf")  # time.monotonic()
         self._naming: set[str] = set()  # addresses of workers that took a name which they do not list
@@ -225,7 +224,10 @@ class WorkerPool:
         is_other = probed.names != worker.names  # odd lists raise here, before anybody else reads them
         worker.probed = probed
         if is_other:
-            self._read_names()
+            self._name_keys = name_keys(each.names for each in self.workers)
+            model = worker.names.base
+            if len({each.length(model) for each in self.workers if each.serves(model)}) > 1:
+                logger.warning("workers differ in the tokens they take for %s (max_model_len)", model)
 
     async def watch(self) -> None:
         """Check every worker's health, for ever."""
@@ -311,14 +313,7 @@ class WorkerPool:
 
     def _select(self) -> None:
         self.workers = [worker for worker in self._all if worker.url not in self._twins]
-        self._read_names()
-
-    def _read_names(self) -> None:
         self._name_keys = name_keys(worker.names for worker in self.workers)
-        uneven = uneven_lengths({worker.name: worker.names for worker in self.workers})
-        for sentence in set(uneven) - set(self.uneven):
-            logger.warning("%s", sentence)
-        self.uneven = uneven
 
     def _remove(self, worker: Worker) -> None:
         """It finishes the requests that it has."""
@@ -337,16 +332,28 @@ class WorkerPool:
         other = next((each for each in self.workers if each is not worker and each.is_same_server(worker)), None)
         is_twin = other is not None and other.url in self._answering
         hidden = worker if is_twin else other
-        if hidden is not None and hidden.url not in self._twins:
-            logger.info("worker %s is another address of one that is there", hidden.name)
-            self._twins.add(hidden.url)
-            self._remove(hidden)
-            self._select()
+        if hidden is not None:
+            self._hide(hidden)
         if not is_twin and worker.url in self._twins:
             self._twins.remove(worker.url)
             self._show(worker)
             self._select()
         return is_twin
+
+    def _hide(self, worker: Worker) -> None:
+        if worker.url not in self._twins:
+            logger.info("worker %s is another address of one that is there", worker.name)
+            self._twins.add(worker.url)
+            self._remove(worker)
+            self._select()
+
+    def _is_silent_family(self, worker: Worker) -> bool:
+        """Whether it was found by name, and has never answered, while addresses of the other family do, as for a server
+        that listens in one of the two that its name has.
+        """
+        is_ipv6, found = "[" in worker.url, {*self.discovered}
+        others = (each.url for each in self.workers if each.up and ("[" in each.url) is not is_ipv6)
+        return not worker.boot and worker.url in found and not found.isdisjoint(others)
 
     def _new(self, url: str) -> Worker:
         if (worker := self._known.get(url)) is None:
@@ -373,6 +380,8 @@ class WorkerPool:
             words, gone = worker.words if up else why_broken(error, bool(worker.boot)), not up
         except Unreachable as error:
             words, gone = str(error) or "no connection", True
+            if self._is_silent_family(worker):
+                self._hide(worker)
         except Unwell as error:
             words = self._why_unwell(worker, error)
         except Exception as error:  # whatever stands at that address, the watch over the others goes on
@@ -498,3 +507,13 @@ def no_worker(lead: str, workers: Sequence[Worker]) -> NoWorker:
         return NoWorker(f"{lead} It may still be loading.")
     more = f"; and {len(causes) - MOST_CAUSES} more" if len(causes) > MOST_CAUSES else ""
     return NoWorker(f"{lead} Worker {'; '.join(causes[:MOST_CAUSES])}{more}.")
+
+
+def union_of_models(workers: Sequence[Worker]) -> list[Mapping[str, Any]]:
+    """Models of all workers, each once, as the first worker describes it that takes the longest prompts."""
+    union: dict[Any, Mapping[str, Any]] = {}
+    for worker in workers:
+        for entry in worker.probed.models:
+            if length_in(entry) > length_in(union.setdefault(entry.get("id"), entry)):
+                union[entry.get("id")] = entry
+    return list(union.values())

@@ -16,7 +16,7 @@ from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_ren
 from proxy.boundaries.resolve import Entry
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, Chat
-from proxy.fleet.model_names import ListedNames
+from proxy.fleet.model_names import ListedNames, length_in
 from proxy.fleet.probe import Probed
 from proxy.fleet.sleep import ASLEEP
 from proxy.fleet.worker_metrics import EngineInfo, StepTimes
@@ -360,7 +360,8 @@ class Worker:
 
     def length(self, model: Any) -> float:
         """Tokens that a prompt for `model` and its answer may have together, as far as it says."""
-        return self.names.lengths.get(self.listed(model), math.inf)
+        name = self.listed(model)
+        return next((length_in(card) for card in self.probed.models if card["id"] == name), 0) or math.inf
 
     def template_of(self, model: Any) -> str:
         """The base model whose chat template a request for `model` is rendered by."""
@@ -388,12 +389,6 @@ def sound_of(workers: list[Worker]) -> list[Worker]:
         return workers
     trial = next((worker for worker in workers if worker.breaker.wants_trial and worker.has_room), None)
     return sound if trial is None else [trial]
-
-
-def that_take(workers: list[Worker], model: Any, tokens: float) -> list[Worker]:
-    """Those of `workers` that take so many tokens; those that take the most if none does."""
-    needed = min(tokens, max((worker.length(model) for worker in workers), default=0))
-    return [worker for worker in workers if worker.length(model) >= needed]
 
 
 def _at_this_machine(address: str) -> str:

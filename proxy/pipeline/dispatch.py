@@ -17,7 +17,7 @@ from proxy.errors import NoWorker
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.part import Change, Shelf
 from proxy.fleet.pool import WorkerPool, no_worker
-from proxy.fleet.worker import Slot, Worker, that_take
+from proxy.fleet.worker import Slot, Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
 from proxy.observability.reasons import Expectation
@@ -32,8 +32,6 @@ from proxy.settings import Settings
 NOT_FOUND = 404
 
 TOO_LONG = 400  # among other things
-
-MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # of an answer, in the body
 
 # Workers that one request asks for a response whose worker is not known.
 MOST_ASKED = 16
@@ -84,7 +82,6 @@ class Dispatcher:
                 model if isinstance(model, str) else None,
                 self._stored.boot(kept, request.client.owner) if kept is not None else None,
                 *[worker.name for worker in request.asked],
-                *self._long_enough(request),
             )
             timings.asked = time.perf_counter()
 
@@ -128,11 +125,10 @@ class Dispatcher:
         The worker of a response is remembered once one has answered for it, that of anything else if another has not:
         what all know, such as a list, is no one's.
         """
-        if status == TOO_LONG and self._pool.uneven and request.outgrown < (length := worker.length(request.model)):
-            request.outgrown = length
-            if (found := request.prompt.found) is not None:
-                self._prefix_index.forget([boundary.key for boundary in found.boundaries], worker.boot)
-            return any(other.length(request.model) > length for other in self._pool.serving(request.model))
+        if status == TOO_LONG and worker not in request.asked:  # one of them may take a longer prompt
+            model, length = request.model, worker.length(request.model)
+            request.asked += [each for each in self._pool.serving(model) if each.length(model) <= length]
+            return bool(self._unasked(request))
         if (kept := request.kept_id) is None or (keeper := self._keeper(request)) is worker:
             return False
         if status == NOT_FOUND:
@@ -174,6 +170,8 @@ class Dispatcher:
         """The worker never got the request: what was recorded for it is not there."""
         if (choice := request.choice) is not None and choice.expected is not None:
             self._engine_events.refused(choice.worker, request.engine_id)
+            if not choice.worker.takes_hints and (found := request.prompt.found) is not None:
+                self._prefix_index.forget([boundary.key for boundary in found.boundaries], choice.worker.boot)
 
     def _take(self, lease: Lease) -> Lease | None:
         """The lease with a slot; None if the workers that could serve the request are full."""
@@ -203,30 +201,13 @@ class Dispatcher:
         """Workers that have a slot for it."""
         if (keeper := self._keeper(request)) is not None:
             if not keeper.up:
-                what = "this response" if request.response_id is not None else "what this request names"
-                raise no_worker(f"The worker that stores {what} is not ready.", [keeper])
+                raise no_worker("The worker that stores what this request names is not ready.", [keeper])
             workers = [keeper]
         elif not (workers := self._unasked(request)):
             # Whose response it continues decides before a model that is not named.
             workers = self._pool.for_model(request.model or None if request.kept_id is not None else request.model)
-            if self._pool.uneven:
-                workers = that_take(workers, request.model, self._length(request))
         # As `has_room` says, and `takes_hints` below: for a thousand workers, a property costs more than all else here.
         return [worker for worker in workers if not worker.max_inflight or worker.inflight < worker.max_inflight]
-
-    def _long_enough(self, request: ProxiedRequest) -> list[str]:
-        """Names of the workers that take it, where some may not."""
-        if not self._pool.uneven:
-            return []
-        serving = self._pool.serving(request.model)
-        return [worker.name for worker in that_take(serving, request.model, self._length(request))]
-
-    @staticmethod
-    def _length(request: ProxiedRequest) -> float:
-        """Tokens that its worker has to take, roughly, and more than what one has refused for its length."""
-        body = request.body
-        asked = sum(given for name in MOST_TOKENS if type(given := body.parsed.get(name)) is int and given > 0)
-        return max((request.prompt.tokens or len(body.raw) * TOKENS_PER_BYTE) + asked, request.outgrown + 1)
 
     def _choose(self, request: ProxiedRequest, workers: Sequence[Worker]) -> Choice:
         """Choose and record it in one go, so that a request arriving right behind already follows."""

@@ -61,8 +61,6 @@ RETRIES: Mapping[str, _Retry] = {
     REFUSED: _Retry(elsewhere=True),
 }
 
-MOST_NAMED = 2**16  # bytes of an answer that names what it has made
-
 NO_ROUTE = (404, 405, 501)
 
 # Statuses without a body, and without a length to announce.
@@ -242,10 +240,8 @@ class ResponseRelay:
     ) -> None:
         """Pass a body on as it comes."""
         await self._begin_as_announced(request, response, send)
-        may_name = request.makes and 200 <= response.status < 300
         async for chunk in response.chunks():
-            if may_name:
-                may_name = False
+            if request.makes and 200 <= response.status < 300:
                 self._accounting.opened(request, _named_in(chunk))
             lease.prefilled()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -332,8 +328,7 @@ class ResponseRelay:
         """Pass on a JSON answer as it comes: a client that does not read holds the worker back and fills no memory."""
         request.timings.first_byte = time.perf_counter()
         await self._begin_as_announced(request, response, send)
-        named = _ID.match(collected[0])
-        answer = {"id": named[1].decode(errors="replace")} if named is not None else None
+        answer = _named_in(collected[0])
         if response.status == 200:
             self._accounting.opened(request, answer)
         passing = PassingUsage()
@@ -376,12 +371,10 @@ def _check_route(request: ProxiedRequest, worker: Worker, response: Answer) -> N
         )
 
 
-def _named_in(answer: bytes) -> Any:
-    """What a short answer says, by whose id it can be asked for; None if it is not all of it, or no JSON."""
-    try:
-        return loads(answer) if len(answer) <= MOST_NAMED else None
-    except ValueError:
-        return None
+def _named_in(begun: bytes) -> Any:
+    """By what id an answer that begins so can be asked for."""
+    named = _ID.match(begun)
+    return {"id": named[1].decode(errors="replace")} if named is not None else None
 
 
 def _with_valid_status(response: Answer) -> Answer:

@@ -354,8 +354,7 @@ class ProxiedRequest:
     prompt: Prompt = NOT_READ
     timings: Timings = field(default_factory=Timings)
     choice: Choice | None = None  # by `give`; None: no worker had it yet
-    asked: list[Worker] = field(default_factory=list)  # that do not know the response which it names: `Dispatcher`
-    outgrown: float = 0  # tokens that a worker takes, of those that refused it for its length perhaps: `Dispatcher`
+    asked: list[Worker] = field(default_factory=list)  # that do not know what it names, or take less: `Dispatcher`
     delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
     record: Record | None = None  # of its explanation: `Accounting`, as all below
     model_label: str | None = None  # in metrics; None until it is counted

@@ -187,7 +187,6 @@ def warnings(gateway: Gateway) -> list[str]:
         sentences += [_drafting(worker) for worker in gateway.pool.workers if worker.up and worker.drafts]
     else:
         sentences += [_without_plugin(worker) for worker in up if worker.engine is None and not worker.refused]
-    sentences += gateway.pool.uneven
     check = gateway.self_check
     if check.hints_off and not check.differs:
         sentences.append(_measures(check))
