@@ -279,7 +279,7 @@ class EngineEvents(Part):
 
     def _apply(self, worker: Worker, feed: _FeedReader, events: dict[str, Any]) -> Steps[None]:
         boot = word(events["boot"])
-        feed.follows = "states" in events
+        feed.follows = worker.is_followed = "states" in events
         said: dict[str, tuple[int, tuple[int, ...]]] = {}
         if feed.follows:
             if events["reset"] and feed.read_as:  # at the first read, nothing is recorded that could be wrong

@@ -139,7 +139,20 @@ async def test_two_addresses_of_one_server_are_one_worker_whichever_answers(gate
     assert await shown() == list(urls)
 
 
-async def test_a_probe_that_this_machine_had_no_descriptor_for_says_nothing_of_the_worker(own, both):
+async def test_of_a_name_with_both_families_one_that_never_answered_is_no_worker_while_the_other_does(gateway_of):
+    families = ("http://10.0.0.1:8000", "http://[fd00::1]:8000")
+    own = await gateway_of(Server(families[0]), worker=(A,))
+    pool = own.gateway.pool
+    pool.discover(families)
+    for _ in range(2):
+        await pool.check_all()
+    assert [worker.url for worker in pool.workers] == [A, families[0]]
+    own.upstream.workers[families[1]] = Server(families[1], boot="2.0")
+    await pool.check_all()
+    assert [worker.url for worker in pool.up] == list(families)
+
+
+async def test_a_probe_that_this_machineasync def test_a_probe_that_this_machine_had_no_descriptor_for_says_nothing_of_the_worker(own, both):
     own.upstream.faults[B] = Unreachable()
     await both.check_all()
     own.upstream.faults.update({A: Exhausted(), B: Exhausted()})

@@ -313,25 +313,6 @@ async def test_a_resolver_that_hangs_holds_up_no_other_name_and_is_not_asked_twi
     assert resolver.changes == [(f"http://{ONE}:8000",)] and resolver.asked == 1
 
 
-async def test_of_a_name_with_both_families_one_in_which_nothing_listens_is_left_out_while_the_other_answers():
-    resolver = Resolver()
-    resolver.told = ("127.0.0.1", "::1")
-    with socket.socket(socket.AF_INET) as first:
-        first.bind(("127.0.0.1", 0))
-        port = first.getsockname()[1]
-        looking = Discovery((f"http://vllm.test:{port}",), 1.0, 60.0, Metrics(), resolver.changes.append, resolver)
-        await looking.look()  # nothing listens yet
-        first.listen()
-        await looking.look()
-    await looking.look()  # it restarts
-    with socket.socket(socket.AF_INET6) as second:
-        second.bind(("::1", port))
-        second.listen()
-        await looking.look()
-    both = (f"http://127.0.0.1:{port}", f"http://[::1]:{port}")
-    assert resolver.changes == [both, both[:1], both]
-
-
 async def test_the_systems_resolver_knows_both_kinds_of_addresses():
     assert "127.0.0.1" in await addresses_of("127.0.0.1", 80)
     assert "::1" in await addresses_of("::1", 80)
