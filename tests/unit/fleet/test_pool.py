@@ -152,7 +152,7 @@ async def test_of_a_name_with_both_families_one_that_never_answered_is_no_worker
     assert [worker.url for worker in pool.up] == list(families)
 
 
-async def test_a_probe_that_this_machineasync def test_a_probe_that_this_machine_had_no_descriptor_for_says_nothing_of_the_worker(own, both):
+async def test_a_probe_that_this_machine_had_no_descriptor_for_says_nothing_of_the_worker(own, both):
     own.upstream.faults[B] = Unreachable()
     await both.check_all()
     own.upstream.faults.update({A: Exhausted(), B: Exhausted()})
