@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,8 @@ from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import WorkerRenderer
 from proxy.config_files import WatchedFile, read_workers, without_credentials
 from proxy.errors import BadRequest, NoWorker
-from proxy.fleet.model_names import chosen_for, length_in, name_keys, some_of
+from proxy.fleet.discovery import is_other_family
+from proxy.fleet.model_names import chosen_for, name_keys, some_of
 from proxy.fleet.part import Change, Shelf
 from proxy.fleet.probe import Probe, Probed, Unwell, why_broken
 from proxy.fleet.sleep import ASLEEP
@@ -342,18 +343,10 @@ class WorkerPool:
 
     def _hide(self, worker: Worker) -> None:
         if worker.url not in self._twins:
-            logger.info("worker %s is another address of one that is there", worker.name)
+            logger.info("worker %s is left out: it is another address of one that is there", worker.name)
             self._twins.add(worker.url)
             self._remove(worker)
             self._select()
-
-    def _is_silent_family(self, worker: Worker) -> bool:
-        """Whether it was found by name, and has never answered, while addresses of the other family do, as for a server
-        that listens in one of the two that its name has.
-        """
-        is_ipv6, found = "[" in worker.url, {*self.discovered}
-        others = (each.url for each in self.workers if each.up and ("[" in each.url) is not is_ipv6)
-        return not worker.boot and worker.url in found and not found.isdisjoint(others)
 
     def _new(self, url: str) -> Worker:
         if (worker := self._known.get(url)) is None:
@@ -380,7 +373,7 @@ class WorkerPool:
             words, gone = worker.words if up else why_broken(error, bool(worker.boot)), not up
         except Unreachable as error:
             words, gone = str(error) or "no connection", True
-            if self._is_silent_family(worker):
+            if not worker.boot and is_other_family(worker.url, self.discovered, self.up):
                 self._hide(worker)
         except Unwell as error:
             words = self._why_unwell(worker, error)
@@ -507,13 +500,3 @@ def no_worker(lead: str, workers: Sequence[Worker]) -> NoWorker:
         return NoWorker(f"{lead} It may still be loading.")
     more = f"; and {len(causes) - MOST_CAUSES} more" if len(causes) > MOST_CAUSES else ""
     return NoWorker(f"{lead} Worker {'; '.join(causes[:MOST_CAUSES])}{more}.")
-
-
-def union_of_models(workers: Sequence[Worker]) -> list[Mapping[str, Any]]:
-    """Models of all workers, each once, as the first worker describes it that takes the longest prompts."""
-    union: dict[Any, Mapping[str, Any]] = {}
-    for worker in workers:
-        for entry in worker.probed.models:
-            if length_in(entry) > length_in(union.setdefault(entry.get("id"), entry)):
-                union[entry.get("id")] = entry
-    return list(union.values())
