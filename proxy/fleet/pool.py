@@ -61,8 +61,7 @@ class WorkerPool:
         self._changed = changed
         self._idle = idle
         self._facts = facts
-        self._metrics = metrics
-        self._settings = settings
+        self._metrics, self._settings = metrics, settings
         self.gateway_id = os.urandom(8).hex()  # what this gateway says at /health, and knows itself by
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -332,8 +331,7 @@ class WorkerPool:
             return False
         other = next((each for each in self.workers if each is not worker and each.is_same_server(worker)), None)
         is_twin = other is not None and other.url in self._answering
-        hidden = worker if is_twin else other
-        if hidden is not None:
+        if (hidden := worker if is_twin else other) is not None:
             self._hide(hidden)
         if not is_twin and worker.url in self._twins:
             self._twins.remove(worker.url)
