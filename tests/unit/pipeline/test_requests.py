@@ -281,16 +281,17 @@ async def test_what_a_worker_has_made_is_asked_of_it_or_else_of_all(scene, path,
     made.add((await scene.post(body=OTHER, path=where)).headers["x-seamark-worker"])
     scene.upstream.sent.clear()
     assert [(await scene.own.get(path + behind)).status_code for _ in range(4)] == [200] * 4
-    assert (await scene.own.post({"input_file_id": name + behind, "a": 1}, "/v1/batches")).status_code == 200
+    assert (await scene.own.post({"input_file_id": name, "a": 1}, "/v1/batches")).status_code == 200
     assert len(scene.upstream.sent) <= 6 - is_told
     assert (await scene.own.get(where + "/none")).status_code == 404
-    assert {(await scene.own.get(where)).headers["x-seamark-worker"] for _ in "ab"} > made  # a list is no one's
+    assert {(await scene.own.get(where)).headers["x-seamark-worker"] for _ in range(9)} > made  # a list is no one's
 
 
 async def test_what_is_too_long_for_a_worker_goes_to_one_that_takes_more_and_stays_there(scene, caplog):
     small, large = scene.pool.workers
     for worker, length in ((small, 512), (large, 32_768)):
-        scene.pool._note(worker, replace(worker.probed, models=[{"id": "m", "max_model_len": length}]))
+        cards = [{"id": "m", "max_model_len": length}]
+        scene.pool._note(worker, replace(worker.probed, boot=f"{length}", models=cards))
     assert "max_model_len" in caplog.text
     assert [card["max_model_len"] for card in (await scene.own.get("/v1/models")).json()["data"]] == [32_768]
     scene.upstream.say = lambda sent: Said(400 if sent.worker == small.name else 200, WHOLE)
