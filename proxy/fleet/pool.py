@@ -220,11 +220,8 @@ class WorkerPool:
             worker.takes_any_name = True
 
     def _note(self, worker: Worker, probed: Probed) -> None:
-        """The worker has said this of itself."""
-        is_other = (probed.names, probed.boot) != (
-            worker.names,
-            worker.boot,
-        )  # odd lists raise here, before anybody else reads them
+        """The worker has said this of itself. Odd lists raise here, before anybody else reads them."""
+        is_other = (probed.names, probed.boot) != (worker.names, worker.boot)
         worker.probed = probed
         if is_other:
             self._name_keys = name_keys(each.names for each in self.workers)
