@@ -431,7 +431,7 @@ async def test_workers_that_get_no_hints_keep_their_conversations_and_share_thos
 ):
     workers = [RecordingWorker(patched=patched) for _ in range(2)]
     gateway = await in_memory(*workers, shadow=shadow, load_slack=0)
-    talks = [[{"role": "user", "content": f"{number} " + "Tide? " * 20}] for number in range(12)]
+    talks = [[{"role": "user", "content": f"{number} " + "Tide? " * 20}] for number in range(11)]
     for _ in range(4):
         for messages in talks:
             await gateway.post({"model": "m", "messages": messages, **beside})
