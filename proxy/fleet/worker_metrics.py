@@ -19,6 +19,7 @@ BOOT = "process_start_time_seconds"
 ENGINE = "seamark_engine_info"
 PASS, TOKEN = "seamark_pass_seconds", "seamark_token_seconds"
 HITS = "vllm:prefix_cache_hits_total"
+CREATED = "vllm:prefix_cache_hits_created"  # when the server made that counter, to the microsecond
 CACHE = "vllm:cache_config_info"
 # From the start, and only with speculative decoding, except for a frontend in Rust: it always has it, and no `BOOT`.
 DRAFTS = "vllm:spec_decode_num_drafts_total"
@@ -41,7 +42,7 @@ NIXL = frozenset({"NixlConnector", "NixlPullConnector"})
 BEST_LANE = "inside_pass"
 
 # An engine shows a thousand samples, and parsing all of them would hold up the event loop for milliseconds.
-_READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CACHE, DRAFTS, SLEEP, *REQUESTS)
+_READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CREATED, CACHE, DRAFTS, SLEEP, *REQUESTS)
 
 # What a worker with the plugin gives of its `/metrics`; writing all of them takes it milliseconds.
 OF_PLUGIN = "/seamark/metrics?" + urlencode([("name[]", name) for name in _READ])
@@ -99,6 +100,7 @@ class WorkerMetrics(NamedTuple):
     sleep_levels: tuple[int | None, ...] = ()  # of each engine, None for one awake; empty: it does not say
     drafts: bool = False  # speculative decoding is on
     other_release: str = ""  # why a plugin that is there is not used, and the cure
+    created: tuple[float, ...] = ()  # when its server made some of its counters, which no two servers have in common
 
 
 def read(text: str) -> WorkerMetrics:
@@ -128,6 +130,7 @@ def read(text: str) -> WorkerMetrics:
         _sleep_levels(found[SLEEP]),
         bool(found[DRAFTS]) and (bool(found[BOOT]) or last(DRAFTS) > 0),
         other_release,
+        tuple(sorted(sample.value for sample in found[CREATED])),
     )
 
 

@@ -246,6 +246,8 @@ class ResponseRelay:
         """Pass a body on as it comes."""
         await self._begin_as_announced(request, response, send)
         async for chunk in response.chunks():
+            if request.makes and 200 <= response.status < 300:
+                self._accounting.opened(request, _named_in(chunk))
             lease.prefilled()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         watch.over = True
@@ -331,8 +333,7 @@ class ResponseRelay:
         """Pass on a JSON answer as it comes: a client that does not read holds the worker back and fills no memory."""
         request.timings.first_byte = time.perf_counter()
         await self._begin_as_announced(request, response, send)
-        named = _ID.match(collected[0])
-        answer = {"id": named[1].decode(errors="replace")} if named is not None else None
+        answer = _named_in(collected[0])
         if response.status == 200:
             self._accounting.opened(request, answer)
         passing = PassingUsage()
@@ -373,6 +374,12 @@ def _check_route(request: ProxiedRequest, worker: Worker, response: Answer) -> N
             f"{endpoint} is not served by {frontend.name}, which worker {worker.name} runs: use {CHAT}, or start vLLM "
             "without VLLM_USE_RUST_FRONTEND=1."
         )
+
+
+def _named_in(begun: bytes) -> Any:
+    """By what id an answer that begins so can be asked for."""
+    named = _ID.match(begun)
+    return {"id": named[1].decode(errors="replace")} if named is not None else None
 
 
 def _with_valid_status(response: Answer) -> Answer:

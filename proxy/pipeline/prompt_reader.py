@@ -139,6 +139,9 @@ class PromptReader:
     ) -> _Bounded:
         model, owner, size = request.model, request.client.owner, len(request.body.raw)
         serving = [worker for worker in workers if worker.engine is not None]
+        if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
+            found = self._finder.find(chat, None, b"", size, rate, by_texts=True)
+            return _Bounded(found._replace(failure="unpatched"))
         if not serving:
             return _Bounded(Found(failure="unpatched"))
         worker = next((each for each in serving if each.renderer_id(model)), serving[0])

@@ -75,6 +75,8 @@ class ResponseCache(Part):
         if not entry.source.is_still(request.model):
             answers.remove(key)
             return None
+        if (worker := entry.source.worker).engine is not None and not worker.is_followed:
+            return None  # its weights may be others by now; asked again, it tells
         if max_age is not None and time.monotonic() - entry.stored > max_age:
             return None
         return Hit(answers, key, entry, request) if answers.lend(key, entry) else None

@@ -15,7 +15,8 @@ from starlette.exceptions import HTTPException
 
 from proxy.chat.chat import ENDPOINTS, OUTSIDE_V1
 from proxy.errors import Forbidden, GatewayError, NotFound, NoWebSockets, Stopping
-from proxy.fleet.pool import no_worker, union_of_models
+from proxy.fleet.model_names import union_of_models
+from proxy.fleet.pool import no_worker
 from proxy.fleet.probe import MODELS
 from proxy.fleet.worker import Worker
 from proxy.http import asgi, auth
@@ -156,7 +157,7 @@ def build(gateway: Gateway, *, pages_only: bool = False) -> App:
 
     @app.get(MODELS)
     async def models(request: Request) -> Response:
-        models = union_of_models(await serving())
+        models = union_of_models(worker.probed.models for worker in await serving())
         return JSONResponse({"object": "list", "data": models}, headers=_for_pages(request))
 
     @app.get(MODELS + "/{name:path}")  # with slashes, as many have

@@ -276,6 +276,8 @@ def test_a_session_of_an_agent_is_kept_together_unless_the_client_itself_wants_o
     for headers in agents:
         assert {affinity_key(headers, {"prompt_cache_key": given}) for given in ("", 7, None)} == {"ses_1"}
         assert affinity_key(headers, {"prompt_cache_key": "mine"}) == "mine"
+    for body in ({"session_id": "ses_1", "metadata": 7}, {"metadata": {"session_id": "ses_1"}, "session_id": ""}):
+        assert affinity_key([], body) == "ses_1"
 
 
 def test_only_known_paths_are_labels():
