@@ -22,7 +22,7 @@ from proxy.fleet.part import Change, Shelf
 from proxy.fleet.probe import Probe, Probed, Unwell, why_broken
 from proxy.fleet.sleep import ASLEEP
 from proxy.fleet.worker import DRAFT_STATES, Worker
-from proxy.http.client import Broken, Exhausted, Unreachable, Upstream
+from proxy.http.client import Broken, Exhausted, Refused, Unreachable, Upstream
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
@@ -318,7 +318,7 @@ class WorkerPool:
         return worker
 
     async def _check_health(self, worker: Worker) -> None:
-        up = False
+        up, refusals = False, 0
         try:
             words = await self._probe(worker)
             up = True
@@ -329,11 +329,15 @@ class WorkerPool:
             words = worker.words if up else why_broken(error, bool(worker.boot))
         except Unreachable as error:
             words = str(error) or "no connection"
+            refusals = worker.refusals + 1 if isinstance(error, Refused) else 0
         except Unwell as error:
             words = self._why_unwell(worker, error)
         except Exception as error:  # whatever stands at that address, the watch over the others goes on
             logger.error("worker %s: %s", worker.name, type(error).__name__)
             words = f"its health check fails ({type(error).__name__})"
+        worker.refusals = refusals
+        if refusals:
+            self._shelf.tell(worker, Change.REFUSED)
         if worker in self.workers:
             self._set_up(worker, up, words)
 

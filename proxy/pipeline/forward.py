@@ -262,10 +262,11 @@ class ResponseRelay:
         opened = partial(self._opened, request) if request.client.endpoint == RESPONSES else None
         stream = SseRelay(send, choices_of(body.parsed) if body.strips_usage else 0, opened)
         end = b""
-        with self._heartbeats.watching(stream):
+        with self._heartbeats.watching(stream, lease.worker):
             try:
-                await stream.run(response.chunks(), first_event)
-            except Broken as error:
+                async with asyncio.timeout(None) as stream.scope:
+                    await stream.run(response.chunks(), first_event)
+            except (Broken, TimeoutError) as error:
                 end = _error_event(request, _worker_error(lease.worker, error), stream)
             except asyncio.CancelledError:
                 request.delivered = watch.gone and stream.is_complete
@@ -425,8 +426,8 @@ def _error_event(request: ProxiedRequest, error: GatewayError, stream: SseRelay)
     return error_responses.error_event(error, request.client.endpoint, stream.first, stream.last)
 
 
-def _worker_error(worker: Worker, error: Broken) -> GatewayError:
-    """What the client learns of a worker that broke off."""
+def _worker_error(worker: Worker, error: Exception) -> GatewayError:
+    """What the client learns of a worker that broke off, or is gone."""
     if isinstance(error, Silent):
         return WorkerSilent(f"Worker {worker.name} was silent for too long (setting silence_timeout).")
     if isinstance(error, Malformed):

@@ -17,6 +17,8 @@ from typing import Any
 from prometheus_client import Counter
 
 from proxy.chat.usage import Usage, usage_of
+from proxy.fleet.part import Change, Part
+from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.json_body import loads
 
@@ -28,6 +30,10 @@ HEARTBEATS = (HEARTBEAT, HEARTBEAT_BEHIND_IDS)
 
 # An event this long is passed on in pieces.
 MAX_HELD_BYTES = 2**20
+
+# Health checks in a row in which nothing listens at a worker, and a stream of it brings nothing: it is gone. One that
+# stops in good order does not listen either, and says something meanwhile.
+GONE_CHECKS = 4
 
 _ENDS = (b"\n\n", b"\n\r\n")
 
@@ -70,11 +76,14 @@ class SseRelay:
         self._passed = b""  # the last few that were sent
         self.moved = time.monotonic()  # when something was last sent
         self.sending = False
+        self.refusals = 0  # by its worker, since that said something
+        self.scope: asyncio.Timeout | None = None  # inside which it runs
 
     async def run(self, chunks: AsyncIterator[bytes], begun: Callable[[], None] = lambda: None) -> None:
         """Pass on everything up to the end, the end itself excepted; `begun` is called when the first piece comes."""
         first = True
         async for chunk in chunks:
+            self.refusals = 0
             if first:
                 first = False
                 begun()
@@ -234,24 +243,38 @@ def _usage_alone(event: bytes) -> dict[str, Any] | None:
     return data if alone else None
 
 
-class Heartbeats:
-    """Comments on streams that have been silent for a while: clients and proxies before them give up on silence."""
+class Heartbeats(Part):
+    """Comments on streams that have been silent for a while: clients and proxies before them give up on silence.
+
+    So no client's clock runs out any more, and a stream whose worker is gone without a word is ended here.
+    """
+
+    name = "heartbeats"
 
     def __init__(self, interval: float, sent: Counter) -> None:
         """`interval` in seconds, 0 for never; `sent` counts the comments."""
         self._interval = interval
         self._sent = sent
-        self._streams: set[SseRelay] = set()
+        self._streams: dict[SseRelay, Worker] = {}
         self._beats: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
-    def watching(self, stream: SseRelay) -> Iterator[None]:
-        """The stream gets comments while this is entered."""
-        self._streams.add(stream)
+    def watching(self, stream: SseRelay, worker: Worker) -> Iterator[None]:
+        """The stream of `worker` gets comments while this is entered."""
+        self._streams[stream] = worker
         try:
             yield
         finally:
-            self._streams.discard(stream)
+            del self._streams[stream]
+
+    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
+        """Break off what hangs at a worker that is gone."""
+        if change is not Change.REFUSED:
+            return
+        for stream in [each for each, of in self._streams.items() if of is worker and not each.sending]:
+            stream.refusals += 1
+            if min(stream.refusals, worker.refusals) >= GONE_CHECKS and stream.scope is not None:
+                stream.scope.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> None:
         """Keep all streams alive, for ever."""
