@@ -6,15 +6,19 @@ is not certain that this computes a request, the request finds nothing, and nobo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
+import math
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from engine_patches.footprint import ADAPTER, ADAPTERS, TAG
@@ -26,11 +30,77 @@ CONFIG = "adapter_config.json"
 # vLLM loads the first that is there.
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 
+# That an engine waits for what files say, and does nothing else meanwhile.
+LOOK_SECONDS = 0.5
+
 # Name, path, and tag of the contents.
 Key = tuple[str, str, str]
 
 # Of the two files: device, inode, size, and the times of the last changes. None: they cannot be read here.
 Signature = tuple[tuple[int, ...], ...] | None
+
+
+class _Look(threading.Event):
+    """A look at an adapter's files; set once it is over."""
+
+    found: tuple[Signature, str] = None, ""  # as `_read` says
+    seconds = math.inf  # that it took
+    before: Signature = None  # of the files, before the workers read them
+
+    def __init__(self, lora: Any, *, hashed: bool) -> None:
+        super().__init__()
+        self.lora, self._hashed = lora, hashed
+
+    def take(self) -> None:
+        """Take it; a file system or a hub may do whatever it likes."""
+        began = time.monotonic()
+        with contextlib.suppress(Exception):
+            self.found = _read(self.lora, hashed=self._hashed)
+        self.seconds = time.monotonic() - began
+        self.set()
+
+
+class _Looks:
+    """Those of one engine, in threads of their own: a mount that is slow, or hangs, holds up nobody's requests."""
+
+    def __init__(self) -> None:
+        self._threads: list[SimpleQueue[_Look | None]] = []  # that have nothing to do, each by what it is asked
+        self._late: dict[str, _Look] = {}  # by path: the last one, if it was not over in time
+
+    def signature(self, lora: Any) -> Signature:
+        """As an adapter's files are now. Raises `TimeoutError` if they do not say it in time.
+
+        Then nobody waits for them again until they have come to answer as fast as they should.
+        """
+        late = self._late.get(lora.lora_path)
+        if late is not None and not late.is_set():
+            raise TimeoutError
+        look = self.begin(lora, LOOK_SECONDS if late is None or late.seconds < LOOK_SECONDS else 0.0)
+        if not look.is_set():
+            self._late[lora.lora_path] = look
+            raise TimeoutError
+        self._late.pop(lora.lora_path, None)
+        return look.found[0]
+
+    def begin(self, lora: Any, seconds: float, *, hashed: bool = False) -> _Look:
+        """A look that is waited for so long."""
+        look = _Look(lora, hashed=hashed)
+        try:
+            thread = self._threads.pop()
+        except IndexError:
+            thread = SimpleQueue()
+            threading.Thread(target=_take_all, args=(thread,), name="seamark-adapters", daemon=True).start()
+        thread.put(look)
+        if look.wait(seconds):
+            self._threads.append(thread)
+        else:
+            thread.put(None)
+        return look
+
+
+def _take_all(asked: SimpleQueue[_Look | None]) -> None:
+    for look in iter(asked.get, None):
+        look.take()
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +112,7 @@ class Adapter:
     tag: str  # of the contents
     signature: Signature
     doubtful: set[Key]  # of its engine: what may stand over states of two contents, and no adapter is given (again)
+    looks: _Looks  # of its engine
 
     @property
     def key(self) -> Key:
@@ -55,7 +126,13 @@ class Adapter:
         """
         if (lora.lora_name, lora.lora_path) != (self.name, self.path):
             return False  # ids of several API servers can mean several adapters, of which the workers hold one
-        if self.key not in self.doubtful and _read(lora, hashed=False)[0] != self.signature:
+        if self.key in self.doubtful:
+            return False
+        try:
+            has_changed = self.looks.signature(lora) != self.signature
+        except TimeoutError:
+            return False
+        if has_changed:
             self.doubtful.add(self.key)
             if not lora.load_inplace:
                 logger.warning(
@@ -63,7 +140,7 @@ class Adapter:
                     "requests neither find nor leave anything in the cache",
                     self.name,
                 )
-        return self.key not in self.doubtful
+        return not has_changed
 
 
 class Adapters:
@@ -72,26 +149,31 @@ class Adapters:
     def __init__(self) -> None:
         self._by_id: dict[int, Adapter] = {}
         self._doubtful: set[Key] = set()
+        self._hashing: dict[int, _Look] = {}  # by id, at files that the workers have loaded, or are to load
+        self._looks = _Looks()
         self._lock = threading.RLock()
         self._told: dict[str, Key] = {}  # by name: the key under which its states were last found
 
     def of(self, lora: Any) -> Adapter | None:
         """What computes a request with this vLLM `LoRARequest`; None if that is not certain."""
-        with self._lock:
+        with self._lock, contextlib.suppress(TimeoutError):
             if lora.lora_int_id not in self._by_id:  # vLLM loads it when the request runs
-                self._note(lora, *_read(lora, hashed=True))
+                self._learn(lora, self._looks.signature(lora))
+            self._settle(lora.lora_int_id)
             adapter = self._by_id[lora.lora_int_id]
             return adapter if adapter.computes(lora) else None
+        return None
 
     def load(self, lora: Any, load: Callable[[Any], Any]) -> Any:
         """Have vLLM `load` an adapter, and note what it has read; vLLM's answer."""
-        signature, contents = _read(lora, hashed=True)
-        is_read = False  # after an error the workers hold who knows what
+        before, is_read = None, False  # after an error the workers hold who knows what
+        with contextlib.suppress(TimeoutError):
+            before = self._looks.signature(lora)
         try:
             answer = load(lora)
-            is_read = _read(lora, hashed=False)[0] == signature
+            is_read = True
         finally:
-            self._note(lora, signature if is_read else None, contents)
+            self._learn(lora, before if is_read else None)
         return answer
 
     def has_changed(self, adapter: Adapter) -> bool:
@@ -99,6 +181,31 @@ class Adapters:
         before = self._told.get(adapter.name)
         self._told[adapter.name] = adapter.key
         return before not in (None, adapter.key)
+
+    def _learn(self, lora: Any, before: Signature) -> None:
+        """Have the files hashed that were as `before` when the workers read them; None: nobody knows what they read.
+
+        As long as that takes, nothing is certain.
+        """
+        with self._lock:
+            look = self._hashing.pop(lora.lora_int_id, None)
+            if before is not None:
+                if look is None or look.is_set() or _origin(look.lora) != _origin(lora):
+                    look = self._looks.begin(lora, LOOK_SECONDS, hashed=True)
+                look.lora, look.before = lora, before
+                self._hashing[lora.lora_int_id] = look
+            if not self._settle(lora.lora_int_id):
+                self._note(lora, None, "")
+
+    def _settle(self, number: int) -> bool:
+        """Note what was hashed of the adapter with this id, if that is over."""
+        look = self._hashing.get(number)
+        if look is None or not look.is_set():
+            return False
+        del self._hashing[number]
+        signature, contents = look.found
+        self._note(look.lora, signature if signature == look.before else None, contents)
+        return True
 
     def _note(self, lora: Any, signature: Signature, contents: str) -> None:
         """The workers read an adapter with this signature; None: nobody knows what."""
@@ -117,10 +224,10 @@ class Adapters:
                 self._doubtful.add(key)
                 logger.warning(
                     "seamark: what the workers hold of adapter %s is not certain, since its files cannot be read here "
-                    "or loading them failed: its requests neither find nor leave anything in the cache",
+                    "(yet) or loading them failed: its requests neither find nor leave anything in the cache",
                     lora.lora_name,
                 )
-            self._by_id[lora.lora_int_id] = Adapter(*key, signature, self._doubtful)
+            self._by_id[lora.lora_int_id] = Adapter(*key, signature, self._doubtful, self._looks)
 
 
 def _read(lora: Any, *, hashed: bool) -> tuple[Signature, str]:
@@ -128,7 +235,7 @@ def _read(lora: Any, *, hashed: bool) -> tuple[Signature, str]:
 
     They are opened, since only then does a file system of the network ask its server for the times.
     """
-    digest, signature = hashlib.sha256(repr(getattr(lora, "is_3d_lora_weight", False)).encode()), []
+    digest, signature = hashlib.sha256(repr(_origin(lora)[1]).encode()), []
     try:
         if getattr(lora, "tensorizer_config_dict", None):  # vLLM can load from elsewhere then
             return None, ""
@@ -143,6 +250,11 @@ def _read(lora: Any, *, hashed: bool) -> tuple[Signature, str]:
     except (OSError, ValueError, StopIteration):
         return None, ""
     return tuple(signature), digest.hexdigest()
+
+
+def _origin(lora: Any) -> tuple[str, bool]:
+    """Where its files are, and how vLLM reads them."""
+    return lora.lora_path, getattr(lora, "is_3d_lora_weight", False)
 
 
 def _folder(path: str) -> str:
