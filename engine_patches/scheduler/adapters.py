@@ -190,7 +190,7 @@ class Adapters:
         with self._lock:
             look = self._hashing.pop(lora.lora_int_id, None)
             if before is not None:
-                if look is None or look.is_set() or _origin(look.lora) != _origin(lora):
+                if look is None or look.is_set() or repr(look.lora) != repr(lora):
                     look = self._looks.begin(lora, LOOK_SECONDS, hashed=True)
                 look.lora, look.before = lora, before
                 self._hashing[lora.lora_int_id] = look
@@ -235,7 +235,7 @@ def _read(lora: Any, *, hashed: bool) -> tuple[Signature, str]:
 
     They are opened, since only then does a file system of the network ask its server for the times.
     """
-    digest, signature = hashlib.sha256(repr(_origin(lora)[1]).encode()), []
+    digest, signature = hashlib.sha256(repr(getattr(lora, "is_3d_lora_weight", False)).encode()), []
     try:
         if getattr(lora, "tensorizer_config_dict", None):  # vLLM can load from elsewhere then
             return None, ""
@@ -250,11 +250,6 @@ def _read(lora: Any, *, hashed: bool) -> tuple[Signature, str]:
     except (OSError, ValueError, StopIteration):
         return None, ""
     return tuple(signature), digest.hexdigest()
-
-
-def _origin(lora: Any) -> tuple[str, bool]:
-    """Where its files are, and how vLLM reads them."""
-    return lora.lora_path, getattr(lora, "is_3d_lora_weight", False)
 
 
 def _folder(path: str) -> str:

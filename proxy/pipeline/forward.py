@@ -240,9 +240,14 @@ class ResponseRelay:
     ) -> None:
         """Pass a body on as it comes."""
         await self._begin_as_announced(request, response, send)
+        passing = PassingUsage() if _says_what_it_took(request, response) else None
         async for chunk in response.chunks():
             lease.prefilled()
+            if passing is not None:
+                passing.see(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        if passing is not None:
+            self._accounting.used(request, passing.usage)
         watch.over = True
         await send({"type": "http.response.body", "body": b""})
 
@@ -359,6 +364,13 @@ async def _begin(response: Answer, headers: asgi.HeaderList, send: asgi.Send) ->
 
 def _has_body(request: ProxiedRequest, response: Answer) -> bool:
     return response.status not in BODILESS and request.client.method != "HEAD"
+
+
+def _says_what_it_took(request: ProxiedRequest, response: Answer) -> bool:
+    """Whether an answer that nothing else reads may hold tokens to be counted for a key."""
+    kind, is_read = response.header("content-type") or "", response.status == 200 and not response.is_encoded
+    is_asked = request.client.key is not None and request.client.method == "POST"
+    return is_asked and is_read and kind.startswith("application/json")
 
 
 def _check_route(request: ProxiedRequest, worker: Worker, response: Answer) -> None:
