@@ -195,7 +195,7 @@ class Adapters:
                 look.lora, look.before = lora, before
                 self._hashing[lora.lora_int_id] = look
             if not self._settle(lora.lora_int_id):
-                self._note(lora, None, "")
+                self._note(lora, before, "")
 
     def _settle(self, number: int) -> bool:
         """Note what was hashed of the adapter with this id, if that is over."""
@@ -203,12 +203,11 @@ class Adapters:
         if look is None or not look.is_set():
             return False
         del self._hashing[number]
-        signature, contents = look.found
-        self._note(look.lora, signature if signature == look.before else None, contents)
+        self._note(look.lora, *(look.found if look.found[0] == look.before else (None, "")))
         return True
 
     def _note(self, lora: Any, signature: Signature, contents: str) -> None:
-        """The workers read an adapter with this signature; None: nobody knows what."""
+        """The workers read an adapter with this signature; None: nobody knows what. No `contents`: not known (yet)."""
         key = lora.lora_name, lora.lora_path, contents
         with self._lock:
             known = self._by_id.get(lora.lora_int_id)
@@ -218,9 +217,9 @@ class Adapters:
             for other in self._by_id.values():
                 if other is known or ((other.name, other.path) == key[:2] and other.signature != signature):
                     self._doubtful.add(other.key)
-            if signature is None or key in self._doubtful:
+            if not contents or key in self._doubtful:
                 key = (*key[:2], secrets.token_hex(16))
-            if signature is None:
+            if not contents:
                 self._doubtful.add(key)
                 logger.warning(
                     "seamark: what the workers hold of adapter %s is not certain, since its files cannot be read here "

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.chat.chat import CHAT, HINTED, MESSAGES, REPORTING, RESPONSES
-from proxy.chat.usage import PassingUsage, usage_of
+from proxy.chat.usage import PassingUsage, Usage, usage_of
 from proxy.errors import GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import Worker
@@ -231,25 +231,36 @@ class ResponseRelay:
         elif kind.startswith("text/event-stream"):
             await self._stream_events(request, lease, response, send, watch)
         elif is_reported and kind.startswith("application/json") and _has_body(request, response):
-            await self._answer_whole(request, response, send, watch)
+            await self._answer_whole(request, lease, response, send, watch)
         else:
             await self._stream(request, lease, response, send, watch)
 
     async def _stream(
         self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
-        """Pass a body on as it comes."""
-        await self._begin_as_announced(request, response, send)
-        passing = PassingUsage() if _says_what_it_took(request, response) else None
-        async for chunk in response.chunks():
-            lease.prefilled()
-            if passing is not None:
-                passing.see(chunk)
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        if passing is not None:
-            self._accounting.used(request, passing.usage)
+        """Pass a body on as it comes. Tokens of which it tells count for the key."""
+        usage = await self._pass_on(request, lease, response, send, [])
+        kind = response.header("content-type") or ""
+        if request.client.method == "POST" and response.status == 200 and kind.startswith("application/json"):
+            self._accounting.used(request, usage)
         watch.over = True
         await send({"type": "http.response.body", "body": b""})
+
+    async def _pass_on(
+        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, collected: list[bytes]
+    ) -> Usage | None:
+        """All but the end of an answer, behind what is `collected` of it; the tokens of which it tells.
+
+        A client that does not read holds the worker back and fills no memory.
+        """
+        await self._begin_as_announced(request, response, send)
+        passing = PassingUsage()
+        collected.reverse()
+        while chunk := collected.pop() if collected else await response.next_chunk():
+            lease.prefilled()
+            passing.see(chunk)
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        return passing.usage
 
     async def _stream_events(
         self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
@@ -291,7 +302,7 @@ class ResponseRelay:
         self._accounting.opened(request, data_of_last(event).get("response"))
 
     async def _answer_whole(
-        self, request: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
+        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
         """Collect a JSON answer, so that what the engine reports can go into the headers; unless it is too large."""
         collected: list[bytes] = []
@@ -301,7 +312,9 @@ class ResponseRelay:
                 collected.append(chunk)
                 size += len(chunk)
         if size > self._most_collected:
-            await self._pass_large(request, response, collected, send, watch)
+            await self._pass_large(request, lease, response, collected, send)
+            watch.over = True
+            await send({"type": "http.response.body", "body": b""})
             return
         body = b"".join(collected)
         request.timings.first_byte = time.perf_counter()
@@ -322,33 +335,18 @@ class ResponseRelay:
         await asgi.send_whole(send, response.status, headers, body)
 
     async def _pass_large(
-        self,
-        request: ProxiedRequest,
-        response: Answer,
-        collected: list[bytes],
-        send: asgi.Send,
-        watch: asgi.ClientWatch,
+        self, request: ProxiedRequest, lease: Lease, response: Answer, collected: list[bytes], send: asgi.Send
     ) -> None:
-        """Pass on a JSON answer as it comes: a client that does not read holds the worker back and fills no memory."""
+        """Pass on a JSON answer as it comes."""
         request.timings.first_byte = time.perf_counter()
-        await self._begin_as_announced(request, response, send)
         named = _ID.match(collected[0])
         answer = {"id": named[1].decode(errors="replace")} if named is not None else None
         if response.status == 200:
             self._accounting.opened(request, answer)
-        passing = PassingUsage()
-        collected.reverse()
-        while collected:
-            passing.see(chunk := collected.pop())
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        async for chunk in response.chunks():
-            passing.see(chunk)
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        usage = await self._pass_on(request, lease, response, send, collected)
         if response.status == 200:
             outcome = outcome_in(response.header(OUTCOME_HEADER))
-            self._accounting.reported(request, Report(response.status, passing.usage, outcome), answer)
-        watch.over = True
-        await send({"type": "http.response.body", "body": b""})
+            self._accounting.reported(request, Report(response.status, usage, outcome), answer)
 
     async def _begin_as_announced(self, request: ProxiedRequest, response: Answer, send: asgi.Send) -> None:
         """Begin an answer that is passed on as it comes, with the length that the worker gave."""
@@ -364,13 +362,6 @@ async def _begin(response: Answer, headers: asgi.HeaderList, send: asgi.Send) ->
 
 def _has_body(request: ProxiedRequest, response: Answer) -> bool:
     return response.status not in BODILESS and request.client.method != "HEAD"
-
-
-def _says_what_it_took(request: ProxiedRequest, response: Answer) -> bool:
-    """Whether an answer that nothing else reads may hold tokens to be counted for a key."""
-    kind, is_read = response.header("content-type") or "", response.status == 200 and not response.is_encoded
-    is_asked = request.client.key is not None and request.client.method == "POST"
-    return is_asked and is_read and kind.startswith("application/json")
 
 
 def _check_route(request: ProxiedRequest, worker: Worker, response: Answer) -> None:
