@@ -76,14 +76,14 @@ class SseRelay:
         self._passed = b""  # the last few that were sent
         self.moved = time.monotonic()  # when something was last sent
         self.sending = False
-        self.refusals = 0  # by its worker, since that said something
+        self._refusals = 0  # by its worker, since that said something
         self.scope: asyncio.Timeout | None = None  # inside which it runs
 
     async def run(self, chunks: AsyncIterator[bytes], begun: Callable[[], None] = lambda: None) -> None:
         """Pass on everything up to the end, the end itself excepted; `begun` is called when the first piece comes."""
         first = True
         async for chunk in chunks:
-            self.refusals = 0
+            self._refusals = 0
             if first:
                 first = False
                 begun()
@@ -112,10 +112,17 @@ class SseRelay:
 
     async def finish(self, event: bytes = b"") -> None:
         """End the stream, with one more event if there is one."""
-        self._closed = True
+        self._closed, self.scope = True, None
         if event and not self._whole:
             event = b"\n\n" + event
         await self._send({"type": "http.response.body", "body": self._terminal + event})
+
+    def refused(self, in_a_row: int) -> None:
+        """Nothing listens at its worker, for so many checks: break it off if it has brought nothing meanwhile."""
+        self._refusals += 1
+        if min(self._refusals, in_a_row) >= GONE_CHECKS and self.scope is not None and not self.sending:
+            self.scope.reschedule(asyncio.get_running_loop().time())
+            self.scope = None
 
     async def beat(self) -> None:
         """A comment, between two events."""
@@ -271,10 +278,8 @@ class Heartbeats(Part):
         """Break off what hangs at a worker that is gone."""
         if change is not Change.REFUSED:
             return
-        for stream in [each for each, of in self._streams.items() if of is worker and not each.sending]:
-            stream.refusals += 1
-            if min(stream.refusals, worker.refusals) >= GONE_CHECKS and stream.scope is not None:
-                stream.scope.reschedule(asyncio.get_running_loop().time())
+        for stream in [each for each, of in self._streams.items() if of is worker]:
+            stream.refused(worker.refusals)
 
     async def run(self) -> None:
         """Keep all streams alive, for ever."""
