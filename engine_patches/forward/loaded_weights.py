@@ -172,7 +172,7 @@ def names_in(worker: Any) -> list[str]:
     """
     models = (getattr(worker, ask, lambda: None)() for ask in ("get_model", "get_draft_model"))
     groups = chain(*getattr(getattr(worker, "model_runner", None), "attn_groups", ()))
-    backends = sorted((each.backend.__qualname__, str(each.kernel_block_size), each.layer_names) for each in groups)
+    backends = [(each.backend.__qualname__, getattr(each, "kernel_block_size", 0), each.layer_names) for each in groups]
     return [*(getattr(model, WEIGHTS, "") for model in models), repr(backends)]
 
 
