@@ -39,6 +39,8 @@ Key = tuple[str, str, str]
 # Of the two files: device, inode, size, and the times of the last changes. None: they cannot be read here.
 Signature = tuple[tuple[int, ...], ...] | None
 
+NOT_YET: Signature = ()  # they may be read here, and have not answered
+
 
 class _Look(threading.Event):
     """A look at an adapter's files; set once it is over."""
@@ -68,17 +70,17 @@ class _Looks:
         self._late: dict[str, _Look] = {}  # by path: the last one, if it was not over in time
 
     def signature(self, lora: Any) -> Signature:
-        """As an adapter's files are now. Raises `TimeoutError` if they do not say it in time.
+        """As an adapter's files are now; `NOT_YET` if they do not say it in time.
 
         Then nobody waits for them again until they have come to answer as fast as they should.
         """
         late = self._late.get(lora.lora_path)
         if late is not None and not late.is_set():
-            raise TimeoutError
+            return NOT_YET
         look = self.begin(lora, LOOK_SECONDS if late is None or late.seconds < LOOK_SECONDS else 0.0)
         if not look.is_set():
             self._late[lora.lora_path] = look
-            raise TimeoutError
+            return NOT_YET
         self._late.pop(lora.lora_path, None)
         return look.found[0]
 
@@ -128,11 +130,9 @@ class Adapter:
             return False  # ids of several API servers can mean several adapters, of which the workers hold one
         if self.key in self.doubtful:
             return False
-        try:
-            has_changed = self.looks.signature(lora) != self.signature
-        except TimeoutError:
+        if (now := self.looks.signature(lora)) == NOT_YET:
             return False
-        if has_changed:
+        if now != self.signature:
             self.doubtful.add(self.key)
             if not lora.load_inplace:
                 logger.warning(
@@ -140,7 +140,7 @@ class Adapter:
                     "requests neither find nor leave anything in the cache",
                     self.name,
                 )
-        return not has_changed
+        return now == self.signature
 
 
 class Adapters:
@@ -156,22 +156,22 @@ class Adapters:
 
     def of(self, lora: Any) -> Adapter | None:
         """What computes a request with this vLLM `LoRARequest`; None if that is not certain."""
-        with self._lock, contextlib.suppress(TimeoutError):
+        with self._lock:
             if lora.lora_int_id not in self._by_id:  # vLLM loads it when the request runs
-                self._learn(lora, self._looks.signature(lora))
+                if (signature := self._looks.signature(lora)) == NOT_YET:
+                    return None
+                self._learn(lora, signature)
             self._settle(lora.lora_int_id)
             adapter = self._by_id[lora.lora_int_id]
             return adapter if adapter.computes(lora) else None
-        return None
 
     def load(self, lora: Any, load: Callable[[Any], Any]) -> Any:
         """Have vLLM `load` an adapter, and note what it has read; vLLM's answer."""
-        before, is_read = None, False  # after an error the workers hold who knows what
-        with contextlib.suppress(TimeoutError):
-            before = self._looks.signature(lora)
+        before = self._looks.signature(lora)
+        is_read = False  # after an error the workers hold who knows what
         try:
             answer = load(lora)
-            is_read = True
+            is_read = before != NOT_YET
         finally:
             self._learn(lora, before if is_read else None)
         return answer

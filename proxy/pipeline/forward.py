@@ -401,19 +401,13 @@ def _redirected_here(headers: asgi.HeaderList, worker_url: str) -> asgi.HeaderLi
 
     Workers have addresses that clients must not learn, under names that the gateway does not know.
     """
-    here: asgi.HeaderList = []
-    for name, value in headers:
-        if name == b"location":
-            if (path := _path_here(value.decode("latin-1"), worker_url)) is not None:
-                here.append((name, path.encode("latin-1")))
-        else:
-            here.append((name, value))
-    return here
+    here = [(name, _path_here(value, worker_url) if name == b"location" else value) for name, value in headers]
+    return [(name, value) for name, value in here if value is not None]
 
 
-def _path_here(location: str, worker_url: str) -> str | None:
+def _path_here(location: bytes, worker_url: str) -> bytes | None:
     try:
-        where, worker = urlsplit(location), urlsplit(worker_url)
+        where, worker = urlsplit(location.decode("latin-1")), urlsplit(worker_url)
         if not where.scheme and not where.netloc:
             return location
         if where.hostname != worker.hostname:
@@ -421,7 +415,7 @@ def _path_here(location: str, worker_url: str) -> str | None:
     except ValueError:
         return None
     path = "/" + where.path.removeprefix(worker.path).lstrip("/")
-    return urlunsplit(("", "", path, where.query, where.fragment))
+    return urlunsplit(("", "", path, where.query, where.fragment)).encode("latin-1")
 
 
 def _error_event(request: ProxiedRequest, error: GatewayError, stream: SseRelay) -> bytes:
