@@ -36,6 +36,8 @@ _SERVICE_LINK = re.compile(r"SEAMARK_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+
 
 _SERVICE_ADDRESS = ("tcp://", "udp://", "sctp://")
 
+_OF_SERVICE = "Kubernetes made it for a Service of that name (enableServiceLinks: false in the pod keeps it away)"
+
 RewriteRule = Literal["billing_header", "tools_sorted"]
 REWRITE_RULES: tuple[RewriteRule, ...] = get_args(RewriteRule)
 
@@ -65,7 +67,8 @@ class Settings(BaseModel):
         "Basic authorization in place of any other",
     )
     workers_file: Path | None = Field(
-        None, description="TOML file with [[worker]] entries (url, max_inflight); read again when it changes"
+        None,
+        description="TOML file with [[worker]] entries (url, max_inflight) or worker = [], read again when it changes",
     )
     prefill_worker: tuple[str, ...] = Field(
         (),
@@ -82,7 +85,7 @@ class Settings(BaseModel):
     workers_dns_keep: float = Field(
         60.0, ge=0, description="seconds that workers stay whose name in workers_dns is not resolved any more"
     )
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: str = Field("127.0.0.1", description="address to listen on; `::`: all, of both families")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on")
     health_interval: float = Field(5.0, gt=0, description="seconds between two health checks of each worker")
     connect_timeout: float = Field(2.0, gt=0, description="seconds to wait for a connection to a worker")
@@ -149,6 +152,13 @@ class Settings(BaseModel):
     )
     send_timeout: float = Field(
         120.0, gt=0, description="seconds in which a client takes no byte of its answer, after which it is cut off"
+    )
+    keepalive_timeout: float = Field(
+        95.0,
+        gt=0,
+        description="keep-alive: seconds for which an idle connection is kept; what stands before the gateway has to "
+        "close it earlier (ALB does after 60, Traefik and Go after 90), or its next request is lost; with three of "
+        "four max_connections taken: 5",
     )
     max_collected_bytes: int = Field(
         2**20,
@@ -337,11 +347,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
-    """Merge the sources and validate. Raises `SettingsError` naming the setting.
-
-    pydantic-settings would save no line: lists as `a,b`, `--shadow true`, an empty SEAMARK_REWRITE, hidden secrets and
-    these errors all need code of ours there, too, and its `Settings(...)` would read the environment each time.
-    """
+    """Merge the sources and validate. Raises `SettingsError` naming the setting."""
     names = list(Settings.model_fields)
     values: dict[str, Any] = {}
     config = args.config or (Path(environment[PREFIX + "CONFIG"]) if environment.get(PREFIX + "CONFIG") else None)
@@ -349,6 +355,7 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
         values.update(read_toml("config", config))
         if unknown := [no_setting(name) for name in values if name not in names]:
             raise SettingsError(f"config: {config}: {'; '.join(unknown)}")
+    environment = {name: value for name, value in environment.items() if not _is_service(name, value)}
     variables = {name: environment.get(PREFIX + name.upper()) for name in names}
     # An empty variable was left as .env.example has it. Only for the rewrite rules does it mean something: none.
     values.update({name: value for name, value in variables.items() if value or (value == "" and name == "rewrite")})
@@ -369,19 +376,17 @@ def no_setting(name: str) -> str:
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable with our prefix that nothing of Seamark reads.
-
-    They are no errors: others put variables with this prefix there, too, as Kubernetes does for its Services.
-    """
+    """A sentence for each variable with our prefix that is not read. It is no error: others put some there, too."""
     known = {PREFIX + name.upper() for name in Settings.model_fields} | {PREFIX + "CONFIG"} | PLUGIN_VARIABLES
     return [
-        f"{name} is ignored: {no_setting(name.removeprefix(PREFIX).lower())}"
+        f"{name} is ignored: {_OF_SERVICE if name in known else no_setting(name.removeprefix(PREFIX).lower())}"
         for name, value in sorted(environment.items())
-        if name.startswith(PREFIX)
-        and name not in known
-        and not _SERVICE_LINK.fullmatch(name)
-        and not value.startswith(_SERVICE_ADDRESS)
+        if name.startswith(PREFIX) and not _SERVICE_LINK.fullmatch(name) and (name in known) == _is_service(name, value)
     ]
+
+
+def _is_service(name: str, value: str) -> bool:
+    return name.endswith("_PORT") and value.startswith(_SERVICE_ADDRESS)
 
 
 def _complaints(errors: Sequence[Any]) -> list[str]:

@@ -188,7 +188,7 @@ exec docker compose --env-file {shlex.quote(str(plan.out / "seamark.env"))} \\
 
 
 def _own_model(plan: SetupPlan) -> str:
-    mount = json.dumps(f"{plan.out / 'models'}:/etc/seamark/models:ro")
+    mount = json.dumps(f"{plan.out / 'models'}:/etc/seamark/models:ro,z")
     return f"""\
 # The worker reads its model from this folder's models/.
 services:

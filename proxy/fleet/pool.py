@@ -454,6 +454,8 @@ class WorkerPool:
 
 def no_worker(lead: str, workers: Sequence[Worker]) -> NoWorker:
     """The refusal that begins with `lead`, with why each of `workers` is down, as far as it is known."""
+    if not workers:
+        return NoWorker(f"{lead} There is none: workers_file says so, or a name in workers_dns has no address.")
     causes = [f"{worker.name}: {worker.why_down}" for worker in workers if worker.why_down]
     if not causes:
         return NoWorker(f"{lead} It may still be loading.")

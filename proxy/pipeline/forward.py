@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.chat.chat import CHAT, HINTED, MESSAGES, REPORTING, RESPONSES
+from proxy.chat.through_chat import has_reminders
 from proxy.chat.usage import PassingUsage, Usage, usage_of
 from proxy.errors import GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent
 from proxy.fleet.pool import WorkerPool, no_worker
@@ -62,6 +63,7 @@ RETRIES: Mapping[str, _Retry] = {
 }
 
 NO_ROUTE = (404, 405, 501)
+NOT_RENDERED = (400, 422, 500)  # what a template refuses
 
 # Statuses without a body, and without a length to announce.
 BODILESS = (204, 304)
@@ -176,6 +178,11 @@ class ResponseRelay:
             self._record_failure(request, worker)
             raise
         if target != client.target:
+            if answer.status in NOT_RENDERED and has_reminders(request.body.parsed):
+                worker.merges_system = not worker.merges_system
+                if worker.merges_system:  # the other way has not been tried
+                    answer.close()
+                    return await self._try(request, lease, headers, transfer, fresh=fresh)
             answer = MessageAnswer(answer)
         self._judge(request, worker, answer.status)
         if lease.seeks_on(answer.status):
@@ -213,9 +220,7 @@ class ResponseRelay:
             own["request_id"] = key.new_response_id()
         hint = choice.hint if choice is not None else ()
         if client.endpoint == MESSAGES and MESSAGES in worker.probed.frontend.lacks:
-            through_chat = body.as_chat(hint, own, load)
-            if through_chat is not None:
-                return CHAT, through_chat
+            return CHAT, body.as_chat(hint, own, load, merges=worker.merges_system)
         return client.target, body.encoded(hint, own, load)
 
     async def _deliver(

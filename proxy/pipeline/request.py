@@ -162,22 +162,16 @@ class RequestBody:
         self.hint = hint
         return with_fields(self.raw, self.names, put, self.dropped) if put or self.dropped else self.raw
 
-    def as_chat(self, hint: tuple[Entry, ...], own: Mapping[str, Any], load: str) -> bytes | None:
-        """The bytes to send to the chat API in place of /v1/messages; None if the body holds no chat.
-
-        As `encoded`, whose arguments it takes.
-        """
+    def as_chat(self, hint: tuple[Entry, ...], own: Mapping[str, Any], load: str, *, merges: bool = False) -> bytes:
+        """The bytes to send to the chat API in place of /v1/messages, as `encoded`; `merges`: as of `chat_of`."""
         put = {name: value for name, value in self.put.items() if name != XARGS}
         body = {**self.parsed, **put, **own}
         xargs = body.get(XARGS) or {}
         if isinstance(xargs, dict):
             told = {HINT: hint, LOAD: load}
             body[XARGS] = {**xargs, **{name: value for name, value in told.items() if value or name in xargs}}
-        chat = chat_of(body)
-        if chat is None:
-            return None
         self.hint = hint
-        return json.dumps(chat).encode()
+        return json.dumps(chat_of(body, merges=merges)).encode()
 
     def for_prefill(self, hint: tuple[Entry, ...], put: Mapping[str, Any], left_out: Collection[str]) -> bytes:
         """The bytes of a call about the same prompt that is not the client's: `put` and `left_out` are its own."""

@@ -22,7 +22,7 @@ from proxy.metrics import Metrics
 from proxy.pipeline.cacheable import HEADER, KEPT, Ending, may_keep
 from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.request import ProxiedRequest
-from proxy.pipeline.sse import HEARTBEATS
+from proxy.pipeline.sse import HEARTBEAT
 from proxy.pipeline.stored_answers import PIECE_BYTES, Entry, Source, StoredAnswers, from_piece, grouped, weight_of
 
 SECRET_BYTES = 32
@@ -367,7 +367,7 @@ class Execution:
             self._cache.close(self)
         if not self._is_kept:
             await self._make_way(size)
-        elif piece in HEARTBEATS:
+        elif piece == HEARTBEAT:
             self._heartbeats.append(len(self._pieces))
         elif self._ending is not None:
             self._ending.see(piece)

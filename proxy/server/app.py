@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -109,8 +109,11 @@ def _no_such_path(path: str, pages_only: bool) -> str:
     return f"No such path: {path}. Of vLLM's, /v1/... and {here} are reached here, any other at the worker itself."
 
 
-def build(gateway: Gateway) -> App:
-    """The application that clients reach. `gateway` runs from its start-up to its end."""
+def build(gateway: Gateway, *, pages_only: bool = False) -> App:
+    """The application that clients reach; `gateway` runs from its start-up to its end.
+
+    `pages_only`: the gateway's own pages alone, for an address of their own; they do not start or stop `gateway`.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -120,20 +123,7 @@ def build(gateway: Gateway) -> App:
         finally:
             await gateway.stop()
 
-    return _with_pages(gateway, pages_only=False, lifespan=lifespan)
-
-
-def build_pages(gateway: Gateway) -> App:
-    """The gateway's own pages alone, for an address of their own. It does not start or stop `gateway`."""
-    return _with_pages(gateway, pages_only=True)
-
-
-def _with_pages(
-    gateway: Gateway,
-    pages_only: bool,
-    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
-) -> App:
-    app = App(gateway, pages_only, lifespan=lifespan)
+    app = App(gateway, pages_only, lifespan=None if pages_only else lifespan)
     own_address = gateway.settings.admin_port is not None
 
     async def serving() -> list[Worker]:

@@ -282,7 +282,16 @@ async def test_a_message_goes_to_the_chat_api_of_a_worker_that_lacks_its_own(sce
     assert answer.json()["content"] == [{"type": "text", "text": "Ebb."}] and answer.headers["x-mine"] == "1"
     assert answer.headers["content-length"] == str(len(answer.content))
     assert scene.upstream.sent[0].url.endswith(CHAT)
-    assert (await scene.post(Said(404, b"{}"), body=body, path="/v1/messages")).status_code == 404
+    page, coded = [(b"content-type", b"text/html")], (b"content-encoding", b"br")
+    for said, status, words in (
+        *((Said(status, b"<p>", headers=page), status, str(status)) for status in (404, 500)),
+        *((Said(200, b"<p>", headers=[kind, coded]), 502, "no chat") for kind in (JSON, STREAM)),
+        *((Said(status, b"", headers=page), 502, "no chat") for status in (200, 307)),
+        (Said(400, b'{"error": {"message": "No.", "type": "t"}}'), 400, "No."),
+    ):
+        answer = await scene.post(said, body=body, path="/v1/messages")
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+        assert words in answer.json()["error"]["message"] and said.closed
     first = {"id": "c", "model": "m", "choices": [{"delta": {"content": "Ebb."}, "finish_reason": None}]}
     last = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}
     events = [f"data: {json.dumps(each)}\n\n".encode() for each in (first, last)] + [DONE]
@@ -291,6 +300,27 @@ async def test_a_message_goes_to_the_chat_api_of_a_worker_that_lacks_its_own(sce
     named = [line.removeprefix(b"event: ") for line in told.splitlines() if line.startswith(b"event: ")]
     assert named[:2] == [b"message_start", b"content_block_start"] and named[-2:] == [b"message_delta", b"message_stop"]
     assert b"Ebb." in told
+
+
+async def test_system_messages_within_a_chat_go_to_its_head_where_a_template_takes_no_other(scene):
+    scene.lack("/v1/messages")
+    scene.pool.workers[1].up = False
+    turns = [{"role": role, "content": role} for role in ("user", "system", "assistant")]
+    answer = b'{"choices": [{"message": {"content": "Ebb."}, "finish_reason": "stop"}]}'
+    within, ahead = (["You pilot. ", "user", "system", "assistant"], ["You pilot. system", "user", "assistant"])
+    for statuses, sent in (
+        ([200], [within]),
+        ([404], [within]),
+        ([400, 400], [within, ahead]),  # it was something else
+        ([500, 200], [within, ahead]),
+        ([200], [ahead]),  # that is known now
+    ):
+        script = [Said(status, answer) for status in statuses]
+        await scene.post(*script, body={"system": "You pilot. ", "messages": turns}, path="/v1/messages")
+        contents = [[message["content"] for message in each.fields["messages"]] for each in scene.upstream.sent]
+        assert contents == sent and all(each.closed for each in script)
+    scene.pool.workers[0].restarted()
+    assert not scene.pool.workers[0].merges_system
 
 
 # Before workers whose engines compute.
