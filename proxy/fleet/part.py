@@ -29,6 +29,7 @@ class Change(enum.Enum):
     REMOVED = enum.auto()  # it is gone
     CLEARED = enum.auto()  # its cache was emptied, as it has to be for who puts other weights into a running engine
     ADAPTER = enum.auto()  # it has another adapter under a name; the states of the former one are reported gone
+    REFUSED = enum.auto()  # nothing listened there when its health was checked
     DISTRUSTED = enum.auto()  # answers from its cache differ: nothing that it holds can be used
 
 

@@ -24,7 +24,7 @@ from proxy.fleet.part import Change, Shelf
 from proxy.fleet.probe import Probe, Probed, Unwell, why_broken
 from proxy.fleet.sleep import ASLEEP
 from proxy.fleet.worker import DRAFT_STATES, Worker, sound_of
-from proxy.http.client import Broken, Exhausted, Unreachable, Upstream
+from proxy.http.client import Broken, Exhausted, Refused, Unreachable, Upstream
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
@@ -362,7 +362,7 @@ class WorkerPool:
         self._metrics.inflight.labels(worker.name).set_function(lambda: worker.inflight)
 
     async def _check_health(self, worker: Worker) -> None:
-        up = gone = False
+        up, gone, refusals = False, False, 0
         try:
             words = await self._probe(worker)
             up = True
@@ -373,6 +373,7 @@ class WorkerPool:
             words, gone = worker.words if up else why_broken(error, bool(worker.boot)), not up
         except Unreachable as error:
             words, gone = str(error) or "no connection", True
+            refusals = worker.refusals + 1 if isinstance(error, Refused) else 0
             if not worker.boot and is_other_family(worker.url, self.discovered, self.up):
                 self._hide(worker)
         except Unwell as error:
@@ -382,6 +383,9 @@ class WorkerPool:
             words = f"its health check fails ({type(error).__name__})"
         if gone:
             self._answering.discard(worker.url)
+        worker.refusals = refusals
+        if refusals:
+            self._shelf.tell(worker, Change.REFUSED)
         if worker in self.workers:
             self._set_up(worker, up, words)
 

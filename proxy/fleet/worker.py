@@ -215,6 +215,7 @@ class Worker:
     others: Load = NO_LOAD  # what other gateways have there, as the worker's plugin tells; none if it does not
     dispatched: int = 0  # requests ever sent
     answered_at: float = float("-inf")  # time.monotonic() when its last answer began
+    refusals: int = 0  # health checks in a row in which nothing listened there
 
     @cached_property
     def name(self) -> str:

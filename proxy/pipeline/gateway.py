@@ -83,9 +83,8 @@ class Gateway:
         self.accounting = shelf.put(
             Accounting(metrics, self.pool, reader, self.prefix_index, events, self.shadow, idle, settings.excerpts)
         )
-        heartbeats = Heartbeats(settings.heartbeat, metrics.heartbeats)
+        heartbeats = shelf.put(Heartbeats(settings.heartbeat, metrics.heartbeats))
         shelf.also_run("workers", self.pool.watch)
-        shelf.also_run("heartbeats", heartbeats.run)
         shelf.also_run("files", self._watch_files)
 
         # What it can do without.

@@ -189,7 +189,7 @@ class RequestHandler:
         key = request.client.key
         if key is None or not isinstance(named := request.response_id, str):
             return
-        if self._reader.stored.boot(named, key.name) is None and not key.made(named):
+        if self._reader.stored.boot(named, key.owner) is None and not key.made(named):
             raise NotFound("No such response.")
 
 

@@ -97,8 +97,8 @@ class ClientRequest(NamedTuple):
 
     @property
     def owner(self) -> str | None:
-        """Name of the API key it came with."""
-        return self.key.name if self.key is not None else None
+        """Whose it is, of all that have an API key."""
+        return self.key.owner if self.key is not None else None
 
 
 NO_FIELDS: Mapping[str, Any] = {}

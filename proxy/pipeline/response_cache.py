@@ -19,7 +19,7 @@ from proxy.fleet.part import Change, Part
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.metrics import Metrics
-from proxy.pipeline.cacheable import HEADER, Ending, may_keep
+from proxy.pipeline.cacheable import HEADER, KEPT, Ending, may_keep
 from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.request import ProxiedRequest
 from proxy.pipeline.sse import HEARTBEAT
@@ -501,8 +501,8 @@ class Execution:
 
 
 def _kept(headers: asgi.HeaderList) -> asgi.HeaderList:
-    """Headers of an answer without those that are about one request alone."""
-    return [header for header in headers if header[0] not in asgi.OWN_RESPONSE or header[0] == b"content-length"]
+    """Those headers of an answer that are the same for all who get it."""
+    return [header for header in headers if header[0] in KEPT]
 
 
 async def _nothing() -> asgi.Scope:

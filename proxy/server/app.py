@@ -235,7 +235,7 @@ def build(gateway: Gateway, *, pages_only: bool = False) -> App:
         explanations, key = gateway.accounting.explanations, request.state.key
         # A client must not even learn that another client's request exists.
         sees_all = key is None or key.entry.admin
-        explanation = explanations.of_anyone(request_id) if sees_all else explanations.get(request_id, key.name)
+        explanation = explanations.of_anyone(request_id) if sees_all else explanations.get(request_id, key.owner)
         if explanation is None:
             raise NotFound(f"No request with the id {request_id} is remembered.")
         return _plain_json(explanation.as_json())

@@ -57,7 +57,7 @@ def test_a_gateway_with_keys(fleet, worker, keys, tmp_path):
     assert post("bob").headers["x-seamark-predicted"] == "0"  # another's prefix is no prefix
     bobs = salt()
     assert int(post("cleo").headers["x-seamark-predicted"]) > 0 and salt() == bobs != anns
-    assert httpx.post(gateway.url + "/v1/embeddings", json={"model": "m", "input": "x"}, headers=bearer("bob"))
+    embedded = httpx.post(gateway.url + "/v1/embeddings", json={"model": "m", "input": "x"}, headers=bearer("bob"))
     assert salt() == bobs
 
     # Pages for operators; a client sees its own requests.
@@ -70,6 +70,8 @@ def test_a_gateway_with_keys(fleet, worker, keys, tmp_path):
     usage = answer.json()["usage"]
     used = {key["name"]: key for key in get("/seamark/status", "root").json()["keys"]}
     assert used.keys() == {"ann", "bob", "cleo"} and used["bob"]["requests"] == 2
+    both = used["cleo"]["prompt_tokens"] + embedded.json()["usage"]["prompt_tokens"]
+    assert used["bob"]["prompt_tokens"] == both  # of every API
     assert used["ann"] == {
         "name": "ann",
         "requests": 1,

@@ -362,7 +362,7 @@ async def test_the_worker_of_a_response_is_remembered_once_one_has_answered_for_
     worker, stored = two.workers[0], two.dispatcher._stored
     continues = two.request("/v1/responses", previous_response_id="resp_1")
     assert two.dispatcher.seeks_on(continues, worker, status) is (status == 404)
-    assert stored.boot("resp_1", "ann") == (worker.boot if is_kept else None)
+    assert stored.boot("resp_1", continues.client.owner) == (worker.boot if is_kept else None)
     plain = two.request()
     assert two.dispatcher.seeks_on(plain, worker, status) is False and plain.asked == []
 

@@ -75,7 +75,7 @@ async def test_a_repeat_gets_the_same_bytes_without_the_worker(own, computing, p
     assert (first.headers[HEADER], second.headers[HEADER]) == ("miss", "hit")
     assert first.status_code == second.status_code == 200 and len(computing.requests) == 1
     assert first.content == second.content and first.headers["content-type"] == second.headers["content-type"]
-    assert second.headers["age"] == "0" and "x-seamark-worker" not in second.headers
+    assert second.headers["age"] == "0" and not {"x-seamark-worker", "x-twice"} & second.headers.keys()
     assert first.headers["x-request-id"] != second.headers["x-request-id"]
 
 
@@ -255,7 +255,9 @@ SECRET = b"secret"
     ],
 )
 def test_a_request_is_repeatable_if_it_cannot_come_out_otherwise(body, path, repeatable):
-    assert cacheable.is_repeatable(asked(body, path)) is repeatable
+    plain, escaped = asked(body, path), asked(body, path)
+    escaped.body.raw = plain.body.raw.replace(b'url"', b'u\\u0072l"')
+    assert cacheable.is_repeatable(plain) is cacheable.is_repeatable(escaped) is repeatable
 
 
 def test_requests_are_told_apart_by_all_that_answers_depend_on():

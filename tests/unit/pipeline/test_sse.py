@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -171,7 +172,7 @@ async def test_a_stream_gets_a_comment_once_it_has_been_silent_for_the_interval(
         patched.setattr(sse.time, "monotonic", loop.time)
         beats, relay = Heartbeats(20.0, metrics.heartbeats), SseRelay(send)
         running = asyncio.create_task(beats.run())
-        with beats.watching(relay):
+        with beats.watching(relay, Mock()):
             for seconds, comments in ((19.9, 0), (0.2, 1), (10.0, 1), (10.0, 2)):  # a comment is a sign of life
                 await asyncio.sleep(seconds)
                 assert sent == [HEARTBEAT] * comments, loop.time()
