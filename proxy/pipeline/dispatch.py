@@ -110,13 +110,6 @@ class Dispatcher:
         if slot.give_back():
             self.released()
 
-    def has_slot(self, request: ProxiedRequest) -> bool:
-        """Whether the request would get a slot now, without waiting."""
-        key = request.client.key
-        if len(self._queue) or (key is not None and not key.has_room):
-            return False
-        return any(worker.has_room for worker in self._pool.serving(request.model))
-
     def seeks_on(self, request: ProxiedRequest, worker: Worker, status: int) -> bool:
         """Whether a worker that has not been asked may store the response which `worker` does not know.
 
