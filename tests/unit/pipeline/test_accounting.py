@@ -91,13 +91,24 @@ async def scene(own_of) -> Scene:
     return Scene(await own_of(RecordingWorker("http://w")))
 
 
-@pytest.mark.parametrize(("sent", "lost"), [(None, 400), (100, 300), (390, None)])
-async def test_a_change_costs_nothing_that_some_worker_was_sent_before(scene, sent, lost):
+@pytest.mark.parametrize(
+    ("sent", "cached", "lost", "reason"),
+    [
+        (None, 0, 400, "prefix_changed"),
+        (100, 0, 300, "prefix_changed"),
+        (390, 0, None, "worker_restarted"),
+        (None, 128, 260, "prefix_changed"),
+        (None, 320, 68, "hit"),  # less than a quarter
+    ],
+)
+async def test_a_change_costs_nothing_that_some_worker_was_sent_before(scene, sent, cached, lost, reason):
     """Though neither an engine nor the memory of recent requests knows of it any more."""
     request = changed_request(scene)
     prefix = Prefix(sent, 0) if sent is not None else None
     request.give(Choice(scene.worker, request.expected._replace(ever_sent=prefix)))
-    await scene.answered(request, Usage(400, 0), EngineOutcome("cold", 0))
+    outcome = EngineOutcome("hit", cached + 12) if cached else EngineOutcome("cold", 0)
+    assert await scene.answered(request, Usage(400, cached), outcome) == reason
+    assert scene.value("seamark_miss_total", model="m", reason=reason) == (reason != "hit")
     explanation = request.record.explanation
     changed = explanation.changed
     assert explanation.would_save == ({"dates": changed["lost"]} if lost is not None else {})
