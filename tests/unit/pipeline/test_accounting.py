@@ -19,7 +19,7 @@ from proxy.fleet.worker_metrics import StepTimes
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.http.client import Unreachable
 from proxy.idle_work import IdleWork
-from proxy.observability.reasons import Expectation
+from proxy.observability.reasons import Delivery, Expectation, reason_for
 from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline import accounting
 from proxy.pipeline.request import Choice, Prompt, ProxiedRequest, Report, request_of
@@ -319,7 +319,10 @@ async def test_what_the_engine_has_computed_of_a_prompt_counts_no_more_whether_t
     assert leased.counted() == (0, 0, 0)
 
 
-async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_free_now(two):
+@pytest.mark.parametrize(("held", "reason"), [(0, "cold"), (150, "other_worker")])
+async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_free_now(two, held, reason):
+    if held:
+        two.own.gateway.prefix_index.record((SYSTEM._replace(tokens=held),), two.workers[1].boot)
     async with two.dispatcher.lease(two.request()) as lease:
         first = lease.worker
         (other,) = (worker for worker in two.workers if worker is not first)
@@ -327,9 +330,14 @@ async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_fr
         other.inflight = 1
         assert not lease.move_now() and lease.worker is first
         other.inflight = 0
+        two.own.gateway.pool.mark_down(first)
         assert lease.move_now() and lease.worker is other
         assert (first.inflight, first.prefill_tokens, two.counted()) == (0, 0, (1, 1, 160))
         assert two.refused_by == [first.boot]
+        # What it shares is what was sent before it came, and who refused it holds that still.
+        two.own.gateway.prefix_index.set_length(b"s", 150)
+        expected = lease.request.expected
+        assert reason_for(expected, Delivery.of(expected, 160, 0, shared=0)) == reason
         for worker in two.workers:
             two.own.upstream.faults[worker.url] = Unreachable()
             two.own.gateway.pool.mark_down(worker)
