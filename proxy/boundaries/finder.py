@@ -185,7 +185,9 @@ class _Search:
         elif tokens:
             entry = tokens
             self._result = "head" if self._result == "none" else self._result
-        self._boundaries.append(Boundary(kind, key, entry, tokens, self._estimate(self._behind[message])))
+        # What else a body holds is no part of the prompt.
+        estimate = self._estimate(self._behind[message]) if message or self._tools else 0
+        self._boundaries.append(Boundary(kind, key, entry, tokens, estimate))
 
     def _add_inside(self, kind: Kind, place: Place) -> None:
         """A boundary inside a message, which a position remembered of this head tells, or nothing yet."""

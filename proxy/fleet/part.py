@@ -76,6 +76,7 @@ class Shelf:
     def also_run(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
         """What belongs to the core and runs beside the requests, too."""
         self._runs[name] = run
+        self._failures.labels(name)  # 0 from the start: an alert reads it
 
     @property
     def held(self) -> int:

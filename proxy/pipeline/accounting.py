@@ -496,8 +496,10 @@ class Accounting(Part):
 
 
 def _is_stored(request: ProxiedRequest) -> bool:
-    """Whether the answer is a response that can be continued, or asked for, later."""
-    return request.client.endpoint == RESPONSES and flag(request.body.parsed.get("store", True)) is not False
+    """Whether the answer is a response, or names anything else, that can be continued, or asked for, later."""
+    if request.client.endpoint != RESPONSES:
+        return request.makes
+    return flag(request.body.parsed.get("store", True)) is not False
 
 
 def _engine_id(request: ProxiedRequest, answer: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.chat.chat import CHAT, HINTED, MESSAGES, REPORTING, RESPONSES
+from proxy.chat.through_chat import has_reminders
 from proxy.chat.usage import PassingUsage, usage_of
 from proxy.errors import GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent
 from proxy.fleet.pool import WorkerPool, no_worker
@@ -62,6 +63,7 @@ RETRIES: Mapping[str, _Retry] = {
 }
 
 NO_ROUTE = (404, 405, 501)
+NOT_RENDERED = (400, 422, 500)  # what a template refuses
 
 # Statuses without a body, and without a length to announce.
 BODILESS = (204, 304)
@@ -176,6 +178,11 @@ class ResponseRelay:
             self._record_failure(request, worker)
             raise
         if target != client.target:
+            if answer.status in NOT_RENDERED and has_reminders(request.body.parsed):
+                worker.merges_system = not worker.merges_system
+                if worker.merges_system:  # the other way has not been tried
+                    answer.close()
+                    return await self._try(request, lease, headers, transfer, fresh=fresh)
             answer = MessageAnswer(answer)
         self._judge(request, worker, answer.status)
         if lease.seeks_on(answer.status):
@@ -213,9 +220,7 @@ class ResponseRelay:
             own["request_id"] = key.new_response_id()
         hint = choice.hint if choice is not None else ()
         if client.endpoint == MESSAGES and MESSAGES in worker.probed.frontend.lacks:
-            through_chat = body.as_chat(hint, own, load)
-            if through_chat is not None:
-                return CHAT, through_chat
+            return CHAT, body.as_chat(hint, own, load, merges=worker.merges_system)
         return client.target, body.encoded(hint, own, load)
 
     async def _deliver(
@@ -241,6 +246,8 @@ class ResponseRelay:
         """Pass a body on as it comes."""
         await self._begin_as_announced(request, response, send)
         async for chunk in response.chunks():
+            if request.makes and 200 <= response.status < 300:
+                self._accounting.opened(request, _named_in(chunk))
             lease.prefilled()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         watch.over = True
@@ -326,8 +333,7 @@ class ResponseRelay:
         """Pass on a JSON answer as it comes: a client that does not read holds the worker back and fills no memory."""
         request.timings.first_byte = time.perf_counter()
         await self._begin_as_announced(request, response, send)
-        named = _ID.match(collected[0])
-        answer = {"id": named[1].decode(errors="replace")} if named is not None else None
+        answer = _named_in(collected[0])
         if response.status == 200:
             self._accounting.opened(request, answer)
         passing = PassingUsage()
@@ -368,6 +374,12 @@ def _check_route(request: ProxiedRequest, worker: Worker, response: Answer) -> N
             f"{endpoint} is not served by {frontend.name}, which worker {worker.name} runs: use {CHAT}, or start vLLM "
             "without VLLM_USE_RUST_FRONTEND=1."
         )
+
+
+def _named_in(begun: bytes) -> Any:
+    """By what id an answer that begins so can be asked for."""
+    named = _ID.match(begun)
+    return {"id": named[1].decode(errors="replace")} if named is not None else None
 
 
 def _with_valid_status(response: Answer) -> Answer:

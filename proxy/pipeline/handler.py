@@ -28,7 +28,7 @@ from proxy.fleet.pool import WorkerPool
 from proxy.http import asgi, auth
 from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
 from proxy.http.body_memory import BodyHold, BodyMemory
-from proxy.http.form_body import check_form, is_form, model_in, refuse_urlencoded
+from proxy.http.form_body import is_form, read_form, refuse_urlencoded
 from proxy.http.json_body import as_utf8, memory_of, parse_object
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
@@ -145,8 +145,7 @@ class RequestHandler:
             raise UnreadableCoding(text)
         hinted = client.endpoint in HINTED
         if not hinted and is_form(client.headers):
-            await self._idle.finish(check_form(client.headers, body.raw))
-            body.form_model = model_in(client.headers, body.raw)
+            body.form_model = await self._idle.finish(read_form(client.headers, body.raw))
             return
         if not hinted and body.raw.strip():
             refuse_urlencoded(client.headers)

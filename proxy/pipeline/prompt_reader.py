@@ -112,11 +112,15 @@ class PromptReader:
         return Prompt(chat, bounded.unlearnt, bounded.found, bounded.remembered, tokens, rewrites)
 
     def _bounded(self, request: ProxiedRequest, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> _Bounded:
+        size = len(request.body.raw)
         serving = [worker for worker in workers if worker.engine is not None]
+        if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
+            found = self._finder.find(chat, None, b"", size, rate, by_texts=True)
+            return _Bounded(found._replace(failure="unpatched"))
         if not serving:
             return _Bounded(Found(failure="unpatched"))
         worker = next((each for each in serving if each.renderer_id(request.model)), serving[0])
-        found, unlearnt = self._find(chat, worker, len(request.body.raw), rate, several=len(serving) > 1)
+        found, unlearnt = self._find(chat, worker, size, rate, several=len(serving) > 1)
         return _Bounded(found, unlearnt, self._remember(chat, found, request.body.memory.size, request.client.owner))
 
     def _rate(self, model: Any) -> float:

@@ -20,11 +20,8 @@ from proxy.chat.usage import Usage, usage_of
 from proxy.http import asgi
 from proxy.http.json_body import loads
 
-# Between two events. Clients that cut a stream at blank lines take the first for an event of its own. Behind an event
-# with an id that is wrong: SDKs then make an empty event of a blank line.
-HEARTBEAT = b": keep-alive\n\n"
-HEARTBEAT_BEHIND_IDS = b": keep-alive\n"
-HEARTBEATS = (HEARTBEAT, HEARTBEAT_BEHIND_IDS)
+# Between two events, and a line of the next one: of a blank line SDKs make an empty event.
+HEARTBEAT = b": keep-alive\n"
 
 # An event this long is passed on in pieces.
 MAX_HELD_BYTES = 2**20
@@ -63,7 +60,6 @@ class SseRelay:
         self._terminal = b""  # a whole event that the usage may have to go into
         self._closed = False
         self._whole = True  # what was passed on ends with an event's end
-        self._has_ids = False
         self._with_usage = b""
         self.first = b""  # its first event
         self.last = b""  # its last few
@@ -94,8 +90,6 @@ class SseRelay:
                     self.first = chunk[: _end_of_event(chunk, 0)]
                     self._opened(self.first)
                 self.last = chunk
-            if b"\nid:" in chunk or chunk.startswith(b"id:"):
-                self._has_ids = True
             await self._pass_on(chunk)
             self._passed = chunk
         self._terminal += self._held
@@ -111,7 +105,7 @@ class SseRelay:
     async def beat(self) -> None:
         """A comment, between two events."""
         if self._whole and not self._closed and not self.sending:
-            await self._pass_on(HEARTBEAT_BEHIND_IDS if self._has_ids else HEARTBEAT)
+            await self._pass_on(HEARTBEAT)
 
     @property
     def response(self) -> Any:
@@ -135,7 +129,7 @@ class SseRelay:
 
     async def _pass_on(self, chunk: bytes) -> None:
         self.sending = True
-        self._whole = chunk is HEARTBEAT_BEHIND_IDS or chunk.endswith(_ENDS)
+        self._whole = chunk is HEARTBEAT or chunk.endswith(_ENDS)
         try:
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         finally:

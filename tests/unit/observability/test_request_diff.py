@@ -63,11 +63,12 @@ LONG = "You pilot ships into the harbour, and you name the tide. " * 5
 
 def test_the_salt_alone_is_told_apart():
     body = {"messages": messages(LONG, "First?"), "tool_choice": "auto"}
-    change = changed({**body, "cache_salt": "a"}, {**body, "cache_salt": "b"})
+    unseen = {"tool_choice": "none", "response_format": {"type": "text"}, "documents": []}
+    change = changed({**body, "cache_salt": "a"}, {**body, **unseen, "cache_salt": "b"})
     assert change.is_salt and change.lost > 0.8 * PROMPT
     shown = change.as_json(excerpts=True)
     assert shown["before"] is None and shown["now"] is None
-    for other in ({"cache_salt": "b", "tool_choice": "none"}, {"model": "b", "tool_choice": "none"}):
+    for other in ({"cache_salt": "b", "reasoning_effort": "none"}, {"model": "b", "reasoning_effort": "none"}):
         assert changed({**body, "cache_salt": "a", "model": "a"}, {**body, "model": "a", **other}) is None
 
 

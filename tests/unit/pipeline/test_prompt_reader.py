@@ -224,6 +224,8 @@ def test_a_session_of_an_agent_is_kept_together_unless_the_client_itself_wants_o
     for headers in agents:
         assert {affinity_key(headers, {"prompt_cache_key": given}) for given in ("", 7, None)} == {"ses_1"}
         assert affinity_key(headers, {"prompt_cache_key": "mine"}) == "mine"
+    for body in ({"session_id": "ses_1", "metadata": 7}, {"metadata": {"session_id": "ses_1"}, "session_id": ""}):
+        assert affinity_key([], body) == "ses_1"
 
 
 def test_only_known_paths_are_labels():
@@ -318,8 +320,6 @@ def test_what_the_gateway_tells_the_engine_stands_beside_what_the_client_does(xa
     assert json.loads(body.encoded(hint, load=load)) == {"model": "m", **reached}
     assert body.hint == (() if sent == "no object" else hint)
     body = body_of({**MESSAGE, **given}, MESSAGES)
-    chat = json.loads(body.as_chat(hint, {"cache_salt": "s"}, load) or b"{}")
+    chat = json.loads(body.as_chat(hint, {"cache_salt": "s"}, load))
     assert (chat.get(XARGS) or None) == sent and body.hint == hint
     assert (chat["cache_salt"], chat["max_tokens"], chat["messages"][0]["role"]) == ("s", 8, "user")
-    none = body_of({"model": "m", "messages": 7}, MESSAGES)
-    assert none.as_chat((7,), {}, "") is None and none.hint == ()
