@@ -189,7 +189,7 @@ class Scene(SpanExporter):
         self.taken: list[ReadableSpan] = []
         self.metrics = Metrics()
         monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
-        monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda endpoint: self)
+        monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda endpoint, **_: self)
         self.tracing = Tracing("http://collector/v1/traces", self.metrics)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
