@@ -112,13 +112,6 @@ class Dispatcher:
         if slot.give_back():
             self.released()
 
-    def has_slot(self, request: ProxiedRequest) -> bool:
-        """Whether the request would get a slot now, without waiting."""
-        key = request.client.key
-        if len(self._queue) or (key is not None and not key.has_room):
-            return False
-        return any(worker.has_room for worker in self._pool.serving(request.model))
-
     def seeks_on(self, request: ProxiedRequest, worker: Worker, status: int) -> bool:
         """Whether a worker that has not been asked may keep what the request names and `worker` does not know.
 
@@ -225,15 +218,18 @@ class Dispatcher:
         worker = choose(workers, held, self._load_slack, session or user or together, found.shared, waits=user is None)
         boot, engine, takes_hints = worker.boot, worker.engine, worker.takes_hints
         here, longest = held.get(boot), max((held[boot] for boot in held.keys() & boots), default=None)
-        # For a request that is sent again, elsewhere, the first try does not count as sent before.
-        earlier = request.expected
-        sent = self._prefix_index.sent(found.prefixes, boots)
+        if (earlier := request.expected) is not None:  # it is sent again, elsewhere: the first try counts for nothing
+            sent, ever_sent, told = earlier.sent, earlier.ever_sent, earlier.held
+        else:
+            sent = self._prefix_index.sent(found.prefixes, boots)
+            ever_sent = self._prefix_index.ever_sent(found.prefixes)
+            told = longest.tokens if longest is not None and longest.is_told else 0
         expected = Expectation(
             failure=found.failure if takes_hints else _failure(worker),
             sent=sent,
             sent_here=sent is not None and boot in sent.held,
-            ever_sent=self._prefix_index.ever_sent(found.prefixes) if earlier is None else earlier.ever_sent,
-            held=longest.tokens if longest is not None and longest.is_told else 0,
+            ever_sent=ever_sent,
+            held=told,
             predicted=_predicted(here) if takes_hints else 0,
             match_unit=engine.match_unit if engine is not None else 1,
             ahead=engine.ahead if engine is not None else 0,

@@ -11,7 +11,6 @@ import os
 import re
 import time
 import traceback
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from proxy.chat.chat import HINTED
@@ -172,7 +171,7 @@ class RequestHandler:
             await self._turn(len(raw))
             with request.timings.waiting():
                 workers = await self._pool.find(request.model)
-            request.prompt = await self._reader.read(request, workers, partial(self._dispatcher.has_slot, request))
+            request.prompt = self._reader.read(request, workers)
             self._accounting.began(request)
             request.timings.reading_seconds = time.perf_counter() - request.timings.arrived
             self._boundary_seconds.observe(request.timings.reading_seconds)
