@@ -290,7 +290,7 @@ class ResponseRelay:
                 async with asyncio.timeout(None) as stream.scope:
                     await stream.run(response.chunks(), first_event)
             except (Broken, TimeoutError) as error:
-                if isinstance(error, TimeoutError) and not stream.scope.expired():
+                if isinstance(error, TimeoutError) and stream.scope is not None:
                     raise  # the client's
                 end = _error_event(request, _worker_error(lease.worker, error), stream)
             except asyncio.CancelledError:
