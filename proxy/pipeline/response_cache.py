@@ -19,10 +19,10 @@ from proxy.fleet.part import Change, Part
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.metrics import Metrics
-from proxy.pipeline.cacheable import HEADER, Ending, may_keep
+from proxy.pipeline.cacheable import HEADER, KEPT, Ending, may_keep
 from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.request import ProxiedRequest
-from proxy.pipeline.sse import HEARTBEATS
+from proxy.pipeline.sse import HEARTBEAT
 from proxy.pipeline.stored_answers import PIECE_BYTES, Entry, Source, StoredAnswers, from_piece, grouped, weight_of
 
 SECRET_BYTES = 32
@@ -75,6 +75,8 @@ class ResponseCache(Part):
         if not entry.source.is_still(request.model):
             answers.remove(key)
             return None
+        if (worker := entry.source.worker).engine is not None and not worker.is_followed:
+            return None  # its weights may be others by now; asked again, it tells
         if max_age is not None and time.monotonic() - entry.stored > max_age:
             return None
         return Hit(answers, key, entry, request) if answers.lend(key, entry) else None
@@ -367,7 +369,7 @@ class Execution:
             self._cache.close(self)
         if not self._is_kept:
             await self._make_way(size)
-        elif piece in HEARTBEATS:
+        elif piece == HEARTBEAT:
             self._heartbeats.append(len(self._pieces))
         elif self._ending is not None:
             self._ending.see(piece)
@@ -499,8 +501,8 @@ class Execution:
 
 
 def _kept(headers: asgi.HeaderList) -> asgi.HeaderList:
-    """Headers of an answer without those that are about one request alone."""
-    return [header for header in headers if header[0] not in asgi.OWN_RESPONSE or header[0] == b"content-length"]
+    """Those headers of an answer that are the same for all who get it."""
+    return [header for header in headers if header[0] in KEPT]
 
 
 async def _nothing() -> asgi.Scope:
