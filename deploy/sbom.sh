@@ -7,7 +7,7 @@ set -eu
 [ $# = 2 ] || { echo "usage: sbom.sh IMAGE TOOLS" >&2; exit 2; }
 tools=$(cd "$2" && pwd)
 # The Python that is looked at is another process, which does not have /sbom on its path.
-exec docker run --rm --read-only --network none --user 65532:65532 --volume "$tools:/sbom:ro" --entrypoint python3 "$1" -c '
+exec docker run --rm --read-only --network none --user 65532:65532 --volume "$tools:/sbom:ro,z" --entrypoint python3 "$1" -c '
 import glob, os, runpy, sys
 os.environ["PYTHONPATH"] = ":".join(glob.glob("/out/*.whl"))
 sys.path.insert(0, "/sbom")

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import platform
 import select
+import signal
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -114,6 +115,8 @@ def _run(argv: list[str] | None) -> int:
         print(usage(), file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     name = arguments[0]
+    if name == "serve":
+        signal.signal(signal.SIGTERM, _end)  # until uvicorn's own
     try:
         command: Callable[[list[str]], int] = importlib.import_module(COMMANDS[name].module).main
         return command(arguments[1:])
@@ -125,6 +128,13 @@ def _run(argv: list[str] | None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _end(number: int, _: object) -> None:
+    """What a signal does by default, if this is process 1 of a container, too: the system then ignores it."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(0)
 
 
 def why_not(module: str, package: str, command: str) -> str:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 import tomllib
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -21,16 +23,15 @@ from proxy.errors import SettingsError, did_you_mean
 logger = logging.getLogger("seamark.settings")
 
 T = TypeVar("T")
-
 M = TypeVar("M", bound=BaseModel)
 
 _HTTP_URL = TypeAdapter(HttpUrl)
 
+_ENDPOINT = re.compile(r"/v1/(?:(?:chat/)?completions|responses|messages|models|embeddings)/?$")
+
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # hosts that are this machine
 
-
 MOST_BYTES = 2**26  # of a file
-
 MOST_NUMBER = 2**31  # in one, of requests
 
 
@@ -40,15 +41,14 @@ def read_file(setting: str, path: Path) -> bytes:
     It is read while requests go on, so it must be a regular file: to open a FIFO or a device may take for ever.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise SettingsError(f"{setting}: {path} is no regular file")
+        if status.st_size > MOST_BYTES:
+            raise SettingsError(f"{setting}: {path} has more than {MOST_BYTES:,} bytes")
+        # It may have been replaced meanwhile: what is no file neither holds this up nor fills the memory.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as opened:
-            status = os.fstat(opened.fileno())
-            if not stat.S_ISREG(status.st_mode):  # it was replaced meanwhile
-                raise SettingsError(f"{setting}: {path} is no regular file")
-            if status.st_size > MOST_BYTES:
-                raise SettingsError(f"{setting}: {path} has more than {MOST_BYTES:,} bytes")
-            return opened.read(MOST_BYTES)
+            return opened.read(MOST_BYTES).removeprefix(BOM_UTF8)  # of Windows' editors
     except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
         raise SettingsError(f"{setting}: {path} cannot be read ({getattr(error, 'strerror', 'no path')})") from None
 
@@ -60,9 +60,7 @@ def read_toml(setting: str, path: Path) -> dict[str, Any]:
         return tomllib.loads(raw.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{setting}: {path} is not TOML ({error})") from None
-    except RecursionError:
-        raise SettingsError(f"{setting}: {path} is nested too deeply") from None
-    except Exception as error:  # such as a number of more digits than Python reads
+    except Exception as error:  # such as a number of more digits than Python reads, or more depth
         raise SettingsError(f"{setting}: {path} is not TOML ({type(error).__name__})") from None
 
 
@@ -98,31 +96,37 @@ def _field_names(model: type[BaseModel]) -> list[str]:
 
 
 def read_secret(setting: str, path: Path) -> str:
-    """The content of a file that holds one secret. Raises `SettingsError` if there is none."""
+    """The content of a file that holds one secret and nothing else. Raises `SettingsError` for any other."""
     try:
         secret = read_file(setting, path).decode().strip()
     except UnicodeDecodeError:
         raise SettingsError(f"{setting}: {path} is not UTF-8") from None
     if not secret:
         raise SettingsError(f"{setting}: {path} is empty")
+    if setting.endswith("key_file") and (not secret.isprintable() or not secret.isascii() or secret[0] in "\"'"):
+        raise SettingsError(f"{setting}: {path} must hold the key alone: one line of ASCII, without quotes")
     return secret
 
 
 class WatchedFile(Generic[T]):
-    """A file and its last good content."""
+    """A file and its last good content, which one that is gone, empty, cut off or wrong leaves in force.
+
+    So each `read` refuses what does not say outright that there is nothing.
+    """
 
     def __init__(self, path: Path, read: Callable[[Path], T]) -> None:
         """`read` raises `SettingsError` for a file that it cannot use; the constructor raises it, too."""
         self._path = path
         self._read = read
-        self._stamp = self._current_stamp()
+        self._raw = b""
+        self._stamp = self.stamp()
         self.value: T = self._content()
         self.is_current = True  # the file could be used when it was last read
         self.failed: Callable[[], None] = lambda: None  # it has changed, and cannot be used
 
     def refresh(self) -> bool:
         """Whether there is a new value. A line in the log says so, or says why the old value stays."""
-        stamp = self._current_stamp()
+        stamp = self.stamp()
         if stamp == self._stamp:
             return False
         self._stamp = stamp
@@ -140,13 +144,19 @@ class WatchedFile(Generic[T]):
     def _content(self) -> T:
         """Raises `SettingsError`, whatever the reader raises: what is in force then is not what the file says."""
         try:
-            return self._read(self._path)
+            value = self._read(self._path)
+            raw, last = read_file("file", self._path), self._raw
+            if last.startswith(raw) and last.endswith(b"\n") and raw[-1:] != b"\n" and last[len(raw)] not in b"\r\n":
+                raise SettingsError(f"{self._path} ends within a line, as if cut off: if it is not, end that line")
+            self._raw = raw
+            return value
         except SettingsError:
             raise
         except Exception as error:  # the kind alone: its words may be what the file holds
             raise SettingsError(f"{self._path} cannot be used ({type(error).__name__})") from None
 
-    def _current_stamp(self) -> tuple[int, int, int] | None:
+    def stamp(self) -> tuple[int, int, int] | None:
+        """Another one after each change of the file."""
         try:
             status = self._path.stat()
         except (OSError, ValueError):
@@ -165,6 +175,8 @@ def worker_url(url: object) -> str:
         _HTTP_URL.validate_python(text)
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"]) from None
+    if endpoint := _ENDPOINT.search(text):
+        raise ValueError(f"leave out {endpoint[0]}: it is the address alone, for example http://127.0.0.1:8000")
     return base_url(text)
 
 
@@ -192,8 +204,8 @@ def without_credentials(url: str) -> tuple[str, str | None]:
 
 
 def base_url(url: str) -> str:
-    """A worker's address as the gateway appends paths to it. Users often give it with `/v1`, as SDKs want it."""
-    return url.rstrip("/").removesuffix("/v1")
+    """A worker's address as paths are appended to it. Users often give it with `/v1`, as SDKs want it, or with more."""
+    return _ENDPOINT.sub("", url).rstrip("/").removesuffix("/v1")
 
 
 class WorkerEntry(BaseModel):
@@ -210,12 +222,16 @@ class WorkerEntry(BaseModel):
         return worker_url(url)
 
 
+_EXAMPLE_WORKER = '    [[worker]]\n    url = "http://127.0.0.1:8000"\n    # or, for none: worker = []'
+
+
 class _WorkersFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    worker: tuple[WorkerEntry, ...] = ()
+    worker: tuple[WorkerEntry, ...]
 
 
 def read_workers(path: Path) -> tuple[tuple[str, int | None], ...]:
     """URL and `max_inflight` of each `[[worker]]` entry. Raises `SettingsError`."""
-    return tuple((entry.url, entry.max_inflight) for entry in read_model("workers_file", path, _WorkersFile).worker)
+    file = read_model("workers_file", path, _WorkersFile, _EXAMPLE_WORKER)
+    return tuple((entry.url, entry.max_inflight) for entry in file.worker)

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from proxy.config_files import VALUE_ERROR, read_toml, service_url, worker_url
 from proxy.errors import SettingsError, did_you_mean
@@ -35,6 +44,8 @@ PLUGIN_VARIABLES = frozenset(
 _SERVICE_LINK = re.compile(r"SEAMARK_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_\w+)")
 
 _SERVICE_ADDRESS = ("tcp://", "udp://", "sctp://")
+
+_OF_SERVICE = "Kubernetes made it for a Service of that name (enableServiceLinks: false in the pod keeps it away)"
 
 RewriteRule = Literal["billing_header", "tools_sorted"]
 REWRITE_RULES: tuple[RewriteRule, ...] = get_args(RewriteRule)
@@ -65,7 +76,8 @@ class Settings(BaseModel):
         "Basic authorization in place of any other",
     )
     workers_file: Path | None = Field(
-        None, description="TOML file with [[worker]] entries (url, max_inflight); read again when it changes"
+        None,
+        description="TOML file with [[worker]] entries (url, max_inflight) or worker = [], read again when it changes",
     )
     prefill_worker: tuple[str, ...] = Field(
         (),
@@ -82,7 +94,7 @@ class Settings(BaseModel):
     workers_dns_keep: float = Field(
         60.0, ge=0, description="seconds that workers stay whose name in workers_dns is not resolved any more"
     )
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: str = Field("127.0.0.1", description="address to listen on; `::`: all, of both families")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on")
     health_interval: float = Field(5.0, gt=0, description="seconds between two health checks of each worker")
     connect_timeout: float = Field(2.0, gt=0, description="seconds to wait for a connection to a worker")
@@ -149,6 +161,13 @@ class Settings(BaseModel):
     )
     send_timeout: float = Field(
         120.0, gt=0, description="seconds in which a client takes no byte of its answer, after which it is cut off"
+    )
+    keepalive_timeout: float = Field(
+        95.0,
+        gt=0,
+        description="keep-alive: seconds for which an idle connection is kept; what stands before the gateway has to "
+        "close it earlier (ALB does after 60, Traefik and Go after 90), or its next request is lost; with three of "
+        "four max_connections taken: 5",
     )
     max_collected_bytes: int = Field(
         2**20,
@@ -297,25 +316,21 @@ class Settings(BaseModel):
             raise ValueError("prefill_worker: it names a worker that worker names, too; each has one part")
         return self
 
-    @field_validator("worker", "prefill_worker", mode="before")
+    @field_validator("worker", "prefill_worker", "workers_dns", mode="before")
     @classmethod
-    def _workers(cls, value: Any) -> tuple[str, ...]:
-        urls = value.split(",") if isinstance(value, str) else value
-        if not isinstance(urls, Sequence):
-            raise ValueError("it must be a URL or a list of URLs")
-        return tuple(dict.fromkeys(map(worker_url, urls)))
-
-    @field_validator("workers_dns", mode="before")
-    @classmethod
-    def _names(cls, value: Any) -> Any:
-        names = value.split(",") if isinstance(value, str) else value
-        if not isinstance(names, Sequence):
-            raise ValueError("it must be NAME:PORT or a list of these")
-        return tuple(dict.fromkeys(service_url(name) for name in names if str(name).strip()))
+    def _workers(cls, value: Any, info: ValidationInfo) -> tuple[str, ...]:
+        given = value.split(",") if isinstance(value, str) else value
+        is_name = info.field_name == "workers_dns"
+        if not isinstance(given, Sequence) or (value and not any(str(each).strip() for each in given)):
+            raise ValueError(f"it must be {'NAME:PORT' if is_name else 'a URL'} or a list of these")
+        read = service_url if is_name else worker_url
+        return tuple(dict.fromkeys(read(each) for each in given if str(each).strip()))
 
     @field_validator("rewrite", "response_cache_models", mode="before")
     @classmethod
     def _rules(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.startswith(("'", '"')):
+            raise ValueError("leave the quotes out: here they would be part of a name")
         return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
 
 
@@ -337,11 +352,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
-    """Merge the sources and validate. Raises `SettingsError` naming the setting.
-
-    pydantic-settings would save no line: lists as `a,b`, `--shadow true`, an empty SEAMARK_REWRITE, hidden secrets and
-    these errors all need code of ours there, too, and its `Settings(...)` would read the environment each time.
-    """
+    """Merge the sources and validate. Raises `SettingsError` naming the setting."""
     names = list(Settings.model_fields)
     values: dict[str, Any] = {}
     config = args.config or (Path(environment[PREFIX + "CONFIG"]) if environment.get(PREFIX + "CONFIG") else None)
@@ -349,6 +360,7 @@ def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
         values.update(read_toml("config", config))
         if unknown := [no_setting(name) for name in values if name not in names]:
             raise SettingsError(f"config: {config}: {'; '.join(unknown)}")
+    environment = {name: value for name, value in environment.items() if not _is_service(name, value)}
     variables = {name: environment.get(PREFIX + name.upper()) for name in names}
     # An empty variable was left as .env.example has it. Only for the rewrite rules does it mean something: none.
     values.update({name: value for name, value in variables.items() if value or (value == "" and name == "rewrite")})
@@ -369,19 +381,17 @@ def no_setting(name: str) -> str:
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable with our prefix that nothing of Seamark reads.
-
-    They are no errors: others put variables with this prefix there, too, as Kubernetes does for its Services.
-    """
+    """A sentence for each variable with our prefix that is not read. It is no error: others put some there, too."""
     known = {PREFIX + name.upper() for name in Settings.model_fields} | {PREFIX + "CONFIG"} | PLUGIN_VARIABLES
     return [
-        f"{name} is ignored: {no_setting(name.removeprefix(PREFIX).lower())}"
+        f"{name} is ignored: {_OF_SERVICE if name in known else no_setting(name.removeprefix(PREFIX).lower())}"
         for name, value in sorted(environment.items())
-        if name.startswith(PREFIX)
-        and name not in known
-        and not _SERVICE_LINK.fullmatch(name)
-        and not value.startswith(_SERVICE_ADDRESS)
+        if name.startswith(PREFIX) and not _SERVICE_LINK.fullmatch(name) and (name in known) == _is_service(name, value)
     ]
+
+
+def _is_service(name: str, value: str) -> bool:
+    return name.endswith("_PORT") and value.startswith(_SERVICE_ADDRESS)
 
 
 def _complaints(errors: Sequence[Any]) -> list[str]:

@@ -1,26 +1,48 @@
 #!/usr/bin/env bash
 # Gives a checkout of spark-vllm-docker the mod and the recipes: make-mod.sh PATH/TO/spark-vllm-docker
+# Or any folder the mod alone, for recipes that name it by its path: make-mod.sh --alone FOLDER
 # The wheel holds the plugin (`engine_patches`) alone; the gateway runs outside that container.
+# seamark.sha256 there has a digest of each file, from when it was made: what is not so is the user's, and stays.
 set -euo pipefail
+recipes=yes
+[ "${1:-}" != --alone ] || { recipes=; shift; }
 target=${1:?usage: make-mod.sh PATH/TO/spark-vllm-docker}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
-[ -d "$target/mods" ] && [ -d "$target/recipes" ] || { echo "make-mod.sh: $target has no mods/ and recipes/" >&2; exit 1; }
+if [ "$recipes" ] && ! { [ -d "$target/mods" ] && [ -d "$target/recipes" ]; }; then
+    echo "make-mod.sh: $target has no mods/ and recipes/" >&2
+    exit 1
+fi
 
 source=$(mktemp -d)
 trap 'rm -rf "$source"' EXIT
 cp -r "$root"/{pyproject.toml,README.md,LICENSE,engine_patches} "$source"
 # `seamark` is a command of the gateway's half, which is not here: let it start the plugin's.
 sed -i 's/"proxy.cli:main"/"engine_patches.__main__:main"/' "$source/pyproject.toml"
+mkdir -p "$source"/made/{mods/seamark,recipes}
 # What is there already stays until there is a new one.
-if ! python3 -m pip wheel --quiet --no-deps --wheel-dir "$source/built" "$source"; then
+if ! python3 -m pip wheel --quiet --no-deps --wheel-dir "$source/made/mods/seamark" "$source"; then
     echo "make-mod.sh: no wheel, and nothing changed in $target: python3 needs pip, which fetches setuptools from its" \
         "package index. Without a network, run this on a machine that has one, and copy mods/seamark" >&2
     exit 1
 fi
+cp "$here/mods/seamark/run.sh" "$source/made/mods/seamark/"
+[ -z "$recipes" ] || cp "$here"/recipes/*.yaml "$source/made/recipes/"
+
 mkdir -p "$target/mods/seamark"
-rm -f "$target"/mods/seamark/{,vllm_}seamark-*.whl
-cp "$source"/built/*.whl "$target/mods/seamark/"
-cp "$here/mods/seamark/run.sh" "$target/mods/seamark/"
-cp "$here"/recipes/*.yaml "$target/recipes/"
-echo "mods/seamark and $(ls "$here/recipes" | wc -l) recipes are in $target"
+cd "$target"
+shopt -s nullglob
+old=(mods/seamark/vllm_seamark-*.whl)
+mapfile -t new < <(cd "$source/made" && find . -type f -printf '%P\n' | sort)
+for each in "${old[@]}" "${new[@]}"; do
+    [ -e "$each" ] || [ -L "$each" ] || continue
+    if [ -L "$each" ] || ! grep -qxF "$(sha256sum "$each")" seamark.sha256 2> /dev/null; then
+        echo "make-mod.sh: $target/$each is not as this script made it, and nothing changed: move it away first" >&2
+        exit 1
+    fi
+done
+rm -f "${old[@]}" "${new[@]}"
+touch seamark.sha256
+(cd "$source/made" && sha256sum "${new[@]}") | grep -vxFf <(cat seamark.sha256) >> seamark.sha256 || true
+for each in "${new[@]}"; do cp "$source/made/$each" "$each"; done
+echo "in $target, and listed in its seamark.sha256: ${new[*]}"

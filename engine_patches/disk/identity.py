@@ -27,6 +27,7 @@ def identity_of(vllm_config: Any, kv_cache_config: Any) -> bytes:
         "versions": [vllm.__version__, torch.__version__, torch.version.cuda or torch.version.hip or ""],
         "checksum": CHECKSUM_NAME,
         "device": vllm_config.device_config.device_type,
+        "attention": [weights.backends, str(vllm_config.attention_config), _instructions(vllm_config)],
         "weights": weights.name,
         "config": _config(model.hf_config),
         "types": [str(model.dtype), str(model.quantization), str(cache.cache_dtype), str(cache.kv_cache_layout)],
@@ -43,6 +44,16 @@ def identity_of(vllm_config: Any, kv_cache_config: Any) -> bytes:
         ],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
+
+
+def _instructions(vllm_config: Any) -> str:
+    """Those of a CPU for which its kernels lay out blocks; empty for another device."""
+    if vllm_config.device_config.device_type != "cpu":
+        return ""
+    import torch
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(torch.bfloat16, 32))
 
 
 def _config(hf_config: Any) -> dict[str, Any]:

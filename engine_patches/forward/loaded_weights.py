@@ -12,6 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from engine_patches import kv_connectors
@@ -33,6 +34,7 @@ class Weights(NamedTuple):
     unknown: str = "what its workers have loaded was not read"  # why there is no name, if there is none
     cut: str = ""  # into which pieces for ranks; engines that cut otherwise have other names for the same weights
     sampled: str = ""  # by samples of the files, for those
+    backends: str = ""  # of attention and states, whose kernels lay out what they cache
 
     @classmethod
     def of(cls, vllm_config: Any) -> Weights:
@@ -164,20 +166,25 @@ def ask_workers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def names_in(worker: Any) -> list[str]:
-    """Names of what a vLLM worker has loaded: its model, and its draft model; "" if not known, or if there is none."""
+    """Names of what a vLLM worker has loaded: its model, and its draft model; "" if not known, or if there is none.
+
+    And of the backends that its layers have, with the size of their kernels' blocks.
+    """
     models = (getattr(worker, ask, lambda: None)() for ask in ("get_model", "get_draft_model"))
-    return [getattr(model, WEIGHTS, "") for model in models]
+    groups = chain(*getattr(getattr(worker, "model_runner", None), "attn_groups", ()))
+    backends = [(each.backend.__qualname__, getattr(each, "kernel_block_size", 0), each.layer_names) for each in groups]
+    return [*(getattr(model, WEIGHTS, "") for model in models), repr(backends)]
 
 
 def _together(names: Sequence[Sequence[str]], vllm_config: Any) -> Weights:
-    """Weights of all ranks of an engine. `names`: of each rank's model and draft model, in their order."""
+    """Weights of all ranks of an engine. `names`: as each rank has them, in their order."""
     parallel, sampled = vllm_config.parallel_config, ""
     if kv_connectors.hands_prefills_over(vllm_config):
         sampled = weight_files.name_of(vllm_config.model_config, vllm_config.load_config)
     if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
         return Weights(unknown="its experts are spread over data parallel ranks, each with a part", sampled=sampled)
-    if not names or not all(model for model, _ in names):
+    if not names or not all(model for model, *_ in names):
         return Weights(unknown="its weights were loaded in a way that does not let them be read", sampled=sampled)
-    name = hashlib.sha256(repr([list(each) for each in names]).encode()).hexdigest()
+    name = hashlib.sha256(repr([list(each[:2]) for each in names]).encode()).hexdigest()
     sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, bool(parallel.enable_expert_parallel)
-    return Weights(name, "", repr(sizes), sampled)
+    return Weights(name, "", repr(sizes), sampled, repr([each[2:] for each in names]))

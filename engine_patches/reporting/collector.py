@@ -37,7 +37,16 @@ logger = logging.getLogger("vllm.seamark")
 
 AT_ONCE = 32  # reports that are taken before others in the event loop have their turn
 
+# Descriptors are vLLM's, too. One that waits for a head makes room for the next: who reads has one under way.
+MOST_CONNECTIONS = 128
+
+MAX_HEAD_BYTES, HEAD_SECONDS, ANSWER_SECONDS = 65536, 10.0, 60.0  # since the answer before; a read waits `MAX_WAIT`
+
 MOST_PATH = 60  # characters of a folder for temporary files: names of sockets have at most 107
+
+# Anybody can send what is no HTTP: of uvicorn's lines errors alone.
+_at_the_port = logging.getLogger("vllm.seamark.port")
+_at_the_port.setLevel(logging.ERROR)
 
 _decode = msgspec.msgpack.Decoder(EngineReport).decode
 
@@ -52,6 +61,7 @@ class Collector:
         logged. Raises `OSError` or `zmq.ZMQError` if no reports can come.
         """
         self._keys = keys
+        self._unread = 0  # reports
         place = None if len(tempfile.gettempdir()) <= MOST_PATH else "/tmp"  # noqa: S108  # a folder in it is ours alone
         self.folder = Path(tempfile.mkdtemp(prefix="seamark-", dir=place))
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
@@ -111,12 +121,13 @@ class Collector:
         finally:
             loop.remove_reader(self._reports.fileno())
 
-    @staticmethod
-    def _take_one(metrics: CollectedMetrics, told: bytes) -> None:
+    def _take_one(self, metrics: CollectedMetrics, told: bytes) -> None:
         try:
             metrics.take(_decode(told))
         except Exception as error:  # its events are missing then, which the next report's numbers show
-            logger.error("seamark: a report could not be read: %s", type(error).__name__)
+            self._unread += 1
+            if self._unread & (self._unread - 1) == 0:  # the 1st, 2nd, 4th, ...
+                logger.error("seamark: a report could not be read: %s (no. %d)", type(error).__name__, self._unread)
 
 
 class _WithKey:
@@ -148,6 +159,44 @@ def _listener(host: str, port: int) -> socket.socket | None:
         return None
 
 
+def _bounded(protocol: Any) -> Any:
+    """uvicorn's protocol with bounds on connections and on what comes outside of a request, and what `_watch` asks."""
+
+    class Bounded(protocol):  # type: ignore[misc]  # either of uvicorn's two
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self.since, self._unread, self.logger = self.loop.time(), 0, _at_the_port
+            if len(self.connections) > MOST_CONNECTIONS:
+                oldest = min((each for each in self.connections if not each.is_busy), key=lambda each: each.since)
+                self.connections.discard(oldest)
+                oldest.transport.abort()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._unread = 0 if self.is_busy else self._unread + len(data)
+            if self._unread > MAX_HEAD_BYTES:
+                self.transport.abort()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self.since = self.loop.time()
+
+        @property
+        def is_busy(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+    return Bounded
+
+
+async def _watch(connections: set[Any]) -> None:
+    while True:
+        await asyncio.sleep(min(1.0, HEAD_SECONDS))
+        now = asyncio.get_running_loop().time()
+        for each in [*connections]:
+            if now - each.since > (ANSWER_SECONDS if each.is_busy else HEAD_SECONDS):
+                each.transport.abort()
+
+
 async def _serve(app: AsgiApp, listener: socket.socket) -> asyncio.Server:
     """uvicorn's protocol on a socket, without its server: that one handles the signals of the whole process."""
     import uvicorn
@@ -155,7 +204,8 @@ async def _serve(app: AsgiApp, listener: socket.socket) -> asyncio.Server:
 
     config = uvicorn.Config(app, lifespan="off", ws="none", access_log=False, log_config=None)
     config.load()
-    protocol: Any = config.http_protocol_class
+    protocol: Any = _bounded(config.http_protocol_class)
     state = ServerState()
     loop = asyncio.get_running_loop()
+    protocol.watching = loop.create_task(_watch(state.connections))  # kept: the loop alone would let it go
     return await loop.create_server(lambda: protocol(config=config, server_state=state, app_state={}), sock=listener)

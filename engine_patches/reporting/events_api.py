@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from itertools import islice
 from typing import Any, NamedTuple
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlencode
 
 from prometheus_client import make_asgi_app
 
@@ -70,12 +70,6 @@ ID_WITHIN = 1024  # bytes
 _LATER_CHILD = re.compile(r"[1-9]\d*_(?:chatcmpl-|cmpl-|resp_)", re.ASCII)
 
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
-
-# Parameters of a read that are numbers, and what stands for one that is not given.
-QUERY = (("after", "0"), ("wait", "0"), ("engine", ""))
-
-# Headers of the collector's answers that say something of their bodies.
-PASSED_ON = (b"content-type", b"x-accel-buffering")
 
 _SECONDS = re.compile(r"\d{1,6}(\.\d{1,6})?", re.ASCII)
 
@@ -309,10 +303,13 @@ class Feeds:
             return self.main
         return self._of_engine.get(engine)
 
-    def add_outcome(self, report: EngineReport, request: AdmittedRequest) -> None:
-        """A request was admitted."""
+    def add_requests(self, report: EngineReport) -> None:
+        """Requests were admitted, and what became of their wishes to pin their prompts, or to release them."""
         for feed in self._all_of(report):
-            feed.add_outcome(request)
+            for request in report.requests:
+                feed.add_outcome(request)
+            for engine_id, fate in report.pinned:
+                feed.add_pin(engine_id, fate)
 
     async def outcome_of(self, request_id: str) -> Outcome | None:
         """What became of a request that is answered, once; waited for only where the reports of the one engine come."""
@@ -324,11 +321,6 @@ class Feeds:
             await asyncio.sleep(LATE_STEP)
             outcome = self.main.take_latest(request_id)
         return outcome
-
-    def add_pin(self, report: EngineReport, engine_id: str, fate: str) -> None:
-        """What became of a request's wish to pin its prompt, or to release it."""
-        for feed in self._all_of(report):
-            feed.add_pin(engine_id, fate)
 
     def add_drafts(self, report: EngineReport) -> None:
         """What became of requests' drafts, and whether hints are used beside them."""
@@ -410,7 +402,10 @@ class EventsEndpoint:
                 await _tell(scope, send)
             else:
                 feeds.catch_up()
-                await _metrics(scope, receive, send)
+                # Its app chokes on bytes that are no UTF-8, and on versions of formats that are none.
+                names = parse_qs(scope["query_string"].decode("latin-1")).get("name[]", [])
+                query = urlencode({"name[]": names}, doseq=True).encode()
+                await _metrics({**scope, "query_string": query, "headers": []}, receive, send)
         else:
             if scope["path"].startswith("/metrics"):
                 feeds.catch_up()
@@ -436,7 +431,8 @@ async def _pass_on(address: str, scope: Scope, send: Send) -> None:
             aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=address)) as session,
             session.request(scope["method"], "http://localhost" + target) as answer,
         ):
-            headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() in PASSED_ON]
+            of_body = (b"content-type", b"x-accel-buffering")
+            headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() in of_body]
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
             async for piece, _ in answer.content.iter_chunks():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -450,7 +446,8 @@ async def _tell(scope: Scope, send: Send) -> None:
         await _answer(send, 405, {"error": f"{PATH} can only be read: use GET"})
         return
     query = parse_qs(scope["query_string"].decode("latin-1"))
-    after, wait, engine = (query.get(name, [default])[-1] for name, default in QUERY)
+    after, wait = (query.get(name, ["0"])[-1] for name in ("after", "wait"))
+    engine = query.get("engine", [""])[-1]
     if not _NUMBER.fullmatch(after):
         await _answer(send, 400, {"error": "after: use the cursor of the last answer, a number"})
         return
@@ -462,12 +459,13 @@ async def _tell(scope: Scope, send: Send) -> None:
     if feed is None:
         await _answer(send, 404, {"error": "engine: no engine of this data parallel rank has reported here"})
         return
-    seconds = min(float(wait), MAX_WAIT)
     boot, gateway, load = (query.get(name, [None])[-1] for name in ("boot", "gateway", "load"))
-    if seconds:
-        await _answer_in_lines(send, feed.answers(int(after), boot, seconds, gateway, load))
-        return
-    await _answer(send, 200, feed.after(int(after), boot, gateway))
+    # A proxy in between must not collect them.
+    headers = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async for answer in feed.answers(int(after), boot, min(float(wait), MAX_WAIT), gateway, load):
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode() + b"\n", "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _adds_outcome(scope: Scope, send: Send) -> Send:
@@ -545,12 +543,3 @@ async def _answer(send: Send, status: int, content: Any) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-async def _answer_in_lines(send: Send, answers: AsyncIterator[Any]) -> None:
-    # A proxy in between must not collect them.
-    headers = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    async for answer in answers:
-        await send({"type": "http.response.body", "body": json.dumps(answer).encode() + b"\n", "more_body": True})
-    await send({"type": "http.response.body", "body": b""})

@@ -8,37 +8,37 @@ from __future__ import annotations
 
 import os
 from collections import Counter as Counting
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from importlib import metadata
 
 import vllm
-from prometheus_client import REGISTRY, Counter, Gauge, values
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import REGISTRY, Gauge, values
+from prometheus_client import Counter as WholeCounter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, Sample
 
+from engine_patches.disk.files import REASONS
 from engine_patches.reporting.events_api import feeds
 from engine_patches.reporting.report import EngineReport
+from engine_patches.scheduler.draft_windows import HEALED, HELD, ZEROED
+
+
+class Counter(WholeCounter):
+    """Without a series `*_created` beside each. vLLM's stay as they are: the client's own switch is the process's."""
+
+    def _child_samples(self) -> Iterable[Sample]:
+        return [each for each in super()._child_samples() if each.name != "_created"]
 
 
 class Families:
     """The metric families; a Prometheus registry admits each name once per process."""
 
     def __init__(self) -> None:
+        lengths = ["match_unit", "block_size", "ahead"]
         self.info = Gauge(
             "seamark_engine_info",
             "1 while Seamark's patches are live; lengths in tokens; `reports`: HOST:PORT where they are read",
-            [
-                "version",
-                "vllm",
-                "match_unit",
-                "block_size",
-                "ahead",
-                "connector",
-                "lane",
-                "refused",
-                "drafts",
-                "reports",
-            ],
+            ["version", "vllm", *lengths, "connector", "lane", "refused", "drafts", "reports"],
             multiprocess_mode="max",
         )
         self.written = Counter("seamark_checkpoints_written_total", "Recurrent states registered", ["kind"])
@@ -65,6 +65,8 @@ class Families:
         self.files_refused = Counter(
             "seamark_checkpoint_files_refused_total", "Files of checkpoints not loaded, or not written", ["reason"]
         )
+        for reason in REASONS:  # alerts see no first increase of a series that was not there before
+            self.files_refused.labels(reason)
         self.loads_declined = Counter(
             "seamark_loads_declined_total", "Requests that computed what the directory holds, since that is faster"
         )
@@ -73,10 +75,10 @@ class Families:
             "seamark_engine_requests_total", "Requests by why they did or did not resume from the cache", ["reason"]
         )
         self.windows = Counter(
-            "seamark_draft_windows_total",
-            "Hits of draft heads with windows, by their rows",
-            ["rows"],
+            "seamark_draft_windows_total", "Hits of draft heads with windows, by their rows", ["rows"]
         )
+        for rows in (HELD, ZEROED, HEALED):
+            self.windows.labels(rows)
         self.followers = Counter(
             "seamark_followers_total", "Requests whose prefix another one was computing: held back, or not", ["fate"]
         )
@@ -149,11 +151,9 @@ class CollectedMetrics:
     def take(self, report: EngineReport) -> None:
         """A report of one engine. Outcomes are there at once, for heads of answers; the rest when tokens are out."""
         self._show(report)
-        for request in report.requests:
-            feeds.add_outcome(report, request)
-        for request_id, fate in report.pinned:
+        feeds.add_requests(report)
+        for _, fate in report.pinned:
             families().pins.labels(fate).inc()
-            feeds.add_pin(report, request_id, fate)
         feeds.add_drafts(report)
         feeds.later(partial(self._add_up, report))
 

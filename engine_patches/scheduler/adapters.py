@@ -6,15 +6,19 @@ is not certain that this computes a request, the request finds nothing, and nobo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
+import math
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from engine_patches.footprint import ADAPTER, ADAPTERS, TAG
@@ -26,11 +30,79 @@ CONFIG = "adapter_config.json"
 # vLLM loads the first that is there.
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 
+# That an engine waits for what files say, and does nothing else meanwhile.
+LOOK_SECONDS = 0.5
+
 # Name, path, and tag of the contents.
 Key = tuple[str, str, str]
 
 # Of the two files: device, inode, size, and the times of the last changes. None: they cannot be read here.
 Signature = tuple[tuple[int, ...], ...] | None
+
+NOT_YET: Signature = ()  # they may be read here, and have not answered
+
+
+class _Look(threading.Event):
+    """A look at an adapter's files; set once it is over."""
+
+    found: tuple[Signature, str] = None, ""  # as `_read` says
+    seconds = math.inf  # that it took
+    before: Signature = None  # of the files, before the workers read them
+
+    def __init__(self, lora: Any, *, hashed: bool) -> None:
+        super().__init__()
+        self.lora, self._hashed = lora, hashed
+
+    def take(self) -> None:
+        """Take it; a file system or a hub may do whatever it likes."""
+        began = time.monotonic()
+        with contextlib.suppress(Exception):
+            self.found = _read(self.lora, hashed=self._hashed)
+        self.seconds = time.monotonic() - began
+        self.set()
+
+
+class _Looks:
+    """Those of one engine, in threads of their own: a mount that is slow, or hangs, holds up nobody's requests."""
+
+    def __init__(self) -> None:
+        self._threads: list[SimpleQueue[_Look | None]] = []  # that have nothing to do, each by what it is asked
+        self._late: dict[str, _Look] = {}  # by path: the last one, if it was not over in time
+
+    def signature(self, lora: Any) -> Signature:
+        """As an adapter's files are now; `NOT_YET` if they do not say it in time.
+
+        Then nobody waits for them again until they have come to answer as fast as they should.
+        """
+        late = self._late.get(lora.lora_path)
+        if late is not None and not late.is_set():
+            return NOT_YET
+        look = self.begin(lora, LOOK_SECONDS if late is None or late.seconds < LOOK_SECONDS else 0.0)
+        if not look.is_set():
+            self._late[lora.lora_path] = look
+            return NOT_YET
+        self._late.pop(lora.lora_path, None)
+        return look.found[0]
+
+    def begin(self, lora: Any, seconds: float, *, hashed: bool = False) -> _Look:
+        """A look that is waited for so long."""
+        look = _Look(lora, hashed=hashed)
+        try:
+            thread = self._threads.pop()
+        except IndexError:
+            thread = SimpleQueue()
+            threading.Thread(target=_take_all, args=(thread,), name="seamark-adapters", daemon=True).start()
+        thread.put(look)
+        if look.wait(seconds):
+            self._threads.append(thread)
+        else:
+            thread.put(None)
+        return look
+
+
+def _take_all(asked: SimpleQueue[_Look | None]) -> None:
+    for look in iter(asked.get, None):
+        look.take()
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +114,7 @@ class Adapter:
     tag: str  # of the contents
     signature: Signature
     doubtful: set[Key]  # of its engine: what may stand over states of two contents, and no adapter is given (again)
+    looks: _Looks  # of its engine
 
     @property
     def key(self) -> Key:
@@ -55,7 +128,11 @@ class Adapter:
         """
         if (lora.lora_name, lora.lora_path) != (self.name, self.path):
             return False  # ids of several API servers can mean several adapters, of which the workers hold one
-        if self.key not in self.doubtful and _read(lora, hashed=False)[0] != self.signature:
+        if self.key in self.doubtful:
+            return False
+        if (now := self.looks.signature(lora)) == NOT_YET:
+            return False
+        if now != self.signature:
             self.doubtful.add(self.key)
             if not lora.load_inplace:
                 logger.warning(
@@ -63,7 +140,7 @@ class Adapter:
                     "requests neither find nor leave anything in the cache",
                     self.name,
                 )
-        return self.key not in self.doubtful
+        return now == self.signature
 
 
 class Adapters:
@@ -72,6 +149,8 @@ class Adapters:
     def __init__(self) -> None:
         self._by_id: dict[int, Adapter] = {}
         self._doubtful: set[Key] = set()
+        self._hashing: dict[int, _Look] = {}  # by id, at files that the workers have loaded, or are to load
+        self._looks = _Looks()
         self._lock = threading.RLock()
         self._told: dict[str, Key] = {}  # by name: the key under which its states were last found
 
@@ -79,19 +158,22 @@ class Adapters:
         """What computes a request with this vLLM `LoRARequest`; None if that is not certain."""
         with self._lock:
             if lora.lora_int_id not in self._by_id:  # vLLM loads it when the request runs
-                self._note(lora, *_read(lora, hashed=True))
+                if (signature := self._looks.signature(lora)) == NOT_YET:
+                    return None
+                self._learn(lora, signature)
+            self._settle(lora.lora_int_id)
             adapter = self._by_id[lora.lora_int_id]
             return adapter if adapter.computes(lora) else None
 
     def load(self, lora: Any, load: Callable[[Any], Any]) -> Any:
         """Have vLLM `load` an adapter, and note what it has read; vLLM's answer."""
-        signature, contents = _read(lora, hashed=True)
+        before = self._looks.signature(lora)
         is_read = False  # after an error the workers hold who knows what
         try:
             answer = load(lora)
-            is_read = _read(lora, hashed=False)[0] == signature
+            is_read = before != NOT_YET
         finally:
-            self._note(lora, signature if is_read else None, contents)
+            self._learn(lora, before if is_read else None)
         return answer
 
     def has_changed(self, adapter: Adapter) -> bool:
@@ -100,8 +182,32 @@ class Adapters:
         self._told[adapter.name] = adapter.key
         return before not in (None, adapter.key)
 
+    def _learn(self, lora: Any, before: Signature) -> None:
+        """Have the files hashed that were as `before` when the workers read them; None: nobody knows what they read.
+
+        As long as that takes, nothing is certain.
+        """
+        with self._lock:
+            look = self._hashing.pop(lora.lora_int_id, None)
+            if before is not None:
+                if look is None or look.is_set() or repr(look.lora) != repr(lora):
+                    look = self._looks.begin(lora, LOOK_SECONDS, hashed=True)
+                look.lora, look.before = lora, before
+                self._hashing[lora.lora_int_id] = look
+            if not self._settle(lora.lora_int_id):
+                self._note(lora, before, "")
+
+    def _settle(self, number: int) -> bool:
+        """Note what was hashed of the adapter with this id, if that is over."""
+        look = self._hashing.get(number)
+        if look is None or not look.is_set():
+            return False
+        del self._hashing[number]
+        self._note(look.lora, *(look.found if look.found[0] == look.before else (None, "")))
+        return True
+
     def _note(self, lora: Any, signature: Signature, contents: str) -> None:
-        """The workers read an adapter with this signature; None: nobody knows what."""
+        """The workers read an adapter with this signature; None: nobody knows what. No `contents`: not known (yet)."""
         key = lora.lora_name, lora.lora_path, contents
         with self._lock:
             known = self._by_id.get(lora.lora_int_id)
@@ -111,16 +217,16 @@ class Adapters:
             for other in self._by_id.values():
                 if other is known or ((other.name, other.path) == key[:2] and other.signature != signature):
                     self._doubtful.add(other.key)
-            if signature is None or key in self._doubtful:
+            if not contents or key in self._doubtful:
                 key = (*key[:2], secrets.token_hex(16))
-            if signature is None:
+            if not contents:
                 self._doubtful.add(key)
                 logger.warning(
                     "seamark: what the workers hold of adapter %s is not certain, since its files cannot be read here "
-                    "or loading them failed: its requests neither find nor leave anything in the cache",
+                    "(yet) or loading them failed: its requests neither find nor leave anything in the cache",
                     lora.lora_name,
                 )
-            self._by_id[lora.lora_int_id] = Adapter(*key, signature, self._doubtful)
+            self._by_id[lora.lora_int_id] = Adapter(*key, signature, self._doubtful, self._looks)
 
 
 def _read(lora: Any, *, hashed: bool) -> tuple[Signature, str]:

@@ -48,7 +48,6 @@ class Found(NamedTuple):
     renderer_id: bytes = b""  # of the tokenizer and template that the entries are for
     end: int | None = None  # tokens of the prompt behind the end of its last turn; None: not known
     unplaced: tuple[Place, ...] = ()
-    dated: Place | None = None  # the beginning before a date, if the tokenizer has still to be asked what names its end
 
     @property
     def turn_key(self) -> bytes | None:
@@ -63,7 +62,7 @@ class Found(NamedTuple):
 
     def without_request(self) -> Found:
         """What can be kept for long: the rest would keep the parsed request alive, whose bytes nobody counts."""
-        return self._replace(prefixes=(), layout=None, unplaced=(), dated=None)
+        return self._replace(prefixes=(), layout=None, unplaced=())
 
     def entries(self) -> tuple[Entry, ...]:
         """The hint, each entry once."""

@@ -14,9 +14,8 @@ from typing import Any
 from xxhash import xxh3_128_digest
 
 from proxy.boundaries.boundary import Boundary, Found, Kind, LookupResult, Place
-from proxy.boundaries.dates import Dates
 from proxy.boundaries.divergence import DivergenceLearner
-from proxy.boundaries.layout import OPEN_ROLES, REMINDER_ROLES, RESULT_ROLES, PromptLayout, layout_of
+from proxy.boundaries.layout import OPEN_ROLES, RESULT_ROLES, PromptLayout, layout_of
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.resolve import Entry, encode_end, encode_opener
 from proxy.boundaries.template_facts import Opener, OpenerPlace, TemplateFacts
@@ -24,8 +23,6 @@ from proxy.chat.chat import TOOLS, Chat, Mark, last_text_part, listed
 
 # Marks of one request that count; the APIs that have them allow four.
 MAX_MARKS = 8
-
-MAX_SYSTEM_MESSAGES = 4  # searched for a date
 
 # Questions before the last one at which a prompt may part from one that is seen for the first time: clients that put
 # documents or examples into user messages change the later ones. In a conversation each was the last one once, and has
@@ -43,7 +40,6 @@ class BoundaryFinder:
         """With a `learner`, beginnings inside texts that recent requests shared are known to the choice of a worker."""
         self._positions = positions
         self._learner = learner
-        self.dates = Dates()
 
     def find(
         self,
@@ -68,7 +64,6 @@ class BoundaryFinder:
             return Found(failure="no_boundary")
         search = _Search(layout, facts, self._positions, size, tokens_per_byte)
         search.between_messages()
-        search.before_dates(self.dates, renderer_id)
         search.at_marks()
         search.at_earlier_questions()
         if by_texts and self._learner is not None:
@@ -98,7 +93,6 @@ class _Search:
         # Beginnings that end inside a message: content parts and characters before their end, and their key.
         self._inside: dict[int, list[tuple[int, int, bytes]]] = {}
         self._unplaced: list[Place] = []
-        self._dated: Place | None = None
         self._result: LookupResult = "none"
 
     def between_messages(self) -> None:
@@ -116,23 +110,6 @@ class _Search:
         if layout.turn_key is not None and self._turn_holds():
             tokens = self._end()
             self._add("turn", layout.turn_key, encode_end(tokens) if tokens is not None else None, len(chat.messages))
-
-    def before_dates(self, dates: Dates, renderer_id: bytes) -> None:
-        """What precedes the first date or time in the system prompt: it will be another one tomorrow."""
-        layout, chat = self._layout, self._layout.chat
-        for index in range(self._moved + 1, min(layout.first, MAX_SYSTEM_MESSAGES)):
-            text = chat.texts[index]
-            if chat.roles[index] not in REMINDER_ROLES or text is None:
-                continue
-            if characters := dates.cut(layout.keys.after[index], text):
-                head = text[:characters]
-                key = layout.cut_key(index, xxh3_128_digest(head.encode(errors="surrogatepass")))
-                place = Place(key, index, kept=head)
-                entry = dates.entry(renderer_id, key)
-                self._add_inside("learned", place, entry or None)
-                if entry is None and self._facts is not None and not self._positions.get(key):
-                    self._dated = place
-                return
 
     def at_marks(self) -> None:
         """The ends of what a client marked for caching."""
@@ -186,7 +163,6 @@ class _Search:
             renderer_id,
             self._reckoned_end(),
             tuple(self._unplaced),
-            self._dated,
         )
 
     def _prefixes(self) -> list[bytes]:
@@ -209,18 +185,20 @@ class _Search:
         elif tokens:
             entry = tokens
             self._result = "head" if self._result == "none" else self._result
-        self._boundaries.append(Boundary(kind, key, entry, tokens, self._estimate(self._behind[message])))
+        # What else a body holds is no part of the prompt.
+        estimate = self._estimate(self._behind[message]) if message or self._tools else 0
+        self._boundaries.append(Boundary(kind, key, entry, tokens, estimate))
 
-    def _add_inside(self, kind: Kind, place: Place, entry: str | None = None) -> None:
-        """A boundary inside a message, which `entry` or a position remembered of this head tells, or nothing yet."""
+    def _add_inside(self, kind: Kind, place: Place) -> None:
+        """A boundary inside a message, which a position remembered of this head tells, or nothing yet."""
         if place.message < self._moved:
             return
         before = place.part + 1 if place.part is not None else _last_text_at(self._layout.chat, place.message)
         self._inside.setdefault(place.message, []).append((before, len(place.kept), place.key))
         tokens = self._positions.get(place.key)
         estimate = self._estimate(self._behind[place.message] - len(place.kept))
-        self._boundaries.append(Boundary(kind, place.key, tokens or entry, tokens, estimate))
-        if not tokens and entry is None:
+        self._boundaries.append(Boundary(kind, place.key, tokens or None, tokens, estimate))
+        if not tokens:
             self._unplaced.append(place)
         elif self._result == "none":
             self._result = "head"

@@ -99,11 +99,6 @@ class WorkerRenderer:
         self._has_render_route = False  # the refusal was of the route: this request itself is fine
         return tokens
 
-    async def tokenize(self, model: Any, text: str) -> Sequence[int]:
-        """Token ids of a text alone, no special ones added. Raises `RenderFailed`."""
-        body = {"model": model, "prompt": text, "add_special_tokens": False}
-        return self._tokens(*await self._post(TOKENIZE, body), "tokens").ids()
-
     async def detokenize(self, model: Any, ids: Sequence[int]) -> str | None:
         """The text of these ids, special tokens included; None if the worker has no route for that."""
         try:

@@ -27,15 +27,10 @@ def encode_opener(opener: Opener, where: Literal["first", "last"] = "last", skip
 
     The ids nearest to the place are kept if there are more than an entry may have.
     """
-    return encode_ids(opener.ids, where, skip)
-
-
-def encode_ids(ids: Sequence[int], where: Literal["first", "last"] = "last", skip: int = 0) -> str:
-    """The same for any token ids."""
     if skip and where == "first":
         raise ValueError("occurrences are skipped from the end only")
     words = f"last-{skip}" if skip else where
-    return f"{words}:{','.join(map(str, ids[-MAX_IDS:]))}"
+    return f"{words}:{','.join(map(str, opener.ids[-MAX_IDS:]))}"
 
 
 def encode_end(end: int) -> int:

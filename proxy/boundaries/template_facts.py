@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from proxy.chat.canonical import canonical, digest
+from proxy.chat.canonical import canonical, digest, head_of
 
 # Tokens that may stand between an opener and its text: an id, or the name of a tool.
 GAP = 24
@@ -68,9 +68,10 @@ def setting_of(body: Mapping[str, Any]) -> Setting:
     """The setting of a chat request.
 
     Numbers, flags and short words of `chat_template_kwargs`, `reasoning_effort` and the like count, and so does a
-    `chat_template`. `documents`, `response_format` and all other lists and objects do not: they stand in the head, and
-    neither openers nor ends depend on it.
+    `chat_template`. `documents` and all other lists and objects do not: they stand in the head, and neither openers nor
+    ends depend on it.
     """
+    body = head_of(body)
     fields: dict[str, Any] = {name: body[name] for name in SCALAR_FIELDS if _is_scalar(body.get(name))}
     given = body.get("chat_template_kwargs")
     if isinstance(given, Mapping):

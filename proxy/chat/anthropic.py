@@ -28,7 +28,6 @@ def messages_request(body: Mapping[str, Any]) -> Chat | None:
     chat = {"model": body.get("model"), "messages": reader.messages}
     if tools:
         chat["tools"] = tools
-        chat["tool_choice"] = _tool_choice(body.get("tool_choice"))
     if isinstance(output := body.get("output_config"), dict) and output.get("effort"):
         chat["reasoning_effort"] = output["effort"]
     if isinstance(thinking := body.get("thinking"), dict) and thinking.get("type") == "disabled":
@@ -85,13 +84,15 @@ class _BlockReader:
             kind = block.get("type")
             if kind == "text" and isinstance(block.get("text"), str) and block["text"]:
                 parts.append({"type": "text", "text": block["text"]})
-            elif kind == "image" and isinstance(block.get("source"), dict):
+            elif kind == "image" and isinstance(block.get("source"), dict) and block["source"]:
                 parts.append({"type": "image_url", "image_url": {"url": _image(block["source"])}})
             elif kind == "thinking" and isinstance(block.get("thinking"), str):
                 thoughts.append(block["thinking"])
             elif kind == "tool_use":
                 function = {"name": block.get("name") or "", "arguments": json.dumps(block.get("input") or {})}
-                calls.append({"id": block.get("id") or "call", "type": "function", "function": function})
+                # vLLM puts the time there, by which the same prompt would be another one each second.
+                name = block.get("id") or f"call_{len(self.messages):06}{len(calls):03}"
+                calls.append({"id": name, "type": "function", "function": function})
             elif kind == "tool_result" and role == "user":
                 self._tool_result(block)
                 continue
@@ -114,20 +115,21 @@ class _BlockReader:
         self.marks += [Mark(index, None if part == len(parts) - 1 else part) for part in marks]
 
     def _tool_result(self, block: Mapping[str, Any]) -> None:
-        content, text, images, references = block.get("content"), "", [], []
+        content, text, urls, references = block.get("content"), "", [], []
         if isinstance(content, str):
             text = content
         else:
             items = [item for item in listed(content) if isinstance(item, dict)]
             text = "\n".join(str(item.get("text", "")) for item in items if item.get("type") == "text")
-            images = [i["source"] for i in items if i.get("type") == "image" and isinstance(i.get("source"), dict)]
+            sources = [i.get("source", {}) for i in items if i.get("type") == "image"]
+            urls = [url for source in sources if isinstance(source, dict) and (url := _image(source))]
             named = [i.get("tool_name") or i.get("name") for i in items if i.get("type") == "tool_reference"]
             references = [{"type": "tool_reference", "name": name} for name in named if name]
         if marked(block):
             self.marks.append(Mark(len(self.messages)))
         self.messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": text})
-        if images:
-            parts = [{"type": "image_url", "image_url": {"url": _image(source)}} for source in images]
+        if urls:
+            parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
             self.messages.append({"role": "user", "content": parts})
         if references:
             found = {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": references}
@@ -182,10 +184,3 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function["parameters"], dict) and "type" not in function["parameters"]:
         function["parameters"] = {**function["parameters"], "type": "object"}
     return {"type": "function", "function": function}
-
-
-def _tool_choice(choice: Any) -> Any:
-    kind = choice.get("type") if isinstance(choice, dict) else "auto"
-    if kind == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return {"any": "required", "none": "none"}.get(kind, "auto") if isinstance(kind, str) else "auto"

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
 
-# Fields beside the messages that a chat template or vLLM's renderer can see, and the salt that parts the caches.
+# Fields beside the messages that a chat template or vLLM's renderer can see, and the salt that parts the caches. The
+# renderers of Kimi K3 and Cohere alone see `tool_choice` and `response_format`: there a prediction may be too long.
 HEAD_FIELDS = (
     "model",
     "tools",
-    "tool_choice",
-    "functions",
-    "function_call",
     "documents",
     "reasoning_effort",
-    "response_format",
     "chat_template",
     "chat_template_kwargs",
     "add_special_tokens",
@@ -33,6 +29,13 @@ HEAD_FIELDS = (
     "truncation_side",
     "cache_salt",
 )
+
+# A field that is one of these might as well not be there.
+_UNSET: tuple[Any, ...] = (None, [], {})
+
+# Characters of tool calls' arguments that are compared as JSON, in one request. No limit of a body's values counts what
+# they hold; those behind are compared as they are written.
+MAX_ARGUMENTS = 32_768
 
 # What clients write on content for a cache, and no template reads.
 MARKS = ("cache_control", "prompt_cache_breakpoint")
@@ -67,11 +70,12 @@ def canonical(value: Any) -> bytes:
 
 def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes) -> Keys:
     """Keys of a chat request; `renderer` identifies the tokenizer and template that will read it."""
-    head = _head(body, renderer)
+    head = xxh3_128_digest(renderer + canonical(head_of(body)))
     before, after = [], []
-    key = head
+    key, left = head, MAX_ARGUMENTS
     for message in messages:
-        shape, text = _parts(message)
+        shape, text = _parts(message, left)
+        left -= len(shape)
         chained = xxh3_128(key + shape + b"\0")  # the shape ends here, whatever the text begins with
         before.append(chained.digest())
         chained.update(text)
@@ -81,24 +85,14 @@ def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes)
     return Keys(head, tuple(before), tuple(after))
 
 
-def _head(body: Mapping[str, Any], renderer: bytes) -> bytes:
-    """Key of everything beside the messages, remembered for requests that have a model and perhaps a salt: most."""
-    fields = tuple(field for field in HEAD_FIELDS if field in body)
-    if fields in _SHORT_HEADS:
-        values = tuple(body[field] for field in fields)
-        if all(type(value) is str and len(value) <= MAX_REMEMBERED for value in values):
-            return _short_head(renderer, fields, values)
-    return xxh3_128_digest(renderer + canonical({field: body[field] for field in fields}))
-
-
-MAX_REMEMBERED = 256  # characters of a model's name, or a salt
-
-_SHORT_HEADS = (("model",), ("model", "cache_salt"))
-
-
-@lru_cache(1024)
-def _short_head(renderer: bytes, fields: tuple[str, ...], values: tuple[str, ...]) -> bytes:
-    return xxh3_128_digest(renderer + canonical(dict(zip(fields, values, strict=True))))
+def head_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything beside the messages that is seen, without defaults that are spelled out."""
+    adds_special = "messages" not in body  # by default: a template writes its own
+    return {
+        name: value
+        for name in HEAD_FIELDS
+        if name in body and (value := body[name]) not in _UNSET and value is not adds_special
+    }
 
 
 def own_hash(message: Any) -> int:
@@ -107,7 +101,7 @@ def own_hash(message: Any) -> int:
     return xxh3_64_intdigest(text, xxh3_64_intdigest(shape))
 
 
-def _parts(message: Any) -> tuple[bytes, bytes]:
+def _parts(message: Any, most: int = MAX_ARGUMENTS) -> tuple[bytes, bytes]:
     """A message as its shape (everything but its last text, marked so that "" is not no text) and that last text."""
     if not isinstance(message, dict):
         return b"?", canonical(message)
@@ -121,7 +115,7 @@ def _parts(message: Any) -> tuple[bytes, bytes]:
     # Templates read fields by name, and vLLM drops those that are null.
     rest = {name: message[name] for name in sorted(message) if name != "content" and message[name] not in (None, [])}
     if "tool_calls" in rest:
-        rest["tool_calls"] = _calls(rest["tool_calls"])
+        rest["tool_calls"] = _calls(rest["tool_calls"], most)
     for name in MARKS:
         rest.pop(name, None)
     role = rest.pop("role", None)
@@ -152,15 +146,17 @@ def without_marks(part: Any) -> Any:
     return {name: value for name, value in part.items() if name not in MARKS}
 
 
-def _calls(calls: Any) -> Any:
-    """Tool calls with their arguments parsed, as vLLM hands them to a template."""
+def _calls(calls: Any, left: int) -> Any:
+    """Tool calls with their arguments parsed, as vLLM hands them to a template: `left` characters at most."""
     if not isinstance(calls, list):
         return calls
     read = []
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            call = {**call, "function": {**function, "arguments": _decoded(function["arguments"])}}
+        if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), str):
+            if len(arguments) <= left:
+                call = {**call, "function": {**function, "arguments": _decoded(arguments)}}
+            left -= len(arguments)
         read.append(call)
     return read
 

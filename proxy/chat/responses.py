@@ -60,7 +60,6 @@ def responses_request(body: Mapping[str, Any], previous: Sequence[Any] | None = 
     tools = [made for tool in listed(body.get("tools")) if isinstance(tool, dict) for made in _tools(tool)]
     if tools:
         chat["tools"] = tools
-        chat["tool_choice"] = _tool_choice(body.get("tool_choice"))
     given_kwargs = body.get("chat_template_kwargs")
     kwargs = given_kwargs if isinstance(given_kwargs, dict) else {}
     effort = body["reasoning"].get("effort") if isinstance(body.get("reasoning"), dict) else None
@@ -148,12 +147,6 @@ def _tools(tool: Mapping[str, Any], space: Any = None) -> list[dict[str, Any]]:
     if tool.get("type") != "function":
         return []
     return [{"type": "function", "function": {**{k: v for k, v in tool.items() if k != "type"}, "name": name}}]
-
-
-def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice if isinstance(choice, str) else "auto"
 
 
 def _continues(item: Any) -> bool:

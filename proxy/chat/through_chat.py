@@ -1,7 +1,8 @@
 """/v1/messages for a worker that has none: the request goes to the chat API, and its answer comes back as a message.
 
 vLLM's own route does the same in its process; requests, stop reasons and blocks are turned as it turns them (vLLM 0.33,
-`entrypoints/anthropic/serving.py`), so that a client cannot tell which of the two has answered.
+`entrypoints/anthropic/serving.py`), so that a client cannot tell which of the two has answered. But a call that was cut
+short is a message here and an error 500 there, and a call without an id gets one that does not tell the time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from proxy.chat.anthropic import messages_request
 from proxy.chat.chat import listed
+from proxy.chat.lax_values import flag
 from proxy.http.json_body import loads
 
 # Fields of a request that have the same meaning in both APIs, and by which name in the chat API.
@@ -25,54 +27,79 @@ _SAME = {
 _OPENS, _DELTA, _ENDS = "content_block_start", "content_block_delta", "content_block_stop"
 
 
-def chat_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The request to the chat API that a request to /v1/messages means; None if it holds no chat."""
+def chat_of(body: Mapping[str, Any], *, merges: bool = False) -> dict[str, Any]:
+    """The request to the chat API that a request to /v1/messages means, and which refuses what holds no chat.
+
+    `merges`: all system messages are one, the first, for templates that take no other.
+    """
     chat = messages_request(body)
-    if chat is None:
-        return None
-    made = dict(chat.body)
+    made = dict(chat.body) if chat is not None else {"model": body.get("model"), "messages": []}
+    told = [message["content"] for message in made["messages"] if merges and message["role"] == "system"]
+    if told:
+        others = (message for message in made["messages"] if message["role"] != "system")
+        made["messages"] = [{"role": "system", "content": "".join(told)}, *others]
     for theirs, ours in _SAME.items():
         if body.get(theirs) is not None:
             made[ours] = body[theirs]
     if body.get("max_tokens") is not None:
         made["max_tokens"] = made["max_completion_tokens"] = body["max_tokens"]
     choice, thinking, output = (_mapping(body.get(name)) for name in ("tool_choice", "thinking", "output_config"))
-    if choice.get("disable_parallel_tool_use"):
+    if made.get("tools"):
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        kinds = {"any": "required", "none": "none", "tool": named}
+        made["tool_choice"] = kinds.get(str(choice.get("type")), "auto")
+    if flag(choice.get("disable_parallel_tool_use")):
         made["parallel_tool_calls"] = False
     if thinking.get("type") == "enabled" and thinking.get("budget_tokens") is not None:
         made["thinking_token_budget"] = thinking["budget_tokens"]
-    if (schema := _mapping(output.get("format")).get("schema")) is not None:
+    if schema := _mapping(output.get("format")).get("schema"):
         kind = _mapping(output.get("format")).get("type")
         made["response_format"] = {"type": kind, "json_schema": {"name": kind, "schema": schema}}
-    if body.get("stream"):
+    if flag(body.get("stream")):
         made |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     return made
 
 
+def has_reminders(body: Mapping[str, Any]) -> bool:
+    """Whether system messages stand within a request to /v1/messages, as Claude Code's."""
+    return any(_mapping(message).get("role") == "system" for message in listed(body.get("messages")))
+
+
+def error_of(answer: bytes, status: int) -> bytes:
+    """What the chat API answered in place of a chat, as an error of Anthropic's."""
+    try:
+        parsed = loads(answer)
+    except ValueError:
+        parsed = None
+    said = _mapping(parsed).get("error", parsed)
+    told = {"message": said} if isinstance(said, str) else _mapping(said)
+    message = told.get("message") or told.get("detail") or f"The worker answered {status}."
+    return json.dumps({"type": "error", "error": _error({**told, "message": message})}).encode()
+
+
 def message_of(answer: bytes) -> bytes:
-    """A whole answer of the chat API as a message; an error as Anthropic's; anything else as it is."""
+    """A whole answer of the chat API as a message. Raises `ValueError` for what is none."""
     try:
-        parsed = json.loads(answer)
-    except (ValueError, RecursionError):
-        return answer
-    if isinstance(parsed, dict) and isinstance(error := parsed.get("error"), dict):
-        return json.dumps({"type": "error", "error": _error(error)}).encode()
-    try:
+        parsed = loads(answer)
         (choice, *_), blocks = parsed["choices"], []
         said = choice["message"]
         if thought := said.get("reasoning"):
             blocks.append({"type": "thinking", "thinking": thought, "signature": os.urandom(16).hex()})
         if text := said.get("content"):
             blocks.append({"type": "text", "text": text})
-        for call in listed(said.get("tool_calls")):
-            function = call["function"]
-            arguments = loads(function["arguments"])
-            blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
-        has_calls = bool(said.get("tool_calls"))
-        message = _message(parsed, blocks or [{"type": "text", "text": ""}], _usage(parsed.get("usage")))
-        message |= _stopped(choice.get("finish_reason"), choice.get("stop_reason"), has_calls, has_calls)
+        may_run, are_complete = True, bool(calls := listed(said.get("tool_calls")))
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"].get("arguments") or ""
+            given = _input(arguments)
+            are_complete &= given is not None
+            may_run &= given is not None or not arguments.strip()
+            blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given or {}})
+        stopped = _stopped(choice.get("finish_reason"), choice.get("stop_reason"), bool(calls), are_complete)
+        message = _message(parsed, blocks or [{"type": "text", "text": ""}], _usage(parsed.get("usage"))) | stopped
     except (KeyError, TypeError, ValueError, AttributeError):
-        return answer
+        raise ValueError("The worker's answer is no chat completion.") from None
+    if stopped["stop_reason"] == "tool_use" and not may_run:
+        raise ValueError("The worker's tool call has arguments that are no JSON object.")
     return json.dumps(message).encode()
 
 
@@ -87,7 +114,7 @@ class MessageStream:
         self._block = ""  # the kind of the one that is open
         self._call = ""  # id of the tool call that is open
         self._calls: dict[Any, str] = {}  # ids, by index
-        self._arguments = ""  # of the latest tool call
+        self._arguments: str | None = None  # of the latest tool call
         self._text_behind = ""  # that came within a tool call
         self._finish: tuple[Any, Any] = (None, None)
 
@@ -126,9 +153,8 @@ class MessageStream:
         if not chunk["choices"]:
             yield from self._close()
             finish, stop = self._finish
-            stopped = _stopped(
-                finish or "stop", stop, bool(self._calls), bool(self._calls) and _is_json(self._arguments)
-            )
+            has_calls = self._arguments is not None
+            stopped = _stopped(finish or "stop", stop, has_calls, has_calls and _input(self._arguments) is not None)
             yield _event("message_delta", delta=stopped, usage=_usage(chunk.get("usage")))
             return
         choice = chunk["choices"][0]
@@ -157,7 +183,7 @@ class MessageStream:
                 yield from self._open("tool_use", {"id": call["id"], "name": function["name"], "input": {}})
                 self._call = call["id"]
         if (more := function.get("arguments")) and self._call and self._calls.get(call.get("index")) == self._call:
-            self._arguments += more
+            self._arguments = (self._arguments or "") + more
             yield self._delta("input_json_delta", partial_json=more)
 
     def _open(self, kind: str, fields: Mapping[str, Any]) -> Iterator[str]:
@@ -211,25 +237,20 @@ def _usage(usage: Any) -> dict[str, int]:
 
 def _stopped(finish: Any, stop: Any, has_calls: bool, are_complete: bool) -> dict[str, Any]:
     """Why it ended. A stop string wins unless the calls are complete: a call that it cut short must not run."""
-    reason, sequence = None, None
-    if finish == "length":
-        reason = "max_tokens"
-    elif finish in ("stop", "tool_calls"):
-        if are_complete:
-            reason = "tool_use"
-        elif isinstance(stop, str):
-            reason, sequence = "stop_sequence", stop
-        else:
-            reason = "tool_use" if has_calls or finish == "tool_calls" else "end_turn"
-    return {"stop_reason": reason, "stop_sequence": sequence}
+    reason = "tool_use" if has_calls or finish == "tool_calls" else "end_turn"
+    if isinstance(stop, str) and not are_complete:
+        reason = "stop_sequence"
+    kept = {"length": "max_tokens", "stop": reason, "tool_calls": reason}.get(finish)
+    return {"stop_reason": kept, "stop_sequence": stop if kept == "stop_sequence" else None}
 
 
-def _is_json(text: str) -> bool:
+def _input(arguments: Any) -> dict[str, Any] | None:
+    """A tool call's arguments as an object; None: they are none, or not all there."""
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        given = loads(arguments)
+    except ValueError:
+        return None
+    return {} if given is None else given if isinstance(given, dict) else None
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +29,7 @@ from proxy.fleet.sleep import EngineAnswers
 from proxy.fleet.worker import CLOSED, OPEN, TRIAL
 from proxy.fleet.worker_metrics import EngineInfo, EngineSetup, WorkerMetrics
 from proxy.http.client import Broken, Silent, Unreachable, Upstream
-from proxy.http.json_body import HINT, XARGS, loads
+from proxy.http.json_body import loads
 from proxy.observability.shadow import CURED
 from proxy.printable import printable, printable_lines
 from proxy.settings import Settings
@@ -39,8 +38,6 @@ from proxy.version import version
 DEFAULTS = Settings.model_validate({})  # of a gateway
 
 CONNECT_SECONDS, ANSWER_SECONDS, COMPLETION_SECONDS = 2.0, 10.0, 120.0
-
-REPORT_SECONDS = 2.0  # that an engine may take to count a refused hint, after its answer
 
 NO_ANSWER = (Unreachable, Broken)
 
@@ -187,7 +184,7 @@ async def _asking(url: str, api_key: str | None, what: str) -> AsyncIterator[Pro
         parts = urlsplit(shown)
         lacks_port = parts.port is None and what == SERVER
     except ValueError:
-        raise NotAnswering(_no_url(url)) from None
+        raise NotAnswering(f"{'that' if '@' in url else url} is no URL") from None  # it may hold a password
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise NotAnswering(f"no {what} answers at {shown}: no URL of http:// or https://")
     upstream = Upstream(CONNECT_SECONDS, DEFAULTS.max_header_bytes, api_key)
@@ -213,10 +210,6 @@ def examine(url: str, api_key: str | None = None, found: FoundWay = PIP) -> Exam
         return asyncio.run(examination())
     except NotAnswering as error:
         return _unreachable(str(error))
-
-
-def _no_url(url: str) -> str:
-    return f"{'that' if '@' in url else url} is no URL"  # it may hold a password
 
 
 def _unreachable(why: str) -> Examination:
@@ -255,7 +248,7 @@ async def _examine(worker: Probe, has_key: bool, found: FoundWay) -> Examination
         *_frontend(frontend),
         *(_engine(metrics, setup, cures) if engine is not None or not reports.why_not else []),
         *_caching(setup, cures),
-        *await _drafts(worker, model, engine, setup, cures),
+        *_drafts(engine, setup, cures),
         *_connector(setup, cures),
         *([await _events(worker, reports, cures)] if engine is not None or reports.why_not else []),
         details,
@@ -332,9 +325,7 @@ def _caching(setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
     return [Diagnosis(False, off, cure, fatal=off)]
 
 
-async def _drafts(
-    worker: Probe, model: str, info: EngineInfo | None, setup: EngineSetup, cures: Cures
-) -> list[Diagnosis]:
+def _drafts(info: EngineInfo | None, setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
     """Speculative decoding, and whether hints are used beside it."""
     if not setup.drafts:
         return []
@@ -349,18 +340,11 @@ async def _drafts(
     if info.drafts == OPEN:
         ahead = f"they share {info.ahead} tokens past a state"
         return [Diagnosis(True, f"speculative decoding is on, with hints, which stood their trial: {ahead}")]
-    if info.ahead and not info.refused:
-        return [Diagnosis(True, f"speculative decoding is on, with hints: they share {info.ahead} tokens past a state")]
     if info.refused:
         cure = cures.drafts() if "SEAMARK_DRAFTS" in info.refused else None
         return [Diagnosis(False, "speculative decoding is on, without hints", cure)]
-    if setup.hints_refused or await _refuses_hints(worker, model):
-        fatal = (
-            "speculative decoding is on, and the plugin refuses hints beside it; SEAMARK_DRAFTS=1 in vLLM's "
-            "environment makes it use them, unless its log names another reason"
-        )
-        return [Diagnosis(False, "speculative decoding is on, without hints", cures.drafts(), fatal=fatal)]
-    return [Diagnosis(True, "speculative decoding is on, with hints")]
+    ahead = f": they share {info.ahead} tokens past a state" if info.ahead else ""
+    return [Diagnosis(True, f"speculative decoding is on, with hints{ahead}")]
 
 
 # How states are kept beside a KV connector, by the lane in `seamark_engine_info`.
@@ -381,25 +365,6 @@ def _connector(setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
         fatal = f"{name} puts values into the cache that nobody has computed, and the plugin refuses hints beside it"
         return [Diagnosis(False, f"{name}: hints are refused", cure, fatal=fatal)]
     return [Diagnosis(True, f"{name}: {LANES.get(setup.lane, setup.lane)}")]
-
-
-async def _refuses_hints(worker: Probe, model: str) -> bool:
-    """Whether the engine counts a hint as refused. One that it takes has no effect: it is for a single token."""
-    request = _one_token(model) | {XARGS: {HINT: [1]}}
-    until = time.monotonic() + REPORT_SECONDS
-    try:
-        await worker.post(COMPLETIONS, request, COMPLETION_SECONDS)
-        while time.monotonic() < until:
-            if read_metrics(worker_metrics.read_setup, (await worker.all_metrics())[0]).hints_refused:
-                return True
-            await asyncio.sleep(0.1)
-    except (*NO_ANSWER, Unwell):
-        pass
-    return False
-
-
-def _one_token(model: str) -> dict[str, Any]:
-    return {"model": model, "prompt": "Seamark", "max_tokens": 1}
 
 
 def _frontend(frontend: Frontend) -> list[Diagnosis]:
@@ -423,7 +388,8 @@ async def _events(worker: Probe, reports: Reports, cures: Cures) -> Diagnosis:
 async def _details(worker: Probe, model: str, cures: Cures) -> Diagnosis:
     status = "no answer"
     try:
-        code, answer = await worker.post(COMPLETIONS, _one_token(model), COMPLETION_SECONDS)
+        request = {"model": model, "prompt": "Seamark", "max_tokens": 1}
+        code, answer = await worker.post(COMPLETIONS, request, COMPLETION_SECONDS)
         status = f"status {code}"
         if code // 100 != 2:
             raise ValueError(status)

@@ -75,7 +75,7 @@ def family_of(model: str) -> KnownFamily | None:
 
 
 def outlook(recipe: Recipe, version: str = "") -> Outlook:
-    """`version`: of the vLLM in the recipe's image, if that could be asked; otherwise its tag is believed."""
+    """`version`: of the vLLM in the recipe's image, if its labels tell it; otherwise its tag is believed."""
     notes = [f"{flag} is taken away: {why}" for flag, why in DROPPED.items() if recipe.has(flag)]
     if recipe.has(NO_CACHING):
         notes.append(f"{NO_CACHING} is taken away: without a prefix cache nothing can hit")
@@ -98,6 +98,9 @@ def outlook(recipe: Recipe, version: str = "") -> Outlook:
         verdict += f"; beside its drafts ({_method(drafts)}{f', {tokens} tokens' if tokens else ''})"
         if recipe.environment.get("SEAMARK_DRAFTS") != "1":
             verdict += " once they have stood a trial, at each start"
+    verdict += (
+        f"; by the model's name and {_vllm(recipe, version) or f'if vLLM is {SUPPORTED}, which does not show here'}"
+    )
     if recipe.has_rust_frontend:
         notes.append("its HTTP server is the one in Rust: no middleware, reports are read at a port of their own")
     return Outlook(True, verdict, notes=notes)
@@ -113,10 +116,8 @@ def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iter
     take = f"take vLLM {SUPPORTED}, for one the image {IMAGE}"
     if FORK in recipe.image.lower() or any(FORK in each.lower() for each in recipe.builds) or _of_fork(recipe):
         yield _Obstacle("its image holds a fork of vLLM, which the plugin leaves untouched", take)
-    known = version or tag_version(recipe.image)
-    if known and not _supported(known):
-        where = "in its image" if version else "by its image's tag"
-        yield _Obstacle(f"vLLM {known} ({where}) is left untouched by the plugin", take)
+    if not _supported(version or tag_version(recipe.image)):
+        yield _Obstacle(f"{_vllm(recipe, version)} is left untouched by the plugin", take)
     connector = str(recipe.fields(*CONNECTOR).get("kv_connector", ""))
     if family and connector in NOT_SERVED:
         yield _Obstacle(f"vLLM serves no hybrid model with {connector}", "leave --kv-transfer-config away")
@@ -138,6 +139,12 @@ def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iter
         yield _Obstacle("drafts with pipeline parallelism", "take tensor parallelism, or no drafts")
     if connector:
         yield _Obstacle("drafts with a KV connector", f"leave {DRAFTS[0]} or {CONNECTOR[0]} away")
+
+
+def _vllm(recipe: Recipe, version: str) -> str:
+    """Which vLLM it runs, and what says so; empty: not to be told."""
+    tagged = tag_version(recipe.image)
+    return f"vLLM {version} (by its image's labels)" if version else tagged and f"vLLM {tagged} (by its image's tag)"
 
 
 def _of_fork(recipe: Recipe) -> bool:

@@ -17,8 +17,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
+from proxy.commands.recipe_text import (
+    ServeLine,
+    Word,
+    field_of,
+    fill_template,
+    fill_variables,
+    read_text,
+    read_yaml,
+    word_at,
+    words_of,
+)
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
 from proxy.http.json_body import loads
@@ -46,8 +55,6 @@ _SHORT = re.compile(f"-[{_LETTERS}]*([A-Za-z])(.*)", re.S)  # -p 80:80, -dp 80:8
 
 _ASSIGNED = re.compile(r"(?:^|\s|;)([A-Z_][A-Z0-9_]*)=")
 
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
-
 
 class RecipeKind(StrEnum):
     """What vLLM is run by, as a sentence says it."""
@@ -59,21 +66,6 @@ class RecipeKind(StrEnum):
     COMMAND = "a command of vLLM"
     DOCKER = "a command of Docker"
     CONTAINER = "a container"
-
-
-class Word(NamedTuple):
-    """One word of a shell's line."""
-
-    raw: str  # as it is spelt
-    value: str  # without quotes; variables as they are
-
-
-class ServeLine(NamedTuple):
-    """A command in a text: its words lie in text[start:end]."""
-
-    words: Sequence[Word]
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -123,7 +115,8 @@ class Recipe:
 
     def value(self, *flags: str) -> str:
         """What vLLM is given for a flag, the last one if it is given twice; empty without it."""
-        found = next((_as_flag(self._config[flag[2:]]) for flag in flags if flag[2:] in self._config), "")
+        given = next((self._config[flag[2:]] for flag in flags if self._config.get(flag[2:]) is not None), "")
+        found = json.dumps(given, default=str, skipkeys=True) if isinstance(given, dict) else str(given)
         for number, argument in enumerate(self.arguments):
             if plain(argument) in flags:
                 _, equals, behind = argument.partition("=")
@@ -136,13 +129,14 @@ class Recipe:
         try:
             told = loads(given.encode()) if given else {}
         except ValueError:
-            raise SettingsError(f"{self.source}: {flags[0]} is no JSON: {given}") from None
+            raise SettingsError(f"{self.source}: {flags[0]} is no JSON: {given[:64]}") from None
+        told = told if isinstance(told, dict) else {}
         start = tuple(f"{flag}." for flag in flags)
         for number, argument in enumerate(self.arguments):
             name, equals, behind = argument.partition("=")
             if name.startswith(start):
                 told[name.rpartition(".")[2]] = behind if equals else "".join(self.arguments[number + 1 : number + 2])
-        return told if isinstance(told, Mapping) else {}
+        return told
 
     @property
     def _config(self) -> Mapping[str, Any]:
@@ -155,13 +149,6 @@ def plain(argument: str) -> str:
     """The name of a flag as vLLM compares them: with dashes, without its value. Of another argument: itself."""
     name = argument.partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else name
-
-
-def _as_flag(value: object) -> str:
-    """A value of vLLM's configuration file as its flag is given it."""
-    if isinstance(value, dict):
-        return json.dumps(value, default=str)
-    return "" if value is None else str(value)
 
 
 def is_recipe(given: str) -> bool:
@@ -177,29 +164,20 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
     """
     if _SERVE.search(f" {given} ") or _DOCKER_RUN.search(given):
         return _of_text(given, "the command", "")
-    path = Path(given).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(given))
+    if os.path.isdir(path):  # which takes any name, as long ones
         raise SettingsError(f"{given} is a folder; give the recipe, the compose file or the script in it")
-    if not path.is_file():
+    if not os.path.isfile(path):
         return _of_container(given, inspect)
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{given} cannot be read ({type(error).__name__})") from None
+    text = read_text(path)
     if path.suffix not in (".yaml", ".yml"):
         return _of_text(text, str(path), path.stem)
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        raise SettingsError(f"{given} is no YAML" + (f": line {where.line + 1}" if where else "")) from None
-    if not isinstance(document, dict):
-        raise SettingsError(f"{given} says nothing of how vLLM is run")
+    document = read_yaml(text, given)
     if "services" in document:
         return _of_compose(document, path, "")
     if "command" in document:
         return _of_spark(document, path)
-    if "model" in document:
+    if field_of(document, "model", str, given):
         return Recipe(RecipeKind.CONFIG, str(path), path.stem, (), document=document)
     raise SettingsError(
         f"{given} has no `command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's "
@@ -211,50 +189,50 @@ def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
     missing = [name for name in ("name", "container", "command") if not isinstance(document.get(name), str)]
     if missing:
         raise SettingsError(f"{path}: a recipe of spark-vllm-docker has a text for {', '.join(missing)}")
-    template, defaults = document["command"], document.get("defaults") or {}
-    try:
-        command = template.format(**defaults)
-    except KeyError as error:
-        raise SettingsError(f"{path}: `command:` wants {{{error.args[0]}}}, which `defaults:` has not") from None
-    except (ValueError, IndexError, AttributeError) as error:
-        raise SettingsError(f"{path}: `command:` is no template: {error}") from None
-    line = served(command, str(path))
+    source = str(path)
+    command = fill_template(document["command"], field_of(document, "defaults", dict, source), source)
+    field_of(document, "mods", list, source)
     return Recipe(
         RecipeKind.SPARK,
-        str(path),
+        source,
         path.stem,
-        [word.value for word in line.words],
-        {**_variables(command), **_environment(document.get("env"))},
+        [word.value for word in served(command, source).words],
+        {**_variables(command), **_environment(field_of(document, "env", dict, source))},
         document["container"],
-        tuple(map(str, document.get("build_args") or ())),
+        tuple(map(str, field_of(document, "build_args", list, source))),
         document=document,
     )
 
 
 def _of_compose(document: Mapping[str, Any], path: Path, wanted: str) -> Recipe:
-    services = document["services"] if isinstance(document["services"], dict) else {}
+    source = str(path)
+    services = {str(name): each for name, each in field_of(document, "services", dict, source).items()}
     known = {**_env_file(path.parent / ".env"), **os.environ}
     found = {
-        str(name): service
+        name: service
         for name, service in services.items()
-        if isinstance(service, dict) and (str(name) == wanted if wanted else _runs_vllm(service))
+        if isinstance(service, dict) and (name == wanted if wanted else _runs_vllm(service))
     }
     if len(found) != 1:
         several = f"{len(found)} services with vLLM ({', '.join(found)})" if found else "no service that runs vLLM"
-        raise SettingsError(f"{path}: {several}; setup takes one")
+        raise SettingsError(f"{source}: {several}; setup takes one")
     ((name, service),) = found.items()
+    where = f"{source}: {name}"
     words = [*as_list(service.get("entrypoint")), *as_list(service.get("command"))]
-    arguments = [_filled(word, known) for word in inner_arguments(words, str(path))]
-    environment = {key: _filled(value, known) for key, value in _environment(service.get("environment")).items()}
-    image = _filled(str(service.get("image", "")), known)
+    arguments = fill_variables(inner_arguments(words, source), known, source)
+    kind = list if isinstance(service.get("environment"), list) else dict
+    variables = _environment(field_of(service, "environment", kind, where))
+    environment = dict(zip(variables, fill_variables(variables.values(), known, source), strict=True))
+    (image,) = fill_variables([field_of(service, "image", str, where)], known, source)
     if not image:
-        raise SettingsError(f"{path}: the service {name} has no `image:` that Seamark's plugin could be put into")
-    recipe = Recipe(RecipeKind.COMPOSE, str(path), name, arguments, environment, image, document=document)
+        raise SettingsError(f"{source}: the service {name} has no `image:` that Seamark's plugin could be put into")
+    recipe = Recipe(RecipeKind.COMPOSE, source, name, arguments, environment, image, document={"services": services})
     if service.get("network_mode") == "host":
         return recipe
     own = recipe.port
-    published = next((each for port in service.get("ports") or () if (each := _published(port, own, known))), None)
-    return _listening(recipe, published or ("127.0.0.1", own))
+    ports = field_of(service, "ports", list, where)
+    published = next((each for port in ports if (each := _published(port, own, known))), None)
+    return replace(recipe, listens=published or ("127.0.0.1", own))
 
 
 def _runs_vllm(service: Mapping[str, Any]) -> bool:
@@ -270,7 +248,7 @@ def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int]
         if str(port.get("target")) != str(own) or published is None:
             return None
         return str(port.get("host_ip", EVERYWHERE)), published
-    *before, inside = _filled(str(port), known).split("/")[0].rsplit(":", 2)
+    *before, inside = fill_variables([str(port)], known, "ports")[0].split("/")[0].rsplit(":", 2)
     published = port_in(before[-1]) if before else None
     if inside != str(own) or published is None:
         return None
@@ -283,10 +261,6 @@ def port_in(text: object) -> int | None:
     return int(digits) if re.fullmatch(r"\d{1,5}", digits, re.ASCII) and 0 < int(digits) < 65536 else None
 
 
-def _listening(recipe: Recipe, where: tuple[str, int]) -> Recipe:
-    return replace(recipe, listens=where)
-
-
 def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
     told = inspect(given) if re.fullmatch(r"[\w][\w.-]*", given) else None
     if told is None:
@@ -297,15 +271,14 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
         service, files = (labels.get(f"com.docker.compose.{name}") for name in ("service", "project.config_files"))
         if service and files:
             path = Path(files.split(",")[0])
-            if not path.is_file():
+            if not os.path.isfile(path):
                 raise SettingsError(f"the container {given} is of {path}, which is not here; give the compose file")
-            document = yaml.safe_load(path.read_text())
-            return _of_compose(document, path, service)
+            return _of_compose(read_yaml(read_text(path), str(path)), path, service)
         words = [*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ())]
         environment = _environment(config.get("Env"))
         name, image = str(told["Name"]).lstrip("/"), str(config["Image"])
         ports = host.get("PortBindings") or {}
-    except (KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise SettingsError(f"what Docker says of {given} is not understood ({type(error).__name__})") from None
     arguments = inner_arguments(words, f"the container {given}", by_image=False)
     recipe = Recipe(RecipeKind.CONTAINER, given, name, arguments, environment, image, document=told)
@@ -313,28 +286,29 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
         return recipe
     own = recipe.value("--port") or str(DEFAULT_PORT)
     bound = ports.get(f"{own}/tcp") or [{}]
-    return _listening(recipe, (bound[0].get("HostIp") or EVERYWHERE, port_in(bound[0].get("HostPort")) or DEFAULT_PORT))
+    where = bound[0].get("HostIp") or EVERYWHERE, port_in(bound[0].get("HostPort")) or DEFAULT_PORT
+    return replace(recipe, listens=where)
 
 
 def _of_text(text: str, source: str, name: str) -> Recipe:
     if _DOCKER_RUN.search(_code(text)):
         run = docker_run(text, source)
         known = {**os.environ, **_variables(text[: run.start])}
-        values = [_filled(word.value, known) for word in run.options]
-        environment = dict(_given(values, ("-e", "--env")))
-        arguments = inner_arguments([_filled(word.value, known) for word in run.arguments], source)
-        image = _filled(run.image.value, known)
+        image, *values = fill_variables([word.value for word in (run.image, *run.options)], known, source)
+        environment = _environment(list(options_of(values, ("-e", "--env"))))
+        arguments = fill_variables([word.value for word in run.arguments], known, source)
+        arguments = inner_arguments(arguments, source)
         recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
         if "host" in options_of(values, ("--network", "--net")):
             return recipe
         own = recipe.port
         published = (_published(port, own, known) for port in options_of(values, ("-p", "--publish")))
-        return _listening(recipe, next(filter(None, published), ("127.0.0.1", own)))
+        return replace(recipe, listens=next(filter(None, published), ("127.0.0.1", own)))
     line = served(text, source)
     launched = LAUNCHER in text[: line.start].rpartition("\n\n")[2]
     kind = RecipeKind.LAUNCHER if launched else RecipeKind.COMMAND
     variables = _variables(text[: line.start])
-    arguments = [_filled(word.value, {**os.environ, **variables}) for word in line.words]
+    arguments = fill_variables([word.value for word in line.words], {**os.environ, **variables}, source)
     return Recipe(kind, source, name, arguments, variables, text=text)
 
 
@@ -416,85 +390,37 @@ def behind_serve(words: Sequence[str], before: str = "") -> int:
     return 0
 
 
-def words_of(text: str, start: int, source: str) -> ServeLine:
-    """The words of a shell's command from a place in a text to its end. Raises `SettingsError` for an open quote."""
-    words: list[Word] = []
-    at, end = start, start
-    while True:
-        while at < len(text) and (text[at] in " \t" or text.startswith(("\\\n", "\\\r\n"), at)):
-            at += 1 if text[at] in " \t" else text.index("\n", at) + 1 - at
-        if at >= len(text) or text[at] in "\r\n;&|<>()#":
-            break
-        begin = at
-        try:
-            value, at = _word(text, at)
-        except ValueError:
-            raise SettingsError(f"{source}: a quote behind `{text[begin : begin + 30]}` is not closed") from None
-        if text[at : at + 1] in ("<", ">") and value.isdecimal():
-            break  # the number of what is redirected
-        words.append(Word(text[begin:at], value))
-        end = at
-    return ServeLine(words, start, end)
-
-
-def _word(text: str, at: int) -> tuple[str, int]:
-    value = ""
-    while at < len(text) and text[at] not in " \t\r\n;&|<>()":
-        if text[at] == "'":
-            close = text.index("'", at + 1)
-            value, at = value + text[at + 1 : close], close + 1
-        elif text[at] == '"':
-            close = at + 1
-            while text[close : close + 1] != '"':
-                if close >= len(text):
-                    raise ValueError
-                close += 2 if text[close] == "\\" else 1
-            value, at = value + re.sub(r'\\([\\"$`\n])', r"\1", text[at + 1 : close]), close + 1
-        elif text[at] == "\\":
-            if text.startswith(("\\\n", "\\\r\n"), at):
-                break
-            value, at = value + text[at + 1 : at + 2], at + 2
-        elif text.startswith(("${", "$("), at):
-            close = text.index("}" if text[at + 1] == "{" else ")", at) + 1
-            value, at = value + text[at:close], close
-        else:
-            value, at = value + text[at], at + 1
-    return value, at
-
-
 def as_list(given: Any) -> list[str]:
     """A command of compose, which is a text or a list."""
     if given is None:
         return []
-    return [str(each) for each in given] if isinstance(given, list) else shlex.split(str(given))
+    try:
+        return list(map(str, given)) if isinstance(given, list) else shlex.split(str(given))
+    except ValueError:
+        raise SettingsError(f"a quote in the command `{str(given)[:64]}` is not closed") from None
 
 
 def _environment(given: Any) -> dict[str, str]:
     if isinstance(given, Mapping):
         return {str(name): "" if value is None else str(value) for name, value in given.items()}
-    pairs = (str(each).partition("=") for each in given or ())
-    return {name: value for name, _, value in pairs}
+    return dict(str(each).partition("=")[::2] for each in given or ())
 
 
 def _variables(text: str) -> dict[str, str]:
     """What a script sets before it starts vLLM."""
     found: dict[str, str] = {}
-    for assigned in _ASSIGNED.finditer(text):
-        with suppress(ValueError):  # a quote that is not closed
-            found[assigned[1]] = _word(text, assigned.end())[0]
+    at = 0
+    with suppress(ValueError):  # a quote that is not closed: all behind it is in it
+        while assigned := _ASSIGNED.search(text, at):
+            found[assigned[1]], at = word_at(text, assigned.end())
     return found
 
 
 def _env_file(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
-    pairs = (line.strip().partition("=") for line in path.read_text(errors="replace").splitlines())
+    pairs = (line.strip().partition("=") for line in read_text(path, "replace").splitlines())
     return {name: value.strip("'\"") for name, _, value in pairs}
-
-
-def _filled(text: str, known: Mapping[str, str]) -> str:
-    """With the variables that are known here, or their defaults."""
-    return _VARIABLE.sub(lambda found: known.get(found[1] or found[3]) or found[2] or "", text) if "$" in text else text
 
 
 def options_of(values: Sequence[str], names: Sequence[str]) -> Iterator[str]:
@@ -506,9 +432,3 @@ def options_of(values: Sequence[str], names: Sequence[str]) -> Iterator[str]:
             name, equals, behind = value.partition("=")
         if name in names:
             yield behind if equals else "".join(values[number + 1 : number + 2])
-
-
-def _given(values: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for each in options_of(values, names):
-        name, _, value = each.partition("=")
-        yield name, value

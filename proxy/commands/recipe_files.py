@@ -1,12 +1,15 @@
 """The files that make a recipe hit: the recipe as it is, with the plugin and the flags that hits are seen by.
 
-Nothing of the user's is edited. What is copied elsewhere, built or installed is taken back by `undo.sh`, which then
-removes itself and all else that was written.
+Nothing of the user's is edited, and nothing is written outside of one folder. `LIST` there has a digest of each file,
+from when it was made: `undo.sh` removes what is still so, and takes back what was built. Images and containers carry
+a name of that folder alone.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -18,7 +21,8 @@ import yaml
 from proxy.commands import recipe as reading
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import CACHING, DROPPED, NO_CACHING
-from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, Word, plain
+from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, plain
+from proxy.commands.recipe_text import Word
 from proxy.config_files import LOOPBACK
 from proxy.errors import SettingsError
 
@@ -26,11 +30,17 @@ UNDO = "undo.sh"
 
 RUN, GATEWAY, GATEWAY_LOG = "run.sh", "gateway.sh", "gateway.log"
 
+LIST = "seamark.sha256"  # as sha256sum writes and checks it
+
+RAN = "# ran before"  # a line of it: vLLM did, without Seamark
+
 SH = "#!/bin/sh"
 
 MOD = "mods/seamark"  # as make-mod.sh calls it
 
-IMAGE = "seamark-worker"  # ends in the service's or container's name
+IMAGE = "seamark-worker"  # ends in the service's or container's name, and what tells its folder from others
+
+LABEL = "seamark.setup"  # of containers that were started from it
 
 WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of deploy/worker.Dockerfile
 
@@ -43,9 +53,8 @@ _SWITCHED = frozenset({NO_CACHING})  # of these, those without a value
 class RecipeFiles(NamedTuple):
     """Texts of files by their names, and what the user does with them."""
 
-    files: Mapping[str, str]
-    start: str  # a command that starts vLLM
-    undo: Sequence[str]  # commands that take back what the files do elsewhere
+    files: Mapping[str, str]  # the last one starts vLLM
+    undo: Sequence[str] = ()  # commands that take back what the files do elsewhere
     notes: Sequence[str] = ()
 
 
@@ -123,66 +132,54 @@ def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
     name = "seamark-" + _safe(recipe.name)
     document = copy.deepcopy(recipe.document)
     document["name"] = f"Seamark {document['name']}"
-    document["mods"] = [*(mod for mod in document.get("mods") or () if mod != MOD), MOD]
+    document["mods"] = [*(mod for mod in document.get("mods") or () if mod != MOD), str(places.out / MOD)]
     # The template, whose braces are not filled here.
     document["command"] = "\n".join(map(str.rstrip, _edited(document["command"], recipe).splitlines())) + "\n"
-    text = f"# {_safe_line(str(own))} with Seamark's plugin: ./run-recipe.sh {name}\n" + _yaml(document)
+    text = f"# {_safe_line(str(own))} with Seamark's plugin.\n" + _yaml(document)
     solo = " --solo" if document.get("solo_only") else ""
     start = _script(
-        "Gives spark-vllm-docker the mod with Seamark's plugin and this recipe, and starts it.",
+        "Makes the mod with Seamark's plugin, and has spark-vllm-docker start the recipe beside this script with it.",
         f"# Behind this script's name: the flags that you give {_safe_line(own.name)}, such as --solo or -n.",
-        f"target={shlex.quote(str(target))}",
-        f'{_make_mod(places)} "$target"',
-        f'cp {shlex.quote(str(places.out / name))}.yaml "$target/recipes/"',
-        'cd "$target"',
-        f'exec ./run-recipe.sh {name}{solo} "$@"',
+        make_mod(places.source, places.out),
+        f"cd {shlex.quote(str(target))}",
+        f'exec ./run-recipe.sh {shlex.quote(str(places.out / name))}.yaml{solo} "$@"',
     )
-    return RecipeFiles(
-        {f"{name}.yaml": text, "start.sh": start}, _sh(places, "start.sh"), _off_spark(target, places, name)
-    )
+    return RecipeFiles({f"{name}.yaml": text, "start.sh": start})
 
 
-def _make_mod(places: Places) -> str:
-    return shlex.quote(str(places.source / "deploy/spark-vllm-docker/make-mod.sh"))
-
-
-def _off_spark(target: Path, places: Places, *own: str) -> list[str]:
-    """All that make-mod.sh and the script have put into spark-vllm-docker."""
-    shipped = [path.stem for path in sorted((places.source / "deploy/spark-vllm-docker/recipes").glob("*.yaml"))]
-    recipes = [shlex.quote(str(target / "recipes" / f"{name}.yaml")) for name in (*shipped, *own)]
-    return [f"rm -rf {shlex.quote(str(target / MOD))}", f"rm -f {' '.join(recipes)}"]
+def make_mod(source: Path, folder: Path) -> str:
+    """A command that makes the mod in a folder."""
+    return f"{shlex.quote(str(source / 'deploy/spark-vllm-docker/make-mod.sh'))} --alone {shlex.quote(str(folder))}"
 
 
 def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
     target = spark_checkout(places.spark)
-    edited = _edited(recipe.text, recipe)
-    shebang, body = _shebang(edited)
-    before, launcher, behind = body.partition(LAUNCHER)
+    before, launcher, behind = _edited(recipe.text, recipe).partition(LAUNCHER)
     start = _script(
-        "Gives spark-vllm-docker the mod with Seamark's plugin, and runs the command with it.",
-        f"{_make_mod(places)} {shlex.quote(str(target))} || exit",
+        "Makes the mod with Seamark's plugin, and runs the command of spark-vllm-docker with it.",
+        f"{make_mod(places.source, places.out)} || exit",
         f"cd {shlex.quote(str(target))} || exit",
-        f"{before}{launcher} --apply-mod {MOD}{behind}".strip(),
-        shebang=shebang,
+        text=f"{before}{launcher} --apply-mod {shlex.quote(str(places.out / MOD))}{behind}",
     )
-    return RecipeFiles({"start.sh": start}, _run(shebang, places, "start.sh"), _off_spark(target, places))
+    return RecipeFiles({"start.sh": start})
 
 
 def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     own = Path(recipe.source).resolve()
     document = recipe.document["services"][recipe.name]
-    image = f"{IMAGE}-{_safe(recipe.name)}"
+    image = image_of(recipe, places)
     entrypoint, command = _in_container(
         recipe, reading.as_list(document.get("entrypoint")), reading.as_list(document.get("command"))
     )
     service: dict[str, Any] = {
         "image": image,
         "build": {
-            "context": str(places.source),
+            "context": str(places.source).replace("$", "$$"),
             "dockerfile": "deploy/worker.Dockerfile",
             "args": {"VLLM_IMAGE": places.image or document["image"]},
         },
         "command": command,
+        "labels": {LABEL: image},
     }
     if entrypoint or document.get("entrypoint"):
         service["entrypoint"] = entrypoint or WORKER
@@ -195,40 +192,37 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     name = shlex.quote(recipe.name)
     start = _script(
         "Builds the image of your compose file with Seamark's plugin in it, and starts the service from that.",
-        f"# Your file stays as it is; {UNDO} starts the service from it alone again.",
+        f"# Your file stays as it is; {UNDO} starts the service from it alone again, if that is what runs now.",
+        _if_it_runs(places, f'[ -z "$({_containers(image)})" ] && [ -n "$({base} ps -q --status running {name})" ]'),
         f'exec {base} -f {shlex.quote(str(places.out / "compose.seamark.yaml"))} up --build -d "$@" {name}',
     )
     return RecipeFiles(
         {"compose.seamark.yaml": overlay, "start.sh": start},
-        _sh(places, "start.sh"),
-        [f"{base} up -d {name}", *_off_image(image)],
+        [*_off_image(image), _if_it_ran(f"{base} up -d {name}")],
         [_asked(image)],
     )
 
 
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     run = reading.docker_run(recipe.text, recipe.source)
-    image = f"{IMAGE}-{_safe(recipe.name) or 'run'}"
+    image = image_of(recipe, places)
     inner = [word.value for word in run.arguments]
     entrypoints = [*reading.options_of([word.value for word in run.options], ("--entrypoint",))][-1:]
     entrypoint, command = _in_container(recipe, entrypoints, inner)
-    options = _without_entrypoint(run.options)
+    options = [f"--label={LABEL}={image}", *_without_entrypoint(run.options)]
     if entrypoint:  # of a shell, whose text is edited as one word
         options.append(f"--entrypoint {shlex.quote(entrypoint[0])}")
         words = [shlex.quote(word) for word in command]
     else:
         words = [*(word.raw for word in kept(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
     line = f"{_in_lines(options)} \\\n    {image} \\\n    {_in_lines(words)}"
-    shebang, body = _shebang(f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}")
     start = _script(
         "Builds the image of your command with Seamark's plugin in it, and runs the command with that.",
         f"{_build(places, run.image.raw, image, run.program)} || exit",
-        body.strip(),
-        shebang=shebang,
+        text=f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}",
     )
     return RecipeFiles(
         {"start.sh": start},
-        _run(shebang, places, "start.sh"),
         _off_image(image, run.program),
         ["end the container that runs now first: both want its name and its port", _asked(image)],
     )
@@ -237,9 +231,9 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
 def _container(recipe: Recipe, places: Places) -> RecipeFiles:
     told = recipe.document
     config, host = told["Config"], told["HostConfig"]
-    image, name = f"{IMAGE}-{_safe(recipe.name)}", f"{recipe.name}-seamark"
+    image, theirs = image_of(recipe, places), shlex.quote(recipe.name)
     entrypoint, command = _in_container(recipe, config.get("Entrypoint") or [], config.get("Cmd") or [])
-    options = [f"--name={name}", *_container_options(config, host)]
+    options = [f"--name={image}", f"--label={LABEL}={image}", *_container_options(config, host)]
     if entrypoint:
         options.append(f"--entrypoint={entrypoint[0]}")
         command = [*entrypoint[1:], *command]
@@ -247,15 +241,13 @@ def _container(recipe: Recipe, places: Places) -> RecipeFiles:
     start = _script(
         "Builds the image of your container with Seamark's plugin in it, and runs it in the container's place.",
         _build(places, shlex.quote(recipe.image), image),
-        f"docker stop {shlex.quote(recipe.name)}",
+        _if_it_runs(places, f'[ "$(docker inspect --format "{{{{.State.Running}}}}" {theirs})" = true ]'),
+        f"{_containers(image)} | xargs -r docker rm -f",
+        f"docker stop {theirs}",
         "exec docker run -d \\\n    " + " \\\n    ".join(words),
     )
-    undo = [
-        f"docker rm -f {shlex.quote(name)}",
-        *_off_image(image),
-        f"docker start {shlex.quote(recipe.name)}",
-    ]
-    return RecipeFiles({"start.sh": start}, _sh(places, "start.sh"), undo, [_asked(image)])
+    undo = [*_off_image(image), _if_it_ran(f"docker start {theirs}")]
+    return RecipeFiles({"start.sh": start}, undo, [_asked(image)])
 
 
 def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
@@ -290,15 +282,12 @@ def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> li
 
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
-    shebang, body = _shebang(_edited(recipe.text, recipe))
     worker = _script(
         f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:",
         f"#   {_install(places)}",
-        body.strip(),
-        shebang=shebang,
+        text=_edited(recipe.text, recipe),
     )
-    note = f"once, in vLLM's environment: {_install(places)}"
-    return RecipeFiles({"worker.sh": worker}, _run(shebang, places, "worker.sh"), [_UNINSTALL], [note])
+    return RecipeFiles({"worker.sh": worker}, [_UNINSTALL], [f"once, in vLLM's environment: {_install(places)}"])
 
 
 def _config(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -312,8 +301,8 @@ def _config(recipe: Recipe, places: Places) -> RecipeFiles:
         f"#   {_install(places)}",
         f'exec python3 -m engine_patches worker --config {shlex.quote(str(places.out / "model.yaml"))} "$@"',
     )
-    note = f"once, in vLLM's environment: {_install(places)}"
-    return RecipeFiles({"model.yaml": text, "worker.sh": worker}, _sh(places, "worker.sh"), [_UNINSTALL], [note])
+    files = {"model.yaml": text, "worker.sh": worker}
+    return RecipeFiles(files, [_UNINSTALL], [f"once, in vLLM's environment: {_install(places)}"])
 
 
 def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> tuple[list[str], list[str]]:
@@ -364,33 +353,47 @@ def gateway_worker(recipe: Recipe) -> str:
 
 
 def run_script(places: Places, start: str) -> str:
-    """vLLM by `start` and the gateway in one terminal, for as long as both run."""
-    log = shlex.quote(str(places.out / GATEWAY_LOG))
+    """vLLM by the script `start` and the gateway in one terminal, for as long as both run."""
+    out, log = shlex.quote(str(places.out)), shlex.quote(str(places.out / GATEWAY_LOG))
     return _script(
         f"vLLM, and the gateway beside it, whose lines go to {GATEWAY_LOG}. Ctrl-C ends both.",
         "# Behind this script's name: what the script that starts vLLM takes.",
+        f"digest() {{ (cd {out} && sha256sum {GATEWAY_LOG}); }}",
+        f"note() {{ digest >> {out}/{LIST}; }}",
+        # One that is not as the last run left it may be the user's: it is added to, and not taken for this script's.
+        f'if [ ! -e {log} ] || grep -qxF "$(digest)" {out}/{LIST}; then : > {log}; else note() {{ :; }}; fi',
         # Set first, or a signal right behind the gateway's start would leave it running. What it is sent before it is
         # the program that it becomes is lost: so it is told until it has ended.
-        """trap 'while kill "${!-}" 2> /dev/null; do sleep .1; done' EXIT""",
+        """trap 'while kill "${!-}" 2> /dev/null; do sleep .1; done; note || :' EXIT""",
         "trap 'exit 130' INT",
         "trap 'exit 143' TERM",
-        f"{_sh(places, GATEWAY)} > {log} 2>&1 &",
-        f'{start} "$@"',
+        f"sh {shlex.quote(str(places.out / GATEWAY))} >> {log} 2>&1 &",
+        f'{shlex.quote(str(places.out / start))} "$@"',
         f"echo 'vLLM was started in the background. The gateway runs until Ctrl-C; its lines: '{log}",
         'wait "$!"',
     )
 
 
-def undo_script(places: Places, names: Sequence[str], undo: Sequence[str]) -> str:
-    """Runs `undo`, and removes the files, this script and their folder, if nothing else is in it."""
-    files = " ".join(shlex.quote(str(places.out / name)) for name in (*names, GATEWAY_LOG, UNDO))
+def undo_script(places: Places, undo: Sequence[str]) -> str:
+    """Runs `undo`, and removes the files that are as they were made, this script among them, and folders left empty."""
     commands = [f"{each} || true" if each.startswith(("docker", "podman")) else each for each in undo]
     return _script(
         "As it was before `seamark setup`: end the gateway and this recipe's vLLM first (Ctrl-C).",
+        f"# {LIST} says what was made, and how. What has changed since, or came from elsewhere, stays.",
+        f"cd {shlex.quote(str(places.out))}",
         *commands,
-        f"rm -f {files}",
-        f"rmdir {shlex.quote(str(places.out))} 2>/dev/null || true",
+        f"LC_ALL=C sha256sum -c {LIST} 2> /dev/null | sed -n 's/: OK$//p' | xargs rm -f",
+        f"for left in $(sed -n 's/^[0-9a-f]*  //p' {LIST} | sort -u); do",
+        '    [ ! -e "$left" ] || echo "$left stays: it is not as it was made"',
+        "done",
+        f"rm -f {LIST}",
+        f"rmdir {MOD} mods {shlex.quote(str(places.out))} 2> /dev/null || true",
     )
+
+
+def listed(name: str, content: bytes) -> bytes:
+    """The line of `LIST` for a file."""
+    return f"{hashlib.sha256(content).hexdigest()}  {name}\n".encode()
 
 
 def _install(places: Places) -> str:
@@ -400,9 +403,28 @@ def _install(places: Places) -> str:
 _UNINSTALL = 'echo "in vLLM\'s environment, if nothing else there needs it: pip uninstall vllm-seamark"'
 
 
+def image_of(recipe: Recipe, places: Places) -> str:
+    """No other folder's: services and scripts of several recipes may have one name."""
+    folder = hashlib.sha256(os.fsencode(places.out)).hexdigest()[:8]
+    return f"{IMAGE}-{_safe(recipe.name) or 'run'}-{folder}"
+
+
+def _containers(image: str, program: str = "docker") -> str:
+    return f"{program} ps -aq --filter label={LABEL}={image}"
+
+
 def _off_image(image: str, program: str = "docker") -> list[str]:
-    """The image that was built, and what runs from it."""
-    return [f"{program} ps -aq --filter ancestor={image} | xargs -r {program} rm -f", f"{program} image rm -f {image}"]
+    """The image that was built, and what was started from it."""
+    return [f"{_containers(image, program)} | xargs -r {program} rm -f", f"{program} image rm -f {image}"]
+
+
+def _if_it_runs(places: Places, runs: str) -> str:
+    """Notes that vLLM runs without Seamark, for `_if_it_ran`."""
+    return f"if {runs}; then echo '{RAN}' >> {shlex.quote(str(places.out / LIST))}; fi"
+
+
+def _if_it_ran(again: str) -> str:
+    return f"if grep -qx '{RAN}' {LIST}; then {again} || true; fi"
 
 
 def _build(places: Places, base: str, image: str, program: str = "docker") -> str:
@@ -415,27 +437,13 @@ def _asked(image: str) -> str:
     return f"whether the plugin knows its vLLM: docker run --rm --entrypoint sh {image} -c {shlex.quote(check)}"
 
 
-def _script(purpose: str, *lines: str, shebang: str = "") -> str:
-    """With a `shebang` it holds a text of the user's, which is not made stricter than it was."""
-    comments = [line for line in lines[:1] if line.startswith("#")]
-    strict = [] if shebang else ["set -eu"]
-    return "\n".join([shebang or SH, f"# {purpose}", *comments, *strict, *lines[len(comments) :], ""])
-
-
-def _shebang(text: str) -> tuple[str, str]:
-    """The first line of a script, if it says what runs it, and the rest."""
-    first, _, rest = text.partition("\n")
-    return (first, rest) if first.startswith("#!") else (SH, text)
-
-
-def _sh(places: Places, script: str) -> str:
-    return f"sh {shlex.quote(str(places.out / script))}"
-
-
-def _run(shebang: str, places: Places, script: str) -> str:
-    """A script of another shell is started as a program."""
-    path = shlex.quote(str(places.out / script))
-    return path if "bash" in shebang else f"sh {path}"
+def _script(purpose: str, *lines: str, text: str = "") -> str:
+    """A `text` of the user's at its end runs in the shell that it names, and is not made stricter than it was."""
+    shebang, _, body = text.partition("\n") if text.startswith("#!") else (SH, "", text)
+    comments = [line.replace("\n", " ") for line in lines[:1] if line.startswith("#")]
+    end = [body.strip()] if text else []
+    strict = [] if text else ["set -eu"]
+    return "\n".join([shebang, f"# {purpose}", *comments, *strict, *lines[len(comments) :], *end, ""])
 
 
 def _safe(name: str) -> str:

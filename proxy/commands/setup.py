@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -21,6 +22,9 @@ from proxy.commands.parser import Parser
 from proxy.commands.recipe import EVERYWHERE, Recipe, is_recipe, read_recipe
 from proxy.commands.recipe_files import (
     GATEWAY,
+    GATEWAY_LOG,
+    LIST,
+    MOD,
     RUN,
     UNDO,
     Places,
@@ -28,6 +32,7 @@ from proxy.commands.recipe_files import (
     files_of,
     gateway_host,
     gateway_worker,
+    listed,
     run_script,
     undo_script,
 )
@@ -108,8 +113,8 @@ def main(argv: list[str]) -> int:
         plan = _plan(args, ask)
         written = files_for(plan)
         _write(plan.out, written.files, args.force)
-    except (SettingsError, OSError) as error:
-        print(f"seamark setup: {printable_lines(error)}", file=sys.stderr)
+    except (SettingsError, OSError, RuntimeError) as error:  # a home that nobody has is a RuntimeError
+        print(f"seamark setup: {printable(str(error))}", file=sys.stderr)
         return 2
     except EOFError:
         print("\nseamark setup: nothing was written", file=sys.stderr)
@@ -189,9 +194,10 @@ def _from_recipe(args: Namespace) -> int:
         **made.files,
         "seamark.toml": gateway_toml([gateway_worker(recipe)], host),
         GATEWAY: gateway_script(out),
-        RUN: run_script(places, made.start),
+        GATEWAY_LOG: "",
+        RUN: run_script(places, [*made.files][-1]),
+        UNDO: undo_script(places, made.undo),
     }
-    files[UNDO] = undo_script(places, list(files), made.undo)
     _write(out, files, args.force, private=True)
     print("\n".join(map(printable, recipe_summary(recipe, seen, made, places))))
     return 0
@@ -268,19 +274,20 @@ def _plan(args: Namespace, ask: Ask | None) -> SetupPlan:
         several = machines > 1 and way not in (SetupWay.COMPOSE, SetupWay.KUBERNETES)
         if (several or (way is SetupWay.KUBERNETES and workers)) and len(workers) != machines:
             raise SettingsError(f"--workers: name all {machines} with --worker URL; {len(workers)} are named")
-    for flag in ("out", "source", "spark"):
-        if not str(given[flag] or "").isprintable():
-            raise SettingsError(f"--{flag}: a folder whose name can be written into a script is needed")
     out = given["out"] or Path(ask("Folder for the files", "seamark-setup") if ask is not None else "seamark-setup")
+    out, spark = out.expanduser().resolve(), given["spark"].expanduser().resolve()
     source = _checkout(given["source"])
+    for flag, folder in (("out", out), ("source", source or ""), ("spark", spark)):
+        if not str(folder).isprintable():
+            raise SettingsError(f"--{flag}: a folder whose name can be written into a script is needed")
     return SetupPlan(
         way=way,
         model=model,
         workers=workers,
         machines=max(machines, 1),
-        out=out.expanduser().resolve(),
+        out=out,
         source=source,
-        spark=given["spark"].expanduser().resolve(),
+        spark=spark,
         registry=given["registry"],
         cpu=given["cpu"],
     )
@@ -330,14 +337,25 @@ def _asked_way(ask: Ask) -> SetupWay:
 
 
 def _write(out: Path, files: Mapping[str, str], force: bool, *, private: bool = False) -> None:
-    """`private`: for their owner alone, as what the user starts vLLM with may hold keys."""
-    there = [name for name in files if (out / name).exists()]
+    """`private`: for their owner alone, as what the user starts vLLM with may hold keys; and listed for `undo.sh`."""
+    try:
+        contents = {name: text.encode() for name, text in files.items()}
+    except UnicodeEncodeError:
+        raise SettingsError("the recipe, or a folder, has a name that is no text in UTF-8; rename it") from None
+    there = [name for name in (*files, *((LIST, MOD) if private else ())) if os.path.lexists(out / name)]
     if there and not force:
-        raise SettingsError(f"--out: {out} has {', '.join(there)} already; nothing was written, --force overwrites")
-    for name, text in files.items():
+        raise SettingsError(
+            f"--out: {out} has {', '.join(there)} already; nothing was written: give another folder, or --force, which "
+            "overwrites"
+        )
+    if private:
+        kept = (out / LIST).read_bytes() if LIST in there else b""
+        contents[LIST] = kept + b"".join(listed(name, content) for name, content in contents.items())
+    for name, content in contents.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600 if private else 0o666)
-        path.write_text(text)
+        path.unlink(missing_ok=True)  # a link would lead elsewhere
+        path.touch(mode=0o600 if private else 0o666, exist_ok=False)
+        path.write_bytes(content)
         if name.endswith(".sh"):
             path.chmod(0o700 if private else 0o755)

@@ -12,11 +12,11 @@ from enum import StrEnum
 from ipaddress import ip_address
 from pathlib import Path
 from textwrap import indent
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.commands.cures import NEEDED
-from proxy.commands.recipe_files import GATEWAY, spark_checkout
+from proxy.commands.recipe_files import GATEWAY, MOD, make_mod, spark_checkout
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.config_files import LOOPBACK
 from proxy.errors import SettingsError
@@ -188,13 +188,17 @@ exec docker compose --env-file {shlex.quote(str(plan.out / "seamark.env"))} \\
 
 
 def _own_model(plan: SetupPlan) -> str:
-    mount = json.dumps(f"{plan.out / 'models'}:/etc/seamark/models:ro")
+    models = json.dumps(str(plan.out / "models").replace("$", "$$"))
     return f"""\
 # The worker reads its model from this folder's models/.
 services:
   worker:
     volumes:
-      - {mount}
+      - type: bind
+        source: {models}
+        target: /etc/seamark/models
+        read_only: true
+        bind: {{selinux: z}}
 """
 
 
@@ -206,26 +210,24 @@ def _spark(plan: SetupPlan) -> WrittenFile:
     # Of several recipes for one model the shorter name is the plainer.
     of_model = [name for name, text in shipped.items() if f"\nmodel: {model}\n" in text or name == f"seamark-{model}"]
     recipe = min(of_model, key=len, default="seamark-" + re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()))
-    files = {"seamark.toml": gateway_toml(plan.workers), GATEWAY: gateway_script(plan.out)}
-    copied = ""
-    if not of_model:
-        files[f"{recipe}.yaml"] = _recipe(recipe, model)
-        copied = f'cp {shlex.quote(str(plan.out / recipe))}.yaml "$target/recipes/"\n'
-    solo = "" if "\ncluster_only: true\n" in shipped.get(recipe, "") else " --solo"
-    spark = shlex.quote(str(spark_checkout(plan.spark)))
-    files["start.sh"] = f"""\
+    text = shipped.get(recipe) or _recipe(recipe, model)
+    solo = "" if "\ncluster_only: true\n" in text else " --solo"
+    files = {
+        "seamark.toml": gateway_toml(plan.workers),
+        GATEWAY: gateway_script(plan.out),
+        f"{recipe}.yaml": text.replace(f"  - {MOD}\n", f"  - {json.dumps(str(plan.out / MOD))}\n"),
+        "start.sh": f"""\
 #!/bin/sh
-# Gives spark-vllm-docker the mod with Seamark's plugin and the recipes, and starts one of them.
+# Makes the mod with Seamark's plugin in this folder, and has spark-vllm-docker start the recipe with it.
 set -eu
-target={spark}
-{shlex.quote(str(source / "deploy/spark-vllm-docker/make-mod.sh"))} "$target"
-{copied}cd "$target"
-exec ./run-recipe.sh {recipe}{solo}
-"""
-    copies = " ".join(f"recipes/{name}.yaml" for name in sorted({*shipped, recipe}))
+{make_mod(source, plan.out)}
+cd {shlex.quote(str(spark_checkout(plan.spark)))}
+exec ./run-recipe.sh {shlex.quote(str(plan.out / recipe))}.yaml{solo}
+""",
+    }
     off = [
         "Ctrl-C ends the gateway; point clients at vLLM again",
-        f"cd {spark} && rm -r mods/seamark {copies}      # all else there is as it was",
+        f"nothing was put anywhere but into {plan.out}",
     ]
     return WrittenFile(files, (_sh(plan, "start.sh"), _sh(plan, GATEWAY)), off)
 
@@ -275,6 +277,9 @@ SEAMARK_SHADOW=false
 #!/bin/sh
 # As root: the gateway into an environment of its own, its settings, its unit; then it starts.
 set -eu
+for each in /etc/seamark/seamark.env /etc/systemd/system/{unit}; do
+    [ ! -e $each ] || cmp -s {here}/${{each##*/}} $each || {{ echo "move $each away first: another" >&2; exit 1; }}
+done
 python3 -m venv /opt/seamark
 /opt/seamark/bin/pip install {root}
 install -D -m 600 {here}/seamark.env /etc/seamark/seamark.env
@@ -285,10 +290,12 @@ systemctl restart seamark-gateway
 """,
         "remove.sh": f"""\
 #!/bin/sh
-# As root: everything that install.sh did, undone. Keys and secrets in /etc/seamark stay.
+# As root: everything that install.sh did, undone. What has changed in /etc, and keys and secrets there, stay.
 set -eu
 systemctl disable --now seamark-gateway
-rm -f /etc/systemd/system/{unit} /etc/seamark/seamark.env
+for each in /etc/seamark/seamark.env /etc/systemd/system/{unit}; do
+    if cmp -s {here}/${{each##*/}} $each; then rm $each; fi
+done
 systemctl daemon-reload
 rm -rf /opt/seamark
 """,
@@ -408,21 +415,19 @@ def _from_container(url: str) -> str:
 
 
 def _wanted_model(plan: SetupPlan) -> str:
-    if not plan.model:
-        raise SettingsError("--model: which model shall vLLM serve?")
-    return plan.model
+    return plan.model or _wants("--model: which model shall vLLM serve?")
 
 
 def _running(plan: SetupPlan) -> tuple[str, ...]:
-    if not plan.workers:
-        raise SettingsError(f"--worker: --way {plan.way} goes before a vLLM that runs already; give its URL")
-    return plan.workers
+    return plan.workers or _wants(f"--worker: --way {plan.way} goes before a vLLM that runs already; give its URL")
 
 
 def _source(plan: SetupPlan) -> Path:
-    if plan.source is None:
-        raise SettingsError(f"--source: --way {plan.way} needs a checkout of Seamark; give its folder")
-    return plan.source
+    return plan.source or _wants(f"--source: --way {plan.way} needs a checkout of Seamark; give its folder")
+
+
+def _wants(what: str) -> NoReturn:
+    raise SettingsError(what)
 
 
 def _sh(plan: SetupPlan, script: str) -> str:

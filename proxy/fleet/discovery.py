@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from proxy.fleet.part import Part
+from proxy.fleet.worker import Worker
 from proxy.metrics import Metrics
 
 logger = logging.getLogger("seamark.discovery")
@@ -122,6 +123,14 @@ class Discovery(Part):
         if service.workers and time.monotonic() - service.told_at >= self._keep:
             logger.warning("%s was not resolved for %g s: its workers are removed", _host(service), self._keep)
             service.workers = frozenset()
+
+
+def is_other_family(url: str, found: Sequence[str], up: Sequence[Worker]) -> bool:
+    """Whether `url` was `found` by name and workers of the other family are up, as where one server has both addresses
+    and listens in one.
+    """
+    others = {worker.url for worker in up if ("[" in worker.url) is not ("[" in url)}
+    return url in found and not others.isdisjoint(found)
 
 
 def _host(service: _Service) -> str:

@@ -67,3 +67,18 @@ def some_of(names: Sequence[str]) -> str:
     """A list of names, or its beginning and how many there are beside."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
+
+
+def length_in(card: Mapping[str, Any]) -> int:
+    """Tokens that a prompt and its answer may have together; 0: the card does not say."""
+    length = card.get("max_model_len")
+    return length if type(length) is int else 0
+
+
+def union_of_models(listed: Iterable[Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
+    """The models of several lists, each once, as the first one describes it that takes the longest prompts."""
+    union: dict[Any, Mapping[str, Any]] = {}
+    for card in (card for cards in listed for card in cards):
+        if length_in(card) > length_in(union.setdefault(card["id"], card)):
+            union[card["id"]] = card
+    return list(union.values())

@@ -29,6 +29,7 @@ class Change(enum.Enum):
     REMOVED = enum.auto()  # it is gone
     CLEARED = enum.auto()  # its cache was emptied, as it has to be for who puts other weights into a running engine
     ADAPTER = enum.auto()  # it has another adapter under a name; the states of the former one are reported gone
+    REFUSED = enum.auto()  # nothing listened there when its health was checked
     DISTRUSTED = enum.auto()  # answers from its cache differ: nothing that it holds can be used
 
 
@@ -76,6 +77,7 @@ class Shelf:
     def also_run(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
         """What belongs to the core and runs beside the requests, too."""
         self._runs[name] = run
+        self._failures.labels(name)  # 0 from the start: an alert reads it
 
     @property
     def held(self) -> int:

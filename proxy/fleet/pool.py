@@ -6,10 +6,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from xxhash import xxh3_64_intdigest
 
@@ -17,12 +18,13 @@ from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import WorkerRenderer
 from proxy.config_files import WatchedFile, read_workers, without_credentials
 from proxy.errors import BadRequest, NoWorker
+from proxy.fleet.discovery import is_other_family
 from proxy.fleet.model_names import chosen_for, name_keys, some_of
 from proxy.fleet.part import Change, Shelf
 from proxy.fleet.probe import Probe, Probed, Unwell, why_broken
 from proxy.fleet.sleep import ASLEEP
-from proxy.fleet.worker import DRAFT_STATES, Worker
-from proxy.http.client import Broken, Exhausted, Unreachable, Upstream
+from proxy.fleet.worker import DRAFT_STATES, Worker, sound_of
+from proxy.http.client import Broken, Exhausted, Refused, Unreachable, Upstream
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork
 from proxy.metrics import Metrics
 from proxy.settings import Settings
@@ -58,8 +60,7 @@ class WorkerPool:
         self._changed = changed
         self._idle = idle
         self._facts = facts
-        self._metrics = metrics
-        self._settings = settings
+        self._metrics, self._settings = metrics, settings
         self.gateway_id = os.urandom(8).hex()  # what this gateway says at /health, and knows itself by
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -70,10 +71,13 @@ class WorkerPool:
         self._asked_at = float("-inf")  # time.monotonic()
         self._naming: set[str] = set()  # addresses of workers that took a name which they do not list
         self.discovered: tuple[str, ...] = ()  # base URLs
-        self.file = None
-        if settings.workers_file is not None:
-            self.file = WatchedFile(settings.workers_file, read_workers)
+        self.file = WatchedFile(settings.workers_file, read_workers) if settings.workers_file is not None else None
         self.workers: list[Worker] = []
+        self._all: list[Worker] = []  # with further addresses of some
+        self._twins: set[str] = set()  # URLs of these
+        self._answering: set[str] = set()  # URLs that answered when they were last asked
+        # Those that were removed and have requests under way, too: one that comes back still has them.
+        self._known = WeakValueDictionary[str, Worker]()
         self._reconcile()
 
     @property
@@ -95,10 +99,9 @@ class WorkerPool:
 
     async def ready(self) -> list[Worker]:
         """Workers that are up, after a health check of all if none was."""
-        if not (up := self.up):
+        if not self.up:
             await self.check_all()
-            up = self.up
-        return up
+        return self.up
 
     async def find(self, model: Any) -> list[Worker]:
         """As `serving`, after a look at the workers if none is known to serve it."""
@@ -127,14 +130,14 @@ class WorkerPool:
         if serving := self.serving(model):
             if not [worker for worker in serving if worker.warming or worker.breaker.is_open]:
                 return serving
-            return _fit([worker for worker in serving if not worker.warming] or serving)
+            return sound_of([worker for worker in serving if not worker.warming] or serving)
         served_by = [worker for worker in self.workers if worker.serves(model)]
         if served_by or not (up := self.up):
             raise no_worker("No worker is ready for this model.", served_by or self.workers)
         if model == "" and len(models := self.base_models()) > 1:
             named = some_of(models)
             raise BadRequest(f"This request names no model, and several are served here: {named}.", param="model")
-        return _fit(up)
+        return sound_of(up)
 
     def _taking(self, model: str) -> list[Worker]:
         """Workers that are up, for a name that is empty or that none of all workers lists.
@@ -216,11 +219,17 @@ class WorkerPool:
             worker.takes_any_name = True
 
     def _note(self, worker: Worker, probed: Probed) -> None:
-        """The worker has said this of itself."""
-        is_other = probed.names != worker.names  # odd lists raise here, before anybody else reads them
+        """The worker has said this of itself. Odd lists raise here, before anybody else reads them."""
+        is_other = (probed.names, probed.boot) != (worker.names, worker.boot)
         worker.probed = probed
         if is_other:
             self._name_keys = name_keys(each.names for each in self.workers)
+            if all(each.names.base for each in self.workers):
+                for model in {*self._settings.response_cache_models} - {*self._name_keys, "*"}:
+                    logger.warning("response_cache_models: no worker lists %s now", model)
+            model = worker.names.base
+            if len({each.length(model) for each in self.workers if each.serves(model)}) > 1:
+                logger.warning("workers differ in the tokens they take for %s (max_model_len)", model)
 
     async def watch(self) -> None:
         """Check every worker's health, for ever."""
@@ -240,15 +249,15 @@ class WorkerPool:
 
     def _reconcile_and_look(self) -> None:
         """Reconcile; whoever is new is looked at before the next health check."""
-        before = {worker.url for worker in self.workers}
+        before = {worker.url for worker in self._all}
         self._reconcile()
-        for worker in self.workers:
+        for worker in self._all:
             if worker.url not in before:
                 self._spawn(self.check_health(worker))
 
     async def check_all(self) -> None:
         """Check the health of every worker, now."""
-        await asyncio.gather(*(self.check_health(worker) for worker in self.workers))
+        await asyncio.gather(*(self.check_health(worker) for worker in self._all))
 
     async def check_health(self, worker: Worker) -> None:
         """Probe a worker, and mark it up or down; callers at the same time share one probe."""
@@ -289,36 +298,71 @@ class WorkerPool:
             for name in [f"{address}#{rank}" for rank in ranks] or [address]:
                 wanted[name] = max(1, limit // len(ranks)) if limit and ranks else limit
                 with_credentials[name] = userinfo is not None
-        present = {worker.url: worker for worker in self.workers}
+        present = {worker.url: worker for worker in self._all}
         for url in present.keys() - wanted.keys():
             logger.info("worker %s is removed", present[url].name)
-            present[url].up = False
-            for gauge in (self._metrics.worker_up, self._metrics.engine_patched, self._metrics.inflight):
-                gauge.remove(present[url].name)
-            self._metrics.drafts.remove_by_labels({"worker": present[url].name})
             self._checks.pop(url, None)
             if present[url].address not in {name.partition("#")[0] for name in wanted}:
                 self._upstream.trust(present[url].address, None)
-            self._stop_learning(present[url])
-            self._shelf.tell(present[url], Change.REMOVED)
-        self.workers = [present.get(url) or self._new(url) for url in wanted]
-        self._name_keys = name_keys(worker.names for worker in self.workers)
-        for worker in self.workers:
+            if url not in self._twins:
+                self._remove(present[url])
+        self._twins, self._answering = self._twins & wanted.keys(), self._answering & wanted.keys()
+        self._all = [present.get(url) or self._new(url) for url in wanted]
+        self._select()
+        for worker in self._all:
             worker.max_inflight = wanted[worker.url]
             worker.has_credentials = with_credentials[worker.url]
 
+    def _select(self) -> None:
+        self.workers = [worker for worker in self._all if worker.url not in self._twins]
+        self._name_keys = name_keys(worker.names for worker in self.workers)
+
+    def _remove(self, worker: Worker) -> None:
+        """It finishes the requests that it has."""
+        worker.up = False
+        for gauge in (self._metrics.worker_up, self._metrics.engine_patched, self._metrics.inflight):
+            gauge.remove(worker.name)
+        self._metrics.drafts.remove_by_labels({"worker": worker.name})
+        self._stop_learning(worker)
+        self._shelf.tell(worker, Change.REMOVED)
+
+    def _is_twin(self, worker: Worker) -> bool:
+        """Whether one that answers is a further address of another worker, whose place it takes if that does not."""
+        self._answering.add(worker.url)
+        if worker.up:
+            return False
+        other = next((each for each in self.workers if each is not worker and each.is_same_server(worker)), None)
+        is_twin = other is not None and other.url in self._answering
+        if (hidden := worker if is_twin else other) is not None:
+            self._hide(hidden)
+        if not is_twin and worker.url in self._twins:
+            self._twins.remove(worker.url)
+            self._show(worker)
+            self._select()
+        return is_twin
+
+    def _hide(self, worker: Worker) -> None:
+        if worker.url not in self._twins:
+            logger.info("worker %s is left out: it is another address of one that is there", worker.name)
+            self._twins.add(worker.url)
+            self._remove(worker)
+            self._select()
+
     def _new(self, url: str) -> Worker:
-        settings = self._settings
-        address = url.partition("#")[0]
-        renderer = WorkerRenderer(self._upstream, address, settings.render_timeout, self._metrics.renders)
-        worker = Worker(url, renderer, in_shadow=settings.shadow)
+        if (worker := self._known.get(url)) is None:
+            address, seconds = url.partition("#")[0], self._settings.render_timeout
+            renderer = WorkerRenderer(self._upstream, address, seconds, self._metrics.renders)
+            worker = self._known[url] = Worker(url, renderer, in_shadow=self._settings.shadow)
+        self._show(worker)
+        return worker
+
+    def _show(self, worker: Worker) -> None:
         self._metrics.worker_up.labels(worker.name).set_function(lambda: worker.is_sound)
         self._metrics.engine_patched.labels(worker.name).set(0)
         self._metrics.inflight.labels(worker.name).set_function(lambda: worker.inflight)
-        return worker
 
     async def _check_health(self, worker: Worker) -> None:
-        up = False
+        up, gone, refusals = False, False, 0
         try:
             words = await self._probe(worker)
             up = True
@@ -326,14 +370,22 @@ class WorkerPool:
             up, words = worker.up, worker.words
         except Broken as error:  # gone, or too busy for a probe: then its answers speak for it
             up = worker.up and time.monotonic() - worker.answered_at < 2 * self._settings.health_interval
-            words = worker.words if up else why_broken(error, bool(worker.boot))
+            words, gone = worker.words if up else why_broken(error, bool(worker.boot)), not up
         except Unreachable as error:
-            words = str(error) or "no connection"
+            words, gone = str(error) or "no connection", True
+            refusals = worker.refusals + 1 if isinstance(error, Refused) else 0
+            if not worker.boot and is_other_family(worker.url, self.discovered, self.up):
+                self._hide(worker)
         except Unwell as error:
             words = self._why_unwell(worker, error)
         except Exception as error:  # whatever stands at that address, the watch over the others goes on
             logger.error("worker %s: %s", worker.name, type(error).__name__)
             words = f"its health check fails ({type(error).__name__})"
+        if gone:
+            self._answering.discard(worker.url)
+        worker.refusals = refusals
+        if refusals:
+            self._shelf.tell(worker, Change.REFUSED)
         if worker in self.workers:
             self._set_up(worker, up, words)
 
@@ -363,26 +415,25 @@ class WorkerPool:
 
         Raises `Unwell` if it answers and cannot be used.
         """
-        last, asked = worker.probed, self._probe_of(worker)
-        of_plugin = worker.engine is not None
+        last, asked, of_plugin = worker.probed, self._probe_of(worker), worker.engine is not None
         probed = await asked.probe(last, own_id=self.gateway_id, of_plugin=of_plugin, lull=self._lull)
         self._note(worker, probed)
         if probed.reports.ranks != self._ranks.get(worker.address, ()):
             # Each engine has a cache of its own: it is a worker of its own, and requests are sent to it by its rank.
             self._ranks[worker.address] = probed.reports.ranks
             self._reconcile_and_look()
-            if worker not in self.workers:
-                return probed.words
-        if probed.asleep:
-            raise Unwell(probed.asleep)
         if probed.boot != last.boot:
             self._stop_learning(worker)
             for renderer_id in worker.renderer_ids.values():
                 self._facts.forget(renderer_id)
             worker.restarted()
-            if self._settings.replay_seconds:
-                worker.warming = True
-                self._spawn(self._prepare(worker))
+        if worker not in self._all or self._is_twin(worker):
+            return probed.words
+        if probed.asleep:
+            raise Unwell(probed.asleep)
+        if probed.boot != last.boot and self._settings.replay_seconds:
+            worker.warming = True
+            self._spawn(self._prepare(worker))
         if worker in self.workers:  # else it was removed meanwhile, with its series
             self._metrics.engine_patched.labels(worker.name).set(probed.metrics.engine is not None)
             if worker.draft_state:
@@ -419,8 +470,7 @@ class WorkerPool:
 
     def _stop_learning(self, worker: Worker) -> None:
         """The worker has restarted or was removed: what it is being asked is of no use any more."""
-        task = self._learning.pop(worker.url, None)
-        if task is not None:
+        if (task := self._learning.pop(worker.url, None)) is not None:
             task.cancel()
 
     async def _lull(self) -> None:
@@ -450,26 +500,10 @@ class WorkerPool:
 
 def no_worker(lead: str, workers: Sequence[Worker]) -> NoWorker:
     """The refusal that begins with `lead`, with why each of `workers` is down, as far as it is known."""
+    if not workers:
+        return NoWorker(f"{lead} There is none: workers_file says so, or a name in workers_dns has no address.")
     causes = [f"{worker.name}: {worker.why_down}" for worker in workers if worker.why_down]
     if not causes:
         return NoWorker(f"{lead} It may still be loading.")
     more = f"; and {len(causes) - MOST_CAUSES} more" if len(causes) > MOST_CAUSES else ""
     return NoWorker(f"{lead} Worker {'; '.join(causes[:MOST_CAUSES])}{more}.")
-
-
-def _fit(workers: list[Worker]) -> list[Worker]:
-    """Those that do not fail, or one that is to be tried again. If all fail, all: some requests may still succeed."""
-    sound = [worker for worker in workers if not worker.breaker.is_open]
-    if not sound:
-        return workers
-    trial = next((worker for worker in workers if worker.breaker.wants_trial and worker.has_room), None)
-    return sound if trial is None else [trial]
-
-
-def union_of_models(workers: Sequence[Worker]) -> list[Mapping[str, Any]]:
-    """Models of all workers, each once, as the first worker that has it describes it."""
-    union: dict[Any, Mapping[str, Any]] = {}
-    for worker in workers:
-        for entry in worker.probed.models:
-            union.setdefault(entry.get("id"), entry)
-    return list(union.values())

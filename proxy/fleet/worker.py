@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
 from proxy.boundaries.resolve import Entry
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, Chat
-from proxy.fleet.model_names import ListedNames
+from proxy.fleet.model_names import ListedNames, length_in
 from proxy.fleet.probe import Probed
 from proxy.fleet.sleep import ASLEEP
 from proxy.fleet.worker_metrics import EngineInfo, StepTimes
@@ -27,6 +29,10 @@ BREAKER_FAILURES = 3
 TRIAL_SECONDS, MAX_TRIAL_SECONDS = 5.0, 60.0
 
 SALT_BYTES = 16
+
+VLLM_UNIT = 16  # tokens of a cache block, unless vLLM is told otherwise
+
+LOCALHOST = frozenset({"localhost", "127.0.0.1", "::1"})
 
 RANK_HEADER = b"x-data-parallel-rank"  # vLLM's
 
@@ -194,6 +200,7 @@ class Worker:
     takes_any_name: bool | None = None  # what it said of a name that it does not list; None: it was not asked yet
     renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by the base model whose template it is
     mute_models: set[str] = field(default_factory=set)  # that render nothing, as far as was tried
+    merges_system: bool = False  # as of `chat_of`: its template takes one system message, the first
 
     # What the gateway makes of it.
     up: bool = False
@@ -204,9 +211,11 @@ class Worker:
     inflight: int = 0
     prefill_tokens: int = 0  # of requests that have not answered yet, as far as it does not hold them
     draft_gate: GateReport | None = None  # as its feed said last, since it started
+    is_followed: bool = False  # its engine's events are being read: whether its cache was emptied is known
     others: Load = NO_LOAD  # what other gateways have there, as the worker's plugin tells; none if it does not
     dispatched: int = 0  # requests ever sent
     answered_at: float = float("-inf")  # time.monotonic() when its last answer began
+    refusals: int = 0  # health checks in a row in which nothing listened there
 
     @cached_property
     def name(self) -> str:
@@ -238,6 +247,13 @@ class Worker:
     def boot(self) -> str:
         """Its identity as it runs now; empty: not known yet."""
         return self.probed.boot
+
+    def is_same_server(self, other: Worker) -> bool:
+        """Whether both are one server, at two addresses: for sure, since two servers may have started at one time."""
+        mine, theirs = self.probed.metrics, other.probed.metrics
+        if not mine.boot or (mine.boot, mine.created, self.rank) != (theirs.boot, theirs.created, other.rank):
+            return False
+        return bool(mine.created) or _at_this_machine(self.address) == _at_this_machine(other.address) != ""
 
     @property
     def engine(self) -> EngineInfo | None:
@@ -289,6 +305,16 @@ class Worker:
         ready = self.engine is not None and not self.refused and self.draft_state in _HINTED
         return ready and self.cache.hints_allowed
 
+    @property
+    def match_unit(self) -> int:
+        """Tokens of which all that it takes from its cache is a multiple; 0: nothing may be taken from there.
+
+        vLLM keeps prefixes without the plugin and without a hint, too.
+        """
+        if not self.cache.cache_allowed:
+            return 0
+        return self.engine.match_unit if self.engine is not None else VLLM_UNIT
+
     def hint(self, found: Found | None, *, on_trial: bool = False) -> tuple[Entry, ...]:
         """The hint that it gets: none if it renders by another template than the one whose facts were used.
 
@@ -318,6 +344,7 @@ class Worker:
         self.mute_models.clear()
         self.renderer.forget_routes()
         self.takes_any_name = None
+        self.merges_system = False
         self.draft_gate = None
 
     def answered(self) -> None:
@@ -333,6 +360,11 @@ class Worker:
         if isinstance(model, str) and (model in self.names.templates or not self.names.base):
             return model
         return self.names.base
+
+    def length(self, model: Any) -> float:
+        """Tokens that a prompt for `model` and its answer may have together, as far as it says."""
+        name = self.listed(model)
+        return next((length_in(card) for card in self.probed.models if card["id"] == name), 0) or math.inf
 
     def template_of(self, model: Any) -> str:
         """The base model whose chat template a request for `model` is rendered by."""
@@ -351,6 +383,21 @@ class Worker:
             if renderer_id is not None:
                 self.renderer_ids[name] = renderer_id
         return self.renderer_ids.get(name)
+
+
+def sound_of(workers: list[Worker]) -> list[Worker]:
+    """Those that do not fail, or one that is to be tried again. If all fail, all: some requests may still succeed."""
+    sound = [worker for worker in workers if not worker.breaker.is_open]
+    if not sound:
+        return workers
+    trial = next((worker for worker in workers if worker.breaker.wants_trial and worker.has_room), None)
+    return sound if trial is None else [trial]
+
+
+def _at_this_machine(address: str) -> str:
+    """An address that names this machine by one of its usual names, by a common one; empty for any other."""
+    parts = urlsplit(address)
+    return parts._replace(netloc=f":{parts.port}").geturl() if parts.hostname in LOCALHOST else ""
 
 
 async def prompt_of(chat: Chat, worker: Worker) -> TokenIds:

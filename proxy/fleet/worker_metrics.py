@@ -19,11 +19,11 @@ BOOT = "process_start_time_seconds"
 ENGINE = "seamark_engine_info"
 PASS, TOKEN = "seamark_pass_seconds", "seamark_token_seconds"
 HITS = "vllm:prefix_cache_hits_total"
+CREATED = "vllm:prefix_cache_hits_created"  # when the server made that counter, to the microsecond
 CACHE = "vllm:cache_config_info"
 # From the start, and only with speculative decoding, except for a frontend in Rust: it always has it, and no `BOOT`.
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-IGNORED = "seamark_hints_ignored_total"
 REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 SLEEP = "vllm:engine_sleep_state"  # of each engine, 1 at the state that it is in
 
@@ -42,7 +42,7 @@ NIXL = frozenset({"NixlConnector", "NixlPullConnector"})
 BEST_LANE = "inside_pass"
 
 # An engine shows a thousand samples, and parsing all of them would hold up the event loop for milliseconds.
-_READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CACHE, DRAFTS, SLEEP, *REQUESTS)
+_READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CREATED, CACHE, DRAFTS, SLEEP, *REQUESTS)
 
 # What a worker with the plugin gives of its `/metrics`; writing all of them takes it milliseconds.
 OF_PLUGIN = "/seamark/metrics?" + urlencode([("name[]", name) for name in _READ])
@@ -100,6 +100,7 @@ class WorkerMetrics(NamedTuple):
     sleep_levels: tuple[int | None, ...] = ()  # of each engine, None for one awake; empty: it does not say
     drafts: bool = False  # speculative decoding is on
     other_release: str = ""  # why a plugin that is there is not used, and the cure
+    created: tuple[float, ...] = ()  # when its server made some of its counters, which no two servers have in common
 
 
 def read(text: str) -> WorkerMetrics:
@@ -129,6 +130,7 @@ def read(text: str) -> WorkerMetrics:
         _sleep_levels(found[SLEEP]),
         bool(found[DRAFTS]) and (bool(found[BOOT]) or last(DRAFTS) > 0),
         other_release,
+        tuple(sorted(sample.value for sample in found[CREATED])),
     )
 
 
@@ -166,7 +168,6 @@ class EngineSetup(NamedTuple):
     prefix_caching: bool | None  # None: not told
     block_size: int | None  # tokens that vLLM alone finds a multiple of; None: not told
     drafts: bool  # speculative decoding is on
-    hints_refused: bool  # some hints were, because of it
     connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
     lane: str = ""  # how states are kept beside them, as the plugin says
     attention_only: bool = False  # no layer is recurrent
@@ -174,9 +175,9 @@ class EngineSetup(NamedTuple):
 
 def read_setup(text: str) -> EngineSetup:
     """For a diagnosis. Raises `ValueError` for what is no exposition."""
-    wanted = (CACHE, DRAFTS, IGNORED, ENGINE, BOOT)
+    wanted = (CACHE, DRAFTS, ENGINE, BOOT)
     lines = "\n".join(line for line in text.split("\n") if line.startswith(wanted))
-    caching, block_size, drafts, refused, connector, lane, attention_only = None, None, False, False, "", "", False
+    caching, block_size, drafts, connector, lane, attention_only = None, None, False, "", "", False
     counts_drafts = is_python = False
     for family in text_string_to_metric_families(lines):
         for sample in family.samples:
@@ -190,11 +191,8 @@ def read_setup(text: str) -> EngineSetup:
             counts_drafts = counts_drafts or sample.name == DRAFTS
             drafts = drafts or (sample.name == DRAFTS and sample.value > 0)
             is_python = is_python or sample.name == BOOT
-            refused = refused or (
-                sample.name == IGNORED and sample.labels.get("reason") == "speculative" and sample.value > 0
-            )
     drafts = drafts or (counts_drafts and is_python)
-    return EngineSetup(caching, block_size, drafts, refused, connector, lane, attention_only)
+    return EngineSetup(caching, block_size, drafts, connector, lane, attention_only)
 
 
 def read_accepted(text: str) -> Accepted | None:

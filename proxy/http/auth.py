@@ -86,6 +86,10 @@ class ApiKey:
     under_way: int = 0
     queued: int = 0
 
+    def __post_init__(self) -> None:
+        # Whose something is in this gateway: whoever is given the name later has another key.
+        self.owner = f"{self.name} {self.entry.sha256[0]}"
+
     @property
     def has_room(self) -> bool:
         """Whether another request with this key may go to a worker."""
@@ -158,10 +162,13 @@ class KeyRing:
     def _load(self) -> None:
         previous, self._keys, self._by_hash = self._keys, {}, {}
         for name, entry in self.file.value.keys.items():
-            key = previous.get(name) or ApiKey(name, entry, "")
+            key = previous.get(name)
+            if key is None or set(entry.sha256).isdisjoint(key.entry.sha256):
+                key = ApiKey(name, entry, "")
             key.entry = entry
             hashes = tuple(map(bytes.fromhex, entry.sha256))
-            key.id_secrets = hashes if self._id_secret is None else (self._id_secret,)
+            secret = self._id_secret
+            key.id_secrets = tuple(each if secret is None else hmac.digest(secret, each, "sha256") for each in hashes)
             key.salt = self._salt(f"group:{entry.share}" if entry.share is not None else f"key:{name}")
             self._keys[name] = key
             self._by_hash.update((each, key) for each in hashes)

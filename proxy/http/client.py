@@ -55,6 +55,10 @@ class Exhausted(Unreachable):
     """This machine has no descriptor, port or memory for another connection. No worker is to blame."""
 
 
+class Refused(Unreachable):
+    """Nothing listens there: the machine is there, and the worker is not."""
+
+
 class Broken(Exception):
     """The worker broke off after it had received the request."""
 
@@ -176,7 +180,8 @@ class Upstream:
                 timeout=self._timeout(read_timeout),
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise (Exhausted if _is_own_shortage(error) else Unreachable)(self._why_not(error)) from error
+            kind = Refused if getattr(error, "errno", None) == errno.ECONNREFUSED else Unreachable
+            raise (Exhausted if _is_own_shortage(error) else kind)(self._why_not(error)) from error
         except FAILURES as error:
             if isinstance(error, aiohttp.ClientResponseError):
                 raise Malformed(str(error)) from error

@@ -1,14 +1,14 @@
 """A form as a request body: the model that it names, and what vLLM would read in it and clients must not say.
 
 vLLM's routes for audio take `vllm_xargs` as a form's field, in which hints and transfers travel. A form is forwarded as
-it is or refused. Readers of forms differ in how they take escapes, encodings and continued names, so it is looked
-through as bytes, wherever its parts may begin, and refused where two readers could see fields of different names.
+it is or refused. Readers of forms differ in how they take escapes, encodings, quotes and continued names, and in what
+they forgive between parts. A form is refused where two could see other parts or fields of other names; names of files
+may be written in any way.
 """
 
 from __future__ import annotations
 
 import re
-from email.message import Message
 
 from proxy.errors import BadRequest
 from proxy.http.asgi import HeaderList
@@ -23,13 +23,17 @@ _XARGS = XARGS.encode()
 
 MULTIPART, URLENCODED = b"multipart/", b"application/x-www-form-urlencoded"
 
-# What every reader takes in the same way. Others know escapes, encoded words, and `name*=utf-8''..` or `name*0=..`.
+# What every reader takes in the same way. Others know escapes, encoded words, and `boundary*=utf-8''..`.
 _TYPE = re.compile(rb"""multipart/form-data((?:[ \t]*;[ \t]*[\w-]+=(?:"[^"\\;]*"|[^\s"\\;]+))+)""", re.I | re.ASCII)
-_DISPOSITION_VALUE = re.compile(
-    rb"""form-data((?:[ \t]*;[ \t]*(?:name=(?:"[\w.:\[\]-]+"|[\w.:-]+)|filename=(?:"[^"\\*\0]*"|[\w.-]+)))+)""",
-    re.I | re.ASCII,
-)
 _PARAMETER = re.compile(rb""";[ \t]*([\w-]+)=("[^"]*"|[^\s;]*)""", re.ASCII)
+
+# What stands before a field's name, and that with what follows it.
+_BEFORE_NAME = re.compile(rb"[ \t]*form-data[ \t]*;(?:.*;)?[ \t]*", re.I | re.S)
+_NAMED = re.compile(rb"""name[ \t]*=[ \t]*("[\w.:\[\]-]*"|[\w.:\[\]-]+)[ \t]*((?:;.*)?)""", re.I | re.S)
+
+# What some reader may take for a name: with escapes or a part of it, or within quotes that it does not know.
+_A_NAME = re.compile(rb"""(?<![\w-])name["\s]*+[*=]""", re.I)
+_QUOTED = re.compile(rb"""=[ \t]*"[^"\\]*\"""")
 
 CHARSET_FIELD = b"_charset_"  # RFC 7578: its value is the character set of all others
 
@@ -39,22 +43,13 @@ _PLAIN_ENCODINGS = frozenset({b"7bit", b"8bit", b"binary"})
 
 _CHARSET = re.compile(rb"charset[^;=]*=?([^;]*)")
 
-# A line of a part's head. One in a file or a text counts as well, for readers differ in where a part begins.
-_LINE = re.compile(rb"content-(disposition|type|transfer-encoding)[ \t]*:")
+_HEAD_LINE = re.compile(rb"([\w!#$%&'*+.^`|~-]+):([^\r\n\0]*)")
 
-MAX_LINE_BYTES = 4096  # of those lines
+MAX_HEAD_BYTES, MAX_NAME_BYTES = 8192, 1024  # of a part, and of the name of a model
 
-MOST_LINES = 4096  # of a form, and of places in its texts that look like one
+MOST_PARTS = 256
 
 STEP_BYTES = 2**15  # looked through in one step
-
-LOOK_BACK_BYTES = 256  # for a line's beginning; behind more spaces, it counts as one
-
-MAX_HEAD_BYTES, MAX_NAME_BYTES = 8192, 1024  # of a field, and of the name of a model
-
-MOST_FIELDS = 256  # that are looked through for the model
-
-_DISPOSITION = re.compile(rb"(?i)\r\ncontent-disposition[ \t]*:([^\r\n]{1,1024})")
 
 _WRONG_TYPE = (
     "The Content-Type of this form could be read in two ways. Send it once, as "
@@ -62,16 +57,16 @@ _WRONG_TYPE = (
 )
 
 _WRONG_PART = (
-    'A part of this form could be read in two ways. Begin each part as `Content-Disposition: form-data; name="file"; '
-    'filename="a.wav"` does, in one line: a name in plain ASCII, a file\'s name without quotes, backslashes and '
-    "asterisks, no Content-Transfer-Encoding, and no character set but UTF-8."
+    "A part of this form could be read in two ways. Begin each part behind a line with the boundary, as "
+    '`Content-Disposition: form-data; name="file"; filename="a.wav"` does: once, in one line, with one `name=` in '
+    "plain ASCII, no Content-Transfer-Encoding, and no character set but UTF-8. The boundary begins no other line, and "
+    f"the last one ends with `--`. A form has at most {MOST_PARTS} parts."
 )
 
 
 def is_form(headers: HeaderList) -> bool:
     """Whether the headers (names in lower case) announce a form, or what some reader takes for one."""
-    types = [value.lower() for name, value in headers if name == b"content-type"]
-    return any(MULTIPART in each for each in types)
+    return any(name == b"content-type" and MULTIPART in value.lower() for name, value in headers)
 
 
 def refuse_urlencoded(headers: HeaderList) -> None:
@@ -80,88 +75,87 @@ def refuse_urlencoded(headers: HeaderList) -> None:
     No route of vLLM takes one, and it might be JSON at the same time.
     """
     if any(name == b"content-type" and URLENCODED in value.lower() for name, value in headers):
-        raise BadRequest(
-            f"vLLM reads no {URLENCODED.decode()}. Send application/json, or files as multipart/form-data."
-        )
+        raise BadRequest(f"vLLM reads no {URLENCODED.decode()}. Send application/json or multipart/form-data.")
 
 
-def model_in(headers: HeaderList, raw: bytes) -> str:
-    """The field `model` of a form, empty if it has none. As vLLM reads it: of several ones the last counts."""
-    boundary = next((_parameter(value, "boundary") for name, value in headers if name == b"content-type"), "")
-    delimiter = b"--" + boundary.encode("latin-1")
-    model = ""
-    at = raw.find(delimiter) if boundary else -1
-    for _ in range(MOST_FIELDS):
+def read_form(headers: HeaderList, raw: bytes) -> Steps[str]:
+    """The field `model` of a form, empty if it has none. As vLLM reads it: of several ones the last counts.
+
+    Raises `BadRequest` for a form that holds, or may hold, what only the gateway may say.
+    """
+    boundary, charset = _type_in(headers)
+    delimiter, model = b"--" + boundary, b""
+    at = raw.find(delimiter, 0, len(delimiter) + 2)
+    if raw[: max(at, 0)] not in (b"", b"\r\n"):
+        at = -1
+    for _ in range(MOST_PARTS + 1):
         if at < 0:
             break
         start = at + len(delimiter)
-        at = raw.find(b"\r\n" + delimiter, start)
-        head_end = raw.find(b"\r\n\r\n", start, at)
-        found = _DISPOSITION.search(raw, start, head_end) if start <= head_end < start + MAX_HEAD_BYTES else None
-        if at >= 0 and found is not None and _parameter(found[1], "name") == "model":
-            model = raw[head_end + 4 : min(at, head_end + 4 + MAX_NAME_BYTES)].decode(errors="replace")
-    return model
+        line = yield from _line_with(delimiter, raw, start)
+        if line < 0 and raw.startswith(b"--", start):
+            return model.decode(charset, "replace")
+        head_end = raw.find(b"\r\n\r\n", start, start + MAX_HEAD_BYTES)
+        name = _name_in(raw[start:head_end]) if head_end >= 0 else None
+        value_at, end, at = head_end + 4, line - 1, line + 1
+        if name is None or end < value_at or raw[end:at] != b"\r\n":
+            break
+        if name == b"model":
+            model = raw[value_at : min(end, value_at + MAX_NAME_BYTES)]
+        if name.lower() == _XARGS and (end > value_at + STEP_BYTES or _FORBIDDEN.search(raw, value_at, end)):
+            text = f"A form's {XARGS} must not hold {', '.join(_NAMES)}, names with escapes, or {STEP_BYTES} bytes."
+            raise BadRequest(text, param=XARGS)
+    raise BadRequest(_WRONG_PART)
 
 
-def _parameter(header: bytes, name: str) -> str:
-    """A parameter in the value of a header, empty if it is not there."""
-    message = Message()
-    message["content-type"] = header.decode("latin-1").strip()
-    value = message.get_param(name, "")
-    return value if isinstance(value, str) else value[2]
-
-
-def check_form(headers: HeaderList, raw: bytes) -> Steps[None]:
-    """Raises `BadRequest` for a form that holds, or may hold, what only the gateway may say."""
+def _type_in(headers: HeaderList) -> tuple[bytes, str]:
+    """The boundary and the character set of a form."""
     types = [value.strip() for name, value in headers if name == b"content-type"]
     found = _TYPE.fullmatch(types[0].rstrip(b"; \t"))
     if len(types) > 1 or found is None:
         raise BadRequest(_WRONG_TYPE)
-    parameters = [name.lower() for name, _ in _PARAMETER.findall(found[1])]
-    if b"boundary" not in parameters or len(parameters) > len(set(parameters)):
+    given = [(name.lower(), value.strip(b'"')) for name, value in _PARAMETER.findall(found[1])]
+    parameters = dict(given)
+    boundary, charset = parameters.get(b"boundary"), parameters.get(b"charset", b"utf-8")
+    if not boundary or len(given) > len(parameters) or charset.lower() not in _PLAIN_CHARSETS:
         raise BadRequest(_WRONG_TYPE)
-    if not _has_plain_charset(types[0].lower()):
-        raise BadRequest("A form in this character set is not read here. Send it in UTF-8.")
-    lines, has_xargs = 0, False
-    for start in range(0, len(raw), STEP_BYTES):
-        piece = raw[start : start + STEP_BYTES + MAX_LINE_BYTES].lower()
-        has_xargs = has_xargs or _XARGS in piece
-        for line in _LINE.finditer(piece):
-            if line.start() >= STEP_BYTES:  # the next step's
-                break
-            lines += 1
-            if lines > MOST_LINES:
-                raise BadRequest(_WRONG_PART)
-            at = start + line.start()
-            before = raw[max(0, at - LOOK_BACK_BYTES) : at]
-            if (said := before.rstrip()) and not before[len(said) :].strip(b" \t"):
-                continue  # inside a line
-            value_at = start + line.end()
-            if not _is_plain(line[1], raw[value_at : value_at + MAX_LINE_BYTES + 3]):
-                raise BadRequest(_WRONG_PART)
-        yield
-    for start in range(0, len(raw) if has_xargs else 0, STEP_BYTES):
-        if _FORBIDDEN.search(raw, start, start + STEP_BYTES + MAX_LINE_BYTES) is not None:
-            text = f"A form's {XARGS} must not hold {', '.join(_NAMES)}, nor names with escapes."
-            raise BadRequest(text, param=XARGS)
-        yield
+    return boundary, charset.decode()
 
 
-def _is_plain(header: bytes, rest: bytes) -> bool:
-    """Whether all readers take the value of a part's header alike; `rest` is what follows its colon."""
-    value, end, following = rest.partition(b"\r\n")
-    if not end or following[:1] in (b" ", b"\t") or len(value) > MAX_LINE_BYTES or b"\n" in value or b"\r" in value:
-        return False
-    value = value.strip(b"; \t")
-    if header == b"type":
-        return _has_plain_charset(value.lower())
-    if header == b"transfer-encoding":
-        return value.lower() in _PLAIN_ENCODINGS
-    if (found := _DISPOSITION_VALUE.fullmatch(value)) is None:
-        return False
-    parameters = [(name.lower(), given.strip(b'"').lower()) for name, given in _PARAMETER.findall(found[1])]
-    names = sorted(name for name, _ in parameters)
-    return names in ([b"name"], [b"filename", b"name"]) and (b"name", CHARSET_FIELD) not in parameters
+def _line_with(delimiter: bytes, raw: bytes, start: int) -> Steps[int]:
+    """Where the break before the next line that begins with it ends, whatever breaks lines; -1 if there is none."""
+    for at in range(start, len(raw), STEP_BYTES):
+        end = at + STEP_BYTES + len(delimiter)
+        found = [where for each in (b"\r", b"\n") if (where := raw.find(each + delimiter, at, end)) >= 0]
+        yield
+        if found:
+            return min(found)
+    return -1
+
+
+def _name_in(head: bytes) -> bytes | None:
+    """The name of the field in a part's head; None if two readers may find others."""
+    field = None
+    before, *lines = head.split(b"\r\n")
+    for line in lines:
+        if (found := _HEAD_LINE.fullmatch(line)) is None:
+            return None
+        kind, value = found[1].lower(), found[2].lower().strip(b" \t")
+        if kind == b"content-disposition":
+            if field is not None or (first := _A_NAME.search(found[2])) is None:
+                return None
+            named = _NAMED.fullmatch(found[2], first.start())
+            if named is None or _BEFORE_NAME.fullmatch(found[2], 0, first.start()) is None:
+                return None
+            if _A_NAME.search(_QUOTED.sub(b"=", named[2])):
+                return None
+            field = named[1].strip(b'"')
+        elif kind == b"content-type":
+            if not _has_plain_charset(value) or MULTIPART in value:
+                return None
+        elif kind == b"content-transfer-encoding" and value not in _PLAIN_ENCODINGS:
+            return None
+    return None if before or field is None or field.lower() == CHARSET_FIELD else field
 
 
 def _has_plain_charset(value: bytes) -> bool:

@@ -20,7 +20,7 @@ class Explanation(NamedTuple):
 
     request_id: str
     endpoint: str
-    owner: str | None = None  # name of the API key it came with; not shown
+    owner: str | None = None  # of the API key it came with; not shown
     began: float = 0.0  # seconds since the epoch
     status: int | None = None  # of the answer, 499 if the client left; None while it is under way
     model: str | None = None

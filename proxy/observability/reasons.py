@@ -19,7 +19,7 @@ class ReasonText(NamedTuple):
 REASON_TEXT = {
     "hit": ReasonText(
         "hit",
-        "Everything that this prompt is known to share with earlier ones came from the cache.",
+        "All that was kept of what this prompt shares with earlier ones came from the cache.",
         "",
     ),
     "cold": ReasonText(
@@ -55,7 +55,8 @@ REASON_TEXT = {
     ),
     "other_worker": ReasonText(
         "held by another worker",
-        "Another worker holds more of this prompt but had too many requests, or no room (setting load_slack).",
+        "Another worker holds more of this prompt but refused it, had too many requests, or no room (setting "
+        "load_slack).",
         "If it happens often, raise load_slack, so that requests wait for the worker that holds their prompt.",
     ),
     "salt": ReasonText(
@@ -71,8 +72,8 @@ REASON_TEXT = {
     ),
     "no_boundary": ReasonText(
         "no place to share up to",
-        "It has no text in which others could differ (a prompt of token ids), or its template refuses to render such a "
-        "text. What it shares with an earlier one is kept once a second one shares it.",
+        "It has no text in which others could differ (a prompt of token ids), its template refuses to render such a "
+        "text, or it is the first to go on like an earlier prompt. That is kept once a second one shares it.",
         "Nothing for a single request. If all of a client end so, run `seamark boundary` on one of them.",
     ),
     "no_facts": ReasonText(
@@ -147,6 +148,9 @@ class Delivery(NamedTuple):
 # whole cache block, of thousands of tokens, and those would be felt.
 NEAR_UNITS, NEAR_TOKENS = 2, 128
 
+# A loss of less than one in so many of the tokens that could have come is no miss where all that was kept has come.
+LOST_PARTS = 4
+
 
 def reason_for(expected: Expectation, delivery: Delivery, change: PrefixChange | None = None) -> str:
     """The cause that cost a request the most tokens, of the closed set; "hit" if it got all it could.
@@ -155,18 +159,25 @@ def reason_for(expected: Expectation, delivery: Delivery, change: PrefixChange |
     """
     shareable, cached, unit = delivery.shareable, delivery.cached, expected.match_unit
     near = min(NEAR_UNITS * unit, NEAR_TOKENS)
-    if cached and cached > shareable - near and expected.failure in (None, "no_facts", "no_boundary"):
-        return "hit"
-    if expected.failure not in (None, "no_facts"):
+    is_full = cached and cached > shareable - near and expected.failure in (None, "no_facts", "no_boundary")
+    if not is_full and expected.failure not in (None, "no_facts"):
         return str(expected.failure)
-    cause = _beside_change(expected, delivery)
+    cause = "hit" if is_full else _beside_change(expected, delivery)
     unchanged = expected.deliverable(delivery.unchanged)
-    beyond = unchanged - max(shareable, cached)
-    # Where nobody had kept a state before, the change is why this request needed one there.
-    is_change = unchanged > cached if cause == "cold" else beyond > 0 and beyond >= shareable - cached
+    beyond = min(unchanged - max(shareable, cached), change.lost) if change is not None else 0
+    if cause == "cold":  # nobody had kept a state here before: the change is why this request needed one
+        is_change = _is_felt(unchanged - cached, unchanged)
+    else:
+        is_change = _is_felt(beyond, unchanged) if cause == "hit" else beyond > 0 and beyond >= shareable - cached
     if change is not None and is_change:
         return "salt" if change.is_salt else "prefix_changed"
+    if cause == "cold" and cached:  # it is the first that goes on like an earlier one, not the first that begins so
+        return "no_boundary" if _is_felt(shareable - cached, shareable) else "hit"
     return cause
+
+
+def _is_felt(lost: int, tokens: int) -> bool:
+    return lost > 0 and lost * LOST_PARTS >= tokens
 
 
 def _beside_change(expected: Expectation, delivery: Delivery) -> str:
@@ -174,6 +185,9 @@ def _beside_change(expected: Expectation, delivery: Delivery) -> str:
     shareable, cached = delivery.shareable, delivery.cached
     if not expected.deliverable(delivery.deepest):
         return "below_unit"
+    here = expected.found(expected.predicted)
+    if expected.found(expected.held) > here and cached >= here:
+        return "other_worker"
     if not shareable:
         ever = expected.ever_sent.size if expected.ever_sent is not None else 0
         if expected.sent is None and ever:
@@ -183,9 +197,6 @@ def _beside_change(expected: Expectation, delivery: Delivery) -> str:
                 return "below_unit"
             return _of_engine(delivery, expected.failure or "evicted")  # its engine knows nothing of it any more
         return expected.failure or _of_engine(delivery, "cold")
-    here = expected.found(expected.predicted)
-    if expected.found(expected.held) > here and cached >= here:
-        return "other_worker"
     if expected.sent is None and delivery.engine == "hit":
         return "hit"  # nobody had asked for a state further on
     return _of_engine(delivery, expected.failure or "evicted")

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from proxy.boundaries.layout import PromptLayout
 from proxy.boundaries.token_ids import common_prefix
-from proxy.chat.canonical import HEAD_FIELDS, canonical, own_hash
+from proxy.chat.canonical import HEAD_FIELDS, canonical, head_of, own_hash
 from proxy.chat.chat import MESSAGES, listed
 from proxy.idle_work import Steps
 from proxy.observability.cures import CHANGE_TEXT
@@ -135,8 +135,8 @@ class RememberedRequest:
     @cached_property
     def settings(self) -> dict[str, int]:
         """Hash by head field."""
-        head = self.layout.chat.head
-        return {name: xxh3_64_intdigest(canonical(head[name])) for name in SETTINGS if head.get(name) is not None}
+        head = head_of(self.layout.chat.head)
+        return {name: xxh3_64_intdigest(canonical(head[name])) for name in SETTINGS if name in head}
 
     def part(self, index: int) -> Any:
         """The tool or message; None behind the last one."""

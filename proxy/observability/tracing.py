@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -19,7 +20,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from requests import Session
 
+from proxy.config_files import LOOPBACK
 from proxy.fleet.part import Part
 from proxy.http import asgi
 from proxy.metrics import Metrics
@@ -49,7 +52,11 @@ class Tracing(Part):
         """`endpoint`: URL of a collector, its path included, that takes OTLP over HTTP."""
         named = Resource.create({"service.name": "seamark", "service.version": version()})
         self._provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()))
-        self._provider.add_span_processor(BatchSpanProcessor(_Counted(OTLPSpanExporter(endpoint), metrics)))
+        session = Session() if urlsplit(endpoint).hostname in LOOPBACK else None
+        if session is not None:
+            session.trust_env = False  # no proxy of the environment
+        exporter = OTLPSpanExporter(endpoint, session=session)
+        self._provider.add_span_processor(BatchSpanProcessor(_Counted(exporter, metrics)))
         self._tracer = self._provider.get_tracer("seamark", version())
         self._propagator = TraceContextTextMapPropagator()
 
@@ -58,7 +65,8 @@ class Tracing(Part):
 
         `headers` get ours in place of the client's: vLLM makes its spans children of this one.
         """
-        carrier = {name.decode(): value.decode("latin-1") for name, value in headers if name in HEADERS}
+        found = [(name.decode(), value.decode("latin-1")) for name, value in headers if name in HEADERS]
+        carrier = {name: [value for each, value in found if each == name] for name, _ in found}  # states may be several
         span = self._tracer.start_span(
             f"{method} {endpoint}",
             self._propagator.extract(carrier),

@@ -151,6 +151,11 @@ class Accounting(Part):
             raise
         return request.verdict.reason if request.verdict is not None else None
 
+    def used(self, request: ProxiedRequest, usage: Usage | None) -> None:
+        """An answer says what its request took: it counts for the key."""
+        if usage is not None and (key := request.client.key) is not None:
+            self.key_usage.tokens(key.name, usage)
+
     def count(self, request: ProxiedRequest) -> None:
         """Have the request counted, however it ended, and explained if that is still to be done."""
         request.is_over = True
@@ -316,8 +321,7 @@ class Accounting(Part):
             self._shadow.add(_for_shadow(request, worker, model, usage))
         if usage is None:
             return None
-        if request.client.key is not None:
-            self.key_usage.tokens(request.client.key.name, usage)
+        self.used(request, usage)
         counters = self._counters(model, worker)
         counters.prompt.inc(usage.prompt)
         if usage.cached is not None:
@@ -496,8 +500,10 @@ class Accounting(Part):
 
 
 def _is_stored(request: ProxiedRequest) -> bool:
-    """Whether the answer is a response that can be continued, or asked for, later."""
-    return request.client.endpoint == RESPONSES and flag(request.body.parsed.get("store", True)) is not False
+    """Whether the answer is a response, or names anything else, that can be continued, or asked for, later."""
+    if request.client.endpoint != RESPONSES:
+        return request.makes
+    return flag(request.body.parsed.get("store", True)) is not False
 
 
 def _engine_id(request: ProxiedRequest, answer: Any) -> str:

@@ -34,25 +34,20 @@ ANY_MODEL = "*"
 
 # Request headers on which an answer may depend; without keys of the gateway's own, also who asks the worker.
 TOLD_APART = frozenset(
-    {
-        b"accept",
-        b"accept-encoding",
-        b"anthropic-beta",
-        b"anthropic-version",
-        b"authorization",
-        b"content-encoding",
-        b"content-type",
-        b"cookie",
-        b"openai-beta",
-        b"origin",
-        b"x-api-key",
-    }
+    b"accept accept-encoding anthropic-beta anthropic-version authorization content-encoding content-type cookie "
+    b"openai-beta origin x-api-key".split()
 )
 
 DIGEST_BYTES = 32
 
-# What lies at an address may change; what a body holds itself does not.
-_REMOTE = re.compile(rb'"(?:url|image_url|video_url|audio_url|file_url)"\s*:\s*"(?!data:)')
+# Of a worker's answer: what is about its bytes, whoever gets them. Anything else may be about one request alone.
+KEPT = frozenset(
+    b"access-control-allow-credentials access-control-allow-origin access-control-expose-headers cache-control "
+    b"content-language content-length content-type date vary".split()
+)
+
+# What lies at an address may change; what a body holds itself does not. A key that is escaped may be any of these.
+_REMOTE = re.compile(rb'"(?:(?:image_|video_|audio_|file_)?url|[a-z_]*\\u00[0-7][^"]*)"\s*:\s*"(?!data:)')
 
 _FINAL = {
     CHAT: frozenset({"stop", "length", "tool_calls", "function_call"}),

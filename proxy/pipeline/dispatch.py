@@ -22,7 +22,7 @@ from proxy.fleet.worker import Slot, Worker
 from proxy.http.auth import ApiKey
 from proxy.observability.reasons import Expectation
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE
-from proxy.pipeline.request import Choice, ProxiedRequest, affinity_key
+from proxy.pipeline.request import Choice, ProxiedRequest, affinity_key, user_key
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.policy import choose
 from proxy.routing.prefix_index import Holding, PrefixIndex
@@ -30,6 +30,8 @@ from proxy.routing.queue import AdmissionQueue
 from proxy.settings import Settings
 
 NOT_FOUND = 404
+
+TOO_LONG = 400  # among other things
 
 # Workers that one request asks for a response whose worker is not known.
 MOST_ASKED = 16
@@ -75,10 +77,10 @@ class Dispatcher:
         timings = request.timings
         with timings.waiting():
             await self._pool.find(model)
-            response = request.response_id
+            kept = request.kept_id
             wants = (
                 model if isinstance(model, str) else None,
-                self._stored.boot(response, request.client.owner) if response is not None else None,
+                self._stored.boot(kept, request.client.owner) if kept is not None else None,
                 *[worker.name for worker in request.asked],
             )
             timings.asked = time.perf_counter()
@@ -95,26 +97,24 @@ class Dispatcher:
             if slot.give_back():
                 self.released()
 
-    def has_slot(self, request: ProxiedRequest) -> bool:
-        """Whether the request would get a slot now, without waiting."""
-        key = request.client.key
-        if len(self._queue) or (key is not None and not key.has_room):
-            return False
-        return any(worker.has_room for worker in self._pool.serving(request.model))
-
     def seeks_on(self, request: ProxiedRequest, worker: Worker, status: int) -> bool:
-        """Whether a worker that has not been asked may store the response which `worker` does not know.
+        """Whether a worker that has not been asked may keep what the request names and `worker` does not know.
 
-        The worker of a response is remembered once one has answered for it.
+        The worker of a response is remembered once one has answered for it, that of anything else if another has not:
+        what all know, such as a list, is no one's.
         """
-        if request.response_id is None or (keeper := self._keeper(request)) is worker:
+        if status == TOO_LONG and worker not in request.asked:  # one of them may take a longer prompt
+            model, length = request.model, worker.length(request.model)
+            request.asked += [each for each in self._pool.serving(model) if each.length(model) <= length]
+            return bool(self._unasked(request))
+        if (kept := request.kept_id) is None or (keeper := self._keeper(request)) is worker:
             return False
         if status == NOT_FOUND:
             request.asked.append(worker)
             # Another gateway may have told meanwhile whose it is.
             return len(request.asked) < MOST_ASKED and (keeper is not None or bool(self._unasked(request)))
-        if 200 <= status < 300:
-            self._stored.keep(request.response_id, worker.boot, request.client.owner)
+        if 200 <= status < 300 and (request.asked or request.response_id is not None):
+            self._stored.keep(kept, worker.boot, request.client.owner)
         return False
 
     def taken(self, lease: Lease, worker: Worker) -> None:
@@ -148,6 +148,8 @@ class Dispatcher:
         """The worker never got the request: what was recorded for it is not there."""
         if (choice := request.choice) is not None and choice.expected is not None:
             self._engine_events.refused(choice.worker, request.engine_id)
+            if not choice.worker.takes_hints and (found := request.prompt.found) is not None:
+                self._prefix_index.forget([boundary.key for boundary in found.boundaries], choice.worker.boot)
 
     def _take(self, lease: Lease) -> Lease | None:
         """The lease with a slot; None if the workers that could serve the request are full."""
@@ -175,14 +177,13 @@ class Dispatcher:
 
     def _roomy(self, request: ProxiedRequest) -> list[Worker]:
         """Workers that have a slot for it."""
-        response = request.response_id
         if (keeper := self._keeper(request)) is not None:
             if not keeper.up:
-                raise no_worker("The worker that stores this response is not ready.", [keeper])
+                raise no_worker("The worker that stores what this request names is not ready.", [keeper])
             workers = [keeper]
         elif not (workers := self._unasked(request)):
             # Whose response it continues decides before a model that is not named.
-            workers = self._pool.for_model(request.model or None if response is not None else request.model)
+            workers = self._pool.for_model(request.model or None if request.kept_id is not None else request.model)
         # As `has_room` says, and `takes_hints` below: for a thousand workers, a property costs more than all else here.
         return [worker for worker in workers if not worker.max_inflight or worker.inflight < worker.max_inflight]
 
@@ -194,22 +195,27 @@ class Dispatcher:
         if found is None:
             return Choice(choose(workers, {}, self._load_slack, together))
         # All that could hold it, because a worker that is full or not ready yet has not lost it.
-        boots = {worker.boot for worker in self._pool.serving(model) if worker.takes_hints}
-        held = self._prefix_index.longest(found.prefixes, boots)
-        together = affinity_key(request.client.headers, request.body.parsed) or together
-        worker = choose(workers, held, self._load_slack, together, found.shared)
+        serving = self._pool.serving(model)
+        boots = {worker.boot for worker in serving if worker.takes_hints}
+        held = self._prefix_index.longest(found.prefixes, {worker.boot for worker in serving if worker.match_unit})
+        session = affinity_key(request.client.headers, request.body.parsed)
+        user = user_key(request.body.parsed, found) if session is None else None
+        worker = choose(workers, held, self._load_slack, session or user or together, found.shared, waits=user is None)
         boot, engine, takes_hints = worker.boot, worker.engine, worker.takes_hints
-        here, longest = held.get(boot), max(held.values(), default=None)
-        # For a request that is sent again, elsewhere, the first try does not count as sent before.
-        earlier = request.expected
-        sent = self._prefix_index.sent(found.prefixes, boots)
+        here, longest = held.get(boot), max((held[boot] for boot in held.keys() & boots), default=None)
+        if (earlier := request.expected) is not None:  # it is sent again, elsewhere: the first try counts for nothing
+            sent, ever_sent, told = earlier.sent, earlier.ever_sent, earlier.held
+        else:
+            sent = self._prefix_index.sent(found.prefixes, boots)
+            ever_sent = self._prefix_index.ever_sent(found.prefixes)
+            told = longest.tokens if longest is not None and longest.is_told else 0
         expected = Expectation(
             failure=found.failure if takes_hints else _failure(worker),
             sent=sent,
             sent_here=sent is not None and boot in sent.held,
-            ever_sent=self._prefix_index.ever_sent(found.prefixes) if earlier is None else earlier.ever_sent,
-            held=longest.tokens if longest is not None and longest.is_told else 0,
-            predicted=_predicted(here),
+            ever_sent=ever_sent,
+            held=told,
+            predicted=_predicted(here) if takes_hints else 0,
             match_unit=engine.match_unit if engine is not None else 1,
             ahead=engine.ahead if engine is not None else 0,
         )
@@ -220,6 +226,8 @@ class Dispatcher:
             self._prefix_index.record(found.boundaries, boot, hint)
             if longest is not None:
                 self._keep_for_warmup(request, found, worker, longest)
+        else:  # vLLM keeps what it computes, and says nothing of it
+            self._prefix_index.record(found.boundaries, boot)
         return Choice(worker, expected, here.tokens if here is not None else 0, hint)
 
     def _keep_for_warmup(self, request: ProxiedRequest, found: Found, worker: Worker, shared: Holding) -> None:
@@ -234,10 +242,10 @@ class Dispatcher:
         self._warmup.add(key, shared.tokens, shorter, replay)
 
     def _keeper(self, request: ProxiedRequest) -> Worker | None:
-        """The worker that stores the response which this request continues or asks for; others would not know it."""
-        if (response := request.response_id) is None:
+        """The worker that stores the response or whatever this request asks for; others would not know it."""
+        if (kept := request.kept_id) is None:
             return None
-        boot = self._stored.boot(response, request.client.owner)
+        boot = self._stored.boot(kept, request.client.owner)
         return next((worker for worker in self._pool.workers if worker.boot == boot), None) if boot else None
 
     def _unasked(self, request: ProxiedRequest) -> list[Worker]:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.chat.chat import CHAT, HINTED, MESSAGES, REPORTING, RESPONSES
-from proxy.chat.usage import PassingUsage, usage_of
+from proxy.chat.through_chat import has_reminders
+from proxy.chat.usage import PassingUsage, Usage, usage_of
 from proxy.errors import GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import Worker
@@ -62,6 +63,7 @@ RETRIES: Mapping[str, _Retry] = {
 }
 
 NO_ROUTE = (404, 405, 501)
+NOT_RENDERED = (400, 422, 500)  # what a template refuses
 
 # Statuses without a body, and without a length to announce.
 BODILESS = (204, 304)
@@ -176,6 +178,11 @@ class ResponseRelay:
             self._record_failure(request, worker)
             raise
         if target != client.target:
+            if answer.status in NOT_RENDERED and has_reminders(request.body.parsed):
+                worker.merges_system = not worker.merges_system
+                if worker.merges_system:  # the other way has not been tried
+                    answer.close()
+                    return await self._try(request, lease, headers, transfer, fresh=fresh)
             answer = MessageAnswer(answer)
         self._judge(request, worker, answer.status)
         if lease.seeks_on(answer.status):
@@ -213,9 +220,7 @@ class ResponseRelay:
             own["request_id"] = key.new_response_id()
         hint = choice.hint if choice is not None else ()
         if client.endpoint == MESSAGES and MESSAGES in worker.probed.frontend.lacks:
-            through_chat = body.as_chat(hint, own, load)
-            if through_chat is not None:
-                return CHAT, through_chat
+            return CHAT, body.as_chat(hint, own, load, merges=worker.merges_system)
         return client.target, body.encoded(hint, own, load)
 
     async def _deliver(
@@ -231,20 +236,38 @@ class ResponseRelay:
         elif kind.startswith("text/event-stream"):
             await self._stream_events(request, lease, response, send, watch)
         elif is_reported and kind.startswith("application/json") and _has_body(request, response):
-            await self._answer_whole(request, response, send, watch)
+            await self._answer_whole(request, lease, response, send, watch)
         else:
             await self._stream(request, lease, response, send, watch)
 
     async def _stream(
         self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
-        """Pass a body on as it comes."""
-        await self._begin_as_announced(request, response, send)
-        async for chunk in response.chunks():
-            lease.prefilled()
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        """Pass a body on as it comes. Tokens of which it tells count for the key."""
+        usage = await self._pass_on(request, lease, response, send, [])
+        kind = response.header("content-type") or ""
+        if request.client.method == "POST" and response.status == 200 and kind.startswith("application/json"):
+            self._accounting.used(request, usage)
         watch.over = True
         await send({"type": "http.response.body", "body": b""})
+
+    async def _pass_on(
+        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, collected: list[bytes]
+    ) -> Usage | None:
+        """All but the end of an answer, behind what is `collected` of it; the tokens of which it tells.
+
+        A client that does not read holds the worker back and fills no memory.
+        """
+        await self._begin_as_announced(request, response, send)
+        passing = PassingUsage()
+        collected.reverse()
+        while chunk := collected.pop() if collected else await response.next_chunk():
+            if request.makes and 200 <= response.status < 300:
+                self._accounting.opened(request, _named_in(chunk))
+            lease.prefilled()
+            passing.see(chunk)
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        return passing.usage
 
     async def _stream_events(
         self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
@@ -262,10 +285,13 @@ class ResponseRelay:
         opened = partial(self._opened, request) if request.client.endpoint == RESPONSES else None
         stream = SseRelay(send, choices_of(body.parsed) if body.strips_usage else 0, opened)
         end = b""
-        with self._heartbeats.watching(stream):
+        with self._heartbeats.watching(stream, lease.worker):
             try:
-                await stream.run(response.chunks(), first_event)
-            except Broken as error:
+                async with asyncio.timeout(None) as stream.scope:
+                    await stream.run(response.chunks(), first_event)
+            except (Broken, TimeoutError) as error:
+                if isinstance(error, TimeoutError) and stream.scope is not None:
+                    raise  # the client's
                 end = _error_event(request, _worker_error(lease.worker, error), stream)
             except asyncio.CancelledError:
                 request.delivered = watch.gone and stream.is_complete
@@ -285,7 +311,7 @@ class ResponseRelay:
         self._accounting.opened(request, data_of_last(event).get("response"))
 
     async def _answer_whole(
-        self, request: ProxiedRequest, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
+        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
         """Collect a JSON answer, so that what the engine reports can go into the headers; unless it is too large."""
         collected: list[bytes] = []
@@ -295,7 +321,9 @@ class ResponseRelay:
                 collected.append(chunk)
                 size += len(chunk)
         if size > self._most_collected:
-            await self._pass_large(request, response, collected, send, watch)
+            await self._pass_large(request, lease, response, collected, send)
+            watch.over = True
+            await send({"type": "http.response.body", "body": b""})
             return
         body = b"".join(collected)
         request.timings.first_byte = time.perf_counter()
@@ -316,33 +344,17 @@ class ResponseRelay:
         await asgi.send_whole(send, response.status, headers, body)
 
     async def _pass_large(
-        self,
-        request: ProxiedRequest,
-        response: Answer,
-        collected: list[bytes],
-        send: asgi.Send,
-        watch: asgi.ClientWatch,
+        self, request: ProxiedRequest, lease: Lease, response: Answer, collected: list[bytes], send: asgi.Send
     ) -> None:
-        """Pass on a JSON answer as it comes: a client that does not read holds the worker back and fills no memory."""
+        """Pass on a JSON answer as it comes."""
         request.timings.first_byte = time.perf_counter()
-        await self._begin_as_announced(request, response, send)
-        named = _ID.match(collected[0])
-        answer = {"id": named[1].decode(errors="replace")} if named is not None else None
+        answer = _named_in(collected[0])
         if response.status == 200:
             self._accounting.opened(request, answer)
-        passing = PassingUsage()
-        collected.reverse()
-        while collected:
-            passing.see(chunk := collected.pop())
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        async for chunk in response.chunks():
-            passing.see(chunk)
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        usage = await self._pass_on(request, lease, response, send, collected)
         if response.status == 200:
             outcome = outcome_in(response.header(OUTCOME_HEADER))
-            self._accounting.reported(request, Report(response.status, passing.usage, outcome), answer)
-        watch.over = True
-        await send({"type": "http.response.body", "body": b""})
+            self._accounting.reported(request, Report(response.status, usage, outcome), answer)
 
     async def _begin_as_announced(self, request: ProxiedRequest, response: Answer, send: asgi.Send) -> None:
         """Begin an answer that is passed on as it comes, with the length that the worker gave."""
@@ -368,6 +380,12 @@ def _check_route(request: ProxiedRequest, worker: Worker, response: Answer) -> N
             f"{endpoint} is not served by {frontend.name}, which worker {worker.name} runs: use {CHAT}, or start vLLM "
             "without VLLM_USE_RUST_FRONTEND=1."
         )
+
+
+def _named_in(begun: bytes) -> Any:
+    """By what id an answer that begins so can be asked for."""
+    named = _ID.match(begun)
+    return {"id": named[1].decode(errors="replace")} if named is not None else None
 
 
 def _with_valid_status(response: Answer) -> Answer:
@@ -397,19 +415,13 @@ def _redirected_here(headers: asgi.HeaderList, worker_url: str) -> asgi.HeaderLi
 
     Workers have addresses that clients must not learn, under names that the gateway does not know.
     """
-    here: asgi.HeaderList = []
-    for name, value in headers:
-        if name == b"location":
-            if (path := _path_here(value.decode("latin-1"), worker_url)) is not None:
-                here.append((name, path.encode("latin-1")))
-        else:
-            here.append((name, value))
-    return here
+    here = [(name, _path_here(value, worker_url) if name == b"location" else value) for name, value in headers]
+    return [(name, value) for name, value in here if value is not None]
 
 
-def _path_here(location: str, worker_url: str) -> str | None:
+def _path_here(location: bytes, worker_url: str) -> bytes | None:
     try:
-        where, worker = urlsplit(location), urlsplit(worker_url)
+        where, worker = urlsplit(location.decode("latin-1")), urlsplit(worker_url)
         if not where.scheme and not where.netloc:
             return location
         if where.hostname != worker.hostname:
@@ -417,7 +429,7 @@ def _path_here(location: str, worker_url: str) -> str | None:
     except ValueError:
         return None
     path = "/" + where.path.removeprefix(worker.path).lstrip("/")
-    return urlunsplit(("", "", path, where.query, where.fragment))
+    return urlunsplit(("", "", path, where.query, where.fragment)).encode("latin-1")
 
 
 def _error_event(request: ProxiedRequest, error: GatewayError, stream: SseRelay) -> bytes:
@@ -425,8 +437,8 @@ def _error_event(request: ProxiedRequest, error: GatewayError, stream: SseRelay)
     return error_responses.error_event(error, request.client.endpoint, stream.first, stream.last)
 
 
-def _worker_error(worker: Worker, error: Broken) -> GatewayError:
-    """What the client learns of a worker that broke off."""
+def _worker_error(worker: Worker, error: Exception) -> GatewayError:
+    """What the client learns of a worker that broke off, or is gone."""
     if isinstance(error, Silent):
         return WorkerSilent(f"Worker {worker.name} was silent for too long (setting silence_timeout).")
     if isinstance(error, Malformed):

@@ -83,9 +83,8 @@ class Gateway:
         self.accounting = shelf.put(
             Accounting(metrics, self.pool, reader, self.prefix_index, events, self.shadow, idle, settings.excerpts)
         )
-        heartbeats = Heartbeats(settings.heartbeat, metrics.heartbeats)
+        heartbeats = shelf.put(Heartbeats(settings.heartbeat, metrics.heartbeats))
         shelf.also_run("workers", self.pool.watch)
-        shelf.also_run("heartbeats", heartbeats.run)
         shelf.also_run("files", self._watch_files)
 
         # What it can do without.
@@ -158,6 +157,7 @@ class Gateway:
         )
         metrics.shadow_mode.set(settings.shadow)
         metrics.queued.set_function(lambda: len(self.queue))
+        self._files: list[WatchedFile[Any]] = []
         self._count_failures("workers_file", self.pool.file)
         self._count_failures("prefixes_file", self.pinned.file)
         self._count_failures("api_keys", self.keys.file if self.keys is not None else None)
@@ -181,14 +181,19 @@ class Gateway:
 
     def _count_failures(self, setting: str, file: WatchedFile[Any] | None) -> None:
         if file is not None:
+            self._files.append(file)
             self.metrics.file_current.labels(setting).set_function(lambda: file.is_current)
             file.failed = self.metrics.config_reload_errors.labels(setting).inc
 
     async def _watch_files(self) -> None:
+        """What differs from look to look is still being written."""
+        last: Any = None
         while True:
             await asyncio.sleep(FILES_INTERVAL)
             await self.idle.lull()
-            self.read_files()
+            last, before = [file.stamp() for file in self._files], last
+            if last == before:
+                self.read_files()
 
     def read_files(self) -> None:
         """Read again those files that have changed."""

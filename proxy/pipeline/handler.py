@@ -11,7 +11,6 @@ import os
 import re
 import time
 import traceback
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from proxy.chat.chat import HINTED
@@ -29,7 +28,7 @@ from proxy.fleet.pool import WorkerPool
 from proxy.http import asgi, auth
 from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
 from proxy.http.body_memory import BodyHold, BodyMemory
-from proxy.http.form_body import check_form, is_form, model_in, refuse_urlencoded
+from proxy.http.form_body import is_form, read_form, refuse_urlencoded
 from proxy.http.json_body import as_utf8, memory_of, parse_object
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
@@ -146,8 +145,7 @@ class RequestHandler:
             raise UnreadableCoding(text)
         hinted = client.endpoint in HINTED
         if not hinted and is_form(client.headers):
-            await self._idle.finish(check_form(client.headers, body.raw))
-            body.form_model = model_in(client.headers, body.raw)
+            body.form_model = await self._idle.finish(read_form(client.headers, body.raw))
             return
         if not hinted and body.raw.strip():
             refuse_urlencoded(client.headers)
@@ -173,7 +171,7 @@ class RequestHandler:
             await self._turn(len(raw))
             with request.timings.waiting():
                 workers = await self._pool.find(request.model)
-            request.prompt = await self._reader.read(request, workers, partial(self._dispatcher.has_slot, request))
+            request.prompt = self._reader.read(request, workers)
             self._accounting.began(request)
             request.timings.reading_seconds = time.perf_counter() - request.timings.arrived
             self._boundary_seconds.observe(request.timings.reading_seconds)
@@ -190,7 +188,7 @@ class RequestHandler:
         key = request.client.key
         if key is None or not isinstance(named := request.response_id, str):
             return
-        if self._reader.stored.boot(named, key.name) is None and not key.made(named):
+        if self._reader.stored.boot(named, key.owner) is None and not key.made(named):
             raise NotFound("No such response.")
 
 

@@ -1,7 +1,7 @@
 """From the body of any API to the chat in it, and to its boundaries.
 
-A request waits for a worker only where its system prompt tells a date, and once for each text before one; what is asked
-beside it is asked once it has a slot. A failure here costs the hint, never the request.
+No request waits for a worker here; what is asked beside it is asked once it has a slot. A failure here costs the hint,
+never the request.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from cachetools import LRUCache
 
-from proxy.boundaries.boundary import Found, Place, resolved_positions
-from proxy.boundaries.dates import piece_of
+from proxy.boundaries.boundary import Found, resolved_positions
 from proxy.boundaries.divergence import DivergenceLearner
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.finder import BoundaryFinder
@@ -46,21 +45,6 @@ TOKENS_PER_BYTE = 0.25
 NEW_WEIGHT = 0.1
 
 MAX_MODELS = 256
-
-# Seconds that a request waits at most for the tokens before its date. A worker's API server usually has them in two
-# milliseconds.
-DATE_SECONDS = 0.05
-
-# Such questions under way at one worker, and for one API key. Requests beyond that go without the answer.
-DATES_PER_WORKER, DATES_PER_KEY = 8, 4
-
-
-class _Dating(NamedTuple):
-    """A worker is being asked for the tokens before a date."""
-
-    worker: Worker
-    owner: str | None  # the API key of the request that asked first
-    asking: asyncio.Task[None]
 
 
 class _Bounded(NamedTuple):
@@ -97,7 +81,6 @@ class PromptReader:
         self._finder = BoundaryFinder(self.positions, self.learner)
         self._heads = HeadPositions(self.positions)
         self._learning: set[asyncio.Task[None]] = set()
-        self._dating: dict[tuple[bytes, bytes], _Dating] = {}  # by renderer id and key of the text before the date
         self._tokens_per_byte: LRUCache[str, float] = LRUCache(MAX_MODELS)
 
     @property
@@ -105,11 +88,10 @@ class PromptReader:
         """Bytes of prompts in memory."""
         return self.learner.held + self.recent.held + self.stored.held
 
-    async def read(self, request: ProxiedRequest, workers: Sequence[Worker], has_slot: Callable[[], bool]) -> Prompt:
+    def read(self, request: ProxiedRequest, workers: Sequence[Worker]) -> Prompt:
         """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises, whatever it holds.
 
-        `workers`: those that serve its model. One is asked nothing for a request that has no slot (`has_slot`): it may
-        be refused.
+        `workers`: those that serve its model. None is asked anything: a request that has no slot may be refused.
         """
         # What was read before a failure counts.
         rewrites: tuple[str, ...] = ()
@@ -121,7 +103,7 @@ class PromptReader:
             tokens = round(len(request.body.raw) * rate)
             if request.body.memory.values <= self._most_values:
                 chat = self._chat_in(request)
-                bounded = await self._bounded(request, chat, rate, workers, has_slot)
+                bounded = self._bounded(request, chat, rate, workers)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.
             logger.error("boundary of request %s: %s", request.client.request_id, type(error).__name__)
@@ -129,26 +111,17 @@ class PromptReader:
         self._lookups(bounded.found.result).inc()
         return Prompt(chat, bounded.unlearnt, bounded.found, bounded.remembered, tokens, rewrites)
 
-    async def _bounded(
-        self,
-        request: ProxiedRequest,
-        chat: Chat | None,
-        rate: float,
-        workers: Sequence[Worker],
-        has_slot: Callable[[], bool],
-    ) -> _Bounded:
-        model, owner, size = request.model, request.client.owner, len(request.body.raw)
+    def _bounded(self, request: ProxiedRequest, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> _Bounded:
+        size = len(request.body.raw)
         serving = [worker for worker in workers if worker.engine is not None]
+        if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
+            found = self._finder.find(chat, None, b"", size, rate, by_texts=True)
+            return _Bounded(found._replace(failure="unpatched"))
         if not serving:
             return _Bounded(Found(failure="unpatched"))
-        worker = next((each for each in serving if each.renderer_id(model)), serving[0])
+        worker = next((each for each in serving if each.renderer_id(request.model)), serving[0])
         found, unlearnt = self._find(chat, worker, size, rate, several=len(serving) > 1)
-        if (place := found.dated) is not None and worker.engine is not None:
-            found = found._replace(dated=None)
-            if has_slot():
-                with request.timings.waiting():
-                    found = await self._with_date(found, place, worker, model, owner)
-        return _Bounded(found, unlearnt, self._remember(chat, found, request.body.memory.size, owner))
+        return _Bounded(found, unlearnt, self._remember(chat, found, request.body.memory.size, request.client.owner))
 
     def _rate(self, model: Any) -> float:
         """Tokens of a byte of a request's body."""
@@ -242,36 +215,6 @@ class PromptReader:
             self._learn_beside(self._facts.learn(worker.renderer, renderer_id, model, setting, owner))
         if is_rendered:
             self._heads.learn(found, worker.renderer, owner)
-
-    async def _with_date(self, found: Found, place: Place, worker: Worker, model: Any, owner: str | None) -> Found:
-        """The same, with an entry for the end of what precedes the date, if the tokenizer tells one in time."""
-        name = (found.renderer_id, place.key)
-        dating = self._dating.get(name)
-        if dating is None:
-            under_way = self._dating.values()
-            if sum(each.worker is worker for each in under_way) >= DATES_PER_WORKER or (
-                owner is not None and sum(each.owner == owner for each in under_way) >= DATES_PER_KEY
-            ):
-                return found
-            task = asyncio.create_task(self._ask_date(name, place, worker, model))
-            dating = self._dating[name] = _Dating(worker, owner, task)
-        await asyncio.wait((dating.asking,))  # `DATE_SECONDS` at most; a client that leaves ends it for nobody else
-        entry = self._finder.dates.entry(*name) or None
-        boundaries = (each._replace(entry=entry) if each.key == place.key else each for each in found.boundaries)
-        return found._replace(boundaries=tuple(boundaries))
-
-    async def _ask_date(self, name: tuple[bytes, bytes], place: Place, worker: Worker, model: Any) -> None:
-        ids: Sequence[int] = ()
-        try:
-            async with asyncio.timeout(DATE_SECONDS):
-                ids = await worker.renderer.tokenize(worker.listed(model), piece_of(place.kept))
-        except (RenderFailed, TimeoutError):
-            pass
-        except Exception as error:  # the kind alone: the message might hold prompt text
-            logger.error("tokens before a date: %s", type(error).__name__)
-        finally:
-            del self._dating[name]
-            self._finder.dates.learn(*name, ids)
 
     def _learn_beside(self, learning: Coroutine[Any, Any, None]) -> None:
         """No request waits for that."""

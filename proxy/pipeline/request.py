@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 RESPONSE_PATH = RESPONSES + "/"
 
+_DIGITS = frozenset("0123456789")  # nearly every id has one, no word of a path has
+
 RESPONSE_ACTIONS = frozenset({"render", "input_tokens", "compact"})  # what stands in place of an id there
 
 CONTINUOUS = "continuous_usage_stats"  # in `stream_options`: usage in every event
@@ -95,8 +97,8 @@ class ClientRequest(NamedTuple):
 
     @property
     def owner(self) -> str | None:
-        """Name of the API key it came with."""
-        return self.key.name if self.key is not None else None
+        """Whose it is, of all that have an API key."""
+        return self.key.owner if self.key is not None else None
 
 
 NO_FIELDS: Mapping[str, Any] = {}
@@ -162,22 +164,16 @@ class RequestBody:
         self.hint = hint
         return with_fields(self.raw, self.names, put, self.dropped) if put or self.dropped else self.raw
 
-    def as_chat(self, hint: tuple[Entry, ...], own: Mapping[str, Any], load: str) -> bytes | None:
-        """The bytes to send to the chat API in place of /v1/messages; None if the body holds no chat.
-
-        As `encoded`, whose arguments it takes.
-        """
+    def as_chat(self, hint: tuple[Entry, ...], own: Mapping[str, Any], load: str, *, merges: bool = False) -> bytes:
+        """The bytes to send to the chat API in place of /v1/messages, as `encoded`; `merges`: as of `chat_of`."""
         put = {name: value for name, value in self.put.items() if name != XARGS}
         body = {**self.parsed, **put, **own}
         xargs = body.get(XARGS) or {}
         if isinstance(xargs, dict):
             told = {HINT: hint, LOAD: load}
             body[XARGS] = {**xargs, **{name: value for name, value in told.items() if value or name in xargs}}
-        chat = chat_of(body)
-        if chat is None:
-            return None
         self.hint = hint
-        return json.dumps(chat).encode()
+        return json.dumps(chat_of(body, merges=merges)).encode()
 
     def for_prefill(self, hint: tuple[Entry, ...], put: Mapping[str, Any], left_out: Collection[str]) -> bytes:
         """The bytes of a call about the same prompt that is not the client's: `put` and `left_out` are its own."""
@@ -352,7 +348,7 @@ class ProxiedRequest:
     prompt: Prompt = NOT_READ
     timings: Timings = field(default_factory=Timings)
     choice: Choice | None = None  # by `give`; None: no worker had it yet
-    asked: list[Worker] = field(default_factory=list)  # that do not know the response which it names: `Dispatcher`
+    asked: list[Worker] = field(default_factory=list)  # that do not know what it names, or take less: `Dispatcher`
     delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
     record: Record | None = None  # of its explanation: `Accounting`, as all below
     model_label: str | None = None  # in metrics; None until it is counted
@@ -403,6 +399,27 @@ class ProxiedRequest:
             return named
         return self.body.parsed.get("previous_response_id")
 
+    @property
+    def kept_id(self) -> Any:
+        """The same, or what else it asks for that some worker has made (a video, a file, a batch); None if nothing."""
+        if (response := self.response_id) is not None or not self._is_of_jobs:
+            return response
+        parts = self.client.path.split("/")[3:]
+        named = next((part for part in parts if not _DIGITS.isdisjoint(part)), None)
+        if named is None and self.client.method != "POST":  # /v1/images/generations makes something
+            named = "/".join(parts)
+        return named or self.body.parsed.get("input_file_id")
+
+    @property
+    def makes(self) -> bool:
+        """Whether its answer may name what is asked for later."""
+        return self.client.method == "POST" and self._is_of_jobs
+
+    @property
+    def _is_of_jobs(self) -> bool:
+        path = self.client.path
+        return path not in ENDPOINTS and path.startswith("/v1/") and not path.startswith("/v1/models/")
+
 
 def choices_of(body: Mapping[str, Any]) -> int:
     """How many choices the answer to a chat or completion has."""
@@ -416,11 +433,27 @@ def affinity_key(headers: asgi.HeaderList, body: Mapping[str, Any]) -> str | Non
 
     `headers` with names in lower case. Another session of the same agent has another key.
     """
-    given = body.get("prompt_cache_key")
-    if isinstance(given, str) and given:
+    if (given := _text(body, "prompt_cache_key")) is not None:
         return given
     named = {name: value for name, value in headers if name in SESSION_HEADERS and value}
-    return next((named[name].decode("latin-1") for name in SESSION_HEADERS if name in named), None)
+    session = next((named[name].decode("latin-1") for name in SESSION_HEADERS if name in named), None)
+    return session or _text(body, "session_id") or _text(body.get("metadata"), "session_id")
+
+
+def user_key(body: Mapping[str, Any], found: Found) -> str | None:
+    """The same of a client that names the user alone, who may have thousands of conversations at once.
+
+    They are told apart by how they begin.
+    """
+    user = _text(body, "user") or _text(body.get("metadata"), "user_id")
+    if user is None or found.layout is None:
+        return None
+    return f"{user} {found.layout.keys.after[found.layout.first].hex()}"
+
+
+def _text(body: Any, name: str) -> str | None:
+    given = body.get(name) if isinstance(body, Mapping) else None
+    return given if isinstance(given, str) and given else None
 
 
 def target_of(scope: asgi.Scope) -> str:

@@ -17,9 +17,9 @@ from proxy.fleet.part import Change, Part
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.metrics import Metrics
-from proxy.pipeline.cacheable import HEADER, Ending, may_keep
+from proxy.pipeline.cacheable import HEADER, KEPT, Ending, may_keep
 from proxy.pipeline.request import ProxiedRequest
-from proxy.pipeline.sse import HEARTBEATS
+from proxy.pipeline.sse import HEARTBEAT
 from proxy.pipeline.stored_answers import Entry, Source, StoredAnswers, from_piece, grouped, weight_of
 
 SECRET_BYTES = 32
@@ -62,6 +62,8 @@ class ResponseCache(Part):
         if not entry.source.is_still(model):
             answers.remove(key)
             return None
+        if (worker := entry.source.worker).engine is not None and not worker.is_followed:
+            return None  # its weights may be others by now; asked again, it tells
         if max_age is not None and time.monotonic() - entry.stored > max_age:
             return None
         return entry if answers.lend(key, entry) else None
@@ -164,7 +166,7 @@ class Flight:
             self._refuse()
 
     def _add(self, piece: bytes) -> None:
-        if not piece or piece in HEARTBEATS or self._ending is None:
+        if not piece or piece == HEARTBEAT or self._ending is None:
             return
         size = weight_of(piece)
         if self._size + size > self._answers.largest or not self._answers.take(self._request.client.owner, size):
@@ -208,8 +210,8 @@ class Flight:
 
 
 def _kept(headers: asgi.HeaderList) -> asgi.HeaderList:
-    """Headers of an answer without those that are about one request alone."""
-    return [header for header in headers if header[0] not in asgi.OWN_RESPONSE or header[0] == b"content-length"]
+    """Those headers of an answer that are the same for all who get it."""
+    return [header for header in headers if header[0] in KEPT]
 
 
 def marked(send: asgi.Send, result: bytes) -> asgi.Send:

@@ -17,17 +17,20 @@ from typing import Any
 from prometheus_client import Counter
 
 from proxy.chat.usage import Usage, usage_of
+from proxy.fleet.part import Change, Part
+from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.json_body import loads
 
-# Between two events. Clients that cut a stream at blank lines take the first for an event of its own. Behind an event
-# with an id that is wrong: SDKs then make an empty event of a blank line.
-HEARTBEAT = b": keep-alive\n\n"
-HEARTBEAT_BEHIND_IDS = b": keep-alive\n"
-HEARTBEATS = (HEARTBEAT, HEARTBEAT_BEHIND_IDS)
+# Between two events, and a line of the next one: of a blank line SDKs make an empty event.
+HEARTBEAT = b": keep-alive\n"
 
 # An event this long is passed on in pieces.
 MAX_HELD_BYTES = 2**20
+
+# Health checks in a row in which nothing listens at a worker, and a stream of it brings nothing: it is gone. One that
+# stops in good order does not listen either, and says something meanwhile.
+GONE_CHECKS = 4
 
 _ENDS = (b"\n\n", b"\n\r\n")
 
@@ -63,18 +66,20 @@ class SseRelay:
         self._terminal = b""  # a whole event that the usage may have to go into
         self._closed = False
         self._whole = True  # what was passed on ends with an event's end
-        self._has_ids = False
         self._with_usage = b""
         self.first = b""  # its first event
         self.last = b""  # its last few
         self._passed = b""  # the last few that were sent
         self.moved = time.monotonic()  # when something was last sent
         self.sending = False
+        self._refusals = 0  # by its worker, since that said something
+        self.scope: asyncio.Timeout | None = None  # inside which it runs
 
     async def run(self, chunks: AsyncIterator[bytes], begun: Callable[[], None] = lambda: None) -> None:
         """Pass on everything up to the end, the end itself excepted; `begun` is called when the first piece comes."""
         first = True
         async for chunk in chunks:
+            self._refusals = 0
             if first:
                 first = False
                 begun()
@@ -94,8 +99,6 @@ class SseRelay:
                     self.first = chunk[: _end_of_event(chunk, 0)]
                     self._opened(self.first)
                 self.last = chunk
-            if b"\nid:" in chunk or chunk.startswith(b"id:"):
-                self._has_ids = True
             await self._pass_on(chunk)
             self._passed = chunk
         self._terminal += self._held
@@ -103,15 +106,22 @@ class SseRelay:
 
     async def finish(self, event: bytes = b"") -> None:
         """End the stream, with one more event if there is one."""
-        self._closed = True
+        self._closed, self.scope = True, None
         if event and not self._whole:
             event = b"\n\n" + event
         await self._send({"type": "http.response.body", "body": self._terminal + event})
 
+    def refused(self, in_a_row: int) -> None:
+        """Nothing listens at its worker, for so many checks: break it off if it has brought nothing meanwhile."""
+        self._refusals += 1
+        if min(self._refusals, in_a_row) >= GONE_CHECKS and self.scope is not None and not self.sending:
+            self.scope.reschedule(asyncio.get_running_loop().time())
+            self.scope = None
+
     async def beat(self) -> None:
         """A comment, between two events."""
         if self._whole and not self._closed and not self.sending:
-            await self._pass_on(HEARTBEAT_BEHIND_IDS if self._has_ids else HEARTBEAT)
+            await self._pass_on(HEARTBEAT)
 
     @property
     def response(self) -> Any:
@@ -135,7 +145,7 @@ class SseRelay:
 
     async def _pass_on(self, chunk: bytes) -> None:
         self.sending = True
-        self._whole = chunk is HEARTBEAT_BEHIND_IDS or chunk.endswith(_ENDS)
+        self._whole = chunk is HEARTBEAT or chunk.endswith(_ENDS)
         try:
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         finally:
@@ -234,24 +244,36 @@ def _usage_alone(event: bytes) -> dict[str, Any] | None:
     return data if alone else None
 
 
-class Heartbeats:
-    """Comments on streams that have been silent for a while: clients and proxies before them give up on silence."""
+class Heartbeats(Part):
+    """Comments on streams that have been silent for a while: clients and proxies before them give up on silence.
+
+    So no client's clock runs out any more, and a stream whose worker is gone without a word is ended here.
+    """
+
+    name = "heartbeats"
 
     def __init__(self, interval: float, sent: Counter) -> None:
         """`interval` in seconds, 0 for never; `sent` counts the comments."""
         self._interval = interval
         self._sent = sent
-        self._streams: set[SseRelay] = set()
+        self._streams: dict[SseRelay, Worker] = {}
         self._beats: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
-    def watching(self, stream: SseRelay) -> Iterator[None]:
-        """The stream gets comments while this is entered."""
-        self._streams.add(stream)
+    def watching(self, stream: SseRelay, worker: Worker) -> Iterator[None]:
+        """The stream of `worker` gets comments while this is entered."""
+        self._streams[stream] = worker
         try:
             yield
         finally:
-            self._streams.discard(stream)
+            del self._streams[stream]
+
+    def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
+        """Break off what hangs at a worker that is gone."""
+        if change is not Change.REFUSED:
+            return
+        for stream in [each for each, of in self._streams.items() if of is worker]:
+            stream.refused(worker.refusals)
 
     async def run(self) -> None:
         """Keep all streams alive, for ever."""

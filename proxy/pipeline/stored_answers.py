@@ -92,7 +92,7 @@ class Entry:
         owner: str | None = None,
         weight: int | None = None,
     ) -> None:
-        """`owner`: the name of the key that had it computed; `weight`: of all pieces, if it is known."""
+        """`owner`: that of the key that had it computed; `weight`: of all pieces, if it is known."""
         self.headers, self.pieces, self.source, self.owner = headers, pieces, source, owner
         self.stored = self.asked = time.monotonic()
         self.readers = 0

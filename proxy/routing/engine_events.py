@@ -55,8 +55,6 @@ MOST_POSITIONS = 64  # of one request; its hint has fewer entries
 
 STEP_EVENTS = 16  # applied in one step; some microseconds each
 
-IDLE_SECONDS = 600.0  # a worker that was sent nothing for so long is not read until the next request
-
 
 class EngineOutcome(NamedTuple):
     """What an engine says of one request; lengths in tokens."""
@@ -91,7 +89,6 @@ class _FeedReader:
     cursor: int = 0
     read_as: str = ""  # the worker's boot identity at the last read
     follows: bool = False  # it reports states, so it is read even if nobody asks
-    last_sent: float = 0.0  # time.monotonic()
     silent_until: float = 0.0  # time.monotonic(): it failed, and is not read before
     outcomes: OrderedDict[str, EngineOutcome] = field(default_factory=OrderedDict)  # by request id
     waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request id
@@ -136,7 +133,6 @@ class EngineEvents(Part):
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:
         """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
         feed = self._feed(worker)
-        feed.last_sent = time.monotonic()
         ahead = worker.engine.ahead if worker.engine is not None else 0
         feed.held_states.sent(request_id, boundaries, entries, worker.boot, ahead)
         self._ensure_reader(worker, feed)
@@ -196,7 +192,9 @@ class EngineEvents(Part):
             feed.pins.pop(request_id, None)
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
-        """The feed of a removed worker is read no longer."""
+        """That of a worker with the plugin is read from its first request on, whatever that is, till it is removed."""
+        if change is Change.GIVEN and worker.engine is not None:
+            self._ensure_reader(worker, self._feed(worker))
         feed = self._feeds.pop(worker.url, None) if change is Change.REMOVED else None
         if feed is not None and feed.reader is not None:
             feed.reader.cancel()
@@ -220,6 +218,7 @@ class EngineEvents(Part):
     def _ensure_reader(self, worker: Worker, feed: _FeedReader) -> None:
         if (feed.reader is None or feed.reader.done()) and time.monotonic() >= feed.silent_until:
             feed.reader = asyncio.create_task(self._follow(worker, feed))
+            worker.is_followed = True
 
     async def _follow(self, worker: Worker, feed: _FeedReader) -> None:
         """Read as long as that works; after a failure, the first request after `SILENT_SECONDS` starts it again."""
@@ -236,8 +235,6 @@ class EngineEvents(Part):
                 asked_by = list(feed.waiting)
                 await self._read(worker, feed)
                 credit -= 1
-                if now - feed.last_sent > IDLE_SECONDS and not feed.waiting:
-                    return
                 for request_id in asked_by:  # asked before this read began, so no later one is likely to bring more
                     if not feed.follows or request_id in feed.outcomes:
                         _resolve(feed, request_id)
@@ -251,7 +248,7 @@ class EngineEvents(Part):
         except Exception as error:
             logger.error("events of worker %s: %s", worker.name, type(error).__name__)
         finally:
-            feed.load, worker.others = None, Load()
+            feed.load, worker.others, worker.is_followed = None, Load(), False
         feed.silent_until = time.monotonic() + SILENT_SECONDS
         for request_id in list(feed.waiting):
             _resolve(feed, request_id)
@@ -282,7 +279,7 @@ class EngineEvents(Part):
 
     def _apply(self, worker: Worker, feed: _FeedReader, events: dict[str, Any]) -> Steps[None]:
         boot = word(events["boot"])
-        feed.follows = "states" in events
+        feed.follows = worker.is_followed = "states" in events
         said: dict[str, tuple[int, tuple[int, ...]]] = {}
         if feed.follows:
             if events["reset"] and feed.read_as:  # at the first read, nothing is recorded that could be wrong

@@ -64,13 +64,15 @@ def choose(
     load_slack: int,
     affinity_key: Any = None,
     shared: int = 0,
+    *,
+    waits: bool = True,
 ) -> Worker:
     """One of `workers` (not empty). `held` is by boot identity; `load_slack` in requests under way.
 
     A worker may exceed those that hold less by `load_slack` requests and by what its prefix is `worth_waiting` for,
     which depends on how much of it is `shared` (tokens from the start) with other conversations.
     Requests with the same `affinity_key` (those of one conversation) go to one worker unless load or a prefix decides
-    otherwise.
+    otherwise; without `waits`, as soon as another worker has less to do.
     """
     if len(workers) == 1:
         return workers[0]
@@ -90,9 +92,9 @@ def choose(
         if near := [pair for pair in by_length[length] if pair[1] <= most + slack]:
             break
     is_named = isinstance(affinity_key, str)
-    unseen = 0 if is_named else _unseen(workers)
+    unseen = 0 if is_named and waits else _unseen(workers)
     if not near:
-        most = least + (slack if is_named else unseen)
+        most = least + (slack if is_named and waits else unseen)
         near = [pair for pair in zip(workers, loads, strict=True) if pair[1] <= most]
     if is_named:
         # Rendezvous hashing (Thaler and Ravishankar, 1998): workers that come and go move no other conversation. The
@@ -112,6 +114,5 @@ def _unseen(workers: Sequence[Worker]) -> int:
 def _usable(worker: Worker, held: Mapping[str, Holding]) -> int:
     """Held tokens in whole match units: a shared head too short to be found is no reason to crowd one worker."""
     holding = held.get(worker.boot)
-    if holding is None or worker.engine is None or not worker.takes_hints:
-        return 0
-    return holding.tokens // worker.engine.match_unit * worker.engine.match_unit
+    unit = worker.match_unit
+    return holding.tokens // unit * unit if holding is not None and unit else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -15,7 +15,8 @@ from starlette.exceptions import HTTPException
 
 from proxy.chat.chat import ENDPOINTS, OUTSIDE_V1
 from proxy.errors import Forbidden, GatewayError, NotFound, NoWebSockets, Stopping
-from proxy.fleet.pool import no_worker, union_of_models
+from proxy.fleet.model_names import union_of_models
+from proxy.fleet.pool import no_worker
 from proxy.fleet.probe import MODELS
 from proxy.fleet.worker import Worker
 from proxy.http import asgi, auth
@@ -109,8 +110,11 @@ def _no_such_path(path: str, pages_only: bool) -> str:
     return f"No such path: {path}. Of vLLM's, /v1/... and {here} are reached here, any other at the worker itself."
 
 
-def build(gateway: Gateway) -> App:
-    """The application that clients reach. `gateway` runs from its start-up to its end."""
+def build(gateway: Gateway, *, pages_only: bool = False) -> App:
+    """The application that clients reach; `gateway` runs from its start-up to its end.
+
+    `pages_only`: the gateway's own pages alone, for an address of their own; they do not start or stop `gateway`.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -120,20 +124,7 @@ def build(gateway: Gateway) -> App:
         finally:
             await gateway.stop()
 
-    return _with_pages(gateway, pages_only=False, lifespan=lifespan)
-
-
-def build_pages(gateway: Gateway) -> App:
-    """The gateway's own pages alone, for an address of their own. It does not start or stop `gateway`."""
-    return _with_pages(gateway, pages_only=True)
-
-
-def _with_pages(
-    gateway: Gateway,
-    pages_only: bool,
-    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
-) -> App:
-    app = App(gateway, pages_only, lifespan=lifespan)
+    app = App(gateway, pages_only, lifespan=None if pages_only else lifespan)
     own_address = gateway.settings.admin_port is not None
 
     async def serving() -> list[Worker]:
@@ -166,7 +157,7 @@ def _with_pages(
 
     @app.get(MODELS)
     async def models(request: Request) -> Response:
-        models = union_of_models(await serving())
+        models = union_of_models(worker.probed.models for worker in await serving())
         return JSONResponse({"object": "list", "data": models}, headers=_for_pages(request))
 
     @app.get(MODELS + "/{name:path}")  # with slashes, as many have
@@ -244,7 +235,7 @@ def _with_pages(
         explanations, key = gateway.accounting.explanations, request.state.key
         # A client must not even learn that another client's request exists.
         sees_all = key is None or key.entry.admin
-        explanation = explanations.of_anyone(request_id) if sees_all else explanations.get(request_id, key.name)
+        explanation = explanations.of_anyone(request_id) if sees_all else explanations.get(request_id, key.owner)
         if explanation is None:
             raise NotFound(f"No request with the id {request_id} is remembered.")
         return _plain_json(explanation.as_json())

@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, MutableMapping
 from http import HTTPStatus
+from math import inf
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -24,8 +25,8 @@ from proxy.server.descriptors import SPARE
 # Requests on one connection that wait for the answer to the one before.
 MAX_PIPELINED = 8
 
-# For the rest of a body whose request has been answered. Closing at once would make the client's system throw away an
-# answer that it has not read yet.
+# For the rest of a body whose request has been answered: closing at once would make the client's system throw away an
+# answer that it has not read yet. And for an idle connection while many are taken: it must not keep others out.
 LINGER_SECONDS = 5.0
 
 # Fields of a head by which a client offers another protocol. No other is spoken here, as RFC 9110, 7.8 permits.
@@ -36,7 +37,8 @@ class Bounds(NamedTuple):
     """What a client may take."""
 
     head_bytes: int  # of a request's target and headers
-    head_seconds: float  # from the end of the answer before it to the end of the head
+    head_seconds: float  # from its first byte to the end of the head; of the first one, from the connection's beginning
+    idle_seconds: float  # from the end of an answer to the first byte of the next head
     send_seconds: float  # without taking a byte of what is to be sent
     connections: int  # of all clients; the newest of more may ask for pages only
 
@@ -151,7 +153,8 @@ class Connection(HttpToolsProtocol):
         self._is_upgrade = False  # the request's head is to be read again
         self._wants_websocket = False  # the request whose head is read again
         self._requests: deque[_Request] = deque(maxlen=MAX_PIPELINED + 1)  # those that may be under way
-        self._free_since = self.loop.time()  # the last answer was complete
+        self._free_since = self.loop.time()  # the last answer was complete, or the next head began
+        self._is_idle = False  # nothing has come since that answer
         self._taken_at = self._free_since  # the client took some of what is to be sent, or there was nothing
         self._unsent = 0  # bytes, when it was last looked at
         self._is_crowded = False  # there are more connections than fit
@@ -236,6 +239,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._free_since = self.loop.time()
+        self._is_idle = not (self._in_body or self._unfinished)
         super().on_response_complete()
 
     def resume_writing(self) -> None:
@@ -253,6 +257,8 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        if self._is_idle:  # from now on no byte puts off what a head may take
+            self._is_idle, self._free_since = False, self.loop.time()
         super().data_received(data)
         # The parser keeps a header until it is complete.
         self._unfinished = self._unfinished + len(data) if self._in_head else 0
@@ -261,10 +267,6 @@ class Connection(HttpToolsProtocol):
         if self._unfinished > self.bounds.head_bytes:
             self._head = self._unfinished
             self.send_400_response("")
-        elif not (self._is_busy or self._in_head or self._in_body):  # the rest of a body whose request was answered
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
 
     @property
     def _is_busy(self) -> bool:
@@ -283,10 +285,13 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         self._unsent = unsent
         if is_over and not self.transport.is_closing():
-            free = now - self._free_since
+            free, allowed = now - self._free_since, self.bounds.head_seconds
+            if self._is_idle:
+                is_crowded = len(self.connections) * 4 > self.bounds.connections * 3
+                allowed = min(self.bounds.idle_seconds, LINGER_SECONDS if is_crowded else inf)
             if self._in_body and free > LINGER_SECONDS:
                 self.transport.close()
-            elif free > self.bounds.head_seconds:
+            elif free > allowed:
                 self._give_up()
 
     def _give_up(self) -> None:

@@ -179,14 +179,28 @@ def alarms(gateway: Gateway) -> list[str]:
 def warnings(gateway: Gateway) -> list[str]:
     """What costs hits or may soon, in sentences."""
     up = [worker for worker in gateway.pool.workers if worker.up]
-    sentences = [_refusing(worker) for worker in up if worker.refused]
+    sentences = [f"Worker {worker.name} gets no hints: {worker.refused}." for worker in up if worker.refused]
     sentences += [_on_trial(worker, gateway) for worker in up if worker.draft_state == TRIAL]
-    sentences += [_unread(worker) for worker in up if worker.probed.reports.why_not]
+    sentences += [
+        f"What the engine of worker {worker.name} reports cannot be read: {why_not}."
+        for worker in up
+        if (why_not := worker.probed.reports.why_not)
+    ]
     if gateway.settings.shadow:
         sentences.insert(0, "Shadow mode: nothing is changed and no hint is sent; what that costs is counted.")
-        sentences += [_drafting(worker) for worker in gateway.pool.workers if worker.up and worker.drafts]
+        sentences += [
+            f"Worker {worker.name} drafts: what the plugin would save is counted as with hints beside that, which it "
+            "gives once they have stood a trial at each start."
+            for worker in up
+            if worker.drafts
+        ]
     else:
-        sentences += [_without_plugin(worker) for worker in up if worker.engine is None and not worker.refused]
+        sentences += [
+            f"Worker {worker.name} runs without Seamark's plugin: `seamark doctor --worker {worker.address}` says what "
+            "to do."
+            for worker in up
+            if worker.engine is None and not worker.refused
+        ]
     check = gateway.self_check
     if check.hints_off and not check.differs:
         sentences.append(_measures(check))
@@ -201,19 +215,6 @@ def _measures(check: SelfCheck) -> str:
     return "Hints are off." if check.hints_off else "Hints are still on."
 
 
-def _without_plugin(worker: Worker) -> str:
-    cure = f"`seamark doctor --worker {worker.address}` says what to do"
-    return f"Worker {worker.name} runs without Seamark's plugin: {cure}."
-
-
-def _unread(worker: Worker) -> str:
-    return f"What the engine of worker {worker.name} reports cannot be read: {worker.probed.reports.why_not}."
-
-
-def _refusing(worker: Worker) -> str:
-    return f"Worker {worker.name} gets no hints: {worker.refused}."
-
-
 def _on_trial(worker: Worker, gateway: Gateway) -> str:
     if not gateway.settings.self_check_interval:
         return (
@@ -222,10 +223,3 @@ def _on_trial(worker: Worker, gateway: Gateway) -> str:
         )
     so_far = gateway.self_check.gates.words(worker)
     return f"Worker {worker.name} drafts: hints are off until its trial is over{f' ({so_far})' if so_far else ''}."
-
-
-def _drafting(worker: Worker) -> str:
-    return (
-        f"Worker {worker.name} drafts: what the plugin would save is counted as with hints beside that, which it gives "
-        "once they have stood a trial at each start."
-    )

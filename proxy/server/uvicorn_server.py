@@ -21,7 +21,7 @@ import uvicorn
 from proxy.errors import SettingsError
 from proxy.http import auth
 from proxy.pipeline.gateway import Gateway
-from proxy.server.app import App, build, build_pages
+from proxy.server.app import App, build
 from proxy.server.connection import Bounds, ConnectionState, bounded
 from proxy.server.descriptors import most_connections
 from proxy.server.port_holder import holder_of
@@ -50,6 +50,11 @@ class _StoppableServer(uvicorn.Server):
         await super().shutdown(sockets)
         if self._checks is not None:
             self._checks.cancel()
+        if self.force_exit:  # uvicorn then leaves requests and the application to the loop's end, which logs them
+            for task in self.server_state.tasks:
+                task.cancel()
+            await self.lifespan.shutdown()
+            del self._captured_signals[1:]  # one tells the parent; another would end the loop's last work midway
 
     async def _check_clients(self) -> None:
         while True:
@@ -139,14 +144,15 @@ def bound(setting: str, host: str, port: int) -> list[socket.socket]:
     """
     sockets: list[socket.socket] = []
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in dict.fromkeys(found):
+        found = set(socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+        for family, kind, protocol, _, address in found:
             if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
                 continue  # a name may have such an address where this system has none
             sockets.append(made := socket.socket(family, kind, protocol))
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                # `::` alone takes both families, as vLLM's does; elsewhere the other has an address of its own.
+                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, len(found) > 1)
             made.bind(address)
         if not sockets:
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
@@ -187,14 +193,17 @@ def _config(
     most: int = sys.maxsize,
     **options: Any,
 ) -> uvicorn.Config:
-    options["timeout_graceful_shutdown"] = drain_seconds  # uvicorn declares an int and takes a float
+    # uvicorn declares both as int and takes a float.
+    options["timeout_graceful_shutdown"], options["timeout_keep_alive"] = drain_seconds, settings.keepalive_timeout
+    patience = settings.client_timeout, settings.keepalive_timeout, settings.send_timeout
+    bounds = Bounds(settings.max_header_bytes, *patience, most)
     # /metrics counts requests; a line in the log for each would cost more than forwarding it.
     # The worker's Date and Server travel on, so the gateway must not add its own.
     return uvicorn.Config(
         app,
         host=host,
         port=port,
-        http=bounded(Bounds(settings.max_header_bytes, settings.client_timeout, settings.send_timeout, most)),
+        http=bounded(bounds),
         ws="none",
         proxy_headers=False,  # nothing needs to know where a client comes from
         log_config=log_config,
@@ -211,7 +220,7 @@ def _serve_pages(app: App, settings: Settings, log_config: dict[str, Any], port:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: App) -> AsyncIterator[None]:
-        pages = build_pages(app.gateway)
+        pages = build(app.gateway, pages_only=True)
         config = _config(pages, settings, log_config, settings.admin_host, port, 1.0, lifespan="off")
         side = _SideServer(config, settings)
         async with started(app):

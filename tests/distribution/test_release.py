@@ -91,7 +91,7 @@ def test_an_sbom_of_each_image_goes_with_the_release(tmp_path):
     }
     assert (inside / "seamark-plugin.cdx.json").read_text() == "{}\n"
     runs = [line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("run ")]
-    confined = f"run --rm --read-only --network none --user 65532:65532 --volume {tmp_path}/sbom-tools:/sbom:ro"
+    confined = f"run --rm --read-only --network none --user 65532:65532 --volume {tmp_path}/sbom-tools:/sbom:ro,z"
     assert [line.startswith(f"{confined} --entrypoint python3 seamark-") for line in runs] == [True, True]
     installed = (tmp_path / "installed").read_text().split()
     assert installed[-1] == SBOM_PROGRAM and SBOM_PROGRAM in (ROOT / "deploy/sbom.sh").read_text()

@@ -162,7 +162,12 @@ def mod(checkout) -> Path:
 def test_a_checkout_gets_one_folder_and_recipes_and_nothing_else(checkout):
     files = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_file()}
     recipes = {f"recipes/{path.name}" for path in (DEPLOY / "spark-vllm-docker/recipes").iterdir()}
-    assert files == {"mods/seamark/run.sh", f"mods/seamark/vllm_seamark-{version()}-py3-none-any.whl", *recipes}
+    assert files == {
+        "seamark.sha256",
+        "mods/seamark/run.sh",
+        f"mods/seamark/vllm_seamark-{version()}-py3-none-any.whl",
+        *recipes,
+    }
 
 
 @pytest.mark.parametrize(("with_uv", "to_other_spark"), [(True, True), (False, False)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import re
 import shlex
 import shutil
@@ -84,7 +85,6 @@ def test_the_example_shows_the_defaults_of_the_gateway(field):
 
 def test_each_half_is_given_its_own_settings_and_no_secrets_of_the_other():
     services = read(BASE)["services"]
-    assert {name for name in services["gateway"]["environment"] if name.startswith("SEAMARK_")} == GATEWAYS
     assert {name for name in services["worker"]["environment"] if name.startswith("SEAMARK_")} == ENGINES
     assert set(services["gateway"]["environment"]) == GATEWAYS
     assert {
@@ -115,6 +115,7 @@ def test_the_gateway_and_redis_can_do_little():
     for service in (services["gateway"], services["redis"]):
         assert service["read_only"] and service["cap_drop"] == ["ALL"] and "tmpfs" in service
         assert service["security_opt"] == ["no-new-privileges:true"] and "privileged" not in service
+    assert services["gateway"]["init"]  # as process 1 it would not end at a signal before it handles it
     assert "USER 65532:65532" in (DEPLOY / "gateway.Dockerfile").read_text()
 
 
@@ -136,6 +137,7 @@ def test_the_systemd_unit_is_sound(tmp_path):
     parser.optionxform = str
     parser.read(unit)
     assert parser["Service"]["ExecStart"] == "/opt/seamark/bin/seamark serve"
+    assert int(parser["Service"]["RestartPreventExitStatus"]) == 2  # wrong settings
     taken = [Settings.model_fields[name].get_default() for name in ("stop_delay", "drain_timeout")]
     assert int(parser["Service"]["TimeoutStopSec"]) > sum(taken)
     if shutil.which("systemd-analyze"):
@@ -337,6 +339,13 @@ def test_a_pod_can_do_little(objects):
             assert given["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
+def test_users_are_the_clusters_if_it_chooses_them_and_a_label_of_a_series_is_its_own():
+    users = [json.dumps([*rendered("--set", f"userIds={on}").values()]).count("runAsUser") for on in ("true", "false")]
+    assert users == [2, 0]
+    monitors = of_kind(rendered("--set", "serviceMonitor.enabled=true"), "ServiceMonitor").values()
+    assert monitors and all(each["spec"]["endpoints"][0]["honorLabels"] for each in monitors)
+
+
 def test_beside_its_gateway_a_worker_listens_to_that_alone():
     objects = rendered(*ROWS[SIDECAR])
     assert pods(objects).keys() == {"seamark-worker"}
@@ -418,6 +427,21 @@ def test_the_workers_arguments_are_taken(flags, monkeypatch):
     assert hosts == ["127.0.0.1" if flags else "0.0.0.0"]  # noqa: S104
 
 
+PROXIED = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}  # as Docker puts it into each container
+
+
+def test_a_probe_asks_its_own_machine_whatever_proxy_is_in_the_environment():
+    probes = [one["exec"]["command"] for one in container(rendered(*ROWS[SIDECAR]), "worker").values() if "exec" in one]
+    services = (service for name in FILES for service in read(name)["services"].values())
+    tests = (service.get("healthcheck", {}).get("test", ())[1:] for service in services)
+    probes += [test for test in tests if test[:1] == ["python3"]]
+    with recording_worker() as vllm:
+        for *python, asks in probes:
+            here, places = re.subn(r"http://[^/]+", vllm.url, asks)
+            assert places == 1 and subprocess.run([*python, here], env=PROXIED, timeout=60).returncode == 0
+    assert len(probes) > 5 and subprocess.run([*python, here], timeout=60, capture_output=True).returncode  # it is gone
+
+
 def running(requests: int, waiting: int = 0) -> str:
     counts = {"running": requests, "waiting": waiting, "waiting_by_reason": 3}
     return "".join(f'vllm:num_requests_{kind}{{engine="0",a="b c"}} {n}.0\n' for kind, n in counts.items())
@@ -430,7 +454,7 @@ def test_a_vllm_ends_with_its_last_request_and_one_that_is_gone_holds_no_pod(mod
     assert command[:2] == ["python3", "-c"] and float(command[3]) > Settings.model_fields["stop_delay"].get_default()
     with recording_worker(more_metrics=running(1)) as vllm:
         asks_it = command[2].replace("127.0.0.1:8000", vllm.url.removeprefix("http://"))
-        with subprocess.Popen([sys.executable, "-c", asks_it, "0"]) as waiting:
+        with subprocess.Popen([sys.executable, "-c", asks_it, "0"], env=PROXIED) as waiting:
             for metrics in (running(1), running(0, waiting=1)):
                 vllm.more_metrics = metrics
                 with pytest.raises(subprocess.TimeoutExpired):

@@ -19,6 +19,8 @@ from proxy.commands import doctor
 from proxy.commands.render_server import free_port
 from proxy.fleet import discovery
 from proxy.fleet.worker import BREAKER_FAILURES
+from proxy.http.client import Refused, Silent, Unreachable
+from proxy.pipeline.sse import GONE_CHECKS
 from tests.harness.drafting_engine import DraftingEngine
 from tests.harness.gateways import OwnGateway, chat, metric, own_gateway, post, start_gateway
 from tests.harness.in_memory_gateway import InMemoryGateway
@@ -40,6 +42,33 @@ def test_what_a_worker_has_read_is_never_sent_again(fleet):
         failed = post(gateway, chat("once"))
         assert failed.status_code == 502 and failed.json()["error"]["code"] == "worker_failed"
         assert len(worker.seen[""]) == 1 and metric(gateway, "seamark_resent_total") == 0
+
+
+@pytest.mark.parametrize("fault", [Refused("nothing listens"), Unreachable("no connection within 2 s"), Silent()])
+async def test_a_silent_stream_ends_once_nothing_listens_at_its_worker_and_not_while_that_is_slow(in_memory, fault):
+    worker = RecordingWorker()
+    own = await in_memory(worker, is_started=False)
+    await own.gateway.pool.check_all()
+    worker.pause.set()
+    stream = own.opened(chat("Tide?", stream=True, stream_options={"include_usage": True}))
+    await stream.message()
+    pieces, told = stream.body(), b""
+    own.upstream.faults[worker.url] = fault
+    for worker.pause_after in (1, 2):  # it says something between two checks
+        told += await anext(pieces)
+        for _ in range(GONE_CHECKS - 1):
+            await own.gateway.pool.check_all()
+    own.upstream.faults.clear()
+    await own.gateway.pool.check_all()
+    own.upstream.faults[worker.url] = fault
+    for checks in (GONE_CHECKS - 1, 1):
+        assert stream.task.done() is False and b"error" not in told
+        for _ in range(checks):
+            await own.gateway.pool.check_all()
+    worker.pause.clear()
+    told += b"".join([piece async for piece in pieces])
+    is_gone = isinstance(fault, Refused)
+    assert (told in worker.answers, b"broke off" in told) == (not is_gone, is_gone)
 
 
 async def test_a_worker_that_fails_while_its_health_is_well_is_taken_out(in_memory, caplog):

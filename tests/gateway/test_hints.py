@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Mapping
-from datetime import date
 from typing import Any
 
 import httpx
 import pytest
 
 from proxy.boundaries.facts_learner import TEMPLATES_PER_KEY
-from proxy.observability.cures import CHANGE_TEXT
 from tests.harness.api_keys import bearer, entry
 from tests.harness.fake_engine import template
 from tests.harness.gateways import CHAT, LAST_USER, SYSTEM, TURN_END, chat, hint_at
@@ -56,31 +53,6 @@ async def test_no_request_is_rendered_however_long_it_is(in_memory):
                 assert ("x-seamark-boundary" in answer.headers) == (path != COMPLETIONS)
     assert await settled(worker) == renders == gateway.metric("seamark_renders_total") > 0
     assert not any(seen.target.endswith("/render") for seen in worker.requests)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "Current date: {0}/11/{1}",
-        "今天是{0}年11月{1}日。",
-        "Time: {unix}",
-    ],
-)
-async def test_what_stands_before_a_date_is_hinted_at_first_sight(in_memory, worker, line):
-    gateway = await in_memory(worker)
-    rules = "".join(f"Rule {number}: the pilot names the tide before the berth. " for number in range(20))
-    notes = "The pilot boards at the outer buoy.\n" * 20
-    for days in range(2):
-        today = date.today()
-        line_of_today = line.format(today.year, 7 + days, unix=int(time.time()) // 86_400 * 86_400 + 86_400 * days)
-        system = {"role": "system", "content": f"{rules}\n{line_of_today}\n{notes}"}
-        answer = await gateway.post({**chat("Tide?"), "messages": [system, *chat(f"Tide {days}?")["messages"][1:]]})
-        shown = await gateway.explained(answer)
-        (before, *_) = shown["boundaries"]
-        # Three characters before the line with the date: the tokens there may be others in another prompt.
-        assert (before["kind"], before["tokens"]) == ("learned", len(f"<system>{rules}\n") - 3)
-    assert worker.tokenized == 1
-    assert shown["changed"]["kind"] == "dates" and shown["changed"]["cure"] == CHANGE_TEXT["dates"].cure
 
 
 @pytest.mark.parametrize("has_facts", [True, False])
@@ -139,11 +111,6 @@ TIDE = {"role": "user", "content": "Tide?"}
 AT_ONCE = 40
 
 
-def dated(number: int) -> dict[str, Any]:
-    text = f"You are pilot {number}. " + "Mind the tide. " * 60 + f"\nToday is {date.today():%Y}-03-01."
-    return {"model": "m", "messages": [{"role": "system", "content": text}, TIDE]}
-
-
 def templated(number: int) -> dict[str, Any]:
     return {"model": "m", "chat_template": f"{{# {number} #}}", "messages": [TIDE]}
 
@@ -154,7 +121,7 @@ def marked(number: int) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "system", "content": [part] * 4}, TIDE]}
 
 
-@pytest.mark.parametrize("make", [dated, templated, marked])
+@pytest.mark.parametrize("make", [templated, marked])
 async def test_a_request_that_is_refused_has_nothing_rendered(in_memory, worker, keys, make):
     keys.write_text(entry("eve", max_inflight=1, max_queued=0) + entry("root", admin=True))
     gateway = await in_memory(worker, api_keys=keys)
@@ -166,9 +133,9 @@ async def test_a_request_that_is_refused_has_nothing_rendered(in_memory, worker,
     worker.hold.set()
     first = asyncio.create_task(ask({"model": "m", "messages": [TIDE]}))
     await until(lambda: len(worker.requests) == 1)
-    before = worker.renders, worker.tokenized
+    before = worker.renders
     assert set(await asyncio.gather(*map(ask, map(make, range(AT_ONCE))))) == {429}
-    assert (await settled(worker), worker.tokenized) == before
+    assert await settled(worker) == before
     worker.hold.clear()
     assert await first == 200
 

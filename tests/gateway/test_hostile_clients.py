@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import http.client
 import itertools
 import json
 import os
@@ -283,6 +284,21 @@ def test_a_stream_arrives_event_by_event_and_a_client_that_leaves_frees_the_work
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + CHAT, json=chat("Tide?"), timeout=httpx.Timeout(30, read=0.5))
     assert worker.gone.wait(30)
+
+
+@PROXIES
+def test_pages_for_operators_are_hidden_however_their_paths_are_written(fleet, worker, tmp_path, program):
+    server = front(program, fleet, tmp_path, start_gateway(fleet, worker))
+    for page in ("/ui", "/metrics", "/seamark/status", "/seamark/requests/%zz"):
+        ways = {page, page[0] + f"%{ord(page[1]):02X}" + page[2:], page[0] + page[1:].replace("/", "%2f")}
+        ways |= {way + end for way in ways for end in ("/", "%2F", "?a", "%")}
+        ways |= {way.replace("%", "%25") for way in ways}
+        for way in ways:
+            client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+            client.request("GET", way)
+            assert client.getresponse().status in (400, 404), way
+            client.close()
+    assert httpx.get(server.url + "/v1/models?a=%zz").status_code == 200
 
 
 def test_the_files_are_valid_as_they_are(tmp_path):

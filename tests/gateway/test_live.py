@@ -180,22 +180,27 @@ async def test_the_hint_header_of_a_client_goes_no_further(in_memory, worker, si
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
-CONTEXT = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=opaque"}
+PARENTS, STATES = f"00-{TRACE}-{PARENT}-01", "vendor=opaque,a=1,b=2"
+
+CONTEXT = [("traceparent", PARENTS), ("tracestate", "vendor=opaque,a=1"), ("tracestate", "b=2")]
 
 SECRET = "the lighthouse keeper's diary"
 
 
-def sent_headers(worker) -> dict[str, str]:
-    return {name.decode().lower(): value.decode() for name, value in worker.requests[-1].headers}
+def sent_context(worker) -> list[str]:
+    """What the worker was sent of a trace: its parent, and its state, whatever headers that came in."""
+    headers = [(name.decode().lower(), value.decode()) for name, value in worker.requests[-1].headers]
+    return [",".join(value for name, value in headers if name == wanted) for wanted in ("traceparent", "tracestate")]
 
 
-async def test_trace_context_passes_unchanged_where_nothing_is_traced(in_memory, worker):
-    gateway = await in_memory(worker)
-    await gateway.post(chat("Tide?"), **CONTEXT)
-    sent = sent_headers(worker)
-    assert {name: sent[name] for name in CONTEXT} == CONTEXT
+@pytest.mark.parametrize("settings", [{}, {"otlp_traces_endpoint": "http://127.0.0.1:9/v1/traces"}])
+async def test_trace_context_passes_unchanged_where_nothing_is_traced(in_memory, worker, monkeypatch, settings):
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    gateway = await in_memory(worker, **settings)
+    await gateway.client.post(CHAT, json=chat("Tide?"), headers=CONTEXT)
+    assert sent_context(worker) == [PARENTS, STATES]
     await gateway.post(chat("Berth?"))
-    assert "traceparent" not in sent_headers(worker)
+    assert sent_context(worker) == ["", ""]
 
 
 @pytest.mark.parametrize(("stream", "cached", "reason"), [(False, 0, "cold"), (True, 160, "hit")])
@@ -203,6 +208,7 @@ async def test_a_request_is_a_span_between_its_clients_and_its_workers(
     in_memory, worker, monkeypatch, stream, cached, reason
 ):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     raw: list[bytes] = []
 
     async def collector(scope: Any, receive: Any, send: Any) -> None:
@@ -221,13 +227,12 @@ async def test_a_request_is_a_span_between_its_clients_and_its_workers(
     with serving(collector) as url:
         gateway = await in_memory(worker, otlp_traces_endpoint=f"{url}/v1/traces")
         worker.cached = cached
-        await gateway.post({**chat(SECRET), "stream": stream}, **CONTEXT)
-        sent = sent_headers(worker)
+        await gateway.client.post(CHAT, json={**chat(SECRET), "stream": stream}, headers=CONTEXT)
         await until(named)
         (span,) = named()
         assert (span.trace_id.hex(), span.parent_span_id.hex(), span.kind) == (TRACE, PARENT, Span.SPAN_KIND_SERVER)
         ids = f"00-{TRACE}-{span.span_id.hex()}-01"
-        assert (sent["traceparent"], sent["tracestate"]) == (ids, CONTEXT["tracestate"])
+        assert sent_context(worker) == [ids, STATES]
         told = {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
         assert told["http.response.status_code"] == 200 and told["seamark.reason"] == reason
         assert (told["gen_ai.operation.name"], told["seamark.worker"]) == ("chat", "worker-0")
@@ -291,10 +296,11 @@ def started(fleet: Servers, *flags: str) -> Server:
 
 def test_a_gateway_that_is_its_own_worker_says_so(fleet, tmp_path):
     file = tmp_path / "workers.toml"
-    file.write_text("")
+    file.write_text("worker = []")
     port = free_port()
     gateway = started(fleet, "--workers-file", str(file), "--admin-port", str(port), *PROBES)
     assert lines(gateway, f"there is no worker: {file} names none")
+    assert "There is none: workers_file says so" in post(gateway, chat("Tide?")).text
     for url in (gateway.url + "/v1", f"http://localhost:{port}"):
         file.write_text(f'[[worker]]\nurl = "{url}"\n')
         name = url.removeprefix("http://").removesuffix("/v1")

@@ -130,18 +130,26 @@ class Machine:
     def __init__(self, root: Path) -> None:
         self.out, self.log = root / "my files", root / "log"
         self.spark, self.source, self.bin = root / "spark vllm", root / "seamark", root / "bin"
-        for folder in (self.spark / "mods/theirs", self.spark / "recipes", self.bin, self.source / "deploy"):
+        for folder in (self.spark / "mods/theirs", self.spark / "recipes", self.bin, self.source / "engine_patches"):
             folder.mkdir(parents=True)
-        self.program(self.spark / "run-recipe.sh", "run-recipe", 'test -f "recipes/$1.yaml"')
-        self.program(self.spark / "launch-cluster.sh", "launch-cluster", "test -d mods/seamark")
+        self.program(self.spark / "run-recipe.sh", "run-recipe", 'grep -q "/mods/seamark$" "$1"')
+        self.program(
+            self.spark / "launch-cluster.sh", "launch-cluster", 'test "$1" = --apply-mod && test -f "$2/run.sh"'
+        )
         for name in ("docker", "podman"):
-            answers = 'case "$*" in "ps -aq"*) echo c0ffee ;; *--pull=never*) exit 125 ;; esac'
-            self.program(self.bin / name, name, answers)
-        shutil.copy(DEPLOY / "compose.yaml", self.source / "deploy")
+            self.answer(name)
         shutil.copytree(DEPLOY / "spark-vllm-docker", self.source / "deploy/spark-vllm-docker")
-        # The real one builds a wheel (tests/distribution); it leaves behind what this does.
-        made = 'mkdir -p "$1/mods/seamark" && cp "$(dirname "$0")"/recipes/*.yaml "$1/recipes/"'
-        self.program(self.source / "deploy/spark-vllm-docker/make-mod.sh", "make-mod", made)
+        shutil.copy(DEPLOY / "compose.yaml", self.source / "deploy")
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            (self.source / name).touch()
+        # In place of pip, whose wheel is a real one in tests/distribution.
+        self.program(self.bin / "python3", "python3", 'date +%N > "$7/vllm_seamark-1-py3-none-any.whl"')
+
+    def answer(self, name: str, **answers: str) -> None:
+        """What Docker says, by the words that a question begins with."""
+        ours = {"ps -aq": "c0ffee", **answers}
+        cases = " ".join(f"'{asked}'*) echo {shlex.quote(answer)} ;;" for asked, answer in ours.items() if answer)
+        self.program(self.bin / name, name, f'case "$*" in {cases} esac')
 
     def program(self, path: Path, name: str, more: str) -> None:
         path.write_text(PROGRAM.format(name=name, log=shlex.quote(str(self.log)), more=more))
@@ -187,38 +195,57 @@ def test_what_a_recipe_will_do_is_said_without_a_question_and_all_that_was_writt
     name, machine, capsys, monkeypatch
 ):
     monkeypatch.setattr(setup, "_ask", lambda *_: pytest.fail("a question that the recipe answers"))
-    path, before = RECIPES / name, machine.files()
+    path = RECIPES / name
+    for each in ("mods/seamark/run.sh", f"recipes/seamark-{name}", "recipes/seamark-glm-5.3-flash.yaml"):
+        (machine.spark / each).parent.mkdir(exist_ok=True)
+        (machine.spark / each).write_text("the user's")
+    before = machine.files()
     assert doctor.main(["--recipe", str(path)]) == (0 if HITS[name] else 1)
     verdict = capsys.readouterr().out
     assert verdict.startswith("will hit" if HITS[name] else "no hits yet") and machine.files() == before
     assert machine.setup(str(path)) == 0 and (machine.out / "seamark.toml").exists()
     if (machine.out / "start.sh").exists():
         machine.run("start.sh")
-    (machine.out / "notes").write_text("the user's")
+    for each in ("notes", "seamark.toml", "gateway.log"):  # two of them were made, and have changed
+        (machine.out / each).write_text("the user's")
     asked = machine.run("undo.sh")
-    assert [path.name for path in machine.out.iterdir()] == ["notes"]
+    assert {path.name for path in machine.out.iterdir()} == {"notes", "seamark.toml", "gateway.log"}
     shutil.rmtree(machine.out)
     assert machine.files() == before
     if path.read_text().startswith(("docker", "podman")) or "compose" in name:
         assert any(each[1:4] == ["image", "rm", "-f"] for each in asked)
         assert any(each[1:] == ["rm", "-f", "c0ffee"] for each in asked)
+        assert not any("up" in each for each in asked)  # it did not run before
+
+
+def test_two_recipes_of_one_name_share_nothing_and_undo_starts_what_ran(machine, tmp_path):
+    machine.answer("docker", **{"ps -aq": ""}, compose="runs")
+    named = []
+    for number in (1, 2):
+        machine.out = tmp_path / f"out {number}"
+        assert machine.setup(str(RECIPES / "granite-4-compose.yaml")) == 0
+        machine.run("start.sh")
+        asked = machine.run("undo.sh")
+        assert ["up", "-d"] in [each[4:6] for each in asked] and not machine.out.exists()
+        named.append({word.rpartition("=")[2] for each in asked for word in each if "seamark-worker" in word})
+    assert all(map(len, named)) and named[0].isdisjoint(named[1])
 
 
 def test_a_container_is_run_again_as_docker_tells_it_and_what_it_says_is_no_shell(machine, capsys):
-    inspected = shlex.quote(json.dumps([INSPECTED]))
-    machine.program(machine.bin / "docker", "docker", f"[ $1 != inspect ] || echo {inspected}")
+    machine.answer("docker", **{"inspect --format": "true", "inspect": json.dumps([INSPECTED])})
     assert machine.setup("qwen36") == 0, capsys.readouterr().err
     assert "a container for nvidia/qwen3.6-35b" in (out := capsys.readouterr().out.lower()) and "hf_secret" not in out
     assert (machine.out / "seamark.toml").read_text() == gateway_toml(["http://192.168.1.5:8010"], "192.168.1.5")
     assert (machine.out / "start.sh").stat().st_mode & 0o077 == 0  # it holds the token
-    _, stop, run = machine.run("start.sh")
+    *_, stop, run = machine.run("start.sh")
     assert stop == ["docker", "stop", "qwen36"]
-    image = run.index("seamark-worker-qwen36")
-    kept = "name=qwen36-seamark env=HF_TOKEN=hf_secret volume=/home/me/models:/models ipc=host shm-size=17179869184"
-    kept += " publish=192.168.1.5:8010:8000/tcp restart=unless-stopped gpus=all"
+    name = run[3].partition("=")[2]
+    image = run.index(name)
+    kept = f"name={name} label=seamark.setup={name} env=HF_TOKEN=hf_secret volume=/home/me/models:/models ipc=host"
+    kept += " shm-size=17179869184 publish=192.168.1.5:8010:8000/tcp restart=unless-stopped gpus=all"
     assert {f"--{each}" for each in kept.split()} == set(run[3:image])
     assert run[image + 1 :] == [*INSPECTED["Config"]["Cmd"], "--host", "0.0.0.0"]  # noqa: S104
-    assert ["docker", "start", "qwen36"] in machine.run("undo.sh")
+    assert ["docker", "start", "qwen36"] in machine.run("undo.sh") and not machine.out.exists()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -236,9 +263,12 @@ def test_vllm_and_the_gateway_run_in_one_terminal_until_either_ends(machine, fai
     output = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, start_new_session=True, **output) as process:
         if not fails:
-            assert "gateway.log" in process.stdout.readline()  # vLLM's script is done: it went to the background
+            assert any(
+                "gateway.log" in line for line in process.stdout
+            )  # vLLM's script is done: it went to the background
             wait_for(noted.exists)
-            assert machine.logged()[-1] == ["run-recipe", "seamark-qwen3.5-122b", "-n", "a,b"]
+            recipe = str(machine.out / "seamark-qwen3.5-122b.yaml")
+            assert machine.logged()[-1] == ["run-recipe", recipe, "-n", "a,b"]
             os.killpg(process.pid, signal.SIGINT)
         assert process.wait(60) == (7 if fails else 130)
     assert noted.read_text() == "start\nend\n"
@@ -251,6 +281,24 @@ def test_names_in_a_recipe_reach_a_shell_only_quoted(machine, tmp_path):
     path.write_text(yaml.safe_dump({"services": {evil: {"image": "vllm/vllm-openai", "command": "m"}}}))
     assert machine.setup(str(path)) == 0
     for script in ("start.sh", "undo.sh"):
-        composed = machine.run(script)[0]
-        assert composed[:4] == ["docker", "compose", "-f", str(path)] and composed[-1] == evil
+        composed = [each for each in machine.run(script) if each[1] == "compose"]
+        assert all(each[:4] == ["docker", "compose", "-f", str(path)] and each[-1] == evil for each in composed)
     assert not list(tmp_path.rglob("pwned")) and not Path("pwned").exists() and not machine.out.exists()
+
+
+@pytest.mark.parametrize(
+    "theirs", ["mods/seamark/run.sh", "mods/seamark/vllm_seamark-0.1.whl", "recipes/seamark-qwen3.5-122b.yaml"]
+)
+def test_a_checkout_gets_the_mod_unless_a_file_there_has_its_name_and_is_another(machine, theirs):
+    make = [str(machine.source / "deploy/spark-vllm-docker/make-mod.sh"), str(machine.spark)]
+    before = machine.files()
+    for _ in range(2):  # what it made itself, it makes anew
+        subprocess.run(make, check=True, capture_output=True)
+    (machine.spark / theirs).write_text("the user's")
+    edited = machine.files()
+    done = subprocess.run(make, capture_output=True, text=True)
+    assert done.returncode == 1 and f"{theirs} is not as" in done.stderr and machine.files() == edited
+    (machine.spark / theirs).unlink()
+    takes_away = re.search(r"`(sha256sum -c .*)`", (DEPLOY / "README.md").read_text())[1]
+    subprocess.run(["sh", "-c", takes_away], check=True, cwd=machine.spark, capture_output=True)
+    assert machine.files() == before

@@ -146,7 +146,6 @@ class GatewayForks(Servers):
 
     # By their full names. A busy machine alone may exceed the defaults.
     PATIENCE: Mapping[str, float] = {
-        "proxy.pipeline.prompt_reader.DATE_SECONDS": 30.0,
         "proxy.fleet.pool.FACTS_SECONDS": 30.0,
     }
 

@@ -179,7 +179,6 @@ class RecordingWorker:
     requests: list[Recorded] = field(default_factory=list)
     answers: list[bytes] = field(default_factory=list)  # bodies of what it answered in full
     renders: int = 0
-    tokenized: int = 0  # texts alone
     rendering: int = 0  # asked for and not answered
     most_rendering: int = 0
     gone: threading.Event = field(default_factory=threading.Event)  # a client left before its answer was complete
@@ -254,9 +253,6 @@ class RecordingWorker:
             return self.sources, 404 if self.sources is None else 200
         if path == "/version":
             return {"version": "0.32.0"}, 200
-        if path == "/tokenize" and b'"prompt"' in body:
-            self.tokenized += 1
-            return {"tokens": token_ids(json.loads(body)["prompt"])}, 200
         if path == "/detokenize" and b'"tokens"' in body:
             return {"prompt": "".join(map(chr, json.loads(body)["tokens"]))}, 200
         return None

@@ -46,6 +46,7 @@ LIMITS = (
     Limit("client_timeout", (errors.TooSlow,), "for a head the connection is closed, too"),
     Limit("min_body_rate", (errors.TooSlow,)),
     Limit("send_timeout", (), "the connection is closed, and the worker's slot is free"),
+    Limit("keepalive_timeout", (), "the connection is closed"),
     Limit("max_connections", (errors.Overloaded,), "the newest are closed; `/health` and `/ready` are answered"),
     Limit("max_body_bytes", (errors.BodyTooLarge,), "before `100 Continue` if the length is announced"),
     Limit("max_bodies_bytes", (errors.Overloaded, errors.KeyBusy)),

@@ -35,11 +35,11 @@ ANSWERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     ),
     "spark, our recipe": (
         ("--way", "spark-vllm-docker", "--model", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"),
-        {"start.sh", "gateway.sh", "seamark.toml"},
+        {"start.sh", "gateway.sh", "seamark.toml", "seamark-nemotron-3-super.yaml"},
     ),
     "spark, our recipe for two": (
         ("--way", "spark-vllm-docker", "--model", "glm-5.3-flash"),
-        {"start.sh", "gateway.sh", "seamark.toml"},
+        {"start.sh", "gateway.sh", "seamark.toml", "seamark-glm-5.3-flash.yaml"},
     ),
     "systemd": (
         ("--way", "systemd", *WORKER),

@@ -148,11 +148,11 @@ def chats(kind: str) -> Iterator[dict[str, Any]]:
             messages = [{"role": "user", "content": " ".join(words(3))} for _ in range(400)]
         functions = [{"name": f"t{i}", "description": " ".join(words(40))} for i in range(40 if kind == "tools" else 0)]
         tools = [{"type": "function", "function": function} for function in functions]
-        text = ("\n" if kind == "lines" else " ").join(system)
+        text = ("\n" if kind == "lines" else " ").join(["2026"] * 9000 + system if kind == "years" else system)
         yield {"tools": tools, "messages": [{"role": "system", "content": text}, *messages]}
 
 
-@pytest.mark.parametrize("kind", ["many short messages", "a number in a long text", "lines", "tools"])
+@pytest.mark.parametrize("kind", ["many short messages", "a number in a long text", "lines", "years", "tools"])
 def test_a_step_of_the_search_for_a_change_is_short_whatever_was_sent(counts, kind):
     memory, steps = RequestMemory(2**30, now=lambda: 1795600000.0), []
     for body in chats(kind):

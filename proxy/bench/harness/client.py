@@ -59,7 +59,8 @@ def open_client(seconds: float = 300.0) -> httpx.AsyncClient:
 
     A server closes an idle connection whenever it likes, even as the next request is on its way.
     """
-    return httpx.AsyncClient(timeout=seconds, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.AsyncClient(timeout=seconds, limits=limits, trust_env=False)
 
 
 async def ask(client: httpx.AsyncClient, url: str, messages: Messages, tokens: int, **fields: Any) -> TimedAnswer:

@@ -77,7 +77,7 @@ class Server:
     def wait_until_ready(self, path: str = "/health", seconds: float = START_SECONDS) -> None:
         """Return once `path` answers 200. Raises `NotStarted` if it dies or takes too long."""
         deadline, said = time.monotonic() + seconds, "nothing"
-        with httpx.Client(timeout=5.0) as client:
+        with httpx.Client(timeout=5.0, trust_env=False) as client:
             while time.monotonic() < deadline:
                 if self.process.poll() is not None:
                     raise NotStarted(f"{self.name} ended with {self.process.returncode}:\n{self.log_end()}")

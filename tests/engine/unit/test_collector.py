@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -42,8 +43,7 @@ class Taking:
 
     def take(self, report: Any) -> None:
         self.reports.append(report)
-        for request in report.requests:
-            self._feeds.add_outcome(report, request)
+        self._feeds.add_requests(report)
         self._feeds.add_events(report)
 
 
@@ -165,6 +165,30 @@ async def test_other_processes_of_the_same_server_read_without_a_key_and_no_othe
     transport = httpx.AsyncHTTPTransport(uds=str(at.folder / addresses.READ_INSIDE))
     async with httpx.AsyncClient(transport=transport) as client:
         assert (await client.get(f"http://inside{PATH}")).status_code == 200
+
+
+async def test_who_sends_no_whole_head_keeps_nobody_out_and_is_closed(taking, monkeypatch):
+    monkeypatch.setattr(collector, "MOST_CONNECTIONS", 4)
+    at = Collector(("127.0.0.1", 0), ())
+    at.start(taking)
+
+    async def half(sent: bytes = b"GET /") -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection(*at.read_at.split(":"))
+        writer.write(sent)
+        return reader
+
+    async def end(reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+
+    halves = [await half() for _ in range(8)]
+    for oldest in halves[:4]:
+        await end(oldest)
+    waiting = asyncio.create_task(read_beside(at.read_at, path=f"{PATH}?wait=1"))
+    assert (await read_beside(at.read_at)).status_code == (await waiting).status_code == 200
+    await end(await half(b"GET / HTTP/1.1\r\na: " + b"x" * collector.MAX_HEAD_BYTES))
+    monkeypatch.setattr(collector, "HEAD_SECONDS", 0.05)
+    await end(await half())
 
 
 async def test_nobody_reads_from_elsewhere_unless_it_was_asked_for(taking, monkeypatch):

@@ -2,138 +2,122 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
+from hypothesis import assume, given, reject, settings
+from hypothesis import strategies as st
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, should_continue_final_message
 
-from proxy.chat.anthropic import messages_request
 from proxy.chat.canonical import chat_keys
 from proxy.chat.responses import responses_request
 from proxy.chat.through_chat import MessageStream, chat_of, message_of
 
 QUESTION = {"role": "user", "content": "Tide?"}
 
-USE = {"type": "tool_use", "id": "t1", "name": "tide", "input": {"port": "Ayr"}}
+TEXTS = st.sampled_from(["", "a", "Café\n", "{}", "x-anthropic-billing-header: cch=1;"])
 
-RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "nine"}]}
+FLAGS = st.sampled_from([True, False, "true", "false", 1, 0, "off", None])
 
-DOCUMENT = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}}
+URL = {"type": "url", "url": "http://x"}
 
-TOOL = {"name": "tide", "description": "Tide table", "input_schema": {"properties": {"port": {"type": "string"}}}}
+SOURCES = st.sampled_from([{"type": "base64", "media_type": "image/png", "data": "AA"}, URL, {"type": "url"}, {}])
 
-MESSAGES = {
-    "system blocks": {
-        "system": [
-            {"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
-            {"type": "text", "text": "You pilot.", "cache_control": {"type": "ephemeral"}},
-            {"type": "text", "text": " Briefly."},
-        ],
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "Tide?"}]}],
+INPUTS = st.sampled_from([{}, {"port": "Ayr"}, {"é": [1, None, {"a": 0.5}]}])
+
+
+def drawn(each: dict[str, Any]) -> dict[str, st.SearchStrategy[Any]]:
+    return {k: v if isinstance(v, st.SearchStrategy) else st.just(v) for k, v in each.items()}
+
+
+def some(has: dict[str, Any], **optional: Any) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects with all of `has`, and some of the others: values, or strategies for them."""
+    return st.fixed_dictionaries(drawn(has), optional=drawn(optional))
+
+
+def contents(blocks: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return TEXTS | st.lists(blocks, max_size=4)
+
+
+REFERENCES = some({"type": "tool_reference"}, tool_name=TEXTS, name=TEXTS)
+
+ITEMS = some({"type": st.sampled_from(["text", "document"]), "text": TEXTS}) | some({"type": "image"}, source=SOURCES)
+
+BLOCKS = (
+    some({"type": "text"}, text=TEXTS, cache_control={"type": "ephemeral"})
+    | some({"type": "image"}, source=SOURCES)
+    | some({"type": "tool_use"}, id=TEXTS, name=TEXTS, input=INPUTS)
+    | some({"type": "tool_result"}, tool_use_id=TEXTS, content=contents(ITEMS | REFERENCES), is_error=FLAGS)
+    | some({"type": st.sampled_from(["thinking", "redacted_thinking"])}, thinking=TEXTS, signature=TEXTS)
+    | REFERENCES
+)
+
+NAMES = st.sampled_from("fg")
+
+SCHEMAS = st.sampled_from([{}, {"type": "object"}, {"properties": {"port": {"type": "string"}}}])
+
+TOOLS = some({"name": NAMES, "input_schema": SCHEMAS}, description=TEXTS, strict=FLAGS, defer_loading=FLAGS)
+
+NAMED = some({"type": "tool_reference", "name": NAMES})
+
+DEFINED = some({"type": "tool_addition", "tool": some({"type": "tool_definition", "definition": TOOLS})})
+
+CHANGES = DEFINED | some({"type": st.sampled_from(["tool_addition", "tool_removal"]), "tool": NAMED})
+
+SAID = some({"role": st.sampled_from(["user", "assistant"]), "content": contents(BLOCKS)})
+
+TURNS = SAID | some({"role": "system", "content": contents(BLOCKS | CHANGES)})
+
+CHOICES = some(
+    {"type": st.sampled_from(["auto", "any", "tool", "none"]), "name": NAMES}, disable_parallel_tool_use=FLAGS
+)
+
+THINKING = st.sampled_from([{"type": "disabled"}, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 2048}])
+
+REQUESTS = some(
+    {"model": "m", "max_tokens": 4096, "messages": st.lists(TURNS, min_size=1, max_size=5)},
+    **{"system": contents(BLOCKS), "stream": FLAGS, "temperature": "0.5", "top_p": 0.5, "top_k": 3, "cache_salt": "s"},
+    **{"tools": st.lists(TOOLS, max_size=3), "tool_choice": CHOICES, "thinking": THINKING, "watermarking": FLAGS},
+    **{
+        "stop_sequences": ["\n"],
+        "chat_template_kwargs": {"a": False},
+        "vllm_xargs": {"seamark_boundaries": [16, "l:7"]},
     },
-    "tools": {
-        "tools": [TOOL],
-        "messages": [
-            QUESTION,
-            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Look.", "signature": "s"}, USE]},
-            {"role": "user", "content": [RESULT, {"type": "text", "text": "And then?"}]},
-        ],
-    },
-    "thinking off, effort high": {
-        "thinking": {"type": "disabled"},
-        "output_config": {"effort": "high"},
-        "messages": [QUESTION],
-    },
-    "an empty system message": {"messages": [QUESTION, {"role": "system", "content": ""}]},
-    "reminders behind the user and inside a loop": {
-        "system": "You pilot.",
-        "tools": [TOOL],
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "<hint>"}, {"type": "text", "text": "Tide?"}]},
-            {"role": "system", "content": "Harbours: Ayr, Dover."},
-            {"role": "assistant", "content": [{"type": "text", "text": "I look."}, USE]},
-            {"role": "user", "content": [RESULT]},
-            {"role": "system", "content": [{"type": "text", "text": each} for each in ("Keep the list ", "short.")]},
-            {"role": "system", "content": [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}]},
-        ],
-    },
-    "tools that are named in a result, and tools that come and go": {
-        "tools": [{**TOOL, "defer_loading": True}, {**TOOL, "name": "wind"}],
-        "messages": [
-            QUESTION,
-            {"role": "assistant", "content": [USE]},
-            {"role": "user", "content": [{**RESULT, "content": [{"type": "tool_reference", "tool_name": "tide"}]}]},
-            {
-                "role": "system",
-                "content": [
-                    {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "tide"}},
-                    {
-                        "type": "tool_addition",
-                        "tool": {"type": "tool_definition", "definition": {**TOOL, "name": "ice"}},
-                    },
-                    {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "wind"}},
-                    {"type": "text", "text": "Again?"},
-                ],
-            },
-        ],
-    },
-    "a document in a result": {
-        "tools": [TOOL],
-        "messages": [
-            QUESTION,
-            {"role": "assistant", "content": [USE]},
-            {"role": "user", "content": [{**RESULT, "content": [*RESULT["content"], DOCUMENT]}]},
-        ],
-    },
-    "sampling of a stream that thinks": {
-        "messages": [QUESTION],
-        "stream": True,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 7,
-        "stop_sequences": ["\n", "END"],
-        "cache_salt": "salt",
-        "vllm_xargs": {"seamark_boundaries": [16, "last:7,8"]},
-        "thinking": {"type": "enabled", "budget_tokens": 2048},
-    },
-    "no tools at once": {
-        "tools": [TOOL],
-        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-        "messages": [QUESTION],
-    },
-    "one tool, and a schema": {
-        "messages": [QUESTION],
-        "tools": [TOOL],
-        "tool_choice": {"type": "tool", "name": "tide"},
-        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
-    },
-}
+    output_config=some({}, effort=st.sampled_from(["low", None]), format=some({"type": "json_schema"}, schema=SCHEMAS)),
+)
 
 
 def fields_of(request: ChatCompletionRequest) -> dict[str, Any]:
-    """Those that mean something: a default counts as one that is not there."""
-    defaults = {"stop": [], "tool_choice": "none", "parallel_tool_calls": True}
-    found = request.model_dump(exclude_none=True, exclude={"request_id"})
+    """Those that mean something: a default counts as one that is not there, and no call has an id of the clock."""
+    defaults = {"stop": [], "parallel_tool_calls": True, "tools": []}
+    found = json.loads(request.model_dump_json(exclude_none=True, exclude={"request_id"}))
+    if not found.get("tools"):
+        found.pop("tool_choice", None)
+    for call in (call for message in found["messages"] for call in message.get("tool_calls") or ()):
+        call["id"] = re.sub(r"^call_\d+$", "", call["id"])
     return {name: value for name, value in found.items() if defaults.get(name, ...) != value}
 
 
-@pytest.mark.parametrize("name", MESSAGES)
-def test_messages(name):
-    """As it is read for its boundaries, and as it is sent where a chat stands in for it."""
-    body = {"model": "m", "max_tokens": 4096, **MESSAGES[name]}
-    request = AnthropicMessagesRequest(**json.loads(json.dumps(body)))
-    wanted = AnthropicServingMessages.to_chat_completion_request(request)
-    made = messages_request(body)
-    theirs = json.loads(wanted.model_dump_json(exclude_none=True))
-    assert keys(made.messages) == keys(theirs["messages"])
-    assert [_without_nulls(tool) for tool in made.body.get("tools", [])] == theirs.get("tools", [])
-    assert made.body.get("reasoning_effort") == theirs.get("reasoning_effort")
-    assert fields_of(ChatCompletionRequest.model_validate(chat_of(body))) == fields_of(wanted)
+@given(body=REQUESTS, merges=st.booleans())
+@settings(max_examples=300)
+def test_a_request_to_messages_is_the_chat_that_vllm_makes_of_it(body, merges):
+    """Whatever it takes. A tool that is referred to or chosen and not there is left to the chat API, or ignored."""
+    try:
+        request = AnthropicMessagesRequest(**json.loads(json.dumps(body)))
+        wanted = AnthropicServingMessages.to_chat_completion_request(request, merge_inline_system=merges)
+    except ValueError:
+        reject()
+    tools = [tool.function.name for tool in wanted.tools or ()]
+    choice = body.get("tool_choice", {})
+    assume(wanted.messages and (not tools or choice.get("type") != "tool" or choice["name"] in tools))
+    assert fields_of(ChatCompletionRequest.model_validate(chat_of(body, merges=merges))) == fields_of(wanted)
 
 
 RESPONSES = {
@@ -186,12 +170,6 @@ def keys(messages):
     return chat_keys({}, json.loads(json.dumps(messages, sort_keys=True)), b"").after
 
 
-def _without_nulls(value):
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return value
-
-
 USAGE = {
     "prompt_tokens": 300,
     "completion_tokens": 5,
@@ -199,16 +177,15 @@ USAGE = {
     "prompt_tokens_details": {"cached_tokens": 160, "created_cache_tokens": 16},
 }
 
-CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"at": 5}'}}
+FUNCTIONS = some({"name": "tide", "arguments": INPUTS.map(json.dumps)})
 
-ANSWERS = {
-    "nothing": ({"content": ""}, "stop", None),
-    "cut": ({"content": "At"}, "length", None),
-    "a stop token": ({"content": "At"}, "stop", 7),
-    "a thought": ({"reasoning": "Hm.", "content": "At nine."}, "stop", None),
-    "a call": ({"content": None, "tool_calls": [CALL]}, "tool_calls", None),
-    "a call that was asked for": ({"content": "Let me see.", "tool_calls": [CALL]}, "stop", None),
-}
+CALLS = some({"id": TEXTS, "type": "function", "function": FUNCTIONS})
+
+ANSWERS = some({}, content=TEXTS, reasoning=TEXTS, tool_calls=st.lists(CALLS, max_size=2))
+
+ENDS = st.tuples(st.sampled_from(["stop", "length", "tool_calls"]), st.sampled_from([None, 7, "END"]))
+
+DETAILS = st.sampled_from([None, {}, {"cached_tokens": 160, "created_cache_tokens": 16}, {"cached_tokens": 301}])
 
 
 def without_signatures(value: Any) -> Any:
@@ -218,9 +195,10 @@ def without_signatures(value: Any) -> Any:
     return [without_signatures(each) for each in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize(("said", "finish", "stop"), ANSWERS.values(), ids=ANSWERS)
-@pytest.mark.parametrize("usage", [USAGE, {**USAGE, "prompt_tokens_details": None}])
-def test_an_answer_is_the_same_message(said, finish, stop, usage):
+@given(said=ANSWERS, ends=ENDS, details=DETAILS)
+def test_an_answer_is_the_same_message(said, ends, details):
+    finish, stop = ends
+    usage = {**USAGE, "prompt_tokens_details": details}
     choice = {"index": 0, "message": {"role": "assistant", **said}, "finish_reason": finish, "stop_reason": stop}
     chat = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
     answer = ChatCompletionResponse.model_validate({**chat, "usage": usage})
@@ -232,25 +210,15 @@ def test_an_answer_is_the_same_message(said, finish, stop, usage):
     )
 
 
-def called(**fields: Any) -> dict[str, Any]:
-    return {"tool_calls": [{"index": 0, **fields}]}
+GIVEN = st.sampled_from(["", '{"at"', ": 5}", "{}"])
 
+BEGUN = some(
+    {"index": st.integers(0, 1), "id": st.sampled_from(["c1", "c2"])}, function=some({"name": "tide"}, arguments=GIVEN)
+)
 
-STREAMS = {
-    "a thought": [{"reasoning": "H"}, {"reasoning": "m."}, {"content": "At nine."}],
-    "a call in parts": [
-        {"content": "Let me see."},
-        called(id="c1", type="function", function={"name": "tide", "arguments": ""}),
-        called(function={"arguments": '{"at"'}),
-        called(function={"arguments": ": 5}"}),
-    ],
-    "two calls, and a word between": [
-        called(id="c1", type="function", function={"name": "tide", "arguments": '{"at": 5}'}),
-        {"content": "and"},
-        {"tool_calls": [{"index": 1, "id": "c2", "type": "function", "function": {"name": "tide", "arguments": "{"}}]},
-        {"tool_calls": [{"index": 1, "function": {"arguments": "}"}}]},
-    ],
-}
+PARTS = BEGUN | some({"index": st.integers(0, 1), "function": some({"arguments": GIVEN})})
+
+DELTAS = some({"reasoning": TEXTS}) | some({"content": TEXTS}) | some({"tool_calls": st.lists(PARTS, max_size=2)})
 
 
 def events_of(text: str) -> list[Any]:
@@ -259,9 +227,9 @@ def events_of(text: str) -> list[Any]:
     return [without_signatures(json.loads(data)) for _, _, data in named]
 
 
-@pytest.mark.parametrize("deltas", STREAMS.values(), ids=STREAMS)
-@pytest.mark.parametrize(("finish", "stop"), [("stop", None), ("length", None), ("tool_calls", None), ("stop", "END")])
-async def test_a_stream_is_the_same_events_however_it_arrives(deltas, finish, stop):
+@given(deltas=st.lists(DELTAS, max_size=8), ends=ENDS)
+def test_a_stream_is_the_same_events_however_it_arrives(deltas, ends):
+    finish, stop = ends
     head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
     early = {**USAGE, "completion_tokens": 0, "prompt_tokens_details": None}
 
@@ -273,12 +241,14 @@ async def test_a_stream_is_the_same_events_however_it_arrives(deltas, finish, st
     lines = [f"data: {json.dumps(each)}\n\n" for each in (*chunks, {**head, "choices": [], "usage": USAGE})]
     lines.append("data: [DONE]\n\n")
 
-    async def generated() -> Any:
-        for line in lines:
-            yield line
+    async def converted() -> list[str]:
+        async def generated() -> Any:
+            for line in lines:
+                yield line
 
-    theirs = [event async for event in AnthropicServingMessages.message_stream_converter(None, generated())]  # type: ignore[arg-type]
-    wanted = events_of("".join(theirs))
+        return [event async for event in AnthropicServingMessages.message_stream_converter(None, generated())]  # type: ignore[arg-type]
+
+    wanted = events_of("".join(asyncio.run(converted())))
     raw = "".join(lines).encode()
     for size in (1, 7, len(raw)):
         stream = MessageStream()

@@ -292,7 +292,9 @@ def test_the_map_has_no_name_when_the_tiers_behind_it_are_made(monkeypatch):
         path.unlink(missing_ok=True)
 
 
-def identity(model: Path, dtype: str = "float32", block: int = 64, weights: str = "w", **arguments: Any) -> bytes:
+def identity(
+    model: Path, dtype: str = "float32", block: int = 64, weights: str = "w", backends: str = "", **arguments: Any
+) -> bytes:
     """Of an engine with that model; `weights`: the name of what it has loaded."""
     attention = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=8, dtype=getattr(torch, dtype))
     states = MambaSpec(block_size=block, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
@@ -303,7 +305,7 @@ def identity(model: Path, dtype: str = "float32", block: int = 64, weights: str 
         created = EngineArgs(
             model=str(model), dtype=dtype, enforce_eager=True, max_model_len=2048, **arguments
         ).create_engine_config()
-    created.seamark_weights = Weights(weights)
+    created.seamark_weights = Weights(weights, backends=backends)
     return identity_of(created, caches)
 
 
@@ -311,10 +313,20 @@ def test_each_difference_that_matters_makes_another_identity_and_no_other_does(m
     copy = Path(shutil.copytree(model, tmp_path / "model"))
     first = identity(copy)
     assert identity(copy) == identity(model) == first
-    changes = ({"dtype": "bfloat16"}, {"mamba_ssm_cache_dtype": "float16"}, {"block": 128}, {"weights": "others"})
+    changes = (
+        {"dtype": "bfloat16"},
+        {"mamba_ssm_cache_dtype": "float16"},
+        {"block": 128},
+        {"weights": "others"},
+        {"backends": "FlashInferBackend"},
+        {"attention_backend": "TRITON_ATTN"},
+    )
     found = {first, *(identity(copy, **change) for change in changes)}
+    for amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        found.add(identity(copy))
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")  # the convolution's layout
-    assert len({*found, identity(copy)}) == 2 + len(changes)
+    assert len({*found, identity(copy)}) == 3 + len(changes)
 
 
 def test_an_engine_that_does_not_know_its_weights_has_no_identity(model: Path):

@@ -1,15 +1,12 @@
-"""Boundaries of a chat: the keys of its beginnings, entries of a hint for them, and what a text shares or dates."""
+"""Boundaries of a chat: the keys of its beginnings, entries of a hint for them, and what a text shares."""
 
 from __future__ import annotations
 
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found, distinct_entries
-from proxy.boundaries.dates import SEARCHED, Dates, dates_in
 from proxy.boundaries.divergence import MAX_CUTS, DivergenceLearner
 from proxy.boundaries.finder import MAX_MARKS, BoundaryFinder
 from proxy.boundaries.layout import PromptLayout, layout_of
@@ -244,26 +241,6 @@ def test_a_mark_inside_a_system_prompt_is_a_beginning_of_its_text():
     assert 20 in BoundaryFinder(positions).find(chat, FACTS, b"renderer").entries()
 
 
-def test_a_place_before_a_date_is_told_by_its_tokens_once_and_needs_no_render():
-    dated = {"role": "system", "content": "x" * 700 + f"\nToday is {date.today()}."}
-    use = BoundaryFinder(PositionCache(10**6))
-
-    def ask(facts: TemplateFacts | None) -> Found:
-        return use.find(chat_request({"messages": [dated, user("q")]}), facts, b"renderer")
-
-    first = ask(FACTS)
-    assert first.dated is not None and first.dated in first.unplaced
-    assert first.dated.kept == "x" * 700 + "\n" and ask(None).dated is None
-    entry = use.dates.learn(b"renderer", first.dated.key, range(100))
-    told = ask(TemplateFacts())
-    assert (told.dated, told.entries(), told.result) == (None, (entry,), "head")
-    assert first.dated not in told.unplaced
-    assert ask(FACTS).result == "learnt"
-    use.dates.learn(b"renderer", first.dated.key, range(3))  # nothing names it
-    untold = ask(FACTS)
-    assert untold.dated is None and [each.entry for each in untold.boundaries if each.kind == "learned"] == [None]
-
-
 DOCUMENT = "The pilot boards two miles off the bar. " * 40
 
 
@@ -307,73 +284,3 @@ def test_of_the_beginnings_in_one_place_the_least_recently_shared_is_forgotten()
             learner.shared_texts(question("x" * length + ending))
     found = lengths(learner, question("x" * 5000))
     assert sorted(found) == [length for length in lengths_shown if length != lengths_shown[1]]
-
-
-RULES = "Answer from the harbour's rules alone, and name the rule that decides. " * 10
-
-
-NOW = 1795600000.0  # in November 2026
-
-DATES, NO_DATES = (
-    part.splitlines()[1:] for part in (Path(__file__).parent / "dates.txt").read_text().removeprefix("#").split("\n#")
-)
-
-
-def cut(text: str, now: float = NOW) -> int:
-    return Dates(lambda: now).cut(b"k", text)
-
-
-@pytest.mark.parametrize("told", DATES)
-def test_the_cut_lies_before_the_line_or_sentence_with_the_date(told: str) -> None:
-    text = f"{RULES}\nToday: {told} all day.\n{RULES}"
-    assert text[: cut(text)] == f"{RULES}\n"
-    text = f"{RULES}Today: {told} all day. {RULES}"
-    assert text[: cut(text)] == RULES
-    assert cut(text, NOW + 3 * 366 * 86_400) == 0  # much later
-
-
-def told(text: str, *, months: bool = False) -> list[tuple[str, str]]:
-    """Each date as it stands in the text, and its day."""
-    return [(text[date.start : date.end], date.day) for date in dates_in(text, NOW, months=months)]
-
-
-def test_a_word_and_a_year_are_a_date_only_to_who_asks_for_months():
-    for text, months in (("November 2026", ["November 2026"]), ("Nov. 2026", ["Nov. 2026"]), ("It 2026", [])):
-        assert told(f"In {text} then") == []
-        assert [date for date, _ in told(f"- {text} then", months=True)] == months
-    assert [date for date, _ in told("In November de 2026.", months=True)] == ["November de 2026"]
-    assert told("Version 2026.1", months=True) == []
-
-
-@pytest.mark.parametrize("text", NO_DATES)
-def test_what_only_looks_like_a_date_cuts_nothing(text: str) -> None:
-    assert cut(f"{RULES}\nThe note: {text}\n{RULES}") == 0 and told(text) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "day"),
-    [
-        *((date, "20261125") for date in ("20261125", "202611251011", "20261125101112")),
-        *((date, "20782") for date in ("1795564800", "1795651199", "1795600000123", "1795600000123456789")),
-        ("1795564799", "20781"),  # the last second of the day before
-        ("2025-01-01", "2025-01-01"),
-        ("2027-12-31", "2027-12-31"),
-    ],
-)
-def test_a_date_has_one_day_at_any_time_of_it(text, day):
-    assert told(text) == [(text, day)]
-    clocks = ("10:11", "1:02", "10:11:12", "23:59:59.123456789")
-    assert len({told(f"Wed Nov 25 {clock} 2026")[0][1] for clock in clocks}) == 1
-
-
-def test_the_place_before_a_date_is_named_by_the_tokens_that_nothing_behind_it_can_change() -> None:
-    dates = Dates()
-    assert dates.learn(b"r", b"k", range(100)) == "first:" + ",".join(map(str, range(33, 97)))
-    assert dates.entry(b"r", b"k") == dates.learn(b"r", b"k", range(100)) != dates.entry(b"other", b"k")
-    assert dates.learn(b"r", b"k", range(9)) == dates.entry(b"r", b"k") == ""  # too few to name a place
-
-
-def test_no_text_takes_long() -> None:
-    """A pattern that is quadratic in its text takes minutes."""
-    for atom in ("1/", "1 ", "12:", "1.1.1", "2026 ", "2026-", "/2026", "12 a 10:11 ", "٢", "25 Nov "):
-        cut(atom * (SEARCHED // len(atom)))

@@ -183,22 +183,12 @@ async def test_what_is_no_chat_is_rendered_by_its_route_or_not_at_all():
     assert [name for name, _ in upstream.asked] == ["v1/completions/render", "v1/other/render"]
 
 
-async def test_a_text_alone_is_tokenized_without_special_tokens():
-    upstream, render = rendering(tokenize=(200, b'{"tokens":[1,2]}'))
-    assert await render.tokenize("m", "x") == [1, 2]
-    assert upstream.asked == [("tokenize", {"model": "m", "prompt": "x", "add_special_tokens": False})]
-    _, render = rendering(tokenize=(200, b'{"count":2}'))
-    with pytest.raises(RenderFailed, match="without tokens"):
-        await render.tokenize("m", "x")
-
-
 async def test_each_render_that_is_asked_for_counts_once():
     counter = Counter("renders", "asked for", registry=None)
     _, render = rendering(counter, tokenize=(200, b'{"tokens":[1,2]}'), detokenize=(200, b'{"prompt":"x"}'))
     await render(BODY)  # by the second route
     with pytest.raises(RenderFailed):
         await render(BODY, "/v1/other")
-    await render.tokenize("m", "x")
     await render.detokenize("m", [1])
     assert [sample.value for family in counter.collect() for sample in family.samples if "total" in sample.name] == [2]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from proxy.chat.canonical import HEAD_FIELDS, canonical, chat_keys, own_hash
-from proxy.chat.through_chat import MessageStream, chat_of, message_of
+from proxy.chat.canonical import HEAD_FIELDS, MAX_ARGUMENTS, canonical, chat_keys, own_hash
+from proxy.chat.through_chat import MessageStream, chat_of, error_of, message_of
 from proxy.chat.usage import MAX_TOKENS, MOST_USAGE_BYTES, PassingUsage, Usage, usage_of
 from tests.harness.messages import user
 
@@ -24,8 +24,12 @@ QUESTION = {"role": "user", "content": "High tide?"}
     [
         *({}, {"temperature": 0, "top_p": 0.5, "top_k": 0}, {"temperature": None, "top_p": None}),
         *({"stop_sequences": ["END"]}, {"watermarking": "w", "kv_transfer_params": {"a": 1}}, {"max_tokens": 0}),
-        *({"ec_transfer_params": {"b": 1}, "vllm_xargs": {}, "cache_salt": "s"}, {"stream": False}, {"stream": True}),
-        *({"tool_choice": {"disable_parallel_tool_use": each}} for each in (True, False)),
+        *({"ec_transfer_params": {"b": 1}, "vllm_xargs": {}, "cache_salt": "s"}, {"stream": "false"}, {"stream": 1}),
+        *({"tool_choice": {"disable_parallel_tool_use": each}} for each in (True, "no")),
+        *(
+            {"tools": [{"name": "f"}], "tool_choice": {"type": each, "name": "f"}}
+            for each in ("any", "tool", "none", 7)
+        ),
         *({"thinking": {"type": each, "budget_tokens": 9}} for each in ("enabled", "adaptive", "disabled")),
         *({"thinking": {"type": "enabled", **each}} for each in ({}, {"budget_tokens": 0})),
         {"thinking": "enabled", "tool_choice": 7, "output_config": []},
@@ -33,7 +37,7 @@ QUESTION = {"role": "user", "content": "High tide?"}
             {"output_config": {"format": each}}
             for each in ({"type": "json_schema", "schema": {}}, {"type": "x"}, "json")
         ),
-        {"messages": []},
+        *({"messages": each} for each in ([], 7)),
     ],
 )
 def test_a_field_of_a_request_becomes_the_chat_apis(given, expect_golden):
@@ -72,6 +76,16 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         f"calls, {each}": ({"tool_calls": [CALL]}, {"finish": each, "stop": "END"})
         for each in ("stop", "length", "abort")
     },
+    **{
+        f"arguments {given}, {finish}, {stop}": (
+            {"tool_calls": [{**CALL, "function": {"name": "tide", "arguments": given}}]},
+            {"finish": finish, "stop": stop},
+        )
+        for given, finish, stop in (
+            *(("", "tool_calls", None), ("null", "stop", None), (None, "stop", "END"), (" ", "length", None)),
+            *(('{"at', "length", None), ('{"at', "stop", "END"), ('{"at', "abort", None)),
+        )
+    },
     **{f"nothing, {said}": (said, {}) for said in ({}, {"content": None, "reasoning": "", "tool_calls": []})},
     **{
         f"usage {usage}": ({"content": "x"}, {"usage": usage})
@@ -91,23 +105,30 @@ def test_a_whole_answer_is_the_message_that_clients_read(case, expect_golden):
     expect_golden("through_chat", f"whole: {case}", golden_json(whole(said, **more)))
 
 
-@pytest.mark.parametrize("error", [{"message": "No.", "type": "BadRequestError"}, {}, {"message": None, "type": None}])
-def test_an_error_is_anthropics(error, expect_golden):
-    told = json.loads(message_of(json.dumps({"error": error}).encode()))
-    expect_golden("through_chat", f"error {error}", golden_json(told))
-
-
-NO_ANSWERS = [
-    *(b"", b"no JSON", b"[" * 100_000, b"7", b"[]", b"{}", b'{"error": "text"}'),
-    *(b'{"choices": []}', b'{"choices": [{}]}', b'{"choices": [{"message": 7}]}'),
-    b'{"choices": [{"message": {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}}]}',
+NO_CHATS = [
+    *(b"", b"no JSON", b"[" * 100_000, b"7", b"[]", b"{}", b'{"error": "text"}', b'{"error": ["text"]}'),
+    *(b'{"choices": []}', b'{"choices": [{}]}', b'{"choices": [{"message": 7}]}', b'{"detail": [{"msg": "No."}]}'),
+    *(
+        b'{"error": {}}',
+        b'{"error": {"message": "No.", "type": "BadRequestError"}}',
+        b'{"object": "error", "message": "No."}',
+    ),
     b'{"choices": [{"message": {"tool_calls": [{"id": "c"}]}}]}',
 ]
 
 
-@pytest.mark.parametrize("answer", NO_ANSWERS, ids=lambda answer: answer[:60].decode())
-def test_what_is_no_chats_answer_stays_as_it_is(answer):
-    assert message_of(answer) == answer
+@pytest.mark.parametrize("answer", NO_CHATS, ids=lambda answer: answer[:60].decode())
+def test_what_is_no_chats_answer_is_an_error_of_anthropics(answer, expect_golden):
+    with pytest.raises(ValueError, match="no chat completion"):
+        message_of(answer)
+    expect_golden("through_chat", f"error {answer[:60].decode()}", golden_json(json.loads(error_of(answer, 502))))
+
+
+@pytest.mark.parametrize("arguments", ["{", "north", '{"a": 1}{"b": 2}', "[1]", '"{}"', "[" * 100_000, 7])
+def test_a_call_with_arguments_that_are_no_object_does_not_run(arguments):
+    for finish in ("tool_calls", "stop"):
+        with pytest.raises(ValueError, match=r"arguments|no chat"):
+            whole({"tool_calls": [CALL, {**CALL, "function": {"name": "tide", "arguments": arguments}}]}, finish)
 
 
 def delta(said: dict[str, Any], finish: Any = None, stop: Any = None) -> dict[str, Any]:
@@ -264,9 +285,12 @@ def test_spellings_of_one_message_share_a_key(one, other):
 
 @pytest.mark.parametrize("field", HEAD_FIELDS)
 def test_whatever_a_template_or_a_renderer_sees_beside_the_messages_parts_the_keys(field):
-    fields = ({}, {field: None}, {field: "a"}, {field: ["a"]})
-    assert len({key(user("x"), **each) for each in fields}) == 4
-    assert key(user("x"), temperature=1, n=2) == key(user("x"))
+    assert len({key(user("x"), **each) for each in ({}, {field: "a"}, {field: ["a"]}, {field: 1})}) == 4
+    for unseen in ({}, *({field: default} for default in (None, [], {}))):
+        assert key(user("x"), tool_choice="none", response_format={}, temperature=1, **unseen) == key(user("x"))
+    for of_a_chat in ({}, {"messages": []}):  # else a prompt
+        default = {**of_a_chat, "add_special_tokens": not of_a_chat}
+        assert key(user("x"), **of_a_chat) == key(user("x"), **default)
     assert chat_keys({}, [], b"a").head != chat_keys({}, [], b"b").head
 
 
@@ -281,19 +305,21 @@ def test_keys_of_a_chat_are_chained_and_there_is_one_for_each_message():
     assert key(user("ab"), user("c")) != key(user("a"), user("bc"))
 
 
-def test_a_long_model_name_or_salt_is_part_of_the_key_as_a_short_one_is():
-    names = ("a", "b", "a" * 300, "a" * 299 + "b")
-    assert len({key(user("x"), model=name) for name in names}) == len(names)
-    assert len({key(user("x"), model="m", cache_salt=name) for name in names}) == len(names)
-    assert key(user("x"), model="m", cache_salt=7) != key(user("x"), model="m")
+def called(arguments):
+    return calling({**CALL, "function": {"name": "tide", "arguments": arguments}})
 
 
-@pytest.mark.parametrize("arguments", ["{", "[" * 100_000, '"\ud800"'], ids=["no JSON", "too deep", "half a pair"])
+@pytest.mark.parametrize("arguments", ["{", "[" * 30_000, '"\ud800"'], ids=["no JSON", "too deep", "half a pair"])
 def test_arguments_that_are_no_sound_json_are_compared_as_they_are(arguments):
-    def call(arguments):
-        return calling({**CALL, "function": {"name": "tide", "arguments": arguments}})
+    assert key(called(arguments)) == key(called(arguments)) != key(called(arguments + "["))
 
-    assert key(call(arguments)) == key(call(arguments)) != key(call(arguments + "["))
+
+def test_of_one_request_so_much_of_the_arguments_is_read_and_what_is_behind_is_compared_as_written():
+    long = json.dumps(["x" * (MAX_ARGUMENTS // 2)] * 2)
+    for before, tight, spaced in (([], "[1,2]", "[1, 2]"), ([called(long[: MAX_ARGUMENTS // 2])], "[1,2]", "[1, 2]")):
+        assert key(*before, called(tight)) == key(*before, called(spaced))
+    for before, given in (([], long), ([called(long)], "[1, 2]"), ([called(long[: MAX_ARGUMENTS - 2])], "[1, 2]")):
+        assert key(*before, called(given)) != key(*before, called(given.replace(" ", "")))
 
 
 @pytest.mark.parametrize(

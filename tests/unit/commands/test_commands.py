@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def run(monkeypatch):
         return cli.main(list(words)), called
 
     monkeypatch.setattr(cli, "mixed_with_old_distribution", lambda: False)
+    monkeypatch.setattr(cli.signal, "signal", Mock())  # of this process
     return run
 
 
@@ -75,6 +77,18 @@ def test_a_command_gets_the_rest_of_the_line_and_gives_the_exit_status(run):
     for broken in (BrokenPipeError(), ModuleNotFoundError("x", name="proxy.nowhere")):
         with pytest.raises(type(broken)):  # a connection that breaks is no reader that has left
             run("serve", end=broken)
+
+
+def test_a_gateway_that_is_still_to_start_ends_at_sigterm_even_as_process_1(run, monkeypatch):
+    """The system ignores there what has no handler."""
+    run("serve")
+    ((number, handler),) = (call.args for call in cli.signal.signal.mock_calls)
+    ended = Mock()
+    monkeypatch.setattr(cli.os, "kill", ended)
+    monkeypatch.setattr(cli.os, "_exit", ended)
+    handler(number, None)
+    assert number == signal.SIGTERM and cli.signal.signal.call_args.args == (number, signal.SIG_DFL)
+    assert [call.args for call in ended.mock_calls] == [(os.getpid(), number), (0,)]
 
 
 @pytest.mark.parametrize("name", ["aiohttp", "vllm"])

@@ -6,7 +6,6 @@ What sockets and processes show beyond that: `tests/gateway/test_live.py`.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,7 +28,6 @@ from tests.harness.recording_worker import RecordingWorker, respond
 URL = "http://127.0.0.1:8000"
 GATEWAY = "http://127.0.0.1:8080"
 DRAFTS = "vllm:spec_decode_num_drafts_total 0.0\n"
-REFUSED = 'seamark_hints_ignored_total{reason="speculative"} 1.0\n'
 CONFIG = 'vllm:cache_config_info{block_size="%d",enable_prefix_caching="%s",mamba_block_size="%s"} 1.0\n'
 
 # What vLLM 0.32 answers without the flags.
@@ -106,9 +104,7 @@ WORKERS: dict[str, tuple[Any, ...]] = {
         *("--runs-as", "docker"),
     ),
     **{f"drafts, {state}": (drafting(state),) for state in ("trial", "closed", "open", "on")},
-    "drafts refused before": (RecordingWorker(more_metrics=DRAFTS + REFUSED), "--runs-as", "docker"),
     "drafts with hints": (RecordingWorker(ahead=16, more_metrics=DRAFTS),),
-    "drafts of an older plugin": (RecordingWorker(more_metrics=DRAFTS),),
     "drafts without the plugin": (RecordingWorker(patched=False, more_metrics=DRAFTS),),
     "match unit of a delta net": (match_unit(64, 528),),
     "match unit too coarse": (match_unit(65, 528),),
@@ -155,8 +151,7 @@ WORKERS: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine counts what it refuses before it answers, and nothing shows how vLLM is run."""
-    monkeypatch.setattr(doctor, "REPORT_SECONDS", 0.0)
+    """Nothing shows how vLLM is run."""
     monkeypatch.setattr(doctor, "find", lambda url, around: None)
 
 
@@ -186,8 +181,6 @@ def test_of_what_answers_the_verdict_the_causes_and_the_cures_are_said(case, exa
     expect_golden("doctor", case, examined(*flags))
     asked = getattr(server, "requests", [])
     assert all(request.fields["max_tokens"] == 1 for request in asked) and len(asked) <= 3
-    hinted = [request.fields["vllm_xargs"] for request in asked if b"seamark_boundaries" in request.body]
-    assert hinted == ([{"seamark_boundaries": [1]}] if case == "drafts of an older plugin" else [])
     if case == "asleep":
         assert not asked
 
@@ -209,23 +202,6 @@ def test_a_url_is_understood_without_a_scheme_and_with_v1(examined, reachable, s
     slow = {path for path, seconds in reachable.patience.items() if seconds != 10.0}
     assert slow == {"/v1/completions", "/v1/chat/completions"}  # which a cold engine answers late
     assert {reachable.patience[path] for path in slow} == {120.0} and reachable.connect_timeouts == {2.0}
-
-
-def test_drafts_that_nobody_sent_a_hint_yet_are_asked_with_one(examined, reachable, monkeypatch, expect_golden):
-    """The hint is counted as refused once it has come, and metrics were read so many times more."""
-    monkeypatch.setattr(doctor, "REPORT_SECONDS", 300.0)
-
-    class RefusesHints(RecordingWorker):
-        left = 2
-
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            hinted = any(b"seamark_boundaries" in request.body for request in self.requests)
-            self.left -= hinted and scope["path"] == "/metrics"
-            self.more_metrics = DRAFTS + (REFUSED if hinted and self.left < 0 else "")
-            await super().__call__(scope, receive, send)
-
-    reachable.add(RefusesHints())
-    expect_golden("doctor", "drafts refused before", examined("--runs-as", "docker"))
 
 
 def test_an_engine_core_without_the_patches_is_noticed_although_the_server_has_them(examined, reachable):
@@ -449,12 +425,23 @@ def test_docker_is_asked_what_a_container_is(answer, told, monkeypatch):
     assert given == {"capture_output": True, "text": True, "check": True}
 
 
-def test_an_image_is_asked_for_its_vllm_without_fetching_it_or_a_network(tmp_path, monkeypatch):
-    docker = tmp_path / "docker"
-    docker.write_text(f"#!/bin/sh\necho \"$@\" > '{tmp_path}/asked'; echo ' 0.33.0'\n")
-    docker.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert ways.image_version("my image") == "0.33.0"
-    assert re.match("run .*--pull=never --network=none .*-- my image -c ", (tmp_path / "asked").read_text())
-    docker.write_text("#!/bin/sh\necho 0.33.0; exit 1\n")
-    assert ways.image_version("my image") == ""
+@pytest.mark.parametrize(
+    ("labels", "variables", "version"),
+    [
+        ({"org.opencontainers.image.title": "vLLM", "org.opencontainers.image.version": "v0.33.0"}, [], "0.33.0"),
+        (
+            {"org.opencontainers.image.source": "https://github.com/vllm-project/vllm", "version": "0.32.1"},
+            [],
+            "0.32.1",
+        ),
+        ({"org.opencontainers.image.version": "22.04"}, [], ""),  # of Ubuntu, which it is built on
+        ({"title": "vllm", "version": "nightly"}, None, ""),
+        (None, ["PATH=/bin", "VLLM_VERSION=0.31.0+cu130"], "0.31.0+cu130"),
+        (5, [], ""),
+    ],
+)
+def test_an_image_tells_its_vllm_by_labels_and_nothing_in_it_is_run(labels, variables, version, monkeypatch):
+    run = Mock(return_value=SimpleNamespace(stdout=json.dumps([{"Config": {"Labels": labels, "Env": variables}}])))
+    monkeypatch.setattr(ways.subprocess, "run", run)
+    assert ways.image_version("my image") == version
+    assert run.call_args.args == (("docker", "image", "inspect", "--", "my image"),)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 
 from engine_patches.scheduler import adapters
+from tests.harness.waiting import wait_for
 
 
 class Lora(msgspec.Struct):
@@ -94,7 +97,7 @@ def test_an_adapter_is_found_where_vllm_finds_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     places = ("here", "~/here", "team/adapter", "team/none", "/none")
     assert [path for path in places if adapters.Adapters().of(Lora("a", path))] == [*places[:3]]
-    assert asked_of_the_hub == [("team/adapter", True)] * 2 + [("team/none", True)]  # once more as it is used
+    assert asked_of_the_hub == [("team/adapter", True)] * 3 + [("team/none", True)]  # before, for it, and as it is used
     assert adapters.Adapters().of(asked(tmp_path / "a", "a", tensorizer_config_dict={"dir": "elsewhere"})) is None
 
 
@@ -110,6 +113,36 @@ def test_files_that_change_are_not_certain_until_they_are_loaded_again(tmp_path:
     assert held.load(lora, lambda _: "loaded") == "loaded"
     # Nobody knows what computed under the tag of before, though the contents are the same.
     assert held_by(held, lora).tag != before.tag and not before.computes(lora)
+
+
+def test_files_that_do_not_answer_hold_up_nobody_and_nothing_of_them_is_certain_until_they_do(tmp_path, monkeypatch):
+    held, lora, other = adapters.Adapters(), asked(tmp_path / "a", "a"), asked(tmp_path / "b", "b", 2)
+    answers, hashes, digest = threading.Event(), threading.Event(), hashlib.file_digest
+
+    def opened(path: str, mode: str) -> Any:
+        return open(path, mode) if not path.startswith(lora.lora_path) or answers.wait(60) else None
+
+    monkeypatch.setattr(adapters, "open", opened, raising=False)
+    monkeypatch.setattr(hashlib, "file_digest", lambda *of: digest(*of) if hashes.wait(60) else None)
+    for ready in (answers, hashes):
+        for _ in range(200):  # of which one waits
+            assert held.of(lora) is None
+        ready.set()
+    wait_for(lambda: held.of(lora))
+    kept = held_by(held, lora)
+    assert kept.tag == held_by(adapters.Adapters(), lora).tag
+    answers.clear()
+    assert not kept.computes(lora) and held.of(lora) is None and held_by(held, other).name == "b"
+    answers.set()
+    wait_for(lambda: held.of(lora) is kept)
+    hashes.clear()
+    again = msgspec.structs.replace(lora, lora_int_id=3)  # as another of vLLM's API servers calls it
+    assert held.of(again) is None and held.of(lora) is kept
+    for _ in range(2):
+        held.load(lora, lambda _: None)
+        assert held.of(lora) is None
+    hashes.set()
+    wait_for(lambda: held.load(lora, lambda _: True) and held.of(lora))
 
 
 def test_a_load_that_fails_or_reads_what_changes_meanwhile_leaves_nothing_certain(tmp_path: Path):

@@ -157,7 +157,6 @@ def test_the_first_events_of_a_stream_go_out_in_one_piece_if_they_come_together(
     ("query", "status", "told"),
     [
         ("after=1&after=x", 400, "after: "),
-        ("after=x&after=0", 200, ""),  # the last one counts
         ("wait=1.1234567", 400, "wait: "),
         ("engine=0&engine=5", 404, "engine: "),
         *(
@@ -176,14 +175,12 @@ def test_a_value_that_no_gateway_sends_is_refused_by_name(feeds, query, status, 
 
 def test_lines_are_parts_of_one_answer_that_no_proxy_collects(feed):
     feed.add_outcome(admitted("chatcmpl-a", "cold"))
-    query = f"boot={feed.boot}&after=0&wait=0.000001"
+    query = f"boot={feed.boot}&after=x&after=0&wait=0.000001"  # the last one counts
     start, *lines, end = sent_by(EventsEndpoint(None), query_string=query.encode())
     assert dict(start["headers"]) == {b"content-type": b"application/x-ndjson", b"x-accel-buffering": b"no"}
     assert all(line["body"].endswith(b"\n") and line["more_body"] for line in lines) and not end.get("more_body")
     first, *later = [json.loads(line["body"])["outcomes"] for line in lines]
     assert first == [["a", "cold", 0]] and not any(later)
-    plain, _ = sent_by(EventsEndpoint(None), query_string=query.partition("&wait")[0].encode())
-    assert b"content-length" in dict(plain["headers"])
 
 
 @pytest.mark.parametrize("path", [PATH, METRICS_PATH])
@@ -261,7 +258,7 @@ class Reading(RuleBasedStateMachine):
     def admits(self, engine: int, name: str, child: str) -> None:
         hit = next(self.numbers)
         request = AdmittedRequest(f"{child}chatcmpl-{name}-0a1b2c3d", "hit", hit, hit + 16, (hit, 0))
-        self.feeds.add_outcome(self.report(engine), request)
+        self.feeds.add_requests(self.report(engine, requests=[request]))
         if child != "1_":  # the first of several answers stands for all
             self.note(engine, outcomes=(name, "hit", hit), resolved=(name, hit + 16, (hit, 0)))
             self.latest.pop(name, None)
@@ -271,7 +268,7 @@ class Reading(RuleBasedStateMachine):
 
     @rule(engine=st.sampled_from([0, 1]), name=st.sampled_from("abcdefgh"), fate=st.sampled_from(["pinned", "no_room"]))
     def pins(self, engine: int, name: str, fate: str) -> None:
-        self.feeds.add_pin(self.report(engine), f"chatcmpl-{name}-0a1b2c3d", fate)
+        self.feeds.add_requests(self.report(engine, pinned=[(f"chatcmpl-{name}-0a1b2c3d", fate)]))
         self.note(engine, pins=(name, fate))
         if name in self.latest:
             self.latest[name] = b",".join([*self.latest[name].split(b",")[:4], fate.encode()])

@@ -94,11 +94,62 @@ async def test_a_worker_that_stays_in_the_file_stays_the_same_with_its_requests_
     (kept,) = pool.workers
     kept.inflight = 3
     kept.cache.quarantine()
-    file.write_text("".join(f'[[worker]]\nurl = "{url}"\nmax_inflight = 3\n' for url in (B, A)))
-    pool.refresh()
+    for urls in ((B,), (B, A)):  # taken out while it answers, and put back
+        file.write_text("".join(f'[[worker]]\nurl = "{url}"\nmax_inflight = 3\n' for url in urls))
+        pool.refresh()
+    await pool.check_all()
     assert [worker.url for worker in pool.workers] == [B, A] and pool.workers[1] is kept
     assert (kept.inflight, kept.has_room, kept.up) == (3, False, True)
     assert not kept.cache.hints_allowed and kept.cache.salt({"model": "m"})
+
+
+HERE, THERE = "http://127.0.0.1:1", "http://localhost:1"
+
+
+@pytest.mark.parametrize(
+    ("urls", "created", "are_one"),
+    [
+        ((A, B), "1.7641234567891235e+09", True),
+        ((A, B), "", False),  # two may have started at one time
+        ((HERE, THERE), "", True),
+        ((HERE, "http://[::1]:1"), "", True),
+        ((HERE, "http://127.0.0.2:1"), "", False),
+        ((HERE, "http://localhost:2"), "", False),
+    ],
+)
+async def test_two_addresses_of_one_server_are_one_worker_whichever_answers(gateway_of, urls, created, are_one):
+    server = Server(urls[0], more_metrics=f"vllm:prefix_cache_hits_created {created}\n" if created else "")
+    own = await gateway_of(server, worker=urls)
+    own.upstream.workers[urls[1]] = server
+    pool = own.gateway.pool
+
+    async def shown() -> list[str]:
+        for _ in range(2):
+            await pool.check_all()
+        assert own.metric("seamark_worker_up") == len(pool.up)
+        return [worker.url for worker in pool.workers]
+
+    assert await shown() == list(urls[: 2 - are_one])
+    for gone, there in (urls, urls[::-1]) if are_one else ():
+        own.upstream.faults = {gone: Unreachable()}
+        assert await shown() == [there] and pool.up
+        own.upstream.faults = {}
+        assert await shown() == [there]
+    own.upstream.workers[urls[1]] = Server(urls[1], boot="2.0")
+    assert await shown() == list(urls)
+
+
+async def test_of_a_name_with_both_families_one_that_never_answered_is_no_worker_while_the_other_does(gateway_of):
+    families = ("http://10.0.0.1:8000", "http://[fd00::1]:8000")
+    own = await gateway_of(Server(families[0]), worker=(A,))
+    pool = own.gateway.pool
+    pool.discover(families)
+    for _ in range(2):
+        await pool.check_all()
+    assert [worker.url for worker in pool.workers] == [A, families[0]]
+    own.upstream.workers[families[1]] = Server(families[1], boot="2.0")
+    await pool.check_all()
+    assert [worker.url for worker in pool.up] == list(families)
 
 
 async def test_a_probe_that_this_machine_had_no_descriptor_for_says_nothing_of_the_worker(own, both):

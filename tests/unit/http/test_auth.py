@@ -140,13 +140,18 @@ def test_a_wrong_file_is_refused_by_name_without_what_it_holds(tmp_path, text, n
 
 
 def test_a_response_is_known_as_its_keys_by_every_gateway_with_the_secret(file):
-    ann, same, others = (KeyRing(file, secret).named("ann") for secret in ("s", "s", "other"))
+    ring = KeyRing(file, "s")
+    ann, same, others = ring.named("ann"), *(KeyRing(file, secret).named("ann") for secret in ("s", "other"))
     one, other = ann.new_response_id(), ann.new_response_id()
     assert one != other and len(one) == len("resp_") + 4 * ID_BYTES
     assert ann.made(one) and ann.made(other) and same.made(one)
     assert not KeyRing(file, "s").named("bob").made(one) and not others.made(one)
     for wrong in ("", one[:-1], one + "0", one.upper(), one.removeprefix("resp_"), "resp_" + "0" * 64, "x" + one):
         assert not ann.made(wrong), wrong
+    file.write_text(file.read_text().replace(HASH["ann"], HASH["eve"]))
+    ring.refresh()
+    heir = ring.named("ann")  # of the name
+    assert not heir.made(one) and heir.owner != ann.owner and not KeyRing(file, "s").named("ann").made(one)
 
 
 SHOWN = ("/v1/chat/completions/render", "/v1/chat/completions/render/")

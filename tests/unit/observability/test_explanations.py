@@ -67,7 +67,10 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
     [
         (expect(), {"cached": 400}, None, "hit"),
         (expect(**NEW), {"cached": 160, "shared": 160}, None, "hit"),
-        (expect(), {"cached": 400, "unchanged": 900}, CHANGE, "hit"),
+        (expect(), {"cached": 400, "unchanged": 528}, CHANGE, "hit"),  # less than a quarter
+        (expect(), {"cached": 400, "unchanged": 544}, CHANGE, "prefix_changed"),
+        (expect(), {"cached": 400, "unchanged": 900}, CHANGE._replace(lost=40), "hit"),  # the rest, by a restart
+        (expect(**NEW), {"cached": 128, "shared": 140, "unchanged": 409}, CHANGE, "prefix_changed"),
         (expect(**NEW), {"cached": 0, "shared": 0, "engine": "cold"}, None, "cold"),
         (expect(sent=Prefix(0, 400), held=0, predicted=0), {"cached": 0, "shared": 0}, None, "cold"),
         (expect(**NEW), {"cached": 0, "unchanged": 160}, CHANGE, "prefix_changed"),
@@ -86,6 +89,11 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
         (expect(), {"cached": 0, "engine": "not_worth_it"}, None, "not_worth_it"),
         (expect(), {"cached": 0, "engine": "below_unit"}, None, "below_unit"),
         (expect(), {"cached": 0, "engine": "cold"}, None, "cold"),  # nobody had asked for it by a boundary
+        # Nobody had gone on so far like an earlier one.
+        (expect(**NEW), {"cached": 400, "shared": 528, "engine": "cold"}, None, "hit"),
+        (expect(**NEW), {"cached": 400, "shared": 544, "engine": "cold"}, None, "no_boundary"),
+        (expect(**NEW), {"cached": 400, "shared": 528, "unchanged": 528, "engine": "cold"}, CHANGE, "hit"),
+        (expect(**NEW), {"cached": 400, "shared": 528, "unchanged": 544, "engine": "cold"}, CHANGE, "prefix_changed"),
         (expect(**NEW), {"cached": 0, "engine": "hint_ignored"}, None, "hint_ignored"),
         (expect(**NEW), {"cached": 0, "shared": 192, "engine": "no_boundary"}, None, "no_boundary"),
         (expect(**NEW), {"cached": 192, "shared": 240, "engine": "hit"}, None, "hit"),  # states lie on multiples of 64
@@ -94,6 +102,7 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
         (expect(), {"cached": 160, "shared": 400, "engine": "hit"}, None, "evicted"),
         (expect(held=0, predicted=0), {"cached": 0, "shared": 0}, None, "evicted"),  # it has forgotten all of it
         (expect(sent_here=False, predicted=0), {"cached": 0, "shared": 0}, None, "other_worker"),
+        (expect(predicted=0), {"cached": 0, "shared": 0}, None, "other_worker"),  # though this one has lost it as well
         (expect(**RESTARTED), {"cached": 0}, None, "worker_restarted"),
         (expect(failure="unpatched"), {"cached": 400}, None, "unpatched"),
         (expect(failure="hint_ignored"), {"cached": 400}, None, "hint_ignored"),
@@ -180,7 +189,7 @@ class Scene(SpanExporter):
         self.taken: list[ReadableSpan] = []
         self.metrics = Metrics()
         monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
-        monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda endpoint: self)
+        monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda endpoint, **_: self)
         self.tracing = Tracing("http://collector/v1/traces", self.metrics)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:

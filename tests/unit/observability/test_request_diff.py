@@ -63,11 +63,12 @@ LONG = "You pilot ships into the harbour, and you name the tide. " * 5
 
 def test_the_salt_alone_is_told_apart():
     body = {"messages": messages(LONG, "First?"), "tool_choice": "auto"}
-    change = changed({**body, "cache_salt": "a"}, {**body, "cache_salt": "b"})
+    unseen = {"tool_choice": "none", "response_format": {"type": "text"}, "documents": []}
+    change = changed({**body, "cache_salt": "a"}, {**body, **unseen, "cache_salt": "b"})
     assert change.is_salt and change.lost > 0.8 * PROMPT
     shown = change.as_json(excerpts=True)
     assert shown["before"] is None and shown["now"] is None
-    for other in ({"cache_salt": "b", "tool_choice": "none"}, {"model": "b", "tool_choice": "none"}):
+    for other in ({"cache_salt": "b", "reasoning_effort": "none"}, {"model": "b", "reasoning_effort": "none"}):
         assert changed({**body, "cache_salt": "a", "model": "a"}, {**body, "model": "a", **other}) is None
 
 
@@ -242,6 +243,9 @@ CASES = [
     ("今天是2026年11月22日星期日。", "今天是2026年11月25日星期三。", "dates"),
     ("٢٥ نوفمبر ٢٠٢٦", "٢٦ نوفمبر ٢٠٢٦", "dates"),
     ("1795600000", "1795690000", "dates"),  # a Unix time of another day
+    ("1795564799", "1795564800123", "dates"),  # the last second of a day, and the next millisecond
+    ("1795564800", "1795651199", "times"),
+    ("20261125101112", "20261126101112", "dates"),
     ("9:59", "10:00", "times"),
     ("10:11", "10:11:05", "times"),
     ("9:05 a.m.", "10:15 p.m.", "times"),
@@ -258,6 +262,8 @@ CASES = [
     ("Working directory: /srv/ann", "Working directory: /srv/bo", "working_directory"),
     ("<total_tokens>17</total_tokens>", "<total_tokens>9</total_tokens>", "token_counters"),
     ("2026-11-22", "a day in June", None),
+    ("In May 2026", "In June 2026", "dates"),  # a word and a year, of which one has changed
+    ("It is 2026", "It is 2027", "number"),
     ("17", "/srv/ann", None),
 ]
 
@@ -267,6 +273,20 @@ CASES = [
 def test_the_kind_of_what_differs_is_told_wherever_it_stands(head, old, new, expected):
     one, other = head + old + CHANNEL, head + new + CHANNEL
     assert kind(other, one) == kind(one, other) == expected
+
+
+DATES, NO_DATES = (
+    part.splitlines()[1:] for part in (Path(__file__).parent / "dates.txt").read_text().removeprefix("#").split("\n#")
+)
+
+
+@pytest.mark.parametrize(
+    ("told", "is_date"), [*((each, True) for each in DATES), *((each, False) for each in NO_DATES)]
+)
+def test_a_date_is_known_in_any_language_and_what_only_looks_like_one_is_not(told, is_date):
+    one, other = (f"{CHANNEL}The note: {each} all day.{CHANNEL}" for each in (told, "2026-01-30"))
+    assert (kind(one, other) == "dates") is is_date
+    assert finished(kind_of(one, other, common_prefix(one, other), NOW + 3 * 366 * 86_400)) != "dates"  # much later
 
 
 def test_a_git_status_is_one_kind_whatever_changes_in_it():
@@ -286,7 +306,7 @@ def test_no_text_is_slow():
     draw, size = random.Random(3), 200_000
     atoms = ["1", "a", "-", "/a", "1.", "1,", "1:", "Nov ", "Nov 1 ", "12:34 ", "am ", "T1", "\n", "a\n", " ", "a-1"]
     atoms += ["1 tokens ", "git status\n", " M a\n", "UTC+", "(", "Europe/", "20261122T", "年", ", of ", "\ud800"]
-    atoms += ["cwd ", "cwd/a"]
+    atoms += ["cwd ", "cwd/a", "2026 ", "2026", "2026-", "/2026", "(c)2026年31th", "25 Nov ", "٢", "12 a 10:11 "]
 
     def seconds(new: str, old: str) -> float:
         began = time.process_time()

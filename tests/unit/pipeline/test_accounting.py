@@ -19,7 +19,7 @@ from proxy.fleet.worker_metrics import StepTimes
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.http.client import Unreachable
 from proxy.idle_work import IdleWork
-from proxy.observability.reasons import Expectation
+from proxy.observability.reasons import Delivery, Expectation, reason_for
 from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline import accounting
 from proxy.pipeline.request import Choice, Prompt, ProxiedRequest, Report, request_of
@@ -91,13 +91,24 @@ async def scene(own_of) -> Scene:
     return Scene(await own_of(RecordingWorker("http://w")))
 
 
-@pytest.mark.parametrize(("sent", "lost"), [(None, 400), (100, 300), (390, None)])
-async def test_a_change_costs_nothing_that_some_worker_was_sent_before(scene, sent, lost):
+@pytest.mark.parametrize(
+    ("sent", "cached", "lost", "reason"),
+    [
+        (None, 0, 400, "prefix_changed"),
+        (100, 0, 300, "prefix_changed"),
+        (390, 0, None, "worker_restarted"),
+        (None, 128, 260, "prefix_changed"),
+        (None, 320, 68, "hit"),  # less than a quarter
+    ],
+)
+async def test_a_change_costs_nothing_that_some_worker_was_sent_before(scene, sent, cached, lost, reason):
     """Though neither an engine nor the memory of recent requests knows of it any more."""
     request = changed_request(scene)
     prefix = Prefix(sent, 0) if sent is not None else None
     request.give(Choice(scene.worker, request.expected._replace(ever_sent=prefix)))
-    await scene.answered(request, Usage(400, 0), EngineOutcome("cold", 0))
+    outcome = EngineOutcome("hit", cached + 12) if cached else EngineOutcome("cold", 0)
+    assert await scene.answered(request, Usage(400, cached), outcome) == reason
+    assert scene.value("seamark_miss_total", model="m", reason=reason) == (reason != "hit")
     explanation = request.record.explanation
     changed = explanation.changed
     assert explanation.would_save == ({"dates": changed["lost"]} if lost is not None else {})
@@ -308,7 +319,10 @@ async def test_what_the_engine_has_computed_of_a_prompt_counts_no_more_whether_t
     assert leased.counted() == (0, 0, 0)
 
 
-async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_free_now(two):
+@pytest.mark.parametrize(("held", "reason"), [(0, "cold"), (150, "other_worker")])
+async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_free_now(two, held, reason):
+    if held:
+        two.own.gateway.prefix_index.record((SYSTEM._replace(tokens=held),), two.workers[1].boot)
     async with two.dispatcher.lease(two.request()) as lease:
         first = lease.worker
         (other,) = (worker for worker in two.workers if worker is not first)
@@ -316,9 +330,15 @@ async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_fr
         other.inflight = 1
         assert not lease.move_now() and lease.worker is first
         other.inflight = 0
+        if held:
+            two.own.gateway.pool.mark_down(first)  # it could not be reached
         assert lease.move_now() and lease.worker is other
         assert (first.inflight, first.prefill_tokens, two.counted()) == (0, 0, (1, 1, 160))
         assert two.refused_by == [first.boot]
+        # What it shares is what was sent before it came, and who refused it holds that still.
+        two.own.gateway.prefix_index.set_length(b"s", 150)
+        expected = lease.request.expected
+        assert reason_for(expected, Delivery.of(expected, 160, 0, shared=0)) == reason
         for worker in two.workers:
             two.own.upstream.faults[worker.url] = Unreachable()
             two.own.gateway.pool.mark_down(worker)
@@ -362,27 +382,21 @@ async def test_the_worker_of_a_response_is_remembered_once_one_has_answered_for_
     worker, stored = two.workers[0], two.dispatcher._stored
     continues = two.request("/v1/responses", previous_response_id="resp_1")
     assert two.dispatcher.seeks_on(continues, worker, status) is (status == 404)
-    assert stored.boot("resp_1", "ann") == (worker.boot if is_kept else None)
+    assert stored.boot("resp_1", continues.client.owner) == (worker.boot if is_kept else None)
     plain = two.request()
     assert two.dispatcher.seeks_on(plain, worker, status) is False and plain.asked == []
 
 
-async def test_a_slot_is_there_while_nobody_waits_and_worker_and_key_have_room(leased):
+async def test_a_request_and_an_answer_that_it_joins_count_once_at_their_key(leased):
     leased.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
-    request = leased.request()
-    assert leased.dispatcher.has_slot(request)
     leave = leased.dispatcher.joins(leased.request())  # an answer that is under way
-    assert leased.counted() == (0, 1, 0) and not leased.dispatcher.has_slot(request)
-    waiting = asyncio.create_task(leased.dispatcher.acquire(leased.dispatcher.lease(request)))
+    assert leased.counted() == (0, 1, 0)
+    waiting = asyncio.create_task(leased.dispatcher.acquire(leased.dispatcher.lease(leased.request())))
     await asyncio.sleep(0)
     assert leased.key.queued == 1
     leave()
     leave()
     lease = await waiting
-    for _ in range(2):  # it counts once, however often it is over
+    for _ in range(2):
         lease.release()
         assert leased.counted() == (0, 0, 0) and lease.prefill_tokens == 0
-    leased.key.entry = KeyEntry(sha256="0" * 64)
-    async with leased.dispatcher.lease(request):
-        assert not leased.dispatcher.has_slot(leased.request())
-    assert leased.dispatcher.has_slot(leased.request())

@@ -31,6 +31,7 @@ from tests.harness.gateways import chat
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.probed import pool_of
 from tests.harness.scripted_upstream import Said, ScriptedUpstream
+from tests.harness.waiting import until
 
 
 @pytest.fixture
@@ -310,8 +311,8 @@ NUMBER = "9" * 5000  # more digits than Python reads
     [
         ("api_keys", entry("ann"), entry("bob") + f"max_inflight = {NUMBER}\n"),
         ("api_keys", entry("ann"), entry("bob") * 2),
-        ("workers_file", "", f'[[worker]]\nurl = "http://127.0.0.1:9"\nmax_inflight = {NUMBER}\n'),
-        ("workers_file", "", "a = " + "[" * 5000 + "]" * 5000),
+        ("workers_file", "worker = []", f'[[worker]]\nurl = "http://127.0.0.1:9"\nmax_inflight = {NUMBER}\n'),
+        ("workers_file", "worker = []", "a = " + "[" * 5000 + "]" * 5000),
         ("prefixes_file", "[]", '[{"name":"a","body":{"messages":[{}],"model":"m","seed":' + NUMBER + "}}]"),
     ],
 )
@@ -339,6 +340,24 @@ async def test_a_file_that_its_reader_chokes_on_is_told_as_not_read_whichever_it
     path.write_text(bad)
     with pytest.raises(SettingsError, match=f"^{setting}: "):
         Gateway(Settings(worker=("http://127.0.0.1:9",), **{setting: path}))
+
+
+async def test_a_file_is_read_once_it_is_not_written_any_more(tmp_path, monkeypatch):
+    monkeypatch.setattr("proxy.pipeline.gateway.FILES_INTERVAL", 0)
+    (path := tmp_path / "keys.toml").write_text(entry("ann"))
+    gateway, read, parts = Gateway(Settings(worker=("http://127.0.0.1:9",), api_keys=path)), [], iter(entry("bob") * 9)
+
+    async def lull():
+        with path.open("a") as file:
+            file.write(next(parts, ""))
+
+    monkeypatch.setattr(gateway, "read_files", lambda: read.append(path.read_text()))
+    monkeypatch.setattr(gateway.idle, "lull", lull)
+    watching = asyncio.create_task(gateway._watch_files())
+    await until(lambda: read)
+    watching.cancel()
+    assert read[0] == entry("ann") + entry("bob") * 9
+    await gateway.stop()
 
 
 async def test_nothing_of_a_worker_whose_answers_differ_is_used():

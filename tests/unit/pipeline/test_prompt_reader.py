@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import tracemalloc
-from datetime import date
 from typing import Any
 
 import pytest
@@ -72,7 +71,7 @@ async def read(
     scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
     request = request_of(scope, json.dumps(parsed).encode(), "r", key)
     request.body.parsed, request.body.memory = parsed, memory
-    request.prompt = await reader.read(request, workers, lambda: has_slot)
+    request.prompt = reader.read(request, workers)
     if has_slot:
         reader.learn(request)
     return request
@@ -90,73 +89,22 @@ async def test_in_a_body_of_too_many_values_no_boundaries_are_sought(most, body,
     assert reader.recent.held == (0 if failure else prompt.remembered.size) and (failure or reader.recent.held > 5000)
 
 
-class Tokenizer:
-    """In place of a worker's renderer: a token for each character."""
-
-    def __init__(self, error: Exception | None = None, hangs: bool = False) -> None:
-        self.error, self.hangs, self.texts = error, hangs, []
-
-    async def tokenize(self, model: Any, text: str) -> list[int]:
-        self.texts.append(text)
-        if self.error is not None:
-            raise self.error
-        if self.hangs:
-            await asyncio.Event().wait()
-        return list(map(ord, text))
-
-
-DATED = [
-    {"role": "system", "content": "Pilots name the tide. " * 40 + f"\nToday is {date.today():%Y}-11-22."},
-    ASKED[1],
-]
-
-
-def before_dates(**told: Any) -> tuple[Worker, PromptReader, Tokenizer]:
-    serving, reader = worker(), PromptReader(Settings(), Metrics(), Learner())
-    serving.renderer = tokenizer = Tokenizer(**told)  # type: ignore[assignment]
-    return serving, reader, tokenizer
-
-
 async def test_nothing_is_asked_for_a_request_without_a_slot():
-    serving, reader, tokenizer = before_dates()
-    learner = reader._facts
-    fields = {"messages": DATED, "chat_template_kwargs": {"thinking": True}}
-    found = (await read(reader, serving, has_slot=False, **fields)).prompt.found
+    reader, fields = PromptReader(Settings(), Metrics(), Learner()), {"chat_template_kwargs": {"thinking": True}}
+    found = (await read(reader, worker(), has_slot=False, **fields)).prompt.found
     await asyncio.sleep(0)
-    assert found.entries() == ("last:3", -9) and not tokenizer.texts and not learner.asked
-    assert "first:" in str((await read(reader, serving, **fields)).prompt.found.entries())
+    assert found.entries() == ("last:3", -9) and not reader._facts.asked
+    await read(reader, worker(), **fields)
     await asyncio.sleep(0)
-    assert tokenizer.texts and learner.asked and reader._learning  # a task that nobody holds may be lost
+    assert reader._facts.asked and reader._learning  # a task that nobody holds may be lost
     await until(lambda: not reader._learning)
 
 
-@pytest.mark.parametrize(("key", "most"), [(None, 8), (KEY, 4)])
-async def test_a_worker_is_asked_for_the_tokens_before_a_few_dates_at_once(key, most):
-    serving, reader, tokenizer = before_dates(hangs=True)
-
-    async def ask(number: int) -> ProxiedRequest:
-        messages = [{**DATED[0], "content": f"Ship {number}. {DATED[0]['content']}"}, DATED[1]]
-        return await read(reader, serving, key=key, messages=messages)
-
-    await asyncio.gather(*(ask(0) for _ in range(20)))
-    assert len(tokenizer.texts) == 1  # one asks for all
-    waited = [request.timings.waited_seconds for request in await asyncio.gather(*map(ask, range(1, 41)))]
-    assert len(tokenizer.texts) == 1 + most and max(waited) > 0  # which is not the gateway's own time
-    tokenizer.hangs = False
-    request = await ask(40)  # went without, not forgotten
-    assert "first:" in str(request.prompt.found.entries())
-
-
 async def test_a_failure_costs_the_hint_and_names_no_text(caplog, monkeypatch):
-    serving, reader, tokenizer = before_dates(error=KeyError("Pilots name the tide."))
-    for _ in range(2):
-        found = (await read(reader, serving, messages=DATED)).prompt.found
-        assert found.entries() == ("last:3", -5)
-    assert len(tokenizer.texts) == 1 and "tokens before a date: KeyError" in caplog.text
     monkeypatch.setattr(Learner, "facts", lambda *_: {}["You pilot."])
-    request = await read(reader, worker())
+    request = await read(PromptReader(Settings(), Metrics(), Learner()), worker())
     assert (request.prompt.found.boundaries, request.prompt.found.failure) == ((), "no_facts")
-    assert "boundary of request r: KeyError" in caplog.text and not {"ilot", "tide"} & set(caplog.text.split())
+    assert "boundary of request r: KeyError" in caplog.text and "ilot" not in caplog.text
 
 
 async def test_answers_tell_how_many_tokens_a_byte_has():
@@ -261,7 +209,7 @@ async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(endpoint,
         request = request_of(scope, raw, f"{seed}")
         request.body.parsed = parse_object(raw, *limits)
         request.body.memory = memory_of(request.body.parsed, len(raw), 10**6)
-        request.prompt = await reader.read(request, [worker()], lambda: True)
+        request.prompt = reader.read(request, [worker()])
         reader.stored.put(request.prompt.chat, {"id": f"resp_{seed}"}, "w#1")
     gc.collect()
     held = tracemalloc.get_traced_memory()[0]
@@ -276,6 +224,8 @@ def test_a_session_of_an_agent_is_kept_together_unless_the_client_itself_wants_o
     for headers in agents:
         assert {affinity_key(headers, {"prompt_cache_key": given}) for given in ("", 7, None)} == {"ses_1"}
         assert affinity_key(headers, {"prompt_cache_key": "mine"}) == "mine"
+    for body in ({"session_id": "ses_1", "metadata": 7}, {"metadata": {"session_id": "ses_1"}, "session_id": ""}):
+        assert affinity_key([], body) == "ses_1"
 
 
 def test_only_known_paths_are_labels():
@@ -370,8 +320,6 @@ def test_what_the_gateway_tells_the_engine_stands_beside_what_the_client_does(xa
     assert json.loads(body.encoded(hint, load=load)) == {"model": "m", **reached}
     assert body.hint == (() if sent == "no object" else hint)
     body = body_of({**MESSAGE, **given}, MESSAGES)
-    chat = json.loads(body.as_chat(hint, {"cache_salt": "s"}, load) or b"{}")
+    chat = json.loads(body.as_chat(hint, {"cache_salt": "s"}, load))
     assert (chat.get(XARGS) or None) == sent and body.hint == hint
     assert (chat["cache_salt"], chat["max_tokens"], chat["messages"][0]["role"]) == ("s", 8, "user")
-    none = body_of({"model": "m", "messages": 7}, MESSAGES)
-    assert none.as_chat((7,), {}, "") is None and none.hint == ()

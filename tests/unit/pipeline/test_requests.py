@@ -264,6 +264,46 @@ async def test_a_redirect_of_a_worker_does_not_show_its_address(scene, status, l
     assert (answer.status_code, answer.headers.get("location"), len(scene.upstream.sent)) == (status, seen, 1)
 
 
+@pytest.mark.parametrize("is_told", [True, False])  # whether the answer names what was made
+@pytest.mark.parametrize(
+    ("path", "behind"),
+    [("/v1/videos/video_7", "/content"), ("/v1/files/a-file", ""), ("/v1/fine_tuning/jobs/ft-4", "/events")],
+)
+async def test_what_a_worker_has_made_is_asked_of_it_or_else_of_all(scene, path, behind, is_told):
+    (where, _, name), made = path.rpartition("/"), set[str]()
+
+    def says(sent: Sent) -> Said:
+        if sent.url.endswith(where):  # a list, or another thing at each worker
+            return Said(200, b'{"id": "%s"}' % (name if is_told and not made else "other1").encode())
+        return Said(200 if sent.worker in made and "none" not in sent.url else 404, b"{}")
+
+    scene.upstream.say = says
+    made.add((await scene.post(body=OTHER, path=where)).headers["x-seamark-worker"])
+    scene.upstream.sent.clear()
+    assert [(await scene.own.get(path + behind)).status_code for _ in range(4)] == [200] * 4
+    assert (await scene.own.post({"input_file_id": name, "a": 1}, "/v1/batches")).status_code == 200
+    assert len(scene.upstream.sent) <= 6 - is_told
+    assert (await scene.own.get(where + "/none")).status_code == 404
+    assert {(await scene.own.get(where)).headers["x-seamark-worker"] for _ in range(9)} > made  # a list is no one's
+
+
+async def test_what_is_too_long_for_a_worker_goes_to_one_that_takes_more_and_stays_there(scene, caplog):
+    small, large = scene.pool.workers
+    for worker, length in ((small, 512), (large, 32_768)):
+        cards = [{"id": "m", "max_model_len": length}]
+        scene.pool._note(worker, replace(worker.probed, boot=f"{length}", models=cards))
+    assert "max_model_len" in caplog.text
+    assert [card["max_model_len"] for card in (await scene.own.get("/v1/models")).json()["data"]] == [32_768]
+    scene.upstream.say = lambda sent: Said(400 if sent.worker == small.name else 200, WHOLE)
+    talk = [{"role": "user", "content": "x" * 2000}]
+    for _ in range(5):
+        assert (await scene.own.post({"model": "m", "messages": talk})).status_code == 200
+        talk += [{"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
+    assert len(scene.upstream.sent) <= 6
+    scene.upstream.say = lambda sent: Said(400, b"{}")
+    assert (await scene.own.post(chat("Tide?"))).status_code == 400 and scene.counted() == (0, 0)
+
+
 async def test_the_way_that_a_rust_frontend_lacks_is_named(scene):
     scene.lack("/v1/responses")
     for status, code in ((404, "not_served"), (405, "not_served"), (501, "not_served"), (400, None)):
@@ -282,7 +322,16 @@ async def test_a_message_goes_to_the_chat_api_of_a_worker_that_lacks_its_own(sce
     assert answer.json()["content"] == [{"type": "text", "text": "Ebb."}] and answer.headers["x-mine"] == "1"
     assert answer.headers["content-length"] == str(len(answer.content))
     assert scene.upstream.sent[0].url.endswith(CHAT)
-    assert (await scene.post(Said(404, b"{}"), body=body, path="/v1/messages")).status_code == 404
+    page, coded = [(b"content-type", b"text/html")], (b"content-encoding", b"br")
+    for said, status, words in (
+        *((Said(status, b"<p>", headers=page), status, str(status)) for status in (404, 500)),
+        *((Said(200, b"<p>", headers=[kind, coded]), 502, "no chat") for kind in (JSON, STREAM)),
+        *((Said(status, b"", headers=page), 502, "no chat") for status in (200, 307)),
+        (Said(400, b'{"error": {"message": "No.", "type": "t"}}'), 400, "No."),
+    ):
+        answer = await scene.post(said, body=body, path="/v1/messages")
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+        assert words in answer.json()["error"]["message"] and said.closed
     first = {"id": "c", "model": "m", "choices": [{"delta": {"content": "Ebb."}, "finish_reason": None}]}
     last = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}
     events = [f"data: {json.dumps(each)}\n\n".encode() for each in (first, last)] + [DONE]
@@ -291,6 +340,27 @@ async def test_a_message_goes_to_the_chat_api_of_a_worker_that_lacks_its_own(sce
     named = [line.removeprefix(b"event: ") for line in told.splitlines() if line.startswith(b"event: ")]
     assert named[:2] == [b"message_start", b"content_block_start"] and named[-2:] == [b"message_delta", b"message_stop"]
     assert b"Ebb." in told
+
+
+async def test_system_messages_within_a_chat_go_to_its_head_where_a_template_takes_no_other(scene):
+    scene.lack("/v1/messages")
+    scene.pool.workers[1].up = False
+    turns = [{"role": role, "content": role} for role in ("user", "system", "assistant")]
+    answer = b'{"choices": [{"message": {"content": "Ebb."}, "finish_reason": "stop"}]}'
+    within, ahead = (["You pilot. ", "user", "system", "assistant"], ["You pilot. system", "user", "assistant"])
+    for statuses, sent in (
+        ([200], [within]),
+        ([404], [within]),
+        ([400, 400], [within, ahead]),  # it was something else
+        ([500, 200], [within, ahead]),
+        ([200], [ahead]),  # that is known now
+    ):
+        script = [Said(status, answer) for status in statuses]
+        await scene.post(*script, body={"system": "You pilot. ", "messages": turns}, path="/v1/messages")
+        contents = [[message["content"] for message in each.fields["messages"]] for each in scene.upstream.sent]
+        assert contents == sent and all(each.closed for each in script)
+    scene.pool.workers[0].restarted()
+    assert not scene.pool.workers[0].merges_system
 
 
 # Before workers whose engines compute.
@@ -382,3 +452,21 @@ async def test_odd_bodies_reach_the_worker_and_log_no_error(in_memory, worker, c
         assert (await gateway.post(body, path)).status_code == 200
     assert sum(not request.target.endswith("/render") for request in worker.requests) == 2 * len(ODD)
     assert " failed: " not in caplog.text and "boundary of request" not in caplog.text
+
+
+@pytest.mark.parametrize("beside", [{}, {"user": "all"}, {"metadata": {"user_id": "all"}}], ids=str)
+@pytest.mark.parametrize(("patched", "shadow"), [(False, False), (True, True)])
+async def test_workers_that_get_no_hints_keep_their_conversations_and_share_those_of_one_user(
+    in_memory, patched, shadow, beside
+):
+    workers = [RecordingWorker(patched=patched) for _ in range(2)]
+    gateway = await in_memory(*workers, shadow=shadow, load_slack=0)
+    talks = [[{"role": "user", "content": f"{number} " + "Tide? " * 20}] for number in range(11)]
+    for _ in range(4):
+        for messages in talks:
+            await gateway.post({"model": "m", "messages": messages, **beside})
+            messages += [{"role": "assistant", "content": "3 m"}, {"role": "user", "content": "And then?"}]
+    asked = [
+        {sent.fields["messages"][0]["content"] for sent in worker.requests if sent.path == CHAT} for worker in workers
+    ]
+    assert all(asked) and asked[0].isdisjoint(asked[1])

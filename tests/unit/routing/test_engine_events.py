@@ -263,6 +263,12 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed() -> None:
                     await asyncio.sleep(0.001)
             assert len(feed.asked) <= engine_events.READS_AT_ONCE + clock() * engine_events.READS_PER_SECOND + 2
             assert clock() > 180 / engine_events.READS_PER_SECOND
+            for _ in range(4):  # and one of a worker that gets nothing is read on, since answers of it may be kept
+                await asyncio.sleep(200)
+                asked = len(feed.asked)
+                feed.tell([["gone", "x"]])
+                await asyncio.sleep(1)
+                assert len(feed.asked) > asked
 
 
 def test_an_outcome_comes_in_the_header_of_a_whole_answer():

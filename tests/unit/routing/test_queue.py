@@ -230,7 +230,8 @@ def worker(name: str, **fields: int) -> Worker:
 WORKERS = st.lists(
     st.tuples(
         st.sampled_from([0, 15, 16, 31, 400, 407, 8192, 60_000]),  # tokens that it holds
-        st.booleans(),  # whether its answers differed
+        st.integers(0, 2),  # how often its answers differed
+        st.booleans(),  # whether it has the plugin
         st.integers(0, 3),  # requests under way
         st.integers(0, 2),  # that it was sent
         st.sampled_from([0, 1500, 4096, 49_152, 49_153, 240_000]),  # tokens to prefill
@@ -247,14 +248,15 @@ def test_the_longest_prefix_decides_unless_its_worker_is_ahead_by_more_than_that
     drawn, slack, shared, session
 ):
     workers, held, has, work = [], {}, {}, {}
-    for name, (tokens, differed, inflight, dispatched, prefill, others) in zip("abcd", drawn, strict=False):
+    for name, (tokens, differed, patched, inflight, dispatched, prefill, others) in zip("abcd", drawn, strict=False):
         one = worker(name, inflight=inflight, dispatched=dispatched, prefill_tokens=prefill)
         one.others = others
-        if differed:
+        one.in_shadow = not patched
+        for _ in range(differed):
             one.cache.quarantine()
         workers.append(one)
         held[name] = Holding(tokens, b"key", is_told=True)
-        has[name] = 0 if differed else tokens // 16 * 16
+        has[name] = 0 if differed == 2 else tokens // 16 * 16
         work[name] = prefill + others.prefill_tokens + policy.REQUEST_TOKENS * (inflight + others.requests)
     least, more = min(work.values()), slack * policy.REQUEST_TOKENS
     unseen = policy.UNSEEN_TOKENS if any(one.others.requests for one in workers) and session is None else 0

@@ -17,7 +17,7 @@ from proxy.http.asgi import BodyState
 from proxy.server.connection import LINGER_SECONDS, MAX_PIPELINED, Bounds, ConnectionState, bounded
 from proxy.server.descriptors import SPARE
 
-LIMIT, TIMEOUT, SEND_TIMEOUT, CONNECTIONS = 1000, 60.0, 100.0, 10
+LIMIT, TIMEOUT, IDLE, SEND_TIMEOUT, CONNECTIONS = 1000, 60.0, 95.0, 100.0, 10
 
 
 class Transport(asyncio.Transport):
@@ -57,7 +57,7 @@ class Connection:
         """With `others` beside it at the same server."""
         self.scopes, self.bodies, self.may_answer = [], [], asyncio.Event()
         self.headers, self.pieces, self.is_whole = [(b"content-length", b"0")], [], False
-        protocol = bounded(Bounds(LIMIT, TIMEOUT, SEND_TIMEOUT, CONNECTIONS))
+        protocol = bounded(Bounds(LIMIT, TIMEOUT, IDLE, SEND_TIMEOUT, CONNECTIONS))
         config = uvicorn.Config(self.app, interface="asgi3", http=protocol, ws="none", log_config=None, lifespan="off")
         config.load()
         self.transport = Transport()
@@ -100,7 +100,7 @@ class Connection:
 
     @property
     def error(self) -> dict:
-        return json.loads(self.transport.written.partition(b"\r\n\r\n")[2])["error"]
+        return json.loads(self.transport.written.rpartition(b"\r\n\r\n")[2])["error"]
 
 
 @pytest.fixture
@@ -147,22 +147,32 @@ async def test_what_is_no_request_is_refused_in_the_envelope(connection, sent, s
 
 
 @pytest.mark.parametrize(
-    ("before", "drip", "written"),
-    [(b"", b"", 0), (b"GET / HTTP/1.1\r\nx: ", b"a", 408), (GET, b"\r\n", 200)],
-    ids=["nothing", "a head", "empty lines behind an answer"],
+    ("before", "drip", "written", "others", "seconds"),
+    [
+        (b"", b"", 0, 9, TIMEOUT),
+        (b"GET / HTTP/1.1\r\nx: ", b"a", 408, 9, TIMEOUT),
+        (GET + b"GET /", b"a", 200, 9, TIMEOUT),
+        (GET, b"\r\n", 200, 0, TIMEOUT),
+        (GET, b"", 200, 6, IDLE),
+        (GET, b"", 200, 7, LINGER_SECONDS),
+    ],
+    ids=["nothing", "a head", "the next head", "empty lines behind an answer", "an answer", "many connections"],
 )
-async def test_a_head_has_one_deadline_however_often_a_byte_comes(connection, before, drip, written):
+async def test_a_head_has_one_deadline_however_often_a_byte_comes(before, drip, written, others, seconds):
+    connection = Connection(others)
     connection.may_answer.set()
     if before:
         await connection.take(before)
+    if drip:
+        connection.send(drip)
     begun = connection.protocol._free_since = 1000  # sums of it and seconds are exact
-    for second in range(int(TIMEOUT) + 2):
+    for second in range(int(seconds) + 2):
         assert not connection.transport.closed
         if drip:
             connection.send(drip)
         connection.protocol.check(begun + second)
     assert connection.transport.closed and (connection.status if connection.transport.written else 0) == written
-    if written == 408:
+    if b" 408 " in connection.transport.written:
         assert connection.error["code"] == "request_timeout" and "client_timeout" in connection.error["message"]
 
 
@@ -183,12 +193,7 @@ async def test_what_is_left_of_an_answered_requests_body_has_a_moment(connection
 
 async def test_once_it_has_come_the_connection_is_kept_as_ever(connection):
     await connection.answer(POST + b"content-length: 4\r\n\r\na")
-    timer = connection.protocol.timeout_keep_alive_task
-    connection.send(b"b")
-    assert timer.cancelled() and connection.protocol.timeout_keep_alive_task is None
-    connection.send(b"cd")
-    assert not connection.protocol.timeout_keep_alive_task.cancelled()
-    await connection.take(GET)
+    await connection.take(b"bcd" + GET)
     assert [scope["method"] for scope in connection.scopes] == ["POST", "GET"]
     assert connection.transport.written.count(b"HTTP/1.1 200") == 2 and not connection.transport.closed
 

@@ -21,7 +21,7 @@ from proxy.http import asgi
 from proxy.observability.explanations import Explanation
 from proxy.observability.rolling_sums import Totals
 from proxy.pipeline.gateway import Gateway
-from proxy.server.app import App, build, build_pages
+from proxy.server.app import App, build
 from proxy.server.status import HOUR, alarms, changing, drafts_status, redis_status, warnings, worker_status
 from tests.harness.api_keys import entry
 from tests.harness.in_memory_gateway import Call, InMemoryGateway
@@ -91,7 +91,7 @@ async def test_pages_at_an_address_of_their_own_are_there_alone_and_need_no_key(
     file = tmp_path / "keys.toml"
     file.write_text(entry("ann"))
     gateway = await in_memory(RecordingWorker(), is_started=False, admin_port=1, api_keys=file)
-    pages = asking(build_pages(gateway.gateway))
+    pages = asking(build(gateway.gateway, pages_only=True))
     for path in ("/health", "/metrics", "/seamark/status", "/seamark/live", "/ui", "/seamark/prefixes"):
         assert (await gateway.get(path)).status_code == (200 if path == "/health" else 404), path
         assert (await pages.get(path)).status_code == 200, path
@@ -198,7 +198,7 @@ async def test_the_application_that_clients_reach_runs_the_gateway_and_the_pages
     with monkeypatch.context() as patched:
         patched.setattr(gateway, "start", lambda: steps.append("start"))
         patched.setattr(gateway, "stop", stop)
-        for app in (build_pages(gateway), build(gateway)):
+        for app in (build(gateway, pages_only=True), build(gateway)):
             with suppress(ValueError):
                 async with app.router.lifespan_context(app):
                     steps.append("serve")

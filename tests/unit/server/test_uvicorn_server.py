@@ -13,7 +13,7 @@ import tomllib
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -101,6 +101,18 @@ async def test_who_is_in_a_hurry_waits_for_no_delay(signals, delay):
     assert await made.on_tick(0) and not made.force_exit and made._captured_signals == list(signals)
 
 
+async def test_who_insists_has_requests_and_gateway_ended_at_once_and_is_told_once():
+    made = server(Files())
+    made.lifespan, request = AsyncMock(), asyncio.create_task(asyncio.Event().wait())
+    made.server_state.tasks.add(request)
+    for _ in range(3):
+        made.handle_exit(signal.SIGINT, None)
+    made.servers = []
+    await made.shutdown()
+    made.lifespan.shutdown.assert_awaited_once()
+    assert request.cancelling() and made._captured_signals == [signal.SIGINT]
+
+
 @pytest.mark.parametrize("error", [None, RecursionError("nested too deep")])
 async def test_files_are_read_once_for_a_signal_and_whatever_they_hold_ends_nothing(error):
     gateway = Files(error)
@@ -151,17 +163,16 @@ async def test_pages_have_a_server_of_their_own_for_as_long_as_the_gateway_runs(
                 await client.get(page)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+@pytest.mark.parametrize("host", ["127.0.0.1", "", "::"])
 def test_a_port_that_is_had_is_bound_and_not_listened_at_yet(host):
     with ExitStack() as stack:
         sockets = [stack.enter_context(each) for each in uvicorn_server.bound("port", host, 0)]
         for each in sockets:
             assert each.getsockname()[1] and each.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
             assert not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            # The other socket has IPv4.
-            assert each.family == socket.AF_INET or each.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
-        found = {each.family for each in sockets}
-        assert socket.AF_INET in found and (host or not socket.has_dualstack_ipv6() or socket.AF_INET6 in found)
+            if each.family == socket.AF_INET6:  # alone it takes IPv4, too; else the other socket has that
+                assert each.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) == (not host)
+        assert len({each.family for each in sockets}) == (2 if not host and socket.has_dualstack_ipv6() else 1)
 
 
 def test_an_address_that_cannot_be_had_is_told_with_what_holds_it_if_something_does(monkeypatch):
@@ -332,30 +343,21 @@ def test_what_is_left_is_the_least_that_any_limit_leaves(limits, address_space, 
     assert room() is None
 
 
-def test_bounds_are_made_smaller_in_proportion(limits):
+def test_bounds_that_do_not_fit_are_made_smaller_in_proportion(limits):
     limits(512, "max")
-    settings = Settings(max_bodies_bytes=600 * MIB, memory_bytes=300 * MIB, text_bytes=100 * MIB)
-    found = fitted(settings)
+    found = fitted(Settings(max_bodies_bytes=600 * MIB, memory_bytes=300 * MIB, text_bytes=100 * MIB))
     assert sum(getattr(found, name) for name in BOUNDS) == pytest.approx(212 * MIB * SHARE, rel=0.01)
     assert found.max_bodies_bytes == pytest.approx(2 * found.memory_bytes, rel=0.01)
     assert found.max_body_bytes == found.max_bodies_bytes and found.max_connections == 212
-
-
-def test_where_nothing_is_left_each_bound_is_the_least_that_there_is(limits):
-    limits(200, "max")
+    limits(200, "max")  # nothing is left
     found = fitted(Settings())
-    assert [getattr(found, name) for name in BOUNDS] == [1, 1, 1]
-    assert (found.max_body_bytes, found.max_connections) == (1, 1)
+    assert [getattr(found, name) for name in (*BOUNDS, "max_body_bytes", "max_connections")] == [1] * 5
     assert fitted(Settings(text_bytes=0)).text_bytes == 0
-
-
-def test_bounds_that_fit_exactly_are_left_alone(limits):
     limits(340, "max")  # 40 MiB are left, and bounds get a quarter
     exactly = Settings(max_bodies_bytes=5 * MIB, memory_bytes=4 * MIB, text_bytes=MIB, max_body_bytes=MIB)
     assert fitted(exactly) is exactly
-    more = exactly.model_copy(update={"text_bytes": MIB + 100})
-    found = fitted(more)
-    assert found is not more and found.max_body_bytes == MIB and found.max_connections == 40
+    found = fitted(exactly.model_copy(update={"text_bytes": MIB + 100}))
+    assert found != exactly and found.max_body_bytes == MIB and found.max_connections == 40
 
 
 def test_large_blocks_are_asked_to_be_given_back_where_the_allocator_can(monkeypatch):

@@ -5,10 +5,11 @@ import sys
 import time
 import urllib.request
 
+own = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy the environment names
 time.sleep(float(sys.argv[1]))
 while True:
     try:
-        with urllib.request.urlopen("http://127.0.0.1:8000/metrics", timeout=10) as answer:
+        with own.open("http://127.0.0.1:8000/metrics", timeout=10) as answer:
             counts = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", answer.read().decode(), re.M)
     except OSError:
         break

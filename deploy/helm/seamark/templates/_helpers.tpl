@@ -108,8 +108,10 @@ resources:
   {{- toYaml .Values.gateway.resources | nindent 2 }}
 securityContext:
   runAsNonRoot: true
+  {{- if .Values.userIds }}
   runAsUser: 65532
   runAsGroup: 65532
+  {{- end }}
   readOnlyRootFilesystem: true
   allowPrivilegeEscalation: false
   capabilities: {drop: [ALL]}

@@ -1,0 +1,191 @@
+"""The text of a recipe, read within bounds, whoever wrote it.
+
+A file's bytes, the values of YAML with each alias written out, and what placeholders and variables fill in have a
+bound; words are split in one pass.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from proxy.config_files import read_file
+from proxy.errors import SettingsError
+
+MOST_BYTES = 2**17  # of a file; one that people run has some 2,000
+
+MOST_FILLED = 2**20  # characters that what is in such a file may stand for
+
+MOST_LEVELS, VALUE_COST = 100, 50  # of YAML: values inside each other, and what one counts beside its characters
+
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]{0,2000}))?\}|(\w+))")
+
+# Of Python's format, which also takes widths of any size.
+_PLACEHOLDER = re.compile(r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]")
+
+_ENDS = " \t\r\n;&|<>()"  # of a word
+
+_PLAIN = re.compile(rf"[^{re.escape(_ENDS)}'\"\\$]+")
+
+_QUOTED = re.compile(r'"((?:[^"\\]+|\\.)*+)"', re.S)
+
+
+class Word(NamedTuple):
+    """One word of a shell's line."""
+
+    raw: str  # as it is spelt
+    value: str  # without quotes; variables as they are
+
+
+class ServeLine(NamedTuple):
+    """A command in a text: its words lie in text[start:end]."""
+
+    words: Sequence[Word]
+    start: int
+    end: int
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """A file's content. Raises `SettingsError` for one that is too large, or no text."""
+    content = read_file("recipe", path)
+    if len(content) > MOST_BYTES:
+        raise SettingsError(f"{path} has more than {MOST_BYTES:,} bytes; give the part of it that starts vLLM")
+    try:
+        return content.decode("utf-8-sig", errors).replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path} is no text in UTF-8") from None
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML comes without types
+    """Reads until there is too much, an alias (`*name`) being as long as what it stands for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._levels, self._left = MOST_LEVELS, MOST_FILLED
+        self._costs: dict[int, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
+        before, is_alias = self._left, self.check_event(yaml.AliasEvent)
+        self._levels -= 1
+        node = super().compose_node(parent, index) if self._levels else None
+        self._levels += 1
+        # One that stands for what it is a part of has no end.
+        if node is not None:
+            self._left -= self._costs.get(id(node), MOST_FILLED) if is_alias else VALUE_COST + len(node.value)
+            self._costs[id(node)] = before - self._left
+        if node is None or self._left < 0:
+            raise SettingsError("its values are too many, each alias written out, or too many inside each other")
+        return node
+
+
+def read_yaml(text: str, source: str) -> dict[str, Any]:
+    """A document of fields. Raises `SettingsError` for another one, or for too many values."""
+    try:
+        document = yaml.load(text, _Loader)  # noqa: S506  # which is a safe one
+        json.dumps(document, default=str, skipkeys=True, ensure_ascii=False).encode()
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        raise SettingsError(f"{source} is no YAML" + (f": line {where.line + 1}" if where else "")) from None
+    except Exception as error:  # such as a date that is none, or a number of more digits than Python reads
+        why = error if isinstance(error, SettingsError) else type(error).__name__
+        raise SettingsError(f"{source} cannot be read as YAML ({why})") from None
+    if not isinstance(document, dict):
+        raise SettingsError(f"{source} says nothing of how vLLM is run")
+    return document
+
+
+def field_of(document: Mapping[str, Any], name: str, kind: type, source: str) -> Any:
+    """A field that has to be of a kind; one that is not there is an empty one. Raises `SettingsError`."""
+    value = document.get(name)
+    if value is not None and not isinstance(value, kind):
+        words = {"dict": "a mapping (NAME: VALUE)", "list": "a list (- VALUE)", "str": "a text"}
+        raise SettingsError(f"{source}: `{name}:` has to be {words[kind.__name__]}")
+    return kind() if value is None else value
+
+
+def fill_template(template: str, values: Mapping[str, Any], source: str) -> str:
+    """`{name}` filled in a command of spark-vllm-docker."""
+
+    def value(found: re.Match[str]) -> str:
+        if found[1]:
+            return found[1][0]
+        if not re.fullmatch(r"[\w-]*[^\W\d][\w-]*", found[2] or ""):
+            raise SettingsError(f"{source}: `command:` is no template: {found[0]} is no name in braces")
+        if found[2] not in values:
+            raise SettingsError(f"{source}: `command:` wants {found[0]}, which `defaults:` has not")
+        return str(values[found[2]])
+
+    return _fill(_PLACEHOLDER, value, [template], source)[0]
+
+
+def fill_variables(texts: Iterable[str], known: Mapping[str, str], source: str) -> list[str]:
+    """With the variables that are known here, or their defaults."""
+    return _fill(_VARIABLE, lambda found: known.get(found[1] or found[3]) or found[2] or "", texts, source)
+
+
+def _fill(what: re.Pattern[str], value: Callable[[re.Match[str]], str], texts: Iterable[str], source: str) -> list[str]:
+    left = MOST_FILLED
+
+    def bounded(found: re.Match[str]) -> str:
+        nonlocal left
+        told = value(found)
+        left -= len(told)
+        if left < 0:
+            raise SettingsError(f"{source}: what it is filled with has more than {MOST_FILLED:,} characters")
+        return told
+
+    return [what.sub(bounded, text) for text in texts]
+
+
+def words_of(text: str, start: int, source: str) -> ServeLine:
+    """The words of a shell's command from a place in a text to its end. Raises `SettingsError` for an open quote."""
+    words: list[Word] = []
+    at, end = start, start
+    while True:
+        while at < len(text) and (text[at] in " \t" or text.startswith(("\\\n", "\\\r\n"), at)):
+            at += 1 if text[at] in " \t" else text.index("\n", at) + 1 - at
+        if at >= len(text) or text[at] in "\r\n;&|<>()#":
+            break
+        begin = at
+        try:
+            value, at = word_at(text, at)
+        except ValueError:
+            raise SettingsError(f"{source}: a quote behind `{text[begin : begin + 30]}` is not closed") from None
+        if text[at : at + 1] in ("<", ">") and value.isdecimal():
+            break  # the number of what is redirected
+        words.append(Word(text[begin:at], value))
+        end = at
+    return ServeLine(words, start, end)
+
+
+def word_at(text: str, at: int) -> tuple[str, int]:
+    """The word that begins there, and where it ends. Raises `ValueError` for a quote that is not closed."""
+    parts: list[str] = []
+    while at < len(text) and text[at] not in _ENDS:
+        begin = at
+        if plain := _PLAIN.match(text, at):
+            at = plain.end()
+            parts.append(plain[0])
+        elif text[at] == "'":
+            at = text.index("'", begin + 1) + 1
+            parts.append(text[begin + 1 : at - 1])
+        elif text[at] == '"':
+            if (quoted := _QUOTED.match(text, at)) is None:
+                raise ValueError
+            at = quoted.end()
+            parts.append(re.sub(r'\\([\\"$`\n])', r"\1", quoted[1]))
+        elif text[at] == "\\":
+            if text.startswith(("\\\n", "\\\r\n"), at):
+                break
+            at += 2
+            parts.append(text[begin + 1 : at])
+        else:
+            close = {"{": "}", "(": ")"}.get(text[at + 1 : at + 2])
+            at = text.index(close, at) + 1 if close else at + 1
+            parts.append(text[begin:at])
+    return "".join(parts), at
