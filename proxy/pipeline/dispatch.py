@@ -361,7 +361,7 @@ class Lease:
         """The request is answered without a worker: if it has a slot, give it back, as if it had not been chosen."""
         if self.has_slot:
             self.never_sent()
-            self.request.choice = None
+            self.request.give(None)
 
     def take(self, choice: Choice) -> None:
         """A slot at the worker that was chosen."""
