@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from proxy.fleet.pool import WorkerPool
 from proxy.http import asgi
 from proxy.pipeline import cacheable
 from proxy.pipeline.answering import WorkerAnswers
 from proxy.pipeline.cacheable import Directives
-from proxy.pipeline.dispatch import Dispatcher, Lease
+from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.request import ProxiedRequest
-from proxy.pipeline.response_cache import Execution, Hit, Reader, ResponseCache, has_fixed_weights, marked
+from proxy.pipeline.response_cache import Flight, ResponseCache, has_fixed_weights, marked
 
 
 class CachedAnswers:
-    """Answers exact repeats from the cache, and lets identical requests share one execution."""
+    """Answers exact repeats from the cache, and has identical requests wait for the first of them."""
 
     def __init__(
         self,
@@ -48,50 +46,36 @@ class CachedAnswers:
             cache.count("bypass").inc()
             await self._of_workers(request, marked(send, b"bypass"), watch)
             return
-        sharing = _Sharing(cache, self._dispatcher, request, told)
+        await self._answer(request, told, send, watch)
+
+    async def _answer(
+        self, request: ProxiedRequest, told: Directives, send: asgi.Send, watch: asgi.ClientWatch
+    ) -> None:
+        """From what is stored, after waiting for an equal request that is being computed, or from a worker."""
+        cache, api_key, result = self._cache, request.client.key, b"hit"
+        key, asks_alone = cacheable.digest(request, cache.secret), told.no_cache
         lease = self._dispatcher.lease(request)
         try:
-            # A stored answer needs no place among those of its key that are under way.
-            while not isinstance(found := sharing.hit() or await self._dispatcher.acquire(lease, sharing), Lease):
-                is_answered = True
-                try:
-                    is_answered = await found.deliver(send, watch)
-                finally:
-                    if is_answered:
-                        cache.count(found.result.decode()).inc()
-                if is_answered:
+            while not told.no_cache:
+                if (entry := cache.find(key, request.model, told.max_age)) is not None:
+                    lease.unused()
+                    cache.count(result.decode()).inc()
+                    await cache.deliver(key, entry, request, result, send, watch)
                     return
+                flight = None if asks_alone else cache.flights.get(key)
+                if flight is not None and (lease.has_slot or api_key is None or api_key.has_room):
+                    lease.unused()
+                    result = b"joined"
+                    with request.timings.waiting(), self._dispatcher.counted(api_key):
+                        asks_alone = not await flight.is_for_others()
+                elif lease.has_slot:
+                    break
+                else:  # an equal request may begin or end meanwhile
+                    await self._dispatcher.acquire(lease)
+            if not lease.has_slot:
+                await self._dispatcher.acquire(lease)
             cache.count("miss").inc()
-            if (execution := sharing.execution) is not None:  # with the slot it has one
-                execution.begin(asyncio.create_task(self._of_workers.answer(lease, execution.send, execution.watch)))
-                await execution.own.deliver(send, watch)
+            with Flight(cache, key, request, send) as flight:
+                await self._of_workers.answer(lease, flight.send, watch)
         finally:
-            # Its body and name are this request's: they stay until it ends, also when its own client has left.
-            if sharing.execution is not None:
-                await sharing.execution.ended()
-
-
-class _Sharing:
-    """What one request may share with others."""
-
-    def __init__(self, cache: ResponseCache, dispatcher: Dispatcher, request: ProxiedRequest, told: Directives) -> None:
-        self._cache, self._dispatcher, self._request, self._told = cache, dispatcher, request, told
-        self._key = cacheable.digest(request, cache.secret)
-        self.execution: Execution | None = None  # its own
-
-    def hit(self) -> Hit | None:
-        """A stored answer."""
-        return None if self._told.no_cache else self._cache.hit(self._key, self._request, self._told.max_age)
-
-    def find(self) -> Hit | Reader | None:
-        """What makes a slot unnecessary: a stored answer, or one under way."""
-        if self._told.no_cache:
-            return None
-        if (hit := self.hit()) is not None:
-            return hit
-        execution = self._cache.execution(self._key, self._request.model)
-        return execution.join(self._request, self._dispatcher.joins(self._request)) if execution is not None else None
-
-    def taken(self, lease: Lease) -> None:
-        """The request has a slot: others can join it."""
-        self.execution = Execution(self._cache, self._key, lease)
+            lease.release()

@@ -5,10 +5,11 @@ Everything between finding a slot and counting it happens without an await, so a
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Protocol
 
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.resolve import Entry
@@ -18,7 +19,6 @@ from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.part import Change, Shelf
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import Slot, Worker
-from proxy.http import asgi
 from proxy.http.auth import ApiKey
 from proxy.observability.reasons import Expectation
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE
@@ -66,8 +66,8 @@ class Dispatcher:
         """`async with` it: a slot at a worker for as long as the request is under way there."""
         return Lease(self, request)
 
-    async def acquire(self, lease: Lease, instead: Instead | None = None) -> Lease | SharedAnswer:
-        """Take a slot, or what makes one unnecessary; wait while there is neither.
+    async def acquire(self, lease: Lease) -> None:
+        """Take a slot; wait while there is none.
 
         However often a request is in the queue, it is there for no longer than one may. Raises `NoWorker`, `Overloaded`
         or `KeyBusy`.
@@ -84,33 +84,18 @@ class Dispatcher:
                 *[worker.name for worker in request.asked],
             )
             timings.asked = time.perf_counter()
-
-            def take() -> Lease | SharedAnswer | None:
-                taken = self._take(lease)
-                if taken is not None and instead is not None:
-                    instead.taken(lease)
-                return taken
-
-            find = instead.find if instead is not None else None
-            found: Lease | SharedAnswer = await self._queue.acquire(lease.key, wants, take, _close, find, lease.waited)
+            await self._queue.acquire(lease.key, wants, partial(self._take, lease), Lease.never_sent, lease.waited)
             lease.waited += time.perf_counter() - timings.asked
-            if found is not lease:
-                timings.choosing = time.perf_counter()
-            return found
 
-    def joins(self, request: ProxiedRequest) -> Callable[[], None]:
-        """Count at its key a request that needs no slot of its own, until the result is called."""
-        slot = KeySlot(request.client.key)
-
-        def leave() -> None:
-            self.left_key(slot)
-
-        return leave
-
-    def left_key(self, slot: KeySlot) -> None:
-        """A request counts at its key no longer."""
-        if slot.give_back():
-            self.released()
+    @contextlib.contextmanager
+    def counted(self, key: ApiKey | None) -> Iterator[None]:
+        """Count at its key a request that needs no slot."""
+        slot = KeySlot(key)
+        try:
+            yield
+        finally:
+            if slot.give_back():
+                self.released()
 
     def seeks_on(self, request: ProxiedRequest, worker: Worker, status: int) -> bool:
         """Whether a worker that has not been asked may keep what the request names and `worker` does not know.
@@ -271,28 +256,6 @@ class Dispatcher:
         return [worker for worker in workers if worker not in request.asked]
 
 
-class SharedAnswer(Protocol):
-    """An answer that is there or under way, for one client."""
-
-    result: bytes  # how it was come by
-
-    async def deliver(self, send: asgi.Send, watch: asgi.ClientWatch) -> bool:
-        """Send it, and close it. False if nothing was sent, so that the client has to ask again."""
-
-    def close(self) -> None:
-        """It is not wanted: the client has left."""
-
-
-class Instead(Protocol):
-    """What makes a slot unnecessary for a request."""
-
-    def find(self) -> SharedAnswer | None:
-        """It, if it is there. The request's key may have another request under way."""
-
-    def taken(self, lease: Lease) -> None:
-        """The request has got a slot."""
-
-
 class KeySlot:
     """A request's place among those of its key that are under way. It is counted here and nowhere else."""
 
@@ -356,6 +319,11 @@ class Lease:
         return worker
 
     @property
+    def has_slot(self) -> bool:
+        """Whether the request is counted at a worker."""
+        return self._slot is not None
+
+    @property
     def prefill_tokens(self) -> int:
         """What the worker has still to compute of the prompt, as it is counted."""
         return self._slot.prefill_tokens if self._slot is not None else 0
@@ -389,15 +357,11 @@ class Lease:
         self._dispatcher.not_computed(self.request)
         self.release()
 
-    def close(self) -> None:
-        """The slot was found for a request whose client had just left."""
-        self.never_sent()
-
-    def leave_key(self) -> None:
-        """The request's own client has left, and others read its answer: its key is free of it."""
-        self.key = None
-        if self._key_slot is not None:
-            self._dispatcher.left_key(self._key_slot)
+    def unused(self) -> None:
+        """The request is answered without a worker: if it has a slot, give it back, as if it had not been chosen."""
+        if self.has_slot:
+            self.never_sent()
+            self.request.give(None)
 
     def take(self, choice: Choice) -> None:
         """A slot at the worker that was chosen."""
@@ -437,10 +401,6 @@ class Lease:
             self.worker.breaker.end_trial()
         if self._key_slot is not None:
             self._key_slot.give_back()
-
-
-def _close(found: Lease | SharedAnswer) -> None:
-    found.close()
 
 
 def _predicted(holding: Holding | None) -> int:

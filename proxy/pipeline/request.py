@@ -355,8 +355,8 @@ class ProxiedRequest:
     explaining: asyncio.Task[None] | None = None  # goes on behind a stream's end
     is_over: bool = False
 
-    def give(self, choice: Choice) -> None:
-        """It goes to the worker that was chosen, whatever was chosen before."""
+    def give(self, choice: Choice | None) -> None:
+        """It goes to the worker that was chosen, or to none, whatever was chosen before."""
         self.choice = choice
 
     @property

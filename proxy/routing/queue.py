@@ -22,19 +22,12 @@ S = TypeVar("S")
 class _Waiter:
     """A request in the queue."""
 
-    __slots__ = ("find", "future", "key", "take", "wants")
+    __slots__ = ("future", "key", "take", "wants")
 
-    def __init__(
-        self,
-        key: ApiKey | None,
-        wants: Hashable,
-        take: Callable[[], object | None],
-        find: Callable[[], object | None] | None,
-    ) -> None:
+    def __init__(self, key: ApiKey | None, wants: Hashable, take: Callable[[], object | None]) -> None:
         self.key = key
         self.wants = wants
         self.take = take
-        self.find = find
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
 
@@ -57,22 +50,19 @@ class AdmissionQueue:
         wants: Hashable,
         take: Callable[[], S | None],
         give_back: Callable[[S], None],
-        find: Callable[[], S | None] | None = None,
         waited: float = 0.0,
     ) -> S:
-        """The slot that `take` finds, now or later, or what `find` has that makes one unnecessary.
+        """The slot that `take` finds, now or later.
 
         `take` returns None if no slot is free, and raises if there never will be one; requests with equal `wants` use
-        the same slots. Either is called only if the key may have another request under way. `find`: None if nothing
-        but a slot will do. `give_back` gets what was found for a request whose client had just left. `waited`: seconds
-        that the request has been in the queue before. Raises `KeyBusy` or `Overloaded`.
+        the same slots. It is called only if the key may have another request under way. `give_back` gets what was found
+        for a request whose client had just left. `waited`: seconds that the request has been in the queue before.
+        Raises `KeyBusy` or `Overloaded`.
         """
-        if find is not None and _may_go(key) and (found_before := find()) is not None:
-            return found_before
         if self._is_next(key, wants) and (slot := take()) is not None:
             return slot
         self._refuse_if_full(key)
-        waiter = _Waiter(key, wants, take, find)
+        waiter = _Waiter(key, wants, take)
         self._queue[waiter] = None
         if key is not None:
             key.queued += 1
@@ -95,13 +85,11 @@ class AdmissionQueue:
         """A slot may have become free."""
         full: set[Hashable] = set()
         for waiter in list(self._queue):
-            find, is_full = waiter.find, waiter.wants in full
-            if (is_full and find is None) or waiter.future.done() or not _may_go(waiter.key):
+            if waiter.wants in full or waiter.future.done() or not _may_go(waiter.key):
                 continue
-            found = find() if find is not None else None
-            if found is None and not is_full:
-                with contextlib.suppress(GatewayError):  # none for now: only a request that arrives is refused
-                    found = waiter.take()
+            found = None
+            with contextlib.suppress(GatewayError):  # none for now: only a request that arrives is refused
+                found = waiter.take()
             if found is None:
                 full.add(waiter.wants)
             else:

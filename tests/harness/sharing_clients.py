@@ -86,6 +86,5 @@ class Run:
         self.number, self.owner = number, owner
         self.orders: asyncio.Queue[Any] = asyncio.Queue()
         self.answer, self.to_keep = b"", b""  # all that it was told to say; without comments
-        self.accepted = 0  # bytes of it that the cache has taken
-        self.weight, self.cancelled, self.ends = 0, 0, ""
-        self.head, self.is_kept, self.is_open = False, True, True  # so far; others can join
+        self.weight, self.ends = 0, ""
+        self.head, self.is_open, self.is_kept = False, True, True  # so far; others wait for it; it may be stored

@@ -387,16 +387,14 @@ async def test_the_worker_of_a_response_is_remembered_once_one_has_answered_for_
     assert two.dispatcher.seeks_on(plain, worker, status) is False and plain.asked == []
 
 
-async def test_a_request_and_an_answer_that_it_joins_count_once_at_their_key(leased):
+async def test_a_request_and_an_answer_that_it_waits_for_count_once_at_their_key(leased):
     leased.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
-    leave = leased.dispatcher.joins(leased.request())  # an answer that is under way
-    assert leased.counted() == (0, 1, 0)
-    waiting = asyncio.create_task(leased.dispatcher.acquire(leased.dispatcher.lease(leased.request())))
-    await asyncio.sleep(0)
-    assert leased.key.queued == 1
-    leave()
-    leave()
-    lease = await waiting
+    with leased.dispatcher.counted(leased.key):  # while it waits for an equal request
+        assert leased.counted() == (0, 1, 0)
+        waiting = asyncio.create_task(leased.dispatcher.acquire(lease := leased.dispatcher.lease(leased.request())))
+        await asyncio.sleep(0)
+        assert leased.key.queued == 1
+    await waiting
     for _ in range(2):
         lease.release()
         assert leased.counted() == (0, 0, 0) and lease.prefill_tokens == 0

@@ -29,7 +29,7 @@ from tests.harness.api_keys import bearer, entry
 from tests.harness.fake_engine import Computed
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
-from tests.harness.sharing_clients import Client, a_worker
+from tests.harness.sharing_clients import a_worker
 from tests.harness.waiting import until
 
 ROOM = 2**22  # bytes
@@ -114,18 +114,18 @@ async def test_a_new_answer_stands_in_place_of_the_old_one(own, computing):
         {"cut_after": 1},
     ],
 )
-async def test_an_answer_that_is_not_final_or_may_not_be_shared_goes_to_those_who_wait_and_is_not_stored(
+async def test_an_answer_that_is_not_final_or_may_not_be_shared_is_its_own_clients_and_is_not_stored(
     own, computing, state, stream
 ):
     for name, value in state.items():
         setattr(computing, name, value)
     computing.hold.set()
+    (worker,) = own.gateway.pool.workers
     asked = [asyncio.create_task(post(own, chat(stream=stream))) for _ in range(3)]
-    executions = own.gateway.response_cache._executions
-    await until(lambda: sum(len(each._readers) for each in [*executions.values()]) == 3 and computing.requests)
+    await until(lambda: computing.requests and len(own.gateway.response_cache.flights) == worker.inflight == 1)
     computing.hold.clear()
     answers = await asyncio.gather(*asked)
-    assert len({(answer.status_code, answer.content) for answer in answers}) == len(computing.requests) == 1
+    assert len({answer.status_code for answer in answers}) == 1 and len(computing.requests) == 3
     assert own.metric("seamark_response_cache_bytes") == own.metric("seamark_response_cache_entries") == 0
 
 
@@ -527,5 +527,5 @@ def test_an_entry_stands_as_long_as_its_worker_and_for_whom_it_is_young_enough(
     cache.answers.add(b"k", stored := Entry([], (b"x",), Source.of(worker, "m")))
     monkeypatch.setattr(response_cache.time, "monotonic", lambda: stored.stored + age)
     setattr(worker, name, value)
-    assert (cache.hit(b"k", Client("a").request, most) is not None) is (stands and age == 10.0)
+    assert (cache.find(b"k", "m", most) is not None) is (stands and age == 10.0)
     assert (cache.answers.size > 0) is stands

@@ -36,9 +36,8 @@ def key_of(inflight: int = 0, queued: int = 64, under_way: int = 0) -> ApiKey:
 class Asked:
     """A request, which takes what is there for its model once its key may have another one."""
 
-    def __init__(self, scene: Waiting, key: ApiKey | None, model: str, until: float, shares: bool) -> None:
+    def __init__(self, scene: Waiting, key: ApiKey | None, model: str, until: float) -> None:
         self.scene, self.key, self.model, self.until = scene, key, model, until
-        self.find = self.found if shares else None
         self.has: Any = None
         self.refused: Exception | None = None
         self.task: asyncio.Task[None] = None  # type: ignore[assignment]
@@ -49,15 +48,11 @@ class Asked:
 
     @property
     def has_slot(self) -> bool:
-        return self.has not in (None, "shared", "ended")
+        return self.has not in (None, "ended")
 
     @property
     def may_go(self) -> bool:
         return self.key is None or self.key.has_room
-
-    def found(self) -> Any:
-        assert self.may_go
-        return "shared" if self.model in self.scene.shared else None
 
     def take(self) -> Any:
         assert self.may_go
@@ -72,16 +67,13 @@ class Asked:
         return self.scene.free[self.model].pop()
 
     def give_back(self, slot: Any) -> None:
-        if slot != "shared":
-            self.scene.free[self.model].append(slot)
-            if self.key is not None:
-                self.key.under_way -= 1
+        self.scene.free[self.model].append(slot)
+        if self.key is not None:
+            self.key.under_way -= 1
 
     async def run(self, waited: float) -> None:
         try:
-            self.has = await self.scene.queue.acquire(
-                self.key, self.model, self.take, self.give_back, self.find, waited=waited
-            )
+            self.has = await self.scene.queue.acquire(self.key, self.model, self.take, self.give_back, waited)
         except GatewayError as error:
             self.refused = error
 
@@ -98,7 +90,6 @@ class Waiting(RuleBasedStateMachine):
         self.asked: list[Asked] = []
         self.free = {"m": ["m1"], "n": ["n1"]}
         self.gone: set[str] = set()
-        self.shared: set[str] = set()
 
     def teardown(self) -> None:
         for each in self.asked:
@@ -127,19 +118,18 @@ class Waiting(RuleBasedStateMachine):
         at=st.integers(0, 2),
         model=model,
         waited=st.sampled_from([0.0, 0.0, 2.0, 9.0]),
-        shares=st.booleans(),
         times=st.integers(1, 3),
     )
-    def asks(self, at: int, model: str, waited: float, shares: bool, times: int) -> None:
+    def asks(self, at: int, model: str, waited: float, times: int) -> None:
         for _ in range(times):
-            self._asks(self.keys[at], model, waited, shares)
+            self._asks(self.keys[at], model, waited)
 
-    def _asks(self, key: ApiKey | None, model: str, waited: float, shares: bool) -> None:
-        one = Asked(self, key, model, self.loop.time() + max(0.0, TIMEOUT - waited), shares)
+    def _asks(self, key: ApiKey | None, model: str, waited: float) -> None:
+        one = Asked(self, key, model, self.loop.time() + max(0.0, TIMEOUT - waited))
         queued, all_queued = (key.queued if key is not None else 0), len(self.queue)
         behind = any(each.model == model and each.may_go for each in self.waiting())
         finds_slot = not behind and bool(self.free[model] or model in self.gone)
-        goes = one.may_go and ((shares and model in self.shared) or finds_slot)
+        goes = one.may_go and finds_slot
         self.asked.append(one)
         one.task = self.loop.create_task(one.run(waited))
         self.settle()
@@ -173,10 +163,10 @@ class Waiting(RuleBasedStateMachine):
         self.queue.wake()
         self.settle()
 
-    @rule(model=model, changes=st.sampled_from(["gone", "shared"]))
-    def another_way(self, model: str, changes: str) -> None:
-        """The workers of a model go or are there again; an answer that others can have comes or goes."""
-        getattr(self, changes).symmetric_difference_update({model})
+    @rule(model=model)
+    def another_way(self, model: str) -> None:
+        """The workers of a model go or are there again."""
+        self.gone.symmetric_difference_update({model})
         self.queue.wake()
         self.settle()
 
@@ -196,7 +186,6 @@ class Waiting(RuleBasedStateMachine):
         for each in waiting:
             assert self.loop.time() < each.until
             assert not (each.may_go and self.free[each.model] and each.model not in self.gone)
-            assert not (each.may_go and each.find is not None and each.find())
         for each in self.asked:
             if isinstance(each.refused, KeyBusy | Overloaded) and "within" in str(each.refused):
                 assert self.loop.time() >= each.until
