@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -181,8 +180,6 @@ def test_clients_beyond_the_descriptors_are_refused_and_no_worker_is_blamed(flee
         assert metric(gateway, "seamark_worker_up") == 2 and " is down" not in gateway.log.read_text()
 
 
-LEAVE_SECONDS = 0.1  # from the client's close to the worker's notice, median: other work may have the processor
-
 TIMES = 3
 
 _numbers = itertools.count(1)
@@ -222,8 +219,8 @@ async def asking(gateway: Any, case: Leaving) -> AsyncIterator[tuple[str, Connec
     connection.close()
 
 
-async def leave(gateway: Any, worker: RawWorker, case: Leaving) -> float:
-    """One client comes and leaves; seconds until the worker noticed."""
+async def leave(gateway: Any, worker: RawWorker, case: Leaving) -> None:
+    """One client comes and leaves, and the worker notices."""
     async with asking(gateway, case) as (name, connection):
         await worker.arrived(name)
         if case.answer in (DRIPPING, SLOW_BODY):
@@ -231,14 +228,14 @@ async def leave(gateway: Any, worker: RawWorker, case: Leaving) -> float:
         seen = b""
         while case.sees and not seen.partition(b"\r\n\r\n")[2]:
             seen += await connection.some()
-        began = time.perf_counter()
         connection.close()
-        return await worker.left(name) - began
+        await worker.left(name)
 
 
-async def leave_all(gateway: Any, worker: RawWorker, times: int) -> dict[Leaving, float]:
-    """Each of them so often; medians."""
-    return {case: median([await leave(gateway, worker, case) for _ in range(times)]) for case in LEAVING}
+async def leave_all(gateway: Any, worker: RawWorker, times: int) -> None:
+    """Each of them so often."""
+    for case in LEAVING * times:
+        await leave(gateway, worker, case)
 
 
 async def at_rest(gateway: Server, files: int | None = None) -> int:
@@ -254,19 +251,18 @@ async def at_rest(gateway: Server, files: int | None = None) -> int:
     return open_files(gateway.process.pid)
 
 
-async def test_a_client_that_leaves_at_any_moment_frees_the_worker_within_100_ms(raw, tmp_path):
+async def test_a_client_that_leaves_at_any_moment_frees_the_worker(raw, tmp_path):
     with GatewayForks(tmp_path) as fleet:
         gateway = await started(fleet.gateway(raw))
         await leave_all(gateway, raw, 2)
         before = await at_rest(gateway)
-        took = await leave_all(gateway, raw, TIMES)
+        await leave_all(gateway, raw, TIMES)
         await at_rest(gateway, before)
-    assert {case: seconds for case, seconds in took.items() if seconds > LEAVE_SECONDS} == {}
     assert not raw.malformed and bad_lines(gateway, 0) == []
 
 
 async def test_a_client_that_leaves_in_the_queue_never_reaches_the_worker(raw, tmp_path):
-    names, took = [], []
+    names = []
     with GatewayForks(tmp_path) as fleet:
         gateway = await started(fleet.gateway(raw, flags=("--max-inflight", "1")))
         async with httpx.AsyncClient() as client, asking(gateway, LEAVING[1]) as (holder, holding):
@@ -282,17 +278,15 @@ async def test_a_client_that_leaves_in_the_queue_never_reaches_the_worker(raw, t
                 async with asking(gateway, case) as (name, connection):
                     names.append(name)
                     await queued(1)
-                    began = time.perf_counter()
                     connection.close()
                     await queued(0)
-                    took.append(time.perf_counter() - began)
             holding.close()
             await raw.left(holder)
         # The worker is free: whatever was still queued would come before this one.
         async with asking(gateway, LEAVING[1]) as (last, _):
             await raw.arrived(last)
         await at_rest(gateway)
-    assert median(took) <= LEAVE_SECONDS and not raw.seen.keys() & set(names)
+    assert not raw.seen.keys() & set(names)
 
 
 async def test_no_task_outlives_the_clients(raw):
