@@ -437,7 +437,7 @@ HOUR = 3600.0
 
 
 def read_shadow(gateway: str, api_key: str | None = None) -> list[str]:
-    """What a gateway has seen lost, as lines for people. Raises `NotAnswering` if it cannot be asked."""
+    """What a gateway warns of, and has seen lost, as lines for people. Raises `NotAnswering` if it cannot be asked."""
 
     async def ask() -> tuple[str, int, bytes]:
         async with _asking(gateway, api_key, GATEWAY) as asked:
@@ -450,7 +450,8 @@ def read_shadow(gateway: str, api_key: str | None = None) -> list[str]:
     if status == 404:
         raise NotAnswering(f"{shown} does not show {STATUS}: a gateway with admin_port does so there; is it one?")
     try:
-        return shadow_lines(loads(answer)["shadow"])
+        told = loads(answer)
+        return [*told["warnings"], *shadow_lines(told["shadow"])]
     except (ValueError, KeyError, TypeError):
         raise NotAnswering(f"{shown} is not a Seamark gateway") from None
 

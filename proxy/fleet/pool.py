@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -228,9 +229,13 @@ class WorkerPool:
             if all(each.names.base for each in self.workers):
                 for model in {*self._settings.response_cache_models} - {*self._name_keys, "*"}:
                     logger.warning("response_cache_models: no worker lists %s now", model)
-            model = worker.names.base
-            if len({each.length(model) for each in self.workers if each.serves(model)}) > 1:
+            for model in self.uneven_models():
                 logger.warning("workers differ in the tokens they take for %s (max_model_len)", model)
+
+    def uneven_models(self) -> list[str]:
+        """Base models whose workers take prompts of different lengths."""
+        lengths = {(each.names.base, each.length(each.names.base)) for each in self.workers if each.boot}
+        return sorted(model for model, count in Counter(model for model, _ in lengths).items() if count > 1)
 
     async def watch(self) -> None:
         """Check every worker's health, for ever."""

@@ -26,7 +26,7 @@ from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.pinned_prompts import NOT_RELEASED
 from proxy.pipeline.preflight import ANY_SITE
 from proxy.server import live_page
-from proxy.server.status import live, redis_status, self_check_status, worker_status
+from proxy.server.status import live, redis_status, self_check_status, warnings, worker_status
 
 HEALTH = "/health"
 
@@ -179,6 +179,7 @@ def build(gateway: Gateway, *, pages_only: bool = False) -> App:
                 worker_status(worker, gateway)
                 for worker in (gateway.prefill_pool.workers if gateway.prefill_pool is not None else ())
             ],
+            "warnings": warnings(gateway),
             "directory_entries": len(gateway.prefix_index),
             "known_positions": len(gateway.reader.positions),
             "hot_prefixes": len(gateway.warmup),

@@ -186,6 +186,11 @@ def warnings(gateway: Gateway) -> list[str]:
         for worker in up
         if (why_not := worker.probed.reports.why_not)
     ]
+    sentences += [
+        f"Workers differ in the tokens they take for {model} (max_model_len): what is too long for one goes to "
+        "another."
+        for model in gateway.pool.uneven_models()
+    ]
     if gateway.settings.shadow:
         sentences.insert(0, "Shadow mode: nothing is changed and no hint is sent; what that costs is counted.")
         sentences += [

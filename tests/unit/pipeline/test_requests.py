@@ -292,7 +292,7 @@ async def test_what_is_too_long_for_a_worker_goes_to_one_that_takes_more_and_sta
     for worker, length in ((small, 512), (large, 32_768)):
         cards = [{"id": "m", "max_model_len": length}]
         scene.pool._note(worker, replace(worker.probed, boot=f"{length}", models=cards))
-    assert "max_model_len" in caplog.text
+    assert "max_model_len" in caplog.text and "max_model_len" in str((await scene.own.get("/seamark/status")).json())
     assert [card["max_model_len"] for card in (await scene.own.get("/v1/models")).json()["data"]] == [32_768]
     scene.upstream.say = lambda sent: Said(400 if sent.worker == small.name else 200, WHOLE)
     talk = [{"role": "user", "content": "x" * 2000}]

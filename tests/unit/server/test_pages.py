@@ -148,7 +148,7 @@ async def test_the_status_page_shows_each_part_and_is_kept_nowhere(in_memory):
     assert [each["name"] for each in status["prefill_workers"]] == ["prefill"]
     assert {name for name, value in status.items() if value in (0, [], None)} == {
         *("directory_entries", "known_positions", "hot_prefixes", "text_bytes_held"),
-        *("keys", "self_check", "prefixes"),
+        *("keys", "self_check", "prefixes", "warnings"),
     }
     assert (status["since"], status["redis"]) == (gateway.gateway.created, {"state": "off"})
     assert status.keys() - {"workers", "prefill_workers"} >= {"shadow"}
