@@ -108,6 +108,9 @@ def read_secret(setting: str, path: Path) -> str:
     return secret
 
 
+MOST_CHANGES = 5  # looks in a row at a file that is being written
+
+
 class WatchedFile(Generic[T]):
     """A file and its last good content, which one that is gone, empty, cut off or wrong leaves in force.
 
@@ -119,10 +122,17 @@ class WatchedFile(Generic[T]):
         self._path = path
         self._read = read
         self._raw = b""
-        self._stamp = self.stamp()
+        self._stamp = self._looked_at = self.stamp()
+        self._changes = 0  # from look to look, in a row
         self.value: T = self._content()
         self.is_current = True  # the file could be used when it was last read
         self.failed: Callable[[], None] = lambda: None  # it has changed, and cannot be used
+
+    def is_still(self) -> bool:
+        """Whether it is as it was at the last look, or has been changing for so long that it has to be read."""
+        last, self._looked_at = self._looked_at, self.stamp()
+        self._changes = 0 if self._looked_at == last else self._changes + 1
+        return self._changes % MOST_CHANGES == 0
 
     def refresh(self) -> bool:
         """Whether there is a new value. A line in the log says so, or says why the old value stays."""
@@ -145,8 +155,8 @@ class WatchedFile(Generic[T]):
         """Raises `SettingsError`, whatever the reader raises: what is in force then is not what the file says."""
         try:
             value = self._read(self._path)
-            raw, last = read_file("file", self._path), self._raw
-            if last.startswith(raw) and last.endswith(b"\n") and raw[-1:] != b"\n" and last[len(raw)] not in b"\r\n":
+            raw = read_file("file", self._path)
+            if self._raw.endswith(b"\n") and not raw.endswith(b"\n"):
                 raise SettingsError(f"{self._path} ends within a line, as if cut off: if it is not, end that line")
             self._raw = raw
             return value

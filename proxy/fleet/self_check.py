@@ -201,7 +201,7 @@ class SelfCheck(Part):
                 await asyncio.sleep(POLL_SECONDS)
                 checking = {url: task for url, task in checking.items() if not task.done()}
                 for worker in self._pool.workers:
-                    if self._is_due(worker) and worker.url not in checking:
+                    if worker.url not in checking and self._is_due(worker):
                         work = self._check(worker, self._watched[worker.url])
                         checking[worker.url] = asyncio.create_task(work)
         finally:

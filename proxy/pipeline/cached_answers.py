@@ -22,13 +22,15 @@ class CachedAnswers:
         pool: WorkerPool,
         dispatcher: Dispatcher,
         of_workers: WorkerAnswers,
+        patience: float,
     ) -> None:
-        """`models` need no header of the client's."""
+        """`models` need no header of the client's. A stream waits `patience` seconds for another one; 0: to the end."""
         self._cache = cache
         self._models = models
         self._pool = pool
         self._dispatcher = dispatcher
         self._of_workers = of_workers
+        self._patience = patience or None
 
     async def __call__(self, request: ProxiedRequest, send: asgi.Send, watch: asgi.ClientWatch) -> None:
         """As `Answering` says."""
@@ -53,7 +55,7 @@ class CachedAnswers:
     ) -> None:
         """From what is stored, after waiting for an equal request that is being computed, or from a worker."""
         cache, api_key, result = self._cache, request.client.key, b"hit"
-        key, asks_alone = cacheable.digest(request, cache.secret), told.no_cache
+        key, may_wait = cacheable.digest(request, cache.secret), not told.no_cache and told.max_age != 0
         lease = self._dispatcher.lease(request)
         try:
             while not told.no_cache:
@@ -62,12 +64,12 @@ class CachedAnswers:
                     cache.count(result.decode()).inc()
                     await cache.deliver(key, entry, request, result, send, watch)
                     return
-                flight = None if asks_alone else cache.flights.get(key)
+                flight = cache.flights.get(key) if may_wait else None
                 if flight is not None and (lease.has_slot or api_key is None or api_key.has_room):
-                    lease.unused()
-                    result = b"joined"
+                    result, may_wait = b"joined", False
                     with request.timings.waiting(), self._dispatcher.counted(api_key):
-                        asks_alone = not await flight.is_for_others()
+                        lease.unused()
+                        await flight.landed(self._patience if request.body.parsed.get("stream") else None)
                 elif lease.has_slot:
                     break
                 else:  # an equal request may begin or end meanwhile
@@ -76,6 +78,7 @@ class CachedAnswers:
                 await self._dispatcher.acquire(lease)
             cache.count("miss").inc()
             with Flight(cache, key, request, send) as flight:
+                lease.moves = flight.land
                 await self._of_workers.answer(lease, flight.send, watch)
         finally:
             lease.release()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -103,11 +103,12 @@ class Dispatcher:
         The worker of a response is remembered once one has answered for it, that of anything else if another has not:
         what all know, such as a list, is no one's.
         """
-        if status == TOO_LONG and worker not in request.asked:  # one of them may take a longer prompt
+        keeper = self._keeper(request)
+        if status == TOO_LONG and worker not in request.asked and keeper is None:
             model, length = request.model, worker.length(request.model)
             request.asked += [each for each in self._pool.serving(model) if each.length(model) <= length]
             return bool(self._unasked(request))
-        if (kept := request.kept_id) is None or (keeper := self._keeper(request)) is worker:
+        if (kept := request.kept_id) is None or keeper is worker:
             return False
         if status == NOT_FOUND:
             request.asked.append(worker)
@@ -241,6 +242,10 @@ class Dispatcher:
         shorter = found.prefixes[: found.prefixes.index(key)] if key in found.prefixes else ()
         self._warmup.add(key, shared.tokens, shorter, replay)
 
+    def is_stored(self, request: ProxiedRequest) -> bool:
+        """Whether it names a stored response, or what a known worker has made: worth waiting for a slot."""
+        return request.response_id is not None or self._keeper(request) is not None
+
     def _keeper(self, request: ProxiedRequest) -> Worker | None:
         """The worker that stores the response or whatever this request asks for; others would not know it."""
         if (kept := request.kept_id) is None:
@@ -286,6 +291,7 @@ class Lease:
         "_slot",
         "_was_idle",
         "key",
+        "moves",
         "prompt",
         "request",
         "waited",
@@ -296,6 +302,7 @@ class Lease:
         self.request = request
         self.key = request.client.key  # at which it counts
         self.waited = 0.0  # seconds in the queue so far
+        self.moves: Callable[[], object] = bool  # called when it has to wait again
         self.prompt = 0  # tokens, roughly
         self._key_slot: KeySlot | None = None
         self._slot: Slot | None = None  # None: not taken yet, or given back
@@ -337,9 +344,15 @@ class Lease:
         """Whether to `move`, since the worker says by `status` that it does not store the response that is named."""
         return self._dispatcher.seeks_on(self.request, self.worker, status)
 
+    @property
+    def is_stored(self) -> bool:
+        """As the dispatcher says of the request."""
+        return self._dispatcher.is_stored(self.request)
+
     async def move(self) -> None:
         """The worker has computed nothing of the request: give its slot back, and wait for another one."""
         self.never_sent()
+        self.moves()
         await self._dispatcher.acquire(self)
 
     def move_now(self) -> bool:
@@ -362,6 +375,7 @@ class Lease:
         if self.has_slot:
             self.never_sent()
             self.request.give(None)
+            self.waited = 0.0  # it has had its turn
 
     def take(self, choice: Choice) -> None:
         """A slot at the worker that was chosen."""

@@ -25,7 +25,7 @@ from proxy.http.json_body import TRANSFERS, loads
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
-from proxy.pipeline.dispatch import Lease
+from proxy.pipeline.dispatch import MOST_ASKED, Lease
 from proxy.pipeline.message_answer import MessageAnswer
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.request import CLIENT_GONE, ProxiedRequest, Report, choices_of
@@ -50,7 +50,8 @@ class _Retry(NamedTuple):
     """What follows a try that came to nothing."""
 
     elsewhere: bool  # else at the same worker, on a new connection, once
-    waits: bool = False  # for a slot anywhere; else, once, at a worker that has one now
+    waits: bool = False  # for a slot anywhere; else at a worker that has one now
+    most: int = 1
 
 
 # Whatever may have been read goes to no other worker, except that one which says that it has not computed the request
@@ -58,7 +59,7 @@ class _Retry(NamedTuple):
 RETRIES: Mapping[str, _Retry] = {
     UNREACHABLE: _Retry(elsewhere=True, waits=True),
     STALE: _Retry(elsewhere=False),
-    NOT_STORED: _Retry(elsewhere=True, waits=True),
+    NOT_STORED: _Retry(elsewhere=True, waits=True, most=MOST_ASKED),
     REFUSED: _Retry(elsewhere=True),
 }
 
@@ -138,26 +139,35 @@ class ResponseRelay:
             if failed == UNREACHABLE and tries[failed] > len(self._pool.workers):
                 lease.never_sent()
                 raise no_worker("No worker could be reached.", self._pool.workers)
+            waits = retry.waits and (answer is None or lease.is_stored)
             if answer is not None:
-                if not retry.waits and (tries[failed] > 1 or not lease.move_now()):
+                if not waits and (tries[failed] > retry.most or not lease.move_now()):
                     return _with_valid_status(answer)
                 answer.close()
             self._resent.labels(worker.name, failed).inc()
-            if retry.waits:
+            if waits:
                 await lease.move()
             fresh = not retry.elsewhere
             if failed != UNREACHABLE or lease.worker.engine != worker.engine:
                 transfer = None  # it is used once, whatever became of it
 
     async def _try(
-        self, request: ProxiedRequest, lease: Lease, headers: asgi.HeaderList, transfer: Any, *, fresh: bool
+        self,
+        request: ProxiedRequest,
+        lease: Lease,
+        headers: asgi.HeaderList,
+        transfer: Any,
+        *,
+        fresh: bool,
+        merges: bool = False,
     ) -> Answer | tuple[str, Answer | None]:
         """Send it once. The worker's answer, or, if that is not the last word, a key of `RETRIES` and the answer."""
         client, worker = request.client, lease.worker
+        merges = merges or worker.merges_system
         load = ""  # in the body
         if client.method == "POST" and worker.engine is not None and client.endpoint in HINTED:
             load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"  # other gateways learn of it there
-        target, raw = self._encoded(request, worker, transfer, load)
+        target, raw = self._encoded(request, worker, transfer, load, merges=merges)
         headers = worker.addressed(headers)
         try:
             with request.timings.waiting():
@@ -178,11 +188,11 @@ class ResponseRelay:
             self._record_failure(request, worker)
             raise
         if target != client.target:
-            if answer.status in NOT_RENDERED and has_reminders(request.body.parsed):
-                worker.merges_system = not worker.merges_system
-                if worker.merges_system:  # the other way has not been tried
+            if has_reminders(request.body.parsed):
+                if answer.status in NOT_RENDERED and not merges:
                     answer.close()
-                    return await self._try(request, lease, headers, transfer, fresh=fresh)
+                    return await self._try(request, lease, headers, transfer, fresh=fresh, merges=True)
+                worker.merges_system = merges and answer.status not in NOT_RENDERED
             answer = MessageAnswer(answer)
         self._judge(request, worker, answer.status)
         if lease.seeks_on(answer.status):
@@ -205,9 +215,18 @@ class ResponseRelay:
         self._pool.record_failure(worker, request.client.target.encode("latin-1") + request.body.raw)
 
     def _encoded(
-        self, request: ProxiedRequest, worker: Worker, transfer: dict[str, Any] | None = None, load: str = ""
+        self,
+        request: ProxiedRequest,
+        worker: Worker,
+        transfer: dict[str, Any] | None = None,
+        load: str = "",
+        *,
+        merges: bool = False,
     ) -> tuple[str, bytes]:
-        """Path and body as `worker` gets them. `transfer`: where it finds the prompt computed; `load`: as of `LOAD`."""
+        """Path and body as `worker` gets them. `transfer`: where it finds the prompt computed; `load`: as of `LOAD`.
+
+        `merges`: system messages within a conversation go to its head, for a worker whose template takes one.
+        """
         body, choice, client = request.body, request.choice, request.client
         if client.method != "POST":
             return client.target, body.raw
@@ -220,7 +239,7 @@ class ResponseRelay:
             own["request_id"] = key.new_response_id()
         hint = choice.hint if choice is not None else ()
         if client.endpoint == MESSAGES and MESSAGES in worker.probed.frontend.lacks:
-            return CHAT, body.as_chat(hint, own, load, merges=worker.merges_system)
+            return CHAT, body.as_chat(hint, own, load, merges=merges)
         return client.target, body.encoded(hint, own, load)
 
     async def _deliver(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,9 +121,8 @@ class Gateway:
         self.response_cache: ResponseCache | None = None
         if settings.response_cache:
             self.response_cache = shelf.put(ResponseCache(settings.response_cache, metrics))
-            answers = CachedAnswers(
-                self.response_cache, settings.response_cache_models, self.pool, dispatcher, of_workers
-            )
+            models, patience = settings.response_cache_models, settings.heartbeat
+            answers = CachedAnswers(self.response_cache, models, self.pool, dispatcher, of_workers, patience)
         if names := settings.workers_dns:
             interval, keep = settings.workers_dns_interval, settings.workers_dns_keep
             shelf.put(Discovery(names, interval, keep, metrics, self.pool.discover))
@@ -156,10 +156,11 @@ class Gateway:
         )
         metrics.shadow_mode.set(settings.shadow)
         metrics.queued.set_function(lambda: len(self.queue))
-        self._files: list[WatchedFile[Any]] = []
-        self._count_failures("workers_file", self.pool.file)
-        self._count_failures("prefixes_file", self.pinned.file)
-        self._count_failures("api_keys", self.keys.file if self.keys is not None else None)
+        self._files: list[tuple[WatchedFile[Any], Callable[[], None]]] = []
+        self._watch("workers_file", self.pool.file, self.pool.refresh)
+        if self.keys is not None:
+            self._watch("api_keys", self.keys.file, self.keys.refresh)
+        self._watch("prefixes_file", self.pinned.file, self.pinned.refresh)
 
     def start(self) -> None:
         """Begin what runs beside the requests. Call it inside a running event loop."""
@@ -178,28 +179,24 @@ class Gateway:
         """Bytes of prompts in memory."""
         return self.reader.held + self.shelf.held
 
-    def _count_failures(self, setting: str, file: WatchedFile[Any] | None) -> None:
+    def _watch(self, setting: str, file: WatchedFile[Any] | None, refresh: Callable[[], None]) -> None:
         if file is not None:
-            self._files.append(file)
+            self._files.append((file, refresh))
             self.metrics.file_current.labels(setting).set_function(lambda: file.is_current)
             file.failed = self.metrics.config_reload_errors.labels(setting).inc
 
     async def _watch_files(self) -> None:
-        """What differs from look to look is still being written."""
-        last: Any = None
+        """A file that differs from look to look is still being written."""
         while True:
             await asyncio.sleep(FILES_INTERVAL)
             await self.idle.lull()
-            last, before = [file.stamp() for file in self._files], last
-            if last == before:
-                self.read_files()
+            self.read_files(only_still=True)
 
-    def read_files(self) -> None:
-        """Read again those files that have changed."""
-        self.pool.refresh()
-        if self.keys is not None:
-            self.keys.refresh()
-        self.pinned.refresh()
+    def read_files(self, *, only_still: bool = False) -> None:
+        """Read again those files that have changed; `only_still`: and that are as they were at the last look."""
+        for file, refresh in self._files:
+            if file.is_still() or not only_still:
+                refresh()
 
     def _distrust(self, worker: Worker) -> None:
         """Answers from the worker's cache differ."""

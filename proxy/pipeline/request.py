@@ -406,7 +406,8 @@ class ProxiedRequest:
         named = next((part for part in parts if not _DIGITS.isdisjoint(part)), None)
         if named is None and self.client.method != "POST":  # /v1/images/generations makes something
             named = "/".join(parts)
-        return named or self.body.parsed.get("input_file_id")
+        given = named or self.body.parsed.get("input_file_id")
+        return given if isinstance(given, str) else None
 
     @property
     def makes(self) -> bool:

@@ -8,6 +8,7 @@ flight: who asks for what is being computed waits for the finished answer, which
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -89,7 +90,7 @@ class ResponseCache(Part):
         """Forget the answers of a worker's boot, or all; what is under way now is not stored either."""
         self.voided += 1
         for flight in [*self.flights.values()]:
-            flight.land(is_for_others=True)
+            flight.land()
         self.answers.remove_all(boot)
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
@@ -118,7 +119,7 @@ class Flight:
         self._pieces: list[bytes] = []
         self._size = 0  # bytes of them, as they are counted
         self._is_kept = True
-        self._landed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._landed = asyncio.Event()
 
     def __enter__(self) -> Flight:
         self._cache.flights.setdefault(self._key, self)
@@ -126,18 +127,19 @@ class Flight:
 
     def __exit__(self, *_: object) -> None:
         self._drop()
-        self.land(is_for_others=True)  # it failed, or its client has left: that concerns nobody else
+        self.land()
 
-    async def is_for_others(self) -> bool:
-        """Wait for its end. False if whoever waited has to ask for an answer alone; else it may be found now."""
-        return await asyncio.shield(self._landed)
+    async def landed(self, seconds: float | None) -> None:
+        """Wait for its end, so long at most. If its answer is one for others, it is stored then."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._landed.wait()
 
-    def land(self, *, is_for_others: bool) -> None:
+    def land(self) -> None:
         """Nobody waits for it any more."""
         if self._cache.flights.get(self._key) is self:
             del self._cache.flights[self._key]
-        if not self._landed.done():
-            self._landed.set_result(is_for_others)
+        self._landed.set()
 
     async def send(self, message: asgi.Scope) -> None:
         """The next part of the answer, as ASGI has it."""
@@ -148,10 +150,10 @@ class Flight:
             self._add(message.get("body", b""))
             if not message.get("more_body", False):
                 self._end()
-        if self._landed.done():
+        if self._landed.is_set():
             await self._send(message)
             return
-        too_slow = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, lambda: self.land(is_for_others=False))
+        too_slow = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self.land)
         try:
             await self._send(message)
         finally:
@@ -180,13 +182,10 @@ class Flight:
         """The last byte is there."""
         request, head, pieces = self._request, self._head, tuple(grouped(self._pieces))
         self._drop()
-        is_stored = False
         if head is not None and self._may_be_stored():
             source = Source.of(self._source.worker, request.model)
-            is_stored = self._answers.add(
-                self._key, Entry(_kept(head["headers"]), pieces, source, request.client.owner)
-            )
-        self.land(is_for_others=is_stored)
+            self._answers.add(self._key, Entry(_kept(head["headers"]), pieces, source, request.client.owner))
+        self.land()
 
     def _may_be_stored(self) -> bool:
         """Whether the answer may be given to anyone else."""
@@ -200,7 +199,7 @@ class Flight:
     def _refuse(self) -> None:
         """It is not one for others."""
         self._drop()
-        self.land(is_for_others=False)
+        self.land()
 
     def _drop(self) -> None:
         self._is_kept = False

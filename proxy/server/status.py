@@ -187,8 +187,7 @@ def warnings(gateway: Gateway) -> list[str]:
         if (why_not := worker.probed.reports.why_not)
     ]
     sentences += [
-        f"Workers differ in the tokens they take for {model} (max_model_len): what is too long for one goes to "
-        "another."
+        f"Workers differ in the tokens they take for {model} (max_model_len): what is too long for one goes to another."
         for model in gateway.pool.uneven_models()
     ]
     if gateway.settings.shadow:

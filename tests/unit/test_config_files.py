@@ -102,7 +102,7 @@ TWO = b'[[worker]]\nurl = "http://a"\n[[worker]]\nurl = "http://b"\nmax_inflight
         *(partial(Path.write_bytes, data=TWO[:end]) for end in range(len(TWO)) if TWO[end] != 10 != TWO[end - 1]),
     ],
 )
-def test_a_watched_file_that_is_gone_or_says_nothing_or_is_cut_within_a_line_stops_nothing(tmp_path, caplog, change):
+def test_a_watched_file_that_is_gone_or_says_nothing_or_ends_within_a_line_stops_nothing(tmp_path, caplog, change):
     path = tmp_path / "file.toml"
     path.write_bytes(TWO)
     watched = WatchedFile(path, read_workers)
@@ -110,7 +110,7 @@ def test_a_watched_file_that_is_gone_or_says_nothing_or_is_cut_within_a_line_sto
     assert not watched.refresh() and not watched.is_current
     assert watched.value == (("http://a", None), ("http://b", 128)) and len(caplog.messages) == 1
     path.unlink(missing_ok=True)
-    for said, workers in ((BOM_UTF8 + TWO[:28], (("http://a", None),)), (b"worker = []", ())):
+    for said, workers in ((BOM_UTF8 + TWO[:28] + b"\n", (("http://a", None),)), (b"worker = []\n", ())):
         path.write_bytes(said)
         assert watched.refresh() and watched.value == workers
 

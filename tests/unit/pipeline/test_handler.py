@@ -342,21 +342,24 @@ async def test_a_file_that_its_reader_chokes_on_is_told_as_not_read_whichever_it
         Gateway(Settings(worker=("http://127.0.0.1:9",), **{setting: path}))
 
 
-async def test_a_file_is_read_once_it_is_not_written_any_more(tmp_path, monkeypatch):
+async def test_a_file_is_read_once_it_is_not_written_any_more_whatever_happens_to_others(tmp_path, monkeypatch):
     monkeypatch.setattr("proxy.pipeline.gateway.FILES_INTERVAL", 0)
     (path := tmp_path / "keys.toml").write_text(entry("ann"))
-    gateway, read, parts = Gateway(Settings(worker=("http://127.0.0.1:9",), api_keys=path)), [], iter(entry("bob") * 9)
+    (busy := tmp_path / "workers.toml").write_text('[[worker]]\nurl = "http://127.0.0.1:9"\n')
+    gateway, parts = Gateway(Settings(workers_file=busy, api_keys=path)), iter(entry("bob").splitlines(keepends=True))
+    names: list[set[str]] = []
 
     async def lull():
-        with path.open("a") as file:
-            file.write(next(parts, ""))
+        names.append({name for name in ("ann", "bob") if gateway.keys.named(name) is not None})
+        for written, more in ((path, next(parts, "")), (busy, "# a line\n")):
+            with written.open("a") as file:
+                file.write(more)
 
-    monkeypatch.setattr(gateway, "read_files", lambda: read.append(path.read_text()))
     monkeypatch.setattr(gateway.idle, "lull", lull)
     watching = asyncio.create_task(gateway._watch_files())
-    await until(lambda: read)
+    await until(lambda: "bob" in names[-1] if names else False)
     watching.cancel()
-    assert read[0] == entry("ann") + entry("bob") * 9
+    assert next(look for look, known in enumerate(names) if "bob" in known) < 9 and gateway.keys.file.is_current
     await gateway.stop()
 
 

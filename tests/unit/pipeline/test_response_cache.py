@@ -64,7 +64,7 @@ class Sharing(RuleBasedStateMachine):
         self.is_tight = False  # whether so much is under way that not all of it may be kept
         self.filled = self.leases = self.waiting = 0
         pool = SimpleNamespace(up=[self.worker], workers=[self.worker])
-        self.cached = CachedAnswers(self.cache, ("*",), pool, self, self)  # type: ignore[arg-type]
+        self.cached = CachedAnswers(self.cache, ("*",), pool, self, self, 0.0)  # type: ignore[arg-type]
 
     def lease(self, request: ProxiedRequest) -> Slot:
         return Slot(self, request)
@@ -319,12 +319,14 @@ async def test_the_second_request_hits_unless_the_answer_was_called_into_doubt(s
     second.leaves()
 
 
-async def test_who_waits_for_a_client_that_does_not_read_asks_for_an_answer_of_its_own(scene):
-    slow, other = scene.ask("a", reads=False), scene.ask("a")
+@pytest.mark.parametrize("reads", [False, True])
+async def test_who_waits_for_a_client_that_does_not_read_or_as_a_stream_for_long_asks_for_its_own_answer(scene, reads):
+    scene.cached._patience = PATIENCE_SECONDS if reads else None
+    first, other = scene.ask("a", reads=reads), scene.ask("a")
     await turns()
     assert len(scene.runs) == 1 and scene.waiting == 1
     scene.runs[0].orders.put_nowait(head())
     await asyncio.sleep(3 * PATIENCE_SECONDS)
-    assert [run.owner for run in scene.runs] == [slow, other] and not scene.waiting
-    for client in (slow, other):
+    assert [run.owner for run in scene.runs] == [first, other] and not scene.waiting
+    for client in (first, other):
         client.leaves()
