@@ -50,7 +50,7 @@ class OwnRequests:
         self._lock = threading.RLock()  # what is under way is in the engine's queue, in this order
         self.beside = False  # clients' requests do not end them
         self._interrupted = False
-        self.busy_at = time.monotonic()  # when a client's request was last there
+        self._busy_at = time.monotonic()
 
     @property
     def facts(self) -> Facts:
@@ -64,6 +64,13 @@ class OwnRequests:
             checkpoints.grid.alignment,
             checkpoints.grid.ahead,
         )
+
+    @property
+    def busy_at(self) -> float:
+        """When a client's request was last there, or at another engine that this one steps together with."""
+        if self._engine.engines_running and not self._under_way:
+            self._busy_at = time.monotonic()
+        return self._busy_at
 
     @property
     def may_ask(self) -> bool:
@@ -87,7 +94,8 @@ class OwnRequests:
             max_tokens=question.tokens,
             ignore_eos=True,
             logprobs=top,
-            prompt_logprobs=top if question.scored else None,
+            # With this switch vLLM has not all of them, and ends at the question.
+            prompt_logprobs=top if question.scored and not config.cache_config.kv_sharing_fast_prefill else None,
             detokenize=False,
             extra_args={hints.FIELD: [question.hint]} if question.hint else None,
         )
@@ -113,7 +121,7 @@ class OwnRequests:
         request, wave = self._engine.preprocess_add_request(asked)
         setattr(request, OWN, not question.as_client)
         with self._lock:
-            if self._interrupted:
+            if self._interrupted or not self.may_ask:
                 raise PromptEnded
             sent = self._under_way[request.request_id] = Sent(request, question)
             self._engine.input_queue.put_nowait((EngineCoreRequestType.ADD, (request, wave)))
@@ -122,13 +130,18 @@ class OwnRequests:
     def wait(self, sent: Sent) -> TrialAnswer:
         """The answer to what was sent. Raises `PromptEnded`, or `NoAnswer`."""
         while not sent.done.wait(LOOK_SECONDS):
-            if self._interrupted or (sent.request.is_finished() and not sent.done.wait(LOOK_SECONDS)):
+            if self._interrupted or (self._is_gone(sent) and not sent.done.wait(LOOK_SECONDS) and self._is_gone(sent)):
                 raise PromptEnded
             if time.monotonic() >= sent.until:
                 raise NoAnswer(f"no answer in {DEADLINE_SECONDS:.0f} s")
         if self._interrupted:
             raise PromptEnded
         return _answer(sent)
+
+    def _is_gone(self, sent: Sent) -> bool:
+        """Whether vLLM has ended it, or refused it when it came out of the queue, of which nobody is told."""
+        is_held = not self._engine.input_queue.empty() or sent.request.request_id in self._engine.scheduler.requests
+        return bool(sent.request.is_finished()) or not is_held
 
     def end(self) -> None:
         """Give up what is still under way."""
@@ -143,7 +156,7 @@ class OwnRequests:
         """A step is going to be planned: a client's request ends ours."""
         under_way = sum(name in scheduler.requests for name in list(self._under_way))
         if len(scheduler.requests) > under_way:
-            self.busy_at = time.monotonic()
+            self._busy_at = time.monotonic()
             if not self.beside:
                 self.give_up()
 

@@ -28,7 +28,7 @@ TWICE = 2  # prompts on which answers have to differ, the second one new and of 
 
 # A prompt's logprobs take memory for the whole vocabulary at each of its tokens that are in one pass. Behind longer
 # prompts, only some tokens are asked for, by a prefill each.
-MOST_SCORED = 1024  # tokens
+MOST_SCORED = 256  # tokens
 
 # Answers beside which others begin and end (tokens), and one that begins when the first of them has ended.
 STAGGERED, LATER = (8, 20, 40), 12

@@ -276,20 +276,24 @@ def test_states_lie_at_the_ends_of_a_kernels_chunks_of_a_delta_net_or_if_the_use
 
 
 @pytest.mark.parametrize(
-    ("value", "drafting", "refusal", "state"),
+    ("value", "drafting", "refusal", "logprobs", "state"),
     [
-        ("auto", MTP, None, ON_TRIAL),
-        ("1", MTP, None, ON),
-        ("0", MTP, Refusal(SPECULATIVE, "it is off"), OFF),
-        ("auto", MTP, Refusal(SPECULATIVE, "a method"), OFF),
-        ("auto", None, None, NONE),
+        ("auto", MTP, None, 2, ON_TRIAL),
+        ("auto", MTP, None, -1, ON_TRIAL),
+        ("auto", MTP, None, 1, CLOSED),
+        ("1", MTP, None, 0, ON),
+        ("0", MTP, Refusal(SPECULATIVE, "it is off"), 0, OFF),
+        ("auto", MTP, Refusal(SPECULATIVE, "a method"), 0, OFF),
+        ("auto", None, None, 0, NONE),
     ],
 )
-def test_an_engine_begins_as_its_drafts_and_the_setting_say(monkeypatch, value, drafting, refusal, state):
+def test_an_engine_begins_as_its_drafts_and_the_setting_say(monkeypatch, value, drafting, refusal, logprobs, state):
     monkeypatch.setenv("SEAMARK_DRAFTS", value)
-    gate = DraftGate.of(config(drafting), refusal)
+    vllm_config = config(drafting)
+    vllm_config.model_config.max_logprobs = logprobs
+    gate = DraftGate.of(vllm_config, refusal)
     named = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"seamark_trial": 1, "seamark_drafts": "open:"}))
-    assert gate.state == state and gate.admits(named) == (state in (NONE, ON))
+    assert gate.state == state and (state != CLOSED or "max-logprobs" in gate.refusal.cause) and gate.admits(named) == (state in (NONE, ON))
     assert gate.admits(SimpleNamespace(**{OWN_REQUEST: True}))
     gate.state, gate.why = CLOSED, "x" * 1000
     assert not gate.admits(named) and gate.refusal.cause == "drafts: " + "x" * (LONGEST - 9) + "…"
