@@ -7,6 +7,7 @@ finished, unless they run beside clients by intention.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 from engine_patches.footprint import OWN
 from engine_patches.scheduler import hints
+from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.draft_acceptance import AcceptedDrafts
 from engine_patches.trial.prompts import Facts
 from engine_patches.trial.trial import NoAnswer, PromptEnded, TrialAnswer, TrialQuestion, fresh_salt
@@ -37,6 +39,7 @@ class Sent:
         self.until = time.monotonic() + DEADLINE_SECONDS
         self.outputs: list[Any] = []  # vLLM's `EngineCoreOutput`
         self.done = threading.Event()
+        self.is_found_again = bool(question.salt)  # what it leaves in the cache
 
 
 class OwnRequests:
@@ -47,6 +50,7 @@ class OwnRequests:
         self._prefix = os.urandom(16).hex()
         self._count = 0
         self._under_way: dict[str, Sent] = {}
+        self._leaving: list[Sent] = []  # what may be in the cache
         self._lock = threading.RLock()  # what is under way is in the engine's queue, in this order
         self.beside = False  # clients' requests do not end them
         self._interrupted = False
@@ -124,6 +128,7 @@ class OwnRequests:
             if self._interrupted or not self.may_ask:
                 raise PromptEnded
             sent = self._under_way[request.request_id] = Sent(request, question)
+            self._leaving.append(sent)
             self._engine.input_queue.put_nowait((EngineCoreRequestType.ADD, (request, wave)))
         return sent
 
@@ -153,12 +158,37 @@ class OwnRequests:
                 self._under_way.clear()
 
     def make_way(self, scheduler: Any) -> None:
-        """A step is going to be planned: a client's request ends ours."""
+        """A step is going to be planned: a client's request ends ours, and takes the blocks that ours have left."""
+        self._leave(scheduler)
         under_way = sum(name in scheduler.requests for name in list(self._under_way))
         if len(scheduler.requests) > under_way:
             self._busy_at = time.monotonic()
             if not self.beside:
                 self.give_up()
+
+    def keep(self, salt: str) -> None:
+        """What has been asked under any other salt is not found again."""
+        with self._lock:
+            for sent in self._leaving:
+                sent.is_found_again = sent.question.salt == salt != ""
+
+    def _leave(self, scheduler: Any) -> None:
+        """Give up what nobody finds again, so that clients' prompts stay in the cache: under salts that are ours alone."""
+        with self._lock:
+            gone = [each for each in self._leaving if not each.is_found_again and self._is_gone(each)]
+            self._leaving = [each for each in self._leaving if each not in gone]
+        manager, checkpoints = scheduler.kv_cache_manager, scheduler.seamark
+        pool, unit = manager.block_pool, checkpoints.grid.unit
+        groups = [each.kv_cache_group_id for each in manager.coordinator.single_type_managers]
+        for sent, group in itertools.product(gone, groups):
+            for number in range(len(sent.request.block_hashes)):
+                key = key_at(sent.request, (number + 1) * unit, unit, group)
+                while (block := pool.cached_block_hash_to_block.get_one_block(key)) is not None:
+                    pool.touch([block])
+                    pool.evict_blocks({block.block_id})
+                    pool.free_blocks([block])  # without a key it is the first to be taken
+        if gone and checkpoints.states.retention is not None:
+            checkpoints.states.retention.prune()
 
     def give_up(self) -> None:
         """What is being compared is asked anew, since a client has come or answers may be others from now on."""

@@ -90,6 +90,9 @@ class Asker(Protocol):
     def wait(self, sent: Any) -> TrialAnswer:
         """The answer to what was sent."""
 
+    def keep(self, salt: str) -> None:
+        """What has been asked under any other salt is not found again. It raises nothing."""
+
 
 class TrialVerdict(NamedTuple):
     """What a trial comes to."""
@@ -139,6 +142,8 @@ class Trial:
             self.unanswered += 1
             if self.asked + self.unanswered < MOST:
                 raise
+        finally:
+            self._asker.keep(self._last[1] if self._last is not None else "")
         return self._verdict()
 
     def _ask(self, kind: TrialKind, *, beside: bool) -> None:

@@ -96,7 +96,8 @@ def test_whoever_comes_whenever_no_client_is_told_of_them_or_shares_a_step_with_
         match draw.choice((*["ask"] * 6, "client", *["step"] * 12, "end", "reset", "beside")):
             case "ask":
                 engine.own.begin()
-                asked = TrialQuestion(drawn(draw), hint=draw.choice((0, 30)), as_client=draw.random() < 0.3)
+                salt, hint = draw.choice(("", "", "salt")), draw.choice((0, 30))
+                asked = TrialQuestion(drawn(draw), salt, hint, as_client=draw.random() < 0.3)
                 sent.append(engine.own.send(asked._replace(tokens=draw.choice((1, 20)))))
             case "client" if clients < 40:
                 clients += 1
@@ -111,6 +112,10 @@ def test_whoever_comes_whenever_no_client_is_told_of_them_or_shares_a_step_with_
                 engine.step()
     while engine.core.busy or engine.input_queue.qsize():
         engine.step()
+    for salt, kept in (("salt", {"salt"}), ("", set[str]())):
+        engine.own.keep(salt)
+        engine.own.make_way(engine.scheduler)
+        assert {each.question.salt for each in sent if engine.core.keys(each.request, 0)} == kept
     assert engine.core.errors == [] and set(engine.told) == {f"client-{each}" for each in range(1, clients + 1)}
     answered = [each for each in sent if each.outputs and each.outputs[-1].finish_reason is not None]
     assert len(answered) > 20 and not engine.own._under_way and all(each.request.is_finished() for each in sent)

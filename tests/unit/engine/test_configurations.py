@@ -293,7 +293,11 @@ def test_an_engine_begins_as_its_drafts_and_the_setting_say(monkeypatch, value, 
     vllm_config.model_config.max_logprobs = logprobs
     gate = DraftGate.of(vllm_config, refusal)
     named = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"seamark_trial": 1, "seamark_drafts": "open:"}))
-    assert gate.state == state and (state != CLOSED or "max-logprobs" in gate.refusal.cause) and gate.admits(named) == (state in (NONE, ON))
+    assert (
+        gate.state == state
+        and (state != CLOSED or "max-logprobs" in gate.refusal.cause)
+        and gate.admits(named) == (state in (NONE, ON))
+    )
     assert gate.admits(SimpleNamespace(**{OWN_REQUEST: True}))
     gate.state, gate.why = CLOSED, "x" * 1000
     assert not gate.admits(named) and gate.refusal.cause == "drafts: " + "x" * (LONGEST - 9) + "…"
