@@ -41,11 +41,7 @@ class DraftGate:
             return cls()
         if refusal is not None:
             return cls(OFF, why=refusal.cause)
-        if settings.drafts() != settings.AUTO:
-            return cls(ON)
-        # With one, an answer says nothing of what else was likely, or how coarse its logits are.
-        too_few = 0 <= vllm_config.model_config.max_logprobs < 2
-        return cls(CLOSED, why="vLLM gives fewer than 2 logprobs (--max-logprobs)") if too_few else cls(ON_TRIAL)
+        return cls(ON_TRIAL if settings.drafts() == settings.AUTO else ON)
 
     def admits(self, request: Any) -> bool:
         """Whether states may be kept for a vLLM `Request`, and the hint counts that it came with."""

@@ -55,11 +55,11 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
         self.seamark = checkpoints = Checkpoints(
             grid=_grid(self, specs if in_pass else ()),
             block_size=self.block_size,
+            refusal=refusal,
             weights=Weights.of(self.vllm_config),
             verified=1 + self.num_spec_tokens,
             drafts=DraftGate.of(self.vllm_config, refusal) if recurrent else DraftGate(),
         )
-        checkpoints.refusal = refusal or checkpoints.drafts.refusal
         if specs:
             checkpoints.states = states = _states(self, recurrent, checkpoints.grid, in_pass)
             windows = draft_windows.windows_among(managers)
@@ -78,8 +78,6 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
                     settings.DRAFTS,
                     settings.AUTO,
                 )
-            elif checkpoints.drafts.refusal is not None:
-                logger.error("seamark: hints are off beside drafts: %s", checkpoints.drafts.why)
             transfers.introduce(self, checkpoints, states)
             introduce = getattr(self.connector, "seamark_introduce", None)  # only our own wants to know
             if introduce is not None:

@@ -173,7 +173,7 @@ class OwnRequests:
                 sent.is_found_again = sent.question.salt == salt != ""
 
     def _leave(self, scheduler: Any) -> None:
-        """Give up what nobody finds again, so that clients' prompts stay in the cache: under salts that are ours alone."""
+        """Give up what nobody finds again, so that clients' prompts stay in the cache."""
         with self._lock:
             gone = [each for each in self._leaving if not each.is_found_again and self._is_gone(each)]
             self._leaving = [each for each in self._leaving if each not in gone]

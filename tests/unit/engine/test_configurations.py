@@ -46,12 +46,14 @@ def config(drafts: Any = None, connector: str | None = None, **changes: Any) -> 
         **{"hybrid": True, "pure": False, "type": "nemotron_h", "index": 0, "chunk": 256, "unit": None, "block": 384},
         **{"caching": True, "mode": "align", "stages": 1, "context_ranks": 1, "launched": "mp", "ranks": 2},
         **{"graphs": "FULL_AND_PIECEWISE", "split": False, "overlap": False, "v2": False, "lookahead": None},
+        "logprobs": 20,
     } | changes
     a = SimpleNamespace(**found)
     return SimpleNamespace(
         model_config=SimpleNamespace(
             is_hybrid=a.hybrid,
             is_attention_free=a.pure,
+            max_logprobs=a.logprobs,
             hf_text_config=SimpleNamespace(model_type=a.type, index_kpool=a.index),
             get_mamba_chunk_size=lambda: a.chunk,
         ),
@@ -188,6 +190,10 @@ def test_hints_beside_drafts_are_refused_only_if_nobody_wants_them(monkeypatch, 
         assert (speculation.refusal(config(drafts(method))) is not None) is refused
     assert speculation.refusal(config(MTP, overlap=True, v2=True)) is None or refused
     assert speculation.refusal(config()) is None and not speculation.drafting(config())
+    for logprobs in (-1, 0, 1, 2):
+        refusal = by_configuration(config(MTP, logprobs=logprobs))
+        told = refusal is not None and "(--max-logprobs)" in refusal.cause
+        assert told is (value == "" and logprobs in (0, 1)), "a trial would see nothing"
 
 
 @pytest.mark.parametrize(
@@ -276,28 +282,20 @@ def test_states_lie_at_the_ends_of_a_kernels_chunks_of_a_delta_net_or_if_the_use
 
 
 @pytest.mark.parametrize(
-    ("value", "drafting", "refusal", "logprobs", "state"),
+    ("value", "drafting", "refusal", "state"),
     [
-        ("auto", MTP, None, 2, ON_TRIAL),
-        ("auto", MTP, None, -1, ON_TRIAL),
-        ("auto", MTP, None, 1, CLOSED),
-        ("1", MTP, None, 0, ON),
-        ("0", MTP, Refusal(SPECULATIVE, "it is off"), 0, OFF),
-        ("auto", MTP, Refusal(SPECULATIVE, "a method"), 0, OFF),
-        ("auto", None, None, 0, NONE),
+        ("auto", MTP, None, ON_TRIAL),
+        ("1", MTP, None, ON),
+        ("0", MTP, Refusal(SPECULATIVE, "it is off"), OFF),
+        ("auto", MTP, Refusal(SPECULATIVE, "a method"), OFF),
+        ("auto", None, None, NONE),
     ],
 )
-def test_an_engine_begins_as_its_drafts_and_the_setting_say(monkeypatch, value, drafting, refusal, logprobs, state):
+def test_an_engine_begins_as_its_drafts_and_the_setting_say(monkeypatch, value, drafting, refusal, state):
     monkeypatch.setenv("SEAMARK_DRAFTS", value)
-    vllm_config = config(drafting)
-    vllm_config.model_config.max_logprobs = logprobs
-    gate = DraftGate.of(vllm_config, refusal)
+    gate = DraftGate.of(config(drafting), refusal)
     named = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"seamark_trial": 1, "seamark_drafts": "open:"}))
-    assert (
-        gate.state == state
-        and (state != CLOSED or "max-logprobs" in gate.refusal.cause)
-        and gate.admits(named) == (state in (NONE, ON))
-    )
+    assert gate.state == state and gate.admits(named) == (state in (NONE, ON))
     assert gate.admits(SimpleNamespace(**{OWN_REQUEST: True}))
     gate.state, gate.why = CLOSED, "x" * 1000
     assert not gate.admits(named) and gate.refusal.cause == "drafts: " + "x" * (LONGEST - 9) + "…"
