@@ -33,13 +33,8 @@ class Engine:
         self.vllm_config, self.own, self.told = self.scheduler.vllm_config, OwnRequests(self), list[str]()
         self.scheduler.seamark.own, self.update = self.own, self.scheduler.update_from_output
         self.scheduler.update_from_output = self._update
-        self.running, self.engines_running = True, False
-
-    def is_running(self) -> bool:
-        return self.running
-
-    def is_sleeping(self) -> bool:
-        return False
+        self.sleeps = self.engines_running = False
+        self.is_running, self.is_sleeping = lambda: True, lambda: self.sleeps
 
     def preprocess_add_request(self, asked: Any) -> tuple[Any, int]:
         add, self.scheduler.add_request = self.scheduler.add_request, lambda request: None
@@ -166,10 +161,10 @@ def test_what_a_frontend_would_refuse_and_what_gets_no_answer_is_unanswered(engi
     engine.input_queue.queue.clear()  # as after a pause or in a shutdown
     with pytest.raises(PromptEnded):
         engine.own.wait(refused)
-    engine.running = False
+    engine.sleeps = True
     with pytest.raises(PromptEnded):
         engine.own.send(TrialQuestion([1, 2]))
-    engine.running = engine.vllm_config.cache_config.kv_sharing_fast_prefill = True
+    engine.sleeps, engine.vllm_config.cache_config.kv_sharing_fast_prefill = False, True
     odd = engine.own.send(TrialQuestion([1, 2], tokens=1, scored=True))
     assert engine.asked.sampling_params.prompt_logprobs is None
     while not odd.done.is_set():
