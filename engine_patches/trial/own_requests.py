@@ -166,7 +166,7 @@ class OwnRequests:
             if not self.beside:
                 self.give_up()
 
-    def keep(self, salt: str) -> None:
+    def keep_only(self, salt: str) -> None:
         """What has been asked under any other salt is not found again."""
         with self._lock:
             for sent in self._leaving:

@@ -90,7 +90,7 @@ class Asker(Protocol):
     def wait(self, sent: Any) -> TrialAnswer:
         """The answer to what was sent."""
 
-    def keep(self, salt: str) -> None:
+    def keep_only(self, salt: str) -> None:
         """What has been asked under any other salt is not found again. It raises nothing."""
 
 
@@ -143,7 +143,7 @@ class Trial:
             if self.asked + self.unanswered < MOST:
                 raise
         finally:
-            self._asker.keep(self._last[1] if self._last is not None else "")
+            self._asker.keep_only(self._last[1] if self._last is not None else "")
         return self._verdict()
 
     def _ask(self, kind: TrialKind, *, beside: bool) -> None:

@@ -139,7 +139,7 @@ class Turns:
         # What is reported goes out with a step.
         self._checkpoints.counters.report_soon()
         with contextlib.suppress(Exception):
-            self._own.keep("")
+            self._own.keep_only("")
             self._own.begin()
             self._own.wait(self._own.send(TrialQuestion([1, 2], tokens=1)))
 

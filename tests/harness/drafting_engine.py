@@ -57,7 +57,7 @@ class DraftingEngine:
         self.under_way -= 1
         return self.answer(sent)
 
-    def keep(self, salt: str) -> None:
+    def keep_only(self, salt: str) -> None:
         """A prompt is over."""
         self._states = {each for each in self._states if each[0] == salt}
 

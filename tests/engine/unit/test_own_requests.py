@@ -108,7 +108,7 @@ def test_whoever_comes_whenever_no_client_is_told_of_them_or_shares_a_step_with_
     while engine.core.busy or engine.input_queue.qsize():
         engine.step()
     for salt, kept in (("salt", {"salt"}), ("", set[str]())):
-        engine.own.keep(salt)
+        engine.own.keep_only(salt)
         engine.own.make_way(engine.scheduler)
         assert {each.question.salt for each in sent if engine.core.keys(each.request, 0)} == kept
     assert engine.core.errors == [] and set(engine.told) == {f"client-{each}" for each in range(1, clients + 1)}
