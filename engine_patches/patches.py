@@ -762,7 +762,12 @@ PATCHES: tuple[Patch, ...] = (
         build=try_drafts,
         mentions=("self.input_queue.put_nowait((request_type, request))", "self.preprocess_add_request(req)"),
         relies_on=(
-            Shape(f"{CORE}Proc.__init__", mentions=("self.has_coordinator = ", "target=self.process_input_sockets")),
+            Shape(
+                f"{CORE}Proc.__init__",
+                mentions=("self.has_coordinator = ", "target=self.process_input_sockets", "self.engines_running = "),
+            ),
+            Shape(f"{POOL}.evict_blocks", "self, block_ids"),
+            Shape(f"{POOL}.touch", "self, blocks"),
             Shape(
                 f"{CORE}Proc._handle_client_request",
                 mentions=("req, request_wave = request", "self.add_request(req, request_wave)", "self.abort_requests("),

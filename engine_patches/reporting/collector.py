@@ -20,6 +20,7 @@ import shutil
 import socket
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -167,19 +168,21 @@ def _bounded(protocol: Any) -> Any:
             super().connection_made(transport)
             self.since, self._unread, self.logger = self.loop.time(), 0, _at_the_port
             if len(self.connections) > MOST_CONNECTIONS:
-                oldest = min((each for each in self.connections if not each.is_busy), key=lambda each: each.since)
+                # Whoever holds the most gives one up, its oldest: never this one, though all others are busy.
+                of = Counter(each.client and each.client[0] for each in self.connections)
+                oldest = min(self.connections, key=lambda each: (-of[each.client and each.client[0]], each.since))
                 self.connections.discard(oldest)
                 oldest.transport.abort()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            self._unread = 0 if self.is_busy else self._unread + len(data)
+            self._unread += len(data)
             if self._unread > MAX_HEAD_BYTES:
                 self.transport.abort()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            self.since = self.loop.time()
+            self.since, self._unread = self.loop.time(), 0
 
         @property
         def is_busy(self) -> bool:

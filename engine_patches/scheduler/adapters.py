@@ -159,6 +159,7 @@ class Adapters:
         with self._lock:
             if lora.lora_int_id not in self._by_id:  # vLLM loads it when the request runs
                 if (signature := self._looks.signature(lora)) == NOT_YET:
+                    self._note(lora, None, "")  # whatever they are read as later, the workers may have read before
                     return None
                 self._learn(lora, signature)
             self._settle(lora.lora_int_id)

@@ -196,13 +196,15 @@ class Checkpoints:
         turn = own or self.planner.ends_a_turn(wish, target, state.resumed_at)
         blocks = self.states.reserve(request, target.position, turn, spare=self.is_spare(state, target))
         if blocks is not None:
-            self.state_written(blocks[0].block_hash, target.kind)
+            self.state_written(request, blocks[0].block_hash, target.kind)
             if before is not None and target.position == wish.turn_end:
                 self.states.went_on(request, target.position, before.end, wish.positions)
         return blocks
 
-    def state_written(self, key: bytes, kind: str) -> None:
-        """A state of a kind was registered under `key`."""
+    def state_written(self, request: Any, key: bytes, kind: str) -> None:
+        """A state of a kind was registered under `key`; those of own requests are not counted."""
+        if is_own(request):
+            return
         self.counters.state_written(kind)
         if self.states is not None:
             self.states.written(key)
@@ -240,7 +242,8 @@ class Checkpoints:
             return
         reason = self.outcomes.reason_for(request, wish, hit_tokens)
         if state.window:
-            self.counters.window_found(name, state.window)
+            if not is_own(request):
+                self.counters.window_found(name, state.window)
             if self.states is not None and self.states.windows is not None:
                 self.states.windows.admitted(state, self.states.keys.state_key(request, state.heals or hit_tokens))
         if state.window == HEALED and hit_tokens < state.heals:
@@ -262,7 +265,7 @@ class Checkpoints:
 
     def _learn_junction(self, request: Any, state: RequestState, reason: str, *, was_expected: bool) -> None:
         """Whether a state at first sight would have helped an admitted request; `was_expected`: it did."""
-        if state.begun or state.wish.left_to_vllm:
+        if state.begun or state.wish.left_to_vllm or is_own(request):
             return
         state.begun = True
         resumed, shared = state.resumed_at, state.wish.shared

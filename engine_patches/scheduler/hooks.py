@@ -15,7 +15,7 @@ from engine_patches.kv_connectors import ConnectorLane, Decision
 from engine_patches.scheduler import draft_windows, pins, preflight, refusals, transfers
 from engine_patches.scheduler.cache_groups import GroupRole, role_of
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.draft_gate import ON_TRIAL, DraftGate
+from engine_patches.scheduler.draft_gate import ON_TRIAL, DraftGate, is_own
 from engine_patches.scheduler.draft_windows import DraftWindows
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.grid import Grid
@@ -58,7 +58,7 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             refusal=refusal,
             weights=Weights.of(self.vllm_config),
             verified=1 + self.num_spec_tokens,
-            drafts=DraftGate.of(self.vllm_config, refusal),
+            drafts=DraftGate.of(self.vllm_config, refusal) if recurrent else DraftGate(),
         )
         if specs:
             checkpoints.states = states = _states(self, recurrent, checkpoints.grid, in_pass)
@@ -208,7 +208,7 @@ def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.kv_cache_group_id == next(iter(checkpoints.states.keys.recurrent)):
             wish = checkpoints.state_of(request).wish
             kind = LEARNED if num_tokens == wish.learned else TAIL
-            checkpoints.state_written(key, HINTED if num_tokens in wish.hinted_positions else kind)
+            checkpoints.state_written(request, key, HINTED if num_tokens in wish.hinted_positions else kind)
         return key
 
     return _cache_partial_tail_block
@@ -220,7 +220,7 @@ def count_hits(original: Callable[..., None]) -> Callable[..., None]:
     def record_prefix_cache_stats(self: Any, request: Any, num_hits: int) -> None:
         original(self, request, num_hits)
         checkpoints = getattr(self, "seamark", None)
-        if checkpoints is not None:
+        if checkpoints is not None and not is_own(request):
             checkpoints.counters.cache_hit(num_hits)
         if checkpoints is not None and checkpoints.states is not None:
             loaded = getattr(request, LOADED, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from engine_patches import kv_connectors, speculation
+from engine_patches import kv_connectors, settings, speculation
 from engine_patches.forward.layers import is_promised
 from engine_patches.kv_connectors import ConnectorLane
 from engine_patches.scheduler.cache_groups import compression, not_known
@@ -128,6 +128,9 @@ def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
         )
     if (switched_off := speculation.switched_off(vllm_config)) is not None:
         yield refused(SPECULATIVE, switched_off)
+    on_trial = speculation.drafting(vllm_config) and settings.drafts() == settings.AUTO
+    if on_trial and 0 <= vllm_config.model_config.max_logprobs < 2:  # which tell no right answer from a wrong one
+        yield refused(SPECULATIVE, "vLLM gives fewer than 2 logprobs (--max-logprobs)")
 
 
 def _of_compression(scheduler: Any) -> Iterator[Refusal]:

@@ -7,6 +7,7 @@ finished, unless they run beside clients by intention.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 from engine_patches.footprint import OWN
 from engine_patches.scheduler import hints
+from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.draft_acceptance import AcceptedDrafts
 from engine_patches.trial.prompts import Facts
 from engine_patches.trial.trial import NoAnswer, PromptEnded, TrialAnswer, TrialQuestion, fresh_salt
@@ -37,6 +39,7 @@ class Sent:
         self.until = time.monotonic() + DEADLINE_SECONDS
         self.outputs: list[Any] = []  # vLLM's `EngineCoreOutput`
         self.done = threading.Event()
+        self.is_found_again = bool(question.salt)  # what it leaves in the cache
 
 
 class OwnRequests:
@@ -47,10 +50,11 @@ class OwnRequests:
         self._prefix = os.urandom(16).hex()
         self._count = 0
         self._under_way: dict[str, Sent] = {}
+        self._leaving: list[Sent] = []  # what may be in the cache
         self._lock = threading.RLock()  # what is under way is in the engine's queue, in this order
         self.beside = False  # clients' requests do not end them
         self._interrupted = False
-        self.busy_at = time.monotonic()  # when a client's request was last there
+        self._busy_at = time.monotonic()
 
     @property
     def facts(self) -> Facts:
@@ -64,6 +68,13 @@ class OwnRequests:
             checkpoints.grid.alignment,
             checkpoints.grid.ahead,
         )
+
+    @property
+    def busy_at(self) -> float:
+        """When a client's request was last there, or at another engine that this one steps together with."""
+        if self._engine.engines_running and not self._under_way:
+            self._busy_at = time.monotonic()
+        return self._busy_at
 
     @property
     def may_ask(self) -> bool:
@@ -87,7 +98,8 @@ class OwnRequests:
             max_tokens=question.tokens,
             ignore_eos=True,
             logprobs=top,
-            prompt_logprobs=top if question.scored else None,
+            # With this switch vLLM has not all of them, and ends at the question.
+            prompt_logprobs=top if question.scored and not config.cache_config.kv_sharing_fast_prefill else None,
             detokenize=False,
             extra_args={hints.FIELD: [question.hint]} if question.hint else None,
         )
@@ -113,22 +125,28 @@ class OwnRequests:
         request, wave = self._engine.preprocess_add_request(asked)
         setattr(request, OWN, not question.as_client)
         with self._lock:
-            if self._interrupted:
+            if self._interrupted or not self.may_ask:
                 raise PromptEnded
             sent = self._under_way[request.request_id] = Sent(request, question)
+            self._leaving.append(sent)
             self._engine.input_queue.put_nowait((EngineCoreRequestType.ADD, (request, wave)))
         return sent
 
     def wait(self, sent: Sent) -> TrialAnswer:
         """The answer to what was sent. Raises `PromptEnded`, or `NoAnswer`."""
         while not sent.done.wait(LOOK_SECONDS):
-            if self._interrupted or (sent.request.is_finished() and not sent.done.wait(LOOK_SECONDS)):
+            if self._interrupted or (self._is_gone(sent) and not sent.done.wait(LOOK_SECONDS) and self._is_gone(sent)):
                 raise PromptEnded
             if time.monotonic() >= sent.until:
                 raise NoAnswer(f"no answer in {DEADLINE_SECONDS:.0f} s")
         if self._interrupted:
             raise PromptEnded
         return _answer(sent)
+
+    def _is_gone(self, sent: Sent) -> bool:
+        """Whether vLLM has ended it, or refused it when it came out of the queue, of which nobody is told."""
+        is_held = not self._engine.input_queue.empty() or sent.request.request_id in self._engine.scheduler.requests
+        return bool(sent.request.is_finished()) or not is_held
 
     def end(self) -> None:
         """Give up what is still under way."""
@@ -140,12 +158,37 @@ class OwnRequests:
                 self._under_way.clear()
 
     def make_way(self, scheduler: Any) -> None:
-        """A step is going to be planned: a client's request ends ours."""
+        """A step is going to be planned: a client's request ends ours, and takes the blocks that ours have left."""
+        self._leave(scheduler)
         under_way = sum(name in scheduler.requests for name in list(self._under_way))
         if len(scheduler.requests) > under_way:
-            self.busy_at = time.monotonic()
+            self._busy_at = time.monotonic()
             if not self.beside:
                 self.give_up()
+
+    def keep_only(self, salt: str) -> None:
+        """What has been asked under any other salt is not found again."""
+        with self._lock:
+            for sent in self._leaving:
+                sent.is_found_again = sent.question.salt == salt != ""
+
+    def _leave(self, scheduler: Any) -> None:
+        """Give up what nobody finds again, so that clients' prompts stay in the cache."""
+        with self._lock:
+            gone = [each for each in self._leaving if not each.is_found_again and self._is_gone(each)]
+            self._leaving = [each for each in self._leaving if each not in gone]
+        manager, checkpoints = scheduler.kv_cache_manager, scheduler.seamark
+        pool, unit = manager.block_pool, checkpoints.grid.unit
+        groups = [each.kv_cache_group_id for each in manager.coordinator.single_type_managers]
+        for sent, group in itertools.product(gone, groups):
+            for number in range(len(sent.request.block_hashes)):
+                key = key_at(sent.request, (number + 1) * unit, unit, group)
+                while (block := pool.cached_block_hash_to_block.get_one_block(key)) is not None:
+                    pool.touch([block])
+                    pool.evict_blocks({block.block_id})
+                    pool.free_blocks([block])  # without a key it is the first to be taken
+        if gone and checkpoints.states.retention is not None:
+            checkpoints.states.retention.prune()
 
     def give_up(self) -> None:
         """What is being compared is asked anew, since a client has come or answers may be others from now on."""

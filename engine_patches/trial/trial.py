@@ -28,7 +28,7 @@ TWICE = 2  # prompts on which answers have to differ, the second one new and of 
 
 # A prompt's logprobs take memory for the whole vocabulary at each of its tokens that are in one pass. Behind longer
 # prompts, only some tokens are asked for, by a prefill each.
-MOST_SCORED = 1024  # tokens
+MOST_SCORED = 256  # tokens
 
 # Answers beside which others begin and end (tokens), and one that begins when the first of them has ended.
 STAGGERED, LATER = (8, 20, 40), 12
@@ -90,6 +90,9 @@ class Asker(Protocol):
     def wait(self, sent: Any) -> TrialAnswer:
         """The answer to what was sent."""
 
+    def keep_only(self, salt: str) -> None:
+        """What has been asked under any other salt is not found again. It raises nothing."""
+
 
 class TrialVerdict(NamedTuple):
     """What a trial comes to."""
@@ -139,6 +142,8 @@ class Trial:
             self.unanswered += 1
             if self.asked + self.unanswered < MOST:
                 raise
+        finally:
+            self._asker.keep_only(self._last[1] if self._last is not None else "")
         return self._verdict()
 
     def _ask(self, kind: TrialKind, *, beside: bool) -> None:

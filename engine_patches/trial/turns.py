@@ -46,9 +46,12 @@ def try_drafts(original: Callable[..., None]) -> Callable[..., None]:
         checkpoints = getattr(self.scheduler, "seamark", None)
         # Several engines that step together wait for one another: without a coordinator nobody wakes the others.
         can_step = self.has_coordinator or not hasattr(self, "dp_group")
-        if checkpoints is not None and checkpoints.drafts.state == ON_TRIAL and can_step:
+        if checkpoints is not None and checkpoints.drafts.state == ON_TRIAL:
             turns = Turns(OwnRequests(self), checkpoints)
-            threading.Thread(target=turns.run, name="seamark-trial", daemon=True).start()
+            if can_step:
+                threading.Thread(target=turns.run, name="seamark-trial", daemon=True).start()
+            else:
+                turns.close("engines that step together are not tried without vLLM's coordinator")
         original(self, *args, **kwargs)
 
     return process_input_sockets
@@ -132,18 +135,24 @@ class Turns:
             gate.state = OPEN
             logger.info("seamark: hints are on beside drafts after %.0f s: %s", took, gate.figures)
         else:
-            gate.why, gate.state = verdict.why, CLOSED
-            self._checkpoints.refusal = gate.refusal
-            logger.error(
-                "seamark: hints are off beside drafts until this engine restarts: %s (%s). --speculative-config left "
-                "out, or %s=%s, gives hints",
-                gate.why,
-                gate.figures or "nothing was asked",
-                settings.DRAFTS,
-                settings.AT_ONCE,
-            )
+            self.close(verdict.why)
         # What is reported goes out with a step.
         self._checkpoints.counters.report_soon()
         with contextlib.suppress(Exception):
+            self._own.keep_only("")
             self._own.begin()
             self._own.wait(self._own.send(TrialQuestion([1, 2], tokens=1)))
+
+    def close(self, why: str) -> None:
+        """Hints are off from now on."""
+        gate = self._gate
+        gate.why, gate.state = why, CLOSED
+        self._checkpoints.refusal = gate.refusal
+        logger.error(
+            "seamark: hints are off beside drafts until this engine restarts: %s (%s). --speculative-config left out, "
+            "or %s=%s, gives hints",
+            gate.why,
+            gate.figures or "nothing was asked",
+            settings.DRAFTS,
+            settings.AT_ONCE,
+        )

@@ -57,6 +57,10 @@ class DraftingEngine:
         self.under_way -= 1
         return self.answer(sent)
 
+    def keep_only(self, salt: str) -> None:
+        """A prompt is over."""
+        self._states = {each for each in self._states if each[0] == salt}
+
     def answer(self, question: TrialQuestion) -> TrialAnswer:
         """What it answers."""
         prompt, salt = list(question.prompt), question.salt or fresh_salt()

@@ -207,7 +207,7 @@ def test_what_another_worker_has_computed_is_a_hit_that_saves_nothing_here(check
 def test_a_hit_counts_as_one_on_a_state_that_was_counted_or_loaded(checkpoints, loaded, written, hits):
     again = request(HEAD, [192], name="a")
     if written:
-        checkpoints.state_written(checkpoints.states.keys.state_key(again, 192), TAIL)
+        checkpoints.state_written(again, checkpoints.states.keys.state_key(again, 192), TAIL)
     offered: list[tuple[int, bool]] = []
     checkpoints.states.store = SimpleNamespace(offer=lambda request, *told: offered.append(told))
     learn(checkpoints)

@@ -186,7 +186,12 @@ async def test_who_sends_no_whole_head_keeps_nobody_out_and_is_closed(taking, mo
         await end(oldest)
     waiting = asyncio.create_task(read_beside(at.read_at, path=f"{PATH}?wait=1"))
     assert (await read_beside(at.read_at)).status_code == (await waiting).status_code == 200
-    await end(await half(b"GET / HTTP/1.1\r\na: " + b"x" * collector.MAX_HEAD_BYTES))
+    busy = f"GET {PATH}?wait=30 HTTP/1.1\r\nhost: a\r\n\r\n".encode()
+    for first in (b"", busy):
+        await end(await half(first + b"GET / HTTP/1.1\r\na: " + b"x" * collector.MAX_HEAD_BYTES))
+    slow = [await half(busy) for _ in range(4)]
+    assert (await read_beside(at.read_at)).status_code == 200
+    await end(slow[0])
     monkeypatch.setattr(collector, "HEAD_SECONDS", 0.05)
     await end(await half())
 

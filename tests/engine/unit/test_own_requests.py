@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.engine import EngineCoreRequestType
 
 from engine_patches import settings
-from engine_patches.trial import own_requests
+from engine_patches.trial import own_requests, turns
 from engine_patches.trial.own_requests import OwnRequests, Sent
 from engine_patches.trial.trial import NoAnswer, PromptEnded, TrialQuestion
 from proxy.bench.harness.servers import generated_model
@@ -33,6 +33,8 @@ class Engine:
         self.vllm_config, self.own, self.told = self.scheduler.vllm_config, OwnRequests(self), list[str]()
         self.scheduler.seamark.own, self.update = self.own, self.scheduler.update_from_output
         self.scheduler.update_from_output = self._update
+        self.sleeps = self.engines_running = False
+        self.is_running, self.is_sleeping = lambda: True, lambda: self.sleeps
 
     def preprocess_add_request(self, asked: Any) -> tuple[Any, int]:
         add, self.scheduler.add_request = self.scheduler.add_request, lambda request: None
@@ -89,7 +91,8 @@ def test_whoever_comes_whenever_no_client_is_told_of_them_or_shares_a_step_with_
         match draw.choice((*["ask"] * 6, "client", *["step"] * 12, "end", "reset", "beside")):
             case "ask":
                 engine.own.begin()
-                asked = TrialQuestion(drawn(draw), hint=draw.choice((0, 30)), as_client=draw.random() < 0.3)
+                salt, hint = draw.choice(("", "", "salt")), draw.choice((0, 30))
+                asked = TrialQuestion(drawn(draw), salt, hint, as_client=draw.random() < 0.3)
                 sent.append(engine.own.send(asked._replace(tokens=draw.choice((1, 20)))))
             case "client" if clients < 40:
                 clients += 1
@@ -104,6 +107,10 @@ def test_whoever_comes_whenever_no_client_is_told_of_them_or_shares_a_step_with_
                 engine.step()
     while engine.core.busy or engine.input_queue.qsize():
         engine.step()
+    for salt, kept in (("salt", {"salt"}), ("", set[str]())):
+        engine.own.keep_only(salt)
+        engine.own.make_way(engine.scheduler)
+        assert {each.question.salt for each in sent if engine.core.keys(each.request, 0)} == kept
     assert engine.core.errors == [] and set(engine.told) == {f"client-{each}" for each in range(1, clients + 1)}
     answered = [each for each in sent if each.outputs and each.outputs[-1].finish_reason is not None]
     assert len(answered) > 20 and not engine.own._under_way and all(each.request.is_finished() for each in sent)
@@ -125,7 +132,13 @@ def test_a_client_ends_them_before_the_next_step_and_who_waits_is_told(engine: E
         engine.own.send(TrialQuestion([1, 2]))
     engine.core.run()
     engine.own.begin()
+    engine.engines_running = True  # for a client of another engine that this one steps together with
+    assert engine.own.busy_at < engine.own.busy_at
     engine.own.send(TrialQuestion([1, 2]))
+    assert engine.own.busy_at == engine.own.busy_at, "it may run for ours"
+    engine.has_coordinator = engine.dp_group = False
+    turns.try_drafts(lambda _: None)(engine)
+    assert "without vLLM's coordinator" in engine.scheduler.seamark.refusal.cause
 
 
 def test_what_a_frontend_would_refuse_and_what_gets_no_answer_is_unanswered(engine: Engine, monkeypatch):
@@ -144,7 +157,16 @@ def test_what_a_frontend_would_refuse_and_what_gets_no_answer_is_unanswered(engi
     engine.core.abort(ended.request.request_id)  # as a pause does
     with pytest.raises(PromptEnded):
         engine.own.wait(ended)
-    odd = engine.own.send(TrialQuestion([1, 2], tokens=1))
+    refused = engine.own.send(TrialQuestion([1, 2]))
+    engine.input_queue.queue.clear()  # as after a pause or in a shutdown
+    with pytest.raises(PromptEnded):
+        engine.own.wait(refused)
+    engine.sleeps = True
+    with pytest.raises(PromptEnded):
+        engine.own.send(TrialQuestion([1, 2]))
+    engine.sleeps, engine.vllm_config.cache_config.kv_sharing_fast_prefill = False, True
+    odd = engine.own.send(TrialQuestion([1, 2], tokens=1, scored=True))
+    assert engine.asked.sampling_params.prompt_logprobs is None
     while not odd.done.is_set():
         engine.step()
     with pytest.raises(NoAnswer, match="1 of 1 tokens, 0 logprobs"):

@@ -46,12 +46,14 @@ def config(drafts: Any = None, connector: str | None = None, **changes: Any) -> 
         **{"hybrid": True, "pure": False, "type": "nemotron_h", "index": 0, "chunk": 256, "unit": None, "block": 384},
         **{"caching": True, "mode": "align", "stages": 1, "context_ranks": 1, "launched": "mp", "ranks": 2},
         **{"graphs": "FULL_AND_PIECEWISE", "split": False, "overlap": False, "v2": False, "lookahead": None},
+        "logprobs": 20,
     } | changes
     a = SimpleNamespace(**found)
     return SimpleNamespace(
         model_config=SimpleNamespace(
             is_hybrid=a.hybrid,
             is_attention_free=a.pure,
+            max_logprobs=a.logprobs,
             hf_text_config=SimpleNamespace(model_type=a.type, index_kpool=a.index),
             get_mamba_chunk_size=lambda: a.chunk,
         ),
@@ -188,6 +190,10 @@ def test_hints_beside_drafts_are_refused_only_if_nobody_wants_them(monkeypatch, 
         assert (speculation.refusal(config(drafts(method))) is not None) is refused
     assert speculation.refusal(config(MTP, overlap=True, v2=True)) is None or refused
     assert speculation.refusal(config()) is None and not speculation.drafting(config())
+    for logprobs in (-1, 0, 1, 2):
+        refusal = by_configuration(config(MTP, logprobs=logprobs))
+        told = refusal is not None and "(--max-logprobs)" in refusal.cause
+        assert told is (value == "" and logprobs in (0, 1)), "a trial would see nothing"
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ class Scene(Turns):
 
         gate = self.gate = DraftGate(ON_TRIAL)
         gate.doubted = SimpleNamespace(wait=self.doubt, clear=lambda: None)
-        self.own = Own(facts=FACTS, **dict.fromkeys(("begin", "end", "wait", "send"), lambda *_: None))
+        self.own = Own(facts=FACTS, **dict.fromkeys(("begin", "end", "wait", "send", "keep_only"), lambda *_: None))
         super().__init__(self.own, SimpleNamespace(drafts=gate, counters=Counters(), refusal=None, own=None))
         monkeypatch.setattr(turns, "Trial", Scripted)
         monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=lambda s: self.sleep(s)))
