@@ -65,7 +65,7 @@ def grain(answer: Ranked) -> float:
 
 def _grain(logprobs: Iterable[float]) -> float:
     values = [*logprobs]
-    if len(values) < 2:
+    if len(values) < 3:
         return 0.0
     apart = [max(values) - value for value in values]
     return next((each for each in GRAINS if all(abs(x - round(x / each) * each) < GRAIN_ERROR for x in apart)), 0.0)

@@ -129,8 +129,8 @@ def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
     if (switched_off := speculation.switched_off(vllm_config)) is not None:
         yield refused(SPECULATIVE, switched_off)
     on_trial = speculation.drafting(vllm_config) and settings.drafts() == settings.AUTO
-    if on_trial and 0 <= vllm_config.model_config.max_logprobs < 2:  # which tell no right answer from a wrong one
-        yield refused(SPECULATIVE, "vLLM gives fewer than 2 logprobs (--max-logprobs)")
+    if on_trial and 0 <= vllm_config.model_config.max_logprobs < 3:  # which tell no right answer from a wrong one
+        yield refused(SPECULATIVE, "vLLM gives fewer than 3 logprobs (--max-logprobs)")
 
 
 def _of_compression(scheduler: Any) -> Iterator[Refusal]:
