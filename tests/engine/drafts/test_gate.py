@@ -179,7 +179,7 @@ def test_an_engine_that_is_right_opens_by_itself_and_hits_all_it_owes_as_predict
 def test_under_vllms_own_server_and_without_a_gateway_an_engine_tries_itself_and_hits_then(tmp_path, family):
     with drafting(tmp_path, family=family, started=(*VLLM_SERVE, "--model")) as (_, engine):
         wait_for(lambda: 'drafts="open"' in httpx.get(engine.url + "/metrics", timeout=60).text, PATIENCE)
-        body = body_of([{"role": "user", "content": prose(60, 1)}]) | {"vllm_xargs": {"seamark_boundaries": [100]}}
+        body = body_of([{"role": "user", "content": prose(60, 1)}]) | {"vllm_xargs": {"seamark_boundaries": [-20]}}
         first, second = (httpx.post(engine.url + CHAT, json=body, timeout=300).json() for _ in range(2))
         assert first["choices"][0]["token_ids"] == second["choices"][0]["token_ids"]
         cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
