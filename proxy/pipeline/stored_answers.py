@@ -90,16 +90,14 @@ class Entry:
         pieces: Sequence[bytes],
         source: Source,
         owner: str | None = None,
-        weight: int | None = None,
     ) -> None:
-        """`owner`: that of the key that had it computed; `weight`: of all pieces, if it is known."""
+        """`owner`: that of the key that had it computed."""
         self.headers, self.pieces, self.source, self.owner = headers, pieces, source, owner
         self.stored = self.asked = time.monotonic()
         self.readers = 0
         self.is_gone = False  # nobody else finds it
         named = sum(getsizeof(header) + sum(map(getsizeof, header)) + POINTER_BYTES for header in headers)
-        weight = sum(map(weight_of, pieces)) if weight is None else weight
-        self.weight = ENTRY_BYTES + getsizeof(headers) + named + getsizeof(()) + weight
+        self.weight = ENTRY_BYTES + getsizeof(headers) + named + getsizeof(()) + sum(map(weight_of, pieces))
 
 
 class StoredAnswers:

@@ -54,14 +54,13 @@ class Client:
         told = {asgi.ON_DISCONNECT: lambda call_back: setattr(self, "leaves", call_back)}
         self.watch = asgi.ClientWatch({"extensions": told}, _nothing)
         self.head: dict[bytes, bytes] = {}
-        self.body, self.ended, self.always_reads, self.left_key = b"", False, True, 0
+        self.body, self.ended = b"", False
         self.reads = asyncio.Event()
         self.reads.set()
         self.task: asyncio.Task[None] = None  # type: ignore[assignment]
 
     def stops_reading(self) -> None:
         self.reads.clear()
-        self.always_reads = False
 
     async def _got(self, message: Any) -> None:
         await self.reads.wait()
