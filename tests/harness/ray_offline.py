@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from proxy.bench.harness.client import fresh_tokens
+from tests.harness.bench_clients import fresh_tokens
 
 FOUND = "tests: tokens found:"
 

@@ -139,7 +139,7 @@ class Servers:
         port = port or free_port()
         command = ["-m", "engine_patches", "worker", str(model), "--port", str(port)]
         settings = {**ENGINE_ENVIRONMENT, "SEAMARK_ENGINE": mode, **environment}
-        return self._start(name, port, [*command, *ENGINE_FLAGS, *flags], settings)
+        return self.start(name, port, [sys.executable, *command, *ENGINE_FLAGS, *flags], settings)
 
     def gateway(self, *workers: Server, flags: Sequence[str] = ()) -> Server:
         """Start `seamark serve` in front of `workers`, without self-checks, which would be measured as well.
@@ -149,14 +149,11 @@ class Servers:
         """
         importlib.import_module("proxy.server.uvicorn_server")
         port = free_port()
-        command = ["-m", "proxy.cli", "serve", "--port", str(port)]
+        command = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port)]
         command += ["--self-check-interval", "0", "--stop-delay", "0", *flags]
         for worker in workers:
             command += ["--worker", worker.url]
-        return self._start("gateway", port, command, {})
-
-    def _start(self, name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Server:
-        return self.start(name, port, [sys.executable, *arguments], environment)
+        return self.start("gateway", port, command, {})
 
     def start(self, name: str, port: int, command: Sequence[str], environment: Mapping[str, str]) -> Server:
         """Start any server that `command` lets listen on the loopback `port`."""
