@@ -286,7 +286,10 @@ class StateFiles:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
             until = time.monotonic() + seconds
-            while not _lock(descriptor):
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
                 if time.monotonic() >= until:
                     raise TimeoutError(f"another process holds {path}")
                 time.sleep(LOCK_POLL_SECONDS)
@@ -303,15 +306,6 @@ def _digest(header: bytearray, block: memoryview) -> bytes:
     digest = _checksum(memoryview(header)[:-_DIGEST_BYTES])
     digest.update(block)
     return bytes(digest.digest())
-
-
-def _lock(descriptor: int) -> bool:
-    """Whether the lock could be had."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _fill(descriptor: int, into: memoryview) -> bool:
