@@ -161,13 +161,11 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """vLLM's: a request has blocks, and so many tokens are going to be loaded into them."""
         self._forget(request)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         setattr(request, LOADED, num_external_tokens)
 
     def request_finished(self, request: Any) -> Any:
-        """vLLM's: a request ends."""
         self._forget(request)
         return super().request_finished(request)
 
@@ -176,7 +174,6 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         self._gave_up.discard(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """vLLM's: a step is planned."""
         meta = super().build_connector_meta(scheduler_output)
         if self._checkpoints is not None:
             refused, num_bytes = self._tier.take_counts()
@@ -184,7 +181,6 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """vLLM's: some jobs are done."""
         super().update_connector_output(connector_output)
         for job in [job for job in self._stored_from if job not in self._jobs]:
             self._pool.free_blocks(reversed(self._stored_from.pop(job)))
@@ -286,7 +282,6 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
                 yield key_at(request, position, unit, group)
 
     def _row(self, key: bytes) -> Any:
-        """A key's row in host memory; None if it has none."""
         return self.manager.primary_tier._policy.get(key)
 
     def _is_held(self, key: bytes) -> bool:

@@ -28,23 +28,19 @@ class PlainCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM is untyped to
         self._done: list[Any] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """vLLM's: copy blocks of the cache to rows."""
         return self._copy(job_id, src_spec, dst_spec, is_store=True)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """vLLM's: copy rows to blocks of the cache."""
         return self._copy(job_id, dst_spec, src_spec, is_store=False)
 
     def get_finished(self) -> list[Any]:
-        """vLLM's: the jobs that have ended since the last call."""
         done, self._done = self._done, []
         return done
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """vLLM's: nothing is ever under way."""
+        """Nothing is ever under way."""
 
     def shutdown(self) -> None:
-        """vLLM's: let go of the memory."""
         self._cache, self._rows = [], []
         self._region.cleanup()
 
@@ -87,7 +83,6 @@ class CheckpointSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 Path(region.mmap_path).unlink()
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """vLLM's: what copies, in a worker's process."""
         if not current_platform.is_cpu():
             return super().get_worker(kv_caches)
         if self._copies is None:

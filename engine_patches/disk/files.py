@@ -76,16 +76,12 @@ class NotOurs(PermissionError):
 
 
 class Written(NamedTuple):
-    """What a call of `write` has changed."""
-
     stored: list[bytes]  # keys that have a file now
     evicted: list[bytes]  # keys of this identity whose files had to go
     num_bytes: int  # written
 
 
 class _Held(NamedTuple):
-    """A file of the directory."""
-
     last_use: int  # nanoseconds
     length: int  # as it appears
     num_bytes: int  # that it takes
@@ -107,7 +103,6 @@ class StateFiles:
 
     @property
     def file_bytes(self) -> int:
-        """Size of each file."""
         return HEADER_BYTES + self._block_bytes
 
     def prepare(self) -> None:
@@ -359,5 +354,4 @@ def _last_use(path: Path, status: os.stat_result) -> int:
 
 
 def _key_in(name: str) -> bytes:
-    """The key in the name of a state's file."""
     return bytes.fromhex(name.removesuffix(SUFFIX))

@@ -67,7 +67,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         max_bytes: int,
         backpressure_detector: Any = None,
     ) -> None:
-        """`identity`: hex of `identity.identity_of`, "" if unknown; `max_bytes`: of all files in `root_dir`."""
+        """`identity`: hex of `connector.identity_of`, "" if unknown; `max_bytes`: of all files in `root_dir`."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.cost = LoadCost()
         self.refused: Counter[str] = Counter()  # files by reason, until `take_counts`
@@ -114,29 +114,26 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         self.refused, self.bytes_written = Counter(), 0
         return counts
 
+    # What vLLM calls.
+
     def lookup(self, key: Any, req_context: Any) -> Any:
-        """vLLM's: whether a key can be loaded."""
         return LookupResult.HIT if key in self._index else LookupResult.MISS
 
     def on_new_request(self, req_context: Any) -> Any:
-        """vLLM's: nothing is wanted of whole requests."""
         return RequestOffloadingContext()
 
     def submit_store(self, job_metadata: Any) -> None:
-        """vLLM's: write rows of host memory to disk."""
         rows = self._rows_of(job_metadata)
         self._being_written.update(rows.keys())
         self._submit(self._writer, lambda: self._store(job_metadata.job_id, rows))
 
     def submit_load(self, job_metadata: Any) -> None:
-        """vLLM's: fill rows of host memory from disk."""
         rows = self._rows_of(job_metadata)
         began = time.monotonic()
         self.cost.load_began(job_metadata.job_id, len(rows) * self.block_size_bytes)
         self._submit(self._readers, lambda: self._load(job_metadata.job_id, rows, began))
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """vLLM's: the jobs that have ended since the last call."""
         if self.usable and time.monotonic() >= self._next_refresh:
             self._next_refresh = time.monotonic() + REFRESH_SECONDS
             in_use = list(self.keys_in_use())
@@ -152,13 +149,14 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         return results
 
     def drain_jobs(self) -> None:
-        """vLLM's: return when no job runs any more."""
         wait(self._running)
 
     def shutdown(self) -> None:
-        """vLLM's: end the threads, which may still have something to write."""
+        """End the threads, which may still have something to write."""
         for pool in (self._writer, self._readers):
             pool.shutdown(wait=True)
+
+    # What is done in threads, and what comes of it.
 
     def _rows_of(self, job: Any) -> dict[bytes, memoryview]:
         size, pairs = self.block_size_bytes, zip(job.keys, map(int, job.chunk_ids), strict=True)

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 
 class CheckedAnswer(NamedTuple):
-    """An engine's greedy answer to one question."""
-
     tokens: Sequence[int]
     top: Sequence[Mapping[int, float]]  # by step: the best tokens and their logprobs
     cached: int  # prompt tokens from the cache

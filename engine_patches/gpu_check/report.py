@@ -46,7 +46,6 @@ class LaneReport:
 
 
 def check_text(check: Check) -> str:
-    """A check as a paragraph."""
     says = textwrap.indent(textwrap.fill(check.says, 110), " " * 11)
     return f"  {check.verdict:<9}{check.name}\n{says}"
 
@@ -62,7 +61,6 @@ def exit_status(lanes: Sequence[LaneReport], signal: int | None) -> int:
 
 
 def sentence(lanes: Sequence[LaneReport], device: str, status: int) -> str:
-    """The verdict in one sentence."""
     wrong = [lane.lane for lane in lanes if lane.verdict == WRONG]
     if wrong:
         return f"WRONG: {'; '.join(wrong)}; do not use Seamark here, and please report it with the file above."
@@ -96,7 +94,6 @@ def content(
 
 
 def write(file: Path, report: Mapping[str, Any]) -> None:
-    """Replace the file as a whole."""
     unfinished = file.with_name(file.name + ".new")
     unfinished.write_text(json.dumps(report, indent=1) + "\n")
     unfinished.replace(file)

@@ -44,8 +44,6 @@ class ProcessEnd(NamedTuple):
 
 
 class Engines:
-    """Starts engines one by one, and ends each."""
-
     def __init__(self, folder: Path, on_cpu: bool, seconds: float, offline: bool = True, lanes: int = 1) -> None:
         """`folder` takes jobs, results and logs; `offline`: models are in folders, nothing is looked up on the hub."""
         self._folder, self._deadline, self._lanes = folder, time.monotonic() + seconds, lanes
@@ -111,8 +109,6 @@ def _last_error(log: Path, status: int) -> str:
 
 
 class _LaneEnd(Exception):
-    """A lane cannot go on."""
-
     def __init__(self, verdict: str, says: str) -> None:
         super().__init__(says)
         self.verdict, self.says = verdict, says

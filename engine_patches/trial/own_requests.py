@@ -30,8 +30,6 @@ WAVE = -1  # of data parallel engines: one that is over, so that the engine itse
 
 
 class Sent:
-    """A request under way."""
-
     def __init__(self, request: Any, question: TrialQuestion) -> None:
         self.request = request
         self.question = question
@@ -57,7 +55,6 @@ class OwnRequests:
 
     @property
     def facts(self) -> Facts:
-        """What prompts for it depend on."""
         config, checkpoints = self._engine.vllm_config, self._engine.scheduler.seamark
         return Facts(
             config.model_config.get_vocab_size(),
@@ -148,7 +145,6 @@ class OwnRequests:
         return bool(sent.request.is_finished()) or not is_held
 
     def end(self) -> None:
-        """Give up what is still under way."""
         from vllm.v1.engine import EngineCoreRequestType
 
         with self._lock:

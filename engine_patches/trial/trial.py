@@ -92,8 +92,6 @@ class NoAnswer(Exception):
 
 
 class TrialQuestion(NamedTuple):
-    """A request of a trial."""
-
     prompt: Sequence[int]
     salt: str = ""  # empty: a fresh one, under which nothing is cached
     hint: int = 0  # tokens, up to which a state is asked for; 0: none
@@ -130,8 +128,6 @@ class Asker(Protocol):
 
 
 class TrialVerdict(NamedTuple):
-    """What a trial comes to."""
-
     result: Literal["open", "closed", "no_hits"]  # the last one: hints stay off, and it may be tried again
     why: str = ""
 
@@ -142,7 +138,6 @@ def fresh_salt() -> str:
 
 
 def drawn(length: int, vocabulary: int, draw: random.Random) -> list[int]:
-    """So many ids."""
     pool = [draw.randrange(min(FIRST_ID, vocabulary // 4), min(LAST_ID, vocabulary)) for _ in range(POOL)]
     phrase = [draw.choice(pool) for _ in range(PHRASE)]
     prompt: list[int] = []
@@ -178,7 +173,6 @@ class Trial:
 
     @property
     def figures(self) -> str:
-        """In words."""
         finding = judge_pairs(self._pairs, is_last=True)
         lost = f", {self.unanswered} got no answer" if self.unanswered else ""
         return (

@@ -58,8 +58,6 @@ def try_drafts(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class Turns:
-    """Of one engine."""
-
     def __init__(self, own: OwnRequests, checkpoints: Any) -> None:
         self._own, self._checkpoints = own, checkpoints
         self._gate: DraftGate = checkpoints.drafts

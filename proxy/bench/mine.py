@@ -63,8 +63,6 @@ class Unusable(Exception):
 
 
 class MinedReply(NamedTuple):
-    """A streamed answer."""
-
     prompt_tokens: int
     cached_tokens: int | None  # None: not reported
     first_token: float  # seconds after sending
@@ -88,22 +86,11 @@ class MinedPair(NamedTuple):
 
 @dataclass
 class Measured:
-    """What one stack has answered until now."""
-
     bare: int = 0  # tokens of the same chat without a system prompt worth the name
     pairs: dict[int, list[MinedPair]] = field(default_factory=dict)  # by the length asked for, in tokens
     fan_out: list[MinedReply] = field(default_factory=list)
     turns: list[MinedReply] = field(default_factory=list)
-    drafts_before: Accepted | None = None  # what its engines had counted before all that; None: it does not show them
-    drafts_after: Accepted | None = None
-
-    @property
-    def drafts(self) -> Accepted | None:
-        """Drafts of this run; None if the engines' counters cannot be read, or began anew meanwhile."""
-        before, after = self.drafts_before, self.drafts_after
-        if before is None or after is None or after.steps < before.steps:
-            return None
-        return Accepted(after.steps - before.steps, after.tokens - before.tokens)
+    drafts: Accepted | None = None  # of this run; None: the engines' counters cannot be read, or began anew meanwhile
 
     @property
     def reported(self) -> bool:
@@ -211,19 +198,16 @@ class Stack:
         return fresh(max(1, round(length * self._words_per_token)))
 
     async def ask_pair(self, length: int) -> None:
-        """A cold request and a warm one."""
         system = self._prefix(length)
         cold, warm = [await self.ask(system, question, tokens=ANSWER) for question in QUESTIONS[:2]]
         self.measured.pairs.setdefault(length, []).append(MinedPair(cold, warm))
 
     async def fan_out(self, length: int) -> None:
-        """Several requests at once."""
         system = self._prefix(length)
         asked = (self.ask(system, question) for question in QUESTIONS[:FAN_OUT])
         self.measured.fan_out = list(await asyncio.gather(*asked))
 
     async def converse(self, length: int) -> None:
-        """A conversation, turn by turn."""
         system, turns = self._prefix(length), list[str]()
         for question in QUESTIONS[:TURNS]:
             turns.append(question)
@@ -354,8 +338,6 @@ async def _events(response: httpx.Response, shown: str) -> AsyncIterator[Mapping
 
 
 class MinePlan(NamedTuple):
-    """What each stack is sent."""
-
     lengths: tuple[int, ...]  # tokens, ascending
     pairs: int
 
@@ -402,7 +384,6 @@ async def ask_all(stacks: Sequence[Stack], plan: MinePlan) -> None:
 
 
 def fresh(words: int) -> str:
-    """Prose that no server has seen."""
     return prose(words, secrets.randbits(64))
 
 
@@ -438,7 +419,6 @@ def table(stacks: Sequence[Stack]) -> str:
 
 
 def _common(stacks: Sequence[Stack]) -> list[int]:
-    """Lengths that every stack has answered."""
     return sorted(set.intersection(*(set(stack.measured.pairs) for stack in stacks)))
 
 
@@ -554,20 +534,21 @@ async def measure(stacks: Sequence[Stack], args: Any, say: Callable[[str], None]
             f"{' and '.join(f'{stack.shown} ({stack.model})' for stack in stacks)}, for {args.minutes:g} minutes at "
             "most; nothing else should be asked meanwhile"
         )
-        complete = True
+        complete, drafts = True, list[Accepted | None]()
         try:
             async with asyncio.timeout(args.minutes * 60):
                 for stack in stacks:
                     await stack.probe()
-                for stack in stacks:
-                    stack.measured.drafts_before = await stack.accepted()
+                drafts += [await stack.accepted() for stack in stacks]
                 await ask_all(stacks, plan)
         except TimeoutError:
             if not _common(stacks):
                 raise Unusable(f"{args.minutes:g} minutes were too short for one pair: give --minutes") from None
             complete = False
-        for stack in stacks:
-            stack.measured.drafts_after = await stack.accepted()
+        for stack, before in zip(stacks, drafts, strict=True):
+            after = await stack.accepted()
+            if before is not None and after is not None and after.steps >= before.steps:
+                stack.measured.drafts = Accepted(after.steps - before.steps, after.tokens - before.tokens)
         return complete
     finally:
         for stack in stacks:

@@ -51,8 +51,6 @@ SECTIONS = (
 
 
 class Contender:
-    """An engine in the stories."""
-
     def __init__(self, name: str, engine: Server, url: str = "") -> None:
         """`url`: where clients reach it, if not directly."""
         self.name, self.engine, self.url = name, engine, url or engine.url
@@ -81,12 +79,10 @@ class Line:
 
     @property
     def ttft_cold(self) -> float | None:
-        """The median of first requests."""
         return statistics.median(self.ttfts_cold) if self.ttfts_cold else None
 
     @property
     def ttft_warm(self) -> float | None:
-        """The median of later requests."""
         return statistics.median(self.ttfts_warm) if self.ttfts_warm else None
 
     @property
@@ -97,8 +93,6 @@ class Line:
 
 @dataclass
 class Story:
-    """One table block."""
-
     title: str
     shared: int
     oracle: int
@@ -107,14 +101,11 @@ class Story:
     expectation: str
 
     def line(self, engine: str) -> Line:
-        """The result of the engine of this name."""
         return next(line for line in self.lines if line.engine == engine)
 
 
 @dataclass
 class StoryStage:
-    """What all stories need."""
-
     client: httpx.AsyncClient
     reference: str  # URL of the reference engine
     contenders: Sequence[Contender]  # Seamark first
@@ -130,7 +121,6 @@ class StoryStage:
         return await with_shared_tokens(self.client, self.reference, shared, self.fresh_seed(), questions)
 
     async def right_answers(self, prompts: Sequence[Messages]) -> list[TimedAnswer]:
-        """The reference engine's answers."""
         return await ask_all(self.client, self.reference, prompts, MIN_TOKENS, parallel=8)
 
 

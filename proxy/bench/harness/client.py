@@ -36,7 +36,6 @@ class TimedAnswer(NamedTuple):
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token."""
         return self.first_token - self.sent
 
 
@@ -158,7 +157,6 @@ def _prompt_steps(choice: Mapping[str, Any], prompt: Any) -> Iterator[ContinuedT
 
 
 async def tokens_of(client: httpx.AsyncClient, url: str, messages: Messages) -> list[int]:
-    """The prompt as the engine tokenises it."""
     response = await client.post(url + "/tokenize", json={"model": MODEL_NAME, "messages": messages})
     response.raise_for_status()
     tokens: list[int] = response.json()["tokens"]

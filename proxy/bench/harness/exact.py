@@ -45,5 +45,4 @@ def compare(answer: TimedAnswer, reference: TimedAnswer) -> Difference:
 
 
 def worst(differences: Sequence[Difference]) -> Difference:
-    """The difference that is least exact."""
     return max(differences, key=lambda difference: (difference.position is not None, difference.largest_error))

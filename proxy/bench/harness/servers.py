@@ -93,7 +93,6 @@ class Server:
         raise NotStarted(f"{self.name} was not ready after {seconds:.0f} s; {path} answered {said}:\n{self.log_end()}")
 
     def log_end(self, lines: int = 40) -> str:
-        """The last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self) -> None:
@@ -111,7 +110,6 @@ class Servers:
     """Servers that end together, whatever happens. Use as a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        """Logs go into `folder`."""
         self._folder = folder
         self.started: list[Server] = []
 
