@@ -21,9 +21,7 @@ from engine_patches.scheduler.draft_acceptance import AcceptedDrafts
 from engine_patches.trial.trial import Facts, NoAnswer, PromptEnded, TrialAnswer, TrialQuestion, fresh_salt
 
 TOP = 5  # logprobs of each token
-
 DEADLINE_SECONDS = 300.0  # for one answer
-
 LOOK_SECONDS = 0.5  # between two looks whether a request that is awaited was ended by vLLM
 
 WAVE = -1  # of data parallel engines: one that is over, so that the engine itself starts the next one

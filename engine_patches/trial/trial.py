@@ -19,31 +19,23 @@ from engine_patches.answers import compare, grain, spread
 from engine_patches.scheduler import draft_gate
 from engine_patches.scheduler.draft_acceptance import AcceptedDrafts, AcceptedPair, judge_pairs
 
-# Ids of prompts are drawn apart from where special tokens lie, and phrases come again and again, so that a model has
-# something to guess.
+# Prompts. Their ids are drawn apart from where special tokens lie, and phrases come again and again, so that a model
+# has something to guess.
 FIRST_ID, LAST_ID = 1000, 30_000  # of the vocabulary, as far as it goes; of a small one the upper three quarters
-
-ANSWER = 32  # tokens
-
-SHORT, LONG = 163, 448  # tokens
-
-LONGEST_EDGE = 8192  # tokens of a cache block whose end an answer is to cross
-
 PHRASE, POOL = 24, 48  # tokens of a phrase, and ids that a prompt is made of
 CHANGED = 1 / 12  # of a phrase's tokens, each time it comes
-
-CACHE_SHARE = 1 / 4  # of the cache, that one prompt may take
-
+SHORT, LONG, ANSWER = 163, 448, 32  # tokens
 BETWEEN = 40  # tokens of a turn behind an answer
+LONGEST_EDGE = 8192  # tokens of a cache block whose end an answer is to cross
+CACHE_SHARE = 1 / 4  # of the cache, that one prompt may take
 
 # `edge`: its answer crosses the end of a cache block. `turn`: it goes on behind an answer. `together`: its state is
 # written beside another one. `staggered`: while it is answered, others come and end, so that rows of a batch move.
 KINDS = ("short", "long", "together", "edge", "turn", "staggered")
 
+# What a verdict takes.
 AGREEING, HITTING = 8, 6  # prompts, before hints are opened
-
 MOST = 24  # prompts of a trial, with those that got no answer
-
 TWICE = 2  # prompts on which answers have to differ, the second one new and of the same kind
 
 # A prompt's logprobs take memory for the whole vocabulary at each of its tokens that are in one pass. Behind longer
@@ -57,7 +49,6 @@ STAGGERED, LATER = (8, 20, 40), 12
 # model's logits; differences up to `LEAST` are any arithmetic's, and none is beyond: four steps of bfloat16 logits
 # beyond 32.
 NOISES, STEPS, LEAST, BEYOND_NOISE = 3.0, 4.0, 1e-3, 1.0
-
 RECENT = 32  # prompts whose noise counts
 
 # Prompts that were recomputed three times before an answer can be called different, where no two answers of an engine

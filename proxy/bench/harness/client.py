@@ -19,9 +19,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 TimedEvent = tuple[Mapping[str, Any], float]  # and when it came, in seconds on the monotonic clock
 
-TOP_LOGPROBS = 5
-
-MIN_TOKENS = 32  # of an answer that is compared with another's
+TOP_LOGPROBS, MIN_TOKENS = 5, 32  # of an answer that is compared with another's
 
 
 class TimedAnswer(NamedTuple):

@@ -15,15 +15,10 @@ from typing import Any
 
 FILE_VARIABLE = "SEAMARK_PLANTED_DEFECT_FILE"
 
-OTHER_STATE = "another prefix's state"
-
-EARLY_STATE = "a state one unit early"
-
-COPY_CURE_OFF = "the copy cure off"
+OTHER_STATE, EARLY_STATE, COPY_CURE_OFF = "another prefix's state", "a state one unit early", "the copy cure off"
+DEFECTS = (OTHER_STATE, EARLY_STATE, COPY_CURE_OFF)
 
 _COPY = "copy_kv_cache_blocks_inplace"  # of a partial cache block; vLLM imports it by name
-
-DEFECTS = (OTHER_STATE, EARLY_STATE, COPY_CURE_OFF)
 
 
 def environment(folder: Path, others: Mapping[str, str] = {}) -> Mapping[str, str]:
