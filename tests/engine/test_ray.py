@@ -21,8 +21,7 @@ from proxy.bench.harness.servers import ENGINE_ENVIRONMENT, Servers
 from proxy.commands.render_server import free_port
 from tests.harness import versions
 from tests.harness.engines import CPU_PROCESS
-from tests.harness.ray_offline import FOUND
-from tests.harness.ray_workers import SETTINGS
+from tests.harness.ray_workers import FOUND, SETTINGS
 from tests.harness.waiting import wait_for
 
 pytestmark = [pytest.mark.on_request, pytest.mark.timeout(900)]
@@ -69,7 +68,7 @@ def test_workers_of_a_batch_job_know_the_settings_and_write_states_that_are_foun
 ):
     """On vLLM's two executors; 0.33 has the newer one alone. Nothing collects reports there."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.harness.ray_offline", str(model)],
+        [sys.executable, "-m", "tests.harness.ray_workers", str(model)],
         env={**os.environ, **cluster, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": executor},
         capture_output=True,
         text=True,

@@ -162,7 +162,7 @@ def started(fleet: Servers, shared: SharedServers, model: Path, folder: Path) ->
     with recording_worker(transfer=HANDED_OVER, **common) as prefills, recording_worker(**common) as answers:
         apart = fleet.gateway(flags=("--worker", answers.url, "--prefill-worker", prefills.url))
         states = folder / "states"
-        defects = {"seamark_disk": "tests.harness.disk_defects:every_other_load_pays"}
+        defects = {"seamark_disk": "tests.harness.engine_plugins:every_other_load_pays"}
         environment = {**plugin_environment(folder / "plugins", defects), "SEAMARK_PIN_SHARE": "0.4"}
         flags = (*STORING, "--checkpoint-dir", str(states))
         engine = fleet.engine("storing", model, flags=flags, environment=environment)

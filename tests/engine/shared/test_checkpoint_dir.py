@@ -21,7 +21,7 @@ from tests.harness.engines import SharedServers
 from tests.harness.two_round_chats import prompts_of, two_round_chats
 
 # However slow this machine's disk is.
-LOADS_PAY = {"seamark_disk": "tests.harness.disk_defects:loads_always_pay"}
+LOADS_PAY = {"seamark_disk": "tests.harness.engine_plugins:loads_always_pay"}
 
 HITS = 13_456  # tokens of the second turns that their first ones have left
 

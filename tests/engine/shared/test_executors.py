@@ -22,8 +22,8 @@ from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, QWEN3_NEXT, Server, Servers
-from tests.harness.async_scheduling import PLANS_AHEAD
 from tests.harness.bench_clients import Leave, send_and_leave
+from tests.harness.engine_plugins import PLANS_AHEAD
 from tests.harness.engines import EAGER_STAGES, SharedServers
 from tests.harness.gateways import start_gateway
 from tests.harness.waiting import until
@@ -32,7 +32,7 @@ from tests.harness.waiting import until
 WAYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "half of the heads": ("--tensor-parallel-size", {}),
     "some of the layers": ("--pipeline-parallel-size", EAGER_STAGES),
-    "two API servers": ("--api-server-count", {"seamark_async": "tests.harness.async_scheduling:register"}),
+    "two API servers": ("--api-server-count", {"seamark_async": "tests.harness.engine_plugins:async_scheduling"}),
 }
 
 # Steps of 320 tokens and 64 blocks: chunked prefill, fan-outs over several steps, eviction.
