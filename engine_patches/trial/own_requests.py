@@ -217,24 +217,16 @@ class OwnRequests:
 
 def _answer(sent: Sent) -> TrialAnswer:
     tokens = [token for output in sent.outputs for token in output.new_token_ids]
-    top = [
-        dict(zip(ids, values, strict=True))
-        for output in sent.outputs
-        if output.new_logprobs is not None
-        for ids, values in _rows(output.new_logprobs)
-    ]
+    top = _ranked(output.new_logprobs for output in sent.outputs)
     if len(tokens) != sent.question.tokens or len(top) != len(tokens):
         raise NoAnswer(f"{len(tokens)} of {sent.question.tokens} tokens, {len(top)} logprobs")
     cached = next((each.prefill_stats.num_cached_tokens for each in sent.outputs if each.prefill_stats), 0)
-    scores = [
-        dict(zip(ids, values, strict=True))
-        for output in sent.outputs
-        if output.new_prompt_logprobs_tensors is not None
-        for ids, values in _rows(output.new_prompt_logprobs_tensors)
-    ]
+    scores = _ranked(output.new_prompt_logprobs_tensors for output in sent.outputs)
     state = sent.request.seamark
     return TrialAnswer(tokens, top, cached, AcceptedDrafts(state.draft_steps, state.accepted), scores)
 
 
-def _rows(logprobs: Any) -> Iterable[tuple[list[int], list[float]]]:
-    return zip(logprobs.logprob_token_ids.tolist(), logprobs.logprobs.tolist(), strict=True)
+def _ranked(logprobs: Iterable[Any]) -> list[dict[int, float]]:
+    """The likeliest tokens at each token, and their logprobs."""
+    tables = [(each.logprob_token_ids.tolist(), each.logprobs.tolist()) for each in logprobs if each is not None]
+    return [dict(zip(*row, strict=True)) for table in tables for row in zip(*table, strict=True)]

@@ -74,7 +74,12 @@ def write_report(played: list[Story], defects: list[Planted], held: bool, second
 
 
 def _line_report(line: Line) -> dict[str, object]:
-    return {**asdict(line), "ttft_cold": line.ttft_cold, "ttft_warm": line.ttft_warm, "exact": line.exact}
+    medians = {"ttft_cold": _median(line.ttfts_cold), "ttft_warm": _median(line.ttfts_warm)}
+    return {**asdict(line), **medians, "exact": line.exact}
+
+
+def _median(seconds: Sequence[float]) -> float | None:
+    return statistics.median(seconds) if seconds else None
 
 
 def _version(distribution: str) -> str | None:
@@ -125,22 +130,21 @@ def in_short(played: Sequence[Story], defects: Sequence[Planted]) -> tuple[str, 
         for engine in (SEAMARK, ALONE)
     }
     longest = max(on_prompts, key=lambda story: story.shared)
-    first, second = longest.line(SEAMARK), longest.line(ALONE)
+    lines = longest.line(SEAMARK), longest.line(ALONE)
+    cold, warm = (
+        [f"{1000 * statistics.median(seconds):.0f} ms" for seconds in of_both]
+        for of_both in ([line.ttfts_cold for line in lines], [line.ttfts_warm for line in lines])
+    )
     exact = all(story.line(SEAMARK).exact for story in played)
     noticed = all(defect.as_it_should for defect in defects)
     return (
         f"The second request with a system prompt found {found[SEAMARK]} of it in the cache with Seamark, and "
         f"{found[ALONE]} with vLLM alone.",
-        f"Its first token came after {_milliseconds(first.ttft_warm)} instead of {_milliseconds(second.ttft_warm)} "
-        f"with a prompt of {longest.shared} tokens; the first request's took {_milliseconds(first.ttft_cold)} instead "
-        f"of {_milliseconds(second.ttft_cold)}.",
+        f"Its first token came after {warm[0]} instead of {warm[1]} with a prompt of {longest.shared} tokens; the "
+        f"first request's took {cold[0]} instead of {cold[1]}.",
         f"Seamark's answers were {'all' if exact else 'NOT all'} those of an engine without a cache, and the check "
         f"that says so {'noticed' if noticed else 'did NOT notice'} every defect planted on purpose.",
     )
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "an unknown time" if seconds is None else f"{seconds * 1000:.0f} ms"
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -153,7 +157,7 @@ def _cells(line: Line, alone: Line) -> tuple[str, ...]:
         _number(line.hit_second),
         " ".join(map(str, line.hit_first_wave or line.hit_after)),
         " / ".join(_number(value) for value in (line.passes_cold, line.passes_warm) if value is not None),
-        " / ".join(f"{value * 1000:.0f}" for value in (line.ttft_cold, line.ttft_warm) if value is not None),
+        " / ".join(f"{1000 * statistics.median(times):.0f}" for times in (line.ttfts_cold, line.ttfts_warm) if times),
         _number(line.tokens_per_second),
         f"yes ({line.largest_error:.0e})" if line.exact else f"NO ({line.largest_error:.0e})",
         "" if line is alone else _comparison(line, alone),

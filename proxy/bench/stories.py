@@ -72,14 +72,6 @@ class Line:
     first_difference: int | None = None
 
     @property
-    def ttft_cold(self) -> float | None:
-        return statistics.median(self.ttfts_cold) if self.ttfts_cold else None
-
-    @property
-    def ttft_warm(self) -> float | None:
-        return statistics.median(self.ttfts_warm) if self.ttfts_warm else None
-
-    @property
     def exact(self) -> bool:
         """As `exact.Difference.exact`, over all answers of the line."""
         return exact.Difference(self.first_difference, self.largest_error).exact

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,12 +115,15 @@ class Servers:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with _interrupts_ignored():
+        interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
             for server in self.started:
                 if server.process.poll() is None:
                     server.process.terminate()
             for server in self.started:
                 server.stop()
+        finally:
+            signal.signal(signal.SIGINT, interrupted)
 
     def engine(
         self,
@@ -167,15 +170,6 @@ class Servers:
         server = Server(name, f"http://127.0.0.1:{port}", log, process)
         self.started.append(server)
         return server
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def narrator() -> Callable[[str], None]:
