@@ -172,7 +172,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         try:
             return task()
         except OSError as error:
-            return _Done(reasons=[UNREADABLE], error=_told(error, "cannot be read"))
+            return _failed(error, UNREADABLE)
 
     def _apply(self, done: _Done) -> None:
         if done.known is not None:
@@ -205,7 +205,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
             try:
                 self._files.prepare()
             except TimeoutError as error:
-                busy = _not_written(error)
+                busy = _failed(error)
             probed = self._probe()
             reasons = (*busy.reasons, *probed.reasons)
             return probed._replace(known=self._files.keys(), reasons=reasons, error=busy.error)
@@ -240,7 +240,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         try:
             written = self._files.write(rows)
         except OSError as error:
-            return _not_written(error)._replace(result=failed, attempted=keys)
+            return _failed(error)._replace(result=failed, attempted=keys)
         done = JobResult(job_id=job_id, success=True, transfer_bytes=written.num_bytes)
         return _Done(done, keys, written.stored, written.evicted, written=written.num_bytes)
 
@@ -271,9 +271,6 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         return _Done(gone=gone, reasons=reasons, loads=loads)
 
 
-def _not_written(error: OSError) -> _Done:
-    return _Done(reasons=[NOT_WRITTEN], error=_told(error, "cannot be written to"))
-
-
-def _told(error: OSError, otherwise: str) -> str:
-    return f"{'is not used' if isinstance(error, NotOurs) else otherwise}: {error}"
+def _failed(error: OSError, reason: str = NOT_WRITTEN) -> _Done:
+    words = "cannot be written to" if reason == NOT_WRITTEN else "cannot be read"
+    return _Done(reasons=[reason], error=f"{'is not used' if isinstance(error, NotOurs) else words}: {error}")
