@@ -212,14 +212,8 @@ class Stack:
         """Stream a greedy answer of at most `tokens` tokens to a chat whose `turns` alternate from the user's on."""
         messages = [{"role": "system", "content": system}]
         messages += [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
-        body = {
-            "model": self.model,
-            "messages": messages,
-            "temperature": 0,
-            "max_tokens": tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        body: dict[str, Any] = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": tokens}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
         sent = time.perf_counter()
         first_token, last_token, text, usage = None, 0.0, "", None
         try:

@@ -21,6 +21,12 @@ TimedEvent = tuple[Mapping[str, Any], float]  # and when it came, in seconds on 
 
 TOP_LOGPROBS, MIN_TOKENS = 5, 32  # of an answer that is compared with another's
 
+GREEDY: Mapping[str, Any] = {
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_tokens_as_token_ids": True,
+}  # fields of a request
+
 
 class TimedAnswer(NamedTuple):
     """A finished answer. Times in seconds on the monotonic clock, lengths in tokens."""
@@ -48,18 +54,8 @@ def open_client(seconds: float = 300.0) -> httpx.AsyncClient:
 
 async def ask(client: httpx.AsyncClient, url: str, messages: Messages, tokens: int, **fields: Any) -> TimedAnswer:
     """Stream a greedy answer of exactly `tokens` tokens to a chat. Raises `RuntimeError` for an error answer."""
-    body = {
-        "messages": messages,
-        "temperature": 0,
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "stream": True,
-        "logprobs": True,
-        "top_logprobs": TOP_LOGPROBS,
-        "return_tokens_as_token_ids": True,
-        **fields,
-    }
-    return await send(client, url, CHAT, body)
+    body = {**GREEDY, "messages": messages, "max_tokens": tokens, "stream": True, "logprobs": True}
+    return await send(client, url, CHAT, {**body, "top_logprobs": TOP_LOGPROBS, **fields})
 
 
 async def ask_all(
@@ -82,15 +78,7 @@ async def complete(client: httpx.AsyncClient, url: str, prompt: Sequence[int], *
 
 def judgeable(prompt: Sequence[int], **fields: Any) -> Mapping[str, Any]:
     """A greedy completion of token ids with everything that an exactness check needs."""
-    return {
-        "prompt": list(prompt),
-        "temperature": 0,
-        "max_tokens": MIN_TOKENS,
-        "ignore_eos": True,
-        "logprobs": TOP_LOGPROBS,
-        "return_tokens_as_token_ids": True,
-        **fields,
-    }
+    return {**GREEDY, "prompt": list(prompt), "max_tokens": MIN_TOKENS, "logprobs": TOP_LOGPROBS, **fields}
 
 
 async def send(client: httpx.AsyncClient, url: str, path: str, body: Mapping[str, Any]) -> TimedAnswer:

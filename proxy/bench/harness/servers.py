@@ -37,12 +37,7 @@ ENGINE_ENVIRONMENT = {
 
 # One line per engine iteration: the only way to count forward passes of an engine that is not ours.
 ENGINE_FLAGS = (
-    "--served-model-name",
-    MODEL_NAME,
-    "--max-model-len",
-    "8192",
-    "--max-num-seqs",
-    "8",
+    *("--served-model-name", MODEL_NAME, "--max-model-len", "8192", "--max-num-seqs", "8"),
     "--enable-logging-iteration-details",
 )
 
