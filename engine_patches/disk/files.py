@@ -3,8 +3,8 @@
 A file is a header of 4,096 bytes and a block's bytes. The header names the key and the identity of what computed the
 block (model, weights, layout, versions), and a checksum covers both parts. What does not fit is removed and counted.
 
-Several processes may write to one directory. Whoever writes or removes holds a lock on it, which the system takes back
-from a process that is killed; so any temporary file seen by the lock's holder is one that nobody is going to finish.
+Several processes may write to one directory. To write or remove, a process holds a lock on it, which the system takes
+back from one that is killed; so a temporary file seen by the lock's holder will never be finished.
 
 A directory may hold other things, too. Only what these processes have made is read, moved or removed: regular files of
 this user's whose names are ours in full, in folders of this user's. No link is followed below the directory, and where
@@ -91,7 +91,7 @@ class StateFiles:
     """The files of one identity in a directory that others may share. Sizes in bytes."""
 
     def __init__(self, root: Path, identity: bytes, block_bytes: int, max_bytes: int) -> None:
-        """`identity`: 32 bytes; `max_bytes`: of all files under `root`, whoever wrote them."""
+        """`identity`: 32 bytes; `max_bytes`: of all files under `root`, of any identity."""
         self._root = root
         self._identity = identity
         self._block_bytes = block_bytes
@@ -132,8 +132,8 @@ class StateFiles:
     def write(self, blocks: Mapping[bytes, memoryview]) -> Written:
         """Give each key a file with its block, in place of files that were not used for longer.
 
-        A key whose name something else has gets none. Raises `NotOurs` and other `OSError`. Who has waited for the lock
-        in vain asks for it once from then on, until it gets it.
+        A key whose name something else has gets none. Raises `NotOurs` and other `OSError`. Once it has waited for the
+        lock in vain, it asks for it once, until it gets it.
         """
         written = Written([], [], 0)
         num_bytes = 0
@@ -163,7 +163,7 @@ class StateFiles:
         return written._replace(num_bytes=num_bytes)
 
     def read(self, key: bytes, into: memoryview) -> None:
-        """Fill `into` with the block of `key`. What it holds after an error is nobody's.
+        """Fill `into` with the block of `key`. What it holds after an error means nothing.
 
         Raises `RefusedFile` if the file is not to be believed, and removes it if it is one of ours; `FileNotFoundError`
         if there is none.

@@ -44,9 +44,8 @@ REPEATS, LONG = 3, 2048  # the median of so many counts; cases that share more t
 class LaneJob(NamedTuple):
     lane: Lane
     model: str
-    sections: Sections | None = (
-        None  # as vLLM alone has made them; None: this is it, and answers without its cache, twice
-    )
+    # As vLLM alone has made them; None: this is vLLM alone, and answers without its cache, twice.
+    sections: Sections | None = None
     seconds: float = float("inf")  # from the start; a part that has not begun by then is left out
 
 

@@ -160,6 +160,7 @@ class Trial:
         self._spreads: deque[float] = deque(maxlen=RECENT)  # the largest difference of two recomputed answers
         self.asked = self.agreed = self.hits = self.differing = self.parted = self.unlike_free = 0  # prompts
         self.unanswered = 0
+        self._one_at_a_time = False
         self._pairs: list[AcceptedPair] = []
 
     @property
@@ -171,15 +172,16 @@ class Trial:
             f"{finding.hit:.2f} drafts a step accepted behind hits, {finding.cold:.2f} without"
         )
 
-    def ask(self, *, beside: bool = False) -> TrialVerdict | None:
-        """One prompt; `beside` clients: one request at a time. Raises `PromptEnded`, and then asks its kind again.
+    def ask(self, *, one_at_a_time: bool = False) -> TrialVerdict | None:
+        """One prompt; beside clients its requests come `one_at_a_time`. Raises `PromptEnded`, then asks its kind again.
 
         One that got no answer is counted, and another kind comes instead.
         """
+        self._one_at_a_time = one_at_a_time
         if not self._again:
             self._again.append(next(self._kinds))
         try:
-            self._ask(self._again[0], beside=beside)
+            self._ask(self._again[0])
         except NoAnswer:
             self._again.popleft()
             self.unanswered += 1
@@ -189,22 +191,22 @@ class Trial:
             self._asker.keep_only(self._last.salt if self._last is not None else "")
         return self._verdict()
 
-    def _ask(self, kind: str, *, beside: bool) -> None:
+    def _ask(self, kind: str) -> None:
         own = question_of(kind, self._facts, self._draw)
         seeds = [own._replace(tokens=1)]
         if kind == "turn":
-            (first,) = self._answers([own], beside=beside)
+            (first,) = self._answers([own])
             more = drawn(BETWEEN, self._facts.vocabulary, self._draw)
             own, seeds = own._replace(prompt=[*own.prompt, *first.tokens, *more]), []
         uncached = own._replace(salt="")
         if kind == "together":
             seeds.append(uncached._replace(tokens=1))
-        cold = self._answers([uncached], beside=beside)
+        cold = self._answers([uncached])
         # Two in one batch, one of them as clients ask now: the same sums in other shapes, which round differently.
-        cold += self._answers([uncached, TrialQuestion(own.prompt, as_client=True)], beside=beside)
-        self._answers(seeds, beside=beside)
-        hits = self._answers([own], beside=beside)
-        hits.append(self._beside_another(kind, own, beside=beside))
+        cold += self._answers([uncached, TrialQuestion(own.prompt, as_client=True)])
+        self._answers(seeds)
+        hits = self._answers([own])
+        hits.append(self._with_another(kind, own))
         if any(each.cached for each in cold):
             raise NoAnswer("recomputed answers came from a cache")
         # As where an answer depends on which drafts were right: what is wrong must not count as noise.
@@ -232,15 +234,15 @@ class Trial:
         if not differs and not unlike_free:
             self._again.popleft()
 
-    def _answers(self, questions: Sequence[TrialQuestion], *, beside: bool = False) -> list[TrialAnswer]:
-        if beside:
+    def _answers(self, questions: Sequence[TrialQuestion]) -> list[TrialAnswer]:
+        if self._one_at_a_time:
             return [self._asker.wait(self._asker.send(each)) for each in questions]
         sent = [self._asker.send(each) for each in questions]
         return [self._asker.wait(each) for each in sent]
 
-    def _beside_another(self, kind: str, own: TrialQuestion, *, beside: bool) -> TrialAnswer:
+    def _with_another(self, kind: str, own: TrialQuestion) -> TrialAnswer:
         """The answer from the cache, in a batch with another hit or several."""
-        if beside:
+        if self._one_at_a_time:
             return self._answers([own])[0]
         another = self._last or own
         first, *rest = STAGGERED if kind == "staggered" else (ANSWER,)

@@ -86,7 +86,7 @@ class Turns:
             asked_at, verdict = time.monotonic(), None
             try:
                 ended = False
-                verdict = trial.ask(beside=beside)
+                verdict = trial.ask(one_at_a_time=beside)
                 failed = 0
             except PromptEnded:
                 ended = True

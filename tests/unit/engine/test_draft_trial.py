@@ -39,7 +39,7 @@ def tried(engine: DraftingEngine, *, beside: bool = False) -> tuple[Trial, Trial
     while verdict is None:
         assert trial.asked + trial.unanswered < trials.MOST
         try:
-            verdict = trial.ask(beside=beside)
+            verdict = trial.ask(one_at_a_time=beside)
         except NoAnswer:
             engine.under_way = 0
     return trial, verdict
