@@ -127,8 +127,8 @@ class Scene(Turns):
             def __init__(self, own: Any, facts: Any) -> None:
                 scene.trials += 1
 
-            def ask(self, *, beside: bool) -> TrialVerdict | None:
-                scene.asked.append((scene.now, beside))
+            def ask(self, *, one_at_a_time: bool) -> TrialVerdict | None:
+                scene.asked.append((scene.now, one_at_a_time))
                 scene.now += 1.0
                 come = scene.script.pop(0)
                 if isinstance(come, Exception):
