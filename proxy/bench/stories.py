@@ -117,7 +117,8 @@ def floored(tokens: int, unit: int = UNIT) -> int:
 
 def judge(line: Line, answers: Sequence[TimedAnswer], right: Sequence[TimedAnswer]) -> None:
     """Write into `line` how far `answers` are from the `right` ones."""
-    worst = exact.worst([exact.compare(answer, wanted) for answer, wanted in zip(answers, right, strict=True)])
+    found = (exact.compare(answer, wanted) for answer, wanted in zip(answers, right, strict=True))
+    worst = max(found, key=lambda difference: (difference.position is not None, difference.largest_error))
     line.first_difference, line.largest_error = worst.position, worst.largest_error
 
 

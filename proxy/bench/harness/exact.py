@@ -7,7 +7,6 @@ float32 sums resolve, either may be chosen.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from proxy.bench.harness.client import TimedAnswer
@@ -42,7 +41,3 @@ def compare(answer: TimedAnswer, reference: TimedAnswer) -> Difference:
         best, second, *_ = sorted(reference.steps[position].top.values(), reverse=True)
         return Difference(position, error, best - second)
     return Difference(len(reference.steps) if len(answer.steps) > len(reference.steps) else None, error)
-
-
-def worst(differences: Sequence[Difference]) -> Difference:
-    return max(differences, key=lambda difference: (difference.position is not None, difference.largest_error))
