@@ -1,6 +1,7 @@
 """What the documents say of settings, written from the code: `python -m tests.harness.settings_table`.
 
-That is the table in proxy/README.md, and the comments of the gateway's settings in deploy/.env.example.
+That is the table in proxy/README.md, with what a client gets when a limit is met, and the comments of the gateway's
+settings in deploy/.env.example.
 """
 
 from __future__ import annotations
@@ -27,10 +28,6 @@ IN_COMPOSE = {
     "vLLM that runs on this machine already, and listens to more than 127.0.0.1: http://host.docker.internal:8000",
     "redis": "Compose: redis://redis:6379/0",
 }
-
-
-LIMITS_BEGIN = "<!-- limits: the same command writes this table from tests/harness/settings_table.py -->\n"
-LIMITS_END = "<!-- /limits -->\n"
 
 
 class Limit(NamedTuple):
@@ -66,20 +63,11 @@ LIMITS = (
 )
 
 
-def limits() -> str:
-    """One row for each limit: what a client gets."""
-    rows = []
-    for limit in LIMITS:
-        field = Settings.model_fields[limit.setting]
-        told = [f"{error.status} `{error.code}`" if error.code else f"{error.status}" for error in limit.errors]
-        told[-1:] = [
-            f"{each}; `Retry-After` {limit.errors[-1].retry_after}"
-            for each in told[-1:]
-            if limit.errors[-1].retry_after
-        ] or told[-1:]
-        what = "; ".join(filter(None, (" or ".join(told), limit.instead)))
-        rows.append(f"| `{limit.setting}` | {shown(field.get_default())} | {what} |")
-    return "\n".join(["| setting | default | when it is met |", "|---|---|---|", *rows, ""])
+def when_met(limit: Limit) -> str:
+    """What a client gets."""
+    told = " or ".join(f"{error.status} `{error.code}`" if error.code else f"{error.status}" for error in limit.errors)
+    retry = f"`Retry-After` {limit.errors[-1].retry_after}" if told and limit.errors[-1].retry_after else ""
+    return "; ".join(filter(None, (told, retry, limit.instead)))
 
 
 def shown(default: Any) -> str:
@@ -93,19 +81,19 @@ def shown(default: Any) -> str:
 
 def table() -> str:
     """One row for each setting, in the order of the code."""
+    met = {limit.setting: f". *When met:* {when_met(limit)}" for limit in LIMITS}
     rows = [
-        f"| `{name}` | {shown(field.get_default())} | {(field.description or '').replace('|', chr(92) + '|')} |"
+        f"| `{name}` | {shown(field.get_default())} "
+        f"| {(field.description or '').replace('|', chr(92) + '|')}{met.get(name, '')} |"
         for name, field in Settings.model_fields.items()
     ]
     return "\n".join(["| setting | default | |", "|---|---|---|", *rows, ""])
 
 
 def with_table(text: str) -> str:
-    """The document with the tables of the code."""
-    for begin, made, end in ((BEGIN, table, END), (LIMITS_BEGIN, limits, LIMITS_END)):
-        before, _, rest = text.partition(begin)
-        text = before + begin + made() + end + rest.partition(end)[2]
-    return text
+    """The document with the table of the code."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + table() + END + rest.partition(END)[2]
 
 
 def with_comments(text: str) -> str:
