@@ -15,7 +15,6 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.short_conv_attn import PleShortConvAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from engine_patches import ledger
 from engine_patches.footprint import RUNNING, SCAN_STATES, SEGMENTS
 from engine_patches.forward import conv_states, segments
 from engine_patches.forward.step_writes import Step, Write
@@ -241,8 +240,7 @@ def built(monkeypatch):
         accepted = torch.tensor([max(ROWS[row].accepted, 1) for row in order], dtype=torch.int32)
         builder = builder_of(kind, order)
         options = {"num_accepted_tokens": accepted, "num_decode_draft_tokens_cpu": drafts}
-        original = getattr(kind.build, ledger.MARK, kind.build)  # where the patches were applied already
-        return plan(original)(builder, 0, common, **options), common
+        return plan(kind.build)(builder, 0, common, **options), common
 
     return build
 
