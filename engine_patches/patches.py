@@ -678,8 +678,8 @@ PATCHES: tuple[Patch, ...] = (
     inside(
         "promise",
         f"{LAYERS}.abstract:MambaBase.get_kv_cache_spec",
-        why="a worker says that it writes states inside a pass, and does: each recurrent layer of its model gets a core "
-        "of ours (families.py names all)",
+        why="a worker says that it writes states inside a pass, and does: each recurrent layer of its model (families.py) "
+        "gets a core of ours",
         build=layers.promise_writes_in_forward,
         parameters="self, vllm_config",
         relies_on=layers.CORE_SHAPES,
