@@ -61,8 +61,8 @@ class Running:
     """What the forward pass of this process is at; None outside of it."""
 
     step: Any = None  # `forward.step_writes.Step`; None, too, if the scheduler leaves the states to vLLM
-    scan: Any = None  # `forward.scan_states.AnyScanStates` of the layer that runs now, and its cache
-    convolution: Any = None  # `forward.conv_states.ConvStates` of the layer that runs now; None once they are kept
+    scan: Any = None  # `forward.conv_states.KeptStates` of the layer that runs now, and its cache
+    convolution: Any = None  # `forward.conv_states.KeptStates` of the layer that runs now; None once they are kept
     kernel: Any = None  # `forward.cpu_scan.KernelRun`s of the kernel that is called next, and who keeps its states
 
 

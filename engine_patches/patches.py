@@ -678,8 +678,8 @@ PATCHES: tuple[Patch, ...] = (
     inside(
         "promise",
         f"{LAYERS}.abstract:MambaBase.get_kv_cache_spec",
-        why="a worker says that it writes states inside a pass, and does: each recurrent layer of its model (families.py) "
-        "gets a core of ours",
+        why="a worker says that it writes states inside a pass, and does: the recurrent layers of its model get cores "
+        "of ours (families.py names all)",
         build=layers.promise_writes_in_forward,
         parameters="self, vllm_config",
         relies_on=layers.CORE_SHAPES,

@@ -87,11 +87,7 @@ def test_a_window_holds_the_inputs_before_its_position_at_any_offset(seed):
     RUNNING.step.check()
 
 
-class ShortConvAttentionMetadataBuilder(SimpleNamespace):
-    """By its name vLLM's is known."""
-
-
-def short_convolution(drawn: Drawn, builder: type = ShortConvAttentionMetadataBuilder) -> Any:
+def short_convolution(drawn: Drawn) -> Any:
     """The metadata of a step in which the first rows generate."""
     metadata = SimpleNamespace(
         num_prefills=drawn.num_rows - drawn.decodes,
@@ -102,7 +98,7 @@ def short_convolution(drawn: Drawn, builder: type = ShortConvAttentionMetadataBu
     )
     RUNNING.step = drawn.step()
     build = conv_states.plan_conv_states(lambda self, *_: metadata)
-    return build(builder(layer_names=["layers.0"]), 0, drawn.common)
+    return build(SimpleNamespace(layer_names=["layers.0"]), 0, drawn.common)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -123,10 +119,6 @@ def test_a_layer_that_calls_no_kernel_is_an_error_and_leaves_nothing_behind():
     with pytest.raises(RuntimeError, match="no longer calls its kernel"):
         conv_states.run_convolution(lambda: None, states)
     assert RUNNING.convolution is None
-
-
-def test_other_layers_with_the_same_builder_are_left_to_the_other_ways():
-    assert not hasattr(short_convolution(Drawn(1), SimpleNamespace), SCAN_STATES)
 
 
 DRAFTS, BLOCK = 3, 64  # tokens
