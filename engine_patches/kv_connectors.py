@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from engine_patches import module_source
-from engine_patches.ledger import Shape, ShapeMismatch
+from engine_patches.ledger import Shape, ShapeMismatch, holds
 
 
 class ConnectorLane(enum.Enum):
@@ -133,12 +133,7 @@ _HANDED_OVER = (
 
 def hands_over() -> bool:
     """Whether this vLLM's NIXL hands prefills over as the patches of it expect."""
-    try:
-        for shape in _HANDED_OVER:
-            shape.check()
-    except ShapeMismatch:
-        return False
-    return True
+    return all(map(holds, _HANDED_OVER))
 
 
 class Decision(NamedTuple):

@@ -163,14 +163,7 @@ def exists(path: str) -> bool:
 
     A module that nobody has imported is read and not imported.
     """
-    try:
-        if _module_of(path) in sys.modules:
-            resolve(path)
-        else:
-            _definitions(path)
-    except ShapeMismatch:
-        return False
-    return True
+    return holds(Shape(path))
 
 
 def is_applied(patch: Patch) -> bool:

@@ -257,7 +257,6 @@ PATCHES: tuple[Patch, ...] = (
         why="KV connectors look up in a way of their own",
         build=adapters.look_up_by_adapter,
         mentions=("request.block_hashes",),
-        applies=lambda: exists(f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector"),
     ),
     Patch(
         "match-unit",
@@ -508,7 +507,6 @@ PATCHES: tuple[Patch, ...] = (
         until="as written-rows",
         build=cache_keys.avoid_unwritten_rows_with_a_connector,
         mentions=("return *self.get_computed_blocks(request", "return blocks, num_local, 0,"),
-        applies=lambda: exists(f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector"),
     ),
     ours(
         "cache-reset",
@@ -666,7 +664,6 @@ PATCHES: tuple[Patch, ...] = (
         why="a gateway knows a worker by the address of its HTTP server, and reports are read at another one",
         build=reporting.tell_where,
         parameters="self",
-        applies=lambda: exists(f"{SCHEDULER}.get_kv_event_publisher_config"),
     ),
     ours(
         "promise-of-all",

@@ -89,6 +89,8 @@ class KeptStates(NamedTuple):
 
 Wanted = Sequence[tuple[int, Write]]  # states of a step, by row
 
+Parts = tuple[Sequence[Mapping[int, int]], Mapping[str, int], Windows]  # of a `StatePlan`
+
 # Given the metadata that vLLM has made of a step, what of (the batch, and what else it gives by name), the states and
 # the cache group of each layer: the plan, or None if the step is not divided as foreseen. Then it runs in segments.
 Plan = Callable[[Any, Any, dict[str, Any], Wanted, Mapping[str, int]], StatePlan | None]
@@ -194,9 +196,7 @@ def _of_prompts(metadata: Any, common: Any, _: Any, wanted: Wanted, groups: Mapp
     return StatePlan(*parts_of(common, wanted, groups, metadata.num_decode_tokens, places))
 
 
-def parts_of(
-    common: Any, wanted: Wanted, groups: Mapping[str, int], before: int, places: Mapping[int, int]
-) -> tuple[Sequence[Mapping[int, int]], Mapping[str, int], Windows]:
+def parts_of(common: Any, wanted: Wanted, groups: Mapping[str, int], before: int, places: Mapping[int, int]) -> Parts:
     """What each `StatePlan` has. `before`: tokens before the first that the layers are given. `places`: of the rows."""
     starts: list[int] = common.query_start_loc_cpu.tolist()
     seq_lens: list[int] = common.seq_lens_cpu_upper_bound.tolist()

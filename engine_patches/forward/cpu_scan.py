@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import RUNNING
-from engine_patches.forward.conv_states import StatePlan, Wanted
+from engine_patches.forward.conv_states import Parts, StatePlan, Wanted
 from engine_patches.forward.step_writes import PrefillRow
 from engine_patches.ledger import Function
 
@@ -98,7 +98,7 @@ class CpuScanPlan(StatePlan):
         return scan_in_runs(partial(scan, *inputs, **options), self.runs, keep)
 
 
-def plan_cpu_scan(rows: Mapping[int, PrefillRow], wanted: Wanted, parts: tuple[Any, ...]) -> CpuScanPlan:
+def plan_cpu_scan(rows: Mapping[int, PrefillRow], wanted: Wanted, parts: Parts) -> CpuScanPlan:
     """How the kernel has to run for the states of these prefills; `parts`: of the plan."""
     bounds = [0]
     row_of: list[int] = []

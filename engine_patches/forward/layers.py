@@ -13,8 +13,8 @@ from engine_patches import families, ledger, speculation
 from engine_patches.families import INSIDE, RecurrentLayer, StateKind
 from engine_patches.footprint import SCAN_STATES, SEGMENTS
 from engine_patches.forward.conv_states import keep_ngram_states, plan_conv_states, plan_ngram_states, run_convolution
-from engine_patches.forward.scan_states import plan_scan_states, run_layer, states_of_group
-from engine_patches.forward.segments import Segment, plan_segments
+from engine_patches.forward.scan_states import plan_scan_states, run_layer
+from engine_patches.forward.segments import Segment, plan_segments, take_states_over
 from engine_patches.forward.step_writes import writes_nothing, wrote_states
 from engine_patches.ledger import Function, Shape
 
@@ -97,7 +97,7 @@ def plan_where_metadata_is_made(original: Function) -> Function:
             plan = _planning(of_class)
             if plan is not None:
                 builder.build = MethodType(plan(of_class.build), builder)
-                builder.update_block_table = MethodType(states_of_group(of_class.update_block_table), builder)
+                builder.update_block_table = MethodType(take_states_over(of_class.update_block_table), builder)
 
     return create_metadata_builders
 
@@ -127,8 +127,9 @@ def _writes_in_forward(layer: Any, vllm_config: Any) -> bool:
 
 
 def _replace_cores(layer: Any) -> None:
-    known = _known(layer)
-    for core in known.cores if known is not None else ():
+    if (known := _known(layer)) is None:
+        return
+    for core in known.cores:
         if core not in vars(layer):  # vLLM asks more than once
             setattr(layer, core, MethodType(CORES[known.kind].build(getattr(type(layer), core)), layer))
 

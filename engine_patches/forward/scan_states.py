@@ -8,7 +8,7 @@ bit, wherever states are taken. vllm#57329 reads vLLM's one checkpoint per reque
 
 vLLM's scan for CPUs has no chunks, and its states are found otherwise (`cpu_scan.py`).
 
-The way of a step: `plan_scan_states` and `states_of_group` put `KeptStates` on each cache group's metadata;
+The way of a step: `plan_scan_states` and `take_states_over` put `KeptStates` on each cache group's metadata;
 `mamba2_with_states` hands them to the layer's scan, `scan_with_states`. A step whose metadata looks otherwise than
 foreseen runs in segments (`segments.py`).
 """
@@ -20,10 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine_patches.footprint import RUNNING, SCAN_STATES
+from engine_patches.footprint import RUNNING
 from engine_patches.forward.conv_states import KeptStates, StatePlan, Wanted, first_prompt, parts_of, plan_states
 from engine_patches.forward.cpu_scan import plan_cpu_scan
-from engine_patches.forward.segments import plan_segments_of_group
 from engine_patches.forward.step_writes import PrefillRow, Write, upload
 from engine_patches.ledger import Function
 
@@ -91,20 +90,6 @@ class ScanPlan(StatePlan):
 def plan_scan_states(original: Function) -> Function:
     """`plan_states` of the Mamba2 backend."""
     return plan_states(original, _planned)
-
-
-def states_of_group(original: Function) -> Function:
-    """Replacement of `update_block_table`, by which a cache group takes over the metadata of another."""
-    in_segments = plan_segments_of_group(original)
-
-    def update_block_table(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        updated = in_segments(self, metadata, *args, **kwargs)
-        states: KeptStates | None = getattr(metadata, SCAN_STATES, None)
-        if states is not None:
-            setattr(updated, SCAN_STATES, states.plan.of_group(updated, self.layer_names[0]))
-        return updated
-
-    return update_block_table
 
 
 def scan_with_states(original: Function) -> Function:

@@ -17,7 +17,7 @@ from torch import nn
 
 from engine_patches.footprint import RUNNING
 from engine_patches.forward.layers import BUILDERS, GDN_BUILDER, MAMBA2_BUILDER, gdn_in_segments, mamba2_with_states
-from engine_patches.forward.scan_states import states_of_group
+from engine_patches.forward.segments import take_states_over
 from engine_patches.forward.step_writes import Step, Write
 from tests.harness import triton_interpreter
 
@@ -283,7 +283,7 @@ class Bench:
         builder = type(self._builders[0])
         build, take_over = builder.build, builder.update_block_table
         if patched:
-            build, take_over = BUILDERS[self.mixer.builder](build), states_of_group(take_over)
+            build, take_over = BUILDERS[self.mixer.builder](build), take_states_over(take_over)
         lengths = [row.new for row in rows]
         starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         seq_lens = torch.tensor([row.computed + row.new for row in rows], dtype=torch.int32)

@@ -169,7 +169,7 @@ def test_a_spec_carries_the_promise_only_of_a_layer_that_keeps_it_with_live_patc
 
 def test_known_builders_of_metadata_plan_states_and_all_others_stay(monkeypatch):
     known_as(monkeypatch)
-    monkeypatch.setattr(layers, "states_of_group", lambda original: lambda self, given: [original(self, given)])
+    monkeypatch.setattr(layers, "take_states_over", lambda original: lambda self, given: [original(self, given)])
     group = SimpleNamespace()
 
     def create(self: Any, *given: Any) -> None:
@@ -229,9 +229,7 @@ def planned(monkeypatch, step: Step | None) -> Metadata:
 )
 def test_each_cache_group_runs_the_same_segments_on_blocks_of_its_own(monkeypatch, row, offset, tokens, seq_lens, rows):
     first = planned(monkeypatch, Step({row: [Write(offset, {0: 8, 1: 18})]}, LAYERS, ["a", "b"]))
-    update = segments.plan_segments_of_group(
-        lambda self, made, table: replace(made, state_indices_tensor_p=table[:, 0])
-    )
+    update = segments.take_states_over(lambda self, made, table: replace(made, state_indices_tensor_p=table[:, 0]))
     second = update(SimpleNamespace(layer_names=["layers.1"]), first, torch.tensor([[15], [16]]))
     third = update(SimpleNamespace(layer_names=["layers.0"]), second, torch.tensor([[5], [6]]))
     for metadata, blocks, target in ((first, (5, 6), 8), (second, (15, 16), 18), (third, (5, 6), 8)):
