@@ -124,17 +124,7 @@ SHORT_CONVOLUTION = RecurrentLayer(
     f"{_LAYERS}.short_conv:ShortConv", SHORT_CONV, Shown.ENGINE, "forward_cuda", "forward_native"
 )
 
-INSIDE = (
-    MAMBA2_MIXER,
-    QWEN_GDN,
-    OLMO_GDN,
-    KIMI_KDA,
-    K3_KDA,
-    GLM_KDA,
-    LING_KDA,
-    QWEN_NGRAM,
-    SHORT_CONVOLUTION,
-)
+INSIDE = (MAMBA2_MIXER, QWEN_GDN, OLMO_GDN, KIMI_KDA, K3_KDA, GLM_KDA, LING_KDA, QWEN_NGRAM, SHORT_CONVOLUTION)
 
 MAMBA_MIXER = RecurrentLayer(f"{_LAYERS}.mamba_mixer:MambaMixer", MAMBA1, Shown.READ)
 

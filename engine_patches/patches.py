@@ -105,11 +105,7 @@ PATCHES: tuple[Patch, ...] = (
         build=upstream_fixes.copy_largest_view_first,
         parameters="kv_caches, num_blocks, kv_cache_block_copies",
         mentions=("key = (cache.device, cache.data_ptr())", "if key in seen:"),
-        rebind=(
-            RUNNER_V1,
-            RUNNER_V2,
-            "vllm.distributed.kv_transfer.kv_connector.v1.hisparse.worker",
-        ),
+        rebind=(RUNNER_V1, RUNNER_V2, "vllm.distributed.kv_transfer.kv_connector.v1.hisparse.worker"),
     ),
     cure(
         "cpu-checkpoint-scan",
@@ -197,10 +193,7 @@ PATCHES: tuple[Patch, ...] = (
         parameters="request",
         mentions=('return [("lora", lora_request.lora_name, lora_request.lora_path)]',),
         relies_on=(
-            Shape(
-                f"{KV_CACHE_UTILS}:generate_block_hash_extra_keys",
-                mentions=("_gen_lora_extra_hash_keys(request)",),
-            ),
+            Shape(f"{KV_CACHE_UTILS}:generate_block_hash_extra_keys", mentions=("_gen_lora_extra_hash_keys(request)",)),
             Shape(f"{KV_CACHE_UTILS}:to_event_extra_keys", mentions=("key[1] for key in keys",)),
             Shape(
                 "vllm.v1.request:Request.__init__",

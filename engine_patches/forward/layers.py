@@ -348,8 +348,7 @@ CORE_SHAPES = (
     ),
     Shape(f"{families.SHORT_CONVOLUTION.path}.forward_cuda", mentions=("= causal_conv1d_fn(",)),
     Shape(
-        f"{families.SHORT_CONVOLUTION.path}.forward_native",
-        mentions=("causal_conv1d_fn_cpu as causal_conv1d_torch",),
+        f"{families.SHORT_CONVOLUTION.path}.forward_native", mentions=("causal_conv1d_fn_cpu as causal_conv1d_torch",)
     ),
 )
 
