@@ -15,19 +15,36 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from engine_patches import known_mods, module_source
-from engine_patches.import_hook import ImportHook
+from engine_patches import module_source
+from engine_patches.module_source import ImportHook
 
 logger = logging.getLogger("vllm.seamark")
 
 MARK = "__seamark_original__"  # on a replacement: the function that it replaced
 
 NAME = "__seamark_patch__"  # on a replacement: the name of its patch
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_MAMBA = "vllm.v1.core.single_type_kv_cache_manager:MambaManager"
+_FINE_PREFIX = (
+    f"{_SCHEDULER}._mamba_block_aligned_split",
+    f"{_SCHEDULER}.__init__",
+    f"{_MAMBA}._cache_partial_tail_block",
+)
+
+# Mods of others, and what their own scripts replace of what is patched here: where such a function differs, its mod may
+# be why.
+KNOWN_MODS: Mapping[str, Sequence[str]] = {
+    "fix-hybrid-prefix-cache-eagle": _FINE_PREFIX,
+    "fix-eagle-fine-prefix": _FINE_PREFIX,
+    "fix-qwen3-coder-next": (f"{_MAMBA}.cache_blocks",),
+    "glm53-port-*": (f"{_SCHEDULER}.__init__", f"{_SCHEDULER}.schedule"),
+}
 
 # vLLM's functions, and what replaces them. vLLM is untyped at this seam: its parameters change between releases.
 Function = Callable[..., Any]
@@ -90,7 +107,7 @@ class Shape:
             raise self._differs(f"no longer mentions {', '.join(missing)}")
 
     def _differs(self, how: str) -> ShapeMismatch:
-        mods = known_mods.that_edit(self.target)
+        mods = [mod for mod, targets in KNOWN_MODS.items() if self.target in targets]
         return ShapeMismatch(f"{self.target} {how}" + (f"; mods known to edit it: {', '.join(mods)}" if mods else ""))
 
 
@@ -240,15 +257,10 @@ def apply(patches: Sequence[Patch]) -> int:
     """
     global _live
     _live = False
-    try:
-        here = platform_here() if any(patch.on for patch in patches) else None
-        wanted = [patch for patch in patches if patch.is_for(here)]
-        missing = [patch for patch in wanted if not is_applied(patch)]
-        for patch in missing:
-            for shape in patch.shapes:
-                shape.check()
-    finally:
-        module_source.forget()
+    here = platform_here() if any(patch.on for patch in patches) else None
+    missing, misfits = judge([patch for patch in patches if not is_applied(patch)], here)
+    if misfits:
+        raise misfits[0].difference
     before = len(_replaced)
     for patch in missing:
         for module in {_module_of(shape.target) for shape in patch.shapes} - sys.modules.keys():
@@ -263,7 +275,7 @@ def apply(patches: Sequence[Patch]) -> int:
         for module in list(_awaited):
             _awaited[module] = [patch for patch in _awaited[module] if patch not in missing]
         raise
-    _live = any(patch.role is PatchRole.FEATURE for patch in wanted)
+    _live = any(patch.role is PatchRole.FEATURE for patch in patches)
     return len(missing)
 
 
@@ -286,11 +298,11 @@ class Misfit(NamedTuple):
 class Fit(NamedTuple):
     """What `apply` would do in a process of a platform."""
 
-    patches: int  # that have a meaning there
+    patches: Sequence[Patch]  # that have a meaning there
     misfits: Sequence[Misfit]  # none: all of them would be applied
 
 
-def judge(patches: Sequence[Patch], platform: Platform) -> Fit:
+def judge(patches: Sequence[Patch], platform: Platform | None) -> Fit:
     """Whether vLLM is as these patches expect. Nothing is applied, and nothing is imported."""
     misfits = []
     try:
@@ -303,7 +315,7 @@ def judge(patches: Sequence[Patch], platform: Platform) -> Fit:
                 misfits.append(Misfit(patch, difference))
     finally:
         module_source.forget()
-    return Fit(len(wanted), misfits)
+    return Fit(wanted, misfits)
 
 
 def patches_live() -> bool:

@@ -60,10 +60,7 @@ def take_along_to_ray() -> None:
 
 def drafts() -> str:
     """Whether hints are used beside speculative decoding: after a trial (`AUTO`), `AT_ONCE` or `NEVER`."""
-    value = os.environ.get(DRAFTS, "").strip().lower()
-    if value not in ("", AUTO, AT_ONCE, NEVER):
-        logger.error("seamark: %s=%r is not one of %s, %s, %s; %s is used", DRAFTS, value, AUTO, AT_ONCE, NEVER, AUTO)
-    return value if value in (AT_ONCE, NEVER) else AUTO
+    return _choice(DRAFTS, AUTO, AT_ONCE, NEVER)
 
 
 def rust_frontend() -> bool:
@@ -104,10 +101,7 @@ def chunk_ends(default: bool) -> bool:
 
 def kv_events() -> str:
     """What KV events announce: `UNITS` or `BLOCKS` that lead to a held state, or all that vLLM does (`OFF`)."""
-    value = os.environ.get(KV_EVENTS, "").strip().lower()
-    if value not in ("", UNITS, BLOCKS, OFF):
-        logger.error("seamark: %s=%r is not one of %s, %s, %s; %s is used", KV_EVENTS, value, UNITS, BLOCKS, OFF, UNITS)
-    return value if value in (BLOCKS, OFF) else UNITS
+    return _choice(KV_EVENTS, UNITS, BLOCKS, OFF)
 
 
 def state_share() -> float:
@@ -118,6 +112,13 @@ def state_share() -> float:
 def pin_share() -> float:
     """Part of the cache's blocks that pinned prompts may hold."""
     return _share(PIN_SHARE, DEFAULT_PIN_SHARE, "[0, 1)", lambda share: 0 <= share < 1)
+
+
+def _choice(name: str, default: str, *others: str) -> str:
+    value = os.environ.get(name, "").strip().lower()
+    if value not in ("", default, *others):
+        logger.error("seamark: %s=%r is not one of %s; %s is used", name, value, ", ".join((default, *others)), default)
+    return value if value in others else default
 
 
 def _share(name: str, default: float, interval: str, is_in: Callable[[float], bool]) -> float:

@@ -57,11 +57,11 @@ def _check(platform: str) -> int:
     fit = judge(PATCHES, here)
     vllm = f"vLLM {version} ({here.value})"
     if not fit.misfits:
-        print(f"{vllm}: all {fit.patches} patches fit")
+        print(f"{vllm}: all {len(fit.patches)} patches fit")
         return 0
     first, many = fit.misfits[0], len(fit.misfits)
     print(
-        f"{vllm} is left untouched, no checkpoints: {many} of {fit.patches} patches do not fit, first "
+        f"{vllm} is left untouched, no checkpoints: {many} of {len(fit.patches)} patches do not fit, first "
         f"{first.patch.name}: {first.difference}; take vLLM {SUPPORTED}, for one the image {IMAGE}",
         file=sys.stderr,
     )

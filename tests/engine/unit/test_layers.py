@@ -389,13 +389,6 @@ def test_a_layer_without_metadata_runs_as_ever_and_a_step_that_writes_nothing_do
     assert idle.asked == 0 and len(idle.seen) == 1
 
 
-# The tensors that `_forward` of each class takes, beside the layer; `core_attn_out` is filled.
-KDA_CALLS = {
-    **dict.fromkeys((families.KIMI_KDA, families.K3_KDA), ("mixed_qkv", "g1", "g2", "beta", "core_attn_out")),
-    families.GLM_KDA: ("qkv_proj_states", "g1", "beta", "core_attn_out"),
-    families.LING_KDA: ("q_proj_states", "k_proj_states", "v_proj_states", "g1", "beta", "core_attn_out"),
-}
-
 WIDTH = 3
 
 
@@ -410,11 +403,13 @@ def kda_core(layer: Any, **tensors: Any) -> None:
     tensors["core_attn_out"].copy_(sum(inputs)[None])
 
 
-@pytest.mark.parametrize("layer", KDA_CALLS, ids=lambda layer: layer.name)
+@pytest.mark.parametrize(
+    "layer", [each for each in families.INSIDE if each.kind is families.KDA], ids=lambda layer: layer.name
+)
 def test_a_kda_core_is_called_as_vllms_source_says_and_runs_in_segments_as_in_one_piece(monkeypatch, layer):
-    names = KDA_CALLS[layer]
-    (definition,) = module_source.definitions(*f"{layer.path}._forward".split(":"))
-    assert definition.parameters == ", ".join(("self", *names))
+    (definition,) = module_source.definitions(*f"{layer.path}.{layer.core}".split(":"))
+    owner, *names = definition.parameters.split(", ")
+    assert owner == "self" and names[-1] == "core_attn_out" and {*layers._BEHIND_ONE} <= {*names}
     segments = [Segment(slice(0, 3), "a"), Segment(torch.tensor([5, 3]), "b"), Segment(slice(4, 5), "c")]
     scene = Scene(monkeypatch, **{SEGMENTS: segments})
     tensors = kda_tensors(names)
