@@ -522,14 +522,12 @@ PATCHES: tuple[Patch, ...] = (
         kv_connectors.LOAD_END,
         why="a prefill is loaded by the prompt that it is of, once, and as far as it was computed",
         build=transfers.load_what_was_computed,
-        parameters="self, request, num_computed_tokens",
     ),
     handed_over(
         "sent-content",
         kv_connectors.SENT,
         why="who loads a prefill has to know of which tokens it is, and until when it is there",
         build=transfers.name_what_is_sent,
-        parameters="self, request, block_ids",
     ),
     Patch(
         "late-reads",

@@ -105,9 +105,8 @@ class Mamba2:
 
     def run(self, inputs: Tensors, output: torch.Tensor, patched: bool) -> None:
         """The layer's part of a step; fills `output`, (tokens, *output_shape)."""
-        core = type(self.layer).conv_ssm_forward
-        core = mamba2_with_states(core) if patched else core
-        core(self.layer, inputs[0], output)
+        own = type(self.layer).conv_ssm_forward
+        (mamba2_with_states(own) if patched else own)(self.layer, inputs[0], output)
 
 
 class GatedDelta:
@@ -159,8 +158,8 @@ class GatedDelta:
 
     def run(self, inputs: Tensors, output: torch.Tensor, patched: bool) -> None:
         """The layer's part of a step; fills `output`, (tokens, *output_shape)."""
-        core = type(self.layer)._forward_core
-        core = gdn_in_segments(core) if patched else core
+        own = type(self.layer)._forward_core
+        core = gdn_in_segments(own) if patched else own
         with torch.no_grad():
             core(self.layer, mixed_qkv=inputs[0], b=inputs[1], a=inputs[2], core_attn_out=output)
 

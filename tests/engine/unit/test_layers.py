@@ -87,14 +87,11 @@ def other(self: Any) -> None:
     """Another function than the one that is known."""
 
 
+OwnBuilder, LikeBuilder = (type("Own", (Builder,), changed) for changed in ({"build": other}, {}))
+
 WithItsOwnCore, WithItsOwnMetadata, WithoutACore, WithKnownMetadata = (
     type("Changed", (Recurrent,), changed)
-    for changed in (
-        {"_core": other},
-        {"builder": type("Own", (Builder,), {"build": other})},
-        {"_core": None},
-        {"builder": type("Own", (Builder,), {})},
-    )
+    for changed in ({"_core": other}, {"builder": OwnBuilder}, {"_core": None}, {"builder": LikeBuilder})
 )
 
 
@@ -132,7 +129,6 @@ def known_as(monkeypatch, path: str = f"{__name__}:Recurrent", **options: Any) -
     ],
 )
 def test_a_layer_promises_where_all_that_runs_it_is_known(monkeypatch, platform, options, config, drafts, promises):
-    options = dict(options)
     layer = options.pop("layer", Recurrent)
     known_as(monkeypatch, **options)
     here = SimpleNamespace(is_cpu=lambda: platform == "cpu", is_cuda=lambda: platform == "cuda")
@@ -170,13 +166,8 @@ def test_a_spec_carries_the_promise_only_of_a_layer_that_keeps_it_with_live_patc
 def test_known_builders_of_metadata_plan_states_and_all_others_stay(monkeypatch):
     known_as(monkeypatch)
     monkeypatch.setattr(layers, "take_states_over", lambda original: lambda self, given: [original(self, given)])
-    group = SimpleNamespace()
-
-    def create(self: Any, *given: Any) -> None:
-        self.metadata_builders = [each() for each in given]
-
-    layers.plan_where_metadata_is_made(create)(group, WithKnownMetadata.builder, WithItsOwnMetadata.builder)
-    known, own = group.metadata_builders
+    known, own = builders = LikeBuilder(), OwnBuilder()
+    layers.plan_where_metadata_is_made(lambda group: None)(SimpleNamespace(metadata_builders=builders))
     assert known.build() == ("kept", "metadata") and known.update_block_table(1) == [1]
     assert own.build() is None and own.update_block_table(1) == 1
 
