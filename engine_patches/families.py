@@ -29,19 +29,12 @@ class StateKind(NamedTuple):
 
 
 MAMBA2 = StateKind("Mamba2", "MAMBA2")  # its kernels' chunks are configured
-
 GDN = StateKind("gated delta net", "GDN_ATTN", chunk=64)
-
 KDA = StateKind("KDA", "GDN_ATTN", chunk=64)
-
 SHORT_CONV = StateKind("short convolution", "SHORT_CONV")
-
 NGRAM_CONV = StateKind("convolution of n-grams", "SHORT_CONV")
-
 MAMBA1 = StateKind("Mamba1", "MAMBA1")
-
 LINEAR = StateKind("linear attention", "LINEAR")
-
 
 KINDS = (MAMBA2, GDN, KDA, SHORT_CONV, NGRAM_CONV, MAMBA1, LINEAR)
 

@@ -28,9 +28,7 @@ TAG = "seamark_adapter_tag"  # of the contents of its adapter, in its hashes
 LOCAL_HIT = "seamark_local_hit"  # tokens found in the cache: vLLM tells connectors of whole blocks only
 LOADED = "seamark_loaded"  # tokens loaded from a disk
 DECLINED = "seamark_declined"  # it was counted as one that computes what a disk holds
-
 OWN = "seamark_own"  # the engine asks it itself; True: states are kept for it on trial, too
-
 SENDER = "seamark_sender"  # the gateway that sent it, and the tokens of its prompt that this one expects to be computed
 
 # On a SchedulerOutput.
@@ -38,16 +36,12 @@ WRITES = "seamark_writes"  # the states that the step has to write: by request, 
 PLANNED_AT = "seamark_planned_at"  # when the step was planned, by the monotonic clock
 FOLLOWED_AT = "seamark_followed_at"  # when the one behind it was
 
+# On others.
 LATE = "seamark_late"  # on a ModelRunnerOutput: it was there before it was asked for
-
 REPORTS = "seamark_reports"  # on a Scheduler: `reporting.reporter.Reporter`; none if nobody collects
-
 WATCHES = "seamark_watches"  # on a BlockPool: `scheduler.held_keys.Watch` of those that are told which keys it removes
-
 ADAPTERS = "seamark_adapters"  # on an EngineCore: `scheduler.adapters.Adapters`
-
 WEIGHTS = "seamark_weights"  # on a model: the name of its weights; on a VllmConfig: `forward.loaded_weights.Weights`
-
 GROUPS = "_seamark_groups"  # on a model runner: the cache group of each layer, and of which configuration that is
 
 # On a recurrent layer's metadata.

@@ -49,7 +49,6 @@ LMCACHE_MP = "LMCacheMPConnector"
 
 # Ours, `engine_patches.disk`: it holds what it reads from, and writes only into blocks of waiting requests.
 OWN, OWN_MODULE = "SeamarkConnector", "engine_patches.disk.connector"
-
 MULTI = "MultiConnector"
 
 UNKNOWN = "is not known to leave alone the blocks that a pass writes states into"

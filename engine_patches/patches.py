@@ -61,7 +61,6 @@ RESETS_BLOCK_SIZE = Shape(f"{CPU_PLATFORM}.check_and_update_config", mentions=("
 CONVOLUTION_INPUTS = "x: torch.Tensor,\n    weight: torch.Tensor,\n    bias: torch.Tensor | None,\n    conv_states:"
 
 SPLIT_PARAMETERS = "self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens"
-
 CACHE_BLOCKS_PARAMETERS = "self, request, num_tokens, retention_interval, replay_boundaries"
 
 CACHE_PARTIAL_BLOCK = Shape(
@@ -71,7 +70,6 @@ CACHE_PARTIAL_BLOCK = Shape(
 )
 
 ANY_POSITION = "vLLM writes states at any position inside a pass"
-
 POSITIONS_FROM_REQUESTS = "vLLM takes checkpoint positions from requests (RFC vllm#55697)"
 
 cure = partial(Patch, role=PatchRole.CURE)
