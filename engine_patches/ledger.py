@@ -231,17 +231,9 @@ def _chain(function: Any) -> list[Any]:
     return chain
 
 
-class _Replaced(NamedTuple):
-    """One attribute that holds a replacement."""
-
-    owner: Any
-    name: str
-    original: Any
-
-
 _awaited: dict[str, list[Patch]] = {}  # by a module that is not imported: the patches with a shape there
 
-_replaced: list[_Replaced] = []  # in this process, in order
+_replaced: list[Target] = []  # what was replaced in this process, in order
 
 _live = False
 
@@ -368,15 +360,15 @@ def _replace(patch: Patch) -> None:
     stored = classmethod(replacement) if isinstance(target.stored, classmethod) else replacement
     for owner in (target.owner, *_loaded(patch.rebind)):
         if vars(owner).get(target.name) is target.stored:
-            _replaced.append(_Replaced(owner, target.name, target.stored))
+            _replaced.append(Target(owner, target.name, target.stored))
             setattr(owner, target.name, stored)
 
 
 def _put_back(length: int) -> None:
     """Undo all replacements but the first `length`, the last one first."""
     while len(_replaced) > length:
-        owner, name, original = _replaced.pop()
-        setattr(owner, name, original)
+        target = _replaced.pop()
+        setattr(target.owner, target.name, target.stored)
 
 
 def _loaded(names: Sequence[str]) -> list[ModuleType]:

@@ -20,7 +20,7 @@ from functools import partial
 
 from engine_patches import kv_connectors, upstream_fixes
 from engine_patches.families import MAMBA2_MIXER
-from engine_patches.forward import conv_states, cpu_scan, layers, loaded_weights, remote_reads, scan_states, step_writes
+from engine_patches.forward import conv_states, cpu_scan, layers, loaded_weights, scan_states, step_writes
 from engine_patches.ledger import Patch, PatchRole, Platform, Shape, exists, holds
 from engine_patches.reporting import hooks as reporting
 from engine_patches.scheduler import (
@@ -533,7 +533,7 @@ PATCHES: tuple[Patch, ...] = (
         why="blocks of a prefill whose lease is over hold other requests' states by now",
         upstream="vllm#52234; vllm#47021 cures it for what a decode worker lends",
         until="vLLM asks for the deadline of every read",
-        build=remote_reads.decline_late_reads,
+        build=upstream_fixes.decline_late_reads,
         parameters="self, req_id, meta",
         applies=kv_connectors.hands_over,
     ),

@@ -6,7 +6,6 @@ one takes over the metadata of the other.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from engine_patches.footprint import RUNNING
 from engine_patches.forward.layers import BUILDERS, GDN_BUILDER, MAMBA2_BUILDER, gdn_in_segments, mamba2_with_states
 from engine_patches.forward.segments import take_states_over
 from engine_patches.forward.step_writes import Step, Write
+from engine_patches.ledger import resolve
 from tests.harness import triton_interpreter
 
 BLOCK = 64  # tokens
@@ -220,8 +220,7 @@ class Bench:
             mamba_type=MambaAttentionBackendEnum[mixer.kind],
             mamba_cache_mode="align",
         )
-        module, _, name = mixer.builder.partition(":")
-        builder = getattr(importlib.import_module(module), name)
+        builder = resolve(mixer.builder).value
         self._builders = [builder(spec, [name], config(v2), torch.device("cpu")) for name in LAYERS]
         if v2 and isinstance(mixer, GatedDelta):  # vLLM: if the device is one of CUDA's
             for each in self._builders:

@@ -394,9 +394,7 @@ def kda_core(layer: Any, **tensors: Any) -> None:
     tensors["core_attn_out"].copy_(sum(inputs)[None])
 
 
-@pytest.mark.parametrize(
-    "layer", [each for each in families.INSIDE if each.kind is families.KDA], ids=lambda layer: layer.name
-)
+@pytest.mark.parametrize("layer", [each for each in families.INSIDE if each.kind is families.KDA])
 def test_a_kda_core_is_called_as_vllms_source_says_and_runs_in_segments_as_in_one_piece(monkeypatch, layer):
     (definition,) = module_source.definitions(*f"{layer.path}.{layer.core}".split(":"))
     owner, *names = definition.parameters.split(", ")
