@@ -7,6 +7,8 @@ What hangs on an object goes with it. Beside these names some of vLLM's own fiel
     MambaManager       has_prefill_checkpoint_blocks, shared_prefix_checkpoint
     CacheConfig        prefix_match_unit, block_size
     MambaSpec          shapes: equal, with the promise of a layer (`forward.layers`)
+    recurrent layers   the method that is their core (`families`)
+    their builders     build, update_block_table (`forward.layers`)
     BlockPool          four methods, if KV events are ours (`scheduler.kv_events`); the order of blocks that are free
     Request            shared_prefix_boundary; lora_request; block_hashes of an adapter's prompt, made anew; the end of
                        a prompt that is prefilled for another worker; kv_transfer_params of one that is taken
