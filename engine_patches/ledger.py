@@ -132,6 +132,7 @@ class Patch:
     mentions: tuple[str, ...] = ()
     relies_on: tuple[Shape, ...] = ()  # besides the target
     rebind: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()  # functions that the replacement replaces in turn, where the loaded model has them
     on: Platform | None = None  # where alone it has a meaning; None: everywhere
     applies: Callable[[], bool] = field(default=lambda: True)  # to this version of vLLM, by its source
 

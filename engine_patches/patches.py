@@ -19,7 +19,7 @@ from __future__ import annotations
 from functools import partial
 
 from engine_patches import kv_connectors, upstream_fixes
-from engine_patches.families import MAMBA2_MIXER
+from engine_patches.families import INSIDE, MAMBA2_MIXER
 from engine_patches.forward import conv_states, cpu_scan, layers, loaded_weights, scan_states, step_writes
 from engine_patches.ledger import Patch, PatchRole, Platform, Shape, exists, holds
 from engine_patches.reporting import hooks as reporting
@@ -665,10 +665,11 @@ PATCHES: tuple[Patch, ...] = (
         "promise",
         f"{LAYERS}.abstract:MambaBase.get_kv_cache_spec",
         why="a worker says that it writes states inside a pass, and does: the recurrent layers of its model get cores "
-        "of ours (families.py names all)",
+        "of ours",
         build=layers.promise_writes_in_forward,
         parameters="self, vllm_config",
         relies_on=layers.CORE_SHAPES,
+        also=tuple(f"{layer.path}.{core}" for layer in INSIDE for core in layer.cores),
     ),
     inside(
         "builders",
@@ -679,6 +680,7 @@ PATCHES: tuple[Patch, ...] = (
         parameters="self, vllm_config, device, kernel_block_size, num_metadata_builders",
         mentions=("builder_cls = self.backend.get_builder_cls()", "self.metadata_builders = ["),
         relies_on=layers.BUILDER_SHAPES,
+        also=tuple(layers.BUILDERS),
     ),
     inside(
         "worker-steps",

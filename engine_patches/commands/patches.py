@@ -42,7 +42,8 @@ def _print() -> int:
 
     for patch in PATCHES:
         print(f"{patch.name} ({patch.role.value})\n  target    {patch.target}\n  why       {patch.why}")
-        print(f"  upstream  {patch.upstream}\n  until     {patch.until}\n")
+        print(f"  upstream  {patch.upstream}\n  until     {patch.until}")
+        print(*(f"  also      {function}\n" for function in patch.also), sep="")
     return 0
 
 

@@ -274,7 +274,13 @@ def test_the_ledger_is_printed_with_why_and_until_when(capsys):
     for patch, text in zip(PATCHES, told, strict=True):
         first, *lines = text.splitlines()
         assert first == f"{patch.name} ({patch.role.value})"
-        assert [line.split()[0] for line in lines] == ["target", "why", "upstream", "until"]
+        assert [line.split()[0] for line in lines] == [
+            "target",
+            "why",
+            "upstream",
+            "until",
+            *["also"] * len(patch.also),
+        ]
         assert str(patch.target) in lines[0] and patch.why in text and patch.until in text
 
 
