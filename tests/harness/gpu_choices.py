@@ -14,10 +14,7 @@ CHOOSE_KERNELS = (
 )
 
 # Cures of what vLLM's kernels for CPUs lack.
-OF_CPU_KERNELS = {
-    "cpu-checkpoint-scan",
-    "cpu-checkpoint-kernel",
-    "cpu-checkpoint-store",
+OF_CPU_KERNELS = {f"cpu-checkpoint-{part}" for part in ("scan", "kernel", "store")} | {
     "gdn-core-cpu",
     "gdn-core-cpu-drafts",
 }
