@@ -17,7 +17,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from engine_patches import module_source
@@ -189,9 +188,7 @@ def is_applied(patch: Patch) -> bool:
     module = _module_of(patch.target)
     if module not in sys.modules:
         return any(patch.name == awaited.name for awaited in _awaited.get(module, ()))
-    if not exists(patch.target):
-        return False
-    return has_patch(resolve(patch.target).value, patch.name)
+    return exists(patch.target) and has_patch(resolve(patch.target).value, patch.name)
 
 
 def has_patch(function: Any, name: str) -> bool:
@@ -359,7 +356,7 @@ def _replace(patch: Patch) -> None:
     setattr(replacement, MARK, target.value)
     setattr(replacement, NAME, patch.name)
     stored = classmethod(replacement) if isinstance(target.stored, classmethod) else replacement
-    for owner in (target.owner, *_loaded(patch.rebind)):
+    for owner in (target.owner, *(sys.modules[name] for name in patch.rebind if name in sys.modules)):
         if vars(owner).get(target.name) is target.stored:
             _replaced.append(Target(owner, target.name, target.stored))
             setattr(owner, target.name, stored)
@@ -370,10 +367,6 @@ def _put_back(length: int) -> None:
     while len(_replaced) > length:
         target = _replaced.pop()
         setattr(target.owner, target.name, target.stored)
-
-
-def _loaded(names: Sequence[str]) -> list[ModuleType]:
-    return [sys.modules[name] for name in names if name in sys.modules]
 
 
 _hook = ImportHook(_awaited, _imported)

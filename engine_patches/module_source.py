@@ -103,7 +103,7 @@ class ImportHook(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the other finders find; if somebody waits for the module, with a loader that tells."""
+        """What the other finders find; the loader of a module that somebody waits for tells."""
         if fullname not in self.awaited:
             return None
         for finder in tuple(sys.meta_path):
@@ -111,24 +111,16 @@ class ImportHook(MetaPathFinder):
             spec: ModuleSpec | None = None if finder is self or find is None else find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _TellingLoader(spec.loader, self.imported)
+                    self._listen(spec.loader)
                 return spec
         return None
 
+    def _listen(self, loader: Loader) -> None:
+        """Have a module's own loader tell."""
+        run = loader.exec_module
 
-class _TellingLoader(Loader):
-    """Loads a module as its own loader does, which the module then knows as its loader, and tells."""
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            self.imported(module.__name__)
 
-    def __init__(self, loader: Loader, imported: Callable[[str], None]) -> None:
-        self.loader = loader
-        self.imported = imported
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        self.imported(module.__name__)
+        loader.exec_module = exec_module  # type: ignore[method-assign]
