@@ -42,7 +42,8 @@ def _print() -> int:
 
     for patch in PATCHES:
         print(f"{patch.name} ({patch.role.value})\n  target    {patch.target}\n  why       {patch.why}")
-        print(f"  upstream  {patch.upstream}\n  until     {patch.until}\n")
+        print(f"  upstream  {patch.upstream}\n  until     {patch.until}")
+        print(*(f"  also      {function}\n" for function in patch.also), sep="")
     return 0
 
 
@@ -57,11 +58,11 @@ def _check(platform: str) -> int:
     fit = judge(PATCHES, here)
     vllm = f"vLLM {version} ({here.value})"
     if not fit.misfits:
-        print(f"{vllm}: all {fit.patches} patches fit")
+        print(f"{vllm}: all {len(fit.patches)} patches fit")
         return 0
     first, many = fit.misfits[0], len(fit.misfits)
     print(
-        f"{vllm} is left untouched, no checkpoints: {many} of {fit.patches} patches do not fit, first "
+        f"{vllm} is left untouched, no checkpoints: {many} of {len(fit.patches)} patches do not fit, first "
         f"{first.patch.name}: {first.difference}; take vLLM {SUPPORTED}, for one the image {IMAGE}",
         file=sys.stderr,
     )
