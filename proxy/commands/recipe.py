@@ -151,12 +151,6 @@ def plain(argument: str) -> str:
     return name.replace("_", "-") if name.startswith("--") else name
 
 
-def is_recipe(given: str) -> bool:
-    """Whether this is a file that says how vLLM is run, and no model."""
-    path = Path(given)
-    return path.suffix in (".yaml", ".yml", ".sh") and path.is_file()
-
-
 def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
     """A file, a line, or else the name of a container; `inspect`: what Docker says of one.
 

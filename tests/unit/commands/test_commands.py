@@ -159,7 +159,7 @@ WRONG = {
     "serve": {"--workers": "--worker or --workers-dns", "--admin-prot=1": "--admin-port or --admin-host"},
     "doctor": {"--workers": "--worker", "--gatway": "--gateway"},
     "boundary": {"--work": "--worker", "--models": "--model"},
-    "setup": {"--model-name": "--model", "--sorce": "--source or --force"},
+    "setup": {"--sorce": "--source or --force"},
     "key": {"--max-in": "--max-inflight"},
     **{f"bench {name}": {"--jsn": "--json"} for name in BENCHMARKS if name not in ("grid", "agents")},
     "bench demo": {"--keeps": "--keep"},

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.commands.outlook import Outlook, base_image, outlook
-from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, is_recipe, read_recipe
+from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, read_recipe
 from proxy.commands.recipe_text import words_of
 from proxy.errors import SettingsError
 
@@ -114,14 +114,6 @@ def test_how_vllm_is_run_is_read_whole(case, file, monkeypatch, tmp_path, expect
     file(".env", "PORT_HERE=file\n  THERE = \nTHERE='there'\n#COMMENT=x\nno assignment\n")
     given = READ[case] if "." not in case else f"~/{file(case, READ[case]).name}"
     expect_golden("recipe", case, shown(read(given)), FOLDER=tmp_path)
-
-
-def test_a_file_that_says_how_vllm_is_run_is_told_from_a_model(tmp_path, file):
-    for name in ("a.yaml", "a.yml", "a.sh"):
-        assert not is_recipe(str(tmp_path / name))
-        assert is_recipe(str(file(name, "")))
-    (tmp_path / "b.yaml").mkdir()
-    assert not is_recipe(str(tmp_path / "b.yaml")) and not is_recipe(str(file("a.json", "")))
 
 
 ENDS = [
