@@ -44,11 +44,7 @@ DEFAULTS = Settings.model_validate({})  # of a gateway
 
 
 class NoBoundary(Exception):
-    """No boundary can be found; `status` is the exit status: 2 if the input is at fault, 1 if a server is."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
+    """No boundary can be found: why, and the exit status, 2 if the input is at fault, 1 if a server is."""
 
 
 def main(argv: list[str]) -> int:
@@ -62,8 +58,9 @@ def main(argv: list[str]) -> int:
         body = _read(args.file)
         print(json.dumps(asyncio.run(_find(args, body))))
     except NoBoundary as error:
-        print(f"seamark boundary: {printable(error)}", file=sys.stderr)
-        return error.status
+        why, status = error.args
+        print(f"seamark boundary: {printable(why)}", file=sys.stderr)
+        return int(status)
     return 0
 
 

@@ -43,14 +43,10 @@ NO_ANSWER = (Unreachable, Broken)
 
 STATUS = "/seamark/status"
 
-KEY_FLAG, GATEWAY_KEY_FLAG = "--worker-api-key-file FILE", "--gateway-key-file FILE"
-
 EXIT_STATUSES = (
     "Exit status: 0: requests will hit and there is nothing to change; 1: they cannot, something is to be changed, "
     "or the worker or the gateway could not be asked; 2: the command line or a key file is wrong."
 )
-
-PIP = FoundWay(Way.PIP)
 
 
 class Diagnosis(NamedTuple):
@@ -150,7 +146,7 @@ def _way(url: str, chosen: Way | None) -> tuple[FoundWay, str]:
     if seen is not None:
         name = f" ({seen.name})" if seen.name else ""
         return seen, f"(cures for {seen.way}{name}, as it looks from here; else --runs-as {'|'.join(Way)})"
-    return PIP, f"(cures for {Way.PIP}; else --runs-as {'|'.join(way for way in Way if way != Way.PIP)})"
+    return FoundWay(Way.PIP), f"(cures for {Way.PIP}; else --runs-as {'|'.join(way for way in Way if way != Way.PIP)})"
 
 
 def _key(setting: str, path: Path | None) -> str | None:
@@ -201,7 +197,7 @@ def verdict(url: str, diagnoses: Sequence[Diagnosis]) -> str:
     return f"will hit: {without_credentials(url)[0]} {diagnoses[0].text}{more}"
 
 
-def examine(url: str, api_key: str | None = None, found: FoundWay = PIP) -> list[Diagnosis]:
+def examine(url: str, api_key: str | None, found: FoundWay) -> list[Diagnosis]:
     """What is right and wrong with the worker at `url`. Sends it one request for one token."""
 
     async def examination() -> list[Diagnosis]:
@@ -221,7 +217,7 @@ async def _diagnoses(worker: Probe, has_key: bool, found: FoundWay) -> AsyncIter
         yield Diagnosis(False, text, verdict=f"a gateway, not a worker: {shown}")
         return
     status, answer = await worker.get(MODELS)
-    if refusal := _why_refused(status, shown, has_key, KEY_FLAG, "vLLM's --api-key"):
+    if refusal := _why_refused(status, shown, has_key, "--worker-api-key-file FILE", "vLLM's --api-key"):
         raise NotAnswering(refusal)
     if status >= 500:
         raise NotAnswering(f"{shown} is not well: {MODELS} answers {status}")
@@ -236,8 +232,9 @@ async def _diagnoses(worker: Probe, has_key: bool, found: FoundWay) -> AsyncIter
         yield Diagnosis(False, f"{shown} is {why}", verdict=f"cannot hit: {shown} is {why}")
         return
     details = await _details(worker, model, cures)  # first: an engine's metrics are certain once it has run a step
-    text, reports = await worker.all_metrics()
-    metrics, setup = read_metrics(worker_metrics.read, text), read_metrics(worker_metrics.read_setup, text)
+    exposition, reports = await worker.all_metrics()
+    metrics = read_metrics(worker_metrics.read, exposition)
+    setup = read_metrics(worker_metrics.read_setup, exposition)
     vllm, frontend, is_read = await worker.version(), await worker.frontend(), metrics.engine or not reports.why_not
     yield Diagnosis(True, f"serves {model}")
     yield Diagnosis(bool(vllm), f"vLLM {vllm}" if vllm else "/version gives no vLLM version")
@@ -429,10 +426,7 @@ async def _is_open(asked: Awaitable[tuple[int, bytes]]) -> bool:
         return False
 
 
-HOUR = 3600.0
-
-
-def read_shadow(gateway: str, api_key: str | None = None) -> list[str]:
+def read_shadow(gateway: str, api_key: str | None) -> list[str]:
     """What a gateway warns of, and has seen lost, as lines for people. Raises `NotAnswering` if it cannot be asked."""
 
     async def ask() -> tuple[str, int, bytes]:
@@ -440,8 +434,9 @@ def read_shadow(gateway: str, api_key: str | None = None) -> list[str]:
             return asked.url, *await asked.get(STATUS)
 
     shown, status, answer = asyncio.run(ask())
-    refusal = _why_refused(status, f"the gateway {shown}", api_key is not None, GATEWAY_KEY_FLAG, "an admin's key")
-    if refusal is not None:
+    if refusal := _why_refused(
+        status, f"the gateway {shown}", api_key is not None, "--gateway-key-file FILE", "an admin's key"
+    ):
         raise NotAnswering(refusal)
     if status == 404:
         raise NotAnswering(f"{shown} does not show {STATUS}: a gateway with admin_port does so there; is it one?")
@@ -457,7 +452,7 @@ def shadow_lines(shadow: Mapping[str, Any]) -> list[str]:
     results, lost = shadow["requests"], shadow["lost"]
     judged = results.get("judged", 0)
     seconds = shadow["watched_seconds"]
-    time = f"{seconds / HOUR:.1f} hours" if seconds >= HOUR else f"{seconds / 60:.0f} minutes"
+    time = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.0f} minutes"
     left = f" ({waiting:,} still to be)" if (waiting := shadow["waiting"]) else ""
     lines = [f"lost in {time}, {judged:,} requests judged{left}:"]
     for reason, loss in sorted(lost.items(), key=lambda item: -item[1]["tokens"]):

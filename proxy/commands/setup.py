@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -15,22 +16,7 @@ from urllib.parse import unquote, urlsplit
 from proxy.commands.outlook import Outlook, base_image, outlook
 from proxy.commands.parser import Parser
 from proxy.commands.recipe import EVERYWHERE, Recipe, read_recipe
-from proxy.commands.recipe_files import (
-    GATEWAY,
-    GATEWAY_LOG,
-    LIST,
-    MOD,
-    RUN,
-    UNDO,
-    Places,
-    RecipeFiles,
-    files_of,
-    gateway_host,
-    gateway_worker,
-    listed,
-    run_script,
-    undo_script,
-)
+from proxy.commands.recipe_files import LIST, MOD, Places, RecipeFiles, files_of, script
 from proxy.commands.ways import image_version, surroundings
 from proxy.config_files import LOOPBACK
 from proxy.errors import SettingsError
@@ -38,6 +24,8 @@ from proxy.printable import printable
 from proxy.version import DISTRIBUTION
 
 SETTINGS = "seamark.toml"
+
+RUN, UNDO, GATEWAY, GATEWAY_LOG = "run.sh", "undo.sh", "gateway.sh", "gateway.log"
 
 
 def main(argv: list[str]) -> int:
@@ -140,6 +128,17 @@ def gateway_files(recipe: Recipe, made: RecipeFiles, places: Places) -> dict[str
     }
 
 
+def gateway_host(recipe: Recipe) -> str:
+    """Where the gateway listens: where vLLM did, so that who reached it reaches the gateway."""
+    return "127.0.0.1" if recipe.host in LOOPBACK else recipe.host
+
+
+def gateway_worker(recipe: Recipe) -> str:
+    """The URL by which a gateway on this machine finds the vLLM."""
+    host = "127.0.0.1" if recipe.host in (*LOOPBACK, EVERYWHERE, "::") else recipe.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{recipe.port}"
+
+
 def gateway_toml(worker: str, host: str) -> str:
     """The gateway's settings file. `worker`: URL of the vLLM; `host`: where the gateway listens."""
     return f"""\
@@ -158,12 +157,49 @@ shadow = false
 
 def gateway_script(out: Path) -> str:
     """Starts the gateway with the settings file in `out`."""
-    return f"""\
-#!/bin/sh
-# The gateway, in the environment that wrote this file. A flag behind this script's name wins over seamark.toml.
-set -eu
-exec {this_python()} -m proxy.cli serve --config {shlex.quote(str(out / SETTINGS))} "$@"
-"""
+    return script(
+        f"The gateway, in the environment that wrote this file. A flag behind this script's name wins over {SETTINGS}.",
+        f'exec {this_python()} -m proxy.cli serve --config {shlex.quote(str(out / SETTINGS))} "$@"',
+    )
+
+
+def run_script(places: Places, start: str) -> str:
+    """vLLM by the script `start` and the gateway in one terminal, for as long as both run."""
+    out, log = shlex.quote(str(places.out)), shlex.quote(str(places.out / GATEWAY_LOG))
+    return script(
+        f"vLLM, and the gateway beside it, whose lines go to {GATEWAY_LOG}. Ctrl-C ends both.",
+        "# Behind this script's name: what the script that starts vLLM takes.",
+        f"digest() {{ (cd {out} && sha256sum {GATEWAY_LOG}); }}",
+        f"note() {{ digest >> {out}/{LIST}; }}",
+        # One that is not as the last run left it may be the user's: it is added to, and not taken for this script's.
+        f'if [ ! -e {log} ] || grep -qxF "$(digest)" {out}/{LIST}; then : > {log}; else note() {{ :; }}; fi',
+        # Set first, or a signal right behind the gateway's start would leave it running. What it is sent before it is
+        # the program that it becomes is lost: so it is told until it has ended.
+        """trap 'while kill "${!-}" 2> /dev/null; do sleep .1; done; note || :' EXIT""",
+        "trap 'exit 130' INT",
+        "trap 'exit 143' TERM",
+        f"sh {shlex.quote(str(places.out / GATEWAY))} >> {log} 2>&1 &",
+        f'{shlex.quote(str(places.out / start))} "$@"',
+        f"echo 'vLLM was started in the background. The gateway runs until Ctrl-C; its lines: '{log}",
+        'wait "$!"',
+    )
+
+
+def undo_script(places: Places, undo: Sequence[str]) -> str:
+    """Runs `undo`, and removes the files that are as they were made, this script among them, and folders left empty."""
+    commands = [f"{each} || true" if each.startswith(("docker", "podman")) else each for each in undo]
+    return script(
+        "As it was before `seamark setup`: end the gateway and this recipe's vLLM first (Ctrl-C).",
+        f"# {LIST} says what was made, and how. What has changed since, or came from elsewhere, stays.",
+        f"cd {shlex.quote(str(places.out))}",
+        *commands,
+        f"LC_ALL=C sha256sum -c {LIST} 2> /dev/null | sed -n 's/: OK$//p' | xargs rm -f",
+        f"for left in $(sed -n 's/^[0-9a-f]*  //p' {LIST} | sort -u); do",
+        '    [ ! -e "$left" ] || echo "$left stays: it is not as it was made"',
+        "done",
+        f"rm -f {LIST}",
+        f"rmdir {MOD} mods {shlex.quote(str(places.out))} 2> /dev/null || true",
+    )
 
 
 def this_python() -> str:
@@ -183,7 +219,8 @@ def _write(out: Path, files: Mapping[str, str], force: bool) -> None:
             "overwrites"
         )
     kept = (out / LIST).read_bytes() if LIST in there else b""
-    contents[LIST] = kept + b"".join(listed(name, content) for name, content in contents.items())
+    digests = [f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in contents.items()]
+    contents[LIST] = kept + "".join(digests).encode()
     for name, content in contents.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
