@@ -34,9 +34,7 @@ from proxy.http.json_body import loads, parse_object
 from proxy.printable import printable
 from proxy.settings import Settings
 
-RENDER_TIMEOUT = 60.0
-
-START_SECONDS = 120.0
+RENDER_SECONDS, START_SECONDS = 60.0, 120.0
 
 MEMORY_BYTES = 100_000
 
@@ -90,10 +88,10 @@ async def _find(args: argparse.Namespace, body: dict[str, Any]) -> dict[str, Any
 
 
 async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    renderer = WorkerRenderer(upstream, url, RENDER_TIMEOUT)
+    renderer = WorkerRenderer(upstream, url, RENDER_SECONDS)
     # The prompt itself is rendered first: the user reads why that failed.
     try:
-        models = [entry["id"] for entry in await Probe(upstream, url, seconds=RENDER_TIMEOUT).models()]
+        models = [entry["id"] for entry in await Probe(upstream, url, seconds=RENDER_SECONDS).models()]
         body = {**body, "model": body.get("model") or models[0]}
     except (Unreachable, Broken, Unwell, IndexError, ValueError):  # the last for what is no address
         raise NoBoundary(f"--worker: no vLLM server answers at {url}", 1) from None

@@ -95,11 +95,11 @@ def main(argv: list[str]) -> int:
         parser.error(str(error))
     url = address(args.worker)
     found, words = _way(url, args.runs_as)
-    diagnoses = examine(url, worker_key, found)
+    diagnoses = asyncio.run(examine(url, worker_key, found))
     lost: list[str] = []
     if args.gateway:
         try:
-            lost = read_shadow(address(args.gateway), gateway_key)
+            lost = asyncio.run(read_shadow(address(args.gateway), gateway_key))
         except NotAnswering as error:
             diagnoses.append(Diagnosis(False, str(error), verdict=f"not reachable: {error}"))
     print(printable(verdict(url, diagnoses)))
@@ -197,15 +197,11 @@ def verdict(url: str, diagnoses: Sequence[Diagnosis]) -> str:
     return f"will hit: {without_credentials(url)[0]} {diagnoses[0].text}{more}"
 
 
-def examine(url: str, api_key: str | None, found: FoundWay) -> list[Diagnosis]:
+async def examine(url: str, api_key: str | None, found: FoundWay) -> list[Diagnosis]:
     """What is right and wrong with the worker at `url`. Sends it one request for one token."""
-
-    async def examination() -> list[Diagnosis]:
+    try:
         async with _asking(url, api_key, "server", DEFAULT_PORT) as worker:
             return [diagnosis async for diagnosis in _diagnoses(worker, api_key is not None, found)]
-
-    try:
-        return asyncio.run(examination())
     except NotAnswering as error:
         return [Diagnosis(False, f"no vLLM could be asked: {error}", verdict=f"not reachable: {error}")]
 
@@ -217,8 +213,7 @@ async def _diagnoses(worker: Probe, has_key: bool, found: FoundWay) -> AsyncIter
         yield Diagnosis(False, text, verdict=f"a gateway, not a worker: {shown}")
         return
     status, answer = await worker.get(MODELS)
-    if refusal := _why_refused(status, shown, has_key, "--worker-api-key-file FILE", "vLLM's --api-key"):
-        raise NotAnswering(refusal)
+    _check_key(status, shown, has_key, "--worker-api-key-file FILE", "vLLM's --api-key")
     if status >= 500:
         raise NotAnswering(f"{shown} is not well: {MODELS} answers {status}")
     if not (models := models_in(answer)):
@@ -265,13 +260,14 @@ async def _workers_of(gateway: Probe) -> str:
     return ", ".join(f"--worker {name}" for name in names) or "the vLLM behind it, with --worker"
 
 
-def _why_refused(status: int, shown: str, has_key: bool, flag: str, whose: str) -> str | None:
-    if status not in (401, 403):
-        return None
-    said = f"(status {status})"
-    if has_key:
-        return f"{shown} refuses the key in {flag} {said}: it is not {whose}"
-    return f"{shown} wants an API key {said}, and none was given: {flag}, with {whose} in it"
+def _check_key(status: int, shown: str, has_key: bool, flag: str, whose: str) -> None:
+    """Raises `NotAnswering` if the answer's status says that a key is wanted, or another one."""
+    if status in (401, 403) and has_key:
+        raise NotAnswering(f"{shown} refuses the key in {flag} (status {status}): it is not {whose}")
+    if status in (401, 403):
+        raise NotAnswering(
+            f"{shown} wants an API key (status {status}), and none was given: {flag}, with {whose} in it"
+        )
 
 
 def _engine(metrics: WorkerMetrics, setup: EngineSetup, cures: Cures) -> Iterator[Diagnosis]:
@@ -426,18 +422,12 @@ async def _is_open(asked: Awaitable[tuple[int, bytes]]) -> bool:
         return False
 
 
-def read_shadow(gateway: str, api_key: str | None) -> list[str]:
+async def read_shadow(gateway: str, api_key: str | None) -> list[str]:
     """What a gateway warns of, and has seen lost, as lines for people. Raises `NotAnswering` if it cannot be asked."""
-
-    async def ask() -> tuple[str, int, bytes]:
-        async with _asking(gateway, api_key, "gateway") as asked:
-            return asked.url, *await asked.get(STATUS)
-
-    shown, status, answer = asyncio.run(ask())
-    if refusal := _why_refused(
-        status, f"the gateway {shown}", api_key is not None, "--gateway-key-file FILE", "an admin's key"
-    ):
-        raise NotAnswering(refusal)
+    async with _asking(gateway, api_key, "gateway") as asked:
+        shown = asked.url
+        status, answer = await asked.get(STATUS)
+    _check_key(status, f"the gateway {shown}", api_key is not None, "--gateway-key-file FILE", "an admin's key")
     if status == 404:
         raise NotAnswering(f"{shown} does not show {STATUS}: a gateway with admin_port does so there; is it one?")
     try:

@@ -111,10 +111,10 @@ class Recipe:
     def flags(self) -> dict[str, str]:
         """What vLLM is given by the name of a flag, in one spelling; of a flag that is given twice the last."""
         config = self.document.items() if self.kind is RecipeKind.CONFIG else ()
-        found = {plain(f"--{name}"): _as_text(value) for name, value in config}
+        found = {flag_name(f"--{name}"): _as_text(value) for name, value in config}
         for argument, following in zip(self.arguments, [*self.arguments[1:], ""], strict=False):
-            found.pop(plain(argument), None)  # so that the last one is behind all others
-            found[plain(argument)] = argument.partition("=")[2] if "=" in argument else following
+            found.pop(flag_name(argument), None)  # so that the last one is behind all others
+            found[flag_name(argument)] = argument.partition("=")[2] if "=" in argument else following
         return found
 
     def has(self, flag: str) -> bool:
@@ -137,7 +137,7 @@ class Recipe:
         return told | {name.partition(".")[2]: self.flags[name] for name in self.flags if name.startswith(starts)}
 
 
-def plain(argument: str) -> str:
+def flag_name(argument: str) -> str:
     """The name of a flag as vLLM compares them: with dashes, but in that of a field, and without its value."""
     name, dot, field = argument.partition("=")[0].partition(".")
     return (name.replace("_", "-") if name.startswith("--") else name) + dot + field
@@ -189,7 +189,7 @@ def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
         RecipeKind.SPARK,
         source,
         path.stem,
-        [word.value for word in served(command, source).words],
+        [word.value for word in serve_line(command, source).words],
         {**_variables(command), **_environment(field_of(document, "env", dict, source))},
         document["container"],
         tuple(map(str, field_of(document, "build_args", list, source))),
@@ -221,10 +221,10 @@ def _of_compose(document: Mapping[str, Any], path: Path, wanted: str) -> Recipe:
         raise SettingsError(f"{source}: the service {name} has no `image:` that Seamark's plugin could be put into")
     recipe = Recipe(RecipeKind.COMPOSE, source, name, arguments, environment, image, document={"services": services})
     ports = field_of(service, "ports", list, where)
-    return _found_at(recipe, ports, known, shares_network=service.get("network_mode") == "host")
+    return _with_address(recipe, ports, known, shares_network=service.get("network_mode") == "host")
 
 
-def _found_at(recipe: Recipe, ports: Iterable[Any], known: Mapping[str, str], *, shares_network: bool) -> Recipe:
+def _with_address(recipe: Recipe, ports: Iterable[Any], known: Mapping[str, str], *, shares_network: bool) -> Recipe:
     """With the place where clients find it: at one of a container's `ports`, or else on this machine alone."""
     if shares_network:
         return recipe
@@ -289,7 +289,7 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
 
 
 def _of_text(text: str, source: str, name: str) -> Recipe:
-    if _DOCKER_RUN.search(_code(text)):
+    if _DOCKER_RUN.search(_without_comments(text)):
         run = docker_run(text, source)
         known = {**os.environ, **_variables(text[: run.start])}
         image, *values = fill_variables([word.value for word in (run.image, *run.options)], known, source)
@@ -298,8 +298,8 @@ def _of_text(text: str, source: str, name: str) -> Recipe:
         arguments = inner_arguments(arguments, source)
         recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
         shares_network = "host" in options_of(values, ("--network", "--net"))
-        return _found_at(recipe, options_of(values, ("-p", "--publish")), known, shares_network=shares_network)
-    line = served(text, source)
+        return _with_address(recipe, options_of(values, ("-p", "--publish")), known, shares_network=shares_network)
+    line = serve_line(text, source)
     launched = LAUNCHER in text[: line.start].rpartition("\n\n")[2]
     kind = RecipeKind.LAUNCHER if launched else RecipeKind.COMMAND
     variables = _variables(text[: line.start])
@@ -307,7 +307,7 @@ def _of_text(text: str, source: str, name: str) -> Recipe:
     return Recipe(kind, source, name, arguments, variables, text=text)
 
 
-def _code(text: str) -> str:
+def _without_comments(text: str) -> str:
     """A text of the same length without its comments, which may tell how vLLM is started, too."""
     return re.sub(r"(?m)^[ \t]*#.*$", lambda comment: " " * len(comment[0]), text)
 
@@ -317,9 +317,9 @@ def serves(text: str) -> bool:
     return bool(_SERVE.search(f" {text} "))
 
 
-def served(text: str, source: str) -> ServeLine:
+def serve_line(text: str, source: str) -> ServeLine:
     """The arguments behind the one `vllm serve` of a text. Raises `SettingsError` without one."""
-    found = list(_SERVE.finditer(f"{_code(text)}\n"))
+    found = list(_SERVE.finditer(f"{_without_comments(text)}\n"))
     if len(found) != 1:
         raise SettingsError(f"{source}: {'no' if not found else 'more than one'} `vllm serve` in it; setup takes one")
     return words_of(text, found[0].end(), source)
@@ -338,7 +338,7 @@ class DockerRun(NamedTuple):
 
 def docker_run(text: str, source: str) -> DockerRun:
     """The one `docker run` of a text. Raises `SettingsError` without one, or if it names no image."""
-    found = list(_DOCKER_RUN.finditer(_code(text)))
+    found = list(_DOCKER_RUN.finditer(_without_comments(text)))
     if len(found) != 1:
         raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one")
     line = words_of(text, found[0].end(), source)
@@ -366,7 +366,7 @@ def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True)
     """
     for word in words:
         if _SERVE.search(f" {word} "):
-            return [each.value for each in served(word, source).words]
+            return [each.value for each in serve_line(word, source).words]
     if start := behind_serve(words):
         return list(words[start:])
     if "engine_patches" in words:

@@ -21,7 +21,7 @@ import yaml
 from proxy.commands import recipe as reading
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import CACHING, DROPPED, NO_CACHING
-from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, plain
+from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, flag_name
 from proxy.commands.recipe_text import Word
 from proxy.errors import SettingsError
 
@@ -79,12 +79,12 @@ def added_flags(recipe: Recipe) -> list[str]:
     return [flag for flag in NEEDED if not (has_events if flag == EVENTS_FLAG else recipe.has(flag))]
 
 
-def kept(words: Sequence[Word], taken_away: Sequence[str] = _TAKEN_AWAY) -> list[Word]:
+def without_flags(words: Sequence[Word], taken_away: Sequence[str] = _TAKEN_AWAY) -> list[Word]:
     """Without the flags that are taken away, and their values."""
     left: list[Word] = []
     skip = False
     for word in words:
-        name = plain(word.value)
+        name = flag_name(word.value)
         if not skip and name not in taken_away:
             left.append(word)
         skip = not skip and name in taken_away and name != NO_CACHING and "=" not in word.value  # that is a switch
@@ -93,8 +93,8 @@ def kept(words: Sequence[Word], taken_away: Sequence[str] = _TAKEN_AWAY) -> list
 
 def _edited(text: str, recipe: Recipe) -> str:
     """A text with its one `vllm serve`, which gets what is needed; all before and behind it stays as it is spelt."""
-    line = reading.served(text, recipe.source)
-    words = [word.raw for word in kept(line.words)]
+    line = reading.serve_line(text, recipe.source)
+    words = [word.raw for word in without_flags(line.words)]
     return f"{text[: line.start]} {_in_lines(words, added_flags(recipe))}{text[line.end :]}"
 
 
@@ -192,12 +192,12 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     inner = [word.value for word in run.arguments]
     entrypoints = [*reading.options_of([word.value for word in run.options], ("--entrypoint",))][-1:]
     entrypoint, command = _in_container(recipe, entrypoints, inner)
-    options = [f"--label={LABEL}={image}", *(word.raw for word in kept(run.options, ("--entrypoint",)))]
+    options = [f"--label={LABEL}={image}", *(word.raw for word in without_flags(run.options, ("--entrypoint",)))]
     if entrypoint:  # of a shell, whose text is edited as one word
         options.append(f"--entrypoint {shlex.quote(entrypoint[0])}")
         words = [shlex.quote(word) for word in command]
     else:
-        words = [*(word.raw for word in kept(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
+        words = [*(word.raw for word in without_flags(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
     line = f"{_in_lines(options)} \\\n    {image} \\\n    {_in_lines(words)}"
     start = script(
         "Builds the image of your command with Seamark's plugin in it, and runs the command with that.",
@@ -265,27 +265,27 @@ def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> li
 
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
-    worker = script(
-        f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:",
-        f"#   {_install(places)}",
-        text=_edited(recipe.text, recipe),
-    )
-    return RecipeFiles({"worker.sh": worker}, [_UNINSTALL], [f"once, in vLLM's environment: {_install(places)}"])
+    purpose = f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:"
+    return _in_environment(places, {}, purpose, text=_edited(recipe.text, recipe))
 
 
 def _config(recipe: Recipe, places: Places) -> RecipeFiles:
     taken = (*_TAKEN_AWAY, CACHING)
-    left = {name: value for name, value in recipe.document.items() if plain(f"--{name}") not in taken}
+    left = {name: value for name, value in recipe.document.items() if flag_name(f"--{name}") not in taken}
     # `seamark worker` gives what is needed, and listens to this machine alone unless it is told otherwise.
     listens = {} if recipe.has("--host") else {"host": EVERYWHERE}
     text = f"# {_safe_line(recipe.source)} without what vLLM dropped.\n" + _yaml({**left, **listens})
-    worker = script(
-        "vLLM with Seamark's plugin, which has to be in vLLM's environment, once:",
-        f"#   {_install(places)}",
-        f'exec python3 -m engine_patches worker --config {shlex.quote(str(places.out / "model.yaml"))} "$@"',
-    )
-    files = {"model.yaml": text, "worker.sh": worker}
-    return RecipeFiles(files, [_UNINSTALL], [f"once, in vLLM's environment: {_install(places)}"])
+    start = f'exec python3 -m engine_patches worker --config {shlex.quote(str(places.out / "model.yaml"))} "$@"'
+    purpose = "vLLM with Seamark's plugin, which has to be in vLLM's environment, once:"
+    return _in_environment(places, {"model.yaml": text}, purpose, start)
+
+
+def _in_environment(places: Places, files: Mapping[str, str], purpose: str, *lines: str, text: str = "") -> RecipeFiles:
+    """Of a vLLM that the user's own environment has, where the plugin is installed by hand."""
+    install = f"pip install --no-deps {shlex.quote(str(places.source))}"
+    undo = 'echo "in vLLM\'s environment, if nothing else there needs it: pip uninstall vllm-seamark"'
+    files = {**files, "worker.sh": script(purpose, f"#   {install}", *lines, text=text)}
+    return RecipeFiles(files, [undo], [f"once, in vLLM's environment: {install}"])
 
 
 def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> tuple[list[str], list[str]]:
@@ -299,7 +299,7 @@ def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> 
             edited = [*words[:number], _edited(word, recipe), *words[number + 1 :]]
             split = len(entrypoint) or 1
             return edited[:split], edited[split:]
-    left = kept(_behind_serve([Word(word, word) for word in command], entrypoint))
+    left = without_flags(_behind_serve([Word(word, word) for word in command], entrypoint))
     return [], [*(word.value for word in left), *_host_of(recipe)]
 
 
@@ -312,13 +312,6 @@ def _behind_serve(command: Sequence[Word], entrypoint: Sequence[str]) -> Sequenc
 def _host_of(recipe: Recipe) -> list[str]:
     """vLLM alone listens to everybody, and the worker's command to its own machine."""
     return [] if recipe.has("--host") else ["--host", EVERYWHERE]
-
-
-def _install(places: Places) -> str:
-    return f"pip install --no-deps {shlex.quote(str(places.source))}"
-
-
-_UNINSTALL = 'echo "in vLLM\'s environment, if nothing else there needs it: pip uninstall vllm-seamark"'
 
 
 def image_of(recipe: Recipe, places: Places) -> str:

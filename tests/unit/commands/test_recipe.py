@@ -361,7 +361,7 @@ LINES = [
     f"{QWEN} " + MTP % ', "num_speculative_tokens_per_batch_size": [1]',
     f"{QWEN} " + MTP % ', "enable_adaptive_verification": true',
     f"{QWEN} " + MTP % ', "num_speculative_tokens_per_batch_size": [], "enable_adaptive_verification": false',
-    f"{QWEN} -sc.method suffix",
+    *(f"{QWEN} -sc.method suffix", f"{QWEN} --speculative_config.method suffix"),
     *(f"{QWEN} {CONNECTOR % name}" for name in ("LMCacheMPConnector", "NixlConnector")),
     f"{QWEN} {CONNECTOR % 'NixlConnector'} {MTP % ''}",
     *(f"Llama-4 -pp 2 {MTP % ''}", f"Llama-4 {CONNECTOR % 'LMCacheMPConnector'}"),
