@@ -40,7 +40,6 @@ EXAMPLE = 10 * GIB  # of cache, where nothing says how much there will be
 
 FEW = 16  # states: fewer than so many shared prefixes and running conversations are soon found again by nobody
 
-
 SHOWN = {
     Shown.ENGINE: "shown on an engine",
     Shown.INTERPRETER: "shown in the interpreter of a GPU's kernels",
@@ -272,6 +271,9 @@ def report(
     recurrent = [f"{many} recurrent ({layer.kind.name})" for layer, many in cost.layers.items()]
     inside = cost.inside and connector.lane is not ConnectorLane.CHUNK_ENDS
     written = "inside the pass" if inside else "cut: a pass for each"
+    hints = f"refused: {refusal.cause}" if refusal is not None else ""
+    if not hints and drafts and settings.drafts() == settings.AUTO:
+        hints = f"on trial at first, then beside the drafts ({settings.DRAFTS}={settings.AT_ONCE}: at once)"
     rows = [
         ("architecture", cost.architecture),
         ("layers", ", ".join([*recurrent, f"{cost.attention_layers} attention"])),
@@ -284,20 +286,12 @@ def report(
         ("cache", f"{_amount(size)} ({source})"),
         ("which holds", f"{cost.tokens_in(size):,} tokens of KV, or {cost.states_in(size):,} states"),
         ("states may take", f"{share:.0%} of it ({settings.STATE_SHARE}): {kept:,} states"),
+        ("KV connector", ", ".join(connector.names)),
+        ("drafts", drafts),
+        ("hints", hints),
     ]
-    if connector.names:
-        rows.append(("KV connector", ", ".join(connector.names)))
-    if drafts:
-        rows.append(("drafts", drafts))
-    if refusal is not None:
-        rows.append(("hints", f"refused: {refusal.cause}"))
-    elif drafts and settings.drafts() == settings.AUTO:
-        rows.append(
-            ("hints", f"on trial at first, then beside the drafts ({settings.DRAFTS}={settings.AT_ONCE}: at once)")
-        )
     yield cost.model
-    for name, value in rows:
-        yield f"  {name:<18}{value}"
+    yield from (f"  {name:<18}{value}" for name, value in rows if value)
     for line in (*advice(cost, kept), *about(connector), *cost.notes):
         yield f"  * {line}"
 

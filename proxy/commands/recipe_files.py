@@ -21,15 +21,13 @@ import yaml
 from proxy.commands import recipe as reading
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import CACHING, DROPPED, NO_CACHING
-from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, flag_name
+from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, as_list, flag_name
 from proxy.commands.recipe_text import Word
 from proxy.errors import SettingsError
 
 LIST = "seamark.sha256"  # as sha256sum writes and checks it
 
 RAN = "# ran before"  # a line of it: vLLM did, without Seamark
-
-SH = "#!/bin/sh"
 
 MOD = "mods/seamark"  # as make-mod.sh calls it
 
@@ -151,9 +149,7 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     own = Path(recipe.source).resolve()
     document = recipe.document["services"][recipe.name]
     image = image_of(recipe, places)
-    entrypoint, command = _in_container(
-        recipe, reading.as_list(document.get("entrypoint")), reading.as_list(document.get("command"))
-    )
+    entrypoint, command = _in_container(recipe, as_list(document.get("entrypoint")), as_list(document.get("command")))
     service: dict[str, Any] = {
         "image": image,
         "build": {
@@ -189,9 +185,8 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     run = reading.docker_run(recipe.text, recipe.source)
     image = image_of(recipe, places)
-    inner = [word.value for word in run.arguments]
     entrypoints = [*reading.options_of([word.value for word in run.options], ("--entrypoint",))][-1:]
-    entrypoint, command = _in_container(recipe, entrypoints, inner)
+    entrypoint, command = _in_container(recipe, entrypoints, [word.value for word in run.arguments])
     options = [f"--label={LABEL}={image}", *(word.raw for word in without_flags(run.options, ("--entrypoint",)))]
     if entrypoint:  # of a shell, whose text is edited as one word
         options.append(f"--entrypoint {shlex.quote(entrypoint[0])}")
@@ -350,7 +345,7 @@ def _asked(image: str) -> str:
 
 def script(purpose: str, *lines: str, text: str = "") -> str:
     """A `text` of the user's at its end runs in the shell that it names, and is not made stricter than it was."""
-    shebang, _, body = text.partition("\n") if text.startswith("#!") else (SH, "", text)
+    shebang, _, body = text.partition("\n") if text.startswith("#!") else ("#!/bin/sh", "", text)
     comments = [line.replace("\n", " ") for line in lines[:1] if line.startswith("#")]
     end = [body.strip()] if text else []
     strict = [] if text else ["set -eu"]
