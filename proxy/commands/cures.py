@@ -7,6 +7,7 @@ import shlex
 from string import Template
 from typing import NamedTuple
 
+from proxy.commands.outlook import TOOL_PARSERS
 from proxy.commands.ways import FoundWay, Way
 
 TOOL_FLAG = "--enable-auto-tool-choice"  # so named in vLLM's refusal
@@ -15,17 +16,6 @@ EVENTS_FLAG = "--middleware engine_patches.reporting.events_api.EventsEndpoint"
 
 # What `seamark worker` sets and a recipe of spark-vllm-docker, which starts vLLM itself, has to say.
 NEEDED = ("--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out", EVENTS_FLAG)
-
-# By a part of a model's name.
-TOOL_PARSERS = {
-    "qwen3-next": "hermes",
-    "qwen3-coder": "qwen3_xml",
-    "qwen3.": "qwen3_xml",
-    "nemotron-3": "qwen3_xml",
-    "glm-5.3": "glm47",
-    "granite-4": "granite4",
-    "lfm2": "lfm2",
-}
 
 _SOURCE = "/path/to/seamark"
 

@@ -41,20 +41,31 @@ class KnownFamily(NamedTuple):
     states: str  # what they are called
     words: Sequence[str]  # of which a model's name has one
     unit: int  # tokens of which a hit is a multiple, unless a flag says otherwise
-    beside_drafts: bool  # whether there are hints beside drafts
+    beside_drafts: bool = True  # whether there are hints beside drafts
     inside: bool = True  # whether its states are kept inside a pass; otherwise each costs one
 
 
 FAMILIES = (
-    KnownFamily("gated delta nets and n-grams", ("flash-next", "qwen4-exp"), 64, beside_drafts=True),
-    KnownFamily("gated delta nets", ("qwen3-next", "qwen3.5", "qwen3.6", "qwen3.8"), 64, beside_drafts=True),
+    KnownFamily("gated delta nets and n-grams", ("flash-next", "qwen4-exp"), 64),
+    KnownFamily("gated delta nets", ("qwen3-next", "qwen3.5", "qwen3.6", "qwen3.8"), 64),
     KnownFamily("gated delta nets of Olmo", ("olmo-hybrid",), 64, beside_drafts=False),
-    KnownFamily("Mamba2", ("nemotron-3", "nemotron-h", "granite-4", "falcon-h1", "bamba", "zamba2"), 16, True),
-    KnownFamily("KDA", ("glm-5.3-flash", "ling-3", "kimi-linear", "kimi-k3"), 64, beside_drafts=True),
+    KnownFamily("Mamba2", ("nemotron-3", "nemotron-h", "granite-4", "falcon-h1", "bamba", "zamba2"), 16),
+    KnownFamily("KDA", ("glm-5.3-flash", "ling-3", "kimi-linear", "kimi-k3"), 64),
     KnownFamily("short convolutions", ("lfm2",), 16, beside_drafts=False),
     KnownFamily("Mamba1", ("jamba",), 16, beside_drafts=False, inside=False),
     KnownFamily("linear attention", ("ling-2.5", "minimax-text"), 16, beside_drafts=False, inside=False),
 )
+
+# vLLM's parser of a model's tool calls, by a part of its name.
+TOOL_PARSERS = {
+    "qwen3-next": "hermes",
+    "qwen3-coder": "qwen3_xml",
+    "qwen3.": "qwen3_xml",
+    "nemotron-3": "qwen3_xml",
+    "glm-5.3": "glm47",
+    "granite-4": "granite4",
+    "lfm2": "lfm2",
+}
 
 
 class Outlook(NamedTuple):

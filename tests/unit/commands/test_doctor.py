@@ -16,8 +16,9 @@ from unittest.mock import Mock
 import pytest
 
 from proxy.commands import doctor, ways
-from proxy.commands.cures import TOOL_PARSERS, Cures
+from proxy.commands.cures import Cures
 from proxy.commands.doctor import STATUS, shadow_lines
+from proxy.commands.outlook import TOOL_PARSERS
 from proxy.commands.ways import FoundWay, Surroundings, Way, find, surroundings
 from proxy.http.client import Broken, Silent, Unreachable
 from tests.harness.fake_engine import engine_info
