@@ -295,9 +295,9 @@ def main(argv: list[str]) -> int:
     of_model = config_of(name) if on_cpu and name else {}
     flags = flags_of(given, config)
     why = refusal(name, flags, on_cpu=on_cpu)
-    if is_hybrid(of_model) and not explain:
+    if why is None and is_hybrid(of_model) and not explain:
         if drafts(flags):
-            why = why or NO_DRAFTS_ON_A_CPU
+            why = NO_DRAFTS_ON_A_CPU
         elif os.environ.get(MODE_VARIABLE, FULL).strip() == OFF and "no-enable-prefix-caching" not in flags:
             _say(DEFECTS_ON_A_CPU)
     if why:
