@@ -28,26 +28,33 @@ from proxy.errors import SettingsError, did_you_mean
 from proxy.fleet.probe import models_in
 from proxy.fleet.worker_metrics import Accepted, read_accepted
 
-# What is asked.
 LENGTHS = (500, 2000, 6000)  # tokens of shared system prompts
+
 PAIRS = 3  # cold and warm requests of each length
+
 FAN_OUT = 4  # requests at once on one new prefix
+
 TURNS = 4  # of the conversation
+
 SAMPLE_WORDS = 300  # of the prompt by which words are converted to tokens
 
 # Tokens of an answer of which the first one alone is timed, and of one long enough to have a speed.
 TIMED, ANSWER = 4, 32
+
 HEADROOM = 512  # tokens of the context that a shared prompt leaves to questions and answers
 
-# How long is waited.
 PROBE_SECONDS = 60.0  # for the first, short answer
+
 LOADING_SECONDS, ASK_AGAIN_SECONDS = 3600.0, 2.0  # of a model
+
 METRICS_SECONDS = 5.0  # for the engines' counters, which a stack may not show
 
-# What it means.
 HITS, PARTLY = 0.9, 0.1  # parts of the shared tokens from which a stack is said to hit, and to hit in part
+
 SOONER = 0.7  # warm over cold from which time alone shows a hit
+
 REACH = 0.02  # seconds below which neither is said to be sooner
+
 BURST = 0.005  # seconds within which a whole answer comes only if something held it back: that is no speed
 
 
