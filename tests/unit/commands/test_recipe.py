@@ -63,7 +63,7 @@ READ: dict[str, Any] = {
         f"fields {flags}": f"vllm serve m {flags}"
         for flags in (
             *("""--sc '{"method": "mtp", "n": 2}'""", """-sc '{"n": 1}' --sc.method mtp""", "-sc.method mtp --sc.n=2"),
-            *("--sc.method", "--sc '[1]'", "--scx.method mtp"),
+            *("--sc.method", "--sc '[1]'", "--scx.method mtp", """-sc '{"n": 1}' --sc '{"n": 2}' -sc '{"n": 3}'"""),
         )
     },
     "spark.yaml": SPARK,
