@@ -91,10 +91,15 @@ def shown(default: Any) -> str:
     return f"{default:g}" if isinstance(default, float) else str(default).lower()
 
 
+def described(setting: str) -> str:
+    """In one line."""
+    return " ".join((Settings.model_fields[setting].description or "").split())
+
+
 def table() -> str:
     """One row for each setting, in the order of the code."""
     rows = [
-        f"| `{name}` | {shown(field.get_default())} | {(field.description or '').replace('|', chr(92) + '|')} |"
+        f"| `{name}` | {shown(field.get_default())} | {described(name).replace('|', chr(92) + '|')} |"
         for name, field in Settings.model_fields.items()
     ]
     return "\n".join(["| setting | default | |", "|---|---|---|", *rows, ""])
@@ -110,8 +115,8 @@ def with_table(text: str) -> str:
 
 def with_comments(text: str) -> str:
     """The example with the comments of the code."""
-    for name, field in Settings.model_fields.items():
-        description = field.description or ""
+    for name in Settings.model_fields:
+        description = described(name)
         comment = ". ".join(filter(None, (description[:1].upper() + description[1:], IN_COMPOSE.get(name))))
         lines = textwrap.fill(comment, 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
         setting = rf"#?SEAMARK_{name.upper()}="
