@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from proxy.config_files import MOST_NUMBER, WatchedFile, read_model
+from proxy.config_files import MOST_NUMBER, WatchedFile, model_in
 from proxy.errors import Forbidden, NotFound, Unauthorized
 from proxy.http import asgi
 
@@ -51,6 +51,7 @@ class KeyEntry(BaseModel):
 
 
 EXAMPLE = """\
+A correct entry:
     [keys.ann]
     sha256 = "<64 hexadecimal digits>"   # `seamark key ann` prints a new key and this entry for it"""
 
@@ -124,7 +125,7 @@ class KeyRing:
         self._id_secret = secret.encode() if secret else None
         self.salts_last = self._id_secret is not None  # another start of the gateway, or another one, has the same
         self._secret = self._id_secret or secrets.token_hex(32).encode()
-        self.file = WatchedFile(path, lambda path: read_model("api_keys", path, KeyFile, EXAMPLE))
+        self.file = WatchedFile("api_keys", path, lambda raw, where: model_in(raw, where, KeyFile), EXAMPLE)
         self._keys: dict[str, ApiKey] = {}
         self._by_hash: dict[bytes, ApiKey] = {}
         self._load()

@@ -17,9 +17,9 @@ from proxy.config_files import (
     WatchedFile,
     read_secret,
     read_toml,
-    read_workers,
     service_url,
     worker_url,
+    workers_in,
 )
 from proxy.errors import SettingsError
 from proxy.settings import PREFIX, Settings, add_arguments, load, unknown_variables
@@ -77,17 +77,17 @@ def test_whatever_its_reader_raises_a_watched_file_counts_as_not_read(tmp_path, 
     path = tmp_path / "file.toml"
     path.write_text("count = 1")
 
-    def read(path):
-        if "2" in path.read_text():
+    def read(raw, where):
+        if b"2" in raw:
             raise error
         return 1
 
-    watched = WatchedFile(path, read)
+    watched = WatchedFile("some_setting", path, read, "")
     path.write_text("count = 22")
     assert [watched.refresh(), watched.is_current, watched.value] == [False, False, 1]
     assert str(path) in caplog.text and "hunter2" not in caplog.text
     with pytest.raises(SettingsError, match="cannot be used"):
-        WatchedFile(path, read)
+        WatchedFile("some_setting", path, read, "")
 
 
 TWO = b'[[worker]]\nurl = "http://a"\n[[worker]]\nurl = "http://b"\nmax_inflight = 128\n# end\n'
@@ -105,7 +105,7 @@ TWO = b'[[worker]]\nurl = "http://a"\n[[worker]]\nurl = "http://b"\nmax_inflight
 def test_a_watched_file_that_is_gone_or_says_nothing_or_ends_within_a_line_stops_nothing(tmp_path, caplog, change):
     path = tmp_path / "file.toml"
     path.write_bytes(TWO)
-    watched = WatchedFile(path, read_workers)
+    watched = WatchedFile("workers_file", path, workers_in, "")
     change(path)
     assert not watched.refresh() and not watched.is_current
     assert watched.value == (("http://a", None), ("http://b", 128)) and len(caplog.messages) == 1
@@ -263,7 +263,10 @@ def test_credentials_are_not_told_where_their_url_is_refused(url, tmp_path):
     file = tmp_path / "workers.toml"
     file.write_text(f'[[worker]]\nurl = "{url}"\n')
     flags = (("--worker", url), ("--worker", "http://a", "--redis", url))
-    for reading in (*(partial(parse, *each) for each in flags), partial(read_workers, file)):
+    for reading in (
+        *(partial(parse, *each) for each in flags),
+        partial(WatchedFile, "workers_file", file, workers_in, ""),
+    ):
         with pytest.raises(SettingsError) as refused:
             reading()
         assert "hunter2" not in str(refused.value)
