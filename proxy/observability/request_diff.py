@@ -21,7 +21,6 @@ from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.canonical import HEAD_FIELDS, canonical, head_of, own_hash
 from proxy.chat.chat import MESSAGES, listed
 from proxy.idle_work import Steps
-from proxy.observability.cures import CHANGE_TEXT
 from proxy.observability.volatile_text import TextKind, alike, kind_of, says_today
 
 MAX_REQUESTS = 64
@@ -58,6 +57,54 @@ What = Literal["tool", "message", "setting"]
 CLOCK_KINDS: tuple[TextKind, ...] = ("dates", "times")
 
 HEAD_KINDS: tuple[TextKind, ...] = (*CLOCK_KINDS, "uuid")
+
+# What people read of a change, by its kind (the label `text` of `seamark_would_save_tokens_total`): what changed, and
+# what to do about it. No cure is applied by itself: each one changes what the model reads.
+CHANGE_TEXT: dict[str, tuple[str, str]] = {
+    "dates": ("a date", "Move the date behind the rules: to the end of the system prompt, or into a message."),
+    "times": (
+        "a time of day",
+        "Move the time behind the rules, into the last user message, or write the date alone.",
+    ),
+    "uuid": ("an id", "Leave the id out of the prompt, or move it behind the rules, into a user message."),
+    "number": ("a number", "Move the number behind the rules, into the last user message."),
+    "token_counters": (
+        "a counter of tokens",
+        "Leave the counter out, or append it as a message of its own at the end.",
+    ),
+    "path": ("a path", "Move the path behind the rules, or use one path for all sessions."),
+    "working_directory": (
+        "the working directory",
+        "Move the working directory behind the rules, into the first user message, or run all sessions under one path.",
+    ),
+    "git_status": (
+        "a git status",
+        "Move the git status behind the rules, into a user message; "
+        "in Claude Code set `includeGitInstructions` to false.",
+    ),
+    "tools_sorted": (
+        "the order of the tools",
+        "List the tools in one order, or switch on the rewrite rule `tools_sorted` (setting rewrite).",
+    ),
+    "tool_keys_sorted": (
+        "the order of keys in a tool",
+        "Write the keys of each tool in one order, such as json.dumps(sort_keys=True).",
+    ),
+    "thinking_history": (
+        "thinking in the history",
+        "Send earlier thinking back as it came, and have the template keep it: "
+        '`chat_template_kwargs: {"truncate_history_thinking": false}` for Nemotron-3.',
+    ),
+    "system_moved": (
+        "a system message in the history",
+        "Leave system messages where they were sent first, and append new ones.",
+    ),
+    "system_merged": (
+        "reminders merged into the system prompt",
+        "Serve the model with a chat template that takes system messages in the middle: vLLM merges them into the "
+        "system prompt for one that does not.",
+    ),
+}
 
 
 class ContentPart(NamedTuple):

@@ -12,10 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from xxhash import xxh3_64_digest
 
 from proxy.boundaries.boundary import Found
 from proxy.chat.chat import Chat
@@ -26,8 +29,7 @@ from proxy.metrics import Metrics
 from proxy.observability.explanations import Record
 from proxy.observability.prefill_cost import NOTHING, CostLearner, TokenWork
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
-from proxy.observability.rolling_sums import RollingSums
-from proxy.observability.shared_tokens import SharedTokens
+from proxy.observability.totals import RollingSums
 from proxy.routing.prefix_index import Prefix, PrefixIndex
 from proxy.settings import Settings
 
@@ -42,6 +44,11 @@ MAX_WAITING = 256
 REST = 4.0
 
 POLL_SECONDS = 0.2  # between two checks whether a worker has counted its hits
+
+# Hashes of whole prefixes, unit by unit: four million tokens in units of 16, some 40 MB.
+MAX_HASHES = 2**18
+
+MIN_SHARED = 128  # tokens; a shorter shared beginning is not learnt
 
 # The reason of the tokens that the plugin would have saved. It would have saved none of the others by itself.
 CURED = "unpatched"
@@ -332,3 +339,47 @@ class Shadow(Part):
 
 def _tokens(prefix: Prefix | None) -> int:
     return prefix.tokens if prefix is not None else 0
+
+
+class SharedTokens:
+    """What an engine with the plugin would have learnt from prompts: where they part, by hashes of their tokens.
+
+    The second prompt that begins like an earlier one shows where the two part, and the third finds a state there.
+    Bounded; the oldest are forgotten first.
+    """
+
+    def __init__(self, unit: int, most: int = MAX_HASHES) -> None:
+        """`unit`: the match unit in tokens. `most`: hashes that are kept."""
+        self._unit = unit
+        self._most = most
+        self._prefixes: OrderedDict[bytes, bool] = OrderedDict()  # by hash: whether prompts have parted there
+
+    def look(self, apart: bytes, ids: Sequence[int]) -> int:
+        """Tokens of the deepest state that earlier prompts have led to; learns from this prompt, token ids `ids`.
+
+        `apart` is what else parts the caches: the worker's boot, the salt.
+        """
+        held = shared = 0
+        last = None
+        hashes = list(self._hashes(apart, ids[:-1]))  # the last token is always computed
+        for number, name in enumerate(hashes, 1):
+            parted = self._prefixes.get(name)
+            if parted is None:
+                break
+            shared, last = number, name
+            if parted:
+                held = number
+        if last is not None and shared * self._unit >= MIN_SHARED:
+            self._prefixes[last] = True
+        for name in hashes:
+            self._prefixes.setdefault(name, False)
+            self._prefixes.move_to_end(name)
+        while len(self._prefixes) > self._most:
+            self._prefixes.popitem(last=False)
+        return held * self._unit
+
+    def _hashes(self, apart: bytes, ids: Sequence[int]) -> Iterator[bytes]:
+        name = apart
+        for start in range(0, len(ids) - self._unit + 1, self._unit):
+            name = xxh3_64_digest(name + array("Q", ids[start : start + self._unit]).tobytes())
+            yield name

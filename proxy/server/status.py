@@ -12,7 +12,7 @@ from proxy.boundaries.template_facts import OpenerPlace, Role, TemplateFacts
 from proxy.fleet.worker import TRIAL, Worker
 from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import REASON_TEXT
-from proxy.observability.rolling_sums import Totals
+from proxy.observability.totals import Totals
 
 if TYPE_CHECKING:
     from proxy.fleet.self_check import SelfCheck
