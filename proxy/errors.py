@@ -35,11 +35,9 @@ class GatewayError(Exception):
             setattr(cls, name, value)
 
     def body(self) -> bytes:
-        """The JSON body of the answer."""
         return json.dumps({"error": self.as_dict()}).encode()
 
     def as_dict(self) -> dict[str, str | None]:
-        """The inner object of OpenAI's envelope."""
         return {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
 
 

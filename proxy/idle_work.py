@@ -61,7 +61,6 @@ class IdleWork:
 
     @property
     def waiting(self) -> int:
-        """Jobs that are not done."""
         return len(self._jobs)
 
     @property

@@ -115,8 +115,6 @@ class ApiKey:
 
 
 class KeyRing:
-    """All keys of the file."""
-
     def __init__(self, path: Path, secret: str | None) -> None:
         """Salts are derived from `secret`, or from a random one if it is None. Raises `SettingsError` for the file.
 
@@ -150,7 +148,6 @@ class KeyRing:
         raise Unauthorized("The gateway does not know this API key.")
 
     def named(self, name: str) -> ApiKey | None:
-        """The key that has this name in the file."""
         return self._keys.get(name)
 
     def _known(self, presented: bytes) -> ApiKey | None:

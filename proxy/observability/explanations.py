@@ -74,7 +74,6 @@ class Record:
 
     @property
     def explanation(self) -> Explanation:
-        """The request, explained."""
         explanation = self._so_far if isinstance(self._so_far, Explanation) else self._so_far(self)
         return explanation._replace(**self._amended) if self._amended else explanation
 

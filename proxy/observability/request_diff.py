@@ -181,7 +181,6 @@ class RememberedRequest:
 
     @cached_property
     def settings(self) -> dict[str, int]:
-        """Hash by head field."""
         head = head_of(self.layout.chat.head)
         return {name: xxh3_64_intdigest(canonical(head[name])) for name in SETTINGS if name in head}
 
@@ -220,7 +219,6 @@ class RequestMemory:
         self._requests: OrderedDict[tuple[str | None, bytes], RememberedRequest] = OrderedDict()
 
     def add(self, request: RememberedRequest) -> None:
-        """Remember it as the newest."""
         if not self._size:
             return
         keys = request.layout.keys.after

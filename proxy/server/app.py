@@ -25,8 +25,7 @@ from proxy.pipeline.error_responses import error_body, error_headers, send_error
 from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.pinned_prompts import NOT_RELEASED
 from proxy.pipeline.preflight import ANY_SITE
-from proxy.server import live_page
-from proxy.server.status import live, redis_status, self_check_status, warnings, worker_status
+from proxy.server.status import PAGE, PAGE_HEADERS, live, redis_status, self_check_status, warnings, worker_status
 
 HEALTH = "/health"
 
@@ -201,7 +200,7 @@ def build(gateway: Gateway, *, pages_only: bool = False) -> App:
 
     @app.get(auth.PAGE)
     async def page() -> Response:
-        return Response(live_page.HTML, headers=live_page.HEADERS, media_type="text/html")
+        return Response(PAGE, headers=PAGE_HEADERS, media_type="text/html")
 
     @app.get(auth.LIVE)
     async def live_figures() -> Response:

@@ -1,11 +1,15 @@
-"""What the status page and the live page show, as JSON. It holds no more of prompts than explanations do."""
+"""The live page, and what it and the status page show, as JSON: no more of prompts than explanations hold."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 import time
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from proxy.boundaries.template_facts import OpenerPlace, Role, TemplateFacts
@@ -140,7 +144,6 @@ def template_status(facts: TemplateFacts | None) -> dict[str, Any]:
 
 
 def redis_status(gateway: Gateway) -> dict[str, Any]:
-    """The state of the connection to Redis."""
     return gateway.redis_sync.status() if gateway.redis_sync is not None else {"state": "off"}
 
 
@@ -222,3 +225,24 @@ def _measures(check: SelfCheck) -> str:
 def _on_trial(worker: Worker) -> str:
     so_far = worker.trial_figures
     return f"Worker {worker.name} drafts: hints are off until its trial is over{f' ({so_far})' if so_far else ''}."
+
+
+# One file with its script and style inside. It holds no data, so it needs no key: a browser that opens an address
+# cannot send one. The page fetches its data with the key that the user typed into it.
+PAGE = Path(__file__).with_name("page.html").read_bytes()
+
+
+def _hash_of(tag: bytes) -> str:
+    """The content of the only element of this name, as a content security policy names it."""
+    (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), PAGE, re.DOTALL)
+    return f"'sha256-{b64encode(hashlib.sha256(content).digest()).decode()}'"
+
+
+PAGE_HEADERS = {
+    # This script and this style alone may run, and they may talk to their own origin alone.
+    "content-security-policy": f"default-src 'none'; script-src {_hash_of(b'script')}; style-src {_hash_of(b'style')}; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
