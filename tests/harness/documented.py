@@ -1,6 +1,7 @@
-"""What the documents say of settings, written from the code: `python -m tests.harness.settings_table`.
+"""What the documents say of settings and reasons, written from the code: `python -m tests.harness.documented`.
 
-That is the table in proxy/README.md, and the comments of the gateway's settings in deploy/.env.example.
+That is three tables in proxy/README.md, the gateway's settings in deploy/.env.example, and their names in
+deploy/compose.yaml. A new one is written behind that which stands before it in the code.
 """
 
 from __future__ import annotations
@@ -12,14 +13,21 @@ from typing import Any, NamedTuple
 
 from proxy import errors
 from proxy.errors import GatewayError
+from proxy.observability.reasons import REASON_TEXT
 from proxy.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "proxy" / "README.md"
 EXAMPLE = ROOT / "deploy" / ".env.example"
+COMPOSE = ROOT / "deploy" / "compose.yaml"
 
-BEGIN = "<!-- settings: `python -m tests.harness.settings_table` writes this table from proxy/settings.py -->\n"
+BEGIN = "<!-- settings: the same command writes this table from proxy/settings.py -->\n"
 END = "<!-- /settings -->\n"
+
+REASONS_BEGIN = (
+    "<!-- reasons: `python -m tests.harness.documented` writes this table from proxy/observability/reasons.py -->\n"
+)
+REASONS_END = "<!-- /reasons -->\n"
 
 # What only the example says: how the compose files set it.
 IN_COMPOSE = {
@@ -29,7 +37,7 @@ IN_COMPOSE = {
 }
 
 
-LIMITS_BEGIN = "<!-- limits: the same command writes this table from tests/harness/settings_table.py -->\n"
+LIMITS_BEGIN = "<!-- limits: the same command writes this table from tests/harness/documented.py -->\n"
 LIMITS_END = "<!-- /limits -->\n"
 
 
@@ -105,30 +113,58 @@ def table() -> str:
     return "\n".join(["| setting | default | |", "|---|---|---|", *rows, ""])
 
 
-def with_table(text: str) -> str:
+def reasons() -> str:
+    """One row for each reason: what people read of it on the page, too."""
+    rows = [f"| `{name}` | {said.long} | {said.action} |" for name, said in REASON_TEXT.items() if name != "hit"]
+    return "\n".join(["| reason in `seamark_miss_total` | | what to do |", "|---|---|---|", *rows, ""])
+
+
+def with_tables(text: str) -> str:
     """The document with the tables of the code."""
-    for begin, made, end in ((BEGIN, table, END), (LIMITS_BEGIN, limits, LIMITS_END)):
+    tables = (REASONS_BEGIN, reasons, REASONS_END), (BEGIN, table, END), (LIMITS_BEGIN, limits, LIMITS_END)
+    for begin, made, end in tables:
         before, _, rest = text.partition(begin)
         text = before + begin + made() + end + rest.partition(end)[2]
     return text
 
 
-def with_comments(text: str) -> str:
-    """The example with the comments of the code."""
+def with_settings(text: str) -> str:
+    """The example with the settings of the code, and above each one what it is."""
+    last = "WORKER"
     for name in Settings.model_fields:
         description = described(name)
         comment = ". ".join(filter(None, (description[:1].upper() + description[1:], IN_COMPOSE.get(name))))
         lines = textwrap.fill(comment, 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
-        setting = rf"#?SEAMARK_{name.upper()}="
-        text, times = re.subn(rf"(?:^# [^\n]*\n)+(?=^{setting})", lambda _, lines=lines: f"{lines}\n", text, flags=re.M)
+        setting, default = name.upper(), Settings.model_fields[name].get_default()
+        if not re.search(rf"^#?SEAMARK_{setting}=", text, re.M):
+            line = f"#SEAMARK_{setting}={shown(default) if default is not None else ''}\n"
+            text = re.sub(
+                rf"^#?SEAMARK_{last}=.*\n", lambda found, line=line: f"{found[0]}# new\n{line}", text, flags=re.M
+            )
+        above = rf"(?:^# [^\n]*\n)+(?=^#?SEAMARK_{setting}=)"
+        text, times = re.subn(above, lambda _, lines=lines: f"{lines}\n", text, flags=re.M)
         if times != 1:
-            raise ValueError(f"{EXAMPLE.name}: SEAMARK_{name.upper()} has no comment above it, or stands there twice")
+            raise ValueError(f"{EXAMPLE.name}: SEAMARK_{setting} has no comment above it, or stands there twice")
+        last = setting
     return text
 
 
+def with_names(text: str) -> str:
+    """The compose file, with all settings of the gateway passed to it."""
+    last = "WORKER"
+    for setting in map(str.upper, Settings.model_fields):
+        if f"      SEAMARK_{setting}:" not in text:
+            text = re.sub(rf"^      SEAMARK_{last}:.*\n", rf"\g<0>      SEAMARK_{setting}:\n", text, flags=re.M)
+        last = setting
+    return text
+
+
+WRITTEN = {DOCUMENT: with_tables, EXAMPLE: with_settings, COMPOSE: with_names}
+
+
 def main() -> None:
-    DOCUMENT.write_text(with_table(DOCUMENT.read_text()))
-    EXAMPLE.write_text(with_comments(EXAMPLE.read_text()))
+    for path, written in WRITTEN.items():
+        path.write_text(written(path.read_text()))
 
 
 if __name__ == "__main__":
