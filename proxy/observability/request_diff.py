@@ -164,7 +164,8 @@ class RememberedRequest:
         self.continued: Continued | None = None
         self.tools = listed(layout.chat.body.get("tools"))
         self.messages = layout.chat.messages
-        self.parts: tuple[ContentPart, ...] = ()  # its tools, then its messages, from `prepare` on
+        self._values = (*self.tools, *self.messages)
+        self.parts: tuple[ContentPart, ...] = ()  # of these, from `prepare` on
 
     def prepare(self) -> Steps[None]:
         """Hash its tools and messages. Nothing is compared before."""
@@ -186,17 +187,14 @@ class RememberedRequest:
 
     def part(self, index: int) -> Any:
         """The tool or message; None behind the last one."""
-        tools = len(self.tools)
-        if index < tools:
-            return self.tools[index]
-        return self.messages[index - tools] if index < len(self.parts) else None
+        return self._values[index] if index < len(self._values) else None
 
     def role(self, index: int) -> str | None:
         """The name of the tool, or the role of the message; None if there is none, or no text."""
-        part = self.part(index)
+        part, name = self.part(index), "role"
         if index < len(self.tools):
-            part = part.get("function") if isinstance(part, dict) else None
-        role = part.get("name" if index < len(self.tools) else "role") if isinstance(part, dict) else None
+            part, name = part.get("function") if isinstance(part, dict) else None, "name"
+        role = part.get(name) if isinstance(part, dict) else None
         return role if isinstance(role, str) else None
 
     def text(self, index: int) -> str | None:

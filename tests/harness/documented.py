@@ -21,24 +21,12 @@ DOCUMENT = ROOT / "proxy" / "README.md"
 EXAMPLE = ROOT / "deploy" / ".env.example"
 COMPOSE = ROOT / "deploy" / "compose.yaml"
 
-BEGIN = "<!-- settings: the same command writes this table from proxy/settings.py -->\n"
-END = "<!-- /settings -->\n"
-
-REASONS_BEGIN = (
-    "<!-- reasons: `python -m tests.harness.documented` writes this table from proxy/observability/reasons.py -->\n"
-)
-REASONS_END = "<!-- /reasons -->\n"
-
 # What only the example says: how the compose files set it.
 IN_COMPOSE = {
     "worker": "In this file several are separated by commas. Compose: http://worker:8000, or what an overlay has. A "
     "vLLM that runs on this machine already, and listens to more than 127.0.0.1: http://host.docker.internal:8000",
     "redis": "Compose: redis://redis:6379/0",
 }
-
-
-LIMITS_BEGIN = "<!-- limits: the same command writes this table from tests/harness/documented.py -->\n"
-LIMITS_END = "<!-- /limits -->\n"
 
 
 class Limit(NamedTuple):
@@ -78,15 +66,12 @@ def limits() -> str:
     """One row for each limit: what a client gets."""
     rows = []
     for limit in LIMITS:
-        field = Settings.model_fields[limit.setting]
-        told = [f"{error.status} `{error.code}`" if error.code else f"{error.status}" for error in limit.errors]
-        told[-1:] = [
-            f"{each}; `Retry-After` {limit.errors[-1].retry_after}"
-            for each in told[-1:]
-            if limit.errors[-1].retry_after
-        ] or told[-1:]
-        what = "; ".join(filter(None, (" or ".join(told), limit.instead)))
-        rows.append(f"| `{limit.setting}` | {shown(field.get_default())} | {what} |")
+        told = " or ".join(
+            f"{error.status} `{error.code}`" if error.code else f"{error.status}" for error in limit.errors
+        )
+        retry = f"`Retry-After` {limit.errors[-1].retry_after}" if told and limit.errors[-1].retry_after else ""
+        default = shown(Settings.model_fields[limit.setting].get_default())
+        rows.append(f"| `{limit.setting}` | {default} | {'; '.join(filter(None, (told, retry, limit.instead)))} |")
     return "\n".join(["| setting | default | when it is met |", "|---|---|---|", *rows, ""])
 
 
@@ -104,7 +89,7 @@ def described(setting: str) -> str:
     return " ".join((Settings.model_fields[setting].description or "").split())
 
 
-def table() -> str:
+def settings() -> str:
     """One row for each setting, in the order of the code."""
     rows = [
         f"| `{name}` | {shown(field.get_default())} | {described(name).replace('|', chr(92) + '|')} |"
@@ -121,9 +106,17 @@ def reasons() -> str:
 
 def with_tables(text: str) -> str:
     """The document with the tables of the code."""
-    tables = (REASONS_BEGIN, reasons, REASONS_END), (BEGIN, table, END), (LIMITS_BEGIN, limits, LIMITS_END)
-    for begin, made, end in tables:
+    written = (
+        (reasons, "proxy/observability/reasons.py"),
+        (settings, "proxy/settings.py"),
+        (limits, "tests/harness/documented.py"),
+    )
+    for made, source in written:
+        begin = f"<!-- {made.__name__}: `python -m tests.harness.documented` writes this table from {source} -->\n"
         before, _, rest = text.partition(begin)
+        end = f"<!-- /{made.__name__} -->\n"
+        if end not in rest:
+            raise ValueError(f"{DOCUMENT.name}: there is no table of {made.__name__}")
         text = before + begin + made() + end + rest.partition(end)[2]
     return text
 
