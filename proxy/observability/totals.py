@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
 
@@ -96,7 +97,7 @@ class RollingSums:
 
     def _last(self, slots: int) -> Totals:
         now = self._now()
-        return _sum(sums for slot, sums in self._slots.items() if now - slots < slot <= now)
+        return reduce(Totals.plus, (sums for slot, sums in self._slots.items() if now - slots < slot <= now), NONE)
 
     def _now(self) -> int:
         return int(self._clock()) // SLOT_SECONDS
@@ -104,13 +105,6 @@ class RollingSums:
 
 def _newest(sums: dict[int, Totals], now: int, most: int) -> list[Totals]:
     return [sums.get(when, NONE) for when in range(now - most + 1, now + 1)]
-
-
-def _sum(sums: Iterable[Totals]) -> Totals:
-    whole = NONE
-    for each in sums:
-        whole = whole.plus(each)
-    return whole
 
 
 class TimeSaved:
