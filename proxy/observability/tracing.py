@@ -71,10 +71,10 @@ class Tracing(Part):
             SpanKind.SERVER,
             {"http.request.method": method, "http.route": endpoint},
         )
-        told: dict[str, str] = {}
-        self._propagator.inject(told, set_span_in_context(span))
+        injected: dict[str, str] = {}
+        self._propagator.inject(injected, set_span_in_context(span))
         headers[:] = [header for header in headers if header[0] not in HEADERS]
-        headers += [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
+        headers += [(name.encode(), value.encode("latin-1")) for name, value in injected.items()]
         return RequestTrace(self._tracer, span)
 
     async def aclose(self) -> None:
@@ -106,13 +106,13 @@ class RequestTrace:
         """Close the span. `status`: of the answer; `explanation` has lengths in tokens."""
         span = self._span
         if span.is_recording():
-            told: dict[str, str | int | None] = {
+            attributes: dict[str, str | int | None] = {
                 "http.response.status_code": status or None,
                 "gen_ai.request.model": model,
                 "seamark.worker": worker,
             }
             if explanation is not None:
-                told |= {
+                attributes |= {
                     "gen_ai.operation.name": OPERATIONS.get(explanation.endpoint),
                     "gen_ai.usage.input_tokens": explanation.prompt,
                     "gen_ai.usage.cache_read.input_tokens": explanation.delivered,
@@ -121,7 +121,7 @@ class RequestTrace:
                     "seamark.shareable_tokens": explanation.shareable,
                     "seamark.predicted_tokens": explanation.predicted,
                 }
-            span.set_attributes({name: value for name, value in told.items() if value is not None})
+            span.set_attributes({name: value for name, value in attributes.items() if value is not None})
             if status >= 500:
                 span.set_status(Status(StatusCode.ERROR))
             for name, *times in stages:

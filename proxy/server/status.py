@@ -83,11 +83,11 @@ def changing(hour: Totals, newest: Sequence[Explanation]) -> dict[str, Any] | No
         return None
     lost: Counter[tuple[str | None, str | None]] = Counter()
     for request in newest:
-        told = request.changed
-        if told is None or request.began < time.time() - HOUR:
+        change = request.changed
+        if change is None or request.began < time.time() - HOUR:
             continue
-        if (told["what"], told["role"]) != ("setting", "cache_salt"):  # kept apart on purpose
-            lost[told["text"], told["cure"]] += told["lost"]
+        if (change["what"], change["role"]) != ("setting", "cache_salt"):  # kept apart on purpose
+            lost[change["text"], change["cure"]] += change["lost"]
     text, cure = max(lost, key=lost.__getitem__, default=(None, None))
     return {"lost": hour.changed, "common": common, "text": text, "cure": cure}
 
