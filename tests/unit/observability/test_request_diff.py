@@ -16,13 +16,7 @@ from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT, MESSAGES
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
-from proxy.observability.request_diff import (
-    CHANGE_TEXT,
-    MAX_REQUESTS,
-    MAX_TOOL_BYTES,
-    RememberedRequest,
-    RequestMemory,
-)
+from proxy.observability.request_diff import CHANGE_TEXT, MAX_REQUESTS, MAX_TOOL_BYTES, RememberedRequest, RequestMemory
 from proxy.observability.shadow import MIN_SHARED, SharedTokens
 from proxy.observability.volatile_text import TextKind, alike, kind_of
 from tests.harness.changed_requests import changed_requests
