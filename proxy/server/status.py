@@ -26,8 +26,40 @@ MOST_REQUESTS = 50
 
 HOUR = 3600.0  # seconds
 
+CHECKED = ("checked", "differs", "hints_off", "cache_off")  # figures of the self-check
+
 # Of what prompts have in common with earlier ones: from this part on it is no hit that is worth a headline, but a loss.
 CHANGING = 0.1
+
+
+def _of_both(gateway: Gateway) -> dict[str, Any]:
+    """What both pages show."""
+    check = gateway.self_check
+    is_checked = bool(gateway.settings.self_check_interval)
+    return {
+        "since": gateway.created,
+        "workers": [worker_status(worker, gateway) for worker in gateway.pool.workers],
+        "warnings": warnings(gateway),
+        "keys": gateway.accounting.key_usage.as_json(),
+        "prefixes": gateway.pinned.as_json(),
+        "redis": redis_status(gateway),
+        # How many answers from the cache were checked, and what followed; None if the self-check is off.
+        "self_check": {name: getattr(check, name) for name in CHECKED} if is_checked else None,
+    }
+
+
+def status(gateway: Gateway) -> dict[str, Any]:
+    """For `/seamark/status`."""
+    prefill_workers = gateway.prefill_pool.workers if gateway.prefill_pool is not None else ()
+    return {
+        **_of_both(gateway),
+        "prefill_workers": [worker_status(worker, gateway) for worker in prefill_workers],
+        "directory_entries": len(gateway.prefix_index),
+        "known_positions": len(gateway.reader.positions),
+        "hot_prefixes": len(gateway.warmup),
+        "text_bytes_held": gateway.text_held,
+        "shadow": gateway.shadow.status(),
+    }
 
 
 def live(gateway: Gateway) -> dict[str, Any]:
@@ -38,10 +70,9 @@ def live(gateway: Gateway) -> dict[str, Any]:
     time_saved = gateway.accounting.time_saved()
     newest = gateway.accounting.explanations.newest(MOST_REQUESTS)
     return {
+        **_of_both(gateway),
         "now": time.time(),
-        "since": gateway.created,
         "alarms": alarms(gateway),
-        "warnings": warnings(gateway),
         "seconds_saved": time_saved.net,
         "time": {
             "saved": time_saved.saved,
@@ -62,11 +93,6 @@ def live(gateway: Gateway) -> dict[str, Any]:
         "day": [[sums.prompt, sums.shareable, sums.came] for sums in sums.by_ten_minutes()],
         "inflight": sum(worker.inflight for worker in pool),
         "queued": len(gateway.queue),
-        "workers": [worker_status(worker, gateway) for worker in pool],
-        "keys": gateway.accounting.key_usage.as_json(),
-        "prefixes": gateway.pinned.as_json(),
-        "redis": redis_status(gateway),
-        "self_check": self_check_status(gateway),
         "requests": [explanation.as_json() for explanation in newest],
         "words": {reason: words._asdict() for reason, words in REASON_TEXT.items()},
     }
@@ -145,19 +171,6 @@ def template_status(facts: TemplateFacts | None) -> dict[str, Any]:
 
 def redis_status(gateway: Gateway) -> dict[str, Any]:
     return gateway.redis_sync.status() if gateway.redis_sync is not None else {"state": "off"}
-
-
-def self_check_status(gateway: Gateway) -> dict[str, Any] | None:
-    """How many answers from the cache were checked, and what followed; None if the self-check is off."""
-    check = gateway.self_check
-    if not gateway.settings.self_check_interval:
-        return None
-    return {
-        "checked": check.checked,
-        "differs": check.differs,
-        "hints_off": check.hints_off,
-        "cache_off": check.cache_off,
-    }
 
 
 def alarms(gateway: Gateway) -> list[str]:
