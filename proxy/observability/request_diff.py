@@ -306,11 +306,14 @@ class _Likeness:
         self._index = index = common_prefix(new.parts, old.parts)  # of the first parts that differ
         self._is_tool = index < max(len(new.tools), len(old.tools))
         self._position = index if self._is_tool else index - len(new.tools)
+        # Whether it differs first in the text in which it asks: as other questions do.
+        self._asks = not self._is_tool and self._position == new.layout.last
         texts = self._texts  # of these parts; not kept, as there are many pairs
         self._is_comparable = texts is not None
         self._at = common_prefix(*texts) if texts is not None else 0  # characters
         self._both_begin = _bytes(new.parts[:index]) + self._at  # but for settings
         self.beginning = self._both_begin if self._setting is None else 0  # that both prompts begin with
+        self._is_at_head = self.beginning < MIN_BEHIND
 
     @property
     def _texts(self) -> tuple[str, str] | None:
@@ -347,7 +350,9 @@ class _Likeness:
             salts = new.settings.get("cache_salt"), old.settings.get("cache_salt")
             is_same_cache = self._setting == "cache_salt" or (self._setting != "model" and salts[0] == salts[1])
             return is_same_cache and self.behind >= MIN_BEHIND
-        if index == len(new.parts) or (self._asks and not self._may_tell_time):
+        if index == len(new.parts):
+            return False
+        if self._asks and ((texts := self._texts) is None or not (self._is_at_head or says_today(texts[0], self._at))):
             return False
         if self._is_tool:
             return self.behind >= MIN_BEHIND
@@ -357,19 +362,6 @@ class _Likeness:
             evidence += self._at
             rendered_behind += 0 if self._position else self._both_begin - self._at  # the tools, by some templates
         return rendered_behind >= MIN_BEHIND and evidence >= max(MIN_BEHIND, changed)
-
-    @property
-    def _asks(self) -> bool:
-        """Whether it differs first in the text in which it asks: as other questions do."""
-        return not self._is_tool and self._position == self._new.layout.last
-
-    @property
-    def _is_at_head(self) -> bool:
-        return self.beginning < MIN_BEHIND
-
-    @property
-    def _may_tell_time(self) -> bool:
-        return (texts := self._texts) is not None and (self._is_at_head or says_today(texts[0], self._at))
 
     def change(self, prompt: int, shared: int, now: float) -> Steps[PrefixChange | None]:
         """What changed, and what it cost; None if that is nothing, or the question is another one."""

@@ -224,22 +224,17 @@ def server_for(settings: Settings, log_config: dict[str, Any]) -> uvicorn.Server
     if settings.admin_port is not None:
         _serve_pages(app, settings, log_config, settings.admin_port)
     most = most_connections(settings.max_connections)
-    config = _config(app, settings, log_config, settings.host, settings.port, settings.drain_timeout, most)
+    config = _config(app, log_config, settings.host, settings.port, settings.drain_timeout, most)
     return GatewayServer(config, settings, app.gateway)
 
 
 def _config(
-    app: App,
-    settings: Settings,
-    log_config: dict[str, Any],
-    host: str,
-    port: int,
-    drain_seconds: float,
-    most: int = sys.maxsize,
-    **options: Any,
+    app: App, log_config: dict[str, Any], host: str, port: int, drain: float, most: int = sys.maxsize, **options: Any
 ) -> uvicorn.Config:
+    """`drain`: seconds to finish requests; `most`: connections."""
+    settings = app.gateway.settings
     # uvicorn declares both as int and takes a float.
-    options["timeout_graceful_shutdown"], options["timeout_keep_alive"] = drain_seconds, settings.keepalive_timeout
+    options["timeout_graceful_shutdown"], options["timeout_keep_alive"] = drain, settings.keepalive_timeout
     patience = settings.client_timeout, settings.keepalive_timeout, settings.send_timeout
     bounds = Bounds(settings.max_header_bytes, *patience, most)
     # /metrics counts requests; a line in the log for each would cost more than forwarding it.
@@ -266,7 +261,7 @@ def _serve_pages(app: App, settings: Settings, log_config: dict[str, Any], port:
     @contextlib.asynccontextmanager
     async def lifespan(app: App) -> AsyncIterator[None]:
         pages = build(app.gateway, pages_only=True)
-        config = _config(pages, settings, log_config, settings.admin_host, port, 1.0, lifespan="off")
+        config = _config(pages, log_config, settings.admin_host, port, 1.0, lifespan="off")
         side = _SideServer(config, settings)
         async with started(app):
             serving = asyncio.create_task(side.serve(sockets))
