@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from proxy import errors
 from proxy.errors import GatewayError
@@ -29,49 +29,40 @@ IN_COMPOSE = {
 }
 
 
-class Limit(NamedTuple):
-    """What happens when a setting's limit is met."""
-
-    setting: str
-    errors: tuple[type[GatewayError], ...]  # that a client gets, one of them
-    instead: str = ""  # what happens besides, or instead
-
-
-LIMITS = (
-    Limit("max_header_bytes", (errors.HeadTooLarge,), "the connection is closed, too"),
-    Limit("client_timeout", (errors.TooSlow,), "for a head the connection is closed, too"),
-    Limit("min_body_rate", (errors.TooSlow,)),
-    Limit("send_timeout", (), "the connection is closed, and the worker's slot is free"),
-    Limit("keepalive_timeout", (), "the connection is closed"),
-    Limit("max_connections", (errors.Overloaded,), "the newest are closed; `/health` and `/ready` are answered"),
-    Limit("max_body_bytes", (errors.BodyTooLarge,), "before `100 Continue` if the length is announced"),
-    Limit("max_bodies_bytes", (errors.Overloaded, errors.KeyBusy)),
-    Limit("max_json_depth", (errors.TooComplex,)),
-    Limit("max_json_values", (errors.TooComplex,)),
-    Limit("max_boundary_values", (), "forwarded without a hint (reason `no_boundary`)"),
-    Limit("max_inflight", (errors.Overloaded, errors.KeyBusy), "after waiting for `queue_timeout`"),
-    Limit("max_queue", (errors.Overloaded, errors.KeyBusy)),
-    Limit("queue_timeout", (errors.Overloaded, errors.KeyBusy)),
-    Limit("connect_timeout", (errors.NoWorker,), "if no other worker can take the request"),
-    Limit("silence_timeout", (errors.WorkerSilent,), "in a stream an event says so"),
-    Limit("max_collected_bytes", (), "the answer comes without `x-seamark-cached` and `x-seamark-reason`"),
-    Limit("drain_timeout", (errors.Stopping,), "in a stream an event says so"),
-    Limit("memory_bytes", (), "the oldest is forgotten: a hit is lost"),
-    Limit("response_cache", (), "the answer not asked for the longest goes; one above a quarter of it is not kept"),
-    Limit("text_bytes", (), "the oldest is forgotten: a hit, a reason or a replay is lost"),
+# When a setting's limit is met: the errors that a client gets, one of them, and what happens besides, or instead.
+LIMITS: tuple[tuple[str, tuple[type[GatewayError], ...], str], ...] = (
+    ("max_header_bytes", (errors.HeadTooLarge,), "the connection is closed, too"),
+    ("client_timeout", (errors.TooSlow,), "for a head the connection is closed, too"),
+    ("min_body_rate", (errors.TooSlow,), ""),
+    ("send_timeout", (), "the connection is closed, and the worker's slot is free"),
+    ("keepalive_timeout", (), "the connection is closed"),
+    ("max_connections", (errors.Overloaded,), "the newest are closed; `/health` and `/ready` are answered"),
+    ("max_body_bytes", (errors.BodyTooLarge,), "before `100 Continue` if the length is announced"),
+    ("max_bodies_bytes", (errors.Overloaded, errors.KeyBusy), ""),
+    ("max_json_depth", (errors.TooComplex,), ""),
+    ("max_json_values", (errors.TooComplex,), ""),
+    ("max_boundary_values", (), "forwarded without a hint (reason `no_boundary`)"),
+    ("max_inflight", (errors.Overloaded, errors.KeyBusy), "after waiting for `queue_timeout`"),
+    ("max_queue", (errors.Overloaded, errors.KeyBusy), ""),
+    ("queue_timeout", (errors.Overloaded, errors.KeyBusy), ""),
+    ("connect_timeout", (errors.NoWorker,), "if no other worker can take the request"),
+    ("silence_timeout", (errors.WorkerSilent,), "in a stream an event says so"),
+    ("max_collected_bytes", (), "the answer comes without `x-seamark-cached` and `x-seamark-reason`"),
+    ("drain_timeout", (errors.Stopping,), "in a stream an event says so"),
+    ("memory_bytes", (), "the oldest is forgotten: a hit is lost"),
+    ("response_cache", (), "the answer not asked for the longest goes; one above a quarter of it is not kept"),
+    ("text_bytes", (), "the oldest is forgotten: a hit, a reason or a replay is lost"),
 )
 
 
 def limits() -> str:
     """One row for each limit: what a client gets."""
     rows = []
-    for limit in LIMITS:
-        told = " or ".join(
-            f"{error.status} `{error.code}`" if error.code else f"{error.status}" for error in limit.errors
-        )
-        retry = f"`Retry-After` {limit.errors[-1].retry_after}" if told and limit.errors[-1].retry_after else ""
-        default = shown(Settings.model_fields[limit.setting].get_default())
-        rows.append(f"| `{limit.setting}` | {default} | {'; '.join(filter(None, (told, retry, limit.instead)))} |")
+    for setting, refusals, instead in LIMITS:
+        told = " or ".join(f"{error.status} `{error.code}`" if error.code else f"{error.status}" for error in refusals)
+        retry = f"`Retry-After` {refusals[-1].retry_after}" if told and refusals[-1].retry_after else ""
+        default = shown(Settings.model_fields[setting].get_default())
+        rows.append(f"| `{setting}` | {default} | {'; '.join(filter(None, (told, retry, instead)))} |")
     return "\n".join(["| setting | default | when it is met |", "|---|---|---|", *rows, ""])
 
 
