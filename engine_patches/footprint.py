@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # On a Scheduler and its cache managers, as attribute `seamark`: `scheduler.checkpoints.Checkpoints`. On NIXL's half in
-# a scheduler: `scheduler.transfers.Transfers`. On a Request: `scheduler.request_state.RequestState`.
+# a scheduler: `scheduler.transfers.Transfers`. On a Request: `scheduler.planner.RequestState`.
 
 # On a Request.
 ADAPTER = "seamark_adapter"  # `scheduler.adapters.Adapter` that computes it, None if that is not certain
@@ -42,7 +42,7 @@ LATE = "seamark_late"  # on a ModelRunnerOutput: it was there before it was aske
 
 REPORTS = "seamark_reports"  # on a Scheduler: `reporting.reporter.Reporter`; none if nobody collects
 
-WATCHES = "seamark_watches"  # on a BlockPool: `scheduler.held_keys.Watch` of those that are told which keys it removes
+WATCHES = "seamark_watches"  # on a BlockPool: `scheduler.cache_keys.Watch` of those that are told which keys it removes
 
 ADAPTERS = "seamark_adapters"  # on an EngineCore: `scheduler.adapters.Adapters`
 

@@ -70,10 +70,9 @@ from engine_patches.scheduler.cache_keys import (
     avoid_unwritten_rows,
     avoid_unwritten_rows_with_a_connector,
     keep_hinted_keys,
+    watch_removed_keys,
 )
-from engine_patches.scheduler.chunks import end_chunk
 from engine_patches.scheduler.fan_out import hold_followers
-from engine_patches.scheduler.held_keys import watch_removed_keys
 from engine_patches.scheduler.hooks import (
     count_hits,
     count_tail_states,
@@ -84,6 +83,7 @@ from engine_patches.scheduler.hooks import (
 from engine_patches.scheduler.kv_events import announce_resumable_blocks
 from engine_patches.scheduler.match_unit import default_to_fine_unit
 from engine_patches.scheduler.state_writes import (
+    end_chunk,
     keep_only_true_states,
     learn_step_time,
     note_late_output,

@@ -20,7 +20,7 @@ another one on vLLM 0.32, whose hashes do not cover it: it drafts one token wors
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -28,8 +28,8 @@ from typing import Any
 
 from engine_patches import ledger
 from engine_patches.scheduler.cache_keys import key_at, look_up
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.earlier_prompts import Latest
+from engine_patches.scheduler.planner import Grid, RequestState
 from engine_patches.scheduler.step_time import StepTime
 
 PATCH = "draft-windows"  # that puts rows into hits
@@ -185,7 +185,7 @@ class DraftWindows:
         self._grid = grid
         self._managers = managers
         self._step_time = step_time
-        self._healed: OrderedDict[bytes, None] = OrderedDict()  # keys of states, since their windows were last found
+        self._healed: Latest[None] = Latest(MAX_HEALED)  # keys of states, since their windows were last found
         self.acceptance = Acceptance()
 
     @property
@@ -326,8 +326,6 @@ class DraftWindows:
             self._healed.pop(name, None)
         elif state.window == HEALED:
             self._healed[name] = None
-            if len(self._healed) > MAX_HEALED:
-                self._healed.popitem(last=False)
 
     def clear(self) -> None:
         """The cache is going to be emptied."""

@@ -2,6 +2,11 @@
 
 vLLM lets both compute it. The request that runs first is the leader. A follower is held back alone, not the requests
 behind it in the queue, and goes on as soon as the state is written, or the leader is gone or stands still.
+
+A held follower costs itself a pass, and saves its prefix for everyone: the leader's step is shorter, and so is every
+later one. But the room that it leaves goes to those behind it, and they run on before it. What is more depends on how
+many follow, how many of them a step has room for, and who else waits. So the next steps are played through both ways,
+as vLLM fills them: what runs first, then the line, in order, up to a budget.
 """
 
 from __future__ import annotations
@@ -9,13 +14,11 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from engine_patches.scheduler.forecast import ForecastEngine, ForecastJob, first_tokens
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.planner import Grid, RequestState
 from engine_patches.scheduler.step_time import StepTime
 
 # What all followers of a state save together has to outweigh the pass that each waits for by this factor: step times
@@ -46,6 +49,9 @@ MAX_LEADERS = 4
 # No request is held in so many steps after a state has found no room in the cache.
 PAUSE_STEPS = 32
 
+# Steps played through. What is not done by then goes on in order, at the time that its tokens take.
+MAX_STEPS = 16
+
 
 @dataclass
 class ExpectedState:
@@ -71,6 +77,72 @@ class Wait:
     leaders: int  # waited for so far
     computed: int = -1  # tokens that the leader has computed
     step: int = 0  # in which it came to these
+
+
+class ForecastJob(NamedTuple):
+    """A request that has yet to give its first token."""
+
+    tokens: int  # to be computed
+    shared: int = 0  # of these, the ones it finds in the cache once the leader has come to its state; 0: no follower
+
+
+class ForecastEngine(NamedTuple):
+    """What a step may hold, and what it costs."""
+
+    budget: int  # tokens a step may hold
+    chunk: int  # of them, of one request
+    alignment: int  # a chunk that does not reach the prompt's end ends on a multiple of it, if there is room for that
+    slots: int  # requests that may run
+    tokens_per_pass: float  # tokens that take as long as an empty pass
+
+
+def first_tokens(
+    jobs: Sequence[ForecastJob], running: int, leader: int, missing: int, engine: ForecastEngine, hold: bool
+) -> float:
+    """Play the next steps through: the sum of all times to the first token, in tokens computed meanwhile.
+
+    The first `running` of `jobs` run, the others wait, in this order. `leader` is the place of the one that has
+    `missing` tokens to compute before its state is written; `hold` keeps its followers waiting until then.
+    """
+    left = [job.tokens for job in jobs]
+    behind = left[leader] - missing
+    runs, waits = list(range(running)), list(range(running, len(jobs)))
+    slots = engine.slots
+    now = total = 0.0
+
+    def compute(place: int, room: int) -> int:
+        taken = min(left[place], room, engine.chunk)
+        if taken < left[place]:  # of the room that this leaves, those behind get a little
+            taken = taken // engine.alignment * engine.alignment or taken
+        left[place] -= taken
+        return taken
+
+    for _ in range(MAX_STEPS):
+        if not slots or not (runs or waits):
+            break
+        written = left[leader] <= behind
+        room = engine.budget
+        for place in runs:
+            room -= compute(place, room)
+        still = []
+        for place in waits:
+            if not room or len(runs) >= slots or (hold and not written and jobs[place].shared):
+                still.append(place)
+                continue
+            if written:
+                left[place] -= jobs[place].shared
+            runs.append(place)
+            room -= compute(place, room)
+        waits = still
+        now += engine.tokens_per_pass + engine.budget - room
+        done = sum(not left[place] for place in runs)
+        total += now * done
+        slots -= done  # they generate on
+        runs = [place for place in runs if left[place]]
+    for place in runs + waits:
+        now += left[place] * (1 + engine.tokens_per_pass / engine.budget)
+        total += now
+    return total
 
 
 class PrefillGate:
@@ -235,7 +307,9 @@ def hold_followers(original: Callable[..., bool]) -> Callable[..., bool]:
             return False
         held = gate.release(request)
         if held is not None:
-            checkpoints.counters.follower_released(held)
+            counts = checkpoints.counters.counts
+            counts.followers["held"] += 1
+            counts.spent_seconds += held
         return True
 
     return _handle_blocked_waiting_request
@@ -265,5 +339,5 @@ def _waits(scheduler: Any, gate: PrefillGate, request: Any) -> bool:
         passed = True
     if passed and not state.not_held:
         state.not_held = True
-        checkpoints.counters.follower_not_held()
+        checkpoints.counters.counts.followers["not_worth_it"] += 1
     return False

@@ -12,19 +12,15 @@ from engine_patches.footprint import LOADED
 from engine_patches.forward.layers import is_promised
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import ConnectorLane, Decision
-from engine_patches.scheduler import draft_windows, pins, preflight, refusals, transfers
-from engine_patches.scheduler.cache_groups import GroupRole, role_of
+from engine_patches.scheduler import draft_windows, preflight, refusals, transfers
+from engine_patches.scheduler.cache_keys import HeldKeys
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.draft_gate import ON_TRIAL, DraftGate, is_own
 from engine_patches.scheduler.draft_windows import DraftWindows
+from engine_patches.scheduler.drafts import ON_TRIAL, DraftGate, is_own
 from engine_patches.scheduler.fan_out import PrefillGate
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.match_unit import state_alignment
-from engine_patches.scheduler.pins import Pins
-from engine_patches.scheduler.planner import HINTED, LEARNED, TAIL
-from engine_patches.scheduler.refusals import NO_STATES, Refusal, refused
-from engine_patches.scheduler.retention import Retention
+from engine_patches.scheduler.planner import HINTED, LEARNED, TAIL, Grid
+from engine_patches.scheduler.refusals import NO_STATES, GroupRole, Refusal, refused, role_of
 from engine_patches.scheduler.states import States
 
 # Methods of vLLM's workers that can be called from outside and only read.
@@ -143,17 +139,23 @@ def _states(scheduler: Any, recurrent: Sequence[Any], grid: Grid, in_pass: bool)
     manager = scheduler.kv_cache_manager
     attention = [each for each in manager.coordinator.single_type_managers if role_of(each) is GroupRole.ATTENTION]
     groups = [_group_of(scheduler, each) for each in recurrent]
-    pool = manager.block_pool
-    states = States(
-        HeldKeys(pool, grid, recurrent, attention),
-        Pins(pool, pins.limit(scheduler, settings.pin_share())),
+    return States(
+        HeldKeys(manager.block_pool, grid, recurrent, attention),
+        _most_pinned(scheduler, settings.pin_share()),
         in_pass,
+        settings.state_share(),
         num_bytes=sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups),
+        give_back=lambda blocks: _give_back_after_their_step(scheduler, blocks),
     )
-    if in_pass:
-        states.retention = Retention(pool, settings.state_share())
-        states.give_back = lambda blocks: _give_back_after_their_step(scheduler, blocks)
-    return states
+
+
+def _most_pinned(scheduler: Any, share: float) -> int:
+    """Blocks that pins may hold: a `share` of the cache, or what the longest request leaves."""
+    config = scheduler.vllm_config
+    specs = [group.kv_cache_spec for group in scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups]
+    longest: int = sum(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in specs)
+    usable: int = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is vLLM's null block
+    return max(0, min(int(share * usable), usable - longest))
 
 
 def _tell_vllm(scheduler: Any, recurrent: Sequence[Any], in_pass: bool) -> None:
@@ -221,7 +223,7 @@ def count_hits(original: Callable[..., None]) -> Callable[..., None]:
         original(self, request, num_hits)
         checkpoints = getattr(self, "seamark", None)
         if checkpoints is not None and not is_own(request):
-            checkpoints.counters.cache_hit(num_hits)
+            checkpoints.counters.counts.cache_hit_tokens += num_hits
         if checkpoints is not None and checkpoints.states is not None:
             loaded = getattr(request, LOADED, 0)
             checkpoints.admitted(request, num_hits + loaded, loaded)

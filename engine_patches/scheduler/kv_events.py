@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_patches import settings
-from engine_patches.scheduler.held_keys import HeldKeys
+from engine_patches.scheduler.cache_keys import HeldKeys
 
 logger = logging.getLogger("vllm.seamark")
 

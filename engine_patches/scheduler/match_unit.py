@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine_patches import families, settings, speculation
-from engine_patches.scheduler import cache_groups, draft_windows, refusals
+from engine_patches.scheduler import draft_windows, refusals
 
 DEFAULT = 16  # tokens
 
@@ -76,7 +76,7 @@ def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             return coarse
         coarsest = DEFAULT if speculation.drops(vllm_config) else state_alignment(recurrent, vllm_config, DEFAULT)
-        compressed = cache_groups.compression(groups, vllm_config)
+        compressed = refusals.compression(groups, vllm_config)
         for unit in sorted({math.lcm(each, *compressed) for each in (coarsest, DEFAULT)}, reverse=True):
             cache_config.prefix_match_unit = unit
             try:

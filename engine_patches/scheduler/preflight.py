@@ -11,8 +11,7 @@ from typing import Any
 
 from engine_patches.scheduler.cache_keys import keep_attention_keys
 from engine_patches.scheduler.draft_windows import DraftWindows, left_out_spec
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.planner import Grid, RequestState
 from engine_patches.scheduler.step_time import StepTime
 
 UNIT, BLOCK = 16, 64  # tokens

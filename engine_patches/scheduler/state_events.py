@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from engine_patches.scheduler.adapters import adapter_name
-from engine_patches.scheduler.held_keys import HeldKeys
-from engine_patches.scheduler.planner import CheckpointTarget
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.cache_keys import HeldKeys
+from engine_patches.scheduler.counters import only_generates
+from engine_patches.scheduler.planner import CheckpointTarget, RequestState
 
 # States watched; an older one is forgotten, with an event as if it were evicted. Real caches hold some hundreds.
 MAX_STATES = 65_536
@@ -130,13 +130,6 @@ class StateEvents:
 
 def _name(state: bytes) -> str:
     return state[:NAME_BYTES].hex()
-
-
-def only_generates(output: Any) -> bool:
-    """Whether a step has one token of each of its requests, besides drafts: vLLM schedules no fewer of any."""
-    drafts = output.scheduled_spec_decode_tokens
-    num_drafts = sum(map(len, drafts.values())) if drafts else 0
-    return bool(output.total_num_scheduled_tokens - num_drafts == len(output.num_scheduled_tokens))
 
 
 def emit_events(scheduler: Any, output: Any) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.earlier_prompts import Latest
 from engine_patches.scheduler.planner import HINTED, TAIL, CheckpointTarget
 from engine_patches.scheduler.states import States
 
@@ -49,7 +49,7 @@ class Transfers:
     def __init__(self, checkpoints: Checkpoints, states: States) -> None:
         self.checkpoints = checkpoints
         self._states = states
-        self._taken: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._taken: Latest[None] = Latest(MAX_TAKEN)  # by engine and request
         self._warned: set[str] = set()
 
     def stop_at_the_last_state(self, request: Any) -> None:
@@ -104,8 +104,6 @@ class Transfers:
         if transfer in self._taken:
             return TAKEN
         self._taken[transfer] = None
-        if len(self._taken) > MAX_TAKEN:
-            self._taken.popitem(last=False)
         tokens = params.get("remote_num_tokens")
         if not isinstance(params.get(CONTENT), str) or not isinstance(params.get(DEADLINE), int | float):
             return "it carries no name of its contents or no deadline: the worker that computed it has no Seamark"

@@ -18,9 +18,8 @@ from engine_patches.reporting.events_api import Feeds
 from engine_patches.reporting.metrics import CollectedMetrics, EngineNumbers, families
 from engine_patches.reporting.report import EngineReport, as_read
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.counters import AdmittedRequest
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.load import GatewayLoad
+from engine_patches.scheduler.counters import AdmittedRequest, GatewayLoad
+from engine_patches.scheduler.planner import Grid
 from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvicted, StateStored
 from proxy.pipeline.gateway import Gateway
 from proxy.settings import Settings

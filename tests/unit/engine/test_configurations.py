@@ -13,7 +13,7 @@ from engine_patches.commands.explain import about
 from engine_patches.footprint import OWN as OWN_REQUEST
 from engine_patches.kv_connectors import CONNECTORS, UNKNOWN, ConnectorLane, decide_by
 from engine_patches.ledger import Shape, ShapeMismatch
-from engine_patches.scheduler.draft_gate import CLOSED, NONE, OFF, ON, ON_TRIAL, DraftGate
+from engine_patches.scheduler.drafts import CLOSED, NONE, OFF, ON, ON_TRIAL, DraftGate
 from engine_patches.scheduler.hints import IGNORED_REASONS
 from engine_patches.scheduler.match_unit import default_to_fine_unit, expected, kernel_chunk, state_alignment
 from engine_patches.scheduler.refusals import LONGEST, SPECULATIVE, Refusal, by_configuration, by_scheduler

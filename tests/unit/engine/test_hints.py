@@ -10,12 +10,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_patches.scheduler import hints, planner, reasons
-from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler import hints, planner
+from engine_patches.scheduler.earlier_prompts import (
+    BELOW_UNIT,
+    COLD,
+    EVICTED,
+    HINT_IGNORED,
+    HIT,
+    NO_BOUNDARY,
+    NOT_WORTH_IT,
+    Outcomes,
+)
 from engine_patches.scheduler.hints import MAX_ENTRIES, MAX_PATTERN, first_end, hint_in, last_end, resolve, turn_end
-from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, JUNCTION, LEARNED, TAIL, CheckpointTarget
-from engine_patches.scheduler.reasons import BELOW_UNIT, COLD, EVICTED, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
-from engine_patches.scheduler.request_state import TurnEnd, Wish
+from engine_patches.scheduler.planner import (
+    EDGE,
+    EXPECTED,
+    HINTED,
+    JUNCTION,
+    LEARNED,
+    TAIL,
+    CheckpointTarget,
+    Grid,
+    TurnEnd,
+    Wish,
+)
 
 IDS = list(range(1, 1001))  # the token 500 is the 500th
 
@@ -30,8 +48,8 @@ def resolved(hint: Any, ids: Any = IDS) -> tuple[tuple[int, ...], Counter[str]]:
 def read(hint: Any) -> tuple[tuple[int, ...], Counter[str]]:
     """Positions at which a state is kept, and what was ignored."""
     positions, ignored = resolved(hint)
-    kept = planner.Planner(Grid(16, 16), 384).usable_positions(positions, lambda reason: ignored.update([reason]))
-    return kept, ignored
+    wish = planner.Planner(Grid(16, 16), 384).wish([], positions, 1000, 0, (), lambda reason: ignored.update([reason]))
+    return wish.hinted_positions, ignored
 
 
 def test_entries_are_resolved_in_their_order_to_the_token():
@@ -159,7 +177,7 @@ def request(tokens: int = 400, name: str = "a", **more: Any) -> Any:
     ],
 )
 def test_a_request_has_one_reason_the_deepest_cause(computed, tokens, wish, hit, reason):
-    outcomes = reasons.Outcomes(Grid(16, 16))
+    outcomes = Outcomes(Grid(16, 16))
     for position, miss in computed.items():
         outcomes.computed(request(), position, COLD)
         outcomes.computed(request(), position, miss)  # what became of it last counts
@@ -172,13 +190,13 @@ def test_a_request_has_one_reason_the_deepest_cause(computed, tokens, wish, hit,
 
 
 def test_a_prefix_goes_by_what_has_to_be_shared_beside_a_draft_head_and_inside_a_kernels_chunk():
-    outcomes, first, other = reasons.Outcomes(Grid(16, 16, 16, 16)), request(), request(name="b")
+    outcomes, first, other = Outcomes(Grid(16, 16, 16, 16)), request(), request(name="b")
     outcomes.computed(first, 144, EVICTED)
     for shared, missed in ((160, EVICTED), (144, COLD)):
         other.block_hashes = first.block_hashes[: shared // 16] + request(name="b").block_hashes[shared // 16 :]
         assert outcomes.reason_for(other, Wish((144,), hinted=True, shared=shared), 0) == missed
     assert outcomes.reason_for(first, Wish(hinted=True, shared=160), 144) == HIT, "all that it can have"
-    chunked = reasons.Outcomes(Grid(16, 64))
+    chunked = Outcomes(Grid(16, 64))
     assert chunked.reason_for(first, Wish((128,), hinted=True, shared=176), 128) == HIT
     assert chunked.reason_for(first, Wish((128,), hinted=True, shared=192), 128) == COLD
 

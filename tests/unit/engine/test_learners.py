@@ -11,13 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_patches.disk.load_cost import LoadCost
-from engine_patches.scheduler import expected_junctions, turn_value
-from engine_patches.scheduler.expected_junctions import ENOUGH, RENEWAL, ExpectedJunctions, SeenPrompt, best_places
-from engine_patches.scheduler.forecast import ForecastEngine, ForecastJob, first_tokens
-from engine_patches.scheduler.request_state import TurnEnd
-from engine_patches.scheduler.seen import SeenPrefixes
+from engine_patches.scheduler import earlier_prompts
+from engine_patches.scheduler.earlier_prompts import (
+    ENOUGH,
+    JUDGED_AFTER_SECONDS,
+    PROBE,
+    RENEWAL,
+    ExpectedJunctions,
+    SeenPrefixes,
+    SeenPrompt,
+    TurnValue,
+    best_places,
+)
+from engine_patches.scheduler.fan_out import ForecastEngine, ForecastJob, first_tokens
+from engine_patches.scheduler.planner import TurnEnd
 from engine_patches.scheduler.step_time import ASSUMED_TOKENS_PER_PASS, MOST_TOKENS_PER_PASS, StepTime
-from engine_patches.scheduler.turn_value import JUDGED_AFTER_SECONDS, PROBE, TurnValue
 
 
 @given(st.lists(st.text("ab", max_size=12), max_size=30), st.integers(1, 40))
@@ -184,7 +192,7 @@ def document(learner, number, group=b"salt", resumed=0):
 
 def test_places_are_learned_for_each_group_and_forgotten_at_a_bound(monkeypatch):
     for name, value in {"MAX_GROUPS": 2, "MAX_PARTED": 1, "MAX_WRITTEN": 2, "WINDOW": 40}.items():
-        monkeypatch.setattr(expected_junctions, name, value)
+        monkeypatch.setattr(earlier_prompts, name, value)
     learner = ExpectedJunctions()
     for number in (0, 1) * ENOUGH:  # each is a stranger when it comes again
         document(learner, number)
@@ -203,8 +211,8 @@ def test_places_are_learned_for_each_group_and_forgotten_at_a_bound(monkeypatch)
         learner.add(b"again", b"document", 1000, 1060, 0, 30.0)
     assert learner.places(b"again", 0, 1060) == ()
     for number in range(3):
-        learner.written(b"%d" % number)
-    assert [learner.is_expected(b"%d" % number) for number in range(3)] == [False, True, True]
+        learner.written[b"%d" % number] = None
+    assert [b"%d" % number in learner.written for number in range(3)] == [False, True, True]
 
 
 class Turns:
@@ -247,9 +255,9 @@ def test_who_comes_back_is_told_the_last_turn_it_goes_on_from_once():
 
 
 def test_no_more_heads_and_ends_are_remembered_than_some(monkeypatch):
-    most = turn_value.ENOUGH
-    monkeypatch.setattr(turn_value, "MAX_HEADS", 2)
-    monkeypatch.setattr(turn_value, "MAX_ENDS", most)
+    most = earlier_prompts.ENDS_TO_JUDGE
+    monkeypatch.setattr(earlier_prompts, "MAX_HEADS", 2)
+    monkeypatch.setattr(earlier_prompts, "MAX_ENDS", most)
     turns = Turns()
     for number in range(4 * most):
         turns.end(number, head=f"head {number // most}")
