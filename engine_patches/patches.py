@@ -76,12 +76,12 @@ from engine_patches.scheduler.fan_out import hold_followers
 from engine_patches.scheduler.hooks import (
     count_hits,
     count_tail_states,
+    default_to_fine_unit,
     forget_weights_that_may_change,
     release_before_reset,
     set_up_checkpoints,
 )
 from engine_patches.scheduler.kv_events import announce_resumable_blocks
-from engine_patches.scheduler.match_unit import default_to_fine_unit
 from engine_patches.scheduler.state_writes import (
     end_chunk,
     keep_only_true_states,

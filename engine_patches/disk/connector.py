@@ -311,7 +311,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             return True
         if not getattr(request, DECLINED, False):
             setattr(request, DECLINED, True)
-            self._checkpoints.counters.load_declined()
+            self._checkpoints.counters.counts.loads_declined += 1
         return False
 
 

@@ -6,7 +6,7 @@ walked: the pool names the keys that it removes, and only what needs one of thos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -65,8 +65,7 @@ class HeldKeys:
 
     def __init__(self, pool: Any, grid: Grid, recurrent: Iterable[Any], attention: Iterable[Any]) -> None:
         """`recurrent`, `attention`: vLLM's managers of cache groups."""
-        self.pool = pool
-        self.grid = grid
+        self.pool, self.grid = pool, grid
         self.recurrent = {manager.kv_cache_group_id: manager.block_size for manager in recurrent}  # by group
         self.attention = tuple(
             AttentionGroup(manager.kv_cache_group_id, manager.block_size, grid.drop_in(manager))
@@ -211,11 +210,10 @@ def keep_hinted_keys(original: Callable[..., None]) -> Callable[..., None]:
         self: Any, request: Any, num_tokens: int, retention_interval: Any = None, *, replay_boundaries: Any
     ) -> None:
         checkpoints = getattr(self, "seamark", None)
-        if checkpoints is None or checkpoints.states is None:
-            original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
-            return
         full_before = self.num_cached_block.get(request.request_id, 0)
         original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
+        if checkpoints is None or checkpoints.states is None:
+            return
         state = checkpoints.state_of(request)
         start = state.chunk_start
         full = self.num_cached_block.get(request.request_id, 0)
@@ -291,14 +289,10 @@ def _avoids_unwritten_rows(manager: Any, request: Any, blocks: Any, hit: int) ->
         if not copied or hit % block_size == 0 or hit <= unwritten.get(copied[-1].block_id, hit):
             continue
         key = key_at(request, hit + drop, checkpoints.grid.unit, group)
-        written = _block_other_than(manager.block_pool, key, unwritten)
+        entry = manager.block_pool.cached_block_hash_to_block._cache.get(key)
+        candidates = () if entry is None else entry.values() if isinstance(entry, dict) else (entry,)
+        written = next((block for block in candidates if block.block_id not in unwritten), None)
         if written is None:
             return False
         copied[-1] = written
     return True
-
-
-def _block_other_than(pool: Any, key: bytes, avoided: Container[int]) -> Any:
-    entry = pool.cached_block_hash_to_block._cache.get(key)
-    candidates = () if entry is None else entry.values() if isinstance(entry, dict) else (entry,)
-    return next((block for block in candidates if block.block_id not in avoided), None)

@@ -12,35 +12,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine_patches.forward.loaded_weights import Weights
-from engine_patches.scheduler import hints
+from engine_patches.scheduler import earlier_prompts, hints, planner
 from engine_patches.scheduler.adapters import is_alone
 from engine_patches.scheduler.counters import AdmittedRequest, Counters
 from engine_patches.scheduler.draft_windows import HEALED, ZEROED
 from engine_patches.scheduler.drafts import AcceptedDrafts, DraftGate, is_own, is_trial
-from engine_patches.scheduler.earlier_prompts import (
-    EVICTED,
-    HIT,
-    NOT_WORTH_IT,
-    ExpectedJunctions,
-    Outcomes,
-    SeenPrefixes,
-    TurnValue,
-)
+from engine_patches.scheduler.earlier_prompts import ExpectedJunctions, Outcomes, SeenPrefixes, TurnValue
 from engine_patches.scheduler.fan_out import PrefillGate
-from engine_patches.scheduler.planner import (
-    EXPECTED,
-    SPARE,
-    TURN_REACH,
-    WORTH_OF_A_PASS,
-    CheckpointTarget,
-    Grid,
-    Planner,
-    RequestState,
-    TurnEnd,
-    Wish,
-)
+from engine_patches.scheduler.planner import CheckpointTarget, Grid, Planner, RequestState, TurnEnd, Wish
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal
-from engine_patches.scheduler.states import NOT_CACHED, States
+from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
 
 # Name of the head that chats without a system prompt have in common, for each cache salt.
@@ -89,8 +70,13 @@ class Checkpoints:
     def _wish_of(self, request: Any) -> Wish:
         hint = hints.hint_in(request)
         hinted = hint is not hints.NONE
-        refusal = "adapter" if is_alone(request) else self._refused(request)
-        ignore = self.counters.hint_ignored
+        refusal, ignore = None, self.counters.hint_ignored  # why its hint is ignored
+        if is_alone(request):
+            refusal = "adapter"
+        elif self.states is None:
+            refusal = self.refusal.reason if self.refusal is not None else None
+        elif not self.drafts.admits(request):
+            refusal = SPECULATIVE
         if hinted and refusal is not None:
             ignore(refusal)
         if self.states is None or refusal == SPECULATIVE:
@@ -107,17 +93,11 @@ class Checkpoints:
         # Where states are not written inside a pass, each costs one.
         places = self.expected_junctions.places(_salt_of(request), shared, tokens) if self.writes_in_forward else ()
         # An earlier turn ends as far from what is shared as a hint may be, and rounded down to the alignment.
-        reach = math.ceil((TURN_REACH + self.grid.alignment + self.grid.ahead) / unit)
+        reach = math.ceil((planner.TURN_REACH + self.grid.alignment + self.grid.ahead) / unit)
         earlier = self.turn_value.came_back(request.block_hashes[max(shared // unit - reach, 0) : shared // unit])
         known = {"hinted": hinted, "pin": pin, "trial": is_trial(request), "goes_on_from": earlier}
         wish = self.planner.wish(hint, resolved, tokens, shared, places, ignore, **known)
         return replace(wish, worthless_turn=self._worthless_turn(request, wish))
-
-    def _refused(self, request: Any) -> str | None:
-        """Why a request's hint is ignored, of `hints.IGNORED_REASONS`; None if it is not."""
-        if self.states is None:
-            return self.refusal.reason if self.refusal is not None else None
-        return None if self.drafts.admits(request) else SPECULATIVE
 
     def _worthless_turn(self, request: Any, wish: Wish) -> int:
         """The end of a request's turn if nobody is going to come back to it; 0 if somebody may."""
@@ -131,8 +111,8 @@ class Checkpoints:
         if self.turn_value.worth_a_state(head, key, turn, self.step_time.tokens_worth(states=1)):
             return 0
         if turn.end in wish.hinted_positions:
-            self.counters.hint_ignored(NOT_WORTH_IT)
-        self.outcomes.computed(request, turn.end, NOT_WORTH_IT)
+            self.counters.hint_ignored(earlier_prompts.NOT_WORTH_IT)
+        self.outcomes.computed(request, turn.end, earlier_prompts.NOT_WORTH_IT)
         return turn.end
 
     def targets(self, request: Any) -> list[CheckpointTarget]:
@@ -152,26 +132,23 @@ class Checkpoints:
             felt = self._felt()
             is_free = self._felt(states=1) <= 2 * felt
             if is_free and (spare := self.planner.spare(start, end, resumable, positions, felt)):
-                wanted.append(CheckpointTarget(spare, SPARE))
+                wanted.append(CheckpointTarget(spare, planner.SPARE))
                 wanted.sort()
         return wanted
 
     def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
-        """Whether a hit at a target of a request would be felt beyond what its state costs, as far as is known.
-
-        Of pins and trials nobody asks.
-        """
-        if state.wish.pin or state.wish.trial:
+        """Whether a hit at a target of a request would be felt beyond what its state costs, as far as is known."""
+        if state.wish.pin or state.wish.trial:  # of these nobody asks
             return True
         return self.planner.saved(target, state.resumed_at) >= self._felt(states=1)
 
     def _felt(self, states: int = 0) -> float:
         """Tokens from which on it is felt that they are spared, at the price of so many states; 0 while unknown."""
-        return self.step_time.tokens_worth(WORTH_OF_A_PASS, states) if self.step_time.known else 0.0
+        return self.step_time.tokens_worth(planner.WORTH_OF_A_PASS, states) if self.step_time.known else 0.0
 
     def is_spare(self, state: RequestState, target: CheckpointTarget) -> bool:
         """Whether the state at a target of a request is written only where it puts out nothing."""
-        return target.kind == SPARE or self.planner.is_passed_by(state.wish, target)
+        return target.kind == planner.SPARE or self.planner.is_passed_by(state.wish, target)
 
     def begin_step(self, requests: Container[str]) -> None:
         """A step is going to be planned; `requests` are alive."""
@@ -189,7 +166,7 @@ class Checkpoints:
             likely = (
                 target.position
                 for target in self.targets(request)
-                if target.kind != SPARE and (idle or not self.is_spare(state, target))
+                if target.kind != planner.SPARE and (idle or not self.is_spare(state, target))
             )
             self.gate.expect(request, start, likely)
 
@@ -215,7 +192,7 @@ class Checkpoints:
         self.counters.counts.written[kind] += 1
         if self.states is not None:
             self.states.written(key)
-        if kind == EXPECTED:
+        if kind == planner.EXPECTED:
             self.expected_junctions.written[key] = None
 
     def pin_prompts(self, requests: Mapping[str, Any]) -> None:
@@ -229,15 +206,11 @@ class Checkpoints:
             if request is None or request.num_computed_tokens >= request.num_prompt_tokens:
                 self.pinning.discard(name)
                 if request is not None and self.states is not None:
-                    self.counters.counts.pinned.append((name, self._pin(self.states, request)))
-
-    def _pin(self, states: States, request: Any) -> str:
-        wish = self.state_of(request).wish
-        if request.num_prompt_tokens < self.grid.unit:
-            return NOT_CACHED
-        # Sent again, it leaves the prompts before it at its own end: a state there serves the same prompt alone.
-        wanted = wish.hinted_positions or [target.position for target in self.targets(request)]
-        return states.pin(request, wanted) if wish.pin else states.unpin(request)
+                    wish = self.state_of(request).wish
+                    # Sent again, it leaves those before it at its own end: a state there serves the same prompt alone.
+                    wanted = wish.hinted_positions or [target.position for target in self.targets(request)]
+                    fate = self.states.pin(request, wanted) if wish.pin else self.states.unpin(request)
+                    self.counters.counts.pinned.append((name, fate))
 
     def admitted(self, request: Any, hit_tokens: int, loaded: int = 0) -> None:
         """A request starts with `hit_tokens`, 0 for none; the last `loaded` of them do not come from the cache."""
@@ -245,7 +218,8 @@ class Checkpoints:
         wish, counted = state.wish, not is_own(request)
         state.resumed_at = max(hit_tokens, state.loaded)
         if state.loaded > hit_tokens:  # another worker has spared it the rest, and counts what that spared
-            self.counters.request_admitted(AdmittedRequest(name, HIT, state.loaded, wish.shared, wish.resolved))
+            hit = AdmittedRequest(name, earlier_prompts.HIT, state.loaded, wish.shared, wish.resolved)
+            self.counters.request_admitted(hit)
             return
         reason = self.outcomes.reason_for(request, wish, hit_tokens)
         if state.window:
@@ -255,7 +229,7 @@ class Checkpoints:
             if states is not None and states.windows is not None:
                 states.windows.admitted(state, states.keys.state_key(request, state.heals or hit_tokens))
         if state.window == HEALED and hit_tokens < state.heals:
-            reason = NOT_WORTH_IT
+            reason = earlier_prompts.NOT_WORTH_IT
         if counted:
             shared = self.grid.shared(wish.shared)
             self.counters.request_admitted(AdmittedRequest(name, reason, hit_tokens, shared, wish.resolved))
@@ -280,7 +254,7 @@ class Checkpoints:
         if was_expected:
             resumed = max((position for position in state.wish.hinted_positions if position < resumed), default=0)
         # What was evicted was there, and would have been evicted at any other place, too.
-        leaves = self.planner.is_worth_learning(shared) and reason != EVICTED
+        leaves = self.planner.is_worth_learning(shared) and reason != earlier_prompts.EVICTED
         junction = self.grid.hash_of(request, shared) if leaves else None
         length, cost = request.num_prompt_tokens, self.step_time.tokens_worth(states=1)
         self.expected_junctions.add(_salt_of(request), junction, shared, length, resumed, cost)

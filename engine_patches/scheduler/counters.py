@@ -93,10 +93,6 @@ class Counters:
         self.counts.file_bytes += num_bytes
         self.disk_bytes = bytes_held
 
-    def load_declined(self) -> None:
-        """A request computes what a disk holds: loading it would take longer."""
-        self.counts.loads_declined += 1
-
     def report_soon(self) -> None:
         """Report with the next step."""
         self._next_report = 0.0

@@ -37,14 +37,9 @@ PATCH = "draft-windows"  # that puts rows into hits
 # What a hit finds of the window: all of it, or none; or it was given up so that the next one finds it again.
 HELD, ZEROED, HEALED = "held", "zeroed", "healed"
 
-# States whose hits were given up for their windows, so that none is twice in a row.
-MAX_HEALED = 4096
-
-# Shorter hits that are looked up in place of one that is given up.
-MAX_LOOKUPS = 8
-
-# Drafts that a step loses from zeros, until steps have shown it: public reports name .3 to .7.
-ASSUMED_LOSS = 0.5
+MAX_HEALED = 4096  # states whose hits were given up for their windows, so that none is twice in a row
+MAX_LOOKUPS = 8  # shorter hits that are looked up in place of one that is given up
+ASSUMED_LOSS = 0.5  # drafts that a step loses from zeros, until steps have shown it: public reports name .3 to .7
 
 # Steps with and without rows, each, before what they show is believed; and before they are halved, to follow a change.
 ENOUGH_STEPS, MOST_STEPS = 256, 65_536
@@ -118,8 +113,7 @@ def _is_a_heads_window(group: Any, vllm_config: Any) -> bool:
 def _is_a_heads_layer(name: str, num_layers: int) -> bool:
     """Whether a layer of this name is none of the target's `num_layers`, behind which vLLM counts a head's."""
     parts = name.split(".")
-    number = next((int(part) for part in parts if part.isdecimal()), -1)
-    return "mtp" in parts or number >= num_layers
+    return "mtp" in parts or next((int(part) for part in parts if part.isdecimal()), -1) >= num_layers
 
 
 def _copied(spec: Any, kind: Any) -> Any:
@@ -143,8 +137,8 @@ def left_out_spec() -> Any:
 class Acceptance:
     """Drafts that were right, in steps of requests with their head's rows, and of those that began on zeros."""
 
-    steps: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # by whether the rows were there
-    accepted: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    steps: list[int] = field(default_factory=lambda: [0, 0])  # by whether the rows were there
+    accepted: list[int] = field(default_factory=lambda: [0, 0])
 
     def add(self, rows: bool, steps: int, accepted: int) -> None:
         """A request has verified drafts in so many steps."""
@@ -161,7 +155,7 @@ class Acceptance:
     @property
     def loss(self) -> float:
         """Drafts that a step of an answer on zeros has right less."""
-        if min(self.steps.values()) < ENOUGH_STEPS:
+        if min(self.steps) < ENOUGH_STEPS:
             return ASSUMED_LOSS
         return max(self.per_step(True) - self.per_step(False), 0.0)
 
@@ -181,17 +175,10 @@ class DraftWindows:
 
     def __init__(self, pool: Any, grid: Grid, managers: Sequence[Any], step_time: StepTime) -> None:
         """`managers`: vLLM's, of groups that are left out."""
-        self._pool = pool
-        self._grid = grid
-        self._managers = managers
-        self._step_time = step_time
+        self._pool, self._grid, self._managers, self._step_time = pool, grid, managers, step_time
+        self.groups = {manager.kv_cache_group_id for manager in managers}  # of the cache
         self._healed: Latest[None] = Latest(MAX_HEALED)  # keys of states, since their windows were last found
         self.acceptance = Acceptance()
-
-    @property
-    def groups(self) -> set[int]:
-        """Cache groups."""
-        return {manager.kv_cache_group_id for manager in self._managers}
 
     def keep(self, request: Any, state: RequestState, positions: Sequence[int]) -> dict[int, Blocks]:
         """Make the rows before `positions`, all computed by the end of this step, findable there.

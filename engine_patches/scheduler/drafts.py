@@ -26,12 +26,11 @@ from engine_patches.scheduler.refusals import SPECULATIVE, Refusal, refused
 NONE, ON, OFF, ON_TRIAL, OPEN, CLOSED = "", "on", "off", "trial", "open", "closed"
 
 SHARE = 0.95  # of cold acceptance that hits have to reach
+FEWEST_PAIRS = 4
 
 # Standard errors that the mean has to lie above `SHARE`, or below it, before a trial has asked its most prompts; then
 # the mean alone decides. Below: at a head that is just good enough, one look in some hundred trials is wrong.
 CLEARLY_FINE, CLEARLY_WORSE = 2.0, 4.0
-
-FEWEST_PAIRS = 4
 
 # For clients' requests: steps of each kind before the first look; the next one comes at twice as many. So there are
 # 30 looks in a trillion steps, each of which is wrong with a probability of 3.4e-6: once in 9,000 boots at most.
@@ -75,18 +74,15 @@ class PairedFinding(NamedTuple):
 def judge_pairs(pairs: Sequence[AcceptedPair], *, is_last: bool) -> PairedFinding:
     """`is_last`: there will be no more. Prompts in which nothing was drafted say nothing, and cost nothing."""
     told = [pair for pair in pairs if pair.cold.steps and pair.hit.steps]
-    cold, hit = AcceptedDrafts.of(pair.cold for pair in told), AcceptedDrafts.of(pair.hit for pair in told)
+    cold, hit = (AcceptedDrafts.of(some).per_step for some in zip(*told, strict=True)) if told else (0.0, 0.0)
     if len(told) < FEWEST_PAIRS:  # n-gram drafts may find nothing to guess
-        return PairedFinding("fine" if is_last else "undecided", cold.per_step, hit.per_step)
+        return PairedFinding("fine" if is_last else "undecided", cold, hit)
     apart = [pair.hit.per_step - SHARE * pair.cold.per_step for pair in told]
     mean = sum(apart) / len(apart)
     error = math.sqrt(sum((each - mean) ** 2 for each in apart) / (len(apart) - 1) / len(apart))
-    result: Literal["fine", "worse", "undecided"] = "undecided"
-    if mean >= 0 and (mean >= CLEARLY_FINE * error or is_last):
-        result = "fine"
-    elif mean < 0 and (mean <= -CLEARLY_WORSE * error or is_last):
-        result = "worse"
-    return PairedFinding(result, cold.per_step, hit.per_step)
+    if -CLEARLY_WORSE * error < mean < CLEARLY_FINE * error and not is_last:
+        return PairedFinding("undecided", cold, hit)
+    return PairedFinding("fine" if mean >= 0 else "worse", cold, hit)
 
 
 @dataclass
@@ -94,16 +90,13 @@ class _Sums:
     """Requests of one kind."""
 
     requests: int = 0
-    steps: float = 0.0
-    tokens: float = 0.0
-    squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of steps, of steps times tokens, of tokens
+    steps: int = 0
+    tokens: int = 0
+    squares: tuple[int, int, int] = (0, 0, 0)  # of steps, of steps times tokens, of tokens
 
     def add(self, one: AcceptedDrafts) -> None:
-        steps, tokens = float(one.steps), float(one.tokens)
-        self.requests += 1
-        self.steps += steps
-        self.tokens += tokens
-        ss, st, tt = self.squares
+        (steps, tokens), (ss, st, tt) = one, self.squares
+        self.requests, self.steps, self.tokens = self.requests + 1, self.steps + steps, self.tokens + tokens
         self.squares = (ss + steps * steps, st + steps * tokens, tt + tokens * tokens)
 
     @property

@@ -20,41 +20,27 @@ HIT, COLD, BELOW_UNIT, NOT_WORTH_IT = "hit", "cold", "below_unit", "not_worth_it
 EVICTED, NO_BOUNDARY, HINT_IGNORED = "evicted", "no_boundary", "hint_ignored"
 
 MAX_COMPUTED = 65_536  # prefixes, a hash of 32 bytes each
-
 MAX_HASHES = 1 << 18  # 4 million tokens at a unit of 16; some 190 bytes each
 
 # Ends of turns in a row that nobody came back to, after which a head's conversations are taken not to go on. Of the
 # ends that are then not worth a state, one in so many is written all the same.
 ENDS_TO_JUDGE, PROBE = 8, 8
-
-# A client that has not come back after so long is taken not to.
-JUDGED_AFTER_SECONDS = 60.0
-
+JUDGED_AFTER_SECONDS = 60.0  # a client that has not come back is taken not to
 MAX_HEADS, MAX_ENDS = 4096, 16_384  # of an end: two hashes of 32 bytes, and where they lie
 
-# Prompts of one group that count, the latest.
-WINDOW = 256
-
-# Prompts that have to have been left at a place, or behind it, where a state would have helped the one who left.
-ENOUGH = 3
-
+WINDOW = 256  # prompts of one group that count, the latest
+ENOUGH = 3  # prompts left at a place, or behind it, where a state would have helped the one who left
 # What states are expected to save has to be so many times their cost: they take room, too. And they have to serve so
 # large a share of the prompts that they are written in.
 MARGIN, SERVED = 2.0, 0.25
-
 # Whoever leaves a prompt at most this share behind a place leaves it there: documents of one length have not quite the
 # same number of tokens.
 NEAR = 1 / 16
-
 MOST_EXPECTED = 2  # states of one prompt
-
 # Places that are weighed, those where prompts parted last; and prompts after which they are weighed anew.
 MOST_PLACES, RENEWAL = 16, 16
-
 MAX_GROUPS = 64
-
 MAX_PARTED = 16_384  # places, each a hash of 32 bytes: only the first to leave a prompt there counts
-
 MAX_WRITTEN = 16_384  # states, a key of 36 bytes each
 
 V = TypeVar("V")

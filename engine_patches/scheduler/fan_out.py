@@ -31,30 +31,21 @@ MIN_SAVING_SECONDS = 0.2
 
 # Where each saves so many tokens, and together they save so many passes, scatter loses little of it, and less time
 # counts: prompts of some hundred tokens on a fast GPU. A short prompt's wave takes no pass more than with vLLM alone.
-CLEAR_TOKENS = 256
-CLEAR_MARGIN = 4.0
-CLEAR_SAVING_SECONDS = 0.05
+CLEAR_TOKENS, CLEAR_MARGIN, CLEAR_SAVING_SECONDS = 256, 4.0, 0.05
 
 # Waiting requests looked at for one decision, and decisions in one step: each takes up to some milliseconds.
-MAX_LINE = 128
-MAX_DECISIONS = 16
+MAX_LINE, MAX_DECISIONS = 128, 16
 
 # A follower waits as long as its leader advances: one that left would compute all of it again. In so many steps that
 # compute nothing of the leader's prompt others are served before it, and the follower goes on alone.
 PATIENCE_STEPS = 8
 
-# Leaders that a follower waits for if one after the other is gone.
-MAX_LEADERS = 4
-
-# No request is held in so many steps after a state has found no room in the cache.
-PAUSE_STEPS = 32
-
-# Steps played through. What is not done by then goes on in order, at the time that its tokens take.
-MAX_STEPS = 16
+MAX_LEADERS = 4  # that a follower waits for if one after the other is gone
+PAUSE_STEPS = 32  # in which no request is held after a state has found no room in the cache
+MAX_STEPS = 16  # played through. What is not done by then goes on in order, at the time that its tokens take
 
 
-@dataclass
-class ExpectedState:
+class ExpectedState(NamedTuple):
     """A state that a running request is going to write."""
 
     leader: Any
@@ -224,7 +215,7 @@ class PrefillGate:
             return False
         chunk = scheduler.scheduler_config.long_prefill_token_threshold or budget
         slots = scheduler.max_num_running_reqs - decoding
-        engine = ForecastEngine(budget, chunk, self._grid.alignment, slots, pace.tokens_per_pass)
+        engine = ForecastEngine(budget, chunk, self._grid.alignment, slots, pace.tokens_worth(passes=1))
         missing = expected.position - expected.leader.num_computed_tokens
         held, along = (first_tokens(jobs, running, leader, missing, engine, hold) for hold in (True, False))
         return held <= along
@@ -303,22 +294,16 @@ def hold_followers(original: Callable[..., bool]) -> Callable[..., bool]:
         gate: PrefillGate | None = checkpoints.gate
         if gate is None or request.status != RequestStatus.WAITING or request.num_computed_tokens:
             return True
-        if not request.skip_reading_prefix_cache and not _is_loaded(request) and _waits(self, gate, request):
+        # To wait for others would spare nothing to a request whose states a KV connector brings.
+        is_loaded = (getattr(request, "kv_transfer_params", None) or {}).get("do_remote_prefill")
+        if not request.skip_reading_prefix_cache and not is_loaded and _waits(self, gate, request):
             return False
-        held = gate.release(request)
-        if held is not None:
-            counts = checkpoints.counters.counts
-            counts.followers["held"] += 1
-            counts.spent_seconds += held
+        if (held := gate.release(request)) is not None:
+            checkpoints.counters.counts.followers["held"] += 1
+            checkpoints.counters.counts.spent_seconds += held
         return True
 
     return _handle_blocked_waiting_request
-
-
-def _is_loaded(request: Any) -> bool:
-    """Whether a KV connector brings the states of a request's prompt: to wait for others would spare it nothing."""
-    params = getattr(request, "kv_transfer_params", None)
-    return bool(params and params.get("do_remote_prefill"))
 
 
 def _waits(scheduler: Any, gate: PrefillGate, request: Any) -> bool:

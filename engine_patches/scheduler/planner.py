@@ -17,8 +17,7 @@ from engine_patches.scheduler.hints import turn_end
 # costs no more.
 WORTH_OF_A_PASS = 0.05
 
-# Tokens that two prompts have to share before the engine by itself keeps a state where they part.
-MIN_SHARED = 128
+MIN_SHARED = 128  # tokens of two prompts before the engine by itself keeps a state where they part
 
 # A hinted position at most this many tokens before the prompt's tail also serves the next turn: it is the end of the
 # turn, before the words that ask for an answer.

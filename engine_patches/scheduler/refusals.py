@@ -58,27 +58,17 @@ def role_of(manager: Any) -> GroupRole:
     return role
 
 
-def not_known(managers: Iterable[Any]) -> list[str]:
-    """Names of the classes among `managers` beside which hints are not known to be right."""
-    return sorted({type(each).__name__ for each in managers if role_of(each) is GroupRole.NOT_KNOWN})
-
-
 def compression(groups: Iterable[Any], vllm_config: Any) -> list[int]:
     """Tokens that each index of `groups` (vLLM's `KVCacheGroupSpec`s) keeps one key for, where that is more than one.
 
     A prefix that ends elsewhere would leave a key half made, so vLLM matches multiples of these. Of a group with
     several kinds of layers the scheduler knows one alone; the model's configuration tells what an index it has.
     """
-    specs = [spec for group in groups for spec in _specs_of(group.kv_cache_spec)]
+    of_groups = [group.kv_cache_spec for group in groups]
+    specs = [each for spec in of_groups for each in (getattr(spec, "kv_cache_specs", None) or {"": spec}).values()]
     tokens = {getattr(spec, "tokens_per_state", 1) for spec in specs if spec.prefix_cacheable}
     tokens.add(families.compression_in(vllm_config.model_config.hf_text_config))
     return sorted(each for each in tokens if isinstance(each, int) and each > 1)
-
-
-def _specs_of(spec: Any) -> Iterable[Any]:
-    """A group's spec, or those of its layers if these differ."""
-    of_layers = getattr(spec, "kv_cache_specs", None)
-    return [spec] if of_layers is None else of_layers.values()
 
 
 class Refusal(NamedTuple):
@@ -128,19 +118,17 @@ def _of_structure(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[R
     drafting = speculation.drafting(vllm_config)
     if scheduler is not None:
         coordinator = scheduler.kv_cache_manager.coordinator
-        unknown = not_known(coordinator.single_type_managers)
+        managers = coordinator.single_type_managers
+        unknown = sorted({type(each).__name__ for each in managers if role_of(each) is GroupRole.NOT_KNOWN})
         if unknown:
             yield refused(
                 NO_STATES,
                 f"vLLM keeps a cache of this model by {', '.join(unknown)}, beside which hints are not known to be "
                 "right",
             )
-        in_whole_blocks = [
-            manager
-            for manager in coordinator.single_type_managers
-            if manager.kv_cache_spec.prefix_cacheable and not manager.supports_fine_grained_hash_lookup
-        ]
-        if in_whole_blocks and not scheduler.mamba_partial_cache_hit:
+        cacheable = [each for each in managers if each.kv_cache_spec.prefix_cacheable]
+        is_fine = all(each.supports_fine_grained_hash_lookup for each in cacheable)
+        if not is_fine and not scheduler.mamba_partial_cache_hit:
             whose = "of the model or its draft head" if drafting else "of the model"
             yield refused(
                 SPECULATIVE if drafting else NO_STATES,

@@ -117,19 +117,15 @@ class StateEvents:
                 self._adapter_of[state] = adapter
             if (oldest := self._states.remove_oldest(MAX_STATES)) is not None:
                 self._evicted(oldest)
-        return _name(state)
+        return state[:NAME_BYTES].hex()
 
     def _evicted(self, state: bytes) -> None:
         self._adapter_of.pop(state, None)
-        self._emit(StateEvicted(_name(state)))
+        self._emit(StateEvicted(state[:NAME_BYTES].hex()))
 
     def _emit(self, event: StateEvent) -> None:
         self._number += 1
         self._pending.append((self._number, event))
-
-
-def _name(state: bytes) -> str:
-    return state[:NAME_BYTES].hex()
 
 
 def emit_events(scheduler: Any, output: Any) -> None:

@@ -108,7 +108,8 @@ def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
             return split()
         if request.shared_prefix_boundary != state.own_junction:  # vLLM has looked the prefix up since the last call
             state.upstream_junction = request.shared_prefix_boundary
-        stop = next_stop(state, start, self.cache_config.block_size, checkpoints.step_time.tokens_per_pass)
+        tokens_per_pass = checkpoints.step_time.tokens_worth(passes=1)
+        stop = next_stop(state, start, self.cache_config.block_size, tokens_per_pass)
         request.shared_prefix_boundary = state.own_junction = stop
         # Only a hinted or learned position may end a chunk inside a block; without one vLLM splits as it does alone.
         upstream_flag = self.mamba_shared_prefix_checkpoint
@@ -172,8 +173,9 @@ def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
         checkpoints: Checkpoints = self.seamark
-        num_tokens = scheduler_output.total_num_scheduled_tokens
-        if num_tokens:  # an empty one may come out of vLLM's queue in the midst of the next
+        if (
+            scheduler_output.total_num_scheduled_tokens
+        ):  # an empty one may come out of vLLM's queue in the midst of the next
             _learn(checkpoints, scheduler_output, is_late=getattr(model_runner_output, LATE, False))
         if checkpoints.states is not None and scheduler_output is checkpoints.last_planned:
             checkpoints.states.release()  # perhaps no further step follows
@@ -271,7 +273,8 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
         is_spare, is_worth = checkpoints.is_spare(state, target), checkpoints.worth_writing(state, target)
         blocks = checkpoints.reserve(request, target) if is_worth and not is_replayed else None
         if blocks is not None:
-            planned.append(_write(states, position - start, blocks))
+            groups = zip(states.keys.recurrent, blocks, strict=True)
+            planned.append(Write(position - start, {group: block.block_id for group, block in groups}))
             positions.append(position)
             if is_spare:
                 not_offered.add(position)
@@ -298,12 +301,6 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
         states.keep_windows(request, state, positions)
         states.offer(request, (position for position in positions if position not in not_offered), used=False)
     return planned
-
-
-def _write(states: States, offset: int, blocks: list[Any]) -> Write:
-    """Of a state `offset` tokens behind its chunk's start, into a block for each recurrent group."""
-    groups = zip(states.keys.recurrent, blocks, strict=True)
-    return Write(offset, {group: block.block_id for group, block in groups})
 
 
 def _generates(request: Any, start: int, num_tokens: int) -> bool:

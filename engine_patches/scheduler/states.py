@@ -238,20 +238,21 @@ class States:
 
     def pin(self, request: Any, positions: Sequence[int]) -> str:
         """Pin a prompt's states at those of `positions` where they are found; what became of it."""
+        if request.num_prompt_tokens < self.keys.grid.unit:
+            return NOT_CACHED
         found = {position: keys for position in positions if (keys := self.keys.found(request, position))}
         windows = [self.windows.keys_at(request, position) for position in found] if self.windows is not None else []
-        keys = itertools.chain(*found.values(), *windows)
-        fate = self.pins.pin(self._prompt(request), keys, adapter_name(request))
+        prompt = self.keys.grid.hash_of(request, request.num_prompt_tokens)
+        fate = self.pins.pin(prompt, itertools.chain(*found.values(), *windows), adapter_name(request))
         if fate == PINNED:
             self.offer(request, found)
         return fate
 
     def unpin(self, request: Any) -> str:
         """Release a prompt that was pinned."""
-        return self.pins.release(self._prompt(request))
-
-    def _prompt(self, request: Any) -> bytes:
-        return self.keys.grid.hash_of(request, request.num_prompt_tokens)
+        if request.num_prompt_tokens < self.keys.grid.unit:
+            return NOT_CACHED
+        return self.pins.release(self.keys.grid.hash_of(request, request.num_prompt_tokens))
 
     def adapter_replaced(self, name: str) -> None:
         """The LoRA adapter `name` has other contents from now on: nothing that it left in the cache can be found."""

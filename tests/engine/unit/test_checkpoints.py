@@ -441,4 +441,4 @@ def test_a_prefill_is_seen_as_long_as_it_takes(monkeypatch, streams, answer, at_
     # A step that is being launched while the one before it still runs is seen as long as both together.
     launch_ahead = DECODE + launch_decode if streams or answer > 1 else 0
     assert scheduler.seamark.step_time.seconds(2000, 1) == pytest.approx(0.072, rel=0.15, abs=launch_ahead)
-    assert scheduler.seamark.step_time.token_seconds == pytest.approx(TOKEN, rel=0.5)
+    assert scheduler.seamark.step_time.pace.token == pytest.approx(TOKEN, rel=0.5)

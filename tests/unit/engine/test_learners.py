@@ -106,11 +106,11 @@ def learnt(floor, token, lengths, state=0.0, generating=(), most=0, passes=400, 
 )
 def test_floor_token_and_state_are_found_whatever_prompts_are_usual(generating, floor, token, state, lengths):
     step_time = learnt(floor, token, lengths, state, [generating] * 8, most=3)
-    assert step_time.token_seconds == pytest.approx(token, rel=0.1, abs=0.1 * floor / 2000)
+    assert step_time.pace.token == pytest.approx(token, rel=0.1, abs=0.1 * floor / 2000)
     assert step_time.pace.state == pytest.approx(state, rel=0.25, abs=0.02 * floor + 0.01 * token * 2000)
-    assert step_time.floor_seconds == pytest.approx(floor, rel=0.25, abs=0.02 * token * lengths[1])
-    worth = step_time.tokens_worth(passes=2, states=1, decodes=3) * step_time.token_seconds
-    assert worth == pytest.approx(2 * step_time.floor_seconds + step_time.pace.state + 3 * step_time.pace.decode)
+    assert step_time.pace.floor == pytest.approx(floor, rel=0.25, abs=0.02 * token * lengths[1])
+    worth = step_time.tokens_worth(passes=2, states=1, decodes=3) * step_time.pace.token
+    assert worth == pytest.approx(2 * step_time.pace.floor + step_time.pace.state + 3 * step_time.pace.decode)
     assert step_time.pace.decode == pytest.approx(generating, rel=0.03)
     for _ in range(5):  # stalled passes do not count, nor those that show nothing
         step_time.step_took(500, 1000 * floor)
@@ -126,10 +126,10 @@ def test_where_all_prompts_have_one_length_the_floor_is_that_of_generating_or_as
     assert not step_time.known and step_time.seconds(1000, 3) == 0
     assert step_time.tokens_worth(3, 0, 1) == 4 * ASSUMED_TOKENS_PER_PASS
     learnt(0.26, 0.0002, (2000, 2000), generating=generating, step_time=step_time)
-    assert step_time.floor_seconds == pytest.approx(floor, rel=0.03)
+    assert step_time.pace.floor == pytest.approx(floor, rel=0.03)
     assert step_time.seconds(2000, 1) == pytest.approx(0.66, rel=0.03)
     free = learnt(0.4, 0.0, (64, 200))  # short prompts take as long as shorter ones, and long ones may not
-    assert 0 < free.tokens_per_pass <= MOST_TOKENS_PER_PASS * 1.001
+    assert 0 < free.tokens_worth(passes=1) <= MOST_TOKENS_PER_PASS * 1.001
 
 
 ENGINE = ForecastEngine(budget=8192, chunk=8192, alignment=16, slots=256, tokens_per_pass=800)
