@@ -43,13 +43,8 @@ def keep_attention_keys(manager: Any, request: Any, positions: Iterable[int]) ->
         if position % manager.block_size == 0 or index >= len(blocks):
             continue
         # cache_partial_block also emits BlockStored, so that every consumer of KV events sees the key.
-        manager.block_pool.cache_partial_block(
-            request=request,
-            block=blocks[index],
-            num_tokens=position,
-            kv_cache_group_id=manager.kv_cache_group_id,
-            block_size=manager.block_size,
-        )
+        group, size = manager.kv_cache_group_id, manager.block_size
+        manager.block_pool.cache_partial_block(request, blocks[index], position, group, size)
 
 
 class AttentionGroup(NamedTuple):
@@ -183,7 +178,6 @@ class Watch:
         return lost
 
     def clear(self) -> None:
-        """Nothing is needed any more."""
         self._needs.clear()
         self._needed_by.clear()
         self._removed.clear()

@@ -65,7 +65,6 @@ class Counts:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing has happened."""
         counted = (self.written, self.ignored, self.outcomes, self.followers, self.files_refused, self.pinned)
         return not (any(counted) or self.file_bytes or self.loads_declined or self.cache_hit_tokens)
 
@@ -83,9 +82,12 @@ class Counters:
         self.counts.ignored[reason] += 1
 
     def request_admitted(self, request: AdmittedRequest) -> None:
-        """A request starts."""
         self.counts.outcomes[request.reason] += 1
         self.counts.requests.append(request)
+
+    def prompt_pinned(self, request_id: str, fate: str) -> None:
+        """What became of a request's wish to pin its prompt, or to release it: one of those in `states`."""
+        self.counts.pinned.append((request_id, fate))
 
     def disk_used(self, refused: Mapping[str, int], num_bytes: int, bytes_held: int) -> None:
         """Files of states were refused, by one of `files.REASONS`, so many bytes were written, so many are there."""
@@ -94,7 +96,6 @@ class Counters:
         self.disk_bytes = bytes_held
 
     def report_soon(self) -> None:
-        """Report with the next step."""
         self._next_report = 0.0
 
     @property

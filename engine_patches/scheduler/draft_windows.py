@@ -88,23 +88,19 @@ def put_back(scheduler: Any) -> None:
 
 
 def windows_among(managers: Iterable[Any]) -> list[Any]:
-    """vLLM's managers of the groups that are left out."""
     return [manager for manager in managers if type(manager.kv_cache_spec).__name__ == "DraftWindowSpec"]
 
 
 def _is_a_heads_window(group: Any, vllm_config: Any) -> bool:
-    """Whether all layers of a cache group are a draft head's and have a window that vLLM enters at whole blocks only.
+    """Whether all layers of a cache group are a draft head's and have a window, which vLLM enters at whole blocks only.
 
     A row that the target misses would cost an answer. So it does not suffice that vLLM 0.33 says whose a spec is: one
     that is shared is said to be the first layer's.
     """
-    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     spec = group.kv_cache_spec
     if type(spec) is not SlidingWindowSpec:
-        return False
-    if SlidingWindowManager.supports_fine_grained_hash_lookup:  # vLLM needs no help
         return False
     layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
     return getattr(spec, "is_draft", True) and all(_is_a_heads_layer(name, layers) for name in group.layer_names)
@@ -149,7 +145,6 @@ class Acceptance:
             self.accepted[rows] //= 2
 
     def per_step(self, rows: bool) -> float:
-        """Drafts that a step has right."""
         return self.accepted[rows] / self.steps[rows] if self.steps[rows] else 1.0
 
     @property
@@ -199,22 +194,15 @@ class DraftWindows:
             window = _window(manager, position)
             if not window or window[-1] >= len(blocks) or window[0] * size < state.drafts_from:
                 continue
-            if any(blocks[index].is_null for index in window):
-                continue
-            whole.append(position)
-            for index in window:
-                ends[index].add(min((index + 1) * size, position))
+            if not any(blocks[index].is_null for index in window):
+                whole.append(position)
+                for index in window:
+                    ends[index].add(min((index + 1) * size, position))
         for index, keys in ends.items():
             # vLLM drops a block's shorter keys when a longer one comes.
             keys.update(position for position in state.states if index * size < position < max(keys))
             for end in sorted(keys, reverse=True):
-                self._pool.cache_partial_block(
-                    request=request,
-                    block=blocks[index],
-                    num_tokens=end,
-                    kv_cache_group_id=manager.kv_cache_group_id,
-                    block_size=size,
-                )
+                self._pool.cache_partial_block(request, blocks[index], end, manager.kv_cache_group_id, size)
         return {
             position: [
                 (blocks[index], key)
@@ -315,7 +303,6 @@ class DraftWindows:
             self._healed[name] = None
 
     def clear(self) -> None:
-        """The cache is going to be emptied."""
         self._healed.clear()
 
 

@@ -52,7 +52,6 @@ class AcceptedDrafts(NamedTuple):
 
     @classmethod
     def of(cls, some: Iterable[AcceptedDrafts]) -> AcceptedDrafts:
-        """All of them together."""
         return cls(*(sum(each) for each in zip((0, 0), *some, strict=True)))
 
 

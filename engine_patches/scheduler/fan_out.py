@@ -168,7 +168,6 @@ class PrefillGate:
             del self.waiting[name]
 
     def clear(self) -> None:
-        """Expect nothing."""
         self._expected.clear()
         self._positions = []
 

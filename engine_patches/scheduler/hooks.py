@@ -142,12 +142,8 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
                 f": {connector.reason}" if connector.reason else "",
             )
             if checkpoints.drafts.state == ON_TRIAL:
-                logger.info(
-                    "seamark: beside drafts, hints are on trial: vLLM caches by itself until this engine's answers "
-                    "have agreed (%s=%s)",
-                    settings.DRAFTS,
-                    settings.AUTO,
-                )
+                told = f"until this engine's answers have agreed ({settings.DRAFTS}={settings.AUTO})"
+                logger.info("seamark: beside drafts, hints are on trial: vLLM caches by itself %s", told)
             transfers.introduce(self, checkpoints, states)
             introduce = getattr(self.connector, "seamark_introduce", None)  # only our own wants to know
             if introduce is not None:
@@ -227,10 +223,10 @@ def _states(scheduler: Any, recurrent: Sequence[Any], grid: Grid, in_pass: bool)
 
 def _most_pinned(scheduler: Any, share: float) -> int:
     """Blocks that pins may hold: a `share` of the cache, or what the longest request leaves."""
-    config = scheduler.vllm_config
-    specs = [group.kv_cache_spec for group in scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups]
+    config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
+    specs = [group.kv_cache_spec for group in manager.kv_cache_config.kv_cache_groups]
     longest: int = sum(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in specs)
-    usable: int = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is vLLM's null block
+    usable: int = manager.block_pool.num_gpu_blocks - 1  # one is vLLM's null block
     return max(0, min(int(share * usable), usable - longest))
 
 

@@ -47,8 +47,7 @@ class Retention:
     """All states that one scheduler has written and the cache still holds, least recently used first."""
 
     def __init__(self, pool: Any, share: float) -> None:
-        self._pool = pool
-        self._limit = int(share * pool.num_gpu_blocks)  # blocks
+        self._pool, self._limit = pool, int(share * pool.num_gpu_blocks)  # blocks
         # By the key of the first recurrent group: the turns that go first, and all others.
         self._turns: OrderedDict[bytes, KeptState] = OrderedDict()
         self._kept: OrderedDict[bytes, KeptState] = OrderedDict()
@@ -66,7 +65,6 @@ class Retention:
         return key in self._turns or key in self._kept
 
     def add(self, key: bytes, blocks: Sequence[Any], turn: bool) -> None:
-        """A state was registered in the cache."""
         self._forget(key)
         self._keep(key, KeptState(blocks, [block.block_hash for block in blocks], turn))
         self._added += 1
@@ -151,7 +149,6 @@ class Retention:
         return state.free
 
     def prune(self) -> None:
-        """Forget what vLLM has evicted."""
         self._added = 0
         for states in (self._turns, self._kept):
             for key in [key for key, state in states.items() if not state.cached]:
@@ -161,7 +158,6 @@ class Retention:
         self._windows = {key: blocks for key, blocks in self._windows.items() if key in self or key in self._released}
 
     def clear(self) -> None:
-        """Forget all states."""
         for states in (self._turns, self._kept, self._released, self._released_blocks, self._windows):
             states.clear()
         self._num_blocks = 0

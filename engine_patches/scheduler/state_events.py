@@ -63,7 +63,6 @@ class StateEvents:
 
     @property
     def pending(self) -> bool:
-        """Whether an event waits to be taken."""
         return bool(self._pending)
 
     def take(self) -> list[tuple[int, StateEvent]]:
@@ -100,7 +99,6 @@ class StateEvents:
         self._emit(AdapterReplaced(name))
 
     def clear(self) -> None:
-        """The cache was emptied."""
         self._states.clear()
         self._adapter_of.clear()
         self._emit(CacheCleared())

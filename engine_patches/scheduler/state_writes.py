@@ -169,20 +169,17 @@ def note_late_output(original: Callable[..., Any]) -> Callable[..., Any]:
 def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `Scheduler.update_from_output`: when a step's output returns, its time is known."""
 
-    def update_from_output(
-        self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **more: Any) -> Any:
         checkpoints: Checkpoints = self.seamark
-        if (
-            scheduler_output.total_num_scheduled_tokens
-        ):  # an empty one may come out of vLLM's queue in the midst of the next
+        # An empty one may come out of vLLM's queue in the midst of the next.
+        if scheduler_output.total_num_scheduled_tokens:
             _learn(checkpoints, scheduler_output, is_late=getattr(model_runner_output, LATE, False))
         if checkpoints.states is not None and scheduler_output is checkpoints.last_planned:
             checkpoints.states.release()  # perhaps no further step follows
         if checkpoints.verified == 1:
-            return original(self, scheduler_output, model_runner_output, *args, **kwargs)
+            return original(self, scheduler_output, model_runner_output, *args, **more)
         requests = _count_drafts(self, scheduler_output, model_runner_output)
-        answers = original(self, scheduler_output, model_runner_output, *args, **kwargs)
+        answers = original(self, scheduler_output, model_runner_output, *args, **more)
         for request in requests:
             if request.is_finished():
                 checkpoints.finished(request)
@@ -202,11 +199,9 @@ def _learn(checkpoints: Checkpoints, output: Any, *, is_late: bool) -> None:
     # A step may be planned before the last one is done; then it began when the last one ended.
     began = max(planned, checkpoints.step_ended)
     checkpoints.step_ended = max(ended, checkpoints.step_ended)
-    tokens, seconds, writes = output.total_num_scheduled_tokens, ended - began, getattr(output, WRITES, None)
-    if writes:
-        checkpoints.step_time.step_took(tokens, seconds, states=max(map(len, writes.values())))
-    else:
-        checkpoints.step_time.step_took(tokens, seconds, prefill=not only_generates(output))
+    tokens, seconds, writes = output.total_num_scheduled_tokens, ended - began, getattr(output, WRITES, None) or {}
+    states = max(map(len, writes.values()), default=0)
+    checkpoints.step_time.step_took(tokens, seconds, prefill=bool(writes) or not only_generates(output), states=states)
 
 
 def _count_drafts(scheduler: Any, output: Any, answers: Any) -> list[Any]:

@@ -53,7 +53,6 @@ class Pins:
 
     @property
     def keys(self) -> set[bytes]:
-        """Keys of all that is pinned."""
         return {key for pin in self._pins.values() for key in pin.keys}
 
     def pin(self, name: bytes, keys: Iterable[bytes], adapter: str | None = None) -> str:
@@ -142,7 +141,6 @@ class States:
         self._spare: list[bytes] = []  # keys of those that nobody asked for
 
     def begin_step(self) -> None:
-        """A step is going to be planned."""
         self.release()
         self.unwritten.clear()
 
@@ -178,14 +176,8 @@ class States:
         blocks: list[Any] = pool.get_new_blocks(len(groups))
         self._held += blocks
         for (group, block_size), block in zip(groups.items(), blocks, strict=True):
-            pool.cache_partial_block(
-                request=request,
-                block=block,
-                num_tokens=position,
-                kv_cache_group_id=group,
-                block_size=block_size,
-                replace_existing_hashes=True,  # it has none; vLLM 0.31 requires the argument at a block's edge
-            )
+            # It has none; vLLM 0.31 requires the argument at a block's edge.
+            pool.cache_partial_block(request, block, position, group, block_size, replace_existing_hashes=True)
         self.retention.add(blocks[0].block_hash, blocks, turn)
         if spare:
             self._spare.append(blocks[0].block_hash)
@@ -249,7 +241,6 @@ class States:
         return fate
 
     def unpin(self, request: Any) -> str:
-        """Release a prompt that was pinned."""
         if request.num_prompt_tokens < self.keys.grid.unit:
             return NOT_CACHED
         return self.pins.release(self.keys.grid.hash_of(request, request.num_prompt_tokens))

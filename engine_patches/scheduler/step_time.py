@@ -75,7 +75,6 @@ class StepTime:
 
     @property
     def known(self) -> bool:
-        """Whether enough passes were seen."""
         return self.pace is not UNKNOWN
 
     def tokens_worth(self, passes: float = 0.0, states: float = 0.0, decodes: float = 0.0) -> float:

@@ -113,11 +113,8 @@ class Transfers:
     def names_of(self, request: Any) -> dict[str, str]:
         """What a request computed, for the parameters of its transfer."""
         weights, tokens = self.checkpoints.weights, request.num_prompt_tokens
-        return {
-            CONTENT: self.content_of(request, tokens, weights.name),
-            SAMPLED: self.content_of(request, tokens, weights.sampled),
-            CUT: weights.cut,
-        }
+        content, sampled = (self.content_of(request, tokens, name) for name in (weights.name, weights.sampled))
+        return {CONTENT: content, SAMPLED: sampled, CUT: weights.cut}
 
     def content_of(self, request: Any, num_tokens: int, weights: str) -> str:
         """A name of what weights make of a request's first `num_tokens` tokens; "" if those have none.
