@@ -146,10 +146,6 @@ class Checkpoints:
         """Tokens from which on it is felt that they are spared, at the price of so many states; 0 while unknown."""
         return self.step_time.tokens_worth(planner.WORTH_OF_A_PASS, states) if self.step_time.known else 0.0
 
-    def is_spare(self, state: RequestState, target: CheckpointTarget) -> bool:
-        """Whether the state at a target of a request is written only where it puts out nothing."""
-        return target.kind == planner.SPARE or self.planner.is_passed_by(state.wish, target)
-
     def begin_step(self, requests: Container[str]) -> None:
         """A step is going to be planned; `requests` are alive."""
         if self.states is not None:
@@ -163,12 +159,8 @@ class Checkpoints:
             state = self.state_of(request)
             start = max(start, state.heals)  # up to there states are held, and rows alone are missing
             idle = self.states is not None and self.states.has_idle
-            likely = (
-                target.position
-                for target in self.targets(request)
-                if target.kind != planner.SPARE and (idle or not self.is_spare(state, target))
-            )
-            self.gate.expect(request, start, likely)
+            likely = [each for each in self.targets(request) if idle or not self.planner.is_spare(state.wish, each)]
+            self.gate.expect(request, start, (target.position for target in likely))
 
     def reserve(self, request: Any, target: CheckpointTarget) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group; None if the cache has none to spare."""
@@ -178,7 +170,7 @@ class Checkpoints:
         wish, before = state.wish, state.wish.goes_on_from
         own = before is not None and target.position > before.start
         turn = own or self.planner.ends_a_turn(wish, target, state.resumed_at)
-        blocks = self.states.reserve(request, target.position, turn, spare=self.is_spare(state, target))
+        blocks = self.states.reserve(request, target.position, turn, spare=self.planner.is_spare(wish, target))
         if blocks is not None:
             self.state_written(request, blocks[0].block_hash, target.kind)
             if before is not None and target.position == wish.turn_end:

@@ -258,16 +258,16 @@ class Planner:
         hinted = wish.hinted_positions
         return target.kind in (TAIL, EDGE, EXPECTED, SPARE) or (len(hinted) > 1 and target.position == hinted[-1])
 
-    def is_passed_by(self, wish: Wish, target: CheckpointTarget) -> bool:
-        """Whether the state at a prompt's own end serves its client better than one at a target.
+    def is_spare(self, wish: Wish, target: CheckpointTarget) -> bool:
+        """Whether the state at a target is written only where it puts out nothing.
 
-        So it is behind what others share, once the prompt has gone on from an earlier turn. A sibling that goes on
-        from the same one shows that more is shared, and is not told so again.
+        Behind what others share, the one at a prompt's own end serves its client better, once the prompt has gone on
+        from an earlier turn. A sibling that goes on from the same one shows that more is shared, and is not told again.
         """
         before = wish.goes_on_from
         if before is None or wish.pin or wish.trial:
-            return False
-        return before.start < target.position < wish.turn_end
+            return target.kind == SPARE
+        return target.kind == SPARE or before.start < target.position < wish.turn_end
 
     def saved(self, target: CheckpointTarget, resumed_at: int) -> int:
         """Tokens that a hit at a target spares.

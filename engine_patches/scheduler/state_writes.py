@@ -265,7 +265,8 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
             if target.kind != SPARE:
                 positions.append(position)
             continue
-        is_spare, is_worth = checkpoints.is_spare(state, target), checkpoints.worth_writing(state, target)
+        is_spare = checkpoints.planner.is_spare(state.wish, target)
+        is_worth = checkpoints.worth_writing(state, target)
         blocks = checkpoints.reserve(request, target) if is_worth and not is_replayed else None
         if blocks is not None:
             groups = zip(states.keys.recurrent, blocks, strict=True)

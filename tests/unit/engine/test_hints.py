@@ -364,4 +364,4 @@ def test_what_serves_one_conversation_alone(kind, position, resumed_at, hinted, 
 def test_a_conversation_that_goes_on_passes_by_what_lies_between_its_head_and_its_end(wish):
     for before, passed in ((TurnEnd(160, 464), [] if wish else [480, 560]), (None, [])):
         known = Wish((160, 480, 560, 976), turn_end=976, goes_on_from=before, **wish)
-        assert [p for p in known.positions if PLANNER.is_passed_by(known, CheckpointTarget(p, HINTED))] == passed
+        assert [p for p in known.positions if PLANNER.is_spare(known, CheckpointTarget(p, HINTED))] == passed
