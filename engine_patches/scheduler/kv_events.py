@@ -48,7 +48,7 @@ class ResumableBlocks:
         self._announced: dict[int, dict[bytes, _Block]] = {group: {} for group in sizes}
         self._states = keys.watch()  # those that can be resumed
         self._last: dict[bytes, dict[int, bytes | None]] = {}  # of each, by group, the hash of its last announced block
-        self._touched: dict[int, tuple[Any, set[int]]] = {}  # requests, and where they may have made a state findable
+        self._touched: dict[Any, set[int]] = {}  # by request: where it may have made a state findable
         self._reports: list[tuple[Any, int, int]] = []  # requests that want what they found of a group announced
         self._block_removed, self._external = BlockRemoved, kv_cache_utils.maybe_convert_block_hash
         # vLLM 0.33 has methods for blocks whose hashes cover the tokens behind them.
@@ -113,7 +113,7 @@ class ResumableBlocks:
         if self._states.emptied:
             events = [*self._clear(), *events]  # an index may pass over AllBlocksCleared
         # A state that comes may keep announced what another one leaves, so those that go come last.
-        for request, positions in self._touched.values():
+        for request, positions in self._touched.items():
             for position in sorted(positions):
                 events += self._announce(request, position)
         for request, group, num_tokens in self._reports:
@@ -127,7 +127,7 @@ class ResumableBlocks:
     def _touch(self, request: Any, num_tokens: int, group: int) -> None:
         past = self._past.get(group)
         if past is not None:
-            self._touched.setdefault(id(request), (request, set()))[1].add(num_tokens - past)
+            self._touched.setdefault(request, set()).add(num_tokens - past)
 
     def _announce(self, request: Any, position: int) -> list[Any]:
         """The events of a state at `position` that can be resumed; none if it cannot, or is announced already."""

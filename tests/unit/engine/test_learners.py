@@ -14,14 +14,11 @@ from engine_patches.disk.load_cost import LoadCost
 from engine_patches.scheduler import earlier_prompts
 from engine_patches.scheduler.earlier_prompts import (
     ENOUGH,
-    JUDGED_AFTER_SECONDS,
     PROBE,
-    RENEWAL,
     ExpectedJunctions,
     SeenPrefixes,
     SeenPrompt,
     TurnValue,
-    best_places,
 )
 from engine_patches.scheduler.fan_out import ForecastEngine, ForecastJob, first_tokens
 from engine_patches.scheduler.planner import TurnEnd
@@ -181,7 +178,7 @@ THREE = left(1000, 1000, 1000)
     ],
 )
 def test_a_place_is_where_enough_were_left_at_a_gain(prompts, cost, places):
-    assert best_places(iter(prompts), cost) == places
+    assert earlier_prompts.best_places(iter(prompts), cost) == places
 
 
 def document(learner, number, group=b"salt", resumed=0):
@@ -201,13 +198,13 @@ def test_places_are_learned_for_each_group_and_forgotten_at_a_bound(monkeypatch)
     for group in (b"other", b"salt", b"third"):
         learner.add(group, None, 0, 1060, 0, 30.0)
     assert learner.places(b"salt", 0, 1060) == (1000,), "it was seen lately"
-    for _ in range(40 + RENEWAL):
+    for _ in range(40 + earlier_prompts.RENEWAL):
         learner.add(b"salt", None, 0, 1060, 0, 30.0)
     assert learner.places(b"salt", 0, 1060) == (), "nobody leaves prompts there any more"
     for number in range(2 * ENOUGH):
         document(learner, number, b"anyhow", resumed=1000)
     assert learner.places(b"anyhow", 0, 1060) == () == learner.places(b"other", 0, 1060)
-    for _ in range(3 * RENEWAL):  # only the first to leave a prompt counts
+    for _ in range(3 * earlier_prompts.RENEWAL):  # only the first to leave a prompt counts
         learner.add(b"again", b"document", 1000, 1060, 0, 30.0)
     assert learner.places(b"again", 0, 1060) == ()
     for number in range(3):
@@ -234,11 +231,11 @@ class Turns:
 def test_a_heads_turns_are_written_until_enough_ended_for_good_and_again_once_one_goes_on(tokens, enough):
     turns, how = Turns(), {"turn": TurnEnd(10, 10 + tokens), "cost": 240.0}
     assert all(turns.end(*range(enough), **how))
-    turns.now += JUDGED_AFTER_SECONDS - 1
+    turns.now += earlier_prompts.JUDGED_AFTER_SECONDS - 1
     assert turns.end(0, **how) == [True], "none is judged yet, and one waits from its last time on"
     turns.now += 1
     assert turns.end(enough, **how) == [True], "one is missing"
-    turns.now += JUDGED_AFTER_SECONDS
+    turns.now += earlier_prompts.JUDGED_AFTER_SECONDS
     assert sum(turns.end(*range(1000, 1000 + 3 * PROBE), **how)) == 3, "now and then one is, all the same"
     assert turns.end(1, head="another", **how) == [True]
     assert turns.back_to(1000) == how["turn"], "though it was not written"
@@ -249,7 +246,7 @@ def test_who_comes_back_is_told_the_last_turn_it_goes_on_from_once():
     turns = Turns()
     for number in (1, 2):
         turns.end(number, turn=TurnEnd(10, 100 * number))
-    turns.now += 100 * JUDGED_AFTER_SECONDS  # late
+    turns.now += 100 * earlier_prompts.JUDGED_AFTER_SECONDS  # late
     turns.end(3)
     assert turns.back_to(7) is None and turns.back_to(1, 7, 2) == TurnEnd(10, 200) and turns.back_to(1, 2) is None
 
@@ -261,5 +258,5 @@ def test_no_more_heads_and_ends_are_remembered_than_some(monkeypatch):
     turns = Turns()
     for number in range(4 * most):
         turns.end(number, head=f"head {number // most}")
-        turns.now += JUDGED_AFTER_SECONDS / 3
+        turns.now += earlier_prompts.JUDGED_AFTER_SECONDS / 3
     assert len(turns.value._ends) <= most >= len(turns.value._judged) and len(turns.value._heads) == 2

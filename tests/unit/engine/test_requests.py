@@ -13,13 +13,7 @@ from engine_patches.forward.remote_reads import decline_late_reads
 from engine_patches.forward.segments import _levels
 from engine_patches.forward.step_writes import StatesNotWritten, Step, Write, running_step, wrote_states
 from engine_patches.scheduler import counters
-from engine_patches.scheduler.counters import (
-    REPORT_INTERVAL,
-    AdmittedRequest,
-    Counters,
-    loads_may_have_changed,
-    loads_of_gateways,
-)
+from engine_patches.scheduler.counters import REPORT_INTERVAL, AdmittedRequest, Counters
 from engine_patches.scheduler.planner import Grid, RequestState, Wish
 from engine_patches.scheduler.state_writes import next_stop, run_to_the_budget
 
@@ -115,14 +109,14 @@ def sent(told: Any = None, computed: int = 0, params: bool = True) -> SimpleName
     ],
 )
 def test_each_gateway_has_its_requests_and_what_is_left_of_their_prompts(requests, loads):
-    assert loads_of_gateways(requests) == loads == loads_of_gateways(requests)
+    assert counters.loads_of_gateways(requests) == loads == counters.loads_of_gateways(requests)
 
 
 @pytest.mark.parametrize(("new", "tokens", "may"), [([], 64, True), (["a"], 2, True), ([], 2, False)])
 def test_loads_are_added_up_where_a_step_may_have_changed_them(new, tokens, may):
     planned = SimpleNamespace(scheduled_new_reqs=new, scheduled_spec_decode_tokens={"a": [7]})
     planned.num_scheduled_tokens, planned.total_num_scheduled_tokens = {"a": tokens}, tokens
-    assert loads_may_have_changed(planned) is may and loads_may_have_changed(None)
+    assert counters.loads_may_have_changed(planned) is may and counters.loads_may_have_changed(None)
 
 
 ADMITTED = AdmittedRequest("r", "hit", 160, 176, (163, 0))
