@@ -133,10 +133,11 @@ class ResumableBlocks:
         """The events of a state at `position` that can be resumed; none if it cannot, or is announced already."""
         if position <= 0 or position + self._keys.drop > len(request.block_hashes) * self._unit:
             return []
-        state, events = self._keys.name_of(request, position), list[Any]()
+        state = self._keys.name_of(request, position)
         keys = () if state in self._states else self._keys.found(request, position)
         if not keys:
             return []
+        events: list[Any] = []
         self._last[state] = {group: self._store(request, group, position, events) for group in self._sizes}
         self._states.add(state, keys)
         return events
@@ -216,8 +217,9 @@ class ResumableBlocks:
         for group, announced in self._announced.items():
             events += self._gone(group, list(reversed(announced)))
             announced.clear()
-        for known in (self._last, self._states, self._reports):
-            known.clear()
+        self._last.clear()
+        self._states.clear()
+        self._reports.clear()
         return events
 
     def _gone(self, group: int, hashes: Sequence[bytes]) -> list[Any]:

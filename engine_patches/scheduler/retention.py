@@ -158,8 +158,11 @@ class Retention:
         self._windows = {key: blocks for key, blocks in self._windows.items() if key in self or key in self._released}
 
     def clear(self) -> None:
-        for states in (self._turns, self._kept, self._released, self._released_blocks, self._windows):
-            states.clear()
+        self._turns.clear()
+        self._kept.clear()
+        self._released.clear()
+        self._released_blocks.clear()
+        self._windows.clear()
         self._num_blocks = 0
 
     def _release(self, key: bytes) -> None:

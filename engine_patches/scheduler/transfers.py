@@ -69,7 +69,8 @@ class Transfers:
             del request.prompt_token_ids[position:]
         else:
             request.prompt_embeds = request.prompt_embeds[:position]
-        del request._all_token_ids[position:], request.block_hashes[position // unit :]
+        del request._all_token_ids[position:]
+        del request.block_hashes[position // unit :]
         request.num_prompt_tokens = position
 
     def look_at(self, request: Any, params: Mapping[str, Any]) -> str:
