@@ -166,7 +166,7 @@ def test_where_vllms_own_metrics_are_elsewhere_a_gateway_finds_what_it_reads_of_
     registry.register(numbers)
     for rank, hits in ((0, 160), (1, 16), (0, 32)):
         scheduler = scheduler_of(Checkpoints(Grid(16, 16), 384), rank=rank, ranks=2)
-        scheduler.seamark.counters.cache_hit(hits)
+        scheduler.seamark.counters.counts.cache_hit_tokens += hits
         numbers.take(sent(scheduler, {"a": GatewayLoad(1, 400)}))
     samples = [line for line in generate_latest(registry).decode().splitlines() if line[0] != "#"]
     assert samples == [

@@ -128,7 +128,7 @@ def test_files_that_do_not_answer_hold_up_nobody_and_nothing_of_them_is_certain_
         for _ in range(200):  # of which one waits
             assert held.of(lora) is None
         ready.set()
-        wait_for(lambda: held._looks.signature(lora))
+        wait_for(lambda: held.signature(lora))
         if ready is answers:
             assert held.of(lora) is None, "the workers may have read what the files were before"
             held.load(lora, lambda _: None)
