@@ -16,9 +16,8 @@ from engine_patches.reporting.events_api import Feeds
 from engine_patches.reporting.metrics import CollectedMetrics, EngineNumbers, families
 from engine_patches.reporting.report import EngineReport, as_read
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.counters import AdmittedRequest
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.load import GatewayLoad
+from engine_patches.scheduler.counters import AdmittedRequest, GatewayLoad
+from engine_patches.scheduler.planner import Grid
 from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvicted, StateStored
 from proxy.pipeline.gateway import Gateway
 from proxy.settings import Settings
@@ -165,7 +164,7 @@ def test_where_vllms_own_metrics_are_elsewhere_a_gateway_finds_what_it_reads_of_
     registry.register(numbers)
     for rank, hits in ((0, 160), (1, 16), (0, 32)):
         scheduler = scheduler_of(Checkpoints(Grid(16, 16), 384), rank=rank, ranks=2)
-        scheduler.seamark.counters.cache_hit(hits)
+        scheduler.seamark.counters.counts.cache_hit_tokens += hits
         numbers.take(sent(scheduler, {"a": GatewayLoad(1, 400)}))
     samples = [line for line in generate_latest(registry).decode().splitlines() if line[0] != "#"]
     assert samples == [
