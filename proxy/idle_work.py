@@ -60,11 +60,6 @@ class IdleWork:
         self._hurry = 0  # so many wait for what has been added
 
     @property
-    def waiting(self) -> int:
-        """Jobs that are not done."""
-        return len(self._jobs)
-
-    @property
     def is_behind(self) -> bool:
         """Whether more has come up than the pauses between requests have room for."""
         jobs = self._jobs

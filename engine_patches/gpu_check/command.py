@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_patches.commands.model import why_not
-from engine_patches.commands.worker import INSTALL, config_of, cpu_flags, is_cpu_build, model_type_of
+from engine_patches.commands.worker import INSTALL, config_of, cpu_flags, is_cpu_build
 from engine_patches.gpu_check import report
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, WRONG, Check
 from engine_patches.gpu_check.lanes import MTP, Lane, lanes_of, write_config
@@ -164,11 +164,11 @@ def _checks_of(runner: Runner, lane: Lane, model: Path | str) -> Generator[Check
 
 def own_lanes(model: str, flags: Sequence[str], device: str, speculation: str | None) -> list[Lane]:
     """A user's own model with the flags of `seamark worker`: without drafts, then with given ones or its head's."""
-    needed = cpu_flags(model_type_of(model)) if device == "cpu" else {}
+    config = config_of(model)
+    needed = cpu_flags(str(config.get("model_type", ""))) if device == "cpu" else {}
     added = [part for flag, value in needed.items() for part in ((flag,) if value is None else (flag, value))]
     name = Path(model).resolve().name if Path(model).is_dir() else model
     lane = Lane(name, timed=True, on_cpu=device == "cpu", own_model=True, flags=(*added, *flags))
-    config = config_of(model)
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     if speculation is None and any(part.get(head) for part in parts for head in HEADS):
         speculation = MTP

@@ -23,7 +23,7 @@ from engine_patches.gpu_check.questions import EARLY_STATE, NEW_TOKENS, SPOILED_
 from engine_patches.ledger import Function, patches_live
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.hints import FIELD
-from engine_patches.scheduler.match_unit import kernel_chunk, state_alignment, unit_of
+from engine_patches.scheduler.hooks import kernel_chunk, state_alignment, unit_of
 from engine_patches.scheduler.planner import HINTED
 from engine_patches.scheduler.step_time import StepTime
 

@@ -212,7 +212,7 @@ def measure_pace(engine: LaneEngine, ids: range) -> dict[str, float]:
     for _ in range(1 + REPEATS):
         one, more = (_timed(engine, "", 16, [prompts.tokens(16)], [], count).seconds for count in (1, DECODED + 1))
         took.append((more - one) / DECODED)
-    return {"decode": statistics.median(took[1:]), "floor": learnt.floor_seconds, "token": learnt.token_seconds}
+    return {"decode": statistics.median(took[1:]), "floor": learnt.pace.floor, "token": learnt.pace.token}
 
 
 def main(argv: list[str]) -> int:

@@ -25,8 +25,7 @@ from prometheus_client import make_asgi_app
 from engine_patches.reporting import header_fields
 from engine_patches.reporting.addresses import FOLDER, READ_INSIDE
 from engine_patches.reporting.report import EngineReport, Event
-from engine_patches.scheduler.counters import AdmittedRequest
-from engine_patches.scheduler.load import GatewayLoad
+from engine_patches.scheduler.counters import AdmittedRequest, GatewayLoad
 
 PATH = "/seamark/outcomes"
 

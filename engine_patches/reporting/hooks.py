@@ -20,7 +20,7 @@ from engine_patches import settings
 from engine_patches.config_file import read_config
 from engine_patches.footprint import REPORTS
 from engine_patches.reporting.addresses import FOLDER, READ_AT, SENT_TO
-from engine_patches.scheduler import load
+from engine_patches.scheduler.counters import loads_may_have_changed
 
 # How vLLM's list of KV event publishers names one that is none, but where reports are read.
 TOPIC = "seamark"
@@ -149,7 +149,7 @@ def report_with_stats(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
         reporter = getattr(self, REPORTS, None)
         if reporter is not None:
-            reporter.step_ends(busy=load.may_have_changed(self.seamark.last_planned))
+            reporter.step_ends(busy=loads_may_have_changed(self.seamark.last_planned))
         return original(self, *args, **kwargs)
 
     return make_stats

@@ -99,8 +99,8 @@ def report_of(scheduler: Any, constant: Mapping[str, Any], loads: Mapping[str, t
         state_bytes=states.bytes_held if states is not None else 0,
         pinned_blocks=states.pins.num_blocks if states is not None else 0,
         disk_bytes=counters.disk_bytes,
-        pass_seconds=checkpoints.step_time.floor_seconds,
-        token_seconds=checkpoints.step_time.token_seconds,
+        pass_seconds=checkpoints.step_time.pace.floor,
+        token_seconds=checkpoints.step_time.pace.token,
         events=[(number, as_read(event)) for number, event in states.events.take()] if states is not None else [],
     )
 

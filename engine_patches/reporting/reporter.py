@@ -15,8 +15,7 @@ import zmq
 
 from engine_patches.reporting.addresses import MAX_WAITING
 from engine_patches.reporting.report import constants, report_of
-from engine_patches.scheduler import load
-from engine_patches.scheduler.load import GatewayLoad
+from engine_patches.scheduler.counters import GatewayLoad, loads_of_gateways
 
 logger = logging.getLogger("vllm.seamark")
 
@@ -45,7 +44,7 @@ class Reporter:
         loads = self._loads
         if busy or len(requests) != self._num_requests:
             self._num_requests = len(requests)
-            loads = load.of_gateways(requests.values())
+            loads = loads_of_gateways(requests.values())
         states = checkpoints.states
         pending = states is not None and states.events.pending
         if pending or loads != self._loads or checkpoints.counters.report_due:

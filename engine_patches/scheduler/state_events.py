@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from engine_patches.scheduler.adapters import adapter_name
-from engine_patches.scheduler.held_keys import HeldKeys
-from engine_patches.scheduler.planner import CheckpointTarget
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.cache_keys import HeldKeys
+from engine_patches.scheduler.counters import only_generates
+from engine_patches.scheduler.planner import CheckpointTarget, RequestState
 
 # States watched; an older one is forgotten, with an event as if it were evicted. Real caches hold some hundreds.
 MAX_STATES = 65_536
@@ -63,7 +63,6 @@ class StateEvents:
 
     @property
     def pending(self) -> bool:
-        """Whether an event waits to be taken."""
         return bool(self._pending)
 
     def take(self) -> list[tuple[int, StateEvent]]:
@@ -100,7 +99,6 @@ class StateEvents:
         self._emit(AdapterReplaced(name))
 
     def clear(self) -> None:
-        """The cache was emptied."""
         self._states.clear()
         self._adapter_of.clear()
         self._emit(CacheCleared())
@@ -117,26 +115,15 @@ class StateEvents:
                 self._adapter_of[state] = adapter
             if (oldest := self._states.remove_oldest(MAX_STATES)) is not None:
                 self._evicted(oldest)
-        return _name(state)
+        return state[:NAME_BYTES].hex()
 
     def _evicted(self, state: bytes) -> None:
         self._adapter_of.pop(state, None)
-        self._emit(StateEvicted(_name(state)))
+        self._emit(StateEvicted(state[:NAME_BYTES].hex()))
 
     def _emit(self, event: StateEvent) -> None:
         self._number += 1
         self._pending.append((self._number, event))
-
-
-def _name(state: bytes) -> str:
-    return state[:NAME_BYTES].hex()
-
-
-def only_generates(output: Any) -> bool:
-    """Whether a step has one token of each of its requests, besides drafts: vLLM schedules no fewer of any."""
-    drafts = output.scheduled_spec_decode_tokens
-    num_drafts = sum(map(len, drafts.values())) if drafts else 0
-    return bool(output.total_num_scheduled_tokens - num_drafts == len(output.num_scheduled_tokens))
 
 
 def emit_events(scheduler: Any, output: Any) -> None:

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import WorkerRenderer
-from proxy.config_files import WatchedFile, read_workers, without_credentials
+from proxy.config_files import EXAMPLE_WORKERS, WatchedFile, without_credentials, workers_in
 from proxy.errors import BadRequest, NoWorker
 from proxy.fleet.discovery import is_other_family
 from proxy.fleet.model_names import chosen_for, name_keys, some_of
@@ -73,7 +73,8 @@ class WorkerPool:
         self._naming: set[str] = set()  # addresses of workers that took a name which they do not list
         self.discovered: tuple[str, ...] = ()  # base URLs
         self.on_trial: Callable[[Worker], None] = lambda _: None  # called again and again while it tries its drafts
-        self.file = WatchedFile(settings.workers_file, read_workers) if settings.workers_file is not None else None
+        path = settings.workers_file
+        self.file = WatchedFile("workers_file", path, workers_in, EXAMPLE_WORKERS) if path is not None else None
         self.workers: list[Worker] = []
         self._all: list[Worker] = []  # with further addresses of some
         self._twins: set[str] = set()  # URLs of these

@@ -31,7 +31,7 @@ _DECODER = json.JSONDecoder()
 
 _decode_fast = msgspec.json.Decoder().decode
 
-_WHITESPACE = re.compile(r"[ \t\n\r]*")
+_WHITESPACE = re.compile(r"[\ufeff \t\n\r]*")
 
 _TO_A_CHARACTER = re.compile(rb"\\*.?", re.DOTALL)  # with what escapes it, whether that has begun or not
 
@@ -325,7 +325,7 @@ def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], drop
 def _without(raw: bytes, names: Collection[str]) -> bytes:
     """`raw` without these outermost fields. A field that occurs several times is removed each time."""
     text = raw.decode(errors="surrogatepass")
-    spans = _members(text, 0)
+    spans = _values(text)
     kept = ",".join(text[span.first : span.end] for span in spans if span.name not in names)
     return (text[: spans[0].first] + kept + text[spans[-1].end :]).encode(errors="surrogatepass")
 
@@ -340,28 +340,20 @@ def with_hint(raw: bytes, parsed: dict[str, Any], entries: Sequence[int | str], 
     if not json.detect_encoding(raw).startswith("utf-8"):
         return raw
     xargs = parsed.get(XARGS)
-    if xargs is None:
-        xargs = {}
-    if not isinstance(xargs, dict):
+    if xargs is not None and not isinstance(xargs, dict):
         return raw
-    added: dict[str, Any] = {HINT: list(entries)} if entries and HINT not in xargs else {}
+    put: dict[str, Any] = {HINT: list(entries)} if entries or HINT in (xargs or ()) else {}
     if load:
-        added[LOAD] = load
-    if not added and HINT not in xargs:
+        put[LOAD] = load
+    if not put:
         return raw
     if XARGS not in parsed:
-        return with_fields(raw, parsed, {XARGS: added})
+        return with_fields(raw, parsed, {XARGS: put})
     text = raw.decode(errors="surrogatepass")
-    # JSON readers keep the last of several equal names, so that one is the value to change.
-    outer = [span for span in _members(text, 0) if span.name == XARGS][-1]
-    if not xargs:
-        return (text[: outer.start] + _encode(added) + text[outer.end :]).encode(errors="surrogatepass")
-    inside = text[outer.start : outer.end - 1] + ("," + _encode(added)[1:-1] if added else "")  # to the closing brace
-    if HINT in xargs:
-        inner = [span for span in _members(text, outer.start) if span.name == HINT][-1]
-        start, end = inner.start - outer.start, inner.end - outer.start
-        inside = inside[:start] + _encode(list(entries)) + inside[end:]
-    return (text[: outer.start] + inside + text[outer.end - 1 :]).encode(errors="surrogatepass")
+    start, end = _find(text, (XARGS,))
+    given = text[start:end].encode(errors="surrogatepass")
+    new = with_fields(given, xargs, put) if xargs else _encode(put).encode()
+    return b"%b%b%b" % (text[:start].encode(errors="surrogatepass"), new, text[end:].encode(errors="surrogatepass"))
 
 
 Path = tuple[str | int, ...]
@@ -384,10 +376,10 @@ def with_edits(raw: bytes, edits: Sequence[Edit]) -> bytes:
 
 
 def _find(text: str, path: Path) -> tuple[int, int]:
+    """Where a value stands. JSON readers keep the last of several equal names, so that one is meant."""
     start, end = 0, len(text)
     for step in path:
-        spans = _members(text, start) if isinstance(step, str) else _elements(text, start)
-        matching = [span for span in spans if span.name == step]
+        matching = [span for span in _values(text, start) if span.name == step]
         if not matching:
             raise KeyError(step)
         start, end = matching[-1].start, matching[-1].end
@@ -406,30 +398,20 @@ def _skip_whitespace(text: str, index: int) -> int:
     return match.end() if match else index
 
 
-def _members(text: str, start: int) -> list[_Span]:
-    """The values of the names of the valid JSON object at or after `start`, in order."""
+def _values(text: str, start: int = 0) -> list[_Span]:
+    """What the valid JSON object or array at `start` holds, in order: each value with its name, or its index."""
     spans: list[_Span] = []
-    index = _skip_whitespace(text, text.index("{", start) + 1)
-    while text[index] == '"':
+    start = _skip_whitespace(text, start)
+    is_object = text[start] == "{"
+    index = _skip_whitespace(text, start + 1)
+    while text[index] not in "]}":
+        name: str | int = len(spans)
         first = index
-        name, index = _DECODER.raw_decode(text, first)
-        start = _skip_whitespace(text, _skip_whitespace(text, index) + 1)  # past the colon
-        _, end = _DECODER.raw_decode(text, start)
-        spans.append(_Span(name, first, start, end))
-        index = _skip_whitespace(text, end)
-        if text[index] != ",":
-            break
-        index = _skip_whitespace(text, index + 1)
-    return spans
-
-
-def _elements(text: str, start: int) -> list[_Span]:
-    """The values of the valid JSON array at or after `start`, in order."""
-    spans: list[_Span] = []
-    index = _skip_whitespace(text, text.index("[", start) + 1)
-    while text[index] != "]":
+        if is_object:
+            name, index = _DECODER.raw_decode(text, first)
+            index = _skip_whitespace(text, _skip_whitespace(text, index) + 1)  # past the colon
         _, end = _DECODER.raw_decode(text, index)
-        spans.append(_Span(len(spans), index, index, end))
+        spans.append(_Span(name, first, index, end))
         index = _skip_whitespace(text, end)
         if text[index] == ",":
             index = _skip_whitespace(text, index + 1)

@@ -27,14 +27,11 @@ from proxy.fleet.worker import Worker
 from proxy.http.json_body import loads
 from proxy.idle_work import IdleWork, Steps, within
 from proxy.metrics import Metrics
-from proxy.observability.client_name import client_name
-from proxy.observability.explanations import Explanation, Explanations, Record
-from proxy.observability.key_usage import KeyUsage
+from proxy.observability.explanations import Explanation, Explanations, Record, client_name
 from proxy.observability.reasons import Delivery, Expectation, cache_label, reason_for
 from proxy.observability.request_diff import PrefixChange
-from proxy.observability.rolling_sums import RollingSums
 from proxy.observability.shadow import AnsweredRequest, Shadow
-from proxy.observability.time_saved import TimeSaved
+from proxy.observability.totals import KeyUsage, RollingSums, TimeSaved
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.request import CLIENT_GONE, ProxiedRequest, Report, Verdict
 from proxy.routing.engine_events import EngineEvents, EngineOutcome

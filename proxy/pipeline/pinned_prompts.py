@@ -13,13 +13,12 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from proxy.chat.chat import CHAT
-from proxy.config_files import VALUE_ERROR, WatchedFile, read_file
+from proxy.config_files import VALUE_ERROR, WatchedFile
 from proxy.errors import BadRequest, NotFound, PinRefused, SettingsError
 from proxy.fleet.hot_prefixes import WarmupRequest, replay_all
 from proxy.fleet.part import Change, Part
@@ -85,24 +84,10 @@ class PinEntry(BaseModel):
         return name
 
 
-EXAMPLE = """
+EXAMPLE = """\
 A correct file: [{"name": "rules", "body": {"model": "M", "messages": [{"role": "system", "content": "..."}]}}]"""
 
 _FILE = TypeAdapter(list[PinEntry])
-
-
-def read_prefixes(path: Path) -> list[PinEntry]:
-    """The prompts that the file names. Raises `SettingsError`."""
-    raw = read_file("prefixes_file", path)
-    try:
-        entries = _FILE.validate_json(raw)
-    except ValidationError as error:
-        raise SettingsError(f"prefixes_file: {path}: {_complaint(error)}{EXAMPLE}") from None
-    names = [entry.name for entry in entries]
-    for entry in entries:
-        if names.count(entry.name) > 1:
-            raise SettingsError(f"prefixes_file: {path}: two prompts are called {entry.name!r}")
-    return entries
 
 
 def _complaint(error: ValidationError) -> str:
@@ -177,7 +162,7 @@ class PinnedPrompts(Part):
         self._turns: dict[str, asyncio.Lock] = {}  # by the worker's address: its pins come and go one batch at a time
         self.file: WatchedFile[list[PinEntry]] | None = None
         if settings.prefixes_file is not None:
-            self.file = WatchedFile(settings.prefixes_file, self._read)
+            self.file = WatchedFile("prefixes_file", settings.prefixes_file, self._read, EXAMPLE)
             self._load(self.file.value)
 
     def __len__(self) -> int:
@@ -375,19 +360,25 @@ class PinnedPrompts(Part):
         del self._prompts[prompt.name]
         self._released.append(prompt)
 
-    def _read(self, path: Path) -> list[PinEntry]:
+    def _read(self, raw: bytes, where: str) -> list[PinEntry]:
         """The file's prompts, each of which can be pinned. Raises `SettingsError`."""
-        entries = read_prefixes(path)
+        try:
+            entries = _FILE.validate_json(raw)
+        except ValidationError as error:
+            raise SettingsError(f"{where}: {_complaint(error)}") from None
+        names = [entry.name for entry in entries]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise SettingsError(f"{where}: two prompts are called {twice!r}")
         if len(entries) > MOST_PROMPTS:
-            raise SettingsError(f"prefixes_file: {path} names {len(entries)} prompts; {MOST_PROMPTS} can be pinned")
+            raise SettingsError(f"{where} names {len(entries)} prompts; {MOST_PROMPTS} can be pinned")
         size = 0
         for entry in entries:
             try:
                 size += len(self._prompt(entry).raw)
             except BadRequest as error:
-                raise SettingsError(f"prefixes_file: {path}: {entry.name!r}: {error}{EXAMPLE}") from None
+                raise SettingsError(f"{where}: {entry.name!r}: {error}") from None
         if size > MOST_BYTES:
-            raise SettingsError(f"prefixes_file: {path}: all prompts together may have {MOST_BYTES:,} bytes")
+            raise SettingsError(f"{where}: all prompts together may have {MOST_BYTES:,} bytes")
         return entries
 
     def _load(self, entries: Iterable[PinEntry]) -> None:

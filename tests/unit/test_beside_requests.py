@@ -218,7 +218,7 @@ async def test_a_failure_is_told_by_its_kind_and_the_next_job_goes_on(idle, capl
     await idle.caught_up()
     await asyncio.sleep(1)
     assert seen == ["a"] and caplog.text.count("ValueError") == 2 and "secret" not in caplog.text
-    assert idle.waiting == 0
+    assert not idle._jobs
 
 
 @on_virtual_time

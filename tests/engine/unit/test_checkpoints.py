@@ -24,16 +24,13 @@ from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
 from vllm.v1.outputs import ModelRunnerOutput
 
 from engine_patches.scheduler import state_writes
-from engine_patches.scheduler.cache_groups import MANAGERS
+from engine_patches.scheduler.cache_keys import HeldKeys
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.held_keys import HeldKeys
+from engine_patches.scheduler.earlier_prompts import COLD, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
 from engine_patches.scheduler.hints import FIELD, PIN
-from engine_patches.scheduler.pins import Pins
-from engine_patches.scheduler.planner import EXPECTED, HINTED, TAIL, CheckpointTarget
+from engine_patches.scheduler.planner import EXPECTED, HINTED, TAIL, CheckpointTarget, Grid, RequestState
 from engine_patches.scheduler.preflight import PreflightFailed, run
-from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
-from engine_patches.scheduler.retention import Retention
+from engine_patches.scheduler.refusals import MANAGERS
 from engine_patches.scheduler.state_writes import learn_step_time, note_late_output, write_after_scheduling
 from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
@@ -72,7 +69,7 @@ def made(*, in_pass: bool = False) -> Checkpoints:
     init_none_hash(sha256)
     pool = BlockPool(64, enable_caching=True, hash_block_size=UNIT)
     recurrent = SimpleNamespace(kv_cache_group_id=0, block_size=512)
-    return Checkpoints(GRID, 512, States(HeldKeys(pool, GRID, [recurrent], []), Pins(pool, 0), in_pass))
+    return Checkpoints(GRID, 512, States(HeldKeys(pool, GRID, [recurrent], []), 0, in_pass))
 
 
 @pytest.fixture
@@ -165,7 +162,7 @@ def test_what_one_salt_shows_is_nothing_to_another():
 
 def test_an_expected_state_that_served_somebody_is_kept_as_shared_and_goes_on_to_count():
     writing = documents()
-    writing.states.retention = retention = Retention(writing.states.keys.pool)
+    retention = writing.states.retention
     for number in range(200, 200 + 10 * 80, 10):
         first = request(own(number, 640) + own(number + 1, 60), name="first", all_token_ids=own(number, 640))
         (target,) = [target for target in writing.targets(first) if target.kind == EXPECTED]
@@ -300,14 +297,15 @@ def test_each_manager_of_the_oldest_vllm_is_named_and_none_that_no_version_has()
 
 def test_who_has_its_whole_answer_is_told_once_and_who_has_left_before_is_not():
     """In a step in which requests verify three drafts."""
-    verified, over = [], []
+    states: dict[str, RequestState] = {}
+    over = []
     seamark = SimpleNamespace(
         step_time=SimpleNamespace(step_took=lambda *_, **__: None),
         states=None,
         own=None,
         step_ended=0.0,
         verified=4,
-        verified_drafts=lambda request, accepted: verified.append((request.request_id, accepted)),
+        state_of=lambda request: states.setdefault(request.request_id, RequestState()),
         finished=lambda request: over.append(request.request_id),
         last_planned=SimpleNamespace(
             num_scheduled_tokens=dict.fromkeys("abc", 4),
@@ -329,7 +327,7 @@ def test_who_has_its_whole_answer_is_told_once_and_who_has_left_before_is_not():
     scheduler = SimpleNamespace(seamark=seamark, requests=requests)
     answers = SimpleNamespace(sampled_token_ids=[[5, 6]] * 3, req_id_to_index={"a": 0, "b": 1, "c": 2})
     assert learn_step_time(update)(scheduler, seamark.last_planned, answers) == "outputs"
-    assert verified == [("c", 1)] and over == ["c"]
+    assert [*states] == over == ["c"] and (states["c"].draft_steps, states["c"].accepted) == (1, 1)
 
 
 DECODE = 0.0046  # seconds on the GPU
@@ -443,4 +441,4 @@ def test_a_prefill_is_seen_as_long_as_it_takes(monkeypatch, streams, answer, at_
     # A step that is being launched while the one before it still runs is seen as long as both together.
     launch_ahead = DECODE + launch_decode if streams or answer > 1 else 0
     assert scheduler.seamark.step_time.seconds(2000, 1) == pytest.approx(0.072, rel=0.15, abs=launch_ahead)
-    assert scheduler.seamark.step_time.token_seconds == pytest.approx(TOKEN, rel=0.5)
+    assert scheduler.seamark.step_time.pace.token == pytest.approx(TOKEN, rel=0.5)

@@ -26,7 +26,7 @@ from engine_patches.reporting.hooks import Layout, collect_before_the_engines, k
 from engine_patches.scheduler import state_events
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
-from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler.planner import Grid
 from engine_patches.scheduler.state_events import StateEvents
 from tests.harness.reports import scheduler_of
 from tests.harness.waiting import until
@@ -314,7 +314,7 @@ def test_keys_of_a_file_and_of_the_environment_stand_back_behind_flags(arguments
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_step_reports_before_its_numbers_are_made_and_an_emptied_cache_at_once(monkeypatch, busy):
-    monkeypatch.setattr(hooks.load, "may_have_changed", lambda planned: {"a step": busy}[planned])
+    monkeypatch.setattr(hooks, "loads_may_have_changed", lambda planned: {"a step": busy}[planned])
     told: list[Any] = []
     own = SimpleNamespace(send=lambda: told.append("sent"), step_ends=lambda *, busy: told.append(busy))
     scheduler = SimpleNamespace(seamark=SimpleNamespace(last_planned="a step"), **{REPORTS: own})

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import promql_parser
 import pytest
-import yaml
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from engine_patches.reporting import metrics
@@ -18,14 +16,13 @@ from engine_patches.reporting.events_api import Feeds
 from engine_patches.reporting.metrics import CollectedMetrics, EngineNumbers, families
 from engine_patches.reporting.report import EngineReport, as_read
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.counters import AdmittedRequest
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.load import GatewayLoad
+from engine_patches.scheduler.counters import AdmittedRequest, GatewayLoad
+from engine_patches.scheduler.planner import Grid
 from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvicted, StateStored
 from proxy.pipeline.gateway import Gateway
 from proxy.settings import Settings
 from tests.harness import dashboards
-from tests.harness.dashboards import ENGINE, FOLDER, GATEWAY, Family, family_of, metrics_in, queries
+from tests.harness.dashboards import ENGINE, FOLDER, GATEWAY, family_of, metrics_in, queries, shown_in, with_metrics
 from tests.harness.reports import collect, scheduler_of, sent
 
 
@@ -167,7 +164,7 @@ def test_where_vllms_own_metrics_are_elsewhere_a_gateway_finds_what_it_reads_of_
     registry.register(numbers)
     for rank, hits in ((0, 160), (1, 16), (0, 32)):
         scheduler = scheduler_of(Checkpoints(Grid(16, 16), 384), rank=rank, ranks=2)
-        scheduler.seamark.counters.cache_hit(hits)
+        scheduler.seamark.counters.counts.cache_hit_tokens += hits
         numbers.take(sent(scheduler, {"a": GatewayLoad(1, 400)}))
     samples = [line for line in generate_latest(registry).decode().splitlines() if line[0] != "#"]
     assert samples == [
@@ -181,14 +178,10 @@ def test_where_vllms_own_metrics_are_elsewhere_a_gateway_finds_what_it_reads_of_
 
 ROOT = Path(__file__).parents[3]
 
-TABLE = (FOLDER / "README.md").read_text()
-
 DOCUMENTS = (
     *(ROOT / folder / "README.md" for folder in (".", "proxy", "engine_patches", "deploy", "grafana", "tests")),
     *(ROOT / folder / "HOW.md" for folder in ("proxy", "engine_patches")),
 )
-
-RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"]
 
 NO_METRICS = {"seamark_boundaries", "seamark_pin", "seamark_load", "seamark_stops"}  # begin alike: fields of requests
 
@@ -196,38 +189,10 @@ NO_METRICS = {"seamark_boundaries", "seamark_pin", "seamark_load", "seamark_stop
 NAMES = {family.name for family in GATEWAY | ENGINE}
 
 
-def documented(heading: str) -> dict[Family, set[str]]:
-    """Rows of the table under `heading`, with what they say of where each is shown."""
-    lines = TABLE.partition(f"\n| {heading} ")[2].partition("\n\n")[0].splitlines()[2:]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {
-        Family(name.strip("`"), tuple(filter(None, labels.split(", ")))): set(filter(None, shown.split(", ")))
-        for name, labels, _, shown in rows
-    }
-
-
-def shown_in() -> dict[str, set[str]]:
-    """Where each metric of ours is shown."""
-    found: dict[str, set[str]] = {}
-    read = [(query.dashboard, query.tree) for query in queries()]
-    read += [("rules", promql_parser.parse(rule["expr"])) for group in RULES for rule in group["rules"]]
-    for place, tree in read:
-        for name in map(family_of, metrics_in(tree)):
-            if name.startswith("seamark_"):
-                found.setdefault(name, set()).add(place)
-    return found
-
-
-@pytest.mark.parametrize(("part", "found"), [("gateway", GATEWAY), ("engine", ENGINE)], ids=["gateway", "engine"])
-def test_every_metric_is_documented_with_its_labels_and_no_other_is(part, found):
-    assert set(documented(part)) == found
-
-
-def test_the_table_says_where_each_metric_is_shown_and_dashboards_ask_for_nothing_else():
-    told: dict[str, set[str]] = {}
-    for family, places in (documented("gateway") | documented("engine")).items():
-        told.setdefault(family.name, set()).update(places)
-    assert {name: places for name, places in told.items() if places} == shown_in()
+def test_the_table_has_every_metric_with_its_labels_and_where_it_is_shown_and_dashboards_ask_for_no_other():
+    text = (FOLDER / "README.md").read_text()
+    assert text == with_metrics(text), "run: python -m tests.harness.dashboards"
+    assert shown_in().keys() <= NAMES
 
 
 AT_START = {sample.name for family in REGISTRY.collect() for sample in family.samples}  # before any test

@@ -21,8 +21,8 @@ from engine_patches.disk import connector
 from engine_patches.disk.load_cost import LoadCost
 from engine_patches.scheduler import preflight
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hooks import LEAVE_WEIGHTS, forget_weights_that_may_change, warn_of_narrow_states
+from engine_patches.scheduler.planner import Grid
 from engine_patches.scheduler.preflight import PreflightFailed
 from proxy.bench.harness.servers import generated_model
 from tests.harness import adapter_audit, disk_audit, draft_audit, scheduler_audit, situation_audit, transfer_audit

@@ -28,7 +28,7 @@ from proxy.cli import COMMANDS
 from proxy.commands import key, render_server, serve
 from proxy.commands.parser import Parser
 from proxy.commands.render_server import free_port
-from proxy.server import descriptors, memory, uvicorn_server
+from proxy.server import process_limits, uvicorn_server
 
 
 @pytest.mark.parametrize(("given", "meant"), [("srve", "serve"), ("gpucheck", "gpu-check"), ("zzz", "")])
@@ -66,7 +66,6 @@ def run(monkeypatch):
         monkeypatch.setattr(cli, "importlib", modules)
         return cli.main(list(words)), called
 
-    monkeypatch.setattr(cli, "mixed_with_old_distribution", lambda: False)
     monkeypatch.setattr(cli.signal, "signal", Mock())  # of this process
     return run
 
@@ -107,15 +106,6 @@ def test_how_it_is_used_is_said_to_who_asks_and_as_an_error_otherwise(run, words
     out, err = capsys.readouterr()
     said, other = (out, err) if asked else (err, out)
     assert said == cli.usage() + "\n" and not other
-
-
-@pytest.mark.parametrize(("top_level", "mixed"), [("proxy\nseamark\n", True), ("proxys\n", False), (None, False)])
-def test_an_old_distribution_that_owns_the_same_package_is_warned_of(top_level, mixed, monkeypatch, capsys):
-    old = SimpleNamespace(read_text=lambda name: top_level, version="0.1.0")
-    monkeypatch.setattr(cli.metadata, "distribution", lambda name: old)
-    assert cli.mixed_with_old_distribution() is mixed
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().err == (f"{cli.MIXED}\n" if mixed else "")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +149,7 @@ WRONG = {
     "serve": {"--workers": "--worker or --workers-dns", "--admin-prot=1": "--admin-port or --admin-host"},
     "doctor": {"--workers": "--worker", "--gatway": "--gateway"},
     "boundary": {"--work": "--worker", "--models": "--model"},
-    "setup": {"--model-name": "--model", "--sorce": "--source or --force"},
+    "setup": {"--sorce": "--source or --force"},
     "key": {"--max-in": "--max-inflight"},
     **{f"bench {name}": {"--jsn": "--json"} for name in BENCHMARKS if name not in ("grid", "agents")},
     "bench demo": {"--keeps": "--keep"},
@@ -202,9 +192,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(serve.os, "environ", {})
     monkeypatch.setattr(uvicorn_server, "server_for", lambda settings, logging: made.settings.append(settings) or made)
     monkeypatch.setattr(uvicorn_server, "bound", lambda setting, host, port: [(setting, host, port)])
-    monkeypatch.setattr(descriptors, "raise_limit", lambda: None)
-    monkeypatch.setattr(memory, "give_large_blocks_back", lambda: None)
-    monkeypatch.setattr(memory, "fitted", lambda settings: settings)
+    monkeypatch.setattr(process_limits, "raise_descriptor_limit", lambda: None)
+    monkeypatch.setattr(process_limits, "give_large_blocks_back", lambda: None)
+    monkeypatch.setattr(process_limits, "fitted", lambda settings: settings)
     thresholds = gc.get_threshold()
     yield made
     gc.set_threshold(*thresholds)
@@ -228,7 +218,7 @@ def test_a_variable_that_nothing_reads_is_named(server, monkeypatch, capsys):
 
 
 def test_less_memory_than_the_settings_want_is_said_with_what_is_taken(server, monkeypatch, capsys):
-    monkeypatch.setattr(memory, "fitted", lambda settings: settings.model_copy(update={"memory_bytes": 5}))
+    monkeypatch.setattr(process_limits, "fitted", lambda settings: settings.model_copy(update={"memory_bytes": 5}))
     assert serve.main(WORKER) == 0 and server.settings[0].memory_bytes == 5
     (line,) = capsys.readouterr().err.splitlines()
     assert "this process may not have the memory of the settings: " in line and "memory_bytes is 5" in line

@@ -13,9 +13,9 @@ from engine_patches.commands.explain import about
 from engine_patches.footprint import OWN as OWN_REQUEST
 from engine_patches.kv_connectors import CONNECTORS, UNKNOWN, ConnectorLane, decide_by
 from engine_patches.ledger import Shape, ShapeMismatch
-from engine_patches.scheduler.draft_gate import CLOSED, NONE, OFF, ON, ON_TRIAL, DraftGate
+from engine_patches.scheduler.drafts import CLOSED, NONE, OFF, ON, ON_TRIAL, DraftGate
 from engine_patches.scheduler.hints import IGNORED_REASONS
-from engine_patches.scheduler.match_unit import default_to_fine_unit, expected, kernel_chunk, state_alignment
+from engine_patches.scheduler.hooks import default_to_fine_unit, kernel_chunk, state_alignment, unit_of
 from engine_patches.scheduler.refusals import LONGEST, SPECULATIVE, Refusal, by_configuration, by_scheduler
 
 
@@ -187,9 +187,10 @@ def test_before_the_engine_has_said_so_its_configuration_does(vllm_config, told)
 def test_hints_beside_drafts_are_refused_only_if_nobody_wants_them(monkeypatch, value, refused):
     monkeypatch.setenv("SEAMARK_DRAFTS", value)
     for method in speculation.METHODS:
-        assert (speculation.refusal(config(drafts(method))) is not None) is refused
-    assert speculation.refusal(config(MTP, overlap=True, v2=True)) is None or refused
-    assert speculation.refusal(config()) is None and not speculation.drafting(config())
+        given = config(drafts(method))
+        assert speculation.unsupported(given) is None and (speculation.switched_off(given) is not None) is refused
+    assert speculation.unsupported(config(MTP, overlap=True, v2=True)) is None
+    assert speculation.switched_off(config()) is None and not speculation.drafting(config())
     for logprobs in (-1, 0, 2, 3):
         refusal = by_configuration(config(MTP, logprobs=logprobs))
         told = refusal is not None and "(--max-logprobs)" in refusal.cause
@@ -212,21 +213,9 @@ def test_a_prefix_has_to_be_shared_as_far_ahead_as_the_engine_looks(vllm_config,
     assert speculation.ahead(vllm_config, unit) == ahead
 
 
-@pytest.mark.parametrize(
-    ("vllm_config", "unit"),
-    [
-        (config(), 16),
-        (config(unit=48), 48),
-        (config(type="qwen3_5_moe"), 64),
-        (config(connector="DecodeBenchConnector", block=528), 528),
-        (config(index=24), 48),
-    ],
-)
-def test_the_unit_before_the_engine_has_reported_its_own(vllm_config, unit, monkeypatch):
-    assert expected(vllm_config) == unit
-    assert expected(config(MTP, block=528)) == 528, "where nobody wants hints"
-    monkeypatch.setenv("SEAMARK_DRAFTS", "1")
-    assert expected(config(MTP)) == 16 and expected(config(MTP, type="qwen3_next")) == 64
+@pytest.mark.parametrize(("vllm_config", "unit"), [(config(), 16), (config(unit=48), 48), (config(index=24), 48)])
+def test_the_unit_before_the_engine_has_reported_its_own(vllm_config, unit):
+    assert unit_of(vllm_config) == unit
 
 
 class Recurrent(SimpleNamespace):

@@ -18,8 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from engine_patches.reporting import events_api
 from engine_patches.reporting.events_api import HEADER, METRICS_PATH, PATH, EventsEndpoint, Feed, Feeds, client_id
 from engine_patches.reporting.report import EngineReport
-from engine_patches.scheduler.counters import AdmittedRequest
-from engine_patches.scheduler.load import GatewayLoad
+from engine_patches.scheduler.counters import AdmittedRequest, GatewayLoad
 from tests.harness.virtual_time import VirtualTimeLoop
 
 

@@ -19,7 +19,7 @@ from proxy.fleet.worker import BREAKER_FAILURES, GateReport, Worker
 from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from proxy.http import asgi
 from proxy.observability.explanations import Explanation
-from proxy.observability.rolling_sums import Totals
+from proxy.observability.totals import Totals
 from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build
 from proxy.server.status import HOUR, alarms, changing, drafts_status, redis_status, warnings, worker_status
