@@ -72,7 +72,6 @@ class WorkerPool:
         self._asked_at = float("-inf")  # time.monotonic()
         self._naming: set[str] = set()  # addresses of workers that took a name which they do not list
         self.discovered: tuple[str, ...] = ()  # base URLs
-        self.on_trial: Callable[[Worker], None] = lambda _: None  # called again and again while it tries its drafts
         self.file = WatchedFile(settings.workers_file, read_workers) if settings.workers_file is not None else None
         self.workers: list[Worker] = []
         self._all: list[Worker] = []  # with further addresses of some
@@ -401,7 +400,7 @@ class WorkerPool:
         for each in DRAFT_STATES:
             self._metrics.drafts.labels(worker.name, each).set(each == state)
         if state == TRIAL:
-            self.on_trial(worker)
+            self._shelf.tell(worker, Change.TRIES)
         if state == before:
             return
         worker.shown_drafts = state

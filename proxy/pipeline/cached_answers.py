@@ -64,12 +64,12 @@ class CachedAnswers:
                     cache.count(result.decode()).inc()
                     await cache.deliver(key, entry, request, result, send, watch)
                     return
-                flight = cache.flights.get(key) if may_wait else None
+                flight = cache.flight(key) if may_wait else None
                 if flight is not None and (lease.has_slot or api_key is None or api_key.has_room):
                     result, may_wait = b"joined", False
                     with request.timings.waiting(), self._dispatcher.counted(api_key):
                         lease.unused()
-                        await flight.landed(self._patience if request.body.parsed.get("stream") else None)
+                        await flight.wait(self._patience if request.body.parsed.get("stream") else None)
                 elif lease.has_slot:
                     break
                 else:  # an equal request may begin or end meanwhile
@@ -78,7 +78,6 @@ class CachedAnswers:
                 await self._dispatcher.acquire(lease)
             cache.count("miss").inc()
             with Flight(cache, key, request, send) as flight:
-                lease.moves = flight.land
                 await self._of_workers.answer(lease, flight.send, watch)
         finally:
             lease.release()

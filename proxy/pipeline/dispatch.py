@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.resolve import Entry
@@ -50,7 +49,9 @@ class Dispatcher:
         warmup: WarmupSet,
         stored: StoredResponses,
         shelf: Shelf,
+        prefilling: dict[str, Lease],
     ) -> None:
+        """`prefilling`: whose prompts count as not computed, by what engines call each; as for `prompt_computed`."""
         self._load_slack = settings.load_slack
         self._pool = pool
         self._queue = queue
@@ -58,9 +59,8 @@ class Dispatcher:
         self._engine_events = engine_events
         self._warmup = warmup
         self._stored = stored
-        self._shelf = shelf
-        self._prefilling: dict[str, Lease] = {}  # whose prompts count as not computed, by the engine's name of each
-        engine_events.on_computed = self._computed
+        self.shelf = shelf
+        self.prefilling = prefilling
 
     def lease(self, request: ProxiedRequest) -> Lease:
         """`async with` it: a slot at a worker for as long as the request is under way there."""
@@ -90,11 +90,13 @@ class Dispatcher:
     @contextlib.contextmanager
     def counted(self, key: ApiKey | None) -> Iterator[None]:
         """Count at its key a request that needs no slot."""
-        slot = KeySlot(key)
+        count_at(key, 1)
         try:
             yield
         finally:
-            if slot.give_back():
+            is_awaited = key is not None and not key.has_room and key.queued > 0
+            count_at(key, -1)
+            if is_awaited:
                 self.released()
 
     def seeks_on(self, request: ProxiedRequest, worker: Worker, status: int) -> bool:
@@ -118,32 +120,10 @@ class Dispatcher:
             self._stored.keep(kept, worker.boot, request.client.owner)
         return False
 
-    def taken(self, lease: Lease, worker: Worker) -> None:
-        """The request goes to `worker`, which is to compute its prompt."""
-        self._prefilling[lease.request.engine_id] = lease
-        self._shelf.tell(worker, Change.GIVEN)
-
-    def prefilled(self, lease: Lease) -> None:
-        """Nothing of the request's prompt is left to compute."""
-        self._prefilling.pop(lease.request.engine_id, None)
-
     def released(self) -> None:
         """A slot has become free."""
         if len(self._queue):
             self._queue.wake()
-
-    def _computed(self, engine_id: str, tokens: int, is_last: bool) -> None:
-        """An engine has computed so many tokens of a prompt; `is_last`: all boundaries of it.
-
-        An answer that comes as a whole says so too late: its worker would count as busy with a prompt to the end.
-        """
-        if (lease := self._prefilling.get(engine_id)) is None:
-            return
-        found = lease.request.prompt.found
-        if is_last and found is not None and any(boundary.kind == "turn" for boundary in found.boundaries):
-            lease.prefilled()  # the prompt's end is among them, and its length was an estimate
-        else:
-            lease.prefilled_to(tokens)
 
     def not_computed(self, request: ProxiedRequest) -> None:
         """The worker never got the request: what was recorded for it is not there."""
@@ -164,9 +144,8 @@ class Dispatcher:
         lease.take(self._choose(request, roomy))
         return lease
 
-    def other_worker(self, lease: Lease) -> Choice | None:
-        """A worker that has a slot for the request now, other than the one that has had it; recorded as chosen."""
-        request, refused = lease.request, lease.worker
+    def other_worker(self, request: ProxiedRequest, refused: Worker) -> Choice | None:
+        """A worker other than `refused` that has a slot for the request now, recorded as chosen."""
         try:
             others = [worker for worker in self._roomy(request) if worker is not refused]
         except NoWorker:
@@ -216,7 +195,8 @@ class Dispatcher:
             sent_here=sent is not None and boot in sent.held,
             ever_sent=ever_sent,
             held=told,
-            predicted=_predicted(here) if takes_hints else 0,
+            # What an engine has told, no guess.
+            predicted=here.tokens if takes_hints and here is not None and here.is_told else 0,
             match_unit=engine.match_unit if engine is not None else 1,
             ahead=engine.ahead if engine is not None else 0,
         )
@@ -261,50 +241,17 @@ class Dispatcher:
         return [worker for worker in workers if worker not in request.asked]
 
 
-class KeySlot:
-    """A request's place among those of its key that are under way. It is counted here and nowhere else."""
-
-    __slots__ = ("_key",)
-
-    def __init__(self, key: ApiKey | None) -> None:
-        self._key = key
-        if key is not None:
-            key.under_way += 1
-
-    def give_back(self) -> bool:
-        """Does nothing the second time. Whether another request may have waited for it."""
-        key, self._key = self._key, None
-        if key is None:
-            return False
-        was_full = not key.has_room
-        key.under_way -= 1
-        return was_full and key.queued > 0
-
-
 class Lease:
     """One request's slot. The request is counted at its worker and its key, and un-counted, here and nowhere else."""
 
-    __slots__ = (
-        "_dispatcher",
-        "_is_trial",
-        "_key_slot",
-        "_slot",
-        "_was_idle",
-        "key",
-        "moves",
-        "prompt",
-        "request",
-        "waited",
-    )
+    __slots__ = ("_dispatcher", "_is_trial", "_slot", "_was_idle", "key", "prompt", "request", "waited")
 
     def __init__(self, dispatcher: Dispatcher, request: ProxiedRequest) -> None:
         self._dispatcher = dispatcher
         self.request = request
         self.key = request.client.key  # at which it counts
         self.waited = 0.0  # seconds in the queue so far
-        self.moves: Callable[[], object] = bool  # called when it has to wait again
         self.prompt = 0  # tokens, roughly
-        self._key_slot: KeySlot | None = None
         self._slot: Slot | None = None  # None: not taken yet, or given back
         self._is_trial = False  # of a worker that failed
         self._was_idle = False  # the worker had no other request when it got this one
@@ -313,9 +260,7 @@ class Lease:
         await self._dispatcher.acquire(self)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.release()
 
     @property
@@ -352,12 +297,13 @@ class Lease:
     async def move(self) -> None:
         """The worker has computed nothing of the request: give its slot back, and wait for another one."""
         self.never_sent()
-        self.moves()
+        if (landed := self.request.landed) is not None:
+            landed.set()
         await self._dispatcher.acquire(self)
 
     def move_now(self) -> bool:
         """The worker has refused the request: go to another one, if one has a slot now."""
-        choice = self._dispatcher.other_worker(self)
+        choice = self._dispatcher.other_worker(self.request, self.worker)
         if choice is None:
             return False
         self._end()
@@ -385,14 +331,16 @@ class Lease:
         self._was_idle = not worker.inflight
         self._slot = Slot(worker, self.prompt - choice.held)
         self._is_trial = worker.breaker.is_open and worker.breaker.begin_trial()
-        self._key_slot = KeySlot(self.key)
-        self._dispatcher.taken(self, worker)
+        count_at(self.key, 1)
+        self._dispatcher.prefilling[request.engine_id] = self
+        self._dispatcher.shelf.tell(worker, Change.GIVEN)
         request.timings.leased = time.perf_counter()
 
     def prefilled(self) -> None:
         """The answer has begun: the prompt is computed."""
-        self.prefilled_to(self.prompt)
-        self._dispatcher.prefilled(self)
+        if self._slot is not None:
+            self._slot.left_to_compute(0)
+        self._dispatcher.prefilling.pop(self.request.engine_id, None)
 
     def prefilled_to(self, tokens: int) -> None:
         """So many tokens of the prompt are computed."""
@@ -413,13 +361,27 @@ class Lease:
         slot.give_back()
         if self._is_trial:
             self.worker.breaker.end_trial()
-        if self._key_slot is not None:
-            self._key_slot.give_back()
+        count_at(self.key, -1)
 
 
-def _predicted(holding: Holding | None) -> int:
-    """Tokens that are expected from a worker's cache: what an engine has told, no guess."""
-    return holding.tokens if holding is not None and holding.is_told else 0
+def prompt_computed(prefilling: Mapping[str, Lease], engine_id: str, tokens: int, is_last: bool) -> None:
+    """An engine has computed so many tokens of a prompt; `is_last`: all boundaries of it.
+
+    An answer that comes as a whole says so too late: its worker would count as busy with a prompt to the end.
+    """
+    if (lease := prefilling.get(engine_id)) is None:
+        return
+    found = lease.request.prompt.found
+    if is_last and found is not None and any(boundary.kind == "turn" for boundary in found.boundaries):
+        lease.prefilled()  # the prompt's end is among them, and its length was an estimate
+    else:
+        lease.prefilled_to(tokens)
+
+
+def count_at(key: ApiKey | None, requests: int) -> None:
+    """So many more requests of an API key are under way. They are counted here and nowhere else."""
+    if key is not None:
+        key.under_way += requests
 
 
 def _failure(worker: Worker) -> str:

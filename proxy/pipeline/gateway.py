@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
 from proxy.pipeline.answering import Answering, WorkerAnswers
 from proxy.pipeline.cached_answers import CachedAnswers
-from proxy.pipeline.dispatch import Dispatcher
+from proxy.pipeline.dispatch import Dispatcher, Lease, prompt_computed
 from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.handler import RequestHandler
 from proxy.pipeline.pinned_prompts import PinnedPrompts
@@ -73,12 +74,14 @@ class Gateway:
         self.pool = WorkerPool(settings, self.upstream, metrics, self.facts, idle, shelf, self.queue.wake)
         self.reader = reader = PromptReader(settings, metrics, self.facts, self.pool.key_of)
         self.prefix_index = PrefixIndex(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
+        prefilling: dict[str, Lease] = {}
+        computed = partial(prompt_computed, prefilling)
         events = shelf.put(
-            EngineEvents(self.upstream, self.prefix_index, idle, shelf, reader.told, self.pool.gateway_id)
+            EngineEvents(self.upstream, self.prefix_index, idle, shelf, reader.told, self.pool.gateway_id, computed)
         )
         self.warmup = WarmupSet(settings.text_bytes // 8)
         dispatcher = Dispatcher(
-            settings, self.pool, self.queue, self.prefix_index, events, self.warmup, reader.stored, shelf
+            settings, self.pool, self.queue, self.prefix_index, events, self.warmup, reader.stored, shelf, prefilling
         )
         self.shadow = shelf.put(Shadow(settings, reader.find_boundaries, reader.recent, metrics, idle, self.pool.boots))
         self.accounting = shelf.put(
@@ -104,7 +107,6 @@ class Gateway:
                 self._distrust,
             )
         )
-        self.pool.on_trial = events.follow
         self.prefill_pool: WorkerPool | None = None
         prefills = None
         if settings.prefill_worker:

@@ -347,6 +347,7 @@ class ProxiedRequest:
     timings: Timings = field(default_factory=Timings)
     choice: Choice | None = None  # by `give`; None: no worker had it yet
     asked: list[Worker] = field(default_factory=list)  # that do not know what it names, or take less: `Dispatcher`
+    landed: asyncio.Event | None = None  # set once no other request waits for its answer: `Flight`
     delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
     record: Record | None = None  # of its explanation: `Accounting`, as all below
     model_label: str | None = None  # in metrics; None until it is counted

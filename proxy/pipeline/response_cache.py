@@ -69,6 +69,11 @@ class ResponseCache(Part):
             return None
         return entry if answers.lend(key, entry) else None
 
+    def flight(self, key: bytes) -> Flight | None:
+        """The equal request that is being computed, if its answer may be waited for."""
+        flight = self.flights.get(key)
+        return flight if flight is not None and not flight.landed.is_set() else None
+
     async def deliver(
         self, key: bytes, entry: Entry, request: ProxiedRequest, result: bytes, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
@@ -89,8 +94,8 @@ class ResponseCache(Part):
     def void(self, boot: str | None = None) -> None:
         """Forget the answers of a worker's boot, or all; what is under way now is not stored either."""
         self.voided += 1
-        for flight in [*self.flights.values()]:
-            flight.land()
+        for flight in self.flights.values():
+            flight.landed.set()
         self.answers.remove_all(boot)
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
@@ -119,27 +124,23 @@ class Flight:
         self._pieces: list[bytes] = []
         self._size = 0  # bytes of them, as they are counted
         self._is_kept = True
-        self._landed = asyncio.Event()
+        self.landed = request.landed = asyncio.Event()  # nobody waits for it any more
 
     def __enter__(self) -> Flight:
-        self._cache.flights.setdefault(self._key, self)
+        if self._cache.flight(self._key) is None:
+            self._cache.flights[self._key] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._drop()
-        self.land()
+        self._refuse()
+        if self._cache.flights.get(self._key) is self:
+            del self._cache.flights[self._key]
 
-    async def landed(self, seconds: float | None) -> None:
+    async def wait(self, seconds: float | None) -> None:
         """Wait for its end, so long at most. If its answer is one for others, it is stored then."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._landed.wait()
-
-    def land(self) -> None:
-        """Nobody waits for it any more."""
-        if self._cache.flights.get(self._key) is self:
-            del self._cache.flights[self._key]
-        self._landed.set()
+                await self.landed.wait()
 
     async def send(self, message: asgi.Scope) -> None:
         """The next part of the answer, as ASGI has it."""
@@ -150,10 +151,10 @@ class Flight:
             self._add(message.get("body", b""))
             if not message.get("more_body", False):
                 self._end()
-        if self._landed.is_set():
+        if self.landed.is_set():
             await self._send(message)
             return
-        too_slow = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self.land)
+        too_slow = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self.landed.set)
         try:
             await self._send(message)
         finally:
@@ -185,7 +186,7 @@ class Flight:
         if head is not None and self._may_be_stored():
             source = Source.of(self._source.worker, request.model)
             self._answers.add(self._key, Entry(_kept(head["headers"]), pieces, source, request.client.owner))
-        self.land()
+        self.landed.set()
 
     def _may_be_stored(self) -> bool:
         """Whether the answer may be given to anyone else."""
@@ -199,7 +200,7 @@ class Flight:
     def _refuse(self) -> None:
         """It is not one for others."""
         self._drop()
-        self.land()
+        self.landed.set()
 
     def _drop(self) -> None:
         self._is_kept = False

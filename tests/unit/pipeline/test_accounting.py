@@ -308,14 +308,14 @@ async def two(own_of) -> LeaseScene:
 
 async def test_what_the_engine_has_computed_of_a_prompt_counts_no_more_whether_the_answer_has_begun_or_not(leased):
     async with leased.dispatcher.lease(leased.request()):
-        leased.events.on_computed("r", 100, False)
+        leased.events._computed("r", 100, False)
         assert leased.counted() == (1, 1, 60)
-        leased.events.on_computed("r", 40, False)  # never more than before
-        leased.events.on_computed("another gateway's", 160, True)
+        leased.events._computed("r", 40, False)  # never more than before
+        leased.events._computed("another gateway's", 160, True)
         assert leased.counted() == (1, 1, 60)
-        leased.events.on_computed("r", 200, False)
+        leased.events._computed("r", 200, False)
         assert leased.counted() == (1, 1, 0)
-    leased.events.on_computed("r", 100, False)
+    leased.events._computed("r", 100, False)
     assert leased.counted() == (0, 0, 0)
 
 

@@ -387,7 +387,7 @@ WRITERS = {
     "ProxiedRequest": {"choice"},  # and with it the worker and the expectation
     "Slot": {"inflight", "prefill_tokens", "dispatched"},
     "WorkerPool": {"probed", "up"},  # what a worker says of itself
-    "KeySlot": {"under_way"},  # of an API key
+    "count_at": {"under_way"},  # of an API key
     "Accounting": {"record", "verdict", "report"},  # of the explanation
     "Record": {"_amended", "_so_far"},
 }
