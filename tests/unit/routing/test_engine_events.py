@@ -38,6 +38,7 @@ class Feed:
         if not old:
             self.told |= {"states": [], "reset": False}
         self.index, self.learnt = PrefixIndex(10**6), dict[bytes, int]()  # what is known by it
+        self.computed: list[tuple[str, int, bool]] = []
         self.fails: Exception | None = None
         self.seconds = seconds
         self.evil: list[bytes] = []  # lines, in place of what it is told
