@@ -35,8 +35,8 @@ from proxy.observability.request_diff import PrefixChange
 from proxy.observability.rolling_sums import RollingSums
 from proxy.observability.shadow import AnsweredRequest, Shadow
 from proxy.observability.time_saved import TimeSaved
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Report, Verdict
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.request import CLIENT_GONE, ProxiedRequest, Report, Verdict
 from proxy.routing.engine_events import EngineEvents, EngineOutcome
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -69,7 +69,7 @@ class _TokenCounters(NamedTuple):
 class _Answered(NamedTuple):
     """A request, and what its worker reported of it."""
 
-    request: ProxiedRequest
+    exchange: Exchange
     worker: Worker
     model: str  # label
     expected: Expectation
@@ -116,117 +116,117 @@ class Accounting(Part):
         self._first_token = cache(metrics.first_token.labels)
         self._requests = cache(metrics.requests.labels)
 
-    def began(self, request: ProxiedRequest) -> None:
+    def began(self, exchange: Exchange) -> None:
         """A request has been read: from now on it can be asked what becomes of it."""
-        request.record = self.explanations.begin(
-            request.client.request_id, request.client.owner, lambda record: self._so_far(request, record)
+        exchange.record = self.explanations.begin(
+            exchange.head.request_id, exchange.head.owner, lambda record: self._so_far(exchange, record)
         )
 
-    def opened(self, request: ProxiedRequest, answer: Any) -> None:
+    def opened(self, exchange: Exchange, answer: Any) -> None:
         """A worker's answer begins, the response `answer` (parsed): by its id it can be asked for from now on."""
-        if request.worker is not None and _is_stored(request):
-            self._stored.put(None, answer, request.worker.boot, request.client.owner)
+        if exchange.worker is not None and _is_stored(exchange):
+            self._stored.put(None, answer, exchange.worker.boot, exchange.head.owner)
 
-    def reported(self, request: ProxiedRequest, report: Report, answer: Any = None) -> None:
+    def reported(self, exchange: Exchange, report: Report, answer: Any = None) -> None:
         """A worker has reported in an answer that is on its way to the client.
 
         `answer`: parsed; for a stream, its last response object. What the next request may build on is noted; the rest
         is left to `count`.
         """
-        request.report = self._note(request, report, answer)
+        exchange.report = self._note(exchange, report, answer)
 
-    async def answered(self, request: ProxiedRequest, report: Report, answer: Any = None) -> str | None:
+    async def answered(self, exchange: Exchange, report: Report, answer: Any = None) -> str | None:
         """The same of an answer that has not begun, which tells the reason for what came from the cache.
 
         Returns it, None if the worker does not report what came. Goes on if the client leaves meanwhile.
         """
-        report = self._note(request, report, answer)
-        if (answered := self._count_report(request, report, SEEK_SECONDS)) is None:
+        report = self._note(exchange, report, answer)
+        if (answered := self._count_report(exchange, report, SEEK_SECONDS)) is None:
             return None
         steps = self._explain(answered, report.outcome)
         try:
             await self._idle.finish(steps)
         except asyncio.CancelledError:
-            request.explaining = self._beside(self._idle.finish(steps))
+            exchange.explaining = self._beside(self._idle.finish(steps))
             raise
-        return request.verdict.reason if request.verdict is not None else None
+        return exchange.verdict.reason if exchange.verdict is not None else None
 
-    def used(self, request: ProxiedRequest, usage: Usage | None) -> None:
+    def used(self, exchange: Exchange, usage: Usage | None) -> None:
         """An answer says what its request took: it counts for the key."""
-        if usage is not None and (key := request.client.key) is not None:
+        if usage is not None and (key := exchange.head.key) is not None:
             self.key_usage.tokens(key.name, usage)
 
-    def count(self, request: ProxiedRequest) -> None:
+    def count(self, exchange: Exchange) -> None:
         """Have the request counted, however it ended, and explained if that is still to be done."""
-        request.is_over = True
-        if request.status >= 400 and request.worker is not None and request.expected is not None:
+        exchange.is_over = True
+        if exchange.status >= 400 and exchange.worker is not None and exchange.expected is not None:
             events = self._engine_events
-            (events.left if request.status == CLIENT_GONE else events.refused)(request.worker, request.engine_id)
-        if request.trace is not None:
-            request.trace.stop()
+            (events.left if exchange.status == CLIENT_GONE else events.refused)(exchange.worker, exchange.engine_id)
+        if exchange.trace is not None:
+            exchange.trace.stop()
         self._idle.put_off()
-        if request.report is not None:
-            self._idle.add(self._account(request, request.report))
+        if exchange.report is not None:
+            self._idle.add(self._account(exchange, exchange.report))
         else:
-            self._count(request)
-            self._close(request)
+            self._count(exchange)
+            self._close(exchange)
 
-    def _account(self, request: ProxiedRequest, report: Report) -> Steps[None]:
-        self._count(request)
+    def _account(self, exchange: Exchange, report: Report) -> Steps[None]:
+        self._count(exchange)
         yield
-        answered = self._count_report(request, report, math.inf)
+        answered = self._count_report(exchange, report, math.inf)
         if answered is not None:
-            is_told_later = answered.worker.engine is not None and request.timings.is_stream
+            is_told_later = answered.worker.engine is not None and exchange.timings.is_stream
             if report.outcome is None and is_told_later:
-                request.explaining = self._beside(self._ask_engine(answered, report.engine_id))
+                exchange.explaining = self._beside(self._ask_engine(answered, report.engine_id))
             else:
                 yield from self._explain(answered, report.outcome)
-        self._close(request)
+        self._close(exchange)
 
-    def _close(self, request: ProxiedRequest) -> None:
+    def _close(self, exchange: Exchange) -> None:
         """Nothing else is told of it, except for the reason that its engine is being asked for."""
-        if request.explaining is not None:
-            request.explaining.add_done_callback(lambda _: self._settle(request))
+        if exchange.explaining is not None:
+            exchange.explaining.add_done_callback(lambda _: self._settle(exchange))
         else:
-            self._settle(request)
+            self._settle(exchange)
 
-    def _count(self, request: ProxiedRequest) -> None:
+    def _count(self, exchange: Exchange) -> None:
         """Count the request itself."""
-        worker, status = request.worker, request.status
-        model = request.model_label = self._model_label(request, status)
+        worker, status = exchange.worker, exchange.status
+        model = exchange.model_label = self._model_label(exchange, status)
         name = worker.name if worker is not None else ""
-        self._requests(model, name, request.client.endpoint, str(status)).inc()
-        if request.client.key is not None:
-            self.key_usage.request(request.client.key.name)
-        if worker is not None and request.timings.reading_seconds:
-            self._spend(model, worker, request.timings.reading_seconds)
+        self._requests(model, name, exchange.head.endpoint, str(status)).inc()
+        if exchange.head.key is not None:
+            self.key_usage.request(exchange.head.key.name)
+        if worker is not None and exchange.timings.reading_seconds:
+            self._spend(model, worker, exchange.timings.reading_seconds)
 
-    def _settle(self, request: ProxiedRequest) -> None:
+    def _settle(self, exchange: Exchange) -> None:
         """All is known of it."""
-        if request.record is not None:
-            request.record.settle()
-        self._end_trace(request)
+        if exchange.record is not None:
+            exchange.record.settle()
+        self._end_trace(exchange)
 
-    def _so_far(self, request: ProxiedRequest, record: Record) -> Explanation:
+    def _so_far(self, exchange: Exchange, record: Record) -> Explanation:
         """What is known of a request by now."""
-        client, prompt, worker = request.client, request.prompt, request.worker
+        head, prompt, worker = exchange.head, exchange.prompt, exchange.worker
         found = prompt.found or Found()
-        status = request.status if request.is_over else None
+        status = exchange.status if exchange.is_over else None
         # What came of it is there only once it is judged.
-        judged = {} if request.verdict is None else {"sent": request.body.hint, **request.verdict._asdict()}
+        judged = {} if exchange.verdict is None else {"sent": exchange.body.hint, **exchange.verdict._asdict()}
         return Explanation(
-            client.request_id,
-            client.endpoint,
-            owner=client.owner,
+            head.request_id,
+            head.endpoint,
+            owner=head.owner,
             began=record.began,
             status=status,
-            model=request.model_label,
+            model=exchange.model_label,
             worker=worker.name if status is not None and worker is not None else None,
             lookup=found.result,
             boundaries=tuple([(boundary.entry, boundary.kind) for boundary in found.boundaries]),
             rewrites=prompt.rewrites,
-            client=client_name(client.user_agent),
-            missing=self._missing(request) if status == NOT_FOUND else None,
+            client=client_name(head.user_agent),
+            missing=self._missing(exchange) if status == NOT_FOUND else None,
             **judged,
         )
 
@@ -274,10 +274,10 @@ class Accounting(Part):
             self._spend(model, worker, seconds)
 
     @staticmethod
-    def _end_trace(request: ProxiedRequest) -> None:
-        if (trace := request.trace) is None:
+    def _end_trace(exchange: Exchange) -> None:
+        if (trace := exchange.trace) is None:
             return
-        timings = request.timings
+        timings = exchange.timings
         arrived = timings.arrived
         stages = []
         if timings.reading_seconds:
@@ -289,9 +289,9 @@ class Accounting(Part):
             stages.append(("choice", timings.choosing, timings.leased))
         if timings.first_byte is not None:
             stages.append(("first token" if timings.is_stream else "answer", timings.leased, timings.first_byte))
-        worker = request.worker.name if request.worker is not None else None
-        explanation = request.record.explanation if request.record is not None else None
-        trace.end(request.status, request.model_label or UNKNOWN_MODEL, worker, stages, explanation)
+        worker = exchange.worker.name if exchange.worker is not None else None
+        explanation = exchange.record.explanation if exchange.record is not None else None
+        trace.end(exchange.status, exchange.model_label or UNKNOWN_MODEL, worker, stages, explanation)
 
     def _price(self, worker: Worker) -> None:
         for model, seconds in self._time.settle(worker.name, worker.step_times).items():
@@ -301,27 +301,27 @@ class Accounting(Part):
         self._time.spent += seconds
         self._counters(model, worker).spent.inc(seconds)
 
-    def _note(self, request: ProxiedRequest, report: Report, answer: Any) -> Report:
+    def _note(self, exchange: Exchange, report: Report, answer: Any) -> Report:
         """Note what the next request may build on; the report, with the engine's name of the request."""
-        if request.worker is not None:
-            if _is_stored(request):
-                self._stored.put(request.prompt.chat, answer, request.worker.boot, request.client.owner)
+        if exchange.worker is not None:
+            if _is_stored(exchange):
+                self._stored.put(exchange.prompt.chat, answer, exchange.worker.boot, exchange.head.owner)
             if report.usage is not None:
-                self._learn(request, report.usage.prompt)
-        return report._replace(engine_id=_engine_id(request, answer))
+                self._learn(exchange, report.usage.prompt)
+        return report._replace(engine_id=_engine_id(exchange, answer))
 
-    def _count_report(self, request: ProxiedRequest, report: Report, seek_seconds: float) -> _Answered | None:
+    def _count_report(self, exchange: Exchange, report: Report, seek_seconds: float) -> _Answered | None:
         """Count what was reported; None if it leaves nothing to explain."""
-        worker, usage, expected = request.worker, report.usage, request.expected
+        worker, usage, expected = exchange.worker, report.usage, exchange.expected
         if worker is None:
             return None
-        status = request.reply.failure or report.status
-        model = self._model_label(request, status)
+        status = exchange.reply.failure or report.status
+        model = self._model_label(exchange, status)
         if worker.engine is None and status == 200:
-            self._shadow.add(_for_shadow(request, worker, model, usage))
+            self._shadow.add(_for_shadow(exchange, worker, model, usage))
         if usage is None:
             return None
-        self.used(request, usage)
+        self.used(exchange, usage)
         counters = self._counters(model, worker)
         counters.prompt.inc(usage.prompt)
         if usage.cached is not None:
@@ -335,14 +335,14 @@ class Accounting(Part):
         if usage.cached is None:
             counters.shareable.inc(Delivery.of(expected, usage.prompt, 0).shareable)
             return None
-        return _Answered(request, worker, model, expected, usage.prompt, usage.cached, seek_seconds)
+        return _Answered(exchange, worker, model, expected, usage.prompt, usage.cached, seek_seconds)
 
-    def _learn(self, request: ProxiedRequest, prompt: int) -> None:
+    def _learn(self, exchange: Exchange, prompt: int) -> None:
         """The tokens of the prompt tell where its last turn ends, and what a byte of a body weighs."""
-        found = request.prompt.found
-        if request.response_id is None:  # a continued response has most of its prompt elsewhere
-            self._reader.weigh(request.model, len(request.body.raw), prompt)
-        if (remembered := request.prompt.remembered) is not None:
+        found = exchange.prompt.found
+        if exchange.response_id is None:  # a continued response has most of its prompt elsewhere
+            self._reader.weigh(exchange.model, len(exchange.body.raw), prompt)
+        if (remembered := exchange.prompt.remembered) is not None:
             remembered.prompt = prompt
         if found is not None and found.end and found.turn_key is not None and found.end < prompt:
             self._reader.told(found.turn_key, prompt - found.end)
@@ -368,23 +368,23 @@ class Accounting(Part):
         try:
             outcome = await self._engine_events.outcome_of(answered.worker, engine_id)
         except Exception as error:  # the message might hold prompt text
-            logger.error("asking for request %s: %s", answered.request.client.request_id, type(error).__name__)
+            logger.error("asking for request %s: %s", answered.exchange.head.request_id, type(error).__name__)
         await self._idle.lull()
         await self._idle.finish(self._explain(answered, outcome))
 
     def _explain(self, answered: _Answered, outcome: EngineOutcome | None) -> Steps[None]:
         """An answer is not lost for its explanation: a failure gives no reason."""
-        request = answered.request
+        exchange = answered.exchange
         try:
-            request.verdict = yield from self._judge(answered, outcome)
+            exchange.verdict = yield from self._judge(answered, outcome)
         except Exception as error:  # the message might hold prompt text
-            logger.error("explaining request %s: %s", request.client.request_id, type(error).__name__)
+            logger.error("explaining request %s: %s", exchange.head.request_id, type(error).__name__)
 
     def _judge(self, answered: _Answered, outcome: EngineOutcome | None) -> Steps[Verdict]:
-        request, worker, model, expected, prompt, cached, _ = answered
-        metrics, timings = self._metrics, request.timings
-        found = request.prompt.found or Found()
-        positions = resolved_positions(request.body.hint, outcome.positions if outcome is not None else ())
+        exchange, worker, model, expected, prompt, cached, _ = answered
+        metrics, timings = self._metrics, exchange.timings
+        found = exchange.prompt.found or Found()
+        positions = resolved_positions(exchange.body.hint, outcome.positions if outcome is not None else ())
         self._learn_positions(found, positions, prompt)
         delivery = self._delivery(answered, found, outcome, positions)
         change = yield from self._change(answered, delivery, is_told=outcome is not None and outcome.shared is not None)
@@ -443,7 +443,7 @@ class Accounting(Part):
 
         Not sought where little was computed: comparing takes a millisecond. Nor when there is no time for it.
         """
-        remembered, expected = answered.request.prompt.remembered, answered.expected
+        remembered, expected = answered.exchange.prompt.remembered, answered.expected
         if remembered is None or (delivery.prompt - delivery.cached) * MOST_PARTS < delivery.prompt:
             return None
         if self._idle.is_behind:
@@ -480,18 +480,18 @@ class Accounting(Part):
             counters = self._children[labels] = _TokenCounters(*(family.labels(*labels) for family in families))
         return counters
 
-    def _missing(self, request: ProxiedRequest) -> str:
+    def _missing(self, exchange: Exchange) -> str:
         """What an answer 404 did not find."""
-        if request.response_id is not None:
+        if exchange.response_id is not None:
             return "response"
-        return "endpoint" if not request.model or self._pool.lists(request.model) else "model"
+        return "endpoint" if not exchange.model or self._pool.lists(exchange.model) else "model"
 
-    def _model_label(self, request: ProxiedRequest, status: int) -> str:
+    def _model_label(self, exchange: Exchange, status: int) -> str:
         """The model's name if a worker lists it; that of the worker's model if it took a name that is in no list."""
-        model = request.model
+        model = exchange.model
         if self._pool.lists(model):
             return str(model)
-        worker = request.worker
+        worker = exchange.worker
         if worker is not None and worker.serves(model):
             return str(model)
         if worker is None or model is None or (model and not 200 <= status < 400):
@@ -499,40 +499,40 @@ class Accounting(Part):
         return worker.names.base or UNKNOWN_MODEL
 
 
-def _is_stored(request: ProxiedRequest) -> bool:
+def _is_stored(exchange: Exchange) -> bool:
     """Whether the answer is a response, or names anything else, that can be continued, or asked for, later."""
-    if request.client.endpoint != RESPONSES:
-        return request.makes
-    return flag(request.body.parsed.get("store", True)) is not False
+    if exchange.head.endpoint != RESPONSES:
+        return exchange.makes
+    return flag(exchange.body.parsed.get("store", True)) is not False
 
 
-def _engine_id(request: ProxiedRequest, answer: Any) -> str:
+def _engine_id(exchange: Exchange, answer: Any) -> str:
     """What the engine calls a request. vLLM names that of a response after the response, whatever the request's id is.
 
     A response with tools that vLLM itself calls takes several requests; this is the first one.
     """
-    name = answer.get("id") if request.client.endpoint == RESPONSES and isinstance(answer, dict) else None
-    return f"{name.removeprefix('resp_')}_0" if isinstance(name, str) else request.engine_id
+    name = answer.get("id") if exchange.head.endpoint == RESPONSES and isinstance(answer, dict) else None
+    return f"{name.removeprefix('resp_')}_0" if isinstance(name, str) else exchange.engine_id
 
 
-def _for_shadow(request: ProxiedRequest, worker: Worker, model: str, usage: Usage | None) -> AnsweredRequest:
-    timings = request.timings
+def _for_shadow(exchange: Exchange, worker: Worker, model: str, usage: Usage | None) -> AnsweredRequest:
+    timings = exchange.timings
     seconds = None
     # A response's first event comes before its prompt is computed.
-    if timings.first_byte is not None and timings.is_stream and request.client.endpoint != RESPONSES:
+    if timings.first_byte is not None and timings.is_stream and exchange.head.endpoint != RESPONSES:
         seconds = timings.first_byte - timings.leased
     return AnsweredRequest(
-        chat=request.prompt.chat,
+        chat=exchange.prompt.chat,
         worker=worker,
         boot=worker.boot,
         model=model,
-        size=len(request.body.raw),
-        memory=request.body.memory.size,
+        size=len(exchange.body.raw),
+        memory=exchange.body.memory.size,
         prompt=usage.prompt if usage is not None else None,
         cached=usage.cached if usage is not None else None,
         seconds=seconds,
         alone=timings.was_alone,
-        owner=request.client.owner,
-        record=request.record,
+        owner=exchange.head.owner,
+        record=exchange.record,
         at=time.perf_counter(),
     )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from proxy.chat.lax_values import flag
 from proxy.http import asgi
-from proxy.pipeline.request import ProxiedRequest, choices_of
+from proxy.pipeline.exchange import Exchange, choices_of
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -96,18 +96,18 @@ def is_allowed(headers: Iterable[tuple[bytes, bytes]], model: Any, models: tuple
     return any(name == HEADER and value.strip().lower() == ALLOW for name, value in headers)
 
 
-def is_repeatable(request: ProxiedRequest) -> bool:
+def is_repeatable(exchange: Exchange) -> bool:
     """Whether the same request is certain to mean the same, and to get an answer as good the second time."""
-    client, body, parsed = request.client, request.body, request.body.parsed
-    if client.method != "POST" or client.path not in CACHEABLE or not parsed or _REMOTE.search(body.raw):
+    head, body, parsed = exchange.head, exchange.body, exchange.body.parsed
+    if head.method != "POST" or head.path not in CACHEABLE or not parsed or _REMOTE.search(body.raw):
         return False
-    if client.path == EMBEDDINGS:
+    if head.path == EMBEDDINGS:
         return True
-    if client.path == RESPONSES and (
-        request.response_id is not None or parsed.get("background") or _has_tools_of_the_server(parsed.get("tools"))
+    if head.path == RESPONSES and (
+        exchange.response_id is not None or parsed.get("background") or _has_tools_of_the_server(parsed.get("tools"))
     ):
         return False
-    return _is_greedy(parsed.get("temperature")) or (client.path in SEEDED and _is_seeded(parsed))
+    return _is_greedy(parsed.get("temperature")) or (head.path in SEEDED and _is_seeded(parsed))
 
 
 def _is_greedy(temperature: Any) -> bool:
@@ -128,20 +128,20 @@ def _has_tools_of_the_server(tools: Any) -> bool:
     )
 
 
-def digest(request: ProxiedRequest, secret: bytes) -> bytes:
+def digest(exchange: Exchange, secret: bytes) -> bytes:
     """The request's name in the cache, which nobody can steer without `secret`: of `DIGEST_BYTES` bytes.
 
     It covers whose prefixes the request shares, API, query, headers of `TOLD_APART` and the body as it goes to workers.
     """
-    client, body = request.client, request.body
+    head, body = exchange.head, exchange.body
     hashed = hashlib.blake2b(key=secret, digest_size=DIGEST_BYTES)
     parts = [
-        b"" if client.key is None else client.key.salt.encode(),
+        b"" if head.key is None else head.key.salt.encode(),
         # A response can be continued by the key that asked for it, and by no other of its group.
-        (client.owner or "").encode(errors="surrogatepass") if client.path == RESPONSES else b"",
-        client.target.encode("latin-1"),
+        (head.owner or "").encode(errors="surrogatepass") if head.path == RESPONSES else b"",
+        head.target.encode("latin-1"),
         b"stripped" if body.strips_usage else b"",
-        *(part for header in client.headers if header[0] in TOLD_APART for part in header),
+        *(part for header in head.headers if header[0] in TOLD_APART for part in header),
         body.encoded(()),
     ]
     for part in parts:

@@ -26,9 +26,9 @@ from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.dispatch import MOST_ASKED, Lease
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Report, choices_of
 from proxy.pipeline.message_answer import MessageAnswer
 from proxy.pipeline.prefill import Prefills
-from proxy.pipeline.request import CLIENT_GONE, ProxiedRequest, Report, choices_of
 from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
 from proxy.routing.engine_events import OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
@@ -94,41 +94,41 @@ class ResponseRelay:
         self._heartbeats = heartbeats
         self._prefills = prefills
 
-    async def forward(self, request: ProxiedRequest, lease: Lease, send: asgi.Send, watch: asgi.ClientWatch) -> None:
+    async def forward(self, exchange: Exchange, lease: Lease, send: asgi.Send, watch: asgi.ClientWatch) -> None:
         """From the first byte to the worker to the last byte to the client.
 
         Raises `WorkerFailed` or `WorkerSilent` if the worker breaks off and no event of a stream can say so, and
         `NotServed` if it lacks the route.
         """
         try:
-            response = await self._send(request, lease)
+            response = await self._send(exchange, lease)
             try:
-                _check_route(request, lease.worker, response)
-                await self._deliver(request, lease, response, send, watch)
+                _check_route(exchange, lease.worker, response)
+                await self._deliver(exchange, lease, response, send, watch)
             finally:
                 response.close()
         except Broken as error:
             raise _worker_error(lease.worker, error) from None
 
-    async def _send(self, request: ProxiedRequest, lease: Lease) -> Answer:
+    async def _send(self, exchange: Exchange, lease: Lease) -> Answer:
         """Send to the leased worker, and to another one if that has not taken it, as `RETRIES` says."""
-        client = request.client
-        is_read = client.endpoint in REPORTING and not self._leaves_unchanged
+        head = exchange.head
+        is_read = head.endpoint in REPORTING and not self._leaves_unchanged
         headers = [
-            *(asgi.unencoded(client.headers) if is_read else client.headers),
-            request.engine_id_header,
+            *(asgi.unencoded(head.headers) if is_read else head.headers),
+            exchange.engine_id_header,
             ASK_FOR_OUTCOME,
-            *(self._upstream.own_headers if client.key is not None else ()),
+            *(self._upstream.own_headers if head.key is not None else ()),
         ]
         transfer = None
         if self._prefills is not None:
-            with request.timings.waiting():
-                transfer = await self._prefills.transfer(request, lease, headers)
+            with exchange.timings.waiting():
+                transfer = await self._prefills.transfer(exchange, lease, headers)
         tries = dict.fromkeys(RETRIES, 0)
         fresh = False
         while True:
             worker = lease.worker
-            tried = await self._try(request, lease, headers, transfer, fresh=fresh)
+            tried = await self._try(exchange, lease, headers, transfer, fresh=fresh)
             if isinstance(tried, Answer):
                 return _with_valid_status(tried)
             failed, answer = tried
@@ -153,7 +153,7 @@ class ResponseRelay:
 
     async def _try(
         self,
-        request: ProxiedRequest,
+        exchange: Exchange,
         lease: Lease,
         headers: asgi.HeaderList,
         transfer: Any,
@@ -162,17 +162,17 @@ class ResponseRelay:
         merges: bool = False,
     ) -> Answer | tuple[str, Answer | None]:
         """Send it once. The worker's answer, or, if that is not the last word, a key of `RETRIES` and the answer."""
-        client, worker = request.client, lease.worker
+        head, worker = exchange.head, lease.worker
         merges = merges or worker.merges_system
         load = ""  # in the body
-        if client.method == "POST" and worker.engine is not None and client.endpoint in HINTED:
+        if head.method == "POST" and worker.engine is not None and head.endpoint in HINTED:
             load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"  # other gateways learn of it there
-        target, raw = self._encoded(request, worker, transfer, load, merges=merges)
+        target, raw = self._encoded(exchange, worker, transfer, load, merges=merges)
         headers = worker.addressed(headers)
         try:
-            with request.timings.waiting():
+            with exchange.timings.waiting():
                 answer = await self._upstream.send(
-                    client.method, worker.address + target, headers, raw, self._silence_timeout, fresh
+                    head.method, worker.address + target, headers, raw, self._silence_timeout, fresh
                 )
         except Exhausted:
             lease.never_sent()
@@ -185,38 +185,38 @@ class ResponseRelay:
         except Malformed:  # what was asked for may be the reason
             raise
         except Broken:
-            self._record_failure(request, worker)
+            self._record_failure(exchange, worker)
             raise
-        if target != client.target:
-            if has_reminders(request.body.parsed):
+        if target != head.target:
+            if has_reminders(exchange.body.parsed):
                 if answer.status in NOT_RENDERED and not merges:
                     answer.close()
-                    return await self._try(request, lease, headers, transfer, fresh=fresh, merges=True)
+                    return await self._try(exchange, lease, headers, transfer, fresh=fresh, merges=True)
                 worker.merges_system = merges and answer.status not in NOT_RENDERED
             answer = MessageAnswer(answer)
-        self._judge(request, worker, answer.status)
+        self._judge(exchange, worker, answer.status)
         if lease.seeks_on(answer.status):
             return NOT_STORED, answer
-        if client.endpoint in REPORTING and answer.status in (200, 404) and request.response_id is None:
-            self._pool.answered_name(worker, request.model, taken=answer.status == 200)
-        return (REFUSED, answer) if answer.status in NOT_TAKEN and client.method == "POST" else answer
+        if head.endpoint in REPORTING and answer.status in (200, 404) and exchange.response_id is None:
+            self._pool.answered_name(worker, exchange.model, taken=answer.status == 200)
+        return (REFUSED, answer) if answer.status in NOT_TAKEN and head.method == "POST" else answer
 
-    def _judge(self, request: ProxiedRequest, worker: Worker, status: int) -> None:
+    def _judge(self, exchange: Exchange, worker: Worker, status: int) -> None:
         """What the head of an answer says of its worker."""
         worker.answered()
-        if request.client.method != "POST":
+        if exchange.head.method != "POST":
             return
         if 200 <= status < 400:
             self._pool.record_success(worker)
         elif status >= 500 and status != 501:
-            self._record_failure(request, worker)
+            self._record_failure(exchange, worker)
 
-    def _record_failure(self, request: ProxiedRequest, worker: Worker) -> None:
-        self._pool.record_failure(worker, request.client.target.encode("latin-1") + request.body.raw)
+    def _record_failure(self, exchange: Exchange, worker: Worker) -> None:
+        self._pool.record_failure(worker, exchange.head.target.encode("latin-1") + exchange.body.raw)
 
     def _encoded(
         self,
-        request: ProxiedRequest,
+        exchange: Exchange,
         worker: Worker,
         transfer: dict[str, Any] | None = None,
         load: str = "",
@@ -227,81 +227,81 @@ class ResponseRelay:
 
         `merges`: system messages within a conversation go to its head, for a worker whose template takes one.
         """
-        body, choice, client = request.body, request.choice, request.client
-        if client.method != "POST":
-            return client.target, body.raw
+        body, choice, head = exchange.body, exchange.choice, exchange.head
+        if head.method != "POST":
+            return head.target, body.raw
         own: dict[str, Any] = {}
         if (salt := worker.cache.salt(body.parsed)) is not None:
             own["cache_salt"] = salt
         if transfer is not None:
             own[TRANSFERS[0]] = transfer
-        if client.endpoint == RESPONSES and (key := client.key) is not None:
+        if head.endpoint == RESPONSES and (key := head.key) is not None:
             own["request_id"] = key.new_response_id()
         hint = choice.hint if choice is not None else ()
-        if client.endpoint == MESSAGES and MESSAGES in worker.probed.frontend.lacks:
+        if head.endpoint == MESSAGES and MESSAGES in worker.probed.frontend.lacks:
             return CHAT, body.as_chat(hint, own, load, merges=merges)
-        return client.target, body.encoded(hint, own, load)
+        return head.target, body.encoded(hint, own, load)
 
     async def _deliver(
-        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
+        self, exchange: Exchange, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
         """The answer, from first to last byte. One that is encoded is not read, and nothing can be put into it."""
         kind = response.header("content-type") or ""
-        is_reported = request.client.endpoint in REPORTING
+        is_reported = exchange.head.endpoint in REPORTING
         if response.is_encoded:
-            await self._stream(request, lease, response, send, watch)
+            await self._stream(exchange, lease, response, send, watch)
             if is_reported:
-                self._accounting.reported(request, Report(response.status))
+                self._accounting.reported(exchange, Report(response.status))
         elif kind.startswith("text/event-stream"):
-            await self._stream_events(request, lease, response, send, watch)
-        elif is_reported and kind.startswith("application/json") and _has_body(request, response):
-            await self._answer_whole(request, lease, response, send, watch)
+            await self._stream_events(exchange, lease, response, send, watch)
+        elif is_reported and kind.startswith("application/json") and _has_body(exchange, response):
+            await self._answer_whole(exchange, lease, response, send, watch)
         else:
-            await self._stream(request, lease, response, send, watch)
+            await self._stream(exchange, lease, response, send, watch)
 
     async def _stream(
-        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
+        self, exchange: Exchange, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
         """Pass a body on as it comes. Tokens of which it tells count for the key."""
-        usage = await self._pass_on(request, lease, response, send, [])
+        usage = await self._pass_on(exchange, lease, response, send, [])
         kind = response.header("content-type") or ""
-        if request.client.method == "POST" and response.status == 200 and kind.startswith("application/json"):
-            self._accounting.used(request, usage)
+        if exchange.head.method == "POST" and response.status == 200 and kind.startswith("application/json"):
+            self._accounting.used(exchange, usage)
         watch.over = True
         await send({"type": "http.response.body", "body": b""})
 
     async def _pass_on(
-        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, collected: list[bytes]
+        self, exchange: Exchange, lease: Lease, response: Answer, send: asgi.Send, collected: list[bytes]
     ) -> Usage | None:
         """All but the end of an answer, behind what is `collected` of it; the tokens of which it tells.
 
         A client that does not read holds the worker back and fills no memory.
         """
-        await self._begin_as_announced(request, response, send)
+        await self._begin_as_announced(exchange, response, send)
         passing = PassingUsage()
         collected.reverse()
         while chunk := collected.pop() if collected else await response.next_chunk():
-            if request.makes and 200 <= response.status < 300:
-                self._accounting.opened(request, _named_in(chunk))
+            if exchange.makes and 200 <= response.status < 300:
+                self._accounting.opened(exchange, _named_in(chunk))
             lease.prefilled()
             passing.see(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         return passing.usage
 
     async def _stream_events(
-        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
+        self, exchange: Exchange, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
         """Pass an event stream on as it comes. A break becomes an event."""
 
         def first_event() -> None:
-            timings = request.timings
+            timings = exchange.timings
             timings.first_byte, timings.is_stream = time.perf_counter(), True
             timings.was_alone = lease.is_alone
             lease.prefilled()
 
-        await _begin(response, _response_headers(request, response), send)
-        body = request.body
-        opened = partial(self._opened, request) if request.client.endpoint == RESPONSES else None
+        await _begin(response, _response_headers(exchange, response), send)
+        body = exchange.body
+        opened = partial(self._opened, exchange) if exchange.head.endpoint == RESPONSES else None
         stream = SseRelay(send, choices_of(body.parsed) if body.strips_usage else 0, opened)
         end = b""
         with self._heartbeats.watching(stream, lease.worker):
@@ -311,42 +311,42 @@ class ResponseRelay:
             except (Broken, TimeoutError) as error:
                 if isinstance(error, TimeoutError) and stream.scope is not None:
                     raise  # the client's
-                end = _error_event(request, _worker_error(lease.worker, error), stream)
+                end = _error_event(exchange, _worker_error(lease.worker, error), stream)
             except asyncio.CancelledError:
-                request.delivered = watch.gone and stream.is_complete
-                if not (request.delivered or watch.gone):  # the server stops
-                    await stream.finish(_error_event(request, Stopping("The gateway is stopping."), stream))
-                elif not request.delivered:
-                    request.reply.failed(CLIENT_GONE)
-                usage = stream.usage if request.delivered else None
-                self._accounting.reported(request, Report(response.status, usage), stream.response)
+                exchange.delivered = watch.gone and stream.is_complete
+                if not (exchange.delivered or watch.gone):  # the server stops
+                    await stream.finish(_error_event(exchange, Stopping("The gateway is stopping."), stream))
+                elif not exchange.delivered:
+                    exchange.reply.failed(CLIENT_GONE)
+                usage = stream.usage if exchange.delivered else None
+                self._accounting.reported(exchange, Report(response.status, usage), stream.response)
                 raise
             watch.over = True
             await stream.finish(end)
-        self._accounting.reported(request, Report(response.status, stream.usage), stream.response)
+        self._accounting.reported(exchange, Report(response.status, stream.usage), stream.response)
 
-    def _opened(self, request: ProxiedRequest, event: bytes) -> None:
+    def _opened(self, exchange: Exchange, event: bytes) -> None:
         """The first event of a stream of /v1/responses names the response: from now on it can be asked for."""
-        self._accounting.opened(request, data_of_last(event).get("response"))
+        self._accounting.opened(exchange, data_of_last(event).get("response"))
 
     async def _answer_whole(
-        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
+        self, exchange: Exchange, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
         """Collect a JSON answer, so that what the engine reports can go into the headers; unless it is too large."""
         collected: list[bytes] = []
         size = 0
-        with request.timings.waiting():
+        with exchange.timings.waiting():
             while size <= self._most_collected and (chunk := await response.next_chunk()):
                 collected.append(chunk)
                 size += len(chunk)
         if size > self._most_collected:
-            await self._pass_large(request, lease, response, collected, send)
+            await self._pass_large(exchange, lease, response, collected, send)
             watch.over = True
             await send({"type": "http.response.body", "body": b""})
             return
         body = b"".join(collected)
-        request.timings.first_byte = time.perf_counter()
-        headers = _response_headers(request, response)
+        exchange.timings.first_byte = time.perf_counter()
+        headers = _response_headers(exchange, response)
         if response.status == 200:
             try:
                 answer = loads(body)
@@ -356,28 +356,28 @@ class ResponseRelay:
             if usage is not None and usage.cached is not None:
                 headers.append((b"x-seamark-cached", str(usage.cached).encode()))
             report = Report(response.status, usage, outcome_in(response.header(OUTCOME_HEADER)))
-            reason = await self._accounting.answered(request, report, answer)
+            reason = await self._accounting.answered(exchange, report, answer)
             if reason is not None:
                 headers.append((b"x-seamark-reason", reason.encode()))
         watch.over = True
         await asgi.send_whole(send, response.status, headers, body)
 
     async def _pass_large(
-        self, request: ProxiedRequest, lease: Lease, response: Answer, collected: list[bytes], send: asgi.Send
+        self, exchange: Exchange, lease: Lease, response: Answer, collected: list[bytes], send: asgi.Send
     ) -> None:
         """Pass on a JSON answer as it comes."""
-        request.timings.first_byte = time.perf_counter()
+        exchange.timings.first_byte = time.perf_counter()
         answer = _named_in(collected[0])
         if response.status == 200:
-            self._accounting.opened(request, answer)
-        usage = await self._pass_on(request, lease, response, send, collected)
+            self._accounting.opened(exchange, answer)
+        usage = await self._pass_on(exchange, lease, response, send, collected)
         if response.status == 200:
             outcome = outcome_in(response.header(OUTCOME_HEADER))
-            self._accounting.reported(request, Report(response.status, usage, outcome), answer)
+            self._accounting.reported(exchange, Report(response.status, usage, outcome), answer)
 
-    async def _begin_as_announced(self, request: ProxiedRequest, response: Answer, send: asgi.Send) -> None:
+    async def _begin_as_announced(self, exchange: Exchange, response: Answer, send: asgi.Send) -> None:
         """Begin an answer that is passed on as it comes, with the length that the worker gave."""
-        headers = _response_headers(request, response)
+        headers = _response_headers(exchange, response)
         if response.status not in BODILESS and (length := response.header("content-length")) is not None:
             headers.append((b"content-length", length.encode()))
         await _begin(response, headers, send)
@@ -387,13 +387,13 @@ async def _begin(response: Answer, headers: asgi.HeaderList, send: asgi.Send) ->
     await send({"type": "http.response.start", "status": response.status, "headers": headers})
 
 
-def _has_body(request: ProxiedRequest, response: Answer) -> bool:
-    return response.status not in BODILESS and request.client.method != "HEAD"
+def _has_body(exchange: Exchange, response: Answer) -> bool:
+    return response.status not in BODILESS and exchange.head.method != "HEAD"
 
 
-def _check_route(request: ProxiedRequest, worker: Worker, response: Answer) -> None:
+def _check_route(exchange: Exchange, worker: Worker, response: Answer) -> None:
     """Raises `NotServed` if the answer says no more than that the worker's HTTP server has no such route."""
-    frontend, endpoint = worker.probed.frontend, request.client.endpoint
+    frontend, endpoint = worker.probed.frontend, exchange.head.endpoint
     if response.status in NO_ROUTE and endpoint in frontend.lacks and not isinstance(response, MessageAnswer):
         raise NotServed(
             f"{endpoint} is not served by {frontend.name}, which worker {worker.name} runs: use {CHAT}, or start vLLM "
@@ -415,16 +415,16 @@ def _with_valid_status(response: Answer) -> Answer:
     raise Malformed(f"status {response.status}")
 
 
-def _response_headers(request: ProxiedRequest, response: Answer) -> asgi.HeaderList:
+def _response_headers(exchange: Exchange, response: Answer) -> asgi.HeaderList:
     headers = asgi.end_to_end(response.headers, asgi.OWN_RESPONSE)
-    if 300 <= response.status < 400 and request.worker is not None:
-        headers = _redirected_here(headers, request.worker.address)
-    headers.append(request.client.id_header)
-    if request.worker is not None:
-        headers.append((b"x-seamark-worker", request.worker.name.encode()))
-    if request.body.hint:
-        headers.append((b"x-seamark-boundary", ";".join(map(str, request.body.hint)).encode()))
-    if (expected := request.expected) is not None:
+    if 300 <= response.status < 400 and exchange.worker is not None:
+        headers = _redirected_here(headers, exchange.worker.address)
+    headers.append(exchange.head.id_header)
+    if exchange.worker is not None:
+        headers.append((b"x-seamark-worker", exchange.worker.name.encode()))
+    if exchange.body.hint:
+        headers.append((b"x-seamark-boundary", ";".join(map(str, exchange.body.hint)).encode()))
+    if (expected := exchange.expected) is not None:
         headers.append((b"x-seamark-predicted", str(expected.found(expected.predicted)).encode()))
     return headers
 
@@ -451,9 +451,9 @@ def _path_here(location: bytes, worker_url: str) -> bytes | None:
     return urlunsplit(("", "", path, where.query, where.fragment)).encode("latin-1")
 
 
-def _error_event(request: ProxiedRequest, error: GatewayError, stream: SseRelay) -> bytes:
-    request.reply.failed(error.status)
-    return error_responses.error_event(error, request.client.endpoint, stream.first, stream.last)
+def _error_event(exchange: Exchange, error: GatewayError, stream: SseRelay) -> bytes:
+    exchange.reply.failed(error.status)
+    return error_responses.error_event(error, exchange.head.endpoint, stream.first, stream.last)
 
 
 def _worker_error(worker: Worker, error: Exception) -> GatewayError:

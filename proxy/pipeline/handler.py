@@ -39,9 +39,9 @@ from proxy.pipeline.adapter_changes import AdapterChanges
 from proxy.pipeline.answering import Answering
 from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.engine_names import EngineName, EngineNames
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, Timings, exchange_of
 from proxy.pipeline.preflight import ANY_SITE, Preflights, is_preflight
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.request import CLIENT_GONE, ProxiedRequest, Reply, Timings, request_of
 from proxy.settings import Settings
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class RequestHandler:
         self._idle.put_off()
         given = asgi.header(scope, b"x-request-id")
         request_id = given if given is not None and _is_name(given) else os.urandom(16).hex()
-        request: ProxiedRequest | None = None
+        exchange: Exchange | None = None
         with self._names.hold() as name:
             try:
                 asgi.check_room(scope)
@@ -110,47 +110,47 @@ class RequestHandler:
                 key = auth.client(scope, self._keys) if self._keys is not None else None
                 with self._bodies.of(key.name if key is not None else None) as held:
                     raw = await asgi.read_body(scope, receive, self._settings.max_body_bytes, self._pace, held)
-                    request = request_of(scope, raw, request_id, key, send)
-                    request.engine_id, request.is_named = name.take(request_id), request_id == given
+                    exchange = exchange_of(scope, raw, request_id, key, send)
+                    exchange.engine_id, exchange.is_named = name.take(request_id), request_id == given
                     async with asgi.ClientWatch(scope, receive) as watch:
-                        await self._serve(request, held, name, watch)
+                        await self._serve(exchange, held, name, watch)
             except asgi.ClientGone:
-                if request is not None and not (request.delivered and request.reply.started):
-                    request.reply.failed(CLIENT_GONE)
+                if exchange is not None and not (exchange.delivered and exchange.reply.started):
+                    exchange.reply.failed(CLIENT_GONE)
             except asyncio.CancelledError:  # the server's time to finish is over; `ResponseRelay` has ended a stream
                 # The task ends here. Raised on, it would be one traceback in the log for each request.
-                await _refuse(request, scope, Stopping("The gateway is stopping."), request_id, send)
+                await _refuse(exchange, scope, Stopping("The gateway is stopping."), request_id, send)
             except Exception as error:
-                await _refuse(request, scope, _known(error, _name_of(request, request_id)), request_id, send)
+                await _refuse(exchange, scope, _known(error, _name_of(exchange, request_id)), request_id, send)
             finally:
-                if request is not None:
-                    self._accounting.count(request)
+                if exchange is not None:
+                    self._accounting.count(exchange)
 
-    async def _serve(self, request: ProxiedRequest, held: BodyHold, name: EngineName, watch: asgi.ClientWatch) -> None:
-        client = request.client
+    async def _serve(self, exchange: Exchange, held: BodyHold, name: EngineName, watch: asgi.ClientWatch) -> None:
+        head = exchange.head
         if self._tracing is not None:
-            request.trace = self._tracing.begin(client.method, client.endpoint, client.headers)
-        self._check_owner(request)  # of a response in the path, whatever the body is
-        if client.method == "POST":
-            await self._read(request, held, name)
-            if client.path in ADMIN_OF_WORKERS:
-                await self._adapters.serve(request)
+            exchange.trace = self._tracing.begin(head.method, head.endpoint, head.headers)
+        self._check_owner(exchange)  # of a response in the path, whatever the body is
+        if head.method == "POST":
+            await self._read(exchange, held, name)
+            if head.path in ADMIN_OF_WORKERS:
+                await self._adapters.serve(exchange)
                 return
-        await self._answer(request, request.reply, watch)
+        await self._answer(exchange, exchange.reply, watch)
 
-    async def _read(self, request: ProxiedRequest, held: BodyHold, name: EngineName) -> None:
+    async def _read(self, exchange: Exchange, held: BodyHold, name: EngineName) -> None:
         """Parse the body if it is JSON, and find its boundaries."""
-        client, body, settings = request.client, request.body, self._settings
-        if body.raw and (coded := asgi.codings(client.headers)):
+        head, body, settings = exchange.head, exchange.body, self._settings
+        if body.raw and (coded := asgi.codings(head.headers)):
             text = f"The body is compressed ({', '.join(coded)}), which vLLM does not read. Send it as it is."
             raise UnreadableCoding(text)
-        hinted = client.endpoint in HINTED
-        if not hinted and is_form(client.headers):
-            body.form_model = await self._idle.finish(read_form(client.headers, body.raw))
+        hinted = head.endpoint in HINTED
+        if not hinted and is_form(head.headers):
+            body.form_model = await self._idle.finish(read_form(head.headers, body.raw))
             return
         if not hinted and body.raw.strip():
-            refuse_urlencoded(client.headers)
-        if not hinted and (_OBJECT.match(body.raw) is None if not client.is_json else not body.raw.strip()):
+            refuse_urlencoded(head.headers)
+        if not hinted and (_OBJECT.match(body.raw) is None if not head.is_json else not body.raw.strip()):
             return
         await self._turn(len(body.raw))
         try:
@@ -158,24 +158,24 @@ class RequestHandler:
             parsed = parse_object(raw, *settings.json_limits)
         except BadRequest as error:
             # The worker judges it, unless the worker might read what is refused here.
-            if hinted or isinstance(error, TooComplex) or (client.key is not None and client.is_json):
+            if hinted or isinstance(error, TooComplex) or (head.key is not None and head.is_json):
                 raise
             return
         body.raw = raw
         body.memory = memory_of(parsed, len(raw), settings.max_boundary_values)
         held.take(body.memory.size)
         given = parsed.get("request_id")
-        body.take(parsed, client, settings.ask_usage)
-        _take_name(request, given, name)
-        self._check_owner(request)
+        body.take(parsed, head, settings.ask_usage)
+        _take_name(exchange, given, name)
+        self._check_owner(exchange)
         if hinted:
             await self._turn(len(raw))
-            with request.timings.waiting():
-                workers = await self._pool.find(request.model)
-            request.prompt = self._reader.read(request, workers)
-            self._accounting.began(request)
-            request.timings.reading_seconds = time.perf_counter() - request.timings.arrived
-            self._boundary_seconds.observe(request.timings.reading_seconds)
+            with exchange.timings.waiting():
+                workers = await self._pool.find(exchange.model)
+            exchange.prompt = self._reader.read(exchange, workers)
+            self._accounting.began(exchange)
+            exchange.timings.reading_seconds = time.perf_counter() - exchange.timings.arrived
+            self._boundary_seconds.observe(exchange.timings.reading_seconds)
 
     async def _turn(self, size: int) -> None:
         """Wait until the event loop has turned to all others since the last large body (`size` in bytes)."""
@@ -184,10 +184,10 @@ class RequestHandler:
                 for _ in range(TURNS):
                     await asyncio.sleep(0)
 
-    def _check_owner(self, request: ProxiedRequest) -> None:
+    def _check_owner(self, exchange: Exchange) -> None:
         """Raises `NotFound` for a response that is not known to be the key's."""
-        key = request.client.key
-        if key is None or not isinstance(named := request.response_id, str):
+        key = exchange.head.key
+        if key is None or not isinstance(named := exchange.response_id, str):
             return
         if self._reader.stored.boot(named, key.owner) is None and not key.made(named):
             raise NotFound("No such response.")
@@ -207,26 +207,26 @@ def _known(error: Exception, name: str) -> GatewayError:
 
 
 async def _refuse(
-    request: ProxiedRequest | None, scope: asgi.Scope, error: GatewayError, request_id: str, send: asgi.Send
+    exchange: Exchange | None, scope: asgi.Scope, error: GatewayError, request_id: str, send: asgi.Send
 ) -> None:
-    reply = request.reply if request is not None else Reply(send, Timings())
+    reply = exchange.reply if exchange is not None else Reply(send, Timings())
     reply.failed(error.status)
     if reply.started:
         return  # returning without the last chunk makes the server close the connection: a visible break
-    headers = [(b"x-request-id", _name_of(request, request_id).encode("latin-1"))]
+    headers = [(b"x-request-id", _name_of(exchange, request_id).encode("latin-1"))]
     if asgi.header(scope, b"origin") is not None and not isinstance(error, Unauthorized):
         headers.append(ANY_SITE)  # vLLM lets pages read its errors, except for this one
     await error_responses.send_error(reply, error, scope["path"], headers)
 
 
-def _take_name(request: ProxiedRequest, given: Any, name: EngineName) -> None:
+def _take_name(exchange: Exchange, given: Any, name: EngineName) -> None:
     """Give the request the name in its body, unless a header has named it, which vLLM prefers."""
-    if request.is_named or not isinstance(given, str) or not _is_name(given):
+    if exchange.is_named or not isinstance(given, str) or not _is_name(given):
         return
-    request.client = request.client._replace(request_id=given)
-    request.engine_id = name.take(given)
-    if request.engine_id != given and "request_id" in request.body.parsed:
-        request.body.put["request_id"] = request.engine_id  # by which vLLM stores a response
+    exchange.head = exchange.head._replace(request_id=given)
+    exchange.engine_id = name.take(given)
+    if exchange.engine_id != given and "request_id" in exchange.body.parsed:
+        exchange.body.put["request_id"] = exchange.engine_id  # by which vLLM stores a response
 
 
 def _is_name(given: str) -> bool:
@@ -235,6 +235,6 @@ def _is_name(given: str) -> bool:
     return fits and not given.startswith(OWN_REQUESTS)
 
 
-def _name_of(request: ProxiedRequest | None, request_id: str) -> str:
+def _name_of(exchange: Exchange | None, request_id: str) -> str:
     """The name of a request that was called `request_id` until its body had been read."""
-    return request_id if request is None else request.client.request_id
+    return request_id if exchange is None else exchange.head.request_id

@@ -28,9 +28,9 @@ from proxy.fleet.worker import Worker
 from proxy.http.auth import ApiKey, KeyRing
 from proxy.http.client import Broken, Unreachable
 from proxy.http.json_body import count, memory_of, parse_object
+from proxy.pipeline.exchange import Exchange, exchange_of
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.replayer import Replayer
-from proxy.pipeline.request import ProxiedRequest, request_of
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.pinned_prompts")
@@ -314,11 +314,11 @@ class PinnedPrompts(Part):
                     other.fates.pop(worker.url, None)
 
     async def _ask(self, prompt: PinnedPrompt, worker: Worker, *, pin: bool) -> str:
-        request = self._request(prompt)
-        found = await self._reader.find_beside(request, worker)
+        exchange = self._request(prompt)
+        found = await self._reader.find_beside(exchange, worker)
         if not worker.hint(found):
             return NO_FACTS
-        body = request.body
+        body = exchange.body
         put = {name: value for name, value in body.put.items() if name == "cache_salt"}
         replay = WarmupRequest(CHAT, body.raw, body.names, put, found.without_request(), prompt.model)
         answer = await self._replayer.send(worker, replay, pin=pin)
@@ -327,14 +327,14 @@ class PinnedPrompts(Part):
         prompt.tokens = _prompt_tokens(answer.body) or prompt.tokens
         return answer.pin or UNTOLD
 
-    def _request(self, prompt: PinnedPrompt) -> ProxiedRequest:
+    def _request(self, prompt: PinnedPrompt) -> Exchange:
         scope = {"method": "POST", "path": CHAT, "query_string": b"", "headers": []}
         key = replace(prompt.key, salt=prompt.salt or "") if prompt.key is not None else None
-        request = request_of(scope, prompt.raw, prompt.name, key)
+        exchange = exchange_of(scope, prompt.raw, prompt.name, key)
         parsed = parse_object(prompt.raw, *self._limits)
-        request.body.memory = memory_of(parsed, len(prompt.raw), self._most_values)
-        request.body.take(parsed, request.client, asks_usage=False)
-        return request
+        exchange.body.memory = memory_of(parsed, len(prompt.raw), self._most_values)
+        exchange.body.take(parsed, exchange.head, asks_usage=False)
+        return exchange
 
     def _prompt(self, entry: PinEntry, *, from_file: bool = False) -> PinnedPrompt:
         """Raises `BadRequest`."""

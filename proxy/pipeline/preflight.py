@@ -10,7 +10,7 @@ from proxy.errors import Overloaded, WorkerFailed
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.http import asgi
 from proxy.http.client import Broken, Unreachable, Upstream
-from proxy.pipeline.request import target_of
+from proxy.pipeline.exchange import target_of
 
 MOST_AT_ONCE = 32
 

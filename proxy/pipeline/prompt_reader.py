@@ -33,7 +33,7 @@ from proxy.http.json_body import parse_object, with_edits
 from proxy.metrics import Metrics
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
 from proxy.observability.shadow import ReadPrompt
-from proxy.pipeline.request import Prompt, ProxiedRequest, Unlearnt
+from proxy.pipeline.exchange import Exchange, Prompt, Unlearnt
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.prompt_reader")
@@ -88,7 +88,7 @@ class PromptReader:
         """Bytes of prompts in memory."""
         return self.learner.held + self.recent.held + self.stored.held
 
-    def read(self, request: ProxiedRequest, workers: Sequence[Worker]) -> Prompt:
+    def read(self, exchange: Exchange, workers: Sequence[Worker]) -> Prompt:
         """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises, whatever it holds.
 
         `workers`: those that serve its model. None is asked anything: a request that has no slot may be refused.
@@ -98,30 +98,30 @@ class PromptReader:
         tokens, chat = 0, None
         bounded = _Bounded(Found(failure="no_boundary"))
         try:
-            rewrites = self._rewrite(request)
-            rate = self._rate(request.model)
-            tokens = round(len(request.body.raw) * rate)
-            if request.body.memory.values <= self._most_values:
-                chat = self._chat_in(request)
-                bounded = self._bounded(request, chat, rate, workers)
+            rewrites = self._rewrite(exchange)
+            rate = self._rate(exchange.model)
+            tokens = round(len(exchange.body.raw) * rate)
+            if exchange.body.memory.values <= self._most_values:
+                chat = self._chat_in(exchange)
+                bounded = self._bounded(exchange, chat, rate, workers)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.
-            logger.error("boundary of request %s: %s", request.client.request_id, type(error).__name__)
+            logger.error("boundary of request %s: %s", exchange.head.request_id, type(error).__name__)
             bounded = _Bounded(Found(failure="no_facts"))
         self._lookups(bounded.found.result).inc()
         return Prompt(chat, bounded.unlearnt, bounded.found, bounded.remembered, tokens, rewrites)
 
-    def _bounded(self, request: ProxiedRequest, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> _Bounded:
-        size = len(request.body.raw)
+    def _bounded(self, exchange: Exchange, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> _Bounded:
+        size = len(exchange.body.raw)
         serving = [worker for worker in workers if worker.engine is not None]
         if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
             found = self._finder.find(chat, None, b"", size, rate, by_texts=True)
             return _Bounded(found._replace(failure="unpatched"))
         if not serving:
             return _Bounded(Found(failure="unpatched"))
-        worker = next((each for each in serving if each.renderer_id(request.model)), serving[0])
+        worker = next((each for each in serving if each.renderer_id(exchange.model)), serving[0])
         found, unlearnt = self._find(chat, worker, size, rate, several=len(serving) > 1)
-        return _Bounded(found, unlearnt, self._remember(chat, found, request.body.memory.size, request.client.owner))
+        return _Bounded(found, unlearnt, self._remember(chat, found, exchange.body.memory.size, exchange.head.owner))
 
     def _rate(self, model: Any) -> float:
         """Tokens of a byte of a request's body."""
@@ -151,24 +151,24 @@ class PromptReader:
         found = found._replace(boundaries=boundaries)
         return ReadPrompt(found, self._remember(chat, found, memory, owner), prompt)
 
-    async def find_beside(self, request: ProxiedRequest, worker: Worker) -> Found:
+    async def find_beside(self, exchange: Exchange, worker: Worker) -> Found:
         """The boundaries of a parsed request that no client waits for, at `worker`; the rewrite rules are applied.
 
         What the template lacks for that is learnt first.
         """
-        self._rewrite(request)
-        client, body = request.client, request.body
-        chat = self._chat_in(request)
+        self._rewrite(exchange)
+        head, body = exchange.head, exchange.body
+        chat = self._chat_in(exchange)
         if chat is None or body.memory.values > self._most_values:
             return Found(failure="no_boundary")
-        found = await self._found_at(chat, worker, len(body.raw), client.owner)
-        self._heads.learn(found, worker.renderer, client.owner)  # for the next time
+        found = await self._found_at(chat, worker, len(body.raw), head.owner)
+        self._heads.learn(found, worker.renderer, head.owner)  # for the next time
         return found
 
-    def _chat_in(self, request: ProxiedRequest) -> Chat | None:
+    def _chat_in(self, exchange: Exchange) -> Chat | None:
         """The chat in a parsed request; None if there is none."""
-        chat = chat_in(request.client.endpoint, request.body.parsed, self.stored, request.client.owner)
-        if chat is None or (key := self._key_of(request.model)) == request.body.parsed.get("model"):
+        chat = chat_in(exchange.head.endpoint, exchange.body.parsed, self.stored, exchange.head.owner)
+        if chat is None or (key := self._key_of(exchange.model)) == exchange.body.parsed.get("model"):
             return chat
         return replace(chat, model=key)
 
@@ -204,13 +204,13 @@ class PromptReader:
         found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=several)
         return found, unlearnt
 
-    def learn(self, request: ProxiedRequest) -> None:
+    def learn(self, exchange: Exchange) -> None:
         """The request has a slot: have learnt, beside it, what its boundaries lacked."""
-        unlearnt, found, owner = request.prompt.unlearnt, request.prompt.found, request.client.owner
+        unlearnt, found, owner = exchange.prompt.unlearnt, exchange.prompt.found, exchange.head.owner
         if unlearnt is None or found is None:
             return
         worker, renderer_id, setting, is_missing, is_rendered = unlearnt
-        model = worker.template_of(request.model)
+        model = worker.template_of(exchange.model)
         if is_missing and self._facts.wants(renderer_id, setting, owner):
             self._learn_beside(self._facts.learn(worker.renderer, renderer_id, model, setting, owner))
         if is_rendered:
@@ -222,10 +222,10 @@ class PromptReader:
         self._learning.add(task)
         task.add_done_callback(self._learning.discard)
 
-    def _rewrite(self, request: ProxiedRequest) -> tuple[str, ...]:
+    def _rewrite(self, exchange: Exchange) -> tuple[str, ...]:
         """Apply the rules that are on; returns their names."""
-        body = request.body
-        rewritten = rewrite(body.parsed, self._rules, request.client.endpoint)
+        body = exchange.body
+        rewritten = rewrite(body.parsed, self._rules, exchange.head.endpoint)
         for name in rewritten.applied:
             self._metrics.rewrites.labels(name, "true").inc()
         for name in rewritten.could:
@@ -233,7 +233,7 @@ class PromptReader:
         if not rewritten.edits:
             return ()
         body.raw = with_edits(body.raw, rewritten.edits)
-        body.take(parse_object(body.raw, *self._limits), request.client, body.strips_usage)
+        body.take(parse_object(body.raw, *self._limits), exchange.head, body.strips_usage)
         return rewritten.applied
 
     def _remember(self, chat: Chat | None, found: Found, memory: int, owner: str | None) -> RememberedRequest | None:

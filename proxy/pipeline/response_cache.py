@@ -19,7 +19,7 @@ from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.metrics import Metrics
 from proxy.pipeline.cacheable import HEADER, KEPT, Ending, may_keep
-from proxy.pipeline.request import ProxiedRequest
+from proxy.pipeline.exchange import Exchange
 from proxy.pipeline.sse import HEARTBEAT
 from proxy.pipeline.stored_answers import Entry, Source, StoredAnswers, from_piece, grouped, weight_of
 
@@ -75,12 +75,12 @@ class ResponseCache(Part):
         return flight if flight is not None and not flight.landed.is_set() else None
 
     async def deliver(
-        self, key: bytes, entry: Entry, request: ProxiedRequest, result: bytes, send: asgi.Send, watch: asgi.ClientWatch
+        self, key: bytes, entry: Entry, exchange: Exchange, result: bytes, send: asgi.Send, watch: asgi.ClientWatch
     ) -> None:
         """Send an answer that was found, with the time since it was computed (RFC 9111, 5.1), and return it."""
         try:
             age = (b"age", str(int(time.monotonic() - entry.stored)).encode())
-            headers = [*entry.headers, age, request.client.id_header, (HEADER, result)]
+            headers = [*entry.headers, age, exchange.head.id_header, (HEADER, result)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             at = 0
             while at < len(entry.pieces):
@@ -111,20 +111,20 @@ class Flight:
     none that others wait for.
     """
 
-    def __init__(self, cache: ResponseCache, key: bytes, request: ProxiedRequest, send: asgi.Send) -> None:
+    def __init__(self, cache: ResponseCache, key: bytes, exchange: Exchange, send: asgi.Send) -> None:
         """The request has a worker; `send` goes to its client."""
-        if (worker := request.worker) is None:
+        if (worker := exchange.worker) is None:
             raise RuntimeError("The request has no worker yet.")
-        self._cache, self._key, self._request, self._send = cache, key, request, send
+        self._cache, self._key, self._exchange, self._send = cache, key, exchange, send
         self._answers = cache.answers
-        self._source = Source.of(worker, request.model)  # as it was when it got the request
+        self._source = Source.of(worker, exchange.model)  # as it was when it got the request
         self._voided = cache.voided
-        self._head: asgi.Scope | None = None
+        self._start: asgi.Scope | None = None
         self._ending: Ending | None = None
         self._pieces: list[bytes] = []
         self._size = 0  # bytes of them, as they are counted
         self._is_kept = True
-        self.landed = request.landed = asyncio.Event()  # nobody waits for it any more
+        self.landed = exchange.landed = asyncio.Event()  # nobody waits for it any more
 
     def __enter__(self) -> Flight:
         if self._cache.flight(self._key) is None:
@@ -160,19 +160,19 @@ class Flight:
         finally:
             too_slow.cancel()
 
-    def _begin(self, head: asgi.Scope) -> None:
-        self._head = head
-        kind = next((value for name, value in head["headers"] if name == b"content-type"), b"")
-        client, asked = self._request.client, self._request.body.parsed
-        self._ending = Ending(client.path, asked, kind.startswith(b"text/event-stream"))
-        if head["status"] != 200 or not may_keep(head["headers"]):
+    def _begin(self, start: asgi.Scope) -> None:
+        self._start = start
+        kind = next((value for name, value in start["headers"] if name == b"content-type"), b"")
+        path, asked = self._exchange.head.path, self._exchange.body.parsed
+        self._ending = Ending(path, asked, kind.startswith(b"text/event-stream"))
+        if start["status"] != 200 or not may_keep(start["headers"]):
             self._refuse()
 
     def _add(self, piece: bytes) -> None:
         if not piece or piece == HEARTBEAT or self._ending is None:
             return
         size = weight_of(piece)
-        if self._size + size > self._answers.largest or not self._answers.take(self._request.client.owner, size):
+        if self._size + size > self._answers.largest or not self._answers.take(self._exchange.head.owner, size):
             self._refuse()
             return
         self._size += size
@@ -181,19 +181,19 @@ class Flight:
 
     def _end(self) -> None:
         """The last byte is there."""
-        request, head, pieces = self._request, self._head, tuple(grouped(self._pieces))
+        exchange, start, pieces = self._exchange, self._start, tuple(grouped(self._pieces))
         self._drop()
-        if head is not None and self._may_be_stored():
-            source = Source.of(self._source.worker, request.model)
-            self._answers.add(self._key, Entry(_kept(head["headers"]), pieces, source, request.client.owner))
+        if start is not None and self._may_be_stored():
+            source = Source.of(self._source.worker, exchange.model)
+            self._answers.add(self._key, Entry(_kept(start["headers"]), pieces, source, exchange.head.owner))
         self.landed.set()
 
     def _may_be_stored(self) -> bool:
         """Whether the answer may be given to anyone else."""
-        request, source = self._request, self._source
-        if self._voided != self._cache.voided or request.reply.failure:
+        exchange, source = self._exchange, self._source
+        if self._voided != self._cache.voided or exchange.reply.failure:
             return False
-        if request.worker is not source.worker or not source.is_still(request.model):
+        if exchange.worker is not source.worker or not source.is_still(exchange.model):
             return False
         return self._ending is not None and self._ending.is_final
 
@@ -204,7 +204,7 @@ class Flight:
 
     def _drop(self) -> None:
         self._is_kept = False
-        self._answers.hold(self._request.client.owner, -self._size)
+        self._answers.hold(self._exchange.head.owner, -self._size)
         self._size = 0
         self._pieces.clear()
 

@@ -22,7 +22,7 @@ from proxy.idle_work import IdleWork
 from proxy.observability.reasons import Delivery, Expectation, reason_for
 from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline import accounting
-from proxy.pipeline.request import Choice, Prompt, ProxiedRequest, Report, request_of
+from proxy.pipeline.exchange import Choice, Exchange, Prompt, Report, exchange_of
 from proxy.routing.engine_events import EngineOutcome
 from proxy.routing.prefix_index import Prefix
 from tests.harness.in_memory_gateway import InMemoryGateway
@@ -55,9 +55,9 @@ class Scene:
         self.value = own.metric
         self.found = FOUND
 
-    def request(self, key: ApiKey | None = None, **expected: Any) -> ProxiedRequest:
+    def request(self, key: ApiKey | None = None, **expected: Any) -> Exchange:
         scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
-        request = request_of(scope, b"x" * 400, "r", key)
+        request = exchange_of(scope, b"x" * 400, "r", key)
         request.body.parsed, request.body.hint = dict(CHAT), self.found.entries()
         request.prompt = Prompt(chat_request(CHAT), found=self.found)
         self.accounting.began(request)
@@ -65,10 +65,10 @@ class Scene:
         request.give(Choice(self.worker, Expectation(**{**known, "match_unit": 16, **expected})))
         return request
 
-    async def answered(self, request: ProxiedRequest, usage: Usage | None, *outcome: EngineOutcome) -> str | None:
+    async def answered(self, request: Exchange, usage: Usage | None, *outcome: EngineOutcome) -> str | None:
         return await self.accounting.answered(request, Report(200, usage, *outcome))
 
-    def streamed(self, request: ProxiedRequest, usage: Usage, *outcome: EngineOutcome) -> None:
+    def streamed(self, request: Exchange, usage: Usage, *outcome: EngineOutcome) -> None:
         """All of a stream's answer has gone to the client."""
         request.reply.failed(200)
         request.timings.is_stream = True
@@ -116,7 +116,7 @@ async def test_a_change_costs_nothing_that_some_worker_was_sent_before(scene, se
     assert (changed and changed["lost"]) == (lost and pytest.approx(lost, abs=16))
 
 
-def changed_request(scene: Scene) -> ProxiedRequest:
+def changed_request(scene: Scene) -> Exchange:
     """Its system prompt has another date than the one before it."""
     rules = "Keep clear of the bar at low water. " * 20
     for day in ("2026-11-22", "2026-11-23"):
@@ -283,9 +283,9 @@ class LeaseScene:
         self.refused_by: list[str] = []  # boots, as engine events are told
         self.events.refused = lambda worker, _: self.refused_by.append(worker.boot)  # type: ignore[method-assign]
 
-    def request(self, path: str = "/v1/chat/completions", **body: Any) -> ProxiedRequest:
+    def request(self, path: str = "/v1/chat/completions", **body: Any) -> Exchange:
         scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
-        request = request_of(scope, b"x" * 400, "r", self.key)
+        request = exchange_of(scope, b"x" * 400, "r", self.key)
         request.body.parsed = {"model": "m", **body}
         found = Found((SYSTEM,), (b"s",), renderer_id=RENDERER)
         request.prompt = Prompt(found=found, tokens=160)
@@ -337,7 +337,7 @@ async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_fr
         assert two.refused_by == [first.boot]
         # What it shares is what was sent before it came, and who refused it holds that still.
         two.own.gateway.prefix_index.set_length(b"s", 150)
-        expected = lease.request.expected
+        expected = lease.exchange.expected
         assert reason_for(expected, Delivery.of(expected, 160, 0, shared=0)) == reason
         for worker in two.workers:
             two.own.upstream.faults[worker.url] = Unreachable()
@@ -382,7 +382,7 @@ async def test_the_worker_of_a_response_is_remembered_once_one_has_answered_for_
     worker, stored = two.workers[0], two.dispatcher._stored
     continues = two.request("/v1/responses", previous_response_id="resp_1")
     assert two.dispatcher.seeks_on(continues, worker, status) is (status == 404)
-    assert stored.boot("resp_1", continues.client.owner) == (worker.boot if is_kept else None)
+    assert stored.boot("resp_1", continues.head.owner) == (worker.boot if is_kept else None)
     plain = two.request()
     assert two.dispatcher.seeks_on(plain, worker, status) is False and plain.asked == []
 

@@ -384,7 +384,7 @@ def test_the_lack_of_opentelemetry_is_a_matter_of_the_setting(monkeypatch):
 # The class that alone assigns to an attribute of these names, on whatever object.
 WRITERS = {
     "Reply": {"failure", "started", "_begun_as"},  # which make the status
-    "ProxiedRequest": {"choice"},  # and with it the worker and the expectation
+    "Exchange": {"choice"},  # and with it the worker and the expectation
     "Slot": {"inflight", "prefill_tokens", "dispatched"},
     "WorkerPool": {"probed", "up"},  # what a worker says of itself
     "count_at": {"under_way"},  # of an API key

@@ -21,9 +21,9 @@ from proxy.http.auth import ApiKey, KeyEntry
 from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, memory_of, parse_object
 from proxy.metrics import Metrics
 from proxy.observability.request_diff import RememberedRequest
-from proxy.pipeline import request as request_module
+from proxy.pipeline import exchange as request_module
+from proxy.pipeline.exchange import Body, Exchange, Timings, affinity_key, choices_of, exchange_of, target_of
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE, PromptReader
-from proxy.pipeline.request import ProxiedRequest, RequestBody, Timings, affinity_key, choices_of, request_of, target_of
 from proxy.settings import Settings
 from tests.harness.probed import pool_of
 from tests.harness.recording_worker import RecordingWorker
@@ -65,11 +65,11 @@ async def read(
     memory: Memory = NOTHING,
     key: ApiKey | None = None,
     **body: Any,
-) -> ProxiedRequest:
+) -> Exchange:
     """A request that has been read, and has got its slot if there is one."""
     parsed = {"model": "m", "messages": ASKED, **body}
     scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
-    request = request_of(scope, json.dumps(parsed).encode(), "r", key)
+    request = exchange_of(scope, json.dumps(parsed).encode(), "r", key)
     request.body.parsed, request.body.memory = parsed, memory
     request.prompt = reader.read(request, workers)
     if has_slot:
@@ -206,7 +206,7 @@ async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(endpoint,
         if seed == 1:  # what stays for ever, such as patterns and interned texts, is there
             tracemalloc.start()
         raw = json.dumps({"model": "m", **body(150, seed)}).encode()
-        request = request_of(scope, raw, f"{seed}")
+        request = exchange_of(scope, raw, f"{seed}")
         request.body.parsed = parse_object(raw, *limits)
         request.body.memory = memory_of(request.body.parsed, len(raw), 10**6)
         request.prompt = reader.read(request, [worker()])
@@ -231,7 +231,7 @@ def test_a_session_of_an_agent_is_kept_together_unless_the_client_itself_wants_o
 def test_only_known_paths_are_labels():
     for path, label in (("/tokenize", "/tokenize"), ("/v1/responses/resp_1", "other"), ("/anything", "other")):
         scope = {"method": "GET", "path": path, "query_string": b"", "headers": []}
-        assert request_of(scope, b"", "r").client.endpoint == label
+        assert exchange_of(scope, b"", "r").head.endpoint == label
 
 
 def test_a_path_goes_on_as_it_was_written_unless_it_leads_upwards():
@@ -259,10 +259,10 @@ def test_the_gateways_own_time_is_what_it_did_not_wait(monkeypatch):
 EVIL = {"remote_host": "evil"}
 
 
-def body_of(raw: dict[str, Any], path: str = CHAT, key: ApiKey | None = None) -> RequestBody:
+def body_of(raw: dict[str, Any], path: str = CHAT, key: ApiKey | None = None) -> Body:
     scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
-    request = request_of(scope, json.dumps(raw).encode(), "r", key)
-    request.body.take(dict(raw), request.client, asks_usage=False)
+    request = exchange_of(scope, json.dumps(raw).encode(), "r", key)
+    request.body.take(dict(raw), request.head, asks_usage=False)
     return request.body
 
 

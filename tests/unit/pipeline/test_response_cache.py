@@ -23,7 +23,7 @@ from proxy.http import asgi
 from proxy.metrics import Metrics
 from proxy.pipeline import response_cache, stored_answers
 from proxy.pipeline.cached_answers import CachedAnswers
-from proxy.pipeline.request import Choice, ProxiedRequest
+from proxy.pipeline.exchange import Choice, Exchange
 from proxy.pipeline.response_cache import PATIENCE_SECONDS, ResponseCache
 from proxy.pipeline.sse import HEARTBEAT
 from proxy.pipeline.stored_answers import weight_of
@@ -37,7 +37,7 @@ LARGEST = ROOM // stored_answers.LARGEST_SHARE
 class Slot:
     """A lease without limits."""
 
-    def __init__(self, scene: Sharing, request: ProxiedRequest) -> None:
+    def __init__(self, scene: Sharing, request: Exchange) -> None:
         self.scene, self.request, self.has_slot = scene, request, False
 
     def release(self) -> None:
@@ -66,7 +66,7 @@ class Sharing(RuleBasedStateMachine):
         pool = SimpleNamespace(up=[self.worker], workers=[self.worker])
         self.cached = CachedAnswers(self.cache, ("*",), pool, self, self, 0.0)  # type: ignore[arg-type]
 
-    def lease(self, request: ProxiedRequest) -> Slot:
+    def lease(self, request: Exchange) -> Slot:
         return Slot(self, request)
 
     async def acquire(self, lease: Slot) -> None:
@@ -222,7 +222,7 @@ class Sharing(RuleBasedStateMachine):
         for client in self.all:
             if not client.head:
                 continue
-            result, own = client.head[b"x-seamark-cache"], client.request.client.request_id.encode()
+            result, own = client.head[b"x-seamark-cache"], client.request.head.request_id.encode()
             assert (result == b"miss") == (client.run is not None)
             assert (b"x-theirs" in client.head) == (result == b"miss")
             assert (client.head.get(b"x-request-id") == own) == (b"x-seamark-reason" not in client.head)

@@ -66,7 +66,7 @@ SESSION_HEADERS = (
 )
 
 
-class ClientRequest(NamedTuple):
+class Head(NamedTuple):
     """What the client sent; its body is in `RequestBody`."""
 
     method: str
@@ -103,7 +103,7 @@ NO_FIELDS: Mapping[str, Any] = {}
 
 
 @dataclass(slots=True)
-class RequestBody:
+class Body:
     """The body as the client wrote it, and the changes to make in it."""
 
     raw: bytes
@@ -116,7 +116,7 @@ class RequestBody:
     hint: tuple[Entry, ...] = ()  # as it was last sent
     form_model: str | None = None  # the model that a form names; None if the body is no form
 
-    def take(self, parsed: dict[str, Any], client: ClientRequest, asks_usage: bool) -> None:
+    def take(self, parsed: dict[str, Any], head: Head, asks_usage: bool) -> None:
         """The body has been parsed: settle what the gateway decides in it.
 
         `asks_usage`: have streams report their tokens if the client does not ask for it. Raises `BadRequest`.
@@ -128,13 +128,13 @@ class RequestBody:
         if isinstance(xargs, dict) and not xargs.keys().isdisjoint(NOT_FROM_CLIENTS):
             kept = {name: value for name, value in xargs.items() if name not in NOT_FROM_CLIENTS}
             parsed[XARGS] = self.put[XARGS] = kept
-        if client.endpoint == GENERATE:
-            self._take_ids(parsed, client)
-        if client.key is not None:
-            if client.endpoint == RESPONSES:
+        if head.endpoint == GENERATE:
+            self._take_ids(parsed, head)
+        if head.key is not None:
+            if head.endpoint == RESPONSES:
                 self._drop("request_id")  # a response is stored by it, and may be another's
-            parsed["cache_salt"] = self.put["cache_salt"] = client.key.salt
-        if asks_usage and client.endpoint in ASKED_FOR_USAGE and flag(parsed.get("stream")):
+            parsed["cache_salt"] = self.put["cache_salt"] = head.key.salt
+        if asks_usage and head.endpoint in ASKED_FOR_USAGE and flag(parsed.get("stream")):
             options = {} if parsed.get("stream_options") is None else parsed["stream_options"]
             if isinstance(options, dict) and flag(options.get("include_usage")) is False:
                 # vLLM heeds this one beside the other alone, so that the client's means nothing.
@@ -175,12 +175,12 @@ class RequestBody:
 
     def for_prefill(self, hint: tuple[Entry, ...], put: Mapping[str, Any], left_out: Collection[str]) -> bytes:
         """The bytes of a call about the same prompt that is not the client's: `put` and `left_out` are its own."""
-        other = RequestBody(self.raw, self.parsed, {**self.put, **put}, [*self.dropped, *left_out], self.names)
+        other = Body(self.raw, self.parsed, {**self.put, **put}, [*self.dropped, *left_out], self.names)
         for name in left_out:
             other.put.pop(name, None)
         return other.encoded(hint)
 
-    def _take_ids(self, parsed: dict[str, Any], client: ClientRequest) -> None:
+    def _take_ids(self, parsed: dict[str, Any], head: Head) -> None:
         """The same for a prompt of token ids, whose sampling parameters hold what is `vllm_xargs` elsewhere.
 
         Raises `BadRequest` where one key could give another's images a content of its own.
@@ -191,7 +191,7 @@ class RequestBody:
         if isinstance(extra, dict) and not extra.keys().isdisjoint((HINT, *NOT_FROM_CLIENTS)):
             kept = {name: value for name, value in extra.items() if name != HINT and name not in NOT_FROM_CLIENTS}
             parsed["sampling_params"] = self.put["sampling_params"] = {**params, "extra_args": kept}
-        if client.key is not None and parsed.get("features") is not None:
+        if head.key is not None and parsed.get("features") is not None:
             raise BadRequest("features name media by hashes that all keys share; send content_parts.", "features")
 
     def _drop(self, name: str) -> None:
@@ -334,11 +334,11 @@ class Verdict(NamedTuple):
 
 
 @dataclass(slots=True)
-class ProxiedRequest:
+class Exchange:
     """What is known of a request so far. Each field has one writer, which is named beside it."""
 
-    client: ClientRequest  # `RequestHandler`, as all up to the next comment
-    body: RequestBody
+    head: Head  # `RequestHandler`, as all up to the next comment
+    body: Body
     reply: Reply
     engine_id: str  # `client.request_id`, or another name if a request of that name is under way
     is_named: bool = False  # by its client's X-Request-Id
@@ -388,12 +388,12 @@ class ProxiedRequest:
         """
         if not self.body.parsed:
             return self.body.form_model
-        return self.body.parsed.get("model") or (None if self.client.path.startswith(RESPONSE_PATH) else "")
+        return self.body.parsed.get("model") or (None if self.head.path.startswith(RESPONSE_PATH) else "")
 
     @property
     def response_id(self) -> Any:
         """The stored response that it continues or asks for, None if there is none."""
-        path = self.client.path
+        path = self.head.path
         if path.startswith(RESPONSE_PATH) and (named := path.split("/")[3]) not in RESPONSE_ACTIONS:
             return named
         return self.body.parsed.get("previous_response_id")
@@ -403,9 +403,9 @@ class ProxiedRequest:
         """The same, or what else it asks for that some worker has made (a video, a file, a batch); None if nothing."""
         if (response := self.response_id) is not None or not self._is_of_jobs:
             return response
-        parts = self.client.path.split("/")[3:]
+        parts = self.head.path.split("/")[3:]
         named = next((part for part in parts if not _DIGITS.isdisjoint(part)), None)
-        if named is None and self.client.method != "POST":  # /v1/images/generations makes something
+        if named is None and self.head.method != "POST":  # /v1/images/generations makes something
             named = "/".join(parts)
         given = named or self.body.parsed.get("input_file_id")
         return given if isinstance(given, str) else None
@@ -413,11 +413,11 @@ class ProxiedRequest:
     @property
     def makes(self) -> bool:
         """Whether its answer may name what is asked for later."""
-        return self.client.method == "POST" and self._is_of_jobs
+        return self.head.method == "POST" and self._is_of_jobs
 
     @property
     def _is_of_jobs(self) -> bool:
-        path = self.client.path
+        path = self.head.path
         return path not in ENDPOINTS and path.startswith("/v1/") and not path.startswith("/v1/models/")
 
 
@@ -467,15 +467,15 @@ def target_of(scope: asgi.Scope) -> str:
     return target
 
 
-def request_of(
+def exchange_of(
     scope: asgi.Scope, raw: bytes, request_id: str, key: ApiKey | None = None, send: asgi.Send | None = None
-) -> ProxiedRequest:
+) -> Exchange:
     """The request in an ASGI scope and its body, to be answered by `send`; None: no client waits for it.
 
     Raises `NotFound` for a path that clients may not use.
     """
     path = scope["path"]
-    client = ClientRequest(
+    head = Head(
         scope["method"],
         target_of(scope),
         path,
@@ -486,7 +486,7 @@ def request_of(
     )
     timings = Timings()
     reply = Reply(send or _nowhere, timings, scope.get("extensions", {}).get(asgi.HOLD_HEAD))
-    return ProxiedRequest(client, RequestBody(raw), reply, request_id, timings=timings)
+    return Exchange(head, Body(raw), reply, request_id, timings=timings)
 
 
 async def _nowhere(message: asgi.Scope) -> None:
