@@ -11,8 +11,8 @@ import logging
 import math
 import time
 from collections.abc import Coroutine, Mapping
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import Counter
 
@@ -35,10 +35,13 @@ from proxy.observability.request_diff import PrefixChange
 from proxy.observability.rolling_sums import RollingSums
 from proxy.observability.shadow import AnsweredRequest, Shadow
 from proxy.observability.time_saved import TimeSaved
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Report, Verdict
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Outcome
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.routing.engine_events import EngineEvents, EngineOutcome
+from proxy.routing.engine_events import EngineEvents
 from proxy.routing.prefix_index import PrefixIndex
+
+if TYPE_CHECKING:
+    from proxy.observability.tracing import Tracing
 
 logger = logging.getLogger("seamark.gateway")
 
@@ -66,18 +69,6 @@ class _TokenCounters(NamedTuple):
     spent: Counter
 
 
-class _Answered(NamedTuple):
-    """A request, and what its worker reported of it."""
-
-    exchange: Exchange
-    worker: Worker
-    model: str  # label
-    expected: Expectation
-    prompt: int  # tokens
-    cached: int  # tokens
-    seek_seconds: float  # that a change is sought at most
-
-
 class Accounting(Part):
     """Counts each request once."""
 
@@ -93,128 +84,144 @@ class Accounting(Part):
         shadow: Shadow,
         idle: IdleWork,
         excerpts: bool,
+        tracing: Tracing | None = None,
     ) -> None:
         """`excerpts`: some characters of what changed may be kept for explanations."""
         self._metrics = metrics
         self._pool = pool
         self._reader = reader
-        self._recent = reader.recent
-        self._stored = reader.stored
         self._prefix_index = prefix_index
         self._engine_events = engine_events
         self._shadow = shadow
         self._idle = idle
         self._excerpts = excerpts
+        self._tracing = tracing
         self.sums = RollingSums()
         self.key_usage = KeyUsage(metrics)
         self.explanations = Explanations()
         self._time = TimeSaved()
         self._leaving: list[Worker] = []  # removed, with requests under way
         self._running: set[asyncio.Task[None]] = set()
+        self._boundary_seconds = metrics.overhead.labels("boundary")
         # Finding a family's member by its labels costs more than counting with it.
-        self._children: dict[tuple[str, str], _TokenCounters] = {}
+        self._counters = cache(self._counters_of)
         self._first_token = cache(metrics.first_token.labels)
         self._requests = cache(metrics.requests.labels)
 
-    def began(self, exchange: Exchange) -> None:
+    def begin(self, exchange: Exchange) -> None:
+        """A request has come with its body."""
+        if self._tracing is not None:
+            head = exchange.head
+            exchange.trace = self._tracing.begin(head.method, head.endpoint, head.headers)
+
+    def read(self, exchange: Exchange) -> None:
         """A request has been read: from now on it can be asked what becomes of it."""
-        exchange.record = self.explanations.begin(
-            exchange.head.request_id, exchange.head.owner, lambda record: self._so_far(exchange, record)
-        )
+        head, timings = exchange.head, exchange.timings
+        exchange.record = self.explanations.begin(head.request_id, head.owner, partial(self._so_far, exchange))
+        timings.reading_seconds = time.perf_counter() - timings.arrived
+        self._boundary_seconds.observe(timings.reading_seconds)
 
     def opened(self, exchange: Exchange, answer: Any) -> None:
         """A worker's answer begins, the response `answer` (parsed): by its id it can be asked for from now on."""
         if exchange.worker is not None and _is_stored(exchange):
-            self._stored.put(None, answer, exchange.worker.boot, exchange.head.owner)
+            self._reader.stored.put(None, answer, exchange.worker.boot, exchange.head.owner)
 
-    def reported(self, exchange: Exchange, report: Report, answer: Any = None) -> None:
+    def reported(self, exchange: Exchange, outcome: Outcome, answer: Any = None) -> None:
         """A worker has reported in an answer that is on its way to the client.
 
         `answer`: parsed; for a stream, its last response object. What the next request may build on is noted; the rest
-        is left to `count`.
+        is left to `settle`.
         """
-        exchange.report = self._note(exchange, report, answer)
+        exchange.outcome = outcome
+        outcome.engine_id = _engine_id(exchange, answer)
+        if exchange.worker is not None:
+            if _is_stored(exchange):
+                self._reader.stored.put(exchange.prompt.chat, answer, exchange.worker.boot, exchange.head.owner)
+            if outcome.usage is not None:
+                self._learn(exchange, outcome.usage.prompt)
 
-    async def answered(self, exchange: Exchange, report: Report, answer: Any = None) -> str | None:
+    async def answered(self, exchange: Exchange, outcome: Outcome, answer: Any = None) -> str | None:
         """The same of an answer that has not begun, which tells the reason for what came from the cache.
 
         Returns it, None if the worker does not report what came. Goes on if the client leaves meanwhile.
         """
-        report = self._note(exchange, report, answer)
-        if (answered := self._count_report(exchange, report, SEEK_SECONDS)) is None:
+        self.reported(exchange, outcome, answer)
+        if not self._count_outcome(exchange, outcome):
             return None
-        steps = self._explain(answered, report.outcome)
+        steps = self._explain(exchange, outcome)
         try:
             await self._idle.finish(steps)
         except asyncio.CancelledError:
             exchange.explaining = self._beside(self._idle.finish(steps))
             raise
-        return exchange.verdict.reason if exchange.verdict is not None else None
+        return outcome.reason
 
     def used(self, exchange: Exchange, usage: Usage | None) -> None:
         """An answer says what its request took: it counts for the key."""
         if usage is not None and (key := exchange.head.key) is not None:
             self.key_usage.tokens(key.name, usage)
 
-    def count(self, exchange: Exchange) -> None:
+    def settle(self, exchange: Exchange) -> None:
         """Have the request counted, however it ended, and explained if that is still to be done."""
         exchange.is_over = True
-        if exchange.status >= 400 and exchange.worker is not None and exchange.expected is not None:
+        status, choice = exchange.reply.status, exchange.choice
+        if status >= 400 and choice is not None and choice.expected is not None:
             events = self._engine_events
-            (events.left if exchange.status == CLIENT_GONE else events.refused)(exchange.worker, exchange.engine_id)
+            (events.left if status == CLIENT_GONE else events.refused)(choice.worker, exchange.engine_id)
         if exchange.trace is not None:
             exchange.trace.stop()
         self._idle.put_off()
-        if exchange.report is not None:
-            self._idle.add(self._account(exchange, exchange.report))
+        if exchange.outcome is not None and not exchange.outcome.is_counted:
+            self._idle.add(self._settle_later(exchange, exchange.outcome))
         else:
             self._count(exchange)
             self._close(exchange)
 
-    def _account(self, exchange: Exchange, report: Report) -> Steps[None]:
+    def _settle_later(self, exchange: Exchange, outcome: Outcome) -> Steps[None]:
         self._count(exchange)
         yield
-        answered = self._count_report(exchange, report, math.inf)
-        if answered is not None:
-            is_told_later = answered.worker.engine is not None and exchange.timings.is_stream
-            if report.outcome is None and is_told_later:
-                exchange.explaining = self._beside(self._ask_engine(answered, report.engine_id))
+        if self._count_outcome(exchange, outcome):
+            is_told_later = exchange.timings.is_stream and exchange.worker is not None and exchange.worker.engine
+            if outcome.engine is None and is_told_later:
+                exchange.explaining = self._beside(self._ask_engine(exchange, outcome))
             else:
-                yield from self._explain(answered, report.outcome)
+                yield from self._explain(exchange, outcome)
         self._close(exchange)
 
     def _close(self, exchange: Exchange) -> None:
         """Nothing else is told of it, except for the reason that its engine is being asked for."""
         if exchange.explaining is not None:
-            exchange.explaining.add_done_callback(lambda _: self._settle(exchange))
+            exchange.explaining.add_done_callback(lambda _: self._tell(exchange))
         else:
-            self._settle(exchange)
+            self._tell(exchange)
 
     def _count(self, exchange: Exchange) -> None:
         """Count the request itself."""
-        worker, status = exchange.worker, exchange.status
+        worker, status, head = exchange.worker, exchange.reply.status, exchange.head
         model = exchange.model_label = self._model_label(exchange, status)
         name = worker.name if worker is not None else ""
-        self._requests(model, name, exchange.head.endpoint, str(status)).inc()
-        if exchange.head.key is not None:
-            self.key_usage.request(exchange.head.key.name)
+        self._requests(model, name, head.endpoint, str(status)).inc()
+        if head.key is not None:
+            self.key_usage.request(head.key.name)
         if worker is not None and exchange.timings.reading_seconds:
             self._spend(model, worker, exchange.timings.reading_seconds)
 
-    def _settle(self, exchange: Exchange) -> None:
+    def _tell(self, exchange: Exchange) -> None:
         """All is known of it."""
         if exchange.record is not None:
             exchange.record.settle()
-        self._end_trace(exchange)
+        if exchange.trace is not None:
+            worker = exchange.worker.name if exchange.worker is not None else None
+            explanation = exchange.record.explanation if exchange.record is not None else None
+            model = exchange.model_label or UNKNOWN_MODEL
+            exchange.trace.end(exchange.reply.status, model, worker, exchange.timings.stages(), explanation)
 
     def _so_far(self, exchange: Exchange, record: Record) -> Explanation:
         """What is known of a request by now."""
-        head, prompt, worker = exchange.head, exchange.prompt, exchange.worker
+        head, prompt, worker, outcome = exchange.head, exchange.prompt, exchange.worker, exchange.outcome
         found = prompt.found or Found()
-        status = exchange.status if exchange.is_over else None
-        # What came of it is there only once it is judged.
-        judged = {} if exchange.verdict is None else {"sent": exchange.body.hint, **exchange.verdict._asdict()}
-        return Explanation(
+        status = exchange.reply.status if exchange.is_over else None
+        explanation = Explanation(
             head.request_id,
             head.endpoint,
             owner=head.owner,
@@ -227,7 +234,21 @@ class Accounting(Part):
             rewrites=prompt.rewrites,
             client=client_name(head.user_agent),
             missing=self._missing(exchange) if status == NOT_FOUND else None,
-            **judged,
+        )
+        # What came of it is there only once it is judged.
+        if outcome is None or outcome.reason is None or outcome.usage is None or exchange.expected is None:
+            return explanation
+        change = outcome.change
+        return explanation._replace(
+            sent=exchange.body.hint,
+            positions=outcome.engine.positions if outcome.engine is not None else (),
+            shareable=outcome.shareable,
+            predicted=exchange.expected.found(exchange.expected.predicted),
+            prompt=outcome.usage.prompt,
+            delivered=outcome.usage.cached,
+            reason=outcome.reason,
+            changed=change.as_json(self._excerpts) if change is not None else None,
+            would_save={change.kind: change.lost} if change is not None and change.kind is not None else {},
         )
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
@@ -251,8 +272,7 @@ class Accounting(Part):
                 self._forget(worker.name)
 
     def _forget(self, worker: str) -> None:
-        for labels in [labels for labels in self._children if labels[1] == worker]:
-            del self._children[labels]
+        self._counters.cache_clear()
         self._requests.cache_clear()
         self._time.forget(worker)
         self._metrics.forget_worker(worker)
@@ -273,56 +293,28 @@ class Accounting(Part):
             seconds = worker.step_times.seconds(usage.prompt - (usage.cached or 0), passes=1)
             self._spend(model, worker, seconds)
 
-    @staticmethod
-    def _end_trace(exchange: Exchange) -> None:
-        if (trace := exchange.trace) is None:
-            return
-        timings = exchange.timings
-        arrived = timings.arrived
-        stages = []
-        if timings.reading_seconds:
-            stages.append(("boundaries", arrived, arrived + timings.reading_seconds))
-        if timings.asked is not None:
-            has_slot = timings.choosing >= timings.asked
-            stages.append(("queue", timings.asked, timings.choosing if has_slot else time.perf_counter()))
-        if timings.leased:
-            stages.append(("choice", timings.choosing, timings.leased))
-        if timings.first_byte is not None:
-            stages.append(("first token" if timings.is_stream else "answer", timings.leased, timings.first_byte))
-        worker = exchange.worker.name if exchange.worker is not None else None
-        explanation = exchange.record.explanation if exchange.record is not None else None
-        trace.end(exchange.status, exchange.model_label or UNKNOWN_MODEL, worker, stages, explanation)
-
     def _price(self, worker: Worker) -> None:
         for model, seconds in self._time.settle(worker.name, worker.step_times).items():
-            self._counters(model, worker).saved.inc(seconds)
+            self._counters(model, worker.name).saved.inc(seconds)
 
     def _spend(self, model: str, worker: Worker, seconds: float) -> None:
         self._time.spent += seconds
-        self._counters(model, worker).spent.inc(seconds)
+        self._counters(model, worker.name).spent.inc(seconds)
 
-    def _note(self, exchange: Exchange, report: Report, answer: Any) -> Report:
-        """Note what the next request may build on; the report, with the engine's name of the request."""
-        if exchange.worker is not None:
-            if _is_stored(exchange):
-                self._stored.put(exchange.prompt.chat, answer, exchange.worker.boot, exchange.head.owner)
-            if report.usage is not None:
-                self._learn(exchange, report.usage.prompt)
-        return report._replace(engine_id=_engine_id(exchange, answer))
-
-    def _count_report(self, exchange: Exchange, report: Report, seek_seconds: float) -> _Answered | None:
-        """Count what was reported; None if it leaves nothing to explain."""
-        worker, usage, expected = exchange.worker, report.usage, exchange.expected
+    def _count_outcome(self, exchange: Exchange, outcome: Outcome) -> bool:
+        """Count what was reported; whether that can be explained."""
+        outcome.is_counted = True
+        worker, usage, expected = exchange.worker, outcome.usage, exchange.expected
         if worker is None:
-            return None
-        status = exchange.reply.failure or report.status
-        model = self._model_label(exchange, status)
+            return False
+        status = exchange.reply.failure or outcome.status
+        model = outcome.model = self._model_label(exchange, status)
         if worker.engine is None and status == 200:
             self._shadow.add(_for_shadow(exchange, worker, model, usage))
         if usage is None:
-            return None
+            return False
         self.used(exchange, usage)
-        counters = self._counters(model, worker)
+        counters = self._counters(model, worker.name)
         counters.prompt.inc(usage.prompt)
         if usage.cached is not None:
             counters.cached.inc(usage.cached)
@@ -330,12 +322,11 @@ class Accounting(Part):
             self._time.reused(worker.name, model, usage.cached, blocks)
             self._price(worker)
         if expected is None:
-            return None
+            return False
         counters.predicted.inc(expected.found(expected.predicted))
         if usage.cached is None:
             counters.shareable.inc(Delivery.of(expected, usage.prompt, 0).shareable)
-            return None
-        return _Answered(exchange, worker, model, expected, usage.prompt, usage.cached, seek_seconds)
+        return usage.cached is not None
 
     def _learn(self, exchange: Exchange, prompt: int) -> None:
         """The tokens of the prompt tell where its last turn ends, and what a byte of a body weighs."""
@@ -362,36 +353,47 @@ class Accounting(Part):
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _ask_engine(self, answered: _Answered, engine_id: str) -> None:
+    async def _ask_engine(self, exchange: Exchange, outcome: Outcome) -> None:
         """Explain a stream once its engine has been asked."""
-        outcome = None
         try:
-            outcome = await self._engine_events.outcome_of(answered.worker, engine_id)
+            if exchange.worker is not None:
+                outcome.engine = await self._engine_events.outcome_of(exchange.worker, outcome.engine_id)
         except Exception as error:  # the message might hold prompt text
-            logger.error("asking for request %s: %s", answered.exchange.head.request_id, type(error).__name__)
+            logger.error("asking for request %s: %s", exchange.head.request_id, type(error).__name__)
         await self._idle.lull()
-        await self._idle.finish(self._explain(answered, outcome))
+        await self._idle.finish(self._explain(exchange, outcome))
 
-    def _explain(self, answered: _Answered, outcome: EngineOutcome | None) -> Steps[None]:
+    def _explain(self, exchange: Exchange, outcome: Outcome) -> Steps[None]:
         """An answer is not lost for its explanation: a failure gives no reason."""
-        exchange = answered.exchange
         try:
-            exchange.verdict = yield from self._judge(answered, outcome)
+            yield from self._judge(exchange, outcome)
         except Exception as error:  # the message might hold prompt text
             logger.error("explaining request %s: %s", exchange.head.request_id, type(error).__name__)
 
-    def _judge(self, answered: _Answered, outcome: EngineOutcome | None) -> Steps[Verdict]:
-        exchange, worker, model, expected, prompt, cached, _ = answered
-        metrics, timings = self._metrics, exchange.timings
+    def _judge(self, exchange: Exchange, outcome: Outcome) -> Steps[None]:
+        choice, usage = exchange.choice, outcome.usage
+        if choice is None or (expected := choice.expected) is None or usage is None or usage.cached is None:
+            return
+        prompt, cached = usage.prompt, usage.cached
+        metrics, timings, engine, model = self._metrics, exchange.timings, outcome.engine, outcome.model
         found = exchange.prompt.found or Found()
-        positions = resolved_positions(exchange.body.hint, outcome.positions if outcome is not None else ())
+        positions = resolved_positions(exchange.body.hint, engine.positions if engine is not None else ())
         self._learn_positions(found, positions, prompt)
-        delivery = self._delivery(answered, found, outcome, positions)
-        change = yield from self._change(answered, delivery, is_told=outcome is not None and outcome.shared is not None)
+        # What came, beside what could have come: the engine's word where there is one.
+        tokens = {b.key: positions.get(b.entry, 0) if b.entry is not None else b.tokens for b in found.boundaries}
+        delivery = Delivery.of(
+            expected,
+            prompt,
+            cached,
+            shared=engine.shared if engine is not None else None,
+            deepest=max(tokens.values(), default=0),
+            engine=engine.reason if engine is not None else None,
+        )
+        change = yield from self._change(exchange, expected, delivery)
         if change is not None:
             delivery = delivery._replace(unchanged=change.token + change.lost)
         reason = reason_for(expected, delivery, change)
-        counters = self._counters(model, worker)
+        counters = self._counters(model, choice.worker.name)
         counters.shareable.inc(delivery.shareable)
         counters.shared.inc(min(delivery.shareable, cached))
         self.sums.add(
@@ -400,50 +402,22 @@ class Accounting(Part):
         if cached < expected.found(expected.predicted) and reason != "hint_ignored":
             # It leaves behind what it computed, unless that was not worth it; what it did not find otherwise is gone.
             left = [boundary.key for boundary in found.boundaries] if reason != "not_worth_it" else []
-            self._engine_events.fell_short(worker, found.prefixes, left, cached)
+            self._engine_events.fell_short(choice.worker, found.prefixes, left, cached)
         if reason != "hit":
             metrics.misses.labels(model, reason).inc()
         if timings.first_byte is not None:
             seconds = timings.first_byte - timings.arrived
             self._first_token(model, cache_label(delivery)).observe(seconds)
-        verdict = Verdict(
-            reason,
-            prompt,
-            cached,
-            delivery.shareable,
-            expected.found(expected.predicted),
-            outcome.positions if outcome is not None else (),
-        )
-        if change is None:
-            return verdict
-        would_save = {}
-        if change.kind is not None:
-            would_save[change.kind] = change.lost
+        if change is not None and change.kind is not None:
             metrics.would_save.labels(change.kind).inc(change.lost)
-        return verdict._replace(changed=change.as_json(self._excerpts), would_save=would_save)
+        outcome.shareable, outcome.change, outcome.reason = delivery.shareable, change, reason
 
-    @staticmethod
-    def _delivery(
-        answered: _Answered, found: Found, outcome: EngineOutcome | None, positions: Mapping[Entry, int]
-    ) -> Delivery:
-        """What came, beside what could have come: the engine's word where there is one. `positions`: of the hint."""
-        _, _, _, expected, prompt, cached, _ = answered
-        tokens = {b.key: positions.get(b.entry, 0) if b.entry is not None else b.tokens for b in found.boundaries}
-        return Delivery.of(
-            expected,
-            prompt,
-            cached,
-            shared=outcome.shared if outcome is not None else None,
-            deepest=max(tokens.values(), default=0),
-            engine=outcome.reason if outcome is not None else None,
-        )
-
-    def _change(self, answered: _Answered, delivery: Delivery, *, is_told: bool) -> Steps[PrefixChange | None]:
-        """Where the request differs in the middle from a recent one; `is_told`: its engine says what it shares.
+    def _change(self, exchange: Exchange, expected: Expectation, delivery: Delivery) -> Steps[PrefixChange | None]:
+        """Where the request differs in the middle from a recent one.
 
         Not sought where little was computed: comparing takes a millisecond. Nor when there is no time for it.
         """
-        remembered, expected = answered.exchange.prompt.remembered, answered.expected
+        remembered, recent = exchange.prompt.remembered, self._reader.recent
         if remembered is None or (delivery.prompt - delivery.cached) * MOST_PARTS < delivery.prompt:
             return None
         if self._idle.is_behind:
@@ -454,31 +428,28 @@ class Accounting(Part):
         sent = max(shared, expected.ever_sent.tokens if expected.ever_sent is not None else 0)
         # A whole answer waits for its reason, and each step of the search for all that the loop has to do.
         try:
-            steps = self._recent.seek_change(remembered, delivery.prompt, sent)
-            change = yield from within(answered.seek_seconds, steps)
+            steps = recent.seek_change(remembered, delivery.prompt, sent)
+            change = yield from within(math.inf if exchange.is_over else SEEK_SECONDS, steps)
         except TimeoutError:
             self._metrics.explanations_shed.inc()
             return None
-        if change is None and is_told and expected.sent_here:
-            change = yield from self._recent.rendered_otherwise(remembered, shared)
+        engine = exchange.outcome.engine if exchange.outcome is not None else None
+        if change is None and expected.sent_here and engine is not None and engine.shared is not None:
+            change = yield from recent.rendered_otherwise(remembered, shared)
         return change
 
-    def _counters(self, model: str, worker: Worker) -> _TokenCounters:
-        labels = (model, worker.name)
-        counters = self._children.get(labels)
-        if counters is None:
-            metrics = self._metrics
-            families = (
-                metrics.prompt_tokens,
-                metrics.cached_tokens,
-                metrics.shareable_tokens,
-                metrics.shared_tokens,
-                metrics.predicted_tokens,
-                metrics.seconds_saved,
-                metrics.seconds_spent,
-            )
-            counters = self._children[labels] = _TokenCounters(*(family.labels(*labels) for family in families))
-        return counters
+    def _counters_of(self, model: str, worker: str) -> _TokenCounters:
+        metrics = self._metrics
+        families = (
+            metrics.prompt_tokens,
+            metrics.cached_tokens,
+            metrics.shareable_tokens,
+            metrics.shared_tokens,
+            metrics.predicted_tokens,
+            metrics.seconds_saved,
+            metrics.seconds_spent,
+        )
+        return _TokenCounters(*(family.labels(model, worker) for family in families))
 
     def _missing(self, exchange: Exchange) -> str:
         """What an answer 404 did not find."""

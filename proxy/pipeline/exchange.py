@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proxy.boundaries.boundary import Found
 from proxy.boundaries.resolve import Entry
-from proxy.boundaries.template_facts import Setting
+from proxy.boundaries.template_facts import TemplateFacts
 from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, GENERATE, RESPONSES, Chat
 from proxy.chat.lax_values import flag, number
 from proxy.chat.through_chat import chat_of
@@ -36,7 +36,7 @@ from proxy.http.json_body import (
 )
 from proxy.observability.explanations import Record
 from proxy.observability.reasons import Expectation
-from proxy.observability.request_diff import RememberedRequest
+from proxy.observability.request_diff import PrefixChange, RememberedRequest
 from proxy.routing.engine_events import EngineOutcome
 
 if TYPE_CHECKING:
@@ -200,25 +200,16 @@ class Body:
             self.dropped.append(name)
 
 
-class Unlearnt(NamedTuple):
-    """What a worker can be asked about a request's template once the request has a slot."""
-
-    worker: Worker
-    renderer_id: bytes
-    setting: Setting
-    is_missing: bool  # its own facts are not there
-    is_rendered: bool  # some facts are there, so that places which none of them tells can be looked for
-
-
 class Prompt(NamedTuple):
     """What was read of a request before a worker was chosen."""
 
     chat: Chat | None = None
-    unlearnt: Unlearnt | None = None
     found: Found | None = None  # None: no boundaries are sought in such a request
     remembered: RememberedRequest | None = None
     tokens: int = 0  # by its bytes: for load, nothing else
     rewrites: tuple[str, ...] = ()  # rules that were applied
+    template_of: Worker | None = None  # which can be asked about the template once the request has a slot
+    facts: TemplateFacts | None = None  # that are known of it
 
 
 NOT_READ = Prompt()
@@ -233,21 +224,6 @@ class Choice(NamedTuple):
     hint: tuple[Entry, ...] = ()  # that it gets
 
 
-class Waiting:
-    """Counts the time inside it; a generator would take four times as long, several times a request."""
-
-    __slots__ = ("_began", "_timings")
-
-    def __init__(self, timings: Timings) -> None:
-        self._timings = timings
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._timings.waited_seconds += time.perf_counter() - self._began
-
-
 @dataclass(slots=True)
 class Timings:
     """`time.perf_counter()` unless a field says otherwise."""
@@ -260,16 +236,37 @@ class Timings:
     is_stream: bool = False  # `first_byte` is that of a stream's first event
     arrived: float = field(default_factory=time.perf_counter)  # the body was complete
     waited_seconds: float = 0.0  # for workers, and for a slot
+    waits_since: float = 0.0
     was_alone: bool = False  # no other request was at its worker between `leased` and `first_byte`
 
-    def waiting(self) -> Waiting:
-        """What passes inside is not the gateway's own time."""
-        return Waiting(self)
+    def waiting(self) -> Timings:
+        """What passes inside this context is not the gateway's own time."""
+        return self
+
+    def __enter__(self) -> None:
+        self.waits_since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.waited_seconds += time.perf_counter() - self.waits_since
 
     @property
     def own_milliseconds(self) -> float:
         """That the gateway itself has taken by now."""
         return max(0.0, time.perf_counter() - self.arrived - self.waited_seconds) * 1e3
+
+    def stages(self) -> list[tuple[str, float, float]]:
+        """What a trace shows: name, begin and end."""
+        stages = []
+        if self.reading_seconds:
+            stages.append(("boundaries", self.arrived, self.arrived + self.reading_seconds))
+        if self.asked is not None:
+            has_slot = self.choosing >= self.asked
+            stages.append(("queue", self.asked, self.choosing if has_slot else time.perf_counter()))
+        if self.leased:
+            stages.append(("choice", self.choosing, self.leased))
+        if self.first_byte is not None:
+            stages.append(("first token" if self.is_stream else "answer", self.leased, self.first_byte))
+        return stages
 
 
 CLIENT_GONE = 499  # the client left; the engine may have computed something all the same
@@ -281,14 +278,21 @@ class Reply:
     The answer's head tells the gateway's own time.
     """
 
-    __slots__ = ("_begun_as", "_hold_head", "_send", "_timings", "failure", "started")
+    __slots__ = ("_begun_as", "_hold_head", "_send", "_timings", "failure", "started", "watch")
 
-    def __init__(self, send: asgi.Send, timings: Timings, hold_head: Callable[[], None] | None = None) -> None:
-        """`hold_head`: the server's `asgi.HOLD_HEAD`, if it has it."""
+    def __init__(
+        self,
+        send: asgi.Send,
+        timings: Timings,
+        hold_head: Callable[[], None] | None = None,
+        watch: asgi.ClientWatch | None = None,
+    ) -> None:
+        """`hold_head`: the server's `asgi.HOLD_HEAD`, if it has it. `watch`: of the client."""
         self._send = send
         self._timings = timings
         self._hold_head = hold_head
         self._begun_as = 0
+        self.watch = watch
         self.started = False
         self.failure = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
 
@@ -299,6 +303,8 @@ class Reply:
             message = {**message, "headers": [*message["headers"], own]}
             if self._hold_head is not None and asgi.IS_WHOLE in message:
                 self._hold_head()
+        elif self.watch is not None and not message.get("more_body"):
+            self.watch.over = True
         await self._send(message)
 
     @property
@@ -306,31 +312,29 @@ class Reply:
         """What the request counts as: HTTP's status, or `CLIENT_GONE`; 0 while there is none."""
         return self.failure or self._begun_as
 
+    @property
+    def has_lost_client(self) -> bool:
+        """Whether the client has left before it had all of the answer."""
+        return self.watch is not None and self.watch.gone
+
     def failed(self, status: int) -> None:
         """It counts as `status`, whatever it has begun with."""
         self.failure = status
 
 
-class Report(NamedTuple):
-    """What a worker has reported in its answer."""
+@dataclass(slots=True)
+class Outcome:
+    """What a worker has reported in its answer, and what follows from it; lengths in tokens."""
 
     status: int  # of HTTP
     usage: Usage | None = None
-    outcome: EngineOutcome | None = None  # what its engine says of the request; None: it has to be asked for
-    engine_id: str = ""  # what its engine calls the request; by `Accounting`
-
-
-class Verdict(NamedTuple):
-    """What a request got of its prompt from the cache, and why not more; lengths in tokens."""
-
-    reason: str
-    prompt: int
-    delivered: int
-    shareable: int
-    predicted: int
-    positions: tuple[int, ...] = ()  # what the engine made of the hint, in its order
-    changed: dict[str, Any] | None = None  # where the request differs from the nearest recent one
-    would_save: Mapping[str, int] = NO_FIELDS  # by the kind of text that changes
+    engine: EngineOutcome | None = None  # what its engine says of the request; None: it has to be asked for
+    engine_id: str = ""  # what its engine calls the request
+    is_counted: bool = False
+    model: str = ""  # as which its tokens are counted
+    shareable: int = 0
+    change: PrefixChange | None = None  # where the request differs from the nearest recent one
+    reason: str | None = None  # why it got no more from the cache; None until it is judged
 
 
 @dataclass(slots=True)
@@ -340,7 +344,8 @@ class Exchange:
     head: Head  # `RequestHandler`, as all up to the next comment
     body: Body
     reply: Reply
-    engine_id: str  # `client.request_id`, or another name if a request of that name is under way
+    send: asgi.Send  # to the client: `reply`, or what the response cache has put before it
+    engine_id: str  # `head.request_id`, or another name if a request of that name is under way
     is_named: bool = False  # by its client's X-Request-Id
     trace: RequestTrace | None = None  # None: nothing is traced
     prompt: Prompt = NOT_READ
@@ -349,10 +354,9 @@ class Exchange:
     asked: list[Worker] = field(default_factory=list)  # that do not know what it names, or take less: `Dispatcher`
     landed: asyncio.Event | None = None  # set once no other request waits for its answer: `Flight`
     delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
-    record: Record | None = None  # of its explanation: `Accounting`, as all below
+    outcome: Outcome | None = None  # `Accounting`, as all below
+    record: Record | None = None  # of its explanation
     model_label: str | None = None  # in metrics; None until it is counted
-    report: Report | None = None  # that is still to be counted and explained
-    verdict: Verdict | None = None
     explaining: asyncio.Task[None] | None = None  # goes on behind a stream's end
     is_over: bool = False
 
@@ -369,11 +373,6 @@ class Exchange:
     def expected(self) -> Expectation | None:
         """What was expected of that worker."""
         return self.choice.expected if self.choice is not None else None
-
-    @property
-    def status(self) -> int:
-        """What it counts as; 0 while it is under way."""
-        return self.reply.status
 
     @property
     def engine_id_header(self) -> tuple[bytes, bytes]:
@@ -468,7 +467,12 @@ def target_of(scope: asgi.Scope) -> str:
 
 
 def exchange_of(
-    scope: asgi.Scope, raw: bytes, request_id: str, key: ApiKey | None = None, send: asgi.Send | None = None
+    scope: asgi.Scope,
+    raw: bytes,
+    request_id: str,
+    key: ApiKey | None = None,
+    send: asgi.Send | None = None,
+    watch: asgi.ClientWatch | None = None,
 ) -> Exchange:
     """The request in an ASGI scope and its body, to be answered by `send`; None: no client waits for it.
 
@@ -485,8 +489,8 @@ def exchange_of(
         key,
     )
     timings = Timings()
-    reply = Reply(send or _nowhere, timings, scope.get("extensions", {}).get(asgi.HOLD_HEAD))
-    return Exchange(head, Body(raw), reply, request_id, timings=timings)
+    reply = Reply(send or _nowhere, timings, scope.get("extensions", {}).get(asgi.HOLD_HEAD), watch)
+    return Exchange(head, Body(raw), reply, reply, request_id, timings=timings)
 
 
 async def _nowhere(message: asgi.Scope) -> None:

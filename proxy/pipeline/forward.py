@@ -25,10 +25,11 @@ from proxy.http.json_body import TRANSFERS, loads
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
-from proxy.pipeline.dispatch import MOST_ASKED, Lease
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Report, choices_of
+from proxy.pipeline.dispatch import MOST_ASKED, Dispatcher, Lease
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Outcome, choices_of
 from proxy.pipeline.message_answer import MessageAnswer
 from proxy.pipeline.prefill import Prefills
+from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
 from proxy.routing.engine_events import OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
@@ -79,6 +80,8 @@ class ResponseRelay:
         metrics: Metrics,
         pool: WorkerPool,
         upstream: Upstream,
+        dispatcher: Dispatcher,
+        reader: PromptReader,
         accounting: Accounting,
         heartbeats: Heartbeats,
         prefills: Prefills | None = None,
@@ -90,29 +93,37 @@ class ResponseRelay:
         self._resent = metrics.resent
         self._pool = pool
         self._upstream = upstream
+        self._dispatcher = dispatcher
+        self._reader = reader
         self._accounting = accounting
         self._heartbeats = heartbeats
         self._prefills = prefills
 
-    async def forward(self, exchange: Exchange, lease: Lease, send: asgi.Send, watch: asgi.ClientWatch) -> None:
-        """From the first byte to the worker to the last byte to the client.
+    async def __call__(self, exchange: Exchange) -> None:
+        """Have a worker answer, once one has a slot. Raises as `forward`, and `NoWorker`, `Overloaded` or `KeyBusy`."""
+        async with self._dispatcher.lease(exchange) as lease:
+            await self.forward(lease)
 
-        Raises `WorkerFailed` or `WorkerSilent` if the worker breaks off and no event of a stream can say so, and
-        `NotServed` if it lacks the route.
+    async def forward(self, lease: Lease) -> None:
+        """From the first byte to the worker to the last byte to the client; whoever took the slot gives it back.
+
+        What the template lacks is learnt in the background. Raises `WorkerFailed` or `WorkerSilent` if the worker
+        breaks off and no event of a stream can say so, and `NotServed` if it lacks the route.
         """
+        self._reader.learn(lease.exchange)
         try:
-            response = await self._send(exchange, lease)
+            response = await self._send(lease)
             try:
-                _check_route(exchange, lease.worker, response)
-                await self._deliver(exchange, lease, response, send, watch)
+                _check_route(lease, response)
+                await self._deliver(lease, response)
             finally:
                 response.close()
         except Broken as error:
             raise _worker_error(lease.worker, error) from None
 
-    async def _send(self, exchange: Exchange, lease: Lease) -> Answer:
+    async def _send(self, lease: Lease) -> Answer:
         """Send to the leased worker, and to another one if that has not taken it, as `RETRIES` says."""
-        head = exchange.head
+        exchange, head = lease.exchange, lease.exchange.head
         is_read = head.endpoint in REPORTING and not self._leaves_unchanged
         headers = [
             *(asgi.unencoded(head.headers) if is_read else head.headers),
@@ -123,12 +134,12 @@ class ResponseRelay:
         transfer = None
         if self._prefills is not None:
             with exchange.timings.waiting():
-                transfer = await self._prefills.transfer(exchange, lease, headers)
+                transfer = await self._prefills.transfer(lease, headers)
         tries = dict.fromkeys(RETRIES, 0)
         fresh = False
         while True:
             worker = lease.worker
-            tried = await self._try(exchange, lease, headers, transfer, fresh=fresh)
+            tried = await self._try(lease, headers, transfer, fresh=fresh)
             if isinstance(tried, Answer):
                 return _with_valid_status(tried)
             failed, answer = tried
@@ -152,27 +163,20 @@ class ResponseRelay:
                 transfer = None  # it is used once, whatever became of it
 
     async def _try(
-        self,
-        exchange: Exchange,
-        lease: Lease,
-        headers: asgi.HeaderList,
-        transfer: Any,
-        *,
-        fresh: bool,
-        merges: bool = False,
+        self, lease: Lease, headers: asgi.HeaderList, transfer: Any, *, fresh: bool, merges: bool = False
     ) -> Answer | tuple[str, Answer | None]:
-        """Send it once. The worker's answer, or, if that is not the last word, a key of `RETRIES` and the answer."""
-        head, worker = exchange.head, lease.worker
+        """Send it once. The worker's answer, or, if that is not the last word, a key of `RETRIES` and the answer.
+
+        `transfer`: where the worker finds the prompt computed. `merges`: system messages within a conversation go to
+        its head, for a worker whose template takes one.
+        """
+        exchange, head, worker = lease.exchange, lease.exchange.head, lease.worker
         merges = merges or worker.merges_system
-        load = ""  # in the body
-        if head.method == "POST" and worker.engine is not None and head.endpoint in HINTED:
-            load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"  # other gateways learn of it there
-        target, raw = self._encoded(exchange, worker, transfer, load, merges=merges)
-        headers = worker.addressed(headers)
+        target, raw = self._encoded(lease, transfer, merges=merges)
         try:
             with exchange.timings.waiting():
                 answer = await self._upstream.send(
-                    head.method, worker.address + target, headers, raw, self._silence_timeout, fresh
+                    head.method, worker.address + target, worker.addressed(headers), raw, self._silence_timeout, fresh
                 )
         except Exhausted:
             lease.never_sent()
@@ -185,51 +189,40 @@ class ResponseRelay:
         except Malformed:  # what was asked for may be the reason
             raise
         except Broken:
-            self._record_failure(exchange, worker)
+            self._record_failure(lease)
             raise
         if target != head.target:
             if has_reminders(exchange.body.parsed):
                 if answer.status in NOT_RENDERED and not merges:
                     answer.close()
-                    return await self._try(exchange, lease, headers, transfer, fresh=fresh, merges=True)
+                    return await self._try(lease, headers, transfer, fresh=fresh, merges=True)
                 worker.merges_system = merges and answer.status not in NOT_RENDERED
             answer = MessageAnswer(answer)
-        self._judge(exchange, worker, answer.status)
+        worker.answered()
+        if head.method == "POST":
+            if 200 <= answer.status < 400:
+                self._pool.record_success(worker)
+            elif answer.status >= 500 and answer.status != 501:
+                self._record_failure(lease)
         if lease.seeks_on(answer.status):
             return NOT_STORED, answer
         if head.endpoint in REPORTING and answer.status in (200, 404) and exchange.response_id is None:
             self._pool.answered_name(worker, exchange.model, taken=answer.status == 200)
         return (REFUSED, answer) if answer.status in NOT_TAKEN and head.method == "POST" else answer
 
-    def _judge(self, exchange: Exchange, worker: Worker, status: int) -> None:
-        """What the head of an answer says of its worker."""
-        worker.answered()
-        if exchange.head.method != "POST":
-            return
-        if 200 <= status < 400:
-            self._pool.record_success(worker)
-        elif status >= 500 and status != 501:
-            self._record_failure(exchange, worker)
+    def _record_failure(self, lease: Lease) -> None:
+        exchange = lease.exchange
+        self._pool.record_failure(lease.worker, exchange.head.target.encode("latin-1") + exchange.body.raw)
 
-    def _record_failure(self, exchange: Exchange, worker: Worker) -> None:
-        self._pool.record_failure(worker, exchange.head.target.encode("latin-1") + exchange.body.raw)
-
-    def _encoded(
-        self,
-        exchange: Exchange,
-        worker: Worker,
-        transfer: dict[str, Any] | None = None,
-        load: str = "",
-        *,
-        merges: bool = False,
-    ) -> tuple[str, bytes]:
-        """Path and body as `worker` gets them. `transfer`: where it finds the prompt computed; `load`: as of `LOAD`.
-
-        `merges`: system messages within a conversation go to its head, for a worker whose template takes one.
-        """
+    def _encoded(self, lease: Lease, transfer: dict[str, Any] | None, *, merges: bool) -> tuple[str, bytes]:
+        """Path and body as the leased worker gets them."""
+        exchange, worker = lease.exchange, lease.worker
         body, choice, head = exchange.body, exchange.choice, exchange.head
         if head.method != "POST":
             return head.target, body.raw
+        load = ""
+        if worker.engine is not None and head.endpoint in HINTED:  # other gateways learn of it there
+            load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
         own: dict[str, Any] = {}
         if (salt := worker.cache.salt(body.parsed)) is not None:
             own["cache_salt"] = salt
@@ -242,42 +235,35 @@ class ResponseRelay:
             return CHAT, body.as_chat(hint, own, load, merges=merges)
         return head.target, body.encoded(hint, own, load)
 
-    async def _deliver(
-        self, exchange: Exchange, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
-    ) -> None:
+    async def _deliver(self, lease: Lease, response: Answer) -> None:
         """The answer, from first to last byte. One that is encoded is not read, and nothing can be put into it."""
+        exchange, head = lease.exchange, lease.exchange.head
         kind = response.header("content-type") or ""
-        is_reported = exchange.head.endpoint in REPORTING
-        if response.is_encoded:
-            await self._stream(exchange, lease, response, send, watch)
-            if is_reported:
-                self._accounting.reported(exchange, Report(response.status))
-        elif kind.startswith("text/event-stream"):
-            await self._stream_events(exchange, lease, response, send, watch)
-        elif is_reported and kind.startswith("application/json") and _has_body(exchange, response):
-            await self._answer_whole(exchange, lease, response, send, watch)
-        else:
-            await self._stream(exchange, lease, response, send, watch)
-
-    async def _stream(
-        self, exchange: Exchange, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
-    ) -> None:
-        """Pass a body on as it comes. Tokens of which it tells count for the key."""
-        usage = await self._pass_on(exchange, lease, response, send, [])
-        kind = response.header("content-type") or ""
-        if exchange.head.method == "POST" and response.status == 200 and kind.startswith("application/json"):
+        is_json = kind.startswith("application/json")
+        has_body = response.status not in BODILESS and head.method != "HEAD"
+        if not response.is_encoded and kind.startswith("text/event-stream"):
+            await self._stream_events(lease, response)
+            return
+        if head.endpoint in REPORTING and not response.is_encoded and is_json and has_body:
+            await self._answer_whole(lease, response)
+            return
+        usage = await self._pass_on(lease, response, [])
+        if head.method == "POST" and response.status == 200 and is_json:
             self._accounting.used(exchange, usage)
-        watch.over = True
-        await send({"type": "http.response.body", "body": b""})
+        await exchange.send({"type": "http.response.body", "body": b""})
+        if head.endpoint in REPORTING and response.is_encoded:
+            self._accounting.reported(exchange, Outcome(response.status))
 
-    async def _pass_on(
-        self, exchange: Exchange, lease: Lease, response: Answer, send: asgi.Send, collected: list[bytes]
-    ) -> Usage | None:
+    async def _pass_on(self, lease: Lease, response: Answer, collected: list[bytes]) -> Usage | None:
         """All but the end of an answer, behind what is `collected` of it; the tokens of which it tells.
 
-        A client that does not read holds the worker back and fills no memory.
+        It has the length that the worker gave. A client that does not read holds the worker back and fills no memory.
         """
-        await self._begin_as_announced(exchange, response, send)
+        exchange = lease.exchange
+        headers = _response_headers(exchange, response)
+        if response.status not in BODILESS and (length := response.header("content-length")) is not None:
+            headers.append((b"content-length", length.encode()))
+        await _begin(exchange, response, headers)
         passing = PassingUsage()
         collected.reverse()
         while chunk := collected.pop() if collected else await response.next_chunk():
@@ -285,13 +271,12 @@ class ResponseRelay:
                 self._accounting.opened(exchange, _named_in(chunk))
             lease.prefilled()
             passing.see(chunk)
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await exchange.send({"type": "http.response.body", "body": chunk, "more_body": True})
         return passing.usage
 
-    async def _stream_events(
-        self, exchange: Exchange, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
-    ) -> None:
+    async def _stream_events(self, lease: Lease, response: Answer) -> None:
         """Pass an event stream on as it comes. A break becomes an event."""
+        exchange, reply = lease.exchange, lease.exchange.reply
 
         def first_event() -> None:
             timings = exchange.timings
@@ -299,10 +284,10 @@ class ResponseRelay:
             timings.was_alone = lease.is_alone
             lease.prefilled()
 
-        await _begin(response, _response_headers(exchange, response), send)
-        body = exchange.body
+        await _begin(exchange, response, _response_headers(exchange, response))
         opened = partial(self._opened, exchange) if exchange.head.endpoint == RESPONSES else None
-        stream = SseRelay(send, choices_of(body.parsed) if body.strips_usage else 0, opened)
+        body = exchange.body
+        stream = SseRelay(exchange.send, choices_of(body.parsed) if body.strips_usage else 0, opened)
         end = b""
         with self._heartbeats.watching(stream, lease.worker):
             try:
@@ -313,91 +298,68 @@ class ResponseRelay:
                     raise  # the client's
                 end = _error_event(exchange, _worker_error(lease.worker, error), stream)
             except asyncio.CancelledError:
-                exchange.delivered = watch.gone and stream.is_complete
-                if not (exchange.delivered or watch.gone):  # the server stops
+                exchange.delivered = reply.has_lost_client and stream.is_complete
+                if not reply.has_lost_client:  # the server stops
                     await stream.finish(_error_event(exchange, Stopping("The gateway is stopping."), stream))
                 elif not exchange.delivered:
-                    exchange.reply.failed(CLIENT_GONE)
+                    reply.failed(CLIENT_GONE)
                 usage = stream.usage if exchange.delivered else None
-                self._accounting.reported(exchange, Report(response.status, usage), stream.response)
+                self._accounting.reported(exchange, Outcome(response.status, usage), stream.response)
                 raise
-            watch.over = True
             await stream.finish(end)
-        self._accounting.reported(exchange, Report(response.status, stream.usage), stream.response)
+        self._accounting.reported(exchange, Outcome(response.status, stream.usage), stream.response)
 
     def _opened(self, exchange: Exchange, event: bytes) -> None:
         """The first event of a stream of /v1/responses names the response: from now on it can be asked for."""
         self._accounting.opened(exchange, data_of_last(event).get("response"))
 
-    async def _answer_whole(
-        self, exchange: Exchange, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
-    ) -> None:
+    async def _answer_whole(self, lease: Lease, response: Answer) -> None:
         """Collect a JSON answer, so that what the engine reports can go into the headers; unless it is too large."""
+        exchange = lease.exchange
         collected: list[bytes] = []
         size = 0
         with exchange.timings.waiting():
             while size <= self._most_collected and (chunk := await response.next_chunk()):
                 collected.append(chunk)
                 size += len(chunk)
+        exchange.timings.first_byte = time.perf_counter()
+        outcome = Outcome(response.status, engine=outcome_in(response.header(OUTCOME_HEADER)))
         if size > self._most_collected:
-            await self._pass_large(exchange, lease, response, collected, send)
-            watch.over = True
-            await send({"type": "http.response.body", "body": b""})
+            answer = _named_in(collected[0])
+            if response.status == 200:
+                self._accounting.opened(exchange, answer)
+            outcome.usage = await self._pass_on(lease, response, collected)
+            if response.status == 200:
+                self._accounting.reported(exchange, outcome, answer)
+            await exchange.send({"type": "http.response.body", "body": b""})
             return
         body = b"".join(collected)
-        exchange.timings.first_byte = time.perf_counter()
         headers = _response_headers(exchange, response)
         if response.status == 200:
             try:
                 answer = loads(body)
             except ValueError:
                 answer = None
-            usage = usage_of(answer)
+            outcome.usage = usage = usage_of(answer)
             if usage is not None and usage.cached is not None:
                 headers.append((b"x-seamark-cached", str(usage.cached).encode()))
-            report = Report(response.status, usage, outcome_in(response.header(OUTCOME_HEADER)))
-            reason = await self._accounting.answered(exchange, report, answer)
+            reason = await self._accounting.answered(exchange, outcome, answer)
             if reason is not None:
                 headers.append((b"x-seamark-reason", reason.encode()))
-        watch.over = True
-        await asgi.send_whole(send, response.status, headers, body)
-
-    async def _pass_large(
-        self, exchange: Exchange, lease: Lease, response: Answer, collected: list[bytes], send: asgi.Send
-    ) -> None:
-        """Pass on a JSON answer as it comes."""
-        exchange.timings.first_byte = time.perf_counter()
-        answer = _named_in(collected[0])
-        if response.status == 200:
-            self._accounting.opened(exchange, answer)
-        usage = await self._pass_on(exchange, lease, response, send, collected)
-        if response.status == 200:
-            outcome = outcome_in(response.header(OUTCOME_HEADER))
-            self._accounting.reported(exchange, Report(response.status, usage, outcome), answer)
-
-    async def _begin_as_announced(self, exchange: Exchange, response: Answer, send: asgi.Send) -> None:
-        """Begin an answer that is passed on as it comes, with the length that the worker gave."""
-        headers = _response_headers(exchange, response)
-        if response.status not in BODILESS and (length := response.header("content-length")) is not None:
-            headers.append((b"content-length", length.encode()))
-        await _begin(response, headers, send)
+        await asgi.send_whole(exchange.send, response.status, headers, body)
 
 
-async def _begin(response: Answer, headers: asgi.HeaderList, send: asgi.Send) -> None:
-    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+async def _begin(exchange: Exchange, response: Answer, headers: asgi.HeaderList) -> None:
+    await exchange.send({"type": "http.response.start", "status": response.status, "headers": headers})
 
 
-def _has_body(exchange: Exchange, response: Answer) -> bool:
-    return response.status not in BODILESS and exchange.head.method != "HEAD"
-
-
-def _check_route(exchange: Exchange, worker: Worker, response: Answer) -> None:
+def _check_route(lease: Lease, response: Answer) -> None:
     """Raises `NotServed` if the answer says no more than that the worker's HTTP server has no such route."""
-    frontend, endpoint = worker.probed.frontend, exchange.head.endpoint
+    frontend, endpoint = lease.worker.probed.frontend, lease.exchange.head.endpoint
     if response.status in NO_ROUTE and endpoint in frontend.lacks and not isinstance(response, MessageAnswer):
         raise NotServed(
-            f"{endpoint} is not served by {frontend.name}, which worker {worker.name} runs: use {CHAT}, or start vLLM "
-            "without VLLM_USE_RUST_FRONTEND=1."
+            f"{endpoint} is not served by {frontend.name}, which worker {lease.worker.name} runs: use {CHAT}, or start "
+            "vLLM without VLLM_USE_RUST_FRONTEND=1."
         )
 
 

@@ -25,11 +25,10 @@ from proxy.metrics import Metrics
 from proxy.observability.shadow import Shadow
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.answering import Answering, WorkerAnswers
-from proxy.pipeline.cached_answers import CachedAnswers
+from proxy.pipeline.body_reader import BodyReader
 from proxy.pipeline.dispatch import Dispatcher, Lease, prompt_computed
 from proxy.pipeline.forward import ResponseRelay
-from proxy.pipeline.handler import RequestHandler
+from proxy.pipeline.handler import Answer, RequestHandler
 from proxy.pipeline.pinned_prompts import PinnedPrompts
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.preflight import Preflights
@@ -72,7 +71,7 @@ class Gateway:
         self.facts = FactsLearner()
         self.queue = AdmissionQueue(settings.max_queue, settings.queue_timeout, metrics.queue_seconds)
         self.pool = WorkerPool(settings, self.upstream, metrics, self.facts, idle, shelf, self.queue.wake)
-        self.reader = reader = PromptReader(settings, metrics, self.facts, self.pool.key_of)
+        self.reader = reader = PromptReader(settings, metrics, self.facts, self.pool)
         self.prefix_index = PrefixIndex(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
         prefilling: dict[str, Lease] = {}
         computed = partial(prompt_computed, prefilling)
@@ -84,8 +83,13 @@ class Gateway:
             settings, self.pool, self.queue, self.prefix_index, events, self.warmup, reader.stored, shelf, prefilling
         )
         self.shadow = shelf.put(Shadow(settings, reader.find_boundaries, reader.recent, metrics, idle, self.pool.boots))
+        tracing = (
+            _tracing(settings.otlp_traces_endpoint, metrics) if settings.otlp_traces_endpoint is not None else None
+        )
         self.accounting = shelf.put(
-            Accounting(metrics, self.pool, reader, self.prefix_index, events, self.shadow, idle, settings.excerpts)
+            Accounting(
+                metrics, self.pool, reader, self.prefix_index, events, self.shadow, idle, settings.excerpts, tracing
+            )
         )
         heartbeats = shelf.put(Heartbeats(settings.heartbeat, metrics.heartbeats))
         shelf.also_run("workers", self.pool.watch)
@@ -117,14 +121,13 @@ class Gateway:
             self.prefill_pool.gateway_id = self.pool.gateway_id
             shelf.also_run("prefill_workers", self.prefill_pool.watch)
             prefills = Prefills(settings, self.prefill_pool, self.upstream, self.prefix_index, metrics)
-        relay = ResponseRelay(settings, metrics, self.pool, self.upstream, self.accounting, heartbeats, prefills)
-        answers: Answering
-        answers = of_workers = WorkerAnswers(dispatcher, reader, relay)
+        answer: Answer
+        answer = relay = ResponseRelay(
+            settings, metrics, self.pool, self.upstream, dispatcher, reader, self.accounting, heartbeats, prefills
+        )
         self.response_cache: ResponseCache | None = None
         if settings.response_cache:
-            self.response_cache = shelf.put(ResponseCache(settings.response_cache, metrics))
-            models, patience = settings.response_cache_models, settings.heartbeat
-            answers = CachedAnswers(self.response_cache, models, self.pool, dispatcher, of_workers, patience)
+            answer = self.response_cache = shelf.put(ResponseCache(settings, metrics, self.pool, dispatcher, relay))
         if names := settings.workers_dns:
             interval, keep = settings.workers_dns_interval, settings.workers_dns_keep
             shelf.put(Discovery(names, interval, keep, metrics, self.pool.discover))
@@ -134,27 +137,17 @@ class Gateway:
 
             tables = self.prefix_index, reader.positions, reader.stored
             self.redis_sync = shelf.put(RedisSync(settings.redis, *tables, metrics, idle, self.pool.boots))
-        tracing: Tracing | None = None
-        if settings.otlp_traces_endpoint is not None:
-            tracing = shelf.put(_tracing(settings.otlp_traces_endpoint, metrics))
-
+        if tracing is not None:
+            shelf.put(tracing)
+        pools = [self.pool] if self.prefill_pool is None else [self.pool, self.prefill_pool]
         self.handler = RequestHandler(
-            settings,
-            metrics,
             self.keys,
-            self.pool,
+            BodyReader(settings, idle),
             reader,
-            dispatcher,
-            answers,
+            answer,
             self.accounting,
-            idle,
             Preflights(self.pool, self.upstream),
-            AdapterChanges(
-                [pool for pool in (self.pool, self.prefill_pool) if pool is not None],
-                self.upstream,
-                settings.silence_timeout,
-            ),
-            tracing,
+            AdapterChanges(pools, self.upstream, settings.silence_timeout),
         )
         metrics.shadow_mode.set(settings.shadow)
         metrics.queued.set_function(lambda: len(self.queue))

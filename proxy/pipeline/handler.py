@@ -8,57 +8,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
-import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from proxy.chat.chat import HINTED
-from proxy.errors import (
-    BadRequest,
-    GatewayError,
-    NotFound,
-    Overloaded,
-    Stopping,
-    TooComplex,
-    Unauthorized,
-    UnreadableCoding,
-)
-from proxy.fleet.pool import WorkerPool
+from proxy.errors import GatewayError, NotFound, Overloaded, Stopping, Unauthorized
 from proxy.fleet.worker import OWN_REQUESTS
 from proxy.http import asgi, auth
 from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
-from proxy.http.body_memory import BodyHold, BodyMemory
-from proxy.http.form_body import is_form, read_form, refuse_urlencoded
-from proxy.http.json_body import as_utf8, memory_of, parse_object
-from proxy.idle_work import IdleWork
-from proxy.metrics import Metrics
+from proxy.http.body_memory import BodyHold
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.answering import Answering
-from proxy.pipeline.dispatch import Dispatcher
-from proxy.pipeline.engine_names import EngineName, EngineNames
+from proxy.pipeline.body_reader import LARGE_BYTES, BodyReader
 from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, Timings, exchange_of
 from proxy.pipeline.preflight import ANY_SITE, Preflights, is_preflight
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.settings import Settings
-
-if TYPE_CHECKING:
-    from proxy.observability.tracing import Tracing
 
 logger = logging.getLogger("seamark.gateway")
 
 # A client's own name for a request is kept in memory for a while; longer ones are replaced.
 MAX_ID_CHARACTERS = 256
 
-# Parsing a larger body takes a millisecond and more. Many that arrive together take turns with everything else.
-LARGE_BYTES = 2**16
-
-TURNS = 4  # of the event loop: enough for a page, or for a piece of a stream from worker to client
-
-# How a JSON object begins, in any of its encodings; audio and images do not.
-_OBJECT = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff|[\s\0])*\{")
+# From a request that has been read to the last byte of its answer. Raises `GatewayError` for what a client is to be
+# told before its answer begins.
+Answer = Callable[[Exchange], Awaitable[None]]
 
 
 class RequestHandler:
@@ -66,123 +41,69 @@ class RequestHandler:
 
     def __init__(
         self,
-        settings: Settings,
-        metrics: Metrics,
         keys: KeyRing | None,
-        pool: WorkerPool,
+        bodies: BodyReader,
         reader: PromptReader,
-        dispatcher: Dispatcher,
-        answer: Answering,
+        answer: Answer,
         accounting: Accounting,
-        idle: IdleWork,
         preflights: Preflights,
         adapters: AdapterChanges,
-        tracing: Tracing | None = None,
     ) -> None:
-        self._settings = settings
-        self._boundary_seconds = metrics.overhead.labels("boundary")
         self._keys = keys
-        self._pool = pool
+        self._bodies = bodies
         self._reader = reader
-        self._dispatcher = dispatcher
         self._answer = answer
         self._accounting = accounting
-        self._idle = idle
         self._preflights = preflights
         self._adapters = adapters
-        self._tracing = tracing
-        self._pace = asgi.Pace(settings.client_timeout, settings.min_body_rate)
-        self._bodies = BodyMemory(settings.max_bodies_bytes)
-        self._names = EngineNames()
-        self._turns = asyncio.Lock()
+        self._engine_ids: set[str] = set()  # of requests under way: engines must tell them apart
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        self._idle.put_off()
         given = asgi.header(scope, b"x-request-id")
         request_id = given if given is not None and _is_name(given) else os.urandom(16).hex()
         exchange: Exchange | None = None
-        with self._names.hold() as name:
-            try:
-                asgi.check_room(scope)
-                if is_preflight(scope):
-                    await self._preflights.answer(scope, request_id, send)
-                    return
-                key = auth.client(scope, self._keys) if self._keys is not None else None
-                with self._bodies.of(key.name if key is not None else None) as held:
-                    raw = await asgi.read_body(scope, receive, self._settings.max_body_bytes, self._pace, held)
-                    exchange = exchange_of(scope, raw, request_id, key, send)
-                    exchange.engine_id, exchange.is_named = name.take(request_id), request_id == given
-                    async with asgi.ClientWatch(scope, receive) as watch:
-                        await self._serve(exchange, held, name, watch)
-            except asgi.ClientGone:
-                if exchange is not None and not (exchange.delivered and exchange.reply.started):
-                    exchange.reply.failed(CLIENT_GONE)
-            except asyncio.CancelledError:  # the server's time to finish is over; `ResponseRelay` has ended a stream
-                # The task ends here. Raised on, it would be one traceback in the log for each request.
-                await _refuse(exchange, scope, Stopping("The gateway is stopping."), request_id, send)
-            except Exception as error:
-                await _refuse(exchange, scope, _known(error, _name_of(exchange, request_id)), request_id, send)
-            finally:
-                if exchange is not None:
-                    self._accounting.count(exchange)
+        try:
+            asgi.check_room(scope)
+            if is_preflight(scope):
+                await self._preflights.answer(scope, request_id, send)
+                return
+            key = auth.client(scope, self._keys) if self._keys is not None else None
+            with self._bodies.memory.of(key.name if key is not None else None) as held:
+                raw = await self._bodies.receive(scope, receive, held)
+                watch = asgi.ClientWatch(scope, receive)
+                exchange = exchange_of(scope, raw, request_id, key, send, watch)
+                exchange.engine_id, exchange.is_named = self._engine_id(request_id), request_id == given
+                async with watch:
+                    await self._pass_through(exchange, held)
+        except asgi.ClientGone:
+            if exchange is not None and not (exchange.delivered and exchange.reply.started):
+                exchange.reply.failed(CLIENT_GONE)
+        except (Exception, asyncio.CancelledError) as error:
+            # A task that is cancelled ends here. Raised on, it would be one traceback in the log for each request.
+            name = exchange.head.request_id if exchange is not None else request_id
+            await _refuse(exchange.reply if exchange is not None else Reply(send, Timings()), scope, error, name)
+        finally:
+            if exchange is not None:
+                self._accounting.settle(exchange)
+                self._engine_ids.discard(exchange.engine_id)
 
-    async def _serve(self, exchange: Exchange, held: BodyHold, name: EngineName, watch: asgi.ClientWatch) -> None:
+    async def _pass_through(self, exchange: Exchange, held: BodyHold) -> None:
+        """From a body that is there to the last byte of the answer."""
         head = exchange.head
-        if self._tracing is not None:
-            exchange.trace = self._tracing.begin(head.method, head.endpoint, head.headers)
+        self._accounting.begin(exchange)
         self._check_owner(exchange)  # of a response in the path, whatever the body is
         if head.method == "POST":
-            await self._read(exchange, held, name)
-            if head.path in ADMIN_OF_WORKERS:
+            self._take_name(exchange, await self._bodies.parse(exchange, held))
+            self._check_owner(exchange)
+            if head.endpoint in HINTED:
+                if len(exchange.body.raw) > LARGE_BYTES:
+                    await self._bodies.turn()
+                await self._reader.find(exchange)
+                self._accounting.read(exchange)
+            elif head.path in ADMIN_OF_WORKERS:
                 await self._adapters.serve(exchange)
                 return
-        await self._answer(exchange, exchange.reply, watch)
-
-    async def _read(self, exchange: Exchange, held: BodyHold, name: EngineName) -> None:
-        """Parse the body if it is JSON, and find its boundaries."""
-        head, body, settings = exchange.head, exchange.body, self._settings
-        if body.raw and (coded := asgi.codings(head.headers)):
-            text = f"The body is compressed ({', '.join(coded)}), which vLLM does not read. Send it as it is."
-            raise UnreadableCoding(text)
-        hinted = head.endpoint in HINTED
-        if not hinted and is_form(head.headers):
-            body.form_model = await self._idle.finish(read_form(head.headers, body.raw))
-            return
-        if not hinted and body.raw.strip():
-            refuse_urlencoded(head.headers)
-        if not hinted and (_OBJECT.match(body.raw) is None if not head.is_json else not body.raw.strip()):
-            return
-        await self._turn(len(body.raw))
-        try:
-            raw = as_utf8(body.raw)
-            parsed = parse_object(raw, *settings.json_limits)
-        except BadRequest as error:
-            # The worker judges it, unless the worker might read what is refused here.
-            if hinted or isinstance(error, TooComplex) or (head.key is not None and head.is_json):
-                raise
-            return
-        body.raw = raw
-        body.memory = memory_of(parsed, len(raw), settings.max_boundary_values)
-        held.take(body.memory.size)
-        given = parsed.get("request_id")
-        body.take(parsed, head, settings.ask_usage)
-        _take_name(exchange, given, name)
-        self._check_owner(exchange)
-        if hinted:
-            await self._turn(len(raw))
-            with exchange.timings.waiting():
-                workers = await self._pool.find(exchange.model)
-            exchange.prompt = self._reader.read(exchange, workers)
-            self._accounting.began(exchange)
-            exchange.timings.reading_seconds = time.perf_counter() - exchange.timings.arrived
-            self._boundary_seconds.observe(exchange.timings.reading_seconds)
-
-    async def _turn(self, size: int) -> None:
-        """Wait until the event loop has turned to all others since the last large body (`size` in bytes)."""
-        if size > LARGE_BYTES:
-            async with self._turns:
-                for _ in range(TURNS):
-                    await asyncio.sleep(0)
+        await self._answer(exchange)
 
     def _check_owner(self, exchange: Exchange) -> None:
         """Raises `NotFound` for a response that is not known to be the key's."""
@@ -192,11 +113,29 @@ class RequestHandler:
         if self._reader.stored.boot(named, key.owner) is None and not key.made(named):
             raise NotFound("No such response.")
 
+    def _take_name(self, exchange: Exchange, given: Any) -> None:
+        """Give the request the name in its body, unless a header has named it, which vLLM prefers."""
+        if exchange.is_named or not isinstance(given, str) or not _is_name(given):
+            return
+        exchange.head = exchange.head._replace(request_id=given)
+        self._engine_ids.discard(exchange.engine_id)
+        exchange.engine_id = self._engine_id(given)
+        if exchange.engine_id != given and "request_id" in exchange.body.parsed:
+            exchange.body.put["request_id"] = exchange.engine_id  # by which vLLM stores a response
 
-def _known(error: Exception, name: str) -> GatewayError:
+    def _engine_id(self, wanted: str) -> str:
+        """What engines are to call a request: one name may be that of a whole fan-out of its client's."""
+        name = f"{wanted}.{os.urandom(4).hex()}" if wanted in self._engine_ids else wanted
+        self._engine_ids.add(name)
+        return name
+
+
+def _known(error: BaseException, name: str) -> GatewayError:
     """What the client of the request that is called `name` learns of `error`."""
     if isinstance(error, GatewayError):
         return error
+    if isinstance(error, asyncio.CancelledError):  # the server's time to finish is over
+        return Stopping("The gateway is stopping.")
     if isinstance(error, MemoryError):
         logger.error("request %s: out of memory", name)
         return Overloaded("The gateway is out of memory (settings max_bodies_bytes, memory_bytes, text_bytes).")
@@ -206,35 +145,18 @@ def _known(error: Exception, name: str) -> GatewayError:
     return GatewayError("The gateway failed to handle this request.")
 
 
-async def _refuse(
-    exchange: Exchange | None, scope: asgi.Scope, error: GatewayError, request_id: str, send: asgi.Send
-) -> None:
-    reply = exchange.reply if exchange is not None else Reply(send, Timings())
+async def _refuse(reply: Reply, scope: asgi.Scope, failure: BaseException, name: str) -> None:
+    error = _known(failure, name)
     reply.failed(error.status)
     if reply.started:
         return  # returning without the last chunk makes the server close the connection: a visible break
-    headers = [(b"x-request-id", _name_of(exchange, request_id).encode("latin-1"))]
+    headers = [(b"x-request-id", name.encode("latin-1"))]
     if asgi.header(scope, b"origin") is not None and not isinstance(error, Unauthorized):
         headers.append(ANY_SITE)  # vLLM lets pages read its errors, except for this one
     await error_responses.send_error(reply, error, scope["path"], headers)
-
-
-def _take_name(exchange: Exchange, given: Any, name: EngineName) -> None:
-    """Give the request the name in its body, unless a header has named it, which vLLM prefers."""
-    if exchange.is_named or not isinstance(given, str) or not _is_name(given):
-        return
-    exchange.head = exchange.head._replace(request_id=given)
-    exchange.engine_id = name.take(given)
-    if exchange.engine_id != given and "request_id" in exchange.body.parsed:
-        exchange.body.put["request_id"] = exchange.engine_id  # by which vLLM stores a response
 
 
 def _is_name(given: str) -> bool:
     """Whether a client's name for its request can be kept, and go on in a header: it is none that a gateway gives."""
     fits = 0 < len(given) <= MAX_ID_CHARACTERS and given.isascii() and given.isprintable() and given == given.strip()
     return fits and not given.startswith(OWN_REQUESTS)
-
-
-def _name_of(exchange: Exchange | None, request_id: str) -> str:
-    """The name of a request that was called `request_id` until its body had been read."""
-    return request_id if exchange is None else exchange.head.request_id

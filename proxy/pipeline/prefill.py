@@ -73,12 +73,12 @@ class Prefills:
         self._overhead: deque[float] = deque(maxlen=REMEMBERED)  # seconds
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def transfer(self, exchange: Exchange, lease: Lease, headers: asgi.HeaderList) -> dict[str, Any] | None:
+    async def transfer(self, lease: Lease, headers: asgi.HeaderList) -> dict[str, Any] | None:
         """Parameters with which the leased worker takes the prompt from a prefill worker; None if it computes it.
 
         If the client leaves meanwhile, the prefill worker's blocks become free as soon as it can be told.
         """
-        decoder = lease.worker
+        exchange, decoder = lease.exchange, lease.worker
         if not _is_suitable(exchange, decoder):
             return None
         if not self._is_worth_it(lease.prefill_tokens, decoder):

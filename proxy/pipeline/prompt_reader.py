@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from cachetools import LRUCache
 
@@ -28,12 +28,13 @@ from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.chat.rewrites import rewrite
+from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker, prompt_of
 from proxy.http.json_body import parse_object, with_edits
 from proxy.metrics import Metrics
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
 from proxy.observability.shadow import ReadPrompt
-from proxy.pipeline.exchange import Exchange, Prompt, Unlearnt
+from proxy.pipeline.exchange import Exchange, Prompt
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.prompt_reader")
@@ -47,27 +48,12 @@ NEW_WEIGHT = 0.1
 MAX_MODELS = 256
 
 
-class _Bounded(NamedTuple):
-    """Where a request's prompt can be shared up to."""
-
-    found: Found
-    unlearnt: Unlearnt | None = None
-    remembered: RememberedRequest | None = None
-
-
 class PromptReader:
     """All that is remembered of prompts. One per gateway."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        metrics: Metrics,
-        facts: FactsLearner,
-        key_of: Callable[[Any], str | None] = lambda model: model,
-    ) -> None:
-        """`key_of`: the name that all names of a model have in common."""
+    def __init__(self, settings: Settings, metrics: Metrics, facts: FactsLearner, pool: WorkerPool) -> None:
+        self._pool = pool
         self._metrics = metrics
-        self._key_of = key_of
         self._lookups = cache(metrics.lookups.labels)
         self._rules = frozenset(settings.rewrite)
         self._limits = settings.json_limits
@@ -88,40 +74,52 @@ class PromptReader:
         """Bytes of prompts in memory."""
         return self.learner.held + self.recent.held + self.stored.held
 
+    async def find(self, exchange: Exchange) -> None:
+        """Read the prompt of a parsed request, once workers are there that serve its model."""
+        with exchange.timings.waiting():
+            workers = await self._pool.find(exchange.model)
+        exchange.prompt = self.read(exchange, workers)
+
     def read(self, exchange: Exchange, workers: Sequence[Worker]) -> Prompt:
         """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises, whatever it holds.
 
         `workers`: those that serve its model. None is asked anything: a request that has no slot may be refused.
         """
         # What was read before a failure counts.
-        rewrites: tuple[str, ...] = ()
-        tokens, chat = 0, None
-        bounded = _Bounded(Found(failure="no_boundary"))
+        prompt = Prompt(found=Found(failure="no_boundary"))
         try:
-            rewrites = self._rewrite(exchange)
+            prompt = prompt._replace(rewrites=self._rewrite(exchange))
             rate = self._rate(exchange.model)
-            tokens = round(len(exchange.body.raw) * rate)
+            prompt = prompt._replace(tokens=round(len(exchange.body.raw) * rate))
             if exchange.body.memory.values <= self._most_values:
-                chat = self._chat_in(exchange)
-                bounded = self._bounded(exchange, chat, rate, workers)
+                prompt = prompt._replace(chat=self._chat_in(exchange))
+                prompt = self._bounded(exchange, prompt, rate, workers)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.
             logger.error("boundary of request %s: %s", exchange.head.request_id, type(error).__name__)
-            bounded = _Bounded(Found(failure="no_facts"))
-        self._lookups(bounded.found.result).inc()
-        return Prompt(chat, bounded.unlearnt, bounded.found, bounded.remembered, tokens, rewrites)
+            prompt = prompt._replace(found=Found(failure="no_facts"))
+        if prompt.found is not None:
+            self._lookups(prompt.found.result).inc()
+        return prompt
 
-    def _bounded(self, exchange: Exchange, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> _Bounded:
-        size = len(exchange.body.raw)
+    def _bounded(self, exchange: Exchange, prompt: Prompt, rate: float, workers: Sequence[Worker]) -> Prompt:
+        """Where it can be shared up to."""
+        chat, size = prompt.chat, len(exchange.body.raw)
         serving = [worker for worker in workers if worker.engine is not None]
         if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
             found = self._finder.find(chat, None, b"", size, rate, by_texts=True)
-            return _Bounded(found._replace(failure="unpatched"))
+            return prompt._replace(found=found._replace(failure="unpatched"))
         if not serving:
-            return _Bounded(Found(failure="unpatched"))
+            return prompt._replace(found=Found(failure="unpatched"))
+        model: Any = chat.body.get("model") if chat is not None else None
         worker = next((each for each in serving if each.renderer_id(exchange.model)), serving[0])
-        found, unlearnt = self._find(chat, worker, size, rate, several=len(serving) > 1)
-        return _Bounded(found, unlearnt, self._remember(chat, found, exchange.body.memory.size, exchange.head.owner))
+        renderer_id = worker.renderer_id(model) or b""
+        facts = template_of = None
+        if chat is not None and renderer_id and not chat.is_bare:
+            facts, template_of = self._facts.facts(renderer_id, setting_of(chat.body)), worker
+        found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=len(serving) > 1)
+        remembered = self._remember(chat, found, exchange.body.memory.size, exchange.head.owner)
+        return prompt._replace(found=found, remembered=remembered, facts=facts, template_of=template_of)
 
     def _rate(self, model: Any) -> float:
         """Tokens of a byte of a request's body."""
@@ -168,7 +166,7 @@ class PromptReader:
     def _chat_in(self, exchange: Exchange) -> Chat | None:
         """The chat in a parsed request; None if there is none."""
         chat = chat_in(exchange.head.endpoint, exchange.body.parsed, self.stored, exchange.head.owner)
-        if chat is None or (key := self._key_of(exchange.model)) == exchange.body.parsed.get("model"):
+        if chat is None or (key := self._pool.key_of(exchange.model)) == exchange.body.parsed.get("model"):
             return chat
         return replace(chat, model=key)
 
@@ -190,31 +188,18 @@ class PromptReader:
             known = self._rate(model)
             self._tokens_per_byte[model] = known + NEW_WEIGHT * (prompt / size - known)
 
-    def _find(
-        self, chat: Chat | None, worker: Worker, size: int, rate: float, *, several: bool
-    ) -> tuple[Found, Unlearnt | None]:
-        model: Any = chat.body.get("model") if chat is not None else None
-        renderer_id = worker.renderer_id(model) or b""
-        facts = unlearnt = None
-        if chat is not None and renderer_id and not chat.is_bare:
-            setting = setting_of(chat.body)
-            facts = self._facts.facts(renderer_id, setting)
-            is_missing = facts is None or not facts.is_own
-            unlearnt = Unlearnt(worker, renderer_id, setting, is_missing, facts is not None)
-        found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=several)
-        return found, unlearnt
-
     def learn(self, exchange: Exchange) -> None:
         """The request has a slot: have learnt, beside it, what its boundaries lacked."""
-        unlearnt, found, owner = exchange.prompt.unlearnt, exchange.prompt.found, exchange.head.owner
-        if unlearnt is None or found is None:
+        prompt, owner = exchange.prompt, exchange.head.owner
+        if (worker := prompt.template_of) is None or prompt.chat is None or prompt.found is None:
             return
-        worker, renderer_id, setting, is_missing, is_rendered = unlearnt
-        model = worker.template_of(exchange.model)
-        if is_missing and self._facts.wants(renderer_id, setting, owner):
-            self._learn_beside(self._facts.learn(worker.renderer, renderer_id, model, setting, owner))
-        if is_rendered:
-            self._heads.learn(found, worker.renderer, owner)
+        if prompt.facts is None or not prompt.facts.is_own:
+            renderer_id, setting = worker.renderer_id(prompt.chat.body.get("model")), setting_of(prompt.chat.body)
+            if renderer_id is not None and self._facts.wants(renderer_id, setting, owner):
+                model = worker.template_of(exchange.model)
+                self._learn_beside(self._facts.learn(worker.renderer, renderer_id, model, setting, owner))
+        if prompt.facts is not None:
+            self._heads.learn(prompt.found, worker.renderer, owner)
 
     def _learn_beside(self, learning: Coroutine[Any, Any, None]) -> None:
         """No request waits for that."""

@@ -12,16 +12,22 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from proxy.fleet.part import Change, Part
+from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.metrics import Metrics
-from proxy.pipeline.cacheable import HEADER, KEPT, Ending, may_keep
+from proxy.pipeline import cacheable
+from proxy.pipeline.cacheable import HEADER, KEPT, Directives, Ending, may_keep
+from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.exchange import Exchange
+from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.sse import HEARTBEAT
 from proxy.pipeline.stored_answers import Entry, Source, StoredAnswers, from_piece, grouped, weight_of
+from proxy.settings import Settings
 
 SECRET_BYTES = 32
 
@@ -41,19 +47,76 @@ def has_fixed_weights(model: Any, workers: Iterable[Worker]) -> bool:
 
 
 class ResponseCache(Part):
-    """Stored answers, and those under way that may be stored."""
+    """Answers exact repeats, and has identical requests wait for the first of them; a relay has the rest answered."""
 
     name = "response_cache"
 
-    def __init__(self, most: int, metrics: Metrics) -> None:
-        """`most` bytes, answers under way included."""
-        self.secret = os.urandom(SECRET_BYTES)
-        self.count = metrics.response_cache_requests.labels
-        self.answers = StoredAnswers(most, metrics.response_cache_evictions.inc)
+    def __init__(
+        self, settings: Settings, metrics: Metrics, pool: WorkerPool, dispatcher: Dispatcher, relay: ResponseRelay
+    ) -> None:
+        self._models = settings.response_cache_models  # which need no header of the client's
+        # Seconds that a stream waits for another one; None: to its end.
+        self._patience = settings.heartbeat or None
+        self._pool = pool
+        self._dispatcher = dispatcher
+        self._relay = relay
+        self._secret = os.urandom(SECRET_BYTES)
+        self._count = metrics.response_cache_requests.labels
+        self.answers = StoredAnswers(settings.response_cache, metrics.response_cache_evictions.inc)
         self.flights: dict[bytes, Flight] = {}  # that others may wait for
         self.voided = 0  # how many times answers were found to be void whatever they are
         metrics.response_cache_bytes.set_function(lambda: self.answers.size)
         metrics.response_cache_entries.set_function(lambda: len(self.answers))
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Have a request answered, as `ResponseRelay` does."""
+        head = exchange.head
+        if head.method != "POST" or head.path not in cacheable.CACHEABLE:
+            await self._relay(exchange)
+            return
+        if not self._pool.up:
+            with exchange.timings.waiting():
+                await self._pool.ready()  # else nothing is known of the model's weights
+        told = cacheable.directives_in(head.headers)
+        allowed = cacheable.is_allowed(head.headers, exchange.model, self._models)
+        allowed = allowed and has_fixed_weights(exchange.model, self._pool.workers)
+        if told.no_store or not allowed or not cacheable.is_repeatable(exchange):
+            self._count("bypass").inc()
+            exchange.send = partial(_send_marked, exchange.send, b"bypass")
+            await self._relay(exchange)
+            return
+        await self._answer(exchange, told)
+
+    async def _answer(self, exchange: Exchange, told: Directives) -> None:
+        """From what is stored, after waiting for an equal request that is being computed, or from a worker."""
+        api_key, result = exchange.head.key, b"hit"
+        key, may_wait = cacheable.digest(exchange, self._secret), not told.no_cache and told.max_age != 0
+        lease = self._dispatcher.lease(exchange)
+        try:
+            while not told.no_cache:
+                if (entry := self.find(key, exchange.model, told.max_age)) is not None:
+                    lease.unused()
+                    self._count(result.decode()).inc()
+                    await self._deliver(key, entry, exchange, result)
+                    return
+                flight = self.flight(key) if may_wait else None
+                if flight is not None and (lease.has_slot or api_key is None or api_key.has_room):
+                    result, may_wait = b"joined", False
+                    with exchange.timings.waiting(), self._dispatcher.counted(api_key):
+                        lease.unused()
+                        await flight.wait(self._patience if exchange.body.parsed.get("stream") else None)
+                elif lease.has_slot:
+                    break
+                else:  # an equal request may begin or end meanwhile
+                    await self._dispatcher.acquire(lease)
+            if not lease.has_slot:
+                await self._dispatcher.acquire(lease)
+            self._count("miss").inc()
+            with Flight(self, key, exchange) as flight:
+                exchange.send = flight.send
+                await self._relay.forward(lease)
+        finally:
+            lease.release()
 
     def find(self, key: bytes, model: Any, max_age: float | None = None) -> Entry | None:
         """The stored answer, if it still stands and is not older than `max_age` seconds. It has to be returned."""
@@ -74,20 +137,17 @@ class ResponseCache(Part):
         flight = self.flights.get(key)
         return flight if flight is not None and not flight.landed.is_set() else None
 
-    async def deliver(
-        self, key: bytes, entry: Entry, exchange: Exchange, result: bytes, send: asgi.Send, watch: asgi.ClientWatch
-    ) -> None:
+    async def _deliver(self, key: bytes, entry: Entry, exchange: Exchange, result: bytes) -> None:
         """Send an answer that was found, with the time since it was computed (RFC 9111, 5.1), and return it."""
         try:
             age = (b"age", str(int(time.monotonic() - entry.stored)).encode())
             headers = [*entry.headers, age, exchange.head.id_header, (HEADER, result)]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
             at = 0
             while at < len(entry.pieces):
                 piece, at = from_piece(entry.pieces, at)
                 more = at < len(entry.pieces)
-                watch.over = not more
-                await send({"type": "http.response.body", "body": piece, "more_body": more})
+                await exchange.send({"type": "http.response.body", "body": piece, "more_body": more})
         finally:
             self.answers.returned(key, entry)
 
@@ -111,11 +171,11 @@ class Flight:
     none that others wait for.
     """
 
-    def __init__(self, cache: ResponseCache, key: bytes, exchange: Exchange, send: asgi.Send) -> None:
-        """The request has a worker; `send` goes to its client."""
+    def __init__(self, cache: ResponseCache, key: bytes, exchange: Exchange) -> None:
+        """The request has a worker."""
         if (worker := exchange.worker) is None:
             raise RuntimeError("The request has no worker yet.")
-        self._cache, self._key, self._exchange, self._send = cache, key, exchange, send
+        self._cache, self._key, self._exchange, self._send = cache, key, exchange, exchange.send
         self._answers = cache.answers
         self._source = Source.of(worker, exchange.model)  # as it was when it got the request
         self._voided = cache.voided
@@ -146,17 +206,16 @@ class Flight:
         """The next part of the answer, as ASGI has it."""
         if message["type"] == "http.response.start":
             self._begin(message)
-            message = {**message, "headers": [*message["headers"], (HEADER, b"miss")]}
         elif self._is_kept:
             self._add(message.get("body", b""))
             if not message.get("more_body", False):
                 self._end()
         if self.landed.is_set():
-            await self._send(message)
+            await _send_marked(self._send, b"miss", message)
             return
         too_slow = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self.landed.set)
         try:
-            await self._send(message)
+            await _send_marked(self._send, b"miss", message)
         finally:
             too_slow.cancel()
 
@@ -214,12 +273,8 @@ def _kept(headers: asgi.HeaderList) -> asgi.HeaderList:
     return [header for header in headers if header[0] in KEPT]
 
 
-def marked(send: asgi.Send, result: bytes) -> asgi.Send:
+async def _send_marked(send: asgi.Send, result: bytes, message: asgi.Scope) -> None:
     """`send`, with the response cache's header in the answer's head."""
-
-    async def send_marked(message: asgi.Scope) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], (HEADER, result)]}
-        await send(message)
-
-    return send_marked
+    if message["type"] == "http.response.start":
+        message = {**message, "headers": [*message["headers"], (HEADER, result)]}
+    await send(message)

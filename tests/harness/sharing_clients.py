@@ -49,10 +49,10 @@ class Client:
         scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
         self.key, self.result = key, ""
         self.run: Run | None = None  # whose answer it is to get
-        self.request: Exchange = exchange_of(scope, raw, f"id-{id(self)}", send=self._got)
-        self.request.body.take(json.loads(raw), self.request.head, asks_usage=False)
         told = {asgi.ON_DISCONNECT: lambda call_back: setattr(self, "leaves", call_back)}
         self.watch = asgi.ClientWatch({"extensions": told}, _nothing)
+        self.request: Exchange = exchange_of(scope, raw, f"id-{id(self)}", send=self._got, watch=self.watch)
+        self.request.body.take(json.loads(raw), self.request.head, asks_usage=False)
         self.head: dict[bytes, bytes] = {}
         self.body, self.ended = b"", False
         self.reads = asyncio.Event()

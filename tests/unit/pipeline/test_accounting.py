@@ -22,7 +22,7 @@ from proxy.idle_work import IdleWork
 from proxy.observability.reasons import Delivery, Expectation, reason_for
 from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline import accounting
-from proxy.pipeline.exchange import Choice, Exchange, Prompt, Report, exchange_of
+from proxy.pipeline.exchange import Choice, Exchange, Outcome, Prompt, exchange_of
 from proxy.routing.engine_events import EngineOutcome
 from proxy.routing.prefix_index import Prefix
 from tests.harness.in_memory_gateway import InMemoryGateway
@@ -60,20 +60,20 @@ class Scene:
         request = exchange_of(scope, b"x" * 400, "r", key)
         request.body.parsed, request.body.hint = dict(CHAT), self.found.entries()
         request.prompt = Prompt(chat_request(CHAT), found=self.found)
-        self.accounting.began(request)
+        self.accounting.read(request)
         known = {"failure": None, "sent": None, "sent_here": False, "ever_sent": None, "held": 0, "predicted": 0}
         request.give(Choice(self.worker, Expectation(**{**known, "match_unit": 16, **expected})))
         return request
 
     async def answered(self, request: Exchange, usage: Usage | None, *outcome: EngineOutcome) -> str | None:
-        return await self.accounting.answered(request, Report(200, usage, *outcome))
+        return await self.accounting.answered(request, Outcome(200, usage, *outcome))
 
     def streamed(self, request: Exchange, usage: Usage, *outcome: EngineOutcome) -> None:
         """All of a stream's answer has gone to the client."""
         request.reply.failed(200)
         request.timings.is_stream = True
-        self.accounting.reported(request, Report(200, usage, *outcome))
-        self.accounting.count(request)
+        self.accounting.reported(request, Outcome(200, usage, *outcome))
+        self.accounting.settle(request)
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ async def test_lengths_are_learnt_from_what_an_engine_says_up_to_the_prompts_end
 async def test_what_was_recorded_for_a_request_that_came_to_nothing_is_taken_back(scene, status, told):
     request = scene.request()
     request.reply.failed(status)
-    scene.accounting.count(request)
+    scene.accounting.settle(request)
     assert scene.ended == [(each, "r") for each in told]
 
 
@@ -194,8 +194,8 @@ async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, 
         request = scene.request()
         request.give(Choice(worker, request.expected))
         request.reply.failed(200)
-        scene.accounting.reported(request, Report(200, Usage(100, 60)))
-        scene.accounting.count(request)
+        scene.accounting.reported(request, Outcome(200, Usage(100, 60)))
+        scene.accounting.settle(request)
         await scene.idle.caught_up()
 
     def counted() -> list[float]:
@@ -258,7 +258,7 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
     plain = scene.request(**expects)
     plain.give(Choice(scene.worker))
     await scene.answered(plain, Usage(100, 16, 7))
-    assert counted() == [400, 112, 240, 96, 240] and plain.verdict is None
+    assert counted() == [400, 112, 240, 96, 240] and plain.outcome.reason is None
     nowhere = scene.request()
     nowhere.choice = None
     assert await scene.answered(nowhere, Usage(100, 16, 7)) is None
@@ -275,7 +275,7 @@ class LeaseScene:
 
     def __init__(self, own: InMemoryGateway) -> None:
         self.own, self.workers = own, own.gateway.pool.workers
-        self.queue, self.dispatcher = own.gateway.queue, own.gateway.handler._dispatcher
+        self.queue, self.dispatcher = own.gateway.queue, own.gateway.handler._answer._dispatcher
         self.events = self.dispatcher._engine_events
         for worker in self.workers:
             worker.renderer_ids["m"] = RENDERER

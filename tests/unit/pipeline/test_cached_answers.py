@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -25,6 +26,7 @@ from proxy.pipeline.exchange import Exchange, exchange_of
 from proxy.pipeline.response_cache import ResponseCache
 from proxy.pipeline.stored_answers import STALE_SECONDS, TIMES_WHAT_IS_FREE, Entry, Source, StoredAnswers
 from proxy.routing.engine_events import EngineEvents
+from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
 from tests.harness.fake_engine import Computed
 from tests.harness.in_memory_gateway import InMemoryGateway
@@ -522,7 +524,7 @@ TestStoring.settings = settings(stateful_step_count=60)
 def test_an_entry_stands_as_long_as_its_worker_and_for_whom_it_is_young_enough(
     monkeypatch, name, value, stands, age, most
 ):
-    cache, worker = ResponseCache(2**20, Metrics()), a_worker()
+    cache, worker = ResponseCache(Settings(response_cache=2**20), Metrics(), Mock(), Mock(), Mock()), a_worker()
     worker.renderer_ids = {"m": b"template"}
     cache.answers.add(b"k", stored := Entry([], (b"x",), Source.of(worker, "m")))
     monkeypatch.setattr(response_cache.time, "monotonic", lambda: stored.stored + age)

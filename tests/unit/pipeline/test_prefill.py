@@ -135,7 +135,7 @@ class Scene:
         request.give(Choice(self.decoder))
         lease = Lease(None, request)  # type: ignore[arg-type]
         lease._slot = Slot(self.decoder, tokens)
-        return await self.prefills.transfer(request, lease, [])
+        return await self.prefills.transfer(lease, [])
 
     @property
     def results(self) -> dict[str, float]:
