@@ -35,7 +35,7 @@ from proxy.observability.request_diff import PrefixChange
 from proxy.observability.rolling_sums import RollingSums
 from proxy.observability.shadow import AnsweredRequest, Shadow
 from proxy.observability.time_saved import TimeSaved
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Outcome
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.prefix_index import PrefixIndex
@@ -126,7 +126,7 @@ class Accounting(Part):
         if exchange.worker is not None and _is_stored(exchange):
             self._reader.stored.put(None, answer, exchange.worker.boot, exchange.head.owner)
 
-    def reported(self, exchange: Exchange, outcome: Outcome, answer: Any = None) -> None:
+    def reported(self, exchange: Exchange, outcome: RequestOutcome, answer: Any = None) -> None:
         """A worker has reported in an answer that is on its way to the client.
 
         `answer`: parsed; for a stream, its last response object. What the next request may build on is noted; the rest
@@ -140,7 +140,7 @@ class Accounting(Part):
             if outcome.usage is not None:
                 self._learn(exchange, outcome.usage.prompt)
 
-    async def answered(self, exchange: Exchange, outcome: Outcome, answer: Any = None) -> str | None:
+    async def answered(self, exchange: Exchange, outcome: RequestOutcome, answer: Any = None) -> str | None:
         """The same of an answer that has not begun, which tells the reason for what came from the cache.
 
         Returns it, None if the worker does not report what came. Goes on if the client leaves meanwhile.
@@ -177,7 +177,7 @@ class Accounting(Part):
             self._count(exchange)
             self._close(exchange)
 
-    def _settle_later(self, exchange: Exchange, outcome: Outcome) -> Steps[None]:
+    def _settle_later(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
         self._count(exchange)
         yield
         if self._count_outcome(exchange, outcome):
@@ -301,7 +301,7 @@ class Accounting(Part):
         self._time.spent += seconds
         self._counters(model, worker.name).spent.inc(seconds)
 
-    def _count_outcome(self, exchange: Exchange, outcome: Outcome) -> bool:
+    def _count_outcome(self, exchange: Exchange, outcome: RequestOutcome) -> bool:
         """Count what was reported; whether that can be explained."""
         outcome.is_counted = True
         worker, usage, expected = exchange.worker, outcome.usage, exchange.expected
@@ -353,7 +353,7 @@ class Accounting(Part):
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _ask_engine(self, exchange: Exchange, outcome: Outcome) -> None:
+    async def _ask_engine(self, exchange: Exchange, outcome: RequestOutcome) -> None:
         """Explain a stream once its engine has been asked."""
         try:
             if exchange.worker is not None:
@@ -363,14 +363,14 @@ class Accounting(Part):
         await self._idle.lull()
         await self._idle.finish(self._explain(exchange, outcome))
 
-    def _explain(self, exchange: Exchange, outcome: Outcome) -> Steps[None]:
+    def _explain(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
         """An answer is not lost for its explanation: a failure gives no reason."""
         try:
             yield from self._judge(exchange, outcome)
         except Exception as error:  # the message might hold prompt text
             logger.error("explaining request %s: %s", exchange.head.request_id, type(error).__name__)
 
-    def _judge(self, exchange: Exchange, outcome: Outcome) -> Steps[None]:
+    def _judge(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
         choice, usage = exchange.choice, outcome.usage
         if choice is None or (expected := choice.expected) is None or usage is None or usage.cached is None:
             return

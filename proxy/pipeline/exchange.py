@@ -323,7 +323,7 @@ class Reply:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """What a worker has reported in its answer, and what follows from it; lengths in tokens."""
 
     status: int  # of HTTP
@@ -354,7 +354,7 @@ class Exchange:
     asked: list[Worker] = field(default_factory=list)  # that do not know what it names, or take less: `Dispatcher`
     landed: asyncio.Event | None = None  # set once no other request waits for its answer: `Flight`
     delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
-    outcome: Outcome | None = None  # `Accounting`, as all below
+    outcome: RequestOutcome | None = None  # `Accounting`, as all below
     record: Record | None = None  # of its explanation
     model_label: str | None = None  # in metrics; None until it is counted
     explaining: asyncio.Task[None] | None = None  # goes on behind a stream's end

@@ -26,7 +26,7 @@ from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.dispatch import MOST_ASKED, Dispatcher, Lease
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Outcome, choices_of
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome, choices_of
 from proxy.pipeline.message_answer import MessageAnswer
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.prompt_reader import PromptReader
@@ -252,7 +252,7 @@ class ResponseRelay:
             self._accounting.used(exchange, usage)
         await exchange.send({"type": "http.response.body", "body": b""})
         if head.endpoint in REPORTING and response.is_encoded:
-            self._accounting.reported(exchange, Outcome(response.status))
+            self._accounting.reported(exchange, RequestOutcome(response.status))
 
     async def _pass_on(self, lease: Lease, response: Answer, collected: list[bytes]) -> Usage | None:
         """All but the end of an answer, behind what is `collected` of it; the tokens of which it tells.
@@ -304,10 +304,10 @@ class ResponseRelay:
                 elif not exchange.delivered:
                     reply.failed(CLIENT_GONE)
                 usage = stream.usage if exchange.delivered else None
-                self._accounting.reported(exchange, Outcome(response.status, usage), stream.response)
+                self._accounting.reported(exchange, RequestOutcome(response.status, usage), stream.response)
                 raise
             await stream.finish(end)
-        self._accounting.reported(exchange, Outcome(response.status, stream.usage), stream.response)
+        self._accounting.reported(exchange, RequestOutcome(response.status, stream.usage), stream.response)
 
     def _opened(self, exchange: Exchange, event: bytes) -> None:
         """The first event of a stream of /v1/responses names the response: from now on it can be asked for."""
@@ -323,7 +323,7 @@ class ResponseRelay:
                 collected.append(chunk)
                 size += len(chunk)
         exchange.timings.first_byte = time.perf_counter()
-        outcome = Outcome(response.status, engine=outcome_in(response.header(OUTCOME_HEADER)))
+        outcome = RequestOutcome(response.status, engine=outcome_in(response.header(OUTCOME_HEADER)))
         if size > self._most_collected:
             answer = _named_in(collected[0])
             if response.status == 200:

@@ -28,7 +28,7 @@ from proxy.pipeline.adapter_changes import AdapterChanges
 from proxy.pipeline.body_reader import BodyReader
 from proxy.pipeline.dispatch import Dispatcher, Lease, prompt_computed
 from proxy.pipeline.forward import ResponseRelay
-from proxy.pipeline.handler import Answer, RequestHandler
+from proxy.pipeline.handler import Answering, RequestHandler
 from proxy.pipeline.pinned_prompts import PinnedPrompts
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.preflight import Preflights
@@ -121,7 +121,7 @@ class Gateway:
             self.prefill_pool.gateway_id = self.pool.gateway_id
             shelf.also_run("prefill_workers", self.prefill_pool.watch)
             prefills = Prefills(settings, self.prefill_pool, self.upstream, self.prefix_index, metrics)
-        answer: Answer
+        answer: Answering
         answer = relay = ResponseRelay(
             settings, metrics, self.pool, self.upstream, dispatcher, reader, self.accounting, heartbeats, prefills
         )

@@ -33,7 +33,7 @@ MAX_ID_CHARACTERS = 256
 
 # From a request that has been read to the last byte of its answer. Raises `GatewayError` for what a client is to be
 # told before its answer begins.
-Answer = Callable[[Exchange], Awaitable[None]]
+Answering = Callable[[Exchange], Awaitable[None]]
 
 
 class RequestHandler:
@@ -44,7 +44,7 @@ class RequestHandler:
         keys: KeyRing | None,
         bodies: BodyReader,
         reader: PromptReader,
-        answer: Answer,
+        answer: Answering,
         accounting: Accounting,
         preflights: Preflights,
         adapters: AdapterChanges,

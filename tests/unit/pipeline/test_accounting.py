@@ -22,7 +22,7 @@ from proxy.idle_work import IdleWork
 from proxy.observability.reasons import Delivery, Expectation, reason_for
 from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline import accounting
-from proxy.pipeline.exchange import Choice, Exchange, Outcome, Prompt, exchange_of
+from proxy.pipeline.exchange import Choice, Exchange, Prompt, RequestOutcome, exchange_of
 from proxy.routing.engine_events import EngineOutcome
 from proxy.routing.prefix_index import Prefix
 from tests.harness.in_memory_gateway import InMemoryGateway
@@ -66,13 +66,13 @@ class Scene:
         return request
 
     async def answered(self, request: Exchange, usage: Usage | None, *outcome: EngineOutcome) -> str | None:
-        return await self.accounting.answered(request, Outcome(200, usage, *outcome))
+        return await self.accounting.answered(request, RequestOutcome(200, usage, *outcome))
 
     def streamed(self, request: Exchange, usage: Usage, *outcome: EngineOutcome) -> None:
         """All of a stream's answer has gone to the client."""
         request.reply.failed(200)
         request.timings.is_stream = True
-        self.accounting.reported(request, Outcome(200, usage, *outcome))
+        self.accounting.reported(request, RequestOutcome(200, usage, *outcome))
         self.accounting.settle(request)
 
 
@@ -194,7 +194,7 @@ async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, 
         request = scene.request()
         request.give(Choice(worker, request.expected))
         request.reply.failed(200)
-        scene.accounting.reported(request, Outcome(200, Usage(100, 60)))
+        scene.accounting.reported(request, RequestOutcome(200, Usage(100, 60)))
         scene.accounting.settle(request)
         await scene.idle.caught_up()
 
