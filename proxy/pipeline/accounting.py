@@ -10,22 +10,19 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from prometheus_client import Counter
+from typing import TYPE_CHECKING, Any
 
 from proxy.boundaries.boundary import Found, resolved_positions
 from proxy.boundaries.resolve import Entry
 from proxy.chat.chat import RESPONSES
 from proxy.chat.lax_values import flag
-from proxy.chat.usage import Usage, usage_of
+from proxy.chat.usage import Usage
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
-from proxy.http.json_body import loads
-from proxy.idle_work import IdleWork, Steps, within
+from proxy.idle_work import IdleWork, Steps, beside, within
 from proxy.metrics import Metrics
 from proxy.observability.client_name import client_name
 from proxy.observability.explanations import Explanation, Explanations, Record
@@ -55,18 +52,6 @@ SEEK_SECONDS = 0.25  # that a whole answer waits for a change to be found; it is
 FORGET_SECONDS = 1.0  # between two looks at workers that are gone
 
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
-
-
-class _TokenCounters(NamedTuple):
-    """One model on one worker: tokens, and seconds."""
-
-    prompt: Counter
-    cached: Counter
-    shareable: Counter
-    shared: Counter
-    predicted: Counter
-    saved: Counter
-    spent: Counter
 
 
 class Accounting(Part):
@@ -101,12 +86,10 @@ class Accounting(Part):
         self.explanations = Explanations()
         self._time = TimeSaved()
         self._leaving: list[Worker] = []  # removed, with requests under way
-        self._running: set[asyncio.Task[None]] = set()
         self._boundary_seconds = metrics.overhead.labels("boundary")
         # Finding a family's member by its labels costs more than counting with it.
-        self._counters = cache(self._counters_of)
+        self._counter = cache(lambda family, *labels: family.labels(*labels))
         self._first_token = cache(metrics.first_token.labels)
-        self._requests = cache(metrics.requests.labels)
 
     def begin(self, exchange: Exchange) -> None:
         """A request has come with its body."""
@@ -148,12 +131,9 @@ class Accounting(Part):
         self.reported(exchange, outcome, answer)
         if not self._count_outcome(exchange, outcome):
             return None
-        steps = self._explain(exchange, outcome)
-        try:
-            await self._idle.finish(steps)
-        except asyncio.CancelledError:
-            exchange.explaining = self._beside(self._idle.finish(steps))
-            raise
+        steps = outcome.explaining = self._explain(exchange, outcome)
+        await self._idle.finish(steps)
+        outcome.explaining = None
         return outcome.reason
 
     def used(self, exchange: Exchange, usage: Usage | None) -> None:
@@ -171,36 +151,31 @@ class Accounting(Part):
         if exchange.trace is not None:
             exchange.trace.stop()
         self._idle.put_off()
-        if exchange.outcome is not None and not exchange.outcome.is_counted:
-            self._idle.add(self._settle_later(exchange, exchange.outcome))
-        else:
+        if exchange.outcome is None or exchange.outcome.is_settled:
             self._count(exchange)
-            self._close(exchange)
+            self._tell(exchange)
+        else:
+            self._idle.add(self._settle_later(exchange, exchange.outcome))
 
     def _settle_later(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
         self._count(exchange)
         yield
-        if self._count_outcome(exchange, outcome):
+        if outcome.explaining is not None:  # its client has left meanwhile
+            yield from outcome.explaining
+        elif self._count_outcome(exchange, outcome):
             is_told_later = exchange.timings.is_stream and exchange.worker is not None and exchange.worker.engine
             if outcome.engine is None and is_told_later:
-                exchange.explaining = self._beside(self._ask_engine(exchange, outcome))
-            else:
-                yield from self._explain(exchange, outcome)
-        self._close(exchange)
-
-    def _close(self, exchange: Exchange) -> None:
-        """Nothing else is told of it, except for the reason that its engine is being asked for."""
-        if exchange.explaining is not None:
-            exchange.explaining.add_done_callback(lambda _: self._tell(exchange))
-        else:
-            self._tell(exchange)
+                beside(self._ask_engine(exchange, outcome))
+                return
+            yield from self._explain(exchange, outcome)
+        self._tell(exchange)
 
     def _count(self, exchange: Exchange) -> None:
         """Count the request itself."""
         worker, status, head = exchange.worker, exchange.reply.status, exchange.head
         model = exchange.model_label = self._model_label(exchange, status)
         name = worker.name if worker is not None else ""
-        self._requests(model, name, head.endpoint, str(status)).inc()
+        self._counter(self._metrics.requests, model, name, head.endpoint, str(status)).inc()
         if head.key is not None:
             self.key_usage.request(head.key.name)
         if worker is not None and exchange.timings.reading_seconds:
@@ -269,13 +244,9 @@ class Accounting(Part):
         for worker in [worker for worker in self._leaving if not worker.inflight]:
             self._leaving.remove(worker)
             if worker.name not in present:
-                self._forget(worker.name)
-
-    def _forget(self, worker: str) -> None:
-        self._counters.cache_clear()
-        self._requests.cache_clear()
-        self._time.forget(worker)
-        self._metrics.forget_worker(worker)
+                self._counter.cache_clear()
+                self._time.forget(worker.name)
+                self._metrics.forget_worker(worker.name)
 
     def time_saved(self) -> TimeSaved:
         """Seconds saved and spent since the start, at what is known of the workers' pace by now."""
@@ -283,23 +254,19 @@ class Accounting(Part):
             self._price(worker)
         return self._time
 
-    def replayed(self, model: str, worker: Worker, answer: bytes) -> None:
+    def replayed(self, model: str, worker: Worker, usage: Usage | None) -> None:
         """A prefix was computed again on a restarted worker: count its cost at the worker's step times."""
-        try:
-            usage = usage_of(loads(answer))
-        except ValueError:
-            usage = None
         if usage is not None:
             seconds = worker.step_times.seconds(usage.prompt - (usage.cached or 0), passes=1)
             self._spend(model, worker, seconds)
 
     def _price(self, worker: Worker) -> None:
         for model, seconds in self._time.settle(worker.name, worker.step_times).items():
-            self._counters(model, worker.name).saved.inc(seconds)
+            self._counter(self._metrics.seconds_saved, model, worker.name).inc(seconds)
 
     def _spend(self, model: str, worker: Worker, seconds: float) -> None:
         self._time.spent += seconds
-        self._counters(model, worker.name).spent.inc(seconds)
+        self._counter(self._metrics.seconds_spent, model, worker.name).inc(seconds)
 
     def _count_outcome(self, exchange: Exchange, outcome: RequestOutcome) -> bool:
         """Count what was reported; whether that can be explained."""
@@ -314,18 +281,19 @@ class Accounting(Part):
         if usage is None:
             return False
         self.used(exchange, usage)
-        counters = self._counters(model, worker.name)
-        counters.prompt.inc(usage.prompt)
+        metrics, labels = self._metrics, (model, worker.name)
+        self._counter(metrics.prompt_tokens, *labels).inc(usage.prompt)
         if usage.cached is not None:
-            counters.cached.inc(usage.cached)
+            self._counter(metrics.cached_tokens, *labels).inc(usage.cached)
             blocks = worker.engine.block_size if worker.engine is not None else 1
             self._time.reused(worker.name, model, usage.cached, blocks)
             self._price(worker)
         if expected is None:
             return False
-        counters.predicted.inc(expected.found(expected.predicted))
+        self._counter(metrics.predicted_tokens, *labels).inc(expected.found(expected.predicted))
         if usage.cached is None:
-            counters.shareable.inc(Delivery.of(expected, usage.prompt, 0).shareable)
+            shareable = Delivery.of(expected, usage.prompt, 0).shareable
+            self._counter(metrics.shareable_tokens, *labels).inc(shareable)
         return usage.cached is not None
 
     def _learn(self, exchange: Exchange, prompt: int) -> None:
@@ -347,12 +315,6 @@ class Accounting(Part):
                 self._reader.told(boundary.key, tokens)
                 self._prefix_index.set_length(boundary.key, tokens)
 
-    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
-
     async def _ask_engine(self, exchange: Exchange, outcome: RequestOutcome) -> None:
         """Explain a stream once its engine has been asked."""
         try:
@@ -362,6 +324,7 @@ class Accounting(Part):
             logger.error("asking for request %s: %s", exchange.head.request_id, type(error).__name__)
         await self._idle.lull()
         await self._idle.finish(self._explain(exchange, outcome))
+        self._tell(exchange)
 
     def _explain(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
         """An answer is not lost for its explanation: a failure gives no reason."""
@@ -393,9 +356,9 @@ class Accounting(Part):
         if change is not None:
             delivery = delivery._replace(unchanged=change.token + change.lost)
         reason = reason_for(expected, delivery, change)
-        counters = self._counters(model, choice.worker.name)
-        counters.shareable.inc(delivery.shareable)
-        counters.shared.inc(min(delivery.shareable, cached))
+        labels = (model, choice.worker.name)
+        self._counter(metrics.shareable_tokens, *labels).inc(delivery.shareable)
+        self._counter(metrics.shared_tokens, *labels).inc(min(delivery.shareable, cached))
         self.sums.add(
             prompt, delivery.shareable, cached, change.lost if change is not None and not change.is_salt else 0
         )
@@ -437,19 +400,6 @@ class Accounting(Part):
         if change is None and expected.sent_here and engine is not None and engine.shared is not None:
             change = yield from recent.rendered_otherwise(remembered, shared)
         return change
-
-    def _counters_of(self, model: str, worker: str) -> _TokenCounters:
-        metrics = self._metrics
-        families = (
-            metrics.prompt_tokens,
-            metrics.cached_tokens,
-            metrics.shareable_tokens,
-            metrics.shared_tokens,
-            metrics.predicted_tokens,
-            metrics.seconds_saved,
-            metrics.seconds_spent,
-        )
-        return _TokenCounters(*(family.labels(model, worker) for family in families))
 
     def _missing(self, exchange: Exchange) -> str:
         """What an answer 404 did not find."""

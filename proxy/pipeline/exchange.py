@@ -34,6 +34,7 @@ from proxy.http.json_body import (
     with_fields,
     with_hint,
 )
+from proxy.idle_work import Steps
 from proxy.observability.explanations import Record
 from proxy.observability.reasons import Expectation
 from proxy.observability.request_diff import PrefixChange, RememberedRequest
@@ -335,6 +336,12 @@ class RequestOutcome:
     shareable: int = 0
     change: PrefixChange | None = None  # where the request differs from the nearest recent one
     reason: str | None = None  # why it got no more from the cache; None until it is judged
+    explaining: Steps[None] | None = None  # what is not done of that
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to count or to explain."""
+        return self.is_counted and self.explaining is None
 
 
 @dataclass(slots=True)
@@ -357,7 +364,6 @@ class Exchange:
     outcome: RequestOutcome | None = None  # `Accounting`, as all below
     record: Record | None = None  # of its explanation
     model_label: str | None = None  # in metrics; None until it is counted
-    explaining: asyncio.Task[None] | None = None  # goes on behind a stream's end
     is_over: bool = False
 
     def give(self, choice: Choice | None) -> None:

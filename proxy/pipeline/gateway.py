@@ -25,18 +25,16 @@ from proxy.metrics import Metrics
 from proxy.observability.shadow import Shadow
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.body_reader import BodyReader
 from proxy.pipeline.dispatch import Dispatcher, Lease, prompt_computed
 from proxy.pipeline.forward import ResponseRelay
-from proxy.pipeline.handler import Answering, RequestHandler
+from proxy.pipeline.handler import Answering, BodyReader, RequestHandler
 from proxy.pipeline.pinned_prompts import PinnedPrompts
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.preflight import Preflights
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.replayer import Replayer
+from proxy.pipeline.replayer import Replayer, WarmUp
 from proxy.pipeline.response_cache import ResponseCache
 from proxy.pipeline.sse import Heartbeats
-from proxy.pipeline.warm_up import WarmUp
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.queue import AdmissionQueue

@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
@@ -21,6 +21,7 @@ from proxy.fleet.worker import Slot, Worker
 from proxy.http import asgi
 from proxy.http.client import Answer, Broken, Stale, Unreachable, Upstream
 from proxy.http.json_body import TRANSFERS
+from proxy.idle_work import beside
 from proxy.metrics import Metrics
 from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.exchange import Exchange, affinity_key
@@ -71,7 +72,6 @@ class Prefills:
         self._prefix_index = prefix_index
         self._results = metrics.prefills
         self._overhead: deque[float] = deque(maxlen=REMEMBERED)  # seconds
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def transfer(self, lease: Lease, headers: asgi.HeaderList) -> dict[str, Any] | None:
         """Parameters with which the leased worker takes the prompt from a prefill worker; None if it computes it.
@@ -134,20 +134,22 @@ class Prefills:
         self._prefix_index.record(found.boundaries, worker.boot, worker.hint(found))
         return worker
 
+    async def _send(self, exchange: Exchange, worker: Worker, raw: bytes, headers: asgi.HeaderList) -> Answer:
+        url, headers = worker.address + exchange.head.target, worker.addressed(headers)
+        return await self._upstream.send(exchange.head.method, url, headers, raw, self._silence_timeout)
+
     async def _ask(
         self, exchange: Exchange, worker: Worker, decoder: Worker, headers: asgi.HeaderList
     ) -> dict[str, Any] | None:
-        body, head = exchange.body, exchange.head
+        body = exchange.body
         put: dict[str, Any] = {"stream": False, TRANSFER: PREFILL} | {
             name: value
-            for name, value in _ONE_TOKEN[head.endpoint].items()
+            for name, value in _ONE_TOKEN[exchange.head.endpoint].items()
             if name != "max_completion_tokens" or name in body.parsed
         }
         raw = body.for_prefill(worker.hint(exchange.prompt.found), put, _LEFT_OUT)
         try:
-            response = await self._upstream.send(
-                head.method, worker.address + head.target, worker.addressed(headers), raw, self._silence_timeout
-            )
+            response = await self._send(exchange, worker, raw, headers)
         except Stale:
             return None
         except Unreachable as error:
@@ -162,7 +164,7 @@ class Prefills:
         try:
             params = await asyncio.shield(reading)
         except asyncio.CancelledError:
-            self._spawn(self._give_back(exchange, reading, decoder, headers))
+            beside(self._give_back(exchange, reading, decoder, headers))
             raise
         if params is None and response.status >= 500:
             self._pool.record_failure(worker, body.raw)
@@ -177,34 +179,20 @@ class Prefills:
         decoder: Worker,
         headers: asgi.HeaderList,
     ) -> None:
-        """Nobody waits for the answer: a worker that takes the prompt and answers with one token sets it free."""
-        params = await reading
-        if params is not None:
-            await self.release(exchange, decoder, params, headers)
+        """Nobody waits for the answer: have `decoder` take the prompt, and answer with one token.
 
-    async def release(
-        self, exchange: Exchange, decoder: Worker, params: dict[str, Any], headers: asgi.HeaderList
-    ) -> None:
-        """Have `decoder` take a prompt that nobody waits for: no other word reaches the worker that computed it."""
+        No other word reaches the worker that computed it.
+        """
+        if (params := await reading) is None:
+            return
         put = {"stream": False, TRANSFER: params, **_ONE_TOKEN[exchange.head.endpoint]}
         raw = exchange.body.for_prefill((), put, _LEFT_OUT)
         try:
-            response = await self._upstream.send(
-                exchange.head.method,
-                decoder.address + exchange.head.target,
-                decoder.addressed(headers),
-                raw,
-                self._silence_timeout,
-            )
+            response = await self._send(exchange, decoder, raw, headers)
             async for _ in response.chunks():
                 pass
         except (Broken, Unreachable, Stale):
             pass  # then its lease ends
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 async def _params_in(response: Answer) -> dict[str, Any] | None:

@@ -6,9 +6,8 @@ never the request.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -31,6 +30,7 @@ from proxy.chat.rewrites import rewrite
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker, prompt_of
 from proxy.http.json_body import parse_object, with_edits
+from proxy.idle_work import beside
 from proxy.metrics import Metrics
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
 from proxy.observability.shadow import ReadPrompt
@@ -66,7 +66,6 @@ class PromptReader:
         self.told = self.positions.put  # an engine has told the tokens up to the place that a content key names
         self._finder = BoundaryFinder(self.positions, self.learner)
         self._heads = HeadPositions(self.positions)
-        self._learning: set[asyncio.Task[None]] = set()
         self._tokens_per_byte: LRUCache[str, float] = LRUCache(MAX_MODELS)
 
     @property
@@ -197,15 +196,9 @@ class PromptReader:
             renderer_id, setting = worker.renderer_id(prompt.chat.body.get("model")), setting_of(prompt.chat.body)
             if renderer_id is not None and self._facts.wants(renderer_id, setting, owner):
                 model = worker.template_of(exchange.model)
-                self._learn_beside(self._facts.learn(worker.renderer, renderer_id, model, setting, owner))
+                beside(self._facts.learn(worker.renderer, renderer_id, model, setting, owner))
         if prompt.facts is not None:
             self._heads.learn(prompt.found, worker.renderer, owner)
-
-    def _learn_beside(self, learning: Coroutine[Any, Any, None]) -> None:
-        """No request waits for that."""
-        task = asyncio.create_task(learning)
-        self._learning.add(task)
-        task.add_done_callback(self._learning.discard)
 
     def _rewrite(self, exchange: Exchange) -> tuple[str, ...]:
         """Apply the rules that are on; returns their names."""

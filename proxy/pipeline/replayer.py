@@ -6,9 +6,14 @@ import contextlib
 import os
 from typing import NamedTuple
 
-from proxy.fleet.hot_prefixes import WarmupRequest
+from proxy.chat.usage import Usage, usage_of
+from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet, replay_all
+from proxy.fleet.part import Part
 from proxy.fleet.worker import OWN_REQUESTS, Worker
-from proxy.http.client import Upstream
+from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.http.json_body import loads
+from proxy.metrics import Metrics
+from proxy.pipeline.accounting import Accounting
 from proxy.routing.engine_events import OUTCOME_HEADER, EngineEvents, outcome_in
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -19,6 +24,14 @@ class Replayed(NamedTuple):
     status: int
     body: bytes
     pin: str = ""  # what became of the wish to pin the prompt, or to release it; empty if the worker does not say
+
+    @property
+    def usage(self) -> Usage | None:
+        """The tokens of which it tells."""
+        try:
+            return usage_of(loads(self.body))
+        except ValueError:
+            return None
 
 
 class Replayer:
@@ -66,15 +79,41 @@ class Replayer:
             (b"x-request-id", name.encode()),
             (OUTCOME_HEADER.encode(), b"1"),
         ]
-        answer = await self._upstream.send(
-            "POST",
-            worker.address + prompt.endpoint,
-            worker.addressed(headers),
-            raw,
-            read_timeout=self._timeout,
-            fresh=True,
-        )
+        url = worker.address + prompt.endpoint
+        answer = await self._upstream.send("POST", url, worker.addressed(headers), raw, self._timeout, fresh=True)
         with contextlib.closing(answer):
             body = await answer.read()
         outcome = outcome_in(answer.header(OUTCOME_HEADER))
         return Replayed(answer.status, body, outcome.pin if outcome is not None else "")
+
+
+class WarmUp(Part):
+    """A worker that has restarted is given the prefixes that save most before it takes requests."""
+
+    name = "warm_up"
+
+    def __init__(self, prefixes: WarmupSet, replayer: Replayer, accounting: Accounting, metrics: Metrics) -> None:
+        self._prefixes = prefixes
+        self._replayer = replayer
+        self._accounting = accounting
+        self._replays = metrics.replays
+
+    @property
+    def held(self) -> int:  # type: ignore[override]  # bytes of prompts
+        return self._prefixes.held
+
+    async def prepare(self, worker: Worker) -> None:
+        if worker.takes_hints:
+            await replay_all(
+                self._prefixes.hottest(worker.names.templates), lambda prompt: self._replay(prompt, worker)
+            )
+
+    async def _replay(self, prompt: WarmupRequest, worker: Worker) -> None:
+        try:
+            answer = await self._replayer.send(worker, prompt)
+            is_done = answer.status == 200
+        except (Unreachable, Broken):
+            is_done = False
+        self._replays.labels(worker.name, "done" if is_done else "failed").inc()
+        if is_done:
+            self._accounting.replayed(prompt.model, worker, answer.usage)

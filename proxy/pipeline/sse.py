@@ -21,6 +21,7 @@ from proxy.fleet.part import Change, Part
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.json_body import loads
+from proxy.idle_work import beside
 
 # Between two events, and a line of the next one: of a blank line SDKs make an empty event.
 HEARTBEAT = b": keep-alive\n"
@@ -207,41 +208,35 @@ def _end_of_event(events: bytes, at: int) -> int:
     return min((found + len(end) for end in _ENDS if (found := events.find(end, at)) >= 0), default=len(events))
 
 
+def _data(line: bytes) -> dict[str, Any]:
+    """The object in a line of data; empty if there is none."""
+    with contextlib.suppress(ValueError):
+        data = loads(line[5:])
+        if isinstance(data, dict):
+            return data
+    return {}
+
+
 def data_of_last(events: bytes) -> dict[str, Any]:
     """The data of the last of some events; empty if it is no object."""
-    for line in reversed(events.splitlines()):
-        if line.startswith(b"data:"):
-            with contextlib.suppress(ValueError):
-                data = loads(line[5:])
-                return data if isinstance(data, dict) else {}
-            return {}
-    return {}
+    return next((_data(line) for line in reversed(events.splitlines()) if line.startswith(b"data:")), {})
 
 
 def usage_in_stream(events: bytes) -> Usage | None:
     """Usage in the last of some events that reports it."""
     at = len(events)
     while (at := events.rfind(b'"usage"', 0, at)) >= 0:
-        start = events.rfind(b"\n", 0, at) + 1
-        line = events[start:].partition(b"\n")[0]
-        at = start
-        if line.startswith(b"data:"):
-            with contextlib.suppress(ValueError):
-                if (usage := usage_of(loads(line[5:]))) is not None:
-                    return usage
+        at = events.rfind(b"\n", 0, at) + 1
+        line = events[at:].partition(b"\n")[0]
+        if line.startswith(b"data:") and (usage := usage_of(_data(line))) is not None:
+            return usage
     return None
 
 
 def _usage_alone(event: bytes) -> dict[str, Any] | None:
     """The event's data if it is only usage."""
-    if not event.startswith(b"data:"):
-        return None
-    try:
-        data = loads(event[5:])
-    except ValueError:
-        return None
-    alone = isinstance(data, dict) and data.get("choices") == [] and isinstance(data.get("usage"), dict)
-    return data if alone else None
+    data = _data(event) if event.startswith(b"data:") else {}
+    return data if data.get("choices") == [] and isinstance(data.get("usage"), dict) else None
 
 
 class Heartbeats(Part):
@@ -257,7 +252,6 @@ class Heartbeats(Part):
         self._interval = interval
         self._sent = sent
         self._streams: dict[SseRelay, Worker] = {}
-        self._beats: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
     def watching(self, stream: SseRelay, worker: Worker) -> Iterator[None]:
@@ -282,6 +276,4 @@ class Heartbeats(Part):
             silent = time.monotonic() - self._interval
             for stream in [each for each in self._streams if each.moved <= silent and not each.sending]:
                 self._sent.inc()
-                task = asyncio.create_task(stream.beat())
-                self._beats.add(task)
-                task.add_done_callback(self._beats.discard)
+                beside(stream.beat())

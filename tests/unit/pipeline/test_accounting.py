@@ -219,9 +219,8 @@ async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, 
 
 async def test_a_replay_costs_a_pass_and_what_was_computed(scene):
     with_pace(scene.worker, 0.5, 0.01)
-    cached = b'{"usage": {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 40}}}'
-    for answer, spent in ((b"{", 0.0), (b"{}", 0.0), (cached, 1.1), (b'{"usage": {"prompt_tokens": 100}}', 2.6)):
-        scene.accounting.replayed("m", scene.worker, answer)
+    for usage, spent in ((None, 0.0), (Usage(100, 40), 1.1), (Usage(100, None), 2.6)):
+        scene.accounting.replayed("m", scene.worker, usage)
         assert scene.accounting.time_saved().spent == pytest.approx(spent)
         assert scene.value("seamark_seconds_spent_total", model="m", worker="w") == pytest.approx(spent)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from proxy import idle_work
 from proxy.boundaries.layout import layout_of
 from proxy.boundaries.template_facts import DEFAULT, Opener, Setting, TemplateFacts
 from proxy.chat.chat import CHAT, GENERATE, MESSAGES, RESPONSES
@@ -102,8 +103,8 @@ async def test_nothing_is_asked_for_a_request_without_a_slot():
     assert found.entries() == ("last:3", -9) and not reader._facts.asked
     await read(reader, worker(), **fields)
     await asyncio.sleep(0)
-    assert reader._facts.asked and reader._learning  # a task that nobody holds may be lost
-    await until(lambda: not reader._learning)
+    assert reader._facts.asked and idle_work._tasks  # a task that nobody holds may be lost
+    await until(lambda: not idle_work._tasks)
 
 
 async def test_a_failure_costs_the_hint_and_names_no_text(caplog, monkeypatch):
