@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,42 +55,31 @@ FORGET_SECONDS = 1.0  # between two looks at workers that are gone
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
 
 
+@dataclass(eq=False)
 class Accounting(Part):
     """Counts each request once."""
 
     name = "accounting"
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        pool: WorkerPool,
-        reader: PromptReader,
-        prefix_index: PrefixIndex,
-        engine_events: EngineEvents,
-        shadow: Shadow,
-        idle: IdleWork,
-        excerpts: bool,
-        tracing: Tracing | None = None,
-    ) -> None:
-        """`excerpts`: some characters of what changed may be kept for explanations."""
-        self._metrics = metrics
-        self._pool = pool
-        self._reader = reader
-        self._prefix_index = prefix_index
-        self._engine_events = engine_events
-        self._shadow = shadow
-        self._idle = idle
-        self._excerpts = excerpts
-        self._tracing = tracing
-        self.sums = RollingSums()
-        self.key_usage = KeyUsage(metrics)
-        self.explanations = Explanations()
-        self._time = TimeSaved()
-        self._leaving: list[Worker] = []  # removed, with requests under way
-        self._boundary_seconds = metrics.overhead.labels("boundary")
+    _metrics: Metrics
+    _pool: WorkerPool
+    _reader: PromptReader
+    _prefix_index: PrefixIndex
+    _engine_events: EngineEvents
+    _shadow: Shadow
+    _idle: IdleWork
+    _excerpts: bool  # some characters of what changed may be kept for explanations
+    _tracing: Tracing | None = None
+    sums: RollingSums = field(default_factory=RollingSums)
+    explanations: Explanations = field(default_factory=Explanations)
+    _time: TimeSaved = field(default_factory=TimeSaved)
+    _leaving: list[Worker] = field(default_factory=list)  # removed, with requests under way
+
+    def __post_init__(self) -> None:
+        self.key_usage = KeyUsage(self._metrics)
+        self._boundary_seconds = self._metrics.overhead.labels("boundary")
         # Finding a family's member by its labels costs more than counting with it.
         self._counter = cache(lambda family, *labels: family.labels(*labels))
-        self._first_token = cache(metrics.first_token.labels)
 
     def begin(self, exchange: Exchange) -> None:
         """A request has come with its body."""
@@ -151,11 +141,12 @@ class Accounting(Part):
         if exchange.trace is not None:
             exchange.trace.stop()
         self._idle.put_off()
-        if exchange.outcome is None or exchange.outcome.is_settled:
+        outcome = exchange.outcome
+        if outcome is not None and (outcome.explaining is not None or not outcome.is_counted):
+            self._idle.add(self._settle_later(exchange, outcome))
+        else:
             self._count(exchange)
             self._tell(exchange)
-        else:
-            self._idle.add(self._settle_later(exchange, exchange.outcome))
 
     def _settle_later(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
         self._count(exchange)
@@ -370,7 +361,7 @@ class Accounting(Part):
             metrics.misses.labels(model, reason).inc()
         if timings.first_byte is not None:
             seconds = timings.first_byte - timings.arrived
-            self._first_token(model, cache_label(delivery)).observe(seconds)
+            self._counter(metrics.first_token, model, cache_label(delivery)).observe(seconds)
         if change is not None and change.kind is not None:
             metrics.would_save.labels(change.kind).inc(change.lost)
         outcome.shareable, outcome.change, outcome.reason = delivery.shareable, change, reason

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from proxy.errors import AdapterNotEverywhere, BadRequest
@@ -52,16 +53,15 @@ class _Changed(NamedTuple):
         return f"{self.worker.name} ({self.why_not})"
 
 
+@dataclass(eq=False)
 class AdapterChanges:
-    """One per gateway."""
+    """Has all workers change."""
 
-    def __init__(self, pools: Sequence[WorkerPool], upstream: Upstream, silence_timeout: float) -> None:
-        """`silence_timeout` in seconds: how long a worker may take for a change."""
-        self._pools = pools
-        self._upstream = upstream
-        self._silence_timeout = silence_timeout
-        self._turn = asyncio.Lock()  # all workers get changes in the same order
-        self._tasks: set[asyncio.Task[_Changed]] = set()
+    _pools: Sequence[WorkerPool]
+    _upstream: Upstream
+    _silence_timeout: float  # seconds: how long a worker may take for a change
+    _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)  # all workers get changes in the same order
+    _tasks: set[asyncio.Task[_Changed]] = field(init=False, default_factory=set)
 
     async def serve(self, exchange: Exchange) -> None:
         """Change it everywhere, and answer as vLLM does. Goes on if the client leaves meanwhile.

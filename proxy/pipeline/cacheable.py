@@ -169,8 +169,7 @@ class Ending:
     def __init__(self, path: str, asked: Mapping[str, Any], is_stream: bool) -> None:
         """`asked` is the request."""
         self._path, self._asked, self._is_stream = path, asked, is_stream
-        self._rest: list[bytes] = []  # of a stream a line that is not complete, else all so far
-        self._rest_bytes = 0
+        self._rest = bytearray()  # of a stream a line that is not complete, else all so far
         self._is_odd = False
         self._ended: dict[Any, Any] = {}  # how each choice of a stream did, by its index
         self._last = b"", b""  # data of a stream's last two events
@@ -179,22 +178,21 @@ class Ending:
         """The next piece."""
         if self._is_odd:
             return
-        cut = piece.rfind(b"\n") + 1 if self._is_stream else 0
-        lines = b"".join((*self._rest, piece[:cut])) if cut else b""
-        if cut:
-            self._rest, self._rest_bytes = [], 0
-        self._rest.append(piece[cut:])
-        self._rest_bytes += len(piece) - cut
-        if self._rest_bytes > LARGEST_JUDGED:
-            self._is_odd, self._rest = True, []
+        known = len(self._rest)
+        self._rest += piece
+        cut = self._rest.rfind(b"\n", known) + 1 if self._is_stream else 0
+        lines = bytes(self._rest[:cut])
+        del self._rest[:cut]
+        if len(self._rest) > LARGEST_JUDGED:
+            self._is_odd, self._rest = True, bytearray()
         elif lines:
             self._judge(lambda: self._read(lines))
 
     @property
     def is_final(self) -> bool:
         """Whether it is a whole answer, now that all has been seen."""
-        if self._is_stream and not self._is_odd and self._rest_bytes:
-            self._judge(lambda: self._read(b"".join(self._rest)))
+        if self._is_stream and not self._is_odd and self._rest:
+            self._judge(lambda: self._read(bytes(self._rest)))
         return not self._is_odd and self._judge(self._has_ended if self._is_stream else self._is_final_whole)
 
     def _judge(self, judgement: Callable[[], bool]) -> bool:
@@ -207,7 +205,7 @@ class Ending:
         return is_fine
 
     def _is_final_whole(self) -> bool:
-        answer = json.loads(b"".join(self._rest))
+        answer = json.loads(self._rest)
         if self._path == EMBEDDINGS:
             return bool(answer.get("data"))
         if self._path == RESPONSES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from proxy.boundaries.boundary import Found
@@ -26,7 +27,6 @@ from proxy.routing.engine_events import EngineEvents
 from proxy.routing.policy import choose
 from proxy.routing.prefix_index import Holding, PrefixIndex
 from proxy.routing.queue import AdmissionQueue
-from proxy.settings import Settings
 
 NOT_FOUND = 404
 
@@ -36,31 +36,19 @@ TOO_LONG = 400  # among other things
 MOST_ASKED = 16
 
 
+@dataclass(eq=False)
 class Dispatcher:
-    """One per gateway."""
+    """Chooses workers."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        pool: WorkerPool,
-        queue: AdmissionQueue,
-        prefix_index: PrefixIndex,
-        engine_events: EngineEvents,
-        warmup: WarmupSet,
-        stored: StoredResponses,
-        shelf: Shelf,
-        prefilling: dict[str, Lease],
-    ) -> None:
-        """`prefilling`: whose prompts count as not computed, by what engines call each; as for `prompt_computed`."""
-        self._load_slack = settings.load_slack
-        self._pool = pool
-        self._queue = queue
-        self._prefix_index = prefix_index
-        self._engine_events = engine_events
-        self._warmup = warmup
-        self._stored = stored
-        self.shelf = shelf
-        self.prefilling = prefilling
+    _load_slack: int  # setting
+    _pool: WorkerPool
+    _queue: AdmissionQueue
+    _prefix_index: PrefixIndex
+    _engine_events: EngineEvents
+    _warmup: WarmupSet
+    _stored: StoredResponses
+    shelf: Shelf
+    prefilling: dict[str, Lease]  # whose prompts count as not computed, by what engines call each: `prompt_computed`
 
     def lease(self, exchange: Exchange) -> Lease:
         """`async with` it: a slot at a worker for as long as the request is under way there."""
@@ -72,7 +60,7 @@ class Dispatcher:
         However often a request is in the queue, it is there for no longer than one may. Raises `NoWorker`, `Overloaded`
         or `KeyBusy`.
         """
-        exchange = lease.exchange
+        exchange, key = lease.exchange, lease.exchange.head.key
         model = exchange.model
         timings = exchange.timings
         with timings.waiting():
@@ -84,7 +72,7 @@ class Dispatcher:
                 *[worker.name for worker in exchange.asked],
             )
             timings.asked = time.perf_counter()
-            await self._queue.acquire(lease.key, wants, partial(self._take, lease), Lease.never_sent, lease.waited)
+            await self._queue.acquire(key, wants, partial(self._take, lease), Lease.never_sent, lease.waited)
             lease.waited += time.perf_counter() - timings.asked
 
     @contextlib.contextmanager
@@ -105,7 +93,7 @@ class Dispatcher:
         The worker of a response is remembered once one has answered for it, that of anything else if another has not:
         what all know, such as a list, is no one's.
         """
-        keeper = self._keeper(exchange)
+        keeper = self.keeper(exchange)
         if status == TOO_LONG and worker not in exchange.asked and keeper is None:
             model, length = exchange.model, worker.length(exchange.model)
             exchange.asked += [each for each in self._pool.serving(model) if each.length(model) <= length]
@@ -135,7 +123,7 @@ class Dispatcher:
     def _take(self, lease: Lease) -> Lease | None:
         """The lease with a slot; None if the workers that could serve the request are full."""
         exchange = lease.exchange
-        if lease.key is not None and not lease.key.has_room:
+        if (key := exchange.head.key) is not None and not key.has_room:
             return None
         roomy = self._roomy(exchange)
         if not roomy:
@@ -157,7 +145,7 @@ class Dispatcher:
 
     def _roomy(self, exchange: Exchange) -> list[Worker]:
         """Workers that have a slot for it."""
-        if (keeper := self._keeper(exchange)) is not None:
+        if (keeper := self.keeper(exchange)) is not None:
             if not keeper.up:
                 raise no_worker("The worker that stores what this request names is not ready.", [keeper])
             workers = [keeper]
@@ -222,11 +210,7 @@ class Dispatcher:
         shorter = found.prefixes[: found.prefixes.index(key)] if key in found.prefixes else ()
         self._warmup.add(key, shared.tokens, shorter, replay)
 
-    def is_stored(self, exchange: Exchange) -> bool:
-        """Whether it names a stored response, or what a known worker has made: worth waiting for a slot."""
-        return exchange.response_id is not None or self._keeper(exchange) is not None
-
-    def _keeper(self, exchange: Exchange) -> Worker | None:
+    def keeper(self, exchange: Exchange) -> Worker | None:
         """The worker that stores the response or whatever this request asks for; others would not know it."""
         if (kept := exchange.kept_id) is None:
             return None
@@ -241,20 +225,17 @@ class Dispatcher:
         return [worker for worker in workers if worker not in exchange.asked]
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
     """One request's slot. The request is counted at its worker and its key, and un-counted, here and nowhere else."""
 
-    __slots__ = ("_dispatcher", "_is_trial", "_slot", "_was_idle", "exchange", "key", "prompt", "waited")
-
-    def __init__(self, dispatcher: Dispatcher, exchange: Exchange) -> None:
-        self._dispatcher = dispatcher
-        self.exchange = exchange
-        self.key = exchange.head.key  # at which it counts
-        self.waited = 0.0  # seconds in the queue so far
-        self.prompt = 0  # tokens, roughly
-        self._slot: Slot | None = None  # None: not taken yet, or given back
-        self._is_trial = False  # of a worker that failed
-        self._was_idle = False  # the worker had no other request when it got this one
+    _dispatcher: Dispatcher
+    exchange: Exchange
+    waited: float = 0.0  # seconds in the queue so far
+    prompt: int = 0  # tokens, roughly
+    _slot: Slot | None = None  # None: not taken yet, or given back
+    _is_trial: bool = False  # of a worker that failed
+    _was_idle: bool = False  # the worker had no other request when it got this one
 
     async def __aenter__(self) -> Lease:
         await self._dispatcher.acquire(self)
@@ -291,8 +272,8 @@ class Lease:
 
     @property
     def is_stored(self) -> bool:
-        """As the dispatcher says of the request."""
-        return self._dispatcher.is_stored(self.exchange)
+        """Whether it names a stored response, or what a known worker has made: worth waiting for a slot."""
+        return self.exchange.response_id is not None or self._dispatcher.keeper(self.exchange) is not None
 
     async def move(self) -> None:
         """The worker has computed nothing of the request: give its slot back, and wait for another one."""
@@ -331,7 +312,7 @@ class Lease:
         self._was_idle = not worker.inflight
         self._slot = Slot(worker, self.prompt - choice.held)
         self._is_trial = worker.breaker.is_open and worker.breaker.begin_trial()
-        count_at(self.key, 1)
+        count_at(exchange.head.key, 1)
         self._dispatcher.prefilling[exchange.engine_id] = self
         self._dispatcher.shelf.tell(worker, Change.GIVEN)
         exchange.timings.leased = time.perf_counter()
@@ -361,7 +342,7 @@ class Lease:
         slot.give_back()
         if self._is_trial:
             self.worker.breaker.end_trial()
-        count_at(self.key, -1)
+        count_at(self.exchange.head.key, -1)
 
 
 def prompt_computed(prefilling: Mapping[str, Lease], engine_id: str, tokens: int, is_last: bool) -> None:

@@ -1,7 +1,4 @@
-"""One request on its way through the gateway, in parts.
-
-They are what the client sent, what is changed in its body, what was predicted, and when things happened.
-"""
+"""One request on its way through the gateway: an `Exchange` in parts, each of which one stage writes."""
 
 from __future__ import annotations
 
@@ -23,17 +20,7 @@ from proxy.errors import BadRequest, NotFound
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
-from proxy.http.json_body import (
-    HINT,
-    LOAD,
-    NOTHING,
-    PIN,
-    TRANSFERS,
-    XARGS,
-    Memory,
-    with_fields,
-    with_hint,
-)
+from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_hint
 from proxy.idle_work import Steps
 from proxy.observability.explanations import Record
 from proxy.observability.reasons import Expectation
@@ -58,17 +45,11 @@ OWN_TIME = b"x-seamark-overhead-ms"
 NOT_FROM_CLIENTS = frozenset({PIN, LOAD, *TRANSFERS})
 
 # How coding agents name a session, the narrowest name first: OpenCode, Codex (two spellings), Claude Code.
-SESSION_HEADERS = (
-    b"x-session-affinity",
-    b"x-session-id",
-    b"session-id",
-    b"session_id",
-    b"x-claude-code-session-id",
-)
+SESSION_HEADERS = tuple(b"x-session-affinity x-session-id session-id session_id x-claude-code-session-id".split())
 
 
 class Head(NamedTuple):
-    """What the client sent; its body is in `RequestBody`."""
+    """What the client sent, but for its body."""
 
     method: str
     target: str  # path and query, as the client wrote them
@@ -149,17 +130,15 @@ class Body:
         `own`: outermost fields to set for the worker that gets them. Everything else is as the client wrote it.
         """
         put = {**self.put, **own} if own else self.put
-        if XARGS in put:
-            put = {**put, XARGS: {**put[XARGS], HINT: hint, **({LOAD: load} if load else NO_FIELDS)}}
-        elif XARGS not in self.parsed:
-            if load:
-                put = {**put, XARGS: {HINT: hint, LOAD: load} if hint else {LOAD: load}}
-            elif hint:
-                put = {**put, XARGS: {HINT: hint}}
-        else:
+        if XARGS in self.parsed and XARGS not in put:
             raw = with_hint(self.raw, self.parsed, hint, load)
             self.hint = hint if raw is not self.raw else ()
             return with_fields(raw, self.names, put, self.dropped)
+        told: dict[str, Any] = {HINT: hint} if hint or XARGS in put else {}
+        if load:
+            told[LOAD] = load
+        if told:
+            put = {**put, XARGS: {**put.get(XARGS, NO_FIELDS), **told}}
         self.hint = hint
         return with_fields(self.raw, self.names, put, self.dropped) if put or self.dropped else self.raw
 
@@ -273,29 +252,20 @@ class Timings:
 CLIENT_GONE = 499  # the client left; the engine may have computed something all the same
 
 
+@dataclass(slots=True)
 class Reply:
     """The way of an answer to its client, an ASGI `send`: what goes through it says how the request ended.
 
     The answer's head tells the gateway's own time.
     """
 
-    __slots__ = ("_begun_as", "_hold_head", "_send", "_timings", "failure", "started", "watch")
-
-    def __init__(
-        self,
-        send: asgi.Send,
-        timings: Timings,
-        hold_head: Callable[[], None] | None = None,
-        watch: asgi.ClientWatch | None = None,
-    ) -> None:
-        """`hold_head`: the server's `asgi.HOLD_HEAD`, if it has it. `watch`: of the client."""
-        self._send = send
-        self._timings = timings
-        self._hold_head = hold_head
-        self._begun_as = 0
-        self.watch = watch
-        self.started = False
-        self.failure = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
+    _send: asgi.Send
+    _timings: Timings
+    _hold_head: Callable[[], None] | None = None  # the server's `asgi.HOLD_HEAD`, if it has it
+    watch: asgi.ClientWatch | None = None  # None: nobody waits for the answer
+    started: bool = False
+    failure: int = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
+    _begun_as: int = 0
 
     async def __call__(self, message: asgi.Scope) -> None:
         if message["type"] == "http.response.start":
@@ -337,11 +307,6 @@ class RequestOutcome:
     change: PrefixChange | None = None  # where the request differs from the nearest recent one
     reason: str | None = None  # why it got no more from the cache; None until it is judged
     explaining: Steps[None] | None = None  # what is not done of that
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing is left to count or to explain."""
-        return self.is_counted and self.explaining is None
 
 
 @dataclass(slots=True)

@@ -9,12 +9,12 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.chat.chat import CHAT, HINTED, MESSAGES, REPORTING, RESPONSES
-from proxy.chat.through_chat import has_reminders
+from proxy.chat.through_chat import MessageStream, error_of, has_reminders, message_of
 from proxy.chat.usage import PassingUsage, Usage, usage_of
 from proxy.errors import GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent
 from proxy.fleet.pool import WorkerPool, no_worker
@@ -27,7 +27,6 @@ from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.dispatch import MOST_ASKED, Dispatcher, Lease
 from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome, choices_of
-from proxy.pipeline.message_answer import MessageAnswer
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
@@ -67,37 +66,28 @@ RETRIES: Mapping[str, _Retry] = {
 NO_ROUTE = (404, 405, 501)
 NOT_RENDERED = (400, 422, 500)  # what a template refuses
 
+EVENT_STREAM = "text/event-stream"
+
+# Headers of a chat that say something else of a message.
+NOT_OF_MESSAGES = ("content-length", "content-encoding", "content-type")
+
 # Statuses without a body, and without a length to announce.
 BODILESS = (204, 304)
 
 
+@dataclass(eq=False)
 class ResponseRelay:
-    """One per gateway."""
+    """Has workers answer."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        metrics: Metrics,
-        pool: WorkerPool,
-        upstream: Upstream,
-        dispatcher: Dispatcher,
-        reader: PromptReader,
-        accounting: Accounting,
-        heartbeats: Heartbeats,
-        prefills: Prefills | None = None,
-    ) -> None:
-        """`prefills`: None without prefill workers."""
-        self._most_collected = settings.max_collected_bytes
-        self._leaves_unchanged = settings.shadow
-        self._silence_timeout = settings.silence_timeout
-        self._resent = metrics.resent
-        self._pool = pool
-        self._upstream = upstream
-        self._dispatcher = dispatcher
-        self._reader = reader
-        self._accounting = accounting
-        self._heartbeats = heartbeats
-        self._prefills = prefills
+    _settings: Settings
+    _metrics: Metrics
+    _pool: WorkerPool
+    _upstream: Upstream
+    _dispatcher: Dispatcher
+    _reader: PromptReader
+    _accounting: Accounting
+    _heartbeats: Heartbeats
+    _prefills: Prefills | None = None  # None without prefill workers
 
     async def __call__(self, exchange: Exchange) -> None:
         """Have a worker answer, once one has a slot. Raises as `forward`, and `NoWorker`, `Overloaded` or `KeyBusy`."""
@@ -124,7 +114,7 @@ class ResponseRelay:
     async def _send(self, lease: Lease) -> Answer:
         """Send to the leased worker, and to another one if that has not taken it, as `RETRIES` says."""
         exchange, head = lease.exchange, lease.exchange.head
-        is_read = head.endpoint in REPORTING and not self._leaves_unchanged
+        is_read = head.endpoint in REPORTING and not self._settings.shadow
         headers = [
             *(asgi.unencoded(head.headers) if is_read else head.headers),
             exchange.engine_id_header,
@@ -155,7 +145,7 @@ class ResponseRelay:
                 if not waits and (tries[failed] > retry.most or not lease.move_now()):
                     return _with_valid_status(answer)
                 answer.close()
-            self._resent.labels(worker.name, failed).inc()
+            self._metrics.resent.labels(worker.name, failed).inc()
             if waits:
                 await lease.move()
             fresh = not retry.elsewhere
@@ -176,7 +166,12 @@ class ResponseRelay:
         try:
             with exchange.timings.waiting():
                 answer = await self._upstream.send(
-                    head.method, worker.address + target, worker.addressed(headers), raw, self._silence_timeout, fresh
+                    head.method,
+                    worker.address + target,
+                    worker.addressed(headers),
+                    raw,
+                    self._settings.silence_timeout,
+                    fresh,
                 )
         except Exhausted:
             lease.never_sent()
@@ -241,7 +236,7 @@ class ResponseRelay:
         kind = response.header("content-type") or ""
         is_json = kind.startswith("application/json")
         has_body = response.status not in BODILESS and head.method != "HEAD"
-        if not response.is_encoded and kind.startswith("text/event-stream"):
+        if not response.is_encoded and kind.startswith(EVENT_STREAM):
             await self._stream_events(lease, response)
             return
         if head.endpoint in REPORTING and not response.is_encoded and is_json and has_body:
@@ -263,7 +258,7 @@ class ResponseRelay:
         headers = _response_headers(exchange, response)
         if response.status not in BODILESS and (length := response.header("content-length")) is not None:
             headers.append((b"content-length", length.encode()))
-        await _begin(exchange, response, headers)
+        await exchange.send({"type": "http.response.start", "status": response.status, "headers": headers})
         passing = PassingUsage()
         collected.reverse()
         while chunk := collected.pop() if collected else await response.next_chunk():
@@ -284,10 +279,14 @@ class ResponseRelay:
             timings.was_alone = lease.is_alone
             lease.prefilled()
 
-        await _begin(exchange, response, _response_headers(exchange, response))
-        opened = partial(self._opened, exchange) if exchange.head.endpoint == RESPONSES else None
-        body = exchange.body
-        stream = SseRelay(exchange.send, choices_of(body.parsed) if body.strips_usage else 0, opened)
+        headers = _response_headers(exchange, response)
+        await exchange.send({"type": "http.response.start", "status": response.status, "headers": headers})
+
+        def opened(event: bytes) -> None:  # it names the response: from now on that can be asked for
+            self._accounting.opened(exchange, data_of_last(event).get("response"))
+
+        choices = choices_of(exchange.body.parsed) if exchange.body.strips_usage else 0
+        stream = SseRelay(exchange.send, choices, opened if exchange.head.endpoint == RESPONSES else None)
         end = b""
         with self._heartbeats.watching(stream, lease.worker):
             try:
@@ -309,22 +308,18 @@ class ResponseRelay:
             await stream.finish(end)
         self._accounting.reported(exchange, RequestOutcome(response.status, stream.usage), stream.response)
 
-    def _opened(self, exchange: Exchange, event: bytes) -> None:
-        """The first event of a stream of /v1/responses names the response: from now on it can be asked for."""
-        self._accounting.opened(exchange, data_of_last(event).get("response"))
-
     async def _answer_whole(self, lease: Lease, response: Answer) -> None:
         """Collect a JSON answer, so that what the engine reports can go into the headers; unless it is too large."""
         exchange = lease.exchange
         collected: list[bytes] = []
         size = 0
         with exchange.timings.waiting():
-            while size <= self._most_collected and (chunk := await response.next_chunk()):
+            while size <= self._settings.max_collected_bytes and (chunk := await response.next_chunk()):
                 collected.append(chunk)
                 size += len(chunk)
         exchange.timings.first_byte = time.perf_counter()
         outcome = RequestOutcome(response.status, engine=outcome_in(response.header(OUTCOME_HEADER)))
-        if size > self._most_collected:
+        if size > self._settings.max_collected_bytes:
             answer = _named_in(collected[0])
             if response.status == 200:
                 self._accounting.opened(exchange, answer)
@@ -349,8 +344,45 @@ class ResponseRelay:
         await asgi.send_whole(exchange.send, response.status, headers, body)
 
 
-async def _begin(exchange: Exchange, response: Answer, headers: asgi.HeaderList) -> None:
-    await exchange.send({"type": "http.response.start", "status": response.status, "headers": headers})
+class MessageAnswer(Answer):
+    """A worker's chat as the answer to /v1/messages, event by event or whole; whatever else it said is an error."""
+
+    __slots__ = ("_answer", "_is_over", "_stream")
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        is_stream = (answer.header("content-type") or "").startswith(EVENT_STREAM) and not answer.is_encoded
+        self._stream = MessageStream() if is_stream else None
+        self._is_over = False
+        self.status = answer.status
+        kept = (header for header in answer.headers if header[0].decode("latin-1").lower() not in NOT_OF_MESSAGES)
+        self.headers = (*kept, (b"content-type", EVENT_STREAM.encode() if is_stream else b"application/json"))
+
+    def header(self, name: str) -> str | None:
+        named = (value for own, value in self.headers if own.decode("latin-1").lower() == name.lower())
+        return value.decode("latin-1") if (value := next(named, None)) is not None else None
+
+    async def next_chunk(self) -> bytes:
+        if self._stream is None:
+            self._is_over, is_read = True, self._is_over
+            return b"" if is_read else await self.read()
+        while piece := await self._answer.next_chunk():
+            if made := self._stream.events(piece):
+                return made
+        return b""
+
+    async def read(self) -> bytes:
+        """Raises `Broken`, and `WorkerFailed` for what is neither a chat nor an error."""
+        answer = await self._answer.read()
+        if self.status >= 400:
+            return error_of(answer, self.status)
+        try:
+            return message_of(answer)
+        except ValueError as error:
+            raise WorkerFailed(str(error)) from None
+
+    def close(self) -> None:
+        self._answer.close()
 
 
 def _check_route(lease: Lease, response: Answer) -> None:

@@ -77,13 +77,10 @@ class Gateway:
             EngineEvents(self.upstream, self.prefix_index, idle, shelf, reader.told, self.pool.gateway_id, computed)
         )
         self.warmup = WarmupSet(settings.text_bytes // 8)
-        dispatcher = Dispatcher(
-            settings, self.pool, self.queue, self.prefix_index, events, self.warmup, reader.stored, shelf, prefilling
-        )
+        known = self.prefix_index, events, self.warmup, reader.stored
+        dispatcher = Dispatcher(settings.load_slack, self.pool, self.queue, *known, shelf, prefilling)
         self.shadow = shelf.put(Shadow(settings, reader.find_boundaries, reader.recent, metrics, idle, self.pool.boots))
-        tracing = (
-            _tracing(settings.otlp_traces_endpoint, metrics) if settings.otlp_traces_endpoint is not None else None
-        )
+        tracing = _tracing(settings.otlp_traces_endpoint, metrics)
         self.accounting = shelf.put(
             Accounting(
                 metrics, self.pool, reader, self.prefix_index, events, self.shadow, idle, settings.excerpts, tracing
@@ -96,18 +93,10 @@ class Gateway:
         # What it can do without.
         replayer = Replayer(self.upstream, self.prefix_index, events, settings.silence_timeout)
         self.pinned = shelf.put(PinnedPrompts(settings, self.pool, self.keys, reader, replayer))
-        shelf.put(WarmUp(self.warmup, replayer, self.accounting, metrics))
+        shelf.put(WarmUp(self.warmup, replayer, self.accounting, metrics.replays))
+        prompts = self.warmup, reader.stored
         self.self_check = shelf.put(
-            SelfCheck(
-                settings,
-                self.pool,
-                self.warmup,
-                reader.stored,
-                self.upstream,
-                metrics,
-                idle,
-                self._distrust,
-            )
+            SelfCheck(settings, self.pool, *prompts, self.upstream, metrics, idle, self._distrust)
         )
         self.prefill_pool: WorkerPool | None = None
         prefills = None
@@ -118,7 +107,7 @@ class Gateway:
             )
             self.prefill_pool.gateway_id = self.pool.gateway_id
             shelf.also_run("prefill_workers", self.prefill_pool.watch)
-            prefills = Prefills(settings, self.prefill_pool, self.upstream, self.prefix_index, metrics)
+            prefills = Prefills(settings, self.prefill_pool, self.upstream, self.prefix_index, metrics.prefills)
         answer: Answering
         answer = relay = ResponseRelay(
             settings, metrics, self.pool, self.upstream, dispatcher, reader, self.accounting, heartbeats, prefills
@@ -197,8 +186,10 @@ class Gateway:
         self.shelf.tell(worker, Change.DISTRUSTED)
 
 
-def _tracing(endpoint: str, metrics: Metrics) -> Tracing:
+def _tracing(endpoint: str | None, metrics: Metrics) -> Tracing | None:
     """Raises `SettingsError` where the OpenTelemetry SDK is not installed; it is imported only if it is wanted."""
+    if endpoint is None:
+        return None
     try:
         from proxy.observability.tracing import Tracing
     except ModuleNotFoundError as error:

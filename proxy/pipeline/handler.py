@@ -11,6 +11,7 @@ import os
 import re
 import traceback
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.chat.chat import HINTED
@@ -58,7 +59,7 @@ Answering = Callable[[Exchange], Awaitable[None]]
 
 
 class BodyReader:
-    """One per gateway."""
+    """Reads bodies within their bounds."""
 
     def __init__(self, settings: Settings, idle: IdleWork) -> None:
         self._settings = settings
@@ -67,9 +68,10 @@ class BodyReader:
         self._turns = asyncio.Lock()
         self.memory = BodyMemory(settings.max_bodies_bytes)
 
-    async def receive(self, scope: asgi.Scope, receive: asgi.Receive, held: BodyHold) -> bytes:
-        """All of it; raises as `asgi.read_body`."""
-        return await asgi.read_body(scope, receive, self._settings.max_body_bytes, self._pace, held)
+    def receive(self, scope: asgi.Scope, receive: asgi.Receive, held: BodyHold) -> Awaitable[bytes]:
+        """All of it; raises as `asgi.read_body`. What runs beside the requests is put off."""
+        self._idle.put_off()
+        return asgi.read_body(scope, receive, self._settings.max_body_bytes, self._pace, held)
 
     async def parse(self, exchange: Exchange, held: BodyHold) -> Any:
         """Parse it if it is JSON. Returns the name that it gives the request, if any.
@@ -113,27 +115,18 @@ class BodyReader:
                 await asyncio.sleep(0)
 
 
+@dataclass(eq=False)
 class RequestHandler:
     """ASGI application for everything that goes to a worker."""
 
-    def __init__(
-        self,
-        keys: KeyRing | None,
-        bodies: BodyReader,
-        reader: PromptReader,
-        answer: Answering,
-        accounting: Accounting,
-        preflights: Preflights,
-        adapters: AdapterChanges,
-    ) -> None:
-        self._keys = keys
-        self._bodies = bodies
-        self._reader = reader
-        self._answer = answer
-        self._accounting = accounting
-        self._preflights = preflights
-        self._adapters = adapters
-        self._engine_ids: set[str] = set()  # of requests under way: engines must tell them apart
+    _keys: KeyRing | None
+    _bodies: BodyReader
+    _reader: PromptReader
+    _answer: Answering
+    _accounting: Accounting
+    _preflights: Preflights
+    _adapters: AdapterChanges
+    _engine_ids: set[str] = field(init=False, default_factory=set)  # of requests under way: engines tell them apart
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         given = asgi.header(scope, b"x-request-id")
@@ -161,8 +154,8 @@ class RequestHandler:
             await _refuse(exchange.reply if exchange is not None else Reply(send, Timings()), scope, error, name)
         finally:
             if exchange is not None:
-                self._accounting.settle(exchange)
                 self._engine_ids.discard(exchange.engine_id)
+                self._accounting.settle(exchange)
 
     async def _pass_through(self, exchange: Exchange, held: BodyHold) -> None:
         """From a body that is there to the last byte of the answer."""

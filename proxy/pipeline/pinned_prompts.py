@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,20 +92,6 @@ A correct file: [{"name": "rules", "body": {"model": "M", "messages": [{"role": 
 _FILE = TypeAdapter(list[PinEntry])
 
 
-def read_prefixes(path: Path) -> list[PinEntry]:
-    """The prompts that the file names. Raises `SettingsError`."""
-    raw = read_file("prefixes_file", path)
-    try:
-        entries = _FILE.validate_json(raw)
-    except ValidationError as error:
-        raise SettingsError(f"prefixes_file: {path}: {_complaint(error)}{EXAMPLE}") from None
-    names = [entry.name for entry in entries]
-    for entry in entries:
-        if names.count(entry.name) > 1:
-            raise SettingsError(f"prefixes_file: {path}: two prompts are called {entry.name!r}")
-    return entries
-
-
 def _complaint(error: ValidationError) -> str:
     """The first thing wrong, without what was given: it may be a prompt."""
     first = error.errors(include_input=False, include_url=False)[0]
@@ -158,12 +145,7 @@ class PinnedPrompts(Part):
     name = "pinned_prompts"
 
     def __init__(
-        self,
-        settings: Settings,
-        pool: WorkerPool,
-        keys: KeyRing | None,
-        reader: PromptReader,
-        replayer: Replayer,
+        self, settings: Settings, pool: WorkerPool, keys: KeyRing | None, reader: PromptReader, replayer: Replayer
     ) -> None:
         """Raises `SettingsError` for a file that cannot be used."""
         self._limits = settings.json_limits
@@ -209,7 +191,7 @@ class PinnedPrompts(Part):
         self._put(prompt)
         await self.make_all()
         if {prompt.fate(worker) for worker in self._pool.up if worker.serves(prompt.model)} == {NO_ROOM}:
-            self._drop(prompt)
+            self._drop(entry.name)
             raise PinRefused(f"The prompt was not pinned: {WORDS[NO_ROOM]}.")
         return self._shown(prompt)
 
@@ -220,7 +202,7 @@ class PinnedPrompts(Part):
             raise NotFound("No prompt of this name is pinned.")
         if prompt.from_file:
             raise BadRequest(f"The prompt {name!r} stands in prefixes_file: take it out there.", param="name")
-        self._drop(prompt)
+        self._drop(name)
         await self.make_all()
         return self._shown(prompt)
 
@@ -270,7 +252,7 @@ class PinnedPrompts(Part):
         if self._keys is None or self._keys.salts_last:
             return
         for name in list(self._prompts):
-            self._drop(self._prompts[name])
+            self._drop(name)
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await self.make_all()
@@ -362,17 +344,23 @@ class PinnedPrompts(Part):
         return PinnedPrompt(entry.name, model, raw, key, from_file, key.salt if key is not None else None)
 
     def _put(self, prompt: PinnedPrompt) -> None:
-        if (previous := self._prompts.get(prompt.name)) is not None:
-            self._drop(previous)
+        self._drop(prompt.name)
         self._prompts[prompt.name] = prompt
 
-    def _drop(self, prompt: PinnedPrompt) -> None:
-        del self._prompts[prompt.name]
-        self._released.append(prompt)
+    def _drop(self, name: str) -> None:
+        if (prompt := self._prompts.pop(name, None)) is not None:
+            self._released.append(prompt)
 
     def _read(self, path: Path) -> list[PinEntry]:
         """The file's prompts, each of which can be pinned. Raises `SettingsError`."""
-        entries = read_prefixes(path)
+        raw = read_file("prefixes_file", path)
+        try:
+            entries = _FILE.validate_json(raw)
+        except ValidationError as error:
+            raise SettingsError(f"prefixes_file: {path}: {_complaint(error)}{EXAMPLE}") from None
+        for name, times in Counter(entry.name for entry in entries).items():
+            if times > 1:
+                raise SettingsError(f"prefixes_file: {path}: two prompts are called {name!r}")
         if len(entries) > MOST_PROMPTS:
             raise SettingsError(f"prefixes_file: {path} names {len(entries)} prompts; {MOST_PROMPTS} can be pinned")
         size = 0
@@ -390,7 +378,7 @@ class PinnedPrompts(Part):
         for prompt in list(self._prompts.values()):
             new = named.get(prompt.name)
             if new is None and prompt.from_file:
-                self._drop(prompt)
+                self._drop(prompt.name)
             elif new is not None and (new.raw, new.key) == (prompt.raw, prompt.key):
                 prompt.from_file = True
                 del named[prompt.name]

@@ -12,7 +12,10 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from prometheus_client import Counter
 
 from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from proxy.errors import NoWorker
@@ -22,7 +25,6 @@ from proxy.http import asgi
 from proxy.http.client import Answer, Broken, Stale, Unreachable, Upstream
 from proxy.http.json_body import TRANSFERS
 from proxy.idle_work import beside
-from proxy.metrics import Metrics
 from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.exchange import Exchange, affinity_key
 from proxy.routing.policy import choose
@@ -58,20 +60,16 @@ REMEMBERED = 32
 LOADED, SHORT, FAILED, NO_PREFILL_WORKER = "sent", "short", "failed", "no_worker"
 
 
+@dataclass(eq=False)
 class Prefills:
-    """One per gateway that has prefill workers."""
+    """The first calls."""
 
-    def __init__(
-        self, settings: Settings, pool: WorkerPool, upstream: Upstream, prefix_index: PrefixIndex, metrics: Metrics
-    ) -> None:
-        """`pool`: of prefill workers."""
-        self._load_slack = settings.load_slack
-        self._silence_timeout = settings.silence_timeout
-        self._pool = pool
-        self._upstream = upstream
-        self._prefix_index = prefix_index
-        self._results = metrics.prefills
-        self._overhead: deque[float] = deque(maxlen=REMEMBERED)  # seconds
+    _settings: Settings
+    _pool: WorkerPool  # of prefill workers
+    _upstream: Upstream
+    _prefix_index: PrefixIndex
+    _results: Counter
+    _overhead: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # seconds
 
     async def transfer(self, lease: Lease, headers: asgi.HeaderList) -> dict[str, Any] | None:
         """Parameters with which the leased worker takes the prompt from a prefill worker; None if it computes it.
@@ -127,16 +125,16 @@ class Prefills:
             return None
         found = exchange.prompt.found
         if found is None:
-            return choose(workers, {}, self._load_slack)
+            return choose(workers, {}, self._settings.load_slack)
         held = self._prefix_index.longest(found.prefixes, {worker.boot for worker in workers})
         together = affinity_key(exchange.head.headers, exchange.body.parsed)
-        worker = choose(workers, held, self._load_slack, together, found.shared)
+        worker = choose(workers, held, self._settings.load_slack, together, found.shared)
         self._prefix_index.record(found.boundaries, worker.boot, worker.hint(found))
         return worker
 
     async def _send(self, exchange: Exchange, worker: Worker, raw: bytes, headers: asgi.HeaderList) -> Answer:
         url, headers = worker.address + exchange.head.target, worker.addressed(headers)
-        return await self._upstream.send(exchange.head.method, url, headers, raw, self._silence_timeout)
+        return await self._upstream.send(exchange.head.method, url, headers, raw, self._settings.silence_timeout)
 
     async def _ask(
         self, exchange: Exchange, worker: Worker, decoder: Worker, headers: asgi.HeaderList

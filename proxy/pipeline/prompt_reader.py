@@ -85,31 +85,33 @@ class PromptReader:
         `workers`: those that serve its model. None is asked anything: a request that has no slot may be refused.
         """
         # What was read before a failure counts.
+        rewrites: tuple[str, ...] = ()
+        tokens, chat = 0, None
         prompt = Prompt(found=Found(failure="no_boundary"))
         try:
-            prompt = prompt._replace(rewrites=self._rewrite(exchange))
+            rewrites = self._rewrite(exchange)
             rate = self._rate(exchange.model)
-            prompt = prompt._replace(tokens=round(len(exchange.body.raw) * rate))
+            tokens = round(len(exchange.body.raw) * rate)
             if exchange.body.memory.values <= self._most_values:
-                prompt = prompt._replace(chat=self._chat_in(exchange))
-                prompt = self._bounded(exchange, prompt, rate, workers)
+                chat = self._chat_in(exchange)
+                prompt = self._bounded(exchange, chat, rate, workers)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.
             logger.error("boundary of request %s: %s", exchange.head.request_id, type(error).__name__)
-            prompt = prompt._replace(found=Found(failure="no_facts"))
+            prompt = Prompt(found=Found(failure="no_facts"))
         if prompt.found is not None:
             self._lookups(prompt.found.result).inc()
-        return prompt
+        return prompt._replace(chat=chat, tokens=tokens, rewrites=rewrites)
 
-    def _bounded(self, exchange: Exchange, prompt: Prompt, rate: float, workers: Sequence[Worker]) -> Prompt:
+    def _bounded(self, exchange: Exchange, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> Prompt:
         """Where it can be shared up to."""
-        chat, size = prompt.chat, len(exchange.body.raw)
+        size = len(exchange.body.raw)
         serving = [worker for worker in workers if worker.engine is not None]
         if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
             found = self._finder.find(chat, None, b"", size, rate, by_texts=True)
-            return prompt._replace(found=found._replace(failure="unpatched"))
+            return Prompt(found=found._replace(failure="unpatched"))
         if not serving:
-            return prompt._replace(found=Found(failure="unpatched"))
+            return Prompt(found=Found(failure="unpatched"))
         model: Any = chat.body.get("model") if chat is not None else None
         worker = next((each for each in serving if each.renderer_id(exchange.model)), serving[0])
         renderer_id = worker.renderer_id(model) or b""
@@ -118,7 +120,7 @@ class PromptReader:
             facts, template_of = self._facts.facts(renderer_id, setting_of(chat.body)), worker
         found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=len(serving) > 1)
         remembered = self._remember(chat, found, exchange.body.memory.size, exchange.head.owner)
-        return prompt._replace(found=found, remembered=remembered, facts=facts, template_of=template_of)
+        return Prompt(found=found, remembered=remembered, facts=facts, template_of=template_of)
 
     def _rate(self, model: Any) -> float:
         """Tokens of a byte of a request's body."""

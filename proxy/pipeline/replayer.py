@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from prometheus_client import Counter
 
 from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet, replay_all
@@ -12,7 +15,6 @@ from proxy.fleet.part import Part
 from proxy.fleet.worker import OWN_REQUESTS, Worker
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import loads
-from proxy.metrics import Metrics
 from proxy.pipeline.accounting import Accounting
 from proxy.routing.engine_events import OUTCOME_HEADER, EngineEvents, outcome_in
 from proxy.routing.prefix_index import PrefixIndex
@@ -34,17 +36,14 @@ class Replayed(NamedTuple):
             return None
 
 
+@dataclass(eq=False)
 class Replayer:
     """Sends prompts for one token."""
 
-    def __init__(
-        self, upstream: Upstream, prefix_index: PrefixIndex, engine_events: EngineEvents, timeout: float
-    ) -> None:
-        """`timeout` in seconds without a byte of the answer."""
-        self._upstream = upstream
-        self._prefix_index = prefix_index
-        self._engine_events = engine_events
-        self._timeout = timeout
+    _upstream: Upstream
+    _prefix_index: PrefixIndex
+    _engine_events: EngineEvents
+    _timeout: float  # seconds without a byte of the answer
 
     async def send(self, worker: Worker, prompt: WarmupRequest, *, pin: bool | None = None) -> Replayed:
         """The worker's answer. `pin`: the engine is to keep the prompt in its cache, or to let it go.
@@ -87,16 +86,16 @@ class Replayer:
         return Replayed(answer.status, body, outcome.pin if outcome is not None else "")
 
 
+@dataclass(eq=False)
 class WarmUp(Part):
     """A worker that has restarted is given the prefixes that save most before it takes requests."""
 
     name = "warm_up"
 
-    def __init__(self, prefixes: WarmupSet, replayer: Replayer, accounting: Accounting, metrics: Metrics) -> None:
-        self._prefixes = prefixes
-        self._replayer = replayer
-        self._accounting = accounting
-        self._replays = metrics.replays
+    _prefixes: WarmupSet
+    _replayer: Replayer
+    _accounting: Accounting
+    _replays: Counter
 
     @property
     def held(self) -> int:  # type: ignore[override]  # bytes of prompts

@@ -26,7 +26,7 @@ from proxy.pipeline.dispatch import Dispatcher
 from proxy.pipeline.exchange import Exchange
 from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.sse import HEARTBEAT
-from proxy.pipeline.stored_answers import Entry, Source, StoredAnswers, from_piece, grouped, weight_of
+from proxy.pipeline.stored_answers import Entry, Source, StoredAnswers, grouped, weight_of
 from proxy.settings import Settings
 
 SECRET_BYTES = 32
@@ -143,10 +143,8 @@ class ResponseCache(Part):
             age = (b"age", str(int(time.monotonic() - entry.stored)).encode())
             headers = [*entry.headers, age, exchange.head.id_header, (HEADER, result)]
             await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
-            at = 0
-            while at < len(entry.pieces):
-                piece, at = from_piece(entry.pieces, at)
-                more = at < len(entry.pieces)
+            for number, piece in enumerate(entry.pieces, 1):
+                more = number < len(entry.pieces)
                 await exchange.send({"type": "http.response.body", "body": piece, "more_body": more})
         finally:
             self.answers.returned(key, entry)
@@ -240,11 +238,12 @@ class Flight:
 
     def _end(self) -> None:
         """The last byte is there."""
-        exchange, start, pieces = self._exchange, self._start, tuple(grouped(self._pieces))
+        exchange, start, pieces = self._exchange, self._start, grouped(self._pieces)
         self._drop()
         if start is not None and self._may_be_stored():
             source = Source.of(self._source.worker, exchange.model)
-            self._answers.add(self._key, Entry(_kept(start["headers"]), pieces, source, exchange.head.owner))
+            headers = [header for header in start["headers"] if header[0] in KEPT]  # the same for all who get it
+            self._answers.add(self._key, Entry(headers, pieces, source, exchange.head.owner))
         self.landed.set()
 
     def _may_be_stored(self) -> bool:
@@ -266,11 +265,6 @@ class Flight:
         self._answers.hold(self._exchange.head.owner, -self._size)
         self._size = 0
         self._pieces.clear()
-
-
-def _kept(headers: asgi.HeaderList) -> asgi.HeaderList:
-    """Those headers of an answer that are the same for all who get it."""
-    return [header for header in headers if header[0] in KEPT]
 
 
 async def _send_marked(send: asgi.Send, result: bytes, message: asgi.Scope) -> None:

@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Counter
@@ -49,32 +50,27 @@ _LAST = (
 )
 
 
+@dataclass(eq=False)
 class SseRelay:
     """Relays one stream."""
 
-    def __init__(
-        self, send: asgi.Send, stripped_choices: int = 0, opened: Callable[[bytes], None] | None = None
-    ) -> None:
-        """`stripped_choices`: remove the event that holds only usage, behind the ends of so many; 0: leave it.
-
-        `opened`: is called with the first event before that is sent; then `first` and `last` are kept.
-        """
-        self._send = send
-        self._choices = stripped_choices
-        self._opened = opened
-        self._ended = 0  # choices
-        self._held = b""  # the beginning of an event
-        self._terminal = b""  # a whole event that the usage may have to go into
-        self._closed = False
-        self._whole = True  # what was passed on ends with an event's end
-        self._with_usage = b""
-        self.first = b""  # its first event
-        self.last = b""  # its last few
-        self._passed = b""  # the last few that were sent
-        self.moved = time.monotonic()  # when something was last sent
-        self.sending = False
-        self._refusals = 0  # by its worker, since that said something
-        self.scope: asyncio.Timeout | None = None  # inside which it runs
+    _send: asgi.Send
+    _choices: int = 0  # remove the event that holds only usage, behind the ends of so many; 0: leave it
+    # Called with the first event before that is sent; then `first` and `last` are kept.
+    _opened: Callable[[bytes], None] | None = None
+    _ended: int = 0  # choices
+    _held: bytes = b""  # the beginning of an event
+    _terminal: bytes = b""  # a whole event that the usage may have to go into
+    _closed: bool = False
+    _whole: bool = True  # what was passed on ends with an event's end
+    _with_usage: bytes = b""
+    first: bytes = b""  # its first event
+    last: bytes = b""  # its last few
+    _passed: bytes = b""  # the last few that were sent
+    moved: float = field(default_factory=lambda: time.monotonic())  # when something was last sent
+    sending: bool = False
+    _refusals: int = 0  # by its worker, since that said something
+    scope: asyncio.Timeout | None = None  # inside which it runs
 
     async def run(self, chunks: AsyncIterator[bytes], begun: Callable[[], None] = lambda: None) -> None:
         """Pass on everything up to the end, the end itself excepted; `begun` is called when the first piece comes."""
@@ -239,6 +235,7 @@ def _usage_alone(event: bytes) -> dict[str, Any] | None:
     return data if data.get("choices") == [] and isinstance(data.get("usage"), dict) else None
 
 
+@dataclass(eq=False)
 class Heartbeats(Part):
     """Comments on streams that have been silent for a while: clients and proxies before them give up on silence.
 
@@ -247,11 +244,9 @@ class Heartbeats(Part):
 
     name = "heartbeats"
 
-    def __init__(self, interval: float, sent: Counter) -> None:
-        """`interval` in seconds, 0 for never; `sent` counts the comments."""
-        self._interval = interval
-        self._sent = sent
-        self._streams: dict[SseRelay, Worker] = {}
+    _interval: float  # seconds; 0: never
+    _sent: Counter  # counts the comments
+    _streams: dict[SseRelay, Worker] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def watching(self, stream: SseRelay, worker: Worker) -> Iterator[None]:

@@ -435,7 +435,7 @@ USED = b'{"usage": {"prompt_tokens": 9}}'
 async def test_a_replay_is_counted_and_its_cost_if_it_was_computed(said, told):
     kept, metrics, upstream, accounting = WarmupSet(10**6), Metrics(), ScriptedUpstream(said), Mock()
     (worker,) = pool_of(upstream, "w", engine=ENGINE).workers
-    part = WarmUp(kept, Replayer(upstream, PrefixIndex(10**6), Mock(), 5.0), accounting, metrics)
+    part = WarmUp(kept, Replayer(upstream, PrefixIndex(10**6), Mock(), 5.0), accounting, metrics.replays)
     await part.prepare(worker)
     assert upstream.sent == [] and part.held == 0
     kept.add(b"s", 100, (), PROMPT)

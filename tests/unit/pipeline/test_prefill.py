@@ -116,7 +116,7 @@ class Scene:
         self.told: list[tuple[Any, ...]] = []  # to the pool
         for name in ("mark_down", "record_failure", "record_success"):
             setattr(self.pool, name, partial(lambda name, *what: self.told.append((name, *what)), name))
-        self.prefills = Prefills(Settings(), self.pool, self.upstream, self.index, self.metrics)
+        self.prefills = Prefills(Settings(), self.pool, self.upstream, self.index, self.metrics.prefills)
 
     def _say(self, sent: Sent) -> Said | Exception:
         self.during()
