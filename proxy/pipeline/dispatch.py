@@ -266,10 +266,6 @@ class Lease:
         """Whether the worker has had no other request since it got this one."""
         return self._was_idle and self._slot is not None and self.worker.dispatched == self._slot.number
 
-    def seeks_on(self, status: int) -> bool:
-        """Whether to `move`, since the worker says by `status` that it does not store the response that is named."""
-        return self._dispatcher.seeks_on(self.exchange, self.worker, status)
-
     @property
     def is_stored(self) -> bool:
         """Whether it names a stored response, or what a known worker has made: worth waiting for a slot."""

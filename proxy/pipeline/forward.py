@@ -199,7 +199,7 @@ class ResponseRelay:
                 self._pool.record_success(worker)
             elif answer.status >= 500 and answer.status != 501:
                 self._record_failure(lease)
-        if lease.seeks_on(answer.status):
+        if self._dispatcher.seeks_on(exchange, worker, answer.status):
             return NOT_STORED, answer
         if head.endpoint in REPORTING and answer.status in (200, 404) and exchange.response_id is None:
             self._pool.answered_name(worker, exchange.model, taken=answer.status == 200)

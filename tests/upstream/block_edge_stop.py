@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from tiny_hybrid import BLOCK, MAMBA, UNIT, exchange_of, scheduler_of, verdict, without_engine
+from tiny_hybrid import BLOCK, MAMBA, UNIT, request_of, scheduler_of, verdict, without_engine
 
 
 def run(scheduler, name: str, tokens: list[int], states: dict[int, int]) -> bool:
@@ -18,7 +18,7 @@ def run(scheduler, name: str, tokens: list[int], states: dict[int, int]) -> bool
     from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
     from vllm.v1.outputs import ModelRunnerOutput
 
-    added = exchange_of(name, tokens)
+    added = request_of(name, tokens)
     scheduler.add_request(added)
     chunks, resumed_from = [], 0
     while not added.is_finished():

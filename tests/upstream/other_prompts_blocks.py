@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tiny_hybrid import ATTENTION, BLOCK, exchange_of, scheduler_of, verdict, without_engine
+from tiny_hybrid import ATTENTION, BLOCK, request_of, scheduler_of, verdict, without_engine
 
 PROMPT = 150  # tokens
 
@@ -27,7 +27,7 @@ class Core:
         """Answer a request with one token. Returns its `kv_transfer_params`, and prints what it was computed from."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        request = exchange_of(name, list(tokens), kv_transfer_params=transfer)
+        request = request_of(name, list(tokens), kv_transfer_params=transfer)
         self.scheduler.add_request(request)
         received: set[str] = set()
         told = None

@@ -112,7 +112,7 @@ BLOCK, UNIT = 64, 16  # tokens, of a scheduler without an engine
 MAMBA, ATTENTION = 0, 1  # its cache groups
 
 
-def exchange_of(name: str, tokens: list[int], **extra):
+def request_of(name: str, tokens: list[int], **extra):
     """A request for one token."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256

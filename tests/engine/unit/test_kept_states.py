@@ -60,7 +60,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
 }
 
 
-def exchange_of(name: str) -> Request:
+def request_of(name: str) -> Request:
     more = dict(PROMPTS[name])
     hasher = get_request_block_hasher(UNIT, sha256)
     return Request(name, more.pop("tokens"), SamplingParams(max_tokens=1), None, block_hasher=hasher, **more)
@@ -85,7 +85,7 @@ class Cache(RuleBasedStateMachine):
         self.checkpoints = Checkpoints(GRID, BLOCK, self.states)
         ResumableBlocks(self.keys, {ATTENTION: self.announced}).take_over()
         self.index = KvEventIndex(UNIT)
-        self.requests = {name: exchange_of(name) for name in PROMPTS}
+        self.requests = {name: request_of(name) for name in PROMPTS}
         self.running: list[Any] = []  # blocks of requests
         self.written: list[Any] = []  # of states, until the next step
         self.spare: set[bytes] = set()

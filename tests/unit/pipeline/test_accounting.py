@@ -52,8 +52,7 @@ class Scene:
         events.outcome_of = lambda *_: self.said  # type: ignore[method-assign]
         events.left = lambda _, name: self.ended.append(("left", name))  # type: ignore[method-assign]
         events.refused = lambda _, name: self.ended.append(("refused", name))  # type: ignore[method-assign]
-        self.value = own.metric
-        self.found = FOUND
+        self.value, self.found = own.metric, FOUND
 
     def request(self, key: ApiKey | None = None, **expected: Any) -> Exchange:
         scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}

@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -524,7 +523,7 @@ TestStoring.settings = settings(stateful_step_count=60)
 def test_an_entry_stands_as_long_as_its_worker_and_for_whom_it_is_young_enough(
     monkeypatch, name, value, stands, age, most
 ):
-    cache, worker = ResponseCache(Settings(response_cache=2**20), Metrics(), Mock(), Mock(), Mock()), a_worker()
+    cache, worker = ResponseCache(Settings(response_cache=2**20), Metrics(), *[None] * 3), a_worker()
     worker.renderer_ids = {"m": b"template"}
     cache.answers.add(b"k", stored := Entry([], (b"x",), Source.of(worker, "m")))
     monkeypatch.setattr(response_cache.time, "monotonic", lambda: stored.stored + age)

@@ -425,12 +425,11 @@ async def test_a_prefix_counts_as_the_workers_only_if_it_has_computed_it(monkeyp
         assert told == (["sent"] if is_computed else ["sent", "refused"])
 
 
-USED = b'{"usage": {"prompt_tokens": 9}}'
+USED = Said(200, b'{"usage": {"prompt_tokens": 9}}')
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
-    [(Said(200, USED), [Usage(9, None)]), (Said(200, b"{"), [None]), (Said(503), []), (Broken(""), [])],
+    ("said", "told"), [(USED, [Usage(9, None)]), (Said(200, b"{"), [None]), (Said(503), []), (Broken(""), [])]
 )
 async def test_a_replay_is_counted_and_its_cost_if_it_was_computed(said, told):
     kept, metrics, upstream, accounting = WarmupSet(10**6), Metrics(), ScriptedUpstream(said), Mock()

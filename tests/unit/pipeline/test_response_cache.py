@@ -57,8 +57,7 @@ class Sharing(RuleBasedStateMachine):
         clock = SimpleNamespace(monotonic=lambda: self.loop.time() + next(ticks) * 1e-7)
         for module in (response_cache, stored_answers):
             self.patch.setattr(module, "time", clock, raising=False)
-        self.worker = a_worker()
-        self.all: list[Client] = []
+        self.worker, self.all = a_worker(), list[Client]()
         self.runs: list[Run] = []
         self.stored: dict[str, set[bytes]] = {}  # what may be, by prompt
         self.is_tight = False  # whether so much is under way that not all of it may be kept

@@ -37,8 +37,7 @@ class Feed:
         self.told: dict[str, Any] = {"boot": "b", "cursor": 9, "outcomes": [[name, "hit", 0] for name in hits]}
         if not old:
             self.told |= {"states": [], "reset": False}
-        self.index, self.learnt = PrefixIndex(10**6), dict[bytes, int]()  # what is known by it
-        self.computed: list[tuple[str, int, bool]] = []
+        self.index, self.learnt, self.computed = PrefixIndex(10**6), dict[bytes, int](), list[Any]()  # known by it
         self.fails: Exception | None = None
         self.seconds = seconds
         self.evil: list[bytes] = []  # lines, in place of what it is told
