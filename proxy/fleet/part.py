@@ -26,6 +26,7 @@ class Change(enum.Enum):
     """What has happened to a worker."""
 
     GIVEN = enum.auto()  # it gets a client's request
+    TRIES = enum.auto()  # it tries its drafts; told again and again
     REMOVED = enum.auto()  # it is gone
     CLEARED = enum.auto()  # its cache was emptied, as it has to be for who puts other weights into a running engine
     ADAPTER = enum.auto()  # it has another adapter under a name; the states of the former one are reported gone

@@ -72,7 +72,6 @@ class WorkerPool:
         self._asked_at = float("-inf")  # time.monotonic()
         self._naming: set[str] = set()  # addresses of workers that took a name which they do not list
         self.discovered: tuple[str, ...] = ()  # base URLs
-        self.on_trial: Callable[[Worker], None] = lambda _: None  # called again and again while it tries its drafts
         path = settings.workers_file
         self.file = WatchedFile("workers_file", path, workers_in, EXAMPLE_WORKERS) if path is not None else None
         self.workers: list[Worker] = []
@@ -402,7 +401,7 @@ class WorkerPool:
         for each in DRAFT_STATES:
             self._metrics.drafts.labels(worker.name, each).set(each == state)
         if state == TRIAL:
-            self.on_trial(worker)
+            self._shelf.tell(worker, Change.TRIES)
         if state == before:
             return
         worker.shown_drafts = state

@@ -116,10 +116,13 @@ class EngineEvents(Part):
         shelf: Shelf,
         learnt: Callable[[bytes, int], None] = lambda *_: None,
         gateway_id: str = "",
+        computed: Callable[[str, int, bool], None] = lambda *_: None,
     ) -> None:
         """`learnt` is called with the key and the tokens of each boundary that an engine has resolved.
 
         `gateway_id`: what workers know this gateway's requests by, hexadecimal; they tell it what others have there.
+        `computed`: with an engine's name of a request, the tokens of its prompt that it has computed, and whether
+        these are all of its boundaries.
         """
         self._gateway_id = gateway_id
         self._upstream = upstream
@@ -127,9 +130,8 @@ class EngineEvents(Part):
         self._idle = idle
         self._shelf = shelf
         self._learnt = learnt
+        self._computed = computed
         self._feeds: dict[str, _FeedReader] = {}
-        # Called with a request's identity, the tokens of its prompt that are computed, and whether all boundaries are.
-        self.on_computed: Callable[[str, int, bool], None] = lambda *_: None
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:
         """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
@@ -137,10 +139,6 @@ class EngineEvents(Part):
         ahead = worker.engine.ahead if worker.engine is not None else 0
         feed.held_states.sent(request_id, boundaries, entries, worker.boot, ahead)
         self._ensure_reader(worker, feed)
-
-    def follow(self, worker: Worker) -> None:
-        """Read what a worker tells though nothing is sent to it."""
-        self._ensure_reader(worker, self._feed(worker))
 
     def refused(self, worker: Worker, request_id: str) -> None:
         """The worker answered with an error: what was recorded for the request is not held."""
@@ -197,8 +195,11 @@ class EngineEvents(Part):
             feed.pins.pop(request_id, None)
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
-        """That of a worker with the plugin is read from its first request on, whatever that is, till it is removed."""
-        if change is Change.GIVEN and worker.engine is not None:
+        """That of a worker with the plugin is read from its first request on, whatever that is, till it is removed.
+
+        Also while it tries its drafts, though nothing is sent to it.
+        """
+        if change is Change.TRIES or (change is Change.GIVEN and worker.engine is not None):
             self._ensure_reader(worker, self._feed(worker))
         feed = self._feeds.pop(worker.url, None) if change is Change.REMOVED else None
         if feed is not None and feed.reader is not None:
@@ -216,9 +217,6 @@ class EngineEvents(Part):
         if feed is None:
             feed = self._feeds[worker.url] = _FeedReader(HeldStates(self._prefix_index, self._learnt, self._computed))
         return feed
-
-    def _computed(self, request_id: str, tokens: int, is_last: bool) -> None:
-        self.on_computed(request_id, tokens, is_last)
 
     def _ensure_reader(self, worker: Worker, feed: _FeedReader) -> None:
         if (feed.reader is None or feed.reader.done()) and time.monotonic() >= feed.silent_until:

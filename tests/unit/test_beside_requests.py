@@ -91,7 +91,7 @@ def test_a_streams_end_does_nothing_that_takes_longer_the_more_there_is():
     """What it does beyond that is given to `IdleWork`, behind its last byte."""
     tree = ast.parse((PROXY / "pipeline" / "accounting.py").read_text())
     found = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    for name in ("reported", "count", "_learn"):
+    for name in ("reported", "settle", "_learn"):
         assert not [node for node in ast.walk(found[name]) if isinstance(node, LOOPS)], name
     forward = ast.parse((PROXY / "pipeline" / "forward.py").read_text())
     (stream,) = (node for node in ast.walk(forward) if getattr(node, "name", "") == "_stream_events")

@@ -37,7 +37,7 @@ class Feed:
         self.told: dict[str, Any] = {"boot": "b", "cursor": 9, "outcomes": [[name, "hit", 0] for name in hits]}
         if not old:
             self.told |= {"states": [], "reset": False}
-        self.index, self.learnt = PrefixIndex(10**6), dict[bytes, int]()  # what is known by it
+        self.index, self.learnt, self.computed = PrefixIndex(10**6), dict[bytes, int](), list[Any]()  # known by it
         self.fails: Exception | None = None
         self.seconds = seconds
         self.evil: list[bytes] = []  # lines, in place of what it is told
@@ -88,7 +88,8 @@ HINT = ("first:1",)
 
 @asynccontextmanager
 async def reading(feed: Feed) -> AsyncIterator[EngineEvents]:
-    events = EngineEvents(feed, feed.index, IdleWork(), Shelf(Metrics()), feed.learnt.__setitem__)
+    told = feed.learnt.__setitem__, "", lambda *each: feed.computed.append(each)
+    events = EngineEvents(feed, feed.index, IdleWork(), Shelf(Metrics()), *told)
     try:
         yield events
     finally:
@@ -209,12 +210,11 @@ async def test_words_that_nobody_asks_for_are_bounded():
 
 
 async def test_news_correct_the_directory_without_anybody_asking():
-    feed, computed = Feed(old=False), []
-    async with following(feed) as events:
-        events.on_computed = lambda *each: computed.append(each)
+    feed = Feed(old=False)
+    async with following(feed):
         feed.tell([["came", "r", 200, [[160, "5c"]]]], resolved=[["r", 0, [163]]])
         await until(lambda: feed.index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
-        assert (feed.learnt, computed) == ({b"s": 163}, [("r", 200, True)])
+        assert (feed.learnt, feed.computed) == ({b"s": 163}, [("r", 200, True)])
         feed.tell([["gone", "5c"]])
         await until(lambda: not feed.index.longest((b"s",), [WORKER.boot]))
 
