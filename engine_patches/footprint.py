@@ -40,7 +40,7 @@ FOLLOWED_AT = "seamark_followed_at"  # when the one behind it was
 
 LATE = "seamark_late"  # on a ModelRunnerOutput: it was there before it was asked for
 
-REPORTS = "seamark_reports"  # on a Scheduler: `reporting.reporter.Reporter`; none if nobody collects
+REPORTS = "seamark_reports"  # on a Scheduler: `reporting.report.Reporter`; none if nobody collects
 
 WATCHES = "seamark_watches"  # on a BlockPool: `scheduler.held_keys.Watch` of those that are told which keys it removes
 

@@ -130,7 +130,7 @@ def report_from_the_start(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         folder = os.environ.get(FOLDER)
         if folder:
-            from engine_patches.reporting.reporter import Reporter
+            from engine_patches.reporting.report import Reporter
 
             try:
                 reporter = Reporter(self, f"ipc://{folder}/{SENT_TO}")

@@ -243,7 +243,7 @@ class Checkpoints:
         reason = self.outcomes.reason_for(request, wish, hit_tokens)
         if state.window:
             if not is_own(request):
-                self.counters.window_found(name, state.window)
+                self.counters.window_found(state.window)
             if self.states is not None and self.states.windows is not None:
                 self.states.windows.admitted(state, self.states.keys.state_key(request, state.heals or hit_tokens))
         if state.window == HEALED and hit_tokens < state.heals:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 # Seconds between two reports of nothing new.
 REPORT_INTERVAL = 1.0
@@ -15,7 +15,7 @@ REPORT_INTERVAL = 1.0
 MAX_REQUESTS = 1024
 
 
-class AdmittedRequest(NamedTuple):
+class AdmittedRequest(msgspec.Struct, array_like=True, frozen=True, tag="admitted"):
     """What a request started with. Lengths in tokens."""
 
     request_id: str  # vLLM's
@@ -25,19 +25,15 @@ class AdmittedRequest(NamedTuple):
     resolved: tuple[int, ...]  # what each entry of its hint names, in the hint's order; 0: not there
 
 
-@dataclass
-class Counts:
-    """What has happened since the last report."""
+class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What has happened since the last report. Each `dict` is a `Counter`, which msgspec does not know."""
 
-    written: Counter[str] = field(default_factory=Counter)  # states by kind
-    ignored: Counter[str] = field(default_factory=Counter)  # hint entries by reason
-    outcomes: Counter[str] = field(default_factory=Counter)  # requests by reason
-    pinned: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))  # requests, and fates
-    requests: deque[AdmittedRequest] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
-    windows: Counter[str] = field(default_factory=Counter)  # hits by what became of a draft head's rows
-    window_of: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))  # requests, the same
-    followers: Counter[str] = field(default_factory=Counter)  # requests held back, or not though they could have been
-    files_refused: Counter[str] = field(default_factory=Counter)  # files of states by reason
+    written: dict[str, int] = msgspec.field(default_factory=Counter)  # states by kind
+    ignored: dict[str, int] = msgspec.field(default_factory=Counter)  # hint entries by reason
+    outcomes: dict[str, int] = msgspec.field(default_factory=Counter)  # requests by reason
+    windows: dict[str, int] = msgspec.field(default_factory=Counter)  # hits by what became of a draft head's rows
+    followers: dict[str, int] = msgspec.field(default_factory=Counter)  # requests held back, or not though possible
+    files_refused: dict[str, int] = msgspec.field(default_factory=Counter)  # files of states by reason
     file_bytes: int = 0  # of states, written to disk
     loads_declined: int = 0  # requests that computed what a disk holds, since that takes less time
     cache_hit_tokens: int = 0  # that vLLM's prefix cache gave, whatever led to them
@@ -45,6 +41,8 @@ class Counts:
     hit_tokens: int = 0
     saved_seconds: float = 0.0  # prefill that was not computed, by the learnt step time
     spent_seconds: float = 0.0  # time that requests were held back
+    requests: list[AdmittedRequest] = []
+    pinned: list[tuple[str, str]] = []  # requests that are among those, now or earlier, and fates
 
     @property
     def empty(self) -> bool:
@@ -77,15 +75,16 @@ class Counters:
         """A request starts."""
         self.counts.outcomes[request.reason] += 1
         self.counts.requests.append(request)
+        del self.counts.requests[:-MAX_REQUESTS]
 
     def prompt_pinned(self, request_id: str, fate: str) -> None:
         """What became of a request's wish to pin its prompt, or to release it: one of those in `pins`."""
         self.counts.pinned.append((request_id, fate))
+        del self.counts.pinned[:-MAX_REQUESTS]
 
-    def window_found(self, request_id: str, rows: str) -> None:
+    def window_found(self, rows: str) -> None:
         """What became of a draft head's rows before a request's hit: `HELD`, `ZEROED` or `HEALED`."""
         self.counts.windows[rows] += 1
-        self.counts.window_of.append((request_id, rows))
 
     def resumed(self, hit_tokens: int, saved_seconds: float, on_a_state: bool) -> None:
         """A request resumes at `hit_tokens`, `on_a_state` that was counted or loaded."""

@@ -129,7 +129,6 @@ class GateReport(NamedTuple):
     """Whether hints are in use beside an engine's drafts, as its feed says."""
 
     state: str  # of `DRAFT_STATES`
-    why: str  # if they are not in use; empty on trial
     figures: str  # of its trial, in words
     read_at: float  # time.perf_counter()
 

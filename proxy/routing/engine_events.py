@@ -12,9 +12,9 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlencode
 
 from proxy.boundaries.boundary import Boundary
@@ -22,18 +22,17 @@ from proxy.boundaries.resolve import Entry
 from proxy.fleet.part import Change, Part, Shelf
 from proxy.fleet.worker import GateReport, Load, Worker
 from proxy.http.client import Broken, Unreachable, Upstream
-from proxy.http.json_body import OverBound, count, object_in_steps
+from proxy.http.json_body import OverBound
 from proxy.idle_work import IdleWork, Steps, batched
 from proxy.printable import printable
-from proxy.routing.held_states import HeldStates, word
+from proxy.routing import feed_lines
+from proxy.routing.feed_lines import AdapterReplaced, Admitted, Cleared, Event, Line, Pinned
+from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
 
 logger = logging.getLogger("seamark.engine_events")
 
 PATH = "/seamark/outcomes"
-
-# Of what the plugin keeps and tells at once: a line, and the values in it. What is larger comes from something else.
-MOST_BYTES, MOST_VALUES = 2**23, 2**15
 
 TIMEOUT = 0.2  # seconds to wait for an explanation; it is not worth more
 
@@ -55,9 +54,7 @@ READS_AT_ONCE = 10.0  # before the average counts
 
 MOST_LINES = 256  # of one read; a worker tells ten in a second
 
-MOST_POSITIONS = 64  # of one request; its hint has fewer entries
-
-STEP_EVENTS = 16  # applied in one step; some microseconds each
+STEP_EVENTS = 4  # applied in one step; some microseconds each
 
 
 class EngineOutcome(NamedTuple):
@@ -248,7 +245,7 @@ class EngineEvents(Part):
             if feed.refused != worker.boot:
                 feed.refused = worker.boot
                 logger.warning("events of worker %s are not read: %s", worker.name, error)
-        except (TimeoutError, Unreachable, Broken, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        except (TimeoutError, Unreachable, Broken, ValueError):
             pass  # gone, or without a feed
         except Exception as error:
             logger.error("events of worker %s: %s", worker.name, type(error).__name__)
@@ -271,80 +268,74 @@ class EngineEvents(Part):
                 if answer.status != 200:
                     raise ValueError(f"status {answer.status}")
                 lines = 0
-                async for line in answer.lines(MOST_BYTES):
+                async for line in answer.lines(feed_lines.MOST_BYTES):
                     lines += 1
                     if lines > MOST_LINES:
                         raise OverBound(f"more than {MOST_LINES} lines in {POLL_SECONDS:g} s")
                     # Not in a lull: a worker that says more than there are lulls for would be read too slowly.
-                    events = await self._idle.finish(object_in_steps(line, MOST_VALUES))
-                    await self._idle.finish(self._apply(worker, feed, events))
+                    await self._idle.finish(self._apply(worker, feed, feed_lines.read_line(line)))
                     await asyncio.sleep(0)
             finally:
                 answer.close()
 
-    def _apply(self, worker: Worker, feed: _FeedReader, events: dict[str, Any]) -> Steps[None]:
-        boot = word(events["boot"])
-        feed.follows = worker.is_followed = "states" in events
-        said: dict[str, tuple[int, tuple[int, ...]]] = {}
+    def _apply(self, worker: Worker, feed: _FeedReader, line: Line) -> Steps[None]:
+        feed.follows = worker.is_followed = line.reset is not None
         if feed.follows:
-            if events["reset"] and feed.read_as:  # at the first read, nothing is recorded that could be wrong
+            if line.reset and feed.read_as:  # at the first read, nothing is recorded that could be wrong
                 feed.held_states.forget_all(feed.read_as)
             feed.read_as = worker.boot
-        try:
-            for resolved in batched(events.get("resolved", ()), STEP_EVENTS):
-                for request_id, shared, positions in resolved:
-                    if len(positions) > MOST_POSITIONS:
-                        raise ValueError("no positions")
-                    said[request_id] = (count(shared), tuple(map(count, positions)))
+        events: list[Event] = []
+        failed: Exception | None = None
+        for some in batched(line.events, STEP_EVENTS):
+            for raw in some:
+                try:
+                    events.append(event := feed_lines.read_event(raw))
                     if feed.follows:
-                        feed.held_states.resolved(request_id, said[request_id][1])
-                yield
-            if feed.follows:
-                yield from self._apply_states(worker, feed, events["states"])
-        except Exception as error:  # the events behind it are lost; reading them again would fail in the same way
-            logger.error("states reported by worker %s: %s", worker.name, type(error).__name__)
-            feed.held_states.forget_all(worker.boot)
-        fates: dict[str, str] = {}
-        for pins in batched(events.get("pins", ()), STEP_EVENTS):
-            fates.update((word(name), word(fate)) for name, fate in pins)
+                        feed.held_states.apply(event, worker.boot)
+                except Exception as error:  # reading it again would fail in the same way
+                    failed = error
             yield
-        tells_pins = feed.follows and "pins" in events
-        for name, asked in feed.pins.items():
-            if not asked.done() and (name in fates or not tells_pins):
-                asked.set_result(fates.get(name, ""))
-        worker.draft_gate = _gate_in(events)
-        for outcomes in batched(events["outcomes"], STEP_EVENTS):
-            for request_id, reason, _ in outcomes:
-                feed.outcomes[word(request_id)] = EngineOutcome(word(reason), *said.get(request_id, ()))
-                feed.outcomes.move_to_end(request_id)
-                if request_id in feed.waiting:
-                    _resolve(feed, request_id)
+        if failed is not None:
+            logger.error("events reported by worker %s: %s", worker.name, type(failed).__name__)
+            feed.held_states.forget_all(worker.boot)
+        yield from self._tell(worker, feed, events)
+        worker.draft_gate = None
+        if line.drafts is not None:
+            state, figures = map(printable, line.drafts)
+            worker.draft_gate = GateReport(state, figures, time.perf_counter())
+        feed.boot, feed.cursor, feed.load = line.boot, line.cursor, Load(*line.load) if line.load else None
+        worker.others = feed.load or Load()
+
+    def _tell(self, worker: Worker, feed: _FeedReader, events: Sequence[Event]) -> Steps[None]:
+        """Tell of requests whoever waits for that, and of the cache all parts, each change once."""
+        changes: dict[tuple[Change, str], None] = {}
+        fates: dict[str, str] = {}
+        is_lost = False
+        for some in batched(events, STEP_EVENTS):
+            for event in some:
+                match event:
+                    case Admitted():
+                        outcome = EngineOutcome(event.reason, event.shared, event.positions)
+                        feed.outcomes[event.request_id] = outcome
+                        feed.outcomes.move_to_end(event.request_id)
+                        _resolve(feed, event.request_id)
+                    case Pinned():
+                        fates[event.request_id] = event.fate
+                    case Cleared():
+                        changes[Change.CLEARED, ""] = None
+                        is_lost = is_lost or bool(event.why)
+                    case AdapterReplaced():
+                        changes[Change.ADAPTER, event.name] = None
             while len(feed.outcomes) > MAX_OUTCOMES:
                 feed.outcomes.popitem(last=False)
             yield
-        load = Load(*map(count, events["load"])) if feed.follows and "load" in events else None
-        feed.boot, feed.cursor, feed.load = boot, count(events["cursor"]), load
-        worker.others = feed.load or Load()
-
-    def _apply_states(self, worker: Worker, feed: _FeedReader, states: Sequence[Sequence[Any]]) -> Steps[None]:
-        cleared: set[str] = set()
-        adapters: set[str] = set()
-        is_cleared = False
-        for some in batched(states, STEP_EVENTS):
-            feed.held_states.apply(some, worker.boot)
-            for kind, *event in some:
-                if kind == "cleared":
-                    is_cleared = True
-                    cleared.update(map(word, event))
-                elif kind == "adapter":
-                    adapters.update(map(word, event))
-            yield
-        if is_cleared:
-            self._shelf.tell(worker, Change.CLEARED)
-        if "lost" in cleared:
+        for name, asked in feed.pins.items():
+            if not asked.done() and (name in fates or not feed.follows):
+                asked.set_result(fates.get(name, ""))
+        if is_lost:
             logger.warning("worker %s: reports were lost, so what it holds is forgotten", worker.name)
-        for name in adapters:
-            self._shelf.tell(worker, Change.ADAPTER, name)
+        for change, name in changes:
+            self._shelf.tell(worker, change, name)
             yield
 
 
@@ -359,11 +350,3 @@ async def _within(seconds: float, event: asyncio.Event) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
-
-
-def _gate_in(events: Mapping[str, Any]) -> GateReport | None:
-    """Whether hints are in use beside drafts, in what was read of a feed; None if the engine has none."""
-    if (told := events.get("drafts")) is None:
-        return None
-    state, why, figures = (printable(word(told.get(name, ""))) for name in ("state", "why", "figures"))
-    return GateReport(state, why, figures, time.perf_counter())

@@ -68,7 +68,8 @@ def _in_code(collector: Any) -> Family:
 
 
 GATEWAY = {_in_code(each) for each in vars(Metrics()).values() if hasattr(each, "_labelnames")}
-ENGINE = {_in_code(each) for each in (*vars(families()).values(), header_fields.counted())}
+_ENGINE = (families().info, *families().counters.values(), *families().gauges.values(), header_fields.counted())
+ENGINE = set(map(_in_code, _ENGINE))
 
 
 class Query(NamedTuple):

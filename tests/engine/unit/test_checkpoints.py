@@ -189,7 +189,7 @@ def test_what_became_of_a_heads_rows_is_told_with_the_hit(checkpoints, window, h
     state.window, state.heals = window, heals
     checkpoints.admitted(again, hit)
     counts = checkpoints.counters.take()
-    assert list(counts.window_of) == [("a", window)] and counts.outcomes == {reason: 1}
+    assert counts.windows == {window: 1} and counts.outcomes == {reason: 1}
     assert told == [checkpoints.states.keys.state_key(again, 192)]
 
 
