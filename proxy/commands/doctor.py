@@ -21,12 +21,20 @@ from proxy.commands.recipe import read_recipe
 from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, image_version, surroundings
 from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
-from proxy.fleet import worker_metrics
-from proxy.fleet.probe import MODELS, NO_HTTP, Frontend, Probe, Unwell, gateway_id, models_in, read_metrics
-from proxy.fleet.reports import Reports
-from proxy.fleet.sleep import EngineAnswers
+from proxy.fleet.probe import (
+    MODELS,
+    NO_HTTP,
+    EngineAnswers,
+    Frontend,
+    Probe,
+    Reports,
+    Unwell,
+    gateway_id,
+    models_in,
+    read_metrics,
+)
 from proxy.fleet.worker import CLOSED, OPEN, TRIAL
-from proxy.fleet.worker_metrics import EngineInfo, EngineSetup, WorkerMetrics
+from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Silent, Unreachable, Upstream
 from proxy.http.json_body import loads
 from proxy.observability.shadow import CURED
@@ -234,22 +242,22 @@ async def _examine(worker: Probe, has_key: bool, found: FoundWay) -> Examination
     cures = Cures(
         found, printable(models[0].get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK
     )
-    levels = read_metrics(worker_metrics.read, (await worker.metrics())[0]).sleep_levels
+    levels = read_metrics((await worker.metrics())[0]).sleep_levels
     if why := await worker.why_asleep(EngineAnswers(shown), levels, ANSWER_SECONDS):
         return Examination(f"cannot hit: {shown} is {why}", [Diagnosis(False, f"{shown} is {why}")])
     details = await _details(worker, model, cures)  # first: an engine's metrics are certain once it has run a step
     text, reports = await worker.all_metrics()
-    metrics, setup = read_metrics(worker_metrics.read, text), read_metrics(worker_metrics.read_setup, text)
+    metrics = read_metrics(text)
     engine = metrics.engine
     frontend = await worker.frontend()
     diagnoses = [
         Diagnosis(True, f"serves {model}"),
         _vllm_version(await worker.version()),
         *_frontend(frontend),
-        *(_engine(metrics, setup, cures) if engine is not None or not reports.why_not else []),
-        *_caching(setup, cures),
-        *_drafts(engine, setup, cures),
-        *_connector(setup, cures),
+        *(_engine(metrics, cures) if engine is not None or not reports.why_not else []),
+        *_caching(metrics, cures),
+        *_drafts(metrics, cures),
+        *_connector(metrics, cures),
         *([await _events(worker, reports, cures)] if engine is not None or reports.why_not else []),
         details,
         *([] if frontend.name else [await _render(worker, model, cures)]),
@@ -297,12 +305,12 @@ def _vllm_version(version: str) -> Diagnosis:
     return Diagnosis(bool(version), f"vLLM {version}" if version else "/version gives no vLLM version")
 
 
-def _engine(metrics: WorkerMetrics, setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
+def _engine(metrics: WorkerMetrics, cures: Cures) -> list[Diagnosis]:
     if other := metrics.other_release:
         return [Diagnosis(False, f"no hint counts: {other}", cures.update(version()), last=True, fatal=other)]
     if (info := metrics.engine) is None:
         missing = "patches are not live: a recurrent state is kept only where a request happens to stop"
-        alone = f"; vLLM alone caches whole blocks of {setup.block_size:,} tokens" if setup.block_size else ""
+        alone = f"; vLLM alone caches whole blocks of {metrics.block_size:,} tokens" if metrics.block_size else ""
         fatal = f"the plugin is not in this vLLM, or left it untouched (its log says why){alone}"
         return [Diagnosis(False, missing, cures.install(), last=True, fatal=fatal)]
     live = [Diagnosis(True, f"patches are live, seamark {info.version}")]
@@ -310,26 +318,26 @@ def _engine(metrics: WorkerMetrics, setup: EngineSetup, cures: Cures) -> list[Di
     if info.refused:  # with a finer unit, too
         refused = Diagnosis(False, f"no hint counts: {info.refused}", fatal=info.refused)
         return [*live, refused, Diagnosis(True, lengths)]
-    if setup.attention_only:  # a unit below the block stops it
+    if metrics.attention_only:  # a unit below the block stops it
         return [*live, Diagnosis(True, f"{lengths}; vLLM alone keeps all, since no layer is recurrent")]
     coarse = info.match_unit > 64
     cure = cures.flag("--prefix-match-unit 16", "or leave it out: the plugin sets it for hybrid models")
     return [*live, Diagnosis(not coarse, lengths, cure if coarse else None)]
 
 
-def _caching(setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
-    if setup.prefix_caching is not False:
+def _caching(metrics: WorkerMetrics, cures: Cures) -> list[Diagnosis]:
+    if metrics.prefix_caching is not False:
         return []
     cure = cures.flag("--enable-prefix-caching", "and no --no-enable-prefix-caching")
     off = "prefix caching is off in this vLLM"
     return [Diagnosis(False, off, cure, fatal=off)]
 
 
-def _drafts(info: EngineInfo | None, setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
+def _drafts(metrics: WorkerMetrics, cures: Cures) -> list[Diagnosis]:
     """Speculative decoding, and whether hints are used beside it."""
-    if not setup.drafts:
+    if not metrics.drafts:
         return []
-    if info is None:
+    if (info := metrics.engine) is None:
         return [Diagnosis(True, "speculative decoding is on: the plugin tries hints beside it at each start")]
     if info.drafts == TRIAL:
         text = "speculative decoding is on, and hints are on trial: nothing is kept for others before it is over"
@@ -355,16 +363,16 @@ LANES = {
 }
 
 
-def _connector(setup: EngineSetup, cures: Cures) -> list[Diagnosis]:
+def _connector(metrics: WorkerMetrics, cures: Cures) -> list[Diagnosis]:
     """KV connectors, and how states are kept beside them."""
-    if not setup.connector:
+    if not metrics.connector:
         return []
-    name = f"KV connector {setup.connector}"
-    if setup.lane == "no_hints":
+    name = f"KV connector {metrics.connector}"
+    if metrics.lane == "no_hints":
         cure = cures.flag("--kv-transfer-config", "take it away: this connector measures decoding alone")
         fatal = f"{name} puts values into the cache that nobody has computed, and the plugin refuses hints beside it"
         return [Diagnosis(False, f"{name}: hints are refused", cure, fatal=fatal)]
-    return [Diagnosis(True, f"{name}: {LANES.get(setup.lane, setup.lane)}")]
+    return [Diagnosis(True, f"{name}: {LANES.get(metrics.lane, metrics.lane)}")]
 
 
 def _frontend(frontend: Frontend) -> list[Diagnosis]:

@@ -22,8 +22,7 @@ from proxy.errors import BadRequest, NoWorker
 from proxy.fleet.discovery import is_other_family
 from proxy.fleet.model_names import chosen_for, name_keys, some_of
 from proxy.fleet.part import Change, Shelf
-from proxy.fleet.probe import Probe, Probed, Unwell, why_broken
-from proxy.fleet.sleep import ASLEEP
+from proxy.fleet.probe import ASLEEP, Probe, Probed, Unwell, why_broken
 from proxy.fleet.worker import CLOSED, DRAFT_STATES, OPEN, TRIAL, Worker, sound_of
 from proxy.http.client import Broken, Exhausted, Refused, Unreachable, Upstream
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork

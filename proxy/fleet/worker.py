@@ -17,8 +17,7 @@ from proxy.boundaries.resolve import Entry
 from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, Chat
 from proxy.fleet.model_names import ListedNames, length_in
-from proxy.fleet.probe import Probed
-from proxy.fleet.sleep import ASLEEP
+from proxy.fleet.probe import ASLEEP, Probed
 from proxy.fleet.worker_metrics import EngineInfo, StepTimes
 from proxy.http.asgi import HeaderList
 

@@ -1,8 +1,8 @@
 """The engines' events, read from each worker's endpoint (`engine_patches/reporting/events_api.py`) in the background.
 
 They give the reason of a request, which the gateway's own reason may hide, and the states that were stored and evicted,
-for the prefix index. A request waits for nothing here, except at most `TIMEOUT` for its explanation; that of a stream,
-for which nobody waits, comes with the news, so that reading them costs the worker the same however many streams end.
+for the prefix index. No request waits for anything here: its explanation comes with the news, so that reading them
+costs the worker the same however many streams end.
 """
 
 from __future__ import annotations
@@ -34,26 +34,18 @@ logger = logging.getLogger("seamark.engine_events")
 
 PATH = "/seamark/outcomes"
 
-TIMEOUT = 0.2  # seconds to wait for an explanation; it is not worth more
-
-PATIENCE = 2.0  # seconds until one for which nobody waits is taken not to come
-
+PATIENCE = 2.0  # seconds until an explanation is taken not to come; no client waits for it
 PIN_PATIENCE = 10.0  # seconds to wait for what became of a pin; nothing but the pin's own answer waits for it
-
 SILENT_SECONDS = 10.0  # a feed that failed is not read again before
 
 MAX_OUTCOMES = 8192  # kept for requests that nobody has asked about, per worker
 
-POLL_SECONDS = 2.0  # the worker holds a read so long if nothing is new; stopping the worker may take as long
-
+POLL_SECONDS = 2.0  # the worker tells its news for so long; stopping the worker may take as long
 READ_TIMEOUT = POLL_SECONDS + 2.0
-
-READS_PER_SECOND = 10.0  # on the average; more if a client waits for a reason
-
+READS_PER_SECOND = 10.0  # on the average
 READS_AT_ONCE = 10.0  # before the average counts
 
 MOST_LINES = 256  # of one read; a worker tells ten in a second
-
 STEP_EVENTS = 4  # applied in one step; some microseconds each
 
 
@@ -89,12 +81,11 @@ class _FeedReader:
     boot: str = ""
     cursor: int = 0
     read_as: str = ""  # the worker's boot identity at the last read
-    follows: bool = False  # it reports states, so it is read even if nobody asks
+    follows: bool = False  # it reports states
     silent_until: float = 0.0  # time.monotonic(): it failed, and is not read before
     outcomes: OrderedDict[str, EngineOutcome] = field(default_factory=OrderedDict)  # by request id
     waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request id
     pins: dict[str, asyncio.Future[str]] = field(default_factory=dict)  # asked for, by request id
-    wanted: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits for an outcome
     reader: asyncio.Task[None] | None = None
     load: Load | None = None  # of other gateways, as it was last read
     refused: str = ""  # the worker's boot identity when a read was beyond all bounds, which is logged once
@@ -157,21 +148,13 @@ class EngineEvents(Part):
             feed.held_states.fell_short(prefixes, left, tokens, unit, worker.boot)
 
     async def outcome_of(self, worker: Worker, request_id: str) -> EngineOutcome | None:
-        """What the engine says of a request that `worker` has answered; None if it says nothing.
-
-        A feed that is read anyway is not read sooner for it.
-        """
+        """What the engine says of a request that `worker` has answered; None if it says nothing."""
         feed = self._feed(worker)
         if request_id not in feed.outcomes and time.monotonic() >= feed.silent_until:
             reported = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
-            hurries = not feed.follows
-            if hurries:
-                feed.wanted.set()
             self._ensure_reader(worker, feed)
-            done, _ = await asyncio.wait((reported,), timeout=TIMEOUT if hurries else PATIENCE)
+            await asyncio.wait((reported,), timeout=PATIENCE)
             feed.waiting.pop(request_id, None)
-            if not done and not feed.follows:  # an engine that has answered has an outcome to report
-                feed.silent_until = time.monotonic() + SILENT_SECONDS
         return feed.outcomes.pop(request_id, None)
 
     @contextlib.contextmanager
@@ -211,11 +194,9 @@ class EngineEvents(Part):
     def _feed(self, worker: Worker) -> _FeedReader:
         feed = self._feeds.get(worker.url)
         if feed is None:
-            feed = self._feeds[worker.url] = _FeedReader(HeldStates(self._prefix_index, self._learnt, self._computed))
+            states = HeldStates(self._prefix_index, self._learnt, lambda *told: self.on_computed(*told))
+            feed = self._feeds[worker.url] = _FeedReader(states)
         return feed
-
-    def _computed(self, request_id: str, tokens: int, is_last: bool) -> None:
-        self.on_computed(request_id, tokens, is_last)
 
     def _ensure_reader(self, worker: Worker, feed: _FeedReader) -> None:
         if (feed.reader is None or feed.reader.done()) and time.monotonic() >= feed.silent_until:
@@ -229,17 +210,10 @@ class EngineEvents(Part):
             while True:
                 now = time.monotonic()
                 credit, counted = min(credit + (now - counted) * READS_PER_SECOND, READS_AT_ONCE), now
-                if feed.boot and not feed.follows:
-                    await feed.wanted.wait()
-                elif credit < 1:
-                    await _within((1 - credit) / READS_PER_SECOND, feed.wanted)
-                feed.wanted.clear()
-                asked_by = list(feed.waiting)
+                if credit < 1:
+                    await asyncio.sleep((1 - credit) / READS_PER_SECOND)
                 await self._read(worker, feed)
                 credit -= 1
-                for request_id in asked_by:  # asked before this read began, so no later one is likely to bring more
-                    if not feed.follows or request_id in feed.outcomes:
-                        _resolve(feed, request_id)
         except OverBound as error:  # what else it says is lost
             feed.held_states.forget_all(worker.boot)
             if feed.refused != worker.boot:
@@ -256,14 +230,14 @@ class EngineEvents(Part):
             _resolve(feed, request_id)
 
     async def _read(self, worker: Worker, feed: _FeedReader) -> None:
-        wait = POLL_SECONDS if feed.follows else 0
-        query = urlencode({"boot": feed.boot, "after": feed.cursor, "wait": wait, "gateway": self._gateway_id})
+        place = {"boot": feed.boot, "after": feed.cursor, "wait": POLL_SECONDS, "gateway": self._gateway_id}
         if worker.rank:
-            query += f"&engine={worker.rank}"
+            place["engine"] = worker.rank
         if feed.load is not None:
-            query += f"&load={feed.load.requests}:{feed.load.prefill_tokens}"
+            place["load"] = f"{feed.load.requests}:{feed.load.prefill_tokens}"
+        url = f"{worker.reports_url}{PATH}?{urlencode(place)}"
         async with asyncio.timeout(READ_TIMEOUT):  # not `wait_for`: until Python 3.12 it can swallow a cancellation
-            answer = await self._upstream.ask("GET", f"{worker.reports_url}{PATH}?{query}", timeout=READ_TIMEOUT)
+            answer = await self._upstream.ask("GET", url, timeout=READ_TIMEOUT)
             try:
                 if answer.status != 200:
                     raise ValueError(f"status {answer.status}")
@@ -343,10 +317,3 @@ def _resolve(feed: _FeedReader, request_id: str) -> None:
     reported = feed.waiting.get(request_id)
     if reported is not None and not reported.done():
         reported.set_result(None)
-
-
-async def _within(seconds: float, event: asyncio.Event) -> None:
-    """Return once `event` is set, or after `seconds`."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()

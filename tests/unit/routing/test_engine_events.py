@@ -55,7 +55,7 @@ class Feed:
         await asyncio.sleep(self.seconds)
         if self.fails is not None:
             raise self.fails
-        if query["wait"] != ["0"]:
+        if query["boot"] != [""]:
             await self.news.wait()
             self.news.clear()
         self.is_open = True
@@ -79,7 +79,7 @@ class Feed:
 @pytest.fixture(autouse=True)
 def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, a feed that answers does so in time, and is read in time."""
-    monkeypatch.setattr(engine_events, "TIMEOUT", 30.0)
+    monkeypatch.setattr(engine_events, "PATIENCE", 30.0)
     monkeypatch.setattr(engine_events, "READ_TIMEOUT", 250.0)
 
 
@@ -113,12 +113,14 @@ async def following(feed: Feed, worker: Worker = WORKER) -> AsyncIterator[Engine
 async def test_a_feed_that_hangs_holds_nobody_up_for_long_and_is_then_left_alone() -> None:
     feed, clock = Feed(seconds=60), asyncio.get_running_loop().time
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine_events, "TIMEOUT", 0.2)
+        patched.setattr(engine_events, "PATIENCE", 2.0)
+        patched.setattr(engine_events, "READ_TIMEOUT", 3.0)
         async with reading(feed) as events:
             began = clock()
             assert await asyncio.gather(*(events.outcome_of(WORKER, f"r{at}") for at in range(20))) == [None] * 20
-            assert await events.outcome_of(WORKER, "later") is None
-            assert clock() - began == pytest.approx(0.2) and len(feed.asked) == 1
+            assert clock() - began == pytest.approx(2.0)
+            assert [await events.outcome_of(WORKER, name) for name in ("later", "last")] == [None] * 2
+            assert clock() - began == pytest.approx(3.0) and len(feed.asked) == 1
 
 
 def told(*events: Any, **more: Any) -> bytes:
@@ -338,7 +340,7 @@ async def test_each_of_several_engines_is_read_by_its_rank_and_says_who_reads():
     async with following(feed, worker) as events:
         events.sent(worker, "r", [], ())
         assert [query["engine"] for query in feed.asked] == [["3"], ["3"]]
-    feed = Feed()
+    feed = Feed("r")
     events = EngineEvents(feed, PrefixIndex(10**6), IdleWork(), Shelf(Metrics()), gateway_id="ab12")
     await events.outcome_of(WORKER, "r")
     await events.aclose()

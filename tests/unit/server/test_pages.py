@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from proxy.chat.chat import CHAT
-from proxy.fleet.probe import MODELS, Probed
-from proxy.fleet.reports import Reports
+from proxy.fleet.probe import MODELS, Probed, Reports
 from proxy.fleet.worker import BREAKER_FAILURES, GateReport, Worker
 from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from proxy.http import asgi
