@@ -43,7 +43,6 @@ AT_ONCE = 32  # reports that are taken before others in the event loop have thei
 MOST_CONNECTIONS = 128
 
 MAX_HEAD_BYTES, HEAD_SECONDS, ANSWER_SECONDS = 65536, 10.0, 60.0  # since the answer before; a read waits `MAX_WAIT`
-
 MOST_PATH = 60  # characters of a folder for temporary files: names of sockets have at most 107
 
 # Anybody can send what is no HTTP: of uvicorn's lines errors alone.

@@ -36,9 +36,7 @@ PATH = "/seamark/outcomes"
 METRICS_PATH = "/seamark/metrics"
 
 MAX_KEPT = 8192  # requests, and states that came or went; some 300 bytes each
-
 MAX_TOLD = 512  # of them in one answer, which is read in one go; who reads it reads on at once
-
 MAX_ID = 512  # characters kept of an id; vLLM takes headers of megabytes, and the gateway's ids have at most 265
 
 # Of a request with the value 1, and of its answer: REASON,HIT,SHARED,POSITION:POSITION.., lengths in tokens. Of one
@@ -55,7 +53,6 @@ SETTLE_SECONDS = 0.003
 LATE_SECONDS, LATE_STEP = 0.05, 0.002
 
 LINES_PER_SECOND = 10.0  # of a stream of answers, on the average
-
 LINES_AT_ONCE = 10.0  # before the average counts
 
 # vLLM's name of a request: [child of n > 1]_[API]-[X-Request-Id][-prompt of a completion]-[8 random characters].
@@ -88,56 +85,32 @@ def client_id(engine_id: str) -> str:
 
 
 def header_of(request: AdmittedRequest) -> bytes:
-    """The value of `HEADER`."""
     positions = ":".join(map(str, request.resolved))
     return f"{request.reason},{request.hit_tokens},{request.shared},{positions}".encode()
 
 
 class Feed:
-    """The latest requests and events of one engine, or the requests of several, numbered."""
+    """The latest events of one engine, numbered."""
 
     def __init__(self, boot: str, catch_up: Callable[[], None] = lambda: None) -> None:
         """`catch_up` is called before anything is read: what was put off is added then."""
         self.boot = boot
         self._catch_up = catch_up
-        self.has_events = True  # of several engines, each has states of its own
         self._cursor = 0
         self._kept: deque[tuple[int, Event]] = deque(maxlen=MAX_KEPT)
-        self._latest: OrderedDict[str, bytes] = OrderedDict()  # values of `HEADER`, by X-Request-Id
         self._last_number = 0  # of an event
-        self._drafts = ("", "")  # as of `EngineReport`
+        self.drafts = ("", "")  # as of `EngineReport`
         self._readers: dict[asyncio.Event, str | None] = {}  # those that wait, with the gateway that each is
         self._loads: Mapping[str, GatewayLoad] = {}  # by gateway
-
-    def add_requests(self, report: EngineReport) -> None:
-        """Requests were admitted, or pinned. Of one with several answers (`n`) the first child counts."""
-        for request in report.requests:
-            if not _LATER_CHILD.match(request.request_id):
-                name = client_id(request.request_id)
-                self._keep(msgspec.structs.replace(request, request_id=name))
-                self._latest[name] = header_of(request)
-                self._latest.move_to_end(name)
-                if len(self._latest) > MAX_KEPT:
-                    self._latest.popitem(last=False)
-        for engine_id, fate in report.pinned:
-            name = client_id(engine_id)
-            self._keep(("pinned", name, fate))
-            if (header := self._latest.get(name)) is not None:
-                self._latest[name] = b",".join((*header.split(b",")[:4], fate.encode()))
-        self._drafts = report.drafts
-
-    def take_latest(self, request_id: str) -> bytes | None:
-        """The latest outcome under an `X-Request-Id`, for `HEADER`, once; None if this process knows none."""
-        return self._latest.pop(request_id, None)
 
     def add_event(self, number: int, event: StateEvent) -> None:
         """States came or went in the engine, which numbers its events without gaps."""
         if number != self._last_number + 1:
-            self._keep(CacheCleared("lost"))  # those that are missing could have been any
+            self.keep(CacheCleared("lost"))  # those that are missing could have been any
         self._last_number = number
         if isinstance(event, StateStored):
             event = msgspec.structs.replace(event, request_id=client_id(event.request_id))
-        self._keep(event)
+        self.keep(event)
 
     def set_loads(self, loads: Mapping[str, GatewayLoad]) -> None:
         """What gateways have the engine do, by their names; "" for what comes past them. Call where it is read."""
@@ -152,7 +125,8 @@ class Feed:
         others = [load for name, load in self._loads.items() if name != gateway]
         return GatewayLoad(sum(load.requests for load in others), sum(load.prefill_tokens for load in others))
 
-    def _keep(self, event: Event) -> None:
+    def keep(self, event: Event) -> None:
+        """An event, in which requests have their clients' names."""
         self._cursor += 1
         self._kept.append((self._cursor, event))
 
@@ -164,9 +138,9 @@ class Feed:
     def after(self, cursor: int, boot: str | None = None, gateway: str | None = None) -> dict[str, Any]:
         """The first `MAX_TOLD` events later than `cursor`, or of all if `boot` is another process's.
 
-        All else is told of one engine alone. `reset`: some were lost to the reader, so it no longer knows what the
-        cache holds. `load`, for a `gateway` that names itself: the requests of all others here, and the tokens of their
-        prompts to compute. `drafts`, of an engine that drafts: whether hints are used beside them.
+        `reset`: some were lost to the reader, so it no longer knows what the cache holds. `load`, for a `gateway` that
+        names itself: the requests of all others here, and the tokens of their prompts to compute. `drafts`, of an
+        engine that drafts: whether hints are used beside them.
         """
         self._catch_up()
         foreign = boot != self.boot
@@ -177,13 +151,12 @@ class Feed:
             "boot": self.boot,
             "cursor": told[-1][0] if told else self._cursor,
             "events": [event for _, event in told],
+            "reset": bool(boot) and (foreign or cursor + 1 < oldest),
         }
-        if self.has_events:
-            answer["reset"] = bool(boot) and (foreign or cursor + 1 < oldest)
-            if self._drafts[0]:
-                answer["drafts"] = self._drafts
-            if gateway is not None:
-                answer["load"] = self.beside(gateway)
+        if self.drafts[0]:
+            answer["drafts"] = self.drafts
+        if gateway is not None:
+            answer["load"] = self.beside(gateway)
         return answer
 
     async def wait_after(
@@ -228,44 +201,61 @@ class Feed:
 
 
 class Feeds:
-    """Of all engines behind one server. Of several, each has one of its own, beside that of all requests."""
+    """Of all engines behind one server, and what became of their requests."""
 
     def __init__(self) -> None:
         self.collected_by: int | None = None  # id of the process; None: not known here
-        self.main = Feed(uuid.uuid4().hex, self.catch_up)  # every process numbers from 1
-        self._of_engine: dict[int, Feed] = {}
+        self.alone = Feed(uuid.uuid4().hex, self.catch_up)  # of the only engine; every process numbers from 1
+        self._of_several: dict[int, Feed] = {}  # by rank
+        self._latest: OrderedDict[str, bytes] = OrderedDict()  # values of `HEADER`, by X-Request-Id
         self._late: list[Callable[[], None]] = []  # put off by `later`
 
     def of(self, engine: int | None) -> Feed | None:
-        """The feed of an engine, by its rank; None if it has not reported. All outcomes if none is named."""
-        if engine is None or (engine == 0 and self.main.has_events):
-            return self.main
-        return self._of_engine.get(engine)
+        """The feed of an engine, by its rank; None if it has not reported, or none of several is named."""
+        if self._of_several:
+            return self._of_several.get(engine) if engine is not None else None
+        return None if engine else self.alone
 
     def add_requests(self, report: EngineReport) -> None:
-        """Requests were admitted, or pinned as they wished."""
-        for feed in self._all_of(report):
-            feed.add_requests(report)
+        """Requests were admitted, or pinned. Of one with several answers (`n`) the first child counts."""
+        feed = self._of(report)
+        for request in report.requests:
+            if not _LATER_CHILD.match(request.request_id):
+                name = client_id(request.request_id)
+                feed.keep(msgspec.structs.replace(request, request_id=name))
+                self._latest[name] = header_of(request)
+                self._latest.move_to_end(name)
+                if len(self._latest) > MAX_KEPT:
+                    self._latest.popitem(last=False)
+        for engine_id, fate in report.pinned:
+            name = client_id(engine_id)
+            feed.keep(("pinned", name, fate))
+            if (header := self._latest.get(name)) is not None:
+                self._latest[name] = b",".join((*header.split(b",")[:4], fate.encode()))
+        feed.drafts = report.drafts
+
+    def take_latest(self, request_id: str) -> bytes | None:
+        """The latest outcome under an `X-Request-Id`, for `HEADER`, once; None if this process knows none."""
+        return self._latest.pop(request_id, None)
 
     async def outcome_of(self, request_id: str) -> bytes | None:
         """What became of a request that is answered, once; waited for only where the reports of the one engine come."""
-        outcome = self.main.take_latest(request_id)
-        late = self.main.has_events and self.collected_by == os.getpid()
+        outcome = self.take_latest(request_id)
+        late = not self._of_several and self.collected_by == os.getpid()
         for _ in range(round(LATE_SECONDS / LATE_STEP) if late else 0):
             if outcome is not None:
                 break
             await asyncio.sleep(LATE_STEP)
-            outcome = self.main.take_latest(request_id)
+            outcome = self.take_latest(request_id)
         return outcome
 
     def add_events(self, report: EngineReport) -> None:
         """States came or went, and gateways have other loads; readers learn of all that was added."""
-        own = self._all_of(report)[-1]
+        feed = self._of(report)
         for number, event in report.events:
-            own.add_event(number, event)
-        own.set_loads(report.loads)
-        for feed in self._all_of(report):
-            feed.wake_readers()
+            feed.add_event(number, event)
+        feed.set_loads(report.loads)
+        feed.wake_readers()
 
     def later(self, work: Callable[[], None]) -> None:
         """Do `work`, which adds to what is read here or to metrics, when tokens no longer wait for it.
@@ -287,13 +277,12 @@ class Feeds:
         for work in late:
             work()
 
-    def _all_of(self, report: EngineReport) -> tuple[Feed, ...]:
+    def _of(self, report: EngineReport) -> Feed:
         if report.engines == 1:
-            return (self.main,)
-        self.main.has_events = False
-        if report.engine not in self._of_engine:
-            self._of_engine[report.engine] = Feed(self.main.boot, self.catch_up)
-        return self.main, self._of_engine[report.engine]
+            return self.alone
+        if report.engine not in self._of_several:
+            self._of_several[report.engine] = Feed(self.alone.boot, self.catch_up)
+        return self._of_several[report.engine]
 
 
 feeds = Feeds()

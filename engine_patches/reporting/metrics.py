@@ -100,7 +100,6 @@ class EngineNumbers:
         self._hit_tokens: Counting[int] = Counting()  # by engine
 
     def take(self, report: EngineReport) -> None:
-        """A report of one engine."""
         self._last[report.engine] = report
         self._hit_tokens[report.engine] += report.cache_hit_tokens
 
@@ -165,17 +164,18 @@ class CollectedMetrics:
         info.labels(own_version(), vllm.__version__, *labels).set(1)
 
     def _add_up(self, report: EngineReport) -> None:
+        _, counters, gauges = families()
         told = msgspec.structs.asdict(report)
         told["evicted"] = sum(isinstance(event, StateEvicted) for _, event in report.events)
         told["pins"] = Counting(fate for _, fate in report.pinned)
-        for field in COUNTERS:
+        for field, counter in counters.items():
             if isinstance(told[field], dict):
                 for label, count in told[field].items():
-                    families().counters[field].labels(label).inc(count)
+                    counter.labels(label).inc(count)
             else:
-                families().counters[field].inc(told[field])
-        for field in GAUGES:
-            families().gauges[field].set(told[field])
+                counter.inc(told[field])
+        for field, gauge in gauges.items():
+            gauge.set(told[field])
         if self._of_vllm is not None:
             self._of_vllm.take(report)
         feeds.add_events(report)

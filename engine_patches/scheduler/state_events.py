@@ -37,7 +37,7 @@ class StateEvicted(msgspec.Struct, array_like=True, frozen=True, tag="gone"):
     name: str
 
 
-class CacheCleared(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True, tag="cleared"):
+class CacheCleared(msgspec.Struct, array_like=True, frozen=True, tag="cleared"):
     """No state can be found any more."""
 
     why: str = ""  # "lost": it is not known which

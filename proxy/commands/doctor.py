@@ -386,7 +386,8 @@ def _frontend(frontend: Frontend) -> list[Diagnosis]:
 
 async def _events(worker: Probe, reports: Reports, cures: Cures) -> Diagnosis:
     asked = Probe(worker.upstream, reports.url or worker.url, seconds=ANSWER_SECONDS)
-    fine = await _is_open(asked.get(EVENTS))
+    of_one = f"?engine={reports.ranks[0]}" if reports.ranks else ""
+    fine = await _is_open(asked.get(EVENTS + of_one))
     if reports.why_not and not fine:
         return Diagnosis(False, f"the engine's reports cannot be read: {reports.why_not}", fatal=reports.why_not)
     text = f"the engine's decisions are {'' if fine else 'not '}reported"

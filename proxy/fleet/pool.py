@@ -83,11 +83,9 @@ class WorkerPool:
 
     @property
     def up(self) -> list[Worker]:
-        """Workers that the last health check found well."""
         return [worker for worker in self.workers if worker.up]
 
     def boots(self) -> list[str]:
-        """Identities of the workers as they run now."""
         return [worker.boot for worker in self.workers if worker.boot]
 
     async def exposition(self, worker: Worker) -> str:
@@ -163,7 +161,6 @@ class WorkerPool:
         return workers
 
     def lists(self, model: Any) -> bool:
-        """Whether any worker, up or not, lists `model`."""
         return isinstance(model, str) and model in self._name_keys
 
     def base_models(self) -> list[str]:
@@ -237,13 +234,11 @@ class WorkerPool:
         return sorted(model for model, count in Counter(model for model, _ in lengths).items() if count > 1)
 
     async def watch(self) -> None:
-        """Check every worker's health, for ever."""
         while True:
             await self.check_all()
             await asyncio.sleep(self._settings.health_interval)
 
     def refresh(self) -> None:
-        """Read the workers file again if it has changed."""
         if self.file is not None and self.file.refresh():
             self._reconcile()
 
@@ -261,7 +256,6 @@ class WorkerPool:
                 self._spawn(self.check_health(worker))
 
     async def check_all(self) -> None:
-        """Check the health of every worker, now."""
         await asyncio.gather(*(self.check_health(worker) for worker in self._all))
 
     async def check_health(self, worker: Worker) -> None:
@@ -323,7 +317,6 @@ class WorkerPool:
         self._name_keys = name_keys(worker.names for worker in self.workers)
 
     def _remove(self, worker: Worker) -> None:
-        """It finishes the requests that it has."""
         worker.up = False
         for gauge in (self._metrics.worker_up, self._metrics.engine_patched, self._metrics.inflight):
             gauge.remove(worker.name)
@@ -415,7 +408,6 @@ class WorkerPool:
                 self._spawn(self._prepare(worker))
 
     async def _prepare(self, worker: Worker) -> None:
-        """Warm the worker up, within `replay_seconds`."""
         try:
             async with asyncio.timeout(self._settings.replay_seconds):
                 if worker.engine is not None:

@@ -198,12 +198,10 @@ class Probed:
 
     @cached_property
     def names(self) -> ListedNames:
-        """Those in `models`."""
         return listed_names(self.models, one_engine=self.is_vllm)
 
     @property
     def words(self) -> str:
-        """What it serves."""
         models, engine = some_of(sorted(self.names.templates)) or "no model", self.metrics.engine
         if self.is_gateway:
             return f"serves {models}; a Seamark gateway, not a worker: no hint is sent through it"
@@ -241,11 +239,9 @@ class Probe:
         self._seconds = PROBE_TIMEOUT if seconds is None else seconds
 
     async def get(self, path: str, seconds: float | None = None) -> tuple[int, bytes]:
-        """The status and the body of an answer."""
         return await self.upstream.fetch("GET", self.url + path, timeout=seconds or self._seconds)
 
     async def post(self, path: str, body: Mapping[str, Any], seconds: float | None = None) -> tuple[int, bytes]:
-        """The status and the body of an answer."""
         raw = json.dumps(body).encode()
         return await self.upstream.fetch("POST", self.url + path, raw, timeout=seconds or self._seconds)
 

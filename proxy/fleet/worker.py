@@ -34,7 +34,6 @@ VLLM_UNIT = 16  # tokens of a cache block, unless vLLM is told otherwise
 LOCALHOST = frozenset({"localhost", "127.0.0.1", "::1"})
 
 RANK_HEADER = b"x-data-parallel-rank"  # vLLM's
-
 OWN_REQUESTS = "own-"  # begins the names (X-Request-Id) of what a gateway asks for itself
 
 

@@ -26,7 +26,7 @@ from proxy.http.json_body import OverBound
 from proxy.idle_work import IdleWork, Steps, batched
 from proxy.printable import printable
 from proxy.routing import feed_lines
-from proxy.routing.feed_lines import AdapterReplaced, Admitted, Cleared, Event, Line, Pinned
+from proxy.routing.feed_lines import AdapterGone, Admitted, Cleared, Event, FeedLine, Pinned
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -37,14 +37,11 @@ PATH = "/seamark/outcomes"
 PATIENCE = 2.0  # seconds until an explanation is taken not to come; no client waits for it
 PIN_PATIENCE = 10.0  # seconds to wait for what became of a pin; nothing but the pin's own answer waits for it
 SILENT_SECONDS = 10.0  # a feed that failed is not read again before
-
 MAX_OUTCOMES = 8192  # kept for requests that nobody has asked about, per worker
-
 POLL_SECONDS = 2.0  # the worker tells its news for so long; stopping the worker may take as long
 READ_TIMEOUT = POLL_SECONDS + 2.0
 READS_PER_SECOND = 10.0  # on the average
 READS_AT_ONCE = 10.0  # before the average counts
-
 MOST_LINES = 256  # of one read; a worker tells ten in a second
 STEP_EVENTS = 4  # applied in one step; some microseconds each
 
@@ -81,7 +78,6 @@ class _FeedReader:
     boot: str = ""
     cursor: int = 0
     read_as: str = ""  # the worker's boot identity at the last read
-    follows: bool = False  # it reports states
     silent_until: float = 0.0  # time.monotonic(): it failed, and is not read before
     outcomes: OrderedDict[str, EngineOutcome] = field(default_factory=OrderedDict)  # by request id
     waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request id
@@ -136,9 +132,8 @@ class EngineEvents(Part):
             feed.held_states.refused(request_id)
 
     def left(self, worker: Worker, request_id: str) -> None:
-        """The client of a request has left."""
         feed = self._feeds.get(worker.url)
-        if feed is not None and feed.follows:
+        if feed is not None and feed.boot:
             feed.held_states.left(request_id)
 
     def fell_short(self, worker: Worker, prefixes: Sequence[bytes], left: Container[bytes], tokens: int) -> None:
@@ -185,7 +180,6 @@ class EngineEvents(Part):
             feed.reader.cancel()
 
     async def aclose(self) -> None:
-        """Stop reading."""
         readers = [feed.reader for feed in self._feeds.values() if feed.reader is not None]
         for reader in readers:
             reader.cancel()
@@ -252,20 +246,17 @@ class EngineEvents(Part):
             finally:
                 answer.close()
 
-    def _apply(self, worker: Worker, feed: _FeedReader, line: Line) -> Steps[None]:
-        feed.follows = worker.is_followed = line.reset is not None
-        if feed.follows:
-            if line.reset and feed.read_as:  # at the first read, nothing is recorded that could be wrong
-                feed.held_states.forget_all(feed.read_as)
-            feed.read_as = worker.boot
+    def _apply(self, worker: Worker, feed: _FeedReader, line: FeedLine) -> Steps[None]:
+        if line.reset and feed.read_as:  # at the first read, nothing is recorded that could be wrong
+            feed.held_states.forget_all(feed.read_as)
+        feed.read_as = worker.boot
         events: list[Event] = []
         failed: Exception | None = None
         for some in batched(line.events, STEP_EVENTS):
             for raw in some:
                 try:
                     events.append(event := feed_lines.read_event(raw))
-                    if feed.follows:
-                        feed.held_states.apply(event, worker.boot)
+                    feed.held_states.apply(event, worker.boot)
                 except Exception as error:  # reading it again would fail in the same way
                     failed = error
             yield
@@ -298,14 +289,14 @@ class EngineEvents(Part):
                     case Cleared():
                         changes[Change.CLEARED, ""] = None
                         is_lost = is_lost or bool(event.why)
-                    case AdapterReplaced():
+                    case AdapterGone():
                         changes[Change.ADAPTER, event.name] = None
             while len(feed.outcomes) > MAX_OUTCOMES:
                 feed.outcomes.popitem(last=False)
             yield
         for name, asked in feed.pins.items():
-            if not asked.done() and (name in fates or not feed.follows):
-                asked.set_result(fates.get(name, ""))
+            if name in fates and not asked.done():
+                asked.set_result(fates[name])
         if is_lost:
             logger.warning("worker %s: reports were lost, so what it holds is forgotten", worker.name)
         for change, name in changes:

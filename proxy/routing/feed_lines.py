@@ -18,12 +18,11 @@ from proxy.http.json_body import OverBound
 MOST_BYTES, MOST_VALUES, MOST_EVENTS, MOST_EVENT_BYTES = 2**21, 2**18, 2**10, 2**16
 
 MOST_NAME = 1024  # characters of a request's id, and of what names a state or a reason
-
 MOST_POSITIONS = 64  # of one request; its hint has fewer entries
 
 MOST_COUNT = 2**53
 
-Name = Annotated[str, Meta(max_length=MOST_NAME)]
+Word = Annotated[str, Meta(max_length=MOST_NAME)]
 
 Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 
@@ -31,8 +30,8 @@ Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 class Admitted(msgspec.Struct, array_like=True, tag="admitted"):
     """A request has started."""
 
-    request_id: Name
-    reason: Name
+    request_id: Word
+    reason: Word
     hit_tokens: Count
     shared: Count  # with an earlier prompt that the engine has seen
     positions: Annotated[tuple[Count, ...], Meta(max_length=MOST_POSITIONS)]  # of the hint's entries; 0: not there
@@ -41,56 +40,56 @@ class Admitted(msgspec.Struct, array_like=True, tag="admitted"):
 class Pinned(msgspec.Struct, array_like=True, tag="pinned"):
     """What became of a request's wish to pin its prompt, or to release it."""
 
-    request_id: Name
-    fate: Name
+    request_id: Word
+    fate: Word
 
 
 class Came(msgspec.Struct, array_like=True, tag="came"):
     """A request is computed up to token `end`."""
 
-    request_id: Name
+    request_id: Word
     end: Count
-    states: list[tuple[Count, Name]]  # position, and name: "" if none is found
+    states: list[tuple[Count, Word]]  # position, and name: "" if none is found
 
 
 class Gone(msgspec.Struct, array_like=True, tag="gone"):
     """A state can no longer be found."""
 
-    state: Name
+    state: Word
 
 
 class Cleared(msgspec.Struct, array_like=True, tag="cleared"):
     """No state can be found any more."""
 
-    why: Name = ""  # "lost": reports were
+    why: Word = ""  # "lost": reports were
 
 
-class AdapterReplaced(msgspec.Struct, array_like=True, tag="adapter"):
+class AdapterGone(msgspec.Struct, array_like=True, tag="adapter"):
     """The states of a LoRA adapter are gone: another one has its name."""
 
-    name: Name
+    name: Word
 
 
-Event = Admitted | Pinned | Came | Gone | Cleared | AdapterReplaced
+Event = Admitted | Pinned | Came | Gone | Cleared | AdapterGone
 
 
-class Line(msgspec.Struct):
+class FeedLine(msgspec.Struct):
     """Some of a feed. Its events are read one by one, since a line may have thousands."""
 
-    boot: Name
+    boot: Word
     cursor: Count
     events: Annotated[list[msgspec.Raw], Meta(max_length=MOST_EVENTS)]
-    reset: bool | None = None  # events were lost to this reader; None: it tells no states
-    drafts: tuple[Name, Name] | None = None  # of hints beside them: state, and figures
+    reset: bool  # events were lost to this reader
+    drafts: tuple[Word, Word] | None = None  # of hints beside them: state, and figures
     load: tuple[Count, Count] | None = None  # of other gateways: requests, and tokens of their prompts to compute
 
 
-_decode_line = msgspec.json.Decoder(Line).decode
+_decode_line = msgspec.json.Decoder(FeedLine).decode
 
 _decode_event: Callable[[bytes | msgspec.Raw], Event] = msgspec.json.Decoder(Event).decode
 
 
-def read_line(raw: bytes) -> Line:
+def read_line(raw: bytes) -> FeedLine:
     """A line. Raises `OverBound`, whatever is wrong with it."""
     try:
         if raw.count(b",") > MOST_VALUES:

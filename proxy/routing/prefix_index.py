@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prometheus_client import Counter
@@ -28,15 +29,13 @@ class Holding(NamedTuple):
     is_told: bool  # the engine has told the prefix's length; if not, `tokens` is a guess
 
 
+@dataclass(slots=True, eq=False)
 class Prefix:
     """A prefix that workers were sent. Requests keep a reference, and see its length once an engine tells it."""
 
-    __slots__ = ("estimate", "held", "tokens")
-
-    def __init__(self, tokens: int, estimate: int) -> None:
-        self.tokens = tokens  # 0 until an engine has told it
-        self.estimate = estimate
-        self.held: dict[str, int] = {}  # tokens that are held, by worker that was ever sent it; 0 for none
+    tokens: int  # 0 until an engine has told it
+    estimate: int
+    held: dict[str, int] = field(default_factory=dict)  # tokens held, by worker that was ever sent it; 0 for none
 
     @property
     def size(self) -> int:

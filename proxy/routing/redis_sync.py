@@ -21,8 +21,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
+from redis.asyncio.connection import DefaultParser
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as ClosedByRedis
+from redis.exceptions import InvalidResponse
 from xxhash import xxh3_128_hexdigest
 
 from proxy.boundaries.positions import PositionCache
@@ -31,7 +34,6 @@ from proxy.fleet.part import Part
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork, Steps
 from proxy.metrics import Metrics
 from proxy.routing.prefix_index import PrefixIndex
-from proxy.routing.redis_answers import AnswerTooLarge, BoundedParser
 
 logger = logging.getLogger("seamark.redis")
 
@@ -62,7 +64,6 @@ GATEWAYS_AT_ONCE = 4
 WRITER_SECONDS = 60.0
 
 MOST_WRITERS = 1024  # that are counted
-
 STREAM_SECONDS = 6 * 3600  # without entries until it expires
 
 # In one exchange, over all workers' streams, and as many of positions, to which all gateways write. The event loop
@@ -101,7 +102,6 @@ class Form(NamedTuple):
 
 
 HOLDINGS = Form(b"smh3", struct.Struct(f"<B{KEY_BYTES}sI"))  # kind, key of a prefix or name of a response, tokens or 0
-
 POSITIONS = Form(b"smp2", struct.Struct(f"<{KEY_BYTES}sI"))  # key, tokens
 
 # Kind of a record, and whether it has tokens.
@@ -120,8 +120,6 @@ def holdings_stream(boot: str) -> bytes:
 
 
 class Batch(NamedTuple):
-    """One entry of a stream."""
-
     writer: bytes  # names the gateway, at random
     records: tuple[tuple[Any, ...], ...]
 
@@ -147,6 +145,51 @@ def unpack(form: Form, raw: bytes) -> Batch | None:
     if form is POSITIONS and not all(tokens for _, tokens in records):
         return None
     return Batch(writer, records)
+
+
+# Of one command. What gateways write gives less even with a thousand workers, each of which has a stream.
+MOST_BYTES, MOST_LINES = 2**21, 2**14
+
+# How a list of ten thousand elements begins, or of more. Records hold this by chance less than once in 10**18 bytes.
+_LONG_LIST = re.compile(rb"\r\n[*%~>|]\d{5,}\r\n")
+
+LONGEST_HEADER = 32  # bytes of a header that hiredis takes, which two pieces may share
+
+
+class AnswerTooLarge(InvalidResponse):
+    """It is no answer to what was asked."""
+
+
+class BoundedParser(DefaultParser):  # type: ignore[valid-type, misc]  # redis gives it as a variable
+    """What Redis answers, within bounds. As a connection's `parser_class`.
+
+    hiredis believes every length that an answer announces, and what it then does is done in one go. An answer beyond
+    them counts as garbage before it is parsed.
+    """
+
+    def on_connect(self, connection: Any) -> None:
+        super().on_connect(connection)
+        self._bytes = self._lines = 0
+        self._before = b"\r\n"
+
+    async def read_response(self, *args: Any, **kwargs: Any) -> Any:
+        """The next answer. Raises `AnswerTooLarge`."""
+        self._bytes = self._lines = 0
+        return await super().read_response(*args, **kwargs)
+
+    async def read_from_socket(self) -> bool:
+        """Give the next piece to hiredis. Raises `AnswerTooLarge`."""
+        piece: bytes = await self._stream.read(self._read_size)
+        if not piece:
+            raise ClosedByRedis("Redis has closed the connection")
+        self._bytes += len(piece)
+        self._lines += piece.count(b"\r\n")
+        joined = self._before + piece
+        if self._bytes > MOST_BYTES or self._lines > MOST_LINES or _LONG_LIST.search(joined) is not None:
+            raise AnswerTooLarge
+        self._before = joined[-LONGEST_HEADER:]
+        self._reader.feed(piece)
+        return True
 
 
 class RedisSync(Part):
@@ -215,7 +258,6 @@ class RedisSync(Part):
         await self._redis.aclose()
 
     def status(self) -> dict[str, Any]:
-        """For the status page."""
         return {"state": self.state, "waiting": len(self._waiting), "streams_read": len(self._cursors)}
 
     # On the path of requests: no more than an append.

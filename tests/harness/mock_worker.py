@@ -129,7 +129,7 @@ class Feed:
             ["admitted", name, reason, counts.cached, counts.cached, counts.positions]
             for reason, (name, counts) in zip(reasons, new, strict=True)
         ]
-        return json.dumps({"boot": "mock", "cursor": self._cursor, "events": events}).encode()
+        return json.dumps({"boot": "mock", "cursor": self._cursor, "events": events, "reset": False}).encode()
 
 
 class Worker(Connection):

@@ -22,7 +22,7 @@ from engine_patches.reporting import addresses, collector, events_api, hooks, me
 from engine_patches.reporting.addresses import FOLDER, READ_AT
 from engine_patches.reporting.collector import Collector
 from engine_patches.reporting.events_api import METRICS_PATH, PATH, Feeds
-from engine_patches.reporting.hooks import Layout, collect_before_the_engines, keys_in
+from engine_patches.reporting.hooks import collect_before_the_engines, keys_in
 from engine_patches.scheduler import state_events
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
@@ -111,6 +111,7 @@ def test_where_no_event_loop_runs_a_thread_collects(taking):
 async def test_a_collector_that_takes_nothing_makes_no_step_wait_and_what_was_lost_is_said(taking, monkeypatch):
     monkeypatch.setattr(report, "MAX_WAITING", 4)
     monkeypatch.setattr(collector, "MAX_WAITING", 4)
+    monkeypatch.setattr(events_api, "MAX_TOLD", 4096)
     monkeypatch.setattr(state_events, "MAX_EVENTS", 4)
     at = Collector(("127.0.0.1", 0), ())
     scheduler, own, happen = engine(at)
@@ -255,19 +256,19 @@ def made(monkeypatch) -> list[Any]:
     ("rank", "options", "expected"),
     [
         (0, {"local_client": True}, None),  # the class `LLM`, for which no gateway asks
-        (0, {"local_client": False}, Layout.OTHERS),
-        (-1, {}, Layout.OTHERS),
+        (0, {"local_client": False}, False),
+        (-1, {}, False),
         (None, {}, None),
     ],
 )
 def test_who_answers_http_is_told_by_vllms_own_arguments(rank, options, expected):
     ranks = {} if rank is None else {"_api_process_rank": rank}
-    assert hooks._layout(SimpleNamespace(parallel_config=SimpleNamespace(**ranks)), options) is expected
+    assert hooks._answers_http(SimpleNamespace(parallel_config=SimpleNamespace(**ranks)), options) is expected
 
 
 async def test_beside_an_api_server_reports_are_collected_in_its_process():
     config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=0))
-    assert hooks._layout(config, {}) is Layout.THIS_PROCESS
+    assert hooks._answers_http(config, {}) is True
 
 
 @pytest.mark.parametrize(("read_at", "fails"), [("", False), ("127.0.0.1:7", False), ("", True)])

@@ -114,10 +114,10 @@ def test_each_number_of_a_report_is_added_or_shown_and_nothing_else_changes(feed
     changed = {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
     assert {name: after[name] for name in SHOWN} == SHOWN
     assert {name: value for name, value in changed.items() if name not in SHOWN} == ADDED
-    told = feeds.main.after(0)
+    told = feeds.alone.after(0)
     assert told["events"][:2] == [AdmittedRequest("a", "hit", 160, 176, (163,)), ("pinned", "a", "pinned")]
     assert told["drafts"] == ("closed", "2 of 3")
-    assert len(told["events"]) == 5 and feeds.main.take_latest("a").endswith(b",pinned")
+    assert len(told["events"]) == 5 and feeds.take_latest("a").endswith(b",pinned")
 
 
 def infos() -> list[dict[str, str]]:
@@ -154,7 +154,7 @@ def test_requests_and_states_arrive_where_a_gateway_reads_them_as_they_left(feed
     checkpoints = Checkpoints(Grid(16, 16), 384, states)
     checkpoints.counters.request_admitted(AdmittedRequest(engine_id, "hit", 160, 176, resolved))
     collect(checkpoints)
-    answer = msgspec.to_builtins(feeds.main.after(0)["events"])
+    answer = msgspec.to_builtins(feeds.alone.after(0)["events"])
     came = ("came", name, 200, ((160, "5c"), (192, "")))
     states = [("gone", "5c"), came, ("cleared", ""), ("adapter", "an adapter")]
     assert list(map(tuple, answer)) == [("admitted", name, "hit", 160, 176, resolved), *states]

@@ -35,12 +35,11 @@ def admitted(name: str, reason: str, shared: int = 0, *positions: int) -> list[A
 
 
 class Feed:
-    """A worker's feed, and how often it was asked. `told`: what it holds; of an old worker without states."""
+    """A worker's feed, and how often it was asked. `told`: what it holds."""
 
-    def __init__(self, *hits: str, seconds: float = 0.0, old: bool = True) -> None:
-        self.told: dict[str, Any] = {"boot": "b", "cursor": 9, "events": [admitted(name, "hit") for name in hits]}
-        if not old:
-            self.told["reset"] = False
+    def __init__(self, *hits: str, seconds: float = 0.0) -> None:
+        events = [admitted(name, "hit") for name in hits]
+        self.told: dict[str, Any] = {"boot": "b", "cursor": 9, "events": events, "reset": False}
         self.index, self.learnt = PrefixIndex(10**6), dict[bytes, int]()  # what is known by it
         self.fails: Exception | None = None
         self.seconds = seconds
@@ -158,7 +157,7 @@ async def read_of(events: EngineEvents, feed: Feed, *lines: bytes) -> Any:
 )
 async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog, lines):
     """What it would have said is lost, so nothing is believed of what the worker holds."""
-    feed = Feed(old=False)
+    feed = Feed()
     async with following(feed) as events:
         feed.index.record([SYSTEM], "another")
         for name in ("s", "t"):
@@ -192,7 +191,7 @@ async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog
     ],
 )
 async def test_nonsense_about_one_thing_costs_what_was_believed_and_no_word_about_others(caplog, nonsense):
-    feed = Feed(old=False)
+    feed = Feed()
     async with following(feed) as events:
         assert feed.index.longest([SYSTEM.key], [WORKER.boot])  # nothing is wrong so far
         feed.tell(nonsense, admitted("r", "cold"))
@@ -216,7 +215,7 @@ CAME = ["came", "r", 200, [[160, "5c"]]]
 
 
 async def test_news_correct_the_directory_without_anybody_asking():
-    feed, computed = Feed(old=False), []
+    feed, computed = Feed(), []
     async with following(feed) as events:
         events.on_computed = lambda *each: computed.append(each)
         feed.tell(admitted("r", "cold", 0, 163), CAME)
@@ -236,7 +235,7 @@ async def test_news_correct_the_directory_without_anybody_asking():
     ],
 )
 async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_it(states, told):
-    feed = Feed(old=False)
+    feed = Feed()
     async with following(feed) as events:
         changes: list[tuple[Change, str]] = []
 
@@ -254,7 +253,7 @@ async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_
 
 @on_virtual_time
 async def test_a_busy_feed_is_not_read_more_often_than_allowed() -> None:
-    feed, clock = Feed(old=False), asyncio.get_running_loop().time
+    feed, clock = Feed(), asyncio.get_running_loop().time
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(engine_events, "time", SimpleNamespace(monotonic=clock))
         async with reading(feed) as events:
@@ -282,7 +281,7 @@ def test_an_outcome_comes_in_the_header_of_a_whole_answer():
 
 
 async def test_a_request_that_ends_after_its_worker_was_removed_leaves_nothing():
-    async with reading(Feed(old=False)) as events:
+    async with reading(Feed()) as events:
         events.sent(WORKER, "r", (SYSTEM,), HINT)
         events.on_worker(WORKER, Change.REMOVED)
         for end in (events.refused, events.left):
@@ -292,7 +291,7 @@ async def test_a_request_that_ends_after_its_worker_was_removed_leaves_nothing()
 
 
 async def test_what_other_gateways_have_at_a_worker_is_read_with_its_events():
-    feed, worker = Feed(old=False), replace(WORKER)
+    feed, worker = Feed(), replace(WORKER)
     async with following(feed, worker):
         assert "load" not in feed.asked[1]
         feed.tell(load=[3, 5000])
@@ -306,11 +305,11 @@ async def test_what_other_gateways_have_at_a_worker_is_read_with_its_events():
 
 async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monkeypatch):
     monkeypatch.setattr(engine_events, "PIN_PATIENCE", 0.01)
-    feed = Feed(old=False)
+    feed = Feed()
     async with reading(feed) as events:
         with events.pin_asked(WORKER, "p") as fate:
             assert await fate() == "" and not feed.asked
-    async with following(feed := Feed(old=False)) as events:
+    async with following(feed := Feed()) as events:
         with events.pin_asked(WORKER, "p") as fate:
             assert await fate() == ""
         monkeypatch.setattr(engine_events, "PIN_PATIENCE", 1000.0)
@@ -336,7 +335,7 @@ async def test_what_ends_a_read_unforeseen_is_said_by_its_kind_and_nobody_waits_
 
 
 async def test_each_of_several_engines_is_read_by_its_rank_and_says_who_reads():
-    feed, worker = Feed(old=False), replace(WORKER, url="http://w#3")
+    feed, worker = Feed(), replace(WORKER, url="http://w#3")
     async with following(feed, worker) as events:
         events.sent(worker, "r", [], ())
         assert [query["engine"] for query in feed.asked] == [["3"], ["3"]]

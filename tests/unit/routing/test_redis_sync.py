@@ -24,8 +24,19 @@ from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.routing import redis_sync
 from proxy.routing.prefix_index import PrefixIndex
-from proxy.routing.redis_answers import MOST_BYTES, MOST_LINES, AnswerTooLarge
-from proxy.routing.redis_sync import ERRORS_TO_DOWN, GONE, HELD, HOLDINGS, POSITIONS, POSITIONS_STREAM, pack, unpack
+from proxy.routing.redis_sync import (
+    ERRORS_TO_DOWN,
+    GONE,
+    HELD,
+    HOLDINGS,
+    MOST_BYTES,
+    MOST_LINES,
+    POSITIONS,
+    POSITIONS_STREAM,
+    AnswerTooLarge,
+    pack,
+    unpack,
+)
 from tests.harness.virtual_time import VirtualTimeLoop, on_virtual_time
 from tests.harness.waiting import until
 
