@@ -76,7 +76,7 @@ class _Watched:
     boot: str = ""
     noise: Noise = field(default_factory=Noise)  # of this boot
 
-    dispatched: int = -1
+    last_dispatched: int = -1  # as of `Worker`
     busy_at: float = 0.0  # time.monotonic() when it last had a request
     next_at: float = 0.0  # time.monotonic() before which there is no turn
     in_a_row: int = 0
@@ -169,8 +169,9 @@ class SelfCheck(Part):
     def _is_due(self, worker: Worker) -> bool:
         """Whether a worker may be checked: it is without requests, and more may be recomputed before its next one."""
         watched, now = self._watched.setdefault(worker.url, _Watched()), time.monotonic()
-        if worker.dispatched != watched.dispatched:
-            watched.dispatched, watched.busy_at, watched.in_a_row, watched.recomputed = worker.dispatched, now, 0, 0
+        if worker.dispatched != watched.last_dispatched:
+            watched.last_dispatched, watched.busy_at = worker.dispatched, now
+            watched.in_a_row = watched.recomputed = 0
         if worker.inflight:
             watched.busy_at = now
         if worker.boot != watched.boot:
@@ -187,7 +188,7 @@ class SelfCheck(Part):
         if replay is None:
             return
         await self._idle.lull()
-        if worker.dispatched != watched.dispatched:
+        if worker.dispatched != watched.last_dispatched:
             return
         began, verdict = time.monotonic(), None
         working = watched.working = asyncio.create_task(self._judge(worker, replay, watched))
