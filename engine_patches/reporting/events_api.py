@@ -377,7 +377,7 @@ async def _tell(scope: Scope, send: Send) -> None:
     feeds.catch_up()
     feed = feeds.of(int(engine)) if _NUMBER.fullmatch(engine) else None if engine else feeds.of(None)
     if feed is None:
-        await _answer(send, 404, {"error": "engine: no engine of this data parallel rank has reported here"})
+        await _answer(send, 404, {"error": "engine: use the data parallel rank of an engine that has reported here"})
         return
     boot, gateway, load = (query.get(name, [None])[-1] for name in ("boot", "gateway", "load"))
     # A proxy in between must not collect them.

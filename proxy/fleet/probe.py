@@ -147,7 +147,6 @@ class EngineAnswers:
     said: dict[str, bool | None] = field(default_factory=lambda: dict.fromkeys((IS_SLEEPING, IS_PAUSED)))
 
     def take(self, path: str, status: int, body: bytes) -> None:
-        """The route `path` has answered."""
         if status >= 500:  # its engines do not agree, for one
             return self.none(path)
         try:

@@ -175,7 +175,6 @@ class Slot:
 
 
 def fresh_salt() -> str:
-    """A salt under which no cache holds anything."""
     return os.urandom(SALT_BYTES).hex()
 
 
@@ -222,7 +221,6 @@ class Worker:
 
     @cached_property
     def address(self) -> str:
-        """Base URL."""
         return self.url.partition("#")[0]
 
     @cached_property
@@ -238,7 +236,6 @@ class Worker:
 
     @property
     def reports_url(self) -> str:
-        """Base URL of what its engine reports."""
         return self.probed.reports.url or self.address
 
     @property
@@ -284,12 +281,10 @@ class Worker:
 
     @property
     def step_times(self) -> StepTimes:
-        """How long its engine's steps take."""
         return self.probed.metrics.step_times
 
     @property
     def names(self) -> ListedNames:
-        """The names in its list of models."""
         return self.probed.names
 
     @property
@@ -328,7 +323,6 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        """Whether it may get another request."""
         return not self.max_inflight or self.inflight < self.max_inflight
 
     @property
@@ -348,11 +342,9 @@ class Worker:
         self.draft_gate, self.shown_drafts = None, ""
 
     def answered(self) -> None:
-        """It began to answer a request."""
         self.answered_at = time.monotonic()
 
     def serves(self, model: Any) -> bool:
-        """Whether it lists `model`."""
         return isinstance(model, str) and model in self.names.templates
 
     def listed(self, model: Any) -> str:

@@ -82,7 +82,6 @@ class StepTimes(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether the engine has seen enough steps."""
         return self.token_seconds > 0
 
     def seconds(self, tokens: int, passes: int = 0) -> float:

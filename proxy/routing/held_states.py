@@ -23,8 +23,6 @@ MAX_TIED = 16_384
 
 @dataclass
 class _Pending:
-    """A request on its way."""
-
     boot: str
     entries: tuple[Entry, ...]  # its hint
     boundaries: dict[bytes, Entry]  # what the hint says of each, by key
@@ -37,8 +35,6 @@ class _Pending:
 
 @dataclass
 class _HeldState:
-    """A state that the engine holds."""
-
     boot: str
     tokens: int  # its position
     keys: set[bytes] = field(default_factory=set)  # of the prefixes for which it is the deepest

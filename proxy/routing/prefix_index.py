@@ -94,7 +94,6 @@ class PrefixIndex:
                 self._evictions.inc()
 
     def set_length(self, key: bytes, tokens: int) -> None:
-        """An engine has told how many tokens the prefix has."""
         prefix = self._prefixes.get(key)
         if prefix is not None and tokens > 0:
             prefix.tell(tokens)
@@ -123,7 +122,6 @@ class PrefixIndex:
         self.forget([key for key, prefix in self._prefixes.items() if prefix.held.get(boot)], boot)
 
     def holds(self, key: bytes, boot: str) -> int:
-        """Tokens that `boot` holds of the prefix `key`."""
         prefix = self._prefixes.get(key)
         return prefix.held.get(boot, 0) if prefix is not None else 0
 

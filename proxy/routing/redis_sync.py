@@ -252,7 +252,6 @@ class RedisSync(Part):
             await asyncio.sleep(pause)
 
     async def aclose(self) -> None:
-        """Stop listening and close the connection."""
         self._prefix_index.on_held = self._prefix_index.on_forget = self._positions.on_put = None
         self._stored.on_kept = None
         await self._redis.aclose()
