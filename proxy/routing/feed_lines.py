@@ -22,7 +22,7 @@ MOST_POSITIONS = 64  # of one request; its hint has fewer entries
 
 MOST_COUNT = 2**53
 
-Word = Annotated[str, Meta(max_length=MOST_NAME)]
+ShortText = Annotated[str, Meta(max_length=MOST_NAME)]
 
 Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 
@@ -30,8 +30,8 @@ Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 class Admitted(msgspec.Struct, array_like=True, tag="admitted"):
     """A request has started."""
 
-    request_id: Word
-    reason: Word
+    request_id: ShortText
+    reason: ShortText
     hit_tokens: Count
     shared: Count  # with an earlier prompt that the engine has seen
     positions: Annotated[tuple[Count, ...], Meta(max_length=MOST_POSITIONS)]  # of the hint's entries; 0: not there
@@ -40,34 +40,34 @@ class Admitted(msgspec.Struct, array_like=True, tag="admitted"):
 class Pinned(msgspec.Struct, array_like=True, tag="pinned"):
     """What became of a request's wish to pin its prompt, or to release it."""
 
-    request_id: Word
-    fate: Word
+    request_id: ShortText
+    fate: ShortText
 
 
 class Came(msgspec.Struct, array_like=True, tag="came"):
     """A request is computed up to token `end`."""
 
-    request_id: Word
+    request_id: ShortText
     end: Count
-    states: list[tuple[Count, Word]]  # position, and name: "" if none is found
+    states: list[tuple[Count, ShortText]]  # position, and name: "" if none is found
 
 
 class Gone(msgspec.Struct, array_like=True, tag="gone"):
     """A state can no longer be found."""
 
-    state: Word
+    state: ShortText
 
 
 class Cleared(msgspec.Struct, array_like=True, tag="cleared"):
     """No state can be found any more."""
 
-    why: Word = ""  # "lost": reports were
+    why: ShortText = ""  # "lost": reports were
 
 
 class AdapterGone(msgspec.Struct, array_like=True, tag="adapter"):
     """The states of a LoRA adapter are gone: another one has its name."""
 
-    name: Word
+    name: ShortText
 
 
 Event = Admitted | Pinned | Came | Gone | Cleared | AdapterGone
@@ -76,11 +76,11 @@ Event = Admitted | Pinned | Came | Gone | Cleared | AdapterGone
 class FeedLine(msgspec.Struct):
     """Some of a feed. Its events are read one by one, since a line may have thousands."""
 
-    boot: Word
+    boot: ShortText
     cursor: Count
     events: Annotated[list[msgspec.Raw], Meta(max_length=MOST_EVENTS)]
     reset: bool  # events were lost to this reader
-    drafts: tuple[Word, Word] | None = None  # of hints beside them: state, and figures
+    drafts: tuple[ShortText, ShortText] | None = None  # of hints beside them: state, and figures
     load: tuple[Count, Count] | None = None  # of other gateways: requests, and tokens of their prompts to compute
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
@@ -26,6 +27,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from engine_patches.scheduler import state_writes
 from engine_patches.scheduler.cache_groups import MANAGERS
 from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.held_keys import HeldKeys
 from engine_patches.scheduler.hints import FIELD, PIN
@@ -116,7 +118,7 @@ def test_an_admitted_request_reports_what_it_shares_and_what_its_entries_became(
     checkpoints.admitted(request(HEAD + own(2, 300), hint, name="b"), 0)
     checkpoints.admitted(request(HEAD + own(3, 300), ["last:199"], name="c"), 192)
     checkpoints.admitted(request(HEAD + own(4, 300), [200], name="d", skip_reading_prefix_cache=True), 0)
-    assert list(checkpoints.counters.take().requests) == [
+    assert list(map(msgspec.structs.astuple, checkpoints.counters.take().requests)) == [
         ("a", NO_BOUNDARY, 0, 0, ()),
         ("b", COLD, 0, 192, (200, 0, 200, 3)),
         ("c", HIT, 192, 192, (200,)),
@@ -199,7 +201,7 @@ def test_what_another_worker_has_computed_is_a_hit_that_saves_nothing_here(check
     checkpoints.state_of(loading).loaded = 180
     checkpoints.admitted(loading, 64)
     counts = checkpoints.counters.take()
-    assert list(counts.requests) == [("a", HIT, 180, 192, ())] and counts.hits == 0
+    assert counts.requests == [AdmittedRequest("a", HIT, 180, 192, ())] and counts.hits == 0
     assert checkpoints.state_of(loading).resumed_at == 180
 
 
