@@ -90,59 +90,50 @@ MAX_RECORDS = 64
 # A longer prompt than any engine takes is garbage.
 MAX_TOKENS = 2**24
 
-# Kinds of records in a worker's stream: two of prefixes, one of responses.
-HELD, GONE, KEPT = 1, 2, 3
+# Kinds of records: two of prefixes, one of responses, one of the positions of boundaries.
+HELD, GONE, KEPT, PLACED = 1, 2, 3, 4
 
+# Those in a worker's stream and in that of positions, and whether such a record has tokens.
+_OF_WORKER = frozenset({(HELD, True), (GONE, False), (KEPT, False)})
+_OF_POSITIONS = frozenset({(PLACED, True)})
 
-class Form(NamedTuple):
-    """The format of a stream's batches: magic, writer, records whose last field is a number of tokens."""
-
-    magic: bytes  # with the version: batches of another one are refused
-    record: struct.Struct
-
-
-HOLDINGS = Form(b"smh3", struct.Struct(f"<B{KEY_BYTES}sI"))  # kind, key of a prefix or name of a response, tokens or 0
-POSITIONS = Form(b"smp2", struct.Struct(f"<{KEY_BYTES}sI"))  # key, tokens
-
-# Kind of a record, and whether it has tokens.
-_SOUND = frozenset({(HELD, True), (GONE, False), (KEPT, False)})
+MAGIC = b"smh4"  # with the version: batches of another one are refused
 
 _HEADER = struct.Struct(f"<4s{WRITER_BYTES}s")
+_RECORD = struct.Struct(f"<B{KEY_BYTES}sI")  # kind, key of a prefix or name of a response, tokens or 0
 
-POSITIONS_STREAM = b"seamark:positions:2"
+POSITIONS_STREAM = b"seamark:positions:3"
 
 _ENTRY = re.compile(rb"\d{1,20}-\d{1,20}")  # how Redis names one
 
 
 def holdings_stream(boot: str) -> bytes:
     """The stream about the worker that booted as `boot`; a restarted worker has another."""
-    return b"seamark:held:3:" + xxh3_128_hexdigest(boot.encode()).encode()
+    return b"seamark:held:4:" + xxh3_128_hexdigest(boot.encode()).encode()
+
+
+StreamRecord = tuple[int, bytes, int]
 
 
 class Batch(NamedTuple):
     writer: bytes  # names the gateway, at random
-    records: tuple[tuple[Any, ...], ...]
+    records: tuple[StreamRecord, ...]
 
 
-def pack(form: Form, writer: bytes, records: Iterable[tuple[Any, ...]]) -> bytes:
-    """The batch as bytes; `records`, at most `MAX_RECORDS`, as `form` has them."""
-    return b"".join((_HEADER.pack(form.magic, writer), *(form.record.pack(*record) for record in records)))
+def pack(writer: bytes, records: Iterable[StreamRecord]) -> bytes:
+    """The batch as bytes, of at most `MAX_RECORDS`."""
+    return b"".join((_HEADER.pack(MAGIC, writer), *(_RECORD.pack(*record) for record in records)))
 
 
-def unpack(form: Form, raw: bytes) -> Batch | None:
-    """The batch in these bytes; None if they are none."""
+def unpack(raw: bytes, *, of_positions: bool = False) -> Batch | None:
+    """The batch in these bytes of a worker's stream, or of that of positions; None if they are none."""
     length = len(raw) - _HEADER.size
-    if not 0 < length <= MAX_RECORDS * form.record.size or length % form.record.size:
+    if not 0 < length <= MAX_RECORDS * _RECORD.size or length % _RECORD.size:
         return None
     magic, writer = _HEADER.unpack_from(raw)
-    if magic != form.magic:
-        return None
-    records = tuple(form.record.iter_unpack(memoryview(raw)[_HEADER.size :]))
-    if any(record[-1] > MAX_TOKENS for record in records):
-        return None
-    if form is HOLDINGS and any((kind, tokens > 0) not in _SOUND for kind, _, tokens in records):
-        return None
-    if form is POSITIONS and not all(tokens for _, tokens in records):
+    records = tuple(_RECORD.iter_unpack(memoryview(raw)[_HEADER.size :]))
+    kinds = _OF_POSITIONS if of_positions else _OF_WORKER
+    if magic != MAGIC or any(tokens > MAX_TOKENS or (kind, tokens > 0) not in kinds for kind, _, tokens in records):
         return None
     return Batch(writer, records)
 
@@ -228,8 +219,8 @@ class RedisSync(Part):
         self._up.set(0)
         self.state = "connecting"  # or "up", "down"
         self._failures = 0  # since Redis last answered
-        self._waiting: deque[tuple[str | None, Sequence[tuple[Any, ...]]]] = deque(maxlen=WAITING_EVENTS)
-        self._outgoing: dict[bytes, list[tuple[Any, ...]]] = {}  # by stream; not known to be written
+        self._waiting: deque[tuple[str | None, Sequence[StreamRecord]]] = deque(maxlen=WAITING_EVENTS)
+        self._outgoing: dict[bytes, list[StreamRecord]] = {}  # by stream; not known to be written
         self._written: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
         self._cursors: dict[bytes, bytes] = {}  # by stream, the last entry that was read
         self._writers: dict[bytes, float] = {}  # other gateways, and when (time.monotonic()) each was last heard
@@ -272,9 +263,9 @@ class RedisSync(Part):
         self._append((boot, ((KEPT, name, 0),)))
 
     def _put(self, key: bytes, tokens: int) -> None:
-        self._append((None, ((key, tokens),)))
+        self._append((None, ((PLACED, key, tokens),)))
 
-    def _append(self, event: tuple[str | None, Sequence[tuple[Any, ...]]]) -> None:
+    def _append(self, event: tuple[str | None, Sequence[StreamRecord]]) -> None:
         if len(self._waiting) == WAITING_EVENTS:
             self._dropped.inc()
         self._waiting.append(event)
@@ -294,9 +285,8 @@ class RedisSync(Part):
         position_cursor = cursors.pop(POSITIONS_STREAM)
         async with self._redis.pipeline(transaction=False) as pipeline:
             for stream, records in self._outgoing.items():
-                form = POSITIONS if stream == POSITIONS_STREAM else HOLDINGS
                 for start in range(0, len(records), MAX_RECORDS):
-                    packed = pack(form, self._writer, records[start : start + MAX_RECORDS])
+                    packed = pack(self._writer, records[start : start + MAX_RECORDS])
                     pipeline.xadd(stream, {b"n": packed}, maxlen=STREAM_ENTRIES, approximate=True)
                 pipeline.expire(stream, STREAM_SECONDS)
             pipeline.xread({POSITIONS_STREAM: position_cursor}, READ_ENTRIES)
@@ -341,7 +331,7 @@ class RedisSync(Part):
                 self._outgoing.setdefault(stream, []).extend(records)
                 taken += len(records)
 
-    def _not_repeated(self, stream: bytes, event: Sequence[tuple[Any, ...]], now: float) -> Iterable[tuple[Any, ...]]:
+    def _not_repeated(self, stream: bytes, event: Sequence[StreamRecord], now: float) -> Iterable[StreamRecord]:
         """Records about a worker, without those of prefixes it holds that were written lately."""
         for record in event:
             kind, key, _ = record
@@ -363,7 +353,7 @@ class RedisSync(Part):
 
     def _apply(self, boot: str | None, raw: bytes) -> None:
         """Put another gateway's batch into the tables."""
-        batch = unpack(POSITIONS if boot is None else HOLDINGS, raw)
+        batch = unpack(raw, of_positions=boot is None)
         if batch is None:
             self._refused.inc()
             return
@@ -371,17 +361,15 @@ class RedisSync(Part):
             return
         if batch.writer in self._writers or len(self._writers) < MOST_WRITERS:
             self._writers[batch.writer] = time.monotonic()
-        if boot is None:
-            for key, tokens in batch.records:
+        for kind, key, tokens in batch.records:
+            if boot is None:
                 self._positions.put_remote(key, tokens)
-        else:
-            for kind, key, tokens in batch.records:
-                if kind == HELD:
-                    self._prefix_index.record_remote(key, tokens, boot)
-                elif kind == KEPT:
-                    self._stored.keep_remote(key, boot)
-                else:
-                    self._prefix_index.forget((key,), boot, remote=True)
+            elif kind == HELD:
+                self._prefix_index.record_remote(key, tokens, boot)
+            elif kind == KEPT:
+                self._stored.keep_remote(key, boot)
+            else:
+                self._prefix_index.forget((key,), boot, remote=True)
         self._heard.inc(len(batch.records))
 
     def _start_over(self) -> None:
