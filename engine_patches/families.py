@@ -1,7 +1,8 @@
 """Kinds of recurrent states, and vLLM's layers that have them. The table in README.md is made of it.
 
-A layer with a `core` here writes states inside a pass: that method is replaced (`forward/layers.py`), and where it
-does not carry the replacement, the layer promises nothing. For any other layer a chunk is cut at each state.
+A layer with a `core` here writes states inside a pass: that method is replaced in each layer of a model, by the kind of
+its states (`forward/layers.py`), and where a class has another one, its layers promise nothing. For any other layer a
+chunk is cut at each state.
 """
 
 from __future__ import annotations
@@ -28,19 +29,12 @@ class StateKind(NamedTuple):
 
 
 MAMBA2 = StateKind("Mamba2", "MAMBA2")  # its kernels' chunks are configured
-
 GDN = StateKind("gated delta net", "GDN_ATTN", chunk=64)
-
 KDA = StateKind("KDA", "GDN_ATTN", chunk=64)
-
 SHORT_CONV = StateKind("short convolution", "SHORT_CONV")
-
 NGRAM_CONV = StateKind("convolution of n-grams", "SHORT_CONV")
-
 MAMBA1 = StateKind("Mamba1", "MAMBA1")
-
 LINEAR = StateKind("linear attention", "LINEAR")
-
 
 KINDS = (MAMBA2, GDN, KDA, SHORT_CONV, NGRAM_CONV, MAMBA1, LINEAR)
 
@@ -52,6 +46,7 @@ class RecurrentLayer(NamedTuple):
     kind: StateKind
     shown: Shown
     core: str = ""  # its method that is replaced; empty: its states are not written inside a pass
+    core_on_cpu: str = ""  # if that is another one
     on_rocm: bool = False  # whether the replaced method is the one that runs there, too
     beside_drafts: bool = False  # whether the rows that verify drafts are known to keep their states then
 
@@ -59,6 +54,11 @@ class RecurrentLayer(NamedTuple):
     def name(self) -> str:
         """Of the class."""
         return self.path.rpartition(":")[2]
+
+    @property
+    def cores(self) -> Sequence[str]:
+        """Its methods that are replaced."""
+        return tuple(filter(None, (self.core, self.core_on_cpu)))
 
 
 _LAYERS = "vllm.model_executor.layers.mamba"
@@ -113,19 +113,11 @@ QWEN_NGRAM = RecurrentLayer(
 )
 
 # Beside drafts neither it nor OLMo's was tried: no head is known for their models.
-SHORT_CONVOLUTION = RecurrentLayer(f"{_LAYERS}.short_conv:ShortConv", SHORT_CONV, Shown.ENGINE, "forward_cuda")
-
-INSIDE = (
-    MAMBA2_MIXER,
-    QWEN_GDN,
-    OLMO_GDN,
-    KIMI_KDA,
-    K3_KDA,
-    GLM_KDA,
-    LING_KDA,
-    QWEN_NGRAM,
-    SHORT_CONVOLUTION,
+SHORT_CONVOLUTION = RecurrentLayer(
+    f"{_LAYERS}.short_conv:ShortConv", SHORT_CONV, Shown.ENGINE, "forward_cuda", "forward_native"
 )
+
+INSIDE = (MAMBA2_MIXER, QWEN_GDN, OLMO_GDN, KIMI_KDA, K3_KDA, GLM_KDA, LING_KDA, QWEN_NGRAM, SHORT_CONVOLUTION)
 
 MAMBA_MIXER = RecurrentLayer(f"{_LAYERS}.mamba_mixer:MambaMixer", MAMBA1, Shown.READ)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from engine_patches import module_source
-from engine_patches.ledger import Shape, ShapeMismatch
+from engine_patches.ledger import Shape, ShapeMismatch, holds
 
 
 class ConnectorLane(enum.Enum):
@@ -49,40 +49,39 @@ LMCACHE_MP = "LMCacheMPConnector"
 
 # Ours, `engine_patches.disk`: it holds what it reads from, and writes only into blocks of waiting requests.
 OWN, OWN_MODULE = "SeamarkConnector", "engine_patches.disk.connector"
-
 MULTI = "MultiConnector"
 
 UNKNOWN = "is not known to leave alone the blocks that a pass writes states into"
 
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+_BASE = f"{_NIXL}.base_scheduler:NixlBaseConnectorScheduler"
+_PULL = f"{_NIXL}.pull_scheduler:NixlPullConnectorScheduler"
+_WORKER = f"{_NIXL}.pull_worker:NixlPullConnectorWorker"
 
 # What NIXL was shown to be right with: it takes the blocks of whole requests, and vLLM keeps blocks that it may write
 # from being handed out before the steps that wrote them last are done.
 _SHOWN = (
     Shape(
-        f"{_NIXL}.pull_scheduler:NixlPullConnectorScheduler.update_state_after_alloc",
+        f"{_PULL}.update_state_after_alloc",
         "self, request, blocks, num_external_tokens",
         ("blocks.get_unhashed_block_ids_all_groups()", "self.get_exchange_clipped_blocks("),
     ),
     Shape(
-        f"{_NIXL}.pull_scheduler:NixlPullConnectorScheduler.request_finished",
+        f"{_PULL}.request_finished",
         "self, request, block_ids",
         ("delay_free_blocks = any(", "block_ids = self.get_exchange_clipped_blocks(block_ids)"),
     ),
     Shape(
-        f"{_NIXL}.base_scheduler:NixlBaseConnectorScheduler.get_exchange_clipped_blocks",
+        f"{_BASE}.get_exchange_clipped_blocks",
         mentions=("blocks = clip_ssm_state_blocks(blocks, n_spec_blocks)",),
     ),
 )
 
 # What is replaced, so that a prefill which comes from another worker is known to be of its prompt and still there.
-PREFILL_END = f"{_NIXL}.base_scheduler:NixlBaseConnectorScheduler._truncate_request_for_prefill"
-
-LOAD_END = f"{_NIXL}.pull_scheduler:NixlPullConnectorScheduler.get_num_new_matched_tokens"
-
-SENT = f"{_NIXL}.pull_scheduler:NixlPullConnectorScheduler.request_finished"
-
-READ = f"{_NIXL}.pull_worker:NixlPullConnectorWorker._read_blocks_for_req"
+PREFILL_END = f"{_BASE}._truncate_request_for_prefill"
+LOAD_END = f"{_PULL}.get_num_new_matched_tokens"
+SENT = f"{_PULL}.request_finished"
+READ = f"{_WORKER}._read_blocks_for_req"
 
 _HANDED_OVER = (
     Shape(
@@ -95,11 +94,11 @@ _HANDED_OVER = (
         ),
     ),
     Shape(
-        f"{_NIXL}.base_scheduler:NixlBaseConnectorScheduler.on_new_request",
+        f"{_BASE}.on_new_request",
         "self, request",
         ("self._truncate_request_for_prefill(request)",),
     ),
-    Shape(f"{_NIXL}.base_scheduler:NixlBaseConnectorScheduler._stop_heartbeat", "self, req_id"),
+    Shape(f"{_BASE}._stop_heartbeat", "self, req_id"),
     Shape(
         LOAD_END,
         "self, request, num_computed_tokens",
@@ -124,7 +123,7 @@ _HANDED_OVER = (
         ),
     ),
     Shape(
-        f"{_NIXL}.pull_worker:NixlPullConnectorWorker._is_turn2_read_expired",
+        f"{_WORKER}._is_turn2_read_expired",
         "self, meta",
         ("clock_offset = self._engine_clock_offset[meta.remote.engine_id]",),
     ),
@@ -133,12 +132,7 @@ _HANDED_OVER = (
 
 def hands_over() -> bool:
     """Whether this vLLM's NIXL hands prefills over as the patches of it expect."""
-    try:
-        for shape in _HANDED_OVER:
-            shape.check()
-    except ShapeMismatch:
-        return False
-    return True
+    return all(map(holds, _HANDED_OVER))
 
 
 class Decision(NamedTuple):

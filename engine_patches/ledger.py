@@ -15,19 +15,35 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, NamedTuple
 
-from engine_patches import known_mods, module_source
-from engine_patches.import_hook import ImportHook
+from engine_patches import module_source
+from engine_patches.module_source import ImportHook
 
 logger = logging.getLogger("vllm.seamark")
 
 MARK = "__seamark_original__"  # on a replacement: the function that it replaced
 
 NAME = "__seamark_patch__"  # on a replacement: the name of its patch
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_MAMBA = "vllm.v1.core.single_type_kv_cache_manager:MambaManager"
+_FINE_PREFIX = (
+    f"{_SCHEDULER}._mamba_block_aligned_split",
+    f"{_SCHEDULER}.__init__",
+    f"{_MAMBA}._cache_partial_tail_block",
+)
+
+# Mods of others, and what their own scripts replace of what is patched here: where such a function differs, its mod may
+# be why.
+KNOWN_MODS: Mapping[str, Sequence[str]] = {
+    "fix-hybrid-prefix-cache-eagle": _FINE_PREFIX,
+    "fix-eagle-fine-prefix": _FINE_PREFIX,
+    "fix-qwen3-coder-next": (f"{_MAMBA}.cache_blocks",),
+    "glm53-port-*": (f"{_SCHEDULER}.__init__", f"{_SCHEDULER}.schedule"),
+}
 
 # vLLM's functions, and what replaces them. vLLM is untyped at this seam: its parameters change between releases.
 Function = Callable[..., Any]
@@ -58,9 +74,12 @@ class Shape:
     target: str  # "package.module:Class.function"
     parameters: str | None = None  # "self, request, num_tokens"
     mentions: tuple[str, ...] = ()
+    where: str = ""  # looked at only in a vLLM that has this class or function
 
     def check(self) -> None:
         """Raise `ShapeMismatch` if vLLM differs: the function itself, or its source if nobody has imported it yet."""
+        if self.where and not exists(self.where):
+            return
         if _module_of(self.target) in sys.modules:
             original = _chain(resolve(self.target).value)[-1]
             if self.parameters is not None:
@@ -87,7 +106,7 @@ class Shape:
             raise self._differs(f"no longer mentions {', '.join(missing)}")
 
     def _differs(self, how: str) -> ShapeMismatch:
-        mods = known_mods.that_edit(self.target)
+        mods = [mod for mod, targets in KNOWN_MODS.items() if self.target in targets]
         return ShapeMismatch(f"{self.target} {how}" + (f"; mods known to edit it: {', '.join(mods)}" if mods else ""))
 
 
@@ -112,6 +131,7 @@ class Patch:
     mentions: tuple[str, ...] = ()
     relies_on: tuple[Shape, ...] = ()  # besides the target
     rebind: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()  # functions that the replacement replaces in turn, where the loaded model has them
     on: Platform | None = None  # where alone it has a meaning; None: everywhere
     applies: Callable[[], bool] = field(default=lambda: True)  # to this version of vLLM, by its source
 
@@ -160,14 +180,7 @@ def exists(path: str) -> bool:
 
     A module that nobody has imported is read and not imported.
     """
-    try:
-        if _module_of(path) in sys.modules:
-            resolve(path)
-        else:
-            _definitions(path)
-    except ShapeMismatch:
-        return False
-    return True
+    return holds(Shape(path))
 
 
 def is_applied(patch: Patch) -> bool:
@@ -175,9 +188,7 @@ def is_applied(patch: Patch) -> bool:
     module = _module_of(patch.target)
     if module not in sys.modules:
         return any(patch.name == awaited.name for awaited in _awaited.get(module, ()))
-    if not exists(patch.target):
-        return False
-    return has_patch(resolve(patch.target).value, patch.name)
+    return exists(patch.target) and has_patch(resolve(patch.target).value, patch.name)
 
 
 def has_patch(function: Any, name: str) -> bool:
@@ -192,11 +203,6 @@ def holds(shape: Shape) -> bool:
     except ShapeMismatch:
         return False
     return True
-
-
-def is_replaced(function: Any) -> bool:
-    """Whether a function is the replacement of one of vLLM's."""
-    return hasattr(function, NAME)
 
 
 def _module_of(path: str) -> str:
@@ -223,17 +229,9 @@ def _chain(function: Any) -> list[Any]:
     return chain
 
 
-class _Replaced(NamedTuple):
-    """One attribute that holds a replacement."""
-
-    owner: Any
-    name: str
-    original: Any
-
-
 _awaited: dict[str, list[Patch]] = {}  # by a module that is not imported: the patches with a shape there
 
-_replaced: list[_Replaced] = []  # in this process, in order
+_replaced: list[Target] = []  # what was replaced in this process, in order
 
 _live = False
 
@@ -249,15 +247,10 @@ def apply(patches: Sequence[Patch]) -> int:
     """
     global _live
     _live = False
-    try:
-        here = platform_here() if any(patch.on for patch in patches) else None
-        wanted = [patch for patch in patches if patch.is_for(here)]
-        missing = [patch for patch in wanted if not is_applied(patch)]
-        for patch in missing:
-            for shape in patch.shapes:
-                shape.check()
-    finally:
-        module_source.forget()
+    here = platform_here() if any(patch.on for patch in patches) else None
+    missing, misfits = judge([patch for patch in patches if not is_applied(patch)], here)
+    if misfits:
+        raise misfits[0].difference
     before = len(_replaced)
     for patch in missing:
         for module in {_module_of(shape.target) for shape in patch.shapes} - sys.modules.keys():
@@ -272,7 +265,7 @@ def apply(patches: Sequence[Patch]) -> int:
         for module in list(_awaited):
             _awaited[module] = [patch for patch in _awaited[module] if patch not in missing]
         raise
-    _live = any(patch.role is PatchRole.FEATURE for patch in wanted)
+    _live = any(patch.role is PatchRole.FEATURE for patch in patches)
     return len(missing)
 
 
@@ -295,11 +288,11 @@ class Misfit(NamedTuple):
 class Fit(NamedTuple):
     """What `apply` would do in a process of a platform."""
 
-    patches: int  # that have a meaning there
+    patches: Sequence[Patch]  # that have a meaning there
     misfits: Sequence[Misfit]  # none: all of them would be applied
 
 
-def judge(patches: Sequence[Patch], platform: Platform) -> Fit:
+def judge(patches: Sequence[Patch], platform: Platform | None) -> Fit:
     """Whether vLLM is as these patches expect. Nothing is applied, and nothing is imported."""
     misfits = []
     try:
@@ -312,7 +305,7 @@ def judge(patches: Sequence[Patch], platform: Platform) -> Fit:
                 misfits.append(Misfit(patch, difference))
     finally:
         module_source.forget()
-    return Fit(len(wanted), misfits)
+    return Fit(wanted, misfits)
 
 
 def patches_live() -> bool:
@@ -363,21 +356,17 @@ def _replace(patch: Patch) -> None:
     setattr(replacement, MARK, target.value)
     setattr(replacement, NAME, patch.name)
     stored = classmethod(replacement) if isinstance(target.stored, classmethod) else replacement
-    for owner in (target.owner, *_loaded(patch.rebind)):
+    for owner in (target.owner, *(sys.modules[name] for name in patch.rebind if name in sys.modules)):
         if vars(owner).get(target.name) is target.stored:
-            _replaced.append(_Replaced(owner, target.name, target.stored))
+            _replaced.append(Target(owner, target.name, target.stored))
             setattr(owner, target.name, stored)
 
 
 def _put_back(length: int) -> None:
     """Undo all replacements but the first `length`, the last one first."""
     while len(_replaced) > length:
-        owner, name, original = _replaced.pop()
-        setattr(owner, name, original)
-
-
-def _loaded(names: Sequence[str]) -> list[ModuleType]:
-    return [sys.modules[name] for name in names if name in sys.modules]
+        target = _replaced.pop()
+        setattr(target.owner, target.name, target.stored)
 
 
 _hook = ImportHook(_awaited, _imported)

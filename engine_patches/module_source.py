@@ -1,4 +1,4 @@
-"""What a module defines, read from its file: nothing is imported, and nothing of it runs.
+"""What a module defines, read from its file: nothing is imported, and nothing of it runs. And a hook behind its import.
 
 Most of what is patched lives in modules that load kernels or look for a device, and most processes of vLLM never need
 them. Python compiles each module once and keeps the result beside it, with parameters and lines of every function.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable, Container, Sequence
 from functools import cache
-from importlib.abc import InspectLoader
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import NamedTuple
 
 
@@ -82,3 +83,44 @@ def _parameters(function: CodeType) -> list[str]:
 
 def _source(definition: CodeType, lines: list[str]) -> str:
     return "".join(inspect.getblock(lines[definition.co_firstlineno - 1 :]))
+
+
+class ImportHook(MetaPathFinder):
+    """Calls `imported(name)` once a module among `awaited` has run; what that raises fails the import.
+
+    `awaited` may change at any time: it is looked at when a module is searched for.
+    """
+
+    def __init__(self, awaited: Container[str], imported: Callable[[str], None]) -> None:
+        self.awaited = awaited
+        self.imported = imported
+
+    def install(self) -> None:
+        """Be asked before all others, from now on."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """What the other finders find; the loader of a module that somebody waits for tells."""
+        if fullname not in self.awaited:
+            return None
+        for finder in tuple(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if finder is self or find is None else find(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    self._listen(spec.loader)
+                return spec
+        return None
+
+    def _listen(self, loader: Loader) -> None:
+        """Have a module's own loader tell."""
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            self.imported(module.__name__)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -8,42 +8,31 @@ from collections.abc import Callable
 from ipaddress import IPv4Network, IPv6Network, ip_network
 
 PREFIX = "SEAMARK_"
-
 MODE_VARIABLE = "SEAMARK_ENGINE"
-
 FULL, REFERENCE, OFF = "1", "reference", "0"
 
 # vLLMs that the patches fit, and where to find one of them.
 SUPPORTED, IMAGE = "0.31 to 0.33", "vllm/vllm-openai:v0.33.0"
 
 LOOPBACK = "127.0.0.1"
-
 DEFAULT_SHARE = 0.5  # of all cache blocks
-
 DEFAULT_PIN_SHARE = 0.1
 
 logger = logging.getLogger("vllm.seamark")
 
+# Variables.
 FAN_OUT = "SEAMARK_FAN_OUT"  # 0: no request waits for another one's prefix
-
 STATE_SHARE = "SEAMARK_STATE_SHARE"  # part of the cache's blocks that states may hold, 0..1
-
 PIN_SHARE = "SEAMARK_PIN_SHARE"  # part of the cache's blocks that pinned prompts may hold, 0..1
-
 CHUNK_ENDS = "SEAMARK_CHUNK_ENDS"  # 1: states only at the ends of a kernel's chunks; 0: on any match unit
-
 HINTS_FROM = "SEAMARK_HINTS_FROM"  # addresses and networks whose header x-seamark-boundaries is read; *: all
-
 DRAFTS = "SEAMARK_DRAFTS"  # hints beside speculative decoding: auto: after a trial; 1: at once; 0: never
-
 REPORTS_AT = "SEAMARK_REPORTS_AT"  # HOST:PORT where gateways read what engines report; of this machine, and any, if not
-
 RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"  # vLLM's: of variables, with commas between
-
 KV_EVENTS = "SEAMARK_KV_EVENTS"  # what vLLM's KV events say of a hybrid; 0: what vLLM says
 
+# Their values.
 AUTO, AT_ONCE, NEVER = "auto", "1", "0"
-
 UNITS, BLOCKS = "units", "blocks"  # attention blocks that lead to a state, as long as the match unit or a cache block
 
 
@@ -60,10 +49,7 @@ def take_along_to_ray() -> None:
 
 def drafts() -> str:
     """Whether hints are used beside speculative decoding: after a trial (`AUTO`), `AT_ONCE` or `NEVER`."""
-    value = os.environ.get(DRAFTS, "").strip().lower()
-    if value not in ("", AUTO, AT_ONCE, NEVER):
-        logger.error("seamark: %s=%r is not one of %s, %s, %s; %s is used", DRAFTS, value, AUTO, AT_ONCE, NEVER, AUTO)
-    return value if value in (AT_ONCE, NEVER) else AUTO
+    return _choice(DRAFTS, AUTO, AT_ONCE, NEVER)
 
 
 def rust_frontend() -> bool:
@@ -104,10 +90,7 @@ def chunk_ends(default: bool) -> bool:
 
 def kv_events() -> str:
     """What KV events announce: `UNITS` or `BLOCKS` that lead to a held state, or all that vLLM does (`OFF`)."""
-    value = os.environ.get(KV_EVENTS, "").strip().lower()
-    if value not in ("", UNITS, BLOCKS, OFF):
-        logger.error("seamark: %s=%r is not one of %s, %s, %s; %s is used", KV_EVENTS, value, UNITS, BLOCKS, OFF, UNITS)
-    return value if value in (BLOCKS, OFF) else UNITS
+    return _choice(KV_EVENTS, UNITS, BLOCKS, OFF)
 
 
 def state_share() -> float:
@@ -118,6 +101,13 @@ def state_share() -> float:
 def pin_share() -> float:
     """Part of the cache's blocks that pinned prompts may hold."""
     return _share(PIN_SHARE, DEFAULT_PIN_SHARE, "[0, 1)", lambda share: 0 <= share < 1)
+
+
+def _choice(name: str, default: str, *others: str) -> str:
+    value = os.environ.get(name, "").strip().lower()
+    if value not in ("", default, *others):
+        logger.error("seamark: %s=%r is not one of %s; %s is used", name, value, ", ".join((default, *others)), default)
+    return value if value in others else default
 
 
 def _share(name: str, default: float, interval: str, is_in: Callable[[float], bool]) -> float:

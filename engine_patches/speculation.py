@@ -21,11 +21,6 @@ from engine_patches import settings
 METHODS = ("mtp", "ngram", "eagle", "eagle3", "dflash", "dspark")
 
 
-def refusal(vllm_config: Any) -> str | None:
-    """Why hints are refused beside the drafts of this configuration, and what to change; None if they are not."""
-    return unsupported(vllm_config) or switched_off(vllm_config)
-
-
 def switched_off(vllm_config: Any) -> str | None:
     """What to do if nothing but the switch keeps hints from being used beside drafts; None if it does not."""
     if not drafting(vllm_config) or settings.drafts() != settings.NEVER:
@@ -75,7 +70,7 @@ def drops(vllm_config: Any) -> bool:
 
 def ahead(vllm_config: Any, unit: int) -> int:
     """Tokens past a state that a prefix has to share, before the engine has said so itself; `unit`: of its matches."""
-    if vllm_config.speculative_config is None or refusal(vllm_config) is not None:
+    if vllm_config.speculative_config is None or unsupported(vllm_config) or switched_off(vllm_config):
         return 0
     return unit if drops(vllm_config) else _lookahead(vllm_config)
 

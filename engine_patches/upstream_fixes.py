@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
 from engine_patches.forward.cpu_scan import kernel_runs, scan_in_runs
 from engine_patches.ledger import Function, ShapeMismatch
+
+logger = logging.getLogger("vllm.seamark")
 
 
 def copy_largest_view_first(original: Function) -> Function:
@@ -131,3 +134,24 @@ def take_back_uncomputed_keys(original: Function) -> Function:
         return original(self, request, *args, **kwargs)
 
     return _preempt_request
+
+
+def decline_late_reads(original: Function) -> Function:
+    """NIXL's blocks of another worker are not read once these may have been freed. Here, in the worker's process, both
+    clocks are known: vLLM's handshake measures how far they are apart.
+
+    vLLM asks for the deadline only of what a decode worker lends. A prefill is as surely gone once its lease is over,
+    and whoever reads its blocks then reads somebody else's states. vLLM's margin of 5 s is kept.
+    """
+
+    def _read_blocks_for_req(self: Any, req_id: str, meta: Any) -> None:
+        engine = meta.remote.engine_id
+        known = engine in self._remote_agents and engine not in self._invalid_remote_engines
+        if not known or self._bidirectional_kv_xfer_enabled or not self._is_turn2_read_expired(meta):
+            original(self, req_id, meta)
+            return
+        logger.warning("seamark: a prefill of worker %s came too late, request %s is computed here", engine, req_id)
+        self.xfer_stats.record_kv_expired_req()
+        self._handle_failed_transfer(req_id, None, self._recv_failures, record_failed_transfer=False)
+
+    return _read_blocks_for_req

@@ -38,8 +38,6 @@ COMMANDS = {
 }
 
 
-OLD_DISTRIBUTION = "seamark"
-
 INSTALL_GATEWAY = "an environment of the gateway's own has it: pip install /path/to/seamark"
 
 INSTALL_ENGINE = (
@@ -50,28 +48,17 @@ INSTALL_ENGINE = (
 # Of packages that are imported by another name.
 DISTRIBUTIONS = {"prometheus_client": "prometheus-client", "yaml": "pyyaml"}
 
+GATEWAY_PACKAGES = (
+    "aiohttp cachetools fastapi httpx msgspec prometheus_client pydantic redis starlette uvicorn xxhash yaml"
+)
+
+ENGINE_PACKAGES = "engine_patches vllm torch transformers tokenizers safetensors"
+
 # What an environment may lack, by the name under which it is imported.
 CURES = {
-    **dict.fromkeys(
-        (
-            "aiohttp",
-            "cachetools",
-            "fastapi",
-            "httpx",
-            "msgspec",
-            "prometheus_client",
-            "pydantic",
-            "redis",
-            "starlette",
-            "uvicorn",
-            "xxhash",
-            "yaml",
-        ),
-        INSTALL_GATEWAY,
-    ),
-    **dict.fromkeys(("engine_patches", "vllm", "torch", "transformers", "tokenizers", "safetensors"), INSTALL_ENGINE),
+    **dict.fromkeys(GATEWAY_PACKAGES.split(), INSTALL_GATEWAY),
+    **dict.fromkeys(ENGINE_PACKAGES.split(), INSTALL_ENGINE),
 }
-
 
 READER_LEFT = 141  # as a shell says it of what SIGPIPE has ended
 
@@ -101,8 +88,6 @@ def _reader_has_left() -> bool:
 
 def _run(argv: list[str] | None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
-    if mixed_with_old_distribution():
-        print(MIXED, file=sys.stderr)
     if arguments[:1] == ["--version"]:
         print(versions())
         return 0
@@ -157,20 +142,6 @@ def _vllm() -> str:
         with contextlib.suppress(metadata.PackageNotFoundError):
             return f"{distribution} {metadata.version(distribution)}"
     return "no vLLM in this environment"
-
-
-MIXED = """\
-seamark: the distribution `seamark` is installed beside `vllm-seamark`, and both own the package `proxy`. Cure:
-  pip uninstall seamark; pip install --force-reinstall --no-deps /path/to/seamark"""
-
-
-def mixed_with_old_distribution() -> bool:
-    """Whether Seamark 0.1.0, which was called `seamark`, is installed too. Another project has that name now."""
-    try:
-        old = metadata.distribution(OLD_DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return False
-    return "proxy" in (old.read_text("top_level.txt") or "").split()
 
 
 FIRST_HIT = """\

@@ -18,6 +18,7 @@ from typing import Any
 from engine_patches import families, kv_connectors, plugin, settings, speculation
 from engine_patches.commands.model_layers import (
     ATTENTION,
+    NO_DRAFTS_ON_A_CPU,
     NOT_INSPECTED,
     CannotExplain,
     layer_kinds,
@@ -37,13 +38,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 EXAMPLE = 10 * GIB  # of cache, where nothing says how much there will be
 
-NO_DRAFTS_ON_A_CPU = (
-    "on a CPU vLLM drafts for no hybrid: it copies states with Triton kernels, and would end at the first prompt; "
-    "leave --speculative-config away"
-)
-
 FEW = 16  # states: fewer than so many shared prefixes and running conversations are soon found again by nobody
-
 
 SHOWN = {
     Shown.ENGINE: "shown on an engine",
@@ -155,6 +150,7 @@ def cost_of(config: Any) -> StateCost:
     of_states = [spec for spec in told_specs if isinstance(spec, MambaSpec)]
     # A ring of raw keys is each request's own, and as long for any length of it.
     of_rows = [spec for spec in told_specs if spec.prefix_cacheable and not isinstance(spec, MambaSpec)]
+    has_cores = all(layer.core and (layer.on_rocm or not current_platform.is_rocm()) for layer in layers)
     cache = config.cache_config
     return StateCost(
         model=config.model_config.model,
@@ -169,7 +165,7 @@ def cost_of(config: Any) -> StateCost:
         block_tokens=cache.block_size,
         attention_groups=len(of_rows),
         match_unit=unit,
-        inside=_written_inside(layers, config),
+        inside=has_cores and runs_whole_steps(config),
         notes=tuple(_notes(config, layers, None if unit_given else unit)),
     )
 
@@ -181,14 +177,6 @@ def _planning() -> Any:
     except ImportError:
         from vllm.v1.core import kv_cache_utils as module
     return module
-
-
-def _written_inside(layers: Iterable[RecurrentLayer], config: Any) -> bool:
-    """Whether the states of all these layers are written inside a pass, as far as a `VllmConfig` tells."""
-    from vllm.platforms import current_platform
-
-    here = all(layer.core and (layer.on_rocm or not current_platform.is_rocm()) for layer in layers)
-    return here and runs_whole_steps(config)
 
 
 def _block_bytes(group: Any) -> int:
@@ -207,10 +195,9 @@ def _notes(config: Any, layers: Iterable[RecurrentLayer], unit: int | None) -> I
         yield "what the draft head caches of its own is not in these numbers: blocks hold fewer tokens beside it"
     if config.cache_config.cache_dtype.endswith("_ds_mla"):
         yield f"{config.cache_config.cache_dtype} packs a token's row to a size that depends on the GPU: blocks differ"
-    if hasattr(MambaBase, "get_prefill_checkpoint_alignment") and list(layers) == [families.QWEN_GDN]:
-        chunk = families.GDN.chunk
-        if unit is not None and unit % chunk:
-            yield f"where FlashInfer computes prompts, vLLM rounds blocks up to {chunk} tokens: then that is the unit"
+    chunk, by_flashinfer = families.GDN.chunk, hasattr(MambaBase, "get_prefill_checkpoint_alignment")
+    if by_flashinfer and list(layers) == [families.QWEN_GDN] and unit is not None and unit % chunk:
+        yield f"where FlashInfer computes prompts, vLLM rounds blocks up to {chunk} tokens: then that is the unit"
 
 
 def _name(dtype: Any) -> str:
@@ -263,9 +250,8 @@ def memory_for_cache(config: Any) -> tuple[int, str] | None:
     except Exception:  # NVML does not tell the memory that a GPU shares with the CPU
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     left = int(total * cache.gpu_memory_utilization) - sum(weights) // config.parallel_config.tensor_parallel_size
-    return max(
-        0, left
-    ), f"{cache.gpu_memory_utilization:.0%} of {_amount(total)} without the weights; activations need some"
+    source = f"{cache.gpu_memory_utilization:.0%} of {_amount(total)} without the weights; activations need some"
+    return max(0, left), source
 
 
 def report(
@@ -282,10 +268,16 @@ def report(
     """
     size, source = memory or (EXAMPLE, "for example: --kv-cache-memory-bytes was not given")
     kept = cost.states_in(size, share)
+    recurrent = [f"{many} recurrent ({layer.kind.name})" for layer, many in cost.layers.items()]
+    inside = cost.inside and connector.lane is not ConnectorLane.CHUNK_ENDS
+    written = "inside the pass" if inside else "cut: a pass for each"
+    hints = f"refused: {refusal.cause}" if refusal is not None else ""
+    if not hints and drafts and settings.drafts() == settings.AUTO:
+        hints = f"on trial at first, then beside the drafts ({settings.DRAFTS}={settings.AT_ONCE}: at once)"
     rows = [
         ("architecture", cost.architecture),
-        ("layers", ", ".join((*_counted(cost.layers), f"{cost.attention_layers} attention"))),
-        ("states", how_states_are_written(cost, connector)),
+        ("layers", ", ".join([*recurrent, f"{cost.attention_layers} attention"])),
+        ("states", f"{written} ({SHOWN[families.shown_of(cost.layers)]})"),
         ("one state", f"{_amount(cost.state_bytes)} in {' and '.join(dict.fromkeys(cost.state_types))}"),
         ("in the cache", f"{_amount(cost.bytes_in_cache)}: {cost.state_blocks} blocks of {_amount(cost.block_bytes)}"),
         ("cache block", f"{cost.block_tokens:,} tokens of KV in {cost.kv_type}"),
@@ -294,34 +286,14 @@ def report(
         ("cache", f"{_amount(size)} ({source})"),
         ("which holds", f"{cost.tokens_in(size):,} tokens of KV, or {cost.states_in(size):,} states"),
         ("states may take", f"{share:.0%} of it ({settings.STATE_SHARE}): {kept:,} states"),
+        ("KV connector", ", ".join(connector.names)),
+        ("drafts", drafts),
+        ("hints", hints),
     ]
-    if connector.names:
-        rows.append(("KV connector", ", ".join(connector.names)))
-    if drafts:
-        rows.append(("drafts", drafts))
-    if refusal is not None:
-        rows.append(("hints", f"refused: {refusal.cause}"))
-    elif drafts and settings.drafts() == settings.AUTO:
-        rows.append(
-            ("hints", f"on trial at first, then beside the drafts ({settings.DRAFTS}={settings.AT_ONCE}: at once)")
-        )
     yield cost.model
-    for name, value in rows:
-        yield f"  {name:<18}{value}"
+    yield from (f"  {name:<18}{value}" for name, value in rows if value)
     for line in (*advice(cost, kept), *about(connector), *cost.notes):
         yield f"  * {line}"
-
-
-def _counted(layers: Mapping[RecurrentLayer, int]) -> Iterator[str]:
-    for layer, many in layers.items():
-        yield f"{many} recurrent ({layer.kind.name})"
-
-
-def how_states_are_written(cost: StateCost, connector: Decision = WITHOUT) -> str:
-    """Inside a pass, or at a pass for each; and how it is known that this is right."""
-    inside = cost.inside and connector.lane is not ConnectorLane.CHUNK_ENDS
-    written = "inside the pass" if inside else "cut: a pass for each"
-    return f"{written} ({SHOWN[families.shown_of(cost.layers)]})"
 
 
 def advice(cost: StateCost, kept: int) -> Iterator[str]:

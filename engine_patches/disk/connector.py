@@ -7,11 +7,16 @@ has to save more time than it takes. Blocks that are being stored are held like 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
@@ -25,11 +30,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
+from engine_patches.disk.files import CHECKSUM_NAME
 from engine_patches.disk.flags import ALL, USED
-from engine_patches.disk.identity import identity_of
 from engine_patches.disk.load_cost import ASSUMED_TOKEN_SECONDS
 from engine_patches.disk.tier import CheckedFiles
 from engine_patches.footprint import DECLINED, LOADED, LOCAL_HIT
+from engine_patches.forward.loaded_weights import Weights
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.held_keys import HeldKeys
@@ -123,11 +129,11 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             return
         if not self._tier.takes_stores or not _is_plain(request):
             return
-        cached, row_of = self._pool.cached_block_hash_to_block, self.manager.primary_tier._policy.get
+        cached = self._pool.cached_block_hash_to_block
         # Each of them: a file of another group may be gone, or have been refused.
         keys = [key for key in self._held_keys.keys_of(request, position) if not self._is_stored(key)]
-        rows = [key for key in keys if row_of(key) is not None]
-        missing = sorted((key for key in keys if row_of(key) is None), key=lambda key: key[_GROUP])
+        rows = [key for key in keys if self._row(key) is not None]
+        missing = sorted((key for key in keys if self._row(key) is None), key=lambda key: key[_GROUP])
         found = {key: cached.get_one_block(key) for key in missing}
         if keys and all(block is not None for block in found.values()):
             self._pool.touch(list(found.values()))
@@ -155,13 +161,11 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """vLLM's: a request has blocks, and so many tokens are going to be loaded into them."""
         self._forget(request)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         setattr(request, LOADED, num_external_tokens)
 
     def request_finished(self, request: Any) -> Any:
-        """vLLM's: a request ends."""
         self._forget(request)
         return super().request_finished(request)
 
@@ -170,7 +174,6 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         self._gave_up.discard(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """vLLM's: a step is planned."""
         meta = super().build_connector_meta(scheduler_output)
         if self._checkpoints is not None:
             refused, num_bytes = self._tier.take_counts()
@@ -178,7 +181,6 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """vLLM's: some jobs are done."""
         super().update_connector_output(connector_output)
         for job in [job for job in self._stored_from if job not in self._jobs]:
             self._pool.free_blocks(reversed(self._stored_from.pop(job)))
@@ -192,29 +194,21 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         jobs: dict[int, Any] = {}
         offers, self._offers = self._offers, []
         for offer in offers:
-            self._store_rows(offer)
-            made = self._store_job(offer) if offer.blocks else None
-            if made is None:
+            status = self._req_status.get(offer.request_id)
+            rows = [key for key in offer.rows if self._row(key) is not None and not self._is_stored(key)]
+            if rows and status is not None:
+                self._tier.submit_store(self.manager.create_store_job(rows, status.req_context))
+            if not (offer.blocks and status is not None and self._add_store_job(jobs, offer, status)):
                 self._pool.free_blocks(reversed(list(offer.blocks.values())))
-            else:
-                job, transfer = made
-                jobs[job] = transfer
-                self._stored_from[job] = list(offer.blocks.values())
         return jobs
 
-    def _store_rows(self, offer: _Offer) -> None:
-        status, row_of = self._req_status.get(offer.request_id), self.manager.primary_tier._policy.get
-        rows = [key for key in offer.rows if row_of(key) is not None and not self._is_stored(key)]
-        if rows and status is not None:
-            self._tier.submit_store(self.manager.create_store_job(rows, status.req_context))
-
-    def _store_job(self, offer: _Offer) -> tuple[int, Any] | None:
-        status = self._req_status.get(offer.request_id)
-        if status is None or status.finished_signaled:
-            return None
+    def _add_store_job(self, jobs: dict[int, Any], offer: _Offer, status: Any) -> bool:
+        """Whether the blocks of an offer are going to be stored, and are held until then."""
+        if status.finished_signaled:
+            return False
         rows = self.manager.prepare_store(list(offer.blocks), status.req_context)
         if rows is None or not rows.keys_to_store:  # no row is free, or others are storing it
-            return None
+            return False
         keys = list(rows.keys_to_store)
         groups = [int.from_bytes(key[_GROUP], "big") for key in keys]
         job = self._generate_job_id()
@@ -227,7 +221,9 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             group_sizes=[groups.count(group) for group in self._groups],
             block_indices=[0] * len(self._groups),
         )
-        return job, TransferJob(req_id=offer.request_id, src_spec=source, dst_spec=rows.store_spec)
+        jobs[job] = TransferJob(req_id=offer.request_id, src_spec=source, dst_spec=rows.store_spec)
+        self._stored_from[job] = list(offer.blocks.values())
+        return True
 
     def _lookup(self, req_status: Any, max_num_new_tokens: int | None = None) -> int | None:
         """Tokens past the local hit's last whole block that can be loaded; None while they come."""
@@ -260,20 +256,15 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             if results != {LookupResult.HIT}:
                 self._promised[request.request_id] = candidate, since
                 return None
-            if candidate % self._block_size:
+            if candidate % self.config.kv_group_configs[0].tokens_per_block:
                 req_status.partial_tail_boundary = candidate
             return int(candidate - local)
         return 0
 
-    @property
-    def _block_size(self) -> int:
-        size: int = self.config.kv_group_configs[0].tokens_per_block
-        return size
-
     def _found(self, request: Any, hit: int, end: int) -> Iterator[int]:
         """Positions past the local hit whose states are held, the deepest first."""
         unit, hashes = self.config.tokens_per_hash, request.block_hashes
-        group = self._state_key(request, unit)[_GROUP] if hashes else b""
+        group = self._held_keys.state_key(request, unit)[_GROUP] if hashes else b""
         for units in range(min(end // unit, len(hashes)), hit // unit, -1):
             if self._is_held(hashes[units - 1] + group):
                 yield units * unit
@@ -290,16 +281,16 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             if group in recurrent or position % config.tokens_per_block:
                 yield key_at(request, position, unit, group)
 
-    def _state_key(self, request: Any, position: int) -> bytes:
-        return self._held_keys.state_key(request, position)
+    def _row(self, key: bytes) -> Any:
+        return self.manager.primary_tier._policy.get(key)
 
     def _is_held(self, key: bytes) -> bool:
         """Whether a key's block is in host memory or on disk."""
-        return self.manager.primary_tier._policy.get(key) is not None or self._tier.holds(key)
+        return self._row(key) is not None or self._tier.holds(key)
 
     def _is_stored(self, key: bytes) -> bool:
         """Whether a key's block is on disk, or on its way there."""
-        row = self.manager.primary_tier._policy.get(key)
+        row = self._row(key)
         coming = row is not None and not row.is_ready  # into host memory, and from there to the disk; or from it
         return coming or self._tier.holds(key) or self._tier.is_written(key)
 
@@ -319,3 +310,44 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 def _is_plain(request: Any) -> bool:
     """Whether a request's keys say all that its states depend on: of an adapter they say the name alone."""
     return request.lora_request is None and getattr(request, "prompt_embeds", None) is None
+
+
+def identity_of(vllm_config: Any, kv_cache_config: Any) -> bytes:
+    """32 bytes that differ whenever a state written under the one configuration is no use, or wrong, under another.
+
+    Empty if the weights are not known.
+    """
+    weights = Weights.of(vllm_config)
+    if not weights.name:
+        return b""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    facts = {
+        "versions": [vllm.__version__, torch.__version__, torch.version.cuda or torch.version.hip or ""],
+        "checksum": CHECKSUM_NAME,
+        "device": vllm_config.device_config.device_type,
+        "attention": [weights.backends, str(vllm_config.attention_config), _instructions(vllm_config)],
+        "weights": weights.name,
+        "config": {name: value for name, value in model.hf_config.to_dict().items() if name != "_name_or_path"},
+        "types": [str(model.dtype), str(model.quantization), str(cache.cache_dtype), str(cache.kv_cache_layout)],
+        "states": [str(getattr(cache, f"mamba_{name}", "")) for name in ("cache_dtype", "ssm_cache_dtype")],
+        "conv layout": os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", ""),
+        "caches": [[repr(group.kv_cache_spec), group.layer_names] for group in kv_cache_config.kv_cache_groups],
+        "hash": str(getattr(cache, "prefix_caching_hash_algo", "")),
+        "parallel": [
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.decode_context_parallel_size,
+            parallel.prefill_context_parallel_size,
+            bool(parallel.enable_expert_parallel),
+        ],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
+
+
+def _instructions(vllm_config: Any) -> str:
+    """Those of a CPU for which its kernels lay out blocks; empty for another device."""
+    if vllm_config.device_config.device_type != "cpu":
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(torch.bfloat16, 32))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,51 +28,34 @@ class PlainCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM is untyped to
         self._done: list[Any] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """vLLM's: copy blocks of the cache to rows."""
-
-        def copy(tensor: int, block: int, row: int, size: int) -> None:
-            self._rows[tensor][row, :size] = self._cache[tensor][block, :size]
-
-        return self._run(job_id, src_spec, dst_spec, copy)
+        return self._copy(job_id, src_spec, dst_spec, is_store=True)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """vLLM's: copy rows to blocks of the cache."""
-
-        def copy(tensor: int, block: int, row: int, size: int) -> None:
-            self._cache[tensor][block, :size] = self._rows[tensor][row, :size]
-
-        return self._run(job_id, dst_spec, src_spec, copy)
+        return self._copy(job_id, dst_spec, src_spec, is_store=False)
 
     def get_finished(self) -> list[Any]:
-        """vLLM's: the jobs that have ended since the last call."""
         done, self._done = self._done, []
         return done
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """vLLM's: nothing is ever under way."""
+        """Nothing is ever under way."""
 
     def shutdown(self) -> None:
-        """vLLM's: let go of the memory."""
         self._cache, self._rows = [], []
         self._region.cleanup()
 
-    def _run(self, job_id: int, blocks: Any, rows: Any, copy: Callable[[int, int, int, int], None]) -> bool:
-        began = time.perf_counter()
-        num_bytes = 0
-        for tensor, block, row, size in self._pieces(blocks, rows):
-            copy(tensor, block, row, size)
-            num_bytes += size
+    def _copy(self, job_id: int, blocks: Any, rows: Any, *, is_store: bool) -> bool:
+        began, num_bytes = time.perf_counter(), 0
+        pairs = zip(blocks.block_ids.tolist(), rows.chunk_ids.tolist(), strict=True)
+        for parts, size in zip(self._parts, blocks.group_sizes, strict=True):
+            for (block, row), part in itertools.product(itertools.islice(pairs, size), parts):
+                in_cache = self._cache[part.tensor_idx][block, : part.page_size_bytes]
+                in_row = self._rows[part.tensor_idx][row, : part.page_size_bytes]
+                source, target = (in_cache, in_row) if is_store else (in_row, in_cache)
+                target.copy_(source)
+                num_bytes += part.page_size_bytes
         self._done.append(TransferResult(job_id, True, num_bytes, time.perf_counter() - began))
         return True
-
-    def _pieces(self, blocks: Any, rows: Any) -> Iterator[tuple[int, int, int, int]]:
-        pairs = list(zip(blocks.block_ids.tolist(), rows.chunk_ids.tolist(), strict=True))
-        start = 0
-        for parts, size in zip(self._parts, blocks.group_sizes, strict=True):
-            for block, row in pairs[start : start + size]:
-                for part in parts:
-                    yield part.tensor_idx, block, row, part.page_size_bytes
-            start += size
 
 
 class CheckpointSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -99,7 +83,6 @@ class CheckpointSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 Path(region.mmap_path).unlink()
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """vLLM's: what copies, in a worker's process."""
         if not current_platform.is_cpu():
             return super().get_worker(kv_caches)
         if self._copies is None:

@@ -3,8 +3,8 @@
 A file is a header of 4,096 bytes and a block's bytes. The header names the key and the identity of what computed the
 block (model, weights, layout, versions), and a checksum covers both parts. What does not fit is removed and counted.
 
-Several processes may write to one directory. Whoever writes or removes holds a lock on it, which the system takes back
-from a process that is killed; so any temporary file seen by the lock's holder is one that nobody is going to finish.
+Several processes may write to one directory. To write or remove, a process holds a lock on it, which the system takes
+back from one that is killed; so a temporary file seen by the lock's holder will never be finished.
 
 A directory may hold other things, too. Only what these processes have made is read, moved or removed: regular files of
 this user's whose names are ours in full, in folders of this user's. No link is followed below the directory, and where
@@ -76,16 +76,12 @@ class NotOurs(PermissionError):
 
 
 class Written(NamedTuple):
-    """What a call of `write` has changed."""
-
     stored: list[bytes]  # keys that have a file now
     evicted: list[bytes]  # keys of this identity whose files had to go
     num_bytes: int  # written
 
 
 class _Held(NamedTuple):
-    """A file of the directory."""
-
     last_use: int  # nanoseconds
     length: int  # as it appears
     num_bytes: int  # that it takes
@@ -95,7 +91,7 @@ class StateFiles:
     """The files of one identity in a directory that others may share. Sizes in bytes."""
 
     def __init__(self, root: Path, identity: bytes, block_bytes: int, max_bytes: int) -> None:
-        """`identity`: 32 bytes; `max_bytes`: of all files under `root`, whoever wrote them."""
+        """`identity`: 32 bytes; `max_bytes`: of all files under `root`, of any identity."""
         self._root = root
         self._identity = identity
         self._block_bytes = block_bytes
@@ -107,7 +103,6 @@ class StateFiles:
 
     @property
     def file_bytes(self) -> int:
-        """Size of each file."""
         return HEADER_BYTES + self._block_bytes
 
     def prepare(self) -> None:
@@ -137,8 +132,8 @@ class StateFiles:
     def write(self, blocks: Mapping[bytes, memoryview]) -> Written:
         """Give each key a file with its block, in place of files that were not used for longer.
 
-        A key whose name something else has gets none. Raises `NotOurs` and other `OSError`. Who has waited for the lock
-        in vain asks for it once from then on, until it gets it.
+        A key whose name something else has gets none. Raises `NotOurs` and other `OSError`. Once it has waited for the
+        lock in vain, it asks for it once, until it gets it.
         """
         written = Written([], [], 0)
         num_bytes = 0
@@ -168,7 +163,7 @@ class StateFiles:
         return written._replace(num_bytes=num_bytes)
 
     def read(self, key: bytes, into: memoryview) -> None:
-        """Fill `into` with the block of `key`. What it holds after an error is nobody's.
+        """Fill `into` with the block of `key`. What it holds after an error means nothing.
 
         Raises `RefusedFile` if the file is not to be believed, and removes it if it is one of ours; `FileNotFoundError`
         if there is none.
@@ -286,7 +281,10 @@ class StateFiles:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
             until = time.monotonic() + seconds
-            while not _lock(descriptor):
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
                 if time.monotonic() >= until:
                     raise TimeoutError(f"another process holds {path}")
                 time.sleep(LOCK_POLL_SECONDS)
@@ -303,15 +301,6 @@ def _digest(header: bytearray, block: memoryview) -> bytes:
     digest = _checksum(memoryview(header)[:-_DIGEST_BYTES])
     digest.update(block)
     return bytes(digest.digest())
-
-
-def _lock(descriptor: int) -> bool:
-    """Whether the lock could be had."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _fill(descriptor: int, into: memoryview) -> bool:
@@ -365,5 +354,4 @@ def _last_use(path: Path, status: os.stat_result) -> int:
 
 
 def _key_in(name: str) -> bytes:
-    """The key in the name of a state's file."""
     return bytes.fromhex(name.removesuffix(SUFFIX))

@@ -22,7 +22,6 @@ class LoadCost:
         self._due: dict[int, float] = {}  # job -> when it should be done
 
     def load_began(self, job: int, num_bytes: int) -> None:
-        """A load of so many bytes was handed to the disk."""
         fixed, per_byte = self._learnt() if self._loads else (0.0, 0.0)
         self._due[job] = time.monotonic() + fixed + per_byte * num_bytes
 

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -44,7 +44,7 @@ class _Done(NamedTuple):
     result: JobResult | None = None
     attempted: Iterable[bytes] = ()  # keys that were to be stored
     stored: Iterable[bytes] = ()
-    gone: Iterable[bytes] = ()
+    gone: Sequence[bytes] = ()
     known: dict[bytes, None] | None = None  # all keys on disk; None: not looked
     reasons: Sequence[str] = ()  # of files that were refused
     written: int = 0  # bytes
@@ -67,7 +67,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         max_bytes: int,
         backpressure_detector: Any = None,
     ) -> None:
-        """`identity`: hex of `identity.identity_of`, "" if unknown; `max_bytes`: of all files in `root_dir`."""
+        """`identity`: hex of `connector.identity_of`, "" if unknown; `max_bytes`: of all files in `root_dir`."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.cost = LoadCost()
         self.refused: Counter[str] = Counter()  # files by reason, until `take_counts`
@@ -114,29 +114,26 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         self.refused, self.bytes_written = Counter(), 0
         return counts
 
+    # What vLLM calls.
+
     def lookup(self, key: Any, req_context: Any) -> Any:
-        """vLLM's: whether a key can be loaded."""
         return LookupResult.HIT if key in self._index else LookupResult.MISS
 
     def on_new_request(self, req_context: Any) -> Any:
-        """vLLM's: nothing is wanted of whole requests."""
         return RequestOffloadingContext()
 
     def submit_store(self, job_metadata: Any) -> None:
-        """vLLM's: write rows of host memory to disk."""
-        rows = {bytes(key): self._row(int(chunk)) for key, chunk in self._pairs(job_metadata)}
+        rows = self._rows_of(job_metadata)
         self._being_written.update(rows.keys())
         self._submit(self._writer, lambda: self._store(job_metadata.job_id, rows))
 
     def submit_load(self, job_metadata: Any) -> None:
-        """vLLM's: fill rows of host memory from disk."""
-        rows = {bytes(key): self._row(int(chunk)) for key, chunk in self._pairs(job_metadata)}
+        rows = self._rows_of(job_metadata)
         began = time.monotonic()
         self.cost.load_began(job_metadata.job_id, len(rows) * self.block_size_bytes)
         self._submit(self._readers, lambda: self._load(job_metadata.job_id, rows, began))
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """vLLM's: the jobs that have ended since the last call."""
         if self.usable and time.monotonic() >= self._next_refresh:
             self._next_refresh = time.monotonic() + REFRESH_SECONDS
             in_use = list(self.keys_in_use())
@@ -152,20 +149,18 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         return results
 
     def drain_jobs(self) -> None:
-        """vLLM's: return when no job runs any more."""
         wait(self._running)
 
     def shutdown(self) -> None:
-        """vLLM's: end the threads, which may still have something to write."""
+        """End the threads, which may still have something to write."""
         for pool in (self._writer, self._readers):
             pool.shutdown(wait=True)
 
-    @staticmethod
-    def _pairs(job: Any) -> Iterator[tuple[Any, Any]]:
-        return zip(job.keys, job.chunk_ids, strict=True)
+    # What is done in threads, and what comes of it.
 
-    def _row(self, chunk: int) -> memoryview:
-        return self._rows[chunk * self.block_size_bytes : (chunk + 1) * self.block_size_bytes]
+    def _rows_of(self, job: Any) -> dict[bytes, memoryview]:
+        size, pairs = self.block_size_bytes, zip(job.keys, map(int, job.chunk_ids), strict=True)
+        return {bytes(key): self._rows[chunk * size : (chunk + 1) * size] for key, chunk in pairs}
 
     def _submit(self, pool: ThreadPoolExecutor, task: Callable[[], _Done]) -> None:
         future = pool.submit(lambda: self._done.put(self._try(task)))
@@ -177,7 +172,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         try:
             return task()
         except OSError as error:
-            return _Done(reasons=[UNREADABLE], error=_told(error, "cannot be read"))
+            return _failed(error, UNREADABLE)
 
     def _apply(self, done: _Done) -> None:
         if done.known is not None:
@@ -210,7 +205,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
             try:
                 self._files.prepare()
             except TimeoutError as error:
-                busy = _not_written(error)
+                busy = _failed(error)
             probed = self._probe()
             reasons = (*busy.reasons, *probed.reasons)
             return probed._replace(known=self._files.keys(), reasons=reasons, error=busy.error)
@@ -230,21 +225,13 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
 
     def _probe(self) -> _Done:
         """Read the files used last, into nothing: how long does that take?"""
-        loads: list[tuple[int, float]] = []
-        row = bytearray(self.block_size_bytes)
-        reasons, gone = [], []
-        for key in list(self._files.keys())[-PROBES:]:
-            began = time.monotonic()
-            try:
-                self._files.read(key, memoryview(row))
-            except FileNotFoundError:
-                continue
-            except RefusedFile as refused:
-                reasons.append(refused.reason)
-                gone.append(key)
-            else:
-                loads.append((len(row), time.monotonic() - began))
-        return _Done(gone=gone, reasons=reasons, loads=tuple(loads))
+        row = memoryview(bytearray(self.block_size_bytes))
+        done = [self._read({key: row}, time.monotonic()) for key in list(self._files.keys())[-PROBES:]]
+        return _Done(
+            gone=[key for each in done for key in each.gone],
+            reasons=[reason for each in done for reason in each.reasons],
+            loads=tuple(load for each in done for load in each.loads),
+        )
 
     def _store(self, job_id: int, rows: dict[bytes, memoryview]) -> _Done:
         failed, keys = JobResult(job_id=job_id, success=False), tuple(rows)
@@ -253,12 +240,24 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         try:
             written = self._files.write(rows)
         except OSError as error:
-            return _not_written(error)._replace(result=failed, attempted=keys)
+            return _failed(error)._replace(result=failed, attempted=keys)
         done = JobResult(job_id=job_id, success=True, transfer_bytes=written.num_bytes)
         return _Done(done, keys, written.stored, written.evicted, written=written.num_bytes)
 
     def _load(self, job_id: int, rows: dict[bytes, memoryview], began: float) -> _Done:
-        loaded, gone, reasons = [], [], []
+        done = self._read(rows, began)
+        num_bytes, seconds = done.loads[0] if done.loads else (0, time.monotonic() - began)
+        result = JobResult(
+            job_id=job_id,
+            success=not done.gone,
+            successful_keys=tuple(key for key in rows if key not in done.gone) or None,
+            transfer_time=seconds,
+            transfer_bytes=num_bytes,
+        )
+        return done._replace(result=result)
+
+    def _read(self, rows: dict[bytes, memoryview], began: float) -> _Done:
+        gone, reasons = [], []
         for key, row in rows.items():
             try:
                 self._files.read(key, row)
@@ -267,23 +266,11 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
             except RefusedFile as refused:
                 gone.append(key)
                 reasons.append(refused.reason)
-            else:
-                loaded.append(key)
-        num_bytes, seconds = len(loaded) * self.block_size_bytes, time.monotonic() - began
-        done = JobResult(
-            job_id=job_id,
-            success=not gone,
-            successful_keys=tuple(loaded) or None,
-            transfer_time=seconds,
-            transfer_bytes=num_bytes,
-        )
-        loads = ((num_bytes, seconds),) if loaded else ()
-        return _Done(done, gone=gone, reasons=reasons, loads=loads)
+        num_bytes = (len(rows) - len(gone)) * self.block_size_bytes
+        loads = ((num_bytes, time.monotonic() - began),) if num_bytes else ()
+        return _Done(gone=gone, reasons=reasons, loads=loads)
 
 
-def _not_written(error: OSError) -> _Done:
-    return _Done(reasons=[NOT_WRITTEN], error=_told(error, "cannot be written to"))
-
-
-def _told(error: OSError, otherwise: str) -> str:
-    return f"{'is not used' if isinstance(error, NotOurs) else otherwise}: {error}"
+def _failed(error: OSError, reason: str = NOT_WRITTEN) -> _Done:
+    words = "cannot be written to" if reason == NOT_WRITTEN else "cannot be read"
+    return _Done(reasons=[reason], error=f"{'is not used' if isinstance(error, NotOurs) else words}: {error}")

@@ -8,7 +8,7 @@ near its row's start has a part. Mamba2's layers keep their convolution's part o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -59,70 +59,71 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class ConvPlan:
-    """Where the states of a step's convolutions are; the same for all cache groups."""
+class StatePlan:
+    """Where a step's states are; the same for all cache groups."""
 
     targets: Sequence[Mapping[int, int]]  # block of each state, by cache group
     group_of_layer: Mapping[str, int]
-    windows: Windows
+    windows: Windows  # of the convolution
 
-    def of_group(self, metadata: Any, layer: str) -> ConvStates:
+    def of_group(self, metadata: Any, layer: str) -> KeptStates:
         """The states in blocks of the cache group that `layer` is in, and that `metadata` was made for."""
         group = self.group_of_layer[layer]
         blocks = upload([target[group] for target in self.targets], self.windows.ends.device)
         of_all = getattr(metadata, "state_indices_tensor", None)  # of the layer of n-gram embeddings
         running = metadata.state_indices_tensor_p if of_all is None else of_all
-        return ConvStates(self, blocks, running[self.windows.rows].long())
+        return KeptStates(self, blocks, running[self.windows.rows].long())
 
 
-class ConvStates(NamedTuple):
-    """What the layers of one cache group keep of a step's inputs."""
+class KeptStates(NamedTuple):
+    """What the layers of one cache group keep of a step."""
 
-    plan: ConvPlan
+    plan: StatePlan
     blocks: Any  # that take the states, (states,)
     running: Any  # block of each state's running row, (states,)
 
-    def keep(self, inputs: Any, conv_state: Any) -> None:
-        """As `Windows.keep`."""
+    def keep_inputs(self, inputs: Any, conv_state: Any) -> None:
+        """Keep the convolution's part, as `Windows.keep`. To be called before the layer runs."""
         self.plan.windows.keep(inputs, conv_state, self.blocks, self.running)
 
 
-def plan_ngram_states(original: Function) -> Function:
-    """Replacement of `build` of the metadata of the convolution beside n-gram embeddings, which runs over all rows."""
+Wanted = Sequence[tuple[int, Write]]  # states of a step, by row
 
-    def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        metadata = original(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        step = running_step()
-        if step is not None and (writes := step.writes_by_row(common_attn_metadata.num_reqs)):
-            drafting = drafting_rows(kwargs, common_attn_metadata.num_reqs)
-            places = _places(common_attn_metadata, drafting)
-            plan = _plan_of(common_attn_metadata, writes, step.group_of_layer, 0, places)
-            setattr(metadata, SCAN_STATES, plan.of_group(metadata, self.layer_names[0]))
-        return metadata
+Parts = tuple[Sequence[Mapping[int, int]], Mapping[str, int], Windows]  # of a `StatePlan`
 
-    return build
+# Given the metadata that vLLM has made of a step, what of (the batch, and what else it gives by name), the states and
+# the cache group of each layer: the plan, or None if the step is not divided as foreseen. Then it runs in segments.
+Plan = Callable[[Any, Any, dict[str, Any], Wanted, Mapping[str, int]], StatePlan | None]
 
 
-def plan_conv_states(original: Function) -> Function:
-    """Replacement of `build` of all recurrent layers without one of their own: of short convolutions, and of others."""
+def plan_states(original: Function, plan: Plan) -> Function:
+    """Replacement of `build` of a builder of metadata, whose layers find there what they have to keep."""
     in_segments = plan_segments(original)
 
     def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = original(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
         step = running_step()
         writes = step.writes_by_row(common_attn_metadata.num_reqs) if step is not None else None
-        if step is None or not writes or type(self).__name__ != "ShortConvAttentionMetadataBuilder":
-            return original(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        metadata = original(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        first = common_attn_metadata.num_reqs - metadata.num_prefills
-        if not metadata.num_prefills or metadata.num_decodes != first or min(writes) < first:
+        if step is None or not writes:
+            return metadata
+        wanted = [(row, write) for row, of_row in sorted(writes.items()) for write in of_row]
+        planned = plan(metadata, common_attn_metadata, kwargs, wanted, step.group_of_layer)
+        if planned is None:
             return in_segments(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        places = {row: row - first for row in range(first, common_attn_metadata.num_reqs)}
-        before = metadata.num_decode_tokens
-        plan = _plan_of(common_attn_metadata, writes, step.group_of_layer, before, places)
-        setattr(metadata, SCAN_STATES, plan.of_group(metadata, self.layer_names[0]))
+        setattr(metadata, SCAN_STATES, planned.of_group(metadata, self.layer_names[0]))
         return metadata
 
     return build
+
+
+def plan_ngram_states(original: Function) -> Function:
+    """`plan_states` of the convolution beside n-gram embeddings, which runs over all rows."""
+    return plan_states(original, _of_all_rows)
+
+
+def plan_conv_states(original: Function) -> Function:
+    """`plan_states` of short convolutions, which run over prompts by themselves."""
+    return plan_states(original, _of_prompts)
 
 
 def keep_ngram_states(original: Function) -> Function:
@@ -131,16 +132,16 @@ def keep_ngram_states(original: Function) -> Function:
     def _short_conv_dilated_dispatch(
         self: Any, inputs: Any, residual: Any, outer_residual: Any, metadata: Any, conv_state: Any, conv_weights: Any
     ) -> None:
-        states: ConvStates | None = getattr(metadata, SCAN_STATES, None)
+        states: KeptStates | None = getattr(metadata, SCAN_STATES, None)
         if states is not None:
-            states.keep(inputs, conv_state.narrow(-1, 0, self.conv_state_len))
+            states.keep_inputs(inputs, conv_state.narrow(-1, 0, self.conv_state_len))
             wrote_states(self.prefix)
         original(self, inputs, residual, outer_residual, metadata, conv_state, conv_weights)
 
     return _short_conv_dilated_dispatch
 
 
-def run_convolution(core: Function, states: ConvStates) -> None:
+def run_convolution(core: Function, states: KeptStates) -> None:
     """Run `core()`, a layer that convolves its prompts once, and keep the states of it."""
     RUNNING.convolution = states
     try:
@@ -160,34 +161,45 @@ def keep_inputs(original: Function) -> Function:
     def causal_conv1d_fn(x: Any, weight: Any, bias: Any, conv_states: Any, *args: Any, **options: Any) -> Any:
         if RUNNING.convolution is not None:
             states, RUNNING.convolution = RUNNING.convolution, None
-            states.keep(x.transpose(0, 1), conv_states.narrow(-1, 0, weight.shape[1] - 1))
+            states.keep_inputs(x.transpose(0, 1), conv_states.narrow(-1, 0, weight.shape[1] - 1))
         return original(x, weight, bias, conv_states, *args, **options)
 
     return causal_conv1d_fn
 
 
-def _places(common: Any, drafting: Sequence[int]) -> dict[int, int]:
-    """Where `state_indices_tensor` has each row that verifies no drafts; beside such, single tokens come first."""
-    if not drafting:
-        return {row: row for row in range(common.num_reqs)}
-    starts: list[int] = common.query_start_loc_cpu.tolist()
-    tokens = [after - start for start, after in itertools.pairwise(starts)]
-    rows = [row for row in range(common.num_reqs) if row not in drafting and tokens[row]]  # without padding
-    rows.sort(key=lambda row: tokens[row] > 1)
-    return {row: place for place, row in enumerate(rows)}
+def first_prompt(metadata: Any, common: Any, wanted: Wanted) -> int | None:
+    """The row behind those that generate, which are the first; None if it is not so, or if one of them has a state."""
+    first: int = common.num_reqs - metadata.num_prefills
+    divided = metadata.num_prefills and metadata.num_decodes == first and min(row for row, _ in wanted) >= first
+    return first if divided else None
 
 
-def _plan_of(
-    common: Any,
-    writes: Mapping[int, Sequence[Write]],
-    group_of_layer: Mapping[str, int],
-    before: int,
-    places: Mapping[int, int],
-) -> ConvPlan:
-    """Of a step with these `writes` by row. `before`: tokens before the first that the convolution is given."""
+def _of_all_rows(_: Any, common: Any, options: dict[str, Any], wanted: Wanted, groups: Mapping[str, int]) -> StatePlan:
+    """A `Plan`. Beside rows that verify drafts, single tokens come first in `state_indices_tensor`."""
+    drafting = drafting_rows(options, common.num_reqs)
+    rows = list(range(common.num_reqs))
+    if drafting:
+        starts: list[int] = common.query_start_loc_cpu.tolist()
+        tokens = [after - start for start, after in itertools.pairwise(starts)]
+        rows = [row for row in rows if row not in drafting and tokens[row]]  # without padding
+        rows.sort(key=lambda row: tokens[row] > 1)
+    places = {row: place for place, row in enumerate(rows)}
+    return StatePlan(*parts_of(common, wanted, groups, 0, places))
+
+
+def _of_prompts(metadata: Any, common: Any, _: Any, wanted: Wanted, groups: Mapping[str, int]) -> StatePlan | None:
+    """A `Plan`."""
+    first = first_prompt(metadata, common, wanted)
+    if first is None:
+        return None
+    places = {row: row - first for row, _ in wanted}
+    return StatePlan(*parts_of(common, wanted, groups, metadata.num_decode_tokens, places))
+
+
+def parts_of(common: Any, wanted: Wanted, groups: Mapping[str, int], before: int, places: Mapping[int, int]) -> Parts:
+    """What each `StatePlan` has. `before`: tokens before the first that the layers are given. `places`: of the rows."""
     starts: list[int] = common.query_start_loc_cpu.tolist()
     seq_lens: list[int] = common.seq_lens_cpu_upper_bound.tolist()
-    wanted = [(row, write) for row, of_row in writes.items() for write in of_row]
     ends, begins, rows, resumed = upload(
         [
             [starts[row] - before + write.offset for row, write in wanted],
@@ -198,4 +210,4 @@ def _plan_of(
         common.query_start_loc.device,
     )
     windows = Windows(ends, begins, rows, resumed.bool(), min(write.offset for _, write in wanted))
-    return ConvPlan([write.blocks for _, write in wanted], group_of_layer, windows)
+    return [write.blocks for _, write in wanted], groups, windows

@@ -8,10 +8,12 @@ rounding, and vLLM gets the last states as ever. The convolution's part of a sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import RUNNING
+from engine_patches.forward.conv_states import Parts, StatePlan, Wanted
 from engine_patches.forward.step_writes import PrefillRow
 from engine_patches.ledger import Function
 
@@ -76,70 +78,36 @@ def kernel_in_runs(original: Function) -> Function:
     return mamba_chunk_scan_fwd_cpu
 
 
-class _Kept(NamedTuple):
-    """A state that is wanted."""
-
-    row: int
-    first: int  # token of its row
-    end: int  # tokens before its position
-    resumed: bool  # whether its row begins with a state
-    blocks: Mapping[int, int]
-
-
-class CpuScanPlan(NamedTuple):
-    """Where a step's states are found, for all cache groups. Tokens and rows count the step's prefills only."""
+@dataclass(frozen=True)
+class CpuScanPlan(StatePlan):
+    """Where a step's states are found. Tokens and rows count the step's prefills only."""
 
     runs: Sequence[KernelRun]
-    kept: Mapping[int, _Kept]  # by the number of the chunk that ends there
-    group_of_layer: Mapping[str, int]
+    state_at: Mapping[int, int]  # number of the state, by that of the chunk that ends there
 
-    def of_group(self, metadata: Any, layer: str) -> CpuScanStates:
-        """The states in blocks of the cache group that `layer` is in, and that `metadata` was made for."""
-        return CpuScanStates(self, self.group_of_layer[layer], metadata.state_indices_tensor_p)
-
-
-def plan_cpu_scan(rows: Sequence[PrefillRow], group_of_layer: Mapping[str, int]) -> CpuScanPlan:
-    """How the kernel has to run for the states that these prefills, all of a step, have to write."""
-    bounds = [0]
-    row_of: list[int] = []
-    kept = {}
-    for number, row in enumerate(rows):
-        blocks = {write.offset: write.blocks for write in row.writes}
-        for offset in sorted({*blocks, row.tokens}):
-            end = row.start + offset
-            if offset in blocks:
-                kept[len(row_of)] = _Kept(number, row.start, end, row.computed > 0, blocks[offset])
-            row_of.append(number)
-            bounds.append(end)
-    return CpuScanPlan(kernel_runs(bounds, row_of), kept, group_of_layer)
-
-
-class CpuScanStates(NamedTuple):
-    """What the layers of one cache group keep of a step's scan."""
-
-    plan: CpuScanPlan
-    group: int
-    running: Any  # block of each row, (rows,)
-
-    def keep_conv(self, inputs: Any, conv_state: Any) -> None:
-        """As `ScanStates.keep_conv`."""
-        width = conv_state.shape[-1]
-        for state in self.plan.kept.values():
-            target = conv_state[state.blocks[self.group]]
-            begin = state.end - width
-            older = state.first - begin  # inputs that are still in the running state
-            if older <= 0:
-                target.copy_(inputs[begin : state.end].T)
-                continue
-            target[:, older:] = inputs[state.first : state.end].T
-            target[:, :older] = conv_state[self.running[state.row], :, -older:] if state.resumed else 0
-
-    def scan(self, scan: Function, ssm_state: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """As `ScanStates.scan`."""
-        kept, group = self.plan.kept, self.group
+    def scan(
+        self, scan: Function, ssm_state: Any, blocks: Any, inputs: Sequence[Any], options: Mapping[str, Any]
+    ) -> Any:
+        """As `ScanPlan.scan`."""
+        targets: list[int] = blocks.tolist()
 
         def keep(chunk: int, state: Any) -> None:
-            if chunk in kept:
-                ssm_state[kept[chunk].blocks[group]] = state
+            if chunk in self.state_at:
+                ssm_state[targets[self.state_at[chunk]]] = state
 
-        return scan_in_runs(partial(scan, *inputs, **options), self.plan.runs, keep)
+        return scan_in_runs(partial(scan, *inputs, **options), self.runs, keep)
+
+
+def plan_cpu_scan(rows: Mapping[int, PrefillRow], wanted: Wanted, parts: Parts) -> CpuScanPlan:
+    """How the kernel has to run for the states of these prefills; `parts`: of the plan."""
+    bounds = [0]
+    row_of: list[int] = []
+    state_at: dict[int, int] = {}
+    for number, (row, prefill) in enumerate(rows.items()):
+        offsets = {write.offset for of_row, write in wanted if of_row == row}
+        for offset in sorted({*offsets, prefill.tokens}):
+            if offset in offsets:
+                state_at[len(row_of)] = len(state_at)
+            row_of.append(number)
+            bounds.append(prefill.start + offset)
+    return CpuScanPlan(*parts, kernel_runs(bounds, row_of), state_at)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
-from engine_patches import ledger, speculation
-from engine_patches.families import INSIDE, RecurrentLayer
+from engine_patches import families, ledger, speculation
+from engine_patches.families import INSIDE, RecurrentLayer, StateKind
 from engine_patches.footprint import SCAN_STATES, SEGMENTS
-from engine_patches.forward.conv_states import run_convolution
-from engine_patches.forward.scan_states import run_layer
-from engine_patches.forward.segments import Segment
+from engine_patches.forward.conv_states import keep_ngram_states, plan_conv_states, plan_ngram_states, run_convolution
+from engine_patches.forward.scan_states import plan_scan_states, run_layer
+from engine_patches.forward.segments import Segment, plan_segments, take_states_over
 from engine_patches.forward.step_writes import writes_nothing, wrote_states
-from engine_patches.ledger import Function
+from engine_patches.ledger import Function, Shape
 
 logger = logging.getLogger("vllm.seamark")
 
@@ -45,14 +47,15 @@ def is_promised(spec: Any) -> bool:
 
 
 def promise_writes_in_forward(original: Function) -> Function:
-    """Replacement of `get_kv_cache_spec`, of a layer that has its own and of the base class of all recurrent layers.
+    """Replacement of `get_kv_cache_spec` of the base class of all recurrent layers; those that have their own ask it.
 
-    The promise is made by the process that keeps it.
+    The promise is made by the process that keeps it: the layer's own core is replaced.
     """
 
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = original(self, vllm_config)
         if spec is not None and _writes_in_forward(self, vllm_config) and ledger.rely_on_patches():
+            _replace_cores(self)
             promise(spec)
         return spec
 
@@ -81,15 +84,65 @@ def require_promise_of_all(original: Function) -> Function:
     return get_kv_cache_specs
 
 
+def plan_where_metadata_is_made(original: Function) -> Function:
+    """Replacement of `AttentionGroup.create_metadata_builders`: builders of recurrent layers plan the states of a step.
+
+    A backend's metadata is made once for a step (`build`), and taken over by other cache groups (`update_block_table`).
+    """
+
+    def create_metadata_builders(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for builder in self.metadata_builders:
+            of_class = type(builder)
+            plan = _planning(of_class)
+            if plan is not None:
+                builder.build = MethodType(plan(of_class.build), builder)
+                builder.update_block_table = MethodType(take_states_over(of_class.update_block_table), builder)
+
+    return create_metadata_builders
+
+
+def _planning(builder: type) -> Callable[[Function], Function] | None:
+    """What makes the `build` of a class of builders plan states; None if it is not known."""
+    for of_class in builder.__mro__:
+        if (path := f"{of_class.__module__}:{of_class.__name__}") in BUILDERS:
+            return BUILDERS[path]
+        if "build" in vars(of_class):
+            return None
+    return None
+
+
 def _writes_in_forward(layer: Any, vllm_config: Any) -> bool:
-    """Whether what runs a layer, and what makes its metadata, are known and replaced."""
-    known = next((each for each in INSIDE if _is_a(each.path, layer)), None)
+    """Whether what runs a layer, and what makes its metadata, are known."""
+    known = _known(layer)
     if known is None or not _is_configured(known, vllm_config):
         return False
     # A class that derives from it may have a core or metadata of its own. Asking for the backend imports the latter's
-    # module, the last one that is patched.
+    # module, the last one that is looked at.
     builder = layer.get_attn_backend().get_builder_cls()
-    return ledger.is_replaced(getattr(type(layer), known.core, None)) and ledger.is_replaced(builder.build)
+    of_class = vars(_class_at(known.path))
+    return _planning(builder) is not None and all(
+        getattr(type(layer), core, None) is of_class[core] for core in known.cores
+    )
+
+
+def _replace_cores(layer: Any) -> None:
+    if (known := _known(layer)) is None:
+        return
+    for core in known.cores:
+        if core not in vars(layer):  # vLLM asks more than once
+            setattr(layer, core, MethodType(CORES[known.kind].build(getattr(type(layer), core)), layer))
+
+
+def _known(layer: Any) -> RecurrentLayer | None:
+    """What a layer is one of; a class that nobody has imported has no layers."""
+    return next((each for each in INSIDE if isinstance(layer, _class_at(each.path))), None)
+
+
+def _class_at(path: str) -> Any:
+    """The class at "module:Class"; an empty tuple if nobody has imported it."""
+    module, _, name = path.partition(":")
+    return getattr(sys.modules.get(module), name, ())
 
 
 def runs_whole_steps(vllm_config: Any) -> bool:
@@ -111,12 +164,6 @@ def _is_configured(known: RecurrentLayer, vllm_config: Any) -> bool:
     if current_platform.is_cpu():  # model runner V2, with a Triton for CPUs, is not patched there
         return not getattr(vllm_config, "use_v2_model_runner", False)
     return bool(current_platform.is_cuda()) or known.on_rocm
-
-
-def _is_a(path: str, layer: Any) -> bool:
-    """Whether the layer is one of a "module:Class"; a class that nobody has imported has no layers."""
-    module, _, name = path.partition(":")
-    return module in sys.modules and isinstance(layer, getattr(sys.modules[module], name, ()))
 
 
 def mamba2_with_states(original: Function) -> Function:
@@ -187,40 +234,28 @@ def convolution_with_states(original: Function) -> Function:
 
 
 def cpu_gdn_in_segments(original: Function) -> Function:
-    """Replacement of the CPU's core of a GDN layer, which is given the layer's metadata."""
+    """Replacement of the CPU's cores of a GDN layer, which are given the layer's metadata.
 
-    def _cpu_gdn_attention_nonspec(
-        layer: Any, attn_metadata_i: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any
+    `window`: width and length of the convolution's state, of the core for engines that draft.
+    """
+
+    def _cpu_gdn_attention(
+        layer: Any, attn_metadata_i: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, *window: Any
     ) -> None:
         segments = getattr(attn_metadata_i, SEGMENTS, None)
         if segments is None:
-            original(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out)
+            original(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out, *window)
             return
+
+        def core(metadata: Any, *tensors: Any) -> None:
+            original(layer, metadata, *tensors, *window)
+
         for segment in segments:
-            _run(segment, partial(original, layer, segment.metadata), (mixed_qkv, b, a), core_attn_out)
+            _run(segment, partial(core, segment.metadata), (mixed_qkv, b, a), core_attn_out)
             segment.keep_states(layer.kv_cache)
         wrote_states(layer.prefix)
 
-    return _cpu_gdn_attention_nonspec
-
-
-def cpu_gdn_beside_drafts_in_segments(original: Function) -> Function:
-    """Replacement of the same where drafts are configured: its convolution keeps a window of `state_len` tokens."""
-
-    def _cpu_gdn_attention_spec_aware(
-        layer: Any, attn_metadata_i: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, width: Any, state_len: Any
-    ) -> None:
-        segments = getattr(attn_metadata_i, SEGMENTS, None)
-        if segments is None:
-            original(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out, width, state_len)
-            return
-        for segment in segments:
-            core = partial(original, layer, segment.metadata, width=width, state_len=state_len)
-            _run(segment, core, (mixed_qkv, b, a), core_attn_out)
-            segment.keep_states(layer.kv_cache)
-        wrote_states(layer.prefix)
-
-    return _cpu_gdn_attention_spec_aware
+    return _cpu_gdn_attention
 
 
 def _metadata_of(layer: Any) -> Any:
@@ -265,3 +300,94 @@ def _run(segment: Segment, core: Function, inputs: tuple[Any, ...], output: Any)
     part = output.index_select(0, tokens)
     core(*(tensor.index_select(0, tokens) for tensor in inputs), part)
     output.index_copy_(0, tokens, part)
+
+
+class Core(NamedTuple):
+    """How the core of a kind of layers is replaced, and what it must look like for that, as in `Shape`."""
+
+    build: Callable[[Function], Function]
+    parameters: str | None
+    mentions: tuple[str, ...]
+
+
+CORES: Mapping[StateKind, Core] = {
+    families.MAMBA2: Core(
+        mamba2_with_states,
+        "self, projected_states, output",
+        (
+            "attn_metadata = attn_metadata_raw.get(self.prefix)",
+            "self.kv_cache[1]",
+            "projected_states[..., self.tped_intermediate_size :]",
+            "[self.tped_conv_size, self.tped_dt_size]",
+            "[num_decode_tokens, num_prefill_tokens]",
+            "= mamba_chunk_scan_combined_varlen(",
+        ),
+    ),
+    families.GDN: Core(
+        gdn_in_segments, "self, mixed_qkv, b, a, core_attn_out", (".get(self.prefix)", "= self.kv_cache")
+    ),
+    families.KDA: Core(
+        kda_in_segments, None, (".get(self.prefix)", "core_attn_out[0, :num_actual_tokens]", "= self.kv_cache")
+    ),
+    families.NGRAM_CONV: Core(
+        keep_ngram_states, "self, inputs, residual, outer_residual, metadata, conv_state, conv_weights", ()
+    ),
+    families.SHORT_CONV: Core(convolution_with_states, "self, hidden_states, output", (".get(self.prefix)",)),
+}
+
+CORE_SHAPES = (
+    *(
+        Shape(f"{layer.path}.{core}", CORES[layer.kind].parameters, CORES[layer.kind].mentions, where=layer.path)
+        for layer in INSIDE
+        for core in layer.cores
+    ),
+    Shape(
+        f"{families.QWEN_NGRAM.path}._short_conv",
+        mentions=("conv_state = conv_state[..., -state_capacity:]", "inputs=inputs"),
+        where=families.QWEN_NGRAM.path,
+    ),
+    Shape(f"{families.SHORT_CONVOLUTION.path}.forward_cuda", mentions=("= causal_conv1d_fn(",)),
+    Shape(
+        f"{families.SHORT_CONVOLUTION.path}.forward_native", mentions=("causal_conv1d_fn_cpu as causal_conv1d_torch",)
+    ),
+)
+
+_BACKENDS = "vllm.v1.attention.backends"
+
+BASE_BUILDER = f"{_BACKENDS}.mamba_attn:BaseMambaAttentionMetadataBuilder"
+MAMBA2_BUILDER = f"{_BACKENDS}.mamba2_attn:Mamba2AttentionMetadataBuilder"
+GDN_BUILDER = f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder"
+K3_BUILDER = "vllm.models.kimi_k3.nvidia.kda_metadata:KimiK3KDAMetadataBuilder"
+NGRAM_BUILDER = f"{_BACKENDS}.short_conv_attn:PleShortConvAttentionMetadataBuilder"
+SHORT_CONV_BUILDER = f"{_BACKENDS}.short_conv_attn:ShortConvAttentionMetadataBuilder"  # its `build` is its base's
+
+# What makes the `build` of a class plan states.
+BUILDERS: Mapping[str, Callable[[Function], Function]] = {
+    MAMBA2_BUILDER: plan_scan_states,
+    GDN_BUILDER: plan_segments,
+    K3_BUILDER: plan_segments,
+    NGRAM_BUILDER: plan_ngram_states,
+    SHORT_CONV_BUILDER: plan_conv_states,
+}
+
+_BUILD = ("common_prefix_len: int", "common_attn_metadata: CommonAttentionMetadata")
+_TAKE_OVER = "self, metadata, blk_table, slot_mapping"
+
+BUILDER_SHAPES = (
+    *(
+        Shape(f"{builder}.build", mentions=_BUILD, where=builder)
+        for builder in (BASE_BUILDER, MAMBA2_BUILDER, GDN_BUILDER, K3_BUILDER, NGRAM_BUILDER)
+    ),
+    Shape(f"{BASE_BUILDER}.update_block_table", _TAKE_OVER),
+    Shape(f"{GDN_BUILDER}.update_block_table", _TAKE_OVER),
+    Shape(f"{MAMBA2_BUILDER}.update_block_table", _TAKE_OVER, where=f"{MAMBA2_BUILDER}.update_block_table"),
+    Shape(
+        f"{BASE_BUILDER}._compute_chunk_metadata",
+        mentions=("if this_num_computed % chunk_size != 0:", "n_chunks = cdiv(this_new_tokens, chunk_size)"),
+    ),
+    Shape(
+        f"{NGRAM_BUILDER}.build",
+        mentions=("torch.cat((decode_req_idx_cpu, prefill_req_idx_cpu))",),
+        where=NGRAM_BUILDER,
+    ),
+)

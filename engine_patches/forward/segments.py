@@ -9,7 +9,7 @@ backend at any position, and it computes what a chunk that ended there would hav
 Rows that verify drafts are never cut. They keep a state for each of their tokens, and run in the first segment.
 
 The way of a step: `step_writes.py` takes the writes from the scheduler's output; `plan_segments` and
-`plan_segments_of_group` cut the step at them and put the segments on each cache group's metadata; the layers
+`take_states_over` cut the step at them and put the segments on each cache group's metadata; the layers
 (`layers.py`) run the segments they find there.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine_patches.footprint import PLAN, SEGMENTS
+from engine_patches.footprint import PLAN, SCAN_STATES, SEGMENTS
 from engine_patches.forward.step_writes import Write, running_step, upload
 from engine_patches.ledger import Function
 
@@ -84,15 +84,18 @@ def plan_segments(original: Function) -> Function:
     return build
 
 
-def plan_segments_of_group(original: Function) -> Function:
+def take_states_over(original: Function) -> Function:
     """Replacement of `update_block_table`, by which a cache group takes over the metadata of another."""
 
     def update_block_table(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         updated = original(self, metadata, *args, **kwargs)
-        plan: _SegmentPlan | None = getattr(metadata, PLAN, None)
-        if plan is not None:
-            levels = [(level, updated if level.whole else part) for level, part in plan.levels]
-            _attach(updated, plan._replace(levels=levels), self.layer_names[0])
+        segments: _SegmentPlan | None = getattr(metadata, PLAN, None)
+        if segments is not None:
+            levels = [(level, updated if level.whole else part) for level, part in segments.levels]
+            _attach(updated, segments._replace(levels=levels), self.layer_names[0])
+        states: Any = getattr(metadata, SCAN_STATES, None)
+        if states is not None:
+            setattr(updated, SCAN_STATES, states.plan.of_group(updated, self.layer_names[0]))
         return updated
 
     return update_block_table

@@ -36,7 +36,6 @@ class PrefillRow(NamedTuple):
     start: int  # first token; the step's prefills alone are counted
     computed: int  # before it
     tokens: int
-    writes: Sequence[Write]
 
 
 @dataclass

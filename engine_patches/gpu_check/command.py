@@ -15,12 +15,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine_patches.commands.model import why_not
-from engine_patches.commands.worker import INSTALL, config_of, cpu_flags, is_cpu_build, model_type_of
+from engine_patches.commands.worker import INSTALL, config_of, cpu_flags, is_cpu_build
 from engine_patches.gpu_check import report
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, WRONG, Check
 from engine_patches.gpu_check.lanes import MTP, Lane, lanes_of, write_config
@@ -119,74 +119,60 @@ def _check(args: argparse.Namespace, flags: Sequence[str], device: str, folder: 
         lanes = own_lanes(args.model, flags, device, args.speculative_config)
     options = {"model": args.model and lanes[0].family, "minutes": args.minutes}
     options |= {"flags": report.without_secrets(flags)}
-    ended: list[LaneReport] = []
-    so_far: list[list[Check]] = [[] for _ in lanes]
+    reports = [LaneReport(lane.name) for lane in lanes]
 
     def write() -> tuple[int, str]:
-        missing = [Check("the lane", NOT_RUN, "not run, or not to its end")]
-        others = list(zip(lanes, so_far, strict=True))[len(ended) :]
-        every = [*ended, *(LaneReport(lane.name, [*known, *missing], 0.0) for lane, known in others)]
-        status, seconds = report.exit_status(every, number), time.monotonic() - began
-        verdict = report.sentence(every, device, status)
-        report.write(args.report, report.content(every, device, seconds, verdict, status, options))
+        status, seconds = report.exit_status(reports, number), time.monotonic() - began
+        verdict = report.sentence(reports, device, status)
+        report.write(args.report, report.content(reports, device, seconds, verdict, status, options))
         return status, verdict
-
-    def tell(check: Check) -> None:
-        print(report.check_text(check), flush=True)
-        write()
 
     with _signals_raise():
         try:
             started = sum(not lane.wants_gpu for lane in lanes)
             seconds, offline = args.minutes * 60, args.model is None
             runner = Runner(Engines(folder, device == "cpu", seconds, offline=offline, lanes=started))
-            for lane, known in zip(lanes, so_far, strict=True):
-                place = f"lane {len(ended) + 1} of {len(lanes)}"
+            for lane, told in zip(lanes, reports, strict=True):
+                place, lane_began = f"lane {lanes.index(lane) + 1} of {len(lanes)}", time.monotonic()
                 print(f"{place}: {lane.name}", flush=True)
-                ended.append(run(runner, lane, args.model or _tiny_model(lane, folder), known, tell))
-                print(report.lane_text(ended[-1], place), flush=True)
+                model = args.model or write_config(folder / lane.family, lane.family)
+                told.arguments = {**lane.arguments(model), "flags": report.without_secrets(lane.flags)}
+                with contextlib.closing(_checks_of(runner, lane, model)) as checks:
+                    for check in checks:
+                        told.checks.insert(-1, check)
+                        print(report.check_text(check), flush=True)
+                        write()
+                told.checks.remove(report.UNFINISHED)
+                told.seconds = time.monotonic() - lane_began
+                print(f"{place}: {lane.name}: {told.verdict} ({told.seconds:.0f} s)\n", flush=True)
         except Interrupted as interrupted:
             (number,) = interrupted.args
             print(f"ended by {signal.Signals(number).name}\n", flush=True)
         status, verdict = write()
-    verdicts = [each.verdict for each in ended] + [NOT_RUN] * (len(lanes) - len(ended))
+    verdicts = [each.verdict for each in reports]
     counts = ", ".join(f"{verdicts.count(each)} {each}" for each in (OK, WRONG, NOT_RUN, LEFT_OUT))
     print(f"lanes: {counts} ({time.monotonic() - began:.0f} s); report: {args.report}\n{verdict}", flush=True)
     return status
 
 
-def run(
-    runner: Runner, lane: Lane, model: Path | str, checks: list[Check], tell: Callable[[Check], None] | None = None
-) -> LaneReport:
-    """Run one lane; `checks` takes what it shows one by one, so that a signal may come between."""
-    began, tell = time.monotonic(), tell or (lambda check: print(report.check_text(check), flush=True))
+def _checks_of(runner: Runner, lane: Lane, model: Path | str) -> Generator[Check, None, None]:
     try:
-        with contextlib.closing(runner.run(lane, model)) as found:
-            for check in found:
-                checks.append(check)
-                tell(check)
+        yield from runner.run(lane, model)
     except Exception as error:  # a fault of this check proves nothing about vLLM, and must not hide other lanes
-        checks.append(Check(f"the check itself, {lane.name}", NOT_RUN, f"failed: {type(error).__name__}: {error}"))
-        tell(checks[-1])
-    arguments = {**lane.arguments(model), "flags": report.without_secrets(lane.flags)}
-    return LaneReport(lane.name, checks, time.monotonic() - began, arguments)
+        yield Check(f"the check itself, {lane.name}", NOT_RUN, f"failed: {type(error).__name__}: {error}")
 
 
 def own_lanes(model: str, flags: Sequence[str], device: str, speculation: str | None) -> list[Lane]:
     """A user's own model with the flags of `seamark worker`: without drafts, then with given ones or its head's."""
-    needed = cpu_flags(model_type_of(model)) if device == "cpu" else {}
+    config = config_of(model)
+    needed = cpu_flags(str(config.get("model_type", ""))) if device == "cpu" else {}
     added = [part for flag, value in needed.items() for part in ((flag,) if value is None else (flag, value))]
     name = Path(model).resolve().name if Path(model).is_dir() else model
     lane = Lane(name, timed=True, on_cpu=device == "cpu", own_model=True, flags=(*added, *flags))
-    config = config_of(model)
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     if speculation is None and any(part.get(head) for part in parts for head in HEADS):
         speculation = MTP
     return [lane] if speculation is None else [lane, lane._replace(drafts=speculation)]
-
-
-def _tiny_model(lane: Lane, folder: Path) -> Path:
-    return write_config(folder / lane.family, lane.family)
 
 
 @contextlib.contextmanager

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 
 class CheckedAnswer(NamedTuple):
-    """An engine's greedy answer to one question."""
-
     tokens: Sequence[int]
     top: Sequence[Mapping[int, float]]  # by step: the best tokens and their logprobs
     cached: int  # prompt tokens from the cache
@@ -169,10 +167,9 @@ class LaneEngine:
                 last = self.scheduler.requests[name].num_computed_tokens - 1  # vLLM has counted the step already
                 for group, written in writes[-1].blocks.items():
                     own = managers[group].req_to_blocks[name][last // managers[group].block_size].block_id
-                    for state in (
-                        state for layer in self.groups[group].layer_names for state in layers[layer].kv_cache
-                    ):
-                        state[own] = state[written]
+                    for layer in self.groups[group].layer_names:
+                        for state in layers[layer].kv_cache:
+                            state[own] = state[written]
             return result
 
         return spoiled

@@ -42,13 +42,10 @@ REPEATS, LONG = 3, 2048  # the median of so many counts; cases that share more t
 
 
 class LaneJob(NamedTuple):
-    """What one engine has to do."""
-
     lane: Lane
     model: str
-    sections: Sections | None = (
-        None  # as vLLM alone has made them; None: this is it, and answers without its cache, twice
-    )
+    # As vLLM alone has made them; None: this is vLLM alone, and answers without its cache, twice.
+    sections: Sections | None = None
     seconds: float = float("inf")  # from the start; a part that has not begun by then is left out
 
 
@@ -160,8 +157,7 @@ def count_passes(engine: LaneEngine, ids: range) -> list[FirstTokens]:
         prefix, own = prompts.tokens(shared), block // 4
         for case in (COLD, WARM) if shared + own <= engine.longest else ():
             hints = [shared // 2, shared, shared + own - 1]
-            took = _timed(engine, [[*prefix, *prompts.tokens(own)]], hints)
-            counted.append(took._replace(case=case, tokens=shared + own, hints=len(hints)))
+            counted.append(_timed(engine, case, shared + own, [[*prefix, *prompts.tokens(own)]], hints))
     return counted
 
 
@@ -171,9 +167,10 @@ def time_cold(engine: LaneEngine, length: int, ids: range) -> list[FirstTokens]:
     wanted = STATES if engine.checkpoints is not None else STATES[:1]
     hints = [[length * part // (count + 1) for part in range(1, count + 1)] for count in wanted]
     with engine.writing_hinted_states():
-        rounds = [[_timed(engine, [prompts.tokens(length)], each) for each in hints] for _ in range(1 + REPEATS)]
-    by_count = zip(wanted, zip(*rounds, strict=True), strict=True)
-    return [_median(COLD, length, count, of_count) for count, of_count in by_count]
+        rounds = [
+            [_timed(engine, COLD, length, [prompts.tokens(length)], each) for each in hints] for _ in range(1 + REPEATS)
+        ]
+    return [_median(of_count) for of_count in zip(*rounds, strict=True)]
 
 
 def time_shared(engine: LaneEngine, shared: int, ids: range, as_usual: bool) -> list[FirstTokens]:
@@ -184,34 +181,36 @@ def time_shared(engine: LaneEngine, shared: int, ids: range, as_usual: bool) -> 
     prompts, found = Prompts(shared + 1, ids), []
     known = prompts.tokens(shared)
     with engine.serving_as_usual() if as_usual else contextlib.nullcontext():
-        _timed(engine, [[*known, *prompts.tokens(OWN_TOKENS)]], [shared])
+        _timed(engine, COLD, shared, [[*known, *prompts.tokens(OWN_TOKENS)]], [shared])
         for case, count in ((WARM, 1), (FAN_OUT, FAN)):
             rounds = []
             for _ in range(1 + (REPEATS if shared <= LONG else 1)):
                 prefix = known if case == WARM else prompts.tokens(shared)
-                rounds.append(_timed(engine, [[*prefix, *prompts.tokens(OWN_TOKENS)] for _ in range(count)], [shared]))
-            found.append(_median(case, shared, 1, rounds))
+                asked = [[*prefix, *prompts.tokens(OWN_TOKENS)] for _ in range(count)]
+                rounds.append(_timed(engine, case, shared, asked, [shared]))
+            found.append(_median(rounds))
     return found
 
 
-def _timed(engine: LaneEngine, prompts: Sequence[list[int]], hints: list[int], new_tokens: int = 1) -> FirstTokens:
+def _timed(
+    engine: LaneEngine, case: str, tokens: int, prompts: Sequence[list[int]], hints: list[int], new_tokens: int = 1
+) -> FirstTokens:
     passes, states, began = engine.passes, engine.states, time.perf_counter()
-    answers = engine.ask([Question("timed", tokens, hints, None) for tokens in prompts], new_tokens=new_tokens)
+    answers = engine.ask([Question(case, prompt, hints, None) for prompt in prompts], new_tokens=new_tokens)
     seconds, cached = time.perf_counter() - began, sum(answer.cached for answer in answers)
-    return FirstTokens("", 0, 0, seconds, cached, engine.passes - passes, engine.states - states)
+    return FirstTokens(case, tokens, len(hints), seconds, cached, engine.passes - passes, engine.states - states)
 
 
-def _median(case: str, tokens: int, hints: int, rounds: Sequence[FirstTokens]) -> FirstTokens:
+def _median(rounds: Sequence[FirstTokens]) -> FirstTokens:
     # Kernels are compiled and tuned at their first use.
-    seconds = statistics.median(each.seconds for each in rounds[1:])
-    return rounds[-1]._replace(case=case, tokens=tokens, hints=hints, seconds=seconds)
+    return rounds[-1]._replace(seconds=statistics.median(each.seconds for each in rounds[1:]))
 
 
 def measure_pace(engine: LaneEngine, ids: range) -> dict[str, float]:
     """What decoding a token takes, and what the plugin learnt of this engine's steps."""
     prompts, took, learnt = Prompts(4, ids), [], engine.learnt
     for _ in range(1 + REPEATS):
-        one, more = (_timed(engine, [prompts.tokens(16)], [], count).seconds for count in (1, DECODED + 1))
+        one, more = (_timed(engine, "", 16, [prompts.tokens(16)], [], count).seconds for count in (1, DECODED + 1))
         took.append((more - one) / DECODED)
     return {"decode": statistics.median(took[1:]), "floor": learnt.floor_seconds, "token": learnt.token_seconds}
 

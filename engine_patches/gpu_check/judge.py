@@ -33,8 +33,6 @@ TOLD += ("asynchronous", *SAME, "block", "match_unit", "alignment")
 
 
 class Check(NamedTuple):
-    """One line of the report."""
-
     name: str
     verdict: str
     says: str
@@ -42,8 +40,6 @@ class Check(NamedTuple):
 
 
 class Differences(list[Discrepancy]):
-    """Those of several answers from the reference's."""
-
     def __init__(self, answers: Iterable[CheckedAnswer], reference: Iterable[CheckedAnswer]) -> None:
         super().__init__(compare(answer, wanted) for answer, wanted in zip(answers, reference, strict=True))
 
@@ -54,7 +50,6 @@ class Differences(list[Discrepancy]):
         return {"answers": len(self), "other_tokens": parted, "error": error}
 
     def beyond(self, bound: float) -> int:
-        """How many answers are off by more."""
         return sum(difference.error > bound for difference in self)
 
     def __str__(self) -> str:
@@ -72,7 +67,6 @@ class Scatter:
             self.own += Differences(again, alone.answers[name])
 
     def verdict(self, differences: Differences) -> str:
-        """Of answers that differ so from the reference's."""
         beyond, far = differences.beyond(self.bound), BEYOND * max(self.bound, self.own.numbers["error"])
         if not beyond:
             return OK

@@ -66,7 +66,6 @@ class Lane(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The lane's name in the report."""
         mode = None if self.own_model or self.on_cpu else "eager" if self.eager else "compiled"
         name = " ".join(filter(None, [self.family, self.dtype, mode]))
         if self.other:
@@ -77,7 +76,6 @@ class Lane(NamedTuple):
         return name
 
     def arguments(self, model: Path | str) -> dict[str, Any]:
-        """Of `vllm.LLM`."""
         arguments: dict[str, Any] = {"model": str(model), "enable_prefix_caching": True}
         if self.drafts is not None:
             arguments["speculative_config"] = json.loads(self.drafts)
@@ -121,7 +119,6 @@ LOGIT_STD = 3.0  # the best token is clear, and a rounded logprob stays a small 
 
 
 def write_config(out: Path, family: str) -> Path:
-    """Write the configuration of a family's tiny model into the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
     if family in ARCHITECTURES:
         config = FAMILIES[family].config()

@@ -73,7 +73,6 @@ def sections(lengths: Geometry, few: bool) -> Sections:
 
 
 def length_section(shared: int) -> str:
-    """The section of the questions that share so many tokens."""
     return f"{shared:,} shared tokens"
 
 

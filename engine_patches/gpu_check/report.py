@@ -13,8 +13,9 @@ import platform
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, WRONG, Check
 
@@ -25,14 +26,17 @@ HOME = re.compile(r"/(?:home|Users)/[^\s/'\",:;()]+")
 FOLDER = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\'\",:;()\[\]]+[/\\])+")
 ADDRESS = re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b(?=:\d|/)|\b[\w.-]+@[\w.-]+\b")
 
+UNFINISHED = Check("the lane", NOT_RUN, "not run, or not to its end")
 
-class LaneReport(NamedTuple):
-    """What one lane showed."""
+
+@dataclass
+class LaneReport:
+    """What one lane showed; until its end it has a check that says so."""
 
     lane: str
-    checks: Sequence[Check]
-    seconds: float
-    arguments: Mapping[str, Any] = {}  # of vLLM
+    checks: list[Check] = field(default_factory=lambda: [UNFINISHED])
+    seconds: float = 0.0
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of vLLM
 
     @property
     def verdict(self) -> str:
@@ -42,14 +46,8 @@ class LaneReport(NamedTuple):
 
 
 def check_text(check: Check) -> str:
-    """A check as a paragraph."""
     says = textwrap.indent(textwrap.fill(check.says, 110), " " * 11)
     return f"  {check.verdict:<9}{check.name}\n{says}"
-
-
-def lane_text(report: LaneReport, place: str) -> str:
-    """A lane's end, its checks having been told, and an empty line; `place`: which lane it is."""
-    return f"{place}: {report.lane}: {report.verdict} ({report.seconds:.0f} s)\n"
 
 
 def exit_status(lanes: Sequence[LaneReport], signal: int | None) -> int:
@@ -63,7 +61,6 @@ def exit_status(lanes: Sequence[LaneReport], signal: int | None) -> int:
 
 
 def sentence(lanes: Sequence[LaneReport], device: str, status: int) -> str:
-    """The verdict in one sentence."""
     wrong = [lane.lane for lane in lanes if lane.verdict == WRONG]
     if wrong:
         return f"WRONG: {'; '.join(wrong)}; do not use Seamark here, and please report it with the file above."
@@ -90,16 +87,13 @@ def content(
     """The report for the file, without what could name a person or a machine."""
     counts = {word: sum(lane.verdict == word for lane in lanes) for word in (OK, WRONG, NOT_RUN)}
     left_out = [f"{c.name}: {c.says}" for lane in lanes for c in lane.checks if c.verdict == LEFT_OUT]
-    found = {"verdict": verdict, "exit": status, "device": device, "seconds": round(seconds, 1), "options": options}
-    checks = [[check._asdict() for check in lane.checks] for lane in lanes]
-    pairs = zip(lanes, checks, strict=True)
-    results = [{**lane._asdict(), "verdict": lane.verdict, "checks": found} for lane, found in pairs]
-    told: dict[str, Any] = anonymous({**found, "lanes": {**counts, "left out": left_out}, "results": results})
-    return told
+    results = [{**vars(lane), "verdict": lane.verdict, "checks": [c._asdict() for c in lane.checks]} for lane in lanes]
+    told = {"verdict": verdict, "exit": status, "device": device, "seconds": round(seconds, 1), "options": options}
+    told |= {"lanes": {**counts, "left out": left_out}, "results": results}
+    return dict(anonymous(told))
 
 
 def write(file: Path, report: Mapping[str, Any]) -> None:
-    """Replace the file as a whole."""
     unfinished = file.with_name(file.name + ".new")
     unfinished.write_text(json.dumps(report, indent=1) + "\n")
     unfinished.replace(file)

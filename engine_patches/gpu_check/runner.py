@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +45,6 @@ class ProcessEnd(NamedTuple):
 
 
 class Engines:
-    """Starts engines one by one, and ends each."""
-
     def __init__(self, folder: Path, on_cpu: bool, seconds: float, offline: bool = True, lanes: int = 1) -> None:
         """`folder` takes jobs, results and logs; `offline`: models are in folders, nothing is looked up on the hub."""
         self._folder, self._deadline, self._lanes = folder, time.monotonic() + seconds, lanes
@@ -110,14 +109,6 @@ def _last_error(log: Path, status: int) -> str:
     return " ".join(line.strip() for line in lines[named[-1] : named[-1] + 2]) if named else f"exit status {status}"
 
 
-class _LaneEnd(Exception):
-    """A lane cannot go on."""
-
-    def __init__(self, verdict: str, says: str) -> None:
-        super().__init__(says)
-        self.verdict, self.says = verdict, says
-
-
 class Runner:
     """Runs lanes one by one, and remembers what vLLM chose by itself."""
 
@@ -128,25 +119,32 @@ class Runner:
     def run(self, lane: Lane, model: Path | str) -> Generator[Check, None, None]:
         """All checks of one lane, each as soon as it is known."""
         told = set()
-        try:
-            for check in self._checks(lane, model):
-                if check.name not in told:
-                    told.add(check.name)
-                    yield check
-        except _LaneEnd as end:
-            yield Check(judge.EXACTNESS + lane.name, end.verdict, end.says)
+        for check in self._checks(lane, model):
+            if check.name not in told:
+                told.add(check.name)
+                yield check
 
     def _checks(self, lane: Lane, model: Path | str) -> Iterator[Check]:
+        name, chosen = lane.name, self._chosen.get(lane.family)
+        answer = partial(Check, judge.EXACTNESS + name)  # of a lane that cannot go on
         if lane.wants_gpu:
-            raise _LaneEnd(NOT_RUN, "its kernels are for a GPU alone")
-        (lane, wanted, changes), name = self._other(lane), lane.name
+            yield answer(NOT_RUN, "its kernels are for a GPU alone")
+            return
+        if lane.other and chosen is None:
+            yield answer(NOT_RUN, f"what vLLM chooses by itself is not known: no lane of {lane.family} ran before")
+            return
+        if lane.other == KERNELS and chosen and chosen["gdn_prefill"] != FLASHINFER:
+            yield answer(LEFT_OUT, f"there is no other: without FlashInfer's vLLM took {chosen['gdn_prefill']}")
+            return
+        lane, wanted, changes = _other(lane, chosen or {})
         # On a CPU vLLM alone dies of a prompt longer than a block unless that is cured.
         mode = REFERENCE if lane.on_cpu else OFF
         *_, end = self._engines.run(f"{name} alone", LaneJob(lane, str(model)), mode, changes)
         alone = end.result or LaneResult()
         unfit = _unfit(lane, alone.facts, wanted) if alone.facts else None
         if unfit or not alone.answers:
-            raise _LaneEnd(NOT_RUN, unfit or f"vLLM alone does not run here like this: {end.fault}")
+            yield answer(NOT_RUN, unfit or f"vLLM alone does not run here like this: {end.fault}")
+            return
         self._chosen.setdefault(lane.family, alone.facts)
         asked = {section: waves for section, waves in alone.sections.items() if section in alone.answers}
         job = LaneJob(lane, str(model), asked)
@@ -166,20 +164,16 @@ class Runner:
             yield judge.block_copy(name, mine, alone)
         yield from _left_out(lane, name, mine, alone)
 
-    def _other(self, lane: Lane) -> tuple[Lane, Mapping[str, Any], Mapping[str, str]]:
-        """The lane with the flags it takes, facts it is meant for, and changes of the environment."""
-        if lane.other is None:
-            return lane, {}, {}
-        chosen = self._chosen.get(lane.family)
-        if chosen is None:
-            raise _LaneEnd(NOT_RUN, f"what vLLM chooses by itself is not known: no lane of {lane.family} ran before")
-        if lane.other == RUNNER:
-            runner = "V1" if chosen["runner"] == "V2" else "V2"
-            return lane, {"runner": runner}, {RUNNER_VARIABLE: str(int(runner == "V2"))}
-        if lane.other == KERNELS and chosen["gdn_prefill"] != FLASHINFER:
-            raise _LaneEnd(LEFT_OUT, f"there is no other: without FlashInfer's vLLM took {chosen['gdn_prefill']}")
+
+def _other(lane: Lane, chosen: Mapping[str, Any]) -> tuple[Lane, Mapping[str, Any], Mapping[str, str]]:
+    """The lane with the flags it takes, facts it is meant for, and changes of the environment."""
+    if lane.other == RUNNER:
+        runner = "V1" if chosen["runner"] == "V2" else "V2"
+        return lane, {"runner": runner}, {RUNNER_VARIABLE: str(int(runner == "V2"))}
+    if lane.other == KERNELS:
         flags = ("--additional-config", '{"gdn_prefill_backend": "triton"}', *lane.flags)
         return lane._replace(flags=flags), {"gdn_prefill": TRITON}, {}
+    return lane, {}, {}
 
 
 def _unfit(lane: Lane, facts: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:

@@ -18,21 +18,16 @@ from engine_patches.footprint import OWN
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.draft_acceptance import AcceptedDrafts
-from engine_patches.trial.prompts import Facts
-from engine_patches.trial.trial import NoAnswer, PromptEnded, TrialAnswer, TrialQuestion, fresh_salt
+from engine_patches.trial.trial import Facts, NoAnswer, PromptEnded, TrialAnswer, TrialQuestion, fresh_salt
 
 TOP = 5  # logprobs of each token
-
 DEADLINE_SECONDS = 300.0  # for one answer
-
 LOOK_SECONDS = 0.5  # between two looks whether a request that is awaited was ended by vLLM
 
 WAVE = -1  # of data parallel engines: one that is over, so that the engine itself starts the next one
 
 
 class Sent:
-    """A request under way."""
-
     def __init__(self, request: Any, question: TrialQuestion) -> None:
         self.request = request
         self.question = question
@@ -58,7 +53,6 @@ class OwnRequests:
 
     @property
     def facts(self) -> Facts:
-        """What prompts for it depend on."""
         config, checkpoints = self._engine.vllm_config, self._engine.scheduler.seamark
         return Facts(
             config.model_config.get_vocab_size(),
@@ -149,7 +143,6 @@ class OwnRequests:
         return bool(sent.request.is_finished()) or not is_held
 
     def end(self) -> None:
-        """Give up what is still under way."""
         from vllm.v1.engine import EngineCoreRequestType
 
         with self._lock:
@@ -224,24 +217,16 @@ class OwnRequests:
 
 def _answer(sent: Sent) -> TrialAnswer:
     tokens = [token for output in sent.outputs for token in output.new_token_ids]
-    top = [
-        dict(zip(ids, values, strict=True))
-        for output in sent.outputs
-        if output.new_logprobs is not None
-        for ids, values in _rows(output.new_logprobs)
-    ]
+    top = _ranked(output.new_logprobs for output in sent.outputs)
     if len(tokens) != sent.question.tokens or len(top) != len(tokens):
         raise NoAnswer(f"{len(tokens)} of {sent.question.tokens} tokens, {len(top)} logprobs")
     cached = next((each.prefill_stats.num_cached_tokens for each in sent.outputs if each.prefill_stats), 0)
-    scores = [
-        dict(zip(ids, values, strict=True))
-        for output in sent.outputs
-        if output.new_prompt_logprobs_tensors is not None
-        for ids, values in _rows(output.new_prompt_logprobs_tensors)
-    ]
+    scores = _ranked(output.new_prompt_logprobs_tensors for output in sent.outputs)
     state = sent.request.seamark
     return TrialAnswer(tokens, top, cached, AcceptedDrafts(state.draft_steps, state.accepted), scores)
 
 
-def _rows(logprobs: Any) -> Iterable[tuple[list[int], list[float]]]:
-    return zip(logprobs.logprob_token_ids.tolist(), logprobs.logprobs.tolist(), strict=True)
+def _ranked(logprobs: Iterable[Any]) -> list[dict[int, float]]:
+    """The likeliest tokens at each token, and their logprobs."""
+    tables = [(each.logprob_token_ids.tolist(), each.logprobs.tolist()) for each in logprobs if each is not None]
+    return [dict(zip(*row, strict=True)) for table in tables for row in zip(*table, strict=True)]

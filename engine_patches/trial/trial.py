@@ -18,12 +18,24 @@ from typing import Any, Literal, NamedTuple, Protocol
 from engine_patches.answers import compare, grain, spread
 from engine_patches.scheduler import draft_gate
 from engine_patches.scheduler.draft_acceptance import AcceptedDrafts, AcceptedPair, judge_pairs
-from engine_patches.trial.prompts import ANSWER, BETWEEN, KINDS, Facts, TrialKind, TrialPrompt, drawn, prompt_of
 
+# Prompts. Their ids are drawn apart from where special tokens lie, and phrases come again and again, so that a model
+# has something to guess.
+FIRST_ID, LAST_ID = 1000, 30_000  # of the vocabulary, as far as it goes; of a small one the upper three quarters
+PHRASE, POOL = 24, 48  # tokens of a phrase, and ids that a prompt is made of
+CHANGED = 1 / 12  # of a phrase's tokens, each time it comes
+SHORT, LONG, ANSWER = 163, 448, 32  # tokens
+BETWEEN = 40  # tokens of a turn behind an answer
+LONGEST_EDGE = 8192  # tokens of a cache block whose end an answer is to cross
+CACHE_SHARE = 1 / 4  # of the cache, that one prompt may take
+
+# `edge`: its answer crosses the end of a cache block. `turn`: it goes on behind an answer. `together`: its state is
+# written beside another one. `staggered`: while it is answered, others come and end, so that rows of a batch move.
+KINDS = ("short", "long", "together", "edge", "turn", "staggered")
+
+# What a verdict takes.
 AGREEING, HITTING = 8, 6  # prompts, before hints are opened
-
 MOST = 24  # prompts of a trial, with those that got no answer
-
 TWICE = 2  # prompts on which answers have to differ, the second one new and of the same kind
 
 # A prompt's logprobs take memory for the whole vocabulary at each of its tokens that are in one pass. Behind longer
@@ -37,7 +49,6 @@ STAGGERED, LATER = (8, 20, 40), 12
 # model's logits; differences up to `LEAST` are any arithmetic's, and none is beyond: four steps of bfloat16 logits
 # beyond 32.
 NOISES, STEPS, LEAST, BEYOND_NOISE = 3.0, 4.0, 1e-3, 1.0
-
 RECENT = 32  # prompts whose noise counts
 
 # Prompts that were recomputed three times before an answer can be called different, where no two answers of an engine
@@ -52,6 +63,17 @@ NO_HITS = "too few trial prompts were found in the cache where they were foretol
 NO_ANSWERS = "the engine answers too few of its trial prompts"
 
 
+class Facts(NamedTuple):
+    """What prompts for an engine depend on. Lengths in tokens."""
+
+    vocabulary: int
+    longest: int  # prompt and answer
+    cache: int  # that fit into it; 0: vLLM does not say
+    block: int
+    unit: int  # what a hit is a multiple of
+    ahead: int  # past a state that a prefix has to share
+
+
 class PromptEnded(Exception):
     """A client has come, or something has changed: the prompt is to be asked anew."""
 
@@ -61,14 +83,16 @@ class NoAnswer(Exception):
 
 
 class TrialQuestion(NamedTuple):
-    """A request of a trial."""
-
     prompt: Sequence[int]
     salt: str = ""  # empty: a fresh one, under which nothing is cached
-    hint: int = 0  # tokens; 0: none
+    hint: int = 0  # tokens, up to which a state is asked for; 0: none
     tokens: int = ANSWER
     scored: bool = False  # with logprobs of the prompt
     as_client: bool = False  # as others ask now: on trial, no state is kept
+
+    def foretold(self, facts: Facts) -> int:
+        """Tokens that the next request with this prompt and salt is to find: whole units."""
+        return max(0, self.hint - facts.ahead) // facts.unit * facts.unit
 
 
 class TrialAnswer(NamedTuple):
@@ -95,8 +119,6 @@ class Asker(Protocol):
 
 
 class TrialVerdict(NamedTuple):
-    """What a trial comes to."""
-
     result: Literal["open", "closed", "no_hits"]  # the last one: hints stay off, and it may be tried again
     why: str = ""
 
@@ -106,21 +128,43 @@ def fresh_salt() -> str:
     return os.urandom(16).hex()
 
 
+def drawn(length: int, vocabulary: int, draw: random.Random) -> list[int]:
+    pool = [draw.randrange(min(FIRST_ID, vocabulary // 4), min(LAST_ID, vocabulary)) for _ in range(POOL)]
+    phrase = [draw.choice(pool) for _ in range(PHRASE)]
+    prompt: list[int] = []
+    while len(prompt) < length:
+        prompt += [draw.choice(pool) if draw.random() < CHANGED else each for each in phrase]
+    return prompt[:length]
+
+
+def question_of(kind: str, facts: Facts, draw: random.Random) -> TrialQuestion:
+    """One with a new prompt of this kind, which leaves room for answers and a turn, and at least a token to compute."""
+    most = min(facts.longest - 4 * ANSWER - BETWEEN, int(facts.cache * CACHE_SHARE) or facts.longest)
+    length = LONG if kind in ("long", "together") else SHORT
+    if kind == "edge":
+        half = ANSWER // 2
+        length = next((each for each in range(facts.block - half, most, facts.block) if each >= SHORT), 0)
+        if not 0 < length <= LONGEST_EDGE:
+            length = SHORT
+    length = max(2, min(length, most))
+    return TrialQuestion(drawn(length, facts.vocabulary, draw), fresh_salt(), length - 1)
+
+
 class Trial:
     """Of one engine. `ask` asks one prompt; once it has asked enough, it comes to a verdict."""
 
     def __init__(self, asker: Asker, facts: Facts, draw: random.Random | None = None) -> None:
         self._asker, self._facts, self._draw = asker, facts, draw or random.Random()
-        self._kinds, self._again = itertools.cycle(KINDS), deque[TrialKind]()
-        self._last: tuple[TrialPrompt, str] | None = None  # a prompt in the cache, and its salt
+        self._kinds, self._again = itertools.cycle(KINDS), deque[str]()
+        self._last: TrialQuestion | None = None  # one whose prompt is in the cache
         self._spreads: deque[float] = deque(maxlen=RECENT)  # the largest difference of two recomputed answers
         self.asked = self.agreed = self.hits = self.differing = self.parted = self.unlike_free = 0  # prompts
         self.unanswered = 0
+        self._one_at_a_time = False
         self._pairs: list[AcceptedPair] = []
 
     @property
     def figures(self) -> str:
-        """In words."""
         finding = judge_pairs(self._pairs, is_last=True)
         lost = f", {self.unanswered} got no answer" if self.unanswered else ""
         return (
@@ -128,56 +172,56 @@ class Trial:
             f"{finding.hit:.2f} drafts a step accepted behind hits, {finding.cold:.2f} without"
         )
 
-    def ask(self, *, beside: bool = False) -> TrialVerdict | None:
-        """One prompt; `beside` clients: one request at a time. Raises `PromptEnded`, and then asks its kind again.
+    def ask(self, *, one_at_a_time: bool = False) -> TrialVerdict | None:
+        """One prompt; beside clients its requests come `one_at_a_time`. Raises `PromptEnded`, then asks its kind again.
 
         One that got no answer is counted, and another kind comes instead.
         """
+        self._one_at_a_time = one_at_a_time
         if not self._again:
             self._again.append(next(self._kinds))
         try:
-            self._ask(self._again[0], beside=beside)
+            self._ask(self._again[0])
         except NoAnswer:
             self._again.popleft()
             self.unanswered += 1
             if self.asked + self.unanswered < MOST:
                 raise
         finally:
-            self._asker.keep_only(self._last[1] if self._last is not None else "")
+            self._asker.keep_only(self._last.salt if self._last is not None else "")
         return self._verdict()
 
-    def _ask(self, kind: TrialKind, *, beside: bool) -> None:
-        prompt, salt, seeds = prompt_of(kind, self._facts, self._draw), fresh_salt(), []
+    def _ask(self, kind: str) -> None:
+        own = question_of(kind, self._facts, self._draw)
+        seeds = [own._replace(tokens=1)]
         if kind == "turn":
-            (first,) = self._answers([TrialQuestion(prompt.ids, salt, prompt.hint)], beside=beside)
+            (first,) = self._answers([own])
             more = drawn(BETWEEN, self._facts.vocabulary, self._draw)
-            prompt = TrialPrompt([*prompt.ids, *first.tokens, *more], prompt.hint)
-        else:
-            seeds.append(TrialQuestion(prompt.ids, salt, prompt.hint, 1))
+            own, seeds = own._replace(prompt=[*own.prompt, *first.tokens, *more]), []
+        uncached = own._replace(salt="")
         if kind == "together":
-            seeds.append(TrialQuestion(prompt.ids, "", prompt.hint, 1))
-        cold = self._answers([TrialQuestion(prompt.ids, "", prompt.hint)], beside=beside)
+            seeds.append(uncached._replace(tokens=1))
+        cold = self._answers([uncached])
         # Two in one batch, one of them as clients ask now: the same sums in other shapes, which round differently.
-        pair = TrialQuestion(prompt.ids, "", prompt.hint), TrialQuestion(prompt.ids, as_client=True)
-        cold += self._answers(pair, beside=beside)
-        self._answers(seeds, beside=beside)
-        hits = self._answers([TrialQuestion(prompt.ids, salt, prompt.hint)], beside=beside)
-        hits.append(self._beside_another(kind, prompt, salt, beside=beside))
+        cold += self._answers([uncached, TrialQuestion(own.prompt, as_client=True)])
+        self._answers(seeds)
+        hits = self._answers([own])
+        hits.append(self._with_another(kind, own))
         if any(each.cached for each in cold):
             raise NoAnswer("recomputed answers came from a cache")
         # As where an answer depends on which drafts were right: what is wrong must not count as noise.
         unsteady = spread(cold) > BEYOND_NOISE
         if not unsteady:
             self._spreads.append(spread(cold))
-        free = self._without_drafts(prompt.ids, cold)
-        self._learn_noise(prompt.ids)
+        free = self._without_drafts(own.prompt, cold)
+        self._learn_noise(own.prompt)
 
         bound = self._bound(cold)
         off = max(min(compare(one, other).error for other in cold) for one in hits)
         differs, unlike_free = not unsteady and off > bound, unsteady or free > bound
-        foretold = prompt.foretold(self._facts)
+        foretold = own.foretold(self._facts)
         found = foretold > 0 and all(each.cached >= foretold for each in hits)
-        self._last = (prompt, salt)
+        self._last = own
         self.asked += 1
         self.agreed += not differs and not unlike_free
         self.hits += found
@@ -190,19 +234,17 @@ class Trial:
         if not differs and not unlike_free:
             self._again.popleft()
 
-    def _answers(self, questions: Sequence[TrialQuestion], *, beside: bool = False) -> list[TrialAnswer]:
-        if beside:
+    def _answers(self, questions: Sequence[TrialQuestion]) -> list[TrialAnswer]:
+        if self._one_at_a_time:
             return [self._asker.wait(self._asker.send(each)) for each in questions]
         sent = [self._asker.send(each) for each in questions]
         return [self._asker.wait(each) for each in sent]
 
-    def _beside_another(self, kind: TrialKind, prompt: TrialPrompt, salt: str, *, beside: bool) -> TrialAnswer:
-        """The prompt from the cache, in a batch with another hit or several."""
-        own = TrialQuestion(prompt.ids, salt, prompt.hint)
-        if beside:
+    def _with_another(self, kind: str, own: TrialQuestion) -> TrialAnswer:
+        """The answer from the cache, in a batch with another hit or several."""
+        if self._one_at_a_time:
             return self._answers([own])[0]
-        other, others_salt = self._last or (prompt, salt)
-        another = TrialQuestion(other.ids, others_salt, other.hint)
+        another = self._last or own
         first, *rest = STAGGERED if kind == "staggered" else (ANSWER,)
         sent = [self._asker.send(each) for each in (another._replace(tokens=first), own)]
         sent += [self._asker.send(another._replace(tokens=each)) for each in rest]

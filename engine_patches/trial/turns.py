@@ -19,7 +19,6 @@ from engine_patches.trial.own_requests import OwnRequests
 from engine_patches.trial.trial import NoAnswer, PromptEnded, Trial, TrialQuestion, TrialVerdict
 
 IDLE_SECONDS = 3.0  # without a client's request, before a prompt
-
 POLL_SECONDS = 0.25
 
 # An engine that is never idle is tried beside its clients from then on, one request at a time and in at most a tenth of
@@ -33,7 +32,6 @@ AGAIN_SECONDS, MOST_AGAIN_SECONDS = 2.0, 300.0
 ATTEMPTS, REST_OF_ATTEMPT = 3, 60.0
 
 LAST_SECONDS = 1.0  # after a trial, until all that is told of its requests was taken away
-
 LOOKS_AFTER_DOUBT = 100_000  # steps of each kind before clients' requests are looked at once more
 
 logger = logging.getLogger("vllm.seamark")
@@ -58,8 +56,6 @@ def try_drafts(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class Turns:
-    """Of one engine."""
-
     def __init__(self, own: OwnRequests, checkpoints: Any) -> None:
         self._own, self._checkpoints = own, checkpoints
         self._gate: DraftGate = checkpoints.drafts
@@ -90,7 +86,7 @@ class Turns:
             asked_at, verdict = time.monotonic(), None
             try:
                 ended = False
-                verdict = trial.ask(beside=beside)
+                verdict = trial.ask(one_at_a_time=beside)
                 failed = 0
             except PromptEnded:
                 ended = True

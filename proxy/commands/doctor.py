@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from proxy.chat.chat import CHAT, COMPLETIONS
-from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures
+from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures, indented
 from proxy.commands.outlook import outlook
 from proxy.commands.parser import Parser
 from proxy.commands.recipe import read_recipe
@@ -51,16 +51,10 @@ NO_ANSWER = (Unreachable, Broken)
 
 STATUS = "/seamark/status"
 
-SERVER, GATEWAY = "server", "gateway"  # what is asked
-
-KEY_FLAG, GATEWAY_KEY_FLAG = "--worker-api-key-file FILE", "--gateway-key-file FILE"
-
 EXIT_STATUSES = (
     "Exit status: 0: requests will hit and there is nothing to change; 1: they cannot, something is to be changed, "
     "or the worker or the gateway could not be asked; 2: the command line or a key file is wrong."
 )
-
-PIP = FoundWay(Way.PIP)
 
 
 class Diagnosis(NamedTuple):
@@ -70,14 +64,7 @@ class Diagnosis(NamedTuple):
     text: str
     cure: str | None = None
     last: bool = False  # the cure is printed at the very end
-    fatal: str | None = None  # why there can be no hits, for the verdict
-
-
-class Examination(NamedTuple):
-    """What the doctor says of a worker."""
-
-    verdict: str  # the first line
-    diagnoses: list[Diagnosis]
+    verdict: str = ""  # the first line, if there can be no hits because of this
 
 
 class NotAnswering(Exception):
@@ -107,29 +94,23 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if bool(args.worker) == bool(args.recipe):
         parser.error("give --worker URL, or --recipe RECIPE before anything runs")
-    if args.recipe:
-        try:
-            return _of_recipe(args.recipe)
-        except SettingsError as error:
-            parser.error(str(error))
     try:
+        if args.recipe:
+            return _of_recipe(args.recipe)
         worker_key = _key("worker_api_key_file", args.worker_api_key_file)
         gateway_key = _key("gateway_key_file", args.gateway_key_file)
     except SettingsError as error:
         parser.error(str(error))
     url = address(args.worker)
     found, words = _way(url, args.runs_as)
-    examination = examine(url, worker_key, found)
-    diagnoses, verdict = examination.diagnoses, examination.verdict
+    diagnoses = asyncio.run(examine(url, worker_key, found))
     lost: list[str] = []
     if args.gateway:
         try:
-            lost = read_shadow(address(args.gateway), gateway_key)
+            lost = asyncio.run(read_shadow(address(args.gateway), gateway_key))
         except NotAnswering as error:
-            diagnoses.append(Diagnosis(False, str(error)))
-            if verdict.startswith("will hit"):
-                verdict = f"not reachable: {error}"
-    print(printable(verdict))
+            diagnoses.append(Diagnosis(False, str(error), verdict=f"not reachable: {error}"))
+    print(printable(verdict(url, diagnoses)))
     for diagnosis in diagnoses:
         print(f"{'ok   ' if diagnosis.fine else 'WRONG'} {printable(diagnosis.text)}")
         if diagnosis.cure and not diagnosis.last:
@@ -165,16 +146,15 @@ def address(url: str) -> str:
 
 def _way(url: str, chosen: Way | None) -> tuple[FoundWay, str]:
     """How vLLM is run, and what to tell of that."""
-    try:
+    seen = None
+    with suppress(ValueError):  # no URL
         seen = find(url, surroundings())
-    except ValueError:  # no URL
-        seen = None
     if chosen is not None:
         return (seen if seen is not None and seen.way is chosen else FoundWay(chosen)), f"(cures for {chosen})"
     if seen is not None:
         name = f" ({seen.name})" if seen.name else ""
         return seen, f"(cures for {seen.way}{name}, as it looks from here; else --runs-as {'|'.join(Way)})"
-    return PIP, f"(cures for {Way.PIP}; else --runs-as {'|'.join(way for way in Way if way != Way.PIP)})"
+    return FoundWay(Way.PIP), f"(cures for {Way.PIP}; else --runs-as {'|'.join(way for way in Way if way != Way.PIP)})"
 
 
 def _key(setting: str, path: Path | None) -> str | None:
@@ -182,15 +162,15 @@ def _key(setting: str, path: Path | None) -> str | None:
 
 
 @asynccontextmanager
-async def _asking(url: str, api_key: str | None, what: str) -> AsyncIterator[Probe]:
+async def _asking(url: str, api_key: str | None, what: str, port: int | None = None) -> AsyncIterator[Probe]:
     """Questions to a worker or a gateway. Raises `NotAnswering`, also where one of the questions inside has no answer.
 
-    The words do not hold a password of the URL.
+    The words do not hold a password of the URL. `port`: its usual one, if that is not HTTP's.
     """
     try:
         shown, userinfo = without_credentials(url)
         parts = urlsplit(shown)
-        lacks_port = parts.port is None and what == SERVER
+        hint = f" (the URL has no port; vLLM's is {port})" if port and parts.port is None else ""
     except ValueError:
         raise NotAnswering(f"{'that' if '@' in url else url} is no URL") from None  # it may hold a password
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -200,40 +180,48 @@ async def _asking(url: str, api_key: str | None, what: str) -> AsyncIterator[Pro
     try:
         yield Probe(upstream, shown, seconds=ANSWER_SECONDS)
     except (Unreachable, Broken) as error:
-        raise NotAnswering(f"no {what} answers at {shown}: {_why_not(error, lacks_port)}") from None
+        raise NotAnswering(f"no {what} answers at {shown}: {_why_not(error, hint)}") from None
     except Unwell as error:
         raise NotAnswering(f"{shown} is {error}") from None
     finally:
         await upstream.aclose()
 
 
-def examine(url: str, api_key: str | None = None, found: FoundWay = PIP) -> Examination:
+def _why_not(error: Unreachable | Broken, hint: str) -> str:
+    """Why a question got no answer, with what a person at a prompt can try."""
+    if isinstance(error, Silent):
+        return f"it takes the connection and says nothing for {ANSWER_SECONDS:g} s"
+    if isinstance(error, Broken):
+        return NO_HTTP
+    return f"{error}{': another address, or a firewall between' if isinstance(error.__cause__, TimeoutError) else hint}"
+
+
+def verdict(url: str, diagnoses: Sequence[Diagnosis]) -> str:
+    """The first line: what keeps from hits, or that they will come."""
+    if against := next((diagnosis.verdict for diagnosis in diagnoses if diagnosis.verdict), ""):
+        return against
+    wrong = sum(not diagnosis.fine for diagnosis in diagnoses)
+    more = f"; {wrong} to change, see WRONG below" if wrong else ""
+    return f"will hit: {without_credentials(url)[0]} {diagnoses[0].text}{more}"
+
+
+async def examine(url: str, api_key: str | None, found: FoundWay) -> list[Diagnosis]:
     """What is right and wrong with the worker at `url`. Sends it one request for one token."""
-
-    async def examination() -> Examination:
-        async with _asking(url, api_key, SERVER) as worker:
-            return await _examine(worker, api_key is not None, found)
-
     try:
-        return asyncio.run(examination())
+        async with _asking(url, api_key, "server", DEFAULT_PORT) as worker:
+            return [diagnosis async for diagnosis in _diagnoses(worker, api_key is not None, found)]
     except NotAnswering as error:
-        return _unreachable(str(error))
+        return [Diagnosis(False, f"no vLLM could be asked: {error}", verdict=f"not reachable: {error}")]
 
 
-def _unreachable(why: str) -> Examination:
-    return Examination(f"not reachable: {why}", [Diagnosis(False, f"no vLLM could be asked: {why}")])
-
-
-async def _examine(worker: Probe, has_key: bool, found: FoundWay) -> Examination:
+async def _diagnoses(worker: Probe, has_key: bool, found: FoundWay) -> AsyncIterator[Diagnosis]:
     shown = worker.url
     if gateway_id((await worker.get("/health"))[1]) is not None:
-        return Examination(
-            f"a gateway, not a worker: {shown}",
-            [Diagnosis(False, f"{shown} is a Seamark gateway; ask {await _workers_of(worker)}")],
-        )
+        text = f"{shown} is a Seamark gateway; ask {await _workers_of(worker)}"
+        yield Diagnosis(False, text, verdict=f"a gateway, not a worker: {shown}")
+        return
     status, answer = await worker.get(MODELS)
-    if refusal := _why_refused(status, shown, has_key, KEY_FLAG, "vLLM's --api-key"):
-        raise NotAnswering(refusal)
+    _check_key(status, shown, has_key, "--worker-api-key-file FILE", "vLLM's --api-key")
     if status >= 500:
         raise NotAnswering(f"{shown} is not well: {MODELS} answers {status}")
     if not (models := models_in(answer)):
@@ -244,42 +232,29 @@ async def _examine(worker: Probe, has_key: bool, found: FoundWay) -> Examination
     )
     levels = read_metrics((await worker.metrics())[0]).sleep_levels
     if why := await worker.why_asleep(EngineAnswers(shown), levels, ANSWER_SECONDS):
-        return Examination(f"cannot hit: {shown} is {why}", [Diagnosis(False, f"{shown} is {why}")])
+        yield Diagnosis(False, f"{shown} is {why}", verdict=f"cannot hit: {shown} is {why}")
+        return
     details = await _details(worker, model, cures)  # first: an engine's metrics are certain once it has run a step
-    text, reports = await worker.all_metrics()
-    metrics = read_metrics(text)
-    engine = metrics.engine
-    frontend = await worker.frontend()
-    diagnoses = [
-        Diagnosis(True, f"serves {model}"),
-        _vllm_version(await worker.version()),
+    exposition, reports = await worker.all_metrics()
+    metrics = read_metrics(exposition)
+    vllm, frontend, is_read = await worker.version(), await worker.frontend(), metrics.engine or not reports.why_not
+    yield Diagnosis(True, f"serves {model}")
+    yield Diagnosis(bool(vllm), f"vLLM {vllm}" if vllm else "/version gives no vLLM version")
+    for diagnosis in (
         *_frontend(frontend),
-        *(_engine(metrics, cures) if engine is not None or not reports.why_not else []),
+        *(_engine(metrics, cures) if is_read else ()),
         *_caching(metrics, cures),
         *_drafts(metrics, cures),
         *_connector(metrics, cures),
-        *([await _events(worker, reports, cures)] if engine is not None or reports.why_not else []),
-        details,
-        *([] if frontend.name else [await _render(worker, model, cures)]),
-        *await _tools(worker, model, cures),
-    ]
-    fatal = next((diagnosis.fatal for diagnosis in diagnoses if diagnosis.fatal), None)
-    if fatal is not None:
-        return Examination(f"cannot hit: {fatal}", diagnoses)
-    wrong = sum(not diagnosis.fine for diagnosis in diagnoses)
-    more = f"; {wrong} to change, see WRONG below" if wrong else ""
-    return Examination(f"will hit: {shown} serves {model}{more}", diagnoses)
-
-
-def _why_not(error: Unreachable | Broken, lacks_port: bool) -> str:
-    """Why a question got no answer, with what a person at a prompt can try."""
-    if isinstance(error, Silent):
-        return f"it takes the connection and says nothing for {ANSWER_SECONDS:g} s"
-    if isinstance(error, Broken):
-        return NO_HTTP
-    if isinstance(error.__cause__, TimeoutError):
-        return f"{error}: another address, or a firewall between"
-    return f"{error} (the URL has no port; vLLM's is {DEFAULT_PORT})" if lacks_port else str(error)
+    ):
+        yield diagnosis
+    if metrics.engine or reports.why_not:
+        yield await _events(worker, reports, cures)
+    yield details
+    if not frontend.name:
+        yield await _render(worker, model, cures)
+    for diagnosis in await _tools(worker, model, cures):
+        yield diagnosis
 
 
 async def _workers_of(gateway: Probe) -> str:
@@ -292,67 +267,80 @@ async def _workers_of(gateway: Probe) -> str:
     return ", ".join(f"--worker {name}" for name in names) or "the vLLM behind it, with --worker"
 
 
-def _why_refused(status: int, shown: str, has_key: bool, flag: str, whose: str) -> str | None:
-    if status not in (401, 403):
-        return None
-    said = f"(status {status})"
-    if has_key:
-        return f"{shown} refuses the key in {flag} {said}: it is not {whose}"
-    return f"{shown} wants an API key {said}, and none was given: {flag}, with {whose} in it"
+def _check_key(status: int, shown: str, has_key: bool, flag: str, whose: str) -> None:
+    """Raises `NotAnswering` if the answer's status says that a key is wanted, or another one."""
+    if status in (401, 403) and has_key:
+        raise NotAnswering(f"{shown} refuses the key in {flag} (status {status}): it is not {whose}")
+    if status in (401, 403):
+        raise NotAnswering(
+            f"{shown} wants an API key (status {status}), and none was given: {flag}, with {whose} in it"
+        )
 
 
-def _vllm_version(version: str) -> Diagnosis:
-    return Diagnosis(bool(version), f"vLLM {version}" if version else "/version gives no vLLM version")
-
-
-def _engine(metrics: WorkerMetrics, cures: Cures) -> list[Diagnosis]:
+def _engine(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
     if other := metrics.other_release:
-        return [Diagnosis(False, f"no hint counts: {other}", cures.update(version()), last=True, fatal=other)]
+        text = f"no hint counts: {other}"
+        yield Diagnosis(False, text, cures.update(version()), last=True, verdict=f"cannot hit: {other}")
+        return
     if (info := metrics.engine) is None:
         missing = "patches are not live: a recurrent state is kept only where a request happens to stop"
         alone = f"; vLLM alone caches whole blocks of {metrics.block_size:,} tokens" if metrics.block_size else ""
-        fatal = f"the plugin is not in this vLLM, or left it untouched (its log says why){alone}"
-        return [Diagnosis(False, missing, cures.install(), last=True, fatal=fatal)]
-    live = [Diagnosis(True, f"patches are live, seamark {info.version}")]
+        against = f"cannot hit: the plugin is not in this vLLM, or left it untouched (its log says why){alone}"
+        yield Diagnosis(False, missing, cures.install(), last=True, verdict=against)
+        return
+    yield Diagnosis(True, f"patches are live, seamark {info.version}")
     lengths = f"cache block {info.block_size} tokens, match unit {info.match_unit} tokens"
     if info.refused:  # with a finer unit, too
-        refused = Diagnosis(False, f"no hint counts: {info.refused}", fatal=info.refused)
-        return [*live, refused, Diagnosis(True, lengths)]
-    if metrics.attention_only:  # a unit below the block stops it
-        return [*live, Diagnosis(True, f"{lengths}; vLLM alone keeps all, since no layer is recurrent")]
-    coarse = info.match_unit > 64
-    cure = cures.flag("--prefix-match-unit 16", "or leave it out: the plugin sets it for hybrid models")
-    return [*live, Diagnosis(not coarse, lengths, cure if coarse else None)]
+        yield Diagnosis(False, f"no hint counts: {info.refused}", verdict=f"cannot hit: {info.refused}")
+        yield Diagnosis(True, lengths)
+    elif metrics.attention_only:  # a unit below the block stops it
+        yield Diagnosis(True, f"{lengths}; vLLM alone keeps all, since no layer is recurrent")
+    elif info.match_unit <= 64:
+        yield Diagnosis(True, lengths)
+    else:
+        cure = cures.flag("--prefix-match-unit 16", "or leave it out: the plugin sets it for hybrid models")
+        yield Diagnosis(False, lengths, cure)
 
 
-def _caching(metrics: WorkerMetrics, cures: Cures) -> list[Diagnosis]:
-    if metrics.prefix_caching is not False:
-        return []
-    cure = cures.flag("--enable-prefix-caching", "and no --no-enable-prefix-caching")
-    off = "prefix caching is off in this vLLM"
-    return [Diagnosis(False, off, cure, fatal=off)]
+def _caching(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
+    if metrics.prefix_caching is False:
+        cure = cures.flag("--enable-prefix-caching", "and no --no-enable-prefix-caching")
+        off = "prefix caching is off in this vLLM"
+        yield Diagnosis(False, off, cure, verdict=f"cannot hit: {off}")
 
 
-def _drafts(metrics: WorkerMetrics, cures: Cures) -> list[Diagnosis]:
+# Hints beside speculative decoding, by their state in `seamark_engine_info`: whether that is as it should be, in words,
+# and the cure.
+DRAFTS = {
+    TRIAL: Diagnosis(
+        False,
+        ", and hints are on trial: nothing is kept for others before it is over",
+        "# the engine tries them itself: a minute without requests, or ten and some beside them",
+    ),
+    CLOSED: Diagnosis(
+        False,
+        ", and hints beside it did not stand their trial",
+        "# vLLM's log has the figures. A restart of the worker tries again;\n"
+        "# or no --speculative-config; or as it is: vLLM alone caches",
+    ),
+    OPEN: Diagnosis(True, ", with hints, which stood their trial: they share {ahead} tokens past a state"),
+}
+
+
+def _drafts(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
     """Speculative decoding, and whether hints are used beside it."""
-    if not metrics.drafts:
-        return []
-    if (info := metrics.engine) is None:
-        return [Diagnosis(True, "speculative decoding is on: the plugin tries hints beside it at each start")]
-    if info.drafts == TRIAL:
-        text = "speculative decoding is on, and hints are on trial: nothing is kept for others before it is over"
-        return [Diagnosis(False, text, cures.trial())]
-    if info.drafts == CLOSED:
-        text = "speculative decoding is on, and hints beside it did not stand their trial"
-        return [Diagnosis(False, text, cures.closed())]
-    if info.drafts == OPEN:
-        ahead = f"they share {info.ahead} tokens past a state"
-        return [Diagnosis(True, f"speculative decoding is on, with hints, which stood their trial: {ahead}")]
-    if info.refused:
-        cure = cures.drafts() if "SEAMARK_DRAFTS" in info.refused else None
-        return [Diagnosis(False, "speculative decoding is on, without hints", cure)]
-    ahead = f": they share {info.ahead} tokens past a state" if info.ahead else ""
-    return [Diagnosis(True, f"speculative decoding is on, with hints{ahead}")]
+    fine, text, cure = True, ": the plugin tries hints beside it at each start", None
+    if (info := metrics.engine) is not None:
+        if info.drafts in DRAFTS:
+            fine, text, cure, *_ = DRAFTS[info.drafts]
+            cure = cure and indented(cure)
+        elif info.refused:
+            fine, text, cure = False, ", without hints", cures.drafts() if "SEAMARK_DRAFTS" in info.refused else None
+        else:
+            text = ", with hints" + (": they share {ahead} tokens past a state" if info.ahead else "")
+        text = text.format(ahead=info.ahead)
+    if metrics.drafts:
+        yield Diagnosis(fine, f"speculative decoding is on{text}", cure)
 
 
 # How states are kept beside a KV connector, by the lane in `seamark_engine_info`.
@@ -363,25 +351,23 @@ LANES = {
 }
 
 
-def _connector(metrics: WorkerMetrics, cures: Cures) -> list[Diagnosis]:
+def _connector(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
     """KV connectors, and how states are kept beside them."""
-    if not metrics.connector:
-        return []
     name = f"KV connector {metrics.connector}"
-    if metrics.lane == "no_hints":
+    if metrics.connector and metrics.lane == "no_hints":
         cure = cures.flag("--kv-transfer-config", "take it away: this connector measures decoding alone")
-        fatal = f"{name} puts values into the cache that nobody has computed, and the plugin refuses hints beside it"
-        return [Diagnosis(False, f"{name}: hints are refused", cure, fatal=fatal)]
-    return [Diagnosis(True, f"{name}: {LANES.get(metrics.lane, metrics.lane)}")]
+        why = f"{name} puts values into the cache that nobody has computed, and the plugin refuses hints beside it"
+        yield Diagnosis(False, f"{name}: hints are refused", cure, verdict=f"cannot hit: {why}")
+    elif metrics.connector:
+        yield Diagnosis(True, f"{name}: {LANES.get(metrics.lane, metrics.lane)}")
 
 
-def _frontend(frontend: Frontend) -> list[Diagnosis]:
+def _frontend(frontend: Frontend) -> Iterator[Diagnosis]:
     """Which HTTP server answers, if it lacks what vLLM's other one has."""
-    if not frontend.name:
-        return []
-    lacking = [path for path in frontend.lacks if not path.endswith("/render")]  # the gateway does without that one
-    lacks = f": it lacks {', '.join(lacking)} and answers with one choice alone (n=1)" if lacking else ""
-    return [Diagnosis(True, f"{frontend.name} serves{lacks}; a hint in a header does not reach the engine")]
+    if frontend.name:
+        lacking = [path for path in frontend.lacks if not path.endswith("/render")]  # the gateway does without that one
+        lacks = f": it lacks {', '.join(lacking)} and answers with one choice alone (n=1)" if lacking else ""
+        yield Diagnosis(True, f"{frontend.name} serves{lacks}; a hint in a header does not reach the engine")
 
 
 async def _events(worker: Probe, reports: Reports, cures: Cures) -> Diagnosis:
@@ -389,7 +375,8 @@ async def _events(worker: Probe, reports: Reports, cures: Cures) -> Diagnosis:
     of_one = f"?engine={reports.ranks[0]}" if reports.ranks else ""
     fine = await _is_open(asked.get(EVENTS + of_one))
     if reports.why_not and not fine:
-        return Diagnosis(False, f"the engine's reports cannot be read: {reports.why_not}", fatal=reports.why_not)
+        text = f"the engine's reports cannot be read: {reports.why_not}"
+        return Diagnosis(False, text, verdict=f"cannot hit: {reports.why_not}")
     text = f"the engine's decisions are {'' if fine else 'not '}reported"
     return Diagnosis(fine, text, None if fine else cures.flag(EVENTS_FLAG, "without it, no evictions and no reasons"))
 
@@ -404,11 +391,12 @@ async def _details(worker: Probe, model: str, cures: Cures) -> Diagnosis:
             raise ValueError(status)
         reported = loads(answer)["usage"].get("prompt_tokens_details") is not None
     except (*NO_ANSWER, ValueError, KeyError, TypeError, AttributeError):
-        fatal = f"it does not answer a completion of one token ({status})"
-        return Diagnosis(False, f"does not answer a completion of one token ({status})", fatal=fatal)
-    text = f"cached tokens are {'' if reported else 'not '}reported"
+        text = f"does not answer a completion of one token ({status})"
+        return Diagnosis(False, text, verdict=f"cannot hit: it {text}")
+    if reported:
+        return Diagnosis(True, "cached tokens are reported")
     cure = cures.flag("--enable-prompt-tokens-details", "without it, hits are never reported")
-    return Diagnosis(reported, text, None if reported else cure)
+    return Diagnosis(False, "cached tokens are not reported", cure)
 
 
 async def _render(worker: Probe, model: str, cures: Cures) -> Diagnosis:
@@ -442,20 +430,12 @@ async def _is_open(asked: Awaitable[tuple[int, bytes]]) -> bool:
         return False
 
 
-HOUR = 3600.0
-
-
-def read_shadow(gateway: str, api_key: str | None = None) -> list[str]:
+async def read_shadow(gateway: str, api_key: str | None) -> list[str]:
     """What a gateway warns of, and has seen lost, as lines for people. Raises `NotAnswering` if it cannot be asked."""
-
-    async def ask() -> tuple[str, int, bytes]:
-        async with _asking(gateway, api_key, GATEWAY) as asked:
-            return asked.url, *await asked.get(STATUS)
-
-    shown, status, answer = asyncio.run(ask())
-    refusal = _why_refused(status, f"the gateway {shown}", api_key is not None, GATEWAY_KEY_FLAG, "an admin's key")
-    if refusal is not None:
-        raise NotAnswering(refusal)
+    async with _asking(gateway, api_key, "gateway") as asked:
+        shown = asked.url
+        status, answer = await asked.get(STATUS)
+    _check_key(status, f"the gateway {shown}", api_key is not None, "--gateway-key-file FILE", "an admin's key")
     if status == 404:
         raise NotAnswering(f"{shown} does not show {STATUS}: a gateway with admin_port does so there; is it one?")
     try:
@@ -470,7 +450,7 @@ def shadow_lines(shadow: Mapping[str, Any]) -> list[str]:
     results, lost = shadow["requests"], shadow["lost"]
     judged = results.get("judged", 0)
     seconds = shadow["watched_seconds"]
-    time = f"{seconds / HOUR:.1f} hours" if seconds >= HOUR else f"{seconds / 60:.0f} minutes"
+    time = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.0f} minutes"
     left = f" ({waiting:,} still to be)" if (waiting := shadow["waiting"]) else ""
     lines = [f"lost in {time}, {judged:,} requests judged{left}:"]
     for reason, loss in sorted(lost.items(), key=lambda item: -item[1]["tokens"]):

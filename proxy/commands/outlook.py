@@ -41,22 +41,31 @@ class KnownFamily(NamedTuple):
     states: str  # what they are called
     words: Sequence[str]  # of which a model's name has one
     unit: int  # tokens of which a hit is a multiple, unless a flag says otherwise
-    inside: bool  # whether its states are kept inside a pass; otherwise each costs one
-    beside_drafts: bool  # whether there are hints beside drafts
+    beside_drafts: bool = True  # whether there are hints beside drafts
+    inside: bool = True  # whether its states are kept inside a pass; otherwise each costs one
 
 
 FAMILIES = (
-    KnownFamily("gated delta nets and n-grams", ("flash-next", "qwen4-exp"), 64, inside=True, beside_drafts=True),
-    KnownFamily(
-        "gated delta nets", ("qwen3-next", "qwen3.5", "qwen3.6", "qwen3.8"), 64, inside=True, beside_drafts=True
-    ),
-    KnownFamily("gated delta nets of Olmo", ("olmo-hybrid",), 64, inside=True, beside_drafts=False),
-    KnownFamily("Mamba2", ("nemotron-3", "nemotron-h", "granite-4", "falcon-h1", "bamba", "zamba2"), 16, True, True),
-    KnownFamily("KDA", ("glm-5.3-flash", "ling-3", "kimi-linear", "kimi-k3"), 64, inside=True, beside_drafts=True),
-    KnownFamily("short convolutions", ("lfm2",), 16, inside=True, beside_drafts=False),
-    KnownFamily("Mamba1", ("jamba",), 16, inside=False, beside_drafts=False),
-    KnownFamily("linear attention", ("ling-2.5", "minimax-text"), 16, inside=False, beside_drafts=False),
+    KnownFamily("gated delta nets and n-grams", ("flash-next", "qwen4-exp"), 64),
+    KnownFamily("gated delta nets", ("qwen3-next", "qwen3.5", "qwen3.6", "qwen3.8"), 64),
+    KnownFamily("gated delta nets of Olmo", ("olmo-hybrid",), 64, beside_drafts=False),
+    KnownFamily("Mamba2", ("nemotron-3", "nemotron-h", "granite-4", "falcon-h1", "bamba", "zamba2"), 16),
+    KnownFamily("KDA", ("glm-5.3-flash", "ling-3", "kimi-linear", "kimi-k3"), 64),
+    KnownFamily("short convolutions", ("lfm2",), 16, beside_drafts=False),
+    KnownFamily("Mamba1", ("jamba",), 16, beside_drafts=False, inside=False),
+    KnownFamily("linear attention", ("ling-2.5", "minimax-text"), 16, beside_drafts=False, inside=False),
 )
+
+# vLLM's parser of a model's tool calls, by a part of its name.
+TOOL_PARSERS = {
+    "qwen3-next": "hermes",
+    "qwen3-coder": "qwen3_xml",
+    "qwen3.": "qwen3_xml",
+    "nemotron-3": "qwen3_xml",
+    "glm-5.3": "glm47",
+    "granite-4": "granite4",
+    "lfm2": "lfm2",
+}
 
 
 class Outlook(NamedTuple):
@@ -80,9 +89,9 @@ def outlook(recipe: Recipe, version: str = "") -> Outlook:
     if recipe.has(NO_CACHING):
         notes.append(f"{NO_CACHING} is taken away: without a prefix cache nothing can hit")
     family, drafts = family_of(recipe.model), recipe.fields(*DRAFTS)
-    waits = next(_obstacles(recipe, family, version), None)
-    if waits is not None:
-        return Outlook(False, f"no hits yet: {waits.why}", waits.change, notes)
+    if obstacle := next(_obstacles(recipe, family, version), None):
+        why, change = obstacle
+        return Outlook(False, f"no hits yet: {why}", change, notes)
     if family is None:
         return Outlook(
             None,
@@ -106,49 +115,39 @@ def outlook(recipe: Recipe, version: str = "") -> Outlook:
     return Outlook(True, verdict, notes=notes)
 
 
-class _Obstacle(NamedTuple):
-    why: str
-    change: str
-
-
-def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iterator[_Obstacle]:
-    """What keeps a recipe from hits, the first to be changed first."""
+def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iterator[tuple[str, str]]:
+    """What keeps a recipe from hits, and what to change, the first to be changed first."""
     take = f"take vLLM {SUPPORTED}, for one the image {IMAGE}"
-    if FORK in recipe.image.lower() or any(FORK in each.lower() for each in recipe.builds) or _of_fork(recipe):
-        yield _Obstacle("its image holds a fork of vLLM, which the plugin leaves untouched", take)
+    of_fork = recipe.value("--load-format") == FORK or any(map(recipe.has, FORK_FLAGS))
+    if of_fork or any(FORK in each.lower() for each in (recipe.image, *recipe.builds)):
+        yield "its image holds a fork of vLLM, which the plugin leaves untouched", take
     if not _supported(version or tag_version(recipe.image)):
-        yield _Obstacle(f"{_vllm(recipe, version)} is left untouched by the plugin", take)
+        yield f"{_vllm(recipe, version)} is left untouched by the plugin", take
     connector = str(recipe.fields(*CONNECTOR).get("kv_connector", ""))
     if family and connector in NOT_SERVED:
-        yield _Obstacle(f"vLLM serves no hybrid model with {connector}", "leave --kv-transfer-config away")
+        yield f"vLLM serves no hybrid model with {connector}", "leave --kv-transfer-config away"
     drafts = recipe.fields(*DRAFTS)
     if not drafts or family is None:
         return
-    method = _method(drafts)
+    away, method = f"leave {DRAFTS[0]} away", _method(drafts)
     if method and method not in METHODS:
-        yield _Obstacle(
-            f"hints beside drafts of the method {method} are not known to be right",
-            f"leave {DRAFTS[0]} away, or take one of {', '.join(METHODS)}",
-        )
+        why = f"hints beside drafts of the method {method} are not known to be right"
+        yield why, f"{away}, or take one of {', '.join(METHODS)}"
     if not family.beside_drafts and method != "ngram":
-        yield _Obstacle(f"{family.states}: hints are not used beside drafts", f"leave {DRAFTS[0]} away")
+        yield f"{family.states}: hints are not used beside drafts", away
     for name in ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification"):
         if drafts.get(name):
-            yield _Obstacle("the number of its drafts is not fixed", f"leave {name} of {DRAFTS[0]} away")
+            yield "the number of its drafts is not fixed", f"leave {name} of {DRAFTS[0]} away"
     if _number(recipe, "--pipeline-parallel-size", "-pp") > 1:
-        yield _Obstacle("drafts with pipeline parallelism", "take tensor parallelism, or no drafts")
+        yield "drafts with pipeline parallelism", "take tensor parallelism, or no drafts"
     if connector:
-        yield _Obstacle("drafts with a KV connector", f"leave {DRAFTS[0]} or {CONNECTOR[0]} away")
+        yield "drafts with a KV connector", f"leave {DRAFTS[0]} or {CONNECTOR[0]} away"
 
 
 def _vllm(recipe: Recipe, version: str) -> str:
     """Which vLLM it runs, and what says so; empty: not to be told."""
     tagged = tag_version(recipe.image)
     return f"vLLM {version} (by its image's labels)" if version else tagged and f"vLLM {tagged} (by its image's tag)"
-
-
-def _of_fork(recipe: Recipe) -> bool:
-    return recipe.value("--load-format") == FORK or any(map(recipe.has, FORK_FLAGS))
 
 
 def _method(drafts: Mapping[str, object]) -> str:

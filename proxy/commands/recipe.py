@@ -10,10 +10,11 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,12 +43,9 @@ _DOCKER_RUN = re.compile(r"(?<![\w./-])(?:docker|podman)\s+(?:container\s+)?run(
 LAUNCHER = "launch-cluster.sh"  # of spark-vllm-docker, which also starts a command that it is given
 
 # Of `docker run`, those without a value; letters can stand together. All others take the next word.
-_SWITCHES = frozenset(
-    f"--{name}"
-    for name in (
-        *("rm", "init", "detach", "interactive", "tty", "privileged", "read-only", "publish-all", "quiet"),
-        *("oom-kill-disable", "no-healthcheck", "sig-proxy", "disable-content-trust", "use-api-socket"),
-    )
+_SWITCHES = (
+    "--rm --init --detach --interactive --tty --privileged --read-only --publish-all --quiet --oom-kill-disable "
+    "--no-healthcheck --sig-proxy --disable-content-trust --use-api-socket"
 )
 _LETTERS = "ditPq"
 
@@ -87,7 +85,7 @@ class Recipe:
     def model(self) -> str:
         """As vLLM is told it: a name or a folder."""
         first = self.arguments[0] if self.arguments and not self.arguments[0].startswith("-") else ""
-        return first or self.value("--model") or str(self._config.get("model", ""))
+        return first or self.value("--model")
 
     @property
     def host(self) -> str:
@@ -109,52 +107,47 @@ class Recipe:
         """Whether vLLM's HTTP server is the one in Rust, which takes no middleware."""
         return self.environment.get("VLLM_USE_RUST_FRONTEND", "").strip() == "1"
 
-    def has(self, flag: str) -> bool:
-        """Whether vLLM is given a flag, with or without a value."""
-        return any(plain(each) == flag for each in self.arguments) or flag[2:] in self._config
-
-    def value(self, *flags: str) -> str:
-        """What vLLM is given for a flag, the last one if it is given twice; empty without it."""
-        given = next((self._config[flag[2:]] for flag in flags if self._config.get(flag[2:]) is not None), "")
-        found = json.dumps(given, default=str, skipkeys=True) if isinstance(given, dict) else str(given)
-        for number, argument in enumerate(self.arguments):
-            if plain(argument) in flags:
-                _, equals, behind = argument.partition("=")
-                found = behind if equals else "".join(self.arguments[number + 1 : number + 2])
+    @cached_property
+    def flags(self) -> dict[str, str]:
+        """What vLLM is given by the name of a flag, in one spelling; of a flag that is given twice the last."""
+        config = self.document.items() if self.kind is RecipeKind.CONFIG else ()
+        found = {flag_name(f"--{name}"): _as_text(value) for name, value in config}
+        for argument, following in zip(self.arguments, [*self.arguments[1:], ""], strict=False):
+            found.pop(flag_name(argument), None)  # so that the last one is behind all others
+            found[flag_name(argument)] = argument.partition("=")[2] if "=" in argument else following
         return found
 
-    def fields(self, *flags: str) -> Mapping[str, Any]:
+    def has(self, flag: str) -> bool:
+        """Whether vLLM is given a flag, with or without a value."""
+        return flag in self.flags
+
+    def value(self, *names: str) -> str:
+        """What vLLM is given for a flag of these names, the last one if it is given twice; empty without it."""
+        return next((value for name, value in reversed(self.flags.items()) if name in names), "")
+
+    def fields(self, *names: str) -> Mapping[str, Any]:
         """What vLLM is given as JSON, or field by field (`--speculative-config.method mtp`). Empty without the flag."""
-        given = self.value(*flags)
+        given = self.value(*names)
         try:
             told = loads(given.encode()) if given else {}
         except ValueError:
-            raise SettingsError(f"{self.source}: {flags[0]} is no JSON: {given[:64]}") from None
+            raise SettingsError(f"{self.source}: {names[0]} is no JSON: {given[:64]}") from None
         told = told if isinstance(told, dict) else {}
-        start = tuple(f"{flag}." for flag in flags)
-        for number, argument in enumerate(self.arguments):
-            name, equals, behind = argument.partition("=")
-            if name.startswith(start):
-                told[name.rpartition(".")[2]] = behind if equals else "".join(self.arguments[number + 1 : number + 2])
-        return told
-
-    @property
-    def _config(self) -> Mapping[str, Any]:
-        if self.kind is RecipeKind.CONFIG:
-            return {str(name).replace("_", "-"): value for name, value in self.document.items()}
-        return {}
+        starts = tuple(f"{name}." for name in names)
+        return told | {name.partition(".")[2]: self.flags[name] for name in self.flags if name.startswith(starts)}
 
 
-def plain(argument: str) -> str:
-    """The name of a flag as vLLM compares them: with dashes, without its value. Of another argument: itself."""
-    name = argument.partition("=")[0]
-    return name.replace("_", "-") if name.startswith("--") else name
+def flag_name(argument: str) -> str:
+    """The name of a flag as vLLM compares them: with dashes, but in that of a field, and without its value."""
+    name, dot, field = argument.partition("=")[0].partition(".")
+    return (name.replace("_", "-") if name.startswith("--") else name) + dot + field
 
 
-def is_recipe(given: str) -> bool:
-    """Whether this is a file that says how vLLM is run, and no model."""
-    path = Path(given)
-    return path.suffix in (".yaml", ".yml", ".sh") and path.is_file()
+def _as_text(value: Any) -> str:
+    """A value of vLLM's own configuration as a command line has it."""
+    if isinstance(value, dict):
+        return json.dumps(value, default=str, skipkeys=True)
+    return "" if value is None else str(value)
 
 
 def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
@@ -196,7 +189,7 @@ def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
         RecipeKind.SPARK,
         source,
         path.stem,
-        [word.value for word in served(command, source).words],
+        [word.value for word in serve_line(command, source).words],
         {**_variables(command), **_environment(field_of(document, "env", dict, source))},
         document["container"],
         tuple(map(str, field_of(document, "build_args", list, source))),
@@ -227,12 +220,17 @@ def _of_compose(document: Mapping[str, Any], path: Path, wanted: str) -> Recipe:
     if not image:
         raise SettingsError(f"{source}: the service {name} has no `image:` that Seamark's plugin could be put into")
     recipe = Recipe(RecipeKind.COMPOSE, source, name, arguments, environment, image, document={"services": services})
-    if service.get("network_mode") == "host":
+    ports = field_of(service, "ports", list, where)
+    return _with_address(recipe, ports, known, shares_network=service.get("network_mode") == "host")
+
+
+def _with_address(recipe: Recipe, ports: Iterable[Any], known: Mapping[str, str], *, shares_network: bool) -> Recipe:
+    """With the place where clients find it: at one of a container's `ports`, or else on this machine alone."""
+    if shares_network:
         return recipe
     own = recipe.port
-    ports = field_of(service, "ports", list, where)
-    published = next((each for port in ports if (each := _published(port, own, known))), None)
-    return replace(recipe, listens=published or ("127.0.0.1", own))
+    published = (_published(port, own, known) for port in ports)
+    return replace(recipe, listens=next(filter(None, published), ("127.0.0.1", own)))
 
 
 def _runs_vllm(service: Mapping[str, Any]) -> bool:
@@ -291,7 +289,7 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
 
 
 def _of_text(text: str, source: str, name: str) -> Recipe:
-    if _DOCKER_RUN.search(_code(text)):
+    if _DOCKER_RUN.search(_without_comments(text)):
         run = docker_run(text, source)
         known = {**os.environ, **_variables(text[: run.start])}
         image, *values = fill_variables([word.value for word in (run.image, *run.options)], known, source)
@@ -299,12 +297,9 @@ def _of_text(text: str, source: str, name: str) -> Recipe:
         arguments = fill_variables([word.value for word in run.arguments], known, source)
         arguments = inner_arguments(arguments, source)
         recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
-        if "host" in options_of(values, ("--network", "--net")):
-            return recipe
-        own = recipe.port
-        published = (_published(port, own, known) for port in options_of(values, ("-p", "--publish")))
-        return replace(recipe, listens=next(filter(None, published), ("127.0.0.1", own)))
-    line = served(text, source)
+        shares_network = "host" in options_of(values, ("--network", "--net"))
+        return _with_address(recipe, options_of(values, ("-p", "--publish")), known, shares_network=shares_network)
+    line = serve_line(text, source)
     launched = LAUNCHER in text[: line.start].rpartition("\n\n")[2]
     kind = RecipeKind.LAUNCHER if launched else RecipeKind.COMMAND
     variables = _variables(text[: line.start])
@@ -312,7 +307,7 @@ def _of_text(text: str, source: str, name: str) -> Recipe:
     return Recipe(kind, source, name, arguments, variables, text=text)
 
 
-def _code(text: str) -> str:
+def _without_comments(text: str) -> str:
     """A text of the same length without its comments, which may tell how vLLM is started, too."""
     return re.sub(r"(?m)^[ \t]*#.*$", lambda comment: " " * len(comment[0]), text)
 
@@ -322,9 +317,9 @@ def serves(text: str) -> bool:
     return bool(_SERVE.search(f" {text} "))
 
 
-def served(text: str, source: str) -> ServeLine:
+def serve_line(text: str, source: str) -> ServeLine:
     """The arguments behind the one `vllm serve` of a text. Raises `SettingsError` without one."""
-    found = list(_SERVE.finditer(f"{_code(text)}\n"))
+    found = list(_SERVE.finditer(f"{_without_comments(text)}\n"))
     if len(found) != 1:
         raise SettingsError(f"{source}: {'no' if not found else 'more than one'} `vllm serve` in it; setup takes one")
     return words_of(text, found[0].end(), source)
@@ -343,7 +338,7 @@ class DockerRun(NamedTuple):
 
 def docker_run(text: str, source: str) -> DockerRun:
     """The one `docker run` of a text. Raises `SettingsError` without one, or if it names no image."""
-    found = list(_DOCKER_RUN.finditer(_code(text)))
+    found = list(_DOCKER_RUN.finditer(_without_comments(text)))
     if len(found) != 1:
         raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one")
     line = words_of(text, found[0].end(), source)
@@ -360,7 +355,7 @@ def docker_run(text: str, source: str) -> DockerRun:
 def _takes_next(option: str) -> bool:
     """Whether the next word is the value of this option of `docker run`."""
     if option.startswith("--"):
-        return option not in _SWITCHES and "=" not in option
+        return option not in _SWITCHES.split() and "=" not in option
     return len(option[1:].lstrip(_LETTERS)) == 1
 
 
@@ -371,7 +366,7 @@ def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True)
     """
     for word in words:
         if _SERVE.search(f" {word} "):
-            return [each.value for each in served(word, source).words]
+            return [each.value for each in serve_line(word, source).words]
     if start := behind_serve(words):
         return list(words[start:])
     if "engine_patches" in words:

@@ -21,20 +21,13 @@ import yaml
 from proxy.commands import recipe as reading
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import CACHING, DROPPED, NO_CACHING
-from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, plain
+from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, as_list, flag_name
 from proxy.commands.recipe_text import Word
-from proxy.config_files import LOOPBACK
 from proxy.errors import SettingsError
-
-UNDO = "undo.sh"
-
-RUN, GATEWAY, GATEWAY_LOG = "run.sh", "gateway.sh", "gateway.log"
 
 LIST = "seamark.sha256"  # as sha256sum writes and checks it
 
 RAN = "# ran before"  # a line of it: vLLM did, without Seamark
-
-SH = "#!/bin/sh"
 
 MOD = "mods/seamark"  # as make-mod.sh calls it
 
@@ -46,8 +39,6 @@ WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of depl
 
 # Not to be given to what serves in their place, which has them by itself or has no use for them.
 _TAKEN_AWAY = (*DROPPED, NO_CACHING)
-
-_SWITCHED = frozenset({NO_CACHING})  # of these, those without a value
 
 
 class RecipeFiles(NamedTuple):
@@ -72,46 +63,36 @@ def files_of(recipe: Recipe, places: Places) -> RecipeFiles:
     return _WRITERS[recipe.kind](recipe, places)
 
 
-def is_spark_checkout(folder: Path) -> bool:
-    """Whether it has what make-mod.sh fills, and starts recipes."""
-    return (folder / "mods").is_dir() and (folder / "recipes").is_dir()
+def spark_checkout(*folders: Path) -> Path:
+    """The first that has what make-mod.sh fills. Raises `SettingsError` if none does."""
+    for folder in folders:
+        if (folder / "mods").is_dir() and (folder / "recipes").is_dir():
+            return folder
+    raise SettingsError(f"--spark: {folders[-1]} is no checkout of spark-vllm-docker: it has no mods/ and recipes/")
 
 
-def spark_checkout(folder: Path) -> Path:
-    """The folder itself. Raises `SettingsError` if it is no checkout of spark-vllm-docker."""
-    if not is_spark_checkout(folder):
-        raise SettingsError(f"--spark: {folder} is no checkout of spark-vllm-docker: it has no mods/ and recipes/")
-    return folder
-
-
-def added_flags(recipe: Recipe, needed: Sequence[str] = NEEDED) -> list[str]:
+def added_flags(recipe: Recipe) -> list[str]:
     """Flags by which hits are there and are seen, but for those that the recipe has."""
-    wanted = [flag for flag in needed if not (flag == EVENTS_FLAG and recipe.has_rust_frontend)]
-    return [
-        flag
-        for flag in wanted
-        if (EVENTS_FLAG.split()[1] not in recipe.arguments if flag == EVENTS_FLAG else not recipe.has(flag))
-    ]
+    has_events = recipe.has_rust_frontend or EVENTS_FLAG.split()[1] in recipe.arguments
+    return [flag for flag in NEEDED if not (has_events if flag == EVENTS_FLAG else recipe.has(flag))]
 
 
-def kept(words: Sequence[Word]) -> list[Word]:
-    """Without the flags that are taken away."""
+def without_flags(words: Sequence[Word], taken_away: Sequence[str] = _TAKEN_AWAY) -> list[Word]:
+    """Without the flags that are taken away, and their values."""
     left: list[Word] = []
     skip = False
     for word in words:
-        if skip:
-            skip = False
-        elif (name := plain(word.value)) in _TAKEN_AWAY:
-            skip = name not in _SWITCHED and "=" not in word.value
-        else:
+        name = flag_name(word.value)
+        if not skip and name not in taken_away:
             left.append(word)
+        skip = not skip and name in taken_away and name != NO_CACHING and "=" not in word.value  # that is a switch
     return left
 
 
 def _edited(text: str, recipe: Recipe) -> str:
     """A text with its one `vllm serve`, which gets what is needed; all before and behind it stays as it is spelt."""
-    line = reading.served(text, recipe.source)
-    words = [word.raw for word in kept(line.words)]
+    line = reading.serve_line(text, recipe.source)
+    words = [word.raw for word in without_flags(line.words)]
     return f"{text[: line.start]} {_in_lines(words, added_flags(recipe))}{text[line.end :]}"
 
 
@@ -128,7 +109,7 @@ def _in_lines(words: Sequence[str], added: Sequence[str] = ()) -> str:
 
 def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
     own = Path(recipe.source).resolve()
-    target = next((folder for folder in own.parents if is_spark_checkout(folder)), None) or spark_checkout(places.spark)
+    target = spark_checkout(*own.parents, places.spark)
     name = "seamark-" + _safe(recipe.name)
     document = copy.deepcopy(recipe.document)
     document["name"] = f"Seamark {document['name']}"
@@ -137,7 +118,7 @@ def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
     document["command"] = "\n".join(map(str.rstrip, _edited(document["command"], recipe).splitlines())) + "\n"
     text = f"# {_safe_line(str(own))} with Seamark's plugin.\n" + _yaml(document)
     solo = " --solo" if document.get("solo_only") else ""
-    start = _script(
+    start = script(
         "Makes the mod with Seamark's plugin, and has spark-vllm-docker start the recipe beside this script with it.",
         f"# Behind this script's name: the flags that you give {_safe_line(own.name)}, such as --solo or -n.",
         make_mod(places.source, places.out),
@@ -155,7 +136,7 @@ def make_mod(source: Path, folder: Path) -> str:
 def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
     target = spark_checkout(places.spark)
     before, launcher, behind = _edited(recipe.text, recipe).partition(LAUNCHER)
-    start = _script(
+    start = script(
         "Makes the mod with Seamark's plugin, and runs the command of spark-vllm-docker with it.",
         f"{make_mod(places.source, places.out)} || exit",
         f"cd {shlex.quote(str(target))} || exit",
@@ -168,9 +149,7 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     own = Path(recipe.source).resolve()
     document = recipe.document["services"][recipe.name]
     image = image_of(recipe, places)
-    entrypoint, command = _in_container(
-        recipe, reading.as_list(document.get("entrypoint")), reading.as_list(document.get("command"))
-    )
+    entrypoint, command = _in_container(recipe, as_list(document.get("entrypoint")), as_list(document.get("command")))
     service: dict[str, Any] = {
         "image": image,
         "build": {
@@ -190,9 +169,9 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     )
     base = f"docker compose -f {shlex.quote(str(own))}"
     name = shlex.quote(recipe.name)
-    start = _script(
+    start = script(
         "Builds the image of your compose file with Seamark's plugin in it, and starts the service from that.",
-        f"# Your file stays as it is; {UNDO} starts the service from it alone again, if that is what runs now.",
+        "# Your file stays as it is; undo.sh starts the service from it alone again, if that is what runs now.",
         _if_it_runs(places, f'[ -z "$({_containers(image)})" ] && [ -n "$({base} ps -q --status running {name})" ]'),
         f'exec {base} -f {shlex.quote(str(places.out / "compose.seamark.yaml"))} up --build -d "$@" {name}',
     )
@@ -206,17 +185,16 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     run = reading.docker_run(recipe.text, recipe.source)
     image = image_of(recipe, places)
-    inner = [word.value for word in run.arguments]
     entrypoints = [*reading.options_of([word.value for word in run.options], ("--entrypoint",))][-1:]
-    entrypoint, command = _in_container(recipe, entrypoints, inner)
-    options = [f"--label={LABEL}={image}", *_without_entrypoint(run.options)]
+    entrypoint, command = _in_container(recipe, entrypoints, [word.value for word in run.arguments])
+    options = [f"--label={LABEL}={image}", *(word.raw for word in without_flags(run.options, ("--entrypoint",)))]
     if entrypoint:  # of a shell, whose text is edited as one word
         options.append(f"--entrypoint {shlex.quote(entrypoint[0])}")
         words = [shlex.quote(word) for word in command]
     else:
-        words = [*(word.raw for word in kept(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
+        words = [*(word.raw for word in without_flags(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
     line = f"{_in_lines(options)} \\\n    {image} \\\n    {_in_lines(words)}"
-    start = _script(
+    start = script(
         "Builds the image of your command with Seamark's plugin in it, and runs the command with that.",
         f"{_build(places, run.image.raw, image, run.program)} || exit",
         text=f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}",
@@ -238,7 +216,7 @@ def _container(recipe: Recipe, places: Places) -> RecipeFiles:
         options.append(f"--entrypoint={entrypoint[0]}")
         command = [*entrypoint[1:], *command]
     words = [*map(shlex.quote, options), image, *map(shlex.quote, command)]
-    start = _script(
+    start = script(
         "Builds the image of your container with Seamark's plugin in it, and runs it in the container's place.",
         _build(places, shlex.quote(recipe.image), image),
         _if_it_runs(places, f'[ "$(docker inspect --format "{{{{.State.Running}}}}" {theirs})" = true ]'),
@@ -282,27 +260,27 @@ def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> li
 
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
-    worker = _script(
-        f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:",
-        f"#   {_install(places)}",
-        text=_edited(recipe.text, recipe),
-    )
-    return RecipeFiles({"worker.sh": worker}, [_UNINSTALL], [f"once, in vLLM's environment: {_install(places)}"])
+    purpose = f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:"
+    return _in_environment(places, {}, purpose, text=_edited(recipe.text, recipe))
 
 
 def _config(recipe: Recipe, places: Places) -> RecipeFiles:
-    taken = {flag[2:] for flag in _TAKEN_AWAY} | {CACHING[2:]}
-    left = {name: value for name, value in recipe.document.items() if str(name).replace("_", "-") not in taken}
+    taken = (*_TAKEN_AWAY, CACHING)
+    left = {name: value for name, value in recipe.document.items() if flag_name(f"--{name}") not in taken}
     # `seamark worker` gives what is needed, and listens to this machine alone unless it is told otherwise.
     listens = {} if recipe.has("--host") else {"host": EVERYWHERE}
     text = f"# {_safe_line(recipe.source)} without what vLLM dropped.\n" + _yaml({**left, **listens})
-    worker = _script(
-        "vLLM with Seamark's plugin, which has to be in vLLM's environment, once:",
-        f"#   {_install(places)}",
-        f'exec python3 -m engine_patches worker --config {shlex.quote(str(places.out / "model.yaml"))} "$@"',
-    )
-    files = {"model.yaml": text, "worker.sh": worker}
-    return RecipeFiles(files, [_UNINSTALL], [f"once, in vLLM's environment: {_install(places)}"])
+    start = f'exec python3 -m engine_patches worker --config {shlex.quote(str(places.out / "model.yaml"))} "$@"'
+    purpose = "vLLM with Seamark's plugin, which has to be in vLLM's environment, once:"
+    return _in_environment(places, {"model.yaml": text}, purpose, start)
+
+
+def _in_environment(places: Places, files: Mapping[str, str], purpose: str, *lines: str, text: str = "") -> RecipeFiles:
+    """Of a vLLM that the user's own environment has, where the plugin is installed by hand."""
+    install = f"pip install --no-deps {shlex.quote(str(places.source))}"
+    undo = 'echo "in vLLM\'s environment, if nothing else there needs it: pip uninstall vllm-seamark"'
+    files = {**files, "worker.sh": script(purpose, f"#   {install}", *lines, text=text)}
+    return RecipeFiles(files, [undo], [f"once, in vLLM's environment: {install}"])
 
 
 def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> tuple[list[str], list[str]]:
@@ -316,7 +294,7 @@ def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> 
             edited = [*words[:number], _edited(word, recipe), *words[number + 1 :]]
             split = len(entrypoint) or 1
             return edited[:split], edited[split:]
-    left = kept(_behind_serve([Word(word, word) for word in command], entrypoint))
+    left = without_flags(_behind_serve([Word(word, word) for word in command], entrypoint))
     return [], [*(word.value for word in left), *_host_of(recipe)]
 
 
@@ -326,81 +304,9 @@ def _behind_serve(command: Sequence[Word], entrypoint: Sequence[str]) -> Sequenc
     return command[start:]
 
 
-def _without_entrypoint(options: Sequence[Word]) -> list[str]:
-    left: list[str] = []
-    skip = False
-    for word in options:
-        if not skip and not word.value.startswith("--entrypoint"):
-            left.append(word.raw)
-        skip = word.value == "--entrypoint"
-    return left
-
-
 def _host_of(recipe: Recipe) -> list[str]:
     """vLLM alone listens to everybody, and the worker's command to its own machine."""
     return [] if recipe.has("--host") else ["--host", EVERYWHERE]
-
-
-def gateway_host(recipe: Recipe) -> str:
-    """Where the gateway listens: where vLLM did, so that who reached it reaches the gateway."""
-    return "127.0.0.1" if recipe.host in LOOPBACK else recipe.host
-
-
-def gateway_worker(recipe: Recipe) -> str:
-    """The URL by which a gateway on this machine finds the vLLM."""
-    host = "127.0.0.1" if recipe.host in (*LOOPBACK, EVERYWHERE, "::") else recipe.host
-    return f"http://{f'[{host}]' if ':' in host else host}:{recipe.port}"
-
-
-def run_script(places: Places, start: str) -> str:
-    """vLLM by the script `start` and the gateway in one terminal, for as long as both run."""
-    out, log = shlex.quote(str(places.out)), shlex.quote(str(places.out / GATEWAY_LOG))
-    return _script(
-        f"vLLM, and the gateway beside it, whose lines go to {GATEWAY_LOG}. Ctrl-C ends both.",
-        "# Behind this script's name: what the script that starts vLLM takes.",
-        f"digest() {{ (cd {out} && sha256sum {GATEWAY_LOG}); }}",
-        f"note() {{ digest >> {out}/{LIST}; }}",
-        # One that is not as the last run left it may be the user's: it is added to, and not taken for this script's.
-        f'if [ ! -e {log} ] || grep -qxF "$(digest)" {out}/{LIST}; then : > {log}; else note() {{ :; }}; fi',
-        # Set first, or a signal right behind the gateway's start would leave it running. What it is sent before it is
-        # the program that it becomes is lost: so it is told until it has ended.
-        """trap 'while kill "${!-}" 2> /dev/null; do sleep .1; done; note || :' EXIT""",
-        "trap 'exit 130' INT",
-        "trap 'exit 143' TERM",
-        f"sh {shlex.quote(str(places.out / GATEWAY))} >> {log} 2>&1 &",
-        f'{shlex.quote(str(places.out / start))} "$@"',
-        f"echo 'vLLM was started in the background. The gateway runs until Ctrl-C; its lines: '{log}",
-        'wait "$!"',
-    )
-
-
-def undo_script(places: Places, undo: Sequence[str]) -> str:
-    """Runs `undo`, and removes the files that are as they were made, this script among them, and folders left empty."""
-    commands = [f"{each} || true" if each.startswith(("docker", "podman")) else each for each in undo]
-    return _script(
-        "As it was before `seamark setup`: end the gateway and this recipe's vLLM first (Ctrl-C).",
-        f"# {LIST} says what was made, and how. What has changed since, or came from elsewhere, stays.",
-        f"cd {shlex.quote(str(places.out))}",
-        *commands,
-        f"LC_ALL=C sha256sum -c {LIST} 2> /dev/null | sed -n 's/: OK$//p' | xargs rm -f",
-        f"for left in $(sed -n 's/^[0-9a-f]*  //p' {LIST} | sort -u); do",
-        '    [ ! -e "$left" ] || echo "$left stays: it is not as it was made"',
-        "done",
-        f"rm -f {LIST}",
-        f"rmdir {MOD} mods {shlex.quote(str(places.out))} 2> /dev/null || true",
-    )
-
-
-def listed(name: str, content: bytes) -> bytes:
-    """The line of `LIST` for a file."""
-    return f"{hashlib.sha256(content).hexdigest()}  {name}\n".encode()
-
-
-def _install(places: Places) -> str:
-    return f"pip install --no-deps {shlex.quote(str(places.source))}"
-
-
-_UNINSTALL = 'echo "in vLLM\'s environment, if nothing else there needs it: pip uninstall vllm-seamark"'
 
 
 def image_of(recipe: Recipe, places: Places) -> str:
@@ -437,9 +343,9 @@ def _asked(image: str) -> str:
     return f"whether the plugin knows its vLLM: docker run --rm --entrypoint sh {image} -c {shlex.quote(check)}"
 
 
-def _script(purpose: str, *lines: str, text: str = "") -> str:
+def script(purpose: str, *lines: str, text: str = "") -> str:
     """A `text` of the user's at its end runs in the shell that it names, and is not made stricter than it was."""
-    shebang, _, body = text.partition("\n") if text.startswith("#!") else (SH, "", text)
+    shebang, _, body = text.partition("\n") if text.startswith("#!") else ("#!/bin/sh", "", text)
     comments = [line.replace("\n", " ") for line in lines[:1] if line.startswith("#")]
     end = [body.strip()] if text else []
     strict = [] if text else ["set -eu"]

@@ -23,7 +23,6 @@ import uvloop
 from proxy.bench.harness.client import open_client
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.prompts import prose
-from proxy.bench.harness.ratios import Pair, Spread, spread
 from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.peers import PEERS, VLLM_ROUTER, Peer, start, start_bare
 from tests.harness.load import CpuTime, connect, request, send_all
@@ -118,9 +117,10 @@ class Report:
     renders: float  # asked of the worker by Seamark during its batches
     requests: float  # of these batches
 
-    def cpu(self, name: str, case: Case) -> Spread:
-        """CPU seconds of a gateway for a request."""
-        return spread([batch.cpu for batch in self.batches[name][case]])
+    def cpu(self, name: str, case: Case) -> list[float]:
+        """CPU seconds of a gateway for a request: the quartiles."""
+        seconds = [batch.cpu for batch in self.batches[name][case]]
+        return statistics.quantiles(seconds * (2 if len(seconds) == 1 else 1), n=4, method="inclusive")
 
     def added(self, name: str, case: Case, figure: str) -> float:
         """Seconds that it adds to that figure of a batch, median of the rounds."""
@@ -132,7 +132,7 @@ class Report:
         if VLLM_ROUTER not in self.batches:
             return None
         pairs = zip(self.batches[name][case], self.batches[VLLM_ROUTER][case], strict=True)
-        return spread([Pair(own.cpu, other.cpu).ratio for own, other in pairs]).median
+        return statistics.median(own.cpu / other.cpu for own, other in pairs)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

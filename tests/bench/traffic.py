@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from proxy.bench.harness.client import CHAT, COMPLETION, MIN_TOKENS, TOP_LOGPROBS, Leave
+from proxy.bench.harness.client import CHAT, COMPLETION, MIN_TOKENS, TOP_LOGPROBS
 from proxy.bench.harness.prompts import prose
+from tests.harness.bench_clients import Leave
 
 TOKENS = range(64, 4000)  # plain words of the generated models
 

@@ -8,8 +8,6 @@ with 2 if a container engine cannot run.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import shutil
@@ -23,9 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from proxy.commands import setup
 from tests.deploy import tools
-from tests.deploy.compose_files import EVERY_WAY, OF_THE_USER, example
+from tests.deploy.compose_files import BASE, EVERY_WAY, OF_THE_USER, example
 from tests.deploy.tools import Engine, compose, run
 from tests.harness.waiting import wait_for
 
@@ -54,15 +51,6 @@ GATEWAY, PAGES, PROMETHEUS = "http://127.0.0.1:8080", "http://127.0.0.1:8081", "
 GATEWAY_IMAGE, WORKER_IMAGE, PLUGIN_IMAGE = "seamark-gateway", "seamark-worker-cpu", "seamark-plugin"
 
 SYSTEM = "You keep the log of a lighthouse. " * 60
-
-# Answers to `seamark setup` of which Compose's files come.
-SETUP = {
-    "cpu": ("--way", "compose", "--cpu"),
-    "one machine": ("--way", "compose", "--model", "nemotron-3-super"),
-    "own model": ("--way", "compose", "--model", "a/B"),
-    "two machines": ("--way", "compose", "--model", "a/B", "--worker", f"http://{OF_THE_USER['SECOND_SPARK']}:8000"),
-    "beside": ("--way", "compose-beside", "--worker", "http://127.0.0.1:8000"),
-}
 
 # Base images, all of one root file system, as the compose files name them.
 STAND_INS = {
@@ -108,29 +96,22 @@ def tell(engine: Engine, project: Path, tar: Path) -> None:
     deploy = project / "deploy"
     (deploy / ".env").write_text((deploy / ".env.example").read_text())
 
+    def composed(*files: str | Path, **variables: str) -> Callable[..., str]:
+        words = ["docker", "compose", "--project-directory", deploy]
+        return compose(engine, [*words, *(word for file in files for word in ("--file", deploy / file))], variables)
+
     everything = example() | OF_THE_USER  # so that all of it is interpolated
     everything = {name: value for name, value in everything.items() if value and not name.startswith("COMPOSE_")}
     for files in EVERY_WAY:
-        words = ["docker", "compose", "--project-directory", deploy]
-        words += [word for file in files for word in ("--file", deploy / file)]
         # A profile that is not named goes unchecked.
-        compose(engine, words, everything)("--profile", "*", "config", "--quiet")
+        composed(*files, **everything)("--profile", "*", "config", "--quiet")
     say(f"compose takes all {len(EVERY_WAY)} sets of files, with every profile")
-
-    for name, answers in SETUP.items():
-        out = project.parent / "setup" / name
-        with contextlib.redirect_stdout(io.StringIO()):
-            assert setup.main([*answers, "--source", str(project), "--out", str(out)]) == 0, name
-        compose(engine, ["sh", out / "compose.sh"])("config", "--quiet")
-    say(f"and the {len(SETUP)} that seamark setup writes")
 
     engine.docker("import", tar, "debian-stand-in")
     for name, lines in STAND_INS.items():
         engine.docker("build", "--quiet", "--tag", name, "-", input=f"FROM debian-stand-in\n{lines}")
-    # By the files that setup wrote, as a user without a GPU would start it.
-    stand_ins = {"CPU_VLLM_IMAGE": "vllm-stand-in", "PIP_NO_INDEX": "1"}
     overlay = project / "tests" / "deploy" / "stand-ins.yaml"
-    stack = compose(engine, ["sh", project.parent / "setup/cpu/compose.sh", "--file", overlay], stand_ins)
+    stack = composed(BASE, "compose.cpu.yaml", overlay, CPU_VLLM_IMAGE="vllm-stand-in", PIP_NO_INDEX="1")
     stack("build")
     say("the images of the gateway and the worker are built, without a network")
     _look_into_the_images(engine)

@@ -188,7 +188,7 @@ def typical(folder: Path) -> dict[str, list[str]]:
     request.write_text('{"messages":[{"role":"user","content":"Hello"}]}')
     return {
         "serve": ["serve", "--worker", URL],
-        "setup": ["setup", "--way", "pip", "--model", "org/Some-Model", "--out", str(folder / "files")],
+        "setup": ["setup", "vllm serve org/Some-Model", "--out", str(folder / "files")],
         "boundary": ["boundary", "--worker", URL, str(request)],
         "doctor": ["doctor", "--worker", URL],
         "bench": ["bench", "demo"],

@@ -21,15 +21,14 @@ from proxy.bench.harness.servers import ENGINE_ENVIRONMENT, Servers
 from proxy.commands.render_server import free_port
 from tests.harness import versions
 from tests.harness.engines import CPU_PROCESS
-from tests.harness.ray_offline import FOUND
-from tests.harness.ray_workers import SETTINGS
+from tests.harness.ray_workers import FOUND, SETTINGS
 from tests.harness.waiting import wait_for
 
 pytestmark = [pytest.mark.on_request, pytest.mark.timeout(900)]
 
 PLUGINS = {"seamark_test_settings": "tests.harness.ray_workers:say_settings"}
 
-PLATFORM = {"seamark_test_platform": "tests.harness.ray_workers:platform"}
+PLATFORM = "[vllm.platform_plugins]\nseamark_test_platform = tests.harness.ray_workers:platform\n"
 
 SHOWN = "SEAMARK_STATE_SHARE=0.4"  # a setting that these engines have, and Ray's processes do not
 
@@ -37,15 +36,18 @@ SHOWN = "SEAMARK_STATE_SHARE=0.4"  # a setting that these engines have, and Ray'
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
     """The environment of an engine that finds a Ray of this machine, which believes to have two GPUs."""
+    plugins = tmp_path_factory.mktemp("plugins")
     environment = {
         **ENGINE_ENVIRONMENT,
         **CPU_PROCESS,
-        **plugin_environment(tmp_path_factory.mktemp("plugins"), PLUGINS, PLATFORM),
+        **plugin_environment(plugins, PLUGINS),
         "RAY_AUTH_MODE": "token",  # whoever can talk to Ray can run anything
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
+    with next(plugins.rglob("entry_points.txt")).open("a") as entry_points:
+        entry_points.write(PLATFORM)
     environment["PYTHONPATH"] += os.pathsep.join(("", str(versions.ray()), str(versions.ROOT)))
     port = free_port()
     flags = f"--port {port} --num-gpus 2 --num-cpus 2 --min-worker-port 0 --max-worker-port 0 --include-dashboard false"
@@ -66,7 +68,7 @@ def test_workers_of_a_batch_job_know_the_settings_and_write_states_that_are_foun
 ):
     """On vLLM's two executors; 0.33 has the newer one alone. Nothing collects reports there."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.harness.ray_offline", str(model)],
+        [sys.executable, "-m", "tests.harness.ray_workers", str(model)],
         env={**os.environ, **cluster, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": executor},
         capture_output=True,
         text=True,

@@ -1,9 +1,12 @@
-"""What `seamark setup --way pip` writes, run as it says, with a real engine: the second chat hits."""
+"""What `seamark setup` writes for a configuration file of vLLM, run as it says, with a real engine: chat 2 hits."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,23 +19,20 @@ SYSTEM = "You are the harbour master. " * 40
 
 
 @pytest.mark.thorough
-def test_the_two_printed_commands_lead_to_a_hit_at_the_printed_address(model, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "my files"
-    monkeypatch.setattr(setup, "PORTS", [free_port()])  # whatever runs on this machine
-    assert setup.main(["--way", "pip", "--model", str(model), "--out", str(out)]) == 0
+def test_the_printed_command_leads_to_a_hit_at_the_printed_address(model, tmp_path, capsys):
+    out, at_worker, at_gateway = tmp_path / "my files", free_port(), free_port()
+    config = tmp_path / "mine.yaml"
+    config.write_text(f"model: {model}\nport: {at_worker}\nhost: 127.0.0.1\nmax-model-len: 8192\n")
+    assert setup.main([str(config), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    worker, gateway = (shlex.split(line) for line in printed.splitlines() if line.startswith("  sh "))
+    (command,) = re.findall(r"^  (sh .*run\.sh\S*)$", printed, re.M)
     (address,) = re.findall(r"base_url (\S+)", printed)
-    # The scripts' own ports may be taken here. Flags behind the names of the scripts win, as they promise.
-    at_worker, at_gateway = free_port(), free_port()
-    worker += ["--port", str(at_worker), "--max-model-len", "8192"]
-    gateway += ["--port", str(at_gateway), "--worker", f"http://127.0.0.1:{at_worker}"]
+    settings = out / "seamark.toml"
+    settings.write_text(settings.read_text().replace("port = 8080", f"port = {at_gateway}"))  # which may be taken here
     base_url = address.replace(":8080/", f":{at_gateway}/")
+    environment = {**ENGINE_ENVIRONMENT, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with Servers(tmp_path) as servers:
-        started = servers.start("worker", at_worker, worker, ENGINE_ENVIRONMENT)
-        front = servers.start("gateway", at_gateway, gateway, {})
-        started.wait_until_ready()
-        front.wait_until_ready("/ready", seconds=30)
+        servers.start("gateway", at_gateway, shlex.split(command), environment).wait_until_ready("/ready")
         answers = [chat(base_url, question) for question in ("When is high tide?", "Which berth is free?")]
     cold, warm = (int(answer.headers["x-seamark-cached"]) for answer in answers)
     tokens = answers[1].json()["usage"]["prompt_tokens"]

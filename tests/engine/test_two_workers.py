@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import MIN_TOKENS, Messages, ask, open_client, status_of, tokens_of
+from proxy.bench.harness.client import MIN_TOKENS, Messages, ask, open_client, tokens_of
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import ENGINE_ENVIRONMENT, ENGINE_FLAGS, MODEL_NAME, Server, generated_model
 from proxy.boundaries.token_ids import common_prefix
@@ -94,7 +94,7 @@ async def test_a_worker_that_dies_under_a_hundred_streams_and_comes_back(fleet):
     async with open_client() as client:
 
         async def all_are(state: str, wanted: bool) -> bool:
-            workers = (await status_of(client, gateway.url))["workers"]
+            workers = (await client.get(gateway.url + "/seamark/status")).json()["workers"]
             return all(each["up"] and each[state] is wanted for each in workers)
 
         await until(lambda: all_are("up", True), pause=0.05)
@@ -152,7 +152,8 @@ async def test_each_data_parallel_rank_is_a_worker_whose_states_only_it_has(flee
         firsts = [chat(number, "A tide?") for number in range(len(SYSTEMS))]
         await asyncio.gather(*(ask(client, gateway.url, messages, MIN_TOKENS) for messages in firsts))
         answers = [await ask(client, gateway.url, chat(n, "Which wind?"), MIN_TOKENS) for n in range(len(SYSTEMS))]
-        assert len({worker["boot"] for worker in (await status_of(client, gateway.url))["workers"]}) == 2
+        workers = (await client.get(gateway.url + "/seamark/status")).json()["workers"]
+        assert len({worker["boot"] for worker in workers}) == 2
         holders = set()
         for number, answer in enumerate(answers):
             assert answer.cached_tokens == oracle[number] > 0

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from proxy.bench import mine
-from proxy.bench.mine import Measured, MinedPair, MinedReply, plan_for, verdict
+from proxy.bench.mine import MinedPair, MinedReply, Stack, plan_for, verdict
 from proxy.boundaries.token_ids import common_prefix
 from proxy.commands.render_server import free_port
 from tests.harness.recording_worker import serving
@@ -269,6 +269,13 @@ def pair(cold: float, warm: float, cached: int | None = None, tokens: int = 1, l
     return MinedPair(first, MinedReply(1010, cached, warm, "", tokens, last))
 
 
+def measured(pairs: list[MinedPair]) -> Stack:
+    """A stack that has answered these."""
+    stack = Stack("http://a", "tide-7b", None)
+    stack.measured.bare, stack.measured.pairs = 10, {1000: pairs}
+    return stack
+
+
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [
@@ -287,19 +294,16 @@ def pair(cold: float, warm: float, cached: int | None = None, tokens: int = 1, l
     ids=["hits", "none", "too soon", "two"],
 )
 def test_a_verdict_is_read_off_reports_or_times(pairs, said):
-    words = verdict([Measured(10, {1000: [each]}) for each in pairs])
+    words = verdict([measured([each]) for each in pairs])
     assert all(each in words for each in said)
 
 
 def test_speeds_leave_the_first_token_out_and_stand_beside_first_tokens_and_in_the_verdict():
     # Held back and sent at once, tokens have no speed.
     assert MinedReply(1010, 990, 2.0, "", 31, 2.001).tokens_per_second is None
-    fast, slow = (
-        Measured(10, {1000: [pair(1.0, 0.5, 990, tokens, last) for last in (1.0, 1.5, 9.0)]}) for tokens in (41, 21)
-    )
-    stacks = [mine.Stack(url, "tide-7b", None) for url in ("http://a", "http://b")]
-    lines = mine.table(stacks, [fast, slow]).splitlines()
+    stacks = [measured([pair(1.0, 0.5, 990, tokens, last) for last in (1.0, 1.5, 9.0)]) for tokens in (41, 21)]
+    lines = mine.table(stacks).splitlines()
     rows = [line.split()[-2:] for line in lines if line.startswith(("this  ", "other  "))]
     assert [row for row in rows if row[0][0].isdigit()] == [["40.0", "40.0"], ["20.0", "20.0"]]
     assert next(line for line in lines if line.startswith("this / other")).endswith("2.00 x  2.00 x")
-    assert verdict([fast, slow]).endswith("Its tokens then come 2.00 times as fast.")
+    assert verdict(stacks).endswith("Its tokens then come 2.00 times as fast.")

@@ -30,7 +30,7 @@ from engine_patches.disk import connector, files
 from engine_patches.disk.connector import StateScheduler
 from engine_patches.disk.files import SUFFIX, StateFiles
 from engine_patches.disk.flags import ALL, transfer_flags
-from tests.harness import damaged_files, disk_defects
+from tests.harness import damaged_files, engine_plugins
 from tests.harness.audit import Scene, random_traffic
 from tests.harness.audited_core import Core
 from tests.harness.modelled_worker import Worker
@@ -348,7 +348,7 @@ def play(core: Core, seed: int, life: int, chats: int) -> None:
 
 def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:
     """`wanted["kind"]` and `options`: see `cores`."""
-    disk_defects.loads_always_pay()  # a stand-in's steps take no time
+    engine_plugins.loads_always_pay()  # a stand-in's steps take no time
     for seed in wanted["seeds"]:
         draw = random.Random(-seed)
         with tempfile.TemporaryDirectory(prefix="seamark-audit-") as name:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_patches.scheduler.draft_acceptance import AcceptedDrafts
-from engine_patches.trial.prompts import Facts
-from engine_patches.trial.trial import NoAnswer, TrialAnswer, TrialQuestion, fresh_salt
+from engine_patches.trial.trial import Facts, NoAnswer, TrialAnswer, TrialQuestion, fresh_salt
 
 UNIT, BLOCK = 16, 384  # tokens
 

@@ -9,7 +9,7 @@ from proxy.bench.harness.servers import Server
 
 FLOAT32_DELTA = {"seamark_float32_delta": "tests.harness.float32_delta:register"}
 
-EAGER_STAGES = {"seamark_eager_stages": "tests.harness.eager_stages:register"}
+EAGER_STAGES = {"seamark_eager_stages": "tests.harness.engine_plugins:eager_stages"}
 
 # Of an engine that is one process on a CPU, beside others.
 CPU_PROCESS = {

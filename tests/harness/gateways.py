@@ -154,12 +154,12 @@ class GatewayForks(Servers):
         super().__init__(folder)
         self.constants: dict[str, Any] = dict(self.PATIENCE)
 
-    def _start(self, name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Server:
+    def start(self, name: str, port: int, command: Sequence[str], environment: Mapping[str, str]) -> Server:
         if name != "gateway":
-            return super()._start(name, port, arguments, environment)
-        _, _, *command = arguments  # after `-m proxy.cli`
+            return super().start(name, port, command, environment)
+        _, _, _, *arguments = command  # after `python -m proxy.cli`
         log = self._folder / f"{name}-{port}.log"
-        server = Server(name, f"http://127.0.0.1:{port}", log, ForkedProcess(command, log, self.constants))
+        server = Server(name, f"http://127.0.0.1:{port}", log, ForkedProcess(arguments, log, self.constants))
         self.started.append(server)
         return server
 

@@ -14,13 +14,7 @@ CHOOSE_KERNELS = (
 )
 
 # Cures of what vLLM's kernels for CPUs lack.
-OF_CPU_KERNELS = {
-    "cpu-checkpoint-scan",
-    "cpu-checkpoint-kernel",
-    "cpu-checkpoint-store",
-    "gdn-core-cpu",
-    "gdn-core-cpu-drafts",
-}
+OF_CPU_KERNELS = {f"cpu-checkpoint-{x}" for x in ("scan", "kernel", "store")} | {"gdn-core-cpu", "gdn-core-cpu-drafts"}
 
 OF_RUNNER_V2 = {"worker-steps-v2", "worker-batch-v2"}
 

@@ -181,14 +181,14 @@ def _broken(defect: str, family: str) -> tuple[Any, str, Any]:
     if family == "mamba2":
         if defect == MISSING:  # what lies between a chunk's end and the state
             return scan_states, "_tails_of", lambda *args: None
-        scan = scan_states.ScanStates.scan
+        scan = scan_states.ScanPlan.scan
 
-        def keep_bfloat16(self: Any, function: Any, ssm_state: Any, *rest: Any) -> Any:
-            found = scan(self, function, ssm_state, *rest)
-            ssm_state[self.blocks] = ssm_state[self.blocks].bfloat16().to(ssm_state.dtype)
+        def keep_bfloat16(self: Any, function: Any, ssm_state: Any, blocks: Any, *rest: Any) -> Any:
+            found = scan(self, function, ssm_state, blocks, *rest)
+            ssm_state[blocks] = ssm_state[blocks].bfloat16().to(ssm_state.dtype)
             return found
 
-        return scan_states.ScanStates, "scan", keep_bfloat16
+        return scan_states.ScanPlan, "scan", keep_bfloat16
     if defect == MISSING:
         levels = segments._levels
         return segments, "_levels", lambda *args: [level for number, level in enumerate(levels(*args)) if number != 1]

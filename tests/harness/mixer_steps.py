@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from engine_patches.footprint import RUNNING
+from engine_patches.forward.layers import BUILDERS, GDN_BUILDER, MAMBA2_BUILDER, gdn_in_segments, mamba2_with_states
+from engine_patches.forward.segments import take_states_over
 from engine_patches.forward.step_writes import Step, Write
-from engine_patches.ledger import MARK, exists, resolve
-from engine_patches.patches import BASE_BUILDER, GDN, GDN_BUILDER, MAMBA2, MAMBA2_BUILDER
+from engine_patches.ledger import resolve
 from tests.harness import triton_interpreter
 
 BLOCK = 64  # tokens
@@ -41,14 +42,6 @@ class Row(NamedTuple):
     new: int
     tables: tuple[Sequence[int], Sequence[int]]  # block tables by cache group, of equal lengths in a step
     prefills: bool = True  # the tokens are of the prompt
-
-
-def vllms_own(path: str) -> Any:
-    """The function at "module:Class.function" without patches."""
-    function = resolve(path).value
-    while hasattr(function, MARK):
-        function = getattr(function, MARK)
-    return function
 
 
 class Mamba2:
@@ -112,8 +105,8 @@ class Mamba2:
 
     def run(self, inputs: Tensors, output: torch.Tensor, patched: bool) -> None:
         """The layer's part of a step; fills `output`, (tokens, *output_shape)."""
-        core = resolve(f"{MAMBA2}.conv_ssm_forward").value if patched else vllms_own(f"{MAMBA2}.conv_ssm_forward")
-        core(self.layer, inputs[0], output)
+        own = type(self.layer).conv_ssm_forward
+        (mamba2_with_states(own) if patched else own)(self.layer, inputs[0], output)
 
 
 class GatedDelta:
@@ -165,7 +158,8 @@ class GatedDelta:
 
     def run(self, inputs: Tensors, output: torch.Tensor, patched: bool) -> None:
         """The layer's part of a step; fills `output`, (tokens, *output_shape)."""
-        core = resolve(f"{GDN}._forward_core").value if patched else vllms_own(f"{GDN}._forward_core")
+        own = type(self.layer)._forward_core
+        core = gdn_in_segments(own) if patched else own
         with torch.no_grad():
             core(self.layer, mixed_qkv=inputs[0], b=inputs[1], a=inputs[2], core_attn_out=output)
 
@@ -226,14 +220,11 @@ class Bench:
             mamba_type=MambaAttentionBackendEnum[mixer.kind],
             mamba_cache_mode="align",
         )
-        of_class = type(mixer)
-        builder = resolve(f"{of_class.builder}.build").owner
+        builder = resolve(mixer.builder).value
         self._builders = [builder(spec, [name], config(v2), torch.device("cpu")) for name in LAYERS]
         if v2 and isinstance(mixer, GatedDelta):  # vLLM: if the device is one of CUDA's
             for each in self._builders:
                 each.supports_update_block_table, each.mamba_aligned_state_indices = True, None
-        own = f"{of_class.builder}.update_block_table"
-        self._take_over = own if exists(own) else f"{BASE_BUILDER}.update_block_table"
 
     def copy_of(self, other: Bench) -> Bench:
         """Take over the caches of another one."""
@@ -287,9 +278,10 @@ class Bench:
     def _metadata(self, rows: Sequence[Row], patched: bool, shifted: bool) -> list[Any]:
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        function = (lambda path: resolve(path).value) if patched else vllms_own
-        build = function(f"{type(self.mixer).builder}.build")
-        take_over = function(self._take_over)
+        builder = type(self._builders[0])
+        build, take_over = builder.build, builder.update_block_table
+        if patched:
+            build, take_over = BUILDERS[self.mixer.builder](build), take_states_over(take_over)
         lengths = [row.new for row in rows]
         starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         seq_lens = torch.tensor([row.computed + row.new for row in rows], dtype=torch.int32)

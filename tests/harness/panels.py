@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from engine_patches.disk.files import SUFFIX
-from proxy.bench.harness.client import CHAT, COMPLETION, open_client, status_of
+from proxy.bench.harness.client import CHAT, COMPLETION, open_client
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
@@ -162,7 +162,7 @@ def started(fleet: Servers, shared: SharedServers, model: Path, folder: Path) ->
     with recording_worker(transfer=HANDED_OVER, **common) as prefills, recording_worker(**common) as answers:
         apart = fleet.gateway(flags=("--worker", answers.url, "--prefill-worker", prefills.url))
         states = folder / "states"
-        defects = {"seamark_disk": "tests.harness.disk_defects:every_other_load_pays"}
+        defects = {"seamark_disk": "tests.harness.engine_plugins:every_other_load_pays"}
         environment = {**plugin_environment(folder / "plugins", defects), "SEAMARK_PIN_SHARE": "0.4"}
         flags = (*STORING, "--checkpoint-dir", str(states))
         engine = fleet.engine("storing", model, flags=flags, environment=environment)
@@ -281,7 +281,7 @@ async def _compared(client: httpx.AsyncClient, url: str, number: int) -> None:
     for question in ("High tide?", "Low tide?", "Slack water?"):
         await _chat(client, url, system, question)
     deadline = time.monotonic() + 30.0  # for an idle engine to be looked at
-    while not (await status_of(client, url))["self_check"]["checked"]:
+    while not (await client.get(url + "/seamark/status")).json()["self_check"]["checked"]:
         if time.monotonic() > deadline:
             raise RuntimeError("no answer was compared")
         await asyncio.sleep(0.2)

@@ -23,29 +23,15 @@ from engine_patches.commands.explain import StateCost
 
 Config = Mapping[str, Any]
 
-NEMOTRON = {
-    "architectures": ["NemotronHForCausalLM"],
-    "model_type": "nemotron_h",
-    "vocab_size": 131072,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "mamba_head_dim": 64,
-    "ssm_state_size": 128,
-    "n_groups": 8,
-    "conv_kernel": 4,
-    "chunk_size": 128,
-    "max_position_embeddings": 262144,
-}
-
-KIMI_ATTENTION = [4, 8, 12, 16, 20, 24, 27]
+# The configs of `PUBLISHED`. Those of Qwen3-Next's layers are Qwen3.5's and 3.6's, too.
+CONFIGS: Mapping[str, Config] = json.loads((Path(__file__).parents[1] / "data/published.json").read_text())
 
 
 @dataclass(frozen=True)
 class Published:
     """A model's config, as far as its cache depends on it, and the same figures as plain numbers."""
 
-    config: dict[str, object]
+    config: Config
     flags: tuple[str, ...]
     recurrent: int  # layers
     attention: int
@@ -56,119 +42,25 @@ class Published:
     step: int = 16  # a block is a multiple of so many tokens
 
 
+# A config of the same name, and the figures.
 PUBLISHED = {
-    "nemotron-3-nano-30b": Published(
-        NEMOTRON
-        | {
-            "hidden_size": 2688,
-            "mamba_num_heads": 64,
-            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        },
-        (),
-        *(23, 6, 3 * (64 * 64 + 2 * 8 * 128), 64 * 64 * 128, 4, 2 * 2 * 128 * 2),
-    ),
-    "nemotron-3-super-120b": Published(
-        NEMOTRON
-        | {
-            "hidden_size": 4096,
-            "mamba_num_heads": 128,
-            "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM"
-            "*EMEMEMEME",
-        },
-        ("--kv-cache-dtype", "fp8"),
-        *(40, 8, 3 * (128 * 64 + 2 * 8 * 128), 128 * 64 * 128, 4, 2 * 2 * 128 * 1),
-    ),
-    "qwen3-next-80b": Published(
-        {  # whose layers those of Qwen3.5 and 3.6 are
-            "architectures": ["Qwen3NextForCausalLM"],
-            "model_type": "qwen3_next",
-            "num_hidden_layers": 48,
-            "hidden_size": 2048,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "full_attention_interval": 4,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "vocab_size": 151936,
-            "max_position_embeddings": 262144,
-        },
-        (),
-        *(36, 12, 3 * (2 * 16 * 128 + 32 * 128), 32 * 128 * 128, 2, 2 * 2 * 256 * 2),
-    ),
-    "falcon-h1-34b": Published(
-        {
-            "architectures": ["FalconH1ForCausalLM"],
-            "model_type": "falcon_h1",
-            "hidden_size": 5120,
-            "num_hidden_layers": 72,
-            "num_attention_heads": 20,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "mamba_d_ssm": 4096,
-            "mamba_n_heads": 32,
-            "mamba_d_head": 128,
-            "mamba_d_state": 256,
-            "mamba_n_groups": 2,
-            "mamba_d_conv": 4,
-            "vocab_size": 261120,
-            "max_position_embeddings": 262144,
-        },
-        ("--mamba-ssm-cache-dtype", "float32"),
-        *(72, 72, 3 * (4096 + 2 * 2 * 256), 32 * 128 * 256, 4, 2 * 4 * 128 * 2),
-    ),
-    "kimi-linear-48b": Published(
-        {
-            "architectures": ["KimiLinearForCausalLM"],
-            "model_type": "kimi_linear",
-            "hidden_size": 2304,
-            "num_hidden_layers": 27,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "linear_attn_config": {
-                "full_attn_layers": KIMI_ATTENTION,
-                "kda_layers": [layer for layer in range(1, 28) if layer not in KIMI_ATTENTION],
-                "num_heads": 32,
-                "head_dim": 128,
-                "short_conv_kernel_size": 4,
-            },
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "mla_use_nope": True,
-            "num_experts": 256,
-            "num_experts_per_token": 8,
-            "moe_intermediate_size": 1024,
-            "vocab_size": 163840,
-            "max_position_embeddings": 1048576,
-        },
-        (),
-        *(20, 7, 3 * 3 * 32 * 128, 32 * 128 * 128, 4, (512 + 64) * 2, 128),
-    ),
-    "lfm2-8b": Published(
-        {
-            "architectures": ["Lfm2MoeForCausalLM"],
-            "model_type": "lfm2_moe",
-            "hidden_size": 2048,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "conv_L_cache": 3,
-            "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
-            "vocab_size": 65536,
-            "max_position_embeddings": 128000,
-        },
-        (),
-        *(18, 6, 2 * 2048, 0, 2, 2 * 8 * 64 * 2),
-    ),
+    name: Published(CONFIGS[name], flags, *figures)
+    for name, flags, figures in (
+        ("nemotron-3-nano-30b", (), (23, 6, 3 * (64 * 64 + 2 * 8 * 128), 64 * 64 * 128, 4, 2 * 2 * 128 * 2)),
+        (
+            "nemotron-3-super-120b",
+            ("--kv-cache-dtype", "fp8"),
+            (40, 8, 3 * (128 * 64 + 2 * 8 * 128), 128 * 64 * 128, 4, 2 * 2 * 128 * 1),
+        ),
+        ("qwen3-next-80b", (), (36, 12, 3 * (2 * 16 * 128 + 32 * 128), 32 * 128 * 128, 2, 2 * 2 * 256 * 2)),
+        (
+            "falcon-h1-34b",
+            ("--mamba-ssm-cache-dtype", "float32"),
+            (72, 72, 3 * (4096 + 2 * 2 * 256), 32 * 128 * 256, 4, 2 * 4 * 128 * 2),
+        ),
+        ("kimi-linear-48b", (), (20, 7, 3 * 3 * 32 * 128, 32 * 128 * 128, 4, (512 + 64) * 2, 128)),
+        ("lfm2-8b", (), (18, 6, 2 * 2048, 0, 2, 2 * 8 * 64 * 2)),
+    )
 }
 
 
@@ -215,9 +107,7 @@ def _every(interval: int, layers: int, attention: str) -> list[str]:
 
 QWEN_27B = _qwen(64, 5120, 24, 4, 48, {"intermediate_size": 17408})
 
-SUPER = PUBLISHED["nemotron-3-super-120b"].config
-
-NANO = PUBLISHED["nemotron-3-nano-30b"].config
+NANO = CONFIGS["nemotron-3-nano-30b"]
 
 ULTRA_ATTENTION = (7, 14, 23, 32, 39, 48, 57, 64, 73, 82, 89, 98)  # of 108 layers
 _TURNS = itertools.cycle(("mamba", "moe"))
@@ -287,9 +177,13 @@ MODELS: Mapping[str, Config] = {
         "model_type": "nemotron_h_omni",
         "text_config": NANO,
     },
-    "Nemotron-3-Super": SUPER | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
-    "Nemotron-3-Ultra": NEMOTRON
-    | {
+    "Nemotron-3-Super": {
+        **CONFIGS["nemotron-3-super-120b"],
+        "num_nextn_predict_layers": 1,
+        "mtp_hybrid_override_pattern": "*E",
+    },
+    "Nemotron-3-Ultra": {
+        **{name: value for name, value in NANO.items() if name != "hybrid_override_pattern"},
         "hidden_size": 8192,
         "num_attention_heads": 64,
         "mamba_num_heads": 256,
@@ -298,7 +192,7 @@ MODELS: Mapping[str, Config] = {
         "mtp_hybrid_override_pattern": "*E",
     },
     # As many layers of each kind; its own figures were not found, and its recipes are as long.
-    "Nemotron-3.5-Lightning": NANO | {"max_position_embeddings": 1048576},
+    "Nemotron-3.5-Lightning": {**NANO, "max_position_embeddings": 1048576},
     "Ling-3.0-flash": {
         "architectures": ["BailingMoeV3ForCausalLM"],
         "model_type": "bailing_hybrid",
@@ -324,8 +218,8 @@ MODELS: Mapping[str, Config] = {
         "max_position_embeddings": 262144,
         "vocab_size": 157184,
     },
-    "Kimi-Linear-48B-A3B": PUBLISHED["kimi-linear-48b"].config,
-    "LFM2.5-8B-A1B": PUBLISHED["lfm2-8b"].config,
+    "Kimi-Linear-48B-A3B": CONFIGS["kimi-linear-48b"],
+    "LFM2.5-8B-A1B": CONFIGS["lfm2-8b"],
 }
 
 

@@ -166,7 +166,7 @@ plugin.register()
 said = []
 for model, flags in json.load(sys.stdin):
     try:
-        refused = worker.refusal(model, flags)
+        refused = worker.refusal(model, worker.flags_of(flags))
         said.append(["", refused] if refused else [
             "\\n".join(explain.explained(worker.vllm_arguments(model, flags), explain.GPU)), ""])
     except explain.CannotExplain as error:

@@ -1,10 +1,9 @@
-"""Requests as a client would send them, timed, each left by its client whenever a benchmark wants that."""
+"""Requests as a client would send them, timed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,11 +17,15 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 Messages = Sequence[Mapping[str, Any]]
 
-TOP_LOGPROBS = 5
+TimedEvent = tuple[Mapping[str, Any], float]  # and when it came, in seconds on the monotonic clock
 
-MIN_TOKENS = 32  # of an answer that is compared with another's
+TOP_LOGPROBS, MIN_TOKENS = 5, 32  # of an answer that is compared with another's
 
-TOKEN_IDS = range(10, 4000)  # ordinary tokens of the generated models
+GREEDY: Mapping[str, Any] = {
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_tokens_as_token_ids": True,
+}  # fields of a request
 
 
 class TimedAnswer(NamedTuple):
@@ -37,21 +40,7 @@ class TimedAnswer(NamedTuple):
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token."""
         return self.first_token - self.sent
-
-
-class Leave(NamedTuple):
-    """When a client closes its connection before the answer has ended: whichever comes first."""
-
-    seconds: float | None = None  # after sending
-    events: int | None = None  # received, of a stream
-
-
-class Left(NamedTuple):
-    """A request whose client has left."""
-
-    events: int  # that had come by then
 
 
 def open_client(seconds: float = 300.0) -> httpx.AsyncClient:
@@ -65,18 +54,8 @@ def open_client(seconds: float = 300.0) -> httpx.AsyncClient:
 
 async def ask(client: httpx.AsyncClient, url: str, messages: Messages, tokens: int, **fields: Any) -> TimedAnswer:
     """Stream a greedy answer of exactly `tokens` tokens to a chat. Raises `RuntimeError` for an error answer."""
-    body = {
-        "messages": messages,
-        "temperature": 0,
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "stream": True,
-        "logprobs": True,
-        "top_logprobs": TOP_LOGPROBS,
-        "return_tokens_as_token_ids": True,
-        **fields,
-    }
-    return _complete(await send(client, url, CHAT, body))
+    body = {**GREEDY, "messages": messages, "max_tokens": tokens, "stream": True, "logprobs": True}
+    return await send(client, url, CHAT, {**body, "top_logprobs": TOP_LOGPROBS, **fields})
 
 
 async def ask_all(
@@ -94,87 +73,59 @@ async def ask_all(
 
 async def complete(client: httpx.AsyncClient, url: str, prompt: Sequence[int], **fields: Any) -> TimedAnswer:
     """A greedy completion of a prompt given as token ids. Raises `RuntimeError` for an error answer."""
-    return _complete(await send(client, url, COMPLETION, judgeable(prompt, **fields)))
-
-
-def _complete(answer: TimedAnswer | Left) -> TimedAnswer:
-    assert isinstance(answer, TimedAnswer)  # noqa: S101 - a client that was not asked to leave stays
-    return answer
+    return await send(client, url, COMPLETION, judgeable(prompt, **fields))
 
 
 def judgeable(prompt: Sequence[int], **fields: Any) -> Mapping[str, Any]:
     """A greedy completion of token ids with everything that an exactness check needs."""
-    return {
-        "prompt": list(prompt),
-        "temperature": 0,
-        "max_tokens": MIN_TOKENS,
-        "ignore_eos": True,
-        "logprobs": TOP_LOGPROBS,
-        "return_tokens_as_token_ids": True,
-        **fields,
-    }
+    return {**GREEDY, "prompt": list(prompt), "max_tokens": MIN_TOKENS, "logprobs": TOP_LOGPROBS, **fields}
 
 
-async def send(
-    client: httpx.AsyncClient, url: str, path: str, body: Mapping[str, Any], leave: Leave | None = None
-) -> TimedAnswer | Left:
-    """The answer of the server at `url`, every step of every choice one after the other, prompt logprobs first.
-
-    Raises `RuntimeError` for an error answer.
-    """
-    if body.get("stream"):
-        body = {**body, "stream_options": {"include_usage": True}}
-    leave = leave or Leave()
-    received: list[Mapping[str, Any]] = []
-    times: list[float] = []
+async def send(client: httpx.AsyncClient, url: str, path: str, body: Mapping[str, Any]) -> TimedAnswer:
+    """The answer of the server at `url`. Raises `RuntimeError` for an error answer."""
     sent = time.perf_counter()
-    try:
-        async with (
-            asyncio.timeout(leave.seconds),
-            client.stream("POST", url + path, json={"model": MODEL_NAME, **body}) as response,
-        ):
-            if response.status_code != 200:
-                raise RuntimeError(f"{response.status_code} {(await response.aread()).decode()[:500]}")
-            async for event in _events(response, bool(body.get("stream"))):
+    return answer_of([event async for event in events_of(client, url, path, body)], sent, body)
+
+
+async def events_of(
+    client: httpx.AsyncClient, url: str, path: str, body: Mapping[str, Any]
+) -> AsyncIterator[TimedEvent]:
+    """The events of a stream, or the one of an answer in one piece. Raises `RuntimeError` for an error answer."""
+    streamed = bool(body.get("stream"))
+    asked = {"model": MODEL_NAME, **body} | ({"stream_options": {"include_usage": True}} if streamed else {})
+    async with client.stream("POST", url + path, json=asked) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{response.status_code} {(await response.aread()).decode()[:500]}")
+        if not streamed:
+            yield json.loads(await response.aread()), time.perf_counter()
+            return
+        ended = False
+        async for line in response.aiter_lines():
+            ended = ended or line == "data: [DONE]"
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     raise RuntimeError(f"in the stream: {event['error']}")
-                received.append(event)
-                times.append(time.perf_counter())
-                if len(received) == leave.events:
-                    return Left(len(received))
-    except TimeoutError:
-        return Left(len(received))
-    return _answer(received, times, sent, body.get("prompt"))
+                yield event, time.perf_counter()
+        if not ended:
+            raise RuntimeError("the stream ended before its end")
 
 
-async def _events(response: httpx.Response, streamed: bool) -> AsyncIterator[Mapping[str, Any]]:
-    if not streamed:
-        yield json.loads(await response.aread())
-        return
-    ended = False
-    async for line in response.aiter_lines():
-        if line == "data: [DONE]":
-            ended = True
-        elif line.startswith("data: "):
-            yield json.loads(line[6:])
-    if not ended:
-        raise RuntimeError("the stream ended before its end")
-
-
-def _answer(events: list[Mapping[str, Any]], times: list[float], sent: float, prompt: Any) -> TimedAnswer:
+def answer_of(events: Sequence[TimedEvent], sent: float, body: Mapping[str, Any]) -> TimedAnswer:
+    """What `events` say together: every step of every choice one after the other, prompt logprobs first."""
     steps: dict[int, list[ContinuedToken]] = {}  # by choice
     usage: Mapping[str, Any] = {}
     first_token = 0.0
-    for event, at in zip(events, times, strict=True):
+    for event, at in events:
         usage = event.get("usage") or usage
         for choice in event["choices"]:
-            found = [*_prompt_steps(choice, prompt), *_steps(choice.get("logprobs") or {})]
+            found = [*_prompt_steps(choice, body.get("prompt")), *_steps(choice.get("logprobs") or {})]
             steps.setdefault(choice["index"], []).extend(found)
             if not first_token and (found or choice.get("text") or (choice.get("delta") or {}).get("content")):
                 first_token = at
     details = usage.get("prompt_tokens_details") or {}
     flat = tuple(step for index in sorted(steps) for step in steps[index])
-    last = times[-1]
+    last = events[-1][1]
     return TimedAnswer(flat, usage["prompt_tokens"], details.get("cached_tokens"), sent, first_token or last, last)
 
 
@@ -191,20 +142,8 @@ def _prompt_steps(choice: Mapping[str, Any], prompt: Any) -> Iterator[ContinuedT
             yield ContinuedToken(str(token), {name: other["logprob"] for name, other in entry.items()})
 
 
-async def status_of(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
-    """`/seamark/status` of the gateway at `url`."""
-    status: dict[str, Any] = (await client.get(url + "/seamark/status")).json()
-    return status
-
-
 async def tokens_of(client: httpx.AsyncClient, url: str, messages: Messages) -> list[int]:
-    """The prompt as the engine tokenises it."""
     response = await client.post(url + "/tokenize", json={"model": MODEL_NAME, "messages": messages})
     response.raise_for_status()
     tokens: list[int] = response.json()["tokens"]
     return tokens
-
-
-def fresh_tokens(length: int, *seed: object) -> list[int]:
-    """Random tokens, the same for the same seed."""
-    return random.Random(repr(seed)).choices(TOKEN_IDS, k=length)

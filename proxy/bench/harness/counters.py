@@ -23,8 +23,6 @@ _ITERATION = re.compile(
 
 
 class Passes(NamedTuple):
-    """Executions of the model."""
-
     all: int
     with_prompt: int  # those that computed prompt tokens
     prompt_tokens: int
@@ -40,7 +38,6 @@ class PassCounter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin to count here."""
         self._offset = self._log.stat().st_size
 
     def after(self, answers: Sequence[TimedAnswer]) -> Passes:

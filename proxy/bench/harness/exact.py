@@ -1,22 +1,20 @@
-"""Exactness: whether an answer equals the reference engine's.
+"""Exactness: whether an answer in float32 equals the reference engine's.
 
-In float32 every token must be equal, and the top logprobs within a bound. If the reference's two best tokens are closer
-than float32 sums resolve, either may be chosen. In bfloat16 rounding depends on what else is in a batch, cache or no
-cache: in a small share of the answers a token may differ if the reference's two best are nearly tied.
+Every token must be equal, and the top logprobs within a bound. If the reference's two best tokens are closer than
+float32 sums resolve, either may be chosen.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from proxy.bench.harness.client import TimedAnswer
-from proxy.bench.harness.servers import NEMOTRON_H, QWEN3_NEXT
 from proxy.fleet.answer_compare import distance
 
 LOGPROB_BOUND = 1e-4
+
+TIE = 1e-5  # of the reference's two best logprobs: a gap below it may be taken either way
 
 
 class Difference(NamedTuple):
@@ -29,34 +27,7 @@ class Difference(NamedTuple):
     @property
     def exact(self) -> bool:
         """Whether float32 answers count as equal."""
-        return FLOAT32.accepts(self)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What counts as equal in one precision."""
-
-    bound: float  # of a logprob's error
-    tie: float = 0.0  # a gap below it may be taken either way
-    share: float = 0.0  # of the answers that may do so
-
-    def accepts(self, difference: Difference) -> bool:
-        """Whether one answer may pass."""
-        if difference.position is None:
-            return difference.largest_error <= self.bound
-        return difference.gap < self.tie
-
-    def accepts_all(self, differences: Sequence[Difference]) -> bool:
-        """Whether these answers may pass together."""
-        parted = sum(difference.position is not None for difference in differences)
-        return all(map(self.accepts, differences)) and parted <= self.share * len(differences)
-
-
-FLOAT32 = Rule(bound=LOGPROB_BOUND, tie=1e-5, share=0.01)
-
-BFLOAT16 = Rule(bound=0.25, tie=0.1, share=0.01)
-
-RULES: Mapping[str, Rule] = {NEMOTRON_H: FLOAT32, QWEN3_NEXT: BFLOAT16}  # by family of the generated model, on a CPU
+        return self.largest_error <= LOGPROB_BOUND if self.position is None else self.gap < TIE
 
 
 def compare(answer: TimedAnswer, reference: TimedAnswer) -> Difference:
@@ -70,8 +41,3 @@ def compare(answer: TimedAnswer, reference: TimedAnswer) -> Difference:
         best, second, *_ = sorted(reference.steps[position].top.values(), reverse=True)
         return Difference(position, error, best - second)
     return Difference(len(reference.steps) if len(answer.steps) > len(reference.steps) else None, error)
-
-
-def worst(differences: Sequence[Difference]) -> Difference:
-    """The difference that is least exact."""
-    return max(differences, key=lambda difference: (difference.position is not None, difference.largest_error))

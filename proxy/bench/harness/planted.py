@@ -15,15 +15,10 @@ from typing import Any
 
 FILE_VARIABLE = "SEAMARK_PLANTED_DEFECT_FILE"
 
-OTHER_STATE = "another prefix's state"
-
-EARLY_STATE = "a state one unit early"
-
-COPY_CURE_OFF = "the copy cure off"
+OTHER_STATE, EARLY_STATE, COPY_CURE_OFF = "another prefix's state", "a state one unit early", "the copy cure off"
+DEFECTS = (OTHER_STATE, EARLY_STATE, COPY_CURE_OFF)
 
 _COPY = "copy_kv_cache_blocks_inplace"  # of a partial cache block; vLLM imports it by name
-
-DEFECTS = (OTHER_STATE, EARLY_STATE, COPY_CURE_OFF)
 
 
 def environment(folder: Path, others: Mapping[str, str] = {}) -> Mapping[str, str]:
@@ -32,23 +27,13 @@ def environment(folder: Path, others: Mapping[str, str] = {}) -> Mapping[str, st
     return {**plugin_environment(folder, {**own, **others}), FILE_VARIABLE: str(_file(folder))}
 
 
-def plugin_environment(
-    folder: Path, plugins: Mapping[str, str], platforms: Mapping[str, str] = {}
-) -> Mapping[str, str]:
-    """Environment of an engine that loads `plugins`, names to `module:function`; `folder` holds their metadata.
-
-    `platforms`: the same for plugins that name vLLM's platform.
-    """
+def plugin_environment(folder: Path, plugins: Mapping[str, str]) -> Mapping[str, str]:
+    """Environment of an engine that loads `plugins`, names to `module:function`; `folder` holds their metadata."""
     metadata = folder / "seamark_test_plugins-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: seamark-test-plugins\nVersion: 0\n")
-    groups = {"vllm.general_plugins": plugins, "vllm.platform_plugins": platforms}
-    lines = [
-        line
-        for group, targets in groups.items()
-        for line in (f"[{group}]", *(f"{name} = {target}" for name, target in targets.items()))
-    ]
-    (metadata / "entry_points.txt").write_text("\n".join([*lines, ""]))
+    lines = ["[vllm.general_plugins]", *(f"{name} = {target}" for name, target in plugins.items()), ""]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
 
 

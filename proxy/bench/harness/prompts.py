@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import httpx
 
 from proxy.bench.harness.client import Messages, tokens_of
 from proxy.boundaries.token_ids import common_prefix
 
-_SUBJECTS = (
-    "The editor",
-    "A harbour pilot",
-    "Each reader",
-    "The archive",
-    "Our team",
-    "The northern station",
-    "A clerk",
+_SENTENCE = (
+    ("The editor", "A harbour pilot", "Each reader", "The archive", "Our team", "The northern station", "A clerk"),
+    ("checks", "describes", "records", "compares", "repeats", "returns", "measures", "answers"),
+    ("the figures", "every request", "a short report", "the first page", "its own notes", "the tide tables"),
+    ("before noon", "without delay", "in plain words", "for the next reader", "twice a week", "with care"),
 )
-
-_VERBS = ("checks", "describes", "records", "compares", "repeats", "returns", "measures", "answers")
-
-_OBJECTS = ("the figures", "every request", "a short report", "the first page", "its own notes", "the tide tables")
-
-_ENDS = ("before noon", "without delay", "in plain words", "for the next reader", "twice a week", "with care")
 
 # First words that share no beginning, so that two questions part at their first token.
 QUESTIONS = (
@@ -38,27 +28,20 @@ QUESTIONS = (
 )
 
 
-class Shared(NamedTuple):
-    """Prompts with one system prompt."""
-
-    prompts: tuple[Messages, ...]
-    shared: int  # tokens of the longest common prefix of any two
-
-
 def prose(words: int, seed: int) -> str:
     """About `words` words of dull English, the same for the same seed."""
     draw = random.Random(seed)
     text: list[str] = []
     while len(text) < words:
-        sentence = " ".join(map(draw.choice, (_SUBJECTS, _VERBS, _OBJECTS, _ENDS))) + "."
+        sentence = " ".join(map(draw.choice, _SENTENCE)) + "."
         text += sentence.split()
     return " ".join(text[:words])
 
 
 async def with_shared_tokens(
     client: httpx.AsyncClient, url: str, shared: int, seed: int, questions: Sequence[str] = QUESTIONS
-) -> Shared:
-    """Chats of one system prompt and the `questions` that share exactly `shared` tokens.
+) -> tuple[Messages, ...]:
+    """Chats of one system prompt and the `questions`, any two of which share exactly `shared` tokens.
 
     Raises `ValueError` if the tokenizer does not allow that length.
     """
@@ -72,17 +55,13 @@ async def with_shared_tokens(
         first, second = chats(system)[:2]
         return common_prefix(await tokens_of(client, url, first), await tokens_of(client, url, second))
 
-    words, filler = shared, ""
-    length = await shared_of(prose(words, seed))
-    words = words * shared // length  # close; then down to just below, and up in single tokens
-    length = await shared_of(prose(words, seed))
-    while length > shared:
+    words = shared * shared // await shared_of(prose(shared, seed))  # close; then to just below, and up token by token
+    while (length := await shared_of(prose(words, seed))) > shared:
         words -= max(1, (length - shared) // 4)
-        length = await shared_of(prose(words, seed))
-    while length < shared:  # one token at a time for the last few
-        filler += " so"
-        length = await shared_of(prose(words, seed) + filler)
+    system = prose(words, seed)
+    while length < shared:
+        system += " so"
+        length = await shared_of(system)
     if length != shared:
         raise ValueError(f"no system prompt of {shared} shared tokens, nearest {length}")
-    prompts = chats(prose(words, seed) + filler)
-    return Shared(prompts, shared)
+    return chats(system)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +22,7 @@ from proxy.commands.render_server import free_port
 
 MODEL_NAME = "tiny-hybrid"
 
-START_SECONDS = 420.0
-
-STOP_SECONDS = 20.0
+START_SECONDS, STOP_SECONDS = 420.0, 20.0
 
 # One thread per engine: on a small machine more of them wait for each other. The executor inside the engine's process
 # saves a process, and its imports, per engine.
@@ -39,12 +37,7 @@ ENGINE_ENVIRONMENT = {
 
 # One line per engine iteration: the only way to count forward passes of an engine that is not ours.
 ENGINE_FLAGS = (
-    "--served-model-name",
-    MODEL_NAME,
-    "--max-model-len",
-    "8192",
-    "--max-num-seqs",
-    "8",
+    *("--served-model-name", MODEL_NAME, "--max-model-len", "8192", "--max-num-seqs", "8"),
     "--enable-logging-iteration-details",
 )
 
@@ -93,7 +86,6 @@ class Server:
         raise NotStarted(f"{self.name} was not ready after {seconds:.0f} s; {path} answered {said}:\n{self.log_end()}")
 
     def log_end(self, lines: int = 40) -> str:
-        """The last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self) -> None:
@@ -111,7 +103,6 @@ class Servers:
     """Servers that end together, whatever happens. Use as a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        """Logs go into `folder`."""
         self._folder = folder
         self.started: list[Server] = []
 
@@ -119,12 +110,15 @@ class Servers:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with _interrupts_ignored():
+        interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
             for server in self.started:
                 if server.process.poll() is None:
                     server.process.terminate()
             for server in self.started:
                 server.stop()
+        finally:
+            signal.signal(signal.SIGINT, interrupted)
 
     def engine(
         self,
@@ -139,7 +133,7 @@ class Servers:
         port = port or free_port()
         command = ["-m", "engine_patches", "worker", str(model), "--port", str(port)]
         settings = {**ENGINE_ENVIRONMENT, "SEAMARK_ENGINE": mode, **environment}
-        return self._start(name, port, [*command, *ENGINE_FLAGS, *flags], settings)
+        return self.start(name, port, [sys.executable, *command, *ENGINE_FLAGS, *flags], settings)
 
     def gateway(self, *workers: Server, flags: Sequence[str] = ()) -> Server:
         """Start `seamark serve` in front of `workers`, without self-checks, which would be measured as well.
@@ -149,14 +143,11 @@ class Servers:
         """
         importlib.import_module("proxy.server.uvicorn_server")
         port = free_port()
-        command = ["-m", "proxy.cli", "serve", "--port", str(port)]
+        command = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port)]
         command += ["--self-check-interval", "0", "--stop-delay", "0", *flags]
         for worker in workers:
             command += ["--worker", worker.url]
-        return self._start("gateway", port, command, {})
-
-    def _start(self, name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Server:
-        return self.start(name, port, [sys.executable, *arguments], environment)
+        return self.start("gateway", port, command, {})
 
     def start(self, name: str, port: int, command: Sequence[str], environment: Mapping[str, str]) -> Server:
         """Start any server that `command` lets listen on the loopback `port`."""
@@ -174,15 +165,6 @@ class Servers:
         server = Server(name, f"http://127.0.0.1:{port}", log, process)
         self.started.append(server)
         return server
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def narrator() -> Callable[[str], None]:

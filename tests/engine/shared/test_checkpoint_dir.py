@@ -14,14 +14,14 @@ import pytest
 
 from proxy.bench.harness.client import TimedAnswer, complete, open_client
 from proxy.bench.harness.counters import samples_of
-from proxy.bench.harness.exact import FLOAT32, compare
+from proxy.bench.harness.exact import compare
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.servers import Server, Servers
 from tests.harness.engines import SharedServers
 from tests.harness.two_round_chats import prompts_of, two_round_chats
 
 # However slow this machine's disk is.
-LOADS_PAY = {"seamark_disk": "tests.harness.disk_defects:loads_always_pay"}
+LOADS_PAY = {"seamark_disk": "tests.harness.engine_plugins:loads_always_pay"}
 
 HITS = 13_456  # tokens of the second turns that their first ones have left
 
@@ -38,7 +38,7 @@ async def test_a_killed_engine_goes_on_from_what_it_stored_as_if_it_had_not_been
             await complete(client, server.url, ids, vllm_xargs={"seamark_boundaries": hint}) for ids, hint in prompts
         ]
         right = [await complete(client, servers.reference.url, ids) for ids, _ in prompts]
-        assert all(FLOAT32.accepts(compare(mine, theirs)) for mine, theirs in zip(answers, right, strict=True))
+        assert all(compare(mine, theirs).exact for mine, theirs in zip(answers, right, strict=True))
         return answers
 
     def started(name: str) -> Server:

@@ -22,7 +22,6 @@ from proxy.bench.harness.client import (
     TimedAnswer,
     ask,
     ask_all,
-    fresh_tokens,
     open_client,
     tokens_of,
 )
@@ -31,6 +30,7 @@ from proxy.bench.harness.counters import PassCounter, samples_of
 from proxy.bench.harness.prompts import prose, with_shared_tokens
 from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, Server
 from proxy.bench.stories import StoryStage, floored
+from tests.harness.bench_clients import fresh_tokens
 from tests.harness.engines import SharedServers
 from tests.harness.gateways import metric
 
@@ -117,9 +117,9 @@ async def test_sixty_random_chats_two_rounds_hit_and_are_exact(client, servers: 
 
 @pytest.mark.parametrize("length", SHARED)
 async def test_the_second_chat_hits_at_the_seam(client, servers, unit, length):
-    shared = await with_shared_tokens(client, servers.reference.url, length, seed=101 + length)
-    right = await ask_all(client, servers.reference.url, shared.prompts[:3], MIN_TOKENS, 3)
-    answers = [await ask(client, servers.gateway.url, prompt, MIN_TOKENS) for prompt in shared.prompts[:3]]
+    prompts = await with_shared_tokens(client, servers.reference.url, length, seed=101 + length)
+    right = await ask_all(client, servers.reference.url, prompts[:3], MIN_TOKENS, 3)
+    answers = [await ask(client, servers.gateway.url, prompt, MIN_TOKENS) for prompt in prompts[:3]]
     assert [answer.cached_tokens for answer in answers] == [0, floored(length, unit), floored(length, unit)]
     check_exact(answers, right)
 
@@ -137,9 +137,9 @@ async def test_every_shared_token_of_a_whole_match_unit_is_found_and_without_hin
 
 
 async def test_a_cold_fan_out_on_a_long_prefix_shares_one_prefill(client, servers, unit):
-    shared = await with_shared_tokens(client, servers.reference.url, 3600, seed=102, questions=stories.SECTIONS)
-    right = await ask_all(client, servers.reference.url, shared.prompts, MIN_TOKENS, 4)
-    answers = await ask_all(client, servers.gateway.url, shared.prompts, MIN_TOKENS, 4)
+    prompts = await with_shared_tokens(client, servers.reference.url, 3600, seed=102, questions=stories.SECTIONS)
+    right = await ask_all(client, servers.reference.url, prompts, MIN_TOKENS, 4)
+    answers = await ask_all(client, servers.gateway.url, prompts, MIN_TOKENS, 4)
     assert max(answer.sent for answer in answers) < min(answer.first_token for answer in answers)
     assert sorted(answer.cached_tokens for answer in answers) == [0, *[floored(3600, unit)] * 3]
     check_exact(answers, right)

@@ -17,12 +17,13 @@ import httpx
 import pytest
 
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import CHAT, COMPLETION, Leave, complete, judgeable, open_client, send, tokens_of
+from proxy.bench.harness.client import CHAT, COMPLETION, complete, judgeable, open_client, tokens_of
 from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, QWEN3_NEXT, Server, Servers
-from tests.harness.async_scheduling import PLANS_AHEAD
+from tests.harness.bench_clients import Leave, send_and_leave
+from tests.harness.engine_plugins import PLANS_AHEAD
 from tests.harness.engines import EAGER_STAGES, SharedServers
 from tests.harness.gateways import start_gateway
 from tests.harness.waiting import until
@@ -31,7 +32,7 @@ from tests.harness.waiting import until
 WAYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "half of the heads": ("--tensor-parallel-size", {}),
     "some of the layers": ("--pipeline-parallel-size", EAGER_STAGES),
-    "two API servers": ("--api-server-count", {"seamark_async": "tests.harness.async_scheduling:register"}),
+    "two API servers": ("--api-server-count", {"seamark_async": "tests.harness.engine_plugins:async_scheduling"}),
 }
 
 # Steps of 320 tokens and 64 blocks: chunked prefill, fan-outs over several steps, eviction.
@@ -110,7 +111,7 @@ async def test_clients_that_leave_at_any_token_cost_nobody_a_state(engine: Serve
             body = judgeable([*head[:end], 7, 8, 9], max_tokens=400, stream=True, vllm_xargs=hint)
             # While tokens come, and else while the prompt is computed.
             leave = Leave(events=1) if number % 2 else Leave(seconds=0.05)
-            await send(client, engine.url, COMPLETION, body, leave)
+            await send_and_leave(client, engine.url, COMPLETION, body, leave)
         await found_by(engine, servers.reference, [[*head[:end], *range(500, 520)] for end in ends], ends)
 
         async def is_idle() -> bool:

@@ -7,9 +7,10 @@ import asyncio
 import httpx
 
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import COMPLETION, Leave, Left, complete, fresh_tokens, judgeable, open_client, send
+from proxy.bench.harness.client import COMPLETION, complete, judgeable, open_client
 from proxy.bench.harness.counters import PassCounter, samples_of
 from proxy.bench.harness.servers import Server
+from tests.harness.bench_clients import Leave, Left, fresh_tokens, send_and_leave
 from tests.harness.engines import SharedServers
 from tests.harness.gateways import metric
 from tests.harness.waiting import until
@@ -40,7 +41,7 @@ async def run_wave(client: httpx.AsyncClient, engine: Server, seed: str, leave: 
     passes = PassCounter(engine.log)
     results = await asyncio.gather(
         *(
-            send(client, engine.url, COMPLETION, judgeable(prompt, vllm_xargs=HINT, stream=True), leaves)
+            send_and_leave(client, engine.url, COMPLETION, judgeable(prompt, vllm_xargs=HINT, stream=True), leaves)
             for prompt, leaves in zip(prompts(seed), [leave] * GROUPS + [None] * (SIZE - 1) * GROUPS, strict=True)
         )
     )

@@ -15,7 +15,6 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.short_conv_attn import PleShortConvAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from engine_patches import ledger
 from engine_patches.footprint import RUNNING, SCAN_STATES, SEGMENTS
 from engine_patches.forward import conv_states, segments
 from engine_patches.forward.step_writes import Step, Write
@@ -88,11 +87,7 @@ def test_a_window_holds_the_inputs_before_its_position_at_any_offset(seed):
     RUNNING.step.check()
 
 
-class ShortConvAttentionMetadataBuilder(SimpleNamespace):
-    """By its name vLLM's is known."""
-
-
-def short_convolution(drawn: Drawn, builder: type = ShortConvAttentionMetadataBuilder) -> Any:
+def short_convolution(drawn: Drawn) -> Any:
     """The metadata of a step in which the first rows generate."""
     metadata = SimpleNamespace(
         num_prefills=drawn.num_rows - drawn.decodes,
@@ -103,7 +98,7 @@ def short_convolution(drawn: Drawn, builder: type = ShortConvAttentionMetadataBu
     )
     RUNNING.step = drawn.step()
     build = conv_states.plan_conv_states(lambda self, *_: metadata)
-    return build(builder(layer_names=["layers.0"]), 0, drawn.common)
+    return build(SimpleNamespace(layer_names=["layers.0"]), 0, drawn.common)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -124,10 +119,6 @@ def test_a_layer_that_calls_no_kernel_is_an_error_and_leaves_nothing_behind():
     with pytest.raises(RuntimeError, match="no longer calls its kernel"):
         conv_states.run_convolution(lambda: None, states)
     assert RUNNING.convolution is None
-
-
-def test_other_layers_with_the_same_builder_are_left_to_the_other_ways():
-    assert not hasattr(short_convolution(Drawn(1), SimpleNamespace), SCAN_STATES)
 
 
 DRAFTS, BLOCK = 3, 64  # tokens
@@ -241,8 +232,7 @@ def built(monkeypatch):
         accepted = torch.tensor([max(ROWS[row].accepted, 1) for row in order], dtype=torch.int32)
         builder = builder_of(kind, order)
         options = {"num_accepted_tokens": accepted, "num_decode_draft_tokens_cpu": drafts}
-        original = getattr(kind.build, ledger.MARK, kind.build)  # where the patches were applied already
-        return plan(original)(builder, 0, common, **options), common
+        return plan(kind.build)(builder, 0, common, **options), common
 
     return build
 

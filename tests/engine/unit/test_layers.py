@@ -65,30 +65,46 @@ def test_a_promise_survives_vllms_copies_and_the_way_between_processes():
     assert travelled == replace(recurrent(False), page_size_padded=4096)
 
 
-def replaced(name: str) -> Any:
-    """A function that the ledger has put in the place of vLLM's."""
+class Builder:
+    def build(self) -> str:
+        return "metadata"
 
-    def function(self: Any) -> None: ...
-
-    setattr(function, ledger.NAME, name)
-    return function
-
-
-def vllms(self: Any) -> None:
-    """A function that is as vLLM has it."""
+    def update_block_table(self, metadata: Any) -> Any:
+        return metadata
 
 
 class Recurrent:
-    _core = replaced("core")
-    build = replaced("states")
+    builder = Builder
+
+    def _core(self) -> str:
+        return "ran"
 
     def get_attn_backend(self) -> Any:
-        return SimpleNamespace(get_builder_cls=lambda: SimpleNamespace(build=self.build))
+        return SimpleNamespace(get_builder_cls=lambda: self.builder)
 
 
-WithItsOwnCore, WithItsOwnMetadata, WithoutACore = (
-    type("Changed", (Recurrent,), changed) for changed in ({"_core": vllms}, {"build": vllms}, {"_core": None})
+def other(self: Any) -> None:
+    """Another function than the one that is known."""
+
+
+OwnBuilder, LikeBuilder = (type("Own", (Builder,), changed) for changed in ({"build": other}, {}))
+
+WithItsOwnCore, WithItsOwnMetadata, WithoutACore, WithKnownMetadata = (
+    type("Changed", (Recurrent,), changed)
+    for changed in ({"_core": other}, {"builder": OwnBuilder}, {"_core": None}, {"builder": LikeBuilder})
 )
+
+
+def known_as(monkeypatch, path: str = f"{__name__}:Recurrent", **options: Any) -> None:
+    """The layer, its kind of core and its builder are those in the tables; what is replaced adds a word."""
+
+    def added(original: Any) -> Any:
+        return lambda self, *given: ("kept", original(self, *given))
+
+    row = families.RecurrentLayer(path, families.GDN, families.Shown.READ, "_core", **options)
+    monkeypatch.setattr(layers, "INSIDE", (row,))
+    monkeypatch.setattr(layers, "CORES", {families.GDN: layers.Core(added, None, ())})
+    monkeypatch.setattr(layers, "BUILDERS", {f"{__name__}:Builder": added})
 
 
 @pytest.mark.parametrize(
@@ -107,17 +123,14 @@ WithItsOwnCore, WithItsOwnMetadata, WithoutACore = (
         ("cuda", {"beside_drafts": True}, set(), "supported", True),
         ("cuda", {"layer": WithItsOwnCore}, set(), "", False),
         ("cuda", {"layer": WithItsOwnMetadata}, set(), "", False),
+        ("cuda", {"layer": WithKnownMetadata}, set(), "", True),
         ("cuda", {"layer": WithoutACore}, set(), "", False),
         ("cuda", {"path": "never.imported:Recurrent"}, set(), "", False),
     ],
 )
-def test_a_layer_promises_where_all_that_runs_it_is_known_and_replaced(
-    monkeypatch, platform, options, config, drafts, promises
-):
-    layer, path = options.pop("layer", Recurrent), options.pop("path", f"{__name__}:Recurrent")
-    monkeypatch.setattr(
-        layers, "INSIDE", (families.RecurrentLayer(path, families.GDN, families.Shown.READ, "_core", **options),)
-    )
+def test_a_layer_promises_where_all_that_runs_it_is_known(monkeypatch, platform, options, config, drafts, promises):
+    layer = options.pop("layer", Recurrent)
+    known_as(monkeypatch, **options)
     here = SimpleNamespace(is_cpu=lambda: platform == "cpu", is_cuda=lambda: platform == "cuda")
     monkeypatch.setattr(vllm.platforms, "current_platform", here)
     monkeypatch.setattr(speculation, "unsupported", lambda _: "why" if drafts == "unsupported" else None)
@@ -139,12 +152,24 @@ def test_a_spec_carries_the_promise_only_of_a_layer_that_keeps_it_with_live_patc
     monkeypatch, has_spec, writes, live, promised
 ):
     relied: list[bool] = []
+    known_as(monkeypatch)
     monkeypatch.setattr(layers, "_writes_in_forward", lambda layer, config: writes)
     monkeypatch.setattr(ledger, "rely_on_patches", lambda: relied.append(live) or live)
-    spec = recurrent(False) if has_spec else None
-    assert promise_writes_in_forward(lambda self, config: spec)(None, None) is spec
-    assert len(relied) == (has_spec and writes), "nobody relies on them for a layer that cannot"
+    spec, layer = recurrent(False) if has_spec else None, Recurrent()
+    for _ in range(2):  # vLLM asks more than once
+        assert promise_writes_in_forward(lambda self, config: spec)(layer, None) is spec
+    assert len(relied) == 2 * (has_spec and writes), "nobody relies on them for a layer that cannot"
     assert spec is None or (is_promised(spec) is promised and spec.shapes == ((1,),))
+    assert layer._core() == (("kept", "ran") if promised else "ran") and Recurrent()._core() == "ran"
+
+
+def test_known_builders_of_metadata_plan_states_and_all_others_stay(monkeypatch):
+    known_as(monkeypatch)
+    monkeypatch.setattr(layers, "take_states_over", lambda original: lambda self, given: [original(self, given)])
+    known, own = builders = LikeBuilder(), OwnBuilder()
+    layers.plan_where_metadata_is_made(lambda group: None)(SimpleNamespace(metadata_builders=builders))
+    assert known.build() == ("kept", "metadata") and known.update_block_table(1) == [1]
+    assert own.build() is None and own.update_block_table(1) == 1
 
 
 @dataclass
@@ -195,9 +220,7 @@ def planned(monkeypatch, step: Step | None) -> Metadata:
 )
 def test_each_cache_group_runs_the_same_segments_on_blocks_of_its_own(monkeypatch, row, offset, tokens, seq_lens, rows):
     first = planned(monkeypatch, Step({row: [Write(offset, {0: 8, 1: 18})]}, LAYERS, ["a", "b"]))
-    update = segments.plan_segments_of_group(
-        lambda self, made, table: replace(made, state_indices_tensor_p=table[:, 0])
-    )
+    update = segments.take_states_over(lambda self, made, table: replace(made, state_indices_tensor_p=table[:, 0]))
     second = update(SimpleNamespace(layer_names=["layers.1"]), first, torch.tensor([[15], [16]]))
     third = update(SimpleNamespace(layer_names=["layers.0"]), second, torch.tensor([[5], [6]]))
     for metadata, blocks, target in ((first, (5, 6), 8), (second, (15, 16), 18), (third, (5, 6), 8)):
@@ -307,7 +330,7 @@ def run(core: str, scene: Scene) -> Any:
     if core == "cpu":
         return layers.cpu_gdn_in_segments(scene.core)(layer, scene.metadata, *of_step)
     if core == "cpu beside drafts":
-        patched = layers.cpu_gdn_beside_drafts_in_segments(beside_drafts(scene.core))
+        patched = layers.cpu_gdn_in_segments(beside_drafts(scene.core))
         return patched(layer, scene.metadata, *of_step, 4, 9)
     patch = layers.convolution_with_states if core == "convolution" else layers.mamba2_with_states
     return patch(scene.core)(layer, first, scene.output)
@@ -357,13 +380,6 @@ def test_a_layer_without_metadata_runs_as_ever_and_a_step_that_writes_nothing_do
     assert idle.asked == 0 and len(idle.seen) == 1
 
 
-# The tensors that `_forward` of each class takes, beside the layer; `core_attn_out` is filled.
-KDA_CALLS = {
-    **dict.fromkeys((families.KIMI_KDA, families.K3_KDA), ("mixed_qkv", "g1", "g2", "beta", "core_attn_out")),
-    families.GLM_KDA: ("qkv_proj_states", "g1", "beta", "core_attn_out"),
-    families.LING_KDA: ("q_proj_states", "k_proj_states", "v_proj_states", "g1", "beta", "core_attn_out"),
-}
-
 WIDTH = 3
 
 
@@ -378,11 +394,11 @@ def kda_core(layer: Any, **tensors: Any) -> None:
     tensors["core_attn_out"].copy_(sum(inputs)[None])
 
 
-@pytest.mark.parametrize("layer", KDA_CALLS, ids=lambda layer: layer.name)
+@pytest.mark.parametrize("layer", [each for each in families.INSIDE if each.kind is families.KDA])
 def test_a_kda_core_is_called_as_vllms_source_says_and_runs_in_segments_as_in_one_piece(monkeypatch, layer):
-    names = KDA_CALLS[layer]
-    (definition,) = module_source.definitions(*f"{layer.path}._forward".split(":"))
-    assert definition.parameters == ", ".join(("self", *names))
+    (definition,) = module_source.definitions(*f"{layer.path}.{layer.core}".split(":"))
+    owner, *names = definition.parameters.split(", ")
+    assert owner == "self" and names[-1] == "core_attn_out" and {*layers._BEHIND_ONE} <= {*names}
     segments = [Segment(slice(0, 3), "a"), Segment(torch.tensor([5, 3]), "b"), Segment(slice(4, 5), "c")]
     scene = Scene(monkeypatch, **{SEGMENTS: segments})
     tensors = kda_tensors(names)

@@ -16,7 +16,8 @@ from engine_patches import upstream_fixes
 from engine_patches.footprint import RUNNING, SCAN_STATES, SEGMENTS
 from engine_patches.forward.cpu_scan import kernel_in_runs
 from engine_patches.forward.layers import mamba2_with_states
-from engine_patches.forward.scan_states import plan_scan_states, scan_with_states, states_of_group
+from engine_patches.forward.scan_states import plan_scan_states, scan_with_states
+from engine_patches.forward.segments import take_states_over
 from engine_patches.forward.step_writes import Step, Write
 from engine_patches.ledger import ShapeMismatch
 
@@ -243,7 +244,7 @@ def test_another_cache_group_takes_the_same_states_into_its_own_blocks(monkeypat
     states.plan.group_of_layer["layers.1"] = 1
     states.plan.targets[0][1] = 33
     other = SimpleNamespace(state_indices_tensor_p=torch.tensor([7]))
-    updated = states_of_group(lambda *_: other)(SimpleNamespace(layer_names=["layers.1"]), layer.metadata)
+    updated = take_states_over(lambda *_: other)(SimpleNamespace(layer_names=["layers.1"]), layer.metadata)
     of_other = getattr(updated, SCAN_STATES)
     assert (of_other.blocks.tolist(), of_other.running.tolist()) == ([33], [7])
     assert of_other.plan is states.plan

@@ -13,7 +13,7 @@ import vllm.config
 from torch.nn.parameter import UninitializedParameter
 
 from engine_patches.footprint import WEIGHTS
-from engine_patches.forward import loaded_weights, weight_files
+from engine_patches.forward import loaded_weights
 from engine_patches.forward.loaded_weights import COLUMNS, ROWS, Weights
 from engine_patches.scheduler import transfers
 from engine_patches.scheduler.grid import Grid
@@ -276,7 +276,7 @@ def test_weights_of_which_a_part_is_not_known_have_no_name_and_say_why(unknown):
 
 def sampled(model: Path, **facts: Any) -> str:
     config = {"model": str(model), "dtype": torch.float32, "quantization": None, "revision": None} | facts
-    return weight_files.name_of(SimpleNamespace(**config), SimpleNamespace(download_dir=None))
+    return loaded_weights.name_of_files(SimpleNamespace(**config), SimpleNamespace(download_dir=None))
 
 
 def test_samples_see_a_change_of_any_tensor_of_a_file_whose_ends_are_as_before(model: Path, tmp_path: Path):

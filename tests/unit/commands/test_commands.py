@@ -66,7 +66,6 @@ def run(monkeypatch):
         monkeypatch.setattr(cli, "importlib", modules)
         return cli.main(list(words)), called
 
-    monkeypatch.setattr(cli, "mixed_with_old_distribution", lambda: False)
     monkeypatch.setattr(cli.signal, "signal", Mock())  # of this process
     return run
 
@@ -107,15 +106,6 @@ def test_how_it_is_used_is_said_to_who_asks_and_as_an_error_otherwise(run, words
     out, err = capsys.readouterr()
     said, other = (out, err) if asked else (err, out)
     assert said == cli.usage() + "\n" and not other
-
-
-@pytest.mark.parametrize(("top_level", "mixed"), [("proxy\nseamark\n", True), ("proxys\n", False), (None, False)])
-def test_an_old_distribution_that_owns_the_same_package_is_warned_of(top_level, mixed, monkeypatch, capsys):
-    old = SimpleNamespace(read_text=lambda name: top_level, version="0.1.0")
-    monkeypatch.setattr(cli.metadata, "distribution", lambda name: old)
-    assert cli.mixed_with_old_distribution() is mixed
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().err == (f"{cli.MIXED}\n" if mixed else "")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +149,7 @@ WRONG = {
     "serve": {"--workers": "--worker or --workers-dns", "--admin-prot=1": "--admin-port or --admin-host"},
     "doctor": {"--workers": "--worker", "--gatway": "--gateway"},
     "boundary": {"--work": "--worker", "--models": "--model"},
-    "setup": {"--model-name": "--model", "--sorce": "--source or --force"},
+    "setup": {"--sorce": "--source or --force"},
     "key": {"--max-in": "--max-inflight"},
     **{f"bench {name}": {"--jsn": "--json"} for name in BENCHMARKS if name not in ("grid", "agents")},
     "bench demo": {"--keeps": "--keep"},

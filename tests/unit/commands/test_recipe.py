@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.commands.outlook import Outlook, base_image, outlook
-from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, is_recipe, read_recipe
+from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, read_recipe
 from proxy.commands.recipe_text import words_of
 from proxy.errors import SettingsError
 
@@ -63,7 +63,7 @@ READ: dict[str, Any] = {
         f"fields {flags}": f"vllm serve m {flags}"
         for flags in (
             *("""--sc '{"method": "mtp", "n": 2}'""", """-sc '{"n": 1}' --sc.method mtp""", "-sc.method mtp --sc.n=2"),
-            *("--sc.method", "--sc '[1]'", "--scx.method mtp"),
+            *("--sc.method", "--sc '[1]'", "--scx.method mtp", """-sc '{"n": 1}' --sc '{"n": 2}' -sc '{"n": 3}'"""),
         )
     },
     "spark.yaml": SPARK,
@@ -114,14 +114,6 @@ def test_how_vllm_is_run_is_read_whole(case, file, monkeypatch, tmp_path, expect
     file(".env", "PORT_HERE=file\n  THERE = \nTHERE='there'\n#COMMENT=x\nno assignment\n")
     given = READ[case] if "." not in case else f"~/{file(case, READ[case]).name}"
     expect_golden("recipe", case, shown(read(given)), FOLDER=tmp_path)
-
-
-def test_a_file_that_says_how_vllm_is_run_is_told_from_a_model(tmp_path, file):
-    for name in ("a.yaml", "a.yml", "a.sh"):
-        assert not is_recipe(str(tmp_path / name))
-        assert is_recipe(str(file(name, "")))
-    (tmp_path / "b.yaml").mkdir()
-    assert not is_recipe(str(tmp_path / "b.yaml")) and not is_recipe(str(file("a.json", "")))
 
 
 ENDS = [
@@ -369,7 +361,7 @@ LINES = [
     f"{QWEN} " + MTP % ', "num_speculative_tokens_per_batch_size": [1]',
     f"{QWEN} " + MTP % ', "enable_adaptive_verification": true',
     f"{QWEN} " + MTP % ', "num_speculative_tokens_per_batch_size": [], "enable_adaptive_verification": false',
-    f"{QWEN} -sc.method suffix",
+    *(f"{QWEN} -sc.method suffix", f"{QWEN} --speculative_config.method suffix"),
     *(f"{QWEN} {CONNECTOR % name}" for name in ("LMCacheMPConnector", "NixlConnector")),
     f"{QWEN} {CONNECTOR % 'NixlConnector'} {MTP % ''}",
     *(f"Llama-4 -pp 2 {MTP % ''}", f"Llama-4 {CONNECTOR % 'LMCacheMPConnector'}"),

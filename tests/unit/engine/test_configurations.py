@@ -187,9 +187,10 @@ def test_before_the_engine_has_said_so_its_configuration_does(vllm_config, told)
 def test_hints_beside_drafts_are_refused_only_if_nobody_wants_them(monkeypatch, value, refused):
     monkeypatch.setenv("SEAMARK_DRAFTS", value)
     for method in speculation.METHODS:
-        assert (speculation.refusal(config(drafts(method))) is not None) is refused
-    assert speculation.refusal(config(MTP, overlap=True, v2=True)) is None or refused
-    assert speculation.refusal(config()) is None and not speculation.drafting(config())
+        given = config(drafts(method))
+        assert speculation.unsupported(given) is None and (speculation.switched_off(given) is not None) is refused
+    assert speculation.unsupported(config(MTP, overlap=True, v2=True)) is None
+    assert speculation.switched_off(config()) is None and not speculation.drafting(config())
     for logprobs in (-1, 0, 2, 3):
         refusal = by_configuration(config(MTP, logprobs=logprobs))
         told = refusal is not None and "(--max-logprobs)" in refusal.cause

@@ -18,8 +18,16 @@ from engine_patches.scheduler.draft_acceptance import AcceptedDrafts, AcceptedPa
 from engine_patches.scheduler.draft_gate import CLOSED, ON, ON_TRIAL, OPEN, DraftGate
 from engine_patches.trial import trial as trials
 from engine_patches.trial import turns
-from engine_patches.trial.prompts import ANSWER, LONGEST_EDGE, prompt_of
-from engine_patches.trial.trial import NoAnswer, PromptEnded, Trial, TrialAnswer, TrialVerdict
+from engine_patches.trial.trial import (
+    ANSWER,
+    LONGEST_EDGE,
+    NoAnswer,
+    PromptEnded,
+    Trial,
+    TrialAnswer,
+    TrialVerdict,
+    question_of,
+)
 from engine_patches.trial.turns import ATTEMPTS, Turns
 from tests.harness.drafting_engine import FACTS, DraftingEngine
 
@@ -31,7 +39,7 @@ def tried(engine: DraftingEngine, *, beside: bool = False) -> tuple[Trial, Trial
     while verdict is None:
         assert trial.asked + trial.unanswered < trials.MOST
         try:
-            verdict = trial.ask(beside=beside)
+            verdict = trial.ask(one_at_a_time=beside)
         except NoAnswer:
             engine.under_way = 0
     return trial, verdict
@@ -75,12 +83,12 @@ def test_an_engine_that_rounds_at_random_is_opened_and_its_faults_are_seen():
 def test_prompts_fit_the_engine_and_the_edge_ones_answer_crosses_a_blocks_end():
     draw = random.Random(1)
     for block in (16, 384, 1648, 4176):
-        prompt = prompt_of("edge", FACTS._replace(block=block), draw)
-        edges = [at for at in range(block, 20_000, block) if len(prompt.ids) < at < len(prompt.ids) + ANSWER]
-        assert edges and len(prompt.ids) == prompt.hint + 1 >= 160
-    assert prompt_of("edge", FACTS._replace(block=10 * LONGEST_EDGE, longest=10**6), draw).hint == 162
+        question = question_of("edge", FACTS._replace(block=block), draw)
+        edges = [at for at in range(block, 20_000, block) if len(question.prompt) < at < len(question.prompt) + ANSWER]
+        assert edges and len(question.prompt) == question.hint + 1 >= 160
+    assert question_of("edge", FACTS._replace(block=10 * LONGEST_EDGE, longest=10**6), draw).hint == 162
     for longest, cache, vocabulary, tokens in ((268, 0, 4096, 100), (8192, 400, 300, 100), (8192, 0, 200_000, 448)):
-        ids = prompt_of("long", FACTS._replace(longest=longest, cache=cache, vocabulary=vocabulary), draw).ids
+        ids = question_of("long", FACTS._replace(longest=longest, cache=cache, vocabulary=vocabulary), draw).prompt
         assert len(ids) == tokens and min(1000, vocabulary // 4) <= min(ids) and max(ids) < min(vocabulary, 30_000)
 
 
@@ -119,8 +127,8 @@ class Scene(Turns):
             def __init__(self, own: Any, facts: Any) -> None:
                 scene.trials += 1
 
-            def ask(self, *, beside: bool) -> TrialVerdict | None:
-                scene.asked.append((scene.now, beside))
+            def ask(self, *, one_at_a_time: bool) -> TrialVerdict | None:
+                scene.asked.append((scene.now, one_at_a_time))
                 scene.now += 1.0
                 come = scene.script.pop(0)
                 if isinstance(come, Exception):

@@ -19,8 +19,8 @@ import pytest
 from engine_patches import ledger, module_source, plugin, settings
 from engine_patches.commands import patches
 from engine_patches.commands.patches import installed, main
-from engine_patches.import_hook import ImportHook
 from engine_patches.ledger import Patch, PatchRole, Platform, Shape, ShapeMismatch
+from engine_patches.module_source import ImportHook
 from engine_patches.patches import PATCHES
 from engine_patches.settings import IMAGE, SUPPORTED
 
@@ -103,7 +103,7 @@ def test_a_verdict_names_each_patch_that_does_not_fit_and_nothing_is_replaced(to
     other = dataclasses.replace(STEP, name="other", relies_on=(Shape("toy_vllm:greet", "name"),))
     elsewhere = dataclasses.replace(gone, name="elsewhere", on=Platform.CPU)
     verdict = ledger.judge([STEP, gone, other, elsewhere], Platform.GPU)
-    assert verdict.patches == 3 and [each.patch.name for each in verdict.misfits] == ["gone", "other"]
+    assert len(verdict.patches) == 3 and [each.patch.name for each in verdict.misfits] == ["gone", "other"]
     assert "toy_vllm:greet takes (name, loud)" in str(verdict.misfits[1].difference)
     assert toy.Engine.step is original
 
@@ -258,7 +258,7 @@ def test_a_check_says_whether_all_patches_fit_and_what_to_take_otherwise(
         asked.append(platform if given is PATCHES else None)
         told = [("true-states", "f no longer mentions x"), ("other", "y")][:misfits]
         found = [SimpleNamespace(patch=SimpleNamespace(name=name), difference=why) for name, why in told]
-        return SimpleNamespace(patches=9, misfits=found)
+        return SimpleNamespace(patches=range(9), misfits=found)
 
     asked: list[Platform | None] = []
     monkeypatch.setattr(patches, "judge", judge)
@@ -274,7 +274,13 @@ def test_the_ledger_is_printed_with_why_and_until_when(capsys):
     for patch, text in zip(PATCHES, told, strict=True):
         first, *lines = text.splitlines()
         assert first == f"{patch.name} ({patch.role.value})"
-        assert [line.split()[0] for line in lines] == ["target", "why", "upstream", "until"]
+        assert [line.split()[0] for line in lines] == [
+            "target",
+            "why",
+            "upstream",
+            "until",
+            *["also"] * len(patch.also),
+        ]
         assert str(patch.target) in lines[0] and patch.why in text and patch.until in text
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from engine_patches.footprint import RUNNING, WRITES
 from engine_patches.forward import step_writes
-from engine_patches.forward.remote_reads import decline_late_reads
 from engine_patches.forward.segments import _levels
 from engine_patches.forward.step_writes import StatesNotWritten, Step, Write, running_step, wrote_states
 from engine_patches.scheduler import counters, load
@@ -17,6 +16,7 @@ from engine_patches.scheduler.chunks import next_stop, run_to_the_budget
 from engine_patches.scheduler.counters import REPORT_INTERVAL, AdmittedRequest, Counters
 from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.request_state import RequestState, Wish
+from engine_patches.upstream_fixes import decline_late_reads
 
 
 @pytest.mark.parametrize("grid", [Grid(16, 16), Grid(16, 64)])

