@@ -217,7 +217,6 @@ class Checkpoints:
         if state.window:
             if counted:
                 counts.windows[state.window] += 1
-                counts.window_of.append((name, state.window))
             if states is not None and states.windows is not None:
                 states.windows.admitted(state, states.keys.state_key(request, state.heals or hit_tokens))
         if state.window == HEALED and hit_tokens < state.heals:

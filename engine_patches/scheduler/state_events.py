@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from engine_patches.scheduler.adapters import adapter_name
 from engine_patches.scheduler.cache_keys import HeldKeys
@@ -21,7 +23,7 @@ MAX_EVENTS = 4096
 NAME_BYTES = 8
 
 
-class StateStored(NamedTuple):
+class StateStored(msgspec.Struct, array_like=True, frozen=True, tag="came"):
     """The hinted request `request_id` is planned up to token `end`."""
 
     request_id: str  # vLLM's
@@ -29,17 +31,19 @@ class StateStored(NamedTuple):
     states: tuple[tuple[int, str], ...]  # those since the last event: position, and name, "" if none is found
 
 
-class StateEvicted(NamedTuple):
+class StateEvicted(msgspec.Struct, array_like=True, frozen=True, tag="gone"):
     """The state `name` can no longer be found."""
 
     name: str
 
 
-class CacheCleared(NamedTuple):
+class CacheCleared(msgspec.Struct, array_like=True, frozen=True, tag="cleared"):
     """No state can be found any more."""
 
+    why: str = ""  # "lost": it is not known which
 
-class AdapterReplaced(NamedTuple):
+
+class AdapterReplaced(msgspec.Struct, array_like=True, frozen=True, tag="adapter"):
     """What prompts with the LoRA adapter `name` left in the cache can no longer be found; its states went before."""
 
     name: str

@@ -349,7 +349,7 @@ def test_of_several_engines_behind_an_address_each_ones_feed_tells_its_gate():
     engine = replace(ENGINE, drafts=OPEN)
     worker = Worker("http://w#1", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m"))
     assert worker.draft_state == TRIAL
-    worker.draft_gate = GateReport(OPEN, "", "", read_at=1.0)
+    worker.draft_gate = GateReport(OPEN, "", read_at=1.0)
     worker.probed = replace(worker.probed, at=2.0)
     assert worker.draft_state == OPEN
 

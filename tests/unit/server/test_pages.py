@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from proxy.chat.chat import CHAT
-from proxy.fleet.probe import MODELS, Probed
-from proxy.fleet.reports import Reports
+from proxy.fleet.probe import MODELS, Probed, Reports
 from proxy.fleet.worker import BREAKER_FAILURES, GateReport, Worker
 from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from proxy.http import asgi
@@ -285,7 +284,7 @@ async def test_a_worker_that_drafts_is_on_trial_while_it_is_up_and_how_far_that_
         assert len(warnings(gateway)) == (state == "trial"), state
         assert (drafts_status(worker) or {}).get("state", "") == state
     for figures, says in (("", "trial is over."), ("7 of 7 agree", "trial is over (7 of 7 agree).")):
-        worker.draft_gate = GateReport("trial", "", figures, float("inf"))
+        worker.draft_gate = GateReport("trial", figures, float("inf"))
         set_up(worker, metrics=metrics(replace(ENGINE, drafts="trial")))
         (only,) = warnings(gateway)
         assert only.startswith("Worker worker-0 drafts") and says in only
