@@ -14,7 +14,7 @@ from proxy.bench.harness import exact, planted
 from proxy.bench.harness.client import MIN_TOKENS, Messages, TimedAnswer, ask, ask_all, complete, tokens_of
 from proxy.bench.harness.counters import PassCounter
 from proxy.bench.harness.prompts import Shared, prose, with_shared_tokens
-from proxy.boundaries.token_ids import common_prefix
+from proxy.boundaries.divergence import common_prefix
 
 UNIT = 16  # tokens; the oracle's match unit
 

@@ -9,13 +9,13 @@ Texts are kept in memory for this, bounded in bytes, and nowhere else.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from sys import getsizeof
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_digest
 
 from proxy.boundaries.layout import PromptLayout
-from proxy.boundaries.token_ids import common_prefix
 
 # Shorter shared beginnings are not worth a state of their own: some hundred tokens.
 MIN_CHARACTERS = 512
@@ -115,3 +115,18 @@ class DivergenceLearner:
     def _grow(self, node: _Node, size: int) -> None:
         node.size += size
         self.held += size
+
+
+def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Length of the longest common prefix of two lists or texts, by halving."""
+    limit = min(len(left), len(right))
+    if left[:limit] == right[:limit]:
+        return limit
+    low, high = 0, limit  # left[:low] agrees, left[:high] does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 from proxy.boundaries.renderer import Renderer, RenderFailed
 from proxy.boundaries.template_facts import DEFAULT, Role, Setting, TemplateFacts, setting_of
 from proxy.boundaries.template_probe import ends_with, learn_facts, sample
-from proxy.boundaries.token_ids import TokenIds
 
 logger = logging.getLogger("seamark.boundaries")
 
@@ -195,7 +194,7 @@ class FactsLearner:
                 return None  # the worker's own refusal of such a chat
             if len(rendered) > MAX_RENDERED:
                 return None
-            return rendered.ids() if isinstance(rendered, TokenIds) else rendered
+            return rendered
 
         async def text_of(ids: Sequence[int]) -> str | None:
             return await renderer.detokenize(model, ids) if isinstance(renderer, Detokenizer) else None

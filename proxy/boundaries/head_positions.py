@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import Found, Place
+from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.layout import REMINDER_ROLES, PromptLayout
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import Renderer, RenderFailed
@@ -123,15 +124,9 @@ class HeadPositions:
 
     async def _measured(self, head: _AskedHead, renderer: Renderer) -> int:
         """Tokens up to the place that no text behind it changes; 0 for nothing."""
-        prompt = None
-        shared = 0
-        for text in (*SENTINELS, *MERGING):
-            rendered = await renderer(head.variant(text))
-            if prompt is None:
-                prompt, shared = rendered, len(rendered)
-            else:
-                shared = min(shared, prompt.common_prefix(rendered))
-        return shared
+        prompt = await renderer(head.variant(SENTINELS[0]))
+        others = [await renderer(head.variant(text)) for text in (*SENTINELS[1:], *MERGING)]
+        return min(common_prefix(prompt, other) for other in others)
 
 
 def _head(layout: PromptLayout, place: Place) -> _AskedHead:

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, Role, TemplateFacts, Turn
-from proxy.boundaries.token_ids import common_prefix
 
 # Token ids of a chat request; None: the template refuses such a chat.
 Render = Callable[[Mapping[str, Any]], Awaitable[Sequence[int] | None]]

@@ -113,7 +113,7 @@ async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, 
     await learner.learn(renderer, renderer_id, body["model"], setting)
     facts = learner.facts(renderer_id, setting)
     found = BoundaryFinder(PositionCache(MEMORY_BYTES)).find(chat_request(body), facts, renderer_id)
-    return _as_json(found, prompt.ids())
+    return _as_json(found, prompt)
 
 
 def _reason(error: RenderFailed) -> str:

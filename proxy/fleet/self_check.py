@@ -295,7 +295,7 @@ class SelfCheck(Part):
         chat = chat_in(replay.endpoint, body, self._stored)
         if chat is None or chat.media:
             return None
-        ids = (await prompt_of(chat, worker)).ids()
+        ids = await prompt_of(chat, worker)
         prompt = ids[:most]
         entries = worker.hint(replay.found)
         hint = sorted(at for at in set(resolve(entries, ids)) if 0 < at <= len(prompt))

@@ -138,7 +138,7 @@ class PromptReader:
         if found.layout is None:
             return ReadPrompt(found)
         try:
-            prompt = (await prompt_of(chat, worker)).ids()
+            prompt = await prompt_of(chat, worker)
         except RenderFailed:
             return ReadPrompt(Found(failure="no_facts"))
         entries = found.entries()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import httpx
 
 from proxy.bench.harness.client import Messages, tokens_of
-from proxy.boundaries.token_ids import common_prefix
+from proxy.boundaries.divergence import common_prefix
 
 _SUBJECTS = (
     "The editor",

@@ -19,6 +19,7 @@ from prometheus_client import Counter
 from engine_patches.scheduler import hints
 from proxy.boundaries import head_positions
 from proxy.boundaries.boundary import Found
+from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.finder import BoundaryFinder
 from proxy.boundaries.head_positions import HEAD_SECONDS, MAX_BYTES, MAX_CHARACTERS, MAX_WAITING_OF_KEY, HeadPositions
 from proxy.boundaries.positions import PositionCache
@@ -26,7 +27,6 @@ from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_ren
 from proxy.boundaries.resolve import MAX_ENTRIES, MAX_IDS, encode_opener, first_of, last_of, resolve
 from proxy.boundaries.sentinel import MERGING, SENTINELS
 from proxy.boundaries.template_facts import Opener, TemplateFacts
-from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request
 from proxy.http.client import Unreachable
@@ -93,7 +93,7 @@ async def test_templates_that_write_tools_otherwise_are_told_apart_and_who_does_
                 raise RenderFailed("Unreachable") from Unreachable("refused")
             if body.get("tools") and tools_become is None:
                 raise RenderFailed("status 400", b"no tools")
-            return TokenIds.of([1, *([tools_become] if body.get("tools") else []), 2])
+            return [1, *([tools_become] if body.get("tools") else []), 2]
 
         return rendered
 
@@ -145,18 +145,17 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "Tide?"}], "tempe
 async def test_ids_are_read_out_of_an_answer_or_there_are_none(answer, ids):
     _, render = rendering(render=(200, answer))
     if ids:
-        assert (await render(BODY)).ids() == ids
+        assert await render(BODY) == ids
     else:
         with pytest.raises(RenderFailed):
             await render(BODY)
 
 
 @given(st.lists(st.sampled_from([1, 11, 111, 2, 22, 5])), st.integers(0, 13), st.lists(st.sampled_from([1, 11, 5])))
-def test_token_ids_compared_as_text_say_the_same_as_compared_as_numbers(left, kept, more):
+def test_a_common_prefix_is_the_longest(left, kept, more):
     right = left[:kept] + more
-    one, other = TokenIds.of(left), TokenIds.of(right)
-    assert one.common_prefix(other) == common_prefix(left, right)
-    assert (len(one), one.ids()) == (len(left), left)
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    assert common_prefix(left, right) == common_prefix(right, left) == len([*pairs])
 
 
 @pytest.mark.parametrize(
@@ -177,7 +176,7 @@ async def test_a_worker_says_what_token_ids_spell_or_nothing(status, answer, tex
 
 async def test_what_is_no_chat_is_rendered_by_its_route_or_not_at_all():
     upstream, render = rendering(**{"v1/completions/render": (200, b'{"token_ids":[3]}')})
-    assert (await render({"prompt": "x"}, "/v1/completions")).ids() == [3]
+    assert await render({"prompt": "x"}, "/v1/completions") == [3]
     with pytest.raises(RenderFailed, match="/v1/other"):
         await render({"prompt": "x"}, "/v1/other")
     assert [name for name, _ in upstream.asked] == ["v1/completions/render", "v1/other/render"]
@@ -204,13 +203,13 @@ class Characters:
         self.bodies: list[Mapping[str, Any]] = []
         self.seconds, self.error = seconds, error
 
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
         self.bodies.append(body)
         await asyncio.sleep(self.seconds)
         if self.error is not None:
             raise self.error("planned")
         text = "".join(f"<{message['role']}>{message['content']}" for message in body["messages"])
-        return TokenIds.of(map(ord, text + "<assistant>"))
+        return [*map(ord, text + "<assistant>")]
 
 
 class Gateway:

@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
 from engine_patches.commands.model import train_bpe
+from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.facts_learner import (
     COMMON_SETTINGS,
     LEARNING_SECONDS,
@@ -43,7 +44,6 @@ from proxy.boundaries.template_facts import (
     setting_of,
 )
 from proxy.boundaries.template_probe import CHATS, RICH, ends_with, learn_facts
-from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request
 from tests.harness.messages import assistant, system, user
@@ -67,11 +67,11 @@ class TemplateRenderer:
         self._template = environment.from_string(template)
         self.down = False
 
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
         await asyncio.sleep(0)
         if self.down:
             raise RenderFailed("Unreachable")
-        return TokenIds.of(self.render(body))
+        return self.render(body)
 
     async def detokenize(self, model: Any, ids: Sequence[int]) -> str | None:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
