@@ -13,11 +13,10 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
-from proxy.boundaries.boundary import Boundary, Found, Kind, LookupResult, Place
+from proxy.boundaries.boundary import Boundary, Entry, Found, Kind, LookupResult, Place, encode_opener
 from proxy.boundaries.divergence import DivergenceLearner
 from proxy.boundaries.layout import OPEN_ROLES, RESULT_ROLES, PromptLayout, layout_of
 from proxy.boundaries.positions import PositionCache
-from proxy.boundaries.resolve import Entry, encode_end, encode_opener
 from proxy.boundaries.template_facts import Opener, OpenerPlace, TemplateFacts
 from proxy.chat.chat import TOOLS, Chat, Mark, last_text_part, listed
 
@@ -108,8 +107,9 @@ class _Search:
         if (end := layout.end_before_loop) is not None:
             self._add("turn", layout.keys.after[end], None, end + 1)
         if layout.turn_key is not None and self._turn_holds():
-            tokens = self._end()
-            self._add("turn", layout.turn_key, encode_end(tokens) if tokens is not None else None, len(chat.messages))
+            end = self._end()
+            # A prompt's last token is always computed: where an answer is not asked for, one token before the end.
+            self._add("turn", layout.turn_key, -max(end, 1) if end is not None else None, len(chat.messages))
 
     def at_marks(self) -> None:
         """The ends of what a client marked for caching."""

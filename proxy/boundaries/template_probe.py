@@ -1,6 +1,6 @@
 """Learning the facts of a chat template from small chats of our own.
 
-Sentinel substitution tells where each chat parts from others like it (`proxy.boundaries.sentinel`). What stands before
+Sentinel substitution tells where each chat parts from others like it (`proxy.boundaries.positions`). What stands before
 that place in all of them is the opener. The chats differ in everything that could stand near the place: system prompt
 (none, empty, ends in a line break), last character of the answer before, tools and their order, ids, text beside a
 call, calls side by side and one after another. From chats too alike an opener would take in what they have in common.

@@ -16,12 +16,11 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from proxy.boundaries.boundary import Found, resolved_positions
+from proxy.boundaries.boundary import Found, resolve, resolved_positions
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.finder import BoundaryFinder
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
-from proxy.boundaries.resolve import resolve
 from proxy.boundaries.template_facts import setting_of
 from proxy.chat.reader import chat_request
 from proxy.commands.parser import Parser

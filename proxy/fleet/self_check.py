@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 from cachetools import FIFOCache
 from xxhash import xxh3_64_hexdigest
 
+from proxy.boundaries.boundary import resolve
 from proxy.boundaries.renderer import RenderFailed
-from proxy.boundaries.resolve import resolve
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.errors import BadRequest

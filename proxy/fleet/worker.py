@@ -11,9 +11,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from proxy.boundaries.boundary import Found
+from proxy.boundaries.boundary import Entry, Found
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
-from proxy.boundaries.resolve import Entry
 from proxy.chat.chat import CHAT, Chat
 from proxy.fleet.model_names import ListedNames, length_in
 from proxy.fleet.probe import Probed

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Counter
 
-from proxy.boundaries.boundary import Found, resolved_positions
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Entry, Found, resolved_positions
 from proxy.chat.chat import RESPONSES
 from proxy.chat.lax_values import flag
 from proxy.chat.usage import Usage, usage_of

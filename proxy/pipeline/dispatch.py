@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 
-from proxy.boundaries.boundary import Found
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Entry, Found
 from proxy.chat.responses import StoredResponses
 from proxy.errors import NoWorker
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet

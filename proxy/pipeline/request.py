@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from proxy.boundaries.boundary import Found
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Entry, Found
 from proxy.boundaries.template_facts import Setting
 from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, GENERATE, RESPONSES, Chat
 from proxy.chat.lax_values import flag, number

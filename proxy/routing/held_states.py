@@ -11,8 +11,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.boundaries.boundary import Boundary, resolved_positions
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Boundary, Entry, resolved_positions
 from proxy.http.json_body import count
 from proxy.routing.prefix_index import PrefixIndex
 

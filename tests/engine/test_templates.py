@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
+from proxy.boundaries.boundary import encode_opener, resolve
 from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer
-from proxy.boundaries.resolve import encode_opener, resolve
 from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, TemplateFacts, setting_of
 from proxy.chat.chat import CHAT
 from proxy.http.client import Upstream

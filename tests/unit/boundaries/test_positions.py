@@ -17,15 +17,20 @@ from hypothesis import strategies as st
 from prometheus_client import Counter
 
 from engine_patches.scheduler import hints
-from proxy.boundaries import head_positions
-from proxy.boundaries.boundary import Found
+from proxy.boundaries import positions as positions_module
+from proxy.boundaries.boundary import MAX_ENTRIES, MAX_IDS, Found, encode_opener, resolve
 from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.head_positions import HEAD_SECONDS, MAX_BYTES, MAX_CHARACTERS, MAX_WAITING_OF_KEY, HeadPositions
-from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.positions import (
+    HEAD_SECONDS,
+    MAX_BYTES,
+    MAX_CHARACTERS,
+    MAX_WAITING_OF_KEY,
+    TEXTS,
+    HeadPositions,
+    PositionCache,
+)
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
-from proxy.boundaries.resolve import MAX_ENTRIES, MAX_IDS, encode_opener, first_of, last_of, resolve
-from proxy.boundaries.sentinel import MERGING, SENTINELS
 from proxy.boundaries.template_facts import Opener, TemplateFacts
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request
@@ -41,9 +46,10 @@ def test_occurrences_are_those_of_the_naive_search():
         size = rng.randrange(1, 4)
         pattern = [rng.randrange(3) for _ in range(size)]
         found = [at + size for at in range(len(ids) - size + 1) if ids[at : at + size] == pattern]  # where each ends
-        assert first_of(ids, pattern) == (found[0] if found else 0)
-        for skip in range(4):
-            assert last_of(ids, pattern, skip) == (found[-1 - skip] if len(found) > skip else 0)
+        wanted = [found[0] if found else 0, *(found[-1 - skip] if len(found) > skip else 0 for skip in range(4))]
+        opener = Opener(tuple(pattern))
+        entries = [encode_opener(opener, "first"), *(encode_opener(opener, skip=skip) for skip in range(4))]
+        assert resolve(entries, ids) == wanted
 
 
 def test_the_engine_reads_the_same_entries_in_the_same_way():
@@ -192,8 +198,7 @@ async def test_each_render_that_is_asked_for_counts_once():
     assert [sample.value for family in counter.collect() for sample in family.samples if "total" in sample.name] == [2]
 
 
-# Of a place: each sentinel, and each text that may merge with what stands before it.
-RENDERS = len(SENTINELS) + len(MERGING)
+RENDERS = len(TEXTS)  # of a place
 
 
 class Characters:
@@ -283,8 +288,8 @@ async def test_a_head_that_the_worker_cannot_render_is_not_tried_again_and_holds
 
 
 async def test_all_that_is_remembered_and_waits_is_bounded(monkeypatch):
-    monkeypatch.setattr(head_positions, "MAX_KNOWN", 6)
-    monkeypatch.setattr(head_positions, "MAX_WAITING", 3)
+    monkeypatch.setattr(positions_module, "MAX_KNOWN", 6)
+    monkeypatch.setattr(positions_module, "MAX_WAITING", 3)
     gateway = Gateway()
     for _ in range(2):
         for number in range(5):
@@ -312,7 +317,7 @@ async def test_one_api_key_leaves_room_for_the_heads_of_others():
 
 @on_virtual_time
 async def test_all_renders_of_a_head_have_one_deadline(monkeypatch):
-    monkeypatch.setattr(head_positions, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
+    monkeypatch.setattr(positions_module, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
     gateway = Gateway(seconds=HEAD_SECONDS * 0.4)
     for question in ("a?", "b?"):
         gateway.ask(chat(question))

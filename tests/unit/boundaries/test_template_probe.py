@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
 from engine_patches.commands.model import train_bpe
+from proxy.boundaries.boundary import encode_opener, resolve
 from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.facts_learner import (
     COMMON_SETTINGS,
@@ -32,7 +33,6 @@ from proxy.boundaries.facts_learner import (
 from proxy.boundaries.finder import BoundaryFinder
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed
-from proxy.boundaries.resolve import encode_opener, resolve
 from proxy.boundaries.template_facts import (
     DEFAULT,
     GAP,
