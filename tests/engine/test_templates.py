@@ -165,7 +165,7 @@ async def cell_of(renderer: Renderer, facts: TemplateFacts, template: str, name:
     parting = min(common_prefix(prompt, other) for other in others)
     opener = facts.opener(shape.place, tools)
     last = [gap(opener, "last", each, parting) for each in (prompt, *others)]
-    if opener is not None and opener.text is not None and opener.exact and shape.parts is None:
+    if opener is not None and opener.text is not None and max(each or 0 for each in last) <= 1 and shape.parts is None:
         # What stands in the last text, too, is counted and skipped.
         said = f"It begins {opener.text} and then {opener.text} again."
         if (ids := await renderer.ids(shape.chat(said))) is not None:
