@@ -84,7 +84,7 @@ class PositionCache:
             self._positions.popitem(last=False)
 
 
-class _Waiting(NamedTuple):
+class _AskedHead(NamedTuple):
     key: bytes  # of the place
     bodies: list[dict[str, Any]]  # to render
     renderer: Renderer
@@ -100,7 +100,7 @@ class HeadPositions:
     def __init__(self, positions: PositionCache) -> None:
         self._positions = positions
         self._seen: OrderedDict[bytes, bool] = OrderedDict()  # by key: whether it was tried
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_AskedHead] = deque()
         self._worker: asyncio.Task[None] | None = None
 
     def learn(self, found: Found, renderer: Renderer, owner: str | None = None) -> None:
@@ -119,7 +119,7 @@ class HeadPositions:
             elif not tried and self._has_room(owner):
                 self._seen[place.key] = True
                 if bodies := _bodies(found.layout, place):
-                    self._waiting.append(_Waiting(place.key, bodies, renderer, owner))
+                    self._waiting.append(_AskedHead(place.key, bodies, renderer, owner))
         if self._waiting and (self._worker is None or self._worker.done()):
             self._worker = asyncio.create_task(self._work())
 

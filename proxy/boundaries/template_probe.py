@@ -200,7 +200,7 @@ REMINDED = (
 SAMPLES = tuple(next(chat for chat in CHATS if chat.place == place).body("Quartz") for place in ("user", "tool"))
 
 
-class Probed(NamedTuple):
+class RenderedChat(NamedTuple):
     """One chat as rendered. Prompts are texts with a character for each token id, since texts are searched fast."""
 
     chat: ProbeChat
@@ -218,7 +218,7 @@ async def _prompt(render: Render, body: Mapping[str, Any]) -> str:
     return "".join(map(chr, await render(body)))
 
 
-async def _probe(render: Render, chat: ProbeChat) -> Probed | None:
+async def _probe(render: Render, chat: ProbeChat) -> RenderedChat | None:
     """None if the template refuses such chats."""
     if not (prompt := await _prompt(render, chat.body(RICH))):
         return None
@@ -226,13 +226,13 @@ async def _probe(render: Render, chat: ProbeChat) -> Probed | None:
     if not others:
         return None
     start = min(common_prefix(prompt, other) for other in others)
-    return Probed(chat, (prompt, *others), start, *await _turn(render, chat.body(RICH), prompt, chat.following))
+    return RenderedChat(chat, (prompt, *others), start, *await _turn(render, chat.body(RICH), prompt, chat.following))
 
 
 async def _turn(
     render: Render, body: Mapping[str, Any], prompt: str, following: Sequence[Mapping[str, Any]]
 ) -> tuple[int | None, int | None]:
-    """The last two of `Probed`."""
+    """The last two of `RenderedChat`."""
     bare = await _prompt(render, {**body, "add_generation_prompt": False})
     grown = await _prompt(render, {**body, "messages": [*body["messages"], *following]})
     end = len(prompt) - common_prefix(prompt, bare) if bare else None
@@ -266,7 +266,7 @@ async def _reminder_end(render: Render) -> dict[Role, int]:
     return {"system": ends.pop()} if len(ends) == 1 else {}
 
 
-def _counts(probed: Sequence[Probed], place: OpenerPlace, tools: bool, pattern: str) -> tuple[bool, bool]:
+def _counts(probed: Sequence[RenderedChat], place: OpenerPlace, tools: bool, pattern: str) -> tuple[bool, bool]:
     """The last two of `Opener`."""
     if place in ("tool", "results"):
         return False, False
@@ -278,7 +278,7 @@ def _counts(probed: Sequence[Probed], place: OpenerPlace, tools: bool, pattern: 
     return all(chat.has_results or bool(chat.tools) != tools for chat in strays), not strays
 
 
-def _ends(probed: Sequence[Probed]) -> dict[Role, int]:
+def _ends(probed: Sequence[RenderedChat]) -> dict[Role, int]:
     """Tokens behind the last message, by its role, where that is one number."""
     found: dict[Role, set[int]] = {}
     for each in probed:
@@ -287,7 +287,7 @@ def _ends(probed: Sequence[Probed]) -> dict[Role, int]:
     return {role: ends.pop() for role, ends in found.items() if len(ends) == 1}
 
 
-def _broken(probed: Sequence[Probed]) -> frozenset[Turn]:
+def _broken(probed: Sequence[RenderedChat]) -> frozenset[Turn]:
     """Turns of which the next request keeps less than up to their end; one token may merge with what follows."""
     ends = _ends(probed)
     return frozenset(
@@ -297,7 +297,7 @@ def _broken(probed: Sequence[Probed]) -> frozenset[Turn]:
     )
 
 
-def _openers(probed: Sequence[Probed]) -> dict[tuple[OpenerPlace, bool], str]:
+def _openers(probed: Sequence[RenderedChat]) -> dict[tuple[OpenerPlace, bool], str]:
     """Each place's opener. What serves all user texts is preferred: it was seen in most chats."""
     users = [each for each in probed if each.chat.role == "user"]
     found: dict[tuple[OpenerPlace, bool], str] = {}
@@ -324,7 +324,7 @@ def _openers(probed: Sequence[Probed]) -> dict[tuple[OpenerPlace, bool], str]:
     return found
 
 
-def _news(users: Sequence[Probed]) -> list[Probed]:
+def _news(users: Sequence[RenderedChat]) -> list[RenderedChat]:
     """Chats with a later question; `start` is where a new conversation with the same head would part from each."""
     found = []
     for each in users:
@@ -335,7 +335,7 @@ def _news(users: Sequence[Probed]) -> list[Probed]:
     return found
 
 
-def _gap(each: Probed, pattern: str, find: Callable[[str, str], int] = str.rfind) -> int:
+def _gap(each: RenderedChat, pattern: str, find: Callable[[str, str], int] = str.rfind) -> int:
     """Tokens between an occurrence of `pattern`, the last one, and the place; -1: it is not there, or too far off."""
     at = find(each.prompt, pattern)
     gap = each.start - at - len(pattern)
@@ -344,7 +344,7 @@ def _gap(each: Probed, pattern: str, find: Callable[[str, str], int] = str.rfind
 
 def _best(
     patterns: Iterable[str | None],
-    there: Sequence[Probed],
+    there: Sequence[RenderedChat],
     most: int = GAP,
     find: Callable[[str, str], int] = str.rfind,
 ) -> str | None:
@@ -357,7 +357,7 @@ def _best(
     return min(worst, key=worst.__getitem__, default=None)  # of equal ones the first
 
 
-def _common(chats: Sequence[Probed]) -> str | None:
+def _common(chats: Sequence[RenderedChat]) -> str | None:
     """What stands before the last text in all chats and leads nearest to it; of equally near ones the longest."""
     if len(chats) < MIN_CHATS:
         return None
