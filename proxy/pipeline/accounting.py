@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from prometheus_client import Counter
 
 from proxy.boundaries.boundary import Entry, Found, resolved_positions
-from proxy.chat.chat import RESPONSES
-from proxy.chat.lax_values import flag
+from proxy.chat.chat import RESPONSES, flag
 from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from proxy.chat.chat import CHAT, HINTED, MESSAGES, REPORTING, RESPONSES
+from proxy.chat.chat import CHAT, HINTED, MESSAGES, RESPONSES
 from proxy.chat.through_chat import has_reminders
 from proxy.chat.usage import PassingUsage, Usage, usage_of
 from proxy.errors import GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent
@@ -113,7 +113,7 @@ class ResponseRelay:
     async def _send(self, request: ProxiedRequest, lease: Lease) -> Answer:
         """Send to the leased worker, and to another one if that has not taken it, as `RETRIES` says."""
         client = request.client
-        is_read = client.endpoint in REPORTING and not self._leaves_unchanged
+        is_read = client.endpoint in HINTED and not self._leaves_unchanged
         headers = [
             *(asgi.unencoded(client.headers) if is_read else client.headers),
             request.engine_id_header,
@@ -197,7 +197,7 @@ class ResponseRelay:
         self._judge(request, worker, answer.status)
         if lease.seeks_on(answer.status):
             return NOT_STORED, answer
-        if client.endpoint in REPORTING and answer.status in (200, 404) and request.response_id is None:
+        if client.endpoint in HINTED and answer.status in (200, 404) and request.response_id is None:
             self._pool.answered_name(worker, request.model, taken=answer.status == 200)
         return (REFUSED, answer) if answer.status in NOT_TAKEN and client.method == "POST" else answer
 
@@ -247,7 +247,7 @@ class ResponseRelay:
     ) -> None:
         """The answer, from first to last byte. One that is encoded is not read, and nothing can be put into it."""
         kind = response.header("content-type") or ""
-        is_reported = request.client.endpoint in REPORTING
+        is_reported = request.client.endpoint in HINTED
         if response.is_encoded:
             await self._stream(request, lease, response, send, watch)
             if is_reported:

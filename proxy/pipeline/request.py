@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proxy.boundaries.boundary import Entry, Found
 from proxy.boundaries.template_facts import Setting
-from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, GENERATE, RESPONSES, Chat
-from proxy.chat.lax_values import flag, number
+from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, GENERATE, RESPONSES, Chat, flag, number
 from proxy.chat.through_chat import chat_of
 from proxy.chat.usage import Usage
 from proxy.errors import BadRequest, NotFound
