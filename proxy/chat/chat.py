@@ -20,9 +20,6 @@ COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 
-# Boundaries are sought in requests to these, and their answers report cached tokens.
-HINTED = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES})
-
 # Of token ids, with sampling parameters as the engine has them.
 GENERATE = "/inference/v1/generate"
 
@@ -41,11 +38,6 @@ OUTSIDE_V1 = frozenset(
         GENERATE,
     }
 )
-
-ENDPOINTS = HINTED | OUTSIDE_V1 | {"/v1/embeddings"}
-
-# Streams of these report tokens if they are asked to; the others always do.
-ASKED_FOR_USAGE = frozenset({CHAT, COMPLETIONS})
 
 # In `Mark.message`: the mark stands on a tool.
 TOOLS = -1

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from proxy.chat.chat import CHAT, HINTED, MESSAGES, RESPONSES
+from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
+from proxy.chat.reader import HINTED
 from proxy.chat.through_chat import has_reminders
 from proxy.chat.usage import PassingUsage, Usage, usage_of
 from proxy.errors import GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent

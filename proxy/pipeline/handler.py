@@ -13,7 +13,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from proxy.chat.chat import HINTED
+from proxy.chat.reader import HINTED
 from proxy.errors import (
     BadRequest,
     GatewayError,

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from proxy.chat.chat import COMPLETIONS
+from proxy.chat.reader import HINTED
 from proxy.errors import NoWorker
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Slot, Worker
@@ -32,14 +33,6 @@ TRANSFER = TRANSFERS[0]
 
 # vLLM's word to a prefill worker, and the plugin's: the other worker goes by the number of tokens that were computed.
 PREFILL: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "seamark_stops": True}
-
-# What the first call sets: one token, in one piece, kept nowhere.
-_ONE_TOKEN: Mapping[str, Mapping[str, Any]] = {
-    CHAT: {"max_tokens": 1, "max_completion_tokens": 1},
-    COMPLETIONS: {"max_tokens": 1},
-    MESSAGES: {"max_tokens": 1},
-    RESPONSES: {"max_output_tokens": 1, "store": False},
-}
 
 # What asks for more of an answer than its one token has, or forbids so short a one.
 _LEFT_OUT = ("stream_options", "logprobs", "top_logprobs", "min_tokens")
@@ -140,7 +133,7 @@ class Prefills:
         body, client = request.body, request.client
         put: dict[str, Any] = {"stream": False, TRANSFER: PREFILL} | {
             name: value
-            for name, value in _ONE_TOKEN[client.endpoint].items()
+            for name, value in HINTED[client.endpoint].one_token.items()
             if name != "max_completion_tokens" or name in body.parsed
         }
         raw = body.for_prefill(worker.hint(request.prompt.found), put, _LEFT_OUT)
@@ -186,7 +179,7 @@ class Prefills:
         self, request: ProxiedRequest, decoder: Worker, params: dict[str, Any], headers: asgi.HeaderList
     ) -> None:
         """Have `decoder` take a prompt that nobody waits for: no other word reaches the worker that computed it."""
-        put = {"stream": False, TRANSFER: params, **_ONE_TOKEN[request.client.endpoint]}
+        put = {"stream": False, TRANSFER: params, **HINTED[request.client.endpoint].one_token}
         raw = request.body.for_prefill((), put, _LEFT_OUT)
         try:
             response = await self._upstream.send(
@@ -222,7 +215,7 @@ async def _params_in(response: Answer) -> dict[str, Any] | None:
 def _is_suitable(request: ProxiedRequest, decoder: Worker) -> bool:
     """Whether its prompt is one, is computed once, and may be computed elsewhere."""
     client, body = request.client, request.body.parsed
-    if client.method != "POST" or client.endpoint not in _ONE_TOKEN or not body:
+    if client.method != "POST" or client.endpoint not in HINTED or not body:
         return False
     if decoder.engine is None or not decoder.engine.loads_prefills or not decoder.takes_hints:
         return False

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proxy.boundaries.boundary import Entry, Found
 from proxy.boundaries.template_facts import Setting
-from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, GENERATE, RESPONSES, Chat, flag, number
+from proxy.chat.chat import GENERATE, RESPONSES, Chat, flag, number
+from proxy.chat.reader import ENDPOINTS, HINTED
 from proxy.chat.through_chat import chat_of
 from proxy.chat.usage import Usage
 from proxy.errors import BadRequest, NotFound
@@ -132,7 +133,8 @@ class RequestBody:
             if client.endpoint == RESPONSES:
                 self._drop("request_id")  # a response is stored by it, and may be another's
             parsed["cache_salt"] = self.put["cache_salt"] = client.key.salt
-        if asks_usage and client.endpoint in ASKED_FOR_USAGE and flag(parsed.get("stream")):
+        route = HINTED.get(client.endpoint) if asks_usage else None
+        if route is not None and route.asks_usage and flag(parsed.get("stream")):
             options = {} if parsed.get("stream_options") is None else parsed["stream_options"]
             if isinstance(options, dict) and flag(options.get("include_usage")) is False:
                 # vLLM heeds this one beside the other alone, so that the client's means nothing.

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from proxy.boundaries.boundary import resolve
 from proxy.boundaries.divergence import common_prefix
-from proxy.chat.chat import CHAT, COMPLETIONS, HINTED, MESSAGES, RESPONSES
-from proxy.chat.reader import chat_in
+from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from proxy.chat.reader import HINTED, chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.version import version
 
