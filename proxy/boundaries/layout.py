@@ -55,10 +55,8 @@ class PromptLayout(NamedTuple):
         roles = self.chat.roles
         if roles[self.last] == "user":
             return None
-        user = next((i for i in range(self.last - 1, -1, -1) if roles[i] == "user"), None)
-        if user is None:
-            return None
-        return next(i for i in range(user, self.last) if roles[i + 1] not in REMINDER_ROLES)
+        user = next((i for i in range(self.last - 1, -1, -1) if roles[i] == "user"), self.last)
+        return next((i for i in range(user, self.last) if roles[i + 1] not in REMINDER_ROLES), None)
 
     def opener_key(self, index: int) -> bytes:
         """Key up to where the content of message `index` begins, whatever that content is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -37,9 +38,6 @@ PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
     },
 }
-
-TOKENIZE = "/tokenize"
-DETOKENIZE = "/detokenize"
 
 # The fields of a chat that `/tokenize` reads; it refuses no others.
 TOKENIZE_FIELDS = (
@@ -112,7 +110,7 @@ class WorkerRenderer:
                 return _ids_in(status, answer, "token_ids")
         if path != CHAT:
             raise RenderFailed(f"no route renders {path}")
-        status, answer = await self._post(TOKENIZE, {name: body[name] for name in TOKENIZE_FIELDS if name in body})
+        status, answer = await self._post("/tokenize", {name: body[name] for name in TOKENIZE_FIELDS if name in body})
         ids = _ids_in(status, answer, "tokens")
         self._has_render_route = False  # the refusal was of the route: this request itself is fine
         return ids
@@ -120,7 +118,7 @@ class WorkerRenderer:
     async def detokenize(self, model: Any, ids: Sequence[int]) -> str | None:
         """The text of these ids, special tokens included; None if the worker has no route for that."""
         try:
-            status, answer = await self._post(DETOKENIZE, {"model": model, "tokens": list(ids)})
+            status, answer = await self._post("/detokenize", {"model": model, "tokens": list(ids)})
             text = loads(answer)["prompt"] if status == 200 else None
         except (RenderFailed, ValueError, KeyError, TypeError):
             return None
@@ -157,18 +155,18 @@ async def identify_renderer(renderer: Renderer, model: Any) -> bytes | None:
 
     None, too, if the worker does not answer: by what it rendered so far it would seem to be another one than its like.
     """
-    for messages in PROBES:
+
+    async def rendered(**body: Any) -> list[int]:
         try:
-            ids = await renderer({"model": model, "messages": messages})
+            return await renderer({"model": model, **body})
         except RenderFailed as error:
             if error.__cause__ is not None:
-                return None
-            continue
-        try:
-            with_tool = await renderer({"model": model, "messages": messages, "tools": [PROBE_TOOL]})
-        except RenderFailed as error:
-            if error.__cause__ is not None:
-                return None
-            with_tool = []
-        return xxh3_128_digest(canonical([ids, with_tool]))
+                raise
+            return []  # the worker's own refusal
+
+    with suppress(RenderFailed):
+        for messages in PROBES:
+            if ids := await rendered(messages=messages):
+                with_tool = await rendered(messages=messages, tools=[PROBE_TOOL])
+                return xxh3_128_digest(canonical([ids, with_tool]))
     return None

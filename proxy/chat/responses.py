@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 from cachetools import FIFOCache
 
@@ -155,11 +155,6 @@ def _continues(item: Any) -> bool:
     return item.get("status") in ("in_progress", "incomplete")
 
 
-class _Stored(NamedTuple):
-    messages: list[dict[str, Any]]
-    size: int  # bytes
-
-
 class StoredResponses:
     """What is known of the responses that workers store, by their ids and by whose they are: the names of API keys.
 
@@ -168,7 +163,8 @@ class StoredResponses:
 
     def __init__(self, size: int, most: int = MAX_RESPONSES) -> None:
         """`size` of the chats in bytes, 0 to keep none; of `most` responses the worker is known."""
-        self._chats: FIFOCache[bytes, _Stored] = FIFOCache(size, getsizeof=lambda stored: stored.size)
+        # Messages by name; measured once, when they are put.
+        self._chats: FIFOCache[bytes, list[dict[str, Any]]] = FIFOCache(size, getsizeof=_size_of)
         self._boots: OrderedDict[bytes, str] = OrderedDict()  # of their workers, oldest first
         self._most = most
         self.on_kept: Callable[[bytes, str], None] | None = None  # other gateways learn of it there
@@ -191,9 +187,8 @@ class StoredResponses:
         for item in listed(answer.get("output")):
             if isinstance(item, dict) and item.get("type") == "message":  # vLLM carries over the texts only
                 messages += [{"role": "assistant", "content": text} for text in _texts(listed(item.get("content")))]
-        size = memory_of(messages, 0, sys.maxsize).size
         with suppress(ValueError):  # larger than all that may be kept
-            self._chats[name] = _Stored(messages, size)
+            self._chats[name] = messages
 
     def keep(self, response_id: Any, boot: str, owner: str | None) -> bytes | None:
         """The worker booted as `boot` stores that response of `owner`. Returns its name, None if the id is unsound."""
@@ -213,13 +208,16 @@ class StoredResponses:
     def chat(self, response_id: Any, owner: str | None = None) -> list[dict[str, Any]] | None:
         """The messages up to the end of that response, None if `owner` has none such, or it is unknown."""
         name = _known_as(response_id, owner)
-        found = self._chats.get(name) if name is not None else None
-        return found.messages if found is not None else None
+        return self._chats.get(name) if name is not None else None
 
     def boot(self, response_id: Any, owner: str | None = None) -> str | None:
         """The worker that stores that response of `owner`: another one would not know it. None if that is unknown."""
         name = _known_as(response_id, owner)
         return self._boots.get(name) if name is not None else None
+
+
+def _size_of(messages: list[dict[str, Any]]) -> int:
+    return memory_of(messages, 0, sys.maxsize).size
 
 
 def _known_as(response_id: Any, owner: str | None) -> bytes | None:
