@@ -20,16 +20,13 @@ from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.template_facts import Opener, OpenerPlace, TemplateFacts
 from proxy.chat.chat import TOOLS, Chat, Mark, last_text_part, listed
 
-# Marks of one request that count; the APIs that have them allow four.
-MAX_MARKS = 8
+MAX_MARKS = 8  # of one request that count; the APIs that have them allow four
+MAX_MESSAGES = 20_000  # of a chat in which boundaries are sought; a longer one is forwarded without
 
 # Questions before the last one at which a prompt may part from one that is seen for the first time: clients that put
 # documents or examples into user messages change the later ones. In a conversation each was the last one once, and has
 # its state already.
 EARLIER_QUESTIONS = 2
-
-# Messages of a chat in which boundaries are sought; a longer one is forwarded without.
-MAX_MESSAGES = 20_000
 
 
 class BoundaryFinder:
@@ -227,9 +224,9 @@ class _Search:
         )
 
     def _head_moves(self) -> bool:
-        """Whether the template has moved tools and system prompt since the first question was the last one.
+        """Whether the template writes tools and system prompt into the last user message, so that they have moved.
 
-        Some write them into the last user message. Then what was told of this head in a shorter chat is not true here.
+        What was told of this head in a shorter chat is not true here then.
         """
         layout = self._layout
         if self._facts is None or layout.alone or not (layout.first or self._tools):
@@ -253,17 +250,15 @@ class _Search:
         layout, roles = self._layout, self._layout.chat.roles
         if self._facts is None:
             return None
-        tool = roles[index] != "user"
         place: OpenerPlace = "alone" if layout.alone else "user"
-        if tool:
+        if is_result := roles[index] != "user":
             place = "results" if index and roles[index - 1] in RESULT_ROLES else "tool"
-        opener = self._facts.opener(place, tools=self._tools)
-        if opener is None:
+        if (opener := self._facts.opener(place, tools=self._tools)) is None:
             return None
         behind = [role for role in roles[index + 1 :] if role in OPEN_ROLES]
         later = behind.count("user")
         is_told = opener.no_tool or (opener.per_user and later == len(behind) and not self._tools)
-        if behind and (tool or not is_told):
+        if behind and (is_result or not is_told):
             return None  # how often it stands behind this place is not known
         return encode_opener(opener, "last", later + self._texts_hold(opener, index, len(roles)))
 

@@ -41,9 +41,7 @@ MAX_ARGUMENTS = 32_768
 MARKS = ("cache_control", "prompt_cache_breakpoint")
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
 _encode_fast = msgspec.json.Encoder().encode
-
 _decode = msgspec.json.Decoder().decode
 
 

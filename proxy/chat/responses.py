@@ -16,12 +16,10 @@ from proxy.chat.chat import RESPONSES, Chat, Mark, listed, marked
 from proxy.http.json_body import memory_of
 
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+TEXT_PARTS = ("input_text", "output_text", "text")
 
-# Responses whose worker is remembered; some 200 bytes each.
-MAX_RESPONSES = 65_536
-
+MAX_RESPONSES = 65_536  # whose worker is remembered; some 200 bytes each
 NAME_BYTES = 16
-
 MAX_ID_CHARACTERS = 256  # of a response; vLLM's have some 30, those of a gateway with keys 69
 
 # What vLLM shows a template of a tool that takes free text.
@@ -31,8 +29,6 @@ CUSTOM_PARAMETERS = {
     "required": ["input"],
     "additionalProperties": False,
 }
-
-TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def responses_request(body: Mapping[str, Any], previous: Sequence[Any] | None = None) -> Chat | None:
