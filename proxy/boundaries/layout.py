@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from proxy.chat.canonical import MARKS, Keys, canonical, chat_keys, digest, without_marks
+from proxy.chat.canonical import Keys, canonical, chat_keys, digest, other_fields, without_marks
 from proxy.chat.chat import Chat, Mark
 
 # Roles of what tools answered, and all whose text a client writes for each request.
@@ -70,14 +70,9 @@ class PromptLayout(NamedTuple):
     def part_key(self, mark: Mark) -> bytes:
         """Key up to the end of a content part that a client marked."""
         message = self.chat.messages[mark.message]
-        beside = {
-            name: message[name]
-            for name in sorted(message)
-            if name not in ("content", *MARKS) and message[name] not in (None, [])
-        }
         parts = message["content"][: (mark.part or 0) + 1]
         before = self.keys.after[mark.message - 1] if mark.message else self.keys.head
-        return digest("part", before, canonical([beside, [without_marks(part) for part in parts]]))
+        return digest("part", before, canonical([other_fields(message), [without_marks(part) for part in parts]]))
 
 
 def layout_of(chat: Chat, renderer_id: bytes) -> PromptLayout | None:
