@@ -30,7 +30,7 @@ EARLIER_QUESTIONS = 2
 
 
 class BoundaryFinder:
-    """Finds boundaries, given the facts of a template. One per gateway."""
+    """Finds boundaries, given the facts of a template."""
 
     def __init__(self, positions: PositionCache, learner: DivergenceLearner | None = None) -> None:
         """With a `learner`, beginnings inside texts that recent requests shared are known to the choice of a worker."""
@@ -89,6 +89,7 @@ class _Search:
         # Beginnings that end inside a message: content parts and characters before their end, and their key.
         self._inside: dict[int, list[tuple[int, int, bytes]]] = {}
         self._unplaced: list[Place] = []
+        self._end: int | None = None  # tokens behind the last message, if that ends a turn
 
     def between_messages(self) -> None:
         """The ends of the system prompt, of what precedes the last text, and of turns."""
@@ -108,8 +109,10 @@ class _Search:
         if (end := layout.end_before_loop) is not None:
             self._add("turn", layout.keys.after[end], None, end + 1)
         if layout.turn_key is not None and self._turn_holds():
-            end = self._end()
-            self._add("turn", layout.turn_key, -end if end is not None else None, len(chat.messages))
+            end = self._facts.end(self._last_role) if self._facts is not None else None
+            # A prompt's last token is always computed, so nothing is found behind it.
+            self._end = max(end, 1) if end is not None else None
+            self._add("turn", layout.turn_key, -self._end if self._end is not None else None, len(chat.messages))
 
     def at_marks(self) -> None:
         """The ends of what a client marked for caching."""
@@ -165,7 +168,7 @@ class _Search:
             failure,
             layout,
             renderer_id,
-            self._end() if self._facts is not None and self._facts.is_own else None,  # else good for a hint only
+            self._end if self._facts is not None and self._facts.is_own else None,  # else good for a hint only
             tuple(self._unplaced),
         )
 
@@ -208,13 +211,6 @@ class _Search:
         """A client may write anything as a role."""
         role = self._layout.chat.roles[-1]
         return role if isinstance(role, str) else ""
-
-    def _end(self) -> int | None:
-        """Tokens behind the last message, None if unknown. A prompt's last token is always computed: at least one."""
-        if self._facts is None or self._layout.turn_key is None or not self._turn_holds():
-            return None
-        end = self._facts.end(self._last_role)
-        return max(end, 1) if end is not None else None
 
     def _turn_holds(self) -> bool:
         roles, facts = self._layout.chat.roles, self._facts

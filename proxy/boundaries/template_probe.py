@@ -311,7 +311,7 @@ def _openers(probed: Sequence[RenderedChat]) -> dict[tuple[OpenerPlace, bool], s
             if best := _best(map(_common, (users, own, same_place, there)), there, most=1):
                 found[place, tools] = best
         patterns = [found[place, tools] for place in places if (place, tools) in found]
-        if best := _best(patterns, _news(own), most=1, find=str.find):
+        if best := _best(patterns, _at_first_question(own), most=1, find=str.find):
             found["first", tools] = best
     loops = [each for each in probed if each.chat.role == "tool"]
     both = _common(loops)
@@ -324,7 +324,7 @@ def _openers(probed: Sequence[RenderedChat]) -> dict[tuple[OpenerPlace, bool], s
     return found
 
 
-def _news(users: Sequence[RenderedChat]) -> list[RenderedChat]:
+def _at_first_question(users: Sequence[RenderedChat]) -> list[RenderedChat]:
     """Chats with a later question; `start` is where a new conversation with the same head would part from each."""
     found = []
     for each in users:

@@ -188,7 +188,7 @@ class StoredResponses:
 
     def keep(self, response_id: Any, boot: str, owner: str | None) -> bytes | None:
         """The worker booted as `boot` stores that response of `owner`. Returns its name, None if the id is unsound."""
-        name = _known_as(response_id, owner)
+        name = _stored_name(response_id, owner)
         if name is not None and self._boots.get(name) != boot:
             self.keep_remote(name, boot)
             if self.on_kept is not None:
@@ -203,12 +203,12 @@ class StoredResponses:
 
     def chat(self, response_id: Any, owner: str | None = None) -> list[dict[str, Any]] | None:
         """The messages up to the end of that response, None if `owner` has none such, or it is unknown."""
-        name = _known_as(response_id, owner)
+        name = _stored_name(response_id, owner)
         return self._chats.get(name) if name is not None else None
 
     def boot(self, response_id: Any, owner: str | None = None) -> str | None:
         """The worker that stores that response of `owner`: another one would not know it. None if that is unknown."""
-        name = _known_as(response_id, owner)
+        name = _stored_name(response_id, owner)
         return self._boots.get(name) if name is not None else None
 
 
@@ -216,7 +216,7 @@ def _size_of(messages: list[dict[str, Any]]) -> int:
     return memory_of(messages, 0, sys.maxsize).size
 
 
-def _known_as(response_id: Any, owner: str | None) -> bytes | None:
+def _stored_name(response_id: Any, owner: str | None) -> bytes | None:
     """A hash of both, which nobody can steer: one key's response has no name under which another could find it."""
     if not isinstance(response_id, str) or len(response_id) > MAX_ID_CHARACTERS:
         return None
