@@ -254,7 +254,7 @@ async def learn_facts(render: Render, detokenize: Detokenize) -> TemplateFacts |
     return TemplateFacts(_ends(probed) | await _reminder_end(render), openers, _broken(probed))
 
 
-async def _reminder_end(render: Render) -> dict[Role, int]:
+async def _reminder_end(render: Render) -> dict[str, int]:
     """Tokens behind a reminder that ends a chat, if that is one number, and the turn stays once it is answered."""
     ends: set[int] = set()
     for body in REMINDED:
@@ -278,9 +278,9 @@ def _counts(probed: Sequence[RenderedChat], place: OpenerPlace, tools: bool, pat
     return all(chat.has_results or bool(chat.tools) != tools for chat in strays), not strays
 
 
-def _ends(probed: Sequence[RenderedChat]) -> dict[Role, int]:
+def _ends(probed: Sequence[RenderedChat]) -> dict[str, int]:
     """Tokens behind the last message, by its role, where that is one number."""
-    found: dict[Role, set[int]] = {}
+    found: dict[str, set[int]] = {}
     for each in probed:
         if each.end is not None:
             found.setdefault(each.chat.role, set()).add(each.end)
