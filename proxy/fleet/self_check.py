@@ -21,8 +21,8 @@ from typing import NamedTuple
 from cachetools import FIFOCache
 from xxhash import xxh3_64_hexdigest
 
+from proxy.boundaries.boundary import resolve
 from proxy.boundaries.renderer import RenderFailed
-from proxy.boundaries.resolve import resolve
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.errors import BadRequest
@@ -261,7 +261,7 @@ class SelfCheck(Part):
         chat = chat_in(replay.endpoint, body, self._stored)
         if chat is None or chat.media:
             return None
-        ids = (await prompt_of(chat, worker)).ids()
+        ids = await prompt_of(chat, worker)
         prompt = ids[:most]
         entries = worker.hint(replay.found)
         hint = sorted(at for at in set(resolve(entries, ids)) if 0 < at <= len(prompt))

@@ -11,10 +11,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from proxy.boundaries.boundary import Found
+from proxy.boundaries.boundary import Entry, Found
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
-from proxy.boundaries.resolve import Entry
-from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, Chat
 from proxy.fleet.model_names import ListedNames, length_in
 from proxy.fleet.probe import ASLEEP, Probed
@@ -392,10 +390,10 @@ def _at_this_machine(address: str) -> str:
     return parts._replace(netloc=f":{parts.port}").geturl() if parts.hostname in LOCALHOST else ""
 
 
-async def prompt_of(chat: Chat, worker: Worker) -> TokenIds:
+async def prompt_of(chat: Chat, worker: Worker) -> list[int]:
     """The prompt as the worker computes it. Raises `RenderFailed`."""
     if chat.ids is not None:
-        return TokenIds.of(chat.ids)
+        return list(chat.ids)
     try:
         return await worker.renderer(chat.asked, chat.path)
     except RenderFailed:

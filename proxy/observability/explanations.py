@@ -10,8 +10,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from proxy.boundaries.boundary import resolved_positions
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Entry, resolved_positions
 
 MAX_REQUESTS = 10_000  # explained, the last ones
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.layout import PromptLayout
-from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.canonical import HEAD_FIELDS, canonical, head_of, own_hash
 from proxy.chat.chat import MESSAGES, listed
 from proxy.idle_work import Steps

@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from proxy.boundaries.boundary import Found, resolved_positions
-from proxy.boundaries.resolve import Entry
-from proxy.chat.chat import RESPONSES
-from proxy.chat.lax_values import flag
+from proxy.boundaries.boundary import Entry, Found, resolved_positions
+from proxy.chat.chat import RESPONSES, flag
 from proxy.chat.usage import Usage
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool

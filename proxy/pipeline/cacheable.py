@@ -12,8 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
-from proxy.chat.lax_values import flag
+from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES, flag
 from proxy.http import asgi
 from proxy.pipeline.exchange import Exchange, choices_of
 

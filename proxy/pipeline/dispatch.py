@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from proxy.boundaries.boundary import Found
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Entry, Found
 from proxy.chat.responses import StoredResponses
 from proxy.errors import NoWorker
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet

@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from proxy.boundaries.boundary import Found
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Entry, Found
 from proxy.boundaries.template_facts import TemplateFacts
-from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, GENERATE, RESPONSES, Chat
-from proxy.chat.lax_values import flag, number
+from proxy.chat.chat import GENERATE, RESPONSES, Chat, flag, number
+from proxy.chat.reader import ENDPOINTS, HINTED
 from proxy.chat.through_chat import chat_of
 from proxy.chat.usage import Usage
 from proxy.errors import BadRequest, NotFound
@@ -116,7 +115,8 @@ class Body:
             if head.endpoint == RESPONSES:
                 self._drop("request_id")  # a response is stored by it, and may be another's
             parsed["cache_salt"] = self.put["cache_salt"] = head.key.salt
-        if asks_usage and head.endpoint in ASKED_FOR_USAGE and flag(parsed.get("stream")):
+        route = HINTED.get(head.endpoint) if asks_usage else None
+        if route is not None and route.asks_usage and flag(parsed.get("stream")):
             options = {} if parsed.get("stream_options") is None else parsed["stream_options"]
             if isinstance(options, dict) and flag(options.get("include_usage")) is False:
                 # vLLM heeds this one beside the other alone, so that the client's means nothing.

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from proxy.chat.chat import CHAT, HINTED, MESSAGES, REPORTING, RESPONSES
+from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
+from proxy.chat.reader import HINTED
 from proxy.chat.through_chat import MessageStream, error_of, has_reminders, message_of
 from proxy.chat.usage import PassingUsage, Usage, usage_of
 from proxy.errors import GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent
@@ -114,7 +115,7 @@ class ResponseRelay:
     async def _send(self, lease: Lease) -> Answer:
         """Send to the leased worker, and to another one if that has not taken it, as `RETRIES` says."""
         exchange, head = lease.exchange, lease.exchange.head
-        is_read = head.endpoint in REPORTING and not self._settings.shadow
+        is_read = head.endpoint in HINTED and not self._settings.shadow
         headers = [
             *(asgi.unencoded(head.headers) if is_read else head.headers),
             exchange.engine_id_header,
@@ -201,7 +202,7 @@ class ResponseRelay:
                 self._record_failure(lease)
         if self._dispatcher.seeks_on(exchange, worker, answer.status):
             return NOT_STORED, answer
-        if head.endpoint in REPORTING and answer.status in (200, 404) and exchange.response_id is None:
+        if head.endpoint in HINTED and answer.status in (200, 404) and exchange.response_id is None:
             self._pool.answered_name(worker, exchange.model, taken=answer.status == 200)
         return (REFUSED, answer) if answer.status in NOT_TAKEN and head.method == "POST" else answer
 
@@ -239,14 +240,14 @@ class ResponseRelay:
         if not response.is_encoded and kind.startswith(EVENT_STREAM):
             await self._stream_events(lease, response)
             return
-        if head.endpoint in REPORTING and not response.is_encoded and is_json and has_body:
+        if head.endpoint in HINTED and not response.is_encoded and is_json and has_body:
             await self._answer_whole(lease, response)
             return
         usage = await self._pass_on(lease, response, [])
         if head.method == "POST" and response.status == 200 and is_json:
             self._accounting.used(exchange, usage)
         await exchange.send({"type": "http.response.body", "body": b""})
-        if head.endpoint in REPORTING and response.is_encoded:
+        if head.endpoint in HINTED and response.is_encoded:
             self._accounting.reported(exchange, RequestOutcome(response.status))
 
     async def _pass_on(self, lease: Lease, response: Answer, collected: list[bytes]) -> Usage | None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.chat.chat import HINTED
+from proxy.chat.reader import HINTED
 from proxy.errors import (
     BadRequest,
     GatewayError,

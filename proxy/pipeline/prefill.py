@@ -17,7 +17,8 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from proxy.chat.chat import COMPLETIONS
+from proxy.chat.reader import HINTED
 from proxy.errors import NoWorker
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Slot, Worker
@@ -35,14 +36,6 @@ TRANSFER = TRANSFERS[0]
 
 # vLLM's word to a prefill worker, and the plugin's: the other worker goes by the number of tokens that were computed.
 PREFILL: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "seamark_stops": True}
-
-# What the first call sets: one token, in one piece, kept nowhere.
-_ONE_TOKEN: Mapping[str, Mapping[str, Any]] = {
-    CHAT: {"max_tokens": 1, "max_completion_tokens": 1},
-    COMPLETIONS: {"max_tokens": 1},
-    MESSAGES: {"max_tokens": 1},
-    RESPONSES: {"max_output_tokens": 1, "store": False},
-}
 
 # What asks for more of an answer than its one token has, or forbids so short a one.
 _LEFT_OUT = ("stream_options", "logprobs", "top_logprobs", "min_tokens")
@@ -142,7 +135,7 @@ class Prefills:
         body = exchange.body
         put: dict[str, Any] = {"stream": False, TRANSFER: PREFILL} | {
             name: value
-            for name, value in _ONE_TOKEN[exchange.head.endpoint].items()
+            for name, value in HINTED[exchange.head.endpoint].one_token.items()
             if name != "max_completion_tokens" or name in body.parsed
         }
         raw = body.for_prefill(worker.hint(exchange.prompt.found), put, _LEFT_OUT)
@@ -183,7 +176,7 @@ class Prefills:
         """
         if (params := await reading) is None:
             return
-        put = {"stream": False, TRANSFER: params, **_ONE_TOKEN[exchange.head.endpoint]}
+        put = {"stream": False, TRANSFER: params, **HINTED[exchange.head.endpoint].one_token}
         raw = exchange.body.for_prefill((), put, _LEFT_OUT)
         try:
             response = await self._send(exchange, decoder, raw, headers)
@@ -208,7 +201,7 @@ async def _params_in(response: Answer) -> dict[str, Any] | None:
 def _is_suitable(exchange: Exchange, decoder: Worker) -> bool:
     """Whether its prompt is one, is computed once, and may be computed elsewhere."""
     head, body = exchange.head, exchange.body.parsed
-    if head.method != "POST" or head.endpoint not in _ONE_TOKEN or not body:
+    if head.method != "POST" or head.endpoint not in HINTED or not body:
         return False
     if decoder.engine is None or not decoder.engine.loads_prefills or not decoder.takes_hints:
         return False

@@ -14,14 +14,12 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from proxy.boundaries.boundary import Found, resolved_positions
+from proxy.boundaries.boundary import Found, resolve, resolved_positions
 from proxy.boundaries.divergence import DivergenceLearner
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.head_positions import HeadPositions
-from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.positions import HeadPositions, PositionCache
 from proxy.boundaries.renderer import RenderFailed
-from proxy.boundaries.resolve import resolve
 from proxy.boundaries.template_facts import setting_of
 from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_in
@@ -137,7 +135,7 @@ class PromptReader:
         if found.layout is None:
             return ReadPrompt(found)
         try:
-            prompt = (await prompt_of(chat, worker)).ids()
+            prompt = await prompt_of(chat, worker)
         except RenderFailed:
             return ReadPrompt(Found(failure="no_facts"))
         entries = found.entries()

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlencode
 
-from proxy.boundaries.boundary import Boundary
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Boundary, Entry
 from proxy.fleet.part import Change, Part, Shelf
 from proxy.fleet.worker import GateReport, Load, Worker
 from proxy.http.client import Broken, Unreachable, Upstream

@@ -10,8 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from proxy.boundaries.boundary import Boundary, resolved_positions
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Boundary, Entry, resolved_positions
 from proxy.routing.feed_lines import Admitted, Came, Cleared, Event, Gone
 from proxy.routing.prefix_index import PrefixIndex
 

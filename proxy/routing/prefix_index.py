@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from prometheus_client import Counter
 
-from proxy.boundaries.boundary import Boundary
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Boundary, Entry
 
 # For one prefix with its first worker, and for each further worker; measured, rounded up.
 ENTRY_BYTES = 500

@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse, RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from proxy.chat.chat import ENDPOINTS, OUTSIDE_V1
+from proxy.chat.chat import OUTSIDE_V1
+from proxy.chat.reader import ENDPOINTS
 from proxy.errors import Forbidden, GatewayError, NotFound, NoWebSockets, Stopping
 from proxy.fleet.model_names import union_of_models
 from proxy.fleet.pool import no_worker

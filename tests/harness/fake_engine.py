@@ -11,10 +11,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from proxy.boundaries.resolve import resolve
-from proxy.boundaries.token_ids import common_prefix
-from proxy.chat.chat import CHAT, COMPLETIONS, HINTED, MESSAGES, RESPONSES
-from proxy.chat.reader import chat_in
+from proxy.boundaries.boundary import resolve
+from proxy.boundaries.divergence import common_prefix
+from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from proxy.chat.reader import HINTED, chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.version import version
 

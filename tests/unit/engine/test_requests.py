@@ -129,7 +129,7 @@ ADMITTED = AdmittedRequest("r", "hit", 160, 176, (163, 0))
         (lambda counted: counted.hint_ignored("malformed"), {"ignored": {"malformed": 2}}),
         (lambda counted: counted.counts.followers.update({"not_worth_it": 1}), {"followers": {"not_worth_it": 2}}),
         (lambda counted: counted.request_admitted(ADMITTED), {"outcomes": {"hit": 2}, "requests": [ADMITTED] * 2}),
-        (lambda counted: counted.counts.pinned.append(("r", "pinned")), {"pinned": [("r", "pinned")] * 2}),
+        (lambda counted: counted.prompt_pinned("r", "pinned"), {"pinned": [("r", "pinned")] * 2}),
         (lambda counted: setattr(counted.counts, "cache_hit_tokens", 32), {"cache_hit_tokens": 32}),
         (lambda counted: setattr(counted.counts, "loads_declined", 2), {"loads_declined": 2}),
         (lambda counted: counted.disk_used({"damaged": 1}, 5, 7), {"files_refused": {"damaged": 2}, "file_bytes": 10}),

@@ -14,7 +14,6 @@ from unittest.mock import AsyncMock
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
-from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.responses import StoredResponses
 from proxy.fleet import self_check
@@ -72,8 +71,8 @@ class Engine:
         return 200, json.dumps({"choices": [{"logprobs": logprobs}], "usage": usage}).encode()
 
 
-async def render(body, path=CHAT) -> TokenIds:
-    return TokenIds.of(range(64))
+async def render(body, path=CHAT) -> list[int]:
+    return list(range(64))
 
 
 def replay(last: bytes, content: object = "Tide?", **put) -> WarmupRequest:
@@ -273,7 +272,7 @@ async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
 def checked(engine: DraftingEngine, seed: int = 0) -> tuple[SelfCheck, Worker, WarmupRequest]:
     """A check of a worker that drafts, and a prompt of 200 tokens of its own for each seed."""
     draw = random.Random(seed)
-    renders = AsyncMock(return_value=TokenIds.of([draw.randrange(1000, 4000) for _ in range(200)]))
+    renders = AsyncMock(return_value=[draw.randrange(1000, 4000) for _ in range(200)])
     info = EngineInfo("0.3.0", "0", match_unit=UNIT, block_size=BLOCK, ahead=1, drafts="on")
     worker = Worker("http://w", renderer=renders, probed=probed("w#1", info, "m"), up=True)
     worker.renderer_ids["m"] = RENDERER

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from prometheus_client import Counter
 
-from proxy.boundaries.boundary import Boundary
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Boundary, Entry
 from proxy.routing import held_states
 from proxy.routing.feed_lines import read_event
 from proxy.routing.held_states import HeldStates
