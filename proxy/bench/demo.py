@@ -25,9 +25,7 @@ from proxy.bench.stories import Contender, Line, Planted, Story, StoryStage
 from proxy.commands.parser import Parser
 
 SEAMARK, ALONE = "Seamark", "vLLM alone"
-
 COLUMNS = ("engine", "hit at 2", "hit after", "passes", "first token (ms)", "tok/s", "exact", "against vLLM alone")
-
 WIDTHS = (14, 8, 22, 11, 16, 6, 17, 0)
 
 

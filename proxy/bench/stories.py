@@ -19,15 +19,12 @@ from proxy.bench.harness.servers import Server
 from proxy.boundaries.token_ids import common_prefix
 
 UNIT = 16  # tokens; the oracle's match unit
-
 SYSTEM_PROMPT = "one system prompt, six questions"  # a title
-
 SIZES = (130, 163, 469, 1864, 6000)  # shared tokens
 LONG = 1000  # shared tokens from which a cold start takes long enough to be steady
 FAN_OUT, TURNS = 4, 4
 SHORT = 2  # tokens of an answer that is only timed
 JUDGED = (0, 1)  # requests of a series whose answers are compared: a cold one and a warm one
-
 NO_DEFECT = "none"
 
 

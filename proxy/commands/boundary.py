@@ -35,9 +35,7 @@ from proxy.printable import printable
 from proxy.settings import Settings
 
 RENDER_SECONDS, START_SECONDS = 60.0, 120.0
-
 MEMORY_BYTES = 100_000
-
 DEFAULTS = Settings.model_validate({})  # of a gateway
 
 

@@ -11,18 +11,14 @@ from proxy.commands.outlook import TOOL_PARSERS
 from proxy.commands.ways import FoundWay, Way
 
 TOOL_FLAG = "--enable-auto-tool-choice"  # so named in vLLM's refusal
-
 EVENTS_FLAG = "--middleware engine_patches.reporting.events_api.EventsEndpoint"
 
 # What `seamark worker` sets and a recipe of spark-vllm-docker, which starts vLLM itself, has to say.
 NEEDED = ("--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out", EVENTS_FLAG)
 
 _SOURCE = "/path/to/seamark"
-
 _BUILD = f"docker build -f {_SOURCE}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE=IMAGE -t"
-
 _PUSH = f"{_BUILD} REGISTRY/seamark-worker:1 {_SOURCE}\ndocker push REGISTRY/seamark-worker:1\n"
-
 _MAKE_MOD = f"{_SOURCE}/deploy/spark-vllm-docker/make-mod.sh ~/spark-vllm-docker"
 
 

@@ -36,11 +36,8 @@ from proxy.settings import Settings
 from proxy.version import version
 
 DEFAULTS = Settings.model_validate({})  # of a gateway
-
 CONNECT_SECONDS, ANSWER_SECONDS, COMPLETION_SECONDS = 2.0, 10.0, 120.0
-
 NO_ANSWER = (Unreachable, Broken)
-
 STATUS = "/seamark/status"
 
 EXIT_STATUSES = (

@@ -28,7 +28,6 @@ NOT_SERVED = ("ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCa
 DROPPED: Mapping[str, str] = {"--mamba-cache-mode": "vLLM keeps states where hits can be resumed by itself"}
 
 CACHING, NO_CACHING = "--enable-prefix-caching", "--no-enable-prefix-caching"
-
 DRAFTS, CONNECTOR = ("--speculative-config", "-sc"), ("--kv-transfer-config",)
 
 # Names and flags of a fork of vLLM.

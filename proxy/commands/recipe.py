@@ -39,7 +39,6 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104  # where vLLM listens unless it is told oth
 _SERVE = re.compile(r"(?<![\w./-])(?:[\w./-]*/)?vllm\s+serve(?=\s)|-m\s+vllm\.entrypoints\.openai\.api_server(?=\s)")
 
 _DOCKER_RUN = re.compile(r"(?<![\w./-])(?:docker|podman)\s+(?:container\s+)?run(?=\s)")
-
 LAUNCHER = "launch-cluster.sh"  # of spark-vllm-docker, which also starts a command that it is given
 
 # Of `docker run`, those without a value; letters can stand together. All others take the next word.
@@ -50,7 +49,6 @@ _SWITCHES = (
 _LETTERS = "ditPq"
 
 _SHORT = re.compile(f"-[{_LETTERS}]*([A-Za-z])(.*)", re.S)  # -p 80:80, -dp 80:80, -p80:80
-
 _ASSIGNED = re.compile(r"(?:^|\s|;)([A-Z_][A-Z0-9_]*)=")
 
 

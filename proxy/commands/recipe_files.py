@@ -26,15 +26,10 @@ from proxy.commands.recipe_text import Word
 from proxy.errors import SettingsError
 
 LIST = "seamark.sha256"  # as sha256sum writes and checks it
-
 RAN = "# ran before"  # a line of it: vLLM did, without Seamark
-
 MOD = "mods/seamark"  # as make-mod.sh calls it
-
 IMAGE = "seamark-worker"  # ends in the service's or container's name, and what tells its folder from others
-
 LABEL = "seamark.setup"  # of containers that were started from it
-
 WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of deploy/worker.Dockerfile
 
 # Not to be given to what serves in their place, which has them by itself or has no use for them.

@@ -18,20 +18,15 @@ from proxy.config_files import read_file
 from proxy.errors import SettingsError
 
 MOST_BYTES = 2**17  # of a file; one that people run has some 2,000
-
 MOST_FILLED = 2**20  # characters that what is in such a file may stand for
-
 MOST_LEVELS, VALUE_COST = 100, 50  # of YAML: values inside each other, and what one counts beside its characters
-
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]{0,2000}))?\}|(\w+))")
 
 # Of Python's format, which also takes widths of any size.
 _PLACEHOLDER = re.compile(r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]")
 
 _ENDS = " \t\r\n;&|<>()"  # of a word
-
 _PLAIN = re.compile(rf"[^{re.escape(_ENDS)}'\"\\$]+")
-
 _QUOTED = re.compile(r'"((?:[^"\\]+|\\.)*+)"', re.S)
 
 

@@ -24,7 +24,6 @@ from proxy.printable import printable
 from proxy.version import DISTRIBUTION
 
 SETTINGS = "seamark.toml"
-
 RUN, UNDO, GATEWAY, GATEWAY_LOG = "run.sh", "undo.sh", "gateway.sh", "gateway.log"
 
 

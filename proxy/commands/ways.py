@@ -20,11 +20,8 @@ from proxy.config_files import LOOPBACK
 from proxy.http.json_body import loads
 
 DEFAULT_PORT = 8000  # vLLM's
-
 DOCKER_SECONDS = 5.0
-
 _CONTAINER = re.compile(r"(?:docker|libpod)[-/]([0-9a-f]{64})")
-
 _UNIT = re.compile(r"/system\.slice/([^/\n]+\.service)")
 
 

@@ -14,7 +14,6 @@ from proxy.boundaries.boundary import resolved_positions
 from proxy.boundaries.resolve import Entry
 
 MAX_REQUESTS = 10_000  # explained, the last ones
-
 MAX_CHARACTERS = 32  # of a client's name
 
 # A product as RFC 9110 writes it, without a comment; OpenAI's SDKs put a space before the version.

@@ -24,9 +24,7 @@ from proxy.idle_work import Steps
 from proxy.observability.volatile_text import TextKind, alike, kind_of, says_today
 
 MAX_REQUESTS = 64
-
 ENTRY_BYTES = 2000  # of a request beside its texts
-
 MESSAGE_BYTES = 500  # of a message beside its text
 
 # A change has this much shared content behind it (bytes), and more is shared than changed; otherwise the request is
@@ -38,11 +36,8 @@ MIN_BEHIND, MIN_LOST = 128, 32
 MIN_MISSING = 64
 
 EXCERPT_CHARACTERS = 80
-
 MAX_ROLE_CHARACTERS = 64
-
 MAX_TOOL_BYTES = 32_768  # nobody looks into a longer one
-
 CLOSED_ROLES = ("system", "developer")  # what the application writes, the same for many requests
 
 # The salt comes last: it is named only if no other setting differs.

@@ -17,15 +17,10 @@ from proxy.fleet.worker_metrics import StepTimes
 from proxy.metrics import Metrics
 
 SLOT_SECONDS = 5
-
 SLOTS_OF_MINUTE = 60 // SLOT_SECONDS
-
 MINUTES = 60
-
 SLOTS = MINUTES * SLOTS_OF_MINUTE
-
 SLOTS_OF_PART = 10 * SLOTS_OF_MINUTE  # a part of the day: ten minutes
-
 PARTS = 144
 
 

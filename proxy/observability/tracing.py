@@ -35,7 +35,6 @@ logger = logging.getLogger("seamark.tracing")
 logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").setLevel(logging.CRITICAL)
 
 STOP_SECONDS = 5.0  # for the last spans, when the gateway stops
-
 HEADERS = frozenset({b"traceparent", b"tracestate"})
 
 Stage = tuple[str, float, float]  # name, begin and end by time.perf_counter()

@@ -24,20 +24,15 @@ BEFORE, BEHIND = 200, 300
 LINE_CHARACTERS = 240
 
 GIT_BEFORE = 2000  # characters in which a git status has to say that it is one
-
 CLOCK_BEFORE = 60  # characters in which a text says that it speaks of today
 
 # Two texts are compared by so many pieces (characters), each sought within so far of where it should be.
 PIECES, PIECE, REACH = 16, 32, 1024
 
 _CLOCK = r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?"  # a time of day
-
 _HALF = r"[AaPp]\.?[Mm]\b\.?"  # of a day, as clocks of twelve hours have it
-
 _NUMBER = r"(?<!\w)[+-]?[A-Za-z]{0,2}\d{1,24}(?:[.,_]\d{1,24}){0,8}"
-
 _PATH = r"(?:[A-Za-z]:|~|\.{1,2})?(?:[/\\][\w.@+%-]{1,64}){1,32}[/\\]?"
-
 _FOLDER = r"\b(?i:working director(?:y|ies)|cwd|pwd|current director(?:y|ies)|workspace(?: folder)?)\b"
 
 # In the order in which they are tried at one place. Dates are found before, by the numbers in a whole sentence.
@@ -52,7 +47,6 @@ _PATTERNS: dict[TextKind, str] = {
 }
 
 _WORDS = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in _PATTERNS.items()))
-
 _GIT = re.compile(r"(?i)\bgit.?status|\bcurrent branch\b|\brecent commits\b|^on branch |\buntracked files\b")
 
 _GIT_LINE = re.compile(

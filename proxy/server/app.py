@@ -28,9 +28,7 @@ from proxy.pipeline.preflight import ANY_SITE
 from proxy.server import status as pages
 
 HEALTH = "/health"
-
 _PAGES = frozenset({HEALTH, MODELS, "/ready", "/metrics"})
-
 API, _TWICE = "/v1", "/v1/v1/"
 
 # First parts of paths under `API`. Clients ask for them without it, or with it twice, if their base_url is wrong.

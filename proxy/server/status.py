@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from proxy.pipeline.gateway import Gateway
 
 MOST_REQUESTS = 50
-
 HOUR = 3600.0  # seconds
-
 CHECKED = ("checked", "differs", "hints_off", "cache_off")  # figures of the self-check
 
 # Of what prompts have in common with earlier ones: from this part on it is no hit that is worth a headline, but a loss.

@@ -33,9 +33,7 @@ from proxy.version import version
 logger = logging.getLogger("seamark.gateway")
 
 ANSWER_SECONDS = 1.0  # that what holds a port has to say what it is
-
 _LISTENING = "0A"  # in /proc/net/tcp and /proc/net/tcp6
-
 CHECK_SECONDS = 1.0  # between two looks at all connections; bounds below four times that are looked after more often
 
 

@@ -13,7 +13,6 @@ from proxy.bench.harness.client import TimedAnswer
 from proxy.fleet.answer_compare import distance
 
 LOGPROB_BOUND = 1e-4
-
 TIE = 1e-5  # of the reference's two best logprobs: a gap below it may be taken either way
 
 

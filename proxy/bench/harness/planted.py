@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 FILE_VARIABLE = "SEAMARK_PLANTED_DEFECT_FILE"
-
 OTHER_STATE, EARLY_STATE, COPY_CURE_OFF = "another prefix's state", "a state one unit early", "the copy cure off"
 DEFECTS = (OTHER_STATE, EARLY_STATE, COPY_CURE_OFF)
-
 _COPY = "copy_kv_cache_blocks_inplace"  # of a partial cache block; vLLM imports it by name
 
 

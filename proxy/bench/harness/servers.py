@@ -21,7 +21,6 @@ import httpx
 from proxy.commands.render_server import free_port
 
 MODEL_NAME = "tiny-hybrid"
-
 START_SECONDS, STOP_SECONDS = 420.0, 20.0
 
 # One thread per engine: on a small machine more of them wait for each other. The executor inside the engine's process
