@@ -9,6 +9,7 @@ import asyncio
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -86,8 +87,10 @@ def main(argv: list[str]) -> int:
     try:
         if args.recipe:
             return _of_recipe(args.recipe)
-        worker_key = _key("worker_api_key_file", args.worker_api_key_file)
-        gateway_key = _key("gateway_key_file", args.gateway_key_file)
+        worker_key, gateway_key = (
+            read_secret(setting, path) if (path := getattr(args, setting)) else None
+            for setting in ("worker_api_key_file", "gateway_key_file")
+        )
     except SettingsError as error:
         parser.error(str(error))
     url = address(args.worker)
@@ -144,10 +147,6 @@ def _way(url: str, chosen: Way | None) -> tuple[FoundWay, str]:
         name = f" ({seen.name})" if seen.name else ""
         return seen, f"(cures for {seen.way}{name}, as it looks from here; else --runs-as {'|'.join(Way)})"
     return FoundWay(Way.PIP), f"(cures for {Way.PIP}; else --runs-as {'|'.join(way for way in Way if way != Way.PIP)})"
-
-
-def _key(setting: str, path: Path | None) -> str | None:
-    return read_secret(setting, path) if path else None
 
 
 @asynccontextmanager
@@ -216,9 +215,8 @@ async def _diagnoses(worker: Probe, has_key: bool, found: FoundWay) -> AsyncIter
     if not (models := models_in(answer)):
         raise NotAnswering(f"{shown} is not vLLM: {MODELS} lists no models (status {status})")
     model, parts = models[0]["id"], urlsplit(shown)
-    cures = Cures(
-        found, printable(models[0].get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK
-    )
+    root, is_local = printable(models[0].get("root") or model), parts.hostname in LOOPBACK
+    cures = Cures(found, root, parts.port or DEFAULT_PORT, is_local)
     levels = read_metrics(worker_metrics.read, (await worker.metrics())[0]).sleep_levels
     if why := await worker.why_asleep(EngineAnswers(shown), levels, ANSWER_SECONDS):
         yield Diagnosis(False, f"{shown} is {why}", verdict=f"cannot hit: {shown} is {why}")
@@ -230,13 +228,9 @@ async def _diagnoses(worker: Probe, has_key: bool, found: FoundWay) -> AsyncIter
     vllm, frontend, is_read = await worker.version(), await worker.frontend(), metrics.engine or not reports.why_not
     yield Diagnosis(True, f"serves {model}")
     yield Diagnosis(bool(vllm), f"vLLM {vllm}" if vllm else "/version gives no vLLM version")
-    for diagnosis in (
-        *_frontend(frontend),
-        *(_engine(metrics, setup, cures) if is_read else ()),
-        *_caching(setup, cures),
-        *_drafts(metrics.engine, setup, cures),
-        *_connector(setup, cures),
-    ):
+    engine = _engine(metrics, setup, cures) if is_read else ()
+    drafts, connector = _drafts(metrics.engine, setup, cures), _connector(setup, cures)
+    for diagnosis in chain(_frontend(frontend), engine, _caching(setup, cures), drafts, connector):
         yield diagnosis
     if metrics.engine or reports.why_not:
         yield await _events(worker, reports, cures)

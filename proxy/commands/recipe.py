@@ -108,8 +108,8 @@ class Recipe:
     @cached_property
     def flags(self) -> dict[str, str]:
         """What vLLM is given by the name of a flag, in one spelling; of a flag that is given twice the last."""
-        config = self.document.items() if self.kind is RecipeKind.CONFIG else ()
-        found = {flag_name(f"--{name}"): _as_text(value) for name, value in config}
+        config = self.document if self.kind is RecipeKind.CONFIG else {}
+        found = {flag_name(f"--{name}"): _as_text(value) for name, value in config.items()}
         for argument, following in zip(self.arguments, [*self.arguments[1:], ""], strict=False):
             found.pop(flag_name(argument), None)  # so that the last one is behind all others
             found[flag_name(argument)] = argument.partition("=")[2] if "=" in argument else following
@@ -170,10 +170,8 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
         return _of_spark(document, path)
     if field_of(document, "model", str, given):
         return Recipe(RecipeKind.CONFIG, str(path), path.stem, (), document=document)
-    raise SettingsError(
-        f"{given} has no `command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's "
-        "own configuration)"
-    )
+    kinds = "`command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's own"
+    raise SettingsError(f"{given} has no {kinds} configuration)")
 
 
 def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
@@ -183,34 +181,25 @@ def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
     source = str(path)
     command = fill_template(document["command"], field_of(document, "defaults", dict, source), source)
     field_of(document, "mods", list, source)
-    return Recipe(
-        RecipeKind.SPARK,
-        source,
-        path.stem,
-        [word.value for word in serve_line(command, source).words],
-        {**_variables(command), **_environment(field_of(document, "env", dict, source))},
-        document["container"],
-        tuple(map(str, field_of(document, "build_args", list, source))),
-        document=document,
-    )
+    arguments = [word.value for word in serve_line(command, source).words]
+    environment = {**_variables(command), **_environment(field_of(document, "env", dict, source))}
+    builds = tuple(map(str, field_of(document, "build_args", list, source)))
+    image = document["container"]
+    return Recipe(RecipeKind.SPARK, source, path.stem, arguments, environment, image, builds, document=document)
 
 
 def _of_compose(document: Mapping[str, Any], path: Path, wanted: str) -> Recipe:
     source = str(path)
     services = {str(name): each for name, each in field_of(document, "services", dict, source).items()}
     known = {**_env_file(path.parent / ".env"), **os.environ}
-    found = {
-        name: service
-        for name, service in services.items()
-        if isinstance(service, dict) and (name == wanted if wanted else _runs_vllm(service))
-    }
+    mappings = {name: service for name, service in services.items() if isinstance(service, dict)}
+    found = [name for name in mappings if (name == wanted if wanted else _runs_vllm(mappings[name]))]
     if len(found) != 1:
         several = f"{len(found)} services with vLLM ({', '.join(found)})" if found else "no service that runs vLLM"
         raise SettingsError(f"{source}: {several}; setup takes one")
-    ((name, service),) = found.items()
+    name, service = found[0], mappings[found[0]]
     where = f"{source}: {name}"
-    words = [*as_list(service.get("entrypoint")), *as_list(service.get("command"))]
-    arguments = fill_variables(inner_arguments(words, source), known, source)
+    arguments = fill_variables(inner_arguments(_words_of_service(service), source), known, source)
     kind = list if isinstance(service.get("environment"), list) else dict
     variables = _environment(field_of(service, "environment", kind, where))
     environment = dict(zip(variables, fill_variables(variables.values(), known, source), strict=True))
@@ -231,10 +220,13 @@ def _with_address(recipe: Recipe, ports: Iterable[Any], known: Mapping[str, str]
     return replace(recipe, listens=next(filter(None, published), ("127.0.0.1", own)))
 
 
+def _words_of_service(service: Mapping[str, Any]) -> list[str]:
+    return [*as_list(service.get("entrypoint")), *as_list(service.get("command"))]
+
+
 def _runs_vllm(service: Mapping[str, Any]) -> bool:
-    words = " ".join([*as_list(service.get("entrypoint")), *as_list(service.get("command"))])
-    image = str(service.get("image", ""))
-    return bool(_SERVE.search(f" {words} ")) or ("vllm" in image.lower() and bool(service.get("command")))
+    is_vllm = "vllm" in str(service.get("image", "")).lower()
+    return serves(" ".join(_words_of_service(service))) or (is_vllm and bool(service.get("command")))
 
 
 def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int] | None:
@@ -291,16 +283,15 @@ def _of_text(text: str, source: str, name: str) -> Recipe:
         run = docker_run(text, source)
         known = {**os.environ, **_variables(text[: run.start])}
         image, *values = fill_variables([word.value for word in (run.image, *run.options)], known, source)
-        environment = _environment(list(options_of(values, ("-e", "--env"))))
-        arguments = fill_variables([word.value for word in run.arguments], known, source)
-        arguments = inner_arguments(arguments, source)
+        environment = _environment(options_of(values, ("-e", "--env")))
+        arguments = inner_arguments(fill_variables([word.value for word in run.arguments], known, source), source)
         recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
         shares_network = "host" in options_of(values, ("--network", "--net"))
         return _with_address(recipe, options_of(values, ("-p", "--publish")), known, shares_network=shares_network)
     line = serve_line(text, source)
-    launched = LAUNCHER in text[: line.start].rpartition("\n\n")[2]
-    kind = RecipeKind.LAUNCHER if launched else RecipeKind.COMMAND
-    variables = _variables(text[: line.start])
+    before = text[: line.start]
+    kind = RecipeKind.LAUNCHER if LAUNCHER in before.rpartition("\n\n")[2] else RecipeKind.COMMAND
+    variables = _variables(before)
     arguments = fill_variables([word.value for word in line.words], {**os.environ, **variables}, source)
     return Recipe(kind, source, name, arguments, variables, text=text)
 
@@ -340,21 +331,17 @@ def docker_run(text: str, source: str) -> DockerRun:
     if len(found) != 1:
         raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one")
     line = words_of(text, found[0].end(), source)
-    at = 0
-    while at < len(line.words) and (option := line.words[at].value).startswith("-"):
-        at += 2 if _takes_next(option) else 1
-    if at >= len(line.words):
+    words, at = line.words, 0
+    while at < len(words) and (option := words[at].value).startswith("-"):
+        if option.startswith("--"):
+            has_next = option not in _SWITCHES.split() and "=" not in option
+        else:
+            has_next = len(option[1:].lstrip(_LETTERS)) == 1
+        at += 1 + has_next  # the next word is its value
+    if at >= len(words):
         raise SettingsError(f"{source}: `docker run` names no image")
-    return DockerRun(
-        found[0][0].split()[0], line.words[:at], line.words[at], line.words[at + 1 :], line.start, line.end
-    )
-
-
-def _takes_next(option: str) -> bool:
-    """Whether the next word is the value of this option of `docker run`."""
-    if option.startswith("--"):
-        return option not in _SWITCHES.split() and "=" not in option
-    return len(option[1:].lstrip(_LETTERS)) == 1
+    program = found[0][0].split()[0]
+    return DockerRun(program, words[:at], words[at], words[at + 1 :], line.start, line.end)
 
 
 def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True) -> list[str]:
@@ -362,9 +349,8 @@ def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True)
 
     `by_image`: an entrypoint that is not among the words may start vLLM.
     """
-    for word in words:
-        if _SERVE.search(f" {word} "):
-            return [each.value for each in serve_line(word, source).words]
+    if script := next(filter(serves, words), ""):
+        return [word.value for word in serve_line(script, source).words]
     if start := behind_serve(words):
         return list(words[start:])
     if "engine_patches" in words:

@@ -77,10 +77,10 @@ def without_flags(words: Sequence[Word], taken_away: Sequence[str] = _TAKEN_AWAY
     left: list[Word] = []
     skip = False
     for word in words:
-        name = flag_name(word.value)
-        if not skip and name not in taken_away:
+        is_taken = not skip and (name := flag_name(word.value)) in taken_away
+        if not skip and not is_taken:
             left.append(word)
-        skip = not skip and name in taken_away and name != NO_CACHING and "=" not in word.value  # that is a switch
+        skip = is_taken and name != NO_CACHING and "=" not in word.value  # that is a switch
     return left
 
 
@@ -145,23 +145,18 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     document = recipe.document["services"][recipe.name]
     image = image_of(recipe, places)
     entrypoint, command = _in_container(recipe, as_list(document.get("entrypoint")), as_list(document.get("command")))
-    service: dict[str, Any] = {
-        "image": image,
-        "build": {
-            "context": str(places.source).replace("$", "$$"),
-            "dockerfile": "deploy/worker.Dockerfile",
-            "args": {"VLLM_IMAGE": places.image or document["image"]},
-        },
-        "command": command,
-        "labels": {LABEL: image},
+    build = {
+        "context": str(places.source).replace("$", "$$"),
+        "dockerfile": "deploy/worker.Dockerfile",
+        "args": {"VLLM_IMAGE": places.image or document["image"]},
     }
+    service: dict[str, Any] = {"image": image, "build": build, "command": command, "labels": {LABEL: image}}
     if entrypoint or document.get("entrypoint"):
         service["entrypoint"] = entrypoint or WORKER
     if document.get("network_mode") != "host" and not document.get("ports"):
         service["ports"] = [f"127.0.0.1:{recipe.port}:{recipe.port}"]
-    overlay = f"# {_safe_line(str(own))} with Seamark's plugin: an overlay.\n" + _yaml(
-        {"services": {recipe.name: service}}
-    )
+    overlay = f"# {_safe_line(str(own))} with Seamark's plugin: an overlay.\n"
+    overlay += _yaml({"services": {recipe.name: service}})
     base = f"docker compose -f {shlex.quote(str(own))}"
     name = shlex.quote(recipe.name)
     start = script(
@@ -170,11 +165,8 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
         _if_it_runs(places, f'[ -z "$({_containers(image)})" ] && [ -n "$({base} ps -q --status running {name})" ]'),
         f'exec {base} -f {shlex.quote(str(places.out / "compose.seamark.yaml"))} up --build -d "$@" {name}',
     )
-    return RecipeFiles(
-        {"compose.seamark.yaml": overlay, "start.sh": start},
-        [*_off_image(image), _if_it_ran(f"{base} up -d {name}")],
-        [_asked(image)],
-    )
+    undo = [*_off_image(image), _if_it_ran(f"{base} up -d {name}")]
+    return RecipeFiles({"compose.seamark.yaml": overlay, "start.sh": start}, undo, [_asked(image)])
 
 
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -194,11 +186,8 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
         f"{_build(places, run.image.raw, image, run.program)} || exit",
         text=f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}",
     )
-    return RecipeFiles(
-        {"start.sh": start},
-        _off_image(image, run.program),
-        ["end the container that runs now first: both want its name and its port", _asked(image)],
-    )
+    notes = ["end the container that runs now first: both want its name and its port", _asked(image)]
+    return RecipeFiles({"start.sh": start}, _off_image(image, run.program), notes)
 
 
 def _container(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -283,12 +272,11 @@ def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> 
 
     An empty entrypoint is that one. A command that is a shell's text keeps its shell, and is given the flags itself.
     """
-    words = [*entrypoint, *command]
+    words, split = [*entrypoint, *command], len(entrypoint) or 1
     for number, word in enumerate(words):
         if number and reading.serves(word):
-            edited = [*words[:number], _edited(word, recipe), *words[number + 1 :]]
-            split = len(entrypoint) or 1
-            return edited[:split], edited[split:]
+            words[number] = _edited(word, recipe)
+            return words[:split], words[split:]
     left = without_flags(_behind_serve([Word(word, word) for word in command], entrypoint))
     return [], [*(word.value for word in left), *_host_of(recipe)]
 
@@ -359,12 +347,11 @@ def _safe_line(text: str) -> str:
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without types
     """A text of several lines stays one."""
 
+    def represent_str(self, text: str) -> yaml.Node:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _yaml(document: Mapping[str, Any]) -> str:

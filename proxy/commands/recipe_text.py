@@ -26,6 +26,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]{0,2000}))?\}|(\w+))")
 _PLACEHOLDER = re.compile(r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]")
 
 _ENDS = " \t\r\n;&|<>()"  # of a word
+_SPACE = re.compile(r"(?:[ \t]|\\\r?\n)*+")  # between words
 _PLAIN = re.compile(rf"[^{re.escape(_ENDS)}'\"\\$]+")
 _QUOTED = re.compile(r'"((?:[^"\\]+|\\.)*+)"', re.S)
 
@@ -140,13 +141,11 @@ def _fill(what: re.Pattern[str], value: Callable[[re.Match[str]], str], texts: I
 def words_of(text: str, start: int, source: str) -> ServeLine:
     """The words of a shell's command from a place in a text to its end. Raises `SettingsError` for an open quote."""
     words: list[Word] = []
-    at, end = start, start
+    end = start
     while True:
-        while at < len(text) and (text[at] in " \t" or text.startswith(("\\\n", "\\\r\n"), at)):
-            at += 1 if text[at] in " \t" else text.index("\n", at) + 1 - at
+        begin = at = _SPACE.match(text, end).end()  # type: ignore[union-attr]  # it fits nothing, too
         if at >= len(text) or text[at] in "\r\n;&|<>()#":
             break
-        begin = at
         try:
             value, at = word_at(text, at)
         except ValueError:

@@ -77,7 +77,9 @@ def _among_processes(port: int, around: Surroundings) -> FoundWay | None:
         with suppress(OSError):  # it has ended, or is not ours to look at
             arguments = (folder / "cmdline").read_text(errors="replace").split("\0")
             if _is_vllm(arguments):
-                found.append((_port_of(arguments), _by_control_group((folder / "cgroup").read_text(), around)))
+                given = re.search(r"--port[= ](\d{1,5})(?!\d)", " ".join(arguments), re.ASCII)
+                way = _by_control_group((folder / "cgroup").read_text(), around)
+                found.append((int(given[1]) if given else DEFAULT_PORT, way))
     ways = {way for at, way in found if at == port} or {way for _, way in found}
     return ways.pop() if len(ways) == 1 else None
 
@@ -91,25 +93,18 @@ def _is_vllm(arguments: Sequence[str]) -> bool:
     )
 
 
-def _port_of(arguments: Sequence[str]) -> int:
-    found = re.search(r"--port[= ](\d{1,5})(?!\d)", " ".join(arguments), re.ASCII)
-    return int(found[1]) if found else DEFAULT_PORT
-
-
 def _by_control_group(groups: str, around: Surroundings) -> FoundWay | None:
     if "kubepods" in groups:
         return FoundWay(Way.KUBERNETES)
     if container := _CONTAINER.search(groups):
-        return _in_docker(container[1], around)
+        return _in_docker(around.inspect(container[1]))
     if unit := _UNIT.search(groups):
         return FoundWay(Way.SYSTEMD, unit[1])
     return None if around.in_container else FoundWay(Way.PIP)  # a container does not see its own control group
 
 
-def _in_docker(container: str, around: Surroundings) -> FoundWay:
-    told = around.inspect(container)
-    if told is None:
-        return FoundWay(Way.DOCKER)
+def _in_docker(told: Any) -> FoundWay:
+    """By what Docker says of the container, None if it says nothing."""
     try:
         name, image = str(told["Name"]).lstrip("/"), str(told["Config"]["Image"])
         service = (told["Config"].get("Labels") or {}).get("com.docker.compose.service")
