@@ -14,7 +14,7 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,18 +152,15 @@ class Stack:
                 await asyncio.sleep(ASK_AGAIN_SECONDS)
                 answer = await self._models_answer()
         if answer.status_code in (401, 403):
-            raise self._refused(answer.status_code)
+            raise self._error(answer.status_code, "")
         entries = models_in(answer.content) or []
         self._models = [entry["id"] for entry in entries]
         if not self.model and not self._models:
-            raise Unusable(
-                f"{self.shown}/v1/models names no model (status {answer.status_code}): is this an OpenAI-compatible "
-                "API? If it is, give --model"
-            )
+            unknown = f"{self.shown}/v1/models names no model (status {answer.status_code})"
+            raise Unusable(f"{unknown}: is this an OpenAI-compatible API? If it is, give --model")
         self.model = self.model or self._models[0]
-        for entry in entries:
-            if entry["id"] == self.model and isinstance(entry.get("max_model_len"), int):
-                self.context = entry["max_model_len"]
+        lengths = (entry.get("max_model_len") for entry in entries if entry["id"] == self.model)
+        self.context = next((length for length in lengths if isinstance(length, int)), None)
 
     async def _models_answer(self) -> httpx.Response:
         try:
@@ -197,16 +194,14 @@ class Stack:
 
     async def fan_out(self, length: int) -> None:
         system = self._prefix(length)
-        asked = (self.ask(system, question) for question in QUESTIONS[:FAN_OUT])
-        self.measured.fan_out = list(await asyncio.gather(*asked))
+        self.measured.fan_out = await asyncio.gather(*(self.ask(system, each) for each in QUESTIONS[:FAN_OUT]))
 
     async def converse(self, length: int) -> None:
         system, turns = self._prefix(length), list[str]()
         for question in QUESTIONS[:TURNS]:
-            turns.append(question)
-            reply = await self.ask(system, *turns, tokens=ANSWER)
+            reply = await self.ask(system, *turns, question, tokens=ANSWER)
             self.measured.turns.append(reply)
-            turns.append(reply.text or "Yes.")
+            turns += [question, reply.text or "Yes."]
 
     async def ask(self, system: str, *turns: str, tokens: int = TIMED) -> MinedReply:
         """Stream a greedy answer of at most `tokens` tokens to a chat whose `turns` alternate from the user's on."""
@@ -224,10 +219,9 @@ class Stack:
                     usage = event.get("usage") or usage
                     for choice in event.get("choices") or ():
                         delta = choice.get("delta") or {}
-                        written = delta.get("content") or ""
-                        text += written
-                        thought = delta.get("reasoning_content") or delta.get("reasoning")
-                        if written or thought or choice.get("finish_reason"):
+                        text += delta.get("content") or ""
+                        written = (delta.get(name) for name in ("content", "reasoning_content", "reasoning"))
+                        if any(written) or choice.get("finish_reason"):
                             last_token = time.perf_counter() - sent
                             first_token = last_token if first_token is None else first_token
                 header = response.headers.get("x-seamark-cached", "")
@@ -236,10 +230,8 @@ class Stack:
         if first_token is None:
             raise Unusable(f"{self.shown} streams no token")
         if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
-            raise Unusable(
-                f"{self.shown} streams no usage, though stream_options.include_usage asks for it: without "
-                "prompt_tokens, prompts cannot be measured"
-            )
+            why = "though stream_options.include_usage asks for it: without prompt_tokens, prompts cannot be measured"
+            raise Unusable(f"{self.shown} streams no usage, {why}")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if cached is None and header.isdigit():
             cached = int(header)
@@ -271,14 +263,11 @@ class Stack:
             return Unusable(f"no server answers at {self.shown} ({error or type(error).__name__})")
         return Unusable(f"{self.shown} broke off: {error or type(error).__name__}")
 
-    def _refused(self, status: int) -> Unusable:
-        if self._has_key:
-            return Unusable(f"{self.shown} refuses the key (status {status})")
-        return Unusable(f"{self.shown} wants a key (status {status}): --api-key-file FILE, or OPENAI_API_KEY")
-
     def _error(self, status: int, body: str) -> Unusable:
+        if status in (401, 403) and self._has_key:
+            return Unusable(f"{self.shown} refuses the key (status {status})")
         if status in (401, 403):
-            return self._refused(status)
+            return Unusable(f"{self.shown} wants a key (status {status}): --api-key-file FILE, or OPENAI_API_KEY")
         if status == 404 and self._models and self.model not in self._models:
             served = ", ".join(self._models)
             hint = did_you_mean(self.model, self._models)
@@ -387,7 +376,7 @@ def table(stacks: Sequence[Stack]) -> str:
             lines.append(f"{line}{_speed(one.speed(length, 0)):>15}{_speed(one.speed(length, 1)):>8}")
         if len(stacks) > 1:
             line = f"{'this / other':<37}{_ratio(stacks, length, 0):>16.2f} x{_ratio(stacks, length, 1):>8.2f} x"
-            speeds = [_speed_ratio(stacks, length, which) for which in (0, 1)]
+            speeds = [_ratio(stacks, length, which, "tokens_per_second") for which in (0, 1)]
             told = ["-" if ratio is None else f"{ratio:.2f} x" for ratio in speeds]
             lines.append(f"{line}{told[0]:>15}{told[1]:>8}")
     for name, one in ((name, stack.measured) for name, stack in named.items()):
@@ -432,21 +421,14 @@ def _hits(one: Measured, replies: Sequence[MinedReply]) -> str:
     return f"; from the cache {found} of {' '.join(f'{reply.prompt_tokens:,}' for reply in replies)} tokens"
 
 
-def _rounds(stacks: Sequence[Stack], length: int, which: int) -> Iterator[tuple[MinedReply, MinedReply]]:
-    """Answers of both stacks in the same rounds: they shared what the machine did then."""
-    ours, theirs = (stack.measured.pairs[length] for stack in stacks)
-    return ((mine[which], other[which]) for mine, other in zip(ours, theirs, strict=False))
+def _ratio(stacks: Sequence[Stack], length: int, which: int, figure: str = "first_token") -> Any:
+    """This over the other in a figure, the median over rounds, which share what the machine did; None if none has both.
 
-
-def _ratio(stacks: Sequence[Stack], length: int, which: int) -> float:
-    """This over the other in seconds to the first token, the median over rounds."""
-    return statistics.median(mine.first_token / other.first_token for mine, other in _rounds(stacks, length, which))
-
-
-def _speed_ratio(stacks: Sequence[Stack], length: int, which: int) -> float | None:
-    """This over the other in tokens per second, the median over rounds; None if no round has both."""
-    speeds = ((mine.tokens_per_second, other.tokens_per_second) for mine, other in _rounds(stacks, length, which))
-    return _median(mine / other if mine and other else None for mine, other in speeds)
+    `figure`: seconds to the first token, or "tokens_per_second".
+    """
+    rounds = zip(*(stack.measured.pairs[length] for stack in stacks), strict=False)
+    figures = [[getattr(pair[which], figure) for pair in each] for each in rounds]
+    return _median(mine / other if mine and other else None for mine, other in figures)
 
 
 def verdict(stacks: Sequence[Stack]) -> str:
@@ -455,7 +437,7 @@ def verdict(stacks: Sequence[Stack]) -> str:
     if len(stacks) > 1:
         parts = [stack.measured.hit_overall for stack in stacks]
         found = ["an unreported part" if part is None else f"{part:.0%}" for part in parts]
-        speed = _speed_ratio(stacks, length, 1)
+        speed = _ratio(stacks, length, 1, "tokens_per_second")
         beside = "" if speed is None else f" Its tokens then come {speed:.2f} times as fast."
         return (
             f"A second request with the same system prompt finds {found[0]} of it in this stack's cache and {found[1]} "

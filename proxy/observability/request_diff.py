@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -194,9 +194,9 @@ class RememberedRequest:
 
     def text(self, index: int) -> str | None:
         """The tool as JSON, or the text of the message; None if there is none, or too much."""
-        if index < len(self.tools):
-            return _json(self.tools[index]) if self.parts[index].size <= MAX_TOOL_BYTES else None
-        return _whole_text(self.part(index))
+        if index >= len(self.tools):
+            return _whole_text(self.part(index))
+        return _json(self.tools[index]) if self.parts[index].size <= MAX_TOOL_BYTES else None
 
 
 class RequestMemory:
@@ -295,9 +295,8 @@ class _Likeness:
     def __init__(self, new: RememberedRequest, old: RememberedRequest) -> None:
         self._new = new
         self._old = old
-        self._setting: str | None = None  # the first that differs
-        if new.settings != old.settings:
-            self._setting = next(name for name in SETTINGS if new.settings.get(name) != old.settings.get(name))
+        differing = (name for name in SETTINGS if new.settings.get(name) != old.settings.get(name))
+        self._setting = next(differing, None) if new.settings != old.settings else None  # the first that differs
         self._index = index = common_prefix(new.parts, old.parts)  # of the first parts that differ
         self._is_tool = index < max(len(new.tools), len(old.tools))
         self._position = index if self._is_tool else index - len(new.tools)
@@ -326,7 +325,7 @@ class _Likeness:
         """What both have behind their first difference."""
         if self._setting is not None:
             return self._both_begin
-        return self._alike + sum(part.size for part in self._new.parts[self._index :] if part.hash in self._theirs)
+        return self._alike + _bytes([part for part in self._new.parts[self._index :] if part.hash in self._theirs])
 
     @cached_property
     def _alike(self) -> int:
@@ -380,12 +379,14 @@ class _Likeness:
         if self._is_tool:
             if sorted(new.parts[: len(new.tools)]) == sorted(old.parts[: len(old.tools)]):
                 return "tools_sorted"
-            if self._is_comparable and _sorted(one) == _sorted(other):
+            if self._is_comparable and json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True):
                 return "tool_keys_sorted"
         else:
             roles = new.role(self._index), old.role(self._index)
-            if roles == ("assistant", "assistant") and _without_thinking(one) == _without_thinking(other):
-                return "thinking_history"
+            if roles == ("assistant", "assistant"):
+                said = [{name: part[name] for name in part if name not in THINKING} for part in (one, other)]
+                if said[0] == said[1]:
+                    return "thinking_history"
             if self._position and "system" in roles and roles[0] != roles[1]:
                 return "system_moved"
         return (yield from kind_of(*texts, self._at, now)) if (texts := self._texts) is not None else None
@@ -420,19 +421,9 @@ def _json(part: Any) -> str:
 def _excerpt(part: Any, characters: int | None) -> str | None:
     if part is None:
         return None
-    text = _whole_text(part)
-    if text is None:
-        text = _json(part)
+    text = _json(part) if (found := _whole_text(part)) is None else found
     start = max(0, (characters or 0) - EXCERPT_CHARACTERS // 2)
     return text[start : start + EXCERPT_CHARACTERS]
-
-
-def _sorted(tool: Any) -> str:
-    return json.dumps(tool, sort_keys=True)
-
-
-def _without_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in message.items() if name not in THINKING}
 
 
 def _has_thinking(message: Any) -> bool:

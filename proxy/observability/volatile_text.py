@@ -58,7 +58,6 @@ _GIT_LINE = re.compile(
 
 _TODAY = re.compile(r"(?i)\b(?:today|now|date|time|datetime|timestamp|day|as of|current\w{0,8})\b")
 
-
 # A full stop ends a sentence only behind a long word: abbreviated days and months have one, too.
 _SENTENCE_END = re.compile(r"[\n。！？।]|[!?]\s|\.(?<=[^\W\d]{6}\.)\s")
 
@@ -83,7 +82,8 @@ def kind_of(new: str, old: str, at: int, now: float) -> Steps[TextKind | None]:
 
     `now`: seconds since the epoch, to know a date by. None: it is no text that is known to change by itself.
     """
-    if _says_git(new, at) and all(_GIT_LINE.match(_line_at(text, at)) for text in (new, old)):
+    says_git = _GIT.search(new, max(0, at - GIT_BEFORE), at + BEHIND) is not None
+    if says_git and all(_GIT_LINE.match(_line_at(text, at)) for text in (new, old)):
         return "git_status"
     yield
     days = [_day_at(text, at, now) for text in (new, old)]
@@ -137,15 +137,12 @@ def _day_at(text: str, at: int, now: float) -> str | None:
             date = found["date"]
             if date is None or start + found.end() < at:
                 continue
-            if not _COPYRIGHT.search(sentence[: found.start()].rpartition("\n")[2]):
-                return _day(date)
+            if _COPYRIGHT.search(sentence[: found.start()].rpartition("\n")[2]):
+                continue
+            if not date.isdecimal():
+                return re.sub(_CLOCK, "", date)
+            return date[:8] if len(date) in (8, 12, 14) else str(int(date[:10]) // _DAY_SECONDS)
     return None
-
-
-def _day(date: str) -> str:
-    if date.isdecimal():
-        return date[:8] if len(date) in (8, 12, 14) else str(int(date[:10]) // _DAY_SECONDS)
-    return re.sub(_CLOCK, "", date)
 
 
 @lru_cache(maxsize=4)
@@ -186,10 +183,6 @@ def _word_at(text: str, at: int) -> re.Match[str] | None:
         if found.end() >= at:
             word = found
     return word
-
-
-def _says_git(text: str, at: int) -> bool:
-    return _GIT.search(text, max(0, at - GIT_BEFORE), at + BEHIND) is not None
 
 
 def _line_at(text: str, at: int) -> str:

@@ -16,7 +16,7 @@ from proxy.boundaries.template_facts import OpenerPlace, Role, TemplateFacts
 from proxy.fleet.worker import TRIAL, Worker
 from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import REASON_TEXT
-from proxy.observability.totals import Totals
+from proxy.observability.totals import SLOTS, SLOTS_OF_MINUTE, Totals
 
 if TYPE_CHECKING:
     from proxy.fleet.self_check import SelfCheck
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MOST_REQUESTS = 50
 HOUR = 3600.0  # seconds
 CHECKED = ("checked", "differs", "hints_off", "cache_off")  # figures of the self-check
+OF_WORKER = ("url", "name", "up", "why_down", "refused", "warming", "boot", "inflight", "prefill_tokens")
 
 # Of what prompts have in common with earlier ones: from this part on it is no hit that is worth a headline, but a loss.
 CHANGING = 0.1
@@ -64,7 +65,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
     """The gateway as it is now; lengths in tokens, times in seconds, `now`, `since` and `began` since the epoch."""
     pool, shadow_mode = gateway.pool.workers, gateway.settings.shadow
     sums = gateway.shadow.sums if shadow_mode else gateway.accounting.sums
-    minute, hour, whole = sums.last_minute(), sums.last_hour(), sums.since_start()
+    minute, hour = sums.last(SLOTS_OF_MINUTE), sums.last(SLOTS)
     time_saved = gateway.accounting.time_saved()
     newest = gateway.accounting.explanations.newest(MOST_REQUESTS)
     return {
@@ -82,7 +83,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
         "changing": changing(hour, newest),
         "shadow_mode": shadow_mode,
         "shadow": gateway.shadow.would_save() if gateway.shadow.judged else None,
-        "sums": {name: sums._asdict() for name, sums in (("minute", minute), ("hour", hour), ("whole", whole))},
+        "sums": {"minute": minute._asdict(), "hour": hour._asdict(), "whole": sums.whole._asdict()},
         "efficiency": {
             "now": minute.efficiency,
             "hour": hour.efficiency,
@@ -120,17 +121,9 @@ def worker_status(worker: Worker, gateway: Gateway) -> dict[str, Any]:
     """One worker, for both pages; `templates` by model: what is known of its chat template by now."""
     facts = gateway.facts
     return {
-        "url": worker.url,
-        "name": worker.name,
-        "up": worker.up,
-        "why_down": worker.why_down,
+        **{name: getattr(worker, name) for name in OF_WORKER},
         "asleep": worker.is_asleep,
-        "refused": worker.refused,
         "breaker": "open" if worker.breaker.is_open else "closed",
-        "warming": worker.warming,
-        "boot": worker.boot,
-        "inflight": worker.inflight,
-        "prefill_tokens": worker.prefill_tokens,
         "others": worker.others._asdict(),
         "frontend": worker.probed.frontend._asdict(),
         "reports": {"url": worker.probed.reports.url, "why_not": worker.probed.reports.why_not},

@@ -346,7 +346,7 @@ async def test_what_was_lost_is_told_beside_what_was_computed_in_seconds_once_th
     assert told == {"tokens": 320, "seconds": 0.0, "computed_tokens": 900, "prefill_seconds": 0.0}
     assert (first.prompt, first.delivered, first.lost) == (400, 0, {})
     assert (second.prompt, second.delivered, second.lost) == (500, 0, {"unpatched": 320})
-    assert shadowed.shadow.sums.since_start() == Totals(2, 900, 320, 0, 0)
+    assert shadowed.shadow.sums.whole == Totals(2, 900, 320, 0, 0)
     for prompt in range(600, 1200, 100):
         answer(prompt)
     await shadowed.loss()
