@@ -197,25 +197,22 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._in_body = True
         request = _Request(self.cycle)
-        self.scope["extensions"] = {
-            asgi.ON_DISCONNECT: request.on_disconnect,  # type: ignore[dict-item]  # any value, by ASGI
-            asgi.BODY_STATE: request.body_state,  # type: ignore[dict-item]
-        }
+        extensions: dict[str, Any] = {asgi.ON_DISCONNECT: request.on_disconnect, asgi.BODY_STATE: request.body_state}
+        self.scope["extensions"] = extensions
         if self._wants_websocket:
-            self.scope["extensions"][asgi.WANTS_WEBSOCKET] = {}
+            extensions[asgi.WANTS_WEBSOCKET] = {}
             self._wants_websocket = False
         if self._is_crowded:
-            self.scope["extensions"][asgi.IS_CROWDED] = {}
+            extensions[asgi.IS_CROWDED] = {}
+        if self._is_crowded or self.server_state.is_stopping:
             self.cycle.keep_alive = False
         self._requests.append(request)
         if self.scope["method"] != "HEAD":
             transport = _Transport(self.transport)
             self.cycle.transport = transport  # type: ignore[assignment]  # all that it uses
-            self.scope["extensions"][asgi.HOLD_HEAD] = transport.hold_head  # type: ignore[assignment]
+            extensions[asgi.HOLD_HEAD] = transport.hold_head
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
-        if self.server_state.is_stopping:
-            self.cycle.keep_alive = False
         self.flow.resume_reading()  # uvicorn pauses behind a request, and would not see the client leave
 
     def head_without_upgrade(self) -> bytes:
@@ -289,18 +286,13 @@ class Connection(HttpToolsProtocol):
             if self._is_idle:
                 is_crowded = len(self.connections) * 4 > self.bounds.connections * 3
                 allowed = min(self.bounds.idle_seconds, LINGER_SECONDS if is_crowded else inf)
-            if self._in_body and free > LINGER_SECONDS:
-                self.transport.close()
+            elif self._in_body:
+                allowed = min(allowed, LINGER_SECONDS)
+            if free > allowed and self._in_head and self._unfinished:
+                text = f"The request's head was not complete within {self.bounds.head_seconds:g} seconds"
+                self._refuse(TooSlow(f"{text} (setting client_timeout)."))
             elif free > allowed:
-                self._give_up()
-
-    def _give_up(self) -> None:
-        """No whole head has come in time."""
-        if self._in_head and self._unfinished:
-            text = f"The request's head was not complete within {self.bounds.head_seconds:g} seconds"
-            self._refuse(TooSlow(f"{text} (setting client_timeout)."))
-        else:
-            self.transport.close()
+                self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         if self._is_busy:

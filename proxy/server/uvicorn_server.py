@@ -75,9 +75,8 @@ class _SideServer(_StoppableServer):
         await super().startup(sockets)
         logger.info("live page %s%s", _address(self), auth.PAGE)
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 class GatewayServer(_StoppableServer):
@@ -171,10 +170,7 @@ def bound(setting: str, host: str, port: int) -> list[socket.socket]:
 
 
 def holder_of(host: str, port: int) -> str:
-    """What holds a port: "process 4242 (seamark), a Seamark gateway"; empty if nothing can be told.
-
-    Usually it is the gateway that a new one is to replace, or the worker itself.
-    """
+    """What holds a port, as "process 4242 (seamark), a Seamark gateway"; empty if nothing can be told."""
     return ", ".join(filter(None, (_process_at(port), _server_at(host, port))))
 
 
