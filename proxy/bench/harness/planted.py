@@ -73,8 +73,7 @@ def register() -> None:
 
 def _with_cure_off(cured: Any) -> Any:
     def copy_kv_cache_blocks_inplace(*args: Any) -> Any:
-        uncured = cured.__seamark_original__
-        return (uncured if _present() == COPY_CURE_OFF else cured)(*args)
+        return (cured.__seamark_original__ if _present() == COPY_CURE_OFF else cured)(*args)
 
     return _as_patch(copy_kv_cache_blocks_inplace, cured)
 
