@@ -49,9 +49,8 @@ class Tracing(Part):
         """`endpoint`: URL of a collector, its path included, that takes OTLP over HTTP."""
         named = Resource.create({"service.name": "seamark", "service.version": version()})
         self._provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()))
-        session = Session() if urlsplit(endpoint).hostname in LOOPBACK else None
-        if session is not None:
-            session.trust_env = False  # no proxy of the environment
+        session = Session()
+        session.trust_env = urlsplit(endpoint).hostname not in LOOPBACK  # else no proxy of the environment
         exporter = OTLPSpanExporter(endpoint, session=session)
         self._provider.add_span_processor(BatchSpanProcessor(_Counted(exporter, metrics)))
         self._tracer = self._provider.get_tracer("seamark", version())
@@ -144,12 +143,11 @@ class _Counted(SpanExporter):
             result = SpanExportResult.FAILURE
         works = result is SpanExportResult.SUCCESS
         self._spans.labels("exported" if works else "lost").inc(len(spans))
-        if works != self._works:
-            self._works = works
-            if works:
-                logger.info("spans are taken")
-            else:
-                logger.warning("spans are not taken and are lost (setting otlp_traces_endpoint)")
+        if works and not self._works:
+            logger.info("spans are taken")
+        elif not works and self._works is not False:
+            logger.warning("spans are not taken and are lost (setting otlp_traces_endpoint)")
+        self._works = works
         return result
 
     def shutdown(self) -> None:
