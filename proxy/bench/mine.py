@@ -343,10 +343,7 @@ def plan_for(stacks: Sequence[Stack], lengths: Sequence[int], pairs: int) -> Min
 
 
 async def ask_all(stacks: Sequence[Stack], plan: MinePlan) -> None:
-    """All pairs once, the fan-out, the conversation, then the pairs again: an early end leaves some of each.
-
-    Each stack goes first every other time.
-    """
+    """All pairs once, the rest, then the pairs again, for an early end; each stack goes first every other time."""
     for number in range(plan.pairs):
         order = stacks[::-1] if number % 2 else stacks
         for length in plan.lengths:
@@ -422,10 +419,7 @@ def _hits(one: Measured, replies: Sequence[MinedReply]) -> str:
 
 
 def _ratio(stacks: Sequence[Stack], length: int, which: int, figure: str = "first_token") -> Any:
-    """This over the other in a figure, the median over rounds, which share what the machine did; None if none has both.
-
-    `figure`: seconds to the first token, or "tokens_per_second".
-    """
+    """This over the other, the median over rounds, which share what the machine did; None if none has both figures."""
     rounds = zip(*(stack.measured.pairs[length] for stack in stacks), strict=False)
     figures = [[getattr(pair[which], figure) for pair in each] for each in rounds]
     return _median(mine / other if mine and other else None for mine, other in figures)

@@ -149,10 +149,7 @@ def _as_text(value: Any) -> str:
 
 
 def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
-    """A file, a line, or else the name of a container; `inspect`: what Docker says of one.
-
-    Raises `SettingsError` with what is missing in it.
-    """
+    """A file, a line, or a container that Docker (`inspect`) knows. Raises `SettingsError` with what is missing."""
     if _SERVE.search(f" {given} ") or _DOCKER_RUN.search(given):
         return _of_text(given, "the command", "")
     path = Path(os.path.expanduser(given))
@@ -345,10 +342,7 @@ def docker_run(text: str, source: str) -> DockerRun:
 
 
 def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True) -> list[str]:
-    """The arguments of `vllm serve` in those of a container: behind the command, in a shell's text, or all of them.
-
-    `by_image`: an entrypoint that is not among the words may start vLLM.
-    """
+    """Those of `vllm serve` in a container's words; `by_image`: an entrypoint that is not among them may start vLLM."""
     if script := next(filter(serves, words), ""):
         return [word.value for word in serve_line(script, source).words]
     if start := behind_serve(words):

@@ -117,10 +117,7 @@ def _in_docker(told: Any) -> FoundWay:
 
 
 def image_version(image: str) -> str:
-    """Of the vLLM in an image, as its labels or variables tell it; empty if they do not, or it is not here.
-
-    What is in the image is not run, and nothing is fetched.
-    """
+    """Of the vLLM in an image by its labels or variables, "" without; nothing in it is run, and nothing is fetched."""
     told = _docker_inspect("image", "inspect", "--", image)
     try:
         config = (told or {})["Config"]

@@ -33,10 +33,7 @@ def exposition(registry: CollectorRegistry) -> Steps[bytes]:
 
 
 def merged(first: str, second: str) -> str:
-    """Both, each family once, as the format demands: its lines stand together under the words of `first`.
-
-    A series that both have is the one of `first`.
-    """
+    """Both, each family once, as the format demands. A series that both have is the one of `first`."""
     families = _families(first)
     for name, lines in _families(second).items():
         known = families.setdefault(name, [])

@@ -191,10 +191,7 @@ class Shadow(Part):
         }
 
     def would_save(self) -> dict[str, Any]:
-        """What the plugin would have saved so far: tokens and, as far as these are known, seconds.
-
-        Beside it, what the same requests computed in all. Both seconds are 0 while no worker's cost is known.
-        """
+        """Of what judged requests computed, what the plugin would have saved; seconds are 0 while no cost is known."""
         return {
             "tokens": self._tokens[CURED],
             "seconds": self._seconds[CURED],

@@ -142,10 +142,7 @@ class TimeSaved:
 
 
 class KeyUsage:
-    """What each API key has used since the start. One that is taken out of the keys file keeps it.
-
-    Keys are called by their names in that file, so nobody but the operator can add one.
-    """
+    """What each API key has used since the start, by its name in the keys file, also one that is there no more."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._requests, self._tokens = metrics.key_requests, metrics.key_tokens

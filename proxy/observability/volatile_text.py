@@ -78,10 +78,7 @@ _DAY_SECONDS = 86_400
 
 
 def kind_of(new: str, old: str, at: int, now: float) -> Steps[TextKind | None]:
-    """Of what kind the text is in which `new` and `old` differ first, at character `at`.
-
-    `now`: seconds since the epoch, to know a date by. None: it is no text that is known to change by itself.
-    """
+    """The kind of the text that differs first, at `at`; None: not known to change. `now`: seconds since the epoch."""
     says_git = _GIT.search(new, max(0, at - GIT_BEFORE), at + BEHIND) is not None
     if says_git and all(_GIT_LINE.match(_line_at(text, at)) for text in (new, old)):
         return "git_status"

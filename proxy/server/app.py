@@ -108,10 +108,7 @@ def _no_such_path(path: str, pages_only: bool) -> str:
 
 
 def build(gateway: Gateway, *, pages_only: bool = False) -> App:
-    """The application that clients reach; `gateway` runs from its start-up to its end.
-
-    `pages_only`: the gateway's own pages alone, for an address of their own; they do not start or stop `gateway`.
-    """
+    """The application that clients reach, which runs `gateway`; `pages_only`: its pages at an address of their own."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -44,10 +44,7 @@ class TimedAnswer(NamedTuple):
 
 
 def open_client(seconds: float = 300.0) -> httpx.AsyncClient:
-    """A client with a connection for each request, which may take `seconds`.
-
-    A server closes an idle connection whenever it likes, even as the next request is on its way.
-    """
+    """A client with a connection for each request of at most `seconds`: servers close idle ones whenever they like."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncClient(timeout=seconds, limits=limits, trust_env=False)
 
