@@ -48,8 +48,6 @@ EXIT_STATUSES = (
 
 
 class Diagnosis(NamedTuple):
-    """One line of the diagnosis."""
-
     fine: bool
     text: str
     cure: str | None = None
@@ -312,7 +310,6 @@ DRAFTS = {
 
 
 def _drafts(info: EngineInfo | None, setup: EngineSetup, cures: Cures) -> Iterator[Diagnosis]:
-    """Speculative decoding, and whether hints are used beside it."""
     fine, text, cure = True, ": the plugin tries hints beside it at each start", None
     if info is not None:
         if info.drafts in DRAFTS:
@@ -336,7 +333,6 @@ LANES = {
 
 
 def _connector(setup: EngineSetup, cures: Cures) -> Iterator[Diagnosis]:
-    """KV connectors, and how states are kept beside them."""
     name = f"KV connector {setup.connector}"
     if setup.connector and setup.lane == "no_hints":
         cure = cures.flag("--kv-transfer-config", "take it away: this connector measures decoding alone")

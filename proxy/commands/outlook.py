@@ -68,8 +68,6 @@ TOOL_PARSERS = {
 
 
 class Outlook(NamedTuple):
-    """What a recipe will do with Seamark."""
-
     hits: bool | None  # None: not to be told from here
     verdict: str  # one sentence
     change: str = ""  # the one that hits wait for; empty: none

@@ -17,7 +17,6 @@ class Parser(argparse.ArgumentParser):
     """Flags have to be written out; one that does not exist is answered with those that read like it."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """As for `argparse.ArgumentParser`."""
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
     def parse_known_args(  # type: ignore[override]  # argparse overloads it by the kind of namespace

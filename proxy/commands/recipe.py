@@ -66,8 +66,6 @@ class RecipeKind(StrEnum):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What vLLM is run by and with."""
-
     kind: RecipeKind
     source: str  # a path, a line, a container's name
     name: str  # of the recipe, the service or the container
@@ -299,7 +297,6 @@ def _without_comments(text: str) -> str:
 
 
 def serves(text: str) -> bool:
-    """Whether a text starts vLLM."""
     return bool(_SERVE.search(f" {text} "))
 
 
@@ -312,8 +309,6 @@ def serve_line(text: str, source: str) -> ServeLine:
 
 
 class DockerRun(NamedTuple):
-    """A `docker run` in a text, taken apart."""
-
     program: str  # docker or podman
     options: Sequence[Word]
     image: Word

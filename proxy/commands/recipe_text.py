@@ -32,8 +32,6 @@ _QUOTED = re.compile(r'"((?:[^"\\]+|\\.)*+)"', re.S)
 
 
 class Word(NamedTuple):
-    """One word of a shell's line."""
-
     raw: str  # as it is spelt
     value: str  # without quotes; variables as they are
 

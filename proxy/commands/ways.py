@@ -53,7 +53,6 @@ class Surroundings(NamedTuple):
 
 
 def surroundings() -> Surroundings:
-    """Those of this process."""
     in_container = any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv"))
     return Surroundings(Path("/proc"), os.environ, in_container, partial(_docker_inspect, "inspect"))
 

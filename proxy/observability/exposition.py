@@ -19,7 +19,6 @@ class _One(NamedTuple):
     family: Metric
 
     def collect(self) -> Iterable[Metric]:
-        """What a registry gives."""
         return (self.family,)
 
 

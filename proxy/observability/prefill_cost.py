@@ -39,7 +39,6 @@ class TokenWork:
 
     @classmethod
     def between(cls, start: int, end: int) -> TokenWork:
-        """Tokens from position `start` up to `end`."""
         return cls(end - start, (end**2 - start**2) / 2)
 
     def __add__(self, other: TokenWork) -> TokenWork:
@@ -68,8 +67,6 @@ class CostModel(NamedTuple):
 
 
 class CostLearner:
-    """Learns the cost model of one worker."""
-
     def __init__(self) -> None:
         self._alone: deque[tuple[TokenWork, float]] = deque(maxlen=WINDOW)
         self._among_others: deque[tuple[TokenWork, float]] = deque(maxlen=WINDOW)

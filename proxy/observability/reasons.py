@@ -9,8 +9,6 @@ from proxy.routing.prefix_index import Prefix
 
 
 class ReasonText(NamedTuple):
-    """What people read of one reason."""
-
     short: str  # for a line in a list
     long: str  # one or two sentences
     action: str  # what to do about it; empty if there is nothing

@@ -103,8 +103,6 @@ CHANGE_TEXT: dict[str, tuple[str, str]] = {
 
 
 class ContentPart(NamedTuple):
-    """A tool or a message of a request."""
-
     hash: int  # of it alone
     size: int  # bytes, roughly
 

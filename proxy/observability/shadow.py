@@ -79,8 +79,6 @@ class AnsweredRequest(NamedTuple):
 
 
 class ReadPrompt(NamedTuple):
-    """What is known of an answered request's prompt."""
-
     found: Found  # its boundaries with their tokens
     remembered: RememberedRequest | None = None
     ids: Sequence[int] = ()  # token ids; none if it was not rendered
@@ -104,8 +102,6 @@ class _WorkerKnowledge:
 
 
 class Shadow(Part):
-    """Judges one answered request after the other."""
-
     name = "shadow"
 
     def __init__(

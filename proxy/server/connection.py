@@ -34,8 +34,6 @@ UPGRADES = frozenset((b"upgrade", b"http2-settings"))
 
 
 class Bounds(NamedTuple):
-    """What a client may take."""
-
     head_bytes: int  # of a request's target and headers
     head_seconds: float  # from its first byte to the end of the head; of the first one, from the connection's beginning
     idle_seconds: float  # from the end of an answer to the first byte of the next head
@@ -44,8 +42,6 @@ class Bounds(NamedTuple):
 
 
 class ConnectionState(ServerState):
-    """What all connections of a server share."""
-
     is_stopping = False  # answers end their connections, so that clients go elsewhere
 
 
@@ -317,7 +313,6 @@ class Connection(HttpToolsProtocol):
 
 
 def bounded(bounds: Bounds) -> type[Connection]:
-    """The connections of a server with these bounds."""
     return type("BoundedConnection", (Connection,), {"bounds": bounds})
 
 

@@ -32,7 +32,6 @@ CHANGING = 0.1
 
 
 def _of_both(gateway: Gateway) -> dict[str, Any]:
-    """What both pages show."""
     check = gateway.self_check
     is_checked = bool(gateway.settings.self_check_interval)
     return {
@@ -48,7 +47,6 @@ def _of_both(gateway: Gateway) -> dict[str, Any]:
 
 
 def status(gateway: Gateway) -> dict[str, Any]:
-    """For `/seamark/status`."""
     prefill_workers = gateway.prefill_pool.workers if gateway.prefill_pool is not None else ()
     return {
         **_of_both(gateway),

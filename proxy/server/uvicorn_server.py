@@ -38,8 +38,6 @@ CHECK_SECONDS = 1.0  # between two looks at all connections; bounds below four t
 
 
 class _StoppableServer(uvicorn.Server):
-    """Looks after its clients."""
-
     def __init__(self, config: uvicorn.Config, settings: Settings) -> None:
         super().__init__(config)
         self.server_state: ConnectionState = ConnectionState()

@@ -25,7 +25,6 @@ class Difference(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether float32 answers count as equal."""
         return self.largest_error <= LOGPROB_BOUND if self.position is None else self.gap < TIE
 
 
