@@ -25,12 +25,12 @@ from proxy.fleet.worker import Worker
 from proxy.idle_work import LULL_SECONDS, IdleWork, Steps, within
 from proxy.metrics import Metrics
 from proxy.observability import request_diff, volatile_text
-from proxy.observability.exposition import exposition
 from proxy.observability.request_diff import MAX_REQUESTS, RememberedRequest, RequestMemory
 from proxy.pipeline.gateway import Gateway
 from proxy.routing.engine_events import STEP_EVENTS, EngineEvents, _FeedReader
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
+from proxy.server.app import exposition
 from proxy.settings import Settings
 from tests.harness.probed import probed
 from tests.harness.steps import finished

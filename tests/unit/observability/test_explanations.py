@@ -25,7 +25,6 @@ from proxy.metrics import Metrics
 from proxy.observability import shadow as shadow_module
 from proxy.observability import tracing
 from proxy.observability.explanations import MAX_CHARACTERS, Explanation, Explanations, Record, client_name
-from proxy.observability.exposition import merged
 from proxy.observability.prefill_cost import RENEWAL, CostLearner
 from proxy.observability.reasons import (
     ENGINE_CAUSES,
@@ -169,12 +168,6 @@ def test_the_first_product_names_a_client():
     browser = "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML) Chrome/120.0 Safari/537"
     assert client_name(browser) == "Chrome/120" and client_name("a" * 500) == "a" * MAX_CHARACTERS
     assert client_name("<script>") is client_name(None) is None
-
-
-def test_two_expositions_are_one_that_a_strict_reader_takes():
-    first = '# TYPE a gauge\na{b="}"} 1 1700000000\n'
-    assert merged(first + "# EOF\n", '# comment\n\n# TYPE a gauge\na{b="}"} 2\n') == first
-    assert merged("a 1\n", "# TYPE b gauge\nb 1\n") == "a 1\n# TYPE b gauge\nb 1\n"
 
 
 PATH = "/v1/chat/completions"
