@@ -113,8 +113,8 @@ class Explanations:
 
     def of_anyone(self, request_id: str) -> Explanation | None:
         """The last request of this id; for operators."""
-        named = next((name for name in reversed(self._records) if name[1] == request_id), None)
-        return self._records[named].explanation if named is not None else None
+        newest = reversed(self._records.items())
+        return next((record.explanation for (_, name), record in newest if name == request_id), None)
 
 
 def client_name(user_agent: str | None) -> str | None:

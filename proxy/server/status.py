@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -105,11 +106,8 @@ def changing(hour: Totals, newest: Sequence[Explanation]) -> dict[str, Any] | No
     if not hour.changed or hour.changed < CHANGING * common:
         return None
     lost: Counter[tuple[str | None, str | None]] = Counter()
-    for request in newest:
-        change = request.changed
-        if change is None or request.began < time.time() - HOUR:
-            continue
-        if (change["what"], change["role"]) != ("setting", "cache_salt"):  # kept apart on purpose
+    for change in (request.changed for request in newest if request.began >= time.time() - HOUR):
+        if change and (change["what"], change["role"]) != ("setting", "cache_salt"):  # kept apart on purpose
             lost[change["text"], change["cure"]] += change["lost"]
     text, cure = max(lost, key=lost.__getitem__, default=(None, None))
     return {"lost": hour.changed, "common": common, "text": text, "cure": cure}
@@ -146,16 +144,12 @@ def template_status(facts: TemplateFacts | None) -> dict[str, Any]:
     """Which facts of a template are learnt under its default setting, and which it does not determine."""
     if facts is None:
         return {"learnt": False, "known": [], "unknown": []}
-    known = {f"end of a {role} turn": facts.end(role) is not None for role in get_args(Role)}
-    for place in get_args(OpenerPlace):
-        for tools in (False, True):
-            if tools or place not in ("tool", "results"):  # without tools there are none
-                known[f"opener: {place}{' with tools' if tools else ''}"] = facts.opener(place, tools) is not None
-    return {
-        "learnt": True,
-        "known": [name for name, is_known in known.items() if is_known],
-        "unknown": [name for name, is_known in known.items() if not is_known],
-    }
+    found: dict[str, object] = {f"end of a {role} turn": facts.end(role) for role in get_args(Role)}
+    for place, tools in product(get_args(OpenerPlace), (False, True)):
+        if tools or place not in ("tool", "results"):  # without tools there are none
+            found[f"opener: {place}{' with tools' if tools else ''}"] = facts.opener(place, tools)
+    unknown = [name for name, fact in found.items() if fact is None]
+    return {"learnt": True, "known": [name for name in found if name not in unknown], "unknown": unknown}
 
 
 def redis_status(gateway: Gateway) -> dict[str, Any]:
@@ -185,12 +179,12 @@ def warnings(gateway: Gateway) -> list[str]:
     """What costs hits or may soon, in sentences."""
     up = [worker for worker in gateway.pool.workers if worker.up]
     sentences = [f"Worker {worker.name} gets no hints: {worker.refused}." for worker in up if worker.refused]
-    sentences += [_on_trial(worker) for worker in up if worker.draft_state == TRIAL]
-    sentences += [
-        f"What the engine of worker {worker.name} reports cannot be read: {why_not}."
-        for worker in up
-        if (why_not := worker.probed.reports.why_not)
-    ]
+    for worker in up:
+        if worker.draft_state == TRIAL:
+            so_far = f" ({worker.trial_figures})" if worker.trial_figures else ""
+            sentences.append(f"Worker {worker.name} drafts: hints are off until its trial is over{so_far}.")
+    unread = ((worker.name, why_not) for worker in up if (why_not := worker.probed.reports.why_not))
+    sentences += [f"What the engine of worker {name} reports cannot be read: {why_not}." for name, why_not in unread]
     sentences += [
         f"Workers differ in the tokens they take for {model} (max_model_len): what is too long for one goes to another."
         for model in gateway.pool.uneven_models()
@@ -222,11 +216,6 @@ def _measures(check: SelfCheck) -> str:
     if check.cache_off:
         return "Hints are off and nothing is taken from the cache."
     return "Hints are off." if check.hints_off else "Hints are still on."
-
-
-def _on_trial(worker: Worker) -> str:
-    so_far = worker.trial_figures
-    return f"Worker {worker.name} drafts: hints are off until its trial is over{f' ({so_far})' if so_far else ''}."
 
 
 # One file with its script and style inside. It holds no data, so it needs no key: a browser that opens an address
