@@ -15,11 +15,7 @@ class ReasonText(NamedTuple):
 
 
 REASON_TEXT = {
-    "hit": ReasonText(
-        "hit",
-        "All that was kept of what this prompt shares with earlier ones came from the cache.",
-        "",
-    ),
+    "hit": ReasonText("hit", "All that was kept of what this prompt shares with earlier ones came from the cache.", ""),
     "cold": ReasonText(
         "first sight",
         "No earlier request began like this one. The next one that does can share it.",

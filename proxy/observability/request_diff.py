@@ -57,10 +57,7 @@ HEAD_KINDS: tuple[TextKind, ...] = (*CLOCK_KINDS, "uuid")
 # what to do about it. No cure is applied by itself: each one changes what the model reads.
 CHANGE_TEXT: dict[str, tuple[str, str]] = {
     "dates": ("a date", "Move the date behind the rules: to the end of the system prompt, or into a message."),
-    "times": (
-        "a time of day",
-        "Move the time behind the rules, into the last user message, or write the date alone.",
-    ),
+    "times": ("a time of day", "Move the time behind the rules, into the last user message, or write the date alone."),
     "uuid": ("an id", "Leave the id out of the prompt, or move it behind the rules, into a user message."),
     "number": ("a number", "Move the number behind the rules, into the last user message."),
     "token_counters": (
