@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from proxy.bench.harness.client import open_client
 from proxy.bench.harness.prompts import QUESTIONS, prose
 from proxy.commands.parser import Parser
 from proxy.config_files import base_url, read_secret, without_credentials
@@ -137,10 +138,7 @@ class Stack:
         self._models: list[str] = []
         self._has_key = api_key is not None
         headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        timeout = httpx.Timeout(None, connect=5.0)
-        # Without proxies of the environment: the gateway uses none, either.
-        self.client = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=False)
+        self.client = open_client(httpx.Timeout(None, connect=5.0), headers)
 
     async def find_model(self, say: Callable[[str], None]) -> None:
         """Read `/v1/models`; a stack that asks for patience, as a gateway before a loading vLLM does, is waited for."""
@@ -369,7 +367,8 @@ def table(stacks: Sequence[Stack]) -> str:
     for length in _common(stacks):
         for name, one in ((name, stack.measured) for name, stack in named.items()):
             cold, warm = (f"{one.first_token(length, which):.3f} s" for which in (0, 1))
-            line = f"{name:<6}{one.shared(length):>14,}{_percent(one.hit(length)):>17}{cold:>18}{warm:>10}"
+            hit = "not reported" if (part := one.hit(length)) is None else f"{part:.0%}"
+            line = f"{name:<6}{one.shared(length):>14,}{hit:>17}{cold:>18}{warm:>10}"
             lines.append(f"{line}{_speed(one.speed(length, 0)):>15}{_speed(one.speed(length, 1)):>8}")
         if len(stacks) > 1:
             line = f"{'this / other':<37}{_ratio(stacks, length, 0):>16.2f} x{_ratio(stacks, length, 1):>8.2f} x"
@@ -393,10 +392,6 @@ def table(stacks: Sequence[Stack]) -> str:
 
 def _common(stacks: Sequence[Stack]) -> list[int]:
     return sorted(set.intersection(*(set(stack.measured.pairs) for stack in stacks)))
-
-
-def _percent(part: float | None) -> str:
-    return "not reported" if part is None else f"{part:.0%}"
 
 
 def _speed(tokens_per_second: float | None) -> str:

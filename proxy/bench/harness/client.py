@@ -43,10 +43,12 @@ class TimedAnswer(NamedTuple):
         return self.first_token - self.sent
 
 
-def open_client(seconds: float = 300.0) -> httpx.AsyncClient:
+def open_client(
+    seconds: float | httpx.Timeout = 300.0, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> httpx.AsyncClient:
     """A client with a connection for each request of at most `seconds`: servers close idle ones whenever they like."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.AsyncClient(timeout=seconds, limits=limits, trust_env=False)
+    return httpx.AsyncClient(headers=headers, timeout=seconds, limits=limits, trust_env=False)
 
 
 async def ask(client: httpx.AsyncClient, url: str, messages: Messages, tokens: int, **fields: Any) -> TimedAnswer:
