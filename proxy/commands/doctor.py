@@ -105,10 +105,10 @@ def main(argv: list[str]) -> int:
         print(f"{'ok   ' if diagnosis.fine else 'WRONG'} {printable(diagnosis.text)}")
         if diagnosis.cure and not diagnosis.last:
             print(printable_lines(diagnosis.cure))
+    if any(diagnosis.cure for diagnosis in diagnoses):
+        lost.append(words)
     for line in lost:
         print(printable(line))
-    if any(diagnosis.cure for diagnosis in diagnoses):
-        print(printable(words))
     for diagnosis in diagnoses:
         if diagnosis.last:
             print(f"\nthe cure:\n{printable_lines(diagnosis.cure)}")
@@ -372,10 +372,8 @@ async def _details(worker: Probe, model: str, cures: Cures) -> Diagnosis:
     except (*NO_ANSWER, ValueError, KeyError, TypeError, AttributeError):
         text = f"does not answer a completion of one token ({status})"
         return Diagnosis(False, text, verdict=f"cannot hit: it {text}")
-    if reported:
-        return Diagnosis(True, "cached tokens are reported")
     cure = cures.flag("--enable-prompt-tokens-details", "without it, hits are never reported")
-    return Diagnosis(False, "cached tokens are not reported", cure)
+    return Diagnosis(reported, f"cached tokens are {'' if reported else 'not '}reported", None if reported else cure)
 
 
 async def _render(worker: Probe, model: str, cures: Cures) -> Diagnosis:
@@ -441,10 +439,8 @@ def shadow_lines(shadow: Mapping[str, Any]) -> list[str]:
         lines.append(f"    {left:,} of these tokens have no seconds yet: too few streams to learn from")
     if unreported := shadow["cached_not_told"]:
         lines.append(f"    {unreported:,} answers did not say what was cached: the worker's own total of hits was used")
-    for result, count in sorted(results.items()):
-        if result != "judged":
-            lines.append(f"    {count:,} not judged: {result}{HINTS.get(result, '')}")
-    return lines
+    others = sorted((result, count) for result, count in results.items() if result != "judged")
+    return lines + [f"    {count:,} not judged: {result}{HINTS.get(result, '')}" for result, count in others]
 
 
 HINTS = {

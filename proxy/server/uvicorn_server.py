@@ -73,8 +73,9 @@ class _SideServer(_StoppableServer):
         await super().startup(sockets)
         logger.info("live page %s%s", _address(self), auth.PAGE)
 
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class GatewayServer(_StoppableServer):
