@@ -258,17 +258,15 @@ class RequestMemory:
         if before is None or before.prompt - shared < MIN_MISSING:
             return None
         yield from request.prepare()
-        roles, added = request.layout.chat.roles, range(before.messages, len(request.messages))
-        kind, index = "system_merged", 0
-        if request.layout.chat.path != MESSAGES or not any(roles[i] == "system" for i in added):
-            if not any(roles[i] == "user" for i in added):
-                return None
+        roles, kind, index = request.layout.chat.roles, "system_merged", 0
+        added = roles[before.messages :]
+        if request.layout.chat.path != MESSAGES or "system" not in added:
             # Templates drop the thinking of a loop once it is over, that is behind the user message that began it.
             start = next((i for i in range(before.messages - 1, -1, -1) if roles[i] == "user"), 0)
-            thought = next((i for i in range(start, before.messages) if _has_thinking(request.messages[i])), None)
-            if thought is None:
-                return None
-            kind, index = "thinking_history", thought
+            thoughts = (i for i in range(start, before.messages) if _has_thinking(request.messages[i]))
+            kind, index = "thinking_history", next(thoughts, -1) if "user" in added else -1
+        if index < 0:
+            return None
         # An engine that has forgotten the request before knows of nothing that both begin with.
         tools = len(request.tools)
         had = _bytes(request.parts[: tools + before.messages])

@@ -145,7 +145,7 @@ def build(gateway: Gateway, *, pages_only: bool = False) -> App:
     @app.get("/metrics")
     async def metrics() -> Response:
         await gateway.idle.caught_up()
-        shown = await gateway.idle.finish(exposition(gateway.metrics.registry))
+        shown = await gateway.idle.finish(exposition_of(gateway.metrics.registry))
         if gateway.settings.sidecar:  # an endpoint picker looks for vLLM's figures here
             shown = merged(await gateway.pool.exposition(gateway.pool.workers[0]), shown.decode()).encode()
         return Response(shown, media_type=CONTENT_TYPE_LATEST)
@@ -286,7 +286,7 @@ class _One(NamedTuple):
         return (self.family,)
 
 
-def exposition(registry: CollectorRegistry) -> Steps[bytes]:
+def exposition_of(registry: CollectorRegistry) -> Steps[bytes]:
     """All families of a registry as text, one in each step: a thousand series take milliseconds."""
     parts = []
     for family in registry.collect():
