@@ -66,12 +66,6 @@ def spark_checkout(*folders: Path) -> Path:
     raise SettingsError(f"--spark: {folders[-1]} is no checkout of spark-vllm-docker: it has no mods/ and recipes/")
 
 
-def added_flags(recipe: Recipe) -> list[str]:
-    """Flags by which hits are there and are seen, but for those that the recipe has."""
-    has_events = recipe.has_rust_frontend or EVENTS_FLAG.split()[1] in recipe.arguments
-    return [flag for flag in NEEDED if not (has_events if flag == EVENTS_FLAG else recipe.has(flag))]
-
-
 def without_flags(words: Sequence[Word], taken_away: Sequence[str] = _TAKEN_AWAY) -> list[Word]:
     """Without the flags that are taken away, and their values."""
     left: list[Word] = []
@@ -87,8 +81,10 @@ def without_flags(words: Sequence[Word], taken_away: Sequence[str] = _TAKEN_AWAY
 def _edited(text: str, recipe: Recipe) -> str:
     """A text with its one `vllm serve`, which gets what is needed; all before and behind it stays as it is spelt."""
     line = reading.serve_line(text, recipe.source)
-    words = [word.raw for word in without_flags(line.words)]
-    return f"{text[: line.start]} {_in_lines(words, added_flags(recipe))}{text[line.end :]}"
+    has_events = recipe.has_rust_frontend or EVENTS_FLAG.split()[1] in recipe.arguments
+    added = [flag for flag in NEEDED if not (has_events if flag == EVENTS_FLAG else recipe.has(flag))]
+    words = _in_lines([word.raw for word in without_flags(line.words)], added)
+    return f"{text[: line.start]} {words}{text[line.end :]}"
 
 
 def _in_lines(words: Sequence[str], added: Sequence[str] = ()) -> str:
@@ -165,8 +161,7 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
         _if_it_runs(places, f'[ -z "$({_containers(image)})" ] && [ -n "$({base} ps -q --status running {name})" ]'),
         f'exec {base} -f {shlex.quote(str(places.out / "compose.seamark.yaml"))} up --build -d "$@" {name}',
     )
-    undo = [*_off_image(image), _if_it_ran(f"{base} up -d {name}")]
-    return RecipeFiles({"compose.seamark.yaml": overlay, "start.sh": start}, undo, [_asked(image)])
+    return _of_image({"compose.seamark.yaml": overlay, "start.sh": start}, image, again=f"{base} up -d {name}")
 
 
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -177,7 +172,7 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     options = [f"--label={LABEL}={image}", *(word.raw for word in without_flags(run.options, ("--entrypoint",)))]
     if entrypoint:  # of a shell, whose text is edited as one word
         options.append(f"--entrypoint {shlex.quote(entrypoint[0])}")
-        words = [shlex.quote(word) for word in command]
+        words = [*map(shlex.quote, command)]
     else:
         words = [*(word.raw for word in without_flags(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
     line = f"{_in_lines(options)} \\\n    {image} \\\n    {_in_lines(words)}"
@@ -186,8 +181,8 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
         f"{_build(places, run.image.raw, image, run.program)} || exit",
         text=f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}",
     )
-    notes = ["end the container that runs now first: both want its name and its port", _asked(image)]
-    return RecipeFiles({"start.sh": start}, _off_image(image, run.program), notes)
+    notes = ["end the container that runs now first: both want its name and its port"]
+    return _of_image({"start.sh": start}, image, run.program, notes=notes)
 
 
 def _container(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -208,8 +203,7 @@ def _container(recipe: Recipe, places: Places) -> RecipeFiles:
         f"docker stop {theirs}",
         "exec docker run -d \\\n    " + " \\\n    ".join(words),
     )
-    undo = [*_off_image(image), _if_it_ran(f"docker start {theirs}")]
-    return RecipeFiles({"start.sh": start}, undo, [_asked(image)])
+    return _of_image({"start.sh": start}, image, again=f"docker start {theirs}")
 
 
 def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
@@ -302,28 +296,25 @@ def _containers(image: str, program: str = "docker") -> str:
     return f"{program} ps -aq --filter label={LABEL}={image}"
 
 
-def _off_image(image: str, program: str = "docker") -> list[str]:
-    """The image that was built, and what was started from it."""
-    return [f"{_containers(image, program)} | xargs -r {program} rm -f", f"{program} image rm -f {image}"]
+def _of_image(
+    files: Mapping[str, str], image: str, program: str = "docker", again: str = "", notes: Sequence[str] = ()
+) -> RecipeFiles:
+    """Takes back the image that was built and what was started from it; `again`: starts what ran before."""
+    undo = [f"{_containers(image, program)} | xargs -r {program} rm -f", f"{program} image rm -f {image}"]
+    if again:
+        undo.append(f"if grep -qx '{RAN}' {LIST}; then {again} || true; fi")
+    check = f"docker run --rm --entrypoint sh {image} -c 'python3 -m engine_patches patches --check'"
+    return RecipeFiles(files, undo, [*notes, f"whether the plugin knows its vLLM: {check}"])
 
 
 def _if_it_runs(places: Places, runs: str) -> str:
-    """Notes that vLLM runs without Seamark, for `_if_it_ran`."""
+    """Notes that vLLM runs without Seamark, for `undo.sh`."""
     return f"if {runs}; then echo '{RAN}' >> {shlex.quote(str(places.out / LIST))}; fi"
-
-
-def _if_it_ran(again: str) -> str:
-    return f"if grep -qx '{RAN}' {LIST}; then {again} || true; fi"
 
 
 def _build(places: Places, base: str, image: str, program: str = "docker") -> str:
     root, base = shlex.quote(str(places.source)), places.image or base
     return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={base} -t {image} {root}"
-
-
-def _asked(image: str) -> str:
-    check = "python3 -m engine_patches patches --check"
-    return f"whether the plugin knows its vLLM: docker run --rm --entrypoint sh {image} -c {shlex.quote(check)}"
 
 
 def script(purpose: str, *lines: str, text: str = "") -> str:
