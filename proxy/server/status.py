@@ -135,9 +135,7 @@ def worker_status(worker: Worker, gateway: Gateway) -> dict[str, Any]:
 
 def drafts_status(worker: Worker) -> dict[str, str] | None:
     """Whether hints are in use beside a worker's drafts, and how far its trial is; None if it does not draft."""
-    if not (state := worker.draft_state):
-        return None
-    return {"state": state, "trial": worker.trial_figures}
+    return {"state": worker.draft_state, "trial": worker.trial_figures} if worker.draft_state else None
 
 
 def template_status(facts: TemplateFacts | None) -> dict[str, Any]:
