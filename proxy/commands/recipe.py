@@ -227,15 +227,12 @@ def _runs_vllm(service: Mapping[str, Any]) -> bool:
 def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int] | None:
     """Address and port of this machine that lead to vLLM's `own`, in either of compose's spellings."""
     if isinstance(port, dict):
-        published = port_in(port.get("published"))
-        if str(port.get("target")) != str(own) or published is None:
-            return None
-        return str(port.get("host_ip", EVERYWHERE)), published
-    *before, inside = fill_variables([str(port)], known, "ports")[0].split("/")[0].rsplit(":", 2)
-    published = port_in(before[-1]) if before else None
-    if inside != str(own) or published is None:
-        return None
-    return (before[0].strip("[]") if len(before) > 1 else EVERYWHERE), published
+        address, published, inside = port.get("host_ip", EVERYWHERE), port.get("published"), port.get("target")
+    else:
+        *before, inside = fill_variables([str(port)], known, "ports")[0].split("/")[0].rsplit(":", 2)
+        address, published = before[0].strip("[]") if len(before) > 1 else EVERYWHERE, before[-1] if before else None
+    number = port_in(published)
+    return (str(address), number) if str(inside) == str(own) and number is not None else None
 
 
 def port_in(text: object) -> int | None:
