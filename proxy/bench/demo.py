@@ -118,10 +118,7 @@ def in_short(played: Sequence[Story], defects: Sequence[Planted]) -> tuple[str, 
     """What a reader should remember, in three sentences: hits, seconds, exactness."""
     on_prompts = [story for story in played if story.title == stories.SYSTEM_PROMPT]
     shared = sum(story.shared for story in on_prompts)
-    found = {
-        engine: f"{sum(story.line(engine).hit_second or 0 for story in on_prompts) / shared:.0%}"
-        for engine in (SEAMARK, ALONE)
-    }
+    hits = [sum(story.line(engine).hit_second or 0 for story in on_prompts) / shared for engine in (SEAMARK, ALONE)]
     longest = max(on_prompts, key=lambda story: story.shared)
     ours, theirs = longest.line(SEAMARK), longest.line(ALONE)
     cold, warm = (
@@ -131,8 +128,8 @@ def in_short(played: Sequence[Story], defects: Sequence[Planted]) -> tuple[str, 
     exact = all(story.line(SEAMARK).exact for story in played)
     noticed = all(defect.as_it_should for defect in defects)
     return (
-        f"The second request with a system prompt found {found[SEAMARK]} of it in the cache with Seamark, and "
-        f"{found[ALONE]} with vLLM alone.",
+        f"The second request with a system prompt found {hits[0]:.0%} of it in the cache with Seamark, and "
+        f"{hits[1]:.0%} with vLLM alone.",
         f"Its first token came after {warm[0]} instead of {warm[1]} with a prompt of {longest.shared} tokens; the "
         f"first request's took {cold[0]} instead of {cold[1]}.",
         f"Seamark's answers were {'all' if exact else 'NOT all'} those of an engine without a cache, and the check "

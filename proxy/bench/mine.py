@@ -434,10 +434,8 @@ def verdict(stacks: Sequence[Stack]) -> str:
             f"{one.shared(length):,} tokens, the first request's {_ratio(stacks, length, 0):.2f} times.{beside}"
         )
     cold, warm, part = one.first_token(length, 0), one.first_token(length, 1), one.hit_overall
-    times = (
-        f"its first token comes after {warm:.3f} s where the first request's took {cold:.3f} s "
-        f"({one.shared(length):,} tokens)"
-    )
+    times = f"its first token comes after {warm:.3f} s where the first request's took {cold:.3f} s"
+    times += f" ({one.shared(length):,} tokens)"
     if part is None:
         shows = warm <= SOONER * cold and cold - warm >= REACH
         seems = "but time shows that a second request does hit" if shows else "and time shows none"
@@ -445,10 +443,8 @@ def verdict(stacks: Sequence[Stack]) -> str:
     is_partial = PARTLY <= part < HITS
     hits = "hits" if part >= HITS else "hits in part" if is_partial else "does not hit"
     average = ", on average over the lengths" if is_partial else ""
-    return (
-        f"A second request with the same system prompt {hits}: {part:.0%} of it comes from the cache{average}, and "
-        f"{times}."
-    )
+    found = f"{hits}: {part:.0%} of it comes from the cache{average}"
+    return f"A second request with the same system prompt {found}, and {times}."
 
 
 def report(stacks: Sequence[Stack]) -> dict[str, Any]:

@@ -64,21 +64,13 @@ def main(argv: list[str]) -> int:
         prog="seamark doctor", description="whether requests to a vLLM worker will hit", epilog=EXIT_STATUSES
     )
     parser.add_argument("--worker", metavar="URL", help="http:// and a /v1 at its end may be left out")
-    parser.add_argument(
-        "--recipe",
-        metavar="RECIPE",
-        help="instead of a worker: what a recipe will do, as `seamark setup RECIPE` takes it; nothing is written",
-    )
+    recipe = "instead of a worker: what a recipe will do, as `seamark setup RECIPE` takes it; nothing is written"
+    parser.add_argument("--recipe", metavar="RECIPE", help=recipe)
     parser.add_argument("--worker-api-key-file", type=Path, metavar="FILE", help="holds the worker's API key")
     parser.add_argument("--gateway", metavar="URL", help="a gateway before the worker: prints what it has seen lost")
     parser.add_argument("--gateway-key-file", type=Path, metavar="FILE", help="holds an admin's key of that gateway")
-    parser.add_argument(
-        "--runs-as",
-        type=Way,
-        choices=list(Way),
-        metavar="|".join(Way),
-        help="how vLLM is run, so that cures are worded for that; by default what can be seen from here, else pip",
-    )
+    way = "how vLLM is run, so that cures are worded for that; by default what can be seen from here, else pip"
+    parser.add_argument("--runs-as", type=Way, choices=list(Way), metavar="|".join(Way), help=way)
     args = parser.parse_args(argv)
     if bool(args.worker) == bool(args.recipe):
         parser.error("give --worker URL, or --recipe RECIPE before anything runs")
@@ -254,9 +246,8 @@ def _check_key(status: int, shown: str, has_key: bool, flag: str, whose: str) ->
     if status in (401, 403) and has_key:
         raise NotAnswering(f"{shown} refuses the key in {flag} (status {status}): it is not {whose}")
     if status in (401, 403):
-        raise NotAnswering(
-            f"{shown} wants an API key (status {status}), and none was given: {flag}, with {whose} in it"
-        )
+        missing = f"{shown} wants an API key (status {status}), and none was given"
+        raise NotAnswering(f"{missing}: {flag}, with {whose} in it")
 
 
 def _engine(metrics: WorkerMetrics, setup: EngineSetup, cures: Cures) -> Iterator[Diagnosis]:

@@ -30,29 +30,22 @@ RUN, UNDO, GATEWAY, GATEWAY_LOG = "run.sh", "undo.sh", "gateway.sh", "gateway.lo
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="seamark setup", description="write the files to start Seamark with, and to undo that")
-    parser.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        help="how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a script, a line with `vllm serve` "
-        "or `docker run` in quotes, or a container's name; it is taken as it is, and nothing is asked",
+    kinds = (
+        "a recipe of spark-vllm-docker, a compose file, a script, a line with `vllm serve` or `docker run` in quotes"
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", default="seamark-setup", help="folder for the files (default %(default)s)"
-    )
+    recipe = f"how vLLM is run now: {kinds}, or a container's name; it is taken as it is, and nothing is asked"
+    parser.add_argument("recipe", metavar="RECIPE", help=recipe)
+    out = "folder for the files (default %(default)s)"
+    parser.add_argument("--out", type=Path, metavar="DIR", default="seamark-setup", help=folder)
     parser.add_argument("--force", action="store_true", help="overwrite files that are there")
     parser.add_argument("--source", type=Path, metavar="DIR", help="a checkout of Seamark (default: what this is from)")
-    parser.add_argument(
-        "--spark",
-        type=Path,
-        metavar="DIR",
-        default="~/spark-vllm-docker",
-        help="spark-vllm-docker (default %(default)s)",
-    )
+    checkout = "spark-vllm-docker (default %(default)s)"
+    parser.add_argument("--spark", type=Path, metavar="DIR", default="~/spark-vllm-docker", help=checkout)
     args = parser.parse_args(argv)
     try:
         recipe = read_recipe(args.recipe, surroundings().inspect)
         version = image_version(recipe.image) if recipe.image else ""
-        out, spark = (folder.expanduser().resolve() for folder in (args.out, args.spark))
+        out, spark = (given.expanduser().resolve() for given in (args.out, args.spark))
         places = Places(out, _checkout(args.source), spark, base_image(recipe, version))
         seen = outlook(recipe, version)  # before anything is written: it may refuse the recipe
         made = files_of(recipe, places)

@@ -63,12 +63,9 @@ class Tracing(Part):
         """
         found = [(name.decode(), value.decode("latin-1")) for name, value in headers if name in HEADERS]
         carrier = {name: [value for each, value in found if each == name] for name, _ in found}  # states may be several
-        span = self._tracer.start_span(
-            f"{method} {endpoint}",
-            self._propagator.extract(carrier),
-            SpanKind.SERVER,
-            {"http.request.method": method, "http.route": endpoint},
-        )
+        context = self._propagator.extract(carrier)
+        attributes = {"http.request.method": method, "http.route": endpoint}
+        span = self._tracer.start_span(f"{method} {endpoint}", context, SpanKind.SERVER, attributes)
         injected: dict[str, str] = {}
         self._propagator.inject(injected, set_span_in_context(span))
         headers[:] = [header for header in headers if header[0] not in HEADERS]

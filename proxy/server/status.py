@@ -189,19 +189,14 @@ def warnings(gateway: Gateway) -> list[str]:
     ]
     if gateway.settings.shadow:
         sentences.insert(0, "Shadow mode: nothing is changed and no hint is sent; what that costs is counted.")
-        sentences += [
-            f"Worker {worker.name} drafts: what the plugin would save is counted as with hints beside that, which it "
-            "gives once they have stood a trial at each start."
-            for worker in up
-            if worker.drafts
-        ]
+        counted = "what the plugin would save is counted as with hints beside that"
+        drafting = f"drafts: {counted}, which it gives once they have stood a trial at each start"
+        sentences += [f"Worker {worker.name} {drafting}." for worker in up if worker.drafts]
     else:
-        sentences += [
-            f"Worker {worker.name} runs without Seamark's plugin: `seamark doctor --worker {worker.address}` says what "
-            "to do."
-            for worker in up
-            if worker.engine is None and not worker.refused
-        ]
+        for worker in up:
+            if worker.engine is None and not worker.refused:
+                cure = f"`seamark doctor --worker {worker.address}` says what to do"
+                sentences.append(f"Worker {worker.name} runs without Seamark's plugin: {cure}.")
     check = gateway.self_check
     if check.hints_off and not check.differs:
         sentences.append(_measures(check))

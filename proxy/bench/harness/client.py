@@ -21,11 +21,8 @@ TimedEvent = tuple[Mapping[str, Any], float]  # and when it came, in seconds on 
 
 TOP_LOGPROBS, MIN_TOKENS = 5, 32  # of an answer that is compared with another's
 
-GREEDY: Mapping[str, Any] = {
-    "temperature": 0,
-    "ignore_eos": True,
-    "return_tokens_as_token_ids": True,
-}  # fields of a request
+# Fields of a request.
+GREEDY: Mapping[str, Any] = {"temperature": 0, "ignore_eos": True, "return_tokens_as_token_ids": True}
 
 
 class TimedAnswer(NamedTuple):
