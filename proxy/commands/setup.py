@@ -30,12 +30,10 @@ RUN, UNDO, GATEWAY, GATEWAY_LOG = "run.sh", "undo.sh", "gateway.sh", "gateway.lo
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="seamark setup", description="write the files to start Seamark with, and to undo that")
-    kinds = (
-        "a recipe of spark-vllm-docker, a compose file, a script, a line with `vllm serve` or `docker run` in quotes"
-    )
-    recipe = f"how vLLM is run now: {kinds}, or a container's name; it is taken as it is, and nothing is asked"
-    parser.add_argument("recipe", metavar="RECIPE", help=recipe)
-    out = "folder for the files (default %(default)s)"
+    how = "how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a script, a line with `vllm serve` "
+    how += "or `docker run` in quotes, or a container's name; it is taken as it is, and nothing is asked"
+    parser.add_argument("recipe", metavar="RECIPE", help=how)
+    folder = "folder for the files (default %(default)s)"
     parser.add_argument("--out", type=Path, metavar="DIR", default="seamark-setup", help=folder)
     parser.add_argument("--force", action="store_true", help="overwrite files that are there")
     parser.add_argument("--source", type=Path, metavar="DIR", help="a checkout of Seamark (default: what this is from)")
