@@ -51,8 +51,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("file", metavar="FILE", help="a chat request as JSON, - for standard input")
     args = parser.parse_args(argv)
     try:
-        body = _read(args.file)
-        print(json.dumps(asyncio.run(_find(args, body))))
+        print(json.dumps(asyncio.run(_find(args, _read(args.file)))))
     except NoBoundary as error:
         why, status = error.args
         print(f"seamark boundary: {printable(why)}", file=sys.stderr)

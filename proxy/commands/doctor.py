@@ -342,8 +342,7 @@ def _frontend(frontend: Frontend) -> Iterator[Diagnosis]:
 
 
 async def _events(worker: Probe, reports: Reports, cures: Cures) -> Diagnosis:
-    asked = Probe(worker.upstream, reports.url or worker.url, seconds=ANSWER_SECONDS)
-    fine = await _is_open(asked.get(EVENTS))
+    fine = await _is_open(Probe(worker.upstream, reports.url or worker.url, seconds=ANSWER_SECONDS).get(EVENTS))
     if reports.why_not and not fine:
         text = f"the engine's reports cannot be read: {reports.why_not}"
         return Diagnosis(False, text, verdict=f"cannot hit: {reports.why_not}")

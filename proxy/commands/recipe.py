@@ -264,8 +264,7 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
     recipe = Recipe(RecipeKind.CONTAINER, given, name, arguments, environment, image, document=told)
     if host.get("NetworkMode") == "host":
         return recipe
-    own = recipe.value("--port") or str(DEFAULT_PORT)
-    bound = ports.get(f"{own}/tcp") or [{}]
+    bound = ports.get(f"{recipe.value('--port') or DEFAULT_PORT}/tcp") or [{}]
     where = bound[0].get("HostIp") or EVERYWHERE, port_in(bound[0].get("HostPort")) or DEFAULT_PORT
     return replace(recipe, listens=where)
 
@@ -329,8 +328,7 @@ def docker_run(text: str, source: str) -> DockerRun:
         at += 1 + has_next  # the next word is its value
     if at >= len(words):
         raise SettingsError(f"{source}: `docker run` names no image")
-    program = found[0][0].split()[0]
-    return DockerRun(program, words[:at], words[at], words[at + 1 :], line.start, line.end)
+    return DockerRun(found[0][0].split()[0], words[:at], words[at], words[at + 1 :], line.start, line.end)
 
 
 def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True) -> list[str]:

@@ -277,8 +277,7 @@ def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> 
 
 def _behind_serve(command: Sequence[Word], entrypoint: Sequence[str]) -> Sequence[Word]:
     """vLLM's arguments in a container's command; `vllm serve` may stand in either, or in neither."""
-    start = reading.behind_serve([word.value for word in command], "".join(entrypoint[-1:]))
-    return command[start:]
+    return command[reading.behind_serve([word.value for word in command], "".join(entrypoint[-1:])) :]
 
 
 def _host_of(recipe: Recipe) -> list[str]:

@@ -64,9 +64,8 @@ def find(url: str, around: Surroundings) -> FoundWay | None:
         return FoundWay(Way.KUBERNETES)
     if host in LOOPBACK:
         return _among_processes(urlsplit(url).port or DEFAULT_PORT, around)
-    if around.in_container and re.fullmatch(r"[a-z][\w-]*", host):
-        return FoundWay(Way.COMPOSE, host)  # containers call each other by the names of compose's services
-    return None
+    # Containers call each other by the names of compose's services.
+    return FoundWay(Way.COMPOSE, host) if around.in_container and re.fullmatch(r"[a-z][\w-]*", host) else None
 
 
 def _among_processes(port: int, around: Surroundings) -> FoundWay | None:

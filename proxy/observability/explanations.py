@@ -52,10 +52,8 @@ class Explanation(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """For `/seamark/requests/{id}`."""
         positions = resolved_positions(self.sent, self.positions)
-        boundaries = [
-            {"entry": entry, "tokens": positions.get(entry) if entry is not None else None, "kind": kind}
-            for entry, kind in self.boundaries
-        ]
+        named = [(entry, None if entry is None else positions.get(entry), kind) for entry, kind in self.boundaries]
+        boundaries = [{"entry": entry, "tokens": tokens, "kind": kind} for entry, tokens, kind in named]
         shown = {name: value for name, value in self._asdict().items() if name != "owner"}
         return {**shown, "boundaries": boundaries, "would_save": dict(self.would_save)}
 

@@ -211,6 +211,4 @@ def _of_engine(delivery: Delivery, otherwise: str) -> str:
 
 def cache_label(delivery: Delivery) -> str:
     """`hit`, `partial` or `miss`, as in the first-token histogram."""
-    if not delivery.cached:
-        return "miss"
-    return "hit" if delivery.cached >= delivery.shareable else "partial"
+    return "miss" if not delivery.cached else "hit" if delivery.cached >= delivery.shareable else "partial"

@@ -272,8 +272,7 @@ class RequestMemory:
         had = _bytes(request.parts[: tools + before.messages])
         if 2 * shared * had < _bytes(request.parts[tools : tools + max(index, 1)]) * before.prompt:
             return None
-        role = request.role(tools + index)
-        return PrefixChange("message", index, role, None, kind, shared, before.prompt - shared)
+        return PrefixChange("message", index, request.role(tools + index), None, kind, shared, before.prompt - shared)
 
     def _earlier(self, request: RememberedRequest) -> Iterator[RememberedRequest]:
         """Those that came before it, newest first. A client does not even learn that another's request is alike."""

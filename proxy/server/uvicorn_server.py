@@ -254,8 +254,7 @@ def _serve_pages(app: App, settings: Settings, log_config: dict[str, Any], port:
     @contextlib.asynccontextmanager
     async def lifespan(app: App) -> AsyncIterator[None]:
         pages = build(app.gateway, pages_only=True)
-        config = _config(pages, log_config, settings.admin_host, port, 1.0, lifespan="off")
-        side = _SideServer(config, settings)
+        side = _SideServer(_config(pages, log_config, settings.admin_host, port, 1.0, lifespan="off"), settings)
         async with started(app):
             serving = asyncio.create_task(side.serve(sockets))
             try:
