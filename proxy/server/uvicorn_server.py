@@ -25,7 +25,7 @@ from proxy.fleet.probe import gateway_id, version_in
 from proxy.http import auth
 from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build
-from proxy.server.connection import Bounds, ConnectionState, bounded
+from proxy.server.connection import ConnectionState, bounded
 from proxy.server.process_limits import most_connections
 from proxy.settings import Settings
 from proxy.version import version
@@ -228,15 +228,13 @@ def _config(
     settings = app.gateway.settings
     # uvicorn declares both as int and takes a float.
     options["timeout_graceful_shutdown"], options["timeout_keep_alive"] = drain, settings.keepalive_timeout
-    patience = settings.client_timeout, settings.keepalive_timeout, settings.send_timeout
-    bounds = Bounds(settings.max_header_bytes, *patience, most)
     # /metrics counts requests; a line in the log for each would cost more than forwarding it.
     # The worker's Date and Server travel on, so the gateway must not add its own.
     return uvicorn.Config(
         app,
         host=host,
         port=port,
-        http=bounded(bounds),
+        http=bounded(settings, most),
         ws="none",
         proxy_headers=False,  # nothing needs to know where a client comes from
         log_config=log_config,
