@@ -216,31 +216,25 @@ def server_for(settings: Settings, log_config: dict[str, Any]) -> uvicorn.Server
     app = build(Gateway(settings))
     if settings.admin_port is not None:
         _serve_pages(app, settings, log_config, settings.admin_port)
-    most = most_connections(settings.max_connections)
-    config = _config(app, log_config, settings.host, settings.port, settings.drain_timeout, most)
+    place = dict[str, Any](host=settings.host, port=settings.port, timeout_graceful_shutdown=settings.drain_timeout)
+    config = _config(app, log_config, most_connections(settings.max_connections), **place)
     return GatewayServer(config, settings, app.gateway)
 
 
-def _config(
-    app: App, log_config: dict[str, Any], host: str, port: int, drain: float, most: int = sys.maxsize, **options: Any
-) -> uvicorn.Config:
-    """`drain`: seconds to finish requests; `most`: connections."""
+def _config(app: App, log_config: dict[str, Any], connections: int = sys.maxsize, **options: Any) -> uvicorn.Config:
     settings = app.gateway.settings
-    # uvicorn declares both as int and takes a float.
-    options["timeout_graceful_shutdown"], options["timeout_keep_alive"] = drain, settings.keepalive_timeout
     # /metrics counts requests; a line in the log for each would cost more than forwarding it.
     # The worker's Date and Server travel on, so the gateway must not add its own.
     return uvicorn.Config(
         app,
-        host=host,
-        port=port,
-        http=bounded(settings, most),
+        http=bounded(settings, connections),
         ws="none",
         proxy_headers=False,  # nothing needs to know where a client comes from
         log_config=log_config,
         access_log=False,
         server_header=False,
         date_header=False,
+        timeout_keep_alive=settings.keepalive_timeout,  # type: ignore[arg-type]  # declared as int, and taken as float
         **options,
     )
 
@@ -252,7 +246,8 @@ def _serve_pages(app: App, settings: Settings, log_config: dict[str, Any], port:
     @contextlib.asynccontextmanager
     async def lifespan(app: App) -> AsyncIterator[None]:
         pages = build(app.gateway, pages_only=True)
-        side = _SideServer(_config(pages, log_config, settings.admin_host, port, 1.0, lifespan="off"), settings)
+        place = dict[str, Any](host=settings.admin_host, port=port, timeout_graceful_shutdown=1.0, lifespan="off")
+        side = _SideServer(_config(pages, log_config, **place), settings)
         async with started(app):
             serving = asyncio.create_task(side.serve(sockets))
             try:
