@@ -27,8 +27,10 @@ _PLACEHOLDER = re.compile(r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]")
 
 _ENDS = " \t\r\n;&|<>()"  # of a word
 _SPACE = re.compile(r"(?:[ \t]|\\\r?\n)*+")  # between words
-_PLAIN = re.compile(rf"[^{re.escape(_ENDS)}'\"\\$]+")
-_QUOTED = re.compile(r'"((?:[^"\\]+|\\.)*+)"', re.S)
+# A part of a word: plain, in single quotes, in double ones, behind a backslash, or a variable.
+_PLAIN, _VALUE = rf"([^{re.escape(_ENDS)}'\"\\$]+)", r"(\$\{[^}]*\}|\$\([^)]*\)|\$(?![{(]))"
+_PART = re.compile(rf"""{_PLAIN}|'([^']*)'|"((?:[^"\\]+|\\.)*+)"|\\(.?)|{_VALUE}""", re.S)
+_IN_DOUBLE_QUOTES = 3
 
 
 class Word(NamedTuple):
@@ -158,26 +160,9 @@ def words_of(text: str, start: int, source: str) -> ServeLine:
 def word_at(text: str, at: int) -> tuple[str, int]:
     """The word that begins there, and where it ends. Raises `ValueError` for a quote that is not closed."""
     parts: list[str] = []
-    while at < len(text) and text[at] not in _ENDS:
-        begin = at
-        if plain := _PLAIN.match(text, at):
-            at = plain.end()
-            parts.append(plain[0])
-        elif text[at] == "'":
-            at = text.index("'", begin + 1) + 1
-            parts.append(text[begin + 1 : at - 1])
-        elif text[at] == '"':
-            if (quoted := _QUOTED.match(text, at)) is None:
-                raise ValueError
-            at = quoted.end()
-            parts.append(re.sub(r'\\([\\"$`\n])', r"\1", quoted[1]))
-        elif text[at] == "\\":
-            if text.startswith(("\\\n", "\\\r\n"), at):
-                break
-            at += 2
-            parts.append(text[begin + 1 : at])
-        else:
-            close = {"{": "}", "(": ")"}.get(text[at + 1 : at + 2])
-            at = text.index(close, at) + 1 if close else at + 1
-            parts.append(text[begin:at])
+    while at < len(text) and text[at] not in _ENDS and not text.startswith(("\\\n", "\\\r\n"), at):
+        if (found := _PART.match(text, at)) is None:
+            raise ValueError
+        part, at = found[found.lastindex or 0], found.end()
+        parts.append(re.sub(r'\\([\\"$`\n])', r"\1", part) if found.lastindex == _IN_DOUBLE_QUOTES else part)
     return "".join(parts), at
