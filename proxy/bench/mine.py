@@ -443,8 +443,8 @@ def verdict(stacks: Sequence[Stack]) -> str:
     is_partial = PARTLY <= part < HITS
     hits = "hits" if part >= HITS else "hits in part" if is_partial else "does not hit"
     average = ", on average over the lengths" if is_partial else ""
-    found = f"{hits}: {part:.0%} of it comes from the cache{average}"
-    return f"A second request with the same system prompt {found}, and {times}."
+    told = f"{hits}: {part:.0%} of it comes from the cache{average}"
+    return f"A second request with the same system prompt {told}, and {times}."
 
 
 def report(stacks: Sequence[Stack]) -> dict[str, Any]:

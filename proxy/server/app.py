@@ -299,12 +299,10 @@ def merged(first: str, second: str) -> str:
     """Both, each family once, as the format demands. A series that both have is the one of `first`."""
     families = _families(first)
     for name, lines in _families(second).items():
-        known = families.setdefault(name, [])
-        if not known:
-            known += lines
-            continue
-        taken = {_series(line) for line in known}
-        known += [line for line in lines if not line.startswith("#") and _series(line) not in taken]
+        known = families.setdefault(name, lines)
+        if known is not lines:
+            taken = {_series(line) for line in known}
+            known += [line for line in lines if not line.startswith("#") and _series(line) not in taken]
     return "".join(f"{line}\n" for lines in families.values() for line in lines)
 
 

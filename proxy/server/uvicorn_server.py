@@ -178,8 +178,7 @@ def _process_at(port: int) -> str:
     names: set[str] = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
-            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-                _, local, _, state, *rest = line.split()
+            for _, local, _, state, *rest in map(str.split, Path("/proc/net", table).read_text().splitlines()[1:]):
                 if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
                     names.add(f"socket:[{rest[5]}]")
     for link in Path("/proc").glob("[0-9]*/fd/*") if names else ():
