@@ -1,4 +1,4 @@
-"""Small draft heads for the generated nemotron_h, with random weights, one for each kind that vLLM can draft with.
+"""Small draft heads for the generated models, with random weights, one for each kind that vLLM can draft with.
 
 A head that nobody trained is hardly ever right. What it proposes depends on its rows all the same, if its attention
 weighs: so queries and keys are drawn wide.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from proxy.bench.harness.servers import CACHE
+from engine_patches.commands.model import WEIGHT_STD
+from proxy.bench.harness.servers import CACHE, NEMOTRON_H, generated_model
 
 DFLASH, MIXED, DFLASH2, DSPARK, EAGLE3 = "dflash", "dflash-mixed", "dflash2", "dspark", "eagle3"
 
@@ -49,16 +52,64 @@ def speculation(kind: str, window: int = WINDOW) -> dict[str, Any]:
 
 
 def head(kind: str, window: int = WINDOW) -> Path:
-    """The folder of a head, generated again whenever this module has changed."""
-    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    folder = CACHE / f"head-{kind}-{window}-{version}"
+    """The folder of a head of its own."""
+    return _made(f"head-{kind}-{window}", partial(_write, kind=kind, window=window))
+
+
+def mtp_model(family: str = NEMOTRON_H) -> Path:
+    """The folder of the generated model of `family`, with a head for multi-token prediction."""
+    model = generated_model(print, family)
+    return _made(f"{model.name}-mtp", partial(_add_mtp, model))
+
+
+def _made(name: str, write: Callable[[Path], None]) -> Path:
+    """A folder of this name, written again whenever this module has changed."""
+    folder = CACHE / f"{name}-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
     if not folder.exists():
         CACHE.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE, prefix="head-") as being_made:
-            _write(Path(being_made, "h"), kind, window)
+            write(Path(being_made, "h"))
             with contextlib.suppress(OSError):  # another process was faster
                 Path(being_made, "h").rename(folder)
     return folder.resolve()
+
+
+def _add_mtp(model: Path, out: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, out)
+    file, generator = out / "model.safetensors", torch.Generator().manual_seed(1)
+    weights, config = load_file(str(file)), json.loads((out / "config.json").read_text())
+    is_mamba, dtype = config["model_type"] == NEMOTRON_H, next(iter(weights.values())).dtype
+    for name, shape in _mtp_shapes(config, weights, is_mamba).items():
+        drawn = torch.full(shape, float(is_mamba))  # of a norm: Qwen3-Next adds one
+        drawn = drawn.normal_(0.0, WEIGHT_STD, generator=generator) if len(shape) > 1 else drawn
+        weights[f"mtp.{name}"] = drawn.to(dtype)
+    save_file(weights, str(file), metadata={"format": "pt"})
+    config |= {"num_nextn_predict_layers": 1} | ({"mtp_layers_block_type": ["full_attention"]} if is_mamba else {})
+    (out / "config.json").write_text(json.dumps(config))
+
+
+def _mtp_shapes(config: Mapping[str, Any], weights: Mapping[str, Any], is_mamba: bool) -> Mapping[str, tuple[int, ...]]:
+    """Of one attention layer, by vLLM's names (`NemotronHMTP`, `Qwen3NextMTP`)."""
+    hidden, size = config["hidden_size"], config["head_dim"]
+    queries, keys = (config[name] * size for name in ("num_attention_heads", "num_key_value_heads"))
+    joint, inner = ("layers.0.eh_proj", "layers.0.mixer") if is_mamba else ("fc", "layers.0.self_attn")
+    shapes = {joint: (hidden, 2 * hidden), f"{inner}.q_proj": (queries * (1 if is_mamba else 2), hidden)}
+    shapes |= {f"{inner}.k_proj": (keys, hidden), f"{inner}.v_proj": (keys, hidden)}
+    shapes[f"{inner}.o_proj"] = (hidden, queries)
+    norms = [f"layers.0.{name}" for name in ("enorm", "hnorm", "norm", "final_layernorm")]
+    if not is_mamba:
+        norms = ["norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"]
+        norms += [f"layers.0.{name}" for name in ("input_layernorm", "post_attention_layernorm")]
+    found = {f"{name}.weight": shape for name, shape in {**shapes, **dict.fromkeys(norms, (hidden,))}.items()}
+    if is_mamba:
+        return found
+    found |= {f"{inner}.{name}.weight": (size,) for name in ("q_norm", "k_norm")}
+    first = "model.layers.0."  # vLLM takes the head's layer, which has experts, for the model's first one
+    experts = {name: tuple(each.shape) for name, each in weights.items() if name.startswith(f"{first}mlp.")}
+    return found | {f"layers.0.{name.removeprefix(first)}": shape for name, shape in experts.items()}
 
 
 def _write(out: Path, kind: str, window: int) -> None:
