@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from engine_patches.commands.worker import vllm_environment
 from engine_patches.gpu_check import judge
-from engine_patches.gpu_check.job import COLD_LENGTHS, LaneJob, LaneResult
+from engine_patches.gpu_check.engine import COLD_LENGTHS, LaneJob, LaneResult
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, WRONG, Check
 from engine_patches.gpu_check.lanes import KERNELS, RUNNER, Lane
 from engine_patches.gpu_check.questions import MORE, RESEND, SHARED_LENGTHS, length_section
@@ -99,7 +99,8 @@ class Engines:
 
 
 def _command(job_file: Path, result_file: Path) -> list[str]:
-    return [sys.executable, "-m", "engine_patches.gpu_check.job", str(job_file), str(result_file)]
+    code = "from engine_patches.gpu_check import engine; engine.main()"
+    return [sys.executable, "-c", code, str(job_file), str(result_file)]
 
 
 def _last_error(log: Path, status: int) -> str:

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 
 from engine_patches.gpu_check import command, judge, questions, runner
-from engine_patches.gpu_check.engine import CheckedAnswer
-from engine_patches.gpu_check.job import COLD, FAN_OUT, STATES, WARM, FirstTokens, LaneJob, LaneResult
+from engine_patches.gpu_check.command import LaneReport
+from engine_patches.gpu_check.engine import COLD, FAN_OUT, STATES, WARM, CheckedAnswer, FirstTokens, LaneJob, LaneResult
 from engine_patches.gpu_check.judge import NOT_RUN, OK, WRONG, Check
 from engine_patches.gpu_check.lanes import Lane, lanes_of
 from engine_patches.gpu_check.questions import DEFECTS, FIRST, SHARED_LENGTHS, Question
-from engine_patches.gpu_check.report import LaneReport
 from engine_patches.gpu_check.runner import RUNNER_VARIABLE, Engines, ProcessEnd, Runner
 from engine_patches.settings import FULL, OFF, REFERENCE
 from tests.deploy.compose_files import DEPLOY
@@ -299,7 +298,7 @@ def test_wrong_usage_is_2_and_runs_nothing(monkeypatch, capsys, tmp_path, line):
 
 SAVE = """
 import pathlib, pickle, sys
-from engine_patches.gpu_check.job import WARM, FirstTokens, LaneResult
+from engine_patches.gpu_check.engine import WARM, FirstTokens, LaneResult
 pathlib.Path(sys.argv[2]).write_bytes(pickle.dumps(LaneResult({"vllm": "0.32.0"})))
 """
 
