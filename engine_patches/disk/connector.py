@@ -31,11 +31,11 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from engine_patches.disk.files import CHECKSUM_NAME
-from engine_patches.disk.flags import ALL, USED
 from engine_patches.disk.load_cost import ASSUMED_TOKEN_SECONDS
 from engine_patches.disk.tier import CheckedFiles
 from engine_patches.footprint import DECLINED, LOADED, LOCAL_HIT
 from engine_patches.forward.loaded_weights import Weights
+from engine_patches.kv_connectors import ALL, USED
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.held_keys import HeldKeys
