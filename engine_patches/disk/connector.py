@@ -30,8 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from engine_patches.disk.files import CHECKSUM_NAME
-from engine_patches.disk.load_cost import ASSUMED_TOKEN_SECONDS
+from engine_patches.disk.files import ASSUMED_TOKEN_SECONDS, CHECKSUM_NAME
 from engine_patches.disk.tier import CheckedFiles
 from engine_patches.footprint import DECLINED, LOADED, LOCAL_HIT
 from engine_patches.forward.loaded_weights import Weights

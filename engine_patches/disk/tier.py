@@ -20,8 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from engine_patches.disk.files import NOT_WRITTEN, UNREADABLE, NotOurs, RefusedFile, StateFiles
-from engine_patches.disk.load_cost import LoadCost
+from engine_patches.disk.files import NOT_WRITTEN, UNREADABLE, LoadCost, NotOurs, RefusedFile, StateFiles
 
 READERS = 4  # threads
 

@@ -13,7 +13,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from engine_patches.answers import compare, grain, spread
 from engine_patches.scheduler import draft_gate
@@ -105,19 +105,6 @@ class TrialAnswer(NamedTuple):
     scores: Sequence[dict[int, float]] = ()  # of the prompt's tokens but the first
 
 
-class Asker(Protocol):
-    """Who answers. Each raises `PromptEnded` or `NoAnswer`."""
-
-    def send(self, question: TrialQuestion) -> Any:
-        """Ask, and wait for nothing."""
-
-    def wait(self, sent: Any) -> TrialAnswer:
-        """The answer to what was sent."""
-
-    def keep_only(self, salt: str) -> None:
-        """What has been asked under any other salt is not found again. It raises nothing."""
-
-
 class TrialVerdict(NamedTuple):
     result: Literal["open", "closed", "no_hits"]  # the last one: hints stay off, and it may be tried again
     why: str = ""
@@ -153,7 +140,8 @@ def question_of(kind: str, facts: Facts, draw: random.Random) -> TrialQuestion:
 class Trial:
     """Of one engine. `ask` asks one prompt; once it has asked enough, it comes to a verdict."""
 
-    def __init__(self, asker: Asker, facts: Facts, draw: random.Random | None = None) -> None:
+    def __init__(self, asker: Any, facts: Facts, draw: random.Random | None = None) -> None:
+        """`asker`: `own_requests.OwnRequests`, whose `send` and `wait` raise `PromptEnded` or `NoAnswer`."""
         self._asker, self._facts, self._draw = asker, facts, draw or random.Random()
         self._kinds, self._again = itertools.cycle(KINDS), deque[str]()
         self._last: TrialQuestion | None = None  # one whose prompt is in the cache

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from engine_patches import ledger, settings
 from engine_patches.disk import connector
-from engine_patches.disk.load_cost import LoadCost
+from engine_patches.disk.files import LoadCost
 from engine_patches.scheduler import preflight
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.grid import Grid

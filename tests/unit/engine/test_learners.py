@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_patches.disk.load_cost import LoadCost
+from engine_patches.disk.files import LoadCost
 from engine_patches.scheduler import expected_junctions, turn_value
 from engine_patches.scheduler.expected_junctions import ENOUGH, RENEWAL, ExpectedJunctions, SeenPrompt, best_places
 from engine_patches.scheduler.forecast import ForecastEngine, ForecastJob, first_tokens
