@@ -1,4 +1,4 @@
-"""Files of cache blocks, one for each key, that are believed only if every byte of them is; and what loads of them take.
+"""Files of cache blocks, one for each key, believed only if every byte of them is right; and what loading them takes.
 
 A file is a header of 4,096 bytes and a block's bytes. The header names the key and the identity of what computed the
 block (model, weights, layout, versions), and a checksum covers both parts. What does not fit is removed and counted.

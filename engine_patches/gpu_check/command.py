@@ -20,7 +20,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,11 +152,20 @@ def _check(args: argparse.Namespace, flags: Sequence[str], device: str, folder: 
     reports = [LaneReport(lane.name) for lane in lanes]
 
     def write() -> tuple[int, str]:
-        status, seconds = exit_status(reports, number), round(time.monotonic() - began, 1)
-        verdict = sentence(reports, device, status)
+        """The exit status and the last line, of what is known so far."""
+        verdicts = [lane.verdict for lane in reports]
+        status = FAILED if WRONG in verdicts else RIGHT if {*verdicts} - {LEFT_OUT} == {OK} else UNPROVEN
+        if status != FAILED and number is not None:
+            status = 128 + number
+        verdict, seconds = sentence(reports, device, status), round(time.monotonic() - began, 1)
         told = {"verdict": verdict, "exit": status, "device": device, "seconds": seconds, "options": options}
+        left_out = [f"{c.name}: {c.says}" for lane in reports for c in lane.checks if c.verdict == LEFT_OUT]
+        told["lanes"] = {**{word: verdicts.count(word) for word in (OK, WRONG, NOT_RUN)}, "left out": left_out}
+        told["results"] = [
+            {**vars(lane), "verdict": lane.verdict, "checks": [c._asdict() for c in lane.checks]} for lane in reports
+        ]
         unfinished = args.report.with_name(args.report.name + ".new")
-        unfinished.write_text(json.dumps(anonymous({**told, **results_of(reports)}), indent=1) + "\n")
+        unfinished.write_text(json.dumps(anonymous(told), indent=1) + "\n")
         unfinished.replace(args.report)
         return status, verdict
 
@@ -170,7 +179,7 @@ def _check(args: argparse.Namespace, flags: Sequence[str], device: str, folder: 
                 print(title, flush=True)
                 model = args.model or write_config(folder / lane.family, lane.family)
                 told.arguments = {**lane.arguments(model), "flags": without_secrets(lane.flags)}
-                with contextlib.closing(_checks_of(runner, lane, model)) as checks:
+                with contextlib.closing(runner.run(lane, model)) as checks:
                     for check in checks:
                         told.checks.insert(-1, check)
                         says = textwrap.indent(textwrap.fill(check.says, 110), " " * 11)
@@ -189,13 +198,6 @@ def _check(args: argparse.Namespace, flags: Sequence[str], device: str, folder: 
     return status
 
 
-def _checks_of(runner: Runner, lane: Lane, model: Path | str) -> Generator[Check, None, None]:
-    try:
-        yield from runner.run(lane, model)
-    except Exception as error:  # a fault of this check proves nothing about vLLM, and must not hide other lanes
-        yield Check(f"the check itself, {lane.name}", NOT_RUN, f"failed: {type(error).__name__}: {error}")
-
-
 def own_lanes(model: str, flags: Sequence[str], device: str, speculation: str | None) -> list[Lane]:
     """A user's own model with the flags of `seamark worker`: without drafts, then with given ones or its head's."""
     config = config_of(model)
@@ -207,16 +209,6 @@ def own_lanes(model: str, flags: Sequence[str], device: str, speculation: str | 
     if speculation is None and any(part.get(head) for part in parts for head in HEADS):
         speculation = MTP
     return [lane] if speculation is None else [lane, lane._replace(drafts=speculation)]
-
-
-def exit_status(lanes: Sequence[LaneReport], signal: int | None) -> int:
-    """1 if anything is wrong, 128 + the signal that ended the check, 3 if a lane did not run, 0 if all are right."""
-    verdicts = {lane.verdict for lane in lanes} - {LEFT_OUT}
-    if WRONG in verdicts:
-        return FAILED
-    if signal is not None:
-        return 128 + signal
-    return RIGHT if verdicts == {OK} else UNPROVEN
 
 
 def sentence(lanes: Sequence[LaneReport], device: str, status: int) -> str:
@@ -238,14 +230,6 @@ def sentence(lanes: Sequence[LaneReport], device: str, status: int) -> str:
     unproven = [f"{lane.lane} ({(*causes[lane.lane], 'did not run')[0]})" for lane in lanes if lane.verdict == NOT_RUN]
     so_far = f"{right} of {len(lanes)} lanes are right" if right else "no lane ran to its end"
     return f"not proven: {'; '.join(unproven) or 'no lane was started'}; {so_far}; {speed}."
-
-
-def results_of(lanes: Sequence[LaneReport]) -> dict[str, Any]:
-    """What the report's file says of the lanes."""
-    counts = {word: sum(lane.verdict == word for lane in lanes) for word in (OK, WRONG, NOT_RUN)}
-    left_out = [f"{c.name}: {c.says}" for lane in lanes for c in lane.checks if c.verdict == LEFT_OUT]
-    results = [{**vars(lane), "verdict": lane.verdict, "checks": [c._asdict() for c in lane.checks]} for lane in lanes]
-    return {"lanes": {**counts, "left out": left_out}, "results": results}
 
 
 def anonymous(value: Any) -> Any:
