@@ -20,7 +20,7 @@ DEFAULT_PIN_SHARE = 0.1
 
 logger = logging.getLogger("vllm.seamark")
 
-# Variables.
+# Variables, each with a function below that reads it.
 FAN_OUT = "SEAMARK_FAN_OUT"  # 0: no request waits for another one's prefix
 STATE_SHARE = "SEAMARK_STATE_SHARE"  # part of the cache's blocks that states may hold, 0..1
 PIN_SHARE = "SEAMARK_PIN_SHARE"  # part of the cache's blocks that pinned prompts may hold, 0..1
@@ -48,7 +48,6 @@ def take_along_to_ray() -> None:
 
 
 def drafts() -> str:
-    """Whether hints are used beside speculative decoding: after a trial (`AUTO`), `AT_ONCE` or `NEVER`."""
     return _choice(DRAFTS, AUTO, AT_ONCE, NEVER)
 
 
@@ -68,7 +67,6 @@ def reports_at() -> tuple[str, int]:
 
 
 def hints_from() -> tuple[IPv4Network | IPv6Network, ...]:
-    """Networks whose requests may carry a hint in a header."""
     found: list[IPv4Network | IPv6Network] = []
     for each in filter(None, map(str.strip, os.environ.get(HINTS_FROM, "").split(","))):
         try:
@@ -79,12 +77,10 @@ def hints_from() -> tuple[IPv4Network | IPv6Network, ...]:
 
 
 def fan_out() -> bool:
-    """Whether requests may wait for a prefix that another one computes."""
     return _switch(FAN_OUT, True)
 
 
 def chunk_ends(default: bool) -> bool:
-    """Whether states are placed only at the ends of the kernel's chunks."""
     return _switch(CHUNK_ENDS, default)
 
 
@@ -94,12 +90,10 @@ def kv_events() -> str:
 
 
 def state_share() -> float:
-    """Part of the cache's blocks that states may hold."""
     return _share(STATE_SHARE, DEFAULT_SHARE, "(0, 1]", lambda share: 0 < share <= 1)
 
 
 def pin_share() -> float:
-    """Part of the cache's blocks that pinned prompts may hold."""
     return _share(PIN_SHARE, DEFAULT_PIN_SHARE, "[0, 1)", lambda share: 0 <= share < 1)
 
 
