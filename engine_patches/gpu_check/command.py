@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_patches.commands.model import why_not
-from engine_patches.commands.worker import INSTALL, config_of, cpu_flags, is_cpu_build
+from engine_patches.commands.worker import config_of, cpu_flags, is_cpu_build
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, OK, WRONG, Check
 from engine_patches.gpu_check.lanes import MTP, Lane, lanes_of, write_config
 from engine_patches.gpu_check.runner import Engines, Runner
@@ -82,18 +82,14 @@ def main(argv: list[str]) -> int:
     split = argv.index("--") if "--" in argv else len(argv)
     flags = argv[split + 1 :]
     args = _parsed(argv[:split], flags)
-    try:
-        device = "cpu" if is_cpu_build() else "cuda"
-    except ModuleNotFoundError as error:
-        print(f"seamark gpu-check: not proven: {error.name} is not installed here: {INSTALL}", file=sys.stderr)
-        return UNPROVEN
     folder = Path(tempfile.mkdtemp(prefix="seamark-gpu-check-"))
     status = UNPROVEN
     try:
+        device = "cpu" if is_cpu_build() else "cuda"
         why = "vLLM is built for CUDA, but torch sees no GPU here: look at nvidia-smi, and in a container at --gpus"
         if device == "cpu" or _sees_gpu():
             why, status = "", _check(args, flags, device, folder)
-    except ModuleNotFoundError as error:  # while the models were written
+    except ModuleNotFoundError as error:
         why = why_not(error)
     finally:
         if status in (UNPROVEN, FAILED) and list(folder.glob("*.log")):
