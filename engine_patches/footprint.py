@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # On a Scheduler and its cache managers, as attribute `seamark`: `scheduler.checkpoints.Checkpoints`. On NIXL's half in
-# a scheduler: `scheduler.transfers.Transfers`. On a Request: `scheduler.request_state.RequestState`.
+# a scheduler: `scheduler.transfers.Transfers`. On a Request: `scheduler.planner.RequestState`.
 
 # On a Request.
 ADAPTER = "seamark_adapter"  # `scheduler.adapters.Adapter` that computes it, None if that is not certain
@@ -40,8 +40,8 @@ FOLLOWED_AT = "seamark_followed_at"  # when the one behind it was
 
 # On others.
 LATE = "seamark_late"  # on a ModelRunnerOutput: it was there before it was asked for
-REPORTS = "seamark_reports"  # on a Scheduler: `reporting.reporter.Reporter`; none if nobody collects
-WATCHES = "seamark_watches"  # on a BlockPool: `scheduler.held_keys.Watch` of those that are told which keys it removes
+REPORTS = "seamark_reports"  # on a Scheduler: `reporting.report.Reporter`; none if nobody collects
+WATCHES = "seamark_watches"  # on a BlockPool: `scheduler.cache_keys.Watch` of those that are told which keys it removes
 ADAPTERS = "seamark_adapters"  # on an EngineCore: `scheduler.adapters.Adapters`
 WEIGHTS = "seamark_weights"  # on a model: the name of its weights; on a VllmConfig: `forward.loaded_weights.Weights`
 GROUPS = "_seamark_groups"  # on a model runner: the cache group of each layer, and of which configuration that is

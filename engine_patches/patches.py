@@ -26,12 +26,9 @@ from engine_patches.reporting import hooks as reporting
 from engine_patches.scheduler import (
     adapters,
     cache_keys,
-    chunks,
     draft_windows,
     fan_out,
-    held_keys,
     kv_events,
-    match_unit,
     state_writes,
     transfers,
 )
@@ -255,7 +252,7 @@ PATCHES: tuple[Patch, ...] = (
         why="prefixes of hybrids are matched by blocks of 500 to 8,000 tokens unless the user asks for less",
         upstream="--prefix-match-unit",
         until="vLLM defaults to a fine unit for hybrids",
-        build=match_unit.default_to_fine_unit,
+        build=scheduling.default_to_fine_unit,
         parameters="kv_cache_config, vllm_config",
         mentions=("cache_config.prefix_match_unit", "raise ValueError"),
         rebind=("vllm.v1.engine.core",),
@@ -308,7 +305,7 @@ PATCHES: tuple[Patch, ...] = (
         why="chunks run to the budget, since states no longer need a chunk's end; if they do, chunks end at hints",
         upstream="the junction stop of Marconi-style caching",
         until=ANY_POSITION,
-        build=chunks.end_chunk,
+        build=state_writes.end_chunk,
         parameters=SPLIT_PARAMETERS,
         mentions=(
             "junction = request.shared_prefix_boundary",
@@ -592,7 +589,7 @@ PATCHES: tuple[Patch, ...] = (
         f"{POOL}._remove_cached_block_hashes",
         why="a gateway that believes a prefix is held has to learn when it is evicted",
         upstream="KV events, for listeners on a socket of their own that compute vLLM's hashes",
-        build=held_keys.watch_removed_keys,
+        build=cache_keys.watch_removed_keys,
         parameters="self, block",
         mentions=("removed_hashes.append(block_hash)", "return removed_hashes"),
         relies_on=(

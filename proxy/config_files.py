@@ -55,28 +55,28 @@ def read_file(setting: str, path: Path) -> bytes:
 
 def read_toml(setting: str, path: Path) -> dict[str, Any]:
     """The file's content. Raises `SettingsError` naming the `setting` that leads to it."""
-    raw = read_file(setting, path)
+    return toml_in(read_file(setting, path), f"{setting}: {path}")
+
+
+def toml_in(raw: bytes, where: str) -> dict[str, Any]:
+    """What a file holds; `where` it is names its setting and its path. Raises `SettingsError`."""
     try:
         return tomllib.loads(raw.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{setting}: {path} is not TOML ({error})") from None
+        raise SettingsError(f"{where} is not TOML ({error})") from None
     except Exception as error:  # such as a number of more digits than Python reads, or more depth
-        raise SettingsError(f"{setting}: {path} is not TOML ({type(error).__name__})") from None
+        raise SettingsError(f"{where} is not TOML ({type(error).__name__})") from None
 
 
-def read_model(setting: str, path: Path, model: type[M], example: str = "") -> M:
-    """The file's content as `model`. Raises `SettingsError`, which ends with `example`: a correct entry of the file."""
+def model_in(raw: bytes, where: str, model: type[M]) -> M:
+    """The same, as `model`."""
     try:
-        return model.model_validate(read_toml(setting, path))
+        return model.model_validate(toml_in(raw, where))
     except ValidationError as error:
         fields = _field_names(model)
         wrong = "; ".join(_complaint(each["loc"], each["type"], each["msg"], fields) for each in error.errors())
-        raise SettingsError(f"{setting}: {path}: {wrong}{example and _EXAMPLE + example}") from None
-    except SettingsError as error:
-        raise SettingsError(f"{error}{example and _EXAMPLE + example}") from None
+        raise SettingsError(f"{where}: {wrong}") from None
 
-
-_EXAMPLE = "\nA correct entry:\n"
 
 VALUE_ERROR = "Value error, "  # pydantic's word before those of a validator
 
@@ -114,15 +114,19 @@ MOST_CHANGES = 5  # looks in a row at a file that is being written
 class WatchedFile(Generic[T]):
     """A file and its last good content, which one that is gone, empty, cut off or wrong leaves in force.
 
-    So each `read` refuses what does not say outright that there is nothing.
+    So `read` refuses what does not say outright that there is nothing.
     """
 
-    def __init__(self, path: Path, read: Callable[[Path], T]) -> None:
-        """`read` raises `SettingsError` for a file that it cannot use; the constructor raises it, too."""
-        self._path = path
+    def __init__(self, setting: str, path: Path, read: Callable[[bytes, str], T], example: str) -> None:
+        """`read` gets the content, and where it is: its complaints (`SettingsError`) begin with that.
+
+        Each complaint ends with `example`, what a correct file holds. Raises `SettingsError` itself.
+        """
+        self._setting, self._path = setting, path
         self._read = read
+        self._example = example
         self._raw = b""
-        self._stamp = self._looked_at = self.stamp()
+        self._stamp = self._looked_at = self._status()
         self._changes = 0  # from look to look, in a row
         self.value: T = self._content()
         self.is_current = True  # the file could be used when it was last read
@@ -130,13 +134,13 @@ class WatchedFile(Generic[T]):
 
     def is_still(self) -> bool:
         """Whether it is as it was at the last look, or has been changing for so long that it has to be read."""
-        last, self._looked_at = self._looked_at, self.stamp()
+        last, self._looked_at = self._looked_at, self._status()
         self._changes = 0 if self._looked_at == last else self._changes + 1
         return self._changes % MOST_CHANGES == 0
 
     def refresh(self) -> bool:
         """Whether there is a new value. A line in the log says so, or says why the old value stays."""
-        stamp = self.stamp()
+        stamp = self._status()
         if stamp == self._stamp:
             return False
         self._stamp = stamp
@@ -153,19 +157,20 @@ class WatchedFile(Generic[T]):
 
     def _content(self) -> T:
         """Raises `SettingsError`, whatever the reader raises: what is in force then is not what the file says."""
+        where = f"{self._setting}: {self._path}"
         try:
-            value = self._read(self._path)
-            raw = read_file("file", self._path)
+            raw = read_file(self._setting, self._path)
+            value = self._read(raw, where)
             if self._raw.endswith(b"\n") and not raw.endswith(b"\n"):
-                raise SettingsError(f"{self._path} ends within a line, as if cut off: if it is not, end that line")
-            self._raw = raw
-            return value
-        except SettingsError:
-            raise
+                raise SettingsError(f"{where} ends within a line, as if cut off: if it is not, end that line")
+        except SettingsError as error:
+            raise SettingsError(f"{error}\n{self._example}") from None
         except Exception as error:  # the kind alone: its words may be what the file holds
-            raise SettingsError(f"{self._path} cannot be used ({type(error).__name__})") from None
+            raise SettingsError(f"{where} cannot be used ({type(error).__name__})") from None
+        self._raw = raw
+        return value
 
-    def stamp(self) -> tuple[int, int, int] | None:
+    def _status(self) -> tuple[int, int, int] | None:
         """Another one after each change of the file."""
         try:
             status = self._path.stat()
@@ -232,16 +237,19 @@ class WorkerEntry(BaseModel):
         return worker_url(url)
 
 
-_EXAMPLE_WORKER = '    [[worker]]\n    url = "http://127.0.0.1:8000"\n    # or, for none: worker = []'
-
-
 class _WorkersFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     worker: tuple[WorkerEntry, ...]
 
 
-def read_workers(path: Path) -> tuple[tuple[str, int | None], ...]:
+EXAMPLE_WORKERS = """\
+A correct entry:
+    [[worker]]
+    url = "http://127.0.0.1:8000"
+    # or, for none: worker = []"""
+
+
+def workers_in(raw: bytes, where: str) -> tuple[tuple[str, int | None], ...]:
     """URL and `max_inflight` of each `[[worker]]` entry. Raises `SettingsError`."""
-    file = read_model("workers_file", path, _WorkersFile, _EXAMPLE_WORKER)
-    return tuple((entry.url, entry.max_inflight) for entry in file.worker)
+    return tuple((entry.url, entry.max_inflight) for entry in model_in(raw, where, _WorkersFile).worker)

@@ -15,12 +15,13 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable
+from typing import Any
 
 RETRY_AFTER_SECONDS = 2
 
 
 class GatewayError(Exception):
-    """Base of the tree; `str(error)` is the message a client reads."""
+    """Base of the tree; `str(error)` is the message a client reads. A kind of error inherits what it does not set."""
 
     status = 500
     type = "internal_server_error"
@@ -28,20 +29,20 @@ class GatewayError(Exception):
     param: str | None = None
     retry_after: int | None = None  # seconds
 
+    def __init_subclass__(cls, **fields: Any) -> None:
+        """`fields`: those above, by their names."""
+        for name, value in fields.items():
+            setattr(cls, name, value)
+
     def body(self) -> bytes:
-        """The JSON body of the answer."""
         return json.dumps({"error": self.as_dict()}).encode()
 
     def as_dict(self) -> dict[str, str | None]:
-        """The inner object of OpenAI's envelope."""
         return {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
 
 
-class ClientError(GatewayError):
+class ClientError(GatewayError, status=400, type="invalid_request_error"):
     """The request cannot be served as it is."""
-
-    status = 400
-    type = "invalid_request_error"
 
 
 class BadRequest(ClientError):
@@ -54,129 +55,86 @@ class TooComplex(BadRequest):
     """The body is nested deeper, or has more values, than the gateway reads."""
 
 
-class InvalidHttp(BadRequest):
+class InvalidHttp(BadRequest, code="invalid_http"):
     """What came is no HTTP, or the body is not framed as HTTP demands."""
 
-    code = "invalid_http"
+
+class Unauthorized(ClientError, status=401, code="invalid_api_key"):
+    """No key that the gateway knows."""
 
 
-class Unauthorized(ClientError):
-    status = 401
-    code = "invalid_api_key"
-
-
-class Forbidden(ClientError):
+class Forbidden(ClientError, status=403, code="forbidden"):
     """The key is known, but does not allow this."""
 
-    status = 403
-    code = "forbidden"
+
+class NotFound(ClientError, status=404, code="not_found"):
+    """There is nothing of this name, or nothing that this client may know of."""
 
 
-class NotFound(ClientError):
-    status = 404
-    code = "not_found"
-
-
-class TooSlow(ClientError):
+class TooSlow(ClientError, status=408, code="request_timeout"):
     """A head or a body did not come in time."""
 
-    status = 408
-    code = "request_timeout"
 
-
-class PinRefused(ClientError):
+class PinRefused(ClientError, status=409, code="no_room"):
     """The engines' share of pinned prompts is full."""
 
-    status = 409
-    code = "no_room"
+
+class BodyTooLarge(ClientError, status=413, code="request_too_large"):
+    """The body has more bytes than the gateway reads."""
 
 
-class BodyTooLarge(ClientError):
-    status = 413
-    code = "request_too_large"
-
-
-class UnreadableCoding(ClientError):
+class UnreadableCoding(ClientError, status=415, code="unsupported_content_encoding"):
     """The body is compressed, and vLLM reads none that is."""
 
-    status = 415
-    code = "unsupported_content_encoding"
 
-
-class NoWebSockets(ClientError):
+class NoWebSockets(ClientError, status=426, code="no_websockets"):
     """The client wants to go on in another protocol than HTTP."""
 
-    status = 426
-    code = "no_websockets"
+
+class HeadTooLarge(ClientError, status=431, code="headers_too_large"):
+    """The head has more bytes than the gateway reads."""
 
 
-class KeyBusy(GatewayError):
+class KeyBusy(
+    GatewayError, status=429, type="rate_limit_error", code="rate_limit_exceeded", retry_after=RETRY_AFTER_SECONDS
+):
     """The key already has as many requests under way and waiting as it may."""
 
-    status = 429
-    type = "rate_limit_error"
-    code = "rate_limit_exceeded"
-    retry_after = RETRY_AFTER_SECONDS
 
-
-class HeadTooLarge(ClientError):
-    status = 431
-    code = "headers_too_large"
-
-
-class WorkerError(GatewayError):
+class WorkerError(GatewayError, status=502, type="upstream_error"):
     """A worker's fault."""
 
-    status = 502
-    type = "upstream_error"
 
-
-class WorkerFailed(WorkerError):
+class WorkerFailed(WorkerError, code="worker_failed"):
     """A worker broke off after it had received the request, so the request was not sent again."""
 
-    code = "worker_failed"
 
-
-class NotServed(WorkerError):
+class NotServed(WorkerError, status=501, code="not_served"):
     """The worker's HTTP server has no such route."""
 
-    status = 501
-    code = "not_served"
 
-
-class AdapterNotEverywhere(WorkerError):
+class AdapterNotEverywhere(WorkerError, code="adapter_not_everywhere"):
     """Some workers have not loaded, or unloaded, what they were to; the message says which, and why."""
 
-    code = "adapter_not_everywhere"
+
+class WorkerSilent(WorkerError, status=504, code="worker_silent"):
+    """A worker sent no byte for as long as it may take."""
 
 
-class WorkerSilent(WorkerError):
-    status = 504
-    code = "worker_silent"
-
-
-class Unavailable(GatewayError):
+class Unavailable(GatewayError, status=503, type="service_unavailable", retry_after=RETRY_AFTER_SECONDS):
     """The same request may be served later."""
 
-    status = 503
-    type = "service_unavailable"
-    retry_after = RETRY_AFTER_SECONDS
+
+class NoWorker(Unavailable, code="no_worker"):
+    """No worker is up that serves this."""
 
 
-class NoWorker(Unavailable):
-    code = "no_worker"
-
-
-class Overloaded(Unavailable):
+class Overloaded(Unavailable, code="overloaded"):
     """Every worker has as many requests as it may, and the queue is full or the wait was too long."""
 
-    code = "overloaded"
 
-
-class Stopping(Unavailable):
+class Stopping(Unavailable, code="stopping"):
     """The gateway stops, and the answer was not complete when the time to finish was over."""
-
-    code = "stopping"
 
 
 class SettingsError(Exception):

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,6 +40,17 @@ SHORT_PATIENCE_SECONDS = 0.05
 MAX_WAITING = 256
 
 
+_tasks: set[asyncio.Task[None]] = set()
+
+
+def beside(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task for which nobody waits. It is held here until it ends: one that nobody holds may be lost."""
+    task = asyncio.create_task(work)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+    return task
+
+
 class _Work(NamedTuple):
     """Work for which nobody waits."""
 
@@ -58,11 +69,6 @@ class IdleWork:
         self._jobs: deque[_Work] = deque()
         self._next: asyncio.Handle | None = None  # the next step, if one is to come
         self._hurry = 0  # so many wait for what has been added
-
-    @property
-    def waiting(self) -> int:
-        """Jobs that are not done."""
-        return len(self._jobs)
 
     @property
     def is_behind(self) -> bool:

@@ -1,13 +1,14 @@
-"""Every metric of the gateway. Names and labels are a contract with dashboards."""
+"""Every metric of the gateway, by its name behind `PREFIX`. Names and labels are a contract with dashboards."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # `*_created`: a quarter of all series, which nobody reads
+
+PREFIX = "seamark_"
 
 # From a warm CPU gateway to a cold prefill of a long prompt on a small machine.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 180)
@@ -20,168 +21,132 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        histogram = partial(Histogram, registry=registry)
-        of_worker = ["model", "worker"]
-        self.requests = counter("seamark_requests_total", "Proxied requests", [*of_worker, "endpoint", "code"])
-        self.prompt_tokens = counter(
-            "seamark_prompt_tokens_total", "Prompt tokens, as the engine reports them", of_worker
-        )
+
+        def counter(name: str, counted: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, counted, labels, registry=registry)
+
+        def gauge(name: str, shown: str, *labels: str) -> Gauge:
+            return Gauge(PREFIX + name, shown, labels, registry=registry)
+
+        def histogram(name: str, measured: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            return Histogram(PREFIX + name, measured, labels, buckets=buckets, registry=registry)
+
+        worker = ("model", "worker")
+        self.requests = counter("requests_total", "Proxied requests", *worker, "endpoint", "code")
+        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens, as the engine reports them", *worker)
         self.shareable_tokens = counter(
-            "seamark_shareable_tokens_total",
-            "Prompt tokens up to the deepest boundary that had been forwarded before",
-            of_worker,
+            "shareable_tokens_total", "Prompt tokens up to the deepest boundary that had been forwarded before", *worker
         )
         self.predicted_tokens = counter(
-            "seamark_predicted_tokens_total", "Prompt tokens the chosen worker was expected to have", of_worker
+            "predicted_tokens_total", "Prompt tokens the chosen worker was expected to have", *worker
         )
-        self.cached_tokens = counter(
-            "seamark_cached_tokens_total", "Prompt tokens the engine reports as cached", of_worker
-        )
+        self.cached_tokens = counter("cached_tokens_total", "Prompt tokens the engine reports as cached", *worker)
         self.shared_tokens = counter(
-            "seamark_shareable_cached_tokens_total", "Shareable tokens that the engine reports as cached", of_worker
+            "shareable_cached_tokens_total", "Shareable tokens that the engine reports as cached", *worker
         )
-        self.key_requests = counter("seamark_key_requests_total", "Requests with an API key, by its name", ["key"])
+        self.key_requests = counter("key_requests_total", "Requests with an API key, by its name", "key")
         self.key_tokens = counter(
-            "seamark_key_tokens_total",
-            "Tokens of its requests: of their prompts, of those the cached ones, and of their answers",
-            ["key", "kind"],
+            "key_tokens_total",
+            "Tokens of its requests: of prompts, of those the cached ones, and of answers",
+            "key",
+            "kind",
         )
         self.seconds_saved = counter(
-            "seamark_seconds_saved_total",
-            "Prefill time not spent: cached tokens times the cost of a token, as the worker's engine has learnt it",
-            of_worker,
+            "seconds_saved_total",
+            "Prefill time not spent: cached tokens times what one costs its worker's engine",
+            *worker,
         )
         self.seconds_spent = counter(
-            "seamark_seconds_spent_total",
-            "The gateway's cost: seconds that requests wait for their boundaries, and prefill time of replays",
-            of_worker,
+            "seconds_spent_total",
+            "Seconds that requests wait for their boundaries, and prefill time of replays",
+            *worker,
         )
-        self.misses = counter("seamark_miss_total", "Requests that got less than they could share", ["model", "reason"])
+        self.misses = counter("miss_total", "Requests that got less than they could share", "model", "reason")
         self.explanations_shed = counter(
-            "seamark_explanations_shed_total",
-            "Requests that were not compared with recent ones, because the gateway had no time beside requests",
+            "explanations_shed_total", "Requests not compared with recent ones: there was no time beside requests"
         )
         self.first_token = histogram(
-            "seamark_first_token_seconds",
-            "Seconds from the request's last byte to the answer's first byte, or to a stream's first event",
-            ["model", "cache"],
-            buckets=SECONDS,
+            "first_token_seconds",
+            "From a request's last byte to its answer's first byte, or first event",
+            "model",
+            "cache",
         )
         self.overhead = histogram(
-            "seamark_overhead_seconds", "Seconds that the gateway itself takes", ["phase"], buckets=OVERHEAD_SECONDS
+            "overhead_seconds", "Seconds that the gateway itself takes", "phase", buckets=OVERHEAD_SECONDS
         )
-        self.inflight = gauge("seamark_inflight", "Requests at a worker", ["worker"])
-        self.queued = gauge("seamark_queued", "Requests waiting in the gateway for a slot at a worker")
-        self.queue_seconds = histogram(
-            "seamark_queue_seconds",
-            "Seconds that requests waited for a slot at a worker, without those that did not wait",
-            buckets=SECONDS,
-        )
+        self.inflight = gauge("inflight", "Requests at a worker", "worker")
+        self.queued = gauge("queued", "Requests waiting in the gateway for a slot at a worker")
+        self.queue_seconds = histogram("queue_seconds", "Seconds that those waited which did not get a slot at once")
         self.resent = counter(
-            "seamark_resent_total",
-            "Requests sent again: no connection was made, a kept-alive one was closed, or a worker refused them",
-            ["worker", "reason"],
+            "resent_total", "Requests sent again: no connection, a closed one, or a refusal", "worker", "reason"
         )
         self.prefills = counter(
-            "seamark_prefills_total",
-            "Requests that prefill workers might have computed the prompt of, by what became of that",
-            ["result"],
+            "prefills_total", "Requests whose prompt a prefill worker might have computed, by what came of it", "result"
         )
-        self.heartbeats = counter("seamark_heartbeats_total", "Comments sent on silent streams")
-        self.replays = counter(
-            "seamark_replays_total", "Hot prefixes replayed on restarted workers", ["worker", "result"]
-        )
-        self.directory_evictions = counter(
-            "seamark_directory_evictions_total", "Prefixes dropped from the full prefix index"
-        )
-        self.worker_up = gauge("seamark_worker_up", "1 while a worker answers, and not with errors alone", ["worker"])
-        self.engine_patched = gauge("seamark_engine_patched", "1 while a worker's engine keeps checkpoints", ["worker"])
-        self.renders = counter("seamark_renders_total", "Chats that workers were asked to render")
+        self.heartbeats = counter("heartbeats_total", "Comments sent on silent streams")
+        self.replays = counter("replays_total", "Hot prefixes replayed on restarted workers", "worker", "result")
+        self.directory_evictions = counter("directory_evictions_total", "Prefixes dropped from the full prefix index")
+        self.worker_up = gauge("worker_up", "1 while a worker answers, and not with errors alone", "worker")
+        self.engine_patched = gauge("engine_patched", "1 while a worker's engine keeps checkpoints", "worker")
+        self.renders = counter("renders_total", "Chats that workers were asked to render")
         self.rewrites = counter(
-            "seamark_rewrites_total",
-            "Requests that a rewrite rule changed, or would have changed if it were on",
-            ["rule", "applied"],
+            "rewrites_total", "Requests that a rule changed, or would have changed if it were on", "rule", "applied"
         )
         self.would_save = counter(
-            "seamark_would_save_tokens_total",
-            "Prompt tokens computed again because text before them changes from request to request by itself",
-            ["text"],
+            "would_save_tokens_total", "Prompt tokens computed again because text before them changes by itself", "text"
         )
         self.lookups = counter(
-            "seamark_boundary_lookups_total",
-            "Searches for boundaries: by learnt facts of the template, by positions of this head alone, or none found",
-            ["result"],
+            "boundary_lookups_total", "Searches for boundaries: by learnt facts, by this head, or in vain", "result"
         )
-        self.redis_up = gauge("seamark_redis_up", "1 while Redis answers, 0 while it does not, NaN if none is set")
+        self.redis_up = gauge("redis_up", "1 while Redis answers, 0 while it does not, NaN if none is set")
         self.redis_up.set(math.nan)
-        self.redis_errors = counter("seamark_redis_errors_total", "Exchanges with Redis that failed")
+        self.redis_errors = counter("redis_errors_total", "Exchanges with Redis that failed")
         self.redis_news = counter(
-            "seamark_redis_news_total",
-            "Records sent to and received from other gateways, events dropped unsent, entries refused as garbage",
-            ["fate"],
+            "redis_news_total", "Records sent to and received from gateways, dropped unsent, refused as garbage", "fate"
         )
-        self.shadow_mode = gauge("seamark_shadow", "1 in shadow mode: nothing is changed and no hint is sent")
+        self.shadow_mode = gauge("shadow", "1 in shadow mode: nothing is changed and no hint is sent")
         self.task_failures = counter(
-            "seamark_task_failures_total", "Parts beside the requests that failed and were started again", ["task"]
+            "task_failures_total", "Parts beside the requests that failed and were started again", "task"
         )
         self.file_current = gauge(
-            "seamark_file_current",
-            "1 if the settings' file could be used when it was last read, 0 if its previous content is in force",
-            ["setting"],
+            "file_current", "1 if the settings' file is in force as last read, 0 if its previous content is", "setting"
         )
-        self.discovered = gauge("seamark_discovered_workers", "Addresses of a name in workers_dns", ["name"])
+        self.discovered = gauge("discovered_workers", "Addresses of a name in workers_dns", "name")
         self.discovery_failures = counter(
-            "seamark_discovery_failures_total", "Times that a name in workers_dns could not be resolved", ["name"]
+            "discovery_failures_total", "Times that a name in workers_dns could not be resolved", "name"
         )
         self.config_reload_errors = counter(
-            "seamark_config_reload_errors_total",
+            "config_reload_errors_total",
             "Times that a changed file could not be used, by the setting that names it",
-            ["file"],
+            "file",
         )
-        self.spans = counter(
-            "seamark_spans_total", "OpenTelemetry spans, by whether the collector took them", ["result"]
-        )
+        self.spans = counter("spans_total", "OpenTelemetry spans, by whether the collector took them", "result")
         self.response_cache_requests = counter(
-            "seamark_response_cache_total",
-            "Requests that the response cache saw: answered from it, from one under way, computed, or none of its own",
-            ["result"],
+            "response_cache_total",
+            "Requests answered from it, from one under way, computed, or none of its own",
+            "result",
         )
-        self.response_cache_bytes = gauge(
-            "seamark_response_cache_bytes", "Memory that stored answers and shared ones take"
-        )
-        self.response_cache_entries = gauge("seamark_response_cache_entries", "Answers in the response cache")
-        self.response_cache_evictions = counter(
-            "seamark_response_cache_evictions_total", "Answers dropped from the full response cache"
-        )
-        # Workers without the plugin.
-        of_loss = ["model", "reason"]
+        self.response_cache_bytes = gauge("response_cache_bytes", "Memory that stored answers and shared ones take")
+        self.response_cache_entries = gauge("response_cache_entries", "Answers in the response cache")
+        self.response_cache_evictions = counter("response_cache_evictions_total", "Answers dropped from the full cache")
         self.shadow_lost_tokens = counter(
-            "seamark_shadow_lost_tokens_total", "Prompt tokens computed again at workers without the plugin", of_loss
+            "shadow_lost_tokens_total", "Prompt tokens computed again at workers without the plugin", "model", "reason"
         )
         self.shadow_lost_seconds = counter(
-            "seamark_shadow_lost_seconds_total",
-            "Seconds spent on these tokens, estimated from the worker's times to a first token",
-            of_loss,
+            "shadow_lost_seconds_total",
+            "Seconds spent on these, by the worker's times to a first token",
+            "model",
+            "reason",
         )
         self.shadow_requests = counter(
-            "seamark_shadow_requests_total",
-            "Requests answered by workers without the plugin: judged, or the reason why not",
-            ["result"],
+            "shadow_requests_total", "Requests answered by workers without the plugin: judged, or why not", "result"
         )
         self.self_checks = counter(
-            "seamark_self_check_total",
-            "Prompts continued from the cache and without it: equal answers, arithmetic noise, different answers, or "
-            "no answers",
-            ["result"],
+            "self_check_total", "Prompts continued from the cache and without it, by how the answers compare", "result"
         )
         for result in ("same", "noise", "differs", "unanswered"):
             self.self_checks.labels(result)
-        self.drafts = gauge(
-            "seamark_draft_gate",
-            "1 for what a worker that drafts makes of hints: trial, open, closed, on, off",
-            ["worker", "state"],
-        )
+        self.drafts = gauge("draft_gate", "1 for what a worker that drafts makes of hints", "worker", "state")
 
     def forget_worker(self, name: str) -> None:
         """Drop all series of a worker that is gone: an autoscaler makes new ones for ever."""

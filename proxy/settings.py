@@ -6,13 +6,17 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -65,196 +69,134 @@ IN_SHADOW: Mapping[str, Any] = {"ask_usage": False, "rewrite": (), "heartbeat": 
 
 
 class Settings(BaseModel):
-    """All settings. `load` builds them once, when the gateway starts."""
+    """All settings, each with what `--help` says of it. `load` builds them once, when the gateway starts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    worker: tuple[str, ...] = Field(
-        (),
-        repr=False,
-        description="base URL of a vLLM server (repeat for several); credentials in it (user:password@) are sent as "
-        "Basic authorization in place of any other",
-    )
-    workers_file: Path | None = Field(
-        None,
-        description="TOML file with [[worker]] entries (url, max_inflight) or worker = [], read again when it changes",
-    )
-    prefill_worker: tuple[str, ...] = Field(
-        (),
-        repr=False,
-        description="base URL of a vLLM server that computes long prompts for the others and hands them over through "
-        "NIXL (repeat for several); it answers no requests",
-    )
-    workers_dns: tuple[str, ...] = Field(
-        (),
-        description="NAME:PORT (repeat for several): each address of that name, IPv4 and IPv6, is a worker, as with a "
-        "headless service of Kubernetes; workers join once they are found well, and finish their requests when gone",
-    )
-    workers_dns_interval: float = Field(5.0, gt=0, description="seconds between two looks at workers_dns")
-    workers_dns_keep: float = Field(
-        60.0, ge=0, description="seconds that workers stay whose name in workers_dns is not resolved any more"
-    )
-    host: str = Field("127.0.0.1", description="address to listen on; `::`: all, of both families")
-    port: int = Field(8080, ge=0, le=65535, description="port to listen on")
-    health_interval: float = Field(5.0, gt=0, description="seconds between two health checks of each worker")
-    connect_timeout: float = Field(2.0, gt=0, description="seconds to wait for a connection to a worker")
-    render_timeout: float = Field(
-        5.0, gt=0, description="seconds a worker gets to render a small chat; no request waits for that"
-    )
-    max_body_bytes: int = Field(64 * 2**20, gt=0, description="largest request body")
-    max_bodies_bytes: int = Field(
-        2**30,
-        gt=0,
-        description="memory for all request bodies together, parsed ones included; one API key may hold twice what is "
-        "free of it",
-    )
-    memory_bytes: int = Field(
-        128 * 2**20,
-        gt=0,
-        description="memory for the positions of prefixes, and for the index of which worker holds which prefix",
-    )
-    text_bytes: int = Field(
-        128 * 2**20,
-        ge=0,
-        description="memory for the text of recent prompts: it serves to learn what they share inside, to say what "
-        "changed, and to continue stored responses; 0 keeps no text and does none of these",
-    )
-    prefixes_file: Path | None = Field(
-        None,
-        description="JSON file of prompts that every worker keeps in its cache; read again when it changes",
-    )
-    response_cache: int = Field(
-        0,
-        ge=0,
-        description="memory in bytes for whole answers: an identical deterministic request, of the same key or sharing "
-        "group, gets the same bytes again if it, or response_cache_models, allows that; 0: no response cache",
-    )
-    response_cache_models: tuple[str, ...] = Field(
-        (),
-        description="models, separated by commas, whose deterministic requests the response cache answers without "
-        "x-seamark-cache: allow; *: all",
-    )
+    worker: tuple[str, ...] = Field((), repr=False)
+    """base URL of a vLLM server (repeat for several); credentials in it (user:password@) are sent as Basic
+    authorization in place of any other"""
+    workers_file: Path | None = None
+    """TOML file with [[worker]] entries (url, max_inflight) or worker = [], read again when it changes"""
+    prefill_worker: tuple[str, ...] = Field((), repr=False)
+    """base URL of a vLLM server that computes long prompts for the others and hands them over through NIXL (repeat for
+    several); it answers no requests"""
+    workers_dns: tuple[str, ...] = ()
+    """NAME:PORT (repeat for several): each address of that name, IPv4 and IPv6, is a worker, as with a headless service
+    of Kubernetes; workers join once they are found well, and finish their requests when gone"""
+    workers_dns_interval: PositiveFloat = 5.0
+    """seconds between two looks at workers_dns"""
+    workers_dns_keep: NonNegativeFloat = 60.0
+    """seconds that workers stay whose name in workers_dns is not resolved any more"""
+    host: str = "127.0.0.1"
+    """address to listen on; `::`: all, of both families"""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """port to listen on"""
+    health_interval: PositiveFloat = 5.0
+    """seconds between two health checks of each worker"""
+    connect_timeout: PositiveFloat = 2.0
+    """seconds to wait for a connection to a worker"""
+    render_timeout: PositiveFloat = 5.0
+    """seconds a worker gets to render a small chat; no request waits for that"""
+    max_body_bytes: PositiveInt = 64 * 2**20
+    """largest request body"""
+    max_bodies_bytes: PositiveInt = 2**30
+    """memory for all request bodies together, parsed ones included; one API key may hold twice what is free of it"""
+    memory_bytes: PositiveInt = 128 * 2**20
+    """memory for the positions of prefixes, and for the index of which worker holds which prefix"""
+    text_bytes: NonNegativeInt = 128 * 2**20
+    """memory for the text of recent prompts: it serves to learn what they share inside, to say what changed, and to
+    continue stored responses; 0 keeps no text and does none of these"""
+    prefixes_file: Path | None = None
+    """JSON file of prompts that every worker keeps in its cache; read again when it changes"""
+    response_cache: NonNegativeInt = 0
+    """memory in bytes for whole answers: an identical deterministic request, of the same key or sharing group, gets the
+    same bytes again if it, or response_cache_models, allows that; 0: no response cache"""
+    response_cache_models: tuple[str, ...] = ()
+    """models, separated by commas, whose deterministic requests the response cache answers without x-seamark-cache:
+    allow; *: all"""
     rewrite: tuple[RewriteRule, ...] = Field(
         ("billing_header",),
         description=f"rewrite rules to apply, out of {', '.join(REWRITE_RULES)}; an empty text: none",
     )
-    excerpts: bool = Field(False, description="show some characters of prompts in /seamark/requests/{id}")
-    load_slack: int = Field(
-        8, ge=0, description="requests by which a worker that holds the prefix may exceed the least loaded one"
-    )
-    max_inflight: int = Field(
-        1024, ge=0, description="requests at one worker at once; more wait in the gateway; 0: no limit"
-    )
-    max_queue: int = Field(1024, ge=0, description="requests waiting in the gateway; more are refused with 503")
-    queue_timeout: float = Field(30.0, gt=0, description="seconds a request waits for a slot at a worker")
-    silence_timeout: float = Field(
-        900.0, gt=0, description="seconds without a byte from the worker after which the gateway gives a request up"
-    )
-    client_timeout: float = Field(
-        60.0, gt=0, description="seconds for the head of a request, and to wait for the next piece of its body"
-    )
-    min_body_rate: float = Field(
-        1024.0,
-        ge=0,
-        description="bytes a second at which a body has to come on the whole, behind client_timeout seconds of grace; "
-        "slower ones are refused with 408; 0: no limit",
-    )
-    send_timeout: float = Field(
-        120.0, gt=0, description="seconds in which a client takes no byte of its answer, after which it is cut off"
-    )
-    keepalive_timeout: float = Field(
-        95.0,
-        gt=0,
-        description="keep-alive: seconds for which an idle connection is kept; what stands before the gateway has to "
-        "close it earlier (ALB does after 60, Traefik and Go after 90), or its next request is lost; with three of "
-        "four max_connections taken: 5",
-    )
-    max_collected_bytes: int = Field(
-        2**20,
-        ge=0,
-        description="largest JSON answer that the gateway collects, so that its headers say what came from the cache; "
-        "larger ones are passed on as they come, without these headers",
-    )
-    ask_usage: bool = Field(
-        True, description="ask streams for their token counts even if the client did not; the client does not see them"
-    )
-    heartbeat: float = Field(15.0, ge=0, description="seconds of silence after which a stream gets a comment; 0: never")
-    stop_delay: float = Field(
-        5.0,
-        ge=0,
-        description="seconds between SIGTERM and the end of listening, in which /ready says 503 and requests are still "
-        "served: load balancers need time to learn it; 0, SIGINT or a second signal: none",
-    )
-    drain_timeout: float = Field(60.0, gt=0, description="seconds to finish requests when the gateway stops")
-    replay_seconds: float = Field(
-        30.0,
-        ge=0,
-        description="seconds for replaying hot prefixes on a restarted worker before it gets requests; 0: no replay",
-    )
-    api_keys: Path | None = Field(
-        None, description="TOML file with the API keys of clients; read again when it changes"
-    )
-    salt_secret_file: Path | None = Field(
-        None,
-        description="file with the secret from which the cache salts of API keys are derived, and the proofs of whose "
-        "a stored response is, the same for all gateways; without it each start draws a new secret for salts",
-    )
-    worker_api_key_file: Path | None = Field(
-        None, description="file with the API key that the workers require (vLLM's --api-key)"
-    )
-    admin_port: int | None = Field(
-        None,
-        ge=0,
-        le=65535,
-        description="port for /metrics, /ui and /seamark/*, which the main port then no longer serves",
-    )
-    admin_host: str = Field("127.0.0.1", description="address for the admin port")
-    max_header_bytes: int = Field(65536, gt=0, description="largest request head: target and headers")
-    max_connections: int = Field(
-        0,
-        ge=0,
-        description="connections of clients at once; requests on more are refused with 503; 0: as many as there are "
-        "descriptors for, two each (RLIMIT_NOFILE, which the gateway raises to the hard limit)",
-    )
+    excerpts: bool = False
+    """show some characters of prompts in /seamark/requests/{id}"""
+    load_slack: NonNegativeInt = 8
+    """requests by which a worker that holds the prefix may exceed the least loaded one"""
+    max_inflight: NonNegativeInt = 1024
+    """requests at one worker at once; more wait in the gateway; 0: no limit"""
+    max_queue: NonNegativeInt = 1024
+    """requests waiting in the gateway; more are refused with 503"""
+    queue_timeout: PositiveFloat = 30.0
+    """seconds a request waits for a slot at a worker"""
+    silence_timeout: PositiveFloat = 900.0
+    """seconds without a byte from the worker after which the gateway gives a request up"""
+    client_timeout: PositiveFloat = 60.0
+    """seconds for the head of a request, and to wait for the next piece of its body"""
+    min_body_rate: NonNegativeFloat = 1024.0
+    """bytes a second at which a body has to come on the whole, behind client_timeout seconds of grace; slower ones are
+    refused with 408; 0: no limit"""
+    send_timeout: PositiveFloat = 120.0
+    """seconds in which a client takes no byte of its answer, after which it is cut off"""
+    keepalive_timeout: PositiveFloat = 95.0
+    """keep-alive: seconds for which an idle connection is kept; what stands before the gateway has to close it earlier
+    (ALB does after 60, Traefik and Go after 90), or its next request is lost; with three of four max_connections taken:
+    5"""
+    max_collected_bytes: NonNegativeInt = 2**20
+    """largest JSON answer that the gateway collects, so that its headers say what came from the cache; larger ones are
+    passed on as they come, without these headers"""
+    ask_usage: bool = True
+    """ask streams for their token counts even if the client did not; the client does not see them"""
+    heartbeat: NonNegativeFloat = 15.0
+    """seconds of silence after which a stream gets a comment; 0: never"""
+    stop_delay: NonNegativeFloat = 5.0
+    """seconds between SIGTERM and the end of listening, in which /ready says 503 and requests are still served: load
+    balancers need time to learn it; 0, SIGINT or a second signal: none"""
+    drain_timeout: PositiveFloat = 60.0
+    """seconds to finish requests when the gateway stops"""
+    replay_seconds: NonNegativeFloat = 30.0
+    """seconds for replaying hot prefixes on a restarted worker before it gets requests; 0: no replay"""
+    api_keys: Path | None = None
+    """TOML file with the API keys of clients; read again when it changes"""
+    salt_secret_file: Path | None = None
+    """file with the secret from which the cache salts of API keys are derived, and the proofs of whose a stored
+    response is, the same for all gateways; without it each start draws a new secret for salts"""
+    worker_api_key_file: Path | None = None
+    """file with the API key that the workers require (vLLM's --api-key)"""
+    admin_port: Annotated[int | None, Field(ge=0, le=65535)] = None
+    """port for /metrics, /ui and /seamark/*, which the main port then no longer serves"""
+    admin_host: str = "127.0.0.1"
+    """address for the admin port"""
+    max_header_bytes: PositiveInt = 65536
+    """largest request head: target and headers"""
+    max_connections: NonNegativeInt = 0
+    """connections of clients at once; requests on more are refused with 503; 0: as many as there are descriptors for,
+    two each (RLIMIT_NOFILE, which the gateway raises to the hard limit)"""
     # Python's JSON reader gives up at about a thousand levels; no chat, tool or schema comes near this number.
-    max_json_depth: int = Field(128, gt=0, le=900, description="deepest nesting of a JSON body")
+    max_json_depth: Annotated[int, Field(gt=0, le=900)] = 128
+    """deepest nesting of a JSON body"""
     # Each costs the event loop a microsecond or two; the longest chats of agents have some thousand.
-    max_json_values: int = Field(
-        200_000,
-        gt=0,
-        description="most objects, arrays and named values in a JSON body, and a tenth of the most elements of arrays",
-    )
-    max_boundary_values: int = Field(
-        20_000,
-        ge=0,
-        description="values in a JSON body, counted as for max_json_values, up to which boundaries are sought in it; "
-        "a request with more is forwarded without a hint",
-    )
+    max_json_values: PositiveInt = 200_000
+    """most objects, arrays and named values in a JSON body, and a tenth of the most elements of arrays"""
+    max_boundary_values: NonNegativeInt = 20_000
+    """values in a JSON body, counted as for max_json_values, up to which boundaries are sought in it; a request with
+    more is forwarded without a hint"""
 
-    self_check_interval: float = Field(
-        30.0,
-        ge=0,
-        description="seconds between two checks of an idle worker: are its answers from the cache right? 0: no checks",
-    )
-    self_check_tokens: int = Field(16384, ge=256, description="most tokens of a prompt in such a check")
-    shadow: bool = Field(
-        False, description="leave requests and answers unchanged, send no hints, and report what is lost without them"
-    )
+    self_check_interval: NonNegativeFloat = 30.0
+    """seconds between two checks of an idle worker: are its answers from the cache right? 0: no checks"""
+    self_check_tokens: Annotated[int, Field(ge=256)] = 16384
+    """most tokens of a prompt in such a check"""
+    shadow: bool = False
+    """leave requests and answers unchanged, send no hints, and report what is lost without them"""
 
-    sidecar: bool = Field(
-        False,
-        description="one gateway beside each vLLM, behind a balancer that knows prefixes: one worker, whose /metrics "
-        "are shown with the gateway's own; nothing is shared with others",
-    )
-    otlp_traces_endpoint: str | None = Field(
-        None,
-        repr=False,
-        description="URL, path included, of a collector that gets OpenTelemetry spans of requests, OTLP over HTTP "
-        "(http://collector:4318/v1/traces); needs the extra `tracing`; unset: none",
-    )
-    redis: str | None = Field(
-        None, repr=False, description="URL of a Redis server through which gateways share what they learn"
-    )
+    sidecar: bool = False
+    """one gateway beside each vLLM, behind a balancer that knows prefixes: one worker, whose /metrics are shown with
+    the gateway's own; nothing is shared with others"""
+    otlp_traces_endpoint: str | None = Field(None, repr=False)
+    """URL, path included, of a collector that gets OpenTelemetry spans of requests, OTLP over HTTP
+    (http://collector:4318/v1/traces); needs the extra `tracing`; unset: none"""
+    redis: str | None = Field(None, repr=False)
+    """URL of a Redis server through which gateways share what they learn"""
 
     @property
     def json_limits(self) -> tuple[int, int]:
@@ -345,10 +287,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             continue
         default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
         text += "" if default is None else f" (default {str(default).lower()})"
-        if field.annotation is bool:
-            parser.add_argument(flag, metavar=name.upper(), help=text, nargs="?", const="true")
-        else:
-            parser.add_argument(flag, metavar=name.upper(), help=text)
+        is_switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
+        parser.add_argument(flag, metavar=name.upper(), help=text, **is_switch)
 
 
 def load(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:

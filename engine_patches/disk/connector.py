@@ -35,9 +35,8 @@ from engine_patches.disk.tier import CheckedFiles
 from engine_patches.footprint import DECLINED, LOADED, LOCAL_HIT
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import ALL, USED
-from engine_patches.scheduler.cache_keys import key_at
+from engine_patches.scheduler.cache_keys import HeldKeys, key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.held_keys import HeldKeys
 
 # A request does not wait longer than this for a load to come: it is computed then. Seconds.
 PATIENCE = 5.0
@@ -298,7 +297,7 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             return True
         if not getattr(request, DECLINED, False):
             setattr(request, DECLINED, True)
-            self._checkpoints.counters.load_declined()
+            self._checkpoints.counters.counts.loads_declined += 1
         return False
 
 

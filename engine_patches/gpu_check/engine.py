@@ -44,7 +44,7 @@ from engine_patches.gpu_check.questions import (
 from engine_patches.ledger import Function, patches_live
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.hints import FIELD
-from engine_patches.scheduler.match_unit import kernel_chunk, state_alignment, unit_of
+from engine_patches.scheduler.hooks import kernel_chunk, state_alignment, unit_of
 from engine_patches.scheduler.planner import HINTED
 from engine_patches.scheduler.step_time import StepTime
 
@@ -426,7 +426,7 @@ def measure_pace(engine: LaneEngine, ids: range) -> dict[str, float]:
     for _ in range(1 + REPEATS):
         one, more = (_timed(engine, "", 16, [prompts.tokens(16)], [], count).seconds for count in (1, DECODED + 1))
         took.append((more - one) / DECODED)
-    return {"decode": statistics.median(took[1:]), "floor": learnt.floor_seconds, "token": learnt.token_seconds}
+    return {"decode": statistics.median(took[1:]), "floor": learnt.pace.floor, "token": learnt.pace.token}
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ it is used.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import os
 import socket
@@ -20,7 +19,7 @@ from engine_patches import settings
 from engine_patches.config_file import read_config
 from engine_patches.footprint import REPORTS
 from engine_patches.reporting.addresses import FOLDER, READ_AT, SENT_TO
-from engine_patches.scheduler import load
+from engine_patches.scheduler.counters import loads_may_have_changed
 
 # How vLLM's list of KV event publishers names one that is none, but where reports are read.
 TOPIC = "seamark"
@@ -33,33 +32,29 @@ def collect_before_the_engines(original: Callable[..., None]) -> Callable[..., N
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         config = kwargs.get("vllm_config") or next(each for each in args if hasattr(each, "parallel_config"))
-        layout = _layout(config, kwargs)
-        if layout is not None and FOLDER not in os.environ:
-            _start(config, layout)
+        answers_http = _answers_http(config, kwargs)
+        if answers_http is not None and FOLDER not in os.environ:
+            _start(config, answers_http=answers_http)
         original(self, *args, **kwargs)
 
     return __init__
 
 
-class Layout(enum.Enum):
-    """Who answers HTTP where engines are started."""
+def _answers_http(config: Any, kwargs: Mapping[str, Any]) -> bool | None:
+    """Whether this process, which starts engines, does; else other API servers, a frontend in Rust or another machine.
 
-    THIS_PROCESS = enum.auto()
-    OTHERS = enum.auto()  # several API servers, a frontend in Rust, or another machine
-
-
-def _layout(config: Any, kwargs: Mapping[str, Any]) -> Layout | None:
-    """None if nobody does: those are the engines of the class `LLM`, for which no gateway asks."""
+    None if nobody does: those are the engines of the class `LLM`, for which no gateway asks.
+    """
     if getattr(config.parallel_config, "_api_process_rank", 0) == -1 or kwargs.get("local_client") is False:
-        return Layout.OTHERS
+        return False
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return None
-    return Layout.THIS_PROCESS
+    return True
 
 
-def _start(config: Any, layout: Layout) -> None:
+def _start(config: Any, *, answers_http: bool) -> None:
     host, port = settings.reports_at()
     events = getattr(config, "kv_events_config", None)
     if not port and events is not None and events.enable_kv_cache_events:
@@ -73,7 +68,7 @@ def _start(config: Any, layout: Layout) -> None:
         logger.error("seamark: no reports, gateways learn nothing of this worker: %s", error)
         return
     os.environ[FOLDER], os.environ[READ_AT] = str(collector.folder), collector.read_at
-    collector.start(CollectedMetrics(collector.read_at, beside_vllms=layout is Layout.THIS_PROCESS))
+    collector.start(CollectedMetrics(collector.read_at, beside_vllms=answers_http))
     if collector.read_at:
         logger.info("seamark: a gateway reads what engines report at %s", collector.read_at)
 
@@ -130,7 +125,7 @@ def report_from_the_start(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         folder = os.environ.get(FOLDER)
         if folder:
-            from engine_patches.reporting.reporter import Reporter
+            from engine_patches.reporting.report import Reporter
 
             try:
                 reporter = Reporter(self, f"ipc://{folder}/{SENT_TO}")
@@ -149,7 +144,7 @@ def report_with_stats(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
         reporter = getattr(self, REPORTS, None)
         if reporter is not None:
-            reporter.step_ends(busy=load.may_have_changed(self.seamark.last_planned))
+            reporter.step_ends(busy=loads_may_have_changed(self.seamark.last_planned))
         return original(self, *args, **kwargs)
 
     return make_stats

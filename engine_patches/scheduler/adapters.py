@@ -19,27 +19,28 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine_patches.footprint import ADAPTER, ADAPTERS, TAG
 
 logger = logging.getLogger("vllm.seamark")
 
 CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")  # vLLM loads the first that is there
 
-# vLLM loads the first that is there.
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-
-# That an engine waits for what files say, and does nothing else meanwhile.
-LOOK_SECONDS = 0.5
-
-# Name, path, and tag of the contents.
-Key = tuple[str, str, str]
+LOOK_SECONDS = 0.5  # that an engine waits for what files say, and does nothing else meanwhile
 
 # Of the two files: device, inode, size, and the times of the last changes. None: they cannot be read here.
 Signature = tuple[tuple[int, ...], ...] | None
-
 NOT_YET: Signature = ()  # they may be read here, and have not answered
+
+
+class Key(NamedTuple):
+    """What tells an adapter's states from all others."""
+
+    name: str
+    path: str
+    tag: str  # of the contents
 
 
 class _Look(threading.Event):
@@ -62,12 +63,82 @@ class _Look(threading.Event):
         self.set()
 
 
-class _Looks:
-    """Those of one engine, in threads of their own: a mount that is slow, or hangs, holds up nobody's requests."""
+def _take_all(asked: SimpleQueue[_Look | None]) -> None:
+    for look in iter(asked.get, None):
+        look.take()
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """What an engine's workers hold under one id, from one load to the next."""
+
+    key: Key
+    signature: Signature
+    engine: Adapters  # all that are known of
+
+    def computes(self, lora: Any) -> bool:
+        """Whether it is certain to compute a request with this vLLM `LoRARequest`.
+
+        Files that have changed come into the workers unasked, say after these had no room for the adapter.
+        """
+        if (lora.lora_name, lora.lora_path) != self.key[:2]:
+            return False  # ids of several API servers can mean several adapters, of which the workers hold one
+        if self.key in self.engine.doubtful or (now := self.engine.signature(lora)) == NOT_YET:
+            return False
+        if now != self.signature:
+            self.engine.doubtful.add(self.key)
+            if not lora.load_inplace:
+                logger.warning(
+                    "seamark: the files of adapter %s have changed since it was loaded: until it is loaded again, its "
+                    "requests neither find nor leave anything in the cache",
+                    lora.lora_name,
+                )
+        return now == self.signature
+
+
+class Adapters:
+    """Those of one engine, by id; an entry of some 500 bytes for each load. Two threads use it.
+
+    Files are looked at in threads of their own: a mount that is slow, or hangs, holds up nobody's requests.
+    """
 
     def __init__(self) -> None:
+        self.doubtful: set[Key] = set()  # what may stand over states of two contents, and no adapter is given (again)
+        self._by_id: dict[int, Adapter] = {}
+        self._hashing: dict[int, _Look] = {}  # by id, at files that the workers have loaded, or are to load
         self._threads: list[SimpleQueue[_Look | None]] = []  # that have nothing to do, each by what it is asked
         self._late: dict[str, _Look] = {}  # by path: the last one, if it was not over in time
+        self._lock = threading.RLock()
+        self._told: dict[str, Key] = {}  # by name: the key under which its states were last found
+
+    def of(self, lora: Any) -> Adapter | None:
+        """What computes a request with this vLLM `LoRARequest`; None if that is not certain."""
+        with self._lock:
+            if lora.lora_int_id not in self._by_id:  # vLLM loads it when the request runs
+                if (signature := self.signature(lora)) == NOT_YET:
+                    self._note(lora, None, "")  # whatever they are read as later, the workers may have read before
+                    return None
+                self._learn(lora, signature)
+            self._settle(lora.lora_int_id)
+            adapter = self._by_id[lora.lora_int_id]
+            return adapter if adapter.computes(lora) else None
+
+    def load(self, lora: Any, load: Callable[[Any], Any]) -> Any:
+        """Have vLLM `load` an adapter, and note what it has read; vLLM's answer."""
+        before = self.signature(lora)
+        is_read = False  # after an error the workers hold who knows what
+        try:
+            answer = load(lora)
+            is_read = before != NOT_YET
+        finally:
+            self._learn(lora, before if is_read else None)
+        return answer
+
+    def has_changed(self, adapter: Adapter) -> bool:
+        """Whether states were found under this adapter's name before that are not found any more; said once."""
+        before = self._told.get(adapter.key.name)
+        self._told[adapter.key.name] = adapter.key
+        return before not in (None, adapter.key)
 
     def signature(self, lora: Any) -> Signature:
         """As an adapter's files are now; `NOT_YET` if they do not say it in time.
@@ -77,14 +148,14 @@ class _Looks:
         late = self._late.get(lora.lora_path)
         if late is not None and not late.is_set():
             return NOT_YET
-        look = self.begin(lora, LOOK_SECONDS if late is None or late.seconds < LOOK_SECONDS else 0.0)
+        look = self._look(lora, LOOK_SECONDS if late is None or late.seconds < LOOK_SECONDS else 0.0)
         if not look.is_set():
             self._late[lora.lora_path] = look
             return NOT_YET
         self._late.pop(lora.lora_path, None)
         return look.found[0]
 
-    def begin(self, lora: Any, seconds: float, *, hashed: bool = False) -> _Look:
+    def _look(self, lora: Any, seconds: float, *, hashed: bool = False) -> _Look:
         """A look that is waited for so long."""
         look = _Look(lora, hashed=hashed)
         try:
@@ -99,90 +170,6 @@ class _Looks:
             thread.put(None)
         return look
 
-
-def _take_all(asked: SimpleQueue[_Look | None]) -> None:
-    for look in iter(asked.get, None):
-        look.take()
-
-
-@dataclass(frozen=True, eq=False)
-class Adapter:
-    """What an engine's workers hold under one id, from one load to the next."""
-
-    name: str
-    path: str
-    tag: str  # of the contents
-    signature: Signature
-    doubtful: set[Key]  # of its engine: what may stand over states of two contents, and no adapter is given (again)
-    looks: _Looks  # of its engine
-
-    @property
-    def key(self) -> Key:
-        """What tells its states from all others."""
-        return self.name, self.path, self.tag
-
-    def computes(self, lora: Any) -> bool:
-        """Whether it is certain to compute a request with this vLLM `LoRARequest`.
-
-        Files that have changed come into the workers unasked, say after these had no room for the adapter.
-        """
-        if (lora.lora_name, lora.lora_path) != (self.name, self.path):
-            return False  # ids of several API servers can mean several adapters, of which the workers hold one
-        if self.key in self.doubtful:
-            return False
-        if (now := self.looks.signature(lora)) == NOT_YET:
-            return False
-        if now != self.signature:
-            self.doubtful.add(self.key)
-            if not lora.load_inplace:
-                logger.warning(
-                    "seamark: the files of adapter %s have changed since it was loaded: until it is loaded again, its "
-                    "requests neither find nor leave anything in the cache",
-                    self.name,
-                )
-        return now == self.signature
-
-
-class Adapters:
-    """Those of one engine, by id; an entry of some 500 bytes for each load. Two threads use it."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, Adapter] = {}
-        self._doubtful: set[Key] = set()
-        self._hashing: dict[int, _Look] = {}  # by id, at files that the workers have loaded, or are to load
-        self._looks = _Looks()
-        self._lock = threading.RLock()
-        self._told: dict[str, Key] = {}  # by name: the key under which its states were last found
-
-    def of(self, lora: Any) -> Adapter | None:
-        """What computes a request with this vLLM `LoRARequest`; None if that is not certain."""
-        with self._lock:
-            if lora.lora_int_id not in self._by_id:  # vLLM loads it when the request runs
-                if (signature := self._looks.signature(lora)) == NOT_YET:
-                    self._note(lora, None, "")  # whatever they are read as later, the workers may have read before
-                    return None
-                self._learn(lora, signature)
-            self._settle(lora.lora_int_id)
-            adapter = self._by_id[lora.lora_int_id]
-            return adapter if adapter.computes(lora) else None
-
-    def load(self, lora: Any, load: Callable[[Any], Any]) -> Any:
-        """Have vLLM `load` an adapter, and note what it has read; vLLM's answer."""
-        before = self._looks.signature(lora)
-        is_read = False  # after an error the workers hold who knows what
-        try:
-            answer = load(lora)
-            is_read = before != NOT_YET
-        finally:
-            self._learn(lora, before if is_read else None)
-        return answer
-
-    def has_changed(self, adapter: Adapter) -> bool:
-        """Whether states were found under this adapter's name before that are not found any more; said once."""
-        before = self._told.get(adapter.name)
-        self._told[adapter.name] = adapter.key
-        return before not in (None, adapter.key)
-
     def _learn(self, lora: Any, before: Signature) -> None:
         """Have the files hashed that were as `before` when the workers read them; None: nobody knows what they read.
 
@@ -192,7 +179,7 @@ class Adapters:
             look = self._hashing.pop(lora.lora_int_id, None)
             if before is not None:
                 if look is None or look.is_set() or repr(look.lora) != repr(lora):
-                    look = self._looks.begin(lora, LOOK_SECONDS, hashed=True)
+                    look = self._look(lora, LOOK_SECONDS, hashed=True)
                 look.lora, look.before = lora, before
                 self._hashing[lora.lora_int_id] = look
             if not self._settle(lora.lora_int_id):
@@ -209,25 +196,25 @@ class Adapters:
 
     def _note(self, lora: Any, signature: Signature, contents: str) -> None:
         """The workers read an adapter with this signature; None: nobody knows what. No `contents`: not known (yet)."""
-        key = lora.lora_name, lora.lora_path, contents
+        key = Key(lora.lora_name, lora.lora_path, contents)
         with self._lock:
             known = self._by_id.get(lora.lora_int_id)
-            if known is not None and (known.key, known.signature) == (key, signature) and key not in self._doubtful:
+            if known is not None and (known.key, known.signature) == (key, signature) and key not in self.doubtful:
                 return
             # Requests under way go on under the tags of before with the weights of now.
             for other in self._by_id.values():
-                if other is known or ((other.name, other.path) == key[:2] and other.signature != signature):
-                    self._doubtful.add(other.key)
-            if not contents or key in self._doubtful:
-                key = (*key[:2], secrets.token_hex(16))
+                if other is known or (other.key[:2] == key[:2] and other.signature != signature):
+                    self.doubtful.add(other.key)
+            if not contents or key in self.doubtful:
+                key = key._replace(tag=secrets.token_hex(16))
             if not contents:
-                self._doubtful.add(key)
+                self.doubtful.add(key)
                 logger.warning(
                     "seamark: what the workers hold of adapter %s is not certain, since its files cannot be read here "
                     "(yet) or loading them failed: its requests neither find nor leave anything in the cache",
                     lora.lora_name,
                 )
-            self._by_id[lora.lora_int_id] = Adapter(*key, signature, self._doubtful, self._looks)
+            self._by_id[lora.lora_int_id] = Adapter(key, signature, self)
 
 
 def _read(lora: Any, *, hashed: bool) -> tuple[Signature, str]:
@@ -284,7 +271,7 @@ def _adapters(engine: Any) -> Adapters:
 def _name(request: Any, adapter: Adapter | None) -> None:
     """Hash a request by this adapter from now on; None: as no other."""
     setattr(request, ADAPTER, adapter)
-    setattr(request, TAG, secrets.token_hex(16) if adapter is None else adapter.tag)
+    setattr(request, TAG, secrets.token_hex(16) if adapter is None else adapter.key.tag)
     if getattr(request, "block_hashes", None):
         request.block_hashes.clear()
         request.update_block_hashes()
@@ -367,9 +354,10 @@ def _loaded(engine: Any, request: Any) -> Adapter | None:
 
 def _tell(engine: Any, adapter: Adapter | None) -> None:
     checkpoints = getattr(engine.scheduler, "seamark", None)
-    states = checkpoints.states if checkpoints is not None else None
-    if adapter is not None and _adapters(engine).has_changed(adapter) and states is not None:
-        states.adapter_replaced(adapter.name)
+    if adapter is None or not _adapters(engine).has_changed(adapter):
+        return
+    if checkpoints is not None and checkpoints.states is not None:
+        checkpoints.states.adapter_replaced(adapter.key.name)
 
 
 def look_up_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:

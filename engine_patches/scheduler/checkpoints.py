@@ -1,7 +1,7 @@
-"""What one scheduler does with states: `Checkpoints` ties the parts of this room together.
+"""What one scheduler does with states: which are wanted of a request, what is told of it, and what is learnt from it.
 
-The planner says which states a request wants, from its hint and from what was seen of others. The states have the
-blocks. Counters and outcomes say what became of both. All of it lives on the scheduler's one thread.
+`Checkpoints` hangs on vLLM's scheduler as `scheduler.seamark`, with the parts of this room. All of it lives on the
+scheduler's one thread.
 """
 
 from __future__ import annotations
@@ -12,24 +12,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine_patches.forward.loaded_weights import Weights
-from engine_patches.scheduler import hints
+from engine_patches.scheduler import earlier_prompts, hints, planner
 from engine_patches.scheduler.adapters import is_alone
 from engine_patches.scheduler.counters import AdmittedRequest, Counters
-from engine_patches.scheduler.draft_acceptance import AcceptedDrafts
-from engine_patches.scheduler.draft_gate import DraftGate, is_own, is_trial
 from engine_patches.scheduler.draft_windows import HEALED, ZEROED
-from engine_patches.scheduler.expected_junctions import ExpectedJunctions
+from engine_patches.scheduler.drafts import AcceptedDrafts, DraftGate, is_own, is_trial
+from engine_patches.scheduler.earlier_prompts import ExpectedJunctions, Outcomes, SeenPrefixes, TurnValue
 from engine_patches.scheduler.fan_out import PrefillGate
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.pins import NOT_CACHED
-from engine_patches.scheduler.planner import EXPECTED, SPARE, TURN_REACH, WORTH_OF_A_PASS, CheckpointTarget, Planner
-from engine_patches.scheduler.reasons import EVICTED, HIT, NOT_WORTH_IT, Outcomes
+from engine_patches.scheduler.planner import CheckpointTarget, Grid, Planner, RequestState, TurnEnd, Wish
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal
-from engine_patches.scheduler.request_state import RequestState, TurnEnd, Wish
-from engine_patches.scheduler.seen import SeenPrefixes
 from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
-from engine_patches.scheduler.turn_value import TurnValue
 
 # Name of the head that chats without a system prompt have in common, for each cache salt.
 HEADLESS = b"headless "
@@ -77,8 +70,13 @@ class Checkpoints:
     def _wish_of(self, request: Any) -> Wish:
         hint = hints.hint_in(request)
         hinted = hint is not hints.NONE
-        refusal = "adapter" if is_alone(request) else self._refused(request)
-        ignore = self.counters.hint_ignored
+        refusal, ignore = None, self.counters.hint_ignored  # why its hint is ignored
+        if is_alone(request):
+            refusal = "adapter"
+        elif self.states is None:
+            refusal = self.refusal.reason if self.refusal is not None else None
+        elif not self.drafts.admits(request):
+            refusal = SPECULATIVE
         if hinted and refusal is not None:
             ignore(refusal)
         if self.states is None or refusal == SPECULATIVE:
@@ -94,38 +92,27 @@ class Checkpoints:
         shared = self.seen.deepest(request.block_hashes[: tokens // unit]) * unit
         # Where states are not written inside a pass, each costs one.
         places = self.expected_junctions.places(_salt_of(request), shared, tokens) if self.writes_in_forward else ()
-        wish = self.planner.wish(hint, resolved, tokens, shared, places, ignore)
-        earlier = self._earlier_turn(request, shared)
-        wish = replace(wish, hinted=hinted, pin=pin, trial=is_trial(request), goes_on_from=earlier)
+        # An earlier turn ends as far from what is shared as a hint may be, and rounded down to the alignment.
+        reach = math.ceil((planner.TURN_REACH + self.grid.alignment + self.grid.ahead) / unit)
+        earlier = self.turn_value.came_back(request.block_hashes[max(shared // unit - reach, 0) : shared // unit])
+        known = {"hinted": hinted, "pin": pin, "trial": is_trial(request), "goes_on_from": earlier}
+        wish = self.planner.wish(hint, resolved, tokens, shared, places, ignore, **known)
         return replace(wish, worthless_turn=self._worthless_turn(request, wish))
-
-    def _refused(self, request: Any) -> str | None:
-        """Why a request's hint is ignored, of `hints.IGNORED_REASONS`; None if it is not."""
-        if self.states is None:
-            return self.refusal.reason if self.refusal is not None else None
-        return None if self.drafts.admits(request) else SPECULATIVE
-
-    def _earlier_turn(self, request: Any, shared: int) -> TurnEnd | None:
-        """The last turn of an earlier prompt that a request contains, of which it shares so many tokens."""
-        units = shared // self.grid.unit
-        # It ends as far from what is shared as a hint may be, and rounded down to the alignment.
-        reach = math.ceil((TURN_REACH + self.grid.alignment + self.grid.ahead) / self.grid.unit)
-        return self.turn_value.came_back(request.block_hashes[max(units - reach, 0) : units])
 
     def _worthless_turn(self, request: Any, wish: Wish) -> int:
         """The end of a request's turn if nobody is going to come back to it; 0 if somebody may."""
-        turn = None if wish.pin or is_trial(request) or is_alone(request) else self.planner.last_turn(wish, request)
+        turn = None if wish.pin or wish.trial or is_alone(request) else self.planner.last_turn(wish, request)
         if turn is None or turn.end > len(request.block_hashes) * self.grid.unit:
             return 0
         head = self.grid.hash_of(request, turn.start) if turn.start else HEADLESS + _salt_of(request)
         key = self.grid.hash_of(request, turn.end)
         if wish.goes_on_from is not None:  # the conversation began where its first turn did
-            turn = turn._replace(start=wish.goes_on_from.start)
+            turn = TurnEnd(wish.goes_on_from.start, turn.end)
         if self.turn_value.worth_a_state(head, key, turn, self.step_time.tokens_worth(states=1)):
             return 0
         if turn.end in wish.hinted_positions:
-            self.counters.hint_ignored(NOT_WORTH_IT)
-        self.outcomes.computed(request, turn.end, NOT_WORTH_IT)
+            self.counters.hint_ignored(earlier_prompts.NOT_WORTH_IT)
+        self.outcomes.computed(request, turn.end, earlier_prompts.NOT_WORTH_IT)
         return turn.end
 
     def targets(self, request: Any) -> list[CheckpointTarget]:
@@ -145,9 +132,19 @@ class Checkpoints:
             felt = self._felt()
             is_free = self._felt(states=1) <= 2 * felt
             if is_free and (spare := self.planner.spare(start, end, resumable, positions, felt)):
-                wanted.append(CheckpointTarget(spare, SPARE))
+                wanted.append(CheckpointTarget(spare, planner.SPARE))
                 wanted.sort()
         return wanted
+
+    def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
+        """Whether a hit at a target of a request would be felt beyond what its state costs, as far as is known."""
+        if state.wish.pin or state.wish.trial:  # of these nobody asks
+            return True
+        return self.planner.saved(target, state.resumed_at) >= self._felt(states=1)
+
+    def _felt(self, states: int = 0) -> float:
+        """Tokens from which on it is felt that they are spared, at the price of so many states; 0 while unknown."""
+        return self.step_time.tokens_worth(planner.WORTH_OF_A_PASS, states) if self.step_time.known else 0.0
 
     def begin_step(self, requests: Container[str]) -> None:
         """A step is going to be planned; `requests` are alive."""
@@ -162,29 +159,8 @@ class Checkpoints:
             state = self.state_of(request)
             start = max(start, state.heals)  # up to there states are held, and rows alone are missing
             idle = self.states is not None and self.states.has_idle
-            likely = (
-                target.position
-                for target in self.targets(request)
-                if target.kind != SPARE and (idle or not self.is_spare(state, target))
-            )
-            self.gate.expect(request, start, likely)
-
-    def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
-        """Whether a hit at a target of a request would be felt beyond what its state costs, as far as is known.
-
-        Of pins and trials nobody asks.
-        """
-        if state.wish.pin or state.wish.trial:
-            return True
-        return self.planner.saved(target, state.resumed_at) >= self._felt(states=1)
-
-    def _felt(self, states: int = 0) -> float:
-        """Tokens from which on it is felt that they are spared, at the price of so many states; 0 while unknown."""
-        return self.step_time.tokens_worth(WORTH_OF_A_PASS, states) if self.step_time.known else 0.0
-
-    def is_spare(self, state: RequestState, target: CheckpointTarget) -> bool:
-        """Whether the state at a target of a request is written only where it puts out nothing."""
-        return target.kind == SPARE or self.planner.is_passed_by(state.wish, target)
+            likely = [each for each in self.targets(request) if idle or not self.planner.is_spare(state.wish, each)]
+            self.gate.expect(request, start, (target.position for target in likely))
 
     def reserve(self, request: Any, target: CheckpointTarget) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group; None if the cache has none to spare."""
@@ -194,7 +170,7 @@ class Checkpoints:
         wish, before = state.wish, state.wish.goes_on_from
         own = before is not None and target.position > before.start
         turn = own or self.planner.ends_a_turn(wish, target, state.resumed_at)
-        blocks = self.states.reserve(request, target.position, turn, spare=self.is_spare(state, target))
+        blocks = self.states.reserve(request, target.position, turn, spare=self.planner.is_spare(wish, target))
         if blocks is not None:
             self.state_written(request, blocks[0].block_hash, target.kind)
             if before is not None and target.position == wish.turn_end:
@@ -205,11 +181,11 @@ class Checkpoints:
         """A state of a kind was registered under `key`; those of own requests are not counted."""
         if is_own(request):
             return
-        self.counters.state_written(kind)
+        self.counters.counts.written[kind] += 1
         if self.states is not None:
             self.states.written(key)
-        if kind == EXPECTED:
-            self.expected_junctions.written(key)
+        if kind == planner.EXPECTED:
+            self.expected_junctions.written[key] = None
 
     def pin_prompts(self, requests: Mapping[str, Any]) -> None:
         """A step is planned to its end: pin, or release, the prompts computed with it whose requests ask for that.
@@ -222,44 +198,41 @@ class Checkpoints:
             if request is None or request.num_computed_tokens >= request.num_prompt_tokens:
                 self.pinning.discard(name)
                 if request is not None and self.states is not None:
-                    self.counters.prompt_pinned(name, self._pin(self.states, request))
-
-    def _pin(self, states: States, request: Any) -> str:
-        wish = self.state_of(request).wish
-        if request.num_prompt_tokens < self.grid.unit:
-            return NOT_CACHED
-        # Sent again, it leaves the prompts before it at its own end: a state there serves the same prompt alone.
-        wanted = wish.hinted_positions or [target.position for target in self.targets(request)]
-        return states.pin(request, wanted) if wish.pin else states.unpin(request)
+                    wish = self.state_of(request).wish
+                    # Sent again, it leaves those before it at its own end: a state there serves the same prompt alone.
+                    wanted = wish.hinted_positions or [target.position for target in self.targets(request)]
+                    fate = self.states.pin(request, wanted) if wish.pin else self.states.unpin(request)
+                    self.counters.prompt_pinned(name, fate)
 
     def admitted(self, request: Any, hit_tokens: int, loaded: int = 0) -> None:
         """A request starts with `hit_tokens`, 0 for none; the last `loaded` of them do not come from the cache."""
-        state, name = self.state_of(request), request.request_id
-        wish = state.wish
+        state, name, states, counts = self.state_of(request), request.request_id, self.states, self.counters.counts
+        wish, counted = state.wish, not is_own(request)
         state.resumed_at = max(hit_tokens, state.loaded)
         if state.loaded > hit_tokens:  # another worker has spared it the rest, and counts what that spared
-            self.counters.request_admitted(AdmittedRequest(name, HIT, state.loaded, wish.shared, wish.resolved))
+            hit = AdmittedRequest(name, earlier_prompts.HIT, state.loaded, wish.shared, wish.resolved)
+            self.counters.request_admitted(hit)
             return
         reason = self.outcomes.reason_for(request, wish, hit_tokens)
         if state.window:
-            if not is_own(request):
-                self.counters.window_found(name, state.window)
-            if self.states is not None and self.states.windows is not None:
-                self.states.windows.admitted(state, self.states.keys.state_key(request, state.heals or hit_tokens))
+            if counted:
+                counts.windows[state.window] += 1
+            if states is not None and states.windows is not None:
+                states.windows.admitted(state, states.keys.state_key(request, state.heals or hit_tokens))
         if state.window == HEALED and hit_tokens < state.heals:
-            reason = NOT_WORTH_IT
-        shared = self.grid.shared(wish.shared)
-        if not is_own(request):
+            reason = earlier_prompts.NOT_WORTH_IT
+        if counted:
+            shared = self.grid.shared(wish.shared)
             self.counters.request_admitted(AdmittedRequest(name, reason, hit_tokens, shared, wish.resolved))
-        states, key = self.states, b""
-        if hit_tokens and states is not None:
-            key = states.keys.state_key(request, hit_tokens)
-        was_expected = self.expected_junctions.is_expected(key)
+        key = states.keys.state_key(request, hit_tokens) if hit_tokens and states is not None else b""
+        was_expected = key in self.expected_junctions.written
         self._learn_junction(request, state, reason, was_expected=was_expected)
         if states is not None and key:
-            if not is_own(request):
-                counted = bool(loaded) or states.is_written(key)
-                self.counters.resumed(hit_tokens, self.step_time.seconds(hit_tokens), counted)
+            if counted:
+                counts.saved_seconds += self.step_time.seconds(hit_tokens)
+                if loaded or states.is_written(key):
+                    counts.hits += 1
+                    counts.hit_tokens += hit_tokens
             passed = [position for position in wish.positions if position < hit_tokens]
             states.resumed(request, hit_tokens, passed, shared=was_expected, loaded=bool(loaded))
 
@@ -272,16 +245,10 @@ class Checkpoints:
         if was_expected:
             resumed = max((position for position in state.wish.hinted_positions if position < resumed), default=0)
         # What was evicted was there, and would have been evicted at any other place, too.
-        leaves = self.planner.is_worth_learning(shared) and reason != EVICTED
+        leaves = self.planner.is_worth_learning(shared) and reason != earlier_prompts.EVICTED
         junction = self.grid.hash_of(request, shared) if leaves else None
         length, cost = request.num_prompt_tokens, self.step_time.tokens_worth(states=1)
         self.expected_junctions.add(_salt_of(request), junction, shared, length, resumed, cost)
-
-    def verified_drafts(self, request: Any, accepted: int) -> None:
-        """A step has verified a request's drafts, and so many were right."""
-        state = self.state_of(request)
-        state.draft_steps += 1
-        state.accepted += accepted
 
     def finished(self, request: Any) -> None:
         """A request has its whole answer."""
@@ -305,8 +272,13 @@ class Checkpoints:
         """The cache is going to be emptied, which may be for weights that were changed in place."""
         if self.own is not None:
             self.own.give_up()
-        if self.states is not None:
-            self.states.before_reset()
+        if (states := self.states) is not None:
+            states.release()
+            states.retention.clear()
+            if states.store is not None:
+                states.store.close("the cache is emptied")
+            if states.windows is not None:
+                states.windows.clear()
         if self.gate is not None:
             self.gate.clear()
 

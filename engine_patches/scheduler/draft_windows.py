@@ -20,7 +20,7 @@ another one on vLLM 0.32, whose hashes do not cover it: it drafts one token wors
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -28,8 +28,8 @@ from typing import Any
 
 from engine_patches import ledger
 from engine_patches.scheduler.cache_keys import key_at, look_up
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.earlier_prompts import Latest
+from engine_patches.scheduler.planner import Grid, RequestState
 from engine_patches.scheduler.step_time import StepTime
 
 PATCH = "draft-windows"  # that puts rows into hits
@@ -37,14 +37,9 @@ PATCH = "draft-windows"  # that puts rows into hits
 # What a hit finds of the window: all of it, or none; or it was given up so that the next one finds it again.
 HELD, ZEROED, HEALED = "held", "zeroed", "healed"
 
-# States whose hits were given up for their windows, so that none is twice in a row.
-MAX_HEALED = 4096
-
-# Shorter hits that are looked up in place of one that is given up.
-MAX_LOOKUPS = 8
-
-# Drafts that a step loses from zeros, until steps have shown it: public reports name .3 to .7.
-ASSUMED_LOSS = 0.5
+MAX_HEALED = 4096  # states whose hits were given up for their windows, so that none is twice in a row
+MAX_LOOKUPS = 8  # shorter hits that are looked up in place of one that is given up
+ASSUMED_LOSS = 0.5  # drafts that a step loses from zeros, until steps have shown it: public reports name .3 to .7
 
 # Steps with and without rows, each, before what they show is believed; and before they are halved, to follow a change.
 ENOUGH_STEPS, MOST_STEPS = 256, 65_536
@@ -93,23 +88,19 @@ def put_back(scheduler: Any) -> None:
 
 
 def windows_among(managers: Iterable[Any]) -> list[Any]:
-    """vLLM's managers of the groups that are left out."""
     return [manager for manager in managers if type(manager.kv_cache_spec).__name__ == "DraftWindowSpec"]
 
 
 def _is_a_heads_window(group: Any, vllm_config: Any) -> bool:
-    """Whether all layers of a cache group are a draft head's and have a window that vLLM enters at whole blocks only.
+    """Whether all layers of a cache group are a draft head's and have a window, which vLLM enters at whole blocks only.
 
     A row that the target misses would cost an answer. So it does not suffice that vLLM 0.33 says whose a spec is: one
     that is shared is said to be the first layer's.
     """
-    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     spec = group.kv_cache_spec
     if type(spec) is not SlidingWindowSpec:
-        return False
-    if SlidingWindowManager.supports_fine_grained_hash_lookup:  # vLLM needs no help
         return False
     layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
     return getattr(spec, "is_draft", True) and all(_is_a_heads_layer(name, layers) for name in group.layer_names)
@@ -118,8 +109,7 @@ def _is_a_heads_window(group: Any, vllm_config: Any) -> bool:
 def _is_a_heads_layer(name: str, num_layers: int) -> bool:
     """Whether a layer of this name is none of the target's `num_layers`, behind which vLLM counts a head's."""
     parts = name.split(".")
-    number = next((int(part) for part in parts if part.isdecimal()), -1)
-    return "mtp" in parts or number >= num_layers
+    return "mtp" in parts or next((int(part) for part in parts if part.isdecimal()), -1) >= num_layers
 
 
 def _copied(spec: Any, kind: Any) -> Any:
@@ -143,8 +133,8 @@ def left_out_spec() -> Any:
 class Acceptance:
     """Drafts that were right, in steps of requests with their head's rows, and of those that began on zeros."""
 
-    steps: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # by whether the rows were there
-    accepted: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    steps: list[int] = field(default_factory=lambda: [0, 0])  # by whether the rows were there
+    accepted: list[int] = field(default_factory=lambda: [0, 0])
 
     def add(self, rows: bool, steps: int, accepted: int) -> None:
         """A request has verified drafts in so many steps."""
@@ -155,13 +145,12 @@ class Acceptance:
             self.accepted[rows] //= 2
 
     def per_step(self, rows: bool) -> float:
-        """Drafts that a step has right."""
         return self.accepted[rows] / self.steps[rows] if self.steps[rows] else 1.0
 
     @property
     def loss(self) -> float:
         """Drafts that a step of an answer on zeros has right less."""
-        if min(self.steps.values()) < ENOUGH_STEPS:
+        if min(self.steps) < ENOUGH_STEPS:
             return ASSUMED_LOSS
         return max(self.per_step(True) - self.per_step(False), 0.0)
 
@@ -181,17 +170,10 @@ class DraftWindows:
 
     def __init__(self, pool: Any, grid: Grid, managers: Sequence[Any], step_time: StepTime) -> None:
         """`managers`: vLLM's, of groups that are left out."""
-        self._pool = pool
-        self._grid = grid
-        self._managers = managers
-        self._step_time = step_time
-        self._healed: OrderedDict[bytes, None] = OrderedDict()  # keys of states, since their windows were last found
+        self._pool, self._grid, self._managers, self._step_time = pool, grid, managers, step_time
+        self.groups = {manager.kv_cache_group_id for manager in managers}  # of the cache
+        self._healed: Latest[None] = Latest(MAX_HEALED)  # keys of states, since their windows were last found
         self.acceptance = Acceptance()
-
-    @property
-    def groups(self) -> set[int]:
-        """Cache groups."""
-        return {manager.kv_cache_group_id for manager in self._managers}
 
     def keep(self, request: Any, state: RequestState, positions: Sequence[int]) -> dict[int, Blocks]:
         """Make the rows before `positions`, all computed by the end of this step, findable there.
@@ -212,22 +194,15 @@ class DraftWindows:
             window = _window(manager, position)
             if not window or window[-1] >= len(blocks) or window[0] * size < state.drafts_from:
                 continue
-            if any(blocks[index].is_null for index in window):
-                continue
-            whole.append(position)
-            for index in window:
-                ends[index].add(min((index + 1) * size, position))
+            if not any(blocks[index].is_null for index in window):
+                whole.append(position)
+                for index in window:
+                    ends[index].add(min((index + 1) * size, position))
         for index, keys in ends.items():
             # vLLM drops a block's shorter keys when a longer one comes.
             keys.update(position for position in state.states if index * size < position < max(keys))
             for end in sorted(keys, reverse=True):
-                self._pool.cache_partial_block(
-                    request=request,
-                    block=blocks[index],
-                    num_tokens=end,
-                    kv_cache_group_id=manager.kv_cache_group_id,
-                    block_size=size,
-                )
+                self._pool.cache_partial_block(request, blocks[index], end, manager.kv_cache_group_id, size)
         return {
             position: [
                 (blocks[index], key)
@@ -326,11 +301,8 @@ class DraftWindows:
             self._healed.pop(name, None)
         elif state.window == HEALED:
             self._healed[name] = None
-            if len(self._healed) > MAX_HEALED:
-                self._healed.popitem(last=False)
 
     def clear(self) -> None:
-        """The cache is going to be emptied."""
         self._healed.clear()
 
 

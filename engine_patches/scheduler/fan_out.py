@@ -2,6 +2,11 @@
 
 vLLM lets both compute it. The request that runs first is the leader. A follower is held back alone, not the requests
 behind it in the queue, and goes on as soon as the state is written, or the leader is gone or stands still.
+
+A held follower costs itself a pass, and saves its prefix for everyone: the leader's step is shorter, and so is every
+later one. But the room that it leaves goes to those behind it, and they run on before it. What is more depends on how
+many follow, how many of them a step has room for, and who else waits. So the next steps are played through both ways,
+as vLLM fills them: what runs first, then the line, in order, up to a budget.
 """
 
 from __future__ import annotations
@@ -9,13 +14,11 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from engine_patches.scheduler.forecast import ForecastEngine, ForecastJob, first_tokens
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.planner import Grid, RequestState
 from engine_patches.scheduler.step_time import StepTime
 
 # What all followers of a state save together has to outweigh the pass that each waits for by this factor: step times
@@ -28,27 +31,21 @@ MIN_SAVING_SECONDS = 0.2
 
 # Where each saves so many tokens, and together they save so many passes, scatter loses little of it, and less time
 # counts: prompts of some hundred tokens on a fast GPU. A short prompt's wave takes no pass more than with vLLM alone.
-CLEAR_TOKENS = 256
-CLEAR_MARGIN = 4.0
-CLEAR_SAVING_SECONDS = 0.05
+CLEAR_TOKENS, CLEAR_MARGIN, CLEAR_SAVING_SECONDS = 256, 4.0, 0.05
 
 # Waiting requests looked at for one decision, and decisions in one step: each takes up to some milliseconds.
-MAX_LINE = 128
-MAX_DECISIONS = 16
+MAX_LINE, MAX_DECISIONS = 128, 16
 
 # A follower waits as long as its leader advances: one that left would compute all of it again. In so many steps that
 # compute nothing of the leader's prompt others are served before it, and the follower goes on alone.
 PATIENCE_STEPS = 8
 
-# Leaders that a follower waits for if one after the other is gone.
-MAX_LEADERS = 4
-
-# No request is held in so many steps after a state has found no room in the cache.
-PAUSE_STEPS = 32
+MAX_LEADERS = 4  # that a follower waits for if one after the other is gone
+PAUSE_STEPS = 32  # in which no request is held after a state has found no room in the cache
+MAX_STEPS = 16  # played through. What is not done by then goes on in order, at the time that its tokens take
 
 
-@dataclass
-class ExpectedState:
+class ExpectedState(NamedTuple):
     """A state that a running request is going to write."""
 
     leader: Any
@@ -71,6 +68,72 @@ class Wait:
     leaders: int  # waited for so far
     computed: int = -1  # tokens that the leader has computed
     step: int = 0  # in which it came to these
+
+
+class ForecastJob(NamedTuple):
+    """A request that has yet to give its first token."""
+
+    tokens: int  # to be computed
+    shared: int = 0  # of these, the ones it finds in the cache once the leader has come to its state; 0: no follower
+
+
+class ForecastEngine(NamedTuple):
+    """What a step may hold, and what it costs."""
+
+    budget: int  # tokens a step may hold
+    chunk: int  # of them, of one request
+    alignment: int  # a chunk that does not reach the prompt's end ends on a multiple of it, if there is room for that
+    slots: int  # requests that may run
+    tokens_per_pass: float  # tokens that take as long as an empty pass
+
+
+def first_tokens(
+    jobs: Sequence[ForecastJob], running: int, leader: int, missing: int, engine: ForecastEngine, hold: bool
+) -> float:
+    """Play the next steps through: the sum of all times to the first token, in tokens computed meanwhile.
+
+    The first `running` of `jobs` run, the others wait, in this order. `leader` is the place of the one that has
+    `missing` tokens to compute before its state is written; `hold` keeps its followers waiting until then.
+    """
+    left = [job.tokens for job in jobs]
+    behind = left[leader] - missing
+    runs, waits = list(range(running)), list(range(running, len(jobs)))
+    slots = engine.slots
+    now = total = 0.0
+
+    def compute(place: int, room: int) -> int:
+        taken = min(left[place], room, engine.chunk)
+        if taken < left[place]:  # of the room that this leaves, those behind get a little
+            taken = taken // engine.alignment * engine.alignment or taken
+        left[place] -= taken
+        return taken
+
+    for _ in range(MAX_STEPS):
+        if not slots or not (runs or waits):
+            break
+        written = left[leader] <= behind
+        room = engine.budget
+        for place in runs:
+            room -= compute(place, room)
+        still = []
+        for place in waits:
+            if not room or len(runs) >= slots or (hold and not written and jobs[place].shared):
+                still.append(place)
+                continue
+            if written:
+                left[place] -= jobs[place].shared
+            runs.append(place)
+            room -= compute(place, room)
+        waits = still
+        now += engine.tokens_per_pass + engine.budget - room
+        done = sum(not left[place] for place in runs)
+        total += now * done
+        slots -= done  # they generate on
+        runs = [place for place in runs if left[place]]
+    for place in runs + waits:
+        now += left[place] * (1 + engine.tokens_per_pass / engine.budget)
+        total += now
+    return total
 
 
 class PrefillGate:
@@ -105,7 +168,6 @@ class PrefillGate:
             del self.waiting[name]
 
     def clear(self) -> None:
-        """Expect nothing."""
         self._expected.clear()
         self._positions = []
 
@@ -152,7 +214,7 @@ class PrefillGate:
             return False
         chunk = scheduler.scheduler_config.long_prefill_token_threshold or budget
         slots = scheduler.max_num_running_reqs - decoding
-        engine = ForecastEngine(budget, chunk, self._grid.alignment, slots, pace.tokens_per_pass)
+        engine = ForecastEngine(budget, chunk, self._grid.alignment, slots, pace.tokens_worth(passes=1))
         missing = expected.position - expected.leader.num_computed_tokens
         held, along = (first_tokens(jobs, running, leader, missing, engine, hold) for hold in (True, False))
         return held <= along
@@ -231,20 +293,16 @@ def hold_followers(original: Callable[..., bool]) -> Callable[..., bool]:
         gate: PrefillGate | None = checkpoints.gate
         if gate is None or request.status != RequestStatus.WAITING or request.num_computed_tokens:
             return True
-        if not request.skip_reading_prefix_cache and not _is_loaded(request) and _waits(self, gate, request):
+        # To wait for others would spare nothing to a request whose states a KV connector brings.
+        is_loaded = (getattr(request, "kv_transfer_params", None) or {}).get("do_remote_prefill")
+        if not request.skip_reading_prefix_cache and not is_loaded and _waits(self, gate, request):
             return False
-        held = gate.release(request)
-        if held is not None:
-            checkpoints.counters.follower_released(held)
+        if (held := gate.release(request)) is not None:
+            checkpoints.counters.counts.followers["held"] += 1
+            checkpoints.counters.counts.spent_seconds += held
         return True
 
     return _handle_blocked_waiting_request
-
-
-def _is_loaded(request: Any) -> bool:
-    """Whether a KV connector brings the states of a request's prompt: to wait for others would spare it nothing."""
-    params = getattr(request, "kv_transfer_params", None)
-    return bool(params and params.get("do_remote_prefill"))
 
 
 def _waits(scheduler: Any, gate: PrefillGate, request: Any) -> bool:
@@ -265,5 +323,5 @@ def _waits(scheduler: Any, gate: PrefillGate, request: Any) -> bool:
         passed = True
     if passed and not state.not_held:
         state.not_held = True
-        checkpoints.counters.follower_not_held()
+        checkpoints.counters.counts.followers["not_worth_it"] += 1
     return False

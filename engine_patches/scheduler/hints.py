@@ -28,9 +28,7 @@ PIN = "seamark_pin"
 ACTION, ACTION_MAJOR = "kv.checkpoint", "1"
 
 # Every position costs a state and a part of a pass, and every pattern a look through the prompt.
-MAX_ENTRIES = 16
-
-MAX_PATTERN = 128  # token ids
+MAX_ENTRIES, MAX_PATTERN = 16, 128  # token ids
 
 # Places at which one pattern is compared, and all patterns of a hint. Common tokens must not hold up a scheduler.
 MAX_COMPARED, MAX_COMPARED_OF_HINT = 4096, 16_384
@@ -54,7 +52,6 @@ IGNORED_REASONS = (
 NONE = object()
 
 _COUNT = re.compile(r"-?[0-9]{1,9}")
-
 _PATTERN = re.compile(
     rf"(first|last)(?:(?<=last)-(\d{{1,6}}))?:(\d{{1,9}}(?:,\d{{1,9}}){{0,{MAX_PATTERN - 1}}})", re.ASCII
 )
@@ -71,9 +68,10 @@ def hint_in(request: Any) -> Any:
     `<|mamba_checkpoint|>` of vLLM's RFC #55697 would be another carrier, whose position in the prompt is the hint.
     """
     envelope = getattr(request, "kv_hints", None)
-    actions = () if envelope is None else [action for action in envelope.actions if _is_ours(action)]
-    if actions:
-        return [entry for action in actions for entry in _entries_of(action.payload)]
+    actions = [action for action in (envelope.actions if envelope is not None else ()) if action.action_type == ACTION]
+    ours = [action for action in actions if action.action_version.partition(".")[0] == ACTION_MAJOR]
+    if ours:
+        return [entry for action in ours for entry in _entries_of(action.payload)]
     return arguments_of(request).get(FIELD, NONE)
 
 
@@ -102,11 +100,6 @@ def entries_in(header: str) -> list[int | str] | None:
     return entries if len(entries) <= MAX_ENTRIES else None
 
 
-def _is_ours(action: Any) -> bool:
-    major = action.action_version.partition(".")[0]
-    return bool(action.action_type == ACTION and major == ACTION_MAJOR)
-
-
 def _entries_of(payload: Any) -> list[object]:
     """The entries of a hint that a `kv.checkpoint` action's payload stands for; None for one that it does not word."""
     boundaries = payload.get("boundaries") if isinstance(payload, dict) else None
@@ -116,8 +109,6 @@ def _entries_of(payload: Any) -> list[object]:
 
 
 def _entry_of(boundary: Any) -> object:
-    if not isinstance(boundary, dict):
-        return None
     match boundary:
         case {"tokens": int(position)}:
             return position

@@ -1,36 +1,98 @@
-"""Where this room meets vLLM's scheduler: set-up, states and hits counted, the cache emptied."""
+"""Where this room meets vLLM's scheduler: match unit and set-up, states and hits counted, the cache emptied.
+
+The match unit says how finely a prefix can be found again, in tokens. vLLM's default is the cache block, 500 to 8,000
+tokens on a hybrid model; a checkpoint between two blocks could not be found. Pure-attention models keep their default,
+and so do engines that refuse hints.
+
+A gated delta net is computed in chunks of 64 tokens from where a pass begins. A state taken inside a chunk is right,
+but what follows is rounded differently than without the stop (measured in bfloat16 on a small model: 0.16 in logprob,
+17 of 42 greedy answers; on chunk ends 1 of 42). So the unit of such a model is the chunk. With a draft head vLLM takes
+a unit off each match, so there the unit is fine, and states stay on chunk ends.
+"""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from engine_patches import kv_connectors, ledger, settings
+from engine_patches import families, kv_connectors, ledger, settings, speculation
 from engine_patches.footprint import LOADED
 from engine_patches.forward.layers import is_promised
 from engine_patches.forward.loaded_weights import Weights
-from engine_patches.kv_connectors import ConnectorLane, Decision
-from engine_patches.scheduler import draft_windows, pins, preflight, refusals, transfers
-from engine_patches.scheduler.cache_groups import GroupRole, role_of
+from engine_patches.kv_connectors import ConnectorLane
+from engine_patches.scheduler import draft_windows, preflight, refusals, transfers
+from engine_patches.scheduler.cache_keys import HeldKeys
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.draft_gate import ON_TRIAL, DraftGate, is_own
 from engine_patches.scheduler.draft_windows import DraftWindows
+from engine_patches.scheduler.drafts import ON_TRIAL, DraftGate, is_own
 from engine_patches.scheduler.fan_out import PrefillGate
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.held_keys import HeldKeys
-from engine_patches.scheduler.match_unit import state_alignment
-from engine_patches.scheduler.pins import Pins
-from engine_patches.scheduler.planner import HINTED, LEARNED, TAIL
-from engine_patches.scheduler.refusals import NO_STATES, Refusal, refused
-from engine_patches.scheduler.retention import Retention
+from engine_patches.scheduler.planner import HINTED, LEARNED, TAIL, Grid
+from engine_patches.scheduler.refusals import NO_STATES, GroupRole, Refusal, refused, role_of
 from engine_patches.scheduler.states import States
+
+DEFAULT_UNIT = 16  # tokens
 
 # Methods of vLLM's workers that can be called from outside and only read.
 LEAVE_WEIGHTS = ("compute_weight_checksums", "get_model_inspection", "synchronize_device")
 
 logger = logging.getLogger("vllm.seamark")
+
+
+def unit_of(vllm_config: Any) -> int:
+    """The match unit of a hybrid with this configuration, before it has said so itself."""
+    configured: int | None = vllm_config.cache_config.prefix_match_unit
+    return configured or math.lcm(DEFAULT_UNIT, families.compression_in(vllm_config.model_config.hf_text_config))
+
+
+def kernel_chunk(spec: Any, vllm_config: Any) -> int:
+    """Tokens that the kernels of a recurrent layer compute at once, counted from the start of a pass; 1 if unknown."""
+    if spec.mamba_type.name == families.MAMBA2.backend:
+        return int(vllm_config.model_config.get_mamba_chunk_size() or 1)
+    return max((kind.chunk for kind in families.KINDS if kind.backend == spec.mamba_type.name), default=1)
+
+
+def state_alignment(specs: Sequence[Any], vllm_config: Any, match_unit: int) -> int:
+    """States are placed on multiples of this many tokens; `specs` are those of the recurrent layers."""
+    delta = any(spec.mamba_type.name == families.GDN.backend for spec in specs)
+    if not settings.chunk_ends(default=delta):
+        return match_unit
+    return math.lcm(match_unit, *(kernel_chunk(spec, vllm_config) for spec in specs))
+
+
+def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of `resolve_kv_cache_block_sizes`: if the user set nothing, hybrids get a fine unit.
+
+    It is the finest that states are placed on, or `DEFAULT_UNIT` if that one does not divide the model's cache blocks;
+    of a model with a compressed index a multiple of what the index has one key for.
+    """
+
+    def resolve_kv_cache_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Any:
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        cache_config = vllm_config.cache_config
+        refuses = refusals.by_configuration(vllm_config) is not None
+        if not refuses:
+            draft_windows.leave_out(kv_cache_config, vllm_config)
+        coarse = original(kv_cache_config, vllm_config)
+        groups = kv_cache_config.kv_cache_groups
+        recurrent = [g.kv_cache_spec for g in groups if isinstance(g.kv_cache_spec, MambaSpec)]
+        if cache_config.prefix_match_unit is not None or refuses or not recurrent or len(groups) < 2:
+            return coarse
+        units, compressed = {DEFAULT_UNIT}, refusals.compression(groups, vllm_config)
+        if not speculation.drops(vllm_config):
+            units.add(state_alignment(recurrent, vllm_config, DEFAULT_UNIT))
+        for unit in sorted({math.lcm(each, *compressed) for each in units}, reverse=True):
+            cache_config.prefix_match_unit = unit
+            try:
+                return original(kv_cache_config, vllm_config)
+            except ValueError:  # the unit does not divide vLLM's blocks
+                cache_config.prefix_match_unit = None
+        return coarse
+
+    return resolve_kv_cache_block_sizes
 
 
 def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
@@ -70,14 +132,18 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             _tell_vllm(self, recurrent, in_pass)
             mamba = getattr(self.vllm_config, "mamba_config", None)
             warn_of_narrow_states(specs, at_random=bool(getattr(mamba, "enable_stochastic_rounding", False)))
-            _say_where_states_lie(checkpoints, connector, in_pass)
+            logger.info(
+                "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens%s%s",
+                "inside the pass" if in_pass else "at the ends of chunks, one pass each",
+                checkpoints.grid.alignment,
+                checkpoints.grid.unit,
+                checkpoints.block_size,
+                f"; KV connector {', '.join(connector.names)}" if connector.names else "",
+                f": {connector.reason}" if connector.reason else "",
+            )
             if checkpoints.drafts.state == ON_TRIAL:
-                logger.info(
-                    "seamark: beside drafts, hints are on trial: vLLM caches by itself until this engine's answers "
-                    "have agreed (%s=%s)",
-                    settings.DRAFTS,
-                    settings.AUTO,
-                )
+                told = f"until this engine's answers have agreed ({settings.DRAFTS}={settings.AUTO})"
+                logger.info("seamark: beside drafts, hints are on trial: vLLM caches by itself %s", told)
             transfers.introduce(self, checkpoints, states)
             introduce = getattr(self.connector, "seamark_introduce", None)  # only our own wants to know
             if introduce is not None:
@@ -143,17 +209,25 @@ def _states(scheduler: Any, recurrent: Sequence[Any], grid: Grid, in_pass: bool)
     manager = scheduler.kv_cache_manager
     attention = [each for each in manager.coordinator.single_type_managers if role_of(each) is GroupRole.ATTENTION]
     groups = [_group_of(scheduler, each) for each in recurrent]
-    pool = manager.block_pool
-    states = States(
-        HeldKeys(pool, grid, recurrent, attention),
-        Pins(pool, pins.limit(scheduler, settings.pin_share())),
+    return States(
+        HeldKeys(manager.block_pool, grid, recurrent, attention),
+        _most_pinned(scheduler, settings.pin_share()),
         in_pass,
+        settings.state_share(),
         num_bytes=sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups),
+        # What a connector loads comes beside the passes: as vLLM does with a request that is done, so these blocks are
+        # held until their step is, too. Without a connector they are free at once, since passes write in order.
+        give_back=lambda blocks: scheduler._free_cow_retained_blocks(blocks, scheduler.sched_step_seq),
     )
-    if in_pass:
-        states.retention = Retention(pool, settings.state_share())
-        states.give_back = lambda blocks: _give_back_after_their_step(scheduler, blocks)
-    return states
+
+
+def _most_pinned(scheduler: Any, share: float) -> int:
+    """Blocks that pins may hold: a `share` of the cache, or what the longest request leaves."""
+    config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
+    specs = [group.kv_cache_spec for group in manager.kv_cache_config.kv_cache_groups]
+    longest: int = sum(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in specs)
+    usable: int = manager.block_pool.num_gpu_blocks - 1  # one is vLLM's null block
+    return max(0, min(int(share * usable), usable - longest))
 
 
 def _tell_vllm(scheduler: Any, recurrent: Sequence[Any], in_pass: bool) -> None:
@@ -168,27 +242,6 @@ def _tell_vllm(scheduler: Any, recurrent: Sequence[Any], in_pass: bool) -> None:
             manager.shared_prefix_checkpoint = True
     if in_pass:
         scheduler.mamba_has_prefill_checkpoint_blocks = False
-
-
-def _say_where_states_lie(checkpoints: Checkpoints, connector: Decision, in_pass: bool) -> None:
-    logger.info(
-        "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens%s%s",
-        "inside the pass" if in_pass else "at the ends of chunks, one pass each",
-        checkpoints.grid.alignment,
-        checkpoints.grid.unit,
-        checkpoints.block_size,
-        f"; KV connector {', '.join(connector.names)}" if connector.names else "",
-        f": {connector.reason}" if connector.reason else "",
-    )
-
-
-def _give_back_after_their_step(scheduler: Any, blocks: list[Any]) -> None:
-    """Make blocks that the last planned step writes free, if a connector may load into them not before that step ends.
-
-    Passes write one after the other, so without a connector the next owner may be chosen at once. What a connector
-    loads comes beside the passes: vLLM then holds the blocks of a request that is done until its last step is, too.
-    """
-    scheduler._free_cow_retained_blocks(blocks, scheduler.sched_step_seq)
 
 
 def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,9 +273,11 @@ def count_hits(original: Callable[..., None]) -> Callable[..., None]:
     def record_prefix_cache_stats(self: Any, request: Any, num_hits: int) -> None:
         original(self, request, num_hits)
         checkpoints = getattr(self, "seamark", None)
-        if checkpoints is not None and not is_own(request):
-            checkpoints.counters.cache_hit(num_hits)
-        if checkpoints is not None and checkpoints.states is not None:
+        if checkpoints is None:
+            return
+        if not is_own(request):
+            checkpoints.counters.counts.cache_hit_tokens += num_hits
+        if checkpoints.states is not None:
             loaded = getattr(request, LOADED, 0)
             checkpoints.admitted(request, num_hits + loaded, loaded)
 

@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_patches import settings
-from engine_patches.scheduler.held_keys import HeldKeys
+from engine_patches.scheduler.cache_keys import HeldKeys
 
 logger = logging.getLogger("vllm.seamark")
 
 
 @dataclass(slots=True)
 class _Block:
-    """An announced block."""
-
     parent: bytes | None  # hash of the block before it
     uses: int = 0  # announced blocks right behind it, and states in it or at its end
 
@@ -50,10 +48,9 @@ class ResumableBlocks:
         self._announced: dict[int, dict[bytes, _Block]] = {group: {} for group in sizes}
         self._states = keys.watch()  # those that can be resumed
         self._last: dict[bytes, dict[int, bytes | None]] = {}  # of each, by group, the hash of its last announced block
-        self._touched: dict[int, tuple[Any, set[int]]] = {}  # requests, and where they may have made a state findable
+        self._touched: dict[Any, set[int]] = {}  # by request: where it may have made a state findable
         self._reports: list[tuple[Any, int, int]] = []  # requests that want what they found of a group announced
-        self._block_removed = BlockRemoved
-        self._external = kv_cache_utils.maybe_convert_block_hash
+        self._block_removed, self._external = BlockRemoved, kv_cache_utils.maybe_convert_block_hash
         # vLLM 0.33 has methods for blocks whose hashes cover the tokens behind them.
         self._extra_keys = getattr(pool, "_generate_event_extra_keys", kv_cache_utils.generate_block_hash_extra_keys)
         self._ahead_of = getattr(pool, "_lookahead_token_ids", None)
@@ -115,22 +112,22 @@ class ResumableBlocks:
         events = [event for event in self._take() if getattr(event, "group_idx", None) not in self._left_out]
         if self._states.emptied:
             events = [*self._clear(), *events]  # an index may pass over AllBlocksCleared
-        touched, self._touched = self._touched, {}
         # A state that comes may keep announced what another one leaves, so those that go come last.
-        for request, positions in touched.values():
+        for request, positions in self._touched.items():
             for position in sorted(positions):
                 events += self._announce(request, position)
-        reports, self._reports = self._reports, []
-        for request, group, num_tokens in reports:
+        for request, group, num_tokens in self._reports:
             events += self._report(request, group, num_tokens)
         for state in self._states.lost():
             events += self._withdraw(state)
+        self._touched.clear()
+        self._reports.clear()
         return events
 
     def _touch(self, request: Any, num_tokens: int, group: int) -> None:
         past = self._past.get(group)
         if past is not None:
-            self._touched.setdefault(id(request), (request, set()))[1].add(num_tokens - past)
+            self._touched.setdefault(request, set()).add(num_tokens - past)
 
     def _announce(self, request: Any, position: int) -> list[Any]:
         """The events of a state at `position` that can be resumed; none if it cannot, or is announced already."""
@@ -188,7 +185,7 @@ class ResumableBlocks:
             options["lookahead_token_ids"] = [self._ahead_of(request, end) for end in ends] if ahead else None
         return self._pool._build_block_stored_event(
             request,
-            block_hashes=[self._external(block_hash) for block_hash in hashes[first:]],
+            block_hashes=list(map(self._external, hashes[first:])),
             parent_block_hash=self._external(hashes[first - 1]) if first else None,
             start_token_idx=first * size,
             end_token_idx=len(hashes) * size,
@@ -229,7 +226,7 @@ class ResumableBlocks:
         """vLLM's event for withdrawn blocks, none before one that follows it."""
         if not hashes:
             return []
-        names = [self._external(block_hash) for block_hash in hashes]
+        names = list(map(self._external, hashes))
         return [self._block_removed(block_hashes=names, medium=self._pool.medium, group_idx=group)]
 
 
@@ -238,16 +235,12 @@ def announce_resumable_blocks(original: Callable[..., None]) -> Callable[..., No
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        checkpoints = getattr(self, "seamark", None)
-        states = checkpoints.states if checkpoints is not None else None
-        keys: HeldKeys | None = states.keys if states is not None else None
-        blocks = settings.kv_events()
-        if keys is None or not keys.attention or not self.enable_kv_cache_events or blocks == settings.OFF:
+        states, blocks = self.seamark.states, settings.kv_events()
+        if states is None or not self.enable_kv_cache_events or blocks == settings.OFF or not states.keys.attention:
             return
-        in_units = blocks == settings.UNITS
-        sizes = {each.group: keys.grid.unit if in_units else each.block_size for each in keys.attention}
-        windows = states.windows.groups if states is not None and states.windows is not None else ()
-        ResumableBlocks(keys, sizes, windows).take_over()
+        unit = states.keys.grid.unit if blocks == settings.UNITS else 0
+        sizes = {each.group: unit or each.block_size for each in states.keys.attention}
+        ResumableBlocks(states.keys, sizes, states.windows.groups if states.windows is not None else ()).take_over()
         logger.info(
             "seamark: KV events announce attention blocks up to held states, in blocks of %s tokens",
             ", ".join(map(str, sizes.values())),

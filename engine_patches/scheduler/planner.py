@@ -1,25 +1,23 @@
-"""Which states of a request are wanted, from the grid, its hint, and what was seen of earlier prompts: pure functions.
+"""A request's plan: where states can lie in its prompt, what it wishes to have kept, and which states that comes to.
 
-Those of a hint are wanted for whoever shares them, a learned one since the prompt leaves an earlier one there. Others
-serve the same prompt again, its next turn, or who shares what nobody has named.
+Pure functions of the grid, the request's hint, and what was seen of earlier prompts. States of a hint are wanted for
+whoever shares them, a learned one since the prompt leaves an earlier one there. Others serve the same prompt again, its
+next turn, or who shares what nobody has named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hints import turn_end
-from engine_patches.scheduler.request_state import TurnEnd, Wish
 
 # A hit below this share of a pass is not felt, and its state takes as much room as any other. Nor is it felt if a state
 # costs no more.
 WORTH_OF_A_PASS = 0.05
 
-# Tokens that two prompts have to share before the engine by itself keeps a state where they part.
-MIN_SHARED = 128
+MIN_SHARED = 128  # tokens of two prompts before the engine by itself keeps a state where they part
 
 # A hinted position at most this many tokens before the prompt's tail also serves the next turn: it is the end of the
 # turn, before the words that ask for an answer.
@@ -33,6 +31,109 @@ NEAR = 2
 # later prompt is likely to leave this one. A spare one is where vLLM alone would have left a state of a chunk.
 HINTED, LEARNED, EXPECTED, TAIL = "hinted", "learned", "expected", "tail"
 EDGE, JUNCTION, SPARE = "edge", "junction", "spare"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The rounding rules of an engine, each written once. Lengths and positions in tokens from a prompt's start.
+
+    Beside a draft head only who shares the `ahead` tokens behind a state, too, finds it: the head reads them. vLLM 0.32
+    sees to that by matching `drop` tokens past the state and cutting them off again (both are one unit); from 0.33 on a
+    unit's hash covers the next token itself (`ahead` is 1, `drop` 0). Without such a head both are 0.
+    """
+
+    unit: int  # a prefix is found on multiples of it: vLLM's match unit
+    alignment: int  # states lie on multiples of it, itself a multiple of the unit
+    drop: int = 0  # past a state, up to which attention keys have to reach
+    ahead: int = 0  # past a state, up to which a prefix has to be shared
+
+    def floor(self, tokens: int) -> int:
+        """The last position up to `tokens` at which a state can lie; 0 if there is none."""
+        return max(tokens, 0) // self.alignment * self.alignment
+
+    def usable(self, boundary: int) -> int:
+        """Where a state lies that all can resume from who share exactly `boundary` tokens; 0 if nowhere."""
+        return self.floor(boundary - self.ahead)
+
+    def resumable(self, tokens: int) -> int:
+        """How far a prompt of so many tokens can be resumed, wherever states lie: its last token is always computed."""
+        return max(tokens - max(self.ahead, 1), 0)
+
+    def deliverable(self, matched: int, tokens: int) -> int:
+        """The deepest state that a prompt of so many tokens can resume from, of one whose hashes match up to `matched`.
+
+        `matched` are whole units; 0 if there is no such state.
+        """
+        return self.floor(min(matched - self.drop, self.resumable(tokens)))
+
+    def shared(self, matched: int) -> int:
+        """Tokens that two prompts share whose hashes match up to `matched`, whole units: a hash may cover more."""
+        return matched + self.ahead - self.drop if matched else 0
+
+    def drop_in(self, manager: Any) -> int:
+        """`drop` in the cache group of a vLLM attention manager: only where a draft head has its rows."""
+        return self.drop if getattr(manager, "use_eagle", True) else 0
+
+    def hash_of(self, request: Any, tokens: int) -> bytes:
+        """vLLM's hash of a request's first `tokens` tokens, at least one unit; a part of a unit does not count."""
+        found: bytes = request.block_hashes[tokens // self.unit - 1]
+        return found
+
+
+class TurnEnd(NamedTuple):
+    """The last turn of a prompt, in tokens."""
+
+    start: int  # where what its conversation shares with others ends; 0: it shares nothing
+    end: int
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a request's hint, and prompts before it, say of it at first sight. Positions and lengths in tokens."""
+
+    hinted_positions: tuple[int, ...] = ()  # usable positions of its hint, ascending
+    hinted: bool = False  # it came with a hint, usable or not
+    resolved: tuple[int, ...] = ()  # what each entry of its hint names, in the hint's order, exact; 0: not there
+    turn_end: int = 0  # usable position that its hint counts from the prompt's end; 0: none
+    shared: int = 0  # its hashes match those of a prompt seen before up to here, whole match units
+    learned: int = 0  # the position that follows from `shared`; 0: none, or a hinted one serves
+    expected: tuple[int, ...] = ()  # where later prompts are likely to leave it, ascending
+    goes_on_from: TurnEnd | None = None  # the last turn of an earlier prompt that it contains
+    worthless_turn: int = 0  # the end of its turn, if nobody is going to come back to it
+    left_to_vllm: bool = False  # no state of it is kept, and vLLM caches it as it does alone
+    trial: bool = False  # hints beside drafts are tried by it: its states are kept, whatever a hit would be worth
+    pin: bool | None = None  # its prompt is to be pinned, or released; None: neither
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Positions of which a state is wanted because others share them, ascending."""
+        if not self.learned:
+            return self.hinted_positions
+        return tuple(sorted((*self.hinted_positions, self.learned)))
+
+
+@dataclass(slots=True)
+class RequestState:
+    """How far a request has come, on vLLM's `Request` as `request.seamark`. Positions and lengths in tokens."""
+
+    wish: Wish = Wish()
+    begun: bool = False  # it was admitted before
+    prompt_tokens: int = 0  # of its prompt as it came, if only its beginning is computed here; 0: all of it is
+    loaded: int = 0  # tokens that another worker has computed, and that are loaded
+    resumed_at: int = 0  # its state was found there when it was admitted
+    chunk_start: int = 0  # where its running chunk begins
+    last_edge: int = 0  # the last block's edge before which a draft head's rows were kept
+    drafts_from: int = 0  # the token from which a draft head's rows in its window are no zeros
+    window: str = ""  # what its hit found of a draft head's window; "": there is none, or no hit
+    heals: int = 0  # the hit that it was given up for that window; 0: none
+    draft_steps: int = 0  # in which its drafts were verified
+    accepted: int = 0  # drafts that were right
+    states: set[int] = field(default_factory=set)  # positions of its states, to which keys of its rows have to lead
+    reported_to: int = 0  # its states up to here are in the events
+    not_held: bool = False  # counted as a follower for which waiting did not pay
+    gave_up_on: str | None = None  # id of the leader it has waited for long enough
+    upstream_junction: int = 0  # the shared prefix that vLLM itself found
+    own_junction: int = -1  # what `end_chunk` last wrote over it
 
 
 class CheckpointTarget(NamedTuple):
@@ -57,12 +158,17 @@ class Planner:
         shared: int,
         places: Iterable[int],
         ignore: Callable[[str], None],
+        **known: Any,
     ) -> Wish:
         """What a request wishes whose hint was `resolved`; `ignore` is called for each entry that is too short.
 
         `shared`: its hashes match an earlier prompt's up to here; `places`: later ones are likely to leave it there.
+        `known`: fields of the wish that do not follow from these.
         """
-        hinted = self.usable_positions(resolved, ignore)
+        positions = [self.grid.usable(position) for position in resolved if position]
+        for _ in range(positions.count(0)):
+            ignore("below_unit")
+        hinted = tuple(sorted({*positions} - {0}))  # of several entries of one position none counts as dropped
         return Wish(
             hinted_positions=hinted,
             resolved=resolved,
@@ -70,18 +176,8 @@ class Planner:
             shared=shared,
             learned=self._learned_position(resolved, hinted, shared, prompt_tokens),
             expected=tuple(self.grid.deliverable(place, prompt_tokens) for place in places),
+            **known,
         )
-
-    def usable_positions(self, resolved: Sequence[int], ignore: Callable[[str], None]) -> tuple[int, ...]:
-        """Positions, ascending, at which states are kept for a resolved hint.
-
-        `ignore` is called with `below_unit` for each that is too short. Several entries of one position become one, and
-        none of them counts as dropped.
-        """
-        positions = [self.grid.usable(position) for position in resolved if position]
-        for _ in range(positions.count(0)):
-            ignore("below_unit")
-        return tuple(sorted({*positions} - {0}))
 
     def is_worth_learning(self, shared: int) -> bool:
         """Whether a state is kept where a prompt leaves an earlier one, of which it shares so much."""
@@ -162,16 +258,16 @@ class Planner:
         hinted = wish.hinted_positions
         return target.kind in (TAIL, EDGE, EXPECTED, SPARE) or (len(hinted) > 1 and target.position == hinted[-1])
 
-    def is_passed_by(self, wish: Wish, target: CheckpointTarget) -> bool:
-        """Whether the state at a prompt's own end serves its client better than one at a target.
+    def is_spare(self, wish: Wish, target: CheckpointTarget) -> bool:
+        """Whether the state at a target is written only where it puts out nothing.
 
-        So it is behind what others share, once the prompt has gone on from an earlier turn. A sibling that goes on
-        from the same one shows that more is shared, and is not told so again.
+        Behind what others share, the one at a prompt's own end serves its client better, once the prompt has gone on
+        from an earlier turn. A sibling that goes on from the same one shows that more is shared, and is not told again.
         """
         before = wish.goes_on_from
         if before is None or wish.pin or wish.trial:
-            return False
-        return before.start < target.position < wish.turn_end
+            return target.kind == SPARE
+        return target.kind == SPARE or before.start < target.position < wish.turn_end
 
     def saved(self, target: CheckpointTarget, resumed_at: int) -> int:
         """Tokens that a hit at a target spares.

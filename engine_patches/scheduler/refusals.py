@@ -6,18 +6,69 @@ load a large model again for a second refusal. An attention-only model is not re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import enum
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from engine_patches import kv_connectors, settings, speculation
+from engine_patches import families, kv_connectors, settings, speculation
 from engine_patches.forward.layers import is_promised
 from engine_patches.kv_connectors import ConnectorLane
-from engine_patches.scheduler.cache_groups import compression, not_known
 
 LONGEST = 200  # characters of a cause, which is a label of a metric
 
 # Of `hints.IGNORED_REASONS`.
 NO_STATES, CONNECTOR, SPECULATIVE = "no_states", "connector", "speculative"
+
+
+class GroupRole(enum.Enum):
+    """What a lookup asks a cache group for."""
+
+    STATES = enum.auto()  # a state at the position
+    ATTENTION = enum.auto()  # all rows before it
+    WINDOW = enum.auto()  # the last rows before it, which vLLM finds by whole blocks
+    SCRATCH = enum.auto()  # nothing: its blocks are each request's own, and have no keys
+    NOT_KNOWN = enum.auto()  # hints are not known to be right beside it
+
+
+# Managers derive from each other for other reasons than what they are to a hit: a ring of raw keys is a
+# `FullAttentionManager` in Python, and each request's own scratch to a prefix cache. So each class is named here, and
+# one that is not is refused.
+MANAGERS = {
+    "MambaManager": GroupRole.STATES,
+    "FullAttentionManager": GroupRole.ATTENTION,
+    "SinkFullAttentionManager": GroupRole.ATTENTION,  # sinks are no rows of a prompt
+    "SlidingWindowManager": GroupRole.WINDOW,
+    "ChunkedLocalAttentionManager": GroupRole.WINDOW,
+    "CircularBufferManager": GroupRole.SCRATCH,  # raw keys that an index has not compressed yet
+    "KpoolTailManager": GroupRole.SCRATCH,  # the same in vLLM 0.31
+    "RSWAManager": GroupRole.NOT_KNOWN,  # frees rows of an answer that the next turn has before it
+    "CrossAttentionManager": GroupRole.NOT_KNOWN,  # rows of an encoder's input
+    # Pages that move between the GPU and its host.
+    "HiSparseSourceManager": GroupRole.NOT_KNOWN,
+    "HiSparseHotManager": GroupRole.NOT_KNOWN,
+    "HiSparseResidentManager": GroupRole.NOT_KNOWN,
+}
+
+
+def role_of(manager: Any) -> GroupRole:
+    """Of a cache group, by its vLLM `SingleTypeKVCacheManager`."""
+    role = MANAGERS.get(type(manager).__name__, GroupRole.NOT_KNOWN)
+    if role is not GroupRole.NOT_KNOWN and not manager.kv_cache_spec.prefix_cacheable:
+        return GroupRole.SCRATCH
+    return role
+
+
+def compression(groups: Iterable[Any], vllm_config: Any) -> list[int]:
+    """Tokens that each index of `groups` (vLLM's `KVCacheGroupSpec`s) keeps one key for, where that is more than one.
+
+    A prefix that ends elsewhere would leave a key half made, so vLLM matches multiples of these. Of a group with
+    several kinds of layers the scheduler knows one alone; the model's configuration tells what an index it has.
+    """
+    of_groups = [group.kv_cache_spec for group in groups]
+    specs = [each for spec in of_groups for each in (getattr(spec, "kv_cache_specs", None) or {"": spec}).values()]
+    tokens = {getattr(spec, "tokens_per_state", 1) for spec in specs if spec.prefix_cacheable}
+    tokens.add(families.compression_in(vllm_config.model_config.hf_text_config))
+    return sorted(each for each in tokens if isinstance(each, int) and each > 1)
 
 
 class Refusal(NamedTuple):
@@ -67,19 +118,17 @@ def _of_structure(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[R
     drafting = speculation.drafting(vllm_config)
     if scheduler is not None:
         coordinator = scheduler.kv_cache_manager.coordinator
-        unknown = not_known(coordinator.single_type_managers)
+        managers = coordinator.single_type_managers
+        unknown = sorted({type(each).__name__ for each in managers if role_of(each) is GroupRole.NOT_KNOWN})
         if unknown:
             yield refused(
                 NO_STATES,
                 f"vLLM keeps a cache of this model by {', '.join(unknown)}, beside which hints are not known to be "
                 "right",
             )
-        in_whole_blocks = [
-            manager
-            for manager in coordinator.single_type_managers
-            if manager.kv_cache_spec.prefix_cacheable and not manager.supports_fine_grained_hash_lookup
-        ]
-        if in_whole_blocks and not scheduler.mamba_partial_cache_hit:
+        cacheable = [each for each in managers if each.kv_cache_spec.prefix_cacheable]
+        is_fine = all(each.supports_fine_grained_hash_lookup for each in cacheable)
+        if not is_fine and not scheduler.mamba_partial_cache_hit:
             whose = "of the model or its draft head" if drafting else "of the model"
             yield refused(
                 SPECULATIVE if drafting else NO_STATES,

@@ -11,15 +11,14 @@ are touched, so no request ever waits for a state.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_patches.settings import DEFAULT_SHARE
-
-# All states are looked through for what vLLM has evicted once a share of this (one part in so many) has been added:
-# so the look costs each state that is added the same, however many there are.
+# All states are looked through for what vLLM has evicted once one part in so many of them has been added: so the look
+# costs each state that is added the same, however many there are.
 PRUNE_SHARE = 8
 
 
@@ -47,9 +46,8 @@ class KeptState:
 class Retention:
     """All states that one scheduler has written and the cache still holds, least recently used first."""
 
-    def __init__(self, pool: Any, share: float = DEFAULT_SHARE) -> None:
-        self._pool = pool
-        self._limit = int(share * pool.num_gpu_blocks)  # blocks
+    def __init__(self, pool: Any, share: float) -> None:
+        self._pool, self._limit = pool, int(share * pool.num_gpu_blocks)  # blocks
         # By the key of the first recurrent group: the turns that go first, and all others.
         self._turns: OrderedDict[bytes, KeptState] = OrderedDict()
         self._kept: OrderedDict[bytes, KeptState] = OrderedDict()
@@ -67,24 +65,18 @@ class Retention:
         return key in self._turns or key in self._kept
 
     def add(self, key: bytes, blocks: Sequence[Any], turn: bool) -> None:
-        """A state was registered in the cache."""
         self._forget(key)
         self._keep(key, KeptState(blocks, [block.block_hash for block in blocks], turn))
         self._added += 1
 
-    def resumed(self, key: bytes, shared: bool = False) -> bool:
-        """A request resumes from the state under `key`; False if that is none of these.
-
-        `shared`: that shows that others share it, and not that a conversation went on.
-        """
+    def resumed(self, key: bytes, shared: bool) -> None:
+        """A request resumes from the state under `key`; `shared`: that is none of its own conversation."""
         state = self._find(key)
-        if state is None:
-            return False
-        self._forget(key)
-        state.uses += 1
-        state.turn = state.turn and not shared
-        self._keep(key, state)
-        return True
+        if state is not None:
+            self._forget(key)
+            state.uses += 1
+            state.turn = state.turn and not shared
+            self._keep(key, state)
 
     def went_on(self, key: bytes, before: bytes, named: Container[bytes]) -> None:
         """The turn under `key` is of a conversation that went on from the one under `before`.
@@ -101,11 +93,13 @@ class Retention:
 
     def refresh(self, keys: Iterable[bytes]) -> None:
         """A deeper state was used: these shorter prefixes of it count as used."""
+        cached = self._pool.cached_block_hash_to_block
         for key in keys:
             state = self._find(key)
             if state is not None:
                 (self._turns if key in self._turns else self._kept).move_to_end(key)
-                for block in (*state.blocks, *self._window_of(key)):
+                rows = [block for block, name in self._windows.get(key, ()) if cached.contain(name, block.block_id)]
+                for block in (*state.blocks, *rows):
                     if block.ref_cnt == 0 and not block.is_null:
                         self._pool.free_block_queue.remove(block)
                         self._pool.free_block_queue.append(block)
@@ -116,10 +110,6 @@ class Retention:
         if key in self:
             self._windows[key] = list(blocks)
 
-    def _window_of(self, key: bytes) -> list[Any]:
-        cached = self._pool.cached_block_hash_to_block
-        return [block for block, name in self._windows.get(key, ()) if cached.contain(name, block.block_id)]
-
     def make_room(self, num_blocks: int) -> bool:
         """Release states until `num_blocks` more fit into the share. False if even that does not help."""
         if num_blocks > self._limit:
@@ -127,7 +117,8 @@ class Retention:
         if self._num_blocks + num_blocks > self._limit and self._added * PRUNE_SHARE >= len(self):
             self.prune()
         while self._num_blocks + num_blocks > self._limit:
-            victim = self._next_victim()
+            states = itertools.chain(self._turns.items(), self._kept.items())
+            victim = next((key for key, state in states if state.free), None)
             if victim is not None:
                 self._release(victim)
             elif self._added:
@@ -158,7 +149,6 @@ class Retention:
         return state.free
 
     def prune(self) -> None:
-        """Forget what vLLM has evicted."""
         self._added = 0
         for states in (self._turns, self._kept):
             for key in [key for key, state in states.items() if not state.cached]:
@@ -168,20 +158,12 @@ class Retention:
         self._windows = {key: blocks for key, blocks in self._windows.items() if key in self or key in self._released}
 
     def clear(self) -> None:
-        """Forget all states."""
         self._turns.clear()
         self._kept.clear()
         self._released.clear()
         self._released_blocks.clear()
         self._windows.clear()
         self._num_blocks = 0
-
-    def _next_victim(self) -> bytes | None:
-        for states in (self._turns, self._kept):
-            for key, state in states.items():
-                if state.free:
-                    return key
-        return None
 
     def _release(self, key: bytes) -> None:
         """Give a state's blocks up, behind those at the front of the free list that hold nothing or were given up."""

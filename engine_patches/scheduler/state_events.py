@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from engine_patches.scheduler.adapters import adapter_name
-from engine_patches.scheduler.held_keys import HeldKeys
-from engine_patches.scheduler.planner import CheckpointTarget
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.cache_keys import HeldKeys
+from engine_patches.scheduler.counters import only_generates
+from engine_patches.scheduler.planner import CheckpointTarget, RequestState
 
 # States watched; an older one is forgotten, with an event as if it were evicted. Real caches hold some hundreds.
 MAX_STATES = 65_536
@@ -21,7 +23,7 @@ MAX_EVENTS = 4096
 NAME_BYTES = 8
 
 
-class StateStored(NamedTuple):
+class StateStored(msgspec.Struct, array_like=True, frozen=True, tag="came"):
     """The hinted request `request_id` is planned up to token `end`."""
 
     request_id: str  # vLLM's
@@ -29,17 +31,19 @@ class StateStored(NamedTuple):
     states: tuple[tuple[int, str], ...]  # those since the last event: position, and name, "" if none is found
 
 
-class StateEvicted(NamedTuple):
+class StateEvicted(msgspec.Struct, array_like=True, frozen=True, tag="gone"):
     """The state `name` can no longer be found."""
 
     name: str
 
 
-class CacheCleared(NamedTuple):
+class CacheCleared(msgspec.Struct, array_like=True, frozen=True, tag="cleared"):
     """No state can be found any more."""
 
+    why: str = ""  # "lost": it is not known which
 
-class AdapterReplaced(NamedTuple):
+
+class AdapterReplaced(msgspec.Struct, array_like=True, frozen=True, tag="adapter"):
     """What prompts with the LoRA adapter `name` left in the cache can no longer be found; its states went before."""
 
     name: str
@@ -63,7 +67,6 @@ class StateEvents:
 
     @property
     def pending(self) -> bool:
-        """Whether an event waits to be taken."""
         return bool(self._pending)
 
     def take(self) -> list[tuple[int, StateEvent]]:
@@ -100,7 +103,6 @@ class StateEvents:
         self._emit(AdapterReplaced(name))
 
     def clear(self) -> None:
-        """The cache was emptied."""
         self._states.clear()
         self._adapter_of.clear()
         self._emit(CacheCleared())
@@ -117,26 +119,15 @@ class StateEvents:
                 self._adapter_of[state] = adapter
             if (oldest := self._states.remove_oldest(MAX_STATES)) is not None:
                 self._evicted(oldest)
-        return _name(state)
+        return state[:NAME_BYTES].hex()
 
     def _evicted(self, state: bytes) -> None:
         self._adapter_of.pop(state, None)
-        self._emit(StateEvicted(_name(state)))
+        self._emit(StateEvicted(state[:NAME_BYTES].hex()))
 
     def _emit(self, event: StateEvent) -> None:
         self._number += 1
         self._pending.append((self._number, event))
-
-
-def _name(state: bytes) -> str:
-    return state[:NAME_BYTES].hex()
-
-
-def only_generates(output: Any) -> bool:
-    """Whether a step has one token of each of its requests, besides drafts: vLLM schedules no fewer of any."""
-    drafts = output.scheduled_spec_decode_tokens
-    num_drafts = sum(map(len, drafts.values())) if drafts else 0
-    return bool(output.total_num_scheduled_tokens - num_drafts == len(output.num_scheduled_tokens))
 
 
 def emit_events(scheduler: Any, output: Any) -> None:

@@ -1,6 +1,11 @@
-"""States written inside a pass, as the scheduler plans them: a block for each, its keys, and the writes of the step.
+"""A step's writes, as the scheduler plans them: where its chunks end, and a block and its keys for each state in it.
 
-All of it happens after a step is planned to its end. So a state is promised only for requests that are in the step,
+If states are written inside the pass, a chunk ends where the budget ends, rounded down to a position that can have a
+state: each further stop would cost a pass. If a backend cannot run in segments, a chunk has to end at every position
+whose state is kept. vLLM already ends one at `request.shared_prefix_boundary`; setting that field to the next hinted
+position before each split gives any number of checkpoints, at one forward pass each.
+
+All else happens after a step is planned to its end. So a state is promised only for requests that are in the step,
 its blocks are taken only from those that no request needed, and no request can resume from it before it is written.
 """
 
@@ -14,11 +19,107 @@ from engine_patches.footprint import FOLLOWED_AT, LATE, PLANNED_AT, WRITES
 from engine_patches.forward.step_writes import Write
 from engine_patches.scheduler.cache_keys import keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.planner import HINTED, SPARE
-from engine_patches.scheduler.reasons import EVICTED, HINT_IGNORED, NOT_WORTH_IT
-from engine_patches.scheduler.state_events import emit_events, only_generates
+from engine_patches.scheduler.counters import only_generates
+from engine_patches.scheduler.earlier_prompts import EVICTED, HINT_IGNORED, NOT_WORTH_IT
+from engine_patches.scheduler.planner import HINTED, SPARE, Grid, RequestState
+from engine_patches.scheduler.state_events import emit_events
 from engine_patches.scheduler.states import States
 from engine_patches.scheduler.transfers import keep_loaded_state
+
+
+def run_to_the_budget(request: Any, start: int, num_new_tokens: int, grid: Grid) -> int:
+    """Tokens of a chunk that begins at `start`, at most `num_new_tokens`.
+
+    A chunk that does not reach the prompt's end ends where a state can lie, if the budget allows it: the next chunk can
+    then write states anywhere, and a kernel that scans in chunks sees the same ones in any number of passes.
+    """
+    end = start + num_new_tokens
+    if end < max(request.num_prompt_tokens, request.num_tokens - 1):
+        aligned = grid.floor(end)
+        if aligned > start:
+            return aligned - start
+    return num_new_tokens
+
+
+def no_short_replay(request: Any, start: int, num_new_tokens: int, verified: int) -> int:
+    """Tokens of a chunk beside drafts: not so few that model runner V1 takes a preempted request's replay for drafts.
+
+    It tells a request that generates from a prompt by the prompt's length. What was generated before a preemption is
+    computed again; of at most `verified` tokens of that it would keep a state each, and go on from the first one's.
+    """
+    replays = request.num_prompt_tokens <= start < request.num_tokens - 1
+    return 1 if replays and 1 < num_new_tokens <= verified else num_new_tokens
+
+
+def next_stop(state: RequestState, start: int, block_size: int, tokens_per_pass: float) -> int:
+    """The next position (tokens) after `start` at which a chunk has to end, 0 if there is none.
+
+    Only positions of at least `tokens_per_pass` tokens: a shorter prefix saves less than the stop costs. A learned one
+    has to be as far behind `start`, where a state is found already. vLLM's own junction stays a candidate, floored to
+    the cache block as vLLM floors it.
+    """
+    wish = state.wish
+    candidates = [position for position in wish.hinted_positions if position > start and position >= tokens_per_pass]
+    if wish.learned > start and wish.learned - start >= tokens_per_pass:
+        candidates.append(wish.learned)
+    junction = start + (state.upstream_junction - start) // block_size * block_size
+    if junction > start:
+        candidates.append(junction)
+    return min(candidates, default=0)
+
+
+def _split_in_blocks(scheduler: Any, split: Callable[..., int], request: Any, num_new_tokens: int, start: int) -> int:
+    """As vLLM alone does, which finds states at the ends of cache blocks."""
+    fine = scheduler.mamba_partial_cache_hit, scheduler.mamba_shared_prefix_checkpoint
+    scheduler.mamba_partial_cache_hit = scheduler.mamba_shared_prefix_checkpoint = False
+    try:
+        return split(scheduler, request, num_new_tokens, start - request.num_computed_tokens)
+    finally:
+        scheduler.mamba_partial_cache_hit, scheduler.mamba_shared_prefix_checkpoint = fine
+
+
+def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
+    """Replacement of `Scheduler._mamba_block_aligned_split`."""
+
+    def _mamba_block_aligned_split(
+        self: Any,
+        request: Any,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        checkpoints = self.seamark
+        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        state: RequestState = checkpoints.state_of(request)
+        state.chunk_start = start
+        if checkpoints.writes_in_forward:
+            if state.wish.left_to_vllm:
+                tokens = _split_in_blocks(self, original, request, num_new_tokens, start)
+            else:
+                if start < request.num_prompt_tokens:
+                    checkpoints.expect_states(request, start)
+                tokens = run_to_the_budget(request, start, num_new_tokens, checkpoints.grid)
+            return no_short_replay(request, start, tokens, checkpoints.verified)
+
+        def split() -> int:
+            return original(self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens)
+
+        if start >= request.num_prompt_tokens or not state.wish.positions:
+            return split()
+        if request.shared_prefix_boundary != state.own_junction:  # vLLM has looked the prefix up since the last call
+            state.upstream_junction = request.shared_prefix_boundary
+        tokens_per_pass = checkpoints.step_time.tokens_worth(passes=1)
+        stop = next_stop(state, start, self.cache_config.block_size, tokens_per_pass)
+        request.shared_prefix_boundary = state.own_junction = stop
+        # Only a hinted or learned position may end a chunk inside a block; without one vLLM splits as it does alone.
+        upstream_flag = self.mamba_shared_prefix_checkpoint
+        self.mamba_shared_prefix_checkpoint = True
+        try:
+            return split()
+        finally:
+            self.mamba_shared_prefix_checkpoint = upstream_flag
+
+    return _mamba_block_aligned_split
 
 
 def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,19 +169,17 @@ def note_late_output(original: Callable[..., Any]) -> Callable[..., Any]:
 def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `Scheduler.update_from_output`: when a step's output returns, its time is known."""
 
-    def update_from_output(
-        self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **more: Any) -> Any:
         checkpoints: Checkpoints = self.seamark
-        num_tokens = scheduler_output.total_num_scheduled_tokens
-        if num_tokens:  # an empty one may come out of vLLM's queue in the midst of the next
+        # An empty one may come out of vLLM's queue in the midst of the next.
+        if scheduler_output.total_num_scheduled_tokens:
             _learn(checkpoints, scheduler_output, is_late=getattr(model_runner_output, LATE, False))
         if checkpoints.states is not None and scheduler_output is checkpoints.last_planned:
             checkpoints.states.release()  # perhaps no further step follows
         if checkpoints.verified == 1:
-            return original(self, scheduler_output, model_runner_output, *args, **kwargs)
+            return original(self, scheduler_output, model_runner_output, *args, **more)
         requests = _count_drafts(self, scheduler_output, model_runner_output)
-        answers = original(self, scheduler_output, model_runner_output, *args, **kwargs)
+        answers = original(self, scheduler_output, model_runner_output, *args, **more)
         for request in requests:
             if request.is_finished():
                 checkpoints.finished(request)
@@ -100,11 +199,9 @@ def _learn(checkpoints: Checkpoints, output: Any, *, is_late: bool) -> None:
     # A step may be planned before the last one is done; then it began when the last one ended.
     began = max(planned, checkpoints.step_ended)
     checkpoints.step_ended = max(ended, checkpoints.step_ended)
-    tokens, seconds, writes = output.total_num_scheduled_tokens, ended - began, getattr(output, WRITES, None)
-    if writes:
-        checkpoints.step_time.step_took(tokens, seconds, states=max(map(len, writes.values())))
-    else:
-        checkpoints.step_time.step_took(tokens, seconds, prefill=not only_generates(output))
+    tokens, seconds, writes = output.total_num_scheduled_tokens, ended - began, getattr(output, WRITES, None) or {}
+    states = max(map(len, writes.values()), default=0)
+    checkpoints.step_time.step_took(tokens, seconds, prefill=bool(writes) or not only_generates(output), states=states)
 
 
 def _count_drafts(scheduler: Any, output: Any, answers: Any) -> list[Any]:
@@ -118,7 +215,9 @@ def _count_drafts(scheduler: Any, output: Any, answers: Any) -> list[Any]:
         if output.scheduled_spec_decode_tokens.get(name) and answers.sampled_token_ids:
             sampled = answers.sampled_token_ids[answers.req_id_to_index[name]]
             if len(sampled):
-                scheduler.seamark.verified_drafts(request, len(sampled) - 1)  # the last one is no draft
+                state: RequestState = scheduler.seamark.state_of(request)
+                state.draft_steps += 1
+                state.accepted += len(sampled) - 1  # the last one is no draft
     return alive
 
 
@@ -157,40 +256,34 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
     resumed = start == state.resumed_at > state.loaded
     positions: list[int] = [start] if kept or resumed else []
     not_offered = {start} if resumed else set()  # it was when the request was admitted
+    # A step of single tokens, or of tokens with their drafts, may be replayed as one graph of kernels, which runs no
+    # layer in segments.
+    is_replayed = end - start <= checkpoints.verified
     for target in checkpoints.targets_in(request, start, end):
-        position = target.position
+        position, ignored, miss = target.position, "", EVICTED
         if states.keys.is_cached(request, position):
             if target.kind != SPARE:
                 positions.append(position)
-        elif checkpoints.is_spare(state, target):
-            is_felt = end - start > checkpoints.verified and checkpoints.worth_writing(state, target)
-            if is_felt and (blocks := checkpoints.reserve(request, target)) is not None:
-                planned.append(_write(states, position - start, blocks))
-                positions.append(position)
+            continue
+        is_spare = checkpoints.planner.is_spare(state.wish, target)
+        is_worth = checkpoints.worth_writing(state, target)
+        blocks = checkpoints.reserve(request, target) if is_worth and not is_replayed else None
+        if blocks is not None:
+            groups = zip(states.keys.recurrent, blocks, strict=True)
+            planned.append(Write(position - start, {group: block.block_id for group, block in groups}))
+            positions.append(position)
+            if is_spare:
                 not_offered.add(position)
-            elif target.kind != SPARE:
-                checkpoints.outcomes.computed(request, position, NOT_WORTH_IT)
-                if target.kind == HINTED:
-                    checkpoints.counters.hint_ignored(NOT_WORTH_IT)
+                continue
+        elif is_spare or not is_worth:
+            miss, ignored = NOT_WORTH_IT, NOT_WORTH_IT if target.kind == HINTED else ""
         else:
-            miss = EVICTED
-            if not checkpoints.worth_writing(state, target):
-                if target.kind == HINTED:
-                    checkpoints.counters.hint_ignored(NOT_WORTH_IT)
-                miss = NOT_WORTH_IT
-            elif end - start <= checkpoints.verified:
-                # A step of single tokens, or of tokens with their drafts, may be replayed as one graph of kernels,
-                # which runs no layer in segments.
-                checkpoints.counters.hint_ignored("single_token")
-                miss = HINT_IGNORED
-            elif (blocks := checkpoints.reserve(request, target)) is None:
-                checkpoints.counters.hint_ignored("no_room")
-                miss = HINT_IGNORED
-                if checkpoints.gate is not None:
-                    checkpoints.gate.pause()
-            else:
-                planned.append(_write(states, position - start, blocks))
-                positions.append(position)
+            miss, ignored = HINT_IGNORED, "single_token" if is_replayed else "no_room"
+            if checkpoints.gate is not None and not is_replayed:
+                checkpoints.gate.pause()
+        if ignored:
+            checkpoints.counters.hint_ignored(ignored)
+        if target.kind != SPARE:
             checkpoints.outcomes.computed(request, position, miss)
     if start < state.heals <= end and state.heals not in positions:
         states.keep_windows(request, state, [state.heals])
@@ -204,12 +297,6 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
         states.keep_windows(request, state, positions)
         states.offer(request, (position for position in positions if position not in not_offered), used=False)
     return planned
-
-
-def _write(states: States, offset: int, blocks: list[Any]) -> Write:
-    """Of a state `offset` tokens behind its chunk's start, into a block for each recurrent group."""
-    groups = zip(states.keys.recurrent, blocks, strict=True)
-    return Write(offset, {group: block.block_id for group, block in groups})
 
 
 def _generates(request: Any, start: int, num_tokens: int) -> bool:

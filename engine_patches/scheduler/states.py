@@ -1,29 +1,118 @@
-"""The states of one scheduler's cache: the blocks they are written into, and which of them stay."""
+"""The states of one scheduler's cache: the blocks they are written into, and the prompts whose states are pinned.
+
+All of it lives in the scheduler's process, on its one thread. Positions in tokens.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine_patches.scheduler.adapters import adapter_name
+from engine_patches.scheduler.cache_keys import HeldKeys
 from engine_patches.scheduler.draft_windows import DraftWindows
-from engine_patches.scheduler.held_keys import HeldKeys
-from engine_patches.scheduler.pins import PINNED, Pins
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.planner import RequestState
 from engine_patches.scheduler.retention import Retention
 from engine_patches.scheduler.state_events import StateEvents
+from engine_patches.settings import DEFAULT_SHARE
 
 # States whose bytes are counted, and hits on them; an older one is forgotten. Real caches hold some hundreds.
 MAX_WRITTEN = 65_536
+
+# What became of a pin.
+PINNED, RELEASED = "pinned", "released"
+NO_ROOM = "no_room"  # it would take more than the share of pins
+NOT_CACHED = "not_cached"  # nothing of it is in the cache: shorter than a match unit, or no block was free for a state
+
+
+class Pin(NamedTuple):
+    """What one pin holds."""
+
+    keys: tuple[bytes, ...]  # of the cache, in the prompt's order
+    blocks: list[Any]  # vLLM's KVCacheBlock
+    adapter: str | None = None  # name of the LoRA adapter that has computed them
+
+
+class Pins:
+    """Prompts that stay in the cache: blocks of their states, and of the rows before them, held like a request's.
+
+    Only what a lookup would find is held, by its keys, so a pin can cost room and never an answer. All pins together
+    hold at most `limit` blocks of the pool.
+    """
+
+    def __init__(self, pool: Any, limit: int) -> None:
+        self._pool = pool
+        self._limit = limit
+        self._pins: dict[bytes, Pin] = {}  # by the prompt's name
+        self.num_blocks = 0  # that pins hold
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def keys(self) -> set[bytes]:
+        return {key for pin in self._pins.values() for key in pin.keys}
+
+    def pin(self, name: bytes, keys: Iterable[bytes], adapter: str | None = None) -> str:
+        """Hold the blocks that are cached under `keys`, in place of what the pin `name` held; what became of it.
+
+        `adapter`: name of the LoRA adapter that has computed them.
+        """
+        keys = tuple(keys)
+        found = map(self._pool.cached_block_hash_to_block.get_one_block, keys)
+        blocks = {block.block_id: block for block in found if block is not None}
+        if not blocks:
+            return NOT_CACHED
+        if len(blocks.keys() | self._held(but=name)) > self._limit:
+            return NO_ROOM
+        pin = Pin(keys, list(blocks.values()), adapter)
+        self._pool.touch(pin.blocks)
+        self.release(name)
+        self._hold(name, pin)
+        return PINNED
+
+    def release(self, name: bytes) -> str:
+        """Let a pin's blocks be evicted like any other."""
+        if (pin := self._pins.pop(name, None)) is not None:
+            self.num_blocks = len(self._held())
+            # As vLLM frees a request's blocks: the end of a prompt is evicted before its beginning.
+            self._pool.free_blocks(reversed(pin.blocks))
+        return RELEASED
+
+    def release_adapter(self, adapter: str) -> None:
+        """Let all go that a LoRA adapter has computed which is another now."""
+        for name in [name for name, pin in self._pins.items() if pin.adapter == adapter]:
+            self.release(name)
+
+    def let_go(self) -> dict[bytes, Pin]:
+        """Release all pins; what they held, for `take_again`."""
+        pins = dict(self._pins)
+        for name in pins:
+            self.release(name)
+        return pins
+
+    def take_again(self, pins: dict[bytes, Pin]) -> None:
+        """Hold what `let_go` has just released, and nobody has taken since."""
+        for name, pin in pins.items():
+            self._pool.touch(pin.blocks)
+            self._hold(name, pin)
+
+    def _hold(self, name: bytes, pin: Pin) -> None:
+        self._pins[name] = pin
+        self.num_blocks = len(self._held())
+
+    def _held(self, but: bytes = b"") -> set[int]:
+        """Ids of the blocks that pins hold, all but one of them."""
+        return {block.block_id for name, pin in self._pins.items() if name != but for block in pin.blocks}
 
 
 class StateStore(Protocol):
     """What keeps states beyond the cache."""
 
     def offer(self, request: Any, position: int, used: bool = True) -> None:
-        """The request's state at `position` (tokens) is cached; `used`: a request resumed from it, or it is pinned."""
+        """The request's state at `position` is cached; `used`: a request resumed from it, or it is pinned."""
 
     def close(self, why: str) -> None:
         """Hold no block that is not being copied, and find nothing any more. `why`: half a sentence for the log."""
@@ -31,26 +120,27 @@ class StateStore(Protocol):
 
 @dataclass
 class States:
-    """Lives in the scheduler's process, on its one thread. Positions in tokens."""
+    """Where each state lies, and who is told of it."""
 
     keys: HeldKeys
-    pins: Pins
-    in_pass: bool = False  # states are written inside a pass; if not, chunks are cut for them
-    retention: Retention | None = None  # None if vLLM keeps the states
+    most_pinned: int  # blocks that pins may hold
+    in_pass: bool = False  # states are written inside a pass; if not, chunks are cut for them, and vLLM keeps them
+    share: float = DEFAULT_SHARE  # of the cache's blocks, that states written inside a pass may hold
     num_bytes: int = 0  # of one state, all recurrent layers
     give_back: Callable[[list[Any]], None] | None = None  # frees blocks of states; None: the pool does, at once
     store: StateStore | None = None  # None without a directory for checkpoints
     windows: DraftWindows | None = None  # None without a draft head that has any
     unwritten: dict[int, int] = field(default_factory=dict)  # attention block -> token from which the step fills it
-    _held: list[Any] = field(default_factory=list)  # blocks written in the running step
-    _spare: list[bytes] = field(default_factory=list)  # keys of those that nobody asked for
 
     def __post_init__(self) -> None:
+        self.pins = Pins(self.keys.pool, self.most_pinned)
+        self.retention = Retention(self.keys.pool, self.share)
         self.events = StateEvents(self.keys)
-        self._written = self.keys.watch()
+        self._written = self.keys.watch()  # those that were counted as written
+        self._held: list[Any] = []  # blocks written in the running step
+        self._spare: list[bytes] = []  # keys of those that nobody asked for
 
     def begin_step(self) -> None:
-        """A step is going to be planned."""
         self.release()
         self.unwritten.clear()
 
@@ -63,15 +153,14 @@ class States:
         if self._held:
             held, self._held = self._held, []
             (self.give_back or self.keys.pool.free_blocks)(held)
-        if self._spare and self.retention is not None:
+        if self._spare:
             self._spare = [key for key in self._spare if not self.retention.give_up(key)]
 
     @property
     def has_idle(self) -> bool:
         """Whether a state would put out nothing that is of use."""
         groups = len(self.keys.recurrent)
-        has_blocks = self.keys.pool.get_num_free_blocks() >= groups
-        return has_blocks and self.retention is not None and self.retention.has_idle(groups)
+        return self.keys.pool.get_num_free_blocks() >= groups and self.retention.has_idle(groups)
 
     def reserve(self, request: Any, position: int, turn: bool, *, spare: bool = False) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group, registered under the position's keys.
@@ -82,21 +171,14 @@ class States:
         pool, groups = self.keys.pool, self.keys.recurrent
         if pool.get_num_free_blocks() < len(groups) or (spare and not self.has_idle):
             return None
-        if self.retention is not None and not self.retention.make_room(len(groups)):
+        if not self.retention.make_room(len(groups)):
             return None
         blocks: list[Any] = pool.get_new_blocks(len(groups))
         self._held += blocks
         for (group, block_size), block in zip(groups.items(), blocks, strict=True):
-            pool.cache_partial_block(
-                request=request,
-                block=block,
-                num_tokens=position,
-                kv_cache_group_id=group,
-                block_size=block_size,
-                replace_existing_hashes=True,  # it has none; vLLM 0.31 requires the argument at a block's edge
-            )
-        if self.retention is not None:
-            self.retention.add(blocks[0].block_hash, blocks, turn)
+            # It has none; vLLM 0.31 requires the argument at a block's edge.
+            pool.cache_partial_block(request, block, position, group, block_size, replace_existing_hashes=True)
+        self.retention.add(blocks[0].block_hash, blocks, turn)
         if spare:
             self._spare.append(blocks[0].block_hash)
         return blocks
@@ -106,9 +188,8 @@ class States:
 
         `named`: positions of its hint.
         """
-        if self.retention is not None:
-            key, earlier, *others = (self.keys.state_key(request, each) for each in (position, before, *named))
-            self.retention.went_on(key, earlier, others)
+        key, earlier, *others = (self.keys.state_key(request, each) for each in (position, before, *named))
+        self.retention.went_on(key, earlier, others)
 
     def written(self, key: bytes) -> None:
         """The state under `key` was counted as written."""
@@ -125,12 +206,6 @@ class States:
         self._written.lost()
         return len(self._written) * self.num_bytes
 
-    def positions_with_keys(self, state: RequestState, manager: Any, num_tokens: int) -> list[int]:
-        """Positions up to `num_tokens` at which the request's blocks in an attention manager carry keys of ours."""
-        drop = self.keys.grid.drop_in(manager)
-        positions = state.states if self.in_pass else state.wish.positions
-        return [position + drop for position in positions if position + drop <= num_tokens]
-
     def offer(self, request: Any, positions: Iterable[int], used: bool = True) -> None:
         """The request's states at `positions` are cached, as `StateStore.offer` is told."""
         if self.store is not None:
@@ -144,43 +219,33 @@ class States:
         """
         if not loaded:
             self.offer(request, [position])
-        if self.retention is not None:
-            self.retention.resumed(self.keys.state_key(request, position), shared)
-            self.retention.refresh(self.keys.state_key(request, each) for each in passed)
+        self.retention.resumed(self.keys.state_key(request, position), shared)
+        self.retention.refresh(self.keys.state_key(request, each) for each in passed)
 
     def keep_windows(self, request: Any, state: RequestState, positions: Sequence[int]) -> None:
         """The step that is planned computes a request up to `positions`: a draft head's rows are found there."""
-        if self.windows is None:
-            return
-        for position, blocks in self.windows.keep(request, state, positions).items():
-            if self.retention is not None:
+        if self.windows is not None:
+            for position, blocks in self.windows.keep(request, state, positions).items():
                 self.retention.add_window(self.keys.state_key(request, position), blocks)
 
     def pin(self, request: Any, positions: Sequence[int]) -> str:
-        """Pin a prompt's states at those of `positions` where they are found; what became of it, one of `pins`."""
+        """Pin a prompt's states at those of `positions` where they are found; what became of it."""
+        if request.num_prompt_tokens < self.keys.grid.unit:
+            return NOT_CACHED
         found = {position: keys for position in positions if (keys := self.keys.found(request, position))}
-        prompt = self.keys.grid.hash_of(request, request.num_prompt_tokens)
         windows = [self.windows.keys_at(request, position) for position in found] if self.windows is not None else []
+        prompt = self.keys.grid.hash_of(request, request.num_prompt_tokens)
         fate = self.pins.pin(prompt, itertools.chain(*found.values(), *windows), adapter_name(request))
         if fate == PINNED:
             self.offer(request, found)
         return fate
 
     def unpin(self, request: Any) -> str:
-        """Release a prompt that was pinned."""
+        if request.num_prompt_tokens < self.keys.grid.unit:
+            return NOT_CACHED
         return self.pins.release(self.keys.grid.hash_of(request, request.num_prompt_tokens))
 
     def adapter_replaced(self, name: str) -> None:
         """The LoRA adapter `name` has other contents from now on: nothing that it left in the cache can be found."""
         self.pins.release_adapter(name)
         self.events.adapter_replaced(name)
-
-    def before_reset(self) -> None:
-        """The cache is going to be emptied, which may be for weights that were changed in place."""
-        self.release()
-        if self.store is not None:
-            self.store.close("the cache is emptied")
-        if self.retention is not None:
-            self.retention.clear()
-        if self.windows is not None:
-            self.windows.clear()

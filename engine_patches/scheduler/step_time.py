@@ -11,11 +11,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-# Passes remembered, and how many later ones halve the weight of one.
-WINDOW, HALF_LIFE = 256, 64
-
-# Passes that have to be seen before the rate is believed.
-ENOUGH = 8
+WINDOW, HALF_LIFE = 256, 64  # passes remembered, and how many later ones halve the weight of one
+ENOUGH = 8  # passes that have to be seen before the rate is believed
 
 # The rate is computed again when one in so many of the remembered passes is new: that takes up to half a millisecond.
 RENEWAL = 16
@@ -38,7 +35,7 @@ PRIOR_FLOOR, PRIOR_STATE = 0.03, 0.3
 class PassTimes(NamedTuple):
     """Seconds of a pass with a prompt: for itself, each token in it, and each state that it writes; and of a decode."""
 
-    floor: float = 0.0
+    floor: float = 0.0  # over hardly any tokens
     token: float = 0.0
     state: float = 0.0
     decode: float = 0.0  # a pass that only generates
@@ -78,29 +75,10 @@ class StepTime:
 
     @property
     def known(self) -> bool:
-        """Whether enough passes were seen."""
         return self.pace is not UNKNOWN
 
-    @property
-    def floor_seconds(self) -> float:
-        """Seconds of a pass over hardly any tokens of a prompt, 0 while unknown."""
-        return self.pace.floor
-
-    @property
-    def token_seconds(self) -> float:
-        """Seconds that each token adds to a pass, 0 while unknown."""
-        return self.pace.token
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Tokens that cost as much time as one more pass."""
-        return self.tokens_worth(passes=1)
-
     def tokens_worth(self, passes: float = 0.0, states: float = 0.0, decodes: float = 0.0) -> float:
-        """Tokens that take as long as so many passes, and states written in them: what has to be saved to make up.
-
-        `decodes`: passes that only generate.
-        """
+        """Tokens that take as long as so many passes, states written in them, and `decodes`, which only generate."""
         if not self.known:
             return ASSUMED_TOKENS_PER_PASS * (passes + ASSUMED_STATE_PASSES * states + decodes)
         floor, token, state, decode = self.pace

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.earlier_prompts import Latest
 from engine_patches.scheduler.planner import HINTED, TAIL, CheckpointTarget
 from engine_patches.scheduler.states import States
 
@@ -28,19 +28,15 @@ STOPS = "seamark_stops"
 # cut their weights alike have loaded other pieces of them, and compare what samples of their files say.
 CONTENT, SAMPLED, CUT = "seamark_content", "seamark_sampled", "seamark_cut"
 
-# vLLM's own: when the prefill's blocks are free again, by the clock of the worker that has them.
+# vLLM's own: when the prefill's blocks are free again, by the clock of the worker that has them; and what it needs to
+# tell a worker that its blocks were read, or are not going to be.
 DEADLINE = "remote_blocks_expiry_time"
-
-# What vLLM needs to tell a worker that its blocks were read, or are not going to be.
 _ADDRESS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
-# Transfers remembered, so that none is taken twice; some 200 bytes each.
-MAX_TAKEN = 65_536
+MAX_TAKEN = 65_536  # transfers remembered, so that none is taken twice; some 200 bytes each
 
 # Why transfers are refused without a word to the worker that has them.
 NOT_WHOLE, TAKEN = "its parameters are not whole", "it was taken before"
-
-CANNOT_COMPARE = "they are cut for another number of ranks, and not in files on both sides"
 
 
 class Transfers:
@@ -49,7 +45,7 @@ class Transfers:
     def __init__(self, checkpoints: Checkpoints, states: States) -> None:
         self.checkpoints = checkpoints
         self._states = states
-        self._taken: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._taken: Latest[None] = Latest(MAX_TAKEN)  # by engine and request
         self._warned: set[str] = set()
 
     def stop_at_the_last_state(self, request: Any) -> None:
@@ -61,8 +57,7 @@ class Transfers:
         state = checkpoints.state_of(request)
         if not self._states.in_pass or checkpoints.verified > 1 or request.num_output_tokens:
             return
-        targets = checkpoints.targets(request)
-        position = targets[-1].position if targets else 0
+        position = max((target.position for target in checkpoints.targets(request)), default=0)
         if not 0 < position < request.num_prompt_tokens or getattr(request, "prompt_is_token_ids", None) is not None:
             return
         if any(feature.mm_position.offset + feature.mm_position.length > position for feature in request.mm_features):
@@ -93,19 +88,15 @@ class Transfers:
 
     def is_anothers(self, request: Any, params: Mapping[str, Any]) -> bool:
         """Whether a request that has not been looked at was to load what another one has taken."""
-        transfer = str(params.get("remote_engine_id")), str(params.get("remote_request_id"))
-        return transfer in self._taken and not self.checkpoints.state_of(request).loaded
+        return _name_of(params) in self._taken and not self.checkpoints.state_of(request).loaded
 
     def _refusal(self, request: Any, params: Mapping[str, Any]) -> str:
         """Why a transfer is not taken, "" if it is."""
         if any(params.get(name) is None for name in _ADDRESS):
             return NOT_WHOLE
-        transfer = str(params["remote_engine_id"]), str(params["remote_request_id"])
-        if transfer in self._taken:
+        if (transfer := _name_of(params)) in self._taken:
             return TAKEN
         self._taken[transfer] = None
-        if len(self._taken) > MAX_TAKEN:
-            self._taken.popitem(last=False)
         tokens = params.get("remote_num_tokens")
         if not isinstance(params.get(CONTENT), str) or not isinstance(params.get(DEADLINE), int | float):
             return "it carries no name of its contents or no deadline: the worker that computed it has no Seamark"
@@ -114,7 +105,8 @@ class Transfers:
         weights = self.checkpoints.weights
         name, own = (CONTENT, weights.name) if params.get(CUT) == weights.cut != "" else (SAMPLED, weights.sampled)
         if not own or not params.get(name):
-            return f"nobody knows if its weights are those of this worker: {weights.unknown or CANNOT_COMPARE}"
+            why = weights.unknown or "they are cut for another number of ranks, and not in files on both sides"
+            return f"nobody knows if its weights are those of this worker: {why}"
         if params[name] != self.content_of(request, tokens, own):
             return "it is of another prompt or other weights, or that worker hashes otherwise (PYTHONHASHSEED)"
         return ""
@@ -122,11 +114,8 @@ class Transfers:
     def names_of(self, request: Any) -> dict[str, str]:
         """What a request computed, for the parameters of its transfer."""
         weights, tokens = self.checkpoints.weights, request.num_prompt_tokens
-        return {
-            CONTENT: self.content_of(request, tokens, weights.name),
-            SAMPLED: self.content_of(request, tokens, weights.sampled),
-            CUT: weights.cut,
-        }
+        content, sampled = (self.content_of(request, tokens, name) for name in (weights.name, weights.sampled))
+        return {CONTENT: content, SAMPLED: sampled, CUT: weights.cut}
 
     def content_of(self, request: Any, num_tokens: int, weights: str) -> str:
         """A name of what weights make of a request's first `num_tokens` tokens; "" if those have none.
@@ -138,13 +127,16 @@ class Transfers:
         if not weights:
             return ""
         unit = self.checkpoints.grid.unit
-        whole = num_tokens // unit
-        start = whole * unit
-        parent: bytes = request.block_hashes[whole - 1] if whole else b""
+        start = num_tokens // unit * unit
+        parent: bytes = self.checkpoints.grid.hash_of(request, start) if start else b""
         # vLLM names whole units only. Behind the last one, the same by its own words: salt, adapter, images, ...
         extra, _ = generate_block_hash_extra_keys(request, start, num_tokens, 0)
         rest = (num_tokens, list(request.all_token_ids[start:num_tokens]), extra, weights)
         return hashlib.sha256(parent + repr(rest).encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+def _name_of(params: Mapping[str, Any]) -> tuple[str, str]:
+    return str(params.get("remote_engine_id")), str(params.get("remote_request_id"))
 
 
 def introduce(scheduler: Any, checkpoints: Checkpoints, states: States) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from engine_patches.footprint import OWN
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.cache_keys import key_at
-from engine_patches.scheduler.draft_acceptance import AcceptedDrafts
+from engine_patches.scheduler.drafts import AcceptedDrafts
 from engine_patches.trial.trial import Facts, NoAnswer, PromptEnded, TrialAnswer, TrialQuestion, fresh_salt
 
 TOP = 5  # logprobs of each token

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from engine_patches.answers import compare, grain, spread
-from engine_patches.scheduler import draft_gate
-from engine_patches.scheduler.draft_acceptance import AcceptedDrafts, AcceptedPair, judge_pairs
+from engine_patches.scheduler import drafts
+from engine_patches.scheduler.drafts import AcceptedDrafts, AcceptedPair, judge_pairs
 
 # Prompts. Their ids are drawn apart from where special tokens lie, and phrases come again and again, so that a model
 # has something to guess.
@@ -283,7 +283,7 @@ class Trial:
             return TrialVerdict("closed", DRAFTS)
         finding = judge_pairs(self._pairs, is_last=is_last)
         if finding.result == "worse":
-            return TrialVerdict("closed", draft_gate.worse(finding.hit, finding.cold, "on the same prompts"))
+            return TrialVerdict("closed", drafts.worse(finding.hit, finding.cold, "on the same prompts"))
         if self.agreed >= AGREEING and self.hits >= HITTING and finding.result == "fine":
             return TrialVerdict("open")
         if not is_last:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_patches import settings
-from engine_patches.scheduler.draft_acceptance import LiveAcceptance
-from engine_patches.scheduler.draft_gate import CLOSED, ON_TRIAL, OPEN, DraftGate
+from engine_patches.scheduler.drafts import CLOSED, ON_TRIAL, OPEN, DraftGate, LiveAcceptance
 from engine_patches.trial.own_requests import OwnRequests
 from engine_patches.trial.trial import NoAnswer, PromptEnded, Trial, TrialQuestion, TrialVerdict
 

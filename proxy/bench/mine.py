@@ -25,8 +25,9 @@ from proxy.bench.harness.prompts import QUESTIONS, prose
 from proxy.commands.parser import Parser
 from proxy.config_files import base_url, read_secret, without_credentials
 from proxy.errors import SettingsError, did_you_mean
+from proxy.fleet import worker_metrics
 from proxy.fleet.probe import models_in
-from proxy.fleet.worker_metrics import Accepted, read_accepted
+from proxy.fleet.worker_metrics import Accepted
 
 # What is asked.
 LENGTHS = (500, 2000, 6000)  # tokens of shared system prompts
@@ -253,14 +254,14 @@ class Stack:
         A gateway names its workers, who have them; where that is on another port, or out of reach, nothing is known.
         """
         try:
-            if (own := read_accepted(await _page(self.client, self.url + "/metrics"))) is not None:
+            if (own := worker_metrics.read(await _page(self.client, self.url + "/metrics")).accepted) is not None:
                 return own
             status = json.loads(await _page(self.client, self.url + "/seamark/status"))
             # Ranks behind one address are workers each.
             workers = dict.fromkeys(str(worker["url"]) for worker in status["workers"])
             # The key is the gateway's, and none of its workers' business.
             async with httpx.AsyncClient(trust_env=False) as keyless:
-                counted = [read_accepted(await _page(keyless, f"{url}/metrics")) for url in workers]
+                counted = [worker_metrics.read(await _page(keyless, f"{url}/metrics")).accepted for url in workers]
         except (ValueError, KeyError, TypeError):
             return None
         told = [each for each in counted if each is not None]

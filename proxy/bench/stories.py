@@ -16,7 +16,7 @@ from proxy.bench.harness.client import MIN_TOKENS, Messages, TimedAnswer, ask, a
 from proxy.bench.harness.counters import PassCounter, samples_of
 from proxy.bench.harness.prompts import QUESTIONS, prose, with_shared_tokens
 from proxy.bench.harness.servers import Server
-from proxy.boundaries.token_ids import common_prefix
+from proxy.boundaries.divergence import common_prefix
 
 UNIT = 16  # tokens; the oracle's match unit
 

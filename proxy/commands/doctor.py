@@ -21,12 +21,20 @@ from proxy.commands.recipe import read_recipe
 from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, image_version, surroundings
 from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
-from proxy.fleet import worker_metrics
-from proxy.fleet.probe import MODELS, NO_HTTP, Frontend, Probe, Unwell, gateway_id, models_in, read_metrics
-from proxy.fleet.reports import Reports
-from proxy.fleet.sleep import EngineAnswers
+from proxy.fleet.probe import (
+    MODELS,
+    NO_HTTP,
+    EngineAnswers,
+    Frontend,
+    Probe,
+    Reports,
+    Unwell,
+    gateway_id,
+    models_in,
+    read_metrics,
+)
 from proxy.fleet.worker import CLOSED, OPEN, TRIAL
-from proxy.fleet.worker_metrics import EngineInfo, EngineSetup, WorkerMetrics
+from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Silent, Unreachable, Upstream
 from proxy.http.json_body import loads
 from proxy.observability.shadow import CURED
@@ -222,23 +230,22 @@ async def _diagnoses(worker: Probe, has_key: bool, found: FoundWay) -> AsyncIter
     cures = Cures(
         found, printable(models[0].get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK
     )
-    levels = read_metrics(worker_metrics.read, (await worker.metrics())[0]).sleep_levels
+    levels = read_metrics((await worker.metrics())[0]).sleep_levels
     if why := await worker.why_asleep(EngineAnswers(shown), levels, ANSWER_SECONDS):
         yield Diagnosis(False, f"{shown} is {why}", verdict=f"cannot hit: {shown} is {why}")
         return
     details = await _details(worker, model, cures)  # first: an engine's metrics are certain once it has run a step
     exposition, reports = await worker.all_metrics()
-    metrics = read_metrics(worker_metrics.read, exposition)
-    setup = read_metrics(worker_metrics.read_setup, exposition)
+    metrics = read_metrics(exposition)
     vllm, frontend, is_read = await worker.version(), await worker.frontend(), metrics.engine or not reports.why_not
     yield Diagnosis(True, f"serves {model}")
     yield Diagnosis(bool(vllm), f"vLLM {vllm}" if vllm else "/version gives no vLLM version")
     for diagnosis in (
         *_frontend(frontend),
-        *(_engine(metrics, setup, cures) if is_read else ()),
-        *_caching(setup, cures),
-        *_drafts(metrics.engine, setup, cures),
-        *_connector(setup, cures),
+        *(_engine(metrics, cures) if is_read else ()),
+        *_caching(metrics, cures),
+        *_drafts(metrics, cures),
+        *_connector(metrics, cures),
     ):
         yield diagnosis
     if metrics.engine or reports.why_not:
@@ -270,14 +277,14 @@ def _check_key(status: int, shown: str, has_key: bool, flag: str, whose: str) ->
         )
 
 
-def _engine(metrics: WorkerMetrics, setup: EngineSetup, cures: Cures) -> Iterator[Diagnosis]:
+def _engine(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
     if other := metrics.other_release:
         text = f"no hint counts: {other}"
         yield Diagnosis(False, text, cures.update(version()), last=True, verdict=f"cannot hit: {other}")
         return
     if (info := metrics.engine) is None:
         missing = "patches are not live: a recurrent state is kept only where a request happens to stop"
-        alone = f"; vLLM alone caches whole blocks of {setup.block_size:,} tokens" if setup.block_size else ""
+        alone = f"; vLLM alone caches whole blocks of {metrics.block_size:,} tokens" if metrics.block_size else ""
         against = f"cannot hit: the plugin is not in this vLLM, or left it untouched (its log says why){alone}"
         yield Diagnosis(False, missing, cures.install(), last=True, verdict=against)
         return
@@ -286,7 +293,7 @@ def _engine(metrics: WorkerMetrics, setup: EngineSetup, cures: Cures) -> Iterato
     if info.refused:  # with a finer unit, too
         yield Diagnosis(False, f"no hint counts: {info.refused}", verdict=f"cannot hit: {info.refused}")
         yield Diagnosis(True, lengths)
-    elif setup.attention_only:  # a unit below the block stops it
+    elif metrics.attention_only:  # a unit below the block stops it
         yield Diagnosis(True, f"{lengths}; vLLM alone keeps all, since no layer is recurrent")
     elif info.match_unit <= 64:
         yield Diagnosis(True, lengths)
@@ -295,8 +302,8 @@ def _engine(metrics: WorkerMetrics, setup: EngineSetup, cures: Cures) -> Iterato
         yield Diagnosis(False, lengths, cure)
 
 
-def _caching(setup: EngineSetup, cures: Cures) -> Iterator[Diagnosis]:
-    if setup.prefix_caching is False:
+def _caching(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
+    if metrics.prefix_caching is False:
         cure = cures.flag("--enable-prefix-caching", "and no --no-enable-prefix-caching")
         off = "prefix caching is off in this vLLM"
         yield Diagnosis(False, off, cure, verdict=f"cannot hit: {off}")
@@ -320,10 +327,10 @@ DRAFTS = {
 }
 
 
-def _drafts(info: EngineInfo | None, setup: EngineSetup, cures: Cures) -> Iterator[Diagnosis]:
+def _drafts(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
     """Speculative decoding, and whether hints are used beside it."""
     fine, text, cure = True, ": the plugin tries hints beside it at each start", None
-    if info is not None:
+    if (info := metrics.engine) is not None:
         if info.drafts in DRAFTS:
             fine, text, cure, *_ = DRAFTS[info.drafts]
             cure = cure and indented(cure)
@@ -332,7 +339,7 @@ def _drafts(info: EngineInfo | None, setup: EngineSetup, cures: Cures) -> Iterat
         else:
             text = ", with hints" + (": they share {ahead} tokens past a state" if info.ahead else "")
         text = text.format(ahead=info.ahead)
-    if setup.drafts:
+    if metrics.drafts:
         yield Diagnosis(fine, f"speculative decoding is on{text}", cure)
 
 
@@ -344,15 +351,15 @@ LANES = {
 }
 
 
-def _connector(setup: EngineSetup, cures: Cures) -> Iterator[Diagnosis]:
+def _connector(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
     """KV connectors, and how states are kept beside them."""
-    name = f"KV connector {setup.connector}"
-    if setup.connector and setup.lane == "no_hints":
+    name = f"KV connector {metrics.connector}"
+    if metrics.connector and metrics.lane == "no_hints":
         cure = cures.flag("--kv-transfer-config", "take it away: this connector measures decoding alone")
         why = f"{name} puts values into the cache that nobody has computed, and the plugin refuses hints beside it"
         yield Diagnosis(False, f"{name}: hints are refused", cure, verdict=f"cannot hit: {why}")
-    elif setup.connector:
-        yield Diagnosis(True, f"{name}: {LANES.get(setup.lane, setup.lane)}")
+    elif metrics.connector:
+        yield Diagnosis(True, f"{name}: {LANES.get(metrics.lane, metrics.lane)}")
 
 
 def _frontend(frontend: Frontend) -> Iterator[Diagnosis]:
@@ -365,7 +372,8 @@ def _frontend(frontend: Frontend) -> Iterator[Diagnosis]:
 
 async def _events(worker: Probe, reports: Reports, cures: Cures) -> Diagnosis:
     asked = Probe(worker.upstream, reports.url or worker.url, seconds=ANSWER_SECONDS)
-    fine = await _is_open(asked.get(EVENTS))
+    of_one = f"?engine={reports.ranks[0]}" if reports.ranks else ""
+    fine = await _is_open(asked.get(EVENTS + of_one))
     if reports.why_not and not fine:
         text = f"the engine's reports cannot be read: {reports.why_not}"
         return Diagnosis(False, text, verdict=f"cannot hit: {reports.why_not}")

@@ -23,17 +23,16 @@ def main(argv: list[str]) -> int:
         print(f"seamark serve: {printable(sentence)}", file=sys.stderr)
     try:
         settings = settings_of.load(args, os.environ)
-        from proxy.server import memory
-        from proxy.server.descriptors import raise_limit
+        from proxy.server import process_limits
         from proxy.server.uvicorn_server import bound, server_for
 
         if settings.redis is not None:
             importlib.import_module("proxy.routing.redis_sync")  # if redis is missing, a line says so before the start
-        raise_limit()
-        memory.give_large_blocks_back()
-        fitted = memory.fitted(settings)
+        process_limits.raise_descriptor_limit()
+        process_limits.give_large_blocks_back()
+        fitted = process_limits.fitted(settings)
         if fitted is not settings:
-            bounds = ", ".join(f"{name} is {getattr(fitted, name)}" for name in memory.BOUNDS)
+            bounds = ", ".join(f"{name} is {getattr(fitted, name)}" for name in process_limits.BOUNDS)
             print(f"seamark serve: this process may not have the memory of the settings: {bounds}", file=sys.stderr)
         server = server_for(fitted, LOGGING)
         sockets = bound("port", fitted.host, fitted.port)
@@ -56,7 +55,7 @@ LOGGING = {
             "format": "%(asctime)s %(levelname)s %(name)s %(message)s",
         }
     },
-    "filters": {"limit": {"()": "proxy.server.log_limit.LogLimit"}},
+    "filters": {"limit": {"()": "proxy.printable.LogLimit"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "plain", "filters": ["limit"]}},
     "loggers": {name: {"handlers": ["stderr"], "level": "INFO", "propagate": False} for name in ("uvicorn", "seamark")},
 }

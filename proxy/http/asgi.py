@@ -22,48 +22,24 @@ HeaderList = list[tuple[bytes, bytes]]
 
 # RFC 9110, 7.6.1.
 HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
+    (
+        b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+        b"upgrade"
+    ).split()
 )
 
 # Request headers that the gateway sets itself, or that only it and other trusted hops may send to a worker.
-RECOMPUTED = frozenset(
-    {
-        b"content-length",
-        b"host",
-        b"expect",
-        b"x-request-id",
-        b"x-seamark-outcome",
-        b"x-seamark-boundaries",
-    }
-)
+RECOMPUTED = frozenset(b"content-length host expect x-request-id x-seamark-outcome x-seamark-boundaries".split())
 
 # A client's key is for the gateway alone; workers have a key of their own, if any.
 RECOMPUTED_WITH_KEY = RECOMPUTED | {b"authorization", b"x-api-key"}
 
 # Response headers that the gateway sets itself. A worker may be a gateway too; its headers must not travel on.
 OWN_RESPONSE = frozenset(
-    {
-        b"content-length",
-        b"x-request-id",
-        b"x-seamark-worker",
-        b"x-seamark-boundary",
-        b"x-seamark-predicted",
-        b"x-seamark-cached",
-        b"x-seamark-reason",
-        b"x-seamark-outcome",
-        b"x-seamark-cache",
-        b"x-seamark-overhead-ms",
-    }
+    (
+        b"content-length x-request-id x-seamark-worker x-seamark-boundary x-seamark-predicted x-seamark-cached "
+        b"x-seamark-reason x-seamark-outcome x-seamark-cache x-seamark-overhead-ms"
+    ).split()
 )
 
 _NONE_SUCH = re.compile(rb"q=0(\.0*)?")  # weight of a content coding that is not accepted (RFC 9110, 12.4.2)
@@ -172,7 +148,6 @@ async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room
 
 
 def _coming() -> BodyState:
-    """Of a server that does not say."""
     return BodyState.COMING
 
 
@@ -189,7 +164,6 @@ def _check_announced(scope: Scope, limit: int) -> None:
 
 
 def too_large(limit: int) -> BodyTooLarge:
-    """The refusal of a body of more than `limit` bytes."""
     return BodyTooLarge(f"The request body is larger than {limit} bytes (setting max_body_bytes).")
 
 
@@ -244,7 +218,6 @@ def _with_hop_by_hop(dropped: frozenset[bytes]) -> frozenset[bytes]:
 
 
 async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) -> None:
-    """A response with a known body."""
     headers = [*headers, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers, IS_WHOLE: True})
     await send({"type": "http.response.body", "body": body})

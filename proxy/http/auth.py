@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from proxy.config_files import MOST_NUMBER, WatchedFile, read_model
+from proxy.config_files import MOST_NUMBER, WatchedFile, model_in
 from proxy.errors import Forbidden, NotFound, Unauthorized
 from proxy.http import asgi
 
@@ -51,6 +51,7 @@ class KeyEntry(BaseModel):
 
 
 EXAMPLE = """\
+A correct entry:
     [keys.ann]
     sha256 = "<64 hexadecimal digits>"   # `seamark key ann` prints a new key and this entry for it"""
 
@@ -114,8 +115,6 @@ class ApiKey:
 
 
 class KeyRing:
-    """All keys of the file."""
-
     def __init__(self, path: Path, secret: str | None) -> None:
         """Salts are derived from `secret`, or from a random one if it is None. Raises `SettingsError` for the file.
 
@@ -124,7 +123,7 @@ class KeyRing:
         self._id_secret = secret.encode() if secret else None
         self.salts_last = self._id_secret is not None  # another start of the gateway, or another one, has the same
         self._secret = self._id_secret or secrets.token_hex(32).encode()
-        self.file = WatchedFile(path, lambda path: read_model("api_keys", path, KeyFile, EXAMPLE))
+        self.file = WatchedFile("api_keys", path, lambda raw, where: model_in(raw, where, KeyFile), EXAMPLE)
         self._keys: dict[str, ApiKey] = {}
         self._by_hash: dict[bytes, ApiKey] = {}
         self._load()
@@ -149,7 +148,6 @@ class KeyRing:
         raise Unauthorized("The gateway does not know this API key.")
 
     def named(self, name: str) -> ApiKey | None:
-        """The key that has this name in the file."""
         return self._keys.get(name)
 
     def _known(self, presented: bytes) -> ApiKey | None:

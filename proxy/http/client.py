@@ -15,7 +15,7 @@ import socket
 from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import aiohttp
@@ -86,7 +86,6 @@ class Answer:
         self.headers = response.raw_headers  # names and values as they came
 
     def header(self, name: str) -> str | None:
-        """The first value of a header."""
         return self._response.headers.get(name)
 
     @property
@@ -147,7 +146,7 @@ class Upstream:
         """
         self._connect_timeout = connect_timeout
         self._max_field = max_header_bytes + MORE_HEADER_BYTES
-        self._timeouts: dict[float | None, aiohttp.ClientTimeout] = {}
+        self._timeout = cache(partial(_timeout, connect_timeout))
         self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether each request opens a new connection
         self._credentials: dict[str, tuple[bytes, bytes]] = {}  # header, by address
         self.own_headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
@@ -247,7 +246,6 @@ class Upstream:
         return os.strerror(number).lower() if number else "no connection"
 
     async def aclose(self) -> None:
-        """Close all connections."""
         for session in self._sessions.values():
             await session.close()
 
@@ -257,13 +255,10 @@ class Upstream:
             session = self._sessions[fresh] = _new_session(fresh, self._max_field)
         return session
 
-    def _timeout(self, read: float | None) -> aiohttp.ClientTimeout:
-        timeout = self._timeouts.get(read)
-        if timeout is None:
-            # The whole has no limit: a cold prefill takes minutes, and an answer may take any time.
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout, sock_read=read)
-            self._timeouts[read] = timeout
-        return timeout
+
+def _timeout(connect: float, read: float | None) -> aiohttp.ClientTimeout:
+    """Seconds. The whole has no limit: a cold prefill takes minutes, and an answer may take any time."""
+    return aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=read)
 
 
 def _new_session(fresh: bool, max_field: int) -> aiohttp.ClientSession:

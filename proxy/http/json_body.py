@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from proxy.errors import BadRequest, TooComplex
-from proxy.idle_work import Steps
 
 XARGS = "vllm_xargs"
 
@@ -31,7 +30,7 @@ _DECODER = json.JSONDecoder()
 
 _decode_fast = msgspec.json.Decoder().decode
 
-_WHITESPACE = re.compile(r"[ \t\n\r]*")
+_WHITESPACE = re.compile(r"[\ufeff \t\n\r]*")
 
 _TO_A_CHARACTER = re.compile(rb"\\*.?", re.DOTALL)  # with what escapes it, whether that has begun or not
 
@@ -193,120 +192,6 @@ def count(value: Any) -> int:
     return value
 
 
-# Characters of one element of a list, or of another value; most elements are read as part of a short piece.
-MOST_CHARACTERS, SHORT_CHARACTERS = 2**16, 2**10
-
-STEP_CHARACTERS = 2**12  # read in one step; one element at least
-
-ONE_STEP_BYTES = 2**14  # of an object that is read as fast as a step is
-
-_SPACES = re.compile(r"[ \t\n\r]*")
-
-_DECODER = json.JSONDecoder()
-
-
-def object_in_steps(raw: bytes, most_values: int) -> Steps[dict[str, Any]]:
-    """The JSON object in `raw`, whose lists are read in steps.
-
-    Raises `OverBound` if there are more than `most_values` in it and its lists, names included, or one is of more than
-    `MOST_CHARACTERS`; `ValueError` for what is no object.
-    """
-    if len(raw) <= ONE_STEP_BYTES and 2 * raw.count(b",") + 2 <= most_values:  # a name and a value before each comma
-        whole = loads(raw)
-        if not isinstance(whole, dict):
-            raise ValueError("no object")
-        yield
-        return whole
-    scanner = _Scanner(raw.decode(), most_values)
-    yield
-    found: dict[str, Any] = {}
-    scanner.take("{")
-    is_last = scanner.has("}")
-    while not is_last:
-        name = scanner.value()
-        if not isinstance(name, str):
-            raise ValueError("a name is missing")
-        scanner.take(":")
-        found[name] = (yield from _listed(scanner)) if scanner.has("[") else scanner.value()
-        yield
-        is_last = scanner.has_last("}")
-    scanner.end()
-    return found
-
-
-def _listed(scanner: _Scanner) -> Steps[list[Any]]:
-    """Those of a list that has begun."""
-    found: list[Any] = []
-    since = scanner.at
-    is_last = scanner.has("]")
-    while not is_last:
-        found.append(scanner.value())
-        is_last = scanner.has_last("]")
-        if scanner.at - since >= STEP_CHARACTERS:
-            since = scanner.at
-            yield
-    return found
-
-
-class _Scanner:
-    """Where a text is read."""
-
-    def __init__(self, text: str, most_values: int) -> None:
-        self._text = text
-        self._most = self._left = most_values
-        self.at = 0
-
-    def has(self, mark: str) -> bool:
-        """Whether this character is the next one, which is then behind; spaces before it are in any case."""
-        self._skip()
-        found = self._text.startswith(mark, self.at)
-        self.at += found
-        return found
-
-    def has_last(self, mark: str) -> bool:
-        """Whether this character is the next one; else a comma. Raises `ValueError` for anything else."""
-        if self.has(mark):
-            return True
-        self.take(",")
-        return False
-
-    def take(self, mark: str) -> None:
-        """Raises `ValueError` if this character is not the next one."""
-        if not self.has(mark):
-            raise ValueError(f"{mark} is missing")
-
-    def value(self) -> Any:
-        """The next value."""
-        self._left -= 1
-        if self._left < 0:
-            raise OverBound(f"more than {self._most:,} values")
-        self._skip()
-        for most in (SHORT_CHARACTERS, MOST_CHARACTERS):
-            piece = self._text[self.at : self.at + most]
-            try:
-                value, end = _DECODER.raw_decode(piece)
-            except RecursionError as error:
-                raise ValueError("nested too deep") from error
-            except json.JSONDecodeError:
-                if len(piece) < most:
-                    raise
-                continue
-            if end < most:  # a number might go on
-                self.at += end
-                return value
-        raise OverBound(f"a value of more than {MOST_CHARACTERS:,} characters")
-
-    def end(self) -> None:
-        """Raises `ValueError` if something follows."""
-        self._skip()
-        if self.at < len(self._text):
-            raise ValueError("something follows the object")
-
-    def _skip(self) -> None:
-        if (spaces := _SPACES.match(self._text, self.at)) is not None:
-            self.at = spaces.end()
-
-
 def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], dropped: Collection[str] = ()) -> bytes:
     """`raw` with the outermost fields `put` set to these values and `dropped` removed; other fields stay byte for byte.
 
@@ -325,7 +210,7 @@ def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], drop
 def _without(raw: bytes, names: Collection[str]) -> bytes:
     """`raw` without these outermost fields. A field that occurs several times is removed each time."""
     text = raw.decode(errors="surrogatepass")
-    spans = _members(text, 0)
+    spans = _values(text)
     kept = ",".join(text[span.first : span.end] for span in spans if span.name not in names)
     return (text[: spans[0].first] + kept + text[spans[-1].end :]).encode(errors="surrogatepass")
 
@@ -340,28 +225,20 @@ def with_hint(raw: bytes, parsed: dict[str, Any], entries: Sequence[int | str], 
     if not json.detect_encoding(raw).startswith("utf-8"):
         return raw
     xargs = parsed.get(XARGS)
-    if xargs is None:
-        xargs = {}
-    if not isinstance(xargs, dict):
+    if xargs is not None and not isinstance(xargs, dict):
         return raw
-    added: dict[str, Any] = {HINT: list(entries)} if entries and HINT not in xargs else {}
+    put: dict[str, Any] = {HINT: list(entries)} if entries or HINT in (xargs or ()) else {}
     if load:
-        added[LOAD] = load
-    if not added and HINT not in xargs:
+        put[LOAD] = load
+    if not put:
         return raw
     if XARGS not in parsed:
-        return with_fields(raw, parsed, {XARGS: added})
+        return with_fields(raw, parsed, {XARGS: put})
     text = raw.decode(errors="surrogatepass")
-    # JSON readers keep the last of several equal names, so that one is the value to change.
-    outer = [span for span in _members(text, 0) if span.name == XARGS][-1]
-    if not xargs:
-        return (text[: outer.start] + _encode(added) + text[outer.end :]).encode(errors="surrogatepass")
-    inside = text[outer.start : outer.end - 1] + ("," + _encode(added)[1:-1] if added else "")  # to the closing brace
-    if HINT in xargs:
-        inner = [span for span in _members(text, outer.start) if span.name == HINT][-1]
-        start, end = inner.start - outer.start, inner.end - outer.start
-        inside = inside[:start] + _encode(list(entries)) + inside[end:]
-    return (text[: outer.start] + inside + text[outer.end - 1 :]).encode(errors="surrogatepass")
+    start, end = _find(text, (XARGS,))
+    given = text[start:end].encode(errors="surrogatepass")
+    new = with_fields(given, xargs, put) if xargs else _encode(put).encode()
+    return b"%b%b%b" % (text[:start].encode(errors="surrogatepass"), new, text[end:].encode(errors="surrogatepass"))
 
 
 Path = tuple[str | int, ...]
@@ -384,10 +261,10 @@ def with_edits(raw: bytes, edits: Sequence[Edit]) -> bytes:
 
 
 def _find(text: str, path: Path) -> tuple[int, int]:
+    """Where a value stands. JSON readers keep the last of several equal names, so that one is meant."""
     start, end = 0, len(text)
     for step in path:
-        spans = _members(text, start) if isinstance(step, str) else _elements(text, start)
-        matching = [span for span in spans if span.name == step]
+        matching = [span for span in _values(text, start) if span.name == step]
         if not matching:
             raise KeyError(step)
         start, end = matching[-1].start, matching[-1].end
@@ -406,30 +283,20 @@ def _skip_whitespace(text: str, index: int) -> int:
     return match.end() if match else index
 
 
-def _members(text: str, start: int) -> list[_Span]:
-    """The values of the names of the valid JSON object at or after `start`, in order."""
+def _values(text: str, start: int = 0) -> list[_Span]:
+    """What the valid JSON object or array at `start` holds, in order: each value with its name, or its index."""
     spans: list[_Span] = []
-    index = _skip_whitespace(text, text.index("{", start) + 1)
-    while text[index] == '"':
+    start = _skip_whitespace(text, start)
+    is_object = text[start] == "{"
+    index = _skip_whitespace(text, start + 1)
+    while text[index] not in "]}":
+        name: str | int = len(spans)
         first = index
-        name, index = _DECODER.raw_decode(text, first)
-        start = _skip_whitespace(text, _skip_whitespace(text, index) + 1)  # past the colon
-        _, end = _DECODER.raw_decode(text, start)
-        spans.append(_Span(name, first, start, end))
-        index = _skip_whitespace(text, end)
-        if text[index] != ",":
-            break
-        index = _skip_whitespace(text, index + 1)
-    return spans
-
-
-def _elements(text: str, start: int) -> list[_Span]:
-    """The values of the valid JSON array at or after `start`, in order."""
-    spans: list[_Span] = []
-    index = _skip_whitespace(text, text.index("[", start) + 1)
-    while text[index] != "]":
+        if is_object:
+            name, index = _DECODER.raw_decode(text, first)
+            index = _skip_whitespace(text, _skip_whitespace(text, index) + 1)  # past the colon
         _, end = _DECODER.raw_decode(text, index)
-        spans.append(_Span(len(spans), index, index, end))
+        spans.append(_Span(name, first, index, end))
         index = _skip_whitespace(text, end)
         if text[index] == ",":
             index = _skip_whitespace(text, index + 1)

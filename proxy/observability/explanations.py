@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -9,10 +10,17 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from proxy.boundaries.boundary import resolved_positions
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Entry, resolved_positions
 
 MAX_REQUESTS = 10_000  # explained, the last ones
+
+MAX_CHARACTERS = 32  # of a client's name
+
+# A product as RFC 9110 writes it, without a comment; OpenAI's SDKs put a space before the version.
+_PRODUCT = re.compile(r"([A-Za-z][\w.+@/-]*)(?: (\d[\w.+-]*))?")
+
+# Browsers all begin with Mozilla/5.0; the first of these that is there names the browser.
+_BROWSER = re.compile(r"\b(Edg|OPR|Firefox|Chrome|Safari)/\d+")
 
 
 class Explanation(NamedTuple):
@@ -65,7 +73,6 @@ class Record:
 
     @property
     def explanation(self) -> Explanation:
-        """The request, explained."""
         explanation = self._so_far if isinstance(self._so_far, Explanation) else self._so_far(self)
         return explanation._replace(**self._amended) if self._amended else explanation
 
@@ -108,3 +115,14 @@ class Explanations:
         """The last request of this id; for operators."""
         named = next((name for name in reversed(self._records) if name[1] == request_id), None)
         return self._records[named].explanation if named is not None else None
+
+
+def client_name(user_agent: str | None) -> str | None:
+    """The client's name and version, at most `MAX_CHARACTERS`; None if its header says nothing of that form."""
+    if user_agent is None:
+        return None
+    if user_agent.startswith("Mozilla/"):
+        browser = _BROWSER.search(user_agent)
+        return browser[0] if browser is not None else "a browser"
+    product = _PRODUCT.match(user_agent)
+    return " ".join(filter(None, product.groups()))[:MAX_CHARACTERS] if product is not None else None

@@ -137,10 +137,10 @@ class Delivery(NamedTuple):
 
         An engine does not know what others were sent; what it does know stands. The last token is always computed.
         """
-        told = expected.sent.tokens if expected.sent is not None else 0
+        known = expected.sent.tokens if expected.sent is not None else 0
         if shared is not None:
-            told = shared if expected.sent_here else max(shared, told)
-        shareable = min(expected.deliverable(told), expected.deliverable(prompt - (not expected.ahead)))
+            known = shared if expected.sent_here else max(shared, known)
+        shareable = min(expected.deliverable(known), expected.deliverable(prompt - (not expected.ahead)))
         return cls(prompt, cached, shareable, unchanged, deepest or prompt, engine)
 
 

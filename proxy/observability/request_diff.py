@@ -16,12 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.layout import PromptLayout
-from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.canonical import HEAD_FIELDS, canonical, head_of, own_hash
 from proxy.chat.chat import MESSAGES, listed
 from proxy.idle_work import Steps
-from proxy.observability.cures import CHANGE_TEXT
 from proxy.observability.volatile_text import TextKind, alike, kind_of, says_today
 
 MAX_REQUESTS = 64
@@ -58,6 +57,54 @@ What = Literal["tool", "message", "setting"]
 CLOCK_KINDS: tuple[TextKind, ...] = ("dates", "times")
 
 HEAD_KINDS: tuple[TextKind, ...] = (*CLOCK_KINDS, "uuid")
+
+# What people read of a change, by its kind (the label `text` of `seamark_would_save_tokens_total`): what changed, and
+# what to do about it. No cure is applied by itself: each one changes what the model reads.
+CHANGE_TEXT: dict[str, tuple[str, str]] = {
+    "dates": ("a date", "Move the date behind the rules: to the end of the system prompt, or into a message."),
+    "times": (
+        "a time of day",
+        "Move the time behind the rules, into the last user message, or write the date alone.",
+    ),
+    "uuid": ("an id", "Leave the id out of the prompt, or move it behind the rules, into a user message."),
+    "number": ("a number", "Move the number behind the rules, into the last user message."),
+    "token_counters": (
+        "a counter of tokens",
+        "Leave the counter out, or append it as a message of its own at the end.",
+    ),
+    "path": ("a path", "Move the path behind the rules, or use one path for all sessions."),
+    "working_directory": (
+        "the working directory",
+        "Move the working directory behind the rules, into the first user message, or run all sessions under one path.",
+    ),
+    "git_status": (
+        "a git status",
+        "Move the git status behind the rules, into a user message; "
+        "in Claude Code set `includeGitInstructions` to false.",
+    ),
+    "tools_sorted": (
+        "the order of the tools",
+        "List the tools in one order, or switch on the rewrite rule `tools_sorted` (setting rewrite).",
+    ),
+    "tool_keys_sorted": (
+        "the order of keys in a tool",
+        "Write the keys of each tool in one order, such as json.dumps(sort_keys=True).",
+    ),
+    "thinking_history": (
+        "thinking in the history",
+        "Send earlier thinking back as it came, and have the template keep it: "
+        '`chat_template_kwargs: {"truncate_history_thinking": false}` for Nemotron-3.',
+    ),
+    "system_moved": (
+        "a system message in the history",
+        "Leave system messages where they were sent first, and append new ones.",
+    ),
+    "system_merged": (
+        "reminders merged into the system prompt",
+        "Serve the model with a chat template that takes system messages in the middle: vLLM merges them into the "
+        "system prompt for one that does not.",
+    ),
+}
 
 
 class ContentPart(NamedTuple):
@@ -117,7 +164,8 @@ class RememberedRequest:
         self.continued: Continued | None = None
         self.tools = listed(layout.chat.body.get("tools"))
         self.messages = layout.chat.messages
-        self.parts: tuple[ContentPart, ...] = ()  # its tools, then its messages, from `prepare` on
+        self._values = (*self.tools, *self.messages)
+        self.parts: tuple[ContentPart, ...] = ()  # of these, from `prepare` on
 
     def prepare(self) -> Steps[None]:
         """Hash its tools and messages. Nothing is compared before."""
@@ -134,23 +182,19 @@ class RememberedRequest:
 
     @cached_property
     def settings(self) -> dict[str, int]:
-        """Hash by head field."""
         head = head_of(self.layout.chat.head)
         return {name: xxh3_64_intdigest(canonical(head[name])) for name in SETTINGS if name in head}
 
     def part(self, index: int) -> Any:
         """The tool or message; None behind the last one."""
-        tools = len(self.tools)
-        if index < tools:
-            return self.tools[index]
-        return self.messages[index - tools] if index < len(self.parts) else None
+        return self._values[index] if index < len(self._values) else None
 
     def role(self, index: int) -> str | None:
         """The name of the tool, or the role of the message; None if there is none, or no text."""
-        part = self.part(index)
+        part, name = self.part(index), "role"
         if index < len(self.tools):
-            part = part.get("function") if isinstance(part, dict) else None
-        role = part.get("name" if index < len(self.tools) else "role") if isinstance(part, dict) else None
+            part, name = part.get("function") if isinstance(part, dict) else None, "name"
+        role = part.get(name) if isinstance(part, dict) else None
         return role if isinstance(role, str) else None
 
     def text(self, index: int) -> str | None:
@@ -173,7 +217,6 @@ class RequestMemory:
         self._requests: OrderedDict[tuple[str | None, bytes], RememberedRequest] = OrderedDict()
 
     def add(self, request: RememberedRequest) -> None:
-        """Remember it as the newest."""
         if not self._size:
             return
         keys = request.layout.keys.after
@@ -263,11 +306,14 @@ class _Likeness:
         self._index = index = common_prefix(new.parts, old.parts)  # of the first parts that differ
         self._is_tool = index < max(len(new.tools), len(old.tools))
         self._position = index if self._is_tool else index - len(new.tools)
+        # Whether it differs first in the text in which it asks: as other questions do.
+        self._asks = not self._is_tool and self._position == new.layout.last
         texts = self._texts  # of these parts; not kept, as there are many pairs
         self._is_comparable = texts is not None
         self._at = common_prefix(*texts) if texts is not None else 0  # characters
         self._both_begin = _bytes(new.parts[:index]) + self._at  # but for settings
         self.beginning = self._both_begin if self._setting is None else 0  # that both prompts begin with
+        self._is_at_head = self.beginning < MIN_BEHIND
 
     @property
     def _texts(self) -> tuple[str, str] | None:
@@ -304,7 +350,9 @@ class _Likeness:
             salts = new.settings.get("cache_salt"), old.settings.get("cache_salt")
             is_same_cache = self._setting == "cache_salt" or (self._setting != "model" and salts[0] == salts[1])
             return is_same_cache and self.behind >= MIN_BEHIND
-        if index == len(new.parts) or (self._asks and not self._may_tell_time):
+        if index == len(new.parts):
+            return False
+        if self._asks and ((texts := self._texts) is None or not (self._is_at_head or says_today(texts[0], self._at))):
             return False
         if self._is_tool:
             return self.behind >= MIN_BEHIND
@@ -314,19 +362,6 @@ class _Likeness:
             evidence += self._at
             rendered_behind += 0 if self._position else self._both_begin - self._at  # the tools, by some templates
         return rendered_behind >= MIN_BEHIND and evidence >= max(MIN_BEHIND, changed)
-
-    @property
-    def _asks(self) -> bool:
-        """Whether it differs first in the text in which it asks: as other questions do."""
-        return not self._is_tool and self._position == self._new.layout.last
-
-    @property
-    def _is_at_head(self) -> bool:
-        return self.beginning < MIN_BEHIND
-
-    @property
-    def _may_tell_time(self) -> bool:
-        return (texts := self._texts) is not None and (self._is_at_head or says_today(texts[0], self._at))
 
     def change(self, prompt: int, shared: int, now: float) -> Steps[PrefixChange | None]:
         """What changed, and what it cost; None if that is nothing, or the question is another one."""

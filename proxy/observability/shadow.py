@@ -12,10 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from xxhash import xxh3_64_digest
 
 from proxy.boundaries.boundary import Found
 from proxy.chat.chat import Chat
@@ -26,8 +29,7 @@ from proxy.metrics import Metrics
 from proxy.observability.explanations import Record
 from proxy.observability.prefill_cost import NOTHING, CostLearner, TokenWork
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
-from proxy.observability.rolling_sums import RollingSums
-from proxy.observability.shared_tokens import SharedTokens
+from proxy.observability.totals import RollingSums
 from proxy.routing.prefix_index import Prefix, PrefixIndex
 from proxy.settings import Settings
 
@@ -42,6 +44,11 @@ MAX_WAITING = 256
 REST = 4.0
 
 POLL_SECONDS = 0.2  # between two checks whether a worker has counted its hits
+
+# Hashes of whole prefixes, unit by unit: four million tokens in units of 16, some 40 MB.
+MAX_HASHES = 2**18
+
+MIN_SHARED = 128  # tokens; a shorter shared beginning is not learnt
 
 # The reason of the tokens that the plugin would have saved. It would have saved none of the others by itself.
 CURED = "unpatched"
@@ -85,11 +92,14 @@ FindBoundaries = Callable[[Chat, Worker, int, int, str | None], Awaitable[ReadPr
 
 @dataclass
 class _WorkerKnowledge:
-    """What has been learnt of a worker since it was started."""
+    """What has been learnt of a worker since it was started, and what came before its cost was known."""
 
     boot: str
     hits_reported: int  # tokens of its cache's hits that are known to be some request's
     cost: CostLearner = field(default_factory=CostLearner)
+    requests: int = 0  # that were judged
+    computed: TokenWork = NOTHING  # of their prompts
+    lost: dict[tuple[str, str], TokenWork] = field(default_factory=dict)  # by model and reason
 
 
 class Shadow(Part):
@@ -121,15 +131,11 @@ class Shadow(Part):
         self._patience = 3 * settings.health_interval  # seconds to wait for a worker's next probe
         self._known: dict[str, _WorkerKnowledge] = {}  # by worker
         self._unreported = 0  # requests judged whose answers did not say what was cached
-        # By worker, model, reason: tokens that were lost while the worker's cost was unknown.
-        self._unpriced: dict[tuple[str, str, str], TokenWork] = {}
-        # By worker: requests that were judged while its cost was unknown, and what was computed of their prompts.
-        self._computed: dict[str, tuple[int, TokenWork]] = {}
         self.sums = RollingSums()  # what judged requests got, of that and what the plugin would have saved
         self._computed_tokens = 0
         self._prefill_seconds = 0.0  # that judged requests took, by the cost models
         self._tokens: Counter[str] = Counter()  # lost, by reason
-        self._seconds: dict[str, float] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._results: Counter[str] = Counter()
         self._began = time.monotonic()
 
@@ -153,7 +159,6 @@ class Shadow(Part):
         self._arrived.set()
 
     async def run(self) -> None:
-        """Judge answered requests, for ever."""
         while True:
             await self._arrived.wait()
             while self._waiting:
@@ -176,11 +181,12 @@ class Shadow(Part):
             "watched_seconds": time.monotonic() - self._began,
             "requests": dict(self._results),
             "lost": {
-                reason: {"tokens": tokens, "seconds": self._seconds.get(reason, 0.0)}
-                for reason, tokens in self._tokens.items()
+                reason: {"tokens": tokens, "seconds": self._seconds[reason]} for reason, tokens in self._tokens.items()
             },
             "plugin_would_save": self.would_save(),
-            "tokens_without_seconds": round(sum(work.tokens for work in self._unpriced.values())),
+            "tokens_without_seconds": round(
+                sum(work.tokens for known in self._known.values() for work in known.lost.values())
+            ),
             "cached_not_told": self._unreported,
             "waiting": len(self._waiting),
             "learnt": {name: cost._asdict() for name, cost in costs.items() if cost is not None},
@@ -193,22 +199,18 @@ class Shadow(Part):
         """
         return {
             "tokens": self._tokens[CURED],
-            "seconds": self._seconds.get(CURED, 0.0),
+            "seconds": self._seconds[CURED],
             "computed_tokens": self._computed_tokens,
             "prefill_seconds": self._prefill_seconds,
         }
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
         """Tokens that a removed worker lost before its cost was known stay without seconds."""
-        if change is not Change.REMOVED:
-            return
-        self._known.pop(worker.name, None)
-        self._unpriced = {account: work for account, work in self._unpriced.items() if account[0] != worker.name}
-        self._computed.pop(worker.name, None)
+        if change is Change.REMOVED:
+            self._known.pop(worker.name, None)
 
     @property
     def judged(self) -> int:
-        """How many requests were judged."""
         return self._results["judged"]
 
     async def _judge(self, request: AnsweredRequest) -> float:
@@ -239,8 +241,9 @@ class Shadow(Part):
         start, end = lost.get(CHANGED, (0, 0))
         self.sums.add(length, lost[CURED][1] if CURED in lost else cached, cached, end - start)
         self._computed_tokens += length - cached
-        requests, work = self._computed.get(request.worker.name, (0, NOTHING))
-        self._computed[request.worker.name] = requests + 1, work + TokenWork.between(cached, length)
+        known = self._knowledge_of(request.worker)
+        known.requests += 1
+        known.computed += TokenWork.between(cached, length)
         if (record := request.record) is not None:
             if record.explanation.delivered is None:
                 record.amend(prompt=length, delivered=cached)
@@ -249,9 +252,9 @@ class Shadow(Part):
         for reason, (start, end) in lost.items():
             self._tokens[reason] += end - start
             self._metrics.shadow_lost_tokens.labels(request.model, reason).inc(end - start)
-            account = (request.worker.name, request.model, reason)
-            self._unpriced[account] = self._unpriced.get(account, NOTHING) + TokenWork.between(start, end)
-        self._price(request.worker)
+            account = request.model, reason
+            known.lost[account] = known.lost.get(account, NOTHING) + TokenWork.between(start, end)
+        self._price(known)
 
     async def _counted_since(self, request: AnsweredRequest) -> bool:
         """Wait until the worker has counted its hits after this request; False if it does not, or has restarted."""
@@ -308,22 +311,22 @@ class Shadow(Part):
 
     def _knowledge_of(self, worker: Worker) -> _WorkerKnowledge:
         known = self._known.get(worker.name)
-        if known is None or known.boot != worker.boot:
+        if known is None:
             known = self._known[worker.name] = _WorkerKnowledge(worker.boot, worker.probed.hits_before or 0)
+        elif known.boot != worker.boot:
+            known.boot, known.hits_reported, known.cost = worker.boot, worker.probed.hits_before or 0, CostLearner()
         return known
 
-    def _price(self, worker: Worker) -> None:
-        """Count in seconds the tokens that were lost at `worker`, those from before its cost was known included."""
-        cost = self._knowledge_of(worker).cost.model
+    def _price(self, known: _WorkerKnowledge) -> None:
+        """Count in seconds what was lost and computed at a worker, from before its cost was known included."""
+        cost = known.cost.model
         if cost is None:
             return
-        for account in [account for account in self._unpriced if account[0] == worker.name]:
-            _, model, reason = account
-            seconds = cost.seconds(self._unpriced.pop(account))
-            self._seconds[reason] = self._seconds.get(reason, 0.0) + seconds
-            self._metrics.shadow_lost_seconds.labels(model, reason).inc(seconds)
-        requests, work = self._computed.pop(worker.name, (0, NOTHING))
-        self._prefill_seconds += requests * cost.floor_seconds + cost.seconds(work)
+        for (model, reason), work in known.lost.items():
+            self._seconds[reason] += cost.seconds(work)
+            self._metrics.shadow_lost_seconds.labels(model, reason).inc(cost.seconds(work))
+        self._prefill_seconds += known.requests * cost.floor_seconds + cost.seconds(known.computed)
+        known.lost, known.requests, known.computed = {}, 0, NOTHING
 
     def _count(self, result: str) -> None:
         self._results[result] += 1
@@ -332,3 +335,47 @@ class Shadow(Part):
 
 def _tokens(prefix: Prefix | None) -> int:
     return prefix.tokens if prefix is not None else 0
+
+
+class SharedTokens:
+    """What an engine with the plugin would have learnt from prompts: where they part, by hashes of their tokens.
+
+    The second prompt that begins like an earlier one shows where the two part, and the third finds a state there.
+    Bounded; the oldest are forgotten first.
+    """
+
+    def __init__(self, unit: int, most: int = MAX_HASHES) -> None:
+        """`unit`: the match unit in tokens. `most`: hashes that are kept."""
+        self._unit = unit
+        self._most = most
+        self._prefixes: OrderedDict[bytes, bool] = OrderedDict()  # by hash: whether prompts have parted there
+
+    def look(self, apart: bytes, ids: Sequence[int]) -> int:
+        """Tokens of the deepest state that earlier prompts have led to; learns from this prompt, token ids `ids`.
+
+        `apart` is what else parts the caches: the worker's boot, the salt.
+        """
+        held = shared = 0
+        last = None
+        hashes = list(self._hashes(apart, ids[:-1]))  # the last token is always computed
+        for number, name in enumerate(hashes, 1):
+            parted = self._prefixes.get(name)
+            if parted is None:
+                break
+            shared, last = number, name
+            if parted:
+                held = number
+        if last is not None and shared * self._unit >= MIN_SHARED:
+            self._prefixes[last] = True
+        for name in hashes:
+            self._prefixes.setdefault(name, False)
+            self._prefixes.move_to_end(name)
+        while len(self._prefixes) > self._most:
+            self._prefixes.popitem(last=False)
+        return held * self._unit
+
+    def _hashes(self, apart: bytes, ids: Sequence[int]) -> Iterator[bytes]:
+        name = apart
+        for start in range(0, len(ids) - self._unit + 1, self._unit):
+            name = xxh3_64_digest(name + array("Q", ids[start : start + self._unit]).tobytes())
+            yield name

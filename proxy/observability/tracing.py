@@ -18,7 +18,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from requests import Session
 
@@ -44,8 +44,6 @@ OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completio
 
 
 class Tracing(Part):
-    """Spans on their way to a collector."""
-
     name = "tracing"
 
     def __init__(self, endpoint: str, metrics: Metrics) -> None:
@@ -73,17 +71,11 @@ class Tracing(Part):
             SpanKind.SERVER,
             {"http.request.method": method, "http.route": endpoint},
         )
-        told: dict[str, str] = {}
-        self._propagator.inject(told, set_span_in_context(span))
+        injected: dict[str, str] = {}
+        self._propagator.inject(injected, set_span_in_context(span))
         headers[:] = [header for header in headers if header[0] not in HEADERS]
-        headers += [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
-        return RequestTrace(self, span)
-
-    def inside(self, parent: Span, stage: Stage, to_epoch: float) -> None:
-        """Record a stage of the request whose span is `parent`."""
-        name, *times = stage
-        began, ended = (round((moment + to_epoch) * 1e9) for moment in times)
-        self._tracer.start_span(name, set_span_in_context(parent), start_time=began).end(ended)
+        headers += [(name.encode(), value.encode("latin-1")) for name, value in injected.items()]
+        return RequestTrace(self._tracer, span)
 
     async def aclose(self) -> None:
         """Send what waits, for at most `STOP_SECONDS`."""
@@ -96,10 +88,10 @@ class Tracing(Part):
 class RequestTrace:
     """The span of one request, open until `end`."""
 
-    __slots__ = ("_ended", "_span", "_to_epoch", "_tracing")
+    __slots__ = ("_ended", "_span", "_to_epoch", "_tracer")
 
-    def __init__(self, tracing: Tracing, span: Span) -> None:
-        self._tracing = tracing
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self._tracer = tracer
         self._span = span
         self._to_epoch = time.time() - time.perf_counter()  # seconds
         self._ended: int | None = None  # nanoseconds since the epoch
@@ -114,13 +106,13 @@ class RequestTrace:
         """Close the span. `status`: of the answer; `explanation` has lengths in tokens."""
         span = self._span
         if span.is_recording():
-            told: dict[str, str | int | None] = {
+            attributes: dict[str, str | int | None] = {
                 "http.response.status_code": status or None,
                 "gen_ai.request.model": model,
                 "seamark.worker": worker,
             }
             if explanation is not None:
-                told |= {
+                attributes |= {
                     "gen_ai.operation.name": OPERATIONS.get(explanation.endpoint),
                     "gen_ai.usage.input_tokens": explanation.prompt,
                     "gen_ai.usage.cache_read.input_tokens": explanation.delivered,
@@ -129,11 +121,12 @@ class RequestTrace:
                     "seamark.shareable_tokens": explanation.shareable,
                     "seamark.predicted_tokens": explanation.predicted,
                 }
-            span.set_attributes({name: value for name, value in told.items() if value is not None})
+            span.set_attributes({name: value for name, value in attributes.items() if value is not None})
             if status >= 500:
                 span.set_status(Status(StatusCode.ERROR))
-            for stage in stages:
-                self._tracing.inside(span, stage, self._to_epoch)
+            for name, *times in stages:
+                began, ended = (round((moment + self._to_epoch) * 1e9) for moment in times)
+                self._tracer.start_span(name, set_span_in_context(span), start_time=began).end(ended)
         span.end(self._ended)
 
 

@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse, RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from proxy.chat.chat import ENDPOINTS, OUTSIDE_V1
+from proxy.chat.chat import OUTSIDE_V1
+from proxy.chat.reader import ENDPOINTS
 from proxy.errors import Forbidden, GatewayError, NotFound, NoWebSockets, Stopping
 from proxy.fleet.model_names import union_of_models
 from proxy.fleet.pool import no_worker
@@ -25,8 +26,7 @@ from proxy.pipeline.error_responses import error_body, error_headers, send_error
 from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.pinned_prompts import NOT_RELEASED
 from proxy.pipeline.preflight import ANY_SITE
-from proxy.server import live_page
-from proxy.server.status import live, redis_status, self_check_status, warnings, worker_status
+from proxy.server import status as pages
 
 HEALTH = "/health"
 
@@ -173,25 +173,7 @@ def build(gateway: Gateway, *, pages_only: bool = False) -> App:
     @app.get("/seamark/status")
     async def status() -> Response:
         await gateway.idle.caught_up()
-        shown = {
-            "workers": [worker_status(worker, gateway) for worker in gateway.pool.workers],
-            "prefill_workers": [
-                worker_status(worker, gateway)
-                for worker in (gateway.prefill_pool.workers if gateway.prefill_pool is not None else ())
-            ],
-            "warnings": warnings(gateway),
-            "directory_entries": len(gateway.prefix_index),
-            "known_positions": len(gateway.reader.positions),
-            "hot_prefixes": len(gateway.warmup),
-            "text_bytes_held": gateway.text_held,
-            "since": gateway.created,
-            "keys": gateway.accounting.key_usage.as_json(),
-            "self_check": self_check_status(gateway),
-            "shadow": gateway.shadow.status(),
-            "prefixes": gateway.pinned.as_json(),
-            "redis": redis_status(gateway),
-        }
-        return _plain_json(shown)
+        return _plain_json(pages.status(gateway))
 
     if pages_only or not own_address:
 
@@ -201,12 +183,12 @@ def build(gateway: Gateway, *, pages_only: bool = False) -> App:
 
     @app.get(auth.PAGE)
     async def page() -> Response:
-        return Response(live_page.HTML, headers=live_page.HEADERS, media_type="text/html")
+        return Response(pages.PAGE, headers=pages.PAGE_HEADERS, media_type="text/html")
 
     @app.get(auth.LIVE)
     async def live_figures() -> Response:
         await gateway.idle.caught_up()
-        return _plain_json(live(gateway))
+        return _plain_json(pages.live(gateway))
 
     @app.get(auth.PREFIXES)
     async def prefixes() -> Response:

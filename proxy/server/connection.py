@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 from proxy.errors import GatewayError, HeadTooLarge, InvalidHttp, TooSlow
 from proxy.http import asgi
 from proxy.pipeline.error_responses import error_headers
-from proxy.server.descriptors import SPARE
+from proxy.server.process_limits import SPARE
 
 # Requests on one connection that wait for the answer to the one before.
 MAX_PIPELINED = 8

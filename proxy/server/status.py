@@ -1,18 +1,22 @@
-"""What the status page and the live page show, as JSON. It holds no more of prompts than explanations do."""
+"""The live page, and what it and the status page show, as JSON: no more of prompts than explanations hold."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 import time
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from proxy.boundaries.template_facts import OpenerPlace, Role, TemplateFacts
 from proxy.fleet.worker import TRIAL, Worker
 from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import REASON_TEXT
-from proxy.observability.rolling_sums import Totals
+from proxy.observability.totals import Totals
 
 if TYPE_CHECKING:
     from proxy.fleet.self_check import SelfCheck
@@ -22,8 +26,40 @@ MOST_REQUESTS = 50
 
 HOUR = 3600.0  # seconds
 
+CHECKED = ("checked", "differs", "hints_off", "cache_off")  # figures of the self-check
+
 # Of what prompts have in common with earlier ones: from this part on it is no hit that is worth a headline, but a loss.
 CHANGING = 0.1
+
+
+def _of_both(gateway: Gateway) -> dict[str, Any]:
+    """What both pages show."""
+    check = gateway.self_check
+    is_checked = bool(gateway.settings.self_check_interval)
+    return {
+        "since": gateway.created,
+        "workers": [worker_status(worker, gateway) for worker in gateway.pool.workers],
+        "warnings": warnings(gateway),
+        "keys": gateway.accounting.key_usage.as_json(),
+        "prefixes": gateway.pinned.as_json(),
+        "redis": redis_status(gateway),
+        # How many answers from the cache were checked, and what followed; None if the self-check is off.
+        "self_check": {name: getattr(check, name) for name in CHECKED} if is_checked else None,
+    }
+
+
+def status(gateway: Gateway) -> dict[str, Any]:
+    """For `/seamark/status`."""
+    prefill_workers = gateway.prefill_pool.workers if gateway.prefill_pool is not None else ()
+    return {
+        **_of_both(gateway),
+        "prefill_workers": [worker_status(worker, gateway) for worker in prefill_workers],
+        "directory_entries": len(gateway.prefix_index),
+        "known_positions": len(gateway.reader.positions),
+        "hot_prefixes": len(gateway.warmup),
+        "text_bytes_held": gateway.text_held,
+        "shadow": gateway.shadow.status(),
+    }
 
 
 def live(gateway: Gateway) -> dict[str, Any]:
@@ -34,10 +70,9 @@ def live(gateway: Gateway) -> dict[str, Any]:
     time_saved = gateway.accounting.time_saved()
     newest = gateway.accounting.explanations.newest(MOST_REQUESTS)
     return {
+        **_of_both(gateway),
         "now": time.time(),
-        "since": gateway.created,
         "alarms": alarms(gateway),
-        "warnings": warnings(gateway),
         "seconds_saved": time_saved.net,
         "time": {
             "saved": time_saved.saved,
@@ -58,11 +93,6 @@ def live(gateway: Gateway) -> dict[str, Any]:
         "day": [[sums.prompt, sums.shareable, sums.came] for sums in sums.by_ten_minutes()],
         "inflight": sum(worker.inflight for worker in pool),
         "queued": len(gateway.queue),
-        "workers": [worker_status(worker, gateway) for worker in pool],
-        "keys": gateway.accounting.key_usage.as_json(),
-        "prefixes": gateway.pinned.as_json(),
-        "redis": redis_status(gateway),
-        "self_check": self_check_status(gateway),
         "requests": [explanation.as_json() for explanation in newest],
         "words": {reason: words._asdict() for reason, words in REASON_TEXT.items()},
     }
@@ -79,11 +109,11 @@ def changing(hour: Totals, newest: Sequence[Explanation]) -> dict[str, Any] | No
         return None
     lost: Counter[tuple[str | None, str | None]] = Counter()
     for request in newest:
-        told = request.changed
-        if told is None or request.began < time.time() - HOUR:
+        change = request.changed
+        if change is None or request.began < time.time() - HOUR:
             continue
-        if (told["what"], told["role"]) != ("setting", "cache_salt"):  # kept apart on purpose
-            lost[told["text"], told["cure"]] += told["lost"]
+        if (change["what"], change["role"]) != ("setting", "cache_salt"):  # kept apart on purpose
+            lost[change["text"], change["cure"]] += change["lost"]
     text, cure = max(lost, key=lost.__getitem__, default=(None, None))
     return {"lost": hour.changed, "common": common, "text": text, "cure": cure}
 
@@ -140,21 +170,7 @@ def template_status(facts: TemplateFacts | None) -> dict[str, Any]:
 
 
 def redis_status(gateway: Gateway) -> dict[str, Any]:
-    """The state of the connection to Redis."""
     return gateway.redis_sync.status() if gateway.redis_sync is not None else {"state": "off"}
-
-
-def self_check_status(gateway: Gateway) -> dict[str, Any] | None:
-    """How many answers from the cache were checked, and what followed; None if the self-check is off."""
-    check = gateway.self_check
-    if not gateway.settings.self_check_interval:
-        return None
-    return {
-        "checked": check.checked,
-        "differs": check.differs,
-        "hints_off": check.hints_off,
-        "cache_off": check.cache_off,
-    }
 
 
 def alarms(gateway: Gateway) -> list[str]:
@@ -222,3 +238,24 @@ def _measures(check: SelfCheck) -> str:
 def _on_trial(worker: Worker) -> str:
     so_far = worker.trial_figures
     return f"Worker {worker.name} drafts: hints are off until its trial is over{f' ({so_far})' if so_far else ''}."
+
+
+# One file with its script and style inside. It holds no data, so it needs no key: a browser that opens an address
+# cannot send one. The page fetches its data with the key that the user typed into it.
+PAGE = Path(__file__).with_name("page.html").read_bytes()
+
+
+def _hash_of(tag: bytes) -> str:
+    """The content of the only element of this name, as a content security policy names it."""
+    (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), PAGE, re.DOTALL)
+    return f"'sha256-{b64encode(hashlib.sha256(content).digest()).decode()}'"
+
+
+PAGE_HEADERS = {
+    # This script and this style alone may run, and they may talk to their own origin alone.
+    "content-security-policy": f"default-src 'none'; script-src {_hash_of(b'script')}; style-src {_hash_of(b'style')}; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}

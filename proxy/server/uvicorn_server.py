@@ -13,22 +13,28 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import httpx
 import uvicorn
 
 from proxy.errors import SettingsError
+from proxy.fleet.probe import gateway_id, version_in
 from proxy.http import auth
 from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build
 from proxy.server.connection import Bounds, ConnectionState, bounded
-from proxy.server.descriptors import most_connections
-from proxy.server.port_holder import holder_of
+from proxy.server.process_limits import most_connections
 from proxy.settings import Settings
 from proxy.version import version
 
 logger = logging.getLogger("seamark.gateway")
+
+ANSWER_SECONDS = 1.0  # that what holds a port has to say what it is
+
+_LISTENING = "0A"  # in /proc/net/tcp and /proc/net/tcp6
 
 CHECK_SECONDS = 1.0  # between two looks at all connections; bounds below four times that are looked after more often
 
@@ -166,6 +172,45 @@ def bound(setting: str, host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
+def holder_of(host: str, port: int) -> str:
+    """What holds a port: "process 4242 (seamark), a Seamark gateway"; empty if nothing can be told.
+
+    Usually it is the gateway that a new one is to replace, or the worker itself.
+    """
+    return ", ".join(filter(None, (_process_at(port), _server_at(host, port))))
+
+
+def _process_at(port: int) -> str:
+    """The process that listens there; empty if that is another user's, or this system does not tell."""
+    names: set[str] = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
+                    names.add(f"socket:[{rest[5]}]")
+    for link in Path("/proc").glob("[0-9]*/fd/*") if names else ():
+        with contextlib.suppress(OSError):  # it has ended or is another user's
+            if str(link.readlink()) in names:
+                process = link.parent.parent
+                return f"process {process.name} ({(process / 'comm').read_text().strip()})"
+    return ""
+
+
+def _server_at(host: str, port: int) -> str:
+    """What its answers show it to be; empty if it is none that Seamark knows."""
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    with (
+        contextlib.suppress(httpx.HTTPError, httpx.InvalidURL),
+        httpx.Client(timeout=ANSWER_SECONDS, trust_env=False) as client,
+    ):
+        if gateway_id(client.get(url + "/health").content) is not None:
+            return "a Seamark gateway"
+        if version := version_in(client.get(url + "/version").content):
+            return f"vLLM {version}"
+    return ""
+
+
 def _address(server: uvicorn.Server) -> str:
     """Where a started server is reached from this machine."""
     host = _ANY.get(server.config.host, server.config.host)
@@ -179,22 +224,17 @@ def server_for(settings: Settings, log_config: dict[str, Any]) -> uvicorn.Server
     if settings.admin_port is not None:
         _serve_pages(app, settings, log_config, settings.admin_port)
     most = most_connections(settings.max_connections)
-    config = _config(app, settings, log_config, settings.host, settings.port, settings.drain_timeout, most)
+    config = _config(app, log_config, settings.host, settings.port, settings.drain_timeout, most)
     return GatewayServer(config, settings, app.gateway)
 
 
 def _config(
-    app: App,
-    settings: Settings,
-    log_config: dict[str, Any],
-    host: str,
-    port: int,
-    drain_seconds: float,
-    most: int = sys.maxsize,
-    **options: Any,
+    app: App, log_config: dict[str, Any], host: str, port: int, drain: float, most: int = sys.maxsize, **options: Any
 ) -> uvicorn.Config:
+    """`drain`: seconds to finish requests; `most`: connections."""
+    settings = app.gateway.settings
     # uvicorn declares both as int and takes a float.
-    options["timeout_graceful_shutdown"], options["timeout_keep_alive"] = drain_seconds, settings.keepalive_timeout
+    options["timeout_graceful_shutdown"], options["timeout_keep_alive"] = drain, settings.keepalive_timeout
     patience = settings.client_timeout, settings.keepalive_timeout, settings.send_timeout
     bounds = Bounds(settings.max_header_bytes, *patience, most)
     # /metrics counts requests; a line in the log for each would cost more than forwarding it.
@@ -221,7 +261,7 @@ def _serve_pages(app: App, settings: Settings, log_config: dict[str, Any], port:
     @contextlib.asynccontextmanager
     async def lifespan(app: App) -> AsyncIterator[None]:
         pages = build(app.gateway, pages_only=True)
-        config = _config(pages, settings, log_config, settings.admin_host, port, 1.0, lifespan="off")
+        config = _config(pages, log_config, settings.admin_host, port, 1.0, lifespan="off")
         side = _SideServer(config, settings)
         async with started(app):
             serving = asyncio.create_task(side.serve(sockets))

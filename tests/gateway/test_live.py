@@ -23,7 +23,7 @@ from proxy.fleet.pool import MOST_CAUSES
 from proxy.observability import reasons
 from proxy.observability.reasons import REASON_TEXT
 from proxy.observability.shadow import MATCH_UNIT
-from proxy.server import live_page
+from proxy.server.status import PAGE
 from proxy.version import version
 from tests.harness.api_keys import bearer, secret
 from tests.harness.fake_engine import template
@@ -86,7 +86,7 @@ async def test_the_page_needs_no_key_and_its_figures_need_an_operators(in_memory
     gateway = await in_memory(worker, api_keys=keys)
     for path in ("/ui", "/ui/"):
         answer = await gateway.client.get(path, follow_redirects=True)
-        assert answer.status_code == 200 and answer.content == live_page.HTML
+        assert answer.status_code == 200 and answer.content == PAGE
     assert [(await gateway.get(path)).status_code for path in ("/ui/more", "/seamark/live")] == [401, 401]
     assert (await gateway.get("/seamark/live", **bearer("ann"))).status_code == 403
     assert (await live(gateway, **bearer("root")))["workers"]

@@ -1,4 +1,7 @@
-"""The metrics in the code, and every query of every panel in `grafana/` as Grafana would send it to Prometheus."""
+"""The metrics in the code, and every query of every panel in `grafana/` as Grafana would send it to Prometheus.
+
+`python -m tests.harness.dashboards` writes the table of metrics in grafana/README.md: a row keeps what it says.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import promql_parser
+import yaml
 
 from engine_patches.reporting import header_fields
 from engine_patches.reporting.metrics import families
@@ -67,8 +71,10 @@ def _in_code(collector: Any) -> Family:
     return Family(name, tuple(collector._labelnames))
 
 
-GATEWAY = {_in_code(each) for each in vars(Metrics()).values() if hasattr(each, "_labelnames")}
-ENGINE = {_in_code(each) for each in (*vars(families()).values(), header_fields.counted())}
+_OF_GATEWAY = [each for each in vars(Metrics()).values() if hasattr(each, "_labelnames")]
+_OF_ENGINE = [families().info, *families().counters.values(), *families().gauges.values(), header_fields.counted()]
+
+GATEWAY, ENGINE = set(map(_in_code, _OF_GATEWAY)), set(map(_in_code, _OF_ENGINE))
 
 
 class Query(NamedTuple):
@@ -143,6 +149,34 @@ def family_of(series: str) -> str:
     return re.sub(r"_(bucket|sum|count)$", "", series)
 
 
+def shown_in() -> dict[str, set[str]]:
+    """Where each metric of ours is shown."""
+    found: dict[str, set[str]] = {}
+    rules = yaml.safe_load((FOLDER / "rules.yml").read_text())
+    read = [(query.dashboard, query.tree) for query in queries()]
+    read += [("rules", promql_parser.parse(rule["expr"])) for group in rules["groups"] for rule in group["rules"]]
+    for place, tree in read:
+        for name in map(family_of, metrics_in(tree)):
+            if name.startswith("seamark_"):
+                found.setdefault(name, set()).add(place)
+    return found
+
+
+def with_metrics(text: str) -> str:
+    """The document with a row for each metric of the code; one that has none yet is said in the code's words."""
+    said = dict(re.findall(r"^\| `(seamark_\w+)` \| (?:[^|]* )?\| (.*) \| [^|]*\|$", text, re.M))
+    shown = shown_in()
+    for heading, collectors in (("gateway", _OF_GATEWAY), ("engine", _OF_ENGINE)):
+        before, head, rest = re.split(rf"(\n\| {heading} .*\n.*\n)", text, maxsplit=1)
+        for each in collectors:
+            name, labels = _in_code(each)
+            places = [place for place in (*dashboards(), "rules") if place in shown.get(name, ())]
+            cells = f"`{name}`", ", ".join(labels), said.get(name, each._documentation), ", ".join(places)
+            head += "".join(f"| {cell} " if cell else "| " for cell in cells) + "|\n"
+        text = before + head + rest[rest.find("\n\n") + 1 :] if "\n\n" in rest else before + head
+    return text
+
+
 def dimension(tree: promql_parser.Expr) -> Dimension:
     """The dimension of a query's values. Raises `Incommensurable`; `NotImplementedError` for what no dashboard uses."""
     match tree:
@@ -187,3 +221,7 @@ def _of_pair(tree: promql_parser.BinaryExpr) -> Dimension:
 def _times(left: Dimension, right: Dimension) -> Dimension:
     powers = {unit: left.get(unit, 0) + right.get(unit, 0) for unit in {*left, *right}}
     return {unit: power for unit, power in powers.items() if power}
+
+
+if __name__ == "__main__":
+    (FOLDER / "README.md").write_text(with_metrics((FOLDER / "README.md").read_text()))

@@ -27,7 +27,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from engine_patches import settings
 from engine_patches.footprint import WRITES
-from engine_patches.scheduler.draft_gate import CLOSED, OPEN
+from engine_patches.scheduler.drafts import CLOSED, OPEN
 from tests.harness import draft_defects
 from tests.harness.audit import Scene, random_traffic
 from tests.harness.audited_core import ATTENTION, Core, blocks_of

@@ -90,9 +90,9 @@ def _trust_replays() -> None:
 
 @_defect("a preempted request may compute as few tokens again as a step verifies")
 def _replay_in_short_steps() -> None:
-    from engine_patches.scheduler import chunks
+    from engine_patches.scheduler import state_writes
 
-    chunks.no_short_replay = lambda request, start, num_new_tokens, verified: num_new_tokens
+    state_writes.no_short_replay = lambda request, start, num_new_tokens, verified: num_new_tokens
 
 
 def _heal_nothing() -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_patches.scheduler.draft_acceptance import AcceptedDrafts
+from engine_patches.scheduler.drafts import AcceptedDrafts
 from engine_patches.trial.trial import Facts, NoAnswer, TrialAnswer, TrialQuestion, fresh_salt
 
 UNIT, BLOCK = 16, 384  # tokens

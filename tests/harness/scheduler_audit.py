@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from engine_patches.scheduler import cache_keys, hooks, state_writes
-from engine_patches.scheduler.cache_groups import GroupRole, role_of
+from engine_patches.scheduler.refusals import GroupRole, role_of
 from tests.harness.audit import Scene, random_traffic
 from tests.harness.audited_core import Core
 

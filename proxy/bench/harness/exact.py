@@ -32,7 +32,7 @@ class Difference(NamedTuple):
 
 def compare(answer: TimedAnswer, reference: TimedAnswer) -> Difference:
     """How `answer` differs from the reference engine's. Compares as many tokens as `answer` has."""
-    error, position = distance(answer, reference)
+    error, position = distance(answer.steps, reference.steps)
     compared = list(zip(answer.steps, reference.steps, strict=False))[: None if position is None else position + 1]
     # The fifth and the sixth best can change places within the bound; of more tokens that would be a coincidence.
     if any(len(step.top.keys() & wanted.top.keys()) < len(wanted.top) - 1 for step, wanted in compared):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import httpx
 
 from proxy.bench.harness.client import Messages, tokens_of
-from proxy.boundaries.token_ids import common_prefix
+from proxy.boundaries.divergence import common_prefix
 
 _SENTENCE = (
     ("The editor", "A harbour pilot", "Each reader", "The archive", "Our team", "The northern station", "A clerk"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
@@ -24,16 +25,14 @@ from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
 from vllm.v1.outputs import ModelRunnerOutput
 
 from engine_patches.scheduler import state_writes
-from engine_patches.scheduler.cache_groups import MANAGERS
+from engine_patches.scheduler.cache_keys import HeldKeys
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.held_keys import HeldKeys
+from engine_patches.scheduler.counters import AdmittedRequest
+from engine_patches.scheduler.earlier_prompts import COLD, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
 from engine_patches.scheduler.hints import FIELD, PIN
-from engine_patches.scheduler.pins import Pins
-from engine_patches.scheduler.planner import EXPECTED, HINTED, TAIL, CheckpointTarget
+from engine_patches.scheduler.planner import EXPECTED, HINTED, TAIL, CheckpointTarget, Grid, RequestState
 from engine_patches.scheduler.preflight import PreflightFailed, run
-from engine_patches.scheduler.reasons import COLD, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
-from engine_patches.scheduler.retention import Retention
+from engine_patches.scheduler.refusals import MANAGERS
 from engine_patches.scheduler.state_writes import learn_step_time, note_late_output, write_after_scheduling
 from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
@@ -72,7 +71,7 @@ def made(*, in_pass: bool = False) -> Checkpoints:
     init_none_hash(sha256)
     pool = BlockPool(64, enable_caching=True, hash_block_size=UNIT)
     recurrent = SimpleNamespace(kv_cache_group_id=0, block_size=512)
-    return Checkpoints(GRID, 512, States(HeldKeys(pool, GRID, [recurrent], []), Pins(pool, 0), in_pass))
+    return Checkpoints(GRID, 512, States(HeldKeys(pool, GRID, [recurrent], []), 0, in_pass))
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def test_an_admitted_request_reports_what_it_shares_and_what_its_entries_became(
     checkpoints.admitted(request(HEAD + own(2, 300), hint, name="b"), 0)
     checkpoints.admitted(request(HEAD + own(3, 300), ["last:199"], name="c"), 192)
     checkpoints.admitted(request(HEAD + own(4, 300), [200], name="d", skip_reading_prefix_cache=True), 0)
-    assert list(checkpoints.counters.take().requests) == [
+    assert list(map(msgspec.structs.astuple, checkpoints.counters.take().requests)) == [
         ("a", NO_BOUNDARY, 0, 0, ()),
         ("b", COLD, 0, 192, (200, 0, 200, 3)),
         ("c", HIT, 192, 192, (200,)),
@@ -165,7 +164,7 @@ def test_what_one_salt_shows_is_nothing_to_another():
 
 def test_an_expected_state_that_served_somebody_is_kept_as_shared_and_goes_on_to_count():
     writing = documents()
-    writing.states.retention = retention = Retention(writing.states.keys.pool)
+    retention = writing.states.retention
     for number in range(200, 200 + 10 * 80, 10):
         first = request(own(number, 640) + own(number + 1, 60), name="first", all_token_ids=own(number, 640))
         (target,) = [target for target in writing.targets(first) if target.kind == EXPECTED]
@@ -189,7 +188,7 @@ def test_what_became_of_a_heads_rows_is_told_with_the_hit(checkpoints, window, h
     state.window, state.heals = window, heals
     checkpoints.admitted(again, hit)
     counts = checkpoints.counters.take()
-    assert list(counts.window_of) == [("a", window)] and counts.outcomes == {reason: 1}
+    assert counts.windows == {window: 1} and counts.outcomes == {reason: 1}
     assert told == [checkpoints.states.keys.state_key(again, 192)]
 
 
@@ -199,7 +198,7 @@ def test_what_another_worker_has_computed_is_a_hit_that_saves_nothing_here(check
     checkpoints.state_of(loading).loaded = 180
     checkpoints.admitted(loading, 64)
     counts = checkpoints.counters.take()
-    assert list(counts.requests) == [("a", HIT, 180, 192, ())] and counts.hits == 0
+    assert counts.requests == [AdmittedRequest("a", HIT, 180, 192, ())] and counts.hits == 0
     assert checkpoints.state_of(loading).resumed_at == 180
 
 
@@ -300,14 +299,15 @@ def test_each_manager_of_the_oldest_vllm_is_named_and_none_that_no_version_has()
 
 def test_who_has_its_whole_answer_is_told_once_and_who_has_left_before_is_not():
     """In a step in which requests verify three drafts."""
-    verified, over = [], []
+    states: dict[str, RequestState] = {}
+    over = []
     seamark = SimpleNamespace(
         step_time=SimpleNamespace(step_took=lambda *_, **__: None),
         states=None,
         own=None,
         step_ended=0.0,
         verified=4,
-        verified_drafts=lambda request, accepted: verified.append((request.request_id, accepted)),
+        state_of=lambda request: states.setdefault(request.request_id, RequestState()),
         finished=lambda request: over.append(request.request_id),
         last_planned=SimpleNamespace(
             num_scheduled_tokens=dict.fromkeys("abc", 4),
@@ -329,7 +329,7 @@ def test_who_has_its_whole_answer_is_told_once_and_who_has_left_before_is_not():
     scheduler = SimpleNamespace(seamark=seamark, requests=requests)
     answers = SimpleNamespace(sampled_token_ids=[[5, 6]] * 3, req_id_to_index={"a": 0, "b": 1, "c": 2})
     assert learn_step_time(update)(scheduler, seamark.last_planned, answers) == "outputs"
-    assert verified == [("c", 1)] and over == ["c"]
+    assert [*states] == over == ["c"] and (states["c"].draft_steps, states["c"].accepted) == (1, 1)
 
 
 DECODE = 0.0046  # seconds on the GPU
@@ -443,4 +443,4 @@ def test_a_prefill_is_seen_as_long_as_it_takes(monkeypatch, streams, answer, at_
     # A step that is being launched while the one before it still runs is seen as long as both together.
     launch_ahead = DECODE + launch_decode if streams or answer > 1 else 0
     assert scheduler.seamark.step_time.seconds(2000, 1) == pytest.approx(0.072, rel=0.15, abs=launch_ahead)
-    assert scheduler.seamark.step_time.token_seconds == pytest.approx(TOKEN, rel=0.5)
+    assert scheduler.seamark.step_time.pace.token == pytest.approx(TOKEN, rel=0.5)

@@ -26,11 +26,9 @@ from engine_patches.disk.connector import SeamarkConnector, StateScheduler
 from engine_patches.footprint import LOCAL_HIT
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import ALL
-from engine_patches.scheduler.cache_keys import key_at
+from engine_patches.scheduler.cache_keys import HeldKeys, key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.held_keys import HeldKeys
-from engine_patches.scheduler.pins import Pins
+from engine_patches.scheduler.planner import Grid
 from engine_patches.scheduler.states import States
 
 UNIT, BLOCK, BLOCKS = 16, 64, 60  # tokens, tokens, blocks
@@ -157,7 +155,7 @@ class Scene:
         managers = [SimpleNamespace(kv_cache_group_id=group, block_size=BLOCK) for group in range(3)]
         attention = [managers[ATTENTION]] if states.pop("attention", True) else []
         keys = HeldKeys(self.pool, Grid(UNIT, UNIT), [managers[group] for group in RECURRENT], attention)
-        self.states = States(keys, Pins(self.pool, 20), **{"in_pass": True, **states})
+        self.states = States(keys, 20, **{"in_pass": True, **states})
         self.checkpoints = Checkpoints(Grid(UNIT, UNIT), BLOCK, self.states, weights=Weights(weights))
         self.scheduler = StateScheduler(spec_of(self.rows, keep), CONFIG, caches())
         if introduced:

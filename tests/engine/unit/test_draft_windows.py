@@ -20,8 +20,7 @@ from vllm.v1.request import Request
 
 from engine_patches.scheduler import draft_windows
 from engine_patches.scheduler.draft_windows import HEALED, HELD, ZEROED, DraftWindows
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.request_state import RequestState
+from engine_patches.scheduler.planner import Grid, RequestState
 from engine_patches.scheduler.step_time import ENOUGH, StepTime
 
 ROWS = dict(block_size=64, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -87,13 +86,10 @@ def test_no_row_that_the_target_reads_is_left_out(names, spec):
     assert not any(left_out(cache((names, spec))))
 
 
-def test_nothing_is_left_out_where_zeros_would_be_somebody_s_rows_or_vllm_needs_no_help(monkeypatch):
+def test_nothing_is_left_out_where_zeros_would_be_somebody_s_rows_or_vllm_asks_all_groups(monkeypatch):
     window = (["mtp.layers.0.attn"], of_a_head())
     assert not any(left_out(cache(window, states=False)))  # new blocks are not zeroed
     assert not any(left_out(cache(window), drafts=None))
-    monkeypatch.setattr(SlidingWindowManager, "supports_fine_grained_hash_lookup", True)
-    assert not any(left_out(cache(window)))
-    monkeypatch.undo()
     monkeypatch.setattr(draft_windows, "can_be_left_out", lambda: False)
     assert not any(left_out(cache(window)))
 
@@ -192,7 +188,7 @@ def test_a_window_is_healed_once_and_again_when_it_was_found_and_lost(monkeypatc
     assert admitted(HEALED) == (320, ZEROED)
     hits.windows.clear()
     assert hits.found()[1:] == (96, HEALED)
-    monkeypatch.setattr(draft_windows, "MAX_HEALED", 1)
+    hits.windows._healed.most = 1
     assert admitted(HEALED) == (320, ZEROED)
     assert admitted(HEALED, b"another") == (96, HEALED), "the one that was healed longest ago is forgotten"
 

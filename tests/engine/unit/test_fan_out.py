@@ -8,8 +8,7 @@ from vllm.v1.request import RequestStatus
 
 from engine_patches.scheduler import fan_out
 from engine_patches.scheduler.counters import Counters
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.request_state import RequestState, Wish
+from engine_patches.scheduler.planner import Grid, RequestState, Wish
 from engine_patches.scheduler.step_time import StepTime
 
 UNIT = 16

@@ -23,18 +23,14 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from engine_patches.scheduler import state_events
+from engine_patches.scheduler.cache_keys import HeldKeys, watch_removed_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.held_keys import HeldKeys, watch_removed_keys
 from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.hooks import release_before_reset
 from engine_patches.scheduler.kv_events import ResumableBlocks
-from engine_patches.scheduler.pins import NO_ROOM, NOT_CACHED, PINNED, Pins
-from engine_patches.scheduler.planner import HINTED, CheckpointTarget
-from engine_patches.scheduler.request_state import RequestState
-from engine_patches.scheduler.retention import Retention
+from engine_patches.scheduler.planner import HINTED, CheckpointTarget, Grid, RequestState
 from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvicted, StateStored
-from engine_patches.scheduler.states import States
+from engine_patches.scheduler.states import NO_ROOM, NOT_CACHED, PINNED, States
 from tests.harness.kv_event_index import KvEventIndex
 
 UNIT, BLOCK, BLOCKS = 16, 64, 40
@@ -80,8 +76,8 @@ class Cache(RuleBasedStateMachine):
             SimpleNamespace(kv_cache_group_id=group, block_size=BLOCK) for group in (*RECURRENT, ATTENTION)
         )
         self.keys = HeldKeys(self.pool, GRID, recurrent, [attention])
-        self.retention = Retention(self.pool, SHARE / BLOCKS)
-        self.states = States(self.keys, Pins(self.pool, PINNED_BLOCKS), retention=self.retention)
+        self.states = States(self.keys, PINNED_BLOCKS, share=SHARE / BLOCKS)
+        self.retention = self.states.retention
         self.checkpoints = Checkpoints(GRID, BLOCK, self.states)
         ResumableBlocks(self.keys, {ATTENTION: self.announced}).take_over()
         self.index = KvEventIndex(UNIT)

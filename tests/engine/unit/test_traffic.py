@@ -21,8 +21,8 @@ from engine_patches.disk import connector
 from engine_patches.disk.files import LoadCost
 from engine_patches.scheduler import preflight
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.grid import Grid
 from engine_patches.scheduler.hooks import LEAVE_WEIGHTS, forget_weights_that_may_change, warn_of_narrow_states
+from engine_patches.scheduler.planner import Grid
 from engine_patches.scheduler.preflight import PreflightFailed
 from tests.harness import adapter_audit, disk_audit, draft_audit, scheduler_audit, situation_audit, transfer_audit
 from tests.harness.audit import audited, patched_vllm, random_traffic

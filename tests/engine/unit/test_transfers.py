@@ -16,8 +16,7 @@ from engine_patches.footprint import WEIGHTS
 from engine_patches.forward import loaded_weights
 from engine_patches.forward.loaded_weights import COLUMNS, ROWS, Weights
 from engine_patches.scheduler import transfers
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.planner import HINTED, CheckpointTarget
+from engine_patches.scheduler.planner import HINTED, CheckpointTarget, Grid
 from tests.harness.changed_weights import CHANGES, change
 
 UNIT = 16  # tokens

@@ -28,7 +28,7 @@ from proxy.cli import COMMANDS
 from proxy.commands import key, render_server, serve
 from proxy.commands.parser import Parser
 from proxy.commands.render_server import free_port
-from proxy.server import descriptors, memory, uvicorn_server
+from proxy.server import process_limits, uvicorn_server
 
 
 @pytest.mark.parametrize(("given", "meant"), [("srve", "serve"), ("gpucheck", "gpu-check"), ("zzz", "")])
@@ -192,9 +192,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(serve.os, "environ", {})
     monkeypatch.setattr(uvicorn_server, "server_for", lambda settings, logging: made.settings.append(settings) or made)
     monkeypatch.setattr(uvicorn_server, "bound", lambda setting, host, port: [(setting, host, port)])
-    monkeypatch.setattr(descriptors, "raise_limit", lambda: None)
-    monkeypatch.setattr(memory, "give_large_blocks_back", lambda: None)
-    monkeypatch.setattr(memory, "fitted", lambda settings: settings)
+    monkeypatch.setattr(process_limits, "raise_descriptor_limit", lambda: None)
+    monkeypatch.setattr(process_limits, "give_large_blocks_back", lambda: None)
+    monkeypatch.setattr(process_limits, "fitted", lambda settings: settings)
     thresholds = gc.get_threshold()
     yield made
     gc.set_threshold(*thresholds)
@@ -218,7 +218,7 @@ def test_a_variable_that_nothing_reads_is_named(server, monkeypatch, capsys):
 
 
 def test_less_memory_than_the_settings_want_is_said_with_what_is_taken(server, monkeypatch, capsys):
-    monkeypatch.setattr(memory, "fitted", lambda settings: settings.model_copy(update={"memory_bytes": 5}))
+    monkeypatch.setattr(process_limits, "fitted", lambda settings: settings.model_copy(update={"memory_bytes": 5}))
     assert serve.main(WORKER) == 0 and server.settings[0].memory_bytes == 5
     (line,) = capsys.readouterr().err.splitlines()
     assert "this process may not have the memory of the settings: " in line and "memory_bytes is 5" in line

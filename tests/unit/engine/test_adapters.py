@@ -62,7 +62,7 @@ def test_of_two_adapters_under_one_id_the_first_alone_is_certain(tmp_path: Path,
     """Several API servers count ids of their own, and the workers hold one adapter under each."""
     held, first, second = adapters.Adapters(), asked(tmp_path / "one", "one"), asked(tmp_path / folder, name)
     kept = held_by(held, first)
-    assert kept.name == "one" and held.of(second) is None
+    assert kept.key.name == "one" and held.of(second) is None
     assert held.of(msgspec.structs.replace(first)) is kept
     beside = held_by(held, msgspec.structs.replace(second, lora_int_id=2))
     assert beside.key != kept.key, "under an id of its own it is certain"
@@ -77,8 +77,8 @@ def test_a_tag_stands_for_what_the_files_say_and_not_for_where_they_lie(tmp_path
         "another configuration": written(tmp_path / "four", config="{ }"),
         "another kind of file": written(tmp_path / "five", file=adapters.WEIGHTS[1]),
     }
-    tags = [held_by(adapters.Adapters(), Lora("a", str(folder))).tag for folder in folders.values()]
-    tags.append(held_by(adapters.Adapters(), Lora("a", str(folders["one"]), is_3d_lora_weight=True)).tag)
+    tags = [held_by(adapters.Adapters(), Lora("a", str(folder))).key.tag for folder in folders.values()]
+    tags.append(held_by(adapters.Adapters(), Lora("a", str(folders["one"]), is_3d_lora_weight=True)).key.tag)
     assert tags[0] == tags[1] == tags[2] and len({*tags}) == 5 and all(len(tag) == 64 for tag in tags)
 
 
@@ -112,7 +112,7 @@ def test_files_that_change_are_not_certain_until_they_are_loaded_again(tmp_path:
     assert len(engine_log.messages) == (not in_place)  # one that is loaded in each step is about to be read
     assert held.load(lora, lambda _: "loaded") == "loaded"
     # Nobody knows what computed under the tag of before, though the contents are the same.
-    assert held_by(held, lora).tag != before.tag and not before.computes(lora)
+    assert held_by(held, lora).key.tag != before.key.tag and not before.computes(lora)
 
 
 def test_files_that_do_not_answer_hold_up_nobody_and_nothing_of_them_is_certain_until_they_do(tmp_path, monkeypatch):
@@ -128,15 +128,15 @@ def test_files_that_do_not_answer_hold_up_nobody_and_nothing_of_them_is_certain_
         for _ in range(200):  # of which one waits
             assert held.of(lora) is None
         ready.set()
-        wait_for(lambda: held._looks.signature(lora))
+        wait_for(lambda: held.signature(lora))
         if ready is answers:
             assert held.of(lora) is None, "the workers may have read what the files were before"
             held.load(lora, lambda _: None)
     wait_for(lambda: held.of(lora))
     kept = held_by(held, lora)
-    assert kept.tag == held_by(adapters.Adapters(), lora).tag
+    assert kept.key.tag == held_by(adapters.Adapters(), lora).key.tag
     answers.clear()
-    assert not kept.computes(lora) and held.of(lora) is None and held_by(held, other).name == "b"
+    assert not kept.computes(lora) and held.of(lora) is None and held_by(held, other).key.name == "b"
     answers.set()
     wait_for(lambda: held.of(lora) is kept)
     hashes.clear()
@@ -216,7 +216,7 @@ class Engine:
 def test_hashes_hold_the_contents_that_the_engine_has_loaded_or_what_no_other_has(tmp_path: Path):
     engine, lora, hashes = Engine(), asked(tmp_path / "a", "a"), adapters.hash_contents(lambda _: [("lora", "a")])
     request = engine.preprocess(made_request(lora))
-    assert request.block_hashes == [[("lora", "a", request.seamark_adapter.tag)]] and not adapters.is_alone(request)
+    assert request.block_hashes == [[("lora", "a", request.seamark_adapter.key.tag)]] and not adapters.is_alone(request)
     assert adapters.hash_contents(lambda _: [])(made_request(None)) == [] and not adapters.is_alone(made_request(None))
     one, other = made_request(lora), made_request(lora)
     ((*_, first),), ((*_, second),) = hashes(one), hashes(other)
@@ -232,7 +232,7 @@ def test_a_request_whose_adapter_was_loaded_again_meanwhile_is_hashed_again(tmp_
     (tmp_path / "a" / adapters.WEIGHTS[0]).write_text("changed")
     engine.add_lora(msgspec.structs.replace(lora, load_inplace=True))
     engine.add(request)
-    assert request.block_hashes == [("made", request.seamark_adapter.tag)] and not adapters.is_alone(request)
+    assert request.block_hashes == [("made", request.seamark_adapter.key.tag)] and not adapters.is_alone(request)
     assert request.seamark_adapter is not early.seamark_adapter and engine.replaced == ["a"]
 
 

@@ -13,9 +13,9 @@ from engine_patches.commands.explain import about
 from engine_patches.footprint import OWN as OWN_REQUEST
 from engine_patches.kv_connectors import CONNECTORS, UNKNOWN, ConnectorLane, decide_by
 from engine_patches.ledger import Shape, ShapeMismatch
-from engine_patches.scheduler.draft_gate import CLOSED, NONE, OFF, ON, ON_TRIAL, DraftGate
+from engine_patches.scheduler.drafts import CLOSED, NONE, OFF, ON, ON_TRIAL, DraftGate
 from engine_patches.scheduler.hints import IGNORED_REASONS
-from engine_patches.scheduler.match_unit import default_to_fine_unit, expected, kernel_chunk, state_alignment
+from engine_patches.scheduler.hooks import default_to_fine_unit, kernel_chunk, state_alignment, unit_of
 from engine_patches.scheduler.refusals import LONGEST, SPECULATIVE, Refusal, by_configuration, by_scheduler
 
 
@@ -213,21 +213,9 @@ def test_a_prefix_has_to_be_shared_as_far_ahead_as_the_engine_looks(vllm_config,
     assert speculation.ahead(vllm_config, unit) == ahead
 
 
-@pytest.mark.parametrize(
-    ("vllm_config", "unit"),
-    [
-        (config(), 16),
-        (config(unit=48), 48),
-        (config(type="qwen3_5_moe"), 64),
-        (config(connector="DecodeBenchConnector", block=528), 528),
-        (config(index=24), 48),
-    ],
-)
-def test_the_unit_before_the_engine_has_reported_its_own(vllm_config, unit, monkeypatch):
-    assert expected(vllm_config) == unit
-    assert expected(config(MTP, block=528)) == 528, "where nobody wants hints"
-    monkeypatch.setenv("SEAMARK_DRAFTS", "1")
-    assert expected(config(MTP)) == 16 and expected(config(MTP, type="qwen3_next")) == 64
+@pytest.mark.parametrize(("vllm_config", "unit"), [(config(), 16), (config(unit=48), 48), (config(index=24), 48)])
+def test_the_unit_before_the_engine_has_reported_its_own(vllm_config, unit):
+    assert unit_of(vllm_config) == unit
 
 
 class Recurrent(SimpleNamespace):

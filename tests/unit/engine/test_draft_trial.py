@@ -14,8 +14,17 @@ import pytest
 
 from engine_patches.answers import compare
 from engine_patches.scheduler.counters import Counters
-from engine_patches.scheduler.draft_acceptance import AcceptedDrafts, AcceptedPair, LiveAcceptance, judge_pairs
-from engine_patches.scheduler.draft_gate import CLOSED, ON, ON_TRIAL, OPEN, DraftGate
+from engine_patches.scheduler.drafts import (
+    CLOSED,
+    ON,
+    ON_TRIAL,
+    OPEN,
+    AcceptedDrafts,
+    AcceptedPair,
+    DraftGate,
+    LiveAcceptance,
+    judge_pairs,
+)
 from engine_patches.trial import trial as trials
 from engine_patches.trial import turns
 from engine_patches.trial.trial import (

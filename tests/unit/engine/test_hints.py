@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_patches.scheduler import hints, planner, reasons
-from engine_patches.scheduler.grid import Grid
+from engine_patches.scheduler import earlier_prompts, hints, planner
+from engine_patches.scheduler.earlier_prompts import COLD, EVICTED, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
 from engine_patches.scheduler.hints import MAX_ENTRIES, MAX_PATTERN, first_end, hint_in, last_end, resolve, turn_end
-from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, JUNCTION, LEARNED, TAIL, CheckpointTarget
-from engine_patches.scheduler.reasons import BELOW_UNIT, COLD, EVICTED, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
-from engine_patches.scheduler.request_state import TurnEnd, Wish
+from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, JUNCTION, LEARNED, TAIL, Grid, TurnEnd, Wish
 
 IDS = list(range(1, 1001))  # the token 500 is the 500th
 
@@ -30,8 +28,8 @@ def resolved(hint: Any, ids: Any = IDS) -> tuple[tuple[int, ...], Counter[str]]:
 def read(hint: Any) -> tuple[tuple[int, ...], Counter[str]]:
     """Positions at which a state is kept, and what was ignored."""
     positions, ignored = resolved(hint)
-    kept = planner.Planner(Grid(16, 16), 384).usable_positions(positions, lambda reason: ignored.update([reason]))
-    return kept, ignored
+    wish = planner.Planner(Grid(16, 16), 384).wish([], positions, 1000, 0, (), lambda reason: ignored.update([reason]))
+    return wish.hinted_positions, ignored
 
 
 def test_entries_are_resolved_in_their_order_to_the_token():
@@ -155,11 +153,11 @@ def request(tokens: int = 400, name: str = "a", **more: Any) -> Any:
         ({}, 320, {"hinted": False, "shared": 320}, 304, HIT),
         ({}, 400, {"hinted": False, "shared": 320}, 0, NO_BOUNDARY),
         ({}, 400, {}, 0, HINT_IGNORED),
-        ({}, 16, {}, 0, BELOW_UNIT),
+        ({}, 16, {}, 0, earlier_prompts.BELOW_UNIT),
     ],
 )
 def test_a_request_has_one_reason_the_deepest_cause(computed, tokens, wish, hit, reason):
-    outcomes = reasons.Outcomes(Grid(16, 16))
+    outcomes = earlier_prompts.Outcomes(Grid(16, 16))
     for position, miss in computed.items():
         outcomes.computed(request(), position, COLD)
         outcomes.computed(request(), position, miss)  # what became of it last counts
@@ -172,13 +170,13 @@ def test_a_request_has_one_reason_the_deepest_cause(computed, tokens, wish, hit,
 
 
 def test_a_prefix_goes_by_what_has_to_be_shared_beside_a_draft_head_and_inside_a_kernels_chunk():
-    outcomes, first, other = reasons.Outcomes(Grid(16, 16, 16, 16)), request(), request(name="b")
+    outcomes, first, other = earlier_prompts.Outcomes(Grid(16, 16, 16, 16)), request(), request(name="b")
     outcomes.computed(first, 144, EVICTED)
     for shared, missed in ((160, EVICTED), (144, COLD)):
         other.block_hashes = first.block_hashes[: shared // 16] + request(name="b").block_hashes[shared // 16 :]
         assert outcomes.reason_for(other, Wish((144,), hinted=True, shared=shared), 0) == missed
     assert outcomes.reason_for(first, Wish(hinted=True, shared=160), 144) == HIT, "all that it can have"
-    chunked = reasons.Outcomes(Grid(16, 64))
+    chunked = earlier_prompts.Outcomes(Grid(16, 64))
     assert chunked.reason_for(first, Wish((128,), hinted=True, shared=176), 128) == HIT
     assert chunked.reason_for(first, Wish((128,), hinted=True, shared=192), 128) == COLD
 
@@ -337,7 +335,7 @@ def test_the_turn_that_a_prompt_ends_with(wish, turn):
     ],
 )
 def test_what_serves_one_conversation_alone(kind, position, resumed_at, hinted, ends):
-    target = CheckpointTarget(position, kind)
+    target = planner.CheckpointTarget(position, kind)
     assert PLANNER.ends_a_turn(Wish(hinted), target, resumed_at) is ends
     assert PLANNER.saved(target, resumed_at) == position - (resumed_at if kind == LEARNED else 0)
 
@@ -346,4 +344,4 @@ def test_what_serves_one_conversation_alone(kind, position, resumed_at, hinted, 
 def test_a_conversation_that_goes_on_passes_by_what_lies_between_its_head_and_its_end(wish):
     for before, passed in ((TurnEnd(160, 464), [] if wish else [480, 560]), (None, [])):
         known = Wish((160, 480, 560, 976), turn_end=976, goes_on_from=before, **wish)
-        assert [p for p in known.positions if PLANNER.is_passed_by(known, CheckpointTarget(p, HINTED))] == passed
+        assert [p for p in known.positions if PLANNER.is_spare(known, planner.CheckpointTarget(p, HINTED))] == passed

@@ -11,13 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_patches.disk.files import LoadCost
-from engine_patches.scheduler import expected_junctions, turn_value
-from engine_patches.scheduler.expected_junctions import ENOUGH, RENEWAL, ExpectedJunctions, SeenPrompt, best_places
-from engine_patches.scheduler.forecast import ForecastEngine, ForecastJob, first_tokens
-from engine_patches.scheduler.request_state import TurnEnd
-from engine_patches.scheduler.seen import SeenPrefixes
+from engine_patches.scheduler import earlier_prompts
+from engine_patches.scheduler.earlier_prompts import (
+    ENOUGH,
+    PROBE,
+    ExpectedJunctions,
+    SeenPrefixes,
+    SeenPrompt,
+    TurnValue,
+)
+from engine_patches.scheduler.fan_out import ForecastEngine, ForecastJob, first_tokens
+from engine_patches.scheduler.planner import TurnEnd
 from engine_patches.scheduler.step_time import ASSUMED_TOKENS_PER_PASS, MOST_TOKENS_PER_PASS, StepTime
-from engine_patches.scheduler.turn_value import JUDGED_AFTER_SECONDS, PROBE, TurnValue
 
 
 @given(st.lists(st.text("ab", max_size=12), max_size=30), st.integers(1, 40))
@@ -98,11 +103,11 @@ def learnt(floor, token, lengths, state=0.0, generating=(), most=0, passes=400, 
 )
 def test_floor_token_and_state_are_found_whatever_prompts_are_usual(generating, floor, token, state, lengths):
     step_time = learnt(floor, token, lengths, state, [generating] * 8, most=3)
-    assert step_time.token_seconds == pytest.approx(token, rel=0.1, abs=0.1 * floor / 2000)
+    assert step_time.pace.token == pytest.approx(token, rel=0.1, abs=0.1 * floor / 2000)
     assert step_time.pace.state == pytest.approx(state, rel=0.25, abs=0.02 * floor + 0.01 * token * 2000)
-    assert step_time.floor_seconds == pytest.approx(floor, rel=0.25, abs=0.02 * token * lengths[1])
-    worth = step_time.tokens_worth(passes=2, states=1, decodes=3) * step_time.token_seconds
-    assert worth == pytest.approx(2 * step_time.floor_seconds + step_time.pace.state + 3 * step_time.pace.decode)
+    assert step_time.pace.floor == pytest.approx(floor, rel=0.25, abs=0.02 * token * lengths[1])
+    worth = step_time.tokens_worth(passes=2, states=1, decodes=3) * step_time.pace.token
+    assert worth == pytest.approx(2 * step_time.pace.floor + step_time.pace.state + 3 * step_time.pace.decode)
     assert step_time.pace.decode == pytest.approx(generating, rel=0.03)
     for _ in range(5):  # stalled passes do not count, nor those that show nothing
         step_time.step_took(500, 1000 * floor)
@@ -118,10 +123,10 @@ def test_where_all_prompts_have_one_length_the_floor_is_that_of_generating_or_as
     assert not step_time.known and step_time.seconds(1000, 3) == 0
     assert step_time.tokens_worth(3, 0, 1) == 4 * ASSUMED_TOKENS_PER_PASS
     learnt(0.26, 0.0002, (2000, 2000), generating=generating, step_time=step_time)
-    assert step_time.floor_seconds == pytest.approx(floor, rel=0.03)
+    assert step_time.pace.floor == pytest.approx(floor, rel=0.03)
     assert step_time.seconds(2000, 1) == pytest.approx(0.66, rel=0.03)
     free = learnt(0.4, 0.0, (64, 200))  # short prompts take as long as shorter ones, and long ones may not
-    assert 0 < free.tokens_per_pass <= MOST_TOKENS_PER_PASS * 1.001
+    assert 0 < free.tokens_worth(passes=1) <= MOST_TOKENS_PER_PASS * 1.001
 
 
 ENGINE = ForecastEngine(budget=8192, chunk=8192, alignment=16, slots=256, tokens_per_pass=800)
@@ -173,7 +178,7 @@ THREE = left(1000, 1000, 1000)
     ],
 )
 def test_a_place_is_where_enough_were_left_at_a_gain(prompts, cost, places):
-    assert best_places(iter(prompts), cost) == places
+    assert earlier_prompts.best_places(iter(prompts), cost) == places
 
 
 def document(learner, number, group=b"salt", resumed=0):
@@ -184,7 +189,7 @@ def document(learner, number, group=b"salt", resumed=0):
 
 def test_places_are_learned_for_each_group_and_forgotten_at_a_bound(monkeypatch):
     for name, value in {"MAX_GROUPS": 2, "MAX_PARTED": 1, "MAX_WRITTEN": 2, "WINDOW": 40}.items():
-        monkeypatch.setattr(expected_junctions, name, value)
+        monkeypatch.setattr(earlier_prompts, name, value)
     learner = ExpectedJunctions()
     for number in (0, 1) * ENOUGH:  # each is a stranger when it comes again
         document(learner, number)
@@ -193,18 +198,18 @@ def test_places_are_learned_for_each_group_and_forgotten_at_a_bound(monkeypatch)
     for group in (b"other", b"salt", b"third"):
         learner.add(group, None, 0, 1060, 0, 30.0)
     assert learner.places(b"salt", 0, 1060) == (1000,), "it was seen lately"
-    for _ in range(40 + RENEWAL):
+    for _ in range(40 + earlier_prompts.RENEWAL):
         learner.add(b"salt", None, 0, 1060, 0, 30.0)
     assert learner.places(b"salt", 0, 1060) == (), "nobody leaves prompts there any more"
     for number in range(2 * ENOUGH):
         document(learner, number, b"anyhow", resumed=1000)
     assert learner.places(b"anyhow", 0, 1060) == () == learner.places(b"other", 0, 1060)
-    for _ in range(3 * RENEWAL):  # only the first to leave a prompt counts
+    for _ in range(3 * earlier_prompts.RENEWAL):  # only the first to leave a prompt counts
         learner.add(b"again", b"document", 1000, 1060, 0, 30.0)
     assert learner.places(b"again", 0, 1060) == ()
     for number in range(3):
-        learner.written(b"%d" % number)
-    assert [learner.is_expected(b"%d" % number) for number in range(3)] == [False, True, True]
+        learner.written[b"%d" % number] = None
+    assert [b"%d" % number in learner.written for number in range(3)] == [False, True, True]
 
 
 class Turns:
@@ -226,11 +231,11 @@ class Turns:
 def test_a_heads_turns_are_written_until_enough_ended_for_good_and_again_once_one_goes_on(tokens, enough):
     turns, how = Turns(), {"turn": TurnEnd(10, 10 + tokens), "cost": 240.0}
     assert all(turns.end(*range(enough), **how))
-    turns.now += JUDGED_AFTER_SECONDS - 1
+    turns.now += earlier_prompts.JUDGED_AFTER_SECONDS - 1
     assert turns.end(0, **how) == [True], "none is judged yet, and one waits from its last time on"
     turns.now += 1
     assert turns.end(enough, **how) == [True], "one is missing"
-    turns.now += JUDGED_AFTER_SECONDS
+    turns.now += earlier_prompts.JUDGED_AFTER_SECONDS
     assert sum(turns.end(*range(1000, 1000 + 3 * PROBE), **how)) == 3, "now and then one is, all the same"
     assert turns.end(1, head="another", **how) == [True]
     assert turns.back_to(1000) == how["turn"], "though it was not written"
@@ -241,17 +246,17 @@ def test_who_comes_back_is_told_the_last_turn_it_goes_on_from_once():
     turns = Turns()
     for number in (1, 2):
         turns.end(number, turn=TurnEnd(10, 100 * number))
-    turns.now += 100 * JUDGED_AFTER_SECONDS  # late
+    turns.now += 100 * earlier_prompts.JUDGED_AFTER_SECONDS  # late
     turns.end(3)
     assert turns.back_to(7) is None and turns.back_to(1, 7, 2) == TurnEnd(10, 200) and turns.back_to(1, 2) is None
 
 
 def test_no_more_heads_and_ends_are_remembered_than_some(monkeypatch):
-    most = turn_value.ENOUGH
-    monkeypatch.setattr(turn_value, "MAX_HEADS", 2)
-    monkeypatch.setattr(turn_value, "MAX_ENDS", most)
+    most = earlier_prompts.ENDS_TO_JUDGE
+    monkeypatch.setattr(earlier_prompts, "MAX_HEADS", 2)
+    monkeypatch.setattr(earlier_prompts, "MAX_ENDS", most)
     turns = Turns()
     for number in range(4 * most):
         turns.end(number, head=f"head {number // most}")
-        turns.now += JUDGED_AFTER_SECONDS / 3
+        turns.now += earlier_prompts.JUDGED_AFTER_SECONDS / 3
     assert len(turns.value._ends) <= most >= len(turns.value._judged) and len(turns.value._heads) == 2

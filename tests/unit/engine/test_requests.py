@@ -11,11 +11,10 @@ from engine_patches.footprint import RUNNING, WRITES
 from engine_patches.forward import step_writes
 from engine_patches.forward.segments import _levels
 from engine_patches.forward.step_writes import StatesNotWritten, Step, Write, running_step, wrote_states
-from engine_patches.scheduler import counters, load
-from engine_patches.scheduler.chunks import next_stop, run_to_the_budget
+from engine_patches.scheduler import counters
 from engine_patches.scheduler.counters import REPORT_INTERVAL, AdmittedRequest, Counters
-from engine_patches.scheduler.grid import Grid
-from engine_patches.scheduler.request_state import RequestState, Wish
+from engine_patches.scheduler.planner import Grid, RequestState, Wish
+from engine_patches.scheduler.state_writes import next_stop, run_to_the_budget
 from engine_patches.upstream_fixes import decline_late_reads
 
 
@@ -92,7 +91,7 @@ def test_a_step_is_cut_at_the_states_it_writes(rows, writes, levels):
 
 
 def sent(told: Any = None, computed: int = 0, params: bool = True) -> SimpleNamespace:
-    extra = None if told is None else {load.FIELD: told}
+    extra = None if told is None else {counters.LOAD_FIELD: told}
     sampling = SimpleNamespace(extra_args=extra) if params else None
     return SimpleNamespace(sampling_params=sampling, num_prompt_tokens=1000, num_computed_tokens=computed)
 
@@ -110,14 +109,14 @@ def sent(told: Any = None, computed: int = 0, params: bool = True) -> SimpleName
     ],
 )
 def test_each_gateway_has_its_requests_and_what_is_left_of_their_prompts(requests, loads):
-    assert load.of_gateways(requests) == loads == load.of_gateways(requests)
+    assert counters.loads_of_gateways(requests) == loads == counters.loads_of_gateways(requests)
 
 
 @pytest.mark.parametrize(("new", "tokens", "may"), [([], 64, True), (["a"], 2, True), ([], 2, False)])
 def test_loads_are_added_up_where_a_step_may_have_changed_them(new, tokens, may):
     planned = SimpleNamespace(scheduled_new_reqs=new, scheduled_spec_decode_tokens={"a": [7]})
     planned.num_scheduled_tokens, planned.total_num_scheduled_tokens = {"a": tokens}, tokens
-    assert load.may_have_changed(planned) is may and load.may_have_changed(None)
+    assert counters.loads_may_have_changed(planned) is may and counters.loads_may_have_changed(None)
 
 
 ADMITTED = AdmittedRequest("r", "hit", 160, 176, (163, 0))
@@ -126,14 +125,13 @@ ADMITTED = AdmittedRequest("r", "hit", 160, 176, (163, 0))
 @pytest.mark.parametrize(
     ("count", "counts"),
     [
-        (lambda counted: counted.state_written("tail"), {"written": {"tail": 2}}),
+        (lambda counted: counted.counts.written.update({"tail": 1}), {"written": {"tail": 2}}),
         (lambda counted: counted.hint_ignored("malformed"), {"ignored": {"malformed": 2}}),
-        (lambda counted: counted.follower_not_held(), {"followers": {"not_worth_it": 2}}),
+        (lambda counted: counted.counts.followers.update({"not_worth_it": 1}), {"followers": {"not_worth_it": 2}}),
         (lambda counted: counted.request_admitted(ADMITTED), {"outcomes": {"hit": 2}, "requests": [ADMITTED] * 2}),
-        (lambda counted: counted.follower_released(0.5), {"followers": {"held": 2}, "spent_seconds": 1.0}),
         (lambda counted: counted.prompt_pinned("r", "pinned"), {"pinned": [("r", "pinned")] * 2}),
-        (lambda counted: counted.cache_hit(16), {"cache_hit_tokens": 32}),
-        (lambda counted: counted.load_declined(), {"loads_declined": 2}),
+        (lambda counted: setattr(counted.counts, "cache_hit_tokens", 32), {"cache_hit_tokens": 32}),
+        (lambda counted: setattr(counted.counts, "loads_declined", 2), {"loads_declined": 2}),
         (lambda counted: counted.disk_used({"damaged": 1}, 5, 7), {"files_refused": {"damaged": 2}, "file_bytes": 10}),
     ],
 )
@@ -145,23 +143,17 @@ def test_what_is_counted_makes_a_report_due_and_is_reported_once_and_otherwise_t
     counted.take()
     for _ in range(2):
         count(counted)
-        counted.window_found("r", "held")
-        counted.resumed(160, 0.5, True)
-        counted.resumed(320, 0.25, False)
+        counted.counts.windows["held"] += 1
         assert counted.report_due
-    empty = vars(counters.Counts()) | {"windows": {"held": 2}, "window_of": [("r", "held")] * 2}
-    empty |= {"hits": 2, "hit_tokens": 320, "saved_seconds": 1.5, **counts}
-    found, empty = (
-        {name: list(value) if hasattr(value, "appendleft") else value for name, value in each.items()}
-        for each in (vars(counted.take()), empty)
-    )
-    assert found == empty
+    expected = {"windows": {"held": 2}, **counts}
+    assert counted.take() == counters.Counts(**expected)
     assert not counted.report_due and counted.disk_bytes == (7 if "file_bytes" in counts else 0)
     clock.now += REPORT_INTERVAL
     assert counted.report_due and counted.take().empty
     for _ in range(counters.MAX_REQUESTS + 10):
         count(counted)
-    assert all(len(kept) <= counters.MAX_REQUESTS for kept in vars(counted.take()).values() if hasattr(kept, "maxlen"))
+    kept = counted.take()
+    assert len(kept.requests) <= counters.MAX_REQUESTS >= len(kept.pinned)
 
 
 WRITE = Write(4, {0: 7})  # blocks by cache group

@@ -24,8 +24,7 @@ from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.observability import shadow as shadow_module
 from proxy.observability import tracing
-from proxy.observability.client_name import MAX_CHARACTERS, client_name
-from proxy.observability.explanations import Explanation, Explanations, Record
+from proxy.observability.explanations import MAX_CHARACTERS, Explanation, Explanations, Record, client_name
 from proxy.observability.exposition import merged
 from proxy.observability.prefill_cost import RENEWAL, CostLearner
 from proxy.observability.reasons import (
@@ -36,8 +35,8 @@ from proxy.observability.reasons import (
     reason_for,
 )
 from proxy.observability.request_diff import PrefixChange, RequestMemory
-from proxy.observability.rolling_sums import Totals
 from proxy.observability.shadow import MAX_WAITING, AnsweredRequest, ReadPrompt, Shadow
+from proxy.observability.totals import Totals
 from proxy.observability.tracing import RequestTrace, Tracing
 from proxy.routing.prefix_index import Prefix
 from proxy.settings import Settings

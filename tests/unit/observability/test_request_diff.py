@@ -11,14 +11,13 @@ from typing import Any, get_args
 
 import pytest
 
+from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.layout import layout_of
-from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT, MESSAGES
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
-from proxy.observability.cures import CHANGE_TEXT
-from proxy.observability.request_diff import MAX_REQUESTS, MAX_TOOL_BYTES, RememberedRequest, RequestMemory
-from proxy.observability.shared_tokens import MIN_SHARED, SharedTokens
+from proxy.observability.request_diff import CHANGE_TEXT, MAX_REQUESTS, MAX_TOOL_BYTES, RememberedRequest, RequestMemory
+from proxy.observability.shadow import MIN_SHARED, SharedTokens
 from proxy.observability.volatile_text import TextKind, alike, kind_of
 from tests.harness.changed_requests import changed_requests
 from tests.harness.steps import finished
@@ -177,8 +176,8 @@ def test_each_kind_has_a_cure_and_a_row_in_the_readme():
         word for line in readme.splitlines() if line.startswith("| `") for word in line.split("|")[1].split("`")[1::2]
     }
     assert set(get_args(TextKind)) <= set(CHANGE_TEXT) <= told
-    for text in CHANGE_TEXT.values():
-        assert text.cure[0].isupper() and text.cure[-1] == "."
+    for _, cure in CHANGE_TEXT.values():
+        assert cure[0].isupper() and cure[-1] == "."
 
 
 def test_what_is_remembered_is_bounded_in_bytes_and_in_number():

@@ -15,7 +15,7 @@ import uvicorn
 from proxy.http import asgi
 from proxy.http.asgi import BodyState
 from proxy.server.connection import LINGER_SECONDS, MAX_PIPELINED, Bounds, ConnectionState, bounded
-from proxy.server.descriptors import SPARE
+from proxy.server.process_limits import SPARE
 
 LIMIT, TIMEOUT, IDLE, SEND_TIMEOUT, CONNECTIONS = 1000, 60.0, 95.0, 100.0, 10
 

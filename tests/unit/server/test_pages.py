@@ -13,13 +13,12 @@ import httpx
 import pytest
 
 from proxy.chat.chat import CHAT
-from proxy.fleet.probe import MODELS, Probed
-from proxy.fleet.reports import Reports
+from proxy.fleet.probe import MODELS, Probed, Reports
 from proxy.fleet.worker import BREAKER_FAILURES, GateReport, Worker
 from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from proxy.http import asgi
 from proxy.observability.explanations import Explanation
-from proxy.observability.rolling_sums import Totals
+from proxy.observability.totals import Totals
 from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build
 from proxy.server.status import HOUR, alarms, changing, drafts_status, redis_status, warnings, worker_status
@@ -285,7 +284,7 @@ async def test_a_worker_that_drafts_is_on_trial_while_it_is_up_and_how_far_that_
         assert len(warnings(gateway)) == (state == "trial"), state
         assert (drafts_status(worker) or {}).get("state", "") == state
     for figures, says in (("", "trial is over."), ("7 of 7 agree", "trial is over (7 of 7 agree).")):
-        worker.draft_gate = GateReport("trial", "", figures, float("inf"))
+        worker.draft_gate = GateReport("trial", figures, float("inf"))
         set_up(worker, metrics=metrics(replace(ENGINE, drafts="trial")))
         (only,) = warnings(gateway)
         assert only.startswith("Worker worker-0 drafts") and says in only

@@ -21,13 +21,12 @@ import uvicorn
 from packaging.requirements import Requirement
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from proxy import printable
 from proxy.errors import SettingsError
-from proxy.server import descriptors, log_limit, memory, port_holder, uvicorn_server
-from proxy.server.descriptors import most_connections, raise_limit
-from proxy.server.log_limit import LINES, MOST_MESSAGES, PERIOD_SECONDS, LogLimit
-from proxy.server.memory import BOUNDS, SHARE, fitted, room
-from proxy.server.port_holder import holder_of
-from proxy.server.uvicorn_server import GatewayServer, server_for
+from proxy.printable import LINES, MOST_MESSAGES, PERIOD_SECONDS, LogLimit
+from proxy.server import process_limits, uvicorn_server
+from proxy.server.process_limits import BOUNDS, SHARE, fitted, most_connections, raise_descriptor_limit, room
+from proxy.server.uvicorn_server import GatewayServer, holder_of, server_for
 from proxy.settings import Settings
 from tests.harness.waiting import until
 
@@ -201,7 +200,7 @@ def test_an_address_that_cannot_be_had_is_told_with_what_holds_it_if_something_d
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_the_process_that_listens_is_named_and_no_other_that_has_a_connection(monkeypatch, host):
-    monkeypatch.setattr(port_holder, "_server_at", lambda host, port: "")
+    monkeypatch.setattr(uvicorn_server, "_server_at", lambda host, port: "")
     with (
         suppress(OSError),
         socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as it,
@@ -229,8 +228,8 @@ async def test_a_server_is_told_by_its_answers(monkeypatch, answers, found):
         writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
         writer.close()
 
-    monkeypatch.setattr(port_holder, "ANSWER_SECONDS", 60.0)
-    monkeypatch.setattr(port_holder, "_process_at", lambda port: "process 42 (other)")
+    monkeypatch.setattr(uvicorn_server, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(uvicorn_server, "_process_at", lambda port: "process 42 (other)")
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         told = await asyncio.to_thread(holder_of, "127.0.0.1", port)
@@ -247,20 +246,20 @@ async def test_a_server_is_told_by_its_answers(monkeypatch, answers, found):
     ],
 )
 def test_as_many_clients_as_have_two_descriptors_each(monkeypatch, limit, wanted, most):
-    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: (limit, limit))
+    monkeypatch.setattr(process_limits.resource, "getrlimit", lambda which: (limit, limit))
     assert most_connections(wanted) == most
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one_where_that_is_allowed(monkeypatch):
     limits = [(256, 4096)]
-    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: limits[-1])
-    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda which, wanted: limits.append(wanted))
-    raise_limit()
+    monkeypatch.setattr(process_limits.resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(process_limits.resource, "setrlimit", lambda which, wanted: limits.append(wanted))
+    raise_descriptor_limit()
     assert limits[-1] == (4096, 4096)
 
     limits.append((256, 4096))
-    monkeypatch.setattr(descriptors.resource, "setrlimit", Mock(side_effect=OSError))
-    raise_limit()
+    monkeypatch.setattr(process_limits.resource, "setrlimit", Mock(side_effect=OSError))
+    raise_descriptor_limit()
 
 
 def record(message: str, *args: object, name: str = "uvicorn.error", level: int = logging.WARNING):
@@ -270,7 +269,7 @@ def record(message: str, *args: object, name: str = "uvicorn.error", level: int 
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(log_limit.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(printable.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -323,11 +322,11 @@ def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         (tmp_path / "statm").write_text(f"{300 * pages} {60 * pages} 1 1 0 1 0")
         (tmp_path / "group").write_text(f"{group * MIB if isinstance(group, int) else group}\n")
         for name in ("RESERVED_BYTES", "LOADED_BYTES"):
-            monkeypatch.setattr(memory, name, 0)
-        monkeypatch.setattr(memory, "PROCESS", tmp_path / "statm")
-        monkeypatch.setattr(memory, "GROUP_LIMITS", (tmp_path / "group", tmp_path / "none"))
+            monkeypatch.setattr(process_limits, name, 0)
+        monkeypatch.setattr(process_limits, "PROCESS", tmp_path / "statm")
+        monkeypatch.setattr(process_limits, "GROUP_LIMITS", (tmp_path / "group", tmp_path / "none"))
         soft = resource.RLIM_INFINITY if address_space is None else address_space * MIB
-        monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (soft, soft))
+        monkeypatch.setattr(process_limits.resource, "getrlimit", lambda which: (soft, soft))
 
     return set_to
 
@@ -339,7 +338,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_what_is_left_is_the_least_that_any_limit_leaves(limits, address_space, group, left):
     limits(address_space, group)
     assert room() == (left if left is None else left * MIB)
-    memory.PROCESS.unlink()  # without a way to know nothing changes
+    process_limits.PROCESS.unlink()  # without a way to know nothing changes
     assert room() is None
 
 
@@ -363,9 +362,9 @@ def test_bounds_that_do_not_fit_are_made_smaller_in_proportion(limits):
 def test_large_blocks_are_asked_to_be_given_back_where_the_allocator_can(monkeypatch):
     asked = []
     libc = SimpleNamespace(mallopt=lambda what, size: asked.append((what, size)))
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: libc)
-    memory.give_large_blocks_back()
+    monkeypatch.setattr(process_limits.ctypes, "CDLL", lambda name: libc)
+    process_limits.give_large_blocks_back()
     assert asked == [(-3, MIB)]  # M_MMAP_THRESHOLD
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
-    memory.give_large_blocks_back()
+    monkeypatch.setattr(process_limits.ctypes, "CDLL", lambda name: object())
+    process_limits.give_large_blocks_back()
     assert len(asked) == 1

@@ -1,10 +1,14 @@
-"""How much memory this process may have, and settings that fit into it."""
+"""What the system lets this process have, memory and descriptors, and settings that fit into it.
+
+Each client takes two descriptors: its connection, and one to a worker.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import resource
+import sys
 from pathlib import Path
 
 from proxy.settings import Settings
@@ -28,6 +32,12 @@ CONNECTION_BYTES = 2**18  # of a client that sends a large body: what has been r
 
 # glibc's name for a setting (mallopt(3)), and what it is set to, in bytes.
 M_MMAP_THRESHOLD, MMAP_BYTES = -3, 2**20
+
+# For what is no client's: listeners, files, Redis, the gateway's own requests, its pages, connections that are refused.
+RESERVED = 64
+
+# Connections beyond the limit that are read, so that health checks pass and a refusal says why; part of the reserve.
+SPARE = 24
 
 
 def give_large_blocks_back() -> None:
@@ -71,3 +81,20 @@ def room() -> int | None:
         except (OSError, ValueError):  # there is none, or it says "max"
             continue
     return max(0, min(limits)) if limits else None
+
+
+def raise_descriptor_limit() -> None:
+    """Have as many descriptors as the system lets this process have (`ulimit -Hn`)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # some systems forbid what they call their limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def most_connections(wanted: int) -> int:
+    """Clients' connections at once: `wanted`, 0 for any number, or fewer if there are not enough descriptors."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        limit = sys.maxsize
+    fitting = max(1, (limit - RESERVED) // 2)
+    return min(wanted, fitting) if wanted else fitting

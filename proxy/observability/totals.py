@@ -1,0 +1,185 @@
+"""What requests shared, got and saved: of the last hour and day, since the start, and by API key.
+
+Its size never changes: a gateway that runs for a year holds no more than one of a day.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
+
+from proxy.chat.usage import Usage
+from proxy.fleet.worker_metrics import StepTimes
+from proxy.metrics import Metrics
+
+SLOT_SECONDS = 5
+
+SLOTS_OF_MINUTE = 60 // SLOT_SECONDS
+
+MINUTES = 60
+
+SLOTS = MINUTES * SLOTS_OF_MINUTE
+
+SLOTS_OF_PART = 10 * SLOTS_OF_MINUTE  # a part of the day: ten minutes
+
+PARTS = 144
+
+
+class Totals(NamedTuple):
+    """Sums over some time; tokens, except for `requests`."""
+
+    requests: int = 0
+    prompt: int = 0
+    shareable: int = 0
+    came: int = 0  # of what was shareable
+    delivered: int = 0  # what the engine had cached, even beyond what was known to be shareable
+    changed: int = 0  # beyond what was shareable: behind text in which a prompt differs from one that is like it
+
+    @property
+    def efficiency(self) -> float | None:
+        """The part of the shareable tokens that came, 0 to 1; None if none were shareable."""
+        return self.came / self.shareable if self.shareable else None
+
+    def plus(self, other: Totals) -> Totals:
+        return Totals(*map(add, self, other))
+
+
+NONE = Totals()
+
+
+class RollingSums:
+    """Requests whose worker reports cached tokens: the last hour by five seconds, the last day by ten minutes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` in seconds."""
+        self._clock = clock
+        self._slots: dict[int, Totals] = {}  # by number since the clock began, the oldest first
+        self._parts: dict[int, Totals] = {}
+        self._whole = NONE
+
+    def add(self, prompt: int, shareable: int, delivered: int, changed: int = 0) -> None:
+        """One request has been answered; tokens, `shareable` in whole match units."""
+        # What one request got in excess must not hide what another one missed.
+        request = Totals(1, prompt, shareable, min(delivered, shareable), delivered, changed)
+        slot = self._now()
+        self._whole = self._whole.plus(request)
+        for sums, when, most in ((self._slots, slot, SLOTS), (self._parts, slot // SLOTS_OF_PART, PARTS)):
+            sums[when] = sums.get(when, NONE).plus(request)
+            if len(sums) > most:
+                del sums[next(iter(sums))]
+
+    def last_minute(self) -> Totals:
+        """The last 55 to 60 seconds."""
+        return self._last(SLOTS_OF_MINUTE)
+
+    def last_hour(self) -> Totals:
+        """The last hour, to five seconds."""
+        return self._last(SLOTS)
+
+    def by_minute(self) -> list[Totals]:
+        """The last hour's minutes, the running one at the end."""
+        minutes: dict[int, Totals] = {}
+        for slot, sums in self._slots.items():
+            minute = slot // SLOTS_OF_MINUTE
+            minutes[minute] = minutes.get(minute, NONE).plus(sums)
+        return _newest(minutes, self._now() // SLOTS_OF_MINUTE, MINUTES)
+
+    def by_ten_minutes(self) -> list[Totals]:
+        """The last day's parts of ten minutes, the running one at the end."""
+        return _newest(self._parts, self._now() // SLOTS_OF_PART, PARTS)
+
+    def since_start(self) -> Totals:
+        return self._whole
+
+    def _last(self, slots: int) -> Totals:
+        now = self._now()
+        return reduce(Totals.plus, (sums for slot, sums in self._slots.items() if now - slots < slot <= now), NONE)
+
+    def _now(self) -> int:
+        return int(self._clock()) // SLOT_SECONDS
+
+
+def _newest(sums: dict[int, Totals], now: int, most: int) -> list[Totals]:
+    return [sums.get(when, NONE) for when in range(now - most + 1, now + 1)]
+
+
+class TimeSaved:
+    """Seconds of prefill that reuse saved, less those that the gateway spent for it.
+
+    Beside that stands what vLLM alone would have found of it at most: at its default it enters a prompt at ends of
+    whole cache blocks, and only where a request happened to stop. Where requests stopped is not known here, so it is a
+    bound. Tokens that are reused before their worker's engine has learnt its pace count once the pace is known.
+    """
+
+    def __init__(self) -> None:
+        self.saved = 0.0  # seconds
+        self.spent = 0.0  # seconds
+        self.vllm_alone = 0.0  # seconds, of those saved: what vLLM alone would have found at most
+        self._is_known = False
+        self._waiting: Counter[tuple[str, str]] = Counter()  # tokens by worker and model
+        self._waiting_alone: Counter[tuple[str, str]] = Counter()  # of these, the tokens in whole cache blocks
+
+    @property
+    def net(self) -> float | None:
+        """Seconds saved less seconds spent; None while no worker's pace is known."""
+        return self.saved - self.spent if self._is_known else None
+
+    @property
+    def waiting(self) -> int:
+        """Reused tokens whose time is not known yet."""
+        return self._waiting.total()
+
+    def reused(self, worker: str, model: str, tokens: int, block_size: int = 1) -> None:
+        """So many tokens of a prompt came from the cache of `worker`, whose blocks have `block_size` tokens."""
+        if tokens:
+            self._waiting[worker, model] += tokens
+            self._waiting_alone[worker, model] += tokens // max(block_size, 1) * block_size
+
+    def forget(self, worker: str) -> None:
+        """The worker is gone, and its pace was never known."""
+        for name, model in [each for each in self._waiting if each[0] == worker]:
+            del self._waiting[name, model], self._waiting_alone[name, model]
+
+    def settle(self, worker: str, step_times: StepTimes) -> dict[str, float]:
+        """Count the tokens that wait for this worker's pace. Returns the seconds by model; none while it is unknown."""
+        if not step_times.known:
+            return {}
+        self._is_known = True
+        models = [model for name, model in self._waiting if name == worker]
+        seconds = {model: step_times.seconds(self._waiting.pop((worker, model))) for model in models}
+        self.saved += sum(seconds.values())
+        self.vllm_alone += sum(step_times.seconds(self._waiting_alone.pop((worker, model))) for model in models)
+        return seconds
+
+
+class KeyUsage:
+    """What each API key has used since the start. One that is taken out of the keys file keeps it.
+
+    Keys are called by their names in that file, so nobody but the operator can add one.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._requests, self._tokens = metrics.key_requests, metrics.key_tokens
+
+    def request(self, name: str) -> None:
+        """A request with the key called `name` has ended, however it did."""
+        self._requests.labels(name).inc()
+
+    def tokens(self, name: str, usage: Usage) -> None:
+        """And its engine has reported its tokens: of an answer that a client leaves early it reports none."""
+        for kind, tokens in (("prompt", usage.prompt), ("cached", usage.cached or 0), ("output", usage.output)):
+            self._tokens.labels(name, kind).inc(tokens)
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Totals of all keys that were used, by name; lengths in tokens."""
+        nothing = {"requests": 0, "prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0}
+        used: dict[str, dict[str, Any]] = {}
+        for family in (*self._requests.collect(), *self._tokens.collect()):
+            for _, labels, value, *_ in family.samples:
+                figure = f"{labels['kind']}_tokens" if "kind" in labels else "requests"
+                used.setdefault(labels["key"], {"name": labels["key"], **nothing})[figure] = int(value)
+        return [used[name] for name in sorted(used)]
