@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.engine import EngineCoreRequestType
 
 from engine_patches import settings
-from engine_patches.trial import own_requests, turns
+from engine_patches.trial import own_requests
 from engine_patches.trial.own_requests import OwnRequests, Sent
 from engine_patches.trial.trial import NoAnswer, PromptEnded, TrialQuestion
 from tests.harness.audit import patched_vllm
@@ -135,7 +135,7 @@ def test_a_client_ends_them_before_the_next_step_and_who_waits_is_told(engine: E
     engine.own.send(TrialQuestion([1, 2]))
     assert engine.own.busy_at == engine.own.busy_at, "it may run for ours"
     engine.has_coordinator = engine.dp_group = False
-    turns.try_drafts(lambda _: None)(engine)
+    own_requests.try_drafts(lambda _: None)(engine)
     assert "without vLLM's coordinator" in engine.scheduler.seamark.refusal.cause
 
 
