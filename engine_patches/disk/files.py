@@ -144,8 +144,7 @@ class StateFiles:
         A key whose name something else has gets none. Raises `NotOurs` and other `OSError`. Once it has waited for the
         lock in vain, it asks for it once, until it gets it.
         """
-        written = Written([], [], 0)
-        num_bytes = 0
+        written, number = Written([], [], 0), self._number
         self._make_folders()
         patience, self._patience = self._patience, 0.0
         with self._locked(patience):
@@ -168,8 +167,7 @@ class StateFiles:
                 self._stuck.discard(path.name)
                 held[path] = _Held(os.stat(path).st_mtime_ns, self.file_bytes, self.file_bytes)
                 written.stored.append(key)
-                num_bytes += self.file_bytes
-        return written._replace(num_bytes=num_bytes)
+        return written._replace(num_bytes=(self._number - number) * self.file_bytes)
 
     def read(self, key: bytes, into: memoryview) -> None:
         """Fill `into` with the block of `key`. What it holds after an error means nothing.
@@ -273,15 +271,12 @@ class StateFiles:
                 if _TEMPORARY_NAME.fullmatch(name):
                     path.unlink(missing_ok=True)
                 elif _STATE_NAME.fullmatch(name):
-                    taken = self._bytes_of(folder, status)
+                    taken = self.file_bytes
+                    if folder != self._folder or status.st_size != self.file_bytes:
+                        # One with holes is as large as it likes to appear.
+                        taken = min(status.st_size, status.st_blocks * _BLOCK_BYTES)
                     held[path] = _Held(_last_use(path, status), status.st_size, taken)
         return held
-
-    def _bytes_of(self, folder: Path, status: os.stat_result) -> int:
-        """What a file takes: one with holes is as large as it likes to appear."""
-        if folder == self._folder and status.st_size == self.file_bytes:
-            return self.file_bytes
-        return min(status.st_size, status.st_blocks * _BLOCK_BYTES)
 
     @contextmanager
     def _locked(self, seconds: float) -> Iterator[None]:

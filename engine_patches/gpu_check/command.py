@@ -237,16 +237,13 @@ def anonymous(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = ADDRESS.sub("ADDRESS", FOLDER.sub("", HOME.sub("~", URL.sub("URL", value))))
-    for word, stands_for in ((platform.node(), "HOST"), (_user(), "USER")):
+    user = ""
+    with contextlib.suppress(KeyError, OSError):  # no entry for this id, as in many containers
+        user = getpass.getuser()
+    for word, stands_for in ((platform.node(), "HOST"), (user, "USER")):
         if len(word) > 1 and word not in ("root", "localhost"):
             text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", stands_for, text)
     return text
-
-
-def _user() -> str:
-    with contextlib.suppress(KeyError, OSError):  # no entry for this id, as in many containers
-        return getpass.getuser()
-    return ""
 
 
 def without_secrets(flags: Sequence[str]) -> list[str]:
