@@ -1,4 +1,4 @@
-"""The plugin's settings, from the environment, which is all that the engine's processes share; and vLLM's file of flags."""
+"""The plugin's settings, from the environment: all that the engine's processes share. And vLLM's own file of flags."""
 
 from __future__ import annotations
 

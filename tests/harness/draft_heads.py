@@ -82,34 +82,42 @@ def _add_mtp(model: Path, out: Path) -> None:
     file, generator = out / "model.safetensors", torch.Generator().manual_seed(1)
     weights, config = load_file(str(file)), json.loads((out / "config.json").read_text())
     is_mamba, dtype = config["model_type"] == NEMOTRON_H, next(iter(weights.values())).dtype
-    for name, shape in _mtp_shapes(config, weights, is_mamba).items():
+    for name, shape in (_nemotron_h_mtp(config) if is_mamba else _qwen3_next_mtp(config, weights)).items():
         drawn = torch.full(shape, float(is_mamba))  # of a norm: Qwen3-Next adds one
         drawn = drawn.normal_(0.0, WEIGHT_STD, generator=generator) if len(shape) > 1 else drawn
-        weights[f"mtp.{name}"] = drawn.to(dtype)
+        weights[f"mtp.{name}.weight"] = drawn.to(dtype)
     save_file(weights, str(file), metadata={"format": "pt"})
     config |= {"num_nextn_predict_layers": 1} | ({"mtp_layers_block_type": ["full_attention"]} if is_mamba else {})
     (out / "config.json").write_text(json.dumps(config))
 
 
-def _mtp_shapes(config: Mapping[str, Any], weights: Mapping[str, Any], is_mamba: bool) -> Mapping[str, tuple[int, ...]]:
-    """Of one attention layer, by vLLM's names (`NemotronHMTP`, `Qwen3NextMTP`)."""
-    hidden, size = config["hidden_size"], config["head_dim"]
-    queries, keys = (config[name] * size for name in ("num_attention_heads", "num_key_value_heads"))
-    joint, inner = ("layers.0.eh_proj", "layers.0.mixer") if is_mamba else ("fc", "layers.0.self_attn")
-    shapes = {joint: (hidden, 2 * hidden), f"{inner}.q_proj": (queries * (1 if is_mamba else 2), hidden)}
-    shapes |= {f"{inner}.k_proj": (keys, hidden), f"{inner}.v_proj": (keys, hidden)}
-    shapes[f"{inner}.o_proj"] = (hidden, queries)
-    norms = [f"layers.0.{name}" for name in ("enorm", "hnorm", "norm", "final_layernorm")]
-    if not is_mamba:
-        norms = ["norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"]
-        norms += [f"layers.0.{name}" for name in ("input_layernorm", "post_attention_layernorm")]
-    found = {f"{name}.weight": shape for name, shape in {**shapes, **dict.fromkeys(norms, (hidden,))}.items()}
-    if is_mamba:
-        return found
-    found |= {f"{inner}.{name}.weight": (size,) for name in ("q_norm", "k_norm")}
-    first = "model.layers.0."  # vLLM takes the head's layer, which has experts, for the model's first one
-    experts = {name: tuple(each.shape) for name, each in weights.items() if name.startswith(f"{first}mlp.")}
-    return found | {f"layers.0.{name.removeprefix(first)}": shape for name, shape in experts.items()}
+def _nemotron_h_mtp(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of one attention layer, by vLLM's names."""
+    hidden = config["hidden_size"]
+    mixer = {f"mixer.{name}": shape for name, shape in _attention(config).items()}
+    norms = dict.fromkeys(("enorm", "hnorm", "norm", "final_layernorm"), (hidden,))
+    return {f"layers.0.{name}": shape for name, shape in {"eh_proj": (hidden, 2 * hidden), **mixer, **norms}.items()}
+
+
+def _qwen3_next_mtp(config: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The same. vLLM takes the head's layer, which has experts, for the model's first one."""
+    hidden, norm, first = config["hidden_size"], (config["head_dim"],), "model.layers.0."
+    attention = {**_attention(config, gates=True), "q_norm": norm, "k_norm": norm}
+    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding", "layers.0.input_layernorm")
+    experts = {name.removesuffix(".weight"): each for name, each in weights.items() if name.startswith(f"{first}mlp.")}
+    return {
+        "fc": (hidden, 2 * hidden),
+        **{f"layers.0.self_attn.{name}": shape for name, shape in attention.items()},
+        **dict.fromkeys((*norms, "layers.0.post_attention_layernorm"), (hidden,)),
+        **{f"layers.0.{name.removeprefix(first)}": tuple(each.shape) for name, each in experts.items()},
+    }
+
+
+def _attention(config: Mapping[str, Any], gates: bool = False) -> dict[str, tuple[int, ...]]:
+    hidden = config["hidden_size"]
+    queries, keys = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
+    rows = {"q_proj": queries * (1 + gates), "k_proj": keys, "v_proj": keys}
+    return {**{name: (many, hidden) for name, many in rows.items()}, "o_proj": (hidden, queries)}
 
 
 def _write(out: Path, kind: str, window: int) -> None:
