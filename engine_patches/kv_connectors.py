@@ -228,12 +228,8 @@ def _lmcache_has_its_own() -> bool:
 
 def transfer_flags(directory: str, max_bytes: int = DEFAULT_BYTES, keep: str = USED) -> list[str]:
     """Flags of `vllm serve` for our connector, with states in `directory`, of at most `max_bytes` bytes."""
-    tier = {"type": "CheckedFiles", "module_path": "engine_patches.disk.tier"}
-    extra = {
-        "spec_name": "CheckpointSpec",
-        "spec_module_path": "engine_patches.disk.copies",
-        "secondary_tiers": [{**tier, "root_dir": directory, "max_bytes": max_bytes}],
-        "keep": keep,
-    }
+    module = "engine_patches.disk.tier"
+    tier = {"type": "CheckedFiles", "module_path": module, "root_dir": directory, "max_bytes": max_bytes}
+    extra = {"spec_name": "CheckpointSpec", "spec_module_path": module, "secondary_tiers": [tier], "keep": keep}
     transfer = {"kv_connector": OWN, "kv_connector_module_path": OWN_MODULE, "kv_role": "kv_both"}
     return ["--kv-transfer-config", json.dumps({**transfer, "kv_connector_extra_config": extra})]
