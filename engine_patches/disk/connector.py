@@ -144,15 +144,10 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     # What vLLM says.
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
-    ) -> tuple[int | None, bool]:
-        """vLLM's: how much more than `num_computed_tokens` can be loaded; None: to be asked again."""
+    def get_num_new_matched_tokens(self, request: Any, *limits: Any, **more: Any) -> Any:
+        """vLLM's: how many more tokens than those in the cache can be loaded; None: to be asked again."""
         setattr(request, LOADED, 0)
-        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(
-            request, num_computed_tokens, max_num_new_tokens
-        )
-        return answer
+        return super().get_num_new_matched_tokens(request, *limits, **more)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._forget(request)

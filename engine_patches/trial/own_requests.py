@@ -85,14 +85,10 @@ class OwnRequests:
     @property
     def facts(self) -> Facts:
         config, checkpoints = self._engine.vllm_config, self._engine.scheduler.seamark
-        return Facts(
-            config.model_config.get_vocab_size(),
-            config.model_config.max_model_len,
-            getattr(config.cache_config, "kv_cache_size_tokens", None) or 0,
-            checkpoints.block_size,
-            checkpoints.grid.alignment,
-            checkpoints.grid.ahead,
-        )
+        model, grid = config.model_config, checkpoints.grid
+        cached = getattr(config.cache_config, "kv_cache_size_tokens", None) or 0
+        lengths = (cached, checkpoints.block_size, grid.alignment, grid.ahead)
+        return Facts(model.get_vocab_size(), model.max_model_len, *lengths)
 
     @property
     def busy_at(self) -> float:
