@@ -119,10 +119,7 @@ def _share(name: str, default: float, interval: str, is_in: Callable[[float], bo
 
 
 def _switch(name: str, default: bool) -> bool:
-    value = os.environ.get(name, "").strip()
-    if value not in ("", "0", "1"):
-        logger.error("seamark: %s=%r is neither 0 nor 1; %d is used", name, value, default)
-    return {"0": False, "1": True}.get(value, default)
+    return _choice(name, *(("1", "0") if default else ("0", "1"))) == "1"
 
 
 def read_config(path: Path) -> dict[str, Any]:
