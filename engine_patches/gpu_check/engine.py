@@ -25,8 +25,7 @@ from unittest import mock
 
 from engine_patches import speculation
 from engine_patches.footprint import WRITES
-from engine_patches.gpu_check.lanes import Lane, draw_in_place_of_loading
-from engine_patches.gpu_check.questions import (
+from engine_patches.gpu_check.lanes import (
     DEFECTS,
     EARLY_STATE,
     NEW_TOKENS,
@@ -34,10 +33,12 @@ from engine_patches.gpu_check.questions import (
     SHARED_LENGTHS,
     SPOILED_STATE,
     TINY_IDS,
+    Lane,
     Prompts,
     Question,
     QuestionWave,
     Sections,
+    draw_in_place_of_loading,
     own_sections,
     sections,
 )

@@ -21,8 +21,7 @@ from engine_patches.commands.worker import vllm_environment
 from engine_patches.gpu_check import judge
 from engine_patches.gpu_check.engine import COLD_LENGTHS, LaneJob, LaneResult
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, WRONG, Check
-from engine_patches.gpu_check.lanes import KERNELS, RUNNER, Lane
-from engine_patches.gpu_check.questions import MORE, RESEND, SHARED_LENGTHS, length_section
+from engine_patches.gpu_check.lanes import KERNELS, MORE, RESEND, RUNNER, SHARED_LENGTHS, Lane, length_section
 from engine_patches.settings import DRAFTS, FULL, MODE_VARIABLE, OFF, REFERENCE
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
