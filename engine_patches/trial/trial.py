@@ -143,7 +143,8 @@ class Trial:
     def __init__(self, asker: Any, facts: Facts, draw: random.Random | None = None) -> None:
         """`asker`: `own_requests.OwnRequests`, whose `send` and `wait` raise `PromptEnded` or `NoAnswer`."""
         self._asker, self._facts, self._draw = asker, facts, draw or random.Random()
-        self._kinds, self._again = itertools.cycle(KINDS), deque[str]()
+        self._kinds = itertools.cycle(KINDS)
+        self._kind = next(self._kinds)  # of the next prompt
         self._last: TrialQuestion | None = None  # one whose prompt is in the cache
         self._spreads: deque[float] = deque(maxlen=RECENT)  # the largest difference of two recomputed answers
         self.asked = self.agreed = self.hits = self.differing = self.parted = self.unlike_free = 0  # prompts
@@ -166,12 +167,10 @@ class Trial:
         One that got no answer is counted, and another kind comes instead.
         """
         self._one_at_a_time = one_at_a_time
-        if not self._again:
-            self._again.append(next(self._kinds))
         try:
-            self._ask(self._again[0])
+            self._ask(self._kind)
         except NoAnswer:
-            self._again.popleft()
+            self._kind = next(self._kinds)
             self.unanswered += 1
             if self.asked + self.unanswered < MOST:
                 raise
@@ -220,7 +219,7 @@ class Trial:
             sums = (AcceptedDrafts.of(each.accepted for each in some) for some in (cold, hits))
             self._pairs.append(AcceptedPair(*sums))
         if not differs and not unlike_free:
-            self._again.popleft()
+            self._kind = next(self._kinds)
 
     def _answers(self, questions: Sequence[TrialQuestion]) -> list[TrialAnswer]:
         if self._one_at_a_time:
