@@ -203,7 +203,8 @@ class Trial:
         free = self._without_drafts(own.prompt, cold)
         self._learn_noise(own.prompt)
 
-        bound = self._bound(cold)
+        noise = max(NOISES * max(self._spreads, default=0.0), STEPS * max(map(grain, cold)), LEAST)
+        bound = min(noise, BEYOND_NOISE)  # beside these answers
         off = max(min(compare(one, other).error for other in cold) for one in hits)
         differs, unlike_free = not unsteady and off > bound, unsteady or free > bound
         foretold = own.foretold(self._facts)
@@ -268,11 +269,6 @@ class Trial:
             answers = [self._answers([shorter])[0] for _ in range(3)]
             if not any(each.cached for each in answers):
                 self._spreads.append(spread(answers))
-
-    def _bound(self, cold: Sequence[TrialAnswer]) -> float:
-        """The largest difference that counts as noise beside these answers."""
-        noise = max(NOISES * max(self._spreads, default=0.0), STEPS * max(map(grain, cold)), LEAST)
-        return min(noise, BEYOND_NOISE)
 
     def _verdict(self) -> TrialVerdict | None:
         is_last = self.asked + self.unanswered >= MOST
