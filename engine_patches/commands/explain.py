@@ -114,9 +114,10 @@ def cost_of(config: Any) -> StateCost:
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
-    planning: Any = kv_cache_utils
-    with contextlib.suppress(ImportError):
+    try:
         from vllm.v1.core import kv_cache_planning as planning  # from 0.33 on
+    except ImportError:
+        planning = kv_cache_utils
 
     text, unit_given = config.model_config.hf_text_config, config.cache_config.prefix_match_unit
     kinds = layer_kinds(text)

@@ -239,7 +239,7 @@ class Trial:
         self._asker.wait(sent[0])
         if rest:
             sent.append(self._asker.send(another._replace(tokens=LATER)))
-        answers = [self._asker.wait(each) for each in sent[1:]]
+        answers: list[TrialAnswer] = [self._asker.wait(each) for each in sent[1:]]
         return answers[0]
 
     def _without_drafts(self, prompt: Sequence[int], cold: Sequence[TrialAnswer]) -> float:
