@@ -143,8 +143,7 @@ def _check(args: argparse.Namespace, flags: Sequence[str], device: str, folder: 
     lanes = lanes_of(device, flags)
     if args.model is not None:
         lanes = own_lanes(args.model, flags, device, args.speculative_config)
-    options = {"model": args.model and lanes[0].family, "minutes": args.minutes}
-    options |= {"flags": without_secrets(flags)}
+    options = {"model": args.model and lanes[0].family, "minutes": args.minutes, "flags": without_secrets(flags)}
     reports = [LaneReport(lane.name) for lane in lanes]
 
     def write() -> tuple[int, str]:
