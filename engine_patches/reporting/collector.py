@@ -21,7 +21,7 @@ import socket
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -86,21 +86,23 @@ class Collector:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            run: Callable[[], None] = lambda: asyncio.run(self._work(metrics))  # noqa: E731
-            threading.Thread(target=run, name="seamark-reports", daemon=True).start()
+            thread = threading.Thread(
+                target=lambda: asyncio.run(self._work(metrics)), name="seamark-reports", daemon=True
+            )
+            thread.start()
         else:
             self._task = loop.create_task(self._work(metrics))  # kept: the loop alone would let it go
 
     async def _work(self, metrics: CollectedMetrics) -> None:
         try:
-            inside = await _serve(EventsEndpoint(not_found), self._inside)
-            outside = None
+            app = EventsEndpoint(not_found)
+            servers = [await _serve(app, self._inside)]
             if self._listener is not None:
-                outside = await _serve(_WithKey(EventsEndpoint(not_found), self._keys), self._listener)
+                servers.append(await _serve(_with_key(app, self._keys), self._listener))
             try:
                 await self._take(metrics)
             finally:
-                for server in filter(None, (inside, outside)):
+                for server in servers:
                     server.close()
         except Exception:
             logger.exception("seamark: reports end here: gateways learn nothing of this worker any more")
@@ -131,18 +133,16 @@ class Collector:
                 logger.error("seamark: a report could not be read: %s (no. %d)", type(error).__name__, self._unread)
 
 
-class _WithKey:
+def _with_key(app: ASGIApp, keys: Collection[str]) -> ASGIApp:
     """The app, for those who send one of the keys; nobody else learns that there is one."""
+    wanted = [f"Bearer {key}".encode() for key in keys]
 
-    def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
-        self._app = app
-        self._wanted = [f"Bearer {key}".encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        # All are compared, each in constant time.
-        knows = [hmac.compare_digest(given, wanted) for wanted in self._wanted]
-        await (self._app if any(knows) or not knows else not_found)(scope, receive, send)
+        knows = [hmac.compare_digest(given, each) for each in wanted]  # all are compared, each in constant time
+        await (app if any(knows) or not knows else not_found)(scope, receive, send)
+
+    return guarded
 
 
 def _listener(host: str, port: int) -> socket.socket | None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -90,11 +91,7 @@ class WorkerPool:
 
     async def exposition(self, worker: Worker) -> str:
         """A worker's own metrics, in Prometheus' text format; empty if it does not give them."""
-        try:
-            status, text = await self._probe_of(worker).get("/metrics")
-        except (Unreachable, Broken):
-            return ""
-        return text.decode(errors="replace") if status == 200 else ""
+        return (await self._probe_of(worker).page("/metrics")).decode(errors="replace")
 
     async def ready(self) -> list[Worker]:
         """Workers that are up, after a health check of all if none was."""
@@ -355,7 +352,7 @@ class WorkerPool:
         return worker
 
     def _show(self, worker: Worker) -> None:
-        self._metrics.worker_up.labels(worker.name).set_function(lambda: worker.is_sound)
+        self._metrics.worker_up.labels(worker.name).set_function(lambda: worker.up and not worker.breaker.is_open)
         self._metrics.engine_patched.labels(worker.name).set(0)
         self._metrics.inflight.labels(worker.name).set_function(lambda: worker.inflight)
 
@@ -427,8 +424,9 @@ class WorkerPool:
 
         Raises `Unwell` if it answers and cannot be used.
         """
-        last, asked, of_plugin = worker.probed, self._probe_of(worker), worker.engine is not None
-        probed = await asked.probe(last, own_id=self.gateway_id, of_plugin=of_plugin, lull=self._lull)
+        last, of_plugin = worker.probed, worker.engine is not None
+        lull = partial(self._idle.lull, SHORT_PATIENCE_SECONDS)  # requests may wait for the first probe
+        probed = await self._probe_of(worker).probe(last, own_id=self.gateway_id, of_plugin=of_plugin, lull=lull)
         self._note(worker, probed)
         if probed.reports.ranks != self._ranks.get(worker.address, ()):
             # Each engine has a cache of its own: it is a worker of its own, and requests are sent to it by its rank.
@@ -483,9 +481,6 @@ class WorkerPool:
         """The worker has restarted or was removed: what it is being asked is of no use any more."""
         if (task := self._learning.pop(worker.url, None)) is not None:
             task.cancel()
-
-    async def _lull(self) -> None:
-        await self._idle.lull(SHORT_PATIENCE_SECONDS)  # requests may wait for the first probe
 
     def _probe_of(self, worker: Worker) -> Probe:
         return Probe(self._upstream, worker.address, worker.url)

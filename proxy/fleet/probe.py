@@ -22,14 +22,12 @@ from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Malformed, Silent, Unreachable, Upstream
 from proxy.http.json_body import loads
 
-# Seconds for each question of a probe; a worker busy with a long prefill still answers, its API server is another
-# process.
-PROBE_TIMEOUT = 5.0
+# Seconds for each question of a probe: a worker busy with a long prefill still answers, since its API server is another
+# process; and for the question whether the engine sleeps, which it answers between two steps.
+PROBE_TIMEOUT, SLEEP_TIMEOUT = 5.0, 1.0
 
-# Seconds for the question whether the engine sleeps, which it answers between two steps.
-SLEEP_TIMEOUT = 1.0
-
-MODELS = "/v1/models"
+MODELS, SOURCES = "/v1/models", "/kv_event_sources"
+TOPIC = "seamark"  # how the plugin names itself in vLLM's list of KV event publishers
 
 NO_HTTP = "what answers there does not speak HTTP: https:// instead of http://?"
 
@@ -43,6 +41,10 @@ class Unwell(Exception):
         self.path, self.status = path, status
 
 
+OPTIONAL = (MESSAGES, RESPONSES, CHAT + "/render")  # routes that a frontend of vLLM may lack
+RUST = b"Rust frontend"  # how it calls itself where it refuses
+
+
 class Frontend(NamedTuple):
     """What a worker's HTTP server is, as far as that costs its clients something."""
 
@@ -51,16 +53,6 @@ class Frontend(NamedTuple):
 
 
 ALL = Frontend()
-
-# Routes that a frontend of vLLM may lack.
-OPTIONAL = (MESSAGES, RESPONSES, CHAT + "/render")
-
-RUST = b"Rust frontend"  # how it calls itself where it refuses
-
-
-SOURCES = "/kv_event_sources"
-
-TOPIC = "seamark"  # how the plugin names itself in vLLM's list of KV event publishers
 
 
 @dataclass(frozen=True)
@@ -146,22 +138,15 @@ class EngineAnswers:
     boot: str
     said: dict[str, bool | None] = field(default_factory=lambda: dict.fromkeys((IS_SLEEPING, IS_PAUSED)))
 
-    def take(self, path: str, status: int, body: bytes) -> None:
-        if status >= 500:  # its engines do not agree, for one
-            return self.none(path)
-        try:
-            said = loads(body)[path.removeprefix("/")] if status == 200 else None
-        except (ValueError, KeyError, TypeError):
-            said = None
-        if isinstance(said, bool):
+    def take(self, path: str, status: int = 500, body: bytes = b"") -> None:
+        """What the route `path` has answered, if it has."""
+        said = _field(body, path.removeprefix("/")) if status == 200 else None
+        if status >= 500:  # its engines do not agree, for one: an engine that slept does not count as awake for that
+            self.said[path] = self.said[path] or None
+        elif isinstance(said, bool):
             self.said[path] = said
         else:
             del self.said[path]
-        return None
-
-    def none(self, path: str) -> None:
-        """The route `path` has not answered: one that slept does not count as awake for that."""
-        self.said[path] = self.said[path] or None
 
     def why_asleep(self, levels: Sequence[int | None]) -> str:
         """Why nothing is computed, in a few words; empty if it is. `levels`: of each engine, None for one awake."""
@@ -239,6 +224,14 @@ class Probe:
 
     async def get(self, path: str, seconds: float | None = None) -> tuple[int, bytes]:
         return await self.upstream.fetch("GET", self.url + path, timeout=seconds or self._seconds)
+
+    async def page(self, path: str, url: str | None = None) -> bytes:
+        """What is found at `path` of the worker, or of another `url`; empty if nothing is."""
+        try:
+            status, answer = await self.upstream.fetch("GET", (url or self.url) + path, timeout=self._seconds)
+        except (Unreachable, Broken):
+            return b""
+        return answer if status == 200 else b""
 
     async def post(self, path: str, body: Mapping[str, Any], seconds: float | None = None) -> tuple[int, bytes]:
         raw = json.dumps(body).encode()
@@ -338,18 +331,11 @@ class Probe:
 
     async def _of_plugin(self, url: str) -> bytes:
         """What is read here of the metrics at `url`; empty unless the plugin has written them."""
-        try:
-            status, some = await self.upstream.fetch("GET", url + worker_metrics.OF_PLUGIN, timeout=self._seconds)
-        except (Unreachable, Broken):
-            return b""
-        return some if status == 200 and worker_metrics.ENGINE.encode() in some else b""
+        some = await self.page(worker_metrics.OF_PLUGIN, url)
+        return some if worker_metrics.ENGINE.encode() in some else b""
 
     async def _sources(self) -> Told:
-        try:
-            status, answer = await self.get(SOURCES)
-        except (Unreachable, Broken):
-            return Told()
-        return read_sources(answer) if status == 200 else Told()
+        return read_sources(await self.page(SOURCES))
 
     async def frontend(self) -> Frontend:
         """What its HTTP server lacks: a request that means nothing is refused for what it says, or for its route."""
@@ -378,42 +364,42 @@ class Probe:
             try:
                 answers.take(path, *await self.get(path, seconds))
             except (Unreachable, Broken):
-                answers.none(path)
+                answers.take(path)
 
         await asyncio.gather(*map(ask, tuple(answers.said)))
         return answers.why_asleep(levels)
 
     async def version(self) -> str:
         """Of its vLLM; empty if it does not say."""
-        try:
-            return version_in((await self.get("/version"))[1])
-        except (Unreachable, Broken):
-            return ""
+        return version_in(await self.page("/version"))
+
+
+def _field(answer: bytes, name: str) -> Any:
+    """A field of an answer in JSON; None if it has none."""
+    try:
+        return loads(answer)[name]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def gateway_id(health: bytes) -> str | None:
     """What a Seamark gateway says of itself at /health; None for another server, vLLM's answer is empty."""
-    try:
-        return str(loads(health)["gateway"])
-    except (ValueError, KeyError, TypeError):
-        return None
+    found = _field(health, "gateway")
+    return None if found is None else str(found)
 
 
 def models_in(answer: bytes) -> list[dict[str, Any]] | None:
     """The models of a list as OpenAI's API answers it, None if it is none. One that cannot be shown is no model."""
     try:
-        listed = [entry for entry in loads(answer)["data"] if isinstance(entry["id"], str)]
-        return [entry for entry in listed if entry["id"].isprintable()]
-    except (ValueError, KeyError, TypeError):
+        listed = [entry for entry in _field(answer, "data") if isinstance(entry["id"], str)]
+    except (KeyError, TypeError):
         return None
+    return [entry for entry in listed if entry["id"].isprintable()]
 
 
 def version_in(answer: bytes) -> str:
     """What vLLM says at /version; empty for anything else."""
-    try:
-        version = loads(answer)["version"]
-    except (ValueError, KeyError, TypeError):
-        return ""
+    version = _field(answer, "version")
     return version if isinstance(version, str) and version.isprintable() else ""
 
 

@@ -229,7 +229,7 @@ class EngineEvents(Part):
             place["engine"] = worker.rank
         if feed.load is not None:
             place["load"] = f"{feed.load.requests}:{feed.load.prefill_tokens}"
-        url = f"{worker.reports_url}{PATH}?{urlencode(place)}"
+        url = f"{worker.probed.reports.url or worker.address}{PATH}?{urlencode(place)}"
         async with asyncio.timeout(READ_TIMEOUT):  # not `wait_for`: until Python 3.12 it can swallow a cancellation
             answer = await self._upstream.ask("GET", url, timeout=READ_TIMEOUT)
             try:
