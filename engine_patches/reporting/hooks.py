@@ -6,6 +6,7 @@ it is used.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import os
@@ -94,16 +95,9 @@ def keys_in(arguments: Iterable[str], environment: Mapping[str, str]) -> tuple[s
     A file that `--config` names is read for them, too, as vLLM reads it.
     """
     given = list(arguments)
-    keys: list[str] = []
-    takes = False
-    for argument in given:
-        name, equals, value = argument.partition("=")
-        if name.replace("_", "-") == "--api-key":
-            takes, keys = True, [value] if equals else []
-        elif argument.startswith("-"):
-            takes = False
-        elif takes:
-            keys.append(argument)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key", "--api_key", nargs="*", default=[])
+    keys: list[str] = parser.parse_known_args(given)[0].api_key
     if not keys and "--config" in given[:-1]:
         keys = _keys_of_file(given[given.index("--config") + 1])
     return tuple(keys) or tuple(filter(None, [environment.get("VLLM_API_KEY")]))

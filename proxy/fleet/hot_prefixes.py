@@ -20,18 +20,12 @@ from proxy.http.json_body import HINT, PIN, TRANSFERS, XARGS, with_fields
 
 T = TypeVar("T")
 
-# A prefix that nobody has used for so long (seconds) counts half.
-HALF_LIFE = 300.0
-
+HALF_LIFE = 300.0  # seconds; a prefix that nobody has used for so long counts half
 ENTRY_BYTES = 2000  # of an entry beside its body
-
 MAX_REPLAYS = 64
-
-# Replays at once: enough to fill passes, few enough that the hottest prefixes are there first.
-CONCURRENCY = 4
+CONCURRENCY = 4  # replays at once: enough to fill passes, few enough that the hottest prefixes are there first
 
 _ONE_TOKEN = {"max_tokens": 1, "stream": False}
-
 _ONE_TOKEN_OF_A_RESPONSE = {"max_output_tokens": 1, "stream": False, "store": False}
 
 _OF_THE_ANSWER = (
@@ -96,8 +90,7 @@ class WarmupSet:
 
     def used_again(self, key: bytes, now: float | None = None) -> bool:
         """Count another request that shared the prefix `key`; False if that prefix is not known."""
-        entry = self._entries.get(key)
-        if entry is None:
+        if (entry := self._entries.get(key)) is None:
             return False
         now = time.monotonic() if now is None else now
         entry.uses, entry.used_at = entry.uses_at(now) + 1, now

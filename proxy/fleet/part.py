@@ -14,9 +14,7 @@ from typing import TypeVar
 from proxy.fleet.worker import Worker
 from proxy.metrics import Metrics
 
-# Seconds until a part that failed is started again.
-RESTART_SECONDS = 1.0
-
+RESTART_SECONDS = 1.0  # until a part that failed is started again
 CANCEL_SECONDS = 1.0  # until one that still runs is cancelled again
 
 logger = logging.getLogger("seamark.gateway")

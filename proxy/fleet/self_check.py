@@ -56,13 +56,8 @@ REST, REST_AT_FIRST = 49.0, 9.0
 
 FIRST = 16  # checks of a new worker
 IDLE_SECONDS = 3.0  # that a worker is without a request before a check
-
-# Part of the cache that recomputed prompts may take between two requests of clients, 0 to 1.
-CACHE_SHARE = 1 / 16
-
-# Checks without a client's request between them; after that, an unused worker is left alone.
-MOST_IN_A_ROW = 16
-
+CACHE_SHARE = 1 / 16  # of the cache, that recomputed prompts may take between two requests of clients
+MOST_IN_A_ROW = 16  # checks without a client's request between them; then an unused worker is left alone
 CHECK_SECONDS = 120.0  # for a check; then it has failed, and the worker is left alone
 MOST_RECOMPUTED = 3  # times that one comparison may compute a prompt
 REMEMBERED = 256  # prompts that were checked
@@ -110,17 +105,10 @@ class SelfCheck(Part):
 
         `distrust` is called for a worker whose answers differ: nothing that it held can be used any more.
         """
-        self._interval = settings.self_check_interval
-        self._most_tokens = settings.self_check_tokens
-        self._limits = settings.json_limits
-        self._timeout = settings.silence_timeout
-        self._pool = pool
-        self._warmup = warmup
-        self._stored = stored
-        self._distrust = distrust
-        self._upstream = upstream
-        self._results = metrics.self_checks
-        self._idle = idle
+        self._settings, self._timeout = settings, settings.silence_timeout
+        self._pool, self._upstream = pool, upstream
+        self._warmup, self._stored = warmup, stored
+        self._results, self._idle, self._distrust = metrics.self_checks, idle, distrust
         self._watched: dict[str, _Watched] = {}
         self._checked_at: FIFOCache[tuple[str, bytes], float] = FIFOCache(REMEMBERED)  # by boot and key of the prefix
         self.checked = 0  # prompts judged
@@ -154,7 +142,7 @@ class SelfCheck(Part):
         """Check idle workers, for ever, each in a task of its own: one that hangs keeps no other from its check."""
         checking: dict[str, asyncio.Task[None]] = {}
         try:
-            while self._interval:
+            while self._settings.self_check_interval:
                 await asyncio.sleep(POLL_SECONDS)
                 checking = {url: task for url, task in checking.items() if not task.done()}
                 for worker in self._pool.workers:
@@ -176,7 +164,7 @@ class SelfCheck(Part):
             watched.busy_at = now
         if worker.boot != watched.boot:
             watched.boot, watched.checks = worker.boot, 0
-            watched.noise.clear()
+            watched.noise = Noise()  # of another engine
         fit = worker.up and worker.engine is not None and not worker.warming and worker.cache.cache_allowed
         fit = fit and worker.draft_state != TRIAL  # its idle time is the engine's own
         is_idle = now - watched.busy_at >= IDLE_SECONDS and now >= watched.next_at
@@ -209,7 +197,7 @@ class SelfCheck(Part):
             working.cancel()
             took = time.monotonic() - began
             rest = REST if watched.checks >= FIRST else REST_AT_FIRST
-            watched.next_at = time.monotonic() + max(self._interval, rest * took)
+            watched.next_at = time.monotonic() + max(self._settings.self_check_interval, rest * took)
             watched.checks += 1
             watched.in_a_row += 1
             self._checked_at[_name(worker, replay)] = time.monotonic()
@@ -224,40 +212,34 @@ class SelfCheck(Part):
 
     async def _judge(self, worker: Worker, replay: WarmupRequest, watched: _Watched) -> Judgement | None:
         """None if nothing came from the cache, or others use the worker. A difference is looked at twice."""
-        if await self._is_used(worker):
+        _, metrics = await self._upstream.fetch("GET", worker.address + "/metrics", timeout=self._timeout)
+        if worker_metrics.read(metrics.decode(errors="replace")).requests:  # of others than this gateway's clients
             return None
-        most = int(min(self._most_tokens, _allowance(worker) / MOST_RECOMPUTED))
+        most = int(min(self._settings.self_check_tokens, _allowance(worker) / MOST_RECOMPUTED))
         cut = await self._cut(worker, replay, most)
         if cut is None:
             return None
-        verdict, prompt = None, cut.prompt
         for _ in range(2):
             verdict = await self._compare(worker, replay.model, cut, watched)
             if verdict is None or verdict.result != "differs":
-                break
-        if verdict is not None and verdict.result == "differs":
-            logger.error(
-                "worker %s: from its cache, prompt %s of %d tokens is continued otherwise than recomputed: "
-                "answer %s against %s, first other token %s, logprobs off by %.3g, noise %.3g",
-                worker.name,
-                xxh3_64_hexdigest(repr(prompt).encode()),
-                len(prompt),
-                verdict.cached.hash,
-                verdict.recomputed.hash,
-                verdict.off.position,
-                verdict.off.error,
-                verdict.noise,
-            )
+                return verdict
+        logger.error(
+            "worker %s: from its cache, prompt %s of %d tokens is continued otherwise than recomputed: "
+            "answer %s against %s, first other token %s, logprobs off by %.3g, noise %.3g",
+            worker.name,
+            xxh3_64_hexdigest(repr(cut.prompt).encode()),
+            len(cut.prompt),
+            verdict.cached.hash,
+            verdict.recomputed.hash,
+            verdict.off.position,
+            verdict.off.error,
+            verdict.noise,
+        )
         return verdict
-
-    async def _is_used(self, worker: Worker) -> bool:
-        """Whether others than this gateway's clients have requests there, too."""
-        _, metrics = await self._upstream.fetch("GET", worker.address + "/metrics", timeout=self._timeout)
-        return worker_metrics.read(metrics.decode(errors="replace")).requests > 0
 
     async def _cut(self, worker: Worker, replay: WarmupRequest, most: int) -> _Cut | None:
         """The first `most` tokens of a client's prompt; None if that is not all text. Raises what rendering does."""
-        body = {**parse_object(replay.raw, *self._limits), **replay.put}
+        body = {**parse_object(replay.raw, *self._settings.json_limits), **replay.put}
         chat = chat_in(replay.endpoint, body, self._stored)
         if chat is None or chat.media:
             return None

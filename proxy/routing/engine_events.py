@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 from urllib.parse import urlencode
 
@@ -39,8 +40,7 @@ SILENT_SECONDS = 10.0  # a feed that failed is not read again before
 MAX_OUTCOMES = 8192  # kept for requests that nobody has asked about, per worker
 POLL_SECONDS = 2.0  # the worker tells its news for so long; stopping the worker may take as long
 READ_TIMEOUT = POLL_SECONDS + 2.0
-READS_PER_SECOND = 10.0  # on the average
-READS_AT_ONCE = 10.0  # before the average counts
+READS_PER_SECOND, READS_AT_ONCE = 10.0, 10.0  # on the average, and before that counts
 MOST_LINES = 256  # of one read; a worker tells ten in a second
 STEP_EVENTS = 4  # applied in one step; some microseconds each
 
@@ -107,13 +107,9 @@ class EngineEvents(Part):
         `computed`: with an engine's name of a request, the tokens of its prompt that it has computed, and whether
         these are all of its boundaries.
         """
-        self._gateway_id = gateway_id
-        self._upstream = upstream
-        self._prefix_index = prefix_index
-        self._idle = idle
-        self._shelf = shelf
-        self._learnt = learnt
-        self._computed = computed
+        self._gateway_id, self._upstream = gateway_id, upstream
+        self._idle, self._shelf = idle, shelf
+        self._new_states = partial(HeldStates, prefix_index, learnt, computed)  # of a worker
         self._feeds: dict[str, _FeedReader] = {}
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:
@@ -129,8 +125,7 @@ class EngineEvents(Part):
             feed.held_states.refused(request_id)
 
     def left(self, worker: Worker, request_id: str) -> None:
-        feed = self._feeds.get(worker.url)
-        if feed is not None and feed.boot:
+        if (feed := self._feeds.get(worker.url)) is not None and feed.boot:
             feed.held_states.left(request_id)
 
     def fell_short(self, worker: Worker, prefixes: Sequence[bytes], left: Container[bytes], tokens: int) -> None:
@@ -188,8 +183,7 @@ class EngineEvents(Part):
     def _feed(self, worker: Worker) -> _FeedReader:
         feed = self._feeds.get(worker.url)
         if feed is None:
-            states = HeldStates(self._prefix_index, self._learnt, self._computed)
-            feed = self._feeds[worker.url] = _FeedReader(states)
+            feed = self._feeds[worker.url] = _FeedReader(self._new_states())
         return feed
 
     def _ensure_reader(self, worker: Worker, feed: _FeedReader) -> None:
@@ -273,8 +267,7 @@ class EngineEvents(Part):
 
     def _tell(self, worker: Worker, feed: _FeedReader, events: Sequence[Event]) -> Steps[None]:
         """Tell of requests whoever waits for that, and of the cache all parts, each change once."""
-        changes: dict[tuple[Change, str], None] = {}
-        fates: dict[str, str] = {}
+        changes, fates = dict[tuple[Change, str], None](), dict[str, str]()
         is_lost = False
         for some in batched(events, STEP_EVENTS):
             for event in some:
@@ -305,6 +298,5 @@ class EngineEvents(Part):
 
 
 def _resolve(feed: _FeedReader, request_id: str) -> None:
-    reported = feed.waiting.get(request_id)
-    if reported is not None and not reported.done():
+    if (reported := feed.waiting.get(request_id)) is not None and not reported.done():
         reported.set_result(None)

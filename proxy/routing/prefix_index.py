@@ -15,9 +15,7 @@ from prometheus_client import Counter
 from proxy.boundaries.boundary import Boundary, Entry
 
 # For one prefix with its first worker, and for each further worker; measured, rounded up.
-ENTRY_BYTES = 500
-
-HOLDER_BYTES = 100
+ENTRY_BYTES, HOLDER_BYTES = 500, 100
 
 
 class Holding(NamedTuple):
@@ -53,9 +51,7 @@ class PrefixIndex:
 
     def __init__(self, size: int, evictions: Counter | None = None) -> None:
         """`size` in bytes; `evictions` counts the prefixes that had to go for others."""
-        self._size = size
-        self._evictions = evictions
-        self._bytes = 0
+        self._size, self._evictions, self._bytes = size, evictions, 0
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
         # Called with what this gateway learns by itself; on a request's path, so they may do no more than an append.
         self.on_held: Callable[[bytes, int, str], None] | None = None
@@ -130,8 +126,7 @@ class PrefixIndex:
         for key in reversed(prefixes):
             if len(found) == len(boots):
                 break
-            prefix = self._prefixes.get(key)
-            if prefix is None:
+            if (prefix := self._prefixes.get(key)) is None:
                 continue
             for boot, tokens in prefix.held.items():
                 if tokens and boot not in found and boot in boots:
