@@ -84,8 +84,7 @@ class Feed:
 
     def __init__(self, boot: str, catch_up: Callable[[], None] = lambda: None) -> None:
         """`catch_up` is called before anything is read: what was put off is added then."""
-        self.boot = boot
-        self._catch_up = catch_up
+        self.boot, self._catch_up = boot, catch_up
         self._cursor = 0
         self._kept: deque[tuple[int, Event]] = deque(maxlen=MAX_KEPT)
         self._last_number = 0  # of an event
@@ -213,9 +212,8 @@ class Feeds:
             if not _LATER_CHILD.match(request.request_id):
                 name = client_id(request.request_id)
                 feed.keep(msgspec.structs.replace(request, request_id=name))
-                positions = ":".join(map(str, request.resolved))
-                header = f"{request.reason},{request.hit_tokens},{request.shared},{positions}"
-                self._latest[name] = header.encode()
+                facts = (request.reason, request.hit_tokens, request.shared, ":".join(map(str, request.resolved)))
+                self._latest[name] = ",".join(map(str, facts)).encode()
                 self._latest.move_to_end(name)
                 if len(self._latest) > MAX_KEPT:
                     self._latest.popitem(last=False)

@@ -110,10 +110,8 @@ class Shelf:
         failures = self._failures.labels(name)
         while True:
             try:
-                await run()
+                return await run()
             except Exception as error:  # the kind alone: the message might hold a secret, or prompt text
                 logger.error("%s failed and is started again: %s", name, type(error).__name__)
                 failures.inc()
                 await asyncio.sleep(RESTART_SECONDS)
-            else:
-                return

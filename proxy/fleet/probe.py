@@ -186,41 +186,32 @@ class Probed:
 
     @property
     def words(self) -> str:
-        models, engine = some_of(sorted(self.names.templates)) or "no model", self.metrics.engine
+        models, engine, reports = some_of(sorted(self.names.templates)), self.metrics.engine, self.reports
+        serves = f"serves {models or 'no model'}"
         if self.is_gateway:
-            return f"serves {models}; a Seamark gateway, not a worker: no hint is sent through it"
+            return f"{serves}; a Seamark gateway, not a worker: no hint is sent through it"
+        if engine is None and not (self.metrics.other_release or self.vllm) and self.metrics.hits is None:
+            return f"{serves}; not vLLM, as far as it shows: requests pass through without hints"
+        serves += f"; vLLM {self.vllm or 'of unknown version'}; "
         if engine is not None:
-            patched = f"patched (Seamark {engine.version}, match unit {engine.match_unit} tokens)"
-            if self.reports.why_not:
-                patched += f", but its reports cannot be read: {self.reports.why_not}"
-            if engine.refused:
-                patched += f", but it gets no hints: {engine.refused}"
-            return f"serves {models}; vLLM {self.vllm}; {patched}"
+            serves += f"patched (Seamark {engine.version}, match unit {engine.match_unit} tokens)"
+            serves += f", but its reports cannot be read: {reports.why_not}" if reports.why_not else ""
+            return serves + (f", but it gets no hints: {engine.refused}" if engine.refused else "")
         if other := self.metrics.other_release:
-            return f"serves {models}; vLLM {self.vllm or 'of unknown version'}; it gets no hints: {other}"
-        if not self.vllm and self.metrics.hits is None:
-            return f"serves {models}; not vLLM, as far as it shows: requests pass through without hints"
-        if self.reports.why_not:
-            return (
-                f"serves {models}; vLLM {self.vllm or 'of unknown version'}; it has Seamark's plugin and gets no "
-                f"hints, since its reports cannot be read: {self.reports.why_not}"
-            )
-        patched = f"not patched, so it gets no hints: seamark doctor --worker {self.url}"
-        if self.reports.looked_at:
-            patched = f"not patched, or its reports are not at {self.reports.looked_at}, {patched.partition(', ')[2]}"
-        return f"serves {models}; vLLM {self.vllm or 'of unknown version'}; {patched}"
+            return f"{serves}it gets no hints: {other}"
+        if why := reports.why_not:
+            return f"{serves}it has Seamark's plugin and gets no hints, since its reports cannot be read: {why}"
+        elsewhere = f", or its reports are not at {reports.looked_at}" if reports.looked_at else ""
+        return f"{serves}not patched{elsewhere}, so it gets no hints: seamark doctor --worker {self.url}"
 
 
 class Probe:
     """The questions to one worker. All raise `Unreachable` or `Broken` where nothing else is said."""
 
     def __init__(self, upstream: Upstream, url: str, name: str = "", seconds: float | None = None) -> None:
-        """`url`: base URL; `name`: the worker's, if others share that. `seconds`: for each question, `PROBE_TIMEOUT` if
-        they are not given.
-        """
-        self.upstream, self.url = upstream, url
-        self._name = name or url
-        self._seconds = PROBE_TIMEOUT if seconds is None else seconds
+        """`url`: base URL; `name`: the worker's, if others share that; `seconds`: for each question."""
+        self.upstream, self.url, self._name = upstream, url, name or url
+        self._seconds = seconds or PROBE_TIMEOUT
 
     async def get(self, path: str, seconds: float | None = None) -> tuple[int, bytes]:
         return await self.upstream.fetch("GET", self.url + path, timeout=seconds or self._seconds)

@@ -44,8 +44,7 @@ class CircuitBreaker:
     """Opens after `BREAKER_FAILURES` failures in a row; then one request at a time is a trial, until one succeeds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` in seconds."""
-        self._clock = clock
+        self._clock = clock  # in seconds
         self._failed: set[int] = set()  # fingerprints of requests, since the last success
         self._wait = TRIAL_SECONDS
         self._trial_at = 0.0  # of the clock
@@ -59,24 +58,20 @@ class CircuitBreaker:
 
     def failed(self, request: int) -> bool:
         """A request with this fingerprint failed; whether the breaker opens with it."""
-        if self.is_open:
-            if self._on_trial:
-                self._wait = min(2 * self._wait, MAX_TRIAL_SECONDS)
-            self._trial_at = self._clock() + self._wait
-            return False
-        self._failed.add(request)
-        self.is_open = len(self._failed) >= BREAKER_FAILURES
-        if self.is_open:
-            self._wait = TRIAL_SECONDS
-            self._trial_at = self._clock() + self._wait
-        return self.is_open
+        was_open = self.is_open
+        if was_open and self._on_trial:
+            self._wait = min(2 * self._wait, MAX_TRIAL_SECONDS)
+        elif not was_open:
+            self._failed.add(request)
+            self.is_open, self._wait = len(self._failed) >= BREAKER_FAILURES, TRIAL_SECONDS
+        self._trial_at = self._clock() + self._wait
+        return self.is_open and not was_open
 
     def begin_trial(self) -> bool:
         """The worker gets a request; whether that is a trial, to be ended by `end_trial`."""
-        if not self.wants_trial:
-            return False
-        self._on_trial = True
-        return True
+        wants_trial = self.wants_trial
+        self._on_trial = self._on_trial or wants_trial
+        return wants_trial
 
     def end_trial(self) -> None:
         """The request is over, whatever came of it."""
