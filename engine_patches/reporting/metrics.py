@@ -128,7 +128,7 @@ class CollectedMetrics:
 
         `beside_vllms`: vLLM's own metrics stand in this process, too.
         """
-        self._read_at = read_at
+        self._read_at, self._versions = read_at, (own_version(), vllm.__version__)
         self._shown: dict[int, tuple[str, ...]] = {}  # labels of `seamark_engine_info`, by engine
         self._of_vllm = None if beside_vllms else EngineNumbers()
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
@@ -147,7 +147,7 @@ class CollectedMetrics:
     def _show(self, report: EngineReport) -> None:
         lengths = (str(report.match_unit), str(report.block_size), str(report.ahead))
         of_engine = (*lengths, report.connector, report.lane, report.refused, report.drafts[0], self._read_at)
-        labels = (own_version(), vllm.__version__, *of_engine)
+        labels = (*self._versions, *of_engine)
         shown = self._shown.get(report.engine)
         if labels == shown:
             return

@@ -116,10 +116,7 @@ class Noise:
     async def learn(
         self, prompt: Sequence[int], recomputed: Callable[[Sequence[int]], Awaitable[Continuation]]
     ) -> None:
-        """Look at more prompts, beginnings of this one, until it is known.
-
-        `recomputed` answers one of them anew.
-        """
+        """Have beginnings of this prompt `recomputed`, three times each, until the noise is known."""
         for part in range(2, NOISY_PROMPTS + 2):
             if self.is_known:
                 return
@@ -143,15 +140,8 @@ def _part(cached: Sequence[Continuation], recomputed: Sequence[Continuation]) ->
 
 def completion_request(model: Any, prompt: Sequence[int], salt: str | None, hint: Sequence[int] = ()) -> bytes:
     """The request whose answer is a continuation of `prompt`; `hint` holds positions in it, tokens."""
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": prompt,
-        "temperature": 0,
-        "max_tokens": TOKENS,
-        "ignore_eos": True,
-        "logprobs": TOP,
-        "return_tokens_as_token_ids": True,
-    }
+    body: dict[str, Any] = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": TOKENS}
+    body |= {"ignore_eos": True, "logprobs": TOP, "return_tokens_as_token_ids": True}
     if salt is not None:
         body["cache_salt"] = salt
     if hint:

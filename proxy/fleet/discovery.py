@@ -65,8 +65,7 @@ class Discovery(Part):
     ) -> None:
         """`names`: base URLs whose hosts are looked up; `interval` and `keep` in seconds.
 
-        `changed` is called with the base URLs of all workers found, whenever these change. `resolve` takes the place of
-        `addresses_of`.
+        `changed` is called with the base URLs of all workers found, whenever these change.
         """
         self._services = [_Service(name) for name in names]
         self._interval, self._keep = interval, keep

@@ -172,8 +172,7 @@ class SelfCheck(Part):
 
     async def _check(self, worker: Worker, watched: _Watched) -> None:
         """Judge one prompt, unless a client's request comes meanwhile."""
-        replay = self._next(worker)
-        if replay is None:
+        if (replay := self._next(worker)) is None:
             return
         await self._idle.lull()
         if worker.dispatched != watched.last_dispatched:
@@ -216,8 +215,7 @@ class SelfCheck(Part):
         if worker_metrics.read(metrics.decode(errors="replace")).requests:  # of others than this gateway's clients
             return None
         most = int(min(self._settings.self_check_tokens, _allowance(worker) / MOST_RECOMPUTED))
-        cut = await self._cut(worker, replay, most)
-        if cut is None:
+        if (cut := await self._cut(worker, replay, most)) is None:
             return None
         for _ in range(2):
             verdict = await self._compare(worker, replay.model, cut, watched)
@@ -245,8 +243,7 @@ class SelfCheck(Part):
             return None
         ids = await prompt_of(chat, worker)
         prompt = ids[:most]
-        entries = worker.hint(replay.found)
-        hint = sorted(at for at in set(resolve(entries, ids)) if 0 < at <= len(prompt))
+        hint = sorted(at for at in set(resolve(worker.hint(replay.found), ids)) if 0 < at <= len(prompt))
         return _Cut(prompt, hint, worker.cache.salt(body) or body.get("cache_salt"))
 
     async def _compare(self, worker: Worker, model: str, cut: _Cut, watched: _Watched) -> Judgement | None:
@@ -256,9 +253,9 @@ class SelfCheck(Part):
             request = completion_request(model, prompt, salt, hint)
             return await continuation(self._upstream, worker.address, request, self._timeout)
 
-        async def recomputed(hint: Sequence[int] = ()) -> Continuation:
+        async def recomputed(hint: Sequence[int] = (), prompt: Sequence[int] = prompt) -> Continuation:
             watched.recomputed += len(prompt)
-            return await ask(fresh_salt(), hint)
+            return await ask(fresh_salt(), hint, prompt)
 
         # First what clients left behind, then what this replay leaves: vLLM's own last block, which is copied for a
         # request that goes on from inside it.
@@ -280,12 +277,7 @@ class SelfCheck(Part):
         watched.noise.add(answers)
         verdict = judge(cached, answers, watched.noise.largest)
         if verdict.result == "differs" and not watched.noise.is_known:
-
-            async def shorter(part: Sequence[int]) -> Continuation:
-                watched.recomputed += len(part)
-                return await ask(fresh_salt(), at if at[0] < len(part) else (), part)
-
-            await watched.noise.learn(prompt, shorter)
+            await watched.noise.learn(prompt, lambda part: recomputed(at if at[0] < len(part) else (), part))
             verdict = judge(cached, answers, watched.noise.largest)
         excused = watched.noise.excuses(cached, answers) or verdict.result == "same"
         return verdict if excused else verdict._replace(result="differs")

@@ -46,11 +46,7 @@ class HeldStates:
         learnt: Callable[[bytes, int], None],
         computed: Callable[[str, int, bool], None] = lambda *_: None,
     ) -> None:
-        """`learnt` is called with the key and the tokens of each boundary that the engine has resolved.
-
-        `computed`, as the engine goes through a prompt, with the request's identity, the tokens that are done, and
-        whether all of its boundaries lie before.
-        """
+        """`learnt` and `computed`: as of `EngineEvents`."""
         self._prefix_index, self._learnt, self._computed = prefix_index, learnt, computed
         self._pending: OrderedDict[str, _Pending] = OrderedDict()
         self._states: OrderedDict[str, _HeldState] = OrderedDict()
@@ -59,10 +55,9 @@ class HeldStates:
     def sent(
         self, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry], boot: str, ahead: int = 0
     ) -> None:
-        """A request goes to the worker with the hint `entries`.
+        """A request goes to the worker with the hint `entries`; its boundaries are about to be recorded in the index.
 
-        Its boundaries are about to be recorded in the prefix index. `ahead`: tokens past a state, up to which a request
-        has to share to find it.
+        `ahead`: tokens past a state, up to which a request has to share to find it.
         """
         if not boundaries or not entries:
             return

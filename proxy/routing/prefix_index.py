@@ -89,8 +89,7 @@ class PrefixIndex:
                 self._evictions.inc()
 
     def set_length(self, key: bytes, tokens: int) -> None:
-        prefix = self._prefixes.get(key)
-        if prefix is not None and tokens > 0:
+        if (prefix := self._prefixes.get(key)) is not None and tokens > 0:
             prefix.tell(tokens)
 
     def set_held(self, key: bytes, boot: str, tokens: int) -> None:
@@ -102,10 +101,7 @@ class PrefixIndex:
                 self.on_held(key, tokens, boot)
 
     def forget(self, keys: Iterable[bytes], boot: str, *, remote: bool = False) -> None:
-        """`boot` holds nothing of these prefixes any more; that they were sent is remembered.
-
-        `remote`: another gateway reports that.
-        """
+        """`boot` holds nothing of these prefixes any more, as its engine or another gateway (`remote`) says."""
         keys = [key for key in keys if self.holds(key, boot)]
         for key in keys:
             self.set_held(key, boot, 0)
