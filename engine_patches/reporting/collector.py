@@ -61,14 +61,12 @@ class Collector:
         If that is taken, the reports are read at the API server's own address, as far as there is one, and an error is
         logged. Raises `OSError` or `zmq.ZMQError` if no reports can come.
         """
-        self._keys = keys
-        self._unread = 0  # reports
+        self._keys, self._unread = keys, 0  # reports
         place = None if len(tempfile.gettempdir()) <= MOST_PATH else "/tmp"  # noqa: S108  # a folder in it is ours alone
         self.folder = Path(tempfile.mkdtemp(prefix="seamark-", dir=place))
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
-        # The process's one: another would wait for its sockets when it is collected as garbage.
-        context: Any = zmq.Context.instance()
-        self._reports = context.socket(zmq.PULL)
+        # The process's context: another would wait for its sockets when it is collected as garbage.
+        self._reports: Any = zmq.Context.instance().socket(zmq.PULL)
         self._reports.rcvhwm, self._reports.linger = MAX_WAITING, 0
         self._reports.bind(f"ipc://{self.folder / SENT_TO}")
         self._inside = socket.socket(socket.AF_UNIX)

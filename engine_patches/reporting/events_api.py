@@ -314,7 +314,7 @@ class EventsEndpoint:
         else:
             if scope["path"].startswith("/metrics"):
                 feeds.catch_up()
-            if header_fields.are_in(scope):
+            if any(name == header_fields.NAME for name, _ in scope["headers"]):
                 receive = await header_fields.into_body(scope, receive)
             wants = any(name == HEADER and value == b"1" for name, value in scope["headers"])
             await self._app(scope, receive, _joins_first(_adds_outcome(scope, send)) if wants else send)

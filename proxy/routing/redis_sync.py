@@ -195,8 +195,7 @@ class RedisSync(Part):
             metrics.redis_news.labels(fate) for fate in ("sent", "heard", "dropped", "refused")
         )
         self._up.set(0)
-        self.state = "connecting"  # or "up", "down"
-        self._failures = 0  # since Redis last answered
+        self.state, self._failures = "connecting", 0  # or "up", "down"; since Redis last answered
         self._waiting: deque[tuple[str | None, Sequence[StreamRecord]]] = deque(maxlen=WAITING_EVENTS)
         self._outgoing: dict[bytes, list[StreamRecord]] = {}  # by stream; not known to be written
         # By stream and key, for `REPEAT_SECONDS` each.
@@ -205,8 +204,11 @@ class RedisSync(Part):
         self._writers: TTLCache[bytes, None] = TTLCache(MOST_WRITERS, WRITER_SECONDS, time.monotonic)  # other gateways
         self._next_write = 0.0  # time.monotonic()
         self._start_over()
-        prefix_index.on_held, prefix_index.on_forget, positions.on_put = self._held, self._forgot, self._put
-        stored.on_kept = self._kept
+        # On the path of requests: no more than an append.
+        prefix_index.on_held = lambda key, tokens, boot: self._append(boot, ((HELD, key, tokens),))
+        prefix_index.on_forget = self._forgot
+        positions.on_put = lambda key, tokens: self._append(None, ((PLACED, key, tokens),))
+        stored.on_kept = lambda name, boot: self._append(boot, ((KEPT, name, 0),))
 
     async def run(self) -> None:
         """Exchange records, for ever. No failure ends it."""
@@ -229,27 +231,14 @@ class RedisSync(Part):
     def status(self) -> dict[str, Any]:
         return {"state": self.state, "waiting": len(self._waiting), "streams_read": len(self._cursors)}
 
-    # On the path of requests: no more than an append.
-
-    def _held(self, key: bytes, tokens: int, boot: str) -> None:
-        self._append((boot, ((HELD, key, tokens),)))
-
     def _forgot(self, keys: Sequence[bytes], boot: str) -> None:
         for start in range(0, len(keys), MAX_RECORDS):
-            self._append((boot, [(GONE, key, 0) for key in keys[start : start + MAX_RECORDS]]))
+            self._append(boot, [(GONE, key, 0) for key in keys[start : start + MAX_RECORDS]])
 
-    def _kept(self, name: bytes, boot: str) -> None:
-        self._append((boot, ((KEPT, name, 0),)))
-
-    def _put(self, key: bytes, tokens: int) -> None:
-        self._append((None, ((PLACED, key, tokens),)))
-
-    def _append(self, event: tuple[str | None, Sequence[StreamRecord]]) -> None:
+    def _append(self, boot: str | None, event: Sequence[StreamRecord]) -> None:
         if len(self._waiting) == WAITING_EVENTS:
             self._dropped.inc()
-        self._waiting.append(event)
-
-    # In the background.
+        self._waiting.append((boot, event))
 
     async def _exchange(self) -> bool:
         """Write what waits and read what is new, in one round trip. Returns whether there is more of either."""
