@@ -58,8 +58,7 @@ class Collector:
     def __init__(self, address: tuple[str, int], keys: Collection[str]) -> None:
         """`address`: host and port (0: any) that the reports are read at; `keys`: one of which a reader has to send.
 
-        If that is taken, the reports are read at the API server's own address, as far as there is one, and an error is
-        logged. Raises `OSError` or `zmq.ZMQError` if no reports can come.
+        If that is taken, an error is logged. Raises `OSError` or `zmq.ZMQError` if no reports can come.
         """
         self._keys, self._unread = keys, 0  # reports
         place = None if len(tempfile.gettempdir()) <= MOST_PATH else "/tmp"  # noqa: S108  # a folder in it is ours alone

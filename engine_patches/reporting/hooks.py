@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +106,11 @@ def keys_in(arguments: Iterable[str], environment: Mapping[str, str]) -> tuple[s
     parser.add_argument("--api-key", "--api_key", nargs="*", default=[])
     keys: list[str] = parser.parse_known_args(given)[0].api_key
     if not keys and "--config" in given[:-1]:
-        keys = _keys_of_file(given[given.index("--config") + 1])
+        with suppress(ValueError):  # vLLM says so
+            file = read_config(Path(given[given.index("--config") + 1]))
+            told = {name.replace("_", "-"): value for name, value in file.items()}.get("api-key") or []
+            keys = [str(key) for key in told] if isinstance(told, list) else [str(told)]
     return tuple(keys) or tuple(filter(None, [environment.get("VLLM_API_KEY")]))
-
-
-def _keys_of_file(path: str) -> list[str]:
-    try:
-        flags = {name.replace("_", "-"): value for name, value in read_config(Path(path)).items()}
-    except ValueError:
-        return []  # vLLM says so
-    keys = flags.get("api-key") or []
-    return [str(key) for key in keys] if isinstance(keys, list) else [str(keys)]
 
 
 def report_from_the_start(original: Callable[..., None]) -> Callable[..., None]:

@@ -55,10 +55,7 @@ class WarmupRequest(NamedTuple):
     model: Any
 
     def body_with(self, hint: Sequence[Entry], *, pin: bool | None = None) -> bytes:
-        """The request for one token, and hardly anything else, with this hint.
-
-        `pin`: the engine is to keep the prompt in its cache, or to let it go again.
-        """
+        """The request for one token, with this hint. `pin`: the engine is to keep the prompt, or to let it go again."""
         put = {**self.put, **(_ONE_TOKEN_OF_A_RESPONSE if self.endpoint == RESPONSES else _ONE_TOKEN)}
         put[XARGS] = {HINT: list(hint)} if pin is None else {HINT: list(hint), PIN: int(pin)}
         return with_fields(self.raw, self.names, put, (*_OF_THE_ANSWER, *TRANSFERS))

@@ -159,10 +159,7 @@ class WorkerPool:
         return sorted({self._name_keys[names[0]] for worker in self.workers for names in worker.names.bases})
 
     def key_of(self, model: Any) -> str | None:
-        """The name under which all is kept that is known of `model`: one for all names of one model.
-
-        None for what is no name.
-        """
+        """The name under which all is kept that is known of `model`, by whichever name; None for what is no name."""
         if not isinstance(model, str):
             return None
         if (key := self._name_keys.get(model)) is not None:

@@ -99,10 +99,7 @@ def read_sources(answer: bytes) -> Told:
 
 
 def base_url(worker: str, at: str) -> str:
-    """The base URL of the reports of a worker that reads them out at `at`, HOST:PORT; `worker`: its own base URL.
-
-    Raises `ValueError` with the reason if they cannot be read from here.
-    """
+    """The base URL of a worker's reports, by its own one and the HOST:PORT that it tells. Raises `ValueError`."""
     told_host, _, port = at.rpartition(":")
     host = urlsplit(worker).hostname or ""
     if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
@@ -123,7 +120,6 @@ def _host_and_port(source: Mapping[str, Any]) -> str:
 
 
 IS_SLEEPING, IS_PAUSED = "/is_sleeping", "/is_paused"
-
 ASLEEP = "asleep"  # how the words for it begin
 
 
@@ -344,10 +340,7 @@ class Probe:
     async def why_asleep(
         self, answers: EngineAnswers, levels: Sequence[int | None], seconds: float = SLEEP_TIMEOUT
     ) -> str:
-        """Why it computes nothing, in words; empty if it does. `levels`: of sleep, as its metrics tell.
-
-        What it says is added to `answers`; one that says nothing is no error here.
-        """
+        """As of `EngineAnswers`, once it was asked: what it says is added to `answers`."""
         if not levels:  # not vLLM, or none that sleeps
             return ""
 

@@ -349,7 +349,7 @@ class Worker:
         return self.renderer_ids.get(self.template_of(model))
 
     async def identify(self, model: Any) -> bytes | None:
-        """What `model` is rendered with; asks the worker if it is not known yet. None: it does not tell."""
+        """As `renderer_id`; asks the worker if it is not known yet. None: it does not tell."""
         name = self.template_of(model)
         if name not in self.renderer_ids and (found := await identify_renderer(self.renderer, name)) is not None:
             self.renderer_ids[name] = found

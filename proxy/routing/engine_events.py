@@ -101,11 +101,10 @@ class EngineEvents(Part):
         gateway_id: str = "",
         computed: Callable[[str, int, bool], None] = lambda *_: None,
     ) -> None:
-        """`learnt` is called with the key and the tokens of each boundary that an engine has resolved.
+        """`gateway_id`: what workers know this gateway's requests by, hexadecimal; they tell it what others have there.
 
-        `gateway_id`: what workers know this gateway's requests by, hexadecimal; they tell it what others have there.
-        `computed`: with an engine's name of a request, the tokens of its prompt that it has computed, and whether
-        these are all of its boundaries.
+        `learnt` is called with the key and the tokens of each boundary that an engine has resolved, `computed` with its
+        name of a request, the tokens of the prompt that it has computed, and whether all boundaries lie before.
         """
         self._gateway_id, self._upstream = gateway_id, upstream
         self._idle, self._shelf = idle, shelf

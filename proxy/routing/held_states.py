@@ -23,10 +23,10 @@ class _Pending:
     boot: str
     entries: tuple[Entry, ...]  # its hint
     boundaries: dict[bytes, Entry]  # what the hint says of each, by key
-    ahead: int = 0  # tokens past a state, up to which a request has to share
-    new: list[bytes] = field(default_factory=list)  # keys of those that were not held before
-    positions: dict[bytes, int] = field(default_factory=dict)  # of boundaries not yet tied or given up, by key
-    placed: set[bytes] = field(default_factory=set)  # keys of all that have or had a position
+    ahead: int  # tokens past a state, up to which a request has to share
+    new: list[bytes]  # keys of those that were not held before
+    positions: dict[bytes, int]  # of boundaries not yet tied or given up, by key
+    placed: set[bytes]  # keys of all that have or had a position
     states: dict[int, str] = field(default_factory=dict)  # names of those reported so far, by position
 
 
@@ -65,10 +65,9 @@ class HeldStates:
         said = {
             each.key: entry for each in boundaries if (entry := each.entry if each.entry in entries else each.tokens)
         }
-        pending = self._pending[request_id] = _Pending(boot, tuple(entries), said, ahead, new)
         # An engine that takes positions only resolves nothing: what was sent is where it looks.
-        pending.positions = {key: entry for key, entry in said.items() if isinstance(entry, int) and entry > 0}
-        pending.placed.update(pending.positions)
+        places = {key: entry for key, entry in said.items() if isinstance(entry, int) and entry > 0}
+        self._pending[request_id] = _Pending(boot, tuple(entries), said, ahead, new, places, set(places))
         self._pending.move_to_end(request_id)
         if len(self._pending) > MAX_PENDING:
             _, oldest = self._pending.popitem(last=False)
