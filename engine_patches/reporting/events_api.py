@@ -266,9 +266,7 @@ class Feeds:
             work()
 
     def _of(self, report: EngineReport) -> Feed:
-        if report.engines == 1:
-            return self.alone
-        return self._of_several[report.engine]
+        return self.alone if report.engines == 1 else self._of_several[report.engine]
 
 
 feeds = Feeds()

@@ -11,10 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 from urllib.parse import urlencode
 
@@ -108,12 +107,12 @@ class EngineEvents(Part):
         """
         self._gateway_id, self._upstream = gateway_id, upstream
         self._idle, self._shelf = idle, shelf
-        self._new_states = partial(HeldStates, prefix_index, learnt, computed)  # of a worker
-        self._feeds: dict[str, _FeedReader] = {}
+        # By the worker's URL.
+        self._feeds = defaultdict[str, _FeedReader](lambda: _FeedReader(HeldStates(prefix_index, learnt, computed)))
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:
         """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
-        feed = self._feed(worker)
+        feed = self._feeds[worker.url]
         ahead = worker.engine.ahead if worker.engine is not None else 0
         feed.held_states.sent(request_id, boundaries, entries, worker.boot, ahead)
         self._ensure_reader(worker, feed)
@@ -135,7 +134,7 @@ class EngineEvents(Part):
 
     async def outcome_of(self, worker: Worker, request_id: str) -> EngineOutcome | None:
         """What the engine says of a request that `worker` has answered; None if it says nothing."""
-        feed = self._feed(worker)
+        feed = self._feeds[worker.url]
         if request_id not in feed.outcomes and time.monotonic() >= feed.silent_until:
             reported = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
             self._ensure_reader(worker, feed)
@@ -149,7 +148,7 @@ class EngineEvents(Part):
 
         That is what became of the wish; empty if the engine does not say.
         """
-        feed = self._feed(worker)
+        feed = self._feeds[worker.url]
         told = feed.pins[request_id] = asyncio.get_running_loop().create_future()
 
         async def fate() -> str:
@@ -168,7 +167,7 @@ class EngineEvents(Part):
         Also while it tries its drafts, though nothing is sent to it.
         """
         if change is Change.TRIES or (change is Change.GIVEN and worker.engine is not None):
-            self._ensure_reader(worker, self._feed(worker))
+            self._ensure_reader(worker, self._feeds[worker.url])
         feed = self._feeds.pop(worker.url, None) if change is Change.REMOVED else None
         if feed is not None and feed.reader is not None:
             feed.reader.cancel()
@@ -178,12 +177,6 @@ class EngineEvents(Part):
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-
-    def _feed(self, worker: Worker) -> _FeedReader:
-        feed = self._feeds.get(worker.url)
-        if feed is None:
-            feed = self._feeds[worker.url] = _FeedReader(self._new_states())
-        return feed
 
     def _ensure_reader(self, worker: Worker, feed: _FeedReader) -> None:
         if (feed.reader is None or feed.reader.done()) and time.monotonic() >= feed.silent_until:
