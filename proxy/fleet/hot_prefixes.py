@@ -85,21 +85,18 @@ class WarmupSet:
         self.held = 0
         self._entries: OrderedDict[bytes, _HotPrefix] = OrderedDict()
 
-    def used_again(self, key: bytes, now: float | None = None) -> bool:
+    def used_again(self, key: bytes) -> bool:
         """Count another request that shared the prefix `key`; False if that prefix is not known."""
         if (entry := self._entries.get(key)) is None:
             return False
-        now = time.monotonic() if now is None else now
+        now = time.monotonic()
         entry.uses, entry.used_at = entry.uses_at(now) + 1, now
         self._entries.move_to_end(key)
         return True
 
-    def add(
-        self, key: bytes, tokens: int, shorter: Collection[bytes], request: WarmupRequest, now: float | None = None
-    ) -> None:
+    def add(self, key: bytes, tokens: int, shorter: Collection[bytes], request: WarmupRequest) -> None:
         """Keep a `request` that shared `tokens` under the new `key`; `shorter` are keys of its earlier beginnings."""
-        now = time.monotonic() if now is None else now
-        entry = _HotPrefix(request, tokens, 1.0, now)
+        entry = _HotPrefix(request, tokens, 1.0, time.monotonic())
         if entry.size > self._size:
             return
         for each in shorter:  # an earlier turn of the same conversation, which nobody else has used
@@ -110,9 +107,9 @@ class WarmupSet:
         while self.held > self._size:
             self._forget(next(iter(self._entries)))
 
-    def hottest(self, models: Collection[Any], now: float | None = None) -> list[WarmupRequest]:
+    def hottest(self, models: Collection[Any]) -> list[WarmupRequest]:
         """What to compute first: the prefixes that save the most tokens in a given time."""
-        now = time.monotonic() if now is None else now
+        now = time.monotonic()
         wanted = [entry for entry in self._entries.values() if entry.request.model in models]
         wanted.sort(key=lambda entry: -entry.tokens * entry.uses_at(now))
         return [entry.request for entry in wanted[:MAX_REPLAYS]]
