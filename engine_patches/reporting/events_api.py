@@ -148,36 +148,29 @@ class Feed:
             answer["load"] = self.beside(gateway)
         return answer
 
-    async def wait_after(
-        self, cursor: int, boot: str | None, seconds: float, gateway: str | None = None, load: str | None = None
-    ) -> dict[str, Any]:
-        """As `after`, once there is something, the load is not what the gateway knows, or after `seconds`.
-
-        `load`: what it knows, as REQUESTS:TOKENS.
-        """
-        is_known = gateway is None or load is None or load == "{}:{}".format(*self.beside(gateway))
-        if seconds and boot == self.boot and cursor >= self._cursor and is_known:
-            added = asyncio.Event()
-            self._readers[added] = gateway
-            try:
-                async with asyncio.timeout(seconds):
-                    await added.wait()
-            except TimeoutError:
-                pass
-            finally:
-                del self._readers[added]
-        return self.after(cursor, boot, gateway)
-
     async def answers(
         self, cursor: int, boot: str | None, seconds: float, gateway: str | None = None, load: str | None = None
     ) -> AsyncIterator[dict[str, Any]]:
-        """As `wait_after`, one answer after the other until `seconds` are over, each later than the one before."""
+        """As `after`, one answer after the other until `seconds` are over.
+
+        Each comes once there is something, or the load is not what the gateway knows (`load`, as REQUESTS:TOKENS).
+        """
         clock = asyncio.get_running_loop().time
         now = clock()
         ends, credit = now + seconds, LINES_AT_ONCE
         while True:
-            answer = await self.wait_after(cursor, boot, max(0.0, ends - now), gateway, load)
-            yield answer
+            is_known = gateway is None or load is None or load == "{}:{}".format(*self.beside(gateway))
+            if now < ends and boot == self.boot and cursor >= self._cursor and is_known:
+                added = asyncio.Event()
+                self._readers[added] = gateway
+                try:
+                    async with asyncio.timeout_at(ends):
+                        await added.wait()
+                except TimeoutError:
+                    pass
+                finally:
+                    del self._readers[added]
+            yield (answer := self.after(cursor, boot, gateway))
             cursor, boot = answer["cursor"], self.boot
             if "load" in answer:
                 load = "{}:{}".format(*answer["load"])

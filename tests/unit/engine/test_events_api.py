@@ -323,7 +323,7 @@ class Reading(RuleBasedStateMachine):
             loop = asyncio.get_running_loop()
             if waits and meanwhile is not None:
                 loop.call_later(1.0, lambda: self.states_change(meanwhile, 0, came=False, load=1))
-            answer = await feed.wait_after(cursor, boot, 5.0, gateway, known)
+            answer = await anext(feed.answers(cursor, boot, 5.0, gateway, known))
             return loop.time(), answer
 
         seconds, answer = on_virtual_time(scenario())
@@ -402,8 +402,8 @@ def test_what_can_wait_is_done_in_its_order_a_little_later_or_when_somebody_read
 
 def test_a_gateway_that_waits_is_woken_by_others_and_not_by_itself(feed):
     async def scenario():
-        own = asyncio.create_task(feed.wait_after(0, feed.boot, 60.0, "a", "0:0"))
-        other = asyncio.create_task(feed.wait_after(0, feed.boot, 60.0, "b", "0:0"))
+        own = asyncio.ensure_future(anext(feed.answers(0, feed.boot, 60.0, "a", "0:0")))
+        other = asyncio.ensure_future(anext(feed.answers(0, feed.boot, 60.0, "b", "0:0")))
         await asyncio.sleep(0)
         feed.set_loads({"a": GatewayLoad(1, 400)})
         assert (await other)["load"] == (1, 400)
