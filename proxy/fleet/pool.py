@@ -401,9 +401,10 @@ class WorkerPool:
                     for model in set(worker.names.templates.values()):
                         await worker.identify(model)  # else it would be given no hints
                 await self._shelf.prepare(worker)
+        except TimeoutError:
+            pass
         except Exception as error:  # a warm-up that fails must not keep a worker away
-            if not isinstance(error, TimeoutError):
-                logger.error("warm-up of worker %s: %s", worker.name, type(error).__name__)
+            logger.error("warm-up of worker %s: %s", worker.name, type(error).__name__)
         finally:
             worker.warming = False
             self._changed()

@@ -294,15 +294,11 @@ class Probe:
 
     async def _found(self, exposition: bytes) -> tuple[bytes, Reports]:
         """As `metrics`, of a worker whose own are `exposition`."""
-        has_plugin = worker_metrics.ENGINE.encode() in exposition
+        has_plugin, told = worker_metrics.ENGINE.encode() in exposition, await self._sources()
         if has_plugin and (some := await self._of_plugin(self.url)):
-            return some, Reports(self.url, (await self._sources()).ranks)
-        told = await self._sources()
-        at = told.at or told.beside
-        if has_plugin:
-            engine = read_metrics(exposition).engine
-            at = (engine.reports if engine is not None else "") or told.at
-        why_not = ""
+            return some, Reports(self.url, told.ranks)
+        engine, why_not = read_metrics(exposition).engine if has_plugin else None, ""
+        at = (engine.reports if engine is not None else "") or told.at or ("" if has_plugin else told.beside)
         if at:
             try:
                 url = base_url(self.url, at)
@@ -312,9 +308,7 @@ class Probe:
                 if some := await self._of_plugin(url):
                     return some, Reports(url, told.ranks)
                 why_not = f"{url} does not give them"
-        if told.at or has_plugin:
-            return exposition, Reports(why_not=why_not)
-        return exposition, Reports(looked_at=at)
+        return exposition, Reports(why_not=why_not) if told.at or has_plugin else Reports(looked_at=at)
 
     async def _of_plugin(self, url: str) -> bytes:
         """What is read here of the metrics at `url`; empty unless the plugin has written them."""
