@@ -89,8 +89,9 @@ class Feed:
         self._kept: deque[tuple[int, Event]] = deque(maxlen=MAX_KEPT)
         self._last_number = 0  # of an event
         self.drafts = ("", "")  # as of `EngineReport`
-        self._readers: dict[asyncio.Event, str | None] = {}  # those that wait, with the gateway that each is
-        self._loads: Mapping[str, GatewayLoad] = {}  # by gateway
+        self._readers: set[asyncio.Event] = set()  # those that wait
+        # What gateways have the engine do, by their names; "" for what comes past them.
+        self.loads: Mapping[str, GatewayLoad] = {}
 
     def add_event(self, number: int, event: StateEvent) -> None:
         """States came or went in the engine, which numbers its events without gaps."""
@@ -101,17 +102,9 @@ class Feed:
             event = msgspec.structs.replace(event, request_id=client_id(event.request_id))
         self.keep(event)
 
-    def set_loads(self, loads: Mapping[str, GatewayLoad]) -> None:
-        """What gateways have the engine do, by their names; "" for what comes past them. Call where it is read."""
-        before, self._loads = self._loads, loads
-        changed = {name for name in {*before, *loads} if before.get(name) != loads.get(name)}
-        for reader, name in self._readers.items():
-            if name is not None and changed - {name}:
-                reader.set()
-
     def beside(self, gateway: str) -> GatewayLoad:
         """What all others have it do."""
-        others = [load for name, load in self._loads.items() if name != gateway]
+        others = [load for name, load in self.loads.items() if name != gateway]
         return GatewayLoad(sum(load.requests for load in others), sum(load.prefill_tokens for load in others))
 
     def keep(self, event: Event) -> None:
@@ -162,14 +155,14 @@ class Feed:
             is_known = gateway is None or load is None or load == "{}:{}".format(*self.beside(gateway))
             if now < ends and boot == self.boot and cursor >= self._cursor and is_known:
                 added = asyncio.Event()
-                self._readers[added] = gateway
+                self._readers.add(added)
                 try:
                     async with asyncio.timeout_at(ends):
                         await added.wait()
                 except TimeoutError:
                     pass
                 finally:
-                    del self._readers[added]
+                    self._readers.remove(added)
             yield (answer := self.after(cursor, boot, gateway))
             cursor, boot = answer["cursor"], self.boot
             if "load" in answer:
@@ -235,7 +228,7 @@ class Feeds:
         feed = self._of(report)
         for number, event in report.events:
             feed.add_event(number, event)
-        feed.set_loads(report.loads)
+        feed.loads = report.loads
         feed.wake_readers()
 
     def later(self, work: Callable[[], None]) -> None:
