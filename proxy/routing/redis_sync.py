@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from cachetools import TTLCache
+from cachetools import FIFOCache, TTLCache
 from redis.asyncio import Redis
 from redis.asyncio.connection import DefaultParser
 from redis.asyncio.retry import Retry
@@ -198,8 +198,6 @@ class RedisSync(Part):
         self.state, self._failures = "connecting", 0  # or "up", "down"; since Redis last answered
         self._waiting: deque[tuple[str | None, Sequence[StreamRecord]]] = deque(maxlen=WAITING_EVENTS)
         self._outgoing: dict[bytes, list[StreamRecord]] = {}  # by stream; not known to be written
-        # By stream and key, for `REPEAT_SECONDS` each.
-        self._written: TTLCache[tuple[bytes, bytes], None] = TTLCache(WRITTEN_LATELY, REPEAT_SECONDS, time.monotonic)
         self._cursors: dict[bytes, bytes] = {}  # by stream, the last entry that was read
         self._writers: TTLCache[bytes, None] = TTLCache(MOST_WRITERS, WRITER_SECONDS, time.monotonic)  # other gateways
         self._next_write = 0.0  # time.monotonic()
@@ -296,14 +294,15 @@ class RedisSync(Part):
 
     def _not_repeated(self, stream: bytes, event: Sequence[StreamRecord]) -> Iterable[StreamRecord]:
         """Records about a worker, without those of prefixes it holds that were written lately."""
+        now = time.monotonic()
         for record in event:
             kind, key, _ = record
             if kind == GONE:
                 self._written.pop((stream, key), None)
             elif kind == HELD:
-                if (stream, key) in self._written:
+                if now - self._written.get((stream, key), -REPEAT_SECONDS) < REPEAT_SECONDS:
                     continue
-                self._written[stream, key] = None
+                self._written[stream, key] = now
             yield record
 
     def _apply(self, boot: str | None, raw: bytes) -> None:
@@ -333,7 +332,7 @@ class RedisSync(Part):
         """
         self._writer = secrets.token_bytes(WRITER_BYTES)
         self._cursors.clear()
-        self._written.clear()
+        self._written: FIFOCache[tuple[bytes, bytes], float] = FIFOCache(WRITTEN_LATELY)  # when, by stream and key
 
     def _answered(self) -> None:
         self._failures = 0
