@@ -30,8 +30,8 @@ import zmq
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_patches import settings
+from engine_patches.reporting.addresses import MAX_WAITING, READ_INSIDE, SENT_TO
 from engine_patches.reporting.events_api import EventsEndpoint, feeds, not_found
-from engine_patches.reporting.hooks import MAX_WAITING, READ_INSIDE, SENT_TO
 from engine_patches.reporting.metrics import CollectedMetrics
 from engine_patches.reporting.report import EngineReport
 

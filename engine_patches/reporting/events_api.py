@@ -24,7 +24,7 @@ from prometheus_client import make_asgi_app
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine_patches.reporting import header_fields
-from engine_patches.reporting.hooks import FOLDER, READ_INSIDE
+from engine_patches.reporting.addresses import FOLDER, READ_INSIDE
 from engine_patches.reporting.report import EngineReport
 from engine_patches.scheduler.counters import AdmittedRequest, GatewayLoad
 from engine_patches.scheduler.state_events import CacheCleared, StateEvent, StateStored

@@ -20,14 +20,8 @@ from typing import Any
 from engine_patches import settings
 from engine_patches.config_file import read_config
 from engine_patches.footprint import REPORTS
+from engine_patches.reporting.addresses import FOLDER, READ_AT, SENT_TO
 from engine_patches.scheduler.counters import loads_may_have_changed
-
-# Set by the process that starts the engines, for its children: a folder of this user's own, in which sockets are.
-FOLDER = "SEAMARK_INTERNAL_REPORTS"
-SENT_TO = "sent"  # where engines send reports, a socket of ZeroMQ
-READ_INSIDE = "read"  # where other processes of the same server read them
-MAX_WAITING = 1000  # reports that were sent and not taken: some kilobytes each
-READ_AT = "SEAMARK_INTERNAL_REPORTS_READ_AT"  # HOST:PORT where gateways do
 
 # How vLLM's list of KV event publishers names one that is none, but where reports are read.
 TOPIC = "seamark"

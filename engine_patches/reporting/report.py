@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from engine_patches import kv_connectors
-from engine_patches.reporting.hooks import MAX_WAITING
+from engine_patches.reporting.addresses import MAX_WAITING
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import Counts, GatewayLoad, loads_of_gateways
 from engine_patches.scheduler.state_events import StateEvent

@@ -19,9 +19,10 @@ import pytest
 from engine_patches import settings
 from engine_patches.footprint import REPORTS
 from engine_patches.reporting import addresses, collector, events_api, hooks, metrics, report
+from engine_patches.reporting.addresses import FOLDER, READ_AT
 from engine_patches.reporting.collector import Collector
 from engine_patches.reporting.events_api import METRICS_PATH, PATH, Feeds
-from engine_patches.reporting.hooks import FOLDER, READ_AT, collect_before_the_engines, keys_in
+from engine_patches.reporting.hooks import collect_before_the_engines, keys_in
 from engine_patches.scheduler import state_events
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
