@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from urllib.parse import urlsplit
 
 from proxy.fleet.part import Part
@@ -44,6 +43,9 @@ class _Service:
     failing: bool = False
     asking: asyncio.Future[Sequence[str]] | None = None
 
+    def count(self) -> int:
+        return len(self.workers)
+
     @property
     def name(self) -> str:
         return self.url.split("://", 1)[-1]
@@ -73,7 +75,7 @@ class Discovery(Part):
         self._resolve = resolve or addresses_of
         self._found: tuple[str, ...] = ()
         for service in self._services:
-            metrics.discovered.labels(service.name).set_function(partial(lambda each: len(each.workers), service))
+            metrics.discovered.labels(service.name).set_function(service.count)
 
     async def run(self) -> None:
         while True:

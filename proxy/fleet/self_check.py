@@ -217,10 +217,11 @@ class SelfCheck(Part):
         most = int(min(self._settings.self_check_tokens, _allowance(worker) / MOST_RECOMPUTED))
         if (cut := await self._cut(worker, replay, most)) is None:
             return None
-        for _ in range(2):
+        verdict = await self._compare(worker, replay.model, cut, watched)
+        if verdict is not None and verdict.result == "differs":
             verdict = await self._compare(worker, replay.model, cut, watched)
-            if verdict is None or verdict.result != "differs":
-                return verdict
+        if verdict is None or verdict.result != "differs":
+            return verdict
         logger.error(
             "worker %s: from its cache, prompt %s of %d tokens is continued otherwise than recomputed: "
             "answer %s against %s, first other token %s, logprobs off by %.3g, noise %.3g",
