@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -23,8 +23,6 @@ logger = logging.getLogger("seamark.discovery")
 
 # Seconds that a round waits for a resolver. A question that takes longer is not asked a second time meanwhile.
 ANSWER_SECONDS = 5.0
-
-Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 async def addresses_of(host: str, port: int) -> Sequence[str]:
@@ -63,7 +61,6 @@ class Discovery(Part):
         keep: float,
         metrics: Metrics,
         changed: Callable[[tuple[str, ...]], None],
-        resolve: Resolve | None = None,
     ) -> None:
         """`names`: base URLs whose hosts are looked up; `interval` and `keep` in seconds.
 
@@ -72,7 +69,6 @@ class Discovery(Part):
         self._services = [_Service(name) for name in names]
         self._interval, self._keep = interval, keep
         self._metrics, self._changed = metrics, changed
-        self._resolve = resolve or addresses_of
         self._found: tuple[str, ...] = ()
         for service in self._services:
             metrics.discovered.labels(service.name).set_function(service.count)
@@ -94,7 +90,7 @@ class Discovery(Part):
         parts = urlsplit(service.url)
         port = parts.port or 80
         if service.asking is None:
-            service.asking = asyncio.ensure_future(self._resolve(parts.hostname or "", port))
+            service.asking = asyncio.ensure_future(addresses_of(parts.hostname or "", port))
         done, _ = await asyncio.wait((service.asking,), timeout=ANSWER_SECONDS)
         if not done:
             self._failed(service, f"no answer within {ANSWER_SECONDS:g} s")
