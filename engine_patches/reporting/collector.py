@@ -65,7 +65,8 @@ class Collector:
         self.folder = Path(tempfile.mkdtemp(prefix="seamark-", dir=place))
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         # The process's context: another would wait for its sockets when it is collected as garbage.
-        self._reports: Any = zmq.Context.instance().socket(zmq.PULL)
+        context: Any = zmq.Context.instance()
+        self._reports = context.socket(zmq.PULL)
         self._reports.rcvhwm, self._reports.linger = MAX_WAITING, 0
         self._reports.bind(f"ipc://{self.folder / SENT_TO}")
         self._inside = socket.socket(socket.AF_UNIX)

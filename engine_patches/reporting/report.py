@@ -102,7 +102,8 @@ class Reporter:
         self._loads: dict[str, GatewayLoad] = {}
         self._num_requests = 0
         self._has_failed = False  # which is said once
-        self._socket: Any = zmq.Context.instance().socket(zmq.PUSH)
+        context: Any = zmq.Context.instance()
+        self._socket = context.socket(zmq.PUSH)
         self._socket.sndhwm, self._socket.linger = MAX_WAITING, 0
         self._socket.connect(address)
 
