@@ -106,9 +106,11 @@ class EngineEvents(Part):
         name of a request, the tokens of the prompt that it has computed, and whether all boundaries lie before.
         """
         self._gateway_id, self._upstream = gateway_id, upstream
-        self._idle, self._shelf = idle, shelf
+        self._idle, self._shelf, self._computed = idle, shelf, computed
         # By the worker's URL.
-        self._feeds = defaultdict[str, _FeedReader](lambda: _FeedReader(HeldStates(prefix_index, learnt, computed)))
+        self._feeds = defaultdict[str, _FeedReader](
+            lambda: _FeedReader(HeldStates(prefix_index, learnt, self._computed))
+        )
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:
         """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
