@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from engine_patches import settings
-from engine_patches.config_file import read_config
 from engine_patches.footprint import REPORTS
 from engine_patches.reporting.addresses import FOLDER, READ_AT, SENT_TO
 from engine_patches.scheduler.counters import loads_may_have_changed
@@ -101,7 +100,7 @@ def keys_in(arguments: Iterable[str], environment: Mapping[str, str]) -> tuple[s
     keys: list[str] = parser.parse_known_args(given)[0].api_key
     if not keys and "--config" in given[:-1]:
         with suppress(ValueError):  # vLLM says so
-            file = read_config(Path(given[given.index("--config") + 1]))
+            file = settings.read_config(Path(given[given.index("--config") + 1]))
             told = {name.replace("_", "-"): value for name, value in file.items()}.get("api-key") or []
             keys = [str(key) for key in told] if isinstance(told, list) else [str(told)]
     return tuple(keys) or tuple(filter(None, [environment.get("VLLM_API_KEY")]))
