@@ -255,7 +255,7 @@ class Stack:
         except (ValueError, KeyError, TypeError):
             return None
         told = [each for each in counted if each is not None]
-        return sum(told, Accepted()) if told and len(told) == len(counted) else None
+        return Accepted(*map(sum, zip(*told, strict=True))) if told and len(told) == len(counted) else None
 
     def _unreachable(self, error: Exception) -> Unusable:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.InvalidURL | httpx.UnsupportedProtocol):

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.bench.harness.client import TimedAnswer
 from proxy.bench.harness.servers import Server
+from proxy.fleet.worker_metrics import samples_in
 
 LOG_SECONDS = 10.0
 
@@ -69,9 +69,8 @@ async def samples_of(client: httpx.AsyncClient, server: Server) -> Mapping[str, 
         response = await client.get(server.url + "/metrics")
     except httpx.HTTPError:
         return found
-    for family in text_string_to_metric_families(response.text):
-        for sample in family.samples:
-            found[sample.name] += sample.value
-            for label, value in sample.labels.items():
-                found[f'{sample.name}{{{label}="{value}"}}'] += sample.value
+    for sample in samples_in(response.text):
+        found[sample.name] += sample.value
+        for label, value in sample.labels.items():
+            found[f'{sample.name}{{{label}="{value}"}}'] += sample.value
     return found
