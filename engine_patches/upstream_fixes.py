@@ -101,18 +101,12 @@ def stop_at_the_block_edge_after_a_hit(original: Function) -> Function:
     registered under the key of its edge. Without the export for such chunks the rule holds again.
     """
 
-    def _mamba_block_aligned_split(
-        self: Any,
-        request: Any,
-        num_new_tokens: int,
-        num_new_local_computed_tokens: int = 0,
-        num_external_computed_tokens: int = 0,
-    ) -> Any:
-        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+    def _mamba_block_aligned_split(self: Any, request: Any, num_new_tokens: int, *found: int) -> Any:
+        start = request.num_computed_tokens + sum(found)
         exports = self.mamba_has_prefill_checkpoint_blocks
         self.mamba_has_prefill_checkpoint_blocks = exports and start % self.cache_config.block_size == 0
         try:
-            return original(self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens)
+            return original(self, request, num_new_tokens, *found)
         finally:
             self.mamba_has_prefill_checkpoint_blocks = exports
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import SENDER
@@ -22,6 +23,8 @@ REPORT_INTERVAL = 1.0
 
 # Requests that wait for the next report, which may never come: nobody collects, or takes what is sent.
 MAX_REQUESTS = 1024
+
+_latest = partial(deque[Any], maxlen=MAX_REQUESTS)
 
 LOAD_FIELD, NO_GATEWAY = "seamark_load", ""
 
@@ -36,10 +39,6 @@ class AdmittedRequest(NamedTuple):
     hit_tokens: int  # from the cache
     shared: int  # with an earlier prompt, whole match units
     resolved: tuple[int, ...]  # what each entry of its hint names, in the hint's order; 0: not there
-
-
-def _latest() -> deque[Any]:
-    return deque(maxlen=MAX_REQUESTS)
 
 
 @dataclass
@@ -84,10 +83,6 @@ class Counters:
     def request_admitted(self, request: AdmittedRequest) -> None:
         self.counts.outcomes[request.reason] += 1
         self.counts.requests.append(request)
-
-    def prompt_pinned(self, request_id: str, fate: str) -> None:
-        """What became of a request's wish to pin its prompt, or to release it: one of those in `states`."""
-        self.counts.pinned.append((request_id, fate))
 
     def disk_used(self, refused: Mapping[str, int], num_bytes: int, bytes_held: int) -> None:
         """Files of states were refused, by one of `files.REASONS`, so many bytes were written, so many are there."""
@@ -148,6 +143,5 @@ def loads_may_have_changed(planned: Any) -> bool:
 
 def only_generates(planned: Any) -> bool:
     """Whether a step has one token of each of its requests, besides drafts: vLLM schedules no fewer of any."""
-    drafts = planned.scheduled_spec_decode_tokens
-    num_drafts = sum(map(len, drafts.values())) if drafts else 0
+    num_drafts = sum(map(len, (planned.scheduled_spec_decode_tokens or {}).values()))
     return bool(planned.total_num_scheduled_tokens - num_drafts == len(planned.num_scheduled_tokens))

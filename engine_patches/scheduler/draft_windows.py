@@ -3,26 +3,24 @@
 Such a head (most of `dflash`, some of `mtp`) has its rows in cache groups of its own. vLLM enters a sliding window at
 whole blocks only, and then looks up all groups in whole blocks. But a row that a head misses costs drafts and no
 answer: the target verifies every token. So these groups are left out of the lookup (`prefix_cacheable`, as vLLM's own
-circular buffers are), which is as fine then as without drafts. Of the head's window before the place where a request
-resumes:
+circular buffers are). Of the head's window before the place where a request resumes:
 
-- its rows are held: their blocks carry keys of ours, at the positions of states, ours and vLLM's own. The request takes
-  them over as it takes attention rows, the last block as a copy if the position lies inside it;
+- its rows are held: their blocks carry keys of ours, at the positions of states. The request takes them over as it
+  takes attention rows;
 - they are not, or not all of them: the hit is given up for once, in favour of a shorter one, if computing the rows
   again costs less than the drafts that would be lost. They carry keys again then, for all who follow;
 - that would cost more: vLLM gives the request new blocks for the window, zeroed as each new attention block of a hybrid
   is. The head drafts from zeros until its window has passed them, and blocks that hold any never get a key.
 
-So a head reads rows of its own request's prefix, by vLLM's hashes of the tokens with salt, images and adapters, or
-zeros, and nobody else's. A head that reads one token past a row (MTP) may find the last row of its window made with
-another one on vLLM 0.32, whose hashes do not cover it: it drafts one token worse.
+A head that reads one token past a row (MTP) may find the last row of its window made with another one on vLLM 0.32,
+whose hashes do not cover it: it drafts one token worse.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -129,12 +127,11 @@ def left_out_spec() -> Any:
     return DraftWindowSpec
 
 
-@dataclass
 class Acceptance:
     """Drafts that were right, in steps of requests with their head's rows, and of those that began on zeros."""
 
-    steps: list[int] = field(default_factory=lambda: [0, 0])  # by whether the rows were there
-    accepted: list[int] = field(default_factory=lambda: [0, 0])
+    def __init__(self) -> None:
+        self.steps, self.accepted = [0, 0], [0, 0]  # by whether the rows were there
 
     def add(self, rows: bool, steps: int, accepted: int) -> None:
         """A request has verified drafts in so many steps."""
@@ -182,34 +179,22 @@ class DraftWindows:
         """
         kept: dict[int, Blocks] = defaultdict(list)
         for manager in self._managers:
-            for position, blocks in self._keep(manager, request, state, positions).items():
-                kept[position] += blocks
+            size, blocks = manager.block_size, manager.req_to_blocks[request.request_id]
+            all_ends: dict[int, set[int]] = defaultdict(set)  # by index of a block
+            for position in positions:
+                window = _window(manager, position)
+                if not window or window[-1] >= len(blocks) or window[0] * size < state.drafts_from:
+                    continue
+                if not any(blocks[index].is_null for index in window):
+                    for index, key in zip(window, self._keys(manager, request, position), strict=True):
+                        all_ends[index].add(min((index + 1) * size, position))
+                        kept[position].append((blocks[index], key))
+            for index, ends in all_ends.items():
+                # vLLM drops a block's shorter keys when a longer one comes.
+                ends.update(position for position in state.states if index * size < position < max(ends))
+                for end in sorted(ends, reverse=True):
+                    self._pool.cache_partial_block(request, blocks[index], end, manager.kv_cache_group_id, size)
         return kept
-
-    def _keep(self, manager: Any, request: Any, state: RequestState, positions: Iterable[int]) -> dict[int, Blocks]:
-        size, blocks = manager.block_size, manager.req_to_blocks[request.request_id]
-        ends: dict[int, set[int]] = defaultdict(set)  # by index of a block
-        whole = []
-        for position in positions:
-            window = _window(manager, position)
-            if not window or window[-1] >= len(blocks) or window[0] * size < state.drafts_from:
-                continue
-            if not any(blocks[index].is_null for index in window):
-                whole.append(position)
-                for index in window:
-                    ends[index].add(min((index + 1) * size, position))
-        for index, keys in ends.items():
-            # vLLM drops a block's shorter keys when a longer one comes.
-            keys.update(position for position in state.states if index * size < position < max(keys))
-            for end in sorted(keys, reverse=True):
-                self._pool.cache_partial_block(request, blocks[index], end, manager.kv_cache_group_id, size)
-        return {
-            position: [
-                (blocks[index], key)
-                for index, key in zip(_window(manager, position), self._keys(manager, request, position), strict=True)
-            ]
-            for position in whole
-        }
 
     def _keys(self, manager: Any, request: Any, position: int) -> Iterator[bytes]:
         """The keys of the blocks that a request reads in a group that resumes at `position`."""

@@ -38,8 +38,8 @@ class Pin(NamedTuple):
 class Pins:
     """Prompts that stay in the cache: blocks of their states, and of the rows before them, held like a request's.
 
-    Only what a lookup would find is held, by its keys, so a pin can cost room and never an answer. All pins together
-    hold at most `limit` blocks of the pool.
+    Only what a lookup would find is held, so a pin can cost room and never an answer. All together hold at most `limit`
+    blocks of the pool.
     """
 
     def __init__(self, pool: Any, limit: int) -> None:
@@ -56,10 +56,7 @@ class Pins:
         return {key for pin in self._pins.values() for key in pin.keys}
 
     def pin(self, name: bytes, keys: Iterable[bytes], adapter: str | None = None) -> str:
-        """Hold the blocks that are cached under `keys`, in place of what the pin `name` held; what became of it.
-
-        `adapter`: name of the LoRA adapter that has computed them.
-        """
+        """Hold the blocks that are cached under `keys`, in place of what the pin `name` held; what became of it."""
         keys = tuple(keys)
         found = map(self._pool.cached_block_hash_to_block.get_one_block, keys)
         blocks = {block.block_id: block for block in found if block is not None}
@@ -136,7 +133,7 @@ class States:
         self.pins = Pins(self.keys.pool, self.most_pinned)
         self.retention = Retention(self.keys.pool, self.share)
         self.events = StateEvents(self.keys)
-        self._written = self.keys.watch()  # those that were counted as written
+        self.written = self.keys.watch()  # those that were counted as written
         self._held: list[Any] = []  # blocks written in the running step
         self._spare: list[bytes] = []  # keys of those that nobody asked for
 
@@ -169,9 +166,8 @@ class States:
         None if the cache has no blocks to spare.
         """
         pool, groups = self.keys.pool, self.keys.recurrent
-        if pool.get_num_free_blocks() < len(groups) or (spare and not self.has_idle):
-            return None
-        if not self.retention.make_room(len(groups)):
+        is_full = pool.get_num_free_blocks() < len(groups) or (spare and not self.has_idle)
+        if is_full or not self.retention.make_room(len(groups)):
             return None
         blocks: list[Any] = pool.get_new_blocks(len(groups))
         self._held += blocks
@@ -184,27 +180,20 @@ class States:
         return blocks
 
     def went_on(self, request: Any, position: int, before: int, named: Iterable[int]) -> None:
-        """The turn of a request's conversation that ends at `position` follows the one that ended at `before`.
-
-        `named`: positions of its hint.
-        """
+        """A request's turn that ends at `position` follows the one that ended at `before`; its hint's are `named`."""
         key, earlier, *others = (self.keys.state_key(request, each) for each in (position, before, *named))
         self.retention.went_on(key, earlier, others)
 
-    def written(self, key: bytes) -> None:
+    def add_written(self, key: bytes) -> None:
         """The state under `key` was counted as written."""
-        self._written.add(key, (key,))
-        self._written.remove_oldest(MAX_WRITTEN)
-
-    def is_written(self, key: bytes) -> bool:
-        """Whether the state under `key` is one of those."""
-        return key in self._written
+        self.written.add(key, (key,))
+        self.written.remove_oldest(MAX_WRITTEN)
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of those that are still cached."""
-        self._written.lost()
-        return len(self._written) * self.num_bytes
+        """Bytes of those that were counted as written and are still cached."""
+        self.written.lost()
+        return len(self.written) * self.num_bytes
 
     def offer(self, request: Any, positions: Iterable[int], used: bool = True) -> None:
         """The request's states at `positions` are cached, as `StateStore.offer` is told."""

@@ -95,7 +95,7 @@ def test_bytes_are_those_of_counted_states_that_are_still_cached(checkpoints):
     assert checkpoints.states.bytes_held == 200
     checkpoints.states.release()
     pool.reset_prefix_cache()
-    assert checkpoints.states.bytes_held == 0 and not checkpoints.states.is_written(blocks[0].block_hash)
+    assert checkpoints.states.bytes_held == 0 and blocks[0].block_hash not in checkpoints.states.written
 
 
 def test_a_state_of_a_prompt_that_is_pinned_is_written_whatever_it_saves(checkpoints):
