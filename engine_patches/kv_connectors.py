@@ -71,10 +71,7 @@ _SHOWN = (
         "self, request, block_ids",
         ("delay_free_blocks = any(", "block_ids = self.get_exchange_clipped_blocks(block_ids)"),
     ),
-    Shape(
-        f"{_BASE}.get_exchange_clipped_blocks",
-        mentions=("blocks = clip_ssm_state_blocks(blocks, n_spec_blocks)",),
-    ),
+    Shape(f"{_BASE}.get_exchange_clipped_blocks", mentions=("blocks = clip_ssm_state_blocks(blocks, n_spec_blocks)",)),
 )
 
 # What is replaced, so that a prefill which comes from another worker is known to be of its prompt and still there.
@@ -93,11 +90,7 @@ _HANDED_OVER = (
             'params["_p_side_truncated"] = True',
         ),
     ),
-    Shape(
-        f"{_BASE}.on_new_request",
-        "self, request",
-        ("self._truncate_request_for_prefill(request)",),
-    ),
+    Shape(f"{_BASE}.on_new_request", "self, request", ("self._truncate_request_for_prefill(request)",)),
     Shape(f"{_BASE}._stop_heartbeat", "self, req_id"),
     Shape(
         LOAD_END,
@@ -157,19 +150,16 @@ def decide(vllm_config: Any) -> Decision:
 def decide_by(transfer: Mapping[str, Any], on_cpu: bool = True) -> Decision:
     """The same by the fields of a `KVTransferConfig`, as far as they are given. `on_cpu`: the model runs on one."""
     found = [(_lane_of(child, on_cpu), str(child["kv_connector"])) for child in _connectors_in(transfer)]
-    order = list(ConnectorLane)
-    (lane, reason), name = max(
-        found, key=lambda each: order.index(each[0][0]), default=((ConnectorLane.INSIDE, ""), "")
-    )
+    order, none = list(ConnectorLane), ((ConnectorLane.INSIDE, ""), "")
+    (lane, reason), name = max(found, key=lambda each: order.index(each[0][0]), default=none)
     return Decision(lane, tuple(name for _, name in found), f"{name} {reason}" if reason else "")
 
 
 def needs_a_gpu(transfer: Mapping[str, Any]) -> str | None:
     """The first connector in the fields of a `KVTransferConfig` that starts on no CPU; None if there is none."""
     for child in _connectors_in(transfer):
-        own = child.get("kv_connector_module_path") or (child.get("kv_connector_extra_config") or {}).get(
-            "spec_module_path"
-        )
+        extra = child.get("kv_connector_extra_config") or {}
+        own = child.get("kv_connector_module_path") or extra.get("spec_module_path")
         if child["kv_connector"] in FOR_GPUS and not own:
             return str(child["kv_connector"])
     return None

@@ -1,9 +1,10 @@
 """Every change Seamark makes to vLLM, as data. `python -m engine_patches patches` prints it.
 
 How to read a row: `build` makes what replaces `target`. `parameters` and `mentions` are what the target must look like
-for that: its parameter names, and words that its source contains. `relies_on` says the same of other functions.
-`on` and `applies` say on which platform and in which versions the row has a meaning. A row without `upstream` serves
-hints, so upstream has nothing to repair. Of a kind of rows (`cure`, `adapter`, ...) is said once what all say.
+for that: its parameter names, and words that its source contains. `relies_on` says the same of other functions; what
+several rows rely on stands in one of them. `on` and `applies` say on which platform and in which versions the row has a
+meaning. A row without `upstream` serves hints, so upstream has nothing to repair. Of a kind of rows (`cure`, `adapter`,
+...) is said once what all say.
 
 The cores of recurrent layers, and the builders of their metadata, have no rows of their own: `promise` and `builders`
 replace those of the model that is loaded, by the tables in `families.py` and `forward/layers.py`.
@@ -23,15 +24,7 @@ from engine_patches.families import INSIDE, MAMBA2_MIXER
 from engine_patches.forward import conv_states, cpu_scan, layers, loaded_weights, scan_states, step_writes
 from engine_patches.ledger import Patch, PatchRole, Platform, Shape, exists, holds
 from engine_patches.reporting import hooks as reporting
-from engine_patches.scheduler import (
-    adapters,
-    cache_keys,
-    draft_windows,
-    fan_out,
-    kv_events,
-    state_writes,
-    transfers,
-)
+from engine_patches.scheduler import adapters, cache_keys, draft_windows, fan_out, kv_events, state_writes, transfers
 from engine_patches.scheduler import hooks as scheduling
 from engine_patches.trial import turns
 
@@ -60,11 +53,6 @@ CONVOLUTION_INPUTS = "x: torch.Tensor,\n    weight: torch.Tensor,\n    bias: tor
 SPLIT_PARAMETERS = "self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens"
 CACHE_BLOCKS_PARAMETERS = "self, request, num_tokens, retention_interval, replay_boundaries"
 
-CACHE_PARTIAL_BLOCK = Shape(
-    f"{POOL}.cache_partial_block",
-    "self, request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes",
-    mentions=("block.block_hash_num_tokens < num_hash_blocks * self.hash_block_size",),
-)
 
 ANY_POSITION = "vLLM writes states at any position inside a pass"
 POSITIONS_FROM_REQUESTS = "vLLM takes checkpoint positions from requests (RFC vllm#55697)"
@@ -286,7 +274,6 @@ PATCHES: tuple[Patch, ...] = (
                 "self, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask",
                 mentions=("if blk.is_null or (block_mask is not None and not block_mask[i])",),
             ),
-            CACHE_PARTIAL_BLOCK,
             Shape(
                 f"{POOL}.emit_cached_block_events", "self, request, num_cached_blocks, block_size, kv_cache_group_id"
             ),
@@ -327,7 +314,11 @@ PATCHES: tuple[Patch, ...] = (
             ),
             Shape(f"{POOL}.get_new_blocks", "self, num_blocks"),
             Shape(f"{POOL}.free_blocks", "self, ordered_blocks"),
-            CACHE_PARTIAL_BLOCK,
+            Shape(
+                f"{POOL}.cache_partial_block",
+                "self, request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes",
+                mentions=("block.block_hash_num_tokens < num_hash_blocks * self.hash_block_size",),
+            ),
             # What a connector loads may come before the steps that are running have written.
             Shape(
                 f"{SCHEDULER}._free_cow_retained_blocks",
@@ -402,7 +393,6 @@ PATCHES: tuple[Patch, ...] = (
         build=state_writes.keep_only_true_states,
         parameters=CACHE_BLOCKS_PARAMETERS,
         mentions=("if block.is_null or block.block_hash is None:",),
-        relies_on=(Shape(f"{POOL}.cache_full_blocks", mentions=("if blk.is_null or",)),),
     ),
     Patch(
         "tail-states",
@@ -436,7 +426,6 @@ PATCHES: tuple[Patch, ...] = (
                 f"{MANAGERS}:SingleTypeKVCacheManager._apply_cow",
                 mentions=("self._pending_cow_copies.append((source_block, cow_block))",),
             ),
-            CACHE_PARTIAL_BLOCK,
             Shape(f"{POOL}._insert_block_hash", mentions=("self.cached_block_hashes_by_block.setdefault",)),
         ),
     ),
@@ -462,7 +451,6 @@ PATCHES: tuple[Patch, ...] = (
         upstream="vllm#53786, #54360",
         until="vLLM finds sliding windows at any match unit (`supports_fine_grained_hash_lookup`)",
         build=draft_windows.put_rows_into_hits,
-        mentions=("self.empty_kv_cache_blocks, 0, 0", "return blocks, num_new_computed_tokens,"),
         relies_on=(
             LEFT_OUT_OF_LOOKUPS,
             Shape(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import RUNNING, SCAN_STATES
@@ -116,16 +117,6 @@ def plan_states(original: Function, plan: Plan) -> Function:
     return build
 
 
-def plan_ngram_states(original: Function) -> Function:
-    """`plan_states` of the convolution beside n-gram embeddings, which runs over all rows."""
-    return plan_states(original, _of_all_rows)
-
-
-def plan_conv_states(original: Function) -> Function:
-    """`plan_states` of short convolutions, which run over prompts by themselves."""
-    return plan_states(original, _of_prompts)
-
-
 def keep_ngram_states(original: Function) -> Function:
     """Replacement of `Qwen4ExpPLELayer._short_conv_dilated_dispatch`, which is given inputs and states by channel."""
 
@@ -179,8 +170,7 @@ def _of_all_rows(_: Any, common: Any, options: dict[str, Any], wanted: Wanted, g
     drafting = drafting_rows(options, common.num_reqs)
     rows = list(range(common.num_reqs))
     if drafting:
-        starts: list[int] = common.query_start_loc_cpu.tolist()
-        tokens = [after - start for start, after in itertools.pairwise(starts)]
+        tokens = [after - start for start, after in itertools.pairwise(common.query_start_loc_cpu.tolist())]
         rows = [row for row in rows if row not in drafting and tokens[row]]  # without padding
         rows.sort(key=lambda row: tokens[row] > 1)
     places = {row: place for place, row in enumerate(rows)}
@@ -189,11 +179,14 @@ def _of_all_rows(_: Any, common: Any, options: dict[str, Any], wanted: Wanted, g
 
 def _of_prompts(metadata: Any, common: Any, _: Any, wanted: Wanted, groups: Mapping[str, int]) -> StatePlan | None:
     """A `Plan`."""
-    first = first_prompt(metadata, common, wanted)
-    if first is None:
+    if (first := first_prompt(metadata, common, wanted)) is None:
         return None
     places = {row: row - first for row, _ in wanted}
     return StatePlan(*parts_of(common, wanted, groups, metadata.num_decode_tokens, places))
+
+
+plan_ngram_states = partial(plan_states, plan=_of_all_rows)  # of the convolution beside n-gram embeddings
+plan_conv_states = partial(plan_states, plan=_of_prompts)  # of short convolutions, which run over prompts by themselves
 
 
 def parts_of(common: Any, wanted: Wanted, groups: Mapping[str, int], before: int, places: Mapping[int, int]) -> Parts:

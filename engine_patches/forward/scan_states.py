@@ -2,11 +2,8 @@
 
 Mamba2's kernels scan a prompt in chunks (64 to 256 tokens) and have the state at every chunk's end in hand anyway
 (`return_intermediate_states`). A state wanted at such an end is copied. For one wanted inside a chunk, a second scan
-runs from the last end before it over the few tokens up to it, beside the main one. The convolution's part of a state is
-its last inputs, which are simply there. So the step's own outputs are computed as vLLM alone computes them, bit for
-bit, wherever states are taken. vllm#57329 reads vLLM's one checkpoint per request from the same place.
-
-vLLM's scan for CPUs has no chunks, and its states are found otherwise (`cpu_scan.py`).
+runs from the last end before it over the few tokens up to it, beside the main one. So the step's own outputs are
+computed as vLLM alone computes them, bit for bit. vLLM's scan for CPUs has no chunks (`cpu_scan.py`).
 
 The way of a step: `plan_scan_states` and `take_states_over` put `KeptStates` on each cache group's metadata;
 `mamba2_with_states` hands them to the layer's scan, `scan_with_states`. A step whose metadata looks otherwise than
@@ -124,8 +121,7 @@ def _planned(metadata: Any, common: Any, _: Any, wanted: Wanted, groups: Mapping
     """A `Plan`."""
     from vllm.platforms import current_platform
 
-    first = first_prompt(metadata, common, wanted)
-    if first is None:
+    if (first := first_prompt(metadata, common, wanted)) is None:
         return None
     before = metadata.num_decode_tokens
     starts: list[int] = common.query_start_loc_cpu.tolist()

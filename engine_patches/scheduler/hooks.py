@@ -5,9 +5,9 @@ tokens on a hybrid model; a checkpoint between two blocks could not be found. Pu
 and so do engines that refuse hints.
 
 A gated delta net is computed in chunks of 64 tokens from where a pass begins. A state taken inside a chunk is right,
-but what follows is rounded differently than without the stop (measured in bfloat16 on a small model: 0.16 in logprob,
-17 of 42 greedy answers; on chunk ends 1 of 42). So the unit of such a model is the chunk. With a draft head vLLM takes
-a unit off each match, so there the unit is fine, and states stay on chunk ends.
+but what follows is rounded differently than without the stop (measured in bfloat16 on a small model: 17 of 42 greedy
+answers differ; on chunk ends 1 of 42). So the unit of such a model is the chunk. With a draft head vLLM takes a unit
+off each match, so there the unit is fine, and states stay on chunk ends.
 """
 
 from __future__ import annotations
@@ -145,8 +145,7 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
                 told = f"until this engine's answers have agreed ({settings.DRAFTS}={settings.AUTO})"
                 logger.info("seamark: beside drafts, hints are on trial: vLLM caches by itself %s", told)
             transfers.introduce(self, checkpoints, states)
-            introduce = getattr(self.connector, "seamark_introduce", None)  # only our own wants to know
-            if introduce is not None:
+            if (introduce := getattr(self.connector, "seamark_introduce", None)) is not None:  # our own
                 introduce(checkpoints, states.keys.pool)
         for manager in (self.kv_cache_manager, *managers):
             manager.seamark = checkpoints
@@ -169,8 +168,7 @@ def _grid(scheduler: Any, written: Sequence[Any]) -> Grid:
 
 def _refusal(scheduler: Any, recurrent: Sequence[Any]) -> Refusal | None:
     """Why a scheduler with `recurrent` managers refuses hints; None if it does not, and has made sure that it can."""
-    found = refusals.by_scheduler(scheduler, recurrent)
-    if found is not None:
+    if (found := refusals.by_scheduler(scheduler, recurrent)) is not None:
         return found
     try:
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -185,8 +183,8 @@ def _refusal(scheduler: Any, recurrent: Sequence[Any]) -> Refusal | None:
 def warn_of_narrow_states(specs: Iterable[Any], *, at_random: bool = False) -> None:
     """Say so if recurrent layers, by their cache specs, keep states in fewer than 32 bits.
 
-    `at_random`: and round them so while they decode, which is chosen for good answers in few bits. States of prompts,
-    and so all that are kept, are rounded to the nearest value.
+    `at_random`: and round them so while they decode. States of prompts, and so all that are kept, are rounded to the
+    nearest value.
     """
     narrow = sorted({str(spec.dtypes[-1]).removeprefix("torch.") for spec in specs if spec.dtypes[-1].itemsize < 4})
     if narrow and at_random:
@@ -255,10 +253,9 @@ def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:
         if checkpoints is not None and checkpoints.writes_in_forward:
             return None
         key = original(self, request, num_tokens, retention_interval)
-        if key is None or checkpoints is None or checkpoints.states is None:
-            return key
+        states = None if key is None or checkpoints is None else checkpoints.states
         # All recurrent groups register the same position; one of them speaks for all.
-        if self.kv_cache_group_id == next(iter(checkpoints.states.keys.recurrent)):
+        if states is not None and self.kv_cache_group_id == next(iter(states.keys.recurrent)):
             wish = checkpoints.state_of(request).wish
             kind = LEARNED if num_tokens == wish.learned else TAIL
             checkpoints.state_written(request, key, HINTED if num_tokens in wish.hinted_positions else kind)
@@ -290,18 +287,16 @@ def release_before_reset(original: Callable[..., Any]) -> Callable[..., Any]:
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoints: Checkpoints = self.seamark
         checkpoints.before_reset()
-        states = checkpoints.states
-        if states is None:
+        if (states := checkpoints.states) is None:
             return original(self, *args, **kwargs)
-        released = states.pins.let_go()
-        emptied = False
+        released, emptied = states.pins.let_go(), False
         try:
             emptied = original(self, *args, **kwargs)
         finally:
-            if not emptied:
+            if emptied:
+                states.events.clear()
+            else:
                 states.pins.take_again(released)
-        if emptied:
-            states.events.clear()
         return emptied
 
     return reset_prefix_cache
