@@ -11,7 +11,7 @@ import msgspec
 from engine_patches import kv_connectors
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
-from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvent, StateEvicted, StateStored
+from engine_patches.scheduler.states import AdapterReplaced, CacheCleared, StateEvent, StateEvicted, StateStored
 
 # An event, as the gateway reads it: ["came", REQUEST, END, [[POSITION, STATE]..]], ["gone", STATE], ["cleared"] or
 # ["adapter", NAME]. Positions in tokens.

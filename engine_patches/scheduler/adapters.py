@@ -125,13 +125,12 @@ class Adapters:
 
     def load(self, lora: Any, load: Callable[[Any], Any]) -> Any:
         """Have vLLM `load` an adapter, and note what it has read; vLLM's answer."""
-        before = self.signature(lora)
-        is_read = False  # after an error the workers hold who knows what
+        before, known = self.signature(lora), None  # after an error the workers hold who knows what
         try:
             answer = load(lora)
-            is_read = before != NOT_YET
+            known = None if before == NOT_YET else before
         finally:
-            self._learn(lora, before if is_read else None)
+            self._learn(lora, known)
         return answer
 
     def has_changed(self, adapter: Adapter) -> bool:
@@ -171,10 +170,7 @@ class Adapters:
         return look
 
     def _learn(self, lora: Any, before: Signature) -> None:
-        """Have the files hashed that were as `before` when the workers read them; None: nobody knows what they read.
-
-        As long as that takes, nothing is certain.
-        """
+        """Have the files hashed that were as `before` when the workers read them; None: nobody knows what they read."""
         with self._lock:
             look = self._hashing.pop(lora.lora_int_id, None)
             if before is not None:
@@ -256,8 +252,7 @@ def is_alone(request: Any) -> bool:
 
 def adapter_name(request: Any) -> str | None:
     """Name of a request's adapter, None without one."""
-    lora = getattr(request, "lora_request", None)
-    return None if lora is None else lora.lora_name
+    return getattr(getattr(request, "lora_request", None), "lora_name", None)
 
 
 _asked: ContextVar[Adapters] = ContextVar("asked")  # by the engine whose request is being made
@@ -321,8 +316,8 @@ def admit_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `EngineCore.add_request`.
 
     Between a request's hashes and its place in the queue its adapter may have been loaded. And one that says
-    `load_inplace`, as all do whose adapter was once loaded so, has vLLM read the files again in each of its steps: here
-    they are read before the first, if they are not what the workers hold.
+    `load_inplace` has vLLM read the files again in each of its steps: here they are read before the first, if they are
+    not what the workers hold.
     """
 
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -353,11 +348,9 @@ def _loaded(engine: Any, request: Any) -> Adapter | None:
 
 
 def _tell(engine: Any, adapter: Adapter | None) -> None:
-    checkpoints = getattr(engine.scheduler, "seamark", None)
-    if adapter is None or not _adapters(engine).has_changed(adapter):
-        return
-    if checkpoints is not None and checkpoints.states is not None:
-        checkpoints.states.adapter_replaced(adapter.key.name)
+    states = getattr(getattr(engine.scheduler, "seamark", None), "states", None)
+    if adapter is not None and _adapters(engine).has_changed(adapter) and states is not None:
+        states.adapter_replaced(adapter.key.name)
 
 
 def look_up_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:

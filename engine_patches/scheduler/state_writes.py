@@ -22,8 +22,7 @@ from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import only_generates
 from engine_patches.scheduler.earlier_prompts import EVICTED, HINT_IGNORED, NOT_WORTH_IT
 from engine_patches.scheduler.planner import HINTED, SPARE, Grid, RequestState
-from engine_patches.scheduler.state_events import emit_events
-from engine_patches.scheduler.states import States
+from engine_patches.scheduler.states import StateEvents, States
 from engine_patches.scheduler.transfers import keep_loaded_state
 
 
@@ -124,7 +123,7 @@ def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
         if checkpoints.pinning:
             checkpoints.pin_prompts(self.requests)
         if checkpoints.states is not None:
-            emit_events(self, output)
+            _emit_events(self, output)
         now = time.monotonic()
         setattr(output, PLANNED_AT, now)
         if checkpoints.last_planned is not None:
@@ -133,6 +132,22 @@ def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return schedule
+
+
+def _emit_events(scheduler: Any, output: Any) -> None:
+    """A step is planned to its end: emit the states that came with it, and those that went."""
+    checkpoints = scheduler.seamark
+    events: StateEvents = checkpoints.states.events
+    events.emit_evictions()  # nothing may be reported as stored in a pool that was emptied since
+    if only_generates(output) and not output.scheduled_new_reqs:
+        return
+    for name, num_tokens in output.num_scheduled_tokens.items():
+        request = scheduler.requests[name]
+        end = request.num_computed_tokens  # vLLM has advanced it already
+        start = end - num_tokens
+        if start < request.num_prompt_tokens and (state := checkpoints.state_of(request)).wish.positions:
+            events.emit_stored(request, state, checkpoints.targets(request), start, end)
+    events.emit_evictions()
 
 
 def note_late_output(original: Callable[..., Any]) -> Callable[..., Any]:

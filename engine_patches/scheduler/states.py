@@ -1,4 +1,4 @@
-"""The states of one scheduler's cache: the blocks they are written into, and the prompts whose states are pinned.
+"""The states of one scheduler's cache: their blocks, pinned prompts, and events for gateways, which may count on them.
 
 All of it lives in the scheduler's process, on its one thread. Positions in tokens.
 """
@@ -6,6 +6,7 @@ All of it lives in the scheduler's process, on its one thread. Positions in toke
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -13,13 +14,19 @@ from typing import Any, NamedTuple, Protocol
 from engine_patches.scheduler.adapters import adapter_name
 from engine_patches.scheduler.cache_keys import HeldKeys
 from engine_patches.scheduler.draft_windows import DraftWindows
-from engine_patches.scheduler.planner import RequestState
+from engine_patches.scheduler.planner import CheckpointTarget, RequestState
 from engine_patches.scheduler.retention import Retention
-from engine_patches.scheduler.state_events import StateEvents
 from engine_patches.settings import DEFAULT_SHARE
 
-# States whose bytes are counted, and hits on them; an older one is forgotten. Real caches hold some hundreds.
-MAX_WRITTEN = 65_536
+# States whose bytes and hits are counted, and those in events; an older one is forgotten, with an event as if it were
+# evicted. Real caches hold some hundreds.
+MAX_WRITTEN = MAX_STATES = 65_536
+
+# Events that wait for the next report, which may never come: nobody collects, or takes what is sent.
+MAX_EVENTS = 4096
+
+# The part of vLLM's cache key (36 bytes) that names a state: long enough that two states of a cache never share it.
+NAME_BYTES = 8
 
 # What became of a pin.
 PINNED, RELEASED = "pinned", "released"
@@ -103,6 +110,108 @@ class Pins:
     def _held(self, but: bytes = b"") -> set[int]:
         """Ids of the blocks that pins hold, all but one of them."""
         return {block.block_id for name, pin in self._pins.items() if name != but for block in pin.blocks}
+
+
+class StateStored(NamedTuple):
+    """The hinted request `request_id` is planned up to token `end`."""
+
+    request_id: str  # vLLM's
+    end: int
+    states: tuple[tuple[int, str], ...]  # those since the last event: position, and name, "" if none is found
+
+
+class StateEvicted(NamedTuple):
+    """The state `name` can no longer be found."""
+
+    name: str
+
+
+class CacheCleared(NamedTuple):
+    """No state can be found any more."""
+
+
+class AdapterReplaced(NamedTuple):
+    """What prompts with the LoRA adapter `name` left in the cache can no longer be found; its states went before."""
+
+    name: str
+
+
+StateEvent = StateStored | StateEvicted | CacheCleared | AdapterReplaced
+
+
+class StateEvents:
+    """The states of one scheduler's cache that its events have named. Lengths in tokens."""
+
+    def __init__(self, keys: HeldKeys) -> None:
+        self._keys = keys
+        self._states = keys.watch()
+        self._adapter_of: dict[bytes, str] = {}  # of each state that a LoRA adapter has computed, its name
+        self._number = 0
+        self._pending: deque[tuple[int, StateEvent]] = deque(maxlen=MAX_EVENTS)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._pending)
+
+    def take(self) -> list[tuple[int, StateEvent]]:
+        """The events since the last call, numbered without gaps: a missing number is an event that was dropped here."""
+        events = list(self._pending)
+        self._pending.clear()
+        return events
+
+    def emit_evictions(self) -> None:
+        """A step is planned: emit an event for each state that can no longer be found."""
+        if self._states.emptied:
+            self.clear()
+        for state in self._states.lost():
+            self._evicted(state)
+
+    def emit_stored(
+        self, request: Any, state: RequestState, targets: Iterable[CheckpointTarget], start: int, end: int
+    ) -> None:
+        """Tokens [start, end) of a hinted request are in the step that was planned: emit its states up to `end`."""
+        reported = 0 if start < state.reported_to else state.reported_to  # 0: preempted, and all of it comes again
+        state.reported_to = end
+        positions = (target.position for target in targets if reported < target.position + self._keys.drop <= end)
+        states = tuple((position, self._watch(request, position)) for position in positions)
+        if states or end >= request.num_prompt_tokens:
+            self._emit(StateStored(request.request_id, end, states))
+
+    def adapter_replaced(self, name: str) -> None:
+        """The LoRA adapter `name` is another from now on: its states cannot be found."""
+        for state in [state for state, adapter in self._adapter_of.items() if adapter == name]:
+            self._states.remove(state)
+            self._evicted(state)
+        self._emit(AdapterReplaced(name))
+
+    def clear(self) -> None:
+        self._states.clear()
+        self._adapter_of.clear()
+        self._emit(CacheCleared())
+
+    def _watch(self, request: Any, position: int) -> str:
+        """Name of the state at `position`, watched from now on; "" if it cannot be found."""
+        state = self._keys.name_of(request, position)
+        if state not in self._states:
+            if not (needs := self._keys.found(request, position)):
+                return ""
+            self._states.add(state, needs)
+            if (adapter := adapter_name(request)) is not None:
+                self._adapter_of[state] = adapter
+            if (oldest := self._states.remove_oldest(MAX_STATES)) is not None:
+                self._evicted(oldest)
+        return state[:NAME_BYTES].hex()
+
+    def _evicted(self, state: bytes) -> None:
+        self._adapter_of.pop(state, None)
+        self._emit(StateEvicted(state[:NAME_BYTES].hex()))
+
+    def _emit(self, event: StateEvent) -> None:
+        self._number += 1
+        self._pending.append((self._number, event))
 
 
 class StateStore(Protocol):

@@ -23,11 +23,10 @@ from engine_patches.reporting.addresses import FOLDER, READ_AT
 from engine_patches.reporting.collector import Collector
 from engine_patches.reporting.events_api import METRICS_PATH, PATH, Feeds
 from engine_patches.reporting.hooks import Layout, collect_before_the_engines, keys_in
-from engine_patches.scheduler import state_events
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.planner import Grid
-from engine_patches.scheduler.state_events import StateEvents
+from engine_patches.scheduler.states import StateEvents
 from tests.harness.reports import scheduler_of
 from tests.harness.waiting import until
 
@@ -111,7 +110,7 @@ def test_where_no_event_loop_runs_a_thread_collects(taking):
 async def test_a_collector_that_takes_nothing_makes_no_step_wait_and_what_was_lost_is_said(taking, monkeypatch):
     monkeypatch.setattr(reporter, "MAX_WAITING", 4)
     monkeypatch.setattr(collector, "MAX_WAITING", 4)
-    monkeypatch.setattr(state_events, "MAX_EVENTS", 4)
+    monkeypatch.setattr("engine_patches.scheduler.states.MAX_EVENTS", 4)
     at = Collector(("127.0.0.1", 0), ())
     scheduler, own, happen = engine(at)
     for number in range(400):
