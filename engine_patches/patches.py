@@ -21,7 +21,7 @@ from functools import partial
 
 from engine_patches import kv_connectors, upstream_fixes
 from engine_patches.families import INSIDE, MAMBA2_MIXER
-from engine_patches.forward import conv_states, cpu_scan, layers, loaded_weights, scan_states, step_writes
+from engine_patches.forward import conv_states, layers, loaded_weights, scan_states, step_writes
 from engine_patches.ledger import Patch, PatchRole, Platform, Shape, exists, holds
 from engine_patches.reporting import hooks as reporting
 from engine_patches.scheduler import adapters, cache_keys, draft_windows, fan_out, kv_events, state_writes, transfers
@@ -118,7 +118,7 @@ PATCHES: tuple[Patch, ...] = (
         why="the states that `cpu-checkpoint-scan` returns, and those that Seamark keeps, come from the CPU's kernel",
         upstream="as cpu-checkpoint-scan",
         until="never: Seamark copies its states between two runs of it",
-        build=cpu_scan.kernel_in_runs,
+        build=scan_states.kernel_in_runs,
         parameters="out, final_states, x, dt, A, B, C, D, z, cu_seqlens",
         on=Platform.CPU,
     ),

@@ -6,7 +6,7 @@ import logging
 from functools import partial
 from typing import Any
 
-from engine_patches.forward.cpu_scan import kernel_runs, scan_in_runs
+from engine_patches.forward.scan_states import kernel_runs, scan_in_runs
 from engine_patches.ledger import Function, ShapeMismatch
 
 logger = logging.getLogger("vllm.seamark")
