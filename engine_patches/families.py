@@ -155,10 +155,7 @@ _BY_ATTRIBUTE = {  # that only the configs of this kind have
 
 
 def layers_in(config: Any) -> Sequence[RecurrentLayer]:
-    """The recurrent layers that vLLM makes of a model, by its text config, the one that its matches follow from first.
-
-    Empty if it has none, or of a kind that is not known here. `config`: transformers' object, or what it was read from.
-    """
+    """The recurrent layers of a model by its text config, the one that its matches follow from first; none if unknown."""
     told: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
     if (told.get("linear_attn_config") or {}).get("use_full_rank_gate"):
         return (K3_KDA,)  # its text config has the type of Kimi-Linear's

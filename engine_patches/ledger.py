@@ -176,10 +176,7 @@ def resolve(path: str) -> Target:
 
 
 def exists(path: str) -> bool:
-    """Whether a "module:Class.function" path leads to a function here: vLLM moves methods between classes.
-
-    A module that nobody has imported is read and not imported.
-    """
+    """Whether a "module:Class.function" path leads to a function; a module that nobody has imported is only read."""
     return holds(Shape(path))
 
 

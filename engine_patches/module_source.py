@@ -86,10 +86,7 @@ def _source(definition: CodeType, lines: list[str]) -> str:
 
 
 class ImportHook(MetaPathFinder):
-    """Calls `imported(name)` once a module among `awaited` has run; what that raises fails the import.
-
-    `awaited` may change at any time: it is looked at when a module is searched for.
-    """
+    """Calls `imported(name)` once a module among `awaited`, which may change, has run; what that raises fails the import."""
 
     def __init__(self, awaited: Container[str], imported: Callable[[str], None]) -> None:
         self.awaited = awaited

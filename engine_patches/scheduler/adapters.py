@@ -77,10 +77,7 @@ class Adapter:
     engine: Adapters  # all that are known of
 
     def computes(self, lora: Any) -> bool:
-        """Whether it is certain to compute a request with this vLLM `LoRARequest`.
-
-        Files that have changed come into the workers unasked, say after these had no room for the adapter.
-        """
+        """Whether it surely computes a request with this vLLM `LoRARequest`: changed files come into workers unasked."""
         if (lora.lora_name, lora.lora_path) != self.key[:2]:
             return False  # ids of several API servers can mean several adapters, of which the workers hold one
         if self.key in self.engine.doubtful or (now := self.engine.signature(lora)) == NOT_YET:
@@ -97,10 +94,7 @@ class Adapter:
 
 
 class Adapters:
-    """Those of one engine, by id; an entry of some 500 bytes for each load. Two threads use it.
-
-    Files are looked at in threads of their own: a mount that is slow, or hangs, holds up nobody's requests.
-    """
+    """Those of one engine, by id, for two threads. Others look at files: a mount that hangs holds up nobody's requests."""
 
     def __init__(self) -> None:
         self.doubtful: set[Key] = set()  # what may stand over states of two contents, and no adapter is given (again)
@@ -140,10 +134,7 @@ class Adapters:
         return before not in (None, adapter.key)
 
     def signature(self, lora: Any) -> Signature:
-        """As an adapter's files are now; `NOT_YET` if they do not say it in time.
-
-        Then nobody waits for them again until they have come to answer as fast as they should.
-        """
+        """As an adapter's files are now; `NOT_YET` if they are late, and until they have answered fast: nobody waits twice."""
         late = self._late.get(lora.lora_path)
         if late is not None and not late.is_set():
             return NOT_YET
@@ -214,10 +205,7 @@ class Adapters:
 
 
 def _read(lora: Any, *, hashed: bool) -> tuple[Signature, str]:
-    """The signature of an adapter's files, and if it is to be `hashed` that of their contents.
-
-    They are opened, since only then does a file system of the network ask its server for the times.
-    """
+    """The signature of an adapter's files, opened so that a network's server is asked; if `hashed`, of their contents."""
     digest, signature = hashlib.sha256(repr(getattr(lora, "is_3d_lora_weight", False)).encode()), []
     try:
         if getattr(lora, "tensorizer_config_dict", None):  # vLLM can load from elsewhere then
@@ -354,10 +342,7 @@ def _tell(engine: Any, adapter: Adapter | None) -> None:
 
 
 def look_up_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `KVCacheManager.get_computed_blocks` and `get_computed_blocks_for_connector`.
-
-    While a request has waited, or after it was preempted, its adapter may be another.
-    """
+    """Replacement of both lookups of `KVCacheManager`: while a request has waited, its adapter may have changed."""
 
     def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         adapter = getattr(request, ADAPTER, None)

@@ -72,10 +72,7 @@ class HeldKeys:
         return watch
 
     def name_of(self, request: Any, position: int) -> bytes:
-        """The name of the request's state at `position`: the key of the tokens that lead to it.
-
-        Who shares the state alone, and not what lies past it, does not find it, and has another name for it.
-        """
+        """The name of the request's state at `position`: the key of all tokens that a hit there has to share."""
         return self.state_key(request, position + self.drop)
 
     def state_key(self, request: Any, position: int) -> bytes:

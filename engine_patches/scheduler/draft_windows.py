@@ -152,11 +152,8 @@ class Acceptance:
         return max(self.per_step(True) - self.per_step(False), 0.0)
 
     def steps_lost(self, missing: int, window: int, answer: int) -> float:
-        """Forward passes more that an answer of so many tokens takes if `missing` rows of the `window` are zeros.
-
-        With each token a row less is missing, so the loss ends with the last of them. The first token has no drafts.
-        """
-        tokens = max(min(missing, answer - 1), 0)
+        """Passes more that an answer takes if `missing` rows of the `window` are zeros; with each token a row less is."""
+        tokens = max(min(missing, answer - 1), 0)  # the first token has no drafts
         loss = self.loss * (missing - tokens / 2) / window
         good = 1 + self.per_step(True)
         return max(tokens / max(good - loss, 1.0) - tokens / good, 0.0)
@@ -173,10 +170,7 @@ class DraftWindows:
         self.acceptance = Acceptance()
 
     def keep(self, request: Any, state: RequestState, positions: Sequence[int]) -> dict[int, Blocks]:
-        """Make the rows before `positions`, all computed by the end of this step, findable there.
-
-        The blocks before each of the positions whose windows were complete.
-        """
+        """Make the rows before `positions`, computed by this step's end, findable; the blocks of each whole window."""
         kept: dict[int, Blocks] = defaultdict(list)
         for manager in self._managers:
             size, blocks = manager.block_size, manager.req_to_blocks[request.request_id]
@@ -211,10 +205,7 @@ class DraftWindows:
         return self._pool.cached_block_hash_to_block.get_one_block(key)
 
     def of_hit(self, manager: Any, request: Any, found: Any, *, ours: bool) -> Any:
-        """What vLLM `found` for a request (blocks, hit, junction), or a shorter hit, with the head's rows put in.
-
-        `manager`: vLLM's `KVCacheManager`. `ours`: the request may resume without the rows; vLLM alone lets none.
-        """
+        """What vLLM `found` (blocks, hit, junction), or a shorter hit, with the rows. `ours`: it may resume without them."""
         checkpoints = manager.seamark
         state: RequestState = checkpoints.state_of(request)
         state.drafts_from, state.window, state.heals = 0, "", 0
@@ -267,12 +258,9 @@ class DraftWindows:
         return None
 
     def _pays(self, request: Any, hit: int, tokens: int) -> bool:
-        """Whether computing so many `tokens` again takes less time than drafts lost without the rows before a hit.
-
-        By this request, and by one that comes behind it; as long as no times are known, it does.
-        """
+        """Whether computing so many `tokens` again takes less time than the drafts that this request and the next lose."""
         if not self._step_time.known:
-            return True
+            return True  # as far as is known
         window = max(manager.sliding_window for manager in self._managers)
         missing = window - 1 - (request.num_tokens - hit)
         if missing <= 0:

@@ -8,9 +8,8 @@ A hint is a list of at most 16 entries, in any order. Each names one position in
 - `"last:7,8,9"`: behind their last occurrence;
 - `"last-k:7,8,9"`: the same, after skipping the `k` occurrences nearest to the end.
 
-Ids are decimal numbers without spaces, at most 128 of them. Occurrences may overlap. Entries are resolved here, on the
-ids of the prompt, so the sender of a hint need not count tokens. A hint is a wish: a wrong entry is dropped and
-counted, and a right one can only add a cache entry.
+Ids are decimal numbers without spaces, at most 128 of them. Occurrences may overlap. The sender need not count tokens.
+A hint is a wish: a wrong entry is dropped and counted, and a right one can only add a cache entry.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ def hint_in(request: Any) -> Any:
     """The hint as it came with a vLLM `Request`, `NONE` without one.
 
     This is the one place that knows how hints travel: as `kv.checkpoint` actions in vLLM's `KvHintsEnvelope`, which a
-    caller in vLLM's own process may attach (its HTTP servers do not take one yet), and else in `vllm_xargs`. The token
-    `<|mamba_checkpoint|>` of vLLM's RFC #55697 would be another carrier, whose position in the prompt is the hint.
+    caller in vLLM's own process may attach (its HTTP servers do not take one yet), and else in `vllm_xargs`.
     """
     envelope = getattr(request, "kv_hints", None)
     actions = [action for action in (envelope.actions if envelope is not None else ()) if action.action_type == ACTION]
@@ -186,10 +184,7 @@ def first_end(ids: list[int], pattern: list[int], most: int = MAX_COMPARED) -> i
 
 
 def last_end(ids: list[int], pattern: list[int], skipped: int = 0, most: int = MAX_COMPARED) -> int:
-    """Where (tokens) the last occurrence of `pattern` ends; 0 if the last `most` places compared show none.
-
-    `skipped` occurrences, counted from the end, are passed over.
-    """
+    """Where (tokens) the last occurrence of `pattern` ends, behind `skipped` ones; 0 if none is among `most` places."""
     size, rare, offset = len(pattern), *_rarest(pattern)
     compared, length, end = 0, _FIRST_SLICE, len(ids)
     while end > 0:

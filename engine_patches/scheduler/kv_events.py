@@ -31,10 +31,7 @@ class ResumableBlocks:
     """The attention blocks of one scheduler's cache that are announced. Lengths in tokens."""
 
     def __init__(self, keys: HeldKeys, sizes: Mapping[int, int], hidden: Collection[int] = ()) -> None:
-        """`sizes`: of the blocks that events name, by attention group: a part of its cache's blocks, in whole units.
-
-        `hidden`: groups of which nothing is announced, since they decide no hit.
-        """
+        """`sizes`: of announced blocks, by attention group, in whole units; `hidden`: groups that decide no hit."""
         from vllm.distributed.kv_events import BlockRemoved
         from vllm.v1.core import kv_cache_utils
 

@@ -79,10 +79,7 @@ class Retention:
             self._keep(key, state)
 
     def went_on(self, key: bytes, before: bytes, named: Container[bytes]) -> None:
-        """The turn under `key` is of a conversation that went on from the one under `before`.
-
-        The turn before these two is given up, unless it is `named` by a hint or has served others.
-        """
+        """The turn under `key` went on from the one under `before`: the one before these goes, unless `named` or used."""
         state, earlier = self._turns.get(key), self._turns.get(before)
         if state is None or earlier is None:
             return

@@ -302,10 +302,7 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
 
 
 def _generates(request: Any, start: int, num_tokens: int) -> bool:
-    """Whether a step that begins at `start`, and caches up to `num_tokens`, is one that generates.
-
-    One that computes again what was generated before a preemption caches more, and vLLM copies no edge's state there.
-    """
+    """Whether a step from `start` generates: one that replays an answer caches more, and vLLM copies no edge's state."""
     return bool(start >= request.num_prompt_tokens and num_tokens <= start + 1)
 
 

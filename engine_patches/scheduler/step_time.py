@@ -54,10 +54,7 @@ class StepTime:
         self._new = 0  # passes since the pace was computed
 
     def step_took(self, num_tokens: int, seconds: float, prefill: bool = True, states: int = 0) -> None:
-        """A pass over `num_tokens` tokens took `seconds`; `prefill`: some of them were a prompt's.
-
-        `states`: that it wrote of one request, at most. Those of several requests are written together.
-        """
+        """A pass took `seconds`. `prefill`: over a prompt, too. `states`: of one request at most; several's go together."""
         if num_tokens > 0 and seconds > 0:
             if prefill:
                 self._passes.append((num_tokens, states, seconds))
