@@ -155,7 +155,7 @@ _BY_ATTRIBUTE = {  # that only the configs of this kind have
 
 
 def layers_in(config: Any) -> Sequence[RecurrentLayer]:
-    """The recurrent layers of a model by its text config, the one that its matches follow from first; none if unknown."""
+    """The recurrent layers of a model by its text config, the one that its matches follow from first; or none."""
     told: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
     if (told.get("linear_attn_config") or {}).get("use_full_rank_gate"):
         return (K3_KDA,)  # its text config has the type of Kimi-Linear's

@@ -86,7 +86,7 @@ def _source(definition: CodeType, lines: list[str]) -> str:
 
 
 class ImportHook(MetaPathFinder):
-    """Calls `imported(name)` once a module among `awaited`, which may change, has run; what that raises fails the import."""
+    """Calls `imported(name)` once a module among `awaited` (of now) has run; what that raises fails the import."""
 
     def __init__(self, awaited: Container[str], imported: Callable[[str], None]) -> None:
         self.awaited = awaited

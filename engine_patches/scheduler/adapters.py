@@ -77,7 +77,7 @@ class Adapter:
     engine: Adapters  # all that are known of
 
     def computes(self, lora: Any) -> bool:
-        """Whether it surely computes a request with this vLLM `LoRARequest`: changed files come into workers unasked."""
+        """Whether it surely computes a request with this `LoRARequest`: changed files come into workers unasked."""
         if (lora.lora_name, lora.lora_path) != self.key[:2]:
             return False  # ids of several API servers can mean several adapters, of which the workers hold one
         if self.key in self.engine.doubtful or (now := self.engine.signature(lora)) == NOT_YET:
@@ -94,7 +94,7 @@ class Adapter:
 
 
 class Adapters:
-    """Those of one engine, by id, for two threads. Others look at files: a mount that hangs holds up nobody's requests."""
+    """Those of one engine, by id, for two threads. Others look at files: a mount that hangs holds up no requests."""
 
     def __init__(self) -> None:
         self.doubtful: set[Key] = set()  # what may stand over states of two contents, and no adapter is given (again)
@@ -134,7 +134,7 @@ class Adapters:
         return before not in (None, adapter.key)
 
     def signature(self, lora: Any) -> Signature:
-        """As an adapter's files are now; `NOT_YET` if they are late, and until they have answered fast: nobody waits twice."""
+        """As an adapter's files are now; `NOT_YET` if they are late, and until they have answered fast."""
         late = self._late.get(lora.lora_path)
         if late is not None and not late.is_set():
             return NOT_YET
@@ -205,7 +205,7 @@ class Adapters:
 
 
 def _read(lora: Any, *, hashed: bool) -> tuple[Signature, str]:
-    """The signature of an adapter's files, opened so that a network's server is asked; if `hashed`, of their contents."""
+    """The signature of files that are opened, so that a network's server is asked; if `hashed`, of their contents."""
     digest, signature = hashlib.sha256(repr(getattr(lora, "is_3d_lora_weight", False)).encode()), []
     try:
         if getattr(lora, "tensorizer_config_dict", None):  # vLLM can load from elsewhere then

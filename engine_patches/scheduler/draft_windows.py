@@ -152,7 +152,7 @@ class Acceptance:
         return max(self.per_step(True) - self.per_step(False), 0.0)
 
     def steps_lost(self, missing: int, window: int, answer: int) -> float:
-        """Passes more that an answer takes if `missing` rows of the `window` are zeros; with each token a row less is."""
+        """Passes more that an answer takes if `missing` rows of the `window` are zeros, with each token one less."""
         tokens = max(min(missing, answer - 1), 0)  # the first token has no drafts
         loss = self.loss * (missing - tokens / 2) / window
         good = 1 + self.per_step(True)
@@ -205,7 +205,7 @@ class DraftWindows:
         return self._pool.cached_block_hash_to_block.get_one_block(key)
 
     def of_hit(self, manager: Any, request: Any, found: Any, *, ours: bool) -> Any:
-        """What vLLM `found` (blocks, hit, junction), or a shorter hit, with the rows. `ours`: it may resume without them."""
+        """What vLLM `found` (blocks, hit, junction), or a shorter hit, with rows. `ours`: it may resume without."""
         checkpoints = manager.seamark
         state: RequestState = checkpoints.state_of(request)
         state.drafts_from, state.window, state.heals = 0, "", 0
@@ -258,7 +258,7 @@ class DraftWindows:
         return None
 
     def _pays(self, request: Any, hit: int, tokens: int) -> bool:
-        """Whether computing so many `tokens` again takes less time than the drafts that this request and the next lose."""
+        """Whether computing so many `tokens` again takes less time than drafts lost by this request and the next."""
         if not self._step_time.known:
             return True  # as far as is known
         window = max(manager.sliding_window for manager in self._managers)

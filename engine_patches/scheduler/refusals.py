@@ -84,7 +84,7 @@ def refused(reason: str, cause: str) -> Refusal:
 
 
 def by_configuration(vllm_config: Any, *, in_pass: bool = True) -> Refusal | None:
-    """What a configuration tells; None without recurrent layers, too. `in_pass`: they can write states inside a pass."""
+    """What a configuration tells; None without recurrent layers, too. `in_pass`: they write states inside a pass."""
     model = vllm_config.model_config
     return _last(vllm_config, None, in_pass) if model.is_hybrid or model.is_attention_free else None
 

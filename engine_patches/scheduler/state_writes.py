@@ -302,7 +302,7 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
 
 
 def _generates(request: Any, start: int, num_tokens: int) -> bool:
-    """Whether a step from `start` generates: one that replays an answer caches more, and vLLM copies no edge's state."""
+    """Whether a step from `start` generates: one that replays an answer caches more, and leaves no edge's state."""
     return bool(start >= request.num_prompt_tokens and num_tokens <= start + 1)
 
 

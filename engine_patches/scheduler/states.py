@@ -311,7 +311,7 @@ class States:
                 self.store.offer(request, position, used)
 
     def resumed(self, request: Any, position: int, passed: Sequence[int], *, shared: bool, loaded: bool) -> None:
-        """A request resumes at `position`, behind states it has `passed`; `shared`: with others; `loaded`: not of the cache."""
+        """A request resumes at `position`, behind those `passed`; `shared`: with others; `loaded`: from elsewhere."""
         if not loaded:
             self.offer(request, [position])
         self.retention.resumed(self.keys.state_key(request, position), shared)

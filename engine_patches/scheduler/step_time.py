@@ -54,7 +54,7 @@ class StepTime:
         self._new = 0  # passes since the pace was computed
 
     def step_took(self, num_tokens: int, seconds: float, prefill: bool = True, states: int = 0) -> None:
-        """A pass took `seconds`. `prefill`: over a prompt, too. `states`: of one request at most; several's go together."""
+        """A pass took `seconds`. `prefill`: over a prompt, too. `states`: most of one request, as all write at once."""
         if num_tokens > 0 and seconds > 0:
             if prefill:
                 self._passes.append((num_tokens, states, seconds))
