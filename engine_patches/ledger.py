@@ -247,7 +247,7 @@ def apply(patches: Sequence[Patch]) -> int:
     here = platform_here() if any(patch.on for patch in patches) else None
     missing, misfits = judge([patch for patch in patches if not is_applied(patch)], here)
     if misfits:
-        raise misfits[0].difference
+        raise next(iter(misfits.values()))
     before = len(_replaced)
     for patch in missing:
         for module in {_module_of(shape.target) for shape in patch.shapes} - sys.modules.keys():
@@ -275,23 +275,16 @@ def platform_here() -> Platform | None:
     return Platform.GPU if current_platform.is_cuda_alike() else None
 
 
-class Misfit(NamedTuple):
-    """A patch, and how vLLM differs from what it expects."""
-
-    patch: Patch
-    difference: ShapeMismatch
-
-
 class Fit(NamedTuple):
     """What `apply` would do in a process of a platform."""
 
     patches: Sequence[Patch]  # that have a meaning there
-    misfits: Sequence[Misfit]  # none: all of them would be applied
+    misfits: Mapping[str, ShapeMismatch]  # how vLLM differs from what a patch expects; none: all would be applied
 
 
 def judge(patches: Sequence[Patch], platform: Platform | None) -> Fit:
     """Whether vLLM is as these patches expect. Nothing is applied, and nothing is imported."""
-    misfits = []
+    misfits = {}
     try:
         wanted = [patch for patch in patches if patch.is_for(platform)]
         for patch in wanted:
@@ -299,7 +292,7 @@ def judge(patches: Sequence[Patch], platform: Platform | None) -> Fit:
                 for shape in patch.shapes:
                     shape.check()
             except ShapeMismatch as difference:
-                misfits.append(Misfit(patch, difference))
+                misfits[patch.name] = difference
     finally:
         module_source.forget()
     return Fit(wanted, misfits)

@@ -86,10 +86,10 @@ def _source(definition: CodeType, lines: list[str]) -> str:
 
 
 class ImportHook(MetaPathFinder):
-    """Calls `imported(name)` once a module among `awaited` (of now) has run; what that raises fails the import."""
+    """Calls `imported(name)` once a module among `awaited` has run; what that raises fails the import."""
 
     def __init__(self, awaited: Container[str], imported: Callable[[str], None]) -> None:
-        self.awaited = awaited
+        self.awaited = awaited  # may change at any time
         self.imported = imported
 
     def install(self) -> None:

@@ -1,4 +1,4 @@
-"""The plugin's settings, from the environment: the engine's processes share nothing else."""
+"""The plugin's settings, from the environment, which is all that the engine's processes share; and vLLM's in a file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import Callable
 from ipaddress import IPv4Network, IPv6Network, ip_network
+from pathlib import Path
+from typing import Any
 
 PREFIX = "SEAMARK_"
 MODE_VARIABLE = "SEAMARK_ENGINE"
@@ -127,3 +129,16 @@ def _switch(name: str, default: bool) -> bool:
     if value not in ("", "0", "1"):
         logger.error("seamark: %s=%r is neither 0 nor 1; %d is used", name, value, default)
     return {"0": False, "1": True}.get(value, default)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The flags in a file of vLLM's `--config`, by name. Raises `ValueError` with the reason if it cannot be read."""
+    import yaml  # vLLM brings it
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(content, dict):
+        raise ValueError("it has no lines `flag: value`")
+    return {str(name): value for name, value in content.items()}

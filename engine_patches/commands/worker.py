@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 from engine_patches import families, settings
 from engine_patches.commands.model_layers import NO_DRAFTS_ON_A_CPU, first_line, is_hybrid
 from engine_patches.commands.patches import built_for, installed
-from engine_patches.config_file import read_config
 from engine_patches.disk.flags import ALL, DEFAULT_BYTES, USED, transfer_flags
 from engine_patches.kv_connectors import ConnectorLane, decide_by, needs_a_gpu
 from engine_patches.ledger import Platform
-from engine_patches.settings import FULL, IMAGE, LOOPBACK, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED
+from engine_patches.settings import FULL, IMAGE, LOOPBACK, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED, read_config
 
 INSTALL = (
     f'run it in the environment that vLLM is installed in ("pip install vllm", {SUPPORTED}), after '

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from engine_patches import settings
-from engine_patches.config_file import read_config
 from engine_patches.footprint import REPORTS
 from engine_patches.reporting.addresses import FOLDER, READ_AT, SENT_TO
 from engine_patches.scheduler.counters import loads_may_have_changed
@@ -116,7 +115,7 @@ def keys_in(arguments: Iterable[str], environment: Mapping[str, str]) -> tuple[s
 
 def _keys_of_file(path: str) -> list[str]:
     try:
-        flags = {name.replace("_", "-"): value for name, value in read_config(Path(path)).items()}
+        flags = {name.replace("_", "-"): value for name, value in settings.read_config(Path(path)).items()}
     except ValueError:
         return []  # vLLM says so
     keys = flags.get("api-key") or []

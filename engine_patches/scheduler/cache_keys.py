@@ -65,12 +65,6 @@ class HeldKeys:
         self.groups = {*self.recurrent, *(each.group for each in self.attention)}
         setattr(pool, WATCHES, [])
 
-    def watch(self) -> Watch:
-        """One more who asks what is gone."""
-        watch = Watch(self.pool)
-        getattr(self.pool, WATCHES).append(watch)
-        return watch
-
     def name_of(self, request: Any, position: int) -> bytes:
         """The name of the request's state at `position`: the key of all tokens that a hit there has to share."""
         return self.state_key(request, position + self.drop)
@@ -115,6 +109,7 @@ class Watch:
         self._needs: dict[bytes, tuple[bytes, ...]] = {}
         self._needed_by: dict[bytes, set[bytes]] = {}
         self._removed: set[bytes] = set()  # needed keys that one block has lost; another may carry them
+        getattr(pool, WATCHES).append(self)
 
     def __len__(self) -> int:
         return len(self._needs)

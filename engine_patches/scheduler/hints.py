@@ -86,16 +86,10 @@ def pin_in(request: Any) -> bool | None:
 
 def entries_in(header: str) -> list[int | str] | None:
     """The entries of a hint that came as a header, `;` between them; None if they are no hint."""
-    entries: list[int | str] = []
-    for text in header.split(";"):
-        entry = text.strip()
-        if _COUNT.fullmatch(entry):
-            entries.append(int(entry))
-        elif _PATTERN.fullmatch(entry):
-            entries.append(entry)
-        else:
-            return None
-    return entries if len(entries) <= MAX_ENTRIES else None
+    texts = [text.strip() for text in header.split(";")]
+    entries = [int(text) if _COUNT.fullmatch(text) else text for text in texts]
+    named = all(isinstance(entry, int) or _PATTERN.fullmatch(entry) for entry in entries)
+    return entries if named and len(entries) <= MAX_ENTRIES else None
 
 
 def _entries_of(payload: Any) -> list[object]:
@@ -146,25 +140,19 @@ def turn_end(hint: Any, resolved: Sequence[int]) -> int:
 def _position(
     entry: Any, ids: list[int] | None, num_prompt_tokens: int, most: int, ignore: Callable[[str], None]
 ) -> int:
+    position, reason = 0, "malformed"
     if isinstance(entry, int) and not isinstance(entry, bool):
-        if entry < 0 and ids is None:
-            ignore("not_found")
-            return 0
-        position = entry if entry > 0 else num_prompt_tokens + entry
-        if entry and 0 < position <= num_prompt_tokens:
-            return position
-        ignore("out_of_range")
-        return 0
-    match = _PATTERN.fullmatch(entry) if isinstance(entry, str) else None
-    if match is None:
-        ignore("malformed")
-        return 0
-    where, skipped, pattern = match[1], int(match[2] or 0), [int(part) for part in match[3].split(",")]
-    position = 0
-    if ids is not None:
-        position = first_end(ids, pattern, most) if where == "first" else last_end(ids, pattern, skipped, most)
+        reason = "not_found" if entry < 0 and ids is None else "out_of_range"
+        counted = entry if entry > 0 else num_prompt_tokens + entry
+        if entry and reason != "not_found" and 0 < counted <= num_prompt_tokens:
+            position = counted
+    elif isinstance(entry, str) and (match := _PATTERN.fullmatch(entry)) is not None:
+        reason = "not_found"
+        where, skipped, pattern = match[1], int(match[2] or 0), [int(part) for part in match[3].split(",")]
+        if ids is not None:
+            position = first_end(ids, pattern, most) if where == "first" else last_end(ids, pattern, skipped, most)
     if not position:
-        ignore("not_found")
+        ignore(reason)
     return position
 
 

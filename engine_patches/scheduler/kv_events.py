@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_patches import settings
-from engine_patches.scheduler.cache_keys import HeldKeys
+from engine_patches.scheduler.cache_keys import HeldKeys, Watch
 
 logger = logging.getLogger("vllm.seamark")
 
@@ -43,7 +43,7 @@ class ResumableBlocks:
         self._past = dict.fromkeys(keys.recurrent, 0) | {each.group: each.drop for each in keys.attention}
         self._left_out = {*self._past, *hidden}  # of what the pool announces
         self._announced: dict[int, dict[bytes, _Block]] = {group: {} for group in sizes}
-        self._states = keys.watch()  # those that can be resumed
+        self._states = Watch(keys.pool)  # those that can be resumed
         self._last: dict[bytes, dict[int, bytes | None]] = {}  # of each, by group, the hash of its last announced block
         self._touched: dict[Any, set[int]] = {}  # by request: where it may have made a state findable
         self._reports: list[tuple[Any, int, int]] = []  # requests that want what they found of a group announced

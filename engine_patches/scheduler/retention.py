@@ -79,7 +79,7 @@ class Retention:
             self._keep(key, state)
 
     def went_on(self, key: bytes, before: bytes, named: Container[bytes]) -> None:
-        """The turn under `key` went on from the one under `before`: the one before goes, unless `named` or used."""
+        """The turn under `key` went on from that under `before`: the one before both goes, unless `named` or used."""
         state, earlier = self._turns.get(key), self._turns.get(before)
         if state is None or earlier is None:
             return

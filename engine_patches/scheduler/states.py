@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from engine_patches.scheduler.adapters import adapter_name
-from engine_patches.scheduler.cache_keys import HeldKeys
+from engine_patches.scheduler.cache_keys import HeldKeys, Watch
 from engine_patches.scheduler.draft_windows import DraftWindows
 from engine_patches.scheduler.planner import CheckpointTarget, RequestState
 from engine_patches.scheduler.retention import Retention
@@ -144,7 +144,7 @@ class StateEvents:
 
     def __init__(self, keys: HeldKeys) -> None:
         self._keys = keys
-        self._states = keys.watch()
+        self._states = Watch(keys.pool)
         self._adapter_of: dict[bytes, str] = {}  # of each state that a LoRA adapter has computed, its name
         self._number = 0
         self._pending: deque[tuple[int, StateEvent]] = deque(maxlen=MAX_EVENTS)
@@ -242,7 +242,7 @@ class States:
         self.pins = Pins(self.keys.pool, self.most_pinned)
         self.retention = Retention(self.keys.pool, self.share)
         self.events = StateEvents(self.keys)
-        self.written = self.keys.watch()  # those that were counted as written
+        self.written = Watch(self.keys.pool)  # those that were counted as written
         self._held: list[Any] = []  # blocks written in the running step
         self._spare: list[bytes] = []  # keys of those that nobody asked for
 
