@@ -50,7 +50,6 @@ RESETS_BLOCK_SIZE = Shape(f"{CPU_PLATFORM}.check_and_update_config", mentions=("
 # Of the kernels of convolutions, by position: they take more by name, each other ones.
 CONVOLUTION_INPUTS = "x: torch.Tensor,\n    weight: torch.Tensor,\n    bias: torch.Tensor | None,\n    conv_states:"
 
-SPLIT_PARAMETERS = "self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens"
 CACHE_BLOCKS_PARAMETERS = "self, request, num_tokens, retention_interval, replay_boundaries"
 
 
@@ -153,7 +152,7 @@ PATCHES: tuple[Patch, ...] = (
         upstream="unreported; same text in 0.32 and 0.33; needs a backend that exports states",
         until="vLLM keeps the stop at the block edge for chunks that start inside a block",
         build=upstream_fixes.stop_at_the_block_edge_after_a_hit,
-        parameters=SPLIT_PARAMETERS,
+        parameters="self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens",
         mentions=(
             "self.mamba_has_prefill_checkpoint_blocks",
             "if start % block_size != 0 and not use_internal_checkpoint",
@@ -293,7 +292,6 @@ PATCHES: tuple[Patch, ...] = (
         upstream="the junction stop of Marconi-style caching",
         until=ANY_POSITION,
         build=state_writes.end_chunk,
-        parameters=SPLIT_PARAMETERS,
         mentions=(
             "junction = request.shared_prefix_boundary",
             "if self.mamba_shared_prefix_checkpoint",
@@ -497,7 +495,6 @@ PATCHES: tuple[Patch, ...] = (
         why="a prefill for another worker ends where a state is kept; its hint counts from the end of the whole prompt",
         until="vLLM hands over a state that both workers can keep",
         build=transfers.read_hint_of_the_whole_prompt,
-        parameters="self, request",
         applies=kv_connectors.hands_over,
     ),
     handed_over(
@@ -519,7 +516,6 @@ PATCHES: tuple[Patch, ...] = (
         upstream="vllm#52234; vllm#47021 cures it for what a decode worker lends",
         until="vLLM asks for the deadline of every read",
         build=upstream_fixes.decline_late_reads,
-        parameters="self, req_id, meta",
         applies=kv_connectors.hands_over,
     ),
     weights(
@@ -616,7 +612,6 @@ PATCHES: tuple[Patch, ...] = (
         f"{SCHEDULER}.reset_prefix_cache",
         why="no step may follow an emptied cache for hours",
         build=reporting.report_resets,
-        mentions=("self.kv_cache_manager.reset_prefix_cache()",),
     ),
     ours(
         "reports-collected",

@@ -62,10 +62,7 @@ class Latest(OrderedDict[Any, V]):
 
 
 class Outcomes:
-    """Why a request hit or missed: one reason each, the deepest cause that the engine can know.
-
-    For that it remembers which prefixes that were to have a state were computed, and what became of their states.
-    """
+    """Why a request hit or missed, by what became of prefixes that were to have a state: the deepest known cause."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -157,10 +154,7 @@ class TurnValue:
         self._judged: Latest[End] = Latest(MAX_ENDS)  # nobody has come back so far
 
     def came_back(self, prefixes: Iterable[bytes]) -> TurnEnd | None:
-        """The last turn that a prompt with these prefixes goes on from, shorter ones first; None if from none.
-
-        Each end that it contains shows that conversations of its head go on.
-        """
+        """The last turn that a prompt with these prefixes goes on from; heads of all that it contains go on."""
         turn = None
         for prefix in prefixes:
             if (end := self._ends.pop(prefix, None) or self._judged.pop(prefix, None)) is not None:
@@ -255,10 +249,7 @@ class ExpectedJunctions:
 
 
 def best_places(prompts: Iterable[SeenPrompt], cost: float) -> tuple[int, ...]:
-    """The places, ascending, at which a state of each of these prompts would have saved most, above its `cost`.
-
-    Each place is judged by what it adds to those found before it.
-    """
+    """The places, ascending, at which a state of each of these prompts would have saved most, above its `cost`."""
     prompts = list(prompts)
     left = [prompt for prompt in prompts if prompt.is_first and prompt.resumed < prompt.shared]
     places = list(dict.fromkeys(prompt.shared for prompt in reversed(left)))[:MOST_PLACES]

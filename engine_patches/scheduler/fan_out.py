@@ -176,11 +176,7 @@ class PrefillGate:
                     yield known
 
     def pays(self, expected: ExpectedState, scheduler: Any) -> bool:
-        """Whether it pays that all who share a state wait for it.
-
-        It does if together they save clearly more than a pass, and time that counts, and if the mean time to the first
-        token, of them and of all others in the line, gets no longer.
-        """
+        """Whether all who share a state save clearly by waiting, and first tokens come no later in the mean."""
         decision = (expected.leader.request_id, expected.position)
         if decision not in self._weighed and len(self._weighed) < MAX_DECISIONS:
             self._weighed[decision] = self._weigh(expected, scheduler)

@@ -243,10 +243,7 @@ def _tell_vllm(scheduler: Any, recurrent: Sequence[Any], in_pass: bool) -> None:
 
 
 def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `MambaManager._cache_partial_tail_block`, which registers the state at a chunk's end.
-
-    If states are written inside the pass, nothing is left for it to do; if not, its states are counted.
-    """
+    """Replacement of `MambaManager._cache_partial_tail_block`: a chunk's end is as any place, or is counted."""
 
     def _cache_partial_tail_block(self: Any, request: Any, num_tokens: int, retention_interval: Any) -> Any:
         checkpoints = getattr(self, "seamark", None)
@@ -303,10 +300,7 @@ def release_before_reset(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forget_weights_that_may_change(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `EngineCore.collective_rpc`: what is not known to leave the weights alone may have changed them.
-
-    vLLM itself reloads and updates them that way, and so do trainers with methods of their own.
-    """
+    """Replacement of `EngineCore.collective_rpc`, by which vLLM and trainers reload and update weights."""
 
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoints = getattr(getattr(self, "scheduler", None), "seamark", None)

@@ -35,13 +35,11 @@ EDGE, JUNCTION, SPARE = "edge", "junction", "spare"
 
 @dataclass(frozen=True)
 class Grid:
-    """The rounding rules of an engine, each written once. Lengths and positions in tokens from a prompt's start.
-
-    `drop` and `ahead` are 0 without a draft head (`engine_patches.speculation` says what they are beside one).
-    """
+    """The rounding rules of an engine, each written once. Lengths and positions in tokens from a prompt's start."""
 
     unit: int  # a prefix is found on multiples of it: vLLM's match unit
     alignment: int  # states lie on multiples of it, itself a multiple of the unit
+    # Both are 0 without a draft head; `engine_patches.speculation` says what they are beside one.
     drop: int = 0  # past a state, up to which attention keys have to reach
     ahead: int = 0  # past a state, up to which a prefix has to be shared
 
@@ -154,10 +152,7 @@ class Planner:
         ignore: Callable[[str], None],
         **known: Any,
     ) -> Wish:
-        """What a request wishes whose hint was `resolved`; `ignore` is called for each entry that is too short.
-
-        `places`: where later prompts are likely to leave it. `known`: fields that do not follow from the others.
-        """
+        """What a request wishes whose hint was `resolved`; `places`: where later prompts are likely to leave it."""
         positions = [self.grid.usable(position) for position in resolved if position]
         for _ in range(positions.count(0)):
             ignore("below_unit")

@@ -116,8 +116,7 @@ def _of_structure(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[R
     if scheduler is not None:
         coordinator = scheduler.kv_cache_manager.coordinator
         managers = coordinator.single_type_managers
-        unknown = sorted({type(each).__name__ for each in managers if role_of(each) is GroupRole.NOT_KNOWN})
-        if unknown:
+        if unknown := sorted({type(each).__name__ for each in managers if role_of(each) is GroupRole.NOT_KNOWN}):
             yield refused(
                 NO_STATES,
                 f"vLLM keeps a cache of this model by {', '.join(unknown)}, beside which hints are not known to be "
@@ -157,8 +156,15 @@ def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
         yield refused(NO_STATES, f"--mamba-cache-mode {cache.mamba_cache_mode} keeps no states at hints, align does")
     elif scheduler is not None and not scheduler.mamba_partial_cache_hit:
         yield from _of_match_unit(scheduler)
-    elif scheduler is not None:
-        yield from _of_compression(scheduler)
+    elif scheduler is not None:  # vLLM refuses such a match unit, too, except at the ends of whole blocks
+        unit, groups = scheduler.hash_block_size, scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+        for tokens in compression(groups, vllm_config):
+            if unit % tokens:
+                yield refused(
+                    NO_STATES,
+                    f"the match unit, {unit} tokens, is no multiple of the {tokens} that this model's index keeps one "
+                    "key for (--prefix-match-unit)",
+                )
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         yield refused(
@@ -177,18 +183,6 @@ def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
     on_trial = speculation.drafting(vllm_config) and settings.drafts() == settings.AUTO
     if on_trial and 0 <= vllm_config.model_config.max_logprobs < 3:  # which tell no right answer from a wrong one
         yield refused(SPECULATIVE, "vLLM gives fewer than 3 logprobs (--max-logprobs)")
-
-
-def _of_compression(scheduler: Any) -> Iterator[Refusal]:
-    """A match unit that an index's keys do not fit; vLLM refuses one, too, except at the ends of whole blocks."""
-    unit, groups = scheduler.hash_block_size, scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
-    for tokens in compression(groups, scheduler.vllm_config):
-        if unit % tokens:
-            yield refused(
-                NO_STATES,
-                f"the match unit, {unit} tokens, is no multiple of the {tokens} that this model's index keeps one key "
-                "for (--prefix-match-unit)",
-            )
 
 
 def _of_match_unit(scheduler: Any) -> Iterator[Refusal]:

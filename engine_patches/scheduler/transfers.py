@@ -49,10 +49,7 @@ class Transfers:
         self._warned: set[str] = set()
 
     def stop_at_the_last_state(self, request: Any) -> None:
-        """Cut a prompt that is only prefilled behind its last target, unless a state at or past it is cached.
-
-        Who loads the state can then keep it, and so can this worker: it is where the next turn resumes.
-        """
+        """Cut a prompt that is only prefilled behind its last target: both workers can keep that state."""
         checkpoints, unit = self.checkpoints, self.checkpoints.grid.unit
         state = checkpoints.state_of(request)
         if not self._states.in_pass or checkpoints.verified > 1 or request.num_output_tokens:
