@@ -159,7 +159,7 @@ def _is_configured(known: RecurrentLayer, vllm_config: Any) -> bool:
 
     if speculation.unsupported(vllm_config) is not None or not runs_whole_steps(vllm_config):
         return False
-    if speculation.drafting(vllm_config) and not known.beside_drafts:
+    if speculation.drafting(vllm_config) and not known.drafts:
         return False
     if current_platform.is_cpu():  # model runner V2, with a Triton for CPUs, is not patched there
         return not getattr(vllm_config, "use_v2_model_runner", False)

@@ -243,7 +243,7 @@ def _tell_vllm(scheduler: Any, recurrent: Sequence[Any], in_pass: bool) -> None:
 
 
 def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `MambaManager._cache_partial_tail_block`: a chunk's end is as any place, or is counted."""
+    """Replacement of `MambaManager._cache_partial_tail_block`: nothing inside a pass; else its states are counted."""
 
     def _cache_partial_tail_block(self: Any, request: Any, num_tokens: int, retention_interval: Any) -> Any:
         checkpoints = getattr(self, "seamark", None)
