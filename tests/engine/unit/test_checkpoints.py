@@ -28,8 +28,8 @@ from engine_patches.scheduler.cache_keys import HeldKeys
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.earlier_prompts import COLD, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
 from engine_patches.scheduler.hints import FIELD, PIN
+from engine_patches.scheduler.hooks import PreflightFailed, preflight
 from engine_patches.scheduler.planner import EXPECTED, HINTED, TAIL, CheckpointTarget, Grid, RequestState
-from engine_patches.scheduler.preflight import PreflightFailed, run
 from engine_patches.scheduler.refusals import MANAGERS
 from engine_patches.scheduler.state_writes import learn_step_time, note_late_output, write_after_scheduling
 from engine_patches.scheduler.states import States
@@ -268,9 +268,9 @@ def test_each_behaviour_that_is_relied_on_is_looked_at(monkeypatch, owner, metho
     monkeypatch.setattr(owner, method, changed(getattr(owner, method)))
     of_windows = owner is SlidingWindowManager
     with pytest.raises(PreflightFailed, match=told or None):
-        run(windows=of_windows)
+        preflight(windows=of_windows)
     if of_windows:
-        run()  # without a head that has any nobody asks
+        preflight()  # without a head that has any nobody asks
 
 
 def managers_in(version: str | None) -> set[str]:
