@@ -47,10 +47,7 @@ def is_promised(spec: Any) -> bool:
 
 
 def promise_writes_in_forward(original: Function) -> Function:
-    """Replacement of `get_kv_cache_spec` of the base class of all recurrent layers; those that have their own ask it.
-
-    The promise is made by the process that keeps it: the layer's own core is replaced.
-    """
+    """Replacement of `MambaBase.get_kv_cache_spec`: whoever promises replaces the layer's own core, and keeps it."""
 
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = original(self, vllm_config)
@@ -85,10 +82,7 @@ def require_promise_of_all(original: Function) -> Function:
 
 
 def plan_where_metadata_is_made(original: Function) -> Function:
-    """Replacement of `AttentionGroup.create_metadata_builders`: builders of recurrent layers plan the states of a step.
-
-    A backend's metadata is made once for a step (`build`), and taken over by other cache groups (`update_block_table`).
-    """
+    """Replacement of `AttentionGroup.create_metadata_builders`: builders of recurrent layers plan a step's states."""
 
     def create_metadata_builders(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -234,11 +228,9 @@ def convolution_with_states(original: Function) -> Function:
 
 
 def cpu_gdn_in_segments(original: Function) -> Function:
-    """Replacement of the CPU's cores of a GDN layer, which are given the layer's metadata.
+    """Replacement of the CPU's cores of a GDN layer, which are given the layer's metadata."""
 
-    `window`: width and length of the convolution's state, of the core for engines that draft.
-    """
-
+    # `window`: width and length of the convolution's state, of the core for engines that draft.
     def _cpu_gdn_attention(
         layer: Any, attn_metadata_i: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, *window: Any
     ) -> None:
@@ -269,10 +261,7 @@ def _metadata_of(layer: Any) -> Any:
 
 
 def _ran_in_segments(layer: Any, core: Function, inputs: tuple[Any, ...], output: Any) -> bool:
-    """Run the core of a layer, `core(layer, *inputs, output)`, segment by segment if the step asks for it.
-
-    The layer looks up its metadata by its name, so the metadata of one segment after the other is put there.
-    """
+    """Run `core(layer, *inputs, output)` by segments, if the step asks for it, whose metadata the layer looks up."""
     metadata = _metadata_of(layer)
     segments = getattr(metadata, SEGMENTS, None)
     if segments is None:

@@ -187,10 +187,7 @@ def _tensors_in(file: Any, size: int) -> Iterator[tuple[int, int]]:
 
 
 def read_what_was_loaded(original: Callable[..., None]) -> Callable[..., None]:
-    """Replacement of `process_weights_after_loading`, which puts the weights into the order that kernels want.
-
-    Kernels of a CPU take them out of their parameters altogether.
-    """
+    """Replacement of `process_weights_after_loading`, which puts the weights into the order that kernels want."""
 
     def process_weights_after_loading(model: Any, model_config: Any, target_device: Any) -> None:
         from vllm.config import get_current_vllm_config_or_none
@@ -228,10 +225,7 @@ def ask_workers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def names_in(worker: Any) -> list[str]:
-    """Names of what a vLLM worker has loaded: its model, and its draft model; "" if not known, or if there is none.
-
-    And of the backends that its layers have, with the size of their kernels' blocks.
-    """
+    """Names of a vLLM worker's model and draft model, "" if unknown or none, and its backends with their blocks."""
     models = (getattr(worker, ask, lambda: None)() for ask in ("get_model", "get_draft_model"))
     groups = chain(*getattr(getattr(worker, "model_runner", None), "attn_groups", ()))
     backends = [(each.backend.__qualname__, getattr(each, "kernel_block_size", 0), each.layer_names) for each in groups]

@@ -60,10 +60,7 @@ class _Tails:
 
 @dataclass(frozen=True)
 class ScanPlan(StatePlan):
-    """Where a step's states are found. Tokens and rows count the step's prefills only.
-
-    The states at chunk ends come before those with a tail.
-    """
+    """Where a step's states are found: of its prefills alone, those at chunk ends before those with a tail."""
 
     chunks: Any  # last chunk that ends at or before each state's position, (states,)
     tails: _Tails | None  # None if all states lie at chunk ends

@@ -63,12 +63,13 @@ def next_stop(state: RequestState, start: int, block_size: int, tokens_per_pass:
     return min((stop for stop in stops if stop > start), default=0)
 
 
-def _split_in_blocks(split: Callable[..., int], scheduler: Any, *chunk: Any) -> int:
-    """As vLLM alone does, which finds states at the ends of cache blocks."""
+def _split(original: Callable[..., int], scheduler: Any, *chunk: Any, inside_blocks: bool) -> int:
+    """As vLLM does with states inside blocks, too, or at the ends of blocks alone."""
     fine = scheduler.mamba_partial_cache_hit, scheduler.mamba_shared_prefix_checkpoint
-    scheduler.mamba_partial_cache_hit = scheduler.mamba_shared_prefix_checkpoint = False
+    scheduler.mamba_partial_cache_hit = fine[0] and inside_blocks
+    scheduler.mamba_shared_prefix_checkpoint = inside_blocks
     try:
-        return split(scheduler, *chunk)
+        return original(scheduler, *chunk)
     finally:
         scheduler.mamba_partial_cache_hit, scheduler.mamba_shared_prefix_checkpoint = fine
 
@@ -84,7 +85,7 @@ def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
         state.chunk_start = start
         if checkpoints.writes_in_forward:
             if state.wish.left_to_vllm:
-                tokens = _split_in_blocks(original, self, request, num_new_tokens, *found)
+                tokens = _split(original, self, request, num_new_tokens, *found, inside_blocks=False)
             else:
                 if start < request.num_prompt_tokens:
                     checkpoints.expect_states(request, start)
@@ -99,12 +100,7 @@ def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
         state.own_junction = next_stop(state, start, self.cache_config.block_size, tokens_per_pass)
         request.shared_prefix_boundary = state.own_junction
         # Only a hinted or learned position may end a chunk inside a block; without one vLLM splits as it does alone.
-        upstream_flag = self.mamba_shared_prefix_checkpoint
-        self.mamba_shared_prefix_checkpoint = True
-        try:
-            return original(self, request, num_new_tokens, *found)
-        finally:
-            self.mamba_shared_prefix_checkpoint = upstream_flag
+        return _split(original, self, request, num_new_tokens, *found, inside_blocks=True)
 
     return _mamba_block_aligned_split
 
