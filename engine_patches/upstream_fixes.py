@@ -54,17 +54,8 @@ def states_at_chunk_ends(original: Function) -> Function:
 def store_checkpoints_without_triton(original: Function) -> Function:
     """The last step of the export is a Triton kernel, and a CPU has none. This is the same in torch."""
 
-    def store_prefill_checkpoint(
-        checkpoint: Any,
-        chunk_idx: Any,
-        x: Any,
-        conv_state: Any,
-        chunk_states: Any,
-        ssm_state: Any,
-        query_start_loc: Any,
-        *,
-        state_len: int,
-    ) -> None:
+    def store_prefill_checkpoint(checkpoint: Any, *tensors: Any, state_len: int) -> None:
+        chunk_idx, x, conv_state, chunk_states, ssm_state, query_start_loc = tensors
         offsets, chunks = checkpoint.checkpoint_offsets.tolist(), chunk_idx.tolist()
         starts, blocks = query_start_loc.tolist(), checkpoint.state_indices.tolist()
         for offset, chunk, start, block in zip(offsets, chunks, starts, blocks, strict=False):
