@@ -1,11 +1,8 @@
 """Which of vLLM's KV connectors go together with hints, and how states are written beside them: one table.
 
-A connector loads into cache blocks, and stores from them, by itself. States that are written inside a pass lie in
-blocks that are chosen once a step is planned, so a connector must neither need to know them nor touch them while they
-are free. Of vLLM's connectors only NIXL that pulls has been shown to do neither (`tests.harness.transfer_audit`): it
-reads and writes blocks of whole requests, which stay theirs meanwhile.
-
-Nothing here imports vLLM: `seamark worker` asks before it starts.
+States that are written inside a pass lie in blocks that are chosen once a step is planned, so a connector must neither
+need to know them nor touch them while they are free. Of vLLM's connectors only NIXL that pulls has been shown to do
+neither (`tests.harness.transfer_audit`). Nothing here imports vLLM: `seamark worker` asks before it starts.
 """
 
 from __future__ import annotations

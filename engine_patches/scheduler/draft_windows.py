@@ -47,13 +47,11 @@ Blocks = list[tuple[Any, bytes]]  # vLLM's KVCacheBlocks, each with the key that
 
 def leave_out(kv_cache_config: Any, vllm_config: Any) -> None:
     """Take the draft head's windowed groups of a scheduler's cache out of the lookup of prefixes."""
-    if vllm_config.speculative_config is None or not getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
-        return
-    if not can_be_left_out():
-        return
-    for group in kv_cache_config.kv_cache_groups:
-        if _is_a_heads_window(group, vllm_config):
-            group.kv_cache_spec = _copied(group.kv_cache_spec, left_out_spec())
+    has_zeros = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+    if vllm_config.speculative_config is not None and has_zeros and can_be_left_out():
+        for group in kv_cache_config.kv_cache_groups:
+            if _is_a_heads_window(group, vllm_config):
+                group.kv_cache_spec = _copied(group.kv_cache_spec, left_out_spec())
 
 
 def can_be_left_out() -> bool:

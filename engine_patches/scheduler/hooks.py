@@ -128,8 +128,7 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
         )
         if specs:
             checkpoints.states = states = _states(self, recurrent, checkpoints.grid, in_pass)
-            windows = draft_windows.windows_among(managers)
-            if windows:
+            if windows := draft_windows.windows_among(managers):
                 states.windows = DraftWindows(states.keys.pool, checkpoints.grid, windows, checkpoints.step_time)
             if in_pass and settings.fan_out():
                 checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.grid)

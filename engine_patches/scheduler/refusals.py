@@ -117,18 +117,14 @@ def _of_structure(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[R
         coordinator = scheduler.kv_cache_manager.coordinator
         managers = coordinator.single_type_managers
         if unknown := sorted({type(each).__name__ for each in managers if role_of(each) is GroupRole.NOT_KNOWN}):
-            yield refused(
-                NO_STATES,
-                f"vLLM keeps a cache of this model by {', '.join(unknown)}, beside which hints are not known to be "
-                "right",
-            )
+            kept_by = f"vLLM keeps a cache of this model by {', '.join(unknown)}"
+            yield refused(NO_STATES, f"{kept_by}, beside which hints are not known to be right")
         cacheable = [each for each in managers if each.kv_cache_spec.prefix_cacheable]
         is_fine = all(each.supports_fine_grained_hash_lookup for each in cacheable)
         if not is_fine and not scheduler.mamba_partial_cache_hit:
-            whose = "of the model or its draft head" if drafting else "of the model"
+            reason, whose = (SPECULATIVE, "the model or its draft head") if drafting else (NO_STATES, "the model")
             yield refused(
-                SPECULATIVE if drafting else NO_STATES,
-                f"vLLM finds no prefix between cache blocks, since a layer {whose} has a sliding window",
+                reason, f"vLLM finds no prefix between cache blocks, since a layer of {whose} has a sliding window"
             )
         if coordinator.num_reprefillable_tokens:
             yield refused(SPECULATIVE, "the draft head leaves its last rows unfinished")
@@ -141,10 +137,8 @@ def _of_structure(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[R
     if (unsupported := speculation.unsupported(vllm_config)) is not None:
         yield refused(SPECULATIVE, unsupported)
     if drafting and not in_pass:
-        yield refused(
-            SPECULATIVE,
-            "beside drafts, states have to be written inside a pass, which this model's layers are not known to do",
-        )
+        cause = "beside drafts, states have to be written inside a pass, which this model's layers are not known to do"
+        yield refused(SPECULATIVE, cause)
 
 
 def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
@@ -158,13 +152,9 @@ def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
         yield from _of_match_unit(scheduler)
     elif scheduler is not None:  # vLLM refuses such a match unit, too, except at the ends of whole blocks
         unit, groups = scheduler.hash_block_size, scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
-        for tokens in compression(groups, vllm_config):
-            if unit % tokens:
-                yield refused(
-                    NO_STATES,
-                    f"the match unit, {unit} tokens, is no multiple of the {tokens} that this model's index keeps one "
-                    "key for (--prefix-match-unit)",
-                )
+        for tokens in (each for each in compression(groups, vllm_config) if unit % each):
+            why = f"is no multiple of the {tokens} that this model's index keeps one key for (--prefix-match-unit)"
+            yield refused(NO_STATES, f"the match unit, {unit} tokens, {why}")
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         yield refused(
