@@ -106,9 +106,6 @@ class SeenPrefixes:
         self._max_hashes = max_hashes
         self._hashes: OrderedDict[bytes, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._hashes)
-
     def deepest(self, hashes: Sequence[bytes]) -> int:
         """Units of the longest beginning that an earlier prompt had; `hashes` of its prefixes, by units, are kept."""
         seen = self._hashes

@@ -1,8 +1,7 @@
 """Where this room meets vLLM's scheduler: match unit and set-up, states and hits counted, the cache emptied.
 
 The match unit says how finely a prefix can be found again, in tokens. vLLM's default is the cache block, 500 to 8,000
-tokens on a hybrid model; a checkpoint between two blocks could not be found. Pure-attention models keep their default,
-and so do engines that refuse hints.
+tokens on a hybrid model. Pure-attention models keep their default, and so do engines that refuse hints.
 
 A gated delta net is computed in chunks of 64 tokens from where a pass begins. A state taken inside a chunk is right,
 but what follows is rounded differently than without the stop (measured in bfloat16 on a small model: 17 of 42 greedy

@@ -52,8 +52,7 @@ def next_stop(state: RequestState, start: int, block_size: int, tokens_per_pass:
     """The next position (tokens) after `start` at which a chunk has to end, 0 if there is none.
 
     Only positions of at least `tokens_per_pass` tokens: a shorter prefix saves less than the stop costs. A learned one
-    has to be as far behind `start`, where a state is found already. vLLM's own junction stays a candidate, floored to
-    the cache block as vLLM floors it.
+    has to be as far behind `start`, where a state is found already. vLLM's own junction is floored as vLLM floors it.
     """
     wish = state.wish
     stops = [position for position in wish.hinted_positions if position >= tokens_per_pass]
@@ -149,8 +148,7 @@ def _emit_events(scheduler: Any, output: Any) -> None:
 def note_late_output(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `AsyncOutputFuture.result`: mark an output that was there before it was asked for.
 
-    With one worker in the engine's process the next step is launched before this one's output is asked for, and a
-    launch can take longer than the step.
+    With one worker in the engine's process the next step is launched first, which can take longer than the step.
     """
 
     def result(self: Any, timeout: Any = None) -> Any:

@@ -55,9 +55,6 @@ class Pins:
         self._pins: dict[bytes, Pin] = {}  # by the prompt's name
         self.num_blocks = 0  # that pins hold
 
-    def __len__(self) -> int:
-        return len(self._pins)
-
     @property
     def keys(self) -> set[bytes]:
         return {key for pin in self._pins.values() for key in pin.keys}
@@ -148,9 +145,6 @@ class StateEvents:
         self._adapter_of: dict[bytes, str] = {}  # of each state that a LoRA adapter has computed, its name
         self._number = 0
         self._pending: deque[tuple[int, StateEvent]] = deque(maxlen=MAX_EVENTS)
-
-    def __len__(self) -> int:
-        return len(self._states)
 
     @property
     def pending(self) -> bool:

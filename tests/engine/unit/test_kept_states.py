@@ -315,7 +315,9 @@ class Cache(RuleBasedStateMachine):
     @invariant()
     def pins_and_states_stay_within_their_shares(self) -> None:
         blocks = {each.block_id for held in self.pinned.values() for each in held}
-        assert self.states.pins.num_blocks == len(blocks) <= PINNED_BLOCKS and len(self.states.pins) == len(self.pinned)
+        assert self.states.pins.num_blocks == len(blocks) <= PINNED_BLOCKS and len(self.states.pins._pins) == len(
+            self.pinned
+        )
         assert len(RECURRENT) * len(self.retention) <= SHARE
 
     @invariant()
@@ -370,7 +372,7 @@ def test_each_chunk_emits_its_states_once_and_again_after_a_preemption(cache):
 def test_watched_states_are_bounded_and_the_oldest_is_given_up(cache, monkeypatch):
     monkeypatch.setattr(states, "MAX_STATES", 1)
     gone, came = planned(cache, RequestState(), 0, 160)
-    assert gone == StateEvicted(came.states[0][1]) and len(cache.states.events) == 1
+    assert gone == StateEvicted(came.states[0][1]) and len(cache.states.events._states) == 1
 
 
 def test_blocks_that_no_state_needs_are_not_looked_at(cache, monkeypatch):
