@@ -9,10 +9,7 @@ meaning. A row without `upstream` serves hints, so upstream has nothing to repai
 The cores of recurrent layers, and the builders of their metadata, have no rows of their own: `promise` and `builders`
 replace those of the model that is loaded, by the tables in `families.py` and `forward/layers.py`.
 
-How to support a new vLLM: run `python -m tests.harness.versions NUMBER`. A `ShapeMismatch` names the function that
-differs. Read it in both versions. If the patch is right for both, state here only what both have; if not, give each
-version a row of its own with `applies`. A cure whose defect no supported version has (tests/upstream) can go. The whole
-way is in CONTRIBUTING.md.
+CONTRIBUTING.md says how to support a new vLLM. A cure whose defect no supported version has (tests/upstream) can go.
 """
 
 from __future__ import annotations

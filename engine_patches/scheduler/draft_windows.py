@@ -12,8 +12,7 @@ circular buffers are). Of the head's window before the place where a request res
 - that would cost more: vLLM gives the request new blocks for the window, zeroed as each new attention block of a hybrid
   is. The head drafts from zeros until its window has passed them, and blocks that hold any never get a key.
 
-A head that reads one token past a row (MTP) may find the last row of its window made with another one on vLLM 0.32,
-whose hashes do not cover it: it drafts one token worse.
+On vLLM 0.32 a head that reads one token past a row (MTP) may find its last row made with another: it drafts one worse.
 """
 
 from __future__ import annotations

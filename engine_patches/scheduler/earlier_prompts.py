@@ -73,11 +73,8 @@ class Outcomes:
         self._misses[self._grid.hash_of(request, position + self._grid.drop)] = miss
 
     def reason_for(self, request: Any, wish: Wish, hit_tokens: int) -> str:
-        """The reason for a request that starts with `hit_tokens` from the cache.
-
-        All that it shares with an earlier prompt is a hit. If it got less, the deepest cause above the hit counts; if
-        none is known, nobody had kept a state there.
-        """
+        """Why a request starts with `hit_tokens` from the cache: all that it shares with an earlier prompt is a hit; if
+        it got less, the deepest cause above the hit counts; if none is known, nobody had kept a state there."""
         hinted = wish.hinted_positions
         if getattr(request, "skip_reading_prefix_cache", False):  # prompt logprobs need every token computed
             return HINT_IGNORED
@@ -212,11 +209,9 @@ class ExpectedJunctions:
 
     Where two prompts part (a junction: Marconi, arXiv 2411.19379) is known only once the second one is there, so a
     state at that place serves the third. But who sends many documents or examples often cuts them to one length, and
-    then they part at one number of tokens. So the places are counted at which new prompts were left by the first one
-    that shared them. Such a place gets a state in every new prompt as long as these states would lately have served one
-    in four, and have saved more than all of them cost.
-
-    States at places chosen otherwise were tried on replayed chats (Mooncake's): they put out more than they bring.
+    then they part at one number of tokens. Such a place gets a state in every new prompt as long as these states would
+    lately have served one in four, and have saved more than all of them cost. States at places chosen otherwise were
+    tried on replayed chats (Mooncake's): they put out more than they bring.
     """
 
     def __init__(self) -> None:

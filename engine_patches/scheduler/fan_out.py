@@ -4,8 +4,7 @@ vLLM lets both compute it. The request that runs first is the leader. A follower
 behind it in the queue, and goes on as soon as the state is written, or the leader is gone or stands still.
 
 A held follower costs itself a pass, and saves its prefix for everyone. But the room that it leaves goes to those behind
-it, and they run on before it. What is more depends on how many follow, how many of them a step has room for, and who
-else waits. So the next steps are played through both ways, as vLLM fills them.
+it. What is more depends on how many follow and who else waits, so the next steps are played through both ways.
 """
 
 from __future__ import annotations

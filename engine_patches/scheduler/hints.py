@@ -47,6 +47,8 @@ IGNORED_REASONS = (
     "single_token",  # a step over one token writes no state
 )
 
+Ignore = Callable[[str], None]  # is called with one of them
+
 # A request without a hint; None is a hint, a malformed one.
 NONE = object()
 
@@ -94,10 +96,10 @@ def entries_in(header: str) -> list[int | str] | None:
 
 def _entries_of(payload: Any) -> list[object]:
     """The entries of a hint that a `kv.checkpoint` action's payload stands for; None for one that it does not word."""
-    boundaries = payload.get("boundaries") if isinstance(payload, dict) else None
-    if not isinstance(boundaries, list):
-        return [None]
-    return [_entry_of(boundary) for boundary in boundaries[: MAX_ENTRIES + 1]]  # one too many is counted
+    match payload:
+        case {"boundaries": list(boundaries)}:
+            return [_entry_of(boundary) for boundary in boundaries[: MAX_ENTRIES + 1]]  # one too many is counted
+    return [None]
 
 
 def _entry_of(boundary: Any) -> object:
@@ -110,9 +112,7 @@ def _entry_of(boundary: Any) -> object:
     return None
 
 
-def resolve(
-    hint: Any, prompt_token_ids: list[int] | None, num_prompt_tokens: int, ignore: Callable[[str], None]
-) -> tuple[int, ...]:
+def resolve(hint: Any, prompt_token_ids: list[int] | None, num_prompt_tokens: int, ignore: Ignore) -> tuple[int, ...]:
     """Positions (tokens from the prompt's start, exact) that the entries of a hint from outside name, in their order.
 
     0 stands for an entry without a position; `ignore` is called with one of `IGNORED_REASONS` for each of these, and
@@ -137,9 +137,7 @@ def turn_end(hint: Any, resolved: Sequence[int]) -> int:
     return max((position for entry, position in pairs if isinstance(entry, int) and entry < 0), default=0)
 
 
-def _position(
-    entry: Any, ids: list[int] | None, num_prompt_tokens: int, most: int, ignore: Callable[[str], None]
-) -> int:
+def _position(entry: Any, ids: list[int] | None, num_prompt_tokens: int, most: int, ignore: Ignore) -> int:
     position, reason = 0, "malformed"
     if isinstance(entry, int) and not isinstance(entry, bool):
         reason = "not_found" if entry < 0 and ids is None else "out_of_range"
