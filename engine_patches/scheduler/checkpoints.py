@@ -83,9 +83,8 @@ class Checkpoints:
         if (pin := hints.pin_in(request)) is not None:
             self.pinning.add(request.request_id)
         # Of a prompt that goes on arriving, only what is there now is looked up and remembered.
-        tokens, unit, resolved = request.num_prompt_tokens, self.grid.unit, ()
-        if hinted and refusal is None:
-            resolved = hints.resolve(hint, request.prompt_token_ids, tokens, ignore)
+        tokens, unit, is_used = request.num_prompt_tokens, self.grid.unit, hinted and refusal is None
+        resolved = hints.resolve(hint, request.prompt_token_ids, tokens, ignore) if is_used else ()
         shared = self.seen.deepest(request.block_hashes[: tokens // unit]) * unit
         # Where states are not written inside a pass, each costs one.
         places = self.expected_junctions.places(_salt_of(request), shared, tokens) if self.writes_in_forward else ()

@@ -351,7 +351,7 @@ def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `MambaManager._cache_partial_tail_block`: nothing inside a pass; else its states are counted."""
 
     def _cache_partial_tail_block(self: Any, request: Any, num_tokens: int, retention_interval: Any) -> Any:
-        checkpoints = getattr(self, "seamark", None)
+        checkpoints: Any = getattr(self, "seamark", None)
         if checkpoints is not None and checkpoints.writes_in_forward:
             return None
         key = original(self, request, num_tokens, retention_interval)
