@@ -56,11 +56,9 @@ class HeldKeys:
     def __init__(self, pool: Any, grid: Grid, recurrent: Iterable[Any], attention: Iterable[Any]) -> None:
         """`recurrent`, `attention`: vLLM's managers of cache groups."""
         self.pool, self.grid = pool, grid
-        self.recurrent = {manager.kv_cache_group_id: manager.block_size for manager in recurrent}  # by group
-        self.attention = tuple(
-            AttentionGroup(manager.kv_cache_group_id, manager.block_size, grid.drop_in(manager))
-            for manager in attention
-        )
+        self.recurrent = {each.kv_cache_group_id: each.block_size for each in recurrent}  # by group
+        sizes = [(each.kv_cache_group_id, each.block_size, grid.drop_in(each)) for each in attention]
+        self.attention = tuple(AttentionGroup(*each) for each in sizes)
         self.drop = max((each.drop for each in self.attention), default=0)  # past a state, up to which it is named
         self.groups = {*self.recurrent, *(each.group for each in self.attention)}
         setattr(pool, WATCHES, [])

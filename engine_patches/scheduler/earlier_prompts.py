@@ -160,8 +160,7 @@ class TurnValue:
     def worth_a_state(self, head: bytes, end: bytes, turn: TurnEnd, cost: float = 0.0) -> bool:
         """Whether the state at the `end` of a turn is worth writing, which costs as much as so many tokens.
 
-        It saves the turn's tokens to a client who comes back. After as many in a row who did not, the next one does
-        with a probability of about one in as many.
+        It saves the turn's tokens to a client who comes back: after n in a row who did not, about one in n.
         """
         now = self._clock()
         self._judge(now)

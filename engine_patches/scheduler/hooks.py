@@ -68,8 +68,7 @@ def state_alignment(specs: Sequence[Any], vllm_config: Any, match_unit: int) -> 
 def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `resolve_kv_cache_block_sizes`: if the user set nothing, hybrids get a fine unit.
 
-    It is the finest that states are placed on, or `DEFAULT_UNIT` if that one does not divide the model's cache blocks;
-    of a model with a compressed index a multiple of what the index has one key for.
+    It is the finest that states are placed on, or `DEFAULT_UNIT` if that one does not divide the model's cache blocks.
     """
 
     def resolve_kv_cache_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Any:
@@ -286,11 +285,7 @@ def _check_windows() -> None:
 
 
 def warn_of_narrow_states(specs: Iterable[Any], *, at_random: bool = False) -> None:
-    """Say so if recurrent layers, by their cache specs, keep states in fewer than 32 bits.
-
-    `at_random`: and round them so while they decode. States of prompts, and so all that are kept, are rounded to the
-    nearest value.
-    """
+    """Say so if recurrent layers keep states in fewer than 32 bits; `at_random`: and round them so while decoding."""
     narrow = sorted({str(spec.dtypes[-1]).removeprefix("torch.") for spec in specs if spec.dtypes[-1].itemsize < 4})
     if narrow and at_random:
         logger.info(

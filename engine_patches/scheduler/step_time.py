@@ -89,8 +89,7 @@ class StepTime:
 def _fitted(passes: list[tuple[float, float, float]], generating: list[float]) -> PassTimes:
     """The pace by which `passes` (tokens, states, seconds; the latest last) deviate least, relative to their time.
 
-    Least squares, weighted again and again (Huber's weights), so that a stalled pass hardly counts. `generating`:
-    seconds of passes without a prompt.
+    Least squares, weighted again and again (Huber's weights): a stalled pass hardly counts. `generating`: of others.
     """
     import numpy as np  # a command's process may have none
 

@@ -201,8 +201,7 @@ def name_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
 def keep_loaded_state(scheduler: Any, request: Any, start: int, output: Any) -> bool:
     """Keep the state that a request was loaded with, if it begins with it in this step; whether it is kept.
 
-    The request goes on in the block that was loaded, so the state is copied first, with vLLM's own copies of a step:
-    those run before anything is computed.
+    The request goes on in the block that was loaded, so vLLM copies the state before anything of a step is computed.
     """
     from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
