@@ -235,7 +235,7 @@ class DraftWindows:
         return found
 
     def _to_heal(self, manager: Any, request: Any, hit: int) -> Any:
-        """A shorter hit, behind which the window before `hit` is computed; None if that costs more than the drafts lost."""
+        """A shorter hit, behind which the window before `hit` is computed; None if that costs more than drafts."""
         if not self._pays(request, hit, 1):  # whatever the shorter one is
             return None
         # A block that holds zeros before the first row that is read gets no key.

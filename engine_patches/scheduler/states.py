@@ -43,7 +43,7 @@ class Pin(NamedTuple):
 
 
 class Pins:
-    """Prompts that stay in the cache: what a lookup finds of them is held as a request's is, in `limit` blocks at most."""
+    """Prompts that stay in the cache: what a lookup finds of them is held like a request's, in `limit` blocks at most."""
 
     def __init__(self, pool: Any, limit: int) -> None:
         self._pool = pool
@@ -261,7 +261,7 @@ class States:
     def reserve(self, request: Any, position: int, turn: bool, *, spare: bool = False) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group, registered under the position's keys.
 
-        `turn`: of one conversation; `spare`: it puts out nothing of use, and goes before all else. None: there is no room.
+        `turn`: of one conversation; `spare`: it puts out nothing of use, and goes first. None: the cache has no room.
         """
         pool, groups = self.keys.pool, self.keys.recurrent
         is_full = pool.get_num_free_blocks() < len(groups) or (spare and not self.has_idle)
