@@ -3,9 +3,9 @@
 vLLM's internals move with every release. So each patch states the shape of what it replaces, every shape is checked
 before the first patch is applied, and the first surprise leaves vLLM untouched (fail closed).
 
-No module is imported for that: many of them load kernels or start CUDA, and most processes never run a model. A module
-that is not there yet is read from its file, and patched when vLLM imports it. If it then differs from what was read,
-all patches of the process are taken back; and if others rely on them already, the import fails, and with it the engine.
+No module is imported for that, since many load kernels: it is read from its file, and patched when vLLM imports it. If
+it then differs from what was read, all patches of the process are taken back; and if others rely on them already, the
+import fails, and with it the engine.
 """
 
 from __future__ import annotations
@@ -115,9 +115,8 @@ class Patch:
     """One replaced function.
 
     `build` receives the original function and returns its replacement (if the target is a classmethod, both take
-    `cls`). `rebind` lists modules that import the function by name: a module that is already loaded is rebound, any
-    other finds the replacement when it imports the function. It must not import modules of vLLM in `build`, which runs
-    while the target's module is being imported: the replacement does, when it is called.
+    `cls`). It imports no module of vLLM, since it runs while the target's is being imported: the replacement does, when
+    it is called. `rebind` lists modules that import the function by name, and may be loaded already.
     """
 
     name: str
@@ -238,9 +237,8 @@ _relied_on = False
 def apply(patches: Sequence[Patch]) -> int:
     """Apply every patch that applies here, or none. Returns how many were applied.
 
-    A patch of a module that is not imported counts as applied; it is put in place when vLLM imports the module. Patches
-    already in place are left as they are, so a second call changes nothing. Raises `ShapeMismatch` with vLLM untouched
-    when anything differs from what a patch expects.
+    A patch of a module that is not imported counts as applied. Patches already in place are left as they are, so a
+    second call changes nothing. Raises `ShapeMismatch` with vLLM untouched when anything differs.
     """
     global _live
     _live = False

@@ -27,8 +27,7 @@ class Definition(NamedTuple):
 def definitions(module: str, attributes: str) -> list[Definition]:
     """Every definition of "Class.function" in a module, several if branches of an `if` each have one.
 
-    Empty if the module defines no such thing, or takes it from elsewhere. Raises `ImportError` if the module is not
-    there or has no source, `SyntaxError` if Python cannot read it.
+    Raises `ImportError` if the module is not there or has no source, `SyntaxError` if Python cannot read it.
     """
     code, lines = _read(module)
     found = [code]

@@ -243,7 +243,7 @@ class Planner:
         """Whether the state at a target is written only where it puts out nothing.
 
         Behind what others share, the one at a prompt's own end serves its client better, once the prompt has gone on
-        from an earlier turn. A sibling that goes on from the same one shows that more is shared, and is not told again.
+        from an earlier turn.
         """
         before = None if wish.pin or wish.trial else wish.goes_on_from
         return target.kind == SPARE or (before is not None and before.start < target.position < wish.turn_end)

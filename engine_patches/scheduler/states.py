@@ -43,7 +43,7 @@ class Pin(NamedTuple):
 
 
 class Pins:
-    """Prompts that stay in the cache: what a lookup finds of them is held like a request's, in `limit` blocks at most."""
+    """Prompts that stay in the cache: what a lookup finds of them is held like a request's, up to `limit` blocks."""
 
     def __init__(self, pool: Any, limit: int) -> None:
         self._pool = pool
