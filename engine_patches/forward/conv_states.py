@@ -1,8 +1,7 @@
 """States of a convolution: its last inputs before a position, which are simply there.
 
-Nothing is cut. The inputs are taken before the layer runs, since that overwrites the running states, of which a state
-near its row's start has a part. Mamba2's layers keep their convolution's part of a state in the same way
-(`scan_states.py`).
+The inputs are taken before the layer runs, since that overwrites the running states, of which a state near its row's
+start has a part. Mamba2's layers keep their convolution's part of a state in the same way (`scan_states.py`).
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ _BEHIND_ONE = ("g1", "beta", "core_attn_out")
 class PromisedShapes(tuple[tuple[int, ...], ...]):
     """`shapes` of a layer's cache spec, equal to vLLM's own, with a mark: its states can be written inside a pass.
 
-    The spec travels from the worker to the scheduler, and vLLM copies it on the way (`dataclasses.replace`); what is
-    not in a field would be lost.
+    The spec travels from the worker to the scheduler, and vLLM copies it on the way (`dataclasses.replace`), by fields.
     """
 
     __slots__ = ()
@@ -62,8 +61,7 @@ def promise_writes_in_forward(original: Function) -> Function:
 def require_promise_of_all(original: Function) -> Function:
     """Replacement of `Executor.get_kv_cache_specs`, which returns one mapping of layers to specs for each worker.
 
-    vLLM goes on with the first worker's spec of a layer. A state is only right if every worker writes its part, so a
-    worker that promises nothing (not patched, or failed closed) takes the promise from all.
+    A state is only right if every worker writes its part, so one that promises nothing takes the promise from all.
     """
 
     def get_kv_cache_specs(self: Any) -> Any:
@@ -140,10 +138,7 @@ def _class_at(path: str) -> Any:
 
 
 def runs_whole_steps(vllm_config: Any) -> bool:
-    """Whether layers run over all rows of a step, and keep states whole.
-
-    Micro-batches are built from a part of the rows; ReplaySSM keeps part of a state as inputs to replay.
-    """
+    """Whether layers run over all rows of a step (no micro-batches), and keep states whole (ReplaySSM keeps inputs)."""
     replays = getattr(vllm_config.cache_config, "use_replayssm", False)
     return not (replays or vllm_config.parallel_config.use_ubatching)
 

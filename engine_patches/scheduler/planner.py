@@ -242,8 +242,7 @@ class Planner:
     def is_spare(self, wish: Wish, target: CheckpointTarget) -> bool:
         """Whether the state at a target is written only where it puts out nothing.
 
-        Behind what others share, the one at a prompt's own end serves its client better, once the prompt has gone on
-        from an earlier turn.
+        Once a prompt has gone on from an earlier turn, the one at its own end serves its client better.
         """
         before = None if wish.pin or wish.trial else wish.goes_on_from
         return target.kind == SPARE or (before is not None and before.start < target.position < wish.turn_end)
