@@ -40,7 +40,7 @@ FOLLOWED_AT = "seamark_followed_at"  # when the one behind it was
 
 # On others.
 LATE = "seamark_late"  # on a ModelRunnerOutput: it was there before it was asked for
-REPORTS = "seamark_reports"  # on a Scheduler: `reporting.reporter.Reporter`; none if nobody collects
+REPORTS = "seamark_reports"  # on a Scheduler: `reporting.report.Reporter`; none if nobody collects
 WATCHES = "seamark_watches"  # on a BlockPool: `scheduler.cache_keys.Watch` of those that are told which keys it removes
 ADAPTERS = "seamark_adapters"  # on an EngineCore: `scheduler.adapters.Adapters`
 WEIGHTS = "seamark_weights"  # on a model: the name of its weights; on a VllmConfig: `forward.loaded_weights.Weights`

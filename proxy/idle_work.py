@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,6 +38,17 @@ SHORT_PATIENCE_SECONDS = 0.05
 
 # Jobs that wait; with more, or older ones, the gateway is behind, and what can be left out is left out.
 MAX_WAITING = 256
+
+
+_tasks: set[asyncio.Task[None]] = set()
+
+
+def beside(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task for which nobody waits. It is held here until it ends: one that nobody holds may be lost."""
+    task = asyncio.create_task(work)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+    return task
 
 
 class _Work(NamedTuple):

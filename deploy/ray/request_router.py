@@ -21,7 +21,6 @@ from proxy.boundaries.finder import BoundaryFinder
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed, identify_renderer
 from proxy.boundaries.template_facts import setting_of
-from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
@@ -42,10 +41,10 @@ class TokenizerRenderer:
     def __init__(self, model: str) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
 
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
         return await asyncio.to_thread(self._render, body)
 
-    def _render(self, body: Mapping[str, Any]) -> TokenIds:
+    def _render(self, body: Mapping[str, Any]) -> list[int]:
         try:
             ids = self._tokenizer.apply_chat_template(
                 body["messages"],
@@ -58,7 +57,7 @@ class TokenizerRenderer:
             )
         except Exception as error:  # whatever a template raises; its message might hold text of the chat
             raise RenderFailed(f"the template failed: {type(error).__name__}") from None
-        return TokenIds.of(ids)
+        return list(ids)
 
 
 class SeamarkRouter(RequestRouter):

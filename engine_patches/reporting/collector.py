@@ -27,10 +27,11 @@ from typing import Any
 
 import msgspec
 import zmq
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_patches import settings
 from engine_patches.reporting.addresses import MAX_WAITING, READ_INSIDE, SENT_TO
-from engine_patches.reporting.events_api import AsgiApp, EventsEndpoint, Receive, Scope, Send, feeds, not_found
+from engine_patches.reporting.events_api import EventsEndpoint, feeds, not_found
 from engine_patches.reporting.metrics import CollectedMetrics
 from engine_patches.reporting.report import EngineReport
 
@@ -42,7 +43,6 @@ AT_ONCE = 32  # reports that are taken before others in the event loop have thei
 MOST_CONNECTIONS = 128
 
 MAX_HEAD_BYTES, HEAD_SECONDS, ANSWER_SECONDS = 65536, 10.0, 60.0  # since the answer before; a read waits `MAX_WAIT`
-
 MOST_PATH = 60  # characters of a folder for temporary files: names of sockets have at most 107
 
 # Anybody can send what is no HTTP: of uvicorn's lines errors alone.
@@ -134,7 +134,7 @@ class Collector:
 class _WithKey:
     """The app, for those who send one of the keys; nobody else learns that there is one."""
 
-    def __init__(self, app: AsgiApp, keys: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
         self._app = app
         self._wanted = [f"Bearer {key}".encode() for key in keys]
 
@@ -200,7 +200,7 @@ async def _watch(connections: set[Any]) -> None:
                 each.transport.abort()
 
 
-async def _serve(app: AsgiApp, listener: socket.socket) -> asyncio.Server:
+async def _serve(app: ASGIApp, listener: socket.socket) -> asyncio.Server:
     """uvicorn's protocol on a socket, without its server: that one handles the signals of the whole process."""
     import uvicorn
     from uvicorn.server import ServerState

@@ -10,22 +10,24 @@ a header, the outcome in the head of an answer that is no stream, and a stream's
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, urlencode
 
+import msgspec
 from prometheus_client import make_asgi_app
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine_patches.reporting import header_fields
 from engine_patches.reporting.addresses import FOLDER, READ_INSIDE
-from engine_patches.reporting.report import EngineReport, Event
+from engine_patches.reporting.report import EngineReport
 from engine_patches.scheduler.counters import AdmittedRequest, GatewayLoad
+from engine_patches.scheduler.states import CacheCleared, StateEvent, StateStored
 
 PATH = "/seamark/outcomes"
 
@@ -33,9 +35,7 @@ PATH = "/seamark/outcomes"
 METRICS_PATH = "/seamark/metrics"
 
 MAX_KEPT = 8192  # requests, and states that came or went; some 300 bytes each
-
-MAX_TOLD = 2048  # of them in one answer; who reads it reads on at once
-
+MAX_TOLD = 512  # of them in one answer, which is read in one go; who reads it reads on at once
 MAX_ID = 512  # characters kept of an id; vLLM takes headers of megabytes, and the gateway's ids have at most 265
 
 # Of a request with the value 1, and of its answer: REASON,HIT,SHARED,POSITION:POSITION.., lengths in tokens. Of one
@@ -52,7 +52,6 @@ SETTLE_SECONDS = 0.003
 LATE_SECONDS, LATE_STEP = 0.05, 0.002
 
 LINES_PER_SECOND = 10.0  # of a stream of answers, on the average
-
 LINES_AT_ONCE = 10.0  # before the average counts
 
 # vLLM's name of a request: [child of n > 1]_[API]-[X-Request-Id][-prompt of a completion]-[8 random characters].
@@ -72,46 +71,10 @@ _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 _SECONDS = re.compile(r"\d{1,6}(\.\d{1,6})?", re.ASCII)
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-
-class Outcome(NamedTuple):
-    """What became of one request. Lengths in tokens."""
-
-    request_id: str  # its X-Request-Id
-    reason: str
-    hit_tokens: int
-    shared: int  # with an earlier prompt that the engine has seen
-    resolved: tuple[int, ...]  # what each entry of its hint names, in the hint's order; 0: not there
-    pin: str = ""  # what became of its wish to pin its prompt, or to release it
-
-    @property
-    def header(self) -> bytes:
-        """The value of `HEADER`."""
-        fields = [self.reason, self.hit_tokens, self.shared, ":".join(map(str, self.resolved)), self.pin]
-        return ",".join(map(str, fields if self.pin else fields[:-1])).encode()
-
-
-class PinFate(NamedTuple):
-    """What became of a request's wish to pin its prompt, or to release it."""
-
-    request_id: str  # its X-Request-Id
-    fate: str
-
-
-class Window(NamedTuple):
-    """What became of a draft head's rows before a request's hit."""
-
-    request_id: str  # its X-Request-Id
-    rows: str  # one of those in `draft_windows`
-
-
-# A state's event is a list.
-Kept = Outcome | PinFate | Window | list[Any]
+# An event of a feed, in JSON: ["admitted", REQUEST, REASON, HIT, SHARED, [POSITION..]], ["pinned", REQUEST, FATE],
+# ["came", REQUEST, END, [[POSITION, STATE]..]], ["gone", STATE], ["cleared"] or ["adapter", NAME]. Requests go by their
+# X-Request-Id, lengths are in tokens.
+Event = AdmittedRequest | StateEvent | tuple[str, str, str]
 
 
 def client_id(engine_id: str) -> str:
@@ -120,63 +83,37 @@ def client_id(engine_id: str) -> str:
     return (match[1] if match else engine_id)[:MAX_ID]
 
 
+def header_of(request: AdmittedRequest) -> bytes:
+    positions = ":".join(map(str, request.resolved))
+    return f"{request.reason},{request.hit_tokens},{request.shared},{positions}".encode()
+
+
 class Feed:
-    """The latest outcomes and events of one engine, or the outcomes of several, numbered."""
+    """The latest events of one engine, numbered."""
 
     def __init__(self, boot: str, catch_up: Callable[[], None] = lambda: None) -> None:
         """`catch_up` is called before anything is read: what was put off is added then."""
         self.boot = boot
         self._catch_up = catch_up
-        self.has_events = True  # of several engines, each has states of its own
         self._cursor = 0
-        self._kept: deque[tuple[int, Kept]] = deque(maxlen=MAX_KEPT)
-        self._latest: OrderedDict[str, Outcome] = OrderedDict()  # of those kept, by X-Request-Id
+        self._kept: deque[tuple[int, Event]] = deque(maxlen=MAX_KEPT)
         self._last_number = 0  # of an event
-        self._drafts: dict[str, str] = {}  # whether hints are used beside them
+        self.drafts = ("", "")  # as of `EngineReport`
         self._readers: dict[asyncio.Event, str | None] = {}  # those that wait, with the gateway that each is
-        self._loads: dict[str, GatewayLoad] = {}  # by gateway
+        self._loads: Mapping[str, GatewayLoad] = {}  # by gateway
 
-    def add_outcome(self, request: AdmittedRequest) -> None:
-        """A request was admitted. One with several answers (`n`) has the outcome of its first child."""
-        if _LATER_CHILD.match(request.request_id):
-            return
-        name = client_id(request.request_id)
-        outcome = Outcome(name, request.reason, request.hit_tokens, request.shared, request.resolved)
-        self._keep(outcome)
-        self._latest[name] = outcome
-        self._latest.move_to_end(name)
-        if len(self._latest) > MAX_KEPT:
-            self._latest.popitem(last=False)
-
-    def add_pin(self, engine_id: str, fate: str) -> None:
-        """What became of a request's wish to pin its prompt, or to release it; it was admitted before."""
-        name = client_id(engine_id)
-        self._keep(PinFate(name, fate))
-        if (outcome := self._latest.get(name)) is not None:
-            self._latest[name] = outcome._replace(pin=fate)
-
-    def add_drafts(self, report: EngineReport) -> None:
-        """What became of a draft head's rows, and whether hints are used beside drafts."""
-        for engine_id, rows in report.window_of:
-            self._keep(Window(client_id(engine_id), rows))
-        self._drafts = dict(zip(("state", "why", "figures"), report.drafts, strict=True))
-
-    def take_latest(self, request_id: str) -> Outcome | None:
-        """The latest outcome under an `X-Request-Id`, once; None if this process knows none."""
-        return self._latest.pop(request_id, None)
-
-    def add_event(self, number: int, event: Event) -> None:
+    def add_event(self, number: int, event: StateEvent) -> None:
         """States came or went in the engine, which numbers its events without gaps."""
         if number != self._last_number + 1:
-            self._keep(["cleared", "lost"])  # those that are missing could have been any
+            self.keep(CacheCleared("lost"))  # those that are missing could have been any
         self._last_number = number
-        if event[0] == "came":
-            event = ["came", client_id(event[1]), *event[2:]]
-        self._keep(event)
+        if isinstance(event, StateStored):
+            event = msgspec.structs.replace(event, request_id=client_id(event.request_id))
+        self.keep(event)
 
     def set_loads(self, loads: Mapping[str, GatewayLoad]) -> None:
         """What gateways have the engine do, by their names; "" for what comes past them. Call where it is read."""
-        before, self._loads = self._loads, dict(loads)
+        before, self._loads = self._loads, loads
         changed = {name for name in {*before, *loads} if before.get(name) != loads.get(name)}
         for reader, name in self._readers.items():
             if name is not None and changed - {name}:
@@ -187,9 +124,10 @@ class Feed:
         others = [load for name, load in self._loads.items() if name != gateway]
         return GatewayLoad(sum(load.requests for load in others), sum(load.prefill_tokens for load in others))
 
-    def _keep(self, entry: Kept) -> None:
+    def keep(self, event: Event) -> None:
+        """An event, in which requests have their clients' names."""
         self._cursor += 1
-        self._kept.append((self._cursor, entry))
+        self._kept.append((self._cursor, event))
 
     def wake_readers(self) -> None:
         """Something was added. Call in the event loop that serves."""
@@ -197,42 +135,28 @@ class Feed:
             reader.set()
 
     def after(self, cursor: int, boot: str | None = None, gateway: str | None = None) -> dict[str, Any]:
-        """The first `MAX_TOLD` entries later than `cursor`, or of all that are kept if `boot` is another process's.
+        """The first `MAX_TOLD` events later than `cursor`, or of all if `boot` is another process's.
 
-        `outcomes`: id, reason and hit tokens of each request; `resolved`, in the same order: id, shared tokens, and
-        what its hint's entries name. `pins`: id and fate. `windows`: id and what became of a draft head's rows.
-        `states` only of one engine. `reset`: entries were lost to the reader, so it no longer knows what the cache
-        holds. `load`, with `states` and for a `gateway` that names itself: the requests of all others here, and the
-        tokens of their prompts to compute. `drafts`, of one engine that drafts: whether hints are used beside them.
+        `reset`: some were lost to the reader, so it no longer knows what the cache holds. `load`, for a `gateway` that
+        names itself: the requests of all others here, and the tokens of their prompts to compute. `drafts`, of an
+        engine that drafts: whether hints are used beside them.
         """
         self._catch_up()
         foreign = boot != self.boot
         oldest = self._kept[0][0] if self._kept else self._cursor + 1
-        reset = bool(boot) and (foreign or cursor + 1 < oldest)
-        outcomes: list[Outcome] = []
-        others: dict[type, list[Any]] = {PinFate: [], Window: []}
-        states: list[list[Any]] = []
         start = 0 if foreign else max(0, cursor + 1 - oldest)
         told = list(islice(self._kept, start, start + MAX_TOLD))
-        for _, entry in told:
-            if isinstance(entry, Outcome):
-                outcomes.append(entry)
-            else:
-                others.get(type(entry), states).append(entry)
-        answer = {
+        answer: dict[str, Any] = {
             "boot": self.boot,
             "cursor": told[-1][0] if told else self._cursor,
-            "outcomes": [(outcome.request_id, outcome.reason, outcome.hit_tokens) for outcome in outcomes],
-            "resolved": [(outcome.request_id, outcome.shared, outcome.resolved) for outcome in outcomes],
-            "pins": others[PinFate],
+            "events": [event for _, event in told],
+            "reset": bool(boot) and (foreign or cursor + 1 < oldest),
         }
-        if others[Window]:
-            answer["windows"] = others[Window]
-        if not self.has_events:
-            return answer
-        load = {"load": self.beside(gateway)} if gateway is not None else {}
-        drafts = {"drafts": self._drafts} if self._drafts.get("state") else {}
-        return {**answer, "states": states, "reset": reset, **drafts, **load}
+        if self.drafts[0]:
+            answer["drafts"] = self.drafts
+        if gateway is not None:
+            answer["load"] = self.beside(gateway)
+        return answer
 
     async def wait_after(
         self, cursor: int, boot: str | None, seconds: float, gateway: str | None = None, load: str | None = None
@@ -276,52 +200,61 @@ class Feed:
 
 
 class Feeds:
-    """Of all engines behind one server. Of several, each has one of its own, beside that of all outcomes."""
+    """Of all engines behind one server, and what became of their requests."""
 
     def __init__(self) -> None:
         self.collected_by: int | None = None  # id of the process; None: not known here
-        self.main = Feed(uuid.uuid4().hex, self.catch_up)  # every process numbers from 1
-        self._of_engine: dict[int, Feed] = {}
+        self.alone = Feed(uuid.uuid4().hex, self.catch_up)  # of the only engine; every process numbers from 1
+        self._of_several: dict[int, Feed] = {}  # by rank
+        self._latest: OrderedDict[str, bytes] = OrderedDict()  # values of `HEADER`, by X-Request-Id
         self._late: list[Callable[[], None]] = []  # put off by `later`
 
     def of(self, engine: int | None) -> Feed | None:
-        """The feed of an engine, by its rank; None if it has not reported. All outcomes if none is named."""
-        if engine is None or (engine == 0 and self.main.has_events):
-            return self.main
-        return self._of_engine.get(engine)
+        """The feed of an engine, by its rank; None if it has not reported, or none of several is named."""
+        if self._of_several:
+            return self._of_several.get(engine) if engine is not None else None
+        return None if engine else self.alone
 
     def add_requests(self, report: EngineReport) -> None:
-        """Requests were admitted, and what became of their wishes to pin their prompts, or to release them."""
-        for feed in self._all_of(report):
-            for request in report.requests:
-                feed.add_outcome(request)
-            for engine_id, fate in report.pinned:
-                feed.add_pin(engine_id, fate)
+        """Requests were admitted, or pinned. Of one with several answers (`n`) the first child counts."""
+        feed = self._of(report)
+        for request in report.requests:
+            if not _LATER_CHILD.match(request.request_id):
+                name = client_id(request.request_id)
+                feed.keep(msgspec.structs.replace(request, request_id=name))
+                self._latest[name] = header_of(request)
+                self._latest.move_to_end(name)
+                if len(self._latest) > MAX_KEPT:
+                    self._latest.popitem(last=False)
+        for engine_id, fate in report.pinned:
+            name = client_id(engine_id)
+            feed.keep(("pinned", name, fate))
+            if (header := self._latest.get(name)) is not None:
+                self._latest[name] = b",".join((*header.split(b",")[:4], fate.encode()))
+        feed.drafts = report.drafts
 
-    async def outcome_of(self, request_id: str) -> Outcome | None:
+    def take_latest(self, request_id: str) -> bytes | None:
+        """The latest outcome under an `X-Request-Id`, for `HEADER`, once; None if this process knows none."""
+        return self._latest.pop(request_id, None)
+
+    async def outcome_of(self, request_id: str) -> bytes | None:
         """What became of a request that is answered, once; waited for only where the reports of the one engine come."""
-        outcome = self.main.take_latest(request_id)
-        late = self.main.has_events and self.collected_by == os.getpid()
+        outcome = self.take_latest(request_id)
+        late = not self._of_several and self.collected_by == os.getpid()
         for _ in range(round(LATE_SECONDS / LATE_STEP) if late else 0):
             if outcome is not None:
                 break
             await asyncio.sleep(LATE_STEP)
-            outcome = self.main.take_latest(request_id)
+            outcome = self.take_latest(request_id)
         return outcome
-
-    def add_drafts(self, report: EngineReport) -> None:
-        """What became of a draft head's rows, and whether hints are used beside drafts."""
-        for feed in self._all_of(report):
-            feed.add_drafts(report)
 
     def add_events(self, report: EngineReport) -> None:
         """States came or went, and gateways have other loads; readers learn of all that was added."""
-        own = self._all_of(report)[-1]
+        feed = self._of(report)
         for number, event in report.events:
-            own.add_event(number, event)
-        own.set_loads({gateway: GatewayLoad(*load) for gateway, load in report.loads.items()})
-        for feed in self._all_of(report):
-            feed.wake_readers()
+            feed.add_event(number, event)
+        feed.set_loads(report.loads)
+        feed.wake_readers()
 
     def later(self, work: Callable[[], None]) -> None:
         """Do `work`, which adds to what is read here or to metrics, when tokens no longer wait for it.
@@ -343,13 +276,12 @@ class Feeds:
         for work in late:
             work()
 
-    def _all_of(self, report: EngineReport) -> tuple[Feed, ...]:
+    def _of(self, report: EngineReport) -> Feed:
         if report.engines == 1:
-            return (self.main,)
-        self.main.has_events = False
-        if report.engine not in self._of_engine:
-            self._of_engine[report.engine] = Feed(self.main.boot, self.catch_up)
-        return self.main, self._of_engine[report.engine]
+            return self.alone
+        if report.engine not in self._of_several:
+            self._of_several[report.engine] = Feed(self.alone.boot, self.catch_up)
+        return self._of_several[report.engine]
 
 
 feeds = Feeds()
@@ -376,7 +308,7 @@ class EventsEndpoint:
     from a trusted hop goes into its body (`header_fields`).
     """
 
-    def __init__(self, app: AsgiApp) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -444,14 +376,14 @@ async def _tell(scope: Scope, send: Send) -> None:
     feeds.catch_up()
     feed = feeds.of(int(engine)) if _NUMBER.fullmatch(engine) else None if engine else feeds.of(None)
     if feed is None:
-        await _answer(send, 404, {"error": "engine: no engine of this data parallel rank has reported here"})
+        await _answer(send, 404, {"error": "engine: use the data parallel rank of an engine that has reported here"})
         return
     boot, gateway, load = (query.get(name, [None])[-1] for name in ("boot", "gateway", "load"))
     # A proxy in between must not collect them.
     headers = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     async for answer in feed.answers(int(after), boot, min(float(wait), MAX_WAIT), gateway, load):
-        await send({"type": "http.response.body", "body": json.dumps(answer).encode() + b"\n", "more_body": True})
+        await send({"type": "http.response.body", "body": msgspec.json.encode(answer) + b"\n", "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -466,7 +398,7 @@ def _adds_outcome(scope: Scope, send: Send) -> Send:
 
     async def with_outcome(head: Message, name: str) -> Message:
         outcome = await feeds.outcome_of(name)
-        return head if outcome is None else {**head, "headers": [*head.get("headers", ()), (HEADER, outcome.header)]}
+        return head if outcome is None else {**head, "headers": [*head.get("headers", ()), (HEADER, outcome)]}
 
     async def send_with_outcome(message: Message) -> None:
         nonlocal waiting
@@ -526,7 +458,7 @@ def _joins_first(send: Send) -> Send:
 
 
 async def _answer(send: Send, status: int, content: Any) -> None:
-    body = json.dumps(content).encode()
+    body = msgspec.json.encode(content)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -8,12 +8,13 @@ also costs a state, and clients must not say it.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from ipaddress import ip_address
 from typing import Any
 
 from prometheus_client import Counter
+from starlette.types import Message, Receive, Scope
 
 from engine_patches import settings
 from engine_patches.scheduler.hints import FIELD, entries_in
@@ -28,9 +29,6 @@ PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "
 
 XARGS = "vllm_xargs"
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-
 
 @cache
 def counted() -> Counter:
@@ -41,12 +39,12 @@ def counted() -> Counter:
 networks = cache(settings.hints_from)
 
 
-def are_in(scope: MutableMapping[str, Any]) -> bool:
+def are_in(scope: Scope) -> bool:
     """Whether an HTTP request has the header."""
     return any(name == NAME for name, _ in scope["headers"])
 
 
-async def into_body(scope: MutableMapping[str, Any], receive: Receive) -> Receive:
+async def into_body(scope: Scope, receive: Receive) -> Receive:
     """Take the header out of `scope`, and put what it says into the body that the returned function gives.
 
     What is not trusted or makes no sense is taken out alone. A hint that the body has already stands.
@@ -77,7 +75,7 @@ async def into_body(scope: MutableMapping[str, Any], receive: Receive) -> Receiv
     return _then({"type": "http.request", "body": changed, "more_body": False}, receive)
 
 
-def _opened_by(scope: MutableMapping[str, Any], receive: Receive) -> str:
+def _opened_by(scope: Scope, receive: Receive) -> str:
     """The address that opened the connection; empty if it is not known.
 
     uvicorn believes `X-Forwarded-For` of whoever comes from 127.0.0.1, and puts what it says in place of the address.

@@ -7,7 +7,6 @@ it is used.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import os
 import socket
@@ -32,33 +31,29 @@ def collect_before_the_engines(original: Callable[..., None]) -> Callable[..., N
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         config = kwargs.get("vllm_config") or next(each for each in args if hasattr(each, "parallel_config"))
-        layout = _layout(config, kwargs)
-        if layout is not None and FOLDER not in os.environ:
-            _start(config, layout)
+        answers_http = _answers_http(config, kwargs)
+        if answers_http is not None and FOLDER not in os.environ:
+            _start(config, answers_http=answers_http)
         original(self, *args, **kwargs)
 
     return __init__
 
 
-class Layout(enum.Enum):
-    """Who answers HTTP where engines are started."""
+def _answers_http(config: Any, kwargs: Mapping[str, Any]) -> bool | None:
+    """Whether this process, which starts engines, does; else other API servers, a frontend in Rust or another machine.
 
-    THIS_PROCESS = enum.auto()
-    OTHERS = enum.auto()  # several API servers, a frontend in Rust, or another machine
-
-
-def _layout(config: Any, kwargs: Mapping[str, Any]) -> Layout | None:
-    """None if nobody does: those are the engines of the class `LLM`, for which no gateway asks."""
+    None if nobody does: those are the engines of the class `LLM`, for which no gateway asks.
+    """
     if getattr(config.parallel_config, "_api_process_rank", 0) == -1 or kwargs.get("local_client") is False:
-        return Layout.OTHERS
+        return False
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return None
-    return Layout.THIS_PROCESS
+    return True
 
 
-def _start(config: Any, layout: Layout) -> None:
+def _start(config: Any, *, answers_http: bool) -> None:
     host, port = settings.reports_at()
     events = getattr(config, "kv_events_config", None)
     if not port and events is not None and events.enable_kv_cache_events:
@@ -72,7 +67,7 @@ def _start(config: Any, layout: Layout) -> None:
         logger.error("seamark: no reports, gateways learn nothing of this worker: %s", error)
         return
     os.environ[FOLDER], os.environ[READ_AT] = str(collector.folder), collector.read_at
-    collector.start(CollectedMetrics(collector.read_at, beside_vllms=layout is Layout.THIS_PROCESS))
+    collector.start(CollectedMetrics(collector.read_at, beside_vllms=answers_http))
     if collector.read_at:
         logger.info("seamark: a gateway reads what engines report at %s", collector.read_at)
 
@@ -129,7 +124,7 @@ def report_from_the_start(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         folder = os.environ.get(FOLDER)
         if folder:
-            from engine_patches.reporting.reporter import Reporter
+            from engine_patches.reporting.report import Reporter
 
             try:
                 reporter = Reporter(self, f"ipc://{folder}/{SENT_TO}")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter as Counting
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from importlib import metadata
+from typing import NamedTuple
 
+import msgspec
 import vllm
 from prometheus_client import REGISTRY, Gauge, values
 from prometheus_client import Counter as WholeCounter
@@ -21,6 +23,7 @@ from engine_patches.disk.files import REASONS
 from engine_patches.reporting.events_api import feeds
 from engine_patches.reporting.report import EngineReport
 from engine_patches.scheduler.draft_windows import HEALED, HELD, ZEROED
+from engine_patches.scheduler.states import StateEvicted
 
 
 class Counter(WholeCounter):
@@ -30,66 +33,63 @@ class Counter(WholeCounter):
         return [each for each in super()._child_samples() if each.name != "_created"]
 
 
-class Families:
-    """The metric families; a Prometheus registry admits each name once per process."""
+# By the field of a report that is added up: the counter's name, what it counts, and the label of what has several.
+COUNTERS = {
+    "written": ("seamark_checkpoints_written_total", "Recurrent states registered", "kind"),
+    "evicted": ("seamark_checkpoints_evicted_total", "States of hinted requests that can be found no more", ""),
+    "hits": ("seamark_checkpoint_hits_total", "Requests that resumed from a recurrent state", ""),
+    "hit_tokens": ("seamark_checkpoint_hit_tokens_total", "Prompt tokens those requests did not compute", ""),
+    "pins": ("seamark_pins_total", "Requests to pin a prompt, or to release it", "fate"),
+    "file_bytes": ("seamark_checkpoint_bytes_written_total", "Bytes of checkpoints written to the directory", ""),
+    "files_refused": ("seamark_checkpoint_files_refused_total", "Files of states not loaded, or not written", "reason"),
+    "loads_declined": ("seamark_loads_declined_total", "Requests that computed anew what the directory holds", ""),
+    "ignored": ("seamark_hints_ignored_total", "Hint entries without effect", "reason"),
+    "outcomes": ("seamark_engine_requests_total", "Requests by why they did or did not hit the cache", "reason"),
+    "windows": ("seamark_draft_windows_total", "Hits of draft heads with windows, by their rows", "rows"),
+    "followers": ("seamark_followers_total", "Requests whose prefix another one computed: held back, or not", "fate"),
+    "saved_seconds": ("seamark_seconds_saved_total", "Prefill not computed, at the learnt step times, seconds", ""),
+    "spent_seconds": ("seamark_seconds_spent_total", "Time that checkpoints cost requests, seconds", ""),
+}
 
-    def __init__(self) -> None:
-        lengths = ["match_unit", "block_size", "ahead"]
-        self.info = Gauge(
-            "seamark_engine_info",
-            "1 while Seamark's patches are live; lengths in tokens; `reports`: HOST:PORT where they are read",
-            ["version", "vllm", *lengths, "connector", "lane", "refused", "drafts", "reports"],
-            multiprocess_mode="max",
-        )
-        self.written = Counter("seamark_checkpoints_written_total", "Recurrent states registered", ["kind"])
-        self.evicted = Counter(
-            "seamark_checkpoints_evicted_total", "Recurrent states of hinted requests that can be found no more"
-        )
-        self.bytes = Gauge(
-            "seamark_checkpoint_bytes", "Bytes of recurrent states held in the cache", multiprocess_mode="max"
-        )
-        self.hits = Counter("seamark_checkpoint_hits_total", "Requests that resumed from a recurrent state")
-        self.hit_tokens = Counter("seamark_checkpoint_hit_tokens_total", "Prompt tokens those requests did not compute")
-        self.pinned_blocks = Gauge(
-            "seamark_pinned_blocks", "Cache blocks that pinned prompts hold", multiprocess_mode="max"
-        )
-        self.pins = Counter("seamark_pins_total", "Requests to pin a prompt, or to release it", ["fate"])
-        self.disk_bytes = Gauge(
-            "seamark_checkpoint_directory_bytes",
-            "Bytes of checkpoints in the directory that this engine can load",
-            multiprocess_mode="max",
-        )
-        self.file_bytes = Counter(
-            "seamark_checkpoint_bytes_written_total", "Bytes of checkpoints written to the directory for them"
-        )
-        self.files_refused = Counter(
-            "seamark_checkpoint_files_refused_total", "Files of checkpoints not loaded, or not written", ["reason"]
-        )
-        for reason in REASONS:  # alerts see no first increase of a series that was not there before
-            self.files_refused.labels(reason)
-        self.loads_declined = Counter(
-            "seamark_loads_declined_total", "Requests that computed what the directory holds, since that is faster"
-        )
-        self.ignored = Counter("seamark_hints_ignored_total", "Hint entries without effect", ["reason"])
-        self.outcomes = Counter(
-            "seamark_engine_requests_total", "Requests by why they did or did not resume from the cache", ["reason"]
-        )
-        self.windows = Counter(
-            "seamark_draft_windows_total", "Hits of draft heads with windows, by their rows", ["rows"]
-        )
-        for rows in (HELD, ZEROED, HEALED):
-            self.windows.labels(rows)
-        self.followers = Counter(
-            "seamark_followers_total", "Requests whose prefix another one was computing: held back, or not", ["fate"]
-        )
-        self.saved = Counter("seamark_seconds_saved_total", "Prefill not computed, at the learnt step times, seconds")
-        self.spent = Counter("seamark_seconds_spent_total", "Time that checkpoints cost requests, seconds")
-        self.pass_seconds = Gauge(
-            "seamark_pass_seconds", "Learnt time of a pass with a prompt, beside its tokens", multiprocess_mode="max"
-        )
-        self.token_seconds = Gauge(
-            "seamark_token_seconds", "Learnt time that a prompt token adds to a pass", multiprocess_mode="max"
-        )
+# By the field of a report that is shown as it is.
+GAUGES = {
+    "state_bytes": ("seamark_checkpoint_bytes", "Bytes of recurrent states held in the cache"),
+    "pinned_blocks": ("seamark_pinned_blocks", "Cache blocks that pinned prompts hold"),
+    "disk_bytes": ("seamark_checkpoint_directory_bytes", "Bytes of checkpoints in the directory that can be loaded"),
+    "pass_seconds": ("seamark_pass_seconds", "Learnt time of a pass with a prompt, beside its tokens"),
+    "token_seconds": ("seamark_token_seconds", "Learnt time that a prompt token adds to a pass"),
+}
+
+# Alerts see no first increase of a series that was not there before.
+FROM_THE_START = {"files_refused": REASONS, "windows": (HELD, ZEROED, HEALED)}
+
+
+class Families(NamedTuple):
+    """The metric families, by the fields of a report."""
+
+    info: Gauge
+    counters: Mapping[str, Counter]
+    gauges: Mapping[str, Gauge]
+
+
+@cache
+def families() -> Families:
+    """A Prometheus registry admits each name once per process."""
+    lengths = ["match_unit", "block_size", "ahead"]
+    info = Gauge(
+        "seamark_engine_info",
+        "1 while Seamark's patches are live; lengths in tokens; `reports`: HOST:PORT where they are read",
+        ["version", "vllm", *lengths, "connector", "lane", "refused", "drafts", "reports"],
+        multiprocess_mode="max",
+    )
+    counters = {
+        field: Counter(name, words, [label] if label else []) for field, (name, words, label) in COUNTERS.items()
+    }
+    gauges = {field: Gauge(name, words, multiprocess_mode="max") for field, (name, words) in GAUGES.items()}
+    for field, labels in FROM_THE_START.items():
+        for label in labels:
+            counters[field].labels(label)
+    return Families(info, counters, gauges)
 
 
 class EngineNumbers:
@@ -100,7 +100,6 @@ class EngineNumbers:
         self._hit_tokens: Counting[int] = Counting()  # by engine
 
     def take(self, report: EngineReport) -> None:
-        """A report of one engine."""
         self._last[report.engine] = report
         self._hit_tokens[report.engine] += report.cache_hit_tokens
 
@@ -117,9 +116,6 @@ class EngineNumbers:
             hits.add_metric([engine], self._hit_tokens[number])
             sizes.add_metric([engine, str(report.cache_tokens)], 1)
         yield from (running, waiting, hits, sizes)
-
-
-families = cache(Families)
 
 
 def own_version() -> str:
@@ -152,9 +148,6 @@ class CollectedMetrics:
         """A report of one engine. Outcomes are there at once, for heads of answers; the rest when tokens are out."""
         self._show(report)
         feeds.add_requests(report)
-        for _, fate in report.pinned:
-            families().pins.labels(fate).inc()
-        feeds.add_drafts(report)
         feeds.later(partial(self._add_up, report))
 
     def _show(self, report: EngineReport) -> None:
@@ -171,29 +164,18 @@ class CollectedMetrics:
         info.labels(own_version(), vllm.__version__, *labels).set(1)
 
     def _add_up(self, report: EngineReport) -> None:
-        metrics = families()
-        metrics.bytes.set(report.state_bytes)
-        metrics.hits.inc(report.hits)
-        metrics.hit_tokens.inc(report.hit_tokens)
-        metrics.saved.inc(report.saved_seconds)
-        metrics.spent.inc(report.spent_seconds)
-        metrics.pass_seconds.set(report.pass_seconds)
-        metrics.token_seconds.set(report.token_seconds)
-        metrics.pinned_blocks.set(report.pinned_blocks)
-        metrics.file_bytes.inc(report.file_bytes)
-        metrics.disk_bytes.set(report.disk_bytes)
-        metrics.loads_declined.inc(report.loads_declined)
-        metrics.evicted.inc(sum(kind == "gone" for _, (kind, *_) in report.events))
-        for counter, counts in (
-            (metrics.written, report.written),
-            (metrics.ignored, report.ignored),
-            (metrics.outcomes, report.outcomes),
-            (metrics.followers, report.followers),
-            (metrics.windows, report.windows),
-            (metrics.files_refused, report.files_refused),
-        ):
-            for label, count in counts.items():
-                counter.labels(label).inc(count)
+        _, counters, gauges = families()
+        told = msgspec.structs.asdict(report)
+        told["evicted"] = sum(isinstance(event, StateEvicted) for _, event in report.events)
+        told["pins"] = Counting(fate for _, fate in report.pinned)
+        for field, counter in counters.items():
+            if isinstance(told[field], dict):
+                for label, count in told[field].items():
+                    counter.labels(label).inc(count)
+            else:
+                counter.inc(told[field])
+        for field, gauge in gauges.items():
+            gauge.set(told[field])
         if self._of_vllm is not None:
             self._of_vllm.take(report)
         feeds.add_events(report)

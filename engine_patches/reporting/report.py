@@ -1,25 +1,33 @@
-"""What an engine core tells of itself: one `EngineReport` for all that happened in it since the one before."""
+"""What an engine core tells of itself, and its end of the one way by which the gateway learns of it.
+
+One `EngineReport` tells all that happened since the one before. It goes to the process that started the engine
+(`collector`), by a socket of this machine. Nothing here makes a step wait: what nobody takes is not even made, but goes
+on being counted, and events that no longer fit leave a gap in their numbers, which tells the gateway to forget what it
+may have missed.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import zmq
 
 from engine_patches import kv_connectors
+from engine_patches.reporting.addresses import MAX_WAITING
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.counters import AdmittedRequest
-from engine_patches.scheduler.states import AdapterReplaced, CacheCleared, StateEvent, StateEvicted, StateStored
+from engine_patches.scheduler.counters import Counts, GatewayLoad, loads_of_gateways
+from engine_patches.scheduler.states import StateEvent
 
-# An event, as the gateway reads it: ["came", REQUEST, END, [[POSITION, STATE]..]], ["gone", STATE], ["cleared"] or
-# ["adapter", NAME]. Positions in tokens.
-Event = list[Any]
+logger = logging.getLogger("vllm.seamark")
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
-class EngineReport(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How one engine is, and what has happened in it since its last report. Lengths in tokens."""
+class EngineReport(Counts, kw_only=True, omit_defaults=True):
+    """How one engine is, and what was counted in it since its last report. Lengths in tokens."""
 
     engine: int = 0  # its data parallel rank
     engines: int = 1  # that the same server has behind it
@@ -34,31 +42,15 @@ class EngineReport(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     running: int = 0  # requests
     waiting: int = 0
-    loads: dict[str, tuple[int, int]] = {}  # by gateway: its requests, and tokens of their prompts to compute
+    loads: dict[str, GatewayLoad] = msgspec.field(default_factory=dict)  # by gateway
     state_bytes: int = 0
     pinned_blocks: int = 0
     disk_bytes: int = 0
     pass_seconds: float = 0.0
     token_seconds: float = 0.0
-
-    cache_hit_tokens: int = 0  # of prompts, from vLLM's prefix cache, on a state or not
-    hits: int = 0
-    hit_tokens: int = 0
-    saved_seconds: float = 0.0
-    spent_seconds: float = 0.0
-    file_bytes: int = 0
-    loads_declined: int = 0
-    written: dict[str, int] = {}  # states by kind
-    outcomes: dict[str, int] = {}  # requests by reason
-    followers: dict[str, int] = {}  # requests by fate
-    ignored: dict[str, int] = {}  # hint entries by reason
-    files_refused: dict[str, int] = {}  # by reason
-    requests: list[AdmittedRequest] = []
-    pinned: list[tuple[str, str]] = []  # requests that are among those, now or earlier, and fates
-    drafts: tuple[str, str, str] = ("", "", "")  # of hints beside them: state, why they are not used, and figures
-    windows: dict[str, int] = {}  # hits by what became of a draft head's rows
-    window_of: list[tuple[str, str]] = []  # requests that are among those, and what became of the rows
-    events: list[tuple[int, Event]] = []  # numbered without gaps: a missing number is an event that was lost
+    drafts: tuple[str, str] = ("", "")  # of hints beside them: state, and figures
+    # Numbered without gaps: a missing number is an event that was lost.
+    events: list[tuple[int, StateEvent]] = msgspec.field(default_factory=list)
 
 
 def constants(config: Any) -> dict[str, Any]:
@@ -74,45 +66,73 @@ def constants(config: Any) -> dict[str, Any]:
     }
 
 
-def report_of(scheduler: Any, constant: Mapping[str, Any], loads: Mapping[str, tuple[int, int]]) -> EngineReport:
+def report_of(scheduler: Any, constant: Mapping[str, Any], loads: dict[str, GatewayLoad]) -> EngineReport:
     """The report of a scheduler that is due now; what it tells is told once.
 
-    `constant`: of `constants`; `loads`: as of `EngineReport`.
+    `constant`: of `constants`.
     """
     checkpoints: Checkpoints = scheduler.seamark
     states, counters = checkpoints.states, checkpoints.counters
-    counts = vars(counters.take())  # by the names that they have here
-    counts |= {name: list(counted) for name, counted in counts.items() if isinstance(counted, deque)}
     running, waiting = scheduler.get_request_counts()
     return EngineReport(
         **constant,
-        **counts,
+        **msgspec.structs.asdict(counters.take()),
         match_unit=checkpoints.grid.alignment,
         block_size=checkpoints.block_size,
         ahead=checkpoints.grid.ahead if states is not None else 0,
         refused=checkpoints.refusal.cause if checkpoints.refusal is not None else "",
-        drafts=(checkpoints.drafts.state, checkpoints.drafts.why, checkpoints.drafts.figures),
+        drafts=(checkpoints.drafts.state, checkpoints.drafts.figures),
         cache_tokens=getattr(scheduler.vllm_config.cache_config, "kv_cache_size_tokens", None) or 0,
         running=running,
         waiting=waiting,
-        loads=dict(loads),
+        loads=loads,
         state_bytes=states.bytes_held if states is not None else 0,
         pinned_blocks=states.pins.num_blocks if states is not None else 0,
         disk_bytes=counters.disk_bytes,
         pass_seconds=checkpoints.step_time.pace.floor,
         token_seconds=checkpoints.step_time.pace.token,
-        events=[(number, as_read(event)) for number, event in states.events.take()] if states is not None else [],
+        events=states.events.take() if states is not None else [],
     )
 
 
-def as_read(event: StateEvent) -> Event:
-    """An event, as it is read."""
-    match event:
-        case StateStored(request_id, end, states):
-            return ["came", request_id, end, states]
-        case StateEvicted(name):
-            return ["gone", name]
-        case CacheCleared():
-            return ["cleared"]
-        case AdapterReplaced(name):
-            return ["adapter", name]
+class Reporter:
+    """Of one scheduler."""
+
+    def __init__(self, scheduler: Any, address: str) -> None:
+        """`address`: ZeroMQ's, of the collector."""
+        self._scheduler = scheduler
+        self._constant = constants(scheduler.vllm_config)
+        self._loads: dict[str, GatewayLoad] = {}
+        self._num_requests = 0
+        self._has_failed = False  # which is said once
+        context: Any = zmq.Context.instance()
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.sndhwm, self._socket.linger = MAX_WAITING, 0
+        self._socket.connect(address)
+
+    def step_ends(self, *, busy: bool) -> None:
+        """Report if there is anything to tell. `busy`: prompts were computed, or requests came or went."""
+        checkpoints = self._scheduler.seamark
+        requests = self._scheduler.requests
+        loads = self._loads
+        if busy or len(requests) != self._num_requests:
+            self._num_requests = len(requests)
+            loads = loads_of_gateways(requests.values())
+        states = checkpoints.states
+        pending = states is not None and states.events.pending
+        if pending or loads != self._loads or checkpoints.counters.report_due:
+            self.send(loads)
+
+    def send(self, loads: dict[str, GatewayLoad] | None = None) -> None:
+        """Report now, unless too many reports wait to be taken: then what it would tell goes on being counted."""
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+            if loads is not None:
+                self._loads = loads
+            report = report_of(self._scheduler, self._constant, self._loads)
+            try:
+                # The socket has room, and this thread alone fills it.
+                self._socket.send(_encode(report), zmq.DONTWAIT)
+            except Exception as error:  # a name that is no text, for one: no request may end for that
+                if not self._has_failed:
+                    logger.error("seamark: a report could not be sent: %s", type(error).__name__)
+                self._has_failed = True

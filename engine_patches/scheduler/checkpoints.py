@@ -194,7 +194,7 @@ class Checkpoints:
                     # Sent again, it leaves those before it at its own end: a state there serves the same prompt alone.
                     wanted = wish.hinted_positions or [target.position for target in self.targets(request)]
                     fate = self.states.pin(request, wanted) if wish.pin else self.states.unpin(request)
-                    self.counters.counts.pinned.append((name, fate))
+                    self.counters.prompt_pinned(name, fate)
 
     def admitted(self, request: Any, hit_tokens: int, loaded: int = 0) -> None:
         """A request starts with `hit_tokens`, 0 for none; the last `loaded` of them do not come from the cache."""
@@ -209,7 +209,6 @@ class Checkpoints:
         if state.window:
             if counted:
                 counts.windows[state.window] += 1
-                counts.window_of.append((name, state.window))
             if states is not None and states.windows is not None:
                 states.windows.admitted(state, states.keys.state_key(request, state.heals or hit_tokens))
         if state.window == HEALED and hit_tokens < state.heals:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
+
+import msgspec
 
 from engine_patches.footprint import SENDER
 from engine_patches.scheduler.drafts import is_own
@@ -24,14 +24,12 @@ REPORT_INTERVAL = 1.0
 # Requests that wait for the next report, which may never come: nobody collects, or takes what is sent.
 MAX_REQUESTS = 1024
 
-_latest = partial(deque[Any], maxlen=MAX_REQUESTS)
-
 LOAD_FIELD, NO_GATEWAY = "seamark_load", ""
 
 _LOAD = re.compile(r"([0-9a-f]{1,32}),(\d{1,8}),(\d{1,8})", re.ASCII)
 
 
-class AdmittedRequest(NamedTuple):
+class AdmittedRequest(msgspec.Struct, array_like=True, frozen=True, tag="admitted"):
     """What a request started with. Lengths in tokens."""
 
     request_id: str  # vLLM's
@@ -41,19 +39,15 @@ class AdmittedRequest(NamedTuple):
     resolved: tuple[int, ...]  # what each entry of its hint names, in the hint's order; 0: not there
 
 
-@dataclass
-class Counts:
-    """What has happened since the last report."""
+class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What has happened since the last report. Each `dict` is a `Counter`, which msgspec does not know."""
 
-    written: Counter[str] = field(default_factory=Counter)  # states by kind
-    ignored: Counter[str] = field(default_factory=Counter)  # hint entries by reason
-    outcomes: Counter[str] = field(default_factory=Counter)  # requests by reason
-    pinned: deque[tuple[str, str]] = field(default_factory=_latest)  # requests that pin, and what came of it (`states`)
-    requests: deque[AdmittedRequest] = field(default_factory=_latest)
-    windows: Counter[str] = field(default_factory=Counter)  # hits by what became of a draft head's rows
-    window_of: deque[tuple[str, str]] = field(default_factory=_latest)  # requests, the same
-    followers: Counter[str] = field(default_factory=Counter)  # requests held back, or not though they could have been
-    files_refused: Counter[str] = field(default_factory=Counter)  # files of states by reason
+    written: dict[str, int] = msgspec.field(default_factory=Counter)  # states by kind
+    ignored: dict[str, int] = msgspec.field(default_factory=Counter)  # hint entries by reason
+    outcomes: dict[str, int] = msgspec.field(default_factory=Counter)  # requests by reason
+    windows: dict[str, int] = msgspec.field(default_factory=Counter)  # hits by what became of a draft head's rows
+    followers: dict[str, int] = msgspec.field(default_factory=Counter)  # requests held back, or not though possible
+    files_refused: dict[str, int] = msgspec.field(default_factory=Counter)  # files of states by reason
     file_bytes: int = 0  # of states, written to disk
     loads_declined: int = 0  # requests that computed what a disk holds, since that takes less time
     cache_hit_tokens: int = 0  # that vLLM's prefix cache gave, whatever led to them
@@ -61,6 +55,8 @@ class Counts:
     hit_tokens: int = 0
     saved_seconds: float = 0.0  # prefill that was not computed, by the learnt step time
     spent_seconds: float = 0.0  # time that requests were held back
+    requests: list[AdmittedRequest] = []
+    pinned: list[tuple[str, str]] = []  # requests that are among those, now or earlier, and fates
 
     @property
     def empty(self) -> bool:
@@ -83,6 +79,12 @@ class Counters:
     def request_admitted(self, request: AdmittedRequest) -> None:
         self.counts.outcomes[request.reason] += 1
         self.counts.requests.append(request)
+        del self.counts.requests[:-MAX_REQUESTS]
+
+    def prompt_pinned(self, request_id: str, fate: str) -> None:
+        """What became of a request's wish to pin its prompt, or to release it: one of those in `states`."""
+        self.counts.pinned.append((request_id, fate))
+        del self.counts.pinned[:-MAX_REQUESTS]
 
     def disk_used(self, refused: Mapping[str, int], num_bytes: int, bytes_held: int) -> None:
         """Files of states were refused, by one of `files.REASONS`, so many bytes were written, so many are there."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from engine_patches.scheduler.adapters import adapter_name
 from engine_patches.scheduler.cache_keys import HeldKeys, Watch
 from engine_patches.scheduler.draft_windows import DraftWindows
@@ -105,7 +107,7 @@ class Pins:
         return {block.block_id for name, pin in self._pins.items() if name != but for block in pin.blocks}
 
 
-class StateStored(NamedTuple):
+class StateStored(msgspec.Struct, array_like=True, frozen=True, tag="came"):
     """The hinted request `request_id` is planned up to token `end`."""
 
     request_id: str  # vLLM's
@@ -113,17 +115,19 @@ class StateStored(NamedTuple):
     states: tuple[tuple[int, str], ...]  # those since the last event: position, and name, "" if none is found
 
 
-class StateEvicted(NamedTuple):
+class StateEvicted(msgspec.Struct, array_like=True, frozen=True, tag="gone"):
     """The state `name` can no longer be found."""
 
     name: str
 
 
-class CacheCleared(NamedTuple):
+class CacheCleared(msgspec.Struct, array_like=True, frozen=True, tag="cleared"):
     """No state can be found any more."""
 
+    why: str = ""  # "lost": it is not known which
 
-class AdapterReplaced(NamedTuple):
+
+class AdapterReplaced(msgspec.Struct, array_like=True, frozen=True, tag="adapter"):
     """What prompts with the LoRA adapter `name` left in the cache can no longer be found; its states went before."""
 
     name: str

@@ -1,12 +1,25 @@
-"""Where a prefix ends that others may share, as it is said to an engine: without knowing how many tokens that is."""
+"""Where a prefix ends that others may share, as it is said to an engine: without knowing how many tokens that is.
+
+An entry of a hint is `n` (tokens from the prompt's start), `-n` (from its end), `"first:ids"` or `"last:ids"` (behind
+the first or last occurrence of these ids), or `"last-k:ids"` (skipping k occurrences from the end). The engine resolves
+a hint by itself; `resolve` is the gateway's own reading of the same words.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from proxy.boundaries.layout import PromptLayout
-from proxy.boundaries.resolve import MAX_ENTRIES, Entry
+from proxy.boundaries.template_facts import Opener
+
+Entry = int | str
+
+MAX_ENTRIES = 16  # of one hint
+MAX_IDS = 128  # of one entry
+
+_SPELLED = re.compile(r"(first|last(?:-([0-9]{1,6}))?):([0-9]{1,9}(?:,[0-9]{1,9})*)", re.ASCII)
 
 Kind = Literal["system", "history", "turn", "explicit", "learned"]
 
@@ -74,6 +87,45 @@ def distinct_entries(entries: Iterable[Entry | None]) -> tuple[Entry, ...]:
     return tuple(dict.fromkeys(entry for entry in entries if entry is not None))[:MAX_ENTRIES]
 
 
+def encode_opener(opener: Opener, where: Literal["first", "last"] = "last", skip: int = 0) -> str:
+    """The entry for the place behind an opener, of whose last occurrences so many are skipped.
+
+    The ids nearest to the place are kept if there are more than an entry may have.
+    """
+    return f"{f'last-{skip}' if skip else where}:{','.join(map(str, opener.ids[-MAX_IDS:]))}"
+
+
+def resolve(entries: Sequence[Entry], ids: Sequence[int]) -> list[int]:
+    """Tokens before each of the first `MAX_ENTRIES` entries, in their order; 0 for one that is not in the prompt."""
+    return [_position(entry, ids) for entry in entries[:MAX_ENTRIES]]
+
+
 def resolved_positions(entries: Sequence[Entry], positions: Sequence[int]) -> dict[Entry, int]:
     """By entry, the position an engine resolved it to; those that are not in the prompt left out."""
     return {entry: position for entry, position in zip(entries, positions, strict=False) if position > 0}
+
+
+def _position(entry: object, ids: Sequence[int]) -> int:
+    if type(entry) is int:
+        position = entry if entry > 0 else len(ids) + entry if entry < 0 else 0
+        return position if 0 < position <= len(ids) else 0
+    spelled = _SPELLED.fullmatch(entry) if isinstance(entry, str) else None
+    if spelled is None or (pattern := [int(part) for part in spelled[3].split(",")])[MAX_IDS:]:
+        return 0
+    ends = _ends(ids, pattern)
+    if spelled[1] == "first":
+        return next(ends, 0)
+    found, behind = list(ends), int(spelled[2] or 0) + 1
+    return found[-behind] if behind <= len(found) else 0
+
+
+def _ends(ids: Sequence[int], pattern: list[int]) -> Iterator[int]:
+    """Tokens up to the end of each occurrence of `pattern`; they may overlap."""
+    start = -1
+    while True:
+        try:
+            start = ids.index(pattern[0], start + 1)
+        except ValueError:
+            return
+        if list(ids[start : start + len(pattern)]) == pattern:
+            yield start + len(pattern)

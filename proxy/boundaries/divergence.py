@@ -9,25 +9,22 @@ Texts are kept in memory for this, bounded in bytes, and nowhere else.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from sys import getsizeof
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_digest
 
 from proxy.boundaries.layout import PromptLayout
-from proxy.boundaries.token_ids import common_prefix
 
 # Shorter shared beginnings are not worth a state of their own: some hundred tokens.
 MIN_CHARACTERS = 512
-
 MAX_TEXTS = 8  # recent texts in one place
-
 MAX_CUTS = 4  # places inside them
+PLACE_BYTES = 600  # of an entry beside its texts
 
 # How far back the last line break is looked for: a line that changed once will change again, perhaps earlier in it.
 LINE_CHARACTERS = 240
-
-PLACE_BYTES = 600  # of an entry beside its texts
 
 
 class SharedText(NamedTuple):
@@ -70,15 +67,15 @@ class DivergenceLearner:
             text = layout.chat.texts[index]
             if text is None or len(text) < MIN_CHARACTERS:
                 continue
-            node = self._nodes.get(keys.before[index])
-            if node is None:
-                node = self._nodes[keys.before[index]] = _Node()
+            before, after = keys.before[index], keys.after[index]
+            if (node := self._nodes.get(before)) is None:
+                node = self._nodes[before] = _Node()
                 self.held += node.size
             else:
-                self._nodes.move_to_end(keys.before[index])
-                if keys.after[index] not in node.texts:
+                self._nodes.move_to_end(before)
+                if after not in node.texts:
                     self._diverged(node, text)
-            self._keep(node, keys.after[index], text)
+            self._keep(node, after, text)
             found += [(index, cut) for cut in node.cuts if len(cut.text) < len(text) and text.startswith(cut.text)]
         while self.held > self._size and self._nodes:
             _, oldest = self._nodes.popitem(last=False)
@@ -115,3 +112,18 @@ class DivergenceLearner:
     def _grow(self, node: _Node, size: int) -> None:
         node.size += size
         self.held += size
+
+
+def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Length of the longest common prefix of two lists or texts, by halving."""
+    limit = min(len(left), len(right))
+    if left[:limit] == right[:limit]:
+        return limit
+    low, high = 0, limit  # left[:low] agrees, left[:high] does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -13,28 +13,24 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
-from proxy.boundaries.boundary import Boundary, Found, Kind, LookupResult, Place
+from proxy.boundaries.boundary import Boundary, Entry, Found, Kind, LookupResult, Place, encode_opener
 from proxy.boundaries.divergence import DivergenceLearner
 from proxy.boundaries.layout import OPEN_ROLES, RESULT_ROLES, PromptLayout, layout_of
 from proxy.boundaries.positions import PositionCache
-from proxy.boundaries.resolve import Entry, encode_end, encode_opener
 from proxy.boundaries.template_facts import Opener, OpenerPlace, TemplateFacts
 from proxy.chat.chat import TOOLS, Chat, Mark, last_text_part, listed
 
-# Marks of one request that count; the APIs that have them allow four.
-MAX_MARKS = 8
+MAX_MARKS = 8  # of one request that count; the APIs that have them allow four
+MAX_MESSAGES = 20_000  # of a chat in which boundaries are sought; a longer one is forwarded without
 
 # Questions before the last one at which a prompt may part from one that is seen for the first time: clients that put
 # documents or examples into user messages change the later ones. In a conversation each was the last one once, and has
 # its state already.
 EARLIER_QUESTIONS = 2
 
-# Messages of a chat in which boundaries are sought; a longer one is forwarded without.
-MAX_MESSAGES = 20_000
-
 
 class BoundaryFinder:
-    """Finds boundaries, given the facts of a template. One per gateway."""
+    """Finds boundaries, given the facts of a template."""
 
     def __init__(self, positions: PositionCache, learner: DivergenceLearner | None = None) -> None:
         """With a `learner`, beginnings inside texts that recent requests shared are known to the choice of a worker."""
@@ -93,23 +89,30 @@ class _Search:
         # Beginnings that end inside a message: content parts and characters before their end, and their key.
         self._inside: dict[int, list[tuple[int, int, bytes]]] = {}
         self._unplaced: list[Place] = []
-        self._result: LookupResult = "none"
+        self._end: int | None = None  # tokens behind the last message, if that ends a turn
 
     def between_messages(self) -> None:
         """The ends of the system prompt, of what precedes the last text, and of turns."""
         layout, chat = self._layout, self._layout.chat
         if chat.is_bare:
             return
+        system_key = layout.system_key
         if not layout.alone and (layout.first or self._tools):
-            self._add("system", layout.system_key, self._first_opener(), layout.first)
+            self._add("system", system_key, self._first_opener(), layout.first)
         kind: Kind = "system" if layout.alone and (layout.last or self._tools) else "history"
-        self._add(kind, layout.key, self._opener_of(layout.last), layout.last)
-        self._want_place(layout.system_key, layout.first)
+        key = system_key if layout.alone else layout.key
+        self._add(kind, key, self._opener_of(layout.last), layout.last)
+        # What nothing tells is to be rendered once.
+        if self._facts is not None and _is_one_text(chat, layout.first):
+            wanted = (each for each in self._boundaries if each.key == system_key and not each.entry)
+            self._unplaced += [Place(system_key, layout.first) for _ in wanted]
         if (end := layout.end_before_loop) is not None:
             self._add("turn", layout.keys.after[end], None, end + 1)
         if layout.turn_key is not None and self._turn_holds():
-            tokens = self._end()
-            self._add("turn", layout.turn_key, encode_end(tokens) if tokens is not None else None, len(chat.messages))
+            end = self._facts.end(self._last_role) if self._facts is not None else None
+            # A prompt's last token is always computed, so nothing is found behind it.
+            self._end = max(end, 1) if end is not None else None
+            self._add("turn", layout.turn_key, -self._end if self._end is not None else None, len(chat.messages))
 
     def at_marks(self) -> None:
         """The ends of what a client marked for caching."""
@@ -151,17 +154,21 @@ class _Search:
         """What was found."""
         layout = self._layout
         boundaries = tuple(sorted(self._boundaries, key=lambda boundary: boundary.estimate))  # one measure for all
+        entries = [boundary.entry for boundary in boundaries if boundary.entry is not None]
+        result: LookupResult = "none"
         failure = None
-        if not layout.chat.is_bare and all(boundary.entry is None for boundary in boundaries):
+        if entries:
+            result = "head" if all(isinstance(entry, int) and entry > 0 for entry in entries) else "learnt"
+        elif not layout.chat.is_bare:
             failure = "no_facts" if self._facts is None else "no_boundary"
         return Found(
             boundaries,
             tuple(self._prefixes()),
-            self._result,
+            result,
             failure,
             layout,
             renderer_id,
-            self._reckoned_end(),
+            self._end if self._facts is not None and self._facts.is_own else None,  # else good for a hint only
             tuple(self._unplaced),
         )
 
@@ -180,14 +187,9 @@ class _Search:
         if message <= self._moved or any(boundary.key == key for boundary in self._boundaries):
             return
         tokens = self._positions.get(key)
-        if entry is not None:
-            self._result = "learnt"
-        elif tokens:
-            entry = tokens
-            self._result = "head" if self._result == "none" else self._result
         # What else a body holds is no part of the prompt.
         estimate = self._estimate(self._behind[message]) if message or self._tools else 0
-        self._boundaries.append(Boundary(kind, key, entry, tokens, estimate))
+        self._boundaries.append(Boundary(kind, key, entry if entry is not None else tokens or None, tokens, estimate))
 
     def _add_inside(self, kind: Kind, place: Place) -> None:
         """A boundary inside a message, which a position remembered of this head tells, or nothing yet."""
@@ -200,14 +202,6 @@ class _Search:
         self._boundaries.append(Boundary(kind, place.key, tokens or None, tokens, estimate))
         if not tokens:
             self._unplaced.append(place)
-        elif self._result == "none":
-            self._result = "head"
-
-    def _want_place(self, key: bytes, message: int) -> None:
-        """A boundary before the text of `message` is to be rendered once, if nothing tells where it is."""
-        if self._facts is None or not _is_one_text(self._layout.chat, message):
-            return
-        self._unplaced += [Place(key, message) for each in self._boundaries if each.key == key and not each.entry]
 
     def _estimate(self, characters_behind: int) -> int:
         return max(0, round((self._size - characters_behind) * self._rate))
@@ -218,19 +212,6 @@ class _Search:
         role = self._layout.chat.roles[-1]
         return role if isinstance(role, str) else ""
 
-    def _end(self) -> int | None:
-        """Tokens behind the last message, None if unknown."""
-        if self._facts is None or self._layout.turn_key is None:
-            return None
-        return self._facts.end(self._last_role)
-
-    def _reckoned_end(self) -> int | None:
-        """The same, if they tell where the turn ends: the number of another setting is good for a hint only."""
-        if self._facts is None or not self._facts.is_own or not self._turn_holds():
-            return None
-        end = self._end()
-        return max(end, 1) if end is not None else None
-
     def _turn_holds(self) -> bool:
         roles, facts = self._layout.chat.roles, self._facts
         system = roles[0] == "system"
@@ -239,9 +220,9 @@ class _Search:
         )
 
     def _head_moves(self) -> bool:
-        """Whether the template has moved tools and system prompt since the first question was the last one.
+        """Whether the template writes tools and system prompt into the last user message, so that they have moved.
 
-        Some write them into the last user message. Then what was told of this head in a shorter chat is not true here.
+        What was told of this head in a shorter chat is not true here then.
         """
         layout = self._layout
         if self._facts is None or layout.alone or not (layout.first or self._tools):
@@ -265,17 +246,15 @@ class _Search:
         layout, roles = self._layout, self._layout.chat.roles
         if self._facts is None:
             return None
-        tool = roles[index] != "user"
         place: OpenerPlace = "alone" if layout.alone else "user"
-        if tool:
+        if is_result := roles[index] != "user":
             place = "results" if index and roles[index - 1] in RESULT_ROLES else "tool"
-        opener = self._facts.opener(place, tools=self._tools)
-        if opener is None:
+        if (opener := self._facts.opener(place, tools=self._tools)) is None:
             return None
         behind = [role for role in roles[index + 1 :] if role in OPEN_ROLES]
         later = behind.count("user")
         is_told = opener.no_tool or (opener.per_user and later == len(behind) and not self._tools)
-        if behind and (tool or not is_told):
+        if behind and (is_result or not is_told):
             return None  # how often it stands behind this place is not known
         return encode_opener(opener, "last", later + self._texts_hold(opener, index, len(roles)))
 

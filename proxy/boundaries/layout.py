@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from proxy.chat.canonical import MARKS, Keys, canonical, chat_keys, digest, without_marks
+from proxy.chat.canonical import Keys, canonical, chat_keys, digest, other_fields, without_marks
 from proxy.chat.chat import Chat, Mark
 
 # Roles of what tools answered, and all whose text a client writes for each request.
@@ -22,9 +22,16 @@ class PromptLayout(NamedTuple):
     keys: Keys
     first: int  # index of the first user or tool message
     last: int  # index of the last one
-    system_key: bytes  # up to the first user text: tools and system prompt
-    key: bytes  # up to the last user or tool text
-    generates: bool  # the worker adds the words that ask for an answer
+
+    @property
+    def system_key(self) -> bytes:
+        """Key up to the first user text: tools and system prompt."""
+        return self.opener_key(self.first)
+
+    @property
+    def key(self) -> bytes:
+        """Key up to the last user or tool text."""
+        return self.opener_key(self.last)
 
     @property
     def alone(self) -> bool:
@@ -34,7 +41,9 @@ class PromptLayout(NamedTuple):
     @property
     def turn_key(self) -> bytes | None:
         """Key of the whole chat; None if no turn ends with it."""
-        return self.keys.after[-1] if self.generates and self.chat.roles[-1] != "assistant" else None
+        body = self.chat.body
+        asks = bool(body.get("add_generation_prompt", True)) and not body.get("continue_final_message")
+        return self.keys.after[-1] if asks and self.chat.roles[-1] != "assistant" else None
 
     @property
     def end_before_loop(self) -> int | None:
@@ -46,14 +55,13 @@ class PromptLayout(NamedTuple):
         roles = self.chat.roles
         if roles[self.last] == "user":
             return None
-        user = next((i for i in range(self.last - 1, -1, -1) if roles[i] == "user"), None)
-        if user is None:
-            return None
-        return next(i for i in range(user, self.last) if roles[i + 1] not in REMINDER_ROLES)
+        user = next((i for i in range(self.last - 1, -1, -1) if roles[i] == "user"), self.last)
+        return next((i for i in range(user, self.last) if roles[i + 1] not in REMINDER_ROLES), None)
 
     def opener_key(self, index: int) -> bytes:
         """Key up to where the content of message `index` begins, whatever that content is."""
-        return _opener_key(self.keys, index, self.chat.roles[index])
+        before = self.keys.after[index - 1] if index else self.keys.head
+        return digest("opener", before, str(self.chat.roles[index]).encode(errors="surrogatepass"))
 
     def cut_key(self, index: int, head: bytes) -> bytes:
         """Key of a beginning of the text of message `index`; `head` is the hash of that beginning."""
@@ -62,31 +70,16 @@ class PromptLayout(NamedTuple):
     def part_key(self, mark: Mark) -> bytes:
         """Key up to the end of a content part that a client marked."""
         message = self.chat.messages[mark.message]
-        beside = {
-            name: message[name]
-            for name in sorted(message)
-            if name not in ("content", *MARKS) and message[name] not in (None, [])
-        }
         parts = message["content"][: (mark.part or 0) + 1]
         before = self.keys.after[mark.message - 1] if mark.message else self.keys.head
-        return digest("part", before, canonical([beside, [without_marks(part) for part in parts]]))
+        return digest("part", before, canonical([other_fields(message), [without_marks(part) for part in parts]]))
 
 
 def layout_of(chat: Chat, renderer_id: bytes) -> PromptLayout | None:
     """The layout of a chat; None if it has no message that others may differ in."""
-    roles = chat.roles
-    opened = [index for index, role in enumerate(roles) if role in OPEN_ROLES]
+    opened = [index for index, role in enumerate(chat.roles) if role in OPEN_ROLES]
     if not opened:
         return None
-    first, last = opened[0], opened[-1]
     # No template writes an opener before a prompt without messages: it shares nothing with a chat.
     keys = chat_keys(chat.head, chat.messages, b"bare" + renderer_id if chat.is_bare else renderer_id)
-    generates = bool(chat.body.get("add_generation_prompt", True)) and not chat.body.get("continue_final_message")
-    system_key = _opener_key(keys, first, roles[first])
-    key = system_key if first == last else _opener_key(keys, last, roles[last])
-    return PromptLayout(chat, keys, first, last, system_key, key, generates)
-
-
-def _opener_key(keys: Keys, index: int, role: object) -> bytes:
-    before = keys.after[index - 1] if index else keys.head
-    return digest("opener", before, str(role).encode(errors="surrogatepass"))
+    return PromptLayout(chat, keys, opened[0], opened[-1])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Annotated, Any, Protocol
 
+import msgspec
 from prometheus_client import Counter
 from xxhash import xxh3_128_digest
 
-from proxy.boundaries.token_ids import TokenIds
+from proxy.chat.canonical import canonical
 from proxy.chat.chat import CHAT
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import loads
@@ -37,9 +39,6 @@ PROBE_TOOL = {
     },
 }
 
-TOKENIZE = "/tokenize"
-DETOKENIZE = "/detokenize"
-
 # The fields of a chat that `/tokenize` reads; it refuses no others.
 TOKENIZE_FIELDS = (
     "model",
@@ -56,6 +55,23 @@ TOKENIZE_FIELDS = (
 # Not needed for rendering, and apt to make a render fail or stream.
 DROPPED_FIELDS = ("stream", "stream_options", "vllm_xargs", "n", "logprobs", "top_logprobs", "prompt_logprobs")
 
+_Ids = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: _Ids
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: _Ids
+
+
+# By the field that holds the ids. A route that takes several prompts answers with a list.
+_DECODERS = {
+    "token_ids": msgspec.json.Decoder(_Rendered | list[_Rendered]).decode,
+    "tokens": msgspec.json.Decoder(_Tokenized).decode,
+}
+
 
 class RenderFailed(Exception):
     """The worker could not or would not render. The message holds no prompt text; `answer`, the worker's own, might."""
@@ -68,7 +84,7 @@ class RenderFailed(Exception):
 class Renderer(Protocol):
     """Token ids of a request."""
 
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
         """`body` as it would be sent to `path`. Raise `RenderFailed` if there are none."""
 
 
@@ -84,25 +100,25 @@ class WorkerRenderer:
         self._asked = asked
         self._writing = asyncio.Lock()
 
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
         if self._asked is not None:
             self._asked.inc()
         if self._has_render_route:
             wanted = {name: value for name, value in body.items() if name not in DROPPED_FIELDS}
             status, answer = await self._post(path + "/render", wanted)
             if status not in (403, 404, 405, 501):  # the last of vLLM's frontend in Rust
-                return self._tokens(status, answer, "token_ids")
+                return _ids_in(status, answer, "token_ids")
         if path != CHAT:
             raise RenderFailed(f"no route renders {path}")
-        status, answer = await self._post(TOKENIZE, {name: body[name] for name in TOKENIZE_FIELDS if name in body})
-        tokens = self._tokens(status, answer, "tokens")
+        status, answer = await self._post("/tokenize", {name: body[name] for name in TOKENIZE_FIELDS if name in body})
+        ids = _ids_in(status, answer, "tokens")
         self._has_render_route = False  # the refusal was of the route: this request itself is fine
-        return tokens
+        return ids
 
     async def detokenize(self, model: Any, ids: Sequence[int]) -> str | None:
         """The text of these ids, special tokens included; None if the worker has no route for that."""
         try:
-            status, answer = await self._post(DETOKENIZE, {"model": model, "tokens": list(ids)})
+            status, answer = await self._post("/detokenize", {"model": model, "tokens": list(ids)})
             text = loads(answer)["prompt"] if status == 200 else None
         except (RenderFailed, ValueError, KeyError, TypeError):
             return None
@@ -122,14 +138,16 @@ class WorkerRenderer:
         except (Unreachable, Broken) as error:
             raise RenderFailed(f"{path}: {type(error).__name__}") from error
 
-    @staticmethod
-    def _tokens(status: int, answer: bytes, field: str) -> TokenIds:
-        if status != 200:
-            raise RenderFailed(f"status {status}", answer)
-        tokens = TokenIds.in_answer(answer, field)
-        if tokens is None:
-            raise RenderFailed(f"an answer without {field}")
-        return tokens
+
+def _ids_in(status: int, answer: bytes, field: str) -> list[int]:
+    if status != 200:
+        raise RenderFailed(f"status {status}", answer)
+    try:
+        (prompt,) = prompts if isinstance(prompts := _DECODERS[field](answer), list) else (prompts,)
+    except (ValueError, RecursionError):
+        raise RenderFailed(f"an answer without {field}") from None
+    ids: list[int] = getattr(prompt, field)
+    return ids
 
 
 async def identify_renderer(renderer: Renderer, model: Any) -> bytes | None:
@@ -137,18 +155,18 @@ async def identify_renderer(renderer: Renderer, model: Any) -> bytes | None:
 
     None, too, if the worker does not answer: by what it rendered so far it would seem to be another one than its like.
     """
-    for messages in PROBES:
+
+    async def rendered(**body: Any) -> list[int]:
         try:
-            tokens = await renderer({"model": model, "messages": messages})
+            return await renderer({"model": model, **body})
         except RenderFailed as error:
             if error.__cause__ is not None:
-                return None
-            continue
-        try:
-            with_tool = (await renderer({"model": model, "messages": messages, "tools": [PROBE_TOOL]})).raw
-        except RenderFailed as error:
-            if error.__cause__ is not None:
-                return None
-            with_tool = b""
-        return xxh3_128_digest(tokens.raw + b";" + with_tool)
+                raise
+            return []  # the worker's own refusal
+
+    with suppress(RenderFailed):
+        for messages in PROBES:
+            if ids := await rendered(messages=messages):
+                with_tool = await rendered(messages=messages, tools=[PROBE_TOOL])
+                return xxh3_128_digest(canonical([ids, with_tool]))
     return None

@@ -1,17 +1,14 @@
 """What is known of a chat template once and for all, so that no request has to be rendered to find its boundaries.
 
-- `end(role)`: how many tokens stand behind the last message when an answer is asked for.
-- `opener(place, tools)`: the token ids that stand right before a text, the same ones in every chat.
-- `turn_holds(...)`: whether the end of a turn stays as it is once the conversation goes on.
-
-All three are learnt from small chats of our own (`proxy.boundaries.template_probe`) for one tokenizer, template and
-`Setting`, and are good for one boot of a worker. A fact held in every chat it was learnt from, or it is not there: an
-opener leads to the position where other texts part from this one, or to at most `GAP` tokens before it, never behind.
+Ends, openers and broken turns are learnt from small chats of our own (`proxy.boundaries.template_probe`) for one
+tokenizer, template and `Setting`, and are good for one boot of a worker. A fact held in every chat it was learnt from,
+or it is not there: an opener leads to the position where other texts part from this one, or to at most `GAP` tokens
+before it, never behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -27,20 +24,17 @@ OpenerPlace = Literal["first", "alone", "user", "tool", "results"]
 # Of the message to answer; `system`: a reminder that an agent puts behind a user's or a tool's message.
 Role = Literal["user", "tool", "system"]
 
-# Fields beside the messages that a template may read, and that are one of a few values. A list or an object among
-# them, and among `chat_template_kwargs`, is left out: each would be a setting of its own, never seen again.
+# Fields beside the messages that a template may read, and that are one of a few values.
 SCALAR_FIELDS = ("reasoning_effort", "add_special_tokens")
 
 MAX_SCALAR = 64  # characters of a value; a longer one is text, not a setting
 
 
 class Opener(NamedTuple):
-    """What a template writes before a text."""
+    """The token ids that a template writes right before a text, the same ones in every chat."""
 
     ids: tuple[int, ...]
     text: str | None = None  # the same as text, to count it in texts; None: the worker does not say
-    # It ends where its text begins, or one token before; else, before a tool's result, up to `GAP` tokens before.
-    exact: bool = True
     # It occurs once for each user message and nowhere else in chats without tool results, so `k` later user messages
     # are skipped as `last-k:`.
     per_user: bool = False
@@ -65,19 +59,16 @@ DEFAULT = Setting(b"", {})
 
 
 def setting_of(body: Mapping[str, Any]) -> Setting:
-    """The setting of a chat request.
+    """The setting of a chat request: numbers, flags and short words, and a `chat_template`.
 
-    Numbers, flags and short words of `chat_template_kwargs`, `reasoning_effort` and the like count, and so does a
-    `chat_template`. `documents` and all other lists and objects do not: they stand in the head, and neither openers nor
-    ends depend on it.
+    Lists and objects, such as `documents`, stand in the head; neither openers nor ends depend on them, and each would
+    be a setting of its own, never seen again.
     """
     body = head_of(body)
-    fields: dict[str, Any] = {name: body[name] for name in SCALAR_FIELDS if _is_scalar(body.get(name))}
+    fields = _scalars(body, SCALAR_FIELDS)
     given = body.get("chat_template_kwargs")
-    if isinstance(given, Mapping):
-        kwargs = {name: given[name] for name in sorted(map(str, given)) if _is_scalar(given.get(name))}
-        if kwargs:
-            fields["chat_template_kwargs"] = kwargs
+    if isinstance(given, Mapping) and (kwargs := _scalars(given, sorted(map(str, given)))):
+        fields["chat_template_kwargs"] = kwargs
     template = body.get("chat_template")
     if isinstance(template, str):
         fields["chat_template"] = template
@@ -87,16 +78,19 @@ def setting_of(body: Mapping[str, Any]) -> Setting:
     return Setting(digest("setting", spelled), fields, isinstance(template, str), len(spelled))
 
 
-def _is_scalar(value: Any) -> bool:
-    if isinstance(value, str):
-        return len(value) <= MAX_SCALAR
-    return isinstance(value, (bool, int, float))
+def _scalars(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    values = ((name, given.get(name)) for name in names)
+    return {
+        name: value
+        for name, value in values
+        if (len(value) <= MAX_SCALAR if isinstance(value, str) else isinstance(value, (bool, int, float)))
+    }
 
 
 class Turn(NamedTuple):
     """A kind of chat that ends with a message to answer."""
 
-    role: Role  # of the last message
+    role: str  # of the last message
     later: bool  # turns stand before it
     system: bool  # the chat begins with a system prompt
     tools: bool
@@ -104,35 +98,29 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """Of one template, tokenizer and setting."""
+    """Of one template, tokenizer and setting. What is missing is not known, or not the same in every chat."""
 
-    ends: Mapping[Role, int] = field(default_factory=dict)
-    openers: Mapping[tuple[OpenerPlace, bool], Opener] = field(
-        default_factory=dict
-    )  # by place, and whether tools are there
+    # Tokens behind the last message if an answer is asked for, by its role; 0: nothing asks.
+    ends: Mapping[str, int] = field(default_factory=dict)
+    # By place, and whether tools are there.
+    openers: Mapping[tuple[OpenerPlace, bool], Opener] = field(default_factory=dict)
     broken: frozenset[Turn] = frozenset()  # turns that the template renders anew once they are answered
     # Learnt with this very setting. Else the openers are the default setting's and the ends the longest that this
     # template is known for: good for an entry, not for reckoning where a turn ended.
     is_own: bool = True
 
     def end(self, role: str) -> int | None:
-        """Tokens behind the last message, one of `role`, if an answer is asked for; 0: nothing asks.
-
-        None: not known, or not the same in every chat.
-        """
-        return self.ends.get(role)  # type: ignore[call-overload,no-any-return]
+        """Tokens behind the last message, one of `role`."""
+        return self.ends.get(role)
 
     def opener(self, place: OpenerPlace, tools: bool) -> Opener | None:
-        """What stands before the text in that `place` of a chat with or without `tools`; None: not to be told."""
+        """What stands before the text in that `place` of a chat with or without `tools`."""
         return self.openers.get((place, tools))
 
     def turn_holds(self, role: str, *, later: bool, system: bool, tools: bool) -> bool:
-        """Whether a turn that ends with a message of `role` stays as it is once the conversation goes on.
+        """Whether a turn, described as in `Turn`, stays as it is once the conversation goes on."""
+        return Turn(role, later, system, tools) not in self.broken
 
-        `later`: other turns stand before it; `system`: the chat begins with a system prompt.
-        """
-        return Turn(role, later, system, tools) not in self.broken  # type: ignore[arg-type]
-
-    def borrowed(self, ends: Mapping[Role, int]) -> TemplateFacts:
+    def borrowed(self, ends: Mapping[str, int]) -> TemplateFacts:
         """For a setting that is not learnt yet: these openers, and `ends`, the longest known ones."""
         return replace(self, ends=ends, is_own=False)

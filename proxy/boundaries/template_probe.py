@@ -1,6 +1,6 @@
 """Learning the facts of a chat template from small chats of our own.
 
-Sentinel substitution tells where each chat parts from others like it (`proxy.boundaries.sentinel`). What stands before
+Sentinel substitution tells where each chat parts from others like it (`proxy.boundaries.positions`). What stands before
 that place in all of them is the opener. The chats differ in everything that could stand near the place: system prompt
 (none, empty, ends in a line break), last character of the answer before, tools and their order, ids, text beside a
 call, calls side by side and one after another. From chats too alike an opener would take in what they have in common.
@@ -9,25 +9,24 @@ call, calls side by side and one after another. From chats too alike an opener w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, Role, TemplateFacts, Turn
-from proxy.boundaries.token_ids import common_prefix
 
-# Token ids of a chat request; None: the template refuses such a chat.
-Render = Callable[[Mapping[str, Any]], Awaitable[Sequence[int] | None]]
+# Token ids of a chat request; none: the template refuses such a chat.
+Render = Callable[[Mapping[str, Any]], Awaitable[Sequence[int]]]
 
 # These ids as text; None: not known.
 Detokenize = Callable[[Sequence[int]], Awaitable[str | None]]
 
-MAX_OPENER = 32  # tokens
-
-# Of a longer opener the first tokens are left out: what stands before them may grow together with them.
-LONG_OPENER, EDGE = 8, 2
-
 MIN_CHATS = 2  # to learn an opener from
+MAX_OPENER = 32  # tokens
+LONG_OPENER, EDGE = (
+    8,
+    2,
+)  # of a longer one the first tokens are left out: what stands before may grow together with them
 
 # The first text is full of what texts are full of: an opener that is found in it is none.
 RICH = (
@@ -40,10 +39,8 @@ RICH = (
     "and so on"
 )
 
-# Texts whose first character could merge with the token before; the empty one lets what follows the text do so.
-TEXTS = (RICH, "\nQuartz", "")
-
-MORE_TEXTS = ("the tide", " Quartz", ")Quartz")  # for some of the chats
+# Others, whose first character could merge with the token before; the empty one lets what follows the text do so.
+TEXTS = ("\nQuartz", "", "the tide", " Quartz", ")Quartz")
 
 
 def _tool(name: str, **schema: Any) -> dict[str, Any]:
@@ -82,17 +79,19 @@ def _result(number: str, text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": number, "content": text}
 
 
-@dataclass(frozen=True)
-class ProbeChat:
-    """A chat up to its last text, and what it is rendered for."""
+def _body(*messages: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
+
+
+NEXT_QUESTION = (_answer("Quartz"), _user("Quartz"))
+
+
+class ProbeChat(NamedTuple):
+    """A chat up to its last text."""
 
     before: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
     answers: str = ""  # id of the call that the last message answers; empty: it is a user's
-    more_texts: bool = False
-    bare: bool = False  # also without the words that ask for an answer, for the end
-    following: bool = False  # also with the next turn, for whether the turn holds
-    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def role(self) -> Role:
@@ -102,6 +101,10 @@ class ProbeChat:
     def users(self) -> int:
         """User messages, the last one included."""
         return [message["role"] for message in self.before].count("user") + (not self.answers)
+
+    @property
+    def has_results(self) -> bool:
+        return bool(self.answers) or any(message["role"] == "tool" for message in self.before)
 
     @property
     def place(self) -> OpenerPlace:
@@ -119,17 +122,16 @@ class ProbeChat:
         """What stands before the first user text: chats with one head begin alike."""
         return [message for message in self.before if message["role"] == "system"], self.tools
 
-    def body(self, text: str, *more: dict[str, Any]) -> dict[str, Any]:
-        """The request with this last text, and `more` messages behind it."""
-        last = _result(self.answers, text) if self.answers else _user(text)
-        body = {**self.fields, "messages": [*self.before, last, *more]}
-        return {**body, "tools": list(self.tools)} if self.tools else body
+    def body(self, text: str) -> dict[str, Any]:
+        """The request with this last text."""
+        return _body(*self.before, _result(self.answers, text) if self.answers else _user(text), tools=self.tools)
 
-    def next_body(self) -> dict[str, Any]:
-        """The request that follows once this one is answered: a question, or the result of the next call."""
+    @property
+    def following(self) -> tuple[dict[str, Any], ...]:
+        """What follows once this one is answered: a question, or the result of the next call."""
         if self.answers:
-            return self.body(RICH, _calls(("abcdef012", "ask", '{"q": "8"}')), _result("abcdef012", "Quartz"))
-        return self.body(RICH, _answer("Quartz"), _user("Quartz"))
+            return _calls(("abcdef012", "ask", '{"q": "8"}')), _result("abcdef012", "Quartz")
+        return NEXT_QUESTION
 
 
 _SIDE_BY_SIDE = _calls(("ghijkl321", "look", '{"q": ")"}'), ("stuvwx654", "ask", '{"q": "x"}'))
@@ -142,18 +144,18 @@ _BREAK, _SAY, _EMPTY = _system("Quartz\n\n"), _system(_LONG + "Say )"), _system(
 
 CHATS = (
     # The only user message.
-    ProbeChat((_BREAK,), more_texts=True, bare=True, following=True),
-    ProbeChat((), bare=True, following=True),
+    ProbeChat((_BREAK,)),
+    ProbeChat(()),
     ProbeChat((_SAY,)),
     ProbeChat((_EMPTY,)),
-    ProbeChat((_SAY,), (LOOK, ASK), bare=True, following=True),
-    ProbeChat((), (ASK, NOTE), following=True),
+    ProbeChat((_SAY,), (LOOK, ASK)),
+    ProbeChat((), (ASK, NOTE)),
     # A later user message.
-    ProbeChat((_BREAK, _user("x"), _answer("Two\n")), more_texts=True, bare=True, following=True),
-    ProbeChat((_user("go )"), _answer("é")), bare=True, following=True),
+    ProbeChat((_BREAK, _user("x"), _answer("Two\n"))),
+    ProbeChat((_user("go )"), _answer("é"))),
     ProbeChat((_SAY, _user("x"), _answer("done)"), _user("y\n"), _answer("83 jigsaw "))),
-    ProbeChat((_SAY, _user("x"), _answer("Well.")), (LOOK, ASK), following=True),
-    ProbeChat((_user("go"), _answer("It is\n")), (ASK, NOTE), following=True),
+    ProbeChat((_SAY, _user("x"), _answer("Well.")), (LOOK, ASK)),
+    ProbeChat((_user("go"), _answer("It is\n")), (ASK, NOTE)),
     ProbeChat(
         (
             _SAY,
@@ -163,24 +165,10 @@ CHATS = (
             _answer("At nine"),
         ),
         (LOOK, ASK),
-        bare=True,
     ),
     # A tool's result.
-    ProbeChat(
-        (_SAY, _user("go"), _calls(("zyxwvu987", "look", '{"q": "it"}'))),
-        (LOOK, ASK),
-        answers="zyxwvu987",
-        more_texts=True,
-        bare=True,
-        following=True,
-    ),
-    ProbeChat(
-        (_user("x"), _calls(("mnopqr456", "ask", '{"n": 7}'), text="Well")),
-        (ASK,),
-        answers="mnopqr456",
-        bare=True,
-        following=True,
-    ),
+    ProbeChat((_SAY, _user("go"), _calls(("zyxwvu987", "look", '{"q": "it"}'))), (LOOK, ASK), answers="zyxwvu987"),
+    ProbeChat((_user("x"), _calls(("mnopqr456", "ask", '{"n": 7}'), text="Well")), (ASK,), answers="mnopqr456"),
     ProbeChat(
         (
             _BREAK,
@@ -193,10 +181,7 @@ CHATS = (
         answers="mnopqr456",
     ),
     ProbeChat(
-        (_BREAK, _user("x"), _SIDE_BY_SIDE, _result("ghijkl321", _LONG + "{}")),
-        (LOOK, ASK),
-        answers="stuvwx654",
-        bare=True,
+        (_BREAK, _user("x"), _SIDE_BY_SIDE, _result("ghijkl321", _LONG + "{}")), (LOOK, ASK), answers="stuvwx654"
     ),
     ProbeChat(
         (_SAY, _user("x"), _answer("Hm"), _user("go"), _ASIDE, _result("zyxwvu987", _LONG + "so\n")),
@@ -206,128 +191,103 @@ CHATS = (
 )
 
 # Chats that end in a reminder.
-REMINDED: tuple[tuple[tuple[dict[str, Any], ...], tuple[dict[str, Any], ...]], ...] = (
-    ((_BREAK, _user("x"), _system("Be brief.\n")), ()),
-    ((_SAY, _user("x"), _answer("done)"), _user("go"), _system(RICH)), (LOOK, ASK)),
+REMINDED = (
+    _body(_BREAK, _user("x"), _system("Be brief.\n")),
+    _body(_SAY, _user("x"), _answer("done)"), _user("go"), _system(RICH), tools=(LOOK, ASK)),
 )
 
-# Chats that show whether another setting moves anything, and what it does to the ends.
-FEW_CHATS = tuple(
-    replace(chat, more_texts=False, following=False, bare=True)
-    for chat in CHATS
-    if chat.more_texts or (chat.following and chat.turn.system)
-)
+# A question and a tool's result: these become the same under two settings that do the same.
+SAMPLES = tuple(next(chat for chat in CHATS if chat.place == place).body("Quartz") for place in ("user", "tool"))
 
 
-class ProbedTemplate:
+class RenderedChat(NamedTuple):
     """One chat as rendered. Prompts are texts with a character for each token id, since texts are searched fast."""
 
-    def __init__(
-        self, chat: ProbeChat, prompts: Sequence[str], few: int, bare: str | None, following: str | None
-    ) -> None:
-        """`few` of the prompts, the first ones, are of texts that all chats are rendered with."""
-        self.chat = chat
-        self.prompts = prompts
-        self.prompt = prompts[0]
-        self.start = _parting(prompts)  # tokens before the last text
-        self.merges = _parting(prompts[:few]) - self.start  # how much earlier the other texts part
-        self.end = len(self.prompt) - common_prefix(self.prompt, bare) if bare is not None else None
-        self.kept = common_prefix(self.prompt, following) if following is not None else None
+    chat: ProbeChat
+    prompts: Sequence[str]  # with `RICH`, and with others of `TEXTS`
+    start: int  # tokens before the last text
+    end: int | None  # tokens behind the last message, None: not known
+    kept: int | None  # tokens that the following request begins with as well
+
+    @property
+    def prompt(self) -> str:
+        return self.prompts[0]
 
 
-def _parting(prompts: Sequence[str]) -> int:
-    return min((common_prefix(prompts[0], other) for other in prompts[1:]), default=len(prompts[0]))
+async def _prompt(render: Render, body: Mapping[str, Any]) -> str:
+    return "".join(map(chr, await render(body)))
 
 
-async def probe(render: Render, chat: ProbeChat, fields: Mapping[str, Any]) -> ProbedTemplate | None:
-    """The chat rendered with each of its texts; None if the template refuses such chats."""
-    chat = replace(chat, fields=fields)
-    texts = (*TEXTS, *MORE_TEXTS) if chat.more_texts else TEXTS
-
-    async def prompt(body: Mapping[str, Any]) -> str | None:
-        ids = await render(body)
-        return "".join(map(chr, ids)) if ids else None
-
-    first = await prompt(chat.body(texts[0]))
-    if first is None:
+async def _probe(render: Render, chat: ProbeChat) -> RenderedChat | None:
+    """None if the template refuses such chats."""
+    if not (prompt := await _prompt(render, chat.body(RICH))):
         return None
-    others = [await prompt(chat.body(text)) for text in texts[1:]]
-    bare = await prompt({**chat.body(texts[0]), "add_generation_prompt": False}) if chat.bare else None
-    following = await prompt(chat.next_body()) if chat.following else None
-    few = 1 + sum(other is not None for other in others[: len(TEXTS) - 1])
-    prompts = [first, *(other for other in others if other is not None)]
-    return ProbedTemplate(chat, prompts, few, bare, following) if few > 1 else None
+    others = [other for text in TEXTS if (other := await _prompt(render, chat.body(text)))]
+    if not others:
+        return None
+    start = min(common_prefix(prompt, other) for other in others)
+    return RenderedChat(chat, (prompt, *others), start, *await _turn(render, chat.body(RICH), prompt, chat.following))
 
 
-async def learn_facts(render: Render, detokenize: Detokenize, fields: Mapping[str, Any]) -> TemplateFacts | None:
-    """The facts of a template rendered with these `fields` of a request; None if it renders none of our chats.
+async def _turn(
+    render: Render, body: Mapping[str, Any], prompt: str, following: Sequence[Mapping[str, Any]]
+) -> tuple[int | None, int | None]:
+    """The last two of `RenderedChat`."""
+    bare = await _prompt(render, {**body, "add_generation_prompt": False})
+    grown = await _prompt(render, {**body, "messages": [*body["messages"], *following]})
+    end = len(prompt) - common_prefix(prompt, bare) if bare else None
+    return end, common_prefix(prompt, grown) if grown else None
 
-    What `render` raises is passed on.
-    """
-    probed = [each for chat in CHATS if (each := await probe(render, chat, fields)) is not None]
+
+async def learn_facts(render: Render, detokenize: Detokenize) -> TemplateFacts | None:
+    """The facts of a template; None if it renders none of our chats. What `render` raises is passed on."""
+    probed = [each for chat in CHATS if (each := await _probe(render, chat)) is not None]
     if not probed:
         return None
-    # A chat with few texts may hide that one of the others would merge.
-    groups: tuple[tuple[OpenerPlace, ...], ...] = (("alone",), ("user",), ("tool", "results"))
-    for places in groups:
-        there = [each for each in probed if each.chat.place in places]
-        merges = max((each.merges for each in there), default=0)
-        for each in there:
-            if not each.chat.more_texts:
-                each.start -= merges
     # Some ten milliseconds, in which requests go on.
     patterns = await asyncio.to_thread(_openers, probed)
-    openers: dict[tuple[OpenerPlace, bool], Opener] = {}
-    texts: dict[str, str | None] = {}
-    for key, (pattern, exact) in patterns.items():
-        if pattern not in texts:
-            texts[pattern] = await detokenize([ord(character) for character in pattern])
-        counted = [each for each in probed if each.chat.role == "user" or key[1]]
-        per_user = key[0] not in ("tool", "results") and all(
-            each.prompt.count(pattern) == each.chat.users
-            for each in counted
-            if each.chat.turn.tools == key[1] and not _has_results(each.chat)
-        )
-        no_tool = per_user and all(each.prompt.count(pattern) == each.chat.users for each in counted)
-        openers[key] = Opener(tuple(map(ord, pattern)), texts[pattern], exact, per_user, no_tool)
-    ends = _ends(probed) | await _reminder_end(render, fields)
-    return TemplateFacts(ends, openers, _broken(probed))
+    texts = {pattern: await detokenize([*map(ord, pattern)]) for pattern in dict.fromkeys(patterns.values())}
+    openers = {
+        (place, tools): Opener(tuple(map(ord, pattern)), texts[pattern], *_counts(probed, place, tools, pattern))
+        for (place, tools), pattern in patterns.items()
+    }
+    return TemplateFacts(_ends(probed) | await _reminder_end(render), openers, _broken(probed))
 
 
-async def _reminder_end(render: Render, fields: Mapping[str, Any]) -> dict[Role, int]:
+async def _reminder_end(render: Render) -> dict[str, int]:
     """Tokens behind a reminder that ends a chat, if that is one number, and the turn stays once it is answered."""
     ends: set[int] = set()
-    for messages, tools in REMINDED:
-        body = {**fields, "messages": list(messages)}
-        if tools:
-            body["tools"] = list(tools)
-        prompt = await render(body)
-        bare = await render({**body, "add_generation_prompt": False}) if prompt else None
-        more = [*messages, _answer("Quartz"), _user("Quartz")]
-        following = await render({**body, "messages": more}) if bare else None
-        if not (prompt and bare and following):
-            return {}  # the template refuses such chats, or some of them
-        end = len(prompt) - common_prefix(prompt, bare)
-        if common_prefix(prompt, following) < len(prompt) - end - 1:
-            return {}
+    for body in REMINDED:
+        prompt = await _prompt(render, body)
+        end, kept = await _turn(render, body, prompt, NEXT_QUESTION) if prompt else (None, None)
+        if end is None or kept is None or kept < len(prompt) - end - 1:
+            return {}  # the template refuses such chats, or changes them
         ends.add(end)
     return {"system": ends.pop()} if len(ends) == 1 else {}
 
 
-def _has_results(chat: ProbeChat) -> bool:
-    return bool(chat.answers) or any(message["role"] == "tool" for message in chat.before)
+def _counts(probed: Sequence[RenderedChat], place: OpenerPlace, tools: bool, pattern: str) -> tuple[bool, bool]:
+    """The last two of `Opener`."""
+    if place in ("tool", "results"):
+        return False, False
+    strays = [
+        each.chat
+        for each in probed
+        if (each.chat.role == "user" or tools) and each.prompt.count(pattern) != each.chat.users
+    ]
+    return all(chat.has_results or bool(chat.tools) != tools for chat in strays), not strays
 
 
-def _ends(probed: Sequence[ProbedTemplate]) -> dict[Role, int]:
+def _ends(probed: Sequence[RenderedChat]) -> dict[str, int]:
     """Tokens behind the last message, by its role, where that is one number."""
-    found: dict[Role, set[int]] = {}
+    found: dict[str, set[int]] = {}
     for each in probed:
         if each.end is not None:
             found.setdefault(each.chat.role, set()).add(each.end)
-    return {role: next(iter(ends)) for role, ends in found.items() if len(ends) == 1}
+    return {role: ends.pop() for role, ends in found.items() if len(ends) == 1}
 
 
-def _broken(probed: Sequence[ProbedTemplate]) -> frozenset[Turn]:
+def _broken(probed: Sequence[RenderedChat]) -> frozenset[Turn]:
     """Turns of which the next request keeps less than up to their end; one token may merge with what follows."""
     ends = _ends(probed)
     return frozenset(
@@ -337,24 +297,21 @@ def _broken(probed: Sequence[ProbedTemplate]) -> frozenset[Turn]:
     )
 
 
-def _openers(probed: Sequence[ProbedTemplate]) -> dict[tuple[OpenerPlace, bool], tuple[str, bool]]:
-    """Each place's opener, and whether it leads to within a token of the place in all chats.
-
-    What serves all user texts is preferred: it was seen in most chats.
-    """
+def _openers(probed: Sequence[RenderedChat]) -> dict[tuple[OpenerPlace, bool], str]:
+    """Each place's opener. What serves all user texts is preferred: it was seen in most chats."""
     users = [each for each in probed if each.chat.role == "user"]
-    found: dict[tuple[OpenerPlace, bool], tuple[str, bool]] = {}
+    found: dict[tuple[OpenerPlace, bool], str] = {}
     for tools in (False, True):
         own = [each for each in users if bool(each.chat.tools) == tools]
-        for place in ("alone", "user"):
-            there = [each for each in own if each.chat.place == place]
+        places: tuple[OpenerPlace, ...] = ("alone", "user")
+        for place in places:
             same_place = [each for each in users if each.chat.place == place]
-            best = _best([_common(users), _common(own), _common(same_place), _common(there)], there)
+            there = [each for each in own if each.chat.place == place]
             # What stands between an opener and a user's text is system prompt or tools, of any length elsewhere.
-            if best is not None and best[1]:
+            if best := _best(map(_common, (users, own, same_place, there)), there, most=1):
                 found[place, tools] = best
-        patterns = [found[place, tools][0] for place in ("alone", "user") if (place, tools) in found]
-        if best := _best_first(patterns, own):
+        patterns = [found[place, tools] for place in places if (place, tools) in found]
+        if best := _best(patterns, _at_first_question(own), most=1, find=str.find):
             found["first", tools] = best
     loops = [each for each in probed if each.chat.role == "tool"]
     both = _common(loops)
@@ -362,56 +319,52 @@ def _openers(probed: Sequence[ProbedTemplate]) -> dict[tuple[OpenerPlace, bool],
     if best := _best([both, _common(first)], first):
         found["tool", True] = found["tool", False] = best
         # From the few chats with several results alone an opener would take in what these have in common.
-        if best := _best([both, best[0]], [each for each in loops if each.chat.place == "results"]):
+        if best := _best([both, best], [each for each in loops if each.chat.place == "results"]):
             found["results", True] = found["results", False] = best
     return found
 
 
-def _gap(each: ProbedTemplate, pattern: str) -> int | None:
-    """Tokens between the last occurrence of `pattern` and the last text; None: it is not there, or too far off."""
-    at = each.prompt.rfind(pattern)
+def _at_first_question(users: Sequence[RenderedChat]) -> list[RenderedChat]:
+    """Chats with a later question; `start` is where a new conversation with the same head would part from each."""
+    found = []
+    for each in users:
+        new = next((new for new in users if new.chat.place == "alone" and new.chat.head == each.chat.head), None)
+        if each.chat.place == "user" and new is not None:
+            start = min(new.start, *(common_prefix(each.prompt, other) for other in new.prompts))
+            found.append(each._replace(start=start))
+    return found
+
+
+def _gap(each: RenderedChat, pattern: str, find: Callable[[str, str], int] = str.rfind) -> int:
+    """Tokens between an occurrence of `pattern`, the last one, and the place; -1: it is not there, or too far off."""
+    at = find(each.prompt, pattern)
     gap = each.start - at - len(pattern)
-    return gap if at >= 0 and 0 <= gap <= GAP else None
+    return gap if at >= 0 and 0 <= gap <= GAP else -1
 
 
-def _best(patterns: Sequence[str | None], there: Sequence[ProbedTemplate]) -> tuple[str, bool] | None:
-    """The pattern that leads nearest to the last text in the worst of these chats, and whether within a token."""
+def _best(
+    patterns: Iterable[str | None],
+    there: Sequence[RenderedChat],
+    most: int = GAP,
+    find: Callable[[str, str], int] = str.rfind,
+) -> str | None:
+    """The pattern that leads nearest to the place in the worst of these chats, and to at most `most` tokens before."""
     worst: dict[str, int] = {}
     for pattern in patterns if there else ():
-        gaps = [_gap(each, pattern) for each in there] if pattern else [None]
-        if pattern and None not in gaps:
-            worst.setdefault(pattern, max(gap for gap in gaps if gap is not None))
-    if not worst:
-        return None
-    best = min(worst, key=lambda pattern: worst[pattern])  # of equal ones the first
-    return best, worst[best] <= 1
+        gaps = [_gap(each, pattern, find) for each in there] if pattern else [-1]
+        if pattern and min(gaps) >= 0 and max(gaps) <= most:
+            worst.setdefault(pattern, max(gaps))
+    return min(worst, key=worst.__getitem__, default=None)  # of equal ones the first
 
 
-def _best_first(patterns: Sequence[str], users: Sequence[ProbedTemplate]) -> tuple[str, bool] | None:
-    """The pattern whose first occurrence leads to where a new conversation with this head would part."""
-    alone = [each for each in users if each.chat.place == "alone"]
-    worst: dict[str, int] = {}
-    for pattern in patterns:
-        gaps = []
-        for each in users:
-            new = next((chat for chat in alone if chat.chat.head == each.chat.head), None)
-            if each.chat.place != "user" or new is None:
-                continue
-            parting = min(new.start, *(common_prefix(each.prompt, other) for other in new.prompts))
-            gaps.append(parting - each.prompt.find(pattern) - len(pattern) if pattern in each.prompt else -1)
-        if gaps and all(0 <= gap <= 1 for gap in gaps):
-            worst[pattern] = max(gaps)
-    return (min(worst, key=lambda pattern: worst[pattern]), True) if worst else None
-
-
-def _common(chats: Sequence[ProbedTemplate]) -> str | None:
+def _common(chats: Sequence[RenderedChat]) -> str | None:
     """What stands before the last text in all chats and leads nearest to it; of equally near ones the longest."""
     if len(chats) < MIN_CHATS:
         return None
     before = min((each.prompt[: each.start] for each in chats), key=len)
-    best: tuple[int, int, str] | None = None
+    judged: list[tuple[int, int, str]] = []  # gap, length as a negative number, pattern
     for off in range(min(GAP, len(before)) + 1):
-        if best is not None and best[0] <= off:
+        if judged and min(judged)[0] <= off:
             break  # what ends further off leads no nearer
         end = len(before) - off
         for size in range(1, min(MAX_OPENER, end) + 1):
@@ -419,38 +372,12 @@ def _common(chats: Sequence[ProbedTemplate]) -> str | None:
             if not all(pattern in each.prompt for each in chats):
                 break  # nor are longer ones
             gaps = [_gap(each, pattern) for each in chats]
-            if None not in gaps:
-                judged = (max(gap for gap in gaps if gap is not None), -size, pattern)
-                best = min(best, judged) if best is not None else judged
-    if best is None:
+            if min(gaps) >= 0:
+                judged.append((max(gaps), -size, pattern))
+    if not judged:
         return None
-    pattern, inner = best[2], best[2][EDGE:]
+    pattern = min(judged)[2]
+    inner = pattern[EDGE:]
     if len(pattern) > LONG_OPENER and all(_gap(each, inner) == _gap(each, pattern) for each in chats):
         return inner
     return pattern
-
-
-class FewFacts(NamedTuple):
-    """What another setting may change of a template's facts."""
-
-    ends: dict[Role, int]
-    openers_hold: bool
-
-
-async def ends_with(render: Render, facts: TemplateFacts, fields: Mapping[str, Any]) -> FewFacts | None:
-    """The ends under another setting, and whether the openers in `facts` hold; None if it renders none of our chats."""
-    probed = [each for chat in FEW_CHATS if (each := await probe(render, chat, fields)) is not None]
-    if not probed:
-        return None
-
-    def holds(each: ProbedTemplate) -> bool:
-        opener = facts.opener(each.chat.place, bool(each.chat.tools))
-        return opener is None or _gap(each, "".join(map(chr, opener.ids))) is not None
-
-    return FewFacts(_ends(probed) | await _reminder_end(render, fields), all(map(holds, probed)))
-
-
-async def sample(render: Render, fields: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a question and a tool's result become: equal under two settings that do the same."""
-    chats = [chat for chat in CHATS if chat.more_texts and chat.place != "alone"]
-    return tuple(await asyncio.gather(*(render(replace(chat, fields=fields).body("Quartz")) for chat in chats)))

@@ -174,13 +174,9 @@ def _declared_tools(body: Mapping[str, Any], messages: list[Any]) -> list[dict[s
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {
-        "name": tool.get("name"),
-        "description": tool.get("description"),
-        "parameters": tool.get("input_schema"),
-        "strict": tool.get("strict"),
-        "defer_loading": tool.get("defer_loading"),
-    }
-    if isinstance(function["parameters"], dict) and "type" not in function["parameters"]:
-        function["parameters"] = {**function["parameters"], "type": "object"}
-    return {"type": "function", "function": function}
+    parameters = tool.get("input_schema")
+    if isinstance(parameters, dict):
+        parameters = {**parameters, "type": parameters.get("type", "object")}
+    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": parameters}
+    more = {name: tool.get(name) for name in ("strict", "defer_loading")}
+    return {"type": "function", "function": {**function, **more}}

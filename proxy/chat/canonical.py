@@ -39,11 +39,10 @@ MAX_ARGUMENTS = 32_768
 
 # What clients write on content for a cache, and no template reads.
 MARKS = ("cache_control", "prompt_cache_breakpoint")
+_NO_FIELDS = frozenset(("content", *MARKS))
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
 _encode_fast = msgspec.json.Encoder().encode
-
 _decode = msgspec.json.Decoder().decode
 
 
@@ -112,12 +111,9 @@ def _parts(message: Any, most: int = MAX_ARGUMENTS) -> tuple[bytes, bytes]:
         content, text = _listed(content)
     else:
         content, text = (None, content) if isinstance(content, str) else (content, None)
-    # Templates read fields by name, and vLLM drops those that are null.
-    rest = {name: message[name] for name in sorted(message) if name != "content" and message[name] not in (None, [])}
+    rest = other_fields(message)
     if "tool_calls" in rest:
         rest["tool_calls"] = _calls(rest["tool_calls"], most)
-    for name in MARKS:
-        rest.pop(name, None)
     role = rest.pop("role", None)
     # One text alone, however it is written, is one and the same message.
     head = role.encode(errors="surrogatepass") if isinstance(role, str) else canonical(role)
@@ -137,6 +133,13 @@ def _listed(content: list[Any]) -> tuple[Any, str | None]:
         return None, text
     parts[last] = {**parts[last], "text": None}
     return parts, text
+
+
+def other_fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    """All of a message but its content and marks. Templates read fields by name, and vLLM drops those that are null."""
+    return {
+        name: message[name] for name in sorted(message) if name not in _NO_FIELDS and message[name] not in (None, [])
+    }
 
 
 def without_marks(part: Any) -> Any:

@@ -11,18 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 from proxy.chat.canonical import MARKS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
-
-# Boundaries are sought in requests to these.
-HINTED = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES})
-
-# Answers of these report cached tokens.
-REPORTING = HINTED
 
 # Of token ids, with sampling parameters as the engine has them.
 GENERATE = "/inference/v1/generate"
@@ -43,13 +39,11 @@ OUTSIDE_V1 = frozenset(
     }
 )
 
-ENDPOINTS = REPORTING | OUTSIDE_V1 | {"/v1/embeddings"}
-
-# Streams of these report tokens if they are asked to; the others always do.
-ASKED_FOR_USAGE = frozenset({CHAT, COMPLETIONS})
-
 # In `Mark.message`: the mark stands on a tool.
 TOOLS = -1
+
+# Pydantic reads a flag or a number out of several spellings, and so does vLLM.
+_BOOL, _INT = TypeAdapter(bool), TypeAdapter(int)
 
 
 class Mark(NamedTuple):
@@ -133,3 +127,23 @@ def marked(block: Any) -> bool:
 def listed(value: Any) -> list[Any]:
     """`value` if it is a list, else nothing."""
     return value if isinstance(value, list) else []
+
+
+def flag(value: Any) -> bool | None:
+    """What a flag says: 1, "true", "yes" and the like are true, null is false. None for what the worker refuses."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    try:
+        return _BOOL.validate_python(value)
+    except ValidationError:
+        return None
+
+
+def number(value: Any) -> int | None:
+    """A whole number, "2" and 2.0 among them. None for null, and for what the worker refuses."""
+    if value is None or type(value) is int:
+        return value
+    try:
+        return _INT.validate_python(value)
+    except ValidationError:
+        return None

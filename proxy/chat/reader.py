@@ -1,13 +1,13 @@
-"""From the body of any endpoint to the chat in it; the chat and completions endpoints are read here."""
+"""The routes whose requests get hints, a row each, and the chat in the body of any of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from proxy.chat.anthropic import messages_request
 from proxy.chat.canonical import HEAD_FIELDS
-from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOOLS, Chat, Mark, listed, marked
+from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, OUTSIDE_V1, RESPONSES, TOOLS, Chat, Mark, listed, marked
 from proxy.chat.responses import StoredResponses, responses_request
 
 
@@ -50,19 +50,27 @@ def chat_request(body: Mapping[str, Any]) -> Chat | None:
     return Chat(body, messages, tuple(marks))
 
 
-READERS: dict[str, Callable[[Mapping[str, Any]], Chat | None]] = {
-    CHAT: chat_request,
-    MESSAGES: messages_request,
-    COMPLETIONS: completions_request,
+class HintedRoute(NamedTuple):
+    """A route in whose requests boundaries are sought; its answers report cached tokens."""
+
+    read: Callable[[Mapping[str, Any]], Chat | None]
+    one_token: Mapping[str, Any]  # fields by which an answer is one token that is kept nowhere
+    asks_usage: bool = False  # a stream reports tokens only if it is asked to
+
+
+HINTED = {
+    CHAT: HintedRoute(chat_request, {"max_tokens": 1, "max_completion_tokens": 1}, asks_usage=True),
+    COMPLETIONS: HintedRoute(completions_request, {"max_tokens": 1}, asks_usage=True),
+    MESSAGES: HintedRoute(messages_request, {"max_tokens": 1}),
+    RESPONSES: HintedRoute(responses_request, {"max_output_tokens": 1, "store": False}),
 }
+
+ENDPOINTS = HINTED.keys() | OUTSIDE_V1 | {"/v1/embeddings"}
 
 
 def chat_in(endpoint: str, body: Mapping[str, Any], stored: StoredResponses, owner: str | None = None) -> Chat | None:
     """The chat in a request to `endpoint`, one of `HINTED`, with the API key `owner`; None if there is none."""
-    if endpoint == RESPONSES:
-        previous = body.get("previous_response_id")
-        if previous is None:
-            return responses_request(body)
+    if endpoint == RESPONSES and (previous := body.get("previous_response_id")) is not None:
         messages = stored.chat(previous, owner)
         return responses_request(body, messages) if messages is not None else None
-    return READERS[endpoint](body)
+    return HINTED[endpoint].read(body)

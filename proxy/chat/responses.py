@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 from cachetools import FIFOCache
 
@@ -16,12 +16,10 @@ from proxy.chat.chat import RESPONSES, Chat, Mark, listed, marked
 from proxy.http.json_body import memory_of
 
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+TEXT_PARTS = ("input_text", "output_text", "text")
 
-# Responses whose worker is remembered; some 200 bytes each.
-MAX_RESPONSES = 65_536
-
+MAX_RESPONSES = 65_536  # whose worker is remembered; some 200 bytes each
 NAME_BYTES = 16
-
 MAX_ID_CHARACTERS = 256  # of a response; vLLM's have some 30, those of a gateway with keys 69
 
 # What vLLM shows a template of a tool that takes free text.
@@ -31,8 +29,6 @@ CUSTOM_PARAMETERS = {
     "required": ["input"],
     "additionalProperties": False,
 }
-
-TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def responses_request(body: Mapping[str, Any], previous: Sequence[Any] | None = None) -> Chat | None:
@@ -155,11 +151,6 @@ def _continues(item: Any) -> bool:
     return item.get("status") in ("in_progress", "incomplete")
 
 
-class _Stored(NamedTuple):
-    messages: list[dict[str, Any]]
-    size: int  # bytes
-
-
 class StoredResponses:
     """What is known of the responses that workers store, by their ids and by whose they are: the names of API keys.
 
@@ -168,7 +159,8 @@ class StoredResponses:
 
     def __init__(self, size: int, most: int = MAX_RESPONSES) -> None:
         """`size` of the chats in bytes, 0 to keep none; of `most` responses the worker is known."""
-        self._chats: FIFOCache[bytes, _Stored] = FIFOCache(size, getsizeof=lambda stored: stored.size)
+        # Messages by name; measured once, when they are put.
+        self._chats: FIFOCache[bytes, list[dict[str, Any]]] = FIFOCache(size, getsizeof=_size_of)
         self._boots: OrderedDict[bytes, str] = OrderedDict()  # of their workers, oldest first
         self._most = most
         self.on_kept: Callable[[bytes, str], None] | None = None  # other gateways learn of it there
@@ -191,13 +183,12 @@ class StoredResponses:
         for item in listed(answer.get("output")):
             if isinstance(item, dict) and item.get("type") == "message":  # vLLM carries over the texts only
                 messages += [{"role": "assistant", "content": text} for text in _texts(listed(item.get("content")))]
-        size = memory_of(messages, 0, sys.maxsize).size
         with suppress(ValueError):  # larger than all that may be kept
-            self._chats[name] = _Stored(messages, size)
+            self._chats[name] = messages
 
     def keep(self, response_id: Any, boot: str, owner: str | None) -> bytes | None:
         """The worker booted as `boot` stores that response of `owner`. Returns its name, None if the id is unsound."""
-        name = _known_as(response_id, owner)
+        name = _stored_name(response_id, owner)
         if name is not None and self._boots.get(name) != boot:
             self.keep_remote(name, boot)
             if self.on_kept is not None:
@@ -212,17 +203,20 @@ class StoredResponses:
 
     def chat(self, response_id: Any, owner: str | None = None) -> list[dict[str, Any]] | None:
         """The messages up to the end of that response, None if `owner` has none such, or it is unknown."""
-        name = _known_as(response_id, owner)
-        found = self._chats.get(name) if name is not None else None
-        return found.messages if found is not None else None
+        name = _stored_name(response_id, owner)
+        return self._chats.get(name) if name is not None else None
 
     def boot(self, response_id: Any, owner: str | None = None) -> str | None:
         """The worker that stores that response of `owner`: another one would not know it. None if that is unknown."""
-        name = _known_as(response_id, owner)
+        name = _stored_name(response_id, owner)
         return self._boots.get(name) if name is not None else None
 
 
-def _known_as(response_id: Any, owner: str | None) -> bytes | None:
+def _size_of(messages: list[dict[str, Any]]) -> int:
+    return memory_of(messages, 0, sys.maxsize).size
+
+
+def _stored_name(response_id: Any, owner: str | None) -> bytes | None:
     """A hash of both, which nobody can steer: one key's response has no name under which another could find it."""
     if not isinstance(response_id, str) or len(response_id) > MAX_ID_CHARACTERS:
         return None

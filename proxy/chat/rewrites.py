@@ -36,27 +36,24 @@ def _billing_header(body: Mapping[str, Any]) -> list[Edit]:
         path: Path = ("messages", index, "content")
         content = message.get("content")
         if isinstance(content, str):
-            edits += _headless(path, content)
+            edits += _without_header(path, content)
         for number, part in enumerate(listed(content)):
             if isinstance(part, dict) and isinstance(part.get("text"), str):
-                edits += _headless((*path, number, "text"), part["text"])
+                edits += _without_header((*path, number, "text"), part["text"])
     if isinstance(instructions := body.get("instructions"), str):
-        edits += _headless(("instructions",), instructions)
+        edits += _without_header(("instructions",), instructions)
     return edits
 
 
-def _headless(path: Path, text: str) -> list[Edit]:
-    if (header := _HEADER.match(text)) is None:
-        return []
-    return [Edit(path, text[header.end() :])]
+def _without_header(path: Path, text: str) -> list[Edit]:
+    header = _HEADER.match(text)
+    return [Edit(path, text[header.end() :])] if header is not None else []
 
 
 def _tools_sorted(body: Mapping[str, Any]) -> list[Edit]:
     """Tools in the order of their names, for clients that list them in another order each time."""
     ordered = sorted_by_name(body.get("tools"))
-    if not ordered or ordered == body["tools"]:
-        return []
-    return [Edit(("tools",), ordered)]
+    return [Edit(("tools",), ordered)] if ordered and ordered != body["tools"] else []
 
 
 RULES = {

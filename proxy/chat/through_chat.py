@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from proxy.chat.anthropic import messages_request
-from proxy.chat.chat import listed
-from proxy.chat.lax_values import flag
+from proxy.chat.chat import flag, listed
 from proxy.http.json_body import loads
 
 # Fields of a request that have the same meaning in both APIs, and by which name in the chat API.

@@ -17,9 +17,7 @@ class Usage(NamedTuple):
     output: int = 0  # generated
 
 
-# Not within a text, where a backslash stands before each quote.
-_KEY = b'"usage":'
-
+_KEY = b'"usage":'  # not within a text, where a backslash stands before each quote
 MOST_USAGE_BYTES = 4096
 
 

@@ -16,12 +16,11 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from proxy.boundaries.boundary import Found, resolved_positions
+from proxy.boundaries.boundary import Found, resolve, resolved_positions
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.finder import BoundaryFinder
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
-from proxy.boundaries.resolve import resolve
 from proxy.boundaries.template_facts import setting_of
 from proxy.chat.reader import chat_request
 from proxy.commands.parser import Parser
@@ -35,9 +34,7 @@ from proxy.printable import printable
 from proxy.settings import Settings
 
 RENDER_SECONDS, START_SECONDS = 60.0, 120.0
-
 MEMORY_BYTES = 100_000
-
 DEFAULTS = Settings.model_validate({})  # of a gateway
 
 
@@ -53,8 +50,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("file", metavar="FILE", help="a chat request as JSON, - for standard input")
     args = parser.parse_args(argv)
     try:
-        body = _read(args.file)
-        print(json.dumps(asyncio.run(_find(args, body))))
+        print(json.dumps(asyncio.run(_find(args, _read(args.file)))))
     except NoBoundary as error:
         why, status = error.args
         print(f"seamark boundary: {printable(why)}", file=sys.stderr)
@@ -108,7 +104,7 @@ async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, 
     await learner.learn(renderer, renderer_id, body["model"], setting)
     facts = learner.facts(renderer_id, setting)
     found = BoundaryFinder(PositionCache(MEMORY_BYTES)).find(chat_request(body), facts, renderer_id)
-    return _as_json(found, prompt.ids())
+    return _as_json(found, prompt)
 
 
 def _reason(error: RenderFailed) -> str:

@@ -9,6 +9,7 @@ import asyncio
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -21,12 +22,20 @@ from proxy.commands.recipe import read_recipe
 from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, image_version, surroundings
 from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
-from proxy.fleet import worker_metrics
-from proxy.fleet.probe import MODELS, NO_HTTP, Frontend, Probe, Unwell, gateway_id, models_in, read_metrics
-from proxy.fleet.reports import Reports
-from proxy.fleet.sleep import EngineAnswers
+from proxy.fleet.probe import (
+    MODELS,
+    NO_HTTP,
+    EngineAnswers,
+    Frontend,
+    Probe,
+    Reports,
+    Unwell,
+    gateway_id,
+    models_in,
+    read_metrics,
+)
 from proxy.fleet.worker import CLOSED, OPEN, TRIAL
-from proxy.fleet.worker_metrics import EngineInfo, EngineSetup, WorkerMetrics
+from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Silent, Unreachable, Upstream
 from proxy.http.json_body import loads
 from proxy.observability.shadow import CURED
@@ -36,11 +45,8 @@ from proxy.settings import Settings
 from proxy.version import version
 
 DEFAULTS = Settings.model_validate({})  # of a gateway
-
 CONNECT_SECONDS, ANSWER_SECONDS, COMPLETION_SECONDS = 2.0, 10.0, 120.0
-
 NO_ANSWER = (Unreachable, Broken)
-
 STATUS = "/seamark/status"
 
 EXIT_STATUSES = (
@@ -50,8 +56,6 @@ EXIT_STATUSES = (
 
 
 class Diagnosis(NamedTuple):
-    """One line of the diagnosis."""
-
     fine: bool
     text: str
     cure: str | None = None
@@ -68,29 +72,23 @@ def main(argv: list[str]) -> int:
         prog="seamark doctor", description="whether requests to a vLLM worker will hit", epilog=EXIT_STATUSES
     )
     parser.add_argument("--worker", metavar="URL", help="http:// and a /v1 at its end may be left out")
-    parser.add_argument(
-        "--recipe",
-        metavar="RECIPE",
-        help="instead of a worker: what a recipe will do, as `seamark setup RECIPE` takes it; nothing is written",
-    )
+    recipe = "instead of a worker: what a recipe will do, as `seamark setup RECIPE` takes it; nothing is written"
+    parser.add_argument("--recipe", metavar="RECIPE", help=recipe)
     parser.add_argument("--worker-api-key-file", type=Path, metavar="FILE", help="holds the worker's API key")
     parser.add_argument("--gateway", metavar="URL", help="a gateway before the worker: prints what it has seen lost")
     parser.add_argument("--gateway-key-file", type=Path, metavar="FILE", help="holds an admin's key of that gateway")
-    parser.add_argument(
-        "--runs-as",
-        type=Way,
-        choices=list(Way),
-        metavar="|".join(Way),
-        help="how vLLM is run, so that cures are worded for that; by default what can be seen from here, else pip",
-    )
+    way = "how vLLM is run, so that cures are worded for that; by default what can be seen from here, else pip"
+    parser.add_argument("--runs-as", type=Way, choices=list(Way), metavar="|".join(Way), help=way)
     args = parser.parse_args(argv)
     if bool(args.worker) == bool(args.recipe):
         parser.error("give --worker URL, or --recipe RECIPE before anything runs")
     try:
         if args.recipe:
             return _of_recipe(args.recipe)
-        worker_key = _key("worker_api_key_file", args.worker_api_key_file)
-        gateway_key = _key("gateway_key_file", args.gateway_key_file)
+        worker_key, gateway_key = (
+            read_secret(setting, path) if (path := getattr(args, setting)) else None
+            for setting in ("worker_api_key_file", "gateway_key_file")
+        )
     except SettingsError as error:
         parser.error(str(error))
     url = address(args.worker)
@@ -107,10 +105,10 @@ def main(argv: list[str]) -> int:
         print(f"{'ok   ' if diagnosis.fine else 'WRONG'} {printable(diagnosis.text)}")
         if diagnosis.cure and not diagnosis.last:
             print(printable_lines(diagnosis.cure))
+    if any(diagnosis.cure for diagnosis in diagnoses):
+        lost.append(words)
     for line in lost:
         print(printable(line))
-    if any(diagnosis.cure for diagnosis in diagnoses):
-        print(printable(words))
     for diagnosis in diagnoses:
         if diagnosis.last:
             print(f"\nthe cure:\n{printable_lines(diagnosis.cure)}")
@@ -147,10 +145,6 @@ def _way(url: str, chosen: Way | None) -> tuple[FoundWay, str]:
         name = f" ({seen.name})" if seen.name else ""
         return seen, f"(cures for {seen.way}{name}, as it looks from here; else --runs-as {'|'.join(Way)})"
     return FoundWay(Way.PIP), f"(cures for {Way.PIP}; else --runs-as {'|'.join(way for way in Way if way != Way.PIP)})"
-
-
-def _key(setting: str, path: Path | None) -> str | None:
-    return read_secret(setting, path) if path else None
 
 
 @asynccontextmanager
@@ -219,27 +213,21 @@ async def _diagnoses(worker: Probe, has_key: bool, found: FoundWay) -> AsyncIter
     if not (models := models_in(answer)):
         raise NotAnswering(f"{shown} is not vLLM: {MODELS} lists no models (status {status})")
     model, parts = models[0]["id"], urlsplit(shown)
-    cures = Cures(
-        found, printable(models[0].get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK
-    )
-    levels = read_metrics(worker_metrics.read, (await worker.metrics())[0]).sleep_levels
+    root, is_local = printable(models[0].get("root") or model), parts.hostname in LOOPBACK
+    cures = Cures(found, root, parts.port or DEFAULT_PORT, is_local)
+    levels = read_metrics((await worker.metrics())[0]).sleep_levels
     if why := await worker.why_asleep(EngineAnswers(shown), levels, ANSWER_SECONDS):
         yield Diagnosis(False, f"{shown} is {why}", verdict=f"cannot hit: {shown} is {why}")
         return
     details = await _details(worker, model, cures)  # first: an engine's metrics are certain once it has run a step
     exposition, reports = await worker.all_metrics()
-    metrics = read_metrics(worker_metrics.read, exposition)
-    setup = read_metrics(worker_metrics.read_setup, exposition)
+    metrics = read_metrics(exposition)
     vllm, frontend, is_read = await worker.version(), await worker.frontend(), metrics.engine or not reports.why_not
     yield Diagnosis(True, f"serves {model}")
     yield Diagnosis(bool(vllm), f"vLLM {vllm}" if vllm else "/version gives no vLLM version")
-    for diagnosis in (
-        *_frontend(frontend),
-        *(_engine(metrics, setup, cures) if is_read else ()),
-        *_caching(setup, cures),
-        *_drafts(metrics.engine, setup, cures),
-        *_connector(setup, cures),
-    ):
+    engine = _engine(metrics, cures) if is_read else ()
+    drafts, connector = _drafts(metrics, cures), _connector(metrics, cures)
+    for diagnosis in chain(_frontend(frontend), engine, _caching(metrics, cures), drafts, connector):
         yield diagnosis
     if metrics.engine or reports.why_not:
         yield await _events(worker, reports, cures)
@@ -265,19 +253,18 @@ def _check_key(status: int, shown: str, has_key: bool, flag: str, whose: str) ->
     if status in (401, 403) and has_key:
         raise NotAnswering(f"{shown} refuses the key in {flag} (status {status}): it is not {whose}")
     if status in (401, 403):
-        raise NotAnswering(
-            f"{shown} wants an API key (status {status}), and none was given: {flag}, with {whose} in it"
-        )
+        missing = f"{shown} wants an API key (status {status}), and none was given"
+        raise NotAnswering(f"{missing}: {flag}, with {whose} in it")
 
 
-def _engine(metrics: WorkerMetrics, setup: EngineSetup, cures: Cures) -> Iterator[Diagnosis]:
+def _engine(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
     if other := metrics.other_release:
         text = f"no hint counts: {other}"
         yield Diagnosis(False, text, cures.update(version()), last=True, verdict=f"cannot hit: {other}")
         return
     if (info := metrics.engine) is None:
         missing = "patches are not live: a recurrent state is kept only where a request happens to stop"
-        alone = f"; vLLM alone caches whole blocks of {setup.block_size:,} tokens" if setup.block_size else ""
+        alone = f"; vLLM alone caches whole blocks of {metrics.block_size:,} tokens" if metrics.block_size else ""
         against = f"cannot hit: the plugin is not in this vLLM, or left it untouched (its log says why){alone}"
         yield Diagnosis(False, missing, cures.install(), last=True, verdict=against)
         return
@@ -286,7 +273,7 @@ def _engine(metrics: WorkerMetrics, setup: EngineSetup, cures: Cures) -> Iterato
     if info.refused:  # with a finer unit, too
         yield Diagnosis(False, f"no hint counts: {info.refused}", verdict=f"cannot hit: {info.refused}")
         yield Diagnosis(True, lengths)
-    elif setup.attention_only:  # a unit below the block stops it
+    elif metrics.attention_only:  # a unit below the block stops it
         yield Diagnosis(True, f"{lengths}; vLLM alone keeps all, since no layer is recurrent")
     elif info.match_unit <= 64:
         yield Diagnosis(True, lengths)
@@ -295,8 +282,8 @@ def _engine(metrics: WorkerMetrics, setup: EngineSetup, cures: Cures) -> Iterato
         yield Diagnosis(False, lengths, cure)
 
 
-def _caching(setup: EngineSetup, cures: Cures) -> Iterator[Diagnosis]:
-    if setup.prefix_caching is False:
+def _caching(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
+    if metrics.prefix_caching is False:
         cure = cures.flag("--enable-prefix-caching", "and no --no-enable-prefix-caching")
         off = "prefix caching is off in this vLLM"
         yield Diagnosis(False, off, cure, verdict=f"cannot hit: {off}")
@@ -320,10 +307,9 @@ DRAFTS = {
 }
 
 
-def _drafts(info: EngineInfo | None, setup: EngineSetup, cures: Cures) -> Iterator[Diagnosis]:
-    """Speculative decoding, and whether hints are used beside it."""
+def _drafts(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
     fine, text, cure = True, ": the plugin tries hints beside it at each start", None
-    if info is not None:
+    if (info := metrics.engine) is not None:
         if info.drafts in DRAFTS:
             fine, text, cure, *_ = DRAFTS[info.drafts]
             cure = cure and indented(cure)
@@ -332,7 +318,7 @@ def _drafts(info: EngineInfo | None, setup: EngineSetup, cures: Cures) -> Iterat
         else:
             text = ", with hints" + (": they share {ahead} tokens past a state" if info.ahead else "")
         text = text.format(ahead=info.ahead)
-    if setup.drafts:
+    if metrics.drafts:
         yield Diagnosis(fine, f"speculative decoding is on{text}", cure)
 
 
@@ -344,15 +330,14 @@ LANES = {
 }
 
 
-def _connector(setup: EngineSetup, cures: Cures) -> Iterator[Diagnosis]:
-    """KV connectors, and how states are kept beside them."""
-    name = f"KV connector {setup.connector}"
-    if setup.connector and setup.lane == "no_hints":
+def _connector(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
+    name = f"KV connector {metrics.connector}"
+    if metrics.connector and metrics.lane == "no_hints":
         cure = cures.flag("--kv-transfer-config", "take it away: this connector measures decoding alone")
         why = f"{name} puts values into the cache that nobody has computed, and the plugin refuses hints beside it"
         yield Diagnosis(False, f"{name}: hints are refused", cure, verdict=f"cannot hit: {why}")
-    elif setup.connector:
-        yield Diagnosis(True, f"{name}: {LANES.get(setup.lane, setup.lane)}")
+    elif metrics.connector:
+        yield Diagnosis(True, f"{name}: {LANES.get(metrics.lane, metrics.lane)}")
 
 
 def _frontend(frontend: Frontend) -> Iterator[Diagnosis]:
@@ -365,7 +350,8 @@ def _frontend(frontend: Frontend) -> Iterator[Diagnosis]:
 
 async def _events(worker: Probe, reports: Reports, cures: Cures) -> Diagnosis:
     asked = Probe(worker.upstream, reports.url or worker.url, seconds=ANSWER_SECONDS)
-    fine = await _is_open(asked.get(EVENTS))
+    of_one = f"?engine={reports.ranks[0]}" if reports.ranks else ""
+    fine = await _is_open(asked.get(EVENTS + of_one))
     if reports.why_not and not fine:
         text = f"the engine's reports cannot be read: {reports.why_not}"
         return Diagnosis(False, text, verdict=f"cannot hit: {reports.why_not}")
@@ -385,10 +371,8 @@ async def _details(worker: Probe, model: str, cures: Cures) -> Diagnosis:
     except (*NO_ANSWER, ValueError, KeyError, TypeError, AttributeError):
         text = f"does not answer a completion of one token ({status})"
         return Diagnosis(False, text, verdict=f"cannot hit: it {text}")
-    if reported:
-        return Diagnosis(True, "cached tokens are reported")
     cure = cures.flag("--enable-prompt-tokens-details", "without it, hits are never reported")
-    return Diagnosis(False, "cached tokens are not reported", cure)
+    return Diagnosis(reported, f"cached tokens are {'' if reported else 'not '}reported", None if reported else cure)
 
 
 async def _render(worker: Probe, model: str, cures: Cures) -> Diagnosis:
@@ -454,10 +438,8 @@ def shadow_lines(shadow: Mapping[str, Any]) -> list[str]:
         lines.append(f"    {left:,} of these tokens have no seconds yet: too few streams to learn from")
     if unreported := shadow["cached_not_told"]:
         lines.append(f"    {unreported:,} answers did not say what was cached: the worker's own total of hits was used")
-    for result, count in sorted(results.items()):
-        if result != "judged":
-            lines.append(f"    {count:,} not judged: {result}{HINTS.get(result, '')}")
-    return lines
+    others = sorted((result, count) for result, count in results.items() if result != "judged")
+    return lines + [f"    {count:,} not judged: {result}{HINTS.get(result, '')}" for result, count in others]
 
 
 HINTS = {

@@ -11,7 +11,7 @@ import json
 import statistics
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from xxhash import xxh3_64_hexdigest
 
@@ -21,7 +21,6 @@ from proxy.http.client import Upstream
 from proxy.http.json_body import HINT, XARGS, loads
 
 TOKENS = 16  # of a continuation
-
 TOP = 5  # logprobs of each token
 
 # Logits come in the model's precision: differences between bfloat16 logits are multiples of one of these.
@@ -52,17 +51,8 @@ class Unanswered(Exception):
 
 
 class ContinuedToken(NamedTuple):
-    """One generated token."""
-
     token: str
     top: Mapping[str, float]  # the most likely tokens and their logprobs
-
-
-class Stepwise(Protocol):
-    """An answer token by token: a continuation, or an answer that a benchmark got."""
-
-    @property
-    def steps(self) -> tuple[ContinuedToken, ...]: ...
 
 
 class Continuation(NamedTuple):
@@ -90,12 +80,9 @@ class Distance(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """On one prompt; differences of logprobs."""
-
     result: CheckResult
     off: Distance  # between the two below
     noise: float  # largest difference between two recomputed continuations
-    bound: float  # largest difference that is noise
     cached: Continuation  # the one from the cache that is furthest off
     recomputed: Continuation  # the recomputed one nearest to it
 
@@ -109,7 +96,8 @@ class Noise:
 
     def add(self, answers: Sequence[Continuation]) -> None:
         """Some of one prompt, two at least."""
-        self._seen.append(spread(answers))
+        pairs = itertools.combinations(answers, 2)
+        self._seen.append(max(distance(one.steps, other.steps).error for one, other in pairs))
 
     @property
     def largest(self) -> float:
@@ -148,16 +136,11 @@ class Noise:
                 self.add(answers)
 
 
-def spread(answers: Sequence[Continuation]) -> float:
-    """The largest difference of a logprob between two of these, two at least."""
-    return max(distance(one, other).error for one, other in itertools.combinations(answers, 2))
-
-
 def _part(cached: Sequence[Continuation], recomputed: Sequence[Continuation]) -> bool:
     """Whether answers from the cache have other tokens in most steps, where recomputed ones have not."""
 
     def parts(one: Continuation, other: Continuation) -> bool:
-        at = distance(one, other).position
+        at = distance(one.steps, other.steps).position
         return at is not None and at < len(one.steps) / 2
 
     return all(itertools.starmap(parts, itertools.product(cached, recomputed))) and not any(
@@ -202,30 +185,25 @@ async def continuation(upstream: Upstream, url: str, request: bytes, timeout: fl
     return Continuation(steps, usage.cached)
 
 
-def bound_of(noise: float, recomputed: Sequence[Continuation]) -> float:
-    """The largest difference that counts as noise beside these answers; `noise`: between two recomputed ones."""
-    return min(BEYOND_NOISE, max(LEAST, NOISES * noise, STEPS * max(each.grain for each in recomputed)))
-
-
 def judge(cached: Sequence[Continuation], recomputed: Sequence[Continuation], noise: float) -> Judgement:
     """A verdict on the worst of the `cached` continuations, each held against the nearest of the `recomputed`.
 
     `noise` is the largest difference seen between two recomputed ones.
     """
     pairs = [
-        min(((distance(one, other), one, other) for other in recomputed), key=lambda pair: pair[0].error)
+        min(((distance(one.steps, other.steps), one, other) for other in recomputed), key=lambda pair: pair[0].error)
         for one in cached
     ]
     off, worst, nearest = max(pairs, key=lambda pair: pair[0].error)
-    bound = bound_of(noise, recomputed)
+    bound = min(BEYOND_NOISE, max(LEAST, NOISES * noise, STEPS * max(each.grain for each in recomputed)))
     result: CheckResult = "same" if off.error <= LEAST else "noise" if off.error <= bound else "differs"
-    return Judgement(result, off, noise, bound, worst, nearest)
+    return Judgement(result, off, noise, worst, nearest)
 
 
-def distance(one: Stepwise, other: Stepwise) -> Distance:
+def distance(one: Sequence[ContinuedToken], other: Sequence[ContinuedToken]) -> Distance:
     """How far two answers are apart, up to and including the first token that differs."""
     error = 0.0
-    for position, (left, right) in enumerate(zip(one.steps, other.steps, strict=False)):
+    for position, (left, right) in enumerate(zip(one, other, strict=False)):
         error = max(error, _largest_difference(left, right), _largest_difference(right, left))
         if left.token != right.token:
             return Distance(error, position)

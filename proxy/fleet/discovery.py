@@ -45,7 +45,6 @@ class _Service:
     asking: asyncio.Future[Sequence[str]] | None = None
 
     def count(self) -> int:
-        """Its workers."""
         return len(self.workers)
 
 
@@ -79,7 +78,6 @@ class Discovery(Part):
             metrics.discovered.labels(_host(service)).set_function(service.count)
 
     async def run(self) -> None:
-        """Look all names up, for ever."""
         while True:
             await self.look()
             await asyncio.sleep(self._interval)

@@ -14,8 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from proxy.boundaries.boundary import Found
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Entry, Found
 from proxy.chat.chat import RESPONSES
 from proxy.http.json_body import HINT, PIN, TRANSFERS, XARGS, with_fields
 

@@ -14,8 +14,6 @@ MOST_NAMES = 4  # of models, in a line of the log or an error: adapters may be m
 
 
 class ListedNames(NamedTuple):
-    """The names in one worker's list."""
-
     bases: tuple[tuple[str, ...], ...] = ()  # of base models, those of one model together, in the list's order
     templates: Mapping[str, str] = {}  # the base model whose chat template a listed name is rendered by
 

@@ -23,9 +23,8 @@ logger = logging.getLogger("seamark.gateway")
 
 
 class Change(enum.Enum):
-    """What has happened to a worker."""
-
     GIVEN = enum.auto()  # it gets a client's request
+    TRIES = enum.auto()  # it tries its drafts; told again and again
     REMOVED = enum.auto()  # it is gone
     CLEARED = enum.auto()  # its cache was emptied, as it has to be for who puts other weights into a running engine
     ADAPTER = enum.auto()  # it has another adapter under a name; the states of the former one are reported gone
@@ -81,11 +80,9 @@ class Shelf:
 
     @property
     def held(self) -> int:
-        """Bytes of prompts in memory."""
         return sum(part.held for part in self._parts)
 
     def tell(self, worker: Worker, change: Change, model: str = "") -> None:
-        """Something has happened to a worker. `model`: the adapter's name."""
         for part in self._listening:
             part.on_worker(worker, change, model)
 
@@ -99,7 +96,6 @@ class Shelf:
         self._tasks = [asyncio.create_task(self.keep_running(name, run)) for name, run in self._runs.items()]
 
     async def stop(self) -> None:
-        """End what runs."""
         running = set(self._tasks)
         while running:  # a cancellation can get lost in a library
             for task in running:

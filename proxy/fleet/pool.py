@@ -22,8 +22,7 @@ from proxy.errors import BadRequest, NoWorker
 from proxy.fleet.discovery import is_other_family
 from proxy.fleet.model_names import chosen_for, name_keys, some_of
 from proxy.fleet.part import Change, Shelf
-from proxy.fleet.probe import Probe, Probed, Unwell, why_broken
-from proxy.fleet.sleep import ASLEEP
+from proxy.fleet.probe import ASLEEP, Probe, Probed, Unwell, why_broken
 from proxy.fleet.worker import CLOSED, DRAFT_STATES, OPEN, TRIAL, Worker, sound_of
 from proxy.http.client import Broken, Exhausted, Refused, Unreachable, Upstream
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork
@@ -72,7 +71,6 @@ class WorkerPool:
         self._asked_at = float("-inf")  # time.monotonic()
         self._naming: set[str] = set()  # addresses of workers that took a name which they do not list
         self.discovered: tuple[str, ...] = ()  # base URLs
-        self.on_trial: Callable[[Worker], None] = lambda _: None  # called again and again while it tries its drafts
         path = settings.workers_file
         self.file = WatchedFile("workers_file", path, workers_in, EXAMPLE_WORKERS) if path is not None else None
         self.workers: list[Worker] = []
@@ -85,11 +83,9 @@ class WorkerPool:
 
     @property
     def up(self) -> list[Worker]:
-        """Workers that the last health check found well."""
         return [worker for worker in self.workers if worker.up]
 
     def boots(self) -> list[str]:
-        """Identities of the workers as they run now."""
         return [worker.boot for worker in self.workers if worker.boot]
 
     async def exposition(self, worker: Worker) -> str:
@@ -165,7 +161,6 @@ class WorkerPool:
         return workers
 
     def lists(self, model: Any) -> bool:
-        """Whether any worker, up or not, lists `model`."""
         return isinstance(model, str) and model in self._name_keys
 
     def base_models(self) -> list[str]:
@@ -239,13 +234,11 @@ class WorkerPool:
         return sorted(model for model, count in Counter(model for model, _ in lengths).items() if count > 1)
 
     async def watch(self) -> None:
-        """Check every worker's health, for ever."""
         while True:
             await self.check_all()
             await asyncio.sleep(self._settings.health_interval)
 
     def refresh(self) -> None:
-        """Read the workers file again if it has changed."""
         if self.file is not None and self.file.refresh():
             self._reconcile()
 
@@ -263,7 +256,6 @@ class WorkerPool:
                 self._spawn(self.check_health(worker))
 
     async def check_all(self) -> None:
-        """Check the health of every worker, now."""
         await asyncio.gather(*(self.check_health(worker) for worker in self._all))
 
     async def check_health(self, worker: Worker) -> None:
@@ -325,7 +317,6 @@ class WorkerPool:
         self._name_keys = name_keys(worker.names for worker in self.workers)
 
     def _remove(self, worker: Worker) -> None:
-        """It finishes the requests that it has."""
         worker.up = False
         for gauge in (self._metrics.worker_up, self._metrics.engine_patched, self._metrics.inflight):
             gauge.remove(worker.name)
@@ -402,7 +393,7 @@ class WorkerPool:
         for each in DRAFT_STATES:
             self._metrics.drafts.labels(worker.name, each).set(each == state)
         if state == TRIAL:
-            self.on_trial(worker)
+            self._shelf.tell(worker, Change.TRIES)
         if state == before:
             return
         worker.shown_drafts = state
@@ -417,7 +408,6 @@ class WorkerPool:
                 self._spawn(self._prepare(worker))
 
     async def _prepare(self, worker: Worker) -> None:
-        """Warm the worker up, within `replay_seconds`."""
         try:
             async with asyncio.timeout(self._settings.replay_seconds):
                 if worker.engine is not None:

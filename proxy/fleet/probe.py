@@ -11,18 +11,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
-from proxy.fleet import reports as reporting
+from proxy.config_files import LOOPBACK
 from proxy.fleet import worker_metrics
 from proxy.fleet.model_names import ListedNames, listed_names, some_of
-from proxy.fleet.reports import NOWHERE, Reports
-from proxy.fleet.sleep import EngineAnswers
 from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Malformed, Silent, Unreachable, Upstream
-
-T = TypeVar("T")
+from proxy.http.json_body import loads
 
 # Seconds for each question of a probe; a worker busy with a long prefill still answers, its API server is another
 # process.
@@ -60,6 +58,125 @@ OPTIONAL = (MESSAGES, RESPONSES, CHAT + "/render")
 RUST = b"Rust frontend"  # how it calls itself where it refuses
 
 
+SOURCES = "/kv_event_sources"
+
+TOPIC = "seamark"  # how the plugin names itself in vLLM's list of KV event publishers
+
+
+@dataclass(frozen=True)
+class Reports:
+    """Where the metrics and events of a worker's engines are read.
+
+    The plugin's middleware gives them at the worker's own address. Where there is none (vLLM's frontend in Rust, a
+    `vllm serve` without the flag), the process that started the engines does, at a port that vLLM's own routes tell:
+    `/metrics` of a Python frontend in a label, `/kv_event_sources` of every one.
+    """
+
+    url: str = ""  # base URL; empty: nowhere
+    ranks: tuple[int, ...] = ()  # of the engines behind the worker's one address; empty if there is one
+    why_not: str = ""  # if nowhere, and the worker shows that it has the plugin
+    looked_at: str = ""  # HOST:PORT beside those of KV events, if nowhere, and it does not show it
+
+
+NOWHERE = Reports()
+
+
+class Told(NamedTuple):
+    """What a worker's route `SOURCES` tells. The port alone is believed: none sends a gateway elsewhere."""
+
+    at: str = ""  # HOST:PORT of the reports; empty: it names none
+    beside: str = ""  # HOST:PORT where they are if KV events are on: the port before that of the events
+    ranks: tuple[int, ...] = ()
+
+
+def read_sources(answer: bytes) -> Told:
+    """What an answer of `SOURCES` tells; nothing for what is none."""
+    try:
+        sources = {int(rank): source for rank, source in loads(answer).items() if isinstance(source, Mapping)}
+    except (ValueError, AttributeError):
+        return Told()
+    ours = [source for source in sources.values() if source.get("topic") == TOPIC]
+    ranks = tuple(sorted(sources)) if len(sources) > 1 else ()
+    if ours:
+        return Told(_host_and_port(ours[0]), ranks=ranks)
+    theirs = [each for each in map(_host_and_port, sources.values()) if each]
+    if not theirs:
+        return Told(ranks=ranks)
+    host, _, port = min(theirs, key=lambda each: int(each.rpartition(":")[2])).rpartition(":")
+    return Told(beside=f"{host}:{int(port) - 1}", ranks=ranks)
+
+
+def base_url(worker: str, at: str) -> str:
+    """The base URL of the reports of a worker that reads them out at `at`, HOST:PORT; `worker`: its own base URL.
+
+    Raises `ValueError` with the reason if they cannot be read from here.
+    """
+    told_host, _, port = at.rpartition(":")
+    host = urlsplit(worker).hostname or ""
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
+        raise ValueError(f"it names no port: {at[:64]!r}")
+    if told_host.strip("[]") in LOOPBACK and host not in LOOPBACK:
+        raise ValueError(
+            f"they are read on its own machine alone (at {told_host}:{port}); SEAMARK_REPORTS_AT=0.0.0.0:PORT in "
+            "vLLM's environment opens them"
+        )
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _host_and_port(source: Mapping[str, Any]) -> str:
+    """Of an endpoint as `tcp://*:5557`; empty if it has none."""
+    endpoint = str(source.get("endpoint") or "")
+    host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return f"{host}:{port}" if colon and port.isascii() and port.isdecimal() and len(port) <= 5 else ""
+
+
+IS_SLEEPING, IS_PAUSED = "/is_sleeping", "/is_paused"
+
+ASLEEP = "asleep"  # how the words for it begin
+
+
+@dataclass
+class EngineAnswers:
+    """What a boot of a worker says at each of its two routes; None: nothing now. Routes that it lacks go.
+
+    Metrics tell of a sleep (`/sleep`), not of a pause (`/pause`). An engine that was started with the routes which put
+    it there (`VLLM_SERVER_DEV_MODE=1`) can be asked for both.
+    """
+
+    boot: str
+    said: dict[str, bool | None] = field(default_factory=lambda: dict.fromkeys((IS_SLEEPING, IS_PAUSED)))
+
+    def take(self, path: str, status: int, body: bytes) -> None:
+        if status >= 500:  # its engines do not agree, for one
+            return self.none(path)
+        try:
+            said = loads(body)[path.removeprefix("/")] if status == 200 else None
+        except (ValueError, KeyError, TypeError):
+            said = None
+        if isinstance(said, bool):
+            self.said[path] = said
+        else:
+            del self.said[path]
+        return None
+
+    def none(self, path: str) -> None:
+        """The route `path` has not answered: one that slept does not count as awake for that."""
+        self.said[path] = self.said[path] or None
+
+    def why_asleep(self, levels: Sequence[int | None]) -> str:
+        """Why nothing is computed, in a few words; empty if it is. `levels`: of each engine, None for one awake."""
+        is_sleeping, is_paused = self.said.get(IS_SLEEPING), self.said.get(IS_PAUSED)
+        if is_sleeping is False and is_paused is False:  # metrics are not told of a sleep of level 0 that /resume ends
+            return ""
+        slept = [level for level in levels if level is not None]
+        if slept:
+            some = f"{len(slept)} of {len(levels)} engines, " if len(slept) < len(levels) else ""
+            return f"{ASLEEP} ({some}level {max(slept)}): POST /wake_up wakes it"
+        if is_paused:  # vLLM calls a paused engine sleeping, too
+            return f"{ASLEEP} (paused): POST /resume wakes it"
+        return f"{ASLEEP}: POST /wake_up wakes it" if is_sleeping else ""
+
+
 @dataclass(frozen=True)
 class Probed:
     """What a worker has said of itself. If it sleeps, all but the models is from before: it computes nothing."""
@@ -80,12 +197,10 @@ class Probed:
 
     @cached_property
     def names(self) -> ListedNames:
-        """Those in `models`."""
         return listed_names(self.models, one_engine=self.is_vllm)
 
     @property
     def words(self) -> str:
-        """What it serves."""
         models, engine = some_of(sorted(self.names.templates)) or "no model", self.metrics.engine
         if self.is_gateway:
             return f"serves {models}; a Seamark gateway, not a worker: no hint is sent through it"
@@ -123,11 +238,9 @@ class Probe:
         self._seconds = PROBE_TIMEOUT if seconds is None else seconds
 
     async def get(self, path: str, seconds: float | None = None) -> tuple[int, bytes]:
-        """The status and the body of an answer."""
         return await self.upstream.fetch("GET", self.url + path, timeout=seconds or self._seconds)
 
     async def post(self, path: str, body: Mapping[str, Any], seconds: float | None = None) -> tuple[int, bytes]:
-        """The status and the body of an answer."""
         raw = json.dumps(body).encode()
         return await self.upstream.fetch("POST", self.url + path, raw, timeout=seconds or self._seconds)
 
@@ -148,7 +261,7 @@ class Probe:
         exposition, reports = await self.metrics(last.reports if of_plugin else NOWHERE)
         models = await self.models()
         await lull()
-        found = read_metrics(worker_metrics.read, exposition)
+        found = read_metrics(exposition)
         boot, engine, is_gateway = f"{self._name}#{found.boot}", found.engine, gateway is not None
         vllm, hits_before = last.vllm if engine is None else engine.vllm, last.hits_before
         answers = EngineAnswers(boot, dict(last.answers.said)) if last.answers.boot == boot else EngineAnswers(boot)
@@ -207,12 +320,12 @@ class Probe:
         told = await self._sources()
         at = told.at or told.beside
         if has_plugin:
-            engine = read_metrics(worker_metrics.read, exposition).engine
+            engine = read_metrics(exposition).engine
             at = (engine.reports if engine is not None else "") or told.at
         why_not = ""
         if at:
             try:
-                url = reporting.base_url(self.url, at)
+                url = base_url(self.url, at)
             except ValueError as error:
                 why_not = str(error)
             else:
@@ -231,12 +344,12 @@ class Probe:
             return b""
         return some if status == 200 and worker_metrics.ENGINE.encode() in some else b""
 
-    async def _sources(self) -> reporting.Told:
+    async def _sources(self) -> Told:
         try:
-            status, answer = await self.get(reporting.SOURCES)
+            status, answer = await self.get(SOURCES)
         except (Unreachable, Broken):
-            return reporting.Told()
-        return reporting.read_sources(answer) if status == 200 else reporting.Told()
+            return Told()
+        return read_sources(answer) if status == 200 else Told()
 
     async def frontend(self) -> Frontend:
         """What its HTTP server lacks: a request that means nothing is refused for what it says, or for its route."""
@@ -281,33 +394,33 @@ class Probe:
 def gateway_id(health: bytes) -> str | None:
     """What a Seamark gateway says of itself at /health; None for another server, vLLM's answer is empty."""
     try:
-        return str(json.loads(health)["gateway"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return str(loads(health)["gateway"])
+    except (ValueError, KeyError, TypeError):
         return None
 
 
 def models_in(answer: bytes) -> list[dict[str, Any]] | None:
     """The models of a list as OpenAI's API answers it, None if it is none. One that cannot be shown is no model."""
     try:
-        listed = [entry for entry in json.loads(answer)["data"] if isinstance(entry["id"], str)]
+        listed = [entry for entry in loads(answer)["data"] if isinstance(entry["id"], str)]
         return [entry for entry in listed if entry["id"].isprintable()]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
 def version_in(answer: bytes) -> str:
     """What vLLM says at /version; empty for anything else."""
     try:
-        version = json.loads(answer)["version"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        version = loads(answer)["version"]
+    except (ValueError, KeyError, TypeError):
         return ""
     return version if isinstance(version, str) and version.isprintable() else ""
 
 
-def read_metrics(read: Callable[[str], T], exposition: bytes) -> T:
-    """What `read` finds in a worker's metrics. Raises `Unwell` if it cannot read them."""
+def read_metrics(exposition: bytes) -> WorkerMetrics:
+    """What a worker's metrics say. Raises `Unwell` if they cannot be read."""
     try:
-        return read(exposition.decode(errors="replace"))
+        return worker_metrics.read(exposition.decode(errors="replace"))
     except (ValueError, KeyError, TypeError, ArithmeticError):
         raise Unwell("not vLLM: its /metrics cannot be read") from None
 

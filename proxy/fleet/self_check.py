@@ -14,15 +14,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from cachetools import FIFOCache
 from xxhash import xxh3_64_hexdigest
 
+from proxy.boundaries.boundary import resolve
 from proxy.boundaries.renderer import RenderFailed
-from proxy.boundaries.resolve import resolve
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.errors import BadRequest
@@ -48,8 +48,6 @@ from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.self_check")
 
-T = TypeVar("T")
-
 POLL_SECONDS = 0.25  # between two searches for an idle worker
 
 # Seconds of rest for each second of a check, which so takes at most a fiftieth of a worker's idle time. A new worker
@@ -57,7 +55,6 @@ POLL_SECONDS = 0.25  # between two searches for an idle worker
 REST, REST_AT_FIRST = 49.0, 9.0
 
 FIRST = 16  # checks of a new worker
-
 IDLE_SECONDS = 3.0  # that a worker is without a request before a check
 
 # Part of the cache that recomputed prompts may take between two requests of clients, 0 to 1.
@@ -67,62 +64,24 @@ CACHE_SHARE = 1 / 16
 MOST_IN_A_ROW = 16
 
 CHECK_SECONDS = 120.0  # for a check; then it has failed, and the worker is left alone
-
 MOST_RECOMPUTED = 3  # times that one comparison may compute a prompt
-
 REMEMBERED = 256  # prompts that were checked
 
 
 @dataclass
 class _Watched:
-    """What is known of a worker here, and when it is idle: what uses its idle time ends at once for a client."""
+    """What is known of a worker here, and when it is idle."""
 
     checks: int = 0  # since it started, or was last quarantined
     boot: str = ""
     noise: Noise = field(default_factory=Noise)  # of this boot
 
-    dispatched: int = -1
+    last_dispatched: int = -1  # as of `Worker`
     busy_at: float = 0.0  # time.monotonic() when it last had a request
     next_at: float = 0.0  # time.monotonic() before which there is no turn
     in_a_row: int = 0
     recomputed: int = 0  # tokens, since the last request of a client
-    left: asyncio.Future[None] | None = None  # during a turn: done when a client comes
-
-    def look(self, worker: Worker) -> None:
-        """Note what it does now."""
-        now = time.monotonic()
-        if worker.dispatched != self.dispatched:
-            self.dispatched, self.busy_at, self.in_a_row, self.recomputed = worker.dispatched, now, 0, 0
-        if worker.inflight:
-            self.busy_at = now
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it is without requests, and the last turn was long enough ago."""
-        now = time.monotonic()
-        return now - self.busy_at >= IDLE_SECONDS and now >= self.next_at
-
-    def has_room(self, worker: Worker) -> bool:
-        """Whether more may be recomputed before the next request of a client."""
-        return self.in_a_row < MOST_IN_A_ROW and self.recomputed < _allowance(worker)
-
-    def client_came(self) -> None:
-        """A client's request goes to it: a turn there ends at once."""
-        if self.left is not None and not self.left.done():
-            self.left.set_result(None)
-
-    async def take(self, work: Coroutine[Any, Any, T], seconds: float) -> T | None:
-        """What `work` comes to; None if a client came meanwhile. Raises `TimeoutError` after so many seconds."""
-        left = self.left = asyncio.get_running_loop().create_future()
-        working = asyncio.create_task(work)
-        try:
-            done, _ = await asyncio.wait((working, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                raise TimeoutError
-            return working.result() if working.done() else None
-        finally:
-            working.cancel()  # and with it its requests: the engine is free once its running step is finished
-            self.left = None
+    working: asyncio.Task[Judgement | None] | None = None  # the last check
 
 
 class _Cut(NamedTuple):
@@ -134,8 +93,6 @@ class _Cut(NamedTuple):
 
 
 class SelfCheck(Part):
-    """Looks at one prompt after the other."""
-
     name = "self_check"
 
     def __init__(
@@ -190,8 +147,8 @@ class SelfCheck(Part):
         watched = self._watched.get(worker.url)
         if change is Change.REMOVED:
             self._watched.pop(worker.url, None)
-        elif change is Change.GIVEN and watched is not None:
-            watched.client_came()
+        elif change is Change.GIVEN and watched is not None and watched.working is not None:
+            watched.working.cancel()  # and with it its requests: the engine is free once its step is finished
 
     async def run(self) -> None:
         """Check idle workers, for ever, each in a task of its own: one that hangs keeps no other from its check."""
@@ -210,14 +167,20 @@ class SelfCheck(Part):
             await asyncio.gather(*checking.values(), return_exceptions=True)
 
     def _is_due(self, worker: Worker) -> bool:
-        watched = self._watched.setdefault(worker.url, _Watched())
-        watched.look(worker)
+        """Whether a worker may be checked: it is without requests, and more may be recomputed before its next one."""
+        watched, now = self._watched.setdefault(worker.url, _Watched()), time.monotonic()
+        if worker.dispatched != watched.last_dispatched:
+            watched.last_dispatched, watched.busy_at = worker.dispatched, now
+            watched.in_a_row = watched.recomputed = 0
+        if worker.inflight:
+            watched.busy_at = now
         if worker.boot != watched.boot:
             watched.boot, watched.checks = worker.boot, 0
             watched.noise.clear()
         fit = worker.up and worker.engine is not None and not worker.warming and worker.cache.cache_allowed
         fit = fit and worker.draft_state != TRIAL  # its idle time is the engine's own
-        return fit and watched.is_idle and watched.has_room(worker)
+        is_idle = now - watched.busy_at >= IDLE_SECONDS and now >= watched.next_at
+        return fit and is_idle and watched.in_a_row < MOST_IN_A_ROW and watched.recomputed < _allowance(worker)
 
     async def _check(self, worker: Worker, watched: _Watched) -> None:
         """Judge one prompt, unless a client's request comes meanwhile."""
@@ -225,11 +188,16 @@ class SelfCheck(Part):
         if replay is None:
             return
         await self._idle.lull()
-        if worker.dispatched != watched.dispatched:
+        if worker.dispatched != watched.last_dispatched:
             return
         began, verdict = time.monotonic(), None
+        working = watched.working = asyncio.create_task(self._judge(worker, replay, watched))
         try:
-            verdict = await watched.take(self._judge(worker, replay, watched), CHECK_SECONDS)
+            await asyncio.wait((working,), timeout=CHECK_SECONDS)
+            if not working.done():
+                raise TimeoutError
+            if not working.cancelled():  # by a client's request
+                verdict = working.result()
         except (RenderFailed, BadRequest) as error:
             logger.info("self-check of worker %s: not judged (%s)", worker.name, type(error).__name__)
         except (TimeoutError, Unanswered, Unreachable, Broken, ExceptionGroup) as error:
@@ -238,12 +206,13 @@ class SelfCheck(Part):
         except Exception as error:  # the kind alone: the message might hold prompt text
             logger.error("self-check of worker %s: %s", worker.name, type(error).__name__)
         finally:
+            working.cancel()
             took = time.monotonic() - began
             rest = REST if watched.checks >= FIRST else REST_AT_FIRST
             watched.next_at = time.monotonic() + max(self._interval, rest * took)
             watched.checks += 1
             watched.in_a_row += 1
-            self._record(worker, replay)
+            self._checked_at[_name(worker, replay)] = time.monotonic()
         if verdict is not None:
             self._settle(worker, verdict, watched)
 
@@ -252,9 +221,6 @@ class SelfCheck(Part):
         hottest = [replay for replay in self._warmup.hottest(worker.names.templates) if replay.found.boundaries]
         checked = self._checked_at
         return min(hottest, key=lambda replay: checked.get(_name(worker, replay), 0.0), default=None)
-
-    def _record(self, worker: Worker, replay: WarmupRequest) -> None:
-        self._checked_at[_name(worker, replay)] = time.monotonic()
 
     async def _judge(self, worker: Worker, replay: WarmupRequest, watched: _Watched) -> Judgement | None:
         """None if nothing came from the cache, or others use the worker. A difference is looked at twice."""
@@ -295,7 +261,7 @@ class SelfCheck(Part):
         chat = chat_in(replay.endpoint, body, self._stored)
         if chat is None or chat.media:
             return None
-        ids = (await prompt_of(chat, worker)).ids()
+        ids = await prompt_of(chat, worker)
         prompt = ids[:most]
         entries = worker.hint(replay.found)
         hint = sorted(at for at in set(resolve(entries, ids)) if 0 < at <= len(prompt))

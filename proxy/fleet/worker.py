@@ -11,14 +11,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from proxy.boundaries.boundary import Found
+from proxy.boundaries.boundary import Entry, Found
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
-from proxy.boundaries.resolve import Entry
-from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, Chat
 from proxy.fleet.model_names import ListedNames, length_in
-from proxy.fleet.probe import Probed
-from proxy.fleet.sleep import ASLEEP
+from proxy.fleet.probe import ASLEEP, Probed
 from proxy.fleet.worker_metrics import EngineInfo, StepTimes
 from proxy.http.asgi import HeaderList
 
@@ -35,7 +32,6 @@ VLLM_UNIT = 16  # tokens of a cache block, unless vLLM is told otherwise
 LOCALHOST = frozenset({"localhost", "127.0.0.1", "::1"})
 
 RANK_HEADER = b"x-data-parallel-rank"  # vLLM's
-
 OWN_REQUESTS = "own-"  # begins the names (X-Request-Id) of what a gateway asks for itself
 
 
@@ -129,7 +125,6 @@ class GateReport(NamedTuple):
     """Whether hints are in use beside an engine's drafts, as its feed says."""
 
     state: str  # of `DRAFT_STATES`
-    why: str  # if they are not in use; empty on trial
     figures: str  # of its trial, in words
     read_at: float  # time.perf_counter()
 
@@ -178,7 +173,6 @@ class Slot:
 
 
 def fresh_salt() -> str:
-    """A salt under which no cache holds anything."""
     return os.urandom(SALT_BYTES).hex()
 
 
@@ -225,7 +219,6 @@ class Worker:
 
     @cached_property
     def address(self) -> str:
-        """Base URL."""
         return self.url.partition("#")[0]
 
     @cached_property
@@ -241,7 +234,6 @@ class Worker:
 
     @property
     def reports_url(self) -> str:
-        """Base URL of what its engine reports."""
         return self.probed.reports.url or self.address
 
     @property
@@ -287,12 +279,10 @@ class Worker:
 
     @property
     def step_times(self) -> StepTimes:
-        """How long its engine's steps take."""
         return self.probed.metrics.step_times
 
     @property
     def names(self) -> ListedNames:
-        """The names in its list of models."""
         return self.probed.names
 
     @property
@@ -331,7 +321,6 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        """Whether it may get another request."""
         return not self.max_inflight or self.inflight < self.max_inflight
 
     @property
@@ -351,11 +340,9 @@ class Worker:
         self.draft_gate, self.shown_drafts = None, ""
 
     def answered(self) -> None:
-        """It began to answer a request."""
         self.answered_at = time.monotonic()
 
     def serves(self, model: Any) -> bool:
-        """Whether it lists `model`."""
         return isinstance(model, str) and model in self.names.templates
 
     def listed(self, model: Any) -> str:
@@ -403,10 +390,10 @@ def _at_this_machine(address: str) -> str:
     return parts._replace(netloc=f":{parts.port}").geturl() if parts.hostname in LOCALHOST else ""
 
 
-async def prompt_of(chat: Chat, worker: Worker) -> TokenIds:
+async def prompt_of(chat: Chat, worker: Worker) -> list[int]:
     """The prompt as the worker computes it. Raises `RenderFailed`."""
     if chat.ids is not None:
-        return TokenIds.of(chat.ids)
+        return list(chat.ids)
     try:
         return await worker.renderer(chat.asked, chat.path)
     except RenderFailed:

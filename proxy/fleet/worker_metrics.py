@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 from urllib.parse import urlencode
 
+import msgspec
+from msgspec import Meta
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
@@ -33,8 +35,6 @@ SLEEP_LEVELS = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
 # A cause is shown in lines of logs and pages.
 MOST_CAUSE = 200  # characters
 
-MOST_TOKENS = 2**31  # of a block or a match unit
-
 _SIZE = re.compile(r"\d{1,15}", re.ASCII)
 
 # Where prefills that come over NIXL are checked.
@@ -42,10 +42,13 @@ NIXL = frozenset({"NixlConnector", "NixlPullConnector"})
 BEST_LANE = "inside_pass"
 
 # An engine shows a thousand samples, and parsing all of them would hold up the event loop for milliseconds.
-_READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CREATED, CACHE, DRAFTS, SLEEP, *REQUESTS)
+_READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CREATED, CACHE, DRAFTS, ACCEPTED, SLEEP, *REQUESTS)
 
 # What a worker with the plugin gives of its `/metrics`; writing all of them takes it milliseconds.
 OF_PLUGIN = "/seamark/metrics?" + urlencode([("name[]", name) for name in _READ])
+
+
+Length = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,11 @@ class EngineInfo:
 
     version: str
     vllm: str
-    match_unit: int  # what a hit is a multiple of
-    block_size: int
-    ahead: int = 0  # past a state, up to which a request has to share: a draft head reads so far
+    match_unit: Length  # what a hit is a multiple of
+    block_size: Length
+    ahead: Annotated[int, Meta(ge=0, lt=2**31)] = (
+        0  # past a state, up to which a request has to share: a draft head reads so far
+    )
     connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
     lane: str = ""  # how states are kept beside them
     refused: str = ""  # why it keeps no state for any hint; empty if hints count
@@ -77,7 +82,6 @@ class StepTimes(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether the engine has seen enough steps."""
         return self.token_seconds > 0
 
     def seconds(self, tokens: int, passes: int = 0) -> float:
@@ -86,62 +90,6 @@ class StepTimes(NamedTuple):
 
 
 UNKNOWN = StepTimes()
-
-
-class WorkerMetrics(NamedTuple):
-    """What a worker says of itself."""
-
-    boot: str = ""  # when its server started, which tells one start from the next
-    engine: EngineInfo | None = None  # None: no plugin of this release, or the plugin left vLLM untouched
-    step_times: StepTimes = UNKNOWN
-    hits: int | None = None  # prompt tokens that the prefix cache gave so far; None: not vLLM's metrics
-    cache_tokens: int = 0  # that fit into the engine's cache; 0: it does not say
-    requests: int = 0  # that run or wait in the engine, whoever sent them
-    sleep_levels: tuple[int | None, ...] = ()  # of each engine, None for one awake; empty: it does not say
-    drafts: bool = False  # speculative decoding is on
-    other_release: str = ""  # why a plugin that is there is not used, and the cure
-    created: tuple[float, ...] = ()  # when its server made some of its counters, which no two servers have in common
-
-
-def read(text: str) -> WorkerMetrics:
-    """What the exposition `text` says. Raises `ValueError` or `KeyError` if its samples are not what they are named."""
-    lines = "\n".join(line for line in text.split("\n") if line.startswith(_READ))
-    found: dict[str, list[Sample]] = {name: [] for name in _READ}
-    for family in text_string_to_metric_families(lines):
-        for sample in family.samples:
-            if sample.name in found:
-                found[sample.name].append(sample)
-
-    def last(name: str) -> float:
-        return found[name][-1].value if found[name] else 0.0
-
-    # As workers spell it, since gateways share boots. The function has no types.
-    boot = str(floatToGoString(last(BOOT))) if found[BOOT] else ""  # type: ignore[no-untyped-call]
-    engines = [sample.labels for sample in found[ENGINE] if sample.value == 1]
-    other_release = _other_release(engines[-1]) if engines else ""
-    sizes = [sample.labels.get("kv_cache_size_tokens", "") for sample in found[CACHE]]
-    return WorkerMetrics(
-        boot,
-        _engine(engines[-1]) if engines and not other_release else None,
-        StepTimes(last(PASS), last(TOKEN)),
-        int(sum(sample.value for sample in found[HITS])) if found[HITS] else None,
-        sum(int(size) for size in sizes if _SIZE.fullmatch(size)),
-        int(sum(sample.value for name in REQUESTS for sample in found[name])),
-        _sleep_levels(found[SLEEP]),
-        bool(found[DRAFTS]) and (bool(found[BOOT]) or last(DRAFTS) > 0),
-        other_release,
-        tuple(sorted(sample.value for sample in found[CREATED])),
-    )
-
-
-def _sleep_levels(samples: Iterable[Sample]) -> tuple[int | None, ...]:
-    levels: dict[str, int | None] = {}
-    for sample in samples:
-        engine = sample.labels.get("engine", "")
-        levels.setdefault(engine, 0)
-        if sample.value:
-            levels[engine] = SLEEP_LEVELS.get(sample.labels.get("sleep_state", ""), 0)
-    return tuple(levels.values())
 
 
 class Accepted(NamedTuple):
@@ -162,68 +110,89 @@ class Accepted(NamedTuple):
         return self.tokens / self.steps if self.steps else 0.0
 
 
-class EngineSetup(NamedTuple):
-    """What a worker's metrics tell of how it was started."""
+class WorkerMetrics(NamedTuple):
+    """What a worker says of itself."""
 
-    prefix_caching: bool | None  # None: not told
-    block_size: int | None  # tokens that vLLM alone finds a multiple of; None: not told
-    drafts: bool  # speculative decoding is on
-    connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
-    lane: str = ""  # how states are kept beside them, as the plugin says
+    boot: str = ""  # when its server started, which tells one start from the next
+    engine: EngineInfo | None = None  # None: no plugin of this release, or the plugin left vLLM untouched
+    step_times: StepTimes = UNKNOWN
+    hits: int | None = None  # prompt tokens that the prefix cache gave so far; None: not vLLM's metrics
+    cache_tokens: int = 0  # that fit into the engine's cache; 0: it does not say
+    requests: int = 0  # that run or wait in the engine, whoever sent them
+    sleep_levels: tuple[int | None, ...] = ()  # of each engine, None for one awake; empty: it does not say
+    drafts: bool = False  # speculative decoding is on
+    other_release: str = ""  # why a plugin that is there is not used, and the cure
+    created: tuple[float, ...] = ()  # when its server made some of its counters, which no two servers have in common
+
+    # For a diagnosis.
+    accepted: Accepted | None = None  # of all engines since their start; None: vLLM counts nothing here
+    prefix_caching: bool | None = None  # None: not told
+    block_size: int | None = None  # tokens that vLLM alone finds a multiple of; None: not told
     attention_only: bool = False  # no layer is recurrent
+    connector: str = ""  # as of `EngineInfo`, whatever the plugin's release
+    lane: str = ""
 
 
-def read_setup(text: str) -> EngineSetup:
-    """For a diagnosis. Raises `ValueError` for what is no exposition."""
-    wanted = (CACHE, DRAFTS, ENGINE, BOOT)
-    lines = "\n".join(line for line in text.split("\n") if line.startswith(wanted))
-    caching, block_size, drafts, connector, lane, attention_only = None, None, False, "", "", False
-    counts_drafts = is_python = False
+def read(text: str) -> WorkerMetrics:
+    """What the exposition `text` says. Raises `ValueError` if its samples are not what they are named."""
+    lines = "\n".join(line for line in text.split("\n") if line.startswith(_READ))
+    found: dict[str, list[Sample]] = {name: [] for name in _READ}
     for family in text_string_to_metric_families(lines):
         for sample in family.samples:
-            if sample.name == CACHE:
-                caching = {"True": True, "False": False}.get(sample.labels.get("enable_prefix_caching", ""))
-                size = sample.labels.get("block_size", "")
-                block_size = int(size) if _SIZE.fullmatch(size) else None
-                attention_only = sample.labels.get("mamba_block_size") == "None"  # vLLM sets it for recurrent layers
-            elif sample.name == ENGINE and sample.value == 1:
-                connector, lane = (printable(sample.labels.get(name, "")) for name in ("connector", "lane"))
-            counts_drafts = counts_drafts or sample.name == DRAFTS
-            drafts = drafts or (sample.name == DRAFTS and sample.value > 0)
-            is_python = is_python or sample.name == BOOT
-    drafts = drafts or (counts_drafts and is_python)
-    return EngineSetup(caching, block_size, drafts, connector, lane, attention_only)
+            if sample.name in found:
+                found[sample.name].append(sample)
+
+    def last(name: str) -> float:
+        return found[name][-1].value if found[name] else 0.0
+
+    def total(*names: str) -> int:
+        return int(sum(sample.value for name in names for sample in found[name]))
+
+    # As workers spell it, since gateways share boots. The function has no types.
+    boot = str(floatToGoString(last(BOOT))) if found[BOOT] else ""  # type: ignore[no-untyped-call]
+    engines = [sample.labels for sample in found[ENGINE] if sample.value == 1]
+    engine = {name: printable(" ".join(value.split()))[:MOST_CAUSE] for name, value in (engines or [{}])[-1].items()}
+    other_release = _other_release(engine.get("version", "")) if engines else ""
+    caches = [sample.labels for sample in found[CACHE]]
+    sizes = [_size(cache.get("kv_cache_size_tokens", "")) or 0 for cache in caches]
+    cache = caches[-1] if caches else {}
+    return WorkerMetrics(
+        boot,
+        msgspec.convert(engine, EngineInfo, strict=False) if engines and not other_release else None,
+        StepTimes(last(PASS), last(TOKEN)),
+        total(HITS) if found[HITS] else None,
+        sum(sizes),
+        total(*REQUESTS),
+        _sleep_levels(found[SLEEP]),
+        bool(found[DRAFTS]) and (bool(found[BOOT]) or any(sample.value > 0 for sample in found[DRAFTS])),
+        other_release,
+        tuple(sorted(sample.value for sample in found[CREATED])),
+        Accepted(total(DRAFTS), total(ACCEPTED)) if found[DRAFTS] or found[ACCEPTED] or found[REQUESTS[0]] else None,
+        {"True": True, "False": False}.get(cache.get("enable_prefix_caching", "")),
+        _size(cache.get("block_size", "")),
+        cache.get("mamba_block_size") == "None",  # vLLM sets it for recurrent layers
+        engine.get("connector", ""),
+        engine.get("lane", ""),
+    )
 
 
-def read_accepted(text: str) -> Accepted | None:
-    """Drafts of all engines since their start, none where none are on; None if `text` is not vLLM's exposition.
-
-    So it is too where vLLM counts nothing (`--disable-log-stats`). Raises `ValueError` for what is no exposition.
-    """
-    counted = dict.fromkeys((DRAFTS, ACCEPTED), 0.0)
-    lines = [line for line in text.split("\n") if line.startswith((*counted, REQUESTS[0]))]
-    if not lines:
-        return None
-    for family in text_string_to_metric_families("\n".join(lines)):
-        for sample in family.samples:
-            if sample.name in counted:
-                counted[sample.name] += sample.value
-    return Accepted(int(counted[DRAFTS]), int(counted[ACCEPTED]))
+def _size(label: str) -> int | None:
+    """Tokens; None for what is no number."""
+    return int(label) if _SIZE.fullmatch(label) else None
 
 
-def _other_release(labels: Mapping[str, str]) -> str:
+def _sleep_levels(samples: Iterable[Sample]) -> tuple[int | None, ...]:
+    levels: dict[str, int | None] = {}
+    for sample in samples:
+        engine = sample.labels.get("engine", "")
+        levels.setdefault(engine, 0)
+        if sample.value:
+            levels[engine] = SLEEP_LEVELS.get(sample.labels.get("sleep_state", ""), 0)
+    return tuple(levels.values())
+
+
+def _other_release(found: str) -> str:
     """In words, that a plugin is of another release than this gateway; empty if it is of the same."""
-    found = printable(labels.get("version", ""))[:MOST_CAUSE]
     if found.split(".")[:2] == version().split(".")[:2]:
         return ""
     return f"its plugin is Seamark {found or 'of unknown version'}, this gateway {version()}: update the plugin"
-
-
-def _engine(written: dict[str, str]) -> EngineInfo:
-    labels = {name: printable(" ".join(value.split()))[:MOST_CAUSE] for name, value in written.items()}
-    match_unit, block_size = int(labels["match_unit"]), int(labels["block_size"])
-    ahead = int(labels.get("ahead", 0))
-    if not (0 < match_unit < MOST_TOKENS and 0 < block_size < MOST_TOKENS and 0 <= ahead < MOST_TOKENS):
-        raise ValueError("a match unit has a token at least, and no length is endless")
-    beside = (labels.get(name, "") for name in ("connector", "lane", "refused", "reports", "drafts"))
-    return EngineInfo(labels["version"], labels["vllm"], match_unit, block_size, ahead, *beside)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from proxy.errors import BadRequest, TooComplex
-from proxy.idle_work import Steps
 
 XARGS = "vllm_xargs"
 
@@ -191,120 +190,6 @@ def count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MOST_COUNT:
         raise ValueError("no count")
     return value
-
-
-# Characters of one element of a list, or of another value; most elements are read as part of a short piece.
-MOST_CHARACTERS, SHORT_CHARACTERS = 2**16, 2**10
-
-STEP_CHARACTERS = 2**12  # read in one step; one element at least
-
-ONE_STEP_BYTES = 2**14  # of an object that is read as fast as a step is
-
-_SPACES = re.compile(r"[ \t\n\r]*")
-
-_DECODER = json.JSONDecoder()
-
-
-def object_in_steps(raw: bytes, most_values: int) -> Steps[dict[str, Any]]:
-    """The JSON object in `raw`, whose lists are read in steps.
-
-    Raises `OverBound` if there are more than `most_values` in it and its lists, names included, or one is of more than
-    `MOST_CHARACTERS`; `ValueError` for what is no object.
-    """
-    if len(raw) <= ONE_STEP_BYTES and 2 * raw.count(b",") + 2 <= most_values:  # a name and a value before each comma
-        whole = loads(raw)
-        if not isinstance(whole, dict):
-            raise ValueError("no object")
-        yield
-        return whole
-    scanner = _Scanner(raw.decode(), most_values)
-    yield
-    found: dict[str, Any] = {}
-    scanner.take("{")
-    is_last = scanner.has("}")
-    while not is_last:
-        name = scanner.value()
-        if not isinstance(name, str):
-            raise ValueError("a name is missing")
-        scanner.take(":")
-        found[name] = (yield from _listed(scanner)) if scanner.has("[") else scanner.value()
-        yield
-        is_last = scanner.has_last("}")
-    scanner.end()
-    return found
-
-
-def _listed(scanner: _Scanner) -> Steps[list[Any]]:
-    """Those of a list that has begun."""
-    found: list[Any] = []
-    since = scanner.at
-    is_last = scanner.has("]")
-    while not is_last:
-        found.append(scanner.value())
-        is_last = scanner.has_last("]")
-        if scanner.at - since >= STEP_CHARACTERS:
-            since = scanner.at
-            yield
-    return found
-
-
-class _Scanner:
-    """Where a text is read."""
-
-    def __init__(self, text: str, most_values: int) -> None:
-        self._text = text
-        self._most = self._left = most_values
-        self.at = 0
-
-    def has(self, mark: str) -> bool:
-        """Whether this character is the next one, which is then behind; spaces before it are in any case."""
-        self._skip()
-        found = self._text.startswith(mark, self.at)
-        self.at += found
-        return found
-
-    def has_last(self, mark: str) -> bool:
-        """Whether this character is the next one; else a comma. Raises `ValueError` for anything else."""
-        if self.has(mark):
-            return True
-        self.take(",")
-        return False
-
-    def take(self, mark: str) -> None:
-        """Raises `ValueError` if this character is not the next one."""
-        if not self.has(mark):
-            raise ValueError(f"{mark} is missing")
-
-    def value(self) -> Any:
-        """The next value."""
-        self._left -= 1
-        if self._left < 0:
-            raise OverBound(f"more than {self._most:,} values")
-        self._skip()
-        for most in (SHORT_CHARACTERS, MOST_CHARACTERS):
-            piece = self._text[self.at : self.at + most]
-            try:
-                value, end = _DECODER.raw_decode(piece)
-            except RecursionError as error:
-                raise ValueError("nested too deep") from error
-            except json.JSONDecodeError:
-                if len(piece) < most:
-                    raise
-                continue
-            if end < most:  # a number might go on
-                self.at += end
-                return value
-        raise OverBound(f"a value of more than {MOST_CHARACTERS:,} characters")
-
-    def end(self) -> None:
-        """Raises `ValueError` if something follows."""
-        self._skip()
-        if self.at < len(self._text):
-            raise ValueError("something follows the object")
-
-    def _skip(self) -> None:
-        if (spaces := _SPACES.match(self._text, self.at)) is not None:
-            self.at = spaces.end()
 
 
 def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], dropped: Collection[str] = ()) -> bytes:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from proxy.errors import AdapterNotEverywhere, BadRequest
@@ -19,7 +20,7 @@ from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import LOAD_ADAPTER, UNLOAD_ADAPTER
 from proxy.http.client import Broken, Unreachable, Upstream
-from proxy.pipeline.request import Choice, ProxiedRequest
+from proxy.pipeline.exchange import Choice, Exchange
 
 # Not a field of vLLM, which reads over it: whose adapter it is, where several models are served.
 BASE = "base_model_name"
@@ -52,65 +53,64 @@ class _Changed(NamedTuple):
         return f"{self.worker.name} ({self.why_not})"
 
 
+@dataclass(eq=False)
 class AdapterChanges:
-    """One per gateway."""
+    """Has all workers change."""
 
-    def __init__(self, pools: Sequence[WorkerPool], upstream: Upstream, silence_timeout: float) -> None:
-        """`silence_timeout` in seconds: how long a worker may take for a change."""
-        self._pools = pools
-        self._upstream = upstream
-        self._silence_timeout = silence_timeout
-        self._turn = asyncio.Lock()  # all workers get changes in the same order
-        self._tasks: set[asyncio.Task[_Changed]] = set()
+    _pools: Sequence[WorkerPool]
+    _upstream: Upstream
+    _silence_timeout: float  # seconds: how long a worker may take for a change
+    _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)  # all workers get changes in the same order
+    _tasks: set[asyncio.Task[_Changed]] = field(init=False, default_factory=set)
 
-    async def serve(self, request: ProxiedRequest) -> None:
+    async def serve(self, exchange: Exchange) -> None:
         """Change it everywhere, and answer as vLLM does. Goes on if the client leaves meanwhile.
 
         Raises `AdapterNotEverywhere`, `BadRequest` if it is not clear whose adapter it is, or `NoWorker`.
         """
-        task = asyncio.create_task(self._change(request))
+        task = asyncio.create_task(self._change(exchange))
         self._tasks.add(task)
         task.add_done_callback(self._over)
-        with request.timings.waiting():
+        with exchange.timings.waiting():
             outcome = await asyncio.shield(task)
-        request.give(Choice(outcome.worker))
+        exchange.give(Choice(outcome.worker))
         headers = [
             (b"content-type", outcome.kind),
             (b"x-seamark-worker", outcome.worker.name.encode()),
-            request.client.id_header,
+            exchange.head.id_header,
         ]
-        await asgi.send_whole(request.reply, outcome.status, headers, outcome.body)
+        await asgi.send_whole(exchange.reply, outcome.status, headers, outcome.body)
 
     def _over(self, task: asyncio.Task[_Changed]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # its client may have left, whom it would have told
 
-    async def _change(self, request: ProxiedRequest) -> _Changed:
+    async def _change(self, exchange: Exchange) -> _Changed:
         async with self._turn:
             await self._look(place for pool in self._pools for place in _places(pool))
-            places = await self._places(request)
+            places = await self._places(exchange)
             if not any(place.worker.up for place in places):
                 raise no_worker("No worker is ready for this adapter.", [place.worker for place in places])
-            outcomes = await asyncio.gather(*(self._ask(request, place.worker) for place in places))
+            outcomes = await asyncio.gather(*(self._ask(exchange, place.worker) for place in places))
             await self._look(places)
-        return _answer(request, outcomes)
+        return _answer(exchange, outcomes)
 
-    async def _places(self, request: ProxiedRequest) -> list[_Site]:
+    async def _places(self, exchange: Exchange) -> list[_Site]:
         """Where the adapter belongs, workers that are down included."""
         everywhere = [place for pool in self._pools for place in _places(pool)]
-        name, base = (request.body.parsed.get(field) for field in ("lora_name", BASE))
+        name, base = (exchange.body.parsed.get(field) for field in ("lora_name", BASE))
         if base is not None:
             places = [place for place in everywhere if place.worker.serves(base)]
             if not places:
                 raise BadRequest(f"No worker serves the base model {str(base)[:MOST_CHARACTERS]!r}.", param=BASE)
             return places
-        if request.client.path == UNLOAD_ADAPTER:
+        if exchange.head.path == UNLOAD_ADAPTER:
             return [place for place in everywhere if place.worker.serves(name)] or everywhere
         keys = name_keys(place.worker.names for place in everywhere)  # prefill workers included
         if len({keys.get(place.worker.names.base) for place in everywhere}) < 2:
             return everywhere
-        asked = await asyncio.gather(*(self._ask(request, place.worker, b"{}") for place in everywhere))
+        asked = await asyncio.gather(*(self._ask(exchange, place.worker, b"{}") for place in everywhere))
         places = [place for place, outcome in zip(everywhere, asked, strict=True) if outcome.has_route]
         models = {keys.get(place.worker.names.base, "") for place in places}
         if len(models) > 1:
@@ -124,23 +124,23 @@ class AdapterChanges:
         found = [(pool, worker) for pool in {*here.values()} for worker in pool.workers if worker.address in here]
         await asyncio.gather(*(pool.ask_models(worker) for pool, worker in found if worker.up))
 
-    async def _ask(self, request: ProxiedRequest, worker: Worker, raw: bytes | None = None) -> _Changed:
+    async def _ask(self, exchange: Exchange, worker: Worker, raw: bytes | None = None) -> _Changed:
         """Have one worker do it. `raw`: another body than the client's."""
         if not worker.up:
             return _Changed(worker, why_not=worker.why_down or "down")
-        client = request.client
-        headers = [*client.headers, request.engine_id_header]
-        headers += self._upstream.own_headers if client.key is not None else ()
-        body = request.body.raw if raw is None else raw
+        head = exchange.head
+        headers = [*head.headers, exchange.engine_id_header]
+        headers += self._upstream.own_headers if head.key is not None else ()
+        body = exchange.body.raw if raw is None else raw
         try:
             answer = await self._upstream.send(
-                "POST", worker.address + client.target, headers, body, self._silence_timeout, fresh=True
+                "POST", worker.address + head.target, headers, body, self._silence_timeout, fresh=True
             )
             kind, told = (answer.header("content-type") or "").encode(), await answer.read()
         except (Unreachable, Broken) as error:
             return _Changed(worker, why_not=str(error) or "it broke off")
         has_route = answer.status not in (404, 405) or b"adapter" in told.lower()  # the word is in what vLLM then says
-        why_not = "" if _is_done(request, worker, answer.status, told, has_route=has_route) else _words(told)
+        why_not = "" if _is_done(exchange, worker, answer.status, told, has_route=has_route) else _words(told)
         why_not = why_not if has_route else NO_ROUTE
         return _Changed(worker, answer.status, kind, told, why_not, has_route)
 
@@ -150,19 +150,19 @@ def _places(pool: WorkerPool) -> list[_Site]:
     return list({worker.address: _Site(pool, worker) for worker in reversed(pool.workers)}.values())[::-1]
 
 
-def _is_done(request: ProxiedRequest, worker: Worker, status: int, told: bytes, *, has_route: bool) -> bool:
-    if request.client.path == UNLOAD_ADAPTER:
+def _is_done(exchange: Exchange, worker: Worker, status: int, told: bytes, *, has_route: bool) -> bool:
+    if exchange.head.path == UNLOAD_ADAPTER:
         return status == 200 or (status == 404 and has_route)
     if status != 400 or b"already been loaded" not in told:
         return status == 200
-    asked = request.body.parsed  # under this name there may be another adapter
+    asked = exchange.body.parsed  # under this name there may be another adapter
     return any(
         card["id"] == asked.get("lora_name") and card.get("root") == asked.get("lora_path")
         for card in worker.probed.models
     )
 
 
-def _answer(request: ProxiedRequest, outcomes: Sequence[_Changed]) -> _Changed:
+def _answer(exchange: Exchange, outcomes: Sequence[_Changed]) -> _Changed:
     """What the client gets of all that the workers answered. Raises `AdapterNotEverywhere`."""
     changed = [outcome for outcome in outcomes if outcome.status == 200]
     failed = [outcome for outcome in outcomes if outcome.why_not and outcome.has_route]
@@ -170,9 +170,9 @@ def _answer(request: ProxiedRequest, outcomes: Sequence[_Changed]) -> _Changed:
     if failed and not is_one_refusal:
         done = ", ".join(outcome.worker.name for outcome in outcomes if not outcome.why_not)
         causes = "; ".join(outcome.cause for outcome in failed)
-        verb = "loaded" if request.client.path == LOAD_ADAPTER else "unloaded"
+        verb = "loaded" if exchange.head.path == LOAD_ADAPTER else "unloaded"
         raise AdapterNotEverywhere(
-            f"LoRA adapter {request.body.parsed.get('lora_name')!r} is {verb} at {done or 'no worker'}, and not at "
+            f"LoRA adapter {exchange.body.parsed.get('lora_name')!r} is {verb} at {done or 'no worker'}, and not at "
             f"{causes}. Send the request again when that is mended: it changes nothing where it is {verb}."
         )
     first = next(iter(changed or [outcome for outcome in outcomes if outcome.has_route] or outcomes))

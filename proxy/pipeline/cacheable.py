@@ -12,10 +12,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
-from proxy.chat.lax_values import flag
+from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES, flag
 from proxy.http import asgi
-from proxy.pipeline.request import ProxiedRequest, choices_of
+from proxy.pipeline.exchange import Exchange, choices_of
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -96,18 +95,18 @@ def is_allowed(headers: Iterable[tuple[bytes, bytes]], model: Any, models: tuple
     return any(name == HEADER and value.strip().lower() == ALLOW for name, value in headers)
 
 
-def is_repeatable(request: ProxiedRequest) -> bool:
+def is_repeatable(exchange: Exchange) -> bool:
     """Whether the same request is certain to mean the same, and to get an answer as good the second time."""
-    client, body, parsed = request.client, request.body, request.body.parsed
-    if client.method != "POST" or client.path not in CACHEABLE or not parsed or _REMOTE.search(body.raw):
+    head, body, parsed = exchange.head, exchange.body, exchange.body.parsed
+    if head.method != "POST" or head.path not in CACHEABLE or not parsed or _REMOTE.search(body.raw):
         return False
-    if client.path == EMBEDDINGS:
+    if head.path == EMBEDDINGS:
         return True
-    if client.path == RESPONSES and (
-        request.response_id is not None or parsed.get("background") or _has_tools_of_the_server(parsed.get("tools"))
+    if head.path == RESPONSES and (
+        exchange.response_id is not None or parsed.get("background") or _has_tools_of_the_server(parsed.get("tools"))
     ):
         return False
-    return _is_greedy(parsed.get("temperature")) or (client.path in SEEDED and _is_seeded(parsed))
+    return _is_greedy(parsed.get("temperature")) or (head.path in SEEDED and _is_seeded(parsed))
 
 
 def _is_greedy(temperature: Any) -> bool:
@@ -128,20 +127,20 @@ def _has_tools_of_the_server(tools: Any) -> bool:
     )
 
 
-def digest(request: ProxiedRequest, secret: bytes) -> bytes:
+def digest(exchange: Exchange, secret: bytes) -> bytes:
     """The request's name in the cache, which nobody can steer without `secret`: of `DIGEST_BYTES` bytes.
 
     It covers whose prefixes the request shares, API, query, headers of `TOLD_APART` and the body as it goes to workers.
     """
-    client, body = request.client, request.body
+    head, body = exchange.head, exchange.body
     hashed = hashlib.blake2b(key=secret, digest_size=DIGEST_BYTES)
     parts = [
-        b"" if client.key is None else client.key.salt.encode(),
+        b"" if head.key is None else head.key.salt.encode(),
         # A response can be continued by the key that asked for it, and by no other of its group.
-        (client.owner or "").encode(errors="surrogatepass") if client.path == RESPONSES else b"",
-        client.target.encode("latin-1"),
+        (head.owner or "").encode(errors="surrogatepass") if head.path == RESPONSES else b"",
+        head.target.encode("latin-1"),
         b"stripped" if body.strips_usage else b"",
-        *(part for header in client.headers if header[0] in TOLD_APART for part in header),
+        *(part for header in head.headers if header[0] in TOLD_APART for part in header),
         body.encoded(()),
     ]
     for part in parts:
@@ -169,8 +168,7 @@ class Ending:
     def __init__(self, path: str, asked: Mapping[str, Any], is_stream: bool) -> None:
         """`asked` is the request."""
         self._path, self._asked, self._is_stream = path, asked, is_stream
-        self._rest: list[bytes] = []  # of a stream a line that is not complete, else all so far
-        self._rest_bytes = 0
+        self._rest = bytearray()  # of a stream a line that is not complete, else all so far
         self._is_odd = False
         self._ended: dict[Any, Any] = {}  # how each choice of a stream did, by its index
         self._last = b"", b""  # data of a stream's last two events
@@ -179,22 +177,21 @@ class Ending:
         """The next piece."""
         if self._is_odd:
             return
-        cut = piece.rfind(b"\n") + 1 if self._is_stream else 0
-        lines = b"".join((*self._rest, piece[:cut])) if cut else b""
-        if cut:
-            self._rest, self._rest_bytes = [], 0
-        self._rest.append(piece[cut:])
-        self._rest_bytes += len(piece) - cut
-        if self._rest_bytes > LARGEST_JUDGED:
-            self._is_odd, self._rest = True, []
+        known = len(self._rest)
+        self._rest += piece
+        cut = self._rest.rfind(b"\n", known) + 1 if self._is_stream else 0
+        lines = bytes(self._rest[:cut])
+        del self._rest[:cut]
+        if len(self._rest) > LARGEST_JUDGED:
+            self._is_odd, self._rest = True, bytearray()
         elif lines:
             self._judge(lambda: self._read(lines))
 
     @property
     def is_final(self) -> bool:
         """Whether it is a whole answer, now that all has been seen."""
-        if self._is_stream and not self._is_odd and self._rest_bytes:
-            self._judge(lambda: self._read(b"".join(self._rest)))
+        if self._is_stream and not self._is_odd and self._rest:
+            self._judge(lambda: self._read(bytes(self._rest)))
         return not self._is_odd and self._judge(self._has_ended if self._is_stream else self._is_final_whole)
 
     def _judge(self, judgement: Callable[[], bool]) -> bool:
@@ -207,7 +204,7 @@ class Ending:
         return is_fine
 
     def _is_final_whole(self) -> bool:
-        answer = json.loads(b"".join(self._rest))
+        answer = json.loads(self._rest)
         if self._path == EMBEDDINGS:
             return bool(answer.get("data"))
         if self._path == RESPONSES:

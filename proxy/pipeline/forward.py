@@ -9,12 +9,13 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from proxy.chat.chat import CHAT, HINTED, MESSAGES, REPORTING, RESPONSES
-from proxy.chat.through_chat import has_reminders
+from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
+from proxy.chat.reader import HINTED
+from proxy.chat.through_chat import MessageStream, error_of, has_reminders, message_of
 from proxy.chat.usage import PassingUsage, Usage, usage_of
 from proxy.errors import GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent
 from proxy.fleet.pool import WorkerPool, no_worker
@@ -25,10 +26,10 @@ from proxy.http.json_body import TRANSFERS, loads
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
-from proxy.pipeline.dispatch import MOST_ASKED, Lease
-from proxy.pipeline.message_answer import MessageAnswer
+from proxy.pipeline.dispatch import MOST_ASKED, Dispatcher, Lease
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome, choices_of
 from proxy.pipeline.prefill import Prefills
-from proxy.pipeline.request import CLIENT_GONE, ProxiedRequest, Report, choices_of
+from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
 from proxy.routing.engine_events import OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
@@ -66,69 +67,70 @@ RETRIES: Mapping[str, _Retry] = {
 NO_ROUTE = (404, 405, 501)
 NOT_RENDERED = (400, 422, 500)  # what a template refuses
 
+EVENT_STREAM = "text/event-stream"
+
+# Headers of a chat that say something else of a message.
+NOT_OF_MESSAGES = ("content-length", "content-encoding", "content-type")
+
 # Statuses without a body, and without a length to announce.
 BODILESS = (204, 304)
 
 
+@dataclass(eq=False)
 class ResponseRelay:
-    """One per gateway."""
+    """Has workers answer."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        metrics: Metrics,
-        pool: WorkerPool,
-        upstream: Upstream,
-        accounting: Accounting,
-        heartbeats: Heartbeats,
-        prefills: Prefills | None = None,
-    ) -> None:
-        """`prefills`: None without prefill workers."""
-        self._most_collected = settings.max_collected_bytes
-        self._leaves_unchanged = settings.shadow
-        self._silence_timeout = settings.silence_timeout
-        self._resent = metrics.resent
-        self._pool = pool
-        self._upstream = upstream
-        self._accounting = accounting
-        self._heartbeats = heartbeats
-        self._prefills = prefills
+    _settings: Settings
+    _metrics: Metrics
+    _pool: WorkerPool
+    _upstream: Upstream
+    _dispatcher: Dispatcher
+    _reader: PromptReader
+    _accounting: Accounting
+    _heartbeats: Heartbeats
+    _prefills: Prefills | None = None  # None without prefill workers
 
-    async def forward(self, request: ProxiedRequest, lease: Lease, send: asgi.Send, watch: asgi.ClientWatch) -> None:
-        """From the first byte to the worker to the last byte to the client.
+    async def __call__(self, exchange: Exchange) -> None:
+        """Have a worker answer, once one has a slot. Raises as `forward`, and `NoWorker`, `Overloaded` or `KeyBusy`."""
+        async with self._dispatcher.lease(exchange) as lease:
+            await self.forward(lease)
 
-        Raises `WorkerFailed` or `WorkerSilent` if the worker breaks off and no event of a stream can say so, and
-        `NotServed` if it lacks the route.
+    async def forward(self, lease: Lease) -> None:
+        """From the first byte to the worker to the last byte to the client; whoever took the slot gives it back.
+
+        What the template lacks is learnt in the background. Raises `WorkerFailed` or `WorkerSilent` if the worker
+        breaks off and no event of a stream can say so, and `NotServed` if it lacks the route.
         """
+        self._reader.learn(lease.exchange)
         try:
-            response = await self._send(request, lease)
+            response = await self._send(lease)
             try:
-                _check_route(request, lease.worker, response)
-                await self._deliver(request, lease, response, send, watch)
+                _check_route(lease, response)
+                await self._deliver(lease, response)
             finally:
                 response.close()
         except Broken as error:
             raise _worker_error(lease.worker, error) from None
 
-    async def _send(self, request: ProxiedRequest, lease: Lease) -> Answer:
+    async def _send(self, lease: Lease) -> Answer:
         """Send to the leased worker, and to another one if that has not taken it, as `RETRIES` says."""
-        client = request.client
-        is_read = client.endpoint in REPORTING and not self._leaves_unchanged
+        exchange, head = lease.exchange, lease.exchange.head
+        is_read = head.endpoint in HINTED and not self._settings.shadow
         headers = [
-            *(asgi.unencoded(client.headers) if is_read else client.headers),
-            request.engine_id_header,
+            *(asgi.unencoded(head.headers) if is_read else head.headers),
+            exchange.engine_id_header,
             ASK_FOR_OUTCOME,
-            *(self._upstream.own_headers if client.key is not None else ()),
+            *(self._upstream.own_headers if head.key is not None else ()),
         ]
         transfer = None
         if self._prefills is not None:
-            with request.timings.waiting():
-                transfer = await self._prefills.transfer(request, lease, headers)
+            with exchange.timings.waiting():
+                transfer = await self._prefills.transfer(lease, headers)
         tries = dict.fromkeys(RETRIES, 0)
         fresh = False
         while True:
             worker = lease.worker
-            tried = await self._try(request, lease, headers, transfer, fresh=fresh)
+            tried = await self._try(lease, headers, transfer, fresh=fresh)
             if isinstance(tried, Answer):
                 return _with_valid_status(tried)
             failed, answer = tried
@@ -144,7 +146,7 @@ class ResponseRelay:
                 if not waits and (tries[failed] > retry.most or not lease.move_now()):
                     return _with_valid_status(answer)
                 answer.close()
-            self._resent.labels(worker.name, failed).inc()
+            self._metrics.resent.labels(worker.name, failed).inc()
             if waits:
                 await lease.move()
             fresh = not retry.elsewhere
@@ -152,27 +154,25 @@ class ResponseRelay:
                 transfer = None  # it is used once, whatever became of it
 
     async def _try(
-        self,
-        request: ProxiedRequest,
-        lease: Lease,
-        headers: asgi.HeaderList,
-        transfer: Any,
-        *,
-        fresh: bool,
-        merges: bool = False,
+        self, lease: Lease, headers: asgi.HeaderList, transfer: Any, *, fresh: bool, merges: bool = False
     ) -> Answer | tuple[str, Answer | None]:
-        """Send it once. The worker's answer, or, if that is not the last word, a key of `RETRIES` and the answer."""
-        client, worker = request.client, lease.worker
+        """Send it once. The worker's answer, or, if that is not the last word, a key of `RETRIES` and the answer.
+
+        `transfer`: where the worker finds the prompt computed. `merges`: system messages within a conversation go to
+        its head, for a worker whose template takes one.
+        """
+        exchange, head, worker = lease.exchange, lease.exchange.head, lease.worker
         merges = merges or worker.merges_system
-        load = ""  # in the body
-        if client.method == "POST" and worker.engine is not None and client.endpoint in HINTED:
-            load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"  # other gateways learn of it there
-        target, raw = self._encoded(request, worker, transfer, load, merges=merges)
-        headers = worker.addressed(headers)
+        target, raw = self._encoded(lease, transfer, merges=merges)
         try:
-            with request.timings.waiting():
+            with exchange.timings.waiting():
                 answer = await self._upstream.send(
-                    client.method, worker.address + target, headers, raw, self._silence_timeout, fresh
+                    head.method,
+                    worker.address + target,
+                    worker.addressed(headers),
+                    raw,
+                    self._settings.silence_timeout,
+                    fresh,
                 )
         except Exhausted:
             lease.never_sent()
@@ -185,124 +185,109 @@ class ResponseRelay:
         except Malformed:  # what was asked for may be the reason
             raise
         except Broken:
-            self._record_failure(request, worker)
+            self._record_failure(lease)
             raise
-        if target != client.target:
-            if has_reminders(request.body.parsed):
+        if target != head.target:
+            if has_reminders(exchange.body.parsed):
                 if answer.status in NOT_RENDERED and not merges:
                     answer.close()
-                    return await self._try(request, lease, headers, transfer, fresh=fresh, merges=True)
+                    return await self._try(lease, headers, transfer, fresh=fresh, merges=True)
                 worker.merges_system = merges and answer.status not in NOT_RENDERED
             answer = MessageAnswer(answer)
-        self._judge(request, worker, answer.status)
-        if lease.seeks_on(answer.status):
-            return NOT_STORED, answer
-        if client.endpoint in REPORTING and answer.status in (200, 404) and request.response_id is None:
-            self._pool.answered_name(worker, request.model, taken=answer.status == 200)
-        return (REFUSED, answer) if answer.status in NOT_TAKEN and client.method == "POST" else answer
-
-    def _judge(self, request: ProxiedRequest, worker: Worker, status: int) -> None:
-        """What the head of an answer says of its worker."""
         worker.answered()
-        if request.client.method != "POST":
-            return
-        if 200 <= status < 400:
-            self._pool.record_success(worker)
-        elif status >= 500 and status != 501:
-            self._record_failure(request, worker)
+        if head.method == "POST":
+            if 200 <= answer.status < 400:
+                self._pool.record_success(worker)
+            elif answer.status >= 500 and answer.status != 501:
+                self._record_failure(lease)
+        if self._dispatcher.seeks_on(exchange, worker, answer.status):
+            return NOT_STORED, answer
+        if head.endpoint in HINTED and answer.status in (200, 404) and exchange.response_id is None:
+            self._pool.answered_name(worker, exchange.model, taken=answer.status == 200)
+        return (REFUSED, answer) if answer.status in NOT_TAKEN and head.method == "POST" else answer
 
-    def _record_failure(self, request: ProxiedRequest, worker: Worker) -> None:
-        self._pool.record_failure(worker, request.client.target.encode("latin-1") + request.body.raw)
+    def _record_failure(self, lease: Lease) -> None:
+        exchange = lease.exchange
+        self._pool.record_failure(lease.worker, exchange.head.target.encode("latin-1") + exchange.body.raw)
 
-    def _encoded(
-        self,
-        request: ProxiedRequest,
-        worker: Worker,
-        transfer: dict[str, Any] | None = None,
-        load: str = "",
-        *,
-        merges: bool = False,
-    ) -> tuple[str, bytes]:
-        """Path and body as `worker` gets them. `transfer`: where it finds the prompt computed; `load`: as of `LOAD`.
-
-        `merges`: system messages within a conversation go to its head, for a worker whose template takes one.
-        """
-        body, choice, client = request.body, request.choice, request.client
-        if client.method != "POST":
-            return client.target, body.raw
+    def _encoded(self, lease: Lease, transfer: dict[str, Any] | None, *, merges: bool) -> tuple[str, bytes]:
+        """Path and body as the leased worker gets them."""
+        exchange, worker = lease.exchange, lease.worker
+        body, choice, head = exchange.body, exchange.choice, exchange.head
+        if head.method != "POST":
+            return head.target, body.raw
+        load = ""
+        if worker.engine is not None and head.endpoint in HINTED:  # other gateways learn of it there
+            load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
         own: dict[str, Any] = {}
         if (salt := worker.cache.salt(body.parsed)) is not None:
             own["cache_salt"] = salt
         if transfer is not None:
             own[TRANSFERS[0]] = transfer
-        if client.endpoint == RESPONSES and (key := client.key) is not None:
+        if head.endpoint == RESPONSES and (key := head.key) is not None:
             own["request_id"] = key.new_response_id()
         hint = choice.hint if choice is not None else ()
-        if client.endpoint == MESSAGES and MESSAGES in worker.probed.frontend.lacks:
+        if head.endpoint == MESSAGES and MESSAGES in worker.probed.frontend.lacks:
             return CHAT, body.as_chat(hint, own, load, merges=merges)
-        return client.target, body.encoded(hint, own, load)
+        return head.target, body.encoded(hint, own, load)
 
-    async def _deliver(
-        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
-    ) -> None:
+    async def _deliver(self, lease: Lease, response: Answer) -> None:
         """The answer, from first to last byte. One that is encoded is not read, and nothing can be put into it."""
+        exchange, head = lease.exchange, lease.exchange.head
         kind = response.header("content-type") or ""
-        is_reported = request.client.endpoint in REPORTING
-        if response.is_encoded:
-            await self._stream(request, lease, response, send, watch)
-            if is_reported:
-                self._accounting.reported(request, Report(response.status))
-        elif kind.startswith("text/event-stream"):
-            await self._stream_events(request, lease, response, send, watch)
-        elif is_reported and kind.startswith("application/json") and _has_body(request, response):
-            await self._answer_whole(request, lease, response, send, watch)
-        else:
-            await self._stream(request, lease, response, send, watch)
+        is_json = kind.startswith("application/json")
+        has_body = response.status not in BODILESS and head.method != "HEAD"
+        if not response.is_encoded and kind.startswith(EVENT_STREAM):
+            await self._stream_events(lease, response)
+            return
+        if head.endpoint in HINTED and not response.is_encoded and is_json and has_body:
+            await self._answer_whole(lease, response)
+            return
+        usage = await self._pass_on(lease, response, [])
+        if head.method == "POST" and response.status == 200 and is_json:
+            self._accounting.used(exchange, usage)
+        await exchange.send({"type": "http.response.body", "body": b""})
+        if head.endpoint in HINTED and response.is_encoded:
+            self._accounting.reported(exchange, RequestOutcome(response.status))
 
-    async def _stream(
-        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
-    ) -> None:
-        """Pass a body on as it comes. Tokens of which it tells count for the key."""
-        usage = await self._pass_on(request, lease, response, send, [])
-        kind = response.header("content-type") or ""
-        if request.client.method == "POST" and response.status == 200 and kind.startswith("application/json"):
-            self._accounting.used(request, usage)
-        watch.over = True
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _pass_on(
-        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, collected: list[bytes]
-    ) -> Usage | None:
+    async def _pass_on(self, lease: Lease, response: Answer, collected: list[bytes]) -> Usage | None:
         """All but the end of an answer, behind what is `collected` of it; the tokens of which it tells.
 
-        A client that does not read holds the worker back and fills no memory.
+        It has the length that the worker gave. A client that does not read holds the worker back and fills no memory.
         """
-        await self._begin_as_announced(request, response, send)
+        exchange = lease.exchange
+        headers = _response_headers(exchange, response)
+        if response.status not in BODILESS and (length := response.header("content-length")) is not None:
+            headers.append((b"content-length", length.encode()))
+        await exchange.send({"type": "http.response.start", "status": response.status, "headers": headers})
         passing = PassingUsage()
         collected.reverse()
         while chunk := collected.pop() if collected else await response.next_chunk():
-            if request.makes and 200 <= response.status < 300:
-                self._accounting.opened(request, _named_in(chunk))
+            if exchange.makes and 200 <= response.status < 300:
+                self._accounting.opened(exchange, _named_in(chunk))
             lease.prefilled()
             passing.see(chunk)
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await exchange.send({"type": "http.response.body", "body": chunk, "more_body": True})
         return passing.usage
 
-    async def _stream_events(
-        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
-    ) -> None:
+    async def _stream_events(self, lease: Lease, response: Answer) -> None:
         """Pass an event stream on as it comes. A break becomes an event."""
+        exchange, reply = lease.exchange, lease.exchange.reply
 
         def first_event() -> None:
-            timings = request.timings
+            timings = exchange.timings
             timings.first_byte, timings.is_stream = time.perf_counter(), True
             timings.was_alone = lease.is_alone
             lease.prefilled()
 
-        await _begin(response, _response_headers(request, response), send)
-        body = request.body
-        opened = partial(self._opened, request) if request.client.endpoint == RESPONSES else None
-        stream = SseRelay(send, choices_of(body.parsed) if body.strips_usage else 0, opened)
+        headers = _response_headers(exchange, response)
+        await exchange.send({"type": "http.response.start", "status": response.status, "headers": headers})
+
+        def opened(event: bytes) -> None:  # it names the response: from now on that can be asked for
+            self._accounting.opened(exchange, data_of_last(event).get("response"))
+
+        choices = choices_of(exchange.body.parsed) if exchange.body.strips_usage else 0
+        stream = SseRelay(exchange.send, choices, opened if exchange.head.endpoint == RESPONSES else None)
         end = b""
         with self._heartbeats.watching(stream, lease.worker):
             try:
@@ -311,93 +296,103 @@ class ResponseRelay:
             except (Broken, TimeoutError) as error:
                 if isinstance(error, TimeoutError) and stream.scope is not None:
                     raise  # the client's
-                end = _error_event(request, _worker_error(lease.worker, error), stream)
+                end = _error_event(exchange, _worker_error(lease.worker, error), stream)
             except asyncio.CancelledError:
-                request.delivered = watch.gone and stream.is_complete
-                if not (request.delivered or watch.gone):  # the server stops
-                    await stream.finish(_error_event(request, Stopping("The gateway is stopping."), stream))
-                elif not request.delivered:
-                    request.reply.failed(CLIENT_GONE)
-                usage = stream.usage if request.delivered else None
-                self._accounting.reported(request, Report(response.status, usage), stream.response)
+                exchange.delivered = reply.has_lost_client and stream.is_complete
+                if not reply.has_lost_client:  # the server stops
+                    await stream.finish(_error_event(exchange, Stopping("The gateway is stopping."), stream))
+                elif not exchange.delivered:
+                    reply.failed(CLIENT_GONE)
+                usage = stream.usage if exchange.delivered else None
+                self._accounting.reported(exchange, RequestOutcome(response.status, usage), stream.response)
                 raise
-            watch.over = True
             await stream.finish(end)
-        self._accounting.reported(request, Report(response.status, stream.usage), stream.response)
+        self._accounting.reported(exchange, RequestOutcome(response.status, stream.usage), stream.response)
 
-    def _opened(self, request: ProxiedRequest, event: bytes) -> None:
-        """The first event of a stream of /v1/responses names the response: from now on it can be asked for."""
-        self._accounting.opened(request, data_of_last(event).get("response"))
-
-    async def _answer_whole(
-        self, request: ProxiedRequest, lease: Lease, response: Answer, send: asgi.Send, watch: asgi.ClientWatch
-    ) -> None:
+    async def _answer_whole(self, lease: Lease, response: Answer) -> None:
         """Collect a JSON answer, so that what the engine reports can go into the headers; unless it is too large."""
+        exchange = lease.exchange
         collected: list[bytes] = []
         size = 0
-        with request.timings.waiting():
-            while size <= self._most_collected and (chunk := await response.next_chunk()):
+        with exchange.timings.waiting():
+            while size <= self._settings.max_collected_bytes and (chunk := await response.next_chunk()):
                 collected.append(chunk)
                 size += len(chunk)
-        if size > self._most_collected:
-            await self._pass_large(request, lease, response, collected, send)
-            watch.over = True
-            await send({"type": "http.response.body", "body": b""})
+        exchange.timings.first_byte = time.perf_counter()
+        outcome = RequestOutcome(response.status, engine=outcome_in(response.header(OUTCOME_HEADER)))
+        if size > self._settings.max_collected_bytes:
+            answer = _named_in(collected[0])
+            if response.status == 200:
+                self._accounting.opened(exchange, answer)
+            outcome.usage = await self._pass_on(lease, response, collected)
+            if response.status == 200:
+                self._accounting.reported(exchange, outcome, answer)
+            await exchange.send({"type": "http.response.body", "body": b""})
             return
         body = b"".join(collected)
-        request.timings.first_byte = time.perf_counter()
-        headers = _response_headers(request, response)
+        headers = _response_headers(exchange, response)
         if response.status == 200:
             try:
                 answer = loads(body)
             except ValueError:
                 answer = None
-            usage = usage_of(answer)
+            outcome.usage = usage = usage_of(answer)
             if usage is not None and usage.cached is not None:
                 headers.append((b"x-seamark-cached", str(usage.cached).encode()))
-            report = Report(response.status, usage, outcome_in(response.header(OUTCOME_HEADER)))
-            reason = await self._accounting.answered(request, report, answer)
+            reason = await self._accounting.answered(exchange, outcome, answer)
             if reason is not None:
                 headers.append((b"x-seamark-reason", reason.encode()))
-        watch.over = True
-        await asgi.send_whole(send, response.status, headers, body)
-
-    async def _pass_large(
-        self, request: ProxiedRequest, lease: Lease, response: Answer, collected: list[bytes], send: asgi.Send
-    ) -> None:
-        """Pass on a JSON answer as it comes."""
-        request.timings.first_byte = time.perf_counter()
-        answer = _named_in(collected[0])
-        if response.status == 200:
-            self._accounting.opened(request, answer)
-        usage = await self._pass_on(request, lease, response, send, collected)
-        if response.status == 200:
-            outcome = outcome_in(response.header(OUTCOME_HEADER))
-            self._accounting.reported(request, Report(response.status, usage, outcome), answer)
-
-    async def _begin_as_announced(self, request: ProxiedRequest, response: Answer, send: asgi.Send) -> None:
-        """Begin an answer that is passed on as it comes, with the length that the worker gave."""
-        headers = _response_headers(request, response)
-        if response.status not in BODILESS and (length := response.header("content-length")) is not None:
-            headers.append((b"content-length", length.encode()))
-        await _begin(response, headers, send)
+        await asgi.send_whole(exchange.send, response.status, headers, body)
 
 
-async def _begin(response: Answer, headers: asgi.HeaderList, send: asgi.Send) -> None:
-    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+class MessageAnswer(Answer):
+    """A worker's chat as the answer to /v1/messages, event by event or whole; whatever else it said is an error."""
+
+    __slots__ = ("_answer", "_is_over", "_stream")
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        is_stream = (answer.header("content-type") or "").startswith(EVENT_STREAM) and not answer.is_encoded
+        self._stream = MessageStream() if is_stream else None
+        self._is_over = False
+        self.status = answer.status
+        kept = (header for header in answer.headers if header[0].decode("latin-1").lower() not in NOT_OF_MESSAGES)
+        self.headers = (*kept, (b"content-type", EVENT_STREAM.encode() if is_stream else b"application/json"))
+
+    def header(self, name: str) -> str | None:
+        named = (value for own, value in self.headers if own.decode("latin-1").lower() == name.lower())
+        return value.decode("latin-1") if (value := next(named, None)) is not None else None
+
+    async def next_chunk(self) -> bytes:
+        if self._stream is None:
+            self._is_over, is_read = True, self._is_over
+            return b"" if is_read else await self.read()
+        while piece := await self._answer.next_chunk():
+            if made := self._stream.events(piece):
+                return made
+        return b""
+
+    async def read(self) -> bytes:
+        """Raises `Broken`, and `WorkerFailed` for what is neither a chat nor an error."""
+        answer = await self._answer.read()
+        if self.status >= 400:
+            return error_of(answer, self.status)
+        try:
+            return message_of(answer)
+        except ValueError as error:
+            raise WorkerFailed(str(error)) from None
+
+    def close(self) -> None:
+        self._answer.close()
 
 
-def _has_body(request: ProxiedRequest, response: Answer) -> bool:
-    return response.status not in BODILESS and request.client.method != "HEAD"
-
-
-def _check_route(request: ProxiedRequest, worker: Worker, response: Answer) -> None:
+def _check_route(lease: Lease, response: Answer) -> None:
     """Raises `NotServed` if the answer says no more than that the worker's HTTP server has no such route."""
-    frontend, endpoint = worker.probed.frontend, request.client.endpoint
+    frontend, endpoint = lease.worker.probed.frontend, lease.exchange.head.endpoint
     if response.status in NO_ROUTE and endpoint in frontend.lacks and not isinstance(response, MessageAnswer):
         raise NotServed(
-            f"{endpoint} is not served by {frontend.name}, which worker {worker.name} runs: use {CHAT}, or start vLLM "
-            "without VLLM_USE_RUST_FRONTEND=1."
+            f"{endpoint} is not served by {frontend.name}, which worker {lease.worker.name} runs: use {CHAT}, or start "
+            "vLLM without VLLM_USE_RUST_FRONTEND=1."
         )
 
 
@@ -415,16 +410,16 @@ def _with_valid_status(response: Answer) -> Answer:
     raise Malformed(f"status {response.status}")
 
 
-def _response_headers(request: ProxiedRequest, response: Answer) -> asgi.HeaderList:
+def _response_headers(exchange: Exchange, response: Answer) -> asgi.HeaderList:
     headers = asgi.end_to_end(response.headers, asgi.OWN_RESPONSE)
-    if 300 <= response.status < 400 and request.worker is not None:
-        headers = _redirected_here(headers, request.worker.address)
-    headers.append(request.client.id_header)
-    if request.worker is not None:
-        headers.append((b"x-seamark-worker", request.worker.name.encode()))
-    if request.body.hint:
-        headers.append((b"x-seamark-boundary", ";".join(map(str, request.body.hint)).encode()))
-    if (expected := request.expected) is not None:
+    if 300 <= response.status < 400 and exchange.worker is not None:
+        headers = _redirected_here(headers, exchange.worker.address)
+    headers.append(exchange.head.id_header)
+    if exchange.worker is not None:
+        headers.append((b"x-seamark-worker", exchange.worker.name.encode()))
+    if exchange.body.hint:
+        headers.append((b"x-seamark-boundary", ";".join(map(str, exchange.body.hint)).encode()))
+    if (expected := exchange.expected) is not None:
         headers.append((b"x-seamark-predicted", str(expected.found(expected.predicted)).encode()))
     return headers
 
@@ -451,9 +446,9 @@ def _path_here(location: bytes, worker_url: str) -> bytes | None:
     return urlunsplit(("", "", path, where.query, where.fragment)).encode("latin-1")
 
 
-def _error_event(request: ProxiedRequest, error: GatewayError, stream: SseRelay) -> bytes:
-    request.reply.failed(error.status)
-    return error_responses.error_event(error, request.client.endpoint, stream.first, stream.last)
+def _error_event(exchange: Exchange, error: GatewayError, stream: SseRelay) -> bytes:
+    exchange.reply.failed(error.status)
+    return error_responses.error_event(error, exchange.head.endpoint, stream.first, stream.last)
 
 
 def _worker_error(worker: Worker, error: Exception) -> GatewayError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +25,16 @@ from proxy.metrics import Metrics
 from proxy.observability.shadow import Shadow
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.answering import Answering, WorkerAnswers
-from proxy.pipeline.cached_answers import CachedAnswers
-from proxy.pipeline.dispatch import Dispatcher
+from proxy.pipeline.dispatch import Dispatcher, Lease, prompt_computed
 from proxy.pipeline.forward import ResponseRelay
-from proxy.pipeline.handler import RequestHandler
+from proxy.pipeline.handler import Answering, BodyReader, RequestHandler
 from proxy.pipeline.pinned_prompts import PinnedPrompts
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.preflight import Preflights
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.replayer import Replayer
+from proxy.pipeline.replayer import Replayer, WarmUp
 from proxy.pipeline.response_cache import ResponseCache
 from proxy.pipeline.sse import Heartbeats
-from proxy.pipeline.warm_up import WarmUp
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.queue import AdmissionQueue
@@ -71,18 +69,22 @@ class Gateway:
         self.facts = FactsLearner()
         self.queue = AdmissionQueue(settings.max_queue, settings.queue_timeout, metrics.queue_seconds)
         self.pool = WorkerPool(settings, self.upstream, metrics, self.facts, idle, shelf, self.queue.wake)
-        self.reader = reader = PromptReader(settings, metrics, self.facts, self.pool.key_of)
+        self.reader = reader = PromptReader(settings, metrics, self.facts, self.pool)
         self.prefix_index = PrefixIndex(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
+        prefilling: dict[str, Lease] = {}
+        computed = partial(prompt_computed, prefilling)
         events = shelf.put(
-            EngineEvents(self.upstream, self.prefix_index, idle, shelf, reader.told, self.pool.gateway_id)
+            EngineEvents(self.upstream, self.prefix_index, idle, shelf, reader.told, self.pool.gateway_id, computed)
         )
         self.warmup = WarmupSet(settings.text_bytes // 8)
-        dispatcher = Dispatcher(
-            settings, self.pool, self.queue, self.prefix_index, events, self.warmup, reader.stored, shelf
-        )
+        known = self.prefix_index, events, self.warmup, reader.stored
+        dispatcher = Dispatcher(settings.load_slack, self.pool, self.queue, *known, shelf, prefilling)
         self.shadow = shelf.put(Shadow(settings, reader.find_boundaries, reader.recent, metrics, idle, self.pool.boots))
+        tracing = _tracing(settings.otlp_traces_endpoint, metrics)
         self.accounting = shelf.put(
-            Accounting(metrics, self.pool, reader, self.prefix_index, events, self.shadow, idle, settings.excerpts)
+            Accounting(
+                metrics, self.pool, reader, self.prefix_index, events, self.shadow, idle, settings.excerpts, tracing
+            )
         )
         heartbeats = shelf.put(Heartbeats(settings.heartbeat, metrics.heartbeats))
         shelf.also_run("workers", self.pool.watch)
@@ -91,20 +93,11 @@ class Gateway:
         # What it can do without.
         replayer = Replayer(self.upstream, self.prefix_index, events, settings.silence_timeout)
         self.pinned = shelf.put(PinnedPrompts(settings, self.pool, self.keys, reader, replayer))
-        shelf.put(WarmUp(self.warmup, replayer, self.accounting, metrics))
+        shelf.put(WarmUp(self.warmup, replayer, self.accounting, metrics.replays))
+        prompts = self.warmup, reader.stored
         self.self_check = shelf.put(
-            SelfCheck(
-                settings,
-                self.pool,
-                self.warmup,
-                reader.stored,
-                self.upstream,
-                metrics,
-                idle,
-                self._distrust,
-            )
+            SelfCheck(settings, self.pool, *prompts, self.upstream, metrics, idle, self._distrust)
         )
-        self.pool.on_trial = events.follow
         self.prefill_pool: WorkerPool | None = None
         prefills = None
         if settings.prefill_worker:
@@ -114,15 +107,14 @@ class Gateway:
             )
             self.prefill_pool.gateway_id = self.pool.gateway_id
             shelf.also_run("prefill_workers", self.prefill_pool.watch)
-            prefills = Prefills(settings, self.prefill_pool, self.upstream, self.prefix_index, metrics)
-        relay = ResponseRelay(settings, metrics, self.pool, self.upstream, self.accounting, heartbeats, prefills)
-        answers: Answering
-        answers = of_workers = WorkerAnswers(dispatcher, reader, relay)
+            prefills = Prefills(settings, self.prefill_pool, self.upstream, self.prefix_index, metrics.prefills)
+        answer: Answering
+        answer = relay = ResponseRelay(
+            settings, metrics, self.pool, self.upstream, dispatcher, reader, self.accounting, heartbeats, prefills
+        )
         self.response_cache: ResponseCache | None = None
         if settings.response_cache:
-            self.response_cache = shelf.put(ResponseCache(settings.response_cache, metrics))
-            models, patience = settings.response_cache_models, settings.heartbeat
-            answers = CachedAnswers(self.response_cache, models, self.pool, dispatcher, of_workers, patience)
+            answer = self.response_cache = shelf.put(ResponseCache(settings, metrics, self.pool, dispatcher, relay))
         if names := settings.workers_dns:
             interval, keep = settings.workers_dns_interval, settings.workers_dns_keep
             shelf.put(Discovery(names, interval, keep, metrics, self.pool.discover))
@@ -132,27 +124,17 @@ class Gateway:
 
             tables = self.prefix_index, reader.positions, reader.stored
             self.redis_sync = shelf.put(RedisSync(settings.redis, *tables, metrics, idle, self.pool.boots))
-        tracing: Tracing | None = None
-        if settings.otlp_traces_endpoint is not None:
-            tracing = shelf.put(_tracing(settings.otlp_traces_endpoint, metrics))
-
+        if tracing is not None:
+            shelf.put(tracing)
+        pools = [self.pool] if self.prefill_pool is None else [self.pool, self.prefill_pool]
         self.handler = RequestHandler(
-            settings,
-            metrics,
             self.keys,
-            self.pool,
+            BodyReader(settings, idle),
             reader,
-            dispatcher,
-            answers,
+            answer,
             self.accounting,
-            idle,
             Preflights(self.pool, self.upstream),
-            AdapterChanges(
-                [pool for pool in (self.pool, self.prefill_pool) if pool is not None],
-                self.upstream,
-                settings.silence_timeout,
-            ),
-            tracing,
+            AdapterChanges(pools, self.upstream, settings.silence_timeout),
         )
         metrics.shadow_mode.set(settings.shadow)
         metrics.queued.set_function(lambda: len(self.queue))
@@ -204,8 +186,10 @@ class Gateway:
         self.shelf.tell(worker, Change.DISTRUSTED)
 
 
-def _tracing(endpoint: str, metrics: Metrics) -> Tracing:
+def _tracing(endpoint: str | None, metrics: Metrics) -> Tracing | None:
     """Raises `SettingsError` where the OpenTelemetry SDK is not installed; it is imported only if it is wanted."""
+    if endpoint is None:
+        return None
     try:
         from proxy.observability.tracing import Tracing
     except ModuleNotFoundError as error:

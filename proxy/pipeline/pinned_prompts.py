@@ -11,7 +11,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,10 +27,10 @@ from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.http.auth import ApiKey, KeyRing
 from proxy.http.client import Broken, Unreachable
-from proxy.http.json_body import count, memory_of, parse_object
+from proxy.http.json_body import memory_of, parse_object
+from proxy.pipeline.exchange import exchange_of
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.replayer import Replayer
-from proxy.pipeline.request import ProxiedRequest, request_of
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.pinned_prompts")
@@ -103,8 +104,7 @@ class Fate(NamedTuple):
 
     boot: str
     word: str  # of `WORDS`
-    at: float  # time.monotonic()
-    refused_at: float = float("-inf")  # time.monotonic(), when the worker did not release it
+    again_at: float  # time.monotonic(): the worker is not asked again before
 
 
 @dataclass(eq=False)
@@ -128,13 +128,14 @@ class PinnedPrompt:
     def is_due(self, worker: Worker) -> bool:
         """Whether it is to be pinned at `worker` now."""
         word = self.fate(worker)
-        passed = word in _PASSING and time.monotonic() - self.fates[worker.url].at >= RETRY_SECONDS
-        return worker.serves(self.model) and (word == WAITING or passed)
+        return worker.serves(self.model) and (word == WAITING or (word in _PASSING and self._may_ask(worker)))
 
     def is_to_go(self, worker: Worker) -> bool:
         """Whether it is to be released at `worker` now, if it is to be released at all."""
-        is_held = self.fate(worker) == PINNED
-        return is_held and time.monotonic() - self.fates[worker.url].refused_at >= RETRY_SECONDS
+        return self.fate(worker) == PINNED and self._may_ask(worker)
+
+    def _may_ask(self, worker: Worker) -> bool:
+        return time.monotonic() >= self.fates[worker.url].again_at
 
 
 class PinnedPrompts(Part):
@@ -143,12 +144,7 @@ class PinnedPrompts(Part):
     name = "pinned_prompts"
 
     def __init__(
-        self,
-        settings: Settings,
-        pool: WorkerPool,
-        keys: KeyRing | None,
-        reader: PromptReader,
-        replayer: Replayer,
+        self, settings: Settings, pool: WorkerPool, keys: KeyRing | None, reader: PromptReader, replayer: Replayer
     ) -> None:
         """Raises `SettingsError` for a file that cannot be used."""
         self._limits = settings.json_limits
@@ -186,11 +182,15 @@ class PinnedPrompts(Part):
         previous = self._prompts.get(entry.name)
         if previous is not None and previous.from_file:
             raise BadRequest(f"The prompt {entry.name!r} stands in prefixes_file: change it there.", param="name")
-        self._check_room(prompt, previous)
+        others = [each for each in self._prompts.values() if each is not previous]
+        if len(others) >= MOST_PROMPTS:
+            raise BadRequest(f"{MOST_PROMPTS} prompts are pinned already, and no more can be: unpin one.", param="name")
+        if sum(len(each.raw) for each in (*others, prompt)) > MOST_BYTES:
+            raise BadRequest(f"All pinned prompts together may have {MOST_BYTES:,} bytes.", param="body")
         self._put(prompt)
         await self.make_all()
         if {prompt.fate(worker) for worker in self._pool.up if worker.serves(prompt.model)} == {NO_ROOM}:
-            self._drop(prompt)
+            self._drop(entry.name)
             raise PinRefused(f"The prompt was not pinned: {WORDS[NO_ROOM]}.")
         return self._shown(prompt)
 
@@ -201,7 +201,7 @@ class PinnedPrompts(Part):
             raise NotFound("No prompt of this name is pinned.")
         if prompt.from_file:
             raise BadRequest(f"The prompt {name!r} stands in prefixes_file: take it out there.", param="name")
-        self._drop(prompt)
+        self._drop(name)
         await self.make_all()
         return self._shown(prompt)
 
@@ -251,7 +251,7 @@ class PinnedPrompts(Part):
         if self._keys is None or self._keys.salts_last:
             return
         for name in list(self._prompts):
-            self._drop(self._prompts[name])
+            self._drop(name)
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await self.make_all()
@@ -280,16 +280,18 @@ class PinnedPrompts(Part):
         except Exception as error:  # the kind alone: the message might hold prompt text
             logger.error("pinned prompt %s at worker %s: %s", prompt.name, worker.name, type(error).__name__)
             word = FAILED
+        later = time.monotonic() + RETRY_SECONDS
+        fate = Fate(boot, word, later if word in _PASSING else 0.0)
         if word != PINNED and pin:
             logger.warning("prompt %s is not pinned at worker %s: %s", prompt.name, worker.name, WORDS.get(word, word))
-        if not pin and word in (FAILED, NO_FACTS):
+        if not pin and word in _PASSING:
             if (held := prompt.fates.get(worker.url)) is not None:  # else its cache is gone meanwhile
-                prompt.fates[worker.url] = held._replace(refused_at=time.monotonic())
+                prompt.fates[worker.url] = held._replace(again_at=later)
             logger.warning("prompt %s is not released at worker %s: %s", prompt.name, worker.name, WORDS[word])
         elif pin and prompt.salt != salt:  # its key is in another group meanwhile
-            self._released.append(replace(prompt, salt=salt, fates={worker.url: Fate(boot, word, time.monotonic())}))
+            self._released.append(replace(prompt, salt=salt, fates={worker.url: fate}))
         elif pin:
-            prompt.fates[worker.url] = Fate(boot, word, time.monotonic())
+            prompt.fates[worker.url] = fate
             if self._prompts.get(prompt.name) is not prompt and prompt not in self._released:
                 self._released.append(prompt)  # it was let go meanwhile
         else:
@@ -299,27 +301,23 @@ class PinnedPrompts(Part):
                     other.fates.pop(worker.url, None)
 
     async def _ask(self, prompt: PinnedPrompt, worker: Worker, *, pin: bool) -> str:
-        request = self._request(prompt)
-        found = await self._reader.find_beside(request, worker)
+        scope = {"method": "POST", "path": CHAT, "query_string": b"", "headers": []}
+        key = replace(prompt.key, salt=prompt.salt or "") if prompt.key is not None else None
+        exchange = exchange_of(scope, prompt.raw, prompt.name, key)
+        body, parsed = exchange.body, parse_object(prompt.raw, *self._limits)
+        body.memory = memory_of(parsed, len(prompt.raw), self._most_values)
+        body.take(parsed, exchange.head, asks_usage=False)
+        found = await self._reader.find_beside(exchange, worker)
         if not worker.hint(found):
             return NO_FACTS
-        body = request.body
         put = {name: value for name, value in body.put.items() if name == "cache_salt"}
         replay = WarmupRequest(CHAT, body.raw, body.names, put, found.without_request(), prompt.model)
         answer = await self._replayer.send(worker, replay, pin=pin)
         if answer.status != 200:
             return FAILED
-        prompt.tokens = _prompt_tokens(answer.body) or prompt.tokens
+        if (usage := answer.usage) is not None:
+            prompt.tokens = usage.prompt or prompt.tokens
         return answer.pin or UNTOLD
-
-    def _request(self, prompt: PinnedPrompt) -> ProxiedRequest:
-        scope = {"method": "POST", "path": CHAT, "query_string": b"", "headers": []}
-        key = replace(prompt.key, salt=prompt.salt or "") if prompt.key is not None else None
-        request = request_of(scope, prompt.raw, prompt.name, key)
-        parsed = parse_object(prompt.raw, *self._limits)
-        request.body.memory = memory_of(parsed, len(prompt.raw), self._most_values)
-        request.body.take(parsed, request.client, asks_usage=False)
-        return request
 
     def _prompt(self, entry: PinEntry, *, from_file: bool = False) -> PinnedPrompt:
         """Raises `BadRequest`."""
@@ -344,21 +342,13 @@ class PinnedPrompts(Part):
             ) from None
         return PinnedPrompt(entry.name, model, raw, key, from_file, key.salt if key is not None else None)
 
-    def _check_room(self, prompt: PinnedPrompt, previous: PinnedPrompt | None) -> None:
-        others = [each for each in self._prompts.values() if each is not previous]
-        if len(others) >= MOST_PROMPTS:
-            raise BadRequest(f"{MOST_PROMPTS} prompts are pinned already, and no more can be: unpin one.", param="name")
-        if sum(len(each.raw) for each in (*others, prompt)) > MOST_BYTES:
-            raise BadRequest(f"All pinned prompts together may have {MOST_BYTES:,} bytes.", param="body")
-
     def _put(self, prompt: PinnedPrompt) -> None:
-        if (previous := self._prompts.get(prompt.name)) is not None:
-            self._drop(previous)
+        self._drop(prompt.name)
         self._prompts[prompt.name] = prompt
 
-    def _drop(self, prompt: PinnedPrompt) -> None:
-        del self._prompts[prompt.name]
-        self._released.append(prompt)
+    def _drop(self, name: str) -> None:
+        if (prompt := self._prompts.pop(name, None)) is not None:
+            self._released.append(prompt)
 
     def _read(self, raw: bytes, where: str) -> list[PinEntry]:
         """The file's prompts, each of which can be pinned. Raises `SettingsError`."""
@@ -366,9 +356,9 @@ class PinnedPrompts(Part):
             entries = _FILE.validate_json(raw)
         except ValidationError as error:
             raise SettingsError(f"{where}: {_complaint(error)}") from None
-        names = [entry.name for entry in entries]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise SettingsError(f"{where}: two prompts are called {twice!r}")
+        for name, times in Counter(entry.name for entry in entries).items():
+            if times > 1:
+                raise SettingsError(f"{where}: two prompts are called {name!r}")
         if len(entries) > MOST_PROMPTS:
             raise SettingsError(f"{where} names {len(entries)} prompts; {MOST_PROMPTS} can be pinned")
         size = 0
@@ -386,7 +376,7 @@ class PinnedPrompts(Part):
         for prompt in list(self._prompts.values()):
             new = named.get(prompt.name)
             if new is None and prompt.from_file:
-                self._drop(prompt)
+                self._drop(prompt.name)
             elif new is not None and (new.raw, new.key) == (prompt.raw, prompt.key):
                 prompt.from_file = True
                 del named[prompt.name]
@@ -394,25 +384,14 @@ class PinnedPrompts(Part):
             self._put(prompt)
 
     def _shown(self, prompt: PinnedPrompt) -> dict[str, Any]:
+        fates = {worker.name: prompt.fate(worker) for worker in self._pool.workers}
+        if self._prompts.get(prompt.name) is not prompt:
+            fates = {name: NOT_RELEASED if word == PINNED else RELEASED for name, word in fates.items()}
         return {
             "name": prompt.name,
             "model": prompt.model,
             "key": prompt.key.name if prompt.key is not None else None,
             "tokens": prompt.tokens,
             "from_file": prompt.from_file,
-            "workers": {worker.name: self._word(prompt, worker) for worker in self._pool.workers},
+            "workers": fates,
         }
-
-    def _word(self, prompt: PinnedPrompt, worker: Worker) -> str:
-        if self._prompts.get(prompt.name) is prompt:
-            return prompt.fate(worker)
-        return NOT_RELEASED if prompt.fate(worker) == PINNED else RELEASED
-
-
-def _prompt_tokens(answer: bytes) -> int:
-    """Of the prompt, as the engine counts; 0 if it does not say."""
-    try:
-        usage: Mapping[str, Any] = json.loads(answer)["usage"]
-        return count(usage["prompt_tokens"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return 0

@@ -11,19 +11,23 @@ import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from prometheus_client import Counter
+
+from proxy.chat.chat import COMPLETIONS
+from proxy.chat.reader import HINTED
 from proxy.errors import NoWorker
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Slot, Worker
 from proxy.http import asgi
 from proxy.http.client import Answer, Broken, Stale, Unreachable, Upstream
 from proxy.http.json_body import TRANSFERS
-from proxy.metrics import Metrics
+from proxy.idle_work import beside
 from proxy.pipeline.dispatch import Lease
-from proxy.pipeline.request import ProxiedRequest, affinity_key
+from proxy.pipeline.exchange import Exchange, affinity_key
 from proxy.routing.policy import choose
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.settings import Settings
@@ -32,14 +36,6 @@ TRANSFER = TRANSFERS[0]
 
 # vLLM's word to a prefill worker, and the plugin's: the other worker goes by the number of tokens that were computed.
 PREFILL: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "seamark_stops": True}
-
-# What the first call sets: one token, in one piece, kept nowhere.
-_ONE_TOKEN: Mapping[str, Mapping[str, Any]] = {
-    CHAT: {"max_tokens": 1, "max_completion_tokens": 1},
-    COMPLETIONS: {"max_tokens": 1},
-    MESSAGES: {"max_tokens": 1},
-    RESPONSES: {"max_output_tokens": 1, "store": False},
-}
 
 # What asks for more of an answer than its one token has, or forbids so short a one.
 _LEFT_OUT = ("stream_options", "logprobs", "top_logprobs", "min_tokens")
@@ -57,41 +53,36 @@ REMEMBERED = 32
 LOADED, SHORT, FAILED, NO_PREFILL_WORKER = "sent", "short", "failed", "no_worker"
 
 
+@dataclass(eq=False)
 class Prefills:
-    """One per gateway that has prefill workers."""
+    """The first calls."""
 
-    def __init__(
-        self, settings: Settings, pool: WorkerPool, upstream: Upstream, prefix_index: PrefixIndex, metrics: Metrics
-    ) -> None:
-        """`pool`: of prefill workers."""
-        self._load_slack = settings.load_slack
-        self._silence_timeout = settings.silence_timeout
-        self._pool = pool
-        self._upstream = upstream
-        self._prefix_index = prefix_index
-        self._results = metrics.prefills
-        self._overhead: deque[float] = deque(maxlen=REMEMBERED)  # seconds
-        self._tasks: set[asyncio.Task[None]] = set()
+    _settings: Settings
+    _pool: WorkerPool  # of prefill workers
+    _upstream: Upstream
+    _prefix_index: PrefixIndex
+    _results: Counter
+    _overhead: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # seconds
 
-    async def transfer(self, request: ProxiedRequest, lease: Lease, headers: asgi.HeaderList) -> dict[str, Any] | None:
+    async def transfer(self, lease: Lease, headers: asgi.HeaderList) -> dict[str, Any] | None:
         """Parameters with which the leased worker takes the prompt from a prefill worker; None if it computes it.
 
         If the client leaves meanwhile, the prefill worker's blocks become free as soon as it can be told.
         """
-        decoder = lease.worker
-        if not _is_suitable(request, decoder):
+        exchange, decoder = lease.exchange, lease.worker
+        if not _is_suitable(exchange, decoder):
             return None
         if not self._is_worth_it(lease.prefill_tokens, decoder):
             self._results.labels(SHORT).inc()
             return None
-        worker = self._choose(request, decoder)
+        worker = self._choose(exchange, decoder)
         if worker is None:
             self._results.labels(NO_PREFILL_WORKER).inc()
             return None
         began = time.perf_counter()
         slot = Slot(worker, lease.prefill_tokens)
         try:
-            params = await self._ask(request, worker, decoder, headers)
+            params = await self._ask(exchange, worker, decoder, headers)
         finally:
             slot.give_back()
         self._results.labels(FAILED if params is None else LOADED).inc()
@@ -113,41 +104,43 @@ class Prefills:
         if worker.step_times.known and isinstance(computed, int) and isinstance(cached, int):
             self._overhead.append(max(0.0, seconds - worker.step_times.seconds(max(0, computed - cached))))
 
-    def _choose(self, request: ProxiedRequest, decoder: Worker) -> Worker | None:
+    def _choose(self, exchange: Exchange, decoder: Worker) -> Worker | None:
         """A prefill worker of the model that names prompts as `decoder` does; recorded as chosen."""
-        model = request.model
+        model = exchange.model
         if not self._pool.serving(model) or (decoder.serves(model) and not self._pool.lists(model)):
             return None  # an adapter that only the other workers have, among them
         try:
-            workers = [worker for worker in self._pool.for_model(request.model) if _hand_over(worker, decoder)]
+            workers = [worker for worker in self._pool.for_model(exchange.model) if _hand_over(worker, decoder)]
         except NoWorker:
             return None
         workers = [worker for worker in workers if worker.has_room]
         if not workers:
             return None
-        found = request.prompt.found
+        found = exchange.prompt.found
         if found is None:
-            return choose(workers, {}, self._load_slack)
+            return choose(workers, {}, self._settings.load_slack)
         held = self._prefix_index.longest(found.prefixes, {worker.boot for worker in workers})
-        together = affinity_key(request.client.headers, request.body.parsed)
-        worker = choose(workers, held, self._load_slack, together, found.shared)
+        together = affinity_key(exchange.head.headers, exchange.body.parsed)
+        worker = choose(workers, held, self._settings.load_slack, together, found.shared)
         self._prefix_index.record(found.boundaries, worker.boot, worker.hint(found))
         return worker
 
+    async def _send(self, exchange: Exchange, worker: Worker, raw: bytes, headers: asgi.HeaderList) -> Answer:
+        url, headers = worker.address + exchange.head.target, worker.addressed(headers)
+        return await self._upstream.send(exchange.head.method, url, headers, raw, self._settings.silence_timeout)
+
     async def _ask(
-        self, request: ProxiedRequest, worker: Worker, decoder: Worker, headers: asgi.HeaderList
+        self, exchange: Exchange, worker: Worker, decoder: Worker, headers: asgi.HeaderList
     ) -> dict[str, Any] | None:
-        body, client = request.body, request.client
+        body = exchange.body
         put: dict[str, Any] = {"stream": False, TRANSFER: PREFILL} | {
             name: value
-            for name, value in _ONE_TOKEN[client.endpoint].items()
+            for name, value in HINTED[exchange.head.endpoint].one_token.items()
             if name != "max_completion_tokens" or name in body.parsed
         }
-        raw = body.for_prefill(worker.hint(request.prompt.found), put, _LEFT_OUT)
+        raw = body.for_prefill(worker.hint(exchange.prompt.found), put, _LEFT_OUT)
         try:
-            response = await self._upstream.send(
-                client.method, worker.address + client.target, worker.addressed(headers), raw, self._silence_timeout
-            )
+            response = await self._send(exchange, worker, raw, headers)
         except Stale:
             return None
         except Unreachable as error:
@@ -162,7 +155,7 @@ class Prefills:
         try:
             params = await asyncio.shield(reading)
         except asyncio.CancelledError:
-            self._spawn(self._give_back(request, reading, decoder, headers))
+            beside(self._give_back(exchange, reading, decoder, headers))
             raise
         if params is None and response.status >= 500:
             self._pool.record_failure(worker, body.raw)
@@ -172,39 +165,25 @@ class Prefills:
 
     async def _give_back(
         self,
-        request: ProxiedRequest,
+        exchange: Exchange,
         reading: asyncio.Task[dict[str, Any] | None],
         decoder: Worker,
         headers: asgi.HeaderList,
     ) -> None:
-        """Nobody waits for the answer: a worker that takes the prompt and answers with one token sets it free."""
-        params = await reading
-        if params is not None:
-            await self.release(request, decoder, params, headers)
+        """Nobody waits for the answer: have `decoder` take the prompt, and answer with one token.
 
-    async def release(
-        self, request: ProxiedRequest, decoder: Worker, params: dict[str, Any], headers: asgi.HeaderList
-    ) -> None:
-        """Have `decoder` take a prompt that nobody waits for: no other word reaches the worker that computed it."""
-        put = {"stream": False, TRANSFER: params, **_ONE_TOKEN[request.client.endpoint]}
-        raw = request.body.for_prefill((), put, _LEFT_OUT)
+        No other word reaches the worker that computed it.
+        """
+        if (params := await reading) is None:
+            return
+        put = {"stream": False, TRANSFER: params, **HINTED[exchange.head.endpoint].one_token}
+        raw = exchange.body.for_prefill((), put, _LEFT_OUT)
         try:
-            response = await self._upstream.send(
-                request.client.method,
-                decoder.address + request.client.target,
-                decoder.addressed(headers),
-                raw,
-                self._silence_timeout,
-            )
+            response = await self._send(exchange, decoder, raw, headers)
             async for _ in response.chunks():
                 pass
         except (Broken, Unreachable, Stale):
             pass  # then its lease ends
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 async def _params_in(response: Answer) -> dict[str, Any] | None:
@@ -219,17 +198,17 @@ async def _params_in(response: Answer) -> dict[str, Any] | None:
     return params if isinstance(params, dict) and params.get("do_remote_prefill") else None
 
 
-def _is_suitable(request: ProxiedRequest, decoder: Worker) -> bool:
+def _is_suitable(exchange: Exchange, decoder: Worker) -> bool:
     """Whether its prompt is one, is computed once, and may be computed elsewhere."""
-    client, body = request.client, request.body.parsed
-    if client.method != "POST" or client.endpoint not in _ONE_TOKEN or not body:
+    head, body = exchange.head, exchange.body.parsed
+    if head.method != "POST" or head.endpoint not in HINTED or not body:
         return False
     if decoder.engine is None or not decoder.engine.loads_prefills or not decoder.takes_hints:
         return False
     if decoder.cache.salt(body) is not None or body.get("n") not in (None, 1) or any(map(body.get, _ALONE)):
         return False
     prompt = body.get("prompt")
-    return client.endpoint != COMPLETIONS or isinstance(prompt, str) or _is_ids(prompt)
+    return head.endpoint != COMPLETIONS or isinstance(prompt, str) or _is_ids(prompt)
 
 
 def _is_ids(prompt: Any) -> bool:

@@ -6,11 +6,13 @@ gateway forwards the question, without a slot: nobody with a key may have to wai
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from proxy.errors import Overloaded, WorkerFailed
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.http import asgi
 from proxy.http.client import Broken, Unreachable, Upstream
-from proxy.pipeline.request import target_of
+from proxy.pipeline.exchange import target_of
 
 MOST_AT_ONCE = 32
 
@@ -31,13 +33,13 @@ def is_preflight(scope: asgi.Scope) -> bool:
     )
 
 
+@dataclass(eq=False)
 class Preflights:
-    """One per gateway."""
+    """Has a worker answer, within bounds."""
 
-    def __init__(self, pool: WorkerPool, upstream: Upstream) -> None:
-        self._pool = pool
-        self._upstream = upstream
-        self._under_way = 0
+    _pool: WorkerPool
+    _upstream: Upstream
+    _under_way: int = 0
 
     async def answer(self, scope: asgi.Scope, request_id: str, send: asgi.Send) -> None:
         """Pass on what a worker says. Raises `NotFound`, `NoWorker`, `Overloaded` or `WorkerFailed`."""

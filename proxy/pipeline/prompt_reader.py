@@ -6,34 +6,33 @@ never the request.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from cachetools import LRUCache
 
-from proxy.boundaries.boundary import Found, resolved_positions
+from proxy.boundaries.boundary import Found, resolve, resolved_positions
 from proxy.boundaries.divergence import DivergenceLearner
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.head_positions import HeadPositions
-from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.positions import HeadPositions, PositionCache
 from proxy.boundaries.renderer import RenderFailed
-from proxy.boundaries.resolve import resolve
 from proxy.boundaries.template_facts import setting_of
 from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.chat.rewrites import rewrite
+from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker, prompt_of
 from proxy.http.json_body import parse_object, with_edits
+from proxy.idle_work import beside
 from proxy.metrics import Metrics
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
 from proxy.observability.shadow import ReadPrompt
-from proxy.pipeline.request import Prompt, ProxiedRequest, Unlearnt
+from proxy.pipeline.exchange import Exchange, Prompt
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.prompt_reader")
@@ -47,27 +46,12 @@ NEW_WEIGHT = 0.1
 MAX_MODELS = 256
 
 
-class _Bounded(NamedTuple):
-    """Where a request's prompt can be shared up to."""
-
-    found: Found
-    unlearnt: Unlearnt | None = None
-    remembered: RememberedRequest | None = None
-
-
 class PromptReader:
     """All that is remembered of prompts. One per gateway."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        metrics: Metrics,
-        facts: FactsLearner,
-        key_of: Callable[[Any], str | None] = lambda model: model,
-    ) -> None:
-        """`key_of`: the name that all names of a model have in common."""
+    def __init__(self, settings: Settings, metrics: Metrics, facts: FactsLearner, pool: WorkerPool) -> None:
+        self._pool = pool
         self._metrics = metrics
-        self._key_of = key_of
         self._lookups = cache(metrics.lookups.labels)
         self._rules = frozenset(settings.rewrite)
         self._limits = settings.json_limits
@@ -80,7 +64,6 @@ class PromptReader:
         self.told = self.positions.put  # an engine has told the tokens up to the place that a content key names
         self._finder = BoundaryFinder(self.positions, self.learner)
         self._heads = HeadPositions(self.positions)
-        self._learning: set[asyncio.Task[None]] = set()
         self._tokens_per_byte: LRUCache[str, float] = LRUCache(MAX_MODELS)
 
     @property
@@ -88,7 +71,13 @@ class PromptReader:
         """Bytes of prompts in memory."""
         return self.learner.held + self.recent.held + self.stored.held
 
-    def read(self, request: ProxiedRequest, workers: Sequence[Worker]) -> Prompt:
+    async def find(self, exchange: Exchange) -> None:
+        """Read the prompt of a parsed request, once workers are there that serve its model."""
+        with exchange.timings.waiting():
+            workers = await self._pool.find(exchange.model)
+        exchange.prompt = self.read(exchange, workers)
+
+    def read(self, exchange: Exchange, workers: Sequence[Worker]) -> Prompt:
         """Apply the rewrite rules to a parsed request, and find its boundaries. Never raises, whatever it holds.
 
         `workers`: those that serve its model. None is asked anything: a request that has no slot may be refused.
@@ -96,32 +85,40 @@ class PromptReader:
         # What was read before a failure counts.
         rewrites: tuple[str, ...] = ()
         tokens, chat = 0, None
-        bounded = _Bounded(Found(failure="no_boundary"))
+        prompt = Prompt(found=Found(failure="no_boundary"))
         try:
-            rewrites = self._rewrite(request)
-            rate = self._rate(request.model)
-            tokens = round(len(request.body.raw) * rate)
-            if request.body.memory.values <= self._most_values:
-                chat = self._chat_in(request)
-                bounded = self._bounded(request, chat, rate, workers)
+            rewrites = self._rewrite(exchange)
+            rate = self._rate(exchange.model)
+            tokens = round(len(exchange.body.raw) * rate)
+            if exchange.body.memory.values <= self._most_values:
+                chat = self._chat_in(exchange)
+                prompt = self._bounded(exchange, chat, rate, workers)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.
-            logger.error("boundary of request %s: %s", request.client.request_id, type(error).__name__)
-            bounded = _Bounded(Found(failure="no_facts"))
-        self._lookups(bounded.found.result).inc()
-        return Prompt(chat, bounded.unlearnt, bounded.found, bounded.remembered, tokens, rewrites)
+            logger.error("boundary of request %s: %s", exchange.head.request_id, type(error).__name__)
+            prompt = Prompt(found=Found(failure="no_facts"))
+        if prompt.found is not None:
+            self._lookups(prompt.found.result).inc()
+        return prompt._replace(chat=chat, tokens=tokens, rewrites=rewrites)
 
-    def _bounded(self, request: ProxiedRequest, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> _Bounded:
-        size = len(request.body.raw)
+    def _bounded(self, exchange: Exchange, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> Prompt:
+        """Where it can be shared up to."""
+        size = len(exchange.body.raw)
         serving = [worker for worker in workers if worker.engine is not None]
         if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
             found = self._finder.find(chat, None, b"", size, rate, by_texts=True)
-            return _Bounded(found._replace(failure="unpatched"))
+            return Prompt(found=found._replace(failure="unpatched"))
         if not serving:
-            return _Bounded(Found(failure="unpatched"))
-        worker = next((each for each in serving if each.renderer_id(request.model)), serving[0])
-        found, unlearnt = self._find(chat, worker, size, rate, several=len(serving) > 1)
-        return _Bounded(found, unlearnt, self._remember(chat, found, request.body.memory.size, request.client.owner))
+            return Prompt(found=Found(failure="unpatched"))
+        model: Any = chat.body.get("model") if chat is not None else None
+        worker = next((each for each in serving if each.renderer_id(exchange.model)), serving[0])
+        renderer_id = worker.renderer_id(model) or b""
+        facts = template_of = None
+        if chat is not None and renderer_id and not chat.is_bare:
+            facts, template_of = self._facts.facts(renderer_id, setting_of(chat.body)), worker
+        found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=len(serving) > 1)
+        remembered = self._remember(chat, found, exchange.body.memory.size, exchange.head.owner)
+        return Prompt(found=found, remembered=remembered, facts=facts, template_of=template_of)
 
     def _rate(self, model: Any) -> float:
         """Tokens of a byte of a request's body."""
@@ -138,7 +135,7 @@ class PromptReader:
         if found.layout is None:
             return ReadPrompt(found)
         try:
-            prompt = (await prompt_of(chat, worker)).ids()
+            prompt = await prompt_of(chat, worker)
         except RenderFailed:
             return ReadPrompt(Found(failure="no_facts"))
         entries = found.entries()
@@ -151,24 +148,24 @@ class PromptReader:
         found = found._replace(boundaries=boundaries)
         return ReadPrompt(found, self._remember(chat, found, memory, owner), prompt)
 
-    async def find_beside(self, request: ProxiedRequest, worker: Worker) -> Found:
+    async def find_beside(self, exchange: Exchange, worker: Worker) -> Found:
         """The boundaries of a parsed request that no client waits for, at `worker`; the rewrite rules are applied.
 
         What the template lacks for that is learnt first.
         """
-        self._rewrite(request)
-        client, body = request.client, request.body
-        chat = self._chat_in(request)
+        self._rewrite(exchange)
+        head, body = exchange.head, exchange.body
+        chat = self._chat_in(exchange)
         if chat is None or body.memory.values > self._most_values:
             return Found(failure="no_boundary")
-        found = await self._found_at(chat, worker, len(body.raw), client.owner)
-        self._heads.learn(found, worker.renderer, client.owner)  # for the next time
+        found = await self._found_at(chat, worker, len(body.raw), head.owner)
+        self._heads.learn(found, worker.renderer, head.owner)  # for the next time
         return found
 
-    def _chat_in(self, request: ProxiedRequest) -> Chat | None:
+    def _chat_in(self, exchange: Exchange) -> Chat | None:
         """The chat in a parsed request; None if there is none."""
-        chat = chat_in(request.client.endpoint, request.body.parsed, self.stored, request.client.owner)
-        if chat is None or (key := self._key_of(request.model)) == request.body.parsed.get("model"):
+        chat = chat_in(exchange.head.endpoint, exchange.body.parsed, self.stored, exchange.head.owner)
+        if chat is None or (key := self._pool.key_of(exchange.model)) == exchange.body.parsed.get("model"):
             return chat
         return replace(chat, model=key)
 
@@ -190,42 +187,23 @@ class PromptReader:
             known = self._rate(model)
             self._tokens_per_byte[model] = known + NEW_WEIGHT * (prompt / size - known)
 
-    def _find(
-        self, chat: Chat | None, worker: Worker, size: int, rate: float, *, several: bool
-    ) -> tuple[Found, Unlearnt | None]:
-        model: Any = chat.body.get("model") if chat is not None else None
-        renderer_id = worker.renderer_id(model) or b""
-        facts = unlearnt = None
-        if chat is not None and renderer_id and not chat.is_bare:
-            setting = setting_of(chat.body)
-            facts = self._facts.facts(renderer_id, setting)
-            is_missing = facts is None or not facts.is_own
-            unlearnt = Unlearnt(worker, renderer_id, setting, is_missing, facts is not None)
-        found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=several)
-        return found, unlearnt
-
-    def learn(self, request: ProxiedRequest) -> None:
+    def learn(self, exchange: Exchange) -> None:
         """The request has a slot: have learnt, beside it, what its boundaries lacked."""
-        unlearnt, found, owner = request.prompt.unlearnt, request.prompt.found, request.client.owner
-        if unlearnt is None or found is None:
+        prompt, owner = exchange.prompt, exchange.head.owner
+        if (worker := prompt.template_of) is None or prompt.chat is None or prompt.found is None:
             return
-        worker, renderer_id, setting, is_missing, is_rendered = unlearnt
-        model = worker.template_of(request.model)
-        if is_missing and self._facts.wants(renderer_id, setting, owner):
-            self._learn_beside(self._facts.learn(worker.renderer, renderer_id, model, setting, owner))
-        if is_rendered:
-            self._heads.learn(found, worker.renderer, owner)
+        if prompt.facts is None or not prompt.facts.is_own:
+            renderer_id, setting = worker.renderer_id(prompt.chat.body.get("model")), setting_of(prompt.chat.body)
+            if renderer_id is not None and self._facts.wants(renderer_id, setting, owner):
+                model = worker.template_of(exchange.model)
+                beside(self._facts.learn(worker.renderer, renderer_id, model, setting, owner))
+        if prompt.facts is not None:
+            self._heads.learn(prompt.found, worker.renderer, owner)
 
-    def _learn_beside(self, learning: Coroutine[Any, Any, None]) -> None:
-        """No request waits for that."""
-        task = asyncio.create_task(learning)
-        self._learning.add(task)
-        task.add_done_callback(self._learning.discard)
-
-    def _rewrite(self, request: ProxiedRequest) -> tuple[str, ...]:
+    def _rewrite(self, exchange: Exchange) -> tuple[str, ...]:
         """Apply the rules that are on; returns their names."""
-        body = request.body
-        rewritten = rewrite(body.parsed, self._rules, request.client.endpoint)
+        body = exchange.body
+        rewritten = rewrite(body.parsed, self._rules, exchange.head.endpoint)
         for name in rewritten.applied:
             self._metrics.rewrites.labels(name, "true").inc()
         for name in rewritten.could:
@@ -233,7 +211,7 @@ class PromptReader:
         if not rewritten.edits:
             return ()
         body.raw = with_edits(body.raw, rewritten.edits)
-        body.take(parse_object(body.raw, *self._limits), request.client, body.strips_usage)
+        body.take(parse_object(body.raw, *self._limits), exchange.head, body.strips_usage)
         return rewritten.applied
 
     def _remember(self, chat: Chat | None, found: Found, memory: int, owner: str | None) -> RememberedRequest | None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from proxy.fleet.hot_prefixes import WarmupRequest
+from prometheus_client import Counter
+
+from proxy.chat.usage import Usage, usage_of
+from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet, replay_all
+from proxy.fleet.part import Part
 from proxy.fleet.worker import OWN_REQUESTS, Worker
-from proxy.http.client import Upstream
+from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.http.json_body import loads
+from proxy.pipeline.accounting import Accounting
 from proxy.routing.engine_events import OUTCOME_HEADER, EngineEvents, outcome_in
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -20,18 +27,23 @@ class Replayed(NamedTuple):
     body: bytes
     pin: str = ""  # what became of the wish to pin the prompt, or to release it; empty if the worker does not say
 
+    @property
+    def usage(self) -> Usage | None:
+        """The tokens of which it tells."""
+        try:
+            return usage_of(loads(self.body))
+        except ValueError:
+            return None
 
+
+@dataclass(eq=False)
 class Replayer:
     """Sends prompts for one token."""
 
-    def __init__(
-        self, upstream: Upstream, prefix_index: PrefixIndex, engine_events: EngineEvents, timeout: float
-    ) -> None:
-        """`timeout` in seconds without a byte of the answer."""
-        self._upstream = upstream
-        self._prefix_index = prefix_index
-        self._engine_events = engine_events
-        self._timeout = timeout
+    _upstream: Upstream
+    _prefix_index: PrefixIndex
+    _engine_events: EngineEvents
+    _timeout: float  # seconds without a byte of the answer
 
     async def send(self, worker: Worker, prompt: WarmupRequest, *, pin: bool | None = None) -> Replayed:
         """The worker's answer. `pin`: the engine is to keep the prompt in its cache, or to let it go.
@@ -66,15 +78,41 @@ class Replayer:
             (b"x-request-id", name.encode()),
             (OUTCOME_HEADER.encode(), b"1"),
         ]
-        answer = await self._upstream.send(
-            "POST",
-            worker.address + prompt.endpoint,
-            worker.addressed(headers),
-            raw,
-            read_timeout=self._timeout,
-            fresh=True,
-        )
+        url = worker.address + prompt.endpoint
+        answer = await self._upstream.send("POST", url, worker.addressed(headers), raw, self._timeout, fresh=True)
         with contextlib.closing(answer):
             body = await answer.read()
         outcome = outcome_in(answer.header(OUTCOME_HEADER))
         return Replayed(answer.status, body, outcome.pin if outcome is not None else "")
+
+
+@dataclass(eq=False)
+class WarmUp(Part):
+    """A worker that has restarted is given the prefixes that save most before it takes requests."""
+
+    name = "warm_up"
+
+    _prefixes: WarmupSet
+    _replayer: Replayer
+    _accounting: Accounting
+    _replays: Counter
+
+    @property
+    def held(self) -> int:  # type: ignore[override]  # bytes of prompts
+        return self._prefixes.held
+
+    async def prepare(self, worker: Worker) -> None:
+        if worker.takes_hints:
+            await replay_all(
+                self._prefixes.hottest(worker.names.templates), lambda prompt: self._replay(prompt, worker)
+            )
+
+    async def _replay(self, prompt: WarmupRequest, worker: Worker) -> None:
+        try:
+            answer = await self._replayer.send(worker, prompt)
+            is_done = answer.status == 200
+        except (Unreachable, Broken):
+            is_done = False
+        self._replays.labels(worker.name, "done" if is_done else "failed").inc()
+        if is_done:
+            self._accounting.replayed(prompt.model, worker, answer.usage)

@@ -12,16 +12,22 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from proxy.fleet.part import Change, Part
+from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.metrics import Metrics
-from proxy.pipeline.cacheable import HEADER, KEPT, Ending, may_keep
-from proxy.pipeline.request import ProxiedRequest
+from proxy.pipeline import cacheable
+from proxy.pipeline.cacheable import HEADER, KEPT, Directives, Ending, may_keep
+from proxy.pipeline.dispatch import Dispatcher
+from proxy.pipeline.exchange import Exchange
+from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.sse import HEARTBEAT
-from proxy.pipeline.stored_answers import Entry, Source, StoredAnswers, from_piece, grouped, weight_of
+from proxy.pipeline.stored_answers import Entry, Source, StoredAnswers, grouped, weight_of
+from proxy.settings import Settings
 
 SECRET_BYTES = 32
 
@@ -41,19 +47,76 @@ def has_fixed_weights(model: Any, workers: Iterable[Worker]) -> bool:
 
 
 class ResponseCache(Part):
-    """Stored answers, and those under way that may be stored."""
+    """Answers exact repeats, and has identical requests wait for the first of them; a relay has the rest answered."""
 
     name = "response_cache"
 
-    def __init__(self, most: int, metrics: Metrics) -> None:
-        """`most` bytes, answers under way included."""
-        self.secret = os.urandom(SECRET_BYTES)
-        self.count = metrics.response_cache_requests.labels
-        self.answers = StoredAnswers(most, metrics.response_cache_evictions.inc)
+    def __init__(
+        self, settings: Settings, metrics: Metrics, pool: WorkerPool, dispatcher: Dispatcher, relay: ResponseRelay
+    ) -> None:
+        self._models = settings.response_cache_models  # which need no header of the client's
+        # Seconds that a stream waits for another one; None: to its end.
+        self._patience = settings.heartbeat or None
+        self._pool = pool
+        self._dispatcher = dispatcher
+        self._relay = relay
+        self._secret = os.urandom(SECRET_BYTES)
+        self._count = metrics.response_cache_requests.labels
+        self.answers = StoredAnswers(settings.response_cache, metrics.response_cache_evictions.inc)
         self.flights: dict[bytes, Flight] = {}  # that others may wait for
         self.voided = 0  # how many times answers were found to be void whatever they are
         metrics.response_cache_bytes.set_function(lambda: self.answers.size)
         metrics.response_cache_entries.set_function(lambda: len(self.answers))
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Have a request answered, as `ResponseRelay` does."""
+        head = exchange.head
+        if head.method != "POST" or head.path not in cacheable.CACHEABLE:
+            await self._relay(exchange)
+            return
+        if not self._pool.up:
+            with exchange.timings.waiting():
+                await self._pool.ready()  # else nothing is known of the model's weights
+        told = cacheable.directives_in(head.headers)
+        allowed = cacheable.is_allowed(head.headers, exchange.model, self._models)
+        allowed = allowed and has_fixed_weights(exchange.model, self._pool.workers)
+        if told.no_store or not allowed or not cacheable.is_repeatable(exchange):
+            self._count("bypass").inc()
+            exchange.send = partial(_send_marked, exchange.send, b"bypass")
+            await self._relay(exchange)
+            return
+        await self._answer(exchange, told)
+
+    async def _answer(self, exchange: Exchange, told: Directives) -> None:
+        """From what is stored, after waiting for an equal request that is being computed, or from a worker."""
+        api_key, result = exchange.head.key, b"hit"
+        key, may_wait = cacheable.digest(exchange, self._secret), not told.no_cache and told.max_age != 0
+        lease = self._dispatcher.lease(exchange)
+        try:
+            while not told.no_cache:
+                if (entry := self.find(key, exchange.model, told.max_age)) is not None:
+                    lease.unused()
+                    self._count(result.decode()).inc()
+                    await self._deliver(key, entry, exchange, result)
+                    return
+                flight = self.flight(key) if may_wait else None
+                if flight is not None and (lease.has_slot or api_key is None or api_key.has_room):
+                    result, may_wait = b"joined", False
+                    with exchange.timings.waiting(), self._dispatcher.counted(api_key):
+                        lease.unused()
+                        await flight.wait(self._patience if exchange.body.parsed.get("stream") else None)
+                elif lease.has_slot:
+                    break
+                else:  # an equal request may begin or end meanwhile
+                    await self._dispatcher.acquire(lease)
+            if not lease.has_slot:
+                await self._dispatcher.acquire(lease)
+            self._count("miss").inc()
+            with Flight(self, key, exchange) as flight:
+                exchange.send = flight.send
+                await self._relay.forward(lease)
+        finally:
+            lease.release()
 
     def find(self, key: bytes, model: Any, max_age: float | None = None) -> Entry | None:
         """The stored answer, if it still stands and is not older than `max_age` seconds. It has to be returned."""
@@ -69,28 +132,28 @@ class ResponseCache(Part):
             return None
         return entry if answers.lend(key, entry) else None
 
-    async def deliver(
-        self, key: bytes, entry: Entry, request: ProxiedRequest, result: bytes, send: asgi.Send, watch: asgi.ClientWatch
-    ) -> None:
+    def flight(self, key: bytes) -> Flight | None:
+        """The equal request that is being computed, if its answer may be waited for."""
+        flight = self.flights.get(key)
+        return flight if flight is not None and not flight.landed.is_set() else None
+
+    async def _deliver(self, key: bytes, entry: Entry, exchange: Exchange, result: bytes) -> None:
         """Send an answer that was found, with the time since it was computed (RFC 9111, 5.1), and return it."""
         try:
             age = (b"age", str(int(time.monotonic() - entry.stored)).encode())
-            headers = [*entry.headers, age, request.client.id_header, (HEADER, result)]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            at = 0
-            while at < len(entry.pieces):
-                piece, at = from_piece(entry.pieces, at)
-                more = at < len(entry.pieces)
-                watch.over = not more
-                await send({"type": "http.response.body", "body": piece, "more_body": more})
+            headers = [*entry.headers, age, exchange.head.id_header, (HEADER, result)]
+            await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
+            for number, piece in enumerate(entry.pieces, 1):
+                more = number < len(entry.pieces)
+                await exchange.send({"type": "http.response.body", "body": piece, "more_body": more})
         finally:
             self.answers.returned(key, entry)
 
     def void(self, boot: str | None = None) -> None:
         """Forget the answers of a worker's boot, or all; what is under way now is not stored either."""
         self.voided += 1
-        for flight in [*self.flights.values()]:
-            flight.land()
+        for flight in self.flights.values():
+            flight.landed.set()
         self.answers.remove_all(boot)
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
@@ -106,72 +169,67 @@ class Flight:
     none that others wait for.
     """
 
-    def __init__(self, cache: ResponseCache, key: bytes, request: ProxiedRequest, send: asgi.Send) -> None:
-        """The request has a worker; `send` goes to its client."""
-        if (worker := request.worker) is None:
+    def __init__(self, cache: ResponseCache, key: bytes, exchange: Exchange) -> None:
+        """The request has a worker."""
+        if (worker := exchange.worker) is None:
             raise RuntimeError("The request has no worker yet.")
-        self._cache, self._key, self._request, self._send = cache, key, request, send
+        self._cache, self._key, self._exchange, self._send = cache, key, exchange, exchange.send
         self._answers = cache.answers
-        self._source = Source.of(worker, request.model)  # as it was when it got the request
+        self._source = Source.of(worker, exchange.model)  # as it was when it got the request
         self._voided = cache.voided
-        self._head: asgi.Scope | None = None
+        self._start: asgi.Scope | None = None
         self._ending: Ending | None = None
         self._pieces: list[bytes] = []
         self._size = 0  # bytes of them, as they are counted
         self._is_kept = True
-        self._landed = asyncio.Event()
+        self.landed = exchange.landed = asyncio.Event()  # nobody waits for it any more
 
     def __enter__(self) -> Flight:
-        self._cache.flights.setdefault(self._key, self)
+        if self._cache.flight(self._key) is None:
+            self._cache.flights[self._key] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._drop()
-        self.land()
+        self._refuse()
+        if self._cache.flights.get(self._key) is self:
+            del self._cache.flights[self._key]
 
-    async def landed(self, seconds: float | None) -> None:
+    async def wait(self, seconds: float | None) -> None:
         """Wait for its end, so long at most. If its answer is one for others, it is stored then."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._landed.wait()
-
-    def land(self) -> None:
-        """Nobody waits for it any more."""
-        if self._cache.flights.get(self._key) is self:
-            del self._cache.flights[self._key]
-        self._landed.set()
+                await self.landed.wait()
 
     async def send(self, message: asgi.Scope) -> None:
         """The next part of the answer, as ASGI has it."""
         if message["type"] == "http.response.start":
             self._begin(message)
-            message = {**message, "headers": [*message["headers"], (HEADER, b"miss")]}
         elif self._is_kept:
             self._add(message.get("body", b""))
             if not message.get("more_body", False):
                 self._end()
-        if self._landed.is_set():
-            await self._send(message)
+        if self.landed.is_set():
+            await _send_marked(self._send, b"miss", message)
             return
-        too_slow = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self.land)
+        too_slow = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self.landed.set)
         try:
-            await self._send(message)
+            await _send_marked(self._send, b"miss", message)
         finally:
             too_slow.cancel()
 
-    def _begin(self, head: asgi.Scope) -> None:
-        self._head = head
-        kind = next((value for name, value in head["headers"] if name == b"content-type"), b"")
-        client, asked = self._request.client, self._request.body.parsed
-        self._ending = Ending(client.path, asked, kind.startswith(b"text/event-stream"))
-        if head["status"] != 200 or not may_keep(head["headers"]):
+    def _begin(self, start: asgi.Scope) -> None:
+        self._start = start
+        kind = next((value for name, value in start["headers"] if name == b"content-type"), b"")
+        path, asked = self._exchange.head.path, self._exchange.body.parsed
+        self._ending = Ending(path, asked, kind.startswith(b"text/event-stream"))
+        if start["status"] != 200 or not may_keep(start["headers"]):
             self._refuse()
 
     def _add(self, piece: bytes) -> None:
         if not piece or piece == HEARTBEAT or self._ending is None:
             return
         size = weight_of(piece)
-        if self._size + size > self._answers.largest or not self._answers.take(self._request.client.owner, size):
+        if self._size + size > self._answers.largest or not self._answers.take(self._exchange.head.owner, size):
             self._refuse()
             return
         self._size += size
@@ -180,45 +238,37 @@ class Flight:
 
     def _end(self) -> None:
         """The last byte is there."""
-        request, head, pieces = self._request, self._head, tuple(grouped(self._pieces))
+        exchange, start, pieces = self._exchange, self._start, grouped(self._pieces)
         self._drop()
-        if head is not None and self._may_be_stored():
-            source = Source.of(self._source.worker, request.model)
-            self._answers.add(self._key, Entry(_kept(head["headers"]), pieces, source, request.client.owner))
-        self.land()
+        if start is not None and self._may_be_stored():
+            source = Source.of(self._source.worker, exchange.model)
+            headers = [header for header in start["headers"] if header[0] in KEPT]  # the same for all who get it
+            self._answers.add(self._key, Entry(headers, pieces, source, exchange.head.owner))
+        self.landed.set()
 
     def _may_be_stored(self) -> bool:
         """Whether the answer may be given to anyone else."""
-        request, source = self._request, self._source
-        if self._voided != self._cache.voided or request.reply.failure:
+        exchange, source = self._exchange, self._source
+        if self._voided != self._cache.voided or exchange.reply.failure:
             return False
-        if request.worker is not source.worker or not source.is_still(request.model):
+        if exchange.worker is not source.worker or not source.is_still(exchange.model):
             return False
         return self._ending is not None and self._ending.is_final
 
     def _refuse(self) -> None:
         """It is not one for others."""
         self._drop()
-        self.land()
+        self.landed.set()
 
     def _drop(self) -> None:
         self._is_kept = False
-        self._answers.hold(self._request.client.owner, -self._size)
+        self._answers.hold(self._exchange.head.owner, -self._size)
         self._size = 0
         self._pieces.clear()
 
 
-def _kept(headers: asgi.HeaderList) -> asgi.HeaderList:
-    """Those headers of an answer that are the same for all who get it."""
-    return [header for header in headers if header[0] in KEPT]
-
-
-def marked(send: asgi.Send, result: bytes) -> asgi.Send:
+async def _send_marked(send: asgi.Send, result: bytes, message: asgi.Scope) -> None:
     """`send`, with the response cache's header in the answer's head."""
-
-    async def send_marked(message: asgi.Scope) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], (HEADER, result)]}
-        await send(message)
-
-    return send_marked
+    if message["type"] == "http.response.start":
+        message = {**message, "headers": [*message["headers"], (HEADER, result)]}
+    await send(message)

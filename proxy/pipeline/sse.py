@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Counter
@@ -21,6 +22,7 @@ from proxy.fleet.part import Change, Part
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.json_body import loads
+from proxy.idle_work import beside
 
 # Between two events, and a line of the next one: of a blank line SDKs make an empty event.
 HEARTBEAT = b": keep-alive\n"
@@ -48,32 +50,27 @@ _LAST = (
 )
 
 
+@dataclass(eq=False)
 class SseRelay:
     """Relays one stream."""
 
-    def __init__(
-        self, send: asgi.Send, stripped_choices: int = 0, opened: Callable[[bytes], None] | None = None
-    ) -> None:
-        """`stripped_choices`: remove the event that holds only usage, behind the ends of so many; 0: leave it.
-
-        `opened`: is called with the first event before that is sent; then `first` and `last` are kept.
-        """
-        self._send = send
-        self._choices = stripped_choices
-        self._opened = opened
-        self._ended = 0  # choices
-        self._held = b""  # the beginning of an event
-        self._terminal = b""  # a whole event that the usage may have to go into
-        self._closed = False
-        self._whole = True  # what was passed on ends with an event's end
-        self._with_usage = b""
-        self.first = b""  # its first event
-        self.last = b""  # its last few
-        self._passed = b""  # the last few that were sent
-        self.moved = time.monotonic()  # when something was last sent
-        self.sending = False
-        self._refusals = 0  # by its worker, since that said something
-        self.scope: asyncio.Timeout | None = None  # inside which it runs
+    _send: asgi.Send
+    _choices: int = 0  # remove the event that holds only usage, behind the ends of so many; 0: leave it
+    # Called with the first event before that is sent; then `first` and `last` are kept.
+    _opened: Callable[[bytes], None] | None = None
+    _ended: int = 0  # choices
+    _held: bytes = b""  # the beginning of an event
+    _terminal: bytes = b""  # a whole event that the usage may have to go into
+    _closed: bool = False
+    _whole: bool = True  # what was passed on ends with an event's end
+    _with_usage: bytes = b""
+    first: bytes = b""  # its first event
+    last: bytes = b""  # its last few
+    _passed: bytes = b""  # the last few that were sent
+    moved: float = field(default_factory=lambda: time.monotonic())  # when something was last sent
+    sending: bool = False
+    _refusals: int = 0  # by its worker, since that said something
+    scope: asyncio.Timeout | None = None  # inside which it runs
 
     async def run(self, chunks: AsyncIterator[bytes], begun: Callable[[], None] = lambda: None) -> None:
         """Pass on everything up to the end, the end itself excepted; `begun` is called when the first piece comes."""
@@ -207,43 +204,38 @@ def _end_of_event(events: bytes, at: int) -> int:
     return min((found + len(end) for end in _ENDS if (found := events.find(end, at)) >= 0), default=len(events))
 
 
+def _data(line: bytes) -> dict[str, Any]:
+    """The object in a line of data; empty if there is none."""
+    with contextlib.suppress(ValueError):
+        data = loads(line[5:])
+        if isinstance(data, dict):
+            return data
+    return {}
+
+
 def data_of_last(events: bytes) -> dict[str, Any]:
     """The data of the last of some events; empty if it is no object."""
-    for line in reversed(events.splitlines()):
-        if line.startswith(b"data:"):
-            with contextlib.suppress(ValueError):
-                data = loads(line[5:])
-                return data if isinstance(data, dict) else {}
-            return {}
-    return {}
+    return next((_data(line) for line in reversed(events.splitlines()) if line.startswith(b"data:")), {})
 
 
 def usage_in_stream(events: bytes) -> Usage | None:
     """Usage in the last of some events that reports it."""
     at = len(events)
     while (at := events.rfind(b'"usage"', 0, at)) >= 0:
-        start = events.rfind(b"\n", 0, at) + 1
-        line = events[start:].partition(b"\n")[0]
-        at = start
-        if line.startswith(b"data:"):
-            with contextlib.suppress(ValueError):
-                if (usage := usage_of(loads(line[5:]))) is not None:
-                    return usage
+        at = events.rfind(b"\n", 0, at) + 1
+        line = events[at:].partition(b"\n")[0]
+        if line.startswith(b"data:") and (usage := usage_of(_data(line))) is not None:
+            return usage
     return None
 
 
 def _usage_alone(event: bytes) -> dict[str, Any] | None:
     """The event's data if it is only usage."""
-    if not event.startswith(b"data:"):
-        return None
-    try:
-        data = loads(event[5:])
-    except ValueError:
-        return None
-    alone = isinstance(data, dict) and data.get("choices") == [] and isinstance(data.get("usage"), dict)
-    return data if alone else None
+    data = _data(event) if event.startswith(b"data:") else {}
+    return data if data.get("choices") == [] and isinstance(data.get("usage"), dict) else None
 
 
+@dataclass(eq=False)
 class Heartbeats(Part):
     """Comments on streams that have been silent for a while: clients and proxies before them give up on silence.
 
@@ -252,12 +244,9 @@ class Heartbeats(Part):
 
     name = "heartbeats"
 
-    def __init__(self, interval: float, sent: Counter) -> None:
-        """`interval` in seconds, 0 for never; `sent` counts the comments."""
-        self._interval = interval
-        self._sent = sent
-        self._streams: dict[SseRelay, Worker] = {}
-        self._beats: set[asyncio.Task[None]] = set()
+    _interval: float  # seconds; 0: never
+    _sent: Counter  # counts the comments
+    _streams: dict[SseRelay, Worker] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def watching(self, stream: SseRelay, worker: Worker) -> Iterator[None]:
@@ -282,6 +271,4 @@ class Heartbeats(Part):
             silent = time.monotonic() - self._interval
             for stream in [each for each in self._streams if each.moved <= silent and not each.sending]:
                 self._sent.inc()
-                task = asyncio.create_task(stream.beat())
-                self._beats.add(task)
-                task.add_done_callback(self._beats.discard)
+                beside(stream.beat())

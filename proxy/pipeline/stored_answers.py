@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from sys import getsizeof
 from typing import Any, NamedTuple
 
@@ -70,50 +71,53 @@ def weight_of(piece: bytes) -> int:
     return getsizeof(piece) + POINTER_BYTES
 
 
-def from_piece(pieces: Sequence[bytes], at: int) -> tuple[bytes, int]:
-    """What to send at once from the piece at `at` on: at most `PIECE_BYTES`, or one piece; and the next one's place."""
-    size, end = 0, at
-    while end < len(pieces) and (end == at or size + len(pieces[end]) <= PIECE_BYTES):
-        size += len(pieces[end])
-        end += 1
-    return pieces[at] if end == at + 1 else b"".join(pieces[at:end]), end
+def grouped(pieces: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The same answer in as few pieces as may be: of at most `PIECE_BYTES`, or as long as they were."""
+    groups: list[list[bytes]] = []
+    size = 0
+    for piece in pieces:
+        if not groups or size + len(piece) > PIECE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(piece)
+        size += len(piece)
+    return tuple(map(b"".join, groups))
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """A stored answer."""
 
-    __slots__ = ("asked", "headers", "is_gone", "owner", "pieces", "readers", "source", "stored", "weight")
+    headers: asgi.HeaderList
+    pieces: Sequence[bytes]
+    source: Source
+    owner: str | None = None  # that of the key that had it computed
+    stored: float = field(default_factory=lambda: time.monotonic())
+    readers: int = 0
+    is_gone: bool = False  # nobody else finds it
+    asked: float = field(init=False)
+    weight: int = field(init=False)
 
-    def __init__(
-        self,
-        headers: asgi.HeaderList,
-        pieces: Sequence[bytes],
-        source: Source,
-        owner: str | None = None,
-    ) -> None:
-        """`owner`: that of the key that had it computed."""
-        self.headers, self.pieces, self.source, self.owner = headers, pieces, source, owner
-        self.stored = self.asked = time.monotonic()
-        self.readers = 0
-        self.is_gone = False  # nobody else finds it
-        named = sum(getsizeof(header) + sum(map(getsizeof, header)) + POINTER_BYTES for header in headers)
-        self.weight = ENTRY_BYTES + getsizeof(headers) + named + getsizeof(()) + sum(map(weight_of, pieces))
+    def __post_init__(self) -> None:
+        self.asked = self.stored
+        named = sum(getsizeof(header) + sum(map(getsizeof, header)) + POINTER_BYTES for header in self.headers)
+        held = getsizeof(self.headers) + named + getsizeof(()) + sum(map(weight_of, self.pieces))
+        self.weight = ENTRY_BYTES + held
 
 
+@dataclass(eq=False)
 class StoredAnswers:
     """Answers by their requests' digests."""
 
-    def __init__(self, most: int, evicted: Callable[[], None]) -> None:
-        """`most` bytes; `evicted` is called for each answer that goes because others need its room."""
-        self._most = most
-        self._evicted = evicted
-        self._entries: dict[bytes, Entry] = {}
-        self._idle: OrderedDict[bytes, Entry] = OrderedDict()  # those that may go, the first of which goes first
-        self._idle_of: dict[str | None, OrderedDict[bytes, None]] = {}  # the same by owner
-        self._held_of: Counter[str | None] = Counter()  # bytes, by owner
-        self._fixed_of: Counter[str | None] = Counter()  # of them, those of what cannot go
-        self._fixed = 0
-        self.size = 0  # bytes
+    _most: int  # bytes
+    _evicted: Callable[[], None]  # called for each answer that goes because others need its room
+    _entries: dict[bytes, Entry] = field(default_factory=dict)
+    _idle: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)  # may go, the first of them first
+    _idle_of: dict[str | None, OrderedDict[bytes, None]] = field(default_factory=dict)  # the same by owner
+    _held_of: Counter[str | None] = field(default_factory=Counter)  # bytes, by owner
+    _fixed_of: Counter[str | None] = field(default_factory=Counter)  # of them, those of what cannot go
+    _fixed: int = 0
+    size: int = 0  # bytes
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -235,11 +239,3 @@ def _add(counts: Counter[str | None], owner: str | None, size: int) -> None:
     counts[owner] += size
     if not counts[owner]:
         del counts[owner]
-
-
-def grouped(pieces: Sequence[bytes]) -> Iterator[bytes]:
-    """The same answer in as few pieces as may be."""
-    at = 0
-    while at < len(pieces):
-        piece, at = from_piece(pieces, at)
-        yield piece

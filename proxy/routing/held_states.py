@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from proxy.boundaries.boundary import Boundary, resolved_positions
-from proxy.boundaries.resolve import Entry
-from proxy.http.json_body import count
+from proxy.boundaries.boundary import Boundary, Entry, resolved_positions
+from proxy.routing.feed_lines import Admitted, Came, Cleared, Event, Gone
 from proxy.routing.prefix_index import PrefixIndex
 
 # Requests that the engine has not fully reported, and prefixes tied to a state; per worker, some 500 bytes each.
@@ -21,13 +19,9 @@ MAX_PENDING = 8192
 
 MAX_TIED = 16_384
 
-MOST_NAME = 1024  # characters of a request's id, and of what names a state or a reason
-
 
 @dataclass
 class _Pending:
-    """A request on its way."""
-
     boot: str
     entries: tuple[Entry, ...]  # its hint
     boundaries: dict[bytes, Entry]  # what the hint says of each, by key
@@ -40,8 +34,6 @@ class _Pending:
 
 @dataclass
 class _HeldState:
-    """A state that the engine holds."""
-
     boot: str
     tokens: int  # its position
     keys: set[bytes] = field(default_factory=set)  # of the prefixes for which it is the deepest
@@ -93,7 +85,7 @@ class HeldStates:
             _, oldest = self._pending.popitem(last=False)
             self._not_held(oldest.new, oldest.boot)
 
-    def resolved(self, request_id: str, positions: Sequence[int]) -> None:
+    def _resolved(self, request_id: str, positions: Sequence[int]) -> None:
         """The engine has resolved the request's hint to these positions, in its order; 0 for what is not there."""
         pending = self._pending.get(request_id)
         if pending is None:
@@ -118,18 +110,16 @@ class HeldStates:
         if pending is not None:
             self._not_held(pending.new, pending.boot)
 
-    def apply(self, states: Iterable[Sequence[Any]], boot: str) -> None:
-        """Apply the engine's events, in their order; `boot` is the worker's identity now.
-
-        Raises `ValueError`, `TypeError`, `KeyError` or `IndexError` on nonsense.
-        """
-        for kind, *event in states:
-            if kind == "came":
-                request_id, end, positions = event
-                self._stored(request_id, count(end), {count(place): word(name) for place, name in positions if name})
-            elif kind == "gone":
-                self._evicted(*event)
-            elif kind == "cleared":
+    def apply(self, event: Event, boot: str) -> None:
+        """Apply what the engine has told; `boot` is the worker's identity now."""
+        match event:
+            case Admitted():
+                self._resolved(event.request_id, event.positions)
+            case Came():
+                self._stored(event.request_id, event.end, {place: name for place, name in event.states if name})
+            case Gone():
+                self._evicted(event.state)
+            case Cleared():
                 self.forget_all(boot)
 
     def forget_all(self, boot: str) -> None:
@@ -197,10 +187,3 @@ class HeldStates:
             for key in state.keys:
                 self._tied.pop(key, None)
             self._prefix_index.forget(state.keys, state.boot)
-
-
-def word(value: Any) -> str:
-    """A name or a reason. Raises `ValueError` for what is none."""
-    if not isinstance(value, str) or len(value) > MOST_NAME:
-        raise ValueError("no name")
-    return value

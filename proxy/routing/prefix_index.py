@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prometheus_client import Counter
 
-from proxy.boundaries.boundary import Boundary
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Boundary, Entry
 
 # For one prefix with its first worker, and for each further worker; measured, rounded up.
 ENTRY_BYTES = 500
@@ -28,15 +28,13 @@ class Holding(NamedTuple):
     is_told: bool  # the engine has told the prefix's length; if not, `tokens` is a guess
 
 
+@dataclass(slots=True, eq=False)
 class Prefix:
     """A prefix that workers were sent. Requests keep a reference, and see its length once an engine tells it."""
 
-    __slots__ = ("estimate", "held", "tokens")
-
-    def __init__(self, tokens: int, estimate: int) -> None:
-        self.tokens = tokens  # 0 until an engine has told it
-        self.estimate = estimate
-        self.held: dict[str, int] = {}  # tokens that are held, by worker that was ever sent it; 0 for none
+    tokens: int  # 0 until an engine has told it
+    estimate: int
+    held: dict[str, int] = field(default_factory=dict)  # tokens held, by worker that was ever sent it; 0 for none
 
     @property
     def size(self) -> int:
@@ -95,7 +93,6 @@ class PrefixIndex:
                 self._evictions.inc()
 
     def set_length(self, key: bytes, tokens: int) -> None:
-        """An engine has told how many tokens the prefix has."""
         prefix = self._prefixes.get(key)
         if prefix is not None and tokens > 0:
             prefix.tell(tokens)
@@ -124,7 +121,6 @@ class PrefixIndex:
         self.forget([key for key, prefix in self._prefixes.items() if prefix.held.get(boot)], boot)
 
     def holds(self, key: bytes, boot: str) -> int:
-        """Tokens that `boot` holds of the prefix `key`."""
         prefix = self._prefixes.get(key)
         return prefix.held.get(boot, 0) if prefix is not None else 0
 

@@ -20,8 +20,6 @@ S = TypeVar("S")
 
 
 class _Waiter:
-    """A request in the queue."""
-
     __slots__ = ("future", "key", "take", "wants")
 
     def __init__(self, key: ApiKey | None, wants: Hashable, take: Callable[[], object | None]) -> None:

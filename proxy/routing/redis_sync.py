@@ -21,8 +21,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
+from redis.asyncio.connection import DefaultParser
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as ClosedByRedis
+from redis.exceptions import InvalidResponse
 from xxhash import xxh3_128_hexdigest
 
 from proxy.boundaries.positions import PositionCache
@@ -31,7 +34,6 @@ from proxy.fleet.part import Part
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork, Steps
 from proxy.metrics import Metrics
 from proxy.routing.prefix_index import PrefixIndex
-from proxy.routing.redis_answers import AnswerTooLarge, BoundedParser
 
 logger = logging.getLogger("seamark.redis")
 
@@ -62,7 +64,6 @@ GATEWAYS_AT_ONCE = 4
 WRITER_SECONDS = 60.0
 
 MOST_WRITERS = 1024  # that are counted
-
 STREAM_SECONDS = 6 * 3600  # without entries until it expires
 
 # In one exchange, over all workers' streams, and as many of positions, to which all gateways write. The event loop
@@ -89,64 +90,97 @@ MAX_RECORDS = 64
 # A longer prompt than any engine takes is garbage.
 MAX_TOKENS = 2**24
 
-# Kinds of records in a worker's stream: two of prefixes, one of responses.
-HELD, GONE, KEPT = 1, 2, 3
+# Kinds of records: two of prefixes, one of responses, one of the positions of boundaries.
+HELD, GONE, KEPT, PLACED = 1, 2, 3, 4
 
+# Those in a worker's stream and in that of positions, and whether such a record has tokens.
+_OF_WORKER = frozenset({(HELD, True), (GONE, False), (KEPT, False)})
+_OF_POSITIONS = frozenset({(PLACED, True)})
 
-class Form(NamedTuple):
-    """The format of a stream's batches: magic, writer, records whose last field is a number of tokens."""
-
-    magic: bytes  # with the version: batches of another one are refused
-    record: struct.Struct
-
-
-HOLDINGS = Form(b"smh3", struct.Struct(f"<B{KEY_BYTES}sI"))  # kind, key of a prefix or name of a response, tokens or 0
-
-POSITIONS = Form(b"smp2", struct.Struct(f"<{KEY_BYTES}sI"))  # key, tokens
-
-# Kind of a record, and whether it has tokens.
-_SOUND = frozenset({(HELD, True), (GONE, False), (KEPT, False)})
+MAGIC = b"smh4"  # with the version: batches of another one are refused
 
 _HEADER = struct.Struct(f"<4s{WRITER_BYTES}s")
+_RECORD = struct.Struct(f"<B{KEY_BYTES}sI")  # kind, key of a prefix or name of a response, tokens or 0
 
-POSITIONS_STREAM = b"seamark:positions:2"
+POSITIONS_STREAM = b"seamark:positions:3"
 
 _ENTRY = re.compile(rb"\d{1,20}-\d{1,20}")  # how Redis names one
 
 
 def holdings_stream(boot: str) -> bytes:
     """The stream about the worker that booted as `boot`; a restarted worker has another."""
-    return b"seamark:held:3:" + xxh3_128_hexdigest(boot.encode()).encode()
+    return b"seamark:held:4:" + xxh3_128_hexdigest(boot.encode()).encode()
+
+
+StreamRecord = tuple[int, bytes, int]
 
 
 class Batch(NamedTuple):
-    """One entry of a stream."""
-
     writer: bytes  # names the gateway, at random
-    records: tuple[tuple[Any, ...], ...]
+    records: tuple[StreamRecord, ...]
 
 
-def pack(form: Form, writer: bytes, records: Iterable[tuple[Any, ...]]) -> bytes:
-    """The batch as bytes; `records`, at most `MAX_RECORDS`, as `form` has them."""
-    return b"".join((_HEADER.pack(form.magic, writer), *(form.record.pack(*record) for record in records)))
+def pack(writer: bytes, records: Iterable[StreamRecord]) -> bytes:
+    """The batch as bytes, of at most `MAX_RECORDS`."""
+    return b"".join((_HEADER.pack(MAGIC, writer), *(_RECORD.pack(*record) for record in records)))
 
 
-def unpack(form: Form, raw: bytes) -> Batch | None:
-    """The batch in these bytes; None if they are none."""
+def unpack(raw: bytes, *, of_positions: bool = False) -> Batch | None:
+    """The batch in these bytes of a worker's stream, or of that of positions; None if they are none."""
     length = len(raw) - _HEADER.size
-    if not 0 < length <= MAX_RECORDS * form.record.size or length % form.record.size:
+    if not 0 < length <= MAX_RECORDS * _RECORD.size or length % _RECORD.size:
         return None
     magic, writer = _HEADER.unpack_from(raw)
-    if magic != form.magic:
-        return None
-    records = tuple(form.record.iter_unpack(memoryview(raw)[_HEADER.size :]))
-    if any(record[-1] > MAX_TOKENS for record in records):
-        return None
-    if form is HOLDINGS and any((kind, tokens > 0) not in _SOUND for kind, _, tokens in records):
-        return None
-    if form is POSITIONS and not all(tokens for _, tokens in records):
+    records = tuple(_RECORD.iter_unpack(memoryview(raw)[_HEADER.size :]))
+    kinds = _OF_POSITIONS if of_positions else _OF_WORKER
+    if magic != MAGIC or any(tokens > MAX_TOKENS or (kind, tokens > 0) not in kinds for kind, _, tokens in records):
         return None
     return Batch(writer, records)
+
+
+# Of one command. What gateways write gives less even with a thousand workers, each of which has a stream.
+MOST_BYTES, MOST_LINES = 2**21, 2**14
+
+# How a list of ten thousand elements begins, or of more. Records hold this by chance less than once in 10**18 bytes.
+_LONG_LIST = re.compile(rb"\r\n[*%~>|]\d{5,}\r\n")
+
+LONGEST_HEADER = 32  # bytes of a header that hiredis takes, which two pieces may share
+
+
+class AnswerTooLarge(InvalidResponse):
+    """It is no answer to what was asked."""
+
+
+class BoundedParser(DefaultParser):  # type: ignore[valid-type, misc]  # redis gives it as a variable
+    """What Redis answers, within bounds. As a connection's `parser_class`.
+
+    hiredis believes every length that an answer announces, and what it then does is done in one go. An answer beyond
+    them counts as garbage before it is parsed.
+    """
+
+    def on_connect(self, connection: Any) -> None:
+        super().on_connect(connection)
+        self._bytes = self._lines = 0
+        self._before = b"\r\n"
+
+    async def read_response(self, *args: Any, **kwargs: Any) -> Any:
+        """The next answer. Raises `AnswerTooLarge`."""
+        self._bytes = self._lines = 0
+        return await super().read_response(*args, **kwargs)
+
+    async def read_from_socket(self) -> bool:
+        """Give the next piece to hiredis. Raises `AnswerTooLarge`."""
+        piece: bytes = await self._stream.read(self._read_size)
+        if not piece:
+            raise ClosedByRedis("Redis has closed the connection")
+        self._bytes += len(piece)
+        self._lines += piece.count(b"\r\n")
+        joined = self._before + piece
+        if self._bytes > MOST_BYTES or self._lines > MOST_LINES or _LONG_LIST.search(joined) is not None:
+            raise AnswerTooLarge
+        self._before = joined[-LONGEST_HEADER:]
+        self._reader.feed(piece)
+        return True
 
 
 class RedisSync(Part):
@@ -185,8 +219,8 @@ class RedisSync(Part):
         self._up.set(0)
         self.state = "connecting"  # or "up", "down"
         self._failures = 0  # since Redis last answered
-        self._waiting: deque[tuple[str | None, Sequence[tuple[Any, ...]]]] = deque(maxlen=WAITING_EVENTS)
-        self._outgoing: dict[bytes, list[tuple[Any, ...]]] = {}  # by stream; not known to be written
+        self._waiting: deque[tuple[str | None, Sequence[StreamRecord]]] = deque(maxlen=WAITING_EVENTS)
+        self._outgoing: dict[bytes, list[StreamRecord]] = {}  # by stream; not known to be written
         self._written: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
         self._cursors: dict[bytes, bytes] = {}  # by stream, the last entry that was read
         self._writers: dict[bytes, float] = {}  # other gateways, and when (time.monotonic()) each was last heard
@@ -209,13 +243,11 @@ class RedisSync(Part):
             await asyncio.sleep(pause)
 
     async def aclose(self) -> None:
-        """Stop listening and close the connection."""
         self._prefix_index.on_held = self._prefix_index.on_forget = self._positions.on_put = None
         self._stored.on_kept = None
         await self._redis.aclose()
 
     def status(self) -> dict[str, Any]:
-        """For the status page."""
         return {"state": self.state, "waiting": len(self._waiting), "streams_read": len(self._cursors)}
 
     # On the path of requests: no more than an append.
@@ -231,9 +263,9 @@ class RedisSync(Part):
         self._append((boot, ((KEPT, name, 0),)))
 
     def _put(self, key: bytes, tokens: int) -> None:
-        self._append((None, ((key, tokens),)))
+        self._append((None, ((PLACED, key, tokens),)))
 
-    def _append(self, event: tuple[str | None, Sequence[tuple[Any, ...]]]) -> None:
+    def _append(self, event: tuple[str | None, Sequence[StreamRecord]]) -> None:
         if len(self._waiting) == WAITING_EVENTS:
             self._dropped.inc()
         self._waiting.append(event)
@@ -253,9 +285,8 @@ class RedisSync(Part):
         position_cursor = cursors.pop(POSITIONS_STREAM)
         async with self._redis.pipeline(transaction=False) as pipeline:
             for stream, records in self._outgoing.items():
-                form = POSITIONS if stream == POSITIONS_STREAM else HOLDINGS
                 for start in range(0, len(records), MAX_RECORDS):
-                    packed = pack(form, self._writer, records[start : start + MAX_RECORDS])
+                    packed = pack(self._writer, records[start : start + MAX_RECORDS])
                     pipeline.xadd(stream, {b"n": packed}, maxlen=STREAM_ENTRIES, approximate=True)
                 pipeline.expire(stream, STREAM_SECONDS)
             pipeline.xread({POSITIONS_STREAM: position_cursor}, READ_ENTRIES)
@@ -300,7 +331,7 @@ class RedisSync(Part):
                 self._outgoing.setdefault(stream, []).extend(records)
                 taken += len(records)
 
-    def _not_repeated(self, stream: bytes, event: Sequence[tuple[Any, ...]], now: float) -> Iterable[tuple[Any, ...]]:
+    def _not_repeated(self, stream: bytes, event: Sequence[StreamRecord], now: float) -> Iterable[StreamRecord]:
         """Records about a worker, without those of prefixes it holds that were written lately."""
         for record in event:
             kind, key, _ = record
@@ -322,7 +353,7 @@ class RedisSync(Part):
 
     def _apply(self, boot: str | None, raw: bytes) -> None:
         """Put another gateway's batch into the tables."""
-        batch = unpack(POSITIONS if boot is None else HOLDINGS, raw)
+        batch = unpack(raw, of_positions=boot is None)
         if batch is None:
             self._refused.inc()
             return
@@ -330,17 +361,15 @@ class RedisSync(Part):
             return
         if batch.writer in self._writers or len(self._writers) < MOST_WRITERS:
             self._writers[batch.writer] = time.monotonic()
-        if boot is None:
-            for key, tokens in batch.records:
+        for kind, key, tokens in batch.records:
+            if boot is None:
                 self._positions.put_remote(key, tokens)
-        else:
-            for kind, key, tokens in batch.records:
-                if kind == HELD:
-                    self._prefix_index.record_remote(key, tokens, boot)
-                elif kind == KEPT:
-                    self._stored.keep_remote(key, boot)
-                else:
-                    self._prefix_index.forget((key,), boot, remote=True)
+            elif kind == HELD:
+                self._prefix_index.record_remote(key, tokens, boot)
+            elif kind == KEPT:
+                self._stored.keep_remote(key, boot)
+            else:
+                self._prefix_index.forget((key,), boot, remote=True)
         self._heard.inc(len(batch.records))
 
     def _start_over(self) -> None:

@@ -139,7 +139,7 @@ def test_an_emptied_cache_reaches_the_gateway_without_another_request(fleet):
         wait_for(lambda seed=seed: is_as_predicted(seed, hit=True))
     httpx.post(fleet.rust.url + "/reset_prefix_cache", timeout=60).raise_for_status()
     reports = worker_of(fleet.gateway)["reports"]["url"]
-    wait_for(lambda: ["cleared"] in httpx.get(reports + "/seamark/outcomes", timeout=60).json()["states"])
+    wait_for(lambda: ["cleared", ""] in httpx.get(reports + "/seamark/outcomes", timeout=60).json()["events"])
     ask(fleet.gateway, chat(50, "Whose outcome is read, and so all that happened before?"))
     # Each prompt is asked with once, for that brings it back.
     assert any(is_as_predicted(seed, hit=False) for seed in range(51, 57))

@@ -13,11 +13,11 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
+from proxy.boundaries.boundary import encode_opener, resolve
+from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer
-from proxy.boundaries.resolve import encode_opener, resolve
 from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, TemplateFacts, setting_of
-from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.chat import CHAT
 from proxy.http.client import Upstream
 from tests.harness.messages import assistant, system, user
@@ -126,13 +126,13 @@ class Renderer:
         self._worker, self._fixed = worker, {"model": "m", "chat_template": template}
         self.detokenize = worker.detokenize
 
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
         return await self._worker({**self._fixed, **body}, path)
 
     async def ids(self, body: Mapping[str, Any]) -> list[int] | None:
         """None if the template refuses such a chat."""
         try:
-            return (await self(body)).ids()
+            return await self(body)
         except RenderFailed:
             return None
 
@@ -165,7 +165,7 @@ async def cell_of(renderer: Renderer, facts: TemplateFacts, template: str, name:
     parting = min(common_prefix(prompt, other) for other in others)
     opener = facts.opener(shape.place, tools)
     last = [gap(opener, "last", each, parting) for each in (prompt, *others)]
-    if opener is not None and opener.text is not None and opener.exact and shape.parts is None:
+    if opener is not None and opener.text is not None and max(each or 0 for each in last) <= 1 and shape.parts is None:
         # What stands in the last text, too, is counted and skipped.
         said = f"It begins {opener.text} and then {opener.text} again."
         if (ids := await renderer.ids(shape.chat(said))) is not None:

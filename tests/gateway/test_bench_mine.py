@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from proxy.bench import mine
 from proxy.bench.mine import MinedPair, MinedReply, Stack, plan_for, verdict
-from proxy.boundaries.token_ids import common_prefix
+from proxy.boundaries.divergence import common_prefix
 from proxy.commands.render_server import free_port
 from tests.harness.recording_worker import serving
 

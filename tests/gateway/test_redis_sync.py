@@ -220,7 +220,7 @@ def test_a_password_is_never_told(fleet, pair, server):
 
 
 def test_a_stream_takes_no_more_room_than_is_said(client):
-    largest = redis_sync.pack(redis_sync.HOLDINGS, b"w" * 8, [(redis_sync.HELD, bytes(16), 9)] * redis_sync.MAX_RECORDS)
+    largest = redis_sync.pack(b"w" * 8, [(redis_sync.HELD, bytes(16), 9)] * redis_sync.MAX_RECORDS)
     with client.pipeline(transaction=False) as pipeline:
         for _ in range(2 * redis_sync.STREAM_ENTRIES):
             pipeline.xadd("largest", {"n": largest}, maxlen=redis_sync.STREAM_ENTRIES, approximate=True)

@@ -72,7 +72,7 @@ def _in_code(collector: Any) -> Family:
 
 
 _OF_GATEWAY = [each for each in vars(Metrics()).values() if hasattr(each, "_labelnames")]
-_OF_ENGINE = [*vars(families()).values(), header_fields.counted()]
+_OF_ENGINE = [families().info, *families().counters.values(), *families().gauges.values(), header_fields.counted()]
 
 GATEWAY, ENGINE = set(map(_in_code, _OF_GATEWAY)), set(map(_in_code, _OF_ENGINE))
 

@@ -11,10 +11,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from proxy.boundaries.resolve import resolve
-from proxy.boundaries.token_ids import common_prefix
-from proxy.chat.chat import CHAT, COMPLETIONS, HINTED, MESSAGES, RESPONSES
-from proxy.chat.reader import chat_in
+from proxy.boundaries.boundary import resolve
+from proxy.boundaries.divergence import common_prefix
+from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from proxy.chat.reader import HINTED, chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.version import version
 
@@ -98,11 +98,10 @@ class FakeEngine:
         """`ahead`: tokens past a state that a prompt has to share to find it."""
         self.boot = f"feed of {boot}"
         self._ahead = ahead
-        self._kept: list[tuple[list[Any] | None, list[Any] | None, list[Any] | None]] = []  # outcome, resolved, states
+        self._kept: list[list[Any]] = []  # events
         self._seen: dict[str, list[str]] = {}  # prompts, by cache salt
         self.read_to = 0  # what a gateway has read
         self.pinned: list[tuple[str, str]] = []  # cache salts and prompts
-        self._fates: list[tuple[int, str, str]] = []  # of pins: cursor, request id, and what became of it
 
     @property
     def cursor(self) -> int:
@@ -125,26 +124,22 @@ class FakeEngine:
         states = [[at, _state(salt, prompt[:at])] for at in floored]
         admitted = Admitted(reason, cached, shared // MATCH_UNIT * MATCH_UNIT, positions)
         admitted = admitted._replace(pin=self._pin(salt, prompt, body))
-        self._kept.append(
-            (
-                [request_id, reason, cached],
-                [request_id, admitted.shared, list(positions)],
-                ["came", request_id, len(ids), states] if hint else None,
-            )
-        )
+        self._kept.append(["admitted", request_id, reason, cached, admitted.shared, list(positions)])
         if admitted.pin:
-            self._fates.append((self.cursor, request_id, admitted.pin))
+            self._kept.append(["pinned", request_id, admitted.pin])
+        if hint:
+            self._kept.append(["came", request_id, len(ids), states])
         return admitted
 
     def clear(self) -> None:
         """The cache is emptied."""
         self.pinned.clear()
-        self._kept.append((None, None, ["cleared"]))
+        self._kept.append(["cleared"])
 
     def replace_adapter(self, name: str) -> None:
         """Another adapter is loaded under a name: what the former one has left is gone."""
         self.pinned.clear()
-        self._kept.append((None, None, ["adapter", name]))
+        self._kept.append(["adapter", name])
 
     def _pin(self, salt: str, prompt: str, body: Mapping[str, Any]) -> str:
         xargs = body.get("vllm_xargs")
@@ -161,8 +156,7 @@ class FakeEngine:
     def held(self, prompt: str, body: Mapping[str, Any]) -> int:
         """Tokens of `prompt` that lie before the deepest state kept for it; at least one token is left to compute."""
         salt = str(body.get("cache_salt") or "")
-        came = [event for _, _, event in self._kept if event is not None and event[0] == "came"]
-        states = {(at, name) for event in came for at, name in event[3]}
+        states = {(at, name) for event in self._kept if event[0] == "came" for at, name in event[3]}
         return max((at for at, name in states if at < len(prompt) and name == _state(salt, prompt[:at])), default=0)
 
     def has_news(self, boot: str, after: int) -> bool:
@@ -174,16 +168,8 @@ class FakeEngine:
     def feed(self, boot: str, after: int) -> dict[str, Any]:
         """What is later than `after`, or all of it for a reader of another boot's feed."""
         new = self._kept[after:] if boot == self.boot else self._kept
-        read = after if boot == self.boot else 0
-        return {
-            "boot": self.boot,
-            "cursor": self.cursor,
-            "outcomes": [outcome for outcome, _, _ in new if outcome is not None],
-            "states": [state for _, _, state in new if state is not None],
-            "reset": bool(boot) and boot != self.boot,
-            "resolved": [resolved for _, resolved, _ in new if resolved is not None],
-            "pins": [(name, fate) for cursor, name, fate in self._fates if cursor > read],
-        }
+        reset = bool(boot) and boot != self.boot
+        return {"boot": self.boot, "cursor": self.cursor, "events": new, "reset": reset}
 
 
 def _state(salt: str, tokens: str) -> str:

@@ -124,10 +124,12 @@ class Feed:
         query = _FEED.search(target)
         after = int(query[2]) if query and query[1] == b"mock" else 0
         new = [(name, counts) for number, name, counts in self._kept if number > after]
-        outcomes = [[name, "hit" if counts.cached else "cold", counts.cached] for name, counts in new]
-        resolved = [[name, counts.cached, counts.positions] for name, counts in new]
-        told = {"boot": "mock", "cursor": self._cursor, "outcomes": outcomes, "resolved": resolved}
-        return json.dumps(told).encode()
+        reasons = ["hit" if counts.cached else "cold" for _, counts in new]
+        events = [
+            ["admitted", name, reason, counts.cached, counts.cached, counts.positions]
+            for reason, (name, counts) in zip(reasons, new, strict=True)
+        ]
+        return json.dumps({"boot": "mock", "cursor": self._cursor, "events": events, "reset": False}).encode()
 
 
 class Worker(Connection):

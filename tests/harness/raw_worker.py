@@ -41,7 +41,7 @@ PAGES = {
     b"/kv_event_sources": (b"{}", JSON),
     b"/v1/models": (b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":131072}]}', JSON),
     b"/version": (b'{"version":"0.32.0"}', JSON),
-    b"/seamark/outcomes": (b'{"boot":"b","cursor":0,"outcomes":[]}', JSON),
+    b"/seamark/outcomes": (b'{"boot":"b","cursor":0,"events":[],"reset":false}', JSON),
     # For other gateways.
     **dict.fromkeys((b"/get_model_info", b"/model_info"), (b'{"model_path":"m","is_generation":true}', JSON)),
     **dict.fromkeys((b"/get_server_info", b"/server_info"), (b'{"model_path":"m","served_model_name":"m"}', JSON)),

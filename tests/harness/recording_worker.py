@@ -404,7 +404,7 @@ class RecordingWorker:
             await asyncio.sleep(0.01)
         events = self.engine.feed(boot, after)
         if self.drafts[0]:
-            events["drafts"] = dict(zip(("state", "why", "figures"), self.drafts, strict=True))
+            events["drafts"] = self.drafts[::2]
         await respond(send, json.dumps(events).encode(), status=200 if self.has_feed else 404)
 
     async def _render(self, body: bytes, send: Any) -> None:

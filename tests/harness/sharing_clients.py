@@ -9,7 +9,7 @@ from typing import Any
 from proxy.fleet.probe import Probed
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
-from proxy.pipeline.request import ProxiedRequest, request_of
+from proxy.pipeline.exchange import Exchange, exchange_of
 from proxy.pipeline.stored_answers import PIECE_BYTES
 
 END = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
@@ -49,10 +49,10 @@ class Client:
         scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
         self.key, self.result = key, ""
         self.run: Run | None = None  # whose answer it is to get
-        self.request: ProxiedRequest = request_of(scope, raw, f"id-{id(self)}", send=self._got)
-        self.request.body.take(json.loads(raw), self.request.client, asks_usage=False)
         told = {asgi.ON_DISCONNECT: lambda call_back: setattr(self, "leaves", call_back)}
         self.watch = asgi.ClientWatch({"extensions": told}, _nothing)
+        self.request: Exchange = exchange_of(scope, raw, f"id-{id(self)}", send=self._got, watch=self.watch)
+        self.request.body.take(json.loads(raw), self.request.head, asks_usage=False)
         self.head: dict[bytes, bytes] = {}
         self.body, self.ended = b"", False
         self.reads = asyncio.Event()

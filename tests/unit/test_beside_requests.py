@@ -25,12 +25,13 @@ from proxy.fleet.worker import Worker
 from proxy.idle_work import LULL_SECONDS, IdleWork, Steps, within
 from proxy.metrics import Metrics
 from proxy.observability import request_diff, volatile_text
-from proxy.observability.exposition import exposition
 from proxy.observability.request_diff import MAX_REQUESTS, RememberedRequest, RequestMemory
 from proxy.pipeline.gateway import Gateway
 from proxy.routing.engine_events import STEP_EVENTS, EngineEvents, _FeedReader
+from proxy.routing.feed_lines import read_line
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
+from proxy.server.app import exposition_of
 from proxy.settings import Settings
 from tests.harness.probed import probed
 from tests.harness.steps import finished
@@ -91,7 +92,7 @@ def test_a_streams_end_does_nothing_that_takes_longer_the_more_there_is():
     """What it does beyond that is given to `IdleWork`, behind its last byte."""
     tree = ast.parse((PROXY / "pipeline" / "accounting.py").read_text())
     found = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    for name in ("reported", "count", "_learn"):
+    for name in ("reported", "settle", "_learn"):
         assert not [node for node in ast.walk(found[name]) if isinstance(node, LOOPS)], name
     forward = ast.parse((PROXY / "pipeline" / "forward.py").read_text())
     (stream,) = (node for node in ast.walk(forward) if getattr(node, "name", "") == "_stream_events")
@@ -171,24 +172,24 @@ def test_a_step_of_the_search_for_a_change_is_short_whatever_was_sent(counts, ki
 def test_what_an_engine_reports_is_applied_a_few_events_at_a_time(monkeypatch):
     applied: Counter[str] = Counter()
 
-    def apply(self: HeldStates, states: Any, boot: str) -> None:
-        applied["events"] += len(states)
+    def apply(self: HeldStates, event: Any, boot: str) -> None:
+        applied["events"] += 1
 
     monkeypatch.setattr(HeldStates, "apply", apply)
     index = PrefixIndex(10**6)
     feed, worker = _FeedReader(HeldStates(index, lambda *_: None)), Worker("http://w", None, probed=probed("w#1"))
     events = EngineEvents(SimpleNamespace(), index, IdleWork(), Shelf(Metrics()))  # type: ignore[arg-type]
-    told = {"boot": "b", "cursor": 1, "reset": False, "states": [["gone", str(i)] for i in range(1000)]}
-    told["outcomes"] = [[str(i), "hit", 0] for i in range(1000)]
-    done = [applied["events"] + len(feed.outcomes) for _ in events._apply(worker, feed, told)]
+    told = [["admitted", str(i), "hit", 0, 0, []] for i in range(1000)]
+    line = read_line(json.dumps({"boot": "b", "cursor": 1, "reset": False, "events": told}).encode())
+    done = [applied["events"] + len(feed.outcomes) for _ in events._apply(worker, feed, line)]
     assert done[-1] == 2000 and max(map(int.__sub__, done, [0, *done])) <= STEP_EVENTS
 
 
 def test_metrics_are_written_a_family_at_a_time():
     gateway = Gateway(Settings(worker=("http://w",)))
     families = list(gateway.metrics.registry.collect())
-    assert sum(1 for _ in exposition(gateway.metrics.registry)) >= len(families) > 20
-    text = finished(exposition(gateway.metrics.registry))
+    assert sum(1 for _ in exposition_of(gateway.metrics.registry)) >= len(families) > 20
+    text = finished(exposition_of(gateway.metrics.registry))
     assert all(f"# HELP {family.name}".encode() in text for family in families)
 
 

@@ -41,10 +41,7 @@ class PassCounter:
         self._offset = self._log.stat().st_size
 
     def after(self, answers: Sequence[TimedAnswer]) -> Passes:
-        """Passes since `restart`, once the log accounts for every token of `answers`; then restarts.
-
-        Raises `TimeoutError` when the log never does.
-        """
+        """Passes since `restart`, once the log accounts for all tokens of `answers`, else `TimeoutError`; restarts."""
         # The last token of an answer is sampled, never computed.
         wanted = sum(answer.prompt_tokens - (answer.cached_tokens or 0) + len(answer.steps) - 1 for answer in answers)
         deadline = time.monotonic() + LOG_SECONDS

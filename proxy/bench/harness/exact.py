@@ -13,7 +13,6 @@ from proxy.bench.harness.client import TimedAnswer
 from proxy.fleet.answer_compare import distance
 
 LOGPROB_BOUND = 1e-4
-
 TIE = 1e-5  # of the reference's two best logprobs: a gap below it may be taken either way
 
 
@@ -26,13 +25,12 @@ class Difference(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether float32 answers count as equal."""
         return self.largest_error <= LOGPROB_BOUND if self.position is None else self.gap < TIE
 
 
 def compare(answer: TimedAnswer, reference: TimedAnswer) -> Difference:
     """How `answer` differs from the reference engine's. Compares as many tokens as `answer` has."""
-    error, position = distance(answer, reference)
+    error, position = distance(answer.steps, reference.steps)
     compared = list(zip(answer.steps, reference.steps, strict=False))[: None if position is None else position + 1]
     # The fifth and the sixth best can change places within the bound; of more tokens that would be a coincidence.
     if any(len(step.top.keys() & wanted.top.keys()) < len(wanted.top) - 1 for step, wanted in compared):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import httpx
 
 from proxy.bench.harness.client import Messages, tokens_of
-from proxy.boundaries.token_ids import common_prefix
+from proxy.boundaries.divergence import common_prefix
 
 _SENTENCE = (
     ("The editor", "A harbour pilot", "Each reader", "The archive", "Our team", "The northern station", "A clerk"),
@@ -41,10 +41,7 @@ def prose(words: int, seed: int) -> str:
 async def with_shared_tokens(
     client: httpx.AsyncClient, url: str, shared: int, seed: int, questions: Sequence[str] = QUESTIONS
 ) -> tuple[Messages, ...]:
-    """Chats of one system prompt and the `questions`, any two of which share exactly `shared` tokens.
-
-    Raises `ValueError` if the tokenizer does not allow that length.
-    """
+    """Chats, any two of which share exactly `shared` tokens; `ValueError` if the tokenizer does not allow that."""
 
     def chats(system: str) -> tuple[Messages, ...]:
         return tuple(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from proxy.boundaries.resolve import MAX_ENTRIES
+from proxy.boundaries.boundary import MAX_ENTRIES
 from proxy.commands.parser import Parser
 from tests.bench.traces import formats
 from tests.bench.traces.formats import BadTrace, Place, Trace, TraceRequest

@@ -14,6 +14,7 @@ from proxy.boundaries.boundary import Boundary, Found
 from proxy.fleet.probe import Probed
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
+from proxy.routing.feed_lines import Came, Gone
 from proxy.routing.held_states import HeldStates
 from proxy.routing.policy import choose
 from proxy.routing.prefix_index import PrefixIndex
@@ -160,8 +161,8 @@ class Seamark(Policy):
     def hear(self, news: News) -> None:
         """A state is there, or gone."""
         kept = [(place.tokens, str(place.name)) for place in news.kept]
-        event = ("came", news.request.name, news.end, kept) if news.request else ("gone", str(news.gone))
-        self._states[news.worker].apply([event], self.workers[news.worker].boot)
+        event = Came(news.request.name, news.end, kept) if news.request else Gone(str(news.gone))
+        self._states[news.worker].apply(event, self.workers[news.worker].boot)
 
     def first_token(self, execution: Execution) -> None:
         self._charge(self._sent[execution.name], 0)

@@ -35,7 +35,7 @@ from proxy.bench.harness.servers import (
     free_port,
     generated_model,
 )
-from proxy.boundaries.token_ids import common_prefix
+from proxy.boundaries.divergence import common_prefix
 from tests.harness import draft_defects, gate_engine
 from tests.harness.draft_engines import MTP, STARTED_ALL_THE_SAME
 from tests.harness.engines import FLOAT32_DELTA

@@ -16,7 +16,7 @@ import pytest
 
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server
-from proxy.boundaries.token_ids import common_prefix
+from proxy.boundaries.divergence import common_prefix
 from tests.harness.engines import SharedServers
 
 UNIT = 16

@@ -135,8 +135,8 @@ def test_whichever_server_is_asked_there_is_one_feed_with_every_outcome_and_ever
     feeds = [fresh("/seamark/outcomes").json() for _ in range(12)]
     assert len({feed["boot"] for feed in feeds}) == 1
     for feed in feeds:
-        assert set(names) <= {name for name, *_ in feed["outcomes"]}
-        came = {event[1]: event[3] for event in feed["states"] if event[0] == "came"}
+        assert set(names) <= {event[1] for event in feed["events"] if event[0] == "admitted"}
+        came = {event[1]: event[3] for event in feed["events"] if event[0] == "came"}
         assert all(states and all(name for _, name in states) for states in map(came.get, names))
     metrics = [fresh(path).text for path in ("/seamark/metrics", "/metrics") for _ in range(6)]
     counted = {re.search(r'seamark_engine_requests_total\{reason="cold"\} (\S+)', text)[1] for text in metrics}

@@ -102,7 +102,8 @@ def test_each_request_has_its_reason_and_its_states_in_the_workers_feed(servers:
     feed = servers.seamark.url + "/seamark/outcomes"
 
     def outcomes() -> dict[str, tuple[str, int]]:
-        return {name: (reason, tokens) for name, reason, tokens in httpx.get(feed, timeout=60).json()["outcomes"]}
+        events = httpx.get(feed, timeout=60).json()["events"]
+        return {event[1]: (event[2], event[3]) for event in events if event[0] == "admitted"}
 
     for name, stream in (("feed-1", False), ("feed-2", True)):
         messages = [{"role": "system", "content": new * 8}, {"role": "user", "content": name}]
@@ -114,8 +115,8 @@ def test_each_request_has_its_reason_and_its_states_in_the_workers_feed(servers:
     found = outcomes()
     assert found["feed-1"] == ("cold", 0) and found["feed-3"] == ("no_boundary", 0)
     assert found["feed-2"][0] == "hit" and found["feed-2"][1] >= 64
-    states = httpx.get(feed, timeout=60).json()["states"]
-    (came,) = (event for kind, *event in states if kind == "came" and event[0] == "feed-1")
+    events = httpx.get(feed, timeout=60).json()["events"]
+    (came,) = (event for kind, *event in events if kind == "came" and event[0] == "feed-1")
     assert came[1] > came[2][-1][0] >= 64 and all(name for _, name in came[2])
     some, whole = (httpx.get(servers.seamark.url + path).text for path in (worker_metrics.OF_PLUGIN, "/metrics"))
     assert worker_metrics.read(some) == worker_metrics.read(whole) and len(some) < len(whole) / 5

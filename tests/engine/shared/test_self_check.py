@@ -15,7 +15,7 @@ from proxy.bench.harness.client import CHAT, TimedAnswer, ask, complete, open_cl
 from proxy.bench.harness.prompts import QUESTIONS, prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 from proxy.bench.stories import UNIT, floored
-from proxy.boundaries.token_ids import common_prefix
+from proxy.boundaries.divergence import common_prefix
 from tests.harness.engines import SharedServers
 from tests.harness.waiting import until, wait_for
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
@@ -26,6 +27,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from engine_patches.scheduler import state_writes
 from engine_patches.scheduler.cache_keys import HeldKeys
 from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.earlier_prompts import COLD, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
 from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.hooks import PreflightFailed, preflight
@@ -113,7 +115,7 @@ def test_an_admitted_request_reports_what_it_shares_and_what_its_entries_became(
     checkpoints.admitted(request(HEAD + own(2, 300), hint, name="b"), 0)
     checkpoints.admitted(request(HEAD + own(3, 300), ["last:199"], name="c"), 192)
     checkpoints.admitted(request(HEAD + own(4, 300), [200], name="d", skip_reading_prefix_cache=True), 0)
-    assert list(checkpoints.counters.take().requests) == [
+    assert list(map(msgspec.structs.astuple, checkpoints.counters.take().requests)) == [
         ("a", NO_BOUNDARY, 0, 0, ()),
         ("b", COLD, 0, 192, (200, 0, 200, 3)),
         ("c", HIT, 192, 192, (200,)),
@@ -186,7 +188,7 @@ def test_what_became_of_a_heads_rows_is_told_with_the_hit(checkpoints, window, h
     state.window, state.heals = window, heals
     checkpoints.admitted(again, hit)
     counts = checkpoints.counters.take()
-    assert list(counts.window_of) == [("a", window)] and counts.outcomes == {reason: 1}
+    assert counts.windows == {window: 1} and counts.outcomes == {reason: 1}
     assert told == [checkpoints.states.keys.state_key(again, 192)]
 
 
@@ -196,7 +198,7 @@ def test_what_another_worker_has_computed_is_a_hit_that_saves_nothing_here(check
     checkpoints.state_of(loading).loaded = 180
     checkpoints.admitted(loading, 64)
     counts = checkpoints.counters.take()
-    assert list(counts.requests) == [("a", HIT, 180, 192, ())] and counts.hits == 0
+    assert counts.requests == [AdmittedRequest("a", HIT, 180, 192, ())] and counts.hits == 0
     assert checkpoints.state_of(loading).resumed_at == 180
 
 

@@ -18,15 +18,16 @@ import pytest
 
 from engine_patches import settings
 from engine_patches.footprint import REPORTS
-from engine_patches.reporting import addresses, collector, events_api, hooks, metrics, reporter
+from engine_patches.reporting import addresses, collector, events_api, hooks, metrics, report
 from engine_patches.reporting.addresses import FOLDER, READ_AT
 from engine_patches.reporting.collector import Collector
 from engine_patches.reporting.events_api import METRICS_PATH, PATH, Feeds
-from engine_patches.reporting.hooks import Layout, collect_before_the_engines, keys_in
+from engine_patches.reporting.hooks import collect_before_the_engines, keys_in
+from engine_patches.scheduler import states
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.planner import Grid
-from engine_patches.scheduler.states import StateEvents
+from engine_patches.scheduler.states import AdapterReplaced, StateEvents
 from tests.harness.reports import scheduler_of
 from tests.harness.waiting import until
 
@@ -40,10 +41,10 @@ class Taking:
         self.reports: list[Any] = []
         self._feeds = feeds
 
-    def take(self, report: Any) -> None:
-        self.reports.append(report)
-        self._feeds.add_requests(report)
-        self._feeds.add_events(report)
+    def take(self, told: Any) -> None:
+        self.reports.append(told)
+        self._feeds.add_requests(told)
+        self._feeds.add_events(told)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def taking(monkeypatch) -> Taking:
     return Taking(feeds)
 
 
-def engine(at: Collector) -> tuple[Any, reporter.Reporter, Callable[[], None]]:
+def engine(at: Collector) -> tuple[Any, report.Reporter, Callable[[], None]]:
     """A scheduler that reports to a collector, and what has an event happen there: an adapter is another."""
     numbers = itertools.count(1)
     events = StateEvents(SimpleNamespace(watch=lambda: None))
@@ -86,7 +87,7 @@ async def test_what_an_engine_reports_is_read_where_the_collector_says(taking):
     assert hooks.report_with_stats(lambda self: "statistics")(scheduler) == "statistics"
     await until(lambda: len(taking.reports) == 2)
     told = (await read_beside(at.read_at)).json()
-    assert told["outcomes"] == [["a", "hit", 160]] and told["states"] == [["adapter", "1"]]
+    assert told["events"] == [["admitted", "a", "hit", 160, 176, [163]], ["adapter", "1"]]
     own.step_ends(busy=False)
     assert len(taking.reports) == 2  # nothing new, nothing sent
     assert hooks.report_resets(lambda self: True)(scheduler) is True
@@ -108,9 +109,10 @@ def test_where_no_event_loop_runs_a_thread_collects(taking):
 
 
 async def test_a_collector_that_takes_nothing_makes_no_step_wait_and_what_was_lost_is_said(taking, monkeypatch):
-    monkeypatch.setattr(reporter, "MAX_WAITING", 4)
+    monkeypatch.setattr(report, "MAX_WAITING", 4)
     monkeypatch.setattr(collector, "MAX_WAITING", 4)
-    monkeypatch.setattr("engine_patches.scheduler.states.MAX_EVENTS", 4)
+    monkeypatch.setattr(events_api, "MAX_TOLD", 4096)
+    monkeypatch.setattr(states, "MAX_EVENTS", 4)
     at = Collector(("127.0.0.1", 0), ())
     scheduler, own, happen = engine(at)
     for number in range(400):
@@ -124,8 +126,8 @@ async def test_a_collector_that_takes_nothing_makes_no_step_wait_and_what_was_lo
             own.step_ends(busy=True)
             await asyncio.sleep(0.01)
     told = (await read_beside(at.read_at)).json()
-    assert ["cleared", "lost"] in told["states"] and told["states"][-1] == ["adapter", "400"]
-    names = [name for name, *_ in told["outcomes"]]
+    assert ["cleared", "lost"] in told["events"] and told["events"][-1] == ["adapter", "400"]
+    names = [event[1] for event in told["events"] if event[0] == "admitted"]
     assert names == [str(number) for number in range(400)]
 
 
@@ -140,8 +142,8 @@ async def test_what_cannot_be_sent_or_read_ends_nothing_and_is_seen_as_lost(taki
     own._socket.send(b"no report")
     happen()
     own.step_ends(busy=True)
-    await until(lambda: taking.reports and taking.reports[-1].events == [(3, ["adapter", "3"])])
-    assert (await read_beside(at.read_at)).json()["states"] == [["cleared", "lost"], ["adapter", "2"], ["adapter", "3"]]
+    await until(lambda: taking.reports and taking.reports[-1].events == [(3, AdapterReplaced("3"))])
+    assert (await read_beside(at.read_at)).json()["events"] == [["cleared", "lost"], ["adapter", "2"], ["adapter", "3"]]
     said = [record.getMessage() for record in engine_log.records]
     assert [line.split(":")[1] for line in said] == [" a report could not be sent", " a report could not be read"]
 
@@ -254,19 +256,19 @@ def made(monkeypatch) -> list[Any]:
     ("rank", "options", "expected"),
     [
         (0, {"local_client": True}, None),  # the class `LLM`, for which no gateway asks
-        (0, {"local_client": False}, Layout.OTHERS),
-        (-1, {}, Layout.OTHERS),
+        (0, {"local_client": False}, False),
+        (-1, {}, False),
         (None, {}, None),
     ],
 )
 def test_who_answers_http_is_told_by_vllms_own_arguments(rank, options, expected):
     ranks = {} if rank is None else {"_api_process_rank": rank}
-    assert hooks._layout(SimpleNamespace(parallel_config=SimpleNamespace(**ranks)), options) is expected
+    assert hooks._answers_http(SimpleNamespace(parallel_config=SimpleNamespace(**ranks)), options) is expected
 
 
 async def test_beside_an_api_server_reports_are_collected_in_its_process():
     config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=0))
-    assert hooks._layout(config, {}) is Layout.THIS_PROCESS
+    assert hooks._answers_http(config, {}) is True
 
 
 @pytest.mark.parametrize(("read_at", "fails"), [("", False), ("127.0.0.1:7", False), ("", True)])

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from proxy.boundaries.boundary import Boundary, Found, distinct_entries
+from proxy.boundaries.boundary import MAX_ENTRIES, Boundary, Found, distinct_entries
 from proxy.boundaries.divergence import MAX_CUTS, DivergenceLearner
 from proxy.boundaries.finder import MAX_MARKS, BoundaryFinder
 from proxy.boundaries.layout import PromptLayout, layout_of
 from proxy.boundaries.positions import PositionCache
-from proxy.boundaries.resolve import MAX_ENTRIES
 from proxy.boundaries.template_facts import Opener, TemplateFacts, Turn
 from proxy.chat.chat import MESSAGES, Mark
 from proxy.chat.reader import chat_in, chat_request, completions_request

@@ -17,16 +17,21 @@ from hypothesis import strategies as st
 from prometheus_client import Counter
 
 from engine_patches.scheduler import hints
-from proxy.boundaries import head_positions
-from proxy.boundaries.boundary import Found
+from proxy.boundaries import positions as positions_module
+from proxy.boundaries.boundary import MAX_ENTRIES, MAX_IDS, Found, encode_opener, resolve
+from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.head_positions import HEAD_SECONDS, MAX_BYTES, MAX_CHARACTERS, MAX_WAITING_OF_KEY, HeadPositions
-from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.positions import (
+    HEAD_SECONDS,
+    MAX_BYTES,
+    MAX_CHARACTERS,
+    MAX_WAITING_OF_KEY,
+    TEXTS,
+    HeadPositions,
+    PositionCache,
+)
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_renderer
-from proxy.boundaries.resolve import MAX_ENTRIES, MAX_IDS, encode_opener, first_of, last_of, resolve
-from proxy.boundaries.sentinel import MERGING, SENTINELS
 from proxy.boundaries.template_facts import Opener, TemplateFacts
-from proxy.boundaries.token_ids import TokenIds, common_prefix
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request
 from proxy.http.client import Unreachable
@@ -41,9 +46,10 @@ def test_occurrences_are_those_of_the_naive_search():
         size = rng.randrange(1, 4)
         pattern = [rng.randrange(3) for _ in range(size)]
         found = [at + size for at in range(len(ids) - size + 1) if ids[at : at + size] == pattern]  # where each ends
-        assert first_of(ids, pattern) == (found[0] if found else 0)
-        for skip in range(4):
-            assert last_of(ids, pattern, skip) == (found[-1 - skip] if len(found) > skip else 0)
+        wanted = [found[0] if found else 0, *(found[-1 - skip] if len(found) > skip else 0 for skip in range(4))]
+        opener = Opener(tuple(pattern))
+        entries = [encode_opener(opener, "first"), *(encode_opener(opener, skip=skip) for skip in range(4))]
+        assert resolve(entries, ids) == wanted
 
 
 def test_the_engine_reads_the_same_entries_in_the_same_way():
@@ -93,7 +99,7 @@ async def test_templates_that_write_tools_otherwise_are_told_apart_and_who_does_
                 raise RenderFailed("Unreachable") from Unreachable("refused")
             if body.get("tools") and tools_become is None:
                 raise RenderFailed("status 400", b"no tools")
-            return TokenIds.of([1, *([tools_become] if body.get("tools") else []), 2])
+            return [1, *([tools_become] if body.get("tools") else []), 2]
 
         return rendered
 
@@ -145,18 +151,17 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "Tide?"}], "tempe
 async def test_ids_are_read_out_of_an_answer_or_there_are_none(answer, ids):
     _, render = rendering(render=(200, answer))
     if ids:
-        assert (await render(BODY)).ids() == ids
+        assert await render(BODY) == ids
     else:
         with pytest.raises(RenderFailed):
             await render(BODY)
 
 
 @given(st.lists(st.sampled_from([1, 11, 111, 2, 22, 5])), st.integers(0, 13), st.lists(st.sampled_from([1, 11, 5])))
-def test_token_ids_compared_as_text_say_the_same_as_compared_as_numbers(left, kept, more):
+def test_a_common_prefix_is_the_longest(left, kept, more):
     right = left[:kept] + more
-    one, other = TokenIds.of(left), TokenIds.of(right)
-    assert one.common_prefix(other) == common_prefix(left, right)
-    assert (len(one), one.ids()) == (len(left), left)
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    assert common_prefix(left, right) == common_prefix(right, left) == len([*pairs])
 
 
 @pytest.mark.parametrize(
@@ -177,7 +182,7 @@ async def test_a_worker_says_what_token_ids_spell_or_nothing(status, answer, tex
 
 async def test_what_is_no_chat_is_rendered_by_its_route_or_not_at_all():
     upstream, render = rendering(**{"v1/completions/render": (200, b'{"token_ids":[3]}')})
-    assert (await render({"prompt": "x"}, "/v1/completions")).ids() == [3]
+    assert await render({"prompt": "x"}, "/v1/completions") == [3]
     with pytest.raises(RenderFailed, match="/v1/other"):
         await render({"prompt": "x"}, "/v1/other")
     assert [name for name, _ in upstream.asked] == ["v1/completions/render", "v1/other/render"]
@@ -193,8 +198,7 @@ async def test_each_render_that_is_asked_for_counts_once():
     assert [sample.value for family in counter.collect() for sample in family.samples if "total" in sample.name] == [2]
 
 
-# Of a place: each sentinel, and each text that may merge with what stands before it.
-RENDERS = len(SENTINELS) + len(MERGING)
+RENDERS = len(TEXTS)  # of a place
 
 
 class Characters:
@@ -204,13 +208,13 @@ class Characters:
         self.bodies: list[Mapping[str, Any]] = []
         self.seconds, self.error = seconds, error
 
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
         self.bodies.append(body)
         await asyncio.sleep(self.seconds)
         if self.error is not None:
             raise self.error("planned")
         text = "".join(f"<{message['role']}>{message['content']}" for message in body["messages"])
-        return TokenIds.of(map(ord, text + "<assistant>"))
+        return [*map(ord, text + "<assistant>")]
 
 
 class Gateway:
@@ -284,8 +288,8 @@ async def test_a_head_that_the_worker_cannot_render_is_not_tried_again_and_holds
 
 
 async def test_all_that_is_remembered_and_waits_is_bounded(monkeypatch):
-    monkeypatch.setattr(head_positions, "MAX_KNOWN", 6)
-    monkeypatch.setattr(head_positions, "MAX_WAITING", 3)
+    monkeypatch.setattr(positions_module, "MAX_KNOWN", 6)
+    monkeypatch.setattr(positions_module, "MAX_WAITING", 3)
     gateway = Gateway()
     for _ in range(2):
         for number in range(5):
@@ -313,7 +317,7 @@ async def test_one_api_key_leaves_room_for_the_heads_of_others():
 
 @on_virtual_time
 async def test_all_renders_of_a_head_have_one_deadline(monkeypatch):
-    monkeypatch.setattr(head_positions, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
+    monkeypatch.setattr(positions_module, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
     gateway = Gateway(seconds=HEAD_SECONDS * 0.4)
     for question in ("a?", "b?"):
         gateway.ask(chat(question))

@@ -19,6 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
 from engine_patches.commands.model import train_bpe
+from proxy.boundaries.boundary import encode_opener, resolve
+from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.facts_learner import (
     COMMON_SETTINGS,
     LEARNING_SECONDS,
@@ -31,7 +33,6 @@ from proxy.boundaries.facts_learner import (
 from proxy.boundaries.finder import BoundaryFinder
 from proxy.boundaries.positions import PositionCache
 from proxy.boundaries.renderer import RenderFailed
-from proxy.boundaries.resolve import encode_opener, resolve
 from proxy.boundaries.template_facts import (
     DEFAULT,
     GAP,
@@ -42,8 +43,7 @@ from proxy.boundaries.template_facts import (
     Turn,
     setting_of,
 )
-from proxy.boundaries.template_probe import CHATS, RICH, ends_with, learn_facts
-from proxy.boundaries.token_ids import TokenIds, common_prefix
+from proxy.boundaries.template_probe import CHATS, RICH, learn_facts
 from proxy.chat.chat import CHAT
 from proxy.chat.reader import chat_request
 from tests.harness.messages import assistant, system, user
@@ -67,11 +67,11 @@ class TemplateRenderer:
         self._template = environment.from_string(template)
         self.down = False
 
-    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> TokenIds:
+    async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
         await asyncio.sleep(0)
         if self.down:
             raise RenderFailed("Unreachable")
-        return TokenIds.of(self.render(body))
+        return self.render(body)
 
     async def detokenize(self, model: Any, ids: Sequence[int]) -> str | None:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -215,7 +215,7 @@ async def facts_of(template: Callable[[Any], str]) -> TemplateFacts | None:
     async def detokenize(ids: Any) -> str | None:
         return "".join(map(chr, ids))
 
-    return await learn_facts(render, detokenize, {})
+    return await learn_facts(render, detokenize)
 
 
 @pytest.mark.parametrize(("merged", "holds"), [(0, True), (1, True), (2, False)])
@@ -225,7 +225,7 @@ async def test_one_token_of_a_turn_may_merge_with_what_follows(merged, holds):
     assert facts.turn_holds("user", later=True, system=True, tools=False) is holds
     assert facts.turn_holds("tool", later=True, system=False, tools=True) is holds
     if not holds:
-        kinds = {each.turn for each in CHATS if each.following}
+        kinds = {each.turn for each in CHATS}
         assert facts.broken == kinds and Turn("tool", True, True, True) in kinds
     assert ("system" in facts.ends) is holds
 
@@ -240,32 +240,14 @@ async def test_an_opener_leads_to_a_result_behind_an_id_unless_that_is_too_long(
         return written({**body, "messages": messages})
 
     found = (await facts_of(template)).opener("tool", tools=True)
-    assert found == (Opener(tuple(map(ord, "</><t>")), "</><t>", exact=size <= 1) if is_known else None)
+    assert found == (Opener(tuple(map(ord, "</><t>")), "</><t>") if is_known else None)
 
 
-async def test_under_another_setting_the_ends_are_learnt_and_whether_the_openers_hold():
-    plain = await facts_of(written)
+async def test_nothing_is_learnt_of_a_template_that_refuses_all_chats():
+    async def refuses(body: Any) -> tuple[int, ...]:
+        return ()
 
-    def rendering(**changes: str) -> Callable[[Any], Any]:
-        async def render(body: Any) -> list[int] | None:
-            assert body["reasoning_effort"] == "low"
-            return [*map(ord, written(body, **changes))]
-
-        return render
-
-    fields = {"reasoning_effort": "low"}
-    same = await ends_with(rendering(asks="<a>--"), plain, fields)
-    assert same is not None and same == ({"user": 5, "tool": 5, "system": 5}, True)
-    for moved in ({"user": "<v>"}, {"result": "<v>"}):
-        other = await ends_with(rendering(**moved), plain, fields)
-        assert other is not None and not other.openers_hold
-    unknown = await ends_with(rendering(user="<v>", result="<v>"), TemplateFacts(), fields)
-    assert unknown is not None and unknown.openers_hold  # nothing is known that could move
-
-    async def refuses(body: Any) -> None:
-        return None
-
-    assert await ends_with(refuses, plain, fields) is await learn_facts(refuses, refuses, {}) is None
+    assert await learn_facts(refuses, refuses) is None
 
 
 # A small world: chats of up to four messages of these roles, in templates of a few characters.
@@ -357,14 +339,21 @@ def numbered(number: int) -> Any:
     return setting_of({"chat_template_kwargs": {"number": number}})
 
 
+async def test_a_setting_has_facts_of_its_own_and_one_that_moves_nothing_the_default_ones(learner, switched):
+    for setting in (DEFAULT, OFF, numbered(1)):
+        await learner.learn(switched, ID, "m", setting)
+    default, off = learner.facts(ID), learner.facts(ID, OFF)
+    assert learner.facts(ID, numbered(1)) is default
+    assert off.is_own and off.openers == default.openers and off.end("user") > default.end("user")
+
+
 async def test_a_renderer_that_is_broken_raises_nothing(learner):
     async def broken(body: Any, path: str = "") -> Any:
         raise RuntimeError("secret")
 
     await learner.learn(broken, ID, "m")
     await learner.learn_common(broken, ID, "m")
-    assert learner.facts(ID) is None
-    assert learner.failures == 1
+    assert learner.facts(ID) is None and not learner.wants(ID)
 
 
 async def test_a_restart_forgets_what_was_learnt_and_what_is_being_learnt(learner, switched):
@@ -438,12 +427,13 @@ async def test_clients_settings_are_bounded_and_one_in_use_is_not_the_one_that_i
     clock.now += 10
     await learner.learn(switched, ID, "m", numbered(MAX_SETTINGS))
     known = [learner.facts(ID, numbered(number)).is_own for number in (0, 1, 2, MAX_SETTINGS)]
-    assert known == [True, False, True, True] and len(learner) == 1 + MAX_SETTINGS
+    assert known == [True, False, True, True] and len(learner._templates[ID].facts) == 1 + MAX_SETTINGS
     switched.down = True
     for number in range(2 * MAX_SETTINGS):
         clock.now += 10
         await learner.learn(switched, ID, "m", numbered(-1 - number))
-    assert len(learner) == 1 + MAX_SETTINGS and len(learner._failed) == MAX_SETTINGS
+    template = learner._templates[ID]
+    assert len(template.facts) == 1 + MAX_SETTINGS and len(template.failed) == MAX_SETTINGS
 
 
 async def test_clients_cause_no_learning_right_behind_a_long_one(learner, switched, clock):

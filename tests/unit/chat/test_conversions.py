@@ -13,8 +13,7 @@ import pytest
 
 from proxy.boundaries.layout import layout_of
 from proxy.chat.anthropic import messages_request
-from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Chat
-from proxy.chat.lax_values import flag, number
+from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Chat, flag, number
 from proxy.chat.reader import chat_in, chat_request
 from proxy.chat.responses import MAX_ID_CHARACTERS, StoredResponses, responses_request
 from proxy.chat.rewrites import rewrite, sorted_by_name

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import json
 import os
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,6 +19,7 @@ from engine_patches.reporting import events_api
 from engine_patches.reporting.events_api import HEADER, METRICS_PATH, PATH, EventsEndpoint, Feed, Feeds, client_id
 from engine_patches.reporting.report import EngineReport
 from engine_patches.scheduler.counters import AdmittedRequest, GatewayLoad
+from engine_patches.scheduler.states import StateEvicted, StateStored
 from tests.harness.virtual_time import VirtualTimeLoop
 
 
@@ -27,8 +28,9 @@ def on_virtual_time(scenario: Any) -> Any:
         return runner.run(scenario)
 
 
-def admitted(request_id: str, reason: str, *told: Any) -> AdmittedRequest:
-    return AdmittedRequest(f"{request_id}-00000000", reason, *(told or (0, 0, ())))
+def admitted(request_id: str, reason: str, *told: Any) -> EngineReport:
+    request = AdmittedRequest(f"{request_id}-00000000", reason, *(told or (0, 0, ())))
+    return EngineReport(match_unit=16, block_size=384, requests=[request])
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def feeds(monkeypatch) -> Feeds:
 
 @pytest.fixture
 def feed(feeds) -> Feed:
-    return feeds.main
+    return feeds.alone
 
 
 def sent_by(app: Any, **scope: Any) -> list[Any]:
@@ -97,29 +99,29 @@ TELLS, RESPONDS = b"hit,160,176,163:0", {"path": "/v1/responses"}
         (b"application/json", b" " * (events_api.ID_WITHIN - 15) + b'"id":"resp_0af3" ', RESPONDS, None),
     ],
 )
-def test_a_whole_answer_carries_the_outcome_of_its_own_request_to_who_asks(feed, kind, body, how, told):
-    feed.add_outcome(admitted("chatcmpl-a", "hit", 160, 176, (163, 0)))
-    feed.add_outcome(admitted("resp_0af3_0", "cold"))
+def test_a_whole_answer_carries_the_outcome_of_its_own_request_to_who_asks(feeds, kind, body, how, told):
+    feeds.add_requests(admitted("chatcmpl-a", "hit", 160, 176, (163, 0)))
+    feeds.add_requests(admitted("resp_0af3_0", "cold"))
     start, *rest = answer_of(head(kind), piece(body), **how)
     assert dict(start["headers"]).get(HEADER) == told and rest == [piece(body)]
     failed, *_ = answer_of(head(kind, 404), piece(body), **how)
     assert HEADER not in dict(failed["headers"]), "an error tells nothing of an earlier request with its id"
 
 
-def test_an_outcome_that_its_answer_has_overtaken_is_waited_for_where_it_comes(feeds, feed, monkeypatch):
+def test_an_outcome_that_its_answer_has_overtaken_is_waited_for_where_it_comes(feeds, monkeypatch):
     for collector, found, comes in ((os.getpid(), True, True), (os.getpid(), False, False), (1, True, False)):
-        hit = [SimpleNamespace(header=TELLS)] if found else []
+        hit = [TELLS] if found else []
         tries = itertools.chain([None], hit, itertools.repeat(None))
-        monkeypatch.setattr(feed, "take_latest", lambda _, tries=tries: next(tries))
+        monkeypatch.setattr(feeds, "take_latest", lambda _, tries=tries: next(tries))
         feeds.collected_by = collector
         assert (HEADER in dict(answer_of(head(), piece())[0]["headers"])) is comes
 
 
-def test_the_head_of_a_response_waits_for_its_first_piece_alone(feed):
-    feed.add_outcome(admitted("resp_0af3_0", "hit"))
+def test_the_head_of_a_response_waits_for_its_first_piece_alone(feeds):
+    feeds.add_requests(admitted("resp_0af3_0", "hit"))
     start, *pieces = answer_of(head(), piece(b"{", more_body=True), piece(RESPONSE), path="/v1/responses")
     assert start == head() and b"".join(each["body"] for each in pieces) == b"{" + RESPONSE
-    assert feed.take_latest("0af3_0") is not None
+    assert feeds.take_latest("0af3_0") is not None
 
 
 @pytest.mark.parametrize(
@@ -172,14 +174,14 @@ def test_a_value_that_no_gateway_sends_is_refused_by_name(feeds, query, status, 
     assert int(told_length) == len(body["body"]) and dict(start["headers"])[b"content-type"] == b"application/json"
 
 
-def test_lines_are_parts_of_one_answer_that_no_proxy_collects(feed):
-    feed.add_outcome(admitted("chatcmpl-a", "cold"))
+def test_lines_are_parts_of_one_answer_that_no_proxy_collects(feeds, feed):
+    feeds.add_requests(admitted("chatcmpl-a", "cold"))
     query = f"boot={feed.boot}&after=x&after=0&wait=0.000001"  # the last one counts
     start, *lines, end = sent_by(EventsEndpoint(None), query_string=query.encode())
     assert dict(start["headers"]) == {b"content-type": b"application/x-ndjson", b"x-accel-buffering": b"no"}
     assert all(line["body"].endswith(b"\n") and line["more_body"] for line in lines) and not end.get("more_body")
-    first, *later = [json.loads(line["body"])["outcomes"] for line in lines]
-    assert first == [["a", "cold", 0]] and not any(later)
+    first, *later = [json.loads(line["body"])["events"] for line in lines]
+    assert first == [["admitted", "a", "cold", 0, 0, []]] and not any(later)
 
 
 @pytest.mark.parametrize("path", [PATH, METRICS_PATH])
@@ -232,10 +234,10 @@ class Reading(RuleBasedStateMachine):
 
     @initialize(engines=st.sampled_from([1, 2]))
     def starts(self, engines: int) -> None:
-        """Feeds by engine; that of all outcomes, which is also that of a lone engine, is None's."""
+        """Feeds by engine; that of a lone engine is None's."""
         self.engines, self.feeds, self.numbers = engines, Feeds(), itertools.count(1)
-        self.log: dict[int | None, list[dict[str, Any]]] = {None: [], 0: [], 1: []}
-        self.drafts: dict[int | None, tuple[str, str, str]] = {}
+        self.log: dict[int | None, list[list[Any]]] = {None: [], 0: [], 1: []}
+        self.drafts: dict[int | None, tuple[str, str]] = {}
         self.loads: dict[int | None, dict[str, tuple[int, int]]] = {}
         self.latest: dict[str, bytes] = {}
         self.last_event = [0, 0]
@@ -246,20 +248,20 @@ class Reading(RuleBasedStateMachine):
         numbers = {"engine": engine * (self.engines - 1), "engines": self.engines}
         return EngineReport(**numbers, match_unit=16, block_size=384, **more)
 
-    def feeds_of(self, engine: int) -> list[int | None]:
-        return [None] if self.engines == 1 else [None, engine]
+    def feed_of(self, engine: int) -> int | None:
+        return None if self.engines == 1 else engine
 
-    def note(self, engine: int, **entry: Any) -> None:
-        for feed in self.feeds_of(engine):
-            self.log[feed].append(entry)
+    def note(self, engine: int, *entry: Any) -> None:
+        self.log[self.feed_of(engine)].append([*entry])
 
     @rule(engine=st.sampled_from([0, 1]), name=st.sampled_from("abcdefgh"), child=st.sampled_from(["", "0_", "1_"]))
     def admits(self, engine: int, name: str, child: str) -> None:
         hit = next(self.numbers)
         request = AdmittedRequest(f"{child}chatcmpl-{name}-0a1b2c3d", "hit", hit, hit + 16, (hit, 0))
         self.feeds.add_requests(self.report(engine, requests=[request]))
+        self.drafts[self.feed_of(engine)] = ("", "")
         if child != "1_":  # the first of several answers stands for all
-            self.note(engine, outcomes=(name, "hit", hit), resolved=(name, hit + 16, (hit, 0)))
+            self.note(engine, "admitted", name, "hit", hit, hit + 16, [hit, 0])
             self.latest.pop(name, None)
             self.latest[name] = b"hit,%d,%d,%d:0" % (hit, hit + 16, hit)
             if len(self.latest) > KEPT:
@@ -268,33 +270,34 @@ class Reading(RuleBasedStateMachine):
     @rule(engine=st.sampled_from([0, 1]), name=st.sampled_from("abcdefgh"), fate=st.sampled_from(["pinned", "no_room"]))
     def pins(self, engine: int, name: str, fate: str) -> None:
         self.feeds.add_requests(self.report(engine, pinned=[(f"chatcmpl-{name}-0a1b2c3d", fate)]))
-        self.note(engine, pins=(name, fate))
+        self.drafts[self.feed_of(engine)] = ("", "")
+        self.note(engine, "pinned", name, fate)
         if name in self.latest:
             self.latest[name] = b",".join([*self.latest[name].split(b",")[:4], fate.encode()])
 
-    @rule(engine=st.sampled_from([0, 1]), name=st.sampled_from("ab"), state=st.sampled_from(["", "open", "closed"]))
-    def drafts_were(self, engine: int, name: str, state: str) -> None:
-        engine_id, drafts = f"cmpl-{name}-0-0a1b2c3d", (state, "why", "figures")
-        self.feeds.add_drafts(self.report(engine, window_of=[(engine_id, "healed")], drafts=drafts))
-        self.note(engine, windows=(name, "healed"))
-        self.drafts |= dict.fromkeys(self.feeds_of(engine), drafts)
+    @rule(engine=st.sampled_from([0, 1]), state=st.sampled_from(["", "open", "closed"]))
+    def drafts_were(self, engine: int, state: str) -> None:
+        drafts = (state, "figures")
+        self.feeds.add_requests(self.report(engine, drafts=drafts))
+        self.drafts[self.feed_of(engine)] = drafts
 
     @rule(engine=st.sampled_from([0, 1]), lost=st.sampled_from([0, 0, 1]), came=st.booleans(), load=st.integers(0, 2))
     def states_change(self, engine: int, lost: int, came: bool, load: int) -> None:
         """Events of a report, some of which may have been lost before it."""
-        own, slot = self.feeds_of(engine)[-1], engine * (self.engines - 1)
+        own, slot = self.feed_of(engine), engine * (self.engines - 1)
         number = self.last_event[slot] = self.last_event[slot] + 1 + lost
-        event = ["came", "chatcmpl-a-0a1b2c3d", 16, []] if came else ["gone", str(number)]
-        self.loads[own] = {"a": (1, load), "b": (2, 100), "": (3, 7)} if load else {}
+        event = StateStored("chatcmpl-a-0a1b2c3d", 16, ()) if came else StateEvicted(str(number))
+        loads = {"a": (1, load), "b": (2, 100), "": (3, 7)} if load else {}
+        self.loads[own] = {name: GatewayLoad(*each) for name, each in loads.items()}
         self.feeds.add_events(self.report(engine, events=[(number, event)], loads=self.loads[own]))
         if lost:
-            self.log[own].append({"states": ["cleared", "lost"]})
-        self.log[own].append({"states": ["came", "a", 16, []] if came else event})
+            self.log[own].append(["cleared", "lost"])
+        self.log[own].append(["came", "a", 16, []] if came else ["gone", str(number)])
 
     @rule(name=st.sampled_from("abcdefgh"))
     def is_answered(self, name: str) -> None:
-        outcome = self.feeds.main.take_latest(name)
-        assert (outcome and outcome.header) == self.latest.pop(name, None), "once"
+        outcome = self.feeds.take_latest(name)
+        assert outcome == self.latest.pop(name, None), "once"
 
     @rule(
         reader=st.sampled_from("xy"),
@@ -307,7 +310,8 @@ class Reading(RuleBasedStateMachine):
         feed = self.feeds.of(engine)
         if self.engines == 1:
             engine = None if engine == 0 else engine
-        assert (feed is None) == (self.engines == 1 and engine == 1), "of no engine that has reported"
+        nobodys = 1 if self.engines == 1 else None
+        assert (feed is None) == (engine == nobodys), "of no engine that has reported"
         if feed is None:
             return
         boot, cursor = self.readers.get((reader, engine), (None, 0))
@@ -323,8 +327,9 @@ class Reading(RuleBasedStateMachine):
             return loop.time(), answer
 
         seconds, answer = on_virtual_time(scenario())
-        wakes = meanwhile is not None and (engine is None or engine == meanwhile)
+        wakes = meanwhile is not None and (self.engines == 1 or engine == meanwhile)
         assert seconds == ((1.0 if wakes else 5.0) if waits else 0.0)
+        answer = json.loads(msgspec.json.encode(answer))
         assert answer == self.answer(engine, feed.boot, boot, cursor, gateway)
         self.readers[reader, engine] = answer["boot"], answer["cursor"]
 
@@ -335,23 +340,17 @@ class Reading(RuleBasedStateMachine):
     def answer(
         self, engine: int | None, now: str, boot: str | None, cursor: int, gateway: str | None
     ) -> dict[str, Any]:
-        log, drafts = self.log[engine], self.drafts.get(engine, ("", "", ""))
+        log, drafts = self.log[engine], self.drafts.get(engine, ("", ""))
         oldest = max(1, len(log) - KEPT + 1)
         first = oldest if boot != now else max(oldest, cursor + 1)
         told = [(number, entry) for number, entry in enumerate(log, 1) if number >= first][:TOLD]
-        fields = ("outcomes", "resolved", "pins", "windows", "states")
-        of = {field: [entry[field] for _, entry in told if field in entry] for field in fields}
-        if not of["windows"]:
-            del of["windows"]
-        answer = {"boot": now, "cursor": told[-1][0] if told else len(log), **of}
-        if self.engines == 2 and engine is None:
-            del answer["states"]  # several engines, of which each has states of its own
-            return answer
+        cursor_now = told[-1][0] if told else len(log)
+        answer = {"boot": now, "cursor": cursor_now, "events": [entry for _, entry in told]}
         answer["reset"] = boot is not None and (boot != now or cursor + 1 < oldest)
         if drafts[0]:
-            answer["drafts"] = dict(zip(("state", "why", "figures"), drafts, strict=True))
+            answer["drafts"] = [*drafts]
         if gateway is not None:
-            answer["load"] = self.load_beside(engine, gateway)
+            answer["load"] = [*self.load_beside(engine, gateway)]
         return answer
 
 
@@ -362,7 +361,7 @@ TestReading = Reading.TestCase
 
 def test_the_numbers_that_gateways_and_documents_count_on():
     api = events_api
-    assert (api.MAX_KEPT, api.MAX_TOLD, api.MAX_ID, api.ID_WITHIN) == (8192, 2048, 512, 1024)
+    assert (api.MAX_KEPT, api.MAX_TOLD, api.MAX_ID, api.ID_WITHIN) == (8192, 512, 512, 1024)
     assert (api.MAX_WAIT, api.SETTLE_SECONDS, api.LINES_PER_SECOND, api.LINES_AT_ONCE) == (10.0, 0.003, 10.0, 10.0)
 
 
@@ -392,7 +391,7 @@ def test_what_can_wait_is_done_in_its_order_a_little_later_or_when_somebody_read
         await asyncio.sleep(events_api.SETTLE_SECONDS)
         assert done == [(number, events_api.SETTLE_SECONDS) for number in range(3)]
         feeds.later(lambda: done.append("read"))
-        feeds.main.after(0)
+        feeds.alone.after(0)
         assert done[3:] == ["read"]
         await asyncio.sleep(1.0)
 
@@ -423,30 +422,32 @@ async def read_in_lines(feed: Feed, seconds: float, happens: Any) -> list[Any]:
     return found
 
 
-def test_a_read_in_lines_gives_each_thing_once_as_it_comes_and_ends(feed):
+def test_a_read_in_lines_gives_each_thing_once_as_it_comes_and_ends(feeds, feed):
     async def happens():
         for at, name in ((0.5, "a"), (0.25, "b")):
             await asyncio.sleep(at)
-            feed.add_outcome(admitted(f"chatcmpl-{name}", "cold"))
+            feeds.add_requests(admitted(f"chatcmpl-{name}", "cold"))
             feed.wake_readers()
         await asyncio.sleep(0.5)
         feed.set_loads({"b": GatewayLoad(1, 400)})
 
     found = on_virtual_time(read_in_lines(feed, 2.0, happens()))
-    told = [(at, [name for name, *_ in answer["outcomes"]], answer["load"], answer["cursor"]) for at, answer in found]
+    told = [
+        (at, [event.request_id for event in answer["events"]], answer["load"], answer["cursor"]) for at, answer in found
+    ]
     assert told == [(0.5, ["a"], (0, 0), 1), (0.75, ["b"], (0, 0), 2), (1.25, [], (1, 400), 2), (2.0, [], (1, 400), 2)]
     assert not any(answer["reset"] for _, answer in found) and not feed._readers
 
 
-def test_a_busy_feed_gives_no_more_lines_than_allowed_and_leaves_nothing_out(feed):
+def test_a_busy_feed_gives_no_more_lines_than_allowed_and_leaves_nothing_out(feeds, feed):
     async def happens():
         for number in range(10**6):
-            feed.add_outcome(admitted(f"chatcmpl-{number}", "cold"))
+            feeds.add_requests(admitted(f"chatcmpl-{number}", "cold"))
             feed.wake_readers()
             await asyncio.sleep(0.01)
 
     found = on_virtual_time(read_in_lines(feed, 10.0, happens()))
     usual = 10 * events_api.LINES_PER_SECOND
     assert usual < len(found) <= usual + events_api.LINES_AT_ONCE + 2
-    names = [int(name) for _, answer in found for name, *_ in answer["outcomes"]]
+    names = [int(event.request_id) for _, answer in found for event in answer["events"]]
     assert names == list(range(len(names))) and len(names) > 900

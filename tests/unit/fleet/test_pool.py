@@ -15,7 +15,6 @@ import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
 from proxy.boundaries.renderer import RenderFailed, WorkerRenderer
-from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT, RESPONSES, Chat
 from proxy.fleet import part as part_of
 from proxy.fleet import worker as worker_module
@@ -349,7 +348,7 @@ def test_of_several_engines_behind_an_address_each_ones_feed_tells_its_gate():
     engine = replace(ENGINE, drafts=OPEN)
     worker = Worker("http://w#1", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m"))
     assert worker.draft_state == TRIAL
-    worker.draft_gate = GateReport(OPEN, "", "", read_at=1.0)
+    worker.draft_gate = GateReport(OPEN, "", read_at=1.0)
     worker.probed = replace(worker.probed, at=2.0)
     assert worker.draft_state == OPEN
 
@@ -387,7 +386,7 @@ def test_a_request_to_one_of_several_engines_says_which_whatever_the_client_said
 
 async def test_a_prompt_is_as_the_worker_renders_the_request_or_else_its_chat():
     chat, native = {"model": "m", "messages": []}, {"model": "m", "input": "Tide?"}
-    response, said, fails = Chat(chat, [], path=RESPONSES, native=native), TokenIds.of([1, 2]), RenderFailed("no route")
+    response, said, fails = Chat(chat, [], path=RESPONSES, native=native), [1, 2], RenderFailed("no route")
     for asked, rendered, calls in (
         (Chat(chat, [], ids=[7, 8]), [], []),
         (response, [said], [call(native, RESPONSES)]),
@@ -395,7 +394,7 @@ async def test_a_prompt_is_as_the_worker_renders_the_request_or_else_its_chat():
     ):
         render = AsyncMock(side_effect=rendered)
         ids = await worker_module.prompt_of(asked, Worker("http://w", renderer=render))
-        assert list(ids.ids()) == ([1, 2] if rendered else [7, 8]) and render.mock_calls == calls
+        assert ids == ([1, 2] if rendered else [7, 8]) and render.mock_calls == calls
     with pytest.raises(RenderFailed):
         await worker_module.prompt_of(Chat(chat, []), Worker("http://w", renderer=AsyncMock(side_effect=fails)))
 

@@ -18,10 +18,23 @@ import pytest
 from proxy.errors import SettingsError
 from proxy.fleet import discovery
 from proxy.fleet.discovery import Discovery, addresses_of
-from proxy.fleet.probe import ALL, NO_HTTP, OPTIONAL, Probe, Probed, Unwell, why_broken
-from proxy.fleet.reports import Reports, Told, base_url, read_sources
-from proxy.fleet.sleep import IS_PAUSED, IS_SLEEPING, EngineAnswers
-from proxy.fleet.worker_metrics import EngineInfo, StepTimes, WorkerMetrics, read
+from proxy.fleet.probe import (
+    ALL,
+    IS_PAUSED,
+    IS_SLEEPING,
+    NO_HTTP,
+    OPTIONAL,
+    EngineAnswers,
+    Probe,
+    Probed,
+    Reports,
+    Told,
+    Unwell,
+    base_url,
+    read_sources,
+    why_broken,
+)
+from proxy.fleet.worker_metrics import Accepted, EngineInfo, StepTimes, WorkerMetrics, read
 from proxy.http.client import Broken, Malformed, Unreachable
 from proxy.metrics import Metrics
 from proxy.server.status import warnings
@@ -164,7 +177,8 @@ def test_all_that_a_patched_engine_says_is_read_and_nothing_else():
         'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 70.0\n'
     )
     engine = EngineInfo(version(), "0.32.0", 16, 384)
-    assert read(text) == WorkerMetrics("1.76378925345e+09", engine, StepTimes(0.5, 0.001), 1600, 4096, 3)
+    known = {"accepted": Accepted(), "block_size": 16}
+    assert read(text) == WorkerMetrics("1.76378925345e+09", engine, StepTimes(0.5, 0.001), 1600, 4096, 3, **known)
     states = (("awake", 1, 0), ("discard_all", 0, 0), ("awake", 0, 1), ("odd", 1, 2))
     lines = (f'vllm:engine_sleep_state{{engine="{at}",sleep_state="{state}"}} {value}' for state, value, at in states)
     text = "\n".join([*lines, 'vllm:engine_sleep_state{sleep_state="weights_offloaded"} 1\n'])

@@ -14,7 +14,6 @@ from unittest.mock import AsyncMock
 import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
-from proxy.boundaries.token_ids import TokenIds
 from proxy.chat.chat import CHAT
 from proxy.chat.responses import StoredResponses
 from proxy.fleet import self_check
@@ -72,8 +71,8 @@ class Engine:
         return 200, json.dumps({"choices": [{"logprobs": logprobs}], "usage": usage}).encode()
 
 
-async def render(body, path=CHAT) -> TokenIds:
-    return TokenIds.of(range(64))
+async def render(body, path=CHAT) -> list[int]:
+    return list(range(64))
 
 
 def replay(last: bytes, content: object = "Tide?", **put) -> WarmupRequest:
@@ -175,7 +174,7 @@ async def test_a_clients_request_ends_a_check_at_once(worker, engine):
         await asyncio.sleep(0)
     assert left.is_set()
     await checking
-    assert check.checked == 0 and watched.left is None
+    assert check.checked == 0 and watched.working.cancelled()
     computing.clear()
     await check._check(worker, watched)
     assert not computing.is_set(), "one that came before a check begins is not met by it"
@@ -232,7 +231,7 @@ async def test_a_worker_that_answers_otherwise_loses_its_hints_and_then_its_cach
     check = check_of(worker, engine, request, distrust=distrusted.append, metrics=metrics)
     engine.cached_under.add(None)
     engine.wrong_under.add(None)
-    watched = check._watched[worker.url] = self_check._Watched(checks=40, dispatched=0)
+    watched = check._watched[worker.url] = self_check._Watched(checks=40, last_dispatched=0)
     await check._check(worker, watched)
     assert (check.checked, check.differs, check.hints_off, check.cache_off) == (1, 1, True, False)
     assert distrusted == [worker] and watched.checks == 0 and "gets no more hints" in caplog.text
@@ -263,7 +262,7 @@ async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
 
     engine.before, request = is_slow, replay(b"first")
     check = check_of(worker, engine, request)
-    watched = self_check._Watched(dispatched=0, checks=checks, in_a_row=2)
+    watched = self_check._Watched(last_dispatched=0, checks=checks, in_a_row=2)
     await check._check(worker, watched)
     assert watched.next_at == pytest.approx(1000 + took + max(10.0, rest * took))
     assert (watched.checks, watched.in_a_row, check.checked) == (checks + 1, 3, 0)
@@ -273,7 +272,7 @@ async def test_a_check_is_followed_by_a_rest_as_it_took_whatever_came_of_it(
 def checked(engine: DraftingEngine, seed: int = 0) -> tuple[SelfCheck, Worker, WarmupRequest]:
     """A check of a worker that drafts, and a prompt of 200 tokens of its own for each seed."""
     draw = random.Random(seed)
-    renders = AsyncMock(return_value=TokenIds.of([draw.randrange(1000, 4000) for _ in range(200)]))
+    renders = AsyncMock(return_value=[draw.randrange(1000, 4000) for _ in range(200)])
     info = EngineInfo("0.3.0", "0", match_unit=UNIT, block_size=BLOCK, ahead=1, drafts="on")
     worker = Worker("http://w", renderer=renders, probed=probed("w#1", info, "m"), up=True)
     worker.renderer_ids["m"] = RENDERER
@@ -329,7 +328,8 @@ def test_noise_is_three_times_what_recomputed_answers_differ_by_or_four_steps_of
 )
 def test_a_token_that_the_other_does_not_name_is_off_by_what_it_must_be(one, other, error):
     behind = {"z": -0.1, "y": -3.0}
-    apart = distance(continuation(one, behind), continuation(other, behind if error != 0.1 else {"x": -9.0}))
+    answers = continuation(one, behind), continuation(other, behind if error != 0.1 else {"x": -9.0})
+    apart = distance(*(answer.steps for answer in answers))
     assert apart == (pytest.approx(error), 0 if error == 0.1 else None)
 
 

@@ -5,27 +5,23 @@ import tracemalloc
 from random import Random
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.errors import BadRequest, TooComplex
 from proxy.http import json_body
 from proxy.http.json_body import (
     LOAD,
-    MOST_CHARACTERS,
     MOST_PER_BYTE,
     Edit,
-    OverBound,
     as_utf8,
     memory_of,
-    object_in_steps,
     parse_object,
     with_edits,
     with_fields,
     with_hint,
 )
 from proxy.settings import Settings
-from tests.harness.steps import finished
 
 LIMITS = Settings().json_limits
 
@@ -193,40 +189,6 @@ def test_what_is_counted_is_about_what_parsed_json_takes(piece):
     finally:
         tracemalloc.stop()
     assert 0.8 * real < memory_of(parsed, len(raw), MANY).size < 3 * real
-
-
-@pytest.mark.parametrize("one_step_bytes", [0, json_body.ONE_STEP_BYTES])
-@given(st.lists(st.sampled_from([*ODD, '"b":[[],{}]', "7," * 3000, '"' + "y" * 5000 + '"']), max_size=8))
-@example(['"a":[' + "7," * 3000 + "7]", ",", '"b":[' + '["r","hit",1],' * 900 + "[]]"])
-def test_an_object_is_read_in_steps_as_in_one_go(one_step_bytes, pieces):
-    raw = b"{%s} \r\n" % "".join(pieces).encode(errors="surrogatepass")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(json_body, "ONE_STEP_BYTES", one_step_bytes)
-        assert outcome(lambda raw: finished(object_in_steps(raw, MANY)), raw, ValueError) == as_python_does(raw)
-        assert finished(object_in_steps(b'{"a":[1,2],"b":3}', 5)) == {"a": [1, 2], "b": 3}  # two names, three values
-        with pytest.raises(OverBound, match="more than 4 values"):
-            finished(object_in_steps(b'{"a":[1,2],"b":3}', 4))
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b'{"a":[' + b",".join([b"1"] * 101) + b"]}",
-        b"{" + b",".join([b'"a":1'] * 51) + b"}",  # the same name again and again
-        b'{"a":["' + b"x" * MOST_CHARACTERS + b'"]}',
-        b'{"a":[[' + b",".join([b"1"] * MOST_CHARACTERS) + b"]]}",
-        b'{"' + b"x" * MOST_CHARACTERS + b'":1}',
-    ],
-)
-def test_what_is_beyond_the_bounds_is_not_read(raw):
-    with pytest.raises(OverBound):
-        finished(object_in_steps(raw, 100))
-
-
-def test_a_step_reads_little_whatever_there_is():
-    told = {"a": [["r", "hit", 1]] * 5000, "b": ["x" * 60_000] * 20}
-    raw = json.dumps(told).encode()
-    assert sum(1 for _ in object_in_steps(raw, MANY)) > len(raw) / MOST_CHARACTERS
 
 
 def test_what_is_nested_too_deep_for_any_reader_is_a_value_error():

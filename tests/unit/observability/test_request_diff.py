@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 import pytest
 
+from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.layout import layout_of
-from proxy.boundaries.token_ids import common_prefix
 from proxy.chat.chat import CHAT, MESSAGES
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses

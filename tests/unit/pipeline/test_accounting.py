@@ -22,7 +22,7 @@ from proxy.idle_work import IdleWork
 from proxy.observability.reasons import Delivery, Expectation, reason_for
 from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline import accounting
-from proxy.pipeline.request import Choice, Prompt, ProxiedRequest, Report, request_of
+from proxy.pipeline.exchange import Choice, Exchange, Prompt, RequestOutcome, exchange_of
 from proxy.routing.engine_events import EngineOutcome
 from proxy.routing.prefix_index import Prefix
 from tests.harness.in_memory_gateway import InMemoryGateway
@@ -52,28 +52,27 @@ class Scene:
         events.outcome_of = lambda *_: self.said  # type: ignore[method-assign]
         events.left = lambda _, name: self.ended.append(("left", name))  # type: ignore[method-assign]
         events.refused = lambda _, name: self.ended.append(("refused", name))  # type: ignore[method-assign]
-        self.value = own.metric
-        self.found = FOUND
+        self.value, self.found = own.metric, FOUND
 
-    def request(self, key: ApiKey | None = None, **expected: Any) -> ProxiedRequest:
+    def request(self, key: ApiKey | None = None, **expected: Any) -> Exchange:
         scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
-        request = request_of(scope, b"x" * 400, "r", key)
+        request = exchange_of(scope, b"x" * 400, "r", key)
         request.body.parsed, request.body.hint = dict(CHAT), self.found.entries()
         request.prompt = Prompt(chat_request(CHAT), found=self.found)
-        self.accounting.began(request)
+        self.accounting.read(request)
         known = {"failure": None, "sent": None, "sent_here": False, "ever_sent": None, "held": 0, "predicted": 0}
         request.give(Choice(self.worker, Expectation(**{**known, "match_unit": 16, **expected})))
         return request
 
-    async def answered(self, request: ProxiedRequest, usage: Usage | None, *outcome: EngineOutcome) -> str | None:
-        return await self.accounting.answered(request, Report(200, usage, *outcome))
+    async def answered(self, request: Exchange, usage: Usage | None, *outcome: EngineOutcome) -> str | None:
+        return await self.accounting.answered(request, RequestOutcome(200, usage, *outcome))
 
-    def streamed(self, request: ProxiedRequest, usage: Usage, *outcome: EngineOutcome) -> None:
+    def streamed(self, request: Exchange, usage: Usage, *outcome: EngineOutcome) -> None:
         """All of a stream's answer has gone to the client."""
         request.reply.failed(200)
         request.timings.is_stream = True
-        self.accounting.reported(request, Report(200, usage, *outcome))
-        self.accounting.count(request)
+        self.accounting.reported(request, RequestOutcome(200, usage, *outcome))
+        self.accounting.settle(request)
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ async def test_a_change_costs_nothing_that_some_worker_was_sent_before(scene, se
     assert (changed and changed["lost"]) == (lost and pytest.approx(lost, abs=16))
 
 
-def changed_request(scene: Scene) -> ProxiedRequest:
+def changed_request(scene: Scene) -> Exchange:
     """Its system prompt has another date than the one before it."""
     rules = "Keep clear of the bar at low water. " * 20
     for day in ("2026-11-22", "2026-11-23"):
@@ -176,7 +175,7 @@ async def test_lengths_are_learnt_from_what_an_engine_says_up_to_the_prompts_end
 async def test_what_was_recorded_for_a_request_that_came_to_nothing_is_taken_back(scene, status, told):
     request = scene.request()
     request.reply.failed(status)
-    scene.accounting.count(request)
+    scene.accounting.settle(request)
     assert scene.ended == [(each, "r") for each in told]
 
 
@@ -194,8 +193,8 @@ async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, 
         request = scene.request()
         request.give(Choice(worker, request.expected))
         request.reply.failed(200)
-        scene.accounting.reported(request, Report(200, Usage(100, 60)))
-        scene.accounting.count(request)
+        scene.accounting.reported(request, RequestOutcome(200, Usage(100, 60)))
+        scene.accounting.settle(request)
         await scene.idle.caught_up()
 
     def counted() -> list[float]:
@@ -219,9 +218,8 @@ async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, 
 
 async def test_a_replay_costs_a_pass_and_what_was_computed(scene):
     with_pace(scene.worker, 0.5, 0.01)
-    cached = b'{"usage": {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 40}}}'
-    for answer, spent in ((b"{", 0.0), (b"{}", 0.0), (cached, 1.1), (b'{"usage": {"prompt_tokens": 100}}', 2.6)):
-        scene.accounting.replayed("m", scene.worker, answer)
+    for usage, spent in ((None, 0.0), (Usage(100, 40), 1.1), (Usage(100, None), 2.6)):
+        scene.accounting.replayed("m", scene.worker, usage)
         assert scene.accounting.time_saved().spent == pytest.approx(spent)
         assert scene.value("seamark_seconds_spent_total", model="m", worker="w") == pytest.approx(spent)
 
@@ -258,7 +256,7 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
     plain = scene.request(**expects)
     plain.give(Choice(scene.worker))
     await scene.answered(plain, Usage(100, 16, 7))
-    assert counted() == [400, 112, 240, 96, 240] and plain.verdict is None
+    assert counted() == [400, 112, 240, 96, 240] and plain.outcome.reason is None
     nowhere = scene.request()
     nowhere.choice = None
     assert await scene.answered(nowhere, Usage(100, 16, 7)) is None
@@ -275,7 +273,7 @@ class LeaseScene:
 
     def __init__(self, own: InMemoryGateway) -> None:
         self.own, self.workers = own, own.gateway.pool.workers
-        self.queue, self.dispatcher = own.gateway.queue, own.gateway.handler._dispatcher
+        self.queue, self.dispatcher = own.gateway.queue, own.gateway.handler._answer._dispatcher
         self.events = self.dispatcher._engine_events
         for worker in self.workers:
             worker.renderer_ids["m"] = RENDERER
@@ -283,9 +281,9 @@ class LeaseScene:
         self.refused_by: list[str] = []  # boots, as engine events are told
         self.events.refused = lambda worker, _: self.refused_by.append(worker.boot)  # type: ignore[method-assign]
 
-    def request(self, path: str = "/v1/chat/completions", **body: Any) -> ProxiedRequest:
+    def request(self, path: str = "/v1/chat/completions", **body: Any) -> Exchange:
         scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
-        request = request_of(scope, b"x" * 400, "r", self.key)
+        request = exchange_of(scope, b"x" * 400, "r", self.key)
         request.body.parsed = {"model": "m", **body}
         found = Found((SYSTEM,), (b"s",), renderer_id=RENDERER)
         request.prompt = Prompt(found=found, tokens=160)
@@ -308,14 +306,14 @@ async def two(own_of) -> LeaseScene:
 
 async def test_what_the_engine_has_computed_of_a_prompt_counts_no_more_whether_the_answer_has_begun_or_not(leased):
     async with leased.dispatcher.lease(leased.request()):
-        leased.events.on_computed("r", 100, False)
+        leased.events._computed("r", 100, False)
         assert leased.counted() == (1, 1, 60)
-        leased.events.on_computed("r", 40, False)  # never more than before
-        leased.events.on_computed("another gateway's", 160, True)
+        leased.events._computed("r", 40, False)  # never more than before
+        leased.events._computed("another gateway's", 160, True)
         assert leased.counted() == (1, 1, 60)
-        leased.events.on_computed("r", 200, False)
+        leased.events._computed("r", 200, False)
         assert leased.counted() == (1, 1, 0)
-    leased.events.on_computed("r", 100, False)
+    leased.events._computed("r", 100, False)
     assert leased.counted() == (0, 0, 0)
 
 
@@ -337,7 +335,7 @@ async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_fr
         assert two.refused_by == [first.boot]
         # What it shares is what was sent before it came, and who refused it holds that still.
         two.own.gateway.prefix_index.set_length(b"s", 150)
-        expected = lease.request.expected
+        expected = lease.exchange.expected
         assert reason_for(expected, Delivery.of(expected, 160, 0, shared=0)) == reason
         for worker in two.workers:
             two.own.upstream.faults[worker.url] = Unreachable()
@@ -382,7 +380,7 @@ async def test_the_worker_of_a_response_is_remembered_once_one_has_answered_for_
     worker, stored = two.workers[0], two.dispatcher._stored
     continues = two.request("/v1/responses", previous_response_id="resp_1")
     assert two.dispatcher.seeks_on(continues, worker, status) is (status == 404)
-    assert stored.boot("resp_1", continues.client.owner) == (worker.boot if is_kept else None)
+    assert stored.boot("resp_1", continues.head.owner) == (worker.boot if is_kept else None)
     plain = two.request()
     assert two.dispatcher.seeks_on(plain, worker, status) is False and plain.asked == []
 

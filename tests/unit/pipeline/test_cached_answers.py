@@ -21,10 +21,11 @@ from proxy.http.auth import ApiKey, KeyEntry
 from proxy.metrics import Metrics
 from proxy.pipeline import cacheable, response_cache, stored_answers
 from proxy.pipeline.cacheable import CHAT, COMPLETIONS, EMBEDDINGS, LARGEST_JUDGED, MESSAGES, RESPONSES, digest
-from proxy.pipeline.request import ProxiedRequest, request_of
+from proxy.pipeline.exchange import Exchange, exchange_of
 from proxy.pipeline.response_cache import ResponseCache
 from proxy.pipeline.stored_answers import STALE_SECONDS, TIMES_WHAT_IS_FREE, Entry, Source, StoredAnswers
 from proxy.routing.engine_events import EngineEvents
+from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
 from tests.harness.fake_engine import Computed
 from tests.harness.in_memory_gateway import InMemoryGateway
@@ -219,10 +220,10 @@ async def test_what_may_be_an_adapter_is_computed_each_time(in_memory, computing
     assert await results(own, chat(), chat()) == ["miss", "hit"]
 
 
-def asked(body: Any, path: str = CHAT, headers=(), of: ApiKey | None = None, query: bytes = b"") -> ProxiedRequest:
+def asked(body: Any, path: str = CHAT, headers=(), of: ApiKey | None = None, query: bytes = b"") -> Exchange:
     scope = {"method": "POST", "path": path, "query_string": query, "headers": list(headers)}
-    request = request_of(scope, json.dumps(body).encode(), "id", of)
-    request.body.take(json.loads(request.body.raw), request.client, asks_usage=True)
+    request = exchange_of(scope, json.dumps(body).encode(), "id", of)
+    request.body.take(json.loads(request.body.raw), request.head, asks_usage=True)
     return request
 
 
@@ -522,7 +523,7 @@ TestStoring.settings = settings(stateful_step_count=60)
 def test_an_entry_stands_as_long_as_its_worker_and_for_whom_it_is_young_enough(
     monkeypatch, name, value, stands, age, most
 ):
-    cache, worker = ResponseCache(2**20, Metrics()), a_worker()
+    cache, worker = ResponseCache(Settings(response_cache=2**20), Metrics(), *[None] * 3), a_worker()
     worker.renderer_ids = {"m": b"template"}
     cache.answers.add(b"k", stored := Entry([], (b"x",), Source.of(worker, "m")))
     monkeypatch.setattr(response_cache.time, "monotonic", lambda: stored.stored + age)

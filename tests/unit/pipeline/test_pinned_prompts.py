@@ -13,6 +13,7 @@ import pytest
 
 from proxy.boundaries.boundary import Boundary, Found
 from proxy.chat.chat import CHAT
+from proxy.chat.usage import Usage
 from proxy.errors import BadRequest, NotFound, PinRefused, SettingsError
 from proxy.fleet.hot_prefixes import ENTRY_BYTES, WarmupRequest, WarmupSet
 from proxy.fleet.part import Change
@@ -23,8 +24,7 @@ from proxy.metrics import Metrics
 from proxy.pipeline import pinned_prompts
 from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.pinned_prompts import PinnedPrompts
-from proxy.pipeline.replayer import Replayed, Replayer
-from proxy.pipeline.warm_up import WarmUp
+from proxy.pipeline.replayer import Replayed, Replayer, WarmUp
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.settings import Settings
@@ -425,22 +425,25 @@ async def test_a_prefix_counts_as_the_workers_only_if_it_has_computed_it(monkeyp
         assert told == (["sent"] if is_computed else ["sent", "refused"])
 
 
+USED = Said(200, b'{"usage": {"prompt_tokens": 9}}')
+
+
 @pytest.mark.parametrize(
-    ("said", "result"), [(Said(200, b"usage"), "done"), (Said(503, b"no"), "failed"), (Broken(""), "failed")]
+    ("said", "told"), [(USED, [Usage(9, None)]), (Said(200, b"{"), [None]), (Said(503), []), (Broken(""), [])]
 )
-async def test_a_replay_is_counted_and_its_cost_if_it_was_computed(said, result):
+async def test_a_replay_is_counted_and_its_cost_if_it_was_computed(said, told):
     kept, metrics, upstream, accounting = WarmupSet(10**6), Metrics(), ScriptedUpstream(said), Mock()
     (worker,) = pool_of(upstream, "w", engine=ENGINE).workers
-    part = WarmUp(kept, Replayer(upstream, PrefixIndex(10**6), Mock(), 5.0), accounting, metrics)
+    part = WarmUp(kept, Replayer(upstream, PrefixIndex(10**6), Mock(), 5.0), accounting, metrics.replays)
     await part.prepare(worker)
     assert upstream.sent == [] and part.held == 0
     kept.add(b"s", 100, (), PROMPT)
     kept.add(b"t", 100, (), PROMPT._replace(model="another worker's"))
     await part.prepare(worker)
     assert len(upstream.sent) == 1 and part.held == kept.held > 0
-    labels = {"worker": "w", "result": result}
+    labels = {"worker": "w", "result": "done" if told else "failed"}
     assert metrics.registry.get_sample_value("seamark_replays_total", labels) == 1
-    assert accounting.replayed.mock_calls == ([call("m", worker, b"usage")] if result == "done" else [])
+    assert accounting.replayed.mock_calls == [call("m", worker, usage) for usage in told]
     worker.cache.hints_allowed = False
     await part.prepare(worker)
     assert len(upstream.sent) == 1

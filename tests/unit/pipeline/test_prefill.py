@@ -20,8 +20,8 @@ from proxy.metrics import Metrics
 from proxy.pipeline import prefill as module
 from proxy.pipeline.adapter_changes import AdapterChanges
 from proxy.pipeline.dispatch import Lease
+from proxy.pipeline.exchange import Choice, Exchange, Prompt, exchange_of
 from proxy.pipeline.prefill import Prefills
-from proxy.pipeline.request import Choice, Prompt, ProxiedRequest, request_of
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.settings import Settings
 from tests.harness.gateways import CHAT, chat
@@ -116,26 +116,25 @@ class Scene:
         self.told: list[tuple[Any, ...]] = []  # to the pool
         for name in ("mark_down", "record_failure", "record_success"):
             setattr(self.pool, name, partial(lambda name, *what: self.told.append((name, *what)), name))
-        self.prefills = Prefills(Settings(), self.pool, self.upstream, self.index, self.metrics)
+        self.prefills = Prefills(Settings(), self.pool, self.upstream, self.index, self.metrics.prefills)
 
     def _say(self, sent: Sent) -> Said | Exception:
         self.during()
         return Said(200, json.dumps({"kv_transfer_params": TRANSFER}).encode()) if self.said is None else self.said
 
-    def request(self, path: str = CHAT, method: str = "POST", **body: Any) -> ProxiedRequest:
+    def request(self, path: str = CHAT, method: str = "POST", **body: Any) -> Exchange:
         parsed = {"model": "m", "messages": [{"role": "user", "content": "Tide?"}], **body}
         scope = {"method": method, "path": path, "query_string": b"", "headers": []}
-        request = request_of(scope, json.dumps(parsed).encode(), "r")
-        request.body.take(parsed, request.client, asks_usage=False)
+        request = exchange_of(scope, json.dumps(parsed).encode(), "r")
+        request.body.take(parsed, request.head, asks_usage=False)
         request.prompt = Prompt(found=FOUND)
         return request
 
-    async def transfer(self, request: ProxiedRequest | None = None, tokens: int = 5000) -> dict[str, Any] | None:
+    async def transfer(self, request: Exchange | None = None, tokens: int = 5000) -> dict[str, Any] | None:
         request = request or self.request()
         request.give(Choice(self.decoder))
-        lease = Lease(None, request)  # type: ignore[arg-type]
-        lease._slot = Slot(self.decoder, tokens)
-        return await self.prefills.transfer(request, lease, [])
+        lease = Lease(None, request, _slot=Slot(self.decoder, tokens))  # type: ignore[arg-type]
+        return await self.prefills.transfer(lease, [])
 
     @property
     def results(self) -> dict[str, float]:
@@ -342,7 +341,7 @@ class AdapterScene:
 
         parsed = {**ADAPTER, **body}
         scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
-        request = request_of(scope, json.dumps(parsed).encode(), "r", None, send)
+        request = exchange_of(scope, json.dumps(parsed).encode(), "r", None, send)
         request.body.parsed = parsed
         await self.changes.serve(request)
         start, answer = got

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from proxy import idle_work
 from proxy.boundaries.layout import layout_of
 from proxy.boundaries.template_facts import DEFAULT, Opener, Setting, TemplateFacts
 from proxy.chat.chat import CHAT, GENERATE, MESSAGES, RESPONSES
@@ -21,9 +22,9 @@ from proxy.http.auth import ApiKey, KeyEntry
 from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, memory_of, parse_object
 from proxy.metrics import Metrics
 from proxy.observability.request_diff import RememberedRequest
-from proxy.pipeline import request as request_module
+from proxy.pipeline import exchange as request_module
+from proxy.pipeline.exchange import Body, Exchange, Timings, affinity_key, choices_of, exchange_of, target_of
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE, PromptReader
-from proxy.pipeline.request import ProxiedRequest, RequestBody, Timings, affinity_key, choices_of, request_of, target_of
 from proxy.settings import Settings
 from tests.harness.probed import pool_of
 from tests.harness.recording_worker import RecordingWorker
@@ -58,6 +59,10 @@ def worker(name: str = "a") -> Worker:
     return pool_of(ScriptedUpstream(), name, engine=engine).workers[0]
 
 
+def reader_of(**settings: Any) -> PromptReader:
+    return PromptReader(Settings(**settings), Metrics(), Learner(), pool_of(ScriptedUpstream(), "a"))
+
+
 async def read(
     reader: PromptReader,
     *workers: Worker,
@@ -65,11 +70,11 @@ async def read(
     memory: Memory = NOTHING,
     key: ApiKey | None = None,
     **body: Any,
-) -> ProxiedRequest:
+) -> Exchange:
     """A request that has been read, and has got its slot if there is one."""
     parsed = {"model": "m", "messages": ASKED, **body}
     scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
-    request = request_of(scope, json.dumps(parsed).encode(), "r", key)
+    request = exchange_of(scope, json.dumps(parsed).encode(), "r", key)
     request.body.parsed, request.body.memory = parsed, memory
     request.prompt = reader.read(request, workers)
     if has_slot:
@@ -82,7 +87,7 @@ async def read(
     [(10, {}, None), (9, {}, "no_boundary"), *((10, {"messages": told}, "no_boundary") for told in ("x", [], [7]))],
 )
 async def test_in_a_body_of_too_many_values_no_boundaries_are_sought(most, body, failure):
-    reader = PromptReader(Settings(max_boundary_values=most), Metrics(), Learner())
+    reader = reader_of(max_boundary_values=most)
     prompt = (await read(reader, worker(), memory=Memory(5000, 10), **body)).prompt
     assert prompt.found.failure == failure and prompt.tokens
     assert (prompt.remembered is None) == bool(failure) and (most == 10 or prompt.chat is None)
@@ -90,25 +95,25 @@ async def test_in_a_body_of_too_many_values_no_boundaries_are_sought(most, body,
 
 
 async def test_nothing_is_asked_for_a_request_without_a_slot():
-    reader, fields = PromptReader(Settings(), Metrics(), Learner()), {"chat_template_kwargs": {"thinking": True}}
+    reader, fields = reader_of(), {"chat_template_kwargs": {"thinking": True}}
     found = (await read(reader, worker(), has_slot=False, **fields)).prompt.found
     await asyncio.sleep(0)
     assert found.entries() == ("last:3", -9) and not reader._facts.asked
     await read(reader, worker(), **fields)
     await asyncio.sleep(0)
-    assert reader._facts.asked and reader._learning  # a task that nobody holds may be lost
-    await until(lambda: not reader._learning)
+    assert reader._facts.asked and idle_work._tasks  # a task that nobody holds may be lost
+    await until(lambda: not idle_work._tasks)
 
 
 async def test_a_failure_costs_the_hint_and_names_no_text(caplog, monkeypatch):
     monkeypatch.setattr(Learner, "facts", lambda *_: {}["You pilot."])
-    request = await read(PromptReader(Settings(), Metrics(), Learner()), worker())
+    request = await read(reader_of(), worker())
     assert (request.prompt.found.boundaries, request.prompt.found.failure) == ((), "no_facts")
     assert "boundary of request r: KeyError" in caplog.text and "ilot" not in caplog.text
 
 
 async def test_answers_tell_how_many_tokens_a_byte_has():
-    reader = PromptReader(Settings(), Metrics(), Learner())
+    reader = reader_of()
     first = (await read(reader, worker())).prompt
     size = len(json.dumps({"model": "m", "messages": ASKED}).encode())
     assert first.tokens == round(size * TOKENS_PER_BYTE)
@@ -122,7 +127,7 @@ async def test_answers_tell_how_many_tokens_a_byte_has():
 
 
 async def test_what_is_remembered_has_its_shares_of_the_memory():
-    reader = PromptReader(Settings(memory_bytes=2**20, text_bytes=2**20), Metrics(), Learner())
+    reader = reader_of(memory_bytes=2**20, text_bytes=2**20)
     for number in range(3000):
         reader.positions.put(b"%d" % number, 7)
     assert len(reader.positions) == 2**19 // 250
@@ -133,15 +138,14 @@ async def test_what_is_remembered_has_its_shares_of_the_memory():
         reader.recent.add(RememberedRequest(layout, 9000))
         reader.stored.put(chat, {"id": f"resp_{number}", "output": []}, "w#1")
         reader.learner.shared_texts(layout)
-    most = {"recent": 2**20 // 4, "stored": 2**20 // 8, "learner": 2**20 * 3 // 8}
-    for name, size in most.items():
+    for name, size in {"recent": 2**20 // 4, "stored": 2**20 // 8, "learner": 2**20 * 3 // 8}.items():
         assert size - 12_000 < getattr(reader, name).held <= size, name
     assert reader.held == reader.recent.held + reader.stored.held + reader.learner.held
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_beginnings_inside_texts_are_sought_only_to_choose_among_several_workers(workers):
-    reader = PromptReader(Settings(), Metrics(), Learner())
+    reader = reader_of()
     serving = [worker(name) for name in "ab"[:workers]]
     for question in ("High?", "Low?", "Neap?"):
         messages = [{"role": "user", "content": "Pilots name the tide before the berth. " * 30 + f"\n{question}"}]
@@ -151,9 +155,7 @@ async def test_beginnings_inside_texts_are_sought_only_to_choose_among_several_w
 
 @pytest.mark.parametrize("is_on", [True, False])
 async def test_a_rewrite_rule_changes_what_is_sent_and_what_is_known_of_it_and_is_counted(is_on):
-    metrics = Metrics()
-    settings = Settings(rewrite=("billing_header",) if is_on else ())
-    reader = PromptReader(settings, metrics, Learner())
+    reader = reader_of(rewrite=("billing_header",) if is_on else ())
     told = [{"role": "system", "content": "x-anthropic-billing-header: cch=abc;\nYou pilot."}, ASKED[1]]
     request = await read(reader, worker(), messages=told)
     wanted = ASKED[0]["content"] if is_on else told[0]["content"]
@@ -162,11 +164,9 @@ async def test_a_rewrite_rule_changes_what_is_sent_and_what_is_known_of_it_and_i
     assert request.prompt.rewrites == (("billing_header",) if is_on else ())
     assert request.prompt.chat.messages[0]["content"] == wanted
 
-    def counted(applied: str) -> float | None:
-        labels = {"rule": "billing_header", "applied": applied}
-        return metrics.registry.get_sample_value("seamark_rewrites_total", labels)
-
-    assert (counted("true"), counted("false")) == ((1.0, None) if is_on else (None, 1.0))
+    value, named = reader._metrics.registry.get_sample_value, "seamark_rewrites_total"
+    counted = [value(named, {"rule": "billing_header", "applied": each}) for each in ("true", "false")]
+    assert counted == ([1.0, None] if is_on else [None, 1.0])
 
 
 async def test_a_worker_that_renders_nothing_is_asked_once(in_memory):
@@ -200,13 +200,13 @@ def parts(n: int, seed: int) -> list[dict[str, Any]]:
 )
 async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(endpoint, body):
     most, limits = 2**19, Settings().json_limits
-    reader = PromptReader(Settings(text_bytes=most), Metrics(), Learner())
+    reader = reader_of(text_bytes=most)
     scope = {"method": "POST", "path": endpoint, "query_string": b"", "headers": []}
     for seed in range(40):
         if seed == 1:  # what stays for ever, such as patterns and interned texts, is there
             tracemalloc.start()
         raw = json.dumps({"model": "m", **body(150, seed)}).encode()
-        request = request_of(scope, raw, f"{seed}")
+        request = exchange_of(scope, raw, f"{seed}")
         request.body.parsed = parse_object(raw, *limits)
         request.body.memory = memory_of(request.body.parsed, len(raw), 10**6)
         request.prompt = reader.read(request, [worker()])
@@ -231,7 +231,7 @@ def test_a_session_of_an_agent_is_kept_together_unless_the_client_itself_wants_o
 def test_only_known_paths_are_labels():
     for path, label in (("/tokenize", "/tokenize"), ("/v1/responses/resp_1", "other"), ("/anything", "other")):
         scope = {"method": "GET", "path": path, "query_string": b"", "headers": []}
-        assert request_of(scope, b"", "r").client.endpoint == label
+        assert exchange_of(scope, b"", "r").head.endpoint == label
 
 
 def test_a_path_goes_on_as_it_was_written_unless_it_leads_upwards():
@@ -259,10 +259,10 @@ def test_the_gateways_own_time_is_what_it_did_not_wait(monkeypatch):
 EVIL = {"remote_host": "evil"}
 
 
-def body_of(raw: dict[str, Any], path: str = CHAT, key: ApiKey | None = None) -> RequestBody:
+def body_of(raw: dict[str, Any], path: str = CHAT, key: ApiKey | None = None) -> Body:
     scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
-    request = request_of(scope, json.dumps(raw).encode(), "r", key)
-    request.body.take(dict(raw), request.client, asks_usage=False)
+    request = exchange_of(scope, json.dumps(raw).encode(), "r", key)
+    request.body.take(dict(raw), request.head, asks_usage=False)
     return request.body
 
 

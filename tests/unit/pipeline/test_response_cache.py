@@ -1,6 +1,6 @@
 """The response cache as its clients see it: they ask, read, stop reading and leave in any order, whatever workers do.
 
-Entry is `CachedAnswers`; a slot is there for everyone. What shows at one moment alone has a row below the machine.
+A slot is there for everyone. What shows at one moment alone has a row below the machine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from proxy.fleet.probe import Probed
 from proxy.http import asgi
 from proxy.metrics import Metrics
 from proxy.pipeline import response_cache, stored_answers
-from proxy.pipeline.cached_answers import CachedAnswers
-from proxy.pipeline.request import Choice, ProxiedRequest
+from proxy.pipeline.exchange import Choice, Exchange
 from proxy.pipeline.response_cache import PATIENCE_SECONDS, ResponseCache
 from proxy.pipeline.sse import HEARTBEAT
 from proxy.pipeline.stored_answers import weight_of
+from proxy.settings import Settings
 from tests.harness.sharing_clients import END, Client, Run, a_worker, head, part, turns
 from tests.harness.virtual_time import VirtualTimeLoop
 
@@ -37,7 +37,7 @@ LARGEST = ROOM // stored_answers.LARGEST_SHARE
 class Slot:
     """A lease without limits."""
 
-    def __init__(self, scene: Sharing, request: ProxiedRequest) -> None:
+    def __init__(self, scene: Sharing, request: Exchange) -> None:
         self.scene, self.request, self.has_slot = scene, request, False
 
     def release(self) -> None:
@@ -57,16 +57,16 @@ class Sharing(RuleBasedStateMachine):
         clock = SimpleNamespace(monotonic=lambda: self.loop.time() + next(ticks) * 1e-7)
         for module in (response_cache, stored_answers):
             self.patch.setattr(module, "time", clock, raising=False)
-        self.worker, self.cache = a_worker(), ResponseCache(ROOM, self.metrics)
-        self.all: list[Client] = []
+        self.worker, self.all = a_worker(), list[Client]()
         self.runs: list[Run] = []
         self.stored: dict[str, set[bytes]] = {}  # what may be, by prompt
         self.is_tight = False  # whether so much is under way that not all of it may be kept
         self.filled = self.leases = self.waiting = 0
         pool = SimpleNamespace(up=[self.worker], workers=[self.worker])
-        self.cached = CachedAnswers(self.cache, ("*",), pool, self, self, 0.0)  # type: ignore[arg-type]
+        settings = Settings(response_cache=ROOM, response_cache_models=("*",), heartbeat=0)
+        self.cache = ResponseCache(settings, self.metrics, pool, self, self)  # type: ignore[arg-type]
 
-    def lease(self, request: ProxiedRequest) -> Slot:
+    def lease(self, request: Exchange) -> Slot:
         return Slot(self, request)
 
     async def acquire(self, lease: Slot) -> None:
@@ -83,7 +83,7 @@ class Sharing(RuleBasedStateMachine):
         finally:
             self.waiting -= 1
 
-    async def answer(self, lease: Slot, send: Any, watch: asgi.ClientWatch) -> None:
+    async def forward(self, lease: Slot) -> None:
         owner = next(each for each in self.all if each.request is lease.request)
         owner.run = run = Run(len(self.runs), owner)
         run.is_open = not self.open(owner.key)
@@ -93,8 +93,7 @@ class Sharing(RuleBasedStateMachine):
                 order = await run.orders.get()
                 if isinstance(order, Exception):
                     raise order
-                watch.over = not order.get("more_body", True)
-                await send(order)
+                await lease.request.send(order)
         finally:
             run.ends, run.is_open = run.ends or "left", False
 
@@ -126,7 +125,7 @@ class Sharing(RuleBasedStateMachine):
         async def until_it_leaves() -> None:
             with contextlib.suppress(asgi.ClientGone):
                 async with client.watch:
-                    await self.cached(client.request, client.request.reply, client.watch)
+                    await self.cache(client.request)
 
         client.task = self.loop.create_task(until_it_leaves())
         return client
@@ -222,7 +221,7 @@ class Sharing(RuleBasedStateMachine):
         for client in self.all:
             if not client.head:
                 continue
-            result, own = client.head[b"x-seamark-cache"], client.request.client.request_id.encode()
+            result, own = client.head[b"x-seamark-cache"], client.request.head.request_id.encode()
             assert (result == b"miss") == (client.run is not None)
             assert (b"x-theirs" in client.head) == (result == b"miss")
             assert (client.head.get(b"x-request-id") == own) == (b"x-seamark-reason" not in client.head)
@@ -321,7 +320,7 @@ async def test_the_second_request_hits_unless_the_answer_was_called_into_doubt(s
 
 @pytest.mark.parametrize("reads", [False, True])
 async def test_who_waits_for_a_client_that_does_not_read_or_as_a_stream_for_long_asks_for_its_own_answer(scene, reads):
-    scene.cached._patience = PATIENCE_SECONDS if reads else None
+    scene.cache._patience = PATIENCE_SECONDS if reads else None
     first, other = scene.ask("a", reads=reads), scene.ask("a")
     await turns()
     assert len(scene.runs) == 1 and scene.waiting == 1

@@ -33,14 +33,14 @@ END = USAGE.replace(b"}}}", b'}},"system_fingerprint":"vllm-1"}') + DONE
 BESIDE = USAGE.replace(b'"choices":[]', b'"choices":[{"index":0,"finish_reason":null}]')
 
 
-def relay_of(*more: Any, **named: Any) -> tuple[SseRelay, list[tuple[bytes, bool]]]:
+def relay_of(*more: Any) -> tuple[SseRelay, list[tuple[bytes, bool]]]:
     """And what it sends: bytes, and whether more comes."""
     sent: list[tuple[bytes, bool]] = []
 
     async def send(message) -> None:
         sent.append((message["body"], message.get("more_body", False)))
 
-    return SseRelay(send, *more, **named), sent
+    return SseRelay(send, *more), sent
 
 
 async def of(pieces: list[bytes]) -> AsyncIterator[bytes]:
@@ -49,7 +49,7 @@ async def of(pieces: list[bytes]) -> AsyncIterator[bytes]:
 
 
 async def relayed(pieces: list[bytes], strips: int = 0) -> tuple[list[bytes], SseRelay]:
-    relay, sent = relay_of(strips, opened=lambda _: None)
+    relay, sent = relay_of(strips, lambda _: None)
     await relay.run(of(pieces))
     await relay.finish()
     return [piece for piece, _ in sent if piece], relay

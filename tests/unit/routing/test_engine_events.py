@@ -18,26 +18,29 @@ from proxy.fleet.part import Change, Part, Shelf
 from proxy.fleet.worker import Load, Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.client import Broken
-from proxy.http.json_body import MOST_COUNT, OverBound
+from proxy.http.json_body import OverBound
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.routing import engine_events
-from proxy.routing.engine_events import MAX_OUTCOMES, MOST_BYTES, MOST_VALUES, EngineEvents, EngineOutcome
-from proxy.routing.held_states import MOST_NAME
+from proxy.routing.engine_events import EngineEvents, EngineOutcome
+from proxy.routing.feed_lines import MOST_BYTES, MOST_COUNT, MOST_EVENTS, MOST_NAME, MOST_POSITIONS, MOST_VALUES
 from proxy.routing.prefix_index import PrefixIndex
 from tests.harness.probed import probed
 from tests.harness.virtual_time import on_virtual_time
 from tests.harness.waiting import until
 
 
-class Feed:
-    """A worker's feed, and how often it was asked. `told`: what it holds; of an old worker without states."""
+def admitted(name: str, reason: str, shared: int = 0, *positions: int) -> list[Any]:
+    return ["admitted", name, reason, 0, shared, positions]
 
-    def __init__(self, *hits: str, seconds: float = 0.0, old: bool = True) -> None:
-        self.told: dict[str, Any] = {"boot": "b", "cursor": 9, "outcomes": [[name, "hit", 0] for name in hits]}
-        if not old:
-            self.told |= {"states": [], "reset": False}
-        self.index, self.learnt = PrefixIndex(10**6), dict[bytes, int]()  # what is known by it
+
+class Feed:
+    """A worker's feed, and how often it was asked. `told`: what it holds."""
+
+    def __init__(self, *hits: str, seconds: float = 0.0) -> None:
+        events = [admitted(name, "hit") for name in hits]
+        self.told: dict[str, Any] = {"boot": "b", "cursor": 9, "events": events, "reset": False}
+        self.index, self.learnt, self.computed = PrefixIndex(10**6), dict[bytes, int](), list[Any]()  # known by it
         self.fails: Exception | None = None
         self.seconds = seconds
         self.evil: list[bytes] = []  # lines, in place of what it is told
@@ -51,7 +54,7 @@ class Feed:
         await asyncio.sleep(self.seconds)
         if self.fails is not None:
             raise self.fails
-        if query["wait"] != ["0"]:
+        if query["boot"] != [""]:
             await self.news.wait()
             self.news.clear()
         self.is_open = True
@@ -67,15 +70,15 @@ class Feed:
     def close(self) -> None:
         self.is_open = False
 
-    def tell(self, states: list[Any], **more: Any) -> None:
-        self.told |= {"cursor": self.told["cursor"] + 1, "states": states, "outcomes": [], "reset": False, **more}
+    def tell(self, *events: Any, **more: Any) -> None:
+        self.told |= {"cursor": self.told["cursor"] + 1, "events": events, "reset": False, **more}
         self.news.set()
 
 
 @pytest.fixture(autouse=True)
 def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, a feed that answers does so in time, and is read in time."""
-    monkeypatch.setattr(engine_events, "TIMEOUT", 30.0)
+    monkeypatch.setattr(engine_events, "PATIENCE", 30.0)
     monkeypatch.setattr(engine_events, "READ_TIMEOUT", 250.0)
 
 
@@ -88,7 +91,8 @@ HINT = ("first:1",)
 
 @asynccontextmanager
 async def reading(feed: Feed) -> AsyncIterator[EngineEvents]:
-    events = EngineEvents(feed, feed.index, IdleWork(), Shelf(Metrics()), feed.learnt.__setitem__)
+    told = feed.learnt.__setitem__, "", lambda *each: feed.computed.append(each)
+    events = EngineEvents(feed, feed.index, IdleWork(), Shelf(Metrics()), *told)
     try:
         yield events
     finally:
@@ -109,17 +113,18 @@ async def following(feed: Feed, worker: Worker = WORKER) -> AsyncIterator[Engine
 async def test_a_feed_that_hangs_holds_nobody_up_for_long_and_is_then_left_alone() -> None:
     feed, clock = Feed(seconds=60), asyncio.get_running_loop().time
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine_events, "TIMEOUT", 0.2)
+        patched.setattr(engine_events, "PATIENCE", 2.0)
+        patched.setattr(engine_events, "READ_TIMEOUT", 3.0)
         async with reading(feed) as events:
             began = clock()
             assert await asyncio.gather(*(events.outcome_of(WORKER, f"r{at}") for at in range(20))) == [None] * 20
-            assert await events.outcome_of(WORKER, "later") is None
-            assert clock() - began == pytest.approx(0.2) and len(feed.asked) == 1
+            assert clock() - began == pytest.approx(2.0)
+            assert [await events.outcome_of(WORKER, name) for name in ("later", "last")] == [None] * 2
+            assert clock() - began == pytest.approx(3.0) and len(feed.asked) == 1
 
 
-def told(**more: Any) -> bytes:
-    fine = {"boot": "b", "cursor": 10, "outcomes": [], "resolved": [], "states": [], "reset": False, "load": [0, 0]}
-    return json.dumps({**fine, **more}).encode()
+def told(*events: Any, **more: Any) -> bytes:
+    return json.dumps({"boot": "b", "cursor": 10, "events": events, "reset": False, "load": [0, 0], **more}).encode()
 
 
 async def read_of(events: EngineEvents, feed: Feed, *lines: bytes) -> Any:
@@ -136,90 +141,87 @@ async def read_of(events: EngineEvents, feed: Feed, *lines: bytes) -> Any:
     "lines",
     [
         [b"x" * (MOST_BYTES + 1)],
-        [told(outcomes=[["r", "hit", 1]] * MOST_VALUES)],
-        [told(outcomes=[["r", "R" * 2**16, 1]])],
-        [told(states=[["came", "r", 4096, [[number, "s"] for number in range(20_000)]]])],
+        [told(*[["cleared"]] * (MOST_EVENTS + 1))],
+        [told(["came", "r", 1, [7] * (MOST_VALUES + 1)])],
         [told()] * (engine_events.MOST_LINES + 1),
+        [b"[" * 200_000],
+        [told(beside=[])[:-2] + b"[" * 200_000],
+        [told(cursor=10**30)],
+        [told(cursor=float("inf"))],
+        [told(cursor=-1)],
+        [told(cursor="1" * 5000)],
+        [told(load=[float("inf"), float("nan")])],
+        [told(boot="b" * (MOST_NAME + 1))],
+        [told(events={"x": 1})],
+        [told(drafts=["s" * (MOST_NAME + 1), ""])],
     ],
 )
 async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog, lines):
     """What it would have said is lost, so nothing is believed of what the worker holds."""
-    feed = Feed(old=False)
+    feed = Feed()
     async with following(feed) as events:
         feed.index.record([SYSTEM], "another")
         for name in ("s", "t"):
             reader = await read_of(events, feed, *lines)
+            assert reader.cursor in (9, 10, 11) and not reader.load and WORKER.others == Load()
             assert feed.index.longest((b"s",), [WORKER.boot, "another"]).keys() == {"another"}
             assert caplog.text.count("are not read") == 1
             reader.silent_until, feed.evil = 0.0, []
             events.sent(WORKER, name, [SYSTEM], HINT)
-            feed.tell([], outcomes=[[name, "hit", 16]])
-            assert await events.outcome_of(WORKER, name) == EngineOutcome("hit")
+            feed.tell(admitted(name, "hit", 16))
+            assert await events.outcome_of(WORKER, name) == EngineOutcome("hit", 16)
 
 
 @pytest.mark.parametrize(
     "nonsense",
     [
-        {"cursor": 10**30},
-        {"cursor": float("inf")},
-        {"load": [float("inf"), float("nan")]},
-        {"boot": "b" * (MOST_NAME + 1)},
-        {"outcomes": [["x" * (MOST_NAME + 1), "hit", 1]]},
-        {"outcomes": {"x": 1}},
-        {"drafts": {"state": "s" * (MOST_NAME + 1)}},
-        {"pins": [["x", ["y"]]]},
+        7,
+        ["what"],
+        ["came", 7],
+        ["came"],
+        ["came", "r", 200, [[160, "s" * (MOST_NAME + 1)]]],
+        ["came", "r", 200, [[160, "s"]] * 2**13],
+        ["cleared", ["x"]],
+        admitted("q", "R" * 2**16),
+        admitted("x" * (MOST_NAME + 1), "hit"),
+        ["admitted", "q", "cold"],
+        admitted("q", "cold", 0, "x"),
+        admitted("q", "cold", 0, MOST_COUNT + 1),
+        admitted("q", "cold", 0, *[16] * (MOST_POSITIONS + 1)),
+        ["pinned", "x", ["y"]],
     ],
 )
-async def test_figures_and_names_that_no_engine_has_end_the_read_without_a_trace(caplog, nonsense):
-    feed = Feed(old=False)
-    async with following(feed) as events:
-        reader = await read_of(events, feed, told(**nonsense))
-        assert reader.cursor == 9 and not reader.load and WORKER.others == Load()
-        assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    "nonsense",
-    [
-        *({"states": [each]} for each in (["came"], 7)),
-        {"states": [["came", "r", 200, [[160, "s" * (MOST_NAME + 1)]]]]},
-        {"states": [["cleared", ["x"]]]},
-        *({"resolved": each} for each in ([["r", 0]], [["r", 0, ["x"]]])),
-        {"resolved": [["r", 0, [MOST_COUNT + 1]]]},
-        {"resolved": [["r", 0, [16] * (engine_events.MOST_POSITIONS + 1)]]},
-    ],
-)
-async def test_nonsense_about_states_and_positions_costs_what_was_believed_and_no_word(nonsense):
-    feed = Feed(old=False)
+async def test_nonsense_about_one_thing_costs_what_was_believed_and_no_word_about_others(caplog, nonsense):
+    feed = Feed()
     async with following(feed) as events:
         assert feed.index.longest([SYSTEM.key], [WORKER.boot])  # nothing is wrong so far
-        feed.tell(**{"states": [], "outcomes": [["r", "cold", 0]], **nonsense})
-        assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold")
-        assert not feed.index.longest([SYSTEM.key], [WORKER.boot])
-        feed.tell([], outcomes=[["q", "evicted", 0]], resolved=[["q", 16, [163]]])  # the feed is read on
+        feed.tell(nonsense, admitted("r", "cold"))
+        assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold", 0)
+        assert not feed.index.longest([SYSTEM.key], [WORKER.boot]) and "q" not in events._feeds[WORKER.url].outcomes
+        assert caplog.text.count("events reported by worker w: V") == 1
+        feed.tell(admitted("q", "evicted", 16, 163))  # the feed is read on
         assert await events.outcome_of(WORKER, "q") == EngineOutcome("evicted", 16, (163,))
 
 
-async def test_words_that_nobody_asks_for_are_bounded():
-    async with reading(Feed(*(f"r{number}" for number in range(MAX_OUTCOMES + 5)))) as events:
-        assert await events.outcome_of(WORKER, f"r{MAX_OUTCOMES + 4}") == EngineOutcome("hit")
-        assert await events.outcome_of(WORKER, f"r{MAX_OUTCOMES + 3}") == EngineOutcome("hit")
+async def test_words_that_nobody_asks_for_are_bounded(monkeypatch):
+    monkeypatch.setattr(engine_events, "MAX_OUTCOMES", 100)
+    async with reading(Feed(*(f"r{number}" for number in range(105)))) as events:
+        for name in ("r104", "r103"):
+            assert await events.outcome_of(WORKER, name) == EngineOutcome("hit", 0)
         (feed,) = events._feeds.values()
-        assert len(feed.outcomes) < MAX_OUTCOMES and "r0" not in feed.outcomes
-
-
-async def test_news_correct_the_directory_without_anybody_asking():
-    feed, computed = Feed(old=False), []
-    async with following(feed) as events:
-        events.on_computed = lambda *each: computed.append(each)
-        feed.tell([["came", "r", 200, [[160, "5c"]]]], resolved=[["r", 0, [163]]])
-        await until(lambda: feed.index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
-        assert (feed.learnt, computed) == ({b"s": 163}, [("r", 200, True)])
-        feed.tell([["gone", "5c"]])
-        await until(lambda: not feed.index.longest((b"s",), [WORKER.boot]))
+        assert len(feed.outcomes) == 98 and "r4" not in feed.outcomes and "r5" in feed.outcomes
 
 
 CAME = ["came", "r", 200, [[160, "5c"]]]
+
+
+async def test_news_correct_the_directory_without_anybody_asking():
+    async with following(feed := Feed()):
+        feed.tell(admitted("r", "cold", 0, 163), CAME)
+        await until(lambda: feed.index.longest((b"s",), [WORKER.boot])[WORKER.boot].tokens == 160)
+        assert (feed.learnt, feed.computed) == ({b"s": 163}, [("r", 200, True)])
+        feed.tell(["gone", "5c"])
+        await until(lambda: not feed.index.longest((b"s",), [WORKER.boot]))
 
 
 @pytest.mark.parametrize(
@@ -227,12 +229,12 @@ CAME = ["came", "r", 200, [[160, "5c"]]]
     [
         ([CAME, ["cleared", "lost"], CAME, ["cleared"]], [(Change.CLEARED, "")]),
         ([CAME, ["adapter", "a"], ["adapter", "a"]], [(Change.ADAPTER, "a")]),
-        ([["adapter", "a"], ["cleared"]], [(Change.CLEARED, ""), (Change.ADAPTER, "a")]),
+        ([["adapter", "a"], ["cleared"]], [(Change.ADAPTER, "a"), (Change.CLEARED, "")]),
         ([["cleared"]] + [CAME] * engine_events.STEP_EVENTS, [(Change.CLEARED, "")]),
     ],
 )
 async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_it(states, told):
-    feed = Feed(old=False)
+    feed = Feed()
     async with following(feed) as events:
         changes: list[tuple[Change, str]] = []
 
@@ -243,20 +245,20 @@ async def test_what_else_becomes_of_a_cache_is_told_on_once_whatever_comes_with_
         events._shelf.put(Told())
         for news in (states, [["gone", "5d"]]):
             asked = len(feed.asked)
-            feed.tell(news)
+            feed.tell(*news)
             await until(lambda asked=asked: len(feed.asked) > asked)
         assert changes == told
 
 
 @on_virtual_time
 async def test_a_busy_feed_is_not_read_more_often_than_allowed() -> None:
-    feed, clock = Feed(old=False), asyncio.get_running_loop().time
+    feed, clock = Feed(), asyncio.get_running_loop().time
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(engine_events, "time", SimpleNamespace(monotonic=clock))
         async with reading(feed) as events:
             events.sent(WORKER, "r", [], ())
             for _ in range(200):
-                feed.tell([["gone", "x"]])
+                feed.tell(["gone", "x"])
                 asked = len(feed.asked)
                 while len(feed.asked) == asked:
                     await asyncio.sleep(0.001)
@@ -265,7 +267,7 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed() -> None:
             for _ in range(4):  # and one of a worker that gets nothing is read on, since answers of it may be kept
                 await asyncio.sleep(200)
                 asked = len(feed.asked)
-                feed.tell([["gone", "x"]])
+                feed.tell(["gone", "x"])
                 await asyncio.sleep(1)
                 assert len(feed.asked) > asked
 
@@ -278,7 +280,7 @@ def test_an_outcome_comes_in_the_header_of_a_whole_answer():
 
 
 async def test_a_request_that_ends_after_its_worker_was_removed_leaves_nothing():
-    async with reading(Feed(old=False)) as events:
+    async with reading(Feed()) as events:
         events.sent(WORKER, "r", (SYSTEM,), HINT)
         events.on_worker(WORKER, Change.REMOVED)
         for end in (events.refused, events.left):
@@ -288,10 +290,10 @@ async def test_a_request_that_ends_after_its_worker_was_removed_leaves_nothing()
 
 
 async def test_what_other_gateways_have_at_a_worker_is_read_with_its_events():
-    feed, worker = Feed(old=False), replace(WORKER)
+    feed, worker = Feed(), replace(WORKER)
     async with following(feed, worker):
         assert "load" not in feed.asked[1]
-        feed.tell([], load=[3, 5000])
+        feed.tell(load=[3, 5000])
         await until(lambda: worker.others == (3, 5000))
         await until(lambda: len(feed.asked) == 3)
         assert feed.asked[2]["load"] == ["3:5000"]
@@ -302,11 +304,11 @@ async def test_what_other_gateways_have_at_a_worker_is_read_with_its_events():
 
 async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monkeypatch):
     monkeypatch.setattr(engine_events, "PIN_PATIENCE", 0.01)
-    feed = Feed(old=False)
+    feed = Feed()
     async with reading(feed) as events:
         with events.pin_asked(WORKER, "p") as fate:
             assert await fate() == "" and not feed.asked
-    async with following(feed := Feed(old=False)) as events:
+    async with following(feed := Feed()) as events:
         with events.pin_asked(WORKER, "p") as fate:
             assert await fate() == ""
         monkeypatch.setattr(engine_events, "PIN_PATIENCE", 1000.0)
@@ -318,7 +320,7 @@ async def test_a_pin_is_not_waited_for_where_nobody_reads_or_nothing_comes(monke
             feed.fails = None
             events._feeds[WORKER.url].silent_until = 0.0
             events.sent(WORKER, "q", [], ())
-            feed.tell([], pins=[["p", "refused"], ["q", "pinned"]])
+            feed.tell(["pinned", "p", "refused"], ["pinned", "q", "pinned"])
             assert await fate() == "pinned"
 
 
@@ -332,11 +334,11 @@ async def test_what_ends_a_read_unforeseen_is_said_by_its_kind_and_nobody_waits_
 
 
 async def test_each_of_several_engines_is_read_by_its_rank_and_says_who_reads():
-    feed, worker = Feed(old=False), replace(WORKER, url="http://w#3")
+    feed, worker = Feed(), replace(WORKER, url="http://w#3")
     async with following(feed, worker) as events:
         events.sent(worker, "r", [], ())
         assert [query["engine"] for query in feed.asked] == [["3"], ["3"]]
-    feed = Feed()
+    feed = Feed("r")
     events = EngineEvents(feed, PrefixIndex(10**6), IdleWork(), Shelf(Metrics()), gateway_id="ab12")
     await events.outcome_of(WORKER, "r")
     await events.aclose()

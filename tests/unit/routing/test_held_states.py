@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from prometheus_client import Counter
 
-from proxy.boundaries.boundary import Boundary
-from proxy.boundaries.resolve import Entry
+from proxy.boundaries.boundary import Boundary, Entry
 from proxy.routing import held_states
+from proxy.routing.feed_lines import read_event
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import ENTRY_BYTES, HOLDER_BYTES, Holding, PrefixIndex
 
@@ -22,6 +23,12 @@ BOOT = "w#1"
 def told(key: bytes, tokens: int, entry: Entry | None = None) -> Boundary:
     """A boundary whose position is known."""
     return Boundary("explicit", key, entry if entry is not None else tokens, tokens, tokens)
+
+
+def tell(states: HeldStates, *events: list) -> None:
+    """The worker's feed says this."""
+    for event in events:
+        states.apply(read_event(json.dumps(event).encode()), BOOT)
 
 
 class Gateway:
@@ -37,8 +44,8 @@ class Gateway:
         self.held_states.sent(request_id, boundaries, hint, BOOT)
         self.prefix_index.record(boundaries, BOOT, hint)
 
-    def tell(self, *states: list) -> None:
-        self.held_states.apply(states, BOOT)
+    def tell(self, *events: list) -> None:
+        tell(self.held_states, *events)
 
     def held(self, *keys: bytes) -> int:
         found = self.prefix_index.longest(keys, [BOOT])
@@ -94,7 +101,7 @@ class Reporting(RuleBasedStateMachine):
         request = self.under_way.pop(name)
         at, asked = request["at"], request["told"] or request["keys"]
         if request["told"]:
-            self.gateway.held_states.resolved(name, list(asked.values()))
+            self.gateway.tell(["admitted", name, "cold", 0, 0, list(asked.values())])
             self._doubt(request["keys"].keys() - asked.keys())
         end = max(asked.values(), default=0)
         kept = {}
@@ -174,7 +181,7 @@ def test_the_engine_tells_how_far_a_prompt_is_computed_and_when_its_last_boundar
     computed = []
     states = HeldStates(PrefixIndex(10**6), lambda *_: None, lambda *told: computed.append(told))
     states.sent("r", (told(b"s", 163), told(b"t", 400)), (163, 400), BOOT)
-    states.apply([["came", "r", 200, [[160, "a"]]], ["came", "r", 400, []], ["came", "another", 9, []]], BOOT)
+    tell(states, ["came", "r", 200, [[160, "a"]]], ["came", "r", 400, []], ["came", "another", 9, []])
     assert computed == [("r", 200, False), ("r", 400, True)]
 
 

@@ -24,8 +24,18 @@ from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.routing import redis_sync
 from proxy.routing.prefix_index import PrefixIndex
-from proxy.routing.redis_answers import MOST_BYTES, MOST_LINES, AnswerTooLarge
-from proxy.routing.redis_sync import ERRORS_TO_DOWN, GONE, HELD, HOLDINGS, POSITIONS, POSITIONS_STREAM, pack, unpack
+from proxy.routing.redis_sync import (
+    ERRORS_TO_DOWN,
+    GONE,
+    HELD,
+    MOST_BYTES,
+    MOST_LINES,
+    PLACED,
+    POSITIONS_STREAM,
+    AnswerTooLarge,
+    pack,
+    unpack,
+)
 from tests.harness.virtual_time import VirtualTimeLoop, on_virtual_time
 from tests.harness.waiting import until
 
@@ -194,7 +204,7 @@ class Sharing(RuleBasedStateMachine):
         tokens, model = 16 * (at + 1), self.known[at]
         self.gateways[at].positions.put(key(number), tokens)
         if model.positions.get(key(number)) != tokens:
-            model.waiting.append(("", (key(number), tokens)))
+            model.waiting.append(("", (PLACED, key(number), tokens)))
         model.positions[key(number)] = tokens
 
     @rule(at=gateway, number=number, boot=boot)
@@ -211,7 +221,7 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(stream=st.sampled_from(["", *BOOTS]), kind=st.integers(0, 3))
     def gets_garbage(self, stream: str, kind: int) -> None:
-        other = pack(POSITIONS, FOREIGN, [(key(5), 9)]) if stream else pack(HOLDINGS, FOREIGN, [(HELD, key(5), 9)])
+        other = pack(FOREIGN, [(PLACED, key(5), 9)]) if stream else pack(FOREIGN, [(HELD, key(5), 9)])
         raw, name = ((b"", b"n"), (b"garbage", b"n"), (other, b"n"), (b"x", b"else"))[kind]
         self.redis.add(redis_sync.holdings_stream(stream) if stream else POSITIONS_STREAM, raw, name)
         self.log[stream].append(((-1, 0), None))
@@ -269,12 +279,12 @@ class Sharing(RuleBasedStateMachine):
 
     def _hears(self, model: Known, boot: str, records: list[tuple[Any, ...]] | None) -> None:
         model.news["refused" if records is None else "heard"] += len(records or "x")
-        for *kind, name, tokens in records or ():
+        for kind, name, tokens in records or ():
             if not boot:
                 model.positions.setdefault(name, tokens)
-            elif kind == [redis_sync.KEPT]:
+            elif kind == redis_sync.KEPT:
                 model.kept[name] = boot
-            elif kind == [GONE]:
+            elif kind == GONE:
                 model.held.pop((boot, name), None)
             else:  # a length that is known here stands
                 length = model.lengths.setdefault(name, tokens)
@@ -294,8 +304,8 @@ class Sharing(RuleBasedStateMachine):
             assert (gateway.sync.state == "down") is model.is_down
         for stream, entries in self.log.items():
             found = self.redis.streams.get(redis_sync.holdings_stream(stream) if stream else POSITIONS_STREAM, [])
-            kinds = POSITIONS if not stream else HOLDINGS
-            batches = [unpack(kinds, fields.get(b"n", b"")) for _, fields in found[-8:]]  # those before were looked at
+            raws = [fields.get(b"n", b"") for _, fields in found[-8:]]  # those before were looked at
+            batches = [unpack(raw, of_positions=not stream) for raw in raws]
             assert [each and list(each.records) for each in batches] == [records for _, records in entries[-8:]]
             assert len(found) == len(entries)
 
@@ -315,7 +325,7 @@ async def test_what_waits_while_redis_is_away_is_bounded_and_the_oldest_is_dropp
     assert (one.news("dropped"), one.sync.status()["waiting"]) == (1, 2)
     await one.exchange()
     ((_, fields),) = redis.streams[STREAM]
-    assert unpack(HOLDINGS, fields[b"n"]).records == ((HELD, key(2), 320), (HELD, key(3), 320))
+    assert unpack(fields[b"n"]).records == ((HELD, key(2), 320), (HELD, key(3), 320))
 
 
 async def test_there_is_more_to_come_while_as_much_waits_as_one_exchange_takes(monkeypatch):
@@ -334,7 +344,7 @@ async def test_exchanges_follow_each_other_as_much_is_new_and_rarely_where_redis
         patched.setattr(redis_sync, "Redis", redis)
         one = Gateway(BOOT)
         for number in range(redis_sync.READ_ENTRIES):
-            redis.add(STREAM, pack(HOLDINGS, FOREIGN, [(HELD, key(number), 160)]))
+            redis.add(STREAM, pack(FOREIGN, [(HELD, key(number), 160)]))
         running = asyncio.create_task(one.sync.run())
         await asyncio.sleep(1.5 * redis_sync.INTERVAL_SECONDS)
         redis.failures += [OSError()] * (ERRORS_TO_DOWN + 1)
@@ -346,34 +356,39 @@ async def test_exchanges_follow_each_other_as_much_is_new_and_rarely_where_redis
     assert one.sync.state == "up" and one.metrics.redis_errors._value.get() == ERRORS_TO_DOWN + 1
 
 
-RECORDS = {
-    HOLDINGS: ((HELD, key(1), 160), (GONE, key(1), 0), (redis_sync.KEPT, key(1), 0)),
-    POSITIONS: ((key(1), redis_sync.MAX_TOKENS),),
+RECORDS = {  # by whether they are of positions
+    False: ((HELD, key(1), 160), (GONE, key(1), 0), (redis_sync.KEPT, key(1), 0)),
+    True: ((PLACED, key(1), redis_sync.MAX_TOKENS),),
 }
 
 
-@pytest.mark.parametrize(("form", "magic"), [(HOLDINGS, b"smh2"), (POSITIONS, b"smp1")])
-def test_batches_of_an_earlier_version_are_refused(form, magic):
+@pytest.mark.parametrize("of_positions", [False, True])
+def test_batches_of_an_earlier_version_are_refused(of_positions):
     """Their keys name other things: the tokens of a prompt."""
-    older = redis_sync.Form(magic, form.record)
-    assert unpack(form, pack(older, FOREIGN, RECORDS[form])) is None
-    assert unpack(older, pack(older, FOREIGN, RECORDS[form])) is not None  # for its magic alone
+    raw = pack(FOREIGN, RECORDS[of_positions])
+    assert unpack(raw, of_positions=of_positions) is not None
+    assert unpack(b"smh2" + raw[4:], of_positions=of_positions) is None  # for its magic alone
 
 
 @pytest.mark.parametrize(
-    ("form", "record"),
+    ("of_positions", "record"),
     [
-        (HOLDINGS, (HELD, key(1), 0)),
-        (HOLDINGS, (GONE, key(1), 160)),
-        (HOLDINGS, (3, key(1), 160)),
-        (POSITIONS, (key(1), redis_sync.MAX_TOKENS + 1)),
+        (False, (HELD, key(1), 0)),
+        (False, (GONE, key(1), 160)),
+        (False, (redis_sync.KEPT, key(1), 160)),
+        (False, (HELD, key(1), redis_sync.MAX_TOKENS + 1)),
+        (False, (PLACED, key(1), 160)),
+        (True, (PLACED, key(1), redis_sync.MAX_TOKENS + 1)),
+        (True, (PLACED, key(1), 0)),
+        (True, (HELD, key(1), 160)),
     ],
 )
-def test_one_record_that_cannot_be_makes_its_batch_none(form, record):
-    sound = pack(form, FOREIGN, RECORDS[form])
-    assert unpack(form, sound) == (FOREIGN, RECORDS[form])
-    for raw in (pack(form, FOREIGN, (*RECORDS[form], record)), sound[:-1], sound + b"x", sound[:12]):
-        assert unpack(form, raw) is None
+def test_one_record_that_cannot_be_makes_its_batch_none(of_positions, record):
+    records = RECORDS[of_positions]
+    sound = pack(FOREIGN, records)
+    assert unpack(sound, of_positions=of_positions) == (FOREIGN, records)
+    for raw in (pack(FOREIGN, (*records, record)), sound[:-1], sound + b"x", sound[:12]):
+        assert unpack(raw, of_positions=of_positions) is None
 
 
 NOTHING = b"*-1\r\n"
@@ -417,7 +432,7 @@ def entries_of(stream: bytes, *names: bytes) -> bytes:
     def bulk(content: bytes) -> bytes:
         return b"$%d\r\n%b\r\n" % (len(content), content)
 
-    record = bulk(pack(POSITIONS, b"w" * 8, [(key(1), 9)]))
+    record = bulk(pack(b"w" * 8, [(PLACED, key(1), 9)]))
     told = b"".join(b"*2\r\n" + bulk(name) + b"*2\r\n" + bulk(b"n") + record for name in names)
     return b"*1\r\n*2\r\n" + bulk(stream) + b"*%d\r\n" % len(names) + told
 

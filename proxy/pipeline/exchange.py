@@ -1,7 +1,4 @@
-"""One request on its way through the gateway, in parts.
-
-They are what the client sent, what is changed in its body, what was predicted, and when things happened.
-"""
+"""One request on its way through the gateway: an `Exchange` in parts, each of which one stage writes."""
 
 from __future__ import annotations
 
@@ -12,31 +9,21 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from proxy.boundaries.boundary import Found
-from proxy.boundaries.resolve import Entry
-from proxy.boundaries.template_facts import Setting
-from proxy.chat.chat import ASKED_FOR_USAGE, ENDPOINTS, GENERATE, RESPONSES, Chat
-from proxy.chat.lax_values import flag, number
+from proxy.boundaries.boundary import Entry, Found
+from proxy.boundaries.template_facts import TemplateFacts
+from proxy.chat.chat import GENERATE, RESPONSES, Chat, flag, number
+from proxy.chat.reader import ENDPOINTS, HINTED
 from proxy.chat.through_chat import chat_of
 from proxy.chat.usage import Usage
 from proxy.errors import BadRequest, NotFound
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
-from proxy.http.json_body import (
-    HINT,
-    LOAD,
-    NOTHING,
-    PIN,
-    TRANSFERS,
-    XARGS,
-    Memory,
-    with_fields,
-    with_hint,
-)
+from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_hint
+from proxy.idle_work import Steps
 from proxy.observability.explanations import Record
 from proxy.observability.reasons import Expectation
-from proxy.observability.request_diff import RememberedRequest
+from proxy.observability.request_diff import PrefixChange, RememberedRequest
 from proxy.routing.engine_events import EngineOutcome
 
 if TYPE_CHECKING:
@@ -57,17 +44,11 @@ OWN_TIME = b"x-seamark-overhead-ms"
 NOT_FROM_CLIENTS = frozenset({PIN, LOAD, *TRANSFERS})
 
 # How coding agents name a session, the narrowest name first: OpenCode, Codex (two spellings), Claude Code.
-SESSION_HEADERS = (
-    b"x-session-affinity",
-    b"x-session-id",
-    b"session-id",
-    b"session_id",
-    b"x-claude-code-session-id",
-)
+SESSION_HEADERS = tuple(b"x-session-affinity x-session-id session-id session_id x-claude-code-session-id".split())
 
 
-class ClientRequest(NamedTuple):
-    """What the client sent; its body is in `RequestBody`."""
+class Head(NamedTuple):
+    """What the client sent, but for its body."""
 
     method: str
     target: str  # path and query, as the client wrote them
@@ -103,7 +84,7 @@ NO_FIELDS: Mapping[str, Any] = {}
 
 
 @dataclass(slots=True)
-class RequestBody:
+class Body:
     """The body as the client wrote it, and the changes to make in it."""
 
     raw: bytes
@@ -116,7 +97,7 @@ class RequestBody:
     hint: tuple[Entry, ...] = ()  # as it was last sent
     form_model: str | None = None  # the model that a form names; None if the body is no form
 
-    def take(self, parsed: dict[str, Any], client: ClientRequest, asks_usage: bool) -> None:
+    def take(self, parsed: dict[str, Any], head: Head, asks_usage: bool) -> None:
         """The body has been parsed: settle what the gateway decides in it.
 
         `asks_usage`: have streams report their tokens if the client does not ask for it. Raises `BadRequest`.
@@ -128,13 +109,14 @@ class RequestBody:
         if isinstance(xargs, dict) and not xargs.keys().isdisjoint(NOT_FROM_CLIENTS):
             kept = {name: value for name, value in xargs.items() if name not in NOT_FROM_CLIENTS}
             parsed[XARGS] = self.put[XARGS] = kept
-        if client.endpoint == GENERATE:
-            self._take_ids(parsed, client)
-        if client.key is not None:
-            if client.endpoint == RESPONSES:
+        if head.endpoint == GENERATE:
+            self._take_ids(parsed, head)
+        if head.key is not None:
+            if head.endpoint == RESPONSES:
                 self._drop("request_id")  # a response is stored by it, and may be another's
-            parsed["cache_salt"] = self.put["cache_salt"] = client.key.salt
-        if asks_usage and client.endpoint in ASKED_FOR_USAGE and flag(parsed.get("stream")):
+            parsed["cache_salt"] = self.put["cache_salt"] = head.key.salt
+        route = HINTED.get(head.endpoint) if asks_usage else None
+        if route is not None and route.asks_usage and flag(parsed.get("stream")):
             options = {} if parsed.get("stream_options") is None else parsed["stream_options"]
             if isinstance(options, dict) and flag(options.get("include_usage")) is False:
                 # vLLM heeds this one beside the other alone, so that the client's means nothing.
@@ -148,17 +130,15 @@ class RequestBody:
         `own`: outermost fields to set for the worker that gets them. Everything else is as the client wrote it.
         """
         put = {**self.put, **own} if own else self.put
-        if XARGS in put:
-            put = {**put, XARGS: {**put[XARGS], HINT: hint, **({LOAD: load} if load else NO_FIELDS)}}
-        elif XARGS not in self.parsed:
-            if load:
-                put = {**put, XARGS: {HINT: hint, LOAD: load} if hint else {LOAD: load}}
-            elif hint:
-                put = {**put, XARGS: {HINT: hint}}
-        else:
+        if XARGS in self.parsed and XARGS not in put:
             raw = with_hint(self.raw, self.parsed, hint, load)
             self.hint = hint if raw is not self.raw else ()
             return with_fields(raw, self.names, put, self.dropped)
+        told: dict[str, Any] = {HINT: hint} if hint or XARGS in put else {}
+        if load:
+            told[LOAD] = load
+        if told:
+            put = {**put, XARGS: {**put.get(XARGS, NO_FIELDS), **told}}
         self.hint = hint
         return with_fields(self.raw, self.names, put, self.dropped) if put or self.dropped else self.raw
 
@@ -175,12 +155,12 @@ class RequestBody:
 
     def for_prefill(self, hint: tuple[Entry, ...], put: Mapping[str, Any], left_out: Collection[str]) -> bytes:
         """The bytes of a call about the same prompt that is not the client's: `put` and `left_out` are its own."""
-        other = RequestBody(self.raw, self.parsed, {**self.put, **put}, [*self.dropped, *left_out], self.names)
+        other = Body(self.raw, self.parsed, {**self.put, **put}, [*self.dropped, *left_out], self.names)
         for name in left_out:
             other.put.pop(name, None)
         return other.encoded(hint)
 
-    def _take_ids(self, parsed: dict[str, Any], client: ClientRequest) -> None:
+    def _take_ids(self, parsed: dict[str, Any], head: Head) -> None:
         """The same for a prompt of token ids, whose sampling parameters hold what is `vllm_xargs` elsewhere.
 
         Raises `BadRequest` where one key could give another's images a content of its own.
@@ -191,7 +171,7 @@ class RequestBody:
         if isinstance(extra, dict) and not extra.keys().isdisjoint((HINT, *NOT_FROM_CLIENTS)):
             kept = {name: value for name, value in extra.items() if name != HINT and name not in NOT_FROM_CLIENTS}
             parsed["sampling_params"] = self.put["sampling_params"] = {**params, "extra_args": kept}
-        if client.key is not None and parsed.get("features") is not None:
+        if head.key is not None and parsed.get("features") is not None:
             raise BadRequest("features name media by hashes that all keys share; send content_parts.", "features")
 
     def _drop(self, name: str) -> None:
@@ -200,25 +180,16 @@ class RequestBody:
             self.dropped.append(name)
 
 
-class Unlearnt(NamedTuple):
-    """What a worker can be asked about a request's template once the request has a slot."""
-
-    worker: Worker
-    renderer_id: bytes
-    setting: Setting
-    is_missing: bool  # its own facts are not there
-    is_rendered: bool  # some facts are there, so that places which none of them tells can be looked for
-
-
 class Prompt(NamedTuple):
     """What was read of a request before a worker was chosen."""
 
     chat: Chat | None = None
-    unlearnt: Unlearnt | None = None
     found: Found | None = None  # None: no boundaries are sought in such a request
     remembered: RememberedRequest | None = None
     tokens: int = 0  # by its bytes: for load, nothing else
     rewrites: tuple[str, ...] = ()  # rules that were applied
+    template_of: Worker | None = None  # which can be asked about the template once the request has a slot
+    facts: TemplateFacts | None = None  # that are known of it
 
 
 NOT_READ = Prompt()
@@ -233,21 +204,6 @@ class Choice(NamedTuple):
     hint: tuple[Entry, ...] = ()  # that it gets
 
 
-class Waiting:
-    """Counts the time inside it; a generator would take four times as long, several times a request."""
-
-    __slots__ = ("_began", "_timings")
-
-    def __init__(self, timings: Timings) -> None:
-        self._timings = timings
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._timings.waited_seconds += time.perf_counter() - self._began
-
-
 @dataclass(slots=True)
 class Timings:
     """`time.perf_counter()` unless a field says otherwise."""
@@ -260,37 +216,56 @@ class Timings:
     is_stream: bool = False  # `first_byte` is that of a stream's first event
     arrived: float = field(default_factory=time.perf_counter)  # the body was complete
     waited_seconds: float = 0.0  # for workers, and for a slot
+    waits_since: float = 0.0
     was_alone: bool = False  # no other request was at its worker between `leased` and `first_byte`
 
-    def waiting(self) -> Waiting:
-        """What passes inside is not the gateway's own time."""
-        return Waiting(self)
+    def waiting(self) -> Timings:
+        """What passes inside this context is not the gateway's own time."""
+        return self
+
+    def __enter__(self) -> None:
+        self.waits_since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.waited_seconds += time.perf_counter() - self.waits_since
 
     @property
     def own_milliseconds(self) -> float:
         """That the gateway itself has taken by now."""
         return max(0.0, time.perf_counter() - self.arrived - self.waited_seconds) * 1e3
 
+    def stages(self) -> list[tuple[str, float, float]]:
+        """What a trace shows: name, begin and end."""
+        stages = []
+        if self.reading_seconds:
+            stages.append(("boundaries", self.arrived, self.arrived + self.reading_seconds))
+        if self.asked is not None:
+            has_slot = self.choosing >= self.asked
+            stages.append(("queue", self.asked, self.choosing if has_slot else time.perf_counter()))
+        if self.leased:
+            stages.append(("choice", self.choosing, self.leased))
+        if self.first_byte is not None:
+            stages.append(("first token" if self.is_stream else "answer", self.leased, self.first_byte))
+        return stages
+
 
 CLIENT_GONE = 499  # the client left; the engine may have computed something all the same
 
 
+@dataclass(slots=True)
 class Reply:
     """The way of an answer to its client, an ASGI `send`: what goes through it says how the request ended.
 
     The answer's head tells the gateway's own time.
     """
 
-    __slots__ = ("_begun_as", "_hold_head", "_send", "_timings", "failure", "started")
-
-    def __init__(self, send: asgi.Send, timings: Timings, hold_head: Callable[[], None] | None = None) -> None:
-        """`hold_head`: the server's `asgi.HOLD_HEAD`, if it has it."""
-        self._send = send
-        self._timings = timings
-        self._hold_head = hold_head
-        self._begun_as = 0
-        self.started = False
-        self.failure = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
+    _send: asgi.Send
+    _timings: Timings
+    _hold_head: Callable[[], None] | None = None  # the server's `asgi.HOLD_HEAD`, if it has it
+    watch: asgi.ClientWatch | None = None  # None: nobody waits for the answer
+    started: bool = False
+    failure: int = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
+    _begun_as: int = 0
 
     async def __call__(self, message: asgi.Scope) -> None:
         if message["type"] == "http.response.start":
@@ -299,6 +274,8 @@ class Reply:
             message = {**message, "headers": [*message["headers"], own]}
             if self._hold_head is not None and asgi.IS_WHOLE in message:
                 self._hold_head()
+        elif self.watch is not None and not message.get("more_body"):
+            self.watch.over = True
         await self._send(message)
 
     @property
@@ -306,53 +283,52 @@ class Reply:
         """What the request counts as: HTTP's status, or `CLIENT_GONE`; 0 while there is none."""
         return self.failure or self._begun_as
 
+    @property
+    def has_lost_client(self) -> bool:
+        """Whether the client has left before it had all of the answer."""
+        return self.watch is not None and self.watch.gone
+
     def failed(self, status: int) -> None:
         """It counts as `status`, whatever it has begun with."""
         self.failure = status
 
 
-class Report(NamedTuple):
-    """What a worker has reported in its answer."""
+@dataclass(slots=True)
+class RequestOutcome:
+    """What a worker has reported in its answer, and what follows from it; lengths in tokens."""
 
     status: int  # of HTTP
     usage: Usage | None = None
-    outcome: EngineOutcome | None = None  # what its engine says of the request; None: it has to be asked for
-    engine_id: str = ""  # what its engine calls the request; by `Accounting`
-
-
-class Verdict(NamedTuple):
-    """What a request got of its prompt from the cache, and why not more; lengths in tokens."""
-
-    reason: str
-    prompt: int
-    delivered: int
-    shareable: int
-    predicted: int
-    positions: tuple[int, ...] = ()  # what the engine made of the hint, in its order
-    changed: dict[str, Any] | None = None  # where the request differs from the nearest recent one
-    would_save: Mapping[str, int] = NO_FIELDS  # by the kind of text that changes
+    engine: EngineOutcome | None = None  # what its engine says of the request; None: it has to be asked for
+    engine_id: str = ""  # what its engine calls the request
+    is_counted: bool = False
+    model: str = ""  # as which its tokens are counted
+    shareable: int = 0
+    change: PrefixChange | None = None  # where the request differs from the nearest recent one
+    reason: str | None = None  # why it got no more from the cache; None until it is judged
+    explaining: Steps[None] | None = None  # what is not done of that
 
 
 @dataclass(slots=True)
-class ProxiedRequest:
+class Exchange:
     """What is known of a request so far. Each field has one writer, which is named beside it."""
 
-    client: ClientRequest  # `RequestHandler`, as all up to the next comment
-    body: RequestBody
+    head: Head  # `RequestHandler`, as all up to the next comment
+    body: Body
     reply: Reply
-    engine_id: str  # `client.request_id`, or another name if a request of that name is under way
+    send: asgi.Send  # to the client: `reply`, or what the response cache has put before it
+    engine_id: str  # `head.request_id`, or another name if a request of that name is under way
     is_named: bool = False  # by its client's X-Request-Id
     trace: RequestTrace | None = None  # None: nothing is traced
     prompt: Prompt = NOT_READ
     timings: Timings = field(default_factory=Timings)
     choice: Choice | None = None  # by `give`; None: no worker had it yet
     asked: list[Worker] = field(default_factory=list)  # that do not know what it names, or take less: `Dispatcher`
+    landed: asyncio.Event | None = None  # set once no other request waits for its answer: `Flight`
     delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
-    record: Record | None = None  # of its explanation: `Accounting`, as all below
+    outcome: RequestOutcome | None = None  # `Accounting`, as all below
+    record: Record | None = None  # of its explanation
     model_label: str | None = None  # in metrics; None until it is counted
-    report: Report | None = None  # that is still to be counted and explained
-    verdict: Verdict | None = None
-    explaining: asyncio.Task[None] | None = None  # goes on behind a stream's end
     is_over: bool = False
 
     def give(self, choice: Choice | None) -> None:
@@ -370,11 +346,6 @@ class ProxiedRequest:
         return self.choice.expected if self.choice is not None else None
 
     @property
-    def status(self) -> int:
-        """What it counts as; 0 while it is under way."""
-        return self.reply.status
-
-    @property
     def engine_id_header(self) -> tuple[bytes, bytes]:
         """The request's identity, as the worker sees it."""
         return (b"x-request-id", self.engine_id.encode("latin-1"))
@@ -387,12 +358,12 @@ class ProxiedRequest:
         """
         if not self.body.parsed:
             return self.body.form_model
-        return self.body.parsed.get("model") or (None if self.client.path.startswith(RESPONSE_PATH) else "")
+        return self.body.parsed.get("model") or (None if self.head.path.startswith(RESPONSE_PATH) else "")
 
     @property
     def response_id(self) -> Any:
         """The stored response that it continues or asks for, None if there is none."""
-        path = self.client.path
+        path = self.head.path
         if path.startswith(RESPONSE_PATH) and (named := path.split("/")[3]) not in RESPONSE_ACTIONS:
             return named
         return self.body.parsed.get("previous_response_id")
@@ -402,9 +373,9 @@ class ProxiedRequest:
         """The same, or what else it asks for that some worker has made (a video, a file, a batch); None if nothing."""
         if (response := self.response_id) is not None or not self._is_of_jobs:
             return response
-        parts = self.client.path.split("/")[3:]
+        parts = self.head.path.split("/")[3:]
         named = next((part for part in parts if not _DIGITS.isdisjoint(part)), None)
-        if named is None and self.client.method != "POST":  # /v1/images/generations makes something
+        if named is None and self.head.method != "POST":  # /v1/images/generations makes something
             named = "/".join(parts)
         given = named or self.body.parsed.get("input_file_id")
         return given if isinstance(given, str) else None
@@ -412,11 +383,11 @@ class ProxiedRequest:
     @property
     def makes(self) -> bool:
         """Whether its answer may name what is asked for later."""
-        return self.client.method == "POST" and self._is_of_jobs
+        return self.head.method == "POST" and self._is_of_jobs
 
     @property
     def _is_of_jobs(self) -> bool:
-        path = self.client.path
+        path = self.head.path
         return path not in ENDPOINTS and path.startswith("/v1/") and not path.startswith("/v1/models/")
 
 
@@ -466,15 +437,20 @@ def target_of(scope: asgi.Scope) -> str:
     return target
 
 
-def request_of(
-    scope: asgi.Scope, raw: bytes, request_id: str, key: ApiKey | None = None, send: asgi.Send | None = None
-) -> ProxiedRequest:
+def exchange_of(
+    scope: asgi.Scope,
+    raw: bytes,
+    request_id: str,
+    key: ApiKey | None = None,
+    send: asgi.Send | None = None,
+    watch: asgi.ClientWatch | None = None,
+) -> Exchange:
     """The request in an ASGI scope and its body, to be answered by `send`; None: no client waits for it.
 
     Raises `NotFound` for a path that clients may not use.
     """
     path = scope["path"]
-    client = ClientRequest(
+    head = Head(
         scope["method"],
         target_of(scope),
         path,
@@ -484,8 +460,8 @@ def request_of(
         key,
     )
     timings = Timings()
-    reply = Reply(send or _nowhere, timings, scope.get("extensions", {}).get(asgi.HOLD_HEAD))
-    return ProxiedRequest(client, RequestBody(raw), reply, request_id, timings=timings)
+    reply = Reply(send or _nowhere, timings, scope.get("extensions", {}).get(asgi.HOLD_HEAD), watch)
+    return Exchange(head, Body(raw), reply, reply, request_id, timings=timings)
 
 
 async def _nowhere(message: asgi.Scope) -> None:
