@@ -58,7 +58,8 @@ def taking(monkeypatch) -> Taking:
 def engine(at: Collector) -> tuple[Any, report.Reporter, Callable[[], None]]:
     """A scheduler that reports to a collector, and what has an event happen there: an adapter is another."""
     numbers = itertools.count(1)
-    events = StateEvents(SimpleNamespace(watch=lambda: None))
+    pool = SimpleNamespace(cached_block_hash_to_block=None, seamark_watches=[])
+    events = StateEvents(SimpleNamespace(pool=pool))
     states = SimpleNamespace(events=events, bytes_held=0, pins=SimpleNamespace(num_blocks=0))
     scheduler = scheduler_of(Checkpoints(Grid(16, 16), 384, states))
     with pytest.MonkeyPatch.context() as patch:
