@@ -8,6 +8,7 @@ neither (`tests.harness.transfer_audit`). Nothing here imports vLLM: `seamark wo
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,10 @@ class ConnectorLane(enum.Enum):
     NOT_SERVED = "not_served"  # vLLM starts no hybrid model with it
 
 
+# Without `SupportsHMA` vLLM turns its hybrid cache manager off, and then cannot lay the caches out.
+LMCACHE_MP = "LMCacheMPConnector"  # vLLM's; LMCache may bring one that vLLM prefers
+WITHOUT_HYBRIDS = ("ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCacheConnectorV1", LMCACHE_MP)
+
 NIXL_THAT_PULLS = ("NixlConnector", "NixlPullConnector")  # one class by two names
 
 # By vLLM's names. Any other is `CHUNK_ENDS`: vLLM hands each state at a chunk's end to it by itself.
@@ -31,22 +36,21 @@ CONNECTORS: Mapping[str, ConnectorLane] = {
     **dict.fromkeys(NIXL_THAT_PULLS, ConnectorLane.INSIDE),
     "NixlPushConnector": ConnectorLane.CHUNK_ENDS,
     "DecodeBenchConnector": ConnectorLane.NO_HINTS,
-    # No `SupportsHMA`: vLLM turns its hybrid cache manager off, and then cannot lay the caches out.
-    "ExampleConnector": ConnectorLane.NOT_SERVED,
-    "FlexKVConnectorV1": ConnectorLane.NOT_SERVED,
-    "HF3FSKVConnector": ConnectorLane.NOT_SERVED,
-    "LMCacheConnectorV1": ConnectorLane.NOT_SERVED,
-    "LMCacheMPConnector": ConnectorLane.NOT_SERVED,  # vLLM's; LMCache may bring one that vLLM prefers
+    **dict.fromkeys(WITHOUT_HYBRIDS, ConnectorLane.NOT_SERVED),
 }
 
 # They copy by streams of a GPU, and end a CPU's engine with words of their own.
 FOR_GPUS = {"OffloadingConnector", "SimpleCPUOffloadConnector"}
 
-LMCACHE_MP = "LMCacheMPConnector"
-
 # Ours, `engine_patches.disk`: it holds what it reads from, and writes only into blocks of waiting requests.
 OWN, OWN_MODULE = "SeamarkConnector", "engine_patches.disk.connector"
 MULTI = "MultiConnector"
+
+# Of a directory of ours: 32 GiB hold some 160 states of the largest hybrids, with the attention rows before them.
+DEFAULT_BYTES = 32 << 30
+
+# Which states are stored: those that a request has come back to, and pinned ones; or each, as soon as it is written.
+USED, ALL = "used", "all"
 
 UNKNOWN = "is not known to leave alone the blocks that a pass writes states into"
 
@@ -77,16 +81,10 @@ LOAD_END = f"{_PULL}.get_num_new_matched_tokens"
 SENT = f"{_PULL}.request_finished"
 READ = f"{_WORKER}._read_blocks_for_req"
 
+_BACKOFF = ("del request.prompt_token_ids[-backoff:]", "request.num_prompt_tokens -= backoff")
+
 _HANDED_OVER = (
-    Shape(
-        PREFILL_END,
-        "self, request",
-        (
-            "del request.prompt_token_ids[-backoff:]",
-            "request.num_prompt_tokens -= backoff",
-            'params["_p_side_truncated"] = True',
-        ),
-    ),
+    Shape(PREFILL_END, "self, request", (*_BACKOFF, 'params["_p_side_truncated"] = True')),
     Shape(f"{_BASE}.on_new_request", "self, request", ("self._truncate_request_for_prefill(request)",)),
     Shape(f"{_BASE}._stop_heartbeat", "self, req_id"),
     Shape(
@@ -221,3 +219,12 @@ def _lmcache_has_its_own() -> bool:
     except ImportError:
         return False
     return True
+
+
+def transfer_flags(directory: str, max_bytes: int = DEFAULT_BYTES, keep: str = USED) -> list[str]:
+    """Flags of `vllm serve` for our connector, with states in `directory`, of at most `max_bytes` bytes."""
+    module = "engine_patches.disk.tier"
+    tier = {"type": "CheckedFiles", "module_path": module, "root_dir": directory, "max_bytes": max_bytes}
+    extra = {"spec_name": "CheckpointSpec", "spec_module_path": module, "secondary_tiers": [tier], "keep": keep}
+    transfer = {"kv_connector": OWN, "kv_connector_module_path": OWN_MODULE, "kv_role": "kv_both"}
+    return ["--kv-transfer-config", json.dumps({**transfer, "kv_connector_extra_config": extra})]

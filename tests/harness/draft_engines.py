@@ -296,11 +296,7 @@ def _poison(runner: Any) -> None:
 
 
 def main(model: str, engines: str) -> None:
-    os.environ |= {
-        "VLLM_PLUGINS": "seamark",
-        **CPU_PROCESS,
-        "VLLM_CPU_CI_ENV": "1",
-    }
+    os.environ |= {"VLLM_PLUGINS": "seamark", **CPU_PROCESS, "VLLM_CPU_CI_ENV": "1"}
     if os.environ.get("TRITON_INTERPRET"):
         triton_interpreter.admit_triton()
     import torch

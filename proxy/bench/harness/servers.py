@@ -172,23 +172,22 @@ def narrator() -> Callable[[str], None]:
     return say
 
 
-def generated_model(say: Callable[[str], None], family: str = NEMOTRON_H, mtp: bool = False) -> Path:
+def generated_model(say: Callable[[str], None], family: str = NEMOTRON_H) -> Path:
     """The folder of the generated model of `family`, generated again whenever its generator has changed.
 
-    `mtp`: with a head that drafts tokens. Raises `SystemExit` if this environment has no vLLM.
+    Raises `SystemExit` if this environment has no vLLM.
     """
     source = importlib.util.find_spec("engine_patches.commands.model")
     if source is None or source.origin is None or importlib.util.find_spec("vllm") is None:
         raise SystemExit(NO_ENGINE)
     version = hashlib.sha256(Path(source.origin).read_bytes()).hexdigest()[:12]
-    folder = CACHE / f"{family}{'-mtp' * mtp}-{version}"
+    folder = CACHE / f"{family}-{version}"
     if not folder.exists():
         say(f"generating a small {family} in {folder}")
         CACHE.mkdir(exist_ok=True)
         # Others may want it at the same time: whoever is first gives it its name.
         with tempfile.TemporaryDirectory(dir=CACHE, prefix="model-") as being_made:
             command = [sys.executable, "-m", "engine_patches", "model", "--family", family, "--out", being_made + "/m"]
-            command += ["--mtp"] * mtp
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"seamark bench: no model: {done.stderr.strip()}")
