@@ -143,10 +143,7 @@ def run_convolution(core: Function, states: KeptStates) -> None:
 
 
 def keep_inputs(original: Function) -> Function:
-    """Replacement of the kernels for prompts: while a layer runs that has states to keep, keeps them.
-
-    They are given inputs by channel, (channels, tokens), and states by block, channel and width.
-    """
+    """Replacement of the kernels for prompts: keeps the states of the layer that runs. Inputs: (channels, tokens)."""
 
     def causal_conv1d_fn(x: Any, weight: Any, bias: Any, conv_states: Any, *args: Any, **options: Any) -> Any:
         if RUNNING.convolution is not None:

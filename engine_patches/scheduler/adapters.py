@@ -304,8 +304,7 @@ def admit_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `EngineCore.add_request`.
 
     Between a request's hashes and its place in the queue its adapter may have been loaded. And one that says
-    `load_inplace` has vLLM read the files again in each of its steps: here they are read before the first, if they are
-    not what the workers hold.
+    `load_inplace` has vLLM read the files in each of its steps: here they are read before the first, if they are new.
     """
 
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

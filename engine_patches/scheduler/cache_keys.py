@@ -33,8 +33,7 @@ def keep_attention_keys(manager: Any, request: Any, positions: Iterable[int]) ->
     """Register the request's attention blocks under the keys of `positions`, all computed by the end of this step.
 
     vLLM registers a key inside a block only for a prompt's tail, and drops a block's shorter keys when a longer one
-    comes; so the longest is first here. The rows of a block are append-only: what stood at token 160 still stands there
-    when the block is full.
+    comes; so the longest is first here. Rows are append-only: what a shorter key names still stands in a full block.
     """
     blocks, group, size = manager.req_to_blocks[request.request_id], manager.kv_cache_group_id, manager.block_size
     for position in sorted(positions, reverse=True):

@@ -186,10 +186,7 @@ class PreflightFailed(Exception):
 
 
 def preflight(*, windows: bool = False) -> None:
-    """Check what this room relies on, on a toy cache of vLLM's own classes: shapes can match though behaviour differs.
-
-    Raises `PreflightFailed`, and then no state is ever written. `windows`: a draft head has some.
-    """
+    """Raise `PreflightFailed` if a toy cache of vLLM's own classes, and a draft head's `windows`, behave otherwise."""
     try:
         _check()
         if windows:

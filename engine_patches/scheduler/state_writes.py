@@ -41,8 +41,7 @@ def run_to_the_budget(request: Any, start: int, num_new_tokens: int, grid: Grid)
 def no_short_replay(request: Any, start: int, num_new_tokens: int, verified: int) -> int:
     """Tokens of a chunk beside drafts: not so few that model runner V1 takes a preempted request's replay for drafts.
 
-    It tells a request that generates from a prompt by the prompt's length. What was generated before a preemption is
-    computed again; of at most `verified` tokens of that it would keep a state each, and go on from the first one's.
+    It tells the two apart by the prompt's length, and of `verified` tokens at most would go on from the first one's.
     """
     replays = request.num_prompt_tokens <= start < request.num_tokens - 1
     return 1 if replays and 1 < num_new_tokens <= verified else num_new_tokens

@@ -2,9 +2,7 @@
 
 vLLM alone hands over the state behind the last token but one, which no later prompt can resume from, and believes the
 parameters of a transfer. Here a prefill ends where a state is kept, carries a name of its own contents, and is taken
-once, by the prompt that it is of; whatever is doubtful is computed.
-
-The deadline of a transfer is checked where the clocks of both workers are known: `upstream_fixes.decline_late_reads`.
+once, by the prompt that it is of; what is doubtful is computed. Of deadlines see `upstream_fixes.decline_late_reads`.
 """
 
 from __future__ import annotations
