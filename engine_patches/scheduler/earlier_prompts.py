@@ -137,8 +137,7 @@ class TurnValue:
 
     A head is the first position that a prompt shares with others, such as the end of its system prompt; chats without
     one have one head in common. The end of a turn is remembered whether or not its state was written, so a later prompt
-    that contains it shows that conversations of this head go on. What is not known to be worthless is written, and what
-    is long enough that one client in very many makes up for the rest.
+    that contains it shows that conversations of this head go on. What is not known to be worthless is written.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -115,8 +115,7 @@ def _entry_of(boundary: Any) -> object:
 def resolve(hint: Any, prompt_token_ids: list[int] | None, num_prompt_tokens: int, ignore: Ignore) -> tuple[int, ...]:
     """Positions (tokens from the prompt's start, exact) that the entries of a hint from outside name, in their order.
 
-    0 stands for an entry without a position; `ignore` is called with one of `IGNORED_REASONS` for each of these, and
-    once if there are more than `MAX_ENTRIES`. Without ids (prompt embeddings) only counts from the start are resolved.
+    0 stands for an entry without a position. Without ids (prompt embeddings) only counts from the start are resolved.
     """
     if not isinstance(hint, list):
         ignore("malformed")
