@@ -48,7 +48,7 @@ class RecurrentLayer(NamedTuple):
     core: str = ""  # its method that is replaced; empty: its states are not written inside a pass
     core_on_cpu: str = ""  # if that is another one
     on_rocm: bool = False  # whether the replaced method is the one that runs there, too
-    beside_drafts: bool = False  # whether the rows that verify drafts are known to keep their states then
+    drafts: bool = False  # whether the rows that verify drafts are known to keep their states then
 
     @property
     def name(self) -> str:
@@ -64,15 +64,11 @@ class RecurrentLayer(NamedTuple):
 _LAYERS = "vllm.model_executor.layers.mamba"
 
 MAMBA2_MIXER = RecurrentLayer(
-    f"{_LAYERS}.mamba_mixer2:MambaMixer2", MAMBA2, Shown.ENGINE, "conv_ssm_forward", on_rocm=True, beside_drafts=True
+    f"{_LAYERS}.mamba_mixer2:MambaMixer2", MAMBA2, Shown.ENGINE, "conv_ssm_forward", on_rocm=True, drafts=True
 )
 
 QWEN_GDN = RecurrentLayer(
-    f"{_LAYERS}.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention",
-    GDN,
-    Shown.ENGINE,
-    "_forward_core",
-    beside_drafts=True,
+    f"{_LAYERS}.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention", GDN, Shown.ENGINE, "_forward_core", drafts=True
 )
 
 OLMO_GDN = RecurrentLayer(
@@ -80,28 +76,18 @@ OLMO_GDN = RecurrentLayer(
 )
 
 KIMI_KDA = RecurrentLayer(
-    f"{_LAYERS}.gdn.kimi_gdn_linear_attn:KimiGatedDeltaNetAttention",
-    KDA,
-    Shown.INTERPRETER,
-    "_forward",
-    beside_drafts=True,
+    f"{_LAYERS}.gdn.kimi_gdn_linear_attn:KimiGatedDeltaNetAttention", KDA, Shown.INTERPRETER, "_forward", drafts=True
 )
 
 # Their cores take rows that verify drafts from the metadata that Kimi-Linear's does; K3's comes of its own builder.
-K3_KDA = RecurrentLayer(
-    "vllm.models.kimi_k3.nvidia.kda:KimiK3DeltaAttention", KDA, Shown.READ, "_forward", beside_drafts=True
-)
+K3_KDA = RecurrentLayer("vllm.models.kimi_k3.nvidia.kda:KimiK3DeltaAttention", KDA, Shown.READ, "_forward", drafts=True)
 
 GLM_KDA = RecurrentLayer(
-    "vllm.models.glm5next.common.kda:Glm5NextLinearAttention", KDA, Shown.READ, "_forward", beside_drafts=True
+    "vllm.models.glm5next.common.kda:Glm5NextLinearAttention", KDA, Shown.READ, "_forward", drafts=True
 )
 
 LING_KDA = RecurrentLayer(
-    "vllm.model_executor.models.bailing_moe_v3:BailingMoeV3KimiDeltaAttention",
-    KDA,
-    Shown.READ,
-    "_forward",
-    beside_drafts=True,
+    "vllm.model_executor.models.bailing_moe_v3:BailingMoeV3KimiDeltaAttention", KDA, Shown.READ, "_forward", drafts=True
 )
 
 QWEN_NGRAM = RecurrentLayer(
@@ -109,7 +95,7 @@ QWEN_NGRAM = RecurrentLayer(
     NGRAM_CONV,
     Shown.INTERPRETER,
     "_short_conv_dilated_dispatch",
-    beside_drafts=True,
+    drafts=True,
 )
 
 # Beside drafts neither it nor OLMo's was tried: no head is known for their models.
@@ -155,10 +141,7 @@ _BY_ATTRIBUTE = {  # that only the configs of this kind have
 
 
 def layers_in(config: Any) -> Sequence[RecurrentLayer]:
-    """The recurrent layers that vLLM makes of a model, by its text config, the one that its matches follow from first.
-
-    Empty if it has none, or of a kind that is not known here. `config`: transformers' object, or what it was read from.
-    """
+    """The recurrent layers of a model by its text config, the one that its matches follow from first; or none."""
     told: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
     if (told.get("linear_attn_config") or {}).get("use_full_rank_gate"):
         return (K3_KDA,)  # its text config has the type of Kimi-Linear's

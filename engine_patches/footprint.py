@@ -59,7 +59,7 @@ class Running:
     step: Any = None  # `forward.step_writes.Step`; None, too, if the scheduler leaves the states to vLLM
     scan: Any = None  # `forward.conv_states.KeptStates` of the layer that runs now, and its cache
     convolution: Any = None  # `forward.conv_states.KeptStates` of the layer that runs now; None once they are kept
-    kernel: Any = None  # `forward.cpu_scan.KernelRun`s of the kernel that is called next, and who keeps its states
+    kernel: Any = None  # `forward.scan_states.KernelRun`s of the kernel that is called next, and who keeps its states
 
 
 RUNNING = Running()

@@ -1,11 +1,8 @@
 """Which of vLLM's KV connectors go together with hints, and how states are written beside them: one table.
 
-A connector loads into cache blocks, and stores from them, by itself. States that are written inside a pass lie in
-blocks that are chosen once a step is planned, so a connector must neither need to know them nor touch them while they
-are free. Of vLLM's connectors only NIXL that pulls has been shown to do neither (`tests.harness.transfer_audit`): it
-reads and writes blocks of whole requests, which stay theirs meanwhile.
-
-Nothing here imports vLLM: `seamark worker` asks before it starts.
+States that are written inside a pass lie in blocks that are chosen once a step is planned, so a connector must neither
+need to know them nor touch them while they are free. Of vLLM's connectors only NIXL that pulls has been shown to do
+neither (`tests.harness.transfer_audit`). Nothing here imports vLLM: `seamark worker` asks before it starts.
 """
 
 from __future__ import annotations
@@ -148,10 +145,8 @@ def decide(vllm_config: Any) -> Decision:
 def decide_by(transfer: Mapping[str, Any], on_cpu: bool = True) -> Decision:
     """The same by the fields of a `KVTransferConfig`, as far as they are given. `on_cpu`: the model runs on one."""
     found = [(_lane_of(child, on_cpu), str(child["kv_connector"])) for child in _connectors_in(transfer)]
-    order = list(ConnectorLane)
-    (lane, reason), name = max(
-        found, key=lambda each: order.index(each[0][0]), default=((ConnectorLane.INSIDE, ""), "")
-    )
+    order, none = list(ConnectorLane), ((ConnectorLane.INSIDE, ""), "")
+    (lane, reason), name = max(found, key=lambda each: order.index(each[0][0]), default=none)
     return Decision(lane, tuple(name for _, name in found), f"{name} {reason}" if reason else "")
 
 

@@ -3,9 +3,9 @@
 vLLM's internals move with every release. So each patch states the shape of what it replaces, every shape is checked
 before the first patch is applied, and the first surprise leaves vLLM untouched (fail closed).
 
-No module is imported for that: many of them load kernels or start CUDA, and most processes never run a model. A module
-that is not there yet is read from its file, and patched when vLLM imports it. If it then differs from what was read,
-all patches of the process are taken back; and if others rely on them already, the import fails, and with it the engine.
+No module is imported for that, since many load kernels: it is read from its file, and patched when vLLM imports it. If
+it then differs from what was read, all patches of the process are taken back; and if others rely on them already, the
+import fails, and with it the engine.
 """
 
 from __future__ import annotations
@@ -115,9 +115,8 @@ class Patch:
     """One replaced function.
 
     `build` receives the original function and returns its replacement (if the target is a classmethod, both take
-    `cls`). `rebind` lists modules that import the function by name: a module that is already loaded is rebound, any
-    other finds the replacement when it imports the function. It must not import modules of vLLM in `build`, which runs
-    while the target's module is being imported: the replacement does, when it is called.
+    `cls`). It imports no module of vLLM, since it runs while the target's is being imported: the replacement does, when
+    it is called. `rebind` lists modules that import the function by name, and may be loaded already.
     """
 
     name: str
@@ -176,10 +175,7 @@ def resolve(path: str) -> Target:
 
 
 def exists(path: str) -> bool:
-    """Whether a "module:Class.function" path leads to a function here: vLLM moves methods between classes.
-
-    A module that nobody has imported is read and not imported.
-    """
+    """Whether a "module:Class.function" path leads to a function; a module that nobody has imported is only read."""
     return holds(Shape(path))
 
 
@@ -241,16 +237,15 @@ _relied_on = False
 def apply(patches: Sequence[Patch]) -> int:
     """Apply every patch that applies here, or none. Returns how many were applied.
 
-    A patch of a module that is not imported counts as applied; it is put in place when vLLM imports the module. Patches
-    already in place are left as they are, so a second call changes nothing. Raises `ShapeMismatch` with vLLM untouched
-    when anything differs from what a patch expects.
+    A patch of a module that is not imported counts as applied. Patches already in place are left as they are, so a
+    second call changes nothing. Raises `ShapeMismatch` with vLLM untouched when anything differs.
     """
     global _live
     _live = False
     here = platform_here() if any(patch.on for patch in patches) else None
     missing, misfits = judge([patch for patch in patches if not is_applied(patch)], here)
     if misfits:
-        raise misfits[0].difference
+        raise next(iter(misfits.values()))
     before = len(_replaced)
     for patch in missing:
         for module in {_module_of(shape.target) for shape in patch.shapes} - sys.modules.keys():
@@ -278,23 +273,16 @@ def platform_here() -> Platform | None:
     return Platform.GPU if current_platform.is_cuda_alike() else None
 
 
-class Misfit(NamedTuple):
-    """A patch, and how vLLM differs from what it expects."""
-
-    patch: Patch
-    difference: ShapeMismatch
-
-
 class Fit(NamedTuple):
     """What `apply` would do in a process of a platform."""
 
     patches: Sequence[Patch]  # that have a meaning there
-    misfits: Sequence[Misfit]  # none: all of them would be applied
+    misfits: Mapping[str, ShapeMismatch]  # how vLLM differs from what a patch expects; none: all would be applied
 
 
 def judge(patches: Sequence[Patch], platform: Platform | None) -> Fit:
     """Whether vLLM is as these patches expect. Nothing is applied, and nothing is imported."""
-    misfits = []
+    misfits = {}
     try:
         wanted = [patch for patch in patches if patch.is_for(platform)]
         for patch in wanted:
@@ -302,7 +290,7 @@ def judge(patches: Sequence[Patch], platform: Platform | None) -> Fit:
                 for shape in patch.shapes:
                     shape.check()
             except ShapeMismatch as difference:
-                misfits.append(Misfit(patch, difference))
+                misfits[patch.name] = difference
     finally:
         module_source.forget()
     return Fit(wanted, misfits)

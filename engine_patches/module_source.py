@@ -27,8 +27,7 @@ class Definition(NamedTuple):
 def definitions(module: str, attributes: str) -> list[Definition]:
     """Every definition of "Class.function" in a module, several if branches of an `if` each have one.
 
-    Empty if the module defines no such thing, or takes it from elsewhere. Raises `ImportError` if the module is not
-    there or has no source, `SyntaxError` if Python cannot read it.
+    Raises `ImportError` if the module is not there or has no source, `SyntaxError` if Python cannot read it.
     """
     code, lines = _read(module)
     found = [code]
@@ -86,13 +85,10 @@ def _source(definition: CodeType, lines: list[str]) -> str:
 
 
 class ImportHook(MetaPathFinder):
-    """Calls `imported(name)` once a module among `awaited` has run; what that raises fails the import.
-
-    `awaited` may change at any time: it is looked at when a module is searched for.
-    """
+    """Calls `imported(name)` once a module among `awaited` has run; what that raises fails the import."""
 
     def __init__(self, awaited: Container[str], imported: Callable[[str], None]) -> None:
-        self.awaited = awaited
+        self.awaited = awaited  # may change at any time
         self.imported = imported
 
     def install(self) -> None:

@@ -1,17 +1,15 @@
 """Every change Seamark makes to vLLM, as data. `python -m engine_patches patches` prints it.
 
 How to read a row: `build` makes what replaces `target`. `parameters` and `mentions` are what the target must look like
-for that: its parameter names, and words that its source contains. `relies_on` says the same of other functions.
-`on` and `applies` say on which platform and in which versions the row has a meaning. A row without `upstream` serves
-hints, so upstream has nothing to repair. Of a kind of rows (`cure`, `adapter`, ...) is said once what all say.
+for that: its parameter names, and words that its source contains. `relies_on` says the same of other functions; what
+several rows rely on stands in one of them. `on` and `applies` say on which platform and in which versions the row has a
+meaning. A row without `upstream` serves hints, so upstream has nothing to repair. Of a kind of rows (`cure`, `adapter`,
+...) is said once what all say.
 
 The cores of recurrent layers, and the builders of their metadata, have no rows of their own: `promise` and `builders`
 replace those of the model that is loaded, by the tables in `families.py` and `forward/layers.py`.
 
-How to support a new vLLM: run `python -m tests.harness.versions NUMBER`. A `ShapeMismatch` names the function that
-differs. Read it in both versions. If the patch is right for both, state here only what both have; if not, give each
-version a row of its own with `applies`. A cure whose defect no supported version has (tests/upstream) can go. The whole
-way is in CONTRIBUTING.md.
+CONTRIBUTING.md says how to support a new vLLM. A cure whose defect no supported version has (tests/upstream) can go.
 """
 
 from __future__ import annotations
@@ -20,18 +18,10 @@ from functools import partial
 
 from engine_patches import kv_connectors, upstream_fixes
 from engine_patches.families import INSIDE, MAMBA2_MIXER
-from engine_patches.forward import conv_states, cpu_scan, layers, loaded_weights, scan_states, step_writes
+from engine_patches.forward import conv_states, layers, loaded_weights, scan_states, step_writes
 from engine_patches.ledger import Patch, PatchRole, Platform, Shape, exists, holds
 from engine_patches.reporting import hooks as reporting
-from engine_patches.scheduler import (
-    adapters,
-    cache_keys,
-    draft_windows,
-    fan_out,
-    kv_events,
-    state_writes,
-    transfers,
-)
+from engine_patches.scheduler import adapters, cache_keys, draft_windows, fan_out, kv_events, state_writes, transfers
 from engine_patches.scheduler import hooks as scheduling
 from engine_patches.trial import own_requests
 
@@ -57,14 +47,8 @@ RESETS_BLOCK_SIZE = Shape(f"{CPU_PLATFORM}.check_and_update_config", mentions=("
 # Of the kernels of convolutions, by position: they take more by name, each other ones.
 CONVOLUTION_INPUTS = "x: torch.Tensor,\n    weight: torch.Tensor,\n    bias: torch.Tensor | None,\n    conv_states:"
 
-SPLIT_PARAMETERS = "self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens"
 CACHE_BLOCKS_PARAMETERS = "self, request, num_tokens, retention_interval, replay_boundaries"
 
-CACHE_PARTIAL_BLOCK = Shape(
-    f"{POOL}.cache_partial_block",
-    "self, request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes",
-    mentions=("block.block_hash_num_tokens < num_hash_blocks * self.hash_block_size",),
-)
 
 ANY_POSITION = "vLLM writes states at any position inside a pass"
 POSITIONS_FROM_REQUESTS = "vLLM takes checkpoint positions from requests (RFC vllm#55697)"
@@ -130,7 +114,7 @@ PATCHES: tuple[Patch, ...] = (
         why="the states that `cpu-checkpoint-scan` returns, and those that Seamark keeps, come from the CPU's kernel",
         upstream="as cpu-checkpoint-scan",
         until="never: Seamark copies its states between two runs of it",
-        build=cpu_scan.kernel_in_runs,
+        build=scan_states.kernel_in_runs,
         parameters="out, final_states, x, dt, A, B, C, D, z, cu_seqlens",
         on=Platform.CPU,
     ),
@@ -165,7 +149,7 @@ PATCHES: tuple[Patch, ...] = (
         upstream="unreported; same text in 0.32 and 0.33; needs a backend that exports states",
         until="vLLM keeps the stop at the block edge for chunks that start inside a block",
         build=upstream_fixes.stop_at_the_block_edge_after_a_hit,
-        parameters=SPLIT_PARAMETERS,
+        parameters="self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens",
         mentions=(
             "self.mamba_has_prefill_checkpoint_blocks",
             "if start % block_size != 0 and not use_internal_checkpoint",
@@ -286,7 +270,6 @@ PATCHES: tuple[Patch, ...] = (
                 "self, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask",
                 mentions=("if blk.is_null or (block_mask is not None and not block_mask[i])",),
             ),
-            CACHE_PARTIAL_BLOCK,
             Shape(
                 f"{POOL}.emit_cached_block_events", "self, request, num_cached_blocks, block_size, kv_cache_group_id"
             ),
@@ -306,7 +289,6 @@ PATCHES: tuple[Patch, ...] = (
         upstream="the junction stop of Marconi-style caching",
         until=ANY_POSITION,
         build=state_writes.end_chunk,
-        parameters=SPLIT_PARAMETERS,
         mentions=(
             "junction = request.shared_prefix_boundary",
             "if self.mamba_shared_prefix_checkpoint",
@@ -327,7 +309,11 @@ PATCHES: tuple[Patch, ...] = (
             ),
             Shape(f"{POOL}.get_new_blocks", "self, num_blocks"),
             Shape(f"{POOL}.free_blocks", "self, ordered_blocks"),
-            CACHE_PARTIAL_BLOCK,
+            Shape(
+                f"{POOL}.cache_partial_block",
+                "self, request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes",
+                mentions=("block.block_hash_num_tokens < num_hash_blocks * self.hash_block_size",),
+            ),
             # What a connector loads may come before the steps that are running have written.
             Shape(
                 f"{SCHEDULER}._free_cow_retained_blocks",
@@ -402,7 +388,6 @@ PATCHES: tuple[Patch, ...] = (
         build=state_writes.keep_only_true_states,
         parameters=CACHE_BLOCKS_PARAMETERS,
         mentions=("if block.is_null or block.block_hash is None:",),
-        relies_on=(Shape(f"{POOL}.cache_full_blocks", mentions=("if blk.is_null or",)),),
     ),
     Patch(
         "tail-states",
@@ -436,7 +421,6 @@ PATCHES: tuple[Patch, ...] = (
                 f"{MANAGERS}:SingleTypeKVCacheManager._apply_cow",
                 mentions=("self._pending_cow_copies.append((source_block, cow_block))",),
             ),
-            CACHE_PARTIAL_BLOCK,
             Shape(f"{POOL}._insert_block_hash", mentions=("self.cached_block_hashes_by_block.setdefault",)),
         ),
     ),
@@ -462,7 +446,6 @@ PATCHES: tuple[Patch, ...] = (
         upstream="vllm#53786, #54360",
         until="vLLM finds sliding windows at any match unit (`supports_fine_grained_hash_lookup`)",
         build=draft_windows.put_rows_into_hits,
-        mentions=("self.empty_kv_cache_blocks, 0, 0", "return blocks, num_new_computed_tokens,"),
         relies_on=(
             LEFT_OUT_OF_LOOKUPS,
             Shape(
@@ -509,7 +492,6 @@ PATCHES: tuple[Patch, ...] = (
         why="a prefill for another worker ends where a state is kept; its hint counts from the end of the whole prompt",
         until="vLLM hands over a state that both workers can keep",
         build=transfers.read_hint_of_the_whole_prompt,
-        parameters="self, request",
         applies=kv_connectors.hands_over,
     ),
     handed_over(
@@ -531,7 +513,6 @@ PATCHES: tuple[Patch, ...] = (
         upstream="vllm#52234; vllm#47021 cures it for what a decode worker lends",
         until="vLLM asks for the deadline of every read",
         build=upstream_fixes.decline_late_reads,
-        parameters="self, req_id, meta",
         applies=kv_connectors.hands_over,
     ),
     weights(
@@ -628,7 +609,6 @@ PATCHES: tuple[Patch, ...] = (
         f"{SCHEDULER}.reset_prefix_cache",
         why="no step may follow an emptied cache for hours",
         build=reporting.report_resets,
-        mentions=("self.kv_cache_manager.reset_prefix_cache()",),
     ),
     ours(
         "reports-collected",

@@ -39,11 +39,7 @@ UNITS, BLOCKS = "units", "blocks"  # attention blocks that lead to a state, as l
 
 
 def take_along_to_ray() -> None:
-    """Have vLLM give these settings to the processes that Ray starts for it, engines and workers.
-
-    Ray's own processes may have been started by somebody else, on another machine. Of its own accord vLLM takes along
-    what it knows by name.
-    """
+    """Have vLLM give these settings to the processes that Ray starts for it, perhaps on another machine."""
     prefixes = [each for each in os.environ.get(RAY_PREFIXES, "").split(",") if each.strip()]
     if PREFIX not in map(str.strip, prefixes):
         os.environ[RAY_PREFIXES] = ",".join([*prefixes, PREFIX])

@@ -1,10 +1,9 @@
 """Hints beside speculative decoding: with which drafts they are given, and what a hit then takes.
 
 A draft head's own row for token p is made of the target's hidden state of p and of token p + 1. So vLLM lets a request
-resume only where it also shares what comes next, or the head would go on from rows that are made with somebody else's
-token: it would draft worse, though no answer could change. vLLM 0.32 matches one unit more than it uses and takes it
-off again (the "drop", `SpeculativeConfig.use_eagle_block_drop`); from 0.33 on a unit's hash covers the next token, too.
-n-gram drafts have no rows of their own, and ask for nothing.
+resume only where it also shares what comes next, or the head would draft worse, though no answer could change. vLLM
+0.32 matches one unit more than it uses and takes it off again (the "drop", `SpeculativeConfig.use_eagle_block_drop`);
+from 0.33 on a unit's hash covers the next token, too. n-gram drafts have no rows of their own, and ask for nothing.
 
 Two lengths carry all of it, in tokens: `drop`, how far past a state the keys of attention rows have to reach, and
 `ahead`, how far past it a prefix has to be shared. Both are 0 without drafts.

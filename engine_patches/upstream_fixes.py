@@ -6,7 +6,7 @@ import logging
 from functools import partial
 from typing import Any
 
-from engine_patches.forward.cpu_scan import kernel_runs, scan_in_runs
+from engine_patches.forward.scan_states import kernel_runs, scan_in_runs
 from engine_patches.ledger import Function, ShapeMismatch
 
 logger = logging.getLogger("vllm.seamark")
@@ -54,17 +54,8 @@ def states_at_chunk_ends(original: Function) -> Function:
 def store_checkpoints_without_triton(original: Function) -> Function:
     """The last step of the export is a Triton kernel, and a CPU has none. This is the same in torch."""
 
-    def store_prefill_checkpoint(
-        checkpoint: Any,
-        chunk_idx: Any,
-        x: Any,
-        conv_state: Any,
-        chunk_states: Any,
-        ssm_state: Any,
-        query_start_loc: Any,
-        *,
-        state_len: int,
-    ) -> None:
+    def store_prefill_checkpoint(checkpoint: Any, *tensors: Any, state_len: int) -> None:
+        chunk_idx, x, conv_state, chunk_states, ssm_state, query_start_loc = tensors
         offsets, chunks = checkpoint.checkpoint_offsets.tolist(), chunk_idx.tolist()
         starts, blocks = query_start_loc.tolist(), checkpoint.state_indices.tolist()
         for offset, chunk, start, block in zip(offsets, chunks, starts, blocks, strict=False):
@@ -101,18 +92,12 @@ def stop_at_the_block_edge_after_a_hit(original: Function) -> Function:
     registered under the key of its edge. Without the export for such chunks the rule holds again.
     """
 
-    def _mamba_block_aligned_split(
-        self: Any,
-        request: Any,
-        num_new_tokens: int,
-        num_new_local_computed_tokens: int = 0,
-        num_external_computed_tokens: int = 0,
-    ) -> Any:
-        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+    def _mamba_block_aligned_split(self: Any, request: Any, num_new_tokens: int, *found: int) -> Any:
+        start = request.num_computed_tokens + sum(found)
         exports = self.mamba_has_prefill_checkpoint_blocks
         self.mamba_has_prefill_checkpoint_blocks = exports and start % self.cache_config.block_size == 0
         try:
-            return original(self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens)
+            return original(self, request, num_new_tokens, *found)
         finally:
             self.mamba_has_prefill_checkpoint_blocks = exports
 

@@ -298,7 +298,7 @@ def refusal_of(config: Any, cost: StateCost) -> Refusal | None:
             refusals.SPECULATIVE,
             "vLLM finds no prefix between cache blocks, since a layer of the draft head has a sliding window",
         )
-    beside_drafts = all(layer.beside_drafts for layer in cost.layers)
+    beside_drafts = all(layer.drafts for layer in cost.layers)
     in_pass = cost.inside and (beside_drafts or not speculation.drafting(config))
     return refusals.by_configuration(config, in_pass=in_pass)
 

@@ -55,10 +55,10 @@ def _check(patches: Sequence[Patch], platform: str) -> int:
     if not fit.misfits:
         print(f"{vllm}: all {len(fit.patches)} patches fit")
         return 0
-    first, many = fit.misfits[0], len(fit.misfits)
+    (first, difference), many = next(iter(fit.misfits.items())), len(fit.misfits)
     print(
         f"{vllm} is left untouched, no checkpoints: {many} of {len(fit.patches)} patches do not fit, first "
-        f"{first.patch.name}: {first.difference}; take vLLM {SUPPORTED}, for one the image {IMAGE}",
+        f"{first}: {difference}; take vLLM {SUPPORTED}, for one the image {IMAGE}",
         file=sys.stderr,
     )
     return 1

@@ -1,8 +1,7 @@
 """States of a convolution: its last inputs before a position, which are simply there.
 
-Nothing is cut. The inputs are taken before the layer runs, since that overwrites the running states, of which a state
-near its row's start has a part. Mamba2's layers keep their convolution's part of a state in the same way
-(`scan_states.py`).
+The inputs are taken before the layer runs, since that overwrites the running states, of which a state near its row's
+start has a part. Mamba2's layers keep their convolution's part of a state in the same way (`scan_states.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import RUNNING, SCAN_STATES
@@ -116,16 +116,6 @@ def plan_states(original: Function, plan: Plan) -> Function:
     return build
 
 
-def plan_ngram_states(original: Function) -> Function:
-    """`plan_states` of the convolution beside n-gram embeddings, which runs over all rows."""
-    return plan_states(original, _of_all_rows)
-
-
-def plan_conv_states(original: Function) -> Function:
-    """`plan_states` of short convolutions, which run over prompts by themselves."""
-    return plan_states(original, _of_prompts)
-
-
 def keep_ngram_states(original: Function) -> Function:
     """Replacement of `Qwen4ExpPLELayer._short_conv_dilated_dispatch`, which is given inputs and states by channel."""
 
@@ -153,10 +143,7 @@ def run_convolution(core: Function, states: KeptStates) -> None:
 
 
 def keep_inputs(original: Function) -> Function:
-    """Replacement of the kernels for prompts: while a layer runs that has states to keep, keeps them.
-
-    They are given inputs by channel, (channels, tokens), and states by block, channel and width.
-    """
+    """Replacement of the kernels for prompts: keeps the states of the layer that runs. Inputs: (channels, tokens)."""
 
     def causal_conv1d_fn(x: Any, weight: Any, bias: Any, conv_states: Any, *args: Any, **options: Any) -> Any:
         if RUNNING.convolution is not None:
@@ -179,8 +166,7 @@ def _of_all_rows(_: Any, common: Any, options: dict[str, Any], wanted: Wanted, g
     drafting = drafting_rows(options, common.num_reqs)
     rows = list(range(common.num_reqs))
     if drafting:
-        starts: list[int] = common.query_start_loc_cpu.tolist()
-        tokens = [after - start for start, after in itertools.pairwise(starts)]
+        tokens = [after - start for start, after in itertools.pairwise(common.query_start_loc_cpu.tolist())]
         rows = [row for row in rows if row not in drafting and tokens[row]]  # without padding
         rows.sort(key=lambda row: tokens[row] > 1)
     places = {row: place for place, row in enumerate(rows)}
@@ -189,11 +175,14 @@ def _of_all_rows(_: Any, common: Any, options: dict[str, Any], wanted: Wanted, g
 
 def _of_prompts(metadata: Any, common: Any, _: Any, wanted: Wanted, groups: Mapping[str, int]) -> StatePlan | None:
     """A `Plan`."""
-    first = first_prompt(metadata, common, wanted)
-    if first is None:
+    if (first := first_prompt(metadata, common, wanted)) is None:
         return None
     places = {row: row - first for row, _ in wanted}
     return StatePlan(*parts_of(common, wanted, groups, metadata.num_decode_tokens, places))
+
+
+plan_ngram_states = partial(plan_states, plan=_of_all_rows)  # of the convolution beside n-gram embeddings
+plan_conv_states = partial(plan_states, plan=_of_prompts)  # of short convolutions, which run over prompts by themselves
 
 
 def parts_of(common: Any, wanted: Wanted, groups: Mapping[str, int], before: int, places: Mapping[int, int]) -> Parts:

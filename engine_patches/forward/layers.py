@@ -29,8 +29,7 @@ _BEHIND_ONE = ("g1", "beta", "core_attn_out")
 class PromisedShapes(tuple[tuple[int, ...], ...]):
     """`shapes` of a layer's cache spec, equal to vLLM's own, with a mark: its states can be written inside a pass.
 
-    The spec travels from the worker to the scheduler, and vLLM copies it on the way (`dataclasses.replace`); what is
-    not in a field would be lost.
+    The spec travels from the worker to the scheduler, and vLLM copies it on the way (`dataclasses.replace`), by fields.
     """
 
     __slots__ = ()
@@ -47,10 +46,7 @@ def is_promised(spec: Any) -> bool:
 
 
 def promise_writes_in_forward(original: Function) -> Function:
-    """Replacement of `get_kv_cache_spec` of the base class of all recurrent layers; those that have their own ask it.
-
-    The promise is made by the process that keeps it: the layer's own core is replaced.
-    """
+    """Replacement of `MambaBase.get_kv_cache_spec`: whoever promises replaces the layer's own core, and keeps it."""
 
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = original(self, vllm_config)
@@ -65,8 +61,7 @@ def promise_writes_in_forward(original: Function) -> Function:
 def require_promise_of_all(original: Function) -> Function:
     """Replacement of `Executor.get_kv_cache_specs`, which returns one mapping of layers to specs for each worker.
 
-    vLLM goes on with the first worker's spec of a layer. A state is only right if every worker writes its part, so a
-    worker that promises nothing (not patched, or failed closed) takes the promise from all.
+    A state is only right if every worker writes its part, so one that promises nothing takes the promise from all.
     """
 
     def get_kv_cache_specs(self: Any) -> Any:
@@ -85,10 +80,7 @@ def require_promise_of_all(original: Function) -> Function:
 
 
 def plan_where_metadata_is_made(original: Function) -> Function:
-    """Replacement of `AttentionGroup.create_metadata_builders`: builders of recurrent layers plan the states of a step.
-
-    A backend's metadata is made once for a step (`build`), and taken over by other cache groups (`update_block_table`).
-    """
+    """Replacement of `AttentionGroup.create_metadata_builders`: builders of recurrent layers plan a step's states."""
 
     def create_metadata_builders(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -153,10 +145,7 @@ def _class_at(path: str) -> Any:
 
 
 def runs_whole_steps(vllm_config: Any) -> bool:
-    """Whether layers run over all rows of a step, and keep states whole.
-
-    Micro-batches are built from a part of the rows; ReplaySSM keeps part of a state as inputs to replay.
-    """
+    """Whether layers run over all rows of a step (no micro-batches), and keep states whole (ReplaySSM keeps inputs)."""
     replays = getattr(vllm_config.cache_config, "use_replayssm", False)
     return not (replays or vllm_config.parallel_config.use_ubatching)
 
@@ -166,7 +155,7 @@ def _is_configured(known: RecurrentLayer, vllm_config: Any) -> bool:
 
     if speculation.unsupported(vllm_config) is not None or not runs_whole_steps(vllm_config):
         return False
-    if speculation.drafting(vllm_config) and not known.beside_drafts:
+    if speculation.drafting(vllm_config) and not known.drafts:
         return False
     if current_platform.is_cpu():  # model runner V2, with a Triton for CPUs, is not patched there
         return not getattr(vllm_config, "use_v2_model_runner", False)
@@ -241,11 +230,9 @@ def convolution_with_states(original: Function) -> Function:
 
 
 def cpu_gdn_in_segments(original: Function) -> Function:
-    """Replacement of the CPU's cores of a GDN layer, which are given the layer's metadata.
+    """Replacement of the CPU's cores of a GDN layer, which are given the layer's metadata."""
 
-    `window`: width and length of the convolution's state, of the core for engines that draft.
-    """
-
+    # `window`: width and length of the convolution's state, of the core for engines that draft.
     def _cpu_gdn_attention(
         layer: Any, attn_metadata_i: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, *window: Any
     ) -> None:
@@ -276,10 +263,7 @@ def _metadata_of(layer: Any) -> Any:
 
 
 def _ran_in_segments(layer: Any, core: Function, inputs: tuple[Any, ...], output: Any) -> bool:
-    """Run the core of a layer, `core(layer, *inputs, output)`, segment by segment if the step asks for it.
-
-    The layer looks up its metadata by its name, so the metadata of one segment after the other is put there.
-    """
+    """Run `core(layer, *inputs, output)` by segments, if the step asks for it, whose metadata the layer looks up."""
     metadata = _metadata_of(layer)
     segments = getattr(metadata, SEGMENTS, None)
     if segments is None:

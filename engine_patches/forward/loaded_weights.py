@@ -1,8 +1,7 @@
 """The weights that an engine computes with, known by every byte of what its workers have loaded.
 
 A name, a revision, a file's size or a sample of it can be the same for other weights. So each worker reads what it has
-loaded once, on the device that it is on, before any kernel has put it into an order of its own: then no file, format or
-quantisation is left to be known, and no state is kept under the name of weights that did not compute it.
+loaded once, on the device that it is on, before any kernel has put it into an order of its own.
 
 Engines that cut their weights otherwise know each other by samples of the files that these are in: of every tensor, by
 the places that the files themselves name. They miss values that change in a small part of a tensor alone.
@@ -59,19 +58,12 @@ class Weights(NamedTuple):
 
 def name_of(model: Any) -> str:
     """Hex of the values in a `torch.nn.Module`'s parameters and buffers. Raises what a tensor without values raises."""
-    name = hashlib.sha256()
-    for key, tensor in _tensors(model):
+    name, held = hashlib.sha256(), {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    for key, tensor in chain.from_iterable(_parts(key, held[key]) for key in sorted(held)):
         words = _words(tensor)
         name.update(f"{key} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} ".encode())
         name.update(words.numpy() if words.device.type == "cpu" else sums_of(words))
     return name.hexdigest()
-
-
-def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
-    """Each tensor of a model once, in the order of their names."""
-    held = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    for key in sorted(held):
-        yield from _parts(key, held[key])
 
 
 def _parts(key: str, tensor: Any) -> Iterator[tuple[str, Any]]:
@@ -195,10 +187,7 @@ def _tensors_in(file: Any, size: int) -> Iterator[tuple[int, int]]:
 
 
 def read_what_was_loaded(original: Callable[..., None]) -> Callable[..., None]:
-    """Replacement of `process_weights_after_loading`, which puts the weights into the order that kernels want.
-
-    Kernels of a CPU take them out of their parameters altogether.
-    """
+    """Replacement of `process_weights_after_loading`, which puts the weights into the order that kernels want."""
 
     def process_weights_after_loading(model: Any, model_config: Any, target_device: Any) -> None:
         from vllm.config import get_current_vllm_config_or_none
@@ -236,10 +225,7 @@ def ask_workers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def names_in(worker: Any) -> list[str]:
-    """Names of what a vLLM worker has loaded: its model, and its draft model; "" if not known, or if there is none.
-
-    And of the backends that its layers have, with the size of their kernels' blocks.
-    """
+    """Names of a vLLM worker's model and draft model, "" if unknown or none, and its backends with their blocks."""
     models = (getattr(worker, ask, lambda: None)() for ask in ("get_model", "get_draft_model"))
     groups = chain(*getattr(getattr(worker, "model_runner", None), "attn_groups", ()))
     backends = [(each.backend.__qualname__, getattr(each, "kernel_block_size", 0), each.layer_names) for each in groups]

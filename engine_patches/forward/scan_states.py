@@ -2,11 +2,11 @@
 
 Mamba2's kernels scan a prompt in chunks (64 to 256 tokens) and have the state at every chunk's end in hand anyway
 (`return_intermediate_states`). A state wanted at such an end is copied. For one wanted inside a chunk, a second scan
-runs from the last end before it over the few tokens up to it, beside the main one. The convolution's part of a state is
-its last inputs, which are simply there. So the step's own outputs are computed as vLLM alone computes them, bit for
-bit, wherever states are taken. vllm#57329 reads vLLM's one checkpoint per request from the same place.
+runs from the last end before it over the few tokens up to it, beside the main one. So the step's own outputs are
+computed as vLLM alone computes them, bit for bit.
 
-vLLM's scan for CPUs has no chunks, and its states are found otherwise (`cpu_scan.py`).
+A CPU's kernel knows no chunks. It takes the states that rows begin with, and leaves those of their ends in the same
+place. So it runs over one part of a row after the other, and what is wanted of a row's state is copied in between.
 
 The way of a step: `plan_scan_states` and `take_states_over` put `KeptStates` on each cache group's metadata;
 `mamba2_with_states` hands them to the layer's scan, `scan_with_states`. A step whose metadata looks otherwise than
@@ -16,13 +16,13 @@ foreseen runs in segments (`segments.py`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import RUNNING
-from engine_patches.forward.conv_states import KeptStates, StatePlan, Wanted, first_prompt, parts_of, plan_states
-from engine_patches.forward.cpu_scan import plan_cpu_scan
+from engine_patches.forward.conv_states import KeptStates, Parts, StatePlan, Wanted, first_prompt, parts_of, plan_states
 from engine_patches.forward.step_writes import PrefillRow, Write, upload
 from engine_patches.ledger import Function
 
@@ -60,10 +60,7 @@ class _Tails:
 
 @dataclass(frozen=True)
 class ScanPlan(StatePlan):
-    """Where a step's states are found. Tokens and rows count the step's prefills only.
-
-    The states at chunk ends come before those with a tail.
-    """
+    """Where a step's states are found: of its prefills alone, those at chunk ends before those with a tail."""
 
     chunks: Any  # last chunk that ends at or before each state's position, (states,)
     tails: _Tails | None  # None if all states lie at chunk ends
@@ -85,6 +82,102 @@ class ScanPlan(StatePlan):
             return final
         slots[indices] = final.to(slots.dtype)  # as vLLM 0.33 asks for it
         return None
+
+
+Keep = Callable[[int, Any], None]  # given a chunk's number and the state at its end, which will not last
+
+
+class KernelRun(NamedTuple):
+    """Chunks of different rows, which follow each other: the kernel runs over all of them at once."""
+
+    tokens: slice
+    rows: slice
+    starts: Any  # of the chunks, and the end of the last: tokens behind the run's first, (chunks + 1,), int32
+    first_chunk: int
+
+
+def kernel_runs(bounds: Sequence[int], row_of: Sequence[int]) -> list[KernelRun]:
+    """Runs over chunks. `bounds`: where each begins, and where the last one ends (tokens). `row_of`: each one's row."""
+    import torch
+
+    runs = []
+    first = 0
+    while first < len(row_of):
+        last = first + 1
+        while last < len(row_of) and row_of[last] != row_of[last - 1]:
+            last += 1
+        starts = torch.tensor([bound - bounds[first] for bound in bounds[first : last + 1]], dtype=torch.int32)
+        rows = slice(row_of[first], row_of[last - 1] + 1)
+        runs.append(KernelRun(slice(bounds[first], bounds[last]), rows, starts, first))
+        first = last
+    return runs
+
+
+def scan_in_runs(scan: Callable[[], Any], runs: Sequence[KernelRun], keep: Keep) -> Any:
+    """What `scan()` returns, a scan of vLLM's; `keep` is called for each chunk, in order."""
+    RUNNING.kernel = runs, keep
+    try:
+        result = scan()
+        if RUNNING.kernel is not None:
+            raise RuntimeError("seamark: vLLM's scan on a CPU no longer calls its kernel by its name")
+        return result
+    finally:
+        RUNNING.kernel = None
+
+
+def kernel_in_runs(original: Function) -> Function:
+    """Replacement of the kernel of that scan."""
+
+    def mamba_chunk_scan_fwd_cpu(
+        out: Any, row_states: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, cu_seqlens: Any
+    ) -> None:
+        if RUNNING.kernel is None:
+            original(out, row_states, x, dt, A, B, C, D, z, cu_seqlens)
+            return
+        (runs, keep), RUNNING.kernel = RUNNING.kernel, None
+        for run in runs:
+            part, states = run.tokens, row_states[run.rows]
+            part_of_z = None if z is None else z[part]
+            original(out[part], states, x[part], dt[part], A, B[part], C[part], D, part_of_z, run.starts)
+            for chunk, state in enumerate(states.unbind(), run.first_chunk):
+                keep(chunk, state)
+
+    return mamba_chunk_scan_fwd_cpu
+
+
+@dataclass(frozen=True)
+class CpuScanPlan(StatePlan):
+    """Where a step's states are found. Tokens and rows count the step's prefills only."""
+
+    runs: Sequence[KernelRun]
+    state_at: Mapping[int, int]  # number of the state, by that of the chunk that ends there
+
+    def scan(
+        self, scan: Function, ssm_state: Any, blocks: Any, inputs: Sequence[Any], options: Mapping[str, Any]
+    ) -> Any:
+        """As `ScanPlan.scan`."""
+        targets: list[int] = blocks.tolist()
+
+        def keep(chunk: int, state: Any) -> None:
+            if chunk in self.state_at:
+                ssm_state[targets[self.state_at[chunk]]] = state
+
+        return scan_in_runs(partial(scan, *inputs, **options), self.runs, keep)
+
+
+def plan_cpu_scan(rows: Mapping[int, PrefillRow], wanted: Wanted, parts: Parts) -> CpuScanPlan:
+    """How the kernel has to run for the states of these prefills; `parts`: of the plan."""
+    bounds = [0]
+    row_of: list[int] = []
+    state_at: dict[int, int] = {}
+    for number, (row, prefill) in enumerate(rows.items()):
+        offsets = {write.offset for of_row, write in wanted if of_row == row}
+        for offset in sorted({*offsets, prefill.tokens}):
+            if offset in offsets:
+                state_at[len(row_of)] = len(state_at)
+            row_of.append(number)
+            bounds.append(prefill.start + offset)
+    return CpuScanPlan(*parts, kernel_runs(bounds, row_of), state_at)
 
 
 def plan_scan_states(original: Function) -> Function:
@@ -124,8 +217,7 @@ def _planned(metadata: Any, common: Any, _: Any, wanted: Wanted, groups: Mapping
     """A `Plan`."""
     from vllm.platforms import current_platform
 
-    first = first_prompt(metadata, common, wanted)
-    if first is None:
+    if (first := first_prompt(metadata, common, wanted)) is None:
         return None
     before = metadata.num_decode_tokens
     starts: list[int] = common.query_start_loc_cpu.tolist()

@@ -1,10 +1,9 @@
 """Recurrent states written inside the forward pass: a recurrent layer runs its part of a step segment by segment.
 
 The rest of the model (projections, attention, experts) runs once over all tokens of the step. Only the core of a
-recurrent layer, which reads no weights worth the name, runs up to the wanted position first and then on from there.
-Between two segments the layer's running block holds exactly the state of that position, and is copied to the block
-that the scheduler reserved. Kernels need nothing for this but what chunked prefill needs anyway, so it fits every
-backend at any position, and it computes what a chunk that ended there would have computed, bit for bit.
+recurrent layer runs up to the wanted position first and then on from there. Between two segments the layer's running
+block holds exactly the state of that position, and is copied to the block that the scheduler reserved. It fits every
+backend at any position, and computes what a chunk that ended there would have computed, bit for bit.
 
 Rows that verify drafts are never cut. They keep a state for each of their tokens, and run in the first segment.
 
@@ -93,8 +92,7 @@ def take_states_over(original: Function) -> Function:
         if segments is not None:
             levels = [(level, updated if level.whole else part) for level, part in segments.levels]
             _attach(updated, segments._replace(levels=levels), self.layer_names[0])
-        states: Any = getattr(metadata, SCAN_STATES, None)
-        if states is not None:
+        if (states := getattr(metadata, SCAN_STATES, None)) is not None:
             setattr(updated, SCAN_STATES, states.plan.of_group(updated, self.layer_names[0]))
         return updated
 
@@ -233,11 +231,10 @@ def running_blocks(metadata: Any, drafting: Sequence[int] = ()) -> Any:
     if not drafting:
         return plain
     # GDN keeps rows that verify drafts apart, and a block for each of their tokens.
-    count = len(drafting) + len(plain)
-    others = [row for row in range(count) if row not in drafting]
+    others = [row for row in range(len(drafting) + len(plain)) if row not in drafting]
     place = {row: number for number, row in enumerate((*drafting, *others))}
     blocks = torch.cat([metadata.spec_state_indices_tensor[: len(drafting), 0], plain])
-    return blocks[upload([place[row] for row in range(count)], blocks.device)]
+    return blocks[upload([place[row] for row in sorted(place)], blocks.device)]
 
 
 def with_running_blocks(metadata: Any, blocks: Any) -> Any:
@@ -268,10 +265,8 @@ def _with_drafting_rows(metadata: Any, whole: Any, rows: Sequence[int], drafting
     places = upload([drafting.index(row) for row in rows if row in drafting], device)
     others = upload([number for number, row in enumerate(rows) if row not in drafting], device)
     plain = metadata.non_spec_state_indices_tensor[others]
-    changes = {
-        "spec_state_indices_tensor": whole.spec_state_indices_tensor[places],
-        "non_spec_state_indices_tensor": plain,
-    }
+    changes = {"spec_state_indices_tensor": whole.spec_state_indices_tensor[places]}
+    changes["non_spec_state_indices_tensor"] = plain
     if metadata.prefill_state_indices is not None:
         changes["prefill_state_indices"] = plain
     return dataclasses.replace(metadata, **changes)

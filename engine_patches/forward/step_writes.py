@@ -72,8 +72,7 @@ class Step:
 
 def wrote_states(layer: str) -> None:
     """A layer of the running step has written its part of all states."""
-    step = running_step()
-    if step is not None:
+    if (step := running_step()) is not None:
         step.wrote(layer)
 
 
@@ -132,14 +131,12 @@ def skip_vllm_exports(original: Function) -> Function:
 
 
 def _groups_of_layers(runner: Any) -> Mapping[str, int]:
-    config = runner.kv_cache_config
-    known = getattr(runner, GROUPS, None)
-    if known is None or known[0] is not config:
+    config, groups = getattr(runner, GROUPS, (None, {}))
+    if config is not runner.kv_cache_config:
+        config = runner.kv_cache_config
         groups = {name: gid for gid, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
-        known = (config, groups)
-        setattr(runner, GROUPS, known)
-    of_layers: Mapping[str, int] = known[1]
-    return of_layers
+        setattr(runner, GROUPS, (config, groups))
+    return groups
 
 
 def upload(numbers: Any, device: Any, dtype: Any = None) -> Any:

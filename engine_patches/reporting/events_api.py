@@ -27,7 +27,7 @@ from engine_patches.reporting import header_fields
 from engine_patches.reporting.addresses import FOLDER, READ_INSIDE
 from engine_patches.reporting.report import EngineReport
 from engine_patches.scheduler.counters import AdmittedRequest, GatewayLoad
-from engine_patches.scheduler.state_events import CacheCleared, StateEvent, StateStored
+from engine_patches.scheduler.states import CacheCleared, StateEvent, StateStored
 
 PATH = "/seamark/outcomes"
 

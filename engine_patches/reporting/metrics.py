@@ -22,7 +22,7 @@ from engine_patches.disk.files import REASONS
 from engine_patches.reporting.events_api import feeds
 from engine_patches.reporting.report import EngineReport
 from engine_patches.scheduler.draft_windows import HEALED, HELD, ZEROED
-from engine_patches.scheduler.state_events import StateEvicted
+from engine_patches.scheduler.states import StateEvicted
 
 
 class Counter(WholeCounter):

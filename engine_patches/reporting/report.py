@@ -19,7 +19,7 @@ from engine_patches import kv_connectors
 from engine_patches.reporting.addresses import MAX_WAITING
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import Counts, GatewayLoad, loads_of_gateways
-from engine_patches.scheduler.state_events import StateEvent
+from engine_patches.scheduler.states import StateEvent
 
 logger = logging.getLogger("vllm.seamark")
 

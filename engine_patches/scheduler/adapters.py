@@ -77,10 +77,7 @@ class Adapter:
     engine: Adapters  # all that are known of
 
     def computes(self, lora: Any) -> bool:
-        """Whether it is certain to compute a request with this vLLM `LoRARequest`.
-
-        Files that have changed come into the workers unasked, say after these had no room for the adapter.
-        """
+        """Whether it surely computes a request with this `LoRARequest`: changed files come into workers unasked."""
         if (lora.lora_name, lora.lora_path) != self.key[:2]:
             return False  # ids of several API servers can mean several adapters, of which the workers hold one
         if self.key in self.engine.doubtful or (now := self.engine.signature(lora)) == NOT_YET:
@@ -97,10 +94,7 @@ class Adapter:
 
 
 class Adapters:
-    """Those of one engine, by id; an entry of some 500 bytes for each load. Two threads use it.
-
-    Files are looked at in threads of their own: a mount that is slow, or hangs, holds up nobody's requests.
-    """
+    """Those of one engine, by id, for two threads. Others look at files: a mount that hangs holds up no requests."""
 
     def __init__(self) -> None:
         self.doubtful: set[Key] = set()  # what may stand over states of two contents, and no adapter is given (again)
@@ -125,13 +119,12 @@ class Adapters:
 
     def load(self, lora: Any, load: Callable[[Any], Any]) -> Any:
         """Have vLLM `load` an adapter, and note what it has read; vLLM's answer."""
-        before = self.signature(lora)
-        is_read = False  # after an error the workers hold who knows what
+        before, known = self.signature(lora), None  # after an error the workers hold who knows what
         try:
             answer = load(lora)
-            is_read = before != NOT_YET
+            known = None if before == NOT_YET else before
         finally:
-            self._learn(lora, before if is_read else None)
+            self._learn(lora, known)
         return answer
 
     def has_changed(self, adapter: Adapter) -> bool:
@@ -141,10 +134,7 @@ class Adapters:
         return before not in (None, adapter.key)
 
     def signature(self, lora: Any) -> Signature:
-        """As an adapter's files are now; `NOT_YET` if they do not say it in time.
-
-        Then nobody waits for them again until they have come to answer as fast as they should.
-        """
+        """As an adapter's files are now; `NOT_YET` if they are late, and until they have answered fast."""
         late = self._late.get(lora.lora_path)
         if late is not None and not late.is_set():
             return NOT_YET
@@ -171,10 +161,7 @@ class Adapters:
         return look
 
     def _learn(self, lora: Any, before: Signature) -> None:
-        """Have the files hashed that were as `before` when the workers read them; None: nobody knows what they read.
-
-        As long as that takes, nothing is certain.
-        """
+        """Have the files hashed that were as `before` when the workers read them; None: nobody knows what they read."""
         with self._lock:
             look = self._hashing.pop(lora.lora_int_id, None)
             if before is not None:
@@ -218,10 +205,7 @@ class Adapters:
 
 
 def _read(lora: Any, *, hashed: bool) -> tuple[Signature, str]:
-    """The signature of an adapter's files, and if it is to be `hashed` that of their contents.
-
-    They are opened, since only then does a file system of the network ask its server for the times.
-    """
+    """The signature of files that are opened, so that a network's server is asked; if `hashed`, of their contents."""
     digest, signature = hashlib.sha256(repr(getattr(lora, "is_3d_lora_weight", False)).encode()), []
     try:
         if getattr(lora, "tensorizer_config_dict", None):  # vLLM can load from elsewhere then
@@ -256,8 +240,7 @@ def is_alone(request: Any) -> bool:
 
 def adapter_name(request: Any) -> str | None:
     """Name of a request's adapter, None without one."""
-    lora = getattr(request, "lora_request", None)
-    return None if lora is None else lora.lora_name
+    return getattr(getattr(request, "lora_request", None), "lora_name", None)
 
 
 _asked: ContextVar[Adapters] = ContextVar("asked")  # by the engine whose request is being made
@@ -321,8 +304,7 @@ def admit_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `EngineCore.add_request`.
 
     Between a request's hashes and its place in the queue its adapter may have been loaded. And one that says
-    `load_inplace`, as all do whose adapter was once loaded so, has vLLM read the files again in each of its steps: here
-    they are read before the first, if they are not what the workers hold.
+    `load_inplace` has vLLM read the files in each of its steps: here they are read before the first, if they are new.
     """
 
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -353,18 +335,13 @@ def _loaded(engine: Any, request: Any) -> Adapter | None:
 
 
 def _tell(engine: Any, adapter: Adapter | None) -> None:
-    checkpoints = getattr(engine.scheduler, "seamark", None)
-    if adapter is None or not _adapters(engine).has_changed(adapter):
-        return
-    if checkpoints is not None and checkpoints.states is not None:
-        checkpoints.states.adapter_replaced(adapter.key.name)
+    states = getattr(getattr(engine.scheduler, "seamark", None), "states", None)
+    if adapter is not None and _adapters(engine).has_changed(adapter) and states is not None:
+        states.adapter_replaced(adapter.key.name)
 
 
 def look_up_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `KVCacheManager.get_computed_blocks` and `get_computed_blocks_for_connector`.
-
-    While a request has waited, or after it was preempted, its adapter may be another.
-    """
+    """Replacement of both lookups of `KVCacheManager`: while a request has waited, its adapter may have changed."""
 
     def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         adapter = getattr(request, ADAPTER, None)

@@ -33,18 +33,12 @@ def keep_attention_keys(manager: Any, request: Any, positions: Iterable[int]) ->
     """Register the request's attention blocks under the keys of `positions`, all computed by the end of this step.
 
     vLLM registers a key inside a block only for a prompt's tail, and drops a block's shorter keys when a longer one
-    comes. The keys of a block do not exclude each other: its rows are append-only, so what stood at token 160 still
-    stands there when the block is full.
+    comes; so the longest is first here. Rows are append-only: what a shorter key names still stands in a full block.
     """
-    blocks = manager.req_to_blocks[request.request_id]
-    # Longest first: vLLM's own registration removes keys shorter than the new one.
+    blocks, group, size = manager.req_to_blocks[request.request_id], manager.kv_cache_group_id, manager.block_size
     for position in sorted(positions, reverse=True):
-        index = position // manager.block_size
-        if position % manager.block_size == 0 or index >= len(blocks):
-            continue
-        # cache_partial_block also emits BlockStored, so that every consumer of KV events sees the key.
-        group, size = manager.kv_cache_group_id, manager.block_size
-        manager.block_pool.cache_partial_block(request, blocks[index], position, group, size)
+        if position % size and position // size < len(blocks):  # KV events tell of the key, too
+            manager.block_pool.cache_partial_block(request, blocks[position // size], position, group, size)
 
 
 class AttentionGroup(NamedTuple):
@@ -61,26 +55,15 @@ class HeldKeys:
     def __init__(self, pool: Any, grid: Grid, recurrent: Iterable[Any], attention: Iterable[Any]) -> None:
         """`recurrent`, `attention`: vLLM's managers of cache groups."""
         self.pool, self.grid = pool, grid
-        self.recurrent = {manager.kv_cache_group_id: manager.block_size for manager in recurrent}  # by group
-        self.attention = tuple(
-            AttentionGroup(manager.kv_cache_group_id, manager.block_size, grid.drop_in(manager))
-            for manager in attention
-        )
+        self.recurrent = {each.kv_cache_group_id: each.block_size for each in recurrent}  # by group
+        sizes = [(each.kv_cache_group_id, each.block_size, grid.drop_in(each)) for each in attention]
+        self.attention = tuple(AttentionGroup(*each) for each in sizes)
         self.drop = max((each.drop for each in self.attention), default=0)  # past a state, up to which it is named
         self.groups = {*self.recurrent, *(each.group for each in self.attention)}
         setattr(pool, WATCHES, [])
 
-    def watch(self) -> Watch:
-        """One more who asks what is gone."""
-        watch = Watch(self.pool)
-        getattr(self.pool, WATCHES).append(watch)
-        return watch
-
     def name_of(self, request: Any, position: int) -> bytes:
-        """The name of the request's state at `position`: the key of the tokens that lead to it.
-
-        Who shares the state alone, and not what lies past it, does not find it, and has another name for it.
-        """
+        """The name of the request's state at `position`: the key of all tokens that a hit there has to share."""
         return self.state_key(request, position + self.drop)
 
     def state_key(self, request: Any, position: int) -> bytes:
@@ -101,17 +84,14 @@ class HeldKeys:
         """These keys, if a lookup finds the request's state at `position`; none if it does not."""
         keys = []
         for key in self.keys_of(request, position):
-            if not self._has(key):
+            if self.pool.cached_block_hash_to_block.get_one_block(key) is None:
                 return ()
             keys.append(key)
         return tuple(keys)
 
     def is_cached(self, request: Any, position: int) -> bool:
         """Whether the request's state at `position` is in the cache, in every recurrent group."""
-        return all(map(self._has, self._state_keys(request, position)))
-
-    def _has(self, key: bytes) -> bool:
-        return self.pool.cached_block_hash_to_block.get_one_block(key) is not None
+        return None not in map(self.pool.cached_block_hash_to_block.get_one_block, self._state_keys(request, position))
 
     def _state_keys(self, request: Any, position: int) -> Iterator[bytes]:
         return (key_at(request, position, self.grid.unit, group) for group in self.recurrent)
@@ -126,6 +106,7 @@ class Watch:
         self._needs: dict[bytes, tuple[bytes, ...]] = {}
         self._needed_by: dict[bytes, set[bytes]] = {}
         self._removed: set[bytes] = set()  # needed keys that one block has lost; another may carry them
+        getattr(pool, WATCHES).append(self)
 
     def __len__(self) -> int:
         return len(self._needs)
@@ -200,12 +181,10 @@ def watch_removed_keys(original: Callable[..., Any]) -> Callable[..., Any]:
 def keep_hinted_keys(original: Callable[..., None]) -> Callable[..., None]:
     """Replacement of `FullAttentionManager.cache_blocks`: keys that lead to a state survive vLLM's own longer ones."""
 
-    def cache_blocks(
-        self: Any, request: Any, num_tokens: int, retention_interval: Any = None, *, replay_boundaries: Any
-    ) -> None:
+    def cache_blocks(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         checkpoints = getattr(self, "seamark", None)
         full_before = self.num_cached_block.get(request.request_id, 0)
-        original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
+        original(self, request, num_tokens, *args, **kwargs)
         if checkpoints is None or checkpoints.states is None:
             return
         state = checkpoints.state_of(request)
@@ -262,7 +241,6 @@ def look_up(manager: Any, request: Any, at_most: int) -> Any:
 def avoid_unwritten_rows_with_a_connector(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `KVCacheManager.get_computed_blocks_for_connector`, which looks up without the other."""
 
-    # From vLLM 0.33 on it takes a longest hit.
     def get_computed_blocks_for_connector(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(self, request, *args, **kwargs)
         if _avoids_unwritten_rows(self, request, *found[:2]):

@@ -68,9 +68,8 @@ class Checkpoints:
         return state
 
     def _wish_of(self, request: Any) -> Wish:
-        hint = hints.hint_in(request)
-        hinted = hint is not hints.NONE
-        refusal, ignore = None, self.counters.hint_ignored  # why its hint is ignored
+        hint, ignore = hints.hint_in(request), self.counters.hint_ignored
+        hinted, refusal = hint is not hints.NONE, None  # why its hint is ignored
         if is_alone(request):
             refusal = "adapter"
         elif self.states is None:
@@ -81,14 +80,11 @@ class Checkpoints:
             ignore(refusal)
         if self.states is None or refusal == SPECULATIVE:
             return Wish(hinted=hinted, left_to_vllm=True)
-        pin = hints.pin_in(request)
-        if pin is not None:
+        if (pin := hints.pin_in(request)) is not None:
             self.pinning.add(request.request_id)
-        resolved: tuple[int, ...] = ()
-        if hinted and refusal is None:
-            resolved = hints.resolve(hint, request.prompt_token_ids, request.num_prompt_tokens, ignore)
         # Of a prompt that goes on arriving, only what is there now is looked up and remembered.
-        tokens, unit = request.num_prompt_tokens, self.grid.unit
+        tokens, unit, is_used = request.num_prompt_tokens, self.grid.unit, hinted and refusal is None
+        resolved = hints.resolve(hint, request.prompt_token_ids, tokens, ignore) if is_used else ()
         shared = self.seen.deepest(request.block_hashes[: tokens // unit]) * unit
         # Where states are not written inside a pass, each costs one.
         places = self.expected_junctions.places(_salt_of(request), shared, tokens) if self.writes_in_forward else ()
@@ -138,9 +134,8 @@ class Checkpoints:
 
     def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
         """Whether a hit at a target of a request would be felt beyond what its state costs, as far as is known."""
-        if state.wish.pin or state.wish.trial:  # of these nobody asks
-            return True
-        return self.planner.saved(target, state.resumed_at) >= self._felt(states=1)
+        is_asked_for = bool(state.wish.pin or state.wish.trial)
+        return is_asked_for or self.planner.saved(target, state.resumed_at) >= self._felt(states=1)
 
     def _felt(self, states: int = 0) -> float:
         """Tokens from which on it is felt that they are spared, at the price of so many states; 0 while unknown."""
@@ -159,7 +154,7 @@ class Checkpoints:
             state = self.state_of(request)
             start = max(start, state.heals)  # up to there states are held, and rows alone are missing
             idle = self.states is not None and self.states.has_idle
-            likely = [each for each in self.targets(request) if idle or not self.planner.is_spare(state.wish, each)]
+            likely = (each for each in self.targets(request) if idle or not self.planner.is_spare(state.wish, each))
             self.gate.expect(request, start, (target.position for target in likely))
 
     def reserve(self, request: Any, target: CheckpointTarget) -> list[Any] | None:
@@ -183,15 +178,12 @@ class Checkpoints:
             return
         self.counters.counts.written[kind] += 1
         if self.states is not None:
-            self.states.written(key)
+            self.states.add_written(key)
         if kind == planner.EXPECTED:
             self.expected_junctions.written[key] = None
 
     def pin_prompts(self, requests: Mapping[str, Any]) -> None:
-        """A step is planned to its end: pin, or release, the prompts computed with it whose requests ask for that.
-
-        `requests`: those alive, by id.
-        """
+        """A step is planned to its end: pin, or release, the prompts computed with it whose requests ask for that."""
         for name in list(self.pinning):
             request = requests.get(name)
             # vLLM has counted the step's tokens already.
@@ -230,9 +222,9 @@ class Checkpoints:
         if states is not None and key:
             if counted:
                 counts.saved_seconds += self.step_time.seconds(hit_tokens)
-                if loaded or states.is_written(key):
-                    counts.hits += 1
-                    counts.hit_tokens += hit_tokens
+            if counted and (loaded or key in states.written):
+                counts.hits += 1
+                counts.hit_tokens += hit_tokens
             passed = [position for position in wish.positions if position < hit_tokens]
             states.resumed(request, hit_tokens, passed, shared=was_expected, loaded=bool(loaded))
 
@@ -253,11 +245,10 @@ class Checkpoints:
     def finished(self, request: Any) -> None:
         """A request has its whole answer."""
         state = self.state_of(request)
-        if state.draft_steps:
-            if self.states is not None and self.states.windows is not None:
-                self.states.windows.acceptance.add(state.window != ZEROED, state.draft_steps, state.accepted)
-            if not is_own(request):
-                self.drafts.count(AcceptedDrafts(state.draft_steps, state.accepted), is_hit=state.resumed_at > 0)
+        if state.draft_steps and self.states is not None and self.states.windows is not None:
+            self.states.windows.acceptance.add(state.window != ZEROED, state.draft_steps, state.accepted)
+        if state.draft_steps and not is_own(request):
+            self.drafts.count(AcceptedDrafts(state.draft_steps, state.accepted), is_hit=state.resumed_at > 0)
 
     def weights_may_change(self) -> None:
         """From now on states may be of other weights than those that were loaded at the start."""

@@ -145,6 +145,5 @@ def loads_may_have_changed(planned: Any) -> bool:
 
 def only_generates(planned: Any) -> bool:
     """Whether a step has one token of each of its requests, besides drafts: vLLM schedules no fewer of any."""
-    drafts = planned.scheduled_spec_decode_tokens
-    num_drafts = sum(map(len, drafts.values())) if drafts else 0
+    num_drafts = sum(map(len, (planned.scheduled_spec_decode_tokens or {}).values()))
     return bool(planned.total_num_scheduled_tokens - num_drafts == len(planned.num_scheduled_tokens))

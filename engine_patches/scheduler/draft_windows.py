@@ -3,26 +3,23 @@
 Such a head (most of `dflash`, some of `mtp`) has its rows in cache groups of its own. vLLM enters a sliding window at
 whole blocks only, and then looks up all groups in whole blocks. But a row that a head misses costs drafts and no
 answer: the target verifies every token. So these groups are left out of the lookup (`prefix_cacheable`, as vLLM's own
-circular buffers are), which is as fine then as without drafts. Of the head's window before the place where a request
-resumes:
+circular buffers are). Of the head's window before the place where a request resumes:
 
-- its rows are held: their blocks carry keys of ours, at the positions of states, ours and vLLM's own. The request takes
-  them over as it takes attention rows, the last block as a copy if the position lies inside it;
+- its rows are held: their blocks carry keys of ours, at the positions of states. The request takes them over as it
+  takes attention rows;
 - they are not, or not all of them: the hit is given up for once, in favour of a shorter one, if computing the rows
   again costs less than the drafts that would be lost. They carry keys again then, for all who follow;
 - that would cost more: vLLM gives the request new blocks for the window, zeroed as each new attention block of a hybrid
   is. The head drafts from zeros until its window has passed them, and blocks that hold any never get a key.
 
-So a head reads rows of its own request's prefix, by vLLM's hashes of the tokens with salt, images and adapters, or
-zeros, and nobody else's. A head that reads one token past a row (MTP) may find the last row of its window made with
-another one on vLLM 0.32, whose hashes do not cover it: it drafts one token worse.
+On vLLM 0.32 a head that reads one token past a row (MTP) may find its last row made with another: it drafts one worse.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -49,13 +46,11 @@ Blocks = list[tuple[Any, bytes]]  # vLLM's KVCacheBlocks, each with the key that
 
 def leave_out(kv_cache_config: Any, vllm_config: Any) -> None:
     """Take the draft head's windowed groups of a scheduler's cache out of the lookup of prefixes."""
-    if vllm_config.speculative_config is None or not getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
-        return
-    if not can_be_left_out():
-        return
-    for group in kv_cache_config.kv_cache_groups:
-        if _is_a_heads_window(group, vllm_config):
-            group.kv_cache_spec = _copied(group.kv_cache_spec, left_out_spec())
+    has_zeros = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+    if vllm_config.speculative_config is not None and has_zeros and can_be_left_out():
+        for group in kv_cache_config.kv_cache_groups:
+            if _is_a_heads_window(group, vllm_config):
+                group.kv_cache_spec = _copied(group.kv_cache_spec, left_out_spec())
 
 
 def can_be_left_out() -> bool:
@@ -129,12 +124,11 @@ def left_out_spec() -> Any:
     return DraftWindowSpec
 
 
-@dataclass
 class Acceptance:
     """Drafts that were right, in steps of requests with their head's rows, and of those that began on zeros."""
 
-    steps: list[int] = field(default_factory=lambda: [0, 0])  # by whether the rows were there
-    accepted: list[int] = field(default_factory=lambda: [0, 0])
+    def __init__(self) -> None:
+        self.steps, self.accepted = [0, 0], [0, 0]  # by whether the rows were there
 
     def add(self, rows: bool, steps: int, accepted: int) -> None:
         """A request has verified drafts in so many steps."""
@@ -155,11 +149,8 @@ class Acceptance:
         return max(self.per_step(True) - self.per_step(False), 0.0)
 
     def steps_lost(self, missing: int, window: int, answer: int) -> float:
-        """Forward passes more that an answer of so many tokens takes if `missing` rows of the `window` are zeros.
-
-        With each token a row less is missing, so the loss ends with the last of them. The first token has no drafts.
-        """
-        tokens = max(min(missing, answer - 1), 0)
+        """Passes more that an answer takes if `missing` rows of the `window` are zeros, with each token one less."""
+        tokens = max(min(missing, answer - 1), 0)  # the first token has no drafts
         loss = self.loss * (missing - tokens / 2) / window
         good = 1 + self.per_step(True)
         return max(tokens / max(good - loss, 1.0) - tokens / good, 0.0)
@@ -176,40 +167,25 @@ class DraftWindows:
         self.acceptance = Acceptance()
 
     def keep(self, request: Any, state: RequestState, positions: Sequence[int]) -> dict[int, Blocks]:
-        """Make the rows before `positions`, all computed by the end of this step, findable there.
-
-        The blocks before each of the positions whose windows were complete.
-        """
+        """Make the rows before `positions`, computed by this step's end, findable; the blocks of each whole window."""
         kept: dict[int, Blocks] = defaultdict(list)
         for manager in self._managers:
-            for position, blocks in self._keep(manager, request, state, positions).items():
-                kept[position] += blocks
+            size, blocks = manager.block_size, manager.req_to_blocks[request.request_id]
+            all_ends: dict[int, set[int]] = defaultdict(set)  # by index of a block
+            for position in positions:
+                window = _window(manager, position)
+                if not window or window[-1] >= len(blocks) or window[0] * size < state.drafts_from:
+                    continue
+                if not any(blocks[index].is_null for index in window):
+                    for index, key in zip(window, self._keys(manager, request, position), strict=True):
+                        all_ends[index].add(min((index + 1) * size, position))
+                        kept[position].append((blocks[index], key))
+            for index, ends in all_ends.items():
+                # vLLM drops a block's shorter keys when a longer one comes.
+                ends.update(position for position in state.states if index * size < position < max(ends))
+                for end in sorted(ends, reverse=True):
+                    self._pool.cache_partial_block(request, blocks[index], end, manager.kv_cache_group_id, size)
         return kept
-
-    def _keep(self, manager: Any, request: Any, state: RequestState, positions: Iterable[int]) -> dict[int, Blocks]:
-        size, blocks = manager.block_size, manager.req_to_blocks[request.request_id]
-        ends: dict[int, set[int]] = defaultdict(set)  # by index of a block
-        whole = []
-        for position in positions:
-            window = _window(manager, position)
-            if not window or window[-1] >= len(blocks) or window[0] * size < state.drafts_from:
-                continue
-            if not any(blocks[index].is_null for index in window):
-                whole.append(position)
-                for index in window:
-                    ends[index].add(min((index + 1) * size, position))
-        for index, keys in ends.items():
-            # vLLM drops a block's shorter keys when a longer one comes.
-            keys.update(position for position in state.states if index * size < position < max(keys))
-            for end in sorted(keys, reverse=True):
-                self._pool.cache_partial_block(request, blocks[index], end, manager.kv_cache_group_id, size)
-        return {
-            position: [
-                (blocks[index], key)
-                for index, key in zip(_window(manager, position), self._keys(manager, request, position), strict=True)
-            ]
-            for position in whole
-        }
 
     def _keys(self, manager: Any, request: Any, position: int) -> Iterator[bytes]:
         """The keys of the blocks that a request reads in a group that resumes at `position`."""
@@ -226,10 +202,7 @@ class DraftWindows:
         return self._pool.cached_block_hash_to_block.get_one_block(key)
 
     def of_hit(self, manager: Any, request: Any, found: Any, *, ours: bool) -> Any:
-        """What vLLM `found` for a request (blocks, hit, junction), or a shorter hit, with the head's rows put in.
-
-        `manager`: vLLM's `KVCacheManager`. `ours`: the request may resume without the rows; vLLM alone lets none.
-        """
+        """What vLLM `found` (blocks, hit, junction), or a shorter hit, with rows. `ours`: it may resume without."""
         checkpoints = manager.seamark
         state: RequestState = checkpoints.state_of(request)
         state.drafts_from, state.window, state.heals = 0, "", 0
@@ -262,8 +235,7 @@ class DraftWindows:
         return found
 
     def _to_heal(self, manager: Any, request: Any, hit: int) -> Any:
-        """A shorter hit, behind which the whole window before `hit` is computed; None if that costs more than the
-        drafts which are lost without."""
+        """A shorter hit, behind which the window before `hit` is computed; None if that costs more than drafts."""
         if not self._pays(request, hit, 1):  # whatever the shorter one is
             return None
         # A block that holds zeros before the first row that is read gets no key.
@@ -282,12 +254,9 @@ class DraftWindows:
         return None
 
     def _pays(self, request: Any, hit: int, tokens: int) -> bool:
-        """Whether computing so many `tokens` again takes less time than drafts lost without the rows before a hit.
-
-        By this request, and by one that comes behind it; as long as no times are known, it does.
-        """
+        """Whether computing so many `tokens` again takes less time than drafts lost by this request and the next."""
         if not self._step_time.known:
-            return True
+            return True  # as far as is known
         window = max(manager.sliding_window for manager in self._managers)
         missing = window - 1 - (request.num_tokens - hit)
         if missing <= 0:

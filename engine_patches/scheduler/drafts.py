@@ -4,10 +4,9 @@ With `SEAMARK_DRAFTS=auto` an engine whose kind of drafts can be right begins on
 prompts alone; all others have vLLM's own caching. The process that has the engine asks itself (`engine_patches.trial`),
 and opens hints for as long as it runs, or closes them with a reason.
 
-A user drafts for speed: hits that make the head guess worse cost more than they save. In a trial the same prompts are
-answered with a hit and without one, so each prompt is held against itself. Clients' requests cannot be paired: there
-hits are held against all others, only what chance cannot explain counts, and it closes nothing: it makes the trial be
-repeated.
+A user drafts for speed: hits that make the head guess worse cost more than they save. In a trial each prompt is
+answered with a hit and without one. Clients' requests cannot be paired: there hits are held against all others, and
+what chance cannot explain makes the trial be repeated.
 """
 
 from __future__ import annotations

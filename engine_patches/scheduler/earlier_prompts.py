@@ -7,6 +7,7 @@ the scheduler's one thread; lengths in tokens.
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from engine_patches.scheduler.planner import Grid, TurnEnd, Wish
 
-# The reasons why a request did or did not resume from a state, out of the closed set that the whole product uses.
+# Why a request did or did not resume from a state, out of the closed set that the whole product uses.
 HIT, COLD, BELOW_UNIT, NOT_WORTH_IT = "hit", "cold", "below_unit", "not_worth_it"
 EVICTED, NO_BOUNDARY, HINT_IGNORED = "evicted", "no_boundary", "hint_ignored"
 
@@ -61,10 +62,7 @@ class Latest(OrderedDict[Any, V]):
 
 
 class Outcomes:
-    """Why a request hit or missed: one reason each, the deepest cause that the engine can know.
-
-    For that it remembers which prefixes that were to have a state were computed, and what became of their states.
-    """
+    """Why a request hit or missed, by what became of prefixes that were to have a state: the deepest known cause."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -75,11 +73,8 @@ class Outcomes:
         self._misses[self._grid.hash_of(request, position + self._grid.drop)] = miss
 
     def reason_for(self, request: Any, wish: Wish, hit_tokens: int) -> str:
-        """The reason for a request that starts with `hit_tokens` from the cache.
-
-        All that it shares with an earlier prompt is a hit. If it got less, the deepest cause above the hit counts; if
-        none is known, nobody had kept a state there. What the engine has never seen cannot be missed.
-        """
+        """Why a request starts with `hit_tokens` from the cache: all that it shares with an earlier prompt is a hit; if
+        it got less, the deepest cause above the hit counts; if none is known, nobody had kept a state there."""
         hinted = wish.hinted_positions
         if getattr(request, "skip_reading_prefix_cache", False):  # prompt logprobs need every token computed
             return HINT_IGNORED
@@ -90,10 +85,8 @@ class Outcomes:
             miss = self._misses.get(self._grid.hash_of(request, position + self._grid.drop))
             if miss is not None:
                 return miss
-        if hit_tokens:
-            return HIT if hit_tokens >= reachable else COLD
-        if hinted:
-            return COLD
+        if hit_tokens or hinted:
+            return HIT if hit_tokens and hit_tokens >= reachable else COLD
         if not wish.hinted:
             return NO_BOUNDARY
         return BELOW_UNIT if request.num_prompt_tokens <= self._grid.unit else HINT_IGNORED
@@ -110,19 +103,10 @@ class SeenPrefixes:
         self._max_hashes = max_hashes
         self._hashes: OrderedDict[bytes, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._hashes)
-
     def deepest(self, hashes: Sequence[bytes]) -> int:
         """Units of the longest beginning that an earlier prompt had; `hashes` of its prefixes, by units, are kept."""
         seen = self._hashes
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if hashes[middle - 1] in seen:
-                low = middle
-            else:
-                high = middle - 1
+        low = bisect.bisect_left(hashes, True, key=lambda prefix: prefix not in seen)
         for prefix in reversed(hashes[low:]):
             seen[prefix] = None
         for prefix in reversed(hashes[:low]):
@@ -152,10 +136,8 @@ class TurnValue:
     """Which heads' conversations go on: the end of a turn that nobody comes back to is not worth a state.
 
     A head is the first position that a prompt shares with others, such as the end of its system prompt; chats without
-    one have one head in common. The end of a turn, named by the hash of the whole prefix, is remembered whether or not
-    its state was written, so a later prompt that contains it shows that conversations of this head go on, whatever was
-    decided before. What is not known to be worthless is written, and what is long enough that one client in very many
-    makes up for the rest.
+    one have one head in common. The end of a turn is remembered whether or not its state was written, so a later prompt
+    that contains it shows that conversations of this head go on. What is not known to be worthless is written.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -165,25 +147,19 @@ class TurnValue:
         self._judged: Latest[End] = Latest(MAX_ENDS)  # nobody has come back so far
 
     def came_back(self, prefixes: Iterable[bytes]) -> TurnEnd | None:
-        """A prompt has these prefixes, and an earlier prompt had them: where it contains an end, its head goes on.
-
-        The last turn that it contains, shorter prefixes first; None if it goes on from none.
-        """
+        """The last turn that a prompt with these prefixes goes on from; heads of all that it contains go on."""
         turn = None
         for prefix in prefixes:
-            end = self._ends.pop(prefix, None) or self._judged.pop(prefix, None)
-            if end is None:
-                continue
-            turn = end.turn
-            if (known := self._heads.get(end.head)) is not None:
-                known.unresumed = known.passed = 0
+            if (end := self._ends.pop(prefix, None) or self._judged.pop(prefix, None)) is not None:
+                turn = end.turn
+                if (known := self._heads.get(end.head)) is not None:
+                    known.unresumed = known.passed = 0
         return turn
 
     def worth_a_state(self, head: bytes, end: bytes, turn: TurnEnd, cost: float = 0.0) -> bool:
         """Whether the state at the `end` of a turn is worth writing, which costs as much as so many tokens.
 
-        The end is remembered. It saves the turn's tokens to a client who comes back. After as many in a row who did
-        not, the next one does with a probability of about one in as many.
+        It saves the turn's tokens to a client who comes back: after n in a row who did not, about one in n.
         """
         now = self._clock()
         self._judge(now)
@@ -231,12 +207,9 @@ class ExpectedJunctions:
 
     Where two prompts part (a junction: Marconi, arXiv 2411.19379) is known only once the second one is there, so a
     state at that place serves the third. But who sends many documents or examples often cuts them to one length, and
-    then they part at one number of tokens. So the places are counted at which new prompts were left by the first one
-    that shared them. Such a place gets a state in every new prompt as long as these states would lately have served one
-    in four, and have saved more than all of them cost. Nothing is kept of what is in the prompts.
-
-    States at places chosen otherwise (ends of passes, parts of a prompt) were tried on replayed chats (Mooncake's):
-    with a worker's room they put out more than they bring, and even with endless room one in hundreds served anybody.
+    then they part at one number of tokens. Such a place gets a state in every new prompt as long as these states would
+    lately have served one in four, and have saved more than all of them cost. States at places chosen otherwise were
+    tried on replayed chats (Mooncake's): they put out more than they bring.
     """
 
     def __init__(self) -> None:
@@ -266,11 +239,7 @@ class ExpectedJunctions:
 
 
 def best_places(prompts: Iterable[SeenPrompt], cost: float) -> tuple[int, ...]:
-    """The places, ascending, at which a state of each of these prompts would have saved most, above its `cost`.
-
-    A state at a place serves the first prompt that leaves another there. Each place is judged by what it adds to those
-    found before it.
-    """
+    """The places, ascending, at which a state of each of these prompts would have saved most, above its `cost`."""
     prompts = list(prompts)
     left = [prompt for prompt in prompts if prompt.is_first and prompt.resumed < prompt.shared]
     places = list(dict.fromkeys(prompt.shared for prompt in reversed(left)))[:MOST_PLACES]
@@ -282,9 +251,8 @@ def best_places(prompts: Iterable[SeenPrompt], cost: float) -> tuple[int, ...]:
             break
         found.append(best)
         places.remove(best)
-        resumed = [
-            max(before, best) if best <= prompt.shared else before for before, prompt in zip(resumed, left, strict=True)
-        ]
+        pairs = zip(resumed, left, strict=True)
+        resumed = [max(before, best) if best <= prompt.shared else before for before, prompt in pairs]
     return tuple(sorted(found))
 
 

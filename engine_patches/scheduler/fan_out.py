@@ -3,10 +3,8 @@
 vLLM lets both compute it. The request that runs first is the leader. A follower is held back alone, not the requests
 behind it in the queue, and goes on as soon as the state is written, or the leader is gone or stands still.
 
-A held follower costs itself a pass, and saves its prefix for everyone: the leader's step is shorter, and so is every
-later one. But the room that it leaves goes to those behind it, and they run on before it. What is more depends on how
-many follow, how many of them a step has room for, and who else waits. So the next steps are played through both ways,
-as vLLM fills them: what runs first, then the line, in order, up to a budget.
+A held follower costs itself a pass, and saves its prefix for everyone. But the room that it leaves goes to those behind
+it. What is more depends on how many follow and who else waits, so the next steps are played through both ways.
 """
 
 from __future__ import annotations
@@ -21,13 +19,9 @@ from typing import Any, NamedTuple
 from engine_patches.scheduler.planner import Grid, RequestState
 from engine_patches.scheduler.step_time import StepTime
 
-# What all followers of a state save together has to outweigh the pass that each waits for by this factor: step times
-# scatter, and a follower that runs along costs no request a pass.
-MARGIN = 1.5
-
-# And together they have to save this much: less is lost in the scatter of step times and of arrivals, and would be
-# bought with passes.
-MIN_SAVING_SECONDS = 0.2
+# What all followers of a state save together has to outweigh the pass that each waits for by this factor, and to be so
+# much: step times and arrivals scatter, and a follower that runs along costs no request a pass.
+MARGIN, MIN_SAVING_SECONDS = 1.5, 0.2
 
 # Where each saves so many tokens, and together they save so many passes, scatter loses little of it, and less time
 # counts: prompts of some hundred tokens on a fast GPU. A short prompt's wave takes no pass more than with vLLM alone.
@@ -51,12 +45,7 @@ class ExpectedState(NamedTuple):
     leader: Any
     position: int  # tokens that a follower has to share, and the leader to compute
     start: int  # tokens that the leader itself found in the cache
-    drop: int = 0  # of `position`, tokens past the state
-
-    @property
-    def saved(self) -> int:
-        """Tokens that a follower need not compute."""
-        return self.position - self.drop - self.start
+    saved: int  # tokens that a follower need not compute
 
 
 @dataclass
@@ -154,7 +143,7 @@ class PrefillGate:
             key = self._grid.hash_of(request, position)
             known = self._expected.get(key)
             if state > start and (known is None or not _is_coming(known)):
-                self._expected[key] = ExpectedState(request, position, start, self._grid.drop)
+                self._expected[key] = ExpectedState(request, position, start, state - start)
                 self._positions = None
 
     def drop_gone(self, requests: Container[str]) -> None:
@@ -186,17 +175,11 @@ class PrefillGate:
                     yield known
 
     def pays(self, expected: ExpectedState, scheduler: Any) -> bool:
-        """Whether it pays that all who share a state wait for it.
-
-        It does if together they save clearly more than a pass, and time that counts, and if the mean time to the first
-        token, of them and of all others in the line, gets no longer.
-        """
+        """Whether all who share a state save clearly by waiting, and first tokens come no later in the mean."""
         decision = (expected.leader.request_id, expected.position)
-        if decision not in self._weighed:
-            if len(self._weighed) >= MAX_DECISIONS:
-                return False
+        if decision not in self._weighed and len(self._weighed) < MAX_DECISIONS:
             self._weighed[decision] = self._weigh(expected, scheduler)
-        return self._weighed[decision]
+        return self._weighed.get(decision, False)
 
     def _weigh(self, expected: ExpectedState, scheduler: Any) -> bool:
         jobs, running, leader = self._line(expected, scheduler)
@@ -221,27 +204,19 @@ class PrefillGate:
 
     def _line(self, expected: ExpectedState, scheduler: Any) -> tuple[list[ForecastJob], int, int]:
         """The requests that have yet to give a token, how many of them run, and the leader's place among these."""
-        jobs: list[ForecastJob] = []
-        leader = 0
-        for request in scheduler.running:
-            left = _left(request)
-            if request is expected.leader:
-                leader = len(jobs)
-            elif left <= 1:
-                continue
-            jobs.append(ForecastJob(left))
-        running = len(jobs)
+        runs = [each for each in scheduler.running if each is expected.leader or _left(each) > 1]
+        leader = next((place for place, each in enumerate(runs) if each is expected.leader), 0)
+        jobs = [ForecastJob(_left(each)) for each in runs]
         held = (scheduler.requests[name] for name in self.waiting if name in scheduler.requests)
         key = self._grid.hash_of(expected.leader, expected.position)
         line = itertools.islice(itertools.chain(held, scheduler.waiting), MAX_LINE)
         for request in {request.request_id: request for request in line}.values():
-            long_enough = self._can_resume(request, expected.position)
-            if long_enough and self._grid.hash_of(request, expected.position) == key:
+            if self._can_resume(request, expected.position) and self._grid.hash_of(request, expected.position) == key:
                 jobs.append(ForecastJob(request.num_tokens - expected.start, expected.saved))
             else:
                 cached = scheduler.seamark.state_of(request).wish.shared  # at most
                 jobs.append(ForecastJob(max(_left(request) - cached, 1)))
-        return jobs, running, leader
+        return jobs, len(runs), leader
 
     def _can_resume(self, request: Any, position: int) -> bool:
         """Whether a request is long enough to resume from an expected state whose keys reach up to `position`."""
@@ -316,10 +291,10 @@ def _waits(scheduler: Any, gate: PrefillGate, request: Any) -> bool:
         if state.gave_up_on == leader:
             return False
         if held or gate.pays(expected, scheduler):
-            if gate.hold(request, expected):
-                return True
-            state.gave_up_on = leader
-            return False
+            is_held = gate.hold(request, expected)
+            if not is_held:
+                state.gave_up_on = leader
+            return is_held
         passed = True
     if passed and not state.not_held:
         state.not_held = True

@@ -8,9 +8,8 @@ A hint is a list of at most 16 entries, in any order. Each names one position in
 - `"last:7,8,9"`: behind their last occurrence;
 - `"last-k:7,8,9"`: the same, after skipping the `k` occurrences nearest to the end.
 
-Ids are decimal numbers without spaces, at most 128 of them. Occurrences may overlap. Entries are resolved here, on the
-ids of the prompt, so the sender of a hint need not count tokens. A hint is a wish: a wrong entry is dropped and
-counted, and a right one can only add a cache entry.
+Ids are decimal numbers without spaces, at most 128 of them. Occurrences may overlap. The sender need not count tokens.
+A hint is a wish: a wrong entry is dropped and counted, and a right one can only add a cache entry.
 """
 
 from __future__ import annotations
@@ -48,6 +47,8 @@ IGNORED_REASONS = (
     "single_token",  # a step over one token writes no state
 )
 
+Ignore = Callable[[str], None]  # is called with one of them
+
 # A request without a hint; None is a hint, a malformed one.
 NONE = object()
 
@@ -64,8 +65,7 @@ def hint_in(request: Any) -> Any:
     """The hint as it came with a vLLM `Request`, `NONE` without one.
 
     This is the one place that knows how hints travel: as `kv.checkpoint` actions in vLLM's `KvHintsEnvelope`, which a
-    caller in vLLM's own process may attach (its HTTP servers do not take one yet), and else in `vllm_xargs`. The token
-    `<|mamba_checkpoint|>` of vLLM's RFC #55697 would be another carrier, whose position in the prompt is the hint.
+    caller in vLLM's own process may attach (its HTTP servers do not take one yet), and else in `vllm_xargs`.
     """
     envelope = getattr(request, "kv_hints", None)
     actions = [action for action in (envelope.actions if envelope is not None else ()) if action.action_type == ACTION]
@@ -88,24 +88,18 @@ def pin_in(request: Any) -> bool | None:
 
 def entries_in(header: str) -> list[int | str] | None:
     """The entries of a hint that came as a header, `;` between them; None if they are no hint."""
-    entries: list[int | str] = []
-    for text in header.split(";"):
-        entry = text.strip()
-        if _COUNT.fullmatch(entry):
-            entries.append(int(entry))
-        elif _PATTERN.fullmatch(entry):
-            entries.append(entry)
-        else:
-            return None
-    return entries if len(entries) <= MAX_ENTRIES else None
+    texts = [text.strip() for text in header.split(";")]
+    entries = [int(text) if _COUNT.fullmatch(text) else text for text in texts]
+    named = all(isinstance(entry, int) or _PATTERN.fullmatch(entry) for entry in entries)
+    return entries if named and len(entries) <= MAX_ENTRIES else None
 
 
 def _entries_of(payload: Any) -> list[object]:
     """The entries of a hint that a `kv.checkpoint` action's payload stands for; None for one that it does not word."""
-    boundaries = payload.get("boundaries") if isinstance(payload, dict) else None
-    if not isinstance(boundaries, list):
-        return [None]
-    return [_entry_of(boundary) for boundary in boundaries[: MAX_ENTRIES + 1]]  # one too many is counted
+    match payload:
+        case {"boundaries": list(boundaries)}:
+            return [_entry_of(boundary) for boundary in boundaries[: MAX_ENTRIES + 1]]  # one too many is counted
+    return [None]
 
 
 def _entry_of(boundary: Any) -> object:
@@ -118,13 +112,10 @@ def _entry_of(boundary: Any) -> object:
     return None
 
 
-def resolve(
-    hint: Any, prompt_token_ids: list[int] | None, num_prompt_tokens: int, ignore: Callable[[str], None]
-) -> tuple[int, ...]:
+def resolve(hint: Any, prompt_token_ids: list[int] | None, num_prompt_tokens: int, ignore: Ignore) -> tuple[int, ...]:
     """Positions (tokens from the prompt's start, exact) that the entries of a hint from outside name, in their order.
 
-    0 stands for an entry without a position; `ignore` is called with one of `IGNORED_REASONS` for each of these, and
-    once if there are more than `MAX_ENTRIES`. Without ids (prompt embeddings) only counts from the start are resolved.
+    0 stands for an entry without a position. Without ids (prompt embeddings) only counts from the start are resolved.
     """
     if not isinstance(hint, list):
         ignore("malformed")
@@ -145,28 +136,20 @@ def turn_end(hint: Any, resolved: Sequence[int]) -> int:
     return max((position for entry, position in pairs if isinstance(entry, int) and entry < 0), default=0)
 
 
-def _position(
-    entry: Any, ids: list[int] | None, num_prompt_tokens: int, most: int, ignore: Callable[[str], None]
-) -> int:
+def _position(entry: Any, ids: list[int] | None, num_prompt_tokens: int, most: int, ignore: Ignore) -> int:
+    position, reason = 0, "malformed"
     if isinstance(entry, int) and not isinstance(entry, bool):
-        if entry < 0 and ids is None:
-            ignore("not_found")
-            return 0
-        position = entry if entry > 0 else num_prompt_tokens + entry
-        if entry and 0 < position <= num_prompt_tokens:
-            return position
-        ignore("out_of_range")
-        return 0
-    match = _PATTERN.fullmatch(entry) if isinstance(entry, str) else None
-    if match is None:
-        ignore("malformed")
-        return 0
-    where, skipped, pattern = match[1], int(match[2] or 0), [int(part) for part in match[3].split(",")]
-    position = 0
-    if ids is not None:
-        position = first_end(ids, pattern, most) if where == "first" else last_end(ids, pattern, skipped, most)
+        reason = "not_found" if entry < 0 and ids is None else "out_of_range"
+        counted = entry if entry > 0 else num_prompt_tokens + entry
+        if entry and reason != "not_found" and 0 < counted <= num_prompt_tokens:
+            position = counted
+    elif isinstance(entry, str) and (match := _PATTERN.fullmatch(entry)) is not None:
+        reason = "not_found"
+        where, skipped, pattern = match[1], int(match[2] or 0), [int(part) for part in match[3].split(",")]
+        if ids is not None:
+            position = first_end(ids, pattern, most) if where == "first" else last_end(ids, pattern, skipped, most)
     if not position:
-        ignore("not_found")
+        ignore(reason)
     return position
 
 
@@ -186,10 +169,7 @@ def first_end(ids: list[int], pattern: list[int], most: int = MAX_COMPARED) -> i
 
 
 def last_end(ids: list[int], pattern: list[int], skipped: int = 0, most: int = MAX_COMPARED) -> int:
-    """Where (tokens) the last occurrence of `pattern` ends; 0 if the last `most` places compared show none.
-
-    `skipped` occurrences, counted from the end, are passed over.
-    """
+    """Where (tokens) the last occurrence of `pattern` ends, behind `skipped` ones; 0 if none is among `most` places."""
     size, rare, offset = len(pattern), *_rarest(pattern)
     compared, length, end = 0, _FIRST_SLICE, len(ids)
     while end > 0:

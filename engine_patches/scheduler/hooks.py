@@ -1,13 +1,12 @@
 """Where this room meets vLLM's scheduler: match unit and set-up, states and hits counted, the cache emptied.
 
 The match unit says how finely a prefix can be found again, in tokens. vLLM's default is the cache block, 500 to 8,000
-tokens on a hybrid model; a checkpoint between two blocks could not be found. Pure-attention models keep their default,
-and so do engines that refuse hints.
+tokens on a hybrid model. Pure-attention models keep their default, and so do engines that refuse hints.
 
 A gated delta net is computed in chunks of 64 tokens from where a pass begins. A state taken inside a chunk is right,
-but what follows is rounded differently than without the stop (measured in bfloat16 on a small model: 0.16 in logprob,
-17 of 42 greedy answers; on chunk ends 1 of 42). So the unit of such a model is the chunk. With a draft head vLLM takes
-a unit off each match, so there the unit is fine, and states stay on chunk ends.
+but what follows is rounded differently than without the stop (measured in bfloat16 on a small model: 17 of 42 greedy
+answers differ; on chunk ends 1 of 42). So the unit of such a model is the chunk. With a draft head vLLM takes a unit
+off each match, so there the unit is fine, and states stay on chunk ends.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from engine_patches import families, kv_connectors, ledger, settings, speculation
@@ -23,17 +23,20 @@ from engine_patches.footprint import LOADED
 from engine_patches.forward.layers import is_promised
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import ConnectorLane
-from engine_patches.scheduler import draft_windows, preflight, refusals, transfers
-from engine_patches.scheduler.cache_keys import HeldKeys
+from engine_patches.scheduler import draft_windows, refusals, transfers
+from engine_patches.scheduler.cache_keys import HeldKeys, keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
-from engine_patches.scheduler.draft_windows import DraftWindows
+from engine_patches.scheduler.draft_windows import DraftWindows, left_out_spec
 from engine_patches.scheduler.drafts import ON_TRIAL, DraftGate, is_own
 from engine_patches.scheduler.fan_out import PrefillGate
-from engine_patches.scheduler.planner import HINTED, LEARNED, TAIL, Grid
+from engine_patches.scheduler.planner import HINTED, LEARNED, TAIL, Grid, RequestState
 from engine_patches.scheduler.refusals import NO_STATES, GroupRole, Refusal, refused, role_of
 from engine_patches.scheduler.states import States
+from engine_patches.scheduler.step_time import StepTime
 
 DEFAULT_UNIT = 16  # tokens
+
+UNIT, BLOCK = 16, 64  # tokens, of the toy cache that is checked
 
 # Methods of vLLM's workers that can be called from outside and only read.
 LEAVE_WEIGHTS = ("compute_weight_checksums", "get_model_inspection", "synchronize_device")
@@ -65,8 +68,7 @@ def state_alignment(specs: Sequence[Any], vllm_config: Any, match_unit: int) -> 
 def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `resolve_kv_cache_block_sizes`: if the user set nothing, hybrids get a fine unit.
 
-    It is the finest that states are placed on, or `DEFAULT_UNIT` if that one does not divide the model's cache blocks;
-    of a model with a compressed index a multiple of what the index has one key for.
+    It is the finest that states are placed on, or `DEFAULT_UNIT` if that one does not divide the model's cache blocks.
     """
 
     def resolve_kv_cache_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Any:
@@ -124,8 +126,7 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
         )
         if specs:
             checkpoints.states = states = _states(self, recurrent, checkpoints.grid, in_pass)
-            windows = draft_windows.windows_among(managers)
-            if windows:
+            if windows := draft_windows.windows_among(managers):
                 states.windows = DraftWindows(states.keys.pool, checkpoints.grid, windows, checkpoints.step_time)
             if in_pass and settings.fan_out():
                 checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.grid)
@@ -145,8 +146,7 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
                 told = f"until this engine's answers have agreed ({settings.DRAFTS}={settings.AUTO})"
                 logger.info("seamark: beside drafts, hints are on trial: vLLM caches by itself %s", told)
             transfers.introduce(self, checkpoints, states)
-            introduce = getattr(self.connector, "seamark_introduce", None)  # only our own wants to know
-            if introduce is not None:
+            if (introduce := getattr(self.connector, "seamark_introduce", None)) is not None:  # our own
                 introduce(checkpoints, states.keys.pool)
         for manager in (self.kv_cache_manager, *managers):
             manager.seamark = checkpoints
@@ -169,25 +169,120 @@ def _grid(scheduler: Any, written: Sequence[Any]) -> Grid:
 
 def _refusal(scheduler: Any, recurrent: Sequence[Any]) -> Refusal | None:
     """Why a scheduler with `recurrent` managers refuses hints; None if it does not, and has made sure that it can."""
-    found = refusals.by_scheduler(scheduler, recurrent)
-    if found is not None:
+    if (found := refusals.by_scheduler(scheduler, recurrent)) is not None:
         return found
     try:
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-        preflight.run(windows=bool(draft_windows.windows_among(managers)))
-    except preflight.PreflightFailed as error:
+        preflight(windows=bool(draft_windows.windows_among(managers)))
+    except PreflightFailed as error:
         return refused(NO_STATES, f"this vLLM's cache fails the preflight check: {error}")
     if not ledger.rely_on_patches():
         return refused(NO_STATES, "the patches were taken back when a module of vLLM differed; the log says which")
     return None
 
 
-def warn_of_narrow_states(specs: Iterable[Any], *, at_random: bool = False) -> None:
-    """Say so if recurrent layers, by their cache specs, keep states in fewer than 32 bits.
+class PreflightFailed(Exception):
+    """vLLM's cache behaves otherwise than Seamark relies on; the message says how."""
 
-    `at_random`: and round them so while they decode, which is chosen for good answers in few bits. States of prompts,
-    and so all that are kept, are rounded to the nearest value.
-    """
+
+def preflight(*, windows: bool = False) -> None:
+    """Raise `PreflightFailed` if a toy cache of vLLM's own classes, and a draft head's `windows`, behave otherwise."""
+    try:
+        _check()
+        if windows:
+            _check_windows()
+    except PreflightFailed:
+        raise
+    except Exception as error:
+        raise PreflightFailed(f"{type(error).__name__}: {error}") from error
+
+
+def _expect(what: str, found: Any, wanted: Any) -> None:
+    if found != wanted:
+        raise PreflightFailed(f"{what}: {found!r}, expected {wanted!r}")
+
+
+def _toy(name: str, units: int) -> Any:
+    """As much of a vLLM `Request` of so many units as its cache looks at."""
+    hashes = [bytes([number]) * 32 for number in range(1, units + 1)]
+    tokens = [0] * units * UNIT
+    return SimpleNamespace(
+        request_id=name, block_hashes=hashes, all_token_ids=tokens, mm_features=[], lora_request=None
+    )
+
+
+def _check() -> None:
+    import torch
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    recurrent, attention = 0, 1  # cache groups
+    pool = BlockPool(num_gpu_blocks=6, enable_caching=True, hash_block_size=UNIT)
+    request = _toy("toy", 9)
+    state = MambaSpec(block_size=BLOCK, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    rows = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+
+    def longest_hit(manager: Any, spec: Any, group: int) -> Any:
+        common = dict(kv_cache_group_ids=[group], block_pool=pool, kv_cache_spec=spec, drop_eagle_block=False)
+        return manager.find_longest_cache_hit(request.block_hashes, 9 * UNIT, alignment_tokens=UNIT, **common)[1]
+
+    (block,) = pool.get_new_blocks(1)
+    pool.cache_partial_block(request, block, 3 * UNIT, recurrent, BLOCK)
+    _expect("a state inside a block is found at", longest_hit(MambaManager, state, recurrent), 3 * UNIT)
+    table = pool.get_new_blocks(2)
+    manager = SimpleNamespace(
+        req_to_blocks={"toy": table}, block_size=BLOCK, block_pool=pool, kv_cache_group_id=attention
+    )
+    keep_attention_keys(manager, request, [UNIT, 3 * UNIT])
+    _expect("attention rows inside a block are found at", longest_hit(FullAttentionManager, rows, attention), 3 * UNIT)
+    pool.cache_full_blocks(request, table, 0, 1, BLOCK, attention)
+    keep_attention_keys(manager, request, [UNIT, 3 * UNIT, 5 * UNIT])
+    for position in (1, 3, 4, 5):
+        found = pool.get_cached_block(request.block_hashes[position - 1], [attention])
+        _expect(f"the block of token {position * UNIT}", found, [table[0] if position <= 4 else table[1]])
+    pool.free_blocks([block, *table])
+    _expect("a freed state is still found at", longest_hit(MambaManager, state, recurrent), 3 * UNIT)
+    pool.get_new_blocks(5)
+    _expect("an evicted state is found at", longest_hit(MambaManager, state, recurrent), 0)
+    _expect("evicted attention rows are found at", longest_hit(FullAttentionManager, rows, attention), 0)
+
+
+def _check_windows() -> None:
+    """A request takes over a draft head's rows, or gets new blocks in their place, which are to be zeroed."""
+    import torch
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    request, hit, end = _toy("first", 15), 13 * UNIT, 15 * UNIT  # its window begins in the second of four blocks
+    request.shared_prefix_boundary = 0
+    pool = BlockPool(num_gpu_blocks=9, enable_caching=True, hash_block_size=UNIT)
+    spec = left_out_spec()(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=100)
+    options = dict(enable_caching=True, kv_cache_group_id=0, scheduler_block_size=BLOCK, needs_kv_cache_zeroing=True)
+    manager = SlidingWindowManager(spec, block_pool=pool, **options)
+    windows = DraftWindows(pool, Grid(UNIT, UNIT), [manager], StepTime())
+
+    def begins(name: str, table: list[Any]) -> list[Any]:
+        manager.add_local_computed_blocks(name, table, hit, 0)
+        new: list[Any] = manager.allocate_new_blocks(name, end, end)
+        return new
+
+    new = begins("first", [])
+    _expect("a window that is not held is", manager.req_to_blocks["first"], [pool.null_block, *new])
+    _expect("its blocks to zero are", manager.take_new_block_ids(), [block.block_id for block in new])
+    manager.cache_blocks(request, end, replay_boundaries=[])
+    _expect("blocks of a window have keys", [block.block_hash for block in new], [None] * len(new))
+    windows.keep(request, RequestState(), [hit])
+    keys = windows.keys_at(request, hit)
+    found = [pool.cached_block_hash_to_block.get_one_block(key) for key in keys]
+    _expect("the rows before a hit are found in", found, new)
+    new_for_second = begins("second", [pool.null_block, *new])
+    _expect("a hit takes over", manager.req_to_blocks["second"], [pool.null_block, *new[:2], *new_for_second])
+    _expect("a hit copies", manager.take_pending_cow_copies(), [(new[2], new_for_second[0])])
+
+
+def warn_of_narrow_states(specs: Iterable[Any], *, at_random: bool = False) -> None:
+    """Say so if recurrent layers keep states in fewer than 32 bits; `at_random`: and round them so while decoding."""
     narrow = sorted({str(spec.dtypes[-1]).removeprefix("torch.") for spec in specs if spec.dtypes[-1].itemsize < 4})
     if narrow and at_random:
         logger.info(
@@ -245,20 +340,16 @@ def _tell_vllm(scheduler: Any, recurrent: Sequence[Any], in_pass: bool) -> None:
 
 
 def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `MambaManager._cache_partial_tail_block`, which registers the state at a chunk's end.
-
-    If states are written inside the pass, nothing is left for it to do; if not, its states are counted.
-    """
+    """Replacement of `MambaManager._cache_partial_tail_block`: nothing inside a pass; else its states are counted."""
 
     def _cache_partial_tail_block(self: Any, request: Any, num_tokens: int, retention_interval: Any) -> Any:
-        checkpoints = getattr(self, "seamark", None)
+        checkpoints: Any = getattr(self, "seamark", None)
         if checkpoints is not None and checkpoints.writes_in_forward:
             return None
         key = original(self, request, num_tokens, retention_interval)
-        if key is None or checkpoints is None or checkpoints.states is None:
-            return key
+        states = None if key is None or checkpoints is None else checkpoints.states
         # All recurrent groups register the same position; one of them speaks for all.
-        if self.kv_cache_group_id == next(iter(checkpoints.states.keys.recurrent)):
+        if states is not None and self.kv_cache_group_id == next(iter(states.keys.recurrent)):
             wish = checkpoints.state_of(request).wish
             kind = LEARNED if num_tokens == wish.learned else TAIL
             checkpoints.state_written(request, key, HINTED if num_tokens in wish.hinted_positions else kind)
@@ -290,28 +381,23 @@ def release_before_reset(original: Callable[..., Any]) -> Callable[..., Any]:
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoints: Checkpoints = self.seamark
         checkpoints.before_reset()
-        states = checkpoints.states
-        if states is None:
+        if (states := checkpoints.states) is None:
             return original(self, *args, **kwargs)
-        released = states.pins.let_go()
-        emptied = False
+        released, emptied = states.pins.let_go(), False
         try:
             emptied = original(self, *args, **kwargs)
         finally:
-            if not emptied:
+            if emptied:
+                states.events.clear()
+            else:
                 states.pins.take_again(released)
-        if emptied:
-            states.events.clear()
         return emptied
 
     return reset_prefix_cache
 
 
 def forget_weights_that_may_change(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `EngineCore.collective_rpc`: what is not known to leave the weights alone may have changed them.
-
-    vLLM itself reloads and updates them that way, and so do trainers with methods of their own.
-    """
+    """Replacement of `EngineCore.collective_rpc`, by which vLLM and trainers reload and update weights."""
 
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoints = getattr(getattr(self, "scheduler", None), "seamark", None)

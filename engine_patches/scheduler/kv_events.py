@@ -1,11 +1,9 @@
 """KV events of a hybrid (`--kv-events-config`): the attention blocks that lead to a held state, and no others.
 
-vLLM announces every attention block that it caches. Of a hybrid that says little: a prompt is resumed only where a
-recurrent state is held, so an index built from those events promises hits that do not come. Here a block is announced
-as long as some held state lies at its end or behind it, and withdrawn with the last of them. What recurrent groups
-announce is left out: vLLM gives their blocks the same hashes, and indexes that know no groups take them for attention.
-
-All of it happens where vLLM hands its events out, once a step, and only if events are on.
+vLLM announces every attention block that it caches. But a hybrid's prompt is resumed only where a recurrent state is
+held, so an index built from those events promises hits that do not come. Here a block is announced as long as some held
+state lies at its end or behind it. What recurrent groups announce is left out: vLLM gives their blocks the same hashes,
+and indexes that know no groups take them for attention. All of it happens where vLLM hands its events out.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_patches import settings
-from engine_patches.scheduler.cache_keys import HeldKeys
+from engine_patches.scheduler.cache_keys import HeldKeys, Watch
 
 logger = logging.getLogger("vllm.seamark")
 
@@ -31,10 +29,7 @@ class ResumableBlocks:
     """The attention blocks of one scheduler's cache that are announced. Lengths in tokens."""
 
     def __init__(self, keys: HeldKeys, sizes: Mapping[int, int], hidden: Collection[int] = ()) -> None:
-        """`sizes`: of the blocks that events name, by attention group: a part of its cache's blocks, in whole units.
-
-        `hidden`: groups of which nothing is announced, since they decide no hit.
-        """
+        """`sizes`: of announced blocks, by attention group, in whole units; `hidden`: groups that decide no hit."""
         from vllm.distributed.kv_events import BlockRemoved
         from vllm.v1.core import kv_cache_utils
 
@@ -46,7 +41,7 @@ class ResumableBlocks:
         self._past = dict.fromkeys(keys.recurrent, 0) | {each.group: each.drop for each in keys.attention}
         self._left_out = {*self._past, *hidden}  # of what the pool announces
         self._announced: dict[int, dict[bytes, _Block]] = {group: {} for group in sizes}
-        self._states = keys.watch()  # those that can be resumed
+        self._states = Watch(keys.pool)  # those that can be resumed
         self._last: dict[bytes, dict[int, bytes | None]] = {}  # of each, by group, the hash of its last announced block
         self._touched: dict[Any, set[int]] = {}  # by request: where it may have made a state findable
         self._reports: list[tuple[Any, int, int]] = []  # requests that want what they found of a group announced
@@ -82,18 +77,10 @@ class ResumableBlocks:
                 self._touch(request, (number + 1) * block_size, kv_cache_group_id)
 
     def cache_partial_block(
-        self,
-        request: Any,
-        block: Any,
-        num_tokens: int,
-        kv_cache_group_id: int,
-        block_size: int,
-        replace_existing_hashes: bool = False,
+        self, request: Any, block: Any, num_tokens: int, kv_cache_group_id: int, *args: Any, **kwargs: Any
     ) -> Any:
         """In place of the pool's: the same for a key inside a block."""
-        key = self._cache_partial_block(
-            request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes
-        )
+        key = self._cache_partial_block(request, block, num_tokens, kv_cache_group_id, *args, **kwargs)
         if key is not None:
             self._touch(request, num_tokens, kv_cache_group_id)
         return key
@@ -224,10 +211,8 @@ class ResumableBlocks:
 
     def _gone(self, group: int, hashes: Sequence[bytes]) -> list[Any]:
         """vLLM's event for withdrawn blocks, none before one that follows it."""
-        if not hashes:
-            return []
         names = list(map(self._external, hashes))
-        return [self._block_removed(block_hashes=names, medium=self._pool.medium, group_idx=group)]
+        return [self._block_removed(block_hashes=names, medium=self._pool.medium, group_idx=group)] if names else []
 
 
 def announce_resumable_blocks(original: Callable[..., None]) -> Callable[..., None]:

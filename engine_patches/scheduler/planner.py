@@ -35,15 +35,11 @@ EDGE, JUNCTION, SPARE = "edge", "junction", "spare"
 
 @dataclass(frozen=True)
 class Grid:
-    """The rounding rules of an engine, each written once. Lengths and positions in tokens from a prompt's start.
-
-    Beside a draft head only who shares the `ahead` tokens behind a state, too, finds it: the head reads them. vLLM 0.32
-    sees to that by matching `drop` tokens past the state and cutting them off again (both are one unit); from 0.33 on a
-    unit's hash covers the next token itself (`ahead` is 1, `drop` 0). Without such a head both are 0.
-    """
+    """The rounding rules of an engine, each written once. Lengths and positions in tokens from a prompt's start."""
 
     unit: int  # a prefix is found on multiples of it: vLLM's match unit
     alignment: int  # states lie on multiples of it, itself a multiple of the unit
+    # Both are 0 without a draft head; `engine_patches.speculation` says what they are beside one.
     drop: int = 0  # past a state, up to which attention keys have to reach
     ahead: int = 0  # past a state, up to which a prefix has to be shared
 
@@ -60,10 +56,7 @@ class Grid:
         return max(tokens - max(self.ahead, 1), 0)
 
     def deliverable(self, matched: int, tokens: int) -> int:
-        """The deepest state that a prompt of so many tokens can resume from, of one whose hashes match up to `matched`.
-
-        `matched` are whole units; 0 if there is no such state.
-        """
+        """The deepest state at which a prompt of so many tokens resumes whose hashes match up to `matched`; or 0."""
         return self.floor(min(matched - self.drop, self.resumable(tokens)))
 
     def shared(self, matched: int) -> int:
@@ -107,9 +100,8 @@ class Wish:
     @property
     def positions(self) -> tuple[int, ...]:
         """Positions of which a state is wanted because others share them, ascending."""
-        if not self.learned:
-            return self.hinted_positions
-        return tuple(sorted((*self.hinted_positions, self.learned)))
+        hinted = self.hinted_positions
+        return tuple(sorted((*hinted, self.learned))) if self.learned else hinted
 
 
 @dataclass(slots=True)
@@ -160,11 +152,7 @@ class Planner:
         ignore: Callable[[str], None],
         **known: Any,
     ) -> Wish:
-        """What a request wishes whose hint was `resolved`; `ignore` is called for each entry that is too short.
-
-        `shared`: its hashes match an earlier prompt's up to here; `places`: later ones are likely to leave it there.
-        `known`: fields of the wish that do not follow from these.
-        """
+        """What a request wishes whose hint was `resolved`; `places`: where later prompts are likely to leave it."""
         positions = [self.grid.usable(position) for position in resolved if position]
         for _ in range(positions.count(0)):
             ignore("below_unit")
@@ -196,10 +184,8 @@ class Planner:
 
         Beside what it wishes, the prompt's tail, if no such position is near it. The end of a turn says nothing of what
         others share: if no position lies clearly before the tail, the last whole block before them all is kept too,
-        where vLLM itself stops; so is the one before a learned position. An expected one is kept unless another state
-        is as good.
-        Without a position of either kind the tail is kept only in prompts longer than a block; then, too, the junction,
-        the end of a prefix that vLLM has seen shared (Marconi, arXiv 2411.19379).
+        where vLLM itself stops. Without a position of either kind the tail is kept only in prompts longer than a block;
+        then, too, the junction, the end of a prefix that vLLM has seen shared (Marconi, arXiv 2411.19379).
         """
         floor, size, near = self.grid.floor, self.block_size, NEAR * self.grid.alignment
         last = self.grid.resumable(prompt_tokens or request.num_prompt_tokens)
@@ -230,21 +216,17 @@ class Planner:
     def spare(self, start: int, end: int, resumable: int, positions: Iterable[int], felt: float) -> int:
         """The last block's edge in a chunk from `start` to `end`, 0 if a state there is of no use.
 
-        `positions`: of the states that are kept; `resumable`: how far the prompt can be; `felt`: tokens that a hit has
-        to spare. vLLM alone ends its chunks at such edges, and finds states there: whoever is the first to leave the
-        prompt behind one shall find no less.
+        `positions`: of the states that are kept; `felt`: tokens that a hit has to spare. vLLM alone ends its chunks at
+        such edges, and finds states there: whoever is the first to leave the prompt behind one shall find no less.
         """
-        size = self.block_size
-        edge = self.grid.floor(min(end, resumable) // size * size)
+        edge = self.grid.floor(min(end, resumable) // self.block_size * self.block_size)
         saved = edge - max((position for position in positions if position <= edge), default=0)
         return edge if edge > start and saved > 0 and saved >= felt else 0
 
     def last_turn(self, wish: Wish, request: Any) -> TurnEnd | None:
         """The turn that a request ends with, if it has a state at its end."""
         targets = [target for target in self.targets(wish, request) if target.kind != EXPECTED]
-        if not targets:
-            return None
-        end = targets[-1].position
+        end = targets[-1].position if targets else 0
         heads = [position for position in wish.positions if position < end - TURN_REACH]
         if heads and self.ends_a_turn(wish, targets[-1]):
             return TurnEnd(heads[0], end)
@@ -252,27 +234,20 @@ class Planner:
 
     def ends_a_turn(self, wish: Wish, target: CheckpointTarget, resumed_at: int = 0) -> bool:
         """Whether a state serves one conversation, rather than whoever shares its prefix, as far as is known."""
-        if target.kind == LEARNED:
-            # Just behind a state: more likely the template's own words after a turn than what others share.
-            return resumed_at > 0 and target.position - resumed_at <= NEAR * self.grid.unit
         hinted = wish.hinted_positions
+        if target.kind == LEARNED:  # just behind a state: rather the template's words after a turn than what is shared
+            return resumed_at > 0 and target.position - resumed_at <= NEAR * self.grid.unit
         return target.kind in (TAIL, EDGE, EXPECTED, SPARE) or (len(hinted) > 1 and target.position == hinted[-1])
 
     def is_spare(self, wish: Wish, target: CheckpointTarget) -> bool:
         """Whether the state at a target is written only where it puts out nothing.
 
-        Behind what others share, the one at a prompt's own end serves its client better, once the prompt has gone on
-        from an earlier turn. A sibling that goes on from the same one shows that more is shared, and is not told again.
+        Once a prompt has gone on from an earlier turn, the one at its own end serves its client better.
         """
-        before = wish.goes_on_from
-        if before is None or wish.pin or wish.trial:
-            return target.kind == SPARE
-        return target.kind == SPARE or before.start < target.position < wish.turn_end
+        before = None if wish.pin or wish.trial else wish.goes_on_from
+        return target.kind == SPARE or (before is not None and before.start < target.position < wish.turn_end)
 
     def saved(self, target: CheckpointTarget, resumed_at: int) -> int:
-        """Tokens that a hit at a target spares.
-
-        Of a learned one that is what it adds to the state that the request itself resumed from: the next turn of a
-        conversation also repeats the first words of the template's answer, a few tokens behind the last turn's state.
-        """
+        """Tokens that a hit at a target spares; of a learned one, what it adds to where the request itself resumed: a
+        next turn also repeats the first words of the template's answer, a few tokens behind the last turn's state."""
         return target.position - (resumed_at if target.kind == LEARNED else 0)

@@ -84,10 +84,7 @@ def refused(reason: str, cause: str) -> Refusal:
 
 
 def by_configuration(vllm_config: Any, *, in_pass: bool = True) -> Refusal | None:
-    """What an engine's configuration tells, before it has said so itself; None without recurrent layers, too.
-
-    `in_pass`: the layers can write states inside a pass, as far as is known.
-    """
+    """What a configuration tells; None without recurrent layers, too. `in_pass`: they write states inside a pass."""
     model = vllm_config.model_config
     return _last(vllm_config, None, in_pass) if model.is_hybrid or model.is_attention_free else None
 
@@ -119,20 +116,15 @@ def _of_structure(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[R
     if scheduler is not None:
         coordinator = scheduler.kv_cache_manager.coordinator
         managers = coordinator.single_type_managers
-        unknown = sorted({type(each).__name__ for each in managers if role_of(each) is GroupRole.NOT_KNOWN})
-        if unknown:
-            yield refused(
-                NO_STATES,
-                f"vLLM keeps a cache of this model by {', '.join(unknown)}, beside which hints are not known to be "
-                "right",
-            )
+        if unknown := sorted({type(each).__name__ for each in managers if role_of(each) is GroupRole.NOT_KNOWN}):
+            kept_by = f"vLLM keeps a cache of this model by {', '.join(unknown)}"
+            yield refused(NO_STATES, f"{kept_by}, beside which hints are not known to be right")
         cacheable = [each for each in managers if each.kv_cache_spec.prefix_cacheable]
         is_fine = all(each.supports_fine_grained_hash_lookup for each in cacheable)
         if not is_fine and not scheduler.mamba_partial_cache_hit:
-            whose = "of the model or its draft head" if drafting else "of the model"
+            reason, whose = (SPECULATIVE, "the model or its draft head") if drafting else (NO_STATES, "the model")
             yield refused(
-                SPECULATIVE if drafting else NO_STATES,
-                f"vLLM finds no prefix between cache blocks, since a layer {whose} has a sliding window",
+                reason, f"vLLM finds no prefix between cache blocks, since a layer of {whose} has a sliding window"
             )
         if coordinator.num_reprefillable_tokens:
             yield refused(SPECULATIVE, "the draft head leaves its last rows unfinished")
@@ -145,10 +137,8 @@ def _of_structure(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[R
     if (unsupported := speculation.unsupported(vllm_config)) is not None:
         yield refused(SPECULATIVE, unsupported)
     if drafting and not in_pass:
-        yield refused(
-            SPECULATIVE,
-            "beside drafts, states have to be written inside a pass, which this model's layers are not known to do",
-        )
+        cause = "beside drafts, states have to be written inside a pass, which this model's layers are not known to do"
+        yield refused(SPECULATIVE, cause)
 
 
 def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
@@ -160,8 +150,11 @@ def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
         yield refused(NO_STATES, f"--mamba-cache-mode {cache.mamba_cache_mode} keeps no states at hints, align does")
     elif scheduler is not None and not scheduler.mamba_partial_cache_hit:
         yield from _of_match_unit(scheduler)
-    elif scheduler is not None:
-        yield from _of_compression(scheduler)
+    elif scheduler is not None:  # vLLM refuses such a match unit, too, except at the ends of whole blocks
+        unit, groups = scheduler.hash_block_size, scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+        for tokens in (each for each in compression(groups, vllm_config) if unit % each):
+            why = f"is no multiple of the {tokens} that this model's index keeps one key for (--prefix-match-unit)"
+            yield refused(NO_STATES, f"the match unit, {unit} tokens, {why}")
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         yield refused(
@@ -180,18 +173,6 @@ def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
     on_trial = speculation.drafting(vllm_config) and settings.drafts() == settings.AUTO
     if on_trial and 0 <= vllm_config.model_config.max_logprobs < 3:  # which tell no right answer from a wrong one
         yield refused(SPECULATIVE, "vLLM gives fewer than 3 logprobs (--max-logprobs)")
-
-
-def _of_compression(scheduler: Any) -> Iterator[Refusal]:
-    """A match unit that an index's keys do not fit; vLLM refuses one, too, except at the ends of whole blocks."""
-    unit, groups = scheduler.hash_block_size, scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
-    for tokens in compression(groups, scheduler.vllm_config):
-        if unit % tokens:
-            yield refused(
-                NO_STATES,
-                f"the match unit, {unit} tokens, is no multiple of the {tokens} that this model's index keeps one key "
-                "for (--prefix-match-unit)",
-            )
 
 
 def _of_match_unit(scheduler: Any) -> Iterator[Refusal]:

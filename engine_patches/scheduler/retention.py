@@ -4,9 +4,8 @@ A state is an ordinary cached block, and vLLM evicts the least recently used fir
 (a system prompt, a document) counts as used whenever a state behind it is. And all states together hold at most a share
 of the cache; when it is full, the turns of single conversations go before what is shared. What goes for the share is
 found as long as unused blocks are there, and makes room before anything else is evicted. So does what a conversation
-has left behind: it goes on from its last turn, or from the one before if its client says the last one otherwise, and
-what lies before these would only be in the way of other conversations' last turns. Only blocks that no request holds
-are touched, so no request ever waits for a state.
+has left behind: all before its last two turns. Only blocks that no request holds are touched, so no request ever waits
+for a state.
 """
 
 from __future__ import annotations
@@ -79,10 +78,7 @@ class Retention:
             self._keep(key, state)
 
     def went_on(self, key: bytes, before: bytes, named: Container[bytes]) -> None:
-        """The turn under `key` is of a conversation that went on from the one under `before`.
-
-        The turn before these two is given up, unless it is `named` by a hint or has served others.
-        """
+        """The turn under `key` went on from that under `before`: the one before both goes, unless `named` or used."""
         state, earlier = self._turns.get(key), self._turns.get(before)
         if state is None or earlier is None:
             return
@@ -105,8 +101,7 @@ class Retention:
                         self._pool.free_block_queue.append(block)
 
     def add_window(self, key: bytes, blocks: Sequence[tuple[Any, bytes]]) -> None:
-        """A draft head has rows in `blocks`, each with its key, before the state under `key`: they count as used
-        whenever it does."""
+        """A draft head has rows in `blocks`, each with its key, before the state under `key`: they are used with it."""
         if key in self:
             self._windows[key] = list(blocks)
 
@@ -128,8 +123,7 @@ class Retention:
         return True
 
     def has_idle(self, num_blocks: int) -> bool:
-        """Whether the next so many blocks that are taken hold nothing but states that were given up, and fit into the
-        share."""
+        """Whether the next so many blocks that are taken hold at most states that were given up, and fit the share."""
         if self._num_blocks + num_blocks > self._limit:
             return False
         block = self._pool.free_block_queue.fake_free_list_head

@@ -1,9 +1,9 @@
 """A step's writes, as the scheduler plans them: where its chunks end, and a block and its keys for each state in it.
 
-If states are written inside the pass, a chunk ends where the budget ends, rounded down to a position that can have a
-state: each further stop would cost a pass. If a backend cannot run in segments, a chunk has to end at every position
-whose state is kept. vLLM already ends one at `request.shared_prefix_boundary`; setting that field to the next hinted
-position before each split gives any number of checkpoints, at one forward pass each.
+If states are written inside the pass, a chunk ends where the budget ends: each further stop would cost a pass. If a
+backend cannot run in segments, a chunk has to end at every position whose state is kept. vLLM already ends one at
+`request.shared_prefix_boundary`; setting that field to the next hinted position before each split gives any number of
+checkpoints, at one forward pass each.
 
 All else happens after a step is planned to its end. So a state is promised only for requests that are in the step,
 its blocks are taken only from those that no request needed, and no request can resume from it before it is written.
@@ -22,8 +22,7 @@ from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import only_generates
 from engine_patches.scheduler.earlier_prompts import EVICTED, HINT_IGNORED, NOT_WORTH_IT
 from engine_patches.scheduler.planner import HINTED, SPARE, Grid, RequestState
-from engine_patches.scheduler.state_events import emit_events
-from engine_patches.scheduler.states import States
+from engine_patches.scheduler.states import StateEvents, States
 from engine_patches.scheduler.transfers import keep_loaded_state
 
 
@@ -34,18 +33,15 @@ def run_to_the_budget(request: Any, start: int, num_new_tokens: int, grid: Grid)
     then write states anywhere, and a kernel that scans in chunks sees the same ones in any number of passes.
     """
     end = start + num_new_tokens
-    if end < max(request.num_prompt_tokens, request.num_tokens - 1):
-        aligned = grid.floor(end)
-        if aligned > start:
-            return aligned - start
-    return num_new_tokens
+    if end >= max(request.num_prompt_tokens, request.num_tokens - 1):
+        return num_new_tokens
+    return max(grid.floor(end) - start, 0) or num_new_tokens
 
 
 def no_short_replay(request: Any, start: int, num_new_tokens: int, verified: int) -> int:
     """Tokens of a chunk beside drafts: not so few that model runner V1 takes a preempted request's replay for drafts.
 
-    It tells a request that generates from a prompt by the prompt's length. What was generated before a preemption is
-    computed again; of at most `verified` tokens of that it would keep a state each, and go on from the first one's.
+    It tells the two apart by the prompt's length, and of `verified` tokens at most would go on from the first one's.
     """
     replays = request.num_prompt_tokens <= start < request.num_tokens - 1
     return 1 if replays and 1 < num_new_tokens <= verified else num_new_tokens
@@ -55,25 +51,23 @@ def next_stop(state: RequestState, start: int, block_size: int, tokens_per_pass:
     """The next position (tokens) after `start` at which a chunk has to end, 0 if there is none.
 
     Only positions of at least `tokens_per_pass` tokens: a shorter prefix saves less than the stop costs. A learned one
-    has to be as far behind `start`, where a state is found already. vLLM's own junction stays a candidate, floored to
-    the cache block as vLLM floors it.
+    has to be as far behind `start`, where a state is found already. vLLM's own junction is floored as vLLM floors it.
     """
     wish = state.wish
-    candidates = [position for position in wish.hinted_positions if position > start and position >= tokens_per_pass]
-    if wish.learned > start and wish.learned - start >= tokens_per_pass:
-        candidates.append(wish.learned)
-    junction = start + (state.upstream_junction - start) // block_size * block_size
-    if junction > start:
-        candidates.append(junction)
-    return min(candidates, default=0)
+    stops = [position for position in wish.hinted_positions if position >= tokens_per_pass]
+    if wish.learned - start >= tokens_per_pass:
+        stops.append(wish.learned)
+    stops.append(start + (state.upstream_junction - start) // block_size * block_size)
+    return min((stop for stop in stops if stop > start), default=0)
 
 
-def _split_in_blocks(scheduler: Any, split: Callable[..., int], request: Any, num_new_tokens: int, start: int) -> int:
-    """As vLLM alone does, which finds states at the ends of cache blocks."""
+def _split(original: Callable[..., int], scheduler: Any, *chunk: Any, inside_blocks: bool) -> int:
+    """As vLLM does with states inside blocks, too, or at the ends of blocks alone."""
     fine = scheduler.mamba_partial_cache_hit, scheduler.mamba_shared_prefix_checkpoint
-    scheduler.mamba_partial_cache_hit = scheduler.mamba_shared_prefix_checkpoint = False
+    scheduler.mamba_partial_cache_hit = fine[0] and inside_blocks
+    scheduler.mamba_shared_prefix_checkpoint = inside_blocks
     try:
-        return split(scheduler, request, num_new_tokens, start - request.num_computed_tokens)
+        return original(scheduler, *chunk)
     finally:
         scheduler.mamba_partial_cache_hit, scheduler.mamba_shared_prefix_checkpoint = fine
 
@@ -81,43 +75,30 @@ def _split_in_blocks(scheduler: Any, split: Callable[..., int], request: Any, nu
 def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
     """Replacement of `Scheduler._mamba_block_aligned_split`."""
 
-    def _mamba_block_aligned_split(
-        self: Any,
-        request: Any,
-        num_new_tokens: int,
-        num_new_local_computed_tokens: int = 0,
-        num_external_computed_tokens: int = 0,
-    ) -> int:
+    # `found`: tokens of the cache, and of a connector, if the request begins.
+    def _mamba_block_aligned_split(self: Any, request: Any, num_new_tokens: int, *found: int) -> int:
         checkpoints = self.seamark
-        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        start = request.num_computed_tokens + sum(found)
         state: RequestState = checkpoints.state_of(request)
         state.chunk_start = start
         if checkpoints.writes_in_forward:
             if state.wish.left_to_vllm:
-                tokens = _split_in_blocks(self, original, request, num_new_tokens, start)
+                tokens = _split(original, self, request, num_new_tokens, *found, inside_blocks=False)
             else:
                 if start < request.num_prompt_tokens:
                     checkpoints.expect_states(request, start)
                 tokens = run_to_the_budget(request, start, num_new_tokens, checkpoints.grid)
             return no_short_replay(request, start, tokens, checkpoints.verified)
 
-        def split() -> int:
-            return original(self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens)
-
         if start >= request.num_prompt_tokens or not state.wish.positions:
-            return split()
+            return original(self, request, num_new_tokens, *found)
         if request.shared_prefix_boundary != state.own_junction:  # vLLM has looked the prefix up since the last call
             state.upstream_junction = request.shared_prefix_boundary
         tokens_per_pass = checkpoints.step_time.tokens_worth(passes=1)
-        stop = next_stop(state, start, self.cache_config.block_size, tokens_per_pass)
-        request.shared_prefix_boundary = state.own_junction = stop
+        state.own_junction = next_stop(state, start, self.cache_config.block_size, tokens_per_pass)
+        request.shared_prefix_boundary = state.own_junction
         # Only a hinted or learned position may end a chunk inside a block; without one vLLM splits as it does alone.
-        upstream_flag = self.mamba_shared_prefix_checkpoint
-        self.mamba_shared_prefix_checkpoint = True
-        try:
-            return split()
-        finally:
-            self.mamba_shared_prefix_checkpoint = upstream_flag
+        return _split(original, self, request, num_new_tokens, *found, inside_blocks=True)
 
     return _mamba_block_aligned_split
 
@@ -136,7 +117,7 @@ def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
         if checkpoints.pinning:
             checkpoints.pin_prompts(self.requests)
         if checkpoints.states is not None:
-            emit_events(self, output)
+            _emit_events(self, output)
         now = time.monotonic()
         setattr(output, PLANNED_AT, now)
         if checkpoints.last_planned is not None:
@@ -147,11 +128,26 @@ def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
     return schedule
 
 
+def _emit_events(scheduler: Any, output: Any) -> None:
+    """A step is planned to its end: emit the states that came with it, and those that went."""
+    checkpoints = scheduler.seamark
+    events: StateEvents = checkpoints.states.events
+    events.emit_evictions()  # nothing may be reported as stored in a pool that was emptied since
+    if only_generates(output) and not output.scheduled_new_reqs:
+        return
+    for name, num_tokens in output.num_scheduled_tokens.items():
+        request = scheduler.requests[name]
+        end = request.num_computed_tokens  # vLLM has advanced it already
+        start = end - num_tokens
+        if start < request.num_prompt_tokens and (state := checkpoints.state_of(request)).wish.positions:
+            events.emit_stored(request, state, checkpoints.targets(request), start, end)
+    events.emit_evictions()
+
+
 def note_late_output(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `AsyncOutputFuture.result`: mark an output that was there before it was asked for.
 
-    With one worker in the engine's process the next step is launched before this one's output is asked for, and a
-    launch can take longer than the step.
+    With one worker in the engine's process the next step is launched first, which can take longer than the step.
     """
 
     def result(self: Any, timeout: Any = None) -> Any:
@@ -171,8 +167,7 @@ def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **more: Any) -> Any:
         checkpoints: Checkpoints = self.seamark
-        # An empty one may come out of vLLM's queue in the midst of the next.
-        if scheduler_output.total_num_scheduled_tokens:
+        if scheduler_output.total_num_scheduled_tokens:  # an empty one may come out of vLLM's queue amid the next
             _learn(checkpoints, scheduler_output, is_late=getattr(model_runner_output, LATE, False))
         if checkpoints.states is not None and scheduler_output is checkpoints.last_planned:
             checkpoints.states.release()  # perhaps no further step follows
@@ -199,9 +194,9 @@ def _learn(checkpoints: Checkpoints, output: Any, *, is_late: bool) -> None:
     # A step may be planned before the last one is done; then it began when the last one ended.
     began = max(planned, checkpoints.step_ended)
     checkpoints.step_ended = max(ended, checkpoints.step_ended)
-    tokens, seconds, writes = output.total_num_scheduled_tokens, ended - began, getattr(output, WRITES, None) or {}
-    states = max(map(len, writes.values()), default=0)
-    checkpoints.step_time.step_took(tokens, seconds, prefill=bool(writes) or not only_generates(output), states=states)
+    writes = getattr(output, WRITES, None) or {}
+    states, prefill = max(map(len, writes.values()), default=0), bool(writes) or not only_generates(output)
+    checkpoints.step_time.step_took(output.total_num_scheduled_tokens, ended - began, prefill=prefill, states=states)
 
 
 def _count_drafts(scheduler: Any, output: Any, answers: Any) -> list[Any]:
@@ -300,10 +295,7 @@ def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = 
 
 
 def _generates(request: Any, start: int, num_tokens: int) -> bool:
-    """Whether a step that begins at `start`, and caches up to `num_tokens`, is one that generates.
-
-    One that computes again what was generated before a preemption caches more, and vLLM copies no edge's state there.
-    """
+    """Whether a step from `start` generates: one that replays an answer caches more, and leaves no edge's state."""
     return bool(start >= request.num_prompt_tokens and num_tokens <= start + 1)
 
 
@@ -315,23 +307,21 @@ def keep_only_true_states(original: Callable[..., Any]) -> Callable[..., Any]:
     drafts or without, vLLM itself puts the state of an edge into the edge's block, however many drafts were right.
     """
 
-    def cache_blocks(
-        self: Any, request: Any, num_tokens: int, retention_interval: Any = None, *, replay_boundaries: Any
-    ) -> Any:
+    def cache_blocks(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         checkpoints = getattr(self, "seamark", None)
         passed = num_tokens // self.block_size
         first = self.num_cached_block.get(request.request_id, 0)
         if checkpoints is None or not checkpoints.writes_in_forward or passed <= first:
-            return original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
+            return original(self, request, num_tokens, *args, **kwargs)
         start = checkpoints.state_of(request).chunk_start
         if checkpoints.verified > 1 and _generates(request, start, num_tokens):
-            return original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
+            return original(self, request, num_tokens, *args, **kwargs)
         blocks = self.req_to_blocks[request.request_id]
         whole = passed if num_tokens % self.block_size else passed - 1
         hidden = blocks[first:whole]
         blocks[first:whole] = [self._null_block] * len(hidden)
         try:
-            return original(self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
+            return original(self, request, num_tokens, *args, **kwargs)
         finally:
             blocks[first:whole] = hidden
 

@@ -1,4 +1,4 @@
-"""The states of one scheduler's cache: the blocks they are written into, and the prompts whose states are pinned.
+"""The states of one scheduler's cache: their blocks, pinned prompts, and events for gateways, which may count on them.
 
 All of it lives in the scheduler's process, on its one thread. Positions in tokens.
 """
@@ -6,20 +6,29 @@ All of it lives in the scheduler's process, on its one thread. Positions in toke
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from engine_patches.scheduler.adapters import adapter_name
-from engine_patches.scheduler.cache_keys import HeldKeys
+from engine_patches.scheduler.cache_keys import HeldKeys, Watch
 from engine_patches.scheduler.draft_windows import DraftWindows
-from engine_patches.scheduler.planner import RequestState
+from engine_patches.scheduler.planner import CheckpointTarget, RequestState
 from engine_patches.scheduler.retention import Retention
-from engine_patches.scheduler.state_events import StateEvents
 from engine_patches.settings import DEFAULT_SHARE
 
-# States whose bytes are counted, and hits on them; an older one is forgotten. Real caches hold some hundreds.
-MAX_WRITTEN = 65_536
+# States whose bytes and hits are counted, and those in events; an older one is forgotten, with an event as if it were
+# evicted. Real caches hold some hundreds.
+MAX_WRITTEN = MAX_STATES = 65_536
+
+# Events that wait for the next report, which may never come: nobody collects, or takes what is sent.
+MAX_EVENTS = 4096
+
+# The part of vLLM's cache key (36 bytes) that names a state: long enough that two states of a cache never share it.
+NAME_BYTES = 8
 
 # What became of a pin.
 PINNED, RELEASED = "pinned", "released"
@@ -36,11 +45,7 @@ class Pin(NamedTuple):
 
 
 class Pins:
-    """Prompts that stay in the cache: blocks of their states, and of the rows before them, held like a request's.
-
-    Only what a lookup would find is held, by its keys, so a pin can cost room and never an answer. All pins together
-    hold at most `limit` blocks of the pool.
-    """
+    """Prompts that stay in the cache: what a lookup finds of them is held like a request's, up to `limit` blocks."""
 
     def __init__(self, pool: Any, limit: int) -> None:
         self._pool = pool
@@ -48,18 +53,12 @@ class Pins:
         self._pins: dict[bytes, Pin] = {}  # by the prompt's name
         self.num_blocks = 0  # that pins hold
 
-    def __len__(self) -> int:
-        return len(self._pins)
-
     @property
     def keys(self) -> set[bytes]:
         return {key for pin in self._pins.values() for key in pin.keys}
 
     def pin(self, name: bytes, keys: Iterable[bytes], adapter: str | None = None) -> str:
-        """Hold the blocks that are cached under `keys`, in place of what the pin `name` held; what became of it.
-
-        `adapter`: name of the LoRA adapter that has computed them.
-        """
+        """Hold the blocks that are cached under `keys`, in place of what the pin `name` held; what became of it."""
         keys = tuple(keys)
         found = map(self._pool.cached_block_hash_to_block.get_one_block, keys)
         blocks = {block.block_id: block for block in found if block is not None}
@@ -108,6 +107,107 @@ class Pins:
         return {block.block_id for name, pin in self._pins.items() if name != but for block in pin.blocks}
 
 
+class StateStored(msgspec.Struct, array_like=True, frozen=True, tag="came"):
+    """The hinted request `request_id` is planned up to token `end`."""
+
+    request_id: str  # vLLM's
+    end: int
+    states: tuple[tuple[int, str], ...]  # those since the last event: position, and name, "" if none is found
+
+
+class StateEvicted(msgspec.Struct, array_like=True, frozen=True, tag="gone"):
+    """The state `name` can no longer be found."""
+
+    name: str
+
+
+class CacheCleared(msgspec.Struct, array_like=True, frozen=True, tag="cleared"):
+    """No state can be found any more."""
+
+    why: str = ""  # "lost": it is not known which
+
+
+class AdapterReplaced(msgspec.Struct, array_like=True, frozen=True, tag="adapter"):
+    """What prompts with the LoRA adapter `name` left in the cache can no longer be found; its states went before."""
+
+    name: str
+
+
+StateEvent = StateStored | StateEvicted | CacheCleared | AdapterReplaced
+
+
+class StateEvents:
+    """The states of one scheduler's cache that its events have named. Lengths in tokens."""
+
+    def __init__(self, keys: HeldKeys) -> None:
+        self._keys = keys
+        self._states = Watch(keys.pool)
+        self._adapter_of: dict[bytes, str] = {}  # of each state that a LoRA adapter has computed, its name
+        self._number = 0
+        self._pending: deque[tuple[int, StateEvent]] = deque(maxlen=MAX_EVENTS)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._pending)
+
+    def take(self) -> list[tuple[int, StateEvent]]:
+        """The events since the last call, numbered without gaps: a missing number is an event that was dropped here."""
+        events = list(self._pending)
+        self._pending.clear()
+        return events
+
+    def emit_evictions(self) -> None:
+        """A step is planned: emit an event for each state that can no longer be found."""
+        if self._states.emptied:
+            self.clear()
+        for state in self._states.lost():
+            self._evicted(state)
+
+    def emit_stored(
+        self, request: Any, state: RequestState, targets: Iterable[CheckpointTarget], start: int, end: int
+    ) -> None:
+        """Tokens [start, end) of a hinted request are in the step that was planned: emit its states up to `end`."""
+        reported = 0 if start < state.reported_to else state.reported_to  # 0: preempted, and all of it comes again
+        state.reported_to = end
+        positions = (target.position for target in targets if reported < target.position + self._keys.drop <= end)
+        states = tuple((position, self._watch(request, position)) for position in positions)
+        if states or end >= request.num_prompt_tokens:
+            self._emit(StateStored(request.request_id, end, states))
+
+    def adapter_replaced(self, name: str) -> None:
+        """The LoRA adapter `name` is another from now on: its states cannot be found."""
+        for state in [state for state, adapter in self._adapter_of.items() if adapter == name]:
+            self._states.remove(state)
+            self._evicted(state)
+        self._emit(AdapterReplaced(name))
+
+    def clear(self) -> None:
+        self._states.clear()
+        self._adapter_of.clear()
+        self._emit(CacheCleared())
+
+    def _watch(self, request: Any, position: int) -> str:
+        """Name of the state at `position`, watched from now on; "" if it cannot be found."""
+        state = self._keys.name_of(request, position)
+        if state not in self._states:
+            if not (needs := self._keys.found(request, position)):
+                return ""
+            self._states.add(state, needs)
+            if (adapter := adapter_name(request)) is not None:
+                self._adapter_of[state] = adapter
+            if (oldest := self._states.remove_oldest(MAX_STATES)) is not None:
+                self._evicted(oldest)
+        return state[:NAME_BYTES].hex()
+
+    def _evicted(self, state: bytes) -> None:
+        self._adapter_of.pop(state, None)
+        self._emit(StateEvicted(state[:NAME_BYTES].hex()))
+
+    def _emit(self, event: StateEvent) -> None:
+        self._number += 1
+        self._pending.append((self._number, event))
+
+
 class StateStore(Protocol):
     """What keeps states beyond the cache."""
 
@@ -136,7 +236,7 @@ class States:
         self.pins = Pins(self.keys.pool, self.most_pinned)
         self.retention = Retention(self.keys.pool, self.share)
         self.events = StateEvents(self.keys)
-        self._written = self.keys.watch()  # those that were counted as written
+        self.written = Watch(self.keys.pool)  # those that were counted as written
         self._held: list[Any] = []  # blocks written in the running step
         self._spare: list[bytes] = []  # keys of those that nobody asked for
 
@@ -165,13 +265,11 @@ class States:
     def reserve(self, request: Any, position: int, turn: bool, *, spare: bool = False) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group, registered under the position's keys.
 
-        `turn`: it serves one conversation; `spare`: it puts out nothing that is of use, and goes before all that is.
-        None if the cache has no blocks to spare.
+        `turn`: of one conversation; `spare`: it puts out nothing of use, and goes first. None: the cache has no room.
         """
         pool, groups = self.keys.pool, self.keys.recurrent
-        if pool.get_num_free_blocks() < len(groups) or (spare and not self.has_idle):
-            return None
-        if not self.retention.make_room(len(groups)):
+        is_full = pool.get_num_free_blocks() < len(groups) or (spare and not self.has_idle)
+        if is_full or not self.retention.make_room(len(groups)):
             return None
         blocks: list[Any] = pool.get_new_blocks(len(groups))
         self._held += blocks
@@ -184,27 +282,20 @@ class States:
         return blocks
 
     def went_on(self, request: Any, position: int, before: int, named: Iterable[int]) -> None:
-        """The turn of a request's conversation that ends at `position` follows the one that ended at `before`.
-
-        `named`: positions of its hint.
-        """
+        """A request's turn that ends at `position` follows the one that ended at `before`; its hint's are `named`."""
         key, earlier, *others = (self.keys.state_key(request, each) for each in (position, before, *named))
         self.retention.went_on(key, earlier, others)
 
-    def written(self, key: bytes) -> None:
+    def add_written(self, key: bytes) -> None:
         """The state under `key` was counted as written."""
-        self._written.add(key, (key,))
-        self._written.remove_oldest(MAX_WRITTEN)
-
-    def is_written(self, key: bytes) -> bool:
-        """Whether the state under `key` is one of those."""
-        return key in self._written
+        self.written.add(key, (key,))
+        self.written.remove_oldest(MAX_WRITTEN)
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of those that are still cached."""
-        self._written.lost()
-        return len(self._written) * self.num_bytes
+        """Bytes of those that were counted as written and are still cached."""
+        self.written.lost()
+        return len(self.written) * self.num_bytes
 
     def offer(self, request: Any, positions: Iterable[int], used: bool = True) -> None:
         """The request's states at `positions` are cached, as `StateStore.offer` is told."""
@@ -213,10 +304,7 @@ class States:
                 self.store.offer(request, position, used)
 
     def resumed(self, request: Any, position: int, passed: Sequence[int], *, shared: bool, loaded: bool) -> None:
-        """A request resumes from its state at `position`, behind those it has `passed`.
-
-        `shared`: that shows that others share it; `loaded`: it does not come from the cache.
-        """
+        """A request resumes at `position`, behind those `passed`; `shared`: with others; `loaded`: from elsewhere."""
         if not loaded:
             self.offer(request, [position])
         self.retention.resumed(self.keys.state_key(request, position), shared)

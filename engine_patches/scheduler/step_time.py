@@ -54,10 +54,7 @@ class StepTime:
         self._new = 0  # passes since the pace was computed
 
     def step_took(self, num_tokens: int, seconds: float, prefill: bool = True, states: int = 0) -> None:
-        """A pass over `num_tokens` tokens took `seconds`; `prefill`: some of them were a prompt's.
-
-        `states`: that it wrote of one request, at most. Those of several requests are written together.
-        """
+        """A pass took `seconds`. `prefill`: over a prompt, too. `states`: most of one request, as all write at once."""
         if num_tokens > 0 and seconds > 0:
             if prefill:
                 self._passes.append((num_tokens, states, seconds))
@@ -92,8 +89,7 @@ class StepTime:
 def _fitted(passes: list[tuple[float, float, float]], generating: list[float]) -> PassTimes:
     """The pace by which `passes` (tokens, states, seconds; the latest last) deviate least, relative to their time.
 
-    Least squares, weighted again and again (Huber's weights), so that a stalled pass hardly counts. `generating`:
-    seconds of passes without a prompt.
+    Least squares, weighted again and again (Huber's weights): a stalled pass hardly counts. `generating`: of others.
     """
     import numpy as np  # a command's process may have none
 

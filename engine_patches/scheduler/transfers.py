@@ -1,10 +1,8 @@
 """Prefills that go from one worker to another over NIXL: where they stop, whose they are, and what is kept of them.
 
-vLLM alone hands over the state behind the last token but one, which no later prompt can resume from, and whoever brings
-the parameters of a transfer is believed. Here a prefill ends where a state is kept, carries a name of its own contents,
-and is taken once, by the prompt that it is of; whatever is doubtful is computed.
-
-The deadline of a transfer is checked where the clocks of both workers are known: `upstream_fixes.decline_late_reads`.
+vLLM alone hands over the state behind the last token but one, which no later prompt can resume from, and believes the
+parameters of a transfer. Here a prefill ends where a state is kept, carries a name of its own contents, and is taken
+once, by the prompt that it is of; what is doubtful is computed. Of deadlines see `upstream_fixes.decline_late_reads`.
 """
 
 from __future__ import annotations
@@ -49,10 +47,7 @@ class Transfers:
         self._warned: set[str] = set()
 
     def stop_at_the_last_state(self, request: Any) -> None:
-        """Cut a prompt that is only prefilled behind its last target, unless a state at or past it is cached.
-
-        Who loads the state can then keep it, and so can this worker: it is where the next turn resumes.
-        """
+        """Cut a prompt that is only prefilled behind its last target: both workers can keep that state."""
         checkpoints, unit = self.checkpoints, self.checkpoints.grid.unit
         state = checkpoints.state_of(request)
         if not self._states.in_pass or checkpoints.verified > 1 or request.num_output_tokens:
@@ -118,16 +113,12 @@ class Transfers:
         return {CONTENT: content, SAMPLED: sampled, CUT: weights.cut}
 
     def content_of(self, request: Any, num_tokens: int, weights: str) -> str:
-        """A name of what weights make of a request's first `num_tokens` tokens; "" if those have none.
-
-        It stands for all that vLLM's block hashes tell apart beside the tokens, too.
-        """
+        """A name of what weights make of a request's first `num_tokens` tokens; "" if those have none."""
         from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
         if not weights:
             return ""
-        unit = self.checkpoints.grid.unit
-        start = num_tokens // unit * unit
+        start = num_tokens // self.checkpoints.grid.unit * self.checkpoints.grid.unit
         parent: bytes = self.checkpoints.grid.hash_of(request, start) if start else b""
         # vLLM names whole units only. Behind the last one, the same by its own words: salt, adapter, images, ...
         extra, _ = generate_block_hash_extra_keys(request, start, num_tokens, 0)
@@ -153,8 +144,7 @@ def read_hint_of_the_whole_prompt(original: Callable[..., None]) -> Callable[...
 
     def _truncate_request_for_prefill(self: Any, request: Any) -> None:
         transfers: Transfers | None = getattr(self, "seamark", None)
-        if transfers is not None:
-            # A hint may count from the prompt's end.
+        if transfers is not None:  # a hint may count from the prompt's end
             transfers.checkpoints.state_of(request).prompt_tokens = request.num_prompt_tokens
         original(self, request)
 
@@ -209,8 +199,7 @@ def name_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
 def keep_loaded_state(scheduler: Any, request: Any, start: int, output: Any) -> bool:
     """Keep the state that a request was loaded with, if it begins with it in this step; whether it is kept.
 
-    The request goes on in the block that was loaded, so the state is copied first, with vLLM's own copies of a step:
-    those run before anything is computed.
+    The request goes on in the block that was loaded, so vLLM copies the state before anything of a step is computed.
     """
     from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
@@ -233,6 +222,5 @@ def keep_loaded_state(scheduler: Any, request: Any, start: int, output: Any) -> 
         checkpoints.counters.hint_ignored("no_room")
         return False
     pairs = zip(sources, blocks, strict=True)
-    copies += [KVCacheBlockCopy(source.block_id, kept.block_id) for source, kept in pairs]
-    output.kv_cache_block_copies = copies
+    output.kv_cache_block_copies = [*copies, *(KVCacheBlockCopy(a.block_id, b.block_id) for a, b in pairs)]
     return True

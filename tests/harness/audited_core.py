@@ -47,7 +47,7 @@ from engine_patches import settings
 from engine_patches.footprint import OWN
 from engine_patches.forward.layers import promise
 from engine_patches.forward.loaded_weights import Weights
-from engine_patches.scheduler.state_events import CacheCleared, StateEvicted, StateStored
+from engine_patches.scheduler.states import CacheCleared, StateEvicted, StateStored
 from tests.harness.kv_event_index import KvEventIndex
 from tests.harness.modelled_worker import BLOCK, UNIT, Worker, prefixes
 

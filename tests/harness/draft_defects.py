@@ -122,7 +122,7 @@ def _key_zeros() -> None:
 @_defect("a window's rows are found before they are computed")
 def _key_too_soon() -> None:
     """Under the names of rows that a later step computes, as far as there are blocks for them."""
-    from engine_patches.scheduler import preflight
+    from engine_patches.scheduler import hooks
     from engine_patches.scheduler.draft_windows import DraftWindows
 
     keep = DraftWindows.keep
@@ -133,7 +133,7 @@ def _key_too_soon() -> None:
         return keep(self, request, state, [min(each + 2 * self._grid.unit, most) for each in positions])
 
     DraftWindows.keep = keep_soon
-    preflight.run = mock.Mock()  # which sees it, and refuses hints
+    hooks.preflight = mock.Mock()  # which sees it, and refuses hints
 
 
 @_defect("a hit takes any block of a window")

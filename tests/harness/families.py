@@ -263,7 +263,7 @@ def _what_is_done(family: Family) -> tuple[str, str, str]:
     if family.attention_free:
         return "at the ends of cache blocks, as vLLM alone does", SHOWN[families.shown_of(family.layers)], "refused"
     inside = all(layer.core for layer in family.layers)
-    beside = inside and all(layer.beside_drafts for layer in family.layers)
+    beside = inside and all(layer.drafts for layer in family.layers)
     return (
         "inside a pass" if inside else "cut: a pass for each",
         SHOWN[families.shown_of(family.layers)],

@@ -30,8 +30,8 @@ from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.earlier_prompts import COLD, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
 from engine_patches.scheduler.hints import FIELD, PIN
+from engine_patches.scheduler.hooks import PreflightFailed, preflight
 from engine_patches.scheduler.planner import EXPECTED, HINTED, TAIL, CheckpointTarget, Grid, RequestState
-from engine_patches.scheduler.preflight import PreflightFailed, run
 from engine_patches.scheduler.refusals import MANAGERS
 from engine_patches.scheduler.state_writes import learn_step_time, note_late_output, write_after_scheduling
 from engine_patches.scheduler.states import States
@@ -97,7 +97,7 @@ def test_bytes_are_those_of_counted_states_that_are_still_cached(checkpoints):
     assert checkpoints.states.bytes_held == 200
     checkpoints.states.release()
     pool.reset_prefix_cache()
-    assert checkpoints.states.bytes_held == 0 and not checkpoints.states.is_written(blocks[0].block_hash)
+    assert checkpoints.states.bytes_held == 0 and blocks[0].block_hash not in checkpoints.states.written
 
 
 def test_a_state_of_a_prompt_that_is_pinned_is_written_whatever_it_saves(checkpoints):
@@ -270,9 +270,9 @@ def test_each_behaviour_that_is_relied_on_is_looked_at(monkeypatch, owner, metho
     monkeypatch.setattr(owner, method, changed(getattr(owner, method)))
     of_windows = owner is SlidingWindowManager
     with pytest.raises(PreflightFailed, match=told or None):
-        run(windows=of_windows)
+        preflight(windows=of_windows)
     if of_windows:
-        run()  # without a head that has any nobody asks
+        preflight()  # without a head that has any nobody asks
 
 
 def managers_in(version: str | None) -> set[str]:

@@ -23,11 +23,11 @@ from engine_patches.reporting.addresses import FOLDER, READ_AT
 from engine_patches.reporting.collector import Collector
 from engine_patches.reporting.events_api import METRICS_PATH, PATH, Feeds
 from engine_patches.reporting.hooks import collect_before_the_engines, keys_in
-from engine_patches.scheduler import state_events
+from engine_patches.scheduler import states
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest
 from engine_patches.scheduler.planner import Grid
-from engine_patches.scheduler.state_events import AdapterReplaced, StateEvents
+from engine_patches.scheduler.states import AdapterReplaced, StateEvents
 from tests.harness.reports import scheduler_of
 from tests.harness.waiting import until
 
@@ -58,7 +58,8 @@ def taking(monkeypatch) -> Taking:
 def engine(at: Collector) -> tuple[Any, report.Reporter, Callable[[], None]]:
     """A scheduler that reports to a collector, and what has an event happen there: an adapter is another."""
     numbers = itertools.count(1)
-    events = StateEvents(SimpleNamespace(watch=lambda: None))
+    pool = SimpleNamespace(cached_block_hash_to_block=None, seamark_watches=[])
+    events = StateEvents(SimpleNamespace(pool=pool))
     states = SimpleNamespace(events=events, bytes_held=0, pins=SimpleNamespace(num_blocks=0))
     scheduler = scheduler_of(Checkpoints(Grid(16, 16), 384, states))
     with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +113,7 @@ async def test_a_collector_that_takes_nothing_makes_no_step_wait_and_what_was_lo
     monkeypatch.setattr(report, "MAX_WAITING", 4)
     monkeypatch.setattr(collector, "MAX_WAITING", 4)
     monkeypatch.setattr(events_api, "MAX_TOLD", 4096)
-    monkeypatch.setattr(state_events, "MAX_EVENTS", 4)
+    monkeypatch.setattr(states, "MAX_EVENTS", 4)
     at = Collector(("127.0.0.1", 0), ())
     scheduler, own, happen = engine(at)
     for number in range(400):

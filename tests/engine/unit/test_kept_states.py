@@ -22,15 +22,14 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from engine_patches.scheduler import state_events
+from engine_patches.scheduler import states
 from engine_patches.scheduler.cache_keys import HeldKeys, watch_removed_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.hints import FIELD, PIN
 from engine_patches.scheduler.hooks import release_before_reset
 from engine_patches.scheduler.kv_events import ResumableBlocks
 from engine_patches.scheduler.planner import HINTED, CheckpointTarget, Grid, RequestState
-from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvicted, StateStored
-from engine_patches.scheduler.states import NO_ROOM, NOT_CACHED, PINNED, States
+from engine_patches.scheduler.states import NO_ROOM, NOT_CACHED, PINNED, StateEvicted, States, StateStored
 from tests.harness.kv_event_index import KvEventIndex
 
 UNIT, BLOCK, BLOCKS = 16, 64, 40
@@ -297,10 +296,10 @@ class Cache(RuleBasedStateMachine):
                 self.told |= {name: (event.request_id, end) for end, name in event.states if name}
             elif isinstance(event, StateEvicted):
                 del self.told[event.name]
-            elif isinstance(event, CacheCleared):
+            elif isinstance(event, states.CacheCleared):
                 self.told = {}
             else:
-                assert event == AdapterReplaced("ada")
+                assert event == states.AdapterReplaced("ada")
 
     # What holds at any time.
 
@@ -316,7 +315,9 @@ class Cache(RuleBasedStateMachine):
     @invariant()
     def pins_and_states_stay_within_their_shares(self) -> None:
         blocks = {each.block_id for held in self.pinned.values() for each in held}
-        assert self.states.pins.num_blocks == len(blocks) <= PINNED_BLOCKS and len(self.states.pins) == len(self.pinned)
+        assert self.states.pins.num_blocks == len(blocks) <= PINNED_BLOCKS and len(self.states.pins._pins) == len(
+            self.pinned
+        )
         assert len(RECURRENT) * len(self.retention) <= SHARE
 
     @invariant()
@@ -363,15 +364,15 @@ def planned(cache: Cache, state: RequestState, start: int, end: int) -> list[Any
 
 def test_each_chunk_emits_its_states_once_and_again_after_a_preemption(cache):
     state = RequestState()
-    for start, end, states in ((0, 100, {80: True}), (100, 160, {112: False, 144: True}), (0, 100, {80: True})):
+    for start, end, told in ((0, 100, {80: True}), (100, 160, {112: False, 144: True}), (0, 100, {80: True})):
         (event,) = planned(cache, state, start, end)
-        assert event.end == end and {at: bool(name) for at, name in event.states} == states
+        assert event.end == end and {at: bool(name) for at, name in event.states} == told
 
 
 def test_watched_states_are_bounded_and_the_oldest_is_given_up(cache, monkeypatch):
-    monkeypatch.setattr(state_events, "MAX_STATES", 1)
+    monkeypatch.setattr(states, "MAX_STATES", 1)
     gone, came = planned(cache, RequestState(), 0, 160)
-    assert gone == StateEvicted(came.states[0][1]) and len(cache.states.events) == 1
+    assert gone == StateEvicted(came.states[0][1]) and len(cache.states.events._states) == 1
 
 
 def test_blocks_that_no_state_needs_are_not_looked_at(cache, monkeypatch):

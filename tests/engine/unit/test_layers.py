@@ -122,7 +122,7 @@ def known_as(monkeypatch, path: str = f"{__name__}:Recurrent", **options: Any) -
         ("cuda", {}, {"ubatching"}, "", False),
         ("cuda", {}, set(), "unsupported", False),
         ("cuda", {}, set(), "supported", False),  # this layer's rows beside drafts are not known
-        ("cuda", {"beside_drafts": True}, set(), "supported", True),
+        ("cuda", {"drafts": True}, set(), "supported", True),
         ("cuda", {"layer": WithItsOwnCore}, set(), "", False),
         ("cuda", {"layer": WithItsOwnMetadata}, set(), "", False),
         ("cuda", {"layer": WithKnownMetadata}, set(), "", True),

@@ -19,7 +19,7 @@ from engine_patches.reporting.report import EngineReport
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest, GatewayLoad
 from engine_patches.scheduler.planner import Grid
-from engine_patches.scheduler.state_events import AdapterReplaced, CacheCleared, StateEvicted, StateStored
+from engine_patches.scheduler.states import AdapterReplaced, CacheCleared, StateEvicted, StateStored
 from proxy.pipeline.gateway import Gateway
 from proxy.settings import Settings
 from tests.harness import dashboards

@@ -14,9 +14,8 @@ from vllm.model_executor.layers.mamba import mamba_utils
 
 from engine_patches import upstream_fixes
 from engine_patches.footprint import RUNNING, SCAN_STATES, SEGMENTS
-from engine_patches.forward.cpu_scan import kernel_in_runs
 from engine_patches.forward.layers import mamba2_with_states
-from engine_patches.forward.scan_states import plan_scan_states, scan_with_states
+from engine_patches.forward.scan_states import kernel_in_runs, plan_scan_states, scan_with_states
 from engine_patches.forward.segments import take_states_over
 from engine_patches.forward.step_writes import Step, Write
 from engine_patches.ledger import ShapeMismatch

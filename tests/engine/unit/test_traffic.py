@@ -19,11 +19,10 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from engine_patches import ledger, settings
 from engine_patches.disk import connector
 from engine_patches.disk.files import LoadCost
-from engine_patches.scheduler import preflight
+from engine_patches.scheduler import hooks
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.hooks import LEAVE_WEIGHTS, forget_weights_that_may_change, warn_of_narrow_states
 from engine_patches.scheduler.planner import Grid
-from engine_patches.scheduler.preflight import PreflightFailed
 from tests.harness import adapter_audit, disk_audit, draft_audit, scheduler_audit, situation_audit, transfer_audit
 from tests.harness.audit import audited, patched_vllm, random_traffic
 from tests.harness.audited_core import UNIT, WEIGHTS, Core
@@ -199,9 +198,9 @@ def refused(core: Core) -> str:
 
 def test_a_cache_that_behaves_otherwise_is_left_to_vllm(made, monkeypatch):
     def fails(*, windows: bool) -> None:
-        raise PreflightFailed(f"an evicted state is found, windows: {windows}")
+        raise hooks.PreflightFailed(f"an evicted state is found, windows: {windows}")
 
-    monkeypatch.setattr(preflight, "run", fails)
+    monkeypatch.setattr(hooks, "preflight", fails)
     assert refused(made()).endswith("preflight check: an evicted state is found, windows: False")
 
 

@@ -19,7 +19,7 @@ from engine_patches.reporting import events_api
 from engine_patches.reporting.events_api import HEADER, METRICS_PATH, PATH, EventsEndpoint, Feed, Feeds, client_id
 from engine_patches.reporting.report import EngineReport
 from engine_patches.scheduler.counters import AdmittedRequest, GatewayLoad
-from engine_patches.scheduler.state_events import StateEvicted, StateStored
+from engine_patches.scheduler.states import StateEvicted, StateStored
 from tests.harness.virtual_time import VirtualTimeLoop
 
 

@@ -34,7 +34,7 @@ def test_the_longest_beginning_seen_is_found_and_the_deep_end_is_forgotten_first
         known = [prefix in seen._hashes for prefix in prefixes]
         deepest = seen.deepest(prefixes)
         assert deepest == sum(known) and known == sorted(known, reverse=True), "always a beginning"
-        assert len(seen) <= most and (seen.deepest(prefixes) == min(len(prompt), most))
+        assert len(seen._hashes) <= most and (seen.deepest(prefixes) == min(len(prompt), most))
         if sum(map(len, prompts)) <= most:
             shared = [prefix for prefix in prefixes if any(p.encode().startswith(prefix) for p in prompts[:number])]
             assert deepest == len(shared), "where all is remembered, it is the longest"

@@ -103,8 +103,8 @@ def test_a_verdict_names_each_patch_that_does_not_fit_and_nothing_is_replaced(to
     other = dataclasses.replace(STEP, name="other", relies_on=(Shape("toy_vllm:greet", "name"),))
     elsewhere = dataclasses.replace(gone, name="elsewhere", on=Platform.CPU)
     verdict = ledger.judge([STEP, gone, other, elsewhere], Platform.GPU)
-    assert len(verdict.patches) == 3 and [each.patch.name for each in verdict.misfits] == ["gone", "other"]
-    assert "toy_vllm:greet takes (name, loud)" in str(verdict.misfits[1].difference)
+    assert len(verdict.patches) == 3 and [*verdict.misfits] == ["gone", "other"]
+    assert "toy_vllm:greet takes (name, loud)" in str(verdict.misfits["other"])
     assert toy.Engine.step is original
 
 
@@ -257,8 +257,7 @@ def test_a_check_says_whether_all_patches_fit_and_what_to_take_otherwise(
     def judge(given, platform):
         asked.append(platform if given is PATCHES else None)
         told = [("true-states", "f no longer mentions x"), ("other", "y")][:misfits]
-        found = [SimpleNamespace(patch=SimpleNamespace(name=name), difference=why) for name, why in told]
-        return SimpleNamespace(patches=range(9), misfits=found)
+        return SimpleNamespace(patches=range(9), misfits=dict(told))
 
     asked: list[Platform | None] = []
     monkeypatch.setattr(patches, "judge", judge)
