@@ -61,6 +61,7 @@ class Metrics:
             "Seconds that requests wait for their boundaries, and prefill time of replays",
             *worker,
         )
+        self.by_worker = [family for family in vars(self).values() if getattr(family, "_labelnames", ()) == worker]
         self.misses = counter("miss_total", "Requests that got less than they could share", "model", "reason")
         self.explanations_shed = counter(
             "explanations_shed_total", "Requests not compared with recent ones: there was no time beside requests"

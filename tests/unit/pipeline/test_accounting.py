@@ -222,6 +222,8 @@ async def test_a_replay_costs_a_pass_and_what_was_computed(scene):
         scene.accounting.replayed("m", scene.worker, usage)
         assert scene.accounting.time_saved().spent == pytest.approx(spent)
         assert scene.value("seamark_seconds_spent_total", model="m", worker="w") == pytest.approx(spent)
+    saved = scene.accounting._metrics.registry.get_sample_value
+    assert saved("seamark_seconds_saved_total", {"model": "m", "worker": "w"}) == 0  # not None: an alert compares both
 
 
 async def test_cached_tokens_count_as_time_at_the_pace_known_by_then(scene):
