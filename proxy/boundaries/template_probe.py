@@ -23,10 +23,8 @@ Detokenize = Callable[[Sequence[int]], Awaitable[str | None]]
 
 MIN_CHATS = 2  # to learn an opener from
 MAX_OPENER = 32  # tokens
-LONG_OPENER, EDGE = (
-    8,
-    2,
-)  # of a longer one the first tokens are left out: what stands before may grow together with them
+# Of a longer opener the first tokens are left out: what stands before may grow together with them.
+LONG_OPENER, EDGE = 8, 2
 
 # The first text is full of what texts are full of: an opener that is found in it is none.
 RICH = (
