@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from proxy.boundaries.boundary import Entry, Found
-from proxy.chat.chat import RESPONSES
+from proxy.chat.reader import HINTED
 from proxy.http.json_body import HINT, PIN, TRANSFERS, XARGS, with_fields
 
 T = TypeVar("T")
@@ -29,10 +29,6 @@ MAX_REPLAYS = 64
 
 # Replays at once: enough to fill passes, few enough that the hottest prefixes are there first.
 CONCURRENCY = 4
-
-_ONE_TOKEN = {"max_tokens": 1, "stream": False}
-
-_ONE_TOKEN_OF_A_RESPONSE = {"max_output_tokens": 1, "stream": False, "store": False}
 
 _OF_THE_ANSWER = (
     "stream_options",
@@ -65,7 +61,7 @@ class WarmupRequest(NamedTuple):
 
         `pin`: the engine is to keep the prompt in its cache, or to let it go again.
         """
-        put = {**self.put, **(_ONE_TOKEN_OF_A_RESPONSE if self.endpoint == RESPONSES else _ONE_TOKEN)}
+        put = {**self.put, **HINTED[self.endpoint].one_token, "stream": False}
         put[XARGS] = {HINT: list(hint)} if pin is None else {HINT: list(hint), PIN: int(pin)}
         return with_fields(self.raw, self.names, put, (*_OF_THE_ANSWER, *TRANSFERS))
 

@@ -215,25 +215,8 @@ def _without(raw: bytes, names: Collection[str]) -> bytes:
     return (text[: spans[0].first] + kept + text[spans[-1].end :]).encode(errors="surrogatepass")
 
 
-def with_hint(raw: bytes, parsed: dict[str, Any], entries: Sequence[int | str], load: str = "") -> bytes:
-    """`raw` with these `entries` as its hint. A hint from the client is replaced, if need be by an empty one.
-
-    `load`: the value of `LOAD`, none if it is empty. Everything else stays byte for byte. `parsed` is what
-    `parse_object` makes of it. Returns `raw` itself if there is nothing to change, or if the client's `vllm_xargs` is
-    not an object: the worker refuses such a request.
-    """
-    if not json.detect_encoding(raw).startswith("utf-8"):
-        return raw
-    xargs = parsed.get(XARGS)
-    if xargs is not None and not isinstance(xargs, dict):
-        return raw
-    put: dict[str, Any] = {HINT: list(entries)} if entries or HINT in (xargs or ()) else {}
-    if load:
-        put[LOAD] = load
-    if not put:
-        return raw
-    if XARGS not in parsed:
-        return with_fields(raw, parsed, {XARGS: put})
+def with_xargs(raw: bytes, xargs: Mapping[str, Any] | None, put: Mapping[str, Any]) -> bytes:
+    """`raw`, in UTF-8, with `put` in its `vllm_xargs`, which says `xargs` now. Everything else stays byte for byte."""
     text = raw.decode(errors="surrogatepass")
     start, end = _find(text, (XARGS,))
     given = text[start:end].encode(errors="surrogatepass")

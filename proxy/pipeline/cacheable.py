@@ -12,16 +12,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES, flag
+from proxy.chat.chat import MESSAGES, RESPONSES, flag
+from proxy.chat.reader import EMBEDDINGS, HINTED
 from proxy.http import asgi
 from proxy.pipeline.exchange import Exchange, choices_of
 
-EMBEDDINGS = "/v1/embeddings"
-
-CACHEABLE = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES, EMBEDDINGS})
-
-# vLLM samples by the seed in requests to these; it drops one in requests to others.
-SEEDED = frozenset({CHAT, COMPLETIONS, RESPONSES})
+CACHEABLE = HINTED.keys() | {EMBEDDINGS}
 
 NO_SEED = -1  # for vLLM
 
@@ -47,12 +43,6 @@ KEPT = frozenset(
 
 # What lies at an address may change; what a body holds itself does not. A key that is escaped may be any of these.
 _REMOTE = re.compile(rb'"(?:(?:image_|video_|audio_|file_)?url|[a-z_]*\\u00[0-7][^"]*)"\s*:\s*"(?!data:)')
-
-_FINAL = {
-    CHAT: frozenset({"stop", "length", "tool_calls", "function_call"}),
-    COMPLETIONS: frozenset({"stop", "length"}),
-    MESSAGES: frozenset({"end_turn", "max_tokens", "stop_sequence", "tool_use"}),
-}
 
 _DONE = b"[DONE]"
 
@@ -106,7 +96,7 @@ def is_repeatable(exchange: Exchange) -> bool:
         exchange.response_id is not None or parsed.get("background") or _has_tools_of_the_server(parsed.get("tools"))
     ):
         return False
-    return _is_greedy(parsed.get("temperature")) or (head.path in SEEDED and _is_seeded(parsed))
+    return _is_greedy(parsed.get("temperature")) or (HINTED[head.path].takes_seed and _is_seeded(parsed))
 
 
 def _is_greedy(temperature: Any) -> bool:
@@ -210,11 +200,10 @@ class Ending:
         if self._path == RESPONSES:
             return _is_final_response(answer)
         if self._path == MESSAGES:
-            return answer.get("stop_reason") in _FINAL[MESSAGES]
+            return answer.get("stop_reason") in HINTED[MESSAGES].ends
         choices = answer["choices"]
-        return len(choices) == choices_of(self._asked) and all(
-            choice["finish_reason"] in _FINAL[self._path] for choice in choices
-        )
+        ends = HINTED[self._path].ends
+        return len(choices) == choices_of(self._asked) and all(choice["finish_reason"] in ends for choice in choices)
 
     def _read(self, lines: bytes) -> bool:
         """Take in whole lines of a stream; False for an error."""
@@ -246,7 +235,7 @@ class Ending:
             is_over, wanted = json.loads(last)["type"] == "message_stop", 1
         else:
             is_over, wanted = last == _DONE, choices_of(self._asked)
-        return is_over and len(self._ended) == wanted and _FINAL[self._path].issuperset(self._ended.values())
+        return is_over and len(self._ended) == wanted and HINTED[self._path].ends.issuperset(self._ended.values())
 
 
 def _is_final_response(response: Mapping[str, Any]) -> bool:

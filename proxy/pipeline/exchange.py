@@ -19,7 +19,7 @@ from proxy.errors import BadRequest, NotFound
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
-from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_hint
+from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_xargs
 from proxy.idle_work import Steps
 from proxy.observability.explanations import Record
 from proxy.observability.reasons import Expectation
@@ -129,18 +129,19 @@ class Body:
 
         `own`: outermost fields to set for the worker that gets them. Everything else is as the client wrote it.
         """
-        put = {**self.put, **own} if own else self.put
-        if XARGS in self.parsed and XARGS not in put:
-            raw = with_hint(self.raw, self.parsed, hint, load)
-            self.hint = hint if raw is not self.raw else ()
-            return with_fields(raw, self.names, put, self.dropped)
-        told: dict[str, Any] = {HINT: hint} if hint or XARGS in put else {}
+        raw, put = self.raw, {**self.put, **own} if own else self.put
+        xargs = put[XARGS] if XARGS in put else self.parsed.get(XARGS)
+        if xargs is not None and not isinstance(xargs, dict):  # the worker refuses such a request
+            hint, load = (), ""
+        told: dict[str, Any] = {HINT: hint} if hint or XARGS in put or (type(xargs) is dict and HINT in xargs) else {}
         if load:
             told[LOAD] = load
-        if told:
-            put = {**put, XARGS: {**put.get(XARGS, NO_FIELDS), **told}}
         self.hint = hint
-        return with_fields(self.raw, self.names, put, self.dropped) if put or self.dropped else self.raw
+        if told and XARGS in self.parsed and XARGS not in put:
+            raw = with_xargs(raw, xargs, told)
+        elif told:
+            put = {**put, XARGS: {**put.get(XARGS, NO_FIELDS), **told}}
+        return with_fields(raw, self.names, put, self.dropped) if put or self.dropped else raw
 
     def as_chat(self, hint: tuple[Entry, ...], own: Mapping[str, Any], load: str, *, merges: bool = False) -> bytes:
         """The bytes to send to the chat API in place of /v1/messages, as `encoded`; `merges`: as of `chat_of`."""

@@ -38,7 +38,7 @@ TRANSFER = TRANSFERS[0]
 PREFILL: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "seamark_stops": True}
 
 # What asks for more of an answer than its one token has, or forbids so short a one.
-_LEFT_OUT = ("stream_options", "logprobs", "top_logprobs", "min_tokens")
+_LEFT_OUT = ("stream_options", "logprobs", "top_logprobs", "min_tokens", "max_completion_tokens")
 
 # Fields of requests whose prompt is computed several times, or has to be computed where it is answered.
 _ALONE = ("previous_response_id", "prompt_logprobs", "echo", "background", "best_of", "use_beam_search")
@@ -133,11 +133,7 @@ class Prefills:
         self, exchange: Exchange, worker: Worker, decoder: Worker, headers: asgi.HeaderList
     ) -> dict[str, Any] | None:
         body = exchange.body
-        put: dict[str, Any] = {"stream": False, TRANSFER: PREFILL} | {
-            name: value
-            for name, value in HINTED[exchange.head.endpoint].one_token.items()
-            if name != "max_completion_tokens" or name in body.parsed
-        }
+        put = {"stream": False, TRANSFER: PREFILL, **HINTED[exchange.head.endpoint].one_token}
         raw = body.for_prefill(worker.hint(exchange.prompt.found), put, _LEFT_OUT)
         try:
             response = await self._send(exchange, worker, raw, headers)
